@@ -1,0 +1,78 @@
+// What a device can do, measured: bandwidth read, written and mixed, and the knee, the fewest bytes in flight
+// that reach (nearly) all of it. Measured once by ds_nvme_tune and stored, or in a fraction of a second when
+// a run starts.
+//
+//   ProbeOptions options;  options.directory = "/nvme/state";
+//   absl::StatusOr<DeviceProfile> profile = MeasureDevice(options);
+//   engine->set_knee_bytes(profile->knee_bytes);
+#ifndef PENSTOCK_AIO_PROFILE_H_
+#define PENSTOCK_AIO_PROFILE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/arena.h"
+#include "aio/engine.h"
+
+namespace penstock::aio {
+
+struct DepthPoint {
+  uint64_t in_flight_bytes = 0;
+  double mixed_bytes_per_s = 0;
+  double read_bytes_per_s = 0;  // 0 where only the mix was measured
+  double write_bytes_per_s = 0;
+};
+
+// GB here and everywhere: 10^9 bytes.
+struct DeviceProfile {
+  std::string directory;
+  std::string device;       // "vda"
+  std::string file_system;  // "ext4"
+  std::string backend;      // "io_uring"
+  uint64_t block_bytes = 0;
+  double read_bytes_per_s = 0;
+  double write_bytes_per_s = 0;
+  double mixed_bytes_per_s = 0;  // reads and writes at once, in equal bytes, both counted
+  uint64_t knee_bytes = 0;       // reads and writes together; the least that reaches 95% of the mixed peak
+  double read_latency_us = 0;    // of one block alone on the device, median
+  double write_latency_us = 0;
+  double cpu_ms_per_gib = 0;
+  int64_t measured_unix_s = 0;
+  std::vector<DepthPoint> depths;
+};
+
+struct ProbeOptions {
+  std::string directory;  // the probe file is made here and removed again, also when the probe fails
+  const Arena* arena =
+      nullptr;  // registered, used as the buffer if `region` is not empty; null: an arena of its own
+  BackendKind backend = BackendKind::kAuto;
+  uint64_t file_bytes = 128 * kMiB;
+  uint64_t block_bytes = 1 * kMiB;
+  int64_t budget_ms = 800;  // shared by all its parts; each part is cut off when its share is over
+  std::vector<uint64_t> depths = {2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB, 32 * kMiB};
+};
+
+// Writes the file once in full (not timed: allocation is not what a run pays), then times reads, writes and
+// the mix. The knee is found by interleaving the depths in several rounds, since disks drift. Errors: those
+// of File::Open (no space, no direct I/O here), and of any transfer.
+absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options);
+
+// JSON, one object or, in a stored file, {"profiles": [ ... ]} with one entry a directory.
+std::string ProfileToJson(const DeviceProfile& profile);
+absl::StatusOr<DeviceProfile> ProfileFromJson(std::string_view text);
+
+// Where profiles are kept when nothing else is said: $XDG_CACHE_HOME/penstock/devices.json, else
+// ~/.cache/penstock/...
+std::string DefaultProfilePath();
+// Adds or replaces the entry of profile.directory; the file is replaced atomically.
+absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path = DefaultProfilePath());
+// The entry of `directory`, or, failing that, one measured on the same device. kNotFound if there is neither.
+absl::StatusOr<DeviceProfile> LoadProfile(const std::string& directory,
+                                          const std::string& path = DefaultProfilePath());
+
+}  // namespace penstock::aio
+
+#endif  // PENSTOCK_AIO_PROFILE_H_
