@@ -194,9 +194,9 @@ struct BatchSizes {
   int64_t accumulation = 1;
 };
 struct BatchRequest {
-  std::optional<int64_t> train_batch;
-  std::optional<int64_t> micro_batch;
-  std::optional<int64_t> accumulation;
+  std::optional<int64_t> train_batch = std::nullopt;
+  std::optional<int64_t> micro_batch = std::nullopt;
+  std::optional<int64_t> accumulation = std::nullopt;
 };
 // What is given neither directly nor by the others: micro `default_micro_batch`, accumulation 1. `world`
 // >= 1.

@@ -31,10 +31,9 @@
 namespace penstock::zero {
 
 // Penstock's default. With w = warmup, h = horizon and step s:
-//   s <= w      lr * s / w
-//   w < s < h   min_lr + (lr - min_lr) * (1 + cos(pi * (s - w) / (h - w))) / 2
-//   s >= h      min_lr                              (a warm-up that is as long as the horizon ends at lr,
-//   once)
+//   s <= min(w, h)  lr * s / w
+//   w < s < h       min_lr + (lr - min_lr) * (1 + cos(pi * (s - w) / (h - w))) / 2
+//   else            min_lr
 struct WarmupThenCosine {
   double lr = 3e-4;
   double min_lr = 3e-5;
@@ -64,9 +63,9 @@ struct OneCycle {
   double cycle_max_lr = 0;
   double decay_lr_rate = 0;
   int64_t first_step_size = 2000;
-  std::optional<int64_t> second_step_size;  // first_step_size where not given
+  std::optional<int64_t> second_step_size = std::nullopt;  // first_step_size where not given
   int64_t first_stair_count = 0;
-  std::optional<int64_t> second_stair_count;  // first_stair_count where not given
+  std::optional<int64_t> second_stair_count = std::nullopt;  // first_stair_count where not given
   int64_t decay_step_size = 0;
   bool cycle_momentum = true;
   double cycle_min_mom = 0.8;
@@ -109,8 +108,8 @@ using LrScheduleSpec =
 // What an update uses. The betas are set only by schedules that cycle them; else the optimizer's own hold.
 struct ScheduledRates {
   double lr = 0;
-  std::optional<double> beta1;
-  std::optional<double> beta2;
+  std::optional<double> beta1 = std::nullopt;
+  std::optional<double> beta2 = std::nullopt;
 };
 
 // A validated schedule.
