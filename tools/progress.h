@@ -46,11 +46,11 @@ class Progress {
     bool quiet = false;
     double redraw_per_second = 10;
     double plain_interval_seconds = 5;
-    std::optional<bool> terminal;                // empty: ask isatty of `fd`
-    int fd = 2;                                  // where the lines go
-    std::function<void(std::string_view)> sink;  // instead of `fd`, for tests
-    std::function<double()> clock;               // seconds, monotonic; empty: CLOCK_MONOTONIC
-    int columns = 0;                             // 0: ask the terminal each time (80 where it does not say)
+    std::optional<bool> terminal = std::nullopt;           // empty: ask isatty of `fd`
+    int fd = 2;                                            // where the lines go
+    std::function<void(std::string_view)> sink = nullptr;  // instead of `fd`, for tests
+    std::function<double()> clock = nullptr;               // seconds, monotonic; empty: CLOCK_MONOTONIC
+    int columns = 0;  // 0: ask the terminal each time (80 where it does not say)
   };
 
   Progress();
