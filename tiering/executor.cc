@@ -1,0 +1,227 @@
+#include "tiering/executor.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace penstock::tiering {
+namespace {
+
+size_t Index(Lane lane) { return static_cast<size_t>(lane); }
+
+double UnionOf(std::vector<std::pair<double, double>>* intervals) {
+  std::sort(intervals->begin(), intervals->end());
+  double sum = 0, end = 0;
+  bool first = true;
+  for (const auto& [from, to] : *intervals) {
+    if (first || from > end) {
+      sum += to - from;
+      end = to;
+      first = false;
+    } else if (to > end) {
+      sum += to - end;
+      end = to;
+    }
+  }
+  return sum;
+}
+
+}  // namespace
+
+std::string_view StallName(Stall stall) {
+  switch (stall) {
+    case Stall::kRead:
+      return "read";
+    case Stall::kWrite:
+      return "write";
+    case Stall::kUpdate:
+      return "update";
+    case Stall::kCommit:
+      return "commit";
+    case Stall::kBatch:
+      return "batch";
+    case Stall::kOther:
+      return "compute";
+  }
+  return "unknown";
+}
+
+bool Executor::complete(OpId id) const { return id < base_ || (id < end_ && node(id).done); }
+
+void Executor::Append(std::vector<Op> ops) {
+  for (Op& op : ops) {
+    const OpId id = end_++;
+    Node& added = nodes_.emplace_back();
+    added.op = std::move(op);
+    if (added.op.lane == Lane::kCompute) compute_order_.push_back(id);
+    std::sort(added.op.after.begin(), added.op.after.end());
+    added.op.after.erase(std::unique(added.op.after.begin(), added.op.after.end()), added.op.after.end());
+    for (const OpId before : added.op.after) {
+      if (complete(before)) continue;
+      node(before).dependents.push_back(id);
+      ++added.waits;
+    }
+    if (added.waits == 0) Ready(id);
+  }
+}
+
+void Executor::Ready(OpId id) { ready_[Index(node(id).op.lane)].insert(id); }
+
+void Executor::StartReady() {
+  bool progress = true;
+  while (progress && status_.ok()) {
+    progress = false;
+    // Decisions first: they may make more ready.
+    auto& host = ready_[Index(Lane::kHost)];
+    for (auto it = host.begin(); it != host.end() && status_.ok();) {
+      const OpId id = *it;
+      const bool gate = node(id).op.kind == OpKind::kBatch;
+      if (gate && passed_gates_ >= open_gates_) {
+        ++it;
+        continue;
+      }
+      host.erase(it);
+      if (gate) ++passed_gates_;
+      node(id).started = true;
+      const double now = lanes_->Now();
+      status_.Update(lanes_->Decide(node(id).op));
+      if (!status_.ok()) return;
+      if (observer_) observer_(id, node(id).op, now, now);
+      Finish(id);
+      it = host.begin();
+      progress = true;
+    }
+    for (const Lane lane : {Lane::kRead, Lane::kWrite, Lane::kUpdate, Lane::kCommit, Lane::kCompute}) {
+      auto& ready = ready_[Index(lane)];
+      while (!ready.empty() && lanes_->HasRoom(lane)) {
+        const OpId id = *ready.begin();
+        if (lane == Lane::kCompute) {
+          // Program order, whatever is ready further on: the order of tensors' lives is part of the memory
+          // plan.
+          if (compute_order_.front() != id) break;
+          compute_order_.pop_front();
+          ++compute_in_flight_;
+        }
+        ready.erase(ready.begin());
+        Node& started = node(id);
+        started.started = true;
+        ++in_flight_;
+        usage_.bytes[Index(lane)] += started.op.bytes;
+        ++usage_.operations[Index(lane)];
+        lanes_->Start(id, started.op);
+      }
+    }
+  }
+}
+
+void Executor::Finish(OpId id) {
+  Node& done = node(id);
+  done.done = true;
+  for (const OpId dependent : done.dependents) {
+    if (--node(dependent).waits == 0) Ready(dependent);
+  }
+  done.dependents = {};
+  done.op.after = {};
+  while (!nodes_.empty() && nodes_.front().done) {
+    nodes_.pop_front();
+    ++base_;
+  }
+}
+
+Stall Executor::CauseOfStall() const {
+  if (compute_order_.empty()) return Stall::kOther;
+  OpId id = compute_order_.front();
+  // Follow the first unmet edge down to what is in flight or held back.
+  for (size_t depth = 0; depth <= nodes_.size(); ++depth) {
+    const Node& waiting = node(id);
+    if (waiting.started || waiting.waits == 0) break;
+    OpId next = -1;
+    for (const OpId before : waiting.op.after) {
+      if (!complete(before)) {
+        next = before;
+        break;
+      }
+    }
+    if (next < 0) break;
+    id = next;
+  }
+  switch (node(id).op.kind) {
+    case OpKind::kReadWeights:
+    case OpKind::kReadState:
+    case OpKind::kReadGradient:
+      return Stall::kRead;
+    case OpKind::kWriteTile:
+    case OpKind::kWriteGradient:
+      return Stall::kWrite;
+    case OpKind::kVerify:
+    case OpKind::kUpdate:
+    case OpKind::kFinalize:
+      return Stall::kUpdate;
+    case OpKind::kCommit:
+      return Stall::kCommit;
+    case OpKind::kBatch:
+      return Stall::kBatch;
+    default:
+      return Stall::kOther;
+  }
+}
+
+void Executor::WaitOnce() {
+  const double before = lanes_->Now();
+  const bool stalled = compute_in_flight_ == 0 && !compute_order_.empty();
+  const Stall cause = stalled ? CauseOfStall() : Stall::kOther;
+  waiting_for_ = cause;
+  completions_.clear();
+  lanes_->Wait(&completions_);
+  if (stalled) usage_.stall_seconds[static_cast<size_t>(cause)] += lanes_->Now() - before;
+  for (Completion& completion : completions_) {
+    const Node& finished = node(completion.id);
+    const Lane lane = finished.op.lane;
+    --in_flight_;
+    if (lane == Lane::kCompute) --compute_in_flight_;
+    usage_.busy_seconds[Index(lane)] += completion.end_seconds - completion.start_seconds;
+    if (lane == Lane::kCompute || lane == Lane::kUpdate) {
+      computed_.emplace_back(completion.start_seconds, completion.end_seconds);
+    }
+    if (status_.ok() && completion.status.ok() && observer_) {
+      observer_(completion.id, finished.op, completion.start_seconds, completion.end_seconds);
+    }
+    status_.Update(completion.status);
+    Finish(completion.id);
+  }
+}
+
+absl::Status Executor::RunUntil(OpId id) {
+  while (status_.ok() && !complete(id)) {
+    StartReady();
+    if (!status_.ok() || complete(id)) break;
+    if (in_flight_ == 0) {
+      status_ = absl::InternalError("the program cannot go on: nothing is in flight and nothing is ready");
+      break;
+    }
+    WaitOnce();
+  }
+  if (!status_.ok()) Quiesce();
+  return status_;
+}
+
+absl::Status Executor::RunUntilIdle() {
+  while (status_.ok()) {
+    StartReady();
+    if (!status_.ok() || in_flight_ == 0) break;
+    WaitOnce();
+  }
+  if (!status_.ok()) Quiesce();
+  return status_;
+}
+
+void Executor::Quiesce() {
+  while (in_flight_ > 0) WaitOnce();
+}
+
+Usage Executor::TakeUsage() {
+  usage_.compute_union_seconds = UnionOf(&computed_);
+  computed_.clear();
+  return std::exchange(usage_, Usage{});
+}
+
+}  // namespace penstock::tiering

@@ -1,0 +1,106 @@
+// Runs programs on lanes: starts every operation whose edges are met, in program order, and waits.
+//
+// One thread, no locks, no allocator, no clock of its own: everything that decides lies in the program,
+// everything that takes time lies behind Lanes. So a whole training step runs in virtual time in a test, and
+// the step that was simulated is the step that runs.
+#ifndef PENSTOCK_TIERING_EXECUTOR_H_
+#define PENSTOCK_TIERING_EXECUTOR_H_
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <queue>
+#include <set>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "tiering/lanes.h"
+#include "tiering/program.h"
+
+namespace penstock::tiering {
+
+// What the compute lane waits for, when it waits.
+enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kOther };
+inline constexpr int kStalls = 6;
+std::string_view StallName(Stall stall);
+
+// Time on the lanes since the last TakeUsage.
+struct Usage {
+  double compute_union_seconds = 0;  // some forward, backward or update kernel ran (overlaps counted once)
+  std::array<double, kLanes> busy_seconds{};    // summed over operations of the lane
+  std::array<double, kStalls> stall_seconds{};  // the compute lane had nothing to do, by cause
+  std::array<int64_t, kLanes> bytes{};
+  std::array<int64_t, kLanes> operations{};
+};
+
+class Executor {
+ public:
+  explicit Executor(Lanes* lanes) : lanes_(lanes) {}
+
+  // Adds operations to run; ids continue those of the program builder (the first Append starts at 0).
+  void Append(std::vector<Op> ops);
+
+  // Operations of kBatch for steps up to `gate` may pass from now on. Evaluation passes count as gates of
+  // their own: gates are numbered by the order in which kBatch operations were appended, from 1.
+  void OpenGate(int64_t gates) { open_gates_ = gates; }
+
+  // Runs until operation `id` is complete. An error of any operation ends the run: what is in flight is
+  // waited for and the first error is returned, now and from every later call.
+  absl::Status RunUntil(OpId id);
+  // Runs until nothing is left (a closed gate counts as nothing left).
+  absl::Status RunUntilIdle();
+  // Waits for everything that is in flight without starting more. For an orderly stop after an error.
+  void Quiesce();
+
+  bool complete(OpId id) const;
+  size_t in_flight() const { return in_flight_; }
+  // What the compute lane waits for now; kOther when it does not.
+  Stall waiting_for() const { return waiting_for_; }
+
+  Usage TakeUsage();
+
+  // Called after each completion, on the executor's thread: for traces and for what follows from a
+  // completion.
+  using Observer = std::function<void(OpId, const Op&, double start_seconds, double end_seconds)>;
+  void set_observer(Observer observer) { observer_ = std::move(observer); }
+
+ private:
+  struct Node {
+    Op op;
+    int waits = 0;  // edges not met
+    bool started = false;
+    bool done = false;
+    std::vector<OpId> dependents;
+  };
+
+  Node& node(OpId id) { return nodes_[static_cast<size_t>(id - base_)]; }
+  const Node& node(OpId id) const { return nodes_[static_cast<size_t>(id - base_)]; }
+  void Ready(OpId id);
+  void StartReady();
+  void Finish(OpId id);
+  void WaitOnce();
+  Stall CauseOfStall() const;
+
+  Lanes* const lanes_;
+  Observer observer_;
+  std::deque<Node> nodes_;
+  OpId base_ = 0;  // id of nodes_.front(); everything before is complete
+  OpId end_ = 0;
+  std::array<std::set<OpId>, kLanes> ready_;
+  std::deque<OpId> compute_order_;  // kCompute operations not started, in program order
+  int64_t open_gates_ = 0;
+  int64_t passed_gates_ = 0;
+  size_t in_flight_ = 0;
+  size_t compute_in_flight_ = 0;
+  absl::Status status_;
+  Stall waiting_for_ = Stall::kOther;
+  std::vector<Completion> completions_;
+  Usage usage_;
+  std::vector<std::pair<double, double>> computed_;  // intervals since the last TakeUsage
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_EXECUTOR_H_

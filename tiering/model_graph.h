@@ -1,0 +1,82 @@
+// What the planner needs to know of a model: byte counts and times, no tensors.
+//
+// A *block* is one contiguous run of parameters that is fetched, computed with and released as one (a
+// transformer layer, an embedding). A *stage* is one use of a block in the forward pass; stages run in order
+// 0..S-1, and the backward pass runs them in reverse. A block may be used by several stages (tied embeddings,
+// repeated layers).
+#ifndef PENSTOCK_TIERING_MODEL_GRAPH_H_
+#define PENSTOCK_TIERING_MODEL_GRAPH_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace penstock::tiering {
+
+// Bytes that one parameter takes in each of its forms. Weights are what forward and backward read; state is
+// what the update needs beside them; a gradient waits in its own form between backward and update.
+struct Precision {
+  std::string name;
+  // One tile segment each, in the order in which they lie in a slot; the first is the weights.
+  std::vector<int> segment_bytes;
+  int gradient_bytes = 0;
+
+  int weight_bytes() const { return segment_bytes.front(); }
+  int state_bytes() const {
+    int sum = 0;
+    for (size_t i = 1; i < segment_bytes.size(); ++i) sum += segment_bytes[i];
+    return sum;
+  }
+  int total_bytes() const { return weight_bytes() + state_bytes(); }
+
+  // bf16: the fp32 master is split into hi (bf16, what compute reads) and lo (int16); m and v are fp32. 12
+  // bytes.
+  static Precision Bf16() { return {"bf16", {2, 2, 4, 4}, 2}; }
+  // fp32: p, m, v. 12 bytes.
+  static Precision Fp32() { return {"fp32", {4, 4, 4}, 4}; }
+};
+
+struct BlockShape {
+  std::string name;
+  int64_t elements = 0;  // of the run, padding included (a multiple of kElementAlignment)
+  int64_t init_bytes =
+      0;  // tensor memory that building the block takes (fp32 parameters and what its factory needs)
+};
+
+struct StageShape {
+  std::string name;
+  int block = 0;
+  // Tensor memory, per micro-batch: the input that is kept from forward to backward, and the most that is
+  // live beyond the kept inputs while the stage computes (its output and the incoming gradient included).
+  int64_t input_bytes = 0;
+  int64_t forward_peak_bytes = 0;
+  int64_t backward_peak_bytes = 0;
+  // Compute time per micro-batch on this machine, 0 where not measured.
+  double forward_seconds = 0;
+  double backward_seconds = 0;
+};
+
+struct ModelGraph {
+  std::vector<BlockShape> blocks;
+  std::vector<StageShape> stages;
+  int64_t batch_bytes = 0;  // tensor memory of one micro-batch's inputs and targets
+
+  int64_t elements() const {
+    int64_t sum = 0;
+    for (const BlockShape& block : blocks) sum += block.elements;
+    return sum;
+  }
+};
+
+// Runs are padded to whole pages of the smallest segment, so that every tile of every segment is page-aligned
+// both in memory and in the file: 2048 elements of 2 bytes are 4096.
+inline constexpr int64_t kElementAlignment = 2048;
+inline constexpr int64_t kPage = 4096;
+
+inline int64_t AlignUp(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_MODEL_GRAPH_H_

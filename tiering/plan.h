@@ -1,0 +1,109 @@
+// A plan: where every byte of training state lives, and how much of each kind of memory that takes.
+//
+// All memory that the engine manages is either the arena (runs of weights, tile slots, gradients,
+// accumulators: laid out here, byte by byte) or LibTorch's tensors (bounded here, enforced by the counting
+// allocator). Their sum never exceeds the host budget. The plan is what the program builder, the simulator
+// and the executor all go by.
+#ifndef PENSTOCK_TIERING_PLAN_H_
+#define PENSTOCK_TIERING_PLAN_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "tiering/ledger.h"
+#include "tiering/model_graph.h"
+
+namespace penstock::tiering {
+
+// A place in the arena.
+struct Slot {
+  int64_t offset = 0;
+  int64_t bytes = 0;
+};
+
+// Blocks whose runs have similar sizes share slots; a class has its own, numbered
+// first_slot..first_slot+slots-1.
+struct RunClass {
+  int64_t bytes = 0;
+  int first_slot = 0;
+  int slots = 0;
+};
+
+struct Tile {
+  int64_t offset = 0;    // of its first element in the block's run
+  int64_t elements = 0;  // a multiple of kElementAlignment
+};
+
+struct BlockPlan {
+  int64_t elements = 0;
+  std::vector<Tile> tiles;
+  int run_class = 0;
+  int uses = 0;                        // stages that use it
+  int private_run_slot = -1;           // its weights never leave host memory
+  std::vector<int> private_tile_slot;  // per tile, -1: streams. Its state never leaves host memory
+  int gradient_slot = -1;  // its gradient waits in host memory; -1: spilled to the drive as 16 bit (or fp32)
+  int accumulator_slot =
+      -1;  // its own fp32 sums (a block that several stages use); -1: the shared ring, or none
+};
+
+struct Plan {
+  Precision precision;
+  int micro_batches = 1;
+  bool on_nvme = false;       // state has its home on the drive; otherwise everything is resident
+  bool trains = true;         // false: forward only, no state, no gradients
+  int64_t tile_elements = 0;  // of the largest tile
+  std::vector<BlockPlan> blocks;
+
+  std::vector<RunClass> run_classes;
+  std::vector<Slot> run_slots;   // shared ones by class, then private ones
+  std::vector<Slot> tile_slots;  // the ring first, then private ones
+  int tile_ring = 0;
+  std::vector<Slot> gradient_slots;  // resident ones, then the ring of spilled ones by run class
+  std::vector<RunClass>
+      gradient_rings;  // parallel to run_classes; slots = 0 where no block of the class spills
+  std::vector<Slot> accumulator_slots;  // the ring first, then private ones
+  int accumulator_ring = 0;
+
+  int64_t tile_state_bytes = 0;      // of a tile slot: state segments, each padded to a page
+  int64_t tile_gradient_offset = 0;  // in a ring tile slot, where a spilled gradient is read to
+  int64_t slot_bytes = 0;            // of all slots together
+  int64_t arena_bytes = 0;           // slots and fixed bytes, in whole huge pages
+  int64_t tensor_bytes = 0;          // bound for LibTorch's tensors: training, initialisation, evaluation
+  int64_t host_budget_bytes = 0;     // 0: no bound
+  int64_t least_host_memory_bytes = 0;
+  int evaluate_micro_batches = 1;  // per forward-only pass, in the memory of the kept inputs
+
+  // Steady state, per step.
+  int64_t nvme_read_bytes = 0;
+  int64_t nvme_write_bytes = 0;
+
+  int64_t fixed_bytes = 0;  // of the arena, beyond the slots: commit records and the like
+
+  int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
+  bool needs_accumulator(int block) const {
+    return precision.gradient_bytes < 4 && (micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1);
+  }
+  // Where everything lives, a line per kind.
+  Ledger ledger() const;
+  // Offset of state segment `segment` (1-based in Precision::segment_bytes) in a tile slot of `elements`.
+  int64_t state_segment_offset(int segment, int64_t elements) const;
+};
+
+struct PlanOptions {
+  Precision precision = Precision::Bf16();
+  int micro_batches = 1;
+  bool on_nvme = true;
+  bool trains = true;
+  int64_t host_budget_bytes = 0;  // 0: as much as the comfortable plan takes
+  int64_t fixed_bytes = 0;        // of the arena, for others (commit records, checkpoint buffers)
+  int64_t tile_bytes = 0;         // of one slot of a tile (all segments); 0: chosen
+};
+
+// The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.
+absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options);
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PLAN_H_

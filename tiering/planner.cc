@@ -1,0 +1,458 @@
+// Placement under hard budgets.
+//
+// The working set comes first: without run slots, tile slots and LibTorch's tensors nothing runs. It is tried
+// from comfortable (three blocks and 48 MiB of tiles in flight) down to the least that works. What is left of
+// the budget is spent where a byte of memory saves most bytes of traffic per step:
+//   gradients in host memory    save 4 bytes of traffic for 2 of memory (a 16-bit write and a read)
+//   weights in host memory      save up to 4 for 2 (a read in forward and one in backward)
+//   state in host memory        saves 1 for 1 (its read; every step is durable, so the write stays)
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <set>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tiering/plan.h"
+#include "tiering/program.h"
+
+namespace penstock::tiering {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kHugePage = 2 * kMiB;
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+// One size of working set: how many blocks' weights are in memory at once, how large a tile, how many bytes
+// of tiles.
+struct Level {
+  int runs;
+  int64_t tile_elements;
+  int64_t ring_bytes;
+  int least_ring;
+  int gradient_ring;
+};
+
+constexpr std::array<Level, 7> kLevels = {{
+    {3, 1 << 20, 48 * kMiB, 4, 2},
+    {3, 1 << 19, 24 * kMiB, 4, 2},
+    {2, 1 << 19, 16 * kMiB, 3, 2},
+    {2, 1 << 18, 12 * kMiB, 3, 2},
+    {2, 1 << 17, 4 * kMiB, 2, 1},
+    {1, 1 << 16, 1 * kMiB, 2, 1},
+    {1, 1 << 14, 0, 1, 1},
+}};
+
+// Splits the sorted sizes into at most three classes so that `slots` slots of each take the least memory.
+// Returns the largest size of each class, ascending.
+std::vector<int64_t> ClassSizes(const std::vector<int64_t>& sizes, int slots) {
+  std::vector<int64_t> distinct = sizes;
+  std::sort(distinct.begin(), distinct.end());
+  std::vector<int64_t> count;
+  std::vector<int64_t> value;
+  for (const int64_t size : distinct) {
+    if (value.empty() || value.back() != size) {
+      value.push_back(size);
+      count.push_back(0);
+    }
+    ++count.back();
+  }
+  const size_t n = value.size();
+  std::vector<int64_t> before(n + 1, 0);
+  for (size_t i = 0; i < n; ++i) before[i + 1] = before[i] + count[i];
+  auto cost = [&](size_t from, size_t to) {  // one class of value[from..to)
+    return std::min<int64_t>(slots, before[to] - before[from]) * value[to - 1];
+  };
+  int64_t best = cost(0, n);
+  std::vector<int64_t> classes = {value[n - 1]};
+  // More than a few hundred different sizes are thinned out: the exact optimum is not worth a cubic search.
+  const size_t stride = std::max<size_t>(1, n / 300);
+  for (size_t i = 1; i < n; i += stride) {
+    if (const int64_t two = cost(0, i) + cost(i, n); two < best) {
+      best = two;
+      classes = {value[i - 1], value[n - 1]};
+    }
+    for (size_t j = i + 1; j < n; j += stride) {
+      if (const int64_t three = cost(0, i) + cost(i, j) + cost(j, n); three < best) {
+        best = three;
+        classes = {value[i - 1], value[j - 1], value[n - 1]};
+      }
+    }
+  }
+  return classes;
+}
+
+std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
+  const int64_t count = (elements + tile_elements - 1) / tile_elements;
+  const int64_t each = AlignUp((elements + count - 1) / count, kElementAlignment);
+  std::vector<Tile> tiles;
+  for (int64_t offset = 0; offset < elements; offset += each) {
+    tiles.push_back({offset, std::min(each, elements - offset)});
+  }
+  return tiles;
+}
+
+int64_t TensorBytes(const ModelGraph& graph, const PlanOptions& options, int* evaluate_micro_batches) {
+  int64_t kept = 0, largest_input = 0, forward = 0, backward = 0, init = 0;
+  for (const StageShape& stage : graph.stages) {
+    kept += stage.input_bytes;
+    largest_input = std::max(largest_input, stage.input_bytes);
+    forward = std::max(forward, stage.forward_peak_bytes);
+    backward = std::max(backward, stage.backward_peak_bytes);
+  }
+  for (const BlockShape& block : graph.blocks) init = std::max(init, block.init_bytes);
+  const int64_t m = options.micro_batches;
+  if (!options.trains) {
+    *evaluate_micro_batches = static_cast<int>(m);
+    return m * (graph.batch_bytes + 2 * largest_input) + forward;
+  }
+  // A forward-only pass keeps one input and one output per micro-batch instead of one input per stage.
+  const int64_t per_evaluation = 2 * largest_input + graph.batch_bytes;
+  const int64_t training = m * (kept + graph.batch_bytes) + std::max(forward, backward);
+  *evaluate_micro_batches =
+      static_cast<int>(std::max<int64_t>(1, std::min<int64_t>((training - forward) / per_evaluation, 256)));
+  return std::max({training, init, forward + per_evaluation});
+}
+
+class Planner {
+ public:
+  Planner(const ModelGraph& graph, const PlanOptions& options) : graph_(graph), options_(options) {
+    uses_.resize(graph.blocks.size(), 0);
+    for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
+  }
+
+  absl::StatusOr<Plan> Make() {
+    const int64_t budget = options_.host_budget_bytes;
+    if (!options_.on_nvme) {
+      Plan plan = Build(kLevels[0], /*resident_gradients=*/Count());
+      MakeAllPrivate(&plan);
+      LayOut(&plan);
+      plan.least_host_memory_bytes = plan.host_bytes();
+      if (budget > 0 && plan.host_bytes() > budget) return TooSmall(plan.host_bytes(), plan);
+      return plan;
+    }
+    const int64_t least = Least();
+    if (budget > 0 && least > budget) return TooSmall(least, Build(kLevels.back(), 0));
+    Plan plan = Best(budget);
+    plan.least_host_memory_bytes = least;
+    if (budget > 0) Spend(&plan, budget);
+    CountBytes(&plan);
+    return plan;
+  }
+
+ private:
+  int Count() const { return static_cast<int>(graph_.blocks.size()); }
+
+  int64_t Least() const {
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const Level& level : kLevels) least = std::min(least, Build(level, 0).host_bytes());
+    return least;
+  }
+
+  absl::Status TooSmall(int64_t least, const Plan& plan) const {
+    std::string parts;
+    const Ledger ledger = plan.ledger();
+    for (const Ledger::Line& line : ledger.lines()) {
+      absl::StrAppend(&parts, parts.empty() ? "" : ", ", line.what, " ", line.bytes);
+    }
+    return absl::FailedPreconditionError(
+        absl::StrCat("a host memory budget of ", options_.host_budget_bytes,
+                     " bytes is too small: the least that works is ", least, " bytes (",
+                     (least + kMiB - 1) / kMiB, "M; ", parts, ")",
+                     options_.on_nvme ? "; a smaller micro-batch or sequence takes less"
+                                      : "; with --offload nvme less would do"));
+  }
+
+  // The most comfortable level that fits with every gradient in memory; if none of the good ones does, the
+  // most comfortable one that fits with gradients on the drive.
+  Plan Best(int64_t budget) const {
+    for (size_t i = 0; i < 4; ++i) {
+      Plan plan = Build(kLevels[i], Count());
+      if (budget == 0 || plan.host_bytes() <= budget) return plan;
+    }
+    for (const Level& level : kLevels) {
+      Plan plan = Build(level, 0);
+      if (plan.host_bytes() > budget) continue;
+      // As many gradients in memory as fit, by bisection: the bytes grow with their number.
+      int low = 0, high = Count();
+      while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (Build(level, middle).host_bytes() <= budget) {
+          low = middle;
+        } else {
+          high = middle - 1;
+        }
+      }
+      return Build(level, low);
+    }
+    return Build(kLevels.back(), 0);
+  }
+
+  Plan Build(const Level& level, int resident_gradients) const {
+    Plan plan;
+    plan.precision = options_.precision;
+    plan.micro_batches = options_.micro_batches;
+    plan.on_nvme = options_.on_nvme;
+    plan.trains = options_.trains;
+    plan.fixed_bytes = options_.fixed_bytes;
+    plan.host_budget_bytes = options_.host_budget_bytes;
+    plan.tensor_bytes = TensorBytes(graph_, options_, &plan.evaluate_micro_batches);
+
+    int64_t tile_elements = level.tile_elements;
+    if (options_.tile_bytes > 0) {
+      tile_elements = std::min(tile_elements, options_.tile_bytes / plan.precision.total_bytes());
+    }
+    tile_elements = std::max(tile_elements / kElementAlignment * kElementAlignment, kElementAlignment);
+
+    std::vector<int64_t> sizes;
+    for (const BlockShape& block : graph_.blocks) sizes.push_back(block.elements);
+    const std::vector<int64_t> classes = ClassSizes(sizes, level.runs);
+    std::vector<int> members(classes.size(), 0);
+    int64_t tiles = 0;
+    for (size_t b = 0; b < graph_.blocks.size(); ++b) {
+      BlockPlan& block = plan.blocks.emplace_back();
+      block.elements = graph_.blocks[b].elements;
+      block.tiles = CutTiles(block.elements, tile_elements);
+      block.private_tile_slot.assign(block.tiles.size(), -1);
+      block.uses = uses_[b];
+      while (classes[At(block.run_class)] < block.elements) ++block.run_class;
+      ++members[At(block.run_class)];
+      tiles += static_cast<int64_t>(block.tiles.size());
+      for (const Tile& tile : block.tiles) plan.tile_elements = std::max(plan.tile_elements, tile.elements);
+    }
+    for (size_t c = 0; c < classes.size(); ++c) {
+      RunClass cls;
+      cls.bytes = classes[c] * plan.precision.weight_bytes();
+      cls.slots = std::min(level.runs, members[c]);
+      plan.run_classes.push_back(cls);
+    }
+    if (plan.trains) {
+      const int64_t tile_bytes = plan.tile_elements * plan.precision.state_bytes();
+      plan.tile_ring =
+          static_cast<int>(std::clamp<int64_t>(level.ring_bytes / tile_bytes, level.least_ring, 64));
+      plan.tile_ring = static_cast<int>(std::min<int64_t>(plan.tile_ring, tiles));
+    }
+    PlaceGradients(&plan, level, resident_gradients);
+    LayOut(&plan);
+    return plan;
+  }
+
+  void PlaceGradients(Plan* plan, const Level& level, int resident_gradients) const {
+    plan->gradient_rings.resize(plan->run_classes.size());
+    if (!plan->trains) return;
+    int resident = 0;
+    std::vector<int> spilled(plan->run_classes.size(), 0);
+    bool shares_accumulator = false;
+    for (size_t b = 0; b < plan->blocks.size(); ++b) {
+      BlockPlan& block = plan->blocks[b];
+      // fp32 gradients are summed where they wait; one that several stages add to must stay in its place.
+      const bool must_stay = block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
+      if (must_stay || resident < resident_gradients) {
+        block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
+        plan->gradient_slots.push_back({0, block.elements * plan->precision.gradient_bytes});
+        ++resident;
+      } else {
+        ++spilled[At(block.run_class)];
+      }
+      if (!plan->needs_accumulator(static_cast<int>(b))) continue;
+      if (block.uses == 1) shares_accumulator = true;
+    }
+    for (size_t c = 0; c < spilled.size(); ++c) {
+      RunClass& ring = plan->gradient_rings[c];
+      ring.bytes =
+          plan->run_classes[c].bytes / plan->precision.weight_bytes() * plan->precision.gradient_bytes;
+      ring.slots = std::min(level.gradient_ring, spilled[c]);
+      ring.first_slot = static_cast<int>(plan->gradient_slots.size());
+      for (int i = 0; i < ring.slots; ++i) plan->gradient_slots.push_back({0, ring.bytes});
+    }
+    if (shares_accumulator) {
+      int64_t largest = 0;
+      for (const BlockPlan& block : plan->blocks) {
+        if (block.uses == 1) largest = std::max(largest, block.elements);
+      }
+      plan->accumulator_ring = std::min(level.gradient_ring, Count());
+      for (int i = 0; i < plan->accumulator_ring; ++i) plan->accumulator_slots.push_back({0, largest * 4});
+    }
+    for (size_t b = 0; b < plan->blocks.size(); ++b) {
+      BlockPlan& block = plan->blocks[b];
+      if (block.uses > 1 && plan->needs_accumulator(static_cast<int>(b))) {
+        block.accumulator_slot = static_cast<int>(plan->accumulator_slots.size());
+        plan->accumulator_slots.push_back({0, block.elements * 4});
+      }
+    }
+  }
+
+  // Numbers the slots and gives each its place: shared runs by class, private runs, tiles, gradients,
+  // accumulators.
+  void LayOut(Plan* plan) const {
+    plan->run_slots.clear();
+    for (RunClass& cls : plan->run_classes) {
+      cls.first_slot = static_cast<int>(plan->run_slots.size());
+      for (int i = 0; i < cls.slots; ++i) plan->run_slots.push_back({0, cls.bytes});
+    }
+    for (BlockPlan& block : plan->blocks) {
+      if (block.private_run_slot < 0) continue;
+      block.private_run_slot = static_cast<int>(plan->run_slots.size());
+      plan->run_slots.push_back({0, block.elements * plan->precision.weight_bytes()});
+    }
+    plan->tile_slots.clear();
+    bool spills = false;
+    for (const RunClass& ring : plan->gradient_rings) spills |= ring.slots > 0;
+    plan->tile_state_bytes = StateBytes(*plan, plan->tile_elements);
+    plan->tile_gradient_offset = plan->tile_state_bytes;
+    const int64_t ring_bytes =
+        plan->tile_state_bytes +
+        (spills ? AlignUp(plan->tile_elements * plan->precision.gradient_bytes, kPage) : 0);
+    for (int i = 0; i < plan->tile_ring; ++i) plan->tile_slots.push_back({0, ring_bytes});
+    for (BlockPlan& block : plan->blocks) {
+      for (size_t t = 0; t < block.tiles.size(); ++t) {
+        if (block.private_tile_slot[t] < 0) continue;
+        block.private_tile_slot[t] = static_cast<int>(plan->tile_slots.size());
+        // A spilled gradient is read beside the state, also where the state stays.
+        const int64_t extra = block.gradient_slot < 0 ? ring_bytes - plan->tile_state_bytes : 0;
+        plan->tile_slots.push_back({0, extra > 0 ? ring_bytes : StateBytes(*plan, block.tiles[t].elements)});
+      }
+    }
+    int64_t offset = 0;
+    for (std::vector<Slot>* slots :
+         {&plan->run_slots, &plan->tile_slots, &plan->gradient_slots, &plan->accumulator_slots}) {
+      for (Slot& slot : *slots) {
+        slot.offset = offset;
+        offset += AlignUp(slot.bytes, kPage);
+      }
+    }
+    plan->slot_bytes = offset;
+    plan->arena_bytes = AlignUp(offset + plan->fixed_bytes, kHugePage);
+  }
+
+  static int64_t StateBytes(const Plan& plan, int64_t elements) {
+    return plan.state_segment_offset(static_cast<int>(plan.precision.segment_bytes.size()), elements);
+  }
+
+  void MakeAllPrivate(Plan* plan) const {
+    for (BlockPlan& block : plan->blocks) {
+      block.private_run_slot = 0;  // numbered by LayOut
+      if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), 0);
+    }
+    for (RunClass& cls : plan->run_classes) cls.slots = 0;
+    plan->tile_ring = 0;
+  }
+
+  // Buys residency with what is left of the budget.
+  void Spend(Plan* plan, int64_t budget) const {
+    auto left = [&] { return budget - plan->host_bytes() - kHugePage; };
+    int64_t free = left();
+    std::vector<int> shared(plan->run_classes.size(), 0);
+    for (const BlockPlan& block : plan->blocks) ++shared[At(block.run_class)];
+    for (size_t b = plan->blocks.size(); b-- > 0;) {
+      BlockPlan& block = plan->blocks[b];
+      const RunClass& cls = plan->run_classes[At(block.run_class)];
+      if (shared[At(block.run_class)] <= cls.slots) continue;  // the class keeps all its blocks anyway
+      const int64_t bytes = AlignUp(block.elements * plan->precision.weight_bytes(), kPage);
+      if (bytes > free) continue;
+      block.private_run_slot = 0;
+      free -= bytes;
+      --shared[At(block.run_class)];
+    }
+    LayOut(plan);
+    free = left();
+    if (plan->trains) {
+      for (BlockPlan& block : plan->blocks) {
+        for (size_t t = 0; t < block.tiles.size(); ++t) {
+          const int64_t bytes = plan->tile_slots.front().bytes + kPage;
+          if (bytes > free) continue;
+          block.private_tile_slot[t] = 0;
+          free -= bytes;
+        }
+      }
+      LayOut(plan);
+    }
+  }
+
+  // Counted from the program itself, in its steady state.
+  void CountBytes(Plan* plan) const {
+    if (!plan->trains) return;
+    ProgramBuilder builder(graph_, *plan, 1);
+    builder.Append(Pass::kTrain);
+    builder.Append(Pass::kTrain);
+    for (const Op& op : builder.Append(Pass::kTrain)) {
+      if (op.lane == Lane::kRead) plan->nvme_read_bytes += op.bytes;
+      if (op.lane == Lane::kWrite) plan->nvme_write_bytes += op.bytes;
+    }
+  }
+
+  const ModelGraph& graph_;
+  const PlanOptions& options_;
+  std::vector<int> uses_;
+};
+
+absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
+  if (graph.blocks.empty() || graph.stages.empty()) {
+    return absl::InvalidArgumentError("a model needs at least one block and one stage");
+  }
+  if (options.micro_batches < 1)
+    return absl::InvalidArgumentError("at least one micro-batch a step is needed");
+  std::set<int> used;
+  for (const StageShape& stage : graph.stages) {
+    if (stage.block < 0 || At(stage.block) >= graph.blocks.size()) {
+      return absl::InvalidArgumentError(absl::StrCat("stage ", stage.name, " names block ", stage.block,
+                                                     " of a model of ", graph.blocks.size(), " blocks"));
+    }
+    used.insert(stage.block);
+  }
+  for (size_t b = 0; b < graph.blocks.size(); ++b) {
+    const BlockShape& block = graph.blocks[b];
+    if (block.elements <= 0 || block.elements % kElementAlignment != 0) {
+      return absl::InvalidArgumentError(absl::StrCat("block ", block.name, " has ", block.elements,
+                                                     " elements: not a positive multiple of ",
+                                                     kElementAlignment));
+    }
+    if (used.count(static_cast<int>(b)) == 0) {
+      return absl::InvalidArgumentError(absl::StrCat("block ", block.name, " is used by no stage"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int64_t Plan::state_segment_offset(int segment, int64_t elements) const {
+  int64_t offset = 0;
+  for (int s = 1; s < segment; ++s) offset += AlignUp(elements * precision.segment_bytes[At(s)], kPage);
+  return offset;
+}
+
+Ledger Plan::ledger() const {
+  Ledger ledger;
+  auto sum = [](const std::vector<Slot>& slots, size_t from, size_t to) {
+    int64_t bytes = 0;
+    for (size_t i = from; i < to; ++i) bytes += AlignUp(slots[i].bytes, kPage);
+    return bytes;
+  };
+  size_t shared_runs = 0, ring_gradients = 0;
+  for (const RunClass& cls : run_classes) shared_runs += At(cls.slots);
+  for (const RunClass& ring : gradient_rings) ring_gradients += At(ring.slots);
+  const size_t kept_gradients = gradient_slots.size() - ring_gradients;
+  auto add = [&](const char* what, const std::vector<Slot>& slots, size_t from, size_t to) {
+    ledger.Add(what, sum(slots, from, to), static_cast<int64_t>(to - from));
+  };
+  add("weights in flight", run_slots, 0, shared_runs);
+  add("weights resident", run_slots, shared_runs, run_slots.size());
+  add("state in flight", tile_slots, 0, At(tile_ring));
+  add("state resident", tile_slots, At(tile_ring), tile_slots.size());
+  add("gradients resident", gradient_slots, 0, kept_gradients);
+  add("gradients in flight", gradient_slots, kept_gradients, gradient_slots.size());
+  add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());
+  ledger.Add("commit records", fixed_bytes);
+  ledger.Add("huge page rounding", arena_bytes - slot_bytes - fixed_bytes);
+  ledger.Add("tensors of LibTorch", tensor_bytes);
+  return ledger;
+}
+
+absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
+  if (absl::Status status = Validate(graph, options); !status.ok()) return status;
+  return Planner(graph, options).Make();
+}
+
+}  // namespace penstock::tiering

@@ -1,0 +1,440 @@
+#include "tiering/program.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace penstock::tiering {
+namespace {
+
+constexpr size_t kNever = std::numeric_limits<size_t>::max();
+
+void AddAll(std::vector<OpId>* to, const std::vector<OpId>& ids) {
+  to->insert(to->end(), ids.begin(), ids.end());
+}
+
+void AddIf(std::vector<OpId>* to, OpId id) {
+  if (id >= 0) to->push_back(id);
+}
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+}  // namespace
+
+std::string_view LaneName(Lane lane) {
+  switch (lane) {
+    case Lane::kRead:
+      return "read";
+    case Lane::kWrite:
+      return "write";
+    case Lane::kCompute:
+      return "compute";
+    case Lane::kUpdate:
+      return "update";
+    case Lane::kCommit:
+      return "commit";
+    case Lane::kHost:
+      return "host";
+  }
+  return "unknown";
+}
+
+std::string_view OpKindName(OpKind kind) {
+  switch (kind) {
+    case OpKind::kReadWeights:
+      return "read weights";
+    case OpKind::kReadState:
+      return "read state";
+    case OpKind::kReadGradient:
+      return "read gradient";
+    case OpKind::kVerify:
+      return "verify";
+    case OpKind::kUpdate:
+      return "update";
+    case OpKind::kWriteTile:
+      return "write tile";
+    case OpKind::kWriteGradient:
+      return "write gradient";
+    case OpKind::kForward:
+      return "forward";
+    case OpKind::kBackward:
+      return "backward";
+    case OpKind::kFinalize:
+      return "finalize gradient";
+    case OpKind::kNorm:
+      return "norm";
+    case OpKind::kCommit:
+      return "commit";
+    case OpKind::kBatch:
+      return "batch";
+    case OpKind::kEvaluated:
+      return "evaluated";
+  }
+  return "unknown";
+}
+
+ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step)
+    : graph_(graph),
+      plan_(plan),
+      next_step_(first_step),
+      pending_block_(graph.blocks.size(), 0),
+      runs_(plan.run_slots.size()),
+      tiles_(plan.tile_slots.size()),
+      gradients_(plan.gradient_slots.size()),
+      accumulators_(plan.accumulator_slots.size()),
+      next_gradient_slot_(plan.run_classes.size(), 0),
+      gradient_written_(graph.blocks.size(), -1),
+      gradient_of_block_(graph.blocks.size(), -1),
+      loaded_(graph.blocks.size(), 0) {
+  last_write_.reserve(plan.blocks.size());
+  for (const BlockPlan& block : plan.blocks) last_write_.emplace_back(block.tiles.size(), -1);
+  if (!plan.on_nvme) {
+    // Without a drive everything is in place before the first pass.
+    std::fill(loaded_.begin(), loaded_.end(), 1);
+    for (size_t b = 0; b < plan.blocks.size(); ++b) {
+      const BlockPlan& block = plan.blocks[b];
+      for (size_t t = 0; t < block.private_tile_slot.size(); ++t) {
+        if (block.private_tile_slot[t] < 0) continue;
+        TileSlot& slot = tiles_[At(block.private_tile_slot[t])];
+        slot.block = static_cast<int>(b);
+        slot.tile = static_cast<int>(t);
+      }
+    }
+  }
+}
+
+Op& ProgramBuilder::Emit(OpKind kind, Lane lane, int64_t step) {
+  Op& op = out_.emplace_back();
+  op.kind = kind;
+  op.lane = lane;
+  op.step = step;
+  ++next_id_;
+  return op;
+}
+
+size_t ProgramBuilder::NextUse(int block, size_t position) const {
+  for (size_t i = position + 1; i < order_.size(); ++i) {
+    if (order_[i] == block) return i;
+  }
+  return kNever;
+}
+
+int ProgramBuilder::AcquireRun(int block, size_t position) {
+  const RunClass& cls = plan_.run_classes[At(plan_.blocks[At(block)].run_class)];
+  int victim = -1;
+  size_t victim_use = 0;
+  for (int slot = cls.first_slot; slot < cls.first_slot + cls.slots; ++slot) {
+    const int held = runs_[At(slot)].block;
+    if (held < 0) return slot;
+    const size_t use = NextUse(held, position);
+    if (victim < 0 || use > victim_use) {
+      victim = slot;
+      victim_use = use;
+    }
+  }
+  return victim;
+}
+
+int ProgramBuilder::Fetch(int block, size_t position) {
+  const BlockPlan& bp = plan_.blocks[At(block)];
+  const bool pending = pending_step_ != 0 && pending_block_[At(block)] != 0;
+  const bool is_private = bp.private_run_slot >= 0;
+  int slot = bp.private_run_slot;
+  bool present = is_private && loaded_[At(block)] != 0;
+  if (!is_private) {
+    const RunClass& cls = plan_.run_classes[At(bp.run_class)];
+    for (int s = cls.first_slot; s < cls.first_slot + cls.slots && !present; ++s) {
+      if (runs_[At(s)].block == block) {
+        slot = s;
+        present = true;
+      }
+    }
+  }
+  std::vector<OpId> reads(bp.tiles.size(), -1);
+  if (!present) {
+    if (!is_private) slot = AcquireRun(block, position);
+    RunSlot& run = runs_[At(slot)];
+    std::vector<OpId> former = std::move(run.ready);
+    AddAll(&former, run.writes);
+    AddIf(&former, run.last_compute);
+    run = RunSlot{};
+    run.block = block;
+    loaded_[At(block)] = is_private ? 1 : 0;
+    for (size_t t = 0; t < bp.tiles.size(); ++t) {
+      reads[t] = next_id_;
+      Op& read = Emit(OpKind::kReadWeights, Lane::kRead, next_step_);
+      read.block = block;
+      read.tile = static_cast<int>(t);
+      read.run_slot = slot;
+      read.bytes = bp.tiles[t].elements * plan_.precision.weight_bytes();
+      read.after = former;
+      AddIf(&read.after, last_write_[At(block)][t]);
+      if (pending) continue;
+      run.ready.push_back(next_id_);
+      Op& verify = Emit(OpKind::kVerify, Lane::kUpdate, next_step_);
+      verify.block = block;
+      verify.tile = static_cast<int>(t);
+      verify.run_slot = slot;
+      verify.after = {reads[t]};
+    }
+  }
+  if (pending) {
+    // Whoever used the content before this update is done by the time of the norm, on which every update
+    // waits.
+    RunSlot& run = runs_[At(slot)];
+    run.ready.clear();
+    run.writes.clear();
+    for (size_t t = 0; t < bp.tiles.size(); ++t) EmitUpdate(block, static_cast<int>(t), slot, reads[t]);
+    pending_block_[At(block)] = 0;
+  }
+  return slot;
+}
+
+void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, OpId weights_read) {
+  const BlockPlan& bp = plan_.blocks[At(block)];
+  const int64_t elements = bp.tiles[At(tile)].elements;
+  int slot_index = bp.private_tile_slot[At(tile)];
+  if (slot_index < 0) slot_index = static_cast<int>(next_tile_slot_++ % static_cast<size_t>(plan_.tile_ring));
+  TileSlot& slot = tiles_[At(slot_index)];
+  const std::vector<OpId> former = std::move(slot.users);
+  slot.users.clear();
+  const bool kept = slot.block == block && slot.tile == tile;
+  const OpId last_write = last_write_[At(block)][At(tile)];
+
+  OpId state_read = -1;
+  if (!kept) {
+    state_read = next_id_;
+    Op& read = Emit(OpKind::kReadState, Lane::kRead, pending_step_);
+    read.block = block;
+    read.tile = tile;
+    read.tile_slot = slot_index;
+    read.bytes = elements * plan_.precision.state_bytes();
+    read.after = former;
+    AddIf(&read.after, last_write);
+    slot.users.push_back(state_read);
+    if (bp.private_tile_slot[At(tile)] >= 0) {
+      slot.block = block;
+      slot.tile = tile;
+    }
+  }
+  OpId gradient_read = -1;
+  const bool spilled = bp.gradient_slot < 0;
+  if (spilled) {
+    gradient_read = next_id_;
+    Op& read = Emit(OpKind::kReadGradient, Lane::kRead, pending_step_);
+    read.block = block;
+    read.tile = tile;
+    read.tile_slot = slot_index;
+    read.bytes = elements * plan_.precision.gradient_bytes;
+    read.after = former;
+    AddIf(&read.after, gradient_written_[At(block)]);
+    slot.users.push_back(gradient_read);
+  }
+  const OpId update_id = next_id_;
+  Op& update = Emit(OpKind::kUpdate, Lane::kUpdate, pending_step_);
+  update.block = block;
+  update.tile = tile;
+  update.run_slot = run_slot;
+  update.tile_slot = slot_index;
+  update.gradient_slot = bp.gradient_slot;
+  update.after = former;
+  AddIf(&update.after, weights_read);
+  AddIf(&update.after, state_read);
+  AddIf(&update.after, gradient_read);
+  AddIf(&update.after, norm_);
+  AddIf(&update.after, last_write);
+  slot.users.push_back(update_id);
+  runs_[At(run_slot)].ready.push_back(update_id);
+  if (!spilled) gradients_[At(bp.gradient_slot)].users.push_back(update_id);
+  if (!plan_.on_nvme) {
+    pending_writes_.push_back(update_id);
+    return;
+  }
+  const OpId write_id = next_id_;
+  Op& write = Emit(OpKind::kWriteTile, Lane::kWrite, pending_step_);
+  write.block = block;
+  write.tile = tile;
+  write.run_slot = run_slot;
+  write.tile_slot = slot_index;
+  write.bytes = elements * plan_.precision.total_bytes();
+  write.after = {update_id};
+  // The slot that is overwritten holds the version before the last one: free once the last one is committed.
+  AddIf(&write.after, last_commit_);
+  slot.users.push_back(write_id);
+  runs_[At(run_slot)].writes.push_back(write_id);
+  last_write_[At(block)][At(tile)] = write_id;
+  pending_writes_.push_back(write_id);
+}
+
+void ProgramBuilder::CommitPending() {
+  if (pending_step_ == 0) return;
+  const OpId id = next_id_;
+  Op& commit = Emit(OpKind::kCommit, Lane::kCommit, pending_step_);
+  commit.after = std::move(pending_writes_);
+  AddIf(&commit.after, norm_);
+  AddIf(&commit.after, last_commit_);
+  pending_writes_.clear();
+  last_commit_ = id;
+  pending_step_ = 0;
+}
+
+void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
+  batch_ = next_id_;
+  Emit(OpKind::kBatch, Lane::kHost, step);
+  const int stages = static_cast<int>(graph_.stages.size());
+  OpId last = batch_;
+  for (int s = 0; s < (train ? stages - 1 : stages); ++s) {
+    const StageShape& stage = graph_.stages[At(s)];
+    const int slot = Fetch(stage.block, At(s));
+    RunSlot& run = runs_[At(slot)];
+    for (int m = 0; m < micro_batches; ++m) {
+      const OpId id = next_id_;
+      Op& op = Emit(OpKind::kForward, Lane::kCompute, step);
+      op.block = stage.block;
+      op.stage = s;
+      op.micro_batch = m;
+      op.last_micro_batch = m + 1 == micro_batches;
+      op.run_slot = slot;
+      op.seconds = stage.forward_seconds;
+      op.after = run.ready;
+      if (s == 0) op.after.push_back(batch_);
+      last = id;
+    }
+    // The compute lane runs in program order: its last operation stands for those before it.
+    run.last_compute = last;
+  }
+  if (!train) {
+    Op& done = Emit(OpKind::kEvaluated, Lane::kHost, step);
+    done.after = {last};
+  }
+}
+
+void ProgramBuilder::AppendBackward(int64_t step) {
+  const int stages = static_cast<int>(graph_.stages.size());
+  std::vector<int> uses_left(graph_.blocks.size());
+  for (size_t b = 0; b < uses_left.size(); ++b) uses_left[b] = plan_.blocks[b].uses;
+  std::vector<int> accumulator(graph_.blocks.size(), -1);
+  std::vector<int> gradient(graph_.blocks.size(), -1);
+  std::vector<OpId> finals;
+  for (int s = stages - 1; s >= 0; --s) {
+    const StageShape& stage = graph_.stages[At(s)];
+    const int block = stage.block;
+    const BlockPlan& bp = plan_.blocks[At(block)];
+    const size_t position = At(2 * stages - 2 - s);
+    const int slot = Fetch(block, position);
+    const bool sums_apart = plan_.needs_accumulator(block);
+
+    std::vector<OpId> wait;  // for the place that the gradient goes to
+    auto take_gradient_slot = [&] {
+      int index = bp.gradient_slot;
+      if (index < 0) {
+        const RunClass& ring = plan_.gradient_rings[At(bp.run_class)];
+        index = ring.first_slot + static_cast<int>(next_gradient_slot_[At(bp.run_class)]++ % At(ring.slots));
+      }
+      gradient[At(block)] = index;
+      gradient_of_block_[At(block)] = index;
+      AddAll(&wait, gradients_[At(index)].users);
+      gradients_[At(index)].users.clear();
+    };
+    if (sums_apart && accumulator[At(block)] < 0) {
+      int index = bp.accumulator_slot;
+      if (index < 0) index = static_cast<int>(next_accumulator_++ % At(plan_.accumulator_ring));
+      accumulator[At(block)] = index;
+      wait = std::move(accumulators_[At(index)].users);
+      accumulators_[At(index)].users.clear();
+    } else if (!sums_apart && gradient[At(block)] < 0) {
+      take_gradient_slot();
+    }
+
+    OpId last = -1;
+    for (int m = 0; m < plan_.micro_batches; ++m) {
+      last = next_id_;
+      Op& op = Emit(OpKind::kBackward, Lane::kCompute, step);
+      op.block = block;
+      op.stage = s;
+      op.micro_batch = m;
+      op.last_micro_batch = m + 1 == plan_.micro_batches;
+      op.run_slot = slot;
+      op.gradient_slot = gradient[At(block)];
+      op.accumulator_slot = accumulator[At(block)];
+      op.seconds = stage.backward_seconds;
+      op.after = runs_[At(slot)].ready;
+      if (stages == 1) op.after.push_back(batch_);
+      AddAll(&op.after, wait);
+    }
+    runs_[At(slot)].last_compute = last;
+    if (--uses_left[At(block)] > 0) {
+      if (accumulator[At(block)] >= 0) accumulators_[At(accumulator[At(block)])].users.push_back(last);
+      if (gradient[At(block)] >= 0) gradients_[At(gradient[At(block)])].users.push_back(last);
+      continue;
+    }
+    wait.clear();
+    if (sums_apart) take_gradient_slot();
+    const OpId final_id = next_id_;
+    Op& finalize = Emit(OpKind::kFinalize, Lane::kUpdate, step);
+    finalize.block = block;
+    finalize.gradient_slot = gradient[At(block)];
+    finalize.accumulator_slot = accumulator[At(block)];
+    finalize.after = {last};
+    AddAll(&finalize.after, wait);
+    finals.push_back(final_id);
+    if (sums_apart) accumulators_[At(accumulator[At(block)])].users.push_back(final_id);
+    gradients_[At(gradient[At(block)])].users = {last, final_id};
+    if (bp.gradient_slot < 0) {
+      const OpId write_id = next_id_;
+      Op& write = Emit(OpKind::kWriteGradient, Lane::kWrite, step);
+      write.block = block;
+      write.gradient_slot = gradient[At(block)];
+      write.bytes = bp.elements * plan_.precision.gradient_bytes;
+      write.after = {final_id};
+      gradients_[At(gradient[At(block)])].users.push_back(write_id);
+      gradient_written_[At(block)] = write_id;
+    }
+  }
+  norm_ = next_id_;
+  Op& norm = Emit(OpKind::kNorm, Lane::kHost, step);
+  norm.after = std::move(finals);
+  pending_step_ = step;
+  std::fill(pending_block_.begin(), pending_block_.end(), 1);
+}
+
+std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches) {
+  out_.clear();
+  order_.clear();
+  for (const StageShape& stage : graph_.stages) order_.push_back(stage.block);
+  if (pass == Pass::kTrain) {
+    // The last stage runs forward and backward in one go: one use.
+    for (size_t s = graph_.stages.size() - 1; s-- > 0;) order_.push_back(graph_.stages[s].block);
+  }
+  if (pass == Pass::kFlush) {
+    order_.clear();
+    for (size_t b = 0; b < graph_.blocks.size(); ++b) order_.push_back(static_cast<int>(b));
+  }
+  // What comes after is most often the next forward.
+  for (const StageShape& stage : graph_.stages) order_.push_back(stage.block);
+
+  switch (pass) {
+    case Pass::kTrain: {
+      const int64_t step = next_step_++;
+      AppendForward(true, plan_.micro_batches, step);
+      const int last_block = graph_.stages.back().block;
+      // The last stage's block may carry the last part of the pending update; fetch it before the commit is
+      // placed.
+      if (pending_step_ != 0 && pending_block_[At(last_block)] != 0)
+        Fetch(last_block, graph_.stages.size() - 1);
+      CommitPending();
+      AppendBackward(step);
+      break;
+    }
+    case Pass::kEvaluate:
+      AppendForward(false, evaluate_micro_batches, next_step_ - 1);
+      CommitPending();
+      break;
+    case Pass::kFlush:
+      for (size_t b = 0; b < graph_.blocks.size(); ++b) Fetch(static_cast<int>(b), b);
+      CommitPending();
+      break;
+  }
+  return std::move(out_);
+}
+
+}  // namespace penstock::tiering

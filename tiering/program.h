@@ -1,0 +1,140 @@
+// A step as a program: operations on lanes, with every wait spelled out as an edge to an earlier operation.
+//
+// Memory is part of the program. Each buffer (a block's run of weights, a tile's state, a gradient) is given
+// its slot when the program is built, and an operation that reuses a slot depends on every operation that
+// still uses it. Edges point backwards only, so a program cannot deadlock and cannot use more memory than its
+// plan, whatever the timing; the executor needs no allocator and no lock order. Because the future of a
+// training step is known, the slot to reuse is the one whose content is needed furthest in the future
+// (Belady, "A study of replacement algorithms", 1966); on the walk 0..S-1, S-1..0 of a step that keeps the
+// last blocks of forward for the start of backward, and the last of backward for the next forward.
+//
+// The order of update built here is "in the next forward": a block's pending update is applied when the next
+// pass first needs the block, by then the global norm is known, and the weights it reads are the ones it
+// would have read anyway.
+#ifndef PENSTOCK_TIERING_PROGRAM_H_
+#define PENSTOCK_TIERING_PROGRAM_H_
+
+#include <cstdint>
+#include <string_view>
+#include <vector>
+
+#include "tiering/plan.h"
+
+namespace penstock::tiering {
+
+// Where an operation runs. kHost operations are decisions of the executor's own thread and take no time.
+enum class Lane : uint8_t { kRead, kWrite, kCompute, kUpdate, kCommit, kHost };
+inline constexpr int kLanes = 6;
+std::string_view LaneName(Lane lane);
+
+enum class OpKind : uint8_t {
+  kReadWeights,    // a tile's weights into its place in the block's run
+  kReadState,      // a tile's state (all segments but the weights) into a tile slot
+  kReadGradient,   // a tile's spilled gradient into a tile slot
+  kVerify,         // checksum of weights that were read without an update
+  kUpdate,         // optimizer step of one tile, in place: verify, update, checksum
+  kWriteTile,      // weights and state of a tile to the slot that the last commit does not hold
+  kWriteGradient,  // a block's gradient, rounded, to its scratch on the drive
+  kForward,        // one stage, one micro-batch, without autograd: keep the input, hand on the output
+  kBackward,       // one stage, one micro-batch: recompute with autograd, accumulate the gradient
+  kFinalize,       // a block's accumulated gradient: round once, square norm, finite check
+  kNorm,           // all gradients of the step are final: global norm, clip factor, skip or not
+  kCommit,         // the update of a step is on the drive: write the commit record
+  kBatch,          // the step's batch is there (opened by the engine)
+  kEvaluated,      // an evaluation pass is complete
+};
+std::string_view OpKindName(OpKind kind);
+
+using OpId = int64_t;
+
+struct Op {
+  OpKind kind;
+  Lane lane;
+  bool last_micro_batch = false;  // kForward, kBackward: of this stage
+  int block = -1;
+  int tile = -1;  // within the block
+  int stage = -1;
+  int micro_batch = -1;
+  int64_t step = 0;        // training step whose work this is (an update belongs to the step of its gradient)
+  int run_slot = -1;       // where the block's weights are
+  int tile_slot = -1;      // where the tile's state is
+  int gradient_slot = -1;  // where the block's gradient is
+  int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
+  int64_t bytes = 0;          // moved (reads and writes) or touched (compute: 0)
+  double seconds = 0;         // planned duration of compute and update operations, for the simulator
+  std::vector<OpId> after;    // earlier operations that must be complete
+};
+
+// What to append next.
+enum class Pass : uint8_t {
+  kTrain,     // forward and backward of one step, applying pending updates on the way
+  kEvaluate,  // forward only, applying pending updates on the way
+  kFlush,     // pending updates only
+};
+
+class ProgramBuilder {
+ public:
+  // `first_step` is the number of the first training step that will be appended (1 for a new run).
+  ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step);
+
+  // Operations of the next pass, numbered on from the last. `evaluate_micro_batches` counts for kEvaluate.
+  std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0);
+
+  OpId next_id() const { return next_id_; }
+  int64_t next_step() const { return next_step_; }
+  bool has_pending_update() const { return pending_step_ != 0; }
+
+ private:
+  struct RunSlot {
+    int block = -1;            // whose weights it holds or will hold
+    std::vector<OpId> ready;   // complete when the content is there: verified or updated
+    std::vector<OpId> writes;  // that read the content to the drive
+    OpId last_compute = -1;    // the compute lane runs in order: its last use stands for all
+  };
+  struct TileSlot {
+    int block = -1, tile = -1;  // kept content (resident tiles only)
+    std::vector<OpId> users;
+  };
+  struct GradientSlot {
+    std::vector<OpId> users;
+  };
+
+  Op& Emit(OpKind kind, Lane lane, int64_t step);
+  int AcquireRun(int block, size_t position);
+  // Makes the block's weights present (with the pending update applied if there is one) for a use at
+  // `position` of the pass's order of uses; returns the run slot.
+  int Fetch(int block, size_t position);
+  void EmitUpdate(int block, int tile, int run_slot, OpId weights_read);
+  void AppendForward(bool train, int micro_batches, int64_t step);
+  void AppendBackward(int64_t step);
+  void CommitPending();
+  size_t NextUse(int block, size_t position) const;
+
+  const ModelGraph graph_;
+  const Plan plan_;
+  OpId next_id_ = 0;
+  int64_t next_step_;
+  int64_t pending_step_ = 0;         // step whose update is not applied yet; 0 = none
+  std::vector<char> pending_block_;  // per block: its part of the pending update is still to be appended
+  OpId batch_ = -1;                  // kBatch of the pass
+  OpId norm_ = -1;                   // kNorm of the pending step
+  OpId last_commit_ = -1;
+  std::vector<OpId> pending_writes_;  // of the pending step, for its commit
+  std::vector<RunSlot> runs_;
+  std::vector<TileSlot> tiles_;
+  std::vector<GradientSlot> gradients_;
+  std::vector<GradientSlot> accumulators_;
+  size_t next_tile_slot_ = 0;
+  std::vector<size_t> next_gradient_slot_;  // per size class
+  size_t next_accumulator_ = 0;
+  std::vector<std::vector<OpId>> last_write_;  // [block][tile] -> last kWriteTile, -1 if none
+  std::vector<OpId> gradient_written_;         // [block] -> last kWriteGradient, -1
+  std::vector<int> gradient_of_block_;         // [block] -> slot of its finished gradient
+  std::vector<char> loaded_;                   // [block] private run slot holds the weights
+  std::vector<int> order_;                     // blocks of this pass's uses and of the next pass's, in order
+  std::vector<Op> out_;
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PROGRAM_H_

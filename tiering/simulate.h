@@ -1,0 +1,31 @@
+// Predicts a training step: the plan's own program, run by the executor on lanes in virtual time.
+#ifndef PENSTOCK_TIERING_SIMULATE_H_
+#define PENSTOCK_TIERING_SIMULATE_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "tiering/executor.h"
+#include "tiering/machine.h"
+#include "tiering/plan.h"
+
+namespace penstock::tiering {
+
+struct Prediction {
+  double step_seconds = 0;   // steady state
+  double floor_seconds = 0;  // the busiest lane alone
+  double read_seconds = 0;   // of the drive
+  double write_seconds = 0;
+  double compute_seconds = 0;
+  double update_seconds = 0;  // summed over workers
+  std::string bound_by;       // "read", "write", "compute" or "optimizer"
+  Usage usage;                // of the measured steps
+};
+
+// Runs `steps` steps after two of warm-up.
+absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
+                                    int steps = 2);
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_SIMULATE_H_
