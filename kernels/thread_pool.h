@@ -31,11 +31,11 @@ class ThreadPool {
   // Threads that share the work, the caller included.
   int threads() const;
 
-  // Cuts [0, n) into at most threads() pieces whose inner borders are multiples of `grain`, runs
-  // `work(begin, end)` once for each, and returns when all are done. `work` must not throw. Any thread may
-  // call; calls from several threads take turns, and a call from inside `work` runs on the spot. The helpers
-  // take over the caller's floating-point mode (rounding, flush-to-zero), so that it cannot make a piece
-  // differ.
+  // Cuts [0, n) into pieces whose inner borders are multiples of `grain`, runs `work(begin, end)` once for
+  // each (a thread that is done takes the next piece: a busy core slows only its own), and returns when all
+  // are done. `work` must not throw. Any thread may call; calls from several threads take turns, and a call
+  // from inside `work` runs on the spot. The helpers take over the caller's floating-point mode (rounding,
+  // flush-to-zero), so that it cannot make a piece differ.
   void ParallelFor(size_t n, size_t grain, const std::function<void(size_t begin, size_t end)>& work);
 
  private:

@@ -1,0 +1,239 @@
+#include "kernels/optimizer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <mutex>
+
+#include "kernels/parallel.h"
+#include "kernels/simd/table.h"
+
+namespace penstock::kernels {
+namespace {
+
+size_t Index(ParamType type) { return static_cast<size_t>(type); }
+size_t Index(DType type) { return static_cast<size_t>(type); }
+size_t ParamWidth(ParamType type) { return type == ParamType::kFp32 ? 4 : 2; }
+
+void* At(void* p, size_t bytes) { return p == nullptr ? nullptr : static_cast<unsigned char*>(p) + bytes; }
+
+// The kernel arguments for elements [begin, begin + n) with states as stored (fp32 or bf16).
+UpdateChunk ChunkAt(const UpdateArrays& a, size_t begin, size_t n) {
+  UpdateChunk c = {};
+  c.n = n;
+  c.param = At(a.param, begin * ParamWidth(a.param_type));
+  c.param_lo = a.param_lo == nullptr ? nullptr : a.param_lo + begin;
+  c.copy_out = a.copy_out == nullptr ? nullptr : a.copy_out + begin;
+  c.copy_is_fp16 = a.copy_type == DType::kFp16;
+  c.grad = a.grad == nullptr
+               ? nullptr
+               : static_cast<const unsigned char*>(a.grad) + begin * BytesPerElement(a.grad_type);
+  const size_t state_width = StateBytes(a.state_type, 1);
+  c.m = At(a.m, begin * state_width);
+  c.v = At(a.v, begin * state_width);
+  c.first_element = a.first_element + begin;
+  c.seed = a.seed;
+  return c;
+}
+
+// One block of 8-bit states as fp32 in the first-level cache, for as long as a kernel works on it.
+class DecodedStates {
+ public:
+  DecodedStates(const KernelTable& kernels, const UpdateArrays& arrays, size_t begin, UpdateChunk* chunk)
+      : kernels_(kernels), chunk_(*chunk), block_(begin / kStateBlock), arrays_(arrays) {
+    if (chunk_.m != nullptr) {
+      kernels_.decode8[0](static_cast<const uint8_t*>(chunk_.m), arrays.m_scales[block_], m_, chunk_.n);
+      chunk->m = m_;
+    }
+    if (chunk_.v != nullptr) {
+      kernels_.decode8[1](static_cast<const uint8_t*>(chunk_.v), arrays.v_scales[block_], v_, chunk_.n);
+      chunk->v = v_;
+    }
+  }
+  void Encode() {
+    const Rounding rounding = {
+        .stochastic = true, .seed = chunk_.seed, .first_element = chunk_.first_element};
+    if (chunk_.m != nullptr) {
+      arrays_.m_scales[block_] = kernels_.encode8[0](m_, static_cast<uint8_t*>(chunk_.m), chunk_.n, rounding);
+    }
+    if (chunk_.v != nullptr) {
+      arrays_.v_scales[block_] = kernels_.encode8[1](v_, static_cast<uint8_t*>(chunk_.v), chunk_.n, rounding);
+    }
+  }
+
+ private:
+  const KernelTable& kernels_;
+  const UpdateChunk chunk_;  // as stored
+  const size_t block_;
+  const UpdateArrays& arrays_;
+  alignas(64) float m_[kStateBlock];
+  alignas(64) float v_[kStateBlock];
+};
+
+// body(chunk) for [begin, end), with the states as fp32 or bf16; 8-bit states block by block.
+// `writes`: the body changes the states.
+template <class Body>
+void WithStates(const UpdateArrays& arrays, size_t begin, size_t end, bool writes, const Body& body) {
+  if (arrays.state_type != StateType::k8Bit) {
+    body(ChunkAt(arrays, begin, end - begin));
+    return;
+  }
+  const KernelTable& kernels = Kernels();
+  for (size_t i = begin; i < end; i += kStateBlock) {
+    UpdateChunk chunk = ChunkAt(arrays, i, std::min(kStateBlock, end - i));
+    DecodedStates states(kernels, arrays, i, &chunk);
+    body(chunk);
+    if (writes) states.Encode();
+  }
+}
+
+size_t DirectState(StateType type) { return type == StateType::kBf16 ? 1 : 0; }
+
+// Runs piece(begin, end) over all elements; with `squares`, block by block, so that the gradient that the sum
+// has just read is still in the cache for the update.
+template <class Piece>
+void RunPieces(const UpdateArrays& arrays, SumOfSquares* squares, ThreadPool* pool, const Piece& piece) {
+  if (squares == nullptr) {
+    ForPieces(arrays.n, pool, piece);
+    return;
+  }
+  const auto kernel = Kernels().block_squares[Index(arrays.grad_type)];
+  const size_t width = BytesPerElement(arrays.grad_type);
+  std::mutex mutex;
+  ForPieces(arrays.n, pool, [&](size_t begin, size_t end) {
+    SumOfSquares sum;
+    for (size_t i = begin; i < end; i += kReduceBlock) {
+      const size_t stop = std::min(end, i + kReduceBlock);
+      sum.Add(kernel(static_cast<const unsigned char*>(arrays.grad) + i * width, stop - i));
+      piece(i, stop);
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    squares->Merge(sum);
+  });
+}
+
+void Apply(Optimizer optimizer, const void* step, const UpdateArrays& arrays, SumOfSquares* squares,
+           ThreadPool* pool) {
+  const UpdateFn kernel = Kernels().update[optimizer][Index(arrays.param_type)][Index(arrays.grad_type)]
+                                          [DirectState(arrays.state_type)];
+  RunPieces(arrays, squares, pool, [&, kernel](size_t begin, size_t end) {
+    WithStates(arrays, begin, end, true, [&](const UpdateChunk& chunk) { kernel(step, chunk); });
+  });
+}
+
+}  // namespace
+
+void ApplyUpdate(const AdamStep& step, const UpdateArrays& arrays, SumOfSquares* squares, ThreadPool* pool) {
+  Apply(kOptAdam, &step, arrays, squares, pool);
+}
+
+AdagradStep MakeAdagradStep(const AdagradOptions& options, int64_t update, double grad_scale) {
+  AdagradStep step = {};
+  step.grad_scale = static_cast<float>(grad_scale);
+  step.step_size =
+      static_cast<float>(options.lr / (1.0 + static_cast<double>(update - 1) * options.lr_decay));
+  step.eps = static_cast<float>(options.eps);
+  step.weight_decay = static_cast<float>(options.weight_decay);
+  return step;
+}
+
+void ApplyUpdate(const AdagradStep& step, const UpdateArrays& arrays, SumOfSquares* squares,
+                 ThreadPool* pool) {
+  Apply(kOptAdagrad, &step, arrays, squares, pool);
+}
+
+LionStep MakeLionStep(const LionOptions& options, double grad_scale) {
+  LionStep step = {};
+  step.grad_scale = static_cast<float>(grad_scale);
+  step.lr = static_cast<float>(options.lr);
+  step.beta1 = static_cast<float>(options.beta1);
+  step.one_minus_beta1 = static_cast<float>(1.0 - options.beta1);
+  step.beta2 = static_cast<float>(options.beta2);
+  step.one_minus_beta2 = static_cast<float>(1.0 - options.beta2);
+  step.decay = static_cast<float>(1.0 - options.lr * options.weight_decay);
+  return step;
+}
+
+void ApplyUpdate(const LionStep& step, const UpdateArrays& arrays, SumOfSquares* squares, ThreadPool* pool) {
+  Apply(kOptLion, &step, arrays, squares, pool);
+}
+
+SgdStep MakeSgdStep(const SgdOptions& options, int64_t update, double grad_scale) {
+  SgdStep step = {};
+  step.grad_scale = static_cast<float>(grad_scale);
+  step.lr = static_cast<float>(options.lr);
+  step.momentum = static_cast<float>(options.momentum);
+  step.one_minus_dampening = update == 1 ? 1.0f : static_cast<float>(1.0 - options.dampening);
+  step.weight_decay = static_cast<float>(options.weight_decay);
+  step.nesterov = options.nesterov;
+  return step;
+}
+
+void ApplyUpdate(const SgdStep& step, const UpdateArrays& arrays, SumOfSquares* squares, ThreadPool* pool) {
+  if (step.momentum != 0.0f) {
+    Apply(kOptSgd, &step, arrays, squares, pool);
+    return;
+  }
+  UpdateArrays stateless = arrays;  // whatever the caller passed as m stays as it is
+  stateless.m = nullptr;
+  stateless.state_type = StateType::kFp32;
+  Apply(kOptSgd, &step, stateless, squares, pool);
+}
+
+LambStep MakeLambStep(const LambOptions& options, int64_t update, double grad_scale) {
+  AdamOptions adam = options.adam;
+  adam.mode = AdamMode::kAdamW;
+  LambStep step = {};
+  step.adam = MakeAdamStep(adam, update, grad_scale);
+  const double power = std::pow(adam.beta1, static_cast<double>(update));
+  step.inverse_correction1 = adam.bias_correction ? static_cast<float>(1.0 / (1.0 - power)) : 1.0f;
+  step.weight_decay = static_cast<float>(adam.weight_decay);
+  step.least_trust = options.least_trust;
+  step.most_trust = options.most_trust;
+  return step;
+}
+
+double LambTrust(const LambStep& step, const LambNorms& norms) {
+  const double param = std::sqrt(norms.param.Value());
+  const double update = std::sqrt(norms.update.Value());
+  if (param == 0.0 || update == 0.0) return 1.0;
+  return std::clamp(param / update, step.least_trust, step.most_trust);
+}
+
+void LambMoments(const LambStep& step, const UpdateArrays& arrays, LambNorms* norms, SumOfSquares* squares,
+                 ThreadPool* pool) {
+  const KernelTable& kernels = Kernels();
+  const size_t state = DirectState(arrays.state_type);
+  const LambMomentsFn moments = kernels.lamb_moments[Index(arrays.grad_type)][state];
+  const LambDirectionFn direction = kernels.lamb_direction[Index(arrays.param_type)][state];
+  std::mutex mutex;
+  RunPieces(arrays, squares, pool, [&](size_t piece_begin, size_t piece_end) {
+    alignas(64) float u[kReduceBlock];
+    alignas(64) float p[kReduceBlock];
+    LambNorms sums;
+    for (size_t begin = piece_begin; begin < piece_end; begin += kReduceBlock) {
+      const size_t end = std::min(piece_end, begin + kReduceBlock);
+      WithStates(arrays, begin, end, true, [&](const UpdateChunk& chunk) { moments(step, chunk); });
+      // Once more over what was just stored: the second half of the step will see exactly these moments.
+      size_t done = 0;
+      WithStates(arrays, begin, end, false, [&](const UpdateChunk& chunk) {
+        direction(step, chunk, u + done, p + done);
+        done += chunk.n;
+      });
+      sums.update.Add(kernels.block_squares[0](u, end - begin));
+      sums.param.Add(kernels.block_squares[0](p, end - begin));
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    norms->param.Merge(sums.param);
+    norms->update.Merge(sums.update);
+  });
+}
+
+void LambApply(const LambStep& step, double trust, const UpdateArrays& arrays, ThreadPool* pool) {
+  const LambApplyFn kernel = Kernels().lamb_apply[Index(arrays.param_type)][DirectState(arrays.state_type)];
+  const float rate = static_cast<float>(static_cast<double>(step.adam.lr) * trust);
+  ForPieces(arrays.n, pool, [&, kernel](size_t begin, size_t end) {
+    WithStates(arrays, begin, end, false, [&](const UpdateChunk& chunk) { kernel(step, rate, chunk); });
+  });
+}
+
+}  // namespace penstock::kernels

@@ -1,0 +1,241 @@
+// Conversions, sums and 8-bit codes, written once over the 16-lane vectors. Included after one of vec_*.h,
+// into that level's namespace; see kernels/float16.h, split_master.h, reduce.h and quantize.h for what each
+// must do.
+#include "kernels/simd/table.h"
+
+namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE {
+
+// Runs body.template operator()<kTail>(i, count) over [0, n) in vectors of 16, the last one possibly shorter.
+template <class Body>
+inline void ForVectors(size_t n, const Body& body) {
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16) body.template operator()<false>(i, 16);
+  if (i < n) body.template operator()<true>(i, n - i);
+}
+
+inline I Magnitude(I bits) { return And(bits, SetI(0x7FFFFFFFu)); }
+inline M IsNan(I bits) { return GreaterS(Magnitude(bits), SetI(0x7F800000u)); }
+
+// bf16 in the low halves, rounded to nearest even; a NaN becomes quiet.
+inline I RoundBf16(F x) {
+  const I bits = Bits(x);
+  const I upper = Shr<16>(bits);
+  const I odd = And(upper, SetI(1));
+  const I rounded = Shr<16>(AddI(bits, AddI(odd, SetI(0x7FFF))));
+  return Select(IsNan(bits), Or(upper, SetI(0x40)), rounded);
+}
+
+// bf16 rounded up with the probability of the part cut off; `draw` has 16 random bits. Infinities and NaN as
+// above.
+inline I RoundBf16Stochastic(F x, I draw) {
+  const I bits = Bits(x);
+  const I rounded = Shr<16>(AddI(bits, draw));
+  return Select(GreaterS(SetI(0x7F800000u), Magnitude(bits)), rounded, RoundBf16(x));
+}
+
+inline F JoinVector(I hi, I lo) { return FromBits(AddI(Shl<16>(hi), lo)); }
+// hi and lo in the low halves; what stands above is cut off when they are stored as 16 bits.
+inline void SplitVector(F master, I* hi, I* lo) {
+  const I bits = Bits(master);
+  const M nan = IsNan(bits);
+  const I rounded = Shr<16>(AddI(bits, SetI(0x8000)));
+  *hi = Select(nan, Or(Shr<16>(bits), SetI(0x40)), rounded);
+  *lo = Select(nan, SetI(0), bits);  // (bits - (rounded << 16)) mod 2^16 is the low half of bits
+}
+
+// Reads elements of a DType as fp32.
+template <int kType>
+struct Element;
+template <>
+struct Element<0> {
+  template <bool kTail>
+  static F Load(const void* p, size_t i, size_t count) {
+    return LoadF<kTail>(static_cast<const float*>(p) + i, count);
+  }
+  template <bool kTail>
+  static void Store(void* p, size_t i, F x, size_t count) {
+    StoreF<kTail>(static_cast<float*>(p) + i, x, count);
+  }
+};
+template <>
+struct Element<1> {
+  template <bool kTail>
+  static F Load(const void* p, size_t i, size_t count) {
+    return FromBits(Shl<16>(LoadU16<kTail>(static_cast<const uint16_t*>(p) + i, count)));
+  }
+  template <bool kTail>
+  static void Store(void* p, size_t i, F x, size_t count) {
+    Store16<kTail>(static_cast<uint16_t*>(p) + i, RoundBf16(x), count);
+  }
+};
+template <>
+struct Element<2> {
+  template <bool kTail>
+  static F Load(const void* p, size_t i, size_t count) {
+    return LoadHalf<kTail>(static_cast<const uint16_t*>(p) + i, count);
+  }
+  template <bool kTail>
+  static void Store(void* p, size_t i, F x, size_t count) {
+    StoreHalf<kTail>(static_cast<uint16_t*>(p) + i, x, count);
+  }
+};
+
+template <int kType>
+void ToFp32(const uint16_t* in, float* out, size_t n) {
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    StoreF<kTail>(out + i, Element<kType>::template Load<kTail>(in, i, count), count);
+  });
+}
+template <int kType>
+void FromFp32(const float* in, uint16_t* out, size_t n) {
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    Element<kType>::template Store<kTail>(out, i, LoadF<kTail>(in + i, count), count);
+  });
+}
+template <int kType>
+void Accumulate(const void* in, float* acc, size_t n) {
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    const F sum = Add(LoadF<kTail>(acc + i, count), Element<kType>::template Load<kTail>(in, i, count));
+    StoreF<kTail>(acc + i, sum, count);
+  });
+}
+template <int kType>
+void Scale(void* x, float factor, size_t n) {
+  const F factors = Set(factor);
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    Element<kType>::template Store<kTail>(
+        x, i, Mul(Element<kType>::template Load<kTail>(x, i, count), factors), count);
+  });
+}
+
+inline void Split(const float* master, uint16_t* hi, int16_t* lo, size_t n) {
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    I high, low;
+    SplitVector(LoadF<kTail>(master + i, count), &high, &low);
+    Store16<kTail>(hi + i, high, count);
+    Store16<kTail>(lo + i, low, count);
+  });
+}
+inline void Join(const uint16_t* hi, const int16_t* lo, float* master, size_t n) {
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    StoreF<kTail>(master + i, JoinVector(LoadU16<kTail>(hi + i, count), LoadS16<kTail>(lo + i, count)),
+                  count);
+  });
+}
+
+template <int kType>
+double BlockSquares(const void* in, size_t n) {
+  D sums = ZeroD();
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16) AddSquare(&sums, Element<kType>::template Load<false>(in, i, 16));
+  if (i < n) AddSquare(&sums, Element<kType>::template Load<true>(in, i, n - i));
+  double s[16];
+  StoreD(s, sums);
+  for (int width = 8; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) s[j] += s[j + width];
+  }
+  return s[0];
+}
+
+template <int kType>
+bool AllFinite(const void* in, size_t n) {
+  I most = SetI(0);
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16)
+    most = MaxS(most, Magnitude(Bits(Element<kType>::template Load<false>(in, i, 16))));
+  if (i < n) most = MaxS(most, Magnitude(Bits(Element<kType>::template Load<true>(in, i, n - i))));
+  return ReduceMaxS(most) < 0x7F800000u;
+}
+
+// Random bits for stochastic rounding: a 32-bit mix (constants: Wellons, "hash-prospector", lowbias32) of the
+// element's position and a key. The low half serves the first moment, the high half the second.
+inline I Draw(uint32_t key, uint32_t position) {
+  I x = Xor(AddI(SetI(position), Iota()), SetI(key));
+  x = MulI(Xor(x, Shr<16>(x)), SetI(0x7FEB352Du));
+  x = MulI(Xor(x, Shr<15>(x)), SetI(0x846CA68Bu));
+  return Xor(x, Shr<16>(x));
+}
+// splitmix64's finalizer (Steele et al. 2014), folded.
+inline uint32_t DrawKey(uint64_t seed) {
+  seed += 0x9E3779B97F4A7C15u;
+  seed = (seed ^ (seed >> 30)) * 0xBF58476D1CE4E5B9u;
+  seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EBu;
+  seed ^= seed >> 31;
+  return static_cast<uint32_t>(seed ^ (seed >> 32));
+}
+
+// The two 8-bit formats: fp32 bits of the least normal value, what to subtract from (bits >> 20) to get its
+// code, the factor that turns denormal values into codes, and the largest code.
+template <int kCode>
+struct Format8;
+template <>
+struct Format8<0> {  // Code8::kSigned: 4 exponent bits
+  static constexpr uint32_t kLeastNormal = (127u - 14u) << 23, kOffset = (127u - 15u) << 3, kMost = 0x7F;
+  static constexpr float kDenormals = 0x1p17f, kDenormalStep = 0x1p-17f;
+};
+template <>
+struct Format8<1> {  // Code8::kUnsigned: 5 exponent bits
+  static constexpr uint32_t kLeastNormal = (127u - 30u) << 23, kOffset = (127u - 31u) << 3, kMost = 0xFF;
+  static constexpr float kDenormals = 0x1p33f, kDenormalStep = 0x1p-33f;
+};
+
+template <int kCode>
+float Encode8(const float* in, uint8_t* codes, size_t n, const Rounding& rounding) {
+  using Format = Format8<kCode>;
+  I most = SetI(0);
+  ForVectors(n, [&]<bool kTail>(size_t i, size_t count) {
+    most = MaxS(most, Magnitude(Bits(LoadF<kTail>(in + i, count))));
+  });
+  // Magnitudes compare like their bits, and a NaN is above infinity: it makes the scale a NaN.
+  const uint32_t most_bits = ReduceMaxS(most);
+  float largest;
+  __builtin_memcpy(&largest, &most_bits, sizeof(largest));
+  const float scale = largest / 1.875f;
+  if (most_bits == 0) {
+    __builtin_memset(codes, 0, n);
+    return 0.0f;
+  }
+  const F scales = Set(scale);
+  const uint32_t key = DrawKey(rounding.seed);
+  const uint32_t position = static_cast<uint32_t>(rounding.first_element);
+  const bool stochastic = rounding.stochastic;
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    const I bits = Bits(LoadF<kTail>(in + i, count));
+    const I magnitude = Magnitude(bits);
+    const I y = Bits(Div(FromBits(magnitude), scales));
+    I draw = SetI(0x8000);
+    if (stochastic) {
+      draw = Draw(key, position + static_cast<uint32_t>(i));
+      draw = kCode == 0 ? And(draw, SetI(0xFFFF)) : Shr<16>(draw);
+    }
+    const I normal = SubI(Shr<20>(AddI(y, Shl<4>(draw))), SetI(Format::kOffset));
+    const F fraction = Mul(ToFloat(draw), Set(0x1p-16f));
+    const I denormal = Truncate(Add(Mul(FromBits(y), Set(Format::kDenormals)), fraction));
+    I code = Select(GreaterS(SetI(Format::kLeastNormal), y), denormal, normal);
+    code = MinS(code, SetI(Format::kMost));
+    if constexpr (kCode == 0) {
+      code = Or(code, And(Shr<24>(bits), SetI(0x80)));
+    } else {
+      code = Select(GreaterS(magnitude, SetI(0)), MaxS(code, SetI(1)), code);
+    }
+    StoreU8<kTail>(codes + i, code, count);
+  });
+  return scale;
+}
+
+template <int kCode>
+void Decode8(const uint8_t* codes, float scale, float* out, size_t n) {
+  using Format = Format8<kCode>;
+  const F scales = Set(scale);
+  ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
+    const I code = LoadU8<kTail>(codes + i, count);
+    const I magnitude = And(code, SetI(Format::kMost));
+    const I normal = Shl<20>(AddI(magnitude, SetI(Format::kOffset)));
+    const I denormal = Bits(Mul(ToFloat(magnitude), Set(Format::kDenormalStep)));
+    I value = Select(GreaterS(SetI(8), magnitude), denormal, normal);
+    if constexpr (kCode == 0) value = Or(value, Shl<24>(And(code, SetI(0x80))));
+    StoreF<kTail>(out + i, Mul(FromBits(value), scales), count);
+  });
+}
+
+}  // namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE

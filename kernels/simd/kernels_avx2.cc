@@ -1,0 +1,7 @@
+// Compiled with AVX2, FMA and F16C; called only where the processor has them.
+#define PENSTOCK_SIMD_TABLE kAvx2Kernels
+#include "kernels/simd/vec_avx2.h"
+// The order of these matters: each builds on the one before.
+#include "kernels/simd/elementwise_inl.h"
+#include "kernels/simd/optimizer_inl.h"
+#include "kernels/simd/table_inl.h"

@@ -1,0 +1,7 @@
+// Compiled with AVX-512 F, BW, DQ and VL; called only where the processor has them.
+#define PENSTOCK_SIMD_TABLE kAvx512Kernels
+#include "kernels/simd/vec_avx512.h"
+// The order of these matters: each builds on the one before.
+#include "kernels/simd/elementwise_inl.h"
+#include "kernels/simd/optimizer_inl.h"
+#include "kernels/simd/table_inl.h"

@@ -1,0 +1,266 @@
+// Optimizer kernels, written once over the 16-lane vectors, for each combination of parameter, gradient and
+// state type. Included after elementwise_inl.h. The order of operations is that of kernels/adam.h and
+// kernels/optimizer.h.
+namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE {
+
+// How a parameter is read and written; the index is a ParamType.
+template <int kParam>
+struct Param;
+template <>
+struct Param<0> {
+  template <bool kTail>
+  static F Load(const UpdateChunk& c, size_t i, size_t count) {
+    return LoadF<kTail>(static_cast<const float*>(c.param) + i, count);
+  }
+  template <bool kTail>
+  static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
+    StoreF<kTail>(static_cast<float*>(c.param) + i, p, count);
+    if (c.copy_out == nullptr) return;
+    if (c.copy_is_fp16) {
+      Element<2>::Store<kTail>(c.copy_out, i, p, count);
+    } else {
+      Element<1>::Store<kTail>(c.copy_out, i, p, count);
+    }
+  }
+};
+template <>
+struct Param<1> {
+  template <bool kTail>
+  static F Load(const UpdateChunk& c, size_t i, size_t count) {
+    return JoinVector(LoadU16<kTail>(static_cast<const uint16_t*>(c.param) + i, count),
+                      LoadS16<kTail>(c.param_lo + i, count));
+  }
+  template <bool kTail>
+  static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
+    I hi, lo;
+    SplitVector(p, &hi, &lo);
+    Store16<kTail>(static_cast<uint16_t*>(c.param) + i, hi, count);
+    Store16<kTail>(c.param_lo + i, lo, count);
+  }
+};
+template <int kType>
+struct MasterlessParam {
+  template <bool kTail>
+  static F Load(const UpdateChunk& c, size_t i, size_t count) {
+    return Element<kType>::template Load<kTail>(c.param, i, count);
+  }
+  template <bool kTail>
+  static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
+    Element<kType>::template Store<kTail>(c.param, i, p, count);
+  }
+};
+template <>
+struct Param<2> : MasterlessParam<1> {};
+template <>
+struct Param<3> : MasterlessParam<2> {};
+
+// How states are written; the index is a StateType (fp32 or bf16).
+template <int kState>
+struct States;
+template <>
+struct States<0> {
+  explicit States(const UpdateChunk&) {}
+  template <bool kTail>
+  void StoreM(const UpdateChunk& c, size_t i, F m, size_t count) const {
+    Element<0>::Store<kTail>(c.m, i, m, count);
+  }
+  template <bool kTail>
+  void StoreV(const UpdateChunk& c, size_t i, F v, size_t count) const {
+    Element<0>::Store<kTail>(c.v, i, v, count);
+  }
+};
+template <>
+struct States<1> {
+  explicit States(const UpdateChunk& c)
+      : key(DrawKey(c.seed)), position(static_cast<uint32_t>(c.first_element)) {}
+  template <bool kTail>
+  void StoreM(const UpdateChunk& c, size_t i, F m, size_t count) const {
+    Element<1>::Store<kTail>(c.m, i, m, count);
+  }
+  template <bool kTail>
+  void StoreV(const UpdateChunk& c, size_t i, F v, size_t count) const {
+    const I draw = Shr<16>(Draw(key, position + static_cast<uint32_t>(i)));
+    Store16<kTail>(static_cast<uint16_t*>(c.v) + i, RoundBf16Stochastic(v, draw), count);
+  }
+  uint32_t key, position;
+};
+
+// The optimizers: what one vector of elements goes through. kM, kV: which states it has.
+struct Adam {
+  using Step = AdamStep;
+  static constexpr bool kM = true, kV = true;
+  explicit Adam(const AdamStep& s)
+      : l2(s.mode == AdamMode::kAdam),
+        scale(Set(s.grad_scale)),
+        beta1(Set(s.beta1)),
+        rest1(Set(s.one_minus_beta1)),
+        beta2(Set(s.beta2)),
+        rest2(Set(s.one_minus_beta2)),
+        eps(Set(s.eps)),
+        decay(Set(l2 ? s.weight_decay : s.decay)),
+        step(Set(-s.step_size)),
+        root2(Set(s.sqrt_correction2)) {}
+  void Moments(F g, F* m, F* v) const {
+    *m = Fma(g, rest1, Mul(*m, beta1));
+    *v = Fma(Mul(g, rest2), g, Mul(*v, beta2));
+  }
+  F Denominator(F v) const { return Add(Div(Sqrt(v), root2), eps); }
+  void operator()(F* p, F g, F* m, F* v) const {
+    g = Mul(g, scale);
+    if (l2) {
+      g = Fma(*p, decay, g);
+    } else {
+      *p = Mul(*p, decay);
+    }
+    Moments(g, m, v);
+    *p = Add(*p, Div(Mul(step, *m), Denominator(*v)));
+  }
+  bool l2;
+  F scale, beta1, rest1, beta2, rest2, eps, decay, step, root2;
+};
+
+struct Adagrad {
+  using Step = AdagradStep;
+  static constexpr bool kM = false, kV = true;
+  explicit Adagrad(const AdagradStep& s)
+      : scale(Set(s.grad_scale)),
+        step(Set(-s.step_size)),
+        eps(Set(s.eps)),
+        decay(Set(s.weight_decay)),
+        decays(s.weight_decay != 0.0f) {}
+  void operator()(F* p, F g, F*, F* v) const {
+    g = Mul(g, scale);
+    if (decays) g = Fma(*p, decay, g);
+    *v = Fma(g, g, *v);
+    *p = Add(*p, Div(Mul(step, g), Add(Sqrt(*v), eps)));
+  }
+  F scale, step, eps, decay;
+  bool decays;
+};
+
+// 1 with x's sign; 0 for zeros; x itself if it is a NaN.
+inline F Sign(F x) {
+  const I bits = Bits(x);
+  const I one = Or(And(bits, SetI(0x80000000u)), SetI(0x3F800000u));
+  const I sign = Select(GreaterS(Magnitude(bits), SetI(0)), one, SetI(0));
+  return FromBits(Select(IsNan(bits), bits, sign));
+}
+
+struct Lion {
+  using Step = LionStep;
+  static constexpr bool kM = true, kV = false;
+  explicit Lion(const LionStep& s)
+      : scale(Set(s.grad_scale)),
+        rate(Set(-s.lr)),
+        beta1(Set(s.beta1)),
+        rest1(Set(s.one_minus_beta1)),
+        beta2(Set(s.beta2)),
+        rest2(Set(s.one_minus_beta2)),
+        decay(Set(s.decay)) {}
+  void operator()(F* p, F g, F* m, F*) const {
+    g = Mul(g, scale);
+    const F c = Fma(g, rest1, Mul(*m, beta1));
+    *p = Fma(rate, Sign(c), Mul(*p, decay));
+    *m = Fma(g, rest2, Mul(*m, beta2));
+  }
+  F scale, rate, beta1, rest1, beta2, rest2, decay;
+};
+
+struct Sgd {
+  using Step = SgdStep;
+  static constexpr bool kM = true, kV = false;
+  explicit Sgd(const SgdStep& s)
+      : scale(Set(s.grad_scale)),
+        rate(Set(-s.lr)),
+        momentum(Set(s.momentum)),
+        rest(Set(s.one_minus_dampening)),
+        decay(Set(s.weight_decay)),
+        decays(s.weight_decay != 0.0f),
+        moves(s.momentum != 0.0f),
+        nesterov(s.nesterov) {}
+  void operator()(F* p, F g, F* m, F*) const {
+    g = Mul(g, scale);
+    if (decays) g = Fma(*p, decay, g);
+    if (moves) {
+      *m = Fma(g, rest, Mul(*m, momentum));
+      g = nesterov ? Fma(*m, momentum, g) : *m;
+    }
+    *p = Fma(g, rate, *p);
+  }
+  F scale, rate, momentum, rest, decay;
+  bool decays, moves, nesterov;
+};
+
+template <class Opt, int kParam, int kGrad, int kState>
+void Update(const void* step, const UpdateChunk& chunk) {
+  const UpdateChunk c = chunk;  // a local copy: the compiler sees that no store changes a pointer
+  const Opt opt(*static_cast<const typename Opt::Step*>(step));
+  const States<kState> states(c);
+  const bool has_m = Opt::kM && c.m != nullptr;  // SGD without momentum has none
+  ForVectors(c.n, [=]<bool kTail>(size_t i, size_t count) {
+    const F g = Element<kGrad>::template Load<kTail>(c.grad, i, count);
+    F p = Param<kParam>::template Load<kTail>(c, i, count);
+    F m = Set(0), v = Set(0);
+    if constexpr (Opt::kM) {
+      if (has_m) m = Element<kState>::template Load<kTail>(c.m, i, count);
+    }
+    if constexpr (Opt::kV) v = Element<kState>::template Load<kTail>(c.v, i, count);
+    opt(&p, g, &m, &v);
+    Param<kParam>::template Store<kTail>(c, i, p, count);
+    if constexpr (Opt::kM) {
+      if (has_m) states.template StoreM<kTail>(c, i, m, count);
+    }
+    if constexpr (Opt::kV) states.template StoreV<kTail>(c, i, v, count);
+  });
+}
+
+template <int kGrad, int kState>
+void LambMoments(const LambStep& step, const UpdateChunk& chunk) {
+  const UpdateChunk c = chunk;
+  const Adam adam(step.adam);
+  const States<kState> states(c);
+  ForVectors(c.n, [=]<bool kTail>(size_t i, size_t count) {
+    const F g = Mul(Element<kGrad>::template Load<kTail>(c.grad, i, count), adam.scale);
+    F m = Element<kState>::template Load<kTail>(c.m, i, count);
+    F v = Element<kState>::template Load<kTail>(c.v, i, count);
+    adam.Moments(g, &m, &v);
+    states.template StoreM<kTail>(c, i, m, count);
+    states.template StoreV<kTail>(c, i, v, count);
+  });
+}
+
+struct LambDirection {
+  explicit LambDirection(const LambStep& s)
+      : adam(s.adam), correction1(Set(s.inverse_correction1)), decay(Set(s.weight_decay)) {}
+  F operator()(F p, F m, F v) const { return Fma(p, decay, Div(Mul(m, correction1), adam.Denominator(v))); }
+  Adam adam;
+  F correction1, decay;
+};
+
+template <int kParam, int kState>
+void LambDirections(const LambStep& step, const UpdateChunk& chunk, float* u, float* p_out) {
+  const UpdateChunk c = chunk;
+  const LambDirection direction(step);
+  ForVectors(c.n, [=]<bool kTail>(size_t i, size_t count) {
+    const F p = Param<kParam>::template Load<kTail>(c, i, count);
+    const F m = Element<kState>::template Load<kTail>(c.m, i, count);
+    const F v = Element<kState>::template Load<kTail>(c.v, i, count);
+    StoreF<kTail>(u + i, direction(p, m, v), count);
+    StoreF<kTail>(p_out + i, p, count);
+  });
+}
+
+template <int kParam, int kState>
+void LambApply(const LambStep& step, float rate, const UpdateChunk& chunk) {
+  const UpdateChunk c = chunk;
+  const LambDirection direction(step);
+  const F rates = Set(-rate);
+  ForVectors(c.n, [=]<bool kTail>(size_t i, size_t count) {
+    const F p = Param<kParam>::template Load<kTail>(c, i, count);
+    const F m = Element<kState>::template Load<kTail>(c.m, i, count);
+    const F v = Element<kState>::template Load<kTail>(c.v, i, count);
+    Param<kParam>::template Store<kTail>(c, i, Fma(direction(p, m, v), rates, p), count);
+  });
+}
+
+}  // namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE

@@ -1,0 +1,82 @@
+// The table of single-threaded kernels that each SIMD level provides, and the plain arguments they take.
+// Internal to this room. Seen by the files compiled for wider instruction sets, so: no inline code here, and
+// no header with any.
+#ifndef PENSTOCK_KERNELS_SIMD_TABLE_H_
+#define PENSTOCK_KERNELS_SIMD_TABLE_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/adam.h"
+#include "kernels/optimizer.h"
+
+namespace penstock::kernels {
+
+// Which optimizer's kernel: the first index of KernelTable::update.
+enum Optimizer { kOptAdam, kOptAdagrad, kOptLion, kOptSgd, kOptimizers };
+inline constexpr int kParamTypes = 4;
+inline constexpr int kDTypes = 3;
+// States that a kernel reads and writes element by element; 8-bit states are decoded to fp32 around it.
+inline constexpr int kDirectStateTypes = 2;
+
+// Elements first_element ... of an update; all pointers already point at the first one.
+struct UpdateChunk {
+  size_t n;
+  void* param;
+  int16_t* param_lo;
+  uint16_t* copy_out;
+  bool copy_is_fp16;
+  const void* grad;
+  void* m;
+  void* v;
+  uint64_t first_element;
+  uint64_t seed;
+};
+
+using UpdateFn = void (*)(const void* step, const UpdateChunk& chunk);
+// LAMB's moments: reads m, v and the gradient, writes m and v.
+using LambMomentsFn = void (*)(const LambStep& step, const UpdateChunk& chunk);
+// LAMB's direction from the moments as stored: u, and p as fp32.
+using LambDirectionFn = void (*)(const LambStep& step, const UpdateChunk& chunk, float* u, float* p);
+// p = fma(u, -rate, p).
+using LambApplyFn = void (*)(const LambStep& step, float rate, const UpdateChunk& chunk);
+
+struct KernelTable {
+  // Conversions; [type] is the DType of the 16-bit side (kFp32 unused: null).
+  void (*to_fp32[kDTypes])(const uint16_t* in, float* out, size_t n);
+  void (*from_fp32[kDTypes])(const float* in, uint16_t* out, size_t n);
+  void (*accumulate[kDTypes])(const void* in, float* acc, size_t n);
+  void (*split)(const float* master, uint16_t* hi, int16_t* lo, size_t n);
+  void (*join)(const uint16_t* hi, const int16_t* lo, float* master, size_t n);
+
+  // Partial sum of one reduction block (n <= kReduceBlock), by the definition in kernels/reduce.h.
+  double (*block_squares[kDTypes])(const void* in, size_t n);
+  bool (*all_finite[kDTypes])(const void* in, size_t n);
+  void (*scale[kDTypes])(void* x, float factor, size_t n);
+
+  // One block (n <= kStateBlock) of 8-bit values; [code] is a Code8. encode returns the scale.
+  float (*encode8[2])(const float* in, uint8_t* codes, size_t n, const Rounding& rounding);
+  void (*decode8[2])(const uint8_t* codes, float scale, float* out, size_t n);
+
+  UpdateFn update[kOptimizers][kParamTypes][kDTypes][kDirectStateTypes];
+  LambMomentsFn lamb_moments[kDTypes][kDirectStateTypes];
+  LambDirectionFn lamb_direction[kParamTypes][kDirectStateTypes];
+  LambApplyFn lamb_apply[kParamTypes][kDirectStateTypes];
+
+  // XXH3 with the level's instructions; `state` points at an XXH3_state_t.
+  uint64_t (*checksum)(const void* data, size_t bytes, uint64_t seed);
+  void (*checksum_update)(void* state, const void* data, size_t bytes);
+};
+
+extern const KernelTable kPortableKernels;
+#if defined(__x86_64__)
+extern const KernelTable kAvx2Kernels;
+extern const KernelTable kAvx512Kernels;
+#endif
+
+// The table of the active level.
+const KernelTable& Kernels();
+
+}  // namespace penstock::kernels
+
+#endif  // PENSTOCK_KERNELS_SIMD_TABLE_H_

@@ -1,0 +1,195 @@
+// 16 lanes on AVX2 + FMA + F16C: two registers of eight. The same names as vec_portable.h, which see for the
+// meaning. Included by exactly one source file; see vec_avx512.h on namespaces.
+#ifndef PENSTOCK_KERNELS_SIMD_VEC_AVX2_H_
+#define PENSTOCK_KERNELS_SIMD_VEC_AVX2_H_
+
+#include <immintrin.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#define PENSTOCK_SIMD_NAMESPACE avx2
+
+namespace penstock::kernels::avx2 {
+
+struct F {
+  __m256 a, b;
+};
+struct I {
+  __m256i a, b;
+};
+struct M {
+  __m256i a, b;
+};
+struct D {
+  __m256d a, b, c, d;
+};
+
+inline F Set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline I SetI(uint32_t x) {
+  return {_mm256_set1_epi32(static_cast<int>(x)), _mm256_set1_epi32(static_cast<int>(x))};
+}
+inline I Iota() {
+  return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+}
+
+template <bool kTail>
+inline F LoadF(const float* p, size_t count) {
+  if constexpr (kTail) {
+    alignas(32) float buffer[16] = {};
+    __builtin_memcpy(buffer, p, count * sizeof(float));
+    return {_mm256_load_ps(buffer), _mm256_load_ps(buffer + 8)};
+  }
+  return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
+template <bool kTail>
+inline void StoreF(float* p, F x, size_t count) {
+  if constexpr (kTail) {
+    alignas(32) float buffer[16];
+    _mm256_store_ps(buffer, x.a);
+    _mm256_store_ps(buffer + 8, x.b);
+    __builtin_memcpy(p, buffer, count * sizeof(float));
+  } else {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+  }
+}
+template <bool kTail>
+inline __m256i Load16Raw(const void* p, size_t count) {
+  if constexpr (kTail) {
+    alignas(32) uint16_t buffer[16] = {};
+    __builtin_memcpy(buffer, p, count * 2);
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(buffer));
+  }
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+template <bool kTail>
+inline void Store16Raw(void* p, __m256i x, size_t count) {
+  if constexpr (kTail) {
+    alignas(32) uint16_t buffer[16];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(buffer), x);
+    __builtin_memcpy(p, buffer, count * 2);
+  } else {
+    _mm256_storeu_si256(static_cast<__m256i*>(p), x);
+  }
+}
+template <bool kTail>
+inline I LoadU16(const uint16_t* p, size_t count) {
+  const __m256i raw = Load16Raw<kTail>(p, count);
+  return {_mm256_cvtepu16_epi32(_mm256_castsi256_si128(raw)),
+          _mm256_cvtepu16_epi32(_mm256_extracti128_si256(raw, 1))};
+}
+template <bool kTail>
+inline I LoadS16(const int16_t* p, size_t count) {
+  const __m256i raw = Load16Raw<kTail>(p, count);
+  return {_mm256_cvtepi16_epi32(_mm256_castsi256_si128(raw)),
+          _mm256_cvtepi16_epi32(_mm256_extracti128_si256(raw, 1))};
+}
+template <bool kTail>
+inline void Store16(void* p, I x, size_t count) {
+  const __m256i low = _mm256_set1_epi32(0xFFFF);
+  const __m256i packed = _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+  Store16Raw<kTail>(p, _mm256_permute4x64_epi64(packed, 0xD8), count);
+}
+template <bool kTail>
+inline F LoadHalf(const uint16_t* p, size_t count) {
+  const __m256i raw = Load16Raw<kTail>(p, count);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(raw)), _mm256_cvtph_ps(_mm256_extracti128_si256(raw, 1))};
+}
+template <bool kTail>
+inline void StoreHalf(uint16_t* p, F x, size_t count) {
+  const __m128i a = _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT);
+  const __m128i b = _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT);
+  Store16Raw<kTail>(p, _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1), count);
+}
+template <bool kTail>
+inline I LoadU8(const uint8_t* p, size_t count) {
+  __m128i raw;
+  if constexpr (kTail) {
+    alignas(16) uint8_t buffer[16] = {};
+    __builtin_memcpy(buffer, p, count);
+    raw = _mm_load_si128(reinterpret_cast<const __m128i*>(buffer));
+  } else {
+    raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  }
+  return {_mm256_cvtepu8_epi32(raw), _mm256_cvtepu8_epi32(_mm_srli_si128(raw, 8))};
+}
+template <bool kTail>
+inline void StoreU8(uint8_t* p, I x, size_t count) {
+  const __m256i low = _mm256_set1_epi32(0xFF);
+  __m256i packed = _mm256_packus_epi32(_mm256_and_si256(x.a, low), _mm256_and_si256(x.b, low));
+  packed = _mm256_permute4x64_epi64(packed, 0xD8);
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1));
+  if constexpr (kTail) {
+    alignas(16) uint8_t buffer[16];
+    _mm_store_si128(reinterpret_cast<__m128i*>(buffer), bytes);
+    __builtin_memcpy(p, buffer, count);
+  } else {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+  }
+}
+
+inline F Add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F Sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F Mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F Div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F Sqrt(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+inline F Fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+
+inline I Bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+inline F FromBits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline F ToFloat(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline I Truncate(F x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+inline I AddI(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline I SubI(I x, I y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+inline I MulI(I x, I y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+inline I And(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline I Or(I x, I y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline I Xor(I x, I y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+template <int kBits>
+inline I Shl(I x) {
+  return {_mm256_slli_epi32(x.a, kBits), _mm256_slli_epi32(x.b, kBits)};
+}
+template <int kBits>
+inline I Shr(I x) {
+  return {_mm256_srli_epi32(x.a, kBits), _mm256_srli_epi32(x.b, kBits)};
+}
+inline I MaxS(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+inline I MinS(I x, I y) { return {_mm256_min_epi32(x.a, y.a), _mm256_min_epi32(x.b, y.b)}; }
+inline M GreaterS(I x, I y) { return {_mm256_cmpgt_epi32(x.a, y.a), _mm256_cmpgt_epi32(x.b, y.b)}; }
+inline I Select(M m, I yes, I no) {
+  return {_mm256_blendv_epi8(no.a, yes.a, m.a), _mm256_blendv_epi8(no.b, yes.b, m.b)};
+}
+inline uint32_t ReduceMaxS(I x) {
+  alignas(32) int32_t lanes[8];
+  _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), _mm256_max_epi32(x.a, x.b));
+  int32_t most = lanes[0];
+  for (int k = 1; k < 8; ++k) most = lanes[k] > most ? lanes[k] : most;
+  return static_cast<uint32_t>(most);
+}
+
+inline D ZeroD() {
+  return {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
+}
+inline void AddSquare(D* acc, F x) {
+  const __m256d a = _mm256_cvtps_pd(_mm256_castps256_ps128(x.a));
+  const __m256d b = _mm256_cvtps_pd(_mm256_extractf128_ps(x.a, 1));
+  const __m256d c = _mm256_cvtps_pd(_mm256_castps256_ps128(x.b));
+  const __m256d d = _mm256_cvtps_pd(_mm256_extractf128_ps(x.b, 1));
+  acc->a = _mm256_fmadd_pd(a, a, acc->a);
+  acc->b = _mm256_fmadd_pd(b, b, acc->b);
+  acc->c = _mm256_fmadd_pd(c, c, acc->c);
+  acc->d = _mm256_fmadd_pd(d, d, acc->d);
+}
+inline void StoreD(double* p, const D& x) {
+  _mm256_storeu_pd(p, x.a);
+  _mm256_storeu_pd(p + 4, x.b);
+  _mm256_storeu_pd(p + 8, x.c);
+  _mm256_storeu_pd(p + 12, x.d);
+}
+
+inline void Prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+}  // namespace penstock::kernels::avx2
+
+#endif  // PENSTOCK_KERNELS_SIMD_VEC_AVX2_H_
