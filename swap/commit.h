@@ -1,9 +1,9 @@
 // What makes a step real: the commit record, and the object that writes it without blocking anyone.
 //
-// A commit is one checksummed record that names the live slot, version and checksums of every tile, beside the
-// owner's payload. It goes to the place that the last valid record does not stand in, in two copies. Until it is
-// whole there, recovery finds the previous record, whose tiles nobody has touched; once it is whole, recovery finds
-// this one. Nothing in between exists.
+// A commit is one checksummed record that names the live slot, version and checksums of every tile, beside
+// the owner's payload. It goes to the place that the last valid record does not stand in, in two copies.
+// Until it is whole there, recovery finds the previous record, whose tiles nobody has touched; once it is
+// whole, recovery finds this one. Nothing in between exists.
 //
 //   CommitIo io;                                        // owned by the caller, reused for every commit
 //   io.set_on_complete(&WakeExecutor, executor);
@@ -11,8 +11,8 @@
 //   ... the next step's first reads may start; writes wait ...
 //   if (io.finished()) absl::Status committed = store->FinishCommit(&io);   // on the executor's thread
 //
-// Stages on the I/O threads: [power: fdatasync of every file] -> record, two copies -> [power: fdatasync of the
-// record's file] -> done.
+// Stages on the I/O threads: [power: fdatasync of every file] -> record, two copies -> [power: fdatasync of
+// the record's file] -> done.
 #ifndef PENSTOCK_SWAP_COMMIT_H_
 #define PENSTOCK_SWAP_COMMIT_H_
 
@@ -35,8 +35,8 @@ class Store;
 struct CommitInfo {
   uint64_t step = 0;         // the step that this commit completes; a skipped one is committed too
   uint64_t updates = 0;      // optimizer updates applied so far; below `step` after skips
-  std::string_view payload;  // JSON for whoever resumes: schedule, loss scale, random state, data position, log
-                             // line; at most StoreOptions::payload_capacity bytes. Copied; opaque here
+  std::string_view payload;  // JSON for whoever resumes: schedule, loss scale, random state, data position,
+                             // log line; at most StoreOptions::payload_capacity bytes. Copied; opaque here
 };
 
 // What recovery found.
@@ -45,13 +45,13 @@ struct Recovered {
   uint64_t step = 0;
   uint64_t updates = 0;
   std::string payload;
-  // Places that were not whole and could be done without, one line each: a record that a kill cut short, a copy
-  // with a flipped bit. Empty when all is well.
+  // Places that were not whole and could be done without, one line each: a record that a kill cut short, a
+  // copy with a flipped bit. Empty when all is well.
   std::vector<std::string> damage;
 };
 
-// One commit in flight. Owned by the caller, who keeps it until finished() and may then reuse it. Must not be
-// destroyed while pending (the Store waits for it on destruction if it is destroyed first).
+// One commit in flight. Owned by the caller, who leaves it alone from Commit until it is finished and, if it
+// has a callback, until that has returned; then it goes to FinishCommit, and may be reused.
 class CommitIo {
  public:
   // Runs on an I/O thread; must be short, must not block and must not call the store.
@@ -71,7 +71,8 @@ class CommitIo {
 
   uint64_t sequence() const { return sequence_; }
   uint64_t step() const { return step_; }
-  // Bytes of one copy of the record, and the time that the commit took by the engine's clock (0 until finished).
+  // Bytes of one copy of the record, and the time that the commit took by the engine's clock (0 until
+  // finished).
   uint64_t record_bytes() const { return record_bytes_; }
   int64_t duration_ns() const { return end_ns_ - begin_ns_; }
 
@@ -85,13 +86,14 @@ class CommitIo {
   void* context_ = nullptr;
   Store* store_ = nullptr;
   Step stage_ = Step::kDone;
-  std::atomic<uint32_t> outstanding_{0};  // requests of the present stage that have not finished
+  std::atomic<uint32_t> outstanding_{0};              // requests of the present stage that have not finished
   std::vector<std::unique_ptr<aio::Request>> syncs_;  // one a directory; made on first use
   std::array<aio::Request, 2> copies_;
-  absl::Status submit_error_;  // a stage that could not be submitted
+  std::atomic<bool> stage_failed_{false};  // one of them did not end well
+  Step failed_stage_ = Step::kDone;        // kDone: none
+  absl::Status submit_error_;              // of a stage that could not even be submitted
   uint64_t sequence_ = 0;
   uint64_t step_ = 0;
-  uint64_t updates_ = 0;
   uint64_t record_bytes_ = 0;
   int64_t begin_ns_ = 0;
   int64_t end_ns_ = 0;

@@ -17,7 +17,8 @@ constexpr std::string_view kSuperblockMagic = "PENSTOCK";
 constexpr std::string_view kRecordMagic = "PNSTKCMT";
 constexpr size_t kHeaderChecksumOffset = kBlockBytes - 8;
 
-// ---- little-endian fields -------------------------------------------------------------------------------------
+// ---- little-endian fields
+// -------------------------------------------------------------------------------------
 
 template <typename T>
 void Put(std::byte* at, T value) {
@@ -58,7 +59,8 @@ class Writer {
   std::vector<std::byte> bytes_;
 };
 
-// Reads fields from bytes that may be anything. After a read past the end everything is zero and ok() is false.
+// Reads fields from bytes that may be anything. After a read past the end everything is zero and ok() is
+// false.
 class Reader {
  public:
   explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
@@ -91,8 +93,9 @@ class Reader {
   bool ok_ = true;
 };
 
-// ---- superblock -----------------------------------------------------------------------------------------------
-// Field offsets of the header; see FORMAT.md.
+// ---- superblock
+// ----------------------------------------------------------------------------------------------- Field
+// offsets of the header; see FORMAT.md.
 
 constexpr size_t kSuperVersion = 8;
 constexpr size_t kSuperHeaderBytes = 12;
@@ -108,9 +111,7 @@ constexpr size_t kSuperBodyChecksum = 64;
 constexpr uint64_t kMaxBodyBytes = kMaxIdentityBytes + kMaxDirectories * (kMaxPathBytes + 4) +
                                    uint64_t{kMaxTiles} * (16 + 8 * kMaxSegments) + 64;
 
-uint64_t UuidSeed(const Uuid& uuid) {
-  return Hash(std::as_bytes(std::span(uuid)), 0);
-}
+uint64_t UuidSeed(const Uuid& uuid) { return Hash(std::as_bytes(std::span(uuid)), 0); }
 
 uint64_t BodyBytes(const StoreShape& shape) {
   uint64_t bytes = 8 + shape.identity.size();
@@ -152,7 +153,7 @@ struct SuperHeader {
 absl::StatusOr<SuperHeader> ParseSuperHeader(std::span<const std::byte> block) {
   const std::byte* at = block.data();
   if (std::memcmp(at, kSuperblockMagic.data(), kSuperblockMagic.size()) != 0) {
-    return absl::FailedPreconditionError("no superblock magic");
+    return absl::InvalidArgumentError("not a store file");
   }
   SuperHeader header;
   std::memcpy(header.uuid.data(), at + kSuperUuid, header.uuid.size());
@@ -193,7 +194,8 @@ absl::StatusOr<StoreShape> ParseBody(const SuperHeader& header, std::span<const 
     shape.directory_paths.push_back(in.Text(in.Number<uint32_t>()));
   }
   shape.identity = in.Text(in.Number<uint64_t>());
-  // A tile takes at least 16 bytes, so a count that the bytes cannot hold is seen before memory is taken for it.
+  // A tile takes at least 16 bytes, so a count that the bytes cannot hold is seen before memory is taken for
+  // it.
   if (!in.ok() || header.tiles > in.left() / 16) return absl::DataLossError("superblock body is cut short");
   shape.tiles.resize(header.tiles);
   for (TilePlacement& tile : shape.tiles) {
@@ -210,7 +212,8 @@ absl::StatusOr<StoreShape> ParseBody(const SuperHeader& header, std::span<const 
   return shape;
 }
 
-// ---- commit record --------------------------------------------------------------------------------------------
+// ---- commit record
+// --------------------------------------------------------------------------------------------
 
 constexpr size_t kRecordVersion = 8;
 constexpr size_t kRecordPlace = 12;
@@ -280,7 +283,8 @@ absl::Status Validate(const StoreShape& shape) {
     uint64_t total = 0;
     for (uint64_t length : lengths) {
       if (length == 0 || length > kMaxTileBytes) {
-        return refuse("tile ", t, " has a segment of ", length, " bytes; 1 to ", kMaxTileBytes, " are possible");
+        return refuse("tile ", t, " has a segment of ", length, " bytes; 1 to ", kMaxTileBytes,
+                      " are possible");
       }
       total += PaddedBytes(length);
     }
@@ -361,14 +365,18 @@ uint64_t Geometry::segment_bytes(uint32_t tile, uint32_t segment) const {
   return segment_bytes_[tiles_[tile].first_segment + segment];
 }
 
-uint64_t SegmentChecksum(const Uuid& uuid, uint32_t tile, uint32_t segment, uint64_t version,
-                         std::span<const std::byte> data) {
+uint64_t SegmentSeed(const Uuid& uuid, uint32_t tile, uint32_t segment, uint64_t version) {
   std::array<std::byte, 32> key;
   std::memcpy(key.data(), uuid.data(), uuid.size());
   Put(key.data() + 16, tile);
   Put(key.data() + 20, segment);
   Put(key.data() + 24, version);
-  return Hash(data, Hash(key, 0));
+  return Hash(key, 0);
+}
+
+uint64_t SegmentChecksum(const Uuid& uuid, uint32_t tile, uint32_t segment, uint64_t version,
+                         std::span<const std::byte> data) {
+  return Hash(data, SegmentSeed(uuid, tile, segment, version));
 }
 
 std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t directory) {
@@ -386,8 +394,7 @@ std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t direct
   Put(at + kSuperPayloadCapacity, shape.payload_capacity);
   Put(at + kSuperBodyBytes, static_cast<uint64_t>(body.size()));
   Put(at + kSuperBodyChecksum, Hash(body, UuidSeed(shape.uuid)));
-  Put(at + kHeaderChecksumOffset,
-      Hash(std::span(out).first(kHeaderChecksumOffset), UuidSeed(shape.uuid)));
+  Put(at + kHeaderChecksumOffset, Hash(std::span(out).first(kHeaderChecksumOffset), UuidSeed(shape.uuid)));
   std::memcpy(at + kBlockBytes, at, kBlockBytes);  // header, copy 1
   std::byte* bodies = at + 2 * kBlockBytes;
   std::memcpy(bodies, body.data(), body.size());
@@ -397,7 +404,7 @@ std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t direct
 
 absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_blocks) {
   if (AllZero(first_blocks)) return absl::NotFoundError("the file holds no superblock");
-  absl::Status first_error = absl::DataLossError("the file is too short for a superblock");
+  absl::Status first_error = absl::InvalidArgumentError("not a store file");
   bool damaged = false;
   for (uint32_t copy = 0; copy < 2; ++copy) {
     if (first_blocks.size() < (copy + 1) * kBlockBytes) break;
@@ -407,12 +414,14 @@ absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> f
     damaged = damaged || absl::IsDataLoss(header.status());
   }
   // One copy with our magic and a wrong checksum makes it a damaged store rather than a foreign file.
-  if (damaged && !absl::IsDataLoss(first_error)) first_error = absl::DataLossError("superblock header damaged");
+  if (damaged && !absl::IsDataLoss(first_error))
+    first_error = absl::DataLossError("superblock header damaged");
   return first_error;
 }
 
 absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> bytes) {
-  const auto length = SuperblockBytesFromHeaders(bytes.first(std::min<size_t>(bytes.size(), 2 * kBlockBytes)));
+  const auto length =
+      SuperblockBytesFromHeaders(bytes.first(std::min<size_t>(bytes.size(), 2 * kBlockBytes)));
   if (!length.ok()) return length.status();
   if (bytes.size() < *length) return absl::DataLossError("the file ends inside its superblock");
   const uint64_t padded_body = *length / 2 - kBlockBytes;
@@ -439,8 +448,9 @@ absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> by
     const uint64_t offset = 2 * kBlockBytes + copy * padded_body;
     auto shape = ParseBody(header, bytes.subspan(offset, header.body_bytes));
     if (!shape.ok()) {
-      decoded.damage.push_back(absl::StrFormat("superblock body copy %u (offset %u, length %u): %s", copy, offset,
-                                               header.body_bytes, std::string(shape.status().message())));
+      decoded.damage.push_back(absl::StrFormat("superblock body copy %u (offset %u, length %u): %s", copy,
+                                               offset, header.body_bytes,
+                                               std::string(shape.status().message())));
     } else if (!found) {
       decoded.shape = *std::move(shape);
       found = true;
@@ -454,7 +464,8 @@ uint64_t RecordBytes(const Geometry& geometry, uint64_t payload_bytes) {
   return kBlockBytes + PaddedBytes(TableBytes(geometry) + payload_bytes);
 }
 
-void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& record, std::span<std::byte> out) {
+void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& record,
+                  std::span<std::byte> out) {
   assert(record.tiles.size() == geometry.tiles() && record.checksums.size() == geometry.total_segments());
   assert(out.size() == RecordBytes(geometry, record.payload.size()));
   std::byte* const at = out.data();
@@ -492,7 +503,8 @@ void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& reco
 
 absl::StatusOr<Record> DecodeRecord(const Geometry& geometry, const Uuid& uuid, uint32_t place,
                                     std::span<const std::byte> bytes) {
-  if (bytes.size() != geometry.record_capacity()) return absl::DataLossError("the file ends inside the record");
+  if (bytes.size() != geometry.record_capacity())
+    return absl::DataLossError("the file ends inside the record");
   const std::byte* const at = bytes.data();
   const auto header = bytes.first(kBlockBytes);
   if (AllZero(header)) return absl::NotFoundError("no record");

@@ -1,15 +1,16 @@
-// The bytes of a state store: superblock, tile slots, commit records, and the checksums that bind them together.
+// The bytes of a state store: superblock, tile slots, commit records, and the checksums that bind them
+// together.
 //
-// Everything here is a pure function of its arguments: no I/O, no clock, no global state. FORMAT.md describes the
-// same bytes for someone without this code. What is decoded is never trusted: every count, length and offset is
-// checked against limits and against the bytes at hand before it is used, so that a hostile file costs an error
-// and never a crash, a huge allocation or a read out of bounds.
+// Everything here is a pure function of its arguments: no I/O, no clock, no global state. FORMAT.md describes
+// the same bytes for someone without this code. What is decoded is never trusted: every count, length and
+// offset is checked against limits and against the bytes at hand before it is used, so that a hostile file
+// costs an error and never a crash, a huge allocation or a read out of bounds.
 //
 // A store is one file, `penstock.store`, in each of one or more directories:
 //
-//   superblock   two copies; which store, which of its directories, and the layout of all tiles. Never rewritten.
-//   records      in directory 0 only: two places of two copies each. Commit number n goes to place n % 2.
-//   tiles        for every tile of this directory, in order: slot 0, slot 1, ..., scratch.
+//   superblock   two copies; which store, which of its directories, and the layout of all tiles. Never
+//   rewritten. records      in directory 0 only: two places of two copies each. Commit number n goes to place
+//   n % 2. tiles        for every tile of this directory, in order: slot 0, slot 1, ..., scratch.
 //
 // Numbers are little-endian whatever the machine. Units are bytes unless a name says otherwise.
 #ifndef PENSTOCK_SWAP_FORMAT_H_
@@ -32,11 +33,12 @@ namespace penstock::swap {
 // Limits. A store beyond them is refused when it is made and rejected when it is read.
 
 inline constexpr uint32_t kFormatVersion = 1;
-inline constexpr uint64_t kBlockBytes = 4096;              // unit of offsets, lengths and padding in the file
-inline constexpr uint64_t kTileAreaAlignment = 1u << 20;   // the first tile of a file starts on such a boundary
+inline constexpr uint64_t kBlockBytes = 4096;  // unit of offsets, lengths and padding in the file
+inline constexpr uint64_t kTileAreaAlignment = 1u
+                                               << 20;  // the first tile of a file starts on such a boundary
 inline constexpr uint32_t kMaxDirectories = 64;
-inline constexpr uint32_t kMaxSegments = 8;                // in one tile
-inline constexpr uint32_t kMaxSlots = 3;                   // versions of one tile
+inline constexpr uint32_t kMaxSegments = 8;  // in one tile
+inline constexpr uint32_t kMaxSlots = 3;     // versions of one tile
 inline constexpr uint32_t kMaxTiles = 1u << 20;
 inline constexpr uint64_t kMaxTileBytes = uint64_t{1} << 30;      // one version of one tile; scratch likewise
 inline constexpr uint64_t kMaxIdentityBytes = uint64_t{1} << 20;  // identity JSON
@@ -48,17 +50,24 @@ inline constexpr uint32_t kRecordPlaces = 2;
 inline constexpr uint32_t kRecordCopies = 2;
 inline constexpr std::string_view kStoreFileName = "penstock.store";
 
-// The smallest multiple of kBlockBytes that is at least `bytes`: 0 -> 0, 1 -> 4096, 4096 -> 4096, 4097 -> 8192.
-constexpr uint64_t PaddedBytes(uint64_t bytes) { return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes; }
+// The smallest multiple of kBlockBytes that is at least `bytes`: 0 -> 0, 1 -> 4096, 4096 -> 4096, 4097 ->
+// 8192.
+constexpr uint64_t PaddedBytes(uint64_t bytes) {
+  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+}
 
 // ---------------------------------------------------------------------------------------------------------------
 // Layout: what a store keeps.
 
-// One tile: a piece of one block's state. Its segments (for instance hi, lo, m, v of the same parameters) lie one
-// after the other in a slot, each padded to kBlockBytes, so that any run of consecutive segments is one read.
+// One tile: a piece of one block's state. Its segments (for instance hi, lo, m, v of the same parameters) lie
+// one after the other in a slot, each padded to kBlockBytes, so that any run of consecutive segments is one
+// read.
 struct TileLayout {
-  std::vector<uint64_t> segment_bytes;  // 1 to kMaxSegments lengths, each at least 1, together at most kMaxTileBytes
-  uint64_t scratch_bytes = 0;           // beside the versions: one unversioned, unchecked area; 0 for none
+  std::vector<uint64_t>
+      segment_bytes;           // 1 to kMaxSegments lengths, each at least 1, together at most kMaxTileBytes
+  uint64_t scratch_bytes = 0;  // beside the versions: one unversioned, unchecked area; 0 for none
+
+  friend bool operator==(const TileLayout&, const TileLayout&) = default;
 };
 
 struct Layout {
@@ -72,6 +81,8 @@ std::string UuidText(const Uuid& uuid);  // "01234567-89ab-cdef-0123-456789abcde
 struct TilePlacement {
   uint32_t directory = 0;
   TileLayout layout;
+
+  friend bool operator==(const TilePlacement&, const TilePlacement&) = default;
 };
 
 // What every superblock of a store says, apart from which directory it stands in.
@@ -80,18 +91,19 @@ struct StoreShape {
   uint32_t slots = 2;                                   // versions kept of each tile: 1 to kMaxSlots
   uint64_t payload_capacity = kDefaultPayloadCapacity;  // most bytes of commit payload
   std::string identity;                                 // the owner's JSON: what run this is; opaque here
-  std::vector<std::string> directory_paths;             // where they were at creation; a hint for messages only
+  std::vector<std::string> directory_paths;  // where they were at creation; a hint for messages only
   std::vector<TilePlacement> tiles;
 
   uint32_t directories() const { return static_cast<uint32_t>(directory_paths.size()); }
+  friend bool operator==(const StoreShape&, const StoreShape&) = default;
 };
 
 // Checks every limit above. kInvalidArgument names the tile, the value and the limit.
 absl::Status Validate(const StoreShape& shape);
 
-// Spreads tiles over directories so that bytes are in proportion to `weights` (all > 0, finite): each tile in turn
-// goes to the directory that would be least full relative to its weight, the first of equals. Equal tiles and equal
-// weights give round robin. The result is recorded, so a later version may choose otherwise.
+// Spreads tiles over directories so that bytes are in proportion to `weights` (all > 0, finite): each tile in
+// turn goes to the directory that would be least full relative to its weight, the first of equals. Equal
+// tiles and equal weights give round robin. The result is recorded, so a later version may choose otherwise.
 std::vector<uint32_t> AssignDirectories(const Layout& layout, std::span<const double> weights);
 
 // Where everything is, computed from a shape that Validate accepts. Immutable; cheap lookups; any thread.
@@ -110,7 +122,8 @@ class Geometry {
   // One padded version of a tile.
   uint64_t slot_bytes(uint32_t tile) const { return tiles_[tile].slot_bytes; }
   uint64_t scratch_bytes(uint32_t tile) const { return tiles_[tile].scratch_bytes; }
-  // Offset of a segment from the start of its slot; `segment == segments(tile)` gives the slot's padded length.
+  // Offset of a segment from the start of its slot; `segment == segments(tile)` gives the slot's padded
+  // length.
   uint64_t segment_start(uint32_t tile, uint32_t segment) const {
     return segment_starts_[tiles_[tile].first_segment + tile + segment];
   }
@@ -157,27 +170,30 @@ class Geometry {
 // ---------------------------------------------------------------------------------------------------------------
 // Checksums.
 
-// XXH3-64 of `data` with a seed that is itself XXH3-64 of (uuid, tile, segment, version): data that is intact but
-// belongs elsewhere (another tile, another segment, an older version, another store) does not pass.
+// XXH3-64 of `data` with a seed that is itself XXH3-64 of (uuid, tile, segment, version): data that is intact
+// but belongs elsewhere (another tile, another segment, an older version, another store) does not pass.
+uint64_t SegmentSeed(const Uuid& uuid, uint32_t tile, uint32_t segment, uint64_t version);
 uint64_t SegmentChecksum(const Uuid& uuid, uint32_t tile, uint32_t segment, uint64_t version,
                          std::span<const std::byte> data);
 
 // ---------------------------------------------------------------------------------------------------------------
 // Superblock.
 
-// The first bytes of a store file, both copies: superblock_bytes() long. `directory` is the index of the file's
-// directory.
+// The first bytes of a store file, both copies: superblock_bytes() long. `directory` is the index of the
+// file's directory.
 std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t directory);
 
-// How many bytes from the start of the file DecodeSuperblock needs, told by the first 2 * kBlockBytes of it (fewer
-// if the file is shorter). kDataLoss: neither header copy is whole; kNotFound: all zero or empty (a creation that
-// was cut short); kFailedPrecondition: no store file at all, or one of a newer format.
+// How many bytes from the start of the file DecodeSuperblock needs, told by the first 2 * kBlockBytes of it
+// (fewer if the file is shorter). kDataLoss: neither header copy is whole; kNotFound: all zero or empty (a
+// creation that was cut short); kInvalidArgument: no store file at all; kFailedPrecondition: one of another
+// format version.
 absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_blocks);
 
 struct DecodedSuperblock {
   StoreShape shape;
   uint32_t directory = 0;
-  std::vector<std::string> damage;  // copies that were not whole, as a range and a reason; empty when all is well
+  std::vector<std::string>
+      damage;  // copies that were not whole, as a range and a reason; empty when all is well
 };
 // Accepts the file if either copy is whole.
 absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> bytes);

@@ -1,43 +1,48 @@
 // The state store: model state on disk that survives a kill at any moment.
 //
-// A store keeps *tiles*: pieces of a block's state of some MiB, each a list of *segments* (for instance hi, lo, m, v
-// of the same parameters). Every tile has two home slots in preallocated files. The live version stands in one of
-// them; a step writes the new version to the other; a commit record then makes all new versions live at once
-// (swap/commit.h). After a kill, opening finds the newest whole record and with it one complete, unchanged version
-// of everything. No allocator, no log, no fragmentation, no repair.
+// A store keeps *tiles*: pieces of a block's state of some MiB, each a list of *segments* (for instance hi,
+// lo, m, v of the same parameters). Every tile has two home slots in preallocated files. The live version
+// stands in one of them; a step writes the new version to the other; a commit record then makes all new
+// versions live at once (swap/commit.h). After a kill, opening finds the newest whole record and with it one
+// complete, unchanged version of everything. No allocator, no log, no fragmentation, no repair.
 //
 //   StoreOptions options;
 //   options.directories = {"/nvme0/run", "/nvme1/run"};
-//   auto store = Store::Create(*engine, options, layout, identity_json);     // or Store::Open(*engine, options)
+//   auto store = Store::Create(*engine, options, layout, identity_json);     // or Store::Open(*engine,
+//   options)
 //
-//   TileIo read;                                                             // one a transfer in flight, reused
-//   read.set_on_complete(&WakeExecutor, executor);
+//   TileIo read;                                                             // one a transfer in flight,
+//   reused read.set_on_complete(&WakeExecutor, executor);
 //   (*store)->ReadSegments(&read, tile, /*first=*/1, /*count=*/3, pointers, aio::Priority::kPrefetch);
 //   ... when read.finished():  status = read.status();                       // executor
 //   status = (*store)->VerifyRead(read);                                     // a CPU worker
 //
 //   (*store)->WriteTile(&write, tile, version, pointers, aio::Priority::kWriteBehind);
-//   checksums[s] = (*store)->SegmentChecksum(tile, s, version, data);        // a CPU worker, before or meanwhile
+//   checksums[s] = (*store)->SegmentChecksum(tile, s, version, data);        // a CPU worker, before or
+//   meanwhile
 //   ... when write.finished(): status = (*store)->NoteWritten(&write, checksums);
 //   ... when every tile of the step is noted: Commit, FinishCommit.
 //
-// Threads: one thread (the executor) calls everything, except SegmentChecksum, VerifyRead, geometry() and the other
-// const functions marked so, which any thread may call at any time. Completions are reported on the engine's I/O
-// threads through the callbacks of TileIo and CommitIo, which do not touch the store's state. With the `sim` backend
-// the same, all on the caller's thread. Nothing is allocated per transfer or commit once each CommitIo and TileIo has
-// been used once.
+// Threads: one thread (the executor) calls everything, except SegmentChecksum, VerifyRead, geometry() and the
+// other const functions marked so, which any thread may call at any time. Completions are reported on the
+// engine's I/O threads through the callbacks of TileIo and CommitIo, which do not touch the store's state.
+// With the `sim` backend the same, all on the caller's thread. Nothing is allocated per transfer or commit
+// once each CommitIo and TileIo has been used once.
 //
-// Ownership: the engine and its arenas outlive the store; the store outlives nothing: it waits for its pending
-// transfers when destroyed. TileIo, CommitIo and the memory that they move belong to the caller until finished.
+// Ownership: the engine and its arenas outlive the store; the store outlives nothing: it waits for its
+// pending transfers when destroyed. TileIo, CommitIo and the memory that they move belong to the caller until
+// finished.
 //
-// Errors of all functions: kInvalidArgument: the caller's numbers. kFailedPrecondition: not in this state (says
-// what must come first), in use by another process, a foreign file, a newer format. kNotFound: no run to recover.
-// kAlreadyExists: a run is there. kDataLoss: damage, a lost or swapped directory. kResourceExhausted: no space (says
-// how much is missing). Everything else: what the operating system said, with path, offset, length and errno.
+// Errors of all functions: kInvalidArgument: the caller's numbers. kFailedPrecondition: not in this state
+// (says what must come first), in use by another process, a foreign file, a newer format. kNotFound: no run
+// to recover. kAlreadyExists: a run is there. kDataLoss: damage, a lost or swapped directory.
+// kResourceExhausted: no space (says how much is missing). Everything else: what the operating system said,
+// with path, offset, length and errno.
 #ifndef PENSTOCK_SWAP_STORE_H_
 #define PENSTOCK_SWAP_STORE_H_
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -52,6 +57,7 @@
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "aio/request.h"
+#include "swap/aligned_buffer.h"
 #include "swap/commit.h"
 #include "swap/format.h"
 
@@ -60,10 +66,11 @@ namespace penstock::swap {
 // What a commit survives.
 enum class Sync : uint8_t {
   kProcess,  // the death of the process, SIGKILL included: no flush at all
-  kPower,    // power loss and a crash of the kernel too: fdatasync of all files before the record, and after it
+  kPower,  // power loss and a crash of the kernel too: fdatasync of all files before the record, and after it
 };
 
-// Named moments at which a test may end the process (StoreOptions::at_stage). In order of their first occurrence.
+// Named moments at which a test may end the process (StoreOptions::at_stage). In order of their first
+// occurrence.
 enum class Stage : uint8_t {
   kCreateFile,         // a store file exists and is empty
   kCreateReserved,     // its space is reserved
@@ -83,9 +90,9 @@ inline constexpr int kStages = 13;
 std::string_view StageName(Stage stage);  // "create-file", ..., "commit-done"
 
 struct StoreOptions {
-  // Where the store's files are: 1 to kMaxDirectories. Create makes missing directories (mode 0700); Open takes them
-  // in any order, since each file knows its index. A directory that is a symbolic link is followed only if it
-  // belongs to the user or to root; a store file that is a link never is.
+  // Where the store's files are: 1 to kMaxDirectories. Create makes missing directories (mode 0700); Open
+  // takes them in any order, since each file knows its index. A directory that is a symbolic link is followed
+  // only if it belongs to the user or to root; a store file that is a link never is.
   std::vector<std::string> directories;
   Sync sync = Sync::kProcess;
   // How long opening waits for the lock: after a SIGKILL the kernel still finishes writes in flight.
@@ -93,11 +100,12 @@ struct StoreOptions {
   bool allow_unaligned_file_system = false;  // see aio::FileOptions; for tests on tmpfs
 
   // Only for Create.
-  std::vector<double> weights;  // share of bytes of each directory; empty: equal. Recorded through the tiles' homes
-  uint32_t slots = 2;           // 2, or 3 to let a checkpoint keep a version while training goes on
+  std::vector<double>
+      weights;         // share of bytes of each directory; empty: equal. Recorded through the tiles' homes
+  uint32_t slots = 2;  // 2, or 3 to let a checkpoint keep a version while training goes on
   uint64_t payload_capacity = kDefaultPayloadCapacity;
-  bool overwrite = false;     // remove the store files that are there, if they are ours and not in use
-  std::optional<Uuid> uuid;   // for tests that compare bytes; else random
+  bool overwrite = false;    // remove the store files that are there, if they are ours and not in use
+  std::optional<Uuid> uuid;  // for tests that compare bytes; else random
 
   // Only for Open.
   bool read_only = false;  // for verify and export: nothing can be written
@@ -111,8 +119,8 @@ struct StoreOptions {
 absl::StatusOr<std::vector<uint64_t>> BytesOnDisk(const StoreOptions& options, const Layout& layout,
                                                   std::string_view identity);
 
-// Refuses with kResourceExhausted when BytesOnDisk does not fit into what is free now (what --overwrite would set
-// free is counted as free); the text says how much is needed, free and missing, by file system.
+// Refuses with kResourceExhausted when BytesOnDisk does not fit into what is free now (what --overwrite would
+// set free is counted as free); the text says how much is needed, free and missing, by file system.
 absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::string_view identity);
 
 enum class Which : uint8_t {
@@ -121,7 +129,10 @@ enum class Which : uint8_t {
   kRetained,   // the one held by Store::Retain
 };
 
-// One transfer of a tile. Owned by the caller, reused; must outlive the transfer.
+class Store;
+
+// One transfer of a tile. Owned by the caller and reused. It must be left alone from submission until it is
+// finished and, if it has a callback, until that has returned (Store::Wait waits for both).
 class TileIo {
  public:
   // Runs on an I/O thread; must be short, must not block and must not call the store's non-const functions.
@@ -159,6 +170,7 @@ class TileIo {
   aio::Request request_;
   Callback callback_ = nullptr;
   void* context_ = nullptr;
+  Store* store_ = nullptr;
   Kind kind_ = Kind::kNone;
   uint32_t tile_ = 0;
   uint32_t slot_ = 0;
@@ -166,26 +178,27 @@ class TileIo {
   uint32_t first_segment_ = 0;
   uint32_t segment_count_ = 0;
   std::array<void*, kMaxSegments> data_{};
-  std::array<uint64_t, kMaxSegments> expected_{};   // checksums of what a read should find
+  std::array<uint64_t, kMaxSegments> expected_{};    // checksums of what a read should find
   std::array<aio::Segment, kMaxSegments> memory_{};  // adjacent destinations merged
 };
 
 class Store {
  public:
-  // Makes the files, reserves all their space and writes the superblocks. Nothing is committed yet: every tile must
-  // be written once, then Commit makes the store a run that can be recovered. On an error, whatever was created is
-  // removed again. kAlreadyExists: a store file is there and options.overwrite is not set.
+  // Makes the files, reserves all their space and writes the superblocks. Nothing is committed yet: every
+  // tile must be written once, then Commit makes the store a run that can be recovered. On an error, whatever
+  // was created is removed again. kAlreadyExists: a store file is there and options.overwrite is not set.
   static absl::StatusOr<std::unique_ptr<Store>> Create(aio::Engine& engine, const StoreOptions& options,
                                                        const Layout& layout, std::string identity);
-  // Locks and recovers the newest valid commit. kNotFound: no store file in any of the directories, or one that was
-  // never committed (start over with Create and overwrite).
+  // Locks and recovers the newest valid commit. kNotFound: no store file in any of the directories, or one
+  // that was never committed (start over with Create and overwrite).
   static absl::StatusOr<std::unique_ptr<Store>> Open(aio::Engine& engine, const StoreOptions& options);
   // Waits for whatever is pending, then unlocks. What was written and not committed is as if it never was.
   ~Store();
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
-  // ---- any thread ------------------------------------------------------------------------------------------------
+  // ---- any thread
+  // ------------------------------------------------------------------------------------------------
   const Geometry& geometry() const { return geometry_; }
   const StoreShape& shape() const { return shape_; }
   const std::string& identity() const { return shape_.identity; }
@@ -199,34 +212,40 @@ class Store {
   // What NoteWritten wants for segment `segment` of a tile in that version; `data` has its true length
   // (geometry().segment_bytes). XXH3 speed.
   uint64_t SegmentChecksum(uint32_t tile, uint32_t segment, uint64_t version, const void* data) const;
-  // Checks all segments of a finished read against the checksums that held when it was submitted. kDataLoss names
-  // path, offset, length, tile, segment and version. kFailedPrecondition: not a finished, successful read.
+  // Checks all segments of a finished read against the checksums that held when it was submitted. kDataLoss
+  // names path, offset, length, tile, segment and version. kFailedPrecondition: not a finished, successful
+  // read.
   absl::Status VerifyRead(const TileIo& io) const;
   // The same for one segment (first_segment() + i), to spread a tile over workers.
   absl::Status VerifySegment(const TileIo& io, uint32_t i) const;
 
-  // ---- the executor's thread -------------------------------------------------------------------------------------
-  // Reads `count` consecutive segments from `first` on, each to its own destination of PaddedBytes(length) bytes at a
-  // multiple of 4096 (other addresses work, through bounce buffers). Destinations that are adjacent in the order of
-  // the slot become one transfer. kFailedPrecondition: there is no such version.
+  // Blocks until the transfer has ended and its callback has returned; returns io->status(). Not from a
+  // callback.
+  absl::Status Wait(TileIo* io) const;
+
+  // ---- the executor's thread
+  // ------------------------------------------------------------------------------------- Reads `count`
+  // consecutive segments from `first` on, each to its own destination of PaddedBytes(length) bytes at a
+  // multiple of 4096 (other addresses work, through bounce buffers). Destinations that are adjacent in the
+  // order of the slot become one transfer. kFailedPrecondition: there is no such version.
   absl::Status ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint32_t count,
                             std::span<void* const> destinations, aio::Priority priority,
                             Which which = Which::kNewest);
 
-  // Writes a whole new version of a tile to a slot that neither the last commit nor a retained version refers to.
-  // `sources`: one for each segment, PaddedBytes(length) bytes long; what stands behind the true length goes to disk
-  // as well and means nothing (zero it if it may hold secrets). `version` is above the committed one. A version
-  // written before and not yet committed is overwritten: it is gone from here on. kFailedPrecondition: the tile has a
-  // write in flight; a commit is in flight or has failed (until it is done, the slots that the commit before it
-  // refers to may still be what recovery needs).
+  // Writes a whole new version of a tile to a slot that neither the last commit nor a retained version refers
+  // to. `sources`: one for each segment, PaddedBytes(length) bytes long; what stands behind the true length
+  // goes to disk as well and means nothing (zero it if it may hold secrets). `version` is above the committed
+  // one. A version written before and not yet committed is overwritten: it is gone from here on.
+  // kFailedPrecondition: the tile has a write in flight; a commit is in flight or has failed (until it is
+  // done, the slots that the commit before it refers to may still be what recovery needs).
   absl::Status WriteTile(TileIo* io, uint32_t tile, uint64_t version, std::span<const void* const> sources,
                          aio::Priority priority);
-  // Takes notice of a finished WriteTile, with the checksums of all its segments: from here on it is the newest
-  // version, and what the next commit makes live. Returns the transfer's error if it failed; the tile then has to be
-  // written again, or dropped, before anything can be committed.
+  // Takes notice of a finished WriteTile, with the checksums of all its segments: from here on it is the
+  // newest version, and what the next commit makes live. Returns the transfer's error if it failed; the tile
+  // then has to be written again, or dropped, before anything can be committed.
   absl::Status NoteWritten(TileIo* io, std::span<const uint64_t> checksums);
-  // Forgets what was written and not committed (a skipped or undone update): the committed version is the newest
-  // again. kFailedPrecondition while a write of the tile is in flight.
+  // Forgets what was written and not committed (a skipped or undone update): the committed version is the
+  // newest again. kFailedPrecondition while a write of the tile is in flight.
   absl::Status DropWritten(uint32_t tile);
   absl::Status DropAllWritten();
 
@@ -236,11 +255,12 @@ class Store {
   absl::Status ReadScratch(TileIo* io, uint32_t tile, uint64_t offset, void* destination, uint64_t bytes,
                            aio::Priority priority);
 
-  // Starts a commit; returns at once. kFailedPrecondition: a tile was never written, a write is in flight or has
-  // failed, another commit is in flight. kInvalidArgument: step below the last one, payload too long.
+  // Starts a commit; returns at once. kFailedPrecondition: a tile was never written, a write is in flight or
+  // has failed, another commit is in flight. kInvalidArgument: step below the last one, payload too long.
   absl::Status Commit(CommitIo* io, const CommitInfo& info);
-  // Takes notice of a finished commit, and returns how it ended. On success the new versions are live. On failure
-  // nothing may be written until Commit was tried again with success; a failed fdatasync leaves no way but to reopen.
+  // Takes notice of a finished commit, and returns how it ended. On success the new versions are live. On
+  // failure nothing may be written until Commit was tried again with success; a failed fdatasync leaves no
+  // way but to reopen.
   absl::Status FinishCommit(CommitIo* io);
   // Commit, wait and FinishCommit, for those who have nothing else to do.
   absl::Status CommitNow(const CommitInfo& info);
@@ -257,11 +277,12 @@ class Store {
   // Version that Which::kNewest reads; 0: none.
   uint64_t newest_version(uint32_t tile) const;
 
-  // Holds the committed versions of all tiles, so that they can be copied out while training goes on: WriteTile keeps
-  // off their slots. Needs options.slots == 3; kFailedPrecondition otherwise, or while one is held.
+  // Holds the committed versions of all tiles, so that they can be copied out while training goes on:
+  // WriteTile keeps off their slots. Needs options.slots == 3; kFailedPrecondition otherwise, or while one is
+  // held.
   absl::Status Retain();
-  void Release();                // of all tiles
-  void Release(uint32_t tile);   // of one that has been copied
+  void Release();               // of all tiles
+  void Release(uint32_t tile);  // of one that has been copied
   // The record as it stood at Retain; null if nothing is held.
   const Record* retained() const { return retained_ ? &*retained_ : nullptr; }
 
@@ -277,26 +298,22 @@ class Store {
     uint64_t version = 0;
   };
 
-  Store(aio::Engine& engine, StoreOptions options, StoreShape shape, Geometry geometry);
+  Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape, Geometry geometry);
   void At(Stage stage) const {
     if (options_.at_stage != nullptr) options_.at_stage(stage, options_.stage_context);
   }
   absl::Status CheckTile(uint32_t tile) const;
   absl::Status CheckWritable() const;
   absl::Status Submit(TileIo* io, TileIo::Kind kind, uint32_t tile, aio::Priority priority);
+  absl::Status Scratch(TileIo* io, TileIo::Kind kind, uint32_t tile, uint64_t offset, void* data,
+                       uint64_t bytes, aio::Priority priority);
   absl::Status Recover();
-  void InitializeTables();
+  void SizeTables();
   uint32_t FreeSlot(uint32_t tile) const;
   static void OnTileDone(aio::Request& request, void* context);
   static void OnCommitRequestDone(aio::Request& request, void* context);
-  void AdvanceCommit(CommitIo* io);
-  absl::Status SubmitSyncs(CommitIo* io, uint32_t count);
-  absl::Status SubmitRecord(CommitIo* io);
+  void StartCommitStage(CommitIo* io, CommitIo::Step stage);
   void EndCommit(CommitIo* io);
-
-  struct AlignedDeleter {
-    void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{kBlockBytes}); }
-  };
 
   aio::Engine& engine_;
   StoreOptions options_;
@@ -314,7 +331,7 @@ class Store {
 
   CommitIo* commit_ = nullptr;  // in flight: until FinishCommit
   Record next_;                 // what the commit in flight or failed says
-  std::unique_ptr<std::byte[], AlignedDeleter> record_buffer_;
+  AlignedBuffer record_buffer_;
   enum class Health : uint8_t { kGood, kCommitFailed, kSyncFailed };
   Health health_ = Health::kGood;
   std::atomic<uint64_t> transfers_{0};  // pending TileIo

@@ -1,0 +1,237 @@
+#include "swap/inspect.h"
+
+#include <dirent.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "swap/store_files.h"
+
+namespace penstock::swap {
+namespace {
+
+// The first entry of a directory in the order of names; empty if there is none or no directory.
+std::string FirstEntry(const std::string& directory) {
+  std::string first;
+  DIR* dir = ::opendir(directory.c_str());
+  if (dir == nullptr) return first;
+  while (const dirent* entry = ::readdir(dir)) {
+    const std::string name = entry->d_name;
+    if (name == "." || name == "..") continue;
+    if (first.empty() || name < first) first = name;
+  }
+  ::closedir(dir);
+  return first;
+}
+
+absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
+  const auto headers = file.Read(0, 2 * kBlockBytes);
+  if (!headers.ok()) return headers.status();
+  const auto length = SuperblockBytesFromHeaders(*headers);
+  if (!length.ok()) return length.status();
+  const auto bytes = file.Read(0, *length);
+  if (!bytes.ok()) return bytes.status();
+  return DecodeSuperblock(*bytes);
+}
+
+absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid) {
+  std::vector<std::vector<std::byte>> copies;
+  for (uint32_t place = 0; place < kRecordPlaces; ++place) {
+    for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
+      auto bytes = file.Read(geometry.record_offset(place, copy), geometry.record_capacity());
+      if (!bytes.ok()) return bytes.status();
+      copies.push_back(*std::move(bytes));
+    }
+  }
+  return NewestRecord(geometry, uuid, copies);
+}
+
+Finding Found(Holding holding, std::string text) {
+  Finding finding;
+  finding.holding = holding;
+  finding.text = std::move(text);
+  return finding;
+}
+
+}  // namespace
+
+std::string_view HoldingName(Holding holding) {
+  switch (holding) {
+    case Holding::kNothing:
+      return "nothing";
+    case Holding::kForeign:
+      return "foreign";
+    case Holding::kNeverCommitted:
+      return "never-committed";
+    case Holding::kRun:
+      return "run";
+    case Holding::kDamaged:
+      return "damaged";
+    case Holding::kInUse:
+      return "in-use";
+  }
+  return "nothing";
+}
+
+Finding Probe(const std::string& directory, int lock_patience_ms) {
+  if (const absl::Status fine = CheckDirectory(directory); !fine.ok()) {
+    return Found(Holding::kForeign, std::string(fine.message()));
+  }
+  const std::string path = StorePath(directory);
+  const auto file = PlainFile::Open(path);
+  if (absl::IsNotFound(file.status())) {
+    const std::string other = FirstEntry(directory);
+    if (other.empty()) return Found(Holding::kNothing, absl::StrCat(directory, " holds nothing"));
+    return Found(Holding::kForeign, absl::StrCat(directory, " holds no run, but other files (", other, ")"));
+  }
+  if (!file.ok()) return Found(Holding::kForeign, std::string(file.status().message()));
+
+  auto super = LoadSuperblock(*file);
+  Finding finding;
+  if (super.ok()) {
+    finding.uuid = super->shape.uuid;
+    finding.identity = super->shape.identity;
+    finding.directory = super->directory;
+    finding.directories = super->shape.directories();
+  }
+  const auto with = [&](Holding holding, std::string text) {
+    finding.holding = holding;
+    finding.text = std::move(text);
+    return finding;
+  };
+  const auto locked = file->TryLock(/*exclusive=*/false, lock_patience_ms);
+  if (!locked.ok()) return with(Holding::kDamaged, std::string(locked.status().message()));
+  if (!*locked) return with(Holding::kInUse, absl::StrCat(path, " is in use by another run"));
+  // Under the lock nothing changes any more.
+  super = LoadSuperblock(*file);
+  if (absl::IsNotFound(super.status())) {
+    return with(Holding::kNeverCommitted, absl::StrCat(path, " is of a run whose creation was cut short"));
+  }
+  if (absl::IsInvalidArgument(super.status())) {
+    return with(Holding::kForeign, absl::StrCat(path, " was made by something else"));
+  }
+  if (!super.ok()) return with(Holding::kDamaged, absl::StrCat(path, ": ", super.status().message()));
+  finding.uuid = super->shape.uuid;
+  finding.identity = super->shape.identity;
+  finding.directory = super->directory;
+  finding.directories = super->shape.directories();
+  const auto geometry = Geometry::Make(super->shape);
+  if (!geometry.ok()) return with(Holding::kDamaged, absl::StrCat(path, ": ", geometry.status().message()));
+  if (super->directory != 0) {
+    return with(Holding::kRun, absl::StrCat(directory, " is directory ", super->directory, " of the ",
+                                            super->shape.directories(), " of run ", UuidText(finding.uuid)));
+  }
+  const auto found = LoadRecord(*file, *geometry, super->shape.uuid);
+  if (!found.ok()) return with(Holding::kDamaged, std::string(found.status().message()));
+  if (found->record.sequence == 0) {
+    if (found->damage.empty() || found->only_first_place) {
+      return with(Holding::kNeverCommitted, absl::StrCat(directory, " holds a run that was never committed"));
+    }
+    return with(Holding::kDamaged, absl::StrCat(path, ": no commit record is whole: ", found->damage.back()));
+  }
+  finding.step = found->record.step;
+  finding.updates = found->record.updates;
+  finding.sequence = found->record.sequence;
+  if (file->bytes() < geometry->file_bytes(0)) {
+    return with(Holding::kDamaged, absl::StrCat(path, " has ", file->bytes(), " bytes of ",
+                                                geometry->file_bytes(0), ": it was cut off"));
+  }
+  return with(Holding::kRun, absl::StrCat(directory, " holds a run at step ", finding.step));
+}
+
+Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms) {
+  if (directories.empty()) return Found(Holding::kNothing, "no directory was given");
+  std::vector<Finding> findings;
+  for (const std::string& directory : directories) findings.push_back(Probe(directory, lock_patience_ms));
+  const auto first = [&](Holding holding) -> const Finding* {
+    for (const Finding& finding : findings) {
+      if (finding.holding == holding) return &finding;
+    }
+    return nullptr;
+  };
+  if (const Finding* found = first(Holding::kInUse)) return *found;
+  if (const Finding* found = first(Holding::kDamaged)) return *found;
+  if (const Finding* found = first(Holding::kNeverCommitted)) return *found;
+  const Finding* run = nullptr;
+  size_t parts = 0;
+  for (const Finding& finding : findings) {
+    if (finding.holding != Holding::kRun) continue;
+    ++parts;
+    if (run != nullptr && run->uuid != finding.uuid) {
+      return Found(Holding::kDamaged,
+                   absl::StrCat("directories of different runs were given: ", run->text, "; ", finding.text));
+    }
+    if (run == nullptr || finding.directory == 0) run = &finding;
+  }
+  if (run == nullptr) {
+    const Finding* found = first(Holding::kForeign);
+    return found != nullptr ? *found : findings.front();
+  }
+  if (parts == run->directories && parts == findings.size()) return *run;
+  Finding partial = *run;
+  partial.holding = Holding::kDamaged;
+  partial.text = absl::StrCat("the run has ", run->directories, " directories; of the ", findings.size(),
+                              " given, ", parts, " belong to it");
+  return partial;
+}
+
+absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories) {
+  Inspection result;
+  std::optional<StoreShape> shape;
+  std::vector<std::optional<PlainFile>> files(kMaxDirectories);
+  for (const std::string& directory : directories) {
+    if (absl::Status fine = CheckDirectory(directory); !fine.ok()) return fine;
+    auto file = PlainFile::Open(StorePath(directory));
+    if (absl::IsNotFound(file.status())) return absl::NotFoundError(absl::StrCat(directory, " holds no run"));
+    if (!file.ok()) return file.status();
+    auto super = LoadSuperblock(*file);
+    if (!super.ok()) {
+      const auto code = absl::IsInvalidArgument(super.status()) ? absl::StatusCode::kFailedPrecondition
+                                                                : super.status().code();
+      return absl::Status(code, absl::StrCat(file->path(), ": ", super.status().message()));
+    }
+    for (const std::string& line : super->damage)
+      result.damage.push_back(absl::StrCat(file->path(), ": ", line));
+    if (shape.has_value() && !(*shape == super->shape)) {
+      return absl::DataLossError(
+          absl::StrCat(file->path(), " belongs to another run than ", directories.front()));
+    }
+    shape = std::move(super->shape);
+    const auto locked = file->TryLock(/*exclusive=*/false, 0);
+    result.in_use = result.in_use || (locked.ok() && !*locked);
+    files[super->directory] = *std::move(file);
+  }
+  if (!shape.has_value()) return absl::InvalidArgumentError("no directory was given");
+  for (uint32_t d = 0; d < shape->directories(); ++d) {
+    if (!files[d].has_value()) {
+      return absl::DataLossError(absl::StrCat(
+          "directory ", d, " of the ", shape->directories(), " of run ", UuidText(shape->uuid),
+          " is missing (it was ", shape->directory_paths[d], " when the run was created): give it as well"));
+    }
+    result.paths.push_back(files[d]->path());
+    result.file_bytes.push_back(files[d]->bytes());
+    result.allocated_bytes.push_back(files[d]->allocated_bytes());
+  }
+  const auto geometry = Geometry::Make(*shape);
+  if (!geometry.ok()) return absl::DataLossError(geometry.status().message());
+  auto found = LoadRecord(*files[0], *geometry, shape->uuid);
+  if (!found.ok()) return found.status();
+  if (found->record.sequence == 0) {
+    if (found->damage.empty() || found->only_first_place) {
+      return absl::NotFoundError(absl::StrCat(result.paths[0], ": the run was created and never committed"));
+    }
+    return absl::DataLossError(
+        absl::StrCat(result.paths[0], ": no commit record is whole: ", found->damage.back()));
+  }
+  for (const std::string& line : found->damage)
+    result.damage.push_back(absl::StrCat(result.paths[0], ": ", line));
+  result.record = std::move(found->record);
+  result.state_bytes = geometry->state_bytes();
+  result.shape = *std::move(shape);
+  return result;
+}
+
+}  // namespace penstock::swap

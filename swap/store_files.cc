@@ -1,0 +1,236 @@
+#include "swap/store_files.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace penstock::swap {
+
+std::string StorePath(const std::string& directory) {
+  return absl::StrCat(directory, "/", absl::string_view(kStoreFileName.data(), kStoreFileName.size()));
+}
+
+absl::Status ErrnoError(int error, const std::string& what, const std::string& path) {
+  const std::string text = absl::StrCat(what, " ", path, ": ", std::strerror(error));
+  switch (error) {
+    case ENOENT:
+      return absl::NotFoundError(text);
+    case EEXIST:
+      return absl::AlreadyExistsError(text);
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return absl::PermissionDeniedError(text);
+    case ENOSPC:
+    case EDQUOT:
+    case EMFILE:
+    case ENFILE:
+    case ENOMEM:
+      return absl::ResourceExhaustedError(text);
+    case ELOOP:
+    case ENOTDIR:
+    case EISDIR:
+      return absl::FailedPreconditionError(text);
+    case EIO:
+      return absl::DataLossError(text);
+    default:
+      return absl::UnknownError(text);
+  }
+}
+
+absl::Status CheckDirectory(const std::string& directory) {
+  struct stat link;
+  if (directory.empty()) return absl::InvalidArgumentError("a state directory has an empty path");
+  // Without a trailing slash, which would make lstat follow the link.
+  std::string path = directory;
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  if (::lstat(path.c_str(), &link) != 0) {
+    return errno == ENOENT ? absl::OkStatus() : ErrnoError(errno, "look at directory", path);
+  }
+  if (S_ISLNK(link.st_mode) && link.st_uid != ::geteuid() && link.st_uid != 0) {
+    return absl::FailedPreconditionError(absl::StrCat(path, " is a symbolic link of another user (uid ",
+                                                      link.st_uid, "): give the real path"));
+  }
+  struct stat target;
+  if (::stat(path.c_str(), &target) != 0) return ErrnoError(errno, "look at directory", path);
+  if (!S_ISDIR(target.st_mode))
+    return absl::FailedPreconditionError(absl::StrCat(path, " is not a directory"));
+  return absl::OkStatus();
+}
+
+absl::Status MakeDirectories(const std::string& directory) {
+  if (absl::Status status = CheckDirectory(directory); !status.ok()) return status;
+  for (size_t at = 1; at <= directory.size(); ++at) {
+    if (at != directory.size() && directory[at] != '/') continue;
+    const std::string prefix = directory.substr(0, at);
+    if (::mkdir(prefix.c_str(), 0700) == 0) {
+      const size_t slash = prefix.find_last_of('/');
+      const std::string parent = slash == std::string::npos ? "."
+                                 : slash == 0               ? "/"
+                                                            : prefix.substr(0, slash);
+      if (absl::Status status = aio::SyncDirectory(parent); !status.ok()) return status;
+    } else if (errno != EEXIST) {
+      return ErrnoError(errno, "make directory", prefix);
+    }
+  }
+  return CheckDirectory(directory);
+}
+
+absl::Status CheckDistinct(const std::vector<std::string>& directories) {
+  std::set<std::pair<dev_t, ino_t>> seen;
+  for (const std::string& directory : directories) {
+    struct stat info;
+    if (::stat(directory.c_str(), &info) != 0) continue;  // missing: for others to say
+    if (!seen.emplace(info.st_dev, info.st_ino).second) {
+      return absl::InvalidArgumentError(absl::StrCat("state directory ", directory, " was given twice"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// ---- PlainFile
+// ------------------------------------------------------------------------------------------------
+
+PlainFile::PlainFile(PlainFile&& other) noexcept { *this = std::move(other); }
+
+PlainFile& PlainFile::operator=(PlainFile&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(fd_, other.fd_);
+  std::swap(bytes_, other.bytes_);
+  std::swap(allocated_bytes_, other.allocated_bytes_);
+  std::swap(device_, other.device_);
+  return *this;
+}
+
+PlainFile::~PlainFile() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+absl::StatusOr<PlainFile> PlainFile::Open(const std::string& path) {
+  PlainFile file;
+  file.path_ = path;
+  file.fd_ = ::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+  if (file.fd_ < 0) return ErrnoError(errno, "open", path);
+  struct stat info;
+  if (::fstat(file.fd_, &info) != 0) return ErrnoError(errno, "look at", path);
+  if (!S_ISREG(info.st_mode))
+    return absl::FailedPreconditionError(absl::StrCat(path, " is not a regular file"));
+  file.bytes_ = static_cast<uint64_t>(info.st_size);
+  file.allocated_bytes_ = static_cast<uint64_t>(info.st_blocks) * 512;
+  file.device_ = info.st_dev;
+  return file;
+}
+
+absl::StatusOr<std::vector<std::byte>> PlainFile::Read(uint64_t offset, uint64_t bytes) const {
+  // Nothing is taken on trust: no more memory than the file has bytes.
+  bytes = offset >= bytes_ ? 0 : std::min(bytes, bytes_ - offset);
+  std::vector<std::byte> data(bytes);
+  uint64_t done = 0;
+  while (done < bytes) {
+    const ssize_t n = ::pread(fd_, data.data() + done, bytes - done, static_cast<off_t>(offset + done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return ErrnoError(errno, absl::StrCat("read offset ", offset + done, " of"), path_);
+    if (n == 0) break;
+    done += static_cast<uint64_t>(n);
+  }
+  data.resize(done);
+  // Nobody else wants these pages, and the file's owner goes past the cache.
+  (void)::posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_DONTNEED);
+  return data;
+}
+
+absl::StatusOr<bool> PlainFile::TryLock(bool exclusive, int patience_ms) const {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
+  while (::flock(fd_, (exclusive ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK && errno != EINTR) return ErrnoError(errno, "lock", path_);
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  return true;
+}
+
+FileKind PlainFile::Classify() const {
+  const auto headers = Read(0, 2 * kBlockBytes);
+  if (!headers.ok()) return FileKind::kForeign;
+  const auto length = SuperblockBytesFromHeaders(*headers);
+  if (absl::IsNotFound(length.status())) return FileKind::kUnfinished;
+  // A damaged superblock, or one of another format version, is a store's as well.
+  return absl::IsInvalidArgument(length.status()) ? FileKind::kForeign : FileKind::kStore;
+}
+
+// ---- through the engine
+// ---------------------------------------------------------------------------------------
+
+absl::Status ReadFully(aio::Engine& engine, aio::File& file, uint64_t offset, std::span<std::byte> bytes) {
+  aio::Request request;
+  request.PrepareRead(file, offset, bytes.data(), bytes.size());
+  if (absl::Status submitted = engine.Submit(&request); !submitted.ok()) return submitted;
+  return engine.Wait(&request);
+}
+
+absl::Status WriteFully(aio::Engine& engine, aio::File& file, uint64_t offset,
+                        std::span<const std::byte> bytes) {
+  aio::Request request;
+  request.PrepareWrite(file, offset, bytes.data(), bytes.size());
+  if (absl::Status submitted = engine.Submit(&request); !submitted.ok()) return submitted;
+  return engine.Wait(&request);
+}
+
+absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File& file) {
+  const auto name = [&](const absl::Status& status) {
+    return absl::Status(status.code(), absl::StrCat(file.path(), ": ", status.message()));
+  };
+  const absl::StatusOr<uint64_t> size = file.Size();
+  if (!size.ok()) return size.status();
+  AlignedBuffer headers(std::min<uint64_t>(2 * kBlockBytes, *size / kBlockBytes * kBlockBytes));
+  if (headers.bytes() > 0) {
+    if (absl::Status read = ReadFully(engine, file, 0, headers.span()); !read.ok()) return read;
+  }
+  const absl::StatusOr<uint64_t> length = SuperblockBytesFromHeaders(headers.span());
+  if (!length.ok()) return name(length.status());
+  if (*length > *size) return name(absl::DataLossError("the file ends inside its superblock"));
+  AlignedBuffer all(*length);
+  if (absl::Status read = ReadFully(engine, file, 0, all.span()); !read.ok()) return read;
+  auto decoded = DecodeSuperblock(all.span());
+  if (!decoded.ok()) return name(decoded.status());
+  return decoded;
+}
+
+FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
+                         std::span<const std::vector<std::byte>> copies) {
+  FoundRecord found;
+  // Commit 1 goes to place 1, commit 2 to place 0.
+  const auto empty = [](const std::vector<std::byte>& copy) {
+    return !copy.empty() &&
+           std::all_of(copy.begin(), copy.end(), [](std::byte b) { return b == std::byte{0}; });
+  };
+  found.only_first_place = empty(copies[0]) && empty(copies[1]);
+  for (uint32_t place = 0; place < kRecordPlaces; ++place) {
+    for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
+      auto record = DecodeRecord(geometry, uuid, place, copies[place * kRecordCopies + copy]);
+      if (record.ok()) {
+        if (record->sequence > found.record.sequence) found.record = *std::move(record);
+      } else if (!absl::IsNotFound(record.status())) {
+        found.damage.push_back(absl::StrFormat("commit record place %u copy %u (offset %u, length %u): %s",
+                                               place, copy, geometry.record_offset(place, copy),
+                                               geometry.record_capacity(),
+                                               std::string(record.status().message())));
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace penstock::swap

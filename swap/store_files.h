@@ -1,0 +1,92 @@
+// The store's files as files: making directories, telling ours from others', locking, whole reads and writes
+// of metadata. Internal to swap/; errors as in swap/store.h.
+#ifndef PENSTOCK_SWAP_STORE_FILES_H_
+#define PENSTOCK_SWAP_STORE_FILES_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/engine.h"
+#include "aio/file.h"
+#include "swap/aligned_buffer.h"
+#include "swap/format.h"
+
+namespace penstock::swap {
+
+// "<directory>/penstock.store".
+std::string StorePath(const std::string& directory);
+
+// A symbolic link is followed only if it belongs to this user or to root: in a directory that others may
+// write to, someone may have planted it. Missing directories are fine here.
+absl::Status CheckDirectory(const std::string& directory);
+// Makes what is missing, mode 0700, and syncs the parent of each.
+absl::Status MakeDirectories(const std::string& directory);
+// kInvalidArgument if two of them are the same directory.
+absl::Status CheckDistinct(const std::vector<std::string>& directories);
+
+// What stands at a path where a store file would be.
+enum class FileKind : uint8_t {
+  kAbsent,
+  kUnfinished,  // empty or without a superblock: a creation that was cut short
+  kStore,       // a superblock, whole or damaged
+  kForeign,     // something else, or a link
+};
+
+// A store file opened for looking at it or removing it, through the page cache. Closes (and unlocks) when
+// destroyed.
+class PlainFile {
+ public:
+  PlainFile() = default;
+  PlainFile(PlainFile&& other) noexcept;
+  PlainFile& operator=(PlainFile&& other) noexcept;
+  ~PlainFile();
+
+  // kNotFound if there is none; kFailedPrecondition for links and what is no regular file.
+  static absl::StatusOr<PlainFile> Open(const std::string& path);
+  const std::string& path() const { return path_; }
+  uint64_t bytes() const { return bytes_; }
+  uint64_t allocated_bytes() const { return allocated_bytes_; }
+  uint64_t device() const { return device_; }
+  absl::StatusOr<std::vector<std::byte>> Read(uint64_t offset,
+                                              uint64_t bytes) const;  // short at the end of the file
+  // flock, shared or exclusive; false if another holds it after `patience_ms`.
+  absl::StatusOr<bool> TryLock(bool exclusive, int patience_ms) const;
+  FileKind Classify() const;
+
+ private:
+  std::string path_;
+  int fd_ = -1;
+  uint64_t bytes_ = 0;
+  uint64_t allocated_bytes_ = 0;
+  uint64_t device_ = 0;
+};
+
+// One blocking transfer through the engine.
+absl::Status ReadFully(aio::Engine& engine, aio::File& file, uint64_t offset, std::span<std::byte> bytes);
+absl::Status WriteFully(aio::Engine& engine, aio::File& file, uint64_t offset,
+                        std::span<const std::byte> bytes);
+
+// The superblock of an opened, locked file. kNotFound: there is none (a creation that was cut short).
+absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File& file);
+
+// Both places of the commit record; the newest that is whole.
+struct FoundRecord {
+  Record record;                    // sequence 0: none is whole
+  std::vector<std::string> damage;  // one line for each copy that is not whole
+  // Nothing stands in the place of the second commit: whatever is damaged, it can only be the first.
+  bool only_first_place = false;
+};
+FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
+                         std::span<const std::vector<std::byte>> copies);  // place * kRecordCopies + copy
+
+absl::Status ErrnoError(int error, const std::string& what, const std::string& path);
+
+}  // namespace penstock::swap
+
+#endif  // PENSTOCK_SWAP_STORE_FILES_H_

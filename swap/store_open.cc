@@ -1,0 +1,422 @@
+// How a store comes to be: Create, Open, and what disk space it takes.
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "aio/bytes.h"
+#include "swap/store.h"
+#include "swap/store_files.h"
+
+namespace penstock::swap {
+namespace {
+
+absl::Status Named(const std::string& path, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
+}
+
+// What Create would write, with a uuid of zeros.
+absl::StatusOr<StoreShape> MakeShape(const StoreOptions& options, const Layout& layout,
+                                     std::string_view identity) {
+  StoreShape shape;
+  shape.slots = options.slots;
+  shape.payload_capacity = options.payload_capacity;
+  shape.identity = std::string(identity);
+  shape.directory_paths = options.directories;
+  std::vector<double> weights = options.weights;
+  if (weights.empty()) weights.assign(options.directories.size(), 1.0);
+  if (weights.size() != options.directories.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(weights.size(), " weights for ", options.directories.size(), " state directories"));
+  }
+  for (double weight : weights) {
+    if (!(weight > 0) || !std::isfinite(weight)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("a directory weight of ", weight, "; it must be above 0"));
+    }
+  }
+  if (options.slots < 2) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a store needs 2 or 3 versions of a tile, not ", options.slots));
+  }
+  const std::vector<uint32_t> homes = AssignDirectories(layout, weights);
+  for (size_t t = 0; t < layout.tiles.size(); ++t) shape.tiles.push_back({homes[t], layout.tiles[t]});
+  if (absl::Status valid = Validate(shape); !valid.ok()) return valid;
+  return shape;
+}
+
+absl::Status FillRandom(Uuid* uuid) {
+  size_t done = 0;
+  while (done < uuid->size()) {
+    const ssize_t n = ::getrandom(uuid->data() + done, uuid->size() - done, 0);
+    if (n < 0 && errno != EINTR) return ErrnoError(errno, "read random bytes from", "the kernel");
+    if (n > 0) done += static_cast<size_t>(n);
+  }
+  return absl::OkStatus();
+}
+
+// The nearest ancestor that exists, to ask for free space before anything is made.
+std::string ExistingAncestor(std::string path) {
+  struct stat info;
+  while (!path.empty() && ::stat(path.c_str(), &info) != 0) {
+    const size_t slash = path.find_last_of('/');
+    if (slash == std::string::npos) return ".";
+    path.resize(slash == 0 && path.size() > 1 ? 1 : slash);
+  }
+  return path.empty() ? "." : path;
+}
+
+absl::StatusOr<std::unique_ptr<aio::File>> OpenFile(aio::Engine& engine, const StoreOptions& options,
+                                                    const std::string& path, bool create) {
+  aio::FileOptions file_options;
+  file_options.path = path;
+  file_options.create = create;
+  file_options.exclusive = create;
+  file_options.read_only = !create && options.read_only;
+  file_options.allow_unaligned_file_system = options.allow_unaligned_file_system;
+  file_options.sim = engine.options().sim;
+  auto file = aio::File::Open(file_options);
+  if (!file.ok()) return file.status();
+  if ((*file)->alignment().offset > kBlockBytes) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, ": the device wants transfers aligned to ", (*file)->alignment().offset,
+                     " bytes, the store's are aligned to ", kBlockBytes, "; use another device"));
+  }
+  return file;
+}
+
+// Removes the store files of an old run: only what is ours, and only if nobody uses any of them.
+absl::Status RemoveOldFiles(const StoreOptions& options) {
+  std::vector<PlainFile> old;
+  for (const std::string& directory : options.directories) {
+    auto file = PlainFile::Open(StorePath(directory));
+    if (absl::IsNotFound(file.status())) continue;
+    if (!file.ok()) return file.status();
+    const auto locked = file->TryLock(/*exclusive=*/true, options.lock_patience_ms);
+    if (!locked.ok()) return locked.status();
+    if (!*locked)
+      return absl::FailedPreconditionError(absl::StrCat(file->path(), " is in use by another run"));
+    if (file->Classify() == FileKind::kForeign) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(file->path(), " was not made by this program and is not overwritten: move it away"));
+    }
+    old.push_back(*std::move(file));
+  }
+  for (const PlainFile& file : old) {
+    if (::unlink(file.path().c_str()) != 0) return ErrnoError(errno, "remove", file.path());
+  }
+  for (const std::string& directory : options.directories) {
+    if (::access(directory.c_str(), F_OK) != 0) continue;
+    if (absl::Status synced = aio::SyncDirectory(directory); !synced.ok()) return synced;
+  }
+  return absl::OkStatus();
+}
+
+// Undoes a creation that failed, unless told that it worked.
+class CreatedFiles {
+ public:
+  explicit CreatedFiles(aio::SimDisk* sim) : sim_(sim) {}
+  ~CreatedFiles() {
+    for (const std::string& path : paths_) {
+      // The error that brought us here is the one to report; what cannot be removed is recognised as
+      // unfinished.
+      if (sim_ == nullptr) (void)::unlink(path.c_str());
+    }
+  }
+  void Add(std::string path) { paths_.push_back(std::move(path)); }
+  void Keep() { paths_.clear(); }
+
+ private:
+  aio::SimDisk* sim_;
+  std::vector<std::string> paths_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::vector<uint64_t>> BytesOnDisk(const StoreOptions& options, const Layout& layout,
+                                                  std::string_view identity) {
+  const auto shape = MakeShape(options, layout, identity);
+  if (!shape.ok()) return shape.status();
+  const auto geometry = Geometry::Make(*shape);
+  if (!geometry.ok()) return geometry.status();
+  std::vector<uint64_t> bytes;
+  for (uint32_t d = 0; d < geometry->directories(); ++d) bytes.push_back(geometry->file_bytes(d));
+  return bytes;
+}
+
+absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::string_view identity) {
+  const auto bytes = BytesOnDisk(options, layout, identity);
+  if (!bytes.ok()) return bytes.status();
+  struct Device {
+    uint64_t need = 0;
+    uint64_t free = 0;
+    std::string directories;
+  };
+  std::map<uint64_t, Device> devices;  // by st_dev
+  for (size_t d = 0; d < options.directories.size(); ++d) {
+    const std::string place = ExistingAncestor(options.directories[d]);
+    struct stat info;
+    if (::stat(place.c_str(), &info) != 0) return ErrnoError(errno, "look at directory", place);
+    Device& device = devices[info.st_dev];
+    if (device.need == 0) {
+      const auto space = aio::QueryFileSystem(place);
+      if (!space.ok()) return space.status();
+      device.free = space->free_bytes;
+    }
+    device.need += (*bytes)[d];
+    absl::StrAppend(&device.directories, device.directories.empty() ? "" : ", ", options.directories[d]);
+    if (!options.overwrite) continue;
+    const auto old = PlainFile::Open(StorePath(options.directories[d]));
+    if (old.ok() && old->Classify() != FileKind::kForeign) device.free += old->allocated_bytes();
+  }
+  for (const auto& [id, device] : devices) {
+    if (device.need <= device.free) continue;
+    return absl::ResourceExhaustedError(absl::StrCat(
+        device.directories, ": the state needs ", aio::FormatBytes(device.need), ", ",
+        aio::FormatBytes(device.free), " are free: ", aio::FormatBytes(device.need - device.free),
+        " too little (make room, use another --state-dir or more of them, or a smaller model)"));
+  }
+  return absl::OkStatus();
+}
+
+Store::Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape, Geometry geometry)
+    : engine_(engine), options_(options), shape_(std::move(shape)), geometry_(std::move(geometry)) {}
+
+absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const StoreOptions& options,
+                                                     const Layout& layout, std::string identity) {
+  auto shape = MakeShape(options, layout, identity);
+  if (!shape.ok()) return shape.status();
+  if (options.uuid.has_value()) {
+    shape->uuid = *options.uuid;
+  } else if (absl::Status random = FillRandom(&shape->uuid); !random.ok()) {
+    return random;
+  }
+  auto geometry = Geometry::Make(*shape);
+  if (!geometry.ok()) return geometry.status();
+
+  const bool on_disk = engine.options().sim == nullptr;
+  if (on_disk) {
+    for (const std::string& directory : options.directories) {
+      if (absl::Status made = MakeDirectories(directory); !made.ok()) return made;
+    }
+    if (absl::Status distinct = CheckDistinct(options.directories); !distinct.ok()) return distinct;
+    if (absl::Status space = CheckSpace(options, layout, identity); !space.ok()) return space;
+  }
+  std::unique_ptr<Store> store(new Store(engine, options, *std::move(shape), *std::move(geometry)));
+  if (on_disk && options.overwrite) {
+    if (absl::Status removed = RemoveOldFiles(options); !removed.ok()) return removed;
+    store->At(Stage::kOverwriteRemoved);
+  }
+
+  CreatedFiles created(engine.options().sim);
+  for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
+    const std::string path = StorePath(options.directories[d]);
+    auto file = OpenFile(engine, options, path, /*create=*/true);
+    if (absl::IsAlreadyExists(file.status())) {
+      return absl::AlreadyExistsError(
+          absl::StrCat(path, " is there already: resume that run or overwrite it"));
+    }
+    if (!file.ok()) return file.status();
+    created.Add(path);
+    store->files_.push_back(*std::move(file));
+    if (absl::Status locked = store->files_.back()->Lock(/*patience_ms=*/0); !locked.ok()) return locked;
+    store->At(Stage::kCreateFile);
+  }
+  for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
+    aio::File& file = *store->files_[d];
+    if (absl::Status reserved = file.Preallocate(store->geometry_.file_bytes(d)); !reserved.ok())
+      return reserved;
+    store->At(Stage::kCreateReserved);
+  }
+  // Directory 0 comes last: where it has a superblock, all have.
+  for (uint32_t d = store->geometry_.directories(); d-- > 0;) {
+    const std::vector<std::byte> bytes = EncodeSuperblock(store->shape_, d);
+    AlignedBuffer aligned(bytes.size());
+    std::copy(bytes.begin(), bytes.end(), aligned.data());
+    aio::File& file = *store->files_[d];
+    if (absl::Status written = WriteFully(engine, file, 0, aligned.span()); !written.ok()) return written;
+    store->At(Stage::kCreateSuperblock);
+    if (absl::Status synced = file.SyncData(); !synced.ok()) return synced;
+    if (!on_disk) continue;
+    if (absl::Status synced = aio::SyncDirectory(options.directories[d]); !synced.ok()) return synced;
+  }
+  created.Keep();
+  store->SizeTables();
+  store->At(Stage::kCreateDone);
+  return store;
+}
+
+absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const StoreOptions& options) {
+  if (options.directories.empty() || options.directories.size() > kMaxDirectories) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("1 to ", kMaxDirectories, " state directories, not ", options.directories.size()));
+  }
+  const bool on_disk = engine.options().sim == nullptr;
+  if (on_disk) {
+    for (const std::string& directory : options.directories) {
+      if (absl::Status fine = CheckDirectory(directory); !fine.ok()) return fine;
+    }
+    if (absl::Status distinct = CheckDistinct(options.directories); !distinct.ok()) return distinct;
+  }
+
+  // Lock first, look afterwards: a run that was killed may still be writing.
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(options.lock_patience_ms);
+  std::vector<std::unique_ptr<aio::File>> files;
+  std::vector<std::string> missing;
+  for (const std::string& directory : options.directories) {
+    auto file = OpenFile(engine, options, StorePath(directory), /*create=*/false);
+    if (absl::IsNotFound(file.status())) {
+      missing.push_back(directory);
+      continue;
+    }
+    if (!file.ok()) return file.status();
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const int patience_ms = static_cast<int>(std::max<int64_t>(0, left.count()));
+    if (absl::Status locked = (*file)->Lock(patience_ms); !locked.ok()) return locked;
+    struct stat info;
+    if (on_disk && ::fstat((*file)->fd(), &info) == 0 && info.st_nlink == 0) {
+      return absl::FailedPreconditionError(
+          absl::StrCat((*file)->path(), " was removed by another process while it was being opened"));
+    }
+    files.push_back(*std::move(file));
+  }
+  if (files.empty()) {
+    return absl::NotFoundError(absl::StrCat(options.directories.front(), " holds no run"));
+  }
+
+  std::vector<std::string> damage;
+  std::vector<std::unique_ptr<aio::File>> by_index(kMaxDirectories);
+  std::optional<StoreShape> shape;
+  std::string first_path;
+  std::string unfinished;
+  for (auto& file : files) {
+    auto decoded = ReadSuperblock(engine, *file);
+    if (absl::IsNotFound(decoded.status())) {
+      unfinished = file->path();
+      continue;
+    }
+    if (absl::IsInvalidArgument(decoded.status())) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(decoded.status().message(), ": it was made by something else"));
+    }
+    if (!decoded.ok()) return decoded.status();
+    for (const std::string& line : decoded->damage) damage.push_back(absl::StrCat(file->path(), ": ", line));
+    if (!shape.has_value()) {
+      shape = std::move(decoded->shape);
+      first_path = file->path();
+    } else if (shape->uuid != decoded->shape.uuid) {
+      return absl::DataLossError(absl::StrCat(first_path, " belongs to run ", UuidText(shape->uuid), ", ",
+                                              file->path(), " to run ", UuidText(decoded->shape.uuid),
+                                              ": give the directories of one run"));
+    } else if (!(*shape == decoded->shape)) {
+      return absl::DataLossError(
+          absl::StrCat(first_path, " and ", file->path(), " have the same identity and different layouts"));
+    }
+    if (by_index[decoded->directory] != nullptr) {
+      return absl::DataLossError(absl::StrCat(file->path(), " and ", by_index[decoded->directory]->path(),
+                                              " are both directory ", decoded->directory, " of one run"));
+    }
+    by_index[decoded->directory] = std::move(file);
+  }
+  const auto never = [&] {
+    return absl::NotFoundError(absl::StrCat(options.directories.front(),
+                                            ": the run was created and never committed: start it over"));
+  };
+  if (!shape.has_value()) return never();
+  // Creation writes the superblock of directory 0 last.
+  if (by_index[0] == nullptr && !unfinished.empty()) return never();
+  for (uint32_t d = 0; d < shape->directories(); ++d) {
+    if (by_index[d] != nullptr) continue;
+    return absl::DataLossError(absl::StrCat(
+        "directory ", d, " of the ", shape->directories(), " of run ", UuidText(shape->uuid),
+        " is missing (it was ", shape->directory_paths[d], " when the run was created): give it as well"));
+  }
+  if (options.directories.size() != shape->directories()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the run has ", shape->directories(), " directories, ", options.directories.size(), " were given (",
+        missing.empty() ? unfinished : missing.front(), " is not one of them)"));
+  }
+  auto geometry = Geometry::Make(*shape);
+  if (!geometry.ok()) return Named(first_path, absl::DataLossError(geometry.status().message()));
+
+  std::unique_ptr<Store> store(new Store(engine, options, *std::move(shape), *std::move(geometry)));
+  for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
+    store->files_.push_back(std::move(by_index[d]));
+    const auto size = store->files_[d]->Size();
+    if (!size.ok()) return size.status();
+    if (*size < store->geometry_.file_bytes(d)) {
+      return absl::DataLossError(absl::StrCat(store->files_[d]->path(), " has ", *size, " bytes of ",
+                                              store->geometry_.file_bytes(d), ": it was cut off"));
+    }
+  }
+  store->recovered_.damage = std::move(damage);
+  if (absl::Status recovered = store->Recover(); !recovered.ok()) return recovered;
+  return store;
+}
+
+absl::Status Store::Recover() {
+  std::vector<std::vector<std::byte>> copies;
+  AlignedBuffer buffer(geometry_.record_capacity());
+  std::vector<std::string> unreadable;
+  for (uint32_t place = 0; place < kRecordPlaces; ++place) {
+    for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
+      const absl::Status read =
+          ReadFully(engine_, *files_[0], geometry_.record_offset(place, copy), buffer.span());
+      if (read.ok()) {
+        copies.emplace_back(buffer.data(), buffer.data() + buffer.bytes());
+      } else {
+        // The other copy may be readable; an unreadable one counts as damaged.
+        copies.emplace_back();
+        unreadable.push_back(std::string(read.message()));
+      }
+    }
+  }
+  FoundRecord found = NewestRecord(geometry_, shape_.uuid, copies);
+  for (const std::string& line : unreadable) recovered_.damage.push_back(line);
+  for (const std::string& line : found.damage) {
+    recovered_.damage.push_back(absl::StrCat(files_[0]->path(), ": ", line));
+  }
+  if (found.record.sequence == 0) {
+    if (recovered_.damage.empty()) {
+      return absl::NotFoundError(
+          absl::StrCat(files_[0]->path(), ": the run was created and never committed: start it over"));
+    }
+    if (!unreadable.empty()) return absl::DataLossError(unreadable.front());
+    if (found.only_first_place) {
+      return absl::NotFoundError(
+          absl::StrCat(files_[0]->path(), ": the run's first commit was cut short: start it over"));
+    }
+    return absl::DataLossError(absl::StrCat("no commit record is whole: ", recovered_.damage.back()));
+  }
+  recovered_.sequence = found.record.sequence;
+  recovered_.step = found.record.step;
+  recovered_.updates = found.record.updates;
+  recovered_.payload = found.record.payload;
+  record_ = std::move(found.record);
+  SizeTables();
+  return absl::OkStatus();
+}
+
+void Store::SizeTables() {
+  record_.tiles.resize(geometry_.tiles());
+  record_.checksums.resize(geometry_.total_segments());
+  // Room for the longest payload from the start, so that no commit allocates.
+  record_.payload.reserve(shape_.payload_capacity);
+  next_.tiles.resize(geometry_.tiles());
+  next_.checksums.resize(geometry_.total_segments());
+  next_.payload.reserve(shape_.payload_capacity);
+  written_.resize(geometry_.tiles());
+  written_checksums_.resize(geometry_.total_segments());
+  record_buffer_ = AlignedBuffer(geometry_.record_capacity());
+}
+
+}  // namespace penstock::swap
