@@ -111,8 +111,12 @@ void RunPieces(const UpdateArrays& arrays, SumOfSquares* squares, ThreadPool* po
   });
 }
 
-void Apply(Optimizer optimizer, const void* step, const UpdateArrays& arrays, SumOfSquares* squares,
+void Apply(Optimizer optimizer, const void* step, const UpdateArrays& given, SumOfSquares* squares,
            ThreadPool* pool) {
+  UpdateArrays arrays = given;
+  // A state that the optimizer does not have stays as it is, even if the caller passed one.
+  if (optimizer == kOptAdagrad) arrays.m = nullptr;
+  if (optimizer == kOptLion || optimizer == kOptSgd) arrays.v = nullptr;
   const UpdateFn kernel = Kernels().update[optimizer][Index(arrays.param_type)][Index(arrays.grad_type)]
                                           [DirectState(arrays.state_type)];
   RunPieces(arrays, squares, pool, [&, kernel](size_t begin, size_t end) {

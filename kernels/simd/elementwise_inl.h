@@ -186,11 +186,11 @@ float Encode8(const float* in, uint8_t* codes, size_t n, const Rounding& roundin
   ForVectors(n, [&]<bool kTail>(size_t i, size_t count) {
     most = MaxS(most, Magnitude(Bits(LoadF<kTail>(in + i, count))));
   });
-  // Magnitudes compare like their bits, and a NaN is above infinity: it makes the scale a NaN.
+  // Magnitudes compare like their bits, and what is not finite is above all: it makes the scale a NaN.
   const uint32_t most_bits = ReduceMaxS(most);
   float largest;
   __builtin_memcpy(&largest, &most_bits, sizeof(largest));
-  const float scale = largest / 1.875f;
+  const float scale = most_bits < 0x7F800000u ? largest / 1.875f : __builtin_nanf("");
   if (most_bits == 0) {
     __builtin_memset(codes, 0, n);
     return 0.0f;
