@@ -37,16 +37,14 @@ enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, k
 enum class Durability { kStep, kCheckpoint };
 enum class SyncMode { kProcess, kPower };
 enum class UpdateOrder { kAuto, kNextForward, kInBackward };
-enum class TagValidation { kIgnore, kWarn, kFail };
 
-// The names that the JSON uses: "nvme", "AdamW", "WarmupLR", "step", "power", "next_forward", "Warn".
+// The names that the JSON uses: "nvme", "AdamW", "WarmupLR", "step", "power", "next_forward".
 std::string_view Name(OffloadDevice value);
 std::string_view Name(OptimizerType value);
 std::string_view Name(SchedulerType value);
 std::string_view Name(Durability value);
 std::string_view Name(SyncMode value);
 std::string_view Name(UpdateOrder value);
-std::string_view Name(TagValidation value);
 
 struct OptimizerConfig {
   std::optional<OptimizerType> type;
@@ -139,10 +137,6 @@ struct ActivationCheckpointingConfig {
   std::optional<bool> cpu_checkpointing;  // saved inputs may leave the device for host memory
 };
 
-struct CheckpointConfig {
-  std::optional<TagValidation> tag_validation;
-};
-
 // "penstock": {}.
 struct PenstockConfig {
   std::optional<int64_t> host_memory_bytes;    // "host_memory": bytes or "4GiB"
@@ -167,7 +161,6 @@ struct Config {
   ZeroConfig zero;
   AioConfig aio;
   ActivationCheckpointingConfig activation_checkpointing;
-  CheckpointConfig checkpoint;
   PenstockConfig penstock;
 };
 
