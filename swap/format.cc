@@ -419,6 +419,14 @@ absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> f
   return first_error;
 }
 
+std::optional<uint32_t> DirectoryFromHeaders(std::span<const std::byte> first_blocks) {
+  for (uint64_t at = 0; at + kBlockBytes <= first_blocks.size() && at < 2 * kBlockBytes; at += kBlockBytes) {
+    const auto header = ParseSuperHeader(first_blocks.subspan(at, kBlockBytes));
+    if (header.ok()) return header->directory;
+  }
+  return std::nullopt;
+}
+
 absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> bytes) {
   const auto length =
       SuperblockBytesFromHeaders(bytes.first(std::min<size_t>(bytes.size(), 2 * kBlockBytes)));

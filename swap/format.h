@@ -19,6 +19,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -188,6 +189,9 @@ std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t direct
 // creation that was cut short); kInvalidArgument: no store file at all; kFailedPrecondition: one of another
 // format version.
 absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_blocks);
+
+// Which of its store's directories a file belongs to, by the same bytes; nullopt if neither header is whole.
+std::optional<uint32_t> DirectoryFromHeaders(std::span<const std::byte> first_blocks);
 
 struct DecodedSuperblock {
   StoreShape shape;

@@ -20,7 +20,7 @@ enum class Holding : uint8_t {
   kRun,             // a run that can be resumed
   kDamaged,  // a store that cannot be opened: superblock or all commit records are damaged, or it is of
              // another format, or a part of it is missing
-  kInUse,  // locked by a running process, or by a killed one whose writes are not over yet
+  kInUse,    // locked by a running process, or by a killed one whose writes are not over yet
 };
 std::string_view HoldingName(
     Holding holding);  // "nothing", "foreign", "never-committed", "run", "damaged", "in-use"

@@ -161,6 +161,17 @@ absl::StatusOr<bool> PlainFile::TryLock(bool exclusive, int patience_ms) const {
   return true;
 }
 
+absl::Status PlainFile::Empty() const {
+  // By descriptor, so that nothing else that took the path meanwhile is harmed.
+  const std::string self = absl::StrCat("/proc/self/fd/", fd_);
+  const int fd = ::open(self.c_str(), O_WRONLY | O_CLOEXEC);
+  if (fd < 0) return ErrnoError(errno, "open for emptying", path_);
+  const int result = ::ftruncate(fd, 0);
+  const int error = errno;
+  ::close(fd);
+  return result == 0 ? absl::OkStatus() : ErrnoError(error, "empty", path_);
+}
+
 FileKind PlainFile::Classify() const {
   const auto headers = Read(0, 2 * kBlockBytes);
   if (!headers.ok()) return FileKind::kForeign;
@@ -194,11 +205,13 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
   };
   const absl::StatusOr<uint64_t> size = file.Size();
   if (!size.ok()) return size.status();
-  AlignedBuffer headers(std::min<uint64_t>(2 * kBlockBytes, *size / kBlockBytes * kBlockBytes));
-  if (headers.bytes() > 0) {
-    if (absl::Status read = ReadFully(engine, file, 0, headers.span()); !read.ok()) return read;
+  const uint64_t header_bytes = std::min<uint64_t>(2 * kBlockBytes, *size);
+  AlignedBuffer memory(2 * kBlockBytes);
+  const std::span<std::byte> headers = memory.span().first(header_bytes);
+  if (header_bytes > 0) {
+    if (absl::Status read = ReadFully(engine, file, 0, headers); !read.ok()) return read;
   }
-  const absl::StatusOr<uint64_t> length = SuperblockBytesFromHeaders(headers.span());
+  const absl::StatusOr<uint64_t> length = SuperblockBytesFromHeaders(headers);
   if (!length.ok()) return name(length.status());
   if (*length > *size) return name(absl::DataLossError("the file ends inside its superblock"));
   AlignedBuffer all(*length);

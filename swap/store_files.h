@@ -58,6 +58,8 @@ class PlainFile {
   // flock, shared or exclusive; false if another holds it after `patience_ms`.
   absl::StatusOr<bool> TryLock(bool exclusive, int patience_ms) const;
   FileKind Classify() const;
+  // Cuts the file to 0 bytes.
+  absl::Status Empty() const;
 
  private:
   std::string path_;

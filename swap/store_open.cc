@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/bytes.h"
+#include "aio/sim_disk.h"
 #include "swap/store.h"
 #include "swap/store_files.h"
 
@@ -109,6 +110,15 @@ absl::Status RemoveOldFiles(const StoreOptions& options) {
     }
     old.push_back(*std::move(file));
   }
+  // Emptied first, the one with the commit records before the others: whoever is killed in the midst of this
+  // leaves what is recognised as a run that never was, not as one that lost a directory.
+  std::stable_partition(old.begin(), old.end(), [](const PlainFile& file) {
+    const auto headers = file.Read(0, 2 * kBlockBytes);
+    return headers.ok() && DirectoryFromHeaders(*headers) == 0u;
+  });
+  for (const PlainFile& file : old) {
+    if (absl::Status emptied = file.Empty(); !emptied.ok()) return emptied;
+  }
   for (const PlainFile& file : old) {
     if (::unlink(file.path().c_str()) != 0) return ErrnoError(errno, "remove", file.path());
   }
@@ -127,7 +137,11 @@ class CreatedFiles {
     for (const std::string& path : paths_) {
       // The error that brought us here is the one to report; what cannot be removed is recognised as
       // unfinished.
-      if (sim_ == nullptr) (void)::unlink(path.c_str());
+      if (sim_ == nullptr) {
+        (void)::unlink(path.c_str());
+      } else {
+        (void)sim_->Remove(path);
+      }
     }
   }
   void Add(std::string path) { paths_.push_back(std::move(path)); }

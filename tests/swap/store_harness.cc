@@ -1,0 +1,176 @@
+// A small training without arithmetic that can be killed: it opens or creates a store, checks what it finds
+// against an oracle computed from nothing but the seed, and goes on from there.
+//
+//   store_harness --dir D [--dir D2 ...] --seed S --steps N [--expect STEP] [--sync process|power] [--slots
+//   2|3]
+//                 [--kill-at STAGE [--kill-after K]] [--fresh]
+//
+// Prints "step N" once step N is committed: what has been printed must never be lost. Ends with 0 when step N
+// is reached; 1 with a line on stderr when anything is not as it must be; by SIGKILL at the K-th time that it
+// comes by the named stage. --expect: the least step that recovery has to find.
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "swap/store.h"
+#include "tests/swap/fake_model.h"
+
+namespace penstock::swap {
+namespace {
+
+struct KillPlan {
+  std::string stage;
+  std::atomic<int> left{1};
+};
+
+void AtStage(Stage stage, void* context) {
+  auto* plan = static_cast<KillPlan*>(context);
+  if (StageName(stage) == plan->stage && plan->left.fetch_sub(1) == 1) ::kill(::getpid(), SIGKILL);
+}
+
+int Fail(const std::string& what) {
+  std::fprintf(stderr, "store_harness: %s\n", what.c_str());
+  return 1;
+}
+
+bool Skipped(uint64_t step) { return step % 5 == 3; }
+bool Speculative(uint64_t step) { return step % 4 == 2; }
+// Versions only ever rise, whatever was dropped.
+uint64_t VersionOf(uint64_t step) { return 2 * step + 2; }
+
+struct Words {
+  StoreOptions options;
+  uint64_t seed = 1;
+  uint64_t steps = 10;
+  int64_t expect = -1;
+  bool fresh = false;
+  KillPlan kill;
+};
+
+std::string Payload(uint64_t seed, uint64_t step) {
+  return absl::StrCat("{\"seed\":", seed, ",\"step\":", step, "}");
+}
+
+absl::Status RunStep(Store& store, FakeModel& model, uint64_t step) {
+  TileIo scratch;
+  if (absl::Status s = model.ReadAll(store); !s.ok())
+    return s;  // what is on disk, not what is in memory, goes on
+  uint64_t updates = store.committed_updates();
+  if (!Skipped(step)) {
+    ++updates;
+    if (Speculative(step)) {  // an update that turns out to be wrong and is undone
+      FakeModel wrong = FakeModel(SmallLayout(6, 6000), 99);
+      wrong.Initialize();
+      if (absl::Status s = wrong.WriteAll(store, VersionOf(step) - 1); !s.ok()) return s;
+      if (absl::Status s = store.DropAllWritten(); !s.ok()) return s;
+    }
+    model.UpdateAll(updates);
+    AlignedBuffer& gradient = model.tile(0)[0];
+    if (absl::Status s = store.WriteScratch(&scratch, 0, 0, gradient.data(),
+                                            store.geometry().scratch_bytes(0), aio::Priority::kWriteBehind);
+        !s.ok()) {
+      return s;
+    }
+    if (absl::Status s = model.WriteAll(store, VersionOf(step)); !s.ok()) return s;
+    if (absl::Status s = store.Wait(&scratch); !s.ok()) return s;
+  }
+  const std::string payload = Payload(step, step);
+  return store.CommitNow({.step = step, .updates = updates, .payload = payload});
+}
+
+int Run(Words& words) {
+  aio::EngineOptions engine_options;
+  engine_options.log = [](std::string_view) {};
+  auto engine = aio::Engine::Create(engine_options);
+  if (!engine.ok()) return Fail(engine.status().ToString());
+  const Layout layout = SmallLayout(6, 6000);
+  if (!words.kill.stage.empty()) {
+    words.options.at_stage = &AtStage;
+    words.options.stage_context = &words.kill;
+  }
+  FakeModel model(layout, words.seed), oracle(layout, words.seed);
+  oracle.Initialize();
+
+  auto store = Store::Open(**engine, words.options);
+  if (absl::IsNotFound(store.status()) || words.fresh) {
+    if (words.expect >= 0)
+      return Fail(absl::StrCat("step ", words.expect, " was lost: ", store.status().message()));
+    if (store.ok()) store->reset();
+    words.options.overwrite = true;
+    store = Store::Create(**engine, words.options, layout, absl::StrCat("{\"seed\":", words.seed, "}"));
+    if (!store.ok()) return Fail(absl::StrCat("create: ", store.status().ToString()));
+    if (absl::Status s = oracle.WriteAll(**store, 1); !s.ok()) return Fail(s.ToString());
+    if (absl::Status s = (*store)->CommitNow({.step = 0, .updates = 0, .payload = Payload(0, 0)}); !s.ok()) {
+      return Fail(s.ToString());
+    }
+    std::printf("step 0\n");
+    std::fflush(stdout);
+  } else if (!store.ok()) {
+    return Fail(absl::StrCat("open: ", store.status().ToString()));
+  }
+
+  const uint64_t step = (*store)->committed_step();
+  if (static_cast<int64_t>(step) < words.expect) {
+    return Fail(absl::StrCat("step ", words.expect, " was committed, recovery found ", step));
+  }
+  if ((*store)->committed_payload() != Payload(step, step))
+    return Fail("the payload is not that of the step");
+  uint64_t updates = 0;
+  for (uint64_t s = 1; s <= step; ++s) {
+    if (!Skipped(s)) oracle.UpdateAll(++updates);
+  }
+  if ((*store)->committed_updates() != updates) return Fail("the number of updates is wrong");
+  if (absl::Status s = model.ReadAll(**store); !s.ok()) return Fail(s.ToString());
+  if (const std::string difference = model.Difference(oracle); !difference.empty()) {
+    return Fail(absl::StrCat("after step ", step, ": ", difference));
+  }
+  for (uint64_t s = step + 1; s <= words.steps; ++s) {
+    if (absl::Status status = RunStep(**store, model, s); !status.ok()) return Fail(status.ToString());
+    std::printf("step %llu\n", static_cast<unsigned long long>(s));
+    std::fflush(stdout);
+  }
+  return 0;
+}
+
+int Main(int argc, char** argv) {
+  Words words;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const auto value = [&]() -> std::string { return i + 1 < argc ? argv[++i] : ""; };
+    if (word == "--dir")
+      words.options.directories.push_back(value());
+    else if (word == "--seed")
+      words.seed = std::strtoull(value().c_str(), nullptr, 10);
+    else if (word == "--steps")
+      words.steps = std::strtoull(value().c_str(), nullptr, 10);
+    else if (word == "--expect")
+      words.expect = std::strtoll(value().c_str(), nullptr, 10);
+    else if (word == "--slots")
+      words.options.slots = static_cast<uint32_t>(std::atoi(value().c_str()));
+    else if (word == "--sync")
+      words.options.sync = value() == "power" ? Sync::kPower : Sync::kProcess;
+    else if (word == "--kill-at")
+      words.kill.stage = value();
+    else if (word == "--kill-after")
+      words.kill.left = std::atoi(value().c_str());
+    else if (word == "--fresh")
+      words.fresh = true;
+    else {
+      std::fprintf(stderr, "store_harness: unknown word %s\n", word.c_str());
+      return 2;
+    }
+  }
+  return Run(words);
+}
+
+}  // namespace
+}  // namespace penstock::swap
+
+int main(int argc, char** argv) { return penstock::swap::Main(argc, argv); }
