@@ -127,6 +127,7 @@ class Arena {
   Arena() = default;
   absl::Status Map(const ArenaOptions& options);
   void Lock();
+  void CheckHugePages();
   void Free(uint64_t offset, uint64_t held_bytes, uint64_t asked_bytes);
 
   std::byte* data_ = nullptr;

@@ -17,17 +17,18 @@
 #ifndef PENSTOCK_AIO_FILE_H_
 #define PENSTOCK_AIO_FILE_H_
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace penstock::aio {
 
+class FileUser;
 class Lane;
 class SimDisk;
 struct SimFile;
@@ -54,8 +55,8 @@ struct FileOptions {
 // cost.
 struct Alignment {
   uint32_t memory = 4096;  // of addresses
-  uint32_t offset = 4096;  // of offsets and lengths; never below kSectorBytes
-  std::string source;      // "statx", "block device", "default", "options", "simulated"
+  uint32_t offset = 4096;  // of offsets and lengths; at least kSectorBytes, but 1 if not direct
+  std::string source;      // "statx", "block device", "default", "options", "simulated", "buffered"
 };
 
 class File {
@@ -80,6 +81,7 @@ class File {
     return device_name_;
   }  // "vda", "nvme0n1p2", "0:45" where it has no name
   SimDisk* sim() const { return sim_; }
+  // On a simulated disk: the file there.
   SimFile* sim_file() const { return sim_file_.get(); }
 
   // The file's size now (one fstat; a block device's capacity).
@@ -105,11 +107,9 @@ class File {
   absl::Status Lock(int patience_ms = 10'000);
 
  private:
-  friend class Engine;
   friend class Lane;
-  struct Registration;  // which engine's ring knows this descriptor
 
-  File();
+  File() = default;
   absl::Status OpenOnDisk(const FileOptions& options);
   absl::Status OpenSimulated(const FileOptions& options);
 
@@ -125,10 +125,9 @@ class File {
   SimDisk* sim_ = nullptr;
   std::shared_ptr<SimFile> sim_file_;
 
-  // Kept by the engine's thread for writes that end raggedly beyond the end of the file (aio/piece.h).
-  std::atomic<uint64_t> extending_writes_{0};
-  std::atomic<uint64_t> logical_bytes_{0};
-  std::unique_ptr<Registration> registration_;
+  // The lanes that keep something about this file and must let go before it closes.
+  std::mutex users_mutex_;
+  std::vector<FileUser*> users_;
 };
 
 // fsync of a directory: makes the creation, renaming or removal of its entries durable.

@@ -37,6 +37,7 @@ namespace penstock::aio {
 class Engine;
 class File;
 class Lane;
+struct FileSlot;
 
 // In order of urgency; a class that is passed over again and again gets its turn all the same.
 enum class Priority : uint8_t {
@@ -111,14 +112,16 @@ class Request {
   // kResourceExhausted (ENOSPC, EDQUOT, EFBIG); kDataLoss (EIO and its kin, retries included);
   // kFailedPrecondition (not finished; bad descriptor); and so on as IoErrorCode (aio/io_error.h) says.
   absl::Status status() const;
-  int error_number() const { return error_; }  // errno of the first failure, 0 if none
+  // errno of the first failure, 0 if none; kEndOfFile where a read met the end of the file.
+  int error_number() const { return error_; }
+  static constexpr int kEndOfFile = -1;
 
   // Bytes known to be transferred. After a failure: a lower bound, not necessarily from the beginning.
-  uint64_t done_bytes() const { return done_bytes_; }
+  uint64_t done_bytes() const { return done_bytes_.load(std::memory_order_relaxed); }
 
   // Of the engine's clock: handed to Submit; first block handed to the device (0 if never); finished.
   int64_t submit_ns() const { return submit_ns_; }
-  int64_t start_ns() const { return start_ns_; }
+  int64_t start_ns() const { return start_ns_.load(std::memory_order_relaxed); }
   int64_t complete_ns() const { return complete_ns_; }
 
  private:
@@ -144,20 +147,24 @@ class Request {
   // Kept by the engine.
   std::atomic<State> state_{State::kIdle};
   std::atomic<bool> cancel_{false};
+  bool cut_short_ = false;  // cancelled or failed: no further pieces
+  bool cancelled_ = false;  // bytes were dropped because of Cancel
+  bool queued_ = false;     // in a queue of the lane, not fully cut
+  bool tail_ = false;       // fully cut, pieces at the device, and a demand
   int error_ = 0;
   uint32_t pieces_in_flight_ = 0;
   uint64_t cut_bytes_ = 0;  // how much of the request has been cut into pieces
   uint32_t cut_segment_ = 0;
   uint64_t cut_segment_offset_ = 0;
-  uint64_t done_bytes_ = 0;
+  std::atomic<uint64_t> done_bytes_{0};
+  std::atomic<int64_t> start_ns_{0};
   int64_t submit_ns_ = 0;
-  int64_t start_ns_ = 0;
   int64_t complete_ns_ = 0;
-  int64_t reported_ns_ = 0;  // when it was last told to be stuck
-  bool extends_ = false;     // counted in File::extending_writes_
-  bool trim_ = false;        // wrote past its end, within the last sector
-  Request* next_ = nullptr;  // in the queue that it waits in
-  Request* previous_ = nullptr;
+  int64_t reported_ns_ = 0;      // when it was last told to be stuck
+  FileSlot* slot_ = nullptr;     // what the lane keeps about the file
+  Request* next_ = nullptr;      // in the lane's inbox, then in the queue that it is cut from
+  Request* all_next_ = nullptr;  // among all unfinished requests of the lane, in order of submission
+  Request* all_previous_ = nullptr;
 };
 
 }  // namespace penstock::aio

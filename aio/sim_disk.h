@@ -19,9 +19,9 @@
 //   torn          a write changes only some of its sectors and reports success
 //   lost          a write reports success and changes nothing
 //   misdirected   a write lands on another offset of the same file
-//   crash         Crash(): writes in flight are dropped but for a seeded subset of their sectors; every open
-//   file handle
-//                 and every transfer fails with EIO from then on until Restart()
+//   crash         Crash(): writes in flight are dropped but for a seeded subset of their sectors. Files
+//   opened before it
+//                 fail with EIO for ever (reopen them), new ones cannot be opened until Restart()
 // Rates are chances per transfer; FailNext and friends place single faults by hand.
 //
 // Power-loss mode: with `volatile_cache` completed writes are durable only after a sync (kSync,
@@ -40,6 +40,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -87,7 +88,7 @@ struct SimDiskStats {
   uint64_t allocated_bytes = 0;  // of all files, now
 };
 
-// A file's contents, in chunks that exist once they are written; what was never written reads as zeros.
+// An open file of the simulated disk.
 struct SimFile;
 
 class SimDisk {

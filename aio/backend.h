@@ -1,0 +1,84 @@
+// What a lane asks of the kernel, or of what stands in for it: take transfers, hand back completions, be
+// woken.
+//
+// A backend belongs to one lane. All calls come from the lane's thread, Start first, but Wake, which may come
+// from any thread at any time between Start and the destructor. Backends do not interpret results: short
+// transfers, errors and retries are the lane's business, so every backend behaves the same.
+#ifndef PENSTOCK_AIO_BACKEND_H_
+#define PENSTOCK_AIO_BACKEND_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "aio/engine.h"
+#include "aio/piece.h"
+
+namespace penstock::aio {
+
+struct Completion {
+  Piece* piece = nullptr;
+  int64_t result = 0;  // bytes moved, or -errno
+};
+
+struct BackendConfig {
+  const EngineOptions* options = nullptr;
+  // Tells of a step down within the backend (plain instead of registered buffers, ...), once each.
+  std::function<void(std::string_view)> note;
+};
+
+class Backend {
+ public:
+  Backend() = default;
+  virtual ~Backend() = default;
+  Backend(const Backend&) = delete;
+  Backend& operator=(const Backend&) = delete;
+
+  virtual std::string_view name() const = 0;
+
+  // Sets up and proves with a real transfer that it works here. An error: kUnavailable, with the reason.
+  virtual absl::Status Start(const BackendConfig& config) = 0;
+
+  // Takes a transfer: piece.op, fd(), device_offset(), device_bytes(), device_data(), fixed_buffer,
+  // slot->registered. It need not reach the kernel before the next Run. Never more than max_blocks_in_flight
+  // at once.
+  virtual void Queue(Piece& piece) = 0;
+
+  // Hands queued transfers to the kernel and waits until `want` completions are there, or Wake was called, or
+  // `timeout_ns` is over (-1: no limit; 0: do not wait). Returns how many were put into `out`, possibly 0, or
+  // -errno if the backend has broken down for good: the lane then fails all transfers that are in flight.
+  virtual int64_t Run(std::span<Completion> out, uint32_t want, int64_t timeout_ns) = 0;
+
+  // Makes the present Run return soon, or the next one if none is under way. Thread-safe.
+  virtual void Wake() = 0;
+
+  // Index of a registered file or buffer, -1 if there is none. A buffer's run of `bytes` lies wholly inside
+  // it.
+  virtual int RegisterFile(int /*fd*/) { return -1; }
+  virtual void UnregisterFile(int /*index*/) {}
+  virtual int FixedBuffer(const void* /*data*/, uint64_t /*bytes*/) const { return -1; }
+
+  // When the next transfer ends, for backends in virtual time.
+  virtual int64_t NextEventNs() const { return INT64_MAX; }
+  // CPU time of threads that the backend runs beside the lane's. Thread-safe.
+  virtual int64_t WorkerCpuNs() const { return 0; }
+
+  uint64_t syscalls() const { return syscalls_; }
+
+ protected:
+  uint64_t syscalls_ = 0;
+};
+
+// Null where the build lacks it.
+std::unique_ptr<Backend> MakeIoUringBackend();
+std::unique_ptr<Backend> MakeLibaioBackend();
+std::unique_ptr<Backend> MakeThreadsBackend();
+std::unique_ptr<Backend> MakeNilBackend();
+std::unique_ptr<Backend> MakeSimBackend(SimDisk* disk);
+
+}  // namespace penstock::aio
+
+#endif  // PENSTOCK_AIO_BACKEND_H_

@@ -1,0 +1,309 @@
+// io_uring: one ring, created, used and destroyed by the lane's thread (SINGLE_ISSUER), completions run when
+// that thread asks (DEFER_TASKRUN), the arenas registered as fixed buffers, files in the ring's table. Waits
+// are bounded by a timeout argument of io_uring_enter; other threads wake the ring through an eventfd that it
+// always has a read on.
+#include "aio/backend.h"
+
+#ifdef PENSTOCK_HAVE_URING
+
+#include <liburing.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "aio/io_error.h"
+
+namespace penstock::aio {
+namespace {
+
+constexpr unsigned kFileSlots = 256;
+constexpr uint64_t kBufferBytes = kGiB;  // the kernel's limit for one registered buffer
+constexpr uint64_t kWakeTag = 1;         // no piece has an odd address
+constexpr int kEnterFailuresMax = 1000;
+
+struct Rung {
+  const char* name;
+  unsigned flags;
+};
+// The best first: each later one is for kernels that refuse the one before.
+constexpr Rung kRungs[] = {
+    {"single issuer, deferred completions",
+     IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_SUBMIT_ALL | IORING_SETUP_CLAMP},
+    {"cooperative completions", IORING_SETUP_COOP_TASKRUN | IORING_SETUP_SUBMIT_ALL | IORING_SETUP_CLAMP},
+    {"plain", 0},
+};
+
+class IoUringBackend final : public Backend {
+ public:
+  ~IoUringBackend() override {
+    if (ring_open_) io_uring_queue_exit(&ring_);
+    if (wake_fd_ >= 0) close(wake_fd_);
+  }
+
+  std::string_view name() const override { return "io_uring"; }
+  absl::Status Start(const BackendConfig& config) override;
+  void Queue(Piece& piece) override;
+  int64_t Run(std::span<Completion> out, uint32_t want, int64_t timeout_ns) override;
+  void Wake() override;
+  int RegisterFile(int fd) override;
+  void UnregisterFile(int index) override;
+  int FixedBuffer(const void* data, uint64_t bytes) const override;
+
+ private:
+  absl::Status OpenRing(const BackendConfig& config);
+  absl::Status Probe();
+  int ProbeTransfer(int fd, bool fixed);
+  void RegisterBuffers(const BackendConfig& config);
+  io_uring_sqe* NextEntry();
+  void ArmWake();
+  size_t Reap(std::span<Completion> out);
+
+  io_uring ring_{};
+  bool ring_open_ = false;
+  int wake_fd_ = -1;
+  uint64_t wake_value_ = 0;
+  bool wake_armed_ = false;
+  int failures_ = 0;
+  std::vector<iovec> buffers_;
+  std::vector<bool> file_slot_used_;  // empty: no file table
+};
+
+absl::Status IoUringBackend::OpenRing(const BackendConfig& config) {
+  const unsigned entries = config.options->max_blocks_in_flight + 8;
+  int error = 0;
+  for (const Rung& rung : kRungs) {
+    io_uring_params params{};
+    params.flags = rung.flags;
+    error = -io_uring_queue_init_params(entries, &ring_, &params);
+    if (error != 0) {
+      if (error == EPERM || error == ENOSYS) break;  // not a matter of flags
+      config.note(absl::StrCat("io_uring with ", rung.name, " refused: ", ErrnoText(error)));
+      continue;
+    }
+    ring_open_ = true;
+    if ((params.features & IORING_FEAT_EXT_ARG) == 0 || (params.features & IORING_FEAT_NODROP) == 0) {
+      return absl::UnavailableError("io_uring: this kernel's lacks timed waits (needs Linux 5.11)");
+    }
+    return absl::OkStatus();
+  }
+  const char* const hint = error == EPERM    ? "; seccomp or sysctl kernel.io_uring_disabled forbids it"
+                           : error == ENOSYS ? "; the kernel or its seccomp filter has none"
+                           : error == ENOMEM ? "; the limit on locked memory (`ulimit -l`) is too low"
+                                             : "";
+  return absl::UnavailableError(absl::StrCat("io_uring_setup: ", ErrnoText(error), hint));
+}
+
+absl::Status IoUringBackend::Start(const BackendConfig& config) {
+  wake_fd_ = eventfd(0, EFD_CLOEXEC);
+  if (wake_fd_ < 0) return absl::UnavailableError(absl::StrCat("eventfd: ", ErrnoText(errno)));
+  if (absl::Status status = OpenRing(config); !status.ok()) return status;
+  io_uring_ring_dontfork(&ring_);
+  io_uring_register_ring_fd(&ring_);  // saves a look-up a call; not worth a word where it fails
+  if (config.options->register_files && io_uring_register_files_sparse(&ring_, kFileSlots) == 0) {
+    file_slot_used_.assign(kFileSlots, false);
+  } else if (config.options->register_files) {
+    config.note("io_uring: no table of registered files; plain descriptors");
+  }
+  if (config.options->register_buffers) RegisterBuffers(config);
+  absl::Status status = Probe();
+  if (!status.ok() && !buffers_.empty()) {
+    config.note(
+        absl::StrCat("registered buffers do not work: ", std::string(status.message()), "; plain ones"));
+    io_uring_unregister_buffers(&ring_);
+    buffers_.clear();
+    status = Probe();
+  }
+  return status;
+}
+
+void IoUringBackend::RegisterBuffers(const BackendConfig& config) {
+  for (const Arena* arena : config.options->arenas) {
+    for (uint64_t at = 0; at < arena->bytes(); at += kBufferBytes) {
+      buffers_.push_back({arena->data() + at, std::min(kBufferBytes, arena->bytes() - at)});
+    }
+  }
+  if (buffers_.empty()) return;
+  const int error =
+      -io_uring_register_buffers(&ring_, buffers_.data(), static_cast<unsigned>(buffers_.size()));
+  if (error == 0) return;
+  rlimit limit{};
+  std::string hint;
+  if (error == ENOMEM && getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+    hint =
+        absl::StrCat("; the limit on locked memory is ", FormatBytes(limit.rlim_cur), ": raise `ulimit -l`");
+  }
+  config.note(absl::StrCat("buffers not registered: ", ErrnoText(error), hint,
+                           "; transfers pin their pages one by one"));
+  buffers_.clear();
+}
+
+// A real transfer through the ring: set-up alone proves nothing (polled rings set up fine and then refuse to
+// read).
+absl::Status IoUringBackend::Probe() {
+  const int fd = memfd_create("penstock-probe", MFD_CLOEXEC);
+  if (fd < 0) return absl::UnavailableError(absl::StrCat("memfd_create: ", ErrnoText(errno)));
+  int result = ProbeTransfer(fd, false);
+  if (result == 0 && !buffers_.empty()) result = ProbeTransfer(fd, true);
+  close(fd);
+  if (result == 0) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("io_uring probe write: ", ErrnoText(result)));
+}
+
+// Writes from memory to the scratch file (never into memory: the arena may be in use). Returns an errno.
+int IoUringBackend::ProbeTransfer(int fd, bool fixed) {
+  static const char kProbe[64] = "penstock";
+  io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
+  if (entry == nullptr) return EBUSY;
+  if (fixed) {
+    io_uring_prep_write_fixed(entry, fd, buffers_[0].iov_base, sizeof(kProbe), 0, 0);
+  } else {
+    io_uring_prep_write(entry, fd, kProbe, sizeof(kProbe), 0);
+  }
+  int result = 0;
+  do {
+    result = io_uring_submit_and_wait(&ring_, 1);
+  } while (result == -EINTR);
+  if (result < 0) return -result;
+  io_uring_cqe* done = nullptr;
+  if (const int error = io_uring_peek_cqe(&ring_, &done); error != 0) return -error;
+  const int moved = done->res;
+  io_uring_cqe_seen(&ring_, done);
+  if (moved < 0) return -moved;
+  return moved == static_cast<int>(sizeof(kProbe)) ? 0 : EIO;
+}
+
+io_uring_sqe* IoUringBackend::NextEntry() {
+  io_uring_sqe* entry = io_uring_get_sqe(&ring_);
+  while (entry == nullptr) {  // the queue is full: hand over what is there
+    ++syscalls_;
+    io_uring_submit(&ring_);
+    entry = io_uring_get_sqe(&ring_);
+  }
+  return entry;
+}
+
+void IoUringBackend::Queue(Piece& piece) {
+  io_uring_sqe* const entry = NextEntry();
+  const bool registered = piece.slot->registered >= 0;
+  const int fd = registered ? piece.slot->registered : piece.fd();
+  const auto bytes = static_cast<unsigned>(piece.device_bytes());
+  if (piece.op == Op::kSync) {
+    io_uring_prep_fsync(entry, fd, IORING_FSYNC_DATASYNC);
+  } else if (piece.op == Op::kRead && piece.fixed_buffer >= 0) {
+    io_uring_prep_read_fixed(entry, fd, piece.device_data(), bytes, piece.device_offset(),
+                             piece.fixed_buffer);
+  } else if (piece.op == Op::kRead) {
+    io_uring_prep_read(entry, fd, piece.device_data(), bytes, piece.device_offset());
+  } else if (piece.fixed_buffer >= 0) {
+    io_uring_prep_write_fixed(entry, fd, piece.device_data(), bytes, piece.device_offset(),
+                              piece.fixed_buffer);
+  } else {
+    io_uring_prep_write(entry, fd, piece.device_data(), bytes, piece.device_offset());
+  }
+  if (registered) io_uring_sqe_set_flags(entry, IOSQE_FIXED_FILE);
+  io_uring_sqe_set_data(entry, &piece);
+}
+
+void IoUringBackend::ArmWake() {
+  if (wake_armed_) return;
+  io_uring_sqe* const entry = NextEntry();
+  io_uring_prep_read(entry, wake_fd_, &wake_value_, sizeof(wake_value_), 0);
+  io_uring_sqe_set_data64(entry, kWakeTag);
+  wake_armed_ = true;
+}
+
+size_t IoUringBackend::Reap(std::span<Completion> out) {
+  size_t count = 0;
+  unsigned seen = 0;
+  unsigned head = 0;
+  io_uring_cqe* entry = nullptr;
+  io_uring_for_each_cqe(&ring_, head, entry) {
+    const uint64_t tag = io_uring_cqe_get_data64(entry);
+    if (tag == kWakeTag) {
+      wake_armed_ = false;
+    } else if (count == out.size()) {
+      break;
+    } else {
+      out[count++] = {reinterpret_cast<Piece*>(tag), entry->res};
+    }
+    ++seen;
+  }
+  io_uring_cq_advance(&ring_, seen);
+  return count;
+}
+
+int64_t IoUringBackend::Run(std::span<Completion> out, uint32_t want, int64_t timeout_ns) {
+  ArmWake();
+  __kernel_timespec limit{};
+  if (timeout_ns > 0) {
+    limit.tv_sec = timeout_ns / 1'000'000'000;
+    limit.tv_nsec = timeout_ns % 1'000'000'000;
+  }
+  io_uring_cqe* first = nullptr;
+  ++syscalls_;
+  const int result = timeout_ns == 0
+                         ? io_uring_submit_and_get_events(&ring_)
+                         : io_uring_submit_and_wait_timeout(&ring_, &first, std::max(1u, want),
+                                                            timeout_ns > 0 ? &limit : nullptr, nullptr);
+  if (result >= 0 || result == -ETIME || result == -EINTR) {
+    failures_ = 0;
+  } else if (++failures_ > kEnterFailuresMax) {
+    return result;
+  } else if (result == -EAGAIN || result == -EBUSY || result == -ENOMEM) {
+    usleep(100);  // out of kernel memory, or completions must be taken first: both pass
+  }
+  return static_cast<int64_t>(Reap(out));
+}
+
+void IoUringBackend::Wake() {
+  const uint64_t one = 1;
+  while (write(wake_fd_, &one, sizeof(one)) < 0 && errno == EINTR) {
+  }
+}
+
+int IoUringBackend::RegisterFile(int fd) {
+  for (size_t i = 0; i < file_slot_used_.size(); ++i) {
+    if (file_slot_used_[i]) continue;
+    if (io_uring_register_files_update(&ring_, static_cast<unsigned>(i), &fd, 1) != 1) return -1;
+    file_slot_used_[i] = true;
+    return static_cast<int>(i);
+  }
+  return -1;
+}
+
+void IoUringBackend::UnregisterFile(int index) {
+  int none = -1;
+  io_uring_register_files_update(&ring_, static_cast<unsigned>(index), &none, 1);
+  file_slot_used_[static_cast<size_t>(index)] = false;
+}
+
+int IoUringBackend::FixedBuffer(const void* data, uint64_t bytes) const {
+  const auto* const at = static_cast<const char*>(data);
+  for (size_t i = 0; i < buffers_.size(); ++i) {
+    const auto* const base = static_cast<const char*>(buffers_[i].iov_base);
+    if (at >= base && at < base + buffers_[i].iov_len) {
+      return bytes <= static_cast<uint64_t>(base + buffers_[i].iov_len - at) ? static_cast<int>(i) : -1;
+    }
+  }
+  return -1;
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> MakeIoUringBackend() { return std::make_unique<IoUringBackend>(); }
+
+}  // namespace penstock::aio
+
+#else
+
+namespace penstock::aio {
+std::unique_ptr<Backend> MakeIoUringBackend() { return nullptr; }
+}  // namespace penstock::aio
+
+#endif

@@ -1,0 +1,306 @@
+#include "aio/file.h"
+
+#include <fcntl.h>
+#include <linux/fs.h>
+#include <linux/magic.h>
+#include <sys/file.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "aio/bytes.h"
+#include "aio/file_user.h"
+#include "aio/io_error.h"
+#include "aio/sim_disk.h"
+
+namespace penstock::aio {
+namespace {
+
+absl::Status Failure(std::string_view op, std::string_view path, int error) {
+  return MakeIoError({.op = op, .path = path, .error = error});
+}
+
+struct DirectReport {
+  bool known = false;  // the kernel answered; 0 in `offset` then means that direct I/O is not possible
+  uint32_t memory = 0;
+  uint32_t offset = 0;
+};
+
+DirectReport AskDirectAlignment(int fd) {
+  struct statx answer {};
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &answer) != 0) return {};
+  if ((answer.stx_mask & STATX_DIOALIGN) == 0) return {};
+  return {true, answer.stx_dio_mem_align, answer.stx_dio_offset_align};
+}
+
+std::string FileSystemName(uint64_t magic) {
+  switch (magic) {
+    case EXT4_SUPER_MAGIC:
+      return "ext4";  // ext2 and ext3 share the number
+    case 0x58465342:
+      return "xfs";
+    case BTRFS_SUPER_MAGIC:
+      return "btrfs";
+    case 0x2fc12fc1:
+      return "zfs";
+    case 0xca451a4e:
+      return "bcachefs";
+    case F2FS_SUPER_MAGIC:
+      return "f2fs";
+    case TMPFS_MAGIC:
+      return "tmpfs";
+    case RAMFS_MAGIC:
+      return "ramfs";
+    case OVERLAYFS_SUPER_MAGIC:
+      return "overlayfs";
+    case NFS_SUPER_MAGIC:
+      return "nfs";
+    case 0x65735546:
+      return "fuse";
+    default:
+      return absl::StrCat("type 0x", absl::Hex(magic));
+  }
+}
+
+std::string DeviceName(dev_t device) {
+  const std::string number = absl::StrCat(major(device), ":", minor(device));
+  char target[PATH_MAX];
+  const ssize_t length =
+      readlink(absl::StrCat("/sys/dev/block/", number).c_str(), target, sizeof(target) - 1);
+  if (length <= 0) return number;
+  const std::string_view path(target, static_cast<size_t>(length));
+  return std::string(path.substr(path.rfind('/') + 1));
+}
+
+std::string DirectoryOf(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+}  // namespace
+
+absl::StatusOr<FileSystemSpace> QueryFileSystem(const std::string& path) {
+  struct statfs info {};
+  if (statfs(path.c_str(), &info) != 0) return Failure("statfs", path, errno);
+  FileSystemSpace space;
+  const uint64_t block = static_cast<uint64_t>(info.f_bsize);
+  space.free_bytes = static_cast<uint64_t>(geteuid() == 0 ? info.f_bfree : info.f_bavail) * block;
+  space.total_bytes = static_cast<uint64_t>(info.f_blocks) * block;
+  space.type = FileSystemName(static_cast<uint64_t>(info.f_type) & 0xffffffff);
+  space.copy_on_write = space.type == "btrfs" || space.type == "zfs" || space.type == "bcachefs";
+  return space;
+}
+
+absl::Status SyncDirectory(const std::string& directory) {
+  const int fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) return Failure("open", directory, errno);
+  const int result = fsync(fd);
+  const int error = errno;
+  close(fd);
+  return result == 0 ? absl::OkStatus() : Failure("fsync", directory, error);
+}
+
+absl::StatusOr<std::unique_ptr<File>> File::Open(const FileOptions& options) {
+  if (options.path.empty()) return absl::InvalidArgumentError("open: no path given");
+  for (const uint32_t alignment : {options.offset_alignment, options.memory_alignment}) {
+    if (alignment != 0 && !IsPowerOfTwo(alignment)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("open ", options.path, ": alignment ", alignment, " is not a power of two"));
+    }
+  }
+  std::unique_ptr<File> file(new File());
+  file->path_ = options.path;
+  file->read_only_ = options.read_only;
+  file->direct_ = options.direct;
+  absl::Status status = options.sim != nullptr ? file->OpenSimulated(options) : file->OpenOnDisk(options);
+  if (status.ok()) {
+    if (options.offset_alignment != 0) {
+      file->alignment_.offset = std::max<uint32_t>(options.offset_alignment, kSectorBytes);
+      file->alignment_.source = "options";
+    }
+    if (options.memory_alignment != 0) {
+      file->alignment_.memory = options.memory_alignment;
+      file->alignment_.source = "options";
+    }
+    if (options.size != 0) status = file->Preallocate(options.size);
+  }
+  if (!status.ok()) return status;
+  return file;
+}
+
+absl::Status File::OpenOnDisk(const FileOptions& options) {
+  int flags = O_CLOEXEC | O_NOFOLLOW | (options.read_only ? O_RDONLY : O_RDWR);
+  if (options.create) flags |= O_CREAT;
+  if (options.create && options.exclusive) flags |= O_EXCL;
+  if (options.truncate) flags |= O_TRUNC;
+  do {
+    fd_ = open(path_.c_str(), flags | (direct_ ? O_DIRECT : 0), 0600);
+  } while (fd_ < 0 && errno == EINTR);
+  if (fd_ < 0 && errno == EINVAL && direct_) {
+    const absl::StatusOr<FileSystemSpace> where = QueryFileSystem(DirectoryOf(path_));
+    if (!options.allow_unaligned_file_system) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("open ", path_, ": ", where.ok() ? where->type : "the file system",
+                       " has no direct I/O (O_DIRECT refused); choose a directory on a local disk"));
+    }
+    direct_ = false;
+    fd_ = open(path_.c_str(), flags, 0600);
+  }
+  if (fd_ < 0) return Failure("open", path_, errno);
+
+  struct stat info {};
+  if (fstat(fd_, &info) != 0) return Failure("fstat", path_, errno);
+  is_block_device_ = S_ISBLK(info.st_mode);
+  if (!S_ISREG(info.st_mode) && !is_block_device_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("open ", path_, ": not a regular file or block device"));
+  }
+  device_ = is_block_device_ ? info.st_rdev : info.st_dev;
+  device_name_ = DeviceName(device_);
+  if (!direct_) {
+    alignment_ = {1, 1, "buffered"};
+    return absl::OkStatus();
+  }
+
+  const DirectReport report = AskDirectAlignment(fd_);
+  if (report.known && report.offset != 0) {
+    alignment_ = {report.memory, std::max<uint32_t>(report.offset, kSectorBytes), "statx"};
+    return absl::OkStatus();
+  }
+  const absl::StatusOr<FileSystemSpace> where = QueryFileSystem(path_);
+  const std::string type = where.ok() ? where->type : "the file system";
+  const bool in_memory = type == "tmpfs" || type == "ramfs";
+  if ((report.known || in_memory) && !options.allow_unaligned_file_system) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "open ", path_, ": ", type, in_memory ? " keeps files in memory" : " reports no direct I/O",
+        ", so O_DIRECT means nothing here; choose a directory on a local disk"));
+  }
+  int sector = 0;
+  if (is_block_device_ && ioctl(fd_, BLKSSZGET, &sector) == 0 && sector > 0) {
+    alignment_ = {static_cast<uint32_t>(sector),
+                  std::max<uint32_t>(static_cast<uint32_t>(sector), kSectorBytes), "block device"};
+  } else {
+    alignment_ = {static_cast<uint32_t>(kSectorBytes), static_cast<uint32_t>(kSectorBytes), "default"};
+  }
+  return absl::OkStatus();
+}
+
+absl::Status File::OpenSimulated(const FileOptions& options) {
+  absl::StatusOr<std::shared_ptr<SimFile>> file =
+      options.sim->OpenFile(path_, options.create, options.exclusive, options.truncate);
+  if (!file.ok()) return file.status();
+  sim_ = options.sim;
+  sim_file_ = *std::move(file);
+  device_ = reinterpret_cast<uint64_t>(sim_);
+  device_name_ = sim_->options().name;
+  alignment_ = {sim_->options().memory_alignment, sim_->options().offset_alignment, "simulated"};
+  return absl::OkStatus();
+}
+
+File::~File() {
+  std::vector<FileUser*> users;
+  {
+    const std::lock_guard<std::mutex> lock(users_mutex_);
+    users.swap(users_);
+  }
+  for (FileUser* user : users) user->ForgetFile(*this);
+  if (sim_ != nullptr) sim_->Unlock(*sim_file_, this);
+  if (fd_ >= 0) close(fd_);
+}
+
+absl::StatusOr<uint64_t> File::Size() const {
+  if (sim_ != nullptr) return sim_->FileBytes(*sim_file_);
+  if (is_block_device_) {
+    uint64_t bytes = 0;
+    if (ioctl(fd_, BLKGETSIZE64, &bytes) != 0) return Failure("BLKGETSIZE64", path_, errno);
+    return bytes;
+  }
+  struct stat info {};
+  if (fstat(fd_, &info) != 0) return Failure("fstat", path_, errno);
+  return static_cast<uint64_t>(info.st_size);
+}
+
+absl::Status File::Preallocate(uint64_t bytes) {
+  const absl::StatusOr<uint64_t> now = Size();
+  if (!now.ok()) return now.status();
+  if (is_block_device_) {
+    if (bytes <= *now) return absl::OkStatus();
+    return absl::ResourceExhaustedError(absl::StrCat("preallocate ", path_, ": ", FormatBytes(bytes),
+                                                     " asked for, the device has ", FormatBytes(*now)));
+  }
+  if (sim_ != nullptr) {
+    preallocated_ = true;
+    return bytes > *now ? sim_->Resize(*sim_file_, bytes) : absl::OkStatus();
+  }
+  if (bytes == 0) return absl::OkStatus();
+  int result = 0;
+  do {
+    result = fallocate(fd_, 0, 0, static_cast<off_t>(bytes));
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) {
+    preallocated_ = true;
+    return absl::OkStatus();
+  }
+  const int error = errno;
+  if (error == EOPNOTSUPP || error == ENOSYS) return bytes > *now ? Resize(bytes) : absl::OkStatus();
+  // A failed fallocate may have reserved a part: give it back.
+  if (ftruncate(fd_, static_cast<off_t>(*now)) != 0) return Failure("ftruncate", path_, errno);
+  if (error == ENOSPC) {
+    const absl::StatusOr<FileSystemSpace> space = QueryFileSystem(path_);
+    if (space.ok()) {
+      const uint64_t wanted = bytes - std::min(bytes, *now);
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "preallocate ", path_, ": ", FormatBytes(bytes), " asked for, ", FormatBytes(space->free_bytes),
+          " free, ", FormatBytes(wanted - std::min(wanted, space->free_bytes)),
+          " missing: No space left on device (errno 28); free space on this file system or choose another "
+          "directory"));
+    }
+  }
+  return MakeIoError(
+      {.op = "preallocate", .path = path_, .device = device_name_, .bytes = bytes, .error = error});
+}
+
+absl::Status File::Resize(uint64_t bytes) {
+  if (sim_ != nullptr) return sim_->Resize(*sim_file_, bytes);
+  int result = 0;
+  do {
+    result = ftruncate(fd_, static_cast<off_t>(bytes));
+  } while (result != 0 && errno == EINTR);
+  return result == 0 ? absl::OkStatus() : Failure("ftruncate", path_, errno);
+}
+
+absl::Status File::SyncData() const {
+  if (sim_ != nullptr) return sim_->Sync(*sim_file_);
+  int result = 0;
+  do {
+    result = fdatasync(fd_);
+  } while (result != 0 && errno == EINTR);
+  return result == 0 ? absl::OkStatus() : Failure("fdatasync", path_, errno);
+}
+
+absl::Status File::Lock(int patience_ms) {
+  if (sim_ != nullptr) return sim_->Lock(*sim_file_, this);
+  const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
+  while (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) continue;
+    if (errno != EWOULDBLOCK) return Failure("flock", path_, errno);
+    if (std::chrono::steady_clock::now() >= give_up) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("lock ", path_, ": held by another process after ", patience_ms, " ms of trying"));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::aio

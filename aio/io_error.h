@@ -1,0 +1,48 @@
+// How an errno of a transfer or a file call becomes an absl::Status that names the thing, the place and the
+// way out.
+#ifndef PENSTOCK_AIO_IO_ERROR_H_
+#define PENSTOCK_AIO_IO_ERROR_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+
+namespace penstock::aio {
+
+// Everything that is known about a failed operation. Fields that do not apply stay at their defaults and are
+// left out of the text.
+struct IoError {
+  std::string_view op = {};  // "read", "open", "fallocate"
+  std::string_view path = {};
+  std::string_view device = {};  // "vda"
+  uint64_t offset = 0;
+  uint64_t bytes = 0;  // asked for; 0: neither offset nor length is told
+  uint64_t done_bytes = 0;
+  int error = 0;  // errno
+};
+
+// ENOSPC, EDQUOT, EFBIG, ENOMEM, EMFILE, ENFILE: kResourceExhausted.  EIO and the device errors that mean the
+// same (EREMOTEIO, EBADMSG, ENODATA, EUCLEAN, ENXIO, ENODEV): kDataLoss.  ETIMEDOUT, EAGAIN, EINTR, EBUSY:
+// kUnavailable. ENOENT: kNotFound.  EEXIST: kAlreadyExists.  EACCES, EPERM, EROFS: kPermissionDenied. EINVAL:
+// kInvalidArgument. EBADF, ELOOP, EISDIR, ENOTDIR, EOPNOTSUPP: kFailedPrecondition.  ECANCELED: kCancelled.
+// The rest: kInternal.
+absl::StatusCode IoErrorCode(int error);
+
+// "read /nvme/tiles.0 (vda): offset 4096, 1048576 bytes, 0 done: Input/output error (errno 5); <the way
+// out>".
+absl::Status MakeIoError(const IoError& error);
+
+// "Input/output error (errno 5)".
+std::string ErrnoText(int error);
+
+// Worth one more try of the same transfer: the device may have had a moment (EIO, ETIMEDOUT, EREMOTEIO,
+// ENODATA).
+bool IsRetryableDeviceError(int error);
+// The kernel asks for it: EINTR, EAGAIN, and ENOMEM or EBUSY in passing.
+bool IsTransientError(int error);
+
+}  // namespace penstock::aio
+
+#endif  // PENSTOCK_AIO_IO_ERROR_H_

@@ -1,0 +1,268 @@
+// A lane: everything of the engine that belongs to one block device. One thread owns the backend, cuts
+// requests into pieces, keeps them in flight within the byte caps, continues short transfers, retries, and
+// completes requests. On the simulated disk there is no thread: whoever calls Engine::Poll or waits is the
+// lane's thread for that moment.
+//
+// Internal to aio. Enqueue, Cancel, Wake, Describe, Snapshot and ForgetFile may be called from any thread;
+// everything else runs on the lane's thread.
+#ifndef PENSTOCK_AIO_LANE_H_
+#define PENSTOCK_AIO_LANE_H_
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "aio/backend.h"
+#include "aio/engine.h"
+#include "aio/file_user.h"
+#include "aio/piece.h"
+
+namespace penstock::aio {
+
+// A span of time that is switched on and off, seen from any thread.
+class Stopwatch {
+ public:
+  void Set(bool on, int64_t now_ns);
+  int64_t TotalNs(int64_t now_ns) const;
+
+ private:
+  mutable std::mutex mutex_;
+  int64_t since_ns_ = 0;
+  int64_t total_ns_ = 0;
+  bool on_ = false;
+};
+
+// The same over several lanes: on while any of them is.
+class SharedStopwatch {
+ public:
+  void Set(bool on, int64_t now_ns);
+  int64_t TotalNs(int64_t now_ns) const { return watch_.TotalNs(now_ns); }
+
+ private:
+  std::mutex mutex_;
+  int count_ = 0;
+  Stopwatch watch_;
+};
+
+// What the lanes of one engine share.
+struct EngineCore {
+  EngineOptions options;
+  const Clock* clock = nullptr;
+  std::atomic<uint64_t> knee_bytes{0};
+  std::atomic<uint64_t> read_cap_bytes{0};
+  std::atomic<uint64_t> write_cap_bytes{0};
+  std::atomic<uint64_t> pending{0};  // requests accepted and not finished
+  SharedStopwatch busy;
+  SharedStopwatch saturated;
+
+  // Held by whoever drives the lanes in virtual time; a callback may destroy a file.
+  std::recursive_mutex turn_mutex;
+
+  // Waiters sleep here. One that waits for a single request leaves its address, so that lanes wake it for
+  // that one only; the others are counted, and woken after every batch of completions.
+  std::array<std::atomic<const Request*>, 16> awaited{};
+  std::atomic<int> awaited_count{0};
+  std::atomic<int> waiters{0};
+  bool IsAwaited(const Request* request) const;
+  std::mutex wait_mutex;
+  std::condition_variable wait_changed;
+  void NotifyWaiters();
+
+  std::mutex log_mutex;
+  std::vector<std::string> fallbacks;  // under log_mutex
+  void Log(std::string_view line);
+  void NoteFallback(std::string_view line);  // logs and remembers it, once
+};
+
+// Registers a waiter for as long as it lives.
+class WaiterGuard {
+ public:
+  WaiterGuard(EngineCore& core, const Request* awaited);
+  ~WaiterGuard();
+  WaiterGuard(const WaiterGuard&) = delete;
+  WaiterGuard& operator=(const WaiterGuard&) = delete;
+
+ private:
+  EngineCore& core_;
+  std::atomic<const Request*>* slot_ = nullptr;  // null: counted in `waiters`
+};
+
+// A counter with one writer: no locked instruction, readable from anywhere.
+class Counter {
+ public:
+  void Add(uint64_t amount) {
+    value_.store(value_.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+  }
+  void Set(uint64_t value) { value_.store(value, std::memory_order_relaxed); }
+  uint64_t Get() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
+
+class Lane final : public FileUser {
+ public:
+  Lane(EngineCore& core, std::unique_ptr<Backend> backend, bool threaded);
+  ~Lane() override;
+
+  // Starts the backend (on the lane's own thread if it has one) and says whether it works.
+  absl::Status Start();
+  // Cancels what is queued, waits for what is in flight, stops the thread and lets go of all files.
+  void Stop();
+
+  // The device that this lane serves; taken by the first file. Under the engine's lane mutex.
+  bool assigned() const { return assigned_.load(std::memory_order_acquire); }
+  uint64_t device() const { return device_; }
+  void Assign(const File& file);
+
+  // A chain of requests linked by next_, already marked queued. `urgent`: one of them is a demand.
+  void Enqueue(Request* first, Request* last, bool urgent);
+  void RequestCancel();  // some pending request has its cancel flag set
+  bool InCallbackOf(const Request* request) const {
+    return current_callback_.load(std::memory_order_seq_cst) == request;
+  }
+  static bool InCallback(const EngineCore* core);  // this thread runs a callback of this engine
+
+  // One turn: take over, cut, hand over, reap, complete. Returns requests finished. The lane's thread only
+  // (the caller's, one at a time, if the lane has none).
+  size_t Turn(bool may_block);
+  int64_t NextEventNs() const { return backend_->NextEventNs(); }
+
+  void ForgetFile(File& file) override;
+  void Describe(size_t limit, std::vector<std::string>& lines) const;
+  DeviceStats Snapshot() const;
+  std::string_view backend_name() const { return backend_->name(); }
+
+ private:
+  enum class Sleep : uint8_t {
+    kAwake,
+    kIdle,
+    kBusy
+  };  // kBusy: only a demand or a control message is worth a wake
+
+  // A FIFO through Request::next_.
+  struct RequestQueue {
+    Request* first = nullptr;
+    Request* last = nullptr;
+    void PushBack(Request* request);
+    void PopFront();
+  };
+  struct ClassCounters {
+    Counter requests, bytes, failed, cancelled;
+    AtomicHistogram latency;
+  };
+
+  // lane.cc
+  void ThreadMain(std::atomic<int>* started, absl::Status* start_status);
+  void WakeUp();
+  void TakeInbox();
+  void HandleCancels();
+  void FinishCut(Request& request, bool cancelled, int error);
+  void CompleteIfDone(Request& request);
+  size_t RunCallbacks();
+  void ReportStuck();
+  void BreakDown(int error);
+  FileSlot* SlotOf(File& file);
+  void RunOnLane(void (*call)(Lane&, void*), void* argument);
+
+  // lane_dispatch.cc
+  void Dispatch();
+  bool DispatchFrom(int direction);
+  int PickClass(int direction, uint64_t cap_bytes) const;
+  bool MustWait(const Piece& piece) const;
+  void Launch(Request& request, Piece& piece);
+  void Unqueue(RequestQueue& queue, Request& request);
+  RequestQueue& QueueOf(const Request& request);
+  void SendToDevice(Piece& piece);
+  void HandleCompletion(const Completion& completion);
+  void AfterRead(Piece& piece, uint64_t moved);
+  void AfterWrite(Piece& piece, uint64_t moved);
+  void RetryOrFail(Piece& piece, int error);
+  void Retire(Piece& piece, int error);
+  void RunTrims(FileSlot& slot);
+  void UpdateWatches();
+  void WatchService(Op op, int64_t service_ns);
+  uint32_t Batch() const;
+  int64_t TimeoutNs() const;
+  bool MakeBounceBuffers();
+
+  EngineCore& core_;
+  std::unique_ptr<Backend> backend_;
+  const bool threaded_;
+  std::thread thread_;
+  std::atomic<bool> assigned_{false};
+  uint64_t device_ = 0;
+  std::string device_name_;
+
+  // Handed over by other threads.
+  mutable std::mutex inbox_mutex_;
+  RequestQueue inbox_;
+  void (*control_)(Lane&, void*) = nullptr;  // one at a time
+  void* control_argument_ = nullptr;
+  std::condition_variable control_done_;
+  std::atomic<bool> inbox_full_{false};
+  std::atomic<bool> cancels_{false};
+  std::atomic<bool> stopping_{false};
+  std::atomic<Sleep> sleep_{Sleep::kAwake};
+  std::atomic<Request*> current_callback_{nullptr};
+
+  // All unfinished requests, for descriptions; the lane's thread writes under the mutex.
+  mutable std::mutex all_mutex_;
+  Request* all_first_ = nullptr;
+  Request* all_last_ = nullptr;
+
+  // The lane's thread only, from here on.
+  std::array<std::array<RequestQueue, kPriorities>, 2> queues_;  // [0 reads, 1 writes][priority]
+  RequestQueue syncs_;
+  std::array<std::array<uint64_t, kPriorities>, 2> passed_over_{};  // bytes that went before a waiting class
+  int next_direction_ = 0;
+  RequestQueue finished_;
+  std::vector<Piece> pieces_;
+  Piece* free_pieces_ = nullptr;
+  Piece* retries_first_ = nullptr;  // to be sent again
+  std::vector<Piece*> sectors_;     // one-sector writes in flight
+  std::vector<Completion> completions_;
+  std::vector<int> free_bounces_;
+  std::byte* bounce_memory_ = nullptr;
+  uint64_t bounce_bytes_ = 0;
+  FileSlot* slots_ = nullptr;
+  FileSlot* free_slots_ = nullptr;
+  std::array<uint64_t, 2> in_flight_bytes_{};
+  uint32_t in_flight_pieces_ = 0;
+  uint32_t demand_tails_ =
+      0;  // demand requests that are fully cut and in flight: somebody waits for these very pieces
+  bool busy_ = false;
+  bool saturated_ = false;
+  int broken_ = 0;  // errno that ended the backend
+  int64_t now_ns_ = 0;
+  int64_t next_stuck_check_ns_ = 0;
+  uint64_t device_errors_ = 0;
+
+  // Watching for a device that slows down: mean service time of windows of transfers, against the best window
+  // seen.
+  struct ServiceWatch {
+    uint64_t count = 0;
+    int64_t sum_ns = 0;
+    int64_t best_mean_ns = 0;
+    int64_t told_ns = 0;
+  };
+  std::array<ServiceWatch, 2> watches_;
+
+  // Statistics, readable from any thread.
+  std::array<std::array<ClassCounters, kPriorities>, kOps> classes_;
+  std::array<AtomicHistogram, kOps> service_;
+  Counter device_read_bytes_, device_write_bytes_, piece_count_, fixed_pieces_, bounced_pieces_,
+      read_modify_writes_;
+  Counter syscalls_, wakes_, short_transfers_, retries_, io_errors_retried_, stuck_reports_;
+  Counter in_flight_now_, in_flight_peak_, queued_requests_;
+  Stopwatch busy_watch_, saturated_watch_;
+};
+
+}  // namespace penstock::aio
+
+#endif  // PENSTOCK_AIO_LANE_H_
