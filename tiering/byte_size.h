@@ -1,4 +1,4 @@
-// Byte sizes in words: "512M", "4GiB", "1e9".
+// Byte sizes and counts in words: "512M", "4GiB", "1e9"; "7B" parameters.
 #ifndef PENSTOCK_TIERING_BYTE_SIZE_H_
 #define PENSTOCK_TIERING_BYTE_SIZE_H_
 
@@ -18,6 +18,10 @@ namespace penstock::tiering {
 // The value is rounded to whole bytes; exact for everything that a double or int64 holds exactly. Refused
 // with kInvalidArgument, one line: empty, no number, an unknown unit, negative, not finite, beyond 2^63 - 1.
 absl::StatusOr<int64_t> ParseSize(std::string_view text);
+
+// A count of parameters or tokens: a decimal number, then K, M, B or G, T in any case, powers of 1000: "7B",
+// "350M", "2851e6". Refused as by ParseSize.
+absl::StatusOr<int64_t> ParseCount(std::string_view text);
 
 // For people: "0 B", "1023 B", "512.0 MiB", "1.5 GiB"; one decimal, powers of 1024. Negative values keep
 // their sign.

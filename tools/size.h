@@ -10,6 +10,7 @@ namespace penstock::tools {
 
 using tiering::FormatBandwidth;
 using tiering::FormatBytes;
+using tiering::ParseCount;
 using tiering::ParseSize;
 
 }  // namespace penstock::tools

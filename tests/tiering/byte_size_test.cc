@@ -90,6 +90,22 @@ TEST(ParseSize, AnyBytesGiveASizeOrOneLine) {
   }
 }
 
+TEST(ParseCount, PowersOf1000) {
+  const auto count = [](std::string_view text) { return ParseCount(text).value_or(-1); };
+  EXPECT_EQ(count("7B"), 7'000'000'000);
+  EXPECT_EQ(count("350m"), 350'000'000);
+  EXPECT_EQ(count("2851e6"), 2'851'000'000);
+  EXPECT_EQ(count("1.5T"), 1'500'000'000'000);
+  EXPECT_EQ(count("4K"), 4000);
+  EXPECT_EQ(count("1G"), 1'000'000'000);
+  EXPECT_EQ(count("17"), 17);
+  for (const char* text : {"", "B", "-1B", "7BB", "7GiB", "7 x"}) {
+    EXPECT_EQ(ParseCount(text).status().code(), absl::StatusCode::kInvalidArgument) << text;
+  }
+  EXPECT_EQ(std::string(ParseCount("7X").status().message()),
+            "\"7X\" is not a count: its unit is unknown; write it like 350M, 7B or 1e9");
+}
+
 TEST(FormatBytes, OneDecimalAndItsUnit) {
   EXPECT_EQ(FormatBytes(0), "0 B");
   EXPECT_EQ(FormatBytes(1023), "1023 B");

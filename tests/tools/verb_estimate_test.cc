@@ -1,0 +1,125 @@
+#include "tools/verb_estimate.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <vector>
+
+namespace penstock::tools {
+namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
+
+struct Result {
+  int code = -1;
+  std::string out;
+  std::string err;
+};
+
+Result Estimate(std::vector<const char*> words, const ModelSizer& sizer = nullptr) {
+  words.insert(words.begin(), "estimate");
+  std::ostringstream out;
+  std::ostringstream err;
+  Result result;
+  result.code = RunEstimate(static_cast<int>(words.size()), words.data(), out, err, sizer);
+  result.out = out.str();
+  result.err = err.str();
+  return result;
+}
+
+// Wrong words: exit 2, one line on stderr, nothing on stdout.
+std::string Wrong(std::vector<const char*> words) {
+  const Result result = Estimate(std::move(words));
+  EXPECT_EQ(result.code, 2) << result.err;
+  EXPECT_EQ(result.out, "");
+  EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  EXPECT_THAT(result.err, StartsWith("penstock estimate: "));
+  return result.err;
+}
+
+TEST(Estimate, DeepSpeedsTable) {
+  const Result result =
+      Estimate({"--params", "2851M", "--largest-layer", "32e6", "--gpus-per-node", "8", "--stage", "3"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out,
+              HasSubstr("   71.69GB |   0.12GB | offload_param=cpu , offload_optimizer=cpu , zero_init=1\n"));
+  EXPECT_THAT(result.out,
+              HasSubstr("    1.43GB |   6.09GB | offload_param=none, offload_optimizer=none, zero_init=1\n"));
+  EXPECT_EQ(result.err, "");
+}
+
+TEST(Estimate, AllShowsEveryTable) {
+  const Result result = Estimate({"--params=7B"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, HasSubstr("ZeRO-2"));
+  EXPECT_THAT(result.out, HasSubstr("ZeRO-3"));
+  EXPECT_THAT(result.out, HasSubstr("offload=nvme, order=next_forward"));
+}
+
+TEST(Estimate, JsonInBytes) {
+  const Result result =
+      Estimate({"--layers", "24", "--width", "1024", "--json", "--dtype", "fp32", "--tbw", "1200"});
+  EXPECT_EQ(result.code, 0) << result.err;
+  const nlohmann::json json = nlohmann::json::parse(result.out);
+  EXPECT_EQ(json["input"]["params"], 24 * (12 * 1024 * 1024 + 13 * 1024) + (256 + 1024) * 1024 + 2 * 1024);
+  EXPECT_EQ(json["input"]["rated_bytes_written"], 1.2e15);
+  EXPECT_EQ(json["penstock"][2]["nvme_bytes_per_param_per_step"], 28.0);
+  EXPECT_EQ(json["zero3"].size(), 6u);
+}
+
+TEST(Estimate, ModelIsAskedOfTheSizer) {
+  const ModelSizer sizer = [](const std::string& model) -> absl::StatusOr<ModelSize> {
+    if (model != "gpt-x") return absl::InvalidArgumentError("no model \"" + model + "\"");
+    return ModelSize{.params = 1'000'000, .largest_layer_params = 1000};
+  };
+  const Result result = Estimate({"--model", "gpt-x", "--json"}, sizer);
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_EQ(nlohmann::json::parse(result.out)["input"]["largest_layer_params"], 1000);
+  const Result wrong = Estimate({"--model", "gpt-y"}, sizer);
+  EXPECT_EQ(wrong.code, 2);
+  EXPECT_EQ(wrong.err, "penstock estimate: no model \"gpt-y\"\n");
+}
+
+TEST(Estimate, GptSizesAreThePresets) {
+  EXPECT_EQ(GptSize(24, 1024, 1024, 256).params, 303'622'144);  // "303 M with bytes"
+  EXPECT_EQ(GptSize(4, 64, 128, 256).params, 4 * 49'984 + 384 * 64 + 128);
+  EXPECT_EQ(GptSize(1, 64, 1000, 50257).largest_layer_params, 51257 * 64);  // the embedding
+}
+
+TEST(Estimate, Help) {
+  const Result result = Estimate({"--help"});
+  EXPECT_EQ(result.code, 0);
+  EXPECT_THAT(result.out, HasSubstr("--params"));
+  EXPECT_EQ(result.out.find("--model"), std::string::npos);
+}
+
+TEST(Estimate, WrongWords) {
+  EXPECT_EQ(
+      Wrong({"--parms", "7B"}),
+      "penstock estimate: unknown flag --parms (did you mean \"--params\"?); see penstock estimate --help\n");
+  EXPECT_EQ(
+      Wrong({"--params", "7B", "--nods=2"}),
+      "penstock estimate: unknown flag --nods (did you mean \"--nodes\"?); see penstock estimate --help\n");
+  EXPECT_EQ(Wrong({"--params", "7B", "extra"}),
+            "penstock estimate: unexpected word \"extra\"; see penstock estimate --help\n");
+  EXPECT_THAT(Wrong({}), HasSubstr("give the model's size in one way"));
+  EXPECT_THAT(Wrong({"--params", "7B", "--layers", "3", "--width", "4"}), HasSubstr("in one way"));
+  EXPECT_THAT(Wrong({"--layers", "3"}), HasSubstr("--layers and --width go together"));
+  EXPECT_THAT(Wrong({"--params", "many"}), HasSubstr("--params: \"many\" is not a count"));
+  EXPECT_THAT(Wrong({"--params", "-5"}), HasSubstr("--params"));
+  EXPECT_THAT(Wrong({"--params", "7B", "--largest-layer", "8B"}), HasSubstr("largest layer"));
+  EXPECT_THAT(Wrong({"--params", "7B", "--gpus-per-node", "0"}), HasSubstr("GPUs per node"));
+  EXPECT_THAT(Wrong({"--params", "7B", "--nodes", "two"}), HasSubstr("--nodes"));
+  EXPECT_THAT(Wrong({"--params", "7B", "--dtype", "int8"}), HasSubstr("--dtype"));
+  EXPECT_THAT(Wrong({"--params", "7B", "--read-bandwidth", "0"}), HasSubstr("--read-bandwidth"));
+  EXPECT_THAT(Wrong({"--params", "7B", "--stage", "9"}), HasSubstr("--stage"));
+  EXPECT_THAT(Wrong({"--params"}), HasSubstr("--params"));
+  EXPECT_THAT(Wrong({"--params", "7B\nX"}), HasSubstr("7B?X"));
+  EXPECT_THAT(Wrong({"--model", "gpt-x"}), HasSubstr("unknown flag --model"));
+}
+
+}  // namespace
+}  // namespace penstock::tools
