@@ -65,9 +65,11 @@ void Finish(TierRow& row, int64_t node_params, const DriveInput& in) {
   row.bytes_per_param_per_step = (read + written) / static_cast<double>(node_params);
   row.io_seconds_per_step = read / (drives * in.read_bytes_per_s) + written / (drives * in.write_bytes_per_s);
   row.step_seconds = std::max(in.step_seconds, row.io_seconds_per_step);
-  row.days_to_rated_writes = written > 0
-                                 ? drives * in.rated_bytes_written / written * row.step_seconds / 86400
-                                 : std::numeric_limits<double>::infinity();
+  row.steps_to_rated_writes =
+      written > 0 ? drives * in.rated_bytes_written / written : std::numeric_limits<double>::infinity();
+  row.days_to_rated_writes = row.steps_to_rated_writes * row.step_seconds / 86400;
+  // Nothing written in no time: 0 x infinity.
+  if (!(written > 0)) row.days_to_rated_writes = std::numeric_limits<double>::infinity();
 }
 
 }  // namespace
@@ -190,13 +192,15 @@ std::string FormatTiers(const EstimateInput& in, const DriveInput& drives) {
       FormatBandwidth(drives.read_bytes_per_s), FormatBandwidth(drives.write_bytes_per_s),
       drives.rated_bytes_written / 1e12);
   for (const TierRow& row : EstimateTiers(in, drives)) {
-    const std::string days =
-        std::isfinite(row.days_to_rated_writes) ? absl::StrFormat("%.1f", row.days_to_rated_writes) : "-";
-    absl::StrAppendFormat(&text, " %11s | %10s | %10s | %10s | %7.1f | %11.2f | %14s | %s\n",
-                          FormatBytes(row.device_bytes), FormatBytes(row.host_bytes),
-                          FormatBytes(row.nvme_bytes),
-                          FormatBytes(row.read_bytes_per_step + row.write_bytes_per_step),
-                          row.bytes_per_param_per_step, row.io_seconds_per_step, days, row.options);
+    const auto until = [](int decimals, double value) {
+      return std::isfinite(value) ? absl::StrFormat("%.*f", decimals, value) : std::string("-");
+    };
+    absl::StrAppendFormat(
+        &text, " %11s | %10s | %10s | %10s | %7.1f | %11.2f | %15s | %10s | %s\n",
+        FormatBytes(row.device_bytes), FormatBytes(row.host_bytes), FormatBytes(row.nvme_bytes),
+        FormatBytes(row.read_bytes_per_step + row.write_bytes_per_step), row.bytes_per_param_per_step,
+        row.io_seconds_per_step, until(0, row.steps_to_rated_writes), until(1, row.days_to_rated_writes),
+        row.options);
   }
   return text;
 }
@@ -220,6 +224,9 @@ nlohmann::json EstimateJson(const EstimateInput& in, const DriveInput& drives) {
                      {"nvme_bytes_per_param_per_step", row.bytes_per_param_per_step},
                      {"io_seconds_per_step", row.io_seconds_per_step},
                      {"step_seconds", row.step_seconds},
+                     {"steps_to_rated_writes", std::isfinite(row.steps_to_rated_writes)
+                                                   ? nlohmann::json(row.steps_to_rated_writes)
+                                                   : nlohmann::json(nullptr)},
                      {"days_to_rated_writes", std::isfinite(row.days_to_rated_writes)
                                                   ? nlohmann::json(row.days_to_rated_writes)
                                                   : nlohmann::json(nullptr)}});

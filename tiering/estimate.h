@@ -80,7 +80,8 @@ struct TierRow {
   double bytes_per_param_per_step = 0;
   double io_seconds_per_step = 0;  // reads and writes share a drive: their times add up
   double step_seconds = 0;
-  double days_to_rated_writes = 0;  // training day and night; infinite where nothing is written
+  double steps_to_rated_writes = 0;  // infinite where nothing is written
+  double days_to_rated_writes = 0;   // training day and night; infinite where nothing is written
 };
 
 // Rows: none, cpu, nvme with the update in the next forward, nvme with the update in backward; and last, for

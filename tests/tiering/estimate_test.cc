@@ -99,6 +99,7 @@ TEST(EstimateTiers, TimeAndEndurance) {
   EXPECT_DOUBLE_EQ(row.io_seconds_per_step, 14.0 / 7 + 12.0 / 6);
   EXPECT_DOUBLE_EQ(row.step_seconds, 4);
   // 1200 TB at 12 GB a step are 100,000 steps of 4 s.
+  EXPECT_DOUBLE_EQ(row.steps_to_rated_writes, 100'000);
   EXPECT_DOUBLE_EQ(row.days_to_rated_writes, 100'000 * 4.0 / 86400);
   drives.step_seconds = 10;
   row = EstimateTiers(in, drives)[2];
@@ -144,6 +145,7 @@ TEST(EstimateJson, CarriesEveryRow) {
   EXPECT_EQ(json["penstock"].size(), 5u);
   EXPECT_EQ(json["zero3"][0]["cpu_bytes"], EstimateZero3(kT5)[0].cpu_bytes);
   EXPECT_TRUE(json["penstock"][0]["days_to_rated_writes"].is_null());
+  EXPECT_TRUE(json["penstock"][0]["steps_to_rated_writes"].is_null());
   EXPECT_EQ(json["penstock"][2]["nvme_bytes_per_param_per_step"], 26.0);
   EXPECT_EQ(nlohmann::json::parse(json.dump()), json);
 }
