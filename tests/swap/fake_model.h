@@ -20,12 +20,30 @@ namespace penstock::swap {
 
 class FakeModel {
  public:
-  FakeModel(const Layout& layout, uint64_t seed) : layout_(layout), seed_(seed) {
+  // `adjacent`: the segments of a tile one after the other in memory, as a training has them; else each
+  // apart.
+  FakeModel(const Layout& layout, uint64_t seed, bool adjacent = true) : layout_(layout), seed_(seed) {
     for (const TileLayout& tile : layout.tiles) {
+      uint64_t bytes = 0;
+      for (uint64_t length : tile.segment_bytes) bytes += PaddedBytes(length) + (adjacent ? 0 : kBlockBytes);
+      memory_.emplace_back(bytes);
       tiles_.emplace_back();
-      for (uint64_t bytes : tile.segment_bytes) tiles_.back().emplace_back(PaddedBytes(bytes));
+      std::byte* at = memory_.back().data();
+      for (uint64_t length : tile.segment_bytes) {
+        tiles_.back().push_back(Segment(at));
+        at += PaddedBytes(length) + (adjacent ? 0 : kBlockBytes);
+      }
     }
   }
+
+  class Segment {
+   public:
+    explicit Segment(std::byte* data) : data_(data) {}
+    std::byte* data() const { return data_; }
+
+   private:
+    std::byte* data_;
+  };
 
   // The state at update 0.
   void Initialize() {
@@ -51,7 +69,7 @@ class FakeModel {
 
   uint64_t updates() const { return updates_; }
   void set_updates(uint64_t updates) { updates_ = updates; }
-  std::vector<AlignedBuffer>& tile(uint32_t t) { return tiles_[t]; }
+  const std::vector<Segment>& tile(uint32_t t) const { return tiles_[t]; }
   uint32_t tiles() const { return static_cast<uint32_t>(tiles_.size()); }
 
   // First difference to another model's bytes; empty if there is none.
@@ -67,7 +85,7 @@ class FakeModel {
     return "";
   }
 
-  // Through a store, one transfer at a time unless `overlapped`.
+  // Through a store, blocking. WriteAll has all tiles in flight at once.
   absl::Status WriteTile(Store& store, uint32_t tile, uint64_t version) {
     TileIo io;
     if (absl::Status s = Submit(store, &io, tile, version); !s.ok()) return s;
@@ -94,7 +112,7 @@ class FakeModel {
   }
   absl::Status ReadTile(Store& store, uint32_t tile, Which which = Which::kNewest) {
     std::vector<void*> places;
-    for (AlignedBuffer& segment : tiles_[tile]) places.push_back(segment.data());
+    for (const Segment& segment : tiles_[tile]) places.push_back(segment.data());
     TileIo io;
     absl::Status s = store.ReadSegments(&io, tile, 0, static_cast<uint32_t>(places.size()), places,
                                         aio::Priority::kDemand, which);
@@ -112,7 +130,7 @@ class FakeModel {
 
   absl::Status Submit(Store& store, TileIo* io, uint32_t tile, uint64_t version) {
     std::vector<const void*> sources;
-    for (AlignedBuffer& segment : tiles_[tile]) sources.push_back(segment.data());
+    for (const Segment& segment : tiles_[tile]) sources.push_back(segment.data());
     return store.WriteTile(io, tile, version, sources, aio::Priority::kWriteBehind);
   }
   absl::Status Note(Store& store, TileIo* io) {
@@ -156,7 +174,8 @@ class FakeModel {
   Layout layout_;
   uint64_t seed_;
   uint64_t updates_ = 0;
-  std::vector<std::vector<AlignedBuffer>> tiles_;
+  std::vector<AlignedBuffer> memory_;
+  std::vector<std::vector<Segment>> tiles_;
 };
 
 // Tiles as a training has them: 16-bit and 32-bit segments of the same parameters, odd sizes, one with

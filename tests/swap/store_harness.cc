@@ -72,7 +72,7 @@ absl::Status RunStep(Store& store, FakeModel& model, uint64_t step) {
       if (absl::Status s = store.DropAllWritten(); !s.ok()) return s;
     }
     model.UpdateAll(updates);
-    AlignedBuffer& gradient = model.tile(0)[0];
+    const FakeModel::Segment& gradient = model.tile(0)[0];
     if (absl::Status s = store.WriteScratch(&scratch, 0, 0, gradient.data(),
                                             store.geometry().scratch_bytes(0), aio::Priority::kWriteBehind);
         !s.ok()) {

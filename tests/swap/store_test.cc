@@ -101,6 +101,14 @@ TEST_F(StoreTest, WhatIsCommittedComesBack) {
   EXPECT_EQ(read.Difference(model), "");
 }
 
+TEST_F(StoreTest, SegmentsThatLieApartInMemoryAreGathered) {
+  FakeModel model(layout_, 1, /*adjacent=*/false), read(layout_, 2);
+  CreateCommitted(&model).reset();
+  auto store = Open();
+  ASSERT_TRUE(read.ReadAll(*store).ok());
+  EXPECT_EQ(read.Difference(model), "");
+}
+
 TEST_F(StoreTest, WhatIsNotCommittedIsAsIfItNeverWas) {
   FakeModel model(layout_, 1), committed(layout_, 1), read(layout_, 2);
   committed.Initialize();
@@ -604,7 +612,7 @@ TEST_F(StoreTest, TheSteadyStateAllocatesNothing) {
   std::vector<std::vector<const void*>> sources(ios.size());
   std::vector<std::vector<void*>> places(ios.size());
   for (uint32_t t = 0; t < ios.size(); ++t) {
-    for (AlignedBuffer& segment : model.tile(t)) {
+    for (const FakeModel::Segment& segment : model.tile(t)) {
       sources[t].push_back(segment.data());
       places[t].push_back(segment.data());
     }
