@@ -42,6 +42,10 @@ class Backend {
   // Sets up and proves with a real transfer that it works here. An error: kUnavailable, with the reason.
   virtual absl::Status Start(const BackendConfig& config) = 0;
 
+  // The last call on the lane's thread, nothing being in flight: gives back what belongs to that thread. The
+  // destructor may then run on another one.
+  virtual void Finish() {}
+
   // Takes a transfer: piece.op, fd(), device_offset(), device_bytes(), device_data(), fixed_buffer,
   // slot->registered. It need not reach the kernel before the next Run. Never more than max_blocks_in_flight
   // at once.

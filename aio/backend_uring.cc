@@ -48,6 +48,7 @@ class IoUringBackend final : public Backend {
 
   std::string_view name() const override { return "io_uring"; }
   absl::Status Start(const BackendConfig& config) override;
+  void Finish() override;
   void Queue(Piece& piece) override;
   int64_t Run(std::span<Completion> out, uint32_t want, int64_t timeout_ns) override;
   void Wake() override;
@@ -120,6 +121,17 @@ absl::Status IoUringBackend::Start(const BackendConfig& config) {
     status = Probe();
   }
   return status;
+}
+
+// Closing a ring lets go of files and buffers some time later; asking for it does so now, so that locks on
+// the files are gone and the memory is free to be registered elsewhere.
+void IoUringBackend::Finish() {
+  if (!ring_open_) return;
+  if (!file_slot_used_.empty()) io_uring_unregister_files(&ring_);
+  if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
+  io_uring_unregister_ring_fd(&ring_);
+  file_slot_used_.clear();
+  buffers_.clear();
 }
 
 void IoUringBackend::RegisterBuffers(const BackendConfig& config) {

@@ -230,6 +230,7 @@ Engine::~Engine() {
       impl_->lanes[i]->Stop();
     }
   }
+  for (size_t i = 0; i < count; ++i) impl_->lanes[i]->CancelLate();
 }
 
 absl::Status Engine::Impl::Check(const Request* request) const {

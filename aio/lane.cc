@@ -166,7 +166,7 @@ void Lane::ThreadMain(std::atomic<int>* started, absl::Status* start_status) {
   *start_status =
       backend_->Start({&core_.options, [this](std::string_view line) { core_.NoteFallback(line); }});
   const bool ok = start_status->ok();
-  if (!ok) backend_.reset();  // a ring belongs to the thread that made it
+  if (!ok) backend_->Finish();
   started->store(1);
   started->notify_one();  // the last touch: the starter's stack may be gone
   if (!ok) return;
@@ -174,7 +174,7 @@ void Lane::ThreadMain(std::atomic<int>* started, absl::Status* start_status) {
            !inbox_full_.load(std::memory_order_acquire))) {
     Turn(true);
   }
-  backend_.reset();
+  backend_->Finish();
 }
 
 void Lane::Stop() {
@@ -193,6 +193,10 @@ void Lane::Stop() {
       }
     }
   }
+  LetGoOfFiles();
+}
+
+void Lane::LetGoOfFiles() {
   while (slots_ != nullptr) {
     FileSlot* const slot = std::exchange(slots_, slots_->next);
     {
@@ -201,6 +205,17 @@ void Lane::Stop() {
     }
     delete slot;
   }
+}
+
+// A callback on another lane may have got past the engine's check before the shutdown began.
+void Lane::CancelLate() {
+  if (!inbox_full_.load(std::memory_order_acquire)) return;
+  cancels_.store(true);
+  now_ns_ = core_.clock->NowNs();
+  TakeInbox();
+  HandleCancels();
+  RunCallbacks();
+  LetGoOfFiles();
 }
 
 void Lane::Assign(const File& file) {

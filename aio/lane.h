@@ -114,6 +114,8 @@ class Lane final : public FileUser {
   absl::Status Start();
   // Cancels what is queued, waits for what is in flight, stops the thread and lets go of all files.
   void Stop();
+  // After all lanes of the engine have stopped: cancels what came in meanwhile.
+  void CancelLate();
 
   // The device that this lane serves; taken by the first file. Under the engine's lane mutex.
   bool assigned() const { return assigned_.load(std::memory_order_acquire); }
@@ -168,6 +170,7 @@ class Lane final : public FileUser {
   void ReportStuck();
   void BreakDown(int error);
   FileSlot* SlotOf(File& file);
+  void LetGoOfFiles();
   void RunOnLane(void (*call)(Lane&, void*), void* argument);
 
   // lane_dispatch.cc

@@ -228,12 +228,12 @@ TEST_P(EngineTest, ACallbackMaySubmitItsRequestAgain) {
 TEST_P(EngineTest, ACallbackMayDestroyItsRequest) {
   START();
   auto file = w().Open("gone", kMiB);
-  Region region = w().Allocate(4096);
+  Region region = w().Allocate(50 * 4096);
   static std::atomic<int> destroyed;
   destroyed = 0;
-  for (int i = 0; i < 50; ++i) {
+  for (uint64_t i = 0; i < 50; ++i) {
     auto* request = new Request();
-    request->PrepareRead(*file, 0, region.data(), 4096);
+    request->PrepareRead(*file, 0, region.data() + i * 4096, 4096);
     request->set_on_complete(
         [](Request& done, void*) {
           delete &done;
@@ -469,14 +469,15 @@ TEST_P(EngineTest, DestructionFinishesEveryRequest) {
 TEST_P(EngineTest, SubmittingDuringShutdownIsRefused) {
   START();
   auto file = w().Open("late", 4 * kMiB);
-  Region memory = w().Allocate(4096);
+  Region memory = w().Allocate(64 * 4096);
   struct Seen {
     Engine* engine;
     std::atomic<int> refused{0};
   } seen{w().engine.get()};
   std::vector<Request> requests(64);
-  for (Request& request : requests) {
-    request.PrepareRead(*file, 0, memory.data(), 4096);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    Request& request = requests[i];
+    request.PrepareRead(*file, 0, memory.data() + i * 4096, 4096);
     request.set_on_complete(
         [](Request& self, void* context) {
           auto* s = static_cast<Seen*>(context);
