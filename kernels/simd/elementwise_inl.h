@@ -33,16 +33,6 @@ inline I RoundBf16Stochastic(F x, I draw) {
   return Select(GreaterS(SetI(0x7F800000u), Magnitude(bits)), rounded, RoundBf16(x));
 }
 
-inline F JoinVector(I hi, I lo) { return FromBits(AddI(Shl<16>(hi), lo)); }
-// hi and lo in the low halves; what stands above is cut off when they are stored as 16 bits.
-inline void SplitVector(F master, I* hi, I* lo) {
-  const I bits = Bits(master);
-  const M nan = IsNan(bits);
-  const I rounded = Shr<16>(AddI(bits, SetI(0x8000)));
-  *hi = Select(nan, Or(Shr<16>(bits), SetI(0x40)), rounded);
-  *lo = Select(nan, SetI(0), bits);  // (bits - (rounded << 16)) mod 2^16 is the low half of bits
-}
-
 // Reads elements of a DType as fp32.
 template <int kType>
 struct Element;
@@ -61,11 +51,11 @@ template <>
 struct Element<1> {
   template <bool kTail>
   static F Load(const void* p, size_t i, size_t count) {
-    return FromBits(Shl<16>(LoadU16<kTail>(static_cast<const uint16_t*>(p) + i, count)));
+    return LoadBf16<kTail>(static_cast<const uint16_t*>(p) + i, count);
   }
   template <bool kTail>
   static void Store(void* p, size_t i, F x, size_t count) {
-    Store16<kTail>(static_cast<uint16_t*>(p) + i, RoundBf16(x), count);
+    StoreBf16<kTail>(static_cast<uint16_t*>(p) + i, x, count);
   }
 };
 template <>
@@ -110,16 +100,12 @@ void Scale(void* x, float factor, size_t n) {
 
 inline void Split(const float* master, uint16_t* hi, int16_t* lo, size_t n) {
   ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
-    I high, low;
-    SplitVector(LoadF<kTail>(master + i, count), &high, &low);
-    Store16<kTail>(hi + i, high, count);
-    Store16<kTail>(lo + i, low, count);
+    StoreSplit<kTail>(hi + i, lo + i, LoadF<kTail>(master + i, count), count);
   });
 }
 inline void Join(const uint16_t* hi, const int16_t* lo, float* master, size_t n) {
   ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
-    StoreF<kTail>(master + i, JoinVector(LoadU16<kTail>(hi + i, count), LoadS16<kTail>(lo + i, count)),
-                  count);
+    StoreF<kTail>(master + i, LoadSplit<kTail>(hi + i, lo + i, count), count);
   });
 }
 

@@ -27,15 +27,11 @@ template <>
 struct Param<1> {
   template <bool kTail>
   static F Load(const UpdateChunk& c, size_t i, size_t count) {
-    return JoinVector(LoadU16<kTail>(static_cast<const uint16_t*>(c.param) + i, count),
-                      LoadS16<kTail>(c.param_lo + i, count));
+    return LoadSplit<kTail>(static_cast<const uint16_t*>(c.param) + i, c.param_lo + i, count);
   }
   template <bool kTail>
   static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
-    I hi, lo;
-    SplitVector(p, &hi, &lo);
-    Store16<kTail>(static_cast<uint16_t*>(c.param) + i, hi, count);
-    Store16<kTail>(c.param_lo + i, lo, count);
+    StoreSplit<kTail>(static_cast<uint16_t*>(c.param) + i, c.param_lo + i, p, count);
   }
 };
 template <int kType>

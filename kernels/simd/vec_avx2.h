@@ -168,6 +168,77 @@ inline uint32_t ReduceMaxS(I x) {
   return static_cast<uint32_t>(most);
 }
 
+// The 16 words of a register as the upper (or lower) halves of 16 dwords. Unpacking works within halves of
+// the register, hence the exchange of quarters first.
+inline __m256i Spread(__m256i words) { return _mm256_permute4x64_epi64(words, 0xD8); }
+// The low words of 16 dwords whose upper words are zero.
+inline __m256i PackLow(__m256i a, __m256i b) {
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
+}
+inline __m256i UpperWords(__m256i a, __m256i b) {
+  return PackLow(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16));
+}
+inline __m256i LowerWords(__m256i a, __m256i b) {
+  return PackLow(_mm256_blend_epi16(a, _mm256_setzero_si256(), 0xAA),
+                 _mm256_blend_epi16(b, _mm256_setzero_si256(), 0xAA));
+}
+// All ones in words where x is a NaN.
+inline __m256i NanWords(F x) {
+  const __m256i a = _mm256_castps_si256(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q));
+  const __m256i b = _mm256_castps_si256(_mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q));
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xD8);
+}
+inline bool AnyNan(F x) {
+  return _mm256_movemask_ps(
+             _mm256_or_ps(_mm256_cmp_ps(x.a, x.a, _CMP_UNORD_Q), _mm256_cmp_ps(x.b, x.b, _CMP_UNORD_Q))) != 0;
+}
+
+template <bool kTail>
+inline F LoadBf16(const uint16_t* p, size_t count) {
+  const __m256i words = Spread(Load16Raw<kTail>(p, count));
+  const __m256i zero = _mm256_setzero_si256();
+  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, words)),
+          _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, words))};
+}
+inline __m256i RoundUpperWord(__m256i bits) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+}
+template <bool kTail>
+inline void StoreBf16(uint16_t* p, F x, size_t count) {
+  const __m256i a = _mm256_castps_si256(x.a), b = _mm256_castps_si256(x.b);
+  __m256i words = UpperWords(RoundUpperWord(a), RoundUpperWord(b));
+  if (__builtin_expect(AnyNan(x), 0)) {
+    words =
+        _mm256_blendv_epi8(words, _mm256_or_si256(UpperWords(a, b), _mm256_set1_epi16(0x40)), NanWords(x));
+  }
+  Store16Raw<kTail>(p, words, count);
+}
+
+// The master is (hi << 16) + lo with lo signed: hi - 1 in the upper half where lo is negative.
+template <bool kTail>
+inline F LoadSplit(const uint16_t* hi, const int16_t* lo, size_t count) {
+  const __m256i low = Load16Raw<kTail>(lo, count);
+  const __m256i high = Spread(_mm256_add_epi16(Load16Raw<kTail>(hi, count), _mm256_srai_epi16(low, 15)));
+  const __m256i spread = Spread(low);
+  return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(spread, high)),
+          _mm256_castsi256_ps(_mm256_unpackhi_epi16(spread, high))};
+}
+template <bool kTail>
+inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
+  const __m256i a = _mm256_castps_si256(x.a), b = _mm256_castps_si256(x.b);
+  __m256i low = LowerWords(a, b);
+  const __m256i cut = UpperWords(a, b);
+  __m256i high = _mm256_sub_epi16(cut, _mm256_srai_epi16(low, 15));
+  if (__builtin_expect(AnyNan(x), 0)) {
+    const __m256i nan = NanWords(x);
+    low = _mm256_andnot_si256(nan, low);
+    high = _mm256_blendv_epi8(high, _mm256_or_si256(cut, _mm256_set1_epi16(0x40)), nan);
+  }
+  Store16Raw<kTail>(hi, high, count);
+  Store16Raw<kTail>(lo, low, count);
+}
+
 inline D ZeroD() {
   return {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};
 }
@@ -187,8 +258,6 @@ inline void StoreD(double* p, const D& x) {
   _mm256_storeu_pd(p + 8, x.c);
   _mm256_storeu_pd(p + 12, x.d);
 }
-
-inline void Prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 }  // namespace penstock::kernels::avx2
 

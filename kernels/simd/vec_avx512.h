@@ -124,6 +124,59 @@ inline M GreaterS(I a, I b) { return {_mm512_cmpgt_epi32_mask(a.v, b.v)}; }
 inline I Select(M m, I yes, I no) { return {_mm512_mask_blend_epi32(m.v, no.v, yes.v)}; }
 inline uint32_t ReduceMaxS(I a) { return static_cast<uint32_t>(_mm512_reduce_max_epi32(a.v)); }
 
+// 16-bit parts are moved with word permutations: one instruction where widening or narrowing takes two or
+// three.
+inline __m512i LowWords() {  // word 2i of a register, in its lower half
+  return _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22,
+                          20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+}
+inline __m512i HighWords() { return _mm512_add_epi16(LowWords(), _mm512_set1_epi16(1)); }
+inline __m512i Interleave() {  // words i of the lower halves of two registers, side by side
+  return _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                          36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+}
+inline __m256i Narrow(__m512i x, __m512i words) {
+  return _mm512_castsi512_si256(_mm512_permutexvar_epi16(words, x));
+}
+
+template <bool kTail>
+inline F LoadBf16(const uint16_t* p, size_t count) {
+  const __m512i words = _mm512_zextsi256_si512(Load16Raw<kTail>(p, count));
+  return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, Interleave(), words))};
+}
+template <bool kTail>
+inline void StoreBf16(uint16_t* p, F x, size_t count) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+  Store16Raw<kTail>(p, Narrow(kept, HighWords()), count);
+}
+
+// The master is (hi << 16) + lo with lo signed: hi - 1 in the upper half where lo is negative.
+template <bool kTail>
+inline F LoadSplit(const uint16_t* hi, const int16_t* lo, size_t count) {
+  const __m256i low = Load16Raw<kTail>(lo, count);
+  const __m256i high = _mm256_add_epi16(Load16Raw<kTail>(hi, count), _mm256_srai_epi16(low, 15));
+  return {_mm512_castsi512_ps(
+      _mm512_permutex2var_epi16(_mm512_castsi256_si512(low), Interleave(), _mm512_castsi256_si512(high)))};
+}
+template <bool kTail>
+inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
+  const __m512i bits = _mm512_castps_si512(x.v);
+  __m256i low = Narrow(bits, LowWords());
+  __m256i high = _mm256_sub_epi16(Narrow(bits, HighWords()), _mm256_srai_epi16(low, 15));
+  const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+  if (__builtin_expect(nan != 0, 0)) {
+    low = _mm256_mask_mov_epi16(low, nan, _mm256_setzero_si256());
+    high =
+        _mm256_mask_mov_epi16(high, nan, _mm256_or_si256(Narrow(bits, HighWords()), _mm256_set1_epi16(0x40)));
+  }
+  Store16Raw<kTail>(hi, high, count);
+  Store16Raw<kTail>(lo, low, count);
+}
+
 inline D ZeroD() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
 inline void AddSquare(D* acc, F x) {
   const __m512d lo = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
@@ -135,8 +188,6 @@ inline void StoreD(double* p, const D& x) {
   _mm512_storeu_pd(p, x.lo);
   _mm512_storeu_pd(p + 8, x.hi);
 }
-
-inline void Prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 }  // namespace penstock::kernels::avx512
 

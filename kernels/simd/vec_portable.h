@@ -227,6 +227,39 @@ inline uint32_t ReduceMaxS(const I& x) {
   return static_cast<uint32_t>(most);
 }
 
+template <bool kTail>
+inline F LoadBf16(const uint16_t* p, size_t count) {
+  return FromBits(Shl<16>(LoadU16<kTail>(p, count)));
+}
+template <bool kTail>
+inline void StoreBf16(uint16_t* p, const F& x, size_t count) {
+  const I bits = Bits(x);
+  uint16_t raw[kLanes];
+  for (int k = 0; k < kLanes; ++k) {
+    const uint32_t b = bits.v[k];
+    const bool nan = (b & 0x7FFFFFFFu) > 0x7F800000u;
+    raw[k] = static_cast<uint16_t>(nan ? (b >> 16) | 0x40u : (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16);
+  }
+  StoreArray<kTail>(p, raw, count);
+}
+template <bool kTail>
+inline F LoadSplit(const uint16_t* hi, const int16_t* lo, size_t count) {
+  return FromBits(AddI(Shl<16>(LoadU16<kTail>(hi, count)), LoadS16<kTail>(lo, count)));
+}
+template <bool kTail>
+inline void StoreSplit(uint16_t* hi, int16_t* lo, const F& x, size_t count) {
+  const I bits = Bits(x);
+  uint16_t high[kLanes], low[kLanes];
+  for (int k = 0; k < kLanes; ++k) {
+    const uint32_t b = bits.v[k];
+    const bool nan = (b & 0x7FFFFFFFu) > 0x7F800000u;
+    high[k] = static_cast<uint16_t>(nan ? (b >> 16) | 0x40u : (b + 0x8000u) >> 16);
+    low[k] = static_cast<uint16_t>(nan ? 0u : b);  // (bits - (hi << 16)) mod 2^16
+  }
+  StoreArray<kTail>(hi, high, count);
+  StoreArray<kTail>(lo, low, count);
+}
+
 inline D ZeroD() { return {}; }
 // The square is exact in double, so that adding it rounds once, as a fused operation does.
 inline void AddSquare(D* acc, const F& x) {
@@ -236,8 +269,6 @@ inline void AddSquare(D* acc, const F& x) {
   }
 }
 inline void StoreD(double* p, const D& x) { __builtin_memcpy(p, &x, sizeof(x)); }
-
-inline void Prefetch(const void*) {}
 
 }  // namespace penstock::kernels::portable
 
