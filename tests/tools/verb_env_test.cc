@@ -1,0 +1,149 @@
+#include "tools/verb_env.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+#include <vector>
+
+#include "tools/env_probe.h"
+
+namespace penstock::tools {
+namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
+
+struct Result {
+  int code = -1;
+  std::string out;
+  std::string err;
+};
+
+Result Env(std::vector<std::string> words) {
+  std::vector<const char*> argv = {"env"};
+  for (const std::string& word : words) argv.push_back(word.c_str());
+  std::ostringstream out;
+  std::ostringstream err;
+  Result result;
+  result.code = RunEnv(static_cast<int>(argv.size()), argv.data(), out, err);
+  result.out = out.str();
+  result.err = err.str();
+  return result;
+}
+
+class EnvTest : public testing::Test {
+ protected:
+  EnvTest() {
+    std::string name = (std::filesystem::current_path() / "env_test.XXXXXX").string();
+    dir_ = ::mkdtemp(name.data());
+  }
+  ~EnvTest() override { std::filesystem::remove_all(dir_); }
+  std::string dir_;
+};
+
+TEST_F(EnvTest, JsonHasEverySectionAndLeavesNothingBehind) {
+  const Result result = Env({"--dir", dir_, "--json"});
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json json = nlohmann::json::parse(result.out);
+  for (const char* section : {"kernel", "cpu", "memory", "io", "directory", "torch", "cuda"}) {
+    ASSERT_TRUE(json.contains(section)) << section;
+    for (const auto& [name, item] : json[section].items()) {
+      ASSERT_TRUE(item["value"].is_string()) << name;
+      const std::string state = item["state"];
+      EXPECT_TRUE(state == "ok" || state == "limited" || state == "missing") << state;
+      // What is not all right says what that costs.
+      EXPECT_EQ(item.contains("cost") && !item["cost"].get<std::string>().empty(), state != "ok")
+          << section << "." << name;
+    }
+  }
+  EXPECT_TRUE(json["kernel"].contains("release"));
+  EXPECT_TRUE(json["cpu"].contains("simd"));
+  EXPECT_TRUE(json["memory"].contains("memlock"));
+  EXPECT_TRUE(json["memory"].contains("arena"));
+  EXPECT_TRUE(json["io"].contains("io_uring_setup"));
+  EXPECT_TRUE(json["directory"].contains("direct_io"));
+  EXPECT_TRUE(json["torch"].contains("blas"));
+  EXPECT_TRUE(json["cuda"].contains("nccl"));
+  if (json["directory"]["direct_io"]["state"] == "ok") {
+    // The plainest backend works wherever direct I/O does.
+    EXPECT_NE(json["io"]["threads"]["state"], "missing") << json["io"]["threads"];
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(dir_));
+}
+
+TEST_F(EnvTest, TextHasALineAnItem) {
+  const Result result = Env({"--dir", dir_});
+  ASSERT_EQ(result.code, 0) << result.err;
+  EXPECT_THAT(result.out, StartsWith("kernel\n  release"));
+  EXPECT_THAT(result.out, HasSubstr("\ndirectory\n  path"));
+  EXPECT_THAT(result.out, HasSubstr(dir_));
+}
+
+TEST_F(EnvTest, WrongWordsAndDirectories) {
+  const std::string file = dir_ + "/file";
+  std::ofstream(file) << "x";
+  const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
+      {{"--dirr", dir_},
+       "penstock env: unknown flag --dirr (did you mean \"--dir\"?); see penstock env --help\n"},
+      {{"--dir", dir_ + "/absent"}, "penstock env: directory " + dir_ + "/absent: No such file"},
+      {{"--dir", file}, "penstock env: directory " + file + ": is not a directory\n"},
+      {{"word"}, "penstock env: unexpected word \"word\""},
+      {{"--dir"}, "penstock env: "},
+  };
+  for (const auto& [words, says] : cases) {
+    const Result result = Env(words);
+    EXPECT_EQ(result.code, 2) << says;
+    EXPECT_EQ(result.out, "");
+    EXPECT_THAT(result.err, StartsWith(says));
+    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
+  }
+}
+
+TEST_F(EnvTest, ItemsAreUniqueByName) {
+  const auto items = ProbeEnvironment(dir_);
+  ASSERT_TRUE(items.ok()) << items.status();
+  std::set<std::string> names;
+  for (const EnvItem& item : *items) {
+    EXPECT_TRUE(names.insert(item.section + "." + item.name).second) << item.section << "." << item.name;
+    EXPECT_FALSE(item.value.empty()) << item.name;
+  }
+}
+
+TEST(EnvParts, BracketedChoice) {
+  EXPECT_EQ(BracketedChoice("always [madvise] never"), "madvise");
+  EXPECT_EQ(BracketedChoice("[none] mq-deadline"), "none");
+  EXPECT_EQ(BracketedChoice("none"), "");
+  EXPECT_EQ(BracketedChoice("] ["), "");
+  EXPECT_EQ(BracketedChoice(""), "");
+}
+
+TEST(EnvParts, MemInfoValue) {
+  constexpr std::string_view kInfo =
+      "MemTotal:       24689 kB\nMemFree: 12 kB\nHugePages_Total:       7\nBad: x kB\n";
+  EXPECT_EQ(MemInfoValue(kInfo, "MemTotal"), 24689 * 1024);
+  EXPECT_EQ(MemInfoValue(kInfo, "HugePages_Total"), 7);
+  EXPECT_EQ(MemInfoValue(kInfo, "Mem"), -1);
+  EXPECT_EQ(MemInfoValue(kInfo, "Bad"), -1);
+  EXPECT_EQ(MemInfoValue(kInfo, "Absent"), -1);
+  EXPECT_EQ(MemInfoValue("", "MemTotal"), -1);
+}
+
+TEST(EnvParts, MappedFile) {
+  constexpr std::string_view kMaps =
+      "55d0-55d1 r--p 00000000 fe:01 123   /usr/bin/penstock\n"
+      "7f00-7f01 rw-p 00000000 00:00 0 \n"
+      "7f10-7f11 r-xp 00000000 fe:01 456   /usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3\n"
+      "7ffd-7ffe rw-p 00000000 00:00 0     [stack]\n";
+  EXPECT_EQ(MappedFile(kMaps, "openblas"), "/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3");
+  EXPECT_EQ(MappedFile(kMaps, "mkl"), "");
+  EXPECT_EQ(MappedFile(kMaps, "fe:01"), "");  // names only
+}
+
+}  // namespace
+}  // namespace penstock::tools

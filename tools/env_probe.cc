@@ -1,0 +1,484 @@
+#include "tools/env_probe.h"
+
+#include <dlfcn.h>
+#include <linux/io_uring.h>
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "aio/arena.h"
+#include "aio/engine.h"
+#include "aio/file.h"
+#include "kernels/cpu_features.h"
+#include "tools/size.h"
+
+namespace penstock::tools {
+namespace {
+
+std::string ReadText(const std::string& path) {
+  std::ifstream file(path);
+  std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
+  return text;
+}
+
+// One line of /proc or /sys, without its newline; "" where there is none.
+std::string ReadLine(const std::string& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return std::string(absl::StripAsciiWhitespace(line));
+}
+
+class Report {
+ public:
+  void Section(std::string_view section) { section_ = section; }
+  void Ok(std::string_view name, std::string value) { Add(name, std::move(value), EnvState::kOk, ""); }
+  void Limited(std::string_view name, std::string value, std::string_view cost) {
+    Add(name, std::move(value), EnvState::kLimited, cost);
+  }
+  void Missing(std::string_view name, std::string value, std::string_view cost) {
+    Add(name, std::move(value), EnvState::kMissing, cost);
+  }
+  std::vector<EnvItem> Take() { return std::move(items_); }
+
+ private:
+  void Add(std::string_view name, std::string value, EnvState state, std::string_view cost) {
+    for (char& c : value) {
+      if (static_cast<unsigned char>(c) < 0x20) c = ' ';
+    }
+    items_.push_back({section_, std::string(name), std::move(value), state, std::string(cost)});
+  }
+  std::string section_;
+  std::vector<EnvItem> items_;
+};
+
+void Kernel(Report& r) {
+  r.Section("kernel");
+  struct utsname name {};
+  if (::uname(&name) == 0) r.Ok("release", absl::StrCat(name.sysname, " ", name.release, " ", name.machine));
+}
+
+void Cpu(Report& r) {
+  r.Section("cpu");
+  std::istringstream info(ReadText("/proc/cpuinfo"));
+  for (std::string line; std::getline(info, line);) {
+    const size_t colon = line.find(": ");
+    if (!line.starts_with("model name") || colon == std::string::npos) continue;
+    r.Ok("model", line.substr(colon + 2));
+    break;
+  }
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  const int usable = ::sched_getaffinity(0, sizeof set, &set) == 0 ? CPU_COUNT(&set) : 0;
+  r.Ok("usable_cpus", absl::StrCat(usable > 0 ? usable : static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN))));
+  if (const std::string nodes = ReadLine("/sys/devices/system/node/online"); !nodes.empty())
+    r.Ok("numa_nodes", nodes);
+  if (kernels::BestSimdLevel() == kernels::SimdLevel::kPortable) {
+    r.Limited("simd", kernels::DescribeCpu(),
+              "optimizer and checksums run without vector instructions, several times slower");
+  } else if (kernels::ActiveSimdLevel() != kernels::BestSimdLevel()) {
+    r.Limited("simd", kernels::DescribeCpu(), "PENSTOCK_SIMD lowers it; unset it for the best that is here");
+  } else {
+    r.Ok("simd", kernels::DescribeCpu());
+  }
+  if (kernels::GetCpuFeatures().avx512_bf16) {
+    r.Ok("bf16_compute", "in hardware");
+  } else {
+    r.Limited("bf16_compute", "emulated",
+              "bf16 matrix products are slow on this processor; --dtype fp32 may be faster");
+  }
+}
+
+std::string Limit(rlim_t limit) {
+  return limit == RLIM_INFINITY ? "unlimited" : FormatBytes(static_cast<int64_t>(limit));
+}
+
+void Memory(Report& r) {
+  r.Section("memory");
+  const std::string info = ReadText("/proc/meminfo");
+  r.Ok("total", FormatBytes(MemInfoValue(info, "MemTotal")));
+  r.Ok("available", FormatBytes(MemInfoValue(info, "MemAvailable")));
+  r.Ok("hugetlb",
+       absl::StrCat(MemInfoValue(info, "HugePages_Free"), " free of ", MemInfoValue(info, "HugePages_Total"),
+                    " pages of ", FormatBytes(MemInfoValue(info, "Hugepagesize"))));
+  const std::string thp = BracketedChoice(ReadLine("/sys/kernel/mm/transparent_hugepage/enabled"));
+  if (thp.empty() || thp == "never") {
+    r.Limited(
+        "transparent_huge", thp.empty() ? "not there" : thp,
+        "without reserved huge pages the arena has pages of 4 KiB: up to ten times the CPU per GiB of I/O; "
+        "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled");
+  } else {
+    r.Ok("transparent_huge", thp);
+  }
+  struct rlimit lock {};
+  if (::getrlimit(RLIMIT_MEMLOCK, &lock) == 0) {
+    const std::string value = absl::StrCat(Limit(lock.rlim_cur), " (hard ", Limit(lock.rlim_max), ")");
+    const auto total = static_cast<uint64_t>(std::max<int64_t>(0, MemInfoValue(info, "MemTotal")));
+    // A process with CAP_IPC_LOCK is not bound by it; whether that holds is what the arena below shows.
+    if (lock.rlim_cur != RLIM_INFINITY && lock.rlim_cur < total / 2 && ::geteuid() != 0) {
+      r.Limited("memlock", value,
+                "an arena beyond it is neither locked nor registered, which costs CPU; ulimit -l unlimited");
+    } else {
+      r.Ok("memlock", value);
+    }
+  }
+  aio::ArenaOptions options;
+  options.bytes = 8 * aio::kMiB;
+  const auto arena = aio::Arena::Create(options);
+  if (!arena.ok()) {
+    r.Missing("arena", "refused", std::string(arena.status().message()));
+    return;
+  }
+  const std::string value = absl::StrCat(std::string(aio::PageKindName((*arena)->page_kind())), " pages, ",
+                                         (*arena)->locked() ? "locked" : "not locked");
+  const std::string notes = absl::StrJoin((*arena)->notes(), "; ");
+  if ((*arena)->page_kind() == aio::PageKind::kSmall || !(*arena)->locked()) {
+    r.Limited("arena", value, notes);
+  } else {
+    r.Ok("arena", value);
+  }
+}
+
+// ---- I/O.
+// -------------------------------------------------------------------------------------------------------------
+
+// The set-up flags of rings that our engine would like (Linux 6.1).
+#ifndef IORING_SETUP_SINGLE_ISSUER
+#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
+#endif
+#ifndef IORING_SETUP_DEFER_TASKRUN
+#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
+#endif
+
+// 0, or the errno with which the kernel refuses such a ring.
+int TryRing(uint32_t flags) {
+  struct io_uring_params params {};
+  params.flags = flags;
+  const long fd = ::syscall(SYS_io_uring_setup, 4, &params);
+  if (fd < 0) return errno;
+  ::close(static_cast<int>(fd));
+  return 0;
+}
+
+void Rings(Report& r) {
+  const int plain = TryRing(0);
+  if (plain != 0) {
+    const std::string disabled = ReadLine("/proc/sys/kernel/io_uring_disabled");
+    const char* way_out = disabled.empty() || disabled == "0" ? "a container's seccomp profile may forbid it"
+                                                              : "sysctl kernel.io_uring_disabled=0";
+    r.Missing("io_uring_setup", std::strerror(plain),
+              absl::StrCat("libaio or threads do the I/O instead, at more CPU per GiB; ", way_out));
+    return;
+  }
+  if (TryRing(IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN) == 0) {
+    r.Ok("io_uring_setup", "with SINGLE_ISSUER and DEFER_TASKRUN");
+  } else {
+    r.Limited("io_uring_setup", "without SINGLE_ISSUER and DEFER_TASKRUN",
+              "completions interrupt the submitting thread, at some CPU; Linux 6.1 has them");
+  }
+}
+
+// A real transfer: 1 MiB written and read back through the one backend, no stepping down. Also says which
+// step down happened within it (registered buffers, say).
+absl::StatusOr<std::string> TryBackend(aio::BackendKind kind, aio::File& file, const aio::Arena& arena,
+                                       std::byte* memory, uint64_t bytes) {
+  aio::EngineOptions options;
+  options.backend = kind;
+  options.allow_fallback = false;
+  options.arenas = {&arena};
+  options.log = [](std::string_view) {};
+  auto engine = aio::Engine::Create(options);
+  if (!engine.ok()) return engine.status();
+  const auto fill = static_cast<unsigned char>(0x40 + static_cast<int>(kind));
+  std::memset(memory, fill, bytes);
+  aio::Request write;
+  write.PrepareWrite(file, 0, memory, bytes);
+  absl::Status status = (*engine)->Submit(&write);
+  if (status.ok()) status = (*engine)->Wait(&write);
+  if (!status.ok()) return status;
+  std::memset(memory, 0, bytes);
+  aio::Request read;
+  read.PrepareRead(file, 0, memory, bytes);
+  status = (*engine)->Submit(&read);
+  if (status.ok()) status = (*engine)->Wait(&read);
+  if (!status.ok()) return status;
+  for (uint64_t i = 0; i < bytes; ++i) {
+    if (memory[i] != std::byte{fill})
+      return absl::DataLossError("what was read back is not what was written");
+  }
+  return absl::StrJoin((*engine)->stats().fallbacks, "; ");
+}
+
+void Backends(Report& r, aio::File& file) {
+  constexpr uint64_t kBytes = 1 * aio::kMiB;
+  aio::ArenaOptions options;
+  options.bytes = 2 * aio::kMiB;
+  auto arena = aio::Arena::Create(options);
+  if (!arena.ok()) return;  // said in the memory section
+  auto region = (*arena)->Allocate(kBytes);
+  if (!region.ok()) return;
+  struct Candidate {
+    aio::BackendKind kind;
+    const char* cost;
+  };
+  for (const Candidate& c :
+       {Candidate{aio::BackendKind::kIoUring, "libaio or threads do the I/O instead, at more CPU per GiB"},
+        Candidate{aio::BackendKind::kLibaio, "only matters where io_uring is not there"},
+        Candidate{aio::BackendKind::kThreads, "only matters where nothing else is there"}}) {
+    const std::string name(aio::BackendName(c.kind));
+    const auto tried = TryBackend(c.kind, file, **arena, region->data(), kBytes);
+    if (!tried.ok()) {
+      r.Missing(name, std::string(tried.status().message()), c.cost);
+    } else if (!tried->empty()) {
+      r.Limited(name, "works: written and read back", *tried);
+    } else {
+      r.Ok(name, "works: written and read back");
+    }
+  }
+}
+
+void Io(Report& r, aio::File* file) {
+  r.Section("io");
+  Rings(r);
+  if (file != nullptr) Backends(r, *file);
+  const std::string most = ReadLine("/proc/sys/fs/aio-max-nr");
+  if (!most.empty())
+    r.Ok("aio_max_nr", absl::StrCat(ReadLine("/proc/sys/fs/aio-nr"), " of ", most, " in use"));
+}
+
+void Directory(Report& r, const std::string& directory,
+               const absl::StatusOr<std::unique_ptr<aio::File>>& file) {
+  r.Section("directory");
+  std::unique_ptr<char, decltype(&::free)> real(::realpath(directory.c_str(), nullptr), ::free);
+  r.Ok("path", real != nullptr ? real.get() : directory);
+  if (const auto space = aio::QueryFileSystem(directory); space.ok()) {
+    if (space->copy_on_write) {
+      r.Limited("file_system", space->type,
+                "overwriting in place is not in place here: more writes, more fragments; use ext4 or xfs");
+    } else {
+      r.Ok("file_system", space->type);
+    }
+    r.Ok("free", absl::StrCat(FormatBytes(static_cast<int64_t>(space->free_bytes)), " of ",
+                              FormatBytes(static_cast<int64_t>(space->total_bytes))));
+  }
+  if (!file.ok()) {
+    r.Missing("direct_io", std::string(file.status().message()),
+              "no run with --offload nvme can keep its state here; choose a directory on an NVMe drive");
+    return;
+  }
+  const aio::Alignment& alignment = (*file)->alignment();
+  r.Ok("direct_io", absl::StrCat("memory ", alignment.memory, " B, offset ", alignment.offset, " B (from ",
+                                 alignment.source, ")"));
+  r.Ok("device", (*file)->device_name());
+  // The queue's settings stand at the disk; a partition's directory is inside its disk's.
+  const std::string block =
+      absl::StrFormat("/sys/dev/block/%d:%d", major((*file)->device()), minor((*file)->device()));
+  for (const std::string& queue : {block + "/queue/", block + "/../queue/"}) {
+    const std::string logical = ReadLine(queue + "logical_block_size");
+    if (logical.empty()) continue;
+    r.Ok("sectors",
+         absl::StrCat("logical ", logical, " B, physical ", ReadLine(queue + "physical_block_size"), " B"));
+    if (ReadLine(queue + "rotational") == "1") {
+      r.Limited("rotational", "yes, says the kernel",
+                "a disk that seeks is far slower than NVMe (virtual disks may claim it wrongly)");
+    }
+    r.Ok("scheduler", BracketedChoice(ReadLine(queue + "scheduler")));
+    break;
+  }
+}
+
+// ---- Libraries.
+// -------------------------------------------------------------------------------------------------------
+
+void Torch(Report& r) {
+  r.Section("torch");
+  const std::string maps = ReadText("/proc/self/maps");
+#ifdef PENSTOCK_TORCH_VERSION
+  r.Ok("libtorch", absl::StrCat(PENSTOCK_TORCH_VERSION, " ", MappedFile(maps, "libtorch_cpu")));
+#else
+  r.Missing("libtorch", "not built in",
+            "penstock train, sample and export are not there; install libtorch-dev and build again");
+#endif
+  // What is mapped is what runs: the alternatives system decides at load time.
+  for (const char* fast : {"openblas", "mkl_rt", "mkl_core", "blis", "armpl"}) {
+    if (const std::string path = MappedFile(maps, fast); !path.empty()) return r.Ok("blas", path);
+  }
+  for (const char* slow : {"libblas", "libatlas", "libcblas"}) {
+    if (const std::string path = MappedFile(maps, slow); !path.empty()) {
+      return r.Limited("blas", path, "matrix products are up to 20x slower; install libopenblas0-pthread");
+    }
+  }
+  r.Missing("blas", "none is loaded in this program",
+            "nothing multiplies matrices in this program: it cannot train");
+}
+
+// A library opened by name, closed again.
+class Library {
+ public:
+  explicit Library(const char* name) : handle_(::dlopen(name, RTLD_LAZY | RTLD_LOCAL)) {}
+  ~Library() {
+    if (handle_ != nullptr) ::dlclose(handle_);
+  }
+  Library(const Library&) = delete;
+  Library& operator=(const Library&) = delete;
+  explicit operator bool() const { return handle_ != nullptr; }
+  template <typename Function>
+  Function* Get(const char* name) const {
+    return reinterpret_cast<Function*>(::dlsym(handle_, name));
+  }
+
+ private:
+  void* handle_;
+};
+
+// "MAJOR.MINOR" of the numbers that CUDA gives: 12040.
+std::string CudaVersion(int number) { return absl::StrCat(number / 1000, ".", number % 1000 / 10); }
+
+void Gpus(Report& r) {
+  r.Section("cuda");
+#ifdef PENSTOCK_HAVE_CUDA
+  r.Ok("kernels", "built in");
+#else
+  r.Missing("kernels", "not built in", "--device cuda is not there; build where nvcc is");
+#endif
+  const Library driver("libcuda.so.1");
+  const auto init = driver ? driver.Get<int(unsigned)>("cuInit") : nullptr;
+  const auto version = driver ? driver.Get<int(int*)>("cuDriverGetVersion") : nullptr;
+  const auto count = driver ? driver.Get<int(int*)>("cuDeviceGetCount") : nullptr;
+  const auto get = driver ? driver.Get<int(int*, int)>("cuDeviceGet") : nullptr;
+  const auto name = driver ? driver.Get<int(char*, int, int)>("cuDeviceGetName") : nullptr;
+  const auto memory = driver ? driver.Get<int(size_t*, int)>("cuDeviceTotalMem_v2") : nullptr;
+  const auto attribute = driver ? driver.Get<int(int*, int, int)>("cuDeviceGetAttribute") : nullptr;
+  if (!init || !version || !count || !get || !name || !memory || !attribute) {
+    r.Missing("driver", "no libcuda.so.1", "compute stays on the processor");
+  } else if (const int error = init(0); error != 0) {
+    r.Missing("driver", absl::StrCat("cuInit failed with ", error), "compute stays on the processor");
+  } else {
+    int number = 0;
+    int devices = 0;
+    version(&number);
+    count(&devices);
+    r.Ok("driver", absl::StrCat("CUDA ", CudaVersion(number)));
+    if (devices == 0) r.Missing("devices", "none", "compute stays on the processor");
+    for (int i = 0; i < devices; ++i) {
+      int device = 0;
+      std::array<char, 256> text{};
+      size_t bytes = 0;
+      int major_version = 0;
+      int minor_version = 0;
+      // 75 and 76: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
+      if (get(&device, i) != 0 || name(text.data(), static_cast<int>(text.size()) - 1, device) != 0 ||
+          memory(&bytes, device) != 0 || attribute(&major_version, 75, device) != 0 ||
+          attribute(&minor_version, 76, device) != 0) {
+        r.Limited(absl::StrCat("device_", i), "does not answer", "it cannot be used; see nvidia-smi");
+        continue;
+      }
+      r.Ok(absl::StrCat("device_", i),
+           absl::StrCat(text.data(), ", ", FormatBytes(static_cast<int64_t>(bytes)), ", sm_", major_version,
+                        minor_version));
+    }
+  }
+  const Library nccl("libnccl.so.2");
+  const auto nccl_version = nccl ? nccl.Get<int(int*)>("ncclGetVersion") : nullptr;
+  int number = 0;
+  if (nccl_version != nullptr && nccl_version(&number) == 0) {
+    // From 2.9 on: major * 10000 + minor * 100 + patch.
+    r.Ok("nccl", absl::StrCat(number / 10000, ".", number / 100 % 100, ".", number % 100));
+  } else {
+    r.Missing("nccl", "no libnccl.so.2",
+              "several ranks on GPUs cannot exchange; ranks on processors use Gloo");
+  }
+}
+
+}  // namespace
+
+std::string BracketedChoice(std::string_view setting) {
+  const size_t open = setting.find('[');
+  const size_t close = setting.find(']', open);
+  if (open == std::string_view::npos || close == std::string_view::npos) return "";
+  return std::string(setting.substr(open + 1, close - open - 1));
+}
+
+int64_t MemInfoValue(std::string_view meminfo, std::string_view key) {
+  while (!meminfo.empty()) {
+    const std::string_view line = meminfo.substr(0, meminfo.find('\n'));
+    meminfo.remove_prefix(std::min(meminfo.size(), line.size() + 1));
+    if (line.size() <= key.size() || !line.starts_with(key) || line[key.size()] != ':') continue;
+    std::string_view rest = line.substr(key.size() + 1);
+    while (rest.starts_with(' ')) rest.remove_prefix(1);
+    int64_t value = 0;
+    const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), value);
+    if (error != std::errc()) return -1;
+    return std::string_view(end, static_cast<size_t>(rest.data() + rest.size() - end)) == " kB" ? value * 1024
+                                                                                                : value;
+  }
+  return -1;
+}
+
+std::string MappedFile(std::string_view maps, std::string_view part) {
+  while (!maps.empty()) {
+    const std::string_view line = maps.substr(0, maps.find('\n'));
+    maps.remove_prefix(std::min(maps.size(), line.size() + 1));
+    const size_t slash = line.find('/');
+    if (slash == std::string_view::npos) continue;
+    if (line.find(part, slash) != std::string_view::npos) return std::string(line.substr(slash));
+  }
+  return "";
+}
+
+absl::StatusOr<std::vector<EnvItem>> ProbeEnvironment(const std::string& directory) {
+  const auto wrong = [&directory](std::string_view what) {
+    return absl::InvalidArgumentError(absl::StrCat("directory ", directory, ": ", std::string(what)));
+  };
+  struct stat info {};
+  if (::stat(directory.c_str(), &info) != 0)
+    return wrong(absl::StrCat(std::strerror(errno), "; give one that exists"));
+  if (!S_ISDIR(info.st_mode)) return wrong("is not a directory");
+  if (::access(directory.c_str(), W_OK | X_OK) != 0) {
+    return wrong(absl::StrCat("cannot be written: ", std::strerror(errno), "; give one that can"));
+  }
+  // A file of our own name, exclusive, and gone when this returns, whatever happens in between.
+  struct Remover {
+    std::string path;
+    ~Remover() { ::unlink(path.c_str()); }
+  };
+  const Remover probe{absl::StrCat(directory, "/.penstock-env.", ::getpid())};
+  aio::FileOptions options;
+  options.path = probe.path;
+  options.create = true;
+  options.exclusive = true;
+  options.size = 1 * aio::kMiB;
+  const auto file = aio::File::Open(options);
+
+  Report report;
+  Kernel(report);
+  Cpu(report);
+  Memory(report);
+  Io(report, file.ok() ? file->get() : nullptr);
+  Directory(report, directory, file);
+  Torch(report);
+  Gpus(report);
+  return report.Take();
+}
+
+}  // namespace penstock::tools
