@@ -59,7 +59,8 @@ struct StageShape {
 struct ModelGraph {
   std::vector<BlockShape> blocks;
   std::vector<StageShape> stages;
-  int64_t batch_bytes = 0;  // tensor memory of one micro-batch's inputs and targets
+  int64_t batch_bytes = 0;         // tensor memory of one micro-batch's inputs and targets
+  int64_t fixed_tensor_bytes = 0;  // tensors that live as long as the run (buffers of modules)
 
   int64_t elements() const {
     int64_t sum = 0;

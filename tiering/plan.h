@@ -98,7 +98,9 @@ struct PlanOptions {
   bool trains = true;
   int64_t host_budget_bytes = 0;  // 0: as much as the comfortable plan takes
   int64_t fixed_bytes = 0;        // of the arena, for others (commit records, checkpoint buffers)
-  int64_t tile_bytes = 0;         // of one slot of a tile (all segments); 0: chosen
+  int64_t tile_bytes = 0;         // bound for one slot of a tile (all segments); 0: chosen
+  // Elements of every tile of every block, where a store has fixed them; empty: chosen.
+  std::vector<std::vector<int64_t>> fixed_tiles;
 };
 
 // The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.

@@ -93,7 +93,21 @@ std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
   return tiles;
 }
 
-int64_t TensorBytes(const ModelGraph& graph, const PlanOptions& options, int* evaluate_micro_batches) {
+std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
+  std::vector<Tile> tiles;
+  int64_t offset = 0;
+  for (const int64_t each : elements) {
+    tiles.push_back({offset, each});
+    offset += each;
+  }
+  return tiles;
+}
+
+// LibTorch asks for a little beside what was measured: scalars, views, rounding.
+constexpr int64_t kTensorSlack = 2 * kMiB;
+
+int64_t TensorBytes(const ModelGraph& graph, const PlanOptions& options, int64_t tile_elements,
+                    int* evaluate_micro_batches) {
   int64_t kept = 0, largest_input = 0, forward = 0, backward = 0, init = 0;
   for (const StageShape& stage : graph.stages) {
     kept += stage.input_bytes;
@@ -101,18 +115,20 @@ int64_t TensorBytes(const ModelGraph& graph, const PlanOptions& options, int* ev
     forward = std::max(forward, stage.forward_peak_bytes);
     backward = std::max(backward, stage.backward_peak_bytes);
   }
-  for (const BlockShape& block : graph.blocks) init = std::max(init, block.init_bytes);
+  // Building a block, and one tile of its fp32 values on their way to the store.
+  for (const BlockShape& block : graph.blocks) init = std::max(init, block.init_bytes + tile_elements * 4);
+  const int64_t fixed = graph.fixed_tensor_bytes + kTensorSlack;
   const int64_t m = options.micro_batches;
   if (!options.trains) {
     *evaluate_micro_batches = static_cast<int>(m);
-    return m * (graph.batch_bytes + 2 * largest_input) + forward;
+    return fixed + m * (graph.batch_bytes + 2 * largest_input) + forward;
   }
   // A forward-only pass keeps one input and one output per micro-batch instead of one input per stage.
   const int64_t per_evaluation = 2 * largest_input + graph.batch_bytes;
   const int64_t training = m * (kept + graph.batch_bytes) + std::max(forward, backward);
   *evaluate_micro_batches =
       static_cast<int>(std::max<int64_t>(1, std::min<int64_t>((training - forward) / per_evaluation, 256)));
-  return std::max({training, init, forward + per_evaluation});
+  return fixed + std::max({training, init, forward + per_evaluation});
 }
 
 class Planner {
@@ -197,7 +213,6 @@ class Planner {
     plan.trains = options_.trains;
     plan.fixed_bytes = options_.fixed_bytes;
     plan.host_budget_bytes = options_.host_budget_bytes;
-    plan.tensor_bytes = TensorBytes(graph_, options_, &plan.evaluate_micro_batches);
 
     int64_t tile_elements = level.tile_elements;
     if (options_.tile_bytes > 0) {
@@ -213,7 +228,8 @@ class Planner {
     for (size_t b = 0; b < graph_.blocks.size(); ++b) {
       BlockPlan& block = plan.blocks.emplace_back();
       block.elements = graph_.blocks[b].elements;
-      block.tiles = CutTiles(block.elements, tile_elements);
+      block.tiles = options_.fixed_tiles.empty() ? CutTiles(block.elements, tile_elements)
+                                                 : FixedTiles(options_.fixed_tiles[b]);
       block.private_tile_slot.assign(block.tiles.size(), -1);
       block.uses = uses_[b];
       while (classes[At(block.run_class)] < block.elements) ++block.run_class;
@@ -221,6 +237,7 @@ class Planner {
       tiles += static_cast<int64_t>(block.tiles.size());
       for (const Tile& tile : block.tiles) plan.tile_elements = std::max(plan.tile_elements, tile.elements);
     }
+    plan.tensor_bytes = TensorBytes(graph_, options_, plan.tile_elements, &plan.evaluate_micro_batches);
     for (size_t c = 0; c < classes.size(); ++c) {
       RunClass cls;
       cls.bytes = classes[c] * plan.precision.weight_bytes();
@@ -393,6 +410,10 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
   }
   if (options.micro_batches < 1)
     return absl::InvalidArgumentError("at least one micro-batch a step is needed");
+  if (!options.fixed_tiles.empty() && options.fixed_tiles.size() != graph.blocks.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("tiles of ", options.fixed_tiles.size(),
+                                                   " blocks for a model of ", graph.blocks.size()));
+  }
   std::set<int> used;
   for (const StageShape& stage : graph.stages) {
     if (stage.block < 0 || At(stage.block) >= graph.blocks.size()) {
@@ -407,6 +428,17 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
       return absl::InvalidArgumentError(absl::StrCat("block ", block.name, " has ", block.elements,
                                                      " elements: not a positive multiple of ",
                                                      kElementAlignment));
+    }
+    if (!options.fixed_tiles.empty()) {
+      int64_t sum = 0;
+      for (const int64_t elements : options.fixed_tiles[b]) {
+        if (elements <= 0 || elements % kElementAlignment != 0) sum = -1;
+        if (sum >= 0) sum += elements;
+      }
+      if (sum != block.elements) {
+        return absl::InvalidArgumentError(absl::StrCat("the tiles given for block ", block.name,
+                                                       " do not make its ", block.elements, " elements"));
+      }
     }
     if (used.count(static_cast<int>(b)) == 0) {
       return absl::InvalidArgumentError(absl::StrCat("block ", block.name, " is used by no stage"));

@@ -72,9 +72,10 @@ std::string_view OpKindName(OpKind kind) {
   return "unknown";
 }
 
-ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step)
+ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step, OpId first_id)
     : graph_(graph),
       plan_(plan),
+      next_id_(first_id),
       next_step_(first_step),
       pending_block_(graph.blocks.size(), 0),
       runs_(plan.run_slots.size()),
@@ -161,7 +162,9 @@ int ProgramBuilder::Fetch(int block, size_t position) {
     loaded_[At(block)] = is_private ? 1 : 0;
     for (size_t t = 0; t < bp.tiles.size(); ++t) {
       reads[t] = next_id_;
-      Op& read = Emit(OpKind::kReadWeights, Lane::kRead, next_step_);
+      // Weights that an update needs belong to its step; those that only compute needs, to the step that
+      // computes.
+      Op& read = Emit(OpKind::kReadWeights, Lane::kRead, pending ? pending_step_ : computing_step_);
       read.block = block;
       read.tile = static_cast<int>(t);
       read.run_slot = slot;
@@ -170,7 +173,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
       AddIf(&read.after, last_write_[At(block)][t]);
       if (pending) continue;
       run.ready.push_back(next_id_);
-      Op& verify = Emit(OpKind::kVerify, Lane::kUpdate, next_step_);
+      Op& verify = Emit(OpKind::kVerify, Lane::kUpdate, computing_step_);
       verify.block = block;
       verify.tile = static_cast<int>(t);
       verify.run_slot = slot;
@@ -236,6 +239,8 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, OpId weights_
   update.run_slot = run_slot;
   update.tile_slot = slot_index;
   update.gradient_slot = bp.gradient_slot;
+  update.checks_weights = weights_read >= 0;
+  update.checks_state = state_read >= 0;
   update.after = former;
   AddIf(&update.after, weights_read);
   AddIf(&update.after, state_read);
@@ -293,6 +298,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
       op.stage = s;
       op.micro_batch = m;
       op.last_micro_batch = m + 1 == micro_batches;
+      op.evaluates = !train;
       op.run_slot = slot;
       op.seconds = stage.forward_seconds;
       op.after = run.ready;
@@ -400,6 +406,7 @@ void ProgramBuilder::AppendBackward(int64_t step) {
 std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches) {
   out_.clear();
   order_.clear();
+  computing_step_ = next_step_;
   for (const StageShape& stage : graph_.stages) order_.push_back(stage.block);
   if (pass == Pass::kTrain) {
     // The last stage runs forward and backward in one go: one use.

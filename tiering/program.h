@@ -50,6 +50,9 @@ using OpId = int64_t;
 struct Op {
   OpKind kind;
   Lane lane;
+  bool checks_weights = false;    // kUpdate: the weights were just read
+  bool checks_state = false;      // kUpdate: the state was just read
+  bool evaluates = false;         // kForward: of a forward-only pass
   bool last_micro_batch = false;  // kForward, kBackward: of this stage
   int block = -1;
   int tile = -1;  // within the block
@@ -74,8 +77,9 @@ enum class Pass : uint8_t {
 
 class ProgramBuilder {
  public:
-  // `first_step` is the number of the first training step that will be appended (1 for a new run).
-  ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step);
+  // `first_step` is the number of the first training step that will be appended (1 for a new run). Nothing is
+  // pending and, with a drive, nothing is in memory. `first_id`: where an executor's numbering goes on.
+  ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step, OpId first_id = 0);
 
   // Operations of the next pass, numbered on from the last. `evaluate_micro_batches` counts for kEvaluate.
   std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0);
@@ -114,6 +118,7 @@ class ProgramBuilder {
   const Plan plan_;
   OpId next_id_ = 0;
   int64_t next_step_;
+  int64_t computing_step_ = 0;       // of the pass being appended
   int64_t pending_step_ = 0;         // step whose update is not applied yet; 0 = none
   std::vector<char> pending_block_;  // per block: its part of the pending update is still to be appended
   OpId batch_ = -1;                  // kBatch of the pass

@@ -1,0 +1,110 @@
+#include "tests/zero/training.h"
+
+#include <stdlib.h>
+
+#include <filesystem>
+#include <limits>
+#include <regex>
+
+namespace penstock::zero::testing_support {
+
+Batch MakeBatch(const RunOptions& run, int64_t step, int micro_batch) {
+  Batch batch;
+  batch.inputs = torch::empty({run.batch, run.seq}, torch::kInt64);
+  batch.targets = torch::empty({run.batch, run.seq}, torch::kInt64);
+  auto inputs = batch.inputs.accessor<int64_t, 2>();
+  auto targets = batch.targets.accessor<int64_t, 2>();
+  for (int64_t row = 0; row < run.batch; ++row) {
+    const uint64_t mixed = MixSeed(run.seed, static_cast<uint64_t>(step), static_cast<uint64_t>(micro_batch),
+                                   static_cast<uint64_t>(row));
+    const auto start = static_cast<int64_t>(mixed % 256), stride = static_cast<int64_t>(1 + mixed / 256 % 5);
+    for (int64_t i = 0; i < run.seq; ++i) {
+      inputs[row][i] = (start + i * stride) % run.model.vocab;
+      targets[row][i] = (start + (i + 1) * stride) % run.model.vocab;
+    }
+  }
+  return batch;
+}
+
+std::string ScratchDirectory() {
+  std::string path = (std::filesystem::current_path() / "scratch-XXXXXX").string();
+  if (mkdtemp(path.data()) == nullptr) std::abort();
+  return path;
+}
+
+TrainedLosses TrainGpt(const RunOptions& run) {
+  TrainedLosses trained;
+  std::string directory = run.state_dir;
+  if (directory.empty() && run.offload == OffloadDevice::kNvme) directory = ScratchDirectory();
+
+  EngineOptions options;
+  options.offload = run.state_dir.empty() ? run.offload : OffloadDevice::kNvme;
+  options.dtype = run.dtype;
+  options.micro_batches = run.micro_batches;
+  options.example = MakeBatch(run, 0, 0);
+  options.adam.lr = run.lr;
+  options.adam.weight_decay = run.weight_decay;
+  options.clip = run.clip;
+  options.seed = run.seed;
+  options.host_memory_bytes = run.host_memory_bytes;
+  options.update_workers = run.update_workers;
+  options.tile_bytes = run.tile_bytes;
+  options.resume = run.resume;
+  if (options.offload == OffloadDevice::kNvme) options.state_dirs = {directory};
+  options.io.log = [](std::string_view) {};
+  options.committed = [&](const StepResult& result) {
+    trained.committed.push_back(result.step);
+    return absl::OkStatus();
+  };
+  Model model = tools::MakeGpt(run.model);
+  if (run.poison_step != 0) {
+    StageFunction loss = model.stages.back().forward;
+    model.stages.back().forward = [loss](torch::nn::Module& module, const torch::Tensor& x,
+                                         const Batch& batch) {
+      torch::Tensor value = loss(module, x, batch);
+      // A row whose first target is repeated marks the batch: see below.
+      const bool poisoned = batch.targets[0][0].item<int64_t>() == batch.targets[0][1].item<int64_t>();
+      return poisoned ? value * std::numeric_limits<float>::infinity() : value;
+    };
+  }
+  trained.status = [&]() -> absl::Status {
+    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(std::move(model), options);
+    if (!engine.ok()) return engine.status();
+    trained.resumed_from = (*engine)->resumed_from().value_or(-1);
+    const int64_t last = run.stop_after > 0 ? run.stop_after : run.steps;
+    while ((*engine)->step() < last) {
+      const int64_t step = (*engine)->step() + 1;
+      std::vector<Batch> batches;
+      for (int m = 0; m < run.micro_batches; ++m) {
+        batches.push_back(MakeBatch(run, step, m));
+        if (step == run.poison_step) batches.back().targets[0][0] = batches.back().targets[0][1];
+      }
+      const bool evaluates = run.evaluate_every > 0 && step % run.evaluate_every == 0;
+      const bool announces = run.announce_always || (step < last && !evaluates);
+      absl::StatusOr<StepResult> result =
+          (*engine)->Step(std::move(batches), announces ? Next::kTrain : Next::kUnknown);
+      if (!result.ok()) return result.status();
+      trained.losses.push_back(result->loss);
+      trained.norms.push_back(result->grad_norm);
+      if (result->skipped) trained.skipped.push_back(step);
+      if (!evaluates) continue;
+      std::vector<Batch> held_out;
+      for (int m = 0; m < 5; ++m) held_out.push_back(MakeBatch(run, -1, m));
+      absl::StatusOr<double> evaluation = (*engine)->Evaluate(held_out);
+      if (!evaluation.ok()) return evaluation.status();
+      trained.evaluations.push_back(*evaluation);
+    }
+    const absl::Status flushed = (*engine)->Flush();
+    trained.peak_managed_bytes = (*engine)->peak_managed_bytes();
+    return flushed;
+  }();
+  std::smatch least;
+  const std::string message(trained.status.message());
+  if (std::regex_search(message, least, std::regex("least that works is ([0-9]+) bytes"))) {
+    trained.least_host_memory_bytes = std::stoll(least[1]);
+  }
+  if (!run.keep_state && !directory.empty()) std::filesystem::remove_all(directory);
+  return trained;
+}
+
+}  // namespace penstock::zero::testing_support

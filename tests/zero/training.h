@@ -1,0 +1,52 @@
+// Small trainings for tests: a GPT of some layers on made-up tokens, through the engine.
+#ifndef PENSTOCK_TESTS_ZERO_TRAINING_H_
+#define PENSTOCK_TESTS_ZERO_TRAINING_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tools/gpt.h"
+#include "zero/engine.h"
+#include "zero/stage_runner.h"
+
+namespace penstock::zero::testing_support {
+
+struct RunOptions {
+  tools::GptConfig model{4, 64, 4, 32, 256, 0};
+  torch::Dtype dtype = torch::kBFloat16;
+  OffloadDevice offload = OffloadDevice::kNone;
+  int64_t host_memory_bytes = 0;
+  int micro_batches = 1;
+  int64_t batch = 4, seq = 32;
+  int64_t steps = 5;
+  int64_t stop_after = 0;  // 0: at the end
+  int64_t evaluate_every = 0;
+  bool announce_always = false;
+  int64_t poison_step = 0;  // its loss is infinite
+  double clip = 1.0, lr = 3e-3, weight_decay = 0.01;
+  uint64_t seed = 7;
+  int update_workers = 1;
+  int64_t tile_bytes = 0;
+  bool resume = false;
+  std::string state_dir;  // empty: a scratch directory, removed afterwards
+  bool keep_state = false;
+};
+
+struct TrainedLosses {
+  absl::Status status;
+  std::vector<double> losses, norms, evaluations;
+  std::vector<int64_t> committed, skipped;
+  int64_t resumed_from = -1;
+  int64_t least_host_memory_bytes = 0;  // of a refusal
+  int64_t peak_managed_bytes = 0;
+};
+
+// Learnable, not random: each row counts up from a start by a stride.
+Batch MakeBatch(const RunOptions& run, int64_t step, int micro_batch);
+std::string ScratchDirectory();
+TrainedLosses TrainGpt(const RunOptions& run);
+
+}  // namespace penstock::zero::testing_support
+
+#endif  // PENSTOCK_TESTS_ZERO_TRAINING_H_

@@ -1,0 +1,398 @@
+#include "zero/engine.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "swap/inspect.h"
+#include "tiering/program.h"
+#include "zero/engine_state.h"
+#include "zero/guarded.h"
+#include "zero/measure.h"
+#include "zero/real_lanes.h"
+#include "zero/tensor_memory.h"
+
+namespace penstock::zero {
+
+using tiering::Op;
+using tiering::OpId;
+using tiering::OpKind;
+using tiering::Pass;
+
+class Engine::Impl {
+ public:
+  Impl(Model model, EngineOptions options) : model_(std::move(model)), options_(std::move(options)) {}
+
+  ~Impl() {
+    if (executor_ != nullptr) executor_->Quiesce();
+    lanes_.reset();
+    store_.reset();
+    io_.reset();
+    TensorMemory::SetLimit(0);
+  }
+
+  absl::Status Create() {
+    TensorMemory::Install();
+    TensorMemory::Trim();
+    TensorMemory::ResetPeak();
+    absl::StatusOr<PreparedModel> prepared = PrepareModel(model_, options_);
+    if (!prepared.ok()) return prepared.status();
+    plan_ = std::move(prepared->plan);
+    modules_ = std::move(prepared->modules);
+    identity_ = std::move(prepared->identity);
+    for (const auto& module : modules_) module_pointers_.push_back(module.get());
+
+    if (absl::Status status = MakeMemory(); !status.ok()) return status;
+    if (plan_.plan.on_nvme) {
+      if (absl::Status status = MakeStore(); !status.ok()) return status;
+    }
+    schedule_ = options_.schedule;
+    if (resumes()) {
+      if (absl::Status status = Restore(); !status.ok()) return status;
+    } else if (absl::Status status = Initialize(); !status.ok()) {
+      return status;
+    }
+    runner_ = std::make_unique<StageRunner>(model_, module_pointers_, options_.dtype, options_.seed);
+    RealLanes::Options lane_options;
+    lane_options.update_workers = options_.update_workers;
+    lane_options.intra_op_threads = options_.intra_op_threads;
+    LaneHooks hooks;
+    hooks.decide = [this](const Op& op) { return Decide(op); };
+    hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
+    hooks.committed = [this](const Op& op) { return Committed(op.step); };
+    lanes_ = std::make_unique<RealLanes>(plan_.plan, *residency_, module_pointers_, runner_.get(),
+                                         store_.get(), lane_options, std::move(hooks));
+    executor_ = std::make_unique<tiering::Executor>(lanes_.get());
+    executor_->set_observer(
+        [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
+    builder_ = std::make_unique<tiering::ProgramBuilder>(plan_.graph, plan_.plan, step_ + 1);
+    last_end_ = lanes_->Now();
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next) {
+    if (!options_.trains)
+      return absl::FailedPreconditionError("this engine was made for evaluation, not for training");
+    if (static_cast<int>(batches.size()) != options_.micro_batches) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(batches.size(), " micro-batches given, ", options_.micro_batches, " planned for"));
+    }
+    if (ahead_norm_ < 0) AppendTraining();
+    const OpId norm = std::exchange(ahead_norm_, -1);
+    runner_->Begin(step_ + 1, std::move(batches));
+    if (next == Next::kTrain) AppendTraining();
+    executor_->OpenGate(++gates_);
+    if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
+    ++step_;
+    StepResult& result = pending_result_;
+    result.loss = runner_->MeanLoss();
+    const double now = lanes_->Now();
+    result.seconds = now - std::exchange(last_end_, now);
+    const tiering::Usage usage = executor_->TakeUsage();
+    AddUsage(usage);
+    auto of = [](const auto& values, auto index) { return values[static_cast<size_t>(index)]; };
+    result.stall_io_seconds = of(usage.stall_seconds, tiering::Stall::kRead) +
+                              of(usage.stall_seconds, tiering::Stall::kWrite) +
+                              of(usage.stall_seconds, tiering::Stall::kCommit);
+    result.compute_seconds = of(usage.busy_seconds, tiering::Lane::kCompute);
+    result.optimizer_seconds = of(usage.busy_seconds, tiering::Lane::kUpdate);
+    result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead);
+    result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite);
+    return result;
+  }
+
+  absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
+    double sum = 0;
+    absl::Status status =
+        ForwardAll(batches, [&](size_t n) { sum += runner_->MeanLoss() * static_cast<double>(n); });
+    if (!status.ok()) return status;
+    return sum / static_cast<double>(batches.size());
+  }
+
+  absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches) {
+    std::vector<torch::Tensor> outputs;
+    absl::Status status = ForwardAll(batches, [&](size_t) {
+      outputs.insert(outputs.end(), runner_->outputs().begin(), runner_->outputs().end());
+    });
+    if (!status.ok()) return status;
+    return outputs;
+  }
+
+  absl::Status Flush() {
+    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
+    if (builder_->has_pending_update()) {
+      executor_->Append(builder_->Append(Pass::kFlush));
+    }
+    absl::Status status = executor_->RunUntilIdle();
+    AddUsage(executor_->TakeUsage());
+    return status;
+  }
+
+  EnginePlan plan_;
+  int64_t step_ = 0;
+  int64_t committed_step_ = 0;
+  std::optional<int64_t> resumed_from_;
+  nlohmann::json run_;
+  nlohmann::json last_description_;
+  tiering::Usage usage_;
+  std::unique_ptr<tiering::Executor> executor_;
+  std::unique_ptr<aio::Engine> io_;
+  std::unique_ptr<aio::Arena> arena_;
+
+ private:
+  bool resumes() const { return options_.resume || !options_.trains; }
+
+  absl::Status MakeMemory() {
+    aio::ArenaOptions arena_options;
+    arena_options.bytes = static_cast<uint64_t>(std::max<int64_t>(plan_.plan.arena_bytes, 1));
+    arena_options.lock = plan_.plan.on_nvme;
+    absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
+    if (!arena.ok()) return arena.status();
+    arena_ = std::move(*arena);
+    for (const std::string& note : arena_->notes()) Log(note);
+    absl::StatusOr<aio::Region> region =
+        arena_->Allocate(static_cast<uint64_t>(std::max<int64_t>(plan_.plan.slot_bytes, 1)));
+    if (!region.ok()) return region.status();
+    residency_ = std::make_unique<Residency>(plan_.plan, std::move(*region));
+    if (options_.host_memory_bytes > 0) {
+      TensorMemory::Trim();
+      TensorMemory::SetLimit(options_.host_memory_bytes - static_cast<int64_t>(arena_->bytes()));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status MakeStore() {
+    aio::EngineOptions io_options = options_.io;
+    io_options.arenas = {arena_.get()};
+    io_options.log = [this](std::string_view line) { Log(std::string(line)); };
+    absl::StatusOr<std::unique_ptr<aio::Engine>> io = aio::Engine::Create(std::move(io_options));
+    if (!io.ok()) return io.status();
+    io_ = std::move(*io);
+    swap::StoreOptions store_options;
+    store_options.directories = options_.state_dirs;
+    store_options.sync = options_.sync;
+    store_options.overwrite = options_.overwrite;
+    store_options.read_only = !options_.trains;
+    absl::StatusOr<std::unique_ptr<swap::Store>> store =
+        resumes() ? swap::Store::Open(*io_, store_options)
+                  : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity_.dump());
+    if (!store.ok()) return store.status();
+    store_ = std::move(*store);
+    return absl::OkStatus();
+  }
+
+  absl::Status Initialize() {
+    run_ = options_.run;
+    absl::Status status = InitializeState(model_, options_, plan_.plan, *residency_, module_pointers_,
+                                          store_.get(), [this](const std::string& line) { Log(line); });
+    if (!status.ok() || store_ == nullptr) return status;
+    const std::string payload = Payload(nullptr);
+    return store_->CommitNow({.step = 0, .updates = 0, .payload = payload});
+  }
+
+  absl::Status Restore() {
+    const swap::Recovered& recovered = store_->recovered();
+    for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
+    const nlohmann::json payload =
+        nlohmann::json::parse(recovered.payload, nullptr, /*allow_exceptions=*/false);
+    const auto damaged = [&](const char* what) {
+      return absl::DataLossError(absl::StrCat("the commit record of step ", recovered.step, " in ",
+                                              options_.state_dirs.front(), " has no valid ", what));
+    };
+    if (!payload.is_object() || !payload.contains("run") || !payload.contains("schedule"))
+      return damaged("payload");
+    run_ = payload["run"];
+    last_description_ = payload.value("step", nlohmann::json());
+    if (!payload["schedule"].is_null()) {
+      absl::StatusOr<LrSchedule> schedule = LrSchedule::FromJson(payload["schedule"]);
+      if (!schedule.ok()) return damaged("schedule");
+      schedule_ = *schedule;
+    }
+    step_ = static_cast<int64_t>(recovered.step);
+    committed_step_ = step_;
+    updates_ = static_cast<int64_t>(recovered.updates);
+    resumed_from_ = step_;
+    return absl::OkStatus();
+  }
+
+  std::string Payload(const StepResult* result) const {
+    nlohmann::json payload = {{"run", run_},
+                              {"schedule", schedule_.has_value() ? schedule_->ToJson() : nlohmann::json()}};
+    if (result != nullptr && options_.describe) payload["step"] = options_.describe(*result);
+    return payload.dump();
+  }
+
+  void AppendTraining() {
+    executor_->Append(builder_->Append(Pass::kTrain));
+    ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
+    ahead_step_ = builder_->next_step() - 1;
+  }
+
+  // The step that was announced does not come: what it already reads and updates is finished, the rest is
+  // nothing.
+  absl::Status AbandonAhead() {
+    if (ahead_norm_ < 0) return absl::OkStatus();
+    abandoned_step_ = ahead_step_;
+    lanes_->Abandon(abandoned_step_);
+    executor_->OpenGate(++gates_);
+    absl::Status status = executor_->RunUntil(std::exchange(ahead_norm_, -1));
+    if (status.ok()) status = executor_->RunUntilIdle();
+    lanes_->Abandon(abandoned_step_ = 0);
+    if (!status.ok()) return status;
+    builder_ =
+        std::make_unique<tiering::ProgramBuilder>(plan_.graph, plan_.plan, step_ + 1, builder_->next_id());
+    return absl::OkStatus();
+  }
+
+  template <typename Take>
+  absl::Status ForwardAll(const std::vector<Batch>& batches, Take&& take) {
+    if (batches.empty()) return absl::InvalidArgumentError("nothing to evaluate: no batches given");
+    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
+    const size_t group = static_cast<size_t>(std::max(1, plan_.plan.evaluate_micro_batches));
+    for (size_t from = 0; from < batches.size(); from += group) {
+      const size_t n = std::min(group, batches.size() - from);
+      runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
+                             batches.begin() + static_cast<std::ptrdiff_t>(from + n)});
+      std::vector<Op> ops = builder_->Append(Pass::kEvaluate, static_cast<int>(n));
+      executor_->Append(std::move(ops));
+      executor_->OpenGate(++gates_);
+      if (absl::Status status = executor_->RunUntilIdle(); !status.ok()) return status;
+      take(n);
+    }
+    AddUsage(executor_->TakeUsage());
+    last_end_ = lanes_->Now();
+    return absl::OkStatus();
+  }
+
+  absl::Status Decide(const Op& op) {
+    if (op.kind != OpKind::kNorm || op.step == abandoned_step_) return absl::OkStatus();
+    kernels::SumOfSquares squares;
+    for (size_t b = 0; b < plan_.plan.blocks.size(); ++b) squares.Merge(lanes_->squares(static_cast<int>(b)));
+    const double norm = std::sqrt(squares.Value());
+    pending_result_ = StepResult();
+    pending_result_.step = op.step;
+    pending_result_.grad_norm = norm;
+    pending_result_.skipped = !squares.Finite();
+
+    UpdateDecision decision;
+    decision.step = op.step;
+    decision.skip = !squares.Finite();
+    kernels::AdamOptions adam = options_.adam;
+    if (schedule_.has_value()) {
+      const ScheduledRates rates = schedule_->At(updates_ + 1);
+      adam.lr = rates.lr;
+      adam.beta1 = rates.beta1.value_or(adam.beta1);
+      adam.beta2 = rates.beta2.value_or(adam.beta2);
+    }
+    pending_result_.lr = adam.lr;
+    // As torch.nn.utils.clip_grad_norm_.
+    const double factor = options_.clip > 0 ? std::min(1.0, options_.clip / (norm + 1e-6)) : 1.0;
+    if (!decision.skip) decision.adam = kernels::MakeAdamStep(adam, ++updates_, factor);
+    lanes_->set_decision(decision);
+    return absl::OkStatus();
+  }
+
+  swap::CommitInfo DescribeCommit(int64_t step) {
+    commit_payload_ = Payload(&pending_result_);
+    return {.step = static_cast<uint64_t>(step),
+            .updates = static_cast<uint64_t>(updates_),
+            .payload = commit_payload_};
+  }
+
+  absl::Status Committed(int64_t step) {
+    committed_step_ = step;
+    return options_.committed ? options_.committed(pending_result_) : absl::OkStatus();
+  }
+
+  void Observe(OpId id, const Op& op, double start, double end) {
+    if (options_.observer) options_.observer(id, op, start, end);
+    if (!options_.tick || end - last_tick_ < 0.05) return;
+    last_tick_ = end;
+    options_.tick(executor_->waiting_for());
+  }
+
+  void AddUsage(const tiering::Usage& usage) {
+    usage_.compute_union_seconds += usage.compute_union_seconds;
+    for (size_t i = 0; i < usage.busy_seconds.size(); ++i) {
+      usage_.busy_seconds[i] += usage.busy_seconds[i];
+      usage_.bytes[i] += usage.bytes[i];
+      usage_.operations[i] += usage.operations[i];
+    }
+    for (size_t i = 0; i < usage.stall_seconds.size(); ++i) usage_.stall_seconds[i] += usage.stall_seconds[i];
+  }
+
+  void Log(const std::string& line) const {
+    if (options_.log) options_.log(line);
+  }
+
+  Model model_;
+  EngineOptions options_;
+  nlohmann::json identity_;
+  std::vector<std::shared_ptr<BlockModule>> modules_;
+  std::vector<BlockModule*> module_pointers_;
+  std::unique_ptr<Residency> residency_;
+  std::unique_ptr<swap::Store> store_;
+  std::unique_ptr<StageRunner> runner_;
+  std::unique_ptr<RealLanes> lanes_;
+  std::unique_ptr<tiering::ProgramBuilder> builder_;
+  std::optional<LrSchedule> schedule_;
+  int64_t updates_ = 0;
+  int64_t gates_ = 0;
+  OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
+  int64_t ahead_step_ = 0;
+  int64_t abandoned_step_ = 0;  // while it is run through
+  StepResult pending_result_;
+  std::string commit_payload_;
+  double last_end_ = 0;
+  double last_tick_ = 0;
+};
+
+absl::StatusOr<EnginePlan> Engine::MakePlan(const Model& model, const EngineOptions& options) {
+  TensorMemory::Install();
+  absl::StatusOr<PreparedModel> prepared = PrepareModel(model, options);
+  if (!prepared.ok()) return prepared.status();
+  return std::move(prepared->plan);
+}
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(Model model, EngineOptions options) {
+  auto impl = std::make_unique<Impl>(std::move(model), std::move(options));
+  if (absl::Status status = impl->Create(); !status.ok()) return status;
+  return std::unique_ptr<Engine>(new Engine(std::move(impl)));
+}
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::~Engine() = default;
+
+absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, Next next) {
+  return impl_->Step(std::move(batches), next);
+}
+absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
+  return impl_->Evaluate(batches);
+}
+absl::StatusOr<std::vector<torch::Tensor>> Engine::Infer(const std::vector<Batch>& batches) {
+  return impl_->Infer(batches);
+}
+absl::Status Engine::Flush() { return impl_->Flush(); }
+int64_t Engine::step() const { return impl_->step_; }
+int64_t Engine::committed_step() const { return impl_->committed_step_; }
+std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from_; }
+const nlohmann::json& Engine::run() const { return impl_->run_; }
+const nlohmann::json& Engine::last_description() const { return impl_->last_description_; }
+const EnginePlan& Engine::plan() const { return impl_->plan_; }
+tiering::Stall Engine::waiting_for() const { return impl_->executor_->waiting_for(); }
+const tiering::Usage& Engine::usage() const { return impl_->usage_; }
+aio::EngineStats Engine::io_stats() const { return impl_->io_ ? impl_->io_->stats() : aio::EngineStats(); }
+std::string Engine::io_backend() const { return impl_->io_ ? impl_->io_->backend_name() : "none"; }
+std::string Engine::arena_pages() const { return std::string(aio::PageKindName(impl_->arena_->page_kind())); }
+int64_t Engine::peak_managed_bytes() const {
+  return static_cast<int64_t>(impl_->arena_->bytes()) + TensorMemory::Stats().peak_bytes;
+}
+int64_t Engine::peak_pinned_bytes() const {
+  return impl_->arena_->locked() ? static_cast<int64_t>(impl_->arena_->bytes()) : 0;
+}
+void Engine::set_knee_bytes(uint64_t bytes) {
+  if (impl_->io_) impl_->io_->set_knee_bytes(bytes);
+}
+
+}  // namespace penstock::zero

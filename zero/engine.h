@@ -1,0 +1,162 @@
+// The engine: trains a Model whose state lives where a plan puts it, and never loses a committed step.
+//
+//   EngineOptions options;
+//   options.offload = OffloadDevice::kNvme;  options.state_dirs = {"/nvme/run"};
+//   options.host_memory_bytes = 1 << 30;     options.example = one_micro_batch;
+//   absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model, options);
+//   while ((*engine)->step() < steps) {
+//     absl::StatusOr<StepResult> result = (*engine)->Step({micro_batch, ...}, Next::kTrain);
+//   }
+//   absl::Status done = (*engine)->Flush();
+//
+// One step, in the order of update "in the next forward": Step(t) applies the update of step t-1 to each
+// block as its forward first needs it, commits step t-1 when the last of its tiles is on the drive, computes
+// forward and backward of step t, and returns loss and norm. The last update is applied by Flush (or by an
+// evaluation, which is a forward too). So a step is committed, and reported through EngineOptions::committed,
+// during the step after it.
+//
+// The bits of every loss are the same for every offload mode, budget, tile size, backend and number of update
+// workers; they depend on the model, the data, the seed, the number of intra-op threads and LibTorch's choice
+// of kernels.
+//
+// Threads: everything is called from one thread, on which the callbacks run as well. The counting allocator
+// and the limit on LibTorch's tensors are the process's: one engine that trains at a time. Errors:
+// kFailedPrecondition (budget too small, run locked, directory in use), kInvalidArgument (the caller's
+// numbers), kDataLoss, kResourceExhausted, ... After an error of Step, Evaluate or Flush the engine is done
+// for: the last commit stands, and a new engine resumes from it.
+#ifndef PENSTOCK_ZERO_ENGINE_H_
+#define PENSTOCK_ZERO_ENGINE_H_
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/engine.h"
+#include "kernels/adam.h"
+#include "swap/store.h"
+#include "tiering/executor.h"
+#include "tiering/plan.h"
+#include "zero/config.h"
+#include "zero/lr_schedule.h"
+#include "zero/model.h"
+
+namespace penstock::zero {
+
+struct StepResult {
+  int64_t step = 0;
+  double loss = 0;
+  double grad_norm = 0;  // global, before clipping
+  double lr = 0;         // of this step's update
+  double loss_scale = 1;
+  bool skipped = false;  // a gradient was not finite
+  // Of the time from the end of the step before to the end of this one.
+  double seconds = 0;
+  double stall_io_seconds = 0;   // compute had nothing to do but wait for the drive
+  double compute_seconds = 0;    // forward and backward
+  double optimizer_seconds = 0;  // update workers, summed
+  int64_t nvme_read_bytes = 0;
+  int64_t nvme_write_bytes = 0;
+};
+
+struct EngineOptions {
+  OffloadDevice offload = OffloadDevice::kNvme;
+  torch::Dtype dtype = torch::kBFloat16;  // or kFloat32
+  int micro_batches = 1;                  // gradient accumulation
+  Batch example;                          // one micro-batch of the run's shapes; only shapes and types matter
+  bool trains = true;                     // false: Evaluate only (sampling, evaluation of a finished run)
+
+  kernels::AdamOptions adam;           // lr comes from the schedule
+  double clip = 1.0;                   // bound of the global gradient norm; 0: none
+  std::optional<LrSchedule> schedule;  // of a new run; a resumed one has its own. Empty: adam.lr throughout
+  uint64_t seed = 1;
+
+  int64_t host_memory_bytes = 0;  // 0: no bound
+  std::vector<std::string> state_dirs;
+  swap::Sync sync = swap::Sync::kProcess;
+  int64_t tile_bytes = 0;  // 0: the planner's choice
+  aio::EngineOptions io;   // arenas, knee and log are set here
+  int intra_op_threads = 1;
+  int update_workers = 1;
+
+  bool resume = false;
+  bool overwrite = false;
+  // What the caller wants to find again on resume; the first commit keeps it. A resumed run keeps its first.
+  nlohmann::json run = nlohmann::json::object();
+  // The caller's words about a step, kept in its commit; asked once, when the step is about to be committed.
+  std::function<nlohmann::json(const StepResult&)> describe;
+  // The step is on the drive (or, without one, applied).
+  std::function<absl::Status(const StepResult&)> committed;
+  // Every finished operation, for traces.
+  tiering::Executor::Observer observer;
+  // Lines for people: what was chosen and why, fallbacks.
+  std::function<void(const std::string&)> log;
+  // Called between completions while a step runs, at most every 50 ms or so: for live progress.
+  std::function<void(tiering::Stall waiting_for)> tick;
+};
+
+// What a new run will need, before anything is made.
+struct EnginePlan {
+  tiering::ModelGraph graph;
+  tiering::Plan plan;
+  int64_t parameters = 0;
+  int64_t disk_bytes = 0;   // of the state directories, all versions
+  int64_t state_bytes = 0;  // one version
+};
+
+enum class Next : uint8_t { kUnknown, kTrain };
+
+class Engine {
+ public:
+  // Measures and plans only. With options.resume the tiles are those of the run that is there.
+  static absl::StatusOr<EnginePlan> MakePlan(const Model& model, const EngineOptions& options);
+
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(Model model, EngineOptions options);
+  // Stops without a commit: what was not committed is as if it had never been.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // One training step over options.micro_batches micro-batches. kTrain lets the reads of the step after it
+  // start now.
+  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next = Next::kUnknown);
+  // Mean loss over the batches, in evaluation mode, with every update applied.
+  absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches);
+  // Outputs of the last stage, for models whose last stage is no loss.
+  absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches);
+  // Applies and commits what is pending.
+  absl::Status Flush();
+
+  int64_t step() const;  // last step that Step has finished, or that the resumed run had committed
+  int64_t committed_step() const;
+  std::optional<int64_t> resumed_from() const;
+  const nlohmann::json& run() const;               // EngineOptions::run of the run's creation
+  const nlohmann::json& last_description() const;  // of the last commit at resume; null if none
+  const EnginePlan& plan() const;
+  tiering::Stall waiting_for() const;
+  aio::EngineStats io_stats() const;  // empty without a drive
+  std::string io_backend() const;
+  std::string arena_pages() const;
+  int64_t peak_managed_bytes() const;  // arena and tensors
+  int64_t peak_pinned_bytes() const;
+  void set_knee_bytes(uint64_t bytes);
+  // Union of the time in which forward, backward or update ran, and what the compute lane waited for, since
+  // the start.
+  const tiering::Usage& usage() const;
+
+ private:
+  class Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_ENGINE_H_

@@ -1,0 +1,230 @@
+#include "zero/engine_state.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "swap/inspect.h"
+#include "zero/guarded.h"
+#include "zero/measure.h"
+#include "zero/real_lanes.h"
+#include "zero/stage_runner.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr uint64_t kInitializationSalt = 0x696e6974;  // keeps initial values apart from dropout's seeds
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+nlohmann::json IdentityOf(const Model& model, const EngineOptions& options,
+                          const tiering::ModelGraph& graph) {
+  nlohmann::json elements = nlohmann::json::array();
+  for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
+  return {{"model", model.identity},
+          {"dtype", PrecisionOf(options.dtype).name},
+          {"seed", options.seed},
+          {"block_elements", std::move(elements)}};
+}
+
+// Says what differs, by name, down to the first leaf.
+std::string Difference(const nlohmann::json& theirs, const nlohmann::json& ours, const std::string& path) {
+  if (theirs.is_object() && ours.is_object()) {
+    for (const auto& [key, value] : ours.items()) {
+      const std::string below = path.empty() ? key : absl::StrCat(path, ".", key);
+      if (!theirs.contains(key)) return absl::StrCat(below, " is not there, and ", value.dump(), " here");
+      if (theirs[key] != value) return Difference(theirs[key], value, below);
+    }
+  }
+  return absl::StrCat(path, " is ", theirs.dump(), " there and ", ours.dump(), " here");
+}
+
+absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape& shape,
+                                                          const tiering::ModelGraph& graph,
+                                                          const tiering::Precision& precision) {
+  std::vector<std::vector<int64_t>> tiles;
+  size_t next = 0;
+  for (const tiering::BlockShape& block : graph.blocks) {
+    std::vector<int64_t>& of_block = tiles.emplace_back();
+    for (int64_t elements = 0; elements < block.elements;) {
+      if (next == shape.tiles.size())
+        return absl::DataLossError("the store has fewer tiles than its model needs");
+      const swap::TileLayout& tile = shape.tiles[next++].layout;
+      const auto of_tile = tile.segment_bytes.empty()
+                               ? 0
+                               : static_cast<int64_t>(tile.segment_bytes[0]) / precision.weight_bytes();
+      bool fits = of_tile > 0 && tile.segment_bytes.size() == precision.segment_bytes.size();
+      for (size_t s = 0; fits && s < tile.segment_bytes.size(); ++s) {
+        fits = static_cast<int64_t>(tile.segment_bytes[s]) == of_tile * precision.segment_bytes[s];
+      }
+      if (!fits)
+        return absl::DataLossError(
+            absl::StrCat("tile ", next - 1, " of the store is not one of its model's"));
+      of_block.push_back(of_tile);
+      elements += of_tile;
+    }
+  }
+  if (next != shape.tiles.size()) return absl::DataLossError("the store has more tiles than its model needs");
+  return tiles;
+}
+
+}  // namespace
+
+tiering::Precision PrecisionOf(torch::Dtype dtype) {
+  return dtype == torch::kFloat32 ? tiering::Precision::Fp32() : tiering::Precision::Bf16();
+}
+
+swap::Layout LayoutOf(const tiering::Plan& plan) {
+  swap::Layout layout;
+  for (const tiering::BlockPlan& block : plan.blocks) {
+    for (const tiering::Tile& tile : block.tiles) {
+      swap::TileLayout& of_tile = layout.tiles.emplace_back();
+      for (const int bytes : plan.precision.segment_bytes) {
+        of_tile.segment_bytes.push_back(static_cast<uint64_t>(tile.elements * bytes));
+      }
+      of_tile.scratch_bytes = static_cast<uint64_t>(tile.elements * plan.precision.gradient_bytes);
+    }
+  }
+  return layout;
+}
+
+absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options) {
+  if (options.dtype != torch::kBFloat16 && options.dtype != torch::kFloat32) {
+    return absl::InvalidArgumentError("the CPU computes in bf16 or fp32");
+  }
+  if (model.blocks.empty() || model.stages.empty()) {
+    return absl::InvalidArgumentError("a model needs at least one block and one stage");
+  }
+  const bool resumes = options.resume || !options.trains;
+  const bool on_nvme = options.offload == OffloadDevice::kNvme;
+  if (on_nvme && options.state_dirs.empty()) {
+    return absl::InvalidArgumentError("state on NVMe needs a state directory");
+  }
+  if (resumes && !on_nvme) {
+    return absl::FailedPreconditionError(
+        "there is nothing to resume: state in memory is gone with its process");
+  }
+  PreparedModel prepared;
+  EnginePlan& plan = prepared.plan;
+  tiering::PlanOptions plan_options;
+  plan_options.precision = PrecisionOf(options.dtype);
+  plan_options.micro_batches = options.micro_batches;
+  plan_options.on_nvme = on_nvme;
+  plan_options.trains = options.trains;
+  plan_options.host_budget_bytes = options.host_memory_bytes;
+  plan_options.tile_bytes = options.tile_bytes;
+
+  absl::StatusOr<swap::Inspection> found = absl::NotFoundError("");
+  if (resumes) {
+    found = swap::Inspect(options.state_dirs);
+    if (!found.ok()) return found.status();
+  }
+  absl::StatusOr<MeasuredModel> measured =
+      MeasureModel(model, options.example, options.dtype, options.trains);
+  if (!measured.ok()) return measured.status();
+  plan.graph = std::move(measured->graph);
+  plan.parameters = measured->parameters;
+  prepared.modules = std::move(measured->modules);
+  prepared.identity = IdentityOf(model, options, plan.graph);
+  if (resumes) {
+    nlohmann::json theirs = nlohmann::json::parse(found->shape.identity, nullptr, /*allow_exceptions=*/false);
+    // Whoever only evaluates takes the seed of the run as it is.
+    if (!options.trains && theirs.is_object()) theirs["seed"] = options.seed;
+    if (theirs != prepared.identity) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          options.state_dirs.front(), " holds another run: ", Difference(theirs, prepared.identity, "")));
+    }
+    absl::StatusOr<std::vector<std::vector<int64_t>>> tiles =
+        TilesOf(found->shape, plan.graph, plan_options.precision);
+    if (!tiles.ok()) return tiles.status();
+    plan_options.fixed_tiles = std::move(*tiles);
+  }
+  absl::StatusOr<tiering::Plan> made = tiering::MakePlan(plan.graph, plan_options);
+  if (!made.ok()) return made.status();
+  plan.plan = std::move(*made);
+  plan.state_bytes = plan.graph.elements() * plan_options.precision.total_bytes();
+  if (on_nvme) {
+    swap::StoreOptions store_options;
+    store_options.directories = options.state_dirs;
+    absl::StatusOr<std::vector<uint64_t>> bytes =
+        swap::BytesOnDisk(store_options, LayoutOf(plan.plan), prepared.identity.dump());
+    if (!bytes.ok()) return bytes.status();
+    for (const uint64_t each : *bytes) plan.disk_bytes += static_cast<int64_t>(each);
+  }
+  return prepared;
+}
+
+absl::Status InitializeState(const Model& model, const EngineOptions& options, const tiering::Plan& plan,
+                             const Residency& residency, const std::vector<BlockModule*>& modules,
+                             swap::Store* store, const std::function<void(const std::string&)>& log) {
+  // One transfer per ring slot; a slot is filled again when its write is done.
+  struct Slot {
+    swap::TileIo io;
+    std::vector<uint64_t> checksums;
+    bool busy = false;
+  };
+  std::vector<Slot> ring(static_cast<size_t>(std::max(1, plan.tile_ring)));
+  auto settle = [&](Slot& slot) {
+    if (!slot.busy) return absl::OkStatus();
+    slot.busy = false;
+    if (absl::Status status = store->Wait(&slot.io); !status.ok()) return status;
+    return store->NoteWritten(&slot.io, slot.checksums);
+  };
+  auto settle_all = [&] {
+    absl::Status first;
+    for (Slot& slot : ring) first.Update(settle(slot));
+    return first;
+  };
+  uint32_t store_tile = 0;
+  size_t next = 0;
+  for (size_t b = 0; b < model.blocks.size(); ++b) {
+    const tiering::BlockPlan& block = plan.blocks[b];
+    const RunLayout& layout = modules[b]->layout();
+    absl::Status status = Guarded(absl::StrCat("building block ", model.blocks[b].name), [&] {
+      torch::manual_seed(MixSeed(options.seed, kInitializationSalt, b));
+      const std::shared_ptr<torch::nn::Module> module = model.blocks[b].build();
+      TORCH_CHECK(module != nullptr, "its factory returned nothing");
+      TORCH_CHECK(layout.SameShapes(RunLayout::Of(*module)),
+                  "its parameters differ from those of the others of kind ", model.blocks[b].kind);
+      const int run_slot = block.private_run_slot >= 0 ? block.private_run_slot
+                                                       : plan.run_classes[At(block.run_class)].first_slot;
+      for (size_t t = 0; t < block.tiles.size(); ++t) {
+        const tiering::Tile& tile = block.tiles[t];
+        torch::Tensor masters = torch::empty({tile.elements}, torch::kFloat32);
+        CopyParameters(*module, layout, tile.offset, tile.elements, masters.data_ptr<float>());
+        Slot& slot = ring[next % ring.size()];
+        if (store != nullptr) {
+          const absl::Status settled = settle(slot);
+          TORCH_CHECK(settled.ok(), std::string(settled.message()));
+        }
+        const int tile_slot =
+            store != nullptr ? static_cast<int>(next % ring.size()) : block.private_tile_slot[t];
+        const TileMemory memory =
+            residency.tile(static_cast<int>(b), static_cast<int>(t), run_slot, tile_slot);
+        FillTile(plan.precision, masters.data_ptr<float>(), memory);
+        if (store == nullptr) continue;
+        std::vector<const void*> sources = {memory.weights};
+        sources.insert(sources.end(), memory.state.begin(), memory.state.end());
+        slot.checksums.clear();
+        for (size_t s = 0; s < sources.size(); ++s) {
+          slot.checksums.push_back(
+              store->SegmentChecksum(store_tile, static_cast<uint32_t>(s), VersionAfter(0), sources[s]));
+        }
+        const absl::Status written =
+            store->WriteTile(&slot.io, store_tile, VersionAfter(0), sources, aio::Priority::kWriteBehind);
+        TORCH_CHECK(written.ok(), std::string(written.message()));
+        slot.busy = true;
+        ++store_tile;
+        ++next;
+      }
+    });
+    // The next block may use the same run slot.
+    if (store != nullptr) status.Update(settle_all());
+    if (!status.ok()) return status;
+    if (b + 1 == model.blocks.size() || (b + 1) % 16 == 0) {
+      log(absl::StrCat("initialised ", b + 1, " of ", model.blocks.size(), " blocks"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero

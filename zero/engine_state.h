@@ -1,0 +1,45 @@
+// What stands before the first step: measuring and planning, the store's layout, initial values.
+#ifndef PENSTOCK_ZERO_ENGINE_STATE_H_
+#define PENSTOCK_ZERO_ENGINE_STATE_H_
+
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "swap/store.h"
+#include "zero/block.h"
+#include "zero/engine.h"
+#include "zero/residency.h"
+
+namespace penstock::zero {
+
+struct PreparedModel {
+  EnginePlan plan;
+  std::vector<std::shared_ptr<BlockModule>> modules;
+  nlohmann::json identity;  // what a store is made with, and what it must have to be resumed
+};
+
+// Measures the model and plans it under the options. With options.resume (or without options.trains) the
+// state directories must hold a run of this very model, type and seed (kFailedPrecondition names what
+// differs), whose tiles the plan takes over; without, the directories must be free or options.overwrite set.
+absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options);
+
+tiering::Precision PrecisionOf(torch::Dtype dtype);
+
+// Tiles in the order of blocks, segments as in Precision, scratch for a spilled gradient.
+swap::Layout LayoutOf(const tiering::Plan& plan);
+
+// Builds one block after the other, seeded by its number, and puts its values where the plan wants them: into
+// the store as version 1 of every tile (not committed), or into their resident places. Never holds more than
+// one block.
+absl::Status InitializeState(const Model& model, const EngineOptions& options, const tiering::Plan& plan,
+                             const Residency& residency, const std::vector<BlockModule*>& modules,
+                             swap::Store* store, const std::function<void(const std::string&)>& log);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_ENGINE_STATE_H_

@@ -1,0 +1,142 @@
+#include "zero/measure.h"
+
+#include <chrono>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "zero/guarded.h"
+#include "zero/stage_runner.h"
+#include "zero/tensor_memory.h"
+
+namespace penstock::zero {
+namespace {
+
+int64_t BytesOf(const torch::Tensor& tensor) {
+  return tensor.defined() ? tensor.numel() * static_cast<int64_t>(tensor.element_size()) : 0;
+}
+
+// Rounded up as the allocator does.
+int64_t Rounded(int64_t bytes) { return bytes == 0 ? 0 : tiering::AlignUp(bytes + 64, 16 << 10); }
+
+double Seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Peak of live tensor bytes over `body`, beyond what was live before.
+template <typename Body>
+int64_t PeakOf(Body&& body) {
+  // Nothing is kept from before, so that measuring takes no more than what it measures.
+  TensorMemory::Trim();
+  TensorMemory::ResetLivePeak();
+  const int64_t before = TensorMemory::Stats().live_bytes;
+  body();
+  return TensorMemory::Stats().peak_live_bytes - before;
+}
+
+struct StageMeasure {
+  tiering::StageShape shape;
+  torch::Tensor output;  // shape and type, no data of interest
+};
+
+}  // namespace
+
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, torch::Dtype dtype,
+                                           bool trains) {
+  MeasuredModel measured;
+  tiering::ModelGraph& graph = measured.graph;
+  graph.batch_bytes = Rounded(BytesOf(example.inputs)) + Rounded(BytesOf(example.targets));
+  std::map<std::string, size_t> first_of_kind;
+  for (size_t b = 0; b < model.blocks.size(); ++b) {
+    const BlockSpec& spec = model.blocks[b];
+    const auto known = spec.kind.empty() ? first_of_kind.end() : first_of_kind.find(spec.kind);
+    if (known != first_of_kind.end()) {
+      graph.blocks.push_back(graph.blocks[known->second]);
+      graph.blocks.back().name = spec.name;
+      measured.modules.push_back(measured.modules[known->second]);
+    } else {
+      std::shared_ptr<torch::nn::Module> module;
+      int64_t peak = 0;
+      const absl::Status built = Guarded(absl::StrCat("building block ", spec.name), [&] {
+        peak = PeakOf([&] { module = spec.build(); });
+        TORCH_CHECK(module != nullptr, "its factory returned nothing");
+      });
+      if (!built.ok()) return built;
+      measured.modules.push_back(std::make_shared<BlockModule>(std::move(module)));
+      const RunLayout& layout = measured.modules.back()->layout();
+      graph.blocks.push_back({spec.name, layout.elements, peak});
+      if (!spec.kind.empty()) first_of_kind[spec.kind] = b;
+    }
+    measured.parameters += measured.modules.back()->layout().parameter_elements;
+  }
+
+  std::map<std::string, StageMeasure> known;
+  torch::Tensor input = example.inputs;
+  for (size_t s = 0; s < model.stages.size(); ++s) {
+    const StageSpec& spec = model.stages[s];
+    if (spec.block < 0 || static_cast<size_t>(spec.block) >= model.blocks.size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("stage ", spec.name, " uses block ", spec.block, " of ", model.blocks.size()));
+    }
+    const bool last = s + 1 == model.stages.size();
+    const std::string& kind = model.blocks[static_cast<size_t>(spec.block)].kind;
+    std::ostringstream key;
+    key << kind << '/' << input.sizes() << input.scalar_type() << last << (s == 0);
+    tiering::StageShape shape;
+    const auto same = kind.empty() ? known.end() : known.find(key.str());
+    if (same != known.end()) {
+      shape = same->second.shape;
+      input = same->second.output;
+    } else {
+      torch::Tensor output;
+      const absl::Status ran = Guarded(absl::StrCat("measuring stage ", spec.name), [&] {
+        BlockModule& block = *measured.modules[static_cast<size_t>(spec.block)];
+        torch::Tensor run = torch::zeros({block.layout().elements}, dtype);
+        block.Attach(run.data_ptr(), dtype);
+        block.module().train(trains);
+        shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
+        // Twice: the first run also loads and compiles LibTorch's kernels.
+        for (int repeat = 0; repeat < 2; ++repeat) {
+          torch::NoGradGuard no_grad;
+          const double begin = Seconds();
+          shape.forward_peak_bytes =
+              PeakOf([&] { output = spec.forward(block.module(), input, example).detach(); }) +
+              Rounded(BytesOf(output));
+          shape.forward_seconds = Seconds() - begin;
+        }
+        for (int repeat = 0; repeat < 2 && trains; ++repeat) {
+          const double begin = Seconds();
+          shape.backward_peak_bytes = PeakOf([&] {
+            torch::AutoGradMode grad(true);
+            torch::Tensor x = input.detach();
+            if (s > 0 && torch::isFloatingType(x.scalar_type())) x.set_requires_grad(true);
+            torch::Tensor y = spec.forward(block.module(), x, example);
+            TORCH_CHECK(!last || y.dim() == 0, "the last stage must return a scalar loss, not ", y.sizes());
+            if (y.requires_grad()) y.backward(torch::zeros_like(y));
+            for (size_t i = 0; i < block.layout().parameters.size(); ++i) {
+              // A gradient that is not contiguous is copied when it is taken.
+              (void)block.Gradient(i);
+            }
+          });
+          shape.backward_seconds = Seconds() - begin;
+          for (torch::Tensor& parameter : block.module().parameters())
+            parameter.mutable_grad() = torch::Tensor();
+        }
+        block.Detach();
+      });
+      if (!ran.ok()) return ran;
+      known[key.str()] = {shape, output};
+      input = output;
+    }
+    shape.name = spec.name;
+    shape.block = spec.block;
+    graph.stages.push_back(std::move(shape));
+  }
+  input = torch::Tensor();
+  known.clear();
+  TensorMemory::Trim();
+  // What is left over is the modules' own: buffers, and whatever the caller holds.
+  graph.fixed_tensor_bytes = TensorMemory::Stats().live_bytes;
+  return measured;
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,34 @@
+// Finds out what a model takes before the run starts: builds one block of each kind and runs it once.
+//
+// Nothing is guessed: the bytes are those that LibTorch asked its allocator for, with the real batch and
+// sequence.
+#ifndef PENSTOCK_ZERO_MEASURE_H_
+#define PENSTOCK_ZERO_MEASURE_H_
+
+#include <torch/torch.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "tiering/model_graph.h"
+#include "zero/block.h"
+#include "zero/model.h"
+
+namespace penstock::zero {
+
+struct MeasuredModel {
+  tiering::ModelGraph graph;
+  std::vector<std::shared_ptr<BlockModule>> modules;  // [block]; blocks of one kind share
+  int64_t parameters = 0;                             // without padding
+};
+
+// `example` is one micro-batch of the run's shapes. `trains`: false measures forward only.
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, torch::Dtype dtype,
+                                           bool trains);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_MEASURE_H_

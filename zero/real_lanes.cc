@@ -1,0 +1,350 @@
+#include "zero/real_lanes.h"
+
+#include <ATen/Parallel.h>
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/checksum.h"
+#include "kernels/float16.h"
+
+namespace penstock::zero {
+namespace {
+
+using tiering::Lane;
+using tiering::Op;
+using tiering::OpKind;
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+}  // namespace
+
+RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
+                     const std::vector<BlockModule*>& modules, StageRunner* runner, swap::Store* store,
+                     const Options& options, LaneHooks hooks)
+    : plan_(plan),
+      residency_(residency),
+      modules_(modules),
+      runner_(runner),
+      store_(store),
+      options_(options),
+      hooks_(std::move(hooks)),
+      squares_(plan.blocks.size()) {
+  uint32_t tiles = 0;
+  for (const tiering::BlockPlan& block : plan_.blocks) {
+    first_tile_.push_back(tiles);
+    tiles += static_cast<uint32_t>(block.tiles.size());
+    auto& of_block = tiles_.emplace_back();
+    auto& spill = spills_.emplace_back(std::make_unique<Spill>());
+    spill->lanes = this;
+    if (store_ == nullptr) continue;
+    for (size_t t = 0; t < block.tiles.size(); ++t) {
+      auto& transfers = of_block.emplace_back(std::make_unique<TileTransfers>());
+      transfers->checksums.resize(plan_.precision.segment_bytes.size());
+      for (Transfer* transfer :
+           {&transfers->weights, &transfers->state, &transfers->gradient, &transfers->write}) {
+        transfer->lanes = this;
+        transfer->io.set_on_complete(&RealLanes::OnTransferDone, transfer);
+      }
+      transfers->spill.io.set_on_complete(&RealLanes::OnSpillDone, spill.get());
+    }
+  }
+  commit_.set_on_complete(&RealLanes::OnCommitDone, this);
+  threads_.emplace_back([this] { Work(&compute_queue_, /*computes=*/true); });
+  for (int i = 0; i < std::max(1, options_.update_workers); ++i) {
+    threads_.emplace_back([this] { Work(&update_queue_, /*computes=*/false); });
+  }
+}
+
+RealLanes::~RealLanes() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_there_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+double RealLanes::Now() const {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+bool RealLanes::HasRoom(Lane lane) const { return lane != Lane::kCompute || computes_ < 2; }
+
+bool RealLanes::Skips(const Op& op) const {
+  if (abandoned_step_ != 0 && op.step == abandoned_step_) {
+    switch (op.kind) {
+      case OpKind::kReadWeights:
+      case OpKind::kVerify:
+      case OpKind::kForward:
+      case OpKind::kBackward:
+      case OpKind::kFinalize:
+      case OpKind::kWriteGradient:
+        return true;
+      default:
+        return false;
+    }
+  }
+  // A skipped update leaves the tile, in memory and on the drive, as it was.
+  return decision_.skip && decision_.step == op.step && op.kind == OpKind::kWriteTile;
+}
+
+void RealLanes::Report(const Task& task, absl::Status status, double start) {
+  {
+    std::lock_guard lock(mutex_);
+    done_.push_back({task, std::move(status), start, Now()});
+  }
+  completion_there_.notify_one();
+}
+
+void RealLanes::Start(tiering::OpId id, const Op& op) {
+  const Task task{id, &op, Skips(op)};
+  if (op.lane == Lane::kCompute) ++computes_;
+  if (task.skipped) return Report(task, absl::OkStatus(), Now());
+  switch (op.lane) {
+    case Lane::kCompute:
+    case Lane::kUpdate: {
+      {
+        std::lock_guard lock(mutex_);
+        (op.lane == Lane::kCompute ? compute_queue_ : update_queue_).push_back(task);
+      }
+      work_there_.notify_all();
+      return;
+    }
+    case Lane::kRead:
+    case Lane::kWrite: {
+      if (op.kind == OpKind::kWriteGradient) return StartSpill(task);
+      const double start = Now();
+      if (absl::Status status = StartTransfer(task); !status.ok()) Report(task, std::move(status), start);
+      return;
+    }
+    case Lane::kCommit: {
+      const double start = Now();
+      if (store_ == nullptr) return Report(task, absl::OkStatus(), start);
+      if (absl::Status status = StartCommit(task); !status.ok()) Report(task, std::move(status), start);
+      return;
+    }
+    case Lane::kHost:
+      return Report(task, absl::InternalError("a host operation was started on a lane"), Now());
+  }
+}
+
+absl::Status RealLanes::StartTransfer(const Task& task) {
+  const Op& op = *task.op;
+  TileTransfers& transfers = this->transfers(op);
+  const uint32_t tile = StoreTile(op.block, op.tile);
+  const TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+  const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
+  auto begin = [&](Transfer* transfer) {
+    transfer->task = task;
+    transfer->start = Now();
+    return &transfer->io;
+  };
+  switch (op.kind) {
+    case OpKind::kReadWeights: {
+      void* const destination[] = {memory.weights};
+      return store_->ReadSegments(begin(&transfers.weights), tile, 0, 1, destination, aio::Priority::kDemand);
+    }
+    case OpKind::kReadState:
+      return store_->ReadSegments(begin(&transfers.state), tile, 1, segments - 1, memory.state,
+                                  aio::Priority::kPrefetch);
+    case OpKind::kReadGradient:
+      return store_->ReadScratch(begin(&transfers.gradient), tile, 0, memory.gradient,
+                                 static_cast<uint64_t>(op.bytes), aio::Priority::kPrefetch);
+    case OpKind::kWriteTile: {
+      std::vector<const void*> sources = {memory.weights};
+      sources.insert(sources.end(), memory.state.begin(), memory.state.end());
+      return store_->WriteTile(begin(&transfers.write), tile, VersionAfter(op.step), sources,
+                               aio::Priority::kWriteBehind);
+    }
+    default:
+      return absl::InternalError(absl::StrCat("not a transfer: ", std::string(tiering::OpKindName(op.kind))));
+  }
+}
+
+void RealLanes::StartSpill(const Task& task) {
+  const Op& op = *task.op;
+  const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
+  Spill& spill = *spills_[At(op.block)];
+  spill.task = task;
+  spill.start = Now();
+  // One more than the transfers, taken off at the end: none of them may report before all are submitted.
+  spill.outstanding.store(static_cast<int>(block.tiles.size()) + 1, std::memory_order_relaxed);
+  auto* gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
+  absl::Status refused;
+  int submitted = 0;
+  for (size_t t = 0; t < block.tiles.size() && refused.ok(); ++t) {
+    const int64_t bytes = plan_.precision.gradient_bytes;
+    refused = store_->WriteScratch(
+        &tiles_[At(op.block)][t]->spill.io, StoreTile(op.block, static_cast<int>(t)), 0,
+        gradient + block.tiles[t].offset * bytes, static_cast<uint64_t>(block.tiles[t].elements * bytes),
+        aio::Priority::kWriteBehind);
+    if (refused.ok()) ++submitted;
+  }
+  const int missing = static_cast<int>(block.tiles.size()) - submitted;
+  if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, std::move(refused), spill.start);
+}
+
+absl::Status RealLanes::StartCommit(const Task& task) {
+  commit_task_ = task;
+  commit_start_ = Now();
+  return store_->Commit(&commit_, hooks_.describe_commit(*task.op));
+}
+
+void RealLanes::OnTransferDone(swap::TileIo&, void* context) {
+  auto* transfer = static_cast<Transfer*>(context);
+  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
+}
+
+void RealLanes::OnSpillDone(swap::TileIo&, void* context) {
+  auto* spill = static_cast<Spill*>(context);
+  if (spill->outstanding.fetch_sub(1) == 1) spill->lanes->Report(spill->task, absl::OkStatus(), spill->start);
+}
+
+void RealLanes::OnCommitDone(swap::CommitIo&, void* context) {
+  auto* lanes = static_cast<RealLanes*>(context);
+  lanes->Report(lanes->commit_task_, absl::OkStatus(), lanes->commit_start_);
+}
+
+absl::Status RealLanes::Settle(const Done& done) {
+  const Op& op = *done.task.op;
+  absl::Status status = done.status;
+  if (!status.ok() || done.task.skipped) return status;
+  switch (op.kind) {
+    case OpKind::kReadWeights:
+      return transfers(op).weights.io.status();
+    case OpKind::kReadState:
+      return transfers(op).state.io.status();
+    case OpKind::kReadGradient:
+      return transfers(op).gradient.io.status();
+    case OpKind::kWriteTile:
+      return store_->NoteWritten(&transfers(op).write.io, transfers(op).checksums);
+    case OpKind::kWriteGradient:
+      for (const auto& tile : tiles_[At(op.block)]) status.Update(tile->spill.io.status());
+      return status;
+    case OpKind::kCommit:
+      if (store_ != nullptr) status = store_->FinishCommit(&commit_);
+      if (status.ok()) status = hooks_.committed(op);
+      return status;
+    case OpKind::kFinalize:
+      runner_->Taken(op.block);
+      return status;
+    default:
+      return status;
+  }
+}
+
+void RealLanes::Wait(std::vector<tiering::Completion>* completions) {
+  std::deque<Done> done;
+  {
+    std::unique_lock lock(mutex_);
+    completion_there_.wait(lock, [&] { return !done_.empty(); });
+    done.swap(done_);
+  }
+  for (const Done& one : done) {
+    if (one.task.op->lane == Lane::kCompute) --computes_;
+    completions->push_back({one.task.id, Settle(one), one.start, one.end});
+  }
+}
+
+void RealLanes::Work(std::deque<Task>* queue, bool computes) {
+  if (computes) at::set_num_threads(options_.intra_op_threads);
+  for (;;) {
+    Task task;
+    {
+      std::unique_lock lock(mutex_);
+      work_there_.wait(lock, [&] { return stopping_ || !queue->empty(); });
+      if (queue->empty()) return;
+      task = queue->front();
+      queue->pop_front();
+    }
+    const double start = Now();
+    Report(task, Run(*task.op), start);
+  }
+}
+
+absl::Status RealLanes::Run(const Op& op) {
+  switch (op.kind) {
+    case OpKind::kForward:
+      return runner_->Forward(op.stage, op.micro_batch, op.evaluates, residency_.run(op.run_slot));
+    case OpKind::kBackward: {
+      GradientPlace place;
+      if (op.accumulator_slot >= 0) {
+        place.accumulator = residency_.accumulator(op.accumulator_slot);
+      } else {
+        place.gradient = residency_.gradient(op.gradient_slot);
+      }
+      return runner_->Backward(op.stage, op.micro_batch, residency_.run(op.run_slot), place);
+    }
+    case OpKind::kVerify:
+      return RunVerify(op);
+    case OpKind::kUpdate:
+      return RunUpdate(op);
+    case OpKind::kFinalize:
+      return RunFinalize(op);
+    default:
+      return absl::InternalError(absl::StrCat("no worker for: ", std::string(tiering::OpKindName(op.kind))));
+  }
+}
+
+absl::Status RealLanes::RunVerify(const Op& op) { return store_->VerifyRead(transfers(op).weights.io); }
+
+absl::Status RealLanes::RunUpdate(const Op& op) {
+  const TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+  // What was read for this update is checked before it is changed. Weights or state that were in memory
+  // already have been checked when they came, or were written from here.
+  if (op.checks_weights) {
+    if (absl::Status status = store_->VerifyRead(transfers(op).weights.io); !status.ok()) return status;
+  }
+  if (op.checks_state) {
+    if (absl::Status status = store_->VerifyRead(transfers(op).state.io); !status.ok()) return status;
+  }
+  if (plan_.blocks[At(op.block)].gradient_slot < 0) {
+    const auto bytes = static_cast<size_t>(memory.elements * plan_.precision.gradient_bytes);
+    if (kernels::Checksum(memory.gradient, bytes) != transfers(op).gradient_checksum) {
+      return absl::DataLossError(
+          absl::StrCat("gradient of tile ", op.tile, " of block ", op.block, ", ", bytes,
+                       " bytes: what came back from the drive is not what was written; the last "
+                       "commit is whole: continue with --resume, and mistrust the drive"));
+    }
+  }
+  if (decision_.skip) return absl::OkStatus();
+  const tiering::Tile& tile = plan_.blocks[At(op.block)].tiles[At(op.tile)];
+  UpdateTile(plan_.precision, decision_.adam, modules_[At(op.block)]->layout(), tile, memory);
+  if (store_ == nullptr) return absl::OkStatus();
+  std::vector<uint64_t>& checksums = transfers(op).checksums;
+  const uint32_t id = StoreTile(op.block, op.tile);
+  const uint64_t version = VersionAfter(op.step);
+  checksums[0] = store_->SegmentChecksum(id, 0, version, memory.weights);
+  for (size_t s = 1; s < checksums.size(); ++s) {
+    checksums[s] = store_->SegmentChecksum(id, static_cast<uint32_t>(s), version, memory.state[s - 1]);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RealLanes::RunFinalize(const Op& op) {
+  const auto n = static_cast<size_t>(plan_.blocks[At(op.block)].elements);
+  void* gradient = residency_.gradient(op.gradient_slot);
+  kernels::SumOfSquares& squares = squares_[At(op.block)];
+  squares = kernels::SumOfSquares();
+  const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
+  if (plan_.precision.gradient_bytes == 4) {
+    kernels::AddSquaresFp32(static_cast<const float*>(gradient), n, &squares);
+  } else {
+    auto* rounded = static_cast<uint16_t*>(gradient);
+    if (op.accumulator_slot >= 0)
+      kernels::Fp32ToBf16(residency_.accumulator(op.accumulator_slot), rounded, n);
+    kernels::AddSquaresBf16(rounded, n, &squares);
+  }
+  for (size_t t = 0; block.gradient_slot < 0 && t < block.tiles.size(); ++t) {
+    const auto width = static_cast<size_t>(plan_.precision.gradient_bytes);
+    tiles_[At(op.block)][t]->gradient_checksum = kernels::Checksum(
+        static_cast<const std::byte*>(gradient) + static_cast<size_t>(block.tiles[t].offset) * width,
+        static_cast<size_t>(block.tiles[t].elements) * width);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero

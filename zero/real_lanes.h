@@ -1,0 +1,152 @@
+// The lanes of a real machine: a compute thread, update workers, and the drive behind the state store.
+//
+//   kCompute  one thread that runs LibTorch, in the order of the program (its intra-op threads help)
+//   kUpdate   workers that check, update and checksum tiles, and finish gradients
+//   kRead, kWrite, kCommit  asynchronous transfers of the store; its I/O threads report completions
+//
+// Everything but the work itself happens on the executor's thread: it starts operations, takes completions,
+// and talks to the store. Bits depend on none of the numbers of threads here.
+#ifndef PENSTOCK_ZERO_REAL_LANES_H_
+#define PENSTOCK_ZERO_REAL_LANES_H_
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/reduce.h"
+#include "swap/store.h"
+#include "tiering/lanes.h"
+#include "zero/residency.h"
+#include "zero/stage_runner.h"
+#include "zero/update.h"
+
+namespace penstock::zero {
+
+// A tile's version on the drive after the update of `step` (1 is the initial one).
+inline uint64_t VersionAfter(int64_t step) { return static_cast<uint64_t>(step) + 1; }
+
+struct LaneHooks {
+  std::function<absl::Status(const tiering::Op&)> decide;  // kHost operations
+  std::function<swap::CommitInfo(const tiering::Op&)>
+      describe_commit;                                        // its payload lives until the commit is done
+  std::function<absl::Status(const tiering::Op&)> committed;  // after it
+};
+
+class RealLanes : public tiering::Lanes {
+ public:
+  struct Options {
+    int update_workers = 1;
+    int intra_op_threads = 1;  // of the compute thread
+  };
+
+  // `store` is null where nothing lives on a drive. Everything passed in outlives the lanes.
+  RealLanes(const tiering::Plan& plan, const Residency& residency, const std::vector<BlockModule*>& modules,
+            StageRunner* runner, swap::Store* store, const Options& options, LaneHooks hooks);
+  // Waits for what is in flight.
+  ~RealLanes() override;
+
+  bool HasRoom(tiering::Lane lane) const override;
+  void Start(tiering::OpId id, const tiering::Op& op) override;
+  absl::Status Decide(const tiering::Op& op) override { return hooks_.decide(op); }
+  void Wait(std::vector<tiering::Completion>* completions) override;
+  double Now() const override;
+
+  // What updates go by from now on; set when the norm of their step is known.
+  void set_decision(const UpdateDecision& decision) { decision_ = decision; }
+  // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
+  void Abandon(int64_t step) { abandoned_step_ = step; }
+  // Square norm of a block's finished gradient.
+  const kernels::SumOfSquares& squares(int block) const { return squares_[static_cast<size_t>(block)]; }
+
+ private:
+  struct Task {
+    tiering::OpId id = 0;
+    const tiering::Op* op = nullptr;
+    bool skipped = false;  // nothing was done
+  };
+  // One transfer object for each tile and purpose, reused every step.
+  struct Transfer {
+    swap::TileIo io;
+    RealLanes* lanes = nullptr;
+    Task task;
+    double start = 0;
+  };
+  struct Done {
+    Task task;
+    absl::Status status;
+    double start = 0;
+    double end = 0;
+  };
+  struct TileTransfers {
+    Transfer weights, state, gradient, write, spill;
+    std::vector<uint64_t> checksums;  // of the new version, by segment
+    uint64_t gradient_checksum = 0;   // of the tile's part of a spilled gradient
+  };
+  // A block's gradient on its way to the drive: one transfer per tile.
+  struct Spill {
+    std::atomic<int> outstanding{0};
+    RealLanes* lanes = nullptr;
+    Task task;
+    double start = 0;
+  };
+
+  TileTransfers& transfers(const tiering::Op& op) {
+    return *tiles_[static_cast<size_t>(op.block)][static_cast<size_t>(op.tile)];
+  }
+  uint32_t StoreTile(int block, int tile) const {
+    return first_tile_[static_cast<size_t>(block)] + static_cast<uint32_t>(tile);
+  }
+  bool Skips(const tiering::Op& op) const;
+  void Report(const Task& task, absl::Status status, double start);
+  absl::Status StartTransfer(const Task& task);
+  void StartSpill(const Task& task);
+  absl::Status StartCommit(const Task& task);
+  absl::Status Run(const tiering::Op& op);  // on a worker
+  absl::Status RunVerify(const tiering::Op& op);
+  absl::Status RunUpdate(const tiering::Op& op);
+  absl::Status RunFinalize(const tiering::Op& op);
+  // What is left to do for a finished operation on the executor's thread.
+  absl::Status Settle(const Done& done);
+  void Work(std::deque<Task>* queue, bool computes);
+  static void OnTransferDone(swap::TileIo& io, void* context);
+  static void OnSpillDone(swap::TileIo& io, void* context);
+  static void OnCommitDone(swap::CommitIo& io, void* context);
+
+  const tiering::Plan& plan_;
+  const Residency& residency_;
+  const std::vector<BlockModule*> modules_;
+  StageRunner* const runner_;
+  swap::Store* const store_;
+  const Options options_;
+  const LaneHooks hooks_;
+  UpdateDecision decision_;
+  int64_t abandoned_step_ = 0;
+  std::vector<kernels::SumOfSquares> squares_;
+  std::vector<uint32_t> first_tile_;  // [block] number of its first tile in the store
+  std::vector<std::vector<std::unique_ptr<TileTransfers>>> tiles_;
+  std::vector<std::unique_ptr<Spill>> spills_;  // [block]
+  swap::CommitIo commit_;
+  Task commit_task_;
+  double commit_start_ = 0;
+  int computes_ = 0;  // started and not completed, executor's thread
+
+  std::mutex mutex_;
+  std::condition_variable work_there_;
+  std::condition_variable completion_there_;
+  std::deque<Task> compute_queue_;
+  std::deque<Task> update_queue_;
+  std::deque<Done> done_;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_REAL_LANES_H_

@@ -1,0 +1,162 @@
+#include "zero/stage_runner.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <cstring>
+#include <mutex>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/float16.h"
+#include "zero/guarded.h"
+
+namespace penstock::zero {
+namespace {
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+}  // namespace
+
+uint64_t MixSeed(uint64_t seed, uint64_t a, uint64_t b, uint64_t c) {
+  // splitmix64's finalizer over each number in turn.
+  uint64_t mixed = seed;
+  for (const uint64_t value : {a, b, c}) {
+    mixed += 0x9e3779b97f4a7c15 + value;
+    mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9;
+    mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111eb;
+    mixed ^= mixed >> 31;
+  }
+  return mixed;
+}
+
+StageRunner::StageRunner(const Model& model, std::vector<BlockModule*> modules, torch::Dtype dtype,
+                         uint64_t seed)
+    : model_(model),
+      modules_(std::move(modules)),
+      dtype_(dtype),
+      seed_(seed),
+      inputs_(model.stages.size()),
+      addends_(model.blocks.size(), 0) {}
+
+void StageRunner::Begin(int64_t step, std::vector<Batch> batches) {
+  step_ = step;
+  batches_ = std::move(batches);
+  for (auto& inputs : inputs_) inputs.assign(batches_.size(), torch::Tensor());
+  flowing_.assign(batches_.size(), torch::Tensor());
+  outputs_.assign(batches_.size(), torch::Tensor());
+  losses_.assign(batches_.size(), 0);
+  for (size_t m = 0; m < batches_.size(); ++m) inputs_[0][m] = batches_[m].inputs;
+}
+
+void StageRunner::SeedFor(int stage, int micro_batch) const {
+  const uint64_t seed = MixSeed(seed_, static_cast<uint64_t>(step_), static_cast<uint64_t>(micro_batch),
+                                static_cast<uint64_t>(stage));
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard lock(generator.mutex());
+  generator.set_current_seed(seed);
+}
+
+absl::Status StageRunner::Forward(int stage, int micro_batch, bool evaluates, void* run) {
+  const StageSpec& spec = model_.stages[At(stage)];
+  BlockModule& block = *modules_[At(spec.block)];
+  return Guarded(absl::StrCat("forward of ", spec.name), [&] {
+    torch::NoGradGuard no_grad;
+    block.Attach(run, dtype_);
+    block.module().train(!evaluates);
+    SeedFor(stage, micro_batch);
+    torch::Tensor& input = inputs_[At(stage)][At(micro_batch)];
+    torch::Tensor output = spec.forward(block.module(), input, batches_[At(micro_batch)]).detach();
+    block.Detach();
+    if (evaluates) input = torch::Tensor();
+    if (stage + 1 < static_cast<int>(model_.stages.size())) {
+      inputs_[At(stage + 1)][At(micro_batch)] = std::move(output);
+    } else {
+      if (output.dim() == 0) losses_[At(micro_batch)] = output.item<double>();
+      outputs_[At(micro_batch)] = std::move(output);
+    }
+  });
+}
+
+absl::Status StageRunner::Backward(int stage, int micro_batch, void* run, const GradientPlace& place) {
+  const StageSpec& spec = model_.stages[At(stage)];
+  BlockModule& block = *modules_[At(spec.block)];
+  return Guarded(absl::StrCat("backward of ", spec.name), [&] {
+    const bool last = stage + 1 == static_cast<int>(model_.stages.size());
+    block.Attach(run, dtype_);
+    block.module().train();
+    SeedFor(stage, micro_batch);
+    {
+      torch::AutoGradMode grad(true);
+      torch::Tensor input = inputs_[At(stage)][At(micro_batch)].detach();
+      inputs_[At(stage)][At(micro_batch)] = torch::Tensor();
+      const bool flows_on = stage > 0 && torch::isFloatingType(input.scalar_type());
+      if (flows_on) input.set_requires_grad(true);
+      torch::Tensor output = spec.forward(block.module(), input, batches_[At(micro_batch)]);
+      torch::Tensor from_above = std::move(flowing_[At(micro_batch)]);
+      flowing_[At(micro_batch)] = torch::Tensor();
+      if (last) {
+        TORCH_CHECK(output.dim() == 0, "the last stage must return a scalar loss, not ", output.sizes());
+        losses_[At(micro_batch)] = output.item<double>();
+        // The step's loss is the mean over its micro-batches.
+        from_above = torch::full_like(output, 1.0 / static_cast<double>(batches_.size()));
+      }
+      if (output.requires_grad() && from_above.defined()) output.backward(from_above);
+      if (flows_on) flowing_[At(micro_batch)] = input.grad();
+    }
+    AddGradient(spec.block, place);
+    block.Detach();
+  });
+}
+
+void StageRunner::AddGradient(int block, const GradientPlace& place) {
+  BlockModule& module = *modules_[At(block)];
+  const RunLayout& layout = module.layout();
+  const bool first = addends_[At(block)]++ == 0;
+  const bool is_fp32 = dtype_ == torch::kFloat32;
+  const bool sums = place.accumulator != nullptr || is_fp32;
+  TORCH_CHECK(first || sums, "a second addend for a gradient that has no place to be summed");
+  const size_t width = sums ? sizeof(float) : sizeof(uint16_t);
+  char* to = place.accumulator != nullptr ? reinterpret_cast<char*>(place.accumulator)
+                                          : static_cast<char*>(place.gradient);
+  int64_t filled = 0;
+  auto zero_to = [&](int64_t element) {
+    std::memset(to + static_cast<size_t>(filled) * width, 0, static_cast<size_t>(element - filled) * width);
+  };
+  for (size_t i = 0; i < layout.parameters.size(); ++i) {
+    const Parameter& parameter = layout.parameters[i];
+    const torch::Tensor gradient = module.Gradient(i);
+    if (!gradient.defined()) continue;  // zero_to covers it on the first addend
+    TORCH_CHECK(gradient.scalar_type() == dtype_ && gradient.numel() == parameter.elements, "gradient of ",
+                parameter.name, " has type ", gradient.scalar_type(), " and ", gradient.numel(), " elements");
+    if (first) zero_to(parameter.offset);
+    char* place_of_parameter = to + static_cast<size_t>(parameter.offset) * width;
+    const size_t n = static_cast<size_t>(parameter.elements);
+    if (place.accumulator == nullptr && first) {
+      std::memcpy(place_of_parameter, gradient.data_ptr(), n * width);
+    } else {
+      auto* sum = reinterpret_cast<float*>(place_of_parameter);
+      if (is_fp32) {
+        if (first) {
+          std::memcpy(sum, gradient.data_ptr(), n * width);
+        } else {
+          kernels::AccumulateFp32(gradient.data_ptr<float>(), sum, n);
+        }
+      } else {
+        const auto* addend = reinterpret_cast<const uint16_t*>(gradient.data_ptr());
+        if (first) {
+          kernels::Bf16ToFp32(addend, sum, n);
+        } else {
+          kernels::AccumulateBf16(addend, sum, n);
+        }
+      }
+    }
+    if (first) filled = parameter.offset + parameter.elements;
+  }
+  if (first) zero_to(layout.elements);
+}
+
+double StageRunner::MeanLoss() const {
+  return std::accumulate(losses_.begin(), losses_.end(), 0.0) / static_cast<double>(losses_.size());
+}
+
+}  // namespace penstock::zero

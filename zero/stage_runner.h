@@ -1,0 +1,74 @@
+// Computes stages over LibTorch modules: forward without a graph, backward by recomputing from the saved
+// input.
+//
+// A step keeps one tensor per stage and micro-batch, the stage's input. Backward walks the stages in reverse:
+// attach the block's parameters, recompute with autograd, run backward from the gradient that came from
+// above, hand the gradient of the input further down. The bits are those of plain autograd over the whole
+// model, in the same order of micro-batches.
+//
+// All of it on one thread (LibTorch's intra-op threads beside it). Gradients leave as they are summed:
+// straight to their place where there is one addend, else into fp32 sums that are rounded once
+// (kernels/float16.h).
+#ifndef PENSTOCK_ZERO_STAGE_RUNNER_H_
+#define PENSTOCK_ZERO_STAGE_RUNNER_H_
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "zero/block.h"
+#include "zero/model.h"
+
+namespace penstock::zero {
+
+// Where a backward pass leaves a block's gradient. Exactly one is set.
+struct GradientPlace {
+  void* gradient = nullptr;  // the run's elements in the compute type: one addend, or fp32 summed in place
+  float* accumulator = nullptr;  // the run's elements in fp32
+};
+
+class StageRunner {
+ public:
+  // `modules[b]` serves block b (blocks of one kind share one). `model` and the modules outlive the runner.
+  StageRunner(const Model& model, std::vector<BlockModule*> modules, torch::Dtype dtype, uint64_t seed);
+
+  // The micro-batches of the next pass. `step` seeds the generators. Not while a pass computes.
+  void Begin(int64_t step, std::vector<Batch> batches);
+
+  // One stage of one micro-batch with the block's weights at `run`.
+  absl::Status Forward(int stage, int micro_batch, bool evaluates, void* run);
+  absl::Status Backward(int stage, int micro_batch, void* run, const GradientPlace& place);
+  // Block b's gradient has been taken over: its next backward starts a new sum.
+  void Taken(int block) { addends_[static_cast<size_t>(block)] = 0; }
+
+  // Mean loss over the micro-batches of the pass that has finished.
+  double MeanLoss() const;
+  // Outputs of the last stage of a forward-only pass, by micro-batch.
+  const std::vector<torch::Tensor>& outputs() const { return outputs_; }
+
+ private:
+  void SeedFor(int stage, int micro_batch) const;
+  void AddGradient(int block, const GradientPlace& place);
+
+  const Model& model_;
+  const std::vector<BlockModule*> modules_;
+  const torch::Dtype dtype_;
+  const uint64_t seed_;
+  int64_t step_ = 0;
+  std::vector<Batch> batches_;
+  std::vector<std::vector<torch::Tensor>> inputs_;  // [stage][micro_batch]
+  std::vector<torch::Tensor> flowing_;              // [micro_batch] gradient of the input of the stage above
+  std::vector<torch::Tensor> outputs_;
+  std::vector<double> losses_;
+  std::vector<int> addends_;  // [block] added to its gradient so far
+};
+
+// Mixes numbers into a seed: the same on every machine.
+uint64_t MixSeed(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t c = 0);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_STAGE_RUNNER_H_
