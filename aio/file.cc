@@ -101,6 +101,12 @@ absl::StatusOr<FileSystemSpace> QueryFileSystem(const std::string& path) {
   return space;
 }
 
+absl::StatusOr<std::string> DeviceOfPath(const std::string& path) {
+  struct stat info {};
+  if (stat(path.c_str(), &info) != 0) return Failure("stat", path, errno);
+  return DeviceName(S_ISBLK(info.st_mode) ? info.st_rdev : info.st_dev);
+}
+
 absl::Status SyncDirectory(const std::string& directory) {
   const int fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd < 0) return Failure("open", directory, errno);

@@ -45,20 +45,46 @@ struct DeviceProfile {
 };
 
 struct ProbeOptions {
-  std::string directory;  // the probe file is made here and removed again, also when the probe fails
-  const Arena* arena =
-      nullptr;  // registered, used as the buffer if `region` is not empty; null: an arena of its own
+  std::string directory;   // the probe file is made here and removed again, also when the probe fails
+  Arena* arena = nullptr;  // where the buffers are taken from for the time being; null: an arena of its own
   BackendKind backend = BackendKind::kAuto;
-  uint64_t file_bytes = 128 * kMiB;
+  uint64_t file_bytes =
+      128 * kMiB;  // less is used where the device is too slow to write as much in its share of time
   uint64_t block_bytes = 1 * kMiB;
-  int64_t budget_ms = 800;  // shared by all its parts; each part is cut off when its share is over
-  std::vector<uint64_t> depths = {2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB, 32 * kMiB};
+  int64_t budget_ms = 700;                  // about how long it takes, all parts together
+  uint64_t written_bytes_max = 768 * kMiB;  // drives wear
+  int rounds = 2;                           // of the sweep over the depths
+  std::vector<uint64_t> depths = {2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB,
+                                  32 * kMiB};  // bytes in flight, rising
 };
 
 // Writes the file once in full (not timed: allocation is not what a run pays), then times reads, writes and
-// the mix. The knee is found by interleaving the depths in several rounds, since disks drift. Errors: those
-// of File::Open (no space, no direct I/O here), and of any transfer.
+// the mix. The knee is found by going over the depths in several rounds, since disks drift, and taking the
+// median of each. Errors: those of File::Open (no space, no direct I/O here), and of any transfer;
+// kResourceExhausted if the arena has no room.
 absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options);
+
+// The same of an engine and files that are there already, for those who sweep by themselves: keeps
+// `in_flight_bytes` in blocks in flight for `seconds` or until `bytes_max` are moved, going round in each
+// file's first `file_bytes`. Reads, writes, or each block of each file read and written in turn.
+enum class LoadKind : uint8_t { kRead, kWrite, kMixed };
+struct LoadOptions {
+  LoadKind kind = LoadKind::kRead;
+  std::vector<File*> files;
+  uint64_t file_bytes = 0;
+  uint64_t block_bytes = 1 * kMiB;
+  uint64_t in_flight_bytes = 16 * kMiB;
+  double seconds = 0.1;
+  uint64_t bytes_max = UINT64_MAX;
+};
+struct LoadResult {
+  uint64_t bytes = 0;  // read and written
+  double seconds = 0;  // from the first submission to the last completion
+  Histogram latency;   // of the blocks
+  double bytes_per_s() const { return seconds > 0 ? static_cast<double>(bytes) / seconds : 0; }
+};
+// `memory`: in_flight_bytes of it are used, one block each.
+absl::StatusOr<LoadResult> RunLoad(Engine& engine, const LoadOptions& options, std::byte* memory);
 
 // JSON, one object or, in a stored file, {"profiles": [ ... ]} with one entry a directory.
 std::string ProfileToJson(const DeviceProfile& profile);

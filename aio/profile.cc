@@ -1,0 +1,352 @@
+#include "aio/profile.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "aio/io_error.h"
+
+namespace penstock::aio {
+namespace {
+
+using Json = nlohmann::json;
+
+double Median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+// Removes the probe file on every way out.
+struct FileRemover {
+  std::string path;
+  ~FileRemover() { unlink(path.c_str()); }
+};
+
+// One measurement of one device, from its own engine.
+class Prober {
+ public:
+  Prober(const ProbeOptions& options, Engine& engine, File& file, std::byte* memory)
+      : options_(options), engine_(engine), file_(file), memory_(memory) {}
+
+  absl::Status Run(DeviceProfile& profile);
+
+ private:
+  double Share(double share) const { return static_cast<double>(options_.budget_ms) * 1e-3 * share; }
+  absl::StatusOr<LoadResult> Measure(LoadKind kind, uint64_t in_flight_bytes, double seconds,
+                                     uint64_t bytes_max) {
+    LoadOptions load;
+    load.kind = kind;
+    load.files = {&file_};
+    load.file_bytes = filled_bytes_;
+    load.block_bytes = options_.block_bytes;
+    load.in_flight_bytes = std::max(in_flight_bytes, options_.block_bytes);
+    load.seconds = seconds;
+    load.bytes_max = bytes_max;
+    return RunLoad(engine_, load, memory_);
+  }
+  absl::Status Fill();
+  absl::Status Latencies(DeviceProfile& profile);
+  absl::Status Sweep(DeviceProfile& profile);
+
+  const ProbeOptions& options_;
+  Engine& engine_;
+  File& file_;
+  std::byte* memory_;
+  uint64_t filled_bytes_ = 0;
+};
+
+// As much of the file as a quarter of the time allows, at least what the deepest queue goes round in.
+absl::Status Prober::Fill() {
+  filled_bytes_ = AlignDown(options_.file_bytes, options_.block_bytes);
+  const auto filled = Measure(LoadKind::kWrite, options_.depths.back(), Share(0.25), filled_bytes_);
+  if (!filled.ok()) return filled.status();
+  filled_bytes_ = std::max(AlignDown(filled->bytes, options_.block_bytes), options_.block_bytes);
+  return absl::OkStatus();
+}
+
+absl::Status Prober::Latencies(DeviceProfile& profile) {
+  const auto read = Measure(LoadKind::kRead, options_.block_bytes, Share(0.04), 16 * options_.block_bytes);
+  if (!read.ok()) return read.status();
+  const auto write = Measure(LoadKind::kWrite, options_.block_bytes, Share(0.04), 16 * options_.block_bytes);
+  if (!write.ok()) return write.status();
+  profile.read_latency_us = static_cast<double>(read->latency.PercentileNs(0.5)) * 1e-3;
+  profile.write_latency_us = static_cast<double>(write->latency.PercentileNs(0.5)) * 1e-3;
+  return absl::OkStatus();
+}
+
+absl::Status Prober::Sweep(DeviceProfile& profile) {
+  const size_t count = options_.depths.size();
+  const double seconds = Share(0.45) / static_cast<double>(count) / options_.rounds;
+  // Half of the written bytes that are allowed go into the sweep; half of what a mixed point moves is
+  // written.
+  const uint64_t bytes_max = std::max(
+      options_.written_bytes_max / count / static_cast<uint64_t>(options_.rounds), 2 * options_.block_bytes);
+  std::vector<std::vector<double>> rates(count);
+  for (int round = 0; round < options_.rounds; ++round) {
+    for (size_t i = 0; i < count; ++i) {
+      const auto point = Measure(LoadKind::kMixed, options_.depths[i], seconds, bytes_max);
+      if (!point.ok()) return point.status();
+      rates[i].push_back(point->bytes_per_s());
+    }
+  }
+  for (size_t i = 0; i < count; ++i) {
+    profile.depths.push_back({options_.depths[i], Median(rates[i]), 0, 0});
+    profile.mixed_bytes_per_s = std::max(profile.mixed_bytes_per_s, profile.depths[i].mixed_bytes_per_s);
+  }
+  for (const DepthPoint& point : profile.depths) {
+    profile.knee_bytes = point.in_flight_bytes;
+    if (point.mixed_bytes_per_s >= 0.95 * profile.mixed_bytes_per_s) break;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Prober::Run(DeviceProfile& profile) {
+  if (absl::Status status = Fill(); !status.ok()) return status;
+  if (absl::Status status = Latencies(profile); !status.ok()) return status;
+  const uint64_t deep = std::min<uint64_t>(options_.depths.back(), 16 * kMiB);
+  const auto read = Measure(LoadKind::kRead, deep, Share(0.11), UINT64_MAX);
+  if (!read.ok()) return read.status();
+  const auto write = Measure(LoadKind::kWrite, deep, Share(0.11), options_.written_bytes_max / 4);
+  if (!write.ok()) return write.status();
+  profile.read_bytes_per_s = read->bytes_per_s();
+  profile.write_bytes_per_s = write->bytes_per_s();
+  return Sweep(profile);
+}
+
+}  // namespace
+
+absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options) {
+  if (options.depths.empty() || !std::is_sorted(options.depths.begin(), options.depths.end()) ||
+      options.rounds < 1 || options.budget_ms < 1 || options.block_bytes == 0 ||
+      options.file_bytes < options.block_bytes) {
+    return absl::InvalidArgumentError(
+        "device probe: needs rising depths, a round, a budget, and a file of at least one block");
+  }
+  const uint64_t memory_bytes = std::max(options.depths.back(), options.block_bytes);
+  std::unique_ptr<Arena> own;
+  Arena* arena = options.arena;
+  if (arena == nullptr) {
+    ArenaOptions arena_options;
+    arena_options.bytes = memory_bytes;
+    auto made = Arena::Create(arena_options);
+    if (!made.ok()) return made.status();
+    own = *std::move(made);
+    arena = own.get();
+  }
+  const auto memory = arena->Allocate(memory_bytes);
+  if (!memory.ok()) return memory.status();
+
+  EngineOptions engine_options;
+  engine_options.backend = options.backend;
+  engine_options.block_bytes = options.block_bytes;
+  engine_options.max_read_bytes_in_flight = memory_bytes;
+  engine_options.max_write_bytes_in_flight = memory_bytes;
+  engine_options.arenas = {arena};
+  engine_options.log = [](std::string_view) {};  // the engine of the run says the same
+  const auto engine = Engine::Create(std::move(engine_options));
+  if (!engine.ok()) return engine.status();
+
+  FileOptions file_options;
+  file_options.path = absl::StrCat(options.directory, "/.penstock-measure-", getpid());
+  file_options.create = true;
+  file_options.truncate = true;
+  file_options.size = options.file_bytes;
+  const FileRemover remover{file_options.path};
+  const auto file = File::Open(file_options);
+  if (!file.ok()) return file.status();
+  const auto space = QueryFileSystem(options.directory);
+  if (!space.ok()) return space.status();
+
+  DeviceProfile profile;
+  profile.directory = options.directory;
+  profile.device = (*file)->device_name();
+  profile.file_system = space->type;
+  profile.backend = (*engine)->backend_name();
+  profile.block_bytes = options.block_bytes;
+  profile.measured_unix_s = static_cast<int64_t>(time(nullptr));
+  Prober prober(options, **engine, **file, memory->data());
+  if (absl::Status status = prober.Run(profile); !status.ok()) return status;
+  profile.cpu_ms_per_gib = (*engine)->stats().CpuMsPerGiB();
+  return profile;
+}
+
+namespace {
+
+Json ToJson(const DeviceProfile& profile) {
+  Json depths = Json::array();
+  for (const DepthPoint& point : profile.depths) {
+    depths.push_back({{"in_flight_bytes", point.in_flight_bytes},
+                      {"mixed_bytes_per_s", point.mixed_bytes_per_s},
+                      {"read_bytes_per_s", point.read_bytes_per_s},
+                      {"write_bytes_per_s", point.write_bytes_per_s}});
+  }
+  return {{"directory", profile.directory},
+          {"device", profile.device},
+          {"file_system", profile.file_system},
+          {"backend", profile.backend},
+          {"block_bytes", profile.block_bytes},
+          {"read_bytes_per_s", profile.read_bytes_per_s},
+          {"write_bytes_per_s", profile.write_bytes_per_s},
+          {"mixed_bytes_per_s", profile.mixed_bytes_per_s},
+          {"knee_bytes", profile.knee_bytes},
+          {"read_latency_us", profile.read_latency_us},
+          {"write_latency_us", profile.write_latency_us},
+          {"cpu_ms_per_gib", profile.cpu_ms_per_gib},
+          {"measured_unix_s", profile.measured_unix_s},
+          {"depths", depths}};
+}
+
+// Reads one field if it is there and of the right kind; says which is not.
+template <typename T>
+absl::Status Take(const Json& json, const char* name, T& value) {
+  const auto field = json.find(name);
+  if (field == json.end())
+    return absl::InvalidArgumentError(absl::StrCat("device profile: \"", name, "\" is missing"));
+  if constexpr (std::is_same_v<T, std::string>) {
+    if (!field->is_string())
+      return absl::InvalidArgumentError(absl::StrCat("device profile: \"", name, "\" is no text"));
+    value = field->template get<T>();
+  } else {
+    if (!field->is_number() || field->template get<double>() < 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("device profile: \"", name, "\" is no number from 0 on"));
+    }
+    value = field->template get<T>();
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<DeviceProfile> FromJson(const Json& json) {
+  if (!json.is_object()) return absl::InvalidArgumentError("device profile: not a JSON object");
+  DeviceProfile profile;
+  for (const absl::Status& status :
+       {Take(json, "directory", profile.directory), Take(json, "device", profile.device),
+        Take(json, "file_system", profile.file_system), Take(json, "backend", profile.backend),
+        Take(json, "block_bytes", profile.block_bytes),
+        Take(json, "read_bytes_per_s", profile.read_bytes_per_s),
+        Take(json, "write_bytes_per_s", profile.write_bytes_per_s),
+        Take(json, "mixed_bytes_per_s", profile.mixed_bytes_per_s),
+        Take(json, "knee_bytes", profile.knee_bytes), Take(json, "read_latency_us", profile.read_latency_us),
+        Take(json, "write_latency_us", profile.write_latency_us),
+        Take(json, "cpu_ms_per_gib", profile.cpu_ms_per_gib),
+        Take(json, "measured_unix_s", profile.measured_unix_s)}) {
+    if (!status.ok()) return status;
+  }
+  const auto depths = json.find("depths");
+  if (depths == json.end() || !depths->is_array()) return profile;
+  for (const Json& entry : *depths) {
+    DepthPoint point;
+    for (const absl::Status& status : {Take(entry, "in_flight_bytes", point.in_flight_bytes),
+                                       Take(entry, "mixed_bytes_per_s", point.mixed_bytes_per_s),
+                                       Take(entry, "read_bytes_per_s", point.read_bytes_per_s),
+                                       Take(entry, "write_bytes_per_s", point.write_bytes_per_s)}) {
+      if (!status.ok()) return status;
+    }
+    profile.depths.push_back(point);
+  }
+  return profile;
+}
+
+// {"profiles": [...]}; an empty list where there is no file yet.
+absl::StatusOr<Json> ReadStore(const std::string& path) {
+  std::ifstream file(path);
+  if (!file) return Json{{"profiles", Json::array()}};
+  std::stringstream text;
+  text << file.rdbuf();
+  Json store = Json::parse(text.str(), nullptr, false);
+  if (store.is_discarded() || !store.is_object() || !store.contains("profiles") ||
+      !store["profiles"].is_array()) {
+    return absl::DataLossError(
+        absl::StrCat(path, ": not a file of device profiles; remove it and measure again"));
+  }
+  return store;
+}
+
+std::string Canonical(const std::string& directory) {
+  std::error_code error;
+  const std::filesystem::path path = std::filesystem::weakly_canonical(directory, error);
+  return error ? directory : path.string();
+}
+
+}  // namespace
+
+std::string ProfileToJson(const DeviceProfile& profile) { return ToJson(profile).dump(2); }
+
+absl::StatusOr<DeviceProfile> ProfileFromJson(std::string_view text) {
+  const Json json = Json::parse(text, nullptr, false);
+  if (json.is_discarded()) return absl::InvalidArgumentError("device profile: not JSON");
+  return FromJson(json);
+}
+
+std::string DefaultProfilePath() {
+  const char* cache = std::getenv("XDG_CACHE_HOME");
+  if (cache != nullptr && *cache != '\0') return absl::StrCat(cache, "/penstock/devices.json");
+  const char* home = std::getenv("HOME");
+  return absl::StrCat(home != nullptr && *home != '\0' ? home : ".", "/.cache/penstock/devices.json");
+}
+
+absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path) {
+  auto store = ReadStore(path);
+  // A store that cannot be read holds nothing that a new measurement would not replace.
+  Json json = store.ok() ? *std::move(store) : Json{{"profiles", Json::array()}};
+  Json entry = ToJson(profile);
+  entry["directory"] = Canonical(profile.directory);
+  Json kept = Json::array();
+  for (const Json& other : json["profiles"]) {
+    if (!other.is_object() || other.value("directory", Json()) != entry["directory"]) kept.push_back(other);
+  }
+  kept.push_back(entry);
+  json["profiles"] = kept;
+
+  std::error_code error;
+  const std::filesystem::path parent = std::filesystem::path(path).parent_path();
+  if (!parent.empty()) std::filesystem::create_directories(parent, error);
+  if (error) return absl::UnavailableError(absl::StrCat("create ", parent.string(), ": ", error.message()));
+  const std::string temporary = absl::StrCat(path, ".", getpid());
+  {
+    std::ofstream file(temporary, std::ios::trunc);
+    file << json.dump(2) << "\n";
+    file.close();
+    if (!file) {
+      unlink(temporary.c_str());
+      return absl::UnavailableError(absl::StrCat("write ", temporary, ": ", ErrnoText(errno)));
+    }
+  }
+  if (rename(temporary.c_str(), path.c_str()) != 0) {
+    const int failed = errno;
+    unlink(temporary.c_str());
+    return MakeIoError({.op = "rename", .path = path, .error = failed});
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<DeviceProfile> LoadProfile(const std::string& directory, const std::string& path) {
+  auto store = ReadStore(path);
+  if (!store.ok()) return store.status();
+  const std::string wanted = Canonical(directory);
+  const auto device = DeviceOfPath(directory);
+  absl::StatusOr<DeviceProfile> same_device = absl::NotFoundError(absl::StrCat(
+      "no measured profile of ", wanted, " in ", path, "; `ds_nvme_tune --nvme_dir ", wanted, "` makes one"));
+  for (const Json& entry : (*store)["profiles"]) {
+    auto profile = FromJson(entry);
+    if (!profile.ok()) continue;
+    if (profile->directory == wanted) return profile;
+    if (device.ok() && profile->device == *device) same_device = *std::move(profile);
+  }
+  return same_device;
+}
+
+}  // namespace penstock::aio

@@ -1,0 +1,157 @@
+// Measuring a device and keeping the result; probing a machine and a directory.
+#include "aio/profile.h"
+
+#include <sys/resource.h>
+
+#include <chrono>
+#include <fstream>
+
+#include "aio/probe.h"
+#include "tests/aio/test_support.h"
+
+namespace penstock::aio {
+namespace {
+
+TEST(ProfileTest, MeasuresThisDiskInUnderASecondAndLeavesNothing) {
+  ScratchDirectory directory;
+  ProbeOptions options;
+  options.directory = directory.path();
+  rusage before{}, after{};
+  getrusage(RUSAGE_SELF, &before);
+  const auto start = std::chrono::steady_clock::now();
+  const auto profile = MeasureDevice(options);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  getrusage(RUSAGE_SELF, &after);
+  ASSERT_OK(profile.status());
+  RecordProperty("seconds", std::to_string(seconds));
+  std::printf("%s\n%.3f s\n", ProfileToJson(*profile).c_str(), seconds);
+  EXPECT_LT(seconds, 5.0);  // the budget is 0.7; a disk that stalls is no failure of the code
+  EXPECT_GT(profile->read_bytes_per_s, 1e6);
+  EXPECT_GT(profile->write_bytes_per_s, 1e6);
+  EXPECT_GT(profile->mixed_bytes_per_s, 1e6);
+  EXPECT_GE(profile->knee_bytes, 2 * kMiB);
+  EXPECT_LE(profile->knee_bytes, 32 * kMiB);
+  EXPECT_GT(profile->read_latency_us, 0);
+  EXPECT_EQ(profile->depths.size(), 5u);
+  EXPECT_NE(profile->device, "");
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  // It moved real bytes, and no more than it may (ru_oublock counts 512-byte units).
+  EXPECT_GT(after.ru_inblock - before.ru_inblock, 16 * 2048);
+  EXPECT_LE(static_cast<uint64_t>(after.ru_oublock - before.ru_oublock) * 512,
+            options.written_bytes_max + 256 * kMiB);
+}
+
+TEST(ProfileTest, UsesTheArenaThatItIsGivenAndGivesItBack) {
+  ScratchDirectory directory;
+  ArenaOptions arena_options;
+  arena_options.bytes = 16 * kMiB;
+  auto arena = Arena::Create(arena_options);
+  ASSERT_OK(arena.status());
+  ProbeOptions options;
+  options.directory = directory.path();
+  options.arena = arena->get();
+  options.budget_ms = 50;
+  options.file_bytes = 16 * kMiB;
+  options.depths = {kMiB, 4 * kMiB};
+  ASSERT_OK(MeasureDevice(options).status());
+  EXPECT_EQ((*arena)->stats().used_bytes, 0u);
+  EXPECT_EQ((*arena)->stats().peak_bytes, 4 * kMiB);
+  const auto all = (*arena)->Allocate(16 * kMiB);
+  EXPECT_TRUE(absl::IsResourceExhausted(MeasureDevice(options).status()));
+}
+
+TEST(ProfileTest, ErrorsNameTheDirectory) {
+  ProbeOptions options;
+  options.directory = "/nonexistent/dir";
+  const auto missing = MeasureDevice(options);
+  EXPECT_TRUE(absl::IsNotFound(missing.status())) << missing.status();
+  EXPECT_THAT(std::string(missing.status().message()), testing::HasSubstr("/nonexistent/dir"));
+  options.depths = {};
+  EXPECT_TRUE(absl::IsInvalidArgument(MeasureDevice(options).status()));
+}
+
+DeviceProfile SomeProfile(const std::string& directory) {
+  DeviceProfile profile;
+  profile.directory = directory;
+  profile.device = "nvme9n9";
+  profile.file_system = "ext4";
+  profile.backend = "io_uring";
+  profile.block_bytes = kMiB;
+  profile.read_bytes_per_s = 3.25e9;
+  profile.knee_bytes = 8 * kMiB;
+  profile.measured_unix_s = 1;
+  profile.depths = {{kMiB, 1e9, 2e9, 3e9}};
+  return profile;
+}
+
+TEST(ProfileTest, JsonRoundTrip) {
+  const auto back = ProfileFromJson(ProfileToJson(SomeProfile("/a")));
+  ASSERT_OK(back.status());
+  EXPECT_EQ(back->read_bytes_per_s, 3.25e9);
+  EXPECT_EQ(back->knee_bytes, 8 * kMiB);
+  ASSERT_EQ(back->depths.size(), 1u);
+  EXPECT_EQ(back->depths[0].write_bytes_per_s, 3e9);
+  for (const char* bad :
+       {"", "[]", "{}", "{\"directory\": 3}", "nonsense", "{\"directory\":\"a\",\"device\":null}"}) {
+    EXPECT_TRUE(absl::IsInvalidArgument(ProfileFromJson(bad).status())) << bad;
+  }
+}
+
+TEST(ProfileTest, StoreReplacesAndFindsByDirectoryThenDevice) {
+  ScratchDirectory directory;
+  const std::string path = directory / "sub/devices.json";
+  EXPECT_TRUE(absl::IsNotFound(LoadProfile(directory.path(), path).status()));
+  ASSERT_OK(StoreProfile(SomeProfile("/elsewhere"), path));
+  EXPECT_TRUE(absl::IsNotFound(LoadProfile(directory.path(), path).status()));
+  DeviceProfile other = SomeProfile("/another");
+  other.device = *DeviceOfPath(directory.path());
+  ASSERT_OK(StoreProfile(other, path));
+  const auto by_device = LoadProfile(directory.path(), path);
+  ASSERT_OK(by_device.status());
+  EXPECT_EQ(by_device->directory, "/another");
+  DeviceProfile exact = SomeProfile(directory.path());
+  ASSERT_OK(StoreProfile(exact, path));
+  exact.knee_bytes = 4096;
+  ASSERT_OK(StoreProfile(exact, path));
+  EXPECT_EQ(LoadProfile(directory.path(), path)->knee_bytes, 4096u);
+  std::ofstream(path) << "garbage";
+  EXPECT_TRUE(absl::IsDataLoss(LoadProfile(directory.path(), path).status()));
+  ASSERT_OK(StoreProfile(exact, path));
+  EXPECT_OK(LoadProfile(directory.path(), path).status());
+}
+
+TEST(ProbeTest, TellsWhatThisMachineOffers) {
+  const IoFeatures features = ProbeIo();
+  EXPECT_NE(features.kernel, "");
+  EXPECT_NE(features.best_backend, "");
+  EXPECT_GE(features.numa_nodes, 1);
+  EXPECT_EQ(features.memory.size(), 3u);
+  for (const Feature& feature : features.io_uring) {
+    EXPECT_TRUE(feature.available || !feature.detail.empty()) << feature.name;
+  }
+  EngineOptions options;
+  options.log = [](std::string_view) {};
+  const auto engine = Engine::Create(options);
+  ASSERT_OK(engine.status());
+  EXPECT_EQ((*engine)->backend_name(), features.best_backend);
+}
+
+TEST(ProbeTest, TellsAboutADirectory) {
+  ScratchDirectory directory;
+  const auto features = ProbeDirectory(directory.path());
+  ASSERT_OK(features.status());
+  EXPECT_NE(features->file_system, "");
+  EXPECT_GT(features->free_bytes, 0u);
+  EXPECT_TRUE(std::filesystem::is_empty(directory.path()));
+  EXPECT_TRUE(!features->direct_io.available || features->offset_alignment >= kSectorBytes);
+  EXPECT_TRUE(absl::IsNotFound(ProbeDirectory("/nonexistent").status()));
+  if (std::filesystem::exists("/dev/shm")) {
+    const auto memory = ProbeDirectory("/dev/shm");
+    ASSERT_OK(memory.status());
+    EXPECT_FALSE(memory->direct_io.available);
+    EXPECT_THAT(memory->direct_io.detail, testing::HasSubstr("tmpfs"));
+  }
+}
+
+}  // namespace
+}  // namespace penstock::aio
