@@ -1,6 +1,5 @@
 #include "swap/store.h"
 
-#include <cassert>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -198,7 +197,10 @@ absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
     return absl::FailedPreconditionError(absl::StrCat("tile ", tile, " has a write in flight"));
   }
   const uint32_t slot = FreeSlot(tile);
-  assert(slot < geometry_.slots());
+  if (slot == geometry_.slots()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "tile ", tile, " has one slot, and what stands there is committed: this store is written once"));
+  }
 
   io->slot_ = slot;
   io->version_ = version;

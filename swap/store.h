@@ -101,11 +101,13 @@ struct StoreOptions {
 
   // Only for Create.
   std::vector<double>
-      weights;         // share of bytes of each directory; empty: equal. Recorded through the tiles' homes
-  uint32_t slots = 2;  // 2, or 3 to let a checkpoint keep a version while training goes on
+      weights;  // share of bytes of each directory; empty: equal. Recorded through the tiles' homes
+  // 2 for training; 3 to let a checkpoint keep a version while training goes on; 1 for what is written and
+  // committed once and never again: a checkpoint.
+  uint32_t slots = 2;
   uint64_t payload_capacity = kDefaultPayloadCapacity;
   bool overwrite = false;    // remove the store files that are there, if they are ours and not in use
-  std::optional<Uuid> uuid;  // for tests that compare bytes; else random
+  std::optional<Uuid> uuid;  // else random; a checkpoint has its run's
 
   // Only for Open.
   bool read_only = false;  // for verify and export: nothing can be written
@@ -270,6 +272,7 @@ class Store {
   uint64_t committed_step() const { return record_.step; }
   uint64_t committed_updates() const { return record_.updates; }
   const std::string& committed_payload() const { return record_.payload; }
+  const Record& committed_record() const { return record_; }
   TileVersion committed(uint32_t tile) const { return record_.tiles[tile]; }  // version 0: never committed
   uint64_t committed_checksum(uint32_t tile, uint32_t segment) const {
     return record_.checksums[geometry_.first_segment(tile) + segment];

@@ -43,9 +43,9 @@ absl::StatusOr<StoreShape> MakeShape(const StoreOptions& options, const Layout& 
           absl::StrCat("a directory weight of ", weight, "; it must be above 0"));
     }
   }
-  if (options.slots < 2) {
+  if (options.slots < 1 || options.slots > kMaxSlots) {
     return absl::InvalidArgumentError(
-        absl::StrCat("a store needs 2 or 3 versions of a tile, not ", options.slots));
+        absl::StrCat("a store keeps 1 to ", kMaxSlots, " versions of a tile, not ", options.slots));
   }
   const std::vector<uint32_t> homes = AssignDirectories(layout, weights);
   for (size_t t = 0; t < layout.tiles.size(); ++t) shape.tiles.push_back({homes[t], layout.tiles[t]});

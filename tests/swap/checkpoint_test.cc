@@ -1,0 +1,231 @@
+// Checkpoints: whole or not there, true to the commit they were taken of, while training goes on.
+#include "swap/checkpoint.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "swap/inspect.h"
+#include "swap/verify.h"
+#include "tests/swap/fake_model.h"
+#include "tests/swap/scratch_directory.h"
+
+namespace penstock::swap {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class CheckpointTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    aio::EngineOptions engine_options;
+    engine_options.log = [](std::string_view) {};
+    auto engine = aio::Engine::Create(engine_options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+    run_.directories = {scratch_.Sub("a"), scratch_.Sub("b")};
+    run_.slots = 3;
+    checkpoints_.parent = scratch_.Sub("checkpoints");
+    checkpoints_.memory = memory_.span();
+  }
+  void Start() {
+    auto store = Store::Create(*engine_, run_, layout_, R"({"model":"fake"})");
+    ASSERT_TRUE(store.ok()) << store.status();
+    store_ = *std::move(store);
+    model_.Initialize();
+    ASSERT_TRUE(model_.WriteAll(*store_, 1).ok());
+    ASSERT_TRUE(store_->CommitNow({.step = 0, .updates = 0, .payload = "p0"}).ok());
+  }
+  void Step(uint64_t step) {
+    model_.UpdateAll(step);
+    ASSERT_TRUE(model_.WriteAll(*store_, step + 1).ok());
+    ASSERT_TRUE(store_->CommitNow({.step = step, .updates = step, .payload = absl::StrCat("p", step)}).ok());
+  }
+  // The bytes of a checkpoint are those of the model after that many updates.
+  void ExpectCheckpoint(const std::string& path, uint64_t step) {
+    StoreOptions options;
+    options.directories = {path};
+    options.read_only = true;
+    auto store = Store::Open(*engine_, options);
+    ASSERT_TRUE(store.ok()) << store.status();
+    EXPECT_EQ((*store)->recovered().step, step);
+    EXPECT_EQ((*store)->recovered().payload, absl::StrCat("p", step));
+    EXPECT_EQ((*store)->identity(), R"({"model":"fake"})");
+    FakeModel oracle(layout_, 1), read(layout_, 2);
+    oracle.Initialize();
+    for (uint64_t u = 1; u <= step; ++u) oracle.UpdateAll(u);
+    const absl::Status status = read.ReadAll(**store);
+    ASSERT_TRUE(status.ok()) << status;
+    EXPECT_EQ(read.Difference(oracle), "");
+  }
+
+  ScratchDirectory scratch_;
+  std::unique_ptr<aio::Engine> engine_;
+  Layout layout_ = SmallLayout(7);
+  FakeModel model_{layout_, 1};
+  AlignedBuffer memory_{3 << 20};
+  StoreOptions run_;
+  CheckpointOptions checkpoints_;
+  std::unique_ptr<Store> store_;
+};
+
+TEST_F(CheckpointTest, HoldsItsStepWhileTrainingGoesOn) {
+  Start();
+  Step(1);
+  Step(2);
+  checkpoints_.memory = checkpoints_.memory.first(store_->geometry().slot_bytes(6));  // one lane: slowly
+  auto copy = CheckpointCopy::Begin(*store_, checkpoints_);
+  ASSERT_TRUE(copy.ok()) << copy.status();
+  const std::string path = (*copy)->path();
+  uint64_t step = 3;
+  bool done = false;
+  while (!done) {
+    EXPECT_FALSE(fs::exists(path));  // not before it is whole
+    const auto polled = (*copy)->Poll();
+    ASSERT_TRUE(polled.ok()) << polled.status();
+    done = *polled;
+    if (step < 30) Step(step++);
+  }
+  EXPECT_EQ((*copy)->bytes_done(), (*copy)->bytes_total());
+  EXPECT_GT(step, 4u);
+  EXPECT_EQ(store_->retained(), nullptr);
+  ExpectCheckpoint(path, 2);
+  // The run was not touched by it.
+  FakeModel read(layout_, 2);
+  ASSERT_TRUE(read.ReadAll(*store_).ok());
+  EXPECT_EQ(read.Difference(model_), "");
+  EXPECT_THAT(*FindCheckpoint(checkpoints_.parent), HasSubstr("step-00000002"));
+}
+
+TEST_F(CheckpointTest, ARunOfTwoSlotsIsCopiedWhileItStandsStill) {
+  run_.slots = 2;
+  Start();
+  Step(1);
+  EXPECT_TRUE(absl::IsFailedPrecondition(CheckpointCopy::Begin(*store_, checkpoints_).status()));
+  EXPECT_FALSE(fs::exists(checkpoints_.parent));
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), 1);
+  EXPECT_TRUE(absl::IsAlreadyExists(WriteCheckpoint(*store_, checkpoints_)));
+  Step(2);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), 2);
+}
+
+TEST_F(CheckpointTest, TheOldestGoWhenMoreThanKAreKept) {
+  Start();
+  checkpoints_.keep = 2;
+  for (uint64_t step = 1; step <= 5; ++step) {
+    Step(step);
+    ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  }
+  std::vector<uint64_t> steps;
+  for (const CheckpointEntry& entry : ListCheckpoints(checkpoints_.parent)) steps.push_back(entry.step);
+  EXPECT_THAT(steps, ElementsAre(4, 5));
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(checkpoints_.parent))
+    names.push_back(entry.path().filename());
+  EXPECT_THAT(names, ::testing::UnorderedElementsAre("latest", "step-00000004", "step-00000005"));
+}
+
+TEST_F(CheckpointTest, WhatIsNotOursIsNotRemoved) {
+  Start();
+  checkpoints_.keep = 1;
+  fs::create_directories(checkpoints_.parent + "/step-00000000");
+  std::ofstream(checkpoints_.parent + "/step-00000000/penstock.store")
+      << "somebody's thesis, and long enough";
+  fs::create_directories(checkpoints_.parent + "/.step-00000009.partial");
+  std::ofstream(checkpoints_.parent + "/.step-00000009.partial/notes.txt") << "mine";
+  Step(1);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  EXPECT_TRUE(fs::exists(checkpoints_.parent + "/step-00000000/penstock.store"));
+  EXPECT_TRUE(fs::exists(checkpoints_.parent + "/.step-00000009.partial/notes.txt"));
+}
+
+TEST_F(CheckpointTest, OneThatIsGivenUpLeavesNothing) {
+  Start();
+  {
+    auto copy = CheckpointCopy::Begin(*store_, checkpoints_);
+    ASSERT_TRUE(copy.ok());
+    ASSERT_TRUE((*copy)->Poll().ok());
+  }
+  EXPECT_EQ(store_->retained(), nullptr);
+  EXPECT_TRUE(fs::is_empty(checkpoints_.parent));
+  EXPECT_TRUE(absl::IsNotFound(FindCheckpoint(checkpoints_.parent).status()));
+}
+
+TEST_F(CheckpointTest, WhatAKilledRunLeftIsCleanedUp) {
+  Start();
+  // As a killed run leaves it: the file, without superblock or commit.
+  fs::create_directories(checkpoints_.parent + "/.step-00000007.partial");
+  std::ofstream(checkpoints_.parent + "/.step-00000007.partial/penstock.store").close();
+  EXPECT_TRUE(absl::IsNotFound(FindCheckpoint(checkpoints_.parent).status()));
+  Step(1);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  EXPECT_FALSE(fs::exists(checkpoints_.parent + "/.step-00000007.partial"));
+}
+
+TEST_F(CheckpointTest, DamageIsNotCopied) {
+  Start();
+  Step(1);
+  const Geometry& g = store_->geometry();
+  const int fd = ::open(store_->path(3).c_str(), O_RDWR | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  ASSERT_EQ(::pwrite(fd, "x", 1, static_cast<off_t>(g.segment_offset(3, store_->committed(3).slot, 1))), 1);
+  ::fsync(fd);
+  ::close(fd);
+  const absl::Status status = WriteCheckpoint(*store_, checkpoints_);
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("tile 3 segment 1"));
+  EXPECT_TRUE(fs::is_empty(checkpoints_.parent));
+}
+
+TEST_F(CheckpointTest, ARunGoesOnFromACheckpointSomewhereElse) {
+  Start();
+  Step(1);
+  Step(2);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  Step(3);
+  StoreOptions from;
+  from.directories = {*FindCheckpoint(checkpoints_.parent)};
+  from.read_only = true;
+  auto checkpoint = Store::Open(*engine_, from);
+  ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
+  // Verify works on it as on a run.
+  const auto report = VerifyAll(**checkpoint, memory_.span());
+  ASSERT_TRUE(report.ok());
+  EXPECT_TRUE(report->whole());
+  EXPECT_EQ(report->bytes, store_->geometry().state_bytes());
+
+  StoreOptions to;
+  to.directories = {scratch_.Sub("x"), scratch_.Sub("y"), scratch_.Sub("z")};  // on more disks
+  auto fresh = Store::Create(*engine_, to, layout_, (*checkpoint)->identity());
+  ASSERT_TRUE(fresh.ok()) << fresh.status();
+  const absl::Status restored = RestoreCheckpoint(**checkpoint, **fresh, memory_.span());
+  ASSERT_TRUE(restored.ok()) << restored;
+  FakeModel again(layout_, 5);
+  ASSERT_TRUE(again.ReadAll(**fresh).ok());
+  again.UpdateAll(3);
+  ASSERT_TRUE(again.WriteAll(**fresh, (*fresh)->newest_version(0) + 1).ok());
+  ASSERT_TRUE((*fresh)->CommitNow({.step = 3, .updates = 3, .payload = "p3"}).ok());
+  EXPECT_EQ(again.Difference(model_), "");
+  EXPECT_EQ((*fresh)->committed_step(), 3u);
+}
+
+TEST_F(CheckpointTest, ACheckpointIsNeverWrittenTo) {
+  Start();
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  StoreOptions options;
+  options.directories = {*FindCheckpoint(checkpoints_.parent)};
+  auto checkpoint = Store::Open(*engine_, options);
+  ASSERT_TRUE(checkpoint.ok());
+  EXPECT_THAT(std::string(model_.WriteTile(**checkpoint, 0, 9).message()), HasSubstr("written once"));
+}
+
+}  // namespace
+}  // namespace penstock::swap
