@@ -249,28 +249,33 @@ absl::Status File::Preallocate(uint64_t bytes) {
     return bytes > *now ? sim_->Resize(*sim_file_, bytes) : absl::OkStatus();
   }
   if (bytes == 0) return absl::OkStatus();
-  int result = 0;
-  do {
-    result = fallocate(fd_, 0, 0, static_cast<off_t>(bytes));
-  } while (result != 0 && errno == EINTR);
-  if (result == 0) {
-    preallocated_ = true;
-    return absl::OkStatus();
-  }
-  const int error = errno;
-  if (error == EOPNOTSUPP || error == ENOSYS) return bytes > *now ? Resize(bytes) : absl::OkStatus();
-  // A failed fallocate may have reserved a part: give it back.
-  if (ftruncate(fd_, static_cast<off_t>(*now)) != 0) return Failure("ftruncate", path_, errno);
-  if (error == ENOSPC) {
-    const absl::StatusOr<FileSystemSpace> space = QueryFileSystem(path_);
-    if (space.ok()) {
-      const uint64_t wanted = bytes - std::min(bytes, *now);
-      return absl::ResourceExhaustedError(absl::StrCat(
-          "preallocate ", path_, ": ", FormatBytes(bytes), " asked for, ", FormatBytes(space->free_bytes),
-          " free, ", FormatBytes(wanted - std::min(wanted, space->free_bytes)),
-          " missing: No space left on device (errno 28); free space on this file system or choose another "
-          "directory"));
+  // Asked beforehand, because an fallocate that fails has by then taken all there was from everyone else.
+  struct stat info {};
+  if (fstat(fd_, &info) != 0) return Failure("fstat", path_, errno);
+  const absl::StatusOr<FileSystemSpace> space = QueryFileSystem(path_);
+  if (!space.ok()) return space.status();
+  const uint64_t reserved = std::min(bytes, static_cast<uint64_t>(info.st_blocks) * 512);
+  const uint64_t wanted = bytes - reserved;
+  int result = -1;
+  int error = ENOSPC;
+  if (wanted <= space->free_bytes) {
+    do {
+      result = fallocate(fd_, 0, 0, static_cast<off_t>(bytes));
+      error = errno;
+    } while (result != 0 && error == EINTR);
+    if (result == 0) {
+      preallocated_ = true;
+      return absl::OkStatus();
     }
+    if (error == EOPNOTSUPP || error == ENOSYS) return bytes > *now ? Resize(bytes) : absl::OkStatus();
+    // It may have reserved a part: give that back.
+    if (ftruncate(fd_, static_cast<off_t>(*now)) != 0) return Failure("ftruncate", path_, errno);
+  }
+  if (error == ENOSPC) {
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "preallocate ", path_, " (", device_name_, "): ", FormatBytes(bytes), " asked for, ",
+        FormatBytes(space->free_bytes), " free, ", FormatBytes(wanted - std::min(wanted, space->free_bytes)),
+        " missing: ", ErrnoText(ENOSPC), "; free space on this file system or choose another directory"));
   }
   return MakeIoError(
       {.op = "preallocate", .path = path_, .device = device_name_, .bytes = bytes, .error = error});

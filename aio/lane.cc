@@ -474,7 +474,13 @@ size_t Lane::Turn(bool may_block) {
     } else {
       for (int64_t i = 0; i < reaped; ++i) HandleCompletion(completions_[static_cast<size_t>(i)]);
     }
-    if (in_flight_pieces_ == 0 && queued_requests_.Get() == 0) UpdateWatches();  // before anyone is told
+    if (!threaded_ && reaped > 0) {
+      // In virtual time no next turn follows by itself: what these completions made room for starts now.
+      Dispatch();
+      UpdateWatches();
+    } else if (in_flight_pieces_ == 0 && queued_requests_.Get() == 0) {
+      UpdateWatches();  // before anyone is told
+    }
     finished += RunCallbacks();
   } else {
     sleep_.store(Sleep::kAwake, std::memory_order_seq_cst);

@@ -176,7 +176,7 @@ class Lane final : public FileUser {
   // lane_dispatch.cc
   void Dispatch();
   bool DispatchFrom(int direction);
-  int PickClass(int direction, uint64_t cap_bytes) const;
+  int PickClass(int direction) const;
   bool MustWait(const Piece& piece) const;
   void Launch(Request& request, Piece& piece);
   void Unqueue(RequestQueue& queue, Request& request);

@@ -67,17 +67,15 @@ void Lane::Dispatch() {
 }
 
 // The class whose turn it is: the most urgent that waits, unless a lesser one was passed over for too long.
-int Lane::PickClass(int direction, uint64_t cap_bytes) const {
+// That one then goes first even if it has to wait for room, or demands, which may go beyond the cap, would
+// keep the room from it.
+int Lane::PickClass(int direction) const {
   const auto& queues = queues_[static_cast<size_t>(direction)];
-  const uint64_t in_flight = in_flight_bytes_[static_cast<size_t>(direction)];
+  const auto& passed_over = passed_over_[static_cast<size_t>(direction)];
   int picked = -1;
   for (int c = kPriorities - 1; c >= 0; --c) {
     if (queues[static_cast<size_t>(c)].first == nullptr) continue;
-    if (picked >= 0 &&
-        passed_over_[static_cast<size_t>(direction)][static_cast<size_t>(picked)] >= kPassOverBytes &&
-        in_flight < cap_bytes) {
-      continue;
-    }
+    if (picked >= 0 && passed_over[static_cast<size_t>(picked)] >= kPassOverBytes) break;
     picked = c;
   }
   return picked;
@@ -87,7 +85,7 @@ bool Lane::DispatchFrom(int direction) {
   const auto d = static_cast<size_t>(direction);
   const uint64_t cap_bytes =
       (direction == kReads ? core_.read_cap_bytes : core_.write_cap_bytes).load(std::memory_order_relaxed);
-  const int picked = PickClass(direction, cap_bytes);
+  const int picked = PickClass(direction);
   if (picked < 0 || free_pieces_ == nullptr) return false;
   RequestQueue& queue = queues_[d][static_cast<size_t>(picked)];
   Request& request = *queue.first;
