@@ -1,0 +1,381 @@
+#include "swap/safetensors.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <functional>
+#include <optional>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "aio/file.h"
+#include "nlohmann/json.hpp"
+#include "swap/store_files.h"
+
+namespace penstock::swap {
+namespace {
+
+struct DtypeEntry {
+  Dtype dtype;
+  std::string_view name;
+  uint64_t bytes;
+};
+constexpr std::array<DtypeEntry, 15> kDtypes = {{{Dtype::kBool, "BOOL", 1},
+                                                 {Dtype::kU8, "U8", 1},
+                                                 {Dtype::kI8, "I8", 1},
+                                                 {Dtype::kF8E5M2, "F8_E5M2", 1},
+                                                 {Dtype::kF8E4M3, "F8_E4M3", 1},
+                                                 {Dtype::kI16, "I16", 2},
+                                                 {Dtype::kU16, "U16", 2},
+                                                 {Dtype::kF16, "F16", 2},
+                                                 {Dtype::kBf16, "BF16", 2},
+                                                 {Dtype::kI32, "I32", 4},
+                                                 {Dtype::kU32, "U32", 4},
+                                                 {Dtype::kF32, "F32", 4},
+                                                 {Dtype::kF64, "F64", 8},
+                                                 {Dtype::kI64, "I64", 8},
+                                                 {Dtype::kU64, "U64", 8}}};
+
+std::optional<Dtype> ParseDtype(std::string_view name) {
+  for (const DtypeEntry& entry : kDtypes) {
+    if (entry.name == name) return entry.dtype;
+  }
+  return std::nullopt;
+}
+
+std::string DirectoryOf(const std::string& path) {
+  const size_t slash = path.find_last_of('/');
+  return slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash);
+}
+
+// Says no to a name that stands twice in one object, which the parser would pass over: a reader that takes
+// the first and one that takes the last would see different files.
+class DuplicateKeys {
+ public:
+  bool operator()(int /*depth*/, nlohmann::json::parse_event_t event, nlohmann::json& value) {
+    using Event = nlohmann::json::parse_event_t;
+    if (event == Event::object_start) open_.emplace_back();
+    if (event == Event::object_end && !open_.empty()) open_.pop_back();
+    if (event == Event::key && !open_.empty() &&
+        !open_.back().insert(value.get_ref<const std::string&>()).second) {
+      found_ = value.get_ref<const std::string&>();
+    }
+    return true;
+  }
+  const std::optional<std::string>& found() const { return found_; }
+
+ private:
+  std::vector<std::set<std::string>> open_;
+  std::optional<std::string> found_;
+};
+
+// Nesting that no such header has; deeper values could exhaust the stack of whatever walks them.
+bool TooDeep(std::string_view json) {
+  int depth = 0;
+  bool in_string = false;
+  for (size_t i = 0; i < json.size(); ++i) {
+    const char c = json[i];
+    if (in_string) {
+      if (c == '\\') ++i;
+      if (c == '"') in_string = false;
+    } else if (c == '"') {
+      in_string = true;
+    } else if (c == '{' || c == '[') {
+      if (++depth > 8) return true;
+    } else if (c == '}' || c == ']') {
+      --depth;
+    }
+  }
+  return false;
+}
+
+absl::StatusOr<TensorInfo> ParseTensor(const std::string& name, const nlohmann::json& value, uint64_t* end) {
+  const auto refuse = [&](const auto&... parts) {
+    return absl::DataLossError(absl::StrCat("tensor ", name, ": ", parts...));
+  };
+  if (!value.is_object()) return refuse("not an object");
+  const auto dtype = value.find("dtype"), shape = value.find("shape"), offsets = value.find("data_offsets");
+  if (dtype == value.end() || !dtype->is_string()) return refuse("no dtype");
+  if (shape == value.end() || !shape->is_array()) return refuse("no shape");
+  if (offsets == value.end() || !offsets->is_array() || offsets->size() != 2)
+    return refuse("no data_offsets");
+  TensorInfo tensor;
+  tensor.name = name;
+  const auto parsed = ParseDtype(dtype->get_ref<const std::string&>());
+  if (!parsed.has_value()) return refuse("unknown dtype ", dtype->get_ref<const std::string&>());
+  tensor.dtype = *parsed;
+  for (const nlohmann::json& length : *shape) {
+    if (!length.is_number_unsigned()) return refuse("a shape that is not made of whole numbers");
+    tensor.shape.push_back(length.get<uint64_t>());
+  }
+  if (!(*offsets)[0].is_number_unsigned() || !(*offsets)[1].is_number_unsigned())
+    return refuse("no data_offsets");
+  tensor.offset = (*offsets)[0].get<uint64_t>();
+  *end = (*offsets)[1].get<uint64_t>();
+  const auto bytes = tensor.Bytes();
+  if (!bytes.ok()) return refuse(bytes.status().message());
+  if (*end < tensor.offset || *end - tensor.offset != *bytes) {
+    return refuse("bytes ", tensor.offset, " to ", *end, " for a type and shape of ", *bytes, " bytes");
+  }
+  return tensor;
+}
+
+}  // namespace
+
+std::string_view DtypeName(Dtype dtype) { return kDtypes[static_cast<size_t>(dtype)].name; }
+uint64_t DtypeBytes(Dtype dtype) { return kDtypes[static_cast<size_t>(dtype)].bytes; }
+
+absl::StatusOr<uint64_t> TensorInfo::Bytes() const {
+  constexpr uint64_t kMax = uint64_t{1} << 62;
+  uint64_t bytes = DtypeBytes(dtype);
+  // A zero anywhere makes it empty, whatever the others are.
+  if (std::find(shape.begin(), shape.end(), 0u) != shape.end()) return 0;
+  for (uint64_t length : shape) {
+    if (length > kMax / bytes) return absl::InvalidArgumentError("a shape too large for any file");
+    bytes *= length;
+  }
+  return bytes;
+}
+
+// ---- writing
+// --------------------------------------------------------------------------------------------------
+
+absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
+    const std::string& path, std::vector<TensorInfo> tensors,
+    const std::map<std::string, std::string>& metadata, bool overwrite) {
+  std::unique_ptr<SafetensorsWriter> writer(new SafetensorsWriter());
+  writer->path_ = path;
+  writer->overwrite_ = overwrite;
+  nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  if (!metadata.empty()) {
+    for (const auto& [key, value] : metadata) header["__metadata__"][key] = value;
+  }
+  std::set<std::string> names = {"__metadata__"};
+  for (TensorInfo& tensor : tensors) {
+    if (!names.insert(tensor.name).second) {
+      return absl::InvalidArgumentError(absl::StrCat("two tensors with the name ", tensor.name));
+    }
+    const auto bytes = tensor.Bytes();
+    if (!bytes.ok())
+      return absl::InvalidArgumentError(absl::StrCat(tensor.name, ": ", bytes.status().message()));
+    tensor.offset = writer->data_bytes_;
+    writer->data_bytes_ += *bytes;
+    if (writer->data_bytes_ > uint64_t{1} << 62)
+      return absl::InvalidArgumentError("more data than a file can hold");
+    header.emplace(tensor.name,
+                   nlohmann::ordered_json{{"dtype", std::string(DtypeName(tensor.dtype))},
+                                          {"shape", tensor.shape},
+                                          {"data_offsets", {tensor.offset, writer->data_bytes_}}});
+  }
+  writer->tensors_ = std::move(tensors);
+  // Names that are not UTF-8 become replacement characters rather than an exception.
+  std::string text = header.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+  text.resize((text.size() + 7) / 8 * 8, ' ');  // so that the data is aligned
+  if (text.size() > kMaxSafetensorsHeaderBytes) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("a header of ", text.size(), " bytes; the most is ", kMaxSafetensorsHeaderBytes));
+  }
+
+  struct stat info;
+  if (!overwrite && ::lstat(path.c_str(), &info) == 0) {
+    return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
+  }
+  writer->fd_ = ::open(DirectoryOf(path).c_str(), O_TMPFILE | O_WRONLY | O_CLOEXEC, 0644);
+  if (writer->fd_ < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL)) {
+    writer->temporary_ = path + ".partial";
+    writer->fd_ =
+        ::open(writer->temporary_.c_str(), O_CREAT | O_TRUNC | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0644);
+  }
+  if (writer->fd_ < 0) return ErrnoError(errno, "create", path);
+  const uint64_t total = 8 + text.size() + writer->data_bytes_;
+  if (::posix_fallocate(writer->fd_, 0, static_cast<off_t>(total)) == ENOSPC) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat(path, " needs ", total, " bytes, more than the disk has free"));
+  }
+  std::array<unsigned char, 8> length;
+  for (size_t i = 0; i < 8; ++i) length[i] = static_cast<unsigned char>(uint64_t{text.size()} >> (8 * i));
+  if (absl::Status written = writer->WriteFully(length.data(), length.size()); !written.ok()) return written;
+  if (absl::Status written = writer->WriteFully(text.data(), text.size()); !written.ok()) return written;
+  return writer;
+}
+
+SafetensorsWriter::~SafetensorsWriter() {
+  if (fd_ >= 0) ::close(fd_);
+  if (!temporary_.empty()) (void)::unlink(temporary_.c_str());
+}
+
+absl::Status SafetensorsWriter::WriteFully(const void* data, uint64_t bytes) {
+  const char* at = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = ::write(fd_, at, std::min<uint64_t>(bytes, uint64_t{1} << 30));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return ErrnoError(n < 0 ? errno : ENOSPC, "write", path_);
+    at += n;
+    bytes -= static_cast<uint64_t>(n);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsWriter::Append(std::span<const std::byte> bytes) {
+  if (bytes.size() > data_bytes_ - written_) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path_, ": ", written_ + bytes.size(), " bytes for tensors of ", data_bytes_));
+  }
+  if (absl::Status written = WriteFully(bytes.data(), bytes.size()); !written.ok()) return written;
+  written_ += bytes.size();
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsWriter::Finish() {
+  if (written_ != data_bytes_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path_, ": ", written_, " of ", data_bytes_, " bytes were written"));
+  }
+  if (::fsync(fd_) != 0) return ErrnoError(errno, "sync", path_);
+  if (temporary_.empty()) {
+    const std::string self = absl::StrCat("/proc/self/fd/", fd_);
+    const std::string name = overwrite_ ? path_ + ".partial" : path_;
+    if (overwrite_) (void)::unlink(name.c_str());
+    if (::linkat(AT_FDCWD, self.c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW) != 0) {
+      return ErrnoError(errno, "create", name);
+    }
+    if (overwrite_) temporary_ = name;
+  }
+  if (!temporary_.empty()) {
+    // Another's file that came in meanwhile is not replaced unless that was asked for.
+    const int renamed =
+        overwrite_ ? ::rename(temporary_.c_str(), path_.c_str()) : ::link(temporary_.c_str(), path_.c_str());
+    if (renamed != 0) return ErrnoError(errno, "create", path_);
+    if (!overwrite_) (void)::unlink(temporary_.c_str());
+    temporary_.clear();
+  }
+  ::close(std::exchange(fd_, -1));
+  return aio::SyncDirectory(DirectoryOf(path_));
+}
+
+// ---- reading
+// --------------------------------------------------------------------------------------------------
+
+absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view json, uint64_t data_bytes) {
+  if (TooDeep(json)) return absl::DataLossError("a safetensors header that is nested too deep");
+  DuplicateKeys duplicates;
+  const nlohmann::json header = nlohmann::json::parse(json, std::ref(duplicates), /*allow_exceptions=*/false,
+                                                      /*ignore_comments=*/false);
+  if (header.is_discarded() || !header.is_object()) {
+    return absl::DataLossError("the safetensors header is not a JSON object");
+  }
+  if (duplicates.found().has_value()) {
+    return absl::DataLossError(
+        absl::StrCat("the safetensors header has \"", *duplicates.found(), "\" twice"));
+  }
+  SafetensorsHeader result;
+  std::vector<std::pair<uint64_t, uint64_t>> ranges;
+  for (const auto& [name, value] : header.items()) {
+    if (name == "__metadata__") {
+      if (!value.is_object()) return absl::DataLossError("__metadata__ is not an object");
+      for (const auto& [key, text] : value.items()) {
+        if (!text.is_string())
+          return absl::DataLossError(absl::StrCat("__metadata__ ", key, " is not a string"));
+        result.metadata[key] = text.get<std::string>();
+      }
+      continue;
+    }
+    uint64_t end = 0;
+    auto tensor = ParseTensor(name, value, &end);
+    if (!tensor.ok()) return tensor.status();
+    if (end > data_bytes) {
+      return absl::DataLossError(absl::StrCat("tensor ", name, " ends at byte ", end, " of ", data_bytes));
+    }
+    result.tensors.push_back(*std::move(tensor));
+  }
+  std::sort(result.tensors.begin(), result.tensors.end(), [](const TensorInfo& a, const TensorInfo& b) {
+    // Empty tensors stand before the one that starts where they do.
+    const uint64_t a_bytes = a.Bytes().value_or(0), b_bytes = b.Bytes().value_or(0);
+    return std::tie(a.offset, a_bytes, a.name) < std::tie(b.offset, b_bytes, b.name);
+  });
+  uint64_t at = 0;
+  for (const TensorInfo& tensor : result.tensors) {
+    if (tensor.offset != at) {
+      return absl::DataLossError(absl::StrCat("tensor ", tensor.name, " starts at byte ", tensor.offset,
+                                              "; the one before it ends at ", at));
+    }
+    at += tensor.Bytes().value_or(0);
+  }
+  if (at != data_bytes) {
+    return absl::DataLossError(absl::StrCat("the tensors have ", at, " bytes, the file ", data_bytes));
+  }
+  return result;
+}
+
+absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const std::string& path) {
+  std::unique_ptr<SafetensorsReader> reader(new SafetensorsReader());
+  reader->path_ = path;
+  reader->fd_ = ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+  if (reader->fd_ < 0) return ErrnoError(errno, "open", path);
+  struct stat info;
+  if (::fstat(reader->fd_, &info) != 0) return ErrnoError(errno, "look at", path);
+  const auto refuse = [&](const auto&... parts) {
+    return absl::DataLossError(absl::StrCat(path, ": ", parts...));
+  };
+  if (!S_ISREG(info.st_mode))
+    return absl::FailedPreconditionError(absl::StrCat(path, " is not a regular file"));
+  const auto file_bytes = static_cast<uint64_t>(info.st_size);
+  std::array<std::byte, 8> prefix;
+  if (file_bytes < prefix.size()) return refuse("too short for a safetensors file");
+  if (absl::Status read = reader->ReadAt(0, prefix); !read.ok()) return read;
+  uint64_t length = 0;
+  for (size_t i = 0; i < 8; ++i) length |= static_cast<uint64_t>(prefix[i]) << (8 * i);
+  if (length > kMaxSafetensorsHeaderBytes || length > file_bytes - 8) {
+    return refuse("not a safetensors file: a header of ", length, " bytes in a file of ", file_bytes);
+  }
+  std::string json(length, '\0');
+  if (absl::Status read = reader->ReadAt(8, std::as_writable_bytes(std::span(json))); !read.ok()) return read;
+  auto header = ParseSafetensorsHeader(json, file_bytes - 8 - length);
+  if (!header.ok()) return refuse(header.status().message());
+  reader->data_start_ = 8 + length;
+  reader->tensors_ = std::move(header->tensors);
+  reader->metadata_ = std::move(header->metadata);
+  return reader;
+}
+
+SafetensorsReader::~SafetensorsReader() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+const TensorInfo* SafetensorsReader::Find(std::string_view name) const {
+  for (const TensorInfo& tensor : tensors_) {
+    if (tensor.name == name) return &tensor;
+  }
+  return nullptr;
+}
+
+absl::Status SafetensorsReader::ReadAt(uint64_t offset, std::span<std::byte> out) const {
+  uint64_t done = 0;
+  while (done < out.size()) {
+    const ssize_t n = ::pread(fd_, out.data() + done, out.size() - done, static_cast<off_t>(offset + done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return ErrnoError(errno, absl::StrCat("read offset ", offset + done, " of"), path_);
+    if (n == 0) return absl::DataLossError(absl::StrCat(path_, " ends at byte ", offset + done));
+    done += static_cast<uint64_t>(n);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SafetensorsReader::Read(const TensorInfo& tensor, uint64_t offset,
+                                     std::span<std::byte> out) const {
+  const auto bytes = tensor.Bytes();
+  if (!bytes.ok()) return bytes.status();
+  if (offset > *bytes || out.size() > *bytes - offset) {
+    return absl::InvalidArgumentError(absl::StrCat("bytes ", offset, " to ", offset + out.size(),
+                                                   " of tensor ", tensor.name, " of ", *bytes));
+  }
+  return ReadAt(data_start_ + tensor.offset + offset, out);
+}
+
+}  // namespace penstock::swap
