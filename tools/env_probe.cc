@@ -1,12 +1,9 @@
 #include "tools/env_probe.h"
 
 #include <dlfcn.h>
-#include <linux/io_uring.h>
 #include <sched.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
-#include <sys/sysmacros.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -29,6 +26,7 @@
 #include "aio/arena.h"
 #include "aio/engine.h"
 #include "aio/file.h"
+#include "aio/probe.h"
 #include "kernels/cpu_features.h"
 #include "tools/size.h"
 
@@ -162,39 +160,42 @@ void Memory(Report& r) {
 // ---- I/O.
 // -------------------------------------------------------------------------------------------------------------
 
-// The set-up flags of rings that our engine would like (Linux 6.1).
-#ifndef IORING_SETUP_SINGLE_ISSUER
-#define IORING_SETUP_SINGLE_ISSUER (1U << 12)
-#endif
-#ifndef IORING_SETUP_DEFER_TASKRUN
-#define IORING_SETUP_DEFER_TASKRUN (1U << 13)
-#endif
-
-// 0, or the errno with which the kernel refuses such a ring.
-int TryRing(uint32_t flags) {
-  struct io_uring_params params {};
-  params.flags = flags;
-  const long fd = ::syscall(SYS_io_uring_setup, 4, &params);
-  if (fd < 0) return errno;
-  ::close(static_cast<int>(fd));
-  return 0;
+// "single issuer, deferred completions" as a name: "single_issuer_deferred_completions".
+std::string SnakeCase(std::string_view text) {
+  std::string name;
+  for (const char c : text) {
+    if (absl::ascii_isalnum(static_cast<unsigned char>(c))) {
+      name += absl::ascii_tolower(static_cast<unsigned char>(c));
+    } else if (!name.empty() && name.back() != '_') {
+      name += '_';
+    }
+  }
+  while (!name.empty() && name.back() == '_') name.pop_back();
+  return name;
 }
 
-void Rings(Report& r) {
-  const int plain = TryRing(0);
-  if (plain != 0) {
+void Rings(Report& r, const aio::IoFeatures& features) {
+  if (!features.io_uring_works.available) {
     const std::string disabled = ReadLine("/proc/sys/kernel/io_uring_disabled");
     const char* way_out = disabled.empty() || disabled == "0" ? "a container's seccomp profile may forbid it"
                                                               : "sysctl kernel.io_uring_disabled=0";
-    r.Missing("io_uring_setup", std::strerror(plain),
+    r.Missing("io_uring_rings", features.io_uring_works.detail,
               absl::StrCat("libaio or threads do the I/O instead, at more CPU per GiB; ", way_out));
     return;
   }
-  if (TryRing(IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN) == 0) {
-    r.Ok("io_uring_setup", "with SINGLE_ISSUER and DEFER_TASKRUN");
-  } else {
-    r.Limited("io_uring_setup", "without SINGLE_ISSUER and DEFER_TASKRUN",
-              "completions interrupt the submitting thread, at some CPU; Linux 6.1 has them");
+  for (const aio::Feature& feature : features.io_uring) {
+    const std::string name = SnakeCase(feature.name);
+    if (feature.available) {
+      r.Ok(name, "yes");
+    } else if (name.starts_with("polled")) {
+      // Nothing of ours needs it: worth knowing, not worth a warning.
+      r.Ok(name, absl::StrCat("no (", feature.detail, ")"));
+    } else if (name.starts_with("registered_buffers")) {
+      r.Limited(name, "no", feature.detail);
+    } else {
+      r.Limited(name, feature.detail.empty() ? "no" : absl::StrCat("no (", feature.detail, ")"),
+                "some more CPU per request; newer kernels have it");
+    }
   }
 }
 
@@ -259,52 +260,58 @@ void Backends(Report& r, aio::File& file) {
 
 void Io(Report& r, aio::File* file) {
   r.Section("io");
-  Rings(r);
+  const aio::IoFeatures features = aio::ProbeIo();
+  Rings(r, features);
   if (file != nullptr) Backends(r, *file);
-  const std::string most = ReadLine("/proc/sys/fs/aio-max-nr");
-  if (!most.empty())
-    r.Ok("aio_max_nr", absl::StrCat(ReadLine("/proc/sys/fs/aio-nr"), " of ", most, " in use"));
+  r.Ok("best_backend", features.best_backend);
+  const std::string in_use =
+      absl::StrCat(features.aio_used_requests, " of ", features.aio_max_requests, " in use");
+  // A libaio context of ours takes up to 256.
+  if (features.aio_used_requests + 1024 > features.aio_max_requests) {
+    r.Limited("aio_max_nr", in_use, "libaio contexts may be refused; sysctl fs.aio-max-nr=1048576");
+  } else {
+    r.Ok("aio_max_nr", in_use);
+  }
 }
 
-void Directory(Report& r, const std::string& directory,
-               const absl::StatusOr<std::unique_ptr<aio::File>>& file) {
+absl::Status Directory(Report& r, const std::string& directory) {
+  const auto d = aio::ProbeDirectory(directory);
+  if (!d.ok()) return d.status();
   r.Section("directory");
-  std::unique_ptr<char, decltype(&::free)> real(::realpath(directory.c_str(), nullptr), ::free);
+  const std::unique_ptr<char, decltype(&::free)> real(::realpath(directory.c_str(), nullptr), ::free);
   r.Ok("path", real != nullptr ? real.get() : directory);
-  if (const auto space = aio::QueryFileSystem(directory); space.ok()) {
-    if (space->copy_on_write) {
-      r.Limited("file_system", space->type,
-                "overwriting in place is not in place here: more writes, more fragments; use ext4 or xfs");
-    } else {
-      r.Ok("file_system", space->type);
-    }
-    r.Ok("free", absl::StrCat(FormatBytes(static_cast<int64_t>(space->free_bytes)), " of ",
-                              FormatBytes(static_cast<int64_t>(space->total_bytes))));
+  if (d->copy_on_write) {
+    r.Limited("file_system", d->file_system,
+              "overwriting in place is not in place here: more writes, more fragments; use ext4 or xfs");
+  } else {
+    r.Ok("file_system", d->file_system);
   }
-  if (!file.ok()) {
-    r.Missing("direct_io", std::string(file.status().message()),
+  r.Ok("free", absl::StrCat(FormatBytes(static_cast<int64_t>(d->free_bytes)), " of ",
+                            FormatBytes(static_cast<int64_t>(d->total_bytes))));
+  if (d->direct_io.available) {
+    r.Ok("direct_io", d->direct_io.detail);
+  } else {
+    r.Missing("direct_io", d->direct_io.detail,
               "no run with --offload nvme can keep its state here; choose a directory on an NVMe drive");
-    return;
   }
-  const aio::Alignment& alignment = (*file)->alignment();
-  r.Ok("direct_io", absl::StrCat("memory ", alignment.memory, " B, offset ", alignment.offset, " B (from ",
-                                 alignment.source, ")"));
-  r.Ok("device", (*file)->device_name());
-  // The queue's settings stand at the disk; a partition's directory is inside its disk's.
-  const std::string block =
-      absl::StrFormat("/sys/dev/block/%d:%d", major((*file)->device()), minor((*file)->device()));
-  for (const std::string& queue : {block + "/queue/", block + "/../queue/"}) {
-    const std::string logical = ReadLine(queue + "logical_block_size");
-    if (logical.empty()) continue;
-    r.Ok("sectors",
-         absl::StrCat("logical ", logical, " B, physical ", ReadLine(queue + "physical_block_size"), " B"));
-    if (ReadLine(queue + "rotational") == "1") {
-      r.Limited("rotational", "yes, says the kernel",
-                "a disk that seeks is far slower than NVMe (virtual disks may claim it wrongly)");
-    }
-    r.Ok("scheduler", BracketedChoice(ReadLine(queue + "scheduler")));
-    break;
+  if (d->preallocation) {
+    r.Ok("preallocation", "yes");
+  } else {
+    r.Limited("preallocation", "no",
+              "a disk may fill up in the middle of a run, and first writes are slower");
   }
+  r.Ok("device", d->device);
+  if (d->logical_sector_bytes == 0) return absl::OkStatus();  // no queue of its own: network, memory
+  r.Ok("sectors",
+       absl::StrCat("logical ", d->logical_sector_bytes, " B, physical ", d->physical_sector_bytes, " B"));
+  r.Ok("queue", absl::StrCat(d->queue_requests, " requests of at most ",
+                             FormatBytes(static_cast<int64_t>(d->max_transfer_bytes))));
+  if (d->rotational) {
+    r.Limited("rotational", "yes, says the kernel",
+              "a disk that seeks is far slower than NVMe (virtual disks may claim it wrongly)");
+  }
+  if (d->numa_node >= 0) r.Ok("numa_node", absl::StrCat(d->numa_node));
+  return absl::OkStatus();
 }
 
 // ---- Libraries.
@@ -475,7 +482,8 @@ absl::StatusOr<std::vector<EnvItem>> ProbeEnvironment(const std::string& directo
   Cpu(report);
   Memory(report);
   Io(report, file.ok() ? file->get() : nullptr);
-  Directory(report, directory, file);
+  if (absl::Status status = Directory(report, directory); !status.ok())
+    return wrong(std::string(status.message()));
   Torch(report);
   Gpus(report);
   return report.Take();

@@ -33,9 +33,9 @@ std::string Text(const std::vector<EnvItem>& items) {
       absl::StrAppend(&text, text.empty() ? "" : "\n", item.section, "\n");
       section = item.section;
     }
-    absl::StrAppendFormat(&text, "  %-20s %s\n", item.name, item.value);
+    absl::StrAppendFormat(&text, "  %-34s %s\n", item.name, item.value);
     if (item.state != EnvState::kOk) {
-      absl::StrAppendFormat(&text, "  %-20s   %s: %s\n", "", StateName(item.state), item.cost);
+      absl::StrAppendFormat(&text, "  %-34s   %s: %s\n", "", StateName(item.state), item.cost);
     }
   }
   return text;
