@@ -43,7 +43,7 @@ std::string FormatCount(double value) {
     value /= 1000;
     ++unit;
   }
-  return absl::StrFormat(unit == 0 ? "%.0f%s" : "%.1f%s", value, kUnits[unit]);
+  return absl::StrFormat("%.*f%s", unit == 0 ? 0 : 1, value, kUnits[unit]);
 }
 
 std::string FormatProgress(const ProgressSample& sample, int columns) {
