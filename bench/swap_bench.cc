@@ -1,0 +1,316 @@
+// What the store costs beside the disk: an optimizer pass over two-version tiles against the bare mixture of
+// reads and writes on the same files, with and without checksums; verify against bare reads; a commit.
+//
+//   swap_bench [--benchmark_filter=...]      files go to the current directory: PENSTOCK_BENCH_DIR changes
+//   that
+//
+// Throughput is in bytes_per_second; cpu_ms_per_gib is all CPU of the process, I/O threads and checksums
+// included. Disks drift: compare lines of one run, by --benchmark_repetitions and medians.
+#include <benchmark/benchmark.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "aio/arena.h"
+#include "aio/engine.h"
+#include "swap/store.h"
+#include "swap/stream.h"
+#include "swap/verify.h"
+
+namespace penstock::swap {
+namespace {
+
+constexpr uint32_t kTiles = 64;
+constexpr uint64_t kParams = (uint64_t{8} << 20) / 12;  // a tile of about 8 MiB: hi, lo, m, v
+constexpr uint32_t kLanes = 6;  // tiles in memory: reads and writes of 16 MiB and more in flight
+
+double CpuSeconds() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const auto seconds = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) + 1e-6 * static_cast<double>(t.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+// Arena, engine and a committed store, made once for all benchmarks.
+class World {
+ public:
+  static World* Get() {
+    static World world;
+    return world.failed_.ok() ? &world : nullptr;
+  }
+  aio::Engine& engine() { return *engine_; }
+  Store& store() { return *store_; }
+  // A version of everything with true checksums, committed.
+  absl::Status WriteAll(uint64_t version) {
+    for (uint32_t t = 0; t < kTiles; ++t) {
+      if (absl::Status written = WriteOne(t, version); !written.ok()) return written;
+    }
+    return store_->CommitNow({version, version, ""});
+  }
+  std::byte* lane(uint32_t i) { return memory_.data() + i * slot_bytes_; }
+  uint64_t slot_bytes() const { return slot_bytes_; }
+  std::span<std::byte> memory() { return {memory_.data(), memory_.bytes()}; }
+
+ private:
+  World() {
+    failed_ = Make();
+    if (!failed_.ok()) std::fprintf(stderr, "swap_bench: %s\n", failed_.ToString().c_str());
+  }
+  ~World() {
+    store_.reset();
+    engine_.reset();
+    std::error_code ignored;
+    if (!directory_.empty()) std::filesystem::remove_all(directory_, ignored);
+  }
+
+  absl::Status Make() {
+    Layout layout;
+    for (uint32_t t = 0; t < kTiles; ++t) {
+      layout.tiles.push_back({{2 * kParams, 2 * kParams, 4 * kParams, 4 * kParams}, 0});
+    }
+    slot_bytes_ = 2 * PaddedBytes(2 * kParams) + 2 * PaddedBytes(4 * kParams);
+    aio::ArenaOptions arena_options;
+    arena_options.bytes = kLanes * slot_bytes_ + (uint64_t{2} << 20);
+    auto arena = aio::Arena::Create(arena_options);
+    if (!arena.ok()) return arena.status();
+    arena_ = *std::move(arena);
+    auto region = arena_->Allocate(kLanes * slot_bytes_);
+    if (!region.ok()) return region.status();
+    memory_ = *std::move(region);
+    std::memset(memory_.data(), 1, memory_.bytes());
+    aio::EngineOptions engine_options;
+    engine_options.arenas = {arena_.get()};
+    auto engine = aio::Engine::Create(engine_options);
+    if (!engine.ok()) return engine.status();
+    engine_ = *std::move(engine);
+
+    const char* base = std::getenv("PENSTOCK_BENCH_DIR");
+    directory_ = std::string(base != nullptr ? base : ".") + "/swap-bench-" + std::to_string(::getpid());
+    StoreOptions options;
+    options.directories = {directory_};
+    options.sync = Sync::kPower;
+    auto store = Store::Create(*engine_, options, layout, "{}");
+    if (!store.ok()) return store.status();
+    store_ = *std::move(store);
+    // Both slots written once: what is measured is the steady state.
+    for (uint64_t version = 1; version <= 2; ++version) {
+      for (uint32_t t = 0; t < kTiles; ++t) {
+        if (absl::Status written = WriteOne(t, version); !written.ok()) return written;
+      }
+      if (absl::Status committed = store_->CommitNow({version, version, ""}); !committed.ok())
+        return committed;
+    }
+    return absl::OkStatus();
+  }
+  absl::Status WriteOne(uint32_t tile, uint64_t version) {
+    TileIo io;
+    const void* sources[4];
+    uint64_t checksums[4];
+    for (uint32_t s = 0; s < 4; ++s) {
+      sources[s] = lane(0) + store_->geometry().segment_start(tile, s);
+      checksums[s] = store_->SegmentChecksum(tile, s, version, sources[s]);
+    }
+    absl::Status status = store_->WriteTile(&io, tile, version, sources, aio::Priority::kWriteBehind);
+    if (!status.ok()) return status;
+    (void)store_->Wait(&io);
+    return store_->NoteWritten(&io, checksums);
+  }
+
+  absl::Status failed_;
+  std::string directory_;
+  std::unique_ptr<aio::Arena> arena_;
+  aio::Region memory_;
+  std::unique_ptr<aio::Engine> engine_;
+  std::unique_ptr<Store> store_;
+  uint64_t slot_bytes_ = 0;
+};
+
+// Counts bytes and CPU of the timed part.
+class Meter {
+ public:
+  explicit Meter(benchmark::State& state) : state_(state), cpu_(CpuSeconds()) {}
+  void Report(uint64_t bytes) {
+    const double gib = static_cast<double>(bytes) / (1u << 30);
+    state_.SetBytesProcessed(static_cast<int64_t>(bytes));
+    state_.counters["cpu_ms_per_gib"] = 1e3 * (CpuSeconds() - cpu_) / gib;
+  }
+
+ private:
+  benchmark::State& state_;
+  double cpu_;
+};
+
+// Reads lo, m and v of each tile and writes all four segments, kLanes tiles at a time, the way an update in
+// backward does; `Lane` does one tile's transfers.
+template <typename StartRead, typename FinishRead, typename FinishWrite>
+absl::Status Pass(const StartRead& start_read, const FinishRead& finish_read,
+                  const FinishWrite& finish_write) {
+  absl::Status status;
+  for (uint32_t step = 0; step < kTiles + kLanes && status.ok(); ++step) {
+    // Half of the lanes read ahead, the other half write behind.
+    if (step >= kLanes && step - kLanes < kTiles) status.Update(finish_write(step - kLanes));
+    if (step < kTiles && status.ok()) status.Update(start_read(step));
+    if (step >= kLanes / 2 && step - kLanes / 2 < kTiles && status.ok())
+      status.Update(finish_read(step - kLanes / 2));
+  }
+  return status;
+}
+
+uint64_t PassBytes(const Geometry& g) { return kTiles * (2 * g.slot_bytes(0) - g.segment_start(0, 1)); }
+
+void BareMix(benchmark::State& state) {
+  World* world = World::Get();
+  if (world == nullptr) return state.SkipWithError("no store");
+  const Geometry& g = world->store().geometry();
+  std::vector<aio::Request> requests(kLanes);
+  uint64_t bytes = 0;
+  Meter meter(state);
+  for (auto _ : state) {
+    // Reads the committed slot and writes the other, as the store does.
+    const absl::Status status = Pass(
+        [&](uint32_t t) {
+          aio::Request& r = requests[t % kLanes];
+          r.PrepareRead(world->store().file(0), g.segment_offset(t, world->store().committed(t).slot, 1),
+                        world->lane(t % kLanes) + g.segment_start(t, 1),
+                        g.slot_bytes(t) - g.segment_start(t, 1));
+          r.set_priority(aio::Priority::kPrefetch);
+          return world->engine().Submit(&r);
+        },
+        [&](uint32_t t) {
+          aio::Request& r = requests[t % kLanes];
+          absl::Status s = world->engine().Wait(&r);
+          r.PrepareWrite(world->store().file(0), g.slot_offset(t, 1 - world->store().committed(t).slot),
+                         world->lane(t % kLanes), g.slot_bytes(t));
+          r.set_priority(aio::Priority::kWriteBehind);
+          s.Update(world->engine().Submit(&r));
+          return s;
+        },
+        [&](uint32_t t) { return world->engine().Wait(&requests[t % kLanes]); });
+    if (!status.ok()) return state.SkipWithError(status.ToString().c_str());
+    bytes += PassBytes(g);
+  }
+  meter.Report(bytes);
+}
+
+// range(0): 1 verifies what is read and computes the checksums of what is written, on the calling thread.
+void StorePass(benchmark::State& state) {
+  World* world = World::Get();
+  if (world == nullptr) return state.SkipWithError("no store");
+  Store& store = world->store();
+  const Geometry& g = store.geometry();
+  const bool checksums = state.range(0) != 0;
+  std::vector<TileIo> ios(kLanes);
+  CommitIo commit;
+  uint64_t bytes = 0;
+  Meter meter(state);
+  for (auto _ : state) {
+    const uint64_t version = store.newest_version(0) + 1;
+    absl::Status status = Pass(
+        [&](uint32_t t) {
+          void* places[3];
+          for (uint32_t s = 1; s < 4; ++s) places[s - 1] = world->lane(t % kLanes) + g.segment_start(t, s);
+          return store.ReadSegments(&ios[t % kLanes], t, 1, 3, places, aio::Priority::kPrefetch);
+        },
+        [&](uint32_t t) {
+          TileIo& io = ios[t % kLanes];
+          absl::Status s = store.Wait(&io);
+          if (s.ok() && checksums) s = store.VerifyRead(io);
+          const void* sources[4];
+          for (uint32_t i = 0; i < 4; ++i) sources[i] = world->lane(t % kLanes) + g.segment_start(t, i);
+          if (s.ok()) s = store.WriteTile(&io, t, version, sources, aio::Priority::kWriteBehind);
+          return s;
+        },
+        [&](uint32_t t) {
+          TileIo& io = ios[t % kLanes];
+          uint64_t sums[4] = {};
+          for (uint32_t i = 0; i < 4 && checksums; ++i) {
+            sums[i] = store.SegmentChecksum(t, i, version, world->lane(t % kLanes) + g.segment_start(t, i));
+          }
+          (void)store.Wait(&io);
+          return store.NoteWritten(&io, sums);
+        });
+    if (status.ok()) status = store.CommitNow({version, version, "{}"});
+    if (!status.ok()) return state.SkipWithError(status.ToString().c_str());
+    bytes += PassBytes(g);
+  }
+  meter.Report(bytes);
+  // What was committed without checksums would not verify.
+  if (const absl::Status repaired = world->WriteAll(store.newest_version(0) + 1); !repaired.ok()) {
+    state.SkipWithError(repaired.ToString().c_str());
+  }
+}
+
+// The same reading as verify's, into the same memory, and nothing done with it.
+void BareRead(benchmark::State& state) {
+  World* world = World::Get();
+  if (world == nullptr) return state.SkipWithError("no store");
+  const Geometry& g = world->store().geometry();
+  uint64_t bytes = 0;
+  Meter meter(state);
+  for (auto _ : state) {
+    uint32_t next = 0;
+    ReadStream stream(
+        world->engine(), world->memory(), uint64_t{4} << 20, [&]() -> std::optional<ReadStream::Range> {
+          if (next == kTiles) return std::nullopt;
+          const uint32_t t = next++;
+          return ReadStream::Range{&world->store().file(0),
+                                   g.slot_offset(t, world->store().committed(t).slot), g.slot_bytes(t)};
+        });
+    while (const auto chunk = stream.Next()) {
+      if (!chunk->status.ok()) return state.SkipWithError(chunk->status.ToString().c_str());
+      bytes += chunk->data.size();
+    }
+  }
+  meter.Report(bytes);
+}
+
+void Verify(benchmark::State& state) {
+  World* world = World::Get();
+  if (world == nullptr) return state.SkipWithError("no store");
+  uint64_t bytes = 0;
+  Meter meter(state);
+  for (auto _ : state) {
+    const auto report = VerifyAll(world->store(), world->memory());
+    if (!report.ok()) return state.SkipWithError(report.status().ToString().c_str());
+    bytes += report->bytes;
+  }
+  meter.Report(bytes);
+}
+
+// A commit in which nothing changed: the record (and, as this store is opened with sync power, three
+// fdatasyncs).
+void CommitRecord(benchmark::State& state) {
+  World* world = World::Get();
+  if (world == nullptr) return state.SkipWithError("no store");
+  const std::string payload(4096, ' ');
+  for (auto _ : state) {
+    const absl::Status status = world->store().CommitNow(
+        {world->store().committed_step(), world->store().committed_updates(), payload});
+    if (!status.ok()) return state.SkipWithError(status.ToString().c_str());
+  }
+}
+
+BENCHMARK(BareMix)->Name("OptimizerPass/bare")->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(StorePass)->Name("OptimizerPass/store")->Arg(0)->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(StorePass)
+    ->Name("OptimizerPass/store_checksums")
+    ->Arg(1)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
+BENCHMARK(BareRead)->Name("Read/bare")->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(Verify)->Name("Read/verify")->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(CommitRecord)->Name("Commit/power/64_tiles")->UseRealTime()->Unit(benchmark::kMicrosecond);
+
+}  // namespace
+}  // namespace penstock::swap
+
+BENCHMARK_MAIN();
