@@ -95,12 +95,13 @@ struct Adam {
         eps(Set(s.eps)),
         decay(Set(l2 ? s.weight_decay : s.decay)),
         step(Set(-s.step_size)),
-        root2(Set(s.sqrt_correction2)) {}
+        root2(Set(s.sqrt_correction2)),
+        inverse_root2(Set(1.0f / s.sqrt_correction2)) {}
   void Moments(F g, F* m, F* v) const {
     *m = Fma(g, rest1, Mul(*m, beta1));
     *v = Fma(Mul(g, rest2), g, Mul(*v, beta2));
   }
-  F Denominator(F v) const { return Add(Div(Sqrt(v), root2), eps); }
+  F Denominator(F v) const { return Add(DivByConstant(Sqrt(v), root2, inverse_root2), eps); }
   void operator()(F* p, F g, F* m, F* v) const {
     g = Mul(g, scale);
     if (l2) {
@@ -112,7 +113,7 @@ struct Adam {
     *p = Add(*p, Div(Mul(step, *m), Denominator(*v)));
   }
   bool l2;
-  F scale, beta1, rest1, beta2, rest2, eps, decay, step, root2;
+  F scale, beta1, rest1, beta2, rest2, eps, decay, step, root2, inverse_root2;
 };
 
 struct Adagrad {
@@ -187,6 +188,13 @@ struct Sgd {
   bool decays, moves, nesterov;
 };
 
+// Asks for what stands kAhead bytes after a byte of an array: an address, not a pointer, as near the end it
+// is outside.
+inline void PrefetchAhead(const void* array, size_t byte) {
+  constexpr size_t kAhead = 512;
+  Prefetch(reinterpret_cast<uintptr_t>(array) + byte + kAhead);
+}
+
 template <class Opt, int kParam, int kGrad, int kState>
 void Update(const void* step, const UpdateChunk& chunk) {
   const UpdateChunk c = chunk;  // a local copy: the compiler sees that no store changes a pointer
@@ -194,6 +202,15 @@ void Update(const void* step, const UpdateChunk& chunk) {
   const States<kState> states(c);
   const bool has_m = Opt::kM && c.m != nullptr;  // SGD without momentum has none
   ForVectors(c.n, [=]<bool kTail>(size_t i, size_t count) {
+    if constexpr (kParam == 1 && !kTail) {
+      // Five streams, some of half the width: here the processor's own prefetching leaves a tenth of the time
+      // on the table. With the four streams of fp32 parameters it does not, and asking again only costs.
+      PrefetchAhead(c.param, 2 * i);
+      PrefetchAhead(c.param_lo, 2 * i);
+      PrefetchAhead(c.grad, (kGrad == 0 ? 4 : 2) * i);
+      if constexpr (Opt::kM) PrefetchAhead(c.m, (kState == 0 ? 4 : 2) * i);
+      if constexpr (Opt::kV) PrefetchAhead(c.v, (kState == 0 ? 4 : 2) * i);
+    }
     const F g = Element<kGrad>::template Load<kTail>(c.grad, i, count);
     F p = Param<kParam>::template Load<kTail>(c, i, count);
     F m = Set(0), v = Set(0);

@@ -136,6 +136,16 @@ inline F Div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b
 inline F Sqrt(F x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
 inline F Fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 
+inline __m256 DivByConstant(__m256 a, __m256 c, __m256 inverse) {
+  const __m256 q = _mm256_mul_ps(a, inverse);
+  const __m256 rest = _mm256_fnmadd_ps(q, c, a);
+  const __m256 infinite = _mm256_cmp_ps(a, _mm256_set1_ps(__builtin_inff()), _CMP_EQ_OQ);
+  return _mm256_blendv_ps(_mm256_fmadd_ps(rest, inverse, q), q, infinite);
+}
+inline F DivByConstant(F a, F c, F inverse) {
+  return {DivByConstant(a.a, c.a, inverse.a), DivByConstant(a.b, c.b, inverse.b)};
+}
+
 inline I Bits(F x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
 inline F FromBits(I x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
 inline F ToFloat(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
@@ -238,6 +248,8 @@ inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
   Store16Raw<kTail>(hi, high, count);
   Store16Raw<kTail>(lo, low, count);
 }
+
+inline void Prefetch(uintptr_t address) { _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0); }
 
 inline D ZeroD() {
   return {_mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd(), _mm256_setzero_pd()};

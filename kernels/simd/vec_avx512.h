@@ -100,6 +100,13 @@ inline F Div(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline F Sqrt(F a) { return {_mm512_sqrt_ps(a.v)}; }
 inline F Fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 
+inline F DivByConstant(F a, F c, F inverse) {
+  const __m512 q = _mm512_mul_ps(a.v, inverse.v);
+  const __m512 rest = _mm512_fnmadd_ps(q, c.v, a.v);
+  const __mmask16 finite = _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(__builtin_inff()), _CMP_NEQ_UQ);
+  return {_mm512_mask3_fmadd_ps(rest, inverse.v, q, finite)};
+}
+
 inline I Bits(F a) { return {_mm512_castps_si512(a.v)}; }
 inline F FromBits(I a) { return {_mm512_castsi512_ps(a.v)}; }
 inline F ToFloat(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
@@ -176,6 +183,8 @@ inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
   Store16Raw<kTail>(hi, high, count);
   Store16Raw<kTail>(lo, low, count);
 }
+
+inline void Prefetch(uintptr_t address) { _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0); }
 
 inline D ZeroD() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
 inline void AddSquare(D* acc, F x) {

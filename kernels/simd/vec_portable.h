@@ -157,6 +157,12 @@ inline F Fma(const F& x, const F& y, const F& z) {
   return out;
 }
 
+// a / c, correctly rounded, for a >= 0 far from overflow and underflow (a root), infinity or NaN, and 0 < c
+// <= 1 with inverse = 1 / c. The vector levels multiply and correct: q = a * inverse, then q + (a - q*c) *
+// inverse with two fused operations (Markstein 1990), which frees the divider that otherwise bounds AdamW.
+// That this is the very quotient is tested for every mantissa of a and many constants.
+inline F DivByConstant(const F& a, const F& c, const F&) { return Div(a, c); }
+
 inline I Bits(const F& x) {
   I out;
   __builtin_memcpy(&out, &x, sizeof(out));
@@ -259,6 +265,9 @@ inline void StoreSplit(uint16_t* hi, int16_t* lo, const F& x, size_t count) {
   StoreArray<kTail>(hi, high, count);
   StoreArray<kTail>(lo, low, count);
 }
+
+// Asks for the cache line at an address, whether it is anyone's or not.
+inline void Prefetch(uintptr_t) {}
 
 inline D ZeroD() { return {}; }
 // The square is exact in double, so that adding it rounds once, as a fused operation does.

@@ -103,6 +103,46 @@ TEST(Adam, ExactBitsAtEveryLevelLengthAndAlignment) {
   }
 }
 
+// sqrt(v) / sqrt(1 - beta2^t) is multiplied out at the vector levels: it must be the quotient, whatever v and
+// t. With m = 1, eps = 0 and step size 1, p ends as -1 / quotient, and two quotients one place apart give
+// other ones for at least one of the two scales; v runs through squares of every mantissa (every eighth, to
+// be quick), then all kinds.
+TEST(Adam, DividesByTheCorrectionExactly) {
+  const std::vector<float> specials = {
+      0.0f,      std::numeric_limits<float>::denorm_min(), 1e-40f, 1e-38f, 3e38f,
+      HUGE_VALF, std::numeric_limits<float>::quiet_NaN()};
+  for (const SimdLevel level : Levels()) {
+    if (level == SimdLevel::kPortable) continue;  // that one divides
+    const AtLevel at(level);
+    for (const int64_t t : {1, 2, 3, 7, 50, 1000, 100000}) {
+      for (const double beta2 : {0.95, 0.999}) {
+        AdamStep step = MakeAdamStep({.beta1 = 0.0, .beta2 = beta2, .eps = 0.0}, t);
+        step.beta2 = 1.0f;  // v stays as it is with a gradient of zero
+        step.beta1 = 1.0f;
+        step.one_minus_beta1 = 0.0f;
+        step.step_size = 1.0f;
+        constexpr size_t kChunk = size_t{1} << 14;
+        std::vector<float> v(kChunk), p(kChunk), m(kChunk), g(kChunk, 0.0f);
+        for (uint32_t first = 0; first < 1u << 23; first += kChunk * 8) {
+          for (size_t i = 0; i < kChunk; ++i) {
+            const uint32_t mantissa = first + static_cast<uint32_t>(i) * 8 + static_cast<uint32_t>(t % 8);
+            v[i] = i < specials.size() ? specials[i]
+                                       : std::bit_cast<float>(0x3F800000u | (mantissa & 0x7FFFFFu));
+            m[i] = 1.0f;
+            p[i] = 0.0f;
+          }
+          AdamWFp32(step, p.data(), m.data(), v.data(), g.data(), kChunk);
+          size_t wrong = 0;
+          for (size_t i = 0; i < kChunk; ++i) {
+            wrong += !SameFloat(p[i], 0.0f + -1.0f / (std::sqrt(v[i]) / step.sqrt_correction2));
+          }
+          ASSERT_EQ(wrong, 0u) << SimdLevelName(level) << " t " << t;
+        }
+      }
+    }
+  }
+}
+
 TEST(Adam, NoCutAndNoThreadCountChangesABit) {
   constexpr size_t kN = 100003;
   const AdamStep step = Steps()[2];
