@@ -222,14 +222,12 @@ absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
                             std::span<const aio::Segment>(io->memory_.data(), runs));
   // From here on the slot holds nothing that can be relied on.
   const Written before = written;
-  if (before.state == Written::State::kFailed) --failed_;
   written = {Written::State::kWriting, slot, version};
   ++writing_;
   absl::Status submitted = Submit(io, TileIo::Kind::kWrite, tile, priority);
   if (!submitted.ok()) {
     written = before;
     --writing_;
-    if (before.state == Written::State::kFailed) ++failed_;
     return submitted;
   }
   At(Stage::kTileSubmitted);
@@ -253,7 +251,6 @@ absl::Status Store::NoteWritten(TileIo* io, std::span<const uint64_t> checksums)
   io->kind_ = TileIo::Kind::kNone;
   if (!io->request_.ok()) {
     written.state = Written::State::kFailed;
-    ++failed_;
     return io->status();
   }
   written.state = Written::State::kNoted;
@@ -272,7 +269,6 @@ absl::Status Store::DropWritten(uint32_t tile) {
   if (written.state == Written::State::kWriting) {
     return absl::FailedPreconditionError(absl::StrCat("tile ", tile, " has a write in flight"));
   }
-  if (written.state == Written::State::kFailed) --failed_;
   written.state = Written::State::kNone;
   return absl::OkStatus();
 }

@@ -329,7 +329,6 @@ class Store {
   std::vector<Written> written_;
   std::vector<uint64_t> written_checksums_;
   uint32_t writing_ = 0;  // tiles in state kWriting
-  uint32_t failed_ = 0;   // tiles in state kFailed
   std::optional<Record> retained_;
 
   CommitIo* commit_ = nullptr;  // in flight: until FinishCommit
