@@ -51,7 +51,9 @@ std::string OneLine(std::string_view text) {
 
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err) {
   err << std::string(program) << ": " << OneLine(std::string(status.message())) << std::endl;
-  return absl::IsInvalidArgument(status) ? kExitWrong : kExitFailed;
+  return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) || absl::IsAlreadyExists(status)
+             ? kExitWrong
+             : kExitFailed;
 }
 
 std::optional<int> ParseWords(CLI::App& app, int argc, const char* const* argv, std::ostream& out,

@@ -42,6 +42,9 @@ class Engine::Impl {
     modules_ = std::move(prepared->modules);
     identity_ = std::move(prepared->identity);
     for (const auto& module : modules_) module_pointers_.push_back(module.get());
+    if (options_.planned) {
+      if (absl::Status status = options_.planned(plan_); !status.ok()) return status;
+    }
 
     if (absl::Status status = MakeMemory(); !status.ok()) return status;
     if (plan_.plan.on_nvme) {
@@ -139,6 +142,7 @@ class Engine::Impl {
   std::unique_ptr<tiering::Executor> executor_;
   std::unique_ptr<aio::Engine> io_;
   std::unique_ptr<aio::Arena> arena_;
+  int64_t preparation_peak_ = 0;
 
  private:
   bool resumes() const { return options_.resume || !options_.trains; }
@@ -155,8 +159,11 @@ class Engine::Impl {
         arena_->Allocate(static_cast<uint64_t>(std::max<int64_t>(plan_.plan.slot_bytes, 1)));
     if (!region.ok()) return region.status();
     residency_ = std::make_unique<Residency>(plan_.plan, std::move(*region));
+    // Measuring is over before the arena is there: its peak and the run's are not added.
+    preparation_peak_ = TensorMemory::Stats().peak_bytes;
+    TensorMemory::Trim();
+    TensorMemory::ResetPeak();
     if (options_.host_memory_bytes > 0) {
-      TensorMemory::Trim();
       TensorMemory::SetLimit(options_.host_memory_bytes - static_cast<int64_t>(arena_->bytes()));
     }
     return absl::OkStatus();
@@ -174,6 +181,10 @@ class Engine::Impl {
     store_options.sync = options_.sync;
     store_options.overwrite = options_.overwrite;
     store_options.read_only = !options_.trains;
+    if (!resumes()) {
+      absl::Status room = swap::CheckSpace(store_options, LayoutOf(plan_.plan), identity_.dump());
+      if (!room.ok()) return room;
+    }
     absl::StatusOr<std::unique_ptr<swap::Store>> store =
         resumes() ? swap::Store::Open(*io_, store_options)
                   : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity_.dump());
@@ -386,7 +397,8 @@ aio::EngineStats Engine::io_stats() const { return impl_->io_ ? impl_->io_->stat
 std::string Engine::io_backend() const { return impl_->io_ ? impl_->io_->backend_name() : "none"; }
 std::string Engine::arena_pages() const { return std::string(aio::PageKindName(impl_->arena_->page_kind())); }
 int64_t Engine::peak_managed_bytes() const {
-  return static_cast<int64_t>(impl_->arena_->bytes()) + TensorMemory::Stats().peak_bytes;
+  return std::max(impl_->preparation_peak_,
+                  static_cast<int64_t>(impl_->arena_->bytes()) + TensorMemory::Stats().peak_bytes);
 }
 int64_t Engine::peak_pinned_bytes() const {
   return impl_->arena_->locked() ? static_cast<int64_t>(impl_->arena_->bytes()) : 0;

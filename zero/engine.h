@@ -66,6 +66,15 @@ struct StepResult {
   int64_t nvme_write_bytes = 0;
 };
 
+// What a new run will need, before anything is made.
+struct EnginePlan {
+  tiering::ModelGraph graph;
+  tiering::Plan plan;
+  int64_t parameters = 0;
+  int64_t disk_bytes = 0;   // of the state directories, all versions
+  int64_t state_bytes = 0;  // one version
+};
+
 struct EngineOptions {
   OffloadDevice offload = OffloadDevice::kNvme;
   torch::Dtype dtype = torch::kBFloat16;  // or kFloat32
@@ -90,6 +99,8 @@ struct EngineOptions {
   bool overwrite = false;
   // What the caller wants to find again on resume; the first commit keeps it. A resumed run keeps its first.
   nlohmann::json run = nlohmann::json::object();
+  // The plan stands and nothing has been made yet: an error ends the creation.
+  std::function<absl::Status(const EnginePlan&)> planned;
   // The caller's words about a step, kept in its commit; asked once, when the step is about to be committed.
   std::function<nlohmann::json(const StepResult&)> describe;
   // The step is on the drive (or, without one, applied).
@@ -100,15 +111,6 @@ struct EngineOptions {
   std::function<void(const std::string&)> log;
   // Called between completions while a step runs, at most every 50 ms or so: for live progress.
   std::function<void(tiering::Stall waiting_for)> tick;
-};
-
-// What a new run will need, before anything is made.
-struct EnginePlan {
-  tiering::ModelGraph graph;
-  tiering::Plan plan;
-  int64_t parameters = 0;
-  int64_t disk_bytes = 0;   // of the state directories, all versions
-  int64_t state_bytes = 0;  // one version
 };
 
 enum class Next : uint8_t { kUnknown, kTrain };

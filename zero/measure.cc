@@ -1,12 +1,15 @@
 #include "zero/measure.h"
 
+#include <algorithm>
 #include <chrono>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/checksum.h"
 #include "zero/guarded.h"
 #include "zero/stage_runner.h"
 #include "zero/tensor_memory.h"
+#include "zero/update.h"
 
 namespace penstock::zero {
 namespace {
@@ -31,6 +34,18 @@ int64_t PeakOf(Body&& body) {
   const int64_t before = TensorMemory::Stats().live_bytes;
   body();
   return TensorMemory::Stats().peak_live_bytes - before;
+}
+
+// Of a few runs; the one before them has loaded LibTorch's kernels and the pool's buffers.
+template <typename Body>
+double FastestOf(Body&& body) {
+  double best = 1e9;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const double begin = Seconds();
+    body();
+    best = std::min(best, Seconds() - begin);
+  }
+  return best;
 }
 
 struct StageMeasure {
@@ -94,32 +109,28 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
         block.Attach(run.data_ptr(), dtype);
         block.module().train(trains);
         shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
-        // Twice: the first run also loads and compiles LibTorch's kernels.
-        for (int repeat = 0; repeat < 2; ++repeat) {
+        auto forward = [&] {
           torch::NoGradGuard no_grad;
-          const double begin = Seconds();
-          shape.forward_peak_bytes =
-              PeakOf([&] { output = spec.forward(block.module(), input, example).detach(); }) +
-              Rounded(BytesOf(output));
-          shape.forward_seconds = Seconds() - begin;
-        }
-        for (int repeat = 0; repeat < 2 && trains; ++repeat) {
-          const double begin = Seconds();
-          shape.backward_peak_bytes = PeakOf([&] {
-            torch::AutoGradMode grad(true);
-            torch::Tensor x = input.detach();
-            if (s > 0 && torch::isFloatingType(x.scalar_type())) x.set_requires_grad(true);
-            torch::Tensor y = spec.forward(block.module(), x, example);
-            TORCH_CHECK(!last || y.dim() == 0, "the last stage must return a scalar loss, not ", y.sizes());
-            if (y.requires_grad()) y.backward(torch::zeros_like(y));
-            for (size_t i = 0; i < block.layout().parameters.size(); ++i) {
-              // A gradient that is not contiguous is copied when it is taken.
-              (void)block.Gradient(i);
-            }
-          });
-          shape.backward_seconds = Seconds() - begin;
+          output = spec.forward(block.module(), input, example).detach();
+        };
+        shape.forward_peak_bytes = PeakOf(forward) + Rounded(BytesOf(output));
+        shape.forward_seconds = FastestOf(forward);
+        auto backward = [&] {
+          torch::AutoGradMode grad(true);
+          torch::Tensor x = input.detach();
+          if (s > 0 && torch::isFloatingType(x.scalar_type())) x.set_requires_grad(true);
+          torch::Tensor y = spec.forward(block.module(), x, example);
+          TORCH_CHECK(!last || y.dim() == 0, "the last stage must return a scalar loss, not ", y.sizes());
+          if (y.requires_grad()) y.backward(torch::zeros_like(y));
+          for (size_t i = 0; i < block.layout().parameters.size(); ++i) {
+            (void)block.Gradient(i);  // one that is not contiguous is copied when it is taken
+          }
           for (torch::Tensor& parameter : block.module().parameters())
             parameter.mutable_grad() = torch::Tensor();
+        };
+        if (trains) {
+          shape.backward_peak_bytes = PeakOf(backward);
+          shape.backward_seconds = FastestOf(backward);
         }
         block.Detach();
       });
@@ -137,6 +148,39 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
   // What is left over is the modules' own: buffers, and whatever the caller holds.
   graph.fixed_tensor_bytes = TensorMemory::Stats().live_bytes;
   return measured;
+}
+
+double MeasureUpdateRate(const tiering::Precision& precision) {
+  constexpr int64_t kElements = int64_t{1} << 19;
+  RunLayout layout;
+  layout.elements = kElements;
+  layout.trained = {{0, kElements}};
+  TileMemory memory;
+  memory.elements = kElements;
+  std::vector<torch::Tensor> held;
+  auto take = [&](int bytes) {
+    held.push_back(torch::zeros({kElements * bytes}, torch::kUInt8));
+    return held.back().data_ptr();
+  };
+  memory.weights = take(precision.weight_bytes());
+  for (size_t s = 1; s < precision.segment_bytes.size(); ++s)
+    memory.state.push_back(take(precision.segment_bytes[s]));
+  memory.gradient = take(precision.gradient_bytes);
+  const kernels::AdamStep adam = kernels::MakeAdamStep(kernels::AdamOptions(), 1);
+  double best = 1e9;
+  for (int repeat = 0; repeat < 4; ++repeat) {
+    const double begin = Seconds();
+    // As an update on the drive: what was read is checked, what is written is checksummed.
+    for (int pass = 0; pass < 2; ++pass) {
+      uint64_t sum = 0;
+      for (const torch::Tensor& bytes : held)
+        sum += kernels::Checksum(bytes.data_ptr(), static_cast<size_t>(bytes.numel()));
+      if (sum == 1) best = 0;  // the sums must not be optimised away
+      if (pass == 0) UpdateTile(precision, adam, layout, {0, kElements}, memory);
+    }
+    best = std::min(best, Seconds() - begin);
+  }
+  return static_cast<double>(kElements) / std::max(best, 1e-9);
 }
 
 }  // namespace penstock::zero

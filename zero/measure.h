@@ -29,6 +29,9 @@ struct MeasuredModel {
 absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, torch::Dtype dtype,
                                            bool trains);
 
+// Parameters per second that one update worker gets through, checksums included, from memory.
+double MeasureUpdateRate(const tiering::Precision& precision);
+
 }  // namespace penstock::zero
 
 #endif  // PENSTOCK_ZERO_MEASURE_H_

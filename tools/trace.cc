@@ -1,0 +1,64 @@
+#include "tools/trace.h"
+
+#include <cerrno>
+
+#include "absl/strings/str_cat.h"
+
+namespace penstock::tools {
+
+absl::StatusOr<std::unique_ptr<Trace>> Trace::Open(const std::string& path) {
+  std::FILE* file = std::fopen(path.c_str(), "we");
+  if (file == nullptr) return absl::ErrnoToStatus(errno, absl::StrCat("--trace ", path, ": open"));
+  return std::unique_ptr<Trace>(new Trace(path, file));
+}
+
+Trace::Trace(std::string path, std::FILE* file) : path_(std::move(path)), file_(file) {
+  std::fputs("[\n", file_);
+  for (int lane = 0; lane < tiering::kLanes; ++lane) {
+    std::fprintf(file_,
+                 R"({"ph":"M","pid":1,"tid":%d,"name":"thread_name","args":{"name":"%s"}},)"
+                 "\n",
+                 lane, std::string(tiering::LaneName(static_cast<tiering::Lane>(lane))).c_str());
+  }
+}
+
+Trace::~Trace() { (void)Close(); }
+
+void Trace::Add(tiering::OpId id, const tiering::Op& op, double start_seconds, double end_seconds) {
+  if (file_ == nullptr) return;
+  if (zero_ < 0) zero_ = start_seconds;
+  const double start = (start_seconds - zero_) * 1e6, end = (end_seconds - zero_) * 1e6;
+  const std::string name(tiering::OpKindName(op.kind));
+  const std::string args = absl::StrCat("{\"step\":", op.step, ",\"block\":", op.block, ",\"tile\":", op.tile,
+                                        ",\"stage\":", op.stage, ",\"bytes\":", op.bytes, "}");
+  const int lane = static_cast<int>(op.lane);
+  if (op.lane == tiering::Lane::kCompute || op.lane == tiering::Lane::kHost) {
+    std::fprintf(file_,
+                 R"({"ph":"X","pid":1,"tid":%d,"name":"%s","ts":%.3f,"dur":%.3f,"args":%s},)"
+                 "\n",
+                 lane, name.c_str(), start, end - start, args.c_str());
+    return;
+  }
+  const std::string lane_name(tiering::LaneName(op.lane));
+  std::fprintf(file_,
+               R"({"ph":"b","cat":"%s","id":%lld,"pid":1,"tid":%d,"name":"%s","ts":%.3f,"args":%s},)"
+               "\n",
+               lane_name.c_str(), static_cast<long long>(id), lane, name.c_str(), start, args.c_str());
+  std::fprintf(file_,
+               R"({"ph":"e","cat":"%s","id":%lld,"pid":1,"tid":%d,"name":"%s","ts":%.3f},)"
+               "\n",
+               lane_name.c_str(), static_cast<long long>(id), lane, name.c_str(), end);
+}
+
+absl::Status Trace::Close() {
+  if (file_ == nullptr) return absl::OkStatus();
+  // The last element has no comma; an empty object is valid and says nothing.
+  std::fputs("{}\n]\n", file_);
+  const bool failed = std::ferror(file_) != 0;
+  const bool not_closed = std::fclose(file_) != 0;
+  file_ = nullptr;
+  if (failed || not_closed) return absl::ErrnoToStatus(errno, absl::StrCat("--trace ", path_, ": write"));
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,39 @@
+// A trace of every operation, in the format that Perfetto and chrome://tracing read: one track a lane.
+//
+// Written as it happens; a trace cut short by a kill still loads. Operations that overlap on their lane
+// (transfers, updates) are async events, those that do not are plain ones.
+#ifndef PENSTOCK_TOOLS_TRACE_H_
+#define PENSTOCK_TOOLS_TRACE_H_
+
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tiering/program.h"
+
+namespace penstock::tools {
+
+class Trace {
+ public:
+  static absl::StatusOr<std::unique_ptr<Trace>> Open(const std::string& path);
+  ~Trace();
+  Trace(const Trace&) = delete;
+  Trace& operator=(const Trace&) = delete;
+
+  // Seconds by any clock that does not go back; the first one is the trace's zero.
+  void Add(tiering::OpId id, const tiering::Op& op, double start_seconds, double end_seconds);
+  absl::Status Close();
+
+ private:
+  Trace(std::string path, std::FILE* file);
+
+  const std::string path_;
+  std::FILE* file_;
+  double zero_ = -1;
+};
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_TRACE_H_

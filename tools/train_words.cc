@@ -1,0 +1,422 @@
+#include "tools/train_words.h"
+
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/cpu_features.h"
+#include "swap/inspect.h"
+#include "tools/size.h"
+#include "zero/config.h"
+#include "zero/threads.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kDefaultStateDir = "penstock-state";
+constexpr int64_t kMostThreads = 1024;
+
+absl::Status Wrong(const std::string& line) { return absl::InvalidArgumentError(line); }
+
+int64_t AvailableBytes() {
+  std::ifstream info("/proc/meminfo");
+  std::string key, unit;
+  int64_t kib = 0;
+  while (info >> key >> kib >> unit) {
+    if (key == "MemAvailable:") return kib * 1024;
+  }
+  return int64_t{1} << 32;
+}
+
+// A number that must lie in a range; the flag's name goes into the message.
+template <typename T>
+absl::Status Check(const char* flag, T value, T least, T most) {
+  if (value >= least && value <= most) return absl::OkStatus();
+  return Wrong(absl::StrCat(flag, " ", value, ": must be between ", least, " and ", most));
+}
+
+// Values that a run keeps from its creation on. On resume a flag may repeat them, never change them.
+class Kept {
+ public:
+  explicit Kept(const nlohmann::json& run) : run_(run) {}
+
+  template <typename T>
+  absl::StatusOr<T> Of(const char* name, const char* flag, const std::optional<T>& given,
+                       const T& otherwise) const {
+    if (!run_.contains(name)) return given.value_or(otherwise);
+    const T kept = run_[name].get<T>();
+    if (given.has_value() && *given != kept) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "--", flag, " ", nlohmann::json(*given).dump(), ": this run was created with ", run_[name].dump(),
+          "; leave the flag out, or start another run in another --state-dir"));
+    }
+    return kept;
+  }
+
+ private:
+  const nlohmann::json& run_;
+};
+
+// Takes the value of a StatusOr or returns its error.
+#define PENSTOCK_TAKE(to, expression)       \
+  do {                                      \
+    auto taken = (expression);              \
+    if (!taken.ok()) return taken.status(); \
+    (to) = *std::move(taken);               \
+  } while (false)
+
+absl::StatusOr<zero::OffloadDevice> ParseOffload(const std::string& text) {
+  if (text == "none") return zero::OffloadDevice::kNone;
+  if (text == "cpu") return zero::OffloadDevice::kCpu;
+  if (text == "nvme") return zero::OffloadDevice::kNvme;
+  return Wrong(absl::StrCat("--offload ", text, ": must be none, cpu or nvme"));
+}
+
+// The type to compute in, as a name.
+absl::StatusOr<std::string> ChooseDtype(const TrainWords& words, const zero::Config& config,
+                                        std::vector<std::string>* notes) {
+  const bool fast_bf16 = kernels::GetCpuFeatures().avx512_bf16;
+  std::string dtype = words.dtype.value_or("auto");
+  if (dtype == "auto" && config.fp16.enabled.value_or(false)) dtype = "fp16";
+  if (dtype == "auto" && config.bf16.has_value()) dtype = *config.bf16 ? "bf16" : "fp32";
+  if (dtype == "auto") dtype = fast_bf16 ? "bf16" : "fp32";
+  if (dtype == "fp16") return Wrong("fp16: the CPU computes in bf16 or fp32; fp16 needs a CUDA device");
+  if (dtype != "bf16" && dtype != "fp32") {
+    return Wrong(absl::StrCat("--dtype ", dtype, ": must be bf16, fp16, fp32 or auto"));
+  }
+  if (dtype == "bf16" && !fast_bf16) {
+    notes->push_back(
+        "bf16 was asked for, but this processor has no bf16 instructions: fp32 is up to 200 times faster "
+        "here");
+  }
+  return dtype;
+}
+
+// What the state directories hold, for a run that is to be resumed: its record's "run", null where there is
+// none yet.
+absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs) {
+  const swap::Finding found = swap::Probe(dirs);
+  switch (found.holding) {
+    case swap::Holding::kNothing:
+    case swap::Holding::kNeverCommitted:
+      return nlohmann::json();
+    case swap::Holding::kRun:
+    case swap::Holding::kInUse:  // the kernel may still finish a killed run's writes: opening waits for them
+      break;
+    case swap::Holding::kForeign:
+      return absl::FailedPreconditionError(found.text);
+    case swap::Holding::kDamaged:
+      return absl::DataLossError(found.text);
+  }
+  absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
+  if (absl::IsNotFound(inspection.status())) return nlohmann::json();
+  if (!inspection.ok()) return inspection.status();
+  const nlohmann::json payload = nlohmann::json::parse(inspection->record.payload, nullptr, false);
+  if (!payload.is_object() || !payload.contains("run") || !payload["run"].is_object() ||
+      !payload["run"].contains("model")) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        dirs.front(), " holds a run that was not made by penstock train; it cannot be resumed here"));
+  }
+  nlohmann::json run = payload["run"];
+  const nlohmann::json identity = nlohmann::json::parse(inspection->shape.identity, nullptr, false);
+  if (identity.is_object() && identity.contains("dtype")) run["dtype"] = identity["dtype"];
+  return run;
+}
+
+absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& config, const Kept& kept,
+                               TrainSettings* settings) {
+  zero::BatchRequest request;
+  request.train_batch = config.train_batch_size;
+  request.micro_batch = words.batch.has_value() ? words.batch : config.micro_batch_per_rank;
+  request.accumulation = words.accumulate.has_value() ? words.accumulate : config.gradient_accumulation_steps;
+  // Flags win: with both of them the file's product has nothing left to say.
+  if (words.batch.has_value() && words.accumulate.has_value()) request.train_batch.reset();
+  for (const auto& status : {Check<int64_t>("--batch", request.micro_batch.value_or(1), 1, 1 << 20),
+                             Check<int64_t>("--accumulate", request.accumulation.value_or(1), 1, 1 << 20)}) {
+    if (!status.ok()) return status;
+  }
+  absl::StatusOr<zero::BatchSizes> sizes =
+      zero::ResolveBatch(request, /*world=*/1, /*default_micro_batch=*/4);
+  if (!sizes.ok()) return sizes.status();
+  PENSTOCK_TAKE(settings->batch, kept.Of("batch", "batch", request.micro_batch, sizes->micro_batch));
+  PENSTOCK_TAKE(settings->accumulate,
+                kept.Of("accumulate", "accumulate", request.accumulation, sizes->accumulation));
+  return absl::OkStatus();
+}
+
+absl::Status ResolveOptimizer(const TrainWords& words, const zero::Config& config, const Kept& kept,
+                              TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  kernels::AdamOptions& adam = engine.adam;
+  auto either = [](const auto& flag, const auto& from_config) {
+    return flag.has_value() ? flag : from_config;
+  };
+  PENSTOCK_TAKE(adam.lr, kept.Of("lr", "lr", either(words.lr, config.optimizer.lr), 3e-4));
+  PENSTOCK_TAKE(adam.weight_decay, kept.Of("weight_decay", "weight-decay",
+                                           either(words.weight_decay, config.optimizer.weight_decay), 0.01));
+  PENSTOCK_TAKE(engine.clip, kept.Of("clip", "clip", either(words.clip, config.gradient_clipping), 1.0));
+  PENSTOCK_TAKE(adam.beta1, kept.Of("beta1", "config", config.optimizer.beta1, 0.9));
+  PENSTOCK_TAKE(adam.beta2, kept.Of("beta2", "config", config.optimizer.beta2, 0.999));
+  PENSTOCK_TAKE(adam.eps, kept.Of("eps", "config", config.optimizer.eps, 1e-8));
+  bool decoupled = true;
+  PENSTOCK_TAKE(decoupled, kept.Of("adamw", "config",
+                                   std::optional<bool>(config.optimizer.type.has_value()
+                                                           ? std::optional(config.optimizer.DecoupledDecay())
+                                                           : std::nullopt),
+                                   true));
+  adam.mode = decoupled ? kernels::AdamMode::kAdamW : kernels::AdamMode::kAdam;
+  for (const auto& status :
+       {Check("--lr", adam.lr, 0.0, 1e6), Check("--weight-decay", adam.weight_decay, 0.0, 1e6),
+        Check("--clip", engine.clip, 0.0, 1e30)}) {
+    if (!status.ok()) return status;
+  }
+  if (settings->resumes) return absl::OkStatus();  // the record has the schedule
+
+  if (config.scheduler.has_value() && !words.lr.has_value() && !words.warmup.has_value()) {
+    absl::StatusOr<zero::LrSchedule> schedule =
+        zero::MakeSchedule(*config.scheduler, adam.lr, settings->steps);
+    if (!schedule.ok()) return schedule.status();
+    engine.schedule = *schedule;
+    return absl::OkStatus();
+  }
+  const int64_t warmup = words.warmup.value_or(std::min<int64_t>(100, settings->steps / 10));
+  if (absl::Status status = Check<int64_t>("--warmup", warmup, 0, int64_t{1} << 40); !status.ok())
+    return status;
+  absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(zero::WarmupThenCosine{
+      .lr = adam.lr, .min_lr = adam.lr / 10, .warmup = warmup, .horizon = settings->steps});
+  if (!schedule.ok()) return schedule.status();
+  engine.schedule = *schedule;
+  return absl::OkStatus();
+}
+
+absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  if (words.host_memory.has_value()) {
+    absl::StatusOr<int64_t> bytes = ParseSize(*words.host_memory);
+    if (!bytes.ok())
+      return Wrong(
+          absl::StrCat("--host-memory ", *words.host_memory, ": ", std::string(bytes.status().message())));
+    if (*bytes <= 0) return Wrong(absl::StrCat("--host-memory ", *words.host_memory, ": must be above 0"));
+    engine.host_memory_bytes = *bytes;
+  } else if (config.penstock.host_memory_bytes.has_value()) {
+    engine.host_memory_bytes = *config.penstock.host_memory_bytes;
+  } else if (engine.offload == zero::OffloadDevice::kNvme) {
+    engine.host_memory_bytes = AvailableBytes() / 2;
+    settings->notes.push_back(absl::StrCat("no --host-memory given: half of what is free, ",
+                                           FormatBytes(engine.host_memory_bytes)));
+  }
+  const std::string device = words.device.value_or("cpu");
+  if (device == "cuda") return Wrong("--device cuda: this LibTorch was built without CUDA; use --device cpu");
+  if (device != "cpu") return Wrong(absl::StrCat("--device ", device, ": must be cpu or cuda"));
+  if (words.device_memory.has_value()) {
+    settings->notes.push_back(
+        "--device-memory is of no effect with --device cpu: host memory is all there is");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  engine.sync = config.penstock.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
+  if (config.penstock.durability == zero::Durability::kCheckpoint) {
+    return Wrong(
+        "penstock.durability \"checkpoint\": every step is durable; leave the key out or say \"step\"");
+  }
+  if (config.penstock.order == zero::UpdateOrder::kInBackward) {
+    return Wrong(
+        "penstock.order \"in_backward\": updates ride on the next forward; say \"auto\" or \"next_forward\"");
+  }
+  engine.tile_bytes = config.penstock.tile_bytes.value_or(0);
+  engine.update_workers = static_cast<int>(config.penstock.update_threads.value_or(1));
+  if (config.aio.block_size_bytes.has_value()) {
+    engine.io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
+  }
+  if (config.aio.queue_depth.has_value()) {
+    const auto depth = static_cast<uint64_t>(*config.aio.queue_depth);
+    // DeepSpeed's depth is per thread, for reads and for writes apart.
+    const auto threads = static_cast<uint64_t>(config.aio.intra_op_parallelism.value_or(1));
+    const uint64_t bytes = std::max(depth * threads * engine.io.block_bytes, engine.io.block_bytes);
+    engine.io.max_read_bytes_in_flight = std::min(engine.io.max_read_bytes_in_flight, bytes);
+    engine.io.max_write_bytes_in_flight = std::min(engine.io.max_write_bytes_in_flight, bytes);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
+  app.add_option(
+      "--model", words.model,
+      "A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...) or a config.json [gpt-small]");
+  app.add_option("--data", words.data, "Text (its bytes are the tokens), or nanoGPT's .bin");
+  app.add_option("--eval-data", words.eval_data, "Held-out text, in the same form");
+  app.add_option("--eval-every", words.eval_every, "Evaluate after every so many steps [at the end]");
+  app.add_option("--vocab", words.vocab, "Vocabulary of .bin tokens [256 for text]");
+  app.add_option("--config", words.config, "DeepSpeed's JSON; flags win over it");
+  app.add_option("--state-dir", words.state_dirs,
+                 "Where training state lives; several are striped [penstock-state]");
+  app.add_option("--offload", words.offload, "none, cpu or nvme [nvme]");
+  app.add_option("--host-memory", words.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_option("--device-memory", words.device_memory, "Hard budget of the device");
+  app.add_option("--device", words.device, "cpu or cuda [cpu]");
+  app.add_option("--dtype", words.dtype, "bf16, fp16, fp32 or auto [auto]");
+  app.add_option("--steps", words.steps, "Number of the last step, also on resume [100]");
+  app.add_option("--batch", words.batch, "Sequences in a micro-batch [4]");
+  app.add_option("--accumulate", words.accumulate, "Micro-batches in a step [1]");
+  app.add_option("--seq", words.seq, "Tokens in a sequence [256, or the model's context if that is less]");
+  app.add_option("--lr", words.lr, "Peak learning rate [3e-4]");
+  app.add_option("--warmup", words.warmup,
+                 "Steps of linear warm-up before the cosine [a tenth of the steps]");
+  app.add_option("--clip", words.clip, "Bound of the global gradient norm, 0 for none [1.0]");
+  app.add_option("--weight-decay", words.weight_decay, "AdamW's decay [0.01]");
+  app.add_option("--seed", words.seed, "Of initial values, data order and dropout [1]");
+  app.add_option("--threads", words.threads, "Intra-op threads, recorded with the run [one per core]");
+  app.add_flag("--resume", words.resume, "Continue the run in --state-dir");
+  app.add_flag("--overwrite", words.overwrite, "Replace the run in --state-dir");
+  app.add_option("--init-from", words.init_from, "Initial weights");
+  app.add_option("--checkpoint-dir", words.checkpoint_dir, "Where checkpoints are kept");
+  app.add_option("--checkpoint-every", words.checkpoint_every, "Keep a checkpoint after every so many steps");
+  if (plans) {
+    app.add_flag("--json", words.json, "Print JSON");
+    return;
+  }
+  app.add_option("--report", words.report, "Write the run's report, a JSON file");
+  app.add_option("--log", words.log, "Append a JSON line for every committed step");
+  app.add_option("--trace", words.trace, "Write a trace for Perfetto or chrome://tracing");
+  app.add_flag("--check", words.check, "Only check the words and the config");
+  app.add_flag("--quiet", words.quiet, "No progress");
+}
+
+zero::Batch ExampleBatch(int64_t batch, int64_t seq) {
+  return {torch::zeros({batch, seq}, torch::kInt64), torch::zeros({batch, seq}, torch::kInt64)};
+}
+
+absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool needs_data) {
+  TrainSettings settings;
+  zero::EngineOptions& engine = settings.engine;
+  zero::Config config;
+  if (words.config.has_value()) {
+    absl::StatusOr<zero::ParsedConfig> parsed = zero::LoadConfig(*words.config);
+    if (!parsed.ok()) return parsed.status();
+    config = parsed->config;
+    settings.notes = std::move(parsed->notes);
+  }
+  for (const auto& [flag, given] : {std::pair{"--init-from", words.init_from.has_value()},
+                                    {"--checkpoint-dir", words.checkpoint_dir.has_value()},
+                                    {"--checkpoint-every", words.checkpoint_every.has_value()}}) {
+    if (given)
+      return Wrong(
+          absl::StrCat(flag, " is not served by this version; every step is durable in --state-dir"));
+  }
+  if (needs_data && !words.data.has_value()) return Wrong("--data FILE is needed: the text to learn");
+  if (words.resume && words.overwrite) return Wrong("--resume and --overwrite: one or the other");
+
+  zero::OffloadDevice offload = zero::CombinedOffload(config.zero).value_or(zero::OffloadDevice::kNvme);
+  if (words.offload.has_value()) PENSTOCK_TAKE(offload, ParseOffload(*words.offload));
+  engine.offload = offload;
+  if (offload == zero::OffloadDevice::kNvme) {
+    engine.state_dirs = !words.state_dirs.empty() ? words.state_dirs : zero::NvmePaths(config.zero);
+    if (engine.state_dirs.empty()) engine.state_dirs = {kDefaultStateDir};
+  } else if (words.resume) {
+    return absl::FailedPreconditionError(
+        "--resume needs --offload nvme: with none or cpu nothing outlives the process");
+  }
+  nlohmann::json run;
+  if (words.resume) {
+    PENSTOCK_TAKE(run, FindRun(engine.state_dirs));
+    settings.resumes = !run.is_null();
+    if (!settings.resumes) {
+      settings.notes.push_back(
+          absl::StrCat("no step was ever committed in ", engine.state_dirs.front(), ": starting over"));
+    }
+  }
+  engine.resume = settings.resumes;
+  // A run that was killed before its first commit is started over by --resume.
+  engine.overwrite = words.overwrite || (words.resume && !settings.resumes);
+  const Kept kept(run);
+
+  std::string model_name, dtype;
+  if (settings.resumes && !words.model.has_value()) {
+    PENSTOCK_TAKE(settings.model, GptConfigFromJson(run["model"]));
+  } else {
+    PENSTOCK_TAKE(settings.model, ParseGptConfig(words.model.value_or("gpt-small")));
+  }
+  settings.data_path = words.data.value_or("");
+  settings.eval_path = words.eval_data.value_or("");
+  settings.eval_every = words.eval_every.value_or(0);
+  if (words.eval_every.has_value()) {
+    if (settings.eval_path.empty()) return Wrong("--eval-every needs --eval-data FILE");
+    if (absl::Status status = Check<int64_t>("--eval-every", settings.eval_every, 1, int64_t{1} << 40);
+        !status.ok()) {
+      return status;
+    }
+  }
+  if (words.vocab.has_value()) {
+    if (absl::Status status = Check<int64_t>("--vocab", *words.vocab, 1, int64_t{1} << 32); !status.ok())
+      return status;
+  }
+  PENSTOCK_TAKE(settings.vocab, kept.Of<int64_t>("vocab", "vocab", words.vocab, 0));
+  if (settings.vocab > 0) settings.model.vocab = settings.vocab;
+
+  settings.steps = words.steps.value_or(settings.resumes ? run.value("steps", int64_t{100}) : 100);
+  if (absl::Status status = Check<int64_t>("--steps", settings.steps, 1, int64_t{1} << 40); !status.ok())
+    return status;
+  if (absl::Status status = ResolveBatchSizes(words, config, kept, &settings); !status.ok()) return status;
+  if (words.seq.has_value()) {
+    if (absl::Status status = Check<int64_t>("--seq", *words.seq, 1, settings.model.context); !status.ok()) {
+      return Wrong(absl::StrCat(std::string(status.message()), " (the model's context)"));
+    }
+  }
+  PENSTOCK_TAKE(settings.seq,
+                kept.Of("seq", "seq", words.seq, std::min<int64_t>(256, settings.model.context)));
+
+  int64_t seed = 1;
+  PENSTOCK_TAKE(seed, kept.Of<int64_t>("seed", "seed", words.seed, 1));
+  if (absl::Status status = Check<int64_t>("--seed", seed, 0, int64_t{1} << 62); !status.ok()) return status;
+  engine.seed = static_cast<uint64_t>(seed);
+  if (words.threads.has_value()) {
+    if (absl::Status status = Check<int64_t>("--threads", *words.threads, 1, kMostThreads); !status.ok())
+      return status;
+  }
+  const int64_t threads = words.threads.value_or(zero::DefaultIntraOpThreads());
+  const int64_t kept_threads = run.is_null() ? threads : run.value("threads", threads);
+  if (words.threads.has_value() && kept_threads != threads) {
+    settings.notes.push_back(absl::StrCat("--threads ", threads, ": the run goes on with the ", kept_threads,
+                                          " that it was created with, so that its bits stay the same"));
+  }
+  engine.intra_op_threads = static_cast<int>(kept_threads);
+
+  PENSTOCK_TAKE(dtype, ChooseDtype(words, config, &settings.notes));
+  if (settings.resumes && !words.dtype.has_value()) dtype = run.value("dtype", dtype);
+  engine.dtype = dtype == "fp32" ? torch::kFloat32 : torch::kBFloat16;
+  if (absl::Status status = ResolveOptimizer(words, config, kept, &settings); !status.ok()) return status;
+  if (absl::Status status = ResolveMemory(words, config, &settings); !status.ok()) return status;
+  if (absl::Status status = ResolveIo(config, &settings); !status.ok()) return status;
+
+  engine.micro_batches = static_cast<int>(settings.accumulate);
+  engine.example = ExampleBatch(settings.batch, settings.seq);
+  engine.run = {{"model", settings.model.ToJson()},
+                {"steps", settings.steps},
+                {"batch", settings.batch},
+                {"accumulate", settings.accumulate},
+                {"seq", settings.seq},
+                {"vocab", settings.vocab},
+                {"seed", seed},
+                {"threads", engine.intra_op_threads},
+                {"lr", engine.adam.lr},
+                {"weight_decay", engine.adam.weight_decay},
+                {"clip", engine.clip},
+                {"beta1", engine.adam.beta1},
+                {"beta2", engine.adam.beta2},
+                {"eps", engine.adam.eps},
+                {"adamw", engine.adam.mode == kernels::AdamMode::kAdamW},
+                {"blas", zero::DescribeBlas().name}};
+  return settings;
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,356 @@
+// `penstock train`.
+#include <signal.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <fstream>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/cpu_features.h"
+#include "tools/cli.h"
+#include "tools/plan_text.h"
+#include "tools/progress.h"
+#include "tools/size.h"
+#include "tools/trace.h"
+#include "tools/train_log.h"
+#include "tools/train_words.h"
+#include "tools/verbs.h"
+#include "tools/version.h"
+#include "zero/report.h"
+#include "zero/threads.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock train";
+constexpr int64_t kEvaluationBatches = 16;
+
+std::atomic<int> stop_signals{0};
+
+// The first asks for an orderly stop; a second one ends the process, and the last commit stands.
+void OnStopSignal(int) {
+  if (stop_signals.fetch_add(1) > 0) _exit(kExitFailed);
+}
+
+void CatchStopSignals() {
+  struct sigaction action {};
+  action.sa_handler = OnStopSignal;
+  sigemptyset(&action.sa_mask);
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+double Seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+class Training {
+ public:
+  Training(TrainWords words, TrainSettings settings, std::ostream& out)
+      : words_(std::move(words)),
+        settings_(std::move(settings)),
+        out_(out),
+        progress_(ProgressOptions(words_)) {}
+
+  absl::Status Run() {
+    absl::Status status = Prepare();
+    const bool started = engine_ != nullptr;
+    if (status.ok()) status = Loop();
+    progress_.Finish();
+    if (trace_ != nullptr) status.Update(trace_->Close());
+    if (started) status.Update(WriteReport(status));
+    if (status.ok()) Summarize();
+    return status;
+  }
+
+ private:
+  static Progress::Options ProgressOptions(const TrainWords& words) {
+    Progress::Options options;
+    options.quiet = words.quiet;
+    return options;
+  }
+
+  void Say(const std::string& text) {
+    if (words_.quiet) return;
+    out_ << text;
+    if (!text.empty() && text.back() != '\n') out_ << '\n';
+    out_.flush();
+  }
+
+  absl::Status Prepare() {
+    for (const std::string& note : settings_.notes) Say(note);
+    const TokenFormat format = InferTokenFormat(settings_.data_path, settings_.vocab);
+    absl::StatusOr<std::unique_ptr<Dataset>> data =
+        Dataset::Open(settings_.data_path, format, settings_.model.vocab, settings_.seq);
+    if (!data.ok()) return data.status();
+    data_ = std::move(*data);
+    if (!settings_.eval_path.empty()) {
+      data = Dataset::Open(settings_.eval_path, InferTokenFormat(settings_.eval_path, settings_.vocab),
+                           settings_.model.vocab, settings_.seq);
+      if (!data.ok()) return data.status();
+      eval_data_ = std::move(*data);
+    }
+    zero::EngineOptions& options = settings_.engine;
+    absl::StatusOr<uint64_t> fingerprint = data_->Fingerprint();
+    if (!fingerprint.ok()) return fingerprint.status();
+    options.run["data_fingerprint"] = *fingerprint;
+
+    zero::SetIntraOpThreads(options.intra_op_threads);
+    options.log = [this](const std::string& line) {
+      if (!words_.quiet) progress_.Print(line);
+    };
+    options.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
+    options.describe = [this](const zero::StepResult& result) {
+      return zero::StepJson(result, TokensPerStep());
+    };
+    options.committed = [this](const zero::StepResult& result) { return Committed(result); };
+    options.tick = [this](tiering::Stall waiting) { Tick(waiting); };
+    if (words_.trace.has_value()) {
+      absl::StatusOr<std::unique_ptr<Trace>> trace = Trace::Open(*words_.trace);
+      if (!trace.ok()) return trace.status();
+      trace_ = std::move(*trace);
+      options.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
+        trace_->Add(id, op, start, end);
+      };
+    }
+    report_.Start(options, kVersion, /*world_size=*/1);
+    absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
+        zero::Engine::Create(MakeGpt(settings_.model), options);
+    if (!engine.ok()) return engine.status();
+    engine_ = std::move(*engine);
+    engine_->set_knee_bytes(drives_.profile.knee_bytes);
+    report_.Planned(*engine_, drives_.profile, prediction_);
+    if (engine_->run().value("data_fingerprint", *fingerprint) != *fingerprint) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("--data ", settings_.data_path,
+                       ": not the text that this run was created with; --resume goes "
+                       "on with the same data only"));
+    }
+    if (words_.log.has_value()) {
+      absl::StatusOr<std::unique_ptr<TrainLog>> log = TrainLog::Open(*words_.log, settings_.resumes);
+      if (!log.ok()) return log.status();
+      log_ = std::move(*log);
+      if (settings_.resumes) {
+        if (absl::Status status = log_->AddMissing(engine_->last_description()); !status.ok()) return status;
+      }
+    }
+    if (engine_->resumed_from().has_value())
+      Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
+    return absl::OkStatus();
+  }
+
+  absl::Status Planned(const zero::EnginePlan& plan) {
+    const zero::EngineOptions& options = settings_.engine;
+    if (plan.plan.on_nvme) {
+      // A model of some megabytes is not worth a second of probing.
+      const int64_t file_bytes = std::clamp<int64_t>(plan.state_bytes, int64_t{16} << 20, int64_t{128} << 20);
+      drives_ = MeasureDrives(options.state_dirs, options.host_memory_bytes, file_bytes);
+    } else {
+      drives_.profile.knee_bytes = 1;
+    }
+    absl::StatusOr<tiering::Prediction> prediction = Predict(plan, drives_.profile, options.update_workers);
+    if (!prediction.ok()) return prediction.status();
+    prediction_ = *prediction;
+    Say(PlanText(plan, options, prediction_, drives_));
+    Say(absl::StrCat("threads: ", options.intra_op_threads, " for compute, ", options.update_workers,
+                     " for updates; ", zero::DescribeBlas().name, "; kernels ", kernels::DescribeCpu()));
+    if (!settings_.resumes && plan.plan.on_nvme) Say("initialising");
+    return absl::OkStatus();
+  }
+
+  int64_t TokensPerStep() const { return settings_.batch * settings_.accumulate * settings_.seq; }
+
+  absl::StatusOr<std::vector<zero::Batch>> Batches(int64_t step) const {
+    std::vector<zero::Batch> batches;
+    for (int64_t m = 0; m < settings_.accumulate; ++m) {
+      zero::Batch batch = ExampleBatch(settings_.batch, settings_.seq);
+      const absl::Status filled =
+          data_->Fill({.step = step, .micro_batch = m}, settings_.batch, settings_.engine.seed,
+                      batch.inputs.data_ptr<int64_t>(), batch.targets.data_ptr<int64_t>());
+      if (!filled.ok()) return filled;
+      batches.push_back(std::move(batch));
+    }
+    return batches;
+  }
+
+  absl::Status Loop() {
+    CatchStopSignals();
+    begin_ = Seconds();
+    bool evaluated = false;
+    while (engine_->step() < settings_.steps && stop_signals.load() == 0) {
+      const int64_t step = engine_->step() + 1;
+      absl::StatusOr<std::vector<zero::Batch>> batches = Batches(step);
+      if (!batches.ok()) return batches.status();
+      const bool evaluates = settings_.eval_every > 0 && step % settings_.eval_every == 0;
+      const bool last = step == settings_.steps;
+      absl::StatusOr<zero::StepResult> result =
+          engine_->Step(std::move(*batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain);
+      if (!result.ok()) return result.status();
+      report_.Stepped(*engine_, *result, TokensPerStep());
+      if (std::isnan(first_loss_)) first_loss_ = result->loss;
+      newest_ = *result;
+      if (result->skipped)
+        progress_.Print(absl::StrCat("step ", step, ": gradients are not finite, update skipped"));
+      Show(engine_->waiting_for());
+      evaluated = evaluates;
+      if (evaluates) {
+        if (absl::Status status = Evaluate(); !status.ok()) return status;
+      }
+    }
+    if (eval_data_ != nullptr && !evaluated && stop_signals.load() == 0) {
+      if (absl::Status status = Evaluate(); !status.ok()) return status;
+    }
+    absl::Status status = engine_->Flush();
+    if (status.ok() && stop_signals.load() != 0) {
+      progress_.Print(
+          absl::StrCat("stopped by a signal after step ", engine_->step(), ", which is committed"));
+    }
+    return status;
+  }
+
+  absl::Status Evaluate() {
+    std::vector<zero::Batch> batches;
+    const int64_t windows = eval_data_->EvalWindows();
+    for (int64_t first = 0; first < windows && static_cast<int64_t>(batches.size()) < kEvaluationBatches;) {
+      const int64_t rows = std::min(settings_.batch, windows - first);
+      if (rows < settings_.batch && !batches.empty()) break;  // one shape for all but a very short text
+      zero::Batch batch = ExampleBatch(rows, settings_.seq);
+      const absl::Status filled = eval_data_->FillEval(first, rows, batch.inputs.data_ptr<int64_t>(),
+                                                       batch.targets.data_ptr<int64_t>());
+      if (!filled.ok()) return filled;
+      batches.push_back(std::move(batch));
+      first += rows;
+    }
+    absl::StatusOr<double> loss = engine_->Evaluate(batches);
+    if (!loss.ok()) return loss.status();
+    evaluation_ = *loss;
+    if (!words_.quiet) progress_.Print(absl::StrFormat("step %d  eval loss %.4f", engine_->step(), *loss));
+    return absl::OkStatus();
+  }
+
+  absl::Status Committed(const zero::StepResult& result) {
+    if (log_ == nullptr) return absl::OkStatus();
+    return log_->Append(zero::StepJson(result, TokensPerStep()));
+  }
+
+  void Tick(tiering::Stall waiting) {
+    if (newest_.step > 0 && newest_.step < settings_.steps) Show(waiting);
+  }
+
+  void Show(tiering::Stall waiting) {
+    const double now = Seconds();
+    if (now - rates_at_ > 0.5) {
+      const aio::EngineStats io = engine_->io_stats();
+      const auto read = static_cast<double>(io.DeviceReadBytes()),
+                 written = static_cast<double>(io.DeviceWriteBytes());
+      if (rates_at_ > 0) {
+        read_rate_ = (read - read_bytes_) / (now - rates_at_);
+        write_rate_ = (written - written_bytes_) / (now - rates_at_);
+      }
+      read_bytes_ = read;
+      written_bytes_ = written;
+      rates_at_ = now;
+    }
+    ProgressSample sample;
+    sample.step = newest_.step;
+    sample.steps = settings_.steps;
+    sample.loss = newest_.loss;
+    const int64_t from = engine_->resumed_from().value_or(0);
+    const double per_step = (now - begin_) / static_cast<double>(std::max<int64_t>(1, newest_.step - from));
+    sample.tokens_per_second = static_cast<double>(TokensPerStep()) / newest_.seconds;
+    sample.read_bytes_per_second = read_rate_;
+    sample.write_bytes_per_second = write_rate_;
+    sample.waits_for = std::string(tiering::StallName(waiting));
+    sample.seconds_left = per_step * static_cast<double>(settings_.steps - newest_.step);
+    progress_.Update(sample);
+  }
+
+  absl::Status WriteReport(const absl::Status& status) {
+    const std::string text = report_.Finish(engine_.get(), status);
+    if (!words_.report.has_value()) return absl::OkStatus();
+    std::ofstream file(*words_.report, std::ios::trunc);
+    file << text;
+    file.close();
+    if (!file) return absl::ErrnoToStatus(errno, absl::StrCat("--report ", *words_.report, ": write"));
+    return absl::OkStatus();
+  }
+
+  void Summarize() {
+    const double seconds = Seconds() - begin_;
+    const int64_t steps = engine_->step() - engine_->resumed_from().value_or(0);
+    std::string text;
+    if (steps > 0) {
+      text = absl::StrFormat("%d steps in %s: loss %.4f -> %.4f, %s tokens/s\n", steps,
+                             FormatDuration(seconds), first_loss_, newest_.loss,
+                             FormatCount(static_cast<double>(steps * TokensPerStep()) / seconds));
+    } else {
+      text = absl::StrCat("nothing to do: step ", engine_->step(), " of ", settings_.steps, " is done\n");
+    }
+    if (!std::isnan(evaluation_)) absl::StrAppend(&text, absl::StrFormat("eval loss %.4f\n", evaluation_));
+    if (engine_->plan().plan.on_nvme && steps > 1) {
+      absl::StrAppend(
+          &text,
+          absl::StrFormat("drive: %.1f bytes per parameter and step, %.2f GB/s while saturated; a step "
+                          "took %.2f of its floor\n",
+                          report_.bytes_per_param_per_step(), report_.io_gbps(), report_.overlap_ratio()));
+    }
+    absl::StrAppend(&text, "memory: ", FormatBytes(engine_->peak_managed_bytes()), " managed at its peak");
+    if (settings_.engine.host_memory_bytes > 0) {
+      absl::StrAppend(&text, " of a budget of ", FormatBytes(settings_.engine.host_memory_bytes));
+    }
+    absl::StrAppend(&text, "\n");
+    if (engine_->plan().plan.on_nvme) {
+      absl::StrAppend(&text, "state: ", settings_.engine.state_dirs.front(), ", step ",
+                      engine_->committed_step(), " committed; go on with --resume --steps N\n");
+    }
+    Say(text);
+  }
+
+  const TrainWords words_;
+  TrainSettings settings_;
+  std::ostream& out_;
+  Progress progress_;
+  zero::Report report_;
+  MeasuredDrives drives_;
+  tiering::Prediction prediction_;
+  std::unique_ptr<Dataset> data_, eval_data_;
+  std::unique_ptr<TrainLog> log_;
+  std::unique_ptr<Trace> trace_;
+  std::unique_ptr<zero::Engine> engine_;
+  zero::StepResult newest_;
+  double first_loss_ = std::numeric_limits<double>::quiet_NaN();
+  double evaluation_ = std::numeric_limits<double>::quiet_NaN();
+  double begin_ = 0;
+  double rates_at_ = 0, read_bytes_ = 0, written_bytes_ = 0;
+  double read_rate_ = std::numeric_limits<double>::quiet_NaN(), write_rate_ = read_rate_;
+};
+
+absl::Status Train(const TrainWords& words, std::ostream& out) {
+  absl::StatusOr<TrainSettings> settings = ResolveTrainWords(words, /*needs_data=*/!words.check);
+  if (!settings.ok()) return settings.status();
+  if (words.check) {
+    for (const std::string& note : settings->notes) out << note << "\n";
+    out << "the words and the config are right" << std::endl;
+    return absl::OkStatus();
+  }
+  return Training(words, *std::move(settings), out).Run();
+}
+
+}  // namespace
+
+int RunTrain(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app("Trains a GPT whose state may be many times larger than memory", kName);
+  TrainWords words;
+  DeclareTrainWords(app, words, /*plans=*/false);
+  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  const absl::Status status = Train(words, out);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,170 @@
+#include "zero/report.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "absl/strings/str_format.h"
+
+namespace penstock::zero {
+namespace {
+
+// JSON has no infinities: what is not finite is null.
+nlohmann::json Number(double value) {
+  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
+}
+
+std::string WithAllDigits(const nlohmann::json& value) {
+  return value.is_number_float() ? absl::StrFormat("%.17g", value.get<double>()) : value.dump();
+}
+
+int64_t PeakRssBytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<int64_t>(usage.ru_maxrss) * 1024;
+}
+
+}  // namespace
+
+nlohmann::json StepJson(const StepResult& result, int64_t tokens) {
+  return {{"step", result.step},
+          {"loss", Number(result.loss)},
+          {"grad_norm", Number(result.grad_norm)},
+          {"lr", result.lr},
+          {"loss_scale", result.loss_scale},
+          {"skipped", result.skipped},
+          {"tokens", tokens},
+          {"seconds", result.seconds},
+          {"stall_io_seconds", result.stall_io_seconds},
+          {"compute_seconds", result.compute_seconds},
+          {"optimizer_seconds", result.optimizer_seconds},
+          {"nvme_read_bytes", result.nvme_read_bytes},
+          {"nvme_write_bytes", result.nvme_write_bytes}};
+}
+
+std::string StepLine(const nlohmann::json& step) {
+  // In the order in which people read them; nlohmann's objects are sorted.
+  constexpr const char* kOrder[] = {"step",
+                                    "loss",
+                                    "grad_norm",
+                                    "lr",
+                                    "loss_scale",
+                                    "skipped",
+                                    "tokens",
+                                    "seconds",
+                                    "stall_io_seconds",
+                                    "compute_seconds",
+                                    "optimizer_seconds",
+                                    "nvme_read_bytes",
+                                    "nvme_write_bytes"};
+  std::string line = "{";
+  for (const char* key : kOrder) {
+    if (!step.contains(key)) continue;
+    line += (line.size() > 1 ? ", \"" : "\"") + std::string(key) + "\": " + WithAllDigits(step[key]);
+  }
+  return line + "}";
+}
+
+void Report::Start(const EngineOptions& options, const std::string& version, int world_size) {
+  report_ = {{"version", version},
+             {"dtype", options.dtype == torch::kFloat32 ? "fp32" : "bf16"},
+             {"device", "cpu"},
+             {"world_size", world_size},
+             {"seed", options.seed},
+             {"host_memory_budget_bytes", options.host_memory_bytes},
+             {"device_memory_budget_bytes", 0}};
+}
+
+void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
+                     const tiering::Prediction& prediction) {
+  const EnginePlan& plan = engine.plan();
+  parameters_ = plan.parameters;
+  report_["params"] = plan.parameters;
+  report_["blocks"] = plan.graph.blocks.size();
+  report_["state_bytes_total"] = plan.state_bytes;
+  report_["state_bytes_nvme"] = plan.disk_bytes;
+  report_["resumed_from_step"] =
+      engine.resumed_from().has_value() ? nlohmann::json(*engine.resumed_from()) : nlohmann::json();
+  report_["io_backend"] = engine.io_backend();
+  report_["arena_pages"] = engine.arena_pages();
+  report_["io_read_bandwidth_bytes_per_s"] = device.read_bytes_per_s;
+  report_["io_write_bandwidth_bytes_per_s"] = device.write_bytes_per_s;
+  report_["io_knee_bytes"] = device.knee_bytes;
+  report_["order_of_update"] = "next_forward";
+  report_["predicted_step_seconds"] = prediction.step_seconds;
+  report_["bound_by"] = prediction.bound_by;
+  seconds_ = 0;
+}
+
+Report::Mark Report::Now(const Engine& engine) const {
+  Mark mark;
+  mark.seconds = seconds_;
+  mark.saturated_seconds = engine.io_stats().saturated_seconds();
+  mark.compute_union_seconds = engine.usage().compute_union_seconds;
+  mark.nvme_bytes = engine.usage().bytes[static_cast<size_t>(tiering::Lane::kRead)] +
+                    engine.usage().bytes[static_cast<size_t>(tiering::Lane::kWrite)];
+  mark.steps = stepped_;
+  return mark;
+}
+
+void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tokens) {
+  seconds_ += result.seconds;
+  tokens_ += tokens;
+  ++stepped_;
+  steps_.push_back(StepJson(result, tokens));
+  if (steps_.size() > kStepsKept) steps_.pop_front();
+  last_ = Now(engine);
+  if (stepped_ == 1) first_ = last_;
+}
+
+std::string Report::Finish(const Engine* engine, const absl::Status& status) {
+  report_["status"] = status.ok() ? "ok" : "failed";
+  report_["error"] = status.ok() ? nlohmann::json() : nlohmann::json(std::string(status.message()));
+  const double steps = static_cast<double>(last_.steps - first_.steps);
+  const double seconds = last_.seconds - first_.seconds;
+  const double saturated = last_.saturated_seconds - first_.saturated_seconds;
+  const double computed = last_.compute_union_seconds - first_.compute_union_seconds;
+  const auto bytes = static_cast<double>(last_.nvme_bytes - first_.nvme_bytes);
+  overlap_ratio_ = std::max(saturated, computed) > 0 ? seconds / std::max(saturated, computed) : 0;
+  bytes_per_param_per_step_ =
+      steps > 0 && parameters_ > 0 ? bytes / steps / static_cast<double>(parameters_) : 0;
+  io_gbps_ = saturated > 0 ? bytes / saturated * 1e-9 : 0;
+  report_["nvme_bytes_per_param_per_step"] = bytes_per_param_per_step_;
+  report_["io_saturated_seconds"] = saturated;
+  report_["compute_union_seconds"] = computed;
+  report_["overlap_ratio"] = overlap_ratio_;
+  report_["io_gbps_achieved"] = io_gbps_;
+  report_["peak_rss_bytes"] = PeakRssBytes();
+  nlohmann::json stalls = nlohmann::json::object();
+  aio::EngineStats io;
+  if (engine != nullptr) {
+    report_["peak_managed_bytes"] = engine->peak_managed_bytes();
+    report_["peak_pinned_bytes"] = engine->peak_pinned_bytes();
+    for (int i = 0; i < tiering::kStalls; ++i) {
+      const auto stall = static_cast<tiering::Stall>(i);
+      stalls[std::string(tiering::StallName(stall))] = engine->usage().stall_seconds[static_cast<size_t>(i)];
+    }
+    io = engine->io_stats();
+  }
+  report_["stall_seconds"] = std::move(stalls);
+  report_["totals"] = {{"nvme_read_bytes", io.DeviceReadBytes()},
+                       {"nvme_write_bytes", io.DeviceWriteBytes()},
+                       {"h2d_bytes", 0},
+                       {"d2h_bytes", 0},
+                       {"seconds", seconds_},
+                       {"tokens", tokens_},
+                       {"io_errors_retried", io.IoErrorsRetried()},
+                       {"io_cpu_ms_per_gib", io.CpuMsPerGiB()}};
+  // The steps by hand: their losses are printed with 17 digits.
+  report_.erase("steps");
+  std::string text = report_.dump(2);
+  text.erase(text.find_last_of('}'));
+  while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
+  text += ",\n  \"steps\": [";
+  for (size_t i = 0; i < steps_.size(); ++i) text += (i == 0 ? "\n    " : ",\n    ") + StepLine(steps_[i]);
+  return text + "\n  ]\n}\n";
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,69 @@
+// The report of a run: what `penstock train --report` writes, with the names of the fields fixed.
+//
+// Steady state is from the end of the process's first step to the end of its last: steps 2..N.
+//   nvme_bytes_per_param_per_step  bytes the drive moved in it, over its steps and the model's parameters
+//   io_saturated_seconds           time with bytes in flight at or above the device's knee (aio::EngineStats)
+//   compute_union_seconds          union of the intervals in which forward, backward or update kernels ran
+//   overlap_ratio                  its seconds / max(io_saturated_seconds, compute_union_seconds)
+//   io_gbps_achieved               its NVMe bytes / io_saturated_seconds, in 10^9 bytes per second
+// Managed memory is the arena and every tensor (zero/tensor_memory.h). Not counted, because nobody can bound
+// it from here: code, LibTorch's and BLAS's scratch, the kernel's page cache, threads' stacks, and the tables
+// that describe blocks and tiles (some hundred bytes for each).
+#ifndef PENSTOCK_ZERO_REPORT_H_
+#define PENSTOCK_ZERO_REPORT_H_
+
+#include <deque>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "absl/status/status.h"
+#include "aio/profile.h"
+#include "tiering/simulate.h"
+#include "zero/engine.h"
+
+namespace penstock::zero {
+
+// A `steps` entry; also a line of the log. Losses have 17 significant digits, so that bits can be compared.
+nlohmann::json StepJson(const StepResult& result, int64_t tokens);
+// The same as one line of text. (nlohmann prints the shortest digits that give the same double back; 17 are
+// promised.)
+std::string StepLine(const nlohmann::json& step);
+
+class Report {
+ public:
+  static constexpr size_t kStepsKept = 10'000;
+
+  void Start(const EngineOptions& options, const std::string& version, int world_size);
+  void Planned(const Engine& engine, const aio::DeviceProfile& device, const tiering::Prediction& prediction);
+  // After each step of this process.
+  void Stepped(const Engine& engine, const StepResult& result, int64_t tokens);
+  // At the end, well or not.
+  std::string Finish(const Engine* engine, const absl::Status& status);
+
+  double overlap_ratio() const { return overlap_ratio_; }
+  double bytes_per_param_per_step() const { return bytes_per_param_per_step_; }
+  double io_gbps() const { return io_gbps_; }
+
+ private:
+  struct Mark {
+    double seconds = 0;  // of the steps so far
+    double saturated_seconds = 0;
+    double compute_union_seconds = 0;
+    int64_t nvme_bytes = 0;
+    int64_t steps = 0;
+  };
+  Mark Now(const Engine& engine) const;
+
+  nlohmann::json report_;
+  std::deque<nlohmann::json> steps_;
+  Mark first_, last_;
+  double seconds_ = 0;
+  int64_t stepped_ = 0;
+  int64_t tokens_ = 0;
+  int64_t parameters_ = 0;
+  double overlap_ratio_ = 0, bytes_per_param_per_step_ = 0, io_gbps_ = 0;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_REPORT_H_
