@@ -128,6 +128,11 @@ absl::StatusOr<std::unique_ptr<File>> File::Open(const FileOptions& options) {
   file->path_ = options.path;
   file->read_only_ = options.read_only;
   file->direct_ = options.direct;
+  bool created = false;
+  if (options.create && options.sim == nullptr) {
+    struct stat info {};
+    created = lstat(options.path.c_str(), &info) != 0 && errno == ENOENT;
+  }
   absl::Status status = options.sim != nullptr ? file->OpenSimulated(options) : file->OpenOnDisk(options);
   if (status.ok()) {
     if (options.offset_alignment != 0) {
@@ -140,8 +145,9 @@ absl::StatusOr<std::unique_ptr<File>> File::Open(const FileOptions& options) {
     }
     if (options.size != 0) status = file->Preallocate(options.size);
   }
-  if (!status.ok()) return status;
-  return file;
+  if (status.ok()) return file;
+  if (created && file->fd_ >= 0) unlink(options.path.c_str());  // leaves nothing behind that was not there
+  return status;
 }
 
 absl::Status File::OpenOnDisk(const FileOptions& options) {

@@ -54,8 +54,7 @@ struct Trial {
 
 class Tuner {
  public:
-  Tuner(const TuneOptions& options, std::FILE* out, std::FILE* err)
-      : options_(options), out_(out), err_(err) {}
+  Tuner(const TuneOptions& options, std::FILE* err) : options_(options), err_(err) {}
   ~Tuner() {
     for (const std::string& path : paths_) unlink(path.c_str());
   }
@@ -77,7 +76,6 @@ class Tuner {
   void Progress(const TunePoint& point);
 
   const TuneOptions& options_;
-  std::FILE* const out_;
   std::FILE* const err_;
   std::unique_ptr<aio::Arena> arena_;
   std::unique_ptr<aio::Engine> engine_;
@@ -263,7 +261,6 @@ absl::Status Tuner::BuiltIn() {
   const auto rounds = static_cast<size_t>(std::max<int64_t>(2, options_.loops));
   runs_expected_ = std::size(kBlocks) * std::size(kInFlight) * rounds;
   std::vector<Trial> trials;
-  double best_of_all = 0;
   for (const uint64_t block : kBlocks) {
     if (block > options_.io_bytes) continue;
     double best = 0;
@@ -281,7 +278,6 @@ absl::Status Tuner::BuiltIn() {
       best = std::max(best, trial.point.score());
       trials.push_back(std::move(trial));
     }
-    best_of_all = std::max(best_of_all, best);
   }
   for (size_t round = 1; round < rounds; ++round) {
     for (Trial& trial : trials) {
@@ -304,31 +300,32 @@ absl::Status Tuner::Run(const std::vector<TunePoint>& sweep) {
 }
 
 // What is worth doing and why, a sentence a line.
-std::string Plan(const std::vector<TunePoint>& points, const TunePoint& chosen, const std::string& backend,
-                 size_t drives) {
-  const TunePoint* most = &points[0];
-  for (const TunePoint& point : points) {
-    if (point.score() > most->score()) most = &point;
-  }
-  std::string text = absl::StrFormat("Plan: blocks of %s, %d of them in flight a drive (%s), with %s.\n",
-                                     FormatBytes(chosen.block_bytes), chosen.queue_depth * chosen.parallel,
-                                     FormatBytes(chosen.in_flight_bytes()), backend);
-  absl::StrAppend(
-      &text,
-      absl::StrFormat("That is the least in flight that comes within 5%% of the best seen (%.2f of %.2f "
-                      "10^9 bytes/s%s); more would only add latency and pinned memory.\n",
-                      chosen.score() * 1e-9, most->score() * 1e-9,
-                      chosen.mixed_bytes_per_s != 0 ? ", reads and writes at once" : ""));
-  if (chosen.mixed_bytes_per_s != 0) {
-    const double share = chosen.mixed_bytes_per_s / 2 / std::max(1.0, chosen.read_bytes_per_s) +
-                         chosen.mixed_bytes_per_s / 2 / std::max(1.0, chosen.write_bytes_per_s);
+std::string Plan(const std::vector<TunePoint>& points, const TunePoint& knee, const TunePoint& advice,
+                 const std::string& backend, size_t drives) {
+  const auto most =
+      std::max_element(points.begin(), points.end(),
+                       [](const TunePoint& a, const TunePoint& b) { return a.score() < b.score(); });
+  std::string text = absl::StrFormat(
+      "The knee is at %s in flight a drive (%d blocks of %s, %s): %.2f of the %.2f 10^9 bytes/s that were "
+      "the best%s.\n",
+      FormatBytes(knee.in_flight_bytes()), knee.queue_depth * knee.parallel, FormatBytes(knee.block_bytes),
+      backend, knee.score() * 1e-9, most->score() * 1e-9,
+      knee.mixed_bytes_per_s != 0 ? ", reading and writing at once" : "");
+  if (knee.mixed_bytes_per_s != 0) {
+    const double share = knee.mixed_bytes_per_s / 2 / std::max(1.0, knee.read_bytes_per_s) +
+                         knee.mixed_bytes_per_s / 2 / std::max(1.0, knee.write_bytes_per_s);
     absl::StrAppend(
         &text,
-        absl::StrFormat("Alone it reads %.2f and writes %.2f; a training step does both at once and gets "
-                        "%.0f%% of what the two shares would add up to.\n",
-                        chosen.read_bytes_per_s * 1e-9, chosen.write_bytes_per_s * 1e-9, share * 100));
+        absl::StrFormat("There it reads %.2f or writes %.2f alone; both at once, as a training step does, "
+                        "get %.0f%% of what the two shares would add up to.\n",
+                        knee.read_bytes_per_s * 1e-9, knee.write_bytes_per_s * 1e-9, share * 100));
   }
-  if (drives > 1) absl::StrAppend(&text, "All ", drives, " drives were busy at the same time.\n");
+  absl::StrAppend(
+      &text, absl::StrFormat("Plan: %d blocks of %s in flight a drive (%s); more would only add latency and "
+                             "pinned memory.\n",
+                             advice.queue_depth * advice.parallel, FormatBytes(advice.block_bytes),
+                             FormatBytes(advice.in_flight_bytes())));
+  if (drives > 1) absl::StrAppend(&text, "All ", drives, " directories were busy at the same time.\n");
   return text;
 }
 
@@ -404,7 +401,7 @@ int TuneMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* e
   std::vector<TunePoint> points;
   std::string backend;
   {
-    Tuner tuner(*options, out, err);
+    Tuner tuner(*options, err);
     if (absl::Status status = tuner.Run(sweep); !status.ok()) return Fail(err, 1, status);
     points = tuner.points();
     backend = tuner.backend();
@@ -425,9 +422,11 @@ int TuneMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* e
     write = std::max(write, point.write_bytes_per_s);
   }
   const double gib = static_cast<double>(1ull << 30);
-  std::fputs(Plan(points, chosen, backend, options->nvme_dirs.size()).c_str(), out);
+  // A sweep that was given is a choice among its points; the built-in one has measured a curve.
+  const TunePoint advice = sweep.empty() ? Recommend(chosen) : chosen;
+  std::fputs(Plan(points, chosen, advice, backend, options->nvme_dirs.size()).c_str(), out);
   std::fprintf(out, "Best performance (GB/sec): read = %5.2f, write = %5.2f\n", read / gib, write / gib);
-  std::fputs(AioBlock(chosen).c_str(), out);
+  std::fputs(AioBlock(advice).c_str(), out);
   std::fflush(out);
   return 0;
 }

@@ -60,6 +60,10 @@ absl::StatusOr<std::vector<TunePoint>> ReadSweep(const std::string& json_text);
 // these the largest block. Beyond the knee only latency and pinned memory grow. Pre: not empty.
 const TunePoint& Choose(const std::vector<TunePoint>& points);
 
+// What to put into a config when the knee is at `knee`: twice its bytes in flight, so that handing over in
+// batches never drains the drive, in at least four blocks, of 1 MiB or more each.
+TunePoint Recommend(const TunePoint& knee);
+
 // { "aio": { ... } } with real booleans.
 std::string AioBlock(const TunePoint& point);
 

@@ -279,6 +279,7 @@ TEST(FileTest, RefusesAFileSystemInMemoryUnlessAllowed) {
   const auto refused = File::Open(options);
   EXPECT_TRUE(absl::IsFailedPrecondition(refused.status())) << refused.status();
   EXPECT_THAT(std::string(refused.status().message()), HasSubstr("tmpfs"));
+  EXPECT_FALSE(std::filesystem::exists(options.path));
   options.allow_unaligned_file_system = true;
   EXPECT_OK(File::Open(options).status());
   unlink(options.path.c_str());
