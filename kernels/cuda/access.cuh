@@ -1,5 +1,5 @@
-// Reads and writes of four elements at a time in any stored type. The types are the same for a whole tensor, so that
-// the branches on them never diverge; memory is what bounds these kernels.
+// Reads and writes of four elements at a time in any stored type. The types are the same for a whole tensor,
+// so that the branches on them never diverge; memory is what bounds these kernels.
 #ifndef PENSTOCK_KERNELS_CUDA_ACCESS_CUH_
 #define PENSTOCK_KERNELS_CUDA_ACCESS_CUH_
 
@@ -74,8 +74,8 @@ __device__ __forceinline__ void StoreAs(DType type, void* p, uint64_t i, bool ve
   Store4(static_cast<uint16_t*>(p) + i, vector, count, raw);
 }
 
-__device__ __forceinline__ void LoadSplit(const void* hi, const int16_t* lo, uint64_t i, bool vector, int count,
-                                          float (&x)[kVector]) {
+__device__ __forceinline__ void LoadSplit(const void* hi, const int16_t* lo, uint64_t i, bool vector,
+                                          int count, float (&x)[kVector]) {
   uint16_t high[kVector], low[kVector];
   Load4(static_cast<const uint16_t*>(hi) + i, vector, count, high);
   Load4(reinterpret_cast<const uint16_t*>(lo) + i, vector, count, low);
@@ -113,7 +113,8 @@ struct Tensor {
   bool vector;  // every array is aligned to its four elements
 };
 
-__device__ __forceinline__ void LoadParam(const Tensor& t, uint64_t i, bool vector, int count, float (&p)[kVector]) {
+__device__ __forceinline__ void LoadParam(const Tensor& t, uint64_t i, bool vector, int count,
+                                          float (&p)[kVector]) {
   if (t.param_type == ParamType::kSplit) {
     LoadSplit(t.param, t.param_lo, i, vector, count, p);
   } else {
@@ -135,8 +136,8 @@ __device__ __forceinline__ void StoreParam(const Tensor& t, uint64_t i, bool vec
   StoreAs(type, t.param, i, vector, count, p);
   if (t.copy_out != nullptr) StoreAs(t.copy_type, t.copy_out, i, vector, count, p);
 }
-__device__ __forceinline__ void LoadState(const Tensor& t, const void* state, uint64_t i, bool vector, int count,
-                                          float (&x)[kVector]) {
+__device__ __forceinline__ void LoadState(const Tensor& t, const void* state, uint64_t i, bool vector,
+                                          int count, float (&x)[kVector]) {
   LoadAs(t.state_type == StateType::kFp32 ? DType::kFp32 : DType::kBf16, state, i, vector, count, x);
 }
 // First moments round to nearest, second ones stochastically.

@@ -14,8 +14,8 @@ __device__ __forceinline__ void ForFours(uint64_t n, const Body& body) {
   }
 }
 
-__global__ void __launch_bounds__(kThreads) ConvertKernel(DType from, const void* in, DType to, void* out, uint64_t n,
-                                                         bool aligned) {
+__global__ void __launch_bounds__(kThreads)
+    ConvertKernel(DType from, const void* in, DType to, void* out, uint64_t n, bool aligned) {
   ForFours(n, [=](uint64_t i, int count) {
     const bool vector = aligned && count == kVector;
     if (from == to && from != DType::kFp32) {  // the bits as they are, a signalling NaN's too
@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kThreads) ConvertKernel(DType from, const void
   });
 }
 
-__global__ void __launch_bounds__(kThreads) AccumulateKernel(DType type, const void* in, float* acc, uint64_t n,
-                                                            bool aligned) {
+__global__ void __launch_bounds__(kThreads)
+    AccumulateKernel(DType type, const void* in, float* acc, uint64_t n, bool aligned) {
   ForFours(n, [=](uint64_t i, int count) {
     const bool vector = aligned && count == kVector;
     float x[kVector], sum[kVector];
@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kThreads) AccumulateKernel(DType type, const v
   });
 }
 
-__global__ void __launch_bounds__(kThreads) SplitKernel(const float* master, uint16_t* hi, int16_t* lo, uint64_t n,
-                                                       bool aligned) {
+__global__ void __launch_bounds__(kThreads)
+    SplitKernel(const float* master, uint16_t* hi, int16_t* lo, uint64_t n, bool aligned) {
   ForFours(n, [=](uint64_t i, int count) {
     const bool vector = aligned && count == kVector;
     float x[kVector];
@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kThreads) SplitKernel(const float* master, uin
   });
 }
 
-__global__ void __launch_bounds__(kThreads) JoinKernel(const uint16_t* hi, const int16_t* lo, float* master, uint64_t n,
-                                                      bool aligned) {
+__global__ void __launch_bounds__(kThreads)
+    JoinKernel(const uint16_t* hi, const int16_t* lo, float* master, uint64_t n, bool aligned) {
   ForFours(n, [=](uint64_t i, int count) {
     const bool vector = aligned && count == kVector;
     float x[kVector];
@@ -64,12 +64,14 @@ __global__ void __launch_bounds__(kThreads) JoinKernel(const uint16_t* hi, const
 
 // A warp for each block of kStateBlock elements, its lanes side by side.
 template <int kCode>
-__global__ void __launch_bounds__(kThreads) QuantizeKernel(const float* in, uint8_t* codes, float* scales, uint64_t n,
-                                                          bool stochastic, uint32_t key, uint64_t first_element) {
+__global__ void __launch_bounds__(kThreads)
+    QuantizeKernel(const float* in, uint8_t* codes, float* scales, uint64_t n, bool stochastic, uint32_t key,
+                   uint64_t first_element) {
   constexpr int kEach = static_cast<int>(kStateBlock) / 32;
   const uint64_t blocks = (n + kStateBlock - 1) / kStateBlock;
   const uint64_t warps = uint64_t{gridDim.x} * (kThreads / 32);
-  for (uint64_t block = uint64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; block < blocks; block += warps) {
+  for (uint64_t block = uint64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32; block < blocks;
+       block += warps) {
     float x[kEach];
     uint32_t largest = 0;
     for (int k = 0; k < kEach; ++k) {
@@ -94,8 +96,8 @@ __global__ void __launch_bounds__(kThreads) QuantizeKernel(const float* in, uint
 }
 
 template <int kCode>
-__global__ void __launch_bounds__(kThreads) DequantizeKernel(const uint8_t* codes, const float* scales, float* out,
-                                                            uint64_t n) {
+__global__ void __launch_bounds__(kThreads)
+    DequantizeKernel(const uint8_t* codes, const float* scales, float* out, uint64_t n) {
   const uint64_t stride = uint64_t{gridDim.x} * kThreads;
   for (uint64_t i = uint64_t{blockIdx.x} * kThreads + threadIdx.x; i < n; i += stride) {
     out[i] = Decode8<kCode>(codes[i], scales[i / kStateBlock]);
@@ -125,7 +127,8 @@ bool DeviceAvailable(std::string* why) {
 }
 
 std::string ErrorText(int error) {
-  return std::string(cudaGetErrorString(static_cast<cudaError_t>(error))) + " (" + std::to_string(error) + ")";
+  return std::string(cudaGetErrorString(static_cast<cudaError_t>(error))) + " (" + std::to_string(error) +
+         ")";
 }
 
 int Convert(DType from, const void* in, DType to, void* out, size_t n, Stream stream) {
@@ -162,11 +165,11 @@ int Quantize8(Code8 code, const float* in, uint8_t* codes, float* scales, size_t
   const unsigned grid = GridFor((n + kStateBlock - 1) / kStateBlock * 32);
   const uint32_t key = DrawKey(rounding.seed);
   if (code == Code8::kSigned) {
-    QuantizeKernel<0>
-        <<<grid, kThreads, 0, stream>>>(in, codes, scales, n, rounding.stochastic, key, rounding.first_element);
+    QuantizeKernel<0><<<grid, kThreads, 0, stream>>>(in, codes, scales, n, rounding.stochastic, key,
+                                                     rounding.first_element);
   } else {
-    QuantizeKernel<1>
-        <<<grid, kThreads, 0, stream>>>(in, codes, scales, n, rounding.stochastic, key, rounding.first_element);
+    QuantizeKernel<1><<<grid, kThreads, 0, stream>>>(in, codes, scales, n, rounding.stochastic, key,
+                                                     rounding.first_element);
   }
   return cudaGetLastError();
 }

@@ -1,16 +1,17 @@
 // The kernels of this room on CUDA devices: multi-tensor, fused, on the caller's streams.
 //
-// Same arithmetic as on the CPU, to the bit: the same order of operations, explicitly rounded (no contraction, no
-// flush to zero), the same definition of sums (kernels/reduce.h), the same random bits. So a step may run on either.
-// Built for sm_80 and sm_90, with PTX for later devices.
+// Same arithmetic as on the CPU, to the bit: the same order of operations, explicitly rounded (no
+// contraction, no flush to zero), the same definition of sums (kernels/reduce.h), the same random bits. So a
+// step may run on either. Built for sm_80 and sm_90, with PTX for later devices.
 //
-// Every function enqueues on `stream` and returns: no allocation, no synchronisation, no copy of its own. Arrays are in
-// device memory, or in pinned host memory that the device can reach (unified addressing), which makes upload and
-// download with a cast one pass. Descriptions of tensors (host arrays of UpdateArrays, ...) may be freed when the call
-// returns. Any n (64 bit), any alignment; 16-byte aligned arrays use vector loads. Thread-safe.
+// Every function enqueues on `stream` and returns: no allocation, no synchronisation, no copy of its own.
+// Arrays are in device memory, or in pinned host memory that the device can reach (unified addressing), which
+// makes upload and download with a cast one pass. Descriptions of tensors (host arrays of UpdateArrays, ...)
+// may be freed when the call returns. Any n (64 bit), any alignment; 16-byte aligned arrays use vector loads.
+// Thread-safe.
 //
-// Functions return a CUDA error code (cudaError_t as int; 0: enqueued). Errors of the work itself surface, as always
-// with CUDA, at the caller's next synchronisation.
+// Functions return a CUDA error code (cudaError_t as int; 0: enqueued). Errors of the work itself surface, as
+// always with CUDA, at the caller's next synchronisation.
 #ifndef PENSTOCK_KERNELS_CUDA_CUDA_KERNELS_H_
 #define PENSTOCK_KERNELS_CUDA_CUDA_KERNELS_H_
 
@@ -40,21 +41,22 @@ struct DeviceControl {
   const int* skip = nullptr;          // where not null and not zero: the update does nothing
 };
 
-// Partial sums of a gradient: one double for each kReduceBlock elements. They equal the CPU's to the bit; added to a
-// SumOfSquares on the host they give its value, in any order.
+// Partial sums of a gradient: one double for each kReduceBlock elements. They equal the CPU's to the bit;
+// added to a SumOfSquares on the host they give its value, in any order.
 constexpr size_t PartialSums(size_t n) { return (n + 4096 - 1) / 4096; }
 
 // partials[0 ... PartialSums(n)) of one tensor.
 [[nodiscard]] int SquarePartials(DType type, const void* in, size_t n, double* partials, Stream stream);
 
-// Turns partial sums (of all gradients, one after another) into what an update needs, in one fixed order (a plain sum
-// in double: it may differ from SumOfSquares in the last place): norm = sqrt(sum) * inverse_loss_scale,
-// *skip = not finite, *grad_scale = inverse_loss_scale * min(1, clip / (norm + 1e-6)), or without the minimum if
-// clip <= 0. Outputs on the device; norm may be null.
+// Turns partial sums (of all gradients, one after another) into what an update needs, in one fixed order (a
+// plain sum in double: it may differ from SumOfSquares in the last place): norm = sqrt(sum) *
+// inverse_loss_scale, *skip = not finite, *grad_scale = inverse_loss_scale * min(1, clip / (norm + 1e-6)), or
+// without the minimum if clip <= 0. Outputs on the device; norm may be null.
 [[nodiscard]] int ClipFactor(const double* partials, size_t count, float inverse_loss_scale, float clip,
                              float* grad_scale, int* skip, float* norm, Stream stream);
 
-// Updates of `count` tensors, all with the same step; any mixture of types. Pointers in `tensors` are the device's.
+// Updates of `count` tensors, all with the same step; any mixture of types. Pointers in `tensors` are the
+// device's.
 [[nodiscard]] int ApplyUpdates(const AdamStep& step, const UpdateArrays* tensors, size_t count,
                                const DeviceControl& control, Stream stream);
 [[nodiscard]] int ApplyUpdates(const AdagradStep& step, const UpdateArrays* tensors, size_t count,
@@ -64,15 +66,15 @@ constexpr size_t PartialSums(size_t n) { return (n + 4096 - 1) / 4096; }
 [[nodiscard]] int ApplyUpdates(const SgdStep& step, const UpdateArrays* tensors, size_t count,
                                const DeviceControl& control, Stream stream);
 
-// LAMB of one tensor, in three calls: moments, then the partial sums of the squares of parameters and directions, then
-// (with the trust on the device, from LambTrusts) the update. States fp32 or bf16; 8-bit states are refused with
-// cudaErrorInvalidValue.
+// LAMB of one tensor, in three calls: moments, then the partial sums of the squares of parameters and
+// directions, then (with the trust on the device, from LambTrusts) the update. States fp32 or bf16; 8-bit
+// states are refused with cudaErrorInvalidValue.
 [[nodiscard]] int LambMoments(const LambStep& step, const UpdateArrays& tensor, const DeviceControl& control,
                               Stream stream);
 [[nodiscard]] int LambPartials(const LambStep& step, const UpdateArrays& tensor, double* param_partials,
                                double* update_partials, Stream stream);
-[[nodiscard]] int LambTrusts(const LambStep& step, const double* param_partials, const double* update_partials,
-                             size_t count, float* trust, Stream stream);
+[[nodiscard]] int LambTrusts(const LambStep& step, const double* param_partials,
+                             const double* update_partials, size_t count, float* trust, Stream stream);
 [[nodiscard]] int LambApply(const LambStep& step, const float* trust, const UpdateArrays& tensor,
                             const DeviceControl& control, Stream stream);
 

@@ -1,5 +1,6 @@
-// One element: conversions and optimizer formulas for device code, and for the host, where a test holds them against
-// the CPU kernels bit by bit on machines without a device. kernels/adam.h, optimizer.h and quantize.h say what they are.
+// One element: conversions and optimizer formulas for device code, and for the host, where a test holds them
+// against the CPU kernels bit by bit on machines without a device. kernels/adam.h, optimizer.h and quantize.h
+// say what they are.
 #ifndef PENSTOCK_KERNELS_CUDA_ELEMENT_CUH_
 #define PENSTOCK_KERNELS_CUDA_ELEMENT_CUH_
 

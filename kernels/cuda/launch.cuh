@@ -13,7 +13,8 @@ namespace penstock::kernels::cuda {
 
 inline constexpr int kThreads = 256;
 
-// Blocks for `items` threads in a grid-stride loop: enough to fill any device, few enough for the grid's limits.
+// Blocks for `items` threads in a grid-stride loop: enough to fill any device, few enough for the grid's
+// limits.
 inline unsigned GridFor(uint64_t items) {
   return static_cast<unsigned>(std::clamp<uint64_t>((items + kThreads - 1) / kThreads, 1, 1u << 16));
 }
@@ -40,8 +41,8 @@ inline Tensor MakeTensor(const UpdateArrays& a) {
   const size_t param = a.param_type == ParamType::kFp32 ? 16 : 8;
   const size_t grad = a.grad_type == DType::kFp32 ? 16 : 8;
   const size_t state = a.state_type == StateType::kFp32 ? 16 : a.state_type == StateType::kBf16 ? 8 : 4;
-  t.vector = Aligned(a.param, param) && Aligned(a.param_lo, 8) && Aligned(a.copy_out, 8) && Aligned(a.grad, grad) &&
-             Aligned(a.m, state) && Aligned(a.v, state);
+  t.vector = Aligned(a.param, param) && Aligned(a.param_lo, 8) && Aligned(a.copy_out, 8) &&
+             Aligned(a.grad, grad) && Aligned(a.m, state) && Aligned(a.v, state);
   return t;
 }
 

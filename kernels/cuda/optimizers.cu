@@ -4,10 +4,11 @@
 namespace penstock::kernels::cuda {
 namespace {
 
-// Tensors of one launch travel in its parameters (4 KiB at most): no table in device memory, so nothing to allocate,
-// copy or wait for.
+// Tensors of one launch travel in its parameters (4 KiB at most): no table in device memory, so nothing to
+// allocate, copy or wait for.
 constexpr int kMostTensors = 32;
-constexpr uint64_t kChunk = 16384;  // elements a thread block handles: a multiple of kStateBlock and of a pass
+constexpr uint64_t kChunk =
+    16384;  // elements a thread block handles: a multiple of kStateBlock and of a pass
 
 struct Batch {
   Tensor tensors[kMostTensors];
@@ -43,10 +44,11 @@ __device__ __forceinline__ uint32_t WarpMax(uint32_t x) {
   return x;
 }
 
-// One 8-bit state of a warp's block of kStateBlock elements: lane k holds elements 4 k ... 4 k + 3 of both halves.
+// One 8-bit state of a warp's block of kStateBlock elements: lane k holds elements 4 k ... 4 k + 3 of both
+// halves.
 template <int kCode>
-__device__ void StoreBlock8(const Tensor& t, uint8_t* codes, float* scales, uint64_t block, uint64_t at, int count,
-                            const float (&x)[2 * kVector]) {
+__device__ void StoreBlock8(const Tensor& t, uint8_t* codes, float* scales, uint64_t block, uint64_t at,
+                            int count, const float (&x)[2 * kVector]) {
   uint32_t largest = 0;
   for (int k = 0; k < 2 * kVector; ++k) {
     const uint32_t magnitude = Bits(x[k]) & 0x7FFFFFFFu;
@@ -55,7 +57,8 @@ __device__ void StoreBlock8(const Tensor& t, uint8_t* codes, float* scales, uint
   const float scale = ScaleOf(WarpMax(largest));
   for (int k = 0; k < count; ++k) {
     const uint32_t draw = Draw(t.key, t.first_element + at + static_cast<uint64_t>(k));
-    codes[at + static_cast<uint64_t>(k)] = Encode8<kCode>(x[k], scale, kCode == 0 ? draw & 0xFFFFu : draw >> 16);
+    codes[at + static_cast<uint64_t>(k)] =
+        Encode8<kCode>(x[k], scale, kCode == 0 ? draw & 0xFFFFu : draw >> 16);
   }
   if (threadIdx.x % 32 == 0) scales[block] = scale;
 }
@@ -68,7 +71,8 @@ __device__ void Update8Bit(const Tensor& t, const Opt& opt, float scale, uint64_
   auto* const m_codes = static_cast<uint8_t*>(t.m);
   auto* const v_codes = static_cast<uint8_t*>(t.v);
   const bool has_m = Opt::kM && t.m != nullptr;
-  for (uint64_t start = begin + threadIdx.x / 32 * kStateBlock; start < end; start += kThreads / 32 * kStateBlock) {
+  for (uint64_t start = begin + threadIdx.x / 32 * kStateBlock; start < end;
+       start += kThreads / 32 * kStateBlock) {
     const uint64_t block = start / kStateBlock;
     const uint64_t at = start + threadIdx.x % 32 * kLane;
     const int count = at >= end ? 0 : end - at < kLane ? static_cast<int>(end - at) : kLane;
@@ -95,8 +99,8 @@ __device__ void Update8Bit(const Tensor& t, const Opt& opt, float scale, uint64_
 }
 
 template <class Opt>
-__global__ void __launch_bounds__(kThreads) UpdateKernel(const __grid_constant__ Batch batch, Opt opt,
-                                                        DeviceControl control) {
+__global__ void __launch_bounds__(kThreads)
+    UpdateKernel(const __grid_constant__ Batch batch, Opt opt, DeviceControl control) {
   float scale = opt.s.grad_scale;
   if (!ReadControl(control, &scale)) return;
   int index = 0;
@@ -112,8 +116,8 @@ __global__ void __launch_bounds__(kThreads) UpdateKernel(const __grid_constant__
 }
 
 template <class Opt>
-int Launch(const typename Opt::Step& step, const UpdateArrays* tensors, size_t count, const DeviceControl& control,
-           Stream stream) {
+int Launch(const typename Opt::Step& step, const UpdateArrays* tensors, size_t count,
+           const DeviceControl& control, Stream stream) {
   constexpr uint32_t kMostChunks = 1u << 30;
   Batch batch = {};
   const auto flush = [&] {
@@ -140,16 +144,16 @@ int Launch(const typename Opt::Step& step, const UpdateArrays* tensors, size_t c
 
 }  // namespace
 
-int ApplyUpdates(const AdamStep& step, const UpdateArrays* tensors, size_t count, const DeviceControl& control,
-                 Stream stream) {
+int ApplyUpdates(const AdamStep& step, const UpdateArrays* tensors, size_t count,
+                 const DeviceControl& control, Stream stream) {
   return Launch<AdamElement>(step, tensors, count, control, stream);
 }
-int ApplyUpdates(const AdagradStep& step, const UpdateArrays* tensors, size_t count, const DeviceControl& control,
-                 Stream stream) {
+int ApplyUpdates(const AdagradStep& step, const UpdateArrays* tensors, size_t count,
+                 const DeviceControl& control, Stream stream) {
   return Launch<AdagradElement>(step, tensors, count, control, stream);
 }
-int ApplyUpdates(const LionStep& step, const UpdateArrays* tensors, size_t count, const DeviceControl& control,
-                 Stream stream) {
+int ApplyUpdates(const LionStep& step, const UpdateArrays* tensors, size_t count,
+                 const DeviceControl& control, Stream stream) {
   return Launch<LionElement>(step, tensors, count, control, stream);
 }
 

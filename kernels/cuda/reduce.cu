@@ -1,4 +1,5 @@
-// Sums of squares by the definition in kernels/reduce.h, gradients' norms from them, and LAMB, which is built on both.
+// Sums of squares by the definition in kernels/reduce.h, gradients' norms from them, and LAMB, which is built
+// on both.
 #include "kernels/cuda/cuda_kernels.h"
 #include "kernels/cuda/launch.cuh"
 
@@ -11,7 +12,8 @@ constexpr int kUnroll = 8;  // loads in flight a thread
 
 // The sixteen lanes' sums, combined in the definition's order; the result is in lane 0.
 __device__ __forceinline__ double CombineLanes(double sum) {
-  for (int width = kLanes / 2; width > 0; width /= 2) sum += __shfl_down_sync(0xFFFFFFFFu, sum, width, kLanes);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    sum += __shfl_down_sync(0xFFFFFFFFu, sum, width, kLanes);
   return sum;
 }
 
@@ -21,8 +23,8 @@ __device__ __forceinline__ float LoadOne(DType type, const void* in, uint64_t i)
   return type == DType::kBf16 ? FromBf16(raw) : FromFp16(raw);
 }
 
-// Adds the square of value(i) for this lane's elements of [begin, end). A lane's element that is not there counts as
-// zero, which changes no bit of a sum of squares.
+// Adds the square of value(i) for this lane's elements of [begin, end). A lane's element that is not there
+// counts as zero, which changes no bit of a sum of squares.
 template <class Value>
 __device__ __forceinline__ double LaneSquares(uint64_t begin, uint64_t end, const Value& value) {
   double sum = 0;
@@ -54,9 +56,11 @@ __device__ __forceinline__ void ForReductionBlocks(uint64_t n, const Body& body)
   }
 }
 
-__global__ void __launch_bounds__(kThreads) SquaresKernel(DType type, const void* in, uint64_t n, double* partials) {
+__global__ void __launch_bounds__(kThreads)
+    SquaresKernel(DType type, const void* in, uint64_t n, double* partials) {
   ForReductionBlocks(n, [=](uint64_t block, uint64_t begin, uint64_t end, bool writes) {
-    const double sum = CombineLanes(LaneSquares(begin, end, [=](uint64_t i) { return LoadOne(type, in, i); }));
+    const double sum =
+        CombineLanes(LaneSquares(begin, end, [=](uint64_t i) { return LoadOne(type, in, i); }));
     if (writes) partials[block] = sum;
   });
 }
@@ -74,8 +78,9 @@ __device__ double BlockSum(const double* values, uint64_t count, double* shared)
   return shared[0];
 }
 
-__global__ void __launch_bounds__(kThreads) ClipKernel(const double* partials, uint64_t count, float inverse_loss_scale,
-                                                      float clip, float* grad_scale, int* skip, float* norm) {
+__global__ void __launch_bounds__(kThreads)
+    ClipKernel(const double* partials, uint64_t count, float inverse_loss_scale, float clip,
+               float* grad_scale, int* skip, float* norm) {
   __shared__ double shared[kThreads];
   const double sum = BlockSum(partials, count, shared);
   if (threadIdx.x != 0) return;
@@ -90,8 +95,9 @@ __global__ void __launch_bounds__(kThreads) ClipKernel(const double* partials, u
 
 unsigned GridForReduction(uint64_t n) { return GridFor((n + kReduceBlock - 1) / kReduceBlock * kLanes); }
 
-__global__ void __launch_bounds__(kThreads) LambMomentsKernel(const __grid_constant__ LambStep step,
-                                                             const __grid_constant__ Tensor t, DeviceControl control) {
+__global__ void __launch_bounds__(kThreads)
+    LambMomentsKernel(const __grid_constant__ LambStep step, const __grid_constant__ Tensor t,
+                      DeviceControl control) {
   float scale = step.adam.grad_scale;
   if (!ReadControl(control, &scale)) return;
   const uint64_t stride = uint64_t{gridDim.x} * kThreads * kVector;
@@ -118,29 +124,33 @@ __device__ __forceinline__ float DirectionOne(const LambStep& step, const Tensor
   return LambDirection(step, ParamOne(t, i), LoadOne(state, t.m, i), LoadOne(state, t.v, i));
 }
 
-__global__ void __launch_bounds__(kThreads) LambPartialsKernel(const __grid_constant__ LambStep step,
-                                                              const __grid_constant__ Tensor t, double* params,
-                                                              double* updates) {
+__global__ void __launch_bounds__(kThreads)
+    LambPartialsKernel(const __grid_constant__ LambStep step, const __grid_constant__ Tensor t,
+                       double* params, double* updates) {
   ForReductionBlocks(t.n, [&](uint64_t block, uint64_t begin, uint64_t end, bool writes) {
     const double p = CombineLanes(LaneSquares(begin, end, [&](uint64_t i) { return ParamOne(t, i); }));
-    const double u = CombineLanes(LaneSquares(begin, end, [&](uint64_t i) { return DirectionOne(step, t, i); }));
+    const double u =
+        CombineLanes(LaneSquares(begin, end, [&](uint64_t i) { return DirectionOne(step, t, i); }));
     if (!writes) return;
     params[block] = p;
     updates[block] = u;
   });
 }
 
-__global__ void __launch_bounds__(kThreads) LambTrustKernel(const double* params, const double* updates, uint64_t count,
-                                                           double least, double most, float* trust) {
+__global__ void __launch_bounds__(kThreads)
+    LambTrustKernel(const double* params, const double* updates, uint64_t count, double least, double most,
+                    float* trust) {
   __shared__ double shared[kThreads];
   const double p = sqrt(BlockSum(params, count, shared));
   __syncthreads();
   const double u = sqrt(BlockSum(updates, count, shared));
-  if (threadIdx.x == 0) *trust = p == 0.0 || u == 0.0 ? 1.0f : static_cast<float>(fmin(fmax(p / u, least), most));
+  if (threadIdx.x == 0)
+    *trust = p == 0.0 || u == 0.0 ? 1.0f : static_cast<float>(fmin(fmax(p / u, least), most));
 }
 
-__global__ void __launch_bounds__(kThreads) LambApplyKernel(const __grid_constant__ LambStep step, const float* trust,
-                                                           const __grid_constant__ Tensor t, DeviceControl control) {
+__global__ void __launch_bounds__(kThreads)
+    LambApplyKernel(const __grid_constant__ LambStep step, const float* trust,
+                    const __grid_constant__ Tensor t, DeviceControl control) {
   float unused = 1.0f;
   if (!ReadControl(control, &unused)) return;
   const float rate = static_cast<float>(static_cast<double>(step.adam.lr) * static_cast<double>(*trust));
@@ -165,40 +175,43 @@ int SquarePartials(DType type, const void* in, size_t n, double* partials, Strea
   return cudaGetLastError();
 }
 
-int ClipFactor(const double* partials, size_t count, float inverse_loss_scale, float clip, float* grad_scale, int* skip,
-               float* norm, Stream stream) {
+int ClipFactor(const double* partials, size_t count, float inverse_loss_scale, float clip, float* grad_scale,
+               int* skip, float* norm, Stream stream) {
   ClipKernel<<<1, kThreads, 0, stream>>>(partials, count, inverse_loss_scale, clip, grad_scale, skip, norm);
   return cudaGetLastError();
 }
 
-int LambMoments(const LambStep& step, const UpdateArrays& tensor, const DeviceControl& control, Stream stream) {
+int LambMoments(const LambStep& step, const UpdateArrays& tensor, const DeviceControl& control,
+                Stream stream) {
   if (tensor.state_type == StateType::k8Bit) return cudaErrorInvalidValue;
   if (tensor.n == 0) return cudaSuccess;
-  LambMomentsKernel<<<GridFor(tensor.n / kVector + 1), kThreads, 0, stream>>>(step, MakeTensor(tensor), control);
+  LambMomentsKernel<<<GridFor(tensor.n / kVector + 1), kThreads, 0, stream>>>(step, MakeTensor(tensor),
+                                                                              control);
   return cudaGetLastError();
 }
 
-int LambPartials(const LambStep& step, const UpdateArrays& tensor, double* param_partials, double* update_partials,
-                 Stream stream) {
+int LambPartials(const LambStep& step, const UpdateArrays& tensor, double* param_partials,
+                 double* update_partials, Stream stream) {
   if (tensor.state_type == StateType::k8Bit) return cudaErrorInvalidValue;
   if (tensor.n == 0) return cudaSuccess;
-  LambPartialsKernel<<<GridForReduction(tensor.n), kThreads, 0, stream>>>(step, MakeTensor(tensor), param_partials,
-                                                                         update_partials);
+  LambPartialsKernel<<<GridForReduction(tensor.n), kThreads, 0, stream>>>(step, MakeTensor(tensor),
+                                                                          param_partials, update_partials);
   return cudaGetLastError();
 }
 
-int LambTrusts(const LambStep& step, const double* param_partials, const double* update_partials, size_t count,
-               float* trust, Stream stream) {
-  LambTrustKernel<<<1, kThreads, 0, stream>>>(param_partials, update_partials, count, step.least_trust, step.most_trust,
-                                             trust);
+int LambTrusts(const LambStep& step, const double* param_partials, const double* update_partials,
+               size_t count, float* trust, Stream stream) {
+  LambTrustKernel<<<1, kThreads, 0, stream>>>(param_partials, update_partials, count, step.least_trust,
+                                              step.most_trust, trust);
   return cudaGetLastError();
 }
 
-int LambApply(const LambStep& step, const float* trust, const UpdateArrays& tensor, const DeviceControl& control,
-              Stream stream) {
+int LambApply(const LambStep& step, const float* trust, const UpdateArrays& tensor,
+              const DeviceControl& control, Stream stream) {
   if (tensor.state_type == StateType::k8Bit) return cudaErrorInvalidValue;
   if (tensor.n == 0) return cudaSuccess;
-  LambApplyKernel<<<GridFor(tensor.n / kVector + 1), kThreads, 0, stream>>>(step, trust, MakeTensor(tensor), control);
+  LambApplyKernel<<<GridFor(tensor.n / kVector + 1), kThreads, 0, stream>>>(step, trust, MakeTensor(tensor),
+                                                                            control);
   return cudaGetLastError();
 }
 
