@@ -21,6 +21,7 @@ namespace {
 
 constexpr std::string_view kPrefix = "step-";
 constexpr std::string_view kPartial = ".partial";
+constexpr int kLeftoverPatienceMs = 1000;
 
 std::vector<std::string> Entries(const std::string& directory) {
   std::vector<std::string> names;
@@ -42,7 +43,7 @@ bool StepOf(const std::string& name, uint64_t* step) {
 }
 
 // Removes a directory that holds a store file of ours, or nothing, and nothing else. Anything else stays.
-absl::Status RemoveStoreDirectory(const std::string& directory) {
+absl::Status RemoveStoreDirectory(const std::string& directory, int lock_patience_ms = 0) {
   const std::string path = StorePath(directory);
   const auto file = PlainFile::Open(path);
   if (file.ok()) {
@@ -50,7 +51,7 @@ absl::Status RemoveStoreDirectory(const std::string& directory) {
       return absl::FailedPreconditionError(
           absl::StrCat(path, " was not made by this program and is not removed"));
     }
-    const auto locked = file->TryLock(/*exclusive=*/true, /*patience_ms=*/0);
+    const auto locked = file->TryLock(/*exclusive=*/true, lock_patience_ms);
     if (!locked.ok()) return locked.status();
     if (!*locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use"));
     if (::unlink(path.c_str()) != 0) return ErrnoError(errno, "remove", path);
@@ -168,13 +169,14 @@ absl::StatusOr<std::unique_ptr<CheckpointCopy>> CheckpointCopy::Start(Store& sto
   if (::access(copy->path_.c_str(), F_OK) == 0) {
     return absl::AlreadyExistsError(absl::StrCat(copy->path_, " is there already"));
   }
-  // What a run that was killed left behind. One that is in use by another run is not ours to judge.
+  // What a run that was killed left behind; its last writes may not be over yet. One that stays in use is
+  // another run's and not ours to judge.
   for (const std::string& name : Entries(options.parent)) {
     uint64_t step = 0;
     if (name.size() <= kPartial.size() + 1 || name[0] != '.') continue;
     if (name.compare(name.size() - kPartial.size(), kPartial.size(), kPartial) != 0) continue;
     if (!StepOf(name.substr(1, name.size() - 1 - kPartial.size()), &step)) continue;
-    (void)RemoveStoreDirectory(absl::StrCat(options.parent, "/", name));
+    (void)RemoveStoreDirectory(absl::StrCat(options.parent, "/", name), kLeftoverPatienceMs);
   }
 
   copy->partial_ =

@@ -6,6 +6,8 @@
 
 namespace penstock::swap {
 
+// False under AddressSanitizer, which has to keep its own operator new.
+bool CountsAllocations();
 // How often this thread has called operator new so far.
 uint64_t AllocationsOfThisThread();
 

@@ -10,19 +10,27 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "swap/checkpoint.h"
 #include "swap/store.h"
 #include "tests/swap/scratch_directory.h"
 
 namespace penstock::swap {
 namespace {
 
-constexpr int kRandomKills = 50;  // for each kind of sync; the named stages come on top
+// Kills at random moments in each test that makes them; PENSTOCK_SOAK=N in the environment makes it N times
+// as many.
+int RandomKills() {
+  const char* soak = std::getenv("PENSTOCK_SOAK");
+  return 30 * std::max(1, soak == nullptr ? 1 : std::atoi(soak));
+}
+
 using Clock = std::chrono::steady_clock;
 
 struct Outcome {
@@ -115,7 +123,7 @@ TEST_P(KillTest, EveryNamedStageOfCreationAndCommit) {
   int kills = 0;
   for (int s = 0; s < kStages; ++s) {
     const std::string stage(StageName(static_cast<Stage>(s)));
-    for (int nth : {1, 2, 7}) {
+    for (int nth : {1, s < static_cast<int>(Stage::kTileSubmitted) ? 2 : 7}) {
       const int store = s * 10 + nth;
       if (stage == "overwrite-removed") {  // reached only where there is something to overwrite
         ASSERT_EQ(RunHarness(Words(store, -1, 1)).exit_code, 0);
@@ -135,7 +143,7 @@ TEST_P(KillTest, EveryNamedStageOfCreationAndCommit) {
       }
     }
   }
-  EXPECT_GE(kills, 30);
+  EXPECT_GE(kills, 20);
 }
 
 TEST_P(KillTest, RandomMoments) {
@@ -143,9 +151,9 @@ TEST_P(KillTest, RandomMoments) {
   SCOPED_TRACE(absl::StrCat("seed ", seed));
   std::mt19937_64 random(seed);
   int kills = 0;
-  for (int store = 1000; kills < kRandomKills; ++store) {
+  for (int store = 1000; kills < RandomKills(); ++store) {
     int64_t known = -1;
-    for (int i = 0; i < 20 && kills < kRandomKills; ++i) {
+    for (int i = 0; i < 20 && kills < RandomKills(); ++i) {
       const Outcome outcome = RunHarness(Words(store, known, 100000), static_cast<int64_t>(random() % 20000));
       ASSERT_TRUE(outcome.killed) << "store " << store << " run " << i << ": " << outcome.error;
       ++kills;
@@ -155,6 +163,35 @@ TEST_P(KillTest, RandomMoments) {
     ASSERT_EQ(last.exit_code, 0) << last.error;
   }
   std::printf("%d random kills\n", kills);
+}
+
+class CheckpointKillTest : public ::testing::Test {
+ protected:
+  ScratchDirectory scratch_;
+};
+
+TEST_F(CheckpointKillTest, RandomMomentsWithACheckpointOnItsWay) {
+  if (GetParam() == Sync::kPower)
+    GTEST_SKIP() << "checkpoints always sync; the run's own commits are tested above";
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  std::mt19937_64 random(seed);
+  const std::string checkpoints = scratch_.Sub("checkpoints");
+  const auto words = [&](int64_t expect, uint64_t steps) {
+    return std::vector<std::string>{
+        "--dir",    scratch_.Sub("run"),  "--seed",  "5", "--steps",       absl::StrCat(steps),
+        "--expect", absl::StrCat(expect), "--slots", "3", "--checkpoints", checkpoints};
+  };
+  int64_t known = -1;
+  for (int kill = 0; kill < RandomKills(); ++kill) {
+    const Outcome outcome = RunHarness(words(known, 100000), static_cast<int64_t>(random() % 30000));
+    ASSERT_TRUE(outcome.killed) << "kill " << kill << ": " << outcome.error;
+    known = std::max(known, outcome.last_step);
+  }
+  const Outcome last = RunHarness(words(known, static_cast<uint64_t>(known + 20)));
+  ASSERT_EQ(last.exit_code, 0) << last.error;
+  EXPECT_GE(ListCheckpoints(checkpoints).size(), 1u);
+  EXPECT_LE(ListCheckpoints(checkpoints).size(), 2u);
 }
 
 INSTANTIATE_TEST_SUITE_P(Sync, KillTest, ::testing::Values(Sync::kProcess, Sync::kPower),

@@ -3,7 +3,7 @@
 //
 //   store_harness --dir D [--dir D2 ...] --seed S --steps N [--expect STEP] [--sync process|power] [--slots
 //   2|3]
-//                 [--kill-at STAGE [--kill-after K]] [--fresh]
+//                 [--kill-at STAGE [--kill-after K]] [--fresh] [--checkpoints DIR]
 //
 // Prints "step N" once step N is committed: what has been printed must never be lost. Ends with 0 when step N
 // is reached; 1 with a line on stderr when anything is not as it must be; by SIGKILL at the K-th time that it
@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "swap/checkpoint.h"
 #include "swap/store.h"
 #include "tests/swap/fake_model.h"
 
@@ -51,6 +52,7 @@ struct Words {
   uint64_t steps = 10;
   int64_t expect = -1;
   bool fresh = false;
+  std::string checkpoints;
   KillPlan kill;
 };
 
@@ -83,6 +85,30 @@ absl::Status RunStep(Store& store, FakeModel& model, uint64_t step) {
   }
   const std::string payload = Payload(step, step);
   return store.CommitNow({.step = step, .updates = updates, .payload = payload});
+}
+
+// Every checkpoint under its name is whole and holds what its step held.
+absl::Status CheckCheckpoints(aio::Engine& engine, const Words& words, const Layout& layout) {
+  for (const CheckpointEntry& entry : ListCheckpoints(words.checkpoints)) {
+    StoreOptions options;
+    options.directories = {entry.path};
+    options.read_only = true;
+    auto store = Store::Open(engine, options);
+    if (!store.ok())
+      return absl::Status(store.status().code(), absl::StrCat("checkpoint: ", store.status().message()));
+    FakeModel model(layout, words.seed), oracle(layout, words.seed);
+    oracle.Initialize();
+    for (uint64_t s = 1, updates = 0; s <= entry.step; ++s) {
+      if (!Skipped(s)) oracle.UpdateAll(++updates);
+    }
+    if ((*store)->committed_step() != entry.step)
+      return absl::InternalError(absl::StrCat(entry.path, ": wrong step"));
+    if (absl::Status s = model.ReadAll(**store); !s.ok()) return s;
+    if (const std::string difference = model.Difference(oracle); !difference.empty()) {
+      return absl::InternalError(absl::StrCat(entry.path, ": ", difference));
+    }
+  }
+  return absl::OkStatus();
 }
 
 int Run(Words& words) {
@@ -131,10 +157,28 @@ int Run(Words& words) {
   if (const std::string difference = model.Difference(oracle); !difference.empty()) {
     return Fail(absl::StrCat("after step ", step, ": ", difference));
   }
+  if (absl::Status s = CheckCheckpoints(**engine, words, layout); !s.ok()) return Fail(s.ToString());
+
+  AlignedBuffer memory(2 << 20);
+  std::unique_ptr<CheckpointCopy> copy;
   for (uint64_t s = step + 1; s <= words.steps; ++s) {
+    if (!words.checkpoints.empty() && copy == nullptr && s % 4 == 0) {
+      CheckpointOptions options;
+      options.parent = words.checkpoints;
+      options.memory = memory.span();
+      options.keep = 2;
+      auto begun = CheckpointCopy::Begin(**store, options);
+      if (!begun.ok() && !absl::IsAlreadyExists(begun.status())) return Fail(begun.status().ToString());
+      if (begun.ok()) copy = *std::move(begun);
+    }
     if (absl::Status status = RunStep(**store, model, s); !status.ok()) return Fail(status.ToString());
     std::printf("step %llu\n", static_cast<unsigned long long>(s));
     std::fflush(stdout);
+    if (copy != nullptr) {
+      const auto done = copy->Poll();
+      if (!done.ok()) return Fail(absl::StrCat("checkpoint: ", done.status().ToString()));
+      if (*done) copy.reset();
+    }
   }
   return 0;
 }
@@ -156,6 +200,8 @@ int Main(int argc, char** argv) {
       words.options.slots = static_cast<uint32_t>(std::atoi(value().c_str()));
     else if (word == "--sync")
       words.options.sync = value() == "power" ? Sync::kPower : Sync::kProcess;
+    else if (word == "--checkpoints")
+      words.checkpoints = value();
     else if (word == "--kill-at")
       words.kill.stage = value();
     else if (word == "--kill-after")
