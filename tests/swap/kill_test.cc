@@ -171,8 +171,6 @@ class CheckpointKillTest : public ::testing::Test {
 };
 
 TEST_F(CheckpointKillTest, RandomMomentsWithACheckpointOnItsWay) {
-  if (GetParam() == Sync::kPower)
-    GTEST_SKIP() << "checkpoints always sync; the run's own commits are tested above";
   const uint64_t seed = std::random_device{}();
   SCOPED_TRACE(absl::StrCat("seed ", seed));
   std::mt19937_64 random(seed);
