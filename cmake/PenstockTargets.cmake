@@ -14,11 +14,13 @@ if(CCACHE_PROGRAM)
 endif()
 
 add_library(penstock_options INTERFACE)
+# These are for our own sources; whoever uses an installed library keeps to their own.
 target_compile_options(penstock_options INTERFACE
-  $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor -fno-math-errno>
+  "$<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wpedantic;-Wshadow;-Wnon-virtual-dtor;-fno-math-errno>>"
   # One rounding per operation unless a kernel asks for a fused one: the same bits from every compiler flag.
-  $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
-  $<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${PENSTOCK_WERROR}>>:-Werror>)
+  $<BUILD_INTERFACE:$<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>>
+  $<BUILD_INTERFACE:$<$<AND:$<COMPILE_LANGUAGE:CXX>,$<BOOL:${PENSTOCK_WERROR}>>:-Werror>>)
+target_compile_features(penstock_options INTERFACE cxx_std_20)
 target_include_directories(penstock_options INTERFACE
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}/penstock>)
 if(PENSTOCK_SANITIZE)
