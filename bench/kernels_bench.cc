@@ -30,6 +30,9 @@
 #include "kernels/split_master.h"
 #include "kernels/thread_pool.h"
 
+#ifdef PENSTOCK_BENCH_CUDA
+#include "bench/kernels_cuda_bench.h"
+#endif
 #ifdef PENSTOCK_BENCH_TORCH
 #include <torch/torch.h>
 #endif
@@ -249,6 +252,8 @@ void FusedPass() {
   kernels::ApplyUpdate(Step(), MixedArrays(), &squares, &Pool());
   benchmark::DoNotOptimize(squares.Value());
 }
+// Without norm and finite check.
+void MixedPass() { kernels::ApplyUpdate(Step(), MixedArrays(), nullptr, &Pool()); }
 // The same work with a pass for each part.
 void SeparatePasses() {
   const Memory& a = Mem();
@@ -264,6 +269,7 @@ void SeparatePasses() {
   kernels::AdamWFp32(step, a.As<float>(a.p), a.As<float>(a.m), a.As<float>(a.v), g, kN, &Pool());
   kernels::Fp32ToBf16(a.As<float>(a.p), a.As<uint16_t>(a.hi), kN, &Pool());
 }
+void AdamWMixed(benchmark::State& state) { Measure(state, 28.0 * kN, MixedPass, &FourLimit()); }
 void Fused(benchmark::State& state) { Measure(state, 28.0 * kN, FusedPass, &FourLimit()); }
 // Bytes are those of the fused pass, so that the two rates compare the same work; `fused_speedup` is of
 // pairs.
@@ -391,6 +397,7 @@ void Register() {
 #ifdef PENSTOCK_BENCH_TORCH
   add("LibTorchAdamW/fp32/64Mi", TorchAdamW);
 #endif
+  add("AdamW/mixed/64Mi", AdamWMixed);
   add("Fused/64Mi", Fused);
   add("Separate/64Mi", Separate);
   add("AdamW/split_bf16_states/64Mi", UpdateBf16States);
@@ -440,6 +447,9 @@ void Register() {
   });
   add("Checksum/256KiB", ChecksumFromCache);
   add("Checksum/256MiB", ChecksumFromMemory);
+#ifdef PENSTOCK_BENCH_CUDA
+  RegisterCudaBenchmarks();
+#endif
 }
 
 }  // namespace

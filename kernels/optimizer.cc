@@ -14,6 +14,9 @@ size_t Index(ParamType type) { return static_cast<size_t>(type); }
 size_t Index(DType type) { return static_cast<size_t>(type); }
 size_t ParamWidth(ParamType type) { return type == ParamType::kFp32 ? 4 : 2; }
 
+// Elements from which a copy-out is stored past the caches: 2 MiB of it, with 24 MiB of master and states.
+constexpr size_t kStreamFrom = size_t{1} << 20;
+
 void* At(void* p, size_t bytes) { return p == nullptr ? nullptr : static_cast<unsigned char*>(p) + bytes; }
 
 // The kernel arguments for elements [begin, begin + n) with states as stored (fp32 or bf16).
@@ -24,6 +27,9 @@ UpdateChunk ChunkAt(const UpdateArrays& a, size_t begin, size_t n) {
   c.param_lo = a.param_lo == nullptr ? nullptr : a.param_lo + begin;
   c.copy_out = a.copy_out == nullptr ? nullptr : a.copy_out + begin;
   c.copy_is_fp16 = a.copy_type == DType::kFp16;
+  // A large copy would leave the caches before anyone reads it: stored past them, it is not read in first.
+  c.stream_copy =
+      c.copy_out != nullptr && a.n >= kStreamFrom && reinterpret_cast<uintptr_t>(c.copy_out) % 32 == 0;
   c.grad = a.grad == nullptr
                ? nullptr
                : static_cast<const unsigned char*>(a.grad) + begin * BytesPerElement(a.grad_type);

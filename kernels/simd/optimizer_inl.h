@@ -16,7 +16,13 @@ struct Param<0> {
   static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
     StoreF<kTail>(static_cast<float*>(c.param) + i, p, count);
     if (c.copy_out == nullptr) return;
-    if (c.copy_is_fp16) {
+    if (!kTail && c.stream_copy) {
+      if (c.copy_is_fp16) {
+        StreamHalf(c.copy_out + i, p);
+      } else {
+        StreamBf16(c.copy_out + i, p);
+      }
+    } else if (c.copy_is_fp16) {
       Element<2>::Store<kTail>(c.copy_out, i, p, count);
     } else {
       Element<1>::Store<kTail>(c.copy_out, i, p, count);
@@ -225,6 +231,7 @@ void Update(const void* step, const UpdateChunk& chunk) {
     }
     if constexpr (Opt::kV) states.template StoreV<kTail>(c, i, v, count);
   });
+  if (c.stream_copy) StreamFence();
 }
 
 template <int kGrad, int kState>
@@ -274,6 +281,7 @@ void LambApply(const LambStep& step, float rate, const UpdateChunk& chunk) {
     const F v = Element<kState>::template Load<kTail>(c.v, i, count);
     Param<kParam>::template Store<kTail>(c, i, Fma(direction(p, m, v), rates, p), count);
   });
+  if (c.stream_copy) StreamFence();
 }
 
 }  // namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE

@@ -26,6 +26,8 @@ struct UpdateChunk {
   int16_t* param_lo;
   uint16_t* copy_out;
   bool copy_is_fp16;
+  bool stream_copy;  // store the copy around the caches: copy_out is aligned to 32 bytes, and nobody reads it
+                     // soon
   const void* grad;
   void* m;
   void* v;

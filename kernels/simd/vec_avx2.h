@@ -73,6 +73,8 @@ inline void Store16Raw(void* p, __m256i x, size_t count) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), x);
   }
 }
+inline void Stream16Raw(void* p, __m256i x) { _mm256_stream_si256(static_cast<__m256i*>(p), x); }
+inline void StreamFence() { _mm_sfence(); }
 template <bool kTail>
 inline I LoadU16(const uint16_t* p, size_t count) {
   const __m256i raw = Load16Raw<kTail>(p, count);
@@ -96,12 +98,16 @@ inline F LoadHalf(const uint16_t* p, size_t count) {
   const __m256i raw = Load16Raw<kTail>(p, count);
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(raw)), _mm256_cvtph_ps(_mm256_extracti128_si256(raw, 1))};
 }
-template <bool kTail>
-inline void StoreHalf(uint16_t* p, F x, size_t count) {
+inline __m256i RoundedHalf(F x) {
   const __m128i a = _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT);
   const __m128i b = _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT);
-  Store16Raw<kTail>(p, _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1), count);
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
 }
+template <bool kTail>
+inline void StoreHalf(uint16_t* p, F x, size_t count) {
+  Store16Raw<kTail>(p, RoundedHalf(x), count);
+}
+inline void StreamHalf(uint16_t* p, F x) { Stream16Raw(p, RoundedHalf(x)); }
 template <bool kTail>
 inline I LoadU8(const uint8_t* p, size_t count) {
   __m128i raw;
@@ -214,16 +220,17 @@ inline __m256i RoundUpperWord(__m256i bits) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
 }
+inline __m256i RoundedBf16(F x) {
+  const __m256i a = _mm256_castps_si256(x.a), b = _mm256_castps_si256(x.b);
+  const __m256i words = UpperWords(RoundUpperWord(a), RoundUpperWord(b));
+  if (__builtin_expect(!AnyNan(x), 1)) return words;
+  return _mm256_blendv_epi8(words, _mm256_or_si256(UpperWords(a, b), _mm256_set1_epi16(0x40)), NanWords(x));
+}
 template <bool kTail>
 inline void StoreBf16(uint16_t* p, F x, size_t count) {
-  const __m256i a = _mm256_castps_si256(x.a), b = _mm256_castps_si256(x.b);
-  __m256i words = UpperWords(RoundUpperWord(a), RoundUpperWord(b));
-  if (__builtin_expect(AnyNan(x), 0)) {
-    words =
-        _mm256_blendv_epi8(words, _mm256_or_si256(UpperWords(a, b), _mm256_set1_epi16(0x40)), NanWords(x));
-  }
-  Store16Raw<kTail>(p, words, count);
+  Store16Raw<kTail>(p, RoundedBf16(x), count);
 }
+inline void StreamBf16(uint16_t* p, F x) { Stream16Raw(p, RoundedBf16(x)); }
 
 // The master is (hi << 16) + lo with lo signed: hi - 1 in the upper half where lo is negative.
 template <bool kTail>

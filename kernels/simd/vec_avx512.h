@@ -58,6 +58,8 @@ inline void Store16Raw(void* p, __m256i x, size_t count) {
     _mm256_storeu_si256(static_cast<__m256i*>(p), x);
   }
 }
+inline void Stream16Raw(void* p, __m256i x) { _mm256_stream_si256(static_cast<__m256i*>(p), x); }
+inline void StreamFence() { _mm_sfence(); }
 template <bool kTail>
 inline I LoadU16(const uint16_t* p, size_t count) {
   return {_mm512_cvtepu16_epi32(Load16Raw<kTail>(p, count))};
@@ -151,14 +153,20 @@ inline F LoadBf16(const uint16_t* p, size_t count) {
   const __m512i words = _mm512_zextsi256_si512(Load16Raw<kTail>(p, count));
   return {_mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, Interleave(), words))};
 }
-template <bool kTail>
-inline void StoreBf16(uint16_t* p, F x, size_t count) {
+inline __m256i RoundedBf16(F x) {
   const __m512i bits = _mm512_castps_si512(x.v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
   const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
-  const __m512i kept = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
-  Store16Raw<kTail>(p, Narrow(kept, HighWords()), count);
+  return Narrow(_mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000)), HighWords());
+}
+template <bool kTail>
+inline void StoreBf16(uint16_t* p, F x, size_t count) {
+  Store16Raw<kTail>(p, RoundedBf16(x), count);
+}
+inline void StreamBf16(uint16_t* p, F x) { Stream16Raw(p, RoundedBf16(x)); }
+inline void StreamHalf(uint16_t* p, F x) {
+  Stream16Raw(p, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 // The master is (hi << 16) + lo with lo signed: hi - 1 in the upper half where lo is negative.

@@ -248,6 +248,11 @@ inline void StoreBf16(uint16_t* p, const F& x, size_t count) {
   }
   StoreArray<kTail>(p, raw, count);
 }
+// Stores around the caches, 32-byte aligned; StreamFence before another thread may look.
+inline void StreamBf16(uint16_t* p, const F& x) { StoreBf16<false>(p, x, kLanes); }
+inline void StreamHalf(uint16_t* p, const F& x) { StoreHalf<false>(p, x, kLanes); }
+inline void StreamFence() {}
+
 template <bool kTail>
 inline F LoadSplit(const uint16_t* hi, const int16_t* lo, size_t count) {
   return FromBits(AddI(Shl<16>(LoadU16<kTail>(hi, count)), LoadS16<kTail>(lo, count)));

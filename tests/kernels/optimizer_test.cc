@@ -327,6 +327,35 @@ TEST(Optimizer, ThreadsCutsAndStatisticsChangeNothing) {
   }
 }
 
+// Large copies are stored past the caches where they are aligned: the same values, wherever they go.
+TEST(Optimizer, LargeCopiesAreTheSame) {
+  constexpr size_t kN = (size_t{1} << 20) + 77;
+  ThreadPool pool(2);
+  const std::vector<float> start = Random(kN, Values::kNormal, 1), g = Random(kN, Values::kNormal, 2);
+  for (const SimdLevel level : Levels()) {
+    const AtLevel at(level);
+    for (const DType type : {DType::kBf16, DType::kFp16}) {
+      for (const size_t offset : {0, 32, 2}) {
+        std::vector<float> p = start, m(kN, 0.1f), v(kN, 0.2f);
+        Misaligned<uint16_t> copy(kN, offset);
+        UpdateArrays a;
+        a.n = kN;
+        a.param = p.data();
+        a.copy_out = copy.data();
+        a.copy_type = type;
+        a.grad = g.data();
+        a.m = m.data();
+        a.v = v.data();
+        ApplyUpdate(MakeAdamStep({}, 2), a, nullptr, offset == 0 ? &pool : nullptr);
+        std::vector<uint16_t> expected(kN);
+        Convert(DType::kFp32, p.data(), type, expected.data(), kN);
+        EXPECT_EQ(copy.Get(), expected);
+        EXPECT_TRUE(copy.GuardsIntact());
+      }
+    }
+  }
+}
+
 TEST(Optimizer, WithinTheErrorBoundOfTheFloat64Oracle) {
   for (const OptimizerCase& c : Cases()) {
     for (const Values kind : {Values::kNormal, Values::kTiny, Values::kHuge, Values::kDenormal}) {
