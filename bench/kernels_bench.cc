@@ -116,9 +116,12 @@ struct Memory {
     kernels::Quantize8(kernels::Code8::kUnsigned, As<float>(v), v8.data(), scale + kN / kernels::kStateBlock,
                        kN, {}, &Pool());
   }
-  StreamSet Four() const { return {4, 3, {p.data(), m.data(), v.data(), g.data()}, {4, 4, 4, 4}}; }
+  StreamSet Four() const { return {4, 3, {p.data(), m.data(), v.data(), g.data()}, {4, 4, 4, 4}, nullptr}; }
+  StreamSet Mixed() const {
+    return {4, 3, {p.data(), m.data(), v.data(), g16.data()}, {4, 4, 4, 2}, hi.data()};
+  }
   StreamSet Split() const {
-    return {5, 4, {m.data(), v.data(), hi.data(), lo.data(), g16.data()}, {4, 4, 2, 2, 2}};
+    return {5, 4, {m.data(), v.data(), hi.data(), lo.data(), g16.data()}, {4, 4, 2, 2, 2}, nullptr};
   }
 };
 Memory& Mem() {
@@ -159,6 +162,10 @@ class Limit {
 };
 Limit& FourLimit() {
   static Limit limit(Mem().Four());
+  return limit;
+}
+Limit& MixedLimit() {
+  static Limit limit(Mem().Mixed());
   return limit;
 }
 Limit& SplitLimit() {
@@ -207,6 +214,10 @@ void Streams(benchmark::State& state) {
 void StreamsSplit(benchmark::State& state) {
   Measure(state, SplitLimit().bytes(), [] { SplitLimit().Pass(); });
   state.SetLabel(SplitLimit().non_temporal() ? "non-temporal stores" : "plain stores");
+}
+void StreamsMixed(benchmark::State& state) {
+  Measure(state, MixedLimit().bytes(), [] { MixedLimit().Pass(); });
+  state.SetLabel(MixedLimit().non_temporal() ? "non-temporal stores" : "plain stores");
 }
 void StreamsKind(benchmark::State& state, bool non_temporal) {
   Measure(state, FourLimit().bytes(), [=] { FourLimit().Pass(non_temporal); });
@@ -269,8 +280,8 @@ void SeparatePasses() {
   kernels::AdamWFp32(step, a.As<float>(a.p), a.As<float>(a.m), a.As<float>(a.v), g, kN, &Pool());
   kernels::Fp32ToBf16(a.As<float>(a.p), a.As<uint16_t>(a.hi), kN, &Pool());
 }
-void AdamWMixed(benchmark::State& state) { Measure(state, 28.0 * kN, MixedPass, &FourLimit()); }
-void Fused(benchmark::State& state) { Measure(state, 28.0 * kN, FusedPass, &FourLimit()); }
+void AdamWMixed(benchmark::State& state) { Measure(state, 28.0 * kN, MixedPass, &MixedLimit()); }
+void Fused(benchmark::State& state) { Measure(state, 28.0 * kN, FusedPass, &MixedLimit()); }
 // Bytes are those of the fused pass, so that the two rates compare the same work; `fused_speedup` is of
 // pairs.
 void Separate(benchmark::State& state) {
@@ -397,6 +408,7 @@ void Register() {
 #ifdef PENSTOCK_BENCH_TORCH
   add("LibTorchAdamW/fp32/64Mi", TorchAdamW);
 #endif
+  add("Streams/mixed/64Mi", StreamsMixed);
   add("AdamW/mixed/64Mi", AdamWMixed);
   add("Fused/64Mi", Fused);
   add("Separate/64Mi", Separate);

@@ -7,15 +7,18 @@
 
 namespace penstock::bench {
 
-// Reads `reads` arrays and writes the first `writes` of them back in place; `bytes` per array and element.
+// The streams of an update: the first `written` arrays are read and written in place, the others are read;
+// `out`, where there is one, is 2 bytes wide and only written (always past the caches: it would be read in
+// first otherwise).
 struct StreamSet {
-  static constexpr int kMost = 6;
+  static constexpr int kMost = 5;
   int arrays = 0;
-  int written = 0;  // the first so many are written as well
+  int written = 0;
   unsigned char* data[kMost] = {};
   size_t width[kMost] = {};  // 2 or 4 bytes
+  unsigned char* out = nullptr;
   size_t BytesPerElement() const {
-    size_t bytes = 0;
+    size_t bytes = out != nullptr ? 2 : 0;
     for (int i = 0; i < arrays; ++i) bytes += width[i] * (i < written ? 2 : 1);
     return bytes;
   }
