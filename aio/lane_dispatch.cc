@@ -403,7 +403,7 @@ void Lane::UpdateWatches() {
 // with.
 uint32_t Lane::Batch() const {
   if (demand_tails_ != 0 || retries_first_ != nullptr || queued_requests_.Get() == 0) return 1;
-  return std::max(1u, in_flight_pieces_ / 4);
+  return std::max(1u, in_flight_pieces_ * 5 / 16);
 }
 
 int64_t Lane::TimeoutNs() const {
