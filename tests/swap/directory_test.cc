@@ -1,0 +1,249 @@
+// State directories: who may use them, what they hold, what is never touched, and several of them as one
+// store.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "swap/inspect.h"
+#include "swap/store.h"
+#include "tests/swap/store_fixture.h"
+
+namespace penstock::swap {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+using DirectoryTest = StoreTest;
+
+TEST_F(DirectoryTest, ASecondRunIsRefusedWhileTheFirstOneLives) {
+  FakeModel model(layout_, 1);
+  auto store = CreateCommitted(&model);
+  const auto second = Store::Open(*engine_, options_);
+  ASSERT_TRUE(absl::IsFailedPrecondition(second.status())) << second.status();
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr(File()));
+  EXPECT_EQ(Probe(options_.directories).holding, Holding::kInUse);
+  options_.overwrite = true;
+  EXPECT_TRUE(absl::IsFailedPrecondition(Store::Create(*engine_, options_, layout_, "{}").status()));
+  store.reset();
+  EXPECT_NE(Open(), nullptr);
+}
+
+TEST_F(DirectoryTest, FilesArePrivateAndLinksAreNotFollowed) {
+  FakeModel model(layout_, 1);
+  CreateCommitted(&model).reset();
+  struct stat info;
+  ASSERT_EQ(::stat(File().c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 0777, 0600u);
+  ASSERT_EQ(::stat(options_.directories[0].c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 0777, 0700u);
+
+  const std::string other = scratch_.Sub("elsewhere");
+  std::filesystem::rename(File(), other);
+  ASSERT_EQ(::symlink(other.c_str(), File().c_str()), 0);
+  EXPECT_TRUE(absl::IsFailedPrecondition(Store::Open(*engine_, options_).status()));
+  EXPECT_EQ(Probe(options_.directories).holding, Holding::kForeign);
+  options_.overwrite = true;
+  EXPECT_FALSE(Store::Create(*engine_, options_, layout_, "{}").ok());
+  EXPECT_TRUE(std::filesystem::exists(other));
+}
+
+TEST_F(DirectoryTest, ALinkToTheDirectoryOfSomebodyElseIsRefused) {
+  if (::geteuid() != 0) GTEST_SKIP() << "needs root to make a link of another user";
+  const std::string link = scratch_.Sub("link");
+  std::filesystem::create_directory(scratch_.Sub("real"));
+  ASSERT_EQ(::symlink(scratch_.Sub("real").c_str(), link.c_str()), 0);
+  options_.directories = {link};
+  EXPECT_TRUE(Store::Create(*engine_, options_, layout_, "{}").ok());  // root's own link
+  ASSERT_EQ(::lchown(link.c_str(), 12345, 12345), 0);
+  const auto store = Store::Open(*engine_, options_);
+  EXPECT_THAT(std::string(store.status().message()), HasSubstr("symbolic link of another user"));
+}
+
+TEST_F(DirectoryTest, SpaceIsWhatWasSaidBefore) {
+  options_.directories = {scratch_.Sub("a"), scratch_.Sub("b")};
+  const auto bytes = BytesOnDisk(options_, layout_, "{}");
+  ASSERT_TRUE(bytes.ok());
+  Create().reset();
+  for (int d = 0; d < 2; ++d) {
+    struct stat info;
+    ASSERT_EQ(::stat(File(d).c_str(), &info), 0);
+    EXPECT_EQ(static_cast<uint64_t>(info.st_size), (*bytes)[d]);
+    EXPECT_GE(static_cast<uint64_t>(info.st_blocks) * 512, (*bytes)[d]);  // reserved, not sparse
+  }
+}
+
+TEST_F(DirectoryTest, TooLittleSpaceIsRefusedBeforeAnythingIsMade) {
+  layout_.tiles.assign(1 << 20, TileLayout{{kMaxTileBytes}, 0});  // 2 PiB
+  const auto store = Store::Create(*engine_, options_, layout_, "{}");
+  EXPECT_TRUE(absl::IsResourceExhausted(store.status())) << store.status();
+  EXPECT_THAT(std::string(store.status().message()), HasSubstr("too little"));
+  EXPECT_FALSE(std::filesystem::exists(File()));
+}
+
+TEST_F(DirectoryTest, ARunIsNotOverwrittenUnlessAsked) {
+  FakeModel model(layout_, 1);
+  CreateCommitted(&model).reset();
+  EXPECT_TRUE(absl::IsAlreadyExists(Store::Create(*engine_, options_, layout_, "{}").status()));
+  EXPECT_EQ(Open()->recovered().step, 0u);  // unharmed
+  std::ofstream(options_.directories[0] + "/notes.txt") << "mine";
+  options_.overwrite = true;
+  ASSERT_NE(Create(), nullptr);
+  EXPECT_TRUE(absl::IsNotFound(Store::Open(*engine_, options_).status()));
+  EXPECT_TRUE(std::filesystem::exists(options_.directories[0] + "/notes.txt"));
+}
+
+TEST_F(DirectoryTest, AFileThatIsNotOursIsNeverRemoved) {
+  std::filesystem::create_directory(options_.directories[0]);
+  std::ofstream(File()) << "somebody's thesis";
+  options_.overwrite = true;
+  const auto store = Store::Create(*engine_, options_, layout_, "{}");
+  EXPECT_THAT(std::string(store.status().message()), HasSubstr("was not made by this program"));
+  EXPECT_TRUE(absl::IsFailedPrecondition(Store::Open(*engine_, options_).status()));
+  EXPECT_EQ(Probe(options_.directories).holding, Holding::kForeign);
+  EXPECT_EQ(std::filesystem::file_size(File()), 17u);
+}
+
+TEST_F(DirectoryTest, ProbeTellsWhatADirectoryHolds) {
+  const auto holding = [&] { return Probe(options_.directories).holding; };
+  EXPECT_EQ(holding(), Holding::kNothing);
+  std::filesystem::create_directory(options_.directories[0]);
+  EXPECT_EQ(holding(), Holding::kNothing);
+  std::ofstream(options_.directories[0] + "/notes.txt") << "mine";
+  EXPECT_EQ(holding(), Holding::kForeign);
+  std::ofstream(File()).close();
+  EXPECT_EQ(holding(), Holding::kNeverCommitted);  // creation cut short
+  std::filesystem::resize_file(File(), 1 << 20);
+  EXPECT_EQ(holding(), Holding::kNeverCommitted);
+  EXPECT_TRUE(absl::IsNotFound(Store::Open(*engine_, options_).status()));
+
+  options_.overwrite = true;
+  FakeModel model(layout_, 1);
+  auto store = Create(R"({"model":"x"})");
+  EXPECT_EQ(holding(), Holding::kInUse);
+  store.reset();
+  EXPECT_EQ(holding(), Holding::kNeverCommitted);
+  store = CreateCommitted(&model);
+  Step(*store, &model, 1);
+  const uint64_t record_0 = store->geometry().record_offset(0, 0);
+  const uint64_t capacity = store->geometry().record_capacity();
+  store.reset();
+  const Finding run = Probe(options_.directories);
+  EXPECT_EQ(run.holding, Holding::kRun);
+  EXPECT_EQ(run.step, 1u);
+  EXPECT_EQ(run.identity, "{}");
+  for (uint64_t copy = 0; copy < 4; ++copy) Flip(File(), record_0 + copy * capacity + 40);
+  EXPECT_EQ(holding(), Holding::kDamaged);
+  EXPECT_TRUE(absl::IsDataLoss(Store::Open(*engine_, options_).status()));
+  Flip(File(), 33);
+  Flip(File(), kBlockBytes + 33);
+  EXPECT_EQ(holding(), Holding::kDamaged);
+  EXPECT_TRUE(absl::IsDataLoss(Store::Open(*engine_, options_).status()));
+}
+
+TEST_F(DirectoryTest, ACutOffFileIsNamed) {
+  FakeModel model(layout_, 1);
+  CreateCommitted(&model).reset();
+  std::filesystem::resize_file(File(), std::filesystem::file_size(File()) - kBlockBytes);
+  const auto store = Store::Open(*engine_, options_);
+  EXPECT_TRUE(absl::IsDataLoss(store.status()));
+  EXPECT_THAT(std::string(store.status().message()), HasSubstr("cut off"));
+  EXPECT_EQ(Probe(options_.directories).holding, Holding::kDamaged);
+}
+
+class StripedStoreTest : public StoreTest {
+ protected:
+  void SetUp() override {
+    StoreTest::SetUp();
+    options_.directories = {scratch_.Sub("d0"), scratch_.Sub("d1"), scratch_.Sub("d2")};
+    layout_ = SmallLayout(9);
+  }
+};
+
+TEST_F(StripedStoreTest, TilesAreOnAllDirectoriesAndComeBackInAnyOrderOfThem) {
+  FakeModel model(layout_, 1), read(layout_, 2);
+  auto store = CreateCommitted(&model);
+  Step(*store, &model, 1);
+  std::vector<int> tiles(3);
+  for (uint32_t t = 0; t < 9; ++t) ++tiles[store->geometry().directory(t)];
+  EXPECT_THAT(tiles, ElementsAre(3, 3, 3));
+  store.reset();
+  std::swap(options_.directories[0], options_.directories[2]);
+  std::filesystem::rename(options_.directories[1], scratch_.Sub("moved"));
+  options_.directories[1] = scratch_.Sub("moved");
+  EXPECT_EQ(Probe(options_.directories).holding, Holding::kRun);
+  EXPECT_EQ(Probe(options_.directories).step, 1u);
+  store = Open();
+  ASSERT_TRUE(read.ReadAll(*store).ok());
+  EXPECT_EQ(read.Difference(model), "");
+}
+
+TEST_F(StripedStoreTest, WeightsDecideHowMuchADirectoryHolds) {
+  options_.weights = {1, 7, 1};
+  auto store = Create();
+  const Geometry& g = store->geometry();
+  EXPECT_GT(g.file_bytes(1), 2 * g.file_bytes(0));
+  store.reset();
+  options_.overwrite = true;
+  options_.weights = {1, 2};
+  EXPECT_TRUE(absl::IsInvalidArgument(Store::Create(*engine_, options_, layout_, "{}").status()));
+  options_.weights = {1, 2, -1};
+  EXPECT_TRUE(absl::IsInvalidArgument(Store::Create(*engine_, options_, layout_, "{}").status()));
+}
+
+TEST_F(StripedStoreTest, LostSwappedAndSurplusDirectoriesAreNamed) {
+  FakeModel model(layout_, 1);
+  CreateCommitted(&model).reset();
+  StoreOptions others = options_;
+  others.directories = {scratch_.Sub("x0"), scratch_.Sub("x1"), scratch_.Sub("x2")};
+  std::swap(options_, others);
+  CreateCommitted(&model).reset();
+  std::swap(options_, others);
+  const auto message = [&](std::vector<std::string> directories) {
+    StoreOptions options = options_;
+    options.directories = std::move(directories);
+    EXPECT_EQ(Probe(options.directories).holding, Holding::kDamaged);
+    const auto store = Store::Open(*engine_, options);
+    EXPECT_FALSE(store.ok());
+    return std::string(store.status().message());
+  };
+  const auto& mine = options_.directories;
+  EXPECT_THAT(message({mine[0], mine[2]}), HasSubstr("directory 1 of the 3"));
+  EXPECT_THAT(message({mine[0], mine[2]}), HasSubstr(mine[1]));
+  EXPECT_THAT(message({mine[1], mine[2]}), HasSubstr("directory 0 of the 3"));
+  EXPECT_THAT(message({mine[0], mine[1], others.directories[2]}), HasSubstr("belongs to run"));
+  EXPECT_THAT(message({mine[0], mine[1], mine[2], scratch_.Sub("new")}), HasSubstr("were given"));
+  StoreOptions twice = options_;
+  twice.directories = {mine[0], mine[1], mine[1]};
+  EXPECT_THAT(std::string(Store::Open(*engine_, twice).status().message()), HasSubstr("given twice"));
+  std::filesystem::remove(StorePath(mine[1]));
+  EXPECT_THAT(message(mine), HasSubstr("directory 1 of the 3"));
+}
+
+TEST_F(DirectoryTest, InspectTellsWhatARunIs) {
+  FakeModel model(layout_, 1);
+  auto store = CreateCommitted(&model);
+  Step(*store, &model, 1);
+  auto seen = Inspect(options_.directories);
+  ASSERT_TRUE(seen.ok()) << seen.status();
+  EXPECT_TRUE(seen->in_use);
+  EXPECT_EQ(seen->record.step, 1u);
+  EXPECT_EQ(seen->record.payload, "p1");
+  EXPECT_EQ(seen->state_bytes, store->geometry().state_bytes());
+  EXPECT_THAT(seen->paths, ElementsAre(File()));
+  for (uint32_t t = 0; t < store->geometry().tiles(); ++t) {
+    EXPECT_EQ(seen->record.tiles[t].slot, store->committed(t).slot);
+  }
+  store.reset();
+  seen = Inspect(options_.directories);
+  ASSERT_TRUE(seen.ok());
+  EXPECT_FALSE(seen->in_use);
+  EXPECT_TRUE(absl::IsNotFound(Inspect({scratch_.Sub("nowhere")}).status()));
+}
+
+}  // namespace
+}  // namespace penstock::swap
