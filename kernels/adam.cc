@@ -62,7 +62,8 @@ void AdamWSplit(const AdamStep& step, uint16_t* hi, int16_t* lo, float* m, float
                            .m = m,
                            .v = v,
                            .first_element = 0,
-                           .seed = 0};
+                           .seed = 0,
+                           .squares = nullptr};
   Run(AdamKernel(ParamType::kSplit, DType::kBf16), step, all, 2, 2, pool);
 }
 
@@ -78,7 +79,8 @@ void AdamWFp32(const AdamStep& step, float* p, float* m, float* v, const float* 
                            .m = m,
                            .v = v,
                            .first_element = 0,
-                           .seed = 0};
+                           .seed = 0,
+                           .squares = nullptr};
   Run(AdamKernel(ParamType::kFp32, DType::kFp32), step, all, 4, 4, pool);
 }
 

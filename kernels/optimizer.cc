@@ -125,8 +125,25 @@ void Apply(Optimizer optimizer, const void* step, const UpdateArrays& given, Sum
   if (optimizer == kOptLion || optimizer == kOptSgd) arrays.v = nullptr;
   const UpdateFn kernel = Kernels().update[optimizer][Index(arrays.param_type)][Index(arrays.grad_type)]
                                           [DirectState(arrays.state_type)];
-  RunPieces(arrays, squares, pool, [&, kernel](size_t begin, size_t end) {
-    WithStates(arrays, begin, end, true, [&](const UpdateChunk& chunk) { kernel(step, chunk); });
+  if (squares == nullptr || arrays.state_type == StateType::k8Bit) {
+    RunPieces(arrays, squares, pool, [&, kernel](size_t begin, size_t end) {
+      WithStates(arrays, begin, end, true, [&](const UpdateChunk& chunk) { kernel(step, chunk); });
+    });
+    return;
+  }
+  // The kernel sums up the gradient that it reads anyway, a reduction block at a time.
+  std::mutex mutex;
+  ForPieces(arrays.n, pool, [&, kernel](size_t begin, size_t end) {
+    SumOfSquares sum;
+    for (size_t i = begin; i < end; i += kReduceBlock) {
+      UpdateChunk chunk = ChunkAt(arrays, i, std::min(kReduceBlock, end - i));
+      double partial = 0.0;
+      chunk.squares = &partial;
+      kernel(step, chunk);
+      sum.Add(partial);
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    squares->Merge(sum);
   });
 }
 

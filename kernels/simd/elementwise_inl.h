@@ -109,18 +109,23 @@ inline void Join(const uint16_t* hi, const int16_t* lo, float* master, size_t n)
   });
 }
 
-template <int kType>
-double BlockSquares(const void* in, size_t n) {
-  D sums = ZeroD();
-  size_t i = 0;
-  for (; i + 16 <= n; i += 16) AddSquare(&sums, Element<kType>::template Load<false>(in, i, 16));
-  if (i < n) AddSquare(&sums, Element<kType>::template Load<true>(in, i, n - i));
+// The sixteen lanes of a partial sum, added in the order of kernels/reduce.h.
+inline double CombineLanes(const D& sums) {
   double s[16];
   StoreD(s, sums);
   for (int width = 8; width > 0; width /= 2) {
     for (int j = 0; j < width; ++j) s[j] += s[j + width];
   }
   return s[0];
+}
+
+template <int kType>
+double BlockSquares(const void* in, size_t n) {
+  D sums = ZeroD();
+  size_t i = 0;
+  for (; i + 16 <= n; i += 16) AddSquare(&sums, Element<kType>::template Load<false>(in, i, 16));
+  if (i < n) AddSquare(&sums, Element<kType>::template Load<true>(in, i, n - i));
+  return CombineLanes(sums);
 }
 
 template <int kType>

@@ -207,7 +207,9 @@ void Update(const void* step, const UpdateChunk& chunk) {
   const Opt opt(*static_cast<const typename Opt::Step*>(step));
   const States<kState> states(c);
   const bool has_m = Opt::kM && c.m != nullptr;  // SGD without momentum has none
-  ForVectors(c.n, [=]<bool kTail>(size_t i, size_t count) {
+  const bool sums_up = c.squares != nullptr;
+  D sums = ZeroD();
+  ForVectors(c.n, [=, &sums]<bool kTail>(size_t i, size_t count) {
     if constexpr (kParam == 1 && !kTail) {
       // Five streams, some of half the width: here the processor's own prefetching leaves a tenth of the time
       // on the table. With the four streams of fp32 parameters it does not, and asking again only costs.
@@ -218,6 +220,7 @@ void Update(const void* step, const UpdateChunk& chunk) {
       if constexpr (Opt::kV) PrefetchAhead(c.v, (kState == 0 ? 4 : 2) * i);
     }
     const F g = Element<kGrad>::template Load<kTail>(c.grad, i, count);
+    if (sums_up) AddSquare(&sums, g);
     F p = Param<kParam>::template Load<kTail>(c, i, count);
     F m = Set(0), v = Set(0);
     if constexpr (Opt::kM) {
@@ -232,6 +235,7 @@ void Update(const void* step, const UpdateChunk& chunk) {
     if constexpr (Opt::kV) states.template StoreV<kTail>(c, i, v, count);
   });
   if (c.stream_copy) StreamFence();
+  if (sums_up) *c.squares = CombineLanes(sums);
 }
 
 template <int kGrad, int kState>

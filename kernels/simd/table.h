@@ -33,6 +33,7 @@ struct UpdateChunk {
   void* v;
   uint64_t first_element;
   uint64_t seed;
+  double* squares;  // where not null: takes the partial sum of this chunk's gradient, n <= kReduceBlock
 };
 
 using UpdateFn = void (*)(const void* step, const UpdateChunk& chunk);
