@@ -10,6 +10,10 @@
 //   ... training goes on; now and then, on the executor's thread:
 //   absl::StatusOr<bool> done = (*copy)->Poll();          // never waits for the disk
 //
+// The pace is the caller's: a Poll starts at most one transfer for each tile that fits into the memory given
+// (four at most). Memory for one tile, and a Poll for every N tiles that training reads or writes, let the
+// copy take about one part in N of the traffic.
+//
 // It appears under its name only when it is whole and durable: until then it is `.NAME.partial`. What a
 // killed run left of that kind is removed by the next Begin. Beside the checkpoints, the file `latest` holds
 // the name of the newest.

@@ -190,7 +190,7 @@ class Store {
   // tile must be written once, then Commit makes the store a run that can be recovered. On an error, whatever
   // was created is removed again. kAlreadyExists: a store file is there and options.overwrite is not set.
   static absl::StatusOr<std::unique_ptr<Store>> Create(aio::Engine& engine, const StoreOptions& options,
-                                                       const Layout& layout, std::string identity);
+                                                       const Layout& layout, const std::string& identity);
   // Locks and recovers the newest valid commit. kNotFound: no store file in any of the directories, or one
   // that was never committed (start over with Create and overwrite).
   static absl::StatusOr<std::unique_ptr<Store>> Open(aio::Engine& engine, const StoreOptions& options);

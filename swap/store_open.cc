@@ -204,7 +204,7 @@ Store::Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape,
     : engine_(engine), options_(options), shape_(std::move(shape)), geometry_(std::move(geometry)) {}
 
 absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const StoreOptions& options,
-                                                     const Layout& layout, std::string identity) {
+                                                     const Layout& layout, const std::string& identity) {
   auto shape = MakeShape(options, layout, identity);
   if (!shape.ok()) return shape.status();
   if (options.uuid.has_value()) {

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -83,6 +84,19 @@ TEST_F(DirectoryTest, TooLittleSpaceIsRefusedBeforeAnythingIsMade) {
   EXPECT_TRUE(absl::IsResourceExhausted(store.status())) << store.status();
   EXPECT_THAT(std::string(store.status().message()), HasSubstr("too little"));
   EXPECT_FALSE(std::filesystem::exists(File()));
+}
+
+TEST_F(DirectoryTest, AFileSystemWithoutDirectIoIsRefusedAndLeftAsItWas) {
+  std::string memory = "/dev/shm/swap-test-XXXXXX";
+  if (::mkdtemp(memory.data()) == nullptr) GTEST_SKIP() << "no /dev/shm";
+  options_.directories = {memory};
+  const auto store = Store::Create(*engine_, options_, layout_, "{}");
+  EXPECT_TRUE(absl::IsFailedPrecondition(store.status())) << store.status();
+  EXPECT_THAT(std::string(store.status().message()), HasSubstr(memory));
+  EXPECT_TRUE(std::filesystem::is_empty(memory));
+  options_.allow_unaligned_file_system = true;
+  EXPECT_TRUE(Store::Create(*engine_, options_, layout_, "{}").ok());
+  std::filesystem::remove_all(memory);
 }
 
 TEST_F(DirectoryTest, ARunIsNotOverwrittenUnlessAsked) {

@@ -37,6 +37,32 @@ TEST_F(StoreTest, WhatIsCommittedComesBack) {
   EXPECT_EQ(read.Difference(model), "");
 }
 
+TEST_F(StoreTest, EveryBackendKeepsTheSameBytes) {
+  FakeModel model(layout_, 1), read(layout_, 2);
+  uint64_t step = 0;
+  const auto use = [&](aio::BackendKind backend) {
+    aio::EngineOptions engine_options;
+    engine_options.backend = backend;
+    engine_options.log = [](std::string_view) {};
+    auto engine = aio::Engine::Create(engine_options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    engine_ = *std::move(engine);
+  };
+  CreateCommitted(&model).reset();
+  for (auto backend : {aio::BackendKind::kLibaio, aio::BackendKind::kThreads, aio::BackendKind::kIoUring}) {
+    use(backend);
+    auto store = Open();
+    ASSERT_TRUE(read.ReadAll(*store).ok());
+    EXPECT_EQ(read.Difference(model), "") << aio::BackendName(backend);
+    Step(*store, &model, ++step);
+  }
+  use(aio::BackendKind::kThreads);
+  auto store = Open();
+  EXPECT_EQ(store->recovered().step, 3u);
+  ASSERT_TRUE(read.ReadAll(*store).ok());
+  EXPECT_EQ(read.Difference(model), "");
+}
+
 TEST_F(StoreTest, SegmentsThatLieApartInMemoryAreGathered) {
   FakeModel model(layout_, 1, /*adjacent=*/false), read(layout_, 2);
   CreateCommitted(&model).reset();
