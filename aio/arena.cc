@@ -108,7 +108,8 @@ absl::Status Arena::Map(const ArenaOptions& options) {
     }
   }
   mapping_ = static_cast<std::byte*>(mapped);
-  data_ = reinterpret_cast<std::byte*>(AlignUp(reinterpret_cast<uint64_t>(mapping_), kHugePageBytes));
+  const auto address = reinterpret_cast<uint64_t>(mapping_);
+  data_ = mapping_ + (AlignUp(address, kHugePageBytes) - address);
   if (options.numa_node >= 0) {
     const unsigned long mask = options.numa_node < 64 ? 1ul << options.numa_node : 0;
     if (mask == 0 || syscall(SYS_mbind, data_, bytes_, MPOL_PREFERRED, &mask, sizeof(mask) * 8, 0) != 0) {

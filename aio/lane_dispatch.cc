@@ -287,16 +287,12 @@ void Lane::RunTrims(FileSlot& slot) {
     if (piece->offset > last->offset) last = piece;
   }
   const uint64_t end = std::max(last->file_end, last->offset + last->lead_bytes + last->user_bytes);
-  int error = 0;
   const absl::StatusOr<uint64_t> size = slot.file->Size();
-  if (!size.ok()) {
-    error = EIO;
-  } else if (*size == last->offset + last->bytes && !slot.file->Resize(end).ok()) {
-    error = EIO;
-  }
+  const bool past_the_end = size.ok() && *size == last->offset + last->bytes;
+  const bool ok = size.ok() && (!past_the_end || slot.file->Resize(end).ok());
   Piece* piece = std::exchange(slot.trims, nullptr);
   slot.trim_count = 0;
-  while (piece != nullptr) Retire(*std::exchange(piece, piece->next), error);
+  while (piece != nullptr) Retire(*std::exchange(piece, piece->next), ok ? 0 : EIO);
 }
 
 void Lane::RetryOrFail(Piece& piece, int error) {
