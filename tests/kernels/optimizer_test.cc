@@ -409,6 +409,59 @@ TEST(Optimizer, Bf16SecondMomentsDecayInTheMean) {
   EXPECT_NEAR(mean, std::pow(0.999, 1000), 0.01);
 }
 
+// Logistic regression on noisy labels with AdamW, in mini-batches; returns the loss over all examples at the
+// end.
+double TrainLogistic(StateType state) {
+  constexpr size_t kDim = 512, kExamples = 2048, kBatch = 64;
+  const std::vector<float> x = Random(kDim * kExamples, Values::kNormal, 1),
+                           truth = Random(kDim, Values::kNormal, 2),
+                           noise = Random(kExamples, Values::kNormal, 3);
+  const auto logit = [&](const std::vector<float>& w, size_t example) {
+    double sum = 0;
+    for (size_t j = 0; j < kDim; ++j) sum += static_cast<double>(w[j]) * x[example * kDim + j];
+    return sum;
+  };
+  std::vector<float> label(kExamples);
+  for (size_t i = 0; i < kExamples; ++i) label[i] = logit(truth, i) + 10.0 * noise[i] > 0 ? 1.0f : -1.0f;
+  std::vector<float> w(kDim, 0.0f), g(kDim);
+  std::vector<unsigned char> m(4 * kDim, 0), v(4 * kDim, 0);
+  std::vector<float> m_scales(kDim / kStateBlock, 0.0f), v_scales(kDim / kStateBlock, 0.0f);
+  UpdateArrays a;
+  a.n = kDim;
+  a.param = w.data();
+  a.grad = g.data();
+  a.state_type = state;
+  a.m = m.data();
+  a.v = v.data();
+  a.m_scales = m_scales.data();
+  a.v_scales = v_scales.data();
+  for (int64_t t = 1; t <= 1500; ++t) {
+    std::fill(g.begin(), g.end(), 0.0f);
+    for (size_t k = 0; k < kBatch; ++k) {
+      const size_t example = (static_cast<size_t>(t) * kBatch + k) % kExamples;
+      const double pull = -label[example] / (1.0 + std::exp(label[example] * logit(w, example))) / kBatch;
+      for (size_t j = 0; j < kDim; ++j) g[j] += static_cast<float>(pull * x[example * kDim + j]);
+    }
+    a.seed = static_cast<uint64_t>(t);
+    const double lr = 1e-2 * (1.0 - static_cast<double>(t) / 1600.0);
+    ApplyUpdate(MakeAdamStep({.lr = lr, .beta2 = 0.99, .weight_decay = 0.1}, t), a);
+  }
+  double loss = 0;
+  for (size_t i = 0; i < kExamples; ++i) loss += std::log1p(std::exp(-label[i] * logit(w, i))) / kExamples;
+  return loss;
+}
+
+TEST(Optimizer, CompactStatesReachTheSameLoss) {
+  const double full = TrainLogistic(StateType::kFp32);
+  EXPECT_LT(full, 0.5 * std::log(2.0));
+  const double bf16 = TrainLogistic(StateType::kBf16), bits8 = TrainLogistic(StateType::k8Bit);
+  RecordProperty("fp32", std::to_string(full));
+  RecordProperty("bf16", std::to_string(bf16));
+  RecordProperty("8bit", std::to_string(bits8));
+  EXPECT_NEAR(bf16 / full, 1.0, 0.01);
+  EXPECT_NEAR(bits8 / full, 1.0, 0.02);
+}
+
 TEST(Lamb, FollowsItsDefinition) {
   ThreadPool pool(3);
   for (const SimdLevel level : Levels()) {
