@@ -18,8 +18,8 @@
 // killed run left of that kind is removed by the next Begin. Beside the checkpoints, the file `latest` holds
 // the name of the newest.
 //
-// While it is copied a store of three slots goes on: the third holds what the checkpoint still needs. A store
-// of two can be copied only while it stands still (WriteCheckpoint).
+// The run's store outlives the copy. While it is copied a store of three slots goes on: the third holds what
+// the checkpoint still needs. A store of two can be copied only while it stands still (WriteCheckpoint).
 #ifndef PENSTOCK_SWAP_CHECKPOINT_H_
 #define PENSTOCK_SWAP_CHECKPOINT_H_
 

@@ -145,6 +145,7 @@ Finding Probe(const std::string& directory, int lock_patience_ms) {
 Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms) {
   if (directories.empty()) return Found(Holding::kNothing, "no directory was given");
   std::vector<Finding> findings;
+  findings.reserve(directories.size());
   for (const std::string& directory : directories) findings.push_back(Probe(directory, lock_patience_ms));
   const auto first = [&](Holding holding) -> const Finding* {
     for (const Finding& finding : findings) {
