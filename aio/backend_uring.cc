@@ -24,7 +24,6 @@ namespace {
 
 constexpr unsigned kFileSlots = 256;
 constexpr uint64_t kBufferBytes = kGiB;  // the kernel's limit for one registered buffer
-constexpr uint64_t kWakeTag = 1;         // no piece has an odd address
 constexpr int kEnterFailuresMax = 1000;
 
 struct Rung {
@@ -226,7 +225,7 @@ void IoUringBackend::ArmWake() {
   if (wake_armed_) return;
   io_uring_sqe* const entry = NextEntry();
   io_uring_prep_read(entry, wake_fd_, &wake_value_, sizeof(wake_value_), 0);
-  io_uring_sqe_set_data64(entry, kWakeTag);
+  io_uring_sqe_set_data(entry, this);  // no piece has this address
   wake_armed_ = true;
 }
 
@@ -236,13 +235,13 @@ size_t IoUringBackend::Reap(std::span<Completion> out) {
   unsigned head = 0;
   io_uring_cqe* entry = nullptr;
   io_uring_for_each_cqe(&ring_, head, entry) {
-    const uint64_t tag = io_uring_cqe_get_data64(entry);
-    if (tag == kWakeTag) {
+    void* const tag = io_uring_cqe_get_data(entry);
+    if (tag == this) {
       wake_armed_ = false;
     } else if (count == out.size()) {
       break;
     } else {
-      out[count++] = {reinterpret_cast<Piece*>(tag), entry->res};
+      out[count++] = {static_cast<Piece*>(tag), entry->res};
     }
     ++seen;
   }
