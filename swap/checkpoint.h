@@ -5,10 +5,9 @@
 // step, updates and payload of its run, and the very checksums of the tiles, which are verified as they are
 // copied.
 //
-//   auto copy = CheckpointCopy::Begin(store, options);    // right after FinishCommit; holds this commit's
-//   versions
+//   auto copy = CheckpointCopy::Begin(store, options);  // after FinishCommit; holds its versions
 //   ... training goes on; now and then, on the executor's thread:
-//   absl::StatusOr<bool> done = (*copy)->Poll();          // never waits for the disk
+//   absl::StatusOr<bool> done = (*copy)->Poll();        // never waits for the disk
 //
 // The pace is the caller's: a Poll starts at most one transfer for each tile that fits into the memory given
 // (four at most). Memory for one tile, and a Poll for every N tiles that training reads or writes, let the

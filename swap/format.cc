@@ -17,8 +17,7 @@ constexpr std::string_view kSuperblockMagic = "PENSTOCK";
 constexpr std::string_view kRecordMagic = "PNSTKCMT";
 constexpr size_t kHeaderChecksumOffset = kBlockBytes - 8;
 
-// ---- little-endian fields
-// -------------------------------------------------------------------------------------
+// ---- little-endian fields ----
 
 template <typename T>
 void Put(std::byte* at, T value) {
@@ -93,10 +92,9 @@ class Reader {
   bool ok_ = true;
 };
 
-// ---- superblock
-// ----------------------------------------------------------------------------------------------- Field
-// offsets of the header; see FORMAT.md.
+// ---- superblock ----
 
+// Field offsets of the header; see FORMAT.md.
 constexpr size_t kSuperVersion = 8;
 constexpr size_t kSuperHeaderBytes = 12;
 constexpr size_t kSuperUuid = 16;
@@ -212,8 +210,7 @@ absl::StatusOr<StoreShape> ParseBody(const SuperHeader& header, std::span<const 
   return shape;
 }
 
-// ---- commit record
-// --------------------------------------------------------------------------------------------
+// ---- commit record ----
 
 constexpr size_t kRecordVersion = 8;
 constexpr size_t kRecordPlace = 12;

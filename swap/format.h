@@ -30,7 +30,7 @@
 
 namespace penstock::swap {
 
-// ---------------------------------------------------------------------------------------------------------------
+// ----------------------------------------------------------------------------------------------------
 // Limits. A store beyond them is refused when it is made and rejected when it is read.
 
 inline constexpr uint32_t kFormatVersion = 1;
@@ -57,7 +57,7 @@ constexpr uint64_t PaddedBytes(uint64_t bytes) {
   return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
 }
 
-// ---------------------------------------------------------------------------------------------------------------
+// ----------------------------------------------------------------------------------------------------
 // Layout: what a store keeps.
 
 // One tile: a piece of one block's state. Its segments (for instance hi, lo, m, v of the same parameters) lie
@@ -168,7 +168,7 @@ class Geometry {
   uint64_t record_capacity_ = 0;
 };
 
-// ---------------------------------------------------------------------------------------------------------------
+// ----------------------------------------------------------------------------------------------------
 // Checksums.
 
 // XXH3-64 of `data` with a seed that is itself XXH3-64 of (uuid, tile, segment, version): data that is intact
@@ -177,7 +177,7 @@ uint64_t SegmentSeed(const Uuid& uuid, uint32_t tile, uint32_t segment, uint64_t
 uint64_t SegmentChecksum(const Uuid& uuid, uint32_t tile, uint32_t segment, uint64_t version,
                          std::span<const std::byte> data);
 
-// ---------------------------------------------------------------------------------------------------------------
+// ----------------------------------------------------------------------------------------------------
 // Superblock.
 
 // The first bytes of a store file, both copies: superblock_bytes() long. `directory` is the index of the
@@ -202,7 +202,7 @@ struct DecodedSuperblock {
 // Accepts the file if either copy is whole.
 absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> bytes);
 
-// ---------------------------------------------------------------------------------------------------------------
+// ----------------------------------------------------------------------------------------------------
 // Commit record.
 
 // Where the live version of a tile is.

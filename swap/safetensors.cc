@@ -143,8 +143,7 @@ absl::StatusOr<uint64_t> TensorInfo::Bytes() const {
   return bytes;
 }
 
-// ---- writing
-// --------------------------------------------------------------------------------------------------
+// ---- writing ----
 
 absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
     const std::string& path, std::vector<TensorInfo> tensors,
@@ -259,8 +258,7 @@ absl::Status SafetensorsWriter::Finish() {
   return aio::SyncDirectory(DirectoryOf(path_));
 }
 
-// ---- reading
-// --------------------------------------------------------------------------------------------------
+// ---- reading ----
 
 absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view json, uint64_t data_bytes) {
   if (TooDeep(json)) return absl::DataLossError("a safetensors header that is nested too deep");

@@ -30,8 +30,7 @@ Store::~Store() {
   }
 }
 
-// ---- any thread
-// -----------------------------------------------------------------------------------------------
+// ---- any thread ----
 
 uint64_t Store::SegmentChecksum(uint32_t tile, uint32_t segment, uint64_t version, const void* data) const {
   return swap::SegmentChecksum(
@@ -69,8 +68,7 @@ absl::Status Store::Wait(TileIo* io) const {
   return io->status();
 }
 
-// ---- transfers
-// ------------------------------------------------------------------------------------------------
+// ---- transfers ----
 
 absl::Status Store::CheckTile(uint32_t tile) const {
   if (tile < geometry_.tiles()) return absl::OkStatus();
@@ -323,8 +321,7 @@ uint64_t Store::newest_version(uint32_t tile) const {
                                                         : record_.tiles[tile].version;
 }
 
-// ---- retained versions
-// ----------------------------------------------------------------------------------------
+// ---- retained versions ----
 
 absl::Status Store::Retain() {
   if (geometry_.slots() < 3) {

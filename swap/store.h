@@ -8,18 +8,16 @@
 //
 //   StoreOptions options;
 //   options.directories = {"/nvme0/run", "/nvme1/run"};
-//   auto store = Store::Create(*engine, options, layout, identity_json);     // or Store::Open(*engine,
-//   options)
+//   auto store = Store::Create(*engine, options, layout, identity_json);  // or Store::Open(*engine, options)
 //
-//   TileIo read;                                                             // one a transfer in flight,
-//   reused read.set_on_complete(&WakeExecutor, executor);
+//   TileIo read;  // one for each transfer in flight, reused
+//   read.set_on_complete(&WakeExecutor, executor);
 //   (*store)->ReadSegments(&read, tile, /*first=*/1, /*count=*/3, pointers, aio::Priority::kPrefetch);
-//   ... when read.finished():  status = read.status();                       // executor
-//   status = (*store)->VerifyRead(read);                                     // a CPU worker
+//   ... when read.finished():  status = read.status();  // executor
+//   status = (*store)->VerifyRead(read);                // a CPU worker
 //
 //   (*store)->WriteTile(&write, tile, version, pointers, aio::Priority::kWriteBehind);
-//   checksums[s] = (*store)->SegmentChecksum(tile, s, version, data);        // a CPU worker, before or
-//   meanwhile
+//   checksums[s] = (*store)->SegmentChecksum(tile, s, version, data);  // a CPU worker, before or meanwhile
 //   ... when write.finished(): status = (*store)->NoteWritten(&write, checksums);
 //   ... when every tile of the step is noted: Commit, FinishCommit.
 //
@@ -29,8 +27,8 @@
 // With the `sim` backend the same, all on the caller's thread. Nothing is allocated per transfer or commit
 // once each CommitIo and TileIo has been used once.
 //
-// Ownership: the engine and its arenas outlive the store; the store outlives nothing: it waits for its
-// pending transfers when destroyed. TileIo, CommitIo and the memory that they move belong to the caller until
+// Ownership: the engine and its arenas outlive the store, which waits for its pending transfers when it is
+// destroyed. TileIo, CommitIo and the memory that they move belong to the caller until
 // finished.
 //
 // Errors of all functions: kInvalidArgument: the caller's numbers. kFailedPrecondition: not in this state
@@ -199,8 +197,8 @@ class Store {
   Store(const Store&) = delete;
   Store& operator=(const Store&) = delete;
 
-  // ---- any thread
-  // ------------------------------------------------------------------------------------------------
+  // ---- any thread ----
+
   const Geometry& geometry() const { return geometry_; }
   const StoreShape& shape() const { return shape_; }
   const std::string& identity() const { return shape_.identity; }
@@ -225,11 +223,11 @@ class Store {
   // callback.
   absl::Status Wait(TileIo* io) const;
 
-  // ---- the executor's thread
-  // ------------------------------------------------------------------------------------- Reads `count`
-  // consecutive segments from `first` on, each to its own destination of PaddedBytes(length) bytes at a
-  // multiple of 4096 (other addresses work, through bounce buffers). Destinations that are adjacent in the
-  // order of the slot become one transfer. kFailedPrecondition: there is no such version.
+  // ---- the executor's thread ----
+
+  // Reads `count` consecutive segments from `first` on, each to its own destination of PaddedBytes(length)
+  // bytes at a multiple of 4096 (other addresses work, through bounce buffers). Destinations that are
+  // adjacent in the order of the slot become one transfer. kFailedPrecondition: there is no such version.
   absl::Status ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint32_t count,
                             std::span<void* const> destinations, aio::Priority priority,
                             Which which = Which::kNewest);

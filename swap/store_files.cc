@@ -100,8 +100,7 @@ absl::Status CheckDistinct(const std::vector<std::string>& directories) {
   return absl::OkStatus();
 }
 
-// ---- PlainFile
-// ------------------------------------------------------------------------------------------------
+// ---- PlainFile ----
 
 PlainFile::PlainFile(PlainFile&& other) noexcept { *this = std::move(other); }
 
@@ -181,8 +180,7 @@ FileKind PlainFile::Classify() const {
   return absl::IsInvalidArgument(length.status()) ? FileKind::kForeign : FileKind::kStore;
 }
 
-// ---- through the engine
-// ---------------------------------------------------------------------------------------
+// ---- through the engine ----
 
 absl::Status ReadFully(aio::Engine& engine, aio::File& file, uint64_t offset, std::span<std::byte> bytes) {
   aio::Request request;

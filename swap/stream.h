@@ -2,8 +2,9 @@
 // export and checkpoints are made of. The training step does not use it: it knows its own order (zero/).
 //
 //   ReadStream stream(engine, memory, /*chunk_bytes=*/4 << 20, next_range);
-//   while (std::optional<ReadStream::Chunk> chunk = stream.Next()) { ... use chunk->data until the next call
-//   ... }
+//   while (std::optional<ReadStream::Chunk> chunk = stream.Next()) {
+//     ... chunk->data, until the next call ...
+//   }
 //
 // Threads: one. Ownership: engine, files and memory outlive the stream, whose destructor waits for its reads.
 #ifndef PENSTOCK_SWAP_STREAM_H_
