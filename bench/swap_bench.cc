@@ -1,9 +1,9 @@
 // What the store costs beside the disk: an optimizer pass over two-version tiles against the bare mixture of
 // reads and writes on the same files, with and without checksums; verify against bare reads; a commit.
 //
-//   swap_bench [--benchmark_filter=...]      files go to the current directory: PENSTOCK_BENCH_DIR changes
-//   that
+//   swap_bench [--benchmark_filter=...]
 //
+// Files go to the current directory, or to PENSTOCK_BENCH_DIR.
 // Throughput is in bytes_per_second; cpu_ms_per_gib is all CPU of the process, I/O threads and checksums
 // included. Disks drift: compare lines of one run, by --benchmark_repetitions and medians.
 #include <benchmark/benchmark.h>

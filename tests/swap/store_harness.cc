@@ -1,9 +1,9 @@
 // A small training without arithmetic that can be killed: it opens or creates a store, checks what it finds
 // against an oracle computed from nothing but the seed, and goes on from there.
 //
-//   store_harness --dir D [--dir D2 ...] --seed S --steps N [--expect STEP] [--sync process|power] [--slots
-//   2|3]
-//                 [--kill-at STAGE [--kill-after K]] [--fresh] [--checkpoints DIR]
+//   store_harness --dir D [--dir D2 ...] --seed S --steps N [--expect STEP] [--fresh]
+//                 [--sync process|power] [--slots 2|3] [--checkpoints DIR]
+//                 [--kill-at STAGE [--kill-after K]]
 //
 // Prints "step N" once step N is committed: what has been printed must never be lost. Ends with 0 when step N
 // is reached; 1 with a line on stderr when anything is not as it must be; by SIGKILL at the K-th time that it
