@@ -72,7 +72,7 @@ std::string FileSystemName(uint64_t magic) {
 }
 
 std::string DeviceName(dev_t device) {
-  const std::string number = absl::StrCat(major(device), ":", minor(device));
+  std::string number = absl::StrCat(major(device), ":", minor(device));
   char target[PATH_MAX];
   const ssize_t length =
       readlink(absl::StrCat("/sys/dev/block/", number).c_str(), target, sizeof(target) - 1);
