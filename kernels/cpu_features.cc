@@ -4,6 +4,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "kernels/simd/table.h"
 
 namespace penstock::kernels {
@@ -21,15 +25,19 @@ const KernelTable& TableOf(SimdLevel level) {
 CpuFeatures Detect() {
   CpuFeatures features;
 #if defined(__x86_64__)
-  // The compiler's run-time library asks the operating system (xgetbv) as well as the processor.
+  // The compiler's run-time library asks the operating system (xgetbv) as well as the processor; it does not
+  // know every feature by name in every compiler, so the two that use no registers of their own are read from
+  // the processor.
   __builtin_cpu_init();
-  features.avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool f16c = __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & (1u << 29)) != 0;
+  const bool fp16 = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (edx & (1u << 23)) != 0;
+  features.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   features.avx512 = features.avx2 && __builtin_cpu_supports("avx512f") &&
                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512vl");
   features.avx512_bf16 = features.avx512 && __builtin_cpu_supports("avx512bf16");
-  features.avx512_fp16 = features.avx512 && __builtin_cpu_supports("avx512fp16");
+  features.avx512_fp16 = features.avx512 && fp16;
 #endif
   return features;
 }

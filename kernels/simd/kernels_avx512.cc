@@ -1,4 +1,9 @@
 // Compiled with AVX-512 F, BW, DQ and VL; called only where the processor has them.
+#if defined(__GNUC__) && !defined(__clang__)
+// GCC 12 takes the deliberately undefined operands inside its own intrinsics for uninitialized variables.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #define PENSTOCK_SIMD_TABLE kAvx512Kernels
 #include "kernels/simd/vec_avx512.h"
 // The order of these matters: each builds on the one before.

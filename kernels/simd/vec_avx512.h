@@ -192,7 +192,10 @@ inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
   Store16Raw<kTail>(lo, low, count);
 }
 
-inline void Prefetch(uintptr_t address) { _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0); }
+inline void Prefetch(uintptr_t address) {
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that may lie outside of any object
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
+}
 
 inline D ZeroD() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }
 inline void AddSquare(D* acc, F x) {

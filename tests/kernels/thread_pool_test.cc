@@ -52,6 +52,7 @@ TEST(ThreadPool, NestedCallsAndCallsFromManyThreadsFinish) {
   ThreadPool pool(3);
   std::atomic<size_t> total = 0;
   std::vector<std::thread> callers;
+  callers.reserve(4);
   for (int caller = 0; caller < 4; ++caller) {
     callers.emplace_back([&] {
       for (int round = 0; round < 100; ++round) {
