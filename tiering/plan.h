@@ -8,6 +8,7 @@
 #define PENSTOCK_TIERING_PLAN_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -91,6 +92,14 @@ struct Plan {
   int64_t state_segment_offset(int segment, int64_t elements) const;
 };
 
+// Upper bounds that a user has set, in DeepSpeed's units (elements of weights). Empty: the planner's choice.
+struct PlanBounds {
+  std::optional<int64_t> live_elements;       // stage3_max_live_parameters: weights in flight at once
+  std::optional<int64_t> prefetch_elements;   // stage3_prefetch_bucket_size: weights read ahead of their use
+  std::optional<int64_t> run_slots;           // offload_param.buffer_count: blocks in flight at once
+  std::optional<int64_t> resident_elements;   // offload_param.max_in_cpu: weights that stay in host memory
+};
+
 struct PlanOptions {
   Precision precision = Precision::Bf16();
   int micro_batches = 1;
@@ -99,6 +108,7 @@ struct PlanOptions {
   int64_t host_budget_bytes = 0;  // 0: as much as the comfortable plan takes
   int64_t fixed_bytes = 0;        // of the arena, for others (commit records, checkpoint buffers)
   int64_t tile_bytes = 0;         // bound for one slot of a tile (all segments); 0: chosen
+  PlanBounds bounds;
   // Elements of every tile of every block, where a store has fixed them; empty: chosen.
   std::vector<std::vector<int64_t>> fixed_tiles;
 };

@@ -205,7 +205,21 @@ class Planner {
     return Build(kLevels.back(), 0);
   }
 
-  Plan Build(const Level& level, int resident_gradients) const {
+  // The level within the user's bounds; one block in flight is the least.
+  Level Bounded(Level level) const {
+    int64_t largest = 1;
+    for (const BlockShape& block : graph_.blocks) largest = std::max(largest, block.elements);
+    int64_t runs = level.runs;
+    const PlanBounds& bounds = options_.bounds;
+    if (bounds.live_elements) runs = std::min(runs, *bounds.live_elements / largest);
+    if (bounds.prefetch_elements) runs = std::min(runs, 1 + *bounds.prefetch_elements / largest);
+    if (bounds.run_slots) runs = std::min(runs, *bounds.run_slots);
+    level.runs = static_cast<int>(std::max<int64_t>(runs, 1));
+    return level;
+  }
+
+  Plan Build(const Level& wanted, int resident_gradients) const {
+    const Level level = Bounded(wanted);
     Plan plan;
     plan.precision = options_.precision;
     plan.micro_batches = options_.micro_batches;
@@ -362,14 +376,16 @@ class Planner {
     int64_t free = left();
     std::vector<int> shared(plan->run_classes.size(), 0);
     for (const BlockPlan& block : plan->blocks) ++shared[At(block.run_class)];
+    int64_t may_stay = options_.bounds.resident_elements.value_or(std::numeric_limits<int64_t>::max());
     for (size_t b = plan->blocks.size(); b-- > 0;) {
       BlockPlan& block = plan->blocks[b];
       const RunClass& cls = plan->run_classes[At(block.run_class)];
       if (shared[At(block.run_class)] <= cls.slots) continue;  // the class keeps all its blocks anyway
       const int64_t bytes = AlignUp(block.elements * plan->precision.weight_bytes(), kPage);
-      if (bytes > free) continue;
+      if (bytes > free || block.elements > may_stay) continue;
       block.private_run_slot = 0;
       free -= bytes;
+      may_stay -= block.elements;
       --shared[At(block.run_class)];
     }
     LayOut(plan);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <tuple>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -13,6 +14,7 @@
 #include "swap/inspect.h"
 #include "tools/size.h"
 #include "zero/config.h"
+#include "zero/engine_state.h"
 #include "zero/threads.h"
 
 namespace penstock::tools {
@@ -232,6 +234,30 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
         "penstock.order \"in_backward\": updates ride on the next forward; say \"auto\" or \"next_forward\"");
   }
   engine.tile_bytes = config.penstock.tile_bytes.value_or(0);
+  const zero::ZeroConfig& zero_config = config.zero;
+  if (zero_config.sub_group_size_elements.value_or(0) > 0) {
+    // DeepSpeed's unit of an optimizer step is our tile.
+    const int64_t bytes = *zero_config.sub_group_size_elements * zero::PrecisionOf(engine.dtype).total_bytes();
+    engine.tile_bytes = engine.tile_bytes > 0 ? std::min(engine.tile_bytes, bytes) : bytes;
+  }
+  engine.bounds.live_elements = zero_config.max_live_parameters_elements;
+  engine.bounds.prefetch_elements = zero_config.prefetch_bucket_size_elements;
+  engine.bounds.run_slots = zero_config.offload_param.buffer_count;
+  engine.bounds.resident_elements = zero_config.offload_param.max_in_cpu_elements;
+  for (const auto& [given, key, why] :
+       {std::tuple{zero_config.reduce_bucket_size_elements.has_value(), "zero_optimization.reduce_bucket_size",
+                   "one rank reduces nothing"},
+        {zero_config.allgather_bucket_size_elements.has_value(), "zero_optimization.allgather_bucket_size",
+         "one rank gathers nothing"},
+        {zero_config.offload_param.buffer_size_elements.has_value(), "zero_optimization.offload_param.buffer_size",
+         "buffers have the sizes of the model's blocks"},
+        {zero_config.offload_optimizer.buffer_count.has_value(), "zero_optimization.offload_optimizer.buffer_count",
+         "tiles in flight follow from the host memory budget"},
+        {config.penstock.io_threads.has_value(), "penstock.io_threads", "one thread drives a device at its full speed"},
+        {config.penstock.device_memory_bytes.has_value(), "penstock.device_memory",
+         "with device cpu host memory is all there is"}}) {
+    if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
+  }
   engine.update_workers = static_cast<int>(config.penstock.update_threads.value_or(1));
   if (config.aio.block_size_bytes.has_value()) {
     engine.io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);

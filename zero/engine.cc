@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -88,7 +89,7 @@ class Engine::Impl {
     executor_->OpenGate(++gates_);
     if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
     ++step_;
-    StepResult& result = pending_result_;
+    StepResult& result = pending_.at(step_).result;
     result.loss = runner_->MeanLoss();
     const double now = lanes_->Now();
     result.seconds = now - std::exchange(last_end_, now);
@@ -281,10 +282,10 @@ class Engine::Impl {
     kernels::SumOfSquares squares;
     for (size_t b = 0; b < plan_.plan.blocks.size(); ++b) squares.Merge(lanes_->squares(static_cast<int>(b)));
     const double norm = std::sqrt(squares.Value());
-    pending_result_ = StepResult();
-    pending_result_.step = op.step;
-    pending_result_.grad_norm = norm;
-    pending_result_.skipped = !squares.Finite();
+    StepResult& result = pending_[op.step].result;
+    result.step = op.step;
+    result.grad_norm = norm;
+    result.skipped = !squares.Finite();
 
     UpdateDecision decision;
     decision.step = op.step;
@@ -296,24 +297,28 @@ class Engine::Impl {
       adam.beta1 = rates.beta1.value_or(adam.beta1);
       adam.beta2 = rates.beta2.value_or(adam.beta2);
     }
-    pending_result_.lr = adam.lr;
+    result.lr = adam.lr;
     // As torch.nn.utils.clip_grad_norm_.
     const double factor = options_.clip > 0 ? std::min(1.0, options_.clip / (norm + 1e-6)) : 1.0;
     if (!decision.skip) decision.adam = kernels::MakeAdamStep(adam, ++updates_, factor);
+    pending_[op.step].updates = updates_;
     lanes_->set_decision(decision);
     return absl::OkStatus();
   }
 
   swap::CommitInfo DescribeCommit(int64_t step) {
-    commit_payload_ = Payload(&pending_result_);
+    const Pending& pending = pending_.at(step);
+    commit_payload_ = Payload(&pending.result);
     return {.step = static_cast<uint64_t>(step),
-            .updates = static_cast<uint64_t>(updates_),
+            .updates = static_cast<uint64_t>(pending.updates),
             .payload = commit_payload_};
   }
 
   absl::Status Committed(int64_t step) {
     committed_step_ = step;
-    return options_.committed ? options_.committed(pending_result_) : absl::OkStatus();
+    const StepResult result = pending_.at(step).result;
+    pending_.erase(step);
+    return options_.committed ? options_.committed(result) : absl::OkStatus();
   }
 
   void Observe(OpId id, const Op& op, double start, double end) {
@@ -353,7 +358,12 @@ class Engine::Impl {
   OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
   int64_t ahead_step_ = 0;
   int64_t abandoned_step_ = 0;  // while it is run through
-  StepResult pending_result_;
+  // Steps that are not committed yet. Two at most: the commit of one may end after the norm of the next.
+  struct Pending {
+    StepResult result;
+    int64_t updates = 0;
+  };
+  std::map<int64_t, Pending> pending_;
   std::string commit_payload_;
   double last_end_ = 0;
   double last_tick_ = 0;

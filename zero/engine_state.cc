@@ -112,6 +112,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.trains = options.trains;
   plan_options.host_budget_bytes = options.host_memory_bytes;
   plan_options.tile_bytes = options.tile_bytes;
+  plan_options.bounds = options.bounds;
 
   absl::StatusOr<swap::Inspection> found = absl::NotFoundError("");
   if (resumes) {

@@ -338,6 +338,34 @@ TEST(Planner, NeverExceedsTheBudgetAndMovesNoMoreBytesWithMoreMemory) {
   EXPECT_EQ(bytes, 12 * graph.elements()) << "with everything resident only the durable writes are left";
 }
 
+TEST(Planner, ObeysTheUsersUpperBounds) {
+  const ModelGraph graph = Chain(12, 1 << 20);
+  PlanOptions options;
+  options.host_budget_bytes = int64_t{1} << 30;
+  auto shared_slots = [](const Plan& plan) { return plan.run_classes.front().slots; };
+  auto resident = [](const Plan& plan) {
+    int64_t elements = 0;
+    for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot >= 0 ? block.elements : 0;
+    return elements;
+  };
+  const Plan free = *MakePlan(graph, options);
+  EXPECT_EQ(shared_slots(free), 3);
+  EXPECT_GT(resident(free), 0);
+  options.bounds.live_elements = 2 << 20;
+  EXPECT_EQ(shared_slots(*MakePlan(graph, options)), 2);
+  options.bounds = {};
+  options.bounds.prefetch_elements = 0;
+  EXPECT_EQ(shared_slots(*MakePlan(graph, options)), 1);
+  options.bounds = {};
+  options.bounds.run_slots = 2;
+  EXPECT_EQ(shared_slots(*MakePlan(graph, options)), 2);
+  options.bounds = {};
+  options.bounds.resident_elements = 3 << 20;
+  EXPECT_EQ(resident(*MakePlan(graph, options)), 3 << 20);
+  options.bounds.resident_elements = 0;
+  EXPECT_EQ(resident(*MakePlan(graph, options)), 0);
+}
+
 TEST(Planner, SlotsDoNotOverlapAndLieInTheArena) {
   const ModelGraph graph = Tied(8, 3 * kElementAlignment * 50, 1 << 20);
   PlanOptions options;

@@ -32,11 +32,7 @@ std::string ScratchDirectory() {
   return path;
 }
 
-TrainedLosses TrainGpt(const RunOptions& run) {
-  TrainedLosses trained;
-  std::string directory = run.state_dir;
-  if (directory.empty() && run.offload == OffloadDevice::kNvme) directory = ScratchDirectory();
-
+EngineOptions OptionsOf(const RunOptions& run) {
   EngineOptions options;
   options.offload = run.state_dir.empty() ? run.offload : OffloadDevice::kNvme;
   options.dtype = run.dtype;
@@ -50,8 +46,15 @@ TrainedLosses TrainGpt(const RunOptions& run) {
   options.update_workers = run.update_workers;
   options.tile_bytes = run.tile_bytes;
   options.resume = run.resume;
-  if (options.offload == OffloadDevice::kNvme) options.state_dirs = {directory};
-  options.io.log = [](std::string_view) {};
+  if (options.offload == OffloadDevice::kNvme) options.state_dirs = {run.state_dir};
+  return options;
+}
+
+TrainedLosses TrainGpt(const RunOptions& given) {
+  TrainedLosses trained;
+  RunOptions run = given;
+  if (run.state_dir.empty() && run.offload == OffloadDevice::kNvme) run.state_dir = ScratchDirectory();
+  EngineOptions options = OptionsOf(run);
   options.committed = [&](const StepResult& result) {
     trained.committed.push_back(result.step);
     return absl::OkStatus();
@@ -103,7 +106,7 @@ TrainedLosses TrainGpt(const RunOptions& run) {
   if (std::regex_search(message, least, std::regex("least that works is ([0-9]+) bytes"))) {
     trained.least_host_memory_bytes = std::stoll(least[1]);
   }
-  if (!run.keep_state && !directory.empty()) std::filesystem::remove_all(directory);
+  if (!run.keep_state && !run.state_dir.empty()) std::filesystem::remove_all(run.state_dir);
   return trained;
 }
 

@@ -45,6 +45,7 @@ struct TrainedLosses {
 // Learnable, not random: each row counts up from a start by a stride.
 Batch MakeBatch(const RunOptions& run, int64_t step, int micro_batch);
 std::string ScratchDirectory();
+EngineOptions OptionsOf(const RunOptions& run);  // without hooks; the state directory is run.state_dir
 TrainedLosses TrainGpt(const RunOptions& run);
 
 }  // namespace penstock::zero::testing_support

@@ -1,0 +1,137 @@
+// SIGKILL at any moment, over and over: a run that is killed and resumed until it is done has the log of one never
+// killed, to the last bit of every loss.
+//
+// The parent only forks: LibTorch's threads live in the children. A child is killed by itself after a random number of
+// finished operations (so every stage of a step and of a commit is hit, with whatever else is in flight), or by the
+// parent after a random time. The next child starts at once, while the kernel still finishes the last one's writes.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <random>
+#include <sstream>
+
+#include "tests/zero/training.h"
+#include "tools/train_log.h"
+#include "zero/report.h"
+
+namespace penstock::zero {
+namespace {
+
+using testing_support::RunOptions;
+
+constexpr int kDone = 0, kFailed = 3;
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// What must agree: step, loss and norm of every line; times may differ.
+std::vector<std::string> Losses(const std::string& log) {
+  std::vector<std::string> losses;
+  std::istringstream lines(log);
+  for (std::string line; std::getline(lines, line);) losses.push_back(line.substr(0, line.find(", \"lr\"")));
+  return losses;
+}
+
+// Runs in a child: resumes or starts, trains to the end, logs. Kills itself after `operations` finished operations.
+[[noreturn]] void Child(const RunOptions& run, const std::string& log_path, int64_t operations) {
+  auto fail = [](const absl::Status& status) {
+    std::cerr << status << std::endl;
+    _exit(kFailed);
+  };
+  EngineOptions options = testing_support::OptionsOf(run);
+  options.overwrite = true;
+  int64_t left = operations;
+  options.observer = [&left](tiering::OpId, const tiering::Op&, double, double) {
+    if (left-- == 0) kill(getpid(), SIGKILL);
+  };
+  std::unique_ptr<tools::TrainLog> log;
+  options.describe = [](const StepResult& result) { return StepJson(result, 1); };
+  options.committed = [&log](const StepResult& result) { return log->Append(StepJson(result, 1)); };
+  options.resume = run.offload == OffloadDevice::kNvme && std::filesystem::exists(run.state_dir);
+  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(tools::MakeGpt(run.model), options);
+  if (absl::IsNotFound(engine.status())) {  // killed before its first commit: start over
+    options.resume = false;
+    engine = Engine::Create(tools::MakeGpt(run.model), options);
+  }
+  if (!engine.ok()) fail(engine.status());
+  absl::StatusOr<std::unique_ptr<tools::TrainLog>> opened = tools::TrainLog::Open(log_path, /*resumes=*/true);
+  if (!opened.ok()) fail(opened.status());
+  log = std::move(*opened);
+  if (absl::Status status = log->AddMissing((*engine)->last_description()); !status.ok()) fail(status);
+  while ((*engine)->step() < run.steps) {
+    const int64_t step = (*engine)->step() + 1;
+    std::vector<Batch> batches;
+    for (int m = 0; m < run.micro_batches; ++m) batches.push_back(testing_support::MakeBatch(run, step, m));
+    absl::StatusOr<StepResult> result =
+        (*engine)->Step(std::move(batches), step < run.steps ? Next::kTrain : Next::kUnknown);
+    if (!result.ok()) fail(result.status());
+  }
+  if (absl::Status status = (*engine)->Flush(); !status.ok()) fail(status);
+  engine->reset();
+  _exit(kDone);
+}
+
+// Runs one child; kills it after `kill_after_us` unless that is negative. Returns its wait status.
+int RunChild(const RunOptions& run, const std::string& log, int64_t operations, int64_t kill_after_us) {
+  const pid_t child = fork();
+  if (child == 0) Child(run, log, operations);
+  if (kill_after_us >= 0) {
+    usleep(static_cast<useconds_t>(kill_after_us));
+    kill(child, SIGKILL);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status;
+}
+
+TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
+  std::random_device entropy;
+  const uint64_t seed = entropy();
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937_64 random(seed);
+  int kills = 0;
+  for (int round = 0; kills < 100; ++round) {
+    RunOptions run;
+    run.model = {2, 32, 2, 16, 256, 0.1};
+    run.batch = 2;
+    run.seq = 16;
+    run.steps = 24;
+    run.micro_batches = 1 + round % 2;
+    run.dtype = round % 3 == 0 ? torch::kFloat32 : torch::kBFloat16;
+    const std::string scratch = testing_support::ScratchDirectory();
+    run.offload = OffloadDevice::kNone;
+    const int plain = RunChild(run, scratch + "/plain.jsonl", -1, -1);
+    ASSERT_TRUE(WIFEXITED(plain) && WEXITSTATUS(plain) == kDone);
+    run.offload = OffloadDevice::kNvme;
+    run.state_dir = scratch + "/state";
+    for (int life = 0;; ++life) {
+      ASSERT_LT(life, 400) << "the run makes no progress";
+      const bool by_itself = random() % 3 != 0;
+      const int status = by_itself ? RunChild(run, scratch + "/log.jsonl", static_cast<int64_t>(random() % 120), -1)
+                                   : RunChild(run, scratch + "/log.jsonl", -1, static_cast<int64_t>(random() % 400'000));
+      if (WIFSIGNALED(status)) {
+        ASSERT_EQ(WTERMSIG(status), SIGKILL);
+        ++kills;
+        continue;
+      }
+      ASSERT_EQ(WEXITSTATUS(status), kDone) << "life " << life;
+      break;
+    }
+    EXPECT_EQ(Losses(ReadFile(scratch + "/log.jsonl")), Losses(ReadFile(scratch + "/plain.jsonl")));
+    EXPECT_EQ(Losses(ReadFile(scratch + "/log.jsonl")).size(), 24u);
+    std::filesystem::remove_all(scratch);
+    if (HasFailure()) return;
+  }
+  RecordProperty("kills", kills);
+}
+
+}  // namespace
+}  // namespace penstock::zero
