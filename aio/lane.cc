@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "aio/io_error.h"
+#include "aio/numa.h"
 #include "aio/sim_disk.h"
 
 namespace penstock::aio {
@@ -221,6 +222,8 @@ void Lane::CancelLate() {
 void Lane::Assign(const File& file) {
   device_ = file.device();
   device_name_ = file.device_name();
+  if (threaded_ && file.sim() == nullptr)
+    PinThreadToNode(thread_.native_handle(), NodeOfDevice(device_name_));
   assigned_.store(true, std::memory_order_release);
 }
 

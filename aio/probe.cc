@@ -20,6 +20,7 @@
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "aio/io_error.h"
+#include "aio/numa.h"
 
 #ifdef PENSTOCK_HAVE_URING
 #include <liburing.h>
@@ -147,17 +148,6 @@ std::vector<Feature> ProbeMemory() {
   return features;
 }
 
-int CountNumaNodes() {
-  int nodes = 0;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/sys/devices/system/node", error)) {
-    const std::string name = entry.path().filename().string();
-    if (name.size() > 4 && name.rfind("node", 0) == 0 && std::isdigit(static_cast<unsigned char>(name[4])))
-      ++nodes;
-  }
-  return std::max(1, nodes);
-}
-
 }  // namespace
 
 IoFeatures ProbeIo() {
@@ -174,7 +164,7 @@ IoFeatures ProbeIo() {
   }
   features.aio_max_requests = ReadNumber("/proc/sys/fs/aio-max-nr", 0);
   features.aio_used_requests = ReadNumber("/proc/sys/fs/aio-nr", 0);
-  features.numa_nodes = CountNumaNodes();
+  features.numa_nodes = NumaNodes();
   features.best_backend = std::string(BackendName(features.io_uring_works.available ? BackendKind::kIoUring
                                                   : features.libaio_works.available ? BackendKind::kLibaio
                                                                                     : BackendKind::kThreads));
@@ -228,9 +218,7 @@ absl::StatusOr<DirectoryFeatures> ProbeDirectory(const std::string& directory) {
   features.max_transfer_bytes = ReadNumber(queue + "max_sectors_kb", 0) * kKiB;
   features.queue_requests = static_cast<uint32_t>(ReadNumber(queue + "nr_requests", 0));
   features.rotational = ReadNumber(queue + "rotational", 0) != 0;
-  std::ifstream node(absl::StrCat("/sys/class/block/", features.device, "/device/numa_node"));
-  node >> features.numa_node;
-  if (!node) features.numa_node = -1;
+  features.numa_node = NodeOfDevice(features.device);
   return features;
 }
 

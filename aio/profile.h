@@ -64,6 +64,10 @@ struct ProbeOptions {
 // kResourceExhausted if the arena has no room.
 absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options);
 
+// Sets the engine's knee to the measured one and its caps to twice that for each direction, at least 8 MiB
+// (handing over in batches then never drains the drive) and at most 64 MiB (beyond that only latency grows).
+void UseProfile(const DeviceProfile& profile, Engine& engine);
+
 // The same of an engine and files that are there already, for those who sweep by themselves: keeps
 // `in_flight_bytes` in blocks in flight for `seconds` or until `bytes_max` are moved, going round in each
 // file's first `file_bytes`. Reads, writes, or each block of each file read and written in turn.

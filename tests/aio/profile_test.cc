@@ -84,6 +84,21 @@ DeviceProfile SomeProfile(const std::string& directory) {
   return profile;
 }
 
+TEST(ProfileTest, SetsAnEngine) {
+  World w(BackendKind::kNil);
+  DeviceProfile profile = SomeProfile("/a");
+  profile.knee_bytes = 2 * kMiB;
+  UseProfile(profile, *w.engine);
+  EXPECT_EQ(w.engine->knee_bytes(), 2 * kMiB);
+  Request request;
+  auto file = w.Open("a");
+  Region region = w.Allocate(32 * kMiB);
+  request.PrepareWrite(*file, 0, region.data(), 32 * kMiB);
+  ASSERT_OK(w.engine->Submit(&request));
+  ASSERT_OK(w.engine->Wait(&request));
+  EXPECT_EQ(w.engine->stats().devices[0].peak_in_flight_bytes, 8 * kMiB);
+}
+
 TEST(ProfileTest, JsonRoundTrip) {
   const auto back = ProfileFromJson(ProfileToJson(SomeProfile("/a")));
   ASSERT_OK(back.status());

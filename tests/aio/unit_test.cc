@@ -8,6 +8,7 @@
 
 #include "aio/bytes.h"
 #include "aio/io_error.h"
+#include "aio/numa.h"
 #include "aio/piece.h"
 #include "aio/stats.h"
 #include "tests/aio/test_support.h"
@@ -236,6 +237,16 @@ TEST(ArenaTest, ManyThreads) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(arena->stats().used_bytes, 0u);
+}
+
+TEST(NumaTest, ListsAndNodes) {
+  EXPECT_EQ(ParseCpuList("0-3,8,10-11"), (std::vector<int>{0, 1, 2, 3, 8, 10, 11}));
+  EXPECT_EQ(ParseCpuList("5"), std::vector<int>{5});
+  EXPECT_EQ(ParseCpuList("3-1,-4,x,7-,2"), std::vector<int>{2});
+  EXPECT_EQ(ParseCpuList(""), std::vector<int>{});
+  EXPECT_GE(NumaNodes(), 1);
+  EXPECT_FALSE(PinThreadToNode(pthread_self(), -1));
+  EXPECT_FALSE(PinThreadToNode(pthread_self(), 4000));
 }
 
 TEST(FileTest, OpensWithCareAndTellsWhatIsWrong) {
