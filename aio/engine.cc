@@ -187,7 +187,12 @@ class Engine::Impl {
     return false;
   }
   // Finished, and its callback has returned.
-  bool Over(const Request* request) const { return !request->pending() && !InCallbackOf(request); }
+  // Sequentially consistent: the waiter has registered before it looks, the lane looks for waiters after it
+  // has finished the request, and one of them must see the other.
+  bool Over(const Request* request) const {
+    const Request::State state = request->state_.load(std::memory_order_seq_cst);
+    return state != Request::State::kQueued && state != Request::State::kActive && !InCallbackOf(request);
+  }
 
   EngineCore core;
   BackendKind kind = BackendKind::kIoUring;
