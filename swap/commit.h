@@ -45,9 +45,12 @@ struct Recovered {
   uint64_t step = 0;
   uint64_t updates = 0;
   std::string payload;
-  // Places that were not whole and could be done without, one line each: a record that a kill cut short, a
-  // copy with a flipped bit. Empty when all is well.
+  // Copies of superblock or record that are damaged and could be done without, one line each. Empty when all
+  // is well.
   std::vector<std::string> damage;
+  // A commit after this one that did not come to its end, as a kill or a power cut leaves it: one line for
+  // each copy. The next commit writes over it.
+  std::vector<std::string> cut_short;
 };
 
 // One commit in flight. Owned by the caller, who leaves it alone from Commit until it is finished and, if it

@@ -228,19 +228,25 @@ FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
            std::all_of(copy.begin(), copy.end(), [](std::byte b) { return b == std::byte{0}; });
   };
   found.only_first_place = empty(copies[0]) && empty(copies[1]);
+  std::vector<std::string> torn;  // places without a whole copy
   for (uint32_t place = 0; place < kRecordPlaces; ++place) {
+    std::vector<std::string> lines;
     for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
       auto record = DecodeRecord(geometry, uuid, place, copies[place * kRecordCopies + copy]);
       if (record.ok()) {
         if (record->sequence > found.record.sequence) found.record = *std::move(record);
       } else if (!absl::IsNotFound(record.status())) {
-        found.damage.push_back(absl::StrFormat("commit record place %u copy %u (offset %u, length %u): %s",
-                                               place, copy, geometry.record_offset(place, copy),
-                                               geometry.record_capacity(),
-                                               std::string(record.status().message())));
+        lines.push_back(absl::StrFormat("commit record place %u copy %u (offset %u, length %u): %s", place,
+                                        copy, geometry.record_offset(place, copy), geometry.record_capacity(),
+                                        std::string(record.status().message())));
       }
     }
+    auto& where = lines.size() == kRecordCopies ? torn : found.damage;
+    where.insert(where.end(), lines.begin(), lines.end());
   }
+  // Beside a whole record, a place with none is what a commit leaves that was cut short.
+  auto& where = found.record.sequence > 0 ? found.cut_short : found.damage;
+  where.insert(where.end(), torn.begin(), torn.end());
   return found;
 }
 

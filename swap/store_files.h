@@ -79,8 +79,9 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
 
 // Both places of the commit record; the newest that is whole.
 struct FoundRecord {
-  Record record;                    // sequence 0: none is whole
-  std::vector<std::string> damage;  // one line for each copy that is not whole
+  Record record;                       // sequence 0: none is whole
+  std::vector<std::string> damage;     // one line for each copy that should be whole and is not
+  std::vector<std::string> cut_short;  // likewise for a place whose commit did not come to its end
   // Nothing stands in the place of the second commit: whatever is damaged, it can only be the first.
   bool only_first_place = false;
 };

@@ -399,6 +399,9 @@ absl::Status Store::Recover() {
   for (const std::string& line : found.damage) {
     recovered_.damage.push_back(absl::StrCat(files_[0]->path(), ": ", line));
   }
+  for (const std::string& line : found.cut_short) {
+    recovered_.cut_short.push_back(absl::StrCat(files_[0]->path(), ": ", line));
+  }
   if (found.record.sequence == 0) {
     if (recovered_.damage.empty()) {
       return absl::NotFoundError(

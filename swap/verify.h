@@ -31,10 +31,9 @@ struct VerifyReport {
   uint64_t bytes = 0;  // checked, without padding
   double seconds = 0;
   std::vector<DamagedRange> damaged;  // in order of tiles; empty when the state is whole
-  // What recovery could do without (Recovered::damage): a copy of superblock or record with a flipped bit, a
-  // commit that a kill cut short.
-  std::vector<std::string> notes;
-  bool whole() const { return damaged.empty(); }
+  std::vector<std::string>
+      notes;  // damage that was healed: copies of superblock and record (Recovered::damage)
+  bool whole() const { return damaged.empty() && notes.empty(); }
 };
 
 // Checks the committed version of every tile. `memory` (from an arena, or any memory at a multiple of 4096)

@@ -289,14 +289,15 @@ TEST_F(StoreTest, ARecordCutShortLeavesTheOneBefore) {
   for (uint32_t copy = 0; copy < 2; ++copy) Flip(File(), g.record_offset(0, copy) + kBlockBytes + 3);
   store = Open();
   EXPECT_EQ(store->recovered().step, 0u);
-  EXPECT_EQ(store->recovered().damage.size(), 2u);
+  EXPECT_EQ(store->recovered().cut_short.size(), 2u);
+  EXPECT_THAT(store->recovered().damage, IsEmpty());
   ASSERT_TRUE(read.ReadAll(*store).ok());
   EXPECT_EQ(read.Difference(before), "");
   // The next commit heals the place.
   Step(*store, &before, 1);
   store.reset();
   store = Open();
-  EXPECT_THAT(store->recovered().damage, IsEmpty());
+  EXPECT_THAT(store->recovered().cut_short, IsEmpty());
   EXPECT_EQ(store->recovered().step, 1u);
 }
 
