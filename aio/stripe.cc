@@ -8,7 +8,7 @@
 namespace penstock::aio {
 namespace {
 
-constexpr double kRoundUnitsMax = 64;
+constexpr size_t kRoundUnitsMax = 64;
 
 // Small whole numbers in nearly the proportion of the weights: of all rounds of at most 64 units the one with
 // the least error, the shortest of equals.
@@ -17,12 +17,13 @@ std::vector<uint32_t> WholeProportion(const std::vector<double>& weights) {
   for (const double weight : weights) sum += weight;
   std::vector<uint32_t> best;
   double best_error = 0;
-  const auto least = static_cast<double>(weights.size());
-  for (double round = least; round <= std::max(kRoundUnitsMax, least); ++round) {
+  for (size_t round = weights.size(); round <= std::max(kRoundUnitsMax, weights.size()); ++round) {
     std::vector<uint32_t> units;
+    units.reserve(weights.size());
     double total = 0, error = 0;
     for (const double weight : weights) {
-      units.push_back(static_cast<uint32_t>(std::max(1.0, std::round(weight / sum * round))));
+      units.push_back(
+          static_cast<uint32_t>(std::max(1.0, std::round(weight / sum * static_cast<double>(round)))));
       total += units.back();
     }
     for (size_t i = 0; i < weights.size(); ++i)

@@ -216,7 +216,7 @@ void EngineBench(benchmark::State& state, BareOp op, BackendKind backend, PageKi
   const double cpu = CpuSeconds();
   const uint64_t syscalls = Syscalls(*engine);
   uint64_t bytes = 0;
-  for (auto _ : state) {
+  while (state.KeepRunning()) {
     if (!mover.Run(op, kMoveBytes)) return state.SkipWithError("transfer failed");
     bytes += kMoveBytes;
   }
@@ -235,7 +235,7 @@ void BareBench(benchmark::State& state, BareOp op, bool libaio, PageKind pages, 
   if (!libaio && ring == nullptr) return state.SkipWithError("no such ring here");
   const double cpu = CpuSeconds();
   uint64_t bytes = 0;
-  for (auto _ : state) {
+  while (state.KeepRunning()) {
     const auto n = static_cast<unsigned>(depth);
     const bool ok = libaio ? RunBareLibaio(fixture.file()->fd(), arena->data(), op, kMoveBytes, block, n)
                            : ring->Run(fixture.file()->fd(), op, kMoveBytes, block, n);
@@ -251,7 +251,7 @@ void RunPairs(benchmark::State& state, uint64_t bytes, const std::function<bool(
               const std::function<bool()>& theirs) {
   std::vector<double> ratios;
   double our_seconds = 0, their_seconds = 0, our_cpu = 0, their_cpu = 0;
-  for (auto _ : state) {
+  while (state.KeepRunning()) {
     if (!ours() || !theirs()) return state.SkipWithError("transfer failed");  // warm
     for (int pair = 0; pair < kPairs; ++pair) {
       double seconds[2] = {};
@@ -307,6 +307,7 @@ void SmallTensors(benchmark::State& state, BareOp op, uint64_t step) {
   EngineMover mover(engine.get(), fixture.file(), arena, arena->bytes() / 2);
   std::vector<Request> requests(1000);
   std::vector<Request*> pointers;
+  pointers.reserve(requests.size());
   for (Request& request : requests) pointers.push_back(&request);
   const auto scattered = [&] {
     for (uint64_t i = 0; i < requests.size(); ++i) {
@@ -329,9 +330,10 @@ void NilBench(benchmark::State& state) {
   const auto batch = static_cast<size_t>(state.range(0));
   std::vector<Request> requests(batch);
   std::vector<Request*> pointers;
+  pointers.reserve(requests.size());
   for (Request& request : requests) pointers.push_back(&request);
   const double cpu = CpuSeconds();
-  for (auto _ : state) {
+  while (state.KeepRunning()) {
     for (Request& request : requests) request.PrepareRead(*Fixture::Get().file(), 0, arena->data(), kMiB);
     if (!engine->Submit(pointers).ok() || !engine->WaitAll(pointers).ok())
       return state.SkipWithError("failed");
@@ -349,7 +351,7 @@ void FioBench(benchmark::State& state, const char* op, const char* engine) {
       "fio --name=x --filename=" + fixture.path() + " --rw=" + op + " --ioengine=" + engine +
       " --direct=1 --bs=1M --iodepth=16 --size=1000M --loops=2 --overwrite=1 --allow_file_create=0"
       " --output-format=json 2>/dev/null";
-  for (auto _ : state) {
+  while (state.KeepRunning()) {
     std::FILE* const pipe = popen(command.c_str(), "r");
     std::string text;
     char buffer[4096];
@@ -372,6 +374,12 @@ std::string SizeText(uint64_t bytes) {
   return bytes % kMiB == 0 ? std::to_string(bytes / kMiB) + "M" : std::to_string(bytes / 1024) + "K";
 }
 
+std::string Join(std::initializer_list<std::string> parts) {
+  std::string name;
+  for (const std::string& part : parts) name.append(name.empty() ? "" : "/").append(part);
+  return name;
+}
+
 template <typename... Arguments>
 benchmark::internal::Benchmark* Add(const std::string& name,
                                     void (*function)(benchmark::State&, Arguments...),
@@ -387,32 +395,32 @@ void RegisterAll() {
   for (const BareOp op : {BareOp::kRead, BareOp::kWrite, BareOp::kMixed}) {
     const std::string name = OpText(op);
     for (const PageKind pages : {PageKind::kHugetlb, kThp, PageKind::kSmall}) {
-      const std::string on = "/" + std::string(aio::PageKindName(pages));
-      Add("Paired/" + name + on + "/1M/16", &PairedBench, op, pages, kMiB, uint64_t{16})->Iterations(1);
+      const std::string on(aio::PageKindName(pages));
+      Add(Join({"Paired", name, on, "1M/16"}), &PairedBench, op, pages, kMiB, uint64_t{16})->Iterations(1);
     }
-    Add("Paired/" + name + "/thp/4M/4", &PairedBench, op, kThp, 4 * kMiB, uint64_t{4})->Iterations(1);
+    Add(Join({"Paired", name, "thp/4M/4"}), &PairedBench, op, kThp, 4 * kMiB, uint64_t{4})->Iterations(1);
     for (const PageKind pages : {kThp, PageKind::kSmall}) {
       for (const bool registered : {true, false}) {
         const std::string how =
             std::string(aio::PageKindName(pages)) + (registered ? "/registered" : "/plain");
-        Add("Bare/" + name + "/io_uring/" + how + "/1M/16", &BareBench, op, false, pages, registered, kMiB,
+        Add(Join({"Bare", name, "io_uring", how, "1M/16"}), &BareBench, op, false, pages, registered, kMiB,
             uint64_t{16});
-        Add("Engine/" + name + "/io_uring/" + how + "/1M/16", &EngineBench, op, BackendKind::kIoUring, pages,
+        Add(Join({"Engine", name, "io_uring", how, "1M/16"}), &EngineBench, op, BackendKind::kIoUring, pages,
             registered, kMiB, uint64_t{16});
       }
       const std::string on(aio::PageKindName(pages));
-      Add("Bare/" + name + "/libaio/" + on + "/plain/1M/16", &BareBench, op, true, pages, false, kMiB,
+      Add(Join({"Bare", name, "libaio", on, "plain/1M/16"}), &BareBench, op, true, pages, false, kMiB,
           uint64_t{16});
-      Add("Engine/" + name + "/libaio/" + on + "/plain/1M/16", &EngineBench, op, BackendKind::kLibaio, pages,
+      Add(Join({"Engine", name, "libaio", on, "plain/1M/16"}), &EngineBench, op, BackendKind::kLibaio, pages,
           false, kMiB, uint64_t{16});
-      Add("Engine/" + name + "/threads/" + on + "/plain/1M/4", &EngineBench, op, BackendKind::kThreads, pages,
+      Add(Join({"Engine", name, "threads", on, "plain/1M/4"}), &EngineBench, op, BackendKind::kThreads, pages,
           false, kMiB, uint64_t{4});
     }
     for (const uint64_t block : {256 * aio::kKiB, kMiB, 4 * kMiB}) {
       for (const uint64_t in_flight : {kMiB, 4 * kMiB, 16 * kMiB}) {
         if (in_flight < block || (op == BareOp::kMixed && in_flight < 2 * block)) continue;
         const uint64_t depth = in_flight / block;
-        Add("Engine/" + name + "/sweep/" + SizeText(block) + "/" + std::to_string(depth), &EngineBench, op,
+        Add(Join({"Engine", name, "sweep", SizeText(block), std::to_string(depth)}), &EngineBench, op,
             BackendKind::kIoUring, kThp, true, block, depth);
       }
     }

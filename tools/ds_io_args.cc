@@ -63,7 +63,8 @@ void ArgumentTable::Choice(std::string name, std::string* value, std::vector<std
                            std::string help) {
   const std::string known = absl::StrJoin(choices, ", ");
   Option& option = Add(std::move(name), absl::StrCat("{", absl::StrJoin(choices, ","), "}"), std::move(help));
-  option.set = [value, choices, known, own = option.name](const std::vector<std::string>& words) {
+  option.set = [value, choices = std::move(choices), known,
+                own = option.name](const std::vector<std::string>& words) {
     if (std::find(choices.begin(), choices.end(), words[0]) == choices.end()) {
       return Refuse(own, absl::StrCat("'", words[0], "' is none of ", known));
     }
@@ -108,7 +109,7 @@ void ArgumentTable::List(std::string name, std::vector<std::string>* value, std:
   };
 }
 
-void ArgumentTable::Require(std::string name) {
+void ArgumentTable::Require(std::string_view name) {
   for (Option& option : options_) option.required |= option.name == name;
 }
 
@@ -128,6 +129,7 @@ absl::Status ArgumentTable::Find(std::string_view word, Option** found) {
   const std::string quoted(word);
   if (!fitting.empty()) {
     std::vector<std::string> names;
+    names.reserve(fitting.size());
     for (const Option* option : fitting) names.push_back(option->name);
     return absl::InvalidArgumentError(
         absl::StrCat("ambiguous option: ", quoted, " could match ", absl::StrJoin(names, ", ")));

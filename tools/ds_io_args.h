@@ -30,7 +30,7 @@ class ArgumentTable {
   void Size(std::string name, uint64_t* value, std::string* text, std::string help);
   // One or more words.
   void List(std::string name, std::vector<std::string>* value, std::string metavar, std::string help);
-  void Require(std::string name);
+  void Require(std::string_view name);
 
   // kInvalidArgument: one line that names the word, what is wrong and, for an unknown option, the nearest
   // right one.

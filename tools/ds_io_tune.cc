@@ -239,7 +239,7 @@ void Tuner::Progress(const TunePoint& point) {
         err_,
         "[%zu/%zu] blocks of %s, %llu deep: read %.2f, write %.2f, mixed %.2f GB/s; at most %.0f s left\n",
         runs_done_, runs_expected_, FormatBytes(point.block_bytes).c_str(),
-        static_cast<unsigned long long>(point.queue_depth * point.parallel), point.read_bytes_per_s * 1e-9,
+        static_cast<unsigned long long>(point.queue_depth) * point.parallel, point.read_bytes_per_s * 1e-9,
         point.write_bytes_per_s * 1e-9, point.mixed_bytes_per_s * 1e-9, left);
   }
 }
