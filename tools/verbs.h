@@ -9,6 +9,10 @@ namespace penstock::tools {
 
 int RunTrain(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 
 }  // namespace penstock::tools
 

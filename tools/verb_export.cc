@@ -1,0 +1,167 @@
+// `penstock export`: weights out of a state directory or checkpoint, for everybody else.
+#include <sys/stat.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "swap/inspect.h"
+#include "tools/cli.h"
+#include "tools/size.h"
+#include "tools/state_reader.h"
+#include "tools/verbs.h"
+#include "tools/weight_export.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock export";
+constexpr uint64_t kDefaultMemoryBytes = uint64_t{256} << 20;
+
+struct Words {
+  std::vector<std::string> dirs;
+  std::string out;
+  std::string dtype = "fp32";
+  std::optional<std::string> host_memory;
+  bool overwrite = false;
+  bool quiet = false;
+};
+
+bool IsDirectory(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+// config.json of Hugging Face's GPT2LMHeadModel.
+nlohmann::ordered_json PublishedConfig(const GptConfig& config, const std::string& dtype) {
+  return {{"architectures", {"GPT2LMHeadModel"}},
+          {"model_type", "gpt2"},
+          {"n_layer", config.layers},
+          {"n_embd", config.width},
+          {"n_head", config.heads},
+          {"n_positions", config.context},
+          {"n_ctx", config.context},
+          {"vocab_size", config.vocab},
+          {"activation_function", "gelu"},
+          {"layer_norm_epsilon", 1e-5},
+          {"resid_pdrop", config.dropout},
+          {"embd_pdrop", config.dropout},
+          {"attn_pdrop", 0.0},
+          {"tie_word_embeddings", true},
+          {"torch_dtype", dtype == "fp32" ? "float32" : "bfloat16"}};
+}
+
+absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
+  if (words.dtype != "fp32" && words.dtype != "bf16") {
+    return absl::InvalidArgumentError(absl::StrCat("--dtype ", words.dtype, ": must be fp32 or bf16"));
+  }
+  std::optional<uint64_t> budget;
+  if (words.host_memory.has_value()) {
+    const absl::StatusOr<int64_t> bytes = ParseSize(*words.host_memory);
+    if (!bytes.ok() || *bytes <= 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--host-memory ", *words.host_memory, ": must be a size above 0, as 512M or 4GiB"));
+    }
+    budget = static_cast<uint64_t>(*bytes);
+  }
+  const absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
+  if (!dirs.ok()) return dirs.status();
+  const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(*dirs);
+  if (!inspection.ok()) return inspection.status();
+  const absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(inspection->shape);
+  if (!geometry.ok()) return geometry.status();
+  const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
+  const auto foreign = [&](const std::string& why) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(dirs->front(), ": not a GPT of penstock train (", why, "): cannot be exported"));
+  };
+  if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype") ||
+      !identity.contains("block_elements")) {
+    return foreign("its identity has no model");
+  }
+  const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
+  if (!model.ok()) return foreign(std::string(model.status().message()));
+  const GptLayout layout = LayoutOfGpt(*model);
+  if (identity["block_elements"] != nlohmann::json(layout.block_elements)) {
+    return foreign("its blocks have other sizes");
+  }
+  const bool split = identity["dtype"] == "bf16";
+
+  ExportOptions options;
+  options.dtype = words.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
+  options.overwrite = words.overwrite;
+  const std::string config = PublishedConfig(*model, words.dtype).dump(2);
+  const bool into_directory = IsDirectory(words.out);
+  options.path = into_directory ? absl::StrCat(words.out, "/model.safetensors") : words.out;
+  options.metadata = {{"format", "pt"},
+                      {"penstock_step", absl::StrCat(inspection->record.step)},
+                      {"penstock_run", swap::UuidText(inspection->shape.uuid)},
+                      {"config", PublishedConfig(*model, words.dtype).dump()}};
+  const ExportMemory needs = MemoryForExport(*geometry, layout, options.dtype, split);
+  const uint64_t most = budget.value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
+  // The arena takes whole huge pages.
+  constexpr uint64_t kHugePage = uint64_t{2} << 20;
+  const uint64_t least = (needs.least_bytes + kHugePage - 1) / kHugePage * kHugePage;
+  if (most < least) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("--host-memory ", *words.host_memory, ": needs at least ",
+                     FormatBytes(static_cast<int64_t>(least)), " (", least, " bytes)"));
+  }
+  const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
+  absl::StatusOr<std::unique_ptr<StateReader>> reader =
+      StateReader::Open(*dirs, memory, [&](const std::string& line) {
+        if (!words.quiet) err << line << std::endl;
+      });
+  if (!reader.ok()) return reader.status();
+  {
+    ByteProgress progress("exporting", words.quiet);
+    options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
+    const absl::Status status =
+        ExportWeights((*reader)->store(), layout, split, (*reader)->memory(), options);
+    if (!status.ok()) return status;
+  }
+  if (into_directory) {
+    const std::string path = absl::StrCat(words.out, "/config.json");
+    std::ofstream file(path, std::ios::trunc);
+    file << config << "\n";
+    file.close();
+    if (!file) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": write"));
+  }
+  if (!words.quiet) {
+    out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s\n", options.path,
+                           (*reader)->store().committed_step(), layout.tensors.size(), model->Parameters(),
+                           words.dtype)
+        << std::flush;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app(
+      "Streams the weights of a state directory or checkpoint to safetensors, in the names and shapes of "
+      "Hugging Face's GPT-2",
+      kName);
+  Words words;
+  std::vector<std::string> paths;
+  app.add_option("DIR... OUT", paths,
+                 "State directory or checkpoint (all directories of a striped run), then the file to write; "
+                 "an existing directory gets model.safetensors and config.json")
+      ->required()
+      ->expected(2, 65);
+  app.add_option("--dtype", words.dtype, "fp32 (the exact masters) or bf16 (what forward sees) [fp32]");
+  app.add_option("--host-memory", words.host_memory, "Most memory for tiles and turned matrices [256M]");
+  app.add_flag("--overwrite", words.overwrite, "Replace the file if it is there");
+  app.add_flag("--quiet", words.quiet, "No progress, no summary");
+  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  words.out = paths.back();
+  words.dirs.assign(paths.begin(), paths.end() - 1);
+  const absl::Status status = Export(words, out, err);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools

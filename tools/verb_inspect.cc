@@ -1,0 +1,181 @@
+// `penstock inspect`: what a state directory or checkpoint says about itself.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "swap/inspect.h"
+#include "tools/cli.h"
+#include "tools/size.h"
+#include "tools/state_reader.h"
+#include "tools/verbs.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock inspect";
+
+using Json = nlohmann::ordered_json;
+
+std::string Bytes(uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); }
+
+// The parts of a run's record that the engine wrote; null where another program made the store.
+struct Told {
+  nlohmann::json identity, payload;
+
+  explicit Told(const swap::Inspection& inspection)
+      : identity(ParseOrNull(inspection.shape.identity)), payload(ParseOrNull(inspection.record.payload)) {}
+  nlohmann::json Of(const char* key) const { return identity.is_object() ? identity.value(key, null) : null; }
+  nlohmann::json Committed(const char* key) const {
+    return payload.is_object() ? payload.value(key, null) : null;
+  }
+
+ private:
+  const nlohmann::json null;
+};
+
+uint64_t BytesPerElement(const Told& told) { return told.Of("dtype") == "bf16" ? 2 : 4; }
+
+Json TilesJson(const swap::Inspection& inspection, const swap::Geometry& geometry, const Told& told) {
+  const nlohmann::json blocks = told.Of("block_elements");
+  size_t block = 0;
+  uint64_t element = 0;  // within its block
+  Json tiles = Json::array();
+  for (uint32_t t = 0; t < geometry.tiles(); ++t) {
+    const swap::TileVersion& live = inspection.record.tiles[t];
+    Json segments = Json::array();
+    for (uint32_t s = 0; s < geometry.segments(t); ++s) {
+      segments.push_back(
+          {{"bytes", geometry.segment_bytes(t, s)},
+           {"offset", geometry.segment_offset(t, live.slot, s)},
+           {"checksum",
+            absl::StrFormat("%016x", inspection.record.checksums[geometry.first_segment(t) + s])}});
+    }
+    Json& tile = tiles.emplace_back(Json{{"tile", t},
+                                         {"path", inspection.paths[geometry.directory(t)]},
+                                         {"version", live.version},
+                                         {"slot", live.slot},
+                                         {"segments", std::move(segments)}});
+    if (!blocks.is_array() || block >= blocks.size() || !blocks[block].is_number_unsigned()) continue;
+    const uint64_t elements = geometry.segment_bytes(t, 0) / BytesPerElement(told);
+    tile["block"] = block;
+    tile["first_element"] = element;
+    tile["elements"] = elements;
+    element += elements;
+    if (element < blocks[block].get<uint64_t>()) continue;
+    ++block;
+    element = 0;
+  }
+  return tiles;
+}
+
+Json ToJson(const swap::Inspection& inspection, const swap::Geometry& geometry) {
+  const Told told(inspection);
+  Json files = Json::array();
+  for (size_t d = 0; d < inspection.paths.size(); ++d) {
+    files.push_back({{"path", inspection.paths[d]},
+                     {"bytes", inspection.file_bytes[d]},
+                     {"allocated_bytes", inspection.allocated_bytes[d]}});
+  }
+  return {{"uuid", swap::UuidText(inspection.shape.uuid)},
+          {"step", inspection.record.step},
+          {"updates", inspection.record.updates},
+          {"commits", inspection.record.sequence},
+          {"in_use", inspection.in_use},
+          {"model", told.Of("model")},
+          {"dtype", told.Of("dtype")},
+          {"seed", told.Of("seed")},
+          {"block_elements", told.Of("block_elements")},
+          {"versions", inspection.shape.slots},
+          {"state_bytes", inspection.state_bytes},
+          {"disk_bytes",
+           std::accumulate(inspection.file_bytes.begin(), inspection.file_bytes.end(), uint64_t{0})},
+          {"run", told.Committed("run")},
+          {"schedule", told.Committed("schedule")},
+          {"last_step", told.Committed("step")},
+          {"files", std::move(files)},
+          {"damage", inspection.damage},
+          {"tiles", TilesJson(inspection, geometry, told)}};
+}
+
+std::string Plain(const nlohmann::json& value) {
+  return value.is_string() ? value.get<std::string>() : value.dump();
+}
+
+std::string ModelLine(const nlohmann::json& model) {
+  if (!model.is_object()) return Plain(model);
+  std::string line = model.contains("architecture") ? Plain(model["architecture"]) : "";
+  for (const auto& [key, value] : model.items()) {
+    if (key != "architecture") absl::StrAppend(&line, line.empty() ? "" : "  ", key, " ", Plain(value));
+  }
+  return line;
+}
+
+std::string Text(const swap::Inspection& inspection, const swap::Geometry& geometry) {
+  const Told told(inspection);
+  const swap::Record& record = inspection.record;
+  std::string text = absl::StrCat("run       ", swap::UuidText(inspection.shape.uuid),
+                                  inspection.in_use ? ", in use by a running process" : "", "\n");
+  absl::StrAppend(&text, "step      ", record.step, " (", record.updates, " updates, ", record.sequence,
+                  " commits)\n");
+  if (!told.Of("model").is_null()) absl::StrAppend(&text, "model     ", ModelLine(told.Of("model")), "\n");
+  if (!told.Of("dtype").is_null())
+    absl::StrAppend(&text, "dtype     ", Plain(told.Of("dtype")), "  seed ", Plain(told.Of("seed")), "\n");
+  const auto [least, most] = std::minmax_element(
+      record.tiles.begin(), record.tiles.end(),
+      [](const swap::TileVersion& a, const swap::TileVersion& b) { return a.version < b.version; });
+  uint64_t largest = 0;
+  for (uint32_t t = 0; t < geometry.tiles(); ++t) largest = std::max(largest, geometry.slot_bytes(t));
+  absl::StrAppend(&text, "state     ", Bytes(inspection.state_bytes), " in ", geometry.tiles(),
+                  " tiles of at most ", Bytes(largest), ", ", geometry.total_segments(),
+                  " checksums (XXH3)\n");
+  if (geometry.tiles() > 0) {
+    absl::StrAppend(&text, "versions  ", inspection.shape.slots, " kept of each tile; live ", least->version,
+                    least->version == most->version ? "" : absl::StrCat(" to ", most->version), "\n");
+  }
+  for (size_t d = 0; d < inspection.paths.size(); ++d) {
+    absl::StrAppend(&text, "file      ", inspection.paths[d], "  ", Bytes(inspection.file_bytes[d]), " (",
+                    Bytes(inspection.allocated_bytes[d]), " on disk)\n");
+  }
+  const nlohmann::json last = told.Committed("step");
+  if (last.is_object()) {
+    absl::StrAppend(&text, "last step loss ", Plain(last.value("loss", nlohmann::json())), "  grad_norm ",
+                    Plain(last.value("grad_norm", nlohmann::json())), "  lr ",
+                    Plain(last.value("lr", nlohmann::json())), "\n");
+  }
+  for (const std::string& line : inspection.damage) absl::StrAppend(&text, "healed    ", line, "\n");
+  return text;
+}
+
+absl::Status Inspect(const std::vector<std::string>& words, bool json, std::ostream& out) {
+  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words);
+  if (!dirs.ok()) return dirs.status();
+  const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(*dirs);
+  if (!inspection.ok()) return inspection.status();
+  const absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(inspection->shape);
+  if (!geometry.ok()) return geometry.status();
+  if (json) {
+    out << ToJson(*inspection, *geometry).dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
+  } else {
+    out << Text(*inspection, *geometry) << std::flush;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app("Shows a state directory or checkpoint: model, step, tiles, versions, bytes, checksums",
+               kName);
+  std::vector<std::string> dirs;
+  bool json = false;
+  app.add_option("DIR", dirs, "State directory or checkpoint; all directories of a striped run")->required();
+  app.add_flag("--json", json, "Print JSON, with every tile and checksum");
+  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  const absl::Status status = Inspect(dirs, json, out);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools

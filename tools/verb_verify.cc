@@ -1,0 +1,99 @@
+// `penstock verify`: reads a state directory or checkpoint back and checks every checksum.
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "swap/verify.h"
+#include "tools/cli.h"
+#include "tools/size.h"
+#include "tools/state_reader.h"
+#include "tools/verbs.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock verify";
+constexpr uint64_t kMemoryBytes = uint64_t{32} << 20;
+
+struct Words {
+  std::vector<std::string> dirs;
+  bool json = false;
+  bool quiet = false;
+};
+
+nlohmann::ordered_json Json(const swap::Store& store, const swap::VerifyReport& report) {
+  nlohmann::ordered_json damaged = nlohmann::ordered_json::array();
+  for (const swap::DamagedRange& range : report.damaged) {
+    damaged.push_back({{"path", range.path},
+                       {"offset", range.offset},
+                       {"bytes", range.bytes},
+                       {"tile", range.tile},
+                       {"segment", range.segment},
+                       {"version", range.version},
+                       {"reason", range.reason}});
+  }
+  return {{"whole", report.whole()},        {"step", store.committed_step()}, {"tiles", report.tiles},
+          {"bytes", report.bytes},          {"seconds", report.seconds},      {"damaged", std::move(damaged)},
+          {"metadata_damage", report.notes}};
+}
+
+absl::Status Verify(const Words& words, std::ostream& out, std::ostream& err) {
+  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
+  if (!dirs.ok()) return dirs.status();
+  absl::StatusOr<std::unique_ptr<StateReader>> reader =
+      StateReader::Open(*dirs, kMemoryBytes, [&](const std::string& line) {
+        if (!words.quiet) err << line << std::endl;
+      });
+  if (!reader.ok()) return reader.status();
+  swap::Store& store = (*reader)->store();
+  absl::StatusOr<swap::VerifyReport> report = absl::InternalError("not run");
+  {
+    ByteProgress progress("verifying", words.quiet);
+    report = swap::VerifyAll(store, (*reader)->memory(), [&](uint64_t done, uint64_t total) {
+      progress.Update(done, total);
+      return true;
+    });
+  }
+  if (!report.ok()) return report.status();
+  if (words.json) {
+    out << Json(store, *report).dump(2) << std::endl;
+  } else {
+    for (const swap::DamagedRange& range : report->damaged) out << "damaged: " << range.Text() << "\n";
+    for (const std::string& note : report->notes) out << "damaged: " << note << "\n";
+    if (!words.quiet) {
+      const double rate = static_cast<double>(report->bytes) / std::max(report->seconds, 1e-9);
+      out << absl::StrFormat("step %u: %u tiles, %s read and checked in %.1f s, %s\n", store.committed_step(),
+                             report->tiles, FormatBytes(static_cast<int64_t>(report->bytes)), report->seconds,
+                             FormatBandwidth(rate));
+      if (report->whole()) out << "whole: every checksum matches\n";
+    }
+    out.flush();
+  }
+  if (report->whole()) return absl::OkStatus();
+  if (report->damaged.empty()) {
+    return absl::DataLossError(absl::StrCat(
+        dirs->front(), ": ", report->notes.size(),
+        " copies of superblock or commit record are damaged; their twins are whole, so the run still "
+        "resumes: copy it to another drive, or keep a checkpoint"));
+  }
+  return absl::DataLossError(absl::StrCat(dirs->front(), ": ", report->damaged.size(), " damaged ranges in ",
+                                          report->tiles, " tiles: go back to a checkpoint that is whole"));
+}
+
+}  // namespace
+
+int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app("Reads a state directory or checkpoint back and checks every checksum; exit 1 if not whole",
+               kName);
+  Words words;
+  app.add_option("DIR", words.dirs, "State directory or checkpoint; all directories of a striped run")
+      ->required();
+  app.add_flag("--json", words.json, "Print JSON");
+  app.add_flag("--quiet", words.quiet, "No progress, no summary: damaged ranges only");
+  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  const absl::Status status = Verify(words, out, err);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools

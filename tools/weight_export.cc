@@ -1,0 +1,319 @@
+#include "tools/weight_export.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/float16.h"
+#include "kernels/split_master.h"
+#include "tools/size.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr uint64_t kMostSlots = 4;
+constexpr uint64_t kLeastStripBytes = uint64_t{64} << 10;
+constexpr int64_t kGroupRows = 16;  // turned together: sixteen fp32 values of a column fill a cache line
+constexpr int64_t kGroupColumns = 256;
+
+uint32_t SegmentsRead(swap::Dtype dtype, bool split) {
+  return split && dtype == swap::Dtype::kF32 ? 2 : 1;  // hi, lo
+}
+
+uint64_t SlotBytes(const swap::Geometry& geometry, uint32_t segments) {
+  uint64_t most = swap::kBlockBytes;
+  for (uint32_t t = 0; t < geometry.tiles(); ++t) {
+    most = std::max(most, geometry.segment_start(t, std::min(segments, geometry.segments(t))));
+  }
+  return most;
+}
+
+// Where the elements of the blocks are: tiles in the order of blocks, each a run of elements.
+struct TilePlace {
+  int block = 0;
+  int64_t first = 0;  // element of the block
+  int64_t elements = 0;
+};
+
+absl::StatusOr<std::vector<TilePlace>> PlaceTiles(const swap::Geometry& geometry, const GptLayout& layout,
+                                                  int64_t weight_bytes) {
+  std::vector<TilePlace> places;
+  size_t block = 0;
+  int64_t first = 0;
+  for (uint32_t t = 0; t < geometry.tiles(); ++t) {
+    const int64_t elements = static_cast<int64_t>(geometry.segment_bytes(t, 0)) / weight_bytes;
+    if (block == layout.block_elements.size() || first + elements > layout.block_elements[block]) {
+      return absl::DataLossError(absl::StrCat("tile ", t, " of the store is not one of its model's"));
+    }
+    places.push_back({static_cast<int>(block), first, elements});
+    first += elements;
+    if (first < layout.block_elements[block]) continue;
+    ++block;
+    first = 0;
+  }
+  if (block != layout.block_elements.size()) {
+    return absl::DataLossError("the store has fewer tiles than its model needs");
+  }
+  return places;
+}
+
+// The weights of tiles in ascending order, read ahead and verified.
+class TileWeights {
+ public:
+  TileWeights(swap::Store& store, uint32_t segments, std::byte* memory, uint64_t slots, uint64_t slot_bytes)
+      : store_(store), segments_(segments), slots_(slots) {
+    for (uint64_t i = 0; i < slots; ++i) slots_[i].memory = memory + i * slot_bytes;
+  }
+  ~TileWeights() {
+    for (Slot& slot : slots_) Settle(&slot);
+  }
+  TileWeights(const TileWeights&) = delete;
+  TileWeights& operator=(const TileWeights&) = delete;
+
+  // The segments of tile `tile`, valid until the next call; reads on to `last` may run ahead.
+  absl::StatusOr<std::array<const std::byte*, 2>> Get(uint32_t tile, uint32_t last) {
+    for (uint32_t t = tile; t <= last && t < tile + slots_.size(); ++t) {
+      if (absl::Status status = Ask(t); !status.ok()) return status;
+    }
+    Slot& slot = slots_[tile % slots_.size()];
+    if (slot.pending) {
+      slot.pending = false;
+      absl::Status status = store_.Wait(&slot.io);
+      if (status.ok()) status = store_.VerifyRead(slot.io);
+      if (!status.ok()) {
+        slot.tile = kNone;
+        return status;
+      }
+    }
+    return std::array<const std::byte*, 2>{
+        slot.memory, segments_ > 1 ? slot.memory + store_.geometry().segment_start(tile, 1) : nullptr};
+  }
+
+ private:
+  static constexpr uint32_t kNone = ~uint32_t{0};
+  struct Slot {
+    swap::TileIo io;
+    std::byte* memory = nullptr;
+    uint32_t tile = kNone;
+    bool pending = false;  // read and not yet verified
+  };
+
+  void Settle(Slot* slot) {
+    // A read that nobody wants any more: how it ended is of no matter.
+    if (slot->pending) store_.Wait(&slot->io).IgnoreError();
+    slot->pending = false;
+    slot->tile = kNone;
+  }
+
+  absl::Status Ask(uint32_t tile) {
+    Slot& slot = slots_[tile % slots_.size()];
+    if (slot.tile == tile) return absl::OkStatus();
+    Settle(&slot);
+    std::array<void*, 2> to{};
+    for (uint32_t s = 0; s < segments_; ++s) to[s] = slot.memory + store_.geometry().segment_start(tile, s);
+    absl::Status status =
+        store_.ReadSegments(&slot.io, tile, 0, segments_, std::span<void* const>(to.data(), segments_),
+                            aio::Priority::kPrefetch, swap::Which::kCommitted);
+    if (!status.ok()) return status;
+    slot.tile = tile;
+    slot.pending = true;
+    return status;
+  }
+
+  swap::Store& store_;
+  const uint32_t segments_;
+  std::vector<Slot> slots_;
+};
+
+// Writes tensors as elements of T: float, or uint16_t for bf16.
+template <typename T>
+class Exporter {
+ public:
+  Exporter(swap::SafetensorsWriter* writer, TileWeights* weights, const std::vector<TilePlace>& places,
+           bool split, std::span<std::byte> strip, const ExportOptions& options)
+      : writer_(*writer),
+        weights_(*weights),
+        places_(places),
+        split_(split),
+        strip_(strip),
+        options_(options) {}
+
+  absl::Status Write(const GptTensor& tensor) {
+    const int64_t room = static_cast<int64_t>(strip_.size() / sizeof(T));
+    if (!tensor.transposed) {
+      int64_t filled = 0;
+      absl::Status status = ForTiles(tensor, [&](const Piece& piece) -> absl::Status {
+        for (int64_t from = piece.from; from < piece.to;) {
+          const int64_t n = std::min(piece.to - from, room - filled);
+          Convert(piece, from, n, strip() + filled);
+          from += n;
+          filled += n;
+          if (filled < room) continue;
+          if (absl::Status appended = Append(filled); !appended.ok()) return appended;
+          filled = 0;
+        }
+        return absl::OkStatus();
+      });
+      if (status.ok() && filled > 0) status = Append(filled);
+      return status;
+    }
+    const int64_t at_once = std::min(tensor.columns, room / tensor.rows);
+    for (int64_t c = 0; c < tensor.columns; c += at_once) {
+      const int64_t columns = std::min(at_once, tensor.columns - c);
+      absl::Status status = ForTiles(tensor, [&](const Piece& piece) {
+        Turn(tensor, piece, c, columns);
+        return absl::OkStatus();
+      });
+      if (status.ok()) status = Append(columns * tensor.rows);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  // Elements [from, to) of a tensor, which one tile holds.
+  struct Piece {
+    int64_t from = 0, to = 0;
+    int64_t shift = 0;  // element e of the tensor is element e + shift of the tile
+    std::array<const std::byte*, 2> data{};
+  };
+
+  T* strip() const { return reinterpret_cast<T*>(strip_.data()); }
+
+  template <typename Use>
+  absl::Status ForTiles(const GptTensor& tensor, Use&& use) {
+    const auto overlaps = [&](const TilePlace& place) {
+      return place.block == tensor.block && place.first < tensor.offset + tensor.elements() &&
+             place.first + place.elements > tensor.offset;
+    };
+    const auto begin = std::find_if(places_.begin(), places_.end(), overlaps);
+    const auto end = std::find_if_not(begin, places_.end(), overlaps);
+    const auto last = static_cast<uint32_t>(end - places_.begin() - 1);
+    for (auto it = begin; it != end; ++it) {
+      auto data = weights_.Get(static_cast<uint32_t>(it - places_.begin()), last);
+      if (!data.ok()) return data.status();
+      Piece piece;
+      piece.from = std::max<int64_t>(0, it->first - tensor.offset);
+      piece.to = std::min(tensor.elements(), it->first + it->elements - tensor.offset);
+      piece.shift = tensor.offset - it->first;
+      piece.data = *data;
+      if (absl::Status status = use(piece); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  void Convert(const Piece& piece, int64_t from, int64_t elements, T* to) const {
+    const int64_t at = from + piece.shift;
+    const auto n = static_cast<size_t>(elements);
+    if (!split_) {
+      kernels::Convert(kernels::DType::kFp32, reinterpret_cast<const float*>(piece.data[0]) + at,
+                       sizeof(T) == 4 ? kernels::DType::kFp32 : kernels::DType::kBf16, to, n);
+    } else if constexpr (sizeof(T) == 4) {
+      kernels::JoinMaster(reinterpret_cast<const uint16_t*>(piece.data[0]) + at,
+                          reinterpret_cast<const int16_t*>(piece.data[1]) + at, to, n);
+    } else {
+      std::memcpy(to, reinterpret_cast<const uint16_t*>(piece.data[0]) + at, n * sizeof(T));
+    }
+  }
+
+  // Puts what the piece has of columns [first, first + columns) into the strip, turned.
+  void Turn(const GptTensor& tensor, const Piece& piece, int64_t first, int64_t columns) const {
+    const int64_t width = tensor.columns, height = tensor.rows;
+    const int64_t end_row = (piece.to + width - 1) / width;
+    std::array<T, kGroupRows * kGroupColumns> group;
+    std::array<int64_t, kGroupRows> from, to;  // columns that the piece has of each row
+    for (int64_t row = piece.from / width; row < end_row; row += kGroupRows) {
+      const int64_t rows = std::min(kGroupRows, end_row - row);
+      for (int64_t c = first; c < first + columns; c += kGroupColumns) {
+        const int64_t end = std::min(c + kGroupColumns, first + columns);
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t start = (row + r) * width;
+          const auto i = static_cast<size_t>(r);
+          from[i] = std::clamp(piece.from - start, c, end);
+          to[i] = std::max(from[i], std::min(end, piece.to - start));
+          Convert(piece, start + from[i], to[i] - from[i], group.data() + r * kGroupColumns + (from[i] - c));
+        }
+        for (int64_t column = c; column < end; ++column) {
+          T* out = strip() + (column - first) * height + row;
+          for (int64_t r = 0; r < rows; ++r) {
+            const auto i = static_cast<size_t>(r);
+            if (column < from[i] || column >= to[i]) continue;
+            out[r] = group[static_cast<size_t>(r * kGroupColumns + column - c)];
+          }
+        }
+      }
+    }
+  }
+
+  absl::Status Append(int64_t elements) {
+    const uint64_t bytes = static_cast<uint64_t>(elements) * sizeof(T);
+    if (absl::Status status = writer_.Append(strip_.first(bytes)); !status.ok()) return status;
+    done_ += bytes;
+    if (options_.progress) options_.progress(done_, writer_.data_bytes());
+    return absl::OkStatus();
+  }
+
+  swap::SafetensorsWriter& writer_;
+  TileWeights& weights_;
+  const std::vector<TilePlace>& places_;
+  const bool split_;
+  const std::span<std::byte> strip_;
+  const ExportOptions& options_;
+  uint64_t done_ = 0;
+};
+
+}  // namespace
+
+ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& layout, swap::Dtype dtype,
+                             bool split) {
+  const uint64_t slot = SlotBytes(geometry, SegmentsRead(dtype, split)), width = swap::DtypeBytes(dtype);
+  uint64_t column = kLeastStripBytes, matrix = kLeastStripBytes;
+  for (const GptTensor& tensor : layout.tensors) {
+    if (!tensor.transposed) continue;
+    column = std::max(column, static_cast<uint64_t>(tensor.rows) * width);
+    matrix = std::max(matrix, static_cast<uint64_t>(tensor.elements()) * width);
+  }
+  return {slot + column, kMostSlots * slot + matrix};
+}
+
+absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, bool split,
+                           std::span<std::byte> memory, const ExportOptions& options) {
+  const swap::Geometry& geometry = store.geometry();
+  const absl::StatusOr<std::vector<TilePlace>> places = PlaceTiles(geometry, layout, split ? 2 : 4);
+  if (!places.ok()) return places.status();
+  const uint32_t segments = SegmentsRead(options.dtype, split);
+  const ExportMemory needs = MemoryForExport(geometry, layout, options.dtype, split);
+  const uint64_t slot_bytes = SlotBytes(geometry, segments);
+  if (memory.size() < needs.least_bytes) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("exporting needs at least ", FormatBytes(static_cast<int64_t>(needs.least_bytes)), " (",
+                     needs.least_bytes, " bytes) of memory, not ", memory.size()));
+  }
+  // Half of what a strip does not have to have goes to tiles in flight.
+  const uint64_t spare = memory.size() - needs.least_bytes;
+  const uint64_t slots = std::min(kMostSlots, 1 + spare / 2 / slot_bytes);
+  TileWeights weights(store, segments, memory.data(), slots, slot_bytes);
+
+  std::vector<swap::TensorInfo> tensors;
+  for (const GptTensor& tensor : layout.tensors) {
+    tensors.push_back({tensor.name, options.dtype, tensor.published_shape(), 0});
+  }
+  absl::StatusOr<std::unique_ptr<swap::SafetensorsWriter>> writer =
+      swap::SafetensorsWriter::Create(options.path, std::move(tensors), options.metadata, options.overwrite);
+  if (!writer.ok()) return writer.status();
+  const auto write_all = [&](auto exporter) {
+    for (const GptTensor& tensor : layout.tensors) {
+      if (absl::Status status = exporter.Write(tensor); !status.ok()) return status;
+    }
+    return (*writer)->Finish();
+  };
+  const std::span<std::byte> strip = memory.subspan(slots * slot_bytes);
+  if (options.dtype == swap::Dtype::kF32) {
+    return write_all(Exporter<float>(writer->get(), &weights, *places, split, strip, options));
+  }
+  return write_all(Exporter<uint16_t>(writer->get(), &weights, *places, split, strip, options));
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,53 @@
+// Streams a GPT's weights out of a store into a safetensors file, in bounded memory.
+//
+// The store keeps matrices as [out, in]; Hugging Face's GPT-2 wants [in, out]. A matrix is turned in strips
+// of its columns that fit into the memory given: where one strip does not hold it, its tiles are read once
+// for each. Reads run ahead by as many tiles as there is memory for. Every checksum is checked on the way.
+//
+//   fp32   the masters, joined exactly from their halves where the run computes in bf16
+//   bf16   the weights that forward and backward see; of an fp32 run, the weights rounded to nearest even
+//
+// Threads: one. Errors: kFailedPrecondition: too little memory (says the least), a model of another layout;
+// kDataLoss: damage; kAlreadyExists; kResourceExhausted: disk full.
+#ifndef PENSTOCK_TOOLS_WEIGHT_EXPORT_H_
+#define PENSTOCK_TOOLS_WEIGHT_EXPORT_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "swap/format.h"
+#include "swap/safetensors.h"
+#include "swap/store.h"
+#include "tools/gpt_layout.h"
+
+namespace penstock::tools {
+
+struct ExportOptions {
+  std::string path;
+  swap::Dtype dtype = swap::Dtype::kF32;  // or kBf16
+  bool overwrite = false;
+  std::map<std::string, std::string> metadata;
+  std::function<void(uint64_t done, uint64_t total)> progress;  // bytes of the file
+};
+
+struct ExportMemory {
+  uint64_t least_bytes = 0;        // of `memory`
+  uint64_t comfortable_bytes = 0;  // four tiles ahead and the largest matrix in one strip
+};
+
+// `split`: the run computes in bf16 and keeps split masters.
+ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& layout, swap::Dtype dtype,
+                             bool split);
+
+// `memory`: pinned, at a multiple of 4096.
+absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, bool split,
+                           std::span<std::byte> memory, const ExportOptions& options);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_WEIGHT_EXPORT_H_
