@@ -237,7 +237,8 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   const zero::ZeroConfig& zero_config = config.zero;
   if (zero_config.sub_group_size_elements.value_or(0) > 0) {
     // DeepSpeed's unit of an optimizer step is our tile.
-    const int64_t bytes = *zero_config.sub_group_size_elements * zero::PrecisionOf(engine.dtype).total_bytes();
+    const int64_t bytes =
+        *zero_config.sub_group_size_elements * zero::PrecisionOf(engine.dtype).total_bytes();
     engine.tile_bytes = engine.tile_bytes > 0 ? std::min(engine.tile_bytes, bytes) : bytes;
   }
   engine.bounds.live_elements = zero_config.max_live_parameters_elements;
@@ -245,15 +246,17 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   engine.bounds.run_slots = zero_config.offload_param.buffer_count;
   engine.bounds.resident_elements = zero_config.offload_param.max_in_cpu_elements;
   for (const auto& [given, key, why] :
-       {std::tuple{zero_config.reduce_bucket_size_elements.has_value(), "zero_optimization.reduce_bucket_size",
-                   "one rank reduces nothing"},
+       {std::tuple{zero_config.reduce_bucket_size_elements.has_value(),
+                   "zero_optimization.reduce_bucket_size", "one rank reduces nothing"},
         {zero_config.allgather_bucket_size_elements.has_value(), "zero_optimization.allgather_bucket_size",
          "one rank gathers nothing"},
-        {zero_config.offload_param.buffer_size_elements.has_value(), "zero_optimization.offload_param.buffer_size",
-         "buffers have the sizes of the model's blocks"},
-        {zero_config.offload_optimizer.buffer_count.has_value(), "zero_optimization.offload_optimizer.buffer_count",
+        {zero_config.offload_param.buffer_size_elements.has_value(),
+         "zero_optimization.offload_param.buffer_size", "buffers have the sizes of the model's blocks"},
+        {zero_config.offload_optimizer.buffer_count.has_value(),
+         "zero_optimization.offload_optimizer.buffer_count",
          "tiles in flight follow from the host memory budget"},
-        {config.penstock.io_threads.has_value(), "penstock.io_threads", "one thread drives a device at its full speed"},
+        {config.penstock.io_threads.has_value(), "penstock.io_threads",
+         "one thread drives a device at its full speed"},
         {config.penstock.device_memory_bytes.has_value(), "penstock.device_memory",
          "with device cpu host memory is all there is"}}) {
     if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
@@ -276,6 +279,8 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
 }  // namespace
 
 void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
+  // A flag given twice means its last value, so that scripts can be given further words.
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.add_option(
       "--model", words.model,
       "A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...) or a config.json [gpt-small]");
@@ -285,7 +290,8 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
   app.add_option("--vocab", words.vocab, "Vocabulary of .bin tokens [256 for text]");
   app.add_option("--config", words.config, "DeepSpeed's JSON; flags win over it");
   app.add_option("--state-dir", words.state_dirs,
-                 "Where training state lives; several are striped [penstock-state]");
+                 "Where training state lives; several are striped [penstock-state]")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_option("--offload", words.offload, "none, cpu or nvme [nvme]");
   app.add_option("--host-memory", words.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
   app.add_option("--device-memory", words.device_memory, "Hard budget of the device");

@@ -206,6 +206,7 @@ class Engine::Impl {
   absl::Status Restore() {
     const swap::Recovered& recovered = store_->recovered();
     for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
+    for (const std::string& line : recovered.cut_short) Log(absl::StrCat("cut short: ", line));
     const nlohmann::json payload =
         nlohmann::json::parse(recovered.payload, nullptr, /*allow_exceptions=*/false);
     const auto damaged = [&](const char* what) {

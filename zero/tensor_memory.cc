@@ -2,6 +2,7 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
+#include <malloc.h>
 #include <sys/mman.h>
 #include <torch/version.h>
 
@@ -158,6 +159,9 @@ class Allocator final : public at::Allocator {
 
 void TensorMemory::Install() {
   static Allocator* allocator = [] {
+    // Buffers go back to the system when they are freed. By default glibc raises this threshold to the size
+    // of what is freed, and keeps the next buffers of that size in a heap that never shrinks.
+    mallopt(M_MMAP_THRESHOLD, 256 << 10);
     auto* made = new Allocator;  // NOLINT(cppcoreguidelines-owning-memory): as long as the process
     c10::SetCPUAllocator(made, /*priority=*/255);
     return made;
@@ -168,7 +172,10 @@ void TensorMemory::Install() {
 void TensorMemory::SetLimit(int64_t bytes) { ThePool().SetLimit(bytes); }
 void TensorMemory::ResetPeak() { ThePool().ResetPeak(); }
 void TensorMemory::ResetLivePeak() { ThePool().ResetLivePeak(); }
-void TensorMemory::Trim() { ThePool().Trim(); }
+void TensorMemory::Trim() {
+  ThePool().Trim();
+  malloc_trim(0);
+}
 TensorMemoryStats TensorMemory::Stats() { return ThePool().Stats(); }
 
 }  // namespace penstock::zero
