@@ -1,0 +1,56 @@
+#include "tools/gpt_layout.h"
+
+#include <gtest/gtest.h>
+
+#include "zero/block.h"
+
+namespace penstock::tools {
+namespace {
+
+// Where the numbers say that a tensor lies, the module has it.
+void ExpectLikeModules(const GptConfig& config) {
+  const GptLayout layout = LayoutOfGpt(config);
+  const zero::Model model = MakeGpt(config);
+  ASSERT_EQ(layout.block_elements.size(), model.blocks.size());
+  size_t next = 0;
+  int64_t parameters = 0;
+  for (size_t b = 0; b < model.blocks.size(); ++b) {
+    const zero::RunLayout run = zero::RunLayout::Of(*model.blocks[b].build());
+    EXPECT_EQ(layout.block_elements[b], run.elements);
+    for (const zero::Parameter& parameter : run.parameters) {
+      ASSERT_LT(next, layout.tensors.size());
+      const GptTensor& tensor = layout.tensors[next++];
+      SCOPED_TRACE(tensor.name);
+      EXPECT_NE(tensor.name.find(parameter.name), std::string::npos) << parameter.name;
+      EXPECT_EQ(tensor.block, static_cast<int>(b));
+      EXPECT_EQ(tensor.offset, parameter.offset);
+      EXPECT_EQ(tensor.elements(), parameter.elements);
+      EXPECT_EQ(tensor.columns == 0 ? std::vector<int64_t>{tensor.rows}
+                                    : (std::vector<int64_t>{tensor.rows, tensor.columns}),
+                parameter.sizes);
+      parameters += tensor.elements();
+    }
+  }
+  EXPECT_EQ(next, layout.tensors.size());
+  EXPECT_EQ(parameters, config.Parameters());
+}
+
+TEST(GptLayoutTest, SaysWhatTheModulesAre) {
+  ExpectLikeModules({4, 64, 4, 128, 256, 0});
+  ExpectLikeModules({2, 36, 3, 7, 11, 0.1});  // nothing is a multiple of the alignment
+  ExpectLikeModules({1, 1, 1, 1, 1, 0});
+}
+
+TEST(GptLayoutTest, NamesAndShapesAreThoseOfHuggingFace) {
+  const GptLayout layout = LayoutOfGpt({2, 8, 2, 16, 32, 0});
+  ASSERT_EQ(layout.tensors.size(), 4u + 2 * 12);
+  EXPECT_EQ(layout.tensors[0].name, "transformer.wte.weight");
+  EXPECT_EQ(layout.tensors[0].published_shape(), (std::vector<uint64_t>{32, 8}));
+  const GptTensor& qkv = layout.tensors[4 + 12 + 2];
+  EXPECT_EQ(qkv.name, "transformer.h.1.attn.c_attn.weight");
+  EXPECT_TRUE(qkv.transposed);
+  EXPECT_EQ(qkv.published_shape(), (std::vector<uint64_t>{8, 24}));
+}
+
+}  // namespace
+}  // namespace penstock::tools

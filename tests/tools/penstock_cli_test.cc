@@ -1,0 +1,381 @@
+// The `penstock` program from end to end: training, stopping, resuming, and what the other verbs make of the
+// state.
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <regex>
+#include <span>
+
+#include "gmock/gmock.h"
+#include "kernels/float16.h"
+#include "kernels/split_master.h"
+#include "swap/safetensors.h"
+#include "tests/tools/penstock_program.h"
+
+namespace penstock::tools {
+namespace {
+
+using nlohmann::json;
+using testing::HasSubstr;
+using testing::StartsWith;
+using namespace testing_support;
+
+// The text of every "loss" of a log, digit by digit.
+std::vector<std::string> Losses(const std::string& log) {
+  std::vector<std::string> losses;
+  for (const std::string& line : Lines(ReadFile(log))) {
+    std::smatch found;
+    EXPECT_TRUE(std::regex_search(line, found, std::regex("\"loss\": *([^,}]+)"))) << line;
+    losses.push_back(found[1]);
+  }
+  return losses;
+}
+
+void ExpectStep(const json& step) {
+  for (const char* name : {"step", "tokens", "nvme_read_bytes", "nvme_write_bytes"}) {
+    EXPECT_TRUE(step.contains(name) && step[name].is_number_integer()) << name << " in " << step;
+  }
+  for (const char* name : {"loss", "grad_norm", "lr", "loss_scale", "seconds", "stall_io_seconds",
+                           "compute_seconds", "optimizer_seconds"}) {
+    EXPECT_TRUE(step.contains(name) && step[name].is_number()) << name << " in " << step;
+  }
+  EXPECT_TRUE(step.contains("skipped") && step["skipped"].is_boolean()) << step;
+}
+
+void ExpectReport(const json& report, const std::string& status) {
+  EXPECT_EQ(report.value("status", ""), status);
+  for (const char* name : {"version", "dtype", "device", "io_backend", "bound_by"}) {
+    EXPECT_TRUE(report.contains(name) && report[name].is_string()) << name;
+  }
+  EXPECT_TRUE(report.contains("error") && report["error"].is_null());
+  for (const char* name : {"params", "blocks", "world_size", "seed", "host_memory_budget_bytes",
+                           "device_memory_budget_bytes", "peak_rss_bytes", "peak_managed_bytes",
+                           "peak_pinned_bytes", "state_bytes_total", "state_bytes_nvme"}) {
+    EXPECT_TRUE(report.contains(name) && report[name].is_number_integer()) << name;
+  }
+  for (const char* name : {"io_read_bandwidth_bytes_per_s", "io_write_bandwidth_bytes_per_s",
+                           "nvme_bytes_per_param_per_step", "io_saturated_seconds", "compute_union_seconds",
+                           "overlap_ratio", "io_gbps_achieved", "predicted_step_seconds"}) {
+    EXPECT_TRUE(report.contains(name) && report[name].is_number()) << name;
+  }
+  ASSERT_TRUE(report.contains("resumed_from_step"));
+  EXPECT_TRUE(report["resumed_from_step"].is_null() || report["resumed_from_step"].is_number_integer());
+  ASSERT_TRUE(report.contains("totals"));
+  for (const char* name :
+       {"nvme_read_bytes", "nvme_write_bytes", "h2d_bytes", "d2h_bytes", "tokens", "io_errors_retried"}) {
+    EXPECT_TRUE(report["totals"].contains(name) && report["totals"][name].is_number_integer()) << name;
+  }
+  EXPECT_TRUE(report["totals"].contains("seconds") && report["totals"]["seconds"].is_number());
+  ASSERT_TRUE(report.contains("steps") && report["steps"].is_array());
+  for (const json& step : report["steps"]) ExpectStep(step);
+}
+
+// Elements of a block as the store has them, through what `inspect --json` says and nothing else.
+class RawWeights {
+ public:
+  explicit RawWeights(json inspected) : inspected_(std::move(inspected)) {}
+
+  float Fp32(int block, int64_t element) const { return Read<float>(block, element, 0); }
+  float Joined(int block, int64_t element) const {
+    return kernels::JoinOne(Read<uint16_t>(block, element, 0), Read<int16_t>(block, element, 1));
+  }
+
+ private:
+  template <typename T>
+  T Read(int block, int64_t element, size_t segment) const {
+    for (const json& tile : inspected_["tiles"]) {
+      const int64_t at = element - tile["first_element"].get<int64_t>();
+      if (tile["block"] != block || at < 0 || at >= tile["elements"].get<int64_t>()) continue;
+      std::ifstream file(tile["path"].get<std::string>(), std::ios::binary);
+      file.seekg(tile["segments"][segment]["offset"].get<int64_t>() + at * static_cast<int64_t>(sizeof(T)));
+      T value{};
+      file.read(reinterpret_cast<char*>(&value), sizeof(value));
+      EXPECT_TRUE(file.good());
+      return value;
+    }
+    ADD_FAILURE() << "no tile has element " << element << " of block " << block;
+    return T{};
+  }
+
+  const json inspected_;
+};
+
+template <typename T>
+std::vector<T> Tensor(const swap::SafetensorsReader& file, const std::string& name,
+                      const std::vector<uint64_t>& shape) {
+  const swap::TensorInfo* info = file.Find(name);
+  EXPECT_NE(info, nullptr) << name;
+  if (info == nullptr) return {};
+  EXPECT_EQ(info->shape, shape) << name;
+  std::vector<T> values(*info->Bytes() / sizeof(T));
+  EXPECT_TRUE(file.Read(*info, 0, std::as_writable_bytes(std::span<T>(values))).ok());
+  return values;
+}
+
+class CliTest : public ProgramTest {
+ protected:
+  json Inspect(const std::string& state) {
+    const Ran ran = Run({"inspect", state, "--json"});
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return json::parse(ran.out);
+  }
+};
+
+TEST_F(CliTest, TrainsLogsReportsAndGoesOnToALaterStep) {
+  const std::string state = dir_ + "/state", log = dir_ + "/log", report = dir_ + "/report";
+  Ran ran = Run(Train(state, {"--steps", "12", "--log", log, "--report", report}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(ran.err, "");
+  json first = json::parse(ReadFile(report));
+  ExpectReport(first, "ok");
+  EXPECT_TRUE(first["resumed_from_step"].is_null());
+  EXPECT_EQ(first["steps"].size(), 12u);
+  EXPECT_LT(first["steps"][11]["loss"].get<double>(), first["steps"][0]["loss"].get<double>());
+  EXPECT_EQ(Inspect(state)["step"], 12);
+
+  ran = Run({"train", "--data", text_, "--state-dir", state, "--resume", "--steps", "20", "--quiet", "--log",
+             log, "--report", report});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const json second = json::parse(ReadFile(report));
+  ExpectReport(second, "ok");
+  EXPECT_EQ(second["resumed_from_step"], 12);
+  const std::vector<std::string> lines = Lines(ReadFile(log));
+  ASSERT_EQ(lines.size(), 20u);
+  for (size_t i = 0; i < lines.size(); ++i) {
+    const json step = json::parse(lines[i]);
+    ExpectStep(step);
+    EXPECT_EQ(step["step"], i + 1);
+    const json& reported = i < 12 ? first["steps"][i] : second["steps"][i - 12];
+    EXPECT_EQ(step["loss"], reported["loss"]);
+  }
+  // Nothing is left to do, and that is no error.
+  ran = Run({"train", "--data", text_, "--state-dir", state, "--resume", "--steps", "5", "--quiet"});
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(Inspect(state)["step"], 20);
+}
+
+TEST_F(CliTest, ATermSignalStopsInGoodOrderAndResumingLosesNoBit) {
+  const Words steps = {"--steps", "40"};
+  const std::string whole_log = dir_ + "/whole.log", log = dir_ + "/log", report = dir_ + "/report";
+  Program stopped(dir_, Train(dir_ + "/state", steps + Words{"--log", log, "--report", report}));
+  ASSERT_TRUE(WaitForLines(log, 3));
+  stopped.Signal(SIGTERM);
+  Ran ran = stopped.Wait();
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const json told = json::parse(ReadFile(report));
+  ExpectReport(told, "ok");
+  const size_t done = told["steps"].size();
+  ASSERT_LT(done, 40u) << "it was over before the signal came";
+  EXPECT_EQ(Inspect(dir_ + "/state")["step"], done) << "what was trained is committed";
+  EXPECT_EQ(Losses(log).size(), done);
+
+  const std::vector<Ran> both =
+      RunAll({{"train", "--data", text_, "--state-dir", dir_ + "/state", "--resume", "--quiet", "--log", log},
+              Train(dir_ + "/whole", steps + Words{"--log", whole_log})});
+  ASSERT_EQ(both[0].code, 0) << both[0].err;
+  ASSERT_EQ(both[1].code, 0) << both[1].err;
+  const std::vector<std::string> losses = Losses(log);
+  EXPECT_EQ(losses.size(), 40u);
+  EXPECT_EQ(losses, Losses(whole_log));
+}
+
+TEST_F(CliTest, ResumingNothingStartsOver) {
+  std::filesystem::create_directory(dir_ + "/state");
+  const std::vector<Ran> both = RunAll({Train(dir_ + "/state", {"--steps", "2", "--resume"}),
+                                        Train(dir_ + "/nowhere", {"--steps", "2", "--resume"})});
+  for (const Ran& ran : both) EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(Inspect(dir_ + "/state")["step"], 2);
+  EXPECT_EQ(Inspect(dir_ + "/nowhere")["step"], 2);
+}
+
+TEST_F(CliTest, PlanTellsWithoutDoing) {
+  const std::string state = dir_ + "/state";
+  const Ran ran = Run({"plan", "--model", "gpt-tiny", "--state-dir", state, "--threads", "1", "--json"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const json plan = json::parse(ran.out);
+  EXPECT_GT(plan["least_host_memory_bytes"].get<int64_t>(), 0);
+  EXPECT_GT(plan["nvme_bytes_per_param_per_step"].get<double>(), 0);
+  EXPECT_GT(plan["predicted_step_seconds"].get<double>(), 0);
+  EXPECT_THAT(plan["bound_by"].get<std::string>(),
+              testing::AnyOf("read", "write", "compute", "optimizer", "copy", "network"));
+  EXPECT_FALSE(std::filesystem::exists(state + "/penstock.store"));
+}
+
+TEST_F(CliTest, InspectAndVerifyAndAFlippedBit) {
+  const std::string state = dir_ + "/state";
+  ASSERT_EQ(Run(Train(state, {"--steps", "3", "--seed", "7"})).code, 0);
+  const Ran shown = Run({"inspect", state});
+  EXPECT_EQ(shown.code, 0);
+  for (const char* text : {"step      3 (3 updates", "n_layer 4", "fp32  seed 7", "2 kept of each tile"}) {
+    EXPECT_THAT(shown.out, HasSubstr(text));
+  }
+  const json told = Inspect(state);
+  EXPECT_EQ(told["model"]["n_embd"], 64);
+  EXPECT_EQ(told["run"]["seed"], 7);
+  EXPECT_EQ(told["last_step"]["step"], 3);
+  EXPECT_EQ(told["versions"], 2);
+  int64_t bytes = 0, elements = 0, of_blocks = 0;
+  for (const json& tile : told["tiles"]) {
+    EXPECT_EQ(tile["version"], 4);  // 1 is the initial one
+    EXPECT_EQ(tile["segments"].size(), 3u);
+    elements += tile["elements"].get<int64_t>();
+    for (const json& segment : tile["segments"]) bytes += segment["bytes"].get<int64_t>();
+  }
+  for (const json& block : told["block_elements"]) of_blocks += block.get<int64_t>();
+  EXPECT_EQ(bytes, told["state_bytes"].get<int64_t>());
+  EXPECT_EQ(elements, of_blocks);
+
+  const Ran whole = Run({"verify", state});
+  EXPECT_EQ(whole.code, 0) << whole.err;
+  EXPECT_THAT(whole.out, HasSubstr("whole"));
+  const json& segment = told["tiles"][1]["segments"][2];
+  const int64_t at = segment["offset"].get<int64_t>() + segment["bytes"].get<int64_t>() / 2;
+  const auto flip = [&] {
+    std::fstream file(state + "/penstock.store", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(at);
+    const char byte = static_cast<char>(file.get() ^ 0x10);
+    file.seekp(at);
+    file.put(byte);
+    ASSERT_TRUE(file.good());
+  };
+  flip();
+  const Ran damaged = Run({"verify", state});
+  EXPECT_EQ(damaged.code, 1);
+  EXPECT_THAT(damaged.out, HasSubstr("tile 1 segment 2 version 4"));
+  EXPECT_THAT(damaged.out, HasSubstr("offset " + segment["offset"].dump()));
+  EXPECT_EQ(Lines(damaged.err).size(), 1u) << damaged.err;
+  const Ran as_json = Run({"verify", state, "--json"});
+  EXPECT_EQ(as_json.code, 1);
+  const json report = json::parse(as_json.out);
+  EXPECT_EQ(report["whole"], false);
+  ASSERT_EQ(report["damaged"].size(), 1u);
+  EXPECT_EQ(report["damaged"][0]["offset"], segment["offset"]);
+  flip();
+  EXPECT_EQ(Run({"verify", state}).code, 0);
+}
+
+TEST_F(CliTest, StripedStateIsReadAsOne) {
+  const Words dirs = {dir_ + "/a", dir_ + "/b"};
+  const Ran ran = Run(Train(dirs[0], {"--state-dir", dirs[1], "--steps", "2"}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::vector<Ran> read = RunAll({Words{"verify"} + dirs,
+                                        Words{"inspect", "--json"} + dirs,
+                                        {"verify", dirs[0]},
+                                        Words{"export"} + dirs + Words{dir_ + "/out.safetensors"}});
+  EXPECT_EQ(read[0].code, 0) << read[0].err;
+  EXPECT_EQ(json::parse(read[1].out)["files"].size(), 2u);
+  EXPECT_EQ(read[2].code, 1) << "half of a run";
+  EXPECT_THAT(read[2].err, HasSubstr(dirs[1]));
+  EXPECT_EQ(read[3].code, 0) << read[3].err;
+}
+
+TEST_F(CliTest, ExportsWhatTheStateHolds) {
+  const std::string state = dir_ + "/state";
+  ASSERT_EQ(Run(Train(state, {"--steps", "2"})).code, 0);
+  const Words to = {"export", state};
+  std::filesystem::create_directory(dir_ + "/published");
+  const std::vector<Ran> ran =
+      RunAll({to + Words{dir_ + "/fp32"}, to + Words{dir_ + "/bf16", "--dtype", "bf16"},
+              to + Words{dir_ + "/strips", "--host-memory", "2M"}, to + Words{dir_ + "/published", "--quiet"},
+              to + Words{dir_ + "/none", "--host-memory", "64K"}});
+  for (size_t i = 0; i < 4; ++i) ASSERT_EQ(ran[i].code, 0) << ran[i].err;
+  EXPECT_EQ(ran[4].code, 2);
+  EXPECT_THAT(ran[4].err, HasSubstr("at least"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/none"));
+  const Ran again = Run(to + Words{dir_ + "/fp32"});
+  EXPECT_EQ(again.code, 2) << "a file that is there is not replaced";
+  EXPECT_TRUE(ReadFile(dir_ + "/fp32") == ReadFile(dir_ + "/strips"));
+  EXPECT_TRUE(ReadFile(dir_ + "/fp32") == ReadFile(dir_ + "/published/model.safetensors"));
+  const json config = json::parse(ReadFile(dir_ + "/published/config.json"));
+  EXPECT_EQ(config["model_type"], "gpt2");
+  EXPECT_EQ(config["n_embd"], 64);
+
+  auto fp32 = swap::SafetensorsReader::Open(dir_ + "/fp32");
+  ASSERT_TRUE(fp32.ok()) << fp32.status();
+  EXPECT_EQ((*fp32)->tensors().size(), 4u + 4 * 12);
+  EXPECT_EQ((*fp32)->metadata().at("format"), "pt");
+  const RawWeights raw(Inspect(state));
+  const std::vector<float> wte = Tensor<float>(**fp32, "transformer.wte.weight", {256, 64});
+  const std::vector<float> ln = Tensor<float>(**fp32, "transformer.ln_f.weight", {64});
+  // [64, 192]: turned. Two norms of 64 come before it.
+  const std::vector<float> qkv = Tensor<float>(**fp32, "transformer.h.0.attn.c_attn.weight", {64, 192});
+  const std::vector<float> down = Tensor<float>(**fp32, "transformer.h.3.mlp.c_proj.weight", {256, 64});
+  const int64_t down_at = 2 * 64 + 3 * 64 * 64 + 192 + 64 * 64 + 64 + 2 * 64 + 4 * 64 * 64 + 256;
+  ASSERT_EQ(wte.size() + ln.size() + qkv.size() + down.size(), 256u * 64 + 64 + 64 * 192 + 256 * 64);
+  for (int64_t i = 0; i < 64; ++i) {
+    const auto n = static_cast<size_t>(i);
+    EXPECT_EQ(wte[n * 64 + 3], raw.Fp32(0, i * 64 + 3));
+    EXPECT_EQ(ln[n], raw.Fp32(0, 256 * 64 + 128 * 64 + i));
+    EXPECT_EQ(qkv[n * 192 + 150], raw.Fp32(1, 2 * 64 + 150 * 64 + i));
+    EXPECT_EQ(qkv[n * 192 + 2], raw.Fp32(1, 2 * 64 + 2 * 64 + i));
+    EXPECT_EQ(down[(n * 3 + 5) * 64 + 7], raw.Fp32(4, down_at + 7 * 256 + i * 3 + 5));
+  }
+  auto bf16 = swap::SafetensorsReader::Open(dir_ + "/bf16");
+  ASSERT_TRUE(bf16.ok()) << bf16.status();
+  const std::vector<uint16_t> half =
+      Tensor<uint16_t>(**bf16, "transformer.h.0.attn.c_attn.weight", {64, 192});
+  ASSERT_EQ(half.size(), qkv.size());
+  for (size_t i = 0; i < half.size(); ++i) ASSERT_EQ(half[i], kernels::FloatToBf16(qkv[i])) << i;
+}
+
+TEST_F(CliTest, ExportJoinsSplitMastersExactly) {
+  const std::string state = dir_ + "/state";
+  const Ran trained =
+      Run({"train", "--model", "gpt-tiny", "--dtype", "bf16", "--threads", "1", "--quiet", "--data", text_,
+           "--state-dir", state, "--steps", "2", "--batch", "1", "--seq", "16"});
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  const std::vector<Ran> ran =
+      RunAll({{"export", state, dir_ + "/fp32"}, {"export", state, dir_ + "/bf16", "--dtype", "bf16"}});
+  ASSERT_EQ(ran[0].code, 0) << ran[0].err;
+  ASSERT_EQ(ran[1].code, 0) << ran[1].err;
+  auto fp32 = swap::SafetensorsReader::Open(dir_ + "/fp32");
+  auto bf16 = swap::SafetensorsReader::Open(dir_ + "/bf16");
+  ASSERT_TRUE(fp32.ok() && bf16.ok());
+  const RawWeights raw(Inspect(state));
+  int with_remainder = 0;
+  const std::vector<float> full = Tensor<float>(**fp32, "transformer.h.1.mlp.c_fc.weight", {64, 256});
+  const std::vector<uint16_t> half = Tensor<uint16_t>(**bf16, "transformer.h.1.mlp.c_fc.weight", {64, 256});
+  ASSERT_EQ(full.size(), half.size());
+  for (size_t i = 0; i < full.size(); ++i) {
+    ASSERT_EQ(half[i], kernels::SplitOne(full[i]).hi) << i;
+    with_remainder += kernels::SplitOne(full[i]).lo != 0 ? 1 : 0;
+  }
+  EXPECT_GT(with_remainder, 1000) << "masters are finer than what forward sees";
+  const int64_t at = 2 * 64 + 3 * 64 * 64 + 192 + 64 * 64 + 64 + 2 * 64;  // stored [256, 64]
+  for (int64_t i = 0; i < 64; ++i) {
+    EXPECT_EQ(full[static_cast<size_t>(i) * 256 + 9], raw.Joined(2, at + 9 * 64 + i));
+  }
+}
+
+TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
+  const std::string state = dir_ + "/state";
+  ASSERT_EQ(Run(Train(state, {"--steps", "12", "--seq", "64", "--lr", "3e-3"})).code, 0);
+  const Words words = {"sample", state, "--prompt", "water ", "--tokens", "24", "--threads", "1"};
+  const Ran refused = Run(words + Words{"--host-memory", "1K"});
+  EXPECT_EQ(refused.code, 2);
+  std::smatch found;
+  ASSERT_TRUE(std::regex_search(refused.err, found, std::regex("least that works is ([0-9]+) bytes")))
+      << refused.err;
+  const std::vector<Ran> ran = RunAll({words,
+                                       words + Words{"--host-memory", found[1]},
+                                       words + Words{"--seed", "2"},
+                                       words + Words{"--temperature", "0"},
+                                       words + Words{"--top-k", "1", "--seed", "9"},
+                                       words + Words{"--samples", "2"},
+                                       {"sample", "--state-dir", state, "--tokens", "90", "--threads", "1"}});
+  for (const Ran& each : ran) {
+    EXPECT_EQ(each.code, 0) << each.err;
+    EXPECT_EQ(each.err, "");
+  }
+  EXPECT_THAT(ran[0].out, StartsWith("water "));
+  EXPECT_EQ(ran[0].out.size(), 6u + 24 + 1);
+  EXPECT_EQ(ran[0].out, ran[1].out) << "memory changes nothing";
+  EXPECT_NE(ran[0].out, ran[2].out);
+  EXPECT_EQ(ran[3].out, ran[4].out) << "the likeliest token, whatever the seed";
+  EXPECT_EQ(ran[5].out, ran[0].out + ran[2].out) << "samples have seeds one after the other";
+  EXPECT_EQ(ran[6].out.size(), 1u + 90 + 1) << "beyond the sequences of training, in a window";
+}
+
+}  // namespace
+}  // namespace penstock::tools

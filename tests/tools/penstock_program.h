@@ -1,0 +1,157 @@
+// Runs the `penstock` program as a user does, and gives back its exit code and what it wrote.
+#ifndef PENSTOCK_TESTS_TOOLS_PENSTOCK_PROGRAM_H_
+#define PENSTOCK_TESTS_TOOLS_PENSTOCK_PROGRAM_H_
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+extern char** environ;
+
+namespace penstock::tools::testing_support {
+
+using Words = std::vector<std::string>;
+
+inline std::string ReadFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+inline void WriteFile(const std::string& path, const std::string& bytes) {
+  std::ofstream(path, std::ios::binary) << bytes;
+}
+
+inline std::vector<std::string> Lines(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) lines.push_back(line);
+  return lines;
+}
+
+inline Words operator+(Words left, const Words& right) {
+  left.insert(left.end(), right.begin(), right.end());
+  return left;
+}
+
+struct Ran {
+  int code = -1;  // exit code; 1000 + n: ended by signal n
+  std::string out, err;
+};
+
+// A running program; its output goes to files in `directory`.
+class Program {
+ public:
+  Program(const std::string& directory, Words words) {
+    static int count = 0;
+    prefix_ = directory + "/program." + std::to_string(++count);
+    words.insert(words.begin(), PENSTOCK_PROGRAM);
+    std::vector<char*> argv;
+    for (std::string& word : words) argv.push_back(word.data());
+    argv.push_back(nullptr);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
+    posix_spawn_file_actions_addopen(&actions, 1, (prefix_ + ".out").c_str(), O_CREAT | O_WRONLY, 0600);
+    posix_spawn_file_actions_addopen(&actions, 2, (prefix_ + ".err").c_str(), O_CREAT | O_WRONLY, 0600);
+    const int failed = posix_spawn(&pid_, argv[0], &actions, nullptr, argv.data(), environ);
+    posix_spawn_file_actions_destroy(&actions);
+    if (failed != 0) pid_ = -1;
+    EXPECT_EQ(failed, 0) << argv[0];
+  }
+  ~Program() {
+    if (pid_ <= 0) return;
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  Program(Program&& other) noexcept
+      : pid_(std::exchange(other.pid_, -1)), prefix_(std::move(other.prefix_)) {}
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
+  void Signal(int signal) const { kill(pid_, signal); }
+
+  Ran Wait() {
+    Ran ran;
+    int status = 0;
+    if (pid_ <= 0 || waitpid(pid_, &status, 0) != pid_) return ran;
+    pid_ = -1;
+    ran.code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+    ran.out = ReadFile(prefix_ + ".out");
+    ran.err = ReadFile(prefix_ + ".err");
+    return ran;
+  }
+
+ private:
+  pid_t pid_ = -1;
+  std::string prefix_;
+};
+
+// A directory of its own below the current one, which may be on a disk with direct I/O.
+class ProgramTest : public testing::Test {
+ protected:
+  ProgramTest() {
+    std::string name = (std::filesystem::current_path() / "penstock_test.XXXXXX").string();
+    dir_ = ::mkdtemp(name.data());
+    text_ = dir_ + "/text";
+    std::string text;
+    // Words in an order that is not regular, and the same everywhere.
+    static const char* const kWords[] = {"water ", "runs ", "through ", "the ", "gate ", "and ", "down.\n"};
+    for (uint32_t i = 0, x = 1; i < 6000; ++i) {
+      x = x * 1664525u + 1013904223u;
+      text += kWords[(x >> 24) % 7];
+    }
+    WriteFile(text_, text);
+  }
+  ~ProgramTest() override { std::filesystem::remove_all(dir_); }
+
+  Ran Run(Words words) { return Program(dir_, std::move(words)).Wait(); }
+
+  // Several at a time, since most of each is the start of the program.
+  std::vector<Ran> RunAll(const std::vector<Words>& all) {
+    std::vector<Ran> results;
+    for (size_t from = 0; from < all.size(); from += 4) {
+      std::vector<Program> some;
+      for (size_t i = from; i < std::min(from + 4, all.size()); ++i) some.emplace_back(dir_, all[i]);
+      for (Program& program : some) results.push_back(program.Wait());
+    }
+    return results;
+  }
+
+  // A small training of this directory's text, in one thread: fast, and the same bits every time.
+  Words Train(const std::string& state, Words more = {}) const {
+    Words words = {"train", "--model", "gpt-tiny", "--dtype", "fp32", "--threads", "1", "--quiet"};
+    return words + Words{"--data", text_, "--state-dir", state} + more;
+  }
+
+  // Blocks until the file has that many lines; false after a minute.
+  static bool WaitForLines(const std::string& path, size_t lines) {
+    for (int i = 0; i < 12000; ++i) {
+      if (Lines(ReadFile(path)).size() >= lines) return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return false;
+  }
+
+  std::string dir_;
+  std::string text_;
+};
+
+}  // namespace penstock::tools::testing_support
+
+#endif  // PENSTOCK_TESTS_TOOLS_PENSTOCK_PROGRAM_H_

@@ -1,0 +1,193 @@
+// Wrong input to the `penstock` program: one clear line on stderr, the right exit code, nothing done.
+#include <sys/statfs.h>
+
+#include <regex>
+
+#include "gmock/gmock.h"
+#include "tests/tools/penstock_program.h"
+
+namespace penstock::tools {
+namespace {
+
+using testing::HasSubstr;
+using namespace testing_support;
+
+struct Case {
+  Words words;
+  int code;
+  std::vector<std::string> says;  // all of them stand in the line
+};
+
+class WordsTest : public ProgramTest {
+ protected:
+  void Check(const std::vector<Case>& cases) {
+    std::vector<Words> words;
+    for (const Case& each : cases) words.push_back(each.words);
+    const std::vector<Ran> ran = RunAll(words);
+    for (size_t i = 0; i < cases.size(); ++i) {
+      std::string command;
+      for (const std::string& word : cases[i].words) command += " " + word;
+      SCOPED_TRACE("penstock" + command);
+      EXPECT_EQ(ran[i].code, cases[i].code) << ran[i].err;
+      EXPECT_EQ(Lines(ran[i].err).size(), 1u) << ran[i].err;
+      EXPECT_EQ(ran[i].err.rfind("penstock", 0), 0u) << ran[i].err;
+      for (const std::string& text : cases[i].says) EXPECT_THAT(ran[i].err, HasSubstr(text));
+    }
+  }
+};
+
+TEST_F(WordsTest, NumbersThatMakeNoSense) {
+  const std::string state = dir_ + "/state";
+  std::vector<Case> cases;
+  for (const auto& [flag, value] : std::vector<std::pair<std::string, std::string>>{{"--steps", "0"},
+                                                                                    {"--steps", "-4"},
+                                                                                    {"--steps", "many"},
+                                                                                    {"--batch", "0"},
+                                                                                    {"--batch", "1.5"},
+                                                                                    {"--accumulate", "0"},
+                                                                                    {"--seq", "129"},
+                                                                                    {"--lr", "nan"},
+                                                                                    {"--lr", "-1"},
+                                                                                    {"--warmup", "-1"},
+                                                                                    {"--clip", "inf"},
+                                                                                    {"--weight-decay", "-2"},
+                                                                                    {"--seed", "-1"},
+                                                                                    {"--vocab", "0"},
+                                                                                    {"--host-memory", "-5"},
+                                                                                    {"--host-memory", "lots"},
+                                                                                    {"--host-memory", "0"},
+                                                                                    {"--offload", "disk"},
+                                                                                    {"--device", "tpu"}}) {
+    cases.push_back({Train(state, {flag, value}), 2, {flag}});
+  }
+  const Words bare = {"train", "--data", text_, "--state-dir", state};
+  cases.push_back({bare + Words{"--threads", "0"}, 2, {"--threads 0", "between"}});
+  cases.push_back({bare + Words{"--dtype", "int3"}, 2, {"--dtype int3", "bf16"}});
+  cases.push_back({bare + Words{"--model", "gpt-9t"}, 2, {"gpt-9t", "gpt-125m"}});
+  cases.push_back({Train(state, {"--eval-data", text_, "--eval-every", "0"}), 2, {"--eval-every 0"}});
+  Check(cases);
+  EXPECT_FALSE(std::filesystem::exists(state));
+}
+
+TEST_F(WordsTest, WordsThatDoNotExist) {
+  const std::string state = dir_ + "/state";
+  Check({{Train(state, {"--bathc", "3"}), 2, {"--bathc", "did you mean \"--batch\""}},
+         {{"trian"}, 2, {"trian", "did you mean \"train\""}},
+         {{"train"}, 2, {"--data"}},
+         {Train(state, {"--resume", "--overwrite"}), 2, {"--resume", "--overwrite"}},
+         {{"plan", "--jsn"}, 2, {"--jsn", "--json"}},
+         {{"verify"}, 2, {"DIR"}},
+         {{"inspect", "--josn", state}, 2, {"--josn", "--json"}},
+         {{"export", state}, 2, {"OUT"}},
+         {{"sample", state, "--tokens", "0"}, 2, {"--tokens 0"}},
+         {{"sample", state, "--temperature", "-1"}, 2, {"--temperature -1"}},
+         {{"sample", state, "--top-k", "-1"}, 2, {"--top-k -1"}}});
+  EXPECT_FALSE(std::filesystem::exists(state));
+  for (const char* verb : {"train", "plan", "sample", "export", "inspect", "verify", "estimate", "env"}) {
+    const Ran help = Run({verb, "--help"});
+    EXPECT_EQ(help.code, 0) << verb;
+    EXPECT_EQ(help.err, "");
+    EXPECT_GT(Lines(help.out).size(), 3u) << verb;
+  }
+}
+
+TEST_F(WordsTest, DataThatCannotBeLearnt) {
+  const std::string state = dir_ + "/state";
+  WriteFile(dir_ + "/empty", "");
+  WriteFile(dir_ + "/short", "too short");
+  const auto with = [&](const std::string& data) {
+    return Words{"train", "--model", "gpt-tiny", "--state-dir", state, "--data", data};
+  };
+  Check({{with(dir_ + "/missing"), 2, {dir_ + "/missing", "No such file"}},
+         {with(dir_ + "/empty"), 2, {dir_ + "/empty", "empty"}},
+         {with(dir_ + "/short"), 2, {dir_ + "/short", "9 tokens", "129"}},
+         {with(dir_), 2, {dir_}}});
+  EXPECT_FALSE(std::filesystem::exists(state));
+}
+
+TEST_F(WordsTest, DirectoriesThatCannotHoldState) {
+  std::vector<Case> cases = {
+      {Train(text_ + "/below"), 2, {text_ + "/below", "Not a directory"}},
+      {{"verify", dir_ + "/nothing"}, 1, {dir_ + "/nothing"}},
+      {{"inspect", dir_}, 1, {dir_}},
+      {{"export", dir_, dir_ + "/out.safetensors"}, 1, {dir_}},
+      {{"sample", dir_}, 1, {dir_}},
+  };
+  struct statfs info {};
+  constexpr long kTmpfs = 0x01021994;
+  const std::string tmpfs = "/dev/shm/penstock_words_test." + std::to_string(::getpid());
+  if (::statfs("/dev/shm", &info) == 0 && info.f_type == kTmpfs) {
+    cases.push_back({Train(tmpfs), 2, {tmpfs, "tmpfs", "local disk"}});
+  }
+  Check(cases);
+  EXPECT_FALSE(std::filesystem::exists(tmpfs + "/penstock.store"));
+  std::filesystem::remove_all(tmpfs);
+}
+
+TEST_F(WordsTest, FullDisk) {
+  const std::string image = dir_ + "/image", mount = dir_ + "/mount";
+  std::filesystem::create_directory(mount);
+  const std::string make = "truncate -s 4M " + image + " && mkfs.ext4 -q -F " + image +
+                           " >/dev/null 2>&1 && mount -o loop " + image + " " + mount + " >/dev/null 2>&1";
+  if (std::system(make.c_str()) != 0)
+    GTEST_SKIP() << "no loop mount here: needs root, mkfs.ext4 and a loop device";
+  Check({{Train(mount + "/state"), 1, {mount, "free"}}});
+  const bool left = std::filesystem::exists(mount + "/state/penstock.store");
+  EXPECT_EQ(std::system(("umount " + mount).c_str()), 0);
+  EXPECT_FALSE(left);
+}
+
+TEST_F(WordsTest, DirectoriesOfAnotherRun) {
+  const std::string state = dir_ + "/state";
+  ASSERT_EQ(Run(Train(state, {"--steps", "2"})).code, 0);
+  const std::string before = ReadFile(state + "/penstock.store");
+  const auto resume = [&](Words more) {
+    return Words{"train", "--data", text_, "--state-dir", state, "--resume", "--quiet"} + more;
+  };
+  WriteFile(dir_ + "/other", ReadFile(text_).substr(1));
+  Check({{Train(state), 2, {state, "resume", "overwrite"}},
+         {resume({"--model", "gpt-small"}), 2, {state}},
+         {resume({"--seed", "2"}), 2, {"--seed 2", "1"}},
+         {resume({"--dtype", "bf16"}), 2, {"bf16", "fp32"}},
+         {resume({"--batch", "3"}), 2, {"--batch 3", "4"}},
+         {resume({"--seq", "64"}), 2, {"--seq 64", "128"}},
+         {resume({"--lr", "0.5"}), 2, {"--lr 0.5"}},
+         {{"train", "--data", dir_ + "/other", "--state-dir", state, "--resume", "--quiet", "--steps", "3"},
+          2,
+          {"--data", "same data"}},
+         {{"train", "--data", text_, "--offload", "cpu", "--resume"}, 2, {"--resume"}}});
+  EXPECT_TRUE(ReadFile(state + "/penstock.store") == before) << "a refused run has changed the state";
+}
+
+TEST_F(WordsTest, BudgetTooSmallNamesTheLeastAndTheLeastWorks) {
+  const Ran refused = Run(Train(dir_ + "/small", {"--host-memory", "1M"}));
+  EXPECT_EQ(refused.code, 2);
+  ASSERT_EQ(Lines(refused.err).size(), 1u) << refused.err;
+  std::smatch found;
+  ASSERT_TRUE(std::regex_search(refused.err, found, std::regex("least that works is ([0-9]+) bytes")))
+      << refused.err;
+  const int64_t least = std::stoll(found[1]);
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/small"));
+  const std::vector<Ran> ran =
+      RunAll({Train(dir_ + "/small", {"--steps", "3", "--host-memory", std::to_string(least)}),
+              Train(dir_ + "/smaller", {"--steps", "3", "--host-memory", std::to_string(least - 1)})});
+  EXPECT_EQ(ran[0].code, 0) << ran[0].err;
+  EXPECT_EQ(ran[1].code, 2) << ran[1].err;
+}
+
+TEST_F(WordsTest, TwoRunsInOneDirectory) {
+  const std::string state = dir_ + "/state", log = dir_ + "/log";
+  Program first(dir_, Train(state, {"--steps", "1000000", "--log", log}));
+  ASSERT_TRUE(WaitForLines(log, 1));
+  Check({{Train(state, {"--resume"}), 2, {state, "another"}},
+         {Train(state, {"--overwrite"}), 2, {state, "another"}},
+         {{"verify", state}, 2, {state, "another"}}});
+  EXPECT_EQ(Run({"inspect", state}).code, 0) << "looking is allowed";
+  first.Signal(SIGTERM);
+  const Ran ran = first.Wait();
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(Run({"verify", state}).code, 0);
+}
+
+}  // namespace
+}  // namespace penstock::tools
