@@ -94,10 +94,10 @@ struct Plan {
 
 // Upper bounds that a user has set, in DeepSpeed's units (elements of weights). Empty: the planner's choice.
 struct PlanBounds {
-  std::optional<int64_t> live_elements;       // stage3_max_live_parameters: weights in flight at once
-  std::optional<int64_t> prefetch_elements;   // stage3_prefetch_bucket_size: weights read ahead of their use
-  std::optional<int64_t> run_slots;           // offload_param.buffer_count: blocks in flight at once
-  std::optional<int64_t> resident_elements;   // offload_param.max_in_cpu: weights that stay in host memory
+  std::optional<int64_t> live_elements;      // stage3_max_live_parameters: weights in flight at once
+  std::optional<int64_t> prefetch_elements;  // stage3_prefetch_bucket_size: weights read ahead of their use
+  std::optional<int64_t> run_slots;          // offload_param.buffer_count: blocks in flight at once
+  std::optional<int64_t> resident_elements;  // offload_param.max_in_cpu: weights that stay in host memory
 };
 
 struct PlanOptions {

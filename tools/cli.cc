@@ -51,7 +51,8 @@ std::string OneLine(std::string_view text) {
 
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err) {
   err << std::string(program) << ": " << OneLine(std::string(status.message())) << std::endl;
-  return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) || absl::IsAlreadyExists(status)
+  return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
+                 absl::IsAlreadyExists(status)
              ? kExitWrong
              : kExitFailed;
 }

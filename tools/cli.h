@@ -26,8 +26,9 @@ inline constexpr int kExitWrong = 2;   // the words or the configuration are wro
 std::optional<int> ParseWords(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
                               std::ostream& err);
 
-// "PROGRAM: MESSAGE" as one line on `err`. Returns kExitWrong for what other words would mend: kInvalidArgument,
-// kFailedPrecondition (a budget too small, a run in use, another run's directory) and kAlreadyExists; else kExitFailed.
+// "PROGRAM: MESSAGE" as one line on `err`. Returns kExitWrong for what other words would mend:
+// kInvalidArgument, kFailedPrecondition (a budget too small, a run in use, another run's directory) and
+// kAlreadyExists; else kExitFailed.
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err);
 
 // `text` with line breaks and other control characters as blanks.

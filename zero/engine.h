@@ -92,7 +92,7 @@ struct EngineOptions {
   swap::Sync sync = swap::Sync::kProcess;
   int64_t tile_bytes = 0;  // 0: the planner's choice
   tiering::PlanBounds bounds;
-  aio::EngineOptions io;   // arenas, knee and log are set here
+  aio::EngineOptions io;  // arenas, knee and log are set here
   int intra_op_threads = 1;
   int update_workers = 1;
 

@@ -366,7 +366,7 @@ TEST_F(ProgramTest, TuneMeasuresAndEndsWithTheBlock) {
   std::ofstream(sweep)
       << R"({"block_size": ["1M", "512K"], "queue_depth": [2, 8], "sequential_requests": [true, false]})";
   for (const std::string& flags : {" --sweep_config " + sweep, " --no_read --sweep_config " + sweep,
-                                  " --no_write --sweep_config " + sweep, std::string()}) {
+                                   " --no_write --sweep_config " + sweep, std::string()}) {
     const Outcome run =
         Run(std::string(DS_NVME_TUNE) + " --nvme_dir " + directory_ + " --io_size 16M --log_dir " +
             directory_ + "/logs --json " + directory_ + "/j.json --profile " + directory_ + "/profiles.json" +

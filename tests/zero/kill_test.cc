@@ -1,9 +1,10 @@
-// SIGKILL at any moment, over and over: a run that is killed and resumed until it is done has the log of one never
-// killed, to the last bit of every loss.
+// SIGKILL at any moment, over and over: a run that is killed and resumed until it is done has the log of one
+// never killed, to the last bit of every loss.
 //
-// The parent only forks: LibTorch's threads live in the children. A child is killed by itself after a random number of
-// finished operations (so every stage of a step and of a commit is hit, with whatever else is in flight), or by the
-// parent after a random time. The next child starts at once, while the kernel still finishes the last one's writes.
+// The parent only forks: LibTorch's threads live in the children. A child is killed by itself after a random
+// number of finished operations (so every stage of a step and of a commit is hit, with whatever else is in
+// flight), or by the parent after a random time. The next child starts at once, while the kernel still
+// finishes the last one's writes.
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -40,7 +41,8 @@ std::vector<std::string> Losses(const std::string& log) {
   return losses;
 }
 
-// Runs in a child: resumes or starts, trains to the end, logs. Kills itself after `operations` finished operations.
+// Runs in a child: resumes or starts, trains to the end, logs. Kills itself after `operations` finished
+// operations.
 [[noreturn]] void Child(const RunOptions& run, const std::string& log_path, int64_t operations) {
   auto fail = [](const absl::Status& status) {
     std::cerr << status << std::endl;
@@ -115,8 +117,9 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
     for (int life = 0;; ++life) {
       ASSERT_LT(life, 400) << "the run makes no progress";
       const bool by_itself = random() % 3 != 0;
-      const int status = by_itself ? RunChild(run, scratch + "/log.jsonl", static_cast<int64_t>(random() % 120), -1)
-                                   : RunChild(run, scratch + "/log.jsonl", -1, static_cast<int64_t>(random() % 400'000));
+      const int status =
+          by_itself ? RunChild(run, scratch + "/log.jsonl", static_cast<int64_t>(random() % 120), -1)
+                    : RunChild(run, scratch + "/log.jsonl", -1, static_cast<int64_t>(random() % 400'000));
       if (WIFSIGNALED(status)) {
         ASSERT_EQ(WTERMSIG(status), SIGKILL);
         ++kills;
