@@ -313,7 +313,8 @@ absl::Status File::Lock(int patience_ms) {
     if (errno != EWOULDBLOCK) return Failure("flock", path_, errno);
     if (std::chrono::steady_clock::now() >= give_up) {
       return absl::FailedPreconditionError(
-          absl::StrCat("lock ", path_, ": held by another process after ", patience_ms, " ms of trying"));
+          absl::StrCat("lock ", path_, ": held by another process after ", patience_ms,
+                       " ms of trying; let that one end, or use another directory"));
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

@@ -234,8 +234,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     const std::string path = StorePath(options.directories[d]);
     auto file = OpenFile(engine, options, path, /*create=*/true);
     if (absl::IsAlreadyExists(file.status())) {
-      return absl::AlreadyExistsError(
-          absl::StrCat(path, " is there already: resume that run or overwrite it"));
+      return absl::AlreadyExistsError(absl::StrCat(path,
+                                                   " is there already: resume that run (--resume), replace "
+                                                   "it (--overwrite), or use another directory"));
     }
     if (!file.ok()) return file.status();
     created.Add(path);

@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <tuple>
 
 #include "absl/status/status.h"
@@ -13,6 +12,7 @@
 #include "kernels/cpu_features.h"
 #include "swap/inspect.h"
 #include "tools/size.h"
+#include "tools/state_reader.h"
 #include "zero/config.h"
 #include "zero/engine_state.h"
 #include "zero/threads.h"
@@ -24,16 +24,6 @@ constexpr const char* kDefaultStateDir = "penstock-state";
 constexpr int64_t kMostThreads = 1024;
 
 absl::Status Wrong(const std::string& line) { return absl::InvalidArgumentError(line); }
-
-int64_t AvailableBytes() {
-  std::ifstream info("/proc/meminfo");
-  std::string key, unit;
-  int64_t kib = 0;
-  while (info >> key >> kib >> unit) {
-    if (key == "MemAvailable:") return kib * 1024;
-  }
-  return int64_t{1} << 32;
-}
 
 // A number that must lie in a range; the flag's name goes into the message.
 template <typename T>
@@ -130,6 +120,17 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs) {
   return run;
 }
 
+absl::Status ResolveCheckpoints(const TrainWords& words, TrainSettings* settings) {
+  settings->checkpoint_dir = words.checkpoint_dir.value_or("");
+  if (!words.checkpoint_every.has_value()) return absl::OkStatus();
+  settings->checkpoint_every = *words.checkpoint_every;
+  if (settings->checkpoint_dir.empty()) return Wrong("--checkpoint-every needs --checkpoint-dir DIR");
+  if (settings->engine.offload != zero::OffloadDevice::kNvme) {
+    return Wrong("--checkpoint-every needs --offload nvme: checkpoints are copies of the state store");
+  }
+  return Check<int64_t>("--checkpoint-every", settings->checkpoint_every, 1, int64_t{1} << 40);
+}
+
 absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& config, const Kept& kept,
                                TrainSettings* settings) {
   zero::BatchRequest request;
@@ -208,7 +209,7 @@ absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, 
   } else if (config.penstock.host_memory_bytes.has_value()) {
     engine.host_memory_bytes = *config.penstock.host_memory_bytes;
   } else if (engine.offload == zero::OffloadDevice::kNvme) {
-    engine.host_memory_bytes = AvailableBytes() / 2;
+    engine.host_memory_bytes = AvailableMemoryBytes() / 2;
     settings->notes.push_back(absl::StrCat("no --host-memory given: half of what is free, ",
                                            FormatBytes(engine.host_memory_bytes)));
   }
@@ -338,12 +339,8 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
     config = parsed->config;
     settings.notes = std::move(parsed->notes);
   }
-  for (const auto& [flag, given] : {std::pair{"--init-from", words.init_from.has_value()},
-                                    {"--checkpoint-dir", words.checkpoint_dir.has_value()},
-                                    {"--checkpoint-every", words.checkpoint_every.has_value()}}) {
-    if (given)
-      return Wrong(
-          absl::StrCat(flag, " is not served by this version; every step is durable in --state-dir"));
+  if (words.init_from.has_value()) {
+    return Wrong("--init-from: this version starts from its own initial values only");
   }
   if (needs_data && !words.data.has_value()) return Wrong("--data FILE is needed: the text to learn");
   if (words.resume && words.overwrite) return Wrong("--resume and --overwrite: one or the other");
@@ -358,9 +355,20 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
     return absl::FailedPreconditionError(
         "--resume needs --offload nvme: with none or cpu nothing outlives the process");
   }
+  if (absl::Status status = ResolveCheckpoints(words, &settings); !status.ok()) return status;
   nlohmann::json run;
   if (words.resume) {
     PENSTOCK_TAKE(run, FindRun(engine.state_dirs));
+    if (run.is_null() && !settings.checkpoint_dir.empty()) {
+      // The state directory is gone or empty, and a checkpoint is left.
+      const absl::Status restored = zero::RestoreRun(settings.checkpoint_dir, engine.state_dirs);
+      if (!restored.ok() && !absl::IsNotFound(restored)) return restored;
+      if (restored.ok()) {
+        settings.notes.push_back(
+            absl::StrCat("restored ", engine.state_dirs.front(), " from ", settings.checkpoint_dir));
+        PENSTOCK_TAKE(run, FindRun(engine.state_dirs));
+      }
+    }
     settings.resumes = !run.is_null();
     if (!settings.resumes) {
       settings.notes.push_back(

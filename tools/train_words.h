@@ -41,6 +41,8 @@ struct TrainSettings {
   GptConfig model;
   std::string data_path, eval_path;
   int64_t steps = 100, batch = 4, accumulate = 1, seq = 0, vocab = 0, eval_every = 0;
+  std::string checkpoint_dir;
+  int64_t checkpoint_every = 0;
   zero::EngineOptions engine;      // complete but for what hooks into the run
   std::vector<std::string> notes;  // lines for people: keys ignored, choices made
   bool resumes = false;            // a run is there and goes on

@@ -188,9 +188,10 @@ class Training {
       absl::StatusOr<std::vector<zero::Batch>> batches = Batches(step);
       if (!batches.ok()) return batches.status();
       const bool evaluates = settings_.eval_every > 0 && step % settings_.eval_every == 0;
+      const bool checkpoints = settings_.checkpoint_every > 0 && step % settings_.checkpoint_every == 0;
       const bool last = step == settings_.steps;
-      absl::StatusOr<zero::StepResult> result =
-          engine_->Step(std::move(*batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain);
+      absl::StatusOr<zero::StepResult> result = engine_->Step(
+          std::move(*batches), last || evaluates || checkpoints ? zero::Next::kUnknown : zero::Next::kTrain);
       if (!result.ok()) return result.status();
       report_.Stepped(*engine_, *result, TokensPerStep());
       if (std::isnan(first_loss_)) first_loss_ = result->loss;
@@ -201,6 +202,14 @@ class Training {
       evaluated = evaluates;
       if (evaluates) {
         if (absl::Status status = Evaluate(); !status.ok()) return status;
+      }
+      if (checkpoints) {
+        const absl::Status kept = engine_->Checkpoint(settings_.checkpoint_dir, /*keep=*/0);
+        // The step stands in the state directory; without room for a copy training goes on.
+        if (!kept.ok() && !absl::IsResourceExhausted(kept) && !absl::IsAlreadyExists(kept)) return kept;
+        progress_.Print(
+            kept.ok() ? absl::StrCat("checkpoint of step ", step, " in ", settings_.checkpoint_dir)
+                      : absl::StrCat("no checkpoint of step ", step, ": ", std::string(kept.message())));
       }
     }
     if (eval_data_ != nullptr && !evaluated && stop_signals.load() == 0) {

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/program.h"
 #include "zero/engine_state.h"
@@ -133,6 +134,32 @@ class Engine::Impl {
     return status;
   }
 
+  absl::Status Checkpoint(const std::string& parent, int keep) {
+    if (store_ == nullptr)
+      return absl::FailedPreconditionError("checkpoints need --offload nvme: they copy the state store");
+    if (absl::Status status = Flush(); !status.ok()) return status;
+    // Nothing computes now: the tensors' share of the budget lends the memory that the tiles pass through.
+    uint64_t tile_bytes = 0;
+    for (uint32_t tile = 0; tile < store_->geometry().tiles(); ++tile) {
+      tile_bytes = std::max(tile_bytes, store_->geometry().slot_bytes(tile));
+    }
+    torch::Tensor memory;
+    absl::Status status = Guarded("memory for the checkpoint's copy", [&] {
+      memory = torch::empty({static_cast<int64_t>(tile_bytes) + tiering::kPage}, torch::kUInt8);
+    });
+    if (!status.ok()) return status;
+    const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
+    const uintptr_t aligned =
+        static_cast<uintptr_t>(tiering::AlignUp(static_cast<int64_t>(address), tiering::kPage));
+    swap::CheckpointOptions options;
+    options.parent = parent;
+    options.memory = {reinterpret_cast<std::byte*>(aligned), tile_bytes};
+    options.keep = static_cast<uint32_t>(std::max(0, keep));
+    status = swap::WriteCheckpoint(*store_, options);
+    last_end_ = lanes_->Now();
+    return status;
+  }
+
   EnginePlan plan_;
   int64_t step_ = 0;
   int64_t committed_step_ = 0;
@@ -155,7 +182,10 @@ class Engine::Impl {
     absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
     if (!arena.ok()) return arena.status();
     arena_ = std::move(*arena);
-    for (const std::string& note : arena_->notes()) Log(note);
+    // Transparent huge pages, locked, are as good as any; less than that costs CPU, and is told.
+    if (plan_.plan.on_nvme && (arena_->page_kind() == aio::PageKind::kSmall || !arena_->locked())) {
+      for (const std::string& note : arena_->notes()) Log(note);
+    }
     absl::StatusOr<aio::Region> region =
         arena_->Allocate(static_cast<uint64_t>(std::max<int64_t>(plan_.plan.slot_bytes, 1)));
     if (!region.ok()) return region.status();
@@ -396,6 +426,9 @@ absl::StatusOr<std::vector<torch::Tensor>> Engine::Infer(const std::vector<Batch
   return impl_->Infer(batches);
 }
 absl::Status Engine::Flush() { return impl_->Flush(); }
+absl::Status Engine::Checkpoint(const std::string& parent, int keep) {
+  return impl_->Checkpoint(parent, keep);
+}
 int64_t Engine::step() const { return impl_->step_; }
 int64_t Engine::committed_step() const { return impl_->committed_step_; }
 std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from_; }

@@ -136,6 +136,10 @@ class Engine {
   absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches);
   // Applies and commits what is pending.
   absl::Status Flush();
+  // Flushes, and copies the commit to a complete checkpoint of its own below `parent` (swap/checkpoint.h), of
+  // which the newest `keep` stay (0: all). Training stands still meanwhile. kFailedPrecondition where state
+  // is not on a drive.
+  absl::Status Checkpoint(const std::string& parent, int keep);
 
   int64_t step() const;  // last step that Step has finished, or that the resumed run had committed
   int64_t committed_step() const;

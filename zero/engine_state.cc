@@ -1,8 +1,11 @@
 #include "zero/engine_state.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "aio/arena.h"
+#include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "zero/guarded.h"
 #include "zero/measure.h"
@@ -226,6 +229,39 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
     }
   }
   return absl::OkStatus();
+}
+
+absl::Status RestoreRun(const std::string& path, const std::vector<std::string>& state_dirs) {
+  absl::StatusOr<std::string> checkpoint = swap::FindCheckpoint(path);
+  if (!checkpoint.ok()) return checkpoint.status();
+  constexpr uint64_t kMiB = 1 << 20;
+  aio::EngineOptions io_options;
+  io_options.log = [](std::string_view) {};
+  absl::StatusOr<std::unique_ptr<aio::Engine>> io = aio::Engine::Create(std::move(io_options));
+  if (!io.ok()) return io.status();
+  swap::StoreOptions from_options;
+  from_options.directories = {*checkpoint};
+  from_options.read_only = true;
+  absl::StatusOr<std::unique_ptr<swap::Store>> from = swap::Store::Open(**io, from_options);
+  if (!from.ok()) return from.status();
+  swap::Layout layout;
+  uint64_t tile_bytes = kMiB;
+  for (const swap::TilePlacement& tile : (*from)->shape().tiles) layout.tiles.push_back(tile.layout);
+  for (uint32_t tile = 0; tile < (*from)->geometry().tiles(); ++tile) {
+    tile_bytes = std::max(tile_bytes, (*from)->geometry().slot_bytes(tile));
+  }
+  swap::StoreOptions to_options;
+  to_options.directories = state_dirs;
+  to_options.overwrite = true;  // of what was never committed
+  absl::StatusOr<std::unique_ptr<swap::Store>> to =
+      swap::Store::Create(**io, to_options, layout, (*from)->identity());
+  if (!to.ok()) return to.status();
+  aio::ArenaOptions arena_options;
+  arena_options.bytes = 2 * tile_bytes;
+  arena_options.lock = false;
+  absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
+  if (!arena.ok()) return arena.status();
+  return swap::RestoreCheckpoint(**from, **to, {(*arena)->data(), 2 * tile_bytes});
 }
 
 }  // namespace penstock::zero

@@ -40,6 +40,11 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
                              const Residency& residency, const std::vector<BlockModule*>& modules,
                              swap::Store* store, const std::function<void(const std::string&)>& log);
 
+// Makes a run in `state_dirs` (which hold none) of the checkpoint that `path` names, or of the newest one
+// below it: what
+// --resume then goes on with. kNotFound: no checkpoint there.
+absl::Status RestoreRun(const std::string& path, const std::vector<std::string>& state_dirs);
+
 }  // namespace penstock::zero
 
 #endif  // PENSTOCK_ZERO_ENGINE_STATE_H_

@@ -427,9 +427,11 @@ TEST(Simulate, StepIsNearItsFloorFromComputeBoundToDriveBound) {
     absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, MachineModel());
     ASSERT_TRUE(prediction.ok());
     EXPECT_GE(prediction->step_seconds, prediction->floor_seconds * 0.999) << ratio;
-    // In this order of update the drive is idle in the middle of backward unless compute is the bound, and
-    // the other way round; what one lane cannot hide is the shorter of the two phases.
-    EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.65) << ratio;
+    // Where one lane bounds the step, everything else hides behind it. Where compute and drive are equal,
+    // this order of update leaves the drive little to do in backward and compute little in forward: the floor
+    // is out of its reach.
+    const bool balanced = ratio > 0.2 && ratio < 2;
+    EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * (balanced ? 1.65 : 1.06)) << ratio;
     RecordProperty("ratio_" + std::to_string(ratio),
                    std::to_string(prediction->step_seconds / prediction->floor_seconds));
   }

@@ -180,6 +180,26 @@ TEST_F(CliTest, ATermSignalStopsInGoodOrderAndResumingLosesNoBit) {
   EXPECT_EQ(losses, Losses(whole_log));
 }
 
+TEST_F(CliTest, ACheckpointOutlivesItsStateDirectoryAndGoesOnWithTheSameBits) {
+  const Words steps = {"--steps", "8"};
+  const std::string kept = dir_ + "/kept", log = dir_ + "/log", whole_log = dir_ + "/whole.log";
+  ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Words{"--log", whole_log})).code, 0);
+  Ran ran = Run(Train(dir_ + "/state", steps + Words{"--checkpoint-dir", kept, "--checkpoint-every", "3"}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  for (const char* name : {"step-00000003", "step-00000006"}) {
+    EXPECT_EQ(Run({"verify", kept + "/" + name, "--quiet"}).code, 0) << name;
+  }
+  std::filesystem::remove_all(dir_ + "/state");
+  ran = Run({"train", "--data", text_, "--state-dir", dir_ + "/state", "--resume", "--checkpoint-dir", kept,
+             "--quiet", "--log", log});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(Inspect(dir_ + "/state")["step"], 8);
+  // The commit's own line, then what is left of the run.
+  std::vector<std::string> expected = Losses(whole_log);
+  expected.erase(expected.begin(), expected.begin() + 5);
+  EXPECT_EQ(Losses(log), expected);
+}
+
 TEST_F(CliTest, ResumingNothingStartsOver) {
   std::filesystem::create_directory(dir_ + "/state");
   const std::vector<Ran> both = RunAll({Train(dir_ + "/state", {"--steps", "2", "--resume"}),

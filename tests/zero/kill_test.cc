@@ -10,6 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <random>
@@ -99,8 +101,11 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
   const uint64_t seed = entropy();
   SCOPED_TRACE(testing::Message() << "seed " << seed);
   std::mt19937_64 random(seed);
+  // PENSTOCK_SOAK=N kills N times as often (make soak).
+  const char* soak = std::getenv("PENSTOCK_SOAK");
+  const int enough = 100 * std::max(1, soak != nullptr ? std::atoi(soak) : 1);
   int kills = 0;
-  for (int round = 0; kills < 100; ++round) {
+  for (int round = 0; kills < enough; ++round) {
     RunOptions run;
     run.model = {2, 32, 2, 16, 256, 0.1};
     run.batch = 2;
