@@ -83,7 +83,7 @@ std::string PlanText(const zero::EnginePlan& plan, const zero::EngineOptions& op
   std::string text =
       absl::StrFormat("%d parameters in %d blocks, %s; state %s", plan.parameters, plan.graph.blocks.size(),
                       plan.plan.precision.name, FormatBytes(plan.state_bytes));
-  if (options.host_memory_bytes > 0) {
+  if (options.host_memory_bytes > 0 && plan.state_bytes > options.host_memory_bytes) {
     absl::StrAppend(&text, absl::StrFormat(", %.1f times the host memory budget of %s",
                                            static_cast<double>(plan.state_bytes) /
                                                static_cast<double>(options.host_memory_bytes),

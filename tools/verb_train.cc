@@ -1,5 +1,6 @@
 // `penstock train`.
 #include <signal.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -9,6 +10,7 @@
 #include <cmath>
 #include <fstream>
 #include <limits>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -48,6 +50,13 @@ void CatchStopSignals() {
 
 double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Read from and written to drives by this process, as the kernel counts.
+std::pair<int64_t, int64_t> BytesByKernel() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return {int64_t{512} * usage.ru_inblock, int64_t{512} * usage.ru_oublock};
 }
 
 class Training {
@@ -150,7 +159,10 @@ class Training {
     if (plan.plan.on_nvme) {
       // A model of some megabytes is not worth a second of probing.
       const int64_t file_bytes = std::clamp<int64_t>(plan.state_bytes, int64_t{16} << 20, int64_t{128} << 20);
+      const auto [read_before, written_before] = BytesByKernel();
       drives_ = MeasureDrives(options.state_dirs, options.host_memory_bytes, file_bytes);
+      const auto [read, written] = BytesByKernel();
+      report_.Probed(read - read_before, written - written_before);
     } else {
       drives_.profile.knee_bytes = 1;
     }

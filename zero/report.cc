@@ -149,8 +149,8 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
     io = engine->io_stats();
   }
   report_["stall_seconds"] = std::move(stalls);
-  report_["totals"] = {{"nvme_read_bytes", io.DeviceReadBytes()},
-                       {"nvme_write_bytes", io.DeviceWriteBytes()},
+  report_["totals"] = {{"nvme_read_bytes", static_cast<int64_t>(io.DeviceReadBytes()) + probe_read_bytes_},
+                       {"nvme_write_bytes", static_cast<int64_t>(io.DeviceWriteBytes()) + probe_write_bytes_},
                        {"h2d_bytes", 0},
                        {"d2h_bytes", 0},
                        {"seconds", seconds_},

@@ -35,6 +35,12 @@ class Report {
 
   void Start(const EngineOptions& options, const std::string& version, int world_size);
   void Planned(const Engine& engine, const aio::DeviceProfile& device, const tiering::Prediction& prediction);
+  // What probing the drives moved before the run; part of the totals, as it is part of the kernel's own
+  // counters.
+  void Probed(int64_t read_bytes, int64_t write_bytes) {
+    probe_read_bytes_ += read_bytes;
+    probe_write_bytes_ += write_bytes;
+  }
   // After each step of this process.
   void Stepped(const Engine& engine, const StepResult& result, int64_t tokens);
   // At the end, well or not.
@@ -59,6 +65,7 @@ class Report {
   Mark first_, last_;
   double seconds_ = 0;
   int64_t stepped_ = 0;
+  int64_t probe_read_bytes_ = 0, probe_write_bytes_ = 0;
   int64_t tokens_ = 0;
   int64_t parameters_ = 0;
   double overlap_ratio_ = 0, bytes_per_param_per_step_ = 0, io_gbps_ = 0;
