@@ -4,7 +4,7 @@
 
 #include <filesystem>
 #include <limits>
-#include <regex>
+#include <string>
 
 namespace penstock::zero::testing_support {
 
@@ -101,10 +101,9 @@ TrainedLosses TrainGpt(const RunOptions& given) {
     trained.peak_managed_bytes = (*engine)->peak_managed_bytes();
     return flushed;
   }();
-  std::smatch least;
-  const std::string message(trained.status.message());
-  if (std::regex_search(message, least, std::regex("least that works is ([0-9]+) bytes"))) {
-    trained.least_host_memory_bytes = std::stoll(least[1]);
+  const std::string message(trained.status.message()), words = "least that works is ";
+  if (const size_t at = message.find(words); at != std::string::npos) {
+    trained.least_host_memory_bytes = std::stoll(message.substr(at + words.size()));
   }
   if (!run.keep_state && !run.state_dir.empty()) std::filesystem::remove_all(run.state_dir);
   return trained;
