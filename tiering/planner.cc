@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "tiering/plan.h"
 #include "tiering/program.h"
+#include "tiering/simulate.h"
 
 namespace penstock::tiering {
 namespace {
@@ -43,6 +44,8 @@ constexpr std::array<Level, 7> kLevels = {{
     {1, 1 << 16, 1 * kMiB, 2, 1},
     {1, 1 << 14, 0, 1, 1},
 }};
+
+constexpr size_t kMostTilesSimulated = 4000;
 
 // Splits the sorted sizes into at most three classes so that `slots` slots of each take the least memory.
 // Returns the largest size of each class, ascending.
@@ -152,7 +155,6 @@ class Planner {
     if (budget > 0 && least > budget) return TooSmall(least, Build(kLevels.back(), 0));
     Plan plan = Best(budget);
     plan.least_host_memory_bytes = least;
-    if (budget > 0) Spend(&plan, budget);
     CountBytes(&plan);
     return plan;
   }
@@ -180,17 +182,16 @@ class Planner {
                                       : "; with --offload nvme less would do"));
   }
 
-  // The most comfortable level that fits with every gradient in memory; if none of the good ones does, the
-  // most comfortable one that fits with gradients on the drive.
+  // Every level that fits, with as many gradients in memory as fit beside it and the rest of the budget
+  // spent; the one whose step is the shortest in virtual time. More memory for the pipeline and more for
+  // residency compete, and which of them is worth more depends on how compute and drive compare.
   Plan Best(int64_t budget) const {
-    for (size_t i = 0; i < 4; ++i) {
-      Plan plan = Build(kLevels[i], Count());
-      if (budget == 0 || plan.host_bytes() <= budget) return plan;
-    }
+    if (budget == 0) return Build(kLevels[0], Count());
+    Plan best;
+    double best_seconds = std::numeric_limits<double>::infinity();
     for (const Level& level : kLevels) {
-      Plan plan = Build(level, 0);
-      if (plan.host_bytes() > budget) continue;
-      // As many gradients in memory as fit, by bisection: the bytes grow with their number.
+      if (Build(level, 0).host_bytes() > budget) continue;
+      // The bytes grow with the number of gradients that stay.
       int low = 0, high = Count();
       while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -200,9 +201,23 @@ class Planner {
           high = middle - 1;
         }
       }
-      return Build(level, low);
+      Plan plan = Build(level, low);
+      size_t tiles = 0;
+      for (const BlockPlan& block : plan.blocks) tiles += block.tiles.size();
+      // A program of very many tiles takes longer to simulate than its choice is worth.
+      const bool too_many = tiles > kMostTilesSimulated;
+      if (too_many && best_seconds < std::numeric_limits<double>::infinity()) break;
+      Spend(&plan, budget);
+      if (too_many || !plan.trains) return plan;
+      const absl::StatusOr<Prediction> prediction = Simulate(graph_, plan, MachineModel(), /*steps=*/1);
+      const double seconds = prediction.ok() ? prediction->step_seconds : std::numeric_limits<double>::max();
+      // A less comfortable level must be worth it: it is more easily disturbed than a simulation shows.
+      if (seconds < best_seconds * 0.99) {
+        best_seconds = seconds;
+        best = std::move(plan);
+      }
     }
-    return Build(kLevels.back(), 0);
+    return best;
   }
 
   // The level within the user's bounds; one block in flight is the least.

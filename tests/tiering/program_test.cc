@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <map>
 #include <random>
 
@@ -319,23 +320,32 @@ TEST(Planner, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
   }
 }
 
-TEST(Planner, NeverExceedsTheBudgetAndMovesNoMoreBytesWithMoreMemory) {
-  const ModelGraph graph = Tied(16, 1 << 20, 1 << 20);
-  PlanOptions options;
-  options.host_budget_bytes = int64_t{1} << 40;
-  const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
-  int64_t bytes = int64_t{1} << 60;
-  for (int64_t budget = least; budget < 400 * kMiB; budget += 3 * kMiB) {
-    options.host_budget_bytes = budget;
-    absl::StatusOr<Plan> plan = MakePlan(graph, options);
-    ASSERT_TRUE(plan.ok());
-    EXPECT_LE(plan->host_bytes(), budget);
-    EXPECT_EQ(plan->ledger().total(), plan->host_bytes());
-    // A more comfortable working set may cost some residency: allow it the bytes of three blocks.
-    EXPECT_LE(plan->nvme_read_bytes + plan->nvme_write_bytes, bytes + 3 * 14 * (1 << 20));
-    bytes = std::min(bytes, plan->nvme_read_bytes + plan->nvme_write_bytes);
+TEST(Planner, NeverExceedsTheBudgetAndIsNoSlowerWithMoreMemory) {
+  for (const double forward : {1e-4, 1e-3, 1e-2}) {
+    ModelGraph graph = Tied(16, 1 << 20, 1 << 20);
+    for (StageShape& stage : graph.stages) {
+      stage.forward_seconds = forward;
+      stage.backward_seconds = 3 * forward;
+    }
+    PlanOptions options;
+    options.host_budget_bytes = int64_t{1} << 40;
+    const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
+    double fastest = 1e9;
+    int64_t bytes = 0;
+    for (int64_t budget = least; budget < 400 * kMiB; budget += 5 * kMiB) {
+      options.host_budget_bytes = budget;
+      absl::StatusOr<Plan> plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok());
+      EXPECT_LE(plan->host_bytes(), budget);
+      EXPECT_EQ(plan->ledger().total(), plan->host_bytes());
+      absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, MachineModel());
+      ASSERT_TRUE(prediction.ok());
+      EXPECT_LE(prediction->step_seconds, fastest * 1.05) << "budget " << budget << ", forward " << forward;
+      fastest = std::min(fastest, prediction->step_seconds);
+      bytes = plan->nvme_read_bytes + plan->nvme_write_bytes;
+    }
+    EXPECT_EQ(bytes, 12 * graph.elements()) << "with everything resident only the durable writes are left";
   }
-  EXPECT_EQ(bytes, 12 * graph.elements()) << "with everything resident only the durable writes are left";
 }
 
 TEST(Planner, ObeysTheUsersUpperBounds) {
@@ -399,7 +409,7 @@ TEST(Program, MovesTwentySixBytesPerParameterInBf16AndTwentyEightInFp32) {
     const double per_parameter = static_cast<double>(plan->nvme_read_bytes + plan->nvme_write_bytes) /
                                  static_cast<double>(graph.elements());
     EXPECT_LE(per_parameter, floor);
-    EXPECT_GT(per_parameter, floor - 1.5);  // the ends of the walk are read once less
+    EXPECT_GT(per_parameter, floor - 2);  // the ends of the walk are read once less
     // Gradients on the drive cost one write and one read of them.
     options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes + 8 * kMiB;
     plan = MakePlan(graph, options);
