@@ -1,6 +1,6 @@
 #include "tools/gpt.h"
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include <cmath>
 #include <fstream>

@@ -7,7 +7,7 @@
 #ifndef PENSTOCK_ZERO_BLOCK_H_
 #define PENSTOCK_ZERO_BLOCK_H_
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <memory>

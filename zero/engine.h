@@ -27,7 +27,7 @@
 #ifndef PENSTOCK_ZERO_ENGINE_H_
 #define PENSTOCK_ZERO_ENGINE_H_
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <functional>

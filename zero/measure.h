@@ -5,7 +5,7 @@
 #ifndef PENSTOCK_ZERO_MEASURE_H_
 #define PENSTOCK_ZERO_MEASURE_H_
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include <map>
 #include <memory>

@@ -21,7 +21,7 @@
 #ifndef PENSTOCK_ZERO_MODEL_H_
 #define PENSTOCK_ZERO_MODEL_H_
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include <functional>
 #include <memory>

@@ -12,7 +12,7 @@
 #ifndef PENSTOCK_ZERO_STAGE_RUNNER_H_
 #define PENSTOCK_ZERO_STAGE_RUNNER_H_
 
-#include <torch/torch.h>
+#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <memory>
