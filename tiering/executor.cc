@@ -104,6 +104,12 @@ void Executor::StartReady() {
         ready.erase(ready.begin());
         Node& started = node(id);
         started.started = true;
+        if (lanes_->Skips(started.op)) {
+          if (lane == Lane::kCompute) --compute_in_flight_;
+          Finish(id);
+          progress = true;
+          continue;
+        }
         ++in_flight_;
         usage_.bytes[Index(lane)] += started.op.bytes;
         ++usage_.operations[Index(lane)];

@@ -29,6 +29,10 @@ class Lanes {
   // started.
   virtual bool HasRoom(Lane lane) const = 0;
 
+  // Whether an operation that could start now is nothing: an update that need not be made again, work of a
+  // step that was called off. It is complete at once, moves no bytes and runs on no lane.
+  virtual bool Skips(const Op&) const { return false; }
+
   // Starts an operation; never blocks. `op` lives until its completion was delivered. Not called for kHost.
   virtual void Start(OpId id, const Op& op) = 0;
 

@@ -44,6 +44,9 @@ struct BlockPlan {
   int uses = 0;                        // stages that use it
   int private_run_slot = -1;           // its weights never leave host memory
   std::vector<int> private_tile_slot;  // per tile, -1: streams. Its state never leaves host memory
+  // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
+  // are finite, and made again if they are (see tiering/program.h). Otherwise in the next forward.
+  std::vector<char> in_backward;
   int gradient_slot = -1;  // its gradient waits in host memory; -1: spilled to the drive as 16 bit (or fp32)
   int accumulator_slot =
       -1;  // its own fp32 sums (a block that several stages use); -1: the shared ring, or none
@@ -76,6 +79,12 @@ struct Plan {
   int64_t least_host_memory_bytes = 0;
   int evaluate_micro_batches = 1;  // per forward-only pass, in the memory of the kept inputs
 
+  // Some tiles are updated in backward; `clips`: a gradient may still be needed after that.
+  bool speculates = false;
+  bool clips = true;
+  // Updates in backward pay while they have to be made again in fewer steps than this share.
+  double worthwhile_redo_rate = 0;
+
   // Steady state, per step.
   int64_t nvme_read_bytes = 0;
   int64_t nvme_write_bytes = 0;
@@ -83,6 +92,7 @@ struct Plan {
   int64_t fixed_bytes = 0;  // of the arena, beyond the slots: commit records and the like
 
   int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
+  double in_backward_share() const;  // of the tiles
   bool needs_accumulator(int block) const {
     return precision.gradient_bytes < 4 && (micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1);
   }
@@ -100,9 +110,15 @@ struct PlanBounds {
   std::optional<int64_t> resident_elements;  // offload_param.max_in_cpu: weights that stay in host memory
 };
 
+// When a tile's update is made. kAuto: the share of tiles updated in backward with which a step takes the
+// least time; the bits are the same in every order.
+enum class UpdateOrder : uint8_t { kAuto, kInNextForward, kInBackward };
+
 struct PlanOptions {
   Precision precision = Precision::Bf16();
   int micro_batches = 1;
+  UpdateOrder update_order = UpdateOrder::kAuto;
+  bool clips = true;  // gradients are clipped by their global norm
   bool on_nvme = true;
   bool trains = true;
   int64_t host_budget_bytes = 0;  // 0: as much as the comfortable plan takes

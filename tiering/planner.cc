@@ -15,7 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "tiering/plan.h"
 #include "tiering/program.h"
-#include "tiering/simulate.h"
+#include "tiering/update_order.h"
 
 namespace penstock::tiering {
 namespace {
@@ -35,17 +35,16 @@ struct Level {
   int gradient_ring;
 };
 
-constexpr std::array<Level, 7> kLevels = {{
+// The last is the least with which everything still overlaps: one block computes while the next is read, one
+// tile is updated while others are read and written.
+constexpr std::array<Level, 6> kLevels = {{
     {3, 1 << 20, 48 * kMiB, 4, 2},
     {3, 1 << 19, 24 * kMiB, 4, 2},
-    {2, 1 << 19, 16 * kMiB, 3, 2},
-    {2, 1 << 18, 12 * kMiB, 3, 2},
-    {2, 1 << 17, 4 * kMiB, 2, 1},
-    {1, 1 << 16, 1 * kMiB, 2, 1},
-    {1, 1 << 14, 0, 1, 1},
+    {2, 1 << 19, 24 * kMiB, 4, 1},
+    {2, 1 << 18, 12 * kMiB, 4, 1},
+    {2, 1 << 17, 6 * kMiB, 4, 1},
+    {2, 1 << 16, 3 * kMiB, 4, 1},
 }};
-
-constexpr size_t kMostTilesSimulated = 4000;
 
 // Splits the sorted sizes into at most three classes so that `slots` slots of each take the least memory.
 // Returns the largest size of each class, ascending.
@@ -186,7 +185,11 @@ class Planner {
   // spent; the one whose step is the shortest in virtual time. More memory for the pipeline and more for
   // residency compete, and which of them is worth more depends on how compute and drive compare.
   Plan Best(int64_t budget) const {
-    if (budget == 0) return Build(kLevels[0], Count());
+    if (budget == 0) {
+      Plan plan = Build(kLevels[0], Count());
+      ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/true, &plan);
+      return plan;
+    }
     Plan best;
     double best_seconds = std::numeric_limits<double>::infinity();
     for (const Level& level : kLevels) {
@@ -202,21 +205,21 @@ class Planner {
         }
       }
       Plan plan = Build(level, low);
-      size_t tiles = 0;
-      for (const BlockPlan& block : plan.blocks) tiles += block.tiles.size();
-      // A program of very many tiles takes longer to simulate than its choice is worth.
-      const bool too_many = tiles > kMostTilesSimulated;
+      const bool too_many = TooManyTilesToSimulate(plan);
       if (too_many && best_seconds < std::numeric_limits<double>::infinity()) break;
       Spend(&plan, budget);
-      if (too_many || !plan.trains) return plan;
-      const absl::StatusOr<Prediction> prediction = Simulate(graph_, plan, MachineModel(), /*steps=*/1);
-      const double seconds = prediction.ok() ? prediction->step_seconds : std::numeric_limits<double>::max();
+      if (too_many || !plan.trains) {
+        ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/true, &plan);
+        return plan;
+      }
+      const double seconds = ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/false, &plan);
       // A less comfortable level must be worth it: it is more easily disturbed than a simulation shows.
       if (seconds < best_seconds * 0.99) {
         best_seconds = seconds;
         best = std::move(plan);
       }
     }
+    ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/true, &best);
     return best;
   }
 
@@ -240,6 +243,7 @@ class Planner {
     plan.micro_batches = options_.micro_batches;
     plan.on_nvme = options_.on_nvme;
     plan.trains = options_.trains;
+    plan.clips = options_.clips;
     plan.fixed_bytes = options_.fixed_bytes;
     plan.host_budget_bytes = options_.host_budget_bytes;
 
@@ -260,6 +264,7 @@ class Planner {
       block.tiles = options_.fixed_tiles.empty() ? CutTiles(block.elements, tile_elements)
                                                  : FixedTiles(options_.fixed_tiles[b]);
       block.private_tile_slot.assign(block.tiles.size(), -1);
+      block.in_backward.assign(block.tiles.size(), 0);
       block.uses = uses_[b];
       while (classes[At(block.run_class)] < block.elements) ++block.run_class;
       ++members[At(block.run_class)];
@@ -425,6 +430,7 @@ class Planner {
     builder.Append(Pass::kTrain);
     builder.Append(Pass::kTrain);
     for (const Op& op : builder.Append(Pass::kTrain)) {
+      if (op.redo) continue;
       if (op.lane == Lane::kRead) plan->nvme_read_bytes += op.bytes;
       if (op.lane == Lane::kWrite) plan->nvme_write_bytes += op.bytes;
     }
@@ -484,6 +490,15 @@ int64_t Plan::state_segment_offset(int segment, int64_t elements) const {
   int64_t offset = 0;
   for (int s = 1; s < segment; ++s) offset += AlignUp(elements * precision.segment_bytes[At(s)], kPage);
   return offset;
+}
+
+double Plan::in_backward_share() const {
+  double tiles = 0, early = 0;
+  for (const BlockPlan& block : blocks) {
+    tiles += static_cast<double>(block.in_backward.size());
+    for (const char tile : block.in_backward) early += tile;
+  }
+  return tiles > 0 ? early / tiles : 0;
 }
 
 Ledger Plan::ledger() const {

@@ -58,6 +58,8 @@ std::string_view OpKindName(OpKind kind) {
       return "forward";
     case OpKind::kBackward:
       return "backward";
+    case OpKind::kTakeGradient:
+      return "take gradient";
     case OpKind::kFinalize:
       return "finalize gradient";
     case OpKind::kNorm:
@@ -77,7 +79,6 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
       plan_(plan),
       next_id_(first_id),
       next_step_(first_step),
-      pending_block_(graph.blocks.size(), 0),
       runs_(plan.run_slots.size()),
       tiles_(plan.tile_slots.size()),
       gradients_(plan.gradient_slots.size()),
@@ -87,7 +88,16 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
       gradient_of_block_(graph.blocks.size(), -1),
       loaded_(graph.blocks.size(), 0) {
   last_write_.reserve(plan.blocks.size());
-  for (const BlockPlan& block : plan.blocks) last_write_.emplace_back(block.tiles.size(), -1);
+  for (const BlockPlan& block : plan.blocks) {
+    last_write_.emplace_back(block.tiles.size(), -1);
+    due_.emplace_back(block.tiles.size(), Due::kNothing);
+  }
+  for (const BlockPlan& block : plan.blocks) {
+    if (block.private_run_slot >= 0) SizeRun(block.private_run_slot, block);
+  }
+  // Updates that are made again have the last slot of the ring to themselves: they wait for the norm, and
+  // what is read ahead of it must not wait with them.
+  rotating_tile_slots_ = At(std::max(1, plan.tile_ring - (plan.speculates ? 1 : 0)));
   if (!plan.on_nvme) {
     // Without a drive everything is in place before the first pass.
     std::fill(loaded_.begin(), loaded_.end(), 1);
@@ -137,7 +147,6 @@ int ProgramBuilder::AcquireRun(int block, size_t position) {
 
 int ProgramBuilder::Fetch(int block, size_t position) {
   const BlockPlan& bp = plan_.blocks[At(block)];
-  const bool pending = pending_step_ != 0 && pending_block_[At(block)] != 0;
   const bool is_private = bp.private_run_slot >= 0;
   int slot = bp.private_run_slot;
   bool present = is_private && loaded_[At(block)] != 0;
@@ -150,29 +159,33 @@ int ProgramBuilder::Fetch(int block, size_t position) {
       }
     }
   }
+  std::vector<Due>& due = due_[At(block)];
   std::vector<OpId> reads(bp.tiles.size(), -1);
   if (!present) {
     if (!is_private) slot = AcquireRun(block, position);
     RunSlot& run = runs_[At(slot)];
-    std::vector<OpId> former = std::move(run.ready);
-    AddAll(&former, run.writes);
+    std::vector<OpId> former;
+    for (const OpId id : run.ready) AddIf(&former, id);
+    for (const OpId id : run.writes) AddIf(&former, id);
     AddIf(&former, run.last_compute);
-    run = RunSlot{};
+    run.last_compute = -1;
     run.block = block;
+    SizeRun(slot, bp);
     loaded_[At(block)] = is_private ? 1 : 0;
     for (size_t t = 0; t < bp.tiles.size(); ++t) {
+      const bool updates = due[t] == Due::kUpdate;
       reads[t] = next_id_;
       // Weights that an update needs belong to its step; those that only compute needs, to the step that
       // computes.
-      Op& read = Emit(OpKind::kReadWeights, Lane::kRead, pending ? pending_step_ : computing_step_);
+      Op& read = Emit(OpKind::kReadWeights, Lane::kRead, updates ? pending_step_ : computing_step_);
       read.block = block;
       read.tile = static_cast<int>(t);
       read.run_slot = slot;
       read.bytes = bp.tiles[t].elements * plan_.precision.weight_bytes();
       read.after = former;
       AddIf(&read.after, last_write_[At(block)][t]);
-      if (pending) continue;
-      run.ready.push_back(next_id_);
+      if (updates) continue;
+      run.ready[t] = next_id_;
       Op& verify = Emit(OpKind::kVerify, Lane::kUpdate, computing_step_);
       verify.block = block;
       verify.tile = static_cast<int>(t);
@@ -180,94 +193,123 @@ int ProgramBuilder::Fetch(int block, size_t position) {
       verify.after = {reads[t]};
     }
   }
-  if (pending) {
-    // Whoever used the content before this update is done by the time of the norm, on which every update
-    // waits.
-    RunSlot& run = runs_[At(slot)];
-    run.ready.clear();
-    run.writes.clear();
-    for (size_t t = 0; t < bp.tiles.size(); ++t) EmitUpdate(block, static_cast<int>(t), slot, reads[t]);
-    pending_block_[At(block)] = 0;
+  for (size_t t = 0; t < bp.tiles.size(); ++t) {
+    if (due[t] == Due::kNothing) continue;
+    // Whoever used the content before this update is done by the time of the norm, on which it waits.
+    const Update update{.step = pending_step_,
+                        .decided = norm_,
+                        .weights_read = due[t] == Due::kUpdate ? reads[t] : -1,
+                        .redo = due[t] == Due::kRedo};
+    EmitUpdate(block, static_cast<int>(t), slot, update);
+    due[t] = Due::kNothing;
   }
   return slot;
 }
 
-void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, OpId weights_read) {
+void ProgramBuilder::SizeRun(int slot, const BlockPlan& block) {
+  runs_[At(slot)].ready.assign(block.tiles.size(), -1);
+  runs_[At(slot)].writes.assign(block.tiles.size(), -1);
+}
+
+void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update& of) {
   const BlockPlan& bp = plan_.blocks[At(block)];
   const int64_t elements = bp.tiles[At(tile)].elements;
+  RunSlot& run = runs_[At(run_slot)];
+  const OpId last_write = last_write_[At(block)][At(tile)];
+  auto emit = [&](OpKind kind, Lane lane, int64_t bytes) -> Op& {
+    Op& op = Emit(kind, lane, of.step);
+    op.block = block;
+    op.tile = tile;
+    op.in_backward = of.in_backward;
+    op.redo = of.redo;
+    op.bytes = bytes;
+    return op;
+  };
   int slot_index = bp.private_tile_slot[At(tile)];
-  if (slot_index < 0) slot_index = static_cast<int>(next_tile_slot_++ % static_cast<size_t>(plan_.tile_ring));
+  if (slot_index < 0) {
+    slot_index = of.redo ? plan_.tile_ring - 1 : static_cast<int>(next_tile_slot_++ % rotating_tile_slots_);
+  }
   TileSlot& slot = tiles_[At(slot_index)];
   const std::vector<OpId> former = std::move(slot.users);
   slot.users.clear();
-  const bool kept = slot.block == block && slot.tile == tile;
-  const OpId last_write = last_write_[At(block)][At(tile)];
 
+  OpId weights_read = of.weights_read;
+  if (of.redo) {
+    weights_read = next_id_;
+    Op& read = emit(OpKind::kReadWeights, Lane::kRead, elements * plan_.precision.weight_bytes());
+    read.run_slot = run_slot;
+    read.after = {of.decided};
+    AddIf(&read.after, run.ready[At(tile)]);
+    AddIf(&read.after, last_write);
+  }
   OpId state_read = -1;
-  if (!kept) {
+  if (of.redo || slot.block != block || slot.tile != tile) {
     state_read = next_id_;
-    Op& read = Emit(OpKind::kReadState, Lane::kRead, pending_step_);
-    read.block = block;
-    read.tile = tile;
+    Op& read = emit(OpKind::kReadState, Lane::kRead, elements * plan_.precision.state_bytes());
     read.tile_slot = slot_index;
-    read.bytes = elements * plan_.precision.state_bytes();
     read.after = former;
     AddIf(&read.after, last_write);
+    if (of.redo) read.after.push_back(of.decided);
     slot.users.push_back(state_read);
     if (bp.private_tile_slot[At(tile)] >= 0) {
       slot.block = block;
       slot.tile = tile;
     }
   }
-  OpId gradient_read = -1;
+  // In backward a gradient that will be spilled is still in memory. One that nothing spilled is not needed:
+  // the update is made again only to leave the tile as it was.
   const bool spilled = bp.gradient_slot < 0;
-  if (spilled) {
+  OpId gradient_read = -1;
+  if (spilled && !of.in_backward && gradient_written_[At(block)] >= 0) {
     gradient_read = next_id_;
-    Op& read = Emit(OpKind::kReadGradient, Lane::kRead, pending_step_);
-    read.block = block;
-    read.tile = tile;
+    Op& read = emit(OpKind::kReadGradient, Lane::kRead, elements * plan_.precision.gradient_bytes);
     read.tile_slot = slot_index;
-    read.bytes = elements * plan_.precision.gradient_bytes;
     read.after = former;
     AddIf(&read.after, gradient_written_[At(block)]);
+    if (of.redo) read.after.push_back(of.decided);
     slot.users.push_back(gradient_read);
   }
   const OpId update_id = next_id_;
-  Op& update = Emit(OpKind::kUpdate, Lane::kUpdate, pending_step_);
-  update.block = block;
-  update.tile = tile;
+  Op& update = emit(OpKind::kUpdate, Lane::kUpdate, 0);
   update.run_slot = run_slot;
   update.tile_slot = slot_index;
-  update.gradient_slot = bp.gradient_slot;
+  update.gradient_slot = of.in_backward ? gradient_of_block_[At(block)] : bp.gradient_slot;
   update.checks_weights = weights_read >= 0;
   update.checks_state = state_read >= 0;
   update.after = former;
   AddIf(&update.after, weights_read);
   AddIf(&update.after, state_read);
   AddIf(&update.after, gradient_read);
-  AddIf(&update.after, norm_);
+  AddIf(&update.after, of.decided);
   AddIf(&update.after, last_write);
+  if (of.weights_read < 0) AddIf(&update.after, run.ready[At(tile)]);
   slot.users.push_back(update_id);
-  runs_[At(run_slot)].ready.push_back(update_id);
-  if (!spilled) gradients_[At(bp.gradient_slot)].users.push_back(update_id);
+  run.ready[At(tile)] = update_id;
+  if (update.gradient_slot >= 0) gradients_[At(update.gradient_slot)].users.push_back(update_id);
   if (!plan_.on_nvme) {
     pending_writes_.push_back(update_id);
     return;
   }
   const OpId write_id = next_id_;
-  Op& write = Emit(OpKind::kWriteTile, Lane::kWrite, pending_step_);
-  write.block = block;
-  write.tile = tile;
+  Op& write = emit(OpKind::kWriteTile, Lane::kWrite, elements * plan_.precision.total_bytes());
   write.run_slot = run_slot;
   write.tile_slot = slot_index;
-  write.bytes = elements * plan_.precision.total_bytes();
   write.after = {update_id};
   // The slot that is overwritten holds the version before the last one: free once the last one is committed.
   AddIf(&write.after, last_commit_);
   slot.users.push_back(write_id);
-  runs_[At(run_slot)].writes.push_back(write_id);
+  run.writes[At(tile)] = write_id;
   last_write_[At(block)][At(tile)] = write_id;
   pending_writes_.push_back(write_id);
+}
+
+bool ProgramBuilder::IsDue(int block) const {
+  const std::vector<Due>& due = due_[At(block)];
+  return std::any_of(due.begin(), due.end(), [](Due tile) { return tile != Due::kNothing; });
+}
+
+void ProgramBuilder::AssumptionHeld() {
+  for (std::vector<Due>& block : due_) std::replace(block.begin(), block.end(), Due::kRedo, Due::kNothing);
 }
 
 void ProgramBuilder::CommitPending() {
@@ -284,7 +326,7 @@ void ProgramBuilder::CommitPending() {
 
 void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
   batch_ = next_id_;
-  Emit(OpKind::kBatch, Lane::kHost, step);
+  Emit(OpKind::kBatch, Lane::kHost, step).evaluates = !train;
   const int stages = static_cast<int>(graph_.stages.size());
   OpId last = batch_;
   for (int s = 0; s < (train ? stages - 1 : stages); ++s) {
@@ -301,7 +343,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
       op.evaluates = !train;
       op.run_slot = slot;
       op.seconds = stage.forward_seconds;
-      op.after = run.ready;
+      for (const OpId ready : run.ready) AddIf(&op.after, ready);
       if (s == 0) op.after.push_back(batch_);
       last = id;
     }
@@ -314,7 +356,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
   }
 }
 
-void ProgramBuilder::AppendBackward(int64_t step) {
+void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
   const int stages = static_cast<int>(graph_.stages.size());
   std::vector<int> uses_left(graph_.blocks.size());
   for (size_t b = 0; b < uses_left.size(); ++b) uses_left[b] = plan_.blocks[b].uses;
@@ -337,7 +379,6 @@ void ProgramBuilder::AppendBackward(int64_t step) {
         index = ring.first_slot + static_cast<int>(next_gradient_slot_[At(bp.run_class)]++ % At(ring.slots));
       }
       gradient[At(block)] = index;
-      gradient_of_block_[At(block)] = index;
       AddAll(&wait, gradients_[At(index)].users);
       gradients_[At(index)].users.clear();
     };
@@ -353,19 +394,28 @@ void ProgramBuilder::AppendBackward(int64_t step) {
 
     OpId last = -1;
     for (int m = 0; m < plan_.micro_batches; ++m) {
+      auto emit = [&](OpKind kind) -> Op& {
+        Op& op = Emit(kind, Lane::kCompute, step);
+        op.block = block;
+        op.stage = s;
+        op.micro_batch = m;
+        op.last_micro_batch = m + 1 == plan_.micro_batches;
+        return op;
+      };
+      const OpId backward_id = next_id_;
+      Op& backward = emit(OpKind::kBackward);
+      backward.run_slot = slot;
+      backward.seconds = stage.backward_seconds;
+      for (const OpId ready : runs_[At(slot)].ready) AddIf(&backward.after, ready);
+      if (stages == 1) backward.after.push_back(batch_);
+      // Apart from it, because only this needs the gradient's place: it may still be in use while the block
+      // computes.
       last = next_id_;
-      Op& op = Emit(OpKind::kBackward, Lane::kCompute, step);
-      op.block = block;
-      op.stage = s;
-      op.micro_batch = m;
-      op.last_micro_batch = m + 1 == plan_.micro_batches;
-      op.run_slot = slot;
-      op.gradient_slot = gradient[At(block)];
-      op.accumulator_slot = accumulator[At(block)];
-      op.seconds = stage.backward_seconds;
-      op.after = runs_[At(slot)].ready;
-      if (stages == 1) op.after.push_back(batch_);
-      AddAll(&op.after, wait);
+      Op& take = emit(OpKind::kTakeGradient);
+      take.gradient_slot = gradient[At(block)];
+      take.accumulator_slot = accumulator[At(block)];
+      take.after = wait;
+      take.after.push_back(backward_id);
     }
     runs_[At(slot)].last_compute = last;
     if (--uses_left[At(block)] > 0) {
@@ -385,7 +435,11 @@ void ProgramBuilder::AppendBackward(int64_t step) {
     finals.push_back(final_id);
     if (sums_apart) accumulators_[At(accumulator[At(block)])].users.push_back(final_id);
     gradients_[At(gradient[At(block)])].users = {last, final_id};
-    if (bp.gradient_slot < 0) {
+    gradient_of_block_[At(block)] = gradient[At(block)];
+    const std::vector<char>& early = bp.in_backward;
+    const bool all_early = in_backward && std::count(early.begin(), early.end(), 0) == 0;
+    gradient_written_[At(block)] = -1;
+    if (bp.gradient_slot < 0 && (plan_.clips || !all_early)) {
       const OpId write_id = next_id_;
       Op& write = Emit(OpKind::kWriteGradient, Lane::kWrite, step);
       write.block = block;
@@ -395,15 +449,20 @@ void ProgramBuilder::AppendBackward(int64_t step) {
       gradients_[At(gradient[At(block)])].users.push_back(write_id);
       gradient_written_[At(block)] = write_id;
     }
+    for (size_t t = 0; t < bp.tiles.size(); ++t) {
+      due_[At(block)][t] = Due::kUpdate;
+      if (!in_backward || early[t] == 0) continue;
+      EmitUpdate(block, static_cast<int>(t), slot, {.step = step, .decided = final_id, .in_backward = true});
+      due_[At(block)][t] = Due::kRedo;
+    }
   }
   norm_ = next_id_;
   Op& norm = Emit(OpKind::kNorm, Lane::kHost, step);
   norm.after = std::move(finals);
   pending_step_ = step;
-  std::fill(pending_block_.begin(), pending_block_.end(), 1);
 }
 
-std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches) {
+std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bool in_backward) {
   out_.clear();
   order_.clear();
   computing_step_ = next_step_;
@@ -426,10 +485,9 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches) {
       const int last_block = graph_.stages.back().block;
       // The last stage's block may carry the last part of the pending update; fetch it before the commit is
       // placed.
-      if (pending_step_ != 0 && pending_block_[At(last_block)] != 0)
-        Fetch(last_block, graph_.stages.size() - 1);
+      if (IsDue(last_block)) Fetch(last_block, graph_.stages.size() - 1);
       CommitPending();
-      AppendBackward(step);
+      AppendBackward(step, in_backward);
       break;
     }
     case Pass::kEvaluate:
@@ -437,7 +495,9 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches) {
       CommitPending();
       break;
     case Pass::kFlush:
-      for (size_t b = 0; b < graph_.blocks.size(); ++b) Fetch(static_cast<int>(b), b);
+      for (size_t b = 0; b < graph_.blocks.size(); ++b) {
+        if (IsDue(static_cast<int>(b))) Fetch(static_cast<int>(b), b);
+      }
       CommitPending();
       break;
   }

@@ -8,9 +8,16 @@
 // (Belady, "A study of replacement algorithms", 1966); on the walk 0..S-1, S-1..0 of a step that keeps the
 // last blocks of forward for the start of backward, and the last of backward for the next forward.
 //
-// The order of update built here is "in the next forward": a block's pending update is applied when the next
-// pass first needs the block, by then the global norm is known, and the weights it reads are the ones it
-// would have read anyway.
+// A tile is updated in one of two orders, which the plan chooses tile by tile:
+//   in the next forward  when the next pass first needs its block: the global norm is known by then, and the
+//                        weights that the update reads would have been read anyway
+//   in backward          as soon as its block's gradient is final, while the weights are still in memory, on
+//                        the assumption that the norm will ask for no clipping. The committed version stays
+//                        in its own slot on the drive, so when the assumption fails, the tile is read again
+//                        and updated as in the other order: those operations (Op::redo) are always part of
+//                        the next pass, and are skipped (Lanes::Skips) when there is nothing to make good
+// Both move the same bytes as long as nothing is made again, and both end in the same bits. A mix spreads the
+// drive's work over forward and backward as compute is spread.
 #ifndef PENSTOCK_TIERING_PROGRAM_H_
 #define PENSTOCK_TIERING_PROGRAM_H_
 
@@ -36,7 +43,8 @@ enum class OpKind : uint8_t {
   kWriteTile,      // weights and state of a tile to the slot that the last commit does not hold
   kWriteGradient,  // a block's gradient, rounded, to its scratch on the drive
   kForward,        // one stage, one micro-batch, without autograd: keep the input, hand on the output
-  kBackward,       // one stage, one micro-batch: recompute with autograd, accumulate the gradient
+  kBackward,       // one stage, one micro-batch: recompute with autograd
+  kTakeGradient,   // its gradient from LibTorch's tensors to where it waits, or onto the sums there
   kFinalize,       // a block's accumulated gradient: round once, square norm, finite check
   kNorm,           // all gradients of the step are final: global norm, clip factor, skip or not
   kCommit,         // the update of a step is on the drive: write the commit record
@@ -52,8 +60,10 @@ struct Op {
   Lane lane;
   bool checks_weights = false;    // kUpdate: the weights were just read
   bool checks_state = false;      // kUpdate: the state was just read
-  bool evaluates = false;         // kForward: of a forward-only pass
-  bool last_micro_batch = false;  // kForward, kBackward: of this stage
+  bool in_backward = false;       // reads, update and write of an update in backward
+  bool redo = false;              // makes an update in backward good whose assumption failed
+  bool evaluates = false;         // kBatch, kForward: of a forward-only pass
+  bool last_micro_batch = false;  // kForward, kBackward, kTakeGradient: of this stage
   int block = -1;
   int tile = -1;  // within the block
   int stage = -1;
@@ -81,8 +91,13 @@ class ProgramBuilder {
   // pending and, with a drive, nothing is in memory. `first_id`: where an executor's numbering goes on.
   ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step, OpId first_id = 0);
 
-  // Operations of the next pass, numbered on from the last. `evaluate_micro_batches` counts for kEvaluate.
-  std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0);
+  // Operations of the next pass, numbered on from the last. `evaluate_micro_batches` counts for kEvaluate;
+  // `in_backward` for kTrain: the tiles that the plan updates in backward are; otherwise none.
+  std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0, bool in_backward = true);
+
+  // The norm of the last step is known and asks for no update to be made again: the next pass need not
+  // provide for it.
+  void AssumptionHeld();
 
   OpId next_id() const { return next_id_; }
   int64_t next_step() const { return next_step_; }
@@ -91,10 +106,12 @@ class ProgramBuilder {
  private:
   struct RunSlot {
     int block = -1;            // whose weights it holds or will hold
-    std::vector<OpId> ready;   // complete when the content is there: verified or updated
-    std::vector<OpId> writes;  // that read the content to the drive
+    std::vector<OpId> ready;   // [tile] complete when the content is there: verified or updated
+    std::vector<OpId> writes;  // [tile] that read the content to the drive, -1: none
     OpId last_compute = -1;    // the compute lane runs in order: its last use stands for all
   };
+  // What is still to be appended of a tile's update.
+  enum class Due : uint8_t { kNothing, kUpdate, kRedo };
   struct TileSlot {
     int block = -1, tile = -1;  // kept content (resident tiles only)
     std::vector<OpId> users;
@@ -108,9 +125,20 @@ class ProgramBuilder {
   // Makes the block's weights present (with the pending update applied if there is one) for a use at
   // `position` of the pass's order of uses; returns the run slot.
   int Fetch(int block, size_t position);
-  void EmitUpdate(int block, int tile, int run_slot, OpId weights_read);
+  // Reads what is not in memory, updates, and writes. `redo`: reads everything, weights too, from the
+  // committed version.
+  struct Update {
+    int64_t step = 0;
+    OpId decided = -1;       // the norm, or in backward the final gradient
+    OpId weights_read = -1;  // to be checked first; -1: they were in memory
+    bool in_backward = false;
+    bool redo = false;
+  };
+  void EmitUpdate(int block, int tile, int run_slot, const Update& of);
+  void SizeRun(int slot, const BlockPlan& block);
+  bool IsDue(int block) const;
   void AppendForward(bool train, int micro_batches, int64_t step);
-  void AppendBackward(int64_t step);
+  void AppendBackward(int64_t step, bool in_backward);
   void CommitPending();
   size_t NextUse(int block, size_t position) const;
 
@@ -118,11 +146,11 @@ class ProgramBuilder {
   const Plan plan_;
   OpId next_id_ = 0;
   int64_t next_step_;
-  int64_t computing_step_ = 0;       // of the pass being appended
-  int64_t pending_step_ = 0;         // step whose update is not applied yet; 0 = none
-  std::vector<char> pending_block_;  // per block: its part of the pending update is still to be appended
-  OpId batch_ = -1;                  // kBatch of the pass
-  OpId norm_ = -1;                   // kNorm of the pending step
+  int64_t computing_step_ = 0;         // of the pass being appended
+  int64_t pending_step_ = 0;           // step whose update is not applied yet; 0 = none
+  std::vector<std::vector<Due>> due_;  // [block][tile] of the pending update
+  OpId batch_ = -1;                    // kBatch of the pass
+  OpId norm_ = -1;                     // kNorm of the pending step
   OpId last_commit_ = -1;
   std::vector<OpId> pending_writes_;  // of the pending step, for its commit
   std::vector<RunSlot> runs_;
@@ -130,6 +158,7 @@ class ProgramBuilder {
   std::vector<GradientSlot> gradients_;
   std::vector<GradientSlot> accumulators_;
   size_t next_tile_slot_ = 0;
+  size_t rotating_tile_slots_ = 1;
   std::vector<size_t> next_gradient_slot_;  // per size class
   size_t next_accumulator_ = 0;
   std::vector<std::vector<OpId>> last_write_;  // [block][tile] -> last kWriteTile, -1 if none

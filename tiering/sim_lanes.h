@@ -21,6 +21,8 @@ class SimLanes : public Lanes {
   SimLanes(const Plan& plan, const MachineModel& machine) : plan_(plan), machine_(machine) {}
 
   bool HasRoom(Lane lane) const override;
+  // Updates in backward hold, unless the test says otherwise for a step.
+  bool Skips(const Op& op) const override { return op.redo && !(redone_ && redone_(op.step)); }
   void Start(OpId id, const Op& op) override;
   absl::Status Decide(const Op&) override { return absl::OkStatus(); }
   void Wait(std::vector<Completion>* completions) override;
@@ -28,6 +30,8 @@ class SimLanes : public Lanes {
 
   // Called when an operation starts: a test injects an error by returning one.
   void set_fault(std::function<absl::Status(const Op&)> fault) { fault_ = std::move(fault); }
+  // Whether the updates that a step made in backward are made again.
+  void set_redone(std::function<bool(int64_t step)> redone) { redone_ = std::move(redone); }
   double drive_busy_seconds() const { return drive_busy_seconds_; }
 
  private:
@@ -56,6 +60,7 @@ class SimLanes : public Lanes {
   const Plan plan_;
   const MachineModel machine_;
   std::function<absl::Status(const Op&)> fault_;
+  std::function<bool(int64_t)> redone_;
   double now_ = 0;
   double drive_free_ = 0;
   double drive_busy_seconds_ = 0;

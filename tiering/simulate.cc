@@ -44,6 +44,8 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
   const double drive = prediction.read_seconds + prediction.write_seconds;
   const double update = prediction.update_seconds / std::max(1, machine.update_workers);
   prediction.floor_seconds = std::max({drive, prediction.compute_seconds, update});
+  // A few steps may leave work to those after them; for ever they cannot.
+  prediction.step_seconds = std::max(prediction.step_seconds, prediction.floor_seconds);
   if (prediction.floor_seconds == drive && drive > 0) {
     prediction.bound_by = prediction.read_seconds >= prediction.write_seconds ? "read" : "write";
   } else if (prediction.floor_seconds == prediction.compute_seconds) {

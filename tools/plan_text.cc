@@ -118,6 +118,13 @@ std::string PlanText(const zero::EnginePlan& plan, const zero::EngineOptions& op
       absl::StrAppend(&text, "       ", drives.note, "\n");
     }
   }
+  if (plan.plan.speculates) {
+    absl::StrAppend(
+        &text,
+        absl::StrFormat("order of update: %.0f%% of the tiles in backward, as long as fewer than %.0f%% "
+                        "of the steps are clipped or skipped; otherwise in the next forward\n",
+                        100 * plan.plan.in_backward_share(), 100 * plan.plan.worthwhile_redo_rate));
+  }
   absl::StrAppend(
       &text,
       absl::StrFormat("predicted step: %.3g s, bound by %s (compute %.3g s, drive %.3g s, updates %.3g s)\n",
@@ -137,7 +144,11 @@ nlohmann::json PlanJson(const zero::EnginePlan& plan, const zero::EngineOptions&
           {"blocks", plan.graph.blocks.size()},
           {"dtype", plan.plan.precision.name},
           {"offload", std::string(zero::Name(options.offload))},
-          {"order_of_update", "next_forward"},
+          {"order_of_update", !plan.plan.speculates                  ? "next_forward"
+                              : plan.plan.in_backward_share() == 1.0 ? "in_backward"
+                                                                     : "mixed"},
+          {"in_backward_share", plan.plan.in_backward_share()},
+          {"worthwhile_redo_rate", plan.plan.worthwhile_redo_rate},
           {"host_memory_budget_bytes", options.host_memory_bytes},
           {"host_memory_bytes", plan.plan.host_bytes()},
           {"least_host_memory_bytes", plan.plan.least_host_memory_bytes},

@@ -230,10 +230,7 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
     return Wrong(
         "penstock.durability \"checkpoint\": every step is durable; leave the key out or say \"step\"");
   }
-  if (config.penstock.order == zero::UpdateOrder::kInBackward) {
-    return Wrong(
-        "penstock.order \"in_backward\": updates ride on the next forward; say \"auto\" or \"next_forward\"");
-  }
+  engine.update_order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
   engine.tile_bytes = config.penstock.tile_bytes.value_or(0);
   const zero::ZeroConfig& zero_config = config.zero;
   if (zero_config.sub_group_size_elements.value_or(0) > 0) {

@@ -43,9 +43,10 @@ constexpr auto kDurabilities =
     std::to_array<Named<Durability>>({{Durability::kStep, "step"}, {Durability::kCheckpoint, "checkpoint"}});
 constexpr auto kSyncModes =
     std::to_array<Named<SyncMode>>({{SyncMode::kProcess, "process"}, {SyncMode::kPower, "power"}});
-constexpr auto kUpdateOrders = std::to_array<Named<UpdateOrder>>({{UpdateOrder::kAuto, "auto"},
-                                                                  {UpdateOrder::kNextForward, "next_forward"},
-                                                                  {UpdateOrder::kInBackward, "in_backward"}});
+constexpr auto kUpdateOrders =
+    std::to_array<Named<UpdateOrder>>({{UpdateOrder::kAuto, "auto"},
+                                       {UpdateOrder::kInNextForward, "next_forward"},
+                                       {UpdateOrder::kInBackward, "in_backward"}});
 constexpr auto kWarmupTypes =
     std::to_array<Named<WarmupType>>({{WarmupType::kLog, "log"}, {WarmupType::kLinear, "linear"}});
 

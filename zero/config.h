@@ -26,6 +26,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "tiering/plan.h"
 #include "zero/loss_scale.h"
 #include "zero/lr_schedule.h"
 
@@ -36,7 +37,7 @@ enum class OptimizerType { kAdam, kAdamW };
 enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, kWarmupCosineLr };
 enum class Durability { kStep, kCheckpoint };
 enum class SyncMode { kProcess, kPower };
-enum class UpdateOrder { kAuto, kNextForward, kInBackward };
+using tiering::UpdateOrder;
 
 // The names that the JSON uses: "nvme", "AdamW", "WarmupLR", "step", "power", "next_forward".
 std::string_view Name(OffloadDevice value);

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <deque>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -91,6 +93,7 @@ class Engine::Impl {
     if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
     ++step_;
     StepResult& result = pending_.at(step_).result;
+    if (ahead_norm_ < 0 && !redone_.back()) builder_->AssumptionHeld();
     result.loss = runner_->MeanLoss();
     const double now = lanes_->Now();
     result.seconds = now - std::exchange(last_end_, now);
@@ -267,7 +270,14 @@ class Engine::Impl {
   }
 
   void AppendTraining() {
-    executor_->Append(builder_->Append(Pass::kTrain));
+    // Updates in backward pay while few of them are made again. The steps before tell; of a new run one in
+    // two is taken to be clipped until they do.
+    const auto redone = static_cast<double>(std::count(redone_.begin(), redone_.end(), true));
+    const double doubt = options_.clip > 0 ? 1 : 0;
+    const double rate = (redone + doubt) / (static_cast<double>(redone_.size()) + 2 * doubt + 1e-9);
+    const bool in_backward = plan_.plan.speculates && rate <= plan_.plan.worthwhile_redo_rate;
+    executor_->Append(builder_->Append(Pass::kTrain, 0, in_backward));
+    if (in_backward) in_backward_steps_.insert(builder_->next_step() - 1);
     ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
     ahead_step_ = builder_->next_step() - 1;
   }
@@ -277,6 +287,7 @@ class Engine::Impl {
   absl::Status AbandonAhead() {
     if (ahead_norm_ < 0) return absl::OkStatus();
     abandoned_step_ = ahead_step_;
+    in_backward_steps_.erase(ahead_step_);
     lanes_->Abandon(abandoned_step_);
     executor_->OpenGate(++gates_);
     absl::Status status = executor_->RunUntil(std::exchange(ahead_norm_, -1));
@@ -309,18 +320,40 @@ class Engine::Impl {
   }
 
   absl::Status Decide(const Op& op) {
-    if (op.kind != OpKind::kNorm || op.step == abandoned_step_) return absl::OkStatus();
+    if (op.step == abandoned_step_) return absl::OkStatus();
+    if (op.kind == OpKind::kBatch && !op.evaluates) {
+      lanes_->set_assumption(DecisionOf(op.step, /*factor=*/1.0));
+      return absl::OkStatus();
+    }
+    if (op.kind != OpKind::kNorm) return absl::OkStatus();
     kernels::SumOfSquares squares;
     for (size_t b = 0; b < plan_.plan.blocks.size(); ++b) squares.Merge(lanes_->squares(static_cast<int>(b)));
     const double norm = std::sqrt(squares.Value());
-    StepResult& result = pending_[op.step].result;
-    result.step = op.step;
-    result.grad_norm = norm;
-    result.skipped = !squares.Finite();
-
-    UpdateDecision decision;
-    decision.step = op.step;
+    // As torch.nn.utils.clip_grad_norm_.
+    const double factor = options_.clip > 0 ? std::min(1.0, options_.clip / (norm + 1e-6)) : 1.0;
+    UpdateDecision decision = DecisionOf(op.step, factor);
     decision.skip = !squares.Finite();
+    decision.redo = decision.skip || factor < 1.0;
+    if (!decision.skip) ++updates_;
+    lanes_->set_decision(decision);
+    redone_.push_back(decision.redo);
+    if (redone_.size() > kRemembered) redone_.pop_front();
+
+    Pending& pending = pending_[op.step];
+    pending.updates = updates_;
+    pending.result.step = op.step;
+    pending.result.grad_norm = norm;
+    pending.result.skipped = decision.skip;
+    pending.result.lr = lr_;
+    if (in_backward_steps_.erase(op.step) > 0) {
+      pending.result.in_backward = plan_.plan.in_backward_share();
+      pending.result.redone = decision.redo;
+    }
+    return absl::OkStatus();
+  }
+
+  // The update of `step`, which is the next: gradients times `factor`.
+  UpdateDecision DecisionOf(int64_t step, double factor) {
     kernels::AdamOptions adam = options_.adam;
     if (schedule_.has_value()) {
       const ScheduledRates rates = schedule_->At(updates_ + 1);
@@ -328,13 +361,11 @@ class Engine::Impl {
       adam.beta1 = rates.beta1.value_or(adam.beta1);
       adam.beta2 = rates.beta2.value_or(adam.beta2);
     }
-    result.lr = adam.lr;
-    // As torch.nn.utils.clip_grad_norm_.
-    const double factor = options_.clip > 0 ? std::min(1.0, options_.clip / (norm + 1e-6)) : 1.0;
-    if (!decision.skip) decision.adam = kernels::MakeAdamStep(adam, ++updates_, factor);
-    pending_[op.step].updates = updates_;
-    lanes_->set_decision(decision);
-    return absl::OkStatus();
+    lr_ = adam.lr;
+    UpdateDecision decision;
+    decision.step = step;
+    decision.adam = kernels::MakeAdamStep(adam, updates_ + 1, factor);
+    return decision;
   }
 
   swap::CommitInfo DescribeCommit(int64_t step) {
@@ -385,6 +416,11 @@ class Engine::Impl {
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::optional<LrSchedule> schedule_;
   int64_t updates_ = 0;
+  double lr_ = 0;  // of the last decision
+  static constexpr size_t kRemembered = 16;
+  std::deque<bool>
+      redone_;  // of the last steps: whether an update in backward was, or would have been, wrong
+  std::set<int64_t> in_backward_steps_;  // appended as such, norm not known yet
   int64_t gates_ = 0;
   OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
   int64_t ahead_step_ = 0;

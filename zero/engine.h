@@ -9,11 +9,12 @@
 //   }
 //   absl::Status done = (*engine)->Flush();
 //
-// One step, in the order of update "in the next forward": Step(t) applies the update of step t-1 to each
-// block as its forward first needs it, commits step t-1 when the last of its tiles is on the drive, computes
-// forward and backward of step t, and returns loss and norm. The last update is applied by Flush (or by an
-// evaluation, which is a forward too). So a step is committed, and reported through EngineOptions::committed,
-// during the step after it.
+// Step(t) applies what is left of the update of step t-1 to each block as its forward first needs it, commits
+// step t-1 when the last of its tiles is on the drive, computes forward and backward of step t, and returns
+// loss and norm. Where the plan says so, part of the update of step t is made in its backward already
+// (tiering/program.h). What is left of the last update is applied by Flush (or by an evaluation, which is a
+// forward too). So a step is committed, and reported through EngineOptions::committed, during the step after
+// it.
 //
 // The bits of every loss are the same for every offload mode, budget, tile size, backend and number of update
 // workers; they depend on the model, the data, the seed, the number of intra-op threads and LibTorch's choice
@@ -57,6 +58,9 @@ struct StepResult {
   double lr = 0;         // of this step's update
   double loss_scale = 1;
   bool skipped = false;  // a gradient was not finite
+  // Share of the tiles whose update was made in backward, and whether it then had to be made again.
+  double in_backward = 0;
+  bool redone = false;
   // Of the time from the end of the step before to the end of this one.
   double seconds = 0;
   double stall_io_seconds = 0;   // compute had nothing to do but wait for the drive
@@ -91,6 +95,7 @@ struct EngineOptions {
   std::vector<std::string> state_dirs;
   swap::Sync sync = swap::Sync::kProcess;
   int64_t tile_bytes = 0;  // 0: the planner's choice
+  tiering::UpdateOrder update_order = tiering::UpdateOrder::kAuto;
   tiering::PlanBounds bounds;
   aio::EngineOptions io;  // arenas, knee and log are set here
   int intra_op_threads = 1;

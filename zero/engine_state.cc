@@ -116,6 +116,8 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.host_budget_bytes = options.host_memory_bytes;
   plan_options.tile_bytes = options.tile_bytes;
   plan_options.bounds = options.bounds;
+  plan_options.update_order = options.update_order;
+  plan_options.clips = options.clip > 0;
 
   absl::StatusOr<swap::Inspection> found = absl::NotFoundError("");
   if (resumes) {

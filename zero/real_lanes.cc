@@ -80,15 +80,19 @@ bool RealLanes::Skips(const Op& op) const {
       case OpKind::kVerify:
       case OpKind::kForward:
       case OpKind::kBackward:
+      case OpKind::kTakeGradient:
       case OpKind::kFinalize:
       case OpKind::kWriteGradient:
         return true;
       default:
-        return false;
+        return op.in_backward;
     }
   }
-  // A skipped update leaves the tile, in memory and on the drive, as it was.
-  return decision_.skip && decision_.step == op.step && op.kind == OpKind::kWriteTile;
+  const bool decided = decision_.step == op.step;
+  if (op.redo) return !(decided && decision_.redo);
+  if (!decided || op.kind != OpKind::kWriteTile) return false;
+  // What will be made again need not go to the drive; a skipped update leaves the tile as it was.
+  return op.in_backward ? decision_.redo : decision_.skip;
 }
 
 void RealLanes::Report(const Task& task, absl::Status status, double start) {
@@ -100,9 +104,8 @@ void RealLanes::Report(const Task& task, absl::Status status, double start) {
 }
 
 void RealLanes::Start(tiering::OpId id, const Op& op) {
-  const Task task{id, &op, Skips(op)};
+  const Task task{id, &op};
   if (op.lane == Lane::kCompute) ++computes_;
-  if (task.skipped) return Report(task, absl::OkStatus(), Now());
   switch (op.lane) {
     case Lane::kCompute:
     case Lane::kUpdate: {
@@ -116,6 +119,7 @@ void RealLanes::Start(tiering::OpId id, const Op& op) {
     case Lane::kRead:
     case Lane::kWrite: {
       if (op.kind == OpKind::kWriteGradient) return StartSpill(task);
+      if (UndoesWrite(op)) return Report(task, store_->DropWritten(StoreTile(op.block, op.tile)), Now());
       const double start = Now();
       if (absl::Status status = StartTransfer(task); !status.ok()) Report(task, std::move(status), start);
       return;
@@ -142,14 +146,17 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
     transfer->start = Now();
     return &transfer->io;
   };
+  // An update that is made again starts from what the last commit holds.
+  const swap::Which which = op.redo ? swap::Which::kCommitted : swap::Which::kNewest;
   switch (op.kind) {
     case OpKind::kReadWeights: {
       void* const destination[] = {memory.weights};
-      return store_->ReadSegments(begin(&transfers.weights), tile, 0, 1, destination, aio::Priority::kDemand);
+      return store_->ReadSegments(begin(&transfers.weights), tile, 0, 1, destination, aio::Priority::kDemand,
+                                  which);
     }
     case OpKind::kReadState:
       return store_->ReadSegments(begin(&transfers.state), tile, 1, segments - 1, memory.state,
-                                  aio::Priority::kPrefetch);
+                                  aio::Priority::kPrefetch, which);
     case OpKind::kReadGradient:
       return store_->ReadScratch(begin(&transfers.gradient), tile, 0, memory.gradient,
                                  static_cast<uint64_t>(op.bytes), aio::Priority::kPrefetch);
@@ -162,6 +169,11 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
     default:
       return absl::InternalError(absl::StrCat("not a transfer: ", std::string(tiering::OpKindName(op.kind))));
   }
+}
+
+// A skipped step ends with the version that it began with, also where an update in backward was written.
+bool RealLanes::UndoesWrite(const Op& op) const {
+  return op.kind == OpKind::kWriteTile && op.redo && decision_.skip;
 }
 
 void RealLanes::StartSpill(const Task& task) {
@@ -211,7 +223,7 @@ void RealLanes::OnCommitDone(swap::CommitIo&, void* context) {
 absl::Status RealLanes::Settle(const Done& done) {
   const Op& op = *done.task.op;
   absl::Status status = done.status;
-  if (!status.ok() || done.task.skipped) return status;
+  if (!status.ok()) return status;
   switch (op.kind) {
     case OpKind::kReadWeights:
       return transfers(op).weights.io.status();
@@ -220,7 +232,7 @@ absl::Status RealLanes::Settle(const Done& done) {
     case OpKind::kReadGradient:
       return transfers(op).gradient.io.status();
     case OpKind::kWriteTile:
-      return store_->NoteWritten(&transfers(op).write.io, transfers(op).checksums);
+      return UndoesWrite(op) ? status : store_->NoteWritten(&transfers(op).write.io, transfers(op).checksums);
     case OpKind::kWriteGradient:
       for (const auto& tile : tiles_[At(op.block)]) status.Update(tile->spill.io.status());
       return status;
@@ -269,14 +281,16 @@ absl::Status RealLanes::Run(const Op& op) {
   switch (op.kind) {
     case OpKind::kForward:
       return runner_->Forward(op.stage, op.micro_batch, op.evaluates, residency_.run(op.run_slot));
-    case OpKind::kBackward: {
+    case OpKind::kBackward:
+      return runner_->Backward(op.stage, op.micro_batch, residency_.run(op.run_slot));
+    case OpKind::kTakeGradient: {
       GradientPlace place;
       if (op.accumulator_slot >= 0) {
         place.accumulator = residency_.accumulator(op.accumulator_slot);
       } else {
         place.gradient = residency_.gradient(op.gradient_slot);
       }
-      return runner_->Backward(op.stage, op.micro_batch, residency_.run(op.run_slot), place);
+      return runner_->TakeGradient(op.stage, place);
     }
     case OpKind::kVerify:
       return RunVerify(op);
@@ -292,7 +306,8 @@ absl::Status RealLanes::Run(const Op& op) {
 absl::Status RealLanes::RunVerify(const Op& op) { return store_->VerifyRead(transfers(op).weights.io); }
 
 absl::Status RealLanes::RunUpdate(const Op& op) {
-  const TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+  TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+  const tiering::Tile& tile = plan_.blocks[At(op.block)].tiles[At(op.tile)];
   // What was read for this update is checked before it is changed. Weights or state that were in memory
   // already have been checked when they came, or were written from here.
   if (op.checks_weights) {
@@ -301,7 +316,12 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
   if (op.checks_state) {
     if (absl::Status status = store_->VerifyRead(transfers(op).state.io); !status.ok()) return status;
   }
-  if (plan_.blocks[At(op.block)].gradient_slot < 0) {
+  const UpdateDecision& decision = op.in_backward ? assumed_[op.step & 1] : decision_;
+  if (decision.skip) return absl::OkStatus();
+  if (op.gradient_slot >= 0) {
+    memory.gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot)) +
+                      tile.offset * plan_.precision.gradient_bytes;
+  } else {
     const auto bytes = static_cast<size_t>(memory.elements * plan_.precision.gradient_bytes);
     if (kernels::Checksum(memory.gradient, bytes) != transfers(op).gradient_checksum) {
       return absl::DataLossError(
@@ -310,9 +330,7 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
                        "commit is whole: continue with --resume, and mistrust the drive"));
     }
   }
-  if (decision_.skip) return absl::OkStatus();
-  const tiering::Tile& tile = plan_.blocks[At(op.block)].tiles[At(op.tile)];
-  UpdateTile(plan_.precision, decision_.adam, modules_[At(op.block)]->layout(), tile, memory);
+  UpdateTile(plan_.precision, decision.adam, modules_[At(op.block)]->layout(), tile, memory);
   if (store_ == nullptr) return absl::OkStatus();
   std::vector<uint64_t>& checksums = transfers(op).checksums;
   const uint32_t id = StoreTile(op.block, op.tile);

@@ -53,6 +53,7 @@ class RealLanes : public tiering::Lanes {
   ~RealLanes() override;
 
   bool HasRoom(tiering::Lane lane) const override;
+  bool Skips(const tiering::Op& op) const override;
   void Start(tiering::OpId id, const tiering::Op& op) override;
   absl::Status Decide(const tiering::Op& op) override { return hooks_.decide(op); }
   void Wait(std::vector<tiering::Completion>* completions) override;
@@ -60,6 +61,8 @@ class RealLanes : public tiering::Lanes {
 
   // What updates go by from now on; set when the norm of their step is known.
   void set_decision(const UpdateDecision& decision) { decision_ = decision; }
+  // What the updates in backward of its step assume; set before the step computes.
+  void set_assumption(const UpdateDecision& assumed) { assumed_[assumed.step & 1] = assumed; }
   // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
   void Abandon(int64_t step) { abandoned_step_ = step; }
   // Square norm of a block's finished gradient.
@@ -69,7 +72,6 @@ class RealLanes : public tiering::Lanes {
   struct Task {
     tiering::OpId id = 0;
     const tiering::Op* op = nullptr;
-    bool skipped = false;  // nothing was done
   };
   // One transfer object for each tile and purpose, reused every step.
   struct Transfer {
@@ -103,7 +105,7 @@ class RealLanes : public tiering::Lanes {
   uint32_t StoreTile(int block, int tile) const {
     return first_tile_[static_cast<size_t>(block)] + static_cast<uint32_t>(tile);
   }
-  bool Skips(const tiering::Op& op) const;
+  bool UndoesWrite(const tiering::Op& op) const;
   void Report(const Task& task, absl::Status status, double start);
   absl::Status StartTransfer(const Task& task);
   void StartSpill(const Task& task);
@@ -127,6 +129,8 @@ class RealLanes : public tiering::Lanes {
   const Options options_;
   const LaneHooks hooks_;
   UpdateDecision decision_;
+  std::array<UpdateDecision, 2>
+      assumed_;  // [step & 1]: the last updates of one step may run while the next begins
   int64_t abandoned_step_ = 0;
   std::vector<kernels::SumOfSquares> squares_;
   std::vector<uint32_t> first_tile_;  // [block] number of its first tile in the store

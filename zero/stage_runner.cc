@@ -77,7 +77,7 @@ absl::Status StageRunner::Forward(int stage, int micro_batch, bool evaluates, vo
   });
 }
 
-absl::Status StageRunner::Backward(int stage, int micro_batch, void* run, const GradientPlace& place) {
+absl::Status StageRunner::Backward(int stage, int micro_batch, void* run) {
   const StageSpec& spec = model_.stages[At(stage)];
   BlockModule& block = *modules_[At(spec.block)];
   return Guarded(absl::StrCat("backward of ", spec.name), [&] {
@@ -103,8 +103,14 @@ absl::Status StageRunner::Backward(int stage, int micro_batch, void* run, const 
       if (output.requires_grad() && from_above.defined()) output.backward(from_above);
       if (flows_on) flowing_[At(micro_batch)] = input.grad();
     }
+  });
+}
+
+absl::Status StageRunner::TakeGradient(int stage, const GradientPlace& place) {
+  const StageSpec& spec = model_.stages[At(stage)];
+  return Guarded(absl::StrCat("gradient of ", spec.name), [&] {
     AddGradient(spec.block, place);
-    block.Detach();
+    modules_[At(spec.block)]->Detach();
   });
 }
 

@@ -40,7 +40,9 @@ class StageRunner {
 
   // One stage of one micro-batch with the block's weights at `run`.
   absl::Status Forward(int stage, int micro_batch, bool evaluates, void* run);
-  absl::Status Backward(int stage, int micro_batch, void* run, const GradientPlace& place);
+  absl::Status Backward(int stage, int micro_batch, void* run);
+  // Moves the gradient of the backward just made, or adds it, to its place; nothing computes in between.
+  absl::Status TakeGradient(int stage, const GradientPlace& place);
   // Block b's gradient has been taken over: its next backward starts a new sum.
   void Taken(int block) { addends_[static_cast<size_t>(block)] = 0; }
 

@@ -19,6 +19,7 @@ namespace penstock::zero {
 struct UpdateDecision {
   int64_t step = 0;
   bool skip = false;  // a gradient was not finite: everything stays as it was
+  bool redo = false;  // what was updated in backward is not what this says: made again, or undone
   kernels::AdamStep adam{};
 };
 

@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
@@ -127,6 +128,69 @@ TEST(Engine, EveryOffloadModeAndBudgetGivesTheSameBits) {
           EXPECT_EQ(nvme.norms, none.norms);
           EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
         }
+      }
+    }
+  }
+}
+
+// The order of update is nobody's business but the plan's: also where clipping or a value that is not finite
+// asks for what was updated in backward to be made again or undone.
+TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
+  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32}) {
+    for (const int micro_batches : {1, 2}) {
+      RunOptions run;
+      run.dtype = dtype;
+      run.micro_batches = micro_batches;
+      run.steps = 7;
+      run.poison_step = 4;
+      // A clip between the norms: some steps are clipped, some are not.
+      std::vector<double> norms;
+      for (const double norm : TrainGpt(run).norms) {
+        if (std::isfinite(norm)) norms.push_back(norm);
+      }
+      ASSERT_EQ(norms.size(), 6u);
+      std::sort(norms.begin(), norms.end());
+      for (const double clip : {0.0, norms[2], 1e9}) {
+        run.clip = clip;
+        run.offload = OffloadDevice::kNone;
+        const TrainedLosses none = TrainGpt(run);
+        ASSERT_TRUE(none.status.ok()) << none.status;
+        run.offload = OffloadDevice::kNvme;
+        run.host_memory_bytes = 1;
+        const int64_t least = TrainGpt(run).least_host_memory_bytes;
+        run.update_order = tiering::UpdateOrder::kInBackward;
+        for (const int64_t extra : {int64_t{0}, int64_t{1} << 20, int64_t{64} << 20}) {
+          for (const bool evaluates : {false, true}) {
+            run.host_memory_bytes = least + extra;
+            run.tile_bytes = extra == 0 ? 128 << 10 : 0;
+            run.evaluate_every = evaluates ? 3 : 0;
+            run.announce_always = evaluates;
+            const TrainedLosses nvme = TrainGpt(run);
+            ASSERT_TRUE(nvme.status.ok()) << nvme.status;
+            EXPECT_EQ(nvme.norms.size(), none.norms.size());
+            for (size_t i = 0; i < none.losses.size(); ++i) {
+              if (i + 1 == 4) continue;  // not a number, which equals nothing
+              EXPECT_EQ(nvme.losses[i], none.losses[i]) << "step " << i + 1 << ", clip " << clip;
+              EXPECT_EQ(nvme.norms[i], none.norms[i]) << "step " << i + 1;
+            }
+            EXPECT_EQ(nvme.in_backward, 1.0);
+            EXPECT_EQ(nvme.skipped, (std::vector<int64_t>{4}));
+            EXPECT_EQ(nvme.committed, (std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7}));
+            // The skipped step is undone in any case.
+            if (clip == 0 || clip == 1e9) {
+              EXPECT_EQ(nvme.redone, (std::vector<int64_t>{4}));
+            }
+            if (clip == norms[2]) {
+              EXPECT_GE(nvme.redone.size(), 3u);
+              EXPECT_LT(nvme.redone.size(), 7u);
+            }
+            EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+          }
+        }
+        run.update_order = tiering::UpdateOrder::kAuto;
+        run.host_memory_bytes = 0;
+        run.evaluate_every = 0;
+        run.announce_always = false;
       }
     }
   }

@@ -45,6 +45,7 @@ EngineOptions OptionsOf(const RunOptions& run) {
   options.host_memory_bytes = run.host_memory_bytes;
   options.update_workers = run.update_workers;
   options.tile_bytes = run.tile_bytes;
+  options.update_order = run.update_order;
   options.resume = run.resume;
   if (options.offload == OffloadDevice::kNvme) options.state_dirs = {run.state_dir};
   return options;
@@ -90,6 +91,8 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       trained.losses.push_back(result->loss);
       trained.norms.push_back(result->grad_norm);
       if (result->skipped) trained.skipped.push_back(step);
+      if (result->redone) trained.redone.push_back(step);
+      trained.in_backward = std::max(trained.in_backward, result->in_backward);
       if (!evaluates) continue;
       std::vector<Batch> held_out;
       for (int m = 0; m < 5; ++m) held_out.push_back(MakeBatch(run, -1, m));

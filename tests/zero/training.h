@@ -27,6 +27,7 @@ struct RunOptions {
   double clip = 1.0, lr = 3e-3, weight_decay = 0.01;
   uint64_t seed = 7;
   int update_workers = 1;
+  tiering::UpdateOrder update_order = tiering::UpdateOrder::kAuto;
   int64_t tile_bytes = 0;
   bool resume = false;
   std::string state_dir;  // empty: a scratch directory, removed afterwards
@@ -36,7 +37,8 @@ struct RunOptions {
 struct TrainedLosses {
   absl::Status status;
   std::vector<double> losses, norms, evaluations;
-  std::vector<int64_t> committed, skipped;
+  std::vector<int64_t> committed, skipped, redone;
+  double in_backward = 0;  // the largest share of tiles updated in backward
   int64_t resumed_from = -1;
   int64_t least_host_memory_bytes = 0;  // of a refusal
   int64_t peak_managed_bytes = 0;

@@ -1,0 +1,99 @@
+#include "tiering/update_order.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "tiering/simulate.h"
+
+namespace penstock::tiering {
+namespace {
+
+constexpr size_t kMostTilesSimulated = 4000;
+// Of a gain that was computed and not tried, no more than this share of steps may be redone.
+constexpr double kCautiousRedoRate = 0.2;
+
+size_t CountTiles(const Plan& plan) {
+  size_t tiles = 0;
+  for (const BlockPlan& block : plan.blocks) tiles += block.tiles.size();
+  return tiles;
+}
+
+void MarkInBackward(Plan* plan, double share) {
+  double sum = 0;
+  for (BlockPlan& block : plan->blocks) {
+    for (char& early : block.in_backward) {
+      sum += share;
+      early = sum >= 1 - 1e-9 ? 1 : 0;
+      if (early != 0) sum -= 1;
+    }
+  }
+  plan->speculates = share > 0;
+}
+
+double StepSeconds(const ModelGraph& graph, const Plan& plan) {
+  // A single step may borrow time from its neighbours; where steps are cheap, some are averaged.
+  const int steps = CountTiles(plan) <= kMostTilesSimulated / 8 ? 4 : 1;
+  const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, MachineModel(), steps);
+  return prediction.ok() ? prediction->step_seconds : std::numeric_limits<double>::max();
+}
+
+// The share of tiles whose update in backward gives the drive as much to do in backward as the processor has.
+double EvenShare(const ModelGraph& graph, const Plan& plan) {
+  double forward = 0, backward = 0;
+  for (const StageShape& stage : graph.stages) {
+    forward += stage.forward_seconds;
+    backward += stage.backward_seconds;
+  }
+  if (forward + backward <= 0) return 0;
+  const double weights = plan.precision.weight_bytes();
+  const double update = 2.0 * plan.precision.total_bytes();
+  const double in_backward = (update + weights) * backward / (forward + backward);
+  return std::clamp((in_backward - weights) / (update - weights), 0.0, 1.0);
+}
+
+}  // namespace
+
+bool TooManyTilesToSimulate(const Plan& plan) { return CountTiles(plan) > kMostTilesSimulated; }
+
+double ChooseUpdateOrder(const ModelGraph& graph, UpdateOrder wanted, bool thorough, Plan* plan) {
+  MarkInBackward(plan, 0);
+  if (!plan->trains || !plan->on_nvme) return 0;
+  const bool free = wanted == UpdateOrder::kAuto;
+  if (TooManyTilesToSimulate(*plan)) {
+    if (wanted == UpdateOrder::kInNextForward) return 0;
+    MarkInBackward(plan, free ? EvenShare(graph, *plan) : 1);
+    plan->worthwhile_redo_rate = free ? kCautiousRedoRate : 1;
+    return 0;
+  }
+  const double later = StepSeconds(graph, *plan);
+  if (wanted == UpdateOrder::kInNextForward) return later;
+  std::vector<double> shares = {1.0};
+  if (free) {
+    // The ends of the walk and what is resident move the best share away from the even one.
+    const double even = EvenShare(graph, *plan);
+    shares = {even};
+    if (thorough) shares = {even, even - 0.1, even + 0.1, 0.5, 1.0};
+  }
+  double best = std::numeric_limits<double>::max(), best_share = 0;
+  for (const double share : shares) {
+    if (share <= 0 || share > 1) continue;
+    MarkInBackward(plan, share);
+    const double seconds = StepSeconds(graph, *plan);
+    if (seconds < best) {
+      best = seconds;
+      best_share = share;
+    }
+  }
+  // The order that never makes anything again is left for a gain that shows.
+  if (free && best > later * 0.98) best_share = 0;
+  MarkInBackward(plan, best_share);
+  if (best_share == 0) return later;
+  const double redone = best_share * static_cast<double>(graph.elements()) * plan->precision.total_bytes();
+  const MachineModel machine;
+  const double redo_seconds = redone / machine.read_bytes_per_s + redone / machine.write_bytes_per_s;
+  plan->worthwhile_redo_rate = free ? std::clamp((later - best) / redo_seconds, 0.0, 1.0) : 1;
+  return best;
+}
+
+}  // namespace penstock::tiering

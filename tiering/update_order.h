@@ -1,0 +1,21 @@
+// Which tiles are updated in backward (tiering/program.h has the two orders).
+#ifndef PENSTOCK_TIERING_UPDATE_ORDER_H_
+#define PENSTOCK_TIERING_UPDATE_ORDER_H_
+
+#include "tiering/model_graph.h"
+#include "tiering/plan.h"
+
+namespace penstock::tiering {
+
+// A program of very many tiles takes longer to simulate than what is chosen by it is worth.
+bool TooManyTilesToSimulate(const Plan& plan);
+
+// Marks the tiles of `plan` that are updated in backward, evenly over every block, with the share that makes
+// the step shortest in virtual time, and from which rate of redone steps on that no longer pays. `thorough`
+// tries more shares. With too many tiles the share is computed, not tried. Returns the step's seconds (0
+// where nothing was simulated, or the plan does not train).
+double ChooseUpdateOrder(const ModelGraph& graph, UpdateOrder wanted, bool thorough, Plan* plan);
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_UPDATE_ORDER_H_
