@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 namespace penstock::tiering {
 namespace {
@@ -77,6 +78,7 @@ std::string_view OpKindName(OpKind kind) {
 ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step, OpId first_id)
     : graph_(graph),
       plan_(plan),
+      stage_order_(graph.stages.size()),
       next_id_(first_id),
       next_step_(first_step),
       runs_(plan.run_slots.size()),
@@ -87,6 +89,7 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
       gradient_written_(graph.blocks.size(), -1),
       gradient_of_block_(graph.blocks.size(), -1),
       loaded_(graph.blocks.size(), 0) {
+  std::iota(stage_order_.begin(), stage_order_.end(), 0);
   last_write_.reserve(plan.blocks.size());
   for (const BlockPlan& block : plan.blocks) {
     last_write_.emplace_back(block.tiles.size(), -1);
@@ -329,22 +332,24 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
   Emit(OpKind::kBatch, Lane::kHost, step).evaluates = !train;
   const int stages = static_cast<int>(graph_.stages.size());
   OpId last = batch_;
-  for (int s = 0; s < (train ? stages - 1 : stages); ++s) {
+  for (int position = 0; position < (train ? stages - 1 : stages); ++position) {
+    const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
-    const int slot = Fetch(stage.block, At(s));
+    const int slot = Fetch(stage.block, At(position));
     RunSlot& run = runs_[At(slot)];
     for (int m = 0; m < micro_batches; ++m) {
       const OpId id = next_id_;
       Op& op = Emit(OpKind::kForward, Lane::kCompute, step);
       op.block = stage.block;
       op.stage = s;
+      op.position = position;
       op.micro_batch = m;
       op.last_micro_batch = m + 1 == micro_batches;
       op.evaluates = !train;
       op.run_slot = slot;
       op.seconds = stage.forward_seconds;
       for (const OpId ready : run.ready) AddIf(&op.after, ready);
-      if (s == 0) op.after.push_back(batch_);
+      if (position == 0) op.after.push_back(batch_);
       last = id;
     }
     // The compute lane runs in program order: its last operation stands for those before it.
@@ -363,12 +368,12 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
   std::vector<int> accumulator(graph_.blocks.size(), -1);
   std::vector<int> gradient(graph_.blocks.size(), -1);
   std::vector<OpId> finals;
-  for (int s = stages - 1; s >= 0; --s) {
+  for (int position = stages - 1; position >= 0; --position) {
+    const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
     const int block = stage.block;
     const BlockPlan& bp = plan_.blocks[At(block)];
-    const size_t position = At(2 * stages - 2 - s);
-    const int slot = Fetch(block, position);
+    const int slot = Fetch(block, At(2 * stages - 2 - position));
     const bool sums_apart = plan_.needs_accumulator(block);
 
     std::vector<OpId> wait;  // for the place that the gradient goes to
@@ -398,6 +403,7 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
         Op& op = Emit(kind, Lane::kCompute, step);
         op.block = block;
         op.stage = s;
+        op.position = position;
         op.micro_batch = m;
         op.last_micro_batch = m + 1 == plan_.micro_batches;
         return op;
@@ -466,26 +472,28 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
   out_.clear();
   order_.clear();
   computing_step_ = next_step_;
-  for (const StageShape& stage : graph_.stages) order_.push_back(stage.block);
+  auto block_at = [&](size_t position) { return graph_.stages[At(stage_order_[position])].block; };
+  const size_t stages = graph_.stages.size();
+  for (size_t position = 0; position < stages; ++position) order_.push_back(block_at(position));
   if (pass == Pass::kTrain) {
     // The last stage runs forward and backward in one go: one use.
-    for (size_t s = graph_.stages.size() - 1; s-- > 0;) order_.push_back(graph_.stages[s].block);
+    for (size_t position = stages - 1; position-- > 0;) order_.push_back(block_at(position));
   }
   if (pass == Pass::kFlush) {
     order_.clear();
     for (size_t b = 0; b < graph_.blocks.size(); ++b) order_.push_back(static_cast<int>(b));
   }
   // What comes after is most often the next forward.
-  for (const StageShape& stage : graph_.stages) order_.push_back(stage.block);
+  for (size_t position = 0; position < stages; ++position) order_.push_back(block_at(position));
 
   switch (pass) {
     case Pass::kTrain: {
       const int64_t step = next_step_++;
       AppendForward(true, plan_.micro_batches, step);
-      const int last_block = graph_.stages.back().block;
+      const int last_block = block_at(stages - 1);
       // The last stage's block may carry the last part of the pending update; fetch it before the commit is
       // placed.
-      if (IsDue(last_block)) Fetch(last_block, graph_.stages.size() - 1);
+      if (IsDue(last_block)) Fetch(last_block, stages - 1);
       CommitPending();
       AppendBackward(step, in_backward);
       break;

@@ -23,6 +23,7 @@
 
 #include <cstdint>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "tiering/plan.h"
@@ -67,6 +68,7 @@ struct Op {
   int block = -1;
   int tile = -1;  // within the block
   int stage = -1;
+  int position = -1;  // of the stage in the pass's order
   int micro_batch = -1;
   int64_t step = 0;        // training step whose work this is (an update belongs to the step of its gradient)
   int run_slot = -1;       // where the block's weights are
@@ -94,6 +96,10 @@ class ProgramBuilder {
   // Operations of the next pass, numbered on from the last. `evaluate_micro_batches` counts for kEvaluate;
   // `in_backward` for kTrain: the tiles that the plan updates in backward are; otherwise none.
   std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0, bool in_backward = true);
+
+  // The order in which the stages run from the next pass on: a permutation of 0..S-1, which is the order
+  // until then. What is in memory stays of use.
+  void SetOrder(std::vector<int> stages) { stage_order_ = std::move(stages); }
 
   // The norm of the last step is known and asks for no update to be made again: the next pass need not
   // provide for it.
@@ -144,6 +150,7 @@ class ProgramBuilder {
 
   const ModelGraph graph_;
   const Plan plan_;
+  std::vector<int> stage_order_;
   OpId next_id_ = 0;
   int64_t next_step_;
   int64_t computing_step_ = 0;         // of the pass being appended

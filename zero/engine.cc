@@ -4,10 +4,12 @@
 #include <cmath>
 #include <deque>
 #include <map>
+#include <numeric>
 #include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/program.h"
@@ -73,6 +75,8 @@ class Engine::Impl {
     executor_ = std::make_unique<tiering::Executor>(lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
+    stage_order_.resize(model_.stages.size());
+    std::iota(stage_order_.begin(), stage_order_.end(), 0);
     builder_ = std::make_unique<tiering::ProgramBuilder>(plan_.graph, plan_.plan, step_ + 1);
     last_end_ = lanes_->Now();
     return absl::OkStatus();
@@ -108,6 +112,28 @@ class Engine::Impl {
     result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead);
     result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite);
     return result;
+  }
+
+  absl::Status SetOrder(std::vector<int> stages) {
+    std::vector<int> sorted = stages;
+    std::sort(sorted.begin(), sorted.end());
+    const auto count = static_cast<int>(model_.stages.size());
+    bool valid = static_cast<int>(stages.size()) == count && stages.back() == count - 1;
+    for (int s = 0; valid && s < count; ++s) valid = sorted[static_cast<size_t>(s)] == s;
+    if (!valid) {
+      return absl::InvalidArgumentError(absl::StrCat("an order of stages is a permutation of 0 to ",
+                                                     count - 1, " that ends with the last, not [",
+                                                     absl::StrJoin(stages, ", "), "]"));
+    }
+    if (stages == stage_order_) return absl::OkStatus();
+    if (ahead_norm_ >= 0 && !std::exchange(told_of_misses_, true)) {
+      Log("the order of the stages changed after the next step was announced: what was read ahead is "
+          "dropped");
+    }
+    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
+    stage_order_ = std::move(stages);
+    builder_->SetOrder(stage_order_);
+    return absl::OkStatus();
   }
 
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
@@ -296,6 +322,7 @@ class Engine::Impl {
     if (!status.ok()) return status;
     builder_ =
         std::make_unique<tiering::ProgramBuilder>(plan_.graph, plan_.plan, step_ + 1, builder_->next_id());
+    builder_->SetOrder(stage_order_);
     return absl::OkStatus();
   }
 
@@ -414,6 +441,8 @@ class Engine::Impl {
   std::unique_ptr<StageRunner> runner_;
   std::unique_ptr<RealLanes> lanes_;
   std::unique_ptr<tiering::ProgramBuilder> builder_;
+  std::vector<int> stage_order_;
+  bool told_of_misses_ = false;
   std::optional<LrSchedule> schedule_;
   int64_t updates_ = 0;
   double lr_ = 0;  // of the last decision
@@ -455,6 +484,7 @@ Engine::~Engine() = default;
 absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, Next next) {
   return impl_->Step(std::move(batches), next);
 }
+absl::Status Engine::SetOrder(std::vector<int> stages) { return impl_->SetOrder(std::move(stages)); }
 absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
   return impl_->Evaluate(batches);
 }

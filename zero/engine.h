@@ -135,6 +135,10 @@ class Engine {
   // One training step over options.micro_batches micro-batches. kTrain lets the reads of the step after it
   // start now.
   absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next = Next::kUnknown);
+  // The stages run in this order from the next step on: a permutation of the model's, which keeps its last
+  // one, since that gives the loss. Reads that were made ahead for another order are dropped, which costs
+  // their time and no more. kInvalidArgument: not such a permutation.
+  absl::Status SetOrder(std::vector<int> stages);
   // Mean loss over the batches, in evaluation mode, with every update applied.
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches);
   // Outputs of the last stage, for models whose last stage is no loss.

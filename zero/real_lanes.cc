@@ -280,9 +280,10 @@ void RealLanes::Work(std::deque<Task>* queue, bool computes) {
 absl::Status RealLanes::Run(const Op& op) {
   switch (op.kind) {
     case OpKind::kForward:
-      return runner_->Forward(op.stage, op.micro_batch, op.evaluates, residency_.run(op.run_slot));
+      return runner_->Forward(op.stage, op.position, op.micro_batch, op.evaluates,
+                              residency_.run(op.run_slot));
     case OpKind::kBackward:
-      return runner_->Backward(op.stage, op.micro_batch, residency_.run(op.run_slot));
+      return runner_->Backward(op.stage, op.position, op.micro_batch, residency_.run(op.run_slot));
     case OpKind::kTakeGradient: {
       GradientPlace place;
       if (op.accumulator_slot >= 0) {

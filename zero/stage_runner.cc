@@ -56,7 +56,7 @@ void StageRunner::SeedFor(int stage, int micro_batch) const {
   generator.set_current_seed(seed);
 }
 
-absl::Status StageRunner::Forward(int stage, int micro_batch, bool evaluates, void* run) {
+absl::Status StageRunner::Forward(int stage, int position, int micro_batch, bool evaluates, void* run) {
   const StageSpec& spec = model_.stages[At(stage)];
   BlockModule& block = *modules_[At(spec.block)];
   return Guarded(absl::StrCat("forward of ", spec.name), [&] {
@@ -64,12 +64,12 @@ absl::Status StageRunner::Forward(int stage, int micro_batch, bool evaluates, vo
     block.Attach(run, dtype_);
     block.module().train(!evaluates);
     SeedFor(stage, micro_batch);
-    torch::Tensor& input = inputs_[At(stage)][At(micro_batch)];
+    torch::Tensor& input = inputs_[At(position)][At(micro_batch)];
     torch::Tensor output = spec.forward(block.module(), input, batches_[At(micro_batch)]).detach();
     block.Detach();
     if (evaluates) input = torch::Tensor();
-    if (stage + 1 < static_cast<int>(model_.stages.size())) {
-      inputs_[At(stage + 1)][At(micro_batch)] = std::move(output);
+    if (position + 1 < static_cast<int>(model_.stages.size())) {
+      inputs_[At(position + 1)][At(micro_batch)] = std::move(output);
     } else {
       if (output.dim() == 0) losses_[At(micro_batch)] = output.item<double>();
       outputs_[At(micro_batch)] = std::move(output);
@@ -77,19 +77,19 @@ absl::Status StageRunner::Forward(int stage, int micro_batch, bool evaluates, vo
   });
 }
 
-absl::Status StageRunner::Backward(int stage, int micro_batch, void* run) {
+absl::Status StageRunner::Backward(int stage, int position, int micro_batch, void* run) {
   const StageSpec& spec = model_.stages[At(stage)];
   BlockModule& block = *modules_[At(spec.block)];
   return Guarded(absl::StrCat("backward of ", spec.name), [&] {
-    const bool last = stage + 1 == static_cast<int>(model_.stages.size());
+    const bool last = position + 1 == static_cast<int>(model_.stages.size());
     block.Attach(run, dtype_);
     block.module().train();
     SeedFor(stage, micro_batch);
     {
       torch::AutoGradMode grad(true);
-      torch::Tensor input = inputs_[At(stage)][At(micro_batch)].detach();
-      inputs_[At(stage)][At(micro_batch)] = torch::Tensor();
-      const bool flows_on = stage > 0 && torch::isFloatingType(input.scalar_type());
+      torch::Tensor input = inputs_[At(position)][At(micro_batch)].detach();
+      inputs_[At(position)][At(micro_batch)] = torch::Tensor();
+      const bool flows_on = position > 0 && torch::isFloatingType(input.scalar_type());
       if (flows_on) input.set_requires_grad(true);
       torch::Tensor output = spec.forward(block.module(), input, batches_[At(micro_batch)]);
       torch::Tensor from_above = std::move(flowing_[At(micro_batch)]);

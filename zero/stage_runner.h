@@ -38,9 +38,10 @@ class StageRunner {
   // The micro-batches of the next pass. `step` seeds the generators. Not while a pass computes.
   void Begin(int64_t step, std::vector<Batch> batches);
 
-  // One stage of one micro-batch with the block's weights at `run`.
-  absl::Status Forward(int stage, int micro_batch, bool evaluates, void* run);
-  absl::Status Backward(int stage, int micro_batch, void* run);
+  // One stage of one micro-batch with the block's weights at `run`. `position` is the stage's place in the
+  // order of the pass, by default its own number.
+  absl::Status Forward(int stage, int position, int micro_batch, bool evaluates, void* run);
+  absl::Status Backward(int stage, int position, int micro_batch, void* run);
   // Moves the gradient of the backward just made, or adds it, to its place; nothing computes in between.
   absl::Status TakeGradient(int stage, const GradientPlace& place);
   // Block b's gradient has been taken over: its next backward starts a new sum.
@@ -61,7 +62,7 @@ class StageRunner {
   const uint64_t seed_;
   int64_t step_ = 0;
   std::vector<Batch> batches_;
-  std::vector<std::vector<torch::Tensor>> inputs_;  // [stage][micro_batch]
+  std::vector<std::vector<torch::Tensor>> inputs_;  // [position][micro_batch]
   std::vector<torch::Tensor> flowing_;              // [micro_batch] gradient of the input of the stage above
   std::vector<torch::Tensor> outputs_;
   std::vector<double> losses_;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <random>
 #include <tuple>
 
@@ -132,7 +133,8 @@ class MeaningLanes : public Lanes {
         const auto held = run_[{op.run_slot, op.tile}];
         EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
         if (op.kind == OpKind::kVerify) {
-          EXPECT_EQ(held.second / 2, Updates(op)) << OpKindName(op.kind);
+          // Possibly ahead of the norm, after an update in backward that may have to be made again.
+          EXPECT_EQ(held.second / 2, op.step - 1) << OpKindName(op.kind);
           break;
         }
         EXPECT_EQ(held.second, 2 * (op.step - 1));
@@ -275,6 +277,12 @@ Counted RunPasses(const ModelGraph& graph, const Plan& plan, const MachineModel&
   int gates = 0;
   int64_t steps = 0;
   for (int pass = 0; pass < 8; ++pass) {
+    if (random != nullptr && (*random)() % 3 == 0) {
+      std::vector<int> order(graph.stages.size());
+      std::iota(order.begin(), order.end(), 0);
+      std::shuffle(order.begin(), order.end() - 1, *random);
+      builder.SetOrder(order);
+    }
     const int kind = pass == 7 ? 2 : (random == nullptr ? 0 : static_cast<int>((*random)() % 4));
     if (kind == 1) {
       executor.Append(builder.Append(Pass::kEvaluate, 1 + pass % 3));
@@ -303,7 +311,7 @@ Counted RunPasses(const ModelGraph& graph, const Plan& plan, const MachineModel&
 
 TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   Counted counted;
-  for (uint64_t seed = 1; seed <= 400; ++seed) {
+  for (uint64_t seed = 1; seed <= 250; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
     const int layers = 1 + static_cast<int>(random() % 9);
@@ -348,8 +356,8 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     counted.redone += run.redone;
     if (HasFailure()) return;
   }
-  EXPECT_GT(counted.early, 10'000);
-  EXPECT_GT(counted.redone, 5'000);
+  EXPECT_GT(counted.early, 5'000);
+  EXPECT_GT(counted.redone, 2'000);
 }
 
 TEST(Planner, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {

@@ -218,6 +218,29 @@ TEST(Engine, EvaluationAndFlushInTheMiddleChangeNoBit) {
   }
 }
 
+TEST(Engine, AnOrderOfLayersThatChangesBetweenStepsIsAMissAndNoError) {
+  RunOptions run;
+  run.steps = 8;
+  const TrainedLosses fixed = TrainGpt(run);
+  run.shuffles = true;
+  const TrainedLosses none = TrainGpt(run);
+  ASSERT_TRUE(none.status.ok()) << none.status;
+  EXPECT_EQ(none.losses[0], fixed.losses[0]);
+  EXPECT_NE(none.losses[1], fixed.losses[1]);
+  EXPECT_LT(none.losses.back(), none.losses.front());
+  run.offload = OffloadDevice::kNvme;
+  for (const tiering::UpdateOrder order :
+       {tiering::UpdateOrder::kInNextForward, tiering::UpdateOrder::kInBackward}) {
+    for (const bool announces : {false, true}) {
+      run.update_order = order;
+      run.announce_always = announces;
+      const TrainedLosses nvme = TrainGpt(run);
+      ASSERT_TRUE(nvme.status.ok()) << nvme.status;
+      EXPECT_EQ(nvme.losses, none.losses);
+    }
+  }
+}
+
 TEST(Engine, EveryStepIsCommittedInOrderAndResumeGoesOnWithTheSameBits) {
   RunOptions run;
   run.steps = 9;

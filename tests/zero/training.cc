@@ -2,8 +2,11 @@
 
 #include <stdlib.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <limits>
+#include <numeric>
+#include <random>
 #include <string>
 
 namespace penstock::zero::testing_support {
@@ -30,6 +33,14 @@ std::string ScratchDirectory() {
   std::string path = (std::filesystem::current_path() / "scratch-XXXXXX").string();
   if (mkdtemp(path.data()) == nullptr) std::abort();
   return path;
+}
+
+// Embedding and loss keep their places.
+static std::vector<int> ShuffledLayers(int stages, uint64_t seed) {
+  std::vector<int> order(static_cast<size_t>(stages));
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin() + 1, order.end() - 1, std::mt19937_64(seed));
+  return order;
 }
 
 EngineOptions OptionsOf(const RunOptions& run) {
@@ -82,6 +93,11 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       for (int m = 0; m < run.micro_batches; ++m) {
         batches.push_back(MakeBatch(run, step, m));
         if (step == run.poison_step) batches.back().targets[0][0] = batches.back().targets[0][1];
+      }
+      if (run.shuffles && step % 2 == 0) {
+        std::vector<int> order =
+            ShuffledLayers(static_cast<int>(run.model.layers) + 2, static_cast<uint64_t>(step));
+        if (absl::Status status = (*engine)->SetOrder(std::move(order)); !status.ok()) return status;
       }
       const bool evaluates = run.evaluate_every > 0 && step % run.evaluate_every == 0;
       const bool announces = run.announce_always || (step < last && !evaluates);

@@ -24,6 +24,7 @@ struct RunOptions {
   int64_t evaluate_every = 0;
   bool announce_always = false;
   int64_t poison_step = 0;  // its loss is infinite
+  bool shuffles = false;    // the layers run in another order every other step
   double clip = 1.0, lr = 3e-3, weight_decay = 0.01;
   uint64_t seed = 7;
   int update_workers = 1;

@@ -1,0 +1,125 @@
+// A linear layer in tiles against the same layer whole, and trained in memory that does not hold it.
+#include "zero/tiled_linear.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+
+#include "tests/zero/training.h"
+#include "zero/engine.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr int64_t kIn = 96, kOut = 240, kRows = 8;
+
+Model MakeModel(int64_t tiles) {
+  Model model;
+  model.identity = {{"tiles", tiles}};
+  const int stem =
+      model.AddBlock("stem", "stem", [] { return std::make_shared<torch::nn::LinearImpl>(16, kIn); });
+  model.AddStage("stem", stem, Apply<torch::nn::LinearImpl>);
+  EXPECT_TRUE(AddTiledLinear(&model, "wide", {.in = kIn, .out = kOut, .tiles = tiles}).ok());
+  const int head =
+      model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kOut, 4); });
+  model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+    return torch::cross_entropy_loss(module.as<torch::nn::LinearImpl>()->forward(torch::relu(x)),
+                                     batch.targets);
+  });
+  return model;
+}
+
+Batch MakeRows(int64_t step) {
+  torch::manual_seed(1000 + step);
+  const torch::Tensor inputs = torch::randn({kRows, 16});
+  return {inputs, inputs.narrow(1, 0, 4).argmax(1)};
+}
+
+TEST(TiledLinear, ForwardAndGradientsAreThoseOfTheWholeLayer) {
+  for (const int64_t tiles : {1, 2, 5}) {
+    Model model;
+    ASSERT_TRUE(AddTiledLinear(&model, "wide", {.in = kIn, .out = kOut, .tiles = tiles}).ok());
+    ASSERT_EQ(model.blocks.size(), static_cast<size_t>(tiles));
+    torch::nn::Linear whole(kIn, kOut);
+    std::vector<std::shared_ptr<torch::nn::Module>> parts;
+    {
+      torch::NoGradGuard no_grad;
+      for (int64_t t = 0; t < tiles; ++t) {
+        parts.push_back(model.blocks[static_cast<size_t>(t)].build());
+        auto* part = parts.back()->as<torch::nn::LinearImpl>();
+        part->weight.copy_(whole->weight.narrow(0, t * kOut / tiles, kOut / tiles));
+        part->bias.copy_(whole->bias.narrow(0, t * kOut / tiles, kOut / tiles));
+      }
+    }
+    const torch::Tensor x = torch::randn({3, kRows, kIn}).set_requires_grad(true);
+    const torch::Tensor same = x.detach().clone().set_requires_grad(true);
+    torch::Tensor tiled = x;
+    for (int64_t t = 0; t < tiles; ++t) {
+      tiled = model.stages[static_cast<size_t>(t)].forward(*parts[static_cast<size_t>(t)], tiled, Batch());
+    }
+    const torch::Tensor y = whole->forward(same);
+    EXPECT_TRUE(torch::allclose(tiled, y, 1e-6, 1e-6));
+    tiled.square().sum().backward();
+    y.square().sum().backward();
+    EXPECT_TRUE(torch::allclose(x.grad(), same.grad(), 1e-4, 1e-4));
+    for (int64_t t = 0; t < tiles; ++t) {
+      EXPECT_TRUE(torch::allclose(parts[static_cast<size_t>(t)]->as<torch::nn::LinearImpl>()->weight.grad(),
+                                  whole->weight.grad().narrow(0, t * kOut / tiles, kOut / tiles), 1e-4,
+                                  1e-4));
+    }
+  }
+}
+
+TEST(TiledLinear, TrainsFromTheDriveWithTheBitsOfMemory) {
+  std::vector<double> losses[2];
+  const std::string directory = testing_support::ScratchDirectory();
+  for (int i = 0; i < 2; ++i) {
+    EngineOptions options;
+    options.offload = i == 0 ? OffloadDevice::kNone : OffloadDevice::kNvme;
+    options.state_dirs = {directory};
+    options.dtype = torch::kFloat32;
+    options.example = MakeRows(0);
+    options.adam.lr = 1e-2;
+    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeModel(5), options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    for (int64_t step = 1; step <= 12; ++step) {
+      absl::StatusOr<StepResult> result = (*engine)->Step({MakeRows(step)}, Next::kTrain);
+      ASSERT_TRUE(result.ok()) << result.status();
+      losses[i].push_back(result->loss);
+    }
+    ASSERT_TRUE((*engine)->Flush().ok());
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+  EXPECT_LT(losses[0].back(), losses[0].front());
+  std::filesystem::remove_all(directory);
+}
+
+TEST(TiledLinear, TilesTakeLessMemoryThanTheLayer) {
+  auto least = [](int64_t tiles) {
+    Model model;
+    EXPECT_TRUE(AddTiledLinear(&model, "wide", {.in = 1024, .out = 8192, .tiles = tiles}).ok());
+    const int head =
+        model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(8192, 1); });
+    model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+      return module.as<torch::nn::LinearImpl>()->forward(x).mean();
+    });
+    EngineOptions options;
+    options.state_dirs = {"nowhere"};
+    options.example = {torch::zeros({2, 1024}).to(torch::kBFloat16), torch::zeros({1})};
+    absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model, options);
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    return plan->plan.least_host_memory_bytes;
+  };
+  EXPECT_LT(least(8), least(1) / 2);
+}
+
+TEST(TiledLinear, RefusesTilesThatDoNotDivideTheOutputs) {
+  Model model;
+  EXPECT_EQ(AddTiledLinear(&model, "wide", {.in = 4, .out = 10, .tiles = 3}).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(model.blocks.empty());
+}
+
+}  // namespace
+}  // namespace penstock::zero
