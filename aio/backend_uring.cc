@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <vector>
 
@@ -60,6 +61,7 @@ class IoUringBackend final : public Backend {
   absl::Status Probe();
   int ProbeTransfer(int fd, bool fixed);
   void RegisterBuffers(const BackendConfig& config);
+  int Register(std::span<const iovec> runs, uint64_t bytes);
   io_uring_sqe* NextEntry();
   void ArmWake();
   size_t Reap(std::span<Completion> out);
@@ -134,14 +136,16 @@ void IoUringBackend::Finish() {
 }
 
 void IoUringBackend::RegisterBuffers(const BackendConfig& config) {
+  std::vector<iovec> all;
+  uint64_t total = 0;
   for (const Arena* arena : config.options->arenas) {
     for (uint64_t at = 0; at < arena->bytes(); at += kBufferBytes) {
-      buffers_.push_back({arena->data() + at, std::min(kBufferBytes, arena->bytes() - at)});
+      all.push_back({arena->data() + at, std::min(kBufferBytes, arena->bytes() - at)});
     }
+    total += arena->bytes();
   }
-  if (buffers_.empty()) return;
-  const int error =
-      -io_uring_register_buffers(&ring_, buffers_.data(), static_cast<unsigned>(buffers_.size()));
+  if (all.empty()) return;
+  const int error = Register(all, total);
   if (error == 0) return;
   rlimit limit{};
   std::string hint;
@@ -149,9 +153,39 @@ void IoUringBackend::RegisterBuffers(const BackendConfig& config) {
     hint =
         absl::StrCat("; the limit on locked memory is ", FormatBytes(limit.rlim_cur), ": raise `ulimit -l`");
   }
-  config.note(absl::StrCat("buffers not registered: ", ErrnoText(error), hint,
-                           "; transfers pin their pages one by one"));
+  // What fits: the longest run from the start on. Trying is the only way to learn it, since the limit counts
+  // what the user's other processes hold too.
+  uint64_t fits = 0;
+  if (error == ENOMEM) {
+    for (uint64_t step = std::bit_floor(total); step >= kHugePageBytes; step /= 2) {
+      if (fits + step >= total || Register(all, fits + step) != 0) continue;
+      fits += step;
+      io_uring_unregister_buffers(&ring_);
+    }
+    if (fits != 0 && Register(all, fits) != 0) fits = 0;
+  }
+  if (fits == 0) {
+    config.note(absl::StrCat("buffers not registered: ", ErrnoText(error), hint,
+                             "; transfers pin their pages one by one"));
+    return;
+  }
+  config.note(absl::StrCat("only the first ", FormatBytes(fits), " of ", FormatBytes(total),
+                           " registered as buffers: ", ErrnoText(error), hint,
+                           "; transfers beyond pin their pages one by one"));
+}
+
+// Registers the first `bytes` of these runs; returns an errno. buffers_ is what is registered.
+int IoUringBackend::Register(std::span<const iovec> runs, uint64_t bytes) {
   buffers_.clear();
+  for (const iovec& run : runs) {
+    if (bytes == 0) break;
+    buffers_.push_back({run.iov_base, std::min<uint64_t>(run.iov_len, bytes)});
+    bytes -= buffers_.back().iov_len;
+  }
+  const int error =
+      -io_uring_register_buffers(&ring_, buffers_.data(), static_cast<unsigned>(buffers_.size()));
+  if (error != 0) buffers_.clear();
+  return error;
 }
 
 // A real transfer through the ring: set-up alone proves nothing (polled rings set up fine and then refuse to

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "aio/io_error.h"
 
 namespace penstock::aio {
 
@@ -24,7 +25,7 @@ std::string FormatBytes(uint64_t bytes) {
 
 absl::StatusOr<uint64_t> ParseBytes(std::string_view text) {
   const auto refuse = [&](std::string_view why) {
-    return absl::InvalidArgumentError(absl::StrCat("\"", std::string(text),
+    return absl::InvalidArgumentError(absl::StrCat("\"", OneLine(text, 40),
                                                    "\" is not a size: ", std::string(why),
                                                    "; write for example 4096, 64K, 512M, 4GiB or 1e9"));
   };
@@ -47,6 +48,13 @@ absl::StatusOr<uint64_t> ParseBytes(std::string_view text) {
       return refuse("the unit is unknown");
     }
     shift = 10 * (static_cast<int>(letter) + 1);
+  }
+  // Whole numbers go the integer way, so that 2^53 + 1 bytes are not rounded.
+  uint64_t whole = 0;
+  const auto exact = std::from_chars(text.data(), rest, whole);
+  if (exact.ec == std::errc() && exact.ptr == rest) {
+    if (whole > (uint64_t{INT64_MAX} >> shift)) return refuse("it is too large");
+    return whole << shift;
   }
   const double bytes = std::ldexp(value, shift);
   if (!(bytes < std::ldexp(1.0, 63))) return refuse("it is too large");

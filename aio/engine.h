@@ -70,8 +70,9 @@ struct EngineOptions {
   uint64_t max_read_bytes_in_flight = 16 * kMiB;   // per device; demand reads may go two blocks beyond it
   uint64_t max_write_bytes_in_flight = 16 * kMiB;  // per device
   uint32_t max_blocks_in_flight = 256;             // per device, reads and writes together; at most 4096
-  // Memory whose transfers need no page pinning. Registered with every ring, in runs of at most 1 GiB; where
-  // the limit on locked memory forbids it the engine works without, and says so. Must outlive the engine.
+  // Memory whose transfers need no page pinning. Registered with every ring, in runs of at most 1 GiB. Where
+  // the limit on locked memory is too low for all of it, the first that fits is, in whole huge pages, and the
+  // engine says so. Must outlive the engine.
   std::vector<const Arena*> arenas;
   bool register_buffers = true;  // false: leave the arenas unregistered (to measure what that is worth)
   bool register_files = true;    // keep descriptors in the ring's table (io_uring)

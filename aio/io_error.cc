@@ -108,6 +108,15 @@ absl::Status MakeIoError(const IoError& error) {
   return absl::Status(IoErrorCode(error.error), text);
 }
 
+std::string OneLine(std::string_view text, size_t most) {
+  std::string line(text.substr(0, most));
+  for (char& c : line) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  }
+  if (text.size() > most) line += "...";
+  return line;
+}
+
 bool IsRetryableDeviceError(int error) {
   return error == EIO || error == ETIMEDOUT || error == EREMOTEIO || error == ENODATA;
 }

@@ -3,6 +3,7 @@
 #ifndef PENSTOCK_AIO_IO_ERROR_H_
 #define PENSTOCK_AIO_IO_ERROR_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -36,6 +37,10 @@ absl::Status MakeIoError(const IoError& error);
 
 // "Input/output error (errno 5)".
 std::string ErrnoText(int error);
+
+// Text from outside as a part of a message of one line: control characters become '?', and what is longer
+// than `most` bytes is cut off with "...".
+std::string OneLine(std::string_view text, size_t most = 200);
 
 // Worth one more try of the same transfer: the device may have had a moment (EIO, ETIMEDOUT, EREMOTEIO,
 // ENODATA).

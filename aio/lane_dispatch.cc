@@ -22,10 +22,6 @@ constexpr int kWrites = 1;
 constexpr uint64_t kPassOverBytes = 32 * kMiB;
 constexpr uint32_t kAttemptsMax = 64;    // transient refusals of one transfer without any progress
 constexpr uint32_t kAttemptsAtOnce = 4;  // of these, so many without a pause
-constexpr uint64_t kWatchWindow = 64;    // transfers
-constexpr int64_t kSlowFactor = 20;
-constexpr int64_t kSlowNs = 50'000'000;  // slower than ever is no news below this
-constexpr int64_t kSlowTellNs = 60'000'000'000;
 
 int DirectionOf(Op op) { return op == Op::kWrite ? kWrites : kReads; }
 
@@ -355,24 +351,6 @@ void Lane::Retire(Piece& piece, int error) {
   }
   CompleteIfDone(request);
   RunTrims(slot);
-}
-
-void Lane::WatchService(Op op, int64_t service_ns) {
-  ServiceWatch& watch = watches_[static_cast<size_t>(DirectionOf(op))];
-  watch.sum_ns += service_ns;
-  if (++watch.count < kWatchWindow) return;
-  const int64_t mean_ns = watch.sum_ns / static_cast<int64_t>(watch.count);
-  watch.count = 0;
-  watch.sum_ns = 0;
-  if (watch.best_mean_ns == 0 || mean_ns < watch.best_mean_ns)
-    watch.best_mean_ns = std::max<int64_t>(1, mean_ns);
-  if (mean_ns < kSlowNs || mean_ns < kSlowFactor * watch.best_mean_ns) return;
-  if (watch.told_ns != 0 && now_ns_ - watch.told_ns < kSlowTellNs) return;
-  watch.told_ns = now_ns_;
-  core_.Log(absl::StrFormat(
-      "device %s has become slow: a %s block takes %.0f ms, %.0f times what it took at its best",
-      device_name_, std::string(OpName(op)).c_str(), static_cast<double>(mean_ns) * 1e-6,
-      static_cast<double>(mean_ns) / static_cast<double>(watch.best_mean_ns)));
 }
 
 // After the queue was filled: what is in flight now stays so until the next completions.

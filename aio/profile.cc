@@ -11,6 +11,7 @@
 #include <ctime>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -230,6 +231,11 @@ absl::Status Take(const Json& json, const char* name, T& value) {
       return absl::InvalidArgumentError(
           absl::StrCat("device profile: \"", name, "\" is no number from 0 on"));
     }
+    if (field->template get<double>() >= static_cast<double>(std::numeric_limits<int64_t>::max())) {
+      if constexpr (std::is_integral_v<T>) {
+        return absl::InvalidArgumentError(absl::StrCat("device profile: \"", name, "\" is too large"));
+      }
+    }
     value = field->template get<T>();
   }
   return absl::OkStatus();
@@ -287,9 +293,12 @@ std::string Canonical(const std::string& directory) {
   return error ? directory : path.string();
 }
 
+// A directory's name may be any bytes; JSON's text may not.
+std::string Dump(const Json& json) { return json.dump(2, ' ', false, Json::error_handler_t::replace); }
+
 }  // namespace
 
-std::string ProfileToJson(const DeviceProfile& profile) { return ToJson(profile).dump(2); }
+std::string ProfileToJson(const DeviceProfile& profile) { return Dump(ToJson(profile)); }
 
 absl::StatusOr<DeviceProfile> ProfileFromJson(std::string_view text) {
   const Json json = Json::parse(text, nullptr, false);
@@ -324,7 +333,7 @@ absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path)
   const std::string temporary = absl::StrCat(path, ".", getpid());
   {
     std::ofstream file(temporary, std::ios::trunc);
-    file << json.dump(2) << "\n";
+    file << Dump(json) << "\n";
     file.close();
     if (!file) {
       unlink(temporary.c_str());

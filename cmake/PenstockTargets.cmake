@@ -32,6 +32,11 @@ if(PENSTOCK_SANITIZE)
   endif()
 endif()
 
+if(PENSTOCK_FUZZ)
+  add_compile_options(-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=address,undefined)
+endif()
+
 # penstock_library(NAME aio SOURCES a.cc ... DEPS targets... [PRIVATE_DEPS targets...])
 # declares library penstock_aio with the alias penstock::aio.
 function(penstock_library)

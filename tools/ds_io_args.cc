@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "aio/bytes.h"
+#include "aio/io_error.h"
 
 namespace penstock::tools {
 namespace {
@@ -66,7 +67,7 @@ void ArgumentTable::Choice(std::string name, std::string* value, std::vector<std
   option.set = [value, choices = std::move(choices), known,
                 own = option.name](const std::vector<std::string>& words) {
     if (std::find(choices.begin(), choices.end(), words[0]) == choices.end()) {
-      return Refuse(own, absl::StrCat("'", words[0], "' is none of ", known));
+      return Refuse(own, absl::StrCat("'", aio::OneLine(words[0]), "' is none of ", known));
     }
     *value = words[0];
     return absl::OkStatus();
@@ -80,7 +81,8 @@ void ArgumentTable::Integer(std::string name, int64_t* value, int64_t least, int
     int64_t number = 0;
     const auto [rest, error] = std::from_chars(word.data(), word.data() + word.size(), number);
     if (error != std::errc() || rest != word.data() + word.size() || number < least || number > most) {
-      return Refuse(own, absl::StrCat("'", word, "' is not a whole number from ", least, " to ", most));
+      return Refuse(
+          own, absl::StrCat("'", aio::OneLine(word), "' is not a whole number from ", least, " to ", most));
     }
     *value = number;
     return absl::OkStatus();
@@ -126,7 +128,7 @@ absl::Status ArgumentTable::Find(std::string_view word, Option** found) {
     *found = fitting[0];
     return absl::OkStatus();
   }
-  const std::string quoted(word);
+  const std::string quoted = aio::OneLine(word);
   if (!fitting.empty()) {
     std::vector<std::string> names;
     names.reserve(fitting.size());
@@ -155,7 +157,8 @@ absl::Status ArgumentTable::Parse(const std::vector<std::string>& words) {
       return absl::OkStatus();
     }
     if (!IsOption(word))
-      return absl::InvalidArgumentError(absl::StrCat("unrecognized argument: ", word, "; see --help"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("unrecognized argument: ", aio::OneLine(word), "; see --help"));
     const size_t equals = word.find('=');
     Option* option = nullptr;
     if (absl::Status status = Find(std::string_view(word).substr(0, equals), &option); !status.ok())

@@ -3,6 +3,7 @@
 #include <set>
 
 #include "absl/strings/str_cat.h"
+#include "aio/io_error.h"
 #include "tools/ds_io_args.h"
 #include "tools/ds_io_bench.h"
 
@@ -29,8 +30,8 @@ absl::Status CheckEngine(const DsIoOptions& options) {
         "--engine ", engine,
         " measures Python's serialisation; use aio_handle (the best of io_uring, libaio, threads)"));
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat("argument --engine: '", engine, "' is none of aio_handle, io_uring, libaio, threads"));
+  return absl::InvalidArgumentError(absl::StrCat("argument --engine: '", aio::OneLine(engine),
+                                                 "' is none of aio_handle, io_uring, libaio, threads"));
 }
 
 absl::Status Check(const DsIoOptions& options) {
@@ -51,11 +52,12 @@ absl::Status Check(const DsIoOptions& options) {
     const size_t colon = entry.rfind(':');
     if (colon == std::string::npos || colon == 0 || colon + 1 == entry.size()) {
       return absl::InvalidArgumentError(
-          absl::StrCat("argument --folder_to_device_mapping: '", entry, "' is not DIR:DEVICE"));
+          absl::StrCat("argument --folder_to_device_mapping: '", aio::OneLine(entry), "' is not DIR:DEVICE"));
     }
     if (!devices.insert(entry.substr(colon + 1)).second) {
       return absl::InvalidArgumentError(absl::StrCat("argument --folder_to_device_mapping: device ",
-                                                     entry.substr(colon + 1), " is named twice"));
+                                                     aio::OneLine(entry.substr(colon + 1)),
+                                                     " is named twice"));
     }
   }
   if (options.use_gds && !options.gpu) return absl::InvalidArgumentError("--use_gds needs --gpu");

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "aio/bytes.h"
+#include "aio/io_error.h"
 #include "tools/ds_io_args.h"
 #include "tools/ds_io_tune.h"
 
@@ -16,7 +17,7 @@ using Json = nlohmann::ordered_json;
 constexpr uint64_t kPointsMax = 100'000;
 
 absl::Status RefuseKey(const std::string& key, const std::string& why) {
-  return absl::InvalidArgumentError(absl::StrCat("sweep config: \"", key, "\": ", why));
+  return absl::InvalidArgumentError(absl::StrCat("sweep config: \"", aio::OneLine(key), "\": ", why));
 }
 
 // Sets one field of a point from one value of a list.
@@ -30,7 +31,8 @@ absl::Status Apply(const std::string& key, const Json& value, TunePoint& point) 
       if (parsed.ok() && *parsed <= most) n = static_cast<int64_t>(*parsed);
     }
     if (n < 1 || static_cast<uint64_t>(n) > most) {
-      return RefuseKey(key, absl::StrCat(value.dump(), " is not a whole number from 1 to ", most));
+      return RefuseKey(key,
+                       absl::StrCat(aio::OneLine(value.dump()), " is not a whole number from 1 to ", most));
     }
     field = static_cast<uint64_t>(n);
     return absl::OkStatus();
@@ -41,14 +43,14 @@ absl::Status Apply(const std::string& key, const Json& value, TunePoint& point) 
     } else if (value == "true" || value == "false") {
       field = value == "true";
     } else {
-      return RefuseKey(key, absl::StrCat(value.dump(), " is neither true nor false"));
+      return RefuseKey(key, absl::StrCat(aio::OneLine(value.dump()), " is neither true nor false"));
     }
     return absl::OkStatus();
   };
   if (key == "block_size") {
     if (absl::Status status = number(64ull << 20, point.block_bytes); !status.ok()) return status;
     if (point.block_bytes % 4096 != 0)
-      return RefuseKey(key, absl::StrCat(value.dump(), " is not a multiple of 4096"));
+      return RefuseKey(key, absl::StrCat(aio::OneLine(value.dump()), " is not a multiple of 4096"));
     return absl::OkStatus();
   }
   if (key == "queue_depth") return number(4096, point.queue_depth);
@@ -106,8 +108,8 @@ absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& words, std
         "drive's side");
   }
   if (o.engine != "aio_handle" && o.engine != "io_uring" && o.engine != "libaio" && o.engine != "threads") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("argument --engine: '", o.engine, "' is none of aio_handle, io_uring, libaio, threads"));
+    return absl::InvalidArgumentError(absl::StrCat("argument --engine: '", aio::OneLine(o.engine),
+                                                   "' is none of aio_handle, io_uring, libaio, threads"));
   }
   if (o.io_bytes < (1ull << 20) || o.io_bytes > (1ull << 44)) {
     return absl::InvalidArgumentError("argument --io_size: must be from 1M to 16T");

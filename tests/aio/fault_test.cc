@@ -413,23 +413,65 @@ TEST(LadderTest, SeccompWithoutBothFallsToThreads) {
   EXPECT_EQ(result, 0);
 }
 
-TEST(LadderTest, ALowLockLimitCostsOnlyTheRegisteredBuffers) {
-  if (geteuid() != 0) GTEST_SKIP() << "needs root to become an ordinary user with a limit";
-  EngineOptions strict;
-  strict.backend = BackendKind::kIoUring;
-  strict.allow_fallback = false;
-  if (!Engine::Create(strict).ok()) GTEST_SKIP() << "no io_uring here";
-  ScratchDirectory directory;
+// As an ordinary user with a limit on locked memory; 77 where that cannot be had.
+int UnderLockLimit(const ScratchDirectory& directory, uint64_t bytes, const std::function<int()>& body) {
   std::filesystem::permissions(directory.path(), std::filesystem::perms::all);
-  const int result = InChild([&] {
-    const rlimit limit{1 * kMiB, 1 * kMiB};
-    if (setrlimit(RLIMIT_MEMLOCK, &limit) != 0 || chdir(directory.path().c_str()) != 0 ||
+  return InChild([&] {
+    const rlimit limit{bytes, bytes};
+    if (geteuid() != 0 || setrlimit(RLIMIT_MEMLOCK, &limit) != 0 || chdir(directory.path().c_str()) != 0 ||
         setgid(65534) != 0 || setuid(65534) != 0) {
       return 77;
     }
-    return UseEngine(".", "io_uring", "buffers not registered");
+    EngineOptions strict;
+    strict.backend = BackendKind::kIoUring;
+    strict.allow_fallback = false;
+    strict.log = [](std::string_view) {};
+    return Engine::Create(strict).ok() ? body() : 77;
   });
-  if (result == 77) GTEST_SKIP() << "limits cannot be set here";
+}
+
+TEST(LadderTest, ALowLockLimitCostsOnlyTheRegisteredBuffers) {
+  ScratchDirectory directory;
+  const int result =
+      UnderLockLimit(directory, kMiB, [] { return UseEngine(".", "io_uring", "buffers not registered"); });
+  if (result == 77) GTEST_SKIP() << "needs root to become an ordinary user with a limit, and io_uring";
+  EXPECT_EQ(result, 0);
+}
+
+// What fits below the limit is registered, and transfers at either side of the border, and across it, are
+// right.
+TEST(LadderTest, AMiddlingLockLimitRegistersWhatFits) {
+  ScratchDirectory directory;
+  const int result = UnderLockLimit(directory, 7 * kMiB, [] {
+    Log log;
+    ArenaOptions arena_options;
+    arena_options.bytes = 16 * kMiB;
+    auto arena = Arena::Create(arena_options);
+    if (!arena.ok()) return 10;
+    EngineOptions options;
+    options.arenas = {arena->get()};
+    options.log = log.Sink();
+    auto engine = Engine::Create(options);
+    if (!engine.ok() || (*engine)->backend_name() != "io_uring") return 11;
+    if (!log.Has("only the first ") || !log.Has("ulimit -l")) return 12;
+    FileOptions file_options;
+    file_options.path = "child";
+    file_options.create = true;
+    auto file = File::Open(file_options);
+    if (!file.ok()) return 13;
+    FillPattern(3, 0, (*arena)->data(), 16 * kMiB);
+    Request request;
+    request.PrepareWrite(**file, 0, (*arena)->data(), 16 * kMiB);
+    if (!(*engine)->Submit(&request).ok() || !(*engine)->Wait(&request).ok()) return 14;
+    std::memset((*arena)->data(), 0, 16 * kMiB);
+    // From half a block on, so that one transfer spans any border at a whole MiB.
+    request.PrepareRead(**file, 512 * kKiB, (*arena)->data() + 512 * kKiB, 15 * kMiB);
+    if (!(*engine)->Submit(&request).ok() || !(*engine)->Wait(&request).ok()) return 15;
+    if (Mismatch(3, 512 * kKiB, (*arena)->data() + 512 * kKiB, 15 * kMiB) != 15 * kMiB) return 16;
+    const DeviceStats device = (*engine)->stats().devices[0];
+    return device.fixed_pieces > 4 && device.fixed_pieces < device.pieces ? 0 : 17;
+  });
+  if (result == 77) GTEST_SKIP() << "needs root to become an ordinary user with a limit, and io_uring";
   EXPECT_EQ(result, 0);
 }
 

@@ -1,0 +1,37 @@
+// Sizes and counts in words, as flags and configs have them: both parsers.
+#include "aio/bytes.h"
+#include "tests/fuzz/fuzz.h"
+#include "tiering/byte_size.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
+  using penstock::fuzz::Accepted;
+  using penstock::fuzz::Refused;
+  const std::string_view text = penstock::fuzz::TextOf(data, bytes);
+  const auto io = penstock::aio::ParseBytes(text);
+  const auto size = penstock::tiering::ParseSize(text);
+  const auto count = penstock::tiering::ParseCount(text);
+  if (io.ok()) {
+    Accepted();
+    FUZZ_CHECK(*io < uint64_t{1} << 63);
+    FUZZ_CHECK(!penstock::aio::FormatBytes(*io).empty());
+    // What both take, both understand alike; only "KB" and its kin mean something else to disk makers.
+    const bool decimal = text.size() > 1 && (text.back() == 'B' || text.back() == 'b') &&
+                         std::string_view("KMGTkmgt").find(text[text.size() - 2]) != std::string_view::npos;
+    if (size.ok() && !decimal) FUZZ_CHECK(static_cast<uint64_t>(*size) == *io);
+  } else {
+    Refused(io.status());
+  }
+  if (size.ok()) {
+    Accepted();
+    FUZZ_CHECK(*size >= 0);
+    FUZZ_CHECK(!penstock::tiering::FormatBytes(*size).empty());
+  } else {
+    Refused(size.status());
+  }
+  if (count.ok()) {
+    FUZZ_CHECK(*count >= 0);
+  } else {
+    Refused(count.status());
+  }
+  return 0;
+}
