@@ -22,6 +22,7 @@
 #include "aio/bytes.h"
 #include "aio/clock.h"
 #include "aio/io_error.h"
+#include "tools/ds_io_gpu.h"
 #include "tools/ds_io_transfer.h"
 
 namespace penstock::tools {
@@ -128,9 +129,11 @@ class Worker {
   std::FILE* const out_;
   std::unique_ptr<aio::Arena> arena_;
   std::unique_ptr<aio::Engine> engine_;
+  TransferShape shape_;
   std::unique_ptr<Transfer> transfer_;
   std::vector<std::unique_ptr<aio::File>> files_;
   std::span<std::byte> memory_;
+  std::unique_ptr<GpuBuffer> gpu_;  // null: host memory only
 };
 
 void Worker::Fail(const absl::Status& status) {
@@ -143,7 +146,7 @@ void Worker::Fail(const absl::Status& status) {
 }
 
 absl::Status Worker::SetUp() {
-  TransferShape shape;
+  TransferShape& shape = shape_;
   shape.bytes = options_.io_bytes;
   shape.block_bytes = options_.block_bytes;
   shape.queue_depth = static_cast<uint64_t>(options_.queue_depth) * options_.Parallel();
@@ -151,15 +154,27 @@ absl::Status Worker::SetUp() {
   shape.sequential = options_.sequential_requests;
 
   aio::ArenaOptions arena_options;
-  // What is compared must be kept; what is only moved may share its place. Whole blocks, so that none is
-  // split.
-  const uint64_t wanted = options_.validate ? options_.io_bytes : std::min(options_.io_bytes, kMemoryMax);
+  // What is compared or copied to a device must be kept; what is only moved may share its place. Whole
+  // blocks, so that none is split.
+  const uint64_t wanted =
+      options_.validate || options_.gpu ? options_.io_bytes : std::min(options_.io_bytes, kMemoryMax);
   arena_options.bytes = aio::AlignUp(std::max(wanted, options_.block_bytes), options_.block_bytes);
   auto arena = aio::Arena::Create(arena_options);
   if (!arena.ok()) return arena.status();
   arena_ = *std::move(arena);
   memory_ = {arena_->data(), arena_options.bytes};
   for (const std::string& note : arena_->notes()) Say(note);
+
+  if (options_.gpu) {
+    const auto device = GpuNumber(options_.Mapping()[id_].first);
+    if (!device.ok()) return device.status();
+    const GpuPath path = options_.use_gds              ? GpuPath::kGds
+                         : options_.slow_bounce_buffer ? GpuPath::kSlowBounce
+                                                       : GpuPath::kBounce;
+    auto gpu = GpuBuffer::Make(*device, path, memory_);
+    if (!gpu.ok()) return gpu.status();
+    gpu_ = *std::move(gpu);
+  }
 
   const std::string name = options_.engine == "aio_handle" ? "auto" : options_.engine;
   const auto backend = aio::ParseBackend(name);
@@ -183,16 +198,24 @@ absl::Status Worker::SetUp() {
     Say(absl::StrCat(options_.read ? "reads " : "writes ", path));
   }
   if (!options_.read) FillRandom(memory_, id_ + 1);
+  if (!options_.read && gpu_ != nullptr) return gpu_->CopyToDevice(options_.io_bytes);
   return absl::OkStatus();
 }
 
 absl::Status Worker::OneLoop(int64_t loop) {
   aio::File& file = *files_[static_cast<size_t>(loop) % files_.size()];
+  if (gpu_ != nullptr) {
+    return gpu_->Run(*transfer_, shape_, options_.Parallel(), *engine_, file, options_.read);
+  }
   return transfer_->Run(*engine_, file, options_.read);
 }
 
 // What the file holds, read by another way, must be what is in memory.
 absl::Status Worker::Validate(aio::File& file, int64_t loop) {
+  if (gpu_ != nullptr) {
+    std::memset(memory_.data(), 0, memory_.size());
+    if (absl::Status status = gpu_->CopyToHost(options_.io_bytes); !status.ok()) return status;
+  }
   const int fd = open(file.path().c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return aio::MakeIoError({.op = "open", .path = file.path(), .error = errno});
   std::vector<std::byte> there(std::min<uint64_t>(options_.io_bytes, 4ull << 20));
@@ -438,7 +461,8 @@ int DsIoMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* e
   const auto mapping = options->Mapping();
   std::fprintf(out, "Testing DeepNVMe frontend of Penstock\nargs = %s\n", Namespace(*options).c_str());
   std::fprintf(out, "Successful validation of command line arguments\n");
-  std::fprintf(out, "Configuring %zu process to folder mapping\n", mapping.size());
+  std::fprintf(out, "Configuring %zu %s to folder mapping\n", mapping.size(),
+               options->gpu ? "gpu" : "process");
   for (size_t i = 0; i < mapping.size(); ++i) {
     std::fprintf(out, "[%zu]: process %s <----> %s\n", i, mapping[i].first.c_str(),
                  mapping[i].second.c_str());

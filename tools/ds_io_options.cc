@@ -6,6 +6,7 @@
 #include "aio/io_error.h"
 #include "tools/ds_io_args.h"
 #include "tools/ds_io_bench.h"
+#include "tools/ds_io_gpu.h"
 
 namespace penstock::tools {
 namespace {
@@ -64,11 +65,13 @@ absl::Status Check(const DsIoOptions& options) {
   if (options.slow_bounce_buffer && !options.gpu) {
     return absl::InvalidArgumentError("--slow_bounce_buffer needs --gpu");
   }
+  if (options.use_gds && options.slow_bounce_buffer) {
+    return absl::InvalidArgumentError("--use_gds has no bounce buffer: leave out --slow_bounce_buffer");
+  }
   if (options.gpu) {
-    return absl::InvalidArgumentError(
-        "--gpu: buffers on a GPU are not measured here, transfers go to pinned host memory; leave out --gpu "
-        "for the drive's "
-        "side, and see the report of `penstock train` for copies to the GPU");
+    for (const auto& [device, folder] : options.Mapping()) {
+      if (absl::Status status = GpuNumber(device).status(); !status.ok()) return status;
+    }
   }
   if (options.block_bytes % 4096 != 0 || options.block_bytes > (64ull << 20)) {
     return absl::InvalidArgumentError(absl::StrCat("argument --block_size: ", options.block_size_text,
@@ -112,9 +115,10 @@ absl::StatusOr<DsIoOptions> ParseDsIo(const std::vector<std::string>& words, std
   table.Text("--engine", &o.engine, "ENGINE", "aio_handle (the best there is), io_uring, libaio, threads");
   table.Integer("--loops", &o.loops, 1, 1'000'000, "measured repetitions (3)");
   table.Integer("--io_parallel", &o.io_parallel, 1, 1024, "times --queue_depth blocks in flight (1)");
-  table.Switch("--gpu", &o.gpu, "refused: no buffers on a GPU");
-  table.Switch("--use_gds", &o.use_gds, "refused, see --gpu");
-  table.Switch("--slow_bounce_buffer", &o.slow_bounce_buffer, "refused, see --gpu");
+  table.Switch("--gpu", &o.gpu, "to and from CUDA device DEV (or the process's number), by pinned memory");
+  table.Switch("--use_gds", &o.use_gds, "with --gpu: straight to the device with cuFile");
+  table.Switch("--slow_bounce_buffer", &o.slow_bounce_buffer,
+               "with --gpu: pin the memory within every operation");
   table.Switch("--torch_legacy_save", &o.torch_legacy_save, "of torch_io; not used");
   table.Switch("--use_accelerator_pin_memory", &o.use_accelerator_pin_memory, "memory is pinned in any case");
   table.Integer("--warmup_loops", &o.warmup_loops, 0, 1'000'000, "repetitions before the measured ones (1)");

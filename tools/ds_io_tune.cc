@@ -9,6 +9,7 @@
 #include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
@@ -18,6 +19,7 @@
 #include "aio/clock.h"
 #include "aio/io_error.h"
 #include "aio/profile.h"
+#include "tools/ds_io_gpu.h"
 #include "tools/ds_io_transfer.h"
 
 namespace penstock::tools {
@@ -72,6 +74,11 @@ class Tuner {
   absl::StatusOr<double> MeasureLoad(const TunePoint& point, aio::LoadKind kind);
   absl::StatusOr<double> MeasureWhole(const TunePoint& point, bool read);
   absl::Status Log(const TunePoint& point, bool read, double bytes_per_s);
+  // The part of the arena that device number i copies to and from: a whole file.
+  std::span<std::byte> HostOfGpu(size_t i) const {
+    const uint64_t stride = aio::AlignUp(options_.io_bytes, aio::kHugePageBytes);
+    return {arena_->data() + i * stride, stride};
+  }
   void FlushPageCache();
   void Progress(const TunePoint& point);
 
@@ -82,6 +89,7 @@ class Tuner {
   TunePoint engine_for_;
   std::vector<std::string> paths_;
   std::vector<std::unique_ptr<aio::File>> files_;
+  std::vector<std::unique_ptr<GpuBuffer>> gpus_;  // one a file; empty: host memory only
   std::vector<TunePoint> points_;
   std::string backend_;
   int64_t start_ns_ = aio::SteadyClock::Get().NowNs();
@@ -134,6 +142,12 @@ absl::Status Tuner::SetUp(uint64_t memory_bytes) {
     if (!file.ok()) return file.status();
     files_.push_back(*std::move(file));
   }
+  for (size_t i = 0; options_.gpu && i < files_.size(); ++i) {
+    auto gpu =
+        GpuBuffer::Make(static_cast<int>(i), options_.gds ? GpuPath::kGds : GpuPath::kBounce, HostOfGpu(i));
+    if (!gpu.ok()) return gpu.status();
+    gpus_.push_back(*std::move(gpu));
+  }
   return absl::OkStatus();
 }
 
@@ -173,11 +187,20 @@ absl::StatusOr<double> Tuner::MeasureWhole(const TunePoint& point, bool read) {
   shape.queue_depth = point.queue_depth * point.parallel;
   shape.single_submit = point.single_submit;
   shape.sequential = point.sequential;
-  Transfer transfer(shape, {arena_->data(), aio::AlignDown(arena_->bytes(), point.block_bytes)});
+  std::vector<Transfer> transfers;
+  if (gpus_.empty()) {
+    const uint64_t bytes = arena_->bytes() / point.block_bytes * point.block_bytes;
+    transfers.emplace_back(shape, std::span<std::byte>(arena_->data(), bytes));
+  }
+  for (size_t i = 0; i < gpus_.size(); ++i) transfers.emplace_back(shape, HostOfGpu(i));
   const int64_t start = aio::SteadyClock::Get().NowNs();
   for (int64_t loop = 0; loop < options_.loops; ++loop) {
-    for (const auto& file : files_) {
-      if (absl::Status status = transfer.Run(*engine_, *file, read); !status.ok()) return status;
+    for (size_t i = 0; i < files_.size(); ++i) {
+      aio::File& file = *files_[i];
+      absl::Status status = gpus_.empty()
+                                ? transfers[0].Run(*engine_, file, read)
+                                : gpus_[i]->Run(transfers[i], shape, point.parallel, *engine_, file, read);
+      if (!status.ok()) return status;
     }
   }
   const double seconds = static_cast<double>(aio::SteadyClock::Get().NowNs() - start) * 1e-9;
@@ -209,6 +232,7 @@ absl::Status Tuner::Log(const TunePoint& point, bool read, double bytes_per_s) {
 }
 
 absl::Status Tuner::Measure(Trial& trial, bool whole_file) {
+  whole_file |= !gpus_.empty();
   if (absl::Status status = UseEngine(trial.point); !status.ok()) return status;
   for (const bool read : {true, false}) {
     if (read ? options_.no_read : options_.no_write) continue;
@@ -294,8 +318,11 @@ absl::Status Tuner::Run(const std::vector<TunePoint>& sweep) {
     deepest = std::max(deepest, std::min(point.in_flight_bytes(), options_.io_bytes));
   uint64_t block = 1;
   for (const TunePoint& point : sweep) block = std::max(block, point.block_bytes);
-  if (absl::Status status = SetUp(std::max(deepest * options_.nvme_dirs.size(), block)); !status.ok())
-    return status;
+  uint64_t memory = std::max(deepest * options_.nvme_dirs.size(), block);
+  if (options_.gpu)
+    memory =
+        std::max(memory, aio::AlignUp(options_.io_bytes, aio::kHugePageBytes) * options_.nvme_dirs.size());
+  if (absl::Status status = SetUp(memory); !status.ok()) return status;
   return sweep.empty() ? BuiltIn() : GivenPoints(sweep);
 }
 

@@ -83,8 +83,8 @@ absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& words, std
   table.Switch("--no_read", &o.no_read, "do not measure reads");
   table.Switch("--no_write", &o.no_write, "do not measure writes");
   table.Size("--io_size", &o.io_bytes, &o.io_size_text, "bytes of each file (400M)");
-  table.Switch("--gpu", &o.gpu, "refused: no buffers on a GPU");
-  table.Switch("--gds", &o.gds, "refused, see --gpu");
+  table.Switch("--gpu", &o.gpu, "to and from CUDA devices, the first for the first directory and so on");
+  table.Switch("--gds", &o.gds, "with --gpu: straight to the device with cuFile");
   table.Switch("--flush_page_cache", &o.flush_page_cache, "drop the page cache before each run (root)");
   table.Text("--log_dir", &o.log_dir, "DIR", "logs of the runs (_aio_bench_logs)");
   table.Integer("--loops", &o.loops, 1, 1000,
@@ -101,12 +101,7 @@ absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& words, std
   }
   if (o.no_read && o.no_write)
     return absl::InvalidArgumentError("--no_read and --no_write leave nothing to measure");
-  if (o.gpu || o.gds) {
-    return absl::InvalidArgumentError(
-        "--gpu, --gds: buffers on a GPU are not measured here, transfers go to pinned host memory; leave "
-        "them out for the "
-        "drive's side");
-  }
+  if (o.gds && !o.gpu) return absl::InvalidArgumentError("--gds needs --gpu");
   if (o.engine != "aio_handle" && o.engine != "io_uring" && o.engine != "libaio" && o.engine != "threads") {
     return absl::InvalidArgumentError(absl::StrCat("argument --engine: '", aio::OneLine(o.engine),
                                                    "' is none of aio_handle, io_uring, libaio, threads"));

@@ -1,6 +1,7 @@
 // ds_io and ds_nvme_tune: their words, their lines, their exit codes, and that what they say is so.
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -96,7 +97,11 @@ TEST(DsIoWordsTest, WrongWordsAreNamed) {
   EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--read=1"}), HasSubstr("takes no value"));
   EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--block_size", "1000"}), HasSubstr("4096"));
   EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "stray"}), HasSubstr("stray"));
-  EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--gpu"}), HasSubstr("--gpu"));
+  EXPECT_EQ(WhyNot({"--io_size", "1M", "--folder", "a", "--gpu", "--use_gds"}), "");
+  EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder_to_device_mapping", "a:x", "--gpu"}), HasSubstr("\"x\""));
+  EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--gpu", "--use_gds", "--slow_bounce_buffer"}),
+              HasSubstr("no bounce buffer"));
+  EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--slow_bounce_buffer"}), HasSubstr("needs --gpu"));
   EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--use_gds"}), HasSubstr("needs --gpu"));
   for (const char* engine : {"aio_basic", "torch_io", "torch_fastio"}) {
     EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--engine", engine}), HasSubstr("use aio_handle"))
@@ -170,7 +175,7 @@ TEST(TuneWordsTest, FlagsAndMistakes) {
             "");
   EXPECT_THAT(WhyNotTune({}), HasSubstr("--nvme_dir is required"));
   EXPECT_THAT(WhyNotTune({"--nvme_dir", "a", "--no_read", "--no_write"}), HasSubstr("nothing to measure"));
-  EXPECT_THAT(WhyNotTune({"--nvme_dir", "a", "--gds"}), HasSubstr("GPU"));
+  EXPECT_THAT(WhyNotTune({"--nvme_dir", "a", "--gds"}), HasSubstr("needs --gpu"));
   EXPECT_THAT(WhyNotTune({"--nvme_dir", "a", "--engine", "torch_io"}), HasSubstr("none of"));
 }
 
@@ -359,6 +364,57 @@ TEST_F(ProgramTest, ReadsThatReachNoDeviceAreSaid) {
   const Outcome run = Run(std::string(DS_IO) + " --folder " + directory_ + " --io_size 16M --read");
   ASSERT_EQ(run.code, 0) << run.err;
   EXPECT_THAT(run.err, HasSubstr("cache or a hole"));
+}
+
+// Memory on a device, with stand-ins for CUDA's runtime and cuFile (tests/tools/fake_cuda.cc) where the real
+// ones would be: the stand-in device counts what reaches it, and the comparison is with what it holds.
+TEST_F(ProgramTest, TransfersToADeviceGoThroughItsMemory) {
+  const std::string fake = "LD_LIBRARY_PATH=" + std::string(FAKE_CUDA_DIRECTORY) + " ";
+  for (const std::string flags : {"", " --slow_bounce_buffer", " --use_gds", " --use_gds --io_parallel 3"}) {
+    for (const std::string op : {"", " --read"}) {
+      const Outcome run = Run(fake + DS_IO + " --folder " + directory_ + " --io_size 8M --multi_process 2" +
+                              " --block_size 64K --queue_depth 4 --validate --gpu" + flags + op);
+      ASSERT_EQ(run.code, 0) << flags << op << ": " << run.err;
+      EXPECT_THAT(run.out, HasSubstr("Configuring 2 gpu to folder mapping"));
+      EXPECT_THAT(run.out, HasSubstr("validated, 8388608 bytes"));
+    }
+  }
+  for (const std::string flags : {"", " --gds"}) {
+    const Outcome tune = Run(fake + DS_NVME_TUNE + " --nvme_dir " + directory_ + " --io_size 16M --gpu" +
+                             flags + " --no_profile --log_dir " + directory_ + "/logs");
+    ASSERT_EQ(tune.code, 0) << tune.err;
+    EXPECT_THAT(tune.out, HasSubstr("\"aio\""));
+  }
+  // What fails there is told in one line, whatever it is.
+  for (const auto& [fault, told] :
+       std::vector<std::pair<std::string, std::string>>{{"devices", "no CUDA device"},
+                                                        {"malloc", "cudaMalloc"},
+                                                        {"register", "cudaHostRegister"},
+                                                        {"copy", "cudaMemcpyAsync"},
+                                                        {"driver", "cuFileDriverOpen"},
+                                                        {"handle", "cannot be used with cuFile"},
+                                                        {"transfer", "cuFileRead"}}) {
+    const bool gds = fault == "driver" || fault == "handle" || fault == "transfer";
+    const Outcome run = Run("FAKE_CUDA_FAULT=" + fault + " " + fake + DS_IO + " --folder " + directory_ +
+                            " --io_size 8M --read --gpu" + (gds ? " --use_gds" : ""));
+    EXPECT_EQ(run.code, 1) << fault;
+    EXPECT_THAT(run.err, testing::StartsWith("ds_io: error: ")) << fault;
+    EXPECT_THAT(run.err, HasSubstr(told)) << fault;
+    EXPECT_EQ(std::count(run.err.begin(), run.err.end(), '\n'), 1) << run.err;
+  }
+}
+
+TEST_F(ProgramTest, WithoutADeviceTheLineSaysSo) {
+  // An empty directory first in the search path hides no library; where there is a device this is no test.
+  const Outcome run = Run(std::string(DS_IO) + " --folder " + directory_ + " --io_size 4M --gpu");
+  if (run.code == 0) GTEST_SKIP() << "there is a CUDA device here";
+  EXPECT_EQ(run.code, 1);
+  EXPECT_THAT(run.err, testing::ContainsRegex("no CUDA (runtime|device)"));
+  EXPECT_THAT(run.err, HasSubstr("leave out --gpu"));
+  const Outcome tune = Run(std::string(DS_NVME_TUNE) + " --nvme_dir " + directory_ +
+                           " --io_size 4M --gpu --log_dir " + directory_);
+  EXPECT_EQ(tune.code, 1);
+  EXPECT_THAT(tune.err, testing::ContainsRegex("no CUDA (runtime|device)"));
 }
 
 TEST_F(ProgramTest, TuneMeasuresAndEndsWithTheBlock) {
