@@ -1,0 +1,136 @@
+// A small ext4 file system on a loop device, for tests of sector sizes, full disks and devices that go away.
+// Needs root, loop devices and mkfs.ext4; where they are not there `skip()` says why.
+#ifndef PENSTOCK_TESTS_AIO_LOOP_DEVICE_H_
+#define PENSTOCK_TESTS_AIO_LOOP_DEVICE_H_
+
+#include <fcntl.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <string>
+#include <system_error>
+
+namespace penstock::aio {
+
+struct LoopOptions {
+  uint64_t bytes = 64 << 20;
+  int sector_bytes = 512;
+  // Not 0: the backing file is sparse on a tmpfs of this size, so that the device runs out of room before the
+  // file system on it does, as thinly provisioned ones do.
+  uint64_t backing_bytes = 0;
+};
+
+class LoopDevice {
+ public:
+  explicit LoopDevice(const LoopOptions& options) {
+    char name[] = "loop-test-XXXXXX";
+    if (geteuid() != 0) {
+      skip_ = "needs root to set up a loop device";
+      return;
+    }
+    if (mkdtemp(name) == nullptr) {
+      skip_ = "no scratch directory";
+      return;
+    }
+    root_ = std::filesystem::absolute(name).string();
+    std::filesystem::create_directory(root_ + "/backing");
+    std::filesystem::create_directory(root_ + "/mnt");
+    if (options.backing_bytes != 0) {
+      const std::string size = "size=" + std::to_string(options.backing_bytes);
+      thin_ = mount("tmpfs", (root_ + "/backing").c_str(), "tmpfs", 0, size.c_str()) == 0;
+      if (!thin_) {
+        skip_ = "tmpfs cannot be mounted here";
+        return;
+      }
+    }
+    const std::string image = backing_file();
+    const int fd = open(image.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+    const bool made = fd >= 0 && ftruncate(fd, static_cast<off_t>(options.bytes)) == 0;
+    if (fd >= 0) close(fd);
+    if (made) {
+      device_ =
+          Output("losetup --find --show --sector-size " + std::to_string(options.sector_bytes) + " " + image);
+    }
+    if (device_.empty()) {
+      skip_ = "losetup is not possible here";
+      return;
+    }
+    if (!Run("mkfs.ext4 -q -b 4096 -m 0 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard " + device_)) {
+      skip_ = "mkfs.ext4 is not possible here";
+      return;
+    }
+    Mount();
+  }
+  ~LoopDevice() {
+    Unmount();
+    if (!device_.empty()) Run("losetup --detach " + device_);
+    if (thin_) umount2((root_ + "/backing").c_str(), MNT_DETACH);
+    std::error_code ignored;
+    if (!root_.empty()) std::filesystem::remove_all(root_, ignored);
+  }
+  LoopDevice(const LoopDevice&) = delete;
+  LoopDevice& operator=(const LoopDevice&) = delete;
+
+  const std::string& skip() const { return skip_; }  // why there is none; empty: there is one
+  std::string directory() const { return root_ + "/mnt"; }
+  const std::string& device() const { return device_; }
+  std::string backing_file() const { return root_ + "/backing/image"; }
+
+  void Mount(unsigned long flags = 0) {
+    mounted_ = mount(device_.c_str(), directory().c_str(), "ext4", flags, nullptr) == 0;
+    if (!mounted_) skip_ = "ext4 on " + device_ + " cannot be mounted";
+  }
+  // False while files are open on it.
+  bool Unmount() {
+    if (mounted_ && umount2(directory().c_str(), 0) != 0) return false;
+    mounted_ = false;
+    return true;
+  }
+
+  // From now on every operation on the file system fails with EIO, until it is mounted again: what pulling
+  // the cable does. Nothing that is in memory is written any more. False where the kernel cannot.
+  bool GoAway() {
+    constexpr unsigned long kGoingDown = _IOR('X', 125, uint32_t);
+    uint32_t without_flush = 2;
+    const int fd = open(directory().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const bool done = fd >= 0 && ioctl(fd, kGoingDown, &without_flush) == 0;
+    if (fd >= 0) close(fd);
+    return done;
+  }
+
+  // The device behind `kept_bytes` is no longer there: reads of it fail with EIO.
+  bool LoseTail(uint64_t kept_bytes) {
+    return truncate(backing_file().c_str(), static_cast<off_t>(kept_bytes)) == 0;
+  }
+
+ private:
+  static bool Run(const std::string& command) {
+    return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
+  }
+  // The first line that the command prints; empty if it fails.
+  static std::string Output(const std::string& command) {
+    std::FILE* const pipe = popen((command + " 2>/dev/null").c_str(), "r");
+    std::array<char, 256> line{};
+    if (pipe == nullptr) return "";
+    const bool read = std::fgets(line.data(), line.size(), pipe) != nullptr;
+    if (pclose(pipe) != 0 || !read) return "";
+    const std::string text = line.data();
+    return text.substr(0, text.find('\n'));
+  }
+
+  std::string root_;
+  std::string device_;
+  std::string skip_;
+  bool thin_ = false;
+  bool mounted_ = false;
+};
+
+}  // namespace penstock::aio
+
+#endif  // PENSTOCK_TESTS_AIO_LOOP_DEVICE_H_
