@@ -10,6 +10,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -89,7 +91,8 @@ class World {
   }
   std::byte* lane(uint32_t i) { return memory_.data() + i * slot_bytes_; }
   uint64_t slot_bytes() const { return slot_bytes_; }
-  std::span<std::byte> memory() { return {memory_.data(), memory_.bytes()}; }
+  // As much as `penstock verify` takes.
+  std::span<std::byte> memory() { return {memory_.data(), uint64_t{32} << 20}; }
 
  private:
   World() {
@@ -263,41 +266,75 @@ void StorePass(benchmark::State& state) {
   }
 }
 
-// The same reading as verify's, into the same memory, and nothing done with it.
-void BareRead(benchmark::State& state) {
+// The same reading as verify's, into the same memory, and nothing done with it. Returns the bytes.
+absl::StatusOr<uint64_t> ReadEverything(World* world) {
+  const Geometry& g = world->store().geometry();
+  uint64_t bytes = 0;
+  uint32_t next = 0;
+  ReadStream stream(
+      world->engine(), world->memory(), uint64_t{4} << 20, [&]() -> std::optional<ReadStream::Range> {
+        if (next == kTiles) return std::nullopt;
+        const uint32_t t = next++;
+        return ReadStream::Range{&world->store().file(0), g.slot_offset(t, world->store().committed(t).slot),
+                                 g.slot_bytes(t)};
+      });
+  while (const auto chunk = stream.Next()) {
+    if (!chunk->status.ok()) return chunk->status;
+    bytes += chunk->data.size();
+  }
+  return bytes;
+}
+
+absl::StatusOr<uint64_t> VerifyEverything(World* world) {
+  const auto report = VerifyAll(world->store(), world->memory());
+  if (!report.ok()) return report.status();
+  if (!report->whole()) return absl::DataLossError("the store is damaged");
+  return report->bytes;
+}
+
+template <absl::StatusOr<uint64_t> (*kRead)(World*)>
+void Reading(benchmark::State& state) {
   World* world = World::Get();
   if (world == nullptr) return state.SkipWithError("no store");
-  const Geometry& g = world->store().geometry();
   uint64_t bytes = 0;
   Meter meter(state);
   for (auto _ : state) {
-    uint32_t next = 0;
-    ReadStream stream(
-        world->engine(), world->memory(), uint64_t{4} << 20, [&]() -> std::optional<ReadStream::Range> {
-          if (next == kTiles) return std::nullopt;
-          const uint32_t t = next++;
-          return ReadStream::Range{&world->store().file(0),
-                                   g.slot_offset(t, world->store().committed(t).slot), g.slot_bytes(t)};
-        });
-    while (const auto chunk = stream.Next()) {
-      if (!chunk->status.ok()) return state.SkipWithError(chunk->status.ToString().c_str());
-      bytes += chunk->data.size();
-    }
+    const auto read = kRead(world);
+    if (!read.ok()) return state.SkipWithError(read.status().ToString().c_str());
+    bytes += *read;
   }
   meter.Report(bytes);
 }
 
-void Verify(benchmark::State& state) {
+// Verify and bare reading in turn, in changing order: `ratio` is the median over the pairs of verify's
+// throughput to that of bare reading. One iteration is all pairs.
+void VerifyPairs(benchmark::State& state) {
   World* world = World::Get();
   if (world == nullptr) return state.SkipWithError("no store");
+  std::vector<double> ratios;
   uint64_t bytes = 0;
-  Meter meter(state);
+  double cpu = 0;
   for (auto _ : state) {
-    const auto report = VerifyAll(world->store(), world->memory());
-    if (!report.ok()) return state.SkipWithError(report.status().ToString().c_str());
-    bytes += report->bytes;
+    for (int pair = 0; pair < 21; ++pair) {
+      double seconds[2] = {};
+      for (const bool verify : {pair % 2 == 0, pair % 2 != 0}) {
+        const double cpu_before = CpuSeconds();
+        const auto start = std::chrono::steady_clock::now();
+        const auto read = verify ? VerifyEverything(world) : ReadEverything(world);
+        if (!read.ok()) return state.SkipWithError(read.status().ToString().c_str());
+        seconds[verify] = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+        if (verify) cpu += CpuSeconds() - cpu_before;
+        if (verify) bytes += *read;
+      }
+      ratios.push_back(seconds[0] / seconds[1]);
+    }
   }
-  meter.Report(bytes);
+  std::sort(ratios.begin(), ratios.end());
+  state.counters["pairs"] = static_cast<double>(ratios.size());
+  state.counters["ratio"] = ratios[ratios.size() / 2];
+  state.counters["ratio_p25"] = ratios[ratios.size() / 4];
+  state.counters["ratio_p75"] = ratios[ratios.size() * 3 / 4];
+  state.counters["cpu_ms_per_gib"] = 1e3 * cpu / (static_cast<double>(bytes) / (1u << 30));
 }
 
 // A commit in which nothing changed: the record of range(1) tiles, and with range(0) == 1 the syncs around
@@ -323,8 +360,13 @@ BENCHMARK(StorePass)
     ->Arg(1)
     ->UseRealTime()
     ->Unit(benchmark::kMillisecond);
-BENCHMARK(BareRead)->Name("Read/bare")->UseRealTime()->Unit(benchmark::kMillisecond);
-BENCHMARK(Verify)->Name("Read/verify")->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(Reading<ReadEverything>)->Name("Read/bare")->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(Reading<VerifyEverything>)->Name("Read/verify")->UseRealTime()->Unit(benchmark::kMillisecond);
+BENCHMARK(VerifyPairs)
+    ->Name("Read/verify_pairs")
+    ->Iterations(1)
+    ->UseRealTime()
+    ->Unit(benchmark::kMillisecond);
 BENCHMARK(CommitRecord)
     ->Name("Commit")
     ->ArgNames({"power", "tiles"})

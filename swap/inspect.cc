@@ -120,6 +120,10 @@ Finding Probe(const std::string& directory, int lock_patience_ms) {
   finding.directories = super->shape.directories();
   const auto geometry = Geometry::Make(super->shape);
   if (!geometry.ok()) return with(Holding::kDamaged, absl::StrCat(path, ": ", geometry.status().message()));
+  if (const uint64_t whole = geometry->file_bytes(super->directory); file->bytes() < whole) {
+    return with(Holding::kDamaged,
+                absl::StrCat(path, " has ", file->bytes(), " bytes of ", whole, ": it was cut off"));
+  }
   if (super->directory != 0) {
     return with(Holding::kRun, absl::StrCat(directory, " is directory ", super->directory, " of the ",
                                             super->shape.directories(), " of run ", UuidText(finding.uuid)));
@@ -135,10 +139,6 @@ Finding Probe(const std::string& directory, int lock_patience_ms) {
   finding.step = found->record.step;
   finding.updates = found->record.updates;
   finding.sequence = found->record.sequence;
-  if (file->bytes() < geometry->file_bytes(0)) {
-    return with(Holding::kDamaged, absl::StrCat(path, " has ", file->bytes(), " bytes of ",
-                                                geometry->file_bytes(0), ": it was cut off"));
-  }
   return with(Holding::kRun, absl::StrCat(directory, " holds a run at step ", finding.step));
 }
 
@@ -218,6 +218,12 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories) 
   }
   const auto geometry = Geometry::Make(*shape);
   if (!geometry.ok()) return absl::DataLossError(geometry.status().message());
+  for (uint32_t d = 0; d < shape->directories(); ++d) {
+    if (const uint64_t whole = geometry->file_bytes(d); result.file_bytes[d] < whole) {
+      return absl::DataLossError(absl::StrCat(result.paths[d], " has ", result.file_bytes[d], " bytes of ",
+                                              whole, ": it was cut off"));
+    }
+  }
   auto found = LoadRecord(*files[0], *geometry, shape->uuid);
   if (!found.ok()) return found.status();
   if (found->record.sequence == 0) {

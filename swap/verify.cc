@@ -12,7 +12,9 @@
 namespace penstock::swap {
 namespace {
 
-constexpr uint64_t kChunkBytes = uint64_t{4} << 20;
+// As long as one block of the engine: a longer chunk is waited for in one piece, and while it is checked less
+// is in flight than the drive needs (4 MiB: 0.7 of the bandwidth of reading alone; 1 MiB: 0.99).
+constexpr uint64_t kChunkBytes = uint64_t{1} << 20;
 constexpr uint64_t kProgressBytes = uint64_t{64} << 20;
 
 // Takes the bytes of one tile in order and checks each segment at its end.

@@ -61,6 +61,10 @@ class CheckpointWorld {
     options.lock_patience_ms = 0;
     options.allow_unaligned_file_system = true;
     const auto store = swap::Store::Open(*engine_, options);
+    if (inspection.ok() != store.ok()) {
+      std::fprintf(stderr, "inspect: %s; open: %s\n", inspection.status().ToString().c_str(),
+                   store.status().ToString().c_str());
+    }
     FUZZ_CHECK(inspection.ok() == store.ok());
     if (!store.ok()) {
       Refused(store.status());

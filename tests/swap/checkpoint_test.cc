@@ -12,6 +12,7 @@
 #include "swap/inspect.h"
 #include "swap/verify.h"
 #include "tests/swap/fake_model.h"
+#include "tests/swap/no_leak.h"
 #include "tests/swap/scratch_directory.h"
 
 namespace penstock::swap {

@@ -259,5 +259,24 @@ TEST_F(DirectoryTest, InspectTellsWhatARunIs) {
   EXPECT_TRUE(absl::IsNotFound(Inspect({scratch_.Sub("nowhere")}).status()));
 }
 
+TEST_F(DirectoryTest, AFileThatWasCutOffIsDamageForAllWhoLook) {
+  options_.directories = {scratch_.Sub("a"), scratch_.Sub("b")};
+  FakeModel model(layout_, 1);
+  CreateCommitted(&model).reset();
+  for (const int d : {0, 1}) {
+    const auto bytes = std::filesystem::file_size(File(d));
+    std::filesystem::resize_file(File(d), bytes - kBlockBytes);
+    const Finding finding = Probe(options_.directories);
+    EXPECT_EQ(finding.holding, Holding::kDamaged) << d;
+    EXPECT_THAT(finding.text, HasSubstr("cut off"));
+    const auto inspection = Inspect(options_.directories);
+    EXPECT_TRUE(absl::IsDataLoss(inspection.status())) << inspection.status();
+    EXPECT_THAT(std::string(inspection.status().message()), HasSubstr(File(d)));
+    EXPECT_TRUE(absl::IsDataLoss(Store::Open(*engine_, options_).status()));
+    std::filesystem::resize_file(File(d), bytes);
+  }
+  EXPECT_TRUE(Inspect(options_.directories).ok());
+}
+
 }  // namespace
 }  // namespace penstock::swap

@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "swap/checkpoint.h"
 #include "swap/store.h"
+#include "tests/swap/no_leak.h"
 #include "tests/swap/scratch_directory.h"
 
 namespace penstock::swap {

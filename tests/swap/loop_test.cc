@@ -5,6 +5,7 @@
 
 #include "swap/verify.h"
 #include "tests/aio/loop_device.h"
+#include "tests/swap/no_leak.h"
 #include "tests/swap/store_fixture.h"
 
 namespace penstock::swap {

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <random>
 
 #include "swap/verify.h"
+#include "tests/swap/no_leak.h"
 #include "tests/swap/sim_world.h"
 
 namespace penstock::swap {
@@ -22,6 +24,12 @@ constexpr uint64_t kStride = 9;
 #else
 constexpr uint64_t kStride = 1;
 #endif
+
+// PENSTOCK_SOAK=N in the environment: N times as many seeds.
+uint64_t Soak() {
+  const char* soak = std::getenv("PENSTOCK_SOAK");
+  return static_cast<uint64_t>(std::max(1, soak == nullptr ? 1 : std::atoi(soak)));
+}
 
 class SimTest : public ::testing::TestWithParam<Sync> {};
 
@@ -49,7 +57,7 @@ TEST_P(SimTest, ACrashAtEveryEventLosesNothingAcknowledged) {
   }
   ASSERT_GT(events, 100u);
   int crashes = 0, before = 0, after = 0;
-  for (uint64_t seed = 7; seed < 10; ++seed) {
+  for (uint64_t seed = 7; seed < 7 + 3 * Soak(); ++seed) {
     for (uint64_t at = 1; at <= events; at += kStride) {
       SimWorld world(seed, GetParam());
       world.at_event = [&](uint64_t event) {
@@ -134,7 +142,7 @@ TEST_P(SimTest, ReportedErrorsAtEveryRequestAreReportedAndLoseNothing) {
 // Promise: a disk that lies (torn, lost, misdirected writes that report success) is caught, never believed.
 TEST_P(SimTest, SilentFaultsAreNeverAccepted) {
   int lies = 0, caught = 0, harmless = 0;
-  for (uint64_t seed = 1; seed <= 400; seed += kStride) {
+  for (uint64_t seed = 1; seed <= 400 * Soak(); seed += kStride) {
     SimWorld world(seed, GetParam());
     ASSERT_TRUE(world.Create().ok());
     aio::SimFaultRates rates;
@@ -180,7 +188,7 @@ TEST_P(SimTest, SilentFaultsAreNeverAccepted) {
 // step.
 TEST_P(SimTest, ARandomMixOfFaultsAndCrashes) {
   int injected = 0;
-  for (uint64_t seed = 1000; seed < 1300; seed += kStride) {
+  for (uint64_t seed = 1000; seed < 1000 + 300 * Soak(); seed += kStride) {
     SimWorld world(seed, GetParam());
     ASSERT_TRUE(world.Create().ok());
     std::mt19937_64 random(seed);
