@@ -3,13 +3,14 @@ PRESET  ?= release
 BUILD   := build/$(PRESET)
 JOBS    ?= $(shell nproc)
 
-.PHONY: help train test build deps soak lint format clean asan ubsan tsan
+.PHONY: help train test build deps soak fuzz lint format clean asan ubsan tsan
 
 help:
 	@echo "make train   install what is missing, build, train a GPT whose state is several times its memory budget"
 	@echo "make test    install what is missing, build, run the test suite"
 	@echo "make build   install what is missing, build (PRESET=release|debug|asan|ubsan|tsan)"
 	@echo "make soak    the kill and fault tests, SOAK=20 times as long;  make asan|ubsan|tsan  the suite under a sanitizer"
+	@echo "make fuzz    what reads files and flags, with clang's libFuzzer, FUZZ_SECONDS=120 each"
 	@echo "make lint    clang-format and clang-tidy checks;  make format  rewrites in place"
 	@echo "make clean   remove build/"
 
@@ -33,7 +34,18 @@ asan ubsan tsan:
 SOAK ?= 20
 soak: build
 	@cd $(BUILD) && for test in swap_kill_test swap_sim_test swap_checkpoint_test zero_kill_test; do \
-	  PENSTOCK_SOAK=$(SOAK) tests/$$test || exit 1; done
+	  test ! -x tests/$$test || PENSTOCK_SOAK=$(SOAK) tests/$$test || exit 1; done
+
+# Each target starts from its corpus; what it finds lies in build/fuzz/found afterwards.
+FUZZ_SECONDS ?= 120
+fuzz:
+	@scripts/install-deps fuzz
+	@test -f build/fuzz/build.ninja || cmake --preset fuzz
+	@cmake --build build/fuzz -j $(JOBS) --target fuzz_targets
+	@mkdir -p build/fuzz/found && cd build/fuzz/found && for target in ../tests/fuzz_*; do \
+	  name=$${target##*/fuzz_}; echo "== $$name"; mkdir -p corpus-$$name; \
+	  $$target -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -timeout=20 -rss_limit_mb=4096 -verbosity=0 -print_funcs=0 \
+	    -print_final_stats=1 -artifact_prefix=$$name- corpus-$$name $(CURDIR)/tests/fuzz/corpus/$$name || exit 1; done
 
 lint:
 	@scripts/lint
