@@ -68,16 +68,29 @@ void Execute(benchmark::State& state) {
 }
 BENCHMARK(Execute)->Arg(1000)->Unit(benchmark::kMillisecond);
 
-void UpdateTile(benchmark::State& state, const tiering::Precision& precision) {
+void UpdateTile(benchmark::State& state, kernels::DType weights, kernels::StateType states) {
+  const zero::TileFormat format = {.weights = weights, .states = states, .moments = {}};
   for (auto _ : state) {
-    const double parameters_per_s = zero::MeasureUpdateRate(precision);
+    const double parameters_per_s = zero::MeasureUpdateRate(format, kernels::AdamOptions());
     state.SetIterationTime(1e6 / parameters_per_s);
   }
-  state.SetBytesProcessed(state.iterations() * 1'000'000 *
-                          (2 * precision.total_bytes() + precision.gradient_bytes));
+  const tiering::Precision precision = format.precision();
+  constexpr int64_t kElements = 1'000'000;
+  state.SetBytesProcessed(state.iterations() *
+                          (2 * precision.UnpaddedBytes(kElements) + kElements * precision.gradient_bytes));
 }
-BENCHMARK_CAPTURE(UpdateTile, bf16, tiering::Precision::Bf16())->UseManualTime()->Iterations(20);
-BENCHMARK_CAPTURE(UpdateTile, fp32, tiering::Precision::Fp32())->UseManualTime()->Iterations(20);
+BENCHMARK_CAPTURE(UpdateTile, bf16, kernels::DType::kBf16, kernels::StateType::kFp32)
+    ->UseManualTime()
+    ->Iterations(20);
+BENCHMARK_CAPTURE(UpdateTile, bf16_8bit, kernels::DType::kBf16, kernels::StateType::k8Bit)
+    ->UseManualTime()
+    ->Iterations(20);
+BENCHMARK_CAPTURE(UpdateTile, fp16, kernels::DType::kFp16, kernels::StateType::kFp32)
+    ->UseManualTime()
+    ->Iterations(20);
+BENCHMARK_CAPTURE(UpdateTile, fp32, kernels::DType::kFp32, kernels::StateType::kFp32)
+    ->UseManualTime()
+    ->Iterations(20);
 
 void Tensor(benchmark::State& state, bool kept) {
   zero::TensorMemory::Install();

@@ -83,7 +83,7 @@ double Train(const std::string& directory, bool resume, int64_t last) {
   options.host_memory_bytes = kBudget;
   options.dtype = torch::kFloat32;
   options.example = MakeBatch(0);  // the shapes to plan for
-  options.adam.lr = 1e-3;
+  options.optimizer = penstock::kernels::AdamOptions{.lr = 1e-3};
   options.resume = resume;
   options.overwrite = !resume;
   options.planned =

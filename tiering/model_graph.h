@@ -13,25 +13,57 @@
 
 namespace penstock::tiering {
 
-// Bytes that one parameter takes in each of its forms. Weights are what forward and backward read; state is
+// Runs are padded to whole pages of the smallest segment, so that every tile of every segment is page-aligned
+// both in memory and in the file: 2048 elements of 2 bytes are 4096.
+inline constexpr int64_t kElementAlignment = 2048;
+inline constexpr int64_t kPage = 4096;
+
+inline int64_t AlignUp(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+// Elements that share one fp32 scale in a block-wise 8-bit state.
+inline constexpr int64_t kScaleBlock = 256;
+
+// Bytes that parameters take in each of their forms. Weights are what forward and backward read; state is
 // what the update needs beside them; a gradient waits in its own form between backward and update.
 struct Precision {
   std::string name;
-  // One tile segment each, in the order in which they lie in a slot; the first is the weights.
+  // One tile segment each, in the order in which they lie in a slot: bytes per element. The first is the
+  // weights. A segment of one byte per element is block-wise 8 bit: the codes of all elements, and behind
+  // them an fp32 scale for every kScaleBlock elements.
   std::vector<int> segment_bytes;
   int gradient_bytes = 0;
 
   int weight_bytes() const { return segment_bytes.front(); }
-  int state_bytes() const {
-    int sum = 0;
-    for (size_t i = 1; i < segment_bytes.size(); ++i) sum += segment_bytes[i];
+  // Of segment `segment` of a tile (or run) of that many elements, without padding.
+  int64_t SegmentBytes(size_t segment, int64_t elements) const {
+    const int bytes = segment_bytes[segment];
+    return elements * bytes + (bytes == 1 ? (elements + kScaleBlock - 1) / kScaleBlock * 4 : 0);
+  }
+  // Of all segments, without padding.
+  int64_t UnpaddedBytes(int64_t elements) const {
+    int64_t sum = 0;
+    for (size_t i = 0; i < segment_bytes.size(); ++i) sum += SegmentBytes(i, elements);
     return sum;
   }
-  int total_bytes() const { return weight_bytes() + state_bytes(); }
+  // As they lie in memory and on the drive: every segment in whole pages.
+  int64_t StateBytes(int64_t elements) const {
+    int64_t sum = 0;
+    for (size_t i = 1; i < segment_bytes.size(); ++i) sum += AlignUp(SegmentBytes(i, elements), kPage);
+    return sum;
+  }
+  int64_t TotalBytes(int64_t elements) const {
+    return AlignUp(SegmentBytes(0, elements), kPage) + StateBytes(elements);
+  }
 
   // bf16: the fp32 master is split into hi (bf16, what compute reads) and lo (int16); m and v are fp32. 12
   // bytes.
   static Precision Bf16() { return {"bf16", {2, 2, 4, 4}, 2}; }
+  // The same with m and v in block-wise 8 bit. 6 bytes and 1/32.
+  static Precision Bf16With8Bit() { return {"bf16", {2, 2, 1, 1}, 2}; }
+  // fp16: the weights, the fp32 master, m, v. 14 bytes.
+  static Precision Fp16() { return {"fp16", {2, 4, 4, 4}, 2}; }
   // fp32: p, m, v. 12 bytes.
   static Precision Fp32() { return {"fp32", {4, 4, 4}, 4}; }
 };
@@ -68,15 +100,6 @@ struct ModelGraph {
     return sum;
   }
 };
-
-// Runs are padded to whole pages of the smallest segment, so that every tile of every segment is page-aligned
-// both in memory and in the file: 2048 elements of 2 bytes are 4096.
-inline constexpr int64_t kElementAlignment = 2048;
-inline constexpr int64_t kPage = 4096;
-
-inline int64_t AlignUp(int64_t value, int64_t alignment) {
-  return (value + alignment - 1) / alignment * alignment;
-}
 
 }  // namespace penstock::tiering
 

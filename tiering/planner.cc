@@ -249,9 +249,15 @@ class Planner {
 
     int64_t tile_elements = level.tile_elements;
     if (options_.tile_bytes > 0) {
-      tile_elements = std::min(tile_elements, options_.tile_bytes / plan.precision.total_bytes());
+      // The bytes are nearly proportional; only the padding of a segment to pages is not.
+      tile_elements = std::min(tile_elements, options_.tile_bytes * kElementAlignment /
+                                                  plan.precision.UnpaddedBytes(kElementAlignment));
     }
     tile_elements = std::max(tile_elements / kElementAlignment * kElementAlignment, kElementAlignment);
+    while (options_.tile_bytes > 0 && tile_elements > kElementAlignment &&
+           plan.precision.TotalBytes(tile_elements) > options_.tile_bytes) {
+      tile_elements -= kElementAlignment;
+    }
 
     std::vector<int64_t> sizes;
     for (const BlockShape& block : graph_.blocks) sizes.push_back(block.elements);
@@ -279,7 +285,8 @@ class Planner {
       plan.run_classes.push_back(cls);
     }
     if (plan.trains) {
-      const int64_t tile_bytes = plan.tile_elements * plan.precision.state_bytes();
+      // SGD without momentum has no state beside fp32 weights.
+      const int64_t tile_bytes = std::max(plan.precision.StateBytes(plan.tile_elements), kPage);
       plan.tile_ring =
           static_cast<int>(std::clamp<int64_t>(level.ring_bytes / tile_bytes, level.least_ring, 64));
       plan.tile_ring = static_cast<int>(std::min<int64_t>(plan.tile_ring, tiles));
@@ -488,7 +495,7 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
 
 int64_t Plan::state_segment_offset(int segment, int64_t elements) const {
   int64_t offset = 0;
-  for (int s = 1; s < segment; ++s) offset += AlignUp(elements * precision.segment_bytes[At(s)], kPage);
+  for (int s = 1; s < segment; ++s) offset += AlignUp(precision.SegmentBytes(At(s), elements), kPage);
   return offset;
 }
 

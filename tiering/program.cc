@@ -246,9 +246,10 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
     AddIf(&read.after, last_write);
   }
   OpId state_read = -1;
-  if (of.redo || slot.block != block || slot.tile != tile) {
+  const int64_t state_bytes = plan_.precision.StateBytes(elements);
+  if (state_bytes > 0 && (of.redo || slot.block != block || slot.tile != tile)) {
     state_read = next_id_;
-    Op& read = emit(OpKind::kReadState, Lane::kRead, elements * plan_.precision.state_bytes());
+    Op& read = emit(OpKind::kReadState, Lane::kRead, state_bytes);
     read.tile_slot = slot_index;
     read.after = former;
     AddIf(&read.after, last_write);
@@ -294,7 +295,7 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
     return;
   }
   const OpId write_id = next_id_;
-  Op& write = emit(OpKind::kWriteTile, Lane::kWrite, elements * plan_.precision.total_bytes());
+  Op& write = emit(OpKind::kWriteTile, Lane::kWrite, plan_.precision.TotalBytes(elements));
   write.run_slot = run_slot;
   write.tile_slot = slot_index;
   write.after = {update_id};

@@ -10,6 +10,7 @@ namespace penstock::tiering {
 namespace {
 
 constexpr size_t kMostTilesSimulated = 4000;
+constexpr int64_t kSample = 1 << 20;  // elements, to tell bytes per element by
 // Of a gain that was computed and not tried, no more than this share of steps may be redone.
 constexpr double kCautiousRedoRate = 0.2;
 
@@ -47,7 +48,7 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
   }
   if (forward + backward <= 0) return 0;
   const double weights = plan.precision.weight_bytes();
-  const double update = 2.0 * plan.precision.total_bytes();
+  const double update = 2.0 * static_cast<double>(plan.precision.UnpaddedBytes(kSample)) / kSample;
   const double in_backward = (update + weights) * backward / (forward + backward);
   return std::clamp((in_backward - weights) / (update - weights), 0.0, 1.0);
 }
@@ -89,7 +90,7 @@ double ChooseUpdateOrder(const ModelGraph& graph, UpdateOrder wanted, bool thoro
   if (free && best > later * 0.98) best_share = 0;
   MarkInBackward(plan, best_share);
   if (best_share == 0) return later;
-  const double redone = best_share * static_cast<double>(graph.elements()) * plan->precision.total_bytes();
+  const double redone = best_share * static_cast<double>(plan->precision.UnpaddedBytes(graph.elements()));
   const MachineModel machine;
   const double redo_seconds = redone / machine.read_bytes_per_s + redone / machine.write_bytes_per_s;
   plan->worthwhile_redo_rate = free ? std::clamp((later - best) / redo_seconds, 0.0, 1.0) : 1;

@@ -26,6 +26,17 @@ double BytesPerParameter(const zero::EnginePlan& plan) {
          static_cast<double>(plan.parameters);
 }
 
+// "bf16", and what is not AdamW in fp32.
+std::string TypesText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
+  std::string text = plan.plan.precision.name;
+  const std::string optimizer = zero::OptimizerName(options.optimizer);
+  if (optimizer != "adam") absl::StrAppend(&text, ", ", optimizer);
+  if (plan.format.states != kernels::StateType::kFp32) {
+    absl::StrAppend(&text, ", ", std::string(zero::StateTypeName(plan.format.states)), " optimizer states");
+  }
+  return text;
+}
+
 }  // namespace
 
 MeasuredDrives MeasureDrives(const std::vector<std::string>& directories, int64_t memory_bytes,
@@ -62,13 +73,13 @@ MeasuredDrives MeasureDrives(const std::vector<std::string>& directories, int64_
   return drives;
 }
 
-absl::StatusOr<tiering::Prediction> Predict(const zero::EnginePlan& plan, const aio::DeviceProfile& drives,
-                                            int update_workers) {
+absl::StatusOr<tiering::Prediction> Predict(const zero::EnginePlan& plan, const zero::EngineOptions& options,
+                                            const aio::DeviceProfile& drives) {
   tiering::MachineModel machine;
   if (drives.read_bytes_per_s > 0) machine.read_bytes_per_s = drives.read_bytes_per_s;
   if (drives.write_bytes_per_s > 0) machine.write_bytes_per_s = drives.write_bytes_per_s;
-  machine.update_workers = update_workers;
-  machine.update_parameters_per_s = zero::MeasureUpdateRate(plan.plan.precision);
+  machine.update_workers = options.update_workers;
+  machine.update_parameters_per_s = zero::MeasureUpdateRate(plan.format, options.optimizer);
   return tiering::Simulate(plan.graph, plan.plan, machine);
 }
 
@@ -82,7 +93,7 @@ std::string PlanText(const zero::EnginePlan& plan, const zero::EngineOptions& op
                      const tiering::Prediction& prediction, const MeasuredDrives& drives) {
   std::string text =
       absl::StrFormat("%d parameters in %d blocks, %s; state %s", plan.parameters, plan.graph.blocks.size(),
-                      plan.plan.precision.name, FormatBytes(plan.state_bytes));
+                      TypesText(plan, options), FormatBytes(plan.state_bytes));
   if (options.host_memory_bytes > 0 && plan.state_bytes > options.host_memory_bytes) {
     absl::StrAppend(&text, absl::StrFormat(", %.1f times the host memory budget of %s",
                                            static_cast<double>(plan.state_bytes) /
@@ -143,6 +154,8 @@ nlohmann::json PlanJson(const zero::EnginePlan& plan, const zero::EngineOptions&
   return {{"params", plan.parameters},
           {"blocks", plan.graph.blocks.size()},
           {"dtype", plan.plan.precision.name},
+          {"optimizer", zero::OptimizerName(options.optimizer)},
+          {"optimizer_states", std::string(zero::StateTypeName(plan.format.states))},
           {"offload", std::string(zero::Name(options.offload))},
           {"order_of_update", !plan.plan.speculates                  ? "next_forward"
                               : plan.plan.in_backward_share() == 1.0 ? "in_backward"

@@ -24,8 +24,8 @@ MeasuredDrives MeasureDrives(const std::vector<std::string>& directories, int64_
                              int64_t file_bytes);
 
 // The step of this plan on this machine.
-absl::StatusOr<tiering::Prediction> Predict(const zero::EnginePlan& plan, const aio::DeviceProfile& drives,
-                                            int update_workers);
+absl::StatusOr<tiering::Prediction> Predict(const zero::EnginePlan& plan, const zero::EngineOptions& options,
+                                            const aio::DeviceProfile& drives);
 
 int64_t FreeBytes(const std::string& directory);  // of the file system that it is or will be on; -1: unknown
 

@@ -11,8 +11,11 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu_features.h"
 #include "swap/inspect.h"
+#include "tools/kept.h"
+#include "tools/optimizer_words.h"
 #include "tools/size.h"
 #include "tools/state_reader.h"
+#include "zero/block.h"
 #include "zero/config.h"
 #include "zero/engine_state.h"
 #include "zero/threads.h"
@@ -32,36 +35,6 @@ absl::Status Check(const char* flag, T value, T least, T most) {
   return Wrong(absl::StrCat(flag, " ", value, ": must be between ", least, " and ", most));
 }
 
-// Values that a run keeps from its creation on. On resume a flag may repeat them, never change them.
-class Kept {
- public:
-  explicit Kept(const nlohmann::json& run) : run_(run) {}
-
-  template <typename T>
-  absl::StatusOr<T> Of(const char* name, const char* flag, const std::optional<T>& given,
-                       const T& otherwise) const {
-    if (!run_.contains(name)) return given.value_or(otherwise);
-    const T kept = run_[name].get<T>();
-    if (given.has_value() && *given != kept) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "--", flag, " ", nlohmann::json(*given).dump(), ": this run was created with ", run_[name].dump(),
-          "; leave the flag out, or start another run in another --state-dir"));
-    }
-    return kept;
-  }
-
- private:
-  const nlohmann::json& run_;
-};
-
-// Takes the value of a StatusOr or returns its error.
-#define PENSTOCK_TAKE(to, expression)       \
-  do {                                      \
-    auto taken = (expression);              \
-    if (!taken.ok()) return taken.status(); \
-    (to) = *std::move(taken);               \
-  } while (false)
-
 absl::StatusOr<zero::OffloadDevice> ParseOffload(const std::string& text) {
   if (text == "none") return zero::OffloadDevice::kNone;
   if (text == "cpu") return zero::OffloadDevice::kCpu;
@@ -77,8 +50,7 @@ absl::StatusOr<std::string> ChooseDtype(const TrainWords& words, const zero::Con
   if (dtype == "auto" && config.fp16.enabled.value_or(false)) dtype = "fp16";
   if (dtype == "auto" && config.bf16.has_value()) dtype = *config.bf16 ? "bf16" : "fp32";
   if (dtype == "auto") dtype = fast_bf16 ? "bf16" : "fp32";
-  if (dtype == "fp16") return Wrong("fp16: the CPU computes in bf16 or fp32; fp16 needs a CUDA device");
-  if (dtype != "bf16" && dtype != "fp32") {
+  if (!zero::ParseDType(dtype).has_value()) {
     return Wrong(absl::StrCat("--dtype ", dtype, ": must be bf16, fp16, fp32 or auto"));
   }
   if (dtype == "bf16" && !fast_bf16) {
@@ -117,6 +89,10 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs) {
   nlohmann::json run = payload["run"];
   const nlohmann::json identity = nlohmann::json::parse(inspection->shape.identity, nullptr, false);
   if (identity.is_object() && identity.contains("dtype")) run["dtype"] = identity["dtype"];
+  // Runs from before there was a choice of optimizers.
+  if (run.contains("adamw") && !run.contains("optimizer")) {
+    run["optimizer"] = run["adamw"] == false ? "Adam" : "AdamW";
+  }
   return run;
 }
 
@@ -155,34 +131,24 @@ absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& conf
 absl::Status ResolveOptimizer(const TrainWords& words, const zero::Config& config, const Kept& kept,
                               TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  kernels::AdamOptions& adam = engine.adam;
-  auto either = [](const auto& flag, const auto& from_config) {
-    return flag.has_value() ? flag : from_config;
-  };
-  PENSTOCK_TAKE(adam.lr, kept.Of("lr", "lr", either(words.lr, config.optimizer.lr), 3e-4));
-  PENSTOCK_TAKE(adam.weight_decay, kept.Of("weight_decay", "weight-decay",
-                                           either(words.weight_decay, config.optimizer.weight_decay), 0.01));
-  PENSTOCK_TAKE(engine.clip, kept.Of("clip", "clip", either(words.clip, config.gradient_clipping), 1.0));
-  PENSTOCK_TAKE(adam.beta1, kept.Of("beta1", "config", config.optimizer.beta1, 0.9));
-  PENSTOCK_TAKE(adam.beta2, kept.Of("beta2", "config", config.optimizer.beta2, 0.999));
-  PENSTOCK_TAKE(adam.eps, kept.Of("eps", "config", config.optimizer.eps, 1e-8));
-  bool decoupled = true;
-  PENSTOCK_TAKE(decoupled, kept.Of("adamw", "config",
-                                   std::optional<bool>(config.optimizer.type.has_value()
-                                                           ? std::optional(config.optimizer.DecoupledDecay())
-                                                           : std::nullopt),
-                                   true));
-  adam.mode = decoupled ? kernels::AdamMode::kAdamW : kernels::AdamMode::kAdam;
-  for (const auto& status :
-       {Check("--lr", adam.lr, 0.0, 1e6), Check("--weight-decay", adam.weight_decay, 0.0, 1e6),
-        Check("--clip", engine.clip, 0.0, 1e30)}) {
-    if (!status.ok()) return status;
-  }
+  OptimizerWords given;
+  given.lr = words.lr;
+  given.weight_decay = words.weight_decay;
+  given.states =
+      words.optimizer_states.has_value() ? words.optimizer_states : config.penstock.optimizer_states;
+  PENSTOCK_TAKE(engine.optimizer, ResolveOptimizerOptions(given, config.optimizer, kept, &settings->kept));
+  PENSTOCK_TAKE(engine.optimizer_states, ResolveOptimizerStates(given, kept, &settings->kept));
+  const std::optional<double> clip = words.clip.has_value() ? words.clip : config.gradient_clipping;
+  PENSTOCK_TAKE(engine.clip, kept.Of("clip", "clip", clip, 1.0));
+  if (absl::Status status = Check("--clip", engine.clip, 0.0, 1e30); !status.ok()) return status;
+  absl::StatusOr<zero::LossScaler> scaler = zero::MakeLossScaler(config.fp16);
+  if (!scaler.ok()) return scaler.status();
+  engine.loss_scale = scaler->options();
+  const double lr = zero::LearningRate(engine.optimizer);
   if (settings->resumes) return absl::OkStatus();  // the record has the schedule
 
   if (config.scheduler.has_value() && !words.lr.has_value() && !words.warmup.has_value()) {
-    absl::StatusOr<zero::LrSchedule> schedule =
-        zero::MakeSchedule(*config.scheduler, adam.lr, settings->steps);
+    absl::StatusOr<zero::LrSchedule> schedule = zero::MakeSchedule(*config.scheduler, lr, settings->steps);
     if (!schedule.ok()) return schedule.status();
     engine.schedule = *schedule;
     return absl::OkStatus();
@@ -190,8 +156,8 @@ absl::Status ResolveOptimizer(const TrainWords& words, const zero::Config& confi
   const int64_t warmup = words.warmup.value_or(std::min<int64_t>(100, settings->steps / 10));
   if (absl::Status status = Check<int64_t>("--warmup", warmup, 0, int64_t{1} << 40); !status.ok())
     return status;
-  absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(zero::WarmupThenCosine{
-      .lr = adam.lr, .min_lr = adam.lr / 10, .warmup = warmup, .horizon = settings->steps});
+  absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(
+      zero::WarmupThenCosine{.lr = lr, .min_lr = lr / 10, .warmup = warmup, .horizon = settings->steps});
   if (!schedule.ok()) return schedule.status();
   engine.schedule = *schedule;
   return absl::OkStatus();
@@ -235,8 +201,9 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   const zero::ZeroConfig& zero_config = config.zero;
   if (zero_config.sub_group_size_elements.value_or(0) > 0) {
     // DeepSpeed's unit of an optimizer step is our tile.
-    const int64_t bytes =
-        *zero_config.sub_group_size_elements * zero::PrecisionOf(engine.dtype).total_bytes();
+    absl::StatusOr<zero::TileFormat> format = zero::FormatOf(engine);
+    if (!format.ok()) return format.status();
+    const int64_t bytes = format->precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
     engine.tile_bytes = engine.tile_bytes > 0 ? std::min(engine.tile_bytes, bytes) : bytes;
   }
   engine.bounds.live_elements = zero_config.max_live_parameters_elements;
@@ -303,7 +270,9 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
   app.add_option("--warmup", words.warmup,
                  "Steps of linear warm-up before the cosine [a tenth of the steps]");
   app.add_option("--clip", words.clip, "Bound of the global gradient norm, 0 for none [1.0]");
-  app.add_option("--weight-decay", words.weight_decay, "AdamW's decay [0.01]");
+  app.add_option("--weight-decay", words.weight_decay, "Weight decay [0.01 for AdamW]");
+  app.add_option("--optimizer-states", words.optimizer_states,
+                 "What the optimizer's states are kept in: fp32, bf16 or 8bit [fp32]");
   app.add_option("--seed", words.seed, "Of initial values, data order and dropout [1]");
   app.add_option("--threads", words.threads, "Intra-op threads, recorded with the run [one per core]");
   app.add_flag("--resume", words.resume, "Continue the run in --state-dir");
@@ -430,7 +399,7 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
 
   PENSTOCK_TAKE(dtype, ChooseDtype(words, config, &settings.notes));
   if (settings.resumes && !words.dtype.has_value()) dtype = run.value("dtype", dtype);
-  engine.dtype = dtype == "fp32" ? torch::kFloat32 : torch::kBFloat16;
+  engine.dtype = zero::TorchDtype(*zero::ParseDType(dtype));
   if (absl::Status status = ResolveOptimizer(words, config, kept, &settings); !status.ok()) return status;
   if (absl::Status status = ResolveMemory(words, config, &settings); !status.ok()) return status;
   if (absl::Status status = ResolveIo(config, &settings); !status.ok()) return status;
@@ -445,14 +414,9 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
                 {"vocab", settings.vocab},
                 {"seed", seed},
                 {"threads", engine.intra_op_threads},
-                {"lr", engine.adam.lr},
-                {"weight_decay", engine.adam.weight_decay},
                 {"clip", engine.clip},
-                {"beta1", engine.adam.beta1},
-                {"beta2", engine.adam.beta2},
-                {"eps", engine.adam.eps},
-                {"adamw", engine.adam.mode == kernels::AdamMode::kAdamW},
                 {"blas", zero::DescribeBlas().name}};
+  engine.run.update(settings.kept);
   return settings;
 }
 

@@ -14,6 +14,7 @@
 #include "tools/state_reader.h"
 #include "tools/verbs.h"
 #include "tools/weight_export.h"
+#include "zero/tile_format.h"
 
 namespace penstock::tools {
 namespace {
@@ -88,7 +89,9 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   if (identity["block_elements"] != nlohmann::json(layout.block_elements)) {
     return foreign("its blocks have other sizes");
   }
-  const bool split = identity["dtype"] == "bf16";
+  const std::optional<kernels::DType> weights =
+      identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
+  if (!weights.has_value()) return foreign("its weights are of no known type");
 
   ExportOptions options;
   options.dtype = words.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
@@ -100,7 +103,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
                       {"penstock_step", absl::StrCat(inspection->record.step)},
                       {"penstock_run", swap::UuidText(inspection->shape.uuid)},
                       {"config", PublishedConfig(*model, words.dtype).dump()}};
-  const ExportMemory needs = MemoryForExport(*geometry, layout, options.dtype, split);
+  const ExportMemory needs = MemoryForExport(*geometry, layout, options.dtype, *weights);
   const uint64_t most = budget.value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
   // The arena takes whole huge pages.
   constexpr uint64_t kHugePage = uint64_t{2} << 20;
@@ -120,7 +123,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
     ByteProgress progress("exporting", words.quiet);
     options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
     const absl::Status status =
-        ExportWeights((*reader)->store(), layout, split, (*reader)->memory(), options);
+        ExportWeights((*reader)->store(), layout, *weights, (*reader)->memory(), options);
     if (!status.ok()) return status;
   }
   if (into_directory) {
@@ -153,7 +156,8 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
                  "an existing directory gets model.safetensors and config.json")
       ->required()
       ->expected(2, 65);
-  app.add_option("--dtype", words.dtype, "fp32 (the exact masters) or bf16 (what forward sees) [fp32]");
+  app.add_option("--dtype", words.dtype,
+                 "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
   app.add_option("--host-memory", words.host_memory, "Most memory for tiles and turned matrices [256M]");
   app.add_flag("--overwrite", words.overwrite, "Replace the file if it is there");
   app.add_flag("--quiet", words.quiet, "No progress, no summary");

@@ -36,7 +36,7 @@ struct Told {
   const nlohmann::json null;
 };
 
-uint64_t BytesPerElement(const Told& told) { return told.Of("dtype") == "bf16" ? 2 : 4; }
+uint64_t BytesPerElement(const Told& told) { return told.Of("dtype") == "fp32" ? 4 : 2; }
 
 Json TilesJson(const swap::Inspection& inspection, const swap::Geometry& geometry, const Told& told) {
   const nlohmann::json blocks = told.Of("block_elements");
@@ -86,6 +86,8 @@ Json ToJson(const swap::Inspection& inspection, const swap::Geometry& geometry) 
           {"in_use", inspection.in_use},
           {"model", told.Of("model")},
           {"dtype", told.Of("dtype")},
+          {"optimizer", told.Of("optimizer")},
+          {"optimizer_states", told.Of("optimizer_states")},
           {"seed", told.Of("seed")},
           {"block_elements", told.Of("block_elements")},
           {"versions", inspection.shape.slots},
@@ -123,6 +125,10 @@ std::string Text(const swap::Inspection& inspection, const swap::Geometry& geome
   if (!told.Of("model").is_null()) absl::StrAppend(&text, "model     ", ModelLine(told.Of("model")), "\n");
   if (!told.Of("dtype").is_null())
     absl::StrAppend(&text, "dtype     ", Plain(told.Of("dtype")), "  seed ", Plain(told.Of("seed")), "\n");
+  if (!told.Of("optimizer").is_null()) {
+    absl::StrAppend(&text, "optimizer ", Plain(told.Of("optimizer")), ", states ",
+                    Plain(told.Of("optimizer_states")), "\n");
+  }
   const auto [least, most] = std::minmax_element(
       record.tiles.begin(), record.tiles.end(),
       [](const swap::TileVersion& a, const swap::TileVersion& b) { return a.version < b.version; });

@@ -20,7 +20,7 @@ absl::Status Plan(const TrainWords& words, std::ostream& out, std::ostream& err)
   if (!plan.ok()) return plan.status();
   const MeasuredDrives drives =
       MeasureDrives(options.state_dirs, options.host_memory_bytes, int64_t{128} << 20);
-  absl::StatusOr<tiering::Prediction> prediction = Predict(*plan, drives.profile, options.update_workers);
+  absl::StatusOr<tiering::Prediction> prediction = Predict(*plan, options, drives.profile);
   if (!prediction.ok()) return prediction.status();
   if (words.json) {
     out << PlanJson(*plan, options, *prediction, drives).dump(2) << std::endl;

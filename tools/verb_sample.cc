@@ -14,6 +14,7 @@
 #include "tools/state_reader.h"
 #include "tools/text_sampler.h"
 #include "tools/verbs.h"
+#include "zero/block.h"
 #include "zero/engine.h"
 #include "zero/threads.h"
 
@@ -83,7 +84,10 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
   source.model = *model;
-  source.dtype = identity["dtype"] == "bf16" ? torch::kBFloat16 : torch::kFloat32;
+  const std::optional<kernels::DType> dtype =
+      identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
+  if (!dtype.has_value()) return foreign("its weights are of no known type");
+  source.dtype = zero::TorchDtype(*dtype);
   source.window = model->context;
   source.threads = zero::DefaultIntraOpThreads();
   if (payload.is_object() && payload.contains("run") && payload["run"].is_object()) {

@@ -166,7 +166,7 @@ class Training {
     } else {
       drives_.profile.knee_bytes = 1;
     }
-    absl::StatusOr<tiering::Prediction> prediction = Predict(plan, drives_.profile, options.update_workers);
+    absl::StatusOr<tiering::Prediction> prediction = Predict(plan, options, drives_.profile);
     if (!prediction.ok()) return prediction.status();
     prediction_ = *prediction;
     Say(PlanText(plan, options, prediction_, drives_));

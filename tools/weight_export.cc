@@ -18,14 +18,27 @@ constexpr uint64_t kLeastStripBytes = uint64_t{64} << 10;
 constexpr int64_t kGroupRows = 16;  // turned together: sixteen fp32 values of a column fill a cache line
 constexpr int64_t kGroupColumns = 256;
 
-uint32_t SegmentsRead(swap::Dtype dtype, bool split) {
-  return split && dtype == swap::Dtype::kF32 ? 2 : 1;  // hi, lo
+using kernels::DType;
+
+// The segments of a tile that are read.
+struct Segments {
+  uint32_t first = 0;
+  uint32_t count = 1;
+};
+
+Segments SegmentsRead(swap::Dtype dtype, DType weights) {
+  if (weights == DType::kFp16) return {1, 1};                                // the fp32 master
+  if (weights == DType::kBf16 && dtype == swap::Dtype::kF32) return {0, 2};  // hi, lo
+  return {0, 1};
 }
 
-uint64_t SlotBytes(const swap::Geometry& geometry, uint32_t segments) {
+// Most that a tile's segments take in memory, each padded.
+uint64_t SlotBytes(const swap::Geometry& geometry, const Segments& segments) {
   uint64_t most = swap::kBlockBytes;
   for (uint32_t t = 0; t < geometry.tiles(); ++t) {
-    most = std::max(most, geometry.segment_start(t, std::min(segments, geometry.segments(t))));
+    const uint32_t first = std::min(segments.first, geometry.segments(t));
+    const uint32_t end = std::min(first + segments.count, geometry.segments(t));
+    most = std::max(most, geometry.segment_start(t, end) - geometry.segment_start(t, first));
   }
   return most;
 }
@@ -62,7 +75,8 @@ absl::StatusOr<std::vector<TilePlace>> PlaceTiles(const swap::Geometry& geometry
 // The weights of tiles in ascending order, read ahead and verified.
 class TileWeights {
  public:
-  TileWeights(swap::Store& store, uint32_t segments, std::byte* memory, uint64_t slots, uint64_t slot_bytes)
+  TileWeights(swap::Store& store, const Segments& segments, std::byte* memory, uint64_t slots,
+              uint64_t slot_bytes)
       : store_(store), segments_(segments), slots_(slots) {
     for (uint64_t i = 0; i < slots; ++i) slots_[i].memory = memory + i * slot_bytes;
   }
@@ -87,8 +101,8 @@ class TileWeights {
         return status;
       }
     }
-    return std::array<const std::byte*, 2>{
-        slot.memory, segments_ > 1 ? slot.memory + store_.geometry().segment_start(tile, 1) : nullptr};
+    return std::array<const std::byte*, 2>{slot.memory,
+                                           segments_.count > 1 ? slot.memory + Offset(tile, 1) : nullptr};
   }
 
  private:
@@ -107,15 +121,21 @@ class TileWeights {
     slot->tile = kNone;
   }
 
+  // Of the i-th segment that is read, from where the first one is.
+  uint64_t Offset(uint32_t tile, uint32_t i) const {
+    const swap::Geometry& geometry = store_.geometry();
+    return geometry.segment_start(tile, segments_.first + i) - geometry.segment_start(tile, segments_.first);
+  }
+
   absl::Status Ask(uint32_t tile) {
     Slot& slot = slots_[tile % slots_.size()];
     if (slot.tile == tile) return absl::OkStatus();
     Settle(&slot);
     std::array<void*, 2> to{};
-    for (uint32_t s = 0; s < segments_; ++s) to[s] = slot.memory + store_.geometry().segment_start(tile, s);
-    absl::Status status =
-        store_.ReadSegments(&slot.io, tile, 0, segments_, std::span<void* const>(to.data(), segments_),
-                            aio::Priority::kPrefetch, swap::Which::kCommitted);
+    for (uint32_t s = 0; s < segments_.count; ++s) to[s] = slot.memory + Offset(tile, s);
+    absl::Status status = store_.ReadSegments(&slot.io, tile, segments_.first, segments_.count,
+                                              std::span<void* const>(to.data(), segments_.count),
+                                              aio::Priority::kPrefetch, swap::Which::kCommitted);
     if (!status.ok()) return status;
     slot.tile = tile;
     slot.pending = true;
@@ -123,7 +143,7 @@ class TileWeights {
   }
 
   swap::Store& store_;
-  const uint32_t segments_;
+  const Segments segments_;
   std::vector<Slot> slots_;
 };
 
@@ -208,8 +228,8 @@ class Exporter {
     const int64_t at = from + piece.shift;
     const auto n = static_cast<size_t>(elements);
     if (!split_) {
-      kernels::Convert(kernels::DType::kFp32, reinterpret_cast<const float*>(piece.data[0]) + at,
-                       sizeof(T) == 4 ? kernels::DType::kFp32 : kernels::DType::kBf16, to, n);
+      kernels::Convert(DType::kFp32, reinterpret_cast<const float*>(piece.data[0]) + at,
+                       sizeof(T) == 4 ? DType::kFp32 : DType::kBf16, to, n);
     } else if constexpr (sizeof(T) == 4) {
       kernels::JoinMaster(reinterpret_cast<const uint16_t*>(piece.data[0]) + at,
                           reinterpret_cast<const int16_t*>(piece.data[1]) + at, to, n);
@@ -267,8 +287,8 @@ class Exporter {
 }  // namespace
 
 ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& layout, swap::Dtype dtype,
-                             bool split) {
-  const uint64_t slot = SlotBytes(geometry, SegmentsRead(dtype, split)), width = swap::DtypeBytes(dtype);
+                             DType weights) {
+  const uint64_t slot = SlotBytes(geometry, SegmentsRead(dtype, weights)), width = swap::DtypeBytes(dtype);
   uint64_t column = kLeastStripBytes, matrix = kLeastStripBytes;
   for (const GptTensor& tensor : layout.tensors) {
     if (!tensor.transposed) continue;
@@ -278,13 +298,15 @@ ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& la
   return {slot + column, kMostSlots * slot + matrix};
 }
 
-absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, bool split,
+absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, DType weight_type,
                            std::span<std::byte> memory, const ExportOptions& options) {
   const swap::Geometry& geometry = store.geometry();
-  const absl::StatusOr<std::vector<TilePlace>> places = PlaceTiles(geometry, layout, split ? 2 : 4);
+  const absl::StatusOr<std::vector<TilePlace>> places =
+      PlaceTiles(geometry, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type)));
   if (!places.ok()) return places.status();
-  const uint32_t segments = SegmentsRead(options.dtype, split);
-  const ExportMemory needs = MemoryForExport(geometry, layout, options.dtype, split);
+  const bool split = weight_type == DType::kBf16;
+  const Segments segments = SegmentsRead(options.dtype, weight_type);
+  const ExportMemory needs = MemoryForExport(geometry, layout, options.dtype, weight_type);
   const uint64_t slot_bytes = SlotBytes(geometry, segments);
   if (memory.size() < needs.least_bytes) {
     return absl::FailedPreconditionError(

@@ -5,7 +5,7 @@
 // for each. Reads run ahead by as many tiles as there is memory for. Every checksum is checked on the way.
 //
 //   fp32   the masters, joined exactly from their halves where the run computes in bf16
-//   bf16   the weights that forward and backward see; of an fp32 run, the weights rounded to nearest even
+//   bf16   of a bf16 run the weights that forward and backward see; else the masters rounded to nearest even
 //
 // Threads: one. Errors: kFailedPrecondition: too little memory (says the least), a model of another layout;
 // kDataLoss: damage; kAlreadyExists; kResourceExhausted: disk full.
@@ -20,6 +20,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/float16.h"
 #include "swap/format.h"
 #include "swap/safetensors.h"
 #include "swap/store.h"
@@ -40,12 +41,12 @@ struct ExportMemory {
   uint64_t comfortable_bytes = 0;  // four tiles ahead and the largest matrix in one strip
 };
 
-// `split`: the run computes in bf16 and keeps split masters.
+// `weights`: the type of the run's weights, which says where its masters are (zero/tile_format.h).
 ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& layout, swap::Dtype dtype,
-                             bool split);
+                             kernels::DType weights);
 
 // `memory`: pinned, at a multiple of 4096.
-absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, bool split,
+absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, kernels::DType weights,
                            std::span<std::byte> memory, const ExportOptions& options);
 
 }  // namespace penstock::tools

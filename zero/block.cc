@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/float16.h"
+
 namespace penstock::zero {
 
 RunLayout RunLayout::Of(const torch::nn::Module& module) {
@@ -17,6 +19,10 @@ RunLayout RunLayout::Of(const torch::nn::Module& module) {
   };
   for (const auto& item : module.named_parameters()) {
     const torch::Tensor& tensor = item.value();
+    const bool flips =
+        !layout.parameters.empty() && layout.parameters.back().trains != tensor.requires_grad();
+    // Those that train and those that do not share no block of 8-bit states.
+    if (flips) offset = tiering::AlignUp(offset, tiering::kScaleBlock);
     Parameter& parameter = layout.parameters.emplace_back();
     parameter.name = item.key();
     parameter.sizes = tensor.sizes().vec();
@@ -29,6 +35,9 @@ RunLayout RunLayout::Of(const torch::nn::Module& module) {
     offset = end;
   }
   layout.elements = tiering::AlignUp(std::max<int64_t>(offset, 1), tiering::kElementAlignment);
+  if (!layout.parameters.empty() && !layout.parameters.back().trains) {
+    offset = tiering::AlignUp(offset, tiering::kScaleBlock);
+  }
   if (layout.elements > offset) add_trained(offset, layout.elements);
   return layout;
 }
@@ -50,9 +59,29 @@ BlockModule::BlockModule(std::shared_ptr<torch::nn::Module> module)
   Detach();
 }
 
-void BlockModule::Attach(void* run, torch::Dtype dtype) {
-  const auto options = torch::TensorOptions().dtype(dtype);
-  const int64_t width = static_cast<int64_t>(torch::elementSize(dtype));
+torch::Dtype ComputeDtype(kernels::DType weights) {
+  return weights == kernels::DType::kBf16 ? torch::kBFloat16 : torch::kFloat32;
+}
+
+torch::Dtype TorchDtype(kernels::DType type) {
+  return type == kernels::DType::kBf16   ? torch::kBFloat16
+         : type == kernels::DType::kFp16 ? torch::kHalf
+                                         : torch::kFloat32;
+}
+
+void BlockModule::Attach(void* run, kernels::DType weights) {
+  const auto options = torch::TensorOptions().dtype(ComputeDtype(weights));
+  if (weights == kernels::DType::kFp16) {
+    const torch::Tensor cast = torch::empty({layout_.elements}, options);
+    kernels::Fp16ToFp32(static_cast<const uint16_t*>(run), cast.data_ptr<float>(),
+                        static_cast<size_t>(layout_.elements));
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const Parameter& parameter = layout_.parameters[i];
+      parameters_[i].set_data(cast.narrow(0, parameter.offset, parameter.elements).view(parameter.sizes));
+    }
+    return;
+  }
+  const auto width = static_cast<int64_t>(kernels::BytesPerElement(weights));
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Parameter& parameter = layout_.parameters[i];
     char* place = static_cast<char*>(run) + parameter.offset * width;
@@ -82,8 +111,8 @@ void CopyParameters(const torch::nn::Module& module, const RunLayout& layout, in
     const int64_t end = std::min(parameter.offset + parameter.elements, offset + elements);
     if (from >= end) continue;
     const torch::Tensor flat = item.value().detach().to(torch::kFloat32).contiguous();
-    std::memcpy(to + (from - offset), flat.data_ptr<float>() + (from - parameter.offset),
-                static_cast<size_t>(end - from) * sizeof(float));
+    kernels::Convert(kernels::DType::kFp32, flat.data_ptr<float>() + (from - parameter.offset),
+                     kernels::DType::kFp32, to + (from - offset), static_cast<size_t>(end - from));
   }
 }
 

@@ -17,11 +17,18 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/float16.h"
 #include "tiering/plan.h"
 
 namespace penstock::zero {
 
 inline constexpr int64_t kParameterAlignment = 64;
+
+// What forward and backward compute in. LibTorch 1.13 has no fp16 products on the CPU: fp16 weights compute
+// in fp32, and their gradients are rounded to fp16 once they are summed.
+torch::Dtype ComputeDtype(kernels::DType weights);
+// The same type by LibTorch's name.
+torch::Dtype TorchDtype(kernels::DType type);
 
 struct Parameter {
   std::string name;  // within the block
@@ -52,8 +59,9 @@ class BlockModule {
   const RunLayout& layout() const { return layout_; }
   torch::nn::Module& module() { return *module_; }
 
-  // Parameters become views of `run` (layout().elements of `dtype`), without gradients.
-  void Attach(void* run, torch::Dtype dtype);
+  // Parameters become views of `run` (layout().elements of that type), without gradients. fp16 weights are
+  // cast, exactly, to a tensor of fp32 that lives until Detach.
+  void Attach(void* run, kernels::DType weights);
   // Drops views and gradients.
   void Detach();
   // The gradient of parameter i after a backward pass, contiguous; undefined where it took no part.

@@ -31,8 +31,11 @@ struct Named {
 
 constexpr auto kOffloadDevices = std::to_array<Named<OffloadDevice>>(
     {{OffloadDevice::kNone, "none"}, {OffloadDevice::kCpu, "cpu"}, {OffloadDevice::kNvme, "nvme"}});
-constexpr auto kOptimizerTypes =
-    std::to_array<Named<OptimizerType>>({{OptimizerType::kAdam, "Adam"}, {OptimizerType::kAdamW, "AdamW"}});
+constexpr auto kOptimizerTypes = std::to_array<Named<OptimizerType>>({{OptimizerType::kAdam, "Adam"},
+                                                                      {OptimizerType::kAdamW, "AdamW"},
+                                                                      {OptimizerType::kAdagrad, "Adagrad"},
+                                                                      {OptimizerType::kLion, "Lion"},
+                                                                      {OptimizerType::kSgd, "SGD"}});
 constexpr auto kSchedulerTypes =
     std::to_array<Named<SchedulerType>>({{SchedulerType::kLrRangeTest, "LRRangeTest"},
                                          {SchedulerType::kOneCycle, "OneCycle"},
@@ -149,6 +152,10 @@ Config Fill(const Filler& f) {
   f.Get("optimizer.params.eps", c.optimizer.eps);
   f.Get("optimizer.params.weight_decay", c.optimizer.weight_decay);
   f.Get("optimizer.params.adam_w_mode", c.optimizer.adam_w_mode);
+  f.Get("optimizer.params.lr_decay", c.optimizer.lr_decay);
+  f.Get("optimizer.params.momentum", c.optimizer.momentum);
+  f.Get("optimizer.params.dampening", c.optimizer.dampening);
+  f.Get("optimizer.params.nesterov", c.optimizer.nesterov);
   FillScheduler(f, c.scheduler);
 
   f.Get("fp16.enabled", c.fp16.enabled);
@@ -171,6 +178,7 @@ Config Fill(const Filler& f) {
   f.Get("penstock.durability", kDurabilities, c.penstock.durability);
   f.Get("penstock.sync", kSyncModes, c.penstock.sync);
   f.Get("penstock.order", kUpdateOrders, c.penstock.order);
+  f.Get("penstock.optimizer_states", c.penstock.optimizer_states);
   f.Get("penstock.tile_bytes", c.penstock.tile_bytes);
   f.Get("penstock.io_threads", c.penstock.io_threads);
   f.Get("penstock.update_threads", c.penstock.update_threads);
@@ -202,6 +210,10 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
     notes.push_back(
         "optimizer.params.adam_w_mode: accepted and ignored: AdamW always decays apart from the gradient; "
         "use Adam");
+  }
+  if (c.optimizer.nesterov.value_or(false) &&
+      (c.optimizer.momentum.value_or(0) == 0 || c.optimizer.dampening.value_or(0) != 0)) {
+    return absl::InvalidArgumentError("optimizer.params.nesterov: needs a momentum above 0 and no dampening");
   }
   if (c.zero.stage && *c.zero.stage < 3) {
     notes.push_back(

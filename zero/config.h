@@ -33,7 +33,7 @@
 namespace penstock::zero {
 
 enum class OffloadDevice { kNone, kCpu, kNvme };
-enum class OptimizerType { kAdam, kAdamW };
+enum class OptimizerType { kAdam, kAdamW, kAdagrad, kLion, kSgd };
 enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, kWarmupCosineLr };
 enum class Durability { kStep, kCheckpoint };
 enum class SyncMode { kProcess, kPower };
@@ -55,6 +55,10 @@ struct OptimizerConfig {
   std::optional<double> eps;
   std::optional<double> weight_decay;
   std::optional<bool> adam_w_mode;
+  std::optional<double> lr_decay;  // Adagrad
+  std::optional<double> momentum;  // SGD, and the two below
+  std::optional<double> dampening;
+  std::optional<bool> nesterov;
 
   // Whether weight decay is apart from the gradient (AdamW) rather than added to it (L2): DeepSpeed's rule,
   // where "Adam" means AdamW unless adam_w_mode is false, and "AdamW" always does.
@@ -145,6 +149,7 @@ struct PenstockConfig {
   std::optional<Durability> durability;
   std::optional<SyncMode> sync;
   std::optional<UpdateOrder> order;
+  std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
   std::optional<int64_t> tile_bytes;
   std::optional<int64_t> io_threads;
   std::optional<int64_t> update_threads;

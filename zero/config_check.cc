@@ -31,10 +31,22 @@ bool SameName(std::string_view a, std::string_view b) {
   return absl::EqualsIgnoreCase(absl::string_view(a.data(), a.size()), absl::string_view(b.data(), b.size()));
 }
 
-// Optimizers that DeepSpeed knows and Penstock does not serve.
-constexpr auto kOtherOptimizers =
-    std::to_array<std::string_view>({"Adagrad", "Lamb", "Lion", "Muon", "SGD", "OneBitAdam", "OneBitLamb",
-                                     "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD"});
+// Optimizers that DeepSpeed knows and Penstock does not serve, and why.
+struct OtherOptimizer {
+  std::string_view name, why;
+};
+constexpr std::string_view kCompresses = "it compresses what ranks exchange; gradients cross ranks unchanged";
+constexpr std::string_view kWholeTensor =
+    "an update needs its whole tensor at once, and state passes through memory in tiles";
+constexpr std::string_view kMuP = "it scales rates by the shape of each tensor";
+constexpr auto kOtherOptimizers = std::to_array<OtherOptimizer>({{"Lamb", kWholeTensor},
+                                                                 {"Muon", kWholeTensor},
+                                                                 {"OneBitAdam", kCompresses},
+                                                                 {"OneBitLamb", kCompresses},
+                                                                 {"ZeroOneAdam", kCompresses},
+                                                                 {"MuAdam", kMuP},
+                                                                 {"MuAdamW", kMuP},
+                                                                 {"MuSGD", kMuP}});
 
 class Walker {
  public:
@@ -136,8 +148,7 @@ class Walker {
       }
       return absl::OkStatus();
     }
-    if (path == "optimizer.params") return Walk(path, shown, path, value);
-    const auto type = result_.served.find("scheduler.type");
+    const auto type = result_.served.find(path == "optimizer.params" ? "optimizer.type" : "scheduler.type");
     if (type == result_.served.end()) return absl::OkStatus();  // the caller reports the missing type
     return Walk(absl::StrCat(path, "/", type->second.get<std::string>()), shown, path, value);
   }
@@ -243,11 +254,12 @@ class Walker {
       names.emplace_back(name.data(), name.size());
       if (SameName(given, names.back())) return nlohmann::json(std::string(names.back()));
     }
-    if (spec.choices == "Adam|AdamW") {
-      for (const std::string_view other : kOtherOptimizers) {
+    if (spec.choices == kServedOptimizers) {
+      for (const auto& [other, why] : kOtherOptimizers) {
         if (SameName(given, other)) {
-          return absl::InvalidArgumentError(absl::StrCat(
-              shown, ": ", std::string(other), " is not served; Penstock's optimizers are ", choices));
+          return absl::InvalidArgumentError(absl::StrCat(shown, ": ", std::string(other),
+                                                         " is not served: ", std::string(why),
+                                                         "; Penstock's optimizers are ", choices));
         }
       }
     }

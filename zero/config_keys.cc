@@ -124,29 +124,83 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Refused("hybrid_engine", "Penstock trains; penstock sample generates from a state directory"),
 });
 
+constexpr std::string_view kOnePass = "the update is always one fused pass";
+
 constexpr auto kOptimizer = std::to_array<KeySpec>({
-    Choice("type", "Adam|AdamW"),
+    Choice("type", kServedOptimizers),
     Object("params"),
-    Ignored("legacy_fusion", KeyType::kBool, "the update is always one fused pass"),
+    Ignored("legacy_fusion", KeyType::kBool, kOnePass),
 });
 
-constexpr auto kOptimizerParams = std::to_array<KeySpec>({
+constexpr KeySpec kBetas = {.name = "betas", .use = kServed, .type = KeyType::kPair, .least = 0, .most = 1};
+constexpr KeySpec kSetGradNone =
+    Ignored("set_grad_none", KeyType::kBool, "gradients are freed as soon as they are used");
+constexpr KeySpec kFused = Ignored("fused", KeyType::kBool, kOnePass);
+constexpr KeySpec kForeach = Ignored("foreach", KeyType::kBool, kOnePass);
+constexpr KeySpec kDifferentiable =
+    Ignored("differentiable", KeyType::kBool, "nobody differentiates the update");
+constexpr KeySpec kMaximize = Refused("maximize", "the loss is always minimised");
+constexpr KeySpec kMaxGradNorm =
+    Refused("max_grad_norm", "give gradient_clipping at the top level instead", "0");
+constexpr KeySpec kFp32States =
+    Ignored("fp32_optimizer_states", KeyType::kBool, "penstock.optimizer_states says their type");
+
+constexpr auto kAdam = std::to_array<KeySpec>({
     Number("lr", 0),
-    {.name = "betas", .use = kServed, .type = KeyType::kPair, .least = 0, .most = 1},
+    kBetas,
     Number("eps", 0),
     Number("weight_decay", 0),
     Bool("adam_w_mode"),
     Ignored("torch_adam", KeyType::kBool, "Penstock's AdamW does the same arithmetic"),
-    Ignored("set_grad_none", KeyType::kBool, "gradients are freed as soon as they are used"),
-    Ignored("fused", KeyType::kBool, "the update is always one fused pass"),
-    Ignored("foreach", KeyType::kBool, "the update is always one fused pass"),
+    kSetGradNone,
+    kFused,
+    kForeach,
     Ignored("capturable", KeyType::kBool, "the update is not captured in a graph"),
-    Ignored("differentiable", KeyType::kBool, "nobody differentiates the update"),
-    Ignored("fp32_optimizer_states", KeyType::kBool, "the states are fp32"),
+    kDifferentiable,
+    kFp32States,
     Refused("bias_correction", "Adam's bias is always corrected", "true"),
     Refused("amsgrad", "AMSGrad is not served; use AdamW"),
-    Refused("maximize", "the loss is always minimised"),
-    Refused("max_grad_norm", "give gradient_clipping at the top level instead", "0"),
+    kMaximize,
+    kMaxGradNorm,
+});
+
+constexpr auto kAdagrad = std::to_array<KeySpec>({
+    Number("lr", 0),
+    Number("lr_decay", 0),
+    Number("eps", 0),
+    Number("weight_decay", 0),
+    kSetGradNone,
+    kFused,
+    kForeach,
+    kDifferentiable,
+    kFp32States,
+    Refused("initial_accumulator_value", "the sum of squares starts at zero", "0"),
+    Refused("amsgrad", "AMSGrad is of Adam and not served"),
+    kMaximize,
+    kMaxGradNorm,
+});
+
+constexpr auto kLion = std::to_array<KeySpec>({
+    Number("lr", 0),
+    kBetas,
+    Number("weight_decay", 0),
+    kSetGradNone,
+    kFused,
+    kFp32States,
+    kMaxGradNorm,
+});
+
+constexpr auto kSgd = std::to_array<KeySpec>({
+    Number("lr", 0),
+    Number("momentum", 0, 1),
+    Number("dampening", 0, 1),
+    Number("weight_decay", 0),
+    Bool("nesterov"),
+    kFused,
+    kForeach,
+    kDifferentiable,
+    kMaximize,
+    kMaxGradNorm,
 });
 
 constexpr auto kScheduler = std::to_array<KeySpec>({
@@ -226,7 +280,7 @@ constexpr auto kBf16 = std::to_array<KeySpec>({
             "a block's gradient is consumed as early as the plan allows"),
     Ignored("check_grad_overflow", KeyType::kBool, "gradients are always checked"),
     Refused("bf16_master_weights_and_grads", "masters are fp32, kept as bf16 and a 16-bit remainder"),
-    Refused("bf16_optimizer_states", "the states are fp32"),
+    Refused("bf16_optimizer_states", "write \"penstock\": {\"optimizer_states\": \"bf16\"}"),
 });
 
 constexpr auto kZero = std::to_array<KeySpec>({
@@ -381,6 +435,7 @@ constexpr auto kPenstock = std::to_array<KeySpec>({
     Choice("durability", "step|checkpoint"),
     Choice("sync", "process|power"),
     Choice("order", "auto|next_forward|in_backward"),
+    Choice("optimizer_states", "fp32|bf16|8bit"),
     Size("tile_bytes", 65536, 0x1p30),
     Whole("io_threads", 1, 1024),
     Whole("update_threads", 1, 4096),
@@ -394,7 +449,11 @@ struct Section {
 constexpr auto kSections = std::to_array<Section>({
     {"", kTop},
     {"optimizer", kOptimizer},
-    {"optimizer.params", kOptimizerParams},
+    {"optimizer.params/Adam", kAdam},
+    {"optimizer.params/AdamW", kAdam},
+    {"optimizer.params/Adagrad", kAdagrad},
+    {"optimizer.params/Lion", kLion},
+    {"optimizer.params/SGD", kSgd},
     {"scheduler", kScheduler},
     {"scheduler.params/LRRangeTest", kLrRangeTest},
     {"scheduler.params/OneCycle", kOneCycle},

@@ -47,9 +47,12 @@ struct KeySpec {
   bool old_name = false;            // the canonical spelling has replaced it: a note says so
 };
 
+// The choices of optimizer.type.
+inline constexpr std::string_view kServedOptimizers = "Adam|AdamW|Adagrad|Lion|SGD";
+
 // The keys of the section at a canonical path: "" is the top, "zero_optimization.offload_param". The
-// parameters of schedules are at "scheduler.params/" followed by the type. Empty for a path that is no
-// section.
+// parameters of optimizers and schedules are at "optimizer.params/" and "scheduler.params/" followed by the
+// type. Empty for a path that is no section.
 std::span<const KeySpec> SectionKeys(std::string_view section);
 
 // All section paths.

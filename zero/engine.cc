@@ -57,15 +57,21 @@ class Engine::Impl {
       if (absl::Status status = MakeStore(); !status.ok()) return status;
     }
     schedule_ = options_.schedule;
+    if (plan_.format.weights == kernels::DType::kFp16) {
+      absl::StatusOr<LossScaler> scaler = LossScaler::Create(options_.loss_scale);
+      if (!scaler.ok()) return scaler.status();
+      scaler_ = *scaler;
+    }
     if (resumes()) {
       if (absl::Status status = Restore(); !status.ok()) return status;
     } else if (absl::Status status = Initialize(); !status.ok()) {
       return status;
     }
-    runner_ = std::make_unique<StageRunner>(model_, module_pointers_, options_.dtype, options_.seed);
+    runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed);
     RealLanes::Options lane_options;
     lane_options.update_workers = options_.update_workers;
     lane_options.intra_op_threads = options_.intra_op_threads;
+    lane_options.format = plan_.format;
     LaneHooks hooks;
     hooks.decide = [this](const Op& op) { return Decide(op); };
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
@@ -91,7 +97,7 @@ class Engine::Impl {
     }
     if (ahead_norm_ < 0) AppendTraining();
     const OpId norm = std::exchange(ahead_norm_, -1);
-    runner_->Begin(step_ + 1, std::move(batches));
+    runner_->Begin(step_ + 1, std::move(batches), scaler_.scale());
     if (next == Next::kTrain) AppendTraining();
     executor_->OpenGate(++gates_);
     if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
@@ -255,10 +261,10 @@ class Engine::Impl {
 
   absl::Status Initialize() {
     run_ = options_.run;
-    absl::Status status = InitializeState(model_, options_, plan_.plan, *residency_, module_pointers_,
+    absl::Status status = InitializeState(model_, options_, plan_, *residency_, module_pointers_,
                                           store_.get(), [this](const std::string& line) { Log(line); });
     if (!status.ok() || store_ == nullptr) return status;
-    const std::string payload = Payload(nullptr);
+    const std::string payload = Payload(nullptr, scaler_);
     return store_->CommitNow({.step = 0, .updates = 0, .payload = payload});
   }
 
@@ -281,6 +287,11 @@ class Engine::Impl {
       if (!schedule.ok()) return damaged("schedule");
       schedule_ = *schedule;
     }
+    if (payload.contains("loss_scale")) {
+      absl::StatusOr<LossScaler> scaler = LossScaler::FromJson(payload["loss_scale"]);
+      if (!scaler.ok()) return damaged("loss scale");
+      scaler_ = *scaler;
+    }
     step_ = static_cast<int64_t>(recovered.step);
     committed_step_ = step_;
     updates_ = static_cast<int64_t>(recovered.updates);
@@ -288,9 +299,10 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
-  std::string Payload(const StepResult* result) const {
+  std::string Payload(const StepResult* result, const LossScaler& scaler) const {
     nlohmann::json payload = {{"run", run_},
-                              {"schedule", schedule_.has_value() ? schedule_->ToJson() : nlohmann::json()}};
+                              {"schedule", schedule_.has_value() ? schedule_->ToJson() : nlohmann::json()},
+                              {"loss_scale", scaler.ToJson()}};
     if (result != nullptr && options_.describe) payload["step"] = options_.describe(*result);
     return payload.dump();
   }
@@ -355,21 +367,25 @@ class Engine::Impl {
     if (op.kind != OpKind::kNorm) return absl::OkStatus();
     kernels::SumOfSquares squares;
     for (size_t b = 0; b < plan_.plan.blocks.size(); ++b) squares.Merge(lanes_->squares(static_cast<int>(b)));
-    const double norm = std::sqrt(squares.Value());
+    const double scale = scaler_.scale();
+    const double norm = std::sqrt(squares.Value()) / scale;
     // As torch.nn.utils.clip_grad_norm_.
     const double factor = options_.clip > 0 ? std::min(1.0, options_.clip / (norm + 1e-6)) : 1.0;
     UpdateDecision decision = DecisionOf(op.step, factor);
     decision.skip = !squares.Finite();
     decision.redo = decision.skip || factor < 1.0;
     if (!decision.skip) ++updates_;
+    if (absl::Status status = scaler_.Update(decision.skip); !status.ok()) return status;
     lanes_->set_decision(decision);
     redone_.push_back(decision.redo);
     if (redone_.size() > kRemembered) redone_.pop_front();
 
     Pending& pending = pending_[op.step];
     pending.updates = updates_;
+    pending.scaler = scaler_;
     pending.result.step = op.step;
     pending.result.grad_norm = norm;
+    pending.result.loss_scale = scale;
     pending.result.skipped = decision.skip;
     pending.result.lr = lr_;
     if (in_backward_steps_.erase(op.step) > 0) {
@@ -379,25 +395,22 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
-  // The update of `step`, which is the next: gradients times `factor`.
+  // The update of `step`, which is the next: gradients, as the loss scale left them, times `factor`.
   UpdateDecision DecisionOf(int64_t step, double factor) {
-    kernels::AdamOptions adam = options_.adam;
-    if (schedule_.has_value()) {
-      const ScheduledRates rates = schedule_->At(updates_ + 1);
-      adam.lr = rates.lr;
-      adam.beta1 = rates.beta1.value_or(adam.beta1);
-      adam.beta2 = rates.beta2.value_or(adam.beta2);
-    }
-    lr_ = adam.lr;
+    ScheduledRates rates{.lr = LearningRate(options_.optimizer)};
+    if (schedule_.has_value()) rates = schedule_->At(updates_ + 1);
+    lr_ = rates.lr;
     UpdateDecision decision;
     decision.step = step;
-    decision.adam = kernels::MakeAdamStep(adam, updates_ + 1, factor);
+    decision.update = updates_ + 1;
+    decision.optimizer =
+        MakeOptimizerStep(options_.optimizer, rates, decision.update, factor / scaler_.scale());
     return decision;
   }
 
   swap::CommitInfo DescribeCommit(int64_t step) {
     const Pending& pending = pending_.at(step);
-    commit_payload_ = Payload(&pending.result);
+    commit_payload_ = Payload(&pending.result, pending.scaler);
     return {.step = static_cast<uint64_t>(step),
             .updates = static_cast<uint64_t>(pending.updates),
             .payload = commit_payload_};
@@ -450,6 +463,7 @@ class Engine::Impl {
   std::deque<bool>
       redone_;  // of the last steps: whether an update in backward was, or would have been, wrong
   std::set<int64_t> in_backward_steps_;  // appended as such, norm not known yet
+  LossScaler scaler_;                    // as it stands after the newest norm; scale 1 but for fp16
   int64_t gates_ = 0;
   OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
   int64_t ahead_step_ = 0;
@@ -458,6 +472,7 @@ class Engine::Impl {
   struct Pending {
     StepResult result;
     int64_t updates = 0;
+    LossScaler scaler;  // after it
   };
   std::map<int64_t, Pending> pending_;
   std::string commit_payload_;

@@ -16,6 +16,9 @@
 // forward too). So a step is committed, and reported through EngineOptions::committed, during the step after
 // it.
 //
+// With fp16 weights the loss scale follows each step's outcome: a step whose gradients overflow updates
+// nothing, and is committed like any other. kOutOfRange: they overflow at the smallest scale.
+//
 // The bits of every loss are the same for every offload mode, budget, tile size, backend and number of update
 // workers; they depend on the model, the data, the seed, the number of intra-op threads and LibTorch's choice
 // of kernels.
@@ -41,13 +44,15 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
-#include "kernels/adam.h"
 #include "swap/store.h"
 #include "tiering/executor.h"
 #include "tiering/plan.h"
 #include "zero/config.h"
+#include "zero/loss_scale.h"
 #include "zero/lr_schedule.h"
 #include "zero/model.h"
+#include "zero/optimizer.h"
+#include "zero/tile_format.h"
 
 namespace penstock::zero {
 
@@ -74,6 +79,7 @@ struct StepResult {
 struct EnginePlan {
   tiering::ModelGraph graph;
   tiering::Plan plan;
+  TileFormat format;
   int64_t parameters = 0;
   int64_t disk_bytes = 0;   // of the state directories, all versions
   int64_t state_bytes = 0;  // one version
@@ -81,14 +87,20 @@ struct EnginePlan {
 
 struct EngineOptions {
   OffloadDevice offload = OffloadDevice::kNvme;
-  torch::Dtype dtype = torch::kBFloat16;  // or kFloat32
+  torch::Dtype dtype = torch::kBFloat16;  // of weights and gradients: or kFloat32, kHalf
   int micro_batches = 1;                  // gradient accumulation
   Batch example;                          // one micro-batch of the run's shapes; only shapes and types matter
   bool trains = true;                     // false: Evaluate only (sampling, evaluation of a finished run)
 
-  kernels::AdamOptions adam;           // lr comes from the schedule
-  double clip = 1.0;                   // bound of the global gradient norm; 0: none
-  std::optional<LrSchedule> schedule;  // of a new run; a resumed one has its own. Empty: adam.lr throughout
+  OptimizerOptions optimizer;  // lr comes from the schedule
+  // Compact states: bf16 or block-wise 8 bit (kernels/optimizer.h).
+  kernels::StateType optimizer_states = kernels::StateType::kFp32;
+  // With kHalf: the loss is multiplied before backward, gradients are divided in the update; DeepSpeed's
+  // defaults. Of a new run; a resumed one has its own. Scale 1 with other types.
+  LossScaleOptions loss_scale = {.dynamic = true, .initial_scale = 65536};
+  double clip = 1.0;  // bound of the global gradient norm; 0: none
+  std::optional<LrSchedule>
+      schedule;  // of a new run; a resumed one has its own. Empty: the optimizer's lr throughout
   uint64_t seed = 1;
 
   int64_t host_memory_bytes = 0;  // 0: no bound

@@ -19,14 +19,41 @@ constexpr uint64_t kInitializationSalt = 0x696e6974;  // keeps initial values ap
 
 size_t At(int index) { return static_cast<size_t>(index); }
 
-nlohmann::json IdentityOf(const Model& model, const EngineOptions& options,
+// Where an identity names the optimizer's states, and what runs had that name none.
+constexpr const char* kOptimizer = "optimizer";
+constexpr const char* kOptimizerStates = "optimizer_states";
+
+nlohmann::json IdentityOf(const Model& model, const EngineOptions& options, const TileFormat& format,
                           const tiering::ModelGraph& graph) {
   nlohmann::json elements = nlohmann::json::array();
   for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
   return {{"model", model.identity},
-          {"dtype", PrecisionOf(options.dtype).name},
+          {"dtype", std::string(DTypeName(format.weights))},
+          {kOptimizer, OptimizerName(options.optimizer)},
+          {kOptimizerStates, std::string(StateTypeName(format.states))},
           {"seed", options.seed},
           {"block_elements", std::move(elements)}};
+}
+
+// The identity of the run that is there. Older runs, which do not say it, have Adam's states in fp32.
+nlohmann::json IdentityThere(const swap::Inspection& found) {
+  nlohmann::json theirs = nlohmann::json::parse(found.shape.identity, nullptr, /*allow_exceptions=*/false);
+  if (!theirs.is_object()) return theirs;
+  theirs.emplace(kOptimizer, "adam");
+  theirs.emplace(kOptimizerStates, std::string(StateTypeName(kernels::StateType::kFp32)));
+  return theirs;
+}
+
+// Whoever only evaluates takes optimizer and seed of the run as they are.
+void Adopt(const nlohmann::json& theirs, TileFormat* format, nlohmann::json* ours) {
+  if (!theirs.is_object()) return;
+  for (const char* key : {kOptimizer, kOptimizerStates, "seed"})
+    (*ours)[key] = theirs.value(key, nlohmann::json());
+  const auto text = [&](const char* key) {
+    return theirs[key].is_string() ? theirs[key].get<std::string>() : std::string();
+  };
+  format->moments = MomentsByName(text(kOptimizer)).value_or(format->moments);
+  format->states = ParseStateType(text(kOptimizerStates)).value_or(format->states);
 }
 
 // Says what differs, by name, down to the first leaf.
@@ -57,7 +84,7 @@ absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape
                                : static_cast<int64_t>(tile.segment_bytes[0]) / precision.weight_bytes();
       bool fits = of_tile > 0 && tile.segment_bytes.size() == precision.segment_bytes.size();
       for (size_t s = 0; fits && s < tile.segment_bytes.size(); ++s) {
-        fits = static_cast<int64_t>(tile.segment_bytes[s]) == of_tile * precision.segment_bytes[s];
+        fits = static_cast<int64_t>(tile.segment_bytes[s]) == precision.SegmentBytes(s, of_tile);
       }
       if (!fits)
         return absl::DataLossError(
@@ -72,8 +99,20 @@ absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape
 
 }  // namespace
 
-tiering::Precision PrecisionOf(torch::Dtype dtype) {
-  return dtype == torch::kFloat32 ? tiering::Precision::Fp32() : tiering::Precision::Bf16();
+absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options) {
+  TileFormat format;
+  if (options.dtype == torch::kBFloat16) {
+    format.weights = kernels::DType::kBf16;
+  } else if (options.dtype == torch::kHalf) {
+    format.weights = kernels::DType::kFp16;
+  } else if (options.dtype == torch::kFloat32) {
+    format.weights = kernels::DType::kFp32;
+  } else {
+    return absl::InvalidArgumentError("weights are bf16, fp16 or fp32");
+  }
+  format.states = options.optimizer_states;
+  format.moments = MomentsOf(options.optimizer);
+  return format;
 }
 
 swap::Layout LayoutOf(const tiering::Plan& plan) {
@@ -81,8 +120,8 @@ swap::Layout LayoutOf(const tiering::Plan& plan) {
   for (const tiering::BlockPlan& block : plan.blocks) {
     for (const tiering::Tile& tile : block.tiles) {
       swap::TileLayout& of_tile = layout.tiles.emplace_back();
-      for (const int bytes : plan.precision.segment_bytes) {
-        of_tile.segment_bytes.push_back(static_cast<uint64_t>(tile.elements * bytes));
+      for (size_t s = 0; s < plan.precision.segment_bytes.size(); ++s) {
+        of_tile.segment_bytes.push_back(static_cast<uint64_t>(plan.precision.SegmentBytes(s, tile.elements)));
       }
       of_tile.scratch_bytes = static_cast<uint64_t>(tile.elements * plan.precision.gradient_bytes);
     }
@@ -91,9 +130,8 @@ swap::Layout LayoutOf(const tiering::Plan& plan) {
 }
 
 absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options) {
-  if (options.dtype != torch::kBFloat16 && options.dtype != torch::kFloat32) {
-    return absl::InvalidArgumentError("the CPU computes in bf16 or fp32");
-  }
+  absl::StatusOr<TileFormat> format = FormatOf(options);
+  if (!format.ok()) return format.status();
   if (model.blocks.empty() || model.stages.empty()) {
     return absl::InvalidArgumentError("a model needs at least one block and one stage");
   }
@@ -109,7 +147,6 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   PreparedModel prepared;
   EnginePlan& plan = prepared.plan;
   tiering::PlanOptions plan_options;
-  plan_options.precision = PrecisionOf(options.dtype);
   plan_options.micro_batches = options.micro_batches;
   plan_options.on_nvme = on_nvme;
   plan_options.trains = options.trains;
@@ -125,16 +162,20 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     if (!found.ok()) return found.status();
   }
   absl::StatusOr<MeasuredModel> measured =
-      MeasureModel(model, options.example, options.dtype, options.trains);
+      MeasureModel(model, options.example, format->weights, options.trains);
   if (!measured.ok()) return measured.status();
   plan.graph = std::move(measured->graph);
   plan.parameters = measured->parameters;
   prepared.modules = std::move(measured->modules);
-  prepared.identity = IdentityOf(model, options, plan.graph);
+  prepared.identity = IdentityOf(model, options, *format, plan.graph);
+  nlohmann::json theirs;
   if (resumes) {
-    nlohmann::json theirs = nlohmann::json::parse(found->shape.identity, nullptr, /*allow_exceptions=*/false);
-    // Whoever only evaluates takes the seed of the run as it is.
-    if (!options.trains && theirs.is_object()) theirs["seed"] = options.seed;
+    theirs = IdentityThere(*found);
+    if (!options.trains) Adopt(theirs, &*format, &prepared.identity);
+  }
+  plan.format = *format;
+  plan_options.precision = format->precision();
+  if (resumes) {
     if (theirs != prepared.identity) {
       return absl::FailedPreconditionError(absl::StrCat(
           options.state_dirs.front(), " holds another run: ", Difference(theirs, prepared.identity, "")));
@@ -147,7 +188,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   absl::StatusOr<tiering::Plan> made = tiering::MakePlan(plan.graph, plan_options);
   if (!made.ok()) return made.status();
   plan.plan = std::move(*made);
-  plan.state_bytes = plan.graph.elements() * plan_options.precision.total_bytes();
+  plan.state_bytes = plan_options.precision.UnpaddedBytes(plan.graph.elements());
   if (on_nvme) {
     swap::StoreOptions store_options;
     store_options.directories = options.state_dirs;
@@ -159,9 +200,11 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   return prepared;
 }
 
-absl::Status InitializeState(const Model& model, const EngineOptions& options, const tiering::Plan& plan,
+absl::Status InitializeState(const Model& model, const EngineOptions& options, const EnginePlan& engine_plan,
                              const Residency& residency, const std::vector<BlockModule*>& modules,
                              swap::Store* store, const std::function<void(const std::string&)>& log) {
+  const tiering::Plan& plan = engine_plan.plan;
+  const TileFormat& format = engine_plan.format;
   // One transfer per ring slot; a slot is filled again when its write is done.
   struct Slot {
     swap::TileIo io;
@@ -206,7 +249,7 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
             store != nullptr ? static_cast<int>(next % ring.size()) : block.private_tile_slot[t];
         const TileMemory memory =
             residency.tile(static_cast<int>(b), static_cast<int>(t), run_slot, tile_slot);
-        FillTile(plan.precision, masters.data_ptr<float>(), memory);
+        FillTile(format, masters.data_ptr<float>(), memory);
         if (store == nullptr) continue;
         std::vector<const void*> sources = {memory.weights};
         sources.insert(sources.end(), memory.state.begin(), memory.state.end());

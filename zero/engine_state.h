@@ -28,7 +28,8 @@ struct PreparedModel {
 // differs), whose tiles the plan takes over; without, the directories must be free or options.overwrite set.
 absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options);
 
-tiering::Precision PrecisionOf(torch::Dtype dtype);
+// The types that the options ask for; kInvalidArgument for a type that is not served.
+absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options);
 
 // Tiles in the order of blocks, segments as in Precision, scratch for a spilled gradient.
 swap::Layout LayoutOf(const tiering::Plan& plan);
@@ -36,7 +37,7 @@ swap::Layout LayoutOf(const tiering::Plan& plan);
 // Builds one block after the other, seeded by its number, and puts its values where the plan wants them: into
 // the store as version 1 of every tile (not committed), or into their resident places. Never holds more than
 // one block.
-absl::Status InitializeState(const Model& model, const EngineOptions& options, const tiering::Plan& plan,
+absl::Status InitializeState(const Model& model, const EngineOptions& options, const EnginePlan& plan,
                              const Residency& residency, const std::vector<BlockModule*>& modules,
                              swap::Store* store, const std::function<void(const std::string&)>& log);
 

@@ -55,7 +55,7 @@ struct StageMeasure {
 
 }  // namespace
 
-absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, torch::Dtype dtype,
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, kernels::DType weights,
                                            bool trains) {
   MeasuredModel measured;
   tiering::ModelGraph& graph = measured.graph;
@@ -105,18 +105,21 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
       torch::Tensor output;
       const absl::Status ran = Guarded(absl::StrCat("measuring stage ", spec.name), [&] {
         BlockModule& block = *measured.modules[static_cast<size_t>(spec.block)];
-        torch::Tensor run = torch::zeros({block.layout().elements}, dtype);
-        block.Attach(run.data_ptr(), dtype);
+        const auto width = static_cast<int64_t>(kernels::BytesPerElement(weights));
+        torch::Tensor run = torch::zeros({block.layout().elements * width}, torch::kUInt8);
         block.module().train(trains);
         shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
         auto forward = [&] {
           torch::NoGradGuard no_grad;
+          block.Attach(run.data_ptr(), weights);
           output = spec.forward(block.module(), input, example).detach();
+          block.Detach();
         };
         shape.forward_peak_bytes = PeakOf(forward) + Rounded(BytesOf(output));
         shape.forward_seconds = FastestOf(forward);
         auto backward = [&] {
           torch::AutoGradMode grad(true);
+          block.Attach(run.data_ptr(), weights);
           torch::Tensor x = input.detach();
           if (s > 0 && torch::isFloatingType(x.scalar_type())) x.set_requires_grad(true);
           torch::Tensor y = spec.forward(block.module(), x, example);
@@ -125,14 +128,13 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
           for (size_t i = 0; i < block.layout().parameters.size(); ++i) {
             (void)block.Gradient(i);  // one that is not contiguous is copied when it is taken
           }
-          for (torch::Tensor& parameter : block.module().parameters())
-            parameter.mutable_grad() = torch::Tensor();
+          y = torch::Tensor();  // the graph goes before what it computed with
+          block.Detach();
         };
         if (trains) {
           shape.backward_peak_bytes = PeakOf(backward);
           shape.backward_seconds = FastestOf(backward);
         }
-        block.Detach();
       });
       if (!ran.ok()) return ran;
       known[key.str()] = {shape, output};
@@ -150,23 +152,24 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
   return measured;
 }
 
-double MeasureUpdateRate(const tiering::Precision& precision) {
+double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer) {
   constexpr int64_t kElements = int64_t{1} << 19;
   RunLayout layout;
   layout.elements = kElements;
   layout.trained = {{0, kElements}};
   TileMemory memory;
   memory.elements = kElements;
+  const tiering::Precision precision = format.precision();
   std::vector<torch::Tensor> held;
-  auto take = [&](int bytes) {
-    held.push_back(torch::zeros({kElements * bytes}, torch::kUInt8));
+  auto take = [&](int64_t bytes) {
+    held.push_back(torch::zeros({bytes}, torch::kUInt8));
     return held.back().data_ptr();
   };
-  memory.weights = take(precision.weight_bytes());
+  memory.weights = take(precision.SegmentBytes(0, kElements));
   for (size_t s = 1; s < precision.segment_bytes.size(); ++s)
-    memory.state.push_back(take(precision.segment_bytes[s]));
-  memory.gradient = take(precision.gradient_bytes);
-  const kernels::AdamStep adam = kernels::MakeAdamStep(kernels::AdamOptions(), 1);
+    memory.state.push_back(take(precision.SegmentBytes(s, kElements)));
+  memory.gradient = take(kElements * precision.gradient_bytes);
+  const OptimizerStep step = MakeOptimizerStep(optimizer, {.lr = 1e-3}, 1, 1.0);
   double best = 1e9;
   for (int repeat = 0; repeat < 4; ++repeat) {
     const double begin = Seconds();
@@ -176,7 +179,7 @@ double MeasureUpdateRate(const tiering::Precision& precision) {
       for (const torch::Tensor& bytes : held)
         sum += kernels::Checksum(bytes.data_ptr(), static_cast<size_t>(bytes.numel()));
       if (sum == 1) best = 0;  // the sums must not be optimised away
-      if (pass == 0) UpdateTile(precision, adam, layout, {0, kElements}, memory);
+      if (pass == 0) UpdateTile(format, step, /*seed=*/1, layout, {0, kElements}, memory);
     }
     best = std::min(best, Seconds() - begin);
   }

@@ -16,6 +16,7 @@
 #include "tiering/model_graph.h"
 #include "zero/block.h"
 #include "zero/model.h"
+#include "zero/tile_format.h"
 
 namespace penstock::zero {
 
@@ -26,11 +27,11 @@ struct MeasuredModel {
 };
 
 // `example` is one micro-batch of the run's shapes. `trains`: false measures forward only.
-absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, torch::Dtype dtype,
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, kernels::DType weights,
                                            bool trains);
 
 // Parameters per second that one update worker gets through, checksums included, from memory.
-double MeasureUpdateRate(const tiering::Precision& precision);
+double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer);
 
 }  // namespace penstock::zero
 

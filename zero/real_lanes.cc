@@ -88,11 +88,12 @@ bool RealLanes::Skips(const Op& op) const {
         return op.in_backward;
     }
   }
-  const bool decided = decision_.step == op.step;
-  if (op.redo) return !(decided && decision_.redo);
+  const UpdateDecision& decision = DecisionFor(op.step);
+  const bool decided = decision.step == op.step;
+  if (op.redo) return !(decided && decision.redo);
   if (!decided || op.kind != OpKind::kWriteTile) return false;
   // What will be made again need not go to the drive; a skipped update leaves the tile as it was.
-  return op.in_backward ? decision_.redo : decision_.skip;
+  return op.in_backward ? decision.redo : decision.skip;
 }
 
 void RealLanes::Report(const Task& task, absl::Status status, double start) {
@@ -173,7 +174,7 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
 
 // A skipped step ends with the version that it began with, also where an update in backward was written.
 bool RealLanes::UndoesWrite(const Op& op) const {
-  return op.kind == OpKind::kWriteTile && op.redo && decision_.skip;
+  return op.kind == OpKind::kWriteTile && op.redo && DecisionFor(op.step).skip;
 }
 
 void RealLanes::StartSpill(const Task& task) {
@@ -317,7 +318,7 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
   if (op.checks_state) {
     if (absl::Status status = store_->VerifyRead(transfers(op).state.io); !status.ok()) return status;
   }
-  const UpdateDecision& decision = op.in_backward ? assumed_[op.step & 1] : decision_;
+  const UpdateDecision& decision = op.in_backward ? assumed_[op.step & 1] : DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
   if (op.gradient_slot >= 0) {
     memory.gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot)) +
@@ -331,7 +332,9 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
                        "commit is whole: continue with --resume, and mistrust the drive"));
     }
   }
-  UpdateTile(plan_.precision, decision.adam, modules_[At(op.block)]->layout(), tile, memory);
+  UpdateTile(options_.format, decision.optimizer,
+             MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(op.block)),
+             modules_[At(op.block)]->layout(), tile, memory);
   if (store_ == nullptr) return absl::OkStatus();
   std::vector<uint64_t>& checksums = transfers(op).checksums;
   const uint32_t id = StoreTile(op.block, op.tile);
@@ -349,14 +352,11 @@ absl::Status RealLanes::RunFinalize(const Op& op) {
   kernels::SumOfSquares& squares = squares_[At(op.block)];
   squares = kernels::SumOfSquares();
   const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
-  if (plan_.precision.gradient_bytes == 4) {
-    kernels::AddSquaresFp32(static_cast<const float*>(gradient), n, &squares);
-  } else {
-    auto* rounded = static_cast<uint16_t*>(gradient);
-    if (op.accumulator_slot >= 0)
-      kernels::Fp32ToBf16(residency_.accumulator(op.accumulator_slot), rounded, n);
-    kernels::AddSquaresBf16(rounded, n, &squares);
+  if (op.accumulator_slot >= 0) {
+    kernels::Convert(kernels::DType::kFp32, residency_.accumulator(op.accumulator_slot),
+                     options_.format.weights, gradient, n);
   }
+  kernels::AddSquares(options_.format.weights, gradient, n, &squares);
   for (size_t t = 0; block.gradient_slot < 0 && t < block.tiles.size(); ++t) {
     const auto width = static_cast<size_t>(plan_.precision.gradient_bytes);
     tiles_[At(op.block)][t]->gradient_checksum = kernels::Checksum(

@@ -44,6 +44,7 @@ class RealLanes : public tiering::Lanes {
   struct Options {
     int update_workers = 1;
     int intra_op_threads = 1;  // of the compute thread
+    TileFormat format;
   };
 
   // `store` is null where nothing lives on a drive. Everything passed in outlives the lanes.
@@ -60,7 +61,7 @@ class RealLanes : public tiering::Lanes {
   double Now() const override;
 
   // What updates go by from now on; set when the norm of their step is known.
-  void set_decision(const UpdateDecision& decision) { decision_ = decision; }
+  void set_decision(const UpdateDecision& decision) { decisions_[decision.step & 1] = decision; }
   // What the updates in backward of its step assume; set before the step computes.
   void set_assumption(const UpdateDecision& assumed) { assumed_[assumed.step & 1] = assumed; }
   // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
@@ -99,12 +100,14 @@ class RealLanes : public tiering::Lanes {
     double start = 0;
   };
 
-  TileTransfers& transfers(const tiering::Op& op) {
+  TileTransfers& transfers(const tiering::Op& op) const {
     return *tiles_[static_cast<size_t>(op.block)][static_cast<size_t>(op.tile)];
   }
   uint32_t StoreTile(int block, int tile) const {
     return first_tile_[static_cast<size_t>(block)] + static_cast<uint32_t>(tile);
   }
+  // The newest of its parity: of `step` once its norm is known.
+  const UpdateDecision& DecisionFor(int64_t step) const { return decisions_[step & 1]; }
   bool UndoesWrite(const tiering::Op& op) const;
   void Report(const Task& task, absl::Status status, double start);
   absl::Status StartTransfer(const Task& task);
@@ -128,9 +131,10 @@ class RealLanes : public tiering::Lanes {
   swap::Store* const store_;
   const Options options_;
   const LaneHooks hooks_;
-  UpdateDecision decision_;
-  std::array<UpdateDecision, 2>
-      assumed_;  // [step & 1]: the last updates of one step may run while the next begins
+  // [step & 1], both: writes of a step may start, and its last updates in backward run, when the next step
+  // has begun or even been decided; not when that one has been committed.
+  std::array<UpdateDecision, 2> decisions_;
+  std::array<UpdateDecision, 2> assumed_;
   int64_t abandoned_step_ = 0;
   std::vector<kernels::SumOfSquares> squares_;
   std::vector<uint32_t> first_tile_;  // [block] number of its first tile in the store

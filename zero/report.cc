@@ -73,7 +73,7 @@ std::string StepLine(const nlohmann::json& step) {
 
 void Report::Start(const EngineOptions& options, const std::string& version, int world_size) {
   report_ = {{"version", version},
-             {"dtype", options.dtype == torch::kFloat32 ? "fp32" : "bf16"},
+             {"optimizer_states", std::string(StateTypeName(options.optimizer_states))},
              {"device", "cpu"},
              {"world_size", world_size},
              {"seed", options.seed},
@@ -85,6 +85,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
                      const tiering::Prediction& prediction) {
   const EnginePlan& plan = engine.plan();
   parameters_ = plan.parameters;
+  report_["dtype"] = std::string(DTypeName(plan.format.weights));
   report_["params"] = plan.parameters;
   report_["blocks"] = plan.graph.blocks.size();
   report_["state_bytes_total"] = plan.state_bytes;

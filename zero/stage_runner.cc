@@ -29,17 +29,18 @@ uint64_t MixSeed(uint64_t seed, uint64_t a, uint64_t b, uint64_t c) {
   return mixed;
 }
 
-StageRunner::StageRunner(const Model& model, std::vector<BlockModule*> modules, torch::Dtype dtype,
+StageRunner::StageRunner(const Model& model, std::vector<BlockModule*> modules, kernels::DType weights,
                          uint64_t seed)
     : model_(model),
       modules_(std::move(modules)),
-      dtype_(dtype),
+      weights_(weights),
       seed_(seed),
       inputs_(model.stages.size()),
       addends_(model.blocks.size(), 0) {}
 
-void StageRunner::Begin(int64_t step, std::vector<Batch> batches) {
+void StageRunner::Begin(int64_t step, std::vector<Batch> batches, double loss_scale) {
   step_ = step;
+  loss_scale_ = loss_scale;
   batches_ = std::move(batches);
   for (auto& inputs : inputs_) inputs.assign(batches_.size(), torch::Tensor());
   flowing_.assign(batches_.size(), torch::Tensor());
@@ -61,7 +62,7 @@ absl::Status StageRunner::Forward(int stage, int position, int micro_batch, bool
   BlockModule& block = *modules_[At(spec.block)];
   return Guarded(absl::StrCat("forward of ", spec.name), [&] {
     torch::NoGradGuard no_grad;
-    block.Attach(run, dtype_);
+    block.Attach(run, weights_);
     block.module().train(!evaluates);
     SeedFor(stage, micro_batch);
     torch::Tensor& input = inputs_[At(position)][At(micro_batch)];
@@ -82,7 +83,7 @@ absl::Status StageRunner::Backward(int stage, int position, int micro_batch, voi
   BlockModule& block = *modules_[At(spec.block)];
   return Guarded(absl::StrCat("backward of ", spec.name), [&] {
     const bool last = position + 1 == static_cast<int>(model_.stages.size());
-    block.Attach(run, dtype_);
+    block.Attach(run, weights_);
     block.module().train();
     SeedFor(stage, micro_batch);
     {
@@ -98,7 +99,7 @@ absl::Status StageRunner::Backward(int stage, int position, int micro_batch, voi
         TORCH_CHECK(output.dim() == 0, "the last stage must return a scalar loss, not ", output.sizes());
         losses_[At(micro_batch)] = output.item<double>();
         // The step's loss is the mean over its micro-batches.
-        from_above = torch::full_like(output, 1.0 / static_cast<double>(batches_.size()));
+        from_above = torch::full_like(output, loss_scale_ / static_cast<double>(batches_.size()));
       }
       if (output.requires_grad() && from_above.defined()) output.backward(from_above);
       if (flows_on) flowing_[At(micro_batch)] = input.grad();
@@ -115,13 +116,15 @@ absl::Status StageRunner::TakeGradient(int stage, const GradientPlace& place) {
 }
 
 void StageRunner::AddGradient(int block, const GradientPlace& place) {
+  using kernels::DType;
   BlockModule& module = *modules_[At(block)];
   const RunLayout& layout = module.layout();
   const bool first = addends_[At(block)]++ == 0;
-  const bool is_fp32 = dtype_ == torch::kFloat32;
-  const bool sums = place.accumulator != nullptr || is_fp32;
-  TORCH_CHECK(first || sums, "a second addend for a gradient that has no place to be summed");
-  const size_t width = sums ? sizeof(float) : sizeof(uint16_t);
+  const DType addends = weights_ == DType::kBf16 ? DType::kBf16 : DType::kFp32;  // of what backward leaves
+  const DType waits = place.accumulator != nullptr ? DType::kFp32 : weights_;    // of what it goes to
+  TORCH_CHECK(first || waits == DType::kFp32,
+              "a second addend for a gradient that has no place to be summed");
+  const size_t width = kernels::BytesPerElement(waits);
   char* to = place.accumulator != nullptr ? reinterpret_cast<char*>(place.accumulator)
                                           : static_cast<char*>(place.gradient);
   int64_t filled = 0;
@@ -132,31 +135,21 @@ void StageRunner::AddGradient(int block, const GradientPlace& place) {
     const Parameter& parameter = layout.parameters[i];
     const torch::Tensor gradient = module.Gradient(i);
     if (!gradient.defined()) continue;  // zero_to covers it on the first addend
-    TORCH_CHECK(gradient.scalar_type() == dtype_ && gradient.numel() == parameter.elements, "gradient of ",
-                parameter.name, " has type ", gradient.scalar_type(), " and ", gradient.numel(), " elements");
+    TORCH_CHECK(gradient.scalar_type() == ComputeDtype(weights_) && gradient.numel() == parameter.elements,
+                "gradient of ", parameter.name, " has type ", gradient.scalar_type(), " and ",
+                gradient.numel(), " elements");
     if (first) zero_to(parameter.offset);
     char* place_of_parameter = to + static_cast<size_t>(parameter.offset) * width;
-    const size_t n = static_cast<size_t>(parameter.elements);
-    if (place.accumulator == nullptr && first) {
-      std::memcpy(place_of_parameter, gradient.data_ptr(), n * width);
+    const auto n = static_cast<size_t>(parameter.elements);
+    if (first) {
+      kernels::Convert(addends, gradient.data_ptr(), waits, place_of_parameter, n);
+      filled = parameter.offset + parameter.elements;
+    } else if (addends == DType::kFp32) {
+      kernels::AccumulateFp32(gradient.data_ptr<float>(), reinterpret_cast<float*>(place_of_parameter), n);
     } else {
-      auto* sum = reinterpret_cast<float*>(place_of_parameter);
-      if (is_fp32) {
-        if (first) {
-          std::memcpy(sum, gradient.data_ptr(), n * width);
-        } else {
-          kernels::AccumulateFp32(gradient.data_ptr<float>(), sum, n);
-        }
-      } else {
-        const auto* addend = reinterpret_cast<const uint16_t*>(gradient.data_ptr());
-        if (first) {
-          kernels::Bf16ToFp32(addend, sum, n);
-        } else {
-          kernels::AccumulateBf16(addend, sum, n);
-        }
-      }
+      kernels::AccumulateBf16(reinterpret_cast<const uint16_t*>(gradient.data_ptr()),
+                              reinterpret_cast<float*>(place_of_parameter), n);
     }
-    if (first) filled = parameter.offset + parameter.elements;
   }
   if (first) zero_to(layout.elements);
 }

@@ -26,17 +26,18 @@ namespace penstock::zero {
 
 // Where a backward pass leaves a block's gradient. Exactly one is set.
 struct GradientPlace {
-  void* gradient = nullptr;  // the run's elements in the compute type: one addend, or fp32 summed in place
+  void* gradient = nullptr;      // the run's elements in the type of the weights: one addend, or fp32 sums
   float* accumulator = nullptr;  // the run's elements in fp32
 };
 
 class StageRunner {
  public:
   // `modules[b]` serves block b (blocks of one kind share one). `model` and the modules outlive the runner.
-  StageRunner(const Model& model, std::vector<BlockModule*> modules, torch::Dtype dtype, uint64_t seed);
+  StageRunner(const Model& model, std::vector<BlockModule*> modules, kernels::DType weights, uint64_t seed);
 
-  // The micro-batches of the next pass. `step` seeds the generators. Not while a pass computes.
-  void Begin(int64_t step, std::vector<Batch> batches);
+  // The micro-batches of the next pass. `step` seeds the generators; backward starts from the loss times
+  // `loss_scale`. Not while a pass computes.
+  void Begin(int64_t step, std::vector<Batch> batches, double loss_scale = 1);
 
   // One stage of one micro-batch with the block's weights at `run`. `position` is the stage's place in the
   // order of the pass, by default its own number.
@@ -58,9 +59,10 @@ class StageRunner {
 
   const Model& model_;
   const std::vector<BlockModule*> modules_;
-  const torch::Dtype dtype_;
+  const kernels::DType weights_;
   const uint64_t seed_;
   int64_t step_ = 0;
+  double loss_scale_ = 1;
   std::vector<Batch> batches_;
   std::vector<std::vector<torch::Tensor>> inputs_;  // [position][micro_batch]
   std::vector<torch::Tensor> flowing_;              // [micro_batch] gradient of the input of the stage above

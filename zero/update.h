@@ -1,35 +1,33 @@
-// The optimizer step of one tile, in place: AdamW over the ranges that train, in the plan's precision.
+// The optimizer step of one tile, in place, over the ranges that train, in the types of the run.
 //
-// Bits do not depend on how a block is cut into tiles, nor on which thread runs which tile (kernels/adam.h).
+// Bits do not depend on how a block is cut into tiles, nor on which thread runs which tile
+// (kernels/optimizer.h): tiles start at multiples of tiering::kElementAlignment, ranges that train where
+// zero/block.h puts them.
 #ifndef PENSTOCK_ZERO_UPDATE_H_
 #define PENSTOCK_ZERO_UPDATE_H_
 
 #include <cstdint>
-#include <utility>
-#include <vector>
 
-#include "kernels/adam.h"
 #include "tiering/plan.h"
 #include "zero/block.h"
+#include "zero/optimizer.h"
 #include "zero/residency.h"
+#include "zero/tile_format.h"
 
 namespace penstock::zero {
 
 // What the global norm decided for a step's update.
 struct UpdateDecision {
   int64_t step = 0;
-  bool skip = false;  // a gradient was not finite: everything stays as it was
-  bool redo = false;  // what was updated in backward is not what this says: made again, or undone
-  kernels::AdamStep adam{};
+  bool skip = false;   // a gradient was not finite: everything stays as it was
+  bool redo = false;   // what was updated in backward is not what this says: made again, or undone
+  int64_t update = 0;  // its number, 1 for the first
+  OptimizerStep optimizer{};
 };
 
-void UpdateTile(const tiering::Precision& precision, const kernels::AdamStep& adam, const RunLayout& layout,
-                const tiering::Tile& tile, const TileMemory& memory);
-
-// Initial values into a tile: fp32 masters split or copied, moments zero.
-void FillTile(const tiering::Precision& precision, const float* masters, const TileMemory& memory);
-// The fp32 masters of a tile.
-void ReadMasters(const tiering::Precision& precision, const TileMemory& memory, float* masters);
+// `seed` is what compact states are rounded with: another one for every block and update.
+void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
+                const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
 
 }  // namespace penstock::zero
 

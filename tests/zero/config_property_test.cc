@@ -53,7 +53,11 @@ Json Around(const std::string& section, const std::string& key, const Json& valu
     if (key == "cycle_max_mom") params["cycle_min_mom"] = 0.1;
     return {{"scheduler", {{"type", section.substr(section.find('/') + 1)}, {"params", params}}}};
   }
-  if (section == "optimizer.params") return {{"optimizer", {{"type", "Adam"}, {"params", {{key, value}}}}}};
+  if (section.starts_with("optimizer.params/")) {
+    Json params = {{key, value}};
+    if (key == "nesterov") params["momentum"] = 0.9;
+    return {{"optimizer", {{"type", section.substr(section.find('/') + 1)}, {"params", params}}}};
+  }
   Json inner = {{key, value}};
   if (section == "optimizer" && key != "type") inner["type"] = "Adam";
   if (section == "scheduler" && key != "type") inner["type"] = "WarmupLR";

@@ -265,7 +265,9 @@ TEST(ParseConfig, WordsOfAChoice) {
 
 TEST(ParseConfig, OptimizersThatAreNotServed) {
   EXPECT_EQ(Refusal(R"({"optimizer": {"params": {"freeze_step": 1}, "type": "OneBitAdam"}})"),
-            "optimizer.type: OneBitAdam is not served; Penstock's optimizers are Adam, AdamW");
+            "optimizer.type: OneBitAdam is not served: it compresses what ranks exchange; gradients cross "
+            "ranks unchanged; Penstock's optimizers are Adam, AdamW, Adagrad, Lion, SGD");
+  EXPECT_THAT(Refusal(R"({"optimizer": {"type": "lamb"}})"), HasSubstr("needs its whole tensor at once"));
   EXPECT_THAT(Refusal(R"({"optimizer": {"params": {"lr": 1}}})"), StartsWith("optimizer.type: missing"));
   EXPECT_THAT(Refusal(R"({"scheduler": {"params": {"zebra": 1}}})"), StartsWith("scheduler.type: missing"));
   EXPECT_THAT(Refusal(R"({"optimizer": {"type": "Adam", "params": {"amsgrad": true}}})"),
@@ -274,6 +276,28 @@ TEST(ParseConfig, OptimizersThatAreNotServed) {
               HasSubstr("corrected"));
   Parse(
       R"({"optimizer": {"type": "Adam", "params": {"amsgrad": false, "bias_correction": true, "max_grad_norm": 0}}})");
+}
+
+TEST(ParseConfig, EveryOptimizerHasItsOwnParameters) {
+  const OptimizerConfig sgd = Parse(R"({"optimizer": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9,
+                                        "dampening": 0, "weight_decay": 1e-4, "nesterov": true}}})")
+                                  .config.optimizer;
+  EXPECT_EQ(sgd.type, OptimizerType::kSgd);
+  EXPECT_EQ(sgd.momentum, 0.9);
+  EXPECT_EQ(sgd.dampening, 0.0);
+  EXPECT_EQ(sgd.nesterov, true);
+  EXPECT_EQ(
+      Parse(R"({"optimizer": {"type": "Adagrad", "params": {"lr_decay": 0.5}}})").config.optimizer.lr_decay,
+      0.5);
+  EXPECT_EQ(
+      Parse(R"({"optimizer": {"type": "Lion", "params": {"betas": [0.9, 0.98]}}})").config.optimizer.beta2,
+      0.98);
+  EXPECT_EQ(Refusal(R"({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}})"),
+            "optimizer.params.momentum: no such key; it belongs in the optimizer.params of SGD");
+  EXPECT_THAT(Refusal(R"({"optimizer": {"type": "SGD", "params": {"nesterov": true}}})"),
+              StartsWith("optimizer.params.nesterov: needs a momentum"));
+  EXPECT_EQ(Parse(R"({"penstock": {"optimizer_states": "8bit"}})").config.penstock.optimizer_states, "8bit");
+  EXPECT_THAT(Refusal(R"({"penstock": {"optimizer_states": "4bit"}})"), HasSubstr("fp32, bf16, 8bit"));
 }
 
 TEST(ParseConfig, AdamMeansAdamWUnlessToldOtherwise) {

@@ -49,8 +49,10 @@ EngineOptions OptionsOf(const RunOptions& run) {
   options.dtype = run.dtype;
   options.micro_batches = run.micro_batches;
   options.example = MakeBatch(run, 0, 0);
-  options.adam.lr = run.lr;
-  options.adam.weight_decay = run.weight_decay;
+  options.optimizer =
+      run.optimizer.value_or(kernels::AdamOptions{.lr = run.lr, .weight_decay = run.weight_decay});
+  options.optimizer_states = run.optimizer_states;
+  options.loss_scale = run.loss_scale;
   options.clip = run.clip;
   options.seed = run.seed;
   options.host_memory_bytes = run.host_memory_bytes;
@@ -106,6 +108,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       if (!result.ok()) return result.status();
       trained.losses.push_back(result->loss);
       trained.norms.push_back(result->grad_norm);
+      trained.loss_scales.push_back(result->loss_scale);
       if (result->skipped) trained.skipped.push_back(step);
       if (result->redone) trained.redone.push_back(step);
       trained.in_backward = std::max(trained.in_backward, result->in_backward);

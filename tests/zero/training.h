@@ -3,6 +3,7 @@
 #define PENSTOCK_TESTS_ZERO_TRAINING_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,9 +24,12 @@ struct RunOptions {
   int64_t stop_after = 0;  // 0: at the end
   int64_t evaluate_every = 0;
   bool announce_always = false;
-  int64_t poison_step = 0;  // its loss is infinite
-  bool shuffles = false;    // the layers run in another order every other step
-  double clip = 1.0, lr = 3e-3, weight_decay = 0.01;
+  int64_t poison_step = 0;                            // its loss is infinite
+  bool shuffles = false;                              // the layers run in another order every other step
+  double clip = 1.0, lr = 3e-3, weight_decay = 0.01;  // of AdamW
+  std::optional<OptimizerOptions> optimizer;          // empty: AdamW
+  kernels::StateType optimizer_states = kernels::StateType::kFp32;
+  LossScaleOptions loss_scale = {.dynamic = true, .initial_scale = 65536};
   uint64_t seed = 7;
   int update_workers = 1;
   tiering::UpdateOrder update_order = tiering::UpdateOrder::kAuto;
@@ -37,7 +41,7 @@ struct RunOptions {
 
 struct TrainedLosses {
   absl::Status status;
-  std::vector<double> losses, norms, evaluations;
+  std::vector<double> losses, norms, evaluations, loss_scales;
   std::vector<int64_t> committed, skipped, redone;
   double in_backward = 0;  // the largest share of tiles updated in backward
   int64_t resumed_from = -1;
