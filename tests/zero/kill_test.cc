@@ -40,7 +40,7 @@ std::vector<std::string> Losses(const std::string& log) {
   std::vector<std::string> losses;
   std::istringstream lines(log);
   for (std::string line; std::getline(lines, line);)
-    losses.push_back(line.substr(0, line.find(", \"tokens\"")));
+    losses.push_back(line.substr(0, line.find(", \"in_backward\"")));
   return losses;
 }
 

@@ -80,7 +80,7 @@ TEST(TiledLinear, TrainsFromTheDriveWithTheBitsOfMemory) {
     options.state_dirs = {directory};
     options.dtype = torch::kFloat32;
     options.example = MakeRows(0);
-    options.adam.lr = 1e-2;
+    options.optimizer = kernels::AdamOptions{.lr = 1e-2};
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeModel(5), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
     for (int64_t step = 1; step <= 12; ++step) {
