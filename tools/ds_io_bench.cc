@@ -470,6 +470,9 @@ int DsIoMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* e
   if (options->torch_legacy_save)
     std::fprintf(err, "ds_io: note: --torch_legacy_save has no effect on this engine\n");
   const auto result = RunDsIo(*options, out, err);
+  // Before anything else can fail: what was measured is said.
+  if (result.ok()) std::fputs(ResultLines(*options, *result).c_str(), out);
+  std::fflush(out);
   if (!options->json_path.empty()) {
     DsIoResult failed;
     failed.errors = 1;
@@ -485,8 +488,6 @@ int DsIoMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* e
     std::fprintf(err, "ds_io: error: %s\n", std::string(result.status().message()).c_str());
     return 1;
   }
-  std::fputs(ResultLines(*options, *result).c_str(), out);
-  std::fflush(out);
   return 0;
 }
 

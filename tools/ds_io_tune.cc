@@ -434,15 +434,6 @@ int TuneMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* e
     backend = tuner.backend();
   }
   const TunePoint& chosen = Choose(points);
-  if (!options->json_path.empty()) {
-    std::ofstream json(options->json_path, std::ios::trunc);
-    json << PointsJson(points, chosen, backend);
-    json.close();
-    if (!json) return Fail(err, 1, absl::UnavailableError(absl::StrCat("cannot write ", options->json_path)));
-  }
-  if (!options->no_profile) {
-    if (absl::Status status = StoreProfiles(*options, err); !status.ok()) return Fail(err, 1, status);
-  }
   double read = 0, write = 0;
   for (const TunePoint& point : points) {
     read = std::max(read, point.read_bytes_per_s);
@@ -455,6 +446,16 @@ int TuneMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* e
   std::fprintf(out, "Best performance (GB/sec): read = %5.2f, write = %5.2f\n", read / gib, write / gib);
   std::fputs(AioBlock(advice).c_str(), out);
   std::fflush(out);
+  // What was measured is said before anything else can fail.
+  if (!options->json_path.empty()) {
+    std::ofstream json(options->json_path, std::ios::trunc);
+    json << PointsJson(points, chosen, backend);
+    json.close();
+    if (!json) return Fail(err, 1, absl::UnavailableError(absl::StrCat("cannot write ", options->json_path)));
+  }
+  if (!options->no_profile) {
+    if (absl::Status status = StoreProfiles(*options, err); !status.ok()) return Fail(err, 1, status);
+  }
   return 0;
 }
 

@@ -101,6 +101,13 @@ absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& words, std
   }
   if (o.no_read && o.no_write)
     return absl::InvalidArgumentError("--no_read and --no_write leave nothing to measure");
+  for (size_t i = 0; i < o.nvme_dirs.size(); ++i) {
+    if (std::find(o.nvme_dirs.begin(), o.nvme_dirs.begin() + static_cast<ptrdiff_t>(i), o.nvme_dirs[i]) !=
+        o.nvme_dirs.begin() + static_cast<ptrdiff_t>(i)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("argument --nvme_dir: ", aio::OneLine(o.nvme_dirs[i]), " is named twice"));
+    }
+  }
   if (o.gds && !o.gpu) return absl::InvalidArgumentError("--gds needs --gpu");
   if (o.engine != "aio_handle" && o.engine != "io_uring" && o.engine != "libaio" && o.engine != "threads") {
     return absl::InvalidArgumentError(absl::StrCat("argument --engine: '", aio::OneLine(o.engine),

@@ -175,6 +175,7 @@ TEST(TuneWordsTest, FlagsAndMistakes) {
             "");
   EXPECT_THAT(WhyNotTune({}), HasSubstr("--nvme_dir is required"));
   EXPECT_THAT(WhyNotTune({"--nvme_dir", "a", "--no_read", "--no_write"}), HasSubstr("nothing to measure"));
+  EXPECT_THAT(WhyNotTune({"--nvme_dir", "a", "b", "a"}), HasSubstr("a is named twice"));
   EXPECT_THAT(WhyNotTune({"--nvme_dir", "a", "--gds"}), HasSubstr("needs --gpu"));
   EXPECT_THAT(WhyNotTune({"--nvme_dir", "a", "--engine", "torch_io"}), HasSubstr("none of"));
 }
@@ -355,6 +356,19 @@ TEST_F(ProgramTest, ExitCodes) {
     EXPECT_EQ(memory.code, 1);
     EXPECT_THAT(memory.err, HasSubstr("tmpfs"));
   }
+}
+
+// A result that cannot be stored is still said.
+TEST_F(ProgramTest, AnUnwritableJsonCostsNoMeasurement) {
+  const Outcome run = Run(std::string(DS_IO) + " --folder " + directory_ + " --io_size 4M --json /nowhere/j");
+  EXPECT_EQ(run.code, 1);
+  EXPECT_THAT(run.out, HasSubstr("E2E Write Speed = "));
+  EXPECT_THAT(run.err, HasSubstr("cannot write /nowhere/j"));
+  const Outcome tune = Run(std::string(DS_NVME_TUNE) + " --nvme_dir " + directory_ +
+                           " --io_size 4M --no_profile --json /nowhere/j --log_dir " + directory_ + "/logs");
+  EXPECT_EQ(tune.code, 1);
+  EXPECT_THAT(tune.out, HasSubstr("\"aio\""));
+  EXPECT_THAT(tune.err, HasSubstr("cannot write /nowhere/j"));
 }
 
 // A file with holes is read at the speed of memory: that is said.
