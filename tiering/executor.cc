@@ -154,7 +154,9 @@ Stall Executor::CauseOfStall() const {
     case OpKind::kReadWeights:
     case OpKind::kReadState:
     case OpKind::kReadGradient:
+    case OpKind::kReadInput:
       return Stall::kRead;
+    case OpKind::kWriteInput:
     case OpKind::kWriteTile:
     case OpKind::kWriteGradient:
       return Stall::kWrite;

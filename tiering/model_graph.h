@@ -86,6 +86,7 @@ struct StageShape {
   // Compute time per micro-batch on this machine, 0 where not measured.
   double forward_seconds = 0;
   double backward_seconds = 0;
+  int64_t input_scratch_bytes = 0;  // the kept input's data, as it goes to the drive when it must
 };
 
 struct ModelGraph {

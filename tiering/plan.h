@@ -79,6 +79,15 @@ struct Plan {
   int64_t least_host_memory_bytes = 0;
   int evaluate_micro_batches = 1;  // per forward-only pass, in the memory of the kept inputs
 
+  // Inputs that stages keep for backward: those of the last `kept_inputs` positions stay in memory, the
+  // others go to the drive, at most `input_ring` positions of them on their way there or back. Position 0
+  // keeps the batch itself.
+  int kept_inputs = 0;
+  int input_ring = 0;
+  int positions = 0;
+  int64_t input_scratch_bytes = 0;  // on the drive
+  bool SpillsInput(int position) const { return position > 0 && position < positions - kept_inputs; }
+
   // Some tiles are updated in backward; `clips`: a gradient may still be needed after that.
   bool speculates = false;
   bool clips = true;

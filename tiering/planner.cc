@@ -108,8 +108,12 @@ std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
 // LibTorch asks for a little beside what was measured: scalars, views, rounding.
 constexpr int64_t kTensorSlack = 2 * kMiB;
 
+// Inputs on their way to or from the drive: one leaves, one is used, one is made.
+constexpr int kInputRing = 3;
+
+// `kept_inputs`: of how many stages the input stays in memory.
 int64_t TensorBytes(const ModelGraph& graph, const PlanOptions& options, int64_t tile_elements,
-                    int* evaluate_micro_batches) {
+                    int kept_inputs, int* evaluate_micro_batches) {
   int64_t kept = 0, largest_input = 0, forward = 0, backward = 0, init = 0;
   for (const StageShape& stage : graph.stages) {
     kept += stage.input_bytes;
@@ -117,6 +121,7 @@ int64_t TensorBytes(const ModelGraph& graph, const PlanOptions& options, int64_t
     forward = std::max(forward, stage.forward_peak_bytes);
     backward = std::max(backward, stage.backward_peak_bytes);
   }
+  kept = std::min(kept, kept_inputs * largest_input);
   // Building a block, and one tile of its fp32 values on their way to the store.
   for (const BlockShape& block : graph.blocks) init = std::max(init, block.init_bytes + tile_elements * 4);
   const int64_t fixed = graph.fixed_tensor_bytes + kTensorSlack;
@@ -143,7 +148,7 @@ class Planner {
   absl::StatusOr<Plan> Make() {
     const int64_t budget = options_.host_budget_bytes;
     if (!options_.on_nvme) {
-      Plan plan = Build(kLevels[0], /*resident_gradients=*/Count());
+      Plan plan = Build(kLevels[0], /*resident_gradients=*/Count(), /*budget=*/0);
       MakeAllPrivate(&plan);
       LayOut(&plan);
       plan.least_host_memory_bytes = plan.host_bytes();
@@ -151,7 +156,7 @@ class Planner {
       return plan;
     }
     const int64_t least = Least();
-    if (budget > 0 && least > budget) return TooSmall(least, Build(kLevels.back(), 0));
+    if (budget > 0 && least > budget) return TooSmall(least, Build(kLevels.back(), 0, /*budget=*/1));
     Plan plan = Best(budget);
     plan.least_host_memory_bytes = least;
     CountBytes(&plan);
@@ -163,7 +168,7 @@ class Planner {
 
   int64_t Least() const {
     int64_t least = std::numeric_limits<int64_t>::max();
-    for (const Level& level : kLevels) least = std::min(least, Build(level, 0).host_bytes());
+    for (const Level& level : kLevels) least = std::min(least, Build(level, 0, /*budget=*/1).host_bytes());
     return least;
   }
 
@@ -186,25 +191,25 @@ class Planner {
   // residency compete, and which of them is worth more depends on how compute and drive compare.
   Plan Best(int64_t budget) const {
     if (budget == 0) {
-      Plan plan = Build(kLevels[0], Count());
+      Plan plan = Build(kLevels[0], Count(), /*budget=*/0);
       ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/true, &plan);
       return plan;
     }
     Plan best;
     double best_seconds = std::numeric_limits<double>::infinity();
     for (const Level& level : kLevels) {
-      if (Build(level, 0).host_bytes() > budget) continue;
+      if (Build(level, 0, budget).host_bytes() > budget) continue;
       // The bytes grow with the number of gradients that stay.
       int low = 0, high = Count();
       while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (Build(level, middle).host_bytes() <= budget) {
+        if (Build(level, middle, budget).host_bytes() <= budget) {
           low = middle;
         } else {
           high = middle - 1;
         }
       }
-      Plan plan = Build(level, low);
+      Plan plan = Build(level, low, budget);
       const bool too_many = TooManyTilesToSimulate(plan);
       if (too_many && best_seconds < std::numeric_limits<double>::infinity()) break;
       Spend(&plan, budget);
@@ -236,7 +241,8 @@ class Planner {
     return level;
   }
 
-  Plan Build(const Level& wanted, int resident_gradients) const {
+  // Within `budget` as far as inputs can go to the drive; 0: they stay.
+  Plan Build(const Level& wanted, int resident_gradients, int64_t budget) const {
     const Level level = Bounded(wanted);
     Plan plan;
     plan.precision = options_.precision;
@@ -277,7 +283,8 @@ class Planner {
       tiles += static_cast<int64_t>(block.tiles.size());
       for (const Tile& tile : block.tiles) plan.tile_elements = std::max(plan.tile_elements, tile.elements);
     }
-    plan.tensor_bytes = TensorBytes(graph_, options_, plan.tile_elements, &plan.evaluate_micro_batches);
+    plan.positions = static_cast<int>(graph_.stages.size());
+    KeepInputs(&plan, plan.positions);
     for (size_t c = 0; c < classes.size(); ++c) {
       RunClass cls;
       cls.bytes = classes[c] * plan.precision.weight_bytes();
@@ -293,7 +300,29 @@ class Planner {
     }
     PlaceGradients(&plan, level, resident_gradients);
     LayOut(&plan);
+    if (plan.trains && options_.on_nvme && resident_gradients == 0 && budget > 0) SpillInputs(&plan, budget);
     return plan;
+  }
+
+  void KeepInputs(Plan* plan, int kept) const {
+    plan->kept_inputs = kept;
+    plan->input_ring = kInputRing;
+    plan->tensor_bytes =
+        TensorBytes(graph_, options_, plan->tile_elements, kept, &plan->evaluate_micro_batches);
+    int64_t largest = 0;
+    for (const StageShape& stage : graph_.stages) largest = std::max(largest, stage.input_scratch_bytes);
+    plan->input_scratch_bytes = 0;
+    for (int position = 0; position < plan->positions; ++position) {
+      if (plan->SpillsInput(position))
+        plan->input_scratch_bytes += AlignUp(largest, kPage) * plan->micro_batches;
+    }
+  }
+
+  // Sends as few inputs to the drive as the budget asks for: like a gradient, one costs a write and a read of
+  // itself, and gradients go first.
+  void SpillInputs(Plan* plan, int64_t budget) const {
+    for (int kept = plan->positions - 1; kept >= kInputRing && plan->host_bytes() > budget; --kept)
+      KeepInputs(plan, kept);
   }
 
   void PlaceGradients(Plan* plan, const Level& level, int resident_gradients) const {

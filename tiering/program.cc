@@ -55,6 +55,10 @@ std::string_view OpKindName(OpKind kind) {
       return "write tile";
     case OpKind::kWriteGradient:
       return "write gradient";
+    case OpKind::kWriteInput:
+      return "write input";
+    case OpKind::kReadInput:
+      return "read input";
     case OpKind::kForward:
       return "forward";
     case OpKind::kBackward:
@@ -328,11 +332,23 @@ void ProgramBuilder::CommitPending() {
   pending_step_ = 0;
 }
 
+Op& ProgramBuilder::EmitInput(OpKind kind, int position, int micro_batch, int64_t step) {
+  const int stage = stage_order_[At(position)];
+  Op& op = Emit(kind, kind == OpKind::kWriteInput ? Lane::kWrite : Lane::kRead, step);
+  op.block = graph_.stages[At(stage)].block;
+  op.stage = stage;
+  op.position = position;
+  op.micro_batch = micro_batch;
+  op.bytes = graph_.stages[At(stage)].input_scratch_bytes;
+  return op;
+}
+
 void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
   batch_ = next_id_;
   Emit(OpKind::kBatch, Lane::kHost, step).evaluates = !train;
   const int stages = static_cast<int>(graph_.stages.size());
   OpId last = batch_;
+  input_written_.assign(At(stages), std::vector<OpId>(At(micro_batches), -1));
   for (int position = 0; position < (train ? stages - 1 : stages); ++position) {
     const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
@@ -352,6 +368,13 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
       for (const OpId ready : run.ready) AddIf(&op.after, ready);
       if (position == 0) op.after.push_back(batch_);
       last = id;
+      if (!train) continue;
+      // What it hands on must find room: inputs on their way to the drive are as many as the ring has.
+      const int leaving = position + 1 - plan_.input_ring;
+      if (leaving > 0 && plan_.SpillsInput(leaving)) AddAll(&op.after, input_written_[At(leaving)]);
+      if (!plan_.SpillsInput(position)) continue;
+      input_written_[At(position)][At(m)] = next_id_;
+      EmitInput(OpKind::kWriteInput, position, m, step).after = {id};
     }
     // The compute lane runs in program order: its last operation stands for those before it.
     run.last_compute = last;
@@ -369,6 +392,7 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
   std::vector<int> accumulator(graph_.blocks.size(), -1);
   std::vector<int> gradient(graph_.blocks.size(), -1);
   std::vector<OpId> finals;
+  input_used_.assign(At(stages), -1);
   for (int position = stages - 1; position >= 0; --position) {
     const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
@@ -400,6 +424,14 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
 
     OpId last = -1;
     for (int m = 0; m < plan_.micro_batches; ++m) {
+      OpId input_read = -1;
+      if (plan_.SpillsInput(position)) {
+        input_read = next_id_;
+        Op& read = EmitInput(OpKind::kReadInput, position, m, step);
+        read.after = {input_written_[At(position)][At(m)]};
+        const int freed = position + plan_.input_ring;
+        if (freed < stages) read.after.push_back(input_used_[At(freed)]);
+      }
       auto emit = [&](OpKind kind) -> Op& {
         Op& op = Emit(kind, Lane::kCompute, step);
         op.block = block;
@@ -415,6 +447,7 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       backward.seconds = stage.backward_seconds;
       for (const OpId ready : runs_[At(slot)].ready) AddIf(&backward.after, ready);
       if (stages == 1) backward.after.push_back(batch_);
+      AddIf(&backward.after, input_read);
       // Apart from it, because only this needs the gradient's place: it may still be in use while the block
       // computes.
       last = next_id_;
@@ -425,6 +458,7 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       take.after.push_back(backward_id);
     }
     runs_[At(slot)].last_compute = last;
+    input_used_[At(position)] = last;
     if (--uses_left[At(block)] > 0) {
       if (accumulator[At(block)] >= 0) accumulators_[At(accumulator[At(block)])].users.push_back(last);
       if (gradient[At(block)] >= 0) gradients_[At(gradient[At(block)])].users.push_back(last);

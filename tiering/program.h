@@ -43,6 +43,8 @@ enum class OpKind : uint8_t {
   kUpdate,         // optimizer step of one tile, in place: verify, update, checksum
   kWriteTile,      // weights and state of a tile to the slot that the last commit does not hold
   kWriteGradient,  // a block's gradient, rounded, to its scratch on the drive
+  kWriteInput,     // the input that a stage keeps for backward, to its scratch on the drive
+  kReadInput,      // and back
   kForward,        // one stage, one micro-batch, without autograd: keep the input, hand on the output
   kBackward,       // one stage, one micro-batch: recompute with autograd
   kTakeGradient,   // its gradient from LibTorch's tensors to where it waits, or onto the sums there
@@ -143,6 +145,8 @@ class ProgramBuilder {
   void EmitUpdate(int block, int tile, int run_slot, const Update& of);
   void SizeRun(int slot, const BlockPlan& block);
   bool IsDue(int block) const;
+  // The write or read of the input at a position that does not stay in memory; a list by micro-batch.
+  Op& EmitInput(OpKind kind, int position, int micro_batch, int64_t step);
   void AppendForward(bool train, int micro_batches, int64_t step);
   void AppendBackward(int64_t step, bool in_backward);
   void CommitPending();
@@ -168,11 +172,13 @@ class ProgramBuilder {
   size_t rotating_tile_slots_ = 1;
   std::vector<size_t> next_gradient_slot_;  // per size class
   size_t next_accumulator_ = 0;
-  std::vector<std::vector<OpId>> last_write_;  // [block][tile] -> last kWriteTile, -1 if none
-  std::vector<OpId> gradient_written_;         // [block] -> last kWriteGradient, -1
-  std::vector<int> gradient_of_block_;         // [block] -> slot of its finished gradient
-  std::vector<char> loaded_;                   // [block] private run slot holds the weights
-  std::vector<int> order_;                     // blocks of this pass's uses and of the next pass's, in order
+  std::vector<std::vector<OpId>> last_write_;     // [block][tile] -> last kWriteTile, -1 if none
+  std::vector<OpId> gradient_written_;            // [block] -> last kWriteGradient, -1
+  std::vector<int> gradient_of_block_;            // [block] -> slot of its finished gradient
+  std::vector<char> loaded_;                      // [block] private run slot holds the weights
+  std::vector<std::vector<OpId>> input_written_;  // [position][micro_batch] of this pass, -1
+  std::vector<OpId> input_used_;                  // [position] last backward of this pass, -1
+  std::vector<int> order_;  // blocks of this pass's uses and of the next pass's, in order
   std::vector<Op> out_;
 };
 

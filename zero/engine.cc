@@ -33,6 +33,7 @@ class Engine::Impl {
   ~Impl() {
     if (executor_ != nullptr) executor_->Quiesce();
     lanes_.reset();
+    inputs_.reset();
     store_.reset();
     io_.reset();
     TensorMemory::SetLimit(0);
@@ -68,6 +69,12 @@ class Engine::Impl {
       return status;
     }
     runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed);
+    if (plan_.plan.input_scratch_bytes > 0) {
+      absl::StatusOr<std::unique_ptr<InputSpill>> inputs =
+          InputSpill::Create(*io_, plan_.graph, plan_.plan, options_.state_dirs);
+      if (!inputs.ok()) return inputs.status();
+      inputs_ = std::move(*inputs);
+    }
     RealLanes::Options lane_options;
     lane_options.update_workers = options_.update_workers;
     lane_options.intra_op_threads = options_.intra_op_threads;
@@ -77,7 +84,7 @@ class Engine::Impl {
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
     hooks.committed = [this](const Op& op) { return Committed(op.step); };
     lanes_ = std::make_unique<RealLanes>(plan_.plan, *residency_, module_pointers_, runner_.get(),
-                                         store_.get(), lane_options, std::move(hooks));
+                                         store_.get(), inputs_.get(), lane_options, std::move(hooks));
     executor_ = std::make_unique<tiering::Executor>(lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
@@ -452,6 +459,7 @@ class Engine::Impl {
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<swap::Store> store_;
   std::unique_ptr<StageRunner> runner_;
+  std::unique_ptr<InputSpill> inputs_;
   std::unique_ptr<RealLanes> lanes_;
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;

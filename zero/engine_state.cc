@@ -196,6 +196,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
         swap::BytesOnDisk(store_options, LayoutOf(plan.plan), prepared.identity.dump());
     if (!bytes.ok()) return bytes.status();
     for (const uint64_t each : *bytes) plan.disk_bytes += static_cast<int64_t>(each);
+    plan.disk_bytes += plan.plan.input_scratch_bytes;
   }
   return prepared;
 }

@@ -109,6 +109,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
         torch::Tensor run = torch::zeros({block.layout().elements * width}, torch::kUInt8);
         block.module().train(trains);
         shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
+        shape.input_scratch_bytes = s == 0 ? 0 : BytesOf(input);
         auto forward = [&] {
           torch::NoGradGuard no_grad;
           block.Attach(run.data_ptr(), weights);

@@ -23,12 +23,13 @@ size_t At(int index) { return static_cast<size_t>(index); }
 
 RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
                      const std::vector<BlockModule*>& modules, StageRunner* runner, swap::Store* store,
-                     const Options& options, LaneHooks hooks)
+                     InputSpill* inputs, const Options& options, LaneHooks hooks)
     : plan_(plan),
       residency_(residency),
       modules_(modules),
       runner_(runner),
       store_(store),
+      inputs_(inputs),
       options_(options),
       hooks_(std::move(hooks)),
       squares_(plan.blocks.size()) {
@@ -49,6 +50,13 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
         transfer->io.set_on_complete(&RealLanes::OnTransferDone, transfer);
       }
       transfers->spill.io.set_on_complete(&RealLanes::OnSpillDone, spill.get());
+    }
+  }
+  for (int position = 0; position < plan_.positions; ++position) {
+    auto& of_position = input_transfers_.emplace_back();
+    for (int m = 0; plan_.SpillsInput(position) && m < plan_.micro_batches; ++m) {
+      of_position.push_back(std::make_unique<InputTransfer>());
+      of_position.back()->lanes = this;
     }
   }
   commit_.set_on_complete(&RealLanes::OnCommitDone, this);
@@ -83,6 +91,8 @@ bool RealLanes::Skips(const Op& op) const {
       case OpKind::kTakeGradient:
       case OpKind::kFinalize:
       case OpKind::kWriteGradient:
+      case OpKind::kWriteInput:
+      case OpKind::kReadInput:
         return true;
       default:
         return op.in_backward;
@@ -122,7 +132,9 @@ void RealLanes::Start(tiering::OpId id, const Op& op) {
       if (op.kind == OpKind::kWriteGradient) return StartSpill(task);
       if (UndoesWrite(op)) return Report(task, store_->DropWritten(StoreTile(op.block, op.tile)), Now());
       const double start = Now();
-      if (absl::Status status = StartTransfer(task); !status.ok()) Report(task, std::move(status), start);
+      const bool input = op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput;
+      absl::Status status = input ? StartInput(task) : StartTransfer(task);
+      if (!status.ok()) Report(task, std::move(status), start);
       return;
     }
     case Lane::kCommit: {
@@ -200,6 +212,23 @@ void RealLanes::StartSpill(const Task& task) {
   if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, std::move(refused), spill.start);
 }
 
+absl::Status RealLanes::StartInput(const Task& task) {
+  const Op& op = *task.op;
+  InputTransfer& transfer = *input_transfers_[At(op.position)][At(op.micro_batch)];
+  transfer.task = task;
+  transfer.start = Now();
+  if (op.kind == OpKind::kReadInput) {
+    return inputs_->Read(op.position, op.micro_batch, &RealLanes::OnInputDone, &transfer);
+  }
+  return inputs_->Write(op.position, op.micro_batch, runner_->TakeInput(op.position, op.micro_batch),
+                        &RealLanes::OnInputDone, &transfer);
+}
+
+void RealLanes::OnInputDone(aio::Request&, void* context) {
+  auto* transfer = static_cast<InputTransfer*>(context);
+  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
+}
+
 absl::Status RealLanes::StartCommit(const Task& task) {
   commit_task_ = task;
   commit_start_ = Now();
@@ -237,6 +266,14 @@ absl::Status RealLanes::Settle(const Done& done) {
     case OpKind::kWriteGradient:
       for (const auto& tile : tiles_[At(op.block)]) status.Update(tile->spill.io.status());
       return status;
+    case OpKind::kWriteInput:
+      return inputs_->Written(op.position, op.micro_batch);
+    case OpKind::kReadInput: {
+      absl::StatusOr<torch::Tensor> input = inputs_->Take(op.position, op.micro_batch);
+      if (!input.ok()) return input.status();
+      runner_->PutInput(op.position, op.micro_batch, std::move(*input));
+      return status;
+    }
     case OpKind::kCommit:
       if (store_ != nullptr) status = store_->FinishCommit(&commit_);
       if (status.ok()) status = hooks_.committed(op);

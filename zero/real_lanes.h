@@ -23,6 +23,7 @@
 #include "kernels/reduce.h"
 #include "swap/store.h"
 #include "tiering/lanes.h"
+#include "zero/input_spill.h"
 #include "zero/residency.h"
 #include "zero/stage_runner.h"
 #include "zero/update.h"
@@ -47,9 +48,11 @@ class RealLanes : public tiering::Lanes {
     TileFormat format;
   };
 
-  // `store` is null where nothing lives on a drive. Everything passed in outlives the lanes.
+  // `store` is null where nothing lives on a drive, `inputs` where all inputs stay in memory. Everything
+  // passed in outlives the lanes.
   RealLanes(const tiering::Plan& plan, const Residency& residency, const std::vector<BlockModule*>& modules,
-            StageRunner* runner, swap::Store* store, const Options& options, LaneHooks hooks);
+            StageRunner* runner, swap::Store* store, InputSpill* inputs, const Options& options,
+            LaneHooks hooks);
   // Waits for what is in flight.
   ~RealLanes() override;
 
@@ -92,6 +95,11 @@ class RealLanes : public tiering::Lanes {
     std::vector<uint64_t> checksums;  // of the new version, by segment
     uint64_t gradient_checksum = 0;   // of the tile's part of a spilled gradient
   };
+  struct InputTransfer {
+    RealLanes* lanes = nullptr;
+    Task task;
+    double start = 0;
+  };
   // A block's gradient on its way to the drive: one transfer per tile.
   struct Spill {
     std::atomic<int> outstanding{0};
@@ -112,6 +120,7 @@ class RealLanes : public tiering::Lanes {
   void Report(const Task& task, absl::Status status, double start);
   absl::Status StartTransfer(const Task& task);
   void StartSpill(const Task& task);
+  absl::Status StartInput(const Task& task);
   absl::Status StartCommit(const Task& task);
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunVerify(const tiering::Op& op);
@@ -123,12 +132,14 @@ class RealLanes : public tiering::Lanes {
   static void OnTransferDone(swap::TileIo& io, void* context);
   static void OnSpillDone(swap::TileIo& io, void* context);
   static void OnCommitDone(swap::CommitIo& io, void* context);
+  static void OnInputDone(aio::Request& request, void* context);
 
   const tiering::Plan& plan_;
   const Residency& residency_;
   const std::vector<BlockModule*> modules_;
   StageRunner* const runner_;
   swap::Store* const store_;
+  InputSpill* const inputs_;
   const Options options_;
   const LaneHooks hooks_;
   // [step & 1], both: writes of a step may start, and its last updates in backward run, when the next step
@@ -139,7 +150,8 @@ class RealLanes : public tiering::Lanes {
   std::vector<kernels::SumOfSquares> squares_;
   std::vector<uint32_t> first_tile_;  // [block] number of its first tile in the store
   std::vector<std::vector<std::unique_ptr<TileTransfers>>> tiles_;
-  std::vector<std::unique_ptr<Spill>> spills_;  // [block]
+  std::vector<std::unique_ptr<Spill>> spills_;                                // [block]
+  std::vector<std::vector<std::unique_ptr<InputTransfer>>> input_transfers_;  // [position][micro_batch]
   swap::CommitIo commit_;
   Task commit_task_;
   double commit_start_ = 0;

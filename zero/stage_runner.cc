@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <numeric>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/float16.h"
@@ -113,6 +114,14 @@ absl::Status StageRunner::TakeGradient(int stage, const GradientPlace& place) {
     AddGradient(spec.block, place);
     modules_[At(spec.block)]->Detach();
   });
+}
+
+torch::Tensor StageRunner::TakeInput(int position, int micro_batch) {
+  return std::exchange(inputs_[At(position)][At(micro_batch)], torch::Tensor());
+}
+
+void StageRunner::PutInput(int position, int micro_batch, torch::Tensor input) {
+  inputs_[At(position)][At(micro_batch)] = std::move(input);
 }
 
 void StageRunner::AddGradient(int block, const GradientPlace& place) {

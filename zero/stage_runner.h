@@ -45,6 +45,9 @@ class StageRunner {
   absl::Status Backward(int stage, int position, int micro_batch, void* run);
   // Moves the gradient of the backward just made, or adds it, to its place; nothing computes in between.
   absl::Status TakeGradient(int stage, const GradientPlace& place);
+  // The input kept at a position leaves memory, or is back. Not while that position computes.
+  torch::Tensor TakeInput(int position, int micro_batch);
+  void PutInput(int position, int micro_batch, torch::Tensor input);
   // Block b's gradient has been taken over: its next backward starts a new sum.
   void Taken(int block) { addends_[static_cast<size_t>(block)] = 0; }
 

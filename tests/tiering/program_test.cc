@@ -5,9 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <random>
+#include <set>
 #include <tuple>
 
 #include "tiering/executor.h"
@@ -29,6 +31,7 @@ ModelGraph Chain(int layers, int64_t elements, double forward = 1e-3) {
   for (int b = 0; b < layers; ++b) graph.blocks.push_back({"layer", elements, elements * 4});
   for (int b = 0; b < layers; ++b) {
     graph.stages.push_back({"stage", b, kMiB / 4, kMiB, 2 * kMiB, forward, 3 * forward});
+    graph.stages.back().input_scratch_bytes = b == 0 ? 0 : kMiB / 4;
   }
   return graph;
 }
@@ -40,6 +43,7 @@ ModelGraph Tied(int layers, int64_t elements, int64_t embedding) {
   for (StageShape& stage : graph.stages) ++stage.block;
   graph.stages.insert(graph.stages.begin(), {"embed", 0, 0, kMiB, kMiB, 1e-4, 1e-4});
   graph.stages.push_back({"loss", 0, kMiB / 4, kMiB, 2 * kMiB, 1e-3, 3e-3});
+  for (StageShape& stage : graph.stages) stage.input_scratch_bytes = stage.input_bytes;
   return graph;
 }
 
@@ -184,6 +188,13 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(gradient_[op.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
         }
         break;
+      case OpKind::kWriteInput:
+        EXPECT_EQ(inputs_.count({op.position, op.micro_batch}), 1u);
+        break;
+      case OpKind::kReadInput:
+        EXPECT_EQ(written_inputs_.count({op.position, op.micro_batch}), 1u) << "read before it was written";
+        Keep(op.position, op.micro_batch);
+        break;
       case OpKind::kWriteTile:
         EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, VersionAfter(op)}));
         EXPECT_EQ(commits_, op.step - 1) << "a slot of the committed version overwritten";
@@ -220,6 +231,22 @@ class MeaningLanes : public Lanes {
       case OpKind::kWriteGradient:
         spilled_[op.block] = op.step;
         break;
+      case OpKind::kForward:
+        if (op.evaluates) break;
+        EXPECT_TRUE(op.position == 0 || inputs_.count({op.position, op.micro_batch}) == 1) << op.position;
+        Keep(op.position + 1, op.micro_batch);
+        break;
+      case OpKind::kBackward:
+        EXPECT_TRUE(op.position == 0 || inputs_.count({op.position, op.micro_batch}) == 1) << op.position;
+        inputs_.erase({op.position, op.micro_batch});
+        break;
+      case OpKind::kWriteInput:
+        written_inputs_.insert({op.position, op.micro_batch});
+        inputs_.erase({op.position, op.micro_batch});
+        break;
+      case OpKind::kReadInput:
+        written_inputs_.erase({op.position, op.micro_batch});
+        break;
       case OpKind::kFinalize:
         if (op.accumulator_slot >= 0) {
           adding_[op.accumulator_slot] = 0;
@@ -237,6 +264,13 @@ class MeaningLanes : public Lanes {
       default:
         break;
     }
+  }
+
+  void Keep(int position, int micro_batch) {
+    inputs_.insert({position, micro_batch});
+    std::set<int> positions;
+    for (const auto& [at, m] : inputs_) positions.insert(at);
+    EXPECT_LE(static_cast<int>(positions.size()), plan_.kept_inputs) << "more inputs in memory than planned";
   }
 
   int64_t VersionAfter(const Op& op) const {
@@ -260,6 +294,7 @@ class MeaningLanes : public Lanes {
   std::map<int, int> adding_;
   std::map<int, int64_t> spilled_;
   std::map<std::pair<int, int>, int64_t> drive_, committed_;
+  std::set<std::pair<int, int>> inputs_, written_inputs_;  // {position, micro-batch} in memory, on the drive
   int64_t early_updates_ = 0, redone_updates_ = 0;
   size_t finalized_ = 0;
   int64_t norms_ = 0;
@@ -467,7 +502,8 @@ TEST(Planner, SlotsDoNotOverlapAndLieInTheArena) {
 }
 
 TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
-  const ModelGraph graph = Chain(64, 1 << 20);
+  ModelGraph graph = Chain(64, 1 << 20);
+  for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
   for (const auto& [precision, floor] : {std::pair{Precision::Bf16(), 26.0},
                                          {Precision::Fp32(), 28.0},
                                          {Precision::Fp16(), 30.0},
@@ -504,6 +540,28 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
 }
 
 // From the least budget with which two blocks fit to one that keeps everything.
+TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
+  ModelGraph graph = Chain(32, 1 << 18);
+  for (StageShape& stage : graph.stages) {
+    stage.input_bytes = 8 * kMiB;
+    stage.input_scratch_bytes = 8 * kMiB;
+  }
+  PlanOptions options;
+  options.host_budget_bytes = int64_t{1} << 40;
+  const Plan roomy = *MakePlan(graph, options);
+  EXPECT_EQ(roomy.input_scratch_bytes, 0);
+  EXPECT_LT(roomy.least_host_memory_bytes, 32 * 8 * kMiB / 4) << "a fraction of the inputs alone";
+  int64_t moved = std::numeric_limits<int64_t>::max();
+  for (int64_t budget = roomy.least_host_memory_bytes; budget < 400 * kMiB; budget += 24 * kMiB) {
+    options.host_budget_bytes = budget;
+    const Plan plan = *MakePlan(graph, options);
+    EXPECT_LE(plan.host_bytes(), budget);
+    EXPECT_LE(plan.nvme_read_bytes + plan.nvme_write_bytes, moved);
+    moved = plan.nvme_read_bytes + plan.nvme_write_bytes;
+    RunPasses(graph, plan, MachineModel(), nullptr);
+  }
+}
+
 TEST(Simulate, StepIsWithinFivePercentOfItsFloor) {
   const ModelGraph base = Chain(24, 3 << 20);
   double worst = 1;

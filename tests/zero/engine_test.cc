@@ -218,6 +218,29 @@ TEST(Engine, EvaluationAndFlushInTheMiddleChangeNoBit) {
   }
 }
 
+TEST(Engine, InputsThatGoToTheDriveComeBackWithTheirBits) {
+  RunOptions run;
+  run.model = {10, 32, 4, 64, 256, 0.1};
+  run.batch = 8;
+  run.seq = 64;
+  run.micro_batches = 2;
+  run.steps = 4;
+  const TrainedLosses none = TrainGpt(run);
+  ASSERT_TRUE(none.status.ok()) << none.status;
+  run.offload = OffloadDevice::kNvme;
+  run.host_memory_bytes = 1;
+  run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes;
+  for (const bool evaluates : {false, true}) {
+    run.evaluate_every = evaluates ? 2 : 0;
+    run.announce_always = evaluates;
+    const TrainedLosses nvme = TrainGpt(run);
+    ASSERT_TRUE(nvme.status.ok()) << nvme.status;
+    EXPECT_EQ(nvme.losses, none.losses);
+    EXPECT_GT(nvme.input_scratch_bytes, 0);
+    EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+  }
+}
+
 TEST(Engine, AnOrderOfLayersThatChangesBetweenStepsIsAMissAndNoError) {
   RunOptions run;
   run.steps = 8;

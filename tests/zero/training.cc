@@ -87,6 +87,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   trained.status = [&]() -> absl::Status {
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(std::move(model), options);
     if (!engine.ok()) return engine.status();
+    trained.input_scratch_bytes = (*engine)->plan().plan.input_scratch_bytes;
     trained.resumed_from = (*engine)->resumed_from().value_or(-1);
     const int64_t last = run.stop_after > 0 ? run.stop_after : run.steps;
     while ((*engine)->step() < last) {

@@ -47,6 +47,7 @@ struct TrainedLosses {
   int64_t resumed_from = -1;
   int64_t least_host_memory_bytes = 0;  // of a refusal
   int64_t peak_managed_bytes = 0;
+  int64_t input_scratch_bytes = 0;
 };
 
 // Learnable, not random: each row counts up from a start by a stride.
