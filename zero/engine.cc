@@ -17,6 +17,7 @@
 #include "zero/guarded.h"
 #include "zero/measure.h"
 #include "zero/real_lanes.h"
+#include "zero/state_access.h"
 #include "zero/tensor_memory.h"
 
 namespace penstock::zero {
@@ -90,7 +91,7 @@ class Engine::Impl {
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
     stage_order_.resize(model_.stages.size());
     std::iota(stage_order_.begin(), stage_order_.end(), 0);
-    builder_ = std::make_unique<tiering::ProgramBuilder>(plan_.graph, plan_.plan, step_ + 1);
+    MakeBuilder(/*first_id=*/0);
     last_end_ = lanes_->Now();
     return absl::OkStatus();
   }
@@ -124,6 +125,7 @@ class Engine::Impl {
     result.optimizer_seconds = of(usage.busy_seconds, tiering::Lane::kUpdate);
     result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead);
     result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite);
+    last_result_ = result;
     return result;
   }
 
@@ -147,6 +149,35 @@ class Engine::Impl {
     stage_order_ = std::move(stages);
     builder_->SetOrder(stage_order_);
     return absl::OkStatus();
+  }
+
+  std::vector<std::string> ParameterNames() const { return Access().Names(); }
+
+  absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind) {
+    if (absl::Status status = Flush(); !status.ok()) return status;
+    if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
+    if (last_result_.step == 0) {
+      return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
+    }
+    return Access().ReadGradient(
+        parameter, last_result_.loss_scale, last_result_.in_backward > 0,
+        [this](int block, int tile) { return lanes_->gradient_checksum(block, tile); });
+  }
+
+  absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
+    if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
+    if (absl::Status status = Flush(); !status.ok()) return status;
+    absl::Status status = Access().Write(parameter, kind, value);
+    if (store_ == nullptr) return status;
+    if (!status.ok()) {
+      status.Update(store_->DropAllWritten());
+      return status;
+    }
+    // What the builder believes to be in memory is of the version before.
+    MakeBuilder(builder_->next_id());
+    const std::string payload = store_->committed_payload();
+    return store_->CommitNow(
+        {.step = store_->committed_step(), .updates = store_->committed_updates(), .payload = payload});
   }
 
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
@@ -327,6 +358,16 @@ class Engine::Impl {
     ahead_step_ = builder_->next_step() - 1;
   }
 
+  // Nothing is pending, and nothing on a drive is taken to be in memory.
+  void MakeBuilder(OpId first_id) {
+    builder_ = std::make_unique<tiering::ProgramBuilder>(plan_.graph, plan_.plan, step_ + 1, first_id);
+    builder_->SetOrder(stage_order_);
+  }
+
+  StateAccess Access() const {
+    return {model_, module_pointers_, plan_.plan, plan_.format, *residency_, store_.get()};
+  }
+
   // The step that was announced does not come: what it already reads and updates is finished, the rest is
   // nothing.
   absl::Status AbandonAhead() {
@@ -339,9 +380,7 @@ class Engine::Impl {
     if (status.ok()) status = executor_->RunUntilIdle();
     lanes_->Abandon(abandoned_step_ = 0);
     if (!status.ok()) return status;
-    builder_ =
-        std::make_unique<tiering::ProgramBuilder>(plan_.graph, plan_.plan, step_ + 1, builder_->next_id());
-    builder_->SetOrder(stage_order_);
+    MakeBuilder(builder_->next_id());
     return absl::OkStatus();
   }
 
@@ -484,6 +523,7 @@ class Engine::Impl {
   };
   std::map<int64_t, Pending> pending_;
   std::string commit_payload_;
+  StepResult last_result_;  // of this process; step 0: none
   double last_end_ = 0;
   double last_tick_ = 0;
 };
@@ -513,6 +553,13 @@ absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
 }
 absl::StatusOr<std::vector<torch::Tensor>> Engine::Infer(const std::vector<Batch>& batches) {
   return impl_->Infer(batches);
+}
+std::vector<std::string> Engine::ParameterNames() const { return impl_->ParameterNames(); }
+absl::StatusOr<torch::Tensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
+  return impl_->ReadState(parameter, kind);
+}
+absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
+  return impl_->WriteState(parameter, kind, value);
 }
 absl::Status Engine::Flush() { return impl_->Flush(); }
 absl::Status Engine::Checkpoint(const std::string& parent, int keep) {

@@ -39,6 +39,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -155,6 +156,15 @@ class Engine {
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches);
   // Outputs of the last stage, for models whose last stage is no loss.
   absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches);
+  // One parameter's fp32 master, moment or gradient, wherever it lives, by the name of its block, a dot and
+  // its name there; what DeepSpeed's safe_get_* and safe_set_* do. Between steps; every update is applied
+  // first, and a step that was announced starts over. A written value is committed when WriteState returns,
+  // as part of the step that was the last. The gradient is that of the last step of this process, before
+  // clipping. kNotFound: no such parameter; kInvalidArgument: another shape; kFailedPrecondition: no such
+  // state.
+  std::vector<std::string> ParameterNames() const;
+  absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind);
+  absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value);
   // Applies and commits what is pending.
   absl::Status Flush();
   // Flushes, and copies the commit to a complete checkpoint of its own below `parent` (swap/checkpoint.h), of

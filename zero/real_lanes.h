@@ -30,8 +30,9 @@
 
 namespace penstock::zero {
 
-// A tile's version on the drive after the update of `step` (1 is the initial one).
-inline uint64_t VersionAfter(int64_t step) { return static_cast<uint64_t>(step) + 1; }
+// A tile's version on the drive after the update of `step`. Between two of them there is room for versions
+// that users write (Engine::WriteState).
+inline uint64_t VersionAfter(int64_t step) { return (static_cast<uint64_t>(step) + 1) << 16; }
 
 struct LaneHooks {
   std::function<absl::Status(const tiering::Op&)> decide;  // kHost operations
@@ -69,6 +70,10 @@ class RealLanes : public tiering::Lanes {
   void set_assumption(const UpdateDecision& assumed) { assumed_[assumed.step & 1] = assumed; }
   // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
   void Abandon(int64_t step) { abandoned_step_ = step; }
+  // Of a tile's part of a finished gradient that waits on the drive.
+  uint64_t gradient_checksum(int block, int tile) const {
+    return tiles_[static_cast<size_t>(block)][static_cast<size_t>(tile)]->gradient_checksum;
+  }
   // Square norm of a block's finished gradient.
   const kernels::SumOfSquares& squares(int block) const { return squares_[static_cast<size_t>(block)]; }
 

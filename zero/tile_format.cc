@@ -1,9 +1,12 @@
 #include "zero/tile_format.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
+#include <vector>
 
+#include "kernels/quantize.h"
 #include "kernels/split_master.h"
 
 namespace penstock::zero {
@@ -42,6 +45,23 @@ size_t Masters(const TileFormat& format) { return format.weights == DType::kFp32
 template <typename T>
 T* ElementAt(void* base, int64_t element) {
   return static_cast<T*>(base) + element;
+}
+
+kernels::Code8 CodeOf(bool first) { return first ? kernels::Code8::kSigned : kernels::Code8::kUnsigned; }
+
+// The range widened to whole groups of elements that share a scale; sizes `values` for it.
+int64_t ScaledRange(const TileMemory& memory, int64_t begin, int64_t n, std::vector<float>* values) {
+  const int64_t from = begin / tiering::kScaleBlock * tiering::kScaleBlock;
+  const int64_t to = std::min(tiering::AlignUp(begin + n, tiering::kScaleBlock), memory.elements);
+  values->resize(static_cast<size_t>(to - from));
+  return from;
+}
+
+void Decode8(const TileFormat& format, const TileMemory& memory, bool first, int64_t from,
+             std::vector<float>* values) {
+  const kernels::UpdateArrays arrays = ArraysOf(format, memory, from, static_cast<int64_t>(values->size()));
+  kernels::Dequantize8(CodeOf(first), static_cast<const uint8_t*>(first ? arrays.m : arrays.v),
+                       first ? arrays.m_scales : arrays.v_scales, values->data(), values->size());
 }
 
 }  // namespace
@@ -101,6 +121,78 @@ kernels::UpdateArrays ArraysOf(const TileFormat& format, const TileMemory& memor
   if (format.moments.m) take(&arrays.m, &arrays.m_scales);
   if (format.moments.v) take(&arrays.v, &arrays.v_scales);
   return arrays;
+}
+
+std::string_view StateKindName(StateKind kind) {
+  switch (kind) {
+    case StateKind::kParameter:
+      return "parameter";
+    case StateKind::kFirstMoment:
+      return "first moment";
+    case StateKind::kSecondMoment:
+      return "second moment";
+    case StateKind::kGradient:
+      return "gradient";
+  }
+  return "?";
+}
+
+bool ReadValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
+                float* values) {
+  const auto count = static_cast<size_t>(n);
+  if (kind == StateKind::kParameter) {
+    const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
+    if (arrays.param_type == kernels::ParamType::kSplit) {
+      kernels::JoinMaster(static_cast<const uint16_t*>(arrays.param), arrays.param_lo, values, count);
+    } else {
+      kernels::Convert(DType::kFp32, arrays.param, DType::kFp32, values, count);
+    }
+    return true;
+  }
+  const bool first = kind == StateKind::kFirstMoment;
+  if (kind == StateKind::kGradient || !(first ? format.moments.m : format.moments.v)) return false;
+  if (format.states != StateType::k8Bit) {
+    const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
+    const DType type = format.states == StateType::kBf16 ? DType::kBf16 : DType::kFp32;
+    kernels::Convert(type, first ? arrays.m : arrays.v, DType::kFp32, values, count);
+    return true;
+  }
+  std::vector<float> whole;
+  const int64_t from = ScaledRange(memory, begin, n, &whole);
+  Decode8(format, memory, first, from, &whole);
+  std::copy_n(whole.begin() + (begin - from), n, values);
+  return true;
+}
+
+bool WriteValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
+                 const float* values) {
+  const auto count = static_cast<size_t>(n);
+  if (kind == StateKind::kParameter) {
+    const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
+    if (arrays.param_type == kernels::ParamType::kSplit) {
+      kernels::SplitMaster(values, static_cast<uint16_t*>(arrays.param), arrays.param_lo, count);
+    } else {
+      kernels::Convert(DType::kFp32, values, DType::kFp32, arrays.param, count);
+      if (arrays.copy_out != nullptr) kernels::Fp32ToFp16(values, arrays.copy_out, count);
+    }
+    return true;
+  }
+  const bool first = kind == StateKind::kFirstMoment;
+  if (kind == StateKind::kGradient || !(first ? format.moments.m : format.moments.v)) return false;
+  if (format.states != StateType::k8Bit) {
+    const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
+    const DType type = format.states == StateType::kBf16 ? DType::kBf16 : DType::kFp32;
+    kernels::Convert(DType::kFp32, values, type, first ? arrays.m : arrays.v, count);
+    return true;
+  }
+  std::vector<float> whole;
+  const int64_t from = ScaledRange(memory, begin, n, &whole);
+  Decode8(format, memory, first, from, &whole);
+  std::copy_n(values, n, whole.begin() + (begin - from));
+  const kernels::UpdateArrays arrays = ArraysOf(format, memory, from, static_cast<int64_t>(whole.size()));
+  kernels::Quantize8(CodeOf(first), whole.data(), static_cast<uint8_t*>(first ? arrays.m : arrays.v),
+                     first ? arrays.m_scales : arrays.v_scales, whole.size());
+  return true;
 }
 
 void FillTile(const TileFormat& format, const float* masters, const TileMemory& memory) {

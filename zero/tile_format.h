@@ -9,6 +9,7 @@
 #ifndef PENSTOCK_ZERO_TILE_FORMAT_H_
 #define PENSTOCK_ZERO_TILE_FORMAT_H_
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -37,6 +38,23 @@ std::optional<kernels::StateType> ParseStateType(std::string_view name);
 // A tile's arrays, as the kernels take them, from element `begin` on: a multiple of kernels::kStateBlock
 // where states are 8 bit. The gradient is the tile's.
 kernels::UpdateArrays ArraysOf(const TileFormat& format, const TileMemory& memory, int64_t begin, int64_t n);
+
+// What a parameter's state is made of, in full precision.
+enum class StateKind : uint8_t {
+  kParameter,     // the fp32 master
+  kFirstMoment,   // m; momentum
+  kSecondMoment,  // v; sum of squares
+  kGradient,      // of the last step, as summed and rounded, not clipped
+};
+std::string_view StateKindName(StateKind kind);
+
+// `n` values from element `begin` of a tile's masters or moments on, as fp32. kGradient, and a moment that
+// the optimizer does not keep: false.
+bool ReadValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
+                float* values);
+// The other way. Values that share a scale with written ones (8 bit) may be rounded anew.
+bool WriteValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
+                 const float* values);
 
 // Initial values into a tile: fp32 masters split, copied or rounded; states zero.
 void FillTile(const TileFormat& format, const float* masters, const TileMemory& memory);

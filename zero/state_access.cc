@@ -1,0 +1,220 @@
+#include "zero/state_access.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/checksum.h"
+#include "kernels/float16.h"
+#include "zero/guarded.h"
+#include "zero/nearest_name.h"
+
+namespace penstock::zero {
+namespace {
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+// Memory for direct I/O of that many bytes, padded to pages.
+absl::StatusOr<torch::Tensor> Pages(int64_t bytes, std::byte** aligned) {
+  torch::Tensor memory;
+  absl::Status status = Guarded("memory for a tile of state", [&] {
+    memory = torch::zeros({tiering::AlignUp(bytes, tiering::kPage) + tiering::kPage}, torch::kUInt8);
+  });
+  if (!status.ok()) return status;
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data_ptr()));
+  *aligned =
+      static_cast<std::byte*>(memory.data_ptr()) + (tiering::AlignUp(address, tiering::kPage) - address);
+  return memory;
+}
+
+}  // namespace
+
+std::vector<std::string> StateAccess::Names() const {
+  std::vector<std::string> names;
+  for (size_t b = 0; b < modules_.size(); ++b) {
+    for (const Parameter& parameter : modules_[b]->layout().parameters)
+      names.push_back(absl::StrCat(model_.blocks[b].name, ".", parameter.name));
+  }
+  return names;
+}
+
+absl::StatusOr<StateAccess::Found> StateAccess::Find(std::string_view name) const {
+  for (size_t b = 0; b < modules_.size(); ++b) {
+    for (const Parameter& parameter : modules_[b]->layout().parameters) {
+      if (absl::StrCat(model_.blocks[b].name, ".", parameter.name) == name)
+        return Found{static_cast<int>(b), &parameter};
+    }
+  }
+  const std::vector<std::string> names = Names();
+  return absl::NotFoundError(
+      absl::StrCat("there is no parameter ", std::string(name),
+                   DidYouMean(name, std::vector<std::string_view>(names.begin(), names.end()))));
+}
+
+uint32_t StateAccess::StoreTile(int block, int tile) const {
+  size_t before = 0;
+  for (int b = 0; b < block; ++b) before += plan_.blocks[At(b)].tiles.size();
+  return static_cast<uint32_t>(before + At(tile));
+}
+
+absl::Status StateAccess::ForEachTile(
+    const Found& found, const std::function<absl::Status(int, int64_t, int64_t, int64_t)>& body) const {
+  const Parameter& parameter = *found.parameter;
+  const std::vector<tiering::Tile>& tiles = plan_.blocks[At(found.block)].tiles;
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    const int64_t begin = std::max(parameter.offset, tiles[t].offset);
+    const int64_t end = std::min(parameter.offset + parameter.elements, tiles[t].offset + tiles[t].elements);
+    if (begin >= end) continue;
+    absl::Status status =
+        body(static_cast<int>(t), begin - tiles[t].offset, end - begin, begin - parameter.offset);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<StateAccess::Loaded> StateAccess::Load(int block, int tile) const {
+  const tiering::BlockPlan& bp = plan_.blocks[At(block)];
+  Loaded loaded;
+  if (store_ == nullptr) {
+    loaded.memory = residency_.tile(block, tile, bp.private_run_slot, bp.private_tile_slot[At(tile)]);
+    return loaded;
+  }
+  const int64_t elements = bp.tiles[At(tile)].elements;
+  std::byte* place = nullptr;
+  absl::StatusOr<torch::Tensor> copy = Pages(plan_.precision.TotalBytes(elements), &place);
+  if (!copy.ok()) return copy.status();
+  loaded.copy = std::move(*copy);
+  loaded.memory.elements = elements;
+  std::vector<void*> segments;
+  for (size_t s = 0; s < plan_.precision.segment_bytes.size(); ++s) {
+    segments.push_back(place);
+    place += tiering::AlignUp(plan_.precision.SegmentBytes(s, elements), tiering::kPage);
+  }
+  loaded.memory.weights = segments.front();
+  loaded.memory.state.assign(segments.begin() + 1, segments.end());
+  loaded.memory.gradient = loaded.memory.weights;  // not used
+  swap::TileIo io;
+  absl::Status status =
+      store_->ReadSegments(&io, StoreTile(block, tile), 0, static_cast<uint32_t>(segments.size()), segments,
+                           aio::Priority::kDemand);
+  if (status.ok()) status = store_->Wait(&io);
+  if (status.ok()) status = store_->VerifyRead(io);
+  if (!status.ok()) return status;
+  return loaded;
+}
+
+absl::Status StateAccess::Store(int block, int tile, const Loaded& loaded) const {
+  if (store_ == nullptr) return absl::OkStatus();
+  const uint32_t id = StoreTile(block, tile);
+  std::vector<const void*> sources = {loaded.memory.weights};
+  sources.insert(sources.end(), loaded.memory.state.begin(), loaded.memory.state.end());
+  const uint64_t version = store_->newest_version(id) + 1;
+  std::vector<uint64_t> checksums;
+  for (size_t s = 0; s < sources.size(); ++s)
+    checksums.push_back(store_->SegmentChecksum(id, static_cast<uint32_t>(s), version, sources[s]));
+  swap::TileIo io;
+  absl::Status status = store_->WriteTile(&io, id, version, sources, aio::Priority::kDemand);
+  if (status.ok()) status = store_->Wait(&io);
+  if (!status.ok()) return status;
+  return store_->NoteWritten(&io, checksums);
+}
+
+absl::StatusOr<torch::Tensor> StateAccess::Read(std::string_view name, StateKind kind) {
+  absl::StatusOr<Found> found = Find(name);
+  if (!found.ok()) return found.status();
+  torch::Tensor values;
+  absl::Status status = Guarded("memory for a parameter's state",
+                                [&] { values = torch::empty(found->parameter->sizes, torch::kFloat32); });
+  if (!status.ok()) return status;
+  status = ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+    absl::StatusOr<Loaded> loaded = Load(found->block, tile);
+    if (!loaded.ok()) return loaded.status();
+    if (ReadValues(format_, loaded->memory, kind, begin, n, values.data_ptr<float>() + at))
+      return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat("the optimizer of this run keeps no ", std::string(StateKindName(kind))));
+  });
+  if (!status.ok()) return status;
+  return values;
+}
+
+absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
+    std::string_view name, double scale, bool in_backward,
+    const std::function<uint64_t(int, int)>& gradient_checksum) {
+  absl::StatusOr<Found> found = Find(name);
+  if (!found.ok()) return found.status();
+  torch::Tensor values;
+  absl::Status status = Guarded("memory for a gradient",
+                                [&] { values = torch::empty(found->parameter->sizes, torch::kFloat32); });
+  if (!status.ok()) return status;
+  const tiering::BlockPlan& bp = plan_.blocks[At(found->block)];
+  const bool all_in_backward = std::count(bp.in_backward.begin(), bp.in_backward.end(), 0) == 0;
+  if (in_backward && !plan_.clips && bp.gradient_slot < 0 && all_in_backward) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("the gradient of ", std::string(name), " was used where it was made and kept nowhere: ",
+                     "more host memory keeps it, and so does the order of update \"next_forward\""));
+  }
+  const int64_t width = plan_.precision.gradient_bytes;
+  status = ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+    const tiering::Tile& cut = bp.tiles[At(tile)];
+    torch::Tensor copy;
+    const std::byte* gradient = nullptr;
+    if (bp.gradient_slot >= 0) {
+      gradient = static_cast<const std::byte*>(residency_.gradient(bp.gradient_slot)) + cut.offset * width;
+    } else {
+      const auto bytes = static_cast<size_t>(cut.elements * width);
+      std::byte* place = nullptr;
+      absl::StatusOr<torch::Tensor> memory = Pages(cut.elements * width, &place);
+      if (!memory.ok()) return memory.status();
+      copy = std::move(*memory);
+      swap::TileIo io;
+      absl::Status read =
+          store_->ReadScratch(&io, StoreTile(found->block, tile), 0, place, bytes, aio::Priority::kDemand);
+      if (read.ok()) read = store_->Wait(&io);
+      if (!read.ok()) return read;
+      if (kernels::Checksum(place, bytes) != gradient_checksum(found->block, tile)) {
+        return absl::DataLossError(absl::StrCat("gradient of tile ", tile, " of block ", found->block, ", ",
+                                                bytes, " bytes: what came back from the drive is not what ",
+                                                "was written"));
+      }
+      gradient = place;
+    }
+    kernels::Convert(format_.weights, gradient + begin * width, kernels::DType::kFp32,
+                     values.data_ptr<float>() + at, static_cast<size_t>(n));
+    return absl::OkStatus();
+  });
+  if (!status.ok()) return status;
+  if (scale != 1) {
+    status = Guarded("gradient", [&] { values.mul_(1 / scale); });
+    if (!status.ok()) return status;
+  }
+  return values;
+}
+
+absl::Status StateAccess::Write(std::string_view name, StateKind kind, const torch::Tensor& value) {
+  absl::StatusOr<Found> found = Find(name);
+  if (!found.ok()) return found.status();
+  torch::Tensor values;
+  absl::Status status = Guarded("value of a parameter's state", [&] {
+    TORCH_CHECK(value.defined() && value.sizes().vec() == found->parameter->sizes, "a tensor of shape ",
+                value.defined() ? value.sizes() : torch::IntArrayRef(), " for the ",
+                torch::IntArrayRef(found->parameter->sizes), " of ", std::string(name));
+    values = value.detach().to(torch::kCPU, torch::kFloat32).contiguous();
+  });
+  if (!status.ok()) {
+    return absl::IsResourceExhausted(status) ? status : absl::InvalidArgumentError(status.message());
+  }
+  return ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+    absl::StatusOr<Loaded> loaded = Load(found->block, tile);
+    if (!loaded.ok()) return loaded.status();
+    if (!WriteValues(format_, loaded->memory, kind, begin, n, values.data_ptr<float>() + at)) {
+      return absl::FailedPreconditionError(
+          kind == StateKind::kGradient
+              ? "a gradient cannot be set: the update may have used it already"
+              : absl::StrCat("the optimizer of this run keeps no ", std::string(StateKindName(kind))));
+    }
+    return Store(found->block, tile, *loaded);
+  });
+}
+
+}  // namespace penstock::zero

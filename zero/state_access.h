@@ -1,0 +1,81 @@
+// One parameter's state in full precision, wherever it lives: what Engine::ReadState and WriteState do.
+//
+// Everything must be at rest: nothing in flight, every update applied. State is read from and written to the
+// drive where it has its home there, a tile at a time; where it has not, in memory. A write is a new version
+// of each tile that it touches and counts once it is committed.
+#ifndef PENSTOCK_ZERO_STATE_ACCESS_H_
+#define PENSTOCK_ZERO_STATE_ACCESS_H_
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "swap/store.h"
+#include "tiering/plan.h"
+#include "zero/block.h"
+#include "zero/model.h"
+#include "zero/residency.h"
+#include "zero/tile_format.h"
+
+namespace penstock::zero {
+
+class StateAccess {
+ public:
+  // Everything passed in outlives this. `store` is null where nothing lives on a drive.
+  StateAccess(const Model& model, const std::vector<BlockModule*>& modules, const tiering::Plan& plan,
+              const TileFormat& format, const Residency& residency, swap::Store* store)
+      : model_(model),
+        modules_(modules),
+        plan_(plan),
+        format_(format),
+        residency_(residency),
+        store_(store) {}
+
+  // Names of all parameters: the block's, a dot, the parameter's within it.
+  std::vector<std::string> Names() const;
+  // kNotFound: no such parameter (says which name is nearest). kFailedPrecondition: the optimizer has no such
+  // state.
+  absl::StatusOr<torch::Tensor> Read(std::string_view name, StateKind kind);
+  // `gradient_checksum(block, tile)`: of the part of a gradient that waits on the drive. Values are divided
+  // by `scale`, the loss scale of their step; `in_backward`: that step was updated so, where the plan says
+  // it.
+  absl::StatusOr<torch::Tensor> ReadGradient(std::string_view name, double scale, bool in_backward,
+                                             const std::function<uint64_t(int, int)>& gradient_checksum);
+  // kInvalidArgument: another shape.
+  absl::Status Write(std::string_view name, StateKind kind, const torch::Tensor& value);
+
+ private:
+  struct Found {
+    int block = 0;
+    const Parameter* parameter = nullptr;
+  };
+  // A tile in memory: its own place, or a copy of what is on the drive.
+  struct Loaded {
+    torch::Tensor copy;
+    TileMemory memory;
+  };
+  absl::StatusOr<Found> Find(std::string_view name) const;
+  absl::StatusOr<Loaded> Load(int block, int tile) const;
+  absl::Status Store(int block, int tile, const Loaded& loaded) const;
+  uint32_t StoreTile(int block, int tile) const;
+  // Calls `body(tile, begin in tile, n, begin in parameter)` for each tile that the parameter touches.
+  absl::Status ForEachTile(const Found& found,
+                           const std::function<absl::Status(int, int64_t, int64_t, int64_t)>& body) const;
+
+  const Model& model_;
+  const std::vector<BlockModule*>& modules_;
+  const tiering::Plan& plan_;
+  const TileFormat format_;
+  const Residency& residency_;
+  swap::Store* const store_;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_STATE_ACCESS_H_
