@@ -1,20 +1,52 @@
-// What the simulator knows of a machine: bandwidths and latencies, measured or assumed.
+// What the simulator knows of a machine: bandwidths, latencies and rates, measured or assumed.
 #ifndef PENSTOCK_TIERING_MACHINE_H_
 #define PENSTOCK_TIERING_MACHINE_H_
+
+#include <algorithm>
 
 namespace penstock::tiering {
 
 struct MachineModel {
-  // The drive (all state directories together). Reads and writes share it: a second that moves r read and w
-  // written bytes spends r / read + w / write of itself (measured: the two shares sum to 0.9 to 1).
+  // The drives (all state directories together), each direction alone.
   double read_bytes_per_s = 3e9;
   double write_bytes_per_s = 3e9;
+  // Both directions at once, in equal bytes, counted together: what the I/O engine gives them, since it hands
+  // out a block of each in turn. 0: they share one server's time, 2rw / (r + w). A drive that is better at
+  // both than at one (duplex) or worse (writes that disturb reads) shows here.
+  double mixed_bytes_per_s = 0;
   double io_latency_seconds = 200e-6;
   double commit_seconds = 1e-3;
-  // Parameters per second and worker of the optimizer, checksums included.
+  // Parameters per second and worker of the optimizer, checksums included; bytes per second of checking a
+  // read and of rounding a gradient.
   double update_parameters_per_s = 400e6;
   double verify_bytes_per_s = 8e9;
   int update_workers = 1;
+  // Hardware threads that everything shares, and how many of them forward and backward use; 0: nobody is in
+  // anybody's way (a device computes). Where more would run than there are, all slow down alike.
+  int cores = 0;
+  int compute_threads = 1;
+
+  // Bytes per second of reads, and of writes, while both have work.
+  double mixed_rate(double alone) const {
+    const double shared = 2 * read_bytes_per_s * write_bytes_per_s / (read_bytes_per_s + write_bytes_per_s);
+    const double both = mixed_bytes_per_s > 0 ? mixed_bytes_per_s : shared;
+    return std::min(alone, both / 2);
+  }
+  // Seconds that the drives need for so many bytes, at the least: as much of both at once as there is, or one
+  // direction after the other, whichever takes less.
+  double drive_seconds(double read_bytes, double write_bytes) const {
+    const double apart = read_bytes / read_bytes_per_s + write_bytes / write_bytes_per_s;
+    const double read_rate = mixed_rate(read_bytes_per_s), write_rate = mixed_rate(write_bytes_per_s);
+    const double both = std::min(read_bytes / read_rate, write_bytes / write_rate);
+    const double together = both + std::max(0.0, read_bytes - both * read_rate) / read_bytes_per_s +
+                            std::max(0.0, write_bytes - both * write_rate) / write_bytes_per_s;
+    return std::min(apart, together);
+  }
+  // How fast forward, backward and updates run (1: undisturbed) while `computing` and `updates` are at work.
+  double cpu_speed(bool computing, int updates) const {
+    const int threads = (computing ? compute_threads : 0) + updates;
+    return cores > 0 && threads > cores ? static_cast<double>(cores) / threads : 1.0;
+  }
 };
 
 }  // namespace penstock::tiering

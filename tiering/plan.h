@@ -10,10 +10,12 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "tiering/ledger.h"
+#include "tiering/machine.h"
 #include "tiering/model_graph.h"
 
 namespace penstock::tiering {
@@ -100,6 +102,9 @@ struct Plan {
 
   int64_t fixed_bytes = 0;  // of the arena, beyond the slots: commit records and the like
 
+  // What was chosen and why, a line each, for people.
+  std::vector<std::string> reasons;
+
   int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
   double in_backward_share() const;  // of the tiles
   bool needs_accumulator(int block) const {
@@ -111,12 +116,35 @@ struct Plan {
   int64_t state_segment_offset(int segment, int64_t elements) const;
 };
 
+// What stays in host memory beyond the step's working set (ColossalAI's placements, with host memory as the
+// fast tier and the drive as the slow one).
+enum class Placement : uint8_t {
+  kAuto,   // what saves most time within the budget
+  kCpu,    // nothing: all weights and state stream, whatever the budget
+  kCuda,   // all weights; a budget that does not hold them is refused
+  kConst,  // weights and state up to PlanBounds::const_bytes
+};
+std::string_view PlacementName(Placement placement);  // "auto", "cpu", "cuda", "const"
+
 // Upper bounds that a user has set, in DeepSpeed's units (elements of weights). Empty: the planner's choice.
 struct PlanBounds {
   std::optional<int64_t> live_elements;      // stage3_max_live_parameters: weights in flight at once
   std::optional<int64_t> prefetch_elements;  // stage3_prefetch_bucket_size: weights read ahead of their use
   std::optional<int64_t> run_slots;          // offload_param.buffer_count: blocks in flight at once
   std::optional<int64_t> resident_elements;  // offload_param.max_in_cpu: weights that stay in host memory
+  // stage3_max_reuse_distance: weights stay only where no more elements are used between two of their uses.
+  std::optional<int64_t> reuse_elements;
+  // stage3_param_persistence_threshold: weights of blocks up to this size stay, before all others;
+  // stage3_model_persistence_threshold: up to so many elements of them.
+  std::optional<int64_t> persistent_block_elements;
+  std::optional<int64_t> persistent_elements;
+  // offload_optimizer.pipeline_read and _write: tiles in flight at once; its buffer_count, buffers of
+  // sub_group_size elements of 4 bytes: bytes of state in flight (one tile always may be).
+  std::optional<int64_t> tile_slots;
+  std::optional<int64_t> state_bytes;
+  Placement placement = Placement::kAuto;
+  int64_t const_bytes = 512 << 20;
+  double state_fraction = 1;  // gpu_margin_mem_ratio: of what is left, for state that stays
 };
 
 // When a tile's update is made. kAuto: the share of tiles updated in backward with which a step takes the
@@ -134,6 +162,7 @@ struct PlanOptions {
   int64_t fixed_bytes = 0;        // of the arena, for others (commit records, checkpoint buffers)
   int64_t tile_bytes = 0;         // bound for one slot of a tile (all segments); 0: chosen
   PlanBounds bounds;
+  MachineModel machine;  // what candidates are compared on
   // Elements of every tile of every block, where a store has fixed them; empty: chosen.
   std::vector<std::vector<int64_t>> fixed_tiles;
 };

@@ -6,6 +6,8 @@
 //   gradients in host memory    save 4 bytes of traffic for 2 of memory (a 16-bit write and a read)
 //   weights in host memory      save up to 4 for 2 (a read in forward and one in backward)
 //   state in host memory        saves 1 for 1 (its read; every step is durable, so the write stays)
+// Which of these saves most time depends on the machine (where backward has the drive to itself, only what
+// forward reads counts), so several orders of spending are compared as well.
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -13,6 +15,9 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "tiering/belady.h"
+#include "tiering/byte_size.h"
 #include "tiering/plan.h"
 #include "tiering/program.h"
 #include "tiering/update_order.h"
@@ -44,6 +49,18 @@ constexpr std::array<Level, 6> kLevels = {{
     {2, 1 << 18, 12 * kMiB, 4, 1},
     {2, 1 << 17, 6 * kMiB, 4, 1},
     {2, 1 << 16, 3 * kMiB, 4, 1},
+}};
+
+// What the memory beside the working set is spent on, in this order.
+enum class Kind : uint8_t { kGradients, kWeights, kState };
+struct Spending {
+  std::array<Kind, 3> order;
+  const char* words;
+};
+constexpr std::array<Spending, 3> kSpendings = {{
+    {{Kind::kGradients, Kind::kWeights, Kind::kState}, "gradients, then weights, then state"},
+    {{Kind::kWeights, Kind::kGradients, Kind::kState}, "weights, then gradients, then state"},
+    {{Kind::kState, Kind::kWeights, Kind::kGradients}, "state, then weights, then gradients"},
 }};
 
 // Splits the sorted sizes into at most three classes so that `slots` slots of each take the least memory.
@@ -143,6 +160,10 @@ class Planner {
   Planner(const ModelGraph& graph, const PlanOptions& options) : graph_(graph), options_(options) {
     uses_.resize(graph.blocks.size(), 0);
     for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
+    for (const StageShape& stage : graph.stages) walk_.push_back(stage.block);
+    // The last stage runs forward and backward in one go: one use.
+    for (size_t s = graph.stages.size() - 1; options.trains && s-- > 0;)
+      walk_.push_back(graph.stages[s].block);
   }
 
   absl::StatusOr<Plan> Make() {
@@ -152,6 +173,7 @@ class Planner {
       MakeAllPrivate(&plan);
       LayOut(&plan);
       plan.least_host_memory_bytes = plan.host_bytes();
+      plan.reasons = {"everything stays in memory: there is no drive"};
       if (budget > 0 && plan.host_bytes() > budget) return TooSmall(plan.host_bytes(), plan);
       return plan;
     }
@@ -168,8 +190,29 @@ class Planner {
 
   int64_t Least() const {
     int64_t least = std::numeric_limits<int64_t>::max();
-    for (const Level& level : kLevels) least = std::min(least, Build(level, 0, /*budget=*/1).host_bytes());
+    for (const Level& level : kLevels) {
+      const Plan plan = Build(level, 0, /*budget=*/1);
+      least = std::min(least, plan.host_bytes() + RequiredBytes(plan));
+    }
     return least;
+  }
+
+  // What must stay by the user's word, beyond the working set.
+  int64_t RequiredBytes(const Plan& plan) const {
+    if (options_.bounds.placement != Placement::kCuda) return 0;
+    return BytesOf(plan, ChooseWeights(plan, std::numeric_limits<int64_t>::max())) + kHugePage;
+  }
+
+  // The working set of a level, with room in the budget for what must stay.
+  Plan WorkingSet(const Level& level, int64_t budget) const {
+    Plan plan = Build(level, 0, budget);
+    const int64_t required = RequiredBytes(plan);
+    return required == 0 ? plan : Build(level, 0, std::max<int64_t>(1, budget - required));
+  }
+
+  bool Fits(const Level& level, int64_t budget) const {
+    const Plan plan = WorkingSet(level, budget);
+    return plan.host_bytes() + RequiredBytes(plan) <= budget;
   }
 
   absl::Status TooSmall(int64_t least, const Plan& plan) const {
@@ -186,46 +229,107 @@ class Planner {
                                       : "; with --offload nvme less would do"));
   }
 
-  // Every level that fits, with as many gradients in memory as fit beside it and the rest of the budget
-  // spent; the one whose step is the shortest in virtual time. More memory for the pipeline and more for
-  // residency compete, and which of them is worth more depends on how compute and drive compare.
+  // Every level that fits, with the rest of the budget spent in every order; the one whose step is the
+  // shortest in virtual time. More memory for the pipeline and more for residency compete, and what should
+  // stay first depends on how compute, reads and writes compare.
   Plan Best(int64_t budget) const {
     if (budget == 0) {
       Plan plan = Build(kLevels[0], Count(), /*budget=*/0);
-      ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/true, &plan);
+      Order(/*thorough=*/true, &plan);
       return plan;
     }
-    Plan best;
-    double best_seconds = std::numeric_limits<double>::infinity();
+    struct Candidate {
+      Plan plan;
+      Level level;
+      const Spending* spending;
+      double seconds;
+    };
+    std::vector<Candidate> candidates;
+    std::set<std::vector<int64_t>> seen;  // what differs between plans: the others are the same to the byte
+    // Compares one more plan; false where there is nothing to compare it with, and it is taken.
+    auto consider = [&](const Level& level, const Spending& spending) {
+      Plan plan = Spent(level, spending, budget);
+      if (!seen.insert(Signature(plan)).second) return true;
+      const bool simulated = plan.trains && !TooManyTilesToSimulate(plan);
+      if (!simulated && !candidates.empty()) return true;
+      const double seconds = Order(/*thorough=*/false, &plan);
+      candidates.push_back({std::move(plan), level, &spending, seconds});
+      return simulated;
+    };
+    bool more = true;
     for (const Level& level : kLevels) {
-      if (Build(level, 0, budget).host_bytes() > budget) continue;
-      // The bytes grow with the number of gradients that stay.
-      int low = 0, high = Count();
-      while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (Build(level, middle, budget).host_bytes() <= budget) {
-          low = middle;
-        } else {
-          high = middle - 1;
-        }
-      }
-      Plan plan = Build(level, low, budget);
-      const bool too_many = TooManyTilesToSimulate(plan);
-      if (too_many && best_seconds < std::numeric_limits<double>::infinity()) break;
-      Spend(&plan, budget);
-      if (too_many || !plan.trains) {
-        ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/true, &plan);
-        return plan;
-      }
-      const double seconds = ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/false, &plan);
-      // A less comfortable level must be worth it: it is more easily disturbed than a simulation shows.
-      if (seconds < best_seconds * 0.99) {
-        best_seconds = seconds;
-        best = std::move(plan);
-      }
+      Level fitting = level;
+      if (!Fits(level, budget)) fitting.runs = 1;
+      if (!more || !Fits(fitting, budget)) continue;
+      more = consider(fitting, kSpendings[0]);
+      if (more && Few(candidates.back().plan)) consider(fitting, kSpendings[1]);
     }
-    ChooseUpdateOrder(graph_, options_.update_order, /*thorough=*/true, &best);
-    return best;
+    // For the levels that do best with the first way to spend: the other ways, and one block of weights in
+    // memory at a time, which leaves more for what stays.
+    std::vector<const Candidate*> fastest;
+    for (const Candidate& candidate : candidates) fastest.push_back(&candidate);
+    std::stable_sort(fastest.begin(), fastest.end(),
+                     [](const Candidate* x, const Candidate* y) { return x->seconds < y->seconds; });
+    std::vector<Level> promising;
+    for (size_t i = 0; more && i < std::min<size_t>(2, fastest.size()); ++i) {
+      promising.push_back(fastest[i]->level);
+      if (!Few(fastest[i]->plan)) continue;
+      promising.push_back(fastest[i]->level);
+      promising.back().runs = 1;
+    }
+    for (const Level& level : promising) {
+      for (const Spending& spending : kSpendings) consider(level, spending);
+    }
+    // The fastest few with their tiles' orders chosen with care. A less comfortable level must be worth it:
+    // it is more easily disturbed than a simulation shows.
+    std::vector<size_t> order(candidates.size());
+    double worst_seconds = 0;
+    for (size_t i = 0; i < order.size(); ++i) {
+      order[i] = i;
+      worst_seconds = std::max(worst_seconds, candidates[i].seconds);
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [&](size_t x, size_t y) { return candidates[x].seconds < candidates[y].seconds; });
+    order.resize(std::min<size_t>(order.size(), Few(candidates[order.front()].plan) ? 3 : 1));
+    std::sort(order.begin(), order.end());  // from comfortable to lean
+    size_t best = order.front();
+    for (const size_t i : order) {
+      candidates[i].seconds = Order(/*thorough=*/true, &candidates[i].plan);
+      if (candidates[i].seconds < candidates[best].seconds * 0.99) best = i;
+    }
+    Plan plan = std::move(candidates[best].plan);
+    const double seconds = candidates[best].seconds;
+    plan.reasons = {Chosen(plan, *candidates[best].spending, seconds)};
+    if (candidates.size() > 1) {
+      plan.reasons.push_back(absl::StrFormat(
+          "compared: %d working sets and ways to spend the rest of the budget, from %.3g s to %.3g s a step",
+          candidates.size(), candidates[best].seconds, worst_seconds));
+    }
+    return plan;
+  }
+
+  // Programs so small that many of them are simulated in no time.
+  static bool Few(const Plan& plan) {
+    size_t tiles = 0;
+    for (const BlockPlan& block : plan.blocks) tiles += block.tiles.size();
+    return tiles <= 500;
+  }
+
+  // Chooses which tiles are updated in backward; the step's seconds.
+  double Order(bool thorough, Plan* plan) const {
+    return ChooseUpdateOrder(graph_, options_.machine, options_.update_order, thorough, plan);
+  }
+
+  static std::vector<int64_t> Signature(const Plan& plan) {
+    std::vector<int64_t> signature = {plan.tile_elements, plan.tile_ring, plan.kept_inputs};
+    for (const RunClass& cls : plan.run_classes) signature.insert(signature.end(), {cls.bytes, cls.slots});
+    for (const BlockPlan& block : plan.blocks) {
+      signature.push_back(block.private_run_slot >= 0);
+      signature.push_back(block.gradient_slot >= 0);
+      signature.push_back(std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
+                                        [](int slot) { return slot >= 0; }));
+    }
+    return signature;
   }
 
   // The level within the user's bounds; one block in flight is the least.
@@ -297,6 +401,9 @@ class Planner {
       plan.tile_ring =
           static_cast<int>(std::clamp<int64_t>(level.ring_bytes / tile_bytes, level.least_ring, 64));
       plan.tile_ring = static_cast<int>(std::min<int64_t>(plan.tile_ring, tiles));
+      int64_t most = options_.bounds.tile_slots.value_or(plan.tile_ring);
+      if (options_.bounds.state_bytes) most = std::min(most, *options_.bounds.state_bytes / tile_bytes);
+      plan.tile_ring = static_cast<int>(std::clamp<int64_t>(most, 1, plan.tile_ring));
     }
     PlaceGradients(&plan, level, resident_gradients);
     LayOut(&plan);
@@ -426,37 +533,164 @@ class Planner {
     plan->tile_ring = 0;
   }
 
-  // Buys residency with what is left of the budget.
-  void Spend(Plan* plan, int64_t budget) const {
-    auto left = [&] { return budget - plan->host_bytes() - kHugePage; };
-    int64_t free = left();
-    std::vector<int> shared(plan->run_classes.size(), 0);
-    for (const BlockPlan& block : plan->blocks) ++shared[At(block.run_class)];
-    int64_t may_stay = options_.bounds.resident_elements.value_or(std::numeric_limits<int64_t>::max());
-    for (size_t b = plan->blocks.size(); b-- > 0;) {
-      BlockPlan& block = plan->blocks[b];
-      const RunClass& cls = plan->run_classes[At(block.run_class)];
-      if (shared[At(block.run_class)] <= cls.slots) continue;  // the class keeps all its blocks anyway
-      const int64_t bytes = AlignUp(block.elements * plan->precision.weight_bytes(), kPage);
-      if (bytes > free || block.elements > may_stay) continue;
-      block.private_run_slot = 0;
-      free -= bytes;
-      may_stay -= block.elements;
-      --shared[At(block.run_class)];
-    }
-    LayOut(plan);
-    free = left();
-    if (plan->trains) {
-      for (BlockPlan& block : plan->blocks) {
-        for (size_t t = 0; t < block.tiles.size(); ++t) {
-          const int64_t bytes = plan->tile_slots.front().bytes + kPage;
-          if (bytes > free) continue;
-          block.private_tile_slot[t] = 0;
-          free -= bytes;
-        }
+  static int64_t WeightBytes(const Plan& plan, const BlockPlan& block) {
+    return AlignUp(block.elements * plan.precision.weight_bytes(), kPage);
+  }
+  static int64_t BytesOf(const Plan& plan, const std::vector<char>& stays) {
+    int64_t bytes = 0;
+    for (size_t b = 0; b < stays.size(); ++b) bytes += stays[b] != 0 ? WeightBytes(plan, plan.blocks[b]) : 0;
+    return bytes;
+  }
+
+  // Most elements that are used between two uses of the block that follow each other, from step to step.
+  int64_t LongestGap(int block) const {
+    int64_t since = 0, longest = 0;
+    bool seen = false;
+    for (size_t i = 0; i < 2 * walk_.size(); ++i) {
+      const int used = walk_[i % walk_.size()];
+      if (used == block) {
+        if (seen) longest = std::max(longest, since);
+        seen = true;
+        since = 0;
+      } else {
+        since += graph_.blocks[At(used)].elements;
       }
-      LayOut(plan);
     }
+    return longest;
+  }
+
+  // Blocks whose weights stay, within `free` bytes and the user's bounds: those whose reads they save are
+  // worth most for their memory. Small ones that the user wants to persist come first.
+  std::vector<char> ChooseWeights(const Plan& plan, int64_t free) const {
+    const PlanBounds& bounds = options_.bounds;
+    std::vector<char> stays(plan.blocks.size(), 0);
+    if (bounds.persistent_block_elements || bounds.persistent_elements) {
+      int64_t may_persist = bounds.persistent_elements.value_or(std::numeric_limits<int64_t>::max());
+      for (size_t b = 0; b < plan.blocks.size(); ++b) {
+        const BlockPlan& block = plan.blocks[b];
+        if (block.elements > bounds.persistent_block_elements.value_or(100'000)) continue;  // DeepSpeed's
+        if (block.elements > may_persist || WeightBytes(plan, block) > free) continue;
+        stays[b] = 1;
+        may_persist -= block.elements;
+        free -= WeightBytes(plan, block);
+      }
+    }
+    if (bounds.placement == Placement::kCpu) return stays;
+    if (bounds.resident_elements) {
+      free = std::min(free, *bounds.resident_elements * plan.precision.weight_bytes());
+    }
+    // What the shared slots save by themselves is not saved again by staying.
+    std::vector<std::vector<int>> uses(plan.run_classes.size());
+    std::vector<int> members(plan.run_classes.size(), 0);
+    for (const int block : walk_) uses[At(plan.blocks[At(block)].run_class)].push_back(block);
+    for (const BlockPlan& block : plan.blocks) ++members[At(block.run_class)];
+    std::vector<Keepable> items(plan.blocks.size());
+    for (size_t c = 0; c < uses.size(); ++c) {
+      const RunClass& cls = plan.run_classes[c];
+      if (members[c] <= cls.slots) continue;  // the class keeps all its blocks anyway
+      const Replacement replacement = BeladyMisses(uses[c], Count(), std::max(1, cls.slots), 3);
+      for (size_t b = 0; b < items.size(); ++b) {
+        if (At(plan.blocks[b].run_class) != c || stays[b] != 0) continue;
+        if (bounds.reuse_elements && LongestGap(static_cast<int>(b)) > *bounds.reuse_elements) continue;
+        // A block that its class happens to keep has nothing to save now, but has once others stay.
+        const int64_t bytes = WeightBytes(plan, plan.blocks[b]);
+        items[b] = {
+            bytes, static_cast<double>(bytes) * std::max(0.5, static_cast<double>(replacement.misses_of[b]))};
+      }
+    }
+    const std::vector<char> chosen = ChooseResident(items, free);
+    for (size_t b = 0; b < stays.size(); ++b) {
+      if (chosen[b] != 0) stays[b] = 1;
+    }
+    // As many as a class has shared slots need none of their own once the others have.
+    std::vector<int> shared = members;
+    for (size_t b = 0; b < stays.size(); ++b) shared[At(plan.blocks[b].run_class)] -= stays[b];
+    for (size_t b = 0; b < stays.size(); ++b) {
+      const auto c = At(plan.blocks[b].run_class);
+      if (stays[b] == 0 || shared[c] >= plan.run_classes[c].slots) continue;
+      stays[b] = 0;
+      ++shared[c];
+    }
+    return stays;
+  }
+
+  // The working set of `level`, and the rest of the budget spent in the given order.
+  Plan Spent(const Level& level, const Spending& spending, int64_t budget) const {
+    const PlanBounds& bounds = options_.bounds;
+    Plan plan = WorkingSet(level, budget);
+    std::vector<char> weights(plan.blocks.size(), 0);
+    int64_t stay_bytes = 0;  // of weights and state, beyond what `plan` has
+    int64_t tiles = 0, tile_bytes = 0;
+    int64_t may_stay =
+        bounds.placement == Placement::kConst ? bounds.const_bytes : std::numeric_limits<int64_t>::max();
+    auto left = [&] { return budget - plan.host_bytes() - stay_bytes - kHugePage; };
+    auto keep_weights = [&] {
+      weights = ChooseWeights(plan, std::min(left(), may_stay));
+      const int64_t bytes = BytesOf(plan, weights);
+      stay_bytes += bytes;
+      may_stay -= bytes;
+    };
+    const bool all_weights = bounds.placement == Placement::kCuda;
+    if (all_weights) keep_weights();
+    for (const Kind kind : spending.order) {
+      if (kind == Kind::kGradients && plan.trains) {
+        // The bytes grow with the number of gradients that stay.
+        int low = 0, high = Count();
+        while (low < high) {
+          const int middle = (low + high + 1) / 2;
+          const int64_t more = stay_bytes > 0 ? stay_bytes + kHugePage : 0;
+          if (Build(level, middle, budget).host_bytes() + more <= budget) {
+            low = middle;
+          } else {
+            high = middle - 1;
+          }
+        }
+        plan = Build(level, low, budget);
+      } else if (kind == Kind::kWeights && !all_weights) {
+        keep_weights();
+      } else if (kind == Kind::kState && plan.trains && bounds.placement != Placement::kCpu) {
+        tile_bytes = plan.tile_slots.front().bytes + kPage;
+        const auto share =
+            static_cast<int64_t>(static_cast<double>(std::max<int64_t>(left(), 0)) * bounds.state_fraction);
+        for (const BlockPlan& block : plan.blocks) tiles += static_cast<int64_t>(block.tiles.size());
+        tiles = std::min(tiles, std::min(share, std::max<int64_t>(may_stay, 0)) / tile_bytes);
+        stay_bytes += tiles * tile_bytes;
+        may_stay -= tiles * tile_bytes;
+      }
+    }
+    for (size_t b = 0; b < plan.blocks.size(); ++b) {
+      BlockPlan& block = plan.blocks[b];
+      if (weights[b] != 0) block.private_run_slot = 0;  // numbered by LayOut
+      for (int& slot : block.private_tile_slot) {
+        if (tiles-- > 0) slot = 0;
+      }
+    }
+    LayOut(&plan);
+    return plan;
+  }
+
+  // One line about a candidate that was taken.
+  std::string Chosen(const Plan& plan, const Spending& spending, double seconds) const {
+    int gradients = 0, weights = 0;
+    int64_t tiles = 0, state = 0;
+    for (const BlockPlan& block : plan.blocks) {
+      gradients += block.gradient_slot >= 0 ? 1 : 0;
+      weights += block.private_run_slot >= 0 ? 1 : 0;
+      for (const int slot : block.private_tile_slot) state += slot >= 0 ? 1 : 0;
+      tiles += static_cast<int64_t>(block.tiles.size());
+    }
+    int runs = 0;
+    for (const RunClass& cls : plan.run_classes) runs += cls.slots;
+    const double early = plan.in_backward_share();
+    return absl::StrFormat(
+        "placement %s: %d blocks of weights and %d tiles of %s in flight; of %d blocks the gradients of %d "
+        "and the "
+        "weights of %d stay in host memory, and the state of %d of %d tiles; memory goes to %s; %.0f%% of "
+        "the "
+        "tiles are updated in backward; a step of %.3g s",
+        std::string(PlacementName(options_.bounds.placement)), runs, plan.tile_ring,
+        FormatBytes(plan.tile_state_bytes), Count(), gradients, weights, state, tiles, spending.words,
+        100 * early, seconds);
   }
 
   // Counted from the program itself, in its steady state.
@@ -475,6 +709,7 @@ class Planner {
   const ModelGraph& graph_;
   const PlanOptions& options_;
   std::vector<int> uses_;
+  std::vector<int> walk_;  // blocks in the order of their uses in a step
 };
 
 absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
@@ -562,6 +797,20 @@ Ledger Plan::ledger() const {
   ledger.Add("huge page rounding", arena_bytes - slot_bytes - fixed_bytes);
   ledger.Add("tensors of LibTorch", tensor_bytes);
   return ledger;
+}
+
+std::string_view PlacementName(Placement placement) {
+  switch (placement) {
+    case Placement::kAuto:
+      return "auto";
+    case Placement::kCpu:
+      return "cpu";
+    case Placement::kCuda:
+      return "cuda";
+    case Placement::kConst:
+      return "const";
+  }
+  return "unknown";
 }
 
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {

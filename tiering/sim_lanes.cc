@@ -1,29 +1,29 @@
 #include "tiering/sim_lanes.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace penstock::tiering {
 
 bool SimLanes::HasRoom(Lane lane) const {
-  if (lane == Lane::kCompute) return static_cast<size_t>(compute_running_) + computes_.size() < 2;
+  if (lane == Lane::kCompute) return (computing_.has_value() ? 1 : 0) + computes_.size() < 2;
   return true;
 }
 
-double SimLanes::Duration(const Op& op) const {
+double SimLanes::Work(const Op& op) const {
   switch (op.lane) {
     case Lane::kRead:
-      return static_cast<double>(op.bytes) / machine_.read_bytes_per_s;
     case Lane::kWrite:
-      return static_cast<double>(op.bytes) / machine_.write_bytes_per_s;
+      return static_cast<double>(op.bytes);
     case Lane::kCommit:
       return plan_.on_nvme ? machine_.commit_seconds : 0;
     case Lane::kUpdate: {
+      const BlockPlan& block = plan_.blocks[static_cast<size_t>(op.block)];
       if (op.kind == OpKind::kFinalize) {
-        const int64_t elements = plan_.blocks[static_cast<size_t>(op.block)].elements;
-        return static_cast<double>(elements * plan_.precision.gradient_bytes) / machine_.verify_bytes_per_s;
+        return static_cast<double>(block.elements * plan_.precision.gradient_bytes) /
+               machine_.verify_bytes_per_s;
       }
-      const int64_t elements =
-          plan_.blocks[static_cast<size_t>(op.block)].tiles[static_cast<size_t>(op.tile)].elements;
+      const int64_t elements = block.tiles[static_cast<size_t>(op.tile)].elements;
       if (op.kind == OpKind::kVerify) {
         return static_cast<double>(elements * plan_.precision.weight_bytes()) / machine_.verify_bytes_per_s;
       }
@@ -37,67 +37,105 @@ double SimLanes::Duration(const Op& op) const {
 }
 
 void SimLanes::Start(OpId id, const Op& op) {
-  Pending pending{id, Duration(op), now_, fault_ ? fault_(op) : absl::OkStatus()};
+  Job job{id, op.lane, Work(op), now_, fault_ ? fault_(op) : absl::OkStatus()};
+  work_[static_cast<size_t>(op.lane)] += job.left;
   switch (op.lane) {
     case Lane::kRead:
-      reads_.push_back(std::move(pending));
+      (op.kind == OpKind::kReadWeights ? urgent_reads_ : reads_).push_back(std::move(job));
       break;
     case Lane::kWrite:
-      writes_.push_back(std::move(pending));
+      writes_.push_back(std::move(job));
       break;
     case Lane::kUpdate:
-      updates_.push_back(std::move(pending));
+      updates_.push_back(std::move(job));
       break;
     case Lane::kCompute:
-      computes_.push_back(std::move(pending));
+      computes_.push_back(std::move(job));
       break;
     case Lane::kCommit:
     case Lane::kHost:
-      Finish(now_, pending, now_ + pending.duration, op.lane);
+      events_.push(Event{now_ + job.left, id, now_, job.status});
       break;
   }
 }
 
 void SimLanes::Serve() {
-  // The drive takes one operation at a time, so that a demand read that arrives is next.
-  while (drive_free_ <= now_ && (!reads_.empty() || !writes_.empty())) {
-    std::deque<Pending>& queue = reads_.empty() ? writes_ : reads_;
-    const Pending pending = std::move(queue.front());
+  auto take = [this](std::deque<Job>& queue) {
+    Job job = std::move(queue.front());
     queue.pop_front();
-    drive_free_ = now_ + pending.duration;
-    drive_busy_seconds_ += pending.duration;
-    Finish(now_, pending, drive_free_ + machine_.io_latency_seconds, Lane::kRead);
-    if (pending.duration > 0) {
-      // A wake-up of its own: the server is free before the latency of its operation has passed.
-      events_.push(Event{drive_free_, -1, now_, Lane::kHost, absl::OkStatus()});
-    }
+    job.start = now_;
+    return job;
+  };
+  if (!reading_ && !urgent_reads_.empty()) reading_ = take(urgent_reads_);
+  if (!reading_ && !reads_.empty()) reading_ = take(reads_);
+  if (!writing_ && !writes_.empty()) writing_ = take(writes_);
+  if (!computing_ && !computes_.empty()) computing_ = take(computes_);
+  while (updating_.size() < static_cast<size_t>(std::max(1, machine_.update_workers)) && !updates_.empty()) {
+    updating_.push_back(take(updates_));
   }
-  while (compute_running_ == 0 && !computes_.empty()) {
-    const Pending pending = std::move(computes_.front());
-    computes_.pop_front();
-    ++compute_running_;
-    Finish(now_, pending, now_ + pending.duration, Lane::kCompute);
+}
+
+double SimLanes::Rate(const Job& job) const {
+  switch (job.lane) {
+    case Lane::kRead:
+      return writing_ ? machine_.mixed_rate(machine_.read_bytes_per_s) : machine_.read_bytes_per_s;
+    case Lane::kWrite:
+      return reading_ ? machine_.mixed_rate(machine_.write_bytes_per_s) : machine_.write_bytes_per_s;
+    default:
+      return machine_.cpu_speed(computing_.has_value(), static_cast<int>(updating_.size()));
   }
-  while (updates_running_ < std::max(1, machine_.update_workers) && !updates_.empty()) {
-    const Pending pending = std::move(updates_.front());
-    updates_.pop_front();
-    ++updates_running_;
-    Finish(now_, pending, now_ + pending.duration, Lane::kUpdate);
+}
+
+template <typename Visit>
+void SimLanes::ForRunning(Visit&& visit) {
+  for (std::optional<Job>* job : {&reading_, &writing_, &computing_}) {
+    if (job->has_value()) visit(**job);
   }
+  for (Job& job : updating_) visit(job);
+}
+
+void SimLanes::Complete(Job& job, std::vector<Completion>* completions) {
+  if ((job.lane == Lane::kRead || job.lane == Lane::kWrite) && machine_.io_latency_seconds > 0) {
+    events_.push(Event{now_ + machine_.io_latency_seconds, job.id, job.start, std::move(job.status)});
+    return;
+  }
+  completions->push_back({job.id, std::move(job.status), job.start, now_});
 }
 
 void SimLanes::Wait(std::vector<Completion>* completions) {
   while (completions->empty()) {
     Serve();
-    if (events_.empty()) return;  // nothing was started: the executor never asks then
-    const double end = events_.top().end;
-    now_ = std::max(now_, end);
+    double next = events_.empty() ? std::numeric_limits<double>::infinity() : events_.top().end - now_;
+    ForRunning([&](const Job& job) { next = std::min(next, job.left / Rate(job)); });
+    if (next == std::numeric_limits<double>::infinity()) return;  // nothing was started: never asked then
+    next = std::max(next, 0.0);
+    // What ends within a rounding error of the next moment ends in it.
+    const double until = next * (1 + 1e-12);
+    ForRunning([&](Job& job) {
+      const double rate = Rate(job);
+      job.left = job.left / rate <= until ? 0 : job.left - next * rate;
+    });
+    now_ += next;
+    auto finish = [&](std::optional<Job>* job) {
+      if (!job->has_value() || (*job)->left > 0) return;
+      Complete(**job, completions);
+      job->reset();
+    };
+    finish(&reading_);
+    finish(&writing_);
+    finish(&computing_);
+    for (size_t i = 0; i < updating_.size();) {
+      if (updating_[i].left > 0) {
+        ++i;
+        continue;
+      }
+      Complete(updating_[i], completions);
+      updating_.erase(updating_.begin() + static_cast<std::ptrdiff_t>(i));
+    }
     while (!events_.empty() && events_.top().end <= now_) {
-      Event event = events_.top();
+      const Event event = events_.top();
       events_.pop();
-      if (event.lane == Lane::kCompute) --compute_running_;
-      if (event.lane == Lane::kUpdate) --updates_running_;
-      if (event.id >= 0) completions->push_back({event.id, std::move(event.status), event.start, event.end});
+      completions->push_back({event.id, event.status, event.start, event.end});
     }
   }
 }

@@ -1,13 +1,18 @@
-// Lanes in virtual time: every operation is a duration, the clock jumps from one completion to the next.
+// Lanes in virtual time: every operation is an amount of work, the clock jumps from one completion to the
+// next.
 //
-// One drive with one server: operations take bytes / bandwidth of it, reads before writes, each in program
-// order; a fixed latency passes beside the server's time. Compute is one server in order; updates are
-// `update_workers` servers. Deterministic: the same program gives the same times to the last bit.
+// The drive serves one read and one write at a time, reads of weights before other reads, as the I/O engine's
+// priorities have it; while it does both, each direction moves at its mixed rate (tiering/machine.h). A fixed
+// latency passes beside the drive's time. Compute is one server in order, updates are `update_workers`
+// servers; where the machine has fewer cores than they need together, all of them slow down.
+// Deterministic: the same program gives the same times to the last bit.
 #ifndef PENSTOCK_TIERING_SIM_LANES_H_
 #define PENSTOCK_TIERING_SIM_LANES_H_
 
+#include <array>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <queue>
 #include <vector>
 
@@ -32,42 +37,45 @@ class SimLanes : public Lanes {
   void set_fault(std::function<absl::Status(const Op&)> fault) { fault_ = std::move(fault); }
   // Whether the updates that a step made in backward are made again.
   void set_redone(std::function<bool(int64_t step)> redone) { redone_ = std::move(redone); }
-  double drive_busy_seconds() const { return drive_busy_seconds_; }
+  // Work that was started, as if nothing were in its way: bytes of kRead and kWrite, seconds of the others.
+  double work(Lane lane) const { return work_[static_cast<size_t>(lane)]; }
 
  private:
-  struct Pending {
+  struct Job {
     OpId id = 0;
-    double duration = 0;
-    double arrived = 0;
+    Lane lane = Lane::kRead;
+    double left = 0;  // bytes of transfers, undisturbed seconds of the rest
+    double start = 0;
     absl::Status status;
   };
   struct Event {
     double end = 0;
     OpId id = 0;
     double start = 0;
-    Lane lane = Lane::kRead;
     absl::Status status;
     bool operator>(const Event& other) const { return end != other.end ? end > other.end : id > other.id; }
   };
 
-  double Duration(const Op& op) const;
+  double Work(const Op& op) const;
   // Lets every idle server take up its next operation at `now_`.
   void Serve();
-  void Finish(double start, const Pending& pending, double end, Lane lane) {
-    events_.push(Event{end, pending.id, start, lane, pending.status});
-  }
+  // Work per second of a running job.
+  double Rate(const Job& job) const;
+  // Calls `visit` for every running job, in a fixed order.
+  template <typename Visit>
+  void ForRunning(Visit&& visit);
+  void Complete(Job& job, std::vector<Completion>* completions);
 
   const Plan plan_;
   const MachineModel machine_;
   std::function<absl::Status(const Op&)> fault_;
   std::function<bool(int64_t)> redone_;
   double now_ = 0;
-  double drive_free_ = 0;
-  double drive_busy_seconds_ = 0;
-  int compute_running_ = 0;
-  int updates_running_ = 0;
-  std::deque<Pending> reads_, writes_, computes_, updates_;
-  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::array<double, kLanes> work_{};
+  std::deque<Job> urgent_reads_, reads_, writes_, computes_, updates_;
+  std::optional<Job> reading_, writing_, computing_;
+  std::vector<Job> updating_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;  // what only time passes for
 };
 
 }  // namespace penstock::tiering

@@ -8,20 +8,28 @@
 namespace penstock::tiering {
 
 absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
-                                    int steps) {
+                                    int steps, const Executor::Observer& observer) {
   constexpr int kWarmUp = 2;
   ProgramBuilder builder(graph, plan, 1);
   SimLanes lanes(plan, machine);
   Executor executor(&lanes);
   OpId norm = -1;
+  int64_t read_bytes = 0, write_bytes = 0;  // of the step appended last
   auto append = [&] {
     std::vector<Op> ops = builder.Append(Pass::kTrain);
+    read_bytes = write_bytes = 0;
+    for (const Op& op : ops) {
+      if (op.redo) continue;
+      if (op.lane == Lane::kRead) read_bytes += op.bytes;
+      if (op.lane == Lane::kWrite) write_bytes += op.bytes;
+    }
     const OpId last = builder.next_id() - 1;  // a training pass ends with its norm
     executor.Append(std::move(ops));
     return last;
   };
   OpId next_norm = append();
   double begin = 0;
+  double computed = 0, updated = 0;
   for (int step = 1; step <= kWarmUp + steps; ++step) {
     norm = next_norm;
     // One step ahead, as the engine does: reads for the next step start before this one ends.
@@ -31,24 +39,33 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
     if (step == kWarmUp) {
       begin = lanes.Now();
       executor.TakeUsage();
+      computed = lanes.work(Lane::kCompute);
+      updated = lanes.work(Lane::kUpdate);
+      executor.set_observer(observer);
     }
   }
   Prediction prediction;
   prediction.usage = executor.TakeUsage();
   prediction.step_seconds = (lanes.Now() - begin) / steps;
-  auto per_step = [&](Lane lane) { return prediction.usage.busy_seconds[static_cast<size_t>(lane)] / steps; };
-  prediction.read_seconds = static_cast<double>(plan.nvme_read_bytes) / machine.read_bytes_per_s;
-  prediction.write_seconds = static_cast<double>(plan.nvme_write_bytes) / machine.write_bytes_per_s;
-  prediction.compute_seconds = per_step(Lane::kCompute);
-  prediction.update_seconds = per_step(Lane::kUpdate);
-  const double drive = prediction.read_seconds + prediction.write_seconds;
+  const auto read = static_cast<double>(read_bytes);
+  const auto written = static_cast<double>(write_bytes);
+  prediction.read_seconds = read / machine.read_bytes_per_s;
+  prediction.write_seconds = written / machine.write_bytes_per_s;
+  prediction.drive_seconds = machine.drive_seconds(read, written);
+  prediction.compute_seconds = (lanes.work(Lane::kCompute) - computed) / steps;
+  prediction.update_seconds = (lanes.work(Lane::kUpdate) - updated) / steps;
   const double update = prediction.update_seconds / std::max(1, machine.update_workers);
-  prediction.floor_seconds = std::max({drive, prediction.compute_seconds, update});
-  // A few steps may leave work to those after them; for ever they cannot.
+  const double cores =
+      machine.cores > 0
+          ? (prediction.compute_seconds * machine.compute_threads + prediction.update_seconds) / machine.cores
+          : 0;
+  prediction.floor_seconds = std::max({prediction.drive_seconds, prediction.compute_seconds, update, cores});
+  // Writes may lie behind by up to a step when the measured ones begin and end; in the long run no step is
+  // shorter than what its busiest part needs.
   prediction.step_seconds = std::max(prediction.step_seconds, prediction.floor_seconds);
-  if (prediction.floor_seconds == drive && drive > 0) {
+  if (prediction.floor_seconds == prediction.drive_seconds && read + written > 0) {
     prediction.bound_by = prediction.read_seconds >= prediction.write_seconds ? "read" : "write";
-  } else if (prediction.floor_seconds == prediction.compute_seconds) {
+  } else if (prediction.compute_seconds >= update) {
     prediction.bound_by = "compute";
   } else {
     prediction.bound_by = "optimizer";

@@ -13,18 +13,21 @@ namespace penstock::tiering {
 
 struct Prediction {
   double step_seconds = 0;   // steady state
-  double floor_seconds = 0;  // the busiest lane alone
-  double read_seconds = 0;   // of the drive
+  double floor_seconds = 0;  // the busiest of the machine's parts, if nothing else ever made it wait
+  // What each part would take alone, a step.
+  double read_seconds = 0;  // of the drive
   double write_seconds = 0;
+  double drive_seconds = 0;  // reads and writes as far as they go together (MachineModel::drive_seconds)
   double compute_seconds = 0;
   double update_seconds = 0;  // summed over workers
   std::string bound_by;       // "read", "write", "compute" or "optimizer"
   Usage usage;                // of the measured steps
 };
 
-// Runs `steps` steps after two of warm-up.
+// Runs `steps` steps after two of warm-up. `observer` is given every operation of the measured steps: the
+// predicted lanes, for a trace.
 absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
-                                    int steps = 2);
+                                    int steps = 2, const Executor::Observer& observer = nullptr);
 
 }  // namespace penstock::tiering
 

@@ -32,10 +32,10 @@ void MarkInBackward(Plan* plan, double share) {
   plan->speculates = share > 0;
 }
 
-double StepSeconds(const ModelGraph& graph, const Plan& plan) {
+double StepSeconds(const ModelGraph& graph, const MachineModel& machine, const Plan& plan) {
   // A single step may borrow time from its neighbours; where steps are cheap, some are averaged.
   const int steps = CountTiles(plan) <= kMostTilesSimulated / 8 ? 4 : 1;
-  const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, MachineModel(), steps);
+  const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, machine, steps);
   return prediction.ok() ? prediction->step_seconds : std::numeric_limits<double>::max();
 }
 
@@ -57,7 +57,8 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
 
 bool TooManyTilesToSimulate(const Plan& plan) { return CountTiles(plan) > kMostTilesSimulated; }
 
-double ChooseUpdateOrder(const ModelGraph& graph, UpdateOrder wanted, bool thorough, Plan* plan) {
+double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
+                         bool thorough, Plan* plan) {
   MarkInBackward(plan, 0);
   if (!plan->trains || !plan->on_nvme) return 0;
   const bool free = wanted == UpdateOrder::kAuto;
@@ -67,7 +68,7 @@ double ChooseUpdateOrder(const ModelGraph& graph, UpdateOrder wanted, bool thoro
     plan->worthwhile_redo_rate = free ? kCautiousRedoRate : 1;
     return 0;
   }
-  const double later = StepSeconds(graph, *plan);
+  const double later = StepSeconds(graph, machine, *plan);
   if (wanted == UpdateOrder::kInNextForward) return later;
   std::vector<double> shares = {1.0};
   if (free) {
@@ -80,7 +81,7 @@ double ChooseUpdateOrder(const ModelGraph& graph, UpdateOrder wanted, bool thoro
   for (const double share : shares) {
     if (share <= 0 || share > 1) continue;
     MarkInBackward(plan, share);
-    const double seconds = StepSeconds(graph, *plan);
+    const double seconds = StepSeconds(graph, machine, *plan);
     if (seconds < best) {
       best = seconds;
       best_share = share;
@@ -91,8 +92,7 @@ double ChooseUpdateOrder(const ModelGraph& graph, UpdateOrder wanted, bool thoro
   MarkInBackward(plan, best_share);
   if (best_share == 0) return later;
   const double redone = best_share * static_cast<double>(plan->precision.UnpaddedBytes(graph.elements()));
-  const MachineModel machine;
-  const double redo_seconds = redone / machine.read_bytes_per_s + redone / machine.write_bytes_per_s;
+  const double redo_seconds = machine.drive_seconds(redone, redone);
   plan->worthwhile_redo_rate = free ? std::clamp((later - best) / redo_seconds, 0.0, 1.0) : 1;
   return best;
 }

@@ -11,10 +11,11 @@ namespace penstock::tiering {
 bool TooManyTilesToSimulate(const Plan& plan);
 
 // Marks the tiles of `plan` that are updated in backward, evenly over every block, with the share that makes
-// the step shortest in virtual time, and from which rate of redone steps on that no longer pays. `thorough`
+// the step shortest on `machine`, and from which rate of redone steps on that no longer pays. `thorough`
 // tries more shares. With too many tiles the share is computed, not tried. Returns the step's seconds (0
 // where nothing was simulated, or the plan does not train).
-double ChooseUpdateOrder(const ModelGraph& graph, UpdateOrder wanted, bool thorough, Plan* plan);
+double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
+                         bool thorough, Plan* plan);
 
 }  // namespace penstock::tiering
 

@@ -3,23 +3,15 @@
 #include <sys/statvfs.h>
 
 #include <algorithm>
-#include <filesystem>
+#include <cmath>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "tiering/tiers.h"
 #include "tools/size.h"
-#include "zero/measure.h"
 
 namespace penstock::tools {
 namespace {
-
-std::string NearestExisting(const std::string& directory) {
-  std::error_code error;
-  std::filesystem::path path = std::filesystem::absolute(directory, error);
-  while (!path.empty() && !std::filesystem::is_directory(path, error) && path != path.root_path())
-    path = path.parent_path();
-  return path.string();
-}
 
 double BytesPerParameter(const zero::EnginePlan& plan) {
   return static_cast<double>(plan.plan.nvme_read_bytes + plan.plan.nvme_write_bytes) /
@@ -37,51 +29,66 @@ std::string TypesText(const zero::EnginePlan& plan, const zero::EngineOptions& o
   return text;
 }
 
-}  // namespace
+tiering::Wear WearOf(const PlanFacts& facts) {
+  const auto drives = static_cast<double>(std::max<size_t>(1, facts.options.state_dirs.size()));
+  return tiering::WearOf(facts.plan.plan.nvme_write_bytes, facts.prediction.step_seconds,
+                         drives * facts.rated_bytes_written);
+}
 
-MeasuredDrives MeasureDrives(const std::vector<std::string>& directories, int64_t memory_bytes,
-                             int64_t file_bytes) {
-  MeasuredDrives drives;
-  for (const std::string& directory : directories) {
-    aio::ProbeOptions options;
-    options.directory = NearestExisting(directory);
-    options.file_bytes = static_cast<uint64_t>(file_bytes);
-    options.budget_ms = file_bytes < (int64_t{64} << 20) ? 250 : 800;
-    const auto most = static_cast<uint64_t>(memory_bytes > 0 ? memory_bytes / 4 : int64_t{1} << 40);
-    std::erase_if(options.depths,
-                  [&](uint64_t depth) { return depth > std::min(most, options.file_bytes / 2); });
-    absl::StatusOr<aio::DeviceProfile> profile =
-        options.depths.empty()
-            ? absl::ResourceExhaustedError("the budget is too small to probe the drive with")
-            : aio::MeasureDevice(options);
-    if (!profile.ok()) {
-      drives.note =
-          absl::StrCat("drive not measured, 2 GB/s assumed: ", std::string(profile.status().message()));
-      drives.profile = aio::DeviceProfile();
-      drives.profile.read_bytes_per_s = drives.profile.write_bytes_per_s = drives.profile.mixed_bytes_per_s =
-          2e9;
-      drives.profile.knee_bytes = 4 << 20;
-      return drives;
-    }
-    aio::DeviceProfile& sum = drives.profile;
-    const double read = sum.read_bytes_per_s, write = sum.write_bytes_per_s, mixed = sum.mixed_bytes_per_s;
-    sum = std::move(*profile);
-    sum.read_bytes_per_s += read;
-    sum.write_bytes_per_s += write;
-    sum.mixed_bytes_per_s += mixed;
+nlohmann::json Finite(double value) {
+  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
+}
+
+std::string Tiers(const PlanFacts& facts) {
+  std::string text = absl::StrFormat("where it lives:          %12s %12s %12s   %12s %12s\n", "in flight",
+                                     "stays", "on the drive", "read a step", "written");
+  auto cell = [](int64_t bytes) { return bytes == 0 ? std::string("-") : FormatBytes(bytes); };
+  tiering::TierLine sum{.what = "together"};
+  auto line = [&](const tiering::TierLine& l) {
+    absl::StrAppend(&text, absl::StrFormat("  %-22s %12s %12s %12s   %12s %12s\n", l.what,
+                                           cell(l.in_flight_bytes), cell(l.resident_bytes),
+                                           cell(l.nvme_bytes), cell(l.read_bytes), cell(l.written_bytes)));
+  };
+  for (const tiering::TierLine& l : tiering::TiersOf(facts.plan.graph, facts.plan.plan)) {
+    line(l);
+    sum.in_flight_bytes += l.in_flight_bytes;
+    sum.resident_bytes += l.resident_bytes;
+    sum.nvme_bytes += l.nvme_bytes;
+    sum.read_bytes += l.read_bytes;
+    sum.written_bytes += l.written_bytes;
   }
-  return drives;
+  line(sum);
+  return text;
 }
 
-absl::StatusOr<tiering::Prediction> Predict(const zero::EnginePlan& plan, const zero::EngineOptions& options,
-                                            const aio::DeviceProfile& drives) {
-  tiering::MachineModel machine;
-  if (drives.read_bytes_per_s > 0) machine.read_bytes_per_s = drives.read_bytes_per_s;
-  if (drives.write_bytes_per_s > 0) machine.write_bytes_per_s = drives.write_bytes_per_s;
-  machine.update_workers = options.update_workers;
-  machine.update_parameters_per_s = zero::MeasureUpdateRate(plan.format, options.optimizer);
-  return tiering::Simulate(plan.graph, plan.plan, machine);
+std::string Lanes(const tiering::Prediction& p, const tiering::MachineModel& machine) {
+  std::string text = "lanes, busy in a step:\n";
+  auto line = [&](const char* what, double seconds, double of) {
+    if (seconds <= 0) return;
+    absl::StrAppend(&text, absl::StrFormat("  %-22s %10.3g s  %3.0f%%\n", what, seconds,
+                                           100 * seconds / std::max(of, 1e-12)));
+  };
+  line("forward and backward", p.compute_seconds, p.step_seconds);
+  line("drive, reads", p.read_seconds, p.step_seconds);
+  line("drive, writes", p.write_seconds, p.step_seconds);
+  line("drive, together", p.drive_seconds, p.step_seconds);
+  line("updates and checks", p.update_seconds, p.step_seconds * std::max(1, machine.update_workers));
+  absl::StrAppend(&text, absl::StrFormat("  a step takes %.2f of its floor, %.3g s\n",
+                                         p.step_seconds / std::max(p.floor_seconds, 1e-12), p.floor_seconds));
+  return text;
 }
+
+std::string WearText(const PlanFacts& facts) {
+  if (facts.plan.plan.nvme_write_bytes == 0) return "";
+  const tiering::Wear wear = WearOf(facts);
+  const size_t drives = std::max<size_t>(1, facts.options.state_dirs.size());
+  return absl::StrFormat("wear: %.3g TB written a day; %.3g days of training to the rating of %.0f TB%s\n",
+                         wear.bytes_per_day * 1e-12, wear.days_to_rating,
+                         static_cast<double>(drives) * facts.rated_bytes_written * 1e-12,
+                         drives > 1 ? absl::StrFormat(" of %d drives", drives) : "");
+}
+
+}  // namespace
 
 int64_t FreeBytes(const std::string& directory) {
   struct statvfs system {};
@@ -89,8 +96,10 @@ int64_t FreeBytes(const std::string& directory) {
   return static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);
 }
 
-std::string PlanText(const zero::EnginePlan& plan, const zero::EngineOptions& options,
-                     const tiering::Prediction& prediction, const MeasuredDrives& drives) {
+std::string PlanText(const PlanFacts& facts) {
+  const zero::EnginePlan& plan = facts.plan;
+  const zero::EngineOptions& options = facts.options;
+  const tiering::Prediction& prediction = facts.prediction;
   std::string text =
       absl::StrFormat("%d parameters in %d blocks, %s; state %s", plan.parameters, plan.graph.blocks.size(),
                       TypesText(plan, options), FormatBytes(plan.state_bytes));
@@ -120,14 +129,11 @@ std::string PlanText(const zero::EnginePlan& plan, const zero::EngineOptions& op
                         free >= 0 && !options.resume ? absl::StrCat(", ", FormatBytes(free), " free") : "",
                         FormatBytes(plan.plan.nvme_write_bytes), FormatBytes(plan.plan.nvme_read_bytes),
                         BytesPerParameter(plan)));
-    if (drives.note.empty()) {
-      absl::StrAppend(&text, absl::StrFormat("       reads %s, writes %s, both at once %s\n",
-                                             FormatBandwidth(drives.profile.read_bytes_per_s),
-                                             FormatBandwidth(drives.profile.write_bytes_per_s),
-                                             FormatBandwidth(drives.profile.mixed_bytes_per_s)));
-    } else {
-      absl::StrAppend(&text, "       ", drives.note, "\n");
-    }
+    absl::StrAppend(&text, absl::StrFormat("       reads %s, writes %s, both at once %s%s\n",
+                                           FormatBandwidth(facts.machine.drives.read_bytes_per_s),
+                                           FormatBandwidth(facts.machine.drives.write_bytes_per_s),
+                                           FormatBandwidth(facts.machine.drives.mixed_bytes_per_s),
+                                           facts.machine.drive_measured ? "" : " (assumed)"));
   }
   if (plan.plan.speculates) {
     absl::StrAppend(
@@ -136,49 +142,120 @@ std::string PlanText(const zero::EnginePlan& plan, const zero::EngineOptions& op
                         "of the steps are clipped or skipped; otherwise in the next forward\n",
                         100 * plan.plan.in_backward_share(), 100 * plan.plan.worthwhile_redo_rate));
   }
+  for (const std::string& reason : plan.plan.reasons) absl::StrAppend(&text, reason, "\n");
   absl::StrAppend(
       &text,
       absl::StrFormat("predicted step: %.3g s, bound by %s (compute %.3g s, drive %.3g s, updates %.3g s)\n",
                       prediction.step_seconds, prediction.bound_by, prediction.compute_seconds,
-                      prediction.read_seconds + prediction.write_seconds, prediction.update_seconds));
+                      prediction.drive_seconds, prediction.update_seconds));
   return text;
 }
 
-nlohmann::json PlanJson(const zero::EnginePlan& plan, const zero::EngineOptions& options,
-                        const tiering::Prediction& prediction, const MeasuredDrives& drives) {
+std::string PlanDetails(const PlanFacts& facts, const std::vector<tiering::WhatIf>& what_ifs) {
+  std::string text = Tiers(facts);
+  absl::StrAppend(&text, Lanes(facts.prediction, facts.machine.model), WearText(facts));
+  absl::StrAppend(&text, "what if, planned anew:\n");
+  for (const tiering::WhatIf& w : what_ifs) {
+    if (!w.error.empty()) {
+      absl::StrAppend(&text, absl::StrFormat("  %-22s %s\n", w.change, w.error));
+      continue;
+    }
+    absl::StrAppend(
+        &text, absl::StrFormat("  %-22s %.3g s a step, bound by %s; %.2f times as many samples a second\n",
+                               w.change, w.prediction.step_seconds, w.prediction.bound_by, w.speedup));
+  }
+  absl::StrAppend(&text, "figures:\n");
+  for (const std::string& source : facts.machine.sources) absl::StrAppend(&text, "  ", source, "\n");
+  return text;
+}
+
+nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatIf>& what_ifs) {
+  const zero::EnginePlan& plan = facts.plan;
+  const tiering::Prediction& prediction = facts.prediction;
   nlohmann::json host = nlohmann::json::array();
   const tiering::Ledger ledger = plan.plan.ledger();
   for (const tiering::Ledger::Line& line : ledger.lines()) {
     host.push_back({{"what", line.what}, {"bytes", line.bytes}, {"count", line.count}});
   }
+  nlohmann::json tiers = nlohmann::json::array();
+  for (const tiering::TierLine& line : tiering::TiersOf(plan.graph, plan.plan)) {
+    tiers.push_back({{"what", line.what},
+                     {"host_in_flight_bytes", line.in_flight_bytes},
+                     {"host_resident_bytes", line.resident_bytes},
+                     {"nvme_bytes", line.nvme_bytes},
+                     {"nvme_read_bytes_per_step", line.read_bytes},
+                     {"nvme_write_bytes_per_step", line.written_bytes}});
+  }
+  nlohmann::json asked = nlohmann::json::array();
+  for (const tiering::WhatIf& w : what_ifs) {
+    if (!w.error.empty()) {
+      asked.push_back({{"change", w.change}, {"error", w.error}});
+      continue;
+    }
+    asked.push_back({{"change", w.change},
+                     {"predicted_step_seconds", w.prediction.step_seconds},
+                     {"bound_by", w.prediction.bound_by},
+                     {"speedup", w.speedup},
+                     {"host_memory_bytes", w.host_bytes},
+                     {"nvme_read_bytes_per_step", w.nvme_read_bytes},
+                     {"nvme_write_bytes_per_step", w.nvme_write_bytes}});
+  }
+  const tiering::Wear wear = WearOf(facts);
   return {{"params", plan.parameters},
           {"blocks", plan.graph.blocks.size()},
           {"dtype", plan.plan.precision.name},
-          {"optimizer", zero::OptimizerName(options.optimizer)},
+          {"optimizer", zero::OptimizerName(facts.options.optimizer)},
           {"optimizer_states", std::string(zero::StateTypeName(plan.format.states))},
-          {"offload", std::string(zero::Name(options.offload))},
+          {"offload", std::string(zero::Name(facts.options.offload))},
           {"order_of_update", !plan.plan.speculates                  ? "next_forward"
                               : plan.plan.in_backward_share() == 1.0 ? "in_backward"
                                                                      : "mixed"},
           {"in_backward_share", plan.plan.in_backward_share()},
           {"worthwhile_redo_rate", plan.plan.worthwhile_redo_rate},
-          {"host_memory_budget_bytes", options.host_memory_bytes},
+          {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},
+          {"reasons", plan.plan.reasons},
+          {"host_memory_budget_bytes", facts.options.host_memory_bytes},
           {"host_memory_bytes", plan.plan.host_bytes()},
+          {"pinned_memory_bytes", plan.plan.arena_bytes},
           {"least_host_memory_bytes", plan.plan.least_host_memory_bytes},
           {"host", std::move(host)},
+          {"tiers", std::move(tiers)},
           {"state_bytes_total", plan.state_bytes},
           {"state_bytes_nvme", plan.disk_bytes},
           {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},
           {"nvme_write_bytes_per_step", plan.plan.nvme_write_bytes},
           {"nvme_bytes_per_param_per_step", BytesPerParameter(plan)},
-          {"io_read_bandwidth_bytes_per_s", drives.profile.read_bytes_per_s},
-          {"io_write_bandwidth_bytes_per_s", drives.profile.write_bytes_per_s},
-          {"drive_measured", drives.note.empty()},
+          {"nvme_written_bytes_per_day", wear.bytes_per_day},
+          {"days_to_rated_writes", Finite(wear.days_to_rating)},
+          {"io_read_bandwidth_bytes_per_s", facts.machine.drives.read_bytes_per_s},
+          {"io_write_bandwidth_bytes_per_s", facts.machine.drives.write_bytes_per_s},
+          {"drive_measured", facts.machine.drive_measured},
+          {"machine", MachineJson(facts.machine.model)},
+          {"figures", facts.machine.sources},
           {"predicted_step_seconds", prediction.step_seconds},
+          {"predicted_floor_seconds", prediction.floor_seconds},
           {"predicted_compute_seconds", prediction.compute_seconds},
-          {"predicted_drive_seconds", prediction.read_seconds + prediction.write_seconds},
+          {"predicted_read_seconds", prediction.read_seconds},
+          {"predicted_write_seconds", prediction.write_seconds},
+          {"predicted_drive_seconds", prediction.drive_seconds},
           {"predicted_update_seconds", prediction.update_seconds},
-          {"bound_by", prediction.bound_by}};
+          {"bound_by", prediction.bound_by},
+          {"what_if", std::move(asked)}};
+}
+
+std::string CalibratedText(const tiering::Prediction& prediction, const tiering::MachineModel& machine,
+                           bool drive_seen) {
+  std::string text = absl::StrFormat(
+      "from the first steps: %.3g s a step, bound by %s; compute %.3g s, updates %.3g s",
+      prediction.step_seconds, prediction.bound_by, prediction.compute_seconds, prediction.update_seconds);
+  if (drive_seen) {
+    absl::StrAppend(
+        &text,
+        absl::StrFormat("; drive %.3g s at reads %s, writes %s, both %s", prediction.drive_seconds,
+                        FormatBandwidth(machine.read_bytes_per_s), FormatBandwidth(machine.write_bytes_per_s),
+                        FormatBandwidth(2 * machine.mixed_rate(machine.read_bytes_per_s))));
+  }
+  return text;
 }
 
 }  // namespace penstock::tools

@@ -1,5 +1,5 @@
-// A plan for people and as JSON: where everything lives, what moves, what the step will take and what bounds
-// it.
+// A plan for people and as JSON: where everything lives, what moves, what the step will take, what bounds it,
+// and what else would change that.
 #ifndef PENSTOCK_TOOLS_PLAN_TEXT_H_
 #define PENSTOCK_TOOLS_PLAN_TEXT_H_
 
@@ -7,32 +7,33 @@
 #include <string>
 #include <vector>
 
-#include "aio/profile.h"
 #include "tiering/simulate.h"
+#include "tiering/what_if.h"
+#include "tools/machine_probe.h"
 #include "zero/engine.h"
 
 namespace penstock::tools {
 
-// The drives of the state directories together, by a short probe beside them (their nearest existing parents)
-// that takes no more memory than `memory_bytes` (0: no bound). Where nothing can be measured, an assumed
-// drive and why.
-struct MeasuredDrives {
-  aio::DeviceProfile profile;
-  std::string note;  // empty: measured
-};
-MeasuredDrives MeasureDrives(const std::vector<std::string>& directories, int64_t memory_bytes,
-                             int64_t file_bytes);
-
-// The step of this plan on this machine.
-absl::StatusOr<tiering::Prediction> Predict(const zero::EnginePlan& plan, const zero::EngineOptions& options,
-                                            const aio::DeviceProfile& drives);
-
 int64_t FreeBytes(const std::string& directory);  // of the file system that it is or will be on; -1: unknown
 
-std::string PlanText(const zero::EnginePlan& plan, const zero::EngineOptions& options,
-                     const tiering::Prediction& prediction, const MeasuredDrives& drives);
-nlohmann::json PlanJson(const zero::EnginePlan& plan, const zero::EngineOptions& options,
-                        const tiering::Prediction& prediction, const MeasuredDrives& drives);
+// Everything that is told of one plan.
+struct PlanFacts {
+  const zero::EnginePlan& plan;
+  const zero::EngineOptions& options;
+  const Machine& machine;
+  const tiering::Prediction& prediction;
+  double rated_bytes_written = 600e12;  // of one drive: its TBW rating
+};
+
+// What a run prints when it starts.
+std::string PlanText(const PlanFacts& facts);
+// The rest of `penstock plan`: tiers by kind, lanes, why, wear, what-ifs.
+std::string PlanDetails(const PlanFacts& facts, const std::vector<tiering::WhatIf>& what_ifs);
+nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatIf>& what_ifs);
+
+// The line of a run that has seen its first steps: "from the first steps: ...".
+std::string CalibratedText(const tiering::Prediction& prediction, const tiering::MachineModel& machine,
+                           bool drive_seen);
 
 }  // namespace penstock::tools
 

@@ -18,6 +18,7 @@
 #include "zero/block.h"
 #include "zero/config.h"
 #include "zero/engine_state.h"
+#include "zero/plan_bounds.h"
 #include "zero/threads.h"
 
 namespace penstock::tools {
@@ -206,20 +207,12 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
     const int64_t bytes = format->precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
     engine.tile_bytes = engine.tile_bytes > 0 ? std::min(engine.tile_bytes, bytes) : bytes;
   }
-  engine.bounds.live_elements = zero_config.max_live_parameters_elements;
-  engine.bounds.prefetch_elements = zero_config.prefetch_bucket_size_elements;
-  engine.bounds.run_slots = zero_config.offload_param.buffer_count;
-  engine.bounds.resident_elements = zero_config.offload_param.max_in_cpu_elements;
+  engine.bounds = zero::PlanBoundsOf(config);
   for (const auto& [given, key, why] :
        {std::tuple{zero_config.reduce_bucket_size_elements.has_value(),
                    "zero_optimization.reduce_bucket_size", "one rank reduces nothing"},
         {zero_config.allgather_bucket_size_elements.has_value(), "zero_optimization.allgather_bucket_size",
          "one rank gathers nothing"},
-        {zero_config.offload_param.buffer_size_elements.has_value(),
-         "zero_optimization.offload_param.buffer_size", "buffers have the sizes of the model's blocks"},
-        {zero_config.offload_optimizer.buffer_count.has_value(),
-         "zero_optimization.offload_optimizer.buffer_count",
-         "tiles in flight follow from the host memory budget"},
         {config.penstock.io_threads.has_value(), "penstock.io_threads",
          "one thread drives a device at its full speed"},
         {config.penstock.device_memory_bytes.has_value(), "penstock.device_memory",

@@ -1,33 +1,70 @@
-// `penstock plan`: what `penstock train` with the same words would do, without doing it.
+// `penstock plan`: what `penstock train` with the same words would do, without doing it; and with --cluster,
+// what many nodes would, on paper.
 #include <CLI/CLI.hpp>
 
+#include "tiering/what_if.h"
 #include "tools/cli.h"
+#include "tools/cluster_words.h"
 #include "tools/plan_text.h"
+#include "tools/trace.h"
 #include "tools/train_words.h"
 #include "tools/verbs.h"
+#include "zero/engine_state.h"
 #include "zero/threads.h"
 
 namespace penstock::tools {
 namespace {
 
-absl::Status Plan(const TrainWords& words, std::ostream& out, std::ostream& err) {
-  absl::StatusOr<TrainSettings> settings = ResolveTrainWords(words, /*needs_data=*/false);
+struct PlanWords {
+  TrainWords train;
+  std::string machine, cluster;
+  std::string trace;
+  double terabytes_written = 600;
+  bool no_probe = false;
+};
+
+absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) {
+  absl::StatusOr<TrainSettings> settings = ResolveTrainWords(words.train, /*needs_data=*/false);
   if (!settings.ok()) return settings.status();
   for (const std::string& note : settings->notes) err << note << std::endl;
-  const zero::EngineOptions& options = settings->engine;
+  zero::EngineOptions& options = settings->engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
+  absl::StatusOr<Machine> machine = Machine();
+  options.machine = [&](int64_t) {
+    MachineRequest request;
+    if (options.offload == zero::OffloadDevice::kNvme) request.directories = options.state_dirs;
+    request.memory_bytes = options.host_memory_bytes;
+    if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
+    request.optimizer = options.optimizer;
+    request.update_workers = options.update_workers;
+    request.compute_threads = options.intra_op_threads;
+    request.probe_drive = !words.no_probe;
+    request.machine_file = words.machine;
+    machine = ProbeMachine(request);
+    return machine.ok() ? machine->model : tiering::MachineModel();
+  };
   absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(MakeGpt(settings->model), options);
   if (!plan.ok()) return plan.status();
-  const MeasuredDrives drives =
-      MeasureDrives(options.state_dirs, options.host_memory_bytes, int64_t{128} << 20);
-  absl::StatusOr<tiering::Prediction> prediction = Predict(*plan, options, drives.profile);
+  if (!machine.ok()) return machine.status();
+  absl::StatusOr<tiering::Prediction> prediction = tiering::Simulate(plan->graph, plan->plan, machine->model);
   if (!prediction.ok()) return prediction.status();
-  if (words.json) {
-    out << PlanJson(*plan, options, *prediction, drives).dump(2) << std::endl;
+  const PlanFacts facts{*plan, options, *machine, *prediction, words.terabytes_written * 1e12};
+  const std::vector<tiering::WhatIf> what_ifs = tiering::AskWhatIf(
+      plan->graph, plan->options, *prediction, static_cast<int>(options.state_dirs.size()));
+  if (words.train.json) {
+    out << PlanJson(facts, what_ifs).dump(2) << std::endl;
   } else {
-    out << PlanText(*plan, options, *prediction, drives) << std::flush;
+    out << PlanText(facts) << PlanDetails(facts, what_ifs) << std::flush;
   }
-  return absl::OkStatus();
+  if (words.trace.empty()) return absl::OkStatus();
+  absl::StatusOr<std::unique_ptr<Trace>> trace = Trace::Open(words.trace);
+  if (!trace.ok()) return trace.status();
+  const auto simulated = tiering::Simulate(plan->graph, plan->plan, machine->model, /*steps=*/2,
+                                           [&](tiering::OpId id, const tiering::Op& op, double start,
+                                               double end) { (*trace)->Add(id, op, start, end); });
+  absl::Status status = simulated.status();
+  status.Update((*trace)->Close());
+  return status;
 }
 
 }  // namespace
@@ -35,10 +72,23 @@ absl::Status Plan(const TrainWords& words, std::ostream& out, std::ostream& err)
 int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app("Shows where everything would live, what would move, and what a step would take",
                "penstock plan");
-  TrainWords words;
-  DeclareTrainWords(app, words, /*plans=*/true);
+  PlanWords words;
+  DeclareTrainWords(app, words.train, /*plans=*/true);
+  app.add_option("--tbw", words.terabytes_written,
+                 "Terabytes (10^12) that one drive is rated to be written [600]")
+      ->check(CLI::Range(0.001, 1e9));
+  app.add_option("--trace", words.trace, "Write the predicted lanes for Perfetto or chrome://tracing");
+  app.add_option(
+      "--machine", words.machine,
+      "JSON with figures of another machine, such as read_bytes_per_s; they stand above measured ones");
+  app.add_flag("--no-probe", words.no_probe,
+               "Write nothing: without a profile stored by ds_nvme_tune the drive is assumed");
+  app.add_option(
+      "--cluster", words.cluster,
+      "JSON with nodes, GPUs, drives and a model: plans them on paper, without other flags but --json");
   if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
-  const absl::Status status = Plan(words, out, err);
+  const absl::Status status =
+      words.cluster.empty() ? Plan(words, out, err) : PlanCluster(words.cluster, words.train.json, out);
   return status.ok() ? kExitOk : Fail("penstock plan", status, err);
 }
 

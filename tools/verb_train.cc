@@ -15,7 +15,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/cpu_features.h"
+#include "tiering/calibrate.h"
 #include "tools/cli.h"
+#include "tools/machine_probe.h"
 #include "tools/plan_text.h"
 #include "tools/progress.h"
 #include "tools/size.h"
@@ -24,6 +26,7 @@
 #include "tools/train_words.h"
 #include "tools/verbs.h"
 #include "tools/version.h"
+#include "zero/engine_state.h"
 #include "zero/report.h"
 #include "zero/threads.h"
 
@@ -32,6 +35,7 @@ namespace {
 
 constexpr const char* kName = "penstock train";
 constexpr int64_t kEvaluationBatches = 16;
+constexpr int64_t kCalibratedAfter = 3;  // steps
 
 std::atomic<int> stop_signals{0};
 
@@ -114,6 +118,7 @@ class Training {
     options.log = [this](const std::string& line) {
       if (!words_.quiet) progress_.Print(line);
     };
+    options.machine = [this](int64_t state_bytes) { return Probe(state_bytes); };
     options.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
     options.describe = [this](const zero::StepResult& result) {
       return zero::StepJson(result, TokensPerStep());
@@ -124,17 +129,18 @@ class Training {
       absl::StatusOr<std::unique_ptr<Trace>> trace = Trace::Open(*words_.trace);
       if (!trace.ok()) return trace.status();
       trace_ = std::move(*trace);
-      options.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
-        trace_->Add(id, op, start, end);
-      };
     }
+    options.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
+      if (trace_ != nullptr) trace_->Add(id, op, start, end);
+      if (calibration_ != nullptr) calibration_->Observe(op, start, end);
+    };
     report_.Start(options, kVersion, /*world_size=*/1);
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
         zero::Engine::Create(MakeGpt(settings_.model), options);
     if (!engine.ok()) return engine.status();
     engine_ = std::move(*engine);
-    engine_->set_knee_bytes(drives_.profile.knee_bytes);
-    report_.Planned(*engine_, drives_.profile, prediction_);
+    engine_->set_knee_bytes(machine_.drives.knee_bytes);
+    report_.Planned(*engine_, machine_.drives, prediction_);
     if (engine_->run().value("data_fingerprint", *fingerprint) != *fingerprint) {
       return absl::FailedPreconditionError(
           absl::StrCat("--data ", settings_.data_path,
@@ -154,26 +160,55 @@ class Training {
     return absl::OkStatus();
   }
 
+  tiering::MachineModel Probe(int64_t state_bytes) {
+    const zero::EngineOptions& options = settings_.engine;
+    MachineRequest request;
+    if (options.offload == zero::OffloadDevice::kNvme) request.directories = options.state_dirs;
+    request.memory_bytes = options.host_memory_bytes;
+    // A model of some megabytes is not worth a second of probing.
+    request.file_bytes = std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
+    if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
+    request.optimizer = options.optimizer;
+    request.update_workers = options.update_workers;
+    request.compute_threads = options.intra_op_threads;
+    request.stored_profile = false;  // the report has what the drive is worth now
+    const auto [read_before, written_before] = BytesByKernel();
+    absl::StatusOr<Machine> machine = ProbeMachine(request);
+    const auto [read, written] = BytesByKernel();
+    report_.Probed(read - read_before, written - written_before);
+    if (machine.ok())
+      machine_ = *std::move(machine);  // it only fails where a file is wrong, and there is none
+    return machine_.model;
+  }
+
   absl::Status Planned(const zero::EnginePlan& plan) {
     const zero::EngineOptions& options = settings_.engine;
-    if (plan.plan.on_nvme) {
-      // A model of some megabytes is not worth a second of probing.
-      const int64_t file_bytes = std::clamp<int64_t>(plan.state_bytes, int64_t{16} << 20, int64_t{128} << 20);
-      const auto [read_before, written_before] = BytesByKernel();
-      drives_ = MeasureDrives(options.state_dirs, options.host_memory_bytes, file_bytes);
-      const auto [read, written] = BytesByKernel();
-      report_.Probed(read - read_before, written - written_before);
-    } else {
-      drives_.profile.knee_bytes = 1;
-    }
-    absl::StatusOr<tiering::Prediction> prediction = Predict(plan, options, drives_.profile);
+    absl::StatusOr<tiering::Prediction> prediction = tiering::Simulate(plan.graph, plan.plan, machine_.model);
     if (!prediction.ok()) return prediction.status();
     prediction_ = *prediction;
-    Say(PlanText(plan, options, prediction_, drives_));
+    Say(PlanText({plan, options, machine_, prediction_}));
     Say(absl::StrCat("threads: ", options.intra_op_threads, " for compute, ", options.update_workers,
                      " for updates; ", zero::DescribeBlas().name, "; kernels ", kernels::DescribeCpu()));
     if (!settings_.resumes && plan.plan.on_nvme) Say("initialising");
     return absl::OkStatus();
+  }
+
+  // The first step fills the pipeline; the ones after it, up to kCalibratedAfter, show what the machine is
+  // worth while it does all of this at once.
+  void Calibrate(int64_t steps_done) {
+    const zero::EnginePlan& plan = engine_->plan();
+    if (steps_done == 1) {
+      calibration_ = std::make_unique<tiering::Calibration>(plan.graph, plan.plan, machine_.model,
+                                                            static_cast<int64_t>(machine_.drives.knee_bytes));
+    }
+    if (steps_done != kCalibratedAfter || calibration_ == nullptr) return;
+    const tiering::Calibration::Result result = calibration_->Calibrated();
+    calibration_ = nullptr;
+    const absl::StatusOr<tiering::Prediction> prediction =
+        tiering::Simulate(result.graph, plan.plan, result.machine);
+    if (!prediction.ok()) return;
+    report_.Calibrated(*prediction);
+    if (!words_.quiet) progress_.Print(CalibratedText(*prediction, result.machine, result.drive_seen));
   }
 
   int64_t TokensPerStep() const { return settings_.batch * settings_.accumulate * settings_.seq; }
@@ -206,6 +241,7 @@ class Training {
           std::move(*batches), last || evaluates || checkpoints ? zero::Next::kUnknown : zero::Next::kTrain);
       if (!result.ok()) return result.status();
       report_.Stepped(*engine_, *result, TokensPerStep());
+      Calibrate(++steps_done_);
       if (std::isnan(first_loss_)) first_loss_ = result->loss;
       newest_ = *result;
       if (result->skipped)
@@ -338,7 +374,9 @@ class Training {
   std::ostream& out_;
   Progress progress_;
   zero::Report report_;
-  MeasuredDrives drives_;
+  Machine machine_;
+  std::unique_ptr<tiering::Calibration> calibration_;
+  int64_t steps_done_ = 0;  // by this process
   tiering::Prediction prediction_;
   std::unique_ptr<Dataset> data_, eval_data_;
   std::unique_ptr<TrainLog> log_;

@@ -50,6 +50,10 @@ constexpr auto kUpdateOrders =
     std::to_array<Named<UpdateOrder>>({{UpdateOrder::kAuto, "auto"},
                                        {UpdateOrder::kInNextForward, "next_forward"},
                                        {UpdateOrder::kInBackward, "in_backward"}});
+constexpr auto kPlacements = std::to_array<Named<ConfigPlacement>>({{ConfigPlacement::kAuto, "auto"},
+                                                                    {ConfigPlacement::kCpu, "cpu"},
+                                                                    {ConfigPlacement::kCuda, "cuda"},
+                                                                    {ConfigPlacement::kConst, "const"}});
 constexpr auto kWarmupTypes =
     std::to_array<Named<WarmupType>>({{WarmupType::kLog, "log"}, {WarmupType::kLinear, "linear"}});
 
@@ -129,6 +133,11 @@ void FillZero(const Filler& f, ZeroConfig& z) {
   f.Get("zero_optimization.allgather_bucket_size", z.allgather_bucket_size_elements);
   f.Get("zero_optimization.stage3_prefetch_bucket_size", z.prefetch_bucket_size_elements);
   f.Get("zero_optimization.stage3_max_live_parameters", z.max_live_parameters_elements);
+  f.Get("zero_optimization.stage3_max_reuse_distance", z.max_reuse_distance_elements);
+  f.Get("zero_optimization.stage3_param_persistence_threshold", z.param_persistence_elements);
+  f.Get("zero_optimization.stage3_model_persistence_threshold", z.model_persistence_elements);
+  f.Get("zero_optimization.offload_optimizer.pipeline_read", z.offload_optimizer.pipeline_read);
+  f.Get("zero_optimization.offload_optimizer.pipeline_write", z.offload_optimizer.pipeline_write);
   f.Get("zero_optimization.offload_param.device", kOffloadDevices, z.offload_param.device);
   f.Get("zero_optimization.offload_param.nvme_path", z.offload_param.nvme_path);
   f.Get("zero_optimization.offload_param.buffer_count", z.offload_param.buffer_count);
@@ -182,6 +191,9 @@ Config Fill(const Filler& f) {
   f.Get("penstock.tile_bytes", c.penstock.tile_bytes);
   f.Get("penstock.io_threads", c.penstock.io_threads);
   f.Get("penstock.update_threads", c.penstock.update_threads);
+  f.Get("penstock.placement", kPlacements, c.penstock.placement);
+  f.Get("penstock.placement_const_bytes", c.penstock.placement_const_bytes);
+  f.Get("penstock.gpu_margin_mem_ratio", c.penstock.state_fraction);
   return c;
 }
 
@@ -205,6 +217,10 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
                           "number of ranks",
                           *c.train_batch_size, parts, c.gradient_accumulation_steps.value_or(1)));
     }
+  }
+  if (c.penstock.placement_const_bytes && c.penstock.placement != ConfigPlacement::kConst) {
+    notes.push_back(
+        "penstock.placement_const_bytes: accepted and ignored: it is the bound of placement \"const\"");
   }
   if (c.optimizer.type == OptimizerType::kAdamW && c.optimizer.adam_w_mode == false) {
     notes.push_back(

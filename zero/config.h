@@ -38,6 +38,7 @@ enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, k
 enum class Durability { kStep, kCheckpoint };
 enum class SyncMode { kProcess, kPower };
 using tiering::UpdateOrder;
+enum class ConfigPlacement { kAuto, kCpu, kCuda, kConst };  // ColossalAI's; see tiering::Placement
 
 // The names that the JSON uses: "nvme", "AdamW", "WarmupLR", "step", "power", "next_forward".
 std::string_view Name(OffloadDevice value);
@@ -118,6 +119,9 @@ struct OffloadOptimizerConfig {
   std::optional<OffloadDevice> device;
   std::optional<std::string> nvme_path;
   std::optional<int64_t> buffer_count;  // each of sub_group_size elements of 4 bytes
+  // Whether the next tile is read, and the last one written, while one is updated.
+  std::optional<bool> pipeline_read;
+  std::optional<bool> pipeline_write;
 };
 
 struct ZeroConfig {
@@ -129,6 +133,9 @@ struct ZeroConfig {
   std::optional<int64_t> allgather_bucket_size_elements;  // bounds one gather
   std::optional<int64_t> prefetch_bucket_size_elements;   // bounds what is read ahead for compute
   std::optional<int64_t> max_live_parameters_elements;    // bounds what is gathered at once
+  std::optional<int64_t> max_reuse_distance_elements;     // bounds between which uses weights stay
+  std::optional<int64_t> param_persistence_elements;      // blocks up to this size stay ...
+  std::optional<int64_t> model_persistence_elements;      // ... up to so much in all
 };
 
 struct AioConfig {
@@ -153,6 +160,9 @@ struct PenstockConfig {
   std::optional<int64_t> tile_bytes;
   std::optional<int64_t> io_threads;
   std::optional<int64_t> update_threads;
+  std::optional<ConfigPlacement> placement;
+  std::optional<int64_t> placement_const_bytes;  // of "const": what may stay; ColossalAI's default is 512 MiB
+  std::optional<double> state_fraction;          // "gpu_margin_mem_ratio": of the margin, for resident state
 };
 
 struct Config {

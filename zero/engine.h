@@ -84,6 +84,8 @@ struct EnginePlan {
   int64_t parameters = 0;
   int64_t disk_bytes = 0;   // of the state directories, all versions
   int64_t state_bytes = 0;  // one version
+  // What it was planned under: for those who ask what another machine or budget would do.
+  tiering::PlanOptions options;
 };
 
 struct EngineOptions {
@@ -118,6 +120,9 @@ struct EngineOptions {
   bool overwrite = false;
   // What the caller wants to find again on resume; the first commit keeps it. A resumed run keeps its first.
   nlohmann::json run = nlohmann::json::object();
+  // The machine that plans are compared on; asked once, when the model's sizes are known and the budget is
+  // known to hold the least that works. Without it, MachineModel's assumptions.
+  std::function<tiering::MachineModel(int64_t state_bytes)> machine;
   // The plan stands and nothing has been made yet: an error ends the creation.
   std::function<absl::Status(const EnginePlan&)> planned;
   // The caller's words about a step, kept in its commit; asked once, when the step is about to be committed.

@@ -185,10 +185,17 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     if (!tiles.ok()) return tiles.status();
     plan_options.fixed_tiles = std::move(*tiles);
   }
+  plan.state_bytes = plan_options.precision.UnpaddedBytes(plan.graph.elements());
+  if (options.machine) {
+    // A budget that is too small is refused before anything is measured on a drive.
+    absl::StatusOr<tiering::Plan> assumed = tiering::MakePlan(plan.graph, plan_options);
+    if (!assumed.ok()) return assumed.status();
+    plan_options.machine = options.machine(plan.state_bytes);
+  }
   absl::StatusOr<tiering::Plan> made = tiering::MakePlan(plan.graph, plan_options);
   if (!made.ok()) return made.status();
   plan.plan = std::move(*made);
-  plan.state_bytes = plan_options.precision.UnpaddedBytes(plan.graph.elements());
+  plan.options = std::move(plan_options);
   if (on_nvme) {
     swap::StoreOptions store_options;
     store_options.directories = options.state_dirs;

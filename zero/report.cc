@@ -99,8 +99,17 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["io_knee_bytes"] = device.knee_bytes;
   report_["order_of_update"] = "next_forward";
   report_["predicted_step_seconds"] = prediction.step_seconds;
+  report_["predicted_at_start_step_seconds"] = prediction.step_seconds;
+  report_["prediction_from"] = "start";
   report_["bound_by"] = prediction.bound_by;
+  report_["plan"] = plan.plan.reasons;
   seconds_ = 0;
+}
+
+void Report::Calibrated(const tiering::Prediction& prediction) {
+  report_["predicted_step_seconds"] = prediction.step_seconds;
+  report_["prediction_from"] = "first steps";
+  report_["bound_by"] = prediction.bound_by;
 }
 
 Report::Mark Report::Now(const Engine& engine) const {

@@ -6,6 +6,11 @@
 //   compute_union_seconds          union of the intervals in which forward, backward or update kernels ran
 //   overlap_ratio                  its seconds / max(io_saturated_seconds, compute_union_seconds)
 //   io_gbps_achieved               its NVMe bytes / io_saturated_seconds, in 10^9 bytes per second
+//   predicted_step_seconds         the step of the simulator: after the third step of the process with what
+//   that
+//                                  and the second showed of times and bandwidths (prediction_from "first
+//                                  steps"), before with what was measured at the start ("start");
+//                                  predicted_at_start_step_seconds keeps the latter
 // Managed memory is the arena and every tensor (zero/tensor_memory.h). Not counted, because nobody can bound
 // it from here: code, LibTorch's and BLAS's scratch, the kernel's page cache, threads' stacks, and the tables
 // that describe blocks and tiles (some hundred bytes for each).
@@ -35,6 +40,7 @@ class Report {
 
   void Start(const EngineOptions& options, const std::string& version, int world_size);
   void Planned(const Engine& engine, const aio::DeviceProfile& device, const tiering::Prediction& prediction);
+  void Calibrated(const tiering::Prediction& prediction);
   // What probing the drives moved before the run; part of the totals, as it is part of the kernel's own
   // counters.
   void Probed(int64_t read_bytes, int64_t write_bytes) {

@@ -91,6 +91,9 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.zero.offload_param.max_in_cpu_elements, 1'000'000'000);
   EXPECT_EQ(c.zero.offload_optimizer.device, OffloadDevice::kNvme);
   EXPECT_EQ(c.zero.offload_optimizer.buffer_count, 4);
+  EXPECT_EQ(c.zero.offload_optimizer.pipeline_read, true);
+  EXPECT_EQ(c.zero.offload_optimizer.pipeline_write, true);
+  EXPECT_EQ(c.zero.max_reuse_distance_elements, 1'000'000'000);
   EXPECT_EQ(c.aio.block_size_bytes, 1 << 20);
   EXPECT_EQ(c.aio.queue_depth, 8);
   EXPECT_EQ(c.aio.intra_op_parallelism, 2);
@@ -118,9 +121,7 @@ TEST(ParseConfig, OneNoteForEachKeyWithoutEffectInTheFilesOrder) {
   EXPECT_THAT(
       keys, ElementsAre(
                 "steps_per_print", "zero_optimization.contiguous_gradients", "zero_optimization.overlap_comm",
-                "zero_optimization.stage3_max_reuse_distance", "zero_optimization.offload_param.pin_memory",
-                "zero_optimization.offload_optimizer.pipeline_read",
-                "zero_optimization.offload_optimizer.pipeline_write",
+                "zero_optimization.offload_param.pin_memory",
                 "zero_optimization.offload_optimizer.fast_init", "aio.single_submit", "aio.overlap_events",
                 "activation_checkpointing.partition_activations", "checkpoint.tag_validation"));
 }

@@ -1,0 +1,305 @@
+// What users say about placement, the tiers that a plan is told by, what-ifs, and the calibration of a
+// machine.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <ctime>
+
+#include "tiering/calibrate.h"
+#include "tiering/program.h"
+#include "tiering/sim_lanes.h"
+#include "tiering/simulate.h"
+#include "tiering/tiers.h"
+#include "tiering/what_if.h"
+
+namespace penstock::tiering {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+ModelGraph Layers(int layers, int64_t elements, double forward = 1e-3) {
+  ModelGraph graph;
+  graph.batch_bytes = 1024;
+  for (int b = 0; b < layers; ++b) graph.blocks.push_back({"layer", elements, elements * 4});
+  for (int b = 0; b < layers; ++b) {
+    graph.stages.push_back({"stage", b, kMiB / 4, kMiB, 2 * kMiB, forward, 3 * forward});
+  }
+  return graph;
+}
+
+int64_t ResidentElements(const Plan& plan) {
+  int64_t elements = 0;
+  for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot >= 0 ? block.elements : 0;
+  return elements;
+}
+
+int64_t ResidentTiles(const Plan& plan) {
+  int64_t tiles = 0;
+  for (const BlockPlan& block : plan.blocks) {
+    tiles += std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
+                           [](int slot) { return slot >= 0; });
+  }
+  return tiles;
+}
+
+TEST(Placement, CpuKeepsNothingCudaAllWeightsConstWhatItMayAndAutoIsTheFastest) {
+  const ModelGraph graph = Layers(16, 1 << 20, 1e-4);
+  PlanOptions options;
+  options.host_budget_bytes = 200 * kMiB;
+  auto plan = [&](Placement placement) {
+    options.bounds.placement = placement;
+    absl::StatusOr<Plan> made = MakePlan(graph, options);
+    EXPECT_TRUE(made.ok()) << made.status();
+    return *std::move(made);
+  };
+  auto seconds = [&](const Plan& p) { return Simulate(graph, p, options.machine)->step_seconds; };
+  const Plan chosen = plan(Placement::kAuto);
+  EXPECT_THAT(chosen.reasons, testing::Contains(HasSubstr("placement auto: ")));
+
+  const Plan streams = plan(Placement::kCpu);
+  EXPECT_EQ(ResidentElements(streams), 0);
+  EXPECT_EQ(ResidentTiles(streams), 0);
+
+  const Plan keeps = plan(Placement::kCuda);
+  // What has no place of its own has one of the shared ones for good.
+  EXPECT_EQ(ResidentElements(keeps), (16 - keeps.run_classes.front().slots) * int64_t{1 << 20});
+  ProgramBuilder builder(graph, keeps, 1);
+  builder.Append(Pass::kTrain);
+  for (const Op& op : builder.Append(Pass::kTrain)) {
+    EXPECT_TRUE(op.kind != OpKind::kReadWeights || op.redo);
+  }
+
+  options.bounds.const_bytes = 10 * kMiB;
+  const Plan bounded = plan(Placement::kConst);
+  const int64_t state = bounded.tile_state_bytes + kPage;
+  EXPECT_LE(ResidentElements(bounded) * 2 + ResidentTiles(bounded) * state, 10 * kMiB);
+  EXPECT_GT(ResidentElements(bounded) + ResidentTiles(bounded), 0);
+
+  for (const Plan& other : {streams, keeps, bounded}) EXPECT_LE(seconds(chosen), seconds(other) * 1.01);
+
+  options.host_budget_bytes = 30 * kMiB;
+  options.bounds.placement = Placement::kCuda;
+  const absl::StatusOr<Plan> refused = MakePlan(graph, options);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << "32 MiB of weights in 30 MiB";
+  options.bounds.placement = Placement::kAuto;
+  options.host_budget_bytes = int64_t{1} << 40;
+  const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
+  options.bounds.placement = Placement::kCuda;
+  const int64_t least_with_all = MakePlan(graph, options)->least_host_memory_bytes;
+  EXPECT_GT(least_with_all, least);
+  options.host_budget_bytes = least_with_all;
+  EXPECT_TRUE(MakePlan(graph, options).ok());
+}
+
+TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
+  ModelGraph graph = Layers(12, 1 << 20, 1e-4);
+  graph.blocks[3].elements = graph.blocks[7].elements = 40 * kElementAlignment;
+  PlanOptions options;
+  // Room for about half of the weights, so that it matters which.
+  const PlanOptions roomy = options;
+  options.host_budget_bytes = int64_t{1} << 40;
+  const Plan all = *MakePlan(graph, options);
+  EXPECT_EQ(ResidentTiles(all), static_cast<int64_t>([&] {
+              size_t tiles = 0;
+              for (const BlockPlan& block : all.blocks) tiles += block.tiles.size();
+              return tiles;
+            }()));
+
+  options.bounds.tile_slots = 2;
+  EXPECT_EQ(MakePlan(graph, options)->tile_ring, 2);
+  options.bounds.tile_slots = 1;
+  EXPECT_EQ(MakePlan(graph, options)->tile_ring, 1);
+  options.bounds.tile_slots.reset();
+  options.bounds.state_bytes = 25 * kMiB;
+  const Plan pool = *MakePlan(graph, options);
+  EXPECT_LE(pool.tile_ring * pool.tile_state_bytes, 25 * kMiB);
+  EXPECT_GT(pool.tile_ring, 1);
+  options.bounds.state_bytes = 0;
+  EXPECT_EQ(MakePlan(graph, options)->tile_ring, 1);
+
+  // Weights stay only where no more is used between two uses: on the walk up and down that is the far end.
+  options.bounds = {};
+  options.bounds.reuse_elements = 0;
+  EXPECT_EQ(ResidentElements(*MakePlan(graph, options)), 0);
+  options.bounds.reuse_elements = 14 << 20;
+  const Plan near = *MakePlan(graph, options);
+  EXPECT_GT(ResidentElements(near), 0);
+  EXPECT_LT(ResidentElements(near), ResidentElements(all));
+  options.bounds.reuse_elements = int64_t{1} << 40;
+  EXPECT_EQ(ResidentElements(*MakePlan(graph, options)), ResidentElements(all));
+
+  // Small blocks persist before anything else does, up to the model's bound, also where nothing else may.
+  options.bounds = {};
+  options.bounds.placement = Placement::kCpu;
+  options.bounds.persistent_block_elements = 100'000;
+  Plan small = *MakePlan(graph, options);
+  EXPECT_GE(small.blocks[3].private_run_slot, 0);
+  EXPECT_GE(small.blocks[7].private_run_slot, 0);
+  EXPECT_EQ(ResidentElements(small), 80 * kElementAlignment);
+  options.bounds.persistent_elements = 40 * kElementAlignment;
+  small = *MakePlan(graph, options);
+  EXPECT_EQ(ResidentElements(small), 40 * kElementAlignment);
+  options.bounds.persistent_block_elements = 1000;
+  EXPECT_EQ(ResidentElements(*MakePlan(graph, options)), 0);
+
+  // Of the margin, so much for state.
+  options = roomy;
+  options.host_budget_bytes = MakePlan(graph, roomy)->host_bytes() + 60 * kMiB;
+  options.bounds.state_fraction = 0;
+  EXPECT_EQ(ResidentTiles(*MakePlan(graph, options)), 0);
+}
+
+TEST(Tiers, AddUpToThePlanToTheByte) {
+  for (const auto& [precision, micro_batches] :
+       {std::pair{Precision::Bf16(), 1}, {Precision::Bf16(), 3}, {Precision::Fp32(), 2}}) {
+    const ModelGraph graph = Layers(12, 1 << 20);
+    for (const int64_t extra : {0, 20, 60, 400}) {
+      PlanOptions options;
+      options.precision = precision;
+      options.micro_batches = micro_batches;
+      options.host_budget_bytes = int64_t{1} << 40;
+      options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes + extra * kMiB;
+      const Plan plan = *MakePlan(graph, options);
+      int64_t host = 0, read = 0, written = 0, nvme = 0;
+      for (const TierLine& line : TiersOf(graph, plan)) {
+        host += line.in_flight_bytes + line.resident_bytes;
+        read += line.read_bytes;
+        written += line.written_bytes;
+        nvme += line.nvme_bytes;
+      }
+      EXPECT_EQ(host, plan.host_bytes());
+      EXPECT_EQ(host, plan.ledger().total());
+      EXPECT_EQ(read, plan.nvme_read_bytes);
+      EXPECT_EQ(written, plan.nvme_write_bytes);
+      EXPECT_EQ(nvme, graph.elements() * (2 * precision.UnpaddedBytes(1) + precision.gradient_bytes));
+    }
+  }
+  const Wear wear = WearOf(12'000'000'000, 4, 600e12);
+  EXPECT_DOUBLE_EQ(wear.bytes_per_day, 3e9 * 86400);
+  EXPECT_DOUBLE_EQ(wear.days_to_rating, 600e12 / (3e9 * 86400));
+  EXPECT_TRUE(std::isinf(WearOf(0, 4, 600e12).days_to_rating));
+}
+
+TEST(WhatIf, MoreOfWhatBoundsTheStepMakesItFaster) {
+  const ModelGraph slow_drive = Layers(12, 1 << 20, 1e-5), slow_compute = Layers(12, 1 << 20, 1e-1);
+  PlanOptions options;
+  options.host_budget_bytes = 90 * kMiB;
+  auto ask = [&](const ModelGraph& graph) {
+    const Plan plan = *MakePlan(graph, options);
+    return AskWhatIf(graph, options, *Simulate(graph, plan, options.machine), 1);
+  };
+  const std::vector<WhatIf> drive = ask(slow_drive), compute = ask(slow_compute);
+  ASSERT_EQ(drive.size(), 4u);
+  EXPECT_EQ(drive[0].change, "one more drive");
+  EXPECT_NEAR(drive[0].speedup, 2, 0.15);
+  EXPECT_GT(drive[1].speedup, 1.1);        // memory saves reads
+  EXPECT_GT(drive[2].speedup, 1.5);        // twice the samples in about the same time
+  EXPECT_NEAR(drive[3].speedup, 1, 0.05);  // compute is not what is missing
+  EXPECT_NEAR(compute[0].speedup, 1, 0.05);
+  EXPECT_NEAR(compute[3].speedup, 2, 0.1);
+  // A batch that the budget does not hold is said to be one.
+  options.host_budget_bytes = int64_t{1} << 40;
+  options.host_budget_bytes = MakePlan(slow_drive, options)->least_host_memory_bytes;
+  EXPECT_THAT(ask(slow_drive)[2].error, HasSubstr("too small"));
+}
+
+TEST(Machine, DriveTimesFollowFromTheThreeBandwidths) {
+  MachineModel machine;
+  machine.read_bytes_per_s = 4e9;
+  machine.write_bytes_per_s = 2e9;
+  // One server's time is shared.
+  EXPECT_DOUBLE_EQ(machine.drive_seconds(4e9, 0), 1);
+  EXPECT_DOUBLE_EQ(machine.drive_seconds(4e9, 2e9), 2);
+  // A duplex drive.
+  machine.mixed_bytes_per_s = 4e9;
+  EXPECT_DOUBLE_EQ(machine.drive_seconds(2e9, 2e9), 1);
+  EXPECT_DOUBLE_EQ(machine.drive_seconds(6e9, 2e9), 2);
+  // Writes that disturb reads: one after the other is better than both at once.
+  machine.mixed_bytes_per_s = 1e9;
+  EXPECT_DOUBLE_EQ(machine.drive_seconds(4e9, 2e9), 2);
+  EXPECT_DOUBLE_EQ(machine.cpu_speed(true, 5), 1);
+  machine.cores = 2;
+  machine.compute_threads = 2;
+  EXPECT_DOUBLE_EQ(machine.cpu_speed(true, 0), 1);
+  EXPECT_DOUBLE_EQ(machine.cpu_speed(true, 1), 2.0 / 3);
+  EXPECT_DOUBLE_EQ(machine.cpu_speed(false, 2), 1);
+}
+
+// A machine is simulated, watched, and found again from what was seen, starting from wrong figures.
+TEST(Calibration, FindsTheMachineThatRan) {
+  for (const auto& [forward, cores] : {std::pair{2e-4, 2}, {3e-3, 2}, {1e-3, 0}}) {
+    const ModelGraph graph = Layers(16, 1 << 20, forward);
+    MachineModel truth;
+    truth.read_bytes_per_s = 2.5e9;
+    truth.write_bytes_per_s = 4e9;
+    truth.mixed_bytes_per_s = 3.6e9;
+    truth.update_parameters_per_s = 500e6;
+    truth.verify_bytes_per_s = 6e9;
+    truth.cores = cores;
+    truth.compute_threads = 2;
+    truth.io_latency_seconds = 0;
+    PlanOptions options;
+    options.machine = truth;
+    options.host_budget_bytes = 90 * kMiB;
+    const Plan plan = *MakePlan(graph, options);
+    MachineModel guess;
+    guess.cores = truth.cores;
+    guess.compute_threads = 2;
+    guess.io_latency_seconds = 0;
+    guess.read_bytes_per_s = 9e9;
+    guess.write_bytes_per_s = 1e9;
+    ModelGraph unmeasured = graph;
+    for (StageShape& stage : unmeasured.stages) stage.forward_seconds = stage.backward_seconds = 1;
+    Calibration calibration(unmeasured, plan, guess, /*busy_bytes=*/1);
+    const Prediction seen =
+        *Simulate(graph, plan, truth, /*steps=*/3,
+                  [&](OpId, const Op& op, double start, double end) { calibration.Observe(op, start, end); });
+    const Calibration::Result result = calibration.Calibrated();
+    EXPECT_TRUE(result.drive_seen);
+    for (size_t s = 0; s + 1 < graph.stages.size(); ++s) {
+      EXPECT_NEAR(result.graph.stages[s].forward_seconds, forward, 0.01 * forward);
+    }
+    EXPECT_NEAR(result.graph.stages.back().backward_seconds, 3 * forward, 0.03 * forward);
+    EXPECT_NEAR(result.machine.update_parameters_per_s, 500e6, 5e6);
+    EXPECT_NEAR(result.machine.verify_bytes_per_s, 6e9, 6e7);
+    const Prediction predicted = *Simulate(result.graph, plan, result.machine, 3);
+    EXPECT_NEAR(predicted.step_seconds, seen.step_seconds, 0.05 * seen.step_seconds)
+        << forward << " " << cores;
+  }
+}
+
+TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {
+  auto arena = [](int layers, int64_t budget) {
+    const ModelGraph graph = Layers(layers, 1 << 20);
+    PlanOptions options;
+    options.host_budget_bytes = int64_t{1} << 40;
+    const Plan roomy = *MakePlan(graph, options);
+    options.host_budget_bytes = budget > 0 ? budget : roomy.least_host_memory_bytes;
+    return MakePlan(graph, options)->arena_bytes;
+  };
+  const int64_t least = arena(10, 0);
+  for (const int layers : {20, 100, 1000}) EXPECT_EQ(arena(layers, 0), least) << layers;
+  // With a budget, what is pinned is bounded by it, whatever the depth.
+  for (const int layers : {10, 100, 300}) EXPECT_LE(arena(layers, 160 * kMiB), 160 * kMiB);
+}
+
+TEST(Planner, AThousandBlocksArePlannedWithinASecond) {
+  const ModelGraph graph = Layers(1000, 3 << 18, 1e-3);
+  PlanOptions options;
+  options.host_budget_bytes = int64_t{2} << 30;
+  const std::clock_t begin = std::clock();  // the processor's time: the machine may have other work
+  const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+  const double seconds = static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC;
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  RecordProperty("seconds", std::to_string(seconds));
+#if defined(NDEBUG) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  EXPECT_LT(seconds, 1.0);
+#endif
+}
+
+}  // namespace
+}  // namespace penstock::tiering

@@ -1,0 +1,156 @@
+#include "tiering/calibrate.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+namespace penstock::tiering {
+namespace {
+
+// A direction of the drive must have been busy for this share of the time, and this long, to be believed.
+constexpr double kLeastShare = 0.03;
+constexpr double kLeastSeconds = 0.02;
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+bool Transfers(Lane lane) { return lane == Lane::kRead || lane == Lane::kWrite; }
+
+}  // namespace
+
+void Calibration::Observe(const Op& op, double start_seconds, double end_seconds) {
+  if (op.lane == Lane::kHost || !(end_seconds > start_seconds) || spans_.size() >= kMostSpans) return;
+  Span span{op.kind, op.lane, op.stage, op.bytes, start_seconds, end_seconds};
+  if (op.lane == Lane::kUpdate && op.block >= 0) {
+    const BlockPlan& block = plan_.blocks[static_cast<size_t>(op.block)];
+    if (op.kind == OpKind::kFinalize) {
+      span.amount = block.elements * plan_.precision.gradient_bytes;
+    } else {
+      span.amount = block.tiles[static_cast<size_t>(op.tile)].elements;
+      if (op.kind == OpKind::kVerify) span.amount *= plan_.precision.weight_bytes();
+    }
+  }
+  spans_.push_back(span);
+}
+
+Calibration::Result Calibration::Calibrated() const {
+  Result result{graph_, machine_, false};
+  CalibrateCpu(&result);
+  CalibrateDrive(&result);
+  return result;
+}
+
+void Calibration::CalibrateCpu(Result* result) const {
+  // Undisturbed seconds gone by at each moment at which something began or ended.
+  struct Edge {
+    double at;
+    int computing, updates;
+  };
+  std::vector<Edge> edges;
+  for (const Span& span : spans_) {
+    const int computes = span.lane == Lane::kCompute ? 1 : 0, updates = span.lane == Lane::kUpdate ? 1 : 0;
+    if (computes + updates == 0) continue;
+    edges.push_back({span.start, computes, updates});
+    edges.push_back({span.end, -computes, -updates});
+  }
+  std::sort(edges.begin(), edges.end(), [](const Edge& a, const Edge& b) { return a.at < b.at; });
+  std::vector<std::pair<double, double>> gone;
+  int computing = 0, updates = 0;
+  for (const Edge& edge : edges) {
+    const double before = gone.empty() ? 0 : gone.back().second;
+    const double passed = gone.empty() ? 0 : edge.at - gone.back().first;
+    gone.emplace_back(edge.at, before + passed * machine_.cpu_speed(computing > 0, updates));
+    computing += edge.computing;
+    updates += edge.updates;
+  }
+  const auto until = [&](double at) {
+    return std::lower_bound(gone.begin(), gone.end(), std::pair(at, 0.0))->second;
+  };
+  std::vector<std::vector<double>> forward(graph_.stages.size()), backward(graph_.stages.size());
+  std::vector<double> commits;
+  double updated = 0, update_seconds = 0, checked = 0, check_seconds = 0;
+  for (const Span& span : spans_) {
+    if (span.lane == Lane::kCommit) commits.push_back(span.end - span.start);
+    if (span.lane != Lane::kCompute && span.lane != Lane::kUpdate) continue;
+    const double work = until(span.end) - until(span.start);
+    switch (span.kind) {
+      case OpKind::kForward:
+        forward[static_cast<size_t>(span.stage)].push_back(work);
+        break;
+      case OpKind::kBackward:
+        backward[static_cast<size_t>(span.stage)].push_back(work);
+        break;
+      case OpKind::kUpdate:
+        updated += static_cast<double>(span.amount);
+        update_seconds += work;
+        break;
+      default:
+        checked += static_cast<double>(span.amount);
+        check_seconds += work;
+        break;
+    }
+  }
+  for (size_t s = 0; s < graph_.stages.size(); ++s) {
+    if (!forward[s].empty()) result->graph.stages[s].forward_seconds = Median(forward[s]);
+    if (!backward[s].empty()) result->graph.stages[s].backward_seconds = Median(backward[s]);
+  }
+  if (update_seconds > 0) result->machine.update_parameters_per_s = updated / update_seconds;
+  if (check_seconds > 0) result->machine.verify_bytes_per_s = checked / check_seconds;
+  if (!commits.empty()) result->machine.commit_seconds = Median(commits);
+}
+
+void Calibration::CalibrateDrive(Result* result) const {
+  // Each transfer's bytes are spread evenly over its time; over a stretch in which the drive never ran dry
+  // the sum is what it moved.
+  struct Edge {
+    double at;
+    std::array<double, 2> rate;    // of reads, of writes
+    std::array<int64_t, 2> bytes;  // in flight
+  };
+  std::vector<Edge> edges;
+  for (const Span& span : spans_) {
+    if (!Transfers(span.lane) || span.amount <= 0) continue;
+    Edge begin{span.start, {}, {}}, end{span.end, {}, {}};
+    const size_t direction = span.lane == Lane::kRead ? 0 : 1;
+    begin.rate[direction] = static_cast<double>(span.amount) / (span.end - span.start);
+    begin.bytes[direction] = span.amount;
+    end.rate[direction] = -begin.rate[direction];
+    end.bytes[direction] = -span.amount;
+    edges.push_back(begin);
+    edges.push_back(end);
+  }
+  if (edges.empty()) return;
+  std::sort(edges.begin(), edges.end(), [](const Edge& a, const Edge& b) { return a.at < b.at; });
+  std::array<double, 3> seconds{}, moved{};  // only reads, only writes, both
+  std::array<double, 2> rate{};
+  std::array<int64_t, 2> bytes{};
+  double before = edges.front().at;
+  for (const Edge& edge : edges) {
+    const double passed = edge.at - before;
+    before = edge.at;
+    if (bytes[0] + bytes[1] >= busy_bytes_) {
+      const size_t mode = bytes[0] == 0 ? 1 : (bytes[1] == 0 ? 0 : 2);
+      seconds[mode] += passed;
+      moved[mode] += passed * (rate[0] + rate[1]);
+    }
+    for (size_t d = 0; d < 2; ++d) {
+      rate[d] += edge.rate[d];
+      bytes[d] += edge.bytes[d];
+      if (bytes[d] == 0) rate[d] = 0;  // no rounding errors are carried on
+    }
+  }
+  const double all = edges.back().at - edges.front().at;
+  const auto seen = [&](size_t mode) {
+    return seconds[mode] >= std::max(kLeastSeconds, kLeastShare * all) && moved[mode] > 0;
+  };
+  MachineModel& machine = result->machine;
+  if (seen(0)) machine.read_bytes_per_s = moved[0] / seconds[0];
+  if (seen(1)) machine.write_bytes_per_s = moved[1] / seconds[1];
+  if (seen(2)) machine.mixed_bytes_per_s = moved[2] / seconds[2];
+  result->drive_seen = seen(0) || seen(1) || seen(2);
+}
+
+}  // namespace penstock::tiering

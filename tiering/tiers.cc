@@ -1,0 +1,97 @@
+#include "tiering/tiers.h"
+
+#include <limits>
+
+#include "tiering/program.h"
+
+namespace penstock::tiering {
+namespace {
+
+int64_t Sum(const std::vector<Slot>& slots, size_t from, size_t to) {
+  int64_t bytes = 0;
+  for (size_t i = from; i < to; ++i) bytes += AlignUp(slots[i].bytes, kPage);
+  return bytes;
+}
+
+}  // namespace
+
+std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan) {
+  std::vector<TierLine> lines(6);
+  TierLine &weights = lines[0], &state = lines[1], &gradients = lines[2], &inputs = lines[3],
+           &tensors = lines[4], &rest = lines[5];
+  weights.what = "weights";
+  state.what = "optimizer state";
+  gradients.what = "gradients";
+  inputs.what = "kept inputs";
+  tensors.what = "tensors while computing";
+  rest.what = "records and rounding";
+
+  size_t shared_runs = 0, ring_gradients = 0;
+  for (const RunClass& cls : plan.run_classes) shared_runs += static_cast<size_t>(cls.slots);
+  for (const RunClass& ring : plan.gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
+  const auto ring_tiles = static_cast<size_t>(plan.tile_ring);
+  const size_t kept_gradients = plan.gradient_slots.size() - ring_gradients;
+  weights.in_flight_bytes = Sum(plan.run_slots, 0, shared_runs);
+  weights.resident_bytes = Sum(plan.run_slots, shared_runs, plan.run_slots.size());
+  state.in_flight_bytes = Sum(plan.tile_slots, 0, ring_tiles);
+  state.resident_bytes = Sum(plan.tile_slots, ring_tiles, plan.tile_slots.size());
+  gradients.resident_bytes = Sum(plan.gradient_slots, 0, kept_gradients);
+  gradients.in_flight_bytes = Sum(plan.gradient_slots, kept_gradients, plan.gradient_slots.size()) +
+                              Sum(plan.accumulator_slots, 0, plan.accumulator_slots.size());
+  if (plan.trains) {
+    for (const StageShape& stage : graph.stages)
+      inputs.resident_bytes += plan.micro_batches * stage.input_bytes;
+  }
+  tensors.in_flight_bytes = plan.tensor_bytes - inputs.resident_bytes;
+  rest.resident_bytes = plan.arena_bytes - plan.slot_bytes;
+  if (!plan.on_nvme) return lines;
+
+  const int64_t elements = graph.elements();
+  weights.nvme_bytes = 2 * elements * plan.precision.weight_bytes();
+  state.nvme_bytes = 2 * (plan.precision.UnpaddedBytes(elements) - elements * plan.precision.weight_bytes());
+  gradients.nvme_bytes =
+      elements * plan.precision.gradient_bytes;  // a place for each, whether it spills or not
+  if (!plan.trains) return lines;
+  ProgramBuilder builder(graph, plan, 1);
+  builder.Append(Pass::kTrain);
+  builder.Append(Pass::kTrain);
+  for (const Op& op : builder.Append(Pass::kTrain)) {
+    if (op.redo) continue;  // rarely run
+    switch (op.kind) {
+      case OpKind::kReadWeights:
+        weights.read_bytes += op.bytes;
+        break;
+      case OpKind::kReadState:
+        state.read_bytes += op.bytes;
+        break;
+      case OpKind::kReadGradient:
+        gradients.read_bytes += op.bytes;
+        break;
+      case OpKind::kWriteGradient:
+        gradients.written_bytes += op.bytes;
+        break;
+      case OpKind::kWriteTile: {
+        const BlockPlan& block = plan.blocks[static_cast<size_t>(op.block)];
+        const int64_t of_weights =
+            block.tiles[static_cast<size_t>(op.tile)].elements * plan.precision.weight_bytes();
+        weights.written_bytes += of_weights;
+        state.written_bytes += op.bytes - of_weights;
+        break;
+      }
+      default:
+        break;
+    }
+  }
+  return lines;
+}
+
+Wear WearOf(int64_t written_bytes_per_step, double step_seconds, double rated_bytes) {
+  Wear wear;
+  wear.days_to_rating = std::numeric_limits<double>::infinity();
+  if (written_bytes_per_step <= 0 || !(step_seconds > 0)) return wear;
+  wear.bytes_per_day = static_cast<double>(written_bytes_per_step) / step_seconds * 86400;
+  wear.days_to_rating = rated_bytes / wear.bytes_per_day;
+  return wear;
+}
+
+}  // namespace penstock::tiering

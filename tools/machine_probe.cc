@@ -1,0 +1,220 @@
+#include "tools/machine_probe.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "kernels/checksum.h"
+#include "tools/size.h"
+#include "zero/measure.h"
+#include "zero/nearest_name.h"
+
+namespace penstock::tools {
+namespace {
+
+int Cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+// Bytes per second of checking what was read, from memory, on one core.
+double MeasureVerifyRate() {
+  using Clock = std::chrono::steady_clock;
+  const std::vector<uint64_t> bytes(size_t{1} << 18,
+                                    1);  // 2 MiB: no cache of one core holds it with its kind
+  double best = 1e9;
+  uint64_t sum = 0;
+  for (int repeat = 0; repeat < 4; ++repeat) {
+    const auto begin = Clock::now();
+    for (int pass = 0; pass < 8; ++pass) sum += kernels::Checksum(bytes.data(), bytes.size() * 8);
+    best = std::min(best, std::chrono::duration<double>(Clock::now() - begin).count());
+  }
+  if (sum == 1) return 1;  // the sums must not be optimised away
+  return 8.0 * static_cast<double>(bytes.size()) * 8 / std::max(best, 1e-9);
+}
+
+std::string Date(int64_t unix_seconds) {
+  const std::time_t time = unix_seconds;
+  std::tm utc{};
+  gmtime_r(&time, &utc);
+  return absl::StrFormat("%04d-%02d-%02d", utc.tm_year + 1900, utc.tm_mon + 1, utc.tm_mday);
+}
+
+void Add(const aio::DeviceProfile& one, aio::DeviceProfile* sum) {
+  const double read = sum->read_bytes_per_s, write = sum->write_bytes_per_s, mixed = sum->mixed_bytes_per_s;
+  const uint64_t knee = sum->knee_bytes;
+  *sum = one;
+  sum->read_bytes_per_s += read;
+  sum->write_bytes_per_s += write;
+  sum->mixed_bytes_per_s += mixed;
+  sum->knee_bytes = std::max(sum->knee_bytes, knee);
+}
+
+absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const MachineRequest& request) {
+  aio::ProbeOptions options;
+  options.directory = directory;
+  options.file_bytes = static_cast<uint64_t>(request.file_bytes);
+  options.budget_ms = request.file_bytes < (int64_t{64} << 20) ? 250 : 800;
+  const auto most =
+      static_cast<uint64_t>(request.memory_bytes > 0 ? request.memory_bytes / 4 : int64_t{1} << 40);
+  std::erase_if(options.depths,
+                [&](uint64_t depth) { return depth > std::min(most, options.file_bytes / 2); });
+  if (options.depths.empty()) {
+    return absl::ResourceExhaustedError("the budget is too small to probe the drive with");
+  }
+  return aio::MeasureDevice(options);
+}
+
+// All directories, or none: a sum of measured and assumed would be neither.
+void MeasureDrives(const MachineRequest& request, Machine* machine) {
+  aio::DeviceProfile sum;
+  int stored = 0;
+  std::string dates;
+  for (const std::string& directory : request.directories) {
+    const std::string existing = NearestExisting(directory);
+    absl::StatusOr<aio::DeviceProfile> profile =
+        request.stored_profile ? aio::LoadProfile(existing) : absl::NotFoundError("no stored profile wanted");
+    if (profile.ok()) {
+      ++stored;
+      dates = Date(profile->measured_unix_s);
+    } else if (request.probe_drive) {
+      profile = Probe(existing, request);
+    }
+    if (!profile.ok()) {
+      machine->drives = aio::DeviceProfile();
+      machine->drives.read_bytes_per_s = machine->model.read_bytes_per_s;
+      machine->drives.write_bytes_per_s = machine->model.write_bytes_per_s;
+      machine->drives.mixed_bytes_per_s = 2 * machine->model.mixed_rate(machine->model.read_bytes_per_s);
+      machine->drives.knee_bytes = 4 << 20;
+      machine->sources.push_back(
+          absl::StrCat("drive: assumed, not measured: ", std::string(profile.status().message())));
+      return;
+    }
+    Add(*profile, &sum);
+  }
+  machine->drives = sum;
+  machine->drive_measured = true;
+  tiering::MachineModel& model = machine->model;
+  if (sum.read_bytes_per_s > 0) model.read_bytes_per_s = sum.read_bytes_per_s;
+  if (sum.write_bytes_per_s > 0) model.write_bytes_per_s = sum.write_bytes_per_s;
+  model.mixed_bytes_per_s = sum.mixed_bytes_per_s;
+  if (sum.read_latency_us > 0) model.io_latency_seconds = sum.read_latency_us * 1e-6;
+  // A record, and the wait for it.
+  if (sum.write_latency_us > 0) model.commit_seconds = 2 * sum.write_latency_us * 1e-6;
+  machine->sources.push_back(stored == static_cast<int>(request.directories.size())
+                                 ? absl::StrCat("drive: profile of ", dates, ", stored by ds_nvme_tune")
+                                 : "drive: measured just now, beside the state directory");
+}
+
+struct Field {
+  const char* name;
+  double tiering::MachineModel::*number;
+  int tiering::MachineModel::*count;
+};
+constexpr Field kFields[] = {
+    {"read_bytes_per_s", &tiering::MachineModel::read_bytes_per_s, nullptr},
+    {"write_bytes_per_s", &tiering::MachineModel::write_bytes_per_s, nullptr},
+    {"mixed_bytes_per_s", &tiering::MachineModel::mixed_bytes_per_s, nullptr},
+    {"io_latency_seconds", &tiering::MachineModel::io_latency_seconds, nullptr},
+    {"commit_seconds", &tiering::MachineModel::commit_seconds, nullptr},
+    {"update_parameters_per_s", &tiering::MachineModel::update_parameters_per_s, nullptr},
+    {"verify_bytes_per_s", &tiering::MachineModel::verify_bytes_per_s, nullptr},
+    {"update_workers", nullptr, &tiering::MachineModel::update_workers},
+    {"cores", nullptr, &tiering::MachineModel::cores},
+    {"compute_threads", nullptr, &tiering::MachineModel::compute_threads},
+};
+
+}  // namespace
+
+std::string NearestExisting(const std::string& directory) {
+  std::error_code error;
+  std::filesystem::path path = std::filesystem::absolute(directory, error);
+  while (!path.empty() && !std::filesystem::is_directory(path, error) && path != path.root_path())
+    path = path.parent_path();
+  return path.string();
+}
+
+absl::Status ApplyMachineJson(const nlohmann::json& json, tiering::MachineModel* model) {
+  if (!json.is_object()) return absl::InvalidArgumentError("must be a JSON object of figures");
+  for (const auto& [key, value] : json.items()) {
+    const auto* field = std::find_if(std::begin(kFields), std::end(kFields),
+                                     [&k = key](const Field& f) { return k == f.name; });
+    if (field == std::end(kFields)) {
+      std::vector<std::string_view> names;
+      for (const Field& each : kFields) names.emplace_back(each.name);
+      return absl::InvalidArgumentError(
+          absl::StrCat("\"", key, "\" is no figure of a machine", zero::DidYouMean(key, names)));
+    }
+    const double least = field->number != nullptr ? 1e-12 : 0;
+    if (!value.is_number() || !(value.get<double>() >= least && value.get<double>() <= 1e18) ||
+        (field->count != nullptr && (!value.is_number_integer() || value.get<double>() > 1e6))) {
+      return absl::InvalidArgumentError(absl::StrCat(key, ": ", value.dump(), " is no ",
+                                                     field->count != nullptr ? "count" : "number above 0"));
+    }
+    if (field->number != nullptr) {
+      model->*field->number = value.get<double>();
+    } else {
+      model->*field->count = value.get<int>();
+    }
+  }
+  return absl::OkStatus();
+}
+
+nlohmann::json MachineJson(const tiering::MachineModel& model) {
+  nlohmann::json json = nlohmann::json::object();
+  for (const Field& field : kFields) {
+    if (field.number != nullptr) {
+      json[field.name] = model.*field.number;
+    } else {
+      json[field.name] = model.*field.count;
+    }
+  }
+  json["mixed_bytes_per_s"] = 2 * model.mixed_rate(model.read_bytes_per_s);
+  return json;
+}
+
+absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
+  Machine machine;
+  tiering::MachineModel& model = machine.model;
+  model.update_workers = request.update_workers;
+  model.cores = Cores();
+  model.compute_threads = request.compute_threads;
+  machine.drives.knee_bytes = 1;
+  if (!request.directories.empty()) MeasureDrives(request, &machine);
+  model.update_parameters_per_s = zero::MeasureUpdateRate(request.format, request.optimizer);
+  model.verify_bytes_per_s = MeasureVerifyRate();
+  machine.sources.push_back("compute and updates: measured just now, one block of each kind");
+  if (request.machine_file.empty()) return machine;
+  std::ifstream file(request.machine_file);
+  std::stringstream text;
+  text << file.rdbuf();
+  if (!file) {
+    return absl::InvalidArgumentError(absl::StrCat("--machine ", request.machine_file, ": cannot be read"));
+  }
+  const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
+  if (json.is_discarded()) {
+    return absl::InvalidArgumentError(absl::StrCat("--machine ", request.machine_file, ": is not JSON"));
+  }
+  if (absl::Status status = ApplyMachineJson(json, &model); !status.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--machine ", request.machine_file, ": ", std::string(status.message())));
+  }
+  std::string given;
+  for (const auto& [key, value] : json.items()) absl::StrAppend(&given, given.empty() ? "" : ", ", key);
+  if (!given.empty()) machine.sources.push_back(absl::StrCat("given by ", request.machine_file, ": ", given));
+  machine.drives.read_bytes_per_s = model.read_bytes_per_s;
+  machine.drives.write_bytes_per_s = model.write_bytes_per_s;
+  machine.drives.mixed_bytes_per_s = 2 * model.mixed_rate(model.read_bytes_per_s);
+  return machine;
+}
+
+}  // namespace penstock::tools
