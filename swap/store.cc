@@ -196,8 +196,11 @@ absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
   }
   const uint32_t slot = FreeSlot(tile);
   if (slot == geometry_.slots()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "tile ", tile, " has one slot, and what stands there is committed: this store is written once"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("tile ", tile,
+                     geometry_.slots() == 1
+                         ? " has one slot, and what stands there is committed: this store is written once"
+                         : " has no slot left: a checkpoint still holds one of its versions"));
   }
 
   io->slot_ = slot;
@@ -324,10 +327,6 @@ uint64_t Store::newest_version(uint32_t tile) const {
 // ---- retained versions ----
 
 absl::Status Store::Retain() {
-  if (geometry_.slots() < 3) {
-    return absl::FailedPreconditionError(
-        "to hold a version while training goes on, a store needs 3 slots a tile");
-  }
   if (retained_.has_value())
     return absl::FailedPreconditionError("a version is held already: release it first");
   if (record_.sequence == 0) return absl::FailedPreconditionError("nothing is committed yet");
@@ -337,9 +336,5 @@ absl::Status Store::Retain() {
 }
 
 void Store::Release() { retained_.reset(); }
-
-void Store::Release(uint32_t tile) {
-  if (retained_.has_value()) retained_->tiles[tile].version = 0;
-}
 
 }  // namespace penstock::swap

@@ -21,11 +21,11 @@
 //   ... when write.finished(): status = (*store)->NoteWritten(&write, checksums);
 //   ... when every tile of the step is noted: Commit, FinishCommit.
 //
-// Threads: one thread (the executor) calls everything, except SegmentChecksum, VerifyRead, geometry() and the
-// other const functions marked so, which any thread may call at any time. Completions are reported on the
-// engine's I/O threads through the callbacks of TileIo and CommitIo, which do not touch the store's state.
-// With the `sim` backend the same, all on the caller's thread. Nothing is allocated per transfer or commit
-// once each CommitIo and TileIo has been used once.
+// Threads: one thread (the executor) calls everything, except reads of a version that is held (Retain) and
+// SegmentChecksum, VerifyRead, geometry() and the other const functions marked so, which any thread may call
+// at any time. Completions are reported on the engine's I/O threads through the callbacks of TileIo and
+// CommitIo, which do not touch the store's state. With the `sim` backend the same, all on the caller's
+// thread. Nothing is allocated per transfer or commit once each CommitIo and TileIo has been used once.
 //
 // Ownership: the engine and its arenas outlive the store, which waits for its pending transfers when it is
 // destroyed. TileIo, CommitIo and the memory that they move belong to the caller until
@@ -100,7 +100,7 @@ struct StoreOptions {
   // Only for Create.
   std::vector<double>
       weights;  // share of bytes of each directory; empty: equal. Recorded through the tiles' homes
-  // 2 for training; 3 to let a checkpoint keep a version while training goes on; 1 for what is written and
+  // 2 for training; 3 to let a checkpoint keep a version for more than a step; 1 for what is written and
   // committed once and never again: a checkpoint.
   uint32_t slots = 2;
   uint64_t payload_capacity = kDefaultPayloadCapacity;
@@ -279,11 +279,12 @@ class Store {
   uint64_t newest_version(uint32_t tile) const;
 
   // Holds the committed versions of all tiles, so that they can be copied out while training goes on:
-  // WriteTile keeps off their slots. Needs options.slots == 3; kFailedPrecondition otherwise, or while one is
-  // held.
+  // WriteTile keeps off their slots. With three slots a tile can be written as often as one likes meanwhile;
+  // with two until the next commit, and is refused after it. kFailedPrecondition: nothing committed, a commit
+  // in flight, a version held already. While it is held, one more thread may read it (ReadSegments with
+  // kRetained).
   absl::Status Retain();
-  void Release();               // of all tiles
-  void Release(uint32_t tile);  // of one that has been copied
+  void Release();
   // The record as it stood at Retain; null if nothing is held.
   const Record* retained() const { return retained_ ? &*retained_ : nullptr; }
 

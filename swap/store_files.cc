@@ -70,12 +70,13 @@ absl::Status CheckDirectory(const std::string& directory) {
   return absl::OkStatus();
 }
 
-absl::Status MakeDirectories(const std::string& directory) {
+absl::Status MakeDirectories(const std::string& directory, std::vector<std::string>* made) {
   if (absl::Status status = CheckDirectory(directory); !status.ok()) return status;
   for (size_t at = 1; at <= directory.size(); ++at) {
     if (at != directory.size() && directory[at] != '/') continue;
     const std::string prefix = directory.substr(0, at);
     if (::mkdir(prefix.c_str(), 0700) == 0) {
+      if (made != nullptr) made->push_back(prefix);
       const size_t slash = prefix.find_last_of('/');
       const std::string parent = slash == std::string::npos ? "."
                                  : slash == 0               ? "/"

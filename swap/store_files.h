@@ -25,8 +25,8 @@ std::string StorePath(const std::string& directory);
 // A symbolic link is followed only if it belongs to this user or to root: in a directory that others may
 // write to, someone may have planted it. Missing directories are fine here.
 absl::Status CheckDirectory(const std::string& directory);
-// Makes what is missing, mode 0700, and syncs the parent of each.
-absl::Status MakeDirectories(const std::string& directory);
+// Makes what is missing, mode 0700, and syncs the parent of each. `made` gets what was missing, in order.
+absl::Status MakeDirectories(const std::string& directory, std::vector<std::string>* made = nullptr);
 // kInvalidArgument if two of them are the same directory.
 absl::Status CheckDistinct(const std::vector<std::string>& directories);
 

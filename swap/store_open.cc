@@ -134,22 +134,29 @@ class CreatedFiles {
  public:
   explicit CreatedFiles(aio::SimDisk* sim) : sim_(sim) {}
   ~CreatedFiles() {
-    for (const std::string& path : paths_) {
+    for (auto path = paths_.rbegin(); path != paths_.rend(); ++path) {
       // The error that brought us here is the one to report; what cannot be removed is recognised as
       // unfinished.
       if (sim_ == nullptr) {
-        (void)::unlink(path.c_str());
+        (void)::unlink(path->c_str());
       } else {
-        (void)sim_->Remove(path);
+        (void)sim_->Remove(*path);
       }
     }
+    // Only those that are empty go.
+    for (auto made = directories_.rbegin(); made != directories_.rend(); ++made) (void)::rmdir(made->c_str());
   }
   void Add(std::string path) { paths_.push_back(std::move(path)); }
-  void Keep() { paths_.clear(); }
+  std::vector<std::string>* directories() { return &directories_; }
+  void Keep() {
+    paths_.clear();
+    directories_.clear();
+  }
 
  private:
   aio::SimDisk* sim_;
   std::vector<std::string> paths_;
+  std::vector<std::string> directories_;  // made for them, in order
 };
 
 }  // namespace
@@ -216,9 +223,10 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
   if (!geometry.ok()) return geometry.status();
 
   const bool on_disk = engine.options().sim == nullptr;
+  CreatedFiles created(engine.options().sim);
   if (on_disk) {
     for (const std::string& directory : options.directories) {
-      if (absl::Status made = MakeDirectories(directory); !made.ok()) return made;
+      if (absl::Status made = MakeDirectories(directory, created.directories()); !made.ok()) return made;
     }
     if (absl::Status distinct = CheckDistinct(options.directories); !distinct.ok()) return distinct;
     if (absl::Status space = CheckSpace(options, layout, identity); !space.ok()) return space;
@@ -229,7 +237,6 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     store->At(Stage::kOverwriteRemoved);
   }
 
-  CreatedFiles created(engine.options().sim);
   for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
     const std::string path = StorePath(options.directories[d]);
     auto file = OpenFile(engine, options, path, /*create=*/true);

@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "swap/checkpoint_copy.h"
 #include "swap/inspect.h"
 #include "swap/verify.h"
 #include "tests/swap/fake_model.h"
@@ -80,21 +81,22 @@ TEST_F(CheckpointTest, HoldsItsStepWhileTrainingGoesOn) {
   Start();
   Step(1);
   Step(2);
-  checkpoints_.memory = checkpoints_.memory.first(store_->geometry().slot_bytes(6));  // one lane: slowly
-  auto copy = CheckpointCopy::Begin(*store_, checkpoints_);
+  checkpoints_.memory = checkpoints_.memory.first(store_->geometry().slot_bytes(6));  // it needs no more
+  auto copy = CheckpointCopy::OfStore(*store_, checkpoints_);
   ASSERT_TRUE(copy.ok()) << copy.status();
+  EXPECT_EQ((*copy)->step(), 2u);
   const std::string path = (*copy)->path();
   uint64_t step = 3;
-  bool done = false;
-  while (!done) {
+  for (uint32_t tile = 0; tile < (*copy)->tiles(); ++tile) {
+    EXPECT_EQ((*copy)->tiles_done(), tile);  // none that was not allowed
+    EXPECT_FALSE((*copy)->finished());
     EXPECT_FALSE(fs::exists(path));  // not before it is whole
-    const auto polled = (*copy)->Poll();
-    ASSERT_TRUE(polled.ok()) << polled.status();
-    done = *polled;
-    if (step < 30) Step(step++);
+    (*copy)->Allow(1);
+    Step(step++);
+    while ((*copy)->tiles_done() == tile && !(*copy)->finished()) ::usleep(1000);
   }
-  EXPECT_EQ((*copy)->bytes_done(), (*copy)->bytes_total());
-  EXPECT_GT(step, 4u);
+  const absl::Status finished = (*copy)->Finish();
+  ASSERT_TRUE(finished.ok()) << finished;
   EXPECT_EQ(store_->retained(), nullptr);
   ExpectCheckpoint(path, 2);
   // The run was not touched by it.
@@ -104,12 +106,10 @@ TEST_F(CheckpointTest, HoldsItsStepWhileTrainingGoesOn) {
   EXPECT_THAT(*FindCheckpoint(checkpoints_.parent), HasSubstr("step-00000002"));
 }
 
-TEST_F(CheckpointTest, ARunOfTwoSlotsIsCopiedWhileItStandsStill) {
+TEST_F(CheckpointTest, ARunOfTwoSlotsIsCopiedWithinAStep) {
   run_.slots = 2;
   Start();
   Step(1);
-  EXPECT_TRUE(absl::IsFailedPrecondition(CheckpointCopy::Begin(*store_, checkpoints_).status()));
-  EXPECT_FALSE(fs::exists(checkpoints_.parent));
   ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
   ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), 1);
   EXPECT_TRUE(absl::IsAlreadyExists(WriteCheckpoint(*store_, checkpoints_)));
@@ -151,9 +151,11 @@ TEST_F(CheckpointTest, WhatIsNotOursIsNotRemoved) {
 TEST_F(CheckpointTest, OneThatIsGivenUpLeavesNothing) {
   Start();
   {
-    auto copy = CheckpointCopy::Begin(*store_, checkpoints_);
+    auto copy = CheckpointCopy::OfStore(*store_, checkpoints_);
     ASSERT_TRUE(copy.ok());
-    ASSERT_TRUE((*copy)->Poll().ok());
+    (*copy)->Allow(3);
+    while ((*copy)->tiles_done() < 3) ::usleep(1000);
+    EXPECT_TRUE(fs::exists(checkpoints_.parent + "/.step-00000000.partial"));
   }
   EXPECT_EQ(store_->retained(), nullptr);
   EXPECT_TRUE(fs::is_empty(checkpoints_.parent));
@@ -165,10 +167,45 @@ TEST_F(CheckpointTest, WhatAKilledRunLeftIsCleanedUp) {
   // As a killed run leaves it: the file, without superblock or commit.
   fs::create_directories(checkpoints_.parent + "/.step-00000007.partial");
   std::ofstream(checkpoints_.parent + "/.step-00000007.partial/penstock.store").close();
+  std::ofstream(checkpoints_.parent + "/.latest.partial") << "step-0";
   EXPECT_TRUE(absl::IsNotFound(FindCheckpoint(checkpoints_.parent).status()));
   Step(1);
   ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
   EXPECT_FALSE(fs::exists(checkpoints_.parent + "/.step-00000007.partial"));
+  EXPECT_FALSE(fs::exists(checkpoints_.parent + "/.latest.partial"));
+}
+
+TEST_F(CheckpointTest, OneWhoseNameWasJustGivenIsTheNewestWhateverLatestSays) {
+  Start();
+  Step(1);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  Step(2);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  std::ofstream(checkpoints_.parent + "/latest") << "step-00000001\n";  // killed between the two renames
+  EXPECT_THAT(*FindCheckpoint(checkpoints_.parent), HasSubstr("step-00000002"));
+}
+
+TEST_F(CheckpointTest, StateInMemoryMakesACheckpointLikeAStoresOwn) {
+  model_.Initialize();
+  for (uint64_t u = 1; u <= 3; ++u) model_.UpdateAll(u);
+  CheckpointSource source;
+  source.layout = layout_;
+  source.identity = R"({"model":"fake"})";
+  source.step = 3;
+  source.updates = 3;
+  source.payload = "p3";
+  source.fetch = [&](const Store& target, uint32_t tile, CheckpointTile* to) {
+    to->version = 4;
+    for (uint32_t s = 0; s < target.geometry().segments(tile); ++s) {
+      to->data[s] = model_.tile(tile)[s].data();
+      to->checksums[s] = target.SegmentChecksum(tile, s, to->version, to->data[s]);
+    }
+    return absl::OkStatus();
+  };
+  auto copy = CheckpointCopy::OfMemory(*engine_, checkpoints_, source);
+  const absl::Status finished = copy->Finish();
+  ASSERT_TRUE(finished.ok()) << finished;
+  ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), 3);
 }
 
 TEST_F(CheckpointTest, DamageIsNotCopied) {

@@ -80,16 +80,18 @@ TEST_F(DirectoryTest, SpaceIsWhatWasSaidBefore) {
 
 TEST_F(DirectoryTest, TooLittleSpaceIsRefusedBeforeAnythingIsMade) {
   layout_.tiles.assign(1 << 20, TileLayout{{kMaxTileBytes}, 0});  // 2 PiB
+  const std::string parent = options_.directories.front();
+  options_.directories = {parent + "/new/run"};
   const auto store = Store::Create(*engine_, options_, layout_, "{}");
   EXPECT_TRUE(absl::IsResourceExhausted(store.status())) << store.status();
   EXPECT_THAT(std::string(store.status().message()), HasSubstr("too little"));
-  EXPECT_FALSE(std::filesystem::exists(File()));
+  EXPECT_FALSE(std::filesystem::exists(parent + "/new"));
 }
 
 TEST_F(DirectoryTest, AFileSystemWithoutDirectIoIsRefusedAndLeftAsItWas) {
   std::string memory = "/dev/shm/swap-test-XXXXXX";
   if (::mkdtemp(memory.data()) == nullptr) GTEST_SKIP() << "no /dev/shm";
-  options_.directories = {memory};
+  options_.directories = {memory + "/new/run"};
   const auto store = Store::Create(*engine_, options_, layout_, "{}");
   EXPECT_TRUE(absl::IsFailedPrecondition(store.status())) << store.status();
   EXPECT_THAT(std::string(store.status().message()), HasSubstr(memory));

@@ -20,6 +20,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "swap/checkpoint.h"
+#include "swap/checkpoint_copy.h"
 #include "swap/store.h"
 #include "tests/swap/fake_model.h"
 
@@ -167,18 +168,20 @@ int Run(Words& words) {
       options.parent = words.checkpoints;
       options.memory = memory.span();
       options.keep = 2;
-      auto begun = CheckpointCopy::Begin(**store, options);
-      if (!begun.ok() && !absl::IsAlreadyExists(begun.status())) return Fail(begun.status().ToString());
-      if (begun.ok()) copy = *std::move(begun);
+      auto begun = CheckpointCopy::OfStore(**store, options);
+      if (!begun.ok()) return Fail(begun.status().ToString());
+      copy = *std::move(begun);
     }
     if (absl::Status status = RunStep(**store, model, s); !status.ok()) return Fail(status.ToString());
     std::printf("step %llu\n", static_cast<unsigned long long>(s));
     std::fflush(stdout);
-    if (copy != nullptr) {
-      const auto done = copy->Poll();
-      if (!done.ok()) return Fail(absl::StrCat("checkpoint: ", done.status().ToString()));
-      if (*done) copy.reset();
-    }
+    if (copy == nullptr) continue;
+    copy->Allow(1);
+    if (!copy->finished()) continue;
+    const absl::Status done = copy->Finish();
+    if (!done.ok() && !absl::IsAlreadyExists(done))
+      return Fail(absl::StrCat("checkpoint: ", done.ToString()));
+    copy.reset();
   }
   return 0;
 }

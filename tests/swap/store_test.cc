@@ -199,7 +199,6 @@ TEST_F(StoreTest, MisuseIsRefusedWithItsReason) {
       store->ReadSegments(&io, 99, 0, 1, std::span(&place, 1), aio::Priority::kDemand)));
   EXPECT_TRUE(absl::IsFailedPrecondition(store->NoteWritten(&io, {})));
   EXPECT_TRUE(absl::IsFailedPrecondition(store->VerifyRead(io)));
-  EXPECT_TRUE(absl::IsFailedPrecondition(store->Retain()));  // two slots
 
   // A write that nobody took notice of: nothing can be committed over its head.
   ASSERT_TRUE(model.Submit(*store, &io, 1, 2).ok());
@@ -333,11 +332,28 @@ TEST_F(StoreTest, ARetainedVersionStaysWhileTrainingGoesOn) {
     ASSERT_TRUE(read.ReadAll(*store).ok());
     EXPECT_EQ(read.Difference(model), "");
   }
-  store->Release(0);
-  EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 0, Which::kRetained)));
-  EXPECT_TRUE(read.ReadTile(*store, 1, Which::kRetained).ok());
+  EXPECT_TRUE(absl::IsFailedPrecondition(store->Retain()));  // one at a time
   store->Release();
   EXPECT_EQ(store->retained(), nullptr);
+  EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 0, Which::kRetained)));
+}
+
+TEST_F(StoreTest, WithTwoSlotsARetainedVersionOutlivesOneStepAndIsNeverOverwritten) {
+  options_.slots = 2;
+  FakeModel model(layout_, 1), kept(layout_, 1), read(layout_, 2);
+  auto store = CreateCommitted(&model);
+  Step(*store, &model, 1);
+  ASSERT_TRUE(store->Retain().ok());
+  Step(*store, &model, 2);
+  EXPECT_THAT(std::string(model.WriteTile(*store, 0, 4).message()), HasSubstr("a checkpoint still holds"));
+  kept.Initialize();
+  kept.UpdateAll(1);
+  ASSERT_TRUE(read.ReadAll(*store, Which::kRetained).ok());
+  EXPECT_EQ(read.Difference(kept), "");
+  store->Release();
+  Step(*store, &model, 3);
+  ASSERT_TRUE(read.ReadAll(*store).ok());
+  EXPECT_EQ(read.Difference(model), "");
 }
 
 TEST_F(StoreTest, CallbacksReportCompletions) {

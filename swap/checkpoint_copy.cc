@@ -1,0 +1,197 @@
+#include "swap/checkpoint_copy.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "swap/checkpoint_files.h"
+
+namespace penstock::swap {
+namespace {
+
+constexpr uint64_t kAll = ~uint64_t{0};
+
+// Commits on a thread that is not the engine's only user: Store::CommitNow would wait for everybody's
+// transfers.
+absl::Status CommitAlone(Store& store, const CommitInfo& info) {
+  std::mutex mutex;
+  std::condition_variable ended;
+  bool done = false;
+  struct Signal {
+    std::mutex& mutex;
+    std::condition_variable& ended;
+    bool& done;
+  } signal{mutex, ended, done};
+  CommitIo io;
+  io.set_on_complete(
+      [](CommitIo&, void* context) {
+        auto* to = static_cast<Signal*>(context);
+        std::lock_guard lock(to->mutex);
+        to->done = true;
+        to->ended.notify_one();  // under the lock: the waiter's stack is gone soon after
+      },
+      &signal);
+  if (absl::Status started = store.Commit(&io, info); !started.ok()) return started;
+  std::unique_lock lock(mutex);
+  ended.wait(lock, [&] { return done; });
+  return store.FinishCommit(&io);
+}
+
+// Reads what `store` holds for the copy, one tile after the other, into `memory`.
+class RetainedTiles {
+ public:
+  RetainedTiles(Store& store, std::span<std::byte> memory)
+      : store_(store), record_(*store.retained()), memory_(memory) {}
+
+  absl::Status Fetch(uint32_t tile, CheckpointTile* to) {
+    const Geometry& g = store_.geometry();
+    std::array<void*, kMaxSegments> places;
+    const uint32_t segments = SegmentPlaces(g, tile, memory_.data(), &places);
+    absl::Status status =
+        store_.ReadSegments(&io_, tile, 0, segments, std::span<void* const>(places.data(), segments),
+                            aio::Priority::kWriteBehind, Which::kRetained);
+    if (status.ok()) status = store_.Wait(&io_);
+    // Never a checkpoint of damage.
+    if (status.ok()) status = store_.VerifyRead(io_);
+    if (!status.ok()) return status;
+    to->version = record_.tiles[tile].version;
+    std::copy_n(places.begin(), segments, to->data.begin());
+    std::copy_n(record_.checksums.begin() + static_cast<ptrdiff_t>(g.first_segment(tile)), segments,
+                to->checksums.begin());
+    return status;
+  }
+
+ private:
+  Store& store_;
+  const Record& record_;
+  const std::span<std::byte> memory_;
+  TileIo io_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CheckpointCopy>> CheckpointCopy::OfStore(Store& store,
+                                                                        const CheckpointOptions& options) {
+  if (store.committed_sequence() == 0) return absl::FailedPreconditionError("nothing is committed yet");
+  const uint64_t largest = LargestSlot(store.geometry());
+  if (options.memory.size() < largest) {
+    return absl::InvalidArgumentError(absl::StrCat("a checkpoint needs memory for one tile: ", largest,
+                                                   " bytes, not ", options.memory.size()));
+  }
+  if (absl::Status retained = store.Retain(); !retained.ok()) return retained;
+  CheckpointSource source;
+  source.layout = LayoutWithoutScratch(store.shape());
+  source.identity = store.identity();
+  source.uuid = store.uuid();
+  source.step = store.committed_step();
+  source.updates = store.committed_updates();
+  source.payload = store.committed_payload();
+  auto tiles = std::make_shared<RetainedTiles>(store, options.memory);
+  source.fetch = [tiles](const Store&, uint32_t tile, CheckpointTile* to) { return tiles->Fetch(tile, to); };
+  return std::unique_ptr<CheckpointCopy>(
+      new CheckpointCopy(store.engine(), options, std::move(source), &store));
+}
+
+std::unique_ptr<CheckpointCopy> CheckpointCopy::OfMemory(aio::Engine& engine,
+                                                         const CheckpointOptions& options,
+                                                         CheckpointSource source) {
+  return std::unique_ptr<CheckpointCopy>(new CheckpointCopy(engine, options, std::move(source), nullptr));
+}
+
+CheckpointCopy::CheckpointCopy(aio::Engine& engine, const CheckpointOptions& options, CheckpointSource source,
+                               Store* held)
+    : engine_(engine),
+      options_(options),
+      source_(std::move(source)),
+      held_(held),
+      path_(absl::StrCat(options.parent, "/", CheckpointName(source_.step))),
+      thread_([this] { Run(); }) {}
+
+CheckpointCopy::~CheckpointCopy() {
+  {
+    std::lock_guard lock(mutex_);
+    given_up_ = true;
+  }
+  leave_there_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  if (held_ != nullptr) held_->Release();
+}
+
+void CheckpointCopy::Allow(uint32_t tiles) {
+  {
+    std::lock_guard lock(mutex_);
+    allowed_ += std::min<uint64_t>(tiles, kAll - allowed_);
+  }
+  leave_there_.notify_all();
+}
+
+void CheckpointCopy::AllowAll() {
+  {
+    std::lock_guard lock(mutex_);
+    allowed_ = kAll;
+  }
+  leave_there_.notify_all();
+}
+
+absl::Status CheckpointCopy::Finish() {
+  AllowAll();
+  if (thread_.joinable()) thread_.join();
+  if (held_ != nullptr) std::exchange(held_, nullptr)->Release();
+  return status_;
+}
+
+bool CheckpointCopy::WaitForLeave() {
+  std::unique_lock lock(mutex_);
+  leave_there_.wait(lock, [&] { return given_up_ || started_ < allowed_; });
+  ++started_;
+  return !given_up_;
+}
+
+void CheckpointCopy::Run() {
+  status_ = Write();
+  finished_.store(true, std::memory_order_release);
+}
+
+absl::Status CheckpointCopy::Write() {
+  absl::StatusOr<PartialCheckpoint> partial = PartialCheckpoint::Create(options_.parent, source_.step);
+  if (!partial.ok()) return partial.status();
+  StoreOptions target_options;
+  target_options.directories = {partial->directory()};
+  target_options.sync = Sync::kPower;  // a checkpoint is there to stay
+  target_options.slots = 1;
+  target_options.payload_capacity = std::max<uint64_t>(1, source_.payload.size());
+  target_options.uuid = source_.uuid;
+  target_options.lock_patience_ms = 0;
+  target_options.allow_unaligned_file_system = options_.allow_unaligned_file_system;
+  absl::StatusOr<std::unique_ptr<Store>> target =
+      Store::Create(engine_, target_options, source_.layout, source_.identity);
+  if (!target.ok()) return target.status();
+  if (absl::Status copied = WriteTiles(**target); !copied.ok()) return copied;
+  absl::Status committed = CommitAlone(**target, {source_.step, source_.updates, source_.payload});
+  target->reset();
+  if (!committed.ok()) return committed;
+  return partial->Publish(options_.keep);
+}
+
+absl::Status CheckpointCopy::WriteTiles(Store& target) {
+  TileIo io;
+  CheckpointTile from;
+  for (uint32_t tile = 0; tile < tiles(); ++tile) {
+    if (!WaitForLeave()) return absl::CancelledError(absl::StrCat(path_, " was given up"));
+    const uint32_t segments = target.geometry().segments(tile);
+    absl::Status status = source_.fetch(target, tile, &from);
+    if (status.ok()) {
+      status =
+          target.WriteTile(&io, tile, from.version, std::span<const void* const>(from.data.data(), segments),
+                           aio::Priority::kWriteBehind);
+    }
+    if (!status.ok()) return status;
+    (void)target.Wait(&io);  // NoteWritten returns its error
+    status = target.NoteWritten(&io, std::span<const uint64_t>(from.checksums.data(), segments));
+    if (!status.ok()) return status;
+    tiles_done_.fetch_add(1, std::memory_order_relaxed);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::swap

@@ -1,0 +1,203 @@
+#include "swap/checkpoint_files.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "aio/file.h"
+#include "swap/checkpoint.h"
+#include "swap/store_files.h"
+
+namespace penstock::swap {
+namespace {
+
+constexpr const char* kLatest = "latest";
+constexpr std::string_view kPrefix = "step-";
+constexpr std::string_view kPartial = ".partial";
+constexpr int kLeftoverPatienceMs = 1000;
+
+std::vector<std::string> Entries(const std::string& directory) {
+  std::vector<std::string> names;
+  DIR* dir = ::opendir(directory.c_str());
+  if (dir == nullptr) return names;
+  while (const dirent* entry = ::readdir(dir)) names.emplace_back(entry->d_name);
+  ::closedir(dir);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+// The step of a checkpoint's name; false for any other name.
+bool StepOf(const std::string& name, uint64_t* step) {
+  if (name.size() <= kPrefix.size() || name.compare(0, kPrefix.size(), kPrefix) != 0) return false;
+  const std::string digits = name.substr(kPrefix.size());
+  if (digits.size() > 19 || digits.find_first_not_of("0123456789") != std::string::npos) return false;
+  *step = std::strtoull(digits.c_str(), nullptr, 10);
+  return true;
+}
+
+// Removes a directory that holds a store file of ours, or nothing, and nothing else. Anything else stays.
+absl::Status RemoveStoreDirectory(const std::string& directory, int lock_patience_ms = 0) {
+  const std::string path = StorePath(directory);
+  const auto file = PlainFile::Open(path);
+  if (file.ok()) {
+    if (file->Classify() == FileKind::kForeign) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(path, " was not made by this program and is not removed"));
+    }
+    const auto locked = file->TryLock(/*exclusive=*/true, lock_patience_ms);
+    if (!locked.ok()) return locked.status();
+    if (!*locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use"));
+    if (::unlink(path.c_str()) != 0) return ErrnoError(errno, "remove", path);
+  } else if (!absl::IsNotFound(file.status())) {
+    return file.status();
+  }
+  if (::rmdir(directory.c_str()) != 0 && errno != ENOENT)
+    return ErrnoError(errno, "remove directory", directory);
+  return absl::OkStatus();
+}
+
+std::string PartialName(const std::string& name) {
+  return absl::StrCat(".", name, absl::string_view(kPartial.data(), kPartial.size()));
+}
+
+// A small file that appears whole or not at all.
+absl::Status WriteSmallFile(const std::string& directory, const std::string& name, const std::string& text) {
+  const std::string temporary = absl::StrCat(directory, "/", PartialName(name));
+  const std::string path = absl::StrCat(directory, "/", name);
+  const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC, 0600);
+  if (fd < 0) return ErrnoError(errno, "create", temporary);
+  const ssize_t written = ::write(fd, text.data(), text.size());
+  const int write_error = written < 0 ? errno : written != static_cast<ssize_t>(text.size()) ? ENOSPC : 0;
+  const int sync_error = write_error == 0 && ::fsync(fd) != 0 ? errno : 0;
+  ::close(fd);
+  const int error = write_error != 0 ? write_error : sync_error;
+  if (error != 0 || ::rename(temporary.c_str(), path.c_str()) != 0) {
+    const int cause = error != 0 ? error : errno;
+    (void)::unlink(temporary.c_str());
+    return ErrnoError(cause, "write", path);
+  }
+  return aio::SyncDirectory(directory);
+}
+
+}  // namespace
+
+std::string CheckpointName(uint64_t step) { return absl::StrFormat("step-%08u", step); }
+
+std::vector<CheckpointEntry> ListCheckpoints(const std::string& parent) {
+  std::vector<CheckpointEntry> found;
+  for (const std::string& name : Entries(parent)) {
+    CheckpointEntry entry;
+    if (!StepOf(name, &entry.step)) continue;
+    entry.name = name;
+    entry.path = absl::StrCat(parent, "/", name);
+    if (::access(StorePath(entry.path).c_str(), F_OK) == 0) found.push_back(std::move(entry));
+  }
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
+  return found;
+}
+
+absl::StatusOr<std::string> FindCheckpoint(const std::string& path) {
+  if (::access(StorePath(path).c_str(), F_OK) == 0) return path;
+  const auto all = ListCheckpoints(path);
+  if (all.empty()) return absl::NotFoundError(absl::StrCat(path, " holds no checkpoint"));
+  return all.back().path;
+}
+
+void RemovePartialCheckpoints(const std::string& parent) {
+  for (const std::string& name : Entries(parent)) {
+    if (name == PartialName(kLatest)) (void)::unlink(absl::StrCat(parent, "/", name).c_str());
+    uint64_t step = 0;
+    if (name.size() <= kPartial.size() + 1 || name[0] != '.') continue;
+    if (name.compare(name.size() - kPartial.size(), kPartial.size(), kPartial) != 0) continue;
+    if (!StepOf(name.substr(1, name.size() - 1 - kPartial.size()), &step)) continue;
+    // The last writes of a killed run may not be over yet. What stays in use is another run's, and not ours
+    // to judge.
+    (void)RemoveStoreDirectory(absl::StrCat(parent, "/", name), kLeftoverPatienceMs);
+  }
+}
+
+void KeepNewestCheckpoints(const std::string& parent, uint32_t keep, const std::string& spare) {
+  if (keep == 0) return;
+  const auto all = ListCheckpoints(parent);
+  for (size_t i = 0; i + keep < all.size(); ++i) {
+    // One that somebody reads just now stays until next time.
+    if (all[i].path != spare) (void)RemoveStoreDirectory(all[i].path);
+  }
+}
+
+absl::Status RemoveCheckpoints(const std::string& parent) {
+  RemovePartialCheckpoints(parent);
+  absl::Status first;
+  for (const CheckpointEntry& entry : ListCheckpoints(parent)) first.Update(RemoveStoreDirectory(entry.path));
+  (void)::unlink(absl::StrCat(parent, "/", kLatest).c_str());
+  return first;
+}
+
+PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step)
+    : parent_(std::move(parent)),
+      name_(CheckpointName(step)),
+      directory_(absl::StrCat(parent_, "/", PartialName(name_))) {}
+
+PartialCheckpoint::PartialCheckpoint(PartialCheckpoint&& other) noexcept
+    : parent_(std::move(other.parent_)),
+      name_(std::move(other.name_)),
+      directory_(std::exchange(other.directory_, std::string())) {}
+
+PartialCheckpoint::~PartialCheckpoint() {
+  // Should this fail too, the next checkpoint or the next start tries again.
+  if (!directory_.empty()) (void)RemoveStoreDirectory(directory_);
+}
+
+absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& parent, uint64_t step) {
+  if (absl::Status made = MakeDirectories(parent); !made.ok()) return made;
+  const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
+  if (::access(path.c_str(), F_OK) == 0) {
+    return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
+  }
+  RemovePartialCheckpoints(parent);
+  return PartialCheckpoint(parent, step);
+}
+
+absl::Status PartialCheckpoint::Publish(uint32_t keep) {
+  const std::string path = absl::StrCat(parent_, "/", name_);
+  if (::rename(directory_.c_str(), path.c_str()) != 0) return ErrnoError(errno, "rename to", path);
+  directory_.clear();
+  if (absl::Status synced = aio::SyncDirectory(parent_); !synced.ok()) return synced;
+  if (absl::Status written = WriteSmallFile(parent_, kLatest, name_ + "\n"); !written.ok()) return written;
+  KeepNewestCheckpoints(parent_, keep, path);
+  return absl::OkStatus();
+}
+
+Layout LayoutWithoutScratch(const StoreShape& shape) {
+  Layout layout;
+  for (const TilePlacement& tile : shape.tiles) {
+    layout.tiles.push_back(tile.layout);
+    layout.tiles.back().scratch_bytes = 0;
+  }
+  return layout;
+}
+
+uint64_t LargestSlot(const Geometry& geometry) {
+  uint64_t largest = 0;
+  for (uint32_t t = 0; t < geometry.tiles(); ++t) largest = std::max(largest, geometry.slot_bytes(t));
+  return largest;
+}
+
+uint32_t SegmentPlaces(const Geometry& geometry, uint32_t tile, std::byte* memory,
+                       std::array<void*, kMaxSegments>* places) {
+  const uint32_t segments = geometry.segments(tile);
+  for (uint32_t s = 0; s < segments; ++s) (*places)[s] = memory + geometry.segment_start(tile, s);
+  return segments;
+}
+
+}  // namespace penstock::swap

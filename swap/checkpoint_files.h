@@ -1,0 +1,51 @@
+// The directory side of checkpoints: names, what is there, and how one appears whole or not at all.
+#ifndef PENSTOCK_SWAP_CHECKPOINT_FILES_H_
+#define PENSTOCK_SWAP_CHECKPOINT_FILES_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "swap/format.h"
+
+namespace penstock::swap {
+
+// A checkpoint that has no name yet: a directory `.step-N.partial` beside the others. Removed with its store
+// file when destroyed, unless it was published.
+class PartialCheckpoint {
+ public:
+  // Makes the parent if it is missing, and removes what killed runs left there. kAlreadyExists: a checkpoint
+  // of this step.
+  static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, uint64_t step);
+  PartialCheckpoint(PartialCheckpoint&& other) noexcept;
+  PartialCheckpoint& operator=(PartialCheckpoint&&) = delete;
+  ~PartialCheckpoint();
+
+  const std::string& directory() const { return directory_; }
+  // Gives the durable, closed store in directory() its name, writes `latest`, and removes all but the newest
+  // `keep` checkpoints (0: none). After the rename nothing can fail that would make it less than whole.
+  absl::Status Publish(uint32_t keep);
+
+ private:
+  PartialCheckpoint(std::string parent, uint64_t step);
+
+  std::string parent_;
+  std::string name_;
+  std::string directory_;  // empty: published
+};
+
+// Without the scratch, which means nothing to anyone but the process that wrote it.
+Layout LayoutWithoutScratch(const StoreShape& shape);
+
+uint64_t LargestSlot(const Geometry& geometry);
+
+// Where the segments of a tile stand in memory that holds one slot; returns how many they are.
+uint32_t SegmentPlaces(const Geometry& geometry, uint32_t tile, std::byte* memory,
+                       std::array<void*, kMaxSegments>* places);
+
+}  // namespace penstock::swap
+
+#endif  // PENSTOCK_SWAP_CHECKPOINT_FILES_H_
