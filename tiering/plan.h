@@ -75,7 +75,7 @@ struct Plan {
   int64_t tile_state_bytes = 0;      // of a tile slot: state segments, each padded to a page
   int64_t tile_gradient_offset = 0;  // in a ring tile slot, where a spilled gradient is read to
   int64_t slot_bytes = 0;            // of all slots together
-  int64_t arena_bytes = 0;           // slots and fixed bytes, in whole huge pages
+  int64_t arena_bytes = 0;           // slots and the checkpoint's tile, in whole huge pages
   int64_t tensor_bytes = 0;          // bound for LibTorch's tensors: training, initialisation, evaluation
   int64_t host_budget_bytes = 0;     // 0: no bound
   int64_t least_host_memory_bytes = 0;
@@ -100,7 +100,7 @@ struct Plan {
   int64_t nvme_read_bytes = 0;
   int64_t nvme_write_bytes = 0;
 
-  int64_t fixed_bytes = 0;  // of the arena, beyond the slots: commit records and the like
+  int64_t checkpoint_bytes = 0;  // of the arena, beyond the slots: one tile on its way into a checkpoint
 
   // What was chosen and why, a line each, for people.
   std::vector<std::string> reasons;
@@ -158,9 +158,9 @@ struct PlanOptions {
   bool clips = true;  // gradients are clipped by their global norm
   bool on_nvme = true;
   bool trains = true;
-  int64_t host_budget_bytes = 0;  // 0: as much as the comfortable plan takes
-  int64_t fixed_bytes = 0;        // of the arena, for others (commit records, checkpoint buffers)
-  int64_t tile_bytes = 0;         // bound for one slot of a tile (all segments); 0: chosen
+  int64_t host_budget_bytes = 0;    // 0: as much as the comfortable plan takes
+  bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
+  int64_t tile_bytes = 0;           // bound for one slot of a tile (all segments); 0: chosen
   PlanBounds bounds;
   MachineModel machine;  // what candidates are compared on
   // Elements of every tile of every block, where a store has fixed them; empty: chosen.

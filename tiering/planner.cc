@@ -354,7 +354,6 @@ class Planner {
     plan.on_nvme = options_.on_nvme;
     plan.trains = options_.trains;
     plan.clips = options_.clips;
-    plan.fixed_bytes = options_.fixed_bytes;
     plan.host_budget_bytes = options_.host_budget_bytes;
 
     int64_t tile_elements = level.tile_elements;
@@ -517,7 +516,11 @@ class Planner {
       }
     }
     plan->slot_bytes = offset;
-    plan->arena_bytes = AlignUp(offset + plan->fixed_bytes, kHugePage);
+    if (options_.copies_checkpoints && plan->on_nvme) {
+      plan->checkpoint_bytes =
+          AlignUp(plan->tile_elements * plan->precision.weight_bytes(), kPage) + plan->tile_state_bytes;
+    }
+    plan->arena_bytes = AlignUp(offset + plan->checkpoint_bytes, kHugePage);
   }
 
   static int64_t StateBytes(const Plan& plan, int64_t elements) {
@@ -793,8 +796,8 @@ Ledger Plan::ledger() const {
   add("gradients resident", gradient_slots, 0, kept_gradients);
   add("gradients in flight", gradient_slots, kept_gradients, gradient_slots.size());
   add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());
-  ledger.Add("commit records", fixed_bytes);
-  ledger.Add("huge page rounding", arena_bytes - slot_bytes - fixed_bytes);
+  ledger.Add("checkpoint in flight", checkpoint_bytes);
+  ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes);
   ledger.Add("tensors of LibTorch", tensor_bytes);
   return ledger;
 }

@@ -123,9 +123,9 @@ std::string PlanText(const PlanFacts& facts) {
     const int64_t free = FreeBytes(options.state_dirs.front());
     absl::StrAppend(
         &text,
-        absl::StrFormat("drive: %s for two versions of everything%s; %s written and %s read per step, "
+        absl::StrFormat("drive: %s for %s versions of everything%s; %s written and %s read per step, "
                         "%.1f bytes per parameter\n",
-                        FormatBytes(plan.disk_bytes),
+                        FormatBytes(plan.disk_bytes), plan.versions == 3 ? "three" : "two",
                         free >= 0 && !options.resume ? absl::StrCat(", ", FormatBytes(free), " free") : "",
                         FormatBytes(plan.plan.nvme_write_bytes), FormatBytes(plan.plan.nvme_read_bytes),
                         BytesPerParameter(plan)));

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "zero/report.h"
@@ -65,10 +66,32 @@ absl::Status TrainLog::Append(const nlohmann::json& step) {
   for (size_t done = 0; done < line.size();) {
     const ssize_t n = write(fd_, line.data() + done, line.size() - done);
     if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == ENOSPC || errno == EDQUOT)) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat("--log ", path_, ": the disk is full: ", line.size() - done,
+                       " bytes of the line of step ", step.value("step", int64_t{0}),
+                       " are too many; that step is committed: make room and go on with --resume"));
+    }
     if (n < 0) return Failed("write", path_);
     done += static_cast<size_t>(n);
   }
   last_step_ = step.value("step", last_step_);
+  return absl::OkStatus();
+}
+
+absl::Status TrainLog::CutAfter(int64_t step) {
+  if (last_step_ <= step) return absl::OkStatus();
+  std::ifstream file(path_, std::ios::binary);
+  off_t end = 0;
+  last_step_ = 0;
+  for (std::string text; std::getline(file, text);) {
+    const nlohmann::json line = nlohmann::json::parse(text, nullptr, false);
+    const int64_t of = line.is_object() ? line.value("step", int64_t{0}) : 0;
+    if (of > step) break;
+    last_step_ = std::max(last_step_, of);
+    end += static_cast<off_t>(text.size()) + 1;
+  }
+  if (ftruncate(fd_, end) != 0) return Failed("cut off steps that come again", path_);
   return absl::OkStatus();
 }
 

@@ -2,7 +2,8 @@
 //
 // A line is appended after its step's commit. A kill between the two leaves the line missing, a kill within
 // the write leaves it torn: Open cuts off a torn line, and AddMissing writes the one that the commit record
-// still knows.
+// still knows. Where a run goes back to a checkpoint, CutAfter takes away the lines of the steps that will
+// come again.
 #ifndef PENSTOCK_TOOLS_TRAIN_LOG_H_
 #define PENSTOCK_TOOLS_TRAIN_LOG_H_
 
@@ -27,6 +28,8 @@ class TrainLog {
   absl::Status Append(const nlohmann::json& step);
   // Appends `step`, a line from a commit record, unless the log has its step already.
   absl::Status AddMissing(const nlohmann::json& step);
+  // Cuts off the lines of steps after `step`.
+  absl::Status CutAfter(int64_t step);
   int64_t last_step() const { return last_step_; }  // 0: no line yet
 
  private:

@@ -10,11 +10,13 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cpu_features.h"
+#include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tools/kept.h"
 #include "tools/optimizer_words.h"
 #include "tools/size.h"
 #include "tools/state_reader.h"
+#include "tools/weight_import.h"
 #include "zero/block.h"
 #include "zero/config.h"
 #include "zero/engine_state.h"
@@ -98,14 +100,78 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs) {
 }
 
 absl::Status ResolveCheckpoints(const TrainWords& words, TrainSettings* settings) {
-  settings->checkpoint_dir = words.checkpoint_dir.value_or("");
-  if (!words.checkpoint_every.has_value()) return absl::OkStatus();
-  settings->checkpoint_every = *words.checkpoint_every;
-  if (settings->checkpoint_dir.empty()) return Wrong("--checkpoint-every needs --checkpoint-dir DIR");
-  if (settings->engine.offload != zero::OffloadDevice::kNvme) {
-    return Wrong("--checkpoint-every needs --offload nvme: checkpoints are copies of the state store");
+  zero::CheckpointSchedule& checkpoints = settings->engine.checkpoints;
+  checkpoints.parent = words.checkpoint_dir.value_or("");
+  if (words.checkpoint_keep.has_value()) {
+    if (!words.checkpoint_every.has_value()) return Wrong("--checkpoint-keep needs --checkpoint-every N");
+    checkpoints.keep = *words.checkpoint_keep;
+    const absl::Status valid = Check<int64_t>("--checkpoint-keep", checkpoints.keep, 1, int64_t{1} << 31);
+    if (!valid.ok()) return valid;
   }
-  return Check<int64_t>("--checkpoint-every", settings->checkpoint_every, 1, int64_t{1} << 40);
+  if (!words.checkpoint_every.has_value()) return absl::OkStatus();
+  checkpoints.every = *words.checkpoint_every;
+  if (checkpoints.parent.empty()) return Wrong("--checkpoint-every needs --checkpoint-dir DIR");
+  absl::Status valid = Check<int64_t>("--checkpoint-every", checkpoints.every, 1, int64_t{1} << 40);
+  if (!valid.ok() || words.resume || words.overwrite) return valid;
+  const std::vector<swap::CheckpointEntry> there = swap::ListCheckpoints(checkpoints.parent);
+  if (there.empty()) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "--checkpoint-dir ", checkpoints.parent, " holds checkpoints, the newest of step ", there.back().step,
+      ": go on from it (--resume), replace them (--overwrite), or use another directory"));
+}
+
+// Finds what --resume goes on from; null if there is nothing yet. May make a run of a checkpoint.
+absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  const std::string& checkpoints = engine.checkpoints.parent;
+  absl::StatusOr<std::string> newest = absl::NotFoundError("");
+  if (!checkpoints.empty()) newest = swap::FindCheckpoint(checkpoints);
+  if (!newest.ok() && !absl::IsNotFound(newest.status())) return newest.status();
+  if (engine.offload != zero::OffloadDevice::kNvme) {
+    // Nothing outlives the process but what was kept: a checkpoint, or the state of a run with a drive.
+    engine.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : words.state_dirs;
+    if (engine.state_dirs.empty()) {
+      if (checkpoints.empty()) {
+        return absl::FailedPreconditionError(
+            "--resume with --offload none or cpu goes on from a checkpoint: say where with --checkpoint-dir");
+      }
+      settings->notes.push_back(absl::StrCat("no checkpoint in ", checkpoints, ": starting over"));
+      return nlohmann::json();
+    }
+    absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
+    if (run.ok() && !run->is_null()) {
+      settings->notes.push_back(absl::StrCat("going on from ", engine.state_dirs.front()));
+    } else if (run.ok()) {
+      settings->notes.push_back(
+          absl::StrCat("nothing to go on from in ", engine.state_dirs.front(), ": starting over"));
+      engine.state_dirs.clear();
+    }
+    return run;
+  }
+  absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
+  if (!run.ok()) return run;
+  if (run->is_null() && newest.ok()) {
+    // The state directory is gone or empty, and a checkpoint is left.
+    const absl::Status restored =
+        zero::RestoreRun(*newest, engine.state_dirs, /*copies_checkpoints=*/engine.checkpoints.every > 0);
+    if (!restored.ok()) return restored;
+    settings->notes.push_back(absl::StrCat("restored ", engine.state_dirs.front(), " from ", *newest));
+    return FindRun(engine.state_dirs);
+  }
+  if (run->is_null()) {
+    settings->notes.push_back(
+        absl::StrCat("no step was ever committed in ", engine.state_dirs.front(), ": starting over"));
+    return run;
+  }
+  if (newest.ok()) {
+    const swap::Finding state = swap::Probe(engine.state_dirs), copy = swap::Probe(*newest);
+    if (copy.step > state.step) {
+      settings->notes.push_back(
+          absl::StrCat(engine.state_dirs.front(), " goes on from its step ", state.step, ", though ", *newest,
+                       " is newer: to go on from that one, give a --state-dir that is empty"));
+    }
+  }
+  return run;
 }
 
 absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& config, const Kept& kept,
@@ -268,11 +334,18 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
                  "What the optimizer's states are kept in: fp32, bf16 or 8bit [fp32]");
   app.add_option("--seed", words.seed, "Of initial values, data order and dropout [1]");
   app.add_option("--threads", words.threads, "Intra-op threads, recorded with the run [one per core]");
-  app.add_flag("--resume", words.resume, "Continue the run in --state-dir");
-  app.add_flag("--overwrite", words.overwrite, "Replace the run in --state-dir");
-  app.add_option("--init-from", words.init_from, "Initial weights");
+  app.add_flag("--resume", words.resume,
+               "Continue the run in --state-dir; with --offload none or cpu, and where that directory is "
+               "empty, from the newest checkpoint");
+  app.add_flag("--overwrite", words.overwrite,
+               "Replace the run in --state-dir, and the checkpoints in --checkpoint-dir");
+  app.add_option(
+      "--init-from", words.init_from,
+      "Initial weights: safetensors in Hugging Face's GPT-2 layout, a file, an index or a directory");
   app.add_option("--checkpoint-dir", words.checkpoint_dir, "Where checkpoints are kept");
-  app.add_option("--checkpoint-every", words.checkpoint_every, "Keep a checkpoint after every so many steps");
+  app.add_option("--checkpoint-every", words.checkpoint_every,
+                 "Keep a checkpoint after every so many steps, written while training goes on");
+  app.add_option("--checkpoint-keep", words.checkpoint_keep, "Keep only the newest so many [all]");
   if (plans) {
     app.add_flag("--json", words.json, "Print JSON");
     return;
@@ -298,9 +371,6 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
     config = parsed->config;
     settings.notes = std::move(parsed->notes);
   }
-  if (words.init_from.has_value()) {
-    return Wrong("--init-from: this version starts from its own initial values only");
-  }
   if (needs_data && !words.data.has_value()) return Wrong("--data FILE is needed: the text to learn");
   if (words.resume && words.overwrite) return Wrong("--resume and --overwrite: one or the other");
 
@@ -310,29 +380,12 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
   if (offload == zero::OffloadDevice::kNvme) {
     engine.state_dirs = !words.state_dirs.empty() ? words.state_dirs : zero::NvmePaths(config.zero);
     if (engine.state_dirs.empty()) engine.state_dirs = {kDefaultStateDir};
-  } else if (words.resume) {
-    return absl::FailedPreconditionError(
-        "--resume needs --offload nvme: with none or cpu nothing outlives the process");
   }
   if (absl::Status status = ResolveCheckpoints(words, &settings); !status.ok()) return status;
   nlohmann::json run;
   if (words.resume) {
-    PENSTOCK_TAKE(run, FindRun(engine.state_dirs));
-    if (run.is_null() && !settings.checkpoint_dir.empty()) {
-      // The state directory is gone or empty, and a checkpoint is left.
-      const absl::Status restored = zero::RestoreRun(settings.checkpoint_dir, engine.state_dirs);
-      if (!restored.ok() && !absl::IsNotFound(restored)) return restored;
-      if (restored.ok()) {
-        settings.notes.push_back(
-            absl::StrCat("restored ", engine.state_dirs.front(), " from ", settings.checkpoint_dir));
-        PENSTOCK_TAKE(run, FindRun(engine.state_dirs));
-      }
-    }
+    PENSTOCK_TAKE(run, FindResumable(words, &settings));
     settings.resumes = !run.is_null();
-    if (!settings.resumes) {
-      settings.notes.push_back(
-          absl::StrCat("no step was ever committed in ", engine.state_dirs.front(), ": starting over"));
-    }
   }
   engine.resume = settings.resumes;
   // A run that was killed before its first commit is started over by --resume.
@@ -342,6 +395,21 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
   std::string model_name, dtype;
   if (settings.resumes && !words.model.has_value()) {
     PENSTOCK_TAKE(settings.model, GptConfigFromJson(run["model"]));
+  } else if (words.init_from.has_value() && !words.model.has_value()) {
+    nlohmann::json published;
+    PENSTOCK_TAKE(published, ConfigOfWeights(*words.init_from));
+    if (published.is_null()) {
+      return Wrong(absl::StrCat("--init-from ", *words.init_from,
+                                ": no config.json tells what model that is: give --model as well"));
+    }
+    PENSTOCK_TAKE(settings.model, GptConfigFromJson(published));
+    const bool told =
+        published.contains("activation_function") && published["activation_function"].is_string();
+    const std::string activation = told ? published["activation_function"].get<std::string>() : "gelu";
+    if (activation != "gelu") {
+      settings.notes.push_back(absl::StrCat("--init-from: those weights were trained with ", activation,
+                                            "; this model computes gelu, which is close to gelu_new"));
+    }
   } else {
     PENSTOCK_TAKE(settings.model, ParseGptConfig(words.model.value_or("gpt-small")));
   }
@@ -396,6 +464,17 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
   if (absl::Status status = ResolveOptimizer(words, config, kept, &settings); !status.ok()) return status;
   if (absl::Status status = ResolveMemory(words, config, &settings); !status.ok()) return status;
   if (absl::Status status = ResolveIo(config, &settings); !status.ok()) return status;
+
+  if (words.init_from.has_value() && settings.resumes) {
+    settings.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
+  } else if (words.init_from.has_value()) {
+    std::unique_ptr<WeightImport> opened;
+    PENSTOCK_TAKE(opened, WeightImport::Open(*words.init_from, settings.model));
+    engine.initial_values = [weights = std::shared_ptr<WeightImport>(std::move(opened))](
+                                int block, int64_t first, int64_t elements, float* to) {
+      return weights->Read(block, first, elements, to);
+    };
+  }
 
   engine.micro_batches = static_cast<int>(settings.accumulate);
   engine.example = ExampleBatch(settings.batch, settings.seq);

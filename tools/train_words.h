@@ -27,7 +27,7 @@ struct TrainWords {
       dtype;
   std::vector<std::string> state_dirs;
   std::optional<int64_t> eval_every, steps, batch, accumulate, seq, vocab, warmup, seed, threads,
-      checkpoint_every;
+      checkpoint_every, checkpoint_keep;
   std::optional<double> lr, clip, weight_decay;
   std::optional<std::string> optimizer_states;
   std::optional<std::string> init_from, checkpoint_dir, report, log, trace;
@@ -42,12 +42,10 @@ struct TrainSettings {
   GptConfig model;
   std::string data_path, eval_path;
   int64_t steps = 100, batch = 4, accumulate = 1, seq = 0, vocab = 0, eval_every = 0;
-  std::string checkpoint_dir;
-  int64_t checkpoint_every = 0;
   nlohmann::json kept = nlohmann::json::object();  // of the optimizer: part of engine.run
   zero::EngineOptions engine;                      // complete but for what hooks into the run
   std::vector<std::string> notes;                  // lines for people: keys ignored, choices made
-  bool resumes = false;                            // a run is there and goes on
+  bool resumes = false;                            // a run or a checkpoint is there and goes on
 };
 
 // kInvalidArgument for wrong words, kFailedPrecondition for a state directory that is another's or in use.

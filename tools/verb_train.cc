@@ -124,6 +124,11 @@ class Training {
       return zero::StepJson(result, TokensPerStep());
     };
     options.committed = [this](const zero::StepResult& result) { return Committed(result); };
+    options.checkpointed = [this](int64_t step, const std::string& path, const absl::Status& status) {
+      progress_.Print(
+          status.ok() ? absl::StrCat("checkpoint of step ", step, " in ", path)
+                      : absl::StrCat("no checkpoint of step ", step, ": ", std::string(status.message())));
+    };
     options.tick = [this](tiering::Stall waiting) { Tick(waiting); };
     if (words_.trace.has_value()) {
       absl::StatusOr<std::unique_ptr<Trace>> trace = Trace::Open(*words_.trace);
@@ -147,13 +152,9 @@ class Training {
                        ": not the text that this run was created with; --resume goes "
                        "on with the same data only"));
     }
-    if (words_.log.has_value()) {
-      absl::StatusOr<std::unique_ptr<TrainLog>> log = TrainLog::Open(*words_.log, settings_.resumes);
-      if (!log.ok()) return log.status();
-      log_ = std::move(*log);
-      if (settings_.resumes) {
-        if (absl::Status status = log_->AddMissing(engine_->last_description()); !status.ok()) return status;
-      }
+    if (log_ != nullptr && settings_.resumes) {
+      if (absl::Status status = log_->CutAfter(engine_->step()); !status.ok()) return status;
+      if (absl::Status status = log_->AddMissing(engine_->last_description()); !status.ok()) return status;
     }
     if (engine_->resumed_from().has_value())
       Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
@@ -189,6 +190,12 @@ class Training {
     Say(PlanText({plan, options, machine_, prediction_}));
     Say(absl::StrCat("threads: ", options.intra_op_threads, " for compute, ", options.update_workers,
                      " for updates; ", zero::DescribeBlas().name, "; kernels ", kernels::DescribeCpu()));
+    // Before gigabytes are made for a run that could not tell of itself.
+    if (words_.log.has_value()) {
+      absl::StatusOr<std::unique_ptr<TrainLog>> log = TrainLog::Open(*words_.log, settings_.resumes);
+      if (!log.ok()) return log.status();
+      log_ = std::move(*log);
+    }
     if (!settings_.resumes && plan.plan.on_nvme) Say("initialising");
     return absl::OkStatus();
   }
@@ -235,10 +242,9 @@ class Training {
       absl::StatusOr<std::vector<zero::Batch>> batches = Batches(step);
       if (!batches.ok()) return batches.status();
       const bool evaluates = settings_.eval_every > 0 && step % settings_.eval_every == 0;
-      const bool checkpoints = settings_.checkpoint_every > 0 && step % settings_.checkpoint_every == 0;
       const bool last = step == settings_.steps;
-      absl::StatusOr<zero::StepResult> result = engine_->Step(
-          std::move(*batches), last || evaluates || checkpoints ? zero::Next::kUnknown : zero::Next::kTrain);
+      absl::StatusOr<zero::StepResult> result =
+          engine_->Step(std::move(*batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain);
       if (!result.ok()) return result.status();
       report_.Stepped(*engine_, *result, TokensPerStep());
       Calibrate(++steps_done_);
@@ -250,14 +256,6 @@ class Training {
       evaluated = evaluates;
       if (evaluates) {
         if (absl::Status status = Evaluate(); !status.ok()) return status;
-      }
-      if (checkpoints) {
-        const absl::Status kept = engine_->Checkpoint(settings_.checkpoint_dir, /*keep=*/0);
-        // The step stands in the state directory; without room for a copy training goes on.
-        if (!kept.ok() && !absl::IsResourceExhausted(kept) && !absl::IsAlreadyExists(kept)) return kept;
-        progress_.Print(
-            kept.ok() ? absl::StrCat("checkpoint of step ", step, " in ", settings_.checkpoint_dir)
-                      : absl::StrCat("no checkpoint of step ", step, ": ", std::string(kept.message())));
       }
     }
     if (eval_data_ != nullptr && !evaluated && stop_signals.load() == 0) {

@@ -13,6 +13,7 @@
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/program.h"
+#include "zero/checkpointing.h"
 #include "zero/engine_state.h"
 #include "zero/guarded.h"
 #include "zero/measure.h"
@@ -33,6 +34,7 @@ class Engine::Impl {
 
   ~Impl() {
     if (executor_ != nullptr) executor_->Quiesce();
+    checkpointing_.reset();
     lanes_.reset();
     inputs_.reset();
     store_.reset();
@@ -55,8 +57,15 @@ class Engine::Impl {
     }
 
     if (absl::Status status = MakeMemory(); !status.ok()) return status;
+    const bool checkpoints = options_.trains && options_.checkpoints.every > 0;
+    if (plan_.plan.on_nvme || resumes() || checkpoints) {
+      if (absl::Status status = MakeIo(); !status.ok()) return status;
+    }
     if (plan_.plan.on_nvme) {
       if (absl::Status status = MakeStore(); !status.ok()) return status;
+    }
+    if (checkpoints) {
+      if (absl::Status status = MakeCheckpointing(); !status.ok()) return status;
     }
     schedule_ = options_.schedule;
     if (plan_.format.weights == kernels::DType::kFp16) {
@@ -109,6 +118,7 @@ class Engine::Impl {
     if (next == Next::kTrain) AppendTraining();
     executor_->OpenGate(++gates_);
     if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
+    if (!checkpoint_status_.ok()) return checkpoint_status_;
     ++step_;
     StepResult& result = pending_.at(step_).result;
     if (ahead_norm_ < 0 && !redone_.back()) builder_->AssumptionHeld();
@@ -204,32 +214,8 @@ class Engine::Impl {
     }
     absl::Status status = executor_->RunUntilIdle();
     AddUsage(executor_->TakeUsage());
-    return status;
-  }
-
-  absl::Status Checkpoint(const std::string& parent, int keep) {
-    if (store_ == nullptr)
-      return absl::FailedPreconditionError("checkpoints need --offload nvme: they copy the state store");
-    if (absl::Status status = Flush(); !status.ok()) return status;
-    // Nothing computes now: the tensors' share of the budget lends the memory that the tiles pass through.
-    uint64_t tile_bytes = 0;
-    for (uint32_t tile = 0; tile < store_->geometry().tiles(); ++tile) {
-      tile_bytes = std::max(tile_bytes, store_->geometry().slot_bytes(tile));
-    }
-    torch::Tensor memory;
-    absl::Status status = Guarded("memory for the checkpoint's copy", [&] {
-      memory = torch::empty({static_cast<int64_t>(tile_bytes) + tiering::kPage}, torch::kUInt8);
-    });
-    if (!status.ok()) return status;
-    const auto address = reinterpret_cast<uintptr_t>(memory.data_ptr());
-    const uintptr_t aligned =
-        static_cast<uintptr_t>(tiering::AlignUp(static_cast<int64_t>(address), tiering::kPage));
-    swap::CheckpointOptions options;
-    options.parent = parent;
-    options.memory = {reinterpret_cast<std::byte*>(aligned), tile_bytes};
-    options.keep = static_cast<uint32_t>(std::max(0, keep));
-    status = swap::WriteCheckpoint(*store_, options);
-    last_end_ = lanes_->Now();
+    if (status.ok()) status = checkpoint_status_;
+    if (status.ok() && checkpointing_ != nullptr) status = checkpointing_->Finish();
     return status;
   }
 
@@ -273,14 +259,37 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
-  absl::Status MakeStore() {
+  absl::Status MakeIo() {
     aio::EngineOptions io_options = options_.io;
-    io_options.arenas = {arena_.get()};
+    // Without a drive of its own a run moves its state seldom, and its memory stays unpinned.
+    if (plan_.plan.on_nvme) io_options.arenas = {arena_.get()};
     io_options.log = [this](std::string_view line) { Log(std::string(line)); };
     absl::StatusOr<std::unique_ptr<aio::Engine>> io = aio::Engine::Create(std::move(io_options));
     if (!io.ok()) return io.status();
     io_ = std::move(*io);
+    return absl::OkStatus();
+  }
+
+  absl::Status MakeCheckpointing() {
+    if (!resumes() && options_.overwrite) {
+      absl::Status removed = swap::RemoveCheckpoints(options_.checkpoints.parent);
+      if (!removed.ok()) return removed;
+    }
+    std::span<std::byte> memory;
+    if (plan_.plan.checkpoint_bytes > 0) {
+      absl::StatusOr<aio::Region> region =
+          arena_->Allocate(static_cast<uint64_t>(plan_.plan.checkpoint_bytes));
+      if (!region.ok()) return region.status();
+      checkpoint_memory_ = std::move(*region);
+      memory = {checkpoint_memory_.data(), checkpoint_memory_.bytes()};
+    }
+    checkpointing_ = std::make_unique<Checkpointing>(options_.checkpoints, memory, options_.checkpointed);
+    return absl::OkStatus();
+  }
+
+  absl::Status MakeStore() {
     swap::StoreOptions store_options;
+    store_options.slots = static_cast<uint32_t>(plan_.versions);
     store_options.directories = options_.state_dirs;
     store_options.sync = options_.sync;
     store_options.overwrite = options_.overwrite;
@@ -307,7 +316,14 @@ class Engine::Impl {
   }
 
   absl::Status Restore() {
-    const swap::Recovered& recovered = store_->recovered();
+    swap::Recovered loaded;
+    if (store_ == nullptr) {
+      absl::StatusOr<swap::Recovered> from =
+          LoadIntoMemory(*io_, options_.state_dirs, plan_.plan, *residency_);
+      if (!from.ok()) return from.status();
+      loaded = std::move(*from);
+    }
+    const swap::Recovered& recovered = store_ != nullptr ? store_->recovered() : loaded;
     for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
     for (const std::string& line : recovered.cut_short) Log(absl::StrCat("cut short: ", line));
     const nlohmann::json payload =
@@ -352,7 +368,9 @@ class Engine::Impl {
     const double doubt = options_.clip > 0 ? 1 : 0;
     const double rate = (redone + doubt) / (static_cast<double>(redone_.size()) + 2 * doubt + 1e-9);
     const bool in_backward = plan_.plan.speculates && rate <= plan_.plan.worthwhile_redo_rate;
-    executor_->Append(builder_->Append(Pass::kTrain, 0, in_backward));
+    std::vector<Op> ops = builder_->Append(Pass::kTrain, 0, in_backward);
+    operations_ = static_cast<int64_t>(ops.size());
+    executor_->Append(std::move(ops));
     if (in_backward) in_backward_steps_.insert(builder_->next_step() - 1);
     ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
     ahead_step_ = builder_->next_step() - 1;
@@ -407,10 +425,16 @@ class Engine::Impl {
   absl::Status Decide(const Op& op) {
     if (op.step == abandoned_step_) return absl::OkStatus();
     if (op.kind == OpKind::kBatch && !op.evaluates) {
+      if (checkpointing_ != nullptr && in_backward_steps_.count(op.step) > 0) {
+        if (absl::Status status = checkpointing_->BeforeUpdate(op.step); !status.ok()) return status;
+      }
       lanes_->set_assumption(DecisionOf(op.step, /*factor=*/1.0));
       return absl::OkStatus();
     }
     if (op.kind != OpKind::kNorm) return absl::OkStatus();
+    if (checkpointing_ != nullptr) {
+      if (absl::Status status = checkpointing_->BeforeUpdate(op.step); !status.ok()) return status;
+    }
     kernels::SumOfSquares squares;
     for (size_t b = 0; b < plan_.plan.blocks.size(); ++b) squares.Merge(lanes_->squares(static_cast<int>(b)));
     const double scale = scaler_.scale();
@@ -464,13 +488,26 @@ class Engine::Impl {
 
   absl::Status Committed(int64_t step) {
     committed_step_ = step;
-    const StepResult result = pending_.at(step).result;
+    const Pending pending = pending_.at(step);
+    const bool checkpoints = checkpointing_ != nullptr && checkpointing_->Due(step);
+    if (checkpoints && store_ == nullptr) commit_payload_ = Payload(&pending.result, pending.scaler);
     pending_.erase(step);
-    return options_.committed ? options_.committed(result) : absl::OkStatus();
+    if (options_.committed) {
+      if (absl::Status status = options_.committed(pending.result); !status.ok()) return status;
+    }
+    if (!checkpoints) return absl::OkStatus();
+    if (store_ != nullptr) return checkpointing_->BeginOfStore(*store_);
+    if (pending_.count(step + 1) > 0) {
+      return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
+                                              " is over: no checkpoint of it can be written"));
+    }
+    return checkpointing_->BeginOfMemory(*io_, SourceOfMemory(plan_.plan, *residency_, identity_.dump(), step,
+                                                              pending.updates, commit_payload_));
   }
 
   void Observe(OpId id, const Op& op, double start, double end) {
     if (options_.observer) options_.observer(id, op, start, end);
+    if (checkpointing_ != nullptr) checkpoint_status_.Update(checkpointing_->Advance(operations_));
     if (!options_.tick || end - last_tick_ < 0.05) return;
     last_tick_ = end;
     options_.tick(executor_->waiting_for());
@@ -503,6 +540,10 @@ class Engine::Impl {
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
   bool told_of_misses_ = false;
+  aio::Region checkpoint_memory_;
+  std::unique_ptr<Checkpointing> checkpointing_;  // null: none are kept
+  absl::Status checkpoint_status_;
+  int64_t operations_ = 1;  // of a training pass
   std::optional<LrSchedule> schedule_;
   int64_t updates_ = 0;
   double lr_ = 0;  // of the last decision
@@ -562,9 +603,6 @@ absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, cons
   return impl_->WriteState(parameter, kind, value);
 }
 absl::Status Engine::Flush() { return impl_->Flush(); }
-absl::Status Engine::Checkpoint(const std::string& parent, int keep) {
-  return impl_->Checkpoint(parent, keep);
-}
 int64_t Engine::step() const { return impl_->step_; }
 int64_t Engine::committed_step() const { return impl_->committed_step_; }
 std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from_; }

@@ -83,9 +83,17 @@ struct EnginePlan {
   TileFormat format;
   int64_t parameters = 0;
   int64_t disk_bytes = 0;   // of the state directories, all versions
+  int versions = 0;         // of everything, that these hold
   int64_t state_bytes = 0;  // one version
   // What it was planned under: for those who ask what another machine or budget would do.
   tiering::PlanOptions options;
+};
+
+// Which commits are kept as checkpoints of their own, while training goes on (zero/checkpointing.h).
+struct CheckpointSchedule {
+  std::string parent;  // the directory of all checkpoints
+  int64_t every = 0;   // steps; 0: none is kept
+  int64_t keep = 0;    // the newest so many; 0: all
 };
 
 struct EngineOptions {
@@ -105,6 +113,9 @@ struct EngineOptions {
   std::optional<LrSchedule>
       schedule;  // of a new run; a resumed one has its own. Empty: the optimizer's lr throughout
   uint64_t seed = 1;
+  // Initial values of elements [first, first + elements) of a block's run (zero/block.h), as fp32 masters,
+  // padding 0; each tile is asked for once. Empty: those that the blocks' factories make.
+  std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
 
   int64_t host_memory_bytes = 0;  // 0: no bound
   std::vector<std::string> state_dirs;
@@ -116,8 +127,10 @@ struct EngineOptions {
   int intra_op_threads = 1;
   int update_workers = 1;
 
+  // Continues the run in state_dirs; without a drive of its own, the checkpoint or run that they hold.
   bool resume = false;
-  bool overwrite = false;
+  bool overwrite = false;  // what stands in state_dirs, and the checkpoints in checkpoints.parent
+  CheckpointSchedule checkpoints;
   // What the caller wants to find again on resume; the first commit keeps it. A resumed run keeps its first.
   nlohmann::json run = nlohmann::json::object();
   // The machine that plans are compared on; asked once, when the model's sizes are known and the budget is
@@ -129,6 +142,8 @@ struct EngineOptions {
   std::function<nlohmann::json(const StepResult&)> describe;
   // The step is on the drive (or, without one, applied).
   std::function<absl::Status(const StepResult&)> committed;
+  // A checkpoint stands under `path`, or why there is none.
+  std::function<void(int64_t step, const std::string& path, const absl::Status& status)> checkpointed;
   // Every finished operation, for traces.
   tiering::Executor::Observer observer;
   // Lines for people: what was chosen and why, fallbacks.
@@ -170,12 +185,8 @@ class Engine {
   std::vector<std::string> ParameterNames() const;
   absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind);
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value);
-  // Applies and commits what is pending.
+  // Applies and commits what is pending, and waits for the checkpoint that is being written.
   absl::Status Flush();
-  // Flushes, and copies the commit to a complete checkpoint of its own below `parent` (swap/checkpoint.h), of
-  // which the newest `keep` stay (0: all). Training stands still meanwhile. kFailedPrecondition where state
-  // is not on a drive.
-  absl::Status Checkpoint(const std::string& parent, int keep);
 
   int64_t step() const;  // last step that Step has finished, or that the resumed run had committed
   int64_t committed_step() const;

@@ -140,9 +140,9 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   if (on_nvme && options.state_dirs.empty()) {
     return absl::InvalidArgumentError("state on NVMe needs a state directory");
   }
-  if (resumes && !on_nvme) {
+  if (resumes && options.state_dirs.empty()) {
     return absl::FailedPreconditionError(
-        "there is nothing to resume: state in memory is gone with its process");
+        "there is nothing to resume: state in memory is gone with its process, and no checkpoint was named");
   }
   PreparedModel prepared;
   EnginePlan& plan = prepared.plan;
@@ -155,6 +155,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.bounds = options.bounds;
   plan_options.update_order = options.update_order;
   plan_options.clips = options.clip > 0;
+  plan_options.copies_checkpoints = options.trains && options.checkpoints.every > 0;
 
   absl::StatusOr<swap::Inspection> found = absl::NotFoundError("");
   if (resumes) {
@@ -199,8 +200,18 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   if (on_nvme) {
     swap::StoreOptions store_options;
     store_options.directories = options.state_dirs;
+    store_options.overwrite = options.overwrite;
+    const swap::Layout layout = LayoutOf(plan.plan);
+    if (resumes) {
+      store_options.slots = found->shape.slots;
+    } else if (plan_options.copies_checkpoints) {
+      // With a third version a checkpoint is copied at leisure; it is worth its space where there is any.
+      store_options.slots = 3;
+      if (!swap::CheckSpace(store_options, layout, prepared.identity.dump()).ok()) store_options.slots = 2;
+    }
+    plan.versions = static_cast<int>(store_options.slots);
     absl::StatusOr<std::vector<uint64_t>> bytes =
-        swap::BytesOnDisk(store_options, LayoutOf(plan.plan), prepared.identity.dump());
+        swap::BytesOnDisk(store_options, layout, prepared.identity.dump());
     if (!bytes.ok()) return bytes.status();
     for (const uint64_t each : *bytes) plan.disk_bytes += static_cast<int64_t>(each);
     plan.disk_bytes += plan.plan.input_scratch_bytes;
@@ -236,18 +247,28 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
   for (size_t b = 0; b < model.blocks.size(); ++b) {
     const tiering::BlockPlan& block = plan.blocks[b];
     const RunLayout& layout = modules[b]->layout();
+    absl::Status refused;  // by initial_values
     absl::Status status = Guarded(absl::StrCat("building block ", model.blocks[b].name), [&] {
       torch::manual_seed(MixSeed(options.seed, kInitializationSalt, b));
-      const std::shared_ptr<torch::nn::Module> module = model.blocks[b].build();
-      TORCH_CHECK(module != nullptr, "its factory returned nothing");
-      TORCH_CHECK(layout.SameShapes(RunLayout::Of(*module)),
-                  "its parameters differ from those of the others of kind ", model.blocks[b].kind);
+      std::shared_ptr<torch::nn::Module> module;
+      if (!options.initial_values) {
+        module = model.blocks[b].build();
+        TORCH_CHECK(module != nullptr, "its factory returned nothing");
+        TORCH_CHECK(layout.SameShapes(RunLayout::Of(*module)),
+                    "its parameters differ from those of the others of kind ", model.blocks[b].kind);
+      }
       const int run_slot = block.private_run_slot >= 0 ? block.private_run_slot
                                                        : plan.run_classes[At(block.run_class)].first_slot;
       for (size_t t = 0; t < block.tiles.size(); ++t) {
         const tiering::Tile& tile = block.tiles[t];
         torch::Tensor masters = torch::empty({tile.elements}, torch::kFloat32);
-        CopyParameters(*module, layout, tile.offset, tile.elements, masters.data_ptr<float>());
+        float* const values = masters.data_ptr<float>();
+        if (module != nullptr) {
+          CopyParameters(*module, layout, tile.offset, tile.elements, values);
+        } else {
+          refused = options.initial_values(static_cast<int>(b), tile.offset, tile.elements, values);
+          if (!refused.ok()) return;
+        }
         Slot& slot = ring[next % ring.size()];
         if (store != nullptr) {
           const absl::Status settled = settle(slot);
@@ -257,7 +278,7 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
             store != nullptr ? static_cast<int>(next % ring.size()) : block.private_tile_slot[t];
         const TileMemory memory =
             residency.tile(static_cast<int>(b), static_cast<int>(t), run_slot, tile_slot);
-        FillTile(format, masters.data_ptr<float>(), memory);
+        FillTile(format, values, memory);
         if (store == nullptr) continue;
         std::vector<const void*> sources = {memory.weights};
         sources.insert(sources.end(), memory.state.begin(), memory.state.end());
@@ -274,6 +295,7 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
         ++next;
       }
     });
+    status.Update(refused);
     // The next block may use the same run slot.
     if (store != nullptr) status.Update(settle_all());
     if (!status.ok()) return status;
@@ -284,16 +306,15 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
   return absl::OkStatus();
 }
 
-absl::Status RestoreRun(const std::string& path, const std::vector<std::string>& state_dirs) {
-  absl::StatusOr<std::string> checkpoint = swap::FindCheckpoint(path);
-  if (!checkpoint.ok()) return checkpoint.status();
+absl::Status RestoreRun(const std::string& path, const std::vector<std::string>& state_dirs,
+                        bool copies_checkpoints) {
   constexpr uint64_t kMiB = 1 << 20;
   aio::EngineOptions io_options;
   io_options.log = [](std::string_view) {};
   absl::StatusOr<std::unique_ptr<aio::Engine>> io = aio::Engine::Create(std::move(io_options));
   if (!io.ok()) return io.status();
   swap::StoreOptions from_options;
-  from_options.directories = {*checkpoint};
+  from_options.directories = {path};
   from_options.read_only = true;
   absl::StatusOr<std::unique_ptr<swap::Store>> from = swap::Store::Open(**io, from_options);
   if (!from.ok()) return from.status();
@@ -306,6 +327,10 @@ absl::Status RestoreRun(const std::string& path, const std::vector<std::string>&
   swap::StoreOptions to_options;
   to_options.directories = state_dirs;
   to_options.overwrite = true;  // of what was never committed
+  to_options.slots = copies_checkpoints ? 3 : 2;
+  if (copies_checkpoints && !swap::CheckSpace(to_options, layout, (*from)->identity()).ok()) {
+    to_options.slots = 2;
+  }
   absl::StatusOr<std::unique_ptr<swap::Store>> to =
       swap::Store::Create(**io, to_options, layout, (*from)->identity());
   if (!to.ok()) return to.status();

@@ -24,8 +24,9 @@ struct PreparedModel {
 };
 
 // Measures the model and plans it under the options. With options.resume (or without options.trains) the
-// state directories must hold a run of this very model, type and seed (kFailedPrecondition names what
-// differs), whose tiles the plan takes over; without, the directories must be free or options.overwrite set.
+// state directories (without a drive of its own: the checkpoint's) must hold a run of this very model, type
+// and seed (kFailedPrecondition names what differs), whose tiles the plan takes over; without, the
+// directories must be free or options.overwrite set.
 absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options);
 
 // The types that the options ask for; kInvalidArgument for a type that is not served.
@@ -41,10 +42,10 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
                              const Residency& residency, const std::vector<BlockModule*>& modules,
                              swap::Store* store, const std::function<void(const std::string&)>& log);
 
-// Makes a run in `state_dirs` (which hold none) of the checkpoint that `path` names, or of the newest one
-// below it: what
-// --resume then goes on with. kNotFound: no checkpoint there.
-absl::Status RestoreRun(const std::string& path, const std::vector<std::string>& state_dirs);
+// Makes a run in `state_dirs` (which hold none) of the checkpoint `path`: what --resume then goes on with.
+// With room for a third version where checkpoints of it will be copied, and there is space.
+absl::Status RestoreRun(const std::string& path, const std::vector<std::string>& state_dirs,
+                        bool copies_checkpoints);
 
 }  // namespace penstock::zero
 

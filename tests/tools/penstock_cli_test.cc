@@ -368,6 +368,185 @@ TEST_F(CliTest, ExportJoinsSplitMastersExactly) {
   }
 }
 
+// The bytes behind a safetensors header.
+std::string TensorBytes(const std::string& path) {
+  const std::string text = ReadFile(path);
+  uint64_t header = 0;
+  if (text.size() < sizeof(header)) return "";
+  std::memcpy(&header, text.data(), sizeof(header));
+  return text.substr(std::min(text.size(), sizeof(header) + header));
+}
+
+TEST_F(CliTest, WeightsThatWereExportedAreWhereARunStartsFrom) {
+  for (const std::string dtype : {"fp32", "bf16"}) {
+    SCOPED_TRACE(dtype);
+    const std::string state = dir_ + "/state-" + dtype, published = dir_ + "/published-" + dtype;
+    std::filesystem::create_directory(published);
+    ASSERT_EQ(Run(Train(state, {"--steps", "2", "--dtype", dtype})).code, 0);
+    ASSERT_EQ(Run({"export", state, published, "--quiet"}).code, 0);
+    // A step that changes nothing; the model is that of config.json.
+    const Words words = {"train", "--data", text_,     "--init-from", published, "--steps",        "1",
+                         "--lr",  "0",      "--quiet", "--threads",   "1",       "--weight-decay", "0"};
+    const std::vector<Ran> ran = RunAll(
+        {words + Words{"--state-dir", dir_ + "/a-" + dtype, "--dtype", "fp32"},
+         words + Words{"--state-dir", dir_ + "/b-" + dtype, "--dtype", "bf16", "--host-memory", "24M"}});
+    ASSERT_EQ(ran[0].code, 0) << ran[0].err;
+    ASSERT_EQ(ran[1].code, 0) << ran[1].err;
+    for (const std::string again : {"/a-", "/b-"}) {
+      ASSERT_EQ(Run({"export", dir_ + again + dtype, dir_ + again + dtype + ".safetensors"}).code, 0);
+      EXPECT_TRUE(TensorBytes(dir_ + again + dtype + ".safetensors") ==
+                  TensorBytes(published + "/model.safetensors"))
+          << again;
+    }
+  }
+  // bf16 weights are a part of the masters: what they say comes back exactly.
+  ASSERT_EQ(Run({"export", dir_ + "/state-bf16", dir_ + "/half", "--dtype", "bf16"}).code, 0);
+  const Ran ran =
+      Run({"train", "--data", text_, "--init-from", dir_ + "/half", "--steps", "1", "--lr", "0", "--quiet",
+           "--weight-decay", "0", "--dtype", "bf16", "--threads", "1", "--state-dir", dir_ + "/c"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  ASSERT_EQ(Run({"export", dir_ + "/c", dir_ + "/half-again", "--dtype", "bf16"}).code, 0);
+  EXPECT_TRUE(TensorBytes(dir_ + "/half") == TensorBytes(dir_ + "/half-again"));
+
+  const Ran other = Run({"train", "--data", text_, "--init-from", dir_ + "/half", "--model", "gpt-small",
+                         "--state-dir", dir_ + "/d", "--quiet"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_EQ(Lines(other.err).size(), 1u) << other.err;
+  EXPECT_THAT(other.err, HasSubstr("in this model"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/d"));
+}
+
+TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
+  const Words steps = {"--steps", "9"};
+  const std::string kept = dir_ + "/kept", log = dir_ + "/log", whole_log = dir_ + "/whole.log";
+  ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Words{"--log", whole_log})).code, 0);
+  const Words in_memory = Words{"--offload",          "cpu", "--checkpoint-dir",  kept,
+                                "--checkpoint-every", "2",   "--checkpoint-keep", "2"};
+  // Stopped after step 5, with lines in the log that its newest checkpoint does not know.
+  Ran ran = Run(Train("unused", Words{"--steps", "5", "--log", log} + in_memory));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_FALSE(std::filesystem::exists("unused"));
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(kept))
+    names.push_back(entry.path().filename());
+  EXPECT_THAT(names, testing::UnorderedElementsAre("latest", "step-00000002", "step-00000004"));
+  EXPECT_EQ(Losses(log).size(), 5u);
+  EXPECT_THAT(Run(Train("unused", steps + in_memory)).err,
+              HasSubstr("holds checkpoints, the newest of step 4"));
+  ran = Run(Train("unused",
+                  steps + Words{"--resume", "--log", log, "--offload", "none", "--checkpoint-dir", kept}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  // Step 5 came again; its schedule was that of a run of 5 steps.
+  EXPECT_EQ(Losses(log).size(), 9u);
+
+  std::filesystem::remove_all(kept);
+  std::filesystem::remove(log);
+  Program stopped(dir_, Train("unused", Words{"--steps", "40", "--log", log} + in_memory));
+  ASSERT_TRUE(WaitForLines(log, 7));
+  stopped.Signal(SIGKILL);
+  stopped.Wait();
+  const Ran cpu = Run(Train("unused", Words{"--resume", "--steps", "12", "--log", log} + in_memory));
+  ASSERT_EQ(cpu.code, 0) << cpu.err;
+  ASSERT_EQ(Run(Train(dir_ + "/long", Words{"--steps", "40"} + Words{"--log", dir_ + "/long.log"})).code, 0);
+  std::vector<std::string> long_losses = Losses(dir_ + "/long.log");
+  const std::vector<std::string> losses = Losses(log);
+  ASSERT_GE(losses.size(), 12u);
+  long_losses.resize(losses.size());
+  EXPECT_EQ(losses, long_losses);
+
+  ran = Run({"train", "--data", text_, "--resume", "--offload", "none", "--quiet"});
+  EXPECT_EQ(ran.code, 2);
+  EXPECT_THAT(ran.err, HasSubstr("--checkpoint-dir"));
+}
+
+TEST_F(CliTest, ATermSignalDuringACheckpointFinishesIt) {
+  const std::string kept = dir_ + "/kept", log = dir_ + "/log", state = dir_ + "/state";
+  const Words steps = {"--steps", "60"};
+  Program stopped(dir_, Train(state, steps + Words{"--seq", "64", "--log", log, "--checkpoint-dir", kept,
+                                                   "--checkpoint-every", "24"}));
+  ASSERT_TRUE(WaitForLines(log, 28));
+  EXPECT_TRUE(std::filesystem::exists(kept + "/.step-00000024.partial")) << "it is on its way";
+  stopped.Signal(SIGTERM);
+  const Ran ran = stopped.Wait();
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator(kept))
+    names.push_back(entry.path().filename());
+  EXPECT_THAT(names, testing::UnorderedElementsAre("latest", "step-00000024"));
+  EXPECT_EQ(Inspect(state)["step"], Losses(log).size());
+
+  // From the checkpoint on two directories, and from the state at another path: the same bits.
+  std::filesystem::rename(state, dir_ + "/moved");
+  const Words resume = {"train", "--data", text_, "--resume", "--quiet", "--steps", "32", "--log"};
+  const std::vector<Ran> both =
+      RunAll({resume + Words{dir_ + "/a.log", "--state-dir", dir_ + "/moved"},
+              resume + Words{dir_ + "/b.log", "--state-dir", dir_ + "/x", "--state-dir", dir_ + "/y",
+                             "--checkpoint-dir", kept}});
+  ASSERT_EQ(both[0].code, 0) << both[0].err;
+  ASSERT_EQ(both[1].code, 0) << both[1].err;
+  std::vector<std::string> whole = Losses(log);
+  const std::vector<std::string> moved = Losses(dir_ + "/a.log"), restored = Losses(dir_ + "/b.log");
+  whole.insert(whole.end(), moved.begin() + 1, moved.end());  // whose first line is that of the last commit
+  ASSERT_GE(whole.size(), 32u);
+  EXPECT_EQ(restored, std::vector<std::string>(whole.begin() + 23, whole.begin() + 32));
+}
+
+// A file system of some megabytes; empty where it cannot be had.
+class SmallDisk {
+ public:
+  SmallDisk(const std::string& directory, const std::string& kind, int64_t bytes) : path_(directory) {
+    std::filesystem::create_directory(directory);
+    const std::string image = directory + ".image", size = std::to_string(bytes);
+    const std::string make = kind == "tmpfs"
+                                 ? "mount -t tmpfs -o size=" + size + " none " + directory
+                                 : "truncate -s " + size + " " + image + " && mkfs.ext4 -q -O ^has_journal " +
+                                       image + " && mount -o loop " + image + " " + directory;
+    mounted_ = std::system(("(" + make + ") >/dev/null 2>&1").c_str()) == 0;
+  }
+  ~SmallDisk() {
+    if (mounted_ && std::system(("umount " + path_).c_str()) != 0) ADD_FAILURE() << "umount " << path_;
+  }
+  bool mounted() const { return mounted_; }
+
+ private:
+  const std::string path_;
+  bool mounted_ = false;
+};
+
+TEST_F(CliTest, ADiskThatIsFullForTheLogStopsAtTheLastCommitAndRoomLetsItGoOn) {
+  const std::string small = dir_ + "/small", log = small + "/log", whole_log = dir_ + "/whole.log";
+  const SmallDisk disk(small, "tmpfs", 4096);
+  if (!disk.mounted()) GTEST_SKIP() << "no right to mount a small file system here";
+  const Words steps = {"--steps", "30", "--seq", "32"};
+  Ran ran = Run(Train(dir_ + "/state", steps + Words{"--log", log}));
+  EXPECT_EQ(ran.code, 1);
+  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  EXPECT_THAT(ran.err, testing::ContainsRegex("log: .* [0-9]+ bytes .*--resume"));
+  ASSERT_EQ(std::system(("mount -o remount,size=1M " + small).c_str()), 0);
+  ran = Run({"train", "--data", text_, "--resume", "--quiet", "--state-dir", dir_ + "/state", "--log", log});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Words{"--log", whole_log})).code, 0);
+  EXPECT_EQ(Losses(log), Losses(whole_log));
+}
+
+TEST_F(CliTest, WithoutRoomForACheckpointTrainingGoesOnAndSaysSo) {
+  const std::string small = dir_ + "/small";
+  const SmallDisk disk(small, "ext4", 8 << 20);
+  if (!disk.mounted()) GTEST_SKIP() << "no right to mount a small file system here, or no mkfs.ext4";
+  Words words = Train(dir_ + "/state", {"--steps", "6", "--seq", "32", "--checkpoint-dir", small + "/kept",
+                                        "--checkpoint-every", "1"});
+  words.erase(std::find(words.begin(), words.end(), "--quiet"));
+  const Ran ran = Run(words);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out + ran.err, HasSubstr("no checkpoint of step 6: "));
+  EXPECT_THAT(ran.out + ran.err, HasSubstr("missing: No space left on device"));
+  EXPECT_EQ(Inspect(dir_ + "/state")["step"], 6);
+  for (const auto& entry : std::filesystem::directory_iterator(small + "/kept")) {
+    EXPECT_NE(entry.path().filename().string()[0], '.') << entry.path();
+  }
+  EXPECT_EQ(Run({"verify", small + "/kept", "--quiet"}).code, 0) << "those that are there are whole";
+}
+
 TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
   const std::string state = dir_ + "/state";
   ASSERT_EQ(Run(Train(state, {"--steps", "12", "--seq", "64", "--lr", "3e-3"})).code, 0);

@@ -17,6 +17,7 @@
 #include <random>
 #include <sstream>
 
+#include "swap/checkpoint.h"
 #include "tests/zero/training.h"
 #include "tools/train_log.h"
 #include "zero/report.h"
@@ -60,7 +61,14 @@ std::vector<std::string> Losses(const std::string& log) {
   std::unique_ptr<tools::TrainLog> log;
   options.describe = [](const StepResult& result) { return StepJson(result, 1); };
   options.committed = [&log](const StepResult& result) { return log->Append(StepJson(result, 1)); };
-  options.resume = run.offload == OffloadDevice::kNvme && std::filesystem::exists(run.state_dir);
+  const std::string& kept = run.checkpoints.parent;
+  const absl::StatusOr<std::string> newest = swap::FindCheckpoint(kept.empty() ? "nowhere" : kept);
+  if (run.offload == OffloadDevice::kNvme) {
+    options.resume = std::filesystem::exists(run.state_dir);
+  } else if (run.resume_from.empty() && newest.ok()) {
+    options.resume = true;
+    options.state_dirs = {*newest};
+  }
   absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(tools::MakeGpt(run.model), options);
   if (absl::IsNotFound(engine.status())) {  // killed before its first commit: start over
     options.resume = false;
@@ -70,6 +78,7 @@ std::vector<std::string> Losses(const std::string& log) {
   absl::StatusOr<std::unique_ptr<tools::TrainLog>> opened = tools::TrainLog::Open(log_path, /*resumes=*/true);
   if (!opened.ok()) fail(opened.status());
   log = std::move(*opened);
+  if (absl::Status status = log->CutAfter((*engine)->step()); !status.ok()) fail(status);
   if (absl::Status status = log->AddMissing((*engine)->last_description()); !status.ok()) fail(status);
   while ((*engine)->step() < run.steps) {
     const int64_t step = (*engine)->step() + 1;
@@ -97,6 +106,28 @@ int RunChild(const RunOptions& run, const std::string& log, int64_t operations, 
   return status;
 }
 
+// Every checkpoint is whole and leads to the same end; of those that were cut short nothing is left.
+void ExpectGoodCheckpoints(RunOptions run, const std::string& scratch,
+                           const std::vector<std::string>& plain) {
+  for (const auto& entry : std::filesystem::directory_iterator(run.checkpoints.parent)) {
+    EXPECT_NE(entry.path().filename().string()[0], '.') << entry.path();
+  }
+  const std::vector<swap::CheckpointEntry> kept = swap::ListCheckpoints(run.checkpoints.parent);
+  EXPECT_EQ(kept.size(), 2u);
+  run.checkpoints = {};
+  run.offload = OffloadDevice::kNone;
+  run.state_dir.clear();
+  for (const swap::CheckpointEntry& checkpoint : kept) {
+    run.resume_from = checkpoint.path;
+    const std::string log = scratch + "/from-" + checkpoint.name;
+    const int status = RunChild(run, log, -1, -1);
+    ASSERT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == kDone) << checkpoint.path;
+    // The line of its own step comes first.
+    const auto from = static_cast<ptrdiff_t>(checkpoint.step) - 1;
+    EXPECT_EQ(Losses(ReadFile(log)), std::vector<std::string>(plain.begin() + from, plain.end()));
+  }
+}
+
 TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
   std::random_device entropy;
   const uint64_t seed = entropy();
@@ -122,8 +153,13 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
     run.offload = OffloadDevice::kNone;
     const int plain = RunChild(run, scratch + "/plain.jsonl", -1, -1);
     ASSERT_TRUE(WIFEXITED(plain) && WEXITSTATUS(plain) == kDone);
-    run.offload = OffloadDevice::kNvme;
-    run.state_dir = scratch + "/state";
+    // A drive; a drive and checkpoints; memory, whose checkpoints are all that outlives a kill.
+    const int kind = round % 3;
+    if (kind != 2) {
+      run.offload = OffloadDevice::kNvme;
+      run.state_dir = scratch + "/state";
+    }
+    if (kind != 0) run.checkpoints = {scratch + "/kept", 3, 2};
     for (int life = 0;; ++life) {
       // The order of update may differ from life to life, as a plan may.
       run.update_order =
@@ -141,7 +177,9 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
       ASSERT_EQ(WEXITSTATUS(status), kDone) << "life " << life;
       break;
     }
-    EXPECT_EQ(Losses(ReadFile(scratch + "/log.jsonl")), Losses(ReadFile(scratch + "/plain.jsonl")));
+    const std::vector<std::string> expected = Losses(ReadFile(scratch + "/plain.jsonl"));
+    EXPECT_EQ(Losses(ReadFile(scratch + "/log.jsonl")), expected) << "kind " << kind;
+    if (kind != 0) ExpectGoodCheckpoints(run, scratch, expected);
     EXPECT_EQ(Losses(ReadFile(scratch + "/log.jsonl")).size(), 24u);
     std::filesystem::remove_all(scratch);
     if (HasFailure()) return;

@@ -59,7 +59,9 @@ EngineOptions OptionsOf(const RunOptions& run) {
   options.update_workers = run.update_workers;
   options.tile_bytes = run.tile_bytes;
   options.update_order = run.update_order;
-  options.resume = run.resume;
+  options.resume = run.resume || !run.resume_from.empty();
+  options.checkpoints = run.checkpoints;
+  if (!run.resume_from.empty()) options.state_dirs = {run.resume_from};
   if (options.offload == OffloadDevice::kNvme) options.state_dirs = {run.state_dir};
   return options;
 }
@@ -69,9 +71,14 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   RunOptions run = given;
   if (run.state_dir.empty() && run.offload == OffloadDevice::kNvme) run.state_dir = ScratchDirectory();
   EngineOptions options = OptionsOf(run);
+  if (run.adjust) run.adjust(options);
   options.committed = [&](const StepResult& result) {
     trained.committed.push_back(result.step);
     return absl::OkStatus();
+  };
+  Engine* running = nullptr;
+  options.checkpointed = [&](int64_t step, const std::string& path, const absl::Status& status) {
+    trained.kept.push_back({step, running->step(), path, status});
   };
   Model model = tools::MakeGpt(run.model);
   if (run.poison_step != 0) {
@@ -88,6 +95,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(std::move(model), options);
     if (!engine.ok()) return engine.status();
     trained.input_scratch_bytes = (*engine)->plan().plan.input_scratch_bytes;
+    running = engine->get();
     trained.resumed_from = (*engine)->resumed_from().value_or(-1);
     const int64_t last = run.stop_after > 0 ? run.stop_after : run.steps;
     while ((*engine)->step() < last) {

@@ -3,6 +3,7 @@
 #define PENSTOCK_TESTS_ZERO_TRAINING_H_
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -35,8 +36,11 @@ struct RunOptions {
   tiering::UpdateOrder update_order = tiering::UpdateOrder::kAuto;
   int64_t tile_bytes = 0;
   bool resume = false;
+  std::string resume_from;  // a checkpoint, where nothing lives on a drive
+  CheckpointSchedule checkpoints;
   std::string state_dir;  // empty: a scratch directory, removed afterwards
   bool keep_state = false;
+  std::function<void(EngineOptions&)> adjust;  // whatever else, last
 };
 
 struct TrainedLosses {
@@ -45,6 +49,13 @@ struct TrainedLosses {
   std::vector<int64_t> committed, skipped, redone;
   double in_backward = 0;  // the largest share of tiles updated in backward
   int64_t resumed_from = -1;
+  // Of every checkpoint: its step, the last step that was finished when it stood, what became of it.
+  struct Kept {
+    int64_t step = 0, at = 0;
+    std::string path;
+    absl::Status status;
+  };
+  std::vector<Kept> kept;
   int64_t least_host_memory_bytes = 0;  // of a refusal
   int64_t peak_managed_bytes = 0;
   int64_t input_scratch_bytes = 0;

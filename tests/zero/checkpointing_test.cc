@@ -1,0 +1,161 @@
+// Checkpoints of whole trainings: true to their step while training goes on, and good for going on from in
+// every mode.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <map>
+
+#include "swap/checkpoint.h"
+#include "swap/inspect.h"
+#include "tests/zero/training.h"
+#include "zero/engine_state.h"
+
+namespace penstock::zero {
+namespace {
+
+using testing_support::RunOptions;
+using testing_support::TrainedLosses;
+using testing_support::TrainGpt;
+
+class CheckpointingTest : public testing::Test {
+ protected:
+  CheckpointingTest() : scratch_(testing_support::ScratchDirectory()) {
+    run_.model.dropout = 0.1;
+    run_.steps = 8;
+    run_.tile_bytes = 128 << 10;
+    plain_ = TrainGpt(run_);
+    EXPECT_TRUE(plain_.status.ok()) << plain_.status;
+  }
+  ~CheckpointingTest() override { std::filesystem::remove_all(scratch_); }
+
+  // The rest of the run, from a checkpoint.
+  TrainedLosses GoOn(const std::string& checkpoint, OffloadDevice offload, int64_t budget = 0) {
+    RunOptions rest = run_;
+    rest.checkpoints = {};
+    rest.stop_after = 0;
+    rest.offload = offload;
+    rest.host_memory_bytes = budget;
+    rest.update_workers = 2;
+    if (offload != OffloadDevice::kNvme) {
+      rest.state_dir.clear();
+      rest.resume_from = checkpoint;
+      return TrainGpt(rest);
+    }
+    rest.state_dir = scratch_ + "/restored";
+    rest.resume = true;
+    TrainedLosses trained;
+    trained.status = RestoreRun(checkpoint, {rest.state_dir}, /*copies_checkpoints=*/false);
+    return trained.status.ok() ? TrainGpt(rest) : trained;
+  }
+  void ExpectRest(const TrainedLosses& rest, int64_t from) {
+    ASSERT_TRUE(rest.status.ok()) << rest.status;
+    EXPECT_EQ(rest.resumed_from, from);
+    EXPECT_EQ(rest.losses, std::vector<double>(plain_.losses.begin() + from, plain_.losses.end()));
+    EXPECT_EQ(rest.norms, std::vector<double>(plain_.norms.begin() + from, plain_.norms.end()));
+  }
+
+  const std::string scratch_;
+  RunOptions run_;
+  TrainedLosses plain_;
+};
+
+TEST_F(CheckpointingTest, EveryModeGoesOnFromTheCheckpointsOfEveryMode) {
+  for (const OffloadDevice from : {OffloadDevice::kNone, OffloadDevice::kCpu, OffloadDevice::kNvme}) {
+    run_.offload = from;
+    run_.stop_after = 5;
+    run_.checkpoints = {scratch_ + "/kept-" + std::string(Name(from)), 2, 1};
+    const TrainedLosses first = TrainGpt(run_);
+    ASSERT_TRUE(first.status.ok()) << first.status;
+    EXPECT_EQ(first.losses, std::vector<double>(plain_.losses.begin(), plain_.losses.begin() + 5));
+    ASSERT_EQ(first.kept.size(), 2u);
+    for (const TrainedLosses::Kept& kept : first.kept) EXPECT_TRUE(kept.status.ok()) << kept.status;
+    ASSERT_EQ(swap::ListCheckpoints(run_.checkpoints.parent).size(), 1u);
+    const std::string checkpoint = *swap::FindCheckpoint(run_.checkpoints.parent);
+    for (const OffloadDevice to : {OffloadDevice::kNone, OffloadDevice::kCpu, OffloadDevice::kNvme}) {
+      SCOPED_TRACE(testing::Message() << Name(from) << " to " << Name(to));
+      ExpectRest(GoOn(checkpoint, to, to == OffloadDevice::kNvme ? 24 << 20 : 0), 4);
+    }
+  }
+}
+
+TEST_F(CheckpointingTest, OfAStoreWithRoomForItIsSpreadOverTheStepsAndHoldsItsOwn) {
+  run_.steps = 14;
+  plain_ = TrainGpt(run_);
+  run_.offload = OffloadDevice::kNvme;
+  run_.state_dir = scratch_ + "/state";
+  run_.keep_state = true;
+  run_.checkpoints = {scratch_ + "/kept", 6, 0};
+  const TrainedLosses trained = TrainGpt(run_);
+  ASSERT_TRUE(trained.status.ok()) << trained.status;
+  EXPECT_EQ(trained.losses, plain_.losses);
+  EXPECT_EQ(swap::Inspect({run_.state_dir})->shape.slots, 3u);
+  ASSERT_EQ(trained.kept.size(), 2u);
+  for (const TrainedLosses::Kept& kept : trained.kept) {
+    EXPECT_TRUE(kept.status.ok()) << kept.status;
+    ExpectRest(GoOn(kept.path, OffloadDevice::kNone), kept.step);
+  }
+  // Its commit came during step 7, and five steps are there for it.
+  EXPECT_EQ(trained.kept[0].step, 6);
+  EXPECT_GE(trained.kept[0].at, 9);
+  EXPECT_LE(trained.kept[0].at, 13);
+}
+
+TEST_F(CheckpointingTest, OfAStoreWithoutRoomForItEndsBeforeItsSlotIsNeeded) {
+  run_.offload = OffloadDevice::kNvme;
+  run_.state_dir = scratch_ + "/state";
+  run_.keep_state = true;
+  run_.stop_after = 1;
+  ASSERT_TRUE(TrainGpt(run_).status.ok());
+  EXPECT_EQ(swap::Inspect({run_.state_dir})->shape.slots, 2u);
+  run_.resume = true;
+  run_.stop_after = 0;
+  run_.checkpoints = {scratch_ + "/kept", 1, 0};
+  const TrainedLosses trained = TrainGpt(run_);
+  ExpectRest(trained, 1);
+  ASSERT_EQ(trained.kept.size(), 7u);
+  for (const TrainedLosses::Kept& kept : trained.kept) {
+    EXPECT_TRUE(kept.status.ok()) << kept.status;
+    EXPECT_LE(kept.at, kept.step + 2);
+  }
+  ExpectRest(GoOn(trained.kept[2].path, OffloadDevice::kCpu), 4);
+  ExpectRest(GoOn(trained.kept[5].path, OffloadDevice::kNone), 7);
+}
+
+TEST_F(CheckpointingTest, TheCopysMemoryIsPartOfTheBudget) {
+  run_.offload = OffloadDevice::kNvme;
+  run_.checkpoints = {scratch_ + "/kept", 3, 0};
+  run_.host_memory_bytes = 1;
+  const TrainedLosses refused = TrainGpt(run_);
+  ASSERT_GT(refused.least_host_memory_bytes, 0) << refused.status;
+  run_.host_memory_bytes = refused.least_host_memory_bytes;
+  const TrainedLosses trained = TrainGpt(run_);
+  ASSERT_TRUE(trained.status.ok()) << trained.status;
+  EXPECT_EQ(trained.losses, plain_.losses);
+  EXPECT_LE(trained.peak_managed_bytes, run_.host_memory_bytes);
+  EXPECT_EQ(trained.kept.size(), 2u);
+}
+
+TEST_F(CheckpointingTest, OneThatIsThereAlreadyIsToldAndTrainingGoesOn) {
+  run_.checkpoints = {scratch_ + "/kept", 4, 0};
+  ASSERT_TRUE(TrainGpt(run_).status.ok());
+  const TrainedLosses again = TrainGpt(run_);
+  ASSERT_TRUE(again.status.ok()) << again.status;
+  EXPECT_EQ(again.losses, plain_.losses);
+  ASSERT_EQ(again.kept.size(), 2u);
+  EXPECT_TRUE(absl::IsAlreadyExists(again.kept[0].status)) << again.kept[0].status;
+}
+
+TEST_F(CheckpointingTest, AnotherRunsCheckpointIsRefused) {
+  run_.checkpoints = {scratch_ + "/kept", 4, 0};
+  ASSERT_TRUE(TrainGpt(run_).status.ok());
+  run_.checkpoints = {};
+  run_.seed = 8;
+  run_.resume_from = *swap::FindCheckpoint(scratch_ + "/kept");
+  const TrainedLosses other = TrainGpt(run_);
+  EXPECT_TRUE(absl::IsFailedPrecondition(other.status)) << other.status;
+  EXPECT_THAT(std::string(other.status.message()), testing::HasSubstr("seed"));
+}
+
+}  // namespace
+}  // namespace penstock::zero

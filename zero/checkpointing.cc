@@ -1,0 +1,161 @@
+#include "zero/checkpointing.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "swap/checkpoint.h"
+#include "zero/engine_state.h"
+#include "zero/real_lanes.h"
+
+namespace penstock::zero {
+namespace {
+
+// Block and tile of every tile of a store, in the store's order.
+std::vector<std::pair<int, int>> TileNumbers(const tiering::Plan& plan) {
+  std::vector<std::pair<int, int>> numbers;
+  for (size_t b = 0; b < plan.blocks.size(); ++b) {
+    for (size_t t = 0; t < plan.blocks[b].tiles.size(); ++t) {
+      numbers.emplace_back(static_cast<int>(b), static_cast<int>(t));
+    }
+  }
+  return numbers;
+}
+
+// Of a plan that has everything in memory.
+std::vector<void*> PlacesOf(const tiering::Plan& plan, const Residency& residency, int block, int tile) {
+  const tiering::BlockPlan& of = plan.blocks[static_cast<size_t>(block)];
+  const TileMemory memory =
+      residency.tile(block, tile, of.private_run_slot, of.private_tile_slot[static_cast<size_t>(tile)]);
+  std::vector<void*> places = {memory.weights};
+  places.insert(places.end(), memory.state.begin(), memory.state.end());
+  return places;
+}
+
+}  // namespace
+
+Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Report report)
+    : schedule_(std::move(schedule)), tile_memory_(tile_memory), report_(std::move(report)) {
+  swap::RemovePartialCheckpoints(schedule_.parent);
+  swap::KeepNewestCheckpoints(schedule_.parent, Options().keep);
+}
+
+swap::CheckpointOptions Checkpointing::Options() const {
+  swap::CheckpointOptions options;
+  options.parent = schedule_.parent;
+  options.memory = tile_memory_;
+  options.keep = static_cast<uint32_t>(std::max<int64_t>(0, schedule_.keep));
+  return options;
+}
+
+absl::Status Checkpointing::Begin(std::unique_ptr<swap::CheckpointCopy> copy, int64_t steps) {
+  copy_ = std::move(copy);
+  credit_ = 0;
+  tiles_per_step_ = 0;
+  if (steps > 1) {
+    tiles_per_step_ = static_cast<double>(copy_->tiles()) / static_cast<double>(steps);
+  } else {
+    copy_->AllowAll();
+  }
+  // A commit may end later than the step after it begins.
+  return BeforeUpdate(begun_step_);
+}
+
+absl::Status Checkpointing::BeginOfStore(swap::Store& store) {
+  if (absl::Status status = Finish(); !status.ok()) return status;
+  absl::StatusOr<std::unique_ptr<swap::CheckpointCopy>> copy =
+      swap::CheckpointCopy::OfStore(store, Options());
+  if (!copy.ok()) return copy.status();
+  const bool at_leisure = store.geometry().slots() > 2;
+  last_step_ = at_leisure ? 0 : static_cast<int64_t>(store.committed_step()) + 2;
+  return Begin(std::move(*copy), at_leisure ? std::min(schedule_.every - 1, kSpreadSteps) : 1);
+}
+
+absl::Status Checkpointing::BeginOfMemory(aio::Engine& io, swap::CheckpointSource source) {
+  if (absl::Status status = Finish(); !status.ok()) return status;
+  last_step_ = static_cast<int64_t>(source.step) + 1;
+  return Begin(swap::CheckpointCopy::OfMemory(io, Options(), std::move(source)), 1);
+}
+
+absl::Status Checkpointing::Advance(int64_t operations) {
+  if (copy_ == nullptr) return absl::OkStatus();
+  if (copy_->finished()) return Finish();
+  credit_ += tiles_per_step_ / static_cast<double>(std::max<int64_t>(1, operations));
+  if (credit_ < 1) return absl::OkStatus();
+  const auto tiles = static_cast<uint32_t>(credit_);
+  credit_ -= tiles;
+  copy_->Allow(tiles);
+  return absl::OkStatus();
+}
+
+absl::Status Checkpointing::BeforeUpdate(int64_t step) {
+  begun_step_ = step;
+  return copy_ != nullptr && last_step_ > 0 && step >= last_step_ ? Finish() : absl::OkStatus();
+}
+
+absl::Status Checkpointing::Finish() {
+  if (copy_ == nullptr) return absl::OkStatus();
+  const std::unique_ptr<swap::CheckpointCopy> copy = std::move(copy_);
+  const absl::Status status = copy->Finish();
+  if (report_) report_(static_cast<int64_t>(copy->step()), copy->path(), status);
+  return absl::IsResourceExhausted(status) || absl::IsAlreadyExists(status) ? absl::OkStatus() : status;
+}
+
+swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency& residency,
+                                      const std::string& identity, int64_t step, int64_t updates,
+                                      std::string payload) {
+  swap::CheckpointSource source;
+  source.layout = LayoutOf(plan);
+  for (swap::TileLayout& tile : source.layout.tiles) tile.scratch_bytes = 0;
+  source.identity = identity;
+  source.step = static_cast<uint64_t>(step);
+  source.updates = static_cast<uint64_t>(updates);
+  source.payload = std::move(payload);
+  source.fetch = [&plan, &residency, step, numbers = TileNumbers(plan)](
+                     const swap::Store& target, uint32_t tile, swap::CheckpointTile* to) {
+    const auto [block, of_block] = numbers[tile];
+    const std::vector<void*> places = PlacesOf(plan, residency, block, of_block);
+    to->version = VersionAfter(step);
+    for (size_t s = 0; s < places.size(); ++s) {
+      to->data[s] = places[s];
+      to->checksums[s] = target.SegmentChecksum(tile, static_cast<uint32_t>(s), to->version, places[s]);
+    }
+    return absl::OkStatus();
+  };
+  return source;
+}
+
+absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const std::vector<std::string>& directories,
+                                               const tiering::Plan& plan, const Residency& residency) {
+  swap::StoreOptions options;
+  options.directories = directories;
+  options.read_only = true;
+  absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(io, options);
+  if (!store.ok()) return store.status();
+  const std::vector<std::pair<int, int>> numbers = TileNumbers(plan);
+  if (numbers.size() != (*store)->geometry().tiles()) {
+    return absl::DataLossError(absl::StrCat(directories.front(), " has ", (*store)->geometry().tiles(),
+                                            " tiles, its model ", numbers.size()));
+  }
+  // One ahead: the next tile is on its way while this one is checked.
+  swap::TileIo ios[2];
+  const auto read = [&](uint32_t tile) {
+    const std::vector<void*> places = PlacesOf(plan, residency, numbers[tile].first, numbers[tile].second);
+    return (*store)->ReadSegments(&ios[tile % 2], tile, 0, static_cast<uint32_t>(places.size()), places,
+                                  aio::Priority::kDemand, swap::Which::kCommitted);
+  };
+  absl::Status status = read(0);
+  for (uint32_t tile = 0; tile < numbers.size() && status.ok(); ++tile) {
+    if (tile + 1 < numbers.size()) status = read(tile + 1);
+    absl::Status arrived = (*store)->Wait(&ios[tile % 2]);
+    if (arrived.ok()) arrived = (*store)->VerifyRead(ios[tile % 2]);
+    status.Update(arrived);
+  }
+  for (swap::TileIo& each : ios) {
+    if (each.pending()) (void)(*store)->Wait(&each);  // the error before it is the one to tell
+  }
+  if (!status.ok()) return status;
+  return (*store)->recovered();
+}
+
+}  // namespace penstock::zero

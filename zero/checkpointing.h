@@ -1,0 +1,92 @@
+// Checkpoints of a training: when one is due, at which pace it is written, and the way back from one.
+//
+// A checkpoint is a complete copy of a commit (swap/checkpoint_copy.h), written by a thread of its own with
+// the lowest priority on the drive. How long it may take depends on what it copies, since what it holds must
+// not change meanwhile:
+//
+//   a store of three slots   as long as it likes: spread over the steps until the next one is due, but over
+//   no
+//                            more than kSpreadSteps, which keeps its traffic below 5% of the training's
+//   a store of two slots     until the step after the next is to be updated: about one step
+//   state in memory          until the next update: a forward and a backward
+//
+// Training waits where that is not enough, and where one is due while the last is still being written.
+//
+// Threads: all of it on the executor's.
+#ifndef PENSTOCK_ZERO_CHECKPOINTING_H_
+#define PENSTOCK_ZERO_CHECKPOINTING_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "swap/checkpoint_copy.h"
+#include "swap/store.h"
+#include "tiering/plan.h"
+#include "zero/engine.h"
+#include "zero/residency.h"
+
+namespace penstock::zero {
+
+// A checkpoint copies 24 bytes a parameter (12 read, 12 written) where a step of training moves 26: spread
+// over so many steps that is 3.8% more for each.
+inline constexpr int64_t kSpreadSteps = 24;
+
+class Checkpointing {
+ public:
+  using Report = std::function<void(int64_t step, const std::string& path, const absl::Status& status)>;
+
+  // Removes what killed runs left in the directory, and more than are to be kept. `report` hears how each
+  // checkpoint ended. Everything passed in outlives this. `tile_memory`: for one padded tile, where a store
+  // is copied.
+  Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Report report);
+  // Gives up what is not finished.
+  ~Checkpointing() = default;
+
+  bool Due(int64_t step) const { return schedule_.every > 0 && step % schedule_.every == 0; }
+  // The commit that is due is done. Errors are those of Finish.
+  absl::Status BeginOfStore(swap::Store& store);
+  absl::Status BeginOfMemory(aio::Engine& io, swap::CheckpointSource source);
+  // Of `operations` in a step one has ended: lets the copy go on, and notices its end.
+  absl::Status Advance(int64_t operations);
+  // The update of `step` may begin from here on, in memory or on the drive: what it would change must have
+  // been copied.
+  absl::Status BeforeUpdate(int64_t step);
+  // Waits for the checkpoint that is being written. Without room or with one of this step there already,
+  // training goes on: that is reported and no error here. Damage in the run is.
+  absl::Status Finish();
+
+ private:
+  absl::Status Begin(std::unique_ptr<swap::CheckpointCopy> copy, int64_t steps);
+  swap::CheckpointOptions Options() const;
+
+  const CheckpointSchedule schedule_;
+  const std::span<std::byte> tile_memory_;
+  const Report report_;
+  std::unique_ptr<swap::CheckpointCopy> copy_;
+  int64_t last_step_ = 0;   // whose update must wait for the copy; 0: none
+  int64_t begun_step_ = 0;  // whose update has begun or may begin any time
+  double tiles_per_step_ = 0;
+  double credit_ = 0;  // tiles that may be copied and have not been allowed yet
+};
+
+// State in memory as a checkpoint's source: the tiles of `plan` where `residency` has them, as the update of
+// `step` left them. All of it stays as it is until the end of the copy.
+swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency& residency,
+                                      const std::string& identity, int64_t step, int64_t updates,
+                                      std::string payload);
+
+// The way back: reads the committed version of every tile of the checkpoint (or run) in `directories` to its
+// place in memory and checks it. Its layout must be that of `plan`.
+absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const std::vector<std::string>& directories,
+                                               const tiering::Plan& plan, const Residency& residency);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_CHECKPOINTING_H_
