@@ -32,7 +32,8 @@ namespace penstock::zero {
 
 // A tile's version on the drive after the update of `step`. Between two of them there is room for versions
 // that users write (Engine::WriteState).
-inline uint64_t VersionAfter(int64_t step) { return (static_cast<uint64_t>(step) + 1) << 16; }
+inline constexpr uint64_t kVersionsPerStep = 1000;
+inline uint64_t VersionAfter(int64_t step) { return (static_cast<uint64_t>(step) + 1) * kVersionsPerStep; }
 
 struct LaneHooks {
   std::function<absl::Status(const tiering::Op&)> decide;  // kHost operations

@@ -8,6 +8,7 @@
 #include "kernels/float16.h"
 #include "zero/guarded.h"
 #include "zero/nearest_name.h"
+#include "zero/real_lanes.h"
 
 namespace penstock::zero {
 namespace {
@@ -109,6 +110,10 @@ absl::Status StateAccess::Store(int block, int tile, const Loaded& loaded) const
   std::vector<const void*> sources = {loaded.memory.weights};
   sources.insert(sources.end(), loaded.memory.state.begin(), loaded.memory.state.end());
   const uint64_t version = store_->newest_version(id) + 1;
+  if (version % kVersionsPerStep == 0) {
+    return absl::FailedPreconditionError(absl::StrCat("state was written ", kVersionsPerStep - 1,
+                                                      " times since the last step: make a step first"));
+  }
   std::vector<uint64_t> checksums;
   for (size_t s = 0; s < sources.size(); ++s)
     checksums.push_back(store_->SegmentChecksum(id, static_cast<uint32_t>(s), version, sources[s]));

@@ -237,7 +237,7 @@ TEST_F(CliTest, InspectAndVerifyAndAFlippedBit) {
   EXPECT_EQ(told["versions"], 2);
   int64_t bytes = 0, elements = 0, of_blocks = 0;
   for (const json& tile : told["tiles"]) {
-    EXPECT_EQ(tile["version"], 4);  // 1 is the initial one
+    EXPECT_EQ(tile["version"], 4000);  // 1 is the initial one
     EXPECT_EQ(tile["segments"].size(), 3u);
     elements += tile["elements"].get<int64_t>();
     for (const json& segment : tile["segments"]) bytes += segment["bytes"].get<int64_t>();
@@ -262,7 +262,7 @@ TEST_F(CliTest, InspectAndVerifyAndAFlippedBit) {
   flip();
   const Ran damaged = Run({"verify", state});
   EXPECT_EQ(damaged.code, 1);
-  EXPECT_THAT(damaged.out, HasSubstr("tile 1 segment 2 version 4"));
+  EXPECT_THAT(damaged.out, HasSubstr("tile 1 segment 2 version 4000"));
   EXPECT_THAT(damaged.out, HasSubstr("offset " + segment["offset"].dump()));
   EXPECT_EQ(Lines(damaged.err).size(), 1u) << damaged.err;
   const Ran as_json = Run({"verify", state, "--json"});
