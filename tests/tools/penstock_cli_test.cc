@@ -237,7 +237,7 @@ TEST_F(CliTest, InspectAndVerifyAndAFlippedBit) {
   EXPECT_EQ(told["versions"], 2);
   int64_t bytes = 0, elements = 0, of_blocks = 0;
   for (const json& tile : told["tiles"]) {
-    EXPECT_EQ(tile["version"], 4000);  // 1 is the initial one
+    EXPECT_EQ(tile["version"], 4000);  // 1000 is the initial one
     EXPECT_EQ(tile["segments"].size(), 3u);
     elements += tile["elements"].get<int64_t>();
     for (const json& segment : tile["segments"]) bytes += segment["bytes"].get<int64_t>();
