@@ -362,11 +362,11 @@ class Engine::Impl {
   }
 
   void AppendTraining() {
-    // Updates in backward pay while few of them are made again. The steps before tell; of a new run one in
-    // two is taken to be clipped until they do.
+    // Updates in backward pay while few of them are made again. The steps before tell; a new run, whose first
+    // gradients are large, is taken to be clipped until they do.
     const auto redone = static_cast<double>(std::count(redone_.begin(), redone_.end(), true));
-    const double doubt = options_.clip > 0 ? 1 : 0;
-    const double rate = (redone + doubt) / (static_cast<double>(redone_.size()) + 2 * doubt + 1e-9);
+    const double doubt = options_.clip > 0 ? 2 : 0;
+    const double rate = (redone + doubt) / std::max(1.0, static_cast<double>(redone_.size()) + doubt);
     const bool in_backward = plan_.plan.speculates && rate <= plan_.plan.worthwhile_redo_rate;
     std::vector<Op> ops = builder_->Append(Pass::kTrain, 0, in_backward);
     operations_ = static_cast<int64_t>(ops.size());
