@@ -119,11 +119,11 @@ TEST(ParseConfig, OneNoteForEachKeyWithoutEffectInTheFilesOrder) {
     keys.push_back(note.substr(0, note.find(':')));
   }
   EXPECT_THAT(
-      keys, ElementsAre(
-                "steps_per_print", "zero_optimization.contiguous_gradients", "zero_optimization.overlap_comm",
-                "zero_optimization.offload_param.pin_memory",
-                "zero_optimization.offload_optimizer.fast_init", "aio.single_submit", "aio.overlap_events",
-                "activation_checkpointing.partition_activations", "checkpoint.tag_validation"));
+      keys,
+      ElementsAre("steps_per_print", "zero_optimization.contiguous_gradients",
+                  "zero_optimization.overlap_comm", "zero_optimization.offload_param.pin_memory",
+                  "zero_optimization.offload_optimizer.fast_init", "aio.single_submit", "aio.overlap_events",
+                  "activation_checkpointing.partition_activations", "checkpoint.tag_validation"));
 }
 
 TEST(ParseConfig, AnEmptyObjectLeavesEverythingToThePlanner) {
