@@ -106,6 +106,7 @@ struct Plan {
   std::vector<std::string> reasons;
 
   int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
+  int64_t tile_count() const;        // of all blocks
   double in_backward_share() const;  // of the tiles
   bool needs_accumulator(int block) const {
     return precision.gradient_bytes < 4 && (micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1);

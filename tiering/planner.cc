@@ -262,7 +262,7 @@ class Planner {
       if (!Fits(level, budget)) fitting.runs = 1;
       if (!more || !Fits(fitting, budget)) continue;
       more = consider(fitting, kSpendings[0]);
-      if (more && Few(candidates.back().plan)) consider(fitting, kSpendings[1]);
+      if (more && FewTilesToSimulate(candidates.back().plan)) consider(fitting, kSpendings[1]);
     }
     // For the levels that do best with the first way to spend: the other ways, and one block of weights in
     // memory at a time, which leaves more for what stays.
@@ -273,7 +273,7 @@ class Planner {
     std::vector<Level> promising;
     for (size_t i = 0; more && i < std::min<size_t>(2, fastest.size()); ++i) {
       promising.push_back(fastest[i]->level);
-      if (!Few(fastest[i]->plan)) continue;
+      if (!FewTilesToSimulate(fastest[i]->plan)) continue;
       promising.push_back(fastest[i]->level);
       promising.back().runs = 1;
     }
@@ -290,7 +290,7 @@ class Planner {
     }
     std::stable_sort(order.begin(), order.end(),
                      [&](size_t x, size_t y) { return candidates[x].seconds < candidates[y].seconds; });
-    order.resize(std::min<size_t>(order.size(), Few(candidates[order.front()].plan) ? 3 : 1));
+    order.resize(std::min<size_t>(order.size(), FewTilesToSimulate(candidates[order.front()].plan) ? 3 : 1));
     std::sort(order.begin(), order.end());  // from comfortable to lean
     size_t best = order.front();
     for (const size_t i : order) {
@@ -306,13 +306,6 @@ class Planner {
           candidates.size(), candidates[best].seconds, worst_seconds));
     }
     return plan;
-  }
-
-  // Programs so small that many of them are simulated in no time.
-  static bool Few(const Plan& plan) {
-    size_t tiles = 0;
-    for (const BlockPlan& block : plan.blocks) tiles += block.tiles.size();
-    return tiles <= 500;
   }
 
   // Chooses which tiles are updated in backward; the step's seconds.
@@ -655,8 +648,7 @@ class Planner {
         tile_bytes = plan.tile_slots.front().bytes + kPage;
         const auto share =
             static_cast<int64_t>(static_cast<double>(std::max<int64_t>(left(), 0)) * bounds.state_fraction);
-        for (const BlockPlan& block : plan.blocks) tiles += static_cast<int64_t>(block.tiles.size());
-        tiles = std::min(tiles, std::min(share, std::max<int64_t>(may_stay, 0)) / tile_bytes);
+        tiles = std::min(plan.tile_count(), std::min(share, std::max<int64_t>(may_stay, 0)) / tile_bytes);
         stay_bytes += tiles * tile_bytes;
         may_stay -= tiles * tile_bytes;
       }
@@ -675,25 +667,22 @@ class Planner {
   // One line about a candidate that was taken.
   std::string Chosen(const Plan& plan, const Spending& spending, double seconds) const {
     int gradients = 0, weights = 0;
-    int64_t tiles = 0, state = 0;
+    int64_t state = 0;
     for (const BlockPlan& block : plan.blocks) {
       gradients += block.gradient_slot >= 0 ? 1 : 0;
       weights += block.private_run_slot >= 0 ? 1 : 0;
       for (const int slot : block.private_tile_slot) state += slot >= 0 ? 1 : 0;
-      tiles += static_cast<int64_t>(block.tiles.size());
     }
     int runs = 0;
     for (const RunClass& cls : plan.run_classes) runs += cls.slots;
     const double early = plan.in_backward_share();
     return absl::StrFormat(
         "placement %s: %d blocks of weights and %d tiles of %s in flight; of %d blocks the gradients of %d "
-        "and the "
-        "weights of %d stay in host memory, and the state of %d of %d tiles; memory goes to %s; %.0f%% of "
-        "the "
-        "tiles are updated in backward; a step of %.3g s",
+        "and the weights of %d stay in host memory, and the state of %d of %d tiles; memory goes to %s; "
+        "%.0f%% of the tiles are updated in backward; a step of %.3g s",
         std::string(PlacementName(options_.bounds.placement)), runs, plan.tile_ring,
-        FormatBytes(plan.tile_state_bytes), Count(), gradients, weights, state, tiles, spending.words,
-        100 * early, seconds);
+        FormatBytes(plan.tile_state_bytes), Count(), gradients, weights, state, plan.tile_count(),
+        spending.words, 100 * early, seconds);
   }
 
   // Counted from the program itself, in its steady state.
@@ -759,62 +748,6 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
 }
 
 }  // namespace
-
-int64_t Plan::state_segment_offset(int segment, int64_t elements) const {
-  int64_t offset = 0;
-  for (int s = 1; s < segment; ++s) offset += AlignUp(precision.SegmentBytes(At(s), elements), kPage);
-  return offset;
-}
-
-double Plan::in_backward_share() const {
-  double tiles = 0, early = 0;
-  for (const BlockPlan& block : blocks) {
-    tiles += static_cast<double>(block.in_backward.size());
-    for (const char tile : block.in_backward) early += tile;
-  }
-  return tiles > 0 ? early / tiles : 0;
-}
-
-Ledger Plan::ledger() const {
-  Ledger ledger;
-  auto sum = [](const std::vector<Slot>& slots, size_t from, size_t to) {
-    int64_t bytes = 0;
-    for (size_t i = from; i < to; ++i) bytes += AlignUp(slots[i].bytes, kPage);
-    return bytes;
-  };
-  size_t shared_runs = 0, ring_gradients = 0;
-  for (const RunClass& cls : run_classes) shared_runs += At(cls.slots);
-  for (const RunClass& ring : gradient_rings) ring_gradients += At(ring.slots);
-  const size_t kept_gradients = gradient_slots.size() - ring_gradients;
-  auto add = [&](const char* what, const std::vector<Slot>& slots, size_t from, size_t to) {
-    ledger.Add(what, sum(slots, from, to), static_cast<int64_t>(to - from));
-  };
-  add("weights in flight", run_slots, 0, shared_runs);
-  add("weights resident", run_slots, shared_runs, run_slots.size());
-  add("state in flight", tile_slots, 0, At(tile_ring));
-  add("state resident", tile_slots, At(tile_ring), tile_slots.size());
-  add("gradients resident", gradient_slots, 0, kept_gradients);
-  add("gradients in flight", gradient_slots, kept_gradients, gradient_slots.size());
-  add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());
-  ledger.Add("checkpoint in flight", checkpoint_bytes);
-  ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes);
-  ledger.Add("tensors of LibTorch", tensor_bytes);
-  return ledger;
-}
-
-std::string_view PlacementName(Placement placement) {
-  switch (placement) {
-    case Placement::kAuto:
-      return "auto";
-    case Placement::kCpu:
-      return "cpu";
-    case Placement::kCuda:
-      return "cuda";
-    case Placement::kConst:
-      return "const";
-  }
-  return "unknown";
-}
 
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
   if (absl::Status status = Validate(graph, options); !status.ok()) return status;

@@ -9,16 +9,10 @@
 namespace penstock::tiering {
 namespace {
 
-constexpr size_t kMostTilesSimulated = 4000;
+constexpr int64_t kMostTilesSimulated = 4000;
 constexpr int64_t kSample = 1 << 20;  // elements, to tell bytes per element by
 // Of a gain that was computed and not tried, no more than this share of steps may be redone.
 constexpr double kCautiousRedoRate = 0.2;
-
-size_t CountTiles(const Plan& plan) {
-  size_t tiles = 0;
-  for (const BlockPlan& block : plan.blocks) tiles += block.tiles.size();
-  return tiles;
-}
 
 void MarkInBackward(Plan* plan, double share) {
   double sum = 0;
@@ -34,7 +28,7 @@ void MarkInBackward(Plan* plan, double share) {
 
 double StepSeconds(const ModelGraph& graph, const MachineModel& machine, const Plan& plan) {
   // A single step may borrow time from its neighbours; where steps are cheap, some are averaged.
-  const int steps = CountTiles(plan) <= kMostTilesSimulated / 8 ? 4 : 1;
+  const int steps = FewTilesToSimulate(plan) ? 4 : 1;
   const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, machine, steps);
   return prediction.ok() ? prediction->step_seconds : std::numeric_limits<double>::max();
 }
@@ -55,7 +49,8 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
 
 }  // namespace
 
-bool TooManyTilesToSimulate(const Plan& plan) { return CountTiles(plan) > kMostTilesSimulated; }
+bool TooManyTilesToSimulate(const Plan& plan) { return plan.tile_count() > kMostTilesSimulated; }
+bool FewTilesToSimulate(const Plan& plan) { return plan.tile_count() <= kMostTilesSimulated / 8; }
 
 double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
                          bool thorough, Plan* plan) {

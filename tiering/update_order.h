@@ -9,6 +9,8 @@ namespace penstock::tiering {
 
 // A program of very many tiles takes longer to simulate than what is chosen by it is worth.
 bool TooManyTilesToSimulate(const Plan& plan);
+// Of few tiles, many plans and steps are simulated in no time.
+bool FewTilesToSimulate(const Plan& plan);
 
 // Marks the tiles of `plan` that are updated in backward, evenly over every block, with the share that makes
 // the step shortest on `machine`, and from which rate of redone steps on that no longer pays. `thorough`

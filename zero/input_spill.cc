@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <utility>
@@ -46,7 +47,6 @@ absl::StatusOr<std::unique_ptr<InputSpill>> InputSpill::Create(aio::Engine& engi
     options.path = absl::StrCat(directories[d], "/inputs");
     options.create = true;
     options.truncate = true;
-    options.allow_unaligned_file_system = true;
     options.size = sizes[d];
     absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(options);
     // Also where its space could not be reserved.

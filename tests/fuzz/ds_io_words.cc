@@ -10,38 +10,34 @@
 namespace penstock::fuzz {
 namespace {
 
-void Io(const std::vector<std::string>& words) {
+// Parses; what was accepted and is not a request for help goes to `check`.
+template <typename Parse, typename Check>
+void Try(Parse parse, const std::vector<std::string>& words, Check check) {
   std::string help;
-  const auto options = tools::ParseDsIo(words, &help);
+  const auto options = parse(words, &help);
   if (!options.ok()) {
     FUZZ_CHECK(absl::IsInvalidArgument(options.status()));
     Refused(options.status());
     return;
   }
   Accepted();
-  if (!help.empty()) return;
-  FUZZ_CHECK(options->io_bytes > 0);
-  FUZZ_CHECK(options->block_bytes > 0 && options->block_bytes % 4096 == 0);
-  FUZZ_CHECK(options->queue_depth >= 1 && options->loops >= 1 && options->warmup_loops >= 0);
-  FUZZ_CHECK(static_cast<uint64_t>(options->queue_depth) * options->Parallel() <= 4096);
-  const auto mapping = options->Mapping();
+  if (help.empty()) check(*options);
+}
+
+void CheckIo(const tools::DsIoOptions& options) {
+  FUZZ_CHECK(options.io_bytes > 0);
+  FUZZ_CHECK(options.block_bytes > 0 && options.block_bytes % 4096 == 0);
+  FUZZ_CHECK(options.queue_depth >= 1 && options.loops >= 1 && options.warmup_loops >= 0);
+  FUZZ_CHECK(static_cast<uint64_t>(options.queue_depth) * options.Parallel() <= 4096);
+  const auto mapping = options.Mapping();
   FUZZ_CHECK(!mapping.empty());
   for (const auto& [device, folder] : mapping) FUZZ_CHECK(!device.empty() && !folder.empty());
 }
 
-void Tune(const std::vector<std::string>& words) {
-  std::string help;
-  const auto options = tools::ParseTune(words, &help);
-  if (!options.ok()) {
-    FUZZ_CHECK(absl::IsInvalidArgument(options.status()));
-    Refused(options.status());
-    return;
-  }
-  Accepted();
-  if (!help.empty()) return;
-  FUZZ_CHECK(!options->nvme_dirs.empty());
-  FUZZ_CHECK(options->io_bytes >= 1u << 20);
-  FUZZ_CHECK(!(options->no_read && options->no_write));
+void CheckTune(const tools::TuneOptions& options) {
+  FUZZ_CHECK(!options.nvme_dirs.empty());
+  FUZZ_CHECK(options.io_bytes >= 1u << 20);
+  FUZZ_CHECK(!(options.no_read && options.no_write));
 }
 
 }  // namespace
@@ -54,7 +50,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
     std::replace(word.begin(), word.end(), char{1}, char{10});
     words.push_back(word);
   }
-  penstock::fuzz::Io(words);
-  penstock::fuzz::Tune(words);
+  penstock::fuzz::Try(&penstock::tools::ParseDsIo, words, &penstock::fuzz::CheckIo);
+  penstock::fuzz::Try(&penstock::tools::ParseTune, words, &penstock::fuzz::CheckTune);
   return 0;
 }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <ctime>
 
+#include "tests/tiering/plans.h"
 #include "tiering/calibrate.h"
 #include "tiering/program.h"
 #include "tiering/sim_lanes.h"
@@ -21,33 +22,8 @@ using testing::HasSubstr;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-ModelGraph Layers(int layers, int64_t elements, double forward = 1e-3) {
-  ModelGraph graph;
-  graph.batch_bytes = 1024;
-  for (int b = 0; b < layers; ++b) graph.blocks.push_back({"layer", elements, elements * 4});
-  for (int b = 0; b < layers; ++b) {
-    graph.stages.push_back({"stage", b, kMiB / 4, kMiB, 2 * kMiB, forward, 3 * forward});
-  }
-  return graph;
-}
-
-int64_t ResidentElements(const Plan& plan) {
-  int64_t elements = 0;
-  for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot >= 0 ? block.elements : 0;
-  return elements;
-}
-
-int64_t ResidentTiles(const Plan& plan) {
-  int64_t tiles = 0;
-  for (const BlockPlan& block : plan.blocks) {
-    tiles += std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
-                           [](int slot) { return slot >= 0; });
-  }
-  return tiles;
-}
-
 TEST(Placement, CpuKeepsNothingCudaAllWeightsConstWhatItMayAndAutoIsTheFastest) {
-  const ModelGraph graph = Layers(16, 1 << 20, 1e-4);
+  const ModelGraph graph = Chain(16, 1 << 20, 1e-4);
   PlanOptions options;
   options.host_budget_bytes = 200 * kMiB;
   auto plan = [&](Placement placement) {
@@ -96,7 +72,7 @@ TEST(Placement, CpuKeepsNothingCudaAllWeightsConstWhatItMayAndAutoIsTheFastest) 
 }
 
 TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
-  ModelGraph graph = Layers(12, 1 << 20, 1e-4);
+  ModelGraph graph = Chain(12, 1 << 20, 1e-4);
   graph.blocks[3].elements = graph.blocks[7].elements = 40 * kElementAlignment;
   PlanOptions options;
   // Room for about half of the weights, so that it matters which.
@@ -156,7 +132,7 @@ TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
 TEST(Tiers, AddUpToThePlanToTheByte) {
   for (const auto& [precision, micro_batches] :
        {std::pair{Precision::Bf16(), 1}, {Precision::Bf16(), 3}, {Precision::Fp32(), 2}}) {
-    const ModelGraph graph = Layers(12, 1 << 20);
+    const ModelGraph graph = Chain(12, 1 << 20);
     for (const int64_t extra : {0, 20, 60, 400}) {
       PlanOptions options;
       options.precision = precision;
@@ -185,7 +161,7 @@ TEST(Tiers, AddUpToThePlanToTheByte) {
 }
 
 TEST(WhatIf, MoreOfWhatBoundsTheStepMakesItFaster) {
-  const ModelGraph slow_drive = Layers(12, 1 << 20, 1e-5), slow_compute = Layers(12, 1 << 20, 1e-1);
+  const ModelGraph slow_drive = Chain(12, 1 << 20, 1e-5), slow_compute = Chain(12, 1 << 20, 1e-1);
   PlanOptions options;
   options.host_budget_bytes = 90 * kMiB;
   auto ask = [&](const ModelGraph& graph) {
@@ -232,7 +208,7 @@ TEST(Machine, DriveTimesFollowFromTheThreeBandwidths) {
 // A machine is simulated, watched, and found again from what was seen, starting from wrong figures.
 TEST(Calibration, FindsTheMachineThatRan) {
   for (const auto& [forward, cores] : {std::pair{2e-4, 2}, {3e-3, 2}, {1e-3, 0}}) {
-    const ModelGraph graph = Layers(16, 1 << 20, forward);
+    const ModelGraph graph = Chain(16, 1 << 20, forward);
     MachineModel truth;
     truth.read_bytes_per_s = 2.5e9;
     truth.write_bytes_per_s = 4e9;
@@ -274,7 +250,7 @@ TEST(Calibration, FindsTheMachineThatRan) {
 
 TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {
   auto arena = [](int layers, int64_t budget) {
-    const ModelGraph graph = Layers(layers, 1 << 20);
+    const ModelGraph graph = Chain(layers, 1 << 20);
     PlanOptions options;
     options.host_budget_bytes = int64_t{1} << 40;
     const Plan roomy = *MakePlan(graph, options);
@@ -288,7 +264,7 @@ TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {
 }
 
 TEST(Planner, AThousandBlocksArePlannedWithinASecond) {
-  const ModelGraph graph = Layers(1000, 3 << 18, 1e-3);
+  const ModelGraph graph = Chain(1000, 3 << 18, 1e-3);
   PlanOptions options;
   options.host_budget_bytes = int64_t{2} << 30;
   const std::clock_t begin = std::clock();  // the processor's time: the machine may have other work

@@ -1,5 +1,5 @@
-// A grid of machines, models and budgets: no policy that a user can fix beats what `auto` chooses, in any
-// cell. Prints the table of tiering/README.md.
+// A grid of machines, models and budgets: no policy that a user can fix beats what `auto` chooses by more
+// than 4% in any cell. Prints the table, each policy's step as a multiple of auto's.
 #include <gtest/gtest.h>
 
 #include <cstdio>

@@ -12,6 +12,7 @@
 #include <set>
 #include <tuple>
 
+#include "tests/tiering/plans.h"
 #include "tiering/executor.h"
 #include "tiering/plan.h"
 #include "tiering/sim_lanes.h"
@@ -24,17 +25,6 @@ namespace {
 const Precision kStateless = {"fp32", {4}, 4};
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-
-ModelGraph Chain(int layers, int64_t elements, double forward = 1e-3) {
-  ModelGraph graph;
-  graph.batch_bytes = 1024;
-  for (int b = 0; b < layers; ++b) graph.blocks.push_back({"layer", elements, elements * 4});
-  for (int b = 0; b < layers; ++b) {
-    graph.stages.push_back({"stage", b, kMiB / 4, kMiB, 2 * kMiB, forward, 3 * forward});
-    graph.stages.back().input_scratch_bytes = b == 0 ? 0 : kMiB / 4;
-  }
-  return graph;
-}
 
 // A GPT: the first block embeds and, as the last stage, gives the loss.
 ModelGraph Tied(int layers, int64_t elements, int64_t embedding) {
@@ -459,14 +449,9 @@ TEST(Planner, ObeysTheUsersUpperBounds) {
   PlanOptions options;
   options.host_budget_bytes = int64_t{1} << 30;
   auto shared_slots = [](const Plan& plan) { return plan.run_classes.front().slots; };
-  auto resident = [](const Plan& plan) {
-    int64_t elements = 0;
-    for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot >= 0 ? block.elements : 0;
-    return elements;
-  };
   const Plan free = *MakePlan(graph, options);
   EXPECT_EQ(shared_slots(free), 3);
-  EXPECT_GT(resident(free), 0);
+  EXPECT_GT(ResidentElements(free), 0);
   options.bounds.live_elements = 2 << 20;
   EXPECT_EQ(shared_slots(*MakePlan(graph, options)), 2);
   options.bounds = {};
@@ -477,9 +462,9 @@ TEST(Planner, ObeysTheUsersUpperBounds) {
   EXPECT_EQ(shared_slots(*MakePlan(graph, options)), 2);
   options.bounds = {};
   options.bounds.resident_elements = 3 << 20;
-  EXPECT_EQ(resident(*MakePlan(graph, options)), 3 << 20);
+  EXPECT_EQ(ResidentElements(*MakePlan(graph, options)), 3 << 20);
   options.bounds.resident_elements = 0;
-  EXPECT_EQ(resident(*MakePlan(graph, options)), 0);
+  EXPECT_EQ(ResidentElements(*MakePlan(graph, options)), 0);
 }
 
 TEST(Planner, SlotsDoNotOverlapAndLieInTheArena) {

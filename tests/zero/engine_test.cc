@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
 #include "tools/gpt.h"
 #include "zero/block.h"
@@ -28,30 +29,14 @@ using testing_support::TrainGpt;
 
 // The same model whole in memory, with LibTorch's own autograd, clipping and AdamW.
 std::vector<double> PlainLosses(const RunOptions& run) {
-  const Model model = tools::MakeGpt(run.model);
-  std::vector<std::shared_ptr<torch::nn::Module>> modules;
-  std::vector<torch::Tensor> parameters;
-  for (size_t b = 0; b < model.blocks.size(); ++b) {
-    torch::manual_seed(MixSeed(run.seed, 0x696e6974, b));
-    modules.push_back(model.blocks[b].build());
-    for (torch::Tensor& parameter : modules.back()->parameters()) parameters.push_back(parameter);
-  }
+  testing_support::PlainModel plain(run);
   torch::optim::AdamW optimizer(
-      parameters,
+      plain.parameters,
       torch::optim::AdamWOptions(run.lr).betas({0.9, 0.999}).eps(1e-8).weight_decay(run.weight_decay));
   std::vector<double> losses;
   for (int64_t step = 1; step <= run.steps; ++step) {
-    optimizer.zero_grad();
-    double loss_sum = 0;
-    for (int m = 0; m < run.micro_batches; ++m) {
-      const Batch batch = testing_support::MakeBatch(run, step, m);
-      torch::Tensor x = batch.inputs;
-      for (const StageSpec& stage : model.stages) x = stage.forward(*modules[stage.block], x, batch);
-      loss_sum += x.item<double>();
-      (x / run.micro_batches).backward();
-    }
-    losses.push_back(loss_sum / run.micro_batches);
-    if (run.clip > 0) torch::nn::utils::clip_grad_norm_(parameters, run.clip);
+    losses.push_back(plain.Backward(run, step, /*scale=*/1));
+    if (run.clip > 0) torch::nn::utils::clip_grad_norm_(plain.parameters, run.clip);
     optimizer.step();
   }
   return losses;

@@ -10,6 +10,7 @@
 #include <map>
 #include <set>
 
+#include "tests/tiering/plans.h"
 #include "tiering/program.h"
 #include "zero/config_keys.h"
 
@@ -18,6 +19,8 @@ namespace {
 
 using tiering::BlockPlan;
 using tiering::Plan;
+using tiering::ResidentElements;
+using tiering::ResidentTiles;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kElements = 1 << 20;  // of a layer
@@ -48,18 +51,6 @@ int64_t LiveElements(const Plan& plan) {
   int64_t bytes = 0;
   for (const tiering::RunClass& cls : plan.run_classes) bytes += cls.slots * cls.bytes;
   return bytes / 2;
-}
-int64_t ResidentElements(const Plan& plan) {
-  int64_t elements = 0;
-  for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot >= 0 ? block.elements : 0;
-  return elements;
-}
-int64_t ResidentTiles(const Plan& plan) {
-  int64_t tiles = 0;
-  for (const BlockPlan& block : plan.blocks) {
-    for (const int slot : block.private_tile_slot) tiles += slot >= 0;
-  }
-  return tiles;
 }
 
 std::string Zero(const std::string& inner) { return "{\"zero_optimization\": {" + inner + "}}"; }

@@ -1,0 +1,41 @@
+// Models and questions that several tests of plans share.
+#ifndef PENSTOCK_TESTS_TIERING_PLANS_H_
+#define PENSTOCK_TESTS_TIERING_PLANS_H_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "tiering/plan.h"
+
+namespace penstock::tiering {
+
+inline ModelGraph Chain(int layers, int64_t elements, double forward = 1e-3) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  ModelGraph graph;
+  graph.batch_bytes = 1024;
+  for (int b = 0; b < layers; ++b) graph.blocks.push_back({"layer", elements, elements * 4});
+  for (int b = 0; b < layers; ++b) {
+    graph.stages.push_back({"stage", b, kMiB / 4, kMiB, 2 * kMiB, forward, 3 * forward});
+    graph.stages.back().input_scratch_bytes = b == 0 ? 0 : kMiB / 4;
+  }
+  return graph;
+}
+
+// Elements of the blocks whose weights have places of their own, and tiles whose state has.
+inline int64_t ResidentElements(const Plan& plan) {
+  int64_t elements = 0;
+  for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot >= 0 ? block.elements : 0;
+  return elements;
+}
+inline int64_t ResidentTiles(const Plan& plan) {
+  int64_t tiles = 0;
+  for (const BlockPlan& block : plan.blocks) {
+    tiles += std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
+                           [](int slot) { return slot >= 0; });
+  }
+  return tiles;
+}
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TESTS_TIERING_PLANS_H_
