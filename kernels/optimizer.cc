@@ -92,6 +92,11 @@ void WithStates(const UpdateArrays& arrays, size_t begin, size_t end, bool write
   }
 }
 
+// At the end of a piece: its copy may have gone around the caches.
+void FenceCopy(const UpdateArrays& arrays) {
+  if (arrays.copy_out != nullptr) Kernels().stream_fence();
+}
+
 size_t DirectState(StateType type) { return type == StateType::kBf16 ? 1 : 0; }
 
 // Runs piece(begin, end) over all elements; with `squares`, block by block, so that the gradient that the sum
@@ -128,6 +133,7 @@ void Apply(Optimizer optimizer, const void* step, const UpdateArrays& given, Sum
   if (squares == nullptr || arrays.state_type == StateType::k8Bit) {
     RunPieces(arrays, squares, pool, [&, kernel](size_t begin, size_t end) {
       WithStates(arrays, begin, end, true, [&](const UpdateChunk& chunk) { kernel(step, chunk); });
+      FenceCopy(arrays);
     });
     return;
   }
@@ -142,6 +148,7 @@ void Apply(Optimizer optimizer, const void* step, const UpdateArrays& given, Sum
       kernel(step, chunk);
       sum.Add(partial);
     }
+    FenceCopy(arrays);
     const std::lock_guard<std::mutex> lock(mutex);
     squares->Merge(sum);
   });
@@ -260,6 +267,7 @@ void LambApply(const LambStep& step, double trust, const UpdateArrays& arrays, T
   const float rate = static_cast<float>(static_cast<double>(step.adam.lr) * trust);
   ForPieces(arrays.n, pool, [&, kernel](size_t begin, size_t end) {
     WithStates(arrays, begin, end, false, [&](const UpdateChunk& chunk) { kernel(step, rate, chunk); });
+    FenceCopy(arrays);
   });
 }
 

@@ -26,8 +26,9 @@ struct UpdateChunk {
   int16_t* param_lo;
   uint16_t* copy_out;
   bool copy_is_fp16;
-  bool stream_copy;  // store the copy around the caches: copy_out is aligned to 32 bytes, and nobody reads it
-                     // soon
+  // Store the copy around the caches: copy_out is aligned to 32 bytes, and nobody reads it soon. Whoever
+  // called the kernels of a piece calls stream_fence after the last: a fence after each chunk stalls.
+  bool stream_copy;
   const void* grad;
   void* m;
   void* v;
@@ -45,6 +46,7 @@ using LambDirectionFn = void (*)(const LambStep& step, const UpdateChunk& chunk,
 using LambApplyFn = void (*)(const LambStep& step, float rate, const UpdateChunk& chunk);
 
 struct KernelTable {
+  void (*stream_fence)();  // what was stored around the caches may be looked at by other threads
   // Conversions; [type] is the DType of the 16-bit side (kFp32 unused: null).
   void (*to_fp32[kDTypes])(const uint16_t* in, float* out, size_t n);
   void (*from_fp32[kDTypes])(const float* in, uint16_t* out, size_t n);

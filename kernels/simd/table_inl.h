@@ -26,6 +26,7 @@ inline void ChecksumUpdate(void* state, const void* data, size_t bytes) {
 
 // Inside this namespace, so that plain names mean this level's functions.
 constexpr KernelTable kTable = {
+    .stream_fence = StreamFence,
     .to_fp32 = {nullptr, ToFp32<1>, ToFp32<2>},
     .from_fp32 = {nullptr, FromFp32<1>, FromFp32<2>},
     .accumulate = {Accumulate<0>, Accumulate<1>, Accumulate<2>},
