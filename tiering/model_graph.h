@@ -7,6 +7,7 @@
 #ifndef PENSTOCK_TIERING_MODEL_GRAPH_H_
 #define PENSTOCK_TIERING_MODEL_GRAPH_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -99,6 +100,16 @@ struct ModelGraph {
     int64_t sum = 0;
     for (const BlockShape& block : blocks) sum += block.elements;
     return sum;
+  }
+  // Tensor memory, per micro-batch, that the inputs of any `stages_kept` stages take while they wait for
+  // backward.
+  int64_t kept_input_bytes(int stages_kept) const {
+    int64_t all = 0, largest = 0;
+    for (const StageShape& stage : stages) {
+      all += stage.input_bytes;
+      largest = std::max(largest, stage.input_bytes);
+    }
+    return std::min(all, stages_kept * largest);
   }
 };
 

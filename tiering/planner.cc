@@ -131,14 +131,13 @@ constexpr int kInputRing = 3;
 // `kept_inputs`: of how many stages the input stays in memory.
 int64_t TensorBytes(const ModelGraph& graph, const PlanOptions& options, int64_t tile_elements,
                     int kept_inputs, int* evaluate_micro_batches) {
-  int64_t kept = 0, largest_input = 0, forward = 0, backward = 0, init = 0;
+  int64_t largest_input = 0, forward = 0, backward = 0, init = 0;
   for (const StageShape& stage : graph.stages) {
-    kept += stage.input_bytes;
     largest_input = std::max(largest_input, stage.input_bytes);
     forward = std::max(forward, stage.forward_peak_bytes);
     backward = std::max(backward, stage.backward_peak_bytes);
   }
-  kept = std::min(kept, kept_inputs * largest_input);
+  const int64_t kept = graph.kept_input_bytes(kept_inputs);
   // Building a block, and one tile of its fp32 values on their way to the store.
   for (const BlockShape& block : graph.blocks) init = std::max(init, block.init_bytes + tile_elements * 4);
   const int64_t fixed = graph.fixed_tensor_bytes + kTensorSlack;

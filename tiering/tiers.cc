@@ -38,10 +38,7 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan) {
   gradients.resident_bytes = Sum(plan.gradient_slots, 0, kept_gradients);
   gradients.in_flight_bytes = Sum(plan.gradient_slots, kept_gradients, plan.gradient_slots.size()) +
                               Sum(plan.accumulator_slots, 0, plan.accumulator_slots.size());
-  if (plan.trains) {
-    for (const StageShape& stage : graph.stages)
-      inputs.resident_bytes += plan.micro_batches * stage.input_bytes;
-  }
+  if (plan.trains) inputs.resident_bytes = plan.micro_batches * graph.kept_input_bytes(plan.kept_inputs);
   tensors.in_flight_bytes = plan.tensor_bytes - inputs.resident_bytes;
   rest.resident_bytes = plan.arena_bytes - plan.slot_bytes;
   if (!plan.on_nvme) return lines;
@@ -52,6 +49,7 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan) {
   gradients.nvme_bytes =
       elements * plan.precision.gradient_bytes;  // a place for each, whether it spills or not
   if (!plan.trains) return lines;
+  inputs.nvme_bytes = plan.input_scratch_bytes;
   ProgramBuilder builder(graph, plan, 1);
   builder.Append(Pass::kTrain);
   builder.Append(Pass::kTrain);
@@ -69,6 +67,12 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan) {
         break;
       case OpKind::kWriteGradient:
         gradients.written_bytes += op.bytes;
+        break;
+      case OpKind::kReadInput:
+        inputs.read_bytes += op.bytes;
+        break;
+      case OpKind::kWriteInput:
+        inputs.written_bytes += op.bytes;
         break;
       case OpKind::kWriteTile: {
         const BlockPlan& block = plan.blocks[static_cast<size_t>(op.block)];

@@ -14,8 +14,9 @@ struct TierLine {
   std::string what;
   int64_t in_flight_bytes = 0;  // in host memory, for whatever passes through
   int64_t resident_bytes = 0;   // in host memory, for good
-  int64_t nvme_bytes = 0;       // its home on the drives: both versions
-  int64_t read_bytes = 0;       // from the drives, per step in the steady state
+  int64_t nvme_bytes =
+      0;  // its home on the drives: both versions of state, room for all inputs that go there
+  int64_t read_bytes = 0;  // from the drives, per step in the steady state
   int64_t written_bytes = 0;
 };
 
