@@ -7,8 +7,6 @@
 #include <map>
 #include <random>
 
-#include "tiering/use_trace.h"
-
 namespace penstock::tiering {
 namespace {
 
@@ -159,83 +157,6 @@ TEST(ResidentSet, AThousandDifferentItemsTakeNoTimeAndAreNoWorseThanGreedy) {
   }
   for (size_t i = 0; i < items.size(); ++i) saved += stays[i] != 0 ? items[i].saves : 0;
   EXPECT_GE(saved, greedy * (1 - 1e-9));
-}
-
-TEST(UseTrace, RecordsFollowsAndPlansAgainWhereTheOrderDeviates) {
-  UseTrace trace;
-  EXPECT_TRUE(trace.recording());
-  for (const int item : {0, 1, 2, 1, 0}) EXPECT_FALSE(trace.Use(item));  // nothing is known yet
-  EXPECT_TRUE(trace.EndPass());
-  EXPECT_EQ(trace.deviations(), 0);
-  EXPECT_EQ(trace.DistanceTo(0), 0u);
-  EXPECT_EQ(trace.DistanceTo(2), 2u);
-  EXPECT_EQ(trace.DistanceTo(7), UseTrace::kNever);
-  for (const int item : {0, 1, 2, 1, 0}) EXPECT_TRUE(trace.Use(item));
-  EXPECT_FALSE(trace.EndPass());
-  // One that was not planned for: a miss; what follows is as expected again.
-  EXPECT_TRUE(trace.Use(0));
-  EXPECT_FALSE(trace.Use(5));
-  EXPECT_TRUE(trace.Use(1));
-  EXPECT_TRUE(trace.Use(2));
-  EXPECT_EQ(trace.DistanceTo(0), 1u);
-  EXPECT_EQ(trace.DistanceTo(2), 4u) << "in the pass after this one";
-  EXPECT_TRUE(trace.Use(1));
-  EXPECT_TRUE(trace.Use(0));
-  EXPECT_TRUE(trace.EndPass());
-  EXPECT_EQ(trace.order(), (std::vector<int>{0, 5, 1, 2, 1, 0}));
-  EXPECT_EQ(trace.deviations(), 1);
-  // One left out, and an end that comes early.
-  EXPECT_TRUE(trace.Use(0));
-  EXPECT_FALSE(trace.Use(1));
-  EXPECT_TRUE(trace.Use(2));
-  EXPECT_TRUE(trace.EndPass());
-  EXPECT_EQ(trace.deviations(), 3);
-  EXPECT_EQ(trace.order(), (std::vector<int>{0, 1, 2}));
-}
-
-// A cache that goes by a trace, fetches on demand what the trace did not foretell, and goes by the new order
-// from the pass after a deviation on: there its misses are Belady's for that order.
-TEST(UseTrace, ACacheThatPlansAgainMissesAsLittleAsOneThatKnew) {
-  std::mt19937_64 random(5);
-  for (int round = 0; round < 1000; ++round) {
-    const int items = 3 + static_cast<int>(random() % 5);
-    const auto capacity = 1 + random() % static_cast<uint64_t>(items);
-    auto draw = [&] {
-      std::vector<int> order(2 + random() % 10);
-      for (int& item : order) item = static_cast<int>(random() % static_cast<uint64_t>(items));
-      return order;
-    };
-    UseTrace trace;
-    std::vector<int> cache;
-    int64_t misses = 0;
-    auto use = [&](int item) {
-      trace.Use(item);
-      if (std::find(cache.begin(), cache.end(), item) != cache.end()) return;
-      ++misses;
-      if (cache.size() < capacity) return cache.push_back(item);
-      auto later = [&](int a, int b) { return trace.DistanceTo(a) < trace.DistanceTo(b); };
-      *std::max_element(cache.begin(), cache.end(), later) = item;
-    };
-    for (int order = 0; order < 3; ++order) {
-      const std::vector<int> uses = draw();
-      for (int pass = 0; pass < 12; ++pass) {
-        misses = 0;
-        for (const int item : uses) use(item);
-        const bool changed = trace.EndPass();
-        if (pass > 0) {
-          ASSERT_FALSE(changed);
-        }
-        ASSERT_EQ(trace.order(), uses);
-      }
-      // Two passes of the steady state: its content may swing between them.
-      const int64_t before = misses;
-      for (const int item : uses) use(item);
-      trace.EndPass();
-      const int64_t steady = BeladyMisses(uses, items, static_cast<int>(capacity), 12).misses +
-                             BeladyMisses(uses, items, static_cast<int>(capacity), 13).misses;
-      EXPECT_LE(std::abs(misses - steady), 2) << "round " << round << " " << before;
-    }
-  }
 }
 
 }  // namespace
