@@ -13,26 +13,6 @@ namespace {
 
 constexpr double kGiB = 0x1p30;  // DeepSpeed's "GB"
 
-struct Bytes {
-  int64_t weights;   // what a pass of compute reads
-  int64_t state;     // one version of everything that is kept
-  int64_t gradient;  // while it waits
-  int64_t read;      // per parameter and step with everything on NVMe
-  int64_t written;
-};
-
-Bytes BytesOf(StateFormat format) {
-  switch (format) {
-    case StateFormat::kBf16:
-      return {.weights = 2, .state = 12, .gradient = 2, .read = 14, .written = 12};
-    case StateFormat::kFp16:
-      return {.weights = 2, .state = 14, .gradient = 2, .read = 16, .written = 14};
-    case StateFormat::kFp32:
-      return {.weights = 4, .state = 12, .gradient = 4, .read = 16, .written = 12};
-  }
-  return {};
-}
-
 // Python's int(a / b) and int(x * factor): in doubles, then truncated.
 int64_t Truncated(double value) { return static_cast<int64_t>(value); }
 
@@ -57,6 +37,10 @@ std::string Rows(const std::vector<MemoryRow>& rows) {
   return text;
 }
 
+double StateBytesPerParameter(const Precision& precision) {
+  return static_cast<double>(precision.UnpaddedBytes(kScaleBlock)) / kScaleBlock;
+}
+
 // Fills in what follows from bytes on and off the drives of one node.
 void Finish(TierRow& row, int64_t node_params, const DriveInput& in) {
   const auto drives = static_cast<double>(in.drives);
@@ -73,18 +57,6 @@ void Finish(TierRow& row, int64_t node_params, const DriveInput& in) {
 }
 
 }  // namespace
-
-std::string_view Name(StateFormat format) {
-  switch (format) {
-    case StateFormat::kBf16:
-      return "bf16";
-    case StateFormat::kFp16:
-      return "fp16";
-    case StateFormat::kFp32:
-      return "fp32";
-  }
-  return "?";
-}
 
 absl::Status CheckEstimate(const EstimateInput& in) {
   // 10^15 parameters on 10^6 ranks is beyond anybody's plans, and leaves int64 a factor of 10 for bytes.
@@ -148,30 +120,31 @@ std::string FormatZero2(const EstimateInput& in) { return Header(in, false) + Ro
 std::string FormatZero3(const EstimateInput& in) { return Header(in, true) + Rows(EstimateZero3(in)); }
 
 std::vector<TierRow> EstimateTiers(const EstimateInput& in, const DriveInput& drives) {
-  const Bytes b = BytesOf(drives.format);
+  const Precision& precision = drives.precision;
   const int64_t ranks = in.nodes * in.gpus_per_node;
   const int64_t per_rank = (in.params + ranks - 1) / ranks;
   const int64_t per_node = per_rank * in.gpus_per_node;
   const int64_t layer = in.largest_layer_params;
   // One block computes while the next arrives; the gradient is one block's.
-  const int64_t device = (2 * b.weights + b.gradient) * layer;
+  const int64_t device = (2 * precision.weight_bytes() + precision.gradient_bytes) * layer;
   // Two blocks' cuts on their way: one read ahead, one being updated or written.
-  const int64_t streaming = 2 * b.state * ((layer + ranks - 1) / ranks) * in.gpus_per_node;
+  const int64_t streaming = 2 * precision.UnpaddedBytes((layer + ranks - 1) / ranks) * in.gpus_per_node;
+  const int64_t state = precision.UnpaddedBytes(per_rank), gradient = precision.gradient_bytes * per_rank;
 
   std::vector<TierRow> rows(5);
   rows[0].options = "offload=none";
-  rows[0].device_bytes = (b.state + b.gradient) * per_rank + (ranks > 1 ? device : 0);
+  rows[0].device_bytes = state + gradient + (ranks > 1 ? device : 0);
   rows[1].options = "offload=cpu";
   rows[1].device_bytes = device;
-  rows[1].host_bytes = (b.state + b.gradient) * per_node;
+  rows[1].host_bytes = (state + gradient) * in.gpus_per_node;
   rows[2].options = "offload=nvme, order=next_forward";
   rows[3].options = "offload=nvme, order=in_backward";
   for (TierRow* row : {&rows[2], &rows[3]}) {
     row->device_bytes = device;
-    row->host_bytes = streaming + (row == &rows[2] ? b.gradient * per_node : 0);
-    row->nvme_bytes = 2 * b.state * per_node;
-    row->read_bytes_per_step = b.read * per_node;
-    row->write_bytes_per_step = b.written * per_node;
+    row->host_bytes = streaming + (row == &rows[2] ? gradient * in.gpus_per_node : 0);
+    row->nvme_bytes = 2 * state * in.gpus_per_node;
+    row->read_bytes_per_step = state * in.gpus_per_node + precision.weight_bytes() * per_node;
+    row->write_bytes_per_step = state * in.gpus_per_node;
   }
   rows[4].options = "DeepSpeed 0.9, all on NVMe";
   rows[4].device_bytes = 4 * layer;
@@ -185,12 +158,13 @@ std::vector<TierRow> EstimateTiers(const EstimateInput& in, const DriveInput& dr
 
 std::string FormatTiers(const EstimateInput& in, const DriveInput& drives) {
   std::string text = absl::StrFormat(
-      "Penstock, %s, per node: %d drive%s of %s read, %s write, rated %.0f TB written\n"
+      "Penstock, %s, %.1f bytes of state a parameter, per node: %d drive%s of %s read, %s write, rated %.0f "
+      "TB written\n"
       "  per device |       host |       NVMe | moved/step | B/param |  I/O s/step | days to rating | "
       "Options\n",
-      std::string(Name(drives.format)), drives.drives, drives.drives > 1 ? "s" : "",
-      FormatBandwidth(drives.read_bytes_per_s), FormatBandwidth(drives.write_bytes_per_s),
-      drives.rated_bytes_written / 1e12);
+      drives.precision.name, StateBytesPerParameter(drives.precision), drives.drives,
+      drives.drives > 1 ? "s" : "", FormatBandwidth(drives.read_bytes_per_s),
+      FormatBandwidth(drives.write_bytes_per_s), drives.rated_bytes_written / 1e12);
   for (const TierRow& row : EstimateTiers(in, drives)) {
     const auto until = [](int decimals, double value) {
       return std::isfinite(value) ? absl::StrFormat("%.*f", decimals, value) : std::string("-");
@@ -237,7 +211,8 @@ nlohmann::json EstimateJson(const EstimateInput& in, const DriveInput& drives) {
             {"gpus_per_node", in.gpus_per_node},
             {"nodes", in.nodes},
             {"buffer_factor", in.buffer_factor},
-            {"dtype", std::string(Name(drives.format))},
+            {"dtype", drives.precision.name},
+            {"state_bytes_per_param", StateBytesPerParameter(drives.precision)},
             {"drives_per_node", drives.drives},
             {"read_bytes_per_s", drives.read_bytes_per_s},
             {"write_bytes_per_s", drives.write_bytes_per_s},

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "tiering/model_graph.h"
 
 namespace penstock::tiering {
 
@@ -50,21 +51,14 @@ std::string FormatZero3(const EstimateInput& input);
 // ---- Penstock.
 // --------------------------------------------------------------------------------------------------------
 
-enum class StateFormat {
-  kBf16,  // hi 2 + lo 2 (the fp32 master, split), m 4, v 4: 12 bytes a parameter; gradient 2
-  kFp16,  // fp16 copy 2, master 4, m 4, v 4: 14; gradient 2
-  kFp32,  // master 4, m 4, v 4: 12; gradient 4
-};
-std::string_view Name(StateFormat format);  // "bf16", "fp16", "fp32"
-
 // What the drives of one node are and what a step costs beside them.
 struct DriveInput {
-  StateFormat format = StateFormat::kBf16;
-  int64_t drives = 1;                   // per node
-  double read_bytes_per_s = 3e9;        // of one drive
-  double write_bytes_per_s = 2e9;       // of one drive
-  double rated_bytes_written = 600e12;  // of one drive: its TBW rating
-  double step_seconds = 0;              // of compute; a step takes this or its I/O, whichever is longer
+  Precision precision = Precision::Bf16();  // one of its own, with moments of any kind
+  int64_t drives = 1;                       // per node
+  double read_bytes_per_s = 3e9;            // of one drive
+  double write_bytes_per_s = 2e9;           // of one drive
+  double rated_bytes_written = 600e12;      // of one drive: its TBW rating
+  double step_seconds = 0;                  // of compute; a step takes this or its I/O, whichever is longer
 };
 
 // Where state lives, per node and in steady state.
@@ -92,6 +86,7 @@ struct TierRow {
 //   bf16  2 in one pass; hi, lo, m, v in the other, written back                     14 + 12 = 26
 //   fp32  4 in one pass; p, m, v in the other, written back                          16 + 12 = 28
 //   fp16  2 in each pass; p, m, v for the update, written back with a new fp16 copy  16 + 14 = 30
+// Compact states take as many bytes less in each direction as in m and v: bf16 with 8 bit 8 + 6 and 4/64.
 std::vector<TierRow> EstimateTiers(const EstimateInput& input, const DriveInput& drives);
 
 // A table for people; one line a row.

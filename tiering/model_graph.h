@@ -61,12 +61,17 @@ struct Precision {
   // bf16: the fp32 master is split into hi (bf16, what compute reads) and lo (int16); m and v are fp32. 12
   // bytes.
   static Precision Bf16() { return {"bf16", {2, 2, 4, 4}, 2}; }
-  // The same with m and v in block-wise 8 bit. 6 bytes and 1/32.
-  static Precision Bf16With8Bit() { return {"bf16", {2, 2, 1, 1}, 2}; }
   // fp16: the weights, the fp32 master, m, v. 14 bytes.
   static Precision Fp16() { return {"fp16", {2, 4, 4, 4}, 2}; }
   // fp32: p, m, v. 12 bytes.
   static Precision Fp32() { return {"fp32", {4, 4, 4}, 4}; }
+  // The same with m and v in `moment_bytes` an element: 4, 2 (bf16), or 1 for block-wise 8 bit and its
+  // scales.
+  Precision WithMoments(int moment_bytes) const {
+    Precision compact = *this;
+    std::fill(compact.segment_bytes.end() - 2, compact.segment_bytes.end(), moment_bytes);
+    return compact;
+  }
 };
 
 struct BlockShape {

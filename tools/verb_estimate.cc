@@ -24,7 +24,7 @@ struct Words {
   int64_t gpus = 1;
   int64_t nodes = 1;
   double buffer_factor = 1.5;
-  std::string dtype = "bf16";
+  std::string dtype = "bf16", states = "fp32";
   int64_t drives = 1;
   std::string read = "3GB";
   std::string write = "2GB";
@@ -49,6 +49,8 @@ void Declare(CLI::App& app, Words& w, bool with_model) {
   app.add_option("--nodes", w.nodes, "Nodes");
   app.add_option("--buffer-factor", w.buffer_factor, "DeepSpeed's additional_buffer_factor");
   app.add_option("--dtype", w.dtype, "bf16, fp16 or fp32")->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
+  app.add_option("--optimizer-states", w.states, "m and v in fp32, bf16 or 8bit")
+      ->check(CLI::IsMember({"fp32", "bf16", "8bit"}));
   app.add_option("--drives", w.drives, "NVMe drives of one node")->check(CLI::Range(1, 1000));
   app.add_option("--read-bandwidth", w.read, "Bytes per second that one drive reads");
   app.add_option("--write-bandwidth", w.write, "Bytes per second that one drive writes");
@@ -105,9 +107,10 @@ absl::Status Run(const Words& w, const ModelSizer& sizer, std::ostream& out) {
   if (absl::Status status = tiering::CheckEstimate(input); !status.ok()) return status;
 
   tiering::DriveInput drives;
-  drives.format = w.dtype == "fp32"   ? tiering::StateFormat::kFp32
-                  : w.dtype == "fp16" ? tiering::StateFormat::kFp16
-                                      : tiering::StateFormat::kBf16;
+  const tiering::Precision precision = w.dtype == "fp32"   ? tiering::Precision::Fp32()
+                                       : w.dtype == "fp16" ? tiering::Precision::Fp16()
+                                                           : tiering::Precision::Bf16();
+  drives.precision = precision.WithMoments(w.states == "8bit" ? 1 : w.states == "bf16" ? 2 : 4);
   drives.drives = w.drives;
   drives.rated_bytes_written = w.terabytes_written * 1e12;
   drives.step_seconds = w.step_seconds;

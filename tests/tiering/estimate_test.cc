@@ -70,12 +70,14 @@ TEST(EstimateZero2, FewGpusNeedSixteenBytesAParameter) {
 
 TEST(EstimateTiers, BytesAreExact) {
   const EstimateInput in = {.params = 1'000'000'000, .largest_layer_params = 50'000'000};
-  const auto bytes = [&](StateFormat format) {
-    return EstimateTiers(in, {.format = format})[2].bytes_per_param_per_step;
+  const auto bytes = [&](const Precision& precision) {
+    return EstimateTiers(in, {.precision = precision})[2].bytes_per_param_per_step;
   };
-  EXPECT_EQ(bytes(StateFormat::kBf16), 26);
-  EXPECT_EQ(bytes(StateFormat::kFp32), 28);
-  EXPECT_EQ(bytes(StateFormat::kFp16), 30);
+  EXPECT_EQ(bytes(Precision::Bf16()), 26);
+  EXPECT_EQ(bytes(Precision::Fp32()), 28);
+  EXPECT_EQ(bytes(Precision::Fp16()), 30);
+  EXPECT_EQ(bytes(Precision::Bf16().WithMoments(2)), 18);
+  EXPECT_NEAR(bytes(Precision::Bf16().WithMoments(1)), 14.0625, 1e-6);
 
   const std::vector<TierRow> rows = EstimateTiers(in, {});
   ASSERT_EQ(rows.size(), 5u);
@@ -151,10 +153,10 @@ TEST(EstimateJson, CarriesEveryRow) {
 }
 
 TEST(FormatTiers, OneLineARow) {
-  const std::string text = FormatTiers(kT5, {.format = StateFormat::kFp32});
+  const std::string text = FormatTiers(kT5, {.precision = Precision::Fp32()});
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 7);
-  EXPECT_THAT(
-      text, HasSubstr("Penstock, fp32, per node: 1 drive of 3.00 GB/s read, 2.00 GB/s write, rated 600 TB"));
+  EXPECT_THAT(text, HasSubstr("Penstock, fp32, 12.0 bytes of state a parameter, per node: 1 drive of 3.00 "
+                              "GB/s read, 2.00 GB/s write, rated 600 TB"));
   EXPECT_THAT(text, HasSubstr("order=in_backward\n"));
 }
 

@@ -356,7 +356,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     if (random() % 4 == 0) graph.stages.push_back(graph.stages[random() % graph.stages.size()]);
     PlanOptions options;
     const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),
-                                    Precision::Bf16With8Bit(), kStateless};
+                                    Precision::Bf16().WithMoments(1), kStateless};
     options.precision = precisions[random() % std::size(precisions)];
     options.micro_batches = 1 + static_cast<int>(random() % 3);
     options.on_nvme = random() % 8 != 0;
@@ -394,8 +394,8 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
 
 TEST(Planner, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
   for (const ModelGraph& graph : {Chain(6, 1 << 20), Tied(12, 1 << 19, 1 << 22), Tied(1, 2048, 2048)}) {
-    for (const Precision& precision :
-         {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(), Precision::Bf16With8Bit(), kStateless}) {
+    for (const Precision& precision : {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),
+                                       Precision::Bf16().WithMoments(1), kStateless}) {
       PlanOptions options;
       options.precision = precision;
       options.host_budget_bytes = 1;
@@ -492,7 +492,7 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
   for (const auto& [precision, floor] : {std::pair{Precision::Bf16(), 26.0},
                                          {Precision::Fp32(), 28.0},
                                          {Precision::Fp16(), 30.0},
-                                         {Precision::Bf16With8Bit(), 14.25}}) {
+                                         {Precision::Bf16().WithMoments(1), 14.25}}) {
     PlanOptions options;
     options.precision = precision;
     // Enough for every gradient and the comfortable working set; weights and state stream.
