@@ -125,6 +125,9 @@ std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
 // LibTorch asks for a little beside what was measured: scalars, views, rounding.
 constexpr int64_t kTensorSlack = 2 * kMiB;
 
+// A less comfortable plan, or another placement, must make a step shorter than this share of the best so far.
+constexpr double kWorthwhile = 0.999;
+
 // Inputs on their way to or from the drive: one leaves, one is used, one is made.
 constexpr int kInputRing = 3;
 
@@ -178,14 +181,36 @@ class Planner {
     }
     const int64_t least = Least();
     if (budget > 0 && least > budget) return TooSmall(least, Build(kLevels.back(), 0, /*budget=*/1));
-    Plan plan = Best(budget);
+    Choice choice = Best(budget);
+    if (options_.bounds.placement == Placement::kAuto && budget > 0) TryFixedPlacements(&choice);
+    Plan plan = std::move(choice.plan);
     plan.least_host_memory_bytes = least;
     CountBytes(&plan);
     return plan;
   }
 
  private:
+  struct Choice {
+    Plan plan;
+    double seconds = 0;  // of a step; 0: nothing was simulated
+  };
+
   int Count() const { return static_cast<int>(graph_.blocks.size()); }
+
+  // `auto` is never slower than what a user could fix: the search for each of the other placements leaves
+  // room for what it keeps before it sizes the working set, which now and then finds a better whole.
+  void TryFixedPlacements(Choice* choice) const {
+    if (!choice->plan.trains || !FewTilesToSimulate(choice->plan)) return;
+    for (const Placement placement : {Placement::kCuda, Placement::kConst}) {
+      PlanOptions options = options_;
+      options.bounds.placement = placement;
+      const Planner planner(graph_, options);
+      if (planner.Least() > options_.host_budget_bytes) continue;
+      Choice other = planner.Best(options_.host_budget_bytes);
+      if (FewTilesToSimulate(other.plan) && other.seconds < choice->seconds * kWorthwhile)
+        *choice = std::move(other);
+    }
+  }
 
   int64_t Least() const {
     int64_t least = std::numeric_limits<int64_t>::max();
@@ -231,11 +256,11 @@ class Planner {
   // Every level that fits, with the rest of the budget spent in every order; the one whose step is the
   // shortest in virtual time. More memory for the pipeline and more for residency compete, and what should
   // stay first depends on how compute, reads and writes compare.
-  Plan Best(int64_t budget) const {
+  Choice Best(int64_t budget) const {
     if (budget == 0) {
       Plan plan = Build(kLevels[0], Count(), /*budget=*/0);
-      Order(/*thorough=*/true, &plan);
-      return plan;
+      const double seconds = Order(/*thorough=*/true, &plan);
+      return {std::move(plan), seconds};
     }
     struct Candidate {
       Plan plan;
@@ -289,12 +314,12 @@ class Planner {
     }
     std::stable_sort(order.begin(), order.end(),
                      [&](size_t x, size_t y) { return candidates[x].seconds < candidates[y].seconds; });
-    order.resize(std::min<size_t>(order.size(), FewTilesToSimulate(candidates[order.front()].plan) ? 3 : 1));
+    order.resize(std::min<size_t>(order.size(), FewTilesToSimulate(candidates[order.front()].plan) ? 4 : 1));
     std::sort(order.begin(), order.end());  // from comfortable to lean
     size_t best = order.front();
     for (const size_t i : order) {
       candidates[i].seconds = Order(/*thorough=*/true, &candidates[i].plan);
-      if (candidates[i].seconds < candidates[best].seconds * 0.99) best = i;
+      if (candidates[i].seconds < candidates[best].seconds * kWorthwhile) best = i;
     }
     Plan plan = std::move(candidates[best].plan);
     const double seconds = candidates[best].seconds;
@@ -304,7 +329,7 @@ class Planner {
           "compared: %d working sets and ways to spend the rest of the budget, from %.3g s to %.3g s a step",
           candidates.size(), candidates[best].seconds, worst_seconds));
     }
-    return plan;
+    return {std::move(plan), seconds};
   }
 
   // Chooses which tiles are updated in backward; the step's seconds.

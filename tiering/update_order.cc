@@ -83,7 +83,7 @@ double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, U
     }
   }
   // The order that never makes anything again is left for a gain that shows.
-  if (free && best > later * 0.98) best_share = 0;
+  if (free && best > later * 0.995) best_share = 0;
   MarkInBackward(plan, best_share);
   if (best_share == 0) return later;
   const double redone = best_share * static_cast<double>(plan->precision.UnpaddedBytes(graph.elements()));

@@ -1,5 +1,6 @@
-// A grid of machines, models and budgets: no policy that a user can fix beats what `auto` chooses by more
-// than 4% in any cell. Prints the table, each policy's step as a multiple of auto's.
+// A grid of machines, models and budgets: no policy that a user can fix beats what `auto` chooses in any
+// cell, but for one percent that the search may leave. Prints the table of tiering/README.md, each policy's
+// step as a multiple of auto's.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -48,7 +49,7 @@ ModelGraph Model(int layers, int64_t elements, bool tied, double seconds) {
   return graph;
 }
 
-TEST(Policies, NoneBeatsAutoByMoreThanItsToleranceInAnyCell) {
+TEST(Policies, NoneBeatsAutoInAnyCell) {
   struct Named {
     const char* name;
     MachineModel machine;
@@ -104,9 +105,7 @@ TEST(Policies, NoneBeatsAutoByMoreThanItsToleranceInAnyCell) {
             }
             std::snprintf(text, sizeof(text), " %.2f |", other / best);
             row += text;
-            // What is more comfortable is preferred while it costs 1%, the order that never makes anything
-            // again while it costs 2%, and only the fastest candidates are looked at with all care.
-            EXPECT_LE(best, other * 1.04) << row << " by " << policy.name;
+            EXPECT_LE(best, other * 1.01) << row << " by " << policy.name;
           }
           std::printf("%s\n", row.c_str());
         }
