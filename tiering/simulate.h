@@ -12,7 +12,10 @@
 namespace penstock::tiering {
 
 struct Prediction {
-  double step_seconds = 0;   // steady state
+  double step_seconds = 0;  // steady state, nothing clipped
+  // While every step is clipped, and all updates are made in the next forward. Predict fills it in; as
+  // step_seconds where no update is made in backward.
+  double clipped_step_seconds = 0;
   double floor_seconds = 0;  // the busiest of the machine's parts, if nothing else ever made it wait
   // What each part would take alone, a step.
   double read_seconds = 0;  // of the drive
@@ -28,6 +31,9 @@ struct Prediction {
 // predicted lanes, for a trace.
 absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
                                     int steps = 2, const Executor::Observer& observer = nullptr);
+
+// The same with both of its times.
+absl::StatusOr<Prediction> Predict(const ModelGraph& graph, const Plan& plan, const MachineModel& machine);
 
 }  // namespace penstock::tiering
 

@@ -96,6 +96,12 @@ int64_t FreeBytes(const std::string& directory) {
   return static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);
 }
 
+// " (3.4 s while every step is clipped)", where that makes a difference.
+std::string WhileClipped(const tiering::Prediction& prediction) {
+  if (prediction.clipped_step_seconds <= prediction.step_seconds * 1.005) return "";
+  return absl::StrFormat(" (%.3g s while every step is clipped)", prediction.clipped_step_seconds);
+}
+
 std::string PlanText(const PlanFacts& facts) {
   const zero::EnginePlan& plan = facts.plan;
   const zero::EngineOptions& options = facts.options;
@@ -144,10 +150,10 @@ std::string PlanText(const PlanFacts& facts) {
   }
   for (const std::string& reason : plan.plan.reasons) absl::StrAppend(&text, reason, "\n");
   absl::StrAppend(
-      &text,
-      absl::StrFormat("predicted step: %.3g s, bound by %s (compute %.3g s, drive %.3g s, updates %.3g s)\n",
-                      prediction.step_seconds, prediction.bound_by, prediction.compute_seconds,
-                      prediction.drive_seconds, prediction.update_seconds));
+      &text, absl::StrFormat(
+                 "predicted step: %.3g s%s, bound by %s (compute %.3g s, drive %.3g s, updates %.3g s)\n",
+                 prediction.step_seconds, WhileClipped(prediction), prediction.bound_by,
+                 prediction.compute_seconds, prediction.drive_seconds, prediction.update_seconds));
   return text;
 }
 
@@ -233,6 +239,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"machine", MachineJson(facts.machine.model)},
           {"figures", facts.machine.sources},
           {"predicted_step_seconds", prediction.step_seconds},
+          {"predicted_clipped_step_seconds", prediction.clipped_step_seconds},
           {"predicted_floor_seconds", prediction.floor_seconds},
           {"predicted_compute_seconds", prediction.compute_seconds},
           {"predicted_read_seconds", prediction.read_seconds},
@@ -245,9 +252,10 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
 
 std::string CalibratedText(const tiering::Prediction& prediction, const tiering::MachineModel& machine,
                            bool drive_seen) {
-  std::string text = absl::StrFormat(
-      "from the first steps: %.3g s a step, bound by %s; compute %.3g s, updates %.3g s",
-      prediction.step_seconds, prediction.bound_by, prediction.compute_seconds, prediction.update_seconds);
+  std::string text =
+      absl::StrFormat("from the first steps: %.3g s a step%s, bound by %s; compute %.3g s, updates %.3g s",
+                      prediction.step_seconds, WhileClipped(prediction), prediction.bound_by,
+                      prediction.compute_seconds, prediction.update_seconds);
   if (drive_seen) {
     absl::StrAppend(
         &text,

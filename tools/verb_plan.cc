@@ -46,7 +46,7 @@ absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) 
   absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(MakeGpt(settings->model), options);
   if (!plan.ok()) return plan.status();
   if (!machine.ok()) return machine.status();
-  absl::StatusOr<tiering::Prediction> prediction = tiering::Simulate(plan->graph, plan->plan, machine->model);
+  absl::StatusOr<tiering::Prediction> prediction = tiering::Predict(plan->graph, plan->plan, machine->model);
   if (!prediction.ok()) return prediction.status();
   const PlanFacts facts{*plan, options, *machine, *prediction, words.terabytes_written * 1e12};
   const std::vector<tiering::WhatIf> what_ifs = tiering::AskWhatIf(

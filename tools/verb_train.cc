@@ -184,7 +184,7 @@ class Training {
 
   absl::Status Planned(const zero::EnginePlan& plan) {
     const zero::EngineOptions& options = settings_.engine;
-    absl::StatusOr<tiering::Prediction> prediction = tiering::Simulate(plan.graph, plan.plan, machine_.model);
+    absl::StatusOr<tiering::Prediction> prediction = tiering::Predict(plan.graph, plan.plan, machine_.model);
     if (!prediction.ok()) return prediction.status();
     prediction_ = *prediction;
     Say(PlanText({plan, options, machine_, prediction_}));
@@ -212,7 +212,7 @@ class Training {
     const tiering::Calibration::Result result = calibration_->Calibrated();
     calibration_ = nullptr;
     const absl::StatusOr<tiering::Prediction> prediction =
-        tiering::Simulate(result.graph, plan.plan, result.machine);
+        tiering::Predict(result.graph, plan.plan, result.machine);
     if (!prediction.ok()) return;
     report_.Calibrated(*prediction);
     if (!words_.quiet) progress_.Print(CalibratedText(*prediction, result.machine, result.drive_seen));

@@ -98,7 +98,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["io_write_bandwidth_bytes_per_s"] = device.write_bytes_per_s;
   report_["io_knee_bytes"] = device.knee_bytes;
   report_["order_of_update"] = "next_forward";
-  report_["predicted_step_seconds"] = prediction.step_seconds;
+  prediction_ = prediction;
   report_["predicted_at_start_step_seconds"] = prediction.step_seconds;
   report_["prediction_from"] = "start";
   report_["bound_by"] = prediction.bound_by;
@@ -107,7 +107,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
 }
 
 void Report::Calibrated(const tiering::Prediction& prediction) {
-  report_["predicted_step_seconds"] = prediction.step_seconds;
+  prediction_ = prediction;
   report_["prediction_from"] = "first steps";
   report_["bound_by"] = prediction.bound_by;
 }
@@ -131,6 +131,7 @@ void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tok
   if (steps_.size() > kStepsKept) steps_.pop_front();
   last_ = Now(engine);
   if (stepped_ == 1) first_ = last_;
+  if (stepped_ > 1 && result.in_backward == 0) ++deferred_steps_;
 }
 
 std::string Report::Finish(const Engine* engine, const absl::Status& status) {
@@ -145,6 +146,13 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
   bytes_per_param_per_step_ =
       steps > 0 && parameters_ > 0 ? bytes / steps / static_cast<double>(parameters_) : 0;
   io_gbps_ = saturated > 0 ? bytes / saturated * 1e-9 : 0;
+  if (report_.contains("prediction_from")) {
+    const double deferred = steps > 0 ? static_cast<double>(deferred_steps_) / steps : 0;
+    report_["predicted_step_seconds"] =
+        (1 - deferred) * prediction_.step_seconds + deferred * prediction_.clipped_step_seconds;
+    report_["predicted_unclipped_step_seconds"] = prediction_.step_seconds;
+    report_["predicted_clipped_step_seconds"] = prediction_.clipped_step_seconds;
+  }
   report_["nvme_bytes_per_param_per_step"] = bytes_per_param_per_step_;
   report_["io_saturated_seconds"] = saturated;
   report_["compute_union_seconds"] = computed;

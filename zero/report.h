@@ -6,11 +6,12 @@
 //   compute_union_seconds          union of the intervals in which forward, backward or update kernels ran
 //   overlap_ratio                  its seconds / max(io_saturated_seconds, compute_union_seconds)
 //   io_gbps_achieved               its NVMe bytes / io_saturated_seconds, in 10^9 bytes per second
-//   predicted_step_seconds         the step of the simulator: after the third step of the process with what
-//   that
-//                                  and the second showed of times and bandwidths (prediction_from "first
-//                                  steps"), before with what was measured at the start ("start");
-//                                  predicted_at_start_step_seconds keeps the latter
+//   predicted_step_seconds         the step of the simulator, by the steps that there were: those that
+//                                  updated nothing in backward take predicted_clipped_step_seconds, the
+//                                  others predicted_unclipped_step_seconds. Both with what the second and
+//                                  third step of the process showed of times and bandwidths
+//                                  (prediction_from "first steps"), before those with what was measured at
+//                                  the start ("start"); predicted_at_start_step_seconds is the latter
 // Managed memory is the arena and every tensor (zero/tensor_memory.h). Not counted, because nobody can bound
 // it from here: code, LibTorch's and BLAS's scratch, the kernel's page cache, threads' stacks, and the tables
 // that describe blocks and tiles (some hundred bytes for each).
@@ -74,6 +75,8 @@ class Report {
   int64_t probe_read_bytes_ = 0, probe_write_bytes_ = 0;
   int64_t tokens_ = 0;
   int64_t parameters_ = 0;
+  tiering::Prediction prediction_;
+  int64_t deferred_steps_ = 0;  // of the steady state: all updates left to the next forward
   double overlap_ratio_ = 0, bytes_per_param_per_step_ = 0, io_gbps_ = 0;
 };
 
