@@ -36,8 +36,19 @@ if(NOT PENSTOCK_CUDA STREQUAL "OFF")
 endif()
 
 set(PENSTOCK_HAVE_TORCH OFF)
+set(PENSTOCK_HAVE_TORCH_CUDA OFF)
 if(NOT PENSTOCK_TORCH STREQUAL "OFF")
+  # A LibTorch with CUDA sets flags for all CUDA code, also for architectures that the compiler here may not know;
+  # ours are chosen above.
+  set(penstock_cuda_flags "${CMAKE_CUDA_FLAGS}")
+  set(penstock_cuda_architectures "${CMAKE_CUDA_ARCHITECTURES}")
   find_package(Torch QUIET)
+  set(CMAKE_CUDA_FLAGS "${penstock_cuda_flags}")
+  set(CMAKE_CUDA_ARCHITECTURES "${penstock_cuda_architectures}")
+  if(TARGET torch_cuda AND PENSTOCK_HAVE_CUDA)
+    set(PENSTOCK_HAVE_TORCH_CUDA ON)
+    set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)  # LibTorch's: one runtime in a process
+  endif()
   if(Torch_FOUND)
     set(PENSTOCK_HAVE_TORCH ON)
   elseif(PENSTOCK_TORCH STREQUAL "ON")
@@ -45,7 +56,7 @@ if(NOT PENSTOCK_TORCH STREQUAL "OFF")
   endif()
 endif()
 
-foreach(pair "liburing;uring_FOUND" "CUDA;PENSTOCK_HAVE_CUDA" "LibTorch;PENSTOCK_HAVE_TORCH" "libaio;LIBAIO_LIBRARY")
+foreach(pair "liburing;uring_FOUND" "CUDA;PENSTOCK_HAVE_CUDA" "LibTorch;PENSTOCK_HAVE_TORCH" "LibTorch on CUDA;PENSTOCK_HAVE_TORCH_CUDA" "libaio;LIBAIO_LIBRARY")
   list(GET pair 0 name)
   list(GET pair 1 variable)
   if(${variable})

@@ -41,6 +41,8 @@ std::string_view StallName(Stall stall) {
       return "batch";
     case Stall::kOther:
       return "compute";
+    case Stall::kCopy:
+      return "copy";
   }
   return "unknown";
 }
@@ -90,7 +92,8 @@ void Executor::StartReady() {
       it = host.begin();
       progress = true;
     }
-    for (const Lane lane : {Lane::kRead, Lane::kWrite, Lane::kUpdate, Lane::kCommit, Lane::kCompute}) {
+    for (const Lane lane : {Lane::kRead, Lane::kWrite, Lane::kCopyIn, Lane::kCopyOut, Lane::kUpdate,
+                            Lane::kCommit, Lane::kCompute}) {
       auto& ready = ready_[Index(lane)];
       while (!ready.empty() && lanes_->HasRoom(lane)) {
         const OpId id = *ready.begin();
@@ -150,6 +153,8 @@ Stall Executor::CauseOfStall() const {
     if (next < 0) break;
     id = next;
   }
+  const Lane lane = node(id).op.lane;
+  if (lane == Lane::kCopyIn || lane == Lane::kCopyOut) return Stall::kCopy;
   switch (node(id).op.kind) {
     case OpKind::kReadWeights:
     case OpKind::kReadState:

@@ -22,8 +22,8 @@
 namespace penstock::tiering {
 
 // What the compute lane waits for, when it waits.
-enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kOther };
-inline constexpr int kStalls = 6;
+enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kOther, kCopy };
+inline constexpr int kStalls = 7;
 std::string_view StallName(Stall stall);
 
 // Time on the lanes since the last TakeUsage.

@@ -16,6 +16,10 @@ struct MachineModel {
   double mixed_bytes_per_s = 0;
   double io_latency_seconds = 200e-6;
   double commit_seconds = 1e-3;
+  // Between host memory and a device apart; both directions at once do not disturb each other.
+  double h2d_bytes_per_s = 20e9;
+  double d2h_bytes_per_s = 20e9;
+  double copy_latency_seconds = 20e-6;
   // Parameters per second and worker of the optimizer, checksums included; bytes per second of checking a
   // read and of rounding a gradient.
   double update_parameters_per_s = 400e6;

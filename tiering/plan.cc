@@ -44,6 +44,7 @@ Ledger Plan::ledger() const {
   add("gradients resident", gradient_slots, 0, kept_gradients);
   add("gradients in flight", gradient_slots, kept_gradients, gradient_slots.size());
   add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());
+  add("inputs off the device", input_slots, 0, input_slots.size());
   ledger.Add("checkpoint in flight", checkpoint_bytes);
   ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes);
   ledger.Add("tensors of LibTorch", tensor_bytes);

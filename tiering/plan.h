@@ -14,25 +14,13 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "tiering/device_plan.h"
 #include "tiering/ledger.h"
 #include "tiering/machine.h"
 #include "tiering/model_graph.h"
+#include "tiering/slot.h"
 
 namespace penstock::tiering {
-
-// A place in the arena.
-struct Slot {
-  int64_t offset = 0;
-  int64_t bytes = 0;
-};
-
-// Blocks whose runs have similar sizes share slots; a class has its own, numbered
-// first_slot..first_slot+slots-1.
-struct RunClass {
-  int64_t bytes = 0;
-  int first_slot = 0;
-  int slots = 0;
-};
 
 struct Tile {
   int64_t offset = 0;    // of its first element in the block's run
@@ -100,6 +88,12 @@ struct Plan {
   int64_t nvme_read_bytes = 0;
   int64_t nvme_write_bytes = 0;
 
+  // Memory of a device apart; inputs that do not stay there wait in host memory, a place for each position
+  // and micro-batch, instead of going to the drive.
+  DevicePlan device;
+  std::vector<Slot> input_slots;
+  int input_slot(int position, int micro_batch) const { return (position - 1) * micro_batches + micro_batch; }
+
   int64_t checkpoint_bytes = 0;  // of the arena, beyond the slots: one tile on its way into a checkpoint
 
   // What was chosen and why, a line each, for people.
@@ -109,6 +103,7 @@ struct Plan {
   int64_t tile_count() const;        // of all blocks
   double in_backward_share() const;  // of the tiles
   bool needs_accumulator(int block) const {
+    if (device.apart) return false;  // the device sums, and rounds
     return precision.gradient_bytes < 4 && (micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1);
   }
   // Where everything lives, a line per kind.
@@ -163,6 +158,7 @@ struct PlanOptions {
   bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
   int64_t tile_bytes = 0;           // bound for one slot of a tile (all segments); 0: chosen
   PlanBounds bounds;
+  DeviceOptions device;
   MachineModel machine;  // what candidates are compared on
   // Elements of every tile of every block, where a store has fixed them; empty: chosen.
   std::vector<std::vector<int64_t>> fixed_tiles;

@@ -21,6 +21,7 @@
 #include "tiering/plan.h"
 #include "tiering/program.h"
 #include "tiering/update_order.h"
+#include "tiering/working_set.h"
 
 namespace penstock::tiering {
 namespace {
@@ -63,45 +64,6 @@ constexpr std::array<Spending, 3> kSpendings = {{
     {{Kind::kState, Kind::kWeights, Kind::kGradients}, "state, then weights, then gradients"},
 }};
 
-// Splits the sorted sizes into at most three classes so that `slots` slots of each take the least memory.
-// Returns the largest size of each class, ascending.
-std::vector<int64_t> ClassSizes(const std::vector<int64_t>& sizes, int slots) {
-  std::vector<int64_t> distinct = sizes;
-  std::sort(distinct.begin(), distinct.end());
-  std::vector<int64_t> count;
-  std::vector<int64_t> value;
-  for (const int64_t size : distinct) {
-    if (value.empty() || value.back() != size) {
-      value.push_back(size);
-      count.push_back(0);
-    }
-    ++count.back();
-  }
-  const size_t n = value.size();
-  std::vector<int64_t> before(n + 1, 0);
-  for (size_t i = 0; i < n; ++i) before[i + 1] = before[i] + count[i];
-  auto cost = [&](size_t from, size_t to) {  // one class of value[from..to)
-    return std::min<int64_t>(slots, before[to] - before[from]) * value[to - 1];
-  };
-  int64_t best = cost(0, n);
-  std::vector<int64_t> classes = {value[n - 1]};
-  // More than a few hundred different sizes are thinned out: the exact optimum is not worth a cubic search.
-  const size_t stride = std::max<size_t>(1, n / 300);
-  for (size_t i = 1; i < n; i += stride) {
-    if (const int64_t two = cost(0, i) + cost(i, n); two < best) {
-      best = two;
-      classes = {value[i - 1], value[n - 1]};
-    }
-    for (size_t j = i + 1; j < n; j += stride) {
-      if (const int64_t three = cost(0, i) + cost(i, j) + cost(j, n); three < best) {
-        best = three;
-        classes = {value[i - 1], value[j - 1], value[n - 1]};
-      }
-    }
-  }
-  return classes;
-}
-
 std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
   const int64_t count = (elements + tile_elements - 1) / tile_elements;
   const int64_t each = AlignUp((elements + count - 1) / count, kElementAlignment);
@@ -122,44 +84,13 @@ std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
   return tiles;
 }
 
-// LibTorch asks for a little beside what was measured: scalars, views, rounding.
-constexpr int64_t kTensorSlack = 2 * kMiB;
-
 // A less comfortable plan, or another placement, must make a step shorter than this share of the best so far.
 constexpr double kWorthwhile = 0.999;
 
-// Inputs on their way to or from the drive: one leaves, one is used, one is made.
-constexpr int kInputRing = 3;
-
-// `kept_inputs`: of how many stages the input stays in memory.
-int64_t TensorBytes(const ModelGraph& graph, const PlanOptions& options, int64_t tile_elements,
-                    int kept_inputs, int* evaluate_micro_batches) {
-  int64_t largest_input = 0, forward = 0, backward = 0, init = 0;
-  for (const StageShape& stage : graph.stages) {
-    largest_input = std::max(largest_input, stage.input_bytes);
-    forward = std::max(forward, stage.forward_peak_bytes);
-    backward = std::max(backward, stage.backward_peak_bytes);
-  }
-  const int64_t kept = graph.kept_input_bytes(kept_inputs);
-  // Building a block, and one tile of its fp32 values on their way to the store.
-  for (const BlockShape& block : graph.blocks) init = std::max(init, block.init_bytes + tile_elements * 4);
-  const int64_t fixed = graph.fixed_tensor_bytes + kTensorSlack;
-  const int64_t m = options.micro_batches;
-  if (!options.trains) {
-    *evaluate_micro_batches = static_cast<int>(m);
-    return fixed + m * (graph.batch_bytes + 2 * largest_input) + forward;
-  }
-  // A forward-only pass keeps one input and one output per micro-batch instead of one input per stage.
-  const int64_t per_evaluation = 2 * largest_input + graph.batch_bytes;
-  const int64_t training = m * (kept + graph.batch_bytes) + std::max(forward, backward);
-  *evaluate_micro_batches =
-      static_cast<int>(std::max<int64_t>(1, std::min<int64_t>((training - forward) / per_evaluation, 256)));
-  return fixed + std::max({training, init, forward + per_evaluation});
-}
-
 class Planner {
  public:
-  Planner(const ModelGraph& graph, const PlanOptions& options) : graph_(graph), options_(options) {
+  Planner(const ModelGraph& graph, const PlanOptions& options, DevicePlan device)
+      : graph_(graph), options_(options), device_(std::move(device)) {
     uses_.resize(graph.blocks.size(), 0);
     for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
     for (const StageShape& stage : graph.stages) walk_.push_back(stage.block);
@@ -176,6 +107,7 @@ class Planner {
       LayOut(&plan);
       plan.least_host_memory_bytes = plan.host_bytes();
       plan.reasons = {"everything stays in memory: there is no drive"};
+      CountBytes(&plan);
       if (budget > 0 && plan.host_bytes() > budget) return TooSmall(plan.host_bytes(), plan);
       return plan;
     }
@@ -204,7 +136,7 @@ class Planner {
     for (const Placement placement : {Placement::kCuda, Placement::kConst}) {
       PlanOptions options = options_;
       options.bounds.placement = placement;
-      const Planner planner(graph_, options);
+      const Planner planner(graph_, options, device_);
       if (planner.Least() > options_.host_budget_bytes) continue;
       Choice other = planner.Best(options_.host_budget_bytes);
       if (FewTilesToSimulate(other.plan) && other.seconds < choice->seconds * kWorthwhile)
@@ -404,7 +336,8 @@ class Planner {
       for (const Tile& tile : block.tiles) plan.tile_elements = std::max(plan.tile_elements, tile.elements);
     }
     plan.positions = static_cast<int>(graph_.stages.size());
-    KeepInputs(&plan, plan.positions);
+    plan.device = device_;
+    KeepInputs(&plan, device_.apart ? device_.kept_inputs : plan.positions);
     for (size_t c = 0; c < classes.size(); ++c) {
       RunClass cls;
       cls.bytes = classes[c] * plan.precision.weight_bytes();
@@ -423,22 +356,35 @@ class Planner {
     }
     PlaceGradients(&plan, level, resident_gradients);
     LayOut(&plan);
-    if (plan.trains && options_.on_nvme && resident_gradients == 0 && budget > 0) SpillInputs(&plan, budget);
+    if (plan.trains && options_.on_nvme && !device_.apart && resident_gradients == 0 && budget > 0) {
+      SpillInputs(&plan, budget);
+    }
     return plan;
   }
 
+  // Inputs of the last `kept` stages stay where they are made.
   void KeepInputs(Plan* plan, int kept) const {
     plan->kept_inputs = kept;
     plan->input_ring = kInputRing;
-    plan->tensor_bytes =
-        TensorBytes(graph_, options_, plan->tile_elements, kept, &plan->evaluate_micro_batches);
-    int64_t largest = 0;
+    int64_t largest = 0, scratch = 0;
     for (const StageShape& stage : graph_.stages) largest = std::max(largest, stage.input_scratch_bytes);
-    plan->input_scratch_bytes = 0;
+    plan->input_slots.clear();
     for (int position = 0; position < plan->positions; ++position) {
-      if (plan->SpillsInput(position))
-        plan->input_scratch_bytes += AlignUp(largest, kPage) * plan->micro_batches;
+      if (!plan->SpillsInput(position)) continue;
+      scratch += AlignUp(largest, kPage) * plan->micro_batches;
+      if (device_.apart)
+        plan->input_slots.insert(plan->input_slots.end(), At(plan->micro_batches), {0, largest});
     }
+    const int64_t initial = plan->trains ? InitialTensorBytes(graph_, plan->tile_elements) : 0;
+    if (device_.apart) {
+      // What the host holds for the device: a pass's batch, as its caller made it.
+      plan->evaluate_micro_batches = device_.evaluate_micro_batches;
+      plan->tensor_bytes = std::max(initial, HostTensorBytes(graph_, plan->micro_batches));
+      return;
+    }
+    plan->input_scratch_bytes = scratch;
+    plan->tensor_bytes = std::max(initial, ComputeTensorBytes(graph_, plan->micro_batches, plan->trains, kept,
+                                                              &plan->evaluate_micro_batches));
   }
 
   // Sends as few inputs to the drive as the budget asks for: like a gradient, one costs a write and a read of
@@ -457,7 +403,8 @@ class Planner {
     for (size_t b = 0; b < plan->blocks.size(); ++b) {
       BlockPlan& block = plan->blocks[b];
       // fp32 gradients are summed where they wait; one that several stages add to must stay in its place.
-      const bool must_stay = block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
+      const bool must_stay =
+          !device_.apart && block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
       if (must_stay || resident < resident_gradients) {
         block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
         plan->gradient_slots.push_back({0, block.elements * plan->precision.gradient_bytes});
@@ -525,8 +472,8 @@ class Planner {
       }
     }
     int64_t offset = 0;
-    for (std::vector<Slot>* slots :
-         {&plan->run_slots, &plan->tile_slots, &plan->gradient_slots, &plan->accumulator_slots}) {
+    for (std::vector<Slot>* slots : {&plan->run_slots, &plan->tile_slots, &plan->gradient_slots,
+                                     &plan->accumulator_slots, &plan->input_slots}) {
       for (Slot& slot : *slots) {
         slot.offset = offset;
         offset += AlignUp(slot.bytes, kPage);
@@ -719,11 +666,14 @@ class Planner {
       if (op.redo) continue;
       if (op.lane == Lane::kRead) plan->nvme_read_bytes += op.bytes;
       if (op.lane == Lane::kWrite) plan->nvme_write_bytes += op.bytes;
+      if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += op.bytes;
+      if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += op.bytes;
     }
   }
 
   const ModelGraph& graph_;
   const PlanOptions& options_;
+  const DevicePlan device_;
   std::vector<int> uses_;
   std::vector<int> walk_;  // blocks in the order of their uses in a step
 };
@@ -775,7 +725,10 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
 
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
   if (absl::Status status = Validate(graph, options); !status.ok()) return status;
-  return Planner(graph, options).Make();
+  absl::StatusOr<DevicePlan> device =
+      PlanDevice(graph, options.precision, options.micro_batches, options.trains, options.device);
+  if (!device.ok()) return device.status();
+  return Planner(graph, options, *std::move(device)).Make();
 }
 
 }  // namespace penstock::tiering

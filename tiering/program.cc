@@ -35,6 +35,10 @@ std::string_view LaneName(Lane lane) {
       return "commit";
     case Lane::kHost:
       return "host";
+    case Lane::kCopyIn:
+      return "copy in";
+    case Lane::kCopyOut:
+      return "copy out";
   }
   return "unknown";
 }
@@ -75,6 +79,12 @@ std::string_view OpKindName(OpKind kind) {
       return "batch";
     case OpKind::kEvaluated:
       return "evaluated";
+    case OpKind::kCopyIn:
+      return "copy in";
+    case OpKind::kRoundGradient:
+      return "round gradient";
+    case OpKind::kCopyOut:
+      return "copy out";
   }
   return "unknown";
 }
@@ -92,12 +102,17 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
       next_gradient_slot_(plan.run_classes.size(), 0),
       gradient_written_(graph.blocks.size(), -1),
       gradient_of_block_(graph.blocks.size(), -1),
-      loaded_(graph.blocks.size(), 0) {
+      loaded_(graph.blocks.size(), 0),
+      device_runs_(plan.device.run_slots.size()),
+      device_gradients_(plan.device.gradient_slots.size()),
+      device_accumulators_(plan.device.accumulator_slots.size()),
+      next_device_gradient_(plan.device.run_classes.size(), 0) {
   std::iota(stage_order_.begin(), stage_order_.end(), 0);
   last_write_.reserve(plan.blocks.size());
   for (const BlockPlan& block : plan.blocks) {
     last_write_.emplace_back(block.tiles.size(), -1);
     due_.emplace_back(block.tiles.size(), Due::kNothing);
+    version_.emplace_back(block.tiles.size(), 0);
   }
   for (const BlockPlan& block : plan.blocks) {
     if (block.private_run_slot >= 0) SizeRun(block.private_run_slot, block);
@@ -174,6 +189,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
     std::vector<OpId> former;
     for (const OpId id : run.ready) AddIf(&former, id);
     for (const OpId id : run.writes) AddIf(&former, id);
+    for (const OpId id : run.copies) AddIf(&former, id);
     AddIf(&former, run.last_compute);
     run.last_compute = -1;
     run.block = block;
@@ -216,6 +232,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
 void ProgramBuilder::SizeRun(int slot, const BlockPlan& block) {
   runs_[At(slot)].ready.assign(block.tiles.size(), -1);
   runs_[At(slot)].writes.assign(block.tiles.size(), -1);
+  runs_[At(slot)].copies.assign(block.tiles.size(), -1);
 }
 
 void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update& of) {
@@ -293,6 +310,7 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
   if (of.weights_read < 0) AddIf(&update.after, run.ready[At(tile)]);
   slot.users.push_back(update_id);
   run.ready[At(tile)] = update_id;
+  ++version_[At(block)][At(tile)];
   if (update.gradient_slot >= 0) gradients_[At(update.gradient_slot)].users.push_back(update_id);
   if (!plan_.on_nvme) {
     pending_writes_.push_back(update_id);
@@ -334,7 +352,10 @@ void ProgramBuilder::CommitPending() {
 
 Op& ProgramBuilder::EmitInput(OpKind kind, int position, int micro_batch, int64_t step) {
   const int stage = stage_order_[At(position)];
-  Op& op = Emit(kind, kind == OpKind::kWriteInput ? Lane::kWrite : Lane::kRead, step);
+  const bool leaves = kind == OpKind::kWriteInput;
+  const Lane lane =
+      plan_.device.apart ? (leaves ? Lane::kCopyOut : Lane::kCopyIn) : (leaves ? Lane::kWrite : Lane::kRead);
+  Op& op = Emit(kind, lane, step);
   op.block = graph_.stages[At(stage)].block;
   op.stage = stage;
   op.position = position;
@@ -352,8 +373,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
   for (int position = 0; position < (train ? stages - 1 : stages); ++position) {
     const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
-    const int slot = Fetch(stage.block, At(position));
-    RunSlot& run = runs_[At(slot)];
+    const Weights weights = FetchForCompute(stage.block, At(position), /*updates=*/false);
     for (int m = 0; m < micro_batches; ++m) {
       const OpId id = next_id_;
       Op& op = Emit(OpKind::kForward, Lane::kCompute, step);
@@ -363,9 +383,10 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
       op.micro_batch = m;
       op.last_micro_batch = m + 1 == micro_batches;
       op.evaluates = !train;
-      op.run_slot = slot;
+      op.run_slot = weights.compute_slot();
+      op.device_slot = weights.device_slot;
       op.seconds = stage.forward_seconds;
-      for (const OpId ready : run.ready) AddIf(&op.after, ready);
+      for (const OpId ready : *weights.ready) AddIf(&op.after, ready);
       if (position == 0) op.after.push_back(batch_);
       last = id;
       if (!train) continue;
@@ -377,7 +398,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
       EmitInput(OpKind::kWriteInput, position, m, step).after = {id};
     }
     // The compute lane runs in program order: its last operation stands for those before it.
-    run.last_compute = last;
+    Used(weights, last);
   }
   if (!train) {
     Op& done = Emit(OpKind::kEvaluated, Lane::kHost, step);
@@ -393,12 +414,18 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
   std::vector<int> gradient(graph_.blocks.size(), -1);
   std::vector<OpId> finals;
   input_used_.assign(At(stages), -1);
+  device_gradient_.assign(graph_.blocks.size(), -1);
+  device_accumulator_.assign(graph_.blocks.size(), -1);
   for (int position = stages - 1; position >= 0; --position) {
     const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
     const int block = stage.block;
     const BlockPlan& bp = plan_.blocks[At(block)];
-    const int slot = Fetch(block, At(2 * stages - 2 - position));
+    const std::vector<char>& early = bp.in_backward;
+    const bool updates = in_backward && uses_left[At(block)] == 1 &&
+                         std::count(early.begin(), early.end(), 0) < static_cast<int64_t>(early.size());
+    const Weights weights = FetchForCompute(block, At(2 * stages - 2 - position), updates);
+    const int slot = weights.run_slot;
     const bool sums_apart = plan_.needs_accumulator(block);
 
     std::vector<OpId> wait;  // for the place that the gradient goes to
@@ -412,7 +439,9 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       AddAll(&wait, gradients_[At(index)].users);
       gradients_[At(index)].users.clear();
     };
-    if (sums_apart && accumulator[At(block)] < 0) {
+    if (plan_.device.apart) {
+      TakeDevicePlaces(block, &wait);
+    } else if (sums_apart && accumulator[At(block)] < 0) {
       int index = bp.accumulator_slot;
       if (index < 0) index = static_cast<int>(next_accumulator_++ % At(plan_.accumulator_ring));
       accumulator[At(block)] = index;
@@ -443,9 +472,10 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       };
       const OpId backward_id = next_id_;
       Op& backward = emit(OpKind::kBackward);
-      backward.run_slot = slot;
+      backward.run_slot = weights.compute_slot();
+      backward.device_slot = weights.device_slot;
       backward.seconds = stage.backward_seconds;
-      for (const OpId ready : runs_[At(slot)].ready) AddIf(&backward.after, ready);
+      for (const OpId ready : *weights.ready) AddIf(&backward.after, ready);
       if (stages == 1) backward.after.push_back(batch_);
       AddIf(&backward.after, input_read);
       // Apart from it, because only this needs the gradient's place: it may still be in use while the block
@@ -453,11 +483,12 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       last = next_id_;
       Op& take = emit(OpKind::kTakeGradient);
       take.gradient_slot = gradient[At(block)];
-      take.accumulator_slot = accumulator[At(block)];
+      take.device_slot = device_gradient_[At(block)];
+      take.accumulator_slot = plan_.device.apart ? device_accumulator_[At(block)] : accumulator[At(block)];
       take.after = wait;
       take.after.push_back(backward_id);
     }
-    runs_[At(slot)].last_compute = last;
+    Used(weights, last);
     input_used_[At(position)] = last;
     if (--uses_left[At(block)] > 0) {
       if (accumulator[At(block)] >= 0) accumulators_[At(accumulator[At(block)])].users.push_back(last);
@@ -465,7 +496,11 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       continue;
     }
     wait.clear();
-    if (sums_apart) take_gradient_slot();
+    if (sums_apart || plan_.device.apart) take_gradient_slot();
+    if (plan_.device.apart) {
+      last = EmitCopyOut(block, gradient[At(block)], last, wait, step);
+      wait.clear();
+    }
     const OpId final_id = next_id_;
     Op& finalize = Emit(OpKind::kFinalize, Lane::kUpdate, step);
     finalize.block = block;
@@ -477,7 +512,6 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
     if (sums_apart) accumulators_[At(accumulator[At(block)])].users.push_back(final_id);
     gradients_[At(gradient[At(block)])].users = {last, final_id};
     gradient_of_block_[At(block)] = gradient[At(block)];
-    const std::vector<char>& early = bp.in_backward;
     const bool all_early = in_backward && std::count(early.begin(), early.end(), 0) == 0;
     gradient_written_[At(block)] = -1;
     if (bp.gradient_slot < 0 && (plan_.clips || !all_early)) {

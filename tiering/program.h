@@ -22,6 +22,7 @@
 #define PENSTOCK_TIERING_PROGRAM_H_
 
 #include <cstdint>
+#include <deque>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -31,8 +32,8 @@
 namespace penstock::tiering {
 
 // Where an operation runs. kHost operations are decisions of the executor's own thread and take no time.
-enum class Lane : uint8_t { kRead, kWrite, kCompute, kUpdate, kCommit, kHost };
-inline constexpr int kLanes = 6;
+enum class Lane : uint8_t { kRead, kWrite, kCompute, kUpdate, kCommit, kHost, kCopyIn, kCopyOut };
+inline constexpr int kLanes = 8;
 std::string_view LaneName(Lane lane);
 
 enum class OpKind : uint8_t {
@@ -53,6 +54,9 @@ enum class OpKind : uint8_t {
   kCommit,         // the update of a step is on the drive: write the commit record
   kBatch,          // the step's batch is there (opened by the engine)
   kEvaluated,      // an evaluation pass is complete
+  kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device
+  kRoundGradient,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
+  kCopyOut,        // a block's gradient from the device to its place in host memory
 };
 std::string_view OpKindName(OpKind kind);
 
@@ -76,6 +80,10 @@ struct Op {
   int run_slot = -1;       // where the block's weights are
   int tile_slot = -1;      // where the tile's state is
   int gradient_slot = -1;  // where the block's gradient is
+  // With a device apart: its slot of the run (kCopyIn, kForward, kBackward) or of the gradient
+  // (kTakeGradient, kRoundGradient, kCopyOut). kTakeGradient and kRoundGradient have the device's accumulator
+  // below.
+  int device_slot = -1;
   int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
   int64_t bytes = 0;          // moved (reads and writes) or touched (compute: 0)
   double seconds = 0;         // planned duration of compute and update operations, for the simulator
@@ -116,6 +124,7 @@ class ProgramBuilder {
     int block = -1;            // whose weights it holds or will hold
     std::vector<OpId> ready;   // [tile] complete when the content is there: verified or updated
     std::vector<OpId> writes;  // [tile] that read the content to the drive, -1: none
+    std::vector<OpId> copies;  // [tile] the last that reads the content to the device, -1: none
     OpId last_compute = -1;    // the compute lane runs in order: its last use stands for all
   };
   // What is still to be appended of a tile's update.
@@ -128,11 +137,39 @@ class ProgramBuilder {
     std::vector<OpId> users;
   };
 
+  // A run on a device apart.
+  struct DeviceRun {
+    int block = -1;
+    std::vector<OpId> ready;       // [tile] the copy that made the content
+    std::vector<int64_t> version;  // [tile] of the content, as in version_
+    OpId last_compute = -1;
+  };
+  // Where compute finds a block's weights, and what it waits for.
+  struct Weights {
+    int run_slot = -1;     // in host memory; -1: not needed there
+    int device_slot = -1;  // -1: the device is the host
+    const std::vector<OpId>* ready = nullptr;
+    OpId* last_compute = nullptr;
+    int compute_slot() const { return device_slot >= 0 ? -1 : run_slot; }
+  };
+
   Op& Emit(OpKind kind, Lane lane, int64_t step);
   int AcquireRun(int block, size_t position);
   // Makes the block's weights present (with the pending update applied if there is one) for a use at
   // `position` of the pass's order of uses; returns the run slot.
   int Fetch(int block, size_t position);
+  // The same for a use by compute: on a device apart the weights are copied there, unless what it has is of
+  // the newest update; host memory then needs them only if `updates`: for an update in backward.
+  Weights FetchForCompute(int block, size_t position, bool updates);
+  // `last` is the last operation that computes with them in this use.
+  void Used(const Weights& weights, OpId last);
+  // Copies what is not on the device; returns its run slot there. `run_slot`: -1, where nothing is missing.
+  int CopyToDevice(int block, size_t position, int run_slot);
+  bool IsOnDevice(int block, int* device_slot) const;
+  // The device's places for a block's gradient while it is summed; what waits for them goes to `wait`.
+  void TakeDevicePlaces(int block, std::vector<OpId>* wait);
+  // Rounds sums and copies the gradient to its slot in host memory when `last`, its last addend, is taken.
+  OpId EmitCopyOut(int block, int gradient_slot, OpId last, const std::vector<OpId>& wait, int64_t step);
   // Reads what is not in memory, updates, and writes. `redo`: reads everything, weights too, from the
   // committed version.
   struct Update {
@@ -178,6 +215,14 @@ class ProgramBuilder {
   std::vector<char> loaded_;                      // [block] private run slot holds the weights
   std::vector<std::vector<OpId>> input_written_;  // [position][micro_batch] of this pass, -1
   std::vector<OpId> input_used_;                  // [position] last backward of this pass, -1
+  // [block][tile] updates appended: the version of the weights in host memory.
+  std::vector<std::vector<int64_t>> version_;
+  std::vector<DeviceRun> device_runs_;
+  std::deque<OpId> used_;  // the last operations of the newest uses, oldest first
+  std::vector<GradientSlot> device_gradients_, device_accumulators_;
+  std::vector<size_t> next_device_gradient_;  // per size class
+  size_t next_device_accumulator_ = 0;
+  std::vector<int> device_gradient_, device_accumulator_;  // [block] its places in this pass, -1
   std::vector<int> order_;  // blocks of this pass's uses and of the next pass's, in order
   std::vector<Op> out_;
 };

@@ -14,6 +14,8 @@ double SimLanes::Work(const Op& op) const {
   switch (op.lane) {
     case Lane::kRead:
     case Lane::kWrite:
+    case Lane::kCopyIn:
+    case Lane::kCopyOut:
       return static_cast<double>(op.bytes);
     case Lane::kCommit:
       return plan_.on_nvme ? machine_.commit_seconds : 0;
@@ -52,6 +54,12 @@ void SimLanes::Start(OpId id, const Op& op) {
     case Lane::kCompute:
       computes_.push_back(std::move(job));
       break;
+    case Lane::kCopyIn:
+      copies_in_.push_back(std::move(job));
+      break;
+    case Lane::kCopyOut:
+      copies_out_.push_back(std::move(job));
+      break;
     case Lane::kCommit:
     case Lane::kHost:
       events_.push(Event{now_ + job.left, id, now_, job.status});
@@ -70,6 +78,8 @@ void SimLanes::Serve() {
   if (!reading_ && !reads_.empty()) reading_ = take(reads_);
   if (!writing_ && !writes_.empty()) writing_ = take(writes_);
   if (!computing_ && !computes_.empty()) computing_ = take(computes_);
+  if (!copying_in_ && !copies_in_.empty()) copying_in_ = take(copies_in_);
+  if (!copying_out_ && !copies_out_.empty()) copying_out_ = take(copies_out_);
   while (updating_.size() < static_cast<size_t>(std::max(1, machine_.update_workers)) && !updates_.empty()) {
     updating_.push_back(take(updates_));
   }
@@ -81,22 +91,30 @@ double SimLanes::Rate(const Job& job) const {
       return writing_ ? machine_.mixed_rate(machine_.read_bytes_per_s) : machine_.read_bytes_per_s;
     case Lane::kWrite:
       return reading_ ? machine_.mixed_rate(machine_.write_bytes_per_s) : machine_.write_bytes_per_s;
+    case Lane::kCopyIn:
+      return machine_.h2d_bytes_per_s;
+    case Lane::kCopyOut:
+      return machine_.d2h_bytes_per_s;
     default:
-      return machine_.cpu_speed(computing_.has_value(), static_cast<int>(updating_.size()));
+      return machine_.cpu_speed(!plan_.device.apart && computing_.has_value(),
+                                static_cast<int>(updating_.size()));
   }
 }
 
 template <typename Visit>
 void SimLanes::ForRunning(Visit&& visit) {
-  for (std::optional<Job>* job : {&reading_, &writing_, &computing_}) {
+  for (std::optional<Job>* job : {&reading_, &writing_, &computing_, &copying_in_, &copying_out_}) {
     if (job->has_value()) visit(**job);
   }
   for (Job& job : updating_) visit(job);
 }
 
 void SimLanes::Complete(Job& job, std::vector<Completion>* completions) {
-  if ((job.lane == Lane::kRead || job.lane == Lane::kWrite) && machine_.io_latency_seconds > 0) {
-    events_.push(Event{now_ + machine_.io_latency_seconds, job.id, job.start, std::move(job.status)});
+  const bool transfer = job.lane == Lane::kRead || job.lane == Lane::kWrite;
+  const bool copy = job.lane == Lane::kCopyIn || job.lane == Lane::kCopyOut;
+  const double latency = transfer ? machine_.io_latency_seconds : copy ? machine_.copy_latency_seconds : 0;
+  if (latency > 0) {
+    events_.push(Event{now_ + latency, job.id, job.start, std::move(job.status)});
     return;
   }
   completions->push_back({job.id, std::move(job.status), job.start, now_});
@@ -124,6 +142,8 @@ void SimLanes::Wait(std::vector<Completion>* completions) {
     finish(&reading_);
     finish(&writing_);
     finish(&computing_);
+    finish(&copying_in_);
+    finish(&copying_out_);
     for (size_t i = 0; i < updating_.size();) {
       if (updating_[i].left > 0) {
         ++i;

@@ -5,6 +5,7 @@
 // priorities have it; while it does both, each direction moves at its mixed rate (tiering/machine.h). A fixed
 // latency passes beside the drive's time. Compute is one server in order, updates are `update_workers`
 // servers; where the machine has fewer cores than they need together, all of them slow down.
+// Copies to and from a device apart are one server each, with a latency beside it.
 // Deterministic: the same program gives the same times to the last bit.
 #ifndef PENSTOCK_TIERING_SIM_LANES_H_
 #define PENSTOCK_TIERING_SIM_LANES_H_
@@ -37,14 +38,15 @@ class SimLanes : public Lanes {
   void set_fault(std::function<absl::Status(const Op&)> fault) { fault_ = std::move(fault); }
   // Whether the updates that a step made in backward are made again.
   void set_redone(std::function<bool(int64_t step)> redone) { redone_ = std::move(redone); }
-  // Work that was started, as if nothing were in its way: bytes of kRead and kWrite, seconds of the others.
+  // Work that was started, as if nothing were in its way: bytes of transfers and copies, seconds of the
+  // others.
   double work(Lane lane) const { return work_[static_cast<size_t>(lane)]; }
 
  private:
   struct Job {
     OpId id = 0;
     Lane lane = Lane::kRead;
-    double left = 0;  // bytes of transfers, undisturbed seconds of the rest
+    double left = 0;  // bytes of transfers and copies, undisturbed seconds of the rest
     double start = 0;
     absl::Status status;
   };
@@ -72,8 +74,8 @@ class SimLanes : public Lanes {
   std::function<bool(int64_t)> redone_;
   double now_ = 0;
   std::array<double, kLanes> work_{};
-  std::deque<Job> urgent_reads_, reads_, writes_, computes_, updates_;
-  std::optional<Job> reading_, writing_, computing_;
+  std::deque<Job> urgent_reads_, reads_, writes_, computes_, updates_, copies_in_, copies_out_;
+  std::optional<Job> reading_, writing_, computing_, copying_in_, copying_out_;
   std::vector<Job> updating_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;  // what only time passes for
 };

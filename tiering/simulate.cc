@@ -14,14 +14,16 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
   SimLanes lanes(plan, machine);
   Executor executor(&lanes);
   OpId norm = -1;
-  int64_t read_bytes = 0, write_bytes = 0;  // of the step appended last
+  int64_t read_bytes = 0, write_bytes = 0, in_bytes = 0, out_bytes = 0;  // of the step appended last
   auto append = [&] {
     std::vector<Op> ops = builder.Append(Pass::kTrain);
-    read_bytes = write_bytes = 0;
+    read_bytes = write_bytes = in_bytes = out_bytes = 0;
     for (const Op& op : ops) {
       if (op.redo) continue;
       if (op.lane == Lane::kRead) read_bytes += op.bytes;
       if (op.lane == Lane::kWrite) write_bytes += op.bytes;
+      if (op.lane == Lane::kCopyIn) in_bytes += op.bytes;
+      if (op.lane == Lane::kCopyOut) out_bytes += op.bytes;
     }
     const OpId last = builder.next_id() - 1;  // a training pass ends with its norm
     executor.Append(std::move(ops));
@@ -52,19 +54,26 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
   prediction.read_seconds = read / machine.read_bytes_per_s;
   prediction.write_seconds = written / machine.write_bytes_per_s;
   prediction.drive_seconds = machine.drive_seconds(read, written);
+  prediction.copy_in_seconds = static_cast<double>(in_bytes) / machine.h2d_bytes_per_s;
+  prediction.copy_out_seconds = static_cast<double>(out_bytes) / machine.d2h_bytes_per_s;
   prediction.compute_seconds = (lanes.work(Lane::kCompute) - computed) / steps;
   prediction.update_seconds = (lanes.work(Lane::kUpdate) - updated) / steps;
   const double update = prediction.update_seconds / std::max(1, machine.update_workers);
-  const double cores =
-      machine.cores > 0
-          ? (prediction.compute_seconds * machine.compute_threads + prediction.update_seconds) / machine.cores
-          : 0;
-  prediction.floor_seconds = std::max({prediction.drive_seconds, prediction.compute_seconds, update, cores});
+  const double cores = machine.cores > 0
+                           ? (prediction.compute_seconds * (plan.device.apart ? 0 : machine.compute_threads) +
+                              prediction.update_seconds) /
+                                 machine.cores
+                           : 0;
+  const double copy = std::max(prediction.copy_in_seconds, prediction.copy_out_seconds);
+  prediction.floor_seconds =
+      std::max({prediction.drive_seconds, copy, prediction.compute_seconds, update, cores});
   // Writes may lie behind by up to a step when the measured ones begin and end; in the long run no step is
   // shorter than what its busiest part needs.
   prediction.step_seconds = std::max(prediction.step_seconds, prediction.floor_seconds);
   if (prediction.floor_seconds == prediction.drive_seconds && read + written > 0) {
     prediction.bound_by = prediction.read_seconds >= prediction.write_seconds ? "read" : "write";
+  } else if (copy > 0 && prediction.floor_seconds == copy) {
+    prediction.bound_by = "copy";
   } else if (prediction.compute_seconds >= update) {
     prediction.bound_by = "compute";
   } else {

@@ -20,10 +20,12 @@ struct Prediction {
   // What each part would take alone, a step.
   double read_seconds = 0;  // of the drive
   double write_seconds = 0;
-  double drive_seconds = 0;  // reads and writes as far as they go together (MachineModel::drive_seconds)
+  double drive_seconds = 0;    // reads and writes as far as they go together (MachineModel::drive_seconds)
+  double copy_in_seconds = 0;  // to and from a device apart
+  double copy_out_seconds = 0;
   double compute_seconds = 0;
   double update_seconds = 0;  // summed over workers
-  std::string bound_by;       // "read", "write", "compute" or "optimizer"
+  std::string bound_by;       // "read", "write", "copy", "compute" or "optimizer"
   Usage usage;                // of the measured steps
 };
 

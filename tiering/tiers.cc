@@ -38,8 +38,13 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan) {
   gradients.resident_bytes = Sum(plan.gradient_slots, 0, kept_gradients);
   gradients.in_flight_bytes = Sum(plan.gradient_slots, kept_gradients, plan.gradient_slots.size()) +
                               Sum(plan.accumulator_slots, 0, plan.accumulator_slots.size());
-  if (plan.trains) inputs.resident_bytes = plan.micro_batches * graph.kept_input_bytes(plan.kept_inputs);
-  tensors.in_flight_bytes = plan.tensor_bytes - inputs.resident_bytes;
+  if (plan.device.apart) {
+    inputs.resident_bytes = Sum(plan.input_slots, 0, plan.input_slots.size());
+    tensors.in_flight_bytes = plan.tensor_bytes;
+  } else {
+    if (plan.trains) inputs.resident_bytes = plan.micro_batches * graph.kept_input_bytes(plan.kept_inputs);
+    tensors.in_flight_bytes = plan.tensor_bytes - inputs.resident_bytes;
+  }
   rest.resident_bytes = plan.arena_bytes - plan.slot_bytes;
   if (!plan.on_nvme) return lines;
 
@@ -69,10 +74,10 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan) {
         gradients.written_bytes += op.bytes;
         break;
       case OpKind::kReadInput:
-        inputs.read_bytes += op.bytes;
+        if (op.lane == Lane::kRead) inputs.read_bytes += op.bytes;
         break;
       case OpKind::kWriteInput:
-        inputs.written_bytes += op.bytes;
+        if (op.lane == Lane::kWrite) inputs.written_bytes += op.bytes;
         break;
       case OpKind::kWriteTile: {
         const BlockPlan& block = plan.blocks[static_cast<size_t>(op.block)];

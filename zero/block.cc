@@ -56,11 +56,8 @@ bool RunLayout::SameShapes(const RunLayout& other) const {
 BlockModule::BlockModule(std::shared_ptr<torch::nn::Module> module)
     : module_(std::move(module)), layout_(RunLayout::Of(*module_)) {
   parameters_ = module_->parameters();
+  buffers_ = module_->buffers();
   Detach();
-}
-
-torch::Dtype ComputeDtype(kernels::DType weights) {
-  return weights == kernels::DType::kBf16 ? torch::kBFloat16 : torch::kFloat32;
 }
 
 torch::Dtype TorchDtype(kernels::DType type) {
@@ -69,12 +66,16 @@ torch::Dtype TorchDtype(kernels::DType type) {
                                          : torch::kFloat32;
 }
 
-void BlockModule::Attach(void* run, kernels::DType weights) {
-  const auto options = torch::TensorOptions().dtype(ComputeDtype(weights));
-  if (weights == kernels::DType::kFp16) {
+void BlockModule::Attach(void* run, kernels::DType weights, Device& device) {
+  const torch::Dtype computes = device.compute_dtype(weights);
+  const auto options = torch::TensorOptions().dtype(computes).device(device.torch_device());
+  for (torch::Tensor& buffer : buffers_) {
+    if (buffer.device().type() != device.torch_device().type()) buffer.set_data(device.ToDevice(buffer));
+  }
+  if (computes != TorchDtype(weights)) {
     const torch::Tensor cast = torch::empty({layout_.elements}, options);
-    kernels::Fp16ToFp32(static_cast<const uint16_t*>(run), cast.data_ptr<float>(),
-                        static_cast<size_t>(layout_.elements));
+    device.Convert(weights, run, kernels::DType::kFp32, cast.data_ptr(),
+                   static_cast<size_t>(layout_.elements));
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const Parameter& parameter = layout_.parameters[i];
       parameters_[i].set_data(cast.narrow(0, parameter.offset, parameter.elements).view(parameter.sizes));

@@ -19,14 +19,12 @@
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
 #include "tiering/plan.h"
+#include "zero/device.h"
 
 namespace penstock::zero {
 
 inline constexpr int64_t kParameterAlignment = 64;
 
-// What forward and backward compute in. LibTorch 1.13 has no fp16 products on the CPU: fp16 weights compute
-// in fp32, and their gradients are rounded to fp16 once they are summed.
-torch::Dtype ComputeDtype(kernels::DType weights);
 // The same type by LibTorch's name.
 torch::Dtype TorchDtype(kernels::DType type);
 
@@ -59,9 +57,10 @@ class BlockModule {
   const RunLayout& layout() const { return layout_; }
   torch::nn::Module& module() { return *module_; }
 
-  // Parameters become views of `run` (layout().elements of that type), without gradients. fp16 weights are
-  // cast, exactly, to a tensor of fp32 that lives until Detach.
-  void Attach(void* run, kernels::DType weights);
+  // Parameters become views of `run` (layout().elements of that type, in the device's memory), without
+  // gradients. Where the device computes in another type (fp16 weights on the processor) they are cast,
+  // exactly, to a tensor of fp32 that lives until Detach.
+  void Attach(void* run, kernels::DType weights, Device& device);
   // Drops views and gradients.
   void Detach();
   // The gradient of parameter i after a backward pass, contiguous; undefined where it took no part.
@@ -70,6 +69,7 @@ class BlockModule {
  private:
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<torch::Tensor> parameters_;
+  std::vector<torch::Tensor> buffers_;  // the module's constants, where it computes
   RunLayout layout_;
 };
 

@@ -14,6 +14,7 @@
 #include "swap/inspect.h"
 #include "tiering/program.h"
 #include "zero/checkpointing.h"
+#include "zero/device_lanes.h"
 #include "zero/engine_state.h"
 #include "zero/guarded.h"
 #include "zero/measure.h"
@@ -36,9 +37,12 @@ class Engine::Impl {
     if (executor_ != nullptr) executor_->Quiesce();
     checkpointing_.reset();
     lanes_.reset();
+    device_lanes_.reset();
+    if (arena_ != nullptr) options_.device->UnregisterHost(arena_->data());
     inputs_.reset();
     store_.reset();
     io_.reset();
+    (void)options_.device->LimitTensors(0);
     TensorMemory::SetLimit(0);
   }
 
@@ -78,7 +82,9 @@ class Engine::Impl {
     } else if (absl::Status status = Initialize(); !status.ok()) {
       return status;
     }
-    runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed);
+    runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed,
+                                            *options_.device);
+    if (absl::Status status = MakeDevice(); !status.ok()) return status;
     if (plan_.plan.input_scratch_bytes > 0) {
       absl::StatusOr<std::unique_ptr<InputSpill>> inputs =
           InputSpill::Create(*io_, plan_.graph, plan_.plan, options_.state_dirs);
@@ -93,8 +99,9 @@ class Engine::Impl {
     hooks.decide = [this](const Op& op) { return Decide(op); };
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
     hooks.committed = [this](const Op& op) { return Committed(op.step); };
-    lanes_ = std::make_unique<RealLanes>(plan_.plan, *residency_, module_pointers_, runner_.get(),
-                                         store_.get(), inputs_.get(), lane_options, std::move(hooks));
+    lanes_ =
+        std::make_unique<RealLanes>(plan_.plan, *residency_, module_pointers_, runner_.get(), store_.get(),
+                                    inputs_.get(), device_lanes_.get(), lane_options, std::move(hooks));
     executor_ = std::make_unique<tiering::Executor>(lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
@@ -114,7 +121,8 @@ class Engine::Impl {
     }
     if (ahead_norm_ < 0) AppendTraining();
     const OpId norm = std::exchange(ahead_norm_, -1);
-    runner_->Begin(step_ + 1, std::move(batches), scaler_.scale());
+    absl::Status begun = runner_->Begin(step_ + 1, std::move(batches), scaler_.scale());
+    if (!begun.ok()) return begun;
     if (next == Next::kTrain) AppendTraining();
     executor_->OpenGate(++gates_);
     if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
@@ -200,9 +208,13 @@ class Engine::Impl {
 
   absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches) {
     std::vector<torch::Tensor> outputs;
+    absl::Status fetched;
     absl::Status status = ForwardAll(batches, [&](size_t) {
-      outputs.insert(outputs.end(), runner_->outputs().begin(), runner_->outputs().end());
+      absl::StatusOr<std::vector<torch::Tensor>> group = runner_->Outputs();
+      fetched.Update(group.status());
+      if (group.ok()) outputs.insert(outputs.end(), group->begin(), group->end());
     });
+    status.Update(fetched);
     if (!status.ok()) return status;
     return outputs;
   }
@@ -219,6 +231,8 @@ class Engine::Impl {
     return status;
   }
 
+  const Device& device() const { return *options_.device; }
+
   EnginePlan plan_;
   int64_t step_ = 0;
   int64_t committed_step_ = 0;
@@ -230,6 +244,7 @@ class Engine::Impl {
   std::unique_ptr<aio::Engine> io_;
   std::unique_ptr<aio::Arena> arena_;
   int64_t preparation_peak_ = 0;
+  Device::Traffic traffic_before_;
 
  private:
   bool resumes() const { return options_.resume || !options_.trains; }
@@ -257,6 +272,27 @@ class Engine::Impl {
       TensorMemory::SetLimit(options_.host_memory_bytes - static_cast<int64_t>(arena_->bytes()));
     }
     return absl::OkStatus();
+  }
+
+  // The device's own memory, and its bounds. Building the model is over: what tensors took on the host till
+  // now is no part of what they may take on the device.
+  absl::Status MakeDevice() {
+    Device& device = *options_.device;
+    if (!device.apart()) return absl::OkStatus();
+    const tiering::DevicePlan& plan = plan_.plan.device;
+    absl::StatusOr<std::unique_ptr<DeviceLanes>> lanes = DeviceLanes::Create(plan_.plan, *residency_, device);
+    if (!lanes.ok()) return lanes.status();
+    device_lanes_ = std::move(*lanes);
+    const auto arena_bytes = static_cast<int64_t>(arena_->bytes());
+    if (absl::Status status = device.RegisterHost(arena_->data(), arena_bytes); !status.ok()) return status;
+    if (device.tensors_are_host()) {
+      preparation_peak_ = std::max(preparation_peak_, arena_bytes + TensorMemory::Stats().peak_bytes);
+    }
+    traffic_before_ = device.traffic();
+    device.TrimTensors();
+    device.ResetPeak();
+    const bool bounded = plan.budget_bytes > 0;
+    return device.LimitTensors(bounded ? plan.budget_bytes - plan.arena_bytes : 0);
   }
 
   absl::Status MakeIo() {
@@ -409,8 +445,9 @@ class Engine::Impl {
     const size_t group = static_cast<size_t>(std::max(1, plan_.plan.evaluate_micro_batches));
     for (size_t from = 0; from < batches.size(); from += group) {
       const size_t n = std::min(group, batches.size() - from);
-      runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
-                             batches.begin() + static_cast<std::ptrdiff_t>(from + n)});
+      absl::Status begun = runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
+                                                  batches.begin() + static_cast<std::ptrdiff_t>(from + n)});
+      if (!begun.ok()) return begun;
       std::vector<Op> ops = builder_->Append(Pass::kEvaluate, static_cast<int>(n));
       executor_->Append(std::move(ops));
       executor_->OpenGate(++gates_);
@@ -536,6 +573,7 @@ class Engine::Impl {
   std::unique_ptr<swap::Store> store_;
   std::unique_ptr<StageRunner> runner_;
   std::unique_ptr<InputSpill> inputs_;
+  std::unique_ptr<DeviceLanes> device_lanes_;  // null: the host computes
   std::unique_ptr<RealLanes> lanes_;
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
@@ -615,8 +653,19 @@ aio::EngineStats Engine::io_stats() const { return impl_->io_ ? impl_->io_->stat
 std::string Engine::io_backend() const { return impl_->io_ ? impl_->io_->backend_name() : "none"; }
 std::string Engine::arena_pages() const { return std::string(aio::PageKindName(impl_->arena_->page_kind())); }
 int64_t Engine::peak_managed_bytes() const {
-  return std::max(impl_->preparation_peak_,
-                  static_cast<int64_t>(impl_->arena_->bytes()) + TensorMemory::Stats().peak_bytes);
+  const Device& device = impl_->device();
+  const bool elsewhere = device.apart() && device.tensors_are_host();  // what the host's allocator counts
+  return std::max(impl_->preparation_peak_, static_cast<int64_t>(impl_->arena_->bytes()) +
+                                                (elsewhere ? 0 : TensorMemory::Stats().peak_bytes));
+}
+const Device& Engine::device() const { return impl_->device(); }
+Device::Traffic Engine::copied() const {
+  const Device::Traffic now = impl_->device().traffic(), before = impl_->traffic_before_;
+  return {now.h2d_bytes - before.h2d_bytes, now.d2h_bytes - before.d2h_bytes};
+}
+int64_t Engine::peak_device_bytes() const {
+  if (!impl_->device().apart()) return 0;
+  return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;
 }
 int64_t Engine::peak_pinned_bytes() const {
   return impl_->arena_->locked() ? static_cast<int64_t>(impl_->arena_->bytes()) : 0;

@@ -49,6 +49,7 @@
 #include "tiering/executor.h"
 #include "tiering/plan.h"
 #include "zero/config.h"
+#include "zero/device.h"
 #include "zero/loss_scale.h"
 #include "zero/lr_schedule.h"
 #include "zero/model.h"
@@ -117,7 +118,9 @@ struct EngineOptions {
   // padding 0; each tile is asked for once. Empty: those that the blocks' factories make.
   std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
 
-  int64_t host_memory_bytes = 0;  // 0: no bound
+  int64_t host_memory_bytes = 0;                  // 0: no bound
+  std::shared_ptr<Device> device = HostDevice();  // what computes
+  int64_t device_memory_bytes = 0;                // of a device apart; 0: all that it has
   std::vector<std::string> state_dirs;
   swap::Sync sync = swap::Sync::kProcess;
   int64_t tile_bytes = 0;  // 0: the planner's choice
@@ -200,6 +203,9 @@ class Engine {
   std::string arena_pages() const;
   int64_t peak_managed_bytes() const;  // arena and tensors
   int64_t peak_pinned_bytes() const;
+  const Device& device() const;
+  Device::Traffic copied() const;     // to and from the device since the engine was made
+  int64_t peak_device_bytes() const;  // slots and tensors; 0 where the host computes
   void set_knee_bytes(uint64_t bytes);
   // Union of the time in which forward, backward or update ran, and what the compute lane waited for, since
   // the start.

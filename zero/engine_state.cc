@@ -155,6 +155,16 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.bounds = options.bounds;
   plan_options.update_order = options.update_order;
   plan_options.clips = options.clip > 0;
+  if (Device& device = *options.device; device.apart()) {
+    if (options.device_memory_bytes > device.capacity_bytes()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("a device memory budget of ", options.device_memory_bytes, " bytes is more than the ",
+                       device.capacity_bytes(), " bytes of the device (", device.Describe(), ")"));
+    }
+    plan_options.device.apart = true;
+    plan_options.device.budget_bytes =
+        options.device_memory_bytes > 0 ? options.device_memory_bytes : device.capacity_bytes();
+  }
   plan_options.copies_checkpoints = options.trains && options.checkpoints.every > 0;
 
   absl::StatusOr<swap::Inspection> found = absl::NotFoundError("");
@@ -163,7 +173,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     if (!found.ok()) return found.status();
   }
   absl::StatusOr<MeasuredModel> measured =
-      MeasureModel(model, options.example, format->weights, options.trains);
+      MeasureModel(model, options.example, format->weights, options.trains, *options.device);
   if (!measured.ok()) return measured.status();
   plan.graph = std::move(measured->graph);
   plan.parameters = measured->parameters;

@@ -2,6 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <future>
+#include <memory>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
@@ -27,22 +31,31 @@ double Seconds() {
 
 // Peak of live tensor bytes over `body`, beyond what was live before.
 template <typename Body>
-int64_t PeakOf(Body&& body) {
+int64_t PeakOf(Device& device, Body&& body) {
   // Nothing is kept from before, so that measuring takes no more than what it measures.
-  TensorMemory::Trim();
-  TensorMemory::ResetLivePeak();
-  const int64_t before = TensorMemory::Stats().live_bytes;
+  device.TrimTensors();
+  device.ResetLivePeak();
+  const int64_t before = device.tensors().live_bytes;
   body();
-  return TensorMemory::Stats().peak_live_bytes - before;
+  return device.tensors().peak_live_bytes - before;
+}
+
+// When the device has computed what it was given.
+void Finish(Device& device) {
+  std::promise<absl::Status> done;
+  device.AfterCompute([&](absl::Status status) { done.set_value(std::move(status)); });
+  const absl::Status status = done.get_future().get();
+  TORCH_CHECK(status.ok(), std::string(status.message()));
 }
 
 // Of a few runs; the one before them has loaded LibTorch's kernels and the pool's buffers.
 template <typename Body>
-double FastestOf(Body&& body) {
+double FastestOf(Device& device, Body&& body) {
   double best = 1e9;
   for (int repeat = 0; repeat < 3; ++repeat) {
     const double begin = Seconds();
     body();
+    Finish(device);
     best = std::min(best, Seconds() - begin);
   }
   return best;
@@ -56,7 +69,7 @@ struct StageMeasure {
 }  // namespace
 
 absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, kernels::DType weights,
-                                           bool trains) {
+                                           bool trains, Device& device) {
   MeasuredModel measured;
   tiering::ModelGraph& graph = measured.graph;
   graph.batch_bytes = Rounded(BytesOf(example.inputs)) + Rounded(BytesOf(example.targets));
@@ -72,7 +85,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
       std::shared_ptr<torch::nn::Module> module;
       int64_t peak = 0;
       const absl::Status built = Guarded(absl::StrCat("building block ", spec.name), [&] {
-        peak = PeakOf([&] { module = spec.build(); });
+        peak = PeakOf(*HostDevice(), [&] { module = spec.build(); });
         TORCH_CHECK(module != nullptr, "its factory returned nothing");
       });
       if (!built.ok()) return built;
@@ -85,7 +98,13 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
   }
 
   std::map<std::string, StageMeasure> known;
-  torch::Tensor input = example.inputs;
+  const auto on_device = torch::TensorOptions().device(device.torch_device());
+  Batch batch;
+  const absl::Status moved = Guarded("the example batch", [&] {
+    batch = {device.ToDevice(example.inputs), device.ToDevice(example.targets)};
+  });
+  if (!moved.ok()) return moved;
+  torch::Tensor input = batch.inputs;
   for (size_t s = 0; s < model.stages.size(); ++s) {
     const StageSpec& spec = model.stages[s];
     if (spec.block < 0 || static_cast<size_t>(spec.block) >= model.blocks.size()) {
@@ -106,24 +125,24 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
       const absl::Status ran = Guarded(absl::StrCat("measuring stage ", spec.name), [&] {
         BlockModule& block = *measured.modules[static_cast<size_t>(spec.block)];
         const auto width = static_cast<int64_t>(kernels::BytesPerElement(weights));
-        torch::Tensor run = torch::zeros({block.layout().elements * width}, torch::kUInt8);
+        torch::Tensor run = torch::zeros({block.layout().elements * width}, on_device.dtype(torch::kUInt8));
         block.module().train(trains);
         shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
         shape.input_scratch_bytes = s == 0 ? 0 : BytesOf(input);
         auto forward = [&] {
           torch::NoGradGuard no_grad;
-          block.Attach(run.data_ptr(), weights);
-          output = spec.forward(block.module(), input, example).detach();
+          block.Attach(run.data_ptr(), weights, device);
+          output = spec.forward(block.module(), input, batch).detach();
           block.Detach();
         };
-        shape.forward_peak_bytes = PeakOf(forward) + Rounded(BytesOf(output));
-        shape.forward_seconds = FastestOf(forward);
+        shape.forward_peak_bytes = PeakOf(device, forward) + Rounded(BytesOf(output));
+        shape.forward_seconds = FastestOf(device, forward);
         auto backward = [&] {
           torch::AutoGradMode grad(true);
-          block.Attach(run.data_ptr(), weights);
+          block.Attach(run.data_ptr(), weights, device);
           torch::Tensor x = input.detach();
           if (s > 0 && torch::isFloatingType(x.scalar_type())) x.set_requires_grad(true);
-          torch::Tensor y = spec.forward(block.module(), x, example);
+          torch::Tensor y = spec.forward(block.module(), x, batch);
           TORCH_CHECK(!last || y.dim() == 0, "the last stage must return a scalar loss, not ", y.sizes());
           if (y.requires_grad()) y.backward(torch::zeros_like(y));
           for (size_t i = 0; i < block.layout().parameters.size(); ++i) {
@@ -133,8 +152,8 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
           block.Detach();
         };
         if (trains) {
-          shape.backward_peak_bytes = PeakOf(backward);
-          shape.backward_seconds = FastestOf(backward);
+          shape.backward_peak_bytes = PeakOf(device, backward);
+          shape.backward_seconds = FastestOf(device, backward);
         }
       });
       if (!ran.ok()) return ran;
@@ -146,11 +165,54 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
     graph.stages.push_back(std::move(shape));
   }
   input = torch::Tensor();
+  batch = Batch();
   known.clear();
-  TensorMemory::Trim();
+  device.TrimTensors();
   // What is left over is the modules' own: buffers, and whatever the caller holds.
-  graph.fixed_tensor_bytes = TensorMemory::Stats().live_bytes;
+  graph.fixed_tensor_bytes = device.tensors().live_bytes;
   return measured;
+}
+
+absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
+  constexpr int64_t kPiece = int64_t{4} << 20;  // about a tile's weights
+  const int64_t bytes = std::clamp(device.capacity_bytes() / 4 / kPiece * kPiece, kPiece, 16 * kPiece);
+  absl::StatusOr<std::byte*> there = device.AllocateArena(bytes);
+  if (!there.ok()) return there.status();
+  // A whole page of its own: neighbours must not be pinned and let go with it.
+  std::unique_ptr<std::byte, decltype(&std::free)> here(
+      static_cast<std::byte*>(std::aligned_alloc(2 << 20, static_cast<size_t>(bytes))), &std::free);
+  if (here == nullptr)
+    return absl::ResourceExhaustedError(absl::StrCat(bytes, " bytes to measure copies with"));
+  std::memset(here.get(), 0, static_cast<size_t>(bytes));
+  if (absl::Status status = device.RegisterHost(here.get(), bytes); !status.ok()) return status;
+  absl::Status failed;
+  // Pieces one after the other, as the lanes have them in flight; the second round counts.
+  auto rate = [&](bool in) {
+    double seconds = 0;
+    for (int round = 0; round < 2; ++round) {
+      std::vector<std::promise<absl::Status>> done(static_cast<size_t>(bytes / kPiece));
+      const double begin = Seconds();
+      for (size_t i = 0; i < done.size(); ++i) {
+        std::byte* const host = here.get() + static_cast<int64_t>(i) * kPiece;
+        std::byte* const far = *there + static_cast<int64_t>(i) * kPiece;
+        auto report = [&done, i](absl::Status status) { done[i].set_value(std::move(status)); };
+        if (in) {
+          device.CopyIn(far, host, kPiece, /*after_compute=*/false, report);
+        } else {
+          device.CopyOut(host, far, kPiece, report);
+        }
+      }
+      for (std::promise<absl::Status>& each : done) failed.Update(each.get_future().get());
+      seconds = Seconds() - begin;
+    }
+    return static_cast<double>(bytes) / std::max(seconds, 1e-9);
+  };
+  CopyRates rates;
+  rates.h2d_bytes_per_s = rate(true);
+  rates.d2h_bytes_per_s = rate(false);
+  device.UnregisterHost(here.get());
+  if (!failed.ok()) return failed;
+  return rates;
 }
 
 double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer) {

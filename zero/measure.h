@@ -26,9 +26,18 @@ struct MeasuredModel {
   int64_t parameters = 0;                             // without padding
 };
 
-// `example` is one micro-batch of the run's shapes. `trains`: false measures forward only.
+// `example` is one micro-batch of the run's shapes. `trains`: false measures forward only. Stages are
+// measured on the device that will compute them, blocks are built in host memory.
 absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, kernels::DType weights,
-                                           bool trains);
+                                           bool trains, Device& device);
+
+// What copies between registered host memory and a device apart reach, in some of its memory: before its
+// arena is made.
+struct CopyRates {
+  double h2d_bytes_per_s = 0;
+  double d2h_bytes_per_s = 0;
+};
+absl::StatusOr<CopyRates> MeasureCopyRates(Device& device);
 
 // Parameters per second that one update worker gets through, checksums included, from memory.
 double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer);

@@ -23,13 +23,14 @@ size_t At(int index) { return static_cast<size_t>(index); }
 
 RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
                      const std::vector<BlockModule*>& modules, StageRunner* runner, swap::Store* store,
-                     InputSpill* inputs, const Options& options, LaneHooks hooks)
+                     InputSpill* inputs, DeviceLanes* device, const Options& options, LaneHooks hooks)
     : plan_(plan),
       residency_(residency),
       modules_(modules),
       runner_(runner),
       store_(store),
       inputs_(inputs),
+      device_(device),
       options_(options),
       hooks_(std::move(hooks)),
       squares_(plan.blocks.size()) {
@@ -89,6 +90,9 @@ bool RealLanes::Skips(const Op& op) const {
       case OpKind::kForward:
       case OpKind::kBackward:
       case OpKind::kTakeGradient:
+      case OpKind::kRoundGradient:
+      case OpKind::kCopyIn:
+      case OpKind::kCopyOut:
       case OpKind::kFinalize:
       case OpKind::kWriteGradient:
       case OpKind::kWriteInput:
@@ -114,6 +118,16 @@ void RealLanes::Report(const Task& task, absl::Status status, double start) {
   completion_there_.notify_one();
 }
 
+void RealLanes::ReportInOrder(const Task& task, absl::Status status, double start) {
+  {
+    std::lock_guard lock(mutex_);
+    double& idle_since = idle_since_[static_cast<size_t>(task.op->lane)];
+    start = std::max(start, idle_since);
+    idle_since = Now();
+  }
+  Report(task, std::move(status), start);
+}
+
 void RealLanes::Start(tiering::OpId id, const Op& op) {
   const Task task{id, &op};
   if (op.lane == Lane::kCompute) ++computes_;
@@ -136,6 +150,13 @@ void RealLanes::Start(tiering::OpId id, const Op& op) {
       absl::Status status = input ? StartInput(task) : StartTransfer(task);
       if (!status.ok()) Report(task, std::move(status), start);
       return;
+    }
+    case Lane::kCopyIn:
+    case Lane::kCopyOut: {
+      const double start = Now();
+      return device_->Start(op, *runner_, [this, task, start](absl::Status status) {
+        ReportInOrder(task, std::move(status), start);
+      });
     }
     case Lane::kCommit: {
       const double start = Now();
@@ -267,8 +288,14 @@ absl::Status RealLanes::Settle(const Done& done) {
       for (const auto& tile : tiles_[At(op.block)]) status.Update(tile->spill.io.status());
       return status;
     case OpKind::kWriteInput:
-      return inputs_->Written(op.position, op.micro_batch);
+      if (device_ == nullptr) return inputs_->Written(op.position, op.micro_batch);
+      device_->Settle(op, *runner_);
+      return status;
     case OpKind::kReadInput: {
+      if (device_ != nullptr) {
+        device_->Settle(op, *runner_);
+        return status;
+      }
       absl::StatusOr<torch::Tensor> input = inputs_->Take(op.position, op.micro_batch);
       if (!input.ok()) return input.status();
       runner_->PutInput(op.position, op.micro_batch, std::move(*input));
@@ -311,18 +338,28 @@ void RealLanes::Work(std::deque<Task>* queue, bool computes) {
       queue->pop_front();
     }
     const double start = Now();
-    Report(task, Run(*task.op), start);
+    absl::Status status = Run(*task.op);
+    if (computes && device_ != nullptr && status.ok()) {
+      // Enqueued, not computed: the next may be enqueued behind it meanwhile.
+      device_->device().AfterCompute(
+          [this, task, start](absl::Status computed) { ReportInOrder(task, std::move(computed), start); });
+      continue;
+    }
+    Report(task, std::move(status), start);
   }
 }
 
 absl::Status RealLanes::Run(const Op& op) {
   switch (op.kind) {
     case OpKind::kForward:
-      return runner_->Forward(op.stage, op.position, op.micro_batch, op.evaluates,
-                              residency_.run(op.run_slot));
+      return runner_->Forward(op.stage, op.position, op.micro_batch, op.evaluates, WeightsOf(op));
     case OpKind::kBackward:
-      return runner_->Backward(op.stage, op.position, op.micro_batch, residency_.run(op.run_slot));
+      return runner_->Backward(op.stage, op.position, op.micro_batch, WeightsOf(op));
+    case OpKind::kRoundGradient:
+      return runner_->RoundGradient(op.block, device_->place(op).accumulator,
+                                    device_->gradient(op.device_slot));
     case OpKind::kTakeGradient: {
+      if (device_ != nullptr) return runner_->TakeGradient(op.stage, device_->place(op));
       GradientPlace place;
       if (op.accumulator_slot >= 0) {
         place.accumulator = residency_.accumulator(op.accumulator_slot);

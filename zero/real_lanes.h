@@ -2,6 +2,7 @@
 //
 //   kCompute  one thread that runs LibTorch, in the order of the program (its intra-op threads help)
 //   kUpdate   workers that check, update and checksum tiles, and finish gradients
+//   kCopyIn, kCopyOut       asynchronous copies of a device apart
 //   kRead, kWrite, kCommit  asynchronous transfers of the store; its I/O threads report completions
 //
 // Everything but the work itself happens on the executor's thread: it starts operations, takes completions,
@@ -23,6 +24,7 @@
 #include "kernels/reduce.h"
 #include "swap/store.h"
 #include "tiering/lanes.h"
+#include "zero/device_lanes.h"
 #include "zero/input_spill.h"
 #include "zero/residency.h"
 #include "zero/stage_runner.h"
@@ -50,11 +52,11 @@ class RealLanes : public tiering::Lanes {
     TileFormat format;
   };
 
-  // `store` is null where nothing lives on a drive, `inputs` where all inputs stay in memory. Everything
-  // passed in outlives the lanes.
+  // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `device` where the
+  // host computes. Everything passed in outlives the lanes.
   RealLanes(const tiering::Plan& plan, const Residency& residency, const std::vector<BlockModule*>& modules,
-            StageRunner* runner, swap::Store* store, InputSpill* inputs, const Options& options,
-            LaneHooks hooks);
+            StageRunner* runner, swap::Store* store, InputSpill* inputs, DeviceLanes* device,
+            const Options& options, LaneHooks hooks);
   // Waits for what is in flight.
   ~RealLanes() override;
 
@@ -124,10 +126,16 @@ class RealLanes : public tiering::Lanes {
   const UpdateDecision& DecisionFor(int64_t step) const { return decisions_[step & 1]; }
   bool UndoesWrite(const tiering::Op& op) const;
   void Report(const Task& task, absl::Status status, double start);
+  // The same for a lane of the device, which takes up an operation when it has finished the one before.
+  void ReportInOrder(const Task& task, absl::Status status, double start);
   absl::Status StartTransfer(const Task& task);
   void StartSpill(const Task& task);
   absl::Status StartInput(const Task& task);
   absl::Status StartCommit(const Task& task);
+  // The run that a stage computes with, where it computes.
+  void* WeightsOf(const tiering::Op& op) const {
+    return device_ != nullptr ? device_->run(op.device_slot) : residency_.run(op.run_slot);
+  }
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunVerify(const tiering::Op& op);
   absl::Status RunUpdate(const tiering::Op& op);
@@ -146,6 +154,7 @@ class RealLanes : public tiering::Lanes {
   StageRunner* const runner_;
   swap::Store* const store_;
   InputSpill* const inputs_;
+  DeviceLanes* const device_;
   const Options options_;
   const LaneHooks hooks_;
   // [step & 1], both: writes of a step may start, and its last updates in backward run, when the next step
@@ -169,6 +178,7 @@ class RealLanes : public tiering::Lanes {
   std::deque<Task> compute_queue_;
   std::deque<Task> update_queue_;
   std::deque<Done> done_;
+  std::array<double, tiering::kLanes> idle_since_{};  // lanes of the device
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

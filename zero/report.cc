@@ -74,11 +74,11 @@ std::string StepLine(const nlohmann::json& step) {
 void Report::Start(const EngineOptions& options, const std::string& version, int world_size) {
   report_ = {{"version", version},
              {"optimizer_states", std::string(StateTypeName(options.optimizer_states))},
-             {"device", "cpu"},
+             {"device", std::string(options.device->name())},
              {"world_size", world_size},
              {"seed", options.seed},
              {"host_memory_budget_bytes", options.host_memory_bytes},
-             {"device_memory_budget_bytes", 0}};
+             {"device_memory_budget_bytes", options.device_memory_bytes}};
 }
 
 void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
@@ -103,6 +103,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["prediction_from"] = "start";
   report_["bound_by"] = prediction.bound_by;
   report_["plan"] = plan.plan.reasons;
+  report_["device_memory_budget_bytes"] = plan.plan.device.budget_bytes;
   seconds_ = 0;
 }
 
@@ -164,6 +165,7 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
   if (engine != nullptr) {
     report_["peak_managed_bytes"] = engine->peak_managed_bytes();
     report_["peak_pinned_bytes"] = engine->peak_pinned_bytes();
+    report_["peak_device_bytes"] = engine->peak_device_bytes();
     for (int i = 0; i < tiering::kStalls; ++i) {
       const auto stall = static_cast<tiering::Stall>(i);
       stalls[std::string(tiering::StallName(stall))] = engine->usage().stall_seconds[static_cast<size_t>(i)];
@@ -173,8 +175,8 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
   report_["stall_seconds"] = std::move(stalls);
   report_["totals"] = {{"nvme_read_bytes", static_cast<int64_t>(io.DeviceReadBytes()) + probe_read_bytes_},
                        {"nvme_write_bytes", static_cast<int64_t>(io.DeviceWriteBytes()) + probe_write_bytes_},
-                       {"h2d_bytes", 0},
-                       {"d2h_bytes", 0},
+                       {"h2d_bytes", engine != nullptr ? engine->copied().h2d_bytes : 0},
+                       {"d2h_bytes", engine != nullptr ? engine->copied().d2h_bytes : 0},
                        {"seconds", seconds_},
                        {"tokens", tokens_},
                        {"io_errors_retried", io.IoErrorsRetried()},

@@ -12,6 +12,9 @@
 //                                  third step of the process showed of times and bandwidths
 //                                  (prediction_from "first steps"), before those with what was measured at
 //                                  the start ("start"); predicted_at_start_step_seconds is the latter
+// h2d_bytes and d2h_bytes are what the run copied: weights, gradients, inputs and batches; single numbers
+// (losses) apart. peak_device_bytes is the device's slots and LibTorch's tensors there, 0 where the host
+// computes.
 // Managed memory is the arena and every tensor (zero/tensor_memory.h). Not counted, because nobody can bound
 // it from here: code, LibTorch's and BLAS's scratch, the kernel's page cache, threads' stacks, and the tables
 // that describe blocks and tiles (some hundred bytes for each).

@@ -31,6 +31,7 @@ class Residency {
 
   void* run(int slot) const { return Place(plan_.run_slots, slot); }
   void* gradient(int slot) const { return Place(plan_.gradient_slots, slot); }
+  void* input(int slot) const { return Place(plan_.input_slots, slot); }
   float* accumulator(int slot) const { return static_cast<float*>(Place(plan_.accumulator_slots, slot)); }
 
   // Tile `tile` of `block` with the block's weights in `run_slot` and its state in `tile_slot` (-1: none).

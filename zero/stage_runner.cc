@@ -1,10 +1,5 @@
 #include "zero/stage_runner.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-
-#include <cstring>
-#include <mutex>
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -31,31 +26,36 @@ uint64_t MixSeed(uint64_t seed, uint64_t a, uint64_t b, uint64_t c) {
 }
 
 StageRunner::StageRunner(const Model& model, std::vector<BlockModule*> modules, kernels::DType weights,
-                         uint64_t seed)
+                         uint64_t seed, Device& device)
     : model_(model),
       modules_(std::move(modules)),
       weights_(weights),
       seed_(seed),
+      device_(device),
       inputs_(model.stages.size()),
       addends_(model.blocks.size(), 0) {}
 
-void StageRunner::Begin(int64_t step, std::vector<Batch> batches, double loss_scale) {
+absl::Status StageRunner::Begin(int64_t step, std::vector<Batch> batches, double loss_scale) {
   step_ = step;
   loss_scale_ = loss_scale;
   batches_ = std::move(batches);
+  absl::Status status = Guarded("batches", [&] {
+    for (Batch& batch : batches_) {
+      batch = {device_.ToDevice(batch.inputs), device_.ToDevice(batch.targets)};
+    }
+  });
   for (auto& inputs : inputs_) inputs.assign(batches_.size(), torch::Tensor());
   flowing_.assign(batches_.size(), torch::Tensor());
   outputs_.assign(batches_.size(), torch::Tensor());
-  losses_.assign(batches_.size(), 0);
+  losses_.assign(batches_.size(), torch::Tensor());
   for (size_t m = 0; m < batches_.size(); ++m) inputs_[0][m] = batches_[m].inputs;
+  return status;
 }
 
 void StageRunner::SeedFor(int stage, int micro_batch) const {
   const uint64_t seed = MixSeed(seed_, static_cast<uint64_t>(step_), static_cast<uint64_t>(micro_batch),
                                 static_cast<uint64_t>(stage));
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  std::lock_guard lock(generator.mutex());
-  generator.set_current_seed(seed);
+  device_.Seed(seed);
 }
 
 absl::Status StageRunner::Forward(int stage, int position, int micro_batch, bool evaluates, void* run) {
@@ -63,17 +63,18 @@ absl::Status StageRunner::Forward(int stage, int position, int micro_batch, bool
   BlockModule& block = *modules_[At(spec.block)];
   return Guarded(absl::StrCat("forward of ", spec.name), [&] {
     torch::NoGradGuard no_grad;
-    block.Attach(run, weights_);
+    block.Attach(run, weights_, device_);
     block.module().train(!evaluates);
     SeedFor(stage, micro_batch);
     torch::Tensor& input = inputs_[At(position)][At(micro_batch)];
     torch::Tensor output = spec.forward(block.module(), input, batches_[At(micro_batch)]).detach();
+    if (device_.apart()) output = output.contiguous();  // it may have to be copied as it is
     block.Detach();
     if (evaluates) input = torch::Tensor();
     if (position + 1 < static_cast<int>(model_.stages.size())) {
       inputs_[At(position + 1)][At(micro_batch)] = std::move(output);
     } else {
-      if (output.dim() == 0) losses_[At(micro_batch)] = output.item<double>();
+      if (output.dim() == 0) losses_[At(micro_batch)] = output;
       outputs_[At(micro_batch)] = std::move(output);
     }
   });
@@ -84,7 +85,7 @@ absl::Status StageRunner::Backward(int stage, int position, int micro_batch, voi
   BlockModule& block = *modules_[At(spec.block)];
   return Guarded(absl::StrCat("backward of ", spec.name), [&] {
     const bool last = position + 1 == static_cast<int>(model_.stages.size());
-    block.Attach(run, weights_);
+    block.Attach(run, weights_, device_);
     block.module().train();
     SeedFor(stage, micro_batch);
     {
@@ -98,7 +99,7 @@ absl::Status StageRunner::Backward(int stage, int position, int micro_batch, voi
       flowing_[At(micro_batch)] = torch::Tensor();
       if (last) {
         TORCH_CHECK(output.dim() == 0, "the last stage must return a scalar loss, not ", output.sizes());
-        losses_[At(micro_batch)] = output.item<double>();
+        losses_[At(micro_batch)] = output.detach();  // fetched when the pass is over: nobody waits for it
         // The step's loss is the mean over its micro-batches.
         from_above = torch::full_like(output, loss_scale_ / static_cast<double>(batches_.size()));
       }
@@ -116,6 +117,14 @@ absl::Status StageRunner::TakeGradient(int stage, const GradientPlace& place) {
   });
 }
 
+absl::Status StageRunner::RoundGradient(int block, const float* sums, void* gradient) {
+  return Guarded(absl::StrCat("gradient of ", model_.blocks[At(block)].name), [&] {
+    const auto n = static_cast<size_t>(modules_[At(block)]->layout().elements);
+    device_.Convert(kernels::DType::kFp32, sums, weights_, gradient, n);
+    Taken(block);
+  });
+}
+
 torch::Tensor StageRunner::TakeInput(int position, int micro_batch) {
   return std::exchange(inputs_[At(position)][At(micro_batch)], torch::Tensor());
 }
@@ -129,8 +138,9 @@ void StageRunner::AddGradient(int block, const GradientPlace& place) {
   BlockModule& module = *modules_[At(block)];
   const RunLayout& layout = module.layout();
   const bool first = addends_[At(block)]++ == 0;
-  const DType addends = weights_ == DType::kBf16 ? DType::kBf16 : DType::kFp32;  // of what backward leaves
-  const DType waits = place.accumulator != nullptr ? DType::kFp32 : weights_;    // of what it goes to
+  const torch::Dtype computes = device_.compute_dtype(weights_);
+  const DType addends = computes == torch::kFloat32 ? DType::kFp32 : weights_;  // of what backward leaves
+  const DType waits = place.accumulator != nullptr ? DType::kFp32 : weights_;   // of what it goes to
   TORCH_CHECK(first || waits == DType::kFp32,
               "a second addend for a gradient that has no place to be summed");
   const size_t width = kernels::BytesPerElement(waits);
@@ -138,33 +148,42 @@ void StageRunner::AddGradient(int block, const GradientPlace& place) {
                                           : static_cast<char*>(place.gradient);
   int64_t filled = 0;
   auto zero_to = [&](int64_t element) {
-    std::memset(to + static_cast<size_t>(filled) * width, 0, static_cast<size_t>(element - filled) * width);
+    if (element > filled) {
+      device_.Zero(to + static_cast<size_t>(filled) * width, static_cast<size_t>(element - filled) * width);
+    }
   };
   for (size_t i = 0; i < layout.parameters.size(); ++i) {
     const Parameter& parameter = layout.parameters[i];
     const torch::Tensor gradient = module.Gradient(i);
     if (!gradient.defined()) continue;  // zero_to covers it on the first addend
-    TORCH_CHECK(gradient.scalar_type() == ComputeDtype(weights_) && gradient.numel() == parameter.elements,
-                "gradient of ", parameter.name, " has type ", gradient.scalar_type(), " and ",
-                gradient.numel(), " elements");
+    TORCH_CHECK(gradient.scalar_type() == computes && gradient.numel() == parameter.elements, "gradient of ",
+                parameter.name, " has type ", gradient.scalar_type(), " and ", gradient.numel(), " elements");
     if (first) zero_to(parameter.offset);
     char* place_of_parameter = to + static_cast<size_t>(parameter.offset) * width;
     const auto n = static_cast<size_t>(parameter.elements);
     if (first) {
-      kernels::Convert(addends, gradient.data_ptr(), waits, place_of_parameter, n);
+      device_.Convert(addends, gradient.data_ptr(), waits, place_of_parameter, n);
       filled = parameter.offset + parameter.elements;
-    } else if (addends == DType::kFp32) {
-      kernels::AccumulateFp32(gradient.data_ptr<float>(), reinterpret_cast<float*>(place_of_parameter), n);
     } else {
-      kernels::AccumulateBf16(reinterpret_cast<const uint16_t*>(gradient.data_ptr()),
-                              reinterpret_cast<float*>(place_of_parameter), n);
+      device_.Accumulate(addends, gradient.data_ptr(), reinterpret_cast<float*>(place_of_parameter), n);
     }
   }
   if (first) zero_to(layout.elements);
 }
 
 double StageRunner::MeanLoss() const {
-  return std::accumulate(losses_.begin(), losses_.end(), 0.0) / static_cast<double>(losses_.size());
+  double sum = 0;
+  for (const torch::Tensor& loss : losses_) sum += loss.defined() ? loss.item<double>() : 0;
+  return sum / static_cast<double>(losses_.size());
+}
+
+absl::StatusOr<std::vector<torch::Tensor>> StageRunner::Outputs() const {
+  std::vector<torch::Tensor> outputs;
+  absl::Status status = Guarded("outputs", [&] {
+    for (const torch::Tensor& output : outputs_) outputs.push_back(device_.ToHost(output));
+  });
+  if (!status.ok()) return status;
+  return outputs;
 }
 
 }  // namespace penstock::zero

@@ -19,7 +19,9 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "zero/block.h"
+#include "zero/device.h"
 #include "zero/model.h"
 
 namespace penstock::zero {
@@ -32,29 +34,33 @@ struct GradientPlace {
 
 class StageRunner {
  public:
-  // `modules[b]` serves block b (blocks of one kind share one). `model` and the modules outlive the runner.
-  StageRunner(const Model& model, std::vector<BlockModule*> modules, kernels::DType weights, uint64_t seed);
+  // `modules[b]` serves block b (blocks of one kind share one). `model`, the modules and the device outlive
+  // the runner.
+  StageRunner(const Model& model, std::vector<BlockModule*> modules, kernels::DType weights, uint64_t seed,
+              Device& device = *HostDevice());
 
-  // The micro-batches of the next pass. `step` seeds the generators; backward starts from the loss times
-  // `loss_scale`. Not while a pass computes.
-  void Begin(int64_t step, std::vector<Batch> batches, double loss_scale = 1);
+  // The micro-batches of the next pass, from host memory. `step` seeds the generators; backward starts from
+  // the loss times `loss_scale`. Not while a pass computes.
+  absl::Status Begin(int64_t step, std::vector<Batch> batches, double loss_scale = 1);
 
-  // One stage of one micro-batch with the block's weights at `run`. `position` is the stage's place in the
-  // order of the pass, by default its own number.
+  // One stage of one micro-batch with the block's weights at `run`, in the device's memory as all that
+  // follow. `position` is the stage's place in the order of the pass, by default its own number.
   absl::Status Forward(int stage, int position, int micro_batch, bool evaluates, void* run);
   absl::Status Backward(int stage, int position, int micro_batch, void* run);
   // Moves the gradient of the backward just made, or adds it, to its place; nothing computes in between.
   absl::Status TakeGradient(int stage, const GradientPlace& place);
+  // Rounds a block's sums, on the device, to the type of the weights; the next backward starts new ones.
+  absl::Status RoundGradient(int block, const float* sums, void* gradient);
   // The input kept at a position leaves memory, or is back. Not while that position computes.
   torch::Tensor TakeInput(int position, int micro_batch);
   void PutInput(int position, int micro_batch, torch::Tensor input);
   // Block b's gradient has been taken over: its next backward starts a new sum.
   void Taken(int block) { addends_[static_cast<size_t>(block)] = 0; }
 
-  // Mean loss over the micro-batches of the pass that has finished.
+  // Mean loss over the micro-batches of the pass that has finished; waits for the device.
   double MeanLoss() const;
-  // Outputs of the last stage of a forward-only pass, by micro-batch.
-  const std::vector<torch::Tensor>& outputs() const { return outputs_; }
+  // Outputs of the last stage of a forward-only pass, by micro-batch, in host memory.
+  absl::StatusOr<std::vector<torch::Tensor>> Outputs() const;
 
  private:
   void SeedFor(int stage, int micro_batch) const;
@@ -64,13 +70,14 @@ class StageRunner {
   const std::vector<BlockModule*> modules_;
   const kernels::DType weights_;
   const uint64_t seed_;
+  Device& device_;
   int64_t step_ = 0;
   double loss_scale_ = 1;
   std::vector<Batch> batches_;
   std::vector<std::vector<torch::Tensor>> inputs_;  // [position][micro_batch]
   std::vector<torch::Tensor> flowing_;              // [micro_batch] gradient of the input of the stage above
   std::vector<torch::Tensor> outputs_;
-  std::vector<double> losses_;
+  std::vector<torch::Tensor> losses_;
   std::vector<int> addends_;  // [block] added to its gradient so far
 };
 

@@ -21,6 +21,21 @@ inline ModelGraph Chain(int layers, int64_t elements, double forward = 1e-3) {
   return graph;
 }
 
+// SGD without momentum in fp32: weights and nothing beside them.
+inline const Precision kStateless = {"fp32", {4}, 4};
+
+// A GPT: the first block embeds and, as the last stage, gives the loss.
+inline ModelGraph Tied(int layers, int64_t elements, int64_t embedding) {
+  constexpr int64_t kMiB = int64_t{1} << 20;
+  ModelGraph graph = Chain(layers, elements);
+  graph.blocks.insert(graph.blocks.begin(), {"embedding", embedding, embedding * 4});
+  for (StageShape& stage : graph.stages) ++stage.block;
+  graph.stages.insert(graph.stages.begin(), {"embed", 0, 0, kMiB, kMiB, 1e-4, 1e-4});
+  graph.stages.push_back({"loss", 0, kMiB / 4, kMiB, 2 * kMiB, 1e-3, 3e-3});
+  for (StageShape& stage : graph.stages) stage.input_scratch_bytes = stage.input_bytes;
+  return graph;
+}
+
 // Elements of the blocks whose weights have places of their own, and tiles whose state has.
 inline int64_t ResidentElements(const Plan& plan) {
   int64_t elements = 0;

@@ -56,6 +56,8 @@ EngineOptions OptionsOf(const RunOptions& run) {
   options.clip = run.clip;
   options.seed = run.seed;
   options.host_memory_bytes = run.host_memory_bytes;
+  options.device = run.device;
+  options.device_memory_bytes = run.device_memory_bytes;
   options.update_workers = run.update_workers;
   options.tile_bytes = run.tile_bytes;
   options.update_order = run.update_order;
@@ -94,6 +96,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   trained.status = [&]() -> absl::Status {
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(std::move(model), options);
     if (!engine.ok()) return engine.status();
+    trained.plan = (*engine)->plan().plan;
     trained.input_scratch_bytes = (*engine)->plan().plan.input_scratch_bytes;
     running = engine->get();
     trained.resumed_from = (*engine)->resumed_from().value_or(-1);
@@ -130,6 +133,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
     }
     const absl::Status flushed = (*engine)->Flush();
     trained.peak_managed_bytes = (*engine)->peak_managed_bytes();
+    trained.peak_device_bytes = (*engine)->peak_device_bytes();
     return flushed;
   }();
   const std::string message(trained.status.message()), words = "least that works is ";

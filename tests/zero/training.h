@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -19,6 +20,8 @@ struct RunOptions {
   torch::Dtype dtype = torch::kBFloat16;
   OffloadDevice offload = OffloadDevice::kNone;
   int64_t host_memory_bytes = 0;
+  std::shared_ptr<Device> device = HostDevice();
+  int64_t device_memory_bytes = 0;
   int micro_batches = 1;
   int64_t batch = 4, seq = 32;
   int64_t steps = 5;
@@ -56,7 +59,9 @@ struct TrainedLosses {
     absl::Status status;
   };
   std::vector<Kept> kept;
-  int64_t least_host_memory_bytes = 0;  // of a refusal
+  int64_t least_host_memory_bytes = 0;  // of a refusal; of one for the device's sake, that one's least
+  int64_t peak_device_bytes = 0;
+  tiering::Plan plan;
   int64_t peak_managed_bytes = 0;
   int64_t input_scratch_bytes = 0;
 };

@@ -1,0 +1,213 @@
+// The tier above host memory: plans of a device's memory, the programs that copy to it and from it, and how
+// close to their floor these run in virtual time.
+#include "tiering/device_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <random>
+#include <string>
+
+#include "tests/tiering/meaning_lanes.h"
+#include "tests/tiering/plans.h"
+#include "tiering/plan.h"
+#include "tiering/program.h"
+#include "tiering/simulate.h"
+#include "tiering/tiers.h"
+
+namespace penstock::tiering {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+int64_t LeastOf(const absl::Status& status) {
+  const std::string message(status.message()), words = "least that works is ";
+  const size_t at = message.find(words);
+  return at == std::string::npos ? -1 : std::stoll(message.substr(at + words.size()));
+}
+
+// The least device budget, from the words of the refusal.
+int64_t LeastDeviceMemory(const ModelGraph& graph, PlanOptions options) {
+  options.device.budget_bytes = 1;
+  const absl::StatusOr<Plan> refused = MakePlan(graph, options);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_NE(std::string(refused.status().message()).find("device memory budget"), std::string::npos);
+  return LeastOf(refused.status());
+}
+
+TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
+  Counted counted;
+  for (uint64_t seed = 1; seed <= 120; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    const int layers = 1 + static_cast<int>(random() % 9);
+    const auto size = [&](uint64_t most) {
+      return kElementAlignment * (1 + static_cast<int64_t>(random() % most));
+    };
+    ModelGraph graph = random() % 2 != 0 ? Tied(layers, size(200), size(400)) : Chain(layers, size(200));
+    if (random() % 3 == 0) {
+      for (BlockShape& block : graph.blocks) block.elements = size(300);
+    }
+    if (random() % 4 == 0) graph.stages.push_back(graph.stages[random() % graph.stages.size()]);
+    PlanOptions options;
+    const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),
+                                    Precision::Bf16().WithMoments(1), kStateless};
+    options.precision = precisions[random() % std::size(precisions)];
+    options.micro_batches = 1 + static_cast<int>(random() % 3);
+    options.on_nvme = random() % 6 != 0;
+    options.device.apart = true;
+    if (random() % 2 != 0) options.tile_bytes = 64 << 10;
+    options.clips = random() % 4 != 0;
+    options.update_order = static_cast<UpdateOrder>(random() % 3);
+    const int64_t least_device = LeastDeviceMemory(graph, options);
+    ASSERT_GT(least_device, 0);
+    const auto more = static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 4));
+    options.device.budget_bytes = least_device + (random() % 3 == 0 ? 0 : more);
+    if (options.on_nvme) {
+      options.host_budget_bytes = 1;
+      const int64_t least = LeastOf(MakePlan(graph, options).status());
+      ASSERT_GT(least, 0);
+      options.host_budget_bytes =
+          least + static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 20));
+    }
+    absl::StatusOr<Plan> plan = MakePlan(graph, options);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_LE(plan->device.bytes(), options.device.budget_bytes);
+    EXPECT_EQ(plan->device.ledger().total(), plan->device.bytes());
+    EXPECT_EQ(plan->device.least_bytes, least_device);
+    EXPECT_TRUE(plan->accumulator_slots.empty()) << "sums are the device's";
+    MachineModel machine;
+    for (double* rate : {&machine.read_bytes_per_s, &machine.write_bytes_per_s, &machine.h2d_bytes_per_s,
+                         &machine.d2h_bytes_per_s}) {
+      *rate = 1e8 * static_cast<double>(1 + random() % 100);
+    }
+    machine.update_parameters_per_s = 1e7 * static_cast<double>(1 + random() % 100);
+    machine.update_workers = 1 + static_cast<int>(random() % 3);
+    if (plan->speculates && random() % 2 != 0) {
+      for (BlockPlan& block : plan->blocks) {
+        for (char& early : block.in_backward) early = random() % 2 != 0 ? 1 : 0;
+      }
+    }
+    const Counted run = RunPasses(graph, *plan, machine, &random);
+    counted.early += run.early;
+    counted.redone += run.redone;
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(counted.early, 1'000);
+  EXPECT_GT(counted.redone, 500);
+}
+
+TEST(Device, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
+  for (const ModelGraph& graph : {Chain(6, 1 << 20), Tied(12, 1 << 19, 1 << 22), Tied(1, 2048, 2048)}) {
+    for (const int micro_batches : {1, 3}) {
+      PlanOptions options;
+      options.device.apart = true;
+      options.micro_batches = micro_batches;
+      options.device.budget_bytes = LeastDeviceMemory(graph, options);
+      const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      EXPECT_LE(plan->device.bytes(), options.device.budget_bytes);
+      RunPasses(graph, *plan, MachineModel(), nullptr);
+      --options.device.budget_bytes;
+      EXPECT_EQ(LeastOf(MakePlan(graph, options).status()), options.device.budget_bytes + 1);
+    }
+  }
+}
+
+// 2 bytes in for each of forward and backward, 2 bytes out; with every block's weights on the device only
+// what was updated comes, once a step, and the drive reads 12 bytes instead of 14.
+TEST(Device, BytesCopiedPerParameterFallWithItsMemory) {
+  ModelGraph graph = Chain(32, 1 << 20);
+  for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
+  PlanOptions options;
+  options.device.apart = true;
+  options.update_order = UpdateOrder::kInNextForward;
+  options.bounds.resident_elements = 0;
+  options.bounds.state_fraction = 0;
+  const int64_t elements = graph.elements();
+  options.host_budget_bytes = elements * 2 + 128 * kMiB;
+  options.device.budget_bytes = LeastDeviceMemory(graph, options);
+  Plan plan = *MakePlan(graph, options);
+  const int64_t block = int64_t{2} << 20;
+  EXPECT_EQ(plan.device.run_slots.size(), 1u);
+  EXPECT_EQ(plan.device.h2d_bytes, 4 * elements - block) << "the last one stays between forward and backward";
+  EXPECT_EQ(plan.device.d2h_bytes, 2 * elements);
+  int64_t before = plan.device.h2d_bytes;
+  for (int more = 1; more <= 32; more += 5) {
+    options.device.budget_bytes += 10 * kMiB;
+    plan = *MakePlan(graph, options);
+    EXPECT_LE(plan.device.h2d_bytes, before);
+    before = plan.device.h2d_bytes;
+  }
+  EXPECT_EQ(plan.device.run_slots.size(), 32u);
+  EXPECT_EQ(plan.device.h2d_bytes, 2 * elements);
+  // What host memory still had of the last blocks is not read again.
+  EXPECT_LE(plan.nvme_read_bytes, 12 * elements);
+  EXPECT_GT(plan.nvme_read_bytes, 12 * elements - 4 * block);
+  EXPECT_EQ(plan.nvme_write_bytes, 12 * elements);
+}
+
+TEST(Device, InputsWaitInHostMemoryWhereTheDeviceHasNoRoom) {
+  ModelGraph graph = Chain(16, 1 << 18);
+  for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 8 * kMiB;
+  PlanOptions options;
+  options.device.apart = true;
+  options.micro_batches = 2;
+  options.device.budget_bytes = LeastDeviceMemory(graph, options);
+  EXPECT_LT(options.device.budget_bytes, 16 * 2 * 8 * kMiB / 2) << "a fraction of the inputs alone";
+  const Plan lean = *MakePlan(graph, options);
+  // All but the last kept ones and the batch.
+  const int64_t away = (16 - lean.device.kept_inputs - 1) * 2 * 8 * kMiB;
+  int64_t waiting = 0;
+  for (const Slot& slot : lean.input_slots) waiting += slot.bytes;
+  EXPECT_EQ(waiting, away);
+  EXPECT_EQ(lean.ledger().total(), lean.host_bytes());
+  int64_t host = 0;
+  for (const TierLine& line : TiersOf(graph, lean)) host += line.in_flight_bytes + line.resident_bytes;
+  EXPECT_EQ(host, lean.host_bytes());
+  EXPECT_EQ(lean.input_scratch_bytes, 0) << "nothing of them goes to the drive";
+  EXPECT_EQ(lean.device.d2h_bytes, 2 * graph.elements() + away);
+  RunPasses(graph, lean, MachineModel(), nullptr);
+  options.device.budget_bytes += int64_t{1} << 30;
+  const Plan roomy = *MakePlan(graph, options);
+  EXPECT_TRUE(roomy.input_slots.empty());
+  EXPECT_EQ(roomy.device.d2h_bytes, 2 * graph.elements());
+}
+
+TEST(Device, StepIsWithinFivePercentOfItsFloor) {
+  const ModelGraph base = Chain(24, 3 << 20);
+  const auto elements = static_cast<double>(base.elements());
+  double worst = 1;
+  // Seconds of compute and of copies (in, for both passes) to those of the drive.
+  for (const double compute : {0.1, 0.6, 1.0, 3.0}) {
+    for (const double copy : {0.02, 0.15, 0.3, 0.5}) {
+      ModelGraph graph = base;
+      const double drive_seconds = 26.0 * elements / 3e9;
+      for (StageShape& stage : graph.stages) {
+        stage.forward_seconds = compute * drive_seconds / 24 / 4;
+        stage.backward_seconds = compute * drive_seconds / 24 * 3 / 4;
+      }
+      PlanOptions options;
+      options.device.apart = true;
+      options.machine.h2d_bytes_per_s = options.machine.d2h_bytes_per_s =
+          4.0 * elements / (copy * drive_seconds);
+      const int64_t least = LeastDeviceMemory(graph, options);
+      for (const int blocks : {3, 12}) {  // beyond the least
+        options.device.budget_bytes = least + blocks * (int64_t{6} << 20) + 6 * kMiB;
+        options.host_budget_bytes = base.elements() * 4;
+        const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+        ASSERT_TRUE(plan.ok()) << plan.status();
+        const absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, options.machine, /*steps=*/6);
+        ASSERT_TRUE(prediction.ok()) << prediction.status();
+        EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.05)
+            << "compute to drive " << compute << ", copies to drive " << copy << ", " << blocks
+            << " blocks beyond the least, bound by " << prediction->bound_by;
+        worst = std::max(worst, prediction->step_seconds / prediction->floor_seconds);
+      }
+    }
+  }
+  RecordProperty("worst", std::to_string(worst));
+}
+
+}  // namespace
+}  // namespace penstock::tiering

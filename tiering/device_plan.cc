@@ -1,0 +1,204 @@
+#include "tiering/device_plan.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tiering/working_set.h"
+
+namespace penstock::tiering {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kGranule = 2 * kMiB;  // in which a device hands out memory
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+// How many blocks' weights and gradients are on the device at once, at the least. With one of each everything
+// works and the lanes take turns.
+struct Level {
+  int runs;
+  int gradients;
+};
+constexpr std::array<Level, 4> kLevels = {{{3, 2}, {2, 2}, {2, 1}, {1, 1}}};
+
+class DevicePlanner {
+ public:
+  DevicePlanner(const ModelGraph& graph, const Precision& precision, int micro_batches, bool trains,
+                const DeviceOptions& options)
+      : graph_(graph),
+        precision_(precision),
+        micro_batches_(micro_batches),
+        trains_(trains),
+        options_(options),
+        positions_(static_cast<int>(graph.stages.size())),
+        uses_(graph.blocks.size(), 0) {
+    for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
+  }
+
+  absl::StatusOr<DevicePlan> Make() const {
+    const int64_t budget = options_.budget_bytes;
+    DevicePlan leanest;
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const Level& level : kLevels) {
+      DevicePlan plan = Build(level, LeastKept());
+      if (plan.bytes() >= least) continue;
+      least = plan.bytes();
+      leanest = std::move(plan);
+    }
+    if (budget > 0 && budget < least) {
+      std::string parts;
+      const Ledger ledger = leanest.ledger();
+      for (const Ledger::Line& line : ledger.lines()) {
+        absl::StrAppend(&parts, parts.empty() ? "" : ", ", line.what, " ", line.bytes);
+      }
+      return absl::FailedPreconditionError(
+          absl::StrCat("a device memory budget of ", budget, " bytes is too small: the least that works is ",
+                       least, " bytes (", (least + kMiB - 1) / kMiB, "M; ", parts,
+                       "); a smaller micro-batch or sequence takes less"));
+    }
+    const int64_t room = budget > 0 ? budget : std::numeric_limits<int64_t>::max();
+    for (const Level& level : kLevels) {
+      if (Build(level, LeastKept()).bytes() > room) continue;
+      int kept = positions_;
+      while (kept > LeastKept() && Build(level, kept).bytes() > room) --kept;
+      DevicePlan plan = Build(level, kept);
+      AddSlots(room, &plan);
+      plan.least_bytes = least;
+      return plan;
+    }
+    return absl::InternalError("no plan of the device's memory is as small as the least");
+  }
+
+ private:
+  int LeastKept() const { return trains_ ? std::min(kInputRing, positions_) : positions_; }
+
+  DevicePlan Build(const Level& level, int kept_inputs) const {
+    DevicePlan plan;
+    plan.apart = true;
+    plan.budget_bytes = options_.budget_bytes;
+    plan.kept_inputs = kept_inputs;
+    plan.tensor_bytes =
+        ComputeTensorBytes(graph_, micro_batches_, trains_, kept_inputs, &plan.evaluate_micro_batches);
+    std::vector<int64_t> sizes;
+    for (const BlockShape& block : graph_.blocks) sizes.push_back(block.elements);
+    const std::vector<int64_t> classes = ClassSizes(sizes, level.runs);
+    std::vector<int> in_ring(classes.size(), 0);
+    int64_t largest_sum = 0;
+    for (size_t b = 0; b < sizes.size(); ++b) {
+      DevicePlan::Block& block = plan.blocks.emplace_back();
+      while (classes[At(block.run_class)] < sizes[b]) ++block.run_class;
+      if (!trains_) continue;
+      block.sums_apart = precision_.gradient_bytes < 4 && (micro_batches_ > 1 || uses_[b] > 1);
+      if (uses_[b] > 1 && !block.sums_apart) {
+        block.gradient_slot = 0;  // numbered by LayOut
+      } else {
+        ++in_ring[At(block.run_class)];
+      }
+      if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
+    }
+    for (size_t c = 0; c < classes.size(); ++c) {
+      const auto members = std::count_if(plan.blocks.begin(), plan.blocks.end(),
+                                         [&](const auto& block) { return At(block.run_class) == c; });
+      plan.run_classes.push_back({classes[c] * precision_.weight_bytes(), 0,
+                                  static_cast<int>(std::min<int64_t>(level.runs, members))});
+      plan.gradient_rings.push_back(
+          {classes[c] * precision_.gradient_bytes, 0, std::min(level.gradients, in_ring[c])});
+    }
+    if (largest_sum > 0) {
+      plan.accumulator_ring = std::min(level.gradients, static_cast<int>(sizes.size()));
+      plan.accumulator_slots.assign(At(plan.accumulator_ring), {0, largest_sum * 4});
+    }
+    for (size_t b = 0; b < sizes.size(); ++b) {
+      if (!plan.blocks[b].sums_apart || uses_[b] == 1) continue;
+      plan.blocks[b].accumulator_slot = static_cast<int>(plan.accumulator_slots.size());
+      plan.accumulator_slots.push_back({0, sizes[b] * 4});
+    }
+    LayOut(&plan);
+    return plan;
+  }
+
+  void LayOut(DevicePlan* plan) const {
+    plan->run_slots.clear();
+    plan->gradient_slots.clear();
+    auto add_rings = [](std::vector<RunClass>& rings, std::vector<Slot>* slots) {
+      for (RunClass& ring : rings) {
+        ring.first_slot = static_cast<int>(slots->size());
+        slots->insert(slots->end(), At(ring.slots), {0, ring.bytes});
+      }
+    };
+    add_rings(plan->run_classes, &plan->run_slots);
+    add_rings(plan->gradient_rings, &plan->gradient_slots);
+    for (size_t b = 0; b < plan->blocks.size(); ++b) {
+      if (plan->blocks[b].gradient_slot < 0) continue;
+      plan->blocks[b].gradient_slot = static_cast<int>(plan->gradient_slots.size());
+      plan->gradient_slots.push_back({0, graph_.blocks[b].elements * precision_.gradient_bytes});
+    }
+    int64_t offset = 0;
+    for (std::vector<Slot>* slots : {&plan->run_slots, &plan->gradient_slots, &plan->accumulator_slots}) {
+      for (Slot& slot : *slots) {
+        slot.offset = offset;
+        offset += AlignUp(slot.bytes, kPage);
+      }
+    }
+    plan->arena_bytes = AlignUp(offset, kGranule);
+  }
+
+  // Every class one more in turn, until nothing fits or every block has one.
+  void AddSlots(int64_t room, DevicePlan* plan) const {
+    for (bool added = true; added;) {
+      added = false;
+      for (size_t c = 0; c < plan->run_classes.size(); ++c) {
+        const auto members = std::count_if(plan->blocks.begin(), plan->blocks.end(),
+                                           [&](const auto& block) { return At(block.run_class) == c; });
+        RunClass& cls = plan->run_classes[c];
+        if (cls.slots >= members) continue;
+        ++cls.slots;
+        LayOut(plan);
+        if (plan->bytes() <= room) {
+          added = true;
+        } else {
+          --cls.slots;
+          LayOut(plan);
+        }
+      }
+    }
+  }
+
+  const ModelGraph& graph_;
+  const Precision& precision_;
+  const int micro_batches_;
+  const bool trains_;
+  const DeviceOptions& options_;
+  const int positions_;
+  std::vector<int> uses_;
+};
+
+}  // namespace
+
+Ledger DevicePlan::ledger() const {
+  Ledger ledger;
+  int64_t slots = 0;
+  auto add = [&](const char* what, const std::vector<Slot>& of) {
+    int64_t bytes = 0;
+    for (const Slot& slot : of) bytes += AlignUp(slot.bytes, kPage);
+    ledger.Add(what, bytes, static_cast<int64_t>(of.size()));
+    slots += bytes;
+  };
+  add("weights on the device", run_slots);
+  add("gradients on the device", gradient_slots);
+  add("fp32 gradient sums on the device", accumulator_slots);
+  ledger.Add("rounding", arena_bytes - slots);
+  ledger.Add("tensors of LibTorch on the device", tensor_bytes);
+  return ledger;
+}
+
+absl::StatusOr<DevicePlan> PlanDevice(const ModelGraph& graph, const Precision& precision, int micro_batches,
+                                      bool trains, const DeviceOptions& options) {
+  if (!options.apart) return DevicePlan();
+  return DevicePlanner(graph, precision, micro_batches, trains, options).Make();
+}
+
+}  // namespace penstock::tiering

@@ -1,0 +1,70 @@
+// The tier above host memory: what lives in the memory of a device that computes apart from the host.
+//
+// Weights come from a block's run in host memory (a copy in), gradients leave for their place there (a copy
+// out), inputs that stages keep for backward stay on the device as long as there is room and wait in host
+// memory otherwise. Optimizer state never comes here: the processor updates what lies in host memory. A
+// device that is the host itself (`cpu`) has no such tier, and its programs have none of these copies.
+//
+// Slots of runs are what is left of the budget after everything else: with n of them a class keeps its last
+// n - 1 blocks from forward to backward, so memory that is spent on slots is residency as well. When a class
+// has as many as it has blocks, their weights come once a step, after their update.
+#ifndef PENSTOCK_TIERING_DEVICE_PLAN_H_
+#define PENSTOCK_TIERING_DEVICE_PLAN_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "tiering/ledger.h"
+#include "tiering/model_graph.h"
+#include "tiering/slot.h"
+
+namespace penstock::tiering {
+
+struct DeviceOptions {
+  bool apart = false;        // has memory of its own
+  int64_t budget_bytes = 0;  // 0: as much as is of use
+};
+
+struct DevicePlan {
+  struct Block {
+    int run_class = 0;
+    bool sums_apart = false;  // its gradient has several addends, which are summed in fp32 and rounded once
+    // Of a block that several stages use: where its gradient is from the first use to the last, as fp32 sums
+    // or, where gradients are fp32 anyway, as it is. -1: the rings.
+    int accumulator_slot = -1;
+    int gradient_slot = -1;
+  };
+
+  bool apart = false;  // everything below is empty where it is not
+  std::vector<Block> blocks;
+  std::vector<RunClass> run_classes;
+  std::vector<Slot> run_slots;
+  std::vector<RunClass> gradient_rings;  // parallel to run_classes
+  std::vector<Slot> gradient_slots;      // the rings by class, then those of single blocks
+  int accumulator_ring = 0;
+  std::vector<Slot> accumulator_slots;  // the ring, then those of single blocks
+  int kept_inputs = 0;                  // positions whose inputs stay on the device (Plan::SpillsInput)
+  int evaluate_micro_batches = 1;       // of a forward-only pass, in the memory of the kept inputs
+
+  int64_t arena_bytes = 0;   // slots
+  int64_t tensor_bytes = 0;  // bound for LibTorch's tensors on the device
+  int64_t budget_bytes = 0;  // 0: no bound
+  int64_t least_bytes = 0;   // the smallest budget that works
+
+  // Steady state, per step.
+  int64_t h2d_bytes = 0;
+  int64_t d2h_bytes = 0;
+
+  int64_t bytes() const { return arena_bytes + tensor_bytes; }
+  Ledger ledger() const;  // adds up to bytes()
+};
+
+// The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.
+absl::StatusOr<DevicePlan> PlanDevice(const ModelGraph& graph, const Precision& precision, int micro_batches,
+                                      bool trains, const DeviceOptions& options);
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_DEVICE_PLAN_H_

@@ -1,0 +1,154 @@
+// What a program has more where a device computes in memory of its own (tiering/device_plan.h): copies of
+// weights to it and of gradients from it, each an operation that waits for what it reads and for whoever
+// still uses the place that it fills.
+#include <algorithm>
+#include <utility>
+
+#include "tiering/program.h"
+
+namespace penstock::tiering {
+namespace {
+
+// Weights come to the device at most so many uses ahead: with many slots there would be room for more, but
+// reads of weights go before those of state, and what is read long before its use keeps updates waiting.
+constexpr size_t kUsesAhead = 2;
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+void Move(std::vector<OpId>* from, std::vector<OpId>* to) {
+  to->insert(to->end(), from->begin(), from->end());
+  from->clear();
+}
+
+}  // namespace
+
+ProgramBuilder::Weights ProgramBuilder::FetchForCompute(int block, size_t position, bool updates) {
+  Weights weights;
+  if (!plan_.device.apart) {
+    weights.run_slot = Fetch(block, position);
+    RunSlot& run = runs_[At(weights.run_slot)];
+    weights.ready = &run.ready;
+    weights.last_compute = &run.last_compute;
+    return weights;
+  }
+  if (updates || IsDue(block) || !IsOnDevice(block, &weights.device_slot)) {
+    weights.run_slot = Fetch(block, position);
+    weights.device_slot = CopyToDevice(block, position, weights.run_slot);
+  }
+  DeviceRun& run = device_runs_[At(weights.device_slot)];
+  weights.ready = &run.ready;
+  weights.last_compute = &run.last_compute;
+  return weights;
+}
+
+void ProgramBuilder::Used(const Weights& weights, OpId last) {
+  *weights.last_compute = last;
+  used_.push_back(last);
+  if (used_.size() > kUsesAhead) used_.pop_front();
+}
+
+bool ProgramBuilder::IsOnDevice(int block, int* device_slot) const {
+  const RunClass& cls = plan_.device.run_classes[At(plan_.device.blocks[At(block)].run_class)];
+  for (int slot = cls.first_slot; slot < cls.first_slot + cls.slots; ++slot) {
+    if (device_runs_[At(slot)].block != block) continue;
+    *device_slot = slot;
+    return device_runs_[At(slot)].version == version_[At(block)];
+  }
+  return false;
+}
+
+int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
+  const RunClass& cls = plan_.device.run_classes[At(plan_.device.blocks[At(block)].run_class)];
+  int slot = -1;
+  // Its own former place, an empty one, or that of the block which is needed furthest in the future.
+  if (!IsOnDevice(block, &slot) && slot < 0) {
+    size_t furthest = 0;
+    for (int s = cls.first_slot; s < cls.first_slot + cls.slots; ++s) {
+      const int held = device_runs_[At(s)].block;
+      const size_t use = held < 0 ? 0 : NextUse(held, position);
+      if (held >= 0 && slot >= 0 && use <= furthest) continue;
+      slot = s;
+      furthest = use;
+      if (held < 0) break;
+    }
+  }
+  DeviceRun& run = device_runs_[At(slot)];
+  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
+  if (run.block != block) {
+    run.block = block;
+    run.ready.assign(tiles.size(), -1);
+    run.version.assign(tiles.size(), -1);
+  }
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    if (run.version[t] == version_[At(block)][t]) continue;
+    RunSlot& host = runs_[At(run_slot)];
+    const OpId id = next_id_;
+    Op& copy = Emit(OpKind::kCopyIn, Lane::kCopyIn, computing_step_);
+    copy.block = block;
+    copy.tile = static_cast<int>(t);
+    copy.run_slot = run_slot;
+    copy.device_slot = slot;
+    copy.bytes = tiles[t].elements * plan_.precision.weight_bytes();
+    if (host.ready[t] >= 0) copy.after.push_back(host.ready[t]);
+    // Every content was computed with, and the compute lane keeps its order.
+    if (run.last_compute >= 0) copy.after.push_back(run.last_compute);
+    if (used_.size() == kUsesAhead) copy.after.push_back(used_.front());
+    host.copies[t] = id;
+    run.ready[t] = id;
+    run.version[t] = version_[At(block)][t];
+  }
+  return slot;
+}
+
+void ProgramBuilder::TakeDevicePlaces(int block, std::vector<OpId>* wait) {
+  const DevicePlan& device = plan_.device;
+  const DevicePlan::Block& places = device.blocks[At(block)];
+  if (device_gradient_[At(block)] >= 0 || device_accumulator_[At(block)] >= 0)
+    return;  // taken by an earlier use
+  if (places.sums_apart) {
+    int slot = places.accumulator_slot;
+    if (slot < 0) slot = static_cast<int>(next_device_accumulator_++ % At(device.accumulator_ring));
+    device_accumulator_[At(block)] = slot;
+    Move(&device_accumulators_[At(slot)].users, wait);
+    return;
+  }
+  int slot = places.gradient_slot;
+  if (slot < 0) {
+    const RunClass& ring = device.gradient_rings[At(places.run_class)];
+    slot = ring.first_slot + static_cast<int>(next_device_gradient_[At(places.run_class)]++ % At(ring.slots));
+  }
+  device_gradient_[At(block)] = slot;
+  Move(&device_gradients_[At(slot)].users, wait);
+}
+
+OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, OpId last, const std::vector<OpId>& wait,
+                                 int64_t step) {
+  const DevicePlan::Block& places = plan_.device.blocks[At(block)];
+  if (places.sums_apart) {
+    const RunClass& ring = plan_.device.gradient_rings[At(places.run_class)];
+    const int slot =
+        ring.first_slot + static_cast<int>(next_device_gradient_[At(places.run_class)]++ % At(ring.slots));
+    device_gradient_[At(block)] = slot;
+    const OpId id = next_id_;
+    Op& round = Emit(OpKind::kRoundGradient, Lane::kCompute, step);
+    round.block = block;
+    round.device_slot = slot;
+    round.accumulator_slot = device_accumulator_[At(block)];
+    round.after = {last};
+    Move(&device_gradients_[At(slot)].users, &round.after);
+    device_accumulators_[At(round.accumulator_slot)].users = {id};
+    last = id;
+  }
+  const OpId id = next_id_;
+  Op& copy = Emit(OpKind::kCopyOut, Lane::kCopyOut, step);
+  copy.block = block;
+  copy.device_slot = device_gradient_[At(block)];
+  copy.gradient_slot = gradient_slot;
+  copy.bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+  copy.after = wait;
+  copy.after.push_back(last);
+  device_gradients_[At(copy.device_slot)].users = {id};
+  return id;
+}
+
+}  // namespace penstock::tiering

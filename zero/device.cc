@@ -1,0 +1,75 @@
+#include "zero/device.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/version.h>
+
+#include <cstring>
+#include <mutex>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace penstock::zero {
+
+using kernels::DType;
+
+torch::Dtype CpuDevice::compute_dtype(DType weights) const {
+  return weights == DType::kBf16 ? torch::kBFloat16 : torch::kFloat32;
+}
+
+absl::StatusOr<std::byte*> CpuDevice::AllocateArena(int64_t) {
+  return absl::FailedPreconditionError("the processor has no memory apart from the host's");
+}
+
+absl::Status CpuDevice::LimitTensors(int64_t bytes) {
+  TensorMemory::SetLimit(bytes);
+  return absl::OkStatus();
+}
+
+void CpuDevice::CopyIn(void* to, const void* from, int64_t bytes, bool, Done done) {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+  done(absl::OkStatus());
+}
+
+void CpuDevice::CopyOut(void* to, const void* from, int64_t bytes, Done done) {
+  CopyIn(to, from, bytes, /*after_compute=*/false, std::move(done));
+}
+
+void CpuDevice::Convert(DType from, const void* in, DType to, void* out, size_t n) {
+  kernels::Convert(from, in, to, out, n);
+}
+
+void CpuDevice::Accumulate(DType type, const void* in, float* sums, size_t n) {
+  switch (type) {
+    case DType::kFp32:
+      return kernels::AccumulateFp32(static_cast<const float*>(in), sums, n);
+    case DType::kBf16:
+      return kernels::AccumulateBf16(static_cast<const uint16_t*>(in), sums, n);
+    case DType::kFp16:
+      return kernels::AccumulateFp16(static_cast<const uint16_t*>(in), sums, n);
+  }
+}
+
+void CpuDevice::Zero(void* memory, size_t bytes) { std::memset(memory, 0, bytes); }
+
+void CpuDevice::Seed(uint64_t seed) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard lock(generator.mutex());
+  generator.set_current_seed(seed);
+}
+
+const std::shared_ptr<Device>& HostDevice() {
+  static const auto& device = *new std::shared_ptr<Device>(std::make_shared<CpuDevice>());
+  return device;
+}
+
+#ifndef PENSTOCK_TORCH_CUDA
+absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice() {
+  return absl::FailedPreconditionError(
+      absl::StrCat("this Penstock was built with LibTorch ", TORCH_VERSION,
+                   ", which has no CUDA; build it with one that has (zero/README.md, \"With a GPU\"), or use "
+                   "--device cpu"));
+}
+#endif
+
+}  // namespace penstock::zero

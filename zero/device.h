@@ -1,0 +1,135 @@
+// What computes: the processor, or a device with memory of its own.
+//
+// The engine writes against this interface and never asks which device it has, only whether it is apart from
+// the host. A device apart gets its weights by CopyIn from the host's arena and gives gradients back by
+// CopyOut; `cpu` computes where the weights lie and copies nothing. Three implementations:
+//   CpuDevice   (device.cc)       the processor, in host memory
+//   CUDA        (device_cuda.cc)  where LibTorch was built with CUDA: OpenCudaDevice below
+//   TestDevice  (test_device.h)   on the processor, with memory, copy engine and latency of its own: the
+//   logic of
+//                                 three tiers where there is no GPU
+//
+// Order: copies in one direction run one after the other, beside those in the other direction and beside
+// compute. Nothing waits for anything else by itself: whoever starts a copy has waited until its source is
+// complete and its target free (the program's edges do that). Compute is what LibTorch's functions and the
+// functions under "in the order of compute" enqueue, from any thread.
+//
+// Threads: copies and AfterCompute from any thread; `done` runs on a thread of the device's, or, where the
+// device is the host, at once. The rest as LibTorch: one thread at a time. Errors of compute surface in
+// AfterCompute.
+#ifndef PENSTOCK_ZERO_DEVICE_H_
+#define PENSTOCK_ZERO_DEVICE_H_
+
+#include <torch/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/float16.h"
+#include "zero/tensor_memory.h"
+
+namespace penstock::zero {
+
+class Device {
+ public:
+  using Done = std::function<void(absl::Status)>;
+
+  // Bytes copied so far, weights, gradients, inputs and batches together.
+  struct Traffic {
+    int64_t h2d_bytes = 0;
+    int64_t d2h_bytes = 0;
+  };
+
+  Device() = default;
+  virtual ~Device() = default;
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  virtual std::string_view name() const = 0;                             // "cpu", "cuda", "test"
+  virtual std::string Describe() const = 0;                              // for people: model and memory
+  virtual bool apart() const = 0;                                        // has memory of its own
+  virtual torch::Device torch_device() const = 0;                        // where LibTorch's tensors are
+  virtual torch::Dtype compute_dtype(kernels::DType weights) const = 0;  // of forward and backward
+
+  // Memory. Of a device apart: what it has in all, a budget's upper bound.
+  virtual int64_t capacity_bytes() const = 0;
+  // The plan's slots, in one piece, until the device is closed or asks again. kResourceExhausted.
+  virtual absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) = 0;
+  // Of LibTorch's tensors on the device. Where tensors_are_host() they come from the host's counting
+  // allocator, whose limit and peak are then the device's.
+  virtual bool tensors_are_host() const = 0;
+  virtual absl::Status LimitTensors(int64_t bytes) = 0;  // 0: no limit
+  virtual TensorMemoryStats tensors() const = 0;
+  virtual void ResetLivePeak() = 0;  // and
+  virtual void ResetPeak() = 0;      // of tensors()
+  virtual void TrimTensors() = 0;
+  // Host memory that is copied from and to: pinned for the device while it lives.
+  virtual absl::Status RegisterHost(void* memory, int64_t bytes) = 0;
+  virtual void UnregisterHost(void* memory) = 0;
+
+  // `after_compute`: the copy waits for what has been enqueued to compute, because its target was LibTorch's.
+  virtual void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) = 0;
+  virtual void CopyOut(void* to, const void* from, int64_t bytes, Done done) = 0;
+  // When everything enqueued so far has been computed.
+  virtual void AfterCompute(Done done) = 0;
+  virtual Traffic traffic() const = 0;
+
+  // A tensor there, and back in host memory; waits.
+  virtual torch::Tensor ToDevice(const torch::Tensor& host) = 0;
+  virtual torch::Tensor ToHost(const torch::Tensor& tensor) = 0;
+
+  // In the order of compute; errors are thrown as LibTorch throws them. As kernels/float16.h.
+  virtual void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) = 0;
+  virtual void Accumulate(kernels::DType type, const void* in, float* sums, size_t n) = 0;
+  virtual void Zero(void* memory, size_t bytes) = 0;
+  virtual void Seed(uint64_t seed) = 0;  // LibTorch's generator
+};
+
+// The processor. Also the base of what computes there: its tensors are the host's.
+class CpuDevice : public Device {
+ public:
+  std::string_view name() const override { return "cpu"; }
+  std::string Describe() const override { return "the processor"; }
+  bool apart() const override { return false; }
+  torch::Device torch_device() const override { return torch::kCPU; }
+  // LibTorch 1.13 has no fp16 products on the CPU: fp16 weights compute in fp32, and their gradients are
+  // rounded to fp16 once they are summed.
+  torch::Dtype compute_dtype(kernels::DType weights) const override;
+  int64_t capacity_bytes() const override { return 0; }
+  absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override;
+  bool tensors_are_host() const override { return true; }
+  absl::Status LimitTensors(int64_t bytes) override;
+  TensorMemoryStats tensors() const override { return TensorMemory::Stats(); }
+  void ResetLivePeak() override { TensorMemory::ResetLivePeak(); }
+  void ResetPeak() override { TensorMemory::ResetPeak(); }
+  void TrimTensors() override { TensorMemory::Trim(); }
+  absl::Status RegisterHost(void*, int64_t) override { return absl::OkStatus(); }
+  void UnregisterHost(void*) override {}
+  void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) override;
+  void CopyOut(void* to, const void* from, int64_t bytes, Done done) override;
+  void AfterCompute(Done done) override { done(absl::OkStatus()); }
+  Traffic traffic() const override { return {}; }
+  torch::Tensor ToDevice(const torch::Tensor& host) override { return host; }
+  torch::Tensor ToHost(const torch::Tensor& tensor) override { return tensor; }
+  void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) override;
+  void Accumulate(kernels::DType type, const void* in, float* sums, size_t n) override;
+  void Zero(void* memory, size_t bytes) override;
+  void Seed(uint64_t seed) override;
+};
+
+// The processor, which everybody shares.
+const std::shared_ptr<Device>& HostDevice();
+
+// The first CUDA device that this process sees. kFailedPrecondition says what is missing, a LibTorch with
+// CUDA or a device, and the way out.
+absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice();
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_DEVICE_H_

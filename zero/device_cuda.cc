@@ -1,0 +1,292 @@
+// The CUDA device: compiled where LibTorch has CUDA, and only there.
+//
+// Three streams: copies in, copies out, and compute, which is LibTorch's default stream, so that every
+// thread's tensors and kernels are in one order. The copy streams are non-blocking: nothing on them waits for
+// the default stream unless it is told to. What is over is told by events: for each stream a thread waits for
+// the next one and calls whoever started it, so that neither the executor nor the compute thread ever waits
+// for the device. Host memory is the arena, registered as portable: NVMe to the arena to the device is two
+// transfers by DMA.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "zero/block.h"
+#include "zero/device.h"
+
+namespace penstock::zero {
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+using kernels::DType;
+
+constexpr c10::DeviceIndex kDevice = 0;  // CUDA_VISIBLE_DEVICES chooses
+// Code that is loaded when it is first used, and what libraries allocate past LibTorch.
+constexpr int64_t kReserve = int64_t{256} << 20;
+
+absl::Status Check(cudaError_t error, absl::string_view call) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  const std::string text =
+      absl::StrCat(call, ": ", cudaGetErrorString(error), " (", static_cast<int>(error), ")");
+  return error == cudaErrorMemoryAllocation ? absl::ResourceExhaustedError(text) : absl::InternalError(text);
+}
+
+int64_t BytesOf(const torch::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+// Calls back when what was enqueued on a stream up to a moment is over, in order, from a thread of its own.
+class Completions {
+ public:
+  Completions() : thread_([this] { Work(); }) {}
+  ~Completions() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    there_.notify_all();
+    thread_.join();
+    for (cudaEvent_t event : free_) (void)cudaEventDestroy(event);
+  }
+  Completions(const Completions&) = delete;
+  Completions& operator=(const Completions&) = delete;
+
+  void Add(cudaStream_t stream, Device::Done done) {
+    cudaEvent_t event = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      if (!free_.empty()) {
+        event = free_.back();
+        free_.pop_back();
+      }
+    }
+    absl::Status status;
+    if (event == nullptr) {
+      // The waiting thread sleeps: the cores are wanted for updates.
+      status = Check(cudaEventCreateWithFlags(&event, cudaEventBlockingSync | cudaEventDisableTiming),
+                     "cudaEventCreate");
+    }
+    if (status.ok()) status = Check(cudaEventRecord(event, stream), "cudaEventRecord");
+    if (!status.ok()) return done(std::move(status));
+    {
+      std::lock_guard lock(mutex_);
+      waiting_.push_back({event, std::move(done)});
+    }
+    there_.notify_one();
+  }
+
+ private:
+  struct Waiting {
+    cudaEvent_t event;
+    Device::Done done;
+  };
+
+  void Work() {
+    for (;;) {
+      Waiting next;
+      {
+        std::unique_lock lock(mutex_);
+        there_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+        if (waiting_.empty()) return;
+        next = std::move(waiting_.front());
+        waiting_.pop_front();
+      }
+      absl::Status status = Check(cudaEventSynchronize(next.event), "the device");
+      {
+        std::lock_guard lock(mutex_);
+        free_.push_back(next.event);
+      }
+      next.done(std::move(status));
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable there_;
+  std::deque<Waiting> waiting_;
+  std::vector<cudaEvent_t> free_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+class CudaDevice : public Device {
+ public:
+  static absl::StatusOr<std::shared_ptr<Device>> Open() {
+    auto device = std::make_shared<CudaDevice>();
+    absl::Status status = Check(cudaSetDevice(kDevice), "cudaSetDevice");
+    for (cudaStream_t* stream : {&device->in_, &device->out_}) {
+      if (status.ok())
+        status = Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    }
+    if (status.ok()) {
+      status = Check(cudaEventCreateWithFlags(&device->computed_, cudaEventDisableTiming), "cudaEventCreate");
+    }
+    size_t free = 0, total = 0;
+    if (status.ok()) status = Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    if (!status.ok()) return status;
+    device->total_ = static_cast<int64_t>(total);
+    device->capacity_ = std::max<int64_t>(0, static_cast<int64_t>(free) - kReserve);
+    cudaDeviceProp properties{};
+    status = Check(cudaGetDeviceProperties(&properties, kDevice), "cudaGetDeviceProperties");
+    if (!status.ok()) return status;
+    device->description_ =
+        absl::StrCat(properties.name, ", ", total >> 20, " MiB, ", free >> 20, " MiB free");
+    return device;
+  }
+
+  ~CudaDevice() override {
+    for (cudaStream_t stream : {in_, out_}) {
+      if (stream == nullptr) continue;
+      (void)cudaStreamSynchronize(stream);
+      (void)cudaStreamDestroy(stream);
+    }
+    if (computed_ != nullptr) (void)cudaEventDestroy(computed_);
+    (void)cudaFree(arena_);
+  }
+
+  std::string_view name() const override { return "cuda"; }
+  std::string Describe() const override { return description_; }
+  bool apart() const override { return true; }
+  torch::Device torch_device() const override { return {torch::kCUDA, kDevice}; }
+  torch::Dtype compute_dtype(DType weights) const override { return TorchDtype(weights); }
+  int64_t capacity_bytes() const override { return capacity_; }
+
+  absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override {
+    if (absl::Status status = Check(cudaFree(std::exchange(arena_, nullptr)), "cudaFree"); !status.ok()) {
+      return status;
+    }
+    absl::Status status = Check(cudaMalloc(&arena_, static_cast<size_t>(std::max<int64_t>(bytes, 1))),
+                                absl::StrCat("cudaMalloc of ", bytes, " bytes"));
+    // Padding between parameters is computed with like everything else: it must be numbers.
+    if (status.ok()) status = Check(cudaMemset(arena_, 0, static_cast<size_t>(bytes)), "cudaMemset");
+    if (!status.ok()) return status;
+    return static_cast<std::byte*>(arena_);
+  }
+
+  bool tensors_are_host() const override { return false; }
+  absl::Status LimitTensors(int64_t bytes) override {
+    const double fraction = bytes > 0 ? static_cast<double>(bytes) / static_cast<double>(total_) : 1.0;
+    try {
+      allocator::setMemoryFraction(std::min(fraction, 1.0), kDevice);
+    } catch (const c10::Error& error) {
+      return absl::InternalError(
+          absl::StrCat("limit of LibTorch's memory on the device: ", error.what_without_backtrace()));
+    }
+    return absl::OkStatus();
+  }
+  // What the allocator has of the device, tensors and what it keeps for the next ones: this is what others
+  // lack.
+  TensorMemoryStats tensors() const override {
+    const auto stats = allocator::getDeviceStats(kDevice);
+    const auto& reserved = stats.reserved_bytes[0];
+    TensorMemoryStats result;
+    result.live_bytes = reserved.current;
+    result.peak_live_bytes = result.peak_bytes = reserved.peak;
+    return result;
+  }
+  void ResetLivePeak() override { allocator::resetPeakStats(kDevice); }
+  void ResetPeak() override { allocator::resetPeakStats(kDevice); }
+  void TrimTensors() override { allocator::emptyCache(); }
+
+  absl::Status RegisterHost(void* memory, int64_t bytes) override {
+    return Check(cudaHostRegister(memory, static_cast<size_t>(bytes), cudaHostRegisterPortable),
+                 absl::StrCat("cudaHostRegister of ", bytes, " bytes"));
+  }
+  void UnregisterHost(void* memory) override {
+    if (cudaHostUnregister(memory) != cudaSuccess) (void)cudaGetLastError();  // it was not registered
+  }
+
+  void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) override {
+    absl::Status status;
+    if (after_compute) {
+      std::lock_guard lock(mutex_);
+      status = Check(cudaEventRecord(computed_, ComputeStream()), "cudaEventRecord");
+      if (status.ok()) status = Check(cudaStreamWaitEvent(in_, computed_), "cudaStreamWaitEvent");
+    }
+    if (!status.ok()) return done(std::move(status));
+    Copy(to, from, bytes, cudaMemcpyHostToDevice, in_, &copied_in_, &bytes_in_, std::move(done));
+  }
+  void CopyOut(void* to, const void* from, int64_t bytes, Done done) override {
+    Copy(to, from, bytes, cudaMemcpyDeviceToHost, out_, &copied_out_, &bytes_out_, std::move(done));
+  }
+  void AfterCompute(Done done) override { computed_all_.Add(ComputeStream(), std::move(done)); }
+  Traffic traffic() const override { return {bytes_in_.load(), bytes_out_.load()}; }
+
+  torch::Tensor ToDevice(const torch::Tensor& host) override {
+    if (!host.defined()) return host;
+    bytes_in_ += BytesOf(host);
+    return host.to(torch_device());
+  }
+  torch::Tensor ToHost(const torch::Tensor& tensor) override {
+    if (!tensor.defined()) return tensor;
+    bytes_out_ += BytesOf(tensor);
+    return tensor.cpu();
+  }
+
+  void Convert(DType from, const void* in, DType to, void* out, size_t n) override {
+    Throw(kernels::cuda::Convert(from, in, to, out, n, ComputeStream()));
+  }
+  void Accumulate(DType type, const void* in, float* sums, size_t n) override {
+    Throw(kernels::cuda::Accumulate(type, in, sums, n, ComputeStream()));
+  }
+  void Zero(void* memory, size_t bytes) override {
+    Throw(static_cast<int>(cudaMemsetAsync(memory, 0, bytes, ComputeStream())));
+  }
+  void Seed(uint64_t seed) override {
+    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(kDevice);
+    {
+      std::lock_guard lock(generator.mutex());
+      generator.set_current_seed(seed);
+    }
+    HostDevice()->Seed(seed);  // a module may draw on the host as well
+  }
+
+ private:
+  static cudaStream_t ComputeStream() { return c10::cuda::getDefaultCUDAStream(kDevice).stream(); }
+  static void Throw(int error) { TORCH_CHECK(error == 0, kernels::cuda::ErrorText(error)); }
+
+  static void Copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, cudaStream_t stream,
+                   Completions* completions, std::atomic<int64_t>* counter, Done done) {
+    absl::Status status = Check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, stream),
+                                absl::StrCat("copy of ", bytes, " bytes"));
+    if (!status.ok()) return done(std::move(status));
+    *counter += bytes;
+    completions->Add(stream, std::move(done));
+  }
+
+  std::string description_;
+  int64_t total_ = 0, capacity_ = 0;
+  void* arena_ = nullptr;
+  cudaStream_t in_ = nullptr, out_ = nullptr;
+  std::mutex mutex_;  // of computed_
+  cudaEvent_t computed_ = nullptr;
+  std::atomic<int64_t> bytes_in_{0}, bytes_out_{0};
+  Completions copied_in_, copied_out_, computed_all_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice() {
+  std::string why;
+  if (!kernels::cuda::DeviceAvailable(&why)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("no CUDA device can be used: ", why, "; see penstock env, or use --device cpu"));
+  }
+  // Read when LibTorch first allocates: blocks of any size share the device's memory, none is stranded in a
+  // segment of its own. The user's own word stands.
+  setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", /*overwrite=*/0);
+  return CudaDevice::Open();
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,68 @@
+// A device apart behind the lanes: where the plan's slots are in its memory, and the copies to and from it.
+//
+// Threads: everything on the executor's thread but run() and gradient_place(), which compute asks for.
+#ifndef PENSTOCK_ZERO_DEVICE_LANES_H_
+#define PENSTOCK_ZERO_DEVICE_LANES_H_
+
+#include <torch/types.h>
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tiering/plan.h"
+#include "tiering/program.h"
+#include "zero/device.h"
+#include "zero/residency.h"
+#include "zero/stage_runner.h"
+
+namespace penstock::zero {
+
+class DeviceLanes {
+ public:
+  // The device's arena, as the plan lays it out. kResourceExhausted: the device has not that much.
+  static absl::StatusOr<std::unique_ptr<DeviceLanes>> Create(const tiering::Plan& plan,
+                                                             const Residency& residency, Device& device);
+
+  Device& device() const { return device_; }
+  void* run(int slot) const { return Place(plan_.device.run_slots, slot); }
+  // Where kTakeGradient leaves what backward made, and kRoundGradient puts and finds it.
+  GradientPlace place(const tiering::Op& op) const;
+  void* gradient(int slot) const { return Place(plan_.device.gradient_slots, slot); }
+
+  // An operation of kCopyIn or kCopyOut; `done` is called when it is over, or at once if it cannot begin.
+  void Start(const tiering::Op& op, StageRunner& runner, Device::Done done);
+  // What is left to do for it then.
+  void Settle(const tiering::Op& op, StageRunner& runner);
+
+ private:
+  // The input of a position and micro-batch on its way from or to the device, and its shape while it is away.
+  struct Input {
+    torch::Tensor tensor;
+    std::vector<int64_t> sizes;
+    torch::ScalarType type = torch::kFloat32;
+  };
+
+  DeviceLanes(const tiering::Plan& plan, const Residency& residency, Device& device, std::byte* arena)
+      : plan_(plan),
+        residency_(residency),
+        device_(device),
+        arena_(arena),
+        inputs_(plan.input_slots.size()) {}
+  void* Place(const std::vector<tiering::Slot>& slots, int slot) const {
+    return arena_ + slots[static_cast<size_t>(slot)].offset;
+  }
+  void StartInput(const tiering::Op& op, StageRunner& runner, Device::Done done);
+
+  const tiering::Plan& plan_;
+  const Residency& residency_;
+  Device& device_;
+  std::byte* const arena_;
+  std::vector<Input> inputs_;  // [Plan::input_slot]
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_DEVICE_LANES_H_

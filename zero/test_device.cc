@@ -1,0 +1,145 @@
+#include "zero/test_device.h"
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "tiering/byte_size.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr int kIn = 0, kOut = 1;
+
+int64_t BytesOf(const torch::Tensor& tensor) {
+  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
+}  // namespace
+
+TestDevice::TestDevice(const TestDeviceOptions& options) : options_(options) {
+  for (const int direction : {kIn, kOut}) {
+    engines_[static_cast<size_t>(direction)].thread = std::thread([this, direction] { Work(direction); });
+  }
+}
+
+TestDevice::~TestDevice() {
+  for (Engine& engine : engines_) {
+    {
+      std::lock_guard lock(engine.mutex);
+      engine.stopping = true;
+    }
+    engine.there.notify_all();
+    engine.thread.join();
+  }
+}
+
+absl::StatusOr<std::shared_ptr<Device>> TestDevice::FromWords(const std::string& words) {
+  TestDeviceOptions options;
+  for (const absl::string_view word : absl::StrSplit(words, ',', absl::SkipEmpty())) {
+    const std::pair<std::string, std::string> pair = absl::StrSplit(word, absl::MaxSplits('=', 1));
+    double number = 0;
+    bool known = absl::SimpleAtod(pair.second, &number) && number >= 0;
+    if (pair.first == "capacity") {
+      const absl::StatusOr<int64_t> bytes = tiering::ParseSize(pair.second);
+      known = bytes.ok();
+      if (known) options.capacity_bytes = *bytes;
+    } else if (pair.first == "bandwidth") {
+      options.bytes_per_s = number;
+    } else if (pair.first == "latency") {
+      options.latency_seconds = number;
+    } else {
+      known = false;
+    }
+    if (!known) return absl::InvalidArgumentError(absl::StrCat("test device: ", word, " is not understood"));
+  }
+  return std::make_shared<TestDevice>(options);
+}
+
+std::string TestDevice::Describe() const {
+  return absl::StrCat("a device for tests on the processor, ", options_.capacity_bytes, " bytes");
+}
+
+absl::StatusOr<std::byte*> TestDevice::AllocateArena(int64_t bytes) {
+  if (bytes > options_.capacity_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("test device: an arena of ", bytes, " bytes asked, ",
+                                                     options_.capacity_bytes, " there"));
+  }
+  // Every 16-bit and 32-bit float in it is a NaN.
+  arena_.assign(static_cast<size_t>(bytes), std::byte{0xff});
+  return arena_.data();
+}
+
+absl::Status TestDevice::LimitTensors(int64_t bytes) {
+  const auto arena = static_cast<int64_t>(arena_.size());
+  if (bytes > 0 && arena + bytes > options_.capacity_bytes) {
+    return absl::ResourceExhaustedError(absl::StrCat("test device: tensors of ", bytes,
+                                                     " bytes beside an arena of ", arena, " asked, ",
+                                                     options_.capacity_bytes, " there"));
+  }
+  TensorMemory::SetLimit(bytes > 0 ? bytes : options_.capacity_bytes - arena);
+  return absl::OkStatus();
+}
+
+void TestDevice::CopyIn(void* to, const void* from, int64_t bytes, bool, Done done) {
+  Start(kIn, {to, from, bytes, std::move(done)});
+}
+
+void TestDevice::CopyOut(void* to, const void* from, int64_t bytes, Done done) {
+  Start(kOut, {to, from, bytes, std::move(done)});
+}
+
+void TestDevice::Start(int direction, Copy copy) {
+  Engine& engine = engines_[static_cast<size_t>(direction)];
+  {
+    std::lock_guard lock(engine.mutex);
+    engine.copies.push_back(std::move(copy));
+  }
+  engine.there.notify_one();
+}
+
+void TestDevice::Work(int direction) {
+  using Clock = std::chrono::steady_clock;
+  Engine& engine = engines_[static_cast<size_t>(direction)];
+  for (;;) {
+    Copy copy;
+    {
+      std::unique_lock lock(engine.mutex);
+      engine.there.wait(lock, [&] { return engine.stopping || !engine.copies.empty(); });
+      if (engine.copies.empty()) return;
+      copy = std::move(engine.copies.front());
+      engine.copies.pop_front();
+    }
+    double seconds = options_.latency_seconds;
+    if (options_.bytes_per_s > 0) seconds += static_cast<double>(copy.bytes) / options_.bytes_per_s;
+    const auto end =
+        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+    const int64_t number = ++copies_;
+    if (number == options_.fail_copy) {
+      copy.done(absl::InternalError(
+          absl::StrCat("test device: copy ", number, " of ", copy.bytes, " bytes was made to fail")));
+      continue;
+    }
+    std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.bytes));
+    bytes_[static_cast<size_t>(direction)] += copy.bytes;
+    if (seconds > 0) std::this_thread::sleep_until(end);
+    copy.done(absl::OkStatus());
+  }
+}
+
+torch::Tensor TestDevice::ToDevice(const torch::Tensor& host) {
+  if (!host.defined()) return host;
+  bytes_[kIn] += BytesOf(host);
+  return host.clone();
+}
+
+torch::Tensor TestDevice::ToHost(const torch::Tensor& tensor) {
+  if (!tensor.defined()) return tensor;
+  bytes_[kOut] += BytesOf(tensor);
+  return tensor.clone();
+}
+
+}  // namespace penstock::zero
