@@ -126,12 +126,28 @@ constexpr Field kFields[] = {
     {"mixed_bytes_per_s", &tiering::MachineModel::mixed_bytes_per_s, nullptr},
     {"io_latency_seconds", &tiering::MachineModel::io_latency_seconds, nullptr},
     {"commit_seconds", &tiering::MachineModel::commit_seconds, nullptr},
+    {"h2d_bytes_per_s", &tiering::MachineModel::h2d_bytes_per_s, nullptr},
+    {"d2h_bytes_per_s", &tiering::MachineModel::d2h_bytes_per_s, nullptr},
+    {"copy_latency_seconds", &tiering::MachineModel::copy_latency_seconds, nullptr},
     {"update_parameters_per_s", &tiering::MachineModel::update_parameters_per_s, nullptr},
     {"verify_bytes_per_s", &tiering::MachineModel::verify_bytes_per_s, nullptr},
     {"update_workers", nullptr, &tiering::MachineModel::update_workers},
     {"cores", nullptr, &tiering::MachineModel::cores},
     {"compute_threads", nullptr, &tiering::MachineModel::compute_threads},
 };
+
+// A copy that fails here fails in training too, and is told there.
+void MeasureCopies(const MachineRequest& request, Machine* machine) {
+  machine->model.compute_threads = 0;  // of the processor: updates have it to themselves
+  const absl::StatusOr<zero::CopyRates> rates = zero::MeasureCopyRates(*request.device);
+  if (rates.ok()) {
+    machine->model.h2d_bytes_per_s = rates->h2d_bytes_per_s;
+    machine->model.d2h_bytes_per_s = rates->d2h_bytes_per_s;
+  }
+  machine->sources.push_back(
+      absl::StrCat("copies to and from the device: ", rates.ok() ? "measured just now" : "assumed: ",
+                   rates.ok() ? "" : std::string(rates.status().message())));
+}
 
 }  // namespace
 
@@ -193,6 +209,7 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   model.update_parameters_per_s = zero::MeasureUpdateRate(request.format, request.optimizer);
   model.verify_bytes_per_s = MeasureVerifyRate();
   machine.sources.push_back("compute and updates: measured just now, one block of each kind");
+  if (request.device != nullptr && request.device->apart()) MeasureCopies(request, &machine);
   if (request.machine_file.empty()) return machine;
   std::ifstream file(request.machine_file);
   std::stringstream text;

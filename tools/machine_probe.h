@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "aio/profile.h"
 #include "tiering/machine.h"
+#include "zero/device.h"
 #include "zero/optimizer.h"
 #include "zero/tile_format.h"
 
@@ -26,9 +27,10 @@ struct MachineRequest {
   zero::OptimizerOptions optimizer;
   int update_workers = 1;
   int compute_threads = 1;
-  bool probe_drive = true;     // false: nothing is written
-  bool stored_profile = true;  // what ds_nvme_tune has stored is taken instead of a probe
-  std::string machine_file;    // JSON with figures that stand above everything else; empty: none
+  std::shared_ptr<zero::Device> device;  // that computes; copies are measured where it is apart
+  bool probe_drive = true;               // false: nothing is written
+  bool stored_profile = true;            // what ds_nvme_tune has stored is taken instead of a probe
+  std::string machine_file;              // JSON with figures that stand above everything else; empty: none
 };
 
 struct Machine {

@@ -72,10 +72,49 @@ std::string Lanes(const tiering::Prediction& p, const tiering::MachineModel& mac
   line("drive, reads", p.read_seconds, p.step_seconds);
   line("drive, writes", p.write_seconds, p.step_seconds);
   line("drive, together", p.drive_seconds, p.step_seconds);
+  line("copies to the device", p.copy_in_seconds, p.step_seconds);
+  line("copies from the device", p.copy_out_seconds, p.step_seconds);
   line("updates and checks", p.update_seconds, p.step_seconds * std::max(1, machine.update_workers));
   absl::StrAppend(&text, absl::StrFormat("  a step takes %.2f of its floor, %.3g s\n",
                                          p.step_seconds / std::max(p.floor_seconds, 1e-12), p.floor_seconds));
   return text;
+}
+
+std::string DeviceText(const PlanFacts& facts) {
+  const tiering::DevicePlan& device = facts.plan.plan.device;
+  if (!device.apart) return "";
+  std::string text = absl::StrCat("device memory (", facts.options.device->Describe(), "):\n");
+  const tiering::Ledger ledger = device.ledger();
+  for (const tiering::Ledger::Line& line : ledger.lines()) {
+    absl::StrAppend(&text, absl::StrFormat("  %-32s %12s", line.what, FormatBytes(line.bytes)));
+    if (line.count > 1) absl::StrAppend(&text, absl::StrFormat("  in %d", line.count));
+    absl::StrAppend(&text, "\n");
+  }
+  absl::StrAppend(&text, absl::StrFormat("  %-32s %12s  (the least that works: %s)\n", "together",
+                                         FormatBytes(device.bytes()), FormatBytes(device.least_bytes)));
+  absl::StrAppend(&text, absl::StrFormat("  %s to it and %s from it per step, at %s and %s\n",
+                                         FormatBytes(device.h2d_bytes), FormatBytes(device.d2h_bytes),
+                                         FormatBandwidth(facts.machine.model.h2d_bytes_per_s),
+                                         FormatBandwidth(facts.machine.model.d2h_bytes_per_s)));
+  return text;
+}
+
+nlohmann::json DeviceJson(const PlanFacts& facts) {
+  const tiering::DevicePlan& device = facts.plan.plan.device;
+  nlohmann::json json = {{"name", std::string(facts.options.device->name())}};
+  if (!device.apart) return json;
+  nlohmann::json lines = nlohmann::json::array();
+  const tiering::Ledger ledger = device.ledger();
+  for (const tiering::Ledger::Line& line : ledger.lines()) {
+    lines.push_back({{"what", line.what}, {"bytes", line.bytes}, {"count", line.count}});
+  }
+  json.update({{"memory_budget_bytes", device.budget_bytes},
+               {"memory_bytes", device.bytes()},
+               {"least_memory_bytes", device.least_bytes},
+               {"memory", std::move(lines)},
+               {"h2d_bytes_per_step", device.h2d_bytes},
+               {"d2h_bytes_per_step", device.d2h_bytes}});
+  return json;
 }
 
 std::string WearText(const PlanFacts& facts) {
@@ -125,6 +164,7 @@ std::string PlanText(const PlanFacts& facts) {
   absl::StrAppend(&text, absl::StrFormat("  %-22s %12s", "together", FormatBytes(plan.plan.host_bytes())));
   absl::StrAppend(&text, absl::StrFormat("  (the least that works: %s)\n",
                                          FormatBytes(plan.plan.least_host_memory_bytes)));
+  absl::StrAppend(&text, DeviceText(facts));
   if (plan.plan.on_nvme) {
     const int64_t free = FreeBytes(options.state_dirs.front());
     absl::StrAppend(
@@ -225,6 +265,8 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"pinned_memory_bytes", plan.plan.arena_bytes},
           {"least_host_memory_bytes", plan.plan.least_host_memory_bytes},
           {"host", std::move(host)},
+          {"device", DeviceJson(facts)},
+          {"least_device_memory_bytes", plan.plan.device.least_bytes},
           {"tiers", std::move(tiers)},
           {"state_bytes_total", plan.state_bytes},
           {"state_bytes_nvme", plan.disk_bytes},
@@ -246,6 +288,8 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"predicted_write_seconds", prediction.write_seconds},
           {"predicted_drive_seconds", prediction.drive_seconds},
           {"predicted_update_seconds", prediction.update_seconds},
+          {"predicted_copy_in_seconds", prediction.copy_in_seconds},
+          {"predicted_copy_out_seconds", prediction.copy_out_seconds},
           {"bound_by", prediction.bound_by},
           {"what_if", std::move(asked)}};
 }

@@ -12,6 +12,7 @@
 #include "kernels/cpu_features.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
+#include "tools/device_words.h"
 #include "tools/kept.h"
 #include "tools/optimizer_words.h"
 #include "tools/size.h"
@@ -246,14 +247,7 @@ absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, 
     settings->notes.push_back(absl::StrCat("no --host-memory given: half of what is free, ",
                                            FormatBytes(engine.host_memory_bytes)));
   }
-  const std::string device = words.device.value_or("cpu");
-  if (device == "cuda") return Wrong("--device cuda: this LibTorch was built without CUDA; use --device cpu");
-  if (device != "cpu") return Wrong(absl::StrCat("--device ", device, ": must be cpu or cuda"));
-  if (words.device_memory.has_value()) {
-    settings->notes.push_back(
-        "--device-memory is of no effect with --device cpu: host memory is all there is");
-  }
-  return absl::OkStatus();
+  return ResolveDevice(words, config, settings);
 }
 
 absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
@@ -280,9 +274,7 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
         {zero_config.allgather_bucket_size_elements.has_value(), "zero_optimization.allgather_bucket_size",
          "one rank gathers nothing"},
         {config.penstock.io_threads.has_value(), "penstock.io_threads",
-         "one thread drives a device at its full speed"},
-        {config.penstock.device_memory_bytes.has_value(), "penstock.device_memory",
-         "with device cpu host memory is all there is"}}) {
+         "one thread drives a device at its full speed"}}) {
     if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
   }
   engine.update_workers = static_cast<int>(config.penstock.update_threads.value_or(1));
@@ -318,7 +310,7 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   app.add_option("--offload", words.offload, "none, cpu or nvme [nvme]");
   app.add_option("--host-memory", words.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
-  app.add_option("--device-memory", words.device_memory, "Hard budget of the device");
+  app.add_option("--device-memory", words.device_memory, "Hard budget of the device [what is free on it]");
   app.add_option("--device", words.device, "cpu or cuda [cpu]");
   app.add_option("--dtype", words.dtype, "bf16, fp16, fp32 or auto [auto]");
   app.add_option("--steps", words.steps, "Number of the last step, also on resume [100]");

@@ -36,6 +36,7 @@ absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) 
     request.memory_bytes = options.host_memory_bytes;
     if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
     request.optimizer = options.optimizer;
+    request.device = options.device;
     request.update_workers = options.update_workers;
     request.compute_threads = options.intra_op_threads;
     request.probe_drive = !words.no_probe;

@@ -170,6 +170,7 @@ class Training {
     request.file_bytes = std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
     if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
     request.optimizer = options.optimizer;
+    request.device = options.device;
     request.update_workers = options.update_workers;
     request.compute_threads = options.intra_op_threads;
     request.stored_profile = false;  // the report has what the drive is worth now

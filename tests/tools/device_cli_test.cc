@@ -1,0 +1,99 @@
+// --device and --device-memory, with the test-only device in a GPU's place.
+#include <gmock/gmock.h>
+#include <stdlib.h>
+
+#include <nlohmann/json.hpp>
+
+#include "tests/tools/penstock_program.h"
+
+namespace penstock::tools {
+namespace {
+
+using nlohmann::json;
+using testing::HasSubstr;
+using testing_support::Lines;
+using testing_support::ProgramTest;
+using testing_support::Ran;
+using testing_support::ReadFile;
+using testing_support::Words;
+using testing_support::operator+;
+
+class DeviceWords : public ProgramTest {
+ protected:
+  ~DeviceWords() override { unsetenv("PENSTOCK_TEST_DEVICE"); }
+};
+
+TEST_F(DeviceWords, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied) {
+  const Words steps = {"--steps", "4", "--host-memory", "32M"};
+  const Ran cpu = Run(Train(dir_ + "/cpu") + steps + Words{"--report", dir_ + "/cpu.json"});
+  ASSERT_EQ(cpu.code, 0) << cpu.err;
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
+  const Words device = {"--device", "cuda", "--device-memory", "24M"};
+  const Ran cuda = Run(Train(dir_ + "/cuda") + steps + device + Words{"--report", dir_ + "/cuda.json"});
+  ASSERT_EQ(cuda.code, 0) << cuda.err;
+  const json of_cpu = json::parse(ReadFile(dir_ + "/cpu.json")),
+             of_cuda = json::parse(ReadFile(dir_ + "/cuda.json"));
+  ASSERT_EQ(of_cpu["steps"].size(), 4u);
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(of_cpu["steps"][i]["loss"], of_cuda["steps"][i]["loss"]) << i;
+  EXPECT_EQ(of_cpu["device"], "cpu");
+  EXPECT_EQ(of_cpu["totals"]["h2d_bytes"], 0);
+  EXPECT_EQ(of_cpu["peak_device_bytes"], 0);
+  EXPECT_EQ(of_cuda["device"], "test");
+  EXPECT_EQ(of_cuda["device_memory_budget_bytes"], 24 << 20);
+  EXPECT_LE(of_cuda["peak_device_bytes"], 24 << 20);
+  EXPECT_GT(of_cuda["totals"]["h2d_bytes"], of_cuda["params"].get<int64_t>() * 4 * 4);
+  // fp32 gradients, every step; the run's padding comes with them.
+  EXPECT_GE(of_cuda["totals"]["d2h_bytes"], of_cuda["params"].get<int64_t>() * 4 * 4);
+  EXPECT_LE(of_cuda["totals"]["d2h_bytes"], of_cuda["params"].get<int64_t>() * 4 * 5);
+}
+
+TEST_F(DeviceWords, PlanShowsTheTier) {
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=64M", 1);
+  const Words words = {"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device",
+                       "cuda", "--seq",   "32",       "--no-probe"};
+  const Ran text = Run(words);
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_THAT(text.out, HasSubstr("device memory ("));
+  EXPECT_THAT(text.out, HasSubstr("copies to the device"));
+  const Ran ran = Run(words + Words{"--json"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const json plan = json::parse(ran.out);
+  const int64_t least = plan["least_device_memory_bytes"];
+  EXPECT_GT(least, 0);
+  EXPECT_EQ(plan["device"]["memory_budget_bytes"], 64 << 20);
+  EXPECT_GT(plan["device"]["h2d_bytes_per_step"], 0);
+  const Ran fits = Run(words + Words{"--device-memory", std::to_string(least)});
+  EXPECT_EQ(fits.code, 0) << fits.err;
+  const Ran refused = Run(words + Words{"--device-memory", std::to_string(least - 1)});
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_EQ(Lines(refused.err).size(), 1u);
+  EXPECT_THAT(refused.err, HasSubstr("the least that works is " + std::to_string(least)));
+}
+
+TEST_F(DeviceWords, WrongOnesAreOneLineAndExitTwo) {
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=64M", 1);
+  const std::vector<std::pair<Words, std::string>> wrong = {
+      {{"--device", "tpu"}, "must be cpu or cuda"},
+      {{"--device", "cuda", "--device-memory", "0"}, "must be above 0"},
+      {{"--device", "cuda", "--device-memory", "lots"}, "--device-memory lots"},
+      {{"--device", "cuda", "--device-memory", "65M"}, "the device has 67108864"},
+  };
+  for (const auto& [words, text] : wrong) {
+    const Ran ran = Run(Train(dir_ + "/state") + words);
+    EXPECT_EQ(ran.code, 2) << text;
+    EXPECT_THAT(ran.err, HasSubstr(text));
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  }
+}
+
+TEST_F(DeviceWords, WithoutCudaTheLineSaysWhatIsMissingAndTheWayOut) {
+  const Ran ran = Run(Train(dir_ + "/state") + Words{"--device", "cuda", "--steps", "1"});
+  if (ran.code == 0) GTEST_SKIP() << "there is a CUDA device here";
+  EXPECT_EQ(ran.code, 2);
+  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("--device cuda: "));
+  EXPECT_THAT(ran.err, HasSubstr("--device cpu"));
+}
+
+}  // namespace
+}  // namespace penstock::tools
