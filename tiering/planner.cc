@@ -612,7 +612,8 @@ class Planner {
             high = middle - 1;
           }
         }
-        plan = Build(level, low, budget);
+        // Without any, the working set stays as it was cut to leave room for what must stay.
+        if (low > 0) plan = Build(level, low, budget);
       } else if (kind == Kind::kWeights && !all_weights) {
         keep_weights();
       } else if (kind == Kind::kState && plan.trains && bounds.placement != Placement::kCpu) {
