@@ -424,13 +424,10 @@ absl::Status RealLanes::RunFinalize(const Op& op) {
   const auto n = static_cast<size_t>(plan_.blocks[At(op.block)].elements);
   void* gradient = residency_.gradient(op.gradient_slot);
   kernels::SumOfSquares& squares = squares_[At(op.block)];
-  squares = kernels::SumOfSquares();
   const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
-  if (op.accumulator_slot >= 0) {
-    kernels::Convert(kernels::DType::kFp32, residency_.accumulator(op.accumulator_slot),
-                     options_.format.weights, gradient, n);
-  }
-  kernels::AddSquares(options_.format.weights, gradient, n, &squares);
+  squares = FinishGradient(options_.format.weights,
+                           op.accumulator_slot >= 0 ? residency_.accumulator(op.accumulator_slot) : nullptr,
+                           gradient, n);
   for (size_t t = 0; block.gradient_slot < 0 && t < block.tiles.size(); ++t) {
     const auto width = static_cast<size_t>(plan_.precision.gradient_bytes);
     tiles_[At(op.block)][t]->gradient_checksum = kernels::Checksum(

@@ -18,4 +18,17 @@ void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64
   }
 }
 
+kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n) {
+  // So much stays in the cache between rounding and squaring; at multiples of it sums do not depend on cuts.
+  constexpr size_t kPiece = 8 * kernels::kReduceBlock;
+  kernels::SumOfSquares squares;
+  for (size_t begin = 0; begin < n; begin += kPiece) {
+    const size_t count = std::min(kPiece, n - begin);
+    std::byte* piece = static_cast<std::byte*>(gradient) + begin * kernels::BytesPerElement(type);
+    if (sums != nullptr) kernels::Convert(kernels::DType::kFp32, sums + begin, type, piece, count);
+    kernels::AddSquares(type, piece, count, &squares);
+  }
+  return squares;
+}
+
 }  // namespace penstock::zero

@@ -6,8 +6,11 @@
 #ifndef PENSTOCK_ZERO_UPDATE_H_
 #define PENSTOCK_ZERO_UPDATE_H_
 
+#include <cstddef>
 #include <cstdint>
 
+#include "kernels/float16.h"
+#include "kernels/reduce.h"
 #include "tiering/plan.h"
 #include "zero/block.h"
 #include "zero/optimizer.h"
@@ -28,6 +31,11 @@ struct UpdateDecision {
 // `seed` is what compact states are rounded with: another one for every block and update.
 void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
                 const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
+
+// What is left to do for a block's gradient once its last addend is there: rounds the fp32 `sums` of n
+// elements into `gradient` (null: it holds the gradient already), and squares what is there then; in one pass
+// over memory.
+kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n);
 
 }  // namespace penstock::zero
 
