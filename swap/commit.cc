@@ -41,6 +41,7 @@ absl::Status Store::Commit(CommitIo* io, const CommitInfo& info) {
   }
 
   next_.sequence = record_.sequence + 1;
+  next_.overwriting = false;
   next_.step = info.step;
   next_.updates = info.updates;
   next_.payload.assign(info.payload);
@@ -52,6 +53,26 @@ absl::Status Store::Commit(CommitIo* io, const CommitInfo& info) {
     const auto& from = noted ? written_checksums_ : record_.checksums;
     std::copy_n(from.begin() + first, geometry_.segments(tile), next_.checksums.begin() + first);
   }
+  StartRecord(io);
+  return absl::OkStatus();
+}
+
+absl::Status Store::StartOverwriting(CommitIo* io) {
+  if (io->pending()) return absl::FailedPreconditionError("the commit object is in use");
+  if (absl::Status writable = CheckWritable(); !writable.ok()) return writable;
+  if (geometry_.slots() != 1 || record_.sequence == 0 || record_.overwriting || retained_.has_value()) {
+    return absl::FailedPreconditionError(
+        retained_.has_value() ? "a checkpoint still holds the only version: it cannot be overwritten"
+                              : "only a committed store of one slot is overwritten in place, once a commit");
+  }
+  next_ = record_;
+  ++next_.sequence;
+  next_.overwriting = true;
+  StartRecord(io);
+  return absl::OkStatus();
+}
+
+void Store::StartRecord(CommitIo* io) {
   io->record_bytes_ = RecordBytes(geometry_, next_.payload.size());
   EncodeRecord(geometry_, shape_.uuid, next_, record_buffer_.span().first(io->record_bytes_));
 
@@ -70,7 +91,6 @@ absl::Status Store::Commit(CommitIo* io, const CommitInfo& info) {
   At(Stage::kCommitBegin);
   StartCommitStage(io,
                    options_.sync == Sync::kPower ? CommitIo::Step::kSyncTiles : CommitIo::Step::kWriteRecord);
-  return absl::OkStatus();
 }
 
 // Runs on the executor's thread for the first stage and on an I/O thread for the others. Whoever finishes the
@@ -173,7 +193,8 @@ absl::Status Store::FinishCommit(CommitIo* io) {
     } else {
       for (const auto& sync : io->syncs_) error.Update(sync->status());
     }
-    return absl::Status(error.code(), absl::StrCat("commit of step ", io->step_, ": ", error.message()));
+    const char* what = next_.overwriting ? "mark of the overwriting of step " : "commit of step ";
+    return absl::Status(error.code(), absl::StrCat(what, io->step_, ": ", error.message()));
   }
 
   health_ = Health::kGood;
@@ -186,12 +207,22 @@ absl::Status Store::FinishCommit(CommitIo* io) {
 absl::Status Store::CommitNow(const CommitInfo& info) {
   CommitIo io;
   if (absl::Status started = Commit(&io, info); !started.ok()) return started;
+  return AwaitCommit(&io);
+}
+
+absl::Status Store::OverwriteNow() {
+  CommitIo io;
+  if (absl::Status started = StartOverwriting(&io); !started.ok()) return started;
+  return AwaitCommit(&io);
+}
+
+absl::Status Store::AwaitCommit(CommitIo* io) {
   // Each stage's requests are submitted before those of the stage before are over, so that the engine is idle
   // only when the commit is.
-  while (io.pending()) {
+  while (io->pending()) {
     if (absl::Status drained = engine_.Drain(); !drained.ok()) return drained;
   }
-  return FinishCommit(&io);
+  return FinishCommit(io);
 }
 
 }  // namespace penstock::swap

@@ -221,6 +221,7 @@ constexpr size_t kRecordUpdates = 48;
 constexpr size_t kRecordBodyBytes = 56;
 constexpr size_t kRecordPayloadBytes = 64;
 constexpr size_t kRecordTiles = 72;
+constexpr size_t kRecordOverwriting = 76;
 constexpr size_t kRecordBodyChecksum = 80;
 
 uint64_t TableBytes(const Geometry& geometry) {
@@ -501,6 +502,7 @@ void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& reco
   Put(at + kRecordBodyBytes, body_bytes);
   Put(at + kRecordPayloadBytes, static_cast<uint64_t>(record.payload.size()));
   Put(at + kRecordTiles, geometry.tiles());
+  Put(at + kRecordOverwriting, static_cast<uint32_t>(record.overwriting ? 1 : 0));
   const uint64_t seed = RecordSeed(uuid, record.sequence);
   Put(at + kRecordBodyChecksum, Hash(out.subspan(kBlockBytes, body_bytes), seed));
   Put(at + kHeaderChecksumOffset, Hash(out.first(kHeaderChecksumOffset), seed));
@@ -525,6 +527,11 @@ absl::StatusOr<Record> DecodeRecord(const Geometry& geometry, const Uuid& uuid, 
   if (Get<uint32_t>(at + kRecordVersion) != kFormatVersion) {
     return absl::DataLossError(absl::StrCat("record of format ", Get<uint32_t>(at + kRecordVersion)));
   }
+  const auto overwriting = Get<uint32_t>(at + kRecordOverwriting);
+  if (overwriting > 1 || (overwriting == 1 && geometry.slots() != 1)) {
+    return absl::DataLossError(absl::StrCat("record of an unknown kind, ", overwriting));
+  }
+  record.overwriting = overwriting == 1;
   record.step = Get<uint64_t>(at + kRecordStep);
   record.updates = Get<uint64_t>(at + kRecordUpdates);
   const uint64_t body_bytes = Get<uint64_t>(at + kRecordBodyBytes);

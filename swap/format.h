@@ -214,6 +214,9 @@ struct TileVersion {
 // One commit in full. `checksums` holds those of all segments in the order of Geometry::first_segment.
 struct Record {
   uint64_t sequence = 0;  // number of this commit in this store, from 1; place is sequence % 2
+  // No commit, but a mark: the only version of each tile, that of `step`, is being overwritten from here on,
+  // so that what the tiles hold is of no use until the next commit. In stores of one slot only.
+  bool overwriting = false;
   uint64_t step = 0;
   uint64_t updates = 0;
   std::string payload;

@@ -70,6 +70,8 @@ std::string_view HoldingName(Holding holding) {
       return "run";
     case Holding::kDamaged:
       return "damaged";
+    case Holding::kOverwritten:
+      return "overwritten";
     case Holding::kInUse:
       return "in-use";
   }
@@ -139,6 +141,9 @@ Finding Probe(const std::string& directory, int lock_patience_ms) {
   finding.step = found->record.step;
   finding.updates = found->record.updates;
   finding.sequence = found->record.sequence;
+  if (found->record.overwriting) {
+    return with(Holding::kOverwritten, absl::StrCat(directory, ": ", OverwrittenText(finding.step)));
+  }
   return with(Holding::kRun, absl::StrCat(directory, " holds a run at step ", finding.step));
 }
 
@@ -159,7 +164,7 @@ Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms)
   const Finding* run = nullptr;
   size_t parts = 0;
   for (const Finding& finding : findings) {
-    if (finding.holding != Holding::kRun) continue;
+    if (finding.holding != Holding::kRun && finding.holding != Holding::kOverwritten) continue;
     ++parts;
     if (run != nullptr && run->uuid != finding.uuid) {
       return Found(Holding::kDamaged,

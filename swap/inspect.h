@@ -20,10 +20,11 @@ enum class Holding : uint8_t {
   kRun,             // a run that can be resumed
   kDamaged,  // a store that cannot be opened: superblock or all commit records are damaged, or it is of
              // another format, or a part of it is missing
+  kOverwritten,  // a run of one version that was ended while it was being overwritten: of no use
   kInUse,    // locked by a running process, or by a killed one whose writes are not over yet
 };
 std::string_view HoldingName(
-    Holding holding);  // "nothing", "foreign", "never-committed", "run", "damaged", "in-use"
+    Holding holding);  // "nothing", "foreign", "never-committed", "run", "damaged", "overwritten", "in-use"
 
 struct Finding {
   Holding holding = Holding::kNothing;
@@ -33,7 +34,7 @@ struct Finding {
   uint32_t directory = 0;  // likewise: which of its directories
   uint32_t directories = 0;
   uint64_t step =
-      0;  // of a run: its last commit. Known in directory 0 only; in others the directory says no more
+      0;  // of a run, an overwritten one too: its last commit. Known in directory 0 only; in others the directory says no more
   uint64_t updates = 0;
   uint64_t sequence = 0;
 };
@@ -48,7 +49,7 @@ Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms 
 // A run in numbers.
 struct Inspection {
   StoreShape shape;                       // uuid, identity, layout, slots
-  Record record;                          // of the newest whole commit
+  Record record;  // of the newest whole commit; Record::overwriting: its tiles may be gone
   std::vector<std::string> paths;         // of the store files, by directory
   std::vector<uint64_t> file_bytes;       // lengths
   std::vector<uint64_t> allocated_bytes;  // of these, on disk

@@ -135,7 +135,7 @@ absl::Status Store::ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint
   } else if (which == Which::kNewest && written.state == Written::State::kNoted) {
     source = {written.version, written.slot};
     checksums = &written_checksums_[table];
-  } else {
+  } else if (!record_.overwriting || written.state == Written::State::kNone) {
     source = record_.tiles[tile];
     checksums = &record_.checksums[table];
   }
@@ -168,7 +168,7 @@ absl::Status Store::ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint
 uint32_t Store::FreeSlot(uint32_t tile) const {
   const TileVersion live = record_.tiles[tile];
   for (uint32_t slot = 0; slot < geometry_.slots(); ++slot) {
-    const bool committed = live.version != 0 && live.slot == slot;
+    const bool committed = live.version != 0 && live.slot == slot && !record_.overwriting;
     const bool held =
         retained_.has_value() && retained_->tiles[tile].version != 0 && retained_->tiles[tile].slot == slot;
     if (!committed && !held) return slot;
@@ -199,7 +199,7 @@ absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
     return absl::FailedPreconditionError(
         absl::StrCat("tile ", tile,
                      geometry_.slots() == 1
-                         ? " has one slot, and what stands there is committed: this store is written once"
+                         ? " has one slot, and what stands there is committed (StartOverwriting comes first)"
                          : " has no slot left: a checkpoint still holds one of its versions"));
   }
 
@@ -267,6 +267,10 @@ absl::Status Store::DropWritten(uint32_t tile) {
     return absl::FailedPreconditionError("what a commit in flight refers to cannot be dropped");
   }
   Written& written = written_[tile];
+  if (record_.overwriting && written.state != Written::State::kNone) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("tile ", tile, " has one slot, and what stood there before is gone"));
+  }
   if (written.state == Written::State::kWriting) {
     return absl::FailedPreconditionError(absl::StrCat("tile ", tile, " has a write in flight"));
   }
@@ -331,6 +335,7 @@ absl::Status Store::Retain() {
     return absl::FailedPreconditionError("a version is held already: release it first");
   if (record_.sequence == 0) return absl::FailedPreconditionError("nothing is committed yet");
   if (commit_ != nullptr) return absl::FailedPreconditionError("a commit is in flight");
+  if (record_.overwriting) return absl::FailedPreconditionError("what was committed is being overwritten");
   retained_ = record_;
   return absl::OkStatus();
 }

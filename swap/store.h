@@ -101,7 +101,7 @@ struct StoreOptions {
   std::vector<double>
       weights;  // share of bytes of each directory; empty: equal. Recorded through the tiles' homes
   // 2 for training; 3 to let a checkpoint keep a version for more than a step; 1 for what is written and
-  // committed once and never again: a checkpoint.
+  // committed once, a checkpoint, and for training where space is short (StartOverwriting).
   uint32_t slots = 2;
   uint64_t payload_capacity = kDefaultPayloadCapacity;
   bool overwrite = false;    // remove the store files that are there, if they are ours and not in use
@@ -265,6 +265,15 @@ class Store {
   // Commit, wait and FinishCommit, for those who have nothing else to do.
   absl::Status CommitNow(const CommitInfo& info);
 
+  // For a store of one slot that is trained in: from the end of this (FinishCommit) to the next commit, tiles
+  // may be written over the only version that there is. A record says so on the disk before the first of them
+  // is: who opens the store in between is refused (kDataLoss) and never given tiles of two steps. Failed, it
+  // changed nothing and may be tried again, unless it was a sync that failed. kFailedPrecondition: more slots
+  // than one, nothing committed since, a version is held, a commit is in flight.
+  absl::Status StartOverwriting(CommitIo* io);
+  absl::Status OverwriteNow();
+  bool overwriting() const { return record_.overwriting; }
+
   // The state of the last commit: what recovery would find now.
   uint64_t committed_sequence() const { return record_.sequence; }
   uint64_t committed_step() const { return record_.step; }
@@ -314,6 +323,8 @@ class Store {
   uint32_t FreeSlot(uint32_t tile) const;
   static void OnTileDone(aio::Request& request, void* context);
   static void OnCommitRequestDone(aio::Request& request, void* context);
+  void StartRecord(CommitIo* io);
+  absl::Status AwaitCommit(CommitIo* io);
   void StartCommitStage(CommitIo* io, CommitIo::Step stage);
   void EndCommit(CommitIo* io);
 

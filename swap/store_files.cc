@@ -22,6 +22,12 @@ std::string StorePath(const std::string& directory) {
   return absl::StrCat(directory, "/", absl::string_view(kStoreFileName.data(), kStoreFileName.size()));
 }
 
+std::string OverwrittenText(uint64_t step) {
+  return absl::StrCat("the run keeps one version of its state, and was ended while that of step ", step,
+                      " was being overwritten: what is left is of no use; go on from a checkpoint "
+                      "(--resume with --checkpoint-dir), or start over (--overwrite)");
+}
+
 absl::Status ErrnoError(int error, const std::string& what, const std::string& path) {
   const std::string text = absl::StrCat(what, " ", path, ": ", std::strerror(error));
   switch (error) {

@@ -88,6 +88,9 @@ struct FoundRecord {
 FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
                          std::span<const std::vector<std::byte>> copies);  // place * kRecordCopies + copy
 
+// What is left of a run of one version that was ended between two commits, for people.
+std::string OverwrittenText(uint64_t step);
+
 absl::Status ErrnoError(int error, const std::string& what, const std::string& path);
 
 }  // namespace penstock::swap

@@ -422,6 +422,9 @@ absl::Status Store::Recover() {
     }
     return absl::DataLossError(absl::StrCat("no commit record is whole: ", recovered_.damage.back()));
   }
+  if (found.record.overwriting) {
+    return absl::DataLossError(absl::StrCat(files_[0]->path(), ": ", OverwrittenText(found.record.step)));
+  }
   recovered_.sequence = found.record.sequence;
   recovered_.step = found.record.step;
   recovered_.updates = found.record.updates;

@@ -84,6 +84,7 @@ Json ToJson(const swap::Inspection& inspection, const swap::Geometry& geometry) 
           {"updates", inspection.record.updates},
           {"commits", inspection.record.sequence},
           {"in_use", inspection.in_use},
+          {"overwriting", inspection.record.overwriting},
           {"model", told.Of("model")},
           {"dtype", told.Of("dtype")},
           {"optimizer", told.Of("optimizer")},
@@ -139,7 +140,8 @@ std::string Text(const swap::Inspection& inspection, const swap::Geometry& geome
                   " checksums (XXH3)\n");
   if (geometry.tiles() > 0) {
     absl::StrAppend(&text, "versions  ", inspection.shape.slots, " kept of each tile; live ", least->version,
-                    least->version == most->version ? "" : absl::StrCat(" to ", most->version), "\n");
+                    least->version == most->version ? "" : absl::StrCat(" to ", most->version),
+                    record.overwriting ? "; being overwritten: of no use until the next commit" : "", "\n");
   }
   for (size_t d = 0; d < inspection.paths.size(); ++d) {
     absl::StrAppend(&text, "file      ", inspection.paths[d], "  ", Bytes(inspection.file_bytes[d]), " (",

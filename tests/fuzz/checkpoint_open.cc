@@ -61,11 +61,14 @@ class CheckpointWorld {
     options.lock_patience_ms = 0;
     options.allow_unaligned_file_system = true;
     const auto store = swap::Store::Open(*engine_, options);
-    if (inspection.ok() != store.ok()) {
+    const bool overwritten = inspection.ok() && inspection->record.overwriting;
+    const bool expected = inspection.ok() && !overwritten;
+    if (expected != store.ok()) {
       std::fprintf(stderr, "inspect: %s; open: %s\n", inspection.status().ToString().c_str(),
                    store.status().ToString().c_str());
     }
-    FUZZ_CHECK(inspection.ok() == store.ok());
+    FUZZ_CHECK(expected == store.ok());
+    FUZZ_CHECK(overwritten == (finding.holding == swap::Holding::kOverwritten));
     if (!store.ok()) {
       Refused(store.status());
       FUZZ_CHECK(finding.holding != swap::Holding::kRun);

@@ -38,6 +38,7 @@ struct Outcome {
   bool killed = false;
   int exit_code = -1;
   int64_t last_step = -1;  // printed last in this run
+  bool overwritten = false;  // it found its only version half overwritten and started over
   std::string error;
 };
 
@@ -98,6 +99,7 @@ Outcome RunHarness(std::vector<std::string> words, int64_t kill_after_us = -1) {
   ::waitpid(pid, &status, 0);
   outcome.killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
   if (WIFEXITED(status)) outcome.exit_code = WEXITSTATUS(status);
+  outcome.overwritten = text.rfind("overwritten\n", 0) == 0;
   // Only whole lines count: a torn one was never said.
   const size_t end = text.rfind('\n');
   if (end != std::string::npos) {
@@ -164,6 +166,41 @@ TEST_P(KillTest, RandomMoments) {
     ASSERT_EQ(last.exit_code, 0) << last.error;
   }
   std::printf("%d random kills\n", kills);
+}
+
+// One slot a tile: a kill costs everything, or nothing; never is anything in between taken for a run.
+TEST_P(KillTest, WithOneVersionItIsWholeOrRefused) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  std::mt19937_64 random(seed);
+  int kills = 0, refused = 0;
+  const auto words = [&](int64_t expect, uint64_t steps) {
+    std::vector<std::string> all = Words(0, expect, steps);
+    all.insert(all.end(), {"--slots", "1"});
+    return all;
+  };
+  // At rest after its last commit it is whole: every run that comes to its end proves that to the next.
+  int64_t known = -1;
+  for (; kills < RandomKills(); ++kills) {
+    const Outcome outcome = RunHarness(words(known, 100000), static_cast<int64_t>(random() % 8000));
+    ASSERT_TRUE(outcome.killed) << "kill " << kills << ": " << outcome.error;
+    refused += outcome.overwritten ? 1 : 0;
+    known = outcome.overwritten ? outcome.last_step : std::max(known, outcome.last_step);
+    if (kills % 5 != 4) continue;
+    const Outcome rest = RunHarness(words(known, 3));
+    ASSERT_EQ(rest.exit_code, 0) << rest.error;
+    if (rest.overwritten) {
+      ++refused;
+      EXPECT_EQ(rest.last_step, 3);
+      known = 3;
+    }
+    const Outcome again = RunHarness(words(known, static_cast<uint64_t>(std::max<int64_t>(known, 0)) + 1));
+    ASSERT_EQ(again.exit_code, 0) << again.error;
+    EXPECT_FALSE(again.overwritten) << "a run that ended with a commit was not whole";
+    known = std::max(known, again.last_step);
+  }
+  std::printf("%d random kills, %d of which cost the state\n", kills, refused);
+  EXPECT_GT(refused, 0);
 }
 
 TEST(CheckpointKillTest, RandomMomentsWithACheckpointOnItsWay) {

@@ -20,7 +20,9 @@ namespace penstock::swap {
 
 class SimWorld {
  public:
-  SimWorld(uint64_t seed, Sync sync, uint32_t directories = 2) : seed_(seed), layout_(SmallLayout(4, 1500)) {
+  SimWorld(uint64_t seed, Sync sync, uint32_t directories = 2, uint32_t slots = 2)
+      : seed_(seed), layout_(SmallLayout(4, 1500)) {
+    options_.slots = slots;
     aio::SimDiskOptions disk_options;
     disk_options.seed = seed;
     disk_options.clock = &clock_;
@@ -59,6 +61,9 @@ class SimWorld {
       }
       if (store_->committed_updates() != store_->committed_step()) return absl::InternalError("updates");
       model.UpdateAll(step);
+      if (options_.slots == 1) {
+        if (absl::Status s = Mark(); !s.ok()) return s;
+      }
       std::vector<uint32_t> tiles;
       for (uint32_t t = 0; t < model.tiles(); ++t) tiles.push_back(t);
       if (absl::Status s = Write(model, tiles, step + 1); !s.ok()) return s;
@@ -107,6 +112,7 @@ class SimWorld {
     return acknowledged_;
   }                                                 // the last step whose commit was reported to be done
   int64_t attempted() const { return attempted_; }  // the last step whose commit was begun
+  int64_t marked() const { return marked_; }        // with one slot: the last step whose writes were announced
   uint64_t events() const { return events_; }
   aio::SimDisk& disk() { return *disk_; }
   aio::Engine& engine() { return *engine_; }
@@ -213,6 +219,15 @@ class SimWorld {
     return result;
   }
 
+  // Of a store of one slot: from here on its only version may go.
+  absl::Status Mark() {
+    commit_ = std::make_unique<CommitIo>();
+    if (absl::Status s = store_->StartOverwriting(commit_.get()); !s.ok()) return s;
+    marked_ = attempted_ + 1;
+    if (absl::Status s = Pump([&] { return commit_->finished(); }); !s.ok()) return s;
+    return store_->FinishCommit(commit_.get());
+  }
+
   absl::Status Commit(uint64_t step, uint64_t updates) {
     attempted_ = static_cast<int64_t>(step);
     commit_ = std::make_unique<CommitIo>();
@@ -240,6 +255,7 @@ class SimWorld {
   uint64_t events_ = 0;
   int64_t acknowledged_ = -1;
   int64_t attempted_ = -1;
+  int64_t marked_ = -1;
 };
 
 }  // namespace penstock::swap
