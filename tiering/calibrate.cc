@@ -22,6 +22,7 @@ bool Transfers(Lane lane) { return lane == Lane::kRead || lane == Lane::kWrite; 
 }  // namespace
 
 void Calibration::Observe(const Op& op, double start_seconds, double end_seconds) {
+  if (op.kind == OpKind::kCommit && !op.durable) return;  // nothing is done for it
   if (op.lane == Lane::kHost || !(end_seconds > start_seconds) || spans_.size() >= kMostSpans) return;
   Span span{op.kind, op.lane, op.stage, op.bytes, start_seconds, end_seconds};
   if (op.lane == Lane::kUpdate && op.block >= 0) {
@@ -31,6 +32,7 @@ void Calibration::Observe(const Op& op, double start_seconds, double end_seconds
     } else {
       span.amount = block.tiles[static_cast<size_t>(op.tile)].elements;
       if (op.kind == OpKind::kVerify) span.amount *= plan_.precision.weight_bytes();
+      if (op.kind == OpKind::kSeal) span.amount = plan_.precision.TotalBytes(span.amount);
     }
   }
   spans_.push_back(span);

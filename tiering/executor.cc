@@ -167,6 +167,7 @@ Stall Executor::CauseOfStall() const {
       return Stall::kWrite;
     case OpKind::kVerify:
     case OpKind::kUpdate:
+    case OpKind::kSeal:
     case OpKind::kFinalize:
       return Stall::kUpdate;
     case OpKind::kCommit:

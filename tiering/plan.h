@@ -45,8 +45,11 @@ struct BlockPlan {
 struct Plan {
   Precision precision;
   int micro_batches = 1;
-  bool on_nvme = false;       // state has its home on the drive; otherwise everything is resident
-  bool trains = true;         // false: forward only, no state, no gradients
+  bool on_nvme = false;  // state has its home on the drive; otherwise everything is resident
+  bool trains = true;    // false: forward only, no state, no gradients
+  // Every step is one that a restart finds. Otherwise only those are that the program is told to persist
+  // (Pass::kPersist), and tiles that stay in host memory are written for them alone.
+  bool commits_every_step = true;
   int64_t tile_elements = 0;  // of the largest tile
   std::vector<BlockPlan> blocks;
 
@@ -87,6 +90,7 @@ struct Plan {
   // Steady state, per step.
   int64_t nvme_read_bytes = 0;
   int64_t nvme_write_bytes = 0;
+  int64_t late_write_bytes = 0;  // of tiles that are written late, once: what a step writes less
 
   // Memory of a device apart; inputs that do not stay there wait in host memory, a place for each position
   // and micro-batch, instead of going to the drive.
@@ -102,6 +106,12 @@ struct Plan {
   int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
   int64_t tile_count() const;        // of all blocks
   double in_backward_share() const;  // of the tiles
+  // The tile never leaves host memory, and is written only when a step is persisted.
+  bool written_late(int block, int tile) const {
+    const BlockPlan& of = blocks[static_cast<size_t>(block)];
+    return on_nvme && !commits_every_step && of.private_run_slot >= 0 &&
+           of.private_tile_slot[static_cast<size_t>(tile)] >= 0;
+  }
   bool needs_accumulator(int block) const {
     if (device.apart) return false;  // the device sums, and rounds
     return precision.gradient_bytes < 4 && (micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1);
@@ -154,6 +164,7 @@ struct PlanOptions {
   bool clips = true;  // gradients are clipped by their global norm
   bool on_nvme = true;
   bool trains = true;
+  bool commits_every_step = true;   // see Plan
   int64_t host_budget_bytes = 0;    // 0: as much as the comfortable plan takes
   bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
   int64_t tile_bytes = 0;           // bound for one slot of a tile (all segments); 0: chosen

@@ -53,7 +53,7 @@ constexpr std::array<Level, 6> kLevels = {{
 }};
 
 // What the memory beside the working set is spent on, in this order.
-enum class Kind : uint8_t { kGradients, kWeights, kState };
+enum class Kind : uint8_t { kGradients, kWeights, kState, kBlocks };
 struct Spending {
   std::array<Kind, 3> order;
   const char* words;
@@ -62,6 +62,13 @@ constexpr std::array<Spending, 3> kSpendings = {{
     {{Kind::kGradients, Kind::kWeights, Kind::kState}, "gradients, then weights, then state"},
     {{Kind::kWeights, Kind::kGradients, Kind::kState}, "weights, then gradients, then state"},
     {{Kind::kState, Kind::kWeights, Kind::kGradients}, "state, then weights, then gradients"},
+}};
+// Where what stays in host memory is not written every step: a byte of a whole block saves its reads and its
+// write, 26 for 12.
+constexpr std::array<Spending, 3> kLateSpendings = {{
+    {{Kind::kBlocks, Kind::kGradients, Kind::kState}, "whole blocks, then gradients, then state"},
+    {{Kind::kGradients, Kind::kBlocks, Kind::kState}, "gradients, then whole blocks, then state"},
+    {{Kind::kBlocks, Kind::kState, Kind::kGradients}, "whole blocks, then state, then gradients"},
 }};
 
 std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
@@ -217,8 +224,8 @@ class Planner {
       Level fitting = level;
       if (!Fits(level, budget)) fitting.runs = 1;
       if (!more || !Fits(fitting, budget)) continue;
-      more = consider(fitting, kSpendings[0]);
-      if (more && FewTilesToSimulate(candidates.back().plan)) consider(fitting, kSpendings[1]);
+      more = consider(fitting, spendings()[0]);
+      if (more && FewTilesToSimulate(candidates.back().plan)) consider(fitting, spendings()[1]);
     }
     // For the levels that do best with the first way to spend: the other ways, and one block of weights in
     // memory at a time, which leaves more for what stays.
@@ -234,7 +241,7 @@ class Planner {
       promising.back().runs = 1;
     }
     for (const Level& level : promising) {
-      for (const Spending& spending : kSpendings) consider(level, spending);
+      for (const Spending& spending : spendings()) consider(level, spending);
     }
     // The fastest few with their tiles' orders chosen with care. A less comfortable level must be worth it:
     // it is more easily disturbed than a simulation shows.
@@ -302,6 +309,7 @@ class Planner {
     plan.micro_batches = options_.micro_batches;
     plan.on_nvme = options_.on_nvme;
     plan.trains = options_.trains;
+    plan.commits_every_step = options_.commits_every_step;
     plan.clips = options_.clips;
     plan.host_budget_bytes = options_.host_budget_bytes;
 
@@ -581,11 +589,37 @@ class Planner {
     return stays;
   }
 
+  const std::array<Spending, 3>& spendings() const {
+    return options_.commits_every_step ? kSpendings : kLateSpendings;
+  }
+
+  // Blocks that stay with all their state, first come, first served: each saves as much for a byte as any
+  // other. Adds them to those whose weights stay; returns the bytes that this takes.
+  int64_t KeepBlocks(const Plan& plan, int64_t free, std::vector<char>* weights,
+                     std::vector<char>* whole) const {
+    const int64_t ring = plan.tile_slots.empty() ? 0 : plan.tile_slots.front().bytes;
+    const bool spills = ring > plan.tile_state_bytes;  // a gradient is read beside the state
+    int64_t elements = options_.bounds.resident_elements.value_or(std::numeric_limits<int64_t>::max());
+    int64_t taken = 0;
+    for (size_t b = 0; b < plan.blocks.size(); ++b) {
+      const BlockPlan& block = plan.blocks[b];
+      int64_t bytes = (*weights)[b] != 0 ? 0 : WeightBytes(plan, block);
+      for (const Tile& tile : block.tiles) {
+        bytes += AlignUp(spills ? ring : StateBytes(plan, tile.elements), kPage);
+      }
+      if (bytes > free - taken || block.elements > elements) continue;
+      taken += bytes;
+      elements -= block.elements;
+      (*weights)[b] = (*whole)[b] = 1;
+    }
+    return taken;
+  }
+
   // The working set of `level`, and the rest of the budget spent in the given order.
   Plan Spent(const Level& level, const Spending& spending, int64_t budget) const {
     const PlanBounds& bounds = options_.bounds;
     Plan plan = WorkingSet(level, budget);
-    std::vector<char> weights(plan.blocks.size(), 0);
+    std::vector<char> weights(plan.blocks.size(), 0), whole(plan.blocks.size(), 0);
     int64_t stay_bytes = 0;  // of weights and state, beyond what `plan` has
     int64_t tiles = 0, tile_bytes = 0;
     int64_t may_stay =
@@ -616,6 +650,10 @@ class Planner {
         if (low > 0) plan = Build(level, low, budget);
       } else if (kind == Kind::kWeights && !all_weights) {
         keep_weights();
+      } else if (kind == Kind::kBlocks && plan.trains && bounds.placement != Placement::kCpu) {
+        const int64_t bytes = KeepBlocks(plan, std::min(left(), may_stay), &weights, &whole);
+        stay_bytes += bytes;
+        may_stay -= bytes;
       } else if (kind == Kind::kState && plan.trains && bounds.placement != Placement::kCpu) {
         tile_bytes = plan.tile_slots.front().bytes + kPage;
         const auto share =
@@ -629,7 +667,7 @@ class Planner {
       BlockPlan& block = plan.blocks[b];
       if (weights[b] != 0) block.private_run_slot = 0;  // numbered by LayOut
       for (int& slot : block.private_tile_slot) {
-        if (tiles-- > 0) slot = 0;
+        if (whole[b] != 0 || tiles-- > 0) slot = 0;
       }
     }
     LayOut(&plan);
@@ -660,6 +698,12 @@ class Planner {
   // Counted from the program itself, in its steady state.
   void CountBytes(Plan* plan) const {
     if (!plan->trains) return;
+    for (size_t b = 0; b < plan->blocks.size(); ++b) {
+      for (size_t t = 0; t < plan->blocks[b].tiles.size(); ++t) {
+        if (plan->written_late(static_cast<int>(b), static_cast<int>(t)))
+          plan->late_write_bytes += plan->precision.TotalBytes(plan->blocks[b].tiles[t].elements);
+      }
+    }
     ProgramBuilder builder(graph_, *plan, 1);
     builder.Append(Pass::kTrain);
     builder.Append(Pass::kTrain);

@@ -73,6 +73,8 @@ std::string_view OpKindName(OpKind kind) {
       return "finalize gradient";
     case OpKind::kNorm:
       return "norm";
+    case OpKind::kSeal:
+      return "seal";
     case OpKind::kCommit:
       return "commit";
     case OpKind::kBatch:
@@ -316,15 +318,29 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
     pending_writes_.push_back(update_id);
     return;
   }
+  if (plan_.written_late(block, tile)) {
+    pending_writes_.push_back(update_id);
+    return;
+  }
+  EmitTileWrite(block, tile, run_slot, slot_index, of, update_id);
+}
+
+void ProgramBuilder::EmitTileWrite(int block, int tile, int run_slot, int tile_slot, const Update& of,
+                                   OpId ready) {
   const OpId write_id = next_id_;
-  Op& write = emit(OpKind::kWriteTile, Lane::kWrite, plan_.precision.TotalBytes(elements));
+  Op& write = Emit(OpKind::kWriteTile, Lane::kWrite, of.step);
+  write.block = block;
+  write.tile = tile;
+  write.in_backward = of.in_backward;
+  write.redo = of.redo;
+  write.bytes = plan_.precision.TotalBytes(plan_.blocks[At(block)].tiles[At(tile)].elements);
   write.run_slot = run_slot;
-  write.tile_slot = slot_index;
-  write.after = {update_id};
+  write.tile_slot = tile_slot;
+  write.after = {ready};
   // The slot that is overwritten holds the version before the last one: free once the last one is committed.
   AddIf(&write.after, last_commit_);
-  slot.users.push_back(write_id);
-  run.writes[At(tile)] = write_id;
+  tiles_[At(tile_slot)].users.push_back(write_id);
+  runs_[At(run_slot)].writes[At(tile)] = write_id;
   last_write_[At(block)][At(tile)] = write_id;
   pending_writes_.push_back(write_id);
 }
@@ -345,8 +361,10 @@ void ProgramBuilder::CommitPending() {
   commit.after = std::move(pending_writes_);
   AddIf(&commit.after, norm_);
   AddIf(&commit.after, last_commit_);
+  commit.durable = plan_.commits_every_step;
   pending_writes_.clear();
   last_commit_ = id;
+  unsaved_step_ = plan_.on_nvme && !plan_.commits_every_step ? pending_step_ : 0;
   pending_step_ = 0;
 }
 
@@ -548,7 +566,7 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
     // The last stage runs forward and backward in one go: one use.
     for (size_t position = stages - 1; position-- > 0;) order_.push_back(block_at(position));
   }
-  if (pass == Pass::kFlush) {
+  if (pass == Pass::kFlush || pass == Pass::kPersist) {
     order_.clear();
     for (size_t b = 0; b < graph_.blocks.size(); ++b) order_.push_back(static_cast<int>(b));
   }
@@ -570,6 +588,9 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
     case Pass::kEvaluate:
       AppendForward(false, evaluate_micro_batches, next_step_ - 1);
       CommitPending();
+      break;
+    case Pass::kPersist:
+      Persist();
       break;
     case Pass::kFlush:
       for (size_t b = 0; b < graph_.blocks.size(); ++b) {

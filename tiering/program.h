@@ -51,7 +51,8 @@ enum class OpKind : uint8_t {
   kTakeGradient,   // its gradient from LibTorch's tensors to where it waits, or onto the sums there
   kFinalize,       // a block's accumulated gradient: round once, square norm, finite check
   kNorm,           // all gradients of the step are final: global norm, clip factor, skip or not
-  kCommit,         // the update of a step is on the drive: write the commit record
+  kSeal,           // checksums of a tile that stays in memory and is about to be written
+  kCommit,         // the update of a step is applied; Op::durable: and on the drive, write the commit record
   kBatch,          // the step's batch is there (opened by the engine)
   kEvaluated,      // an evaluation pass is complete
   kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device
@@ -69,6 +70,7 @@ struct Op {
   bool checks_state = false;      // kUpdate: the state was just read
   bool in_backward = false;       // reads, update and write of an update in backward
   bool redo = false;              // makes an update in backward good whose assumption failed
+  bool durable = false;           // kCommit: a restart finds it
   bool evaluates = false;         // kBatch, kForward: of a forward-only pass
   bool last_micro_batch = false;  // kForward, kBackward, kTakeGradient: of this stage
   int block = -1;
@@ -95,6 +97,8 @@ enum class Pass : uint8_t {
   kTrain,     // forward and backward of one step, applying pending updates on the way
   kEvaluate,  // forward only, applying pending updates on the way
   kFlush,     // pending updates only
+  kPersist,   // where not every step is durable: tiles that are written late, and a commit of the step whose
+              // updates are applied; what is pending stays so
 };
 
 class ProgramBuilder {
@@ -118,6 +122,8 @@ class ProgramBuilder {
   OpId next_id() const { return next_id_; }
   int64_t next_step() const { return next_step_; }
   bool has_pending_update() const { return pending_step_ != 0; }
+  // The step whose updates the passes so far apply and whose commit no restart would find; 0: none.
+  int64_t unsaved_step() const { return unsaved_step_; }
 
  private:
   struct RunSlot {
@@ -186,7 +192,9 @@ class ProgramBuilder {
   Op& EmitInput(OpKind kind, int position, int micro_batch, int64_t step);
   void AppendForward(bool train, int micro_batches, int64_t step);
   void AppendBackward(int64_t step, bool in_backward);
+  void EmitTileWrite(int block, int tile, int run_slot, int tile_slot, const Update& of, OpId ready);
   void CommitPending();
+  void Persist();
   size_t NextUse(int block, size_t position) const;
 
   const ModelGraph graph_;
@@ -194,8 +202,9 @@ class ProgramBuilder {
   std::vector<int> stage_order_;
   OpId next_id_ = 0;
   int64_t next_step_;
-  int64_t computing_step_ = 0;         // of the pass being appended
-  int64_t pending_step_ = 0;           // step whose update is not applied yet; 0 = none
+  int64_t computing_step_ = 0;  // of the pass being appended
+  int64_t pending_step_ = 0;    // step whose update is not applied yet; 0 = none
+  int64_t unsaved_step_ = 0;
   std::vector<std::vector<Due>> due_;  // [block][tile] of the pending update
   OpId batch_ = -1;                    // kBatch of the pass
   OpId norm_ = -1;                     // kNorm of the pending step

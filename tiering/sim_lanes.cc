@@ -18,7 +18,7 @@ double SimLanes::Work(const Op& op) const {
     case Lane::kCopyOut:
       return static_cast<double>(op.bytes);
     case Lane::kCommit:
-      return plan_.on_nvme ? machine_.commit_seconds : 0;
+      return plan_.on_nvme && op.durable ? machine_.commit_seconds : 0;
     case Lane::kUpdate: {
       const BlockPlan& block = plan_.blocks[static_cast<size_t>(op.block)];
       if (op.kind == OpKind::kFinalize) {
@@ -28,6 +28,9 @@ double SimLanes::Work(const Op& op) const {
       const int64_t elements = block.tiles[static_cast<size_t>(op.tile)].elements;
       if (op.kind == OpKind::kVerify) {
         return static_cast<double>(elements * plan_.precision.weight_bytes()) / machine_.verify_bytes_per_s;
+      }
+      if (op.kind == OpKind::kSeal) {
+        return static_cast<double>(plan_.precision.TotalBytes(elements)) / machine_.verify_bytes_per_s;
       }
       return static_cast<double>(elements) / machine_.update_parameters_per_s;
     }

@@ -56,6 +56,9 @@ double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, U
                          bool thorough, Plan* plan) {
   MarkInBackward(plan, 0);
   if (!plan->trains || !plan->on_nvme) return 0;
+  // Where a step's version is written over that of the step before, nothing is left to make an update again
+  // from.
+  if (!plan->commits_every_step) wanted = UpdateOrder::kInNextForward;
   const bool free = wanted == UpdateOrder::kAuto;
   if (TooManyTilesToSimulate(*plan)) {
     if (wanted == UpdateOrder::kInNextForward) return 0;

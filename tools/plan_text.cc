@@ -117,6 +117,38 @@ nlohmann::json DeviceJson(const PlanFacts& facts) {
   return json;
 }
 
+const char* VersionsText(int versions) {
+  return versions == 1 ? "one version" : versions == 2 ? "two versions" : "three versions";
+}
+
+std::string_view DurabilityName(const tiering::Plan& plan) {
+  return zero::Name(plan.commits_every_step ? zero::Durability::kStep : zero::Durability::kCheckpoint);
+}
+
+// What a kill will cost, where it costs more than the step under way.
+std::string DurabilityText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
+  if (!plan.plan.on_nvme || !plan.plan.trains || plan.plan.commits_every_step) return "";
+  const int64_t every = options.checkpoints.every;
+  std::string text = absl::StrFormat(
+      "durability: checkpoint: %s a step less to write, since what stays in memory is "
+      "written %s and at the end; ",
+      FormatBytes(plan.plan.late_write_bytes),
+      every > 0 ? absl::StrFormat("every %d steps", every) : "at an orderly stop");
+  if (plan.versions > 1) {
+    absl::StrAppend(&text, every > 0 ? "a kill goes back to the last of these\n"
+                                     : "a kill goes back to where this process began (--checkpoint-every N "
+                                       "bounds that)\n");
+    return text;
+  }
+  absl::StrAppend(
+      &text, "with one version a kill leaves nothing in ", options.state_dirs.front(), ": ",
+      every > 0
+          ? absl::StrCat("--resume goes back to the newest checkpoint in ", options.checkpoints.parent, "\n")
+          : std::string("everything is lost, for there are no checkpoints (--checkpoint-dir, "
+                        "--checkpoint-every N)\n"));
+  return text;
+}
+
 std::string WearText(const PlanFacts& facts) {
   if (facts.plan.plan.nvme_write_bytes == 0) return "";
   const tiering::Wear wear = WearOf(facts);
@@ -169,9 +201,9 @@ std::string PlanText(const PlanFacts& facts) {
     const int64_t free = FreeBytes(options.state_dirs.front());
     absl::StrAppend(
         &text,
-        absl::StrFormat("drive: %s for %s versions of everything%s; %s written and %s read per step, "
+        absl::StrFormat("drive: %s for %s of everything%s; %s written and %s read per step, "
                         "%.1f bytes per parameter\n",
-                        FormatBytes(plan.disk_bytes), plan.versions == 3 ? "three" : "two",
+                        FormatBytes(plan.disk_bytes), VersionsText(plan.versions),
                         free >= 0 && !options.resume ? absl::StrCat(", ", FormatBytes(free), " free") : "",
                         FormatBytes(plan.plan.nvme_write_bytes), FormatBytes(plan.plan.nvme_read_bytes),
                         BytesPerParameter(plan)));
@@ -181,6 +213,7 @@ std::string PlanText(const PlanFacts& facts) {
                                            FormatBandwidth(facts.machine.drives.mixed_bytes_per_s),
                                            facts.machine.drive_measured ? "" : " (assumed)"));
   }
+  absl::StrAppend(&text, DurabilityText(plan, options));
   if (plan.plan.speculates) {
     absl::StrAppend(
         &text,
@@ -268,6 +301,9 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"device", DeviceJson(facts)},
           {"least_device_memory_bytes", plan.plan.device.least_bytes},
           {"tiers", std::move(tiers)},
+          {"durability", std::string(DurabilityName(plan.plan))},
+          {"versions", plan.versions},
+          {"nvme_write_bytes_saved_per_step", plan.plan.late_write_bytes},
           {"state_bytes_total", plan.state_bytes},
           {"state_bytes_nvme", plan.disk_bytes},
           {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},

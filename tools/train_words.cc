@@ -65,6 +65,13 @@ absl::StatusOr<std::string> ChooseDtype(const TrainWords& words, const zero::Con
   return dtype;
 }
 
+// How long a killed run may hold its lock: the kernel still finishes its writes.
+constexpr int kLockPatienceMs = 2000;
+
+// A run of one version that was killed: nothing to go on from, and nothing to keep either.
+absl::Status Overwritten(const std::string& text) { return absl::OutOfRangeError(text); }
+bool IsOverwritten(const absl::Status& status) { return absl::IsOutOfRange(status); }
+
 // What the state directories hold, for a run that is to be resumed: its record's "run", null where there is
 // none yet.
 absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs) {
@@ -80,10 +87,17 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs) {
       return absl::FailedPreconditionError(found.text);
     case swap::Holding::kDamaged:
       return absl::DataLossError(found.text);
+    case swap::Holding::kOverwritten:
+      return Overwritten(found.text);
   }
   absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
   if (absl::IsNotFound(inspection.status())) return nlohmann::json();
   if (!inspection.ok()) return inspection.status();
+  if (inspection->record.overwriting) {
+    const swap::Finding later = swap::Probe(dirs, kLockPatienceMs);
+    if (later.holding == swap::Holding::kInUse) return absl::FailedPreconditionError(later.text);
+    return Overwritten(later.text);
+  }
   const nlohmann::json payload = nlohmann::json::parse(inspection->record.payload, nullptr, false);
   if (!payload.is_object() || !payload.contains("run") || !payload["run"].is_object() ||
       !payload["run"].contains("model")) {
@@ -98,6 +112,22 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs) {
     run["optimizer"] = run["adamw"] == false ? "Adam" : "AdamW";
   }
   return run;
+}
+
+void ResolveDurability(const zero::Config& config, TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  engine.durability = config.penstock.durability.value_or(zero::Durability::kStep);
+  engine.versions = static_cast<int>(config.penstock.versions.value_or(0));
+  if (engine.versions == 1) engine.durability = zero::Durability::kCheckpoint;
+  if (engine.offload == zero::OffloadDevice::kNvme) return;
+  if (config.penstock.durability == zero::Durability::kStep) {
+    settings->notes.push_back(
+        "penstock.durability \"step\": of no effect without offload to nvme: state in memory is kept by "
+        "checkpoints");
+  }
+  if (engine.versions > 0) {
+    settings->notes.push_back("penstock.versions: of no effect without offload to nvme");
+  }
 }
 
 absl::Status ResolveCheckpoints(const TrainWords& words, TrainSettings* settings) {
@@ -150,11 +180,11 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
     return run;
   }
   absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
-  if (!run.ok()) return run;
-  if (run->is_null() && newest.ok()) {
-    // The state directory is gone or empty, and a checkpoint is left.
-    const absl::Status restored =
-        zero::RestoreRun(*newest, engine.state_dirs, /*copies_checkpoints=*/engine.checkpoints.every > 0);
+  const bool overwritten = IsOverwritten(run.status());
+  if (!run.ok() && !(overwritten && newest.ok())) return run;
+  if (newest.ok() && (overwritten || run->is_null())) {
+    // The state is gone, and a checkpoint is left.
+    const absl::Status restored = zero::RestoreRun(*newest, engine);
     if (!restored.ok()) return restored;
     settings->notes.push_back(absl::StrCat("restored ", engine.state_dirs.front(), " from ", *newest));
     return FindRun(engine.state_dirs);
@@ -253,10 +283,6 @@ absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, 
 absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   engine.sync = config.penstock.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
-  if (config.penstock.durability == zero::Durability::kCheckpoint) {
-    return Wrong(
-        "penstock.durability \"checkpoint\": every step is durable; leave the key out or say \"step\"");
-  }
   engine.update_order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
   engine.tile_bytes = config.penstock.tile_bytes.value_or(0);
   const zero::ZeroConfig& zero_config = config.zero;
@@ -373,6 +399,7 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
     engine.state_dirs = !words.state_dirs.empty() ? words.state_dirs : zero::NvmePaths(config.zero);
     if (engine.state_dirs.empty()) engine.state_dirs = {kDefaultStateDir};
   }
+  ResolveDurability(config, &settings);
   if (absl::Status status = ResolveCheckpoints(words, &settings); !status.ok()) return status;
   nlohmann::json run;
   if (words.resume) {

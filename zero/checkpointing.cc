@@ -61,13 +61,15 @@ absl::Status Checkpointing::Begin(std::unique_ptr<swap::CheckpointCopy> copy, in
   return BeforeUpdate(begun_step_);
 }
 
-absl::Status Checkpointing::BeginOfStore(swap::Store& store) {
+absl::Status Checkpointing::BeginOfStore(swap::Store& store, bool commits_every_step) {
   if (absl::Status status = Finish(); !status.ok()) return status;
   absl::StatusOr<std::unique_ptr<swap::CheckpointCopy>> copy =
       swap::CheckpointCopy::OfStore(store, Options());
   if (!copy.ok()) return copy.status();
-  const bool at_leisure = store.geometry().slots() > 2;
-  last_step_ = at_leisure ? 0 : static_cast<int64_t>(store.committed_step()) + 2;
+  const uint32_t slots = store.geometry().slots();
+  const bool at_leisure = slots > 2 || (slots == 2 && !commits_every_step);
+  const auto step = static_cast<int64_t>(store.committed_step());
+  last_step_ = at_leisure ? 0 : step + (slots == 1 ? 1 : 2);
   return Begin(std::move(*copy), at_leisure ? std::min(schedule_.every - 1, kSpreadSteps) : 1);
 }
 

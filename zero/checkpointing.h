@@ -7,8 +7,11 @@
 //   a store of three slots   as long as it likes: spread over the steps until the next one is due, but over
 //   no
 //                            more than kSpreadSteps, which keeps its traffic below 5% of the training's
+//   of two, where only       the same, and until the next commit
+//   checkpoints are commits
 //   a store of two slots     until the step after the next is to be updated: about one step
-//   state in memory          until the next update: a forward and a backward
+//   of one slot, and         until the next update: a forward and a backward
+//   state in memory
 //
 // Training waits where that is not enough, and where one is due while the last is still being written.
 //
@@ -51,7 +54,7 @@ class Checkpointing {
 
   bool Due(int64_t step) const { return schedule_.every > 0 && step % schedule_.every == 0; }
   // The commit that is due is done. Errors are those of Finish.
-  absl::Status BeginOfStore(swap::Store& store);
+  absl::Status BeginOfStore(swap::Store& store, bool commits_every_step);
   absl::Status BeginOfMemory(aio::Engine& io, swap::CheckpointSource source);
   // Of `operations` in a step one has ended: lets the copy go on, and notices its end.
   absl::Status Advance(int64_t operations);

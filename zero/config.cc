@@ -186,6 +186,7 @@ Config Fill(const Filler& f) {
   f.Get("penstock.device_memory", c.penstock.device_memory_bytes);
   f.Get("penstock.durability", kDurabilities, c.penstock.durability);
   f.Get("penstock.sync", kSyncModes, c.penstock.sync);
+  f.Get("penstock.versions", c.penstock.versions);
   f.Get("penstock.order", kUpdateOrders, c.penstock.order);
   f.Get("penstock.optimizer_states", c.penstock.optimizer_states);
   f.Get("penstock.tile_bytes", c.penstock.tile_bytes);
@@ -217,6 +218,19 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
                           "number of ranks",
                           *c.train_batch_size, parts, c.gradient_accumulation_steps.value_or(1)));
     }
+  }
+  if (c.penstock.versions == 1 && c.penstock.durability == Durability::kStep) {
+    return absl::InvalidArgumentError(
+        "penstock.versions: 1 beside penstock.durability \"step\": a step cannot be durable while the next "
+        "is "
+        "written over it; choose durability \"checkpoint\", or 2 versions");
+  }
+  if (c.penstock.order == UpdateOrder::kInBackward &&
+      (c.penstock.versions == 1 || c.penstock.durability == Durability::kCheckpoint)) {
+    return absl::InvalidArgumentError(
+        "penstock.order \"in_backward\" beside durability \"checkpoint\": an update that has to be made "
+        "again "
+        "starts from the version before, which is not there; leave the order to the planner");
   }
   if (c.penstock.placement_const_bytes && c.penstock.placement != ConfigPlacement::kConst) {
     notes.push_back(

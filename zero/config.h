@@ -155,6 +155,7 @@ struct PenstockConfig {
   std::optional<int64_t> device_memory_bytes;  // "device_memory"
   std::optional<Durability> durability;
   std::optional<SyncMode> sync;
+  std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3
   std::optional<UpdateOrder> order;
   std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
   std::optional<int64_t> tile_bytes;

@@ -426,6 +426,7 @@ constexpr auto kPenstock = std::to_array<KeySpec>({
     Size("device_memory", 1),
     Choice("durability", "step|checkpoint"),
     Choice("sync", "process|power"),
+    Whole("versions", 1, 3),
     Choice("order", "auto|next_forward|in_backward"),
     Choice("optimizer_states", "fp32|bf16|8bit"),
     Size("tile_bytes", 65536, 0x1p30),

@@ -98,7 +98,7 @@ class Engine::Impl {
     LaneHooks hooks;
     hooks.decide = [this](const Op& op) { return Decide(op); };
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
-    hooks.committed = [this](const Op& op) { return Committed(op.step); };
+    hooks.committed = [this](const Op& op) { return Applied(op); };
     lanes_ =
         std::make_unique<RealLanes>(plan_.plan, *residency_, module_pointers_, runner_.get(), store_.get(),
                                     inputs_.get(), device_lanes_.get(), lane_options, std::move(hooks));
@@ -184,18 +184,25 @@ class Engine::Impl {
 
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
-    if (absl::Status status = Flush(); !status.ok()) return status;
-    absl::Status status = Access().Write(parameter, kind, value);
+    absl::Status status = Flush();
+    if (status.ok() && store_ != nullptr && plan_.versions == 1) status = store_->OverwriteNow();
+    if (!status.ok()) return status;
+    status = Access().Write(parameter, kind, value);
     if (store_ == nullptr) return status;
+    const auto commit = [this] {
+      const std::string payload = store_->committed_payload();
+      return store_->CommitNow(
+          {.step = store_->committed_step(), .updates = store_->committed_updates(), .payload = payload});
+    };
     if (!status.ok()) {
-      status.Update(store_->DropAllWritten());
+      absl::Status undone = store_->DropAllWritten();
+      if (undone.ok() && store_->overwriting()) undone = commit();  // nothing was, after all
+      status.Update(undone);
       return status;
     }
     // What the builder believes to be in memory is of the version before.
     MakeBuilder(builder_->next_id());
-    const std::string payload = store_->committed_payload();
-    return store_->CommitNow(
-        {.step = store_->committed_step(), .updates = store_->committed_updates(), .payload = payload});
+    return commit();
   }
 
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
@@ -224,6 +231,7 @@ class Engine::Impl {
     if (builder_->has_pending_update()) {
       executor_->Append(builder_->Append(Pass::kFlush));
     }
+    AppendPersist();
     absl::Status status = executor_->RunUntilIdle();
     AddUsage(executor_->TakeUsage());
     if (status.ok()) status = checkpoint_status_;
@@ -410,6 +418,14 @@ class Engine::Impl {
     if (in_backward) in_backward_steps_.insert(builder_->next_step() - 1);
     ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
     ahead_step_ = builder_->next_step() - 1;
+    AppendPersistIfDue();
+  }
+
+  // The step whose updates are applied becomes one that a restart finds; nothing where every step is.
+  void AppendPersist() { executor_->Append(builder_->Append(Pass::kPersist)); }
+  void AppendPersistIfDue() {
+    const int64_t step = builder_->unsaved_step();
+    if (step != 0 && checkpointing_ != nullptr && checkpointing_->Due(step)) AppendPersist();
   }
 
   // Nothing is pending, and nothing on a drive is taken to be in memory.
@@ -431,6 +447,8 @@ class Engine::Impl {
     lanes_->Abandon(abandoned_step_);
     executor_->OpenGate(++gates_);
     absl::Status status = executor_->RunUntil(std::exchange(ahead_norm_, -1));
+    // The next builder takes everything from the drive.
+    AppendPersist();
     if (status.ok()) status = executor_->RunUntilIdle();
     lanes_->Abandon(abandoned_step_ = 0);
     if (!status.ok()) return status;
@@ -450,6 +468,7 @@ class Engine::Impl {
       if (!begun.ok()) return begun;
       std::vector<Op> ops = builder_->Append(Pass::kEvaluate, static_cast<int>(n));
       executor_->Append(std::move(ops));
+      AppendPersistIfDue();
       executor_->OpenGate(++gates_);
       if (absl::Status status = executor_->RunUntilIdle(); !status.ok()) return status;
       take(n);
@@ -516,24 +535,36 @@ class Engine::Impl {
   }
 
   swap::CommitInfo DescribeCommit(int64_t step) {
-    const Pending& pending = pending_.at(step);
+    const auto found = pending_.find(step);
+    const Pending& pending = found != pending_.end() ? found->second : applied_;
     commit_payload_ = Payload(&pending.result, pending.scaler);
     return {.step = static_cast<uint64_t>(step),
             .updates = static_cast<uint64_t>(pending.updates),
             .payload = commit_payload_};
   }
 
-  absl::Status Committed(int64_t step) {
-    committed_step_ = step;
-    const Pending pending = pending_.at(step);
-    const bool checkpoints = checkpointing_ != nullptr && checkpointing_->Due(step);
-    if (checkpoints && store_ == nullptr) commit_payload_ = Payload(&pending.result, pending.scaler);
-    pending_.erase(step);
-    if (options_.committed) {
-      if (absl::Status status = options_.committed(pending.result); !status.ok()) return status;
+  // A step's updates are applied, and where `op` is durable, on the drive. Where not every step is, a durable
+  // one follows for the same step.
+  absl::Status Applied(const Op& op) {
+    const int64_t step = op.step;
+    const bool lasts = store_ == nullptr || op.durable;
+    if (lasts) committed_step_ = step;
+    if (const auto found = pending_.find(step); found != pending_.end()) {
+      applied_ = found->second;
+      pending_.erase(found);
+      if (options_.committed) {
+        if (absl::Status status = options_.committed(applied_.result); !status.ok()) return status;
+      }
     }
-    if (!checkpoints) return absl::OkStatus();
-    if (store_ != nullptr) return checkpointing_->BeginOfStore(*store_);
+    if (!lasts || checkpointing_ == nullptr) return absl::OkStatus();
+    if (!plan_.plan.commits_every_step) {
+      // What the last checkpoint still holds is written to from here on.
+      if (absl::Status status = checkpointing_->Finish(); !status.ok()) return status;
+    }
+    if (!checkpointing_->Due(step)) return absl::OkStatus();
+    const Pending& pending = applied_;
+    if (store_ == nullptr) commit_payload_ = Payload(&pending.result, pending.scaler);
+    if (store_ != nullptr) return checkpointing_->BeginOfStore(*store_, plan_.plan.commits_every_step);
     if (pending_.count(step + 1) > 0) {
       return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
                                               " is over: no checkpoint of it can be written"));
@@ -601,6 +632,7 @@ class Engine::Impl {
     LossScaler scaler;  // after it
   };
   std::map<int64_t, Pending> pending_;
+  Pending applied_;  // the last that was
   std::string commit_payload_;
   StepResult last_result_;  // of this process; step 0: none
   double last_end_ = 0;

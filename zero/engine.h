@@ -123,6 +123,13 @@ struct EngineOptions {
   int64_t device_memory_bytes = 0;                // of a device apart; 0: all that it has
   std::vector<std::string> state_dirs;
   swap::Sync sync = swap::Sync::kProcess;
+  // kCheckpoint: a restart finds the last step that was kept as a checkpoint, or with which the run was
+  // flushed. Tiles that stay in host memory are written for those steps only.
+  Durability durability = Durability::kStep;
+  // Of everything in state_dirs, of a new run. 0: two, or three where checkpoints are copied and there is
+  // room. 1: half the space, and durability is kCheckpoint: a run that is killed between two such steps
+  // leaves nothing to resume but its checkpoints.
+  int versions = 0;
   int64_t tile_bytes = 0;  // 0: the planner's choice
   tiering::UpdateOrder update_order = tiering::UpdateOrder::kAuto;
   tiering::PlanBounds bounds;
@@ -143,7 +150,7 @@ struct EngineOptions {
   std::function<absl::Status(const EnginePlan&)> planned;
   // The caller's words about a step, kept in its commit; asked once, when the step is about to be committed.
   std::function<nlohmann::json(const StepResult&)> describe;
-  // The step is on the drive (or, without one, applied).
+  // The step is on the drive; without one, and between checkpoints with Durability::kCheckpoint, applied.
   std::function<absl::Status(const StepResult&)> committed;
   // A checkpoint stands under `path`, or why there is none.
   std::function<void(int64_t step, const std::string& path, const absl::Status& status)> checkpointed;
@@ -191,8 +198,8 @@ class Engine {
   // Applies and commits what is pending, and waits for the checkpoint that is being written.
   absl::Status Flush();
 
-  int64_t step() const;  // last step that Step has finished, or that the resumed run had committed
-  int64_t committed_step() const;
+  int64_t step() const;            // last step that Step has finished, or that the resumed run had committed
+  int64_t committed_step() const;  // that a restart would find
   std::optional<int64_t> resumed_from() const;
   const nlohmann::json& run() const;               // EngineOptions::run of the run's creation
   const nlohmann::json& last_description() const;  // of the last commit at resume; null if none

@@ -97,6 +97,18 @@ absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape
   return tiles;
 }
 
+// Slots of a new store.
+uint32_t VersionsOf(const EngineOptions& options, swap::StoreOptions store, const swap::Layout& layout,
+                    const std::string& identity) {
+  if (options.versions > 0) return static_cast<uint32_t>(options.versions);
+  // With a third version a checkpoint is copied at leisure; it is worth its space where there is any. Where
+  // only checkpoints are commits, the second one is free meanwhile.
+  if (!options.trains || options.checkpoints.every == 0) return 2;
+  if (options.durability == Durability::kCheckpoint) return 2;
+  store.slots = 3;
+  return swap::CheckSpace(store, layout, identity).ok() ? 3 : 2;
+}
+
 }  // namespace
 
 absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options) {
@@ -172,6 +184,10 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     found = swap::Inspect(options.state_dirs);
     if (!found.ok()) return found.status();
   }
+  // A step cannot be durable while the next is written over it.
+  const bool one_version = resumes ? found->shape.slots == 1 : options.versions == 1;
+  plan_options.commits_every_step =
+      !on_nvme || !options.trains || (options.durability == Durability::kStep && !one_version);
   absl::StatusOr<MeasuredModel> measured =
       MeasureModel(model, options.example, format->weights, options.trains, *options.device);
   if (!measured.ok()) return measured.status();
@@ -212,13 +228,8 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     store_options.directories = options.state_dirs;
     store_options.overwrite = options.overwrite;
     const swap::Layout layout = LayoutOf(plan.plan);
-    if (resumes) {
-      store_options.slots = found->shape.slots;
-    } else if (plan_options.copies_checkpoints) {
-      // With a third version a checkpoint is copied at leisure; it is worth its space where there is any.
-      store_options.slots = 3;
-      if (!swap::CheckSpace(store_options, layout, prepared.identity.dump()).ok()) store_options.slots = 2;
-    }
+    store_options.slots =
+        resumes ? found->shape.slots : VersionsOf(options, store_options, layout, prepared.identity.dump());
     plan.versions = static_cast<int>(store_options.slots);
     absl::StatusOr<std::vector<uint64_t>> bytes =
         swap::BytesOnDisk(store_options, layout, prepared.identity.dump());
@@ -316,8 +327,7 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
   return absl::OkStatus();
 }
 
-absl::Status RestoreRun(const std::string& path, const std::vector<std::string>& state_dirs,
-                        bool copies_checkpoints) {
+absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   constexpr uint64_t kMiB = 1 << 20;
   aio::EngineOptions io_options;
   io_options.log = [](std::string_view) {};
@@ -335,12 +345,9 @@ absl::Status RestoreRun(const std::string& path, const std::vector<std::string>&
     tile_bytes = std::max(tile_bytes, (*from)->geometry().slot_bytes(tile));
   }
   swap::StoreOptions to_options;
-  to_options.directories = state_dirs;
-  to_options.overwrite = true;  // of what was never committed
-  to_options.slots = copies_checkpoints ? 3 : 2;
-  if (copies_checkpoints && !swap::CheckSpace(to_options, layout, (*from)->identity()).ok()) {
-    to_options.slots = 2;
-  }
+  to_options.directories = options.state_dirs;
+  to_options.overwrite = true;  // of what was never committed, or is of no use any more
+  to_options.slots = VersionsOf(options, to_options, layout, (*from)->identity());
   absl::StatusOr<std::unique_ptr<swap::Store>> to =
       swap::Store::Create(**io, to_options, layout, (*from)->identity());
   if (!to.ok()) return to.status();

@@ -42,10 +42,9 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
                              const Residency& residency, const std::vector<BlockModule*>& modules,
                              swap::Store* store, const std::function<void(const std::string&)>& log);
 
-// Makes a run in `state_dirs` (which hold none) of the checkpoint `path`: what --resume then goes on with.
-// With room for a third version where checkpoints of it will be copied, and there is space.
-absl::Status RestoreRun(const std::string& path, const std::vector<std::string>& state_dirs,
-                        bool copies_checkpoints);
+// Makes a run in options.state_dirs (which hold none, or one of no use) of the checkpoint `path`: what
+// --resume then goes on with. As many versions as a new run would have.
+absl::Status RestoreRun(const std::string& path, const EngineOptions& options);
 
 }  // namespace penstock::zero
 

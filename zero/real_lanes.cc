@@ -106,6 +106,8 @@ bool RealLanes::Skips(const Op& op) const {
   const bool decided = decision.step == op.step;
   if (op.redo) return !(decided && decision.redo);
   if (!decided || op.kind != OpKind::kWriteTile) return false;
+  // Written for a commit, whatever became of the last update.
+  if (plan_.written_late(op.block, op.tile)) return false;
   // What will be made again need not go to the drive; a skipped update leaves the tile as it was.
   return op.in_backward ? decision.redo : decision.skip;
 }
@@ -160,7 +162,7 @@ void RealLanes::Start(tiering::OpId id, const Op& op) {
     }
     case Lane::kCommit: {
       const double start = Now();
-      if (store_ == nullptr) return Report(task, absl::OkStatus(), start);
+      if (store_ == nullptr || !op.durable) return Report(task, absl::OkStatus(), start);
       if (absl::Status status = StartCommit(task); !status.ok()) Report(task, std::move(status), start);
       return;
     }
@@ -195,6 +197,9 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
       return store_->ReadScratch(begin(&transfers.gradient), tile, 0, memory.gradient,
                                  static_cast<uint64_t>(op.bytes), aio::Priority::kPrefetch);
     case OpKind::kWriteTile: {
+      if (store_->geometry().slots() == 1 && !store_->overwriting()) {
+        if (absl::Status status = store_->OverwriteNow(); !status.ok()) return status;
+      }
       std::vector<const void*> sources = {memory.weights};
       sources.insert(sources.end(), memory.state.begin(), memory.state.end());
       return store_->WriteTile(begin(&transfers.write), tile, VersionAfter(op.step), sources,
@@ -302,7 +307,7 @@ absl::Status RealLanes::Settle(const Done& done) {
       return status;
     }
     case OpKind::kCommit:
-      if (store_ != nullptr) status = store_->FinishCommit(&commit_);
+      if (store_ != nullptr && op.durable) status = store_->FinishCommit(&commit_);
       if (status.ok()) status = hooks_.committed(op);
       return status;
     case OpKind::kFinalize:
@@ -372,6 +377,9 @@ absl::Status RealLanes::Run(const Op& op) {
       return RunVerify(op);
     case OpKind::kUpdate:
       return RunUpdate(op);
+    case OpKind::kSeal:
+      Seal(op);
+      return absl::OkStatus();
     case OpKind::kFinalize:
       return RunFinalize(op);
     default:
@@ -409,7 +417,12 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
   UpdateTile(options_.format, decision.optimizer,
              MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(op.block)),
              modules_[At(op.block)]->layout(), tile, memory);
-  if (store_ == nullptr) return absl::OkStatus();
+  if (store_ != nullptr && !plan_.written_late(op.block, op.tile)) Seal(op);
+  return absl::OkStatus();
+}
+
+void RealLanes::Seal(const Op& op) {
+  const TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
   std::vector<uint64_t>& checksums = transfers(op).checksums;
   const uint32_t id = StoreTile(op.block, op.tile);
   const uint64_t version = VersionAfter(op.step);
@@ -417,7 +430,6 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
   for (size_t s = 1; s < checksums.size(); ++s) {
     checksums[s] = store_->SegmentChecksum(id, static_cast<uint32_t>(s), version, memory.state[s - 1]);
   }
-  return absl::OkStatus();
 }
 
 absl::Status RealLanes::RunFinalize(const Op& op) {

@@ -41,7 +41,7 @@ struct LaneHooks {
   std::function<absl::Status(const tiering::Op&)> decide;  // kHost operations
   std::function<swap::CommitInfo(const tiering::Op&)>
       describe_commit;                                        // its payload lives until the commit is done
-  std::function<absl::Status(const tiering::Op&)> committed;  // after it
+  std::function<absl::Status(const tiering::Op&)> committed;  // after it; Op::durable says what it is worth
 };
 
 class RealLanes : public tiering::Lanes {
@@ -139,6 +139,7 @@ class RealLanes : public tiering::Lanes {
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunVerify(const tiering::Op& op);
   absl::Status RunUpdate(const tiering::Op& op);
+  void Seal(const tiering::Op& op);  // the checksums that a tile is written with
   absl::Status RunFinalize(const tiering::Op& op);
   // What is left to do for a finished operation on the executor's thread.
   absl::Status Settle(const Done& done);

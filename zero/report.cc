@@ -90,6 +90,10 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["blocks"] = plan.graph.blocks.size();
   report_["state_bytes_total"] = plan.state_bytes;
   report_["state_bytes_nvme"] = plan.disk_bytes;
+  report_["versions"] = plan.versions;
+  report_["durability"] =
+      std::string(Name(plan.plan.commits_every_step ? Durability::kStep : Durability::kCheckpoint));
+  report_["nvme_write_bytes_saved_per_step"] = plan.plan.late_write_bytes;
   report_["resumed_from_step"] =
       engine.resumed_from().has_value() ? nlohmann::json(*engine.resumed_from()) : nlohmann::json();
   report_["io_backend"] = engine.io_backend();

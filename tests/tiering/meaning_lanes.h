@@ -80,6 +80,7 @@ class MeaningLanes : public Lanes {
 
   int64_t norms() const { return norms_; }
   int64_t commits() const { return commits_; }
+  int64_t persisted() const { return persisted_; }
   int64_t early_updates() const { return early_updates_; }
   int64_t redone_updates() const { return redone_updates_; }
   const std::map<std::pair<int, int>, int64_t>& drive() const { return drive_; }
@@ -202,10 +203,20 @@ class MeaningLanes : public Lanes {
         EXPECT_EQ(written_inputs_.count({op.position, op.micro_batch}), 1u) << "read before it was written";
         Keep(op.position, op.micro_batch);
         break;
-      case OpKind::kWriteTile:
-        EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, VersionAfter(op)}));
-        EXPECT_EQ(commits_, op.step - 1) << "a slot of the committed version overwritten";
+      case OpKind::kSeal:
+        EXPECT_TRUE(plan_.written_late(op.block, op.tile));
+        EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, 2 * op.step}));
         break;
+      case OpKind::kWriteTile: {
+        EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, VersionAfter(op)}));
+        if (plan_.precision.segment_bytes.size() > 1) {
+          EXPECT_EQ(state_[op.tile_slot], (std::pair{std::pair{op.block, op.tile}, VersionAfter(op)}));
+        }
+        // Those that are written late follow the updates of their step, to be part of a commit of it.
+        const bool late = plan_.written_late(op.block, op.tile);
+        EXPECT_EQ(commits_, late ? op.step : op.step - 1) << "a slot of the committed version overwritten";
+        break;
+      }
       case OpKind::kWriteGradient:
         EXPECT_EQ(gradient_[op.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
         break;
@@ -272,9 +283,17 @@ class MeaningLanes : public Lanes {
         ++finalized_;
         break;
       case OpKind::kCommit:
-        for (const auto& [tile, version] : drive_)
-          EXPECT_EQ(version, 2 * op.step) << "commit of a partial step";
-        committed_ = drive_;
+        for (const auto& [tile, version] : drive_) {
+          const bool comes_later = !op.durable && plan_.written_late(tile.first, tile.second);
+          EXPECT_TRUE(comes_later || version == 2 * op.step) << "commit of a partial step";
+        }
+        if (op.durable || !plan_.on_nvme) committed_ = drive_;
+        if (op.durable && !plan_.commits_every_step) {
+          EXPECT_EQ(commits_, op.step) << "persisted in the midst of another step's updates";
+          ++persisted_;
+          break;
+        }
+        EXPECT_EQ(op.durable, plan_.commits_every_step);
         EXPECT_EQ(commits_, op.step - 1);
         ++commits_;
         break;
@@ -318,13 +337,14 @@ class MeaningLanes : public Lanes {
   int64_t early_updates_ = 0, redone_updates_ = 0;
   size_t finalized_ = 0;
   int64_t norms_ = 0;
-  int64_t commits_ = 0;
+  int64_t commits_ = 0, persisted_ = 0;
 };
 
-// What happened to updates in backward.
+// What happened to updates in backward, and how many commits were asked for where not every step is one.
 struct Counted {
   int64_t early = 0;
   int64_t redone = 0;
+  int64_t persisted = 0;
 };
 
 // Some passes of every kind, in a random order unless `random` is null: training only.
@@ -357,18 +377,24 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
       ++gates;
       ++steps;
     }
+    // Now and then a step is to be found by a restart.
+    if (random != nullptr && (*random)() % 3 == 0) {
+      executor.Append(builder.Append(Pass::kPersist));
+      EXPECT_EQ(builder.unsaved_step(), 0);
+    }
     executor.OpenGate(gates);
     // Sometimes the next pass is appended while this one runs.
     if (random != nullptr && (*random)() % 2 == 0) continue;
     EXPECT_TRUE(executor.RunUntil(builder.next_id() - 1).ok());
     if (steps > 0 && !redone(steps) && failures % 3 == 0) builder.AssumptionHeld();
   }
+  executor.Append(builder.Append(Pass::kPersist));
   EXPECT_TRUE(executor.RunUntilIdle().ok());
   EXPECT_TRUE(executor.complete(builder.next_id() - 1));
   EXPECT_EQ(lanes.norms(), steps);
   EXPECT_EQ(lanes.commits(), steps);
   for (const auto& [tile, version] : lanes.drive()) EXPECT_EQ(version, 2 * steps);
-  return {lanes.early_updates(), lanes.redone_updates()};
+  return {lanes.early_updates(), lanes.redone_updates(), lanes.persisted()};
 }
 
 }  // namespace penstock::tiering

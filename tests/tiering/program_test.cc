@@ -22,6 +22,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 
 TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   Counted counted;
+  int late = 0;  // plans with tiles that are written late
   for (uint64_t seed = 1; seed <= 250; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
@@ -43,6 +44,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     options.on_nvme = random() % 8 != 0;
     if (random() % 2 != 0) options.tile_bytes = 64 << 10;
     options.clips = random() % 4 != 0;
+    options.commits_every_step = !options.on_nvme || random() % 3 != 0;
     options.update_order = static_cast<UpdateOrder>(random() % 3);
     absl::StatusOr<Plan> roomy = MakePlan(graph, options);
     ASSERT_TRUE(roomy.ok()) << roomy.status();
@@ -67,10 +69,14 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     const Counted run = RunPasses(graph, *plan, machine, &random);
     counted.early += run.early;
     counted.redone += run.redone;
+    counted.persisted += run.persisted;
+    late += plan->late_write_bytes > 0 ? 1 : 0;
     if (HasFailure()) return;
   }
   EXPECT_GT(counted.early, 5'000);
-  EXPECT_GT(counted.redone, 2'000);
+  EXPECT_GT(counted.redone, 1'500);
+  EXPECT_GT(counted.persisted, 100);
+  EXPECT_GT(late, 20);
 }
 
 TEST(Planner, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {

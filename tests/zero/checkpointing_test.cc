@@ -45,7 +45,7 @@ class CheckpointingTest : public testing::Test {
     rest.state_dir = scratch_ + "/restored";
     rest.resume = true;
     TrainedLosses trained;
-    trained.status = RestoreRun(checkpoint, {rest.state_dir}, /*copies_checkpoints=*/false);
+    trained.status = RestoreRun(checkpoint, testing_support::OptionsOf(rest));
     return trained.status.ok() ? TrainGpt(rest) : trained;
   }
   void ExpectRest(const TrainedLosses& rest, int64_t from) {

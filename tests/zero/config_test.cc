@@ -55,7 +55,7 @@ constexpr std::string_view kInfinity = R"({
   "activation_checkpointing": {"cpu_checkpointing": true, "partition_activations": false},
   "checkpoint": {"tag_validation": "Warn"},
   "penstock": {"host_memory": "4GiB", "device_memory": 2147483648, "durability": "checkpoint", "sync": "power",
-               "order": "in_backward", "tile_bytes": "16M", "io_threads": 2, "update_threads": 4}
+               "versions": 2, "order": "next_forward", "tile_bytes": "16M", "io_threads": 2, "update_threads": 4}
 })";
 
 TEST(ParseConfig, EverythingServedArrives) {
@@ -102,12 +102,24 @@ TEST(ParseConfig, EverythingServedArrives) {
   EXPECT_EQ(c.penstock.device_memory_bytes, int64_t{2} << 30);
   EXPECT_EQ(c.penstock.durability, Durability::kCheckpoint);
   EXPECT_EQ(c.penstock.sync, SyncMode::kPower);
-  EXPECT_EQ(c.penstock.order, UpdateOrder::kInBackward);
+  EXPECT_EQ(c.penstock.versions, 2);
+  EXPECT_EQ(c.penstock.order, UpdateOrder::kInNextForward);
   EXPECT_EQ(c.penstock.tile_bytes, 16 << 20);
   EXPECT_EQ(c.penstock.io_threads, 2);
   EXPECT_EQ(c.penstock.update_threads, 4);
   EXPECT_EQ(CombinedOffload(c.zero), OffloadDevice::kNvme);
   EXPECT_THAT(NvmePaths(c.zero), ElementsAre("/local_nvme"));
+}
+
+TEST(ParseConfig, DurabilityVersionsAndOrderMustAgree) {
+  EXPECT_EQ(Parse(R"({"penstock": {"versions": 1}})").config.penstock.versions, 1);
+  EXPECT_THAT(Refusal(R"({"penstock": {"versions": 4}})"), StartsWith("penstock.versions: "));
+  EXPECT_THAT(Refusal(R"({"penstock": {"versions": 1, "durability": "step"}})"),
+              StartsWith("penstock.versions: 1 beside penstock.durability \"step\""));
+  EXPECT_THAT(Refusal(R"({"penstock": {"order": "in_backward", "durability": "checkpoint"}})"),
+              StartsWith("penstock.order \"in_backward\""));
+  EXPECT_THAT(Refusal(R"({"penstock": {"order": "in_backward", "versions": 1}})"),
+              StartsWith("penstock.order \"in_backward\""));
 }
 
 TEST(ParseConfig, OneNoteForEachKeyWithoutEffectInTheFilesOrder) {

@@ -18,8 +18,10 @@
 #include <sstream>
 
 #include "swap/checkpoint.h"
+#include "swap/inspect.h"
 #include "tests/zero/training.h"
 #include "tools/train_log.h"
+#include "zero/engine_state.h"
 #include "zero/report.h"
 
 namespace penstock::zero {
@@ -47,13 +49,24 @@ std::vector<std::string> Losses(const std::string& log) {
 
 // Runs in a child: resumes or starts, trains to the end, logs. Kills itself after `operations` finished
 // operations.
-[[noreturn]] void Child(const RunOptions& run, const std::string& log_path, int64_t operations) {
+[[noreturn]] void Child(RunOptions run, const std::string& log_path, int64_t operations) {
   auto fail = [](const absl::Status& status) {
     std::cerr << status << std::endl;
     _exit(kFailed);
   };
   EngineOptions options = testing_support::OptionsOf(run);
   options.overwrite = true;
+  if (run.adjust) run.adjust(options);
+  if (options.durability == Durability::kCheckpoint) {
+    // So that some tiles stay in memory and others do not.
+    const absl::StatusOr<EnginePlan> roomy = Engine::MakePlan(tools::MakeGpt(run.model), options);
+    if (!roomy.ok()) fail(roomy.status());
+    options.host_memory_bytes = roomy->plan.least_host_memory_bytes + (5 << 19);
+    options.planned = [](const EnginePlan& plan) {
+      return plan.plan.late_write_bytes > 0 ? absl::OkStatus()
+                                            : absl::InternalError("nothing stays in memory");
+    };
+  }
   int64_t left = operations;
   options.observer = [&left](tiering::OpId, const tiering::Op&, double, double) {
     if (left-- == 0) kill(getpid(), SIGKILL);
@@ -64,6 +77,14 @@ std::vector<std::string> Losses(const std::string& log) {
   const std::string& kept = run.checkpoints.parent;
   const absl::StatusOr<std::string> newest = swap::FindCheckpoint(kept.empty() ? "nowhere" : kept);
   if (run.offload == OffloadDevice::kNvme) {
+    // One version that was being overwritten is of no use: its checkpoints are, once there are any.
+    const swap::Holding holding = swap::Probe(run.state_dir, 10'000).holding;
+    const bool overwritten = holding == swap::Holding::kOverwritten;
+    if (newest.ok() && (overwritten || holding == swap::Holding::kNeverCommitted)) {
+      if (absl::Status status = RestoreRun(*newest, options); !status.ok()) fail(status);
+    } else if (overwritten) {
+      std::filesystem::remove_all(run.state_dir);
+    }
     options.resume = std::filesystem::exists(run.state_dir);
   } else if (run.resume_from.empty() && newest.ok()) {
     options.resume = true;
@@ -115,6 +136,7 @@ void ExpectGoodCheckpoints(RunOptions run, const std::string& scratch,
   const std::vector<swap::CheckpointEntry> kept = swap::ListCheckpoints(run.checkpoints.parent);
   EXPECT_EQ(kept.size(), 2u);
   run.checkpoints = {};
+  run.adjust = nullptr;
   run.offload = OffloadDevice::kNone;
   run.state_dir.clear();
   for (const swap::CheckpointEntry& checkpoint : kept) {
@@ -153,13 +175,23 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
     run.offload = OffloadDevice::kNone;
     const int plain = RunChild(run, scratch + "/plain.jsonl", -1, -1);
     ASSERT_TRUE(WIFEXITED(plain) && WEXITSTATUS(plain) == kDone);
-    // A drive; a drive and checkpoints; memory, whose checkpoints are all that outlives a kill.
-    const int kind = round % 3;
+    // A drive; a drive and checkpoints; memory, whose checkpoints are all that outlives a kill; a drive of
+    // which only checkpoints are durable, and which keeps one version.
+    const int kind = round % 5;
     if (kind != 2) {
       run.offload = OffloadDevice::kNvme;
       run.state_dir = scratch + "/state";
     }
     if (kind != 0) run.checkpoints = {scratch + "/kept", 3, 2};
+    if (kind >= 3) {
+      run.tile_bytes = 48 << 10;
+      run.adjust = [kind](EngineOptions& options) {
+        options.durability = Durability::kCheckpoint;
+        options.versions = kind == 4 ? 1 : 2;
+        options.update_order = tiering::UpdateOrder::kAuto;
+      };
+    }
+    const uint64_t most = kind < 3 ? 120 : 800;  // operations: it must get from one checkpoint to the next
     for (int life = 0;; ++life) {
       // The order of update may differ from life to life, as a plan may.
       run.update_order =
@@ -167,7 +199,7 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
       ASSERT_LT(life, 400) << "the run makes no progress";
       const bool by_itself = random() % 3 != 0;
       const int status =
-          by_itself ? RunChild(run, scratch + "/log.jsonl", static_cast<int64_t>(random() % 120), -1)
+          by_itself ? RunChild(run, scratch + "/log.jsonl", static_cast<int64_t>(random() % most), -1)
                     : RunChild(run, scratch + "/log.jsonl", -1, static_cast<int64_t>(random() % 400'000));
       if (WIFSIGNALED(status)) {
         ASSERT_EQ(WTERMSIG(status), SIGKILL);
