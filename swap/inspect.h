@@ -18,10 +18,10 @@ enum class Holding : uint8_t {
   kForeign,         // files, none of which is a store's; or a file in the store's place that is not one
   kNeverCommitted,  // a run that was created (perhaps not completely) and never committed: start it over
   kRun,             // a run that can be resumed
-  kDamaged,  // a store that cannot be opened: superblock or all commit records are damaged, or it is of
-             // another format, or a part of it is missing
+  kDamaged,      // a store that cannot be opened: superblock or all commit records are damaged, or it is of
+                 // another format, or a part of it is missing
   kOverwritten,  // a run of one version that was ended while it was being overwritten: of no use
-  kInUse,    // locked by a running process, or by a killed one whose writes are not over yet
+  kInUse,        // locked by a running process, or by a killed one whose writes are not over yet
 };
 std::string_view HoldingName(
     Holding holding);  // "nothing", "foreign", "never-committed", "run", "damaged", "overwritten", "in-use"
@@ -33,8 +33,8 @@ struct Finding {
   std::string identity;    // likewise
   uint32_t directory = 0;  // likewise: which of its directories
   uint32_t directories = 0;
-  uint64_t step =
-      0;  // of a run, an overwritten one too: its last commit. Known in directory 0 only; in others the directory says no more
+  uint64_t step = 0;  // of a run, an overwritten one too: its last commit. Known in directory 0 only; in
+                      // others the directory says no more
   uint64_t updates = 0;
   uint64_t sequence = 0;
 };
@@ -48,10 +48,10 @@ Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms 
 
 // A run in numbers.
 struct Inspection {
-  StoreShape shape;                       // uuid, identity, layout, slots
-  Record record;  // of the newest whole commit; Record::overwriting: its tiles may be gone
-  std::vector<std::string> paths;         // of the store files, by directory
-  std::vector<uint64_t> file_bytes;       // lengths
+  StoreShape shape;                  // uuid, identity, layout, slots
+  Record record;                     // of the newest whole commit; Record::overwriting: its tiles may be gone
+  std::vector<std::string> paths;    // of the store files, by directory
+  std::vector<uint64_t> file_bytes;  // lengths
   std::vector<uint64_t> allocated_bytes;  // of these, on disk
   uint64_t state_bytes = 0;               // one version of everything
   bool in_use = false;                    // by a running process: the record may be older than this line

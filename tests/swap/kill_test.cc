@@ -37,7 +37,7 @@ using Clock = std::chrono::steady_clock;
 struct Outcome {
   bool killed = false;
   int exit_code = -1;
-  int64_t last_step = -1;  // printed last in this run
+  int64_t last_step = -1;    // printed last in this run
   bool overwritten = false;  // it found its only version half overwritten and started over
   std::string error;
 };

@@ -112,7 +112,7 @@ class SimWorld {
     return acknowledged_;
   }                                                 // the last step whose commit was reported to be done
   int64_t attempted() const { return attempted_; }  // the last step whose commit was begun
-  int64_t marked() const { return marked_; }        // with one slot: the last step whose writes were announced
+  int64_t marked() const { return marked_; }  // with one slot: the last step whose writes were announced
   uint64_t events() const { return events_; }
   aio::SimDisk& disk() { return *disk_; }
   aio::Engine& engine() { return *engine_; }

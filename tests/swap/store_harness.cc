@@ -73,7 +73,8 @@ absl::Status RunStep(Store& store, FakeModel& model, uint64_t step) {
   uint64_t updates = store.committed_updates();
   if (!Skipped(step)) {
     ++updates;
-    if (Speculative(step) && store.geometry().slots() > 1) {  // an update that turns out to be wrong and is undone
+    if (Speculative(step) &&
+        store.geometry().slots() > 1) {  // an update that turns out to be wrong and is undone
       FakeModel wrong = FakeModel(SmallLayout(6, 6000), 99);
       wrong.Initialize();
       if (absl::Status s = wrong.WriteAll(store, VersionOf(step) - 1); !s.ok()) return s;

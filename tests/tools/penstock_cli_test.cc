@@ -1,17 +1,15 @@
 // The `penstock` program from end to end: training, stopping, resuming, and what the other verbs make of the
 // state.
 #include <cmath>
-#include <cstring>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <regex>
-#include <span>
 
 #include "gmock/gmock.h"
 #include "kernels/float16.h"
 #include "kernels/split_master.h"
 #include "swap/safetensors.h"
-#include "tests/tools/penstock_program.h"
+#include "tests/tools/penstock_state.h"
 
 namespace penstock::tools {
 namespace {
@@ -20,17 +18,6 @@ using nlohmann::json;
 using testing::HasSubstr;
 using testing::StartsWith;
 using namespace testing_support;
-
-// The text of every "loss" of a log, digit by digit.
-std::vector<std::string> Losses(const std::string& log) {
-  std::vector<std::string> losses;
-  for (const std::string& line : Lines(ReadFile(log))) {
-    std::smatch found;
-    EXPECT_TRUE(std::regex_search(line, found, std::regex("\"loss\": *([^,}]+)"))) << line;
-    losses.push_back(found[1]);
-  }
-  return losses;
-}
 
 void ExpectStep(const json& step) {
   for (const char* name : {"step", "tokens", "nvme_read_bytes", "nvme_write_bytes"}) {
@@ -70,57 +57,6 @@ void ExpectReport(const json& report, const std::string& status) {
   ASSERT_TRUE(report.contains("steps") && report["steps"].is_array());
   for (const json& step : report["steps"]) ExpectStep(step);
 }
-
-// Elements of a block as the store has them, through what `inspect --json` says and nothing else.
-class RawWeights {
- public:
-  explicit RawWeights(json inspected) : inspected_(std::move(inspected)) {}
-
-  float Fp32(int block, int64_t element) const { return Read<float>(block, element, 0); }
-  float Joined(int block, int64_t element) const {
-    return kernels::JoinOne(Read<uint16_t>(block, element, 0), Read<int16_t>(block, element, 1));
-  }
-
- private:
-  template <typename T>
-  T Read(int block, int64_t element, size_t segment) const {
-    for (const json& tile : inspected_["tiles"]) {
-      const int64_t at = element - tile["first_element"].get<int64_t>();
-      if (tile["block"] != block || at < 0 || at >= tile["elements"].get<int64_t>()) continue;
-      std::ifstream file(tile["path"].get<std::string>(), std::ios::binary);
-      file.seekg(tile["segments"][segment]["offset"].get<int64_t>() + at * static_cast<int64_t>(sizeof(T)));
-      T value{};
-      file.read(reinterpret_cast<char*>(&value), sizeof(value));
-      EXPECT_TRUE(file.good());
-      return value;
-    }
-    ADD_FAILURE() << "no tile has element " << element << " of block " << block;
-    return T{};
-  }
-
-  const json inspected_;
-};
-
-template <typename T>
-std::vector<T> Tensor(const swap::SafetensorsReader& file, const std::string& name,
-                      const std::vector<uint64_t>& shape) {
-  const swap::TensorInfo* info = file.Find(name);
-  EXPECT_NE(info, nullptr) << name;
-  if (info == nullptr) return {};
-  EXPECT_EQ(info->shape, shape) << name;
-  std::vector<T> values(*info->Bytes() / sizeof(T));
-  EXPECT_TRUE(file.Read(*info, 0, std::as_writable_bytes(std::span<T>(values))).ok());
-  return values;
-}
-
-class CliTest : public ProgramTest {
- protected:
-  json Inspect(const std::string& state) {
-    const Ran ran = Run({"inspect", state, "--json"});
-    EXPECT_EQ(ran.code, 0) << ran.err;
-    return json::parse(ran.out);
-  }
-};
 
 TEST_F(CliTest, TrainsLogsReportsAndGoesOnToALaterStep) {
   const std::string state = dir_ + "/state", log = dir_ + "/log", report = dir_ + "/report";
@@ -366,15 +302,6 @@ TEST_F(CliTest, ExportJoinsSplitMastersExactly) {
   for (int64_t i = 0; i < 64; ++i) {
     EXPECT_EQ(full[static_cast<size_t>(i) * 256 + 9], raw.Joined(2, at + 9 * 64 + i));
   }
-}
-
-// The bytes behind a safetensors header.
-std::string TensorBytes(const std::string& path) {
-  const std::string text = ReadFile(path);
-  uint64_t header = 0;
-  if (text.size() < sizeof(header)) return "";
-  std::memcpy(&header, text.data(), sizeof(header));
-  return text.substr(std::min(text.size(), sizeof(header) + header));
 }
 
 TEST_F(CliTest, WeightsThatWereExportedAreWhereARunStartsFrom) {

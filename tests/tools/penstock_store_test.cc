@@ -1,0 +1,257 @@
+// What users do with state directories beside training in them: keep less of it, kill it, move it, lose a
+// disk.
+#include "tests/tools/penstock_state.h"
+
+namespace penstock::tools {
+namespace {
+
+using nlohmann::json;
+using testing::HasSubstr;
+using namespace testing_support;
+
+class StoreCliTest : public CliTest {
+ protected:
+  std::string Config(const std::string& penstock) {
+    const std::string path = dir_ + "/config.json";
+    WriteFile(path, R"({"penstock": )" + penstock + "}");
+    return path;
+  }
+  // A run of 24 steps that some memory is left in, so that part of its state stays there.
+  Words Partly(const std::string& state, const Words& more = {}) const {
+    return Train(state, Words{"--host-memory", "16M", "--seq", "32", "--batch", "2", "--steps", "24"} + more);
+  }
+  // The losses of that run, never stopped.
+  std::vector<std::string> Whole() {
+    const Ran ran = Run(Partly(dir_ + "/whole", {"--log", dir_ + "/whole.log"}));
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return Losses(dir_ + "/whole.log");
+  }
+};
+
+TEST_F(StoreCliTest, WithDurabilityCheckpointAKillGoesBackToTheLastOne) {
+  const std::vector<std::string> whole = Whole();
+  const std::string state = dir_ + "/state", log = dir_ + "/log", report = dir_ + "/report",
+                    kept = dir_ + "/kept";
+  const Words words =
+      Partly(state, {"--config", Config(R"({"durability": "checkpoint"})"), "--log", log, "--report", report,
+                     "--checkpoint-dir", kept, "--checkpoint-every", "5"});
+  Program killed(dir_, words);
+  ASSERT_TRUE(WaitForLines(log, 13));
+  killed.Signal(SIGKILL);
+  EXPECT_EQ(killed.Wait().code, 1000 + SIGKILL);
+  const size_t logged = Losses(log).size();
+  ASSERT_LT(logged, 24u) << "it was over before the signal came";
+  Words again = words + Words{"--resume"};
+  again.erase(std::find(again.begin(), again.end(), "--quiet"));
+  const Ran ran = Run(again);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, HasSubstr("durability: checkpoint: "));
+  EXPECT_THAT(ran.out, HasSubstr("a kill goes back to the last of these"));
+  // One line a step, those that came again too, with the same bits.
+  EXPECT_EQ(Losses(log), whole);
+  const json told = json::parse(ReadFile(report));
+  EXPECT_EQ(told["durability"], "checkpoint");
+  EXPECT_EQ(told["resumed_from_step"].get<int64_t>() % 5, 0);
+  EXPECT_GT(told["resumed_from_step"].get<int64_t>(), 0);
+  const auto saved = told["nvme_write_bytes_saved_per_step"].get<int64_t>();
+  EXPECT_GT(saved, told["state_bytes_total"].get<int64_t>() / 8);
+  // What `plan` said, and what the steps wrote between checkpoints.
+  const Ran plan = Run({"plan", "--model", "gpt-tiny", "--dtype", "fp32", "--threads", "1", "--host-memory",
+                        "16M", "--seq", "32", "--batch", "2", "--config", dir_ + "/config.json",
+                        "--state-dir", dir_ + "/unused", "--json", "--no-probe"});
+  ASSERT_EQ(plan.code, 0) << plan.err;
+  EXPECT_EQ(json::parse(plan.out)["durability"], "checkpoint");
+  EXPECT_GT(json::parse(plan.out)["nvme_write_bytes_saved_per_step"].get<int64_t>(), 0);
+  std::map<int64_t, int64_t> written;
+  for (const std::string& line : Lines(ReadFile(log))) {
+    const json step = json::parse(line);
+    written[step["step"]] = step["nvme_write_bytes"];
+  }
+  const int64_t between = written[23];  // of it and the step before, none is kept
+  int64_t most = 0;
+  for (const auto& [step, bytes] : written) most = std::max(most, bytes);
+  EXPECT_GE(most, between + saved / 2) << "the tiles that stay are written for a checkpoint";
+}
+
+TEST_F(StoreCliTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
+  const std::vector<std::string> whole = Whole();
+  const std::string state = dir_ + "/state", log = dir_ + "/log", kept = dir_ + "/kept";
+  const Words one = {"--config", Config(R"({"versions": 1})"), "--log", log};
+  const Words checkpoints = {"--checkpoint-dir", kept, "--checkpoint-every", "5"};
+  Program killed(dir_, Partly(state, one + checkpoints));
+  ASSERT_TRUE(WaitForLines(log, 12));
+  killed.Signal(SIGKILL);
+  killed.Wait();
+  ASSERT_LT(Losses(log).size(), 24u) << "it was over before the signal came";
+  EXPECT_EQ(Inspect(state)["versions"], 1);
+  if (Inspect(state)["overwriting"] == true) {  // all but for a moment after a checkpoint
+    for (const Words& words : {Partly(state, one + Words{"--resume"}), Words{"verify", state, "--quiet"},
+                               Words{"export", state, dir_ + "/out"}}) {
+      const Ran refused = Run(words);
+      EXPECT_EQ(refused.code, 1) << refused.err;
+      EXPECT_EQ(Lines(refused.err).size(), 1u) << refused.err;
+      EXPECT_THAT(refused.err, HasSubstr("one version"));
+      EXPECT_THAT(refused.err, HasSubstr("--checkpoint-dir"));
+    }
+  }
+  Words again = Partly(state, one + checkpoints + Words{"--resume"});
+  again.erase(std::find(again.begin(), again.end(), "--quiet"));
+  Ran ran = Run(again);
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, HasSubstr("one version of everything"));
+  EXPECT_THAT(ran.out, HasSubstr("with one version a kill leaves nothing"));
+  EXPECT_EQ(Losses(log), whole);
+  // Stopped in order it is whole, and half the size.
+  EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
+  EXPECT_EQ(Inspect(state)["overwriting"], false);
+  EXPECT_LT(Inspect(state)["disk_bytes"].get<int64_t>(),
+            Inspect(dir_ + "/whole")["disk_bytes"].get<int64_t>() * 3 / 4);
+
+  const Ran wrong = Run(Train(dir_ + "/x", {"--config", Config(R"({"versions": 1, "durability": "step"})")}));
+  EXPECT_EQ(wrong.code, 2);
+  EXPECT_THAT(wrong.err, HasSubstr("penstock.versions"));
+}
+
+// States in bf16 and 8 bit: what inspect shows adds up, verify finds a flipped bit in each segment, export is
+// the masters, and what was exported comes back.
+TEST_F(StoreCliTest, CompactStatesAreInspectedVerifiedAndExported) {
+  for (const std::string dtype : {"bf16", "fp32"}) {
+    for (const std::string states : {"bf16", "8bit"}) {
+      SCOPED_TRACE(dtype + " weights, " + states + " states");
+      const std::string name = dtype + "-" + states, state = dir_ + "/" + name, out = dir_ + "/out-" + name;
+      const Ran trained = Run(Train(state, {"--dtype", dtype, "--optimizer-states", states, "--steps", "3",
+                                            "--seq", "32", "--batch", "2"}));
+      ASSERT_EQ(trained.code, 0) << trained.err;
+      const json told = Inspect(state);
+      EXPECT_EQ(told["dtype"], dtype);
+      EXPECT_EQ(told["optimizer_states"], states);
+      EXPECT_THAT(Run({"inspect", state}).out, HasSubstr("states " + states));
+      int64_t bytes = 0, elements = 0;
+      for (const json& tile : told["tiles"]) {
+        const auto of_tile = tile["elements"].get<int64_t>();
+        elements += of_tile;
+        EXPECT_EQ(tile["segments"].size(), dtype == "bf16" ? 4u : 3u);
+        for (const json& segment : tile["segments"]) bytes += segment["bytes"].get<int64_t>();
+        // Two bytes for each of m and v, or one and a scale for every block of them.
+        const auto m = tile["segments"].back()["bytes"].get<int64_t>();
+        EXPECT_GE(m, states == "bf16" ? 2 * of_tile : of_tile);
+        EXPECT_LE(m, states == "bf16" ? 2 * of_tile : of_tile * 5 / 4);
+      }
+      EXPECT_EQ(bytes, told["state_bytes"].get<int64_t>());
+      EXPECT_LT(bytes, 10 * elements);
+
+      EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
+      const json& segments = told["tiles"][0]["segments"];
+      for (size_t s = 0; s < segments.size(); ++s) {
+        const auto at = segments[s]["offset"].get<int64_t>() + segments[s]["bytes"].get<int64_t>() - 1;
+        const auto flip = [&] {
+          std::fstream file(state + "/penstock.store", std::ios::in | std::ios::out | std::ios::binary);
+          file.seekg(at);
+          const char byte = static_cast<char>(file.get() ^ 1);
+          file.seekp(at);
+          file.put(byte);
+          ASSERT_TRUE(file.good());
+        };
+        flip();
+        const Ran damaged = Run({"verify", state, "--quiet"});
+        EXPECT_EQ(damaged.code, 1);
+        EXPECT_THAT(damaged.out, HasSubstr("tile 0 segment " + std::to_string(s)));
+        flip();
+      }
+
+      std::filesystem::create_directory(out);
+      ASSERT_EQ(Run({"export", state, out, "--quiet"}).code, 0);
+      auto file = swap::SafetensorsReader::Open(out + "/model.safetensors");
+      ASSERT_TRUE(file.ok()) << file.status();
+      const RawWeights raw(told);
+      const std::vector<float> wte = Tensor<float>(**file, "transformer.wte.weight", {256, 64});
+      for (int64_t i = 0; i < 256 * 64; i += 37) {
+        EXPECT_EQ(wte[static_cast<size_t>(i)], dtype == "bf16" ? raw.Joined(0, i) : raw.Fp32(0, i)) << i;
+      }
+      // Back again: a step that changes nothing, and out once more.
+      const Ran ran = Run({"train",
+                           "--data",
+                           text_,
+                           "--init-from",
+                           out,
+                           "--steps",
+                           "1",
+                           "--lr",
+                           "0",
+                           "--quiet",
+                           "--threads",
+                           "1",
+                           "--weight-decay",
+                           "0",
+                           "--dtype",
+                           dtype,
+                           "--optimizer-states",
+                           states,
+                           "--state-dir",
+                           state + "-again"});
+      ASSERT_EQ(ran.code, 0) << ran.err;
+      ASSERT_EQ(Run({"export", state + "-again", out + "-again"}).code, 0);
+      EXPECT_TRUE(TensorBytes(out + "/model.safetensors") == TensorBytes(out + "-again"));
+    }
+  }
+}
+
+TEST_F(StoreCliTest, MovedDirectoriesAreFineAndALostOrSwappedOneIsNamed) {
+  const std::string a = dir_ + "/a", b = dir_ + "/b", other = dir_ + "/other";
+  const Words both = {"--state-dir", b, "--steps", "3"};
+  for (const Ran& ran :
+       RunAll({Train(a, both), Train(other, {"--state-dir", dir_ + "/other2", "--steps", "2"})}))
+    ASSERT_EQ(ran.code, 0) << ran.err;
+  const auto resume = [&](const Words& dirs, const std::string& steps) {
+    Words words = {"train", "--data", text_, "--resume", "--quiet", "--steps", steps};
+    for (const std::string& dir : dirs) words = words + Words{"--state-dir", dir};
+    return Run(words);
+  };
+  const auto expect_named = [&](const Ran& ran, int code, const std::string& what) {
+    EXPECT_EQ(ran.code, code) << ran.err;
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr(what));
+  };
+  // One of two: lost. One of another run: swapped. One that is not there, one too many.
+  expect_named(resume({a}, "4"), 1, "2 directories");
+  expect_named(resume({b}, "4"), 1, "2 directories");
+  expect_named(resume({a, dir_ + "/other2"}, "4"), 1, "different runs");
+  expect_named(resume({a, dir_ + "/gone"}, "4"), 1, "2 directories");
+  expect_named(resume({a, b, other}, "4"), 1, "different runs");
+  EXPECT_EQ(Run({"verify", a, b, "--quiet"}).code, 0) << "nothing was harmed";
+
+  // Both at other paths, and the other way round.
+  std::filesystem::rename(a, dir_ + "/x");
+  std::filesystem::rename(b, dir_ + "/y");
+  const Ran moved = resume({dir_ + "/y", dir_ + "/x"}, "5");
+  ASSERT_EQ(moved.code, 0) << moved.err;
+  // To more disks: a state of one directory is a checkpoint as well.
+  const std::string one = dir_ + "/one";
+  ASSERT_EQ(Run(Train(one, {"--steps", "3", "--log", dir_ + "/one.log"})).code, 0);
+  const Words more = {"train",
+                      "--data",
+                      text_,
+                      "--resume",
+                      "--quiet",
+                      "--steps",
+                      "5",
+                      "--checkpoint-dir",
+                      one,
+                      "--state-dir",
+                      dir_ + "/p",
+                      "--state-dir",
+                      dir_ + "/q",
+                      "--log",
+                      dir_ + "/more.log"};
+  const Ran spread = Run(more);
+  ASSERT_EQ(spread.code, 0) << spread.err;
+  const Ran shown = Run({"inspect", "--json", dir_ + "/p", dir_ + "/q"});
+  ASSERT_EQ(shown.code, 0) << shown.err;
+  EXPECT_EQ(json::parse(shown.out)["files"].size(), 2u);
+  EXPECT_EQ(json::parse(shown.out)["step"], 5);
+  EXPECT_EQ(Inspect(one)["step"], 3) << "it is left as it was";
+  ASSERT_EQ(resume({one}, "5").code, 0);
+}
+
+}  // namespace
+}  // namespace penstock::tools
