@@ -262,7 +262,8 @@ TEST_F(CheckpointTest, ACheckpointIsNeverWrittenTo) {
   options.directories = {*FindCheckpoint(checkpoints_.parent)};
   auto checkpoint = Store::Open(*engine_, options);
   ASSERT_TRUE(checkpoint.ok());
-  EXPECT_THAT(std::string(model_.WriteTile(**checkpoint, 0, 9).message()), HasSubstr("written once"));
+  EXPECT_THAT(std::string(model_.WriteTile(**checkpoint, 0, 9).message()),
+              HasSubstr("what stands there is committed"));
 }
 
 }  // namespace
