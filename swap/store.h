@@ -273,6 +273,11 @@ class Store {
   absl::Status StartOverwriting(CommitIo* io);
   absl::Status OverwriteNow();
   bool overwriting() const { return record_.overwriting; }
+  // For a store whose ranks did not all come as far: takes back the last commit, which must be the only one
+  // after that of `step`. Its record is erased, so that no later recovery finds it; recovered() and
+  // committed_*() are those of `step` from then on. Only while nothing is in flight, written or held
+  // (kFailedPrecondition); kDataLoss: the store has no commit of that step any more.
+  absl::Status GoBackTo(uint64_t step);
 
   // The state of the last commit: what recovery would find now.
   uint64_t committed_sequence() const { return record_.sequence; }

@@ -43,6 +43,8 @@ std::string_view StallName(Stall stall) {
       return "compute";
     case Stall::kCopy:
       return "copy";
+    case Stall::kNetwork:
+      return "network";
   }
   return "unknown";
 }
@@ -54,7 +56,7 @@ void Executor::Append(std::vector<Op> ops) {
     const OpId id = end_++;
     Node& added = nodes_.emplace_back();
     added.op = std::move(op);
-    if (added.op.lane == Lane::kCompute) compute_order_.push_back(id);
+    if (KeepsOrder(added.op.lane)) order_[Index(added.op.lane)].push_back(id);
     std::sort(added.op.after.begin(), added.op.after.end());
     added.op.after.erase(std::unique(added.op.after.begin(), added.op.after.end()), added.op.after.end());
     for (const OpId before : added.op.after) {
@@ -93,17 +95,17 @@ void Executor::StartReady() {
       progress = true;
     }
     for (const Lane lane : {Lane::kRead, Lane::kWrite, Lane::kCopyIn, Lane::kCopyOut, Lane::kUpdate,
-                            Lane::kCommit, Lane::kCompute}) {
+                            Lane::kCommit, Lane::kGather, Lane::kReduce, Lane::kCompute}) {
       auto& ready = ready_[Index(lane)];
       while (!ready.empty() && lanes_->HasRoom(lane)) {
         const OpId id = *ready.begin();
-        if (lane == Lane::kCompute) {
+        if (KeepsOrder(lane)) {
           // Program order, whatever is ready further on: the order of tensors' lives is part of the memory
-          // plan.
-          if (compute_order_.front() != id) break;
-          compute_order_.pop_front();
-          ++compute_in_flight_;
+          // plan, and all ranks come to the network in one order.
+          if (order_[Index(lane)].front() != id) break;
+          order_[Index(lane)].pop_front();
         }
+        if (lane == Lane::kCompute) ++compute_in_flight_;
         ready.erase(ready.begin());
         Node& started = node(id);
         started.started = true;
@@ -137,8 +139,9 @@ void Executor::Finish(OpId id) {
 }
 
 Stall Executor::CauseOfStall() const {
-  if (compute_order_.empty()) return Stall::kOther;
-  OpId id = compute_order_.front();
+  const std::deque<OpId>& computes = order_[Index(Lane::kCompute)];
+  if (computes.empty()) return Stall::kOther;
+  OpId id = computes.front();
   // Follow the first unmet edge down to what is in flight or held back.
   for (size_t depth = 0; depth <= nodes_.size(); ++depth) {
     const Node& waiting = node(id);
@@ -174,6 +177,11 @@ Stall Executor::CauseOfStall() const {
       return Stall::kCommit;
     case OpKind::kBatch:
       return Stall::kBatch;
+    case OpKind::kGather:
+    case OpKind::kReduce:
+    case OpKind::kExchange:
+    case OpKind::kAgree:
+      return Stall::kNetwork;
     default:
       return Stall::kOther;
   }
@@ -181,7 +189,7 @@ Stall Executor::CauseOfStall() const {
 
 void Executor::WaitOnce() {
   const double before = lanes_->Now();
-  const bool stalled = compute_in_flight_ == 0 && !compute_order_.empty();
+  const bool stalled = compute_in_flight_ == 0 && !order_[Index(Lane::kCompute)].empty();
   const Stall cause = stalled ? CauseOfStall() : Stall::kOther;
   waiting_for_ = cause;
   completions_.clear();

@@ -22,8 +22,8 @@
 namespace penstock::tiering {
 
 // What the compute lane waits for, when it waits.
-enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kOther, kCopy };
-inline constexpr int kStalls = 7;
+enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kOther, kCopy, kNetwork };
+inline constexpr int kStalls = 8;
 std::string_view StallName(Stall stall);
 
 // Time on the lanes since the last TakeUsage.
@@ -89,7 +89,8 @@ class Executor {
   OpId base_ = 0;  // id of nodes_.front(); everything before is complete
   OpId end_ = 0;
   std::array<std::set<OpId>, kLanes> ready_;
-  std::deque<OpId> compute_order_;  // kCompute operations not started, in program order
+  // [lane] of lanes that keep order: operations not started, in program order.
+  std::array<std::deque<OpId>, kLanes> order_;
   int64_t open_gates_ = 0;
   int64_t passed_gates_ = 0;
   size_t in_flight_ = 0;

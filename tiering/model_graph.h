@@ -23,6 +23,14 @@ inline int64_t AlignUp(int64_t value, int64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
+// Over several ranks a run is cut evenly, one part a rank, in whole units of this: a multiple of
+// kElementAlignment and of the blocks in which squares are summed (kernels/reduce.h), so that no cut changes
+// a norm. What the last parts have beyond the run's end is zero.
+inline constexpr int64_t kPartAlignment = 4096;
+inline int64_t PartElements(int64_t run_elements, int world) {
+  return world == 1 ? run_elements : AlignUp((run_elements + world - 1) / world, kPartAlignment);
+}
+
 // Elements that share one fp32 scale in a block-wise 8-bit state.
 inline constexpr int64_t kScaleBlock = 256;
 
@@ -36,6 +44,8 @@ struct Precision {
   std::vector<int> segment_bytes;
   int gradient_bytes = 0;
 
+  // Of an element as backward leaves it: bf16 computes in bf16, the others in fp32.
+  int addend_bytes() const { return name == "bf16" ? 2 : 4; }
   int weight_bytes() const { return segment_bytes.front(); }
   // Of segment `segment` of a tile (or run) of that many elements, without padding.
   int64_t SegmentBytes(size_t segment, int64_t elements) const {

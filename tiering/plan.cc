@@ -46,7 +46,8 @@ Ledger Plan::ledger() const {
   add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());
   add("inputs off the device", input_slots, 0, input_slots.size());
   ledger.Add("checkpoint in flight", checkpoint_bytes);
-  ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes);
+  ledger.Add("gradients of other ranks", network_bytes);
+  ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes - network_bytes);
   ledger.Add("tensors of LibTorch", tensor_bytes);
   return ledger;
 }

@@ -23,12 +23,12 @@
 namespace penstock::tiering {
 
 struct Tile {
-  int64_t offset = 0;    // of its first element in the block's run
+  int64_t offset = 0;    // of its first element in this rank's part of the block's run
   int64_t elements = 0;  // a multiple of kElementAlignment
 };
 
 struct BlockPlan {
-  int64_t elements = 0;
+  int64_t elements = 0;  // of a rank's part of the run: what its store, tiles, state and gradient hold
   std::vector<Tile> tiles;
   int run_class = 0;
   int uses = 0;                        // stages that use it
@@ -42,8 +42,12 @@ struct BlockPlan {
       -1;  // its own fp32 sums (a block that several stages use); -1: the shared ring, or none
 };
 
+// Over `world` ranks (ZeRO-3) all of them have one plan. A run in memory is whole, its parts in the order of
+// the ranks: a rank reads and updates its part in place, and gathers the others for compute. What backward
+// leaves of the whole run waits in an accumulator until it is reduced to this rank's part.
 struct Plan {
   Precision precision;
+  int world = 1;
   int micro_batches = 1;
   bool on_nvme = false;  // state has its home on the drive; otherwise everything is resident
   bool trains = true;    // false: forward only, no state, no gradients
@@ -99,6 +103,7 @@ struct Plan {
   int input_slot(int position, int micro_batch) const { return (position - 1) * micro_batches + micro_batch; }
 
   int64_t checkpoint_bytes = 0;  // of the arena, beyond the slots: one tile on its way into a checkpoint
+  int64_t network_bytes = 0;     // and the pieces of other ranks' gradients that are being summed
 
   // What was chosen and why, a line each, for people.
   std::vector<std::string> reasons;
@@ -112,15 +117,31 @@ struct Plan {
     return on_nvme && !commits_every_step && of.private_run_slot >= 0 &&
            of.private_tile_slot[static_cast<size_t>(tile)] >= 0;
   }
+  // What backward leaves of a block has more than one addend.
+  bool sums_gradients(int block) const {
+    return micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1;
+  }
   bool needs_accumulator(int block) const {
     if (device.apart) return false;  // the device sums, and rounds
-    return precision.gradient_bytes < 4 && (micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1);
+    return world > 1 || (precision.gradient_bytes < 4 && sums_gradients(block));
   }
+  // Of an element in the block's accumulator: fp32 sums, or over several ranks a single addend as backward
+  // leaves it.
+  int accumulator_bytes(int block) const { return sums_gradients(block) ? 4 : precision.addend_bytes(); }
+  int64_t run_elements(int block) const { return blocks[static_cast<size_t>(block)].elements * world; }
   // Where everything lives, a line per kind.
   Ledger ledger() const;
   // Offset of state segment `segment` (1-based in Precision::segment_bytes) in a tile slot of `elements`.
   int64_t state_segment_offset(int segment, int64_t elements) const;
 };
+
+// Gradients are reduced over ranks in pieces of so many elements, two at a time: one arrives while one is
+// summed.
+inline constexpr int64_t kNetworkPiece = 1 << 16;
+// What the pieces of all ranks take, and the fp32 sums of one.
+inline constexpr int64_t NetworkBytes(int world) {
+  return world == 1 ? 0 : (2 * int64_t{world} + 1) * kNetworkPiece * 4;
+}
 
 // What stays in host memory beyond the step's working set (ColossalAI's placements, with host memory as the
 // fast tier and the drive as the slow one).
@@ -165,6 +186,7 @@ struct PlanOptions {
   bool on_nvme = true;
   bool trains = true;
   bool commits_every_step = true;   // see Plan
+  int world = 1;                    // ranks
   int64_t host_budget_bytes = 0;    // 0: as much as the comfortable plan takes
   bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
   int64_t tile_bytes = 0;           // bound for one slot of a tile (all segments); 0: chosen

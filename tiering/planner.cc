@@ -306,6 +306,7 @@ class Planner {
     const Level level = Bounded(wanted);
     Plan plan;
     plan.precision = options_.precision;
+    plan.world = options_.world;
     plan.micro_batches = options_.micro_batches;
     plan.on_nvme = options_.on_nvme;
     plan.trains = options_.trains;
@@ -326,13 +327,14 @@ class Planner {
     }
 
     std::vector<int64_t> sizes;
-    for (const BlockShape& block : graph_.blocks) sizes.push_back(block.elements);
+    for (const BlockShape& block : graph_.blocks)
+      sizes.push_back(PartElements(block.elements, options_.world));
     const std::vector<int64_t> classes = ClassSizes(sizes, level.runs);
     std::vector<int> members(classes.size(), 0);
     int64_t tiles = 0;
     for (size_t b = 0; b < graph_.blocks.size(); ++b) {
       BlockPlan& block = plan.blocks.emplace_back();
-      block.elements = graph_.blocks[b].elements;
+      block.elements = sizes[b];
       block.tiles = options_.fixed_tiles.empty() ? CutTiles(block.elements, tile_elements)
                                                  : FixedTiles(options_.fixed_tiles[b]);
       block.private_tile_slot.assign(block.tiles.size(), -1);
@@ -348,7 +350,7 @@ class Planner {
     KeepInputs(&plan, device_.apart ? device_.kept_inputs : plan.positions);
     for (size_t c = 0; c < classes.size(); ++c) {
       RunClass cls;
-      cls.bytes = classes[c] * plan.precision.weight_bytes();
+      cls.bytes = classes[c] * plan.world * plan.precision.weight_bytes();
       cls.slots = std::min(level.runs, members[c]);
       plan.run_classes.push_back(cls);
     }
@@ -425,27 +427,31 @@ class Planner {
     }
     for (size_t c = 0; c < spilled.size(); ++c) {
       RunClass& ring = plan->gradient_rings[c];
-      ring.bytes =
-          plan->run_classes[c].bytes / plan->precision.weight_bytes() * plan->precision.gradient_bytes;
+      ring.bytes = plan->run_classes[c].bytes / plan->world / plan->precision.weight_bytes() *
+                   plan->precision.gradient_bytes;
       ring.slots = std::min(level.gradient_ring, spilled[c]);
       ring.first_slot = static_cast<int>(plan->gradient_slots.size());
       for (int i = 0; i < ring.slots; ++i) plan->gradient_slots.push_back({0, ring.bytes});
     }
     if (shares_accumulator) {
       int64_t largest = 0;
-      for (const BlockPlan& block : plan->blocks) {
-        if (block.uses == 1) largest = std::max(largest, block.elements);
+      for (int b = 0; b < Count(); ++b) {
+        if (plan->blocks[At(b)].uses == 1) largest = std::max(largest, AccumulatorBytes(*plan, b));
       }
       plan->accumulator_ring = std::min(level.gradient_ring, Count());
-      for (int i = 0; i < plan->accumulator_ring; ++i) plan->accumulator_slots.push_back({0, largest * 4});
+      for (int i = 0; i < plan->accumulator_ring; ++i) plan->accumulator_slots.push_back({0, largest});
     }
     for (size_t b = 0; b < plan->blocks.size(); ++b) {
       BlockPlan& block = plan->blocks[b];
       if (block.uses > 1 && plan->needs_accumulator(static_cast<int>(b))) {
         block.accumulator_slot = static_cast<int>(plan->accumulator_slots.size());
-        plan->accumulator_slots.push_back({0, block.elements * 4});
+        plan->accumulator_slots.push_back({0, AccumulatorBytes(*plan, static_cast<int>(b))});
       }
     }
+  }
+
+  static int64_t AccumulatorBytes(const Plan& plan, int block) {
+    return plan.run_elements(block) * plan.accumulator_bytes(block);
   }
 
   // Numbers the slots and gives each its place: shared runs by class, private runs, tiles, gradients,
@@ -459,7 +465,7 @@ class Planner {
     for (BlockPlan& block : plan->blocks) {
       if (block.private_run_slot < 0) continue;
       block.private_run_slot = static_cast<int>(plan->run_slots.size());
-      plan->run_slots.push_back({0, block.elements * plan->precision.weight_bytes()});
+      plan->run_slots.push_back({0, block.elements * plan->world * plan->precision.weight_bytes()});
     }
     plan->tile_slots.clear();
     bool spills = false;
@@ -492,7 +498,8 @@ class Planner {
       plan->checkpoint_bytes =
           AlignUp(plan->tile_elements * plan->precision.weight_bytes(), kPage) + plan->tile_state_bytes;
     }
-    plan->arena_bytes = AlignUp(offset + plan->checkpoint_bytes, kHugePage);
+    plan->network_bytes = plan->trains ? NetworkBytes(plan->world) : 0;
+    plan->arena_bytes = AlignUp(offset + plan->checkpoint_bytes + plan->network_bytes, kHugePage);
   }
 
   static int64_t StateBytes(const Plan& plan, int64_t elements) {
@@ -509,7 +516,7 @@ class Planner {
   }
 
   static int64_t WeightBytes(const Plan& plan, const BlockPlan& block) {
-    return AlignUp(block.elements * plan.precision.weight_bytes(), kPage);
+    return AlignUp(block.elements * plan.world * plan.precision.weight_bytes(), kPage);
   }
   static int64_t BytesOf(const Plan& plan, const std::vector<char>& stays) {
     int64_t bytes = 0;
@@ -729,6 +736,7 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
   }
   if (options.micro_batches < 1)
     return absl::InvalidArgumentError("at least one micro-batch a step is needed");
+  if (options.world < 1) return absl::InvalidArgumentError("at least one rank is needed");
   if (!options.fixed_tiles.empty() && options.fixed_tiles.size() != graph.blocks.size()) {
     return absl::InvalidArgumentError(absl::StrCat("tiles of ", options.fixed_tiles.size(),
                                                    " blocks for a model of ", graph.blocks.size()));
@@ -754,9 +762,9 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
         if (elements <= 0 || elements % kElementAlignment != 0) sum = -1;
         if (sum >= 0) sum += elements;
       }
-      if (sum != block.elements) {
-        return absl::InvalidArgumentError(absl::StrCat("the tiles given for block ", block.name,
-                                                       " do not make its ", block.elements, " elements"));
+      if (const int64_t part = PartElements(block.elements, options.world); sum != part) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("the tiles given for block ", block.name, " do not make its ", part, " elements"));
       }
     }
     if (used.count(static_cast<int>(b)) == 0) {
@@ -773,6 +781,9 @@ absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& option
   absl::StatusOr<DevicePlan> device =
       PlanDevice(graph, options.precision, options.micro_batches, options.trains, options.device);
   if (!device.ok()) return device.status();
+  if (device->apart && options.world > 1) {
+    return absl::InvalidArgumentError("a device apart under several ranks is not there yet: use the cpu");
+  }
   return Planner(graph, options, *std::move(device)).Make();
 }
 

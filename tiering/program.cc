@@ -39,6 +39,10 @@ std::string_view LaneName(Lane lane) {
       return "copy in";
     case Lane::kCopyOut:
       return "copy out";
+    case Lane::kGather:
+      return "gather";
+    case Lane::kReduce:
+      return "reduce";
   }
   return "unknown";
 }
@@ -87,6 +91,14 @@ std::string_view OpKindName(OpKind kind) {
       return "round gradient";
     case OpKind::kCopyOut:
       return "copy out";
+    case OpKind::kGather:
+      return "gather weights";
+    case OpKind::kReduce:
+      return "reduce gradient";
+    case OpKind::kExchange:
+      return "exchange norms";
+    case OpKind::kAgree:
+      return "agree on commit";
   }
   return "unknown";
 }
@@ -193,7 +205,10 @@ int ProgramBuilder::Fetch(int block, size_t position) {
     for (const OpId id : run.writes) AddIf(&former, id);
     for (const OpId id : run.copies) AddIf(&former, id);
     AddIf(&former, run.last_compute);
+    AddIf(&former, run.gather);
     run.last_compute = -1;
+    run.gather = -1;
+    run.whole = false;
     run.block = block;
     SizeRun(slot, bp);
     loaded_[At(block)] = is_private ? 1 : 0;
@@ -231,6 +246,26 @@ int ProgramBuilder::Fetch(int block, size_t position) {
   return slot;
 }
 
+void ProgramBuilder::Gather(int block, int run_slot) {
+  if (plan_.world == 1) return;
+  RunSlot& run = runs_[At(run_slot)];
+  if (run.whole) return;
+  const OpId id = next_id_;
+  Op& gather = Emit(OpKind::kGather, Lane::kGather, computing_step_);
+  gather.block = block;
+  gather.run_slot = run_slot;
+  gather.bytes = plan_.blocks[At(block)].elements * plan_.precision.weight_bytes() * (plan_.world - 1);
+  // Whoever used the slot before is done by the time that this rank's part was read, where it was.
+  for (const OpId ready : run.ready) AddIf(&gather.after, ready);
+  AddIf(&gather.after, run.last_compute);
+  run.gather = id;
+  run.whole = true;
+}
+
+void ProgramBuilder::AddGather(std::vector<OpId>* after, int run_slot) const {
+  if (plan_.world > 1) AddIf(after, runs_[At(run_slot)].gather);
+}
+
 void ProgramBuilder::SizeRun(int slot, const BlockPlan& block) {
   runs_[At(slot)].ready.assign(block.tiles.size(), -1);
   runs_[At(slot)].writes.assign(block.tiles.size(), -1);
@@ -266,6 +301,7 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
     read.run_slot = run_slot;
     read.after = {of.decided};
     AddIf(&read.after, run.ready[At(tile)]);
+    AddIf(&read.after, run.gather);
     AddIf(&read.after, last_write);
   }
   OpId state_read = -1;
@@ -309,6 +345,8 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
   AddIf(&update.after, gradient_read);
   AddIf(&update.after, of.decided);
   AddIf(&update.after, last_write);
+  AddIf(&update.after, run.gather);
+  run.whole = false;
   if (of.weights_read < 0) AddIf(&update.after, run.ready[At(tile)]);
   slot.users.push_back(update_id);
   run.ready[At(tile)] = update_id;
@@ -365,6 +403,12 @@ void ProgramBuilder::CommitPending() {
   pending_writes_.clear();
   last_commit_ = id;
   unsaved_step_ = plan_.on_nvme && !plan_.commits_every_step ? pending_step_ : 0;
+  if (plan_.world > 1) {
+    last_commit_ = next_id_;
+    Op& agree = Emit(OpKind::kAgree, Lane::kCommit, pending_step_);
+    agree.durable = plan_.commits_every_step;
+    agree.after = {id};
+  }
   pending_step_ = 0;
 }
 
@@ -392,6 +436,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
     const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
     const Weights weights = FetchForCompute(stage.block, At(position), /*updates=*/false);
+    Gather(stage.block, weights.run_slot);
     for (int m = 0; m < micro_batches; ++m) {
       const OpId id = next_id_;
       Op& op = Emit(OpKind::kForward, Lane::kCompute, step);
@@ -405,6 +450,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
       op.device_slot = weights.device_slot;
       op.seconds = stage.forward_seconds;
       for (const OpId ready : *weights.ready) AddIf(&op.after, ready);
+      AddGather(&op.after, weights.run_slot);
       if (position == 0) op.after.push_back(batch_);
       last = id;
       if (!train) continue;
@@ -444,6 +490,7 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
                          std::count(early.begin(), early.end(), 0) < static_cast<int64_t>(early.size());
     const Weights weights = FetchForCompute(block, At(2 * stages - 2 - position), updates);
     const int slot = weights.run_slot;
+    Gather(block, slot);
     const bool sums_apart = plan_.needs_accumulator(block);
 
     std::vector<OpId> wait;  // for the place that the gradient goes to
@@ -494,6 +541,7 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       backward.device_slot = weights.device_slot;
       backward.seconds = stage.backward_seconds;
       for (const OpId ready : *weights.ready) AddIf(&backward.after, ready);
+      AddGather(&backward.after, slot);
       if (stages == 1) backward.after.push_back(batch_);
       AddIf(&backward.after, input_read);
       // Apart from it, because only this needs the gradient's place: it may still be in use while the block
@@ -519,15 +567,31 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       last = EmitCopyOut(block, gradient[At(block)], last, wait, step);
       wait.clear();
     }
+    // What makes the gradient's place final, and frees the sums: rounding, or over several ranks the
+    // reduction.
+    OpId reduced = -1;
+    if (plan_.world > 1) {
+      reduced = next_id_;
+      Op& reduce = Emit(OpKind::kReduce, Lane::kReduce, step);
+      reduce.block = block;
+      reduce.gradient_slot = gradient[At(block)];
+      reduce.accumulator_slot = accumulator[At(block)];
+      reduce.bytes = bp.elements * plan_.accumulator_bytes(block) * (plan_.world - 1);
+      reduce.after = {last};
+      AddAll(&reduce.after, wait);
+      wait = {reduced};
+    }
     const OpId final_id = next_id_;
     Op& finalize = Emit(OpKind::kFinalize, Lane::kUpdate, step);
     finalize.block = block;
     finalize.gradient_slot = gradient[At(block)];
-    finalize.accumulator_slot = accumulator[At(block)];
+    finalize.accumulator_slot = reduced >= 0 ? -1 : accumulator[At(block)];
     finalize.after = {last};
     AddAll(&finalize.after, wait);
     finals.push_back(final_id);
-    if (sums_apart) accumulators_[At(accumulator[At(block)])].users.push_back(final_id);
+    if (sums_apart) {
+      accumulators_[At(accumulator[At(block)])].users.push_back(reduced >= 0 ? reduced : final_id);
+    }
     gradients_[At(gradient[At(block)])].users = {last, final_id};
     gradient_of_block_[At(block)] = gradient[At(block)];
     const bool all_early = in_backward && std::count(early.begin(), early.end(), 0) == 0;
@@ -549,9 +613,16 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       due_[At(block)][t] = Due::kRedo;
     }
   }
+  if (plan_.world > 1) {
+    const OpId exchanged = next_id_;
+    Emit(OpKind::kExchange, Lane::kReduce, step).after = std::move(finals);
+    finals = {exchanged};
+  }
   norm_ = next_id_;
   Op& norm = Emit(OpKind::kNorm, Lane::kHost, step);
   norm.after = std::move(finals);
+  // A checkpoint of what is in memory begins with the commit and must see its step.
+  if (plan_.world > 1 && !plan_.on_nvme) AddIf(&norm.after, last_commit_);
   pending_step_ = step;
 }
 

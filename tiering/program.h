@@ -18,6 +18,13 @@
 //                        the next pass, and are skipped (Lanes::Skips) when there is nothing to make good
 // Both move the same bytes as long as nothing is made again, and both end in the same bits. A mix spreads the
 // drive's work over forward and backward as compute is spread.
+//
+// Over several ranks (Plan::world) each reads and updates its part of every block. kGather fills in the rest
+// of the run before it computes, kReduce makes the whole run's gradient into this rank's part of the sum over
+// ranks, and kAgree follows a commit: only when every rank has committed a step may any of them overwrite the
+// one before. These operations wait for the other ranks, which run the same program: each kind has a lane of
+// its own that keeps to program order, so that all ranks come to them in one order. The earliest unfinished
+// operation of all ranks can always run, so they cannot wait for each other in a circle.
 #ifndef PENSTOCK_TIERING_PROGRAM_H_
 #define PENSTOCK_TIERING_PROGRAM_H_
 
@@ -32,9 +39,24 @@
 namespace penstock::tiering {
 
 // Where an operation runs. kHost operations are decisions of the executor's own thread and take no time.
-enum class Lane : uint8_t { kRead, kWrite, kCompute, kUpdate, kCommit, kHost, kCopyIn, kCopyOut };
-inline constexpr int kLanes = 8;
+enum class Lane : uint8_t {
+  kRead,
+  kWrite,
+  kCompute,
+  kUpdate,
+  kCommit,
+  kHost,
+  kCopyIn,
+  kCopyOut,
+  kGather,
+  kReduce
+};
+inline constexpr int kLanes = 10;
 std::string_view LaneName(Lane lane);
+// Operations of the lane start in the order of the program.
+inline bool KeepsOrder(Lane lane) {
+  return lane == Lane::kCompute || lane == Lane::kGather || lane == Lane::kReduce;
+}
 
 enum class OpKind : uint8_t {
   kReadWeights,    // a tile's weights into its place in the block's run
@@ -58,6 +80,10 @@ enum class OpKind : uint8_t {
   kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device
   kRoundGradient,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
   kCopyOut,        // a block's gradient from the device to its place in host memory
+  kGather,         // the other ranks' parts of a block's weights into its run
+  kReduce,         // a block's gradients of all ranks, summed: this rank's part
+  kExchange,       // what all ranks must know before the norm
+  kAgree,          // every rank has committed the step
 };
 std::string_view OpKindName(OpKind kind);
 
@@ -132,6 +158,8 @@ class ProgramBuilder {
     std::vector<OpId> writes;  // [tile] that read the content to the drive, -1: none
     std::vector<OpId> copies;  // [tile] the last that reads the content to the device, -1: none
     OpId last_compute = -1;    // the compute lane runs in order: its last use stands for all
+    OpId gather = -1;          // the last of this content, -1: none
+    bool whole = false;        // no part has changed since
   };
   // What is still to be appended of a tile's update.
   enum class Due : uint8_t { kNothing, kUpdate, kRedo };
@@ -176,6 +204,9 @@ class ProgramBuilder {
   void TakeDevicePlaces(int block, std::vector<OpId>* wait);
   // Rounds sums and copies the gradient to its slot in host memory when `last`, its last addend, is taken.
   OpId EmitCopyOut(int block, int gradient_slot, OpId last, const std::vector<OpId>& wait, int64_t step);
+  // Over several ranks, for a use of the run by compute: gathers what is not there or has changed.
+  void Gather(int block, int run_slot);
+  void AddGather(std::vector<OpId>* after, int run_slot) const;
   // Reads what is not in memory, updates, and writes. `redo`: reads everything, weights too, from the
   // committed version.
   struct Update {

@@ -16,8 +16,11 @@ double SimLanes::Work(const Op& op) const {
     case Lane::kWrite:
     case Lane::kCopyIn:
     case Lane::kCopyOut:
+    case Lane::kGather:
+    case Lane::kReduce:
       return static_cast<double>(op.bytes);
     case Lane::kCommit:
+      if (op.kind == OpKind::kAgree) return machine_.network_latency_seconds;
       return plan_.on_nvme && op.durable ? machine_.commit_seconds : 0;
     case Lane::kUpdate: {
       const BlockPlan& block = plan_.blocks[static_cast<size_t>(op.block)];
@@ -63,6 +66,12 @@ void SimLanes::Start(OpId id, const Op& op) {
     case Lane::kCopyOut:
       copies_out_.push_back(std::move(job));
       break;
+    case Lane::kGather:
+      gathers_.push_back(std::move(job));
+      break;
+    case Lane::kReduce:
+      reduces_.push_back(std::move(job));
+      break;
     case Lane::kCommit:
     case Lane::kHost:
       events_.push(Event{now_ + job.left, id, now_, job.status});
@@ -83,6 +92,8 @@ void SimLanes::Serve() {
   if (!computing_ && !computes_.empty()) computing_ = take(computes_);
   if (!copying_in_ && !copies_in_.empty()) copying_in_ = take(copies_in_);
   if (!copying_out_ && !copies_out_.empty()) copying_out_ = take(copies_out_);
+  if (!gathering_ && !gathers_.empty()) gathering_ = take(gathers_);
+  if (!reducing_ && !reduces_.empty()) reducing_ = take(reduces_);
   while (updating_.size() < static_cast<size_t>(std::max(1, machine_.update_workers)) && !updates_.empty()) {
     updating_.push_back(take(updates_));
   }
@@ -98,6 +109,9 @@ double SimLanes::Rate(const Job& job) const {
       return machine_.h2d_bytes_per_s;
     case Lane::kCopyOut:
       return machine_.d2h_bytes_per_s;
+    case Lane::kGather:
+    case Lane::kReduce:
+      return gathering_ && reducing_ ? machine_.network_bytes_per_s / 2 : machine_.network_bytes_per_s;
     default:
       return machine_.cpu_speed(!plan_.device.apart && computing_.has_value(),
                                 static_cast<int>(updating_.size()));
@@ -106,7 +120,8 @@ double SimLanes::Rate(const Job& job) const {
 
 template <typename Visit>
 void SimLanes::ForRunning(Visit&& visit) {
-  for (std::optional<Job>* job : {&reading_, &writing_, &computing_, &copying_in_, &copying_out_}) {
+  for (std::optional<Job>* job :
+       {&reading_, &writing_, &computing_, &copying_in_, &copying_out_, &gathering_, &reducing_}) {
     if (job->has_value()) visit(**job);
   }
   for (Job& job : updating_) visit(job);
@@ -115,7 +130,11 @@ void SimLanes::ForRunning(Visit&& visit) {
 void SimLanes::Complete(Job& job, std::vector<Completion>* completions) {
   const bool transfer = job.lane == Lane::kRead || job.lane == Lane::kWrite;
   const bool copy = job.lane == Lane::kCopyIn || job.lane == Lane::kCopyOut;
-  const double latency = transfer ? machine_.io_latency_seconds : copy ? machine_.copy_latency_seconds : 0;
+  const bool message = job.lane == Lane::kGather || job.lane == Lane::kReduce;
+  const double latency = transfer  ? machine_.io_latency_seconds
+                         : copy    ? machine_.copy_latency_seconds
+                         : message ? machine_.network_latency_seconds
+                                   : 0;
   if (latency > 0) {
     events_.push(Event{now_ + latency, job.id, job.start, std::move(job.status)});
     return;
@@ -147,6 +166,8 @@ void SimLanes::Wait(std::vector<Completion>* completions) {
     finish(&computing_);
     finish(&copying_in_);
     finish(&copying_out_);
+    finish(&gathering_);
+    finish(&reducing_);
     for (size_t i = 0; i < updating_.size();) {
       if (updating_[i].left > 0) {
         ++i;

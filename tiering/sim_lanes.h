@@ -6,7 +6,9 @@
 // latency passes beside the drive's time. Compute is one server in order, updates are `update_workers`
 // servers; where the machine has fewer cores than they need together, all of them slow down.
 // Copies to and from a device apart are one server each, with a latency beside it.
-// Deterministic: the same program gives the same times to the last bit.
+// Gathering and reducing over ranks are one server each; where both run, each has half of the network. The
+// other ranks are taken to be as far as this one. Deterministic: the same program gives the same times to the
+// last bit.
 #ifndef PENSTOCK_TIERING_SIM_LANES_H_
 #define PENSTOCK_TIERING_SIM_LANES_H_
 
@@ -38,8 +40,8 @@ class SimLanes : public Lanes {
   void set_fault(std::function<absl::Status(const Op&)> fault) { fault_ = std::move(fault); }
   // Whether the updates that a step made in backward are made again.
   void set_redone(std::function<bool(int64_t step)> redone) { redone_ = std::move(redone); }
-  // Work that was started, as if nothing were in its way: bytes of transfers and copies, seconds of the
-  // others.
+  // Work that was started, as if nothing were in its way: bytes of transfers, copies and exchanges, seconds
+  // of the others.
   double work(Lane lane) const { return work_[static_cast<size_t>(lane)]; }
 
  private:
@@ -74,8 +76,9 @@ class SimLanes : public Lanes {
   std::function<bool(int64_t)> redone_;
   double now_ = 0;
   std::array<double, kLanes> work_{};
-  std::deque<Job> urgent_reads_, reads_, writes_, computes_, updates_, copies_in_, copies_out_;
-  std::optional<Job> reading_, writing_, computing_, copying_in_, copying_out_;
+  std::deque<Job> urgent_reads_, reads_, writes_, computes_, updates_, copies_in_, copies_out_, gathers_,
+      reduces_;
+  std::optional<Job> reading_, writing_, computing_, copying_in_, copying_out_, gathering_, reducing_;
   std::vector<Job> updating_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;  // what only time passes for
 };

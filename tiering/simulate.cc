@@ -31,7 +31,8 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
   };
   OpId next_norm = append();
   double begin = 0;
-  double computed = 0, updated = 0;
+  double computed = 0, updated = 0, networked = 0;
+  const auto network_work = [&] { return lanes.work(Lane::kGather) + lanes.work(Lane::kReduce); };
   for (int step = 1; step <= kWarmUp + steps; ++step) {
     norm = next_norm;
     // One step ahead, as the engine does: reads for the next step start before this one ends.
@@ -43,6 +44,7 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
       executor.TakeUsage();
       computed = lanes.work(Lane::kCompute);
       updated = lanes.work(Lane::kUpdate);
+      networked = network_work();
       executor.set_observer(observer);
     }
   }
@@ -58,6 +60,7 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
   prediction.copy_out_seconds = static_cast<double>(out_bytes) / machine.d2h_bytes_per_s;
   prediction.compute_seconds = (lanes.work(Lane::kCompute) - computed) / steps;
   prediction.update_seconds = (lanes.work(Lane::kUpdate) - updated) / steps;
+  prediction.network_seconds = (network_work() - networked) / steps / machine.network_bytes_per_s;
   const double update = prediction.update_seconds / std::max(1, machine.update_workers);
   const double cores = machine.cores > 0
                            ? (prediction.compute_seconds * (plan.device.apart ? 0 : machine.compute_threads) +
@@ -65,8 +68,8 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
                                  machine.cores
                            : 0;
   const double copy = std::max(prediction.copy_in_seconds, prediction.copy_out_seconds);
-  prediction.floor_seconds =
-      std::max({prediction.drive_seconds, copy, prediction.compute_seconds, update, cores});
+  prediction.floor_seconds = std::max({prediction.drive_seconds, copy, prediction.compute_seconds, update,
+                                       cores, prediction.network_seconds});
   // Writes may lie behind by up to a step when the measured ones begin and end; in the long run no step is
   // shorter than what its busiest part needs.
   prediction.step_seconds = std::max(prediction.step_seconds, prediction.floor_seconds);
@@ -74,6 +77,8 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
     prediction.bound_by = prediction.read_seconds >= prediction.write_seconds ? "read" : "write";
   } else if (copy > 0 && prediction.floor_seconds == copy) {
     prediction.bound_by = "copy";
+  } else if (prediction.network_seconds > 0 && prediction.floor_seconds == prediction.network_seconds) {
+    prediction.bound_by = "network";
   } else if (prediction.compute_seconds >= update) {
     prediction.bound_by = "compute";
   } else {

@@ -25,8 +25,9 @@ struct Prediction {
   double copy_out_seconds = 0;
   double compute_seconds = 0;
   double update_seconds = 0;  // summed over workers
-  std::string bound_by;       // "read", "write", "copy", "compute" or "optimizer"
-  Usage usage;                // of the measured steps
+  double network_seconds = 0;
+  std::string bound_by;  // "read", "write", "copy", "compute", "optimizer" or "network"
+  Usage usage;           // of the measured steps
 };
 
 // Runs `steps` steps after two of warm-up. `observer` is given every operation of the measured steps: the

@@ -15,6 +15,7 @@
 #include "tools/device_words.h"
 #include "tools/kept.h"
 #include "tools/optimizer_words.h"
+#include "tools/ranks.h"
 #include "tools/size.h"
 #include "tools/state_reader.h"
 #include "tools/weight_import.h"
@@ -22,6 +23,7 @@
 #include "zero/config.h"
 #include "zero/engine_state.h"
 #include "zero/plan_bounds.h"
+#include "zero/rank_setup.h"
 #include "zero/threads.h"
 
 namespace penstock::tools {
@@ -182,6 +184,11 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
   absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
   const bool overwritten = IsOverwritten(run.status());
   if (!run.ok() && !(overwritten && newest.ok())) return run;
+  if (engine.comm != nullptr && run.ok()) {
+    absl::StatusOr<bool> all = AllResume(*engine.comm, *run, engine.state_dirs);
+    if (!all.ok()) return all.status();
+    if (!*all) *run = nlohmann::json();
+  }
   if (newest.ok() && (overwritten || run->is_null())) {
     // The state is gone, and a checkpoint is left.
     const absl::Status restored = zero::RestoreRun(*newest, engine);
@@ -218,7 +225,7 @@ absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& conf
     if (!status.ok()) return status;
   }
   absl::StatusOr<zero::BatchSizes> sizes =
-      zero::ResolveBatch(request, /*world=*/1, /*default_micro_batch=*/4);
+      zero::ResolveBatch(request, settings->engine.world(), /*default_micro_batch=*/4);
   if (!sizes.ok()) return sizes.status();
   PENSTOCK_TAKE(settings->batch, kept.Of("batch", "batch", request.micro_batch, sizes->micro_batch));
   PENSTOCK_TAKE(settings->accumulate,
@@ -273,9 +280,11 @@ absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, 
   } else if (config.penstock.host_memory_bytes.has_value()) {
     engine.host_memory_bytes = *config.penstock.host_memory_bytes;
   } else if (engine.offload == zero::OffloadDevice::kNvme) {
-    engine.host_memory_bytes = AvailableMemoryBytes() / 2;
-    settings->notes.push_back(absl::StrCat("no --host-memory given: half of what is free, ",
-                                           FormatBytes(engine.host_memory_bytes)));
+    const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
+    engine.host_memory_bytes = AvailableMemoryBytes() / 2 / sharing;
+    settings->notes.push_back(
+        absl::StrCat("no --host-memory given: ", sharing == 1 ? "" : "a rank's share of ",
+                     "half of what is free, ", FormatBytes(engine.host_memory_bytes)));
   }
   return ResolveDevice(words, config, settings);
 }
@@ -293,12 +302,12 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
     const int64_t bytes = format->precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
     engine.tile_bytes = engine.tile_bytes > 0 ? std::min(engine.tile_bytes, bytes) : bytes;
   }
-  engine.bounds = zero::PlanBoundsOf(config);
+  engine.bounds = zero::PlanBoundsOf(config, engine.world());
   for (const auto& [given, key, why] :
        {std::tuple{zero_config.reduce_bucket_size_elements.has_value(),
-                   "zero_optimization.reduce_bucket_size", "one rank reduces nothing"},
+                   "zero_optimization.reduce_bucket_size", "a block is reduced as one, in small pieces"},
         {zero_config.allgather_bucket_size_elements.has_value(), "zero_optimization.allgather_bucket_size",
-         "one rank gathers nothing"},
+         "a block is gathered as one"},
         {config.penstock.io_threads.has_value(), "penstock.io_threads",
          "one thread drives a device at its full speed"}}) {
     if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
@@ -368,6 +377,14 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
     app.add_flag("--json", words.json, "Print JSON");
     return;
   }
+  app.add_option("--rank-timeout", words.rank_timeout,
+                 "Seconds without a sign of life after which another rank counts as lost [30]");
+  app.footer(
+      "Several processes train together where the environment says so: RANK, WORLD_SIZE, LOCAL_RANK, "
+      "MASTER_ADDR and "
+      "MASTER_PORT as torchrun sets them, or what mpirun and srun set. Each has --batch sequences, and its "
+      "part of the "
+      "state in rank-K/ of --state-dir; rank 0 writes report, log and progress.");
   app.add_option("--report", words.report, "Write the run's report, a JSON file");
   app.add_option("--log", words.log, "Append a JSON line for every committed step");
   app.add_option("--trace", words.trace, "Write a trace for Perfetto or chrome://tracing");
@@ -379,9 +396,11 @@ zero::Batch ExampleBatch(int64_t batch, int64_t seq) {
   return {torch::zeros({batch, seq}, torch::kInt64), torch::zeros({batch, seq}, torch::kInt64)};
 }
 
-absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool needs_data) {
+absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool needs_data,
+                                                std::shared_ptr<zero::Comm> comm) {
   TrainSettings settings;
   zero::EngineOptions& engine = settings.engine;
+  engine.comm = std::move(comm);
   zero::Config config;
   if (words.config.has_value()) {
     absl::StatusOr<zero::ParsedConfig> parsed = zero::LoadConfig(*words.config);
@@ -398,8 +417,20 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
   if (offload == zero::OffloadDevice::kNvme) {
     engine.state_dirs = !words.state_dirs.empty() ? words.state_dirs : zero::NvmePaths(config.zero);
     if (engine.state_dirs.empty()) engine.state_dirs = {kDefaultStateDir};
+    if (absl::Status status = CheckRankDirectories(engine.state_dirs, engine.world()); !status.ok())
+      return status;
+    if (engine.comm != nullptr) engine.state_dirs = zero::RankDirectories(engine.state_dirs, engine.rank());
+  }
+  if (engine.comm != nullptr && (words.checkpoint_every.has_value() || words.checkpoint_dir.has_value())) {
+    return Wrong(
+        "--checkpoint-dir, --checkpoint-every: of one rank so far; with --offload nvme every step of several "
+        "is durable, and --resume goes on from it");
   }
   ResolveDurability(config, &settings);
+  if (engine.comm != nullptr && engine.durability == zero::Durability::kCheckpoint) {
+    return Wrong(
+        "penstock.durability \"checkpoint\", penstock.versions 1: of one rank so far; leave them out");
+  }
   if (absl::Status status = ResolveCheckpoints(words, &settings); !status.ok()) return status;
   nlohmann::json run;
   if (words.resume) {
@@ -469,7 +500,9 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
     if (absl::Status status = Check<int64_t>("--threads", *words.threads, 1, kMostThreads); !status.ok())
       return status;
   }
-  const int64_t threads = words.threads.value_or(zero::DefaultIntraOpThreads());
+  const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
+  const int64_t threads =
+      words.threads.value_or(std::max<int64_t>(1, zero::DefaultIntraOpThreads() / sharing));
   const int64_t kept_threads = run.is_null() ? threads : run.value("threads", threads);
   if (words.threads.has_value() && kept_threads != threads) {
     settings.notes.push_back(absl::StrCat("--threads ", threads, ": the run goes on with the ", kept_threads,
@@ -507,6 +540,7 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
                 {"threads", engine.intra_op_threads},
                 {"clip", engine.clip},
                 {"blas", zero::DescribeBlas().name}};
+  if (engine.world() > 1) engine.run["ranks"] = engine.world();
   engine.run.update(settings.kept);
   return settings;
 }

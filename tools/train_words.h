@@ -28,7 +28,7 @@ struct TrainWords {
   std::vector<std::string> state_dirs;
   std::optional<int64_t> eval_every, steps, batch, accumulate, seq, vocab, warmup, seed, threads,
       checkpoint_every, checkpoint_keep;
-  std::optional<double> lr, clip, weight_decay;
+  std::optional<double> lr, clip, weight_decay, rank_timeout;
   std::optional<std::string> optimizer_states;
   std::optional<std::string> init_from, checkpoint_dir, report, log, trace;
   bool resume = false, overwrite = false, check = false, quiet = false, json = false;
@@ -50,7 +50,9 @@ struct TrainSettings {
 
 // kInvalidArgument for wrong words, kFailedPrecondition for a state directory that is another's or in use.
 // `needs_data`: false where only shapes matter.
-absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool needs_data);
+// `comm`: the other ranks, null for none; all of them call this.
+absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool needs_data,
+                                                std::shared_ptr<zero::Comm> comm = nullptr);
 
 // One micro-batch of the run's shapes, contents zero.
 zero::Batch ExampleBatch(int64_t batch, int64_t seq);

@@ -83,6 +83,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
       !identity.contains("block_elements")) {
     return foreign("its identity has no model");
   }
+  if (identity.contains("ranks")) return foreign("it is one rank's part of a run of several");
   const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
   const GptLayout layout = LayoutOfGpt(*model);

@@ -81,6 +81,7 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype")) {
     return foreign("its identity has no model");
   }
+  if (identity.contains("ranks")) return foreign("it is one rank's part of a run of several");
   const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
   source.model = *model;

@@ -20,6 +20,7 @@
 #include "tools/machine_probe.h"
 #include "tools/plan_text.h"
 #include "tools/progress.h"
+#include "tools/ranks.h"
 #include "tools/size.h"
 #include "tools/trace.h"
 #include "tools/train_log.h"
@@ -27,6 +28,7 @@
 #include "tools/verbs.h"
 #include "tools/version.h"
 #include "zero/engine_state.h"
+#include "zero/rank_setup.h"
 #include "zero/report.h"
 #include "zero/threads.h"
 
@@ -75,6 +77,7 @@ class Training {
     absl::Status status = Prepare();
     const bool started = engine_ != nullptr;
     if (status.ok()) status = Loop();
+    if (zero::Comm* comm = settings_.engine.comm.get(); comm != nullptr && !status.ok()) comm->Abort(status);
     progress_.Finish();
     if (trace_ != nullptr) status.Update(trace_->Close());
     if (started) status.Update(WriteReport(status));
@@ -113,6 +116,18 @@ class Training {
     absl::StatusOr<uint64_t> fingerprint = data_->Fingerprint();
     if (!fingerprint.ok()) return fingerprint.status();
     options.run["data_fingerprint"] = *fingerprint;
+    if (options.comm != nullptr) {
+      // What the words and the config come to.
+      nlohmann::json same = options.run;
+      same["dtype"] = static_cast<int>(options.dtype);
+      same["offload"] = static_cast<int>(options.offload);
+      same["resumes"] = settings_.resumes;
+      same["tile_bytes"] = options.tile_bytes;
+      same["update_order"] = static_cast<int>(options.update_order);
+      if (absl::Status status = zero::AgreeOnWords(*options.comm, same); !status.ok()) return status;
+      Say(absl::StrCat(options.world(), " ranks: ", options.comm->name()));
+    }
+    options.stops = [] { return stop_signals.load() != 0; };
 
     zero::SetIntraOpThreads(options.intra_op_threads);
     options.log = [this](const std::string& line) {
@@ -139,7 +154,7 @@ class Training {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
       if (calibration_ != nullptr) calibration_->Observe(op, start, end);
     };
-    report_.Start(options, kVersion, /*world_size=*/1);
+    report_.Start(options, kVersion, options.world());
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
         zero::Engine::Create(MakeGpt(settings_.model), options);
     if (!engine.ok()) return engine.status();
@@ -180,11 +195,21 @@ class Training {
     report_.Probed(read - read_before, written - written_before);
     if (machine.ok())
       machine_ = *std::move(machine);  // it only fails where a file is wrong, and there is none
+    if (options.comm != nullptr) {
+      // Ranks of one host share what it has.
+      const int sharing = options.comm->environment().local_world;
+      tiering::MachineModel& model = machine_.model;
+      model.read_bytes_per_s /= sharing;
+      model.write_bytes_per_s /= sharing;
+      model.mixed_bytes_per_s /= sharing;
+      if (model.cores > 0) model.cores = std::max(1, model.cores / sharing);
+    }
     return machine_.model;
   }
 
   absl::Status Planned(const zero::EnginePlan& plan) {
     const zero::EngineOptions& options = settings_.engine;
+    machine_.model = plan.options.machine;  // of all ranks
     absl::StatusOr<tiering::Prediction> prediction = tiering::Predict(plan.graph, plan.plan, machine_.model);
     if (!prediction.ok()) return prediction.status();
     prediction_ = *prediction;
@@ -219,15 +244,23 @@ class Training {
     if (!words_.quiet) progress_.Print(CalibratedText(*prediction, result.machine, result.drive_seen));
   }
 
-  int64_t TokensPerStep() const { return settings_.batch * settings_.accumulate * settings_.seq; }
+  int64_t TokensPerStep() const {
+    return settings_.batch * settings_.accumulate * settings_.seq * settings_.engine.world();
+  }
+  // Several ranks stop after the same step: the one in which all of them heard of it.
+  bool Stops() const { return settings_.engine.world() > 1 ? newest_.stops : stop_signals.load() != 0; }
 
   absl::StatusOr<std::vector<zero::Batch>> Batches(int64_t step) const {
     std::vector<zero::Batch> batches;
     for (int64_t m = 0; m < settings_.accumulate; ++m) {
       zero::Batch batch = ExampleBatch(settings_.batch, settings_.seq);
       const absl::Status filled =
-          data_->Fill({.step = step, .micro_batch = m}, settings_.batch, settings_.engine.seed,
-                      batch.inputs.data_ptr<int64_t>(), batch.targets.data_ptr<int64_t>());
+          data_->Fill({.step = step,
+                       .micro_batch = m,
+                       .rank = settings_.engine.rank(),
+                       .world = settings_.engine.world()},
+                      settings_.batch, settings_.engine.seed, batch.inputs.data_ptr<int64_t>(),
+                      batch.targets.data_ptr<int64_t>());
       if (!filled.ok()) return filled;
       batches.push_back(std::move(batch));
     }
@@ -238,7 +271,7 @@ class Training {
     CatchStopSignals();
     begin_ = Seconds();
     bool evaluated = false;
-    while (engine_->step() < settings_.steps && stop_signals.load() == 0) {
+    while (engine_->step() < settings_.steps && !Stops()) {
       const int64_t step = engine_->step() + 1;
       absl::StatusOr<std::vector<zero::Batch>> batches = Batches(step);
       if (!batches.ok()) return batches.status();
@@ -259,11 +292,11 @@ class Training {
         if (absl::Status status = Evaluate(); !status.ok()) return status;
       }
     }
-    if (eval_data_ != nullptr && !evaluated && stop_signals.load() == 0) {
+    if (eval_data_ != nullptr && !evaluated && !Stops()) {
       if (absl::Status status = Evaluate(); !status.ok()) return status;
     }
     absl::Status status = engine_->Flush();
-    if (status.ok() && stop_signals.load() != 0) {
+    if (status.ok() && Stops()) {
       progress_.Print(
           absl::StrCat("stopped by a signal after step ", engine_->step(), ", which is committed"));
     }
@@ -390,14 +423,29 @@ class Training {
 };
 
 absl::Status Train(const TrainWords& words, std::ostream& out) {
-  absl::StatusOr<TrainSettings> settings = ResolveTrainWords(words, /*needs_data=*/!words.check);
+  std::shared_ptr<zero::Comm> comm;
+  if (!words.check) {
+    absl::StatusOr<std::shared_ptr<zero::Comm>> connected = ConnectRanks(words);
+    if (!connected.ok()) return connected.status();
+    comm = std::move(*connected);
+  }
+  TrainWords of_rank = words;
+  if (comm != nullptr && comm->rank() > 0) {
+    // Rank 0 speaks for all.
+    of_rank.quiet = true;
+    of_rank.report.reset();
+    of_rank.log.reset();
+    of_rank.trace.reset();
+  }
+  absl::StatusOr<TrainSettings> settings = ResolveTrainWords(words, /*needs_data=*/!words.check, comm);
+  if (!settings.ok() && comm != nullptr) comm->Abort(settings.status());
   if (!settings.ok()) return settings.status();
   if (words.check) {
     for (const std::string& note : settings->notes) out << note << "\n";
     out << "the words and the config are right" << std::endl;
     return absl::OkStatus();
   }
-  return Training(words, *std::move(settings), out).Run();
+  return Training(of_rank, *std::move(settings), out).Run();
 }
 
 }  // namespace
@@ -408,7 +456,11 @@ int RunTrain(int argc, const char* const* argv, std::ostream& out, std::ostream&
   DeclareTrainWords(app, words, /*plans=*/false);
   if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
   const absl::Status status = Train(words, out);
-  return status.ok() ? kExitOk : Fail(kName, status, err);
+  if (status.ok()) return kExitOk;
+  const absl::StatusOr<zero::RankEnvironment> environment = zero::ReadRankEnvironment();
+  const bool many = environment.ok() && environment->world > 1;
+  return Fail(many ? absl::StrCat(kName, " (rank ", environment->rank, ")") : std::string(kName), status,
+              err);
 }
 
 }  // namespace penstock::tools

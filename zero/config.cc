@@ -246,10 +246,19 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
     return absl::InvalidArgumentError("optimizer.params.nesterov: needs a momentum above 0 and no dampening");
   }
   if (c.zero.stage && *c.zero.stage < 3) {
-    notes.push_back(
-        absl::StrFormat("zero_optimization.stage: %d is accepted and means 3: all state is cut over the "
-                        "ranks; results are the same",
-                        *c.zero.stage));
+    if (*c.zero.stage > 0 &&
+        c.zero.offload_param.device.value_or(OffloadDevice::kNone) != OffloadDevice::kNone) {
+      return absl::InvalidArgumentError(absl::StrFormat(
+          "zero_optimization.stage: %d keeps weights whole on every rank; offload_param needs 3",
+          *c.zero.stage));
+    }
+    notes.push_back(absl::StrFormat(*c.zero.stage == 0
+                                        ? "zero_optimization.stage: %d is accepted and means 3: all state is "
+                                          "cut over the ranks; results are the same"
+                                        : "zero_optimization.stage: %d is accepted: over several ranks "
+                                          "weights stay whole on each, the optimizer's "
+                                          "states and the gradients are cut; results are those of 3",
+                                    *c.zero.stage));
   }
   if (c.scheduler) {
     // With stand-ins for what the run decides, so that only what is written here can be wrong.

@@ -125,7 +125,7 @@ struct OffloadOptimizerConfig {
 };
 
 struct ZeroConfig {
-  std::optional<int64_t> stage;  // 0..3; Penstock partitions everything at any stage
+  std::optional<int64_t> stage;  // 0..3; 1 and 2 keep weights whole on each of several ranks
   OffloadParamConfig offload_param;
   OffloadOptimizerConfig offload_optimizer;
   std::optional<int64_t> sub_group_size_elements;         // bounds a tile

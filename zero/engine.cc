@@ -18,6 +18,7 @@
 #include "zero/engine_state.h"
 #include "zero/guarded.h"
 #include "zero/measure.h"
+#include "zero/rank_setup.h"
 #include "zero/real_lanes.h"
 #include "zero/state_access.h"
 #include "zero/tensor_memory.h"
@@ -34,6 +35,10 @@ class Engine::Impl {
   Impl(Model model, EngineOptions options) : model_(std::move(model)), options_(std::move(options)) {}
 
   ~Impl() {
+    if (executor_ != nullptr && executor_->in_flight() > 0 && options_.comm != nullptr) {
+      // Closed in the middle of a step: what waits for the other ranks would wait for ever.
+      options_.comm->Abort(absl::CancelledError("the engine was closed in the middle of a step"));
+    }
     if (executor_ != nullptr) executor_->Quiesce();
     checkpointing_.reset();
     lanes_.reset();
@@ -83,7 +88,7 @@ class Engine::Impl {
       return status;
     }
     runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed,
-                                            *options_.device);
+                                            *options_.device, options_.rank(), options_.world());
     if (absl::Status status = MakeDevice(); !status.ok()) return status;
     if (plan_.plan.input_scratch_bytes > 0) {
       absl::StatusOr<std::unique_ptr<InputSpill>> inputs =
@@ -95,6 +100,14 @@ class Engine::Impl {
     lane_options.update_workers = options_.update_workers;
     lane_options.intra_op_threads = options_.intra_op_threads;
     lane_options.format = plan_.format;
+    lane_options.comm = options_.comm.get();
+    lane_options.stops = options_.stops;
+    if (plan_.plan.network_bytes > 0) {
+      absl::StatusOr<aio::Region> region = arena_->Allocate(static_cast<uint64_t>(plan_.plan.network_bytes));
+      if (!region.ok()) return region.status();
+      network_memory_ = std::move(*region);
+      lane_options.network_memory = {network_memory_.data(), network_memory_.bytes()};
+    }
     LaneHooks hooks;
     hooks.decide = [this](const Op& op) { return Decide(op); };
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
@@ -130,7 +143,10 @@ class Engine::Impl {
     ++step_;
     StepResult& result = pending_.at(step_).result;
     if (ahead_norm_ < 0 && !redone_.back()) builder_->AssumptionHeld();
-    result.loss = runner_->MeanLoss();
+    const StepTotals totals = lanes_->totals();
+    result.loss = std::accumulate(totals.losses.begin(), totals.losses.end(), 0.0) /
+                  static_cast<double>(totals.losses.size());
+    result.stops = totals.stops;
     const double now = lanes_->Now();
     result.seconds = now - std::exchange(last_end_, now);
     const tiering::Usage usage = executor_->TakeUsage();
@@ -172,6 +188,7 @@ class Engine::Impl {
   std::vector<std::string> ParameterNames() const { return Access().Names(); }
 
   absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind) {
+    if (options_.comm != nullptr) return NotOverRanks("ReadState");
     if (absl::Status status = Flush(); !status.ok()) return status;
     if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
     if (last_result_.step == 0) {
@@ -184,6 +201,7 @@ class Engine::Impl {
 
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
+    if (options_.comm != nullptr) return NotOverRanks("WriteState");
     absl::Status status = Flush();
     if (status.ok() && store_ != nullptr && plan_.versions == 1) status = store_->OverwriteNow();
     if (!status.ok()) return status;
@@ -240,6 +258,16 @@ class Engine::Impl {
   }
 
   const Device& device() const { return *options_.device; }
+  // The other ranks hear of an error: they would wait for this one.
+  absl::Status Told(absl::Status status) const {
+    if (!status.ok() && options_.comm != nullptr) options_.comm->Abort(status);
+    return status;
+  }
+  template <typename T>
+  absl::StatusOr<T> Told(absl::StatusOr<T> result) const {
+    (void)Told(result.status());  // it is handed on with the result
+    return result;
+  }
 
   EnginePlan plan_;
   int64_t step_ = 0;
@@ -271,7 +299,7 @@ class Engine::Impl {
     absl::StatusOr<aio::Region> region =
         arena_->Allocate(static_cast<uint64_t>(std::max<int64_t>(plan_.plan.slot_bytes, 1)));
     if (!region.ok()) return region.status();
-    residency_ = std::make_unique<Residency>(plan_.plan, std::move(*region));
+    residency_ = std::make_unique<Residency>(plan_.plan, std::move(*region), options_.rank());
     // Measuring is over before the arena is there: its peak and the run's are not added.
     preparation_peak_ = TensorMemory::Stats().peak_bytes;
     TensorMemory::Trim();
@@ -347,7 +375,25 @@ class Engine::Impl {
                   : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity_.dump());
     if (!store.ok()) return store.status();
     store_ = std::move(*store);
-    return absl::OkStatus();
+    return resumes() && options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();
+  }
+
+  // Goes on from the newest step that every rank has committed. None has begun to overwrite it: that waits
+  // until all have committed the next one (OpKind::kAgree), so the ones that have are one step ahead at the
+  // most.
+  absl::Status GoBackTogether() {
+    const auto mine = static_cast<int64_t>(store_->committed_step());
+    absl::StatusOr<std::vector<int64_t>> steps = AllNumbers(*options_.comm, mine);
+    if (!steps.ok()) return steps.status();
+    const int64_t common = *std::min_element(steps->begin(), steps->end());
+    if (common == mine) return absl::OkStatus();
+    Log(absl::StrCat("step ", mine, " was not committed by all ranks: going on from step ", common));
+    return store_->GoBackTo(static_cast<uint64_t>(common));
+  }
+
+  static absl::Status NotOverRanks(const char* call) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(call, " is for one rank: over several, nobody has all of it"));
   }
 
   absl::Status Initialize() {
@@ -491,8 +537,7 @@ class Engine::Impl {
     if (checkpointing_ != nullptr) {
       if (absl::Status status = checkpointing_->BeforeUpdate(op.step); !status.ok()) return status;
     }
-    kernels::SumOfSquares squares;
-    for (size_t b = 0; b < plan_.plan.blocks.size(); ++b) squares.Merge(lanes_->squares(static_cast<int>(b)));
+    const kernels::SumOfSquares squares = lanes_->totals().squares;
     const double scale = scaler_.scale();
     const double norm = std::sqrt(squares.Value()) / scale;
     // As torch.nn.utils.clip_grad_norm_.
@@ -609,7 +654,7 @@ class Engine::Impl {
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
   bool told_of_misses_ = false;
-  aio::Region checkpoint_memory_;
+  aio::Region checkpoint_memory_, network_memory_;
   std::unique_ptr<Checkpointing> checkpointing_;  // null: none are kept
   absl::Status checkpoint_status_;
   int64_t operations_ = 1;  // of a training pass
@@ -648,7 +693,7 @@ absl::StatusOr<EnginePlan> Engine::MakePlan(const Model& model, const EngineOpti
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(Model model, EngineOptions options) {
   auto impl = std::make_unique<Impl>(std::move(model), std::move(options));
-  if (absl::Status status = impl->Create(); !status.ok()) return status;
+  if (absl::Status status = impl->Create(); !status.ok()) return impl->Told(std::move(status));
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
 
@@ -656,14 +701,14 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::~Engine() = default;
 
 absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, Next next) {
-  return impl_->Step(std::move(batches), next);
+  return impl_->Told(impl_->Step(std::move(batches), next));
 }
 absl::Status Engine::SetOrder(std::vector<int> stages) { return impl_->SetOrder(std::move(stages)); }
 absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
-  return impl_->Evaluate(batches);
+  return impl_->Told(impl_->Evaluate(batches));
 }
 absl::StatusOr<std::vector<torch::Tensor>> Engine::Infer(const std::vector<Batch>& batches) {
-  return impl_->Infer(batches);
+  return impl_->Told(impl_->Infer(batches));
 }
 std::vector<std::string> Engine::ParameterNames() const { return impl_->ParameterNames(); }
 absl::StatusOr<torch::Tensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
@@ -672,7 +717,7 @@ absl::StatusOr<torch::Tensor> Engine::ReadState(std::string_view parameter, Stat
 absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
   return impl_->WriteState(parameter, kind, value);
 }
-absl::Status Engine::Flush() { return impl_->Flush(); }
+absl::Status Engine::Flush() { return impl_->Told(impl_->Flush()); }
 int64_t Engine::step() const { return impl_->step_; }
 int64_t Engine::committed_step() const { return impl_->committed_step_; }
 std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from_; }

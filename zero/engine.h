@@ -23,6 +23,12 @@
 // workers; they depend on the model, the data, the seed, the number of intra-op threads and LibTorch's choice
 // of kernels.
 //
+// Over several ranks (EngineOptions::comm) each process has an engine of its own, and all of them are given
+// the same calls in the same order: each trains on its own micro-batches and keeps its part of the state, and
+// loss, norm and commits are those of all. A step is committed when every rank has committed it, and a run
+// goes on from the newest step of which that is true. Evaluate is given the same batches everywhere. An error
+// of one rank ends the others' next call as well.
+//
 // Threads: everything is called from one thread, on which the callbacks run as well. The counting allocator
 // and the limit on LibTorch's tensors are the process's: one engine that trains at a time. Errors:
 // kFailedPrecondition (budget too small, run locked, directory in use), kInvalidArgument (the caller's
@@ -48,6 +54,7 @@
 #include "swap/store.h"
 #include "tiering/executor.h"
 #include "tiering/plan.h"
+#include "zero/comm.h"
 #include "zero/config.h"
 #include "zero/device.h"
 #include "zero/loss_scale.h"
@@ -65,6 +72,7 @@ struct StepResult {
   double lr = 0;         // of this step's update
   double loss_scale = 1;
   bool skipped = false;  // a gradient was not finite
+  bool stops = false;    // EngineOptions::stops was true, on this rank or another
   // Share of the tiles whose update was made in backward, and whether it then had to be made again.
   double in_backward = 0;
   bool redone = false;
@@ -156,6 +164,14 @@ struct EngineOptions {
   std::function<void(int64_t step, const std::string& path, const absl::Status& status)> checkpointed;
   // Every finished operation, for traces.
   tiering::Executor::Observer observer;
+  // The other ranks; null: there are none. state_dirs are this rank's own, and so is everything else here
+  // that names a place; all else is the same on all ranks.
+  std::shared_ptr<Comm> comm;
+  int rank() const { return comm != nullptr ? comm->rank() : 0; }
+  int world() const { return comm != nullptr ? comm->world() : 1; }
+  // Asked towards the end of every step: whether the caller wants to stop. All ranks hear of it with the same
+  // step.
+  std::function<bool()> stops;
   // Lines for people: what was chosen and why, fallbacks.
   std::function<void(const std::string&)> log;
   // Called between completions while a step runs, at most every 50 ms or so: for live progress.

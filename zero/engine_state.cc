@@ -8,7 +8,9 @@
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "zero/guarded.h"
+#include "zero/json_difference.h"
 #include "zero/measure.h"
+#include "zero/rank_setup.h"
 #include "zero/real_lanes.h"
 #include "zero/stage_runner.h"
 
@@ -27,12 +29,15 @@ nlohmann::json IdentityOf(const Model& model, const EngineOptions& options, cons
                           const tiering::ModelGraph& graph) {
   nlohmann::json elements = nlohmann::json::array();
   for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
-  return {{"model", model.identity},
-          {"dtype", std::string(DTypeName(format.weights))},
-          {kOptimizer, OptimizerName(options.optimizer)},
-          {kOptimizerStates, std::string(StateTypeName(format.states))},
-          {"seed", options.seed},
-          {"block_elements", std::move(elements)}};
+  nlohmann::json identity = {{"model", model.identity},
+                             {"dtype", std::string(DTypeName(format.weights))},
+                             {kOptimizer, OptimizerName(options.optimizer)},
+                             {kOptimizerStates, std::string(StateTypeName(format.states))},
+                             {"seed", options.seed},
+                             {"block_elements", std::move(elements)}};
+  // One rank's state is named as it always was.
+  if (options.world() > 1) identity.update({{"ranks", options.world()}, {"rank", options.rank()}});
+  return identity;
 }
 
 // The identity of the run that is there. Older runs, which do not say it, have Adam's states in fp32.
@@ -56,26 +61,14 @@ void Adopt(const nlohmann::json& theirs, TileFormat* format, nlohmann::json* our
   format->states = ParseStateType(text(kOptimizerStates)).value_or(format->states);
 }
 
-// Says what differs, by name, down to the first leaf.
-std::string Difference(const nlohmann::json& theirs, const nlohmann::json& ours, const std::string& path) {
-  if (theirs.is_object() && ours.is_object()) {
-    for (const auto& [key, value] : ours.items()) {
-      const std::string below = path.empty() ? key : absl::StrCat(path, ".", key);
-      if (!theirs.contains(key)) return absl::StrCat(below, " is not there, and ", value.dump(), " here");
-      if (theirs[key] != value) return Difference(theirs[key], value, below);
-    }
-  }
-  return absl::StrCat(path, " is ", theirs.dump(), " there and ", ours.dump(), " here");
-}
-
 absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape& shape,
-                                                          const tiering::ModelGraph& graph,
+                                                          const tiering::ModelGraph& graph, int world,
                                                           const tiering::Precision& precision) {
   std::vector<std::vector<int64_t>> tiles;
   size_t next = 0;
   for (const tiering::BlockShape& block : graph.blocks) {
     std::vector<int64_t>& of_block = tiles.emplace_back();
-    for (int64_t elements = 0; elements < block.elements;) {
+    for (int64_t elements = 0; elements < tiering::PartElements(block.elements, world);) {
       if (next == shape.tiles.size())
         return absl::DataLossError("the store has fewer tiles than its model needs");
       const swap::TileLayout& tile = shape.tiles[next++].layout;
@@ -163,6 +156,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.on_nvme = on_nvme;
   plan_options.trains = options.trains;
   plan_options.host_budget_bytes = options.host_memory_bytes;
+  plan_options.world = options.world();
   plan_options.tile_bytes = options.tile_bytes;
   plan_options.bounds = options.bounds;
   plan_options.update_order = options.update_order;
@@ -188,10 +182,22 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   const bool one_version = resumes ? found->shape.slots == 1 : options.versions == 1;
   plan_options.commits_every_step =
       !on_nvme || !options.trains || (options.durability == Durability::kStep && !one_version);
+  if (options.comm != nullptr && !plan_options.commits_every_step) {
+    return absl::InvalidArgumentError(
+        "durability at checkpoints only, and one version: of one rank so far; over several every step is "
+        "durable");
+  }
   absl::StatusOr<MeasuredModel> measured =
       MeasureModel(model, options.example, format->weights, options.trains, *options.device);
   if (!measured.ok()) return measured.status();
   plan.graph = std::move(measured->graph);
+  Comm* const comm = options.comm.get();
+  if (comm != nullptr) {
+    if (absl::Status status = AgreeOnTimes(*comm, &plan.graph); !status.ok()) return status;
+    absl::StatusOr<int64_t> budget = AgreeOnBudget(*comm, options.host_memory_bytes);
+    if (!budget.ok()) return budget.status();
+    plan_options.host_budget_bytes = *budget;
+  }
   plan.parameters = measured->parameters;
   prepared.modules = std::move(measured->modules);
   prepared.identity = IdentityOf(model, options, *format, plan.graph);
@@ -205,10 +211,10 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   if (resumes) {
     if (theirs != prepared.identity) {
       return absl::FailedPreconditionError(absl::StrCat(
-          options.state_dirs.front(), " holds another run: ", Difference(theirs, prepared.identity, "")));
+          options.state_dirs.front(), " holds another run: ", JsonDifference(theirs, prepared.identity)));
     }
     absl::StatusOr<std::vector<std::vector<int64_t>>> tiles =
-        TilesOf(found->shape, plan.graph, plan_options.precision);
+        TilesOf(found->shape, plan.graph, plan_options.world, plan_options.precision);
     if (!tiles.ok()) return tiles.status();
     plan_options.fixed_tiles = std::move(*tiles);
   }
@@ -217,11 +223,18 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     // A budget that is too small is refused before anything is measured on a drive.
     absl::StatusOr<tiering::Plan> assumed = tiering::MakePlan(plan.graph, plan_options);
     if (!assumed.ok()) return assumed.status();
-    plan_options.machine = options.machine(plan.state_bytes);
+    // One rank alone: several would measure each other.
+    if (options.rank() == 0) plan_options.machine = options.machine(plan.state_bytes);
+  }
+  if (comm != nullptr) {
+    if (absl::Status status = AgreeOnMachine(*comm, &plan_options.machine); !status.ok()) return status;
   }
   absl::StatusOr<tiering::Plan> made = tiering::MakePlan(plan.graph, plan_options);
   if (!made.ok()) return made.status();
   plan.plan = std::move(*made);
+  if (comm != nullptr) {
+    if (absl::Status status = AgreeOnPlan(*comm, plan.plan); !status.ok()) return status;
+  }
   plan.options = std::move(plan_options);
   if (on_nvme) {
     swap::StoreOptions store_options;
@@ -284,10 +297,14 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
         const tiering::Tile& tile = block.tiles[t];
         torch::Tensor masters = torch::empty({tile.elements}, torch::kFloat32);
         float* const values = masters.data_ptr<float>();
+        const int64_t first = residency.InRun(static_cast<int>(b), tile).offset;
         if (module != nullptr) {
-          CopyParameters(*module, layout, tile.offset, tile.elements, values);
+          CopyParameters(*module, layout, first, tile.elements, values);
         } else {
-          refused = options.initial_values(static_cast<int>(b), tile.offset, tile.elements, values);
+          // The parts of the last ranks may go beyond the run's end.
+          const int64_t there = std::clamp<int64_t>(layout.elements - first, 0, tile.elements);
+          std::fill(values + there, values + tile.elements, 0.0F);
+          if (there > 0) refused = options.initial_values(static_cast<int>(b), first, there, values);
           if (!refused.ok()) return;
         }
         Slot& slot = ring[next % ring.size()];

@@ -29,7 +29,7 @@ tiering::Placement PlacementOf(ConfigPlacement placement) {
 
 }  // namespace
 
-tiering::PlanBounds PlanBoundsOf(const Config& config) {
+tiering::PlanBounds PlanBoundsOf(const Config& config, int world) {
   tiering::PlanBounds bounds;
   const ZeroConfig& zero = config.zero;
   bounds.live_elements = zero.max_live_parameters_elements;
@@ -58,6 +58,8 @@ tiering::PlanBounds PlanBoundsOf(const Config& config) {
   if (no_ahead || no_behind) bounds.tile_slots = Least(bounds.tile_slots, no_ahead && no_behind ? 1 : 2);
 
   bounds.placement = PlacementOf(config.penstock.placement.value_or(ConfigPlacement::kAuto));
+  const int64_t stage = zero.stage.value_or(3);
+  if (world > 1 && (stage == 1 || stage == 2)) bounds.placement = tiering::Placement::kCuda;
   bounds.const_bytes = config.penstock.placement_const_bytes.value_or(bounds.const_bytes);
   bounds.state_fraction = config.penstock.state_fraction.value_or(1.0);
   return bounds;

@@ -12,6 +12,7 @@
 //   bytes offload_optimizer.pipeline_read, _write      false: no tile ahead of, or behind, the one that is
 //   updated penstock.placement, placement_const_bytes    what stays at all: auto, cpu, cuda, const
 //   penstock.gpu_margin_mem_ratio                of what is left then, the share for resident state
+//   stage 1 and 2, over several ranks            all weights stay
 // (sub_group_size bounds a tile: EngineOptions::tile_bytes.)
 #ifndef PENSTOCK_ZERO_PLAN_BOUNDS_H_
 #define PENSTOCK_ZERO_PLAN_BOUNDS_H_
@@ -21,7 +22,8 @@
 
 namespace penstock::zero {
 
-tiering::PlanBounds PlanBoundsOf(const Config& config);
+// `world`: over several ranks ZeRO's stages 1 and 2 keep all weights in memory, whole on every rank.
+tiering::PlanBounds PlanBoundsOf(const Config& config, int world = 1);
 
 }  // namespace penstock::zero
 

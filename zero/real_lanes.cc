@@ -65,9 +65,36 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
   for (int i = 0; i < std::max(1, options_.update_workers); ++i) {
     threads_.emplace_back([this] { Work(&update_queue_, /*computes=*/false); });
   }
+  if (options_.comm == nullptr) return;
+  RankLanes::Options rank_options;
+  rank_options.weights = options_.format.weights;
+  for (const BlockModule* module : modules_)
+    rank_options.layout_elements.push_back(module->layout().elements);
+  rank_options.memory = options_.network_memory;
+  rank_options.now = [this] { return Now(); };
+  ranks_ = std::make_unique<RankLanes>(
+      plan_, residency_, options_.comm, std::move(rank_options), [this] { return OwnTotals(); },
+      [this](tiering::OpId id, const Op& op, absl::Status status, double start) {
+        Report({id, &op}, std::move(status), start);
+      });
+}
+
+StepTotals RealLanes::OwnTotals() const {
+  StepTotals totals;
+  for (const kernels::SumOfSquares& squares : squares_) totals.squares.Merge(squares);
+  totals.losses = runner_->losses();
+  totals.stops = options_.stops && options_.stops();
+  return totals;
+}
+
+absl::Status RealLanes::Decide(const Op& op) {
+  absl::Status status = hooks_.decide(op);
+  if (!status.ok() && ranks_ != nullptr) ranks_->Fail(status);
+  return status;
 }
 
 RealLanes::~RealLanes() {
+  ranks_.reset();
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;
@@ -133,6 +160,7 @@ void RealLanes::ReportInOrder(const Task& task, absl::Status status, double star
 void RealLanes::Start(tiering::OpId id, const Op& op) {
   const Task task{id, &op};
   if (op.lane == Lane::kCompute) ++computes_;
+  if (RankLanes::Runs(op)) return ranks_->Start(id, op);
   switch (op.lane) {
     case Lane::kCompute:
     case Lane::kUpdate: {
@@ -166,8 +194,8 @@ void RealLanes::Start(tiering::OpId id, const Op& op) {
       if (absl::Status status = StartCommit(task); !status.ok()) Report(task, std::move(status), start);
       return;
     }
-    case Lane::kHost:
-      return Report(task, absl::InternalError("a host operation was started on a lane"), Now());
+    default:
+      return Report(task, absl::InternalError("an operation was started on a lane that is not there"), Now());
   }
 }
 
@@ -308,8 +336,11 @@ absl::Status RealLanes::Settle(const Done& done) {
     }
     case OpKind::kCommit:
       if (store_ != nullptr && op.durable) status = store_->FinishCommit(&commit_);
-      if (status.ok()) status = hooks_.committed(op);
+      // Over several ranks a step is committed when all have.
+      if (status.ok() && ranks_ == nullptr) status = hooks_.committed(op);
       return status;
+    case OpKind::kAgree:
+      return hooks_.committed(op);
     case OpKind::kFinalize:
       runner_->Taken(op.block);
       return status;
@@ -327,7 +358,10 @@ void RealLanes::Wait(std::vector<tiering::Completion>* completions) {
   }
   for (const Done& one : done) {
     if (one.task.op->lane == Lane::kCompute) --computes_;
-    completions->push_back({one.task.id, Settle(one), one.start, one.end});
+    absl::Status status = Settle(one);
+    // What waits for the others must not wait for a rank that has failed.
+    if (!status.ok() && ranks_ != nullptr) ranks_->Fail(status);
+    completions->push_back({one.task.id, std::move(status), one.start, one.end});
   }
 }
 
@@ -366,8 +400,11 @@ absl::Status RealLanes::Run(const Op& op) {
     case OpKind::kTakeGradient: {
       if (device_ != nullptr) return runner_->TakeGradient(op.stage, device_->place(op));
       GradientPlace place;
-      if (op.accumulator_slot >= 0) {
+      if (op.accumulator_slot >= 0 && plan_.accumulator_bytes(op.block) == 4) {
         place.accumulator = residency_.accumulator(op.accumulator_slot);
+      } else if (op.accumulator_slot >= 0) {
+        place.gradient =
+            residency_.accumulator(op.accumulator_slot);  // one addend, on its way to other ranks
       } else {
         place.gradient = residency_.gradient(op.gradient_slot);
       }
@@ -416,7 +453,7 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
   }
   UpdateTile(options_.format, decision.optimizer,
              MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(op.block)),
-             modules_[At(op.block)]->layout(), tile, memory);
+             modules_[At(op.block)]->layout(), residency_.InRun(op.block, tile), memory);
   if (store_ != nullptr && !plan_.written_late(op.block, op.tile)) Seal(op);
   return absl::OkStatus();
 }

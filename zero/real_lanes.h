@@ -3,6 +3,7 @@
 //   kCompute  one thread that runs LibTorch, in the order of the program (its intra-op threads help)
 //   kUpdate   workers that check, update and checksum tiles, and finish gradients
 //   kCopyIn, kCopyOut       asynchronous copies of a device apart
+//   kGather, kReduce, and kAgree of kCommit  where there are more ranks (zero/rank_lanes.h)
 //   kRead, kWrite, kCommit  asynchronous transfers of the store; its I/O threads report completions
 //
 // Everything but the work itself happens on the executor's thread: it starts operations, takes completions,
@@ -24,8 +25,10 @@
 #include "kernels/reduce.h"
 #include "swap/store.h"
 #include "tiering/lanes.h"
+#include "zero/comm.h"
 #include "zero/device_lanes.h"
 #include "zero/input_spill.h"
+#include "zero/rank_lanes.h"
 #include "zero/residency.h"
 #include "zero/stage_runner.h"
 #include "zero/update.h"
@@ -50,6 +53,11 @@ class RealLanes : public tiering::Lanes {
     int update_workers = 1;
     int intra_op_threads = 1;  // of the compute thread
     TileFormat format;
+    // Where there are more ranks: what they talk over, Plan::network_bytes of memory, whether this one was
+    // asked to stop.
+    Comm* comm = nullptr;
+    std::span<std::byte> network_memory;
+    std::function<bool()> stops;
   };
 
   // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `device` where the
@@ -63,7 +71,7 @@ class RealLanes : public tiering::Lanes {
   bool HasRoom(tiering::Lane lane) const override;
   bool Skips(const tiering::Op& op) const override;
   void Start(tiering::OpId id, const tiering::Op& op) override;
-  absl::Status Decide(const tiering::Op& op) override { return hooks_.decide(op); }
+  absl::Status Decide(const tiering::Op& op) override;
   void Wait(std::vector<tiering::Completion>* completions) override;
   double Now() const override;
 
@@ -77,8 +85,8 @@ class RealLanes : public tiering::Lanes {
   uint64_t gradient_checksum(int block, int tile) const {
     return tiles_[static_cast<size_t>(block)][static_cast<size_t>(tile)]->gradient_checksum;
   }
-  // Square norm of a block's finished gradient.
-  const kernels::SumOfSquares& squares(int block) const { return squares_[static_cast<size_t>(block)]; }
+  // What all ranks' gradients, losses and wishes come to, once they are final.
+  StepTotals totals() const { return ranks_ != nullptr ? ranks_->totals() : OwnTotals(); }
 
  private:
   struct Task {
@@ -124,6 +132,7 @@ class RealLanes : public tiering::Lanes {
   }
   // The newest of its parity: of `step` once its norm is known.
   const UpdateDecision& DecisionFor(int64_t step) const { return decisions_[step & 1]; }
+  StepTotals OwnTotals() const;
   bool UndoesWrite(const tiering::Op& op) const;
   void Report(const Task& task, absl::Status status, double start);
   // The same for a lane of the device, which takes up an operation when it has finished the one before.
@@ -182,6 +191,7 @@ class RealLanes : public tiering::Lanes {
   std::array<double, tiering::kLanes> idle_since_{};  // lanes of the device
   bool stopping_ = false;
   std::vector<std::thread> threads_;
+  std::unique_ptr<RankLanes> ranks_;  // null: one rank
 };
 
 }  // namespace penstock::zero

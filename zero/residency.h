@@ -24,8 +24,10 @@ struct TileMemory {
 
 class Residency {
  public:
-  // `region` has plan.slot_bytes; zeroed here, so that padding and unread pages are defined.
-  Residency(const tiering::Plan& plan, aio::Region region) : plan_(plan), region_(std::move(region)) {
+  // `region` has plan.slot_bytes; zeroed here, so that padding and unread pages are defined. `rank`: whose
+  // part of every run is this process's.
+  Residency(const tiering::Plan& plan, aio::Region region, int rank = 0)
+      : plan_(plan), region_(std::move(region)), rank_(rank) {
     std::memset(region_.data(), 0, region_.bytes());
   }
 
@@ -42,7 +44,8 @@ class Residency {
     TileMemory memory;
     memory.elements = cut.elements;
     if (run_slot >= 0) {
-      memory.weights = static_cast<std::byte*>(run(run_slot)) + cut.offset * plan_.precision.weight_bytes();
+      memory.weights =
+          static_cast<std::byte*>(run(run_slot)) + InRun(block, cut).offset * plan_.precision.weight_bytes();
     }
     if (tile_slot >= 0) {
       auto* base = static_cast<std::byte*>(Place(plan_.tile_slots, tile_slot));
@@ -58,6 +61,11 @@ class Residency {
     return memory;
   }
 
+  // Where a tile of this rank's part of a block lies in the whole run.
+  tiering::Tile InRun(int block, const tiering::Tile& tile) const {
+    return {rank_ * plan_.blocks[static_cast<size_t>(block)].elements + tile.offset, tile.elements};
+  }
+
  private:
   void* Place(const std::vector<tiering::Slot>& slots, int slot) const {
     return region_.data() + slots[static_cast<size_t>(slot)].offset;
@@ -65,6 +73,7 @@ class Residency {
 
   const tiering::Plan& plan_;
   const aio::Region region_;
+  const int rank_;
 };
 
 }  // namespace penstock::zero

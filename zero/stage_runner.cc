@@ -26,12 +26,14 @@ uint64_t MixSeed(uint64_t seed, uint64_t a, uint64_t b, uint64_t c) {
 }
 
 StageRunner::StageRunner(const Model& model, std::vector<BlockModule*> modules, kernels::DType weights,
-                         uint64_t seed, Device& device)
+                         uint64_t seed, Device& device, int rank, int world)
     : model_(model),
       modules_(std::move(modules)),
       weights_(weights),
       seed_(seed),
       device_(device),
+      rank_(rank),
+      world_(world),
       inputs_(model.stages.size()),
       addends_(model.blocks.size(), 0) {}
 
@@ -53,8 +55,9 @@ absl::Status StageRunner::Begin(int64_t step, std::vector<Batch> batches, double
 }
 
 void StageRunner::SeedFor(int stage, int micro_batch) const {
-  const uint64_t seed = MixSeed(seed_, static_cast<uint64_t>(step_), static_cast<uint64_t>(micro_batch),
-                                static_cast<uint64_t>(stage));
+  const uint64_t seed =
+      MixSeed(seed_, static_cast<uint64_t>(step_), static_cast<uint64_t>(micro_batch * world_ + rank_),
+              static_cast<uint64_t>(stage));
   device_.Seed(seed);
 }
 
@@ -100,8 +103,9 @@ absl::Status StageRunner::Backward(int stage, int position, int micro_batch, voi
       if (last) {
         TORCH_CHECK(output.dim() == 0, "the last stage must return a scalar loss, not ", output.sizes());
         losses_[At(micro_batch)] = output.detach();  // fetched when the pass is over: nobody waits for it
-        // The step's loss is the mean over its micro-batches.
-        from_above = torch::full_like(output, loss_scale_ / static_cast<double>(batches_.size()));
+        // The step's loss is the mean over its micro-batches, of all ranks.
+        const size_t all = batches_.size() * At(world_);
+        from_above = torch::full_like(output, loss_scale_ / static_cast<double>(all));
       }
       if (output.requires_grad() && from_above.defined()) output.backward(from_above);
       if (flows_on) flowing_[At(micro_batch)] = input.grad();
@@ -171,10 +175,15 @@ void StageRunner::AddGradient(int block, const GradientPlace& place) {
   if (first) zero_to(layout.elements);
 }
 
+std::vector<double> StageRunner::losses() const {
+  std::vector<double> losses;
+  for (const torch::Tensor& loss : losses_) losses.push_back(loss.defined() ? loss.item<double>() : 0);
+  return losses;
+}
+
 double StageRunner::MeanLoss() const {
-  double sum = 0;
-  for (const torch::Tensor& loss : losses_) sum += loss.defined() ? loss.item<double>() : 0;
-  return sum / static_cast<double>(losses_.size());
+  const std::vector<double> all = losses();
+  return std::accumulate(all.begin(), all.end(), 0.0) / static_cast<double>(all.size());
 }
 
 absl::StatusOr<std::vector<torch::Tensor>> StageRunner::Outputs() const {

@@ -35,9 +35,10 @@ struct GradientPlace {
 class StageRunner {
  public:
   // `modules[b]` serves block b (blocks of one kind share one). `model`, the modules and the device outlive
-  // the runner.
+  // the runner. Micro-batch m of `rank` is one of all that the `world` ranks have together, number m * world
+  // + rank: its loss counts as one of so many, and its seeds are those of that number.
   StageRunner(const Model& model, std::vector<BlockModule*> modules, kernels::DType weights, uint64_t seed,
-              Device& device = *HostDevice());
+              Device& device = *HostDevice(), int rank = 0, int world = 1);
 
   // The micro-batches of the next pass, from host memory. `step` seeds the generators; backward starts from
   // the loss times `loss_scale`. Not while a pass computes.
@@ -57,6 +58,8 @@ class StageRunner {
   // Block b's gradient has been taken over: its next backward starts a new sum.
   void Taken(int block) { addends_[static_cast<size_t>(block)] = 0; }
 
+  // Of the micro-batches of the pass that has finished; waits for the device.
+  std::vector<double> losses() const;
   // Mean loss over the micro-batches of the pass that has finished; waits for the device.
   double MeanLoss() const;
   // Outputs of the last stage of a forward-only pass, by micro-batch, in host memory.
@@ -71,6 +74,7 @@ class StageRunner {
   const kernels::DType weights_;
   const uint64_t seed_;
   Device& device_;
+  const int rank_, world_;
   int64_t step_ = 0;
   double loss_scale_ = 1;
   std::vector<Batch> batches_;

@@ -71,6 +71,38 @@ TEST_F(StoreTest, SegmentsThatLieApartInMemoryAreGathered) {
   EXPECT_EQ(read.Difference(model), "");
 }
 
+TEST_F(StoreTest, ACommitThatNotAllRanksHaveIsTakenBackForGood) {
+  FakeModel model(layout_, 1), before(layout_, 1), read(layout_, 2);
+  before.Initialize();
+  before.UpdateAll(1);
+  {
+    auto store = CreateCommitted(&model);
+    Step(*store, &model, 1);
+    Step(*store, &model, 2);
+  }
+  {
+    auto store = Open();
+    EXPECT_TRUE(absl::IsDataLoss(store->GoBackTo(0))) << "only the commit before the last is still there";
+    ASSERT_TRUE(store->GoBackTo(2).ok());
+    EXPECT_EQ(store->committed_step(), 2u);
+    ASSERT_TRUE(store->GoBackTo(1).ok());
+    EXPECT_EQ(store->committed_step(), 1u);
+    EXPECT_EQ(store->recovered().payload, "p1");
+    ASSERT_TRUE(read.ReadAll(*store).ok());
+    EXPECT_EQ(read.Difference(before), "");
+  }
+  {
+    auto store = Open();
+    EXPECT_EQ(store->recovered().step, 1u);
+    Step(*store, &before, 2);
+    EXPECT_TRUE(absl::IsDataLoss(store->GoBackTo(0)));
+  }
+  auto store = Open();
+  EXPECT_EQ(store->recovered().step, 2u);
+  ASSERT_TRUE(read.ReadAll(*store).ok());
+  EXPECT_EQ(read.Difference(before), "");
+}
+
 TEST_F(StoreTest, WhatIsNotCommittedIsAsIfItNeverWas) {
   FakeModel model(layout_, 1), committed(layout_, 1), read(layout_, 2);
   committed.Initialize();

@@ -52,6 +52,11 @@ class MeaningLanes : public Lanes {
 
   void Start(OpId id, const Op& op) override {
     Check(op);
+    if (op.lane == Lane::kGather || op.lane == Lane::kReduce) {
+      // All ranks come to the network in one order: that of the program.
+      EXPECT_GT(id, last_started_[op.lane]);
+      last_started_[op.lane] = id;
+    }
     in_flight_.emplace(id, op);
     if (op.kind == OpKind::kReadWeights) run_[{op.run_slot, op.tile}] = {-1, 0};
     if (op.kind == OpKind::kReadState) state_[op.tile_slot] = {{-1, -1}, 0};
@@ -96,8 +101,14 @@ class MeaningLanes : public Lanes {
   void Check(const Op& op) {
     for (const auto& [id, other] : in_flight_) {
       const bool same_tile = op.block == other.block && op.tile == other.tile;
-      const bool changes_run = op.kind == OpKind::kReadWeights || op.kind == OpKind::kUpdate;
-      const bool other_changes_run = other.kind == OpKind::kReadWeights || other.kind == OpKind::kUpdate;
+      const auto changes = [](const Op& one) {
+        return one.kind == OpKind::kReadWeights || one.kind == OpKind::kUpdate || one.kind == OpKind::kGather;
+      };
+      // A gather and a write of a tile both read this rank's part.
+      const bool both_read = (op.kind == OpKind::kGather && other.kind == OpKind::kWriteTile) ||
+                             (op.kind == OpKind::kWriteTile && other.kind == OpKind::kGather);
+      const bool changes_run = changes(op) && !both_read;
+      const bool other_changes_run = changes(other) && !both_read;
       if (op.run_slot >= 0 && op.run_slot == other.run_slot && (changes_run || other_changes_run)) {
         // Two tiles of one block may be filled at once.
         EXPECT_TRUE(op.block == other.block && op.tile != other.tile && op.tile >= 0 && other.tile >= 0)
@@ -155,9 +166,33 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
           EXPECT_EQ(held.second, 2 * (op.kind == OpKind::kBackward ? op.step - 1 : Updates(op)))
               << OpKindName(op.kind);
+          // The other ranks' parts are as new as this one's.
+          if (plan_.world > 1) {
+            EXPECT_EQ(gathered_[op.run_slot], held) << OpKindName(op.kind);
+          }
         }
         break;
       }
+      case OpKind::kGather:
+        for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
+          EXPECT_EQ((run_[{op.run_slot, static_cast<int>(t)}]), (run_[{op.run_slot, 0}]))
+              << "tiles of two versions";
+        }
+        break;
+      case OpKind::kReduce:
+        EXPECT_EQ(accumulator_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        EXPECT_EQ(adding_[op.accumulator_slot], plan_.blocks[op.block].uses * plan_.micro_batches);
+        for (const auto& [id, other] : in_flight_) {
+          EXPECT_FALSE(other.gradient_slot == op.gradient_slot && other.kind != OpKind::kTakeGradient)
+              << "reduced into a place that " << OpKindName(other.kind) << " uses";
+        }
+        break;
+      case OpKind::kExchange:
+        EXPECT_EQ(finalized_, plan_.blocks.size()) << "exchange before every gradient was final";
+        break;
+      case OpKind::kAgree:
+        EXPECT_EQ(commits_, op.step) << "agreed on what is not committed";
+        break;
       case OpKind::kCopyIn: {
         // Also of weights that were updated on an assumption which may turn out wrong: never, it is made good
         // before.
@@ -215,6 +250,9 @@ class MeaningLanes : public Lanes {
         // Those that are written late follow the updates of their step, to be part of a commit of it.
         const bool late = plan_.written_late(op.block, op.tile);
         EXPECT_EQ(commits_, late ? op.step : op.step - 1) << "a slot of the committed version overwritten";
+        if (plan_.world > 1) {
+          EXPECT_EQ(agreed_, op.step - 1) << "overwritten before all ranks had committed";
+        }
         break;
       }
       case OpKind::kWriteGradient:
@@ -282,6 +320,16 @@ class MeaningLanes : public Lanes {
         }
         ++finalized_;
         break;
+      case OpKind::kGather:
+        gathered_[op.run_slot] = run_[{op.run_slot, 0}];
+        break;
+      case OpKind::kReduce:
+        adding_[op.accumulator_slot] = 0;
+        gradient_[op.gradient_slot] = {op.block, op.step};
+        break;
+      case OpKind::kAgree:
+        agreed_ = op.step;
+        break;
       case OpKind::kCommit:
         for (const auto& [tile, version] : drive_) {
           const bool comes_later = !op.durable && plan_.written_late(tile.first, tile.second);
@@ -327,6 +375,9 @@ class MeaningLanes : public Lanes {
   std::map<std::pair<int, int>, std::pair<int, int64_t>> run_;    // {slot, tile} -> {block, version}
   std::map<int, std::pair<std::pair<int, int>, int64_t>> state_;  // slot -> {tile, version}
   std::map<int, std::pair<int, int64_t>> gradient_, accumulator_, spilled_read_;  // slot -> {block, step}
+  std::map<int, std::pair<int, int64_t>> gathered_;  // run slot -> {block, version} of the other ranks' parts
+  std::map<Lane, OpId> last_started_ = {{Lane::kGather, -1}, {Lane::kReduce, -1}};
+  int64_t agreed_ = 0;
   std::map<int, int> adding_;
   // On a device apart; its sums are in accumulator_.
   std::map<std::pair<int, int>, std::pair<int, int64_t>> device_run_;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <random>
 #include <tuple>
@@ -44,7 +45,8 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     options.on_nvme = random() % 8 != 0;
     if (random() % 2 != 0) options.tile_bytes = 64 << 10;
     options.clips = random() % 4 != 0;
-    options.commits_every_step = !options.on_nvme || random() % 3 != 0;
+    options.world = std::array{1, 1, 2, 3}[seed % 4];
+    options.commits_every_step = !options.on_nvme || options.world > 1 || random() % 3 != 0;
     options.update_order = static_cast<UpdateOrder>(random() % 3);
     absl::StatusOr<Plan> roomy = MakePlan(graph, options);
     ASSERT_TRUE(roomy.ok()) << roomy.status();
@@ -77,6 +79,49 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
   EXPECT_GT(counted.redone, 1'500);
   EXPECT_GT(counted.persisted, 100);
   EXPECT_GT(late, 20);
+}
+
+TEST(Ranks, EachMovesItsShareOfTheBytes) {
+  const ModelGraph graph = Chain(8, 24 * kPartAlignment);
+  for (const Precision& precision : {Precision::Bf16(), Precision::Fp32(), Precision::Fp16()}) {
+    int64_t read = 0, written = 0;
+    for (const int world : {1, 2, 3, 4}) {
+      PlanOptions options;
+      options.precision = precision;
+      options.world = world;
+      options.host_budget_bytes = 64 * kMiB;
+      options.bounds.placement = Placement::kCpu;  // all state streams
+      const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      if (world == 1) {
+        read = plan->nvme_read_bytes;
+        written = plan->nvme_write_bytes;
+      }
+      EXPECT_EQ(plan->nvme_read_bytes * world, read) << world;
+      EXPECT_EQ(plan->nvme_write_bytes * world, written) << world;
+    }
+  }
+}
+
+// Gathering and reducing go on beside compute and the drive, whichever of them is the slowest.
+TEST(Ranks, TheNetworkIsOneMoreLane) {
+  const ModelGraph graph = Chain(12, 1 << 20, /*forward=*/5e-3);
+  for (const double network : {1e8, 4e8, 4e9}) {
+    PlanOptions options;
+    options.world = 4;
+    options.host_budget_bytes = 192 * kMiB;
+    options.machine.network_bytes_per_s = network;
+    const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    const absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, options.machine);
+    ASSERT_TRUE(prediction.ok()) << prediction.status();
+    // Three quarters of the weights are gathered twice a step and of the gradients reduced once; the last
+    // block of forward is the first of backward.
+    const double bytes = 2.0 * (1 << 20) * 3 / 4 * (12 + 11 + 12);
+    EXPECT_NEAR(prediction->network_seconds, bytes / network, 1e-9 + 0.1 * bytes / network);
+    EXPECT_EQ(prediction->bound_by == "network", network == 1e8) << prediction->bound_by;
+    EXPECT_LE(prediction->step_seconds, 1.10 * prediction->floor_seconds) << network;
+  }
 }
 
 TEST(Planner, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {

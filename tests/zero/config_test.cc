@@ -354,6 +354,16 @@ TEST(ParseConfig, LowerStagesMeanThree) {
   EXPECT_THAT(parsed.notes[0], StartsWith("zero_optimization.stage: 2 is accepted"));
 }
 
+TEST(ParseConfig, LowerStagesDoNotOffloadWeights) {
+  for (const char* stage : {"1", "2"}) {
+    const std::string config = absl::StrCat(R"({"zero_optimization": {"stage": )", stage,
+                                            R"(, "offload_param": {"device": "cpu"}}})");
+    EXPECT_EQ(Refusal(config), absl::StrCat("zero_optimization.stage: ", stage,
+                                            " keeps weights whole on every rank; offload_param needs 3"));
+  }
+  Parse(R"({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})");
+}
+
 TEST(ParseConfig, SyntaxErrorsHaveLineAndColumn) {
   EXPECT_THAT(Refusal("{\n  \"aio\": {,}\n}"), HasSubstr("line 2, column 11"));
   EXPECT_THAT(Refusal(""), StartsWith("not JSON: "));

@@ -63,6 +63,7 @@ EngineOptions OptionsOf(const RunOptions& run) {
   options.update_order = run.update_order;
   options.resume = run.resume || !run.resume_from.empty();
   options.checkpoints = run.checkpoints;
+  options.comm = run.comm;
   if (!run.resume_from.empty()) options.state_dirs = {run.resume_from};
   if (options.offload == OffloadDevice::kNvme) options.state_dirs = {run.state_dir};
   return options;
@@ -82,7 +83,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   options.checkpointed = [&](int64_t step, const std::string& path, const absl::Status& status) {
     trained.kept.push_back({step, running->step(), path, status});
   };
-  Model model = tools::MakeGpt(run.model);
+  Model model = run.make_model ? run.make_model() : tools::MakeGpt(run.model);
   if (run.poison_step != 0) {
     StageFunction loss = model.stages.back().forward;
     model.stages.back().forward = [loss](torch::nn::Module& module, const torch::Tensor& x,
@@ -105,7 +106,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       const int64_t step = (*engine)->step() + 1;
       std::vector<Batch> batches;
       for (int m = 0; m < run.micro_batches; ++m) {
-        batches.push_back(MakeBatch(run, step, m));
+        batches.push_back(MakeBatch(run, step, m * options.world() + options.rank()));
         if (step == run.poison_step) batches.back().targets[0][0] = batches.back().targets[0][1];
       }
       if (run.shuffles && step % 2 == 0) {
@@ -134,6 +135,8 @@ TrainedLosses TrainGpt(const RunOptions& given) {
     const absl::Status flushed = (*engine)->Flush();
     trained.peak_managed_bytes = (*engine)->peak_managed_bytes();
     trained.peak_device_bytes = (*engine)->peak_device_bytes();
+    trained.read_bytes = (*engine)->usage().bytes[static_cast<size_t>(tiering::Lane::kRead)];
+    trained.write_bytes = (*engine)->usage().bytes[static_cast<size_t>(tiering::Lane::kWrite)];
     return flushed;
   }();
   const std::string message(trained.status.message()), words = "least that works is ";

@@ -44,6 +44,8 @@ struct RunOptions {
   std::string state_dir;  // empty: a scratch directory, removed afterwards
   bool keep_state = false;
   std::function<void(EngineOptions&)> adjust;  // whatever else, last
+  std::function<Model()> make_model;           // empty: a GPT of `model`
+  std::shared_ptr<Comm> comm;  // the other ranks: micro-batch m is number m * world + rank of all
 };
 
 struct TrainedLosses {
@@ -64,6 +66,7 @@ struct TrainedLosses {
   tiering::Plan plan;
   int64_t peak_managed_bytes = 0;
   int64_t input_scratch_bytes = 0;
+  int64_t read_bytes = 0, write_bytes = 0;  // of the drive, by the program
 };
 
 // Learnable, not random: each row counts up from a start by a stride.

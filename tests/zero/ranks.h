@@ -1,0 +1,48 @@
+// Ranks as processes of this machine, for tests. The parent only forks: LibTorch's threads live in the
+// children.
+#ifndef PENSTOCK_TESTS_ZERO_RANKS_H_
+#define PENSTOCK_TESTS_ZERO_RANKS_H_
+
+#include <sys/types.h>
+
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "tests/zero/training.h"
+#include "zero/comm.h"
+
+namespace penstock::zero::testing_support {
+
+// A port of the loopback interface that was free a moment ago.
+int FreePort();
+
+RankEnvironment LoopbackRank(int rank, int world, int port);
+
+// What became of a child: its report, and how its process ended.
+struct RankOutcome {
+  nlohmann::json report;  // null: it wrote none
+  int exit_code = -1;     // -1: killed
+  std::string text() const {
+    return report.is_object() ? report.value("status", std::string()) : std::string();
+  }
+};
+
+// Runs `body` in `world` processes; what it returns comes back as the report.
+using RankBody = std::function<nlohmann::json(int rank, int port)>;
+std::vector<RankOutcome> RunProcesses(int world, const RankBody& body);
+
+// Trains in `world` processes that are connected. `adjust`: the options of one rank. The state directory of
+// rank k is rank-k/ below that of `run`, which is kept. Reports: status, losses, norms, ... as in
+// TrainedLosses.
+std::vector<RankOutcome> TrainRanks(int world, const RunOptions& run,
+                                    const std::function<void(int rank, RunOptions*)>& adjust = nullptr,
+                                    const CommOptions& comm = {});
+
+nlohmann::json ToJson(const TrainedLosses& trained);
+
+}  // namespace penstock::zero::testing_support
+
+#endif  // PENSTOCK_TESTS_ZERO_RANKS_H_

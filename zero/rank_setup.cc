@@ -1,0 +1,142 @@
+#include "zero/rank_setup.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/checksum.h"
+#include "zero/json_difference.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr size_t kProbeBytes = 4 << 20;
+
+// Seconds that all ranks together need to hand each other kProbeBytes; the second of two exchanges, since the
+// first one opens the windows of the connections.
+absl::StatusOr<double> ProbeNetwork(Comm& comm) {
+  std::vector<std::byte> memory(kProbeBytes * static_cast<size_t>(comm.world()));
+  double seconds = 0;
+  for (int i = 0; i < 2; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    if (absl::Status status = comm.AllGather(Channel::kSetup, memory.data(), kProbeBytes); !status.ok())
+      return status;
+    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+  return seconds;
+}
+
+// Rank 0's values, everywhere.
+absl::Status TakeRankZeros(Comm& comm, void* values, size_t bytes) {
+  std::vector<std::byte> all(bytes * static_cast<size_t>(comm.world()));
+  std::memcpy(all.data() + bytes * static_cast<size_t>(comm.rank()), values, bytes);
+  if (absl::Status status = comm.AllGather(Channel::kSetup, all.data(), bytes); !status.ok()) return status;
+  std::memcpy(values, all.data(), bytes);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string RankDirectory(const std::string& directory, int rank) {
+  const bool ends = !directory.empty() && directory.back() == '/';
+  return absl::StrCat(directory, ends ? "" : "/", "rank-", rank);
+}
+
+std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank) {
+  std::vector<std::string> of_rank;
+  for (const std::string& directory : directories) of_rank.push_back(RankDirectory(directory, rank));
+  return of_rank;
+}
+
+absl::Status AgreeOnWords(Comm& comm, const nlohmann::json& mine) {
+  absl::StatusOr<std::vector<std::string>> texts = comm.AllTexts(Channel::kSetup, mine.dump());
+  if (!texts.ok()) return texts.status();
+  const nlohmann::json first = nlohmann::json::parse(texts->front(), nullptr, /*allow_exceptions=*/false);
+  for (size_t k = 1; k < texts->size(); ++k) {
+    const std::string difference =
+        JsonDifference(nlohmann::json::parse((*texts)[k], nullptr, /*allow_exceptions=*/false), first,
+                       absl::StrCat("on rank ", k), "on rank 0");
+    if (difference.empty()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(RankName(static_cast<int>(k), comm.world()),
+                                                   " was not started like rank 0: ", difference));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, int64_t mine) {
+  std::vector<int64_t> numbers(static_cast<size_t>(comm.world()));
+  numbers[static_cast<size_t>(comm.rank())] = mine;
+  if (absl::Status status = comm.AllGather(Channel::kSetup, numbers.data(), sizeof(int64_t)); !status.ok())
+    return status;
+  return numbers;
+}
+
+absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine) {
+  absl::StatusOr<std::vector<int64_t>> budgets = AllNumbers(comm, mine);
+  if (!budgets.ok()) return budgets.status();
+  int64_t least = 0;
+  for (const int64_t budget : *budgets) {
+    if (budget > 0 && (least == 0 || budget < least)) least = budget;
+  }
+  return least;
+}
+
+absl::Status AgreeOnTimes(Comm& comm, tiering::ModelGraph* graph) {
+  std::vector<double> seconds;
+  for (const tiering::StageShape& stage : graph->stages) {
+    seconds.push_back(stage.forward_seconds);
+    seconds.push_back(stage.backward_seconds);
+  }
+  if (absl::Status status = TakeRankZeros(comm, seconds.data(), seconds.size() * sizeof(double));
+      !status.ok())
+    return status;
+  for (size_t s = 0; s < graph->stages.size(); ++s) {
+    graph->stages[s].forward_seconds = seconds[2 * s];
+    graph->stages[s].backward_seconds = seconds[2 * s + 1];
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AgreeOnMachine(Comm& comm, tiering::MachineModel* machine) {
+  static_assert(std::is_trivially_copyable_v<tiering::MachineModel>);
+  absl::StatusOr<double> seconds = ProbeNetwork(comm);
+  if (!seconds.ok()) return seconds.status();
+  const double received = static_cast<double>(kProbeBytes) * (comm.world() - 1);
+  if (*seconds > 0) machine->network_bytes_per_s = received / *seconds;
+  return TakeRankZeros(comm, machine, sizeof(*machine));
+}
+
+absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
+  std::vector<int64_t> numbers = {plan.arena_bytes,   plan.tensor_bytes, plan.tile_ring,
+                                  plan.kept_inputs,   plan.speculates,   plan.evaluate_micro_batches,
+                                  plan.micro_batches, plan.on_nvme,      plan.accumulator_ring};
+  uint64_t redo_rate = 0;
+  std::memcpy(&redo_rate, &plan.worthwhile_redo_rate, sizeof(redo_rate));
+  numbers.push_back(static_cast<int64_t>(redo_rate));
+  for (const auto* slots :
+       {&plan.run_slots, &plan.tile_slots, &plan.gradient_slots, &plan.accumulator_slots}) {
+    for (const tiering::Slot& slot : *slots) numbers.insert(numbers.end(), {slot.offset, slot.bytes});
+  }
+  for (const tiering::BlockPlan& block : plan.blocks) {
+    numbers.insert(numbers.end(),
+                   {block.elements, block.private_run_slot, block.gradient_slot, block.accumulator_slot});
+    for (size_t t = 0; t < block.tiles.size(); ++t) {
+      numbers.insert(numbers.end(),
+                     {block.tiles[t].elements, block.private_tile_slot[t], block.in_backward[t]});
+    }
+  }
+  const uint64_t digest = kernels::Checksum(numbers.data(), numbers.size() * sizeof(int64_t));
+  absl::StatusOr<std::vector<int64_t>> digests = AllNumbers(comm, static_cast<int64_t>(digest));
+  if (!digests.ok()) return digests.status();
+  for (size_t k = 1; k < digests->size(); ++k) {
+    if ((*digests)[k] == digests->front()) continue;
+    return absl::InternalError(
+        absl::StrCat("rank ", k, " and rank 0 have planned differently: are they one program?"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero

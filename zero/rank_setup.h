@@ -1,0 +1,44 @@
+// What the ranks of a run agree on before its first step: the same words, one plan, one step to go on from.
+// Every rank calls each of these, in the same order.
+#ifndef PENSTOCK_ZERO_RANK_SETUP_H_
+#define PENSTOCK_ZERO_RANK_SETUP_H_
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tiering/machine.h"
+#include "tiering/model_graph.h"
+#include "tiering/plan.h"
+#include "zero/comm.h"
+
+namespace penstock::zero {
+
+// Where rank `rank` keeps its part of what all ranks are told to keep in `directory`.
+std::string RankDirectory(const std::string& directory, int rank);
+std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank);
+
+// kInvalidArgument on all ranks where any of them was started with something else than rank 0: it names rank,
+// key and both values.
+absl::Status AgreeOnWords(Comm& comm, const nlohmann::json& mine);
+
+// Everybody's number, by rank.
+absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, int64_t mine);
+
+// The least of all budgets; 0 is no bound.
+absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine);
+
+// What one plan is made of must be the same on all: the times of stages and the machine are those of rank 0,
+// with the network as measured here.
+absl::Status AgreeOnTimes(Comm& comm, tiering::ModelGraph* graph);
+absl::Status AgreeOnMachine(Comm& comm, tiering::MachineModel* machine);
+
+// kInternal: the plans differ after all.
+absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_RANK_SETUP_H_
