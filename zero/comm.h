@@ -9,6 +9,8 @@
 // stopped, a host that is gone), is noticed by the others: every call fails with kUnavailable, one line that
 // names the rank, and what it said before it left if it could. A rank that is merely slow is waited for.
 //
+// A process that connects ignores SIGPIPE from then on, unless it has a handler of its own for it.
+//
 // Threads: calls on different channels may be made from different threads at once; Abort from any.
 #ifndef PENSTOCK_ZERO_COMM_H_
 #define PENSTOCK_ZERO_COMM_H_

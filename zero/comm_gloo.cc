@@ -18,6 +18,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <csignal>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -246,6 +247,9 @@ class GlooComm : public Comm {
   }
 
   absl::Status Meet() {
+    // Gloo writes to connections that another rank may have closed; it looks at what write returns.
+    if (struct sigaction now{}; sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL)
+      (void)signal(SIGPIPE, SIG_IGN);
     const RankEnvironment& env = environment();
     const std::string where = absl::StrCat(env.master_address, ":", env.master_port);
     absl::StatusOr<std::string> address = OwnAddress(env.master_address, env.master_port);
@@ -348,8 +352,12 @@ class GlooComm : public Comm {
           if (count != counts[static_cast<size_t>(k)]) seen_[static_cast<size_t>(k)] = Clock::now();
           counts[static_cast<size_t>(k)] = count;
         }
-        std::lock_guard lock(mutex_);
-        answered_ = Clock::now();
+        {
+          std::lock_guard lock(mutex_);
+          answered_ = Clock::now();
+        }
+        // Whoever waits for another rank than the one that failed learns of it here.
+        if (const std::string noted = Noted(); !noted.empty()) (void)Stop(Others(noted));
       } catch (const std::exception&) {
         return;  // the store has gone with its rank: the connections tell
       }

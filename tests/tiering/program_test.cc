@@ -109,6 +109,7 @@ TEST(Ranks, TheNetworkIsOneMoreLane) {
   for (const double network : {1e8, 4e8, 4e9}) {
     PlanOptions options;
     options.world = 4;
+    options.bounds.placement = Placement::kCpu;  // all weights are gathered for each use
     options.host_budget_bytes = 192 * kMiB;
     options.machine.network_bytes_per_s = network;
     const absl::StatusOr<Plan> plan = MakePlan(graph, options);
