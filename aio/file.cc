@@ -87,11 +87,7 @@ std::string DirectoryOf(const std::string& path) {
   return slash == 0 ? "/" : path.substr(0, slash);
 }
 
-}  // namespace
-
-absl::StatusOr<FileSystemSpace> QueryFileSystem(const std::string& path) {
-  struct statfs info {};
-  if (statfs(path.c_str(), &info) != 0) return Failure("statfs", path, errno);
+FileSystemSpace SpaceOf(const struct statfs& info) {
   FileSystemSpace space;
   const uint64_t block = static_cast<uint64_t>(info.f_bsize);
   space.free_bytes = static_cast<uint64_t>(geteuid() == 0 ? info.f_bfree : info.f_bavail) * block;
@@ -99,6 +95,34 @@ absl::StatusOr<FileSystemSpace> QueryFileSystem(const std::string& path) {
   space.type = FileSystemName(static_cast<uint64_t>(info.f_type) & 0xffffffff);
   space.copy_on_write = space.type == "btrfs" || space.type == "zfs" || space.type == "bcachefs";
   return space;
+}
+
+absl::StatusOr<FileSystemSpace> SpaceAround(int fd, const std::string& path) {
+  struct statfs info {};
+  if (fstatfs(fd, &info) != 0) return Failure("fstatfs", path, errno);
+  return SpaceOf(info);
+}
+
+// -1 and errno where it fails.
+int OpenNameless(const std::string& path, int flags) {
+  const int fd = open(DirectoryOf(path).c_str(), flags | O_TMPFILE, 0600);
+  if (fd >= 0 || (errno != EOPNOTSUPP && errno != EISDIR)) return fd;
+  // A file system that cannot: a name that is nobody's, for a moment.
+  std::string name = absl::StrCat(path, ".XXXXXX");
+  const int named = mkostemp(name.data(), flags & ~O_ACCMODE);
+  if (named < 0 || unlink(name.c_str()) == 0) return named;
+  const int error = errno;
+  close(named);
+  errno = error;
+  return -1;
+}
+
+}  // namespace
+
+absl::StatusOr<FileSystemSpace> QueryFileSystem(const std::string& path) {
+  struct statfs info {};
+  if (statfs(path.c_str(), &info) != 0) return Failure("statfs", path, errno);
+  return SpaceOf(info);
 }
 
 absl::StatusOr<std::string> DeviceOfPath(const std::string& path) {
@@ -155,8 +179,12 @@ absl::Status File::OpenOnDisk(const FileOptions& options) {
   if (options.create) flags |= O_CREAT;
   if (options.create && options.exclusive) flags |= O_EXCL;
   if (options.truncate) flags |= O_TRUNC;
+  const auto open_with = [&](int direct) {
+    return options.nameless ? OpenNameless(path_, (flags & ~O_NOFOLLOW) | direct)
+                            : open(path_.c_str(), flags | direct, 0600);
+  };
   do {
-    fd_ = open(path_.c_str(), flags | (direct_ ? O_DIRECT : 0), 0600);
+    fd_ = open_with(direct_ ? O_DIRECT : 0);
   } while (fd_ < 0 && errno == EINTR);
   if (fd_ < 0 && errno == EINVAL && direct_) {
     const absl::StatusOr<FileSystemSpace> where = QueryFileSystem(DirectoryOf(path_));
@@ -166,7 +194,7 @@ absl::Status File::OpenOnDisk(const FileOptions& options) {
                        " has no direct I/O (O_DIRECT refused); choose a directory on a local disk"));
     }
     direct_ = false;
-    fd_ = open(path_.c_str(), flags, 0600);
+    fd_ = open_with(0);
   }
   if (fd_ < 0) return Failure("open", path_, errno);
 
@@ -189,7 +217,7 @@ absl::Status File::OpenOnDisk(const FileOptions& options) {
     alignment_ = {report.memory, std::max<uint32_t>(report.offset, kSectorBytes), "statx"};
     return absl::OkStatus();
   }
-  const absl::StatusOr<FileSystemSpace> where = QueryFileSystem(path_);
+  const absl::StatusOr<FileSystemSpace> where = SpaceAround(fd_, path_);
   const std::string type = where.ok() ? where->type : "the file system";
   const bool in_memory = type == "tmpfs" || type == "ramfs";
   if ((report.known || in_memory) && !options.allow_unaligned_file_system) {
@@ -208,8 +236,8 @@ absl::Status File::OpenOnDisk(const FileOptions& options) {
 }
 
 absl::Status File::OpenSimulated(const FileOptions& options) {
-  absl::StatusOr<std::shared_ptr<SimFile>> file =
-      options.sim->OpenFile(path_, options.create, options.exclusive, options.truncate);
+  absl::StatusOr<std::shared_ptr<SimFile>> file = options.sim->OpenFile(
+      path_, options.create || options.nameless, options.exclusive, options.truncate || options.nameless);
   if (!file.ok()) return file.status();
   sim_ = options.sim;
   sim_file_ = *std::move(file);
@@ -258,7 +286,7 @@ absl::Status File::Preallocate(uint64_t bytes) {
   // Asked beforehand, because an fallocate that fails has by then taken all there was from everyone else.
   struct stat info {};
   if (fstat(fd_, &info) != 0) return Failure("fstat", path_, errno);
-  const absl::StatusOr<FileSystemSpace> space = QueryFileSystem(path_);
+  const absl::StatusOr<FileSystemSpace> space = SpaceAround(fd_, path_);
   if (!space.ok()) return space.status();
   const uint64_t reserved = std::min(bytes, static_cast<uint64_t>(info.st_blocks) * 512);
   const uint64_t wanted = bytes - reserved;

@@ -38,6 +38,9 @@ struct FileOptions {
   bool create = false;     // create if missing (the directory must exist); fsyncs nothing: see SyncDirectory
   bool exclusive = false;  // with create: kAlreadyExists if it is there
   bool truncate = false;   // cut to 0 bytes on opening
+  // A new file in the directory of `path` that never has a name there: `path` is only what it is called in
+  // errors. It goes with its File, however the process ends. Alone, or with size and direct.
+  bool nameless = false;
   bool read_only = false;
   uint64_t size = 0;   // not 0: Preallocate(size) as part of opening
   bool direct = true;  // O_DIRECT; false reads and writes through the page cache (small metadata, tests)

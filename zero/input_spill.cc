@@ -1,10 +1,6 @@
 #include "zero/input_spill.h"
 
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -18,7 +14,26 @@ uint64_t BytesOf(const torch::Tensor& tensor) {
   return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
 }
 
+// At every position room for the largest: the order of the stages may change.
+uint64_t RoomForAnInput(const tiering::ModelGraph& graph) {
+  int64_t largest = 0;
+  for (const tiering::StageShape& stage : graph.stages)
+    largest = std::max(largest, stage.input_scratch_bytes);
+  return static_cast<uint64_t>(tiering::AlignUp(largest, tiering::kPage));
+}
+
 }  // namespace
+
+std::vector<uint64_t> InputSpill::BytesIn(size_t directories, const tiering::ModelGraph& graph,
+                                          const tiering::Plan& plan) {
+  std::vector<uint64_t> bytes(directories, 0);
+  size_t next = 0;
+  for (int position = 0; position < plan.positions; ++position) {
+    if (!plan.SpillsInput(position)) continue;
+    for (int m = 0; m < plan.micro_batches; ++m) bytes[next++ % directories] += RoomForAnInput(graph);
+  }
+  return bytes;
+}
 
 absl::StatusOr<std::unique_ptr<InputSpill>> InputSpill::Create(aio::Engine& engine,
                                                                const tiering::ModelGraph& graph,
@@ -27,11 +42,7 @@ absl::StatusOr<std::unique_ptr<InputSpill>> InputSpill::Create(aio::Engine& engi
   auto spill = std::unique_ptr<InputSpill>(new InputSpill(engine));
   std::vector<uint64_t> sizes(directories.size(), 0);
   spill->places_.resize(static_cast<size_t>(plan.positions));
-  // Every position has room for the largest input: the order of the stages may change.
-  int64_t largest = 0;
-  for (const tiering::StageShape& stage : graph.stages)
-    largest = std::max(largest, stage.input_scratch_bytes);
-  const auto room = static_cast<uint64_t>(tiering::AlignUp(largest, tiering::kPage));
+  const uint64_t room = RoomForAnInput(graph);
   size_t next = 0;
   for (int position = 0; position < plan.positions; ++position) {
     if (!plan.SpillsInput(position)) continue;
@@ -44,15 +55,10 @@ absl::StatusOr<std::unique_ptr<InputSpill>> InputSpill::Create(aio::Engine& engi
   }
   for (size_t d = 0; d < directories.size(); ++d) {
     aio::FileOptions options;
-    options.path = absl::StrCat(directories[d], "/inputs");
-    options.create = true;
-    options.truncate = true;
+    options.path = absl::StrCat(directories[d], "/penstock.inputs");
+    options.nameless = true;
     options.size = sizes[d];
     absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(options);
-    // Also where its space could not be reserved.
-    if (unlink(options.path.c_str()) != 0 && file.ok()) {
-      return absl::InternalError(absl::StrCat("unlink ", options.path, ": ", std::strerror(errno)));
-    }
     if (!file.ok()) return file.status();
     spill->files_.push_back(std::move(*file));
   }

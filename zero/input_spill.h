@@ -29,6 +29,9 @@ class InputSpill {
  public:
   using Done = void (*)(aio::Request& request, void* context);
 
+  // Bytes in each of so many directories.
+  static std::vector<uint64_t> BytesIn(size_t directories, const tiering::ModelGraph& graph,
+                                       const tiering::Plan& plan);
   // Room for what the plan spills, reserved. kResourceExhausted: the disk is too full.
   static absl::StatusOr<std::unique_ptr<InputSpill>> Create(aio::Engine& engine,
                                                             const tiering::ModelGraph& graph,

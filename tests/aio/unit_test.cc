@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <fstream>
 #include <random>
 #include <thread>
 
@@ -280,6 +281,26 @@ TEST(FileTest, OpensWithCareAndTellsWhatIsWrong) {
   EXPECT_TRUE(absl::IsInvalidArgument(File::Open(options).status()));
   EXPECT_OK(SyncDirectory(directory.path()));
   EXPECT_TRUE(absl::IsNotFound(SyncDirectory(directory / "none")));
+}
+
+TEST(FileTest, ANamelessFileLeavesAndTouchesNothingInItsDirectory) {
+  ScratchDirectory directory;
+  FileOptions options;
+  options.path = directory / "scratch";
+  options.nameless = true;
+  options.size = 1 << 20;
+  std::ofstream(options.path) << "somebody's";
+  auto file = File::Open(options);
+  ASSERT_OK(file.status());
+  EXPECT_EQ(*(*file)->Size(), options.size);
+  EXPECT_TRUE((*file)->direct());
+  EXPECT_EQ(fcntl((*file)->fd(), F_GETFL) & O_ACCMODE, O_RDWR);
+  EXPECT_EQ(std::filesystem::file_size(options.path), 10u);
+  size_t names = 0;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator(directory.path())) ++names;
+  EXPECT_EQ(names, 1u);
+  options.path = directory / "none/scratch";
+  EXPECT_TRUE(absl::IsNotFound(File::Open(options).status()));
 }
 
 TEST(FileTest, RefusesAFileSystemInMemoryUnlessAllowed) {
