@@ -15,7 +15,7 @@ int64_t Sum(const std::vector<Slot>& slots, size_t from, size_t to) {
 
 }  // namespace
 
-std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan) {
+std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const OnDrives& drives) {
   std::vector<TierLine> lines(6);
   TierLine &weights = lines[0], &state = lines[1], &gradients = lines[2], &inputs = lines[3],
            &tensors = lines[4], &rest = lines[5];
@@ -48,13 +48,21 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan) {
   rest.resident_bytes = plan.arena_bytes - plan.slot_bytes;
   if (!plan.on_nvme) return lines;
 
-  const int64_t elements = graph.elements();
-  weights.nvme_bytes = 2 * elements * plan.precision.weight_bytes();
-  state.nvme_bytes = 2 * (plan.precision.UnpaddedBytes(elements) - elements * plan.precision.weight_bytes());
-  gradients.nvme_bytes =
-      elements * plan.precision.gradient_bytes;  // a place for each, whether it spills or not
-  if (!plan.trains) return lines;
+  for (const BlockPlan& block : plan.blocks) {
+    for (const Tile& tile : block.tiles) {
+      const int64_t of_weights = plan.precision.SegmentBytes(0, tile.elements);
+      weights.nvme_bytes += drives.versions * of_weights;
+      state.nvme_bytes += drives.versions * (plan.precision.UnpaddedBytes(tile.elements) - of_weights);
+      // A place for each, whether it spills or not.
+      gradients.nvme_bytes += tile.elements * plan.precision.gradient_bytes;
+    }
+  }
   inputs.nvme_bytes = plan.input_scratch_bytes;
+  if (drives.bytes > 0) {
+    rest.nvme_bytes =
+        drives.bytes - weights.nvme_bytes - state.nvme_bytes - gradients.nvme_bytes - inputs.nvme_bytes;
+  }
+  if (!plan.trains) return lines;
   ProgramBuilder builder(graph, plan, 1);
   builder.Append(Pass::kTrain);
   builder.Append(Pass::kTrain);

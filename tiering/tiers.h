@@ -15,15 +15,22 @@ struct TierLine {
   int64_t in_flight_bytes = 0;  // in host memory, for whatever passes through
   int64_t resident_bytes = 0;   // in host memory, for good
   int64_t nvme_bytes =
-      0;  // its home on the drives: both versions of state, room for all inputs that go there
+      0;  // its home on the drives: every version of state, room for all inputs that go there
   int64_t read_bytes = 0;  // from the drives, per step in the steady state
   int64_t written_bytes = 0;
 };
 
+// What the plan's files on the drives come to, which a plan does not know.
+struct OnDrives {
+  int versions = 2;   // of every tile
+  int64_t bytes = 0;  // of all files; 0: not known
+};
+
 // Weights, state, gradients, kept inputs, tensors while computing, the rest. Host bytes add up to
-// plan.host_bytes(); reads and writes to plan.nvme_read_bytes and nvme_write_bytes; what the store needs
-// beside the tiles (records, tables) is not in the NVMe column.
-std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan);
+// plan.host_bytes(); reads and writes to plan.nvme_read_bytes and nvme_write_bytes; the NVMe column to
+// drives.bytes, where that is known: what is not tiles, gradients or inputs (records, tables, rounding) is
+// the rest. Of one rank.
+std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const OnDrives& drives = {});
 
 // What writing does to the drives.
 struct Wear {

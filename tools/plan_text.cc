@@ -35,6 +35,10 @@ tiering::Wear WearOf(const PlanFacts& facts) {
                          drives * facts.rated_bytes_written);
 }
 
+std::vector<tiering::TierLine> TiersOf(const zero::EnginePlan& plan) {
+  return tiering::TiersOf(plan.graph, plan.plan, {.versions = plan.versions, .bytes = plan.disk_bytes});
+}
+
 nlohmann::json Finite(double value) {
   return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
 }
@@ -49,7 +53,7 @@ std::string Tiers(const PlanFacts& facts) {
                                            cell(l.in_flight_bytes), cell(l.resident_bytes),
                                            cell(l.nvme_bytes), cell(l.read_bytes), cell(l.written_bytes)));
   };
-  for (const tiering::TierLine& l : tiering::TiersOf(facts.plan.graph, facts.plan.plan)) {
+  for (const tiering::TierLine& l : TiersOf(facts.plan)) {
     line(l);
     sum.in_flight_bytes += l.in_flight_bytes;
     sum.resident_bytes += l.resident_bytes;
@@ -257,7 +261,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
     host.push_back({{"what", line.what}, {"bytes", line.bytes}, {"count", line.count}});
   }
   nlohmann::json tiers = nlohmann::json::array();
-  for (const tiering::TierLine& line : tiering::TiersOf(plan.graph, plan.plan)) {
+  for (const tiering::TierLine& line : TiersOf(plan)) {
     tiers.push_back({{"what", line.what},
                      {"host_in_flight_bytes", line.in_flight_bytes},
                      {"host_resident_bytes", line.resident_bytes},

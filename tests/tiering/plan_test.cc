@@ -152,8 +152,20 @@ TEST(Tiers, AddUpToThePlanToTheByte) {
       EXPECT_EQ(host, plan.ledger().total());
       EXPECT_EQ(read, plan.nvme_read_bytes);
       EXPECT_EQ(written, plan.nvme_write_bytes);
-      EXPECT_EQ(nvme, graph.elements() * (2 * precision.UnpaddedBytes(1) + precision.gradient_bytes) +
-                          plan.input_scratch_bytes);
+      const auto home = [&](int versions) {
+        return graph.elements() * (versions * precision.UnpaddedBytes(1) + precision.gradient_bytes) +
+               plan.input_scratch_bytes;
+      };
+      EXPECT_EQ(nvme, home(2));
+      for (const int versions : {1, 3}) {
+        nvme = 0;
+        for (const TierLine& line : TiersOf(graph, plan, {.versions = versions})) nvme += line.nvme_bytes;
+        EXPECT_EQ(nvme, home(versions));
+        const int64_t files = nvme + 12345;
+        nvme = 0;
+        for (const TierLine& line : TiersOf(graph, plan, {versions, files})) nvme += line.nvme_bytes;
+        EXPECT_EQ(nvme, files);
+      }
       spilled_some |= plan.input_scratch_bytes > 0;
     }
   }

@@ -112,6 +112,42 @@ TEST_F(StoreCliTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack)
   EXPECT_THAT(wrong.err, HasSubstr("penstock.versions"));
 }
 
+// What a run takes on its disks is said three times and taken once.
+TEST_F(StoreCliTest, PlanReportAndFilesHaveTheSameBytesWhateverTheVersions) {
+  struct Case {
+    const char* config;
+    int versions;
+    Words words;
+  };
+  const Words kept = {"--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "2"};
+  for (const Case& c : {Case{"{}", 2, {}}, Case{R"({"versions": 1})", 1, {}}, Case{"{}", 3, kept}}) {
+    SCOPED_TRACE(c.versions);
+    const std::string state = dir_ + "/state" + std::to_string(c.versions), report = dir_ + "/report";
+    const Words words = Words{"--config", Config(c.config), "--steps", "1", "--seq", "32"} + c.words;
+    Words plan = Train(state, words + Words{"--json", "--no-probe"});
+    plan[0] = "plan";
+    plan.erase(std::find(plan.begin(), plan.end(), "--quiet"));
+    const Ran planned = Run(plan);
+    ASSERT_EQ(planned.code, 0) << planned.err;
+    const json told = json::parse(planned.out);
+    ASSERT_EQ(Run(Train(state, words + Words{"--report", report})).code, 0);
+    EXPECT_EQ(told["versions"], c.versions);
+    int64_t together = 0, tiles = 0;
+    for (const json& line : told["tiers"]) {
+      together += line["nvme_bytes"].get<int64_t>();
+      if (line["what"] == "weights" || line["what"] == "optimizer state")
+        tiles += line["nvme_bytes"].get<int64_t>();
+      EXPECT_GE(line["nvme_bytes"], 0) << line;
+    }
+    EXPECT_EQ(tiles, c.versions * told["state_bytes_total"].get<int64_t>());
+    EXPECT_EQ(together, told["state_bytes_nvme"].get<int64_t>());
+    EXPECT_EQ(json::parse(ReadFile(report))["state_bytes_nvme"], told["state_bytes_nvme"]);
+    EXPECT_EQ(std::filesystem::file_size(state + "/penstock.store"),
+              told["state_bytes_nvme"].get<uint64_t>());
+    EXPECT_EQ(Inspect(state)["disk_bytes"], told["state_bytes_nvme"]);
+  }
+}
+
 // States in bf16 and 8 bit: what inspect shows adds up, verify finds a flipped bit in each segment, export is
 // the masters, and what was exported comes back.
 TEST_F(StoreCliTest, CompactStatesAreInspectedVerifiedAndExported) {
