@@ -12,6 +12,8 @@
 #include "swap/checkpoint_copy.h"
 #include "swap/inspect.h"
 #include "swap/verify.h"
+#include "tests/leaks.h"
+#include "tests/soak.h"
 #include "tests/swap/fake_model.h"
 #include "tests/swap/no_leak.h"
 #include "tests/swap/scratch_directory.h"
@@ -132,6 +134,39 @@ TEST_F(CheckpointTest, TheOldestGoWhenMoreThanKAreKept) {
   for (const auto& entry : fs::directory_iterator(checkpoints_.parent))
     names.push_back(entry.path().filename());
   EXPECT_THAT(names, ::testing::UnorderedElementsAre("latest", "step-00000004", "step-00000005"));
+}
+
+// Half of them finished, half given up on their way.
+TEST_F(CheckpointTest, HundredsOfThemLeaveNoDescriptorMemoryOrFile) {
+  Start();
+  checkpoints_.keep = 3;
+  tests::Held before;
+  const auto last = static_cast<uint64_t>(400 * tests::Soak());
+  for (uint64_t step = 1; step <= last; ++step) {
+    Step(step);
+    auto copy = CheckpointCopy::OfStore(*store_, checkpoints_);
+    ASSERT_TRUE(copy.ok()) << copy.status();
+    if (step % 2 == 0) {
+      const absl::Status finished = (*copy)->Finish();
+      ASSERT_TRUE(finished.ok()) << finished;
+    } else {
+      (*copy)->Allow(static_cast<uint32_t>(step % 7));
+    }
+    copy->reset();
+    EXPECT_EQ(store_->retained(), nullptr);
+    if (step == 40) before = {};  // whatever grows once has grown
+  }
+  const tests::Held after;
+  EXPECT_EQ(after.descriptors, before.descriptors);
+  EXPECT_EQ(after.threads, before.threads);
+  // 8 KiB for each would be 2.9 MB.
+  EXPECT_LT(after.resident_bytes, before.resident_bytes + (2 << 20));
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(checkpoints_.parent))
+    names.push_back(entry.path().filename());
+  EXPECT_EQ(names.size(), 4u) << ::testing::PrintToString(names);
+  EXPECT_EQ(ListCheckpoints(checkpoints_.parent).size(), 3u);
+  ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), last);
 }
 
 TEST_F(CheckpointTest, WhatIsNotOursIsNotRemoved) {

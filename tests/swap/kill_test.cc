@@ -19,18 +19,15 @@
 #include "absl/strings/str_cat.h"
 #include "swap/checkpoint.h"
 #include "swap/store.h"
+#include "tests/soak.h"
 #include "tests/swap/no_leak.h"
 #include "tests/swap/scratch_directory.h"
 
 namespace penstock::swap {
 namespace {
 
-// Kills at random moments in each test that makes them; PENSTOCK_SOAK=N in the environment makes it N times
-// as many.
-int RandomKills() {
-  const char* soak = std::getenv("PENSTOCK_SOAK");
-  return 30 * std::max(1, soak == nullptr ? 1 : std::atoi(soak));
-}
+// Kills at random moments in each test that makes them.
+int RandomKills() { return 30 * tests::Soak(); }
 
 using Clock = std::chrono::steady_clock;
 

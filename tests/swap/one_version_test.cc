@@ -5,6 +5,7 @@
 
 #include "swap/inspect.h"
 #include "swap/verify.h"
+#include "tests/soak.h"
 #include "tests/swap/no_leak.h"
 #include "tests/swap/sim_world.h"
 #include "tests/swap/store_fixture.h"
@@ -14,11 +15,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr uint64_t kStride = 9;
-#else
-constexpr uint64_t kStride = 1;
-#endif
+using tests::kStride;
+const auto kSoak = static_cast<uint64_t>(tests::Soak());
 
 class OneVersionTest : public StoreTest {
  protected:
@@ -143,7 +141,7 @@ TEST_P(OneVersionSimTest, ACrashAtEveryEventIsAllOrNothing) {
   }
   ASSERT_GT(events, 100u);
   int whole = 0, refused = 0;
-  for (uint64_t seed = 7; seed < 9; ++seed) {
+  for (uint64_t seed = 7; seed < 7 + 2 * kSoak; ++seed) {
     for (uint64_t at = 1; at <= events; at += kStride) {
       SimWorld world(seed, GetParam(), 2, 1);
       world.at_event = [&](uint64_t event) {
@@ -184,7 +182,7 @@ TEST_P(OneVersionSimTest, ACrashAtEveryEventIsAllOrNothing) {
 // A disk that lies, about the mark too: damage is named, never taken for a run.
 TEST_P(OneVersionSimTest, SilentFaultsAreNeverAccepted) {
   int lies = 0, caught = 0;
-  for (uint64_t seed = 1; seed <= 300; seed += kStride) {
+  for (uint64_t seed = 1; seed <= 300 * kSoak; seed += kStride) {
     SimWorld world(seed, GetParam(), 2, 1);
     ASSERT_TRUE(world.Create().ok());
     aio::SimFaultRates rates;
@@ -203,8 +201,8 @@ TEST_P(OneVersionSimTest, SilentFaultsAreNeverAccepted) {
     caught += checked.ok() ? 0 : 1;
   }
   std::printf("%d lies, %d lives that ended with a refusal\n", lies, caught);
-  EXPECT_GT(lies, 50 / static_cast<int>(kStride));
-  EXPECT_GT(caught, 50 / static_cast<int>(kStride));
+  EXPECT_GT(lies, 50 / kStride);
+  EXPECT_GT(caught, 50 / kStride);
 }
 
 INSTANTIATE_TEST_SUITE_P(Sync, OneVersionSimTest, ::testing::Values(Sync::kProcess, Sync::kPower),

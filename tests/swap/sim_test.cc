@@ -10,6 +10,7 @@
 #include <random>
 
 #include "swap/verify.h"
+#include "tests/soak.h"
 #include "tests/swap/no_leak.h"
 #include "tests/swap/sim_world.h"
 
@@ -18,18 +19,8 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Sanitizers cost ten to fifty times the time: there, every n-th of the places is enough.
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-constexpr uint64_t kStride = 9;
-#else
-constexpr uint64_t kStride = 1;
-#endif
-
-// PENSTOCK_SOAK=N in the environment: N times as many seeds.
-uint64_t Soak() {
-  const char* soak = std::getenv("PENSTOCK_SOAK");
-  return static_cast<uint64_t>(std::max(1, soak == nullptr ? 1 : std::atoi(soak)));
-}
+using tests::kStride;
+const auto kSoak = static_cast<uint64_t>(tests::Soak());
 
 class SimTest : public ::testing::TestWithParam<Sync> {};
 
@@ -57,7 +48,7 @@ TEST_P(SimTest, ACrashAtEveryEventLosesNothingAcknowledged) {
   }
   ASSERT_GT(events, 100u);
   int crashes = 0, before = 0, after = 0;
-  for (uint64_t seed = 7; seed < 7 + 3 * Soak(); ++seed) {
+  for (uint64_t seed = 7; seed < 7 + 3 * kSoak; ++seed) {
     for (uint64_t at = 1; at <= events; at += kStride) {
       SimWorld world(seed, GetParam());
       world.at_event = [&](uint64_t event) {
@@ -142,7 +133,7 @@ TEST_P(SimTest, ReportedErrorsAtEveryRequestAreReportedAndLoseNothing) {
 // Promise: a disk that lies (torn, lost, misdirected writes that report success) is caught, never believed.
 TEST_P(SimTest, SilentFaultsAreNeverAccepted) {
   int lies = 0, caught = 0, harmless = 0;
-  for (uint64_t seed = 1; seed <= 400 * Soak(); seed += kStride) {
+  for (uint64_t seed = 1; seed <= 400 * kSoak; seed += kStride) {
     SimWorld world(seed, GetParam());
     ASSERT_TRUE(world.Create().ok());
     aio::SimFaultRates rates;
@@ -180,15 +171,15 @@ TEST_P(SimTest, SilentFaultsAreNeverAccepted) {
   }
   std::printf("%d lies; %d runs in which one was caught, %d in which it was overwritten or did not matter\n",
               lies, caught, harmless);
-  EXPECT_GT(lies, 200 / static_cast<int>(kStride));
-  EXPECT_GT(caught, 100 / static_cast<int>(kStride));
+  EXPECT_GT(lies, 200 / kStride);
+  EXPECT_GT(caught, 100 / kStride);
 }
 
 // Promise: everything at once, with random seeds; noise that the disk admits never costs an acknowledged
 // step.
 TEST_P(SimTest, ARandomMixOfFaultsAndCrashes) {
   int injected = 0;
-  for (uint64_t seed = 1000; seed < 1000 + 300 * Soak(); seed += kStride) {
+  for (uint64_t seed = 1000; seed < 1000 + 300 * kSoak; seed += kStride) {
     SimWorld world(seed, GetParam());
     ASSERT_TRUE(world.Create().ok());
     std::mt19937_64 random(seed);
@@ -219,7 +210,7 @@ TEST_P(SimTest, ARandomMixOfFaultsAndCrashes) {
                                  stats.no_space + stats.stalls + stats.crashes);
   }
   std::printf("%d faults\n", injected);
-  EXPECT_GT(injected, 3000 / static_cast<int>(kStride));
+  EXPECT_GT(injected, 3000 / kStride);
 }
 
 // Promise: one flipped bit in any structure is healed or named with its place; never believed, never a crash.

@@ -7,6 +7,7 @@
 
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
+#include "tests/soak.h"
 #include "tests/zero/training.h"
 #include "zero/engine_state.h"
 
@@ -17,14 +18,13 @@ using testing_support::RunOptions;
 using testing_support::TrainedLosses;
 using testing_support::TrainGpt;
 
-class DurabilityTest : public testing::Test {
+class DurabilityTest : public testing_support::ScratchTest {
  protected:
-  DurabilityTest() : scratch_(testing_support::ScratchDirectory()) {
+  DurabilityTest() {
     run_.model.dropout = 0.1;
     run_.steps = 8;
     run_.tile_bytes = 128 << 10;
   }
-  ~DurabilityTest() override { std::filesystem::remove_all(scratch_); }
 
   // The run on a drive, its steps durable as said, within the least memory and so much more.
   TrainedLosses OnDrive(Durability durability, int versions, int64_t more) {
@@ -48,14 +48,15 @@ class DurabilityTest : public testing::Test {
     return TrainGpt(run);
   }
 
-  const std::string scratch_;
   RunOptions run_;
   EnginePlan plan_;
 };
 
 TEST_F(DurabilityTest, TheBitsAreTheSameWhateverIsWrittenWhen) {
-  for (const int64_t micro_batches : {1, 2}) {
-    run_.micro_batches = static_cast<int>(micro_batches);
+  for (int round = 0; round < 2 * tests::Soak(); ++round) {
+    const int micro_batches = 1 + round % 2;
+    run_.micro_batches = micro_batches;
+    run_.seed = 7 + static_cast<uint64_t>(round / 2);
     run_.evaluate_every = 3;
     run_.shuffles = micro_batches == 2;         // steps that were announced in another order are called off
     run_.announce_always = micro_batches == 1;  // and so are those before an evaluation

@@ -12,6 +12,7 @@
 #include <random>
 
 #include "aio/backend.h"
+#include "tests/soak.h"
 #include "tests/zero/training.h"
 
 namespace penstock::zero {
@@ -152,9 +153,9 @@ size_t OpenFiles() {
   return count;
 }
 
-class FaultTest : public testing::Test {
+class FaultTest : public testing_support::ScratchTest {
  protected:
-  FaultTest() : scratch_(testing_support::ScratchDirectory()) {
+  FaultTest() {
     run_.model = {2, 32, 2, 16, 256, 0};
     run_.batch = 2;
     run_.seq = 16;
@@ -167,7 +168,6 @@ class FaultTest : public testing::Test {
     run_.host_memory_bytes = TrainGpt(run_).least_host_memory_bytes;
     run_.keep_state = true;
   }
-  ~FaultTest() override { std::filesystem::remove_all(scratch_); }
 
   // What one life of the run may come to: its losses are the oracle's as far as it got.
   void ExpectRight(const TrainedLosses& life, int64_t from) {
@@ -238,12 +238,8 @@ class FaultTest : public testing::Test {
     RecordProperty("faults", struck);
   }
 
-  static int Faults() {
-    const char* soak = std::getenv("PENSTOCK_SOAK");  // PENSTOCK_SOAK=N: N times as many (make soak)
-    return 18 * std::max(1, soak != nullptr ? std::atoi(soak) : 1);
-  }
+  static int Faults() { return 18 * tests::Soak(); }
 
-  const std::string scratch_;
   RunOptions run_;
   TrainedLosses oracle_;
 };

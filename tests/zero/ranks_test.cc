@@ -1,5 +1,6 @@
 // Several ranks, each a process, over loopback: the losses of one rank, a commit of all or of none, and an
 // end with a reason whatever happens to one of them.
+#include "tests/soak.h"
 #include "tests/zero/ranks.h"
 
 #include <gtest/gtest.h>
@@ -219,7 +220,9 @@ TEST(Ranks, KilledAndResumedTheLossesAreThoseOfARunLeftAlone) {
   const auto expected = whole[0].report["losses"].get<std::vector<double>>();
 
   run.state_dir = testing_support::ScratchDirectory();
-  std::mt19937 random(5);
+  const unsigned seed = tests::Soak() == 1 ? 5 : std::random_device()();  // make soak repeats it
+  SCOPED_TRACE(testing::Message() << "seed " << seed);
+  std::mt19937 random(seed);
   int killed = 0;
   bool done = false;
   for (int life = 0; life < 12 && !done; ++life) {

@@ -35,6 +35,8 @@ std::string ScratchDirectory() {
   return path;
 }
 
+ScratchTest::~ScratchTest() { std::filesystem::remove_all(scratch_); }
+
 // Embedding and loss keep their places.
 static std::vector<int> ShuffledLayers(int stages, uint64_t seed) {
   std::vector<int> order(static_cast<size_t>(stages));

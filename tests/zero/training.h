@@ -2,6 +2,8 @@
 #ifndef PENSTOCK_TESTS_ZERO_TRAINING_H_
 #define PENSTOCK_TESTS_ZERO_TRAINING_H_
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -72,6 +74,12 @@ struct TrainedLosses {
 // Learnable, not random: each row counts up from a start by a stride.
 Batch MakeBatch(const RunOptions& run, int64_t step, int micro_batch);
 std::string ScratchDirectory();
+// A test with such a directory of its own, removed with all that is in it.
+class ScratchTest : public testing::Test {
+ protected:
+  ~ScratchTest() override;
+  const std::string scratch_ = ScratchDirectory();
+};
 EngineOptions OptionsOf(const RunOptions& run);  // without hooks; the state directory is run.state_dir
 TrainedLosses TrainGpt(const RunOptions& run);
 
