@@ -79,6 +79,15 @@ absl::Status Checkpointing::BeginOfMemory(aio::Engine& io, swap::CheckpointSourc
   return Begin(swap::CheckpointCopy::OfMemory(io, Options(), std::move(source)), 1);
 }
 
+absl::Status Checkpointing::MakeUpFor(swap::Store& store, bool commits_every_step) {
+  const uint64_t step = store.committed_step();
+  if (step == 0 || !Due(static_cast<int64_t>(step))) return absl::OkStatus();
+  for (const swap::CheckpointEntry& kept : swap::ListCheckpoints(schedule_.parent)) {
+    if (kept.step == step) return absl::OkStatus();
+  }
+  return BeginOfStore(store, commits_every_step);
+}
+
 absl::Status Checkpointing::Advance(int64_t operations) {
   if (copy_ == nullptr) return absl::OkStatus();
   if (copy_->finished()) return Finish();

@@ -56,6 +56,9 @@ class Checkpointing {
   // The commit that is due is done. Errors are those of Finish.
   absl::Status BeginOfStore(swap::Store& store, bool commits_every_step);
   absl::Status BeginOfMemory(aio::Engine& io, swap::CheckpointSource source);
+  // The run goes on from the store's last commit. Where that is due and a kill cut its checkpoint short, it
+  // is written now.
+  absl::Status MakeUpFor(swap::Store& store, bool commits_every_step);
   // Of `operations` in a step one has ended: lets the copy go on, and notices its end.
   absl::Status Advance(int64_t operations);
   // The update of `step` may begin from here on, in memory or on the drive: what it would change must have

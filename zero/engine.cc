@@ -84,6 +84,10 @@ class Engine::Impl {
     }
     if (resumes()) {
       if (absl::Status status = Restore(); !status.ok()) return status;
+      if (checkpointing_ != nullptr && store_ != nullptr) {
+        absl::Status status = checkpointing_->MakeUpFor(*store_, plan_.plan.commits_every_step);
+        if (!status.ok()) return status;
+      }
     } else if (absl::Status status = Initialize(); !status.ok()) {
       return status;
     }

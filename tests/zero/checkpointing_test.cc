@@ -8,6 +8,7 @@
 
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
+#include "tests/leaks.h"
 #include "tests/zero/training.h"
 #include "zero/engine_state.h"
 
@@ -18,16 +19,15 @@ using testing_support::RunOptions;
 using testing_support::TrainedLosses;
 using testing_support::TrainGpt;
 
-class CheckpointingTest : public testing::Test {
+class CheckpointingTest : public testing_support::ScratchTest {
  protected:
-  CheckpointingTest() : scratch_(testing_support::ScratchDirectory()) {
+  CheckpointingTest() {
     run_.model.dropout = 0.1;
     run_.steps = 8;
     run_.tile_bytes = 128 << 10;
     plain_ = TrainGpt(run_);
     EXPECT_TRUE(plain_.status.ok()) << plain_.status;
   }
-  ~CheckpointingTest() override { std::filesystem::remove_all(scratch_); }
 
   // The rest of the run, from a checkpoint.
   TrainedLosses GoOn(const std::string& checkpoint, OffloadDevice offload, int64_t budget = 0) {
@@ -55,7 +55,6 @@ class CheckpointingTest : public testing::Test {
     EXPECT_EQ(rest.norms, std::vector<double>(plain_.norms.begin() + from, plain_.norms.end()));
   }
 
-  const std::string scratch_;
   RunOptions run_;
   TrainedLosses plain_;
 };
@@ -113,13 +112,46 @@ TEST_F(CheckpointingTest, OfAStoreWithoutRoomForItEndsBeforeItsSlotIsNeeded) {
   run_.checkpoints = {scratch_ + "/kept", 1, 0};
   const TrainedLosses trained = TrainGpt(run_);
   ExpectRest(trained, 1);
-  ASSERT_EQ(trained.kept.size(), 7u);
+  ASSERT_EQ(trained.kept.size(), 8u) << "of the step that it went on from, too";
   for (const TrainedLosses::Kept& kept : trained.kept) {
     EXPECT_TRUE(kept.status.ok()) << kept.status;
     EXPECT_LE(kept.at, kept.step + 2);
   }
-  ExpectRest(GoOn(trained.kept[2].path, OffloadDevice::kCpu), 4);
-  ExpectRest(GoOn(trained.kept[5].path, OffloadDevice::kNone), 7);
+  ExpectRest(GoOn(trained.kept[0].path, OffloadDevice::kCpu), 1);
+  ExpectRest(GoOn(trained.kept[3].path, OffloadDevice::kCpu), 4);
+  ExpectRest(GoOn(trained.kept[6].path, OffloadDevice::kNone), 7);
+}
+
+// A run that was killed after a step and before its checkpoint was whole goes on from that very step.
+TEST_F(CheckpointingTest, OneThatAKillCutShortIsMadeUpForWhereTheRunGoesOn) {
+  for (const int versions : {1, 2, 3}) {
+    SCOPED_TRACE(versions);
+    run_.offload = OffloadDevice::kNvme;
+    run_.state_dir = scratch_ + "/state";
+    run_.keep_state = true;
+    run_.adjust = [&](EngineOptions& options) {
+      options.versions = versions;
+      if (versions == 1) options.durability = Durability::kCheckpoint;
+      options.overwrite = !run_.resume;
+    };
+    run_.resume = false;
+    run_.stop_after = 4;
+    run_.checkpoints = {};
+    ASSERT_TRUE(TrainGpt(run_).status.ok());
+    run_.resume = true;
+    run_.checkpoints = {scratch_ + "/kept", 4, 0};
+    std::filesystem::remove_all(scratch_ + "/kept");
+    // There is nothing else to do; and there is.
+    for (const int64_t stop_after : {4, 0}) {
+      run_.stop_after = stop_after;
+      const TrainedLosses rest = TrainGpt(run_);
+      if (stop_after == 0) ExpectRest(rest, 4);
+      ASSERT_EQ(rest.kept.size(), 1u) << "the first is there when the run goes on again";
+      EXPECT_TRUE(rest.kept[0].status.ok()) << rest.kept[0].status;
+      EXPECT_EQ(rest.kept[0].step, stop_after == 4 ? 4 : 8);
+      ExpectRest(GoOn(scratch_ + "/kept/step-00000004", OffloadDevice::kNone), 4);
+    }
+  }
 }
 
 TEST_F(CheckpointingTest, TheCopysMemoryIsPartOfTheBudget) {
@@ -134,6 +166,47 @@ TEST_F(CheckpointingTest, TheCopysMemoryIsPartOfTheBudget) {
   EXPECT_EQ(trained.losses, plain_.losses);
   EXPECT_LE(trained.peak_managed_bytes, run_.host_memory_bytes);
   EXPECT_EQ(trained.kept.size(), 2u);
+}
+
+// A checkpoint of every step, from a drive with room for it, from one without, and from memory.
+TEST_F(CheckpointingTest, HundredsLeaveNoDescriptorMemoryOrFile) {
+  run_.model = {1, 32, 2, 16, 256, 0};
+  run_.batch = 1;
+  run_.seq = 16;
+  run_.keep_state = true;
+  run_.checkpoints = {scratch_ + "/kept", 1, 2};
+  for (const int versions : {0, 2, 3}) {
+    SCOPED_TRACE(versions);
+    run_.offload = versions == 0 ? OffloadDevice::kCpu : OffloadDevice::kNvme;
+    run_.state_dir = versions == 0 ? "" : scratch_ + "/state";
+    run_.steps = 100;
+    tests::Held before;
+    run_.adjust = [&](EngineOptions& options) {
+      options.versions = versions;
+      options.overwrite = true;
+      options.describe = [&](const StepResult& result) {
+        if (result.step == 20) before = {};
+        if (result.step == 99) {
+          const tests::Held now;
+          // One checkpoint is on its way or none: its file, its directory.
+          EXPECT_LE(std::abs(now.descriptors - before.descriptors), 3);
+          EXPECT_LE(std::abs(now.threads - before.threads), 1);
+          EXPECT_LT(now.resident_bytes, before.resident_bytes + (3 << 20));
+        }
+        return nlohmann::json();
+      };
+    };
+    const tests::Held outside;
+    const TrainedLosses trained = TrainGpt(run_);
+    ASSERT_TRUE(trained.status.ok()) << trained.status;
+    ASSERT_EQ(trained.kept.size(), 100u);
+    for (const TrainedLosses::Kept& kept : trained.kept) EXPECT_TRUE(kept.status.ok()) << kept.status;
+    EXPECT_EQ(tests::Held().descriptors, outside.descriptors);
+    EXPECT_EQ(tests::Entries((scratch_ + "/kept").c_str()), 3) << "two, and which is the latest";
+    if (versions > 0) {
+      EXPECT_EQ(tests::Entries(run_.state_dir.c_str()), 1);
+    }
+  }
 }
 
 TEST_F(CheckpointingTest, OneThatIsThereAlreadyIsToldAndTrainingGoesOn) {
