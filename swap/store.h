@@ -121,7 +121,14 @@ absl::StatusOr<std::vector<uint64_t>> BytesOnDisk(const StoreOptions& options, c
 
 // Refuses with kResourceExhausted when BytesOnDisk does not fit into what is free now (what --overwrite would
 // set free is counted as free); the text says how much is needed, free and missing, by file system.
-absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::string_view identity);
+// `besides`: bytes of each directory that its user will put there too; empty: none.
+absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::string_view identity,
+                        std::span<const uint64_t> besides = {});
+
+// For whom a write finds no room although Create has reserved it: on file systems that cannot reserve, and
+// where a copy shares the files' blocks. How much of the store files is there and how much is missing and
+// free, in words; empty where they cannot be looked at.
+std::string RoomText(const std::vector<std::string>& directories);
 
 enum class Which : uint8_t {
   kNewest,     // the newest version that has been noted, committed or not

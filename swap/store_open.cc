@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cmath>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -172,7 +173,8 @@ absl::StatusOr<std::vector<uint64_t>> BytesOnDisk(const StoreOptions& options, c
   return bytes;
 }
 
-absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::string_view identity) {
+absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::string_view identity,
+                        std::span<const uint64_t> besides) {
   const auto bytes = BytesOnDisk(options, layout, identity);
   if (!bytes.ok()) return bytes.status();
   struct Device {
@@ -191,7 +193,7 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
       if (!space.ok()) return space.status();
       device.free = space->free_bytes;
     }
-    device.need += (*bytes)[d];
+    device.need += (*bytes)[d] + (d < besides.size() ? besides[d] : 0);
     absl::StrAppend(&device.directories, device.directories.empty() ? "" : ", ", options.directories[d]);
     if (!options.overwrite) continue;
     const auto old = PlainFile::Open(StorePath(options.directories[d]));
@@ -205,6 +207,26 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
         " too little (make room, use another --state-dir or more of them, or a smaller model)"));
   }
   return absl::OkStatus();
+}
+
+std::string RoomText(const std::vector<std::string>& directories) {
+  uint64_t bytes = 0, there = 0, free = 0;
+  std::set<uint64_t> devices;
+  for (const std::string& directory : directories) {
+    const auto file = PlainFile::Open(StorePath(directory));
+    const auto space = aio::QueryFileSystem(directory);
+    if (!file.ok() || !space.ok()) return "";
+    bytes += file->bytes();
+    there += std::min(file->bytes(), file->allocated_bytes());
+    if (devices.insert(file->device()).second) free += space->free_bytes;
+  }
+  const std::string of = absl::StrCat("of the state's ", aio::FormatBytes(bytes), " on disk ");
+  if (there == bytes) {
+    return absl::StrCat(of, "none is missing, but a copy of the files may share it; ", aio::FormatBytes(free),
+                        " are free");
+  }
+  return absl::StrCat(of, aio::FormatBytes(bytes - there), " are missing, and ", aio::FormatBytes(free),
+                      " are free");
 }
 
 Store::Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape, Geometry geometry)

@@ -1,6 +1,7 @@
 #include "zero/engine.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
 #include <deque>
 #include <map>
@@ -8,8 +9,10 @@
 #include <set>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "aio/io_error.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/program.h"
@@ -262,15 +265,31 @@ class Engine::Impl {
   }
 
   const Device& device() const { return *options_.device; }
+  // A disk that is full in the middle of it all: how much is missing, and what stands.
+  absl::Status WithRoom(absl::Status status) const {
+    const auto told_of = [&](const std::string& text) { return absl::StrContains(status.message(), text); };
+    const std::vector<std::string>& own = options_.state_dirs;  // and not another rank's
+    if (store_ == nullptr || !told_of(aio::ErrnoText(ENOSPC)) ||
+        std::none_of(own.begin(), own.end(), told_of))
+      return status;
+    const std::string room = swap::RoomText(own);
+    return absl::Status(
+        status.code(),
+        absl::StrCat(status.message(), room.empty() ? "" : "; ", room, "; ",
+                     plan_.versions == 1
+                         ? std::string("with room, --resume goes on from a checkpoint")
+                         : absl::StrCat("with room, --resume goes on from step ", store_->committed_step())));
+  }
   // The other ranks hear of an error: they would wait for this one.
   absl::Status Told(absl::Status status) const {
+    status = WithRoom(std::move(status));
     if (!status.ok() && options_.comm != nullptr) options_.comm->Abort(status);
     return status;
   }
   template <typename T>
   absl::StatusOr<T> Told(absl::StatusOr<T> result) const {
-    (void)Told(result.status());  // it is handed on with the result
-    return result;
+    if (result.ok()) return result;
+    return Told(result.status());
   }
 
   EnginePlan plan_;
@@ -371,7 +390,9 @@ class Engine::Impl {
     store_options.overwrite = options_.overwrite;
     store_options.read_only = !options_.trains;
     if (!resumes()) {
-      absl::Status room = swap::CheckSpace(store_options, LayoutOf(plan_.plan), identity_.dump());
+      absl::Status room =
+          swap::CheckSpace(store_options, LayoutOf(plan_.plan), identity_.dump(),
+                           InputSpill::BytesIn(options_.state_dirs.size(), plan_.graph, plan_.plan));
       if (!room.ok()) return room;
     }
     absl::StatusOr<std::unique_ptr<swap::Store>> store =

@@ -8,6 +8,7 @@
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "zero/guarded.h"
+#include "zero/input_spill.h"
 #include "zero/json_difference.h"
 #include "zero/measure.h"
 #include "zero/rank_setup.h"
@@ -92,14 +93,14 @@ absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape
 
 // Slots of a new store.
 uint32_t VersionsOf(const EngineOptions& options, swap::StoreOptions store, const swap::Layout& layout,
-                    const std::string& identity) {
+                    const std::string& identity, std::span<const uint64_t> besides = {}) {
   if (options.versions > 0) return static_cast<uint32_t>(options.versions);
   // With a third version a checkpoint is copied at leisure; it is worth its space where there is any. Where
   // only checkpoints are commits, the second one is free meanwhile.
   if (!options.trains || options.checkpoints.every == 0) return 2;
   if (options.durability == Durability::kCheckpoint) return 2;
   store.slots = 3;
-  return swap::CheckSpace(store, layout, identity).ok() ? 3 : 2;
+  return swap::CheckSpace(store, layout, identity, besides).ok() ? 3 : 2;
 }
 
 }  // namespace
@@ -242,7 +243,9 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     store_options.overwrite = options.overwrite;
     const swap::Layout layout = LayoutOf(plan.plan);
     store_options.slots =
-        resumes ? found->shape.slots : VersionsOf(options, store_options, layout, prepared.identity.dump());
+        resumes ? found->shape.slots
+                : VersionsOf(options, store_options, layout, prepared.identity.dump(),
+                             InputSpill::BytesIn(options.state_dirs.size(), plan.graph, plan.plan));
     plan.versions = static_cast<int>(store_options.slots);
     absl::StatusOr<std::vector<uint64_t>> bytes =
         swap::BytesOnDisk(store_options, layout, prepared.identity.dump());

@@ -9,12 +9,14 @@
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <string>
 #include <system_error>
+#include <vector>
 
 namespace penstock::aio {
 
@@ -24,6 +26,9 @@ struct LoopOptions {
   // Not 0: the backing file is sparse on a tmpfs of this size, so that the device runs out of room before the
   // file system on it does, as thinly provisioned ones do.
   uint64_t backing_bytes = 0;
+  // Without extents ext4 cannot reserve space: files are sparse until they are written.
+  bool extents = true;
+  bool journal = true;  // takes 4 MiB and more
 };
 
 class LoopDevice {
@@ -61,7 +66,10 @@ class LoopDevice {
       skip_ = "losetup is not possible here";
       return;
     }
-    if (!Run("mkfs.ext4 -q -b 4096 -m 0 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard " + device_)) {
+    std::string format = "mkfs.ext4 -q -b 4096 -m 0 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard ";
+    if (!options.extents) format += "-O ^extent,^64bit ";
+    if (!options.journal) format += "-O ^has_journal ";
+    if (!Run(format + device_)) {
       skip_ = "mkfs.ext4 is not possible here";
       return;
     }
@@ -92,6 +100,21 @@ class LoopDevice {
     mounted_ = false;
     return true;
   }
+
+  // Something else takes all the room that there is, as `directory()/filler`. False where it could not.
+  bool Fill() const {
+    const int fd = open((directory() + "/filler").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0600);
+    const std::vector<char> bytes(1 << 20, 'x');
+    bool full = false;
+    for (size_t piece = bytes.size(); fd >= 0 && piece >= 512;) {
+      if (write(fd, bytes.data(), piece) > 0) continue;
+      full = errno == ENOSPC;
+      piece /= 2;
+    }
+    if (fd >= 0) close(fd);
+    return full;
+  }
+  void Free() const { unlink((directory() + "/filler").c_str()); }
 
   // From now on every operation on the file system fails with EIO, until it is mounted again: what pulling
   // the cable does. Nothing that is in memory is written any more. False where the kernel cannot.

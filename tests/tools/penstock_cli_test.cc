@@ -418,62 +418,6 @@ TEST_F(CliTest, ATermSignalDuringACheckpointFinishesIt) {
   EXPECT_EQ(restored, std::vector<std::string>(whole.begin() + 23, whole.begin() + 32));
 }
 
-// A file system of some megabytes; empty where it cannot be had.
-class SmallDisk {
- public:
-  SmallDisk(const std::string& directory, const std::string& kind, int64_t bytes) : path_(directory) {
-    std::filesystem::create_directory(directory);
-    const std::string image = directory + ".image", size = std::to_string(bytes);
-    const std::string make = kind == "tmpfs"
-                                 ? "mount -t tmpfs -o size=" + size + " none " + directory
-                                 : "truncate -s " + size + " " + image + " && mkfs.ext4 -q -O ^has_journal " +
-                                       image + " && mount -o loop " + image + " " + directory;
-    mounted_ = std::system(("(" + make + ") >/dev/null 2>&1").c_str()) == 0;
-  }
-  ~SmallDisk() {
-    if (mounted_ && std::system(("umount " + path_).c_str()) != 0) ADD_FAILURE() << "umount " << path_;
-  }
-  bool mounted() const { return mounted_; }
-
- private:
-  const std::string path_;
-  bool mounted_ = false;
-};
-
-TEST_F(CliTest, ADiskThatIsFullForTheLogStopsAtTheLastCommitAndRoomLetsItGoOn) {
-  const std::string small = dir_ + "/small", log = small + "/log", whole_log = dir_ + "/whole.log";
-  const SmallDisk disk(small, "tmpfs", 4096);
-  if (!disk.mounted()) GTEST_SKIP() << "no right to mount a small file system here";
-  const Words steps = {"--steps", "30", "--seq", "32"};
-  Ran ran = Run(Train(dir_ + "/state", steps + Words{"--log", log}));
-  EXPECT_EQ(ran.code, 1);
-  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
-  EXPECT_THAT(ran.err, testing::ContainsRegex("log: .* [0-9]+ bytes .*--resume"));
-  ASSERT_EQ(std::system(("mount -o remount,size=1M " + small).c_str()), 0);
-  ran = Run({"train", "--data", text_, "--resume", "--quiet", "--state-dir", dir_ + "/state", "--log", log});
-  ASSERT_EQ(ran.code, 0) << ran.err;
-  ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Words{"--log", whole_log})).code, 0);
-  EXPECT_EQ(Losses(log), Losses(whole_log));
-}
-
-TEST_F(CliTest, WithoutRoomForACheckpointTrainingGoesOnAndSaysSo) {
-  const std::string small = dir_ + "/small";
-  const SmallDisk disk(small, "ext4", 8 << 20);
-  if (!disk.mounted()) GTEST_SKIP() << "no right to mount a small file system here, or no mkfs.ext4";
-  Words words = Train(dir_ + "/state", {"--steps", "6", "--seq", "32", "--checkpoint-dir", small + "/kept",
-                                        "--checkpoint-every", "1"});
-  words.erase(std::find(words.begin(), words.end(), "--quiet"));
-  const Ran ran = Run(words);
-  ASSERT_EQ(ran.code, 0) << ran.err;
-  EXPECT_THAT(ran.out + ran.err, HasSubstr("no checkpoint of step 6: "));
-  EXPECT_THAT(ran.out + ran.err, HasSubstr("missing: No space left on device"));
-  EXPECT_EQ(Inspect(dir_ + "/state")["step"], 6);
-  for (const auto& entry : std::filesystem::directory_iterator(small + "/kept")) {
-    EXPECT_NE(entry.path().filename().string()[0], '.') << entry.path();
-  }
-  EXPECT_EQ(Run({"verify", small + "/kept", "--quiet"}).code, 0) << "those that are there are whole";
-}
-
 TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
   const std::string state = dir_ + "/state";
   ASSERT_EQ(Run(Train(state, {"--steps", "12", "--seq", "64", "--lr", "3e-3"})).code, 0);

@@ -124,19 +124,6 @@ TEST_F(WordsTest, DirectoriesThatCannotHoldState) {
   std::filesystem::remove_all(tmpfs);
 }
 
-TEST_F(WordsTest, FullDisk) {
-  const std::string image = dir_ + "/image", mount = dir_ + "/mount";
-  std::filesystem::create_directory(mount);
-  const std::string make = "truncate -s 4M " + image + " && mkfs.ext4 -q -F " + image +
-                           " >/dev/null 2>&1 && mount -o loop " + image + " " + mount + " >/dev/null 2>&1";
-  if (std::system(make.c_str()) != 0)
-    GTEST_SKIP() << "no loop mount here: needs root, mkfs.ext4 and a loop device";
-  Check({{Train(mount + "/state"), 1, {mount, "free"}}});
-  const bool left = std::filesystem::exists(mount + "/state/penstock.store");
-  EXPECT_EQ(std::system(("umount " + mount).c_str()), 0);
-  EXPECT_FALSE(left);
-}
-
 TEST_F(WordsTest, DirectoriesOfAnotherRun) {
   const std::string state = dir_ + "/state";
   ASSERT_EQ(Run(Train(state, {"--steps", "2"})).code, 0);
