@@ -288,6 +288,15 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     if (absl::Status written = WriteFully(engine, file, 0, aligned.span()); !written.ok()) return written;
     store->At(Stage::kCreateSuperblock);
     if (absl::Status synced = file.SyncData(); !synced.ok()) return synced;
+    // A drive that lost it without a word would have everything after it taken for a run that never was.
+    AlignedBuffer back(bytes.size());
+    std::fill_n(back.data(), bytes.size(), std::byte{0xff});
+    if (absl::Status read = ReadFully(engine, file, 0, back.span()); !read.ok()) return read;
+    if (!std::equal(bytes.begin(), bytes.end(), back.data())) {
+      return absl::DataLossError(absl::StrCat(file.path(), ": offset 0, ", bytes.size(),
+                                              " bytes: what came back is not what was written just before: "
+                                              "mistrust the drive"));
+    }
     if (!on_disk) continue;
     if (absl::Status synced = aio::SyncDirectory(options.directories[d]); !synced.ok()) return synced;
   }

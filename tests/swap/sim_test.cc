@@ -175,6 +175,22 @@ TEST_P(SimTest, SilentFaultsAreNeverAccepted) {
   EXPECT_GT(caught, 100 / kStride);
 }
 
+// Where the superblock never arrived, all that is committed later would be taken for a run that never was.
+TEST_P(SimTest, ALieAboutTheSuperblockIsFoundAtCreation) {
+  for (uint64_t seed = 1; seed <= 30; ++seed) {
+    SimWorld world(seed, GetParam());
+    aio::SimFaultRates rates;
+    (seed % 3 == 0 ? rates.torn_write : seed % 3 == 1 ? rates.lost_write : rates.misdirected_write) = 1;
+    world.disk().set_rates(rates);
+    const absl::Status created = world.Create();
+    EXPECT_TRUE(absl::IsDataLoss(created)) << "seed " << seed << ": " << created;
+    EXPECT_THAT(std::string(created.message()), HasSubstr("mistrust the drive"));
+    // Nothing of it is left.
+    world.Restart();
+    EXPECT_TRUE(absl::IsNotFound(world.Open()));
+  }
+}
+
 // Promise: everything at once, with random seeds; noise that the disk admits never costs an acknowledged
 // step.
 TEST_P(SimTest, ARandomMixOfFaultsAndCrashes) {
