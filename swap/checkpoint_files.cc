@@ -45,8 +45,18 @@ bool StepOf(const std::string& name, uint64_t* step) {
   return true;
 }
 
+// There is something of that name, and no directory: a link, whose target is none of ours, or a file.
+bool InTheWay(const std::string& directory) {
+  struct stat info;
+  return ::lstat(directory.c_str(), &info) == 0 && !S_ISDIR(info.st_mode);
+}
+
 // Removes a directory that holds a store file of ours, or nothing, and nothing else. Anything else stays.
 absl::Status RemoveStoreDirectory(const std::string& directory, int lock_patience_ms = 0) {
+  if (InTheWay(directory)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(directory, " is no directory of ours and is not removed: move it away"));
+  }
   const std::string path = StorePath(directory);
   const auto file = PlainFile::Open(path);
   if (file.ok()) {
@@ -165,7 +175,10 @@ absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& p
     return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
   }
   RemovePartialCheckpoints(parent);
-  return PartialCheckpoint(parent, step);
+  PartialCheckpoint partial(parent, step);
+  if (!InTheWay(partial.directory_)) return partial;
+  return absl::AlreadyExistsError(
+      absl::StrCat(std::exchange(partial.directory_, std::string()), " is in the way: move it away"));
 }
 
 absl::Status PartialCheckpoint::Publish(uint32_t keep) {

@@ -29,7 +29,9 @@ std::string OverwrittenText(uint64_t step) {
 }
 
 absl::Status ErrnoError(int error, const std::string& what, const std::string& path) {
-  const std::string text = absl::StrCat(what, " ", path, ": ", std::strerror(error));
+  const std::string text =
+      absl::StrCat(what, " ", path, ": ", std::strerror(error),
+                   error == ELOOP ? "; it is a symbolic link, which is not followed" : "");
   switch (error) {
     case ENOENT:
       return absl::NotFoundError(text);

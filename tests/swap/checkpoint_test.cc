@@ -136,6 +136,34 @@ TEST_F(CheckpointTest, TheOldestGoWhenMoreThanKAreKept) {
   EXPECT_THAT(names, ::testing::UnorderedElementsAre("latest", "step-00000004", "step-00000005"));
 }
 
+// Under the names of ours: nothing is written through them, and what they lead to stays.
+TEST_F(CheckpointTest, LinksAreNeitherFollowedNorRemoved) {
+  run_.directories = {scratch_.Sub("a")};
+  Start();
+  fs::create_directories(checkpoints_.parent);
+  const auto link = [&](const std::string& name) {
+    fs::create_directory_symlink(scratch_.Sub("a"), checkpoints_.parent + "/" + name);
+  };
+  Step(1);
+  link(".step-00000001.partial");
+  const absl::Status status = WriteCheckpoint(*store_, checkpoints_);
+  EXPECT_TRUE(absl::IsAlreadyExists(status)) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr(".step-00000001.partial is in the way"));
+  Step(2);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  link("step-00000000");
+  link(".step-00000007.partial");
+  store_.reset();  // nobody uses what they lead to
+  RemovePartialCheckpoints(checkpoints_.parent);
+  KeepNewestCheckpoints(checkpoints_.parent, 1);
+  EXPECT_FALSE(RemoveCheckpoints(checkpoints_.parent).ok());
+  EXPECT_TRUE(fs::exists(scratch_.Sub("a/penstock.store")));
+  EXPECT_FALSE(fs::exists(checkpoints_.parent + "/step-00000002"));
+  size_t links = 0;
+  for (const auto& entry : fs::directory_iterator(checkpoints_.parent)) links += entry.is_symlink() ? 1 : 0;
+  EXPECT_EQ(links, 3u);
+}
+
 // Half of them finished, half given up on their way.
 TEST_F(CheckpointTest, HundredsOfThemLeaveNoDescriptorMemoryOrFile) {
   Start();
