@@ -1,21 +1,29 @@
 // zero_bench: what the engine costs beside what it does.
 //
-//   Plan/1000         planning a model of 1000 blocks, its bytes counted from the program itself
-//   Execute/1000      one training step of it in virtual time: what a decision of the executor costs (items:
-//   operations) UpdateTile/*      one tile as an update worker treats it: check, AdamW, checksums (bytes:
-//   read and written) Tensor/kept       a 24 MiB tensor from the counting allocator, beside Tensor/fresh: the
-//   same given back each time Step/none, Step/nvme   a training step of a small GPT, everything resident and
-//   state on the drive (items: tokens)
+// - Plan/1000: planning a model of 1000 blocks, its bytes counted from the program itself
+// - Execute/1000: one training step of it in virtual time, what a decision of the executor costs (items:
+//   operations)
+// - UpdateTile/*: one tile as an update worker treats it: check, AdamW, checksums (bytes: read and written)
+// - Tensor/kept: a 24 MiB tensor from the counting allocator, beside Tensor/fresh: the same given back each
+//   time
+// - Step/none, Step/nvme: a training step of a small GPT, everything resident and state on the drive (items:
+//   tokens)
+// - Commit/*: a commit in percent of a training step, with sync: process and power
+// - Checkpoint: a step while a checkpoint is copied over one while none is
 #include <benchmark/benchmark.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tiering/executor.h"
 #include "tiering/plan.h"
 #include "tiering/program.h"
 #include "tiering/sim_lanes.h"
 #include "tools/gpt.h"
+#include "zero/checkpointing.h"
 #include "zero/engine.h"
 #include "zero/measure.h"
 #include "zero/tensor_memory.h"
@@ -143,6 +151,123 @@ BENCHMARK_CAPTURE(Step, nvme, zero::OffloadDevice::kNvme)
     ->Unit(benchmark::kMillisecond)
     ->UseRealTime()
     ->Iterations(10);
+
+// What durability costs a training that streams its state: steps of a GPT of 63 M parameters, one after the
+// other in one run. Counters in percent of a step's time are medians over its steps.
+class DurableRun {
+ public:
+  DurableRun(swap::Sync sync, int64_t checkpoint_every) {
+    zero::SetIntraOpThreads(zero::DefaultIntraOpThreads());
+    zero::EngineOptions options;
+    options.example = {torch::zeros({1, 256}, torch::kInt64), torch::zeros({1, 256}, torch::kInt64)};
+    options.clip = 0;
+    options.intra_op_threads = zero::DefaultIntraOpThreads();
+    options.state_dirs = {kDirectory};
+    options.overwrite = true;
+    options.sync = sync;
+    options.host_memory_bytes = int64_t{256} << 20;
+    options.checkpoints = {std::string(kDirectory) + "/kept", checkpoint_every, 1};
+    options.checkpointed = [this](int64_t, const std::string&, const absl::Status& status) {
+      copying_ = false;
+      if (!status.ok()) error_ = status;
+    };
+    options.committed = [this, checkpoint_every](const zero::StepResult& result) {
+      if (checkpoint_every > 0 && result.step % checkpoint_every == 0) copying_ = true;
+      return absl::OkStatus();
+    };
+    options.observer = [this](tiering::OpId, const tiering::Op& op, double start, double end) {
+      if (op.kind == tiering::OpKind::kCommit) commit_seconds_.push_back(end - start);
+    };
+    example_ = options.example;
+    absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
+        zero::Engine::Create(tools::MakeGpt({8, 800, 8, 512, 256, 0}), options);
+    if (engine.ok()) engine_ = std::move(*engine);
+    error_ = engine.status();
+  }
+  ~DurableRun() {
+    engine_.reset();
+    std::filesystem::remove_all(kDirectory);
+  }
+
+  // Its seconds; whether a checkpoint was copied during all of it is told by `copied`, and none of it by
+  // neither.
+  double Step() {
+    const bool before = copying_;
+    absl::StatusOr<zero::StepResult> result = engine_->Step({example_}, zero::Next::kTrain);
+    error_.Update(result.status());
+    if (!result.ok()) return 0;
+    (before && copying_ ? copied : before || copying_ ? between : alone).push_back(result->seconds);
+    commit_stall_seconds_ = engine_->usage().stall_seconds[static_cast<size_t>(tiering::Stall::kCommit)];
+    return result->seconds;
+  }
+  const absl::Status& error() const { return error_; }
+  std::vector<double>& commit_seconds() { return commit_seconds_; }
+  double commit_stall_seconds() const { return commit_stall_seconds_; }
+
+  std::vector<double> copied, between, alone;
+
+ private:
+  static constexpr const char* kDirectory = "zero_bench-durable";
+  std::unique_ptr<zero::Engine> engine_;
+  zero::Batch example_;
+  absl::Status error_;
+  bool copying_ = false;
+  std::vector<double> commit_seconds_;
+  double commit_stall_seconds_ = 0;
+};
+
+double Quantile(std::vector<double> values, double q) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  return values[static_cast<size_t>(q * static_cast<double>(values.size() - 1))];
+}
+
+void Commit(benchmark::State& state, swap::Sync sync) {
+  DurableRun run(sync, 0);
+  for (int warm = 0; warm < 3 && run.error().ok(); ++warm) run.Step();
+  const double stalled = run.commit_stall_seconds();
+  run.commit_seconds().clear();
+  std::vector<double> steps;
+  double total = 0;
+  for (auto _ : state) {
+    if (run.error().ok()) steps.push_back(run.Step());
+    state.SetIterationTime(steps.empty() ? 0 : steps.back());
+    total += steps.empty() ? 0 : steps.back();
+  }
+  if (!run.error().ok()) return state.SkipWithError(std::string(run.error().message()).c_str());
+  const double step = Quantile(steps, 0.5);
+  state.counters["commit_ms"] = 1e3 * Quantile(run.commit_seconds(), 0.5);
+  state.counters["commit_ms_p90"] = 1e3 * Quantile(run.commit_seconds(), 0.9);
+  state.counters["commit_percent"] = 100 * Quantile(run.commit_seconds(), 0.5) / step;
+  // What compute waited for it: a commit is under way while the next step's reads and compute are.
+  state.counters["stall_percent"] = 100 * (run.commit_stall_seconds() - stalled) / total;
+}
+BENCHMARK_CAPTURE(Commit, process, swap::Sync::kProcess)
+    ->Unit(benchmark::kMillisecond)
+    ->UseManualTime()
+    ->Iterations(25);
+BENCHMARK_CAPTURE(Commit, power, swap::Sync::kPower)
+    ->Unit(benchmark::kMillisecond)
+    ->UseManualTime()
+    ->Iterations(25);
+
+// Steps during which a checkpoint is copied beside steps during which none is, taking turns in one run: a
+// checkpoint every 2 * kSpreadSteps steps, whose copy is spread over half of them.
+void Checkpoint(benchmark::State& state) {
+  DurableRun run(swap::Sync::kProcess, 2 * zero::kSpreadSteps);
+  for (int warm = 0; warm < 3 && run.error().ok(); ++warm) run.Step();
+  run.alone.clear();
+  for (auto _ : state) state.SetIterationTime(run.error().ok() ? run.Step() : 0);
+  if (!run.error().ok()) return state.SkipWithError(std::string(run.error().message()).c_str());
+  state.counters["steps_copied"] = static_cast<double>(run.copied.size());
+  state.counters["steps_alone"] = static_cast<double>(run.alone.size());
+  for (const auto& [name, q] : {std::pair{"p25", 0.25}, {"p50", 0.5}, {"p75", 0.75}, {"p90", 0.9}}) {
+    state.counters[std::string("ratio_") + name] = Quantile(run.copied, q) / Quantile(run.alone, q);
+  }
+  // Its first step and its last, with the sync of everything.
+  state.counters["ratio_ends"] = Quantile(run.between, 1) / Quantile(run.alone, 0.5);
+}
+BENCHMARK(Checkpoint)->Unit(benchmark::kMillisecond)->UseManualTime()->Iterations(4 * 2 * zero::kSpreadSteps);
 
 }  // namespace
 }  // namespace penstock

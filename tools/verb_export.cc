@@ -27,6 +27,7 @@ struct Words {
   std::string out;
   std::string dtype = "fp32";
   std::optional<std::string> host_memory;
+  std::optional<std::string> max_shard;
   bool overwrite = false;
   bool quiet = false;
 };
@@ -55,19 +56,22 @@ nlohmann::ordered_json PublishedConfig(const GptConfig& config, const std::strin
           {"torch_dtype", dtype == "fp32" ? "float32" : "bfloat16"}};
 }
 
+absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::optional<std::string>& word) {
+  if (!word.has_value()) return std::nullopt;
+  const absl::StatusOr<int64_t> bytes = ParseSize(*word);
+  if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
+  return absl::InvalidArgumentError(
+      absl::StrCat(flag, " ", *word, ": must be a size above 0, as 512M or 4GiB"));
+}
+
 absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   if (words.dtype != "fp32" && words.dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--dtype ", words.dtype, ": must be fp32 or bf16"));
   }
-  std::optional<uint64_t> budget;
-  if (words.host_memory.has_value()) {
-    const absl::StatusOr<int64_t> bytes = ParseSize(*words.host_memory);
-    if (!bytes.ok() || *bytes <= 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--host-memory ", *words.host_memory, ": must be a size above 0, as 512M or 4GiB"));
-    }
-    budget = static_cast<uint64_t>(*bytes);
-  }
+  const absl::StatusOr<std::optional<uint64_t>> budget = SizeOf("--host-memory", words.host_memory);
+  if (!budget.ok()) return budget.status();
+  const absl::StatusOr<std::optional<uint64_t>> max_shard = SizeOf("--max-shard", words.max_shard);
+  if (!max_shard.ok()) return max_shard.status();
   const absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
   if (!dirs.ok()) return dirs.status();
   const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(*dirs);
@@ -97,6 +101,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   ExportOptions options;
   options.dtype = words.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
   options.overwrite = words.overwrite;
+  options.max_shard_bytes = max_shard->value_or(0);
   const std::string config = PublishedConfig(*model, words.dtype).dump(2);
   const bool into_directory = IsDirectory(words.out);
   options.path = into_directory ? absl::StrCat(words.out, "/model.safetensors") : words.out;
@@ -105,7 +110,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
                       {"penstock_run", swap::UuidText(inspection->shape.uuid)},
                       {"config", PublishedConfig(*model, words.dtype).dump()}};
   const ExportMemory needs = MemoryForExport(*geometry, layout, options.dtype, *weights);
-  const uint64_t most = budget.value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
+  const uint64_t most = budget->value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
   // The arena takes whole huge pages.
   constexpr uint64_t kHugePage = uint64_t{2} << 20;
   const uint64_t least = (needs.least_bytes + kHugePage - 1) / kHugePage * kHugePage;
@@ -120,12 +125,14 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
         if (!words.quiet) err << line << std::endl;
       });
   if (!reader.ok()) return reader.status();
+  int files = 0;
   {
     ByteProgress progress("exporting", words.quiet);
     options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
-    const absl::Status status =
+    const absl::StatusOr<int> written =
         ExportWeights((*reader)->store(), layout, *weights, (*reader)->memory(), options);
-    if (!status.ok()) return status;
+    if (!written.ok()) return written.status();
+    files = *written;
   }
   if (into_directory) {
     const std::string path = absl::StrCat(words.out, "/config.json");
@@ -135,9 +142,10 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
     if (!file) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": write"));
   }
   if (!words.quiet) {
-    out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s\n", options.path,
+    out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
+                           files > 1 ? options.path + ".index.json" : options.path,
                            (*reader)->store().committed_step(), layout.tensors.size(), model->Parameters(),
-                           words.dtype)
+                           words.dtype, files > 1 ? absl::StrFormat(" in %d files", files) : "")
         << std::flush;
   }
   return absl::OkStatus();
@@ -159,8 +167,10 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
       ->expected(2, 65);
   app.add_option("--dtype", words.dtype,
                  "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
+  app.add_option("--max-shard", words.max_shard,
+                 "Files of so many bytes at the most, as 5GB, and an index of them [one file]");
   app.add_option("--host-memory", words.host_memory, "Most memory for tiles and turned matrices [256M]");
-  app.add_flag("--overwrite", words.overwrite, "Replace the file if it is there");
+  app.add_flag("--overwrite", words.overwrite, "Replace what is there");
   app.add_flag("--quiet", words.quiet, "No progress, no summary");
   if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
   words.out = paths.back();

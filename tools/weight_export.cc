@@ -1,11 +1,20 @@
 #include "tools/weight_export.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 #include "kernels/float16.h"
 #include "kernels/split_master.h"
 #include "tools/size.h"
@@ -151,16 +160,12 @@ class TileWeights {
 template <typename T>
 class Exporter {
  public:
-  Exporter(swap::SafetensorsWriter* writer, TileWeights* weights, const std::vector<TilePlace>& places,
-           bool split, std::span<std::byte> strip, const ExportOptions& options)
-      : writer_(*writer),
-        weights_(*weights),
-        places_(places),
-        split_(split),
-        strip_(strip),
-        options_(options) {}
+  Exporter(TileWeights* weights, const std::vector<TilePlace>& places, bool split, std::span<std::byte> strip,
+           std::function<void(uint64_t bytes)> appended)
+      : weights_(*weights), places_(places), split_(split), strip_(strip), appended_(std::move(appended)) {}
 
-  absl::Status Write(const GptTensor& tensor) {
+  absl::Status Write(const GptTensor& tensor, swap::SafetensorsWriter* writer) {
+    writer_ = writer;
     const int64_t room = static_cast<int64_t>(strip_.size() / sizeof(T));
     if (!tensor.transposed) {
       int64_t filled = 0;
@@ -269,20 +274,68 @@ class Exporter {
 
   absl::Status Append(int64_t elements) {
     const uint64_t bytes = static_cast<uint64_t>(elements) * sizeof(T);
-    if (absl::Status status = writer_.Append(strip_.first(bytes)); !status.ok()) return status;
-    done_ += bytes;
-    if (options_.progress) options_.progress(done_, writer_.data_bytes());
+    if (absl::Status status = writer_->Append(strip_.first(bytes)); !status.ok()) return status;
+    appended_(bytes);
     return absl::OkStatus();
   }
 
-  swap::SafetensorsWriter& writer_;
+  swap::SafetensorsWriter* writer_ = nullptr;
   TileWeights& weights_;
   const std::vector<TilePlace>& places_;
   const bool split_;
   const std::span<std::byte> strip_;
-  const ExportOptions& options_;
-  uint64_t done_ = 0;
+  const std::function<void(uint64_t bytes)> appended_;
 };
+
+// A file of the export: some of the layout's tensors, in its order.
+struct Shard {
+  std::string path;
+  std::vector<const GptTensor*> tensors;
+  uint64_t bytes = 0;
+};
+
+std::vector<Shard> CutIntoShards(const GptLayout& layout, const ExportOptions& options) {
+  std::vector<Shard> shards(1);
+  for (const GptTensor& tensor : layout.tensors) {
+    const uint64_t bytes = static_cast<uint64_t>(tensor.elements()) * swap::DtypeBytes(options.dtype);
+    const bool full = options.max_shard_bytes > 0 && shards.back().bytes + bytes > options.max_shard_bytes;
+    if (full && !shards.back().tensors.empty()) shards.emplace_back();
+    shards.back().tensors.push_back(&tensor);
+    shards.back().bytes += bytes;
+  }
+  if (shards.size() == 1) {
+    shards[0].path = options.path;
+    return shards;
+  }
+  constexpr absl::string_view kEnding = ".safetensors";
+  const absl::string_view stem = absl::StripSuffix(options.path, kEnding);
+  for (size_t i = 0; i < shards.size(); ++i) {
+    shards[i].path = absl::StrFormat("%s-%05d-of-%05d%s", stem, i + 1, shards.size(), kEnding);
+  }
+  return shards;
+}
+
+std::string NameOf(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+
+// Appears whole or not at all.
+absl::Status WriteIndex(const std::string& path, const std::vector<Shard>& shards) {
+  uint64_t bytes = 0;
+  nlohmann::ordered_json map = nlohmann::ordered_json::object();
+  for (const Shard& shard : shards) {
+    bytes += shard.bytes;
+    for (const GptTensor* tensor : shard.tensors) map[tensor->name] = NameOf(shard.path);
+  }
+  const nlohmann::ordered_json index = {{"metadata", {{"total_size", bytes}}},
+                                        {"weight_map", std::move(map)}};
+  const std::string temporary = path + ".partial";
+  std::ofstream file(temporary, std::ios::trunc);
+  file << index.dump(2) << "\n";
+  file.close();
+  if (file && ::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
+  const int error = errno;
+  (void)::unlink(temporary.c_str());
+  return absl::ErrnoToStatus(error, absl::StrCat("write ", path));
+}
 
 }  // namespace
 
@@ -298,8 +351,8 @@ ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& la
   return {slot + column, kMostSlots * slot + matrix};
 }
 
-absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, DType weight_type,
-                           std::span<std::byte> memory, const ExportOptions& options) {
+absl::StatusOr<int> ExportWeights(swap::Store& store, const GptLayout& layout, DType weight_type,
+                                  std::span<std::byte> memory, const ExportOptions& options) {
   const swap::Geometry& geometry = store.geometry();
   const absl::StatusOr<std::vector<TilePlace>> places =
       PlaceTiles(geometry, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type)));
@@ -318,24 +371,49 @@ absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, DType we
   const uint64_t slots = std::min(kMostSlots, 1 + spare / 2 / slot_bytes);
   TileWeights weights(store, segments, memory.data(), slots, slot_bytes);
 
-  std::vector<swap::TensorInfo> tensors;
-  for (const GptTensor& tensor : layout.tensors) {
-    tensors.push_back({tensor.name, options.dtype, tensor.published_shape(), 0});
-  }
-  absl::StatusOr<std::unique_ptr<swap::SafetensorsWriter>> writer =
-      swap::SafetensorsWriter::Create(options.path, std::move(tensors), options.metadata, options.overwrite);
-  if (!writer.ok()) return writer.status();
-  const auto write_all = [&](auto exporter) {
-    for (const GptTensor& tensor : layout.tensors) {
-      if (absl::Status status = exporter.Write(tensor); !status.ok()) return status;
+  const std::vector<Shard> shards = CutIntoShards(layout, options);
+  const std::string index = options.path + ".index.json";
+  const std::string& other = shards.size() > 1 ? options.path : index;
+  for (const std::string& there : {index, options.path}) {
+    if (!options.overwrite && ::access(there.c_str(), F_OK) == 0) {
+      return absl::AlreadyExistsError(absl::StrCat(there, " is there already (--overwrite replaces it)"));
     }
-    return (*writer)->Finish();
+  }
+  uint64_t total = 0, done = 0;
+  for (const Shard& shard : shards) total += shard.bytes;
+  const auto appended = [&](uint64_t bytes) {
+    done += bytes;
+    if (options.progress) options.progress(done, total);
+  };
+  size_t finished = 0;
+  const auto write_all = [&](auto exporter) {
+    for (const Shard& shard : shards) {
+      std::vector<swap::TensorInfo> tensors;
+      for (const GptTensor* tensor : shard.tensors)
+        tensors.push_back({tensor->name, options.dtype, tensor->published_shape(), 0});
+      absl::StatusOr<std::unique_ptr<swap::SafetensorsWriter>> writer = swap::SafetensorsWriter::Create(
+          shard.path, std::move(tensors), options.metadata, options.overwrite);
+      if (!writer.ok()) return writer.status();
+      for (const GptTensor* tensor : shard.tensors) {
+        if (absl::Status status = exporter.Write(*tensor, writer->get()); !status.ok()) return status;
+      }
+      if (absl::Status status = (*writer)->Finish(); !status.ok()) return status;
+      ++finished;
+    }
+    return shards.size() > 1 ? WriteIndex(index, shards) : absl::OkStatus();
   };
   const std::span<std::byte> strip = memory.subspan(slots * slot_bytes);
-  if (options.dtype == swap::Dtype::kF32) {
-    return write_all(Exporter<float>(writer->get(), &weights, *places, split, strip, options));
+  const absl::Status status = options.dtype == swap::Dtype::kF32
+                                  ? write_all(Exporter<float>(&weights, *places, split, strip, appended))
+                                  : write_all(Exporter<uint16_t>(&weights, *places, split, strip, appended));
+  if (!status.ok()) {
+    for (size_t i = 0; i < finished; ++i) (void)::unlink(shards[i].path.c_str());
+    return status;
   }
-  return write_all(Exporter<uint16_t>(writer->get(), &weights, *places, split, strip, options));
+  if (::unlink(other.c_str()) != 0 && errno != ENOENT) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("remove ", other, " of an older export"));
+  }
+  return static_cast<int>(shards.size());
 }
 
 }  // namespace penstock::tools

@@ -29,11 +29,15 @@
 namespace penstock::tools {
 
 struct ExportOptions {
-  std::string path;
+  std::string path;  // of the one file; of shards, what their names and the index's are made of
+  // Not 0: files with so many bytes of tensors at the most (a larger tensor has one of its own),
+  // "model-00001-of-00003.safetensors" beside "model.safetensors.index.json" as Hugging Face has them. Where
+  // one holds everything it is the one file, without an index.
+  uint64_t max_shard_bytes = 0;
   swap::Dtype dtype = swap::Dtype::kF32;  // or kBf16
   bool overwrite = false;
   std::map<std::string, std::string> metadata;
-  std::function<void(uint64_t done, uint64_t total)> progress;  // bytes of the file
+  std::function<void(uint64_t done, uint64_t total)> progress;  // bytes of all files
 };
 
 struct ExportMemory {
@@ -45,9 +49,11 @@ struct ExportMemory {
 ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& layout, swap::Dtype dtype,
                              kernels::DType weights);
 
-// `memory`: pinned, at a multiple of 4096.
-absl::Status ExportWeights(swap::Store& store, const GptLayout& layout, kernels::DType weights,
-                           std::span<std::byte> memory, const ExportOptions& options);
+// `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index after them; none
+// stays where one of them fails. Returns the number of files with tensors. With `overwrite` the index of an
+// older export goes where there is one file now, and the one file where there is an index.
+absl::StatusOr<int> ExportWeights(swap::Store& store, const GptLayout& layout, kernels::DType weights,
+                                  std::span<std::byte> memory, const ExportOptions& options);
 
 }  // namespace penstock::tools
 

@@ -232,6 +232,67 @@ TEST_F(StoreCliTest, CompactStatesAreInspectedVerifiedAndExported) {
   }
 }
 
+TEST_F(StoreCliTest, ExportedShardsHaveAnIndexAndComeBack) {
+  const std::string state = dir_ + "/state", one = dir_ + "/one", many = dir_ + "/many";
+  ASSERT_EQ(Run(Train(state, {"--steps", "2", "--seq", "32", "--batch", "2"})).code, 0);
+  std::filesystem::create_directory(one);
+  std::filesystem::create_directory(many);
+  ASSERT_EQ(Run({"export", state, one, "--quiet"}).code, 0);
+  const Words cut = {"export", state, many, "--quiet", "--max-shard", "100000", "--host-memory", "4M"};
+  ASSERT_EQ(Run(cut).code, 0);
+  const json index = json::parse(ReadFile(many + "/model.safetensors.index.json"));
+  auto whole = swap::SafetensorsReader::Open(one + "/model.safetensors");
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  std::map<std::string, size_t> files;
+  int64_t bytes = 0;
+  for (const auto& [name, file] : index["weight_map"].items()) {
+    ++files[file];
+    const swap::TensorInfo* info = (*whole)->Find(name);
+    ASSERT_NE(info, nullptr) << name;
+    auto shard = swap::SafetensorsReader::Open(many + "/" + file.get<std::string>());
+    ASSERT_TRUE(shard.ok()) << shard.status();
+    EXPECT_TRUE(Tensor<float>(**shard, name, info->shape) == Tensor<float>(**whole, name, info->shape))
+        << name;
+    bytes += static_cast<int64_t>(*info->Bytes());
+  }
+  EXPECT_EQ(index["metadata"]["total_size"], bytes);
+  EXPECT_EQ(index["weight_map"].size(), (*whole)->tensors().size());
+  EXPECT_GT(files.size(), 5u);
+  for (const auto& [file, tensors] : files) {
+    EXPECT_THAT(file,
+                testing::MatchesRegex("model-[0-9]{5}-of-[0-9]{5}.safetensors"));
+    EXPECT_TRUE(tensors == 1 || std::filesystem::file_size(many + "/" + file) < 110'000) << file;
+  }
+  // A run starts from them as from one file.
+  const Ran started =
+      Run(Train(dir_ + "/again", {"--init-from", many, "--steps", "1", "--lr", "0", "--weight-decay", "0"}));
+  ASSERT_EQ(started.code, 0) << started.err;
+  ASSERT_EQ(Run({"export", dir_ + "/again", dir_ + "/again.safetensors", "--quiet"}).code, 0);
+  EXPECT_TRUE(TensorBytes(dir_ + "/again.safetensors") == TensorBytes(one + "/model.safetensors"));
+
+  // What is there is not replaced unasked, and not left beside what replaces it.
+  for (const Words& words : {cut, Words{"export", state, many, "--quiet"}}) {
+    const Ran refused = Run(words);
+    EXPECT_EQ(refused.code, 2);
+    EXPECT_THAT(refused.err, HasSubstr("model.safetensors.index.json is there already"));
+  }
+  ASSERT_EQ(Run({"export", state, many, "--quiet", "--overwrite"}).code, 0);
+  EXPECT_FALSE(std::filesystem::exists(many + "/model.safetensors.index.json"));
+  EXPECT_EQ(Run({"export", state, many, "--max-shard", "0"}).code, 2);
+  // Of an export that fails nothing is left.
+  const json last = Inspect(state)["tiles"].back()["segments"][0];
+  std::fstream file(state + "/penstock.store", std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(last["offset"].get<int64_t>());
+  file.put('x');
+  file.close();
+  std::filesystem::remove_all(many);
+  std::filesystem::create_directory(many);
+  const Ran damaged = Run(cut);
+  EXPECT_EQ(damaged.code, 1);
+  EXPECT_THAT(damaged.err, HasSubstr("checksum"));
+  EXPECT_TRUE(std::filesystem::is_empty(many));
+}
+
 TEST_F(StoreCliTest, MovedDirectoriesAreFineAndALostOrSwappedOneIsNamed) {
   const std::string a = dir_ + "/a", b = dir_ + "/b", other = dir_ + "/other";
   const Words both = {"--state-dir", b, "--steps", "3"};
