@@ -333,10 +333,10 @@ absl::Status File::SyncData() const {
   return result == 0 ? absl::OkStatus() : Failure("fdatasync", path_, errno);
 }
 
-absl::Status File::Lock(int patience_ms) {
+absl::Status File::Lock(int patience_ms, bool shared) {
   if (sim_ != nullptr) return sim_->Lock(*sim_file_, this);
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
-  while (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+  while (flock(fd_, (shared ? LOCK_SH : LOCK_EX) | LOCK_NB) != 0) {
     if (errno == EINTR) continue;
     if (errno != EWOULDBLOCK) return Failure("flock", path_, errno);
     if (std::chrono::steady_clock::now() >= give_up) {

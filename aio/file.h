@@ -106,8 +106,8 @@ class File {
 
   // flock, exclusive, on the very description that the engine transfers through: after a SIGKILL the kernel
   // lets go of it only when the writes still in flight are done. Retries for `patience_ms`;
-  // kFailedPrecondition when another still holds it then.
-  absl::Status Lock(int patience_ms = 10'000);
+  // kFailedPrecondition when another still holds it then. `shared`: with whoever else only reads.
+  absl::Status Lock(int patience_ms = 10'000, bool shared = false);
 
  private:
   friend class Lane;

@@ -7,7 +7,7 @@ include(CMakePackageConfigHelpers)
 set(penstock_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/Penstock")
 
 # In the order in which they depend on each other.
-set(penstock_rooms options kernels kernels_cuda aio swap tiering zero_config zero)
+set(penstock_rooms options kernels kernels_cuda aio swap tiering zero_config zero_parts zero)
 set(penstock_installed "")
 foreach(room ${penstock_rooms})
   if(NOT TARGET penstock_${room})
@@ -22,7 +22,7 @@ foreach(room ${penstock_rooms})
   elseif(room STREQUAL "kernels_cuda")
     set(component kernels)
     set(header_room "")  # below kernels/, installed with it
-  elseif(room STREQUAL "zero_config")
+  elseif(room MATCHES "^zero_")
     set(component zero)
     set(header_room "")
   endif()

@@ -9,12 +9,16 @@
 // killed run left of that kind is removed by the next. Beside the checkpoints, the file `latest` holds the
 // name of the one that was written last.
 //
+// Several ranks write one together: each its own store, in `rank-K/` of the checkpoint, all of the same step.
+// It gets its name when all of them are done, from rank 0; so it is whole or not there, like any other.
+//
 // checkpoint_copy.h writes one while training goes on.
 #ifndef PENSTOCK_SWAP_CHECKPOINT_H_
 #define PENSTOCK_SWAP_CHECKPOINT_H_
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -31,7 +35,15 @@ struct CheckpointOptions {
   std::span<std::byte> memory;
   uint32_t keep = 0;  // after this one is done, remove all but the newest `keep`; 0: keep all
   bool allow_unaligned_file_system = false;
+  // Of several ranks: which of them this is, and how their copies meet when this one's part is durable, or
+  // could not be made. `meet` runs on the copy's thread; what it returns is the same on all ranks: an error
+  // if any of them had one.
+  int rank = 0;
+  std::function<absl::Status(const absl::Status& mine)> meet;
 };
+
+// "DIR/rank-2": where rank 2 keeps its part of what all ranks keep in DIR.
+std::string RankDirectory(const std::string& directory, int rank);
 
 // "step-00000123": names sort as steps do.
 std::string CheckpointName(uint64_t step);

@@ -133,10 +133,18 @@ void CheckpointCopy::AllowAll() {
   leave_there_.notify_all();
 }
 
-absl::Status CheckpointCopy::Finish() {
+void CheckpointCopy::FinishTiles() {
   AllowAll();
-  if (thread_.joinable()) thread_.join();
+  {
+    std::unique_lock lock(mutex_);
+    over_.wait(lock, [&] { return tiles_over_; });
+  }
   if (held_ != nullptr) std::exchange(held_, nullptr)->Release();
+}
+
+absl::Status CheckpointCopy::Finish() {
+  FinishTiles();
+  if (thread_.joinable()) thread_.join();
   return status_;
 }
 
@@ -153,24 +161,37 @@ void CheckpointCopy::Run() {
 }
 
 absl::Status CheckpointCopy::Write() {
-  absl::StatusOr<PartialCheckpoint> partial = PartialCheckpoint::Create(options_.parent, source_.step);
-  if (!partial.ok()) return partial.status();
+  const bool alone = !options_.meet;
+  absl::StatusOr<PartialCheckpoint> partial =
+      PartialCheckpoint::Create(options_.parent, source_.step, alone ? -1 : options_.rank);
+  absl::Status status = partial.ok() ? WriteStore(partial->directory()) : partial.status();
+  {
+    std::lock_guard lock(mutex_);
+    tiles_over_ = true;
+  }
+  over_.notify_all();
+  if (!alone) status = options_.meet(status);
+  if (!status.ok() || !partial.ok()) return status;
+  if (alone || options_.rank == 0) return partial->Publish(options_.keep);
+  partial->HandOver();
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointCopy::WriteStore(const std::string& directory) {
   StoreOptions target_options;
-  target_options.directories = {partial->directory()};
+  target_options.directories = {directory};
   target_options.sync = Sync::kPower;  // a checkpoint is there to stay
   target_options.slots = 1;
   target_options.payload_capacity = std::max<uint64_t>(1, source_.payload.size());
   target_options.uuid = source_.uuid;
   target_options.lock_patience_ms = 0;
+  target_options.overwrite = static_cast<bool>(options_.meet);  // what a killed run left of this rank's part
   target_options.allow_unaligned_file_system = options_.allow_unaligned_file_system;
   absl::StatusOr<std::unique_ptr<Store>> target =
       Store::Create(engine_, target_options, source_.layout, source_.identity);
   if (!target.ok()) return target.status();
   if (absl::Status copied = WriteTiles(**target); !copied.ok()) return copied;
-  absl::Status committed = CommitAlone(**target, {source_.step, source_.updates, source_.payload});
-  target->reset();
-  if (!committed.ok()) return committed;
-  return partial->Publish(options_.keep);
+  return CommitAlone(**target, {source_.step, source_.updates, source_.payload});
 }
 
 absl::Status CheckpointCopy::WriteTiles(Store& target) {

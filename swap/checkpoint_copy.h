@@ -72,6 +72,10 @@ class CheckpointCopy {
   void Allow(uint32_t tiles);
   void AllowAll();
   bool finished() const { return finished_.load(std::memory_order_acquire); }
+  // Allows all, waits until no tile of the source is needed any more, and releases what was held. How it
+  // ended is told by Finish; where several ranks write one checkpoint, that waits for all of them, and this
+  // does not.
+  void FinishTiles();
   // Allows all, waits for the end and releases what was held. An error (damage in the run, a full disk) left
   // nothing behind, and did not touch the run.
   absl::Status Finish();
@@ -85,6 +89,7 @@ class CheckpointCopy {
   CheckpointCopy(aio::Engine& engine, const CheckpointOptions& options, CheckpointSource source, Store* held);
   void Run();
   absl::Status Write();
+  absl::Status WriteStore(const std::string& directory);
   absl::Status WriteTiles(Store& target);
   bool WaitForLeave();  // false: given up
 
@@ -96,12 +101,13 @@ class CheckpointCopy {
   std::atomic<bool> finished_{false};
   std::atomic<uint32_t> tiles_done_{0};
   std::mutex mutex_;
-  std::condition_variable leave_there_;
+  std::condition_variable leave_there_, over_;
   uint64_t allowed_ = 0;  // tiles, from the start
   uint64_t started_ = 0;
   bool given_up_ = false;
-  absl::Status status_;  // the thread's, read after joining it
-  std::thread thread_;   // last: it uses all of the above
+  bool tiles_over_ = false;  // all copied, or none will be any more
+  absl::Status status_;      // the thread's, read after joining it
+  std::thread thread_;       // last: it uses all of the above
 };
 
 }  // namespace penstock::swap

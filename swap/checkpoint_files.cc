@@ -51,15 +51,47 @@ bool InTheWay(const std::string& directory) {
   return ::lstat(directory.c_str(), &info) == 0 && !S_ISDIR(info.st_mode);
 }
 
-// Removes a directory that holds a store file of ours, or nothing, and nothing else. Anything else stays.
-absl::Status RemoveStoreDirectory(const std::string& directory, int lock_patience_ms = 0) {
+constexpr std::string_view kRankPrefix = "rank-";
+
+std::string PartialName(const std::string& name) {
+  return absl::StrCat(".", name, absl::string_view(kPartial.data(), kPartial.size()));
+}
+
+// Where the parts of a checkpoint are: the directories of its ranks, or its own.
+std::vector<std::string> PartsOf(const std::string& directory) {
+  std::vector<std::string> parts;
+  for (const std::string& name : Entries(directory)) {
+    const bool digits = name.size() > kRankPrefix.size() &&
+                        name.find_first_not_of("0123456789", kRankPrefix.size()) == std::string::npos;
+    if (digits && name.compare(0, kRankPrefix.size(), kRankPrefix) == 0)
+      parts.push_back(absl::StrCat(directory, "/", name));
+  }
+  if (parts.empty()) parts.push_back(directory);
+  return parts;
+}
+
+bool HoldsStore(const std::string& directory) {
+  return ::access(StorePath(directory).c_str(), F_OK) == 0 ||
+         ::access(StorePath(RankDirectory(directory, 0)).c_str(), F_OK) == 0;
+}
+
+// Removes a checkpoint's directory that holds store files of ours, or nothing, and nothing else. Anything
+// else stays. It loses its name first, so that what a kill leaves of it is no checkpoint.
+absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 0) {
   if (InTheWay(directory)) {
     return absl::FailedPreconditionError(
         absl::StrCat(directory, " is no directory of ours and is not removed: move it away"));
   }
-  const std::string path = StorePath(directory);
-  const auto file = PlainFile::Open(path);
-  if (file.ok()) {
+  const auto store_files = [&] {
+    std::vector<std::string> paths;
+    for (const std::string& part : PartsOf(directory)) paths.push_back(StorePath(part));
+    return paths;
+  };
+  std::vector<PlainFile> files;
+  for (const std::string& path : store_files()) {
+    auto file = PlainFile::Open(path);
+    if (absl::IsNotFound(file.status())) continue;
+    if (!file.ok()) return file.status();
     if (file->Classify() == FileKind::kForeign) {
       return absl::FailedPreconditionError(
           absl::StrCat(path, " was not made by this program and is not removed"));
@@ -67,17 +99,23 @@ absl::Status RemoveStoreDirectory(const std::string& directory, int lock_patienc
     const auto locked = file->TryLock(/*exclusive=*/true, lock_patience_ms);
     if (!locked.ok()) return locked.status();
     if (!*locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use"));
-    if (::unlink(path.c_str()) != 0) return ErrnoError(errno, "remove", path);
-  } else if (!absl::IsNotFound(file.status())) {
-    return file.status();
+    files.push_back(*std::move(file));
   }
-  if (::rmdir(directory.c_str()) != 0 && errno != ENOENT)
-    return ErrnoError(errno, "remove directory", directory);
+  const size_t slash = directory.rfind('/');
+  const std::string name = directory.substr(slash + 1);
+  if (uint64_t step = 0; StepOf(name, &step)) {
+    const std::string unnamed = absl::StrCat(directory.substr(0, slash + 1), PartialName(name));
+    if (::rename(directory.c_str(), unnamed.c_str()) == 0) directory = unnamed;
+  }
+  for (const std::string& path : store_files()) {
+    if (::unlink(path.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove", path);
+  }
+  std::vector<std::string> directories = PartsOf(directory);
+  if (directories.front() != directory) directories.push_back(directory);
+  for (const std::string& each : directories) {
+    if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
+  }
   return absl::OkStatus();
-}
-
-std::string PartialName(const std::string& name) {
-  return absl::StrCat(".", name, absl::string_view(kPartial.data(), kPartial.size()));
 }
 
 // A small file that appears whole or not at all.
@@ -101,6 +139,11 @@ absl::Status WriteSmallFile(const std::string& directory, const std::string& nam
 
 }  // namespace
 
+std::string RankDirectory(const std::string& directory, int rank) {
+  const bool ends = !directory.empty() && directory.back() == '/';
+  return absl::StrCat(directory, ends ? "" : "/", "rank-", rank);
+}
+
 std::string CheckpointName(uint64_t step) { return absl::StrFormat("step-%08u", step); }
 
 std::vector<CheckpointEntry> ListCheckpoints(const std::string& parent) {
@@ -110,14 +153,14 @@ std::vector<CheckpointEntry> ListCheckpoints(const std::string& parent) {
     if (!StepOf(name, &entry.step)) continue;
     entry.name = name;
     entry.path = absl::StrCat(parent, "/", name);
-    if (::access(StorePath(entry.path).c_str(), F_OK) == 0) found.push_back(std::move(entry));
+    if (HoldsStore(entry.path)) found.push_back(std::move(entry));
   }
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.step < b.step; });
   return found;
 }
 
 absl::StatusOr<std::string> FindCheckpoint(const std::string& path) {
-  if (::access(StorePath(path).c_str(), F_OK) == 0) return path;
+  if (HoldsStore(path)) return path;
   const auto all = ListCheckpoints(path);
   if (all.empty()) return absl::NotFoundError(absl::StrCat(path, " holds no checkpoint"));
   return all.back().path;
@@ -153,37 +196,45 @@ absl::Status RemoveCheckpoints(const std::string& parent) {
   return first;
 }
 
-PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step)
+PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step, int rank)
     : parent_(std::move(parent)),
       name_(CheckpointName(step)),
-      directory_(absl::StrCat(parent_, "/", PartialName(name_))) {}
+      whole_(absl::StrCat(parent_, "/", PartialName(name_))),
+      directory_(rank < 0 ? whole_ : RankDirectory(whole_, rank)) {}
 
 PartialCheckpoint::PartialCheckpoint(PartialCheckpoint&& other) noexcept
     : parent_(std::move(other.parent_)),
       name_(std::move(other.name_)),
+      whole_(std::move(other.whole_)),
       directory_(std::exchange(other.directory_, std::string())) {}
 
 PartialCheckpoint::~PartialCheckpoint() {
   // Should this fail too, the next checkpoint or the next start tries again.
-  if (!directory_.empty()) (void)RemoveStoreDirectory(directory_);
+  if (directory_.empty()) return;
+  (void)RemoveStoreDirectory(directory_);
+  if (directory_ != whole_) (void)::rmdir(whole_.c_str());  // the last rank's succeeds
 }
 
-absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& parent, uint64_t step) {
+absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& parent, uint64_t step,
+                                                            int rank) {
   if (absl::Status made = MakeDirectories(parent); !made.ok()) return made;
   const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
   if (::access(path.c_str(), F_OK) == 0) {
     return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
   }
-  RemovePartialCheckpoints(parent);
-  PartialCheckpoint partial(parent, step);
-  if (!InTheWay(partial.directory_)) return partial;
-  return absl::AlreadyExistsError(
-      absl::StrCat(std::exchange(partial.directory_, std::string()), " is in the way: move it away"));
+  if (rank < 0) RemovePartialCheckpoints(parent);
+  PartialCheckpoint partial(parent, step, rank);
+  for (const std::string& directory : {partial.whole_, partial.directory_}) {
+    if (!InTheWay(directory)) continue;
+    partial.directory_.clear();
+    return absl::AlreadyExistsError(absl::StrCat(directory, " is in the way: move it away"));
+  }
+  return partial;
 }
 
 absl::Status PartialCheckpoint::Publish(uint32_t keep) {
   const std::string path = absl::StrCat(parent_, "/", name_);
-  if (::rename(directory_.c_str(), path.c_str()) != 0) return ErrnoError(errno, "rename to", path);
+  if (::rename(whole_.c_str(), path.c_str()) != 0) return ErrnoError(errno, "rename to", path);
   directory_.clear();
   if (absl::Status synced = aio::SyncDirectory(parent_); !synced.ok()) return synced;
   if (absl::Status written = WriteSmallFile(parent_, kLatest, name_ + "\n"); !written.ok()) return written;

@@ -17,24 +17,29 @@ namespace penstock::swap {
 // file when destroyed, unless it was published.
 class PartialCheckpoint {
  public:
-  // Makes the parent if it is missing, and removes what killed runs left there. kAlreadyExists: a checkpoint
+  // Makes the parent if it is missing, and, unless other ranks may be writing there as well, removes what
+  // killed runs left. `rank`: whose part of it this is, -1 where there is one. kAlreadyExists: a checkpoint
   // of this step.
-  static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, uint64_t step);
+  static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, uint64_t step, int rank);
   PartialCheckpoint(PartialCheckpoint&& other) noexcept;
   PartialCheckpoint& operator=(PartialCheckpoint&&) = delete;
   ~PartialCheckpoint();
 
-  const std::string& directory() const { return directory_; }
-  // Gives the durable, closed store in directory() its name, writes `latest`, and removes all but the newest
-  // `keep` checkpoints (0: none). After the rename nothing can fail that would make it less than whole.
+  const std::string& directory() const { return directory_; }  // of the rank's part
+  // Rank 0's, when all parts are there: gives the durable, closed store in directory() its name, writes
+  // `latest`, and removes all but the newest `keep` checkpoints (0: none). After the rename nothing can fail
+  // that would make it less than whole.
   absl::Status Publish(uint32_t keep);
+  // The others': rank 0 publishes it.
+  void HandOver() { directory_.clear(); }
 
  private:
-  PartialCheckpoint(std::string parent, uint64_t step);
+  PartialCheckpoint(std::string parent, uint64_t step, int rank);
 
   std::string parent_;
   std::string name_;
-  std::string directory_;  // empty: published
+  std::string whole_;      // the checkpoint's directory
+  std::string directory_;  // the part's; the same where there is one. Empty: published
 };
 
 // Without the scratch, which means nothing to anyone but the process that wrote it.

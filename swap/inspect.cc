@@ -37,7 +37,8 @@ absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
   return DecodeSuperblock(*bytes);
 }
 
-absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid) {
+absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid,
+                                       std::optional<uint64_t> step = std::nullopt) {
   std::vector<std::vector<std::byte>> copies;
   for (uint32_t place = 0; place < kRecordPlaces; ++place) {
     for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
@@ -46,7 +47,7 @@ absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& ge
       copies.push_back(*std::move(bytes));
     }
   }
-  return NewestRecord(geometry, uuid, copies);
+  return RecordOfStep(geometry, uuid, copies, step);
 }
 
 Finding Found(Holding holding, std::string text) {
@@ -184,7 +185,8 @@ Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms)
   return partial;
 }
 
-absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories) {
+absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
+                                   std::optional<uint64_t> step) {
   Inspection result;
   std::optional<StoreShape> shape;
   std::vector<std::optional<PlainFile>> files(kMaxDirectories);
@@ -229,7 +231,7 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories) 
                                               whole, ": it was cut off"));
     }
   }
-  auto found = LoadRecord(*files[0], *geometry, shape->uuid);
+  auto found = LoadRecord(*files[0], *geometry, shape->uuid, step);
   if (!found.ok()) return found.status();
   if (found->record.sequence == 0) {
     if (found->damage.empty() || found->only_first_place) {
@@ -237,6 +239,10 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories) 
     }
     return absl::DataLossError(
         absl::StrCat(result.paths[0], ": no commit record is whole: ", found->damage.back()));
+  }
+  if (step.has_value() && found->record.step != *step) {
+    return absl::DataLossError(absl::StrCat(result.paths[0], " is at step ", found->record.step,
+                                            " and has no commit of step ", *step, " any more"));
   }
   for (const std::string& line : found->damage)
     result.damage.push_back(absl::StrCat(result.paths[0], ": ", line));

@@ -4,6 +4,7 @@
 #define PENSTOCK_SWAP_INSPECT_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -59,7 +60,9 @@ struct Inspection {
 };
 
 // Reads superblocks and commit records, no tile. Works on a run that is in use. Errors as Store::Open.
-absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories);
+// `step`: the commit of that step, where it is the last but one.
+absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
+                                   std::optional<uint64_t> step = std::nullopt);
 
 }  // namespace penstock::swap
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -87,6 +88,9 @@ struct FoundRecord {
 };
 FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
                          std::span<const std::vector<std::byte>> copies);  // place * kRecordCopies + copy
+// The same for the commit of `step`, where the newest is of another: the one before it, if that is of it.
+FoundRecord RecordOfStep(const Geometry& geometry, const Uuid& uuid,
+                         std::span<const std::vector<std::byte>> copies, std::optional<uint64_t> step);
 
 // What is left of a run of one version that was ended between two commits, for people.
 std::string OverwrittenText(uint64_t step);

@@ -334,7 +334,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     const int patience_ms = static_cast<int>(std::max<int64_t>(0, left.count()));
-    if (absl::Status locked = (*file)->Lock(patience_ms); !locked.ok()) return locked;
+    if (absl::Status locked = (*file)->Lock(patience_ms, options.read_only); !locked.ok()) return locked;
     struct stat info;
     if (on_disk && ::fstat((*file)->fd(), &info) == 0 && info.st_nlink == 0) {
       return absl::FailedPreconditionError(
@@ -433,7 +433,8 @@ absl::Status Store::Recover() {
       }
     }
   }
-  FoundRecord found = NewestRecord(geometry_, shape_.uuid, copies);
+  const std::optional<uint64_t> step = options_.read_only ? options_.step : std::nullopt;
+  FoundRecord found = RecordOfStep(geometry_, shape_.uuid, copies, step);
   for (const std::string& line : unreadable) recovered_.damage.push_back(line);
   for (const std::string& line : found.damage) {
     recovered_.damage.push_back(absl::StrCat(files_[0]->path(), ": ", line));
@@ -455,6 +456,10 @@ absl::Status Store::Recover() {
   }
   if (found.record.overwriting) {
     return absl::DataLossError(absl::StrCat(files_[0]->path(), ": ", OverwrittenText(found.record.step)));
+  }
+  if (step.has_value() && found.record.step != *step) {
+    return absl::DataLossError(absl::StrCat(files_[0]->path(), " is at step ", found.record.step,
+                                            " and has no commit of step ", *step, " any more"));
   }
   recovered_.sequence = found.record.sequence;
   recovered_.step = found.record.step;

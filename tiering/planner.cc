@@ -71,16 +71,6 @@ constexpr std::array<Spending, 3> kLateSpendings = {{
     {{Kind::kBlocks, Kind::kState, Kind::kGradients}, "whole blocks, then state, then gradients"},
 }};
 
-std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
-  const int64_t count = (elements + tile_elements - 1) / tile_elements;
-  const int64_t each = AlignUp((elements + count - 1) / count, kElementAlignment);
-  std::vector<Tile> tiles;
-  for (int64_t offset = 0; offset < elements; offset += each) {
-    tiles.push_back({offset, std::min(each, elements - offset)});
-  }
-  return tiles;
-}
-
 std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
   std::vector<Tile> tiles;
   int64_t offset = 0;
@@ -775,6 +765,16 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
 }
 
 }  // namespace
+
+std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
+  const int64_t count = (elements + tile_elements - 1) / tile_elements;
+  const int64_t each = AlignUp((elements + count - 1) / count, kElementAlignment);
+  std::vector<Tile> tiles;
+  for (int64_t offset = 0; offset < elements; offset += each) {
+    tiles.push_back({offset, std::min(each, elements - offset)});
+  }
+  return tiles;
+}
 
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
   if (absl::Status status = Validate(graph, options); !status.ok()) return status;

@@ -37,6 +37,12 @@ void ProgramBuilder::Persist() {
   commit.after = std::exchange(pending_writes_, std::move(pending));
   if (last_commit_ >= 0) commit.after.push_back(last_commit_);
   last_commit_ = id;
+  if (plan_.world > 1) {
+    last_commit_ = next_id_;
+    Op& agree = Emit(OpKind::kAgree, Lane::kCommit, of.step);
+    agree.durable = true;
+    agree.after = {id};
+  }
   unsaved_step_ = 0;
 }
 

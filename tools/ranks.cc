@@ -10,7 +10,10 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/checksum.h"
 #include "swap/inspect.h"
+#include "tools/kept.h"
+#include "tools/state_reader.h"
 #include "tools/version.h"
+#include "zero/rank_parts.h"
 #include "zero/rank_setup.h"
 
 namespace penstock::tools {
@@ -59,6 +62,26 @@ nlohmann::json WordsJson(const TrainWords& words) {
   return json;
 }
 
+// State in `dirs` is of another number of ranks than there are now.
+absl::Status OfOtherRanks(const std::vector<std::string>& dirs, int64_t ranks) {
+  const std::string many = ranks == 1  ? "one rank"
+                           : ranks > 1 ? absl::StrCat(ranks, " ranks")
+                                       : "several ranks";
+  std::string text = absl::StrCat(dirs.front(), " holds a run of ", many, ": go on with ",
+                                  ranks == 1  ? "one"
+                                  : ranks > 1 ? absl::StrCat(ranks)
+                                              : "as many");
+  if (dirs.size() == 1) {
+    absl::StrAppend(&text, ", or with another number by --resume --checkpoint-dir ", dirs.front(),
+                    " and a --state-dir that is empty");
+  } else {
+    absl::StrAppend(&text, ", or from a checkpoint (--checkpoint-dir) with a --state-dir that is empty");
+  }
+  return absl::FailedPreconditionError(text);
+}
+
+std::string StepText(int64_t step) { return step < 0 ? "nothing" : absl::StrCat("step ", step); }
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainWords& words) {
@@ -91,36 +114,64 @@ absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int worl
   };
   if (dirs.empty()) return absl::OkStatus();
   if (world == 1 && holds(zero::RankDirectories(dirs, 0))) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(dirs.front(),
-                     " holds a run of several ranks (rank-0/ and others): go on with as many, or use "
-                     "another --state-dir"));
+    const absl::StatusOr<zero::PartDirectories> parts = zero::FindParts(dirs);
+    return OfOtherRanks(dirs, parts.ok() ? static_cast<int64_t>(parts->size()) : 0);
   }
-  if (world > 1 && holds(dirs)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(dirs.front(), " holds a run of one rank: go on with one, or use another --state-dir"));
-  }
+  if (world > 1 && holds(dirs)) return OfOtherRanks(dirs, 1);
   return absl::OkStatus();
 }
 
-absl::StatusOr<bool> AllResume(zero::Comm& comm, const nlohmann::json& run,
-                               const std::vector<std::string>& dirs) {
-  int64_t step = -1;
+int64_t StepIn(const std::vector<std::string>& dirs) {
+  const absl::StatusOr<zero::PartDirectories> parts = zero::FindParts(dirs);
+  if (!parts.ok()) return -1;
+  const absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectParts(*parts);
+  return inspections.ok() ? static_cast<int64_t>(inspections->front().record.step) : -1;
+}
+
+absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const nlohmann::json& run,
+                                   const std::vector<std::string>& dirs, const std::string& checkpoint) {
+  int64_t step = -1, ranks = comm.world();
   if (!run.is_null()) {
     absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
     if (!inspection.ok()) return inspection.status();
     step = static_cast<int64_t>(inspection->record.step);
+    const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
+    ranks = identity.is_object() ? identity.value("ranks", int64_t{1}) : 1;
   }
-  absl::StatusOr<std::vector<int64_t>> steps = zero::AllNumbers(comm, step);
-  if (!steps.ok()) return steps.status();
-  const auto least = std::min_element(steps->begin(), steps->end());
-  const int64_t most = *std::max_element(steps->begin(), steps->end());
-  if (*least >= 0) return true;
-  if (most <= 0) return false;
+  const int64_t kept = checkpoint.empty() ? -1 : StepIn({checkpoint});
+  std::vector<int64_t> all_ranks, all_kept, steps;
+  PENSTOCK_TAKE(all_ranks, zero::AllNumbers(comm, ranks));
+  PENSTOCK_TAKE(all_kept, zero::AllNumbers(comm, kept));
+  PENSTOCK_TAKE(steps, zero::AllNumbers(comm, step));
+  for (const int64_t theirs : all_ranks) {
+    // The directories as all ranks were given them, without the rank's own.
+    if (theirs == comm.world()) continue;
+    std::vector<std::string> given;
+    for (const std::string& dir : dirs) given.push_back(dir.substr(0, dir.rfind('/')));
+    return OfOtherRanks(given, theirs);
+  }
+  const auto least = std::min_element(steps.begin(), steps.end());
+  const int64_t most = *std::max_element(steps.begin(), steps.end());
+  if (*least >= 0) return GoOn::kState;
+  for (size_t k = 1; k < all_kept.size(); ++k) {
+    if (all_kept[k] == all_kept.front()) continue;
+    return absl::FailedPreconditionError(
+        absl::StrCat("--checkpoint-dir: rank ", k, " finds ", StepText(all_kept[k]), " there, rank 0 ",
+                     StepText(all_kept.front()),
+                     ": all ranks need one directory, on a file system that they "
+                     "share"));
+  }
+  // Nobody has more than the checkpoint: some were killed while they were restoring it, or before it.
+  if (kept >= 0 && most <= kept) return GoOn::kCheckpoint;
+  if (most <= 0) return GoOn::kStartOver;
+  const auto rank = least - steps.begin();
   return absl::DataLossError(absl::StrCat(
-      zero::RankName(static_cast<int>(least - steps->begin()), comm.world()), " has no run in its rank-",
-      least - steps->begin(), "/ of --state-dir, and others are at step ", most,
-      ": bring it back, or start over with --overwrite"));
+      zero::RankName(static_cast<int>(rank), comm.world()), " has no run in its rank-", rank,
+      "/ of --state-dir, and others are at step ", most, ": bring it back, ",
+      kept >= 0
+          ? absl::StrCat("go on from step ", kept, " of --checkpoint-dir with a --state-dir that is empty, ")
+          : "",
+      "or start over with --overwrite"));
 }
 
 }  // namespace penstock::tools

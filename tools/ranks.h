@@ -2,6 +2,7 @@
 #ifndef PENSTOCK_TOOLS_RANKS_H_
 #define PENSTOCK_TOOLS_RANKS_H_
 
+#include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -23,11 +24,18 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainWords& words
 // kFailedPrecondition where the directories, as they were given, hold one of the other kind.
 absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int world);
 
-// What --resume found in this rank's directories (null: no commit), held against what the others found. True:
-// all go on; false: all start over, because some rank was killed before its first commit, and so nobody has
-// more than the first. kDataLoss: a rank has lost what others still have.
-absl::StatusOr<bool> AllResume(zero::Comm& comm, const nlohmann::json& run,
-                               const std::vector<std::string>& dirs);
+// What --resume goes on from.
+enum class GoOn : uint8_t { kState, kCheckpoint, kStartOver };
+
+// What this rank found, held against what the others did, so that all do the same: `run` in its directories
+// `dirs` (null: no commit), and `checkpoint` (empty: none), the newest. The state counts where every rank has
+// its part of it. kFailedPrecondition: it is of another number of ranks, or they do not see one checkpoint;
+// kDataLoss: a rank has lost what others still have.
+absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const nlohmann::json& run,
+                                   const std::vector<std::string>& dirs, const std::string& checkpoint);
+
+// The step of a run or checkpoint, of however many ranks; -1: none there.
+int64_t StepIn(const std::vector<std::string>& dirs);
 
 }  // namespace penstock::tools
 

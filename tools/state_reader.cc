@@ -34,8 +34,21 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
       std::string(swap::kStoreFileName), " there"));
 }
 
-absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const std::vector<std::string>& dirs,
-                                                               uint64_t memory_bytes,
+absl::StatusOr<FoundState> FindState(const std::vector<std::string>& words) {
+  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words);
+  if (!dirs.ok()) return dirs.status();
+  FoundState state;
+  absl::StatusOr<zero::PartDirectories> parts = zero::FindParts(*dirs);
+  // Whatever stands there, inspecting says it best.
+  state.parts = parts.ok() ? *std::move(parts) : zero::PartDirectories{*dirs};
+  if (!parts.ok() && !absl::IsNotFound(parts.status())) return parts.status();
+  absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectParts(state.parts);
+  if (!inspections.ok()) return inspections.status();
+  state.inspections = *std::move(inspections);
+  return state;
+}
+
+absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const FoundState& state, uint64_t memory_bytes,
                                                                std::function<void(const std::string&)> log) {
   auto reader = std::make_unique<StateReader>();
   aio::ArenaOptions arena_options;
@@ -52,14 +65,18 @@ absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const std::vector
   absl::StatusOr<std::unique_ptr<aio::Engine>> engine = aio::Engine::Create(std::move(engine_options));
   if (!engine.ok()) return engine.status();
   reader->engine_ = *std::move(engine);
-  swap::StoreOptions options;
-  options.directories = dirs;
-  options.read_only = true;
-  // A copy is worth reading wherever it lies; only training has to have direct I/O.
-  options.allow_unaligned_file_system = true;
-  absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(*reader->engine_, options);
-  if (!store.ok()) return store.status();
-  reader->store_ = *std::move(store);
+  for (const std::vector<std::string>& part : state.parts) {
+    swap::StoreOptions options;
+    options.directories = part;
+    options.read_only = true;
+    if (state.parts.size() > 1) options.step = state.inspections.front().record.step;
+    // A copy is worth reading wherever it lies; only training has to have direct I/O.
+    options.allow_unaligned_file_system = true;
+    absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(*reader->engine_, options);
+    if (!store.ok()) return store.status();
+    reader->parts_.push_back(store->get());
+    reader->stores_.push_back(*std::move(store));
+  }
   return reader;
 }
 

@@ -16,7 +16,9 @@
 #include "absl/status/statusor.h"
 #include "aio/arena.h"
 #include "aio/engine.h"
+#include "swap/inspect.h"
 #include "swap/store.h"
+#include "zero/rank_parts.h"
 
 namespace penstock::tools {
 
@@ -24,15 +26,22 @@ namespace penstock::tools {
 // state directory, a checkpoint, or the directory of all checkpoints (its newest). kNotFound: no run there.
 absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std::string>& words);
 
+// The same, as the parts that its ranks keep: one, unless there are several.
+struct FoundState {
+  zero::PartDirectories parts;
+  std::vector<swap::Inspection> inspections;  // of one step
+  const std::string& name() const { return parts.front().front(); }
+};
+absl::StatusOr<FoundState> FindState(const std::vector<std::string>& words);
+
 // A run or checkpoint that nothing will write to meanwhile: the lock is shared with other readers and keeps
 // trainers out. Errors as swap::Store::Open.
 class StateReader {
  public:
   // `memory_bytes` of pinned memory become memory(); `log` takes lines about fallbacks of the I/O engine.
-  static absl::StatusOr<std::unique_ptr<StateReader>> Open(const std::vector<std::string>& dirs,
-                                                           uint64_t memory_bytes,
+  static absl::StatusOr<std::unique_ptr<StateReader>> Open(const FoundState& state, uint64_t memory_bytes,
                                                            std::function<void(const std::string&)> log);
-  swap::Store& store() { return *store_; }
+  std::span<swap::Store* const> parts() const { return parts_; }  // by rank
   std::span<std::byte> memory() const { return {memory_.data(), memory_.bytes()}; }
 
  private:
@@ -40,7 +49,8 @@ class StateReader {
   std::unique_ptr<aio::Arena> arena_;
   aio::Region memory_;
   std::unique_ptr<aio::Engine> engine_;
-  std::unique_ptr<swap::Store> store_;
+  std::vector<std::unique_ptr<swap::Store>> stores_;
+  std::vector<swap::Store*> parts_;
 };
 
 // The JSON of a store's identity or of a commit's payload; null where it is none.

@@ -23,6 +23,7 @@
 #include "zero/config.h"
 #include "zero/engine_state.h"
 #include "zero/plan_bounds.h"
+#include "zero/rank_parts.h"
 #include "zero/rank_setup.h"
 #include "zero/threads.h"
 
@@ -76,7 +77,10 @@ bool IsOverwritten(const absl::Status& status) { return absl::IsOutOfRange(statu
 
 // What the state directories hold, for a run that is to be resumed: its record's "run", null where there is
 // none yet.
-absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& dirs) {
+absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
+  std::vector<std::string> dirs = given;
+  // All ranks' records say the same about the run.
+  if (const auto parts = zero::FindParts(given); parts.ok()) dirs = parts->front();
   const swap::Finding found = swap::Probe(dirs);
   switch (found.holding) {
     case swap::Holding::kNothing:
@@ -184,12 +188,14 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
   absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
   const bool overwritten = IsOverwritten(run.status());
   if (!run.ok() && !(overwritten && newest.ok())) return run;
+  bool from_checkpoint = newest.ok() && (overwritten || run->is_null());
   if (engine.comm != nullptr && run.ok()) {
-    absl::StatusOr<bool> all = AllResume(*engine.comm, *run, engine.state_dirs);
-    if (!all.ok()) return all.status();
-    if (!*all) *run = nlohmann::json();
+    GoOn from = GoOn::kState;
+    PENSTOCK_TAKE(from, AgreeOnResume(*engine.comm, *run, engine.state_dirs, newest.value_or("")));
+    from_checkpoint = from == GoOn::kCheckpoint;
+    if (from == GoOn::kStartOver) *run = nlohmann::json();
   }
-  if (newest.ok() && (overwritten || run->is_null())) {
+  if (from_checkpoint) {
     // The state is gone, and a checkpoint is left.
     const absl::Status restored = zero::RestoreRun(*newest, engine);
     if (!restored.ok()) return restored;
@@ -202,18 +208,49 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
     return run;
   }
   if (newest.ok()) {
-    const swap::Finding state = swap::Probe(engine.state_dirs), copy = swap::Probe(*newest);
-    if (copy.step > state.step) {
+    const int64_t state = StepIn(engine.state_dirs);
+    if (StepIn({*newest}) > state) {
       settings->notes.push_back(
-          absl::StrCat(engine.state_dirs.front(), " goes on from its step ", state.step, ", though ", *newest,
+          absl::StrCat(engine.state_dirs.front(), " goes on from its step ", state, ", though ", *newest,
                        " is newer: to go on from that one, give a --state-dir that is empty"));
     }
   }
   return run;
 }
 
+// A run that goes on with another number of ranks: its steps have as many sequences as before, unless the
+// words say what each rank does.
+absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json& run,
+                         TrainSettings* settings) {
+  const int64_t world = settings->engine.world(), before = run.value("ranks", int64_t{1});
+  const int64_t batch = run.value("batch", int64_t{4}), accumulate = run.value("accumulate", int64_t{1});
+  const int64_t sequences = before * batch * accumulate;
+  settings->batch = request.micro_batch.value_or(batch);
+  settings->accumulate = request.accumulation.value_or(accumulate);
+  if (!request.accumulation.has_value() && sequences % (world * settings->batch) == 0) {
+    settings->accumulate = sequences / (world * settings->batch);
+  } else if (!request.micro_batch.has_value() && sequences % (world * settings->accumulate) == 0) {
+    settings->batch = sequences / (world * settings->accumulate);
+  }
+  const int64_t now = world * settings->batch * settings->accumulate;
+  const bool told = request.micro_batch.has_value() && request.accumulation.has_value();
+  if (now != sequences && !told) {
+    return Wrong(absl::StrCat("a step of this run has ", sequences, " sequences (", before,
+                              " ranks, --batch ", batch, ", --accumulate ", accumulate, "), which ", world,
+                              " ranks cannot share evenly that way: say --batch and --accumulate of each"));
+  }
+  settings->notes.push_back(absl::StrCat(
+      "made by ", before, before == 1 ? " rank" : " ranks", ", goes on with ", world, ": --batch ",
+      settings->batch, " --accumulate ", settings->accumulate, " of each",
+      now == sequences ? ", the same sequences in every step"
+                       : absl::StrCat("; a step has ", now, " sequences from here on, not ", sequences)));
+  settings->engine.run_changes = {
+      {"ranks", world}, {"batch", settings->batch}, {"accumulate", settings->accumulate}};
+  return absl::OkStatus();
+}
+
 absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& config, const Kept& kept,
-                               TrainSettings* settings) {
+                               const nlohmann::json& run, TrainSettings* settings) {
   zero::BatchRequest request;
   request.train_batch = config.train_batch_size;
   request.micro_batch = words.batch.has_value() ? words.batch : config.micro_batch_per_rank;
@@ -224,6 +261,8 @@ absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& conf
                              Check<int64_t>("--accumulate", request.accumulation.value_or(1), 1, 1 << 20)}) {
     if (!status.ok()) return status;
   }
+  if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
+    return SpreadBatch(request, run, settings);
   absl::StatusOr<zero::BatchSizes> sizes =
       zero::ResolveBatch(request, settings->engine.world(), /*default_micro_batch=*/4);
   if (!sizes.ok()) return sizes.status();
@@ -421,15 +460,9 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
       return status;
     if (engine.comm != nullptr) engine.state_dirs = zero::RankDirectories(engine.state_dirs, engine.rank());
   }
-  if (engine.comm != nullptr && (words.checkpoint_every.has_value() || words.checkpoint_dir.has_value())) {
-    return Wrong(
-        "--checkpoint-dir, --checkpoint-every: of one rank so far; with --offload nvme every step of several "
-        "is durable, and --resume goes on from it");
-  }
   ResolveDurability(config, &settings);
-  if (engine.comm != nullptr && engine.durability == zero::Durability::kCheckpoint) {
-    return Wrong(
-        "penstock.durability \"checkpoint\", penstock.versions 1: of one rank so far; leave them out");
+  if (engine.comm != nullptr && engine.versions == 1) {
+    return Wrong("penstock.versions 1: of one rank so far; leave it out, or use durability \"checkpoint\"");
   }
   if (absl::Status status = ResolveCheckpoints(words, &settings); !status.ok()) return status;
   nlohmann::json run;
@@ -483,7 +516,8 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
   settings.steps = words.steps.value_or(settings.resumes ? run.value("steps", int64_t{100}) : 100);
   if (absl::Status status = Check<int64_t>("--steps", settings.steps, 1, int64_t{1} << 40); !status.ok())
     return status;
-  if (absl::Status status = ResolveBatchSizes(words, config, kept, &settings); !status.ok()) return status;
+  if (absl::Status status = ResolveBatchSizes(words, config, kept, run, &settings); !status.ok())
+    return status;
   if (words.seq.has_value()) {
     if (absl::Status status = Check<int64_t>("--seq", *words.seq, 1, settings.model.context); !status.ok()) {
       return Wrong(absl::StrCat(std::string(status.message()), " (the model's context)"));

@@ -72,22 +72,26 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   if (!budget.ok()) return budget.status();
   const absl::StatusOr<std::optional<uint64_t>> max_shard = SizeOf("--max-shard", words.max_shard);
   if (!max_shard.ok()) return max_shard.status();
-  const absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
-  if (!dirs.ok()) return dirs.status();
-  const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(*dirs);
-  if (!inspection.ok()) return inspection.status();
-  const absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(inspection->shape);
-  if (!geometry.ok()) return geometry.status();
+  const absl::StatusOr<FoundState> state = FindState(words.dirs);
+  if (!state.ok()) return state.status();
+  const swap::Inspection* const inspection = &state->inspections.front();
+  std::vector<swap::Geometry> geometries;
+  for (const swap::Inspection& part : state->inspections) {
+    absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(part.shape);
+    if (!geometry.ok()) return geometry.status();
+    geometries.push_back(*std::move(geometry));
+  }
   const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
   const auto foreign = [&](const std::string& why) {
     return absl::FailedPreconditionError(
-        absl::StrCat(dirs->front(), ": not a GPT of penstock train (", why, "): cannot be exported"));
+        absl::StrCat(state->name(), ": not a GPT of penstock train (", why, "): cannot be exported"));
   };
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype") ||
       !identity.contains("block_elements")) {
     return foreign("its identity has no model");
   }
-  if (identity.contains("ranks")) return foreign("it is one rank's part of a run of several");
+  if (identity.contains("ranks") && state->parts.size() == 1)
+    return foreign("it is one rank's part of a run of several");
   const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
   const GptLayout layout = LayoutOfGpt(*model);
@@ -109,7 +113,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
                       {"penstock_step", absl::StrCat(inspection->record.step)},
                       {"penstock_run", swap::UuidText(inspection->shape.uuid)},
                       {"config", PublishedConfig(*model, words.dtype).dump()}};
-  const ExportMemory needs = MemoryForExport(*geometry, layout, options.dtype, *weights);
+  const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, *weights);
   const uint64_t most = budget->value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
   // The arena takes whole huge pages.
   constexpr uint64_t kHugePage = uint64_t{2} << 20;
@@ -121,7 +125,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   }
   const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
   absl::StatusOr<std::unique_ptr<StateReader>> reader =
-      StateReader::Open(*dirs, memory, [&](const std::string& line) {
+      StateReader::Open(*state, memory, [&](const std::string& line) {
         if (!words.quiet) err << line << std::endl;
       });
   if (!reader.ok()) return reader.status();
@@ -130,7 +134,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
     ByteProgress progress("exporting", words.quiet);
     options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
     const absl::StatusOr<int> written =
-        ExportWeights((*reader)->store(), layout, *weights, (*reader)->memory(), options);
+        ExportWeights((*reader)->parts(), layout, *weights, (*reader)->memory(), options);
     if (!written.ok()) return written.status();
     files = *written;
   }
@@ -144,8 +148,9 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   if (!words.quiet) {
     out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
                            files > 1 ? options.path + ".index.json" : options.path,
-                           (*reader)->store().committed_step(), layout.tensors.size(), model->Parameters(),
-                           words.dtype, files > 1 ? absl::StrFormat(" in %d files", files) : "")
+                           (*reader)->parts().front()->committed_step(), layout.tensors.size(),
+                           model->Parameters(), words.dtype,
+                           files > 1 ? absl::StrFormat(" in %d files", files) : "")
         << std::flush;
   }
   return absl::OkStatus();

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "swap/inspect.h"
+#include "tiering/model_graph.h"
 #include "tools/cli.h"
 #include "tools/size.h"
 #include "tools/state_reader.h"
@@ -38,10 +39,18 @@ struct Told {
 
 uint64_t BytesPerElement(const Told& told) { return told.Of("dtype") == "fp32" ? 4 : 2; }
 
-Json TilesJson(const swap::Inspection& inspection, const swap::Geometry& geometry, const Told& told) {
+// A run of one rank has one of them.
+struct Part {
+  swap::Inspection inspection;
+  swap::Geometry geometry;
+};
+
+Json TilesJson(const Part& part, size_t rank, size_t ranks) {
+  const auto& [inspection, geometry] = part;
+  const Told told(inspection);
   const nlohmann::json blocks = told.Of("block_elements");
   size_t block = 0;
-  uint64_t element = 0;  // within its block
+  uint64_t element = 0;  // within its block, or the rank's part of it
   Json tiles = Json::array();
   for (uint32_t t = 0; t < geometry.tiles(); ++t) {
     const swap::TileVersion& live = inspection.record.tiles[t];
@@ -60,30 +69,58 @@ Json TilesJson(const swap::Inspection& inspection, const swap::Geometry& geometr
                                          {"segments", std::move(segments)}});
     if (!blocks.is_array() || block >= blocks.size() || !blocks[block].is_number_unsigned()) continue;
     const uint64_t elements = geometry.segment_bytes(t, 0) / BytesPerElement(told);
+    const auto of_rank =
+        static_cast<uint64_t>(tiering::PartElements(blocks[block].get<int64_t>(), static_cast<int>(ranks)));
+    if (ranks > 1) tile["rank"] = rank;
     tile["block"] = block;
-    tile["first_element"] = element;
+    tile["first_element"] = rank * of_rank + element;
     tile["elements"] = elements;
     element += elements;
-    if (element < blocks[block].get<uint64_t>()) continue;
+    if (element < of_rank) continue;
     ++block;
     element = 0;
   }
   return tiles;
 }
 
-Json ToJson(const swap::Inspection& inspection, const swap::Geometry& geometry) {
+// What all parts have of something.
+template <typename Of>
+auto Sum(const std::vector<Part>& parts, Of&& of) {
+  decltype(of(parts.front())) sum = 0;
+  for (const Part& part : parts) sum += of(part);
+  return sum;
+}
+
+bool InUse(const std::vector<Part>& parts) {
+  return std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.inspection.in_use; });
+}
+
+uint64_t FileBytes(const Part& part) {
+  const std::vector<uint64_t>& bytes = part.inspection.file_bytes;
+  return std::accumulate(bytes.begin(), bytes.end(), uint64_t{0});
+}
+uint64_t StateBytes(const Part& part) { return part.inspection.state_bytes; }
+
+Json ToJson(const std::vector<Part>& parts) {
+  const swap::Inspection& inspection = parts.front().inspection;
   const Told told(inspection);
-  Json files = Json::array();
-  for (size_t d = 0; d < inspection.paths.size(); ++d) {
-    files.push_back({{"path", inspection.paths[d]},
-                     {"bytes", inspection.file_bytes[d]},
-                     {"allocated_bytes", inspection.allocated_bytes[d]}});
+  Json files = Json::array(), tiles = Json::array(), damage = Json::array();
+  for (size_t rank = 0; rank < parts.size(); ++rank) {
+    const swap::Inspection& part = parts[rank].inspection;
+    for (size_t d = 0; d < part.paths.size(); ++d) {
+      files.push_back({{"path", part.paths[d]},
+                       {"bytes", part.file_bytes[d]},
+                       {"allocated_bytes", part.allocated_bytes[d]}});
+    }
+    for (Json& tile : TilesJson(parts[rank], rank, parts.size())) tiles.push_back(std::move(tile));
+    for (const std::string& line : part.damage) damage.push_back(line);
   }
   return {{"uuid", swap::UuidText(inspection.shape.uuid)},
           {"step", inspection.record.step},
           {"updates", inspection.record.updates},
           {"commits", inspection.record.sequence},
-          {"in_use", inspection.in_use},
+          {"ranks", parts.size()},
+          {"in_use", InUse(parts)},
           {"overwriting", inspection.record.overwriting},
           {"model", told.Of("model")},
           {"dtype", told.Of("dtype")},
@@ -92,15 +129,14 @@ Json ToJson(const swap::Inspection& inspection, const swap::Geometry& geometry) 
           {"seed", told.Of("seed")},
           {"block_elements", told.Of("block_elements")},
           {"versions", inspection.shape.slots},
-          {"state_bytes", inspection.state_bytes},
-          {"disk_bytes",
-           std::accumulate(inspection.file_bytes.begin(), inspection.file_bytes.end(), uint64_t{0})},
+          {"state_bytes", Sum(parts, StateBytes)},
+          {"disk_bytes", Sum(parts, FileBytes)},
           {"run", told.Committed("run")},
           {"schedule", told.Committed("schedule")},
           {"last_step", told.Committed("step")},
           {"files", std::move(files)},
-          {"damage", inspection.damage},
-          {"tiles", TilesJson(inspection, geometry, told)}};
+          {"damage", std::move(damage)},
+          {"tiles", std::move(tiles)}};
 }
 
 std::string Plain(const nlohmann::json& value) {
@@ -116,11 +152,13 @@ std::string ModelLine(const nlohmann::json& model) {
   return line;
 }
 
-std::string Text(const swap::Inspection& inspection, const swap::Geometry& geometry) {
+std::string Text(const std::vector<Part>& parts) {
+  const swap::Inspection& inspection = parts.front().inspection;
   const Told told(inspection);
   const swap::Record& record = inspection.record;
   std::string text = absl::StrCat("run       ", swap::UuidText(inspection.shape.uuid),
-                                  inspection.in_use ? ", in use by a running process" : "", "\n");
+                                  InUse(parts) ? ", in use by a running process" : "", "\n");
+  if (parts.size() > 1) absl::StrAppend(&text, "ranks     ", parts.size(), ", each with its part\n");
   absl::StrAppend(&text, "step      ", record.step, " (", record.updates, " updates, ", record.sequence,
                   " commits)\n");
   if (!told.Of("model").is_null()) absl::StrAppend(&text, "model     ", ModelLine(told.Of("model")), "\n");
@@ -134,18 +172,26 @@ std::string Text(const swap::Inspection& inspection, const swap::Geometry& geome
       record.tiles.begin(), record.tiles.end(),
       [](const swap::TileVersion& a, const swap::TileVersion& b) { return a.version < b.version; });
   uint64_t largest = 0;
-  for (uint32_t t = 0; t < geometry.tiles(); ++t) largest = std::max(largest, geometry.slot_bytes(t));
-  absl::StrAppend(&text, "state     ", Bytes(inspection.state_bytes), " in ", geometry.tiles(),
-                  " tiles of at most ", Bytes(largest), ", ", geometry.total_segments(),
+  for (const Part& part : parts) {
+    for (uint32_t t = 0; t < part.geometry.tiles(); ++t)
+      largest = std::max(largest, part.geometry.slot_bytes(t));
+  }
+  absl::StrAppend(&text, "state     ", Bytes(Sum(parts, StateBytes)), " in ",
+                  Sum(parts, [](const Part& part) { return uint64_t{part.geometry.tiles()}; }),
+                  " tiles of at most ", Bytes(largest), ", ",
+                  Sum(parts, [](const Part& part) { return uint64_t{part.geometry.total_segments()}; }),
                   " checksums (XXH3)\n");
-  if (geometry.tiles() > 0) {
+  if (!record.tiles.empty()) {
     absl::StrAppend(&text, "versions  ", inspection.shape.slots, " kept of each tile; live ", least->version,
                     least->version == most->version ? "" : absl::StrCat(" to ", most->version),
                     record.overwriting ? "; being overwritten: of no use until the next commit" : "", "\n");
   }
-  for (size_t d = 0; d < inspection.paths.size(); ++d) {
-    absl::StrAppend(&text, "file      ", inspection.paths[d], "  ", Bytes(inspection.file_bytes[d]), " (",
-                    Bytes(inspection.allocated_bytes[d]), " on disk)\n");
+  for (const Part& part : parts) {
+    const swap::Inspection& of = part.inspection;
+    for (size_t d = 0; d < of.paths.size(); ++d) {
+      absl::StrAppend(&text, "file      ", of.paths[d], "  ", Bytes(of.file_bytes[d]), " (",
+                      Bytes(of.allocated_bytes[d]), " on disk)\n");
+    }
   }
   const nlohmann::json last = told.Committed("step");
   if (last.is_object()) {
@@ -153,21 +199,25 @@ std::string Text(const swap::Inspection& inspection, const swap::Geometry& geome
                     Plain(last.value("grad_norm", nlohmann::json())), "  lr ",
                     Plain(last.value("lr", nlohmann::json())), "\n");
   }
-  for (const std::string& line : inspection.damage) absl::StrAppend(&text, "healed    ", line, "\n");
+  for (const Part& part : parts) {
+    for (const std::string& line : part.inspection.damage) absl::StrAppend(&text, "healed    ", line, "\n");
+  }
   return text;
 }
 
 absl::Status Inspect(const std::vector<std::string>& words, bool json, std::ostream& out) {
-  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words);
-  if (!dirs.ok()) return dirs.status();
-  const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(*dirs);
-  if (!inspection.ok()) return inspection.status();
-  const absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(inspection->shape);
-  if (!geometry.ok()) return geometry.status();
+  absl::StatusOr<FoundState> state = FindState(words);
+  if (!state.ok()) return state.status();
+  std::vector<Part> parts;
+  for (swap::Inspection& inspection : state->inspections) {
+    absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(inspection.shape);
+    if (!geometry.ok()) return geometry.status();
+    parts.push_back({std::move(inspection), *std::move(geometry)});
+  }
   if (json) {
-    out << ToJson(*inspection, *geometry).dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
+    out << ToJson(parts).dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
   } else {
-    out << Text(*inspection, *geometry) << std::flush;
+    out << Text(parts) << std::flush;
   }
   return absl::OkStatus();
 }

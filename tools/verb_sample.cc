@@ -70,10 +70,11 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
   if (!dirs.ok()) return dirs.status();
   source.dirs = *std::move(dirs);
-  const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(source.dirs);
-  if (!inspection.ok()) return inspection.status();
-  const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
-  const nlohmann::json payload = ParseOrNull(inspection->record.payload);
+  const absl::StatusOr<FoundState> state = FindState(words.dirs);
+  if (!state.ok()) return state.status();
+  const swap::Inspection& inspection = state->inspections.front();
+  const nlohmann::json identity = ParseOrNull(inspection.shape.identity);
+  const nlohmann::json payload = ParseOrNull(inspection.record.payload);
   const auto foreign = [&](const std::string& why) {
     return absl::FailedPreconditionError(
         absl::StrCat(source.dirs.front(), ": not a GPT of penstock train (", why, ")"));
@@ -81,7 +82,8 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype")) {
     return foreign("its identity has no model");
   }
-  if (identity.contains("ranks")) return foreign("it is one rank's part of a run of several");
+  if (identity.contains("ranks") && state->parts.size() == 1)
+    return foreign("it is one rank's part of a run of several");
   const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
   source.model = *model;

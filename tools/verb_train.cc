@@ -140,6 +140,7 @@ class Training {
     };
     options.committed = [this](const zero::StepResult& result) { return Committed(result); };
     options.checkpointed = [this](int64_t step, const std::string& path, const absl::Status& status) {
+      if (settings_.engine.rank() > 0) return;  // it is one checkpoint of all
       progress_.Print(
           status.ok() ? absl::StrCat("checkpoint of step ", step, " in ", path)
                       : absl::StrCat("no checkpoint of step ", step, ": ", std::string(status.message())));

@@ -22,7 +22,7 @@ struct Words {
   bool quiet = false;
 };
 
-nlohmann::ordered_json Json(const swap::Store& store, const swap::VerifyReport& report) {
+nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyReport& report) {
   nlohmann::ordered_json damaged = nlohmann::ordered_json::array();
   for (const swap::DamagedRange& range : report.damaged) {
     damaged.push_back({{"path", range.path},
@@ -33,52 +33,67 @@ nlohmann::ordered_json Json(const swap::Store& store, const swap::VerifyReport& 
                        {"version", range.version},
                        {"reason", range.reason}});
   }
-  return {{"whole", report.whole()},        {"step", store.committed_step()}, {"tiles", report.tiles},
-          {"bytes", report.bytes},          {"seconds", report.seconds},      {"damaged", std::move(damaged)},
+  return {{"whole", report.whole()},
+          {"step", step},
+          {"ranks", ranks},
+          {"tiles", report.tiles},
+          {"bytes", report.bytes},
+          {"seconds", report.seconds},
+          {"damaged", std::move(damaged)},
           {"metadata_damage", report.notes}};
 }
 
 absl::Status Verify(const Words& words, std::ostream& out, std::ostream& err) {
-  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
-  if (!dirs.ok()) return dirs.status();
+  absl::StatusOr<FoundState> state = FindState(words.dirs);
+  if (!state.ok()) return state.status();
   absl::StatusOr<std::unique_ptr<StateReader>> reader =
-      StateReader::Open(*dirs, kMemoryBytes, [&](const std::string& line) {
+      StateReader::Open(*state, kMemoryBytes, [&](const std::string& line) {
         if (!words.quiet) err << line << std::endl;
       });
   if (!reader.ok()) return reader.status();
-  swap::Store& store = (*reader)->store();
-  absl::StatusOr<swap::VerifyReport> report = absl::InternalError("not run");
+  const uint64_t step = (*reader)->parts().front()->committed_step();
+  const size_t ranks = state->parts.size();
+  swap::VerifyReport report;
   {
     ByteProgress progress("verifying", words.quiet);
-    report = swap::VerifyAll(store, (*reader)->memory(), [&](uint64_t done, uint64_t total) {
-      progress.Update(done, total);
-      return true;
-    });
+    for (swap::Store* part : (*reader)->parts()) {
+      // Parts are as good as equal.
+      const absl::StatusOr<swap::VerifyReport> of_part =
+          swap::VerifyAll(*part, (*reader)->memory(), [&](uint64_t done, uint64_t total) {
+            progress.Update(report.bytes + done, total * ranks);
+            return true;
+          });
+      if (!of_part.ok()) return of_part.status();
+      report.tiles += of_part->tiles;
+      report.bytes += of_part->bytes;
+      report.seconds += of_part->seconds;
+      report.damaged.insert(report.damaged.end(), of_part->damaged.begin(), of_part->damaged.end());
+      report.notes.insert(report.notes.end(), of_part->notes.begin(), of_part->notes.end());
+    }
   }
-  if (!report.ok()) return report.status();
   if (words.json) {
-    out << Json(store, *report).dump(2) << std::endl;
+    out << Json(step, ranks, report).dump(2) << std::endl;
   } else {
-    for (const swap::DamagedRange& range : report->damaged) out << "damaged: " << range.Text() << "\n";
-    for (const std::string& note : report->notes) out << "damaged: " << note << "\n";
+    for (const swap::DamagedRange& range : report.damaged) out << "damaged: " << range.Text() << "\n";
+    for (const std::string& note : report.notes) out << "damaged: " << note << "\n";
     if (!words.quiet) {
-      const double rate = static_cast<double>(report->bytes) / std::max(report->seconds, 1e-9);
-      out << absl::StrFormat("step %u: %u tiles, %s read and checked in %.1f s, %s\n", store.committed_step(),
-                             report->tiles, FormatBytes(static_cast<int64_t>(report->bytes)), report->seconds,
+      const double rate = static_cast<double>(report.bytes) / std::max(report.seconds, 1e-9);
+      out << absl::StrFormat("step %u: %u tiles, %s read and checked in %.1f s, %s\n", step, report.tiles,
+                             FormatBytes(static_cast<int64_t>(report.bytes)), report.seconds,
                              FormatBandwidth(rate));
-      if (report->whole()) out << "whole: every checksum matches\n";
+      if (report.whole()) out << "whole: every checksum matches\n";
     }
     out.flush();
   }
-  if (report->whole()) return absl::OkStatus();
-  if (report->damaged.empty()) {
+  if (report.whole()) return absl::OkStatus();
+  if (report.damaged.empty()) {
     return absl::DataLossError(absl::StrCat(
-        dirs->front(), ": ", report->notes.size(),
+        state->name(), ": ", report.notes.size(),
         " copies of superblock or commit record are damaged; their twins are whole, so the run still "
         "resumes: copy it to another drive, or keep a checkpoint"));
   }
-  return absl::DataLossError(absl::StrCat(dirs->front(), ": ", report->damaged.size(), " damaged ranges in ",
-                                          report->tiles, " tiles: go back to a checkpoint that is whole"));
+  return absl::DataLossError(absl::StrCat(state->name(), ": ", report.damaged.size(), " damaged ranges in ",
+                                          report.tiles, " tiles: go back to a checkpoint that is whole"));
 }
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include "absl/strings/strip.h"
 #include "kernels/float16.h"
 #include "kernels/split_master.h"
+#include "tiering/model_graph.h"
 #include "tools/size.h"
 
 namespace penstock::tools {
@@ -42,12 +43,14 @@ Segments SegmentsRead(swap::Dtype dtype, DType weights) {
 }
 
 // Most that a tile's segments take in memory, each padded.
-uint64_t SlotBytes(const swap::Geometry& geometry, const Segments& segments) {
+uint64_t SlotBytes(std::span<const swap::Geometry> parts, const Segments& segments) {
   uint64_t most = swap::kBlockBytes;
-  for (uint32_t t = 0; t < geometry.tiles(); ++t) {
-    const uint32_t first = std::min(segments.first, geometry.segments(t));
-    const uint32_t end = std::min(first + segments.count, geometry.segments(t));
-    most = std::max(most, geometry.segment_start(t, end) - geometry.segment_start(t, first));
+  for (const swap::Geometry& geometry : parts) {
+    for (uint32_t t = 0; t < geometry.tiles(); ++t) {
+      const uint32_t first = std::min(segments.first, geometry.segments(t));
+      const uint32_t end = std::min(first + segments.count, geometry.segments(t));
+      most = std::max(most, geometry.segment_start(t, end) - geometry.segment_start(t, first));
+    }
   }
   return most;
 }
@@ -57,36 +60,50 @@ struct TilePlace {
   int block = 0;
   int64_t first = 0;  // element of the block
   int64_t elements = 0;
+  size_t part = 0;
+  uint32_t tile = 0;  // of its part
 };
 
-absl::StatusOr<std::vector<TilePlace>> PlaceTiles(const swap::Geometry& geometry, const GptLayout& layout,
-                                                  int64_t weight_bytes) {
+absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> parts,
+                                                  const GptLayout& layout, int64_t weight_bytes) {
   std::vector<TilePlace> places;
-  size_t block = 0;
-  int64_t first = 0;
-  for (uint32_t t = 0; t < geometry.tiles(); ++t) {
-    const int64_t elements = static_cast<int64_t>(geometry.segment_bytes(t, 0)) / weight_bytes;
-    if (block == layout.block_elements.size() || first + elements > layout.block_elements[block]) {
-      return absl::DataLossError(absl::StrCat("tile ", t, " of the store is not one of its model's"));
+  std::vector<uint32_t> next(parts.size(), 0);
+  for (size_t block = 0; block < layout.block_elements.size(); ++block) {
+    const int64_t run = layout.block_elements[block];
+    const int64_t part = tiering::PartElements(run, static_cast<int>(parts.size()));
+    for (size_t p = 0; p < parts.size(); ++p) {
+      const swap::Geometry& geometry = parts[p]->geometry();
+      for (int64_t at = 0; at < part;) {
+        const uint32_t t = next[p]++;
+        if (t >= geometry.tiles()) {
+          return absl::DataLossError(
+              absl::StrCat(parts[p]->path(0), " has fewer tiles than its model needs"));
+        }
+        const int64_t elements = static_cast<int64_t>(geometry.segment_bytes(t, 0)) / weight_bytes;
+        if (elements <= 0 || at + elements > part) {
+          return absl::DataLossError(
+              absl::StrCat("tile ", t, " of ", parts[p]->path(0), " is not one of its model's"));
+        }
+        // The last parts may go beyond the run's end.
+        const int64_t first = static_cast<int64_t>(p) * part + at;
+        if (first < run) places.push_back({static_cast<int>(block), first, elements, p, t});
+        at += elements;
+      }
     }
-    places.push_back({static_cast<int>(block), first, elements});
-    first += elements;
-    if (first < layout.block_elements[block]) continue;
-    ++block;
-    first = 0;
   }
-  if (block != layout.block_elements.size()) {
-    return absl::DataLossError("the store has fewer tiles than its model needs");
+  for (size_t p = 0; p < parts.size(); ++p) {
+    if (next[p] != parts[p]->geometry().tiles())
+      return absl::DataLossError(absl::StrCat(parts[p]->path(0), " has more tiles than its model needs"));
   }
   return places;
 }
 
-// The weights of tiles in ascending order, read ahead and verified.
+// The weights of places in ascending order, read ahead and verified.
 class TileWeights {
  public:
-  TileWeights(swap::Store& store, const Segments& segments, std::byte* memory, uint64_t slots,
-              uint64_t slot_bytes)
-      : store_(store), segments_(segments), slots_(slots) {
+  TileWeights(std::span<swap::Store* const> parts, const std::vector<TilePlace>& places,
+              const Segments& segments, std::byte* memory, uint64_t slots, uint64_t slot_bytes)
+      : parts_(parts), places_(places), segments_(segments), slots_(slots) {
     for (uint64_t i = 0; i < slots; ++i) slots_[i].memory = memory + i * slot_bytes;
   }
   ~TileWeights() {
@@ -95,23 +112,24 @@ class TileWeights {
   TileWeights(const TileWeights&) = delete;
   TileWeights& operator=(const TileWeights&) = delete;
 
-  // The segments of tile `tile`, valid until the next call; reads on to `last` may run ahead.
-  absl::StatusOr<std::array<const std::byte*, 2>> Get(uint32_t tile, uint32_t last) {
-    for (uint32_t t = tile; t <= last && t < tile + slots_.size(); ++t) {
-      if (absl::Status status = Ask(t); !status.ok()) return status;
+  // The segments of place `place`, valid until the next call; reads on to `last` may run ahead.
+  absl::StatusOr<std::array<const std::byte*, 2>> Get(uint32_t place, uint32_t last) {
+    for (uint32_t p = place; p <= last && p < place + slots_.size(); ++p) {
+      if (absl::Status status = Ask(p); !status.ok()) return status;
     }
-    Slot& slot = slots_[tile % slots_.size()];
+    Slot& slot = slots_[place % slots_.size()];
     if (slot.pending) {
       slot.pending = false;
-      absl::Status status = store_.Wait(&slot.io);
-      if (status.ok()) status = store_.VerifyRead(slot.io);
+      swap::Store& store = StoreOf(place);
+      absl::Status status = store.Wait(&slot.io);
+      if (status.ok()) status = store.VerifyRead(slot.io);
       if (!status.ok()) {
-        slot.tile = kNone;
+        slot.place = kNone;
         return status;
       }
     }
     return std::array<const std::byte*, 2>{slot.memory,
-                                           segments_.count > 1 ? slot.memory + Offset(tile, 1) : nullptr};
+                                           segments_.count > 1 ? slot.memory + Offset(place, 1) : nullptr};
   }
 
  private:
@@ -119,39 +137,44 @@ class TileWeights {
   struct Slot {
     swap::TileIo io;
     std::byte* memory = nullptr;
-    uint32_t tile = kNone;
+    uint32_t place = kNone;
     bool pending = false;  // read and not yet verified
   };
 
   void Settle(Slot* slot) {
     // A read that nobody wants any more: how it ended is of no matter.
-    if (slot->pending) store_.Wait(&slot->io).IgnoreError();
+    if (slot->pending) StoreOf(slot->place).Wait(&slot->io).IgnoreError();
     slot->pending = false;
-    slot->tile = kNone;
+    slot->place = kNone;
   }
 
+  swap::Store& StoreOf(uint32_t place) const { return *parts_[places_[place].part]; }
+
   // Of the i-th segment that is read, from where the first one is.
-  uint64_t Offset(uint32_t tile, uint32_t i) const {
-    const swap::Geometry& geometry = store_.geometry();
+  uint64_t Offset(uint32_t place, uint32_t i) const {
+    const swap::Geometry& geometry = StoreOf(place).geometry();
+    const uint32_t tile = places_[place].tile;
     return geometry.segment_start(tile, segments_.first + i) - geometry.segment_start(tile, segments_.first);
   }
 
-  absl::Status Ask(uint32_t tile) {
-    Slot& slot = slots_[tile % slots_.size()];
-    if (slot.tile == tile) return absl::OkStatus();
+  absl::Status Ask(uint32_t place) {
+    Slot& slot = slots_[place % slots_.size()];
+    if (slot.place == place) return absl::OkStatus();
     Settle(&slot);
     std::array<void*, 2> to{};
-    for (uint32_t s = 0; s < segments_.count; ++s) to[s] = slot.memory + Offset(tile, s);
-    absl::Status status = store_.ReadSegments(&slot.io, tile, segments_.first, segments_.count,
-                                              std::span<void* const>(to.data(), segments_.count),
-                                              aio::Priority::kPrefetch, swap::Which::kCommitted);
+    for (uint32_t s = 0; s < segments_.count; ++s) to[s] = slot.memory + Offset(place, s);
+    absl::Status status =
+        StoreOf(place).ReadSegments(&slot.io, places_[place].tile, segments_.first, segments_.count,
+                                    std::span<void* const>(to.data(), segments_.count),
+                                    aio::Priority::kPrefetch, swap::Which::kCommitted);
     if (!status.ok()) return status;
-    slot.tile = tile;
+    slot.place = place;
     slot.pending = true;
     return status;
   }
 
-  swap::Store& store_;
+  const std::span<swap::Store* const> parts_;
+  const std::vector<TilePlace>& places_;
   const Segments segments_;
   std::vector<Slot> slots_;
 };
@@ -339,9 +362,9 @@ absl::Status WriteIndex(const std::string& path, const std::vector<Shard>& shard
 
 }  // namespace
 
-ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& layout, swap::Dtype dtype,
-                             DType weights) {
-  const uint64_t slot = SlotBytes(geometry, SegmentsRead(dtype, weights)), width = swap::DtypeBytes(dtype);
+ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const GptLayout& layout,
+                             swap::Dtype dtype, DType weights) {
+  const uint64_t slot = SlotBytes(parts, SegmentsRead(dtype, weights)), width = swap::DtypeBytes(dtype);
   uint64_t column = kLeastStripBytes, matrix = kLeastStripBytes;
   for (const GptTensor& tensor : layout.tensors) {
     if (!tensor.transposed) continue;
@@ -351,16 +374,18 @@ ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& la
   return {slot + column, kMostSlots * slot + matrix};
 }
 
-absl::StatusOr<int> ExportWeights(swap::Store& store, const GptLayout& layout, DType weight_type,
-                                  std::span<std::byte> memory, const ExportOptions& options) {
-  const swap::Geometry& geometry = store.geometry();
+absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const GptLayout& layout,
+                                  DType weight_type, std::span<std::byte> memory,
+                                  const ExportOptions& options) {
+  std::vector<swap::Geometry> geometries;
+  for (const swap::Store* part : parts) geometries.push_back(part->geometry());
   const absl::StatusOr<std::vector<TilePlace>> places =
-      PlaceTiles(geometry, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type)));
+      PlaceTiles(parts, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type)));
   if (!places.ok()) return places.status();
   const bool split = weight_type == DType::kBf16;
   const Segments segments = SegmentsRead(options.dtype, weight_type);
-  const ExportMemory needs = MemoryForExport(geometry, layout, options.dtype, weight_type);
-  const uint64_t slot_bytes = SlotBytes(geometry, segments);
+  const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, weight_type);
+  const uint64_t slot_bytes = SlotBytes(geometries, segments);
   if (memory.size() < needs.least_bytes) {
     return absl::FailedPreconditionError(
         absl::StrCat("exporting needs at least ", FormatBytes(static_cast<int64_t>(needs.least_bytes)), " (",
@@ -369,7 +394,7 @@ absl::StatusOr<int> ExportWeights(swap::Store& store, const GptLayout& layout, D
   // Half of what a strip does not have to have goes to tiles in flight.
   const uint64_t spare = memory.size() - needs.least_bytes;
   const uint64_t slots = std::min(kMostSlots, 1 + spare / 2 / slot_bytes);
-  TileWeights weights(store, segments, memory.data(), slots, slot_bytes);
+  TileWeights weights(parts, *places, segments, memory.data(), slots, slot_bytes);
 
   const std::vector<Shard> shards = CutIntoShards(layout, options);
   const std::string index = options.path + ".index.json";

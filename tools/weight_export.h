@@ -1,4 +1,5 @@
-// Streams a GPT's weights out of a store into a safetensors file, in bounded memory.
+// Streams a GPT's weights out of a store, or the stores of several ranks, into a safetensors file, in bounded
+// memory.
 //
 // The store keeps matrices as [out, in]; Hugging Face's GPT-2 wants [in, out]. A matrix is turned in strips
 // of its columns that fit into the memory given: where one strip does not hold it, its tiles are read once
@@ -46,14 +47,15 @@ struct ExportMemory {
 };
 
 // `weights`: the type of the run's weights, which says where its masters are (zero/tile_format.h).
-ExportMemory MemoryForExport(const swap::Geometry& geometry, const GptLayout& layout, swap::Dtype dtype,
-                             kernels::DType weights);
+ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const GptLayout& layout,
+                             swap::Dtype dtype, kernels::DType weights);
 
-// `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index after them; none
+// `parts`: by rank. `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index after them; none
 // stays where one of them fails. Returns the number of files with tensors. With `overwrite` the index of an
 // older export goes where there is one file now, and the one file where there is an index.
-absl::StatusOr<int> ExportWeights(swap::Store& store, const GptLayout& layout, kernels::DType weights,
-                                  std::span<std::byte> memory, const ExportOptions& options);
+absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const GptLayout& layout,
+                                  kernels::DType weights, std::span<std::byte> memory,
+                                  const ExportOptions& options);
 
 }  // namespace penstock::tools
 

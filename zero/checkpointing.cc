@@ -1,11 +1,14 @@
 #include "zero/checkpointing.h"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "swap/checkpoint.h"
 #include "zero/engine_state.h"
+#include "zero/guarded.h"
+#include "zero/rank_setup.h"
 #include "zero/real_lanes.h"
 
 namespace penstock::zero {
@@ -34,8 +37,10 @@ std::vector<void*> PlacesOf(const tiering::Plan& plan, const Residency& residenc
 
 }  // namespace
 
-Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Report report)
-    : schedule_(std::move(schedule)), tile_memory_(tile_memory), report_(std::move(report)) {
+Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm,
+                             Report report)
+    : schedule_(std::move(schedule)), tile_memory_(tile_memory), comm_(comm), report_(std::move(report)) {
+  if (comm_ != nullptr && comm_->rank() > 0) return;
   swap::RemovePartialCheckpoints(schedule_.parent);
   swap::KeepNewestCheckpoints(schedule_.parent, Options().keep);
 }
@@ -45,6 +50,12 @@ swap::CheckpointOptions Checkpointing::Options() const {
   options.parent = schedule_.parent;
   options.memory = tile_memory_;
   options.keep = static_cast<uint32_t>(std::max<int64_t>(0, schedule_.keep));
+  if (comm_ != nullptr) {
+    options.rank = comm_->rank();
+    options.meet = [this](const absl::Status& mine) {
+      return AgreeOnStatus(*comm_, Channel::kCheckpoint, mine);
+    };
+  }
   return options;
 }
 
@@ -58,7 +69,8 @@ absl::Status Checkpointing::Begin(std::unique_ptr<swap::CheckpointCopy> copy, in
     copy_->AllowAll();
   }
   // A commit may end later than the step after it begins.
-  return BeforeUpdate(begun_step_);
+  BeforeUpdate(begun_step_);
+  return absl::OkStatus();
 }
 
 absl::Status Checkpointing::BeginOfStore(swap::Store& store, bool commits_every_step) {
@@ -99,9 +111,13 @@ absl::Status Checkpointing::Advance(int64_t operations) {
   return absl::OkStatus();
 }
 
-absl::Status Checkpointing::BeforeUpdate(int64_t step) {
+void Checkpointing::BeforeUpdate(int64_t step) {
   begun_step_ = step;
-  return copy_ != nullptr && last_step_ > 0 && step >= last_step_ ? Finish() : absl::OkStatus();
+  if (last_step_ > 0 && step >= last_step_) FinishTiles();
+}
+
+void Checkpointing::FinishTiles() {
+  if (copy_ != nullptr) copy_->FinishTiles();
 }
 
 absl::Status Checkpointing::Finish() {
@@ -136,11 +152,47 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency
   return source;
 }
 
-absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const std::vector<std::string>& directories,
-                                               const tiering::Plan& plan, const Residency& residency) {
+static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const PartDirectories& parts,
+                                                 const tiering::ModelGraph& graph, const tiering::Plan& plan,
+                                                 const Residency& residency) {
+  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(parts);
+  if (!inspections.ok()) return inspections.status();
+  std::vector<int64_t> elements;
+  for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
+  // A tensor's memory, so that it is counted and bounded like any other.
+  const uint64_t bytes = RankParts::MemoryBytes(*inspections);
+  torch::Tensor memory;
+  const absl::Status taken = Guarded("memory for a tile of the checkpoint", [&] {
+    memory = torch::empty({static_cast<int64_t>(bytes + swap::kBlockBytes)}, torch::kUInt8);
+  });
+  if (!taken.ok()) return taken;
+  void* start = memory.data_ptr();
+  size_t room = bytes + swap::kBlockBytes;
+  std::align(swap::kBlockBytes, bytes, start, room);
+  absl::StatusOr<std::unique_ptr<RankParts>> reader = RankParts::Open(
+      io, parts, *inspections, elements, plan.precision, {static_cast<std::byte*>(start), bytes});
+  if (!reader.ok()) return reader.status();
+  for (const auto& [block, tile] : TileNumbers(plan)) {
+    const tiering::Tile range =
+        residency.InRun(block, plan.blocks[static_cast<size_t>(block)].tiles[static_cast<size_t>(tile)]);
+    const std::vector<void*> places = PlacesOf(plan, residency, block, tile);
+    if (absl::Status read = (*reader)->Read(block, range.offset, range.elements, places); !read.ok())
+      return read;
+  }
+  return (*reader)->recovered();
+}
+
+absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirectories& parts,
+                                               const tiering::ModelGraph& graph, const tiering::Plan& plan,
+                                               const Residency& residency, int rank) {
+  if (static_cast<int>(parts.size()) != plan.world) return LoadParts(io, parts, graph, plan, residency);
+  const std::vector<std::string>& directories = parts[static_cast<size_t>(rank)];
+  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(parts);
+  if (!inspections.ok()) return inspections.status();
   swap::StoreOptions options;
   options.directories = directories;
   options.read_only = true;
+  options.step = inspections->front().record.step;
   absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(io, options);
   if (!store.ok()) return store.status();
   const std::vector<std::pair<int, int>> numbers = TileNumbers(plan);

@@ -32,7 +32,9 @@
 #include "swap/checkpoint_copy.h"
 #include "swap/store.h"
 #include "tiering/plan.h"
+#include "zero/comm.h"
 #include "zero/engine.h"
+#include "zero/rank_parts.h"
 #include "zero/residency.h"
 
 namespace penstock::zero {
@@ -47,8 +49,10 @@ class Checkpointing {
 
   // Removes what killed runs left in the directory, and more than are to be kept. `report` hears how each
   // checkpoint ended. Everything passed in outlives this. `tile_memory`: for one padded tile, where a store
-  // is copied.
-  Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Report report);
+  // is copied. `comm`: the other ranks, each of which writes its part of every checkpoint; null: there are
+  // none. A checkpoint gets its name when all parts are there, which training does not wait for before the
+  // next one is due.
+  Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm, Report report);
   // Gives up what is not finished.
   ~Checkpointing() = default;
 
@@ -62,8 +66,10 @@ class Checkpointing {
   // Of `operations` in a step one has ended: lets the copy go on, and notices its end.
   absl::Status Advance(int64_t operations);
   // The update of `step` may begin from here on, in memory or on the drive: what it would change must have
-  // been copied.
-  absl::Status BeforeUpdate(int64_t step);
+  // been copied. How that ended is told by Advance or Finish.
+  void BeforeUpdate(int64_t step);
+  // The same for whatever is being copied.
+  void FinishTiles();
   // Waits for the checkpoint that is being written. Without room or with one of this step there already,
   // training goes on: that is reported and no error here. Damage in the run is.
   absl::Status Finish();
@@ -74,6 +80,7 @@ class Checkpointing {
 
   const CheckpointSchedule schedule_;
   const std::span<std::byte> tile_memory_;
+  Comm* const comm_;
   const Report report_;
   std::unique_ptr<swap::CheckpointCopy> copy_;
   int64_t last_step_ = 0;   // whose update must wait for the copy; 0: none
@@ -88,10 +95,11 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency
                                       const std::string& identity, int64_t step, int64_t updates,
                                       std::string payload);
 
-// The way back: reads the committed version of every tile of the checkpoint (or run) in `directories` to its
-// place in memory and checks it. Its layout must be that of `plan`.
-absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const std::vector<std::string>& directories,
-                                               const tiering::Plan& plan, const Residency& residency);
+// The way back: reads every tile of `plan` from the checkpoint (or run) in `parts` to its place in memory and
+// checks it. Of as many ranks as there are now, with their tiles, or of another number of them.
+absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirectories& parts,
+                                               const tiering::ModelGraph& graph, const tiering::Plan& plan,
+                                               const Residency& residency, int rank);
 
 }  // namespace penstock::zero
 

@@ -28,8 +28,8 @@
 
 namespace penstock::zero {
 
-enum class Channel : uint8_t { kSetup, kGather, kReduce, kAgree };
-inline constexpr int kChannels = 4;
+enum class Channel : uint8_t { kSetup, kGather, kReduce, kAgree, kCheckpoint };
+inline constexpr int kChannels = 5;
 
 // An exchange under way. Its memory belongs to it until Wait has returned, or the comm is gone.
 class Exchange {

@@ -48,6 +48,7 @@ class Engine::Impl {
     device_lanes_.reset();
     if (arena_ != nullptr) options_.device->UnregisterHost(arena_->data());
     inputs_.reset();
+    others_.reset();
     store_.reset();
     io_.reset();
     (void)options_.device->LimitTensors(0);
@@ -108,6 +109,7 @@ class Engine::Impl {
     lane_options.intra_op_threads = options_.intra_op_threads;
     lane_options.format = plan_.format;
     lane_options.comm = options_.comm.get();
+    lane_options.parts = others_.get();
     lane_options.stops = options_.stops;
     if (plan_.plan.network_bytes > 0) {
       absl::StatusOr<aio::Region> region = arena_->Allocate(static_cast<uint64_t>(plan_.plan.network_bytes));
@@ -366,7 +368,7 @@ class Engine::Impl {
   }
 
   absl::Status MakeCheckpointing() {
-    if (!resumes() && options_.overwrite) {
+    if (!resumes() && options_.overwrite && options_.rank() == 0) {
       absl::Status removed = swap::RemoveCheckpoints(options_.checkpoints.parent);
       if (!removed.ok()) return removed;
     }
@@ -378,22 +380,39 @@ class Engine::Impl {
       checkpoint_memory_ = std::move(*region);
       memory = {checkpoint_memory_.data(), checkpoint_memory_.bytes()};
     }
-    checkpointing_ = std::make_unique<Checkpointing>(options_.checkpoints, memory, options_.checkpointed);
+    checkpointing_ = std::make_unique<Checkpointing>(options_.checkpoints, memory, options_.comm.get(),
+                                                     options_.checkpointed);
+    if (options_.comm != nullptr) {
+      // Nobody writes there before rank 0 has cleaned up.
+      absl::Status one = AgreeOnDirectory(*options_.comm, options_.checkpoints.parent);
+      if (!one.ok()) return one;
+      absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options_.comm);
+      if (!uuid.ok()) return uuid.status();
+      checkpoint_uuid_ = *uuid;
+    }
     return absl::OkStatus();
   }
 
   absl::Status MakeStore() {
     swap::StoreOptions store_options;
     store_options.slots = static_cast<uint32_t>(plan_.versions);
-    store_options.directories = options_.state_dirs;
+    store_options.directories = resumes() ? plan_.parts.front() : options_.state_dirs;
     store_options.sync = options_.sync;
     store_options.overwrite = options_.overwrite;
     store_options.read_only = !options_.trains;
     if (!resumes()) {
       absl::Status room =
-          swap::CheckSpace(store_options, LayoutOf(plan_.plan), identity_.dump(),
+          swap::CheckSpace(store_options, OfAllHere(LayoutOf(plan_.plan), options_), identity_.dump(),
                            InputSpill::BytesIn(options_.state_dirs.size(), plan_.graph, plan_.plan));
       if (!room.ok()) return room;
+      if (options_.comm != nullptr) {
+        absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options_.comm);
+        if (!uuid.ok()) return uuid.status();
+        store_options.uuid = *uuid;
+      }
+    }
+    if (plan_.parts.size() > 1) {
+      if (absl::Status opened = OpenOthers(&store_options); !opened.ok()) return opened;
     }
     absl::StatusOr<std::unique_ptr<swap::Store>> store =
         resumes() ? swap::Store::Open(*io_, store_options)
@@ -416,6 +435,21 @@ class Engine::Impl {
     return store_->GoBackTo(static_cast<uint64_t>(common));
   }
 
+  // An evaluation of what several ranks keep: this is the only process, with the plan of rank 0, and reads
+  // the others' parts where it would gather them.
+  absl::Status OpenOthers(swap::StoreOptions* own) {
+    absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(plan_.parts);
+    if (!inspections.ok()) return inspections.status();
+    std::vector<int64_t> elements;
+    for (const tiering::BlockShape& block : plan_.graph.blocks) elements.push_back(block.elements);
+    own->step = inspections->front().record.step;
+    absl::StatusOr<std::unique_ptr<RankParts>> others =
+        RankParts::Open(*io_, plan_.parts, *inspections, elements, plan_.plan.precision, {});
+    if (!others.ok()) return others.status();
+    others_ = std::move(*others);
+    return absl::OkStatus();
+  }
+
   static absl::Status NotOverRanks(const char* call) {
     return absl::FailedPreconditionError(
         absl::StrCat(call, " is for one rank: over several, nobody has all of it"));
@@ -434,7 +468,7 @@ class Engine::Impl {
     swap::Recovered loaded;
     if (store_ == nullptr) {
       absl::StatusOr<swap::Recovered> from =
-          LoadIntoMemory(*io_, options_.state_dirs, plan_.plan, *residency_);
+          LoadIntoMemory(*io_, plan_.parts, plan_.graph, plan_.plan, *residency_, options_.rank());
       if (!from.ok()) return from.status();
       loaded = std::move(*from);
     }
@@ -450,6 +484,7 @@ class Engine::Impl {
     if (!payload.is_object() || !payload.contains("run") || !payload.contains("schedule"))
       return damaged("payload");
     run_ = payload["run"];
+    run_.update(options_.run_changes);
     last_description_ = payload.value("step", nlohmann::json());
     if (!payload["schedule"].is_null()) {
       absl::StatusOr<LrSchedule> schedule = LrSchedule::FromJson(payload["schedule"]);
@@ -552,16 +587,13 @@ class Engine::Impl {
   absl::Status Decide(const Op& op) {
     if (op.step == abandoned_step_) return absl::OkStatus();
     if (op.kind == OpKind::kBatch && !op.evaluates) {
-      if (checkpointing_ != nullptr && in_backward_steps_.count(op.step) > 0) {
-        if (absl::Status status = checkpointing_->BeforeUpdate(op.step); !status.ok()) return status;
-      }
+      if (checkpointing_ != nullptr && in_backward_steps_.count(op.step) > 0)
+        checkpointing_->BeforeUpdate(op.step);
       lanes_->set_assumption(DecisionOf(op.step, /*factor=*/1.0));
       return absl::OkStatus();
     }
     if (op.kind != OpKind::kNorm) return absl::OkStatus();
-    if (checkpointing_ != nullptr) {
-      if (absl::Status status = checkpointing_->BeforeUpdate(op.step); !status.ok()) return status;
-    }
+    if (checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
     const kernels::SumOfSquares squares = lanes_->totals().squares;
     const double scale = scaler_.scale();
     const double norm = std::sqrt(squares.Value()) / scale;
@@ -627,10 +659,8 @@ class Engine::Impl {
       }
     }
     if (!lasts || checkpointing_ == nullptr) return absl::OkStatus();
-    if (!plan_.plan.commits_every_step) {
-      // What the last checkpoint still holds is written to from here on.
-      if (absl::Status status = checkpointing_->Finish(); !status.ok()) return status;
-    }
+    // What the last checkpoint still holds is written to from here on.
+    if (!plan_.plan.commits_every_step) checkpointing_->FinishTiles();
     if (!checkpointing_->Due(step)) return absl::OkStatus();
     const Pending& pending = applied_;
     if (store_ == nullptr) commit_payload_ = Payload(&pending.result, pending.scaler);
@@ -639,8 +669,10 @@ class Engine::Impl {
       return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
                                               " is over: no checkpoint of it can be written"));
     }
-    return checkpointing_->BeginOfMemory(*io_, SourceOfMemory(plan_.plan, *residency_, identity_.dump(), step,
-                                                              pending.updates, commit_payload_));
+    swap::CheckpointSource source =
+        SourceOfMemory(plan_.plan, *residency_, identity_.dump(), step, pending.updates, commit_payload_);
+    source.uuid = checkpoint_uuid_;
+    return checkpointing_->BeginOfMemory(*io_, std::move(source));
   }
 
   void Observe(OpId id, const Op& op, double start, double end) {
@@ -672,6 +704,7 @@ class Engine::Impl {
   std::vector<BlockModule*> module_pointers_;
   std::unique_ptr<Residency> residency_;
   std::unique_ptr<swap::Store> store_;
+  std::unique_ptr<RankParts> others_;  // where a run of several ranks is only evaluated
   std::unique_ptr<StageRunner> runner_;
   std::unique_ptr<InputSpill> inputs_;
   std::unique_ptr<DeviceLanes> device_lanes_;  // null: the host computes
@@ -681,6 +714,7 @@ class Engine::Impl {
   bool told_of_misses_ = false;
   aio::Region checkpoint_memory_, network_memory_;
   std::unique_ptr<Checkpointing> checkpointing_;  // null: none are kept
+  std::optional<swap::Uuid> checkpoint_uuid_;  // by which the parts of all ranks know each other, of memory
   absl::Status checkpoint_status_;
   int64_t operations_ = 1;  // of a training pass
   std::optional<LrSchedule> schedule_;

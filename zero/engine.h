@@ -61,6 +61,7 @@
 #include "zero/lr_schedule.h"
 #include "zero/model.h"
 #include "zero/optimizer.h"
+#include "zero/rank_parts.h"
 #include "zero/tile_format.h"
 
 namespace penstock::zero {
@@ -94,6 +95,7 @@ struct EnginePlan {
   int64_t disk_bytes = 0;   // of the state directories, all versions
   int versions = 0;         // of everything, that these hold
   int64_t state_bytes = 0;  // one version
+  PartDirectories parts;    // of what is resumed or evaluated: by rank
   // What it was planned under: for those who ask what another machine or budget would do.
   tiering::PlanOptions options;
 };
@@ -145,12 +147,16 @@ struct EngineOptions {
   int intra_op_threads = 1;
   int update_workers = 1;
 
-  // Continues the run in state_dirs; without a drive of its own, the checkpoint or run that they hold.
+  // Continues the run in state_dirs; without a drive of its own, the checkpoint or run that they hold, which
+  // may be of any number of ranks. So may what is only evaluated.
   bool resume = false;
   bool overwrite = false;  // what stands in state_dirs, and the checkpoints in checkpoints.parent
   CheckpointSchedule checkpoints;
   // What the caller wants to find again on resume; the first commit keeps it. A resumed run keeps its first.
   nlohmann::json run = nlohmann::json::object();
+  // Keys of it that a resumed run has anew from here on (with another number of ranks: what each of them
+  // does).
+  nlohmann::json run_changes = nlohmann::json::object();
   // The machine that plans are compared on; asked once, when the model's sizes are known and the budget is
   // known to hold the least that works. Without it, MachineModel's assumptions.
   std::function<tiering::MachineModel(int64_t state_bytes)> machine;

@@ -1,6 +1,7 @@
 #include "zero/engine_state.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -25,6 +26,12 @@ size_t At(int index) { return static_cast<size_t>(index); }
 // Where an identity names the optimizer's states, and what runs had that name none.
 constexpr const char* kOptimizer = "optimizer";
 constexpr const char* kOptimizerStates = "optimizer_states";
+constexpr const char* kBlockElements = "block_elements";
+
+// Whose part it is of. One rank's state is named as it always was.
+void NameRank(const EngineOptions& options, nlohmann::json* identity) {
+  if (options.world() > 1) identity->update({{"ranks", options.world()}, {"rank", options.rank()}});
+}
 
 nlohmann::json IdentityOf(const Model& model, const EngineOptions& options, const TileFormat& format,
                           const tiering::ModelGraph& graph) {
@@ -35,16 +42,16 @@ nlohmann::json IdentityOf(const Model& model, const EngineOptions& options, cons
                              {kOptimizer, OptimizerName(options.optimizer)},
                              {kOptimizerStates, std::string(StateTypeName(format.states))},
                              {"seed", options.seed},
-                             {"block_elements", std::move(elements)}};
-  // One rank's state is named as it always was.
-  if (options.world() > 1) identity.update({{"ranks", options.world()}, {"rank", options.rank()}});
+                             {kBlockElements, std::move(elements)}};
+  NameRank(options, &identity);
   return identity;
 }
 
 // The identity of the run that is there. Older runs, which do not say it, have Adam's states in fp32.
-nlohmann::json IdentityThere(const swap::Inspection& found) {
+nlohmann::json IdentityThere(const swap::Inspection& found, bool with_rank) {
   nlohmann::json theirs = nlohmann::json::parse(found.shape.identity, nullptr, /*allow_exceptions=*/false);
   if (!theirs.is_object()) return theirs;
+  if (!with_rank) theirs = WholeIdentity(found.shape.identity);
   theirs.emplace(kOptimizer, "adam");
   theirs.emplace(kOptimizerStates, std::string(StateTypeName(kernels::StateType::kFp32)));
   return theirs;
@@ -91,6 +98,14 @@ absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape
   return tiles;
 }
 
+swap::TileLayout TileLayoutOf(const tiering::Precision& precision, int64_t elements) {
+  swap::TileLayout layout;
+  for (size_t s = 0; s < precision.segment_bytes.size(); ++s)
+    layout.segment_bytes.push_back(static_cast<uint64_t>(precision.SegmentBytes(s, elements)));
+  layout.scratch_bytes = static_cast<uint64_t>(elements * precision.gradient_bytes);
+  return layout;
+}
+
 // Slots of a new store.
 uint32_t VersionsOf(const EngineOptions& options, swap::StoreOptions store, const swap::Layout& layout,
                     const std::string& identity, std::span<const uint64_t> besides = {}) {
@@ -100,7 +115,119 @@ uint32_t VersionsOf(const EngineOptions& options, swap::StoreOptions store, cons
   if (!options.trains || options.checkpoints.every == 0) return 2;
   if (options.durability == Durability::kCheckpoint) return 2;
   store.slots = 3;
-  return swap::CheckSpace(store, layout, identity, besides).ok() ? 3 : 2;
+  return swap::CheckSpace(store, OfAllHere(layout, options), identity, besides).ok() ? 3 : 2;
+}
+
+// The same for all ranks: the least of theirs.
+absl::StatusOr<uint32_t> AgreeOnVersions(Comm* comm, uint32_t mine) {
+  if (comm == nullptr) return mine;
+  absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*comm, mine);
+  if (!all.ok()) return all.status();
+  return static_cast<uint32_t>(*std::min_element(all->begin(), all->end()));
+}
+
+// Byte counts of what an identity says that its tiles are of; kFailedPrecondition: it says none.
+absl::StatusOr<tiering::Precision> PrecisionOf(const nlohmann::json& identity, const std::string& path) {
+  const auto text = [&](const char* key, const char* otherwise) {
+    return identity.contains(key) && identity[key].is_string() ? identity[key].get<std::string>() : otherwise;
+  };
+  TileFormat format;
+  const std::optional<kernels::DType> weights = ParseDType(text("dtype", ""));
+  const std::optional<Moments> moments = MomentsByName(text(kOptimizer, "adam"));
+  const std::optional<kernels::StateType> states = ParseStateType(text(kOptimizerStates, "fp32"));
+  if (!weights.has_value() || !moments.has_value() || !states.has_value() ||
+      !identity.contains(kBlockElements)) {
+    return absl::FailedPreconditionError(absl::StrCat(path, " does not say what its tiles hold"));
+  }
+  format.weights = *weights;
+  format.moments = *moments;
+  format.states = *states;
+  return format.precision();
+}
+
+// A tile of a store on its way into another, in memory for it.
+struct TileCopy {
+  std::span<std::byte> memory;
+  swap::TileIo io;
+
+  // `fill` puts the segments of `tile` to the places it is given.
+  absl::Status Write(swap::Store& to, uint32_t tile, uint64_t version,
+                     const std::function<absl::Status(std::span<void* const>)>& fill) {
+    const swap::Geometry& geometry = to.geometry();
+    std::array<void*, swap::kMaxSegments> places{};
+    std::array<const void*, swap::kMaxSegments> sources{};
+    std::array<uint64_t, swap::kMaxSegments> checksums{};
+    const uint32_t segments = geometry.segments(tile);
+    for (uint32_t s = 0; s < segments; ++s) places[s] = memory.data() + geometry.segment_start(tile, s);
+    absl::Status status = fill(std::span<void* const>(places.data(), segments));
+    if (!status.ok()) return status;
+    std::copy_n(places.begin(), segments, sources.begin());
+    status = to.WriteTile(&io, tile, version, std::span<const void* const>(sources.data(), segments),
+                          aio::Priority::kWriteBehind);
+    if (!status.ok()) return status;
+    for (uint32_t s = 0; s < segments; ++s) checksums[s] = to.SegmentChecksum(tile, s, version, sources[s]);
+    (void)to.Wait(&io);  // NoteWritten returns its error
+    return to.NoteWritten(&io, std::span<const uint64_t>(checksums.data(), segments));
+  }
+};
+
+// This rank's part of a checkpoint of another number of ranks.
+absl::Status RestorePart(aio::Engine& io, const PartDirectories& parts,
+                         const std::vector<swap::Inspection>& inspections, const EngineOptions& options,
+                         swap::StoreOptions to_options) {
+  nlohmann::json identity = WholeIdentity(inspections.front().shape.identity);
+  absl::StatusOr<tiering::Precision> precision = PrecisionOf(identity, parts.front().front());
+  if (!precision.ok()) return precision.status();
+  const auto elements = identity[kBlockElements].get<std::vector<int64_t>>();
+  const uint64_t source_bytes = RankParts::MemoryBytes(inspections);
+  aio::ArenaOptions arena_options;
+  arena_options.lock = false;
+  arena_options.bytes = source_bytes;
+  absl::StatusOr<std::unique_ptr<aio::Arena>> source = aio::Arena::Create(arena_options);
+  if (!source.ok()) return source.status();
+  absl::StatusOr<std::unique_ptr<RankParts>> from =
+      RankParts::Open(io, parts, inspections, elements, *precision, {(*source)->data(), source_bytes});
+  if (!from.ok()) return from.status();
+
+  // Tiles of the size that they had.
+  struct Place {
+    int block;
+    tiering::Tile range;  // of the run
+  };
+  std::vector<Place> places;
+  swap::Layout layout;
+  for (size_t b = 0; b < elements.size(); ++b) {
+    const int64_t part = tiering::PartElements(elements[b], options.world());
+    for (const tiering::Tile& tile : tiering::CutTiles(part, (*from)->LargestTile(static_cast<int>(b)))) {
+      places.push_back({static_cast<int>(b), {options.rank() * part + tile.offset, tile.elements}});
+      layout.tiles.push_back(TileLayoutOf(*precision, tile.elements));
+    }
+  }
+  NameRank(options, &identity);
+  absl::StatusOr<uint32_t> slots =
+      AgreeOnVersions(options.comm.get(), VersionsOf(options, to_options, layout, identity.dump()));
+  if (!slots.ok()) return slots.status();
+  to_options.slots = *slots;
+  absl::StatusOr<std::unique_ptr<swap::Store>> to =
+      swap::Store::Create(io, to_options, layout, identity.dump());
+  if (!to.ok()) return to.status();
+  arena_options.bytes = swap::kBlockBytes;
+  for (uint32_t t = 0; t < places.size(); ++t)
+    arena_options.bytes = std::max(arena_options.bytes, (*to)->geometry().slot_bytes(t));
+  absl::StatusOr<std::unique_ptr<aio::Arena>> target = aio::Arena::Create(arena_options);
+  if (!target.ok()) return target.status();
+  const swap::Recovered& recovered = (*from)->recovered();
+  TileCopy copy{{(*target)->data(), arena_options.bytes}, {}};
+  for (uint32_t t = 0; t < places.size(); ++t) {
+    const Place& place = places[t];
+    absl::Status written = copy.Write(
+        **to, t, VersionAfter(static_cast<int64_t>(recovered.step)), [&](std::span<void* const> segments) {
+          return (*from)->Read(place.block, place.range.offset, place.range.elements, segments);
+        });
+    if (!written.ok()) return written;
+  }
+  return (*to)->CommitNow(
+      {.step = recovered.step, .updates = recovered.updates, .payload = recovered.payload});
 }
 
 }  // namespace
@@ -125,14 +252,17 @@ swap::Layout LayoutOf(const tiering::Plan& plan) {
   swap::Layout layout;
   for (const tiering::BlockPlan& block : plan.blocks) {
     for (const tiering::Tile& tile : block.tiles) {
-      swap::TileLayout& of_tile = layout.tiles.emplace_back();
-      for (size_t s = 0; s < plan.precision.segment_bytes.size(); ++s) {
-        of_tile.segment_bytes.push_back(static_cast<uint64_t>(plan.precision.SegmentBytes(s, tile.elements)));
-      }
-      of_tile.scratch_bytes = static_cast<uint64_t>(tile.elements * plan.precision.gradient_bytes);
+      layout.tiles.push_back(TileLayoutOf(plan.precision, tile.elements));
     }
   }
   return layout;
+}
+
+swap::Layout OfAllHere(const swap::Layout& layout, const EngineOptions& options) {
+  const int here = options.comm != nullptr ? options.comm->environment().local_world : 1;
+  swap::Layout all;
+  for (int k = 0; k < here; ++k) all.tiles.insert(all.tiles.end(), layout.tiles.begin(), layout.tiles.end());
+  return all;
 }
 
 absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options) {
@@ -157,7 +287,6 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.on_nvme = on_nvme;
   plan_options.trains = options.trains;
   plan_options.host_budget_bytes = options.host_memory_bytes;
-  plan_options.world = options.world();
   plan_options.tile_bytes = options.tile_bytes;
   plan_options.bounds = options.bounds;
   plan_options.update_order = options.update_order;
@@ -174,19 +303,32 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   }
   plan_options.copies_checkpoints = options.trains && options.checkpoints.every > 0;
 
-  absl::StatusOr<swap::Inspection> found = absl::NotFoundError("");
+  // State on a drive stays where it is; what is read into memory, or only evaluated, may be of any number of
+  // ranks.
+  const bool in_place = on_nvme && options.trains;
+  std::vector<swap::Inspection> inspections;
+  const swap::Inspection* found = nullptr;  // this rank's part, or the first
   if (resumes) {
-    found = swap::Inspect(options.state_dirs);
-    if (!found.ok()) return found.status();
+    absl::StatusOr<PartDirectories> parts = FindParts(options.state_dirs);
+    if (!parts.ok()) return parts.status();
+    absl::StatusOr<std::vector<swap::Inspection>> all = InspectParts(*parts);
+    if (!all.ok()) return all.status();
+    plan.parts = std::move(*parts);
+    inspections = std::move(*all);
+    const bool same = plan.parts.size() == static_cast<size_t>(options.world());
+    found = &inspections[same ? At(options.rank()) : 0];
+    if (in_place && plan.parts.size() > 1) {
+      return absl::FailedPreconditionError(absl::StrCat(options.state_dirs.front(), " holds a run of ",
+                                                        plan.parts.size(), " ranks, not of one"));
+    }
   }
+  plan_options.world = options.trains ? options.world() : static_cast<int>(plan.parts.size());
   // A step cannot be durable while the next is written over it.
   const bool one_version = resumes ? found->shape.slots == 1 : options.versions == 1;
   plan_options.commits_every_step =
       !on_nvme || !options.trains || (options.durability == Durability::kStep && !one_version);
-  if (options.comm != nullptr && !plan_options.commits_every_step) {
-    return absl::InvalidArgumentError(
-        "durability at checkpoints only, and one version: of one rank so far; over several every step is "
-        "durable");
+  if (options.comm != nullptr && in_place && one_version) {
+    return absl::InvalidArgumentError("one version of everything: of one rank so far");
   }
   absl::StatusOr<MeasuredModel> measured =
       MeasureModel(model, options.example, format->weights, options.trains, *options.device);
@@ -204,7 +346,8 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   prepared.identity = IdentityOf(model, options, *format, plan.graph);
   nlohmann::json theirs;
   if (resumes) {
-    theirs = IdentityThere(*found);
+    theirs = IdentityThere(*found, in_place);
+    if (!in_place) prepared.identity = WholeIdentity(prepared.identity.dump());
     if (!options.trains) Adopt(theirs, &*format, &prepared.identity);
   }
   plan.format = *format;
@@ -214,10 +357,13 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
       return absl::FailedPreconditionError(absl::StrCat(
           options.state_dirs.front(), " holds another run: ", JsonDifference(theirs, prepared.identity)));
     }
-    absl::StatusOr<std::vector<std::vector<int64_t>>> tiles =
-        TilesOf(found->shape, plan.graph, plan_options.world, plan_options.precision);
-    if (!tiles.ok()) return tiles.status();
-    plan_options.fixed_tiles = std::move(*tiles);
+    if (options.trains) NameRank(options, &prepared.identity);
+    if (plan.parts.size() == static_cast<size_t>(plan_options.world) || in_place) {
+      absl::StatusOr<std::vector<std::vector<int64_t>>> tiles =
+          TilesOf(found->shape, plan.graph, plan_options.world, plan_options.precision);
+      if (!tiles.ok()) return tiles.status();
+      plan_options.fixed_tiles = std::move(*tiles);
+    }
   }
   plan.state_bytes = plan_options.precision.UnpaddedBytes(plan.graph.elements());
   if (options.machine) {
@@ -242,10 +388,13 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     store_options.directories = options.state_dirs;
     store_options.overwrite = options.overwrite;
     const swap::Layout layout = LayoutOf(plan.plan);
-    store_options.slots =
+    absl::StatusOr<uint32_t> slots =
         resumes ? found->shape.slots
-                : VersionsOf(options, store_options, layout, prepared.identity.dump(),
-                             InputSpill::BytesIn(options.state_dirs.size(), plan.graph, plan.plan));
+                : AgreeOnVersions(
+                      comm, VersionsOf(options, store_options, layout, prepared.identity.dump(),
+                                       InputSpill::BytesIn(options.state_dirs.size(), plan.graph, plan.plan)));
+    if (!slots.ok()) return slots.status();
+    store_options.slots = *slots;
     plan.versions = static_cast<int>(store_options.slots);
     absl::StatusOr<std::vector<uint64_t>> bytes =
         swap::BytesOnDisk(store_options, layout, prepared.identity.dump());
@@ -349,13 +498,28 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
 
 absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   constexpr uint64_t kMiB = 1 << 20;
+  absl::StatusOr<PartDirectories> parts = FindParts({path});
+  if (!parts.ok()) return parts.status();
+  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(*parts);
+  if (!inspections.ok()) return inspections.status();
   aio::EngineOptions io_options;
   io_options.log = [](std::string_view) {};
   absl::StatusOr<std::unique_ptr<aio::Engine>> io = aio::Engine::Create(std::move(io_options));
   if (!io.ok()) return io.status();
+  swap::StoreOptions to_options;
+  to_options.directories = options.state_dirs;
+  to_options.overwrite = true;  // of what was never committed, or is of no use any more
+  if (options.comm != nullptr) {
+    absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options.comm);
+    if (!uuid.ok()) return uuid.status();
+    to_options.uuid = *uuid;
+  }
+  if (parts->size() != static_cast<size_t>(options.world()))
+    return RestorePart(**io, *parts, *inspections, options, std::move(to_options));
   swap::StoreOptions from_options;
-  from_options.directories = {path};
+  from_options.directories = (*parts)[At(options.rank())];
   from_options.read_only = true;
+  from_options.step = inspections->front().record.step;
   absl::StatusOr<std::unique_ptr<swap::Store>> from = swap::Store::Open(**io, from_options);
   if (!from.ok()) return from.status();
   swap::Layout layout;
@@ -364,10 +528,10 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   for (uint32_t tile = 0; tile < (*from)->geometry().tiles(); ++tile) {
     tile_bytes = std::max(tile_bytes, (*from)->geometry().slot_bytes(tile));
   }
-  swap::StoreOptions to_options;
-  to_options.directories = options.state_dirs;
-  to_options.overwrite = true;  // of what was never committed, or is of no use any more
-  to_options.slots = VersionsOf(options, to_options, layout, (*from)->identity());
+  absl::StatusOr<uint32_t> slots =
+      AgreeOnVersions(options.comm.get(), VersionsOf(options, to_options, layout, (*from)->identity()));
+  if (!slots.ok()) return slots.status();
+  to_options.slots = *slots;
   absl::StatusOr<std::unique_ptr<swap::Store>> to =
       swap::Store::Create(**io, to_options, layout, (*from)->identity());
   if (!to.ok()) return to.status();

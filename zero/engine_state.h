@@ -35,6 +35,9 @@ absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options);
 // Tiles in the order of blocks, segments as in Precision, scratch for a spilled gradient.
 swap::Layout LayoutOf(const tiering::Plan& plan);
 
+// What the ranks of this host take together, for asking whether there is room.
+swap::Layout OfAllHere(const swap::Layout& layout, const EngineOptions& options);
+
 // Builds one block after the other, seeded by its number, and puts its values where the plan wants them: into
 // the store as version 1 of every tile (not committed), or into their resident places. Never holds more than
 // one block.
@@ -43,7 +46,9 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
                              swap::Store* store, const std::function<void(const std::string&)>& log);
 
 // Makes a run in options.state_dirs (which hold none, or one of no use) of the checkpoint `path`: what
-// --resume then goes on with. As many versions as a new run would have.
+// --resume then goes on with. As many versions as a new run would have. The checkpoint may be of another
+// number of ranks: each of options.comm cuts its part out of it, in tiles of the size that it has. Memory:
+// two tiles.
 absl::Status RestoreRun(const std::string& path, const EngineOptions& options);
 
 }  // namespace penstock::zero

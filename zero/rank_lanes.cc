@@ -20,11 +20,12 @@ size_t At(int index) { return static_cast<size_t>(index); }
 
 }  // namespace
 
-RankLanes::RankLanes(const tiering::Plan& plan, const Residency& residency, Comm* comm, Options options,
-                     Totals totals, Report report)
+RankLanes::RankLanes(const tiering::Plan& plan, const Residency& residency, Comm* comm, RankParts* parts,
+                     Options options, Totals totals, Report report)
     : plan_(plan),
       residency_(residency),
       comm_(comm),
+      parts_(parts),
       options_(std::move(options)),
       own_totals_(std::move(totals)),
       report_(std::move(report)) {
@@ -67,6 +68,7 @@ void RankLanes::Work(Queue* queue) {
 absl::Status RankLanes::Run(const Op& op) {
   switch (op.kind) {
     case OpKind::kGather:
+      if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, residency_.run(op.run_slot));
       return comm_->AllGather(
           Channel::kGather, residency_.run(op.run_slot),
           static_cast<size_t>(plan_.blocks[At(op.block)].elements * plan_.precision.weight_bytes()));

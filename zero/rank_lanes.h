@@ -27,6 +27,7 @@
 #include "kernels/reduce.h"
 #include "tiering/program.h"
 #include "zero/comm.h"
+#include "zero/rank_parts.h"
 #include "zero/residency.h"
 
 namespace penstock::zero {
@@ -54,9 +55,10 @@ class RankLanes {
     std::function<double()> now;
   };
 
-  // Everything passed in outlives this.
-  RankLanes(const tiering::Plan& plan, const Residency& residency, Comm* comm, Options options, Totals totals,
-            Report report);
+  // Everything passed in outlives this. `comm` is null where nobody is there but what the ranks have kept:
+  // then kGather, which is all that an evaluation needs, reads the others' parts from `parts`, as rank 0.
+  RankLanes(const tiering::Plan& plan, const Residency& residency, Comm* comm, RankParts* parts,
+            Options options, Totals totals, Report report);
   // Waits for what is in flight.
   ~RankLanes();
 
@@ -66,7 +68,9 @@ class RankLanes {
   }
   void Start(tiering::OpId id, const tiering::Op& op);
   // This rank has failed: what is in flight ends, and the others hear of it.
-  void Fail(const absl::Status& why) { comm_->Abort(why); }
+  void Fail(const absl::Status& why) {
+    if (comm_ != nullptr) comm_->Abort(why);
+  }
   // Of the last kExchange, once it is complete.
   const StepTotals& totals() const { return totals_; }
 
@@ -89,6 +93,7 @@ class RankLanes {
   const tiering::Plan& plan_;
   const Residency& residency_;
   Comm* const comm_;
+  RankParts* const parts_;
   const Options options_;
   const Totals own_totals_;
   const Report report_;

@@ -1,13 +1,21 @@
 #include "zero/rank_setup.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 #include <limits>
+#include <random>
 #include <type_traits>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/checksum.h"
+#include "swap/checkpoint.h"
 #include "zero/json_difference.h"
 
 namespace penstock::zero {
@@ -40,14 +48,9 @@ absl::Status TakeRankZeros(Comm& comm, void* values, size_t bytes) {
 
 }  // namespace
 
-std::string RankDirectory(const std::string& directory, int rank) {
-  const bool ends = !directory.empty() && directory.back() == '/';
-  return absl::StrCat(directory, ends ? "" : "/", "rank-", rank);
-}
-
 std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank) {
   std::vector<std::string> of_rank;
-  for (const std::string& directory : directories) of_rank.push_back(RankDirectory(directory, rank));
+  for (const std::string& directory : directories) of_rank.push_back(swap::RankDirectory(directory, rank));
   return of_rank;
 }
 
@@ -72,6 +75,53 @@ absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, int64_t mine) {
   if (absl::Status status = comm.AllGather(Channel::kSetup, numbers.data(), sizeof(int64_t)); !status.ok())
     return status;
   return numbers;
+}
+
+absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine) {
+  absl::StatusOr<std::vector<std::string>> texts =
+      comm.AllTexts(channel, absl::StrCat(static_cast<int>(mine.code()), " ", std::string(mine.message())));
+  if (!texts.ok()) return texts.status();
+  for (size_t k = 0; k < texts->size(); ++k) {
+    const std::string& text = (*texts)[k];
+    const size_t space = text.find(' ');
+    int code = 0;
+    if (!absl::SimpleAtoi(text.substr(0, space), &code) || code == 0) continue;
+    return {static_cast<absl::StatusCode>(code), absl::StrCat("rank ", k, ": ", text.substr(space + 1))};
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm) {
+  swap::Uuid uuid{};
+  std::random_device random;
+  std::generate(uuid.begin(), uuid.end(), [&] { return static_cast<uint8_t>(random()); });
+  if (absl::Status status = TakeRankZeros(comm, uuid.data(), uuid.size()); !status.ok()) return status;
+  return uuid;
+}
+
+absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
+  absl::Status mine;
+  std::string sign;
+  if (comm.rank() == 0) {
+    std::error_code error;
+    std::filesystem::create_directories(path, error);
+    // A name of its own, which no cache of a shared file system has ever been asked for.
+    sign = absl::StrCat(path, "/.seen-", absl::Hex(std::random_device()()));
+    const int fd = ::open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (fd < 0) mine = absl::ErrnoToStatus(errno, absl::StrCat("create ", sign));
+    if (fd >= 0) ::close(fd);
+  }
+  absl::StatusOr<std::vector<std::string>> signs = comm.AllTexts(Channel::kSetup, sign);
+  if (!signs.ok()) return signs.status();
+  if (comm.rank() > 0 && ::access(signs->front().c_str(), F_OK) != 0) {
+    mine = absl::FailedPreconditionError(
+        absl::StrCat(path,
+                     " is not what rank 0 has under this name: all ranks need one directory for "
+                     "checkpoints, on a file system that they share"));
+  }
+  const absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
+  if (comm.rank() == 0) (void)::unlink(sign.c_str());
+  return all;
 }
 
 absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine) {

@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "swap/format.h"
 #include "tiering/machine.h"
 #include "tiering/model_graph.h"
 #include "tiering/plan.h"
@@ -17,8 +18,7 @@
 
 namespace penstock::zero {
 
-// Where rank `rank` keeps its part of what all ranks are told to keep in `directory`.
-std::string RankDirectory(const std::string& directory, int rank);
+// Where rank `rank` keeps its part of what all ranks are told to keep in `directories`.
 std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank);
 
 // kInvalidArgument on all ranks where any of them was started with something else than rank 0: it names rank,
@@ -27,6 +27,15 @@ absl::Status AgreeOnWords(Comm& comm, const nlohmann::json& mine);
 
 // Everybody's number, by rank.
 absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, int64_t mine);
+
+// The same on all: OK where everybody's is, else that of the first rank that has another, which is named.
+absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine);
+
+// Rank 0's, everywhere.
+absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm);
+
+// All ranks see one and the same directory at this path; rank 0 makes it. kFailedPrecondition: they do not.
+absl::Status AgreeOnDirectory(Comm& comm, const std::string& path);
 
 // The least of all budgets; 0 is no bound.
 absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine);

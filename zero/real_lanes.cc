@@ -65,7 +65,7 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
   for (int i = 0; i < std::max(1, options_.update_workers); ++i) {
     threads_.emplace_back([this] { Work(&update_queue_, /*computes=*/false); });
   }
-  if (options_.comm == nullptr) return;
+  if (options_.comm == nullptr && options_.parts == nullptr) return;
   RankLanes::Options rank_options;
   rank_options.weights = options_.format.weights;
   for (const BlockModule* module : modules_)
@@ -73,7 +73,8 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
   rank_options.memory = options_.network_memory;
   rank_options.now = [this] { return Now(); };
   ranks_ = std::make_unique<RankLanes>(
-      plan_, residency_, options_.comm, std::move(rank_options), [this] { return OwnTotals(); },
+      plan_, residency_, options_.comm, options_.parts, std::move(rank_options),
+      [this] { return OwnTotals(); },
       [this](tiering::OpId id, const Op& op, absl::Status status, double start) {
         Report({id, &op}, std::move(status), start);
       });

@@ -56,6 +56,7 @@ class RealLanes : public tiering::Lanes {
     // Where there are more ranks: what they talk over, Plan::network_bytes of memory, whether this one was
     // asked to stop.
     Comm* comm = nullptr;
+    RankParts* parts = nullptr;  // in the place of comm (RankLanes)
     std::span<std::byte> network_memory;
     std::function<bool()> stops;
   };

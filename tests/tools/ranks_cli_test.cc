@@ -2,6 +2,9 @@
 #include <arpa/inet.h>
 #include <sys/socket.h>
 
+#include <filesystem>
+#include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "gmock/gmock.h"
@@ -100,7 +103,7 @@ TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
   }
   const Ran single = Run(resume);
   EXPECT_EQ(single.code, 2);
-  EXPECT_THAT(single.err, HasSubstr("holds a run of several ranks"));
+  EXPECT_THAT(single.err, HasSubstr("holds a run of 2 ranks: go on with 2"));
   const Words other = Small(alone, {"--resume", "--steps", "8"});
   for (const Ran& ran : Wait(Start({other, other}))) EXPECT_NE(ran.code, 0) << ran.err;
 
@@ -134,6 +137,96 @@ TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
   const std::vector<json> all = LogOf(log);
   ASSERT_EQ(all.size(), killed_at + 3);
   for (size_t i = 0; i < all.size(); ++i) EXPECT_EQ(all[i]["step"], i + 1);
+}
+
+// Checkpoints of two ranks, and their state: read by every verb, and gone on from with another number.
+TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
+  const std::string state = dir_ + "/state", kept = dir_ + "/kept", log = dir_ + "/log.jsonl";
+  const Words two = Small(state, {"--batch", "3", "--dtype", "fp32", "--steps", "4", "--log", log,
+                                  "--checkpoint-dir", kept, "--checkpoint-every", "2"});
+  for (const Ran& ran : Wait(Start({two, two}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_TRUE(std::filesystem::exists(kept + "/step-00000004/rank-1/penstock.store"));
+
+  const json seen = json::parse(Run({"inspect", kept, "--json"}).out);
+  EXPECT_EQ(seen["ranks"], 2);
+  EXPECT_EQ(seen["step"], 4);
+  EXPECT_EQ(seen["files"].size(), 2u);
+  std::map<int64_t, int64_t> elements;  // by block
+  for (const json& tile : seen["tiles"]) {
+    EXPECT_EQ(tile["first_element"].get<int64_t>() > 0 || tile["rank"] == 0, true);
+    elements[tile["block"].get<int64_t>()] += tile["elements"].get<int64_t>();
+  }
+  for (const auto& [block, sum] : elements)
+    EXPECT_GE(sum, seen["block_elements"][static_cast<size_t>(block)].get<int64_t>());
+  for (const std::string& where : {kept, state}) {
+    const json verified = json::parse(Run({"verify", where, "--json", "--quiet"}).out);
+    EXPECT_EQ(verified["whole"], true);
+    EXPECT_EQ(verified["ranks"], 2);
+    EXPECT_EQ(Run({"export", where, dir_ + "/" + (where == kept ? "kept" : "state") + ".safetensors"}).code,
+              0);
+  }
+  const std::string weights = ReadFile(dir_ + "/kept.safetensors");
+  EXPECT_EQ(ReadFile(dir_ + "/state.safetensors").substr(2000), weights.substr(2000));
+
+  // In place only with as many; the refusal says how else.
+  const Ran single = Run(Small(state, {"--resume", "--steps", "6"}));
+  EXPECT_EQ(single.code, 2);
+  EXPECT_THAT(single.err,
+              HasSubstr("by --resume --checkpoint-dir " + state + " and a --state-dir that is empty"));
+  const Words third = Small(state, {"--resume", "--steps", "6"});
+  for (const Ran& ran : Wait(Start({third, third, third}))) {
+    EXPECT_EQ(ran.code, 2);
+    EXPECT_THAT(ran.err, HasSubstr("holds a run of 2 ranks: go on with 2, or with another number by"));
+  }
+
+  // One rank has the weights that two had, and what it says is what they say.
+  const std::string one = dir_ + "/one";
+  const Ran alone = Run(Small(one, {"--resume", "--checkpoint-dir", kept, "--steps", "4"}));
+  ASSERT_EQ(alone.code, 0) << alone.err;
+  EXPECT_EQ(Run({"export", one, dir_ + "/one.safetensors"}).code, 0);
+  EXPECT_EQ(ReadFile(dir_ + "/one.safetensors").substr(2000), weights.substr(2000));
+  const Words sample = {"sample", "", "--tokens", "12", "--threads", "1"};
+  std::vector<std::string> said;
+  for (const std::string& where : {kept, state, one}) {
+    Words words = sample;
+    words[1] = where;
+    const Ran ran = Run(words);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    said.push_back(ran.out);
+  }
+  EXPECT_EQ(said[0], said[2]);
+  EXPECT_EQ(said[1], said[2]);
+
+  // With as many sequences a step as the two had.
+  ASSERT_EQ(Run(Small(one, {"--resume", "--steps", "5", "--log", dir_ + "/one.jsonl"})).code, 0);
+  EXPECT_EQ(LogOf(dir_ + "/one.jsonl").back()["tokens"], 2 * 3 * 32);
+
+  // Three, whose parts no block divides into: the same steps, to the rounding of their sums.
+  const std::string three = dir_ + "/three", log_of_three = dir_ + "/three.jsonl";
+  const Words on =
+      Small(three, {"--resume", "--checkpoint-dir", kept, "--steps", "6", "--log", log_of_three});
+  for (const Ran& ran : Wait(Start({on, on, on}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  const Words stay = Small(state, {"--resume", "--steps", "6", "--log", log});
+  for (const Ran& ran : Wait(Start({stay, stay}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::vector<json> of_three = LogOf(log_of_three), of_two = LogOf(log);
+  ASSERT_EQ(of_three.size(), 2u + (of_three.front()["step"] == 4 ? 1 : 0));
+  ASSERT_EQ(of_two.size(), 6u);
+  EXPECT_EQ(of_three.back()["tokens"], of_two.back()["tokens"]);
+  EXPECT_NEAR(of_three.back()["loss"].get<double>(), of_two.back()["loss"].get<double>(), 1e-4);
+
+  // A part that is damaged or not there is named, and costs exit code 1.
+  const std::string part = kept + "/step-00000004/rank-1/penstock.store";
+  std::fstream file(part, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(static_cast<std::streamoff>(std::filesystem::file_size(part)) - 40000);
+  file.write("damaged", 7);
+  file.close();
+  const Ran damaged = Run({"verify", kept});
+  EXPECT_EQ(damaged.code, 1);
+  EXPECT_THAT(damaged.out, HasSubstr("rank-1/penstock.store"));
+  std::filesystem::remove_all(kept + "/step-00000004/rank-1");
+  const Ran missing = Run({"export", kept, dir_ + "/none.safetensors"});
+  EXPECT_EQ(missing.code, 1);
+  EXPECT_THAT(missing.err, HasSubstr("the part of rank 1 of the run's 2 is missing"));
 }
 
 }  // namespace

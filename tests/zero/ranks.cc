@@ -4,13 +4,15 @@
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
+#include <torch/nn/modules/embedding.h>
+#include <torch/nn/modules/linear.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
-#include "zero/rank_setup.h"
+#include "swap/checkpoint.h"
 
 namespace penstock::zero::testing_support {
 
@@ -94,10 +96,59 @@ std::vector<RankOutcome> TrainRanks(int world, const RunOptions& run,
     RunOptions own = run;
     own.comm = std::move(*connected);
     own.keep_state = true;
-    if (!own.state_dir.empty()) own.state_dir = RankDirectory(own.state_dir, rank);
+    if (!own.state_dir.empty()) own.state_dir = swap::RankDirectory(own.state_dir, rank);
     if (adjust) adjust(rank, &own);
     return ToJson(TrainGpt(own));
   });
+}
+
+static constexpr int64_t kWords = 256, kWidth = 72;
+
+Model Untied() {
+  Model model;
+  model.identity = {{"model", "untied"}};
+  const int embedding = model.AddBlock(
+      "embedding", "embedding", [] { return std::make_shared<torch::nn::EmbeddingImpl>(kWords, kWidth); });
+  model.AddStage("embed", embedding, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+    return module.as<torch::nn::EmbeddingImpl>()->forward(x);
+  });
+  for (int i = 0; i < 4; ++i) {
+    const std::string name = "layer." + std::to_string(i);
+    const int64_t width = i == 1 ? 8 : 160;
+    const int up = model.AddBlock(name + ".up", "",
+                                  [width] { return std::make_shared<torch::nn::LinearImpl>(kWidth, width); });
+    const int down = model.AddBlock(
+        name + ".down", "", [width] { return std::make_shared<torch::nn::LinearImpl>(width, kWidth); });
+    // Dropout: ranks draw other numbers, those of their micro-batch.
+    model.AddStage(name + ".up", up, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+      return torch::dropout(torch::tanh(module.as<torch::nn::LinearImpl>()->forward(x)), 0.1,
+                            module.is_training());
+    });
+    model.AddStage(name + ".down", down, Apply<torch::nn::LinearImpl>);
+  }
+  const int head =
+      model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kWidth, kWords); });
+  model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+    const torch::Tensor logits = module.as<torch::nn::LinearImpl>()->forward(x).to(torch::kFloat32);
+    return torch::cross_entropy_loss(logits.flatten(0, 1), batch.targets.flatten());
+  });
+  return model;
+}
+
+RunOptions UntiedRun(OffloadDevice offload, torch::Dtype dtype) {
+  RunOptions run;
+  run.make_model = Untied;
+  run.offload = offload;
+  run.dtype = dtype;
+  run.batch = 2;
+  run.steps = 4;
+  run.evaluate_every = 3;
+  return run;
+}
+
+nlohmann::json Alone(const RunOptions& run) {
+  const auto outcomes = RunProcesses(1, [&](int, int) { return ToJson(TrainGpt(run)); });
+  return outcomes.front().report;
 }
 
 }  // namespace penstock::zero::testing_support

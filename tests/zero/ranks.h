@@ -41,6 +41,14 @@ std::vector<RankOutcome> TrainRanks(int world, const RunOptions& run,
                                     const std::function<void(int rank, RunOptions*)>& adjust = nullptr,
                                     const CommOptions& comm = {});
 
+// No block is used twice, so every gradient has one addend a rank: the sum over W ranks is that of W
+// micro-batches, to the bit. Sizes that no number of ranks divides, and one that is smaller than their parts.
+Model Untied();
+RunOptions UntiedRun(OffloadDevice offload, torch::Dtype dtype);
+
+// One rank, in a process of its own like the others.
+nlohmann::json Alone(const RunOptions& run);
+
 nlohmann::json ToJson(const TrainedLosses& trained);
 
 }  // namespace penstock::zero::testing_support

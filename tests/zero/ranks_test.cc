@@ -1,6 +1,5 @@
 // Several ranks, each a process, over loopback: the losses of one rank, a commit of all or of none, and an
 // end with a reason whatever happens to one of them.
-#include "tests/soak.h"
 #include "tests/zero/ranks.h"
 
 #include <gtest/gtest.h>
@@ -13,6 +12,7 @@
 #include <filesystem>
 #include <random>
 
+#include "tests/soak.h"
 #include "tiering/tiers.h"
 #include "zero/plan_bounds.h"
 #include "zero/rank_setup.h"
@@ -20,63 +20,13 @@
 namespace penstock::zero {
 namespace {
 
+using testing_support::Alone;
 using testing_support::RankOutcome;
 using testing_support::RunOptions;
 using testing_support::ToJson;
 using testing_support::TrainRanks;
-
-constexpr int64_t kWords = 256, kWidth = 72;
-
-// No block is used twice, so every gradient has one addend a rank: the sum over W ranks is that of W
-// micro-batches, to the bit. Sizes that no number of ranks divides, and one that is smaller than their parts.
-Model Untied() {
-  Model model;
-  model.identity = {{"model", "untied"}};
-  const int embedding = model.AddBlock(
-      "embedding", "embedding", [] { return std::make_shared<torch::nn::EmbeddingImpl>(kWords, kWidth); });
-  model.AddStage("embed", embedding, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
-    return module.as<torch::nn::EmbeddingImpl>()->forward(x);
-  });
-  for (int i = 0; i < 4; ++i) {
-    const std::string name = "layer." + std::to_string(i);
-    const int64_t width = i == 1 ? 8 : 160;
-    const int up = model.AddBlock(name + ".up", "",
-                                  [width] { return std::make_shared<torch::nn::LinearImpl>(kWidth, width); });
-    const int down = model.AddBlock(
-        name + ".down", "", [width] { return std::make_shared<torch::nn::LinearImpl>(width, kWidth); });
-    // Dropout: ranks draw other numbers, those of their micro-batch.
-    model.AddStage(name + ".up", up, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
-      return torch::dropout(torch::tanh(module.as<torch::nn::LinearImpl>()->forward(x)), 0.1,
-                            module.is_training());
-    });
-    model.AddStage(name + ".down", down, Apply<torch::nn::LinearImpl>);
-  }
-  const int head =
-      model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kWidth, kWords); });
-  model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
-    const torch::Tensor logits = module.as<torch::nn::LinearImpl>()->forward(x).to(torch::kFloat32);
-    return torch::cross_entropy_loss(logits.flatten(0, 1), batch.targets.flatten());
-  });
-  return model;
-}
-
-RunOptions UntiedRun(OffloadDevice offload, torch::Dtype dtype) {
-  RunOptions run;
-  run.make_model = Untied;
-  run.offload = offload;
-  run.dtype = dtype;
-  run.batch = 2;
-  run.steps = 4;
-  run.evaluate_every = 3;
-  return run;
-}
-
-// One rank, in a process of its own like the others.
-nlohmann::json Alone(const RunOptions& run) {
-  const auto outcomes =
-      testing_support::RunProcesses(1, [&](int, int) { return ToJson(testing_support::TrainGpt(run)); });
-  return outcomes.front().report;
-}
+using testing_support::Untied;
+using testing_support::UntiedRun;
 
 void ExpectSameLosses(const nlohmann::json& one, const std::vector<RankOutcome>& ranks) {
   ASSERT_EQ(one["status"], "");
