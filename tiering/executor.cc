@@ -39,12 +39,14 @@ std::string_view StallName(Stall stall) {
       return "commit";
     case Stall::kBatch:
       return "batch";
-    case Stall::kOther:
-      return "compute";
     case Stall::kCopy:
       return "copy";
     case Stall::kNetwork:
       return "network";
+    case Stall::kHost:
+      return "host";
+    case Stall::kNone:
+      return "compute";
   }
   return "unknown";
 }
@@ -57,6 +59,7 @@ void Executor::Append(std::vector<Op> ops) {
     Node& added = nodes_.emplace_back();
     added.op = std::move(op);
     if (KeepsOrder(added.op.lane)) order_[Index(added.op.lane)].push_back(id);
+    if (added.op.lane == Lane::kCompute && compute_end_ < 0) compute_end_ = lanes_->Now();
     std::sort(added.op.after.begin(), added.op.after.end());
     added.op.after.erase(std::unique(added.op.after.begin(), added.op.after.end()), added.op.after.end());
     for (const OpId before : added.op.after) {
@@ -140,7 +143,7 @@ void Executor::Finish(OpId id) {
 
 Stall Executor::CauseOfStall() const {
   const std::deque<OpId>& computes = order_[Index(Lane::kCompute)];
-  if (computes.empty()) return Stall::kOther;
+  if (computes.empty()) return Stall::kNone;
   OpId id = computes.front();
   // Follow the first unmet edge down to what is in flight or held back.
   for (size_t depth = 0; depth <= nodes_.size(); ++depth) {
@@ -183,23 +186,50 @@ Stall Executor::CauseOfStall() const {
     case OpKind::kAgree:
       return Stall::kNetwork;
     default:
-      return Stall::kOther;
+      return Stall::kHost;
   }
+}
+
+void Executor::CountStalls(double end) {
+  double until = compute_end_;
+  const auto count = [&](Stall cause, double to) {
+    if (to <= until) return;
+    usage_.stall_seconds[static_cast<size_t>(cause)] += to - until;
+    if (stall_observer_) stall_observer_(cause, until, to);
+    until = to;
+  };
+  for (const Waited& waited : waited_) {
+    count(Stall::kHost, std::min(waited.start, end));
+    count(waited.cause, std::min(waited.end, end));
+  }
+  count(Stall::kHost, end);
+  waited_.clear();
 }
 
 void Executor::WaitOnce() {
   const double before = lanes_->Now();
-  const bool stalled = compute_in_flight_ == 0 && !order_[Index(Lane::kCompute)].empty();
-  const Stall cause = stalled ? CauseOfStall() : Stall::kOther;
-  waiting_for_ = cause;
+  const bool stalled = compute_in_flight_ == 0;
+  waiting_for_ = stalled ? CauseOfStall() : Stall::kNone;
   completions_.clear();
   lanes_->Wait(&completions_);
-  if (stalled) usage_.stall_seconds[static_cast<size_t>(cause)] += lanes_->Now() - before;
+  if (stalled && waiting_for_ != Stall::kNone) {
+    // Many short waits for one cause, with only completions taken in between, are one.
+    constexpr double kHandOver = 100e-6;
+    if (!waited_.empty() && waited_.back().cause == waiting_for_ && before - waited_.back().end < kHandOver) {
+      waited_.back().end = lanes_->Now();
+    } else {
+      waited_.push_back({waiting_for_, before, lanes_->Now()});
+    }
+  }
   for (Completion& completion : completions_) {
     const Node& finished = node(completion.id);
     const Lane lane = finished.op.lane;
     --in_flight_;
-    if (lane == Lane::kCompute) --compute_in_flight_;
+    if (lane == Lane::kCompute) {
+      --compute_in_flight_;
+      CountStalls(completion.start_seconds);
+      compute_end_ = std::max(compute_end_, completion.end_seconds);
+    }
     usage_.busy_seconds[Index(lane)] += completion.end_seconds - completion.start_seconds;
     if (lane == Lane::kCompute || lane == Lane::kUpdate) {
       computed_.emplace_back(completion.start_seconds, completion.end_seconds);

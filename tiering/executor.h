@@ -21,16 +21,19 @@
 
 namespace penstock::tiering {
 
-// What the compute lane waits for, when it waits.
-enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kOther, kCopy, kNetwork };
-inline constexpr int kStalls = 8;
+// What the compute lane waits for between two of its operations. kHost: for the executor's own thread, which
+// hands operations over, runs callbacks, and belongs to the caller between steps. kNone: it does not wait.
+enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kCopy, kNetwork, kHost, kNone };
+inline constexpr int kStalls = 8;  // causes; kNone is none
 std::string_view StallName(Stall stall);
 
 // Time on the lanes since the last TakeUsage.
 struct Usage {
   double compute_union_seconds = 0;  // some forward, backward or update kernel ran (overlaps counted once)
-  std::array<double, kLanes> busy_seconds{};    // summed over operations of the lane
-  std::array<double, kStalls> stall_seconds{};  // the compute lane had nothing to do, by cause
+  std::array<double, kLanes> busy_seconds{};  // summed over operations of the lane
+  // From the end of one operation of the compute lane to the beginning of the next, by cause: busy and
+  // stalled seconds together are the time from its first operation to its last.
+  std::array<double, kStalls> stall_seconds{};
   std::array<int64_t, kLanes> bytes{};
   std::array<int64_t, kLanes> operations{};
 };
@@ -56,7 +59,7 @@ class Executor {
 
   bool complete(OpId id) const;
   size_t in_flight() const { return in_flight_; }
-  // What the compute lane waits for now; kOther when it does not.
+  // What the compute lane waits for now.
   Stall waiting_for() const { return waiting_for_; }
 
   Usage TakeUsage();
@@ -65,6 +68,9 @@ class Executor {
   // completion.
   using Observer = std::function<void(OpId, const Op&, double start_seconds, double end_seconds)>;
   void set_observer(Observer observer) { observer_ = std::move(observer); }
+  // Called for every piece of a wait of the compute lane, in order of time, when the wait is over.
+  using StallObserver = std::function<void(Stall, double start_seconds, double end_seconds)>;
+  void set_stall_observer(StallObserver observer) { stall_observer_ = std::move(observer); }
 
  private:
   struct Node {
@@ -82,9 +88,12 @@ class Executor {
   void Finish(OpId id);
   void WaitOnce();
   Stall CauseOfStall() const;
+  // The compute lane waited from the end of its last operation until `end`.
+  void CountStalls(double end);
 
   Lanes* const lanes_;
   Observer observer_;
+  StallObserver stall_observer_;
   std::deque<Node> nodes_;
   OpId base_ = 0;  // id of nodes_.front(); everything before is complete
   OpId end_ = 0;
@@ -96,7 +105,14 @@ class Executor {
   size_t in_flight_ = 0;
   size_t compute_in_flight_ = 0;
   absl::Status status_;
-  Stall waiting_for_ = Stall::kOther;
+  Stall waiting_for_ = Stall::kNone;
+  // What this thread waited for while nothing computed, since the last operation of the compute lane ended.
+  struct Waited {
+    Stall cause;
+    double start, end;
+  };
+  std::vector<Waited> waited_;
+  double compute_end_ = -1;  // of that operation; at first, when there was one to run
   std::vector<Completion> completions_;
   Usage usage_;
   std::vector<std::pair<double, double>> computed_;  // intervals since the last TakeUsage

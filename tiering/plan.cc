@@ -15,6 +15,11 @@ int64_t Plan::tile_count() const {
   return tiles;
 }
 
+std::string_view Plan::order_of_update() const {
+  if (!speculates) return "next_forward";
+  return in_backward_share() == 1.0 ? "in_backward" : "mixed";
+}
+
 double Plan::in_backward_share() const {
   double early = 0;
   for (const BlockPlan& block : blocks) {

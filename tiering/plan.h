@@ -111,6 +111,8 @@ struct Plan {
   int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
   int64_t tile_count() const;        // of all blocks
   double in_backward_share() const;  // of the tiles
+  // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
+  std::string_view order_of_update() const;
   // The tile never leaves host memory, and is written only when a step is persisted.
   bool written_late(int block, int tile) const {
     const BlockPlan& of = blocks[static_cast<size_t>(block)];

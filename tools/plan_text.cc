@@ -290,9 +290,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"optimizer", zero::OptimizerName(facts.options.optimizer)},
           {"optimizer_states", std::string(zero::StateTypeName(plan.format.states))},
           {"offload", std::string(zero::Name(facts.options.offload))},
-          {"order_of_update", !plan.plan.speculates                  ? "next_forward"
-                              : plan.plan.in_backward_share() == 1.0 ? "in_backward"
-                                                                     : "mixed"},
+          {"order_of_update", std::string(plan.plan.order_of_update())},
           {"in_backward_share", plan.plan.in_backward_share()},
           {"worthwhile_redo_rate", plan.plan.worthwhile_redo_rate},
           {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <deque>
 #include <fstream>
 #include <limits>
 #include <utility>
@@ -155,6 +156,11 @@ class Training {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
       if (calibration_ != nullptr) calibration_->Observe(op, start, end);
     };
+    if (trace_ != nullptr) {
+      options.stall_observer = [this](tiering::Stall cause, double start, double end) {
+        trace_->AddStall(cause, start, end);
+      };
+    }
     report_.Start(options, kVersion, options.world());
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
         zero::Engine::Create(MakeGpt(settings_.model), options);
@@ -335,18 +341,12 @@ class Training {
 
   void Show(tiering::Stall waiting) {
     const double now = Seconds();
-    if (now - rates_at_ > 0.5) {
-      const aio::EngineStats io = engine_->io_stats();
-      const auto read = static_cast<double>(io.DeviceReadBytes()),
-                 written = static_cast<double>(io.DeviceWriteBytes());
-      if (rates_at_ > 0) {
-        read_rate_ = (read - read_bytes_) / (now - rates_at_);
-        write_rate_ = (written - written_bytes_) / (now - rates_at_);
-      }
-      read_bytes_ = read;
-      written_bytes_ = written;
-      rates_at_ = now;
-    }
+    const aio::EngineStats io = engine_->io_stats();
+    // Over the last step at least: within one, forward and backward move different things.
+    moved_.push_back({now, io.DeviceReadBytes(), io.DeviceWriteBytes()});
+    while (moved_.size() > 2 && now - moved_[1].at >= std::max(0.5, newest_.seconds)) moved_.pop_front();
+    const Moved& before = moved_.front();
+    const double passed = now - before.at;
     ProgressSample sample;
     sample.step = newest_.step;
     sample.steps = settings_.steps;
@@ -354,8 +354,12 @@ class Training {
     const int64_t from = engine_->resumed_from().value_or(0);
     const double per_step = (now - begin_) / static_cast<double>(std::max<int64_t>(1, newest_.step - from));
     sample.tokens_per_second = static_cast<double>(TokensPerStep()) / newest_.seconds;
-    sample.read_bytes_per_second = read_rate_;
-    sample.write_bytes_per_second = write_rate_;
+    sample.read_bytes_per_second = sample.write_bytes_per_second = std::numeric_limits<double>::quiet_NaN();
+    if (passed > 0) {
+      sample.read_bytes_per_second = static_cast<double>(io.DeviceReadBytes() - before.read_bytes) / passed;
+      sample.write_bytes_per_second =
+          static_cast<double>(io.DeviceWriteBytes() - before.write_bytes) / passed;
+    }
     sample.waits_for = std::string(tiering::StallName(waiting));
     sample.seconds_left = per_step * static_cast<double>(settings_.steps - newest_.step);
     progress_.Update(sample);
@@ -419,8 +423,11 @@ class Training {
   double first_loss_ = std::numeric_limits<double>::quiet_NaN();
   double evaluation_ = std::numeric_limits<double>::quiet_NaN();
   double begin_ = 0;
-  double rates_at_ = 0, read_bytes_ = 0, written_bytes_ = 0;
-  double read_rate_ = std::numeric_limits<double>::quiet_NaN(), write_rate_ = read_rate_;
+  struct Moved {
+    double at = 0;
+    uint64_t read_bytes = 0, write_bytes = 0;
+  };
+  std::deque<Moved> moved_;  // by the drive, as the live view saw it
 };
 
 absl::Status Train(const TrainWords& words, std::ostream& out) {

@@ -127,6 +127,7 @@ class Engine::Impl {
     executor_ = std::make_unique<tiering::Executor>(lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
+    executor_->set_stall_observer(options_.stall_observer);
     stage_order_.resize(model_.stages.size());
     std::iota(stage_order_.begin(), stage_order_.end(), 0);
     MakeBuilder(/*first_id=*/0);

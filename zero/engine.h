@@ -170,6 +170,8 @@ struct EngineOptions {
   std::function<void(int64_t step, const std::string& path, const absl::Status& status)> checkpointed;
   // Every finished operation, for traces.
   tiering::Executor::Observer observer;
+  // Every wait of the compute lane, with its cause.
+  tiering::Executor::StallObserver stall_observer;
   // The other ranks; null: there are none. state_dirs are this rank's own, and so is everything else here
   // that names a place; all else is the same on all ranks.
   std::shared_ptr<Comm> comm;

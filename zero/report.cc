@@ -101,9 +101,11 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["io_read_bandwidth_bytes_per_s"] = device.read_bytes_per_s;
   report_["io_write_bandwidth_bytes_per_s"] = device.write_bytes_per_s;
   report_["io_knee_bytes"] = device.knee_bytes;
-  report_["order_of_update"] = "next_forward";
+  report_["order_of_update"] = std::string(plan.plan.order_of_update());
+  report_["in_backward_share"] = plan.plan.in_backward_share();
   prediction_ = prediction;
   report_["predicted_at_start_step_seconds"] = prediction.step_seconds;
+  report_["predicted_at_start_clipped_step_seconds"] = prediction.clipped_step_seconds;
   report_["prediction_from"] = "start";
   report_["bound_by"] = prediction.bound_by;
   report_["plan"] = plan.plan.reasons;
@@ -136,7 +138,9 @@ void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tok
   if (steps_.size() > kStepsKept) steps_.pop_front();
   last_ = Now(engine);
   if (stepped_ == 1) first_ = last_;
-  if (stepped_ > 1 && result.in_backward == 0) ++deferred_steps_;
+  if (stepped_ == 1) return;
+  if (result.in_backward == 0) ++deferred_steps_;
+  if (result.redone) ++redone_steps_;
 }
 
 std::string Report::Finish(const Engine* engine, const absl::Status& status) {
@@ -158,6 +162,8 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
     report_["predicted_unclipped_step_seconds"] = prediction_.step_seconds;
     report_["predicted_clipped_step_seconds"] = prediction_.clipped_step_seconds;
   }
+  report_["deferred_steps"] = deferred_steps_;
+  report_["redone_steps"] = redone_steps_;
   report_["nvme_bytes_per_param_per_step"] = bytes_per_param_per_step_;
   report_["io_saturated_seconds"] = saturated;
   report_["compute_union_seconds"] = computed;

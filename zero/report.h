@@ -6,12 +6,19 @@
 //   compute_union_seconds          union of the intervals in which forward, backward or update kernels ran
 //   overlap_ratio                  its seconds / max(io_saturated_seconds, compute_union_seconds)
 //   io_gbps_achieved               its NVMe bytes / io_saturated_seconds, in 10^9 bytes per second
+//   order_of_update                what the plan does while nothing is clipped: "next_forward",
+//                                  "in_backward", or "mixed" with in_backward_share of the tiles;
+//                                  deferred_steps of its steps updated nothing in backward (they were, or
+//                                  were likely to be, clipped), redone_steps did so for nothing
 //   predicted_step_seconds         the step of the simulator, by the steps that there were: those that
 //                                  updated nothing in backward take predicted_clipped_step_seconds, the
 //                                  others predicted_unclipped_step_seconds. Both with what the second and
 //                                  third step of the process showed of times and bandwidths
 //                                  (prediction_from "first steps"), before those with what was measured at
-//                                  the start ("start"); predicted_at_start_step_seconds is the latter
+//                                  the start ("start"); predicted_at_start_step_seconds and
+//                                  predicted_at_start_clipped_step_seconds are the latter
+// stall_seconds is, by cause, what the compute lane waited for from its first operation to its last: together
+// with what forward and backward took, all of that time.
 // h2d_bytes and d2h_bytes are what the run copied: weights, gradients, inputs and batches; single numbers
 // (losses) apart. peak_device_bytes is the device's slots and LibTorch's tensors there, 0 where the host
 // computes.
@@ -79,7 +86,9 @@ class Report {
   int64_t tokens_ = 0;
   int64_t parameters_ = 0;
   tiering::Prediction prediction_;
-  int64_t deferred_steps_ = 0;  // of the steady state: all updates left to the next forward
+  // Of the steady state: steps that left all updates to the next forward, and steps some of whose updates
+  // were made in backward, and then again.
+  int64_t deferred_steps_ = 0, redone_steps_ = 0;
   double overlap_ratio_ = 0, bytes_per_param_per_step_ = 0, io_gbps_ = 0;
 };
 

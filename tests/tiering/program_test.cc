@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <tuple>
 
@@ -329,6 +330,48 @@ TEST(Executor, AnErrorEndsTheRunWithNothingInFlight) {
     EXPECT_EQ(executor.RunUntilIdle().code(), absl::StatusCode::kDataLoss) << fail_at;
     EXPECT_EQ(executor.in_flight(), 0u);
     EXPECT_EQ(executor.RunUntil(builder.next_id() - 1).code(), absl::StatusCode::kDataLoss);
+  }
+}
+
+// Whatever the machine: what the compute lane did, and what it waited for, is all of its time.
+TEST(Executor, BusyAndStalledIsAllTheTime) {
+  const ModelGraph graph = Chain(12, 1 << 20, 1e-3);
+  PlanOptions options;
+  options.host_budget_bytes = graph.elements() * 2 + 90 * kMiB;
+  const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  for (const double bandwidth : {1e8, 1e9, 1e10}) {
+    MachineModel machine;
+    machine.read_bytes_per_s = machine.write_bytes_per_s = bandwidth;
+    SimLanes lanes(*plan, machine);
+    Executor executor(&lanes);
+    double first = -1, last = 0, busy = 0, waited = 0, waited_until = 0;
+    executor.set_observer([&](OpId, const Op& op, double start, double end) {
+      if (op.lane != Lane::kCompute) return;
+      if (first < 0) first = start;
+      last = std::max(last, end);
+      busy += end - start;
+    });
+    executor.set_stall_observer([&](Stall cause, double start, double end) {
+      EXPECT_NE(cause, Stall::kNone);
+      EXPECT_GE(start, waited_until) << "waits overlap";
+      EXPECT_GT(end, start);
+      waited += end - start;
+      waited_until = end;
+    });
+    ProgramBuilder builder(graph, *plan, 1);
+    OpId norm = -1;
+    for (int step = 1; step <= 3; ++step) {
+      executor.Append(builder.Append(Pass::kTrain));
+      norm = builder.next_id() - 1;
+      executor.OpenGate(step);
+      ASSERT_TRUE(executor.RunUntil(norm).ok());
+    }
+    const Usage usage = executor.TakeUsage();
+    const double stalled = std::accumulate(usage.stall_seconds.begin(), usage.stall_seconds.end(), 0.0);
+    EXPECT_NEAR(stalled, waited, 1e-9);
+    EXPECT_NEAR(busy + stalled, last, 1e-9 * last) << "from when there was something to compute, at 0";
+    EXPECT_GT(first, 0) << "the first reads";
   }
 }
 

@@ -91,6 +91,55 @@ TEST_F(CliTest, TrainsLogsReportsAndGoesOnToALaterStep) {
   EXPECT_EQ(Inspect(state)["step"], 20);
 }
 
+// What a trace shows between two operations of the compute lane is named, piece by piece, and the report's
+// stall_seconds are its sums.
+TEST_F(CliTest, ATraceHasNoGapThatTheReportDoesNotExplain) {
+  const std::string report_file = dir_ + "/report", trace_file = dir_ + "/trace.json";
+  const Ran ran = Run(Train(dir_ + "/state", {"--steps", "10", "--eval-data", text_, "--eval-every", "4",
+                                              "--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "3",
+                                              "--report", report_file, "--trace", trace_file}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const json report = json::parse(ReadFile(report_file));
+  std::map<int, std::string> tracks;
+  struct Event {
+    std::string name;
+    double start, end;
+  };
+  std::vector<Event> computes, waits;
+  for (const json& event : json::parse(ReadFile(trace_file))) {
+    if (!event.contains("ph")) continue;
+    if (event["ph"] == "M") tracks[event["tid"]] = event["args"]["name"];
+    if (event["ph"] != "X") continue;
+    const double start = event["ts"];
+    const Event read{event["name"], start, start + event["dur"].get<double>()};
+    if (tracks[event["tid"]] == "compute") computes.push_back(read);
+    if (tracks[event["tid"]] == "compute waits for") waits.push_back(read);
+  }
+  ASSERT_GT(computes.size(), 100u);
+  constexpr double kRounding = 0.01;  // microseconds
+  size_t wait = 0;
+  while (wait < waits.size() && waits[wait].start < computes.front().start) ++wait;
+  double busy = 0, waited = 0;
+  for (size_t i = 0; i + 1 < computes.size(); ++i) {
+    busy += computes[i].end - computes[i].start;
+    double explained_until = computes[i].end;
+    for (; wait < waits.size() && waits[wait].start < computes[i + 1].start; ++wait) {
+      EXPECT_NEAR(waits[wait].start, explained_until, kRounding);
+      explained_until = waits[wait].end;
+      waited += waits[wait].end - waits[wait].start;
+    }
+    EXPECT_NEAR(explained_until, computes[i + 1].start, kRounding) << "after operation " << i;
+  }
+  EXPECT_NEAR(busy + waited, computes.back().start - computes.front().start, 1);
+  std::map<std::string, double> by_cause;
+  for (const Event& event : waits) by_cause[event.name] += (event.end - event.start) * 1e-6;
+  for (const auto& [cause, seconds] : report["stall_seconds"].items()) {
+    EXPECT_NEAR(by_cause[cause], seconds.get<double>(), 1e-4) << cause;
+    by_cause.erase(cause);
+  }
+  EXPECT_TRUE(by_cause.empty()) << "the trace names what the report does not: " << by_cause.begin()->first;
+}
+
 TEST_F(CliTest, ATermSignalStopsInGoodOrderAndResumingLosesNoBit) {
   const Words steps = {"--steps", "40"};
   const std::string whole_log = dir_ + "/whole.log", log = dir_ + "/log", report = dir_ + "/report";
