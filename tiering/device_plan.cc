@@ -49,14 +49,9 @@ class DevicePlanner {
       leanest = std::move(plan);
     }
     if (budget > 0 && budget < least) {
-      std::string parts;
-      const Ledger ledger = leanest.ledger();
-      for (const Ledger::Line& line : ledger.lines()) {
-        absl::StrAppend(&parts, parts.empty() ? "" : ", ", line.what, " ", line.bytes);
-      }
       return absl::FailedPreconditionError(
           absl::StrCat("a device memory budget of ", budget, " bytes is too small: the least that works is ",
-                       least, " bytes (", (least + kMiB - 1) / kMiB, "M; ", parts,
+                       least, " bytes (", (least + kMiB - 1) / kMiB, "M; ", leanest.ledger().Listed(),
                        "); a smaller micro-batch or sequence takes less"));
     }
     const int64_t room = budget > 0 ? budget : std::numeric_limits<int64_t>::max();

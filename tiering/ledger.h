@@ -4,7 +4,10 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "absl/strings/str_cat.h"
 
 namespace penstock::tiering {
 
@@ -25,6 +28,13 @@ class Ledger {
     return sum;
   }
   const std::vector<Line>& lines() const { return lines_; }
+  // "what bytes, what bytes, ...": for an error's one line.
+  std::string Listed() const {
+    std::string parts;
+    for (const Line& line : lines_)
+      absl::StrAppend(&parts, parts.empty() ? "" : ", ", line.what, " ", line.bytes);
+    return parts;
+  }
 
  private:
   std::vector<Line> lines_;

@@ -195,6 +195,9 @@ struct PlanOptions {
   PlanBounds bounds;
   DeviceOptions device;
   MachineModel machine;  // what candidates are compared on
+  // A model of few tiles is also planned under the bounds that users like to set, and the best is taken: up
+  // to 1% of a step, for some searches more.
+  bool compares_policies = true;
   // Elements of every tile of every block, where a store has fixed them; empty: chosen.
   std::vector<std::vector<int64_t>> fixed_tiles;
 };

@@ -16,12 +16,12 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "tiering/belady.h"
 #include "tiering/byte_size.h"
 #include "tiering/plan.h"
+#include "tiering/plan_layout.h"
 #include "tiering/program.h"
+#include "tiering/resident_set.h"
 #include "tiering/update_order.h"
-#include "tiering/working_set.h"
 
 namespace penstock::tiering {
 namespace {
@@ -30,16 +30,6 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kHugePage = 2 * kMiB;
 
 size_t At(int index) { return static_cast<size_t>(index); }
-
-// One size of working set: how many blocks' weights are in memory at once, how large a tile, how many bytes
-// of tiles.
-struct Level {
-  int runs;
-  int64_t tile_elements;
-  int64_t ring_bytes;
-  int least_ring;
-  int gradient_ring;
-};
 
 // The last is the least with which everything still overlaps: one block computes while the next is read, one
 // tile is updated while others are read and written.
@@ -71,37 +61,23 @@ constexpr std::array<Spending, 3> kLateSpendings = {{
     {{Kind::kBlocks, Kind::kState, Kind::kGradients}, "whole blocks, then state, then gradients"},
 }};
 
-std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
-  std::vector<Tile> tiles;
-  int64_t offset = 0;
-  for (const int64_t each : elements) {
-    tiles.push_back({offset, each});
-    offset += each;
-  }
-  return tiles;
-}
-
 // A less comfortable plan, or another placement, must make a step shorter than this share of the best so far.
 constexpr double kWorthwhile = 0.999;
 
 class Planner {
  public:
   Planner(const ModelGraph& graph, const PlanOptions& options, DevicePlan device)
-      : graph_(graph), options_(options), device_(std::move(device)) {
-    uses_.resize(graph.blocks.size(), 0);
-    for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
-    for (const StageShape& stage : graph.stages) walk_.push_back(stage.block);
-    // The last stage runs forward and backward in one go: one use.
-    for (size_t s = graph.stages.size() - 1; options.trains && s-- > 0;)
-      walk_.push_back(graph.stages[s].block);
-  }
+      : graph_(graph),
+        options_(options),
+        layout_(graph, options, std::move(device)),
+        resident_(graph, options) {}
 
   absl::StatusOr<Plan> Make() {
     const int64_t budget = options_.host_budget_bytes;
     if (!options_.on_nvme) {
-      Plan plan = Build(kLevels[0], /*resident_gradients=*/Count(), /*budget=*/0);
-      MakeAllPrivate(&plan);
-      LayOut(&plan);
+      Plan plan = layout_.Build(kLevels[0], /*resident_gradients=*/Count(), /*budget=*/0);
+      PlanLayout::MakeAllPrivate(&plan);
+      layout_.LayOut(&plan);
       plan.least_host_memory_bytes = plan.host_bytes();
       plan.reasons = {"everything stays in memory: there is no drive"};
       CountBytes(&plan);
@@ -109,9 +85,10 @@ class Planner {
       return plan;
     }
     const int64_t least = Least();
-    if (budget > 0 && least > budget) return TooSmall(least, Build(kLevels.back(), 0, /*budget=*/1));
+    if (budget > 0 && least > budget) return TooSmall(least, layout_.Build(kLevels.back(), 0, /*budget=*/1));
     Choice choice = Best(budget);
-    if (options_.bounds.placement == Placement::kAuto && budget > 0) TryFixedPlacements(&choice);
+    if (options_.compares_policies && options_.bounds.placement == Placement::kAuto && budget > 0)
+      TryFixedPolicies(&choice);
     Plan plan = std::move(choice.plan);
     plan.least_host_memory_bytes = least;
     CountBytes(&plan);
@@ -126,14 +103,18 @@ class Planner {
 
   int Count() const { return static_cast<int>(graph_.blocks.size()); }
 
-  // `auto` is never slower than what a user could fix: the search for each of the other placements leaves
-  // room for what it keeps before it sizes the working set, which now and then finds a better whole.
-  void TryFixedPlacements(Choice* choice) const {
+  // `auto` is not slower than what a user could fix: under each of these bounds the search sizes the working
+  // set with other room beside it, which now and then finds a better whole.
+  void TryFixedPolicies(Choice* choice) const {
     if (!choice->plan.trains || !FewTilesToSimulate(choice->plan)) return;
-    for (const Placement placement : {Placement::kCuda, Placement::kConst}) {
+    std::vector<PlanBounds> policies(2, options_.bounds);
+    policies[0].placement = Placement::kCuda;
+    policies[1].placement = Placement::kConst;
+    policies[1].const_bytes = StayingBytes(choice->plan) / 2;
+    for (const PlanBounds& policy : policies) {
       PlanOptions options = options_;
-      options.bounds.placement = placement;
-      const Planner planner(graph_, options, device_);
+      options.bounds = policy;
+      const Planner planner(graph_, options, layout_.device());
       if (planner.Least() > options_.host_budget_bytes) continue;
       Choice other = planner.Best(options_.host_budget_bytes);
       if (FewTilesToSimulate(other.plan) && other.seconds < choice->seconds * kWorthwhile)
@@ -141,10 +122,22 @@ class Planner {
     }
   }
 
+  // Of weights and state.
+  static int64_t StayingBytes(const Plan& plan) {
+    int64_t bytes = 0;
+    for (const BlockPlan& block : plan.blocks) {
+      if (block.private_run_slot >= 0) bytes += plan.run_slots[At(block.private_run_slot)].bytes;
+      for (const int slot : block.private_tile_slot) {
+        if (slot >= 0) bytes += plan.tile_slots[At(slot)].bytes;
+      }
+    }
+    return bytes;
+  }
+
   int64_t Least() const {
     int64_t least = std::numeric_limits<int64_t>::max();
     for (const Level& level : kLevels) {
-      const Plan plan = Build(level, 0, /*budget=*/1);
+      const Plan plan = layout_.Build(level, 0, /*budget=*/1);
       least = std::min(least, plan.host_bytes() + RequiredBytes(plan));
     }
     return least;
@@ -153,14 +146,15 @@ class Planner {
   // What must stay by the user's word, beyond the working set.
   int64_t RequiredBytes(const Plan& plan) const {
     if (options_.bounds.placement != Placement::kCuda) return 0;
-    return BytesOf(plan, ChooseWeights(plan, std::numeric_limits<int64_t>::max())) + kHugePage;
+    return ResidentSet::BytesOf(plan, resident_.ChooseWeights(plan, std::numeric_limits<int64_t>::max())) +
+           kHugePage;
   }
 
   // The working set of a level, with room in the budget for what must stay.
   Plan WorkingSet(const Level& level, int64_t budget) const {
-    Plan plan = Build(level, 0, budget);
+    Plan plan = layout_.Build(level, 0, budget);
     const int64_t required = RequiredBytes(plan);
-    return required == 0 ? plan : Build(level, 0, std::max<int64_t>(1, budget - required));
+    return required == 0 ? plan : layout_.Build(level, 0, std::max<int64_t>(1, budget - required));
   }
 
   bool Fits(const Level& level, int64_t budget) const {
@@ -169,15 +163,10 @@ class Planner {
   }
 
   absl::Status TooSmall(int64_t least, const Plan& plan) const {
-    std::string parts;
-    const Ledger ledger = plan.ledger();
-    for (const Ledger::Line& line : ledger.lines()) {
-      absl::StrAppend(&parts, parts.empty() ? "" : ", ", line.what, " ", line.bytes);
-    }
     return absl::FailedPreconditionError(
         absl::StrCat("a host memory budget of ", options_.host_budget_bytes,
                      " bytes is too small: the least that works is ", least, " bytes (",
-                     (least + kMiB - 1) / kMiB, "M; ", parts, ")",
+                     (least + kMiB - 1) / kMiB, "M; ", plan.ledger().Listed(), ")",
                      options_.on_nvme ? "; a smaller micro-batch or sequence takes less"
                                       : "; with --offload nvme less would do"));
   }
@@ -187,7 +176,7 @@ class Planner {
   // stay first depends on how compute, reads and writes compare.
   Choice Best(int64_t budget) const {
     if (budget == 0) {
-      Plan plan = Build(kLevels[0], Count(), /*budget=*/0);
+      Plan plan = layout_.Build(kLevels[0], Count(), /*budget=*/0);
       const double seconds = Order(/*thorough=*/true, &plan);
       return {std::move(plan), seconds};
     }
@@ -215,7 +204,10 @@ class Planner {
       if (!Fits(level, budget)) fitting.runs = 1;
       if (!more || !Fits(fitting, budget)) continue;
       more = consider(fitting, spendings()[0]);
-      if (more && FewTilesToSimulate(candidates.back().plan)) consider(fitting, spendings()[1]);
+      if (!more || !FewTilesToSimulate(candidates.back().plan)) continue;
+      consider(fitting, spendings()[1]);
+      fitting.runs = 1;
+      consider(fitting, spendings()[0]);
     }
     // For the levels that do best with the first way to spend: the other ways, and one block of weights in
     // memory at a time, which leaves more for what stays.
@@ -278,338 +270,8 @@ class Planner {
     return signature;
   }
 
-  // The level within the user's bounds; one block in flight is the least.
-  Level Bounded(Level level) const {
-    int64_t largest = 1;
-    for (const BlockShape& block : graph_.blocks) largest = std::max(largest, block.elements);
-    int64_t runs = level.runs;
-    const PlanBounds& bounds = options_.bounds;
-    if (bounds.live_elements) runs = std::min(runs, *bounds.live_elements / largest);
-    if (bounds.prefetch_elements) runs = std::min(runs, 1 + *bounds.prefetch_elements / largest);
-    if (bounds.run_slots) runs = std::min(runs, *bounds.run_slots);
-    level.runs = static_cast<int>(std::max<int64_t>(runs, 1));
-    return level;
-  }
-
-  // Within `budget` as far as inputs can go to the drive; 0: they stay.
-  Plan Build(const Level& wanted, int resident_gradients, int64_t budget) const {
-    const Level level = Bounded(wanted);
-    Plan plan;
-    plan.precision = options_.precision;
-    plan.world = options_.world;
-    plan.micro_batches = options_.micro_batches;
-    plan.on_nvme = options_.on_nvme;
-    plan.trains = options_.trains;
-    plan.commits_every_step = options_.commits_every_step;
-    plan.clips = options_.clips;
-    plan.host_budget_bytes = options_.host_budget_bytes;
-
-    int64_t tile_elements = level.tile_elements;
-    if (options_.tile_bytes > 0) {
-      // The bytes are nearly proportional; only the padding of a segment to pages is not.
-      tile_elements = std::min(tile_elements, options_.tile_bytes * kElementAlignment /
-                                                  plan.precision.UnpaddedBytes(kElementAlignment));
-    }
-    tile_elements = std::max(tile_elements / kElementAlignment * kElementAlignment, kElementAlignment);
-    while (options_.tile_bytes > 0 && tile_elements > kElementAlignment &&
-           plan.precision.TotalBytes(tile_elements) > options_.tile_bytes) {
-      tile_elements -= kElementAlignment;
-    }
-
-    std::vector<int64_t> sizes;
-    for (const BlockShape& block : graph_.blocks)
-      sizes.push_back(PartElements(block.elements, options_.world));
-    const std::vector<int64_t> classes = ClassSizes(sizes, level.runs);
-    std::vector<int> members(classes.size(), 0);
-    int64_t tiles = 0;
-    for (size_t b = 0; b < graph_.blocks.size(); ++b) {
-      BlockPlan& block = plan.blocks.emplace_back();
-      block.elements = sizes[b];
-      block.tiles = options_.fixed_tiles.empty() ? CutTiles(block.elements, tile_elements)
-                                                 : FixedTiles(options_.fixed_tiles[b]);
-      block.private_tile_slot.assign(block.tiles.size(), -1);
-      block.in_backward.assign(block.tiles.size(), 0);
-      block.uses = uses_[b];
-      while (classes[At(block.run_class)] < block.elements) ++block.run_class;
-      ++members[At(block.run_class)];
-      tiles += static_cast<int64_t>(block.tiles.size());
-      for (const Tile& tile : block.tiles) plan.tile_elements = std::max(plan.tile_elements, tile.elements);
-    }
-    plan.positions = static_cast<int>(graph_.stages.size());
-    plan.device = device_;
-    KeepInputs(&plan, device_.apart ? device_.kept_inputs : plan.positions);
-    for (size_t c = 0; c < classes.size(); ++c) {
-      RunClass cls;
-      cls.bytes = classes[c] * plan.world * plan.precision.weight_bytes();
-      cls.slots = std::min(level.runs, members[c]);
-      plan.run_classes.push_back(cls);
-    }
-    if (plan.trains) {
-      // SGD without momentum has no state beside fp32 weights.
-      const int64_t tile_bytes = std::max(plan.precision.StateBytes(plan.tile_elements), kPage);
-      plan.tile_ring =
-          static_cast<int>(std::clamp<int64_t>(level.ring_bytes / tile_bytes, level.least_ring, 64));
-      plan.tile_ring = static_cast<int>(std::min<int64_t>(plan.tile_ring, tiles));
-      int64_t most = options_.bounds.tile_slots.value_or(plan.tile_ring);
-      if (options_.bounds.state_bytes) most = std::min(most, *options_.bounds.state_bytes / tile_bytes);
-      plan.tile_ring = static_cast<int>(std::clamp<int64_t>(most, 1, plan.tile_ring));
-    }
-    PlaceGradients(&plan, level, resident_gradients);
-    LayOut(&plan);
-    if (plan.trains && options_.on_nvme && !device_.apart && resident_gradients == 0 && budget > 0) {
-      SpillInputs(&plan, budget);
-    }
-    return plan;
-  }
-
-  // Inputs of the last `kept` stages stay where they are made.
-  void KeepInputs(Plan* plan, int kept) const {
-    plan->kept_inputs = kept;
-    plan->input_ring = kInputRing;
-    int64_t largest = 0, scratch = 0;
-    for (const StageShape& stage : graph_.stages) largest = std::max(largest, stage.input_scratch_bytes);
-    plan->input_slots.clear();
-    for (int position = 0; position < plan->positions; ++position) {
-      if (!plan->SpillsInput(position)) continue;
-      scratch += AlignUp(largest, kPage) * plan->micro_batches;
-      if (device_.apart)
-        plan->input_slots.insert(plan->input_slots.end(), At(plan->micro_batches), {0, largest});
-    }
-    const int64_t initial = plan->trains ? InitialTensorBytes(graph_, plan->tile_elements) : 0;
-    if (device_.apart) {
-      // What the host holds for the device: a pass's batch, as its caller made it.
-      plan->evaluate_micro_batches = device_.evaluate_micro_batches;
-      plan->tensor_bytes = std::max(initial, HostTensorBytes(graph_, plan->micro_batches));
-      return;
-    }
-    plan->input_scratch_bytes = scratch;
-    plan->tensor_bytes = std::max(initial, ComputeTensorBytes(graph_, plan->micro_batches, plan->trains, kept,
-                                                              &plan->evaluate_micro_batches));
-  }
-
-  // Sends as few inputs to the drive as the budget asks for: like a gradient, one costs a write and a read of
-  // itself, and gradients go first.
-  void SpillInputs(Plan* plan, int64_t budget) const {
-    for (int kept = plan->positions - 1; kept >= kInputRing && plan->host_bytes() > budget; --kept)
-      KeepInputs(plan, kept);
-  }
-
-  void PlaceGradients(Plan* plan, const Level& level, int resident_gradients) const {
-    plan->gradient_rings.resize(plan->run_classes.size());
-    if (!plan->trains) return;
-    int resident = 0;
-    std::vector<int> spilled(plan->run_classes.size(), 0);
-    bool shares_accumulator = false;
-    for (size_t b = 0; b < plan->blocks.size(); ++b) {
-      BlockPlan& block = plan->blocks[b];
-      // fp32 gradients are summed where they wait; one that several stages add to must stay in its place.
-      const bool must_stay =
-          !device_.apart && block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
-      if (must_stay || resident < resident_gradients) {
-        block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
-        plan->gradient_slots.push_back({0, block.elements * plan->precision.gradient_bytes});
-        ++resident;
-      } else {
-        ++spilled[At(block.run_class)];
-      }
-      if (!plan->needs_accumulator(static_cast<int>(b))) continue;
-      if (block.uses == 1) shares_accumulator = true;
-    }
-    for (size_t c = 0; c < spilled.size(); ++c) {
-      RunClass& ring = plan->gradient_rings[c];
-      ring.bytes = plan->run_classes[c].bytes / plan->world / plan->precision.weight_bytes() *
-                   plan->precision.gradient_bytes;
-      ring.slots = std::min(level.gradient_ring, spilled[c]);
-      ring.first_slot = static_cast<int>(plan->gradient_slots.size());
-      for (int i = 0; i < ring.slots; ++i) plan->gradient_slots.push_back({0, ring.bytes});
-    }
-    if (shares_accumulator) {
-      int64_t largest = 0;
-      for (int b = 0; b < Count(); ++b) {
-        if (plan->blocks[At(b)].uses == 1) largest = std::max(largest, AccumulatorBytes(*plan, b));
-      }
-      plan->accumulator_ring = std::min(level.gradient_ring, Count());
-      for (int i = 0; i < plan->accumulator_ring; ++i) plan->accumulator_slots.push_back({0, largest});
-    }
-    for (size_t b = 0; b < plan->blocks.size(); ++b) {
-      BlockPlan& block = plan->blocks[b];
-      if (block.uses > 1 && plan->needs_accumulator(static_cast<int>(b))) {
-        block.accumulator_slot = static_cast<int>(plan->accumulator_slots.size());
-        plan->accumulator_slots.push_back({0, AccumulatorBytes(*plan, static_cast<int>(b))});
-      }
-    }
-  }
-
-  static int64_t AccumulatorBytes(const Plan& plan, int block) {
-    return plan.run_elements(block) * plan.accumulator_bytes(block);
-  }
-
-  // Numbers the slots and gives each its place: shared runs by class, private runs, tiles, gradients,
-  // accumulators.
-  void LayOut(Plan* plan) const {
-    plan->run_slots.clear();
-    for (RunClass& cls : plan->run_classes) {
-      cls.first_slot = static_cast<int>(plan->run_slots.size());
-      for (int i = 0; i < cls.slots; ++i) plan->run_slots.push_back({0, cls.bytes});
-    }
-    for (BlockPlan& block : plan->blocks) {
-      if (block.private_run_slot < 0) continue;
-      block.private_run_slot = static_cast<int>(plan->run_slots.size());
-      plan->run_slots.push_back({0, block.elements * plan->world * plan->precision.weight_bytes()});
-    }
-    plan->tile_slots.clear();
-    bool spills = false;
-    for (const RunClass& ring : plan->gradient_rings) spills |= ring.slots > 0;
-    plan->tile_state_bytes = StateBytes(*plan, plan->tile_elements);
-    plan->tile_gradient_offset = plan->tile_state_bytes;
-    const int64_t ring_bytes =
-        plan->tile_state_bytes +
-        (spills ? AlignUp(plan->tile_elements * plan->precision.gradient_bytes, kPage) : 0);
-    for (int i = 0; i < plan->tile_ring; ++i) plan->tile_slots.push_back({0, ring_bytes});
-    for (BlockPlan& block : plan->blocks) {
-      for (size_t t = 0; t < block.tiles.size(); ++t) {
-        if (block.private_tile_slot[t] < 0) continue;
-        block.private_tile_slot[t] = static_cast<int>(plan->tile_slots.size());
-        // A spilled gradient is read beside the state, also where the state stays.
-        const int64_t extra = block.gradient_slot < 0 ? ring_bytes - plan->tile_state_bytes : 0;
-        plan->tile_slots.push_back({0, extra > 0 ? ring_bytes : StateBytes(*plan, block.tiles[t].elements)});
-      }
-    }
-    int64_t offset = 0;
-    for (std::vector<Slot>* slots : {&plan->run_slots, &plan->tile_slots, &plan->gradient_slots,
-                                     &plan->accumulator_slots, &plan->input_slots}) {
-      for (Slot& slot : *slots) {
-        slot.offset = offset;
-        offset += AlignUp(slot.bytes, kPage);
-      }
-    }
-    plan->slot_bytes = offset;
-    if (options_.copies_checkpoints && plan->on_nvme) {
-      plan->checkpoint_bytes =
-          AlignUp(plan->tile_elements * plan->precision.weight_bytes(), kPage) + plan->tile_state_bytes;
-    }
-    plan->network_bytes = plan->trains ? NetworkBytes(plan->world) : 0;
-    plan->arena_bytes = AlignUp(offset + plan->checkpoint_bytes + plan->network_bytes, kHugePage);
-  }
-
-  static int64_t StateBytes(const Plan& plan, int64_t elements) {
-    return plan.state_segment_offset(static_cast<int>(plan.precision.segment_bytes.size()), elements);
-  }
-
-  void MakeAllPrivate(Plan* plan) const {
-    for (BlockPlan& block : plan->blocks) {
-      block.private_run_slot = 0;  // numbered by LayOut
-      if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), 0);
-    }
-    for (RunClass& cls : plan->run_classes) cls.slots = 0;
-    plan->tile_ring = 0;
-  }
-
-  static int64_t WeightBytes(const Plan& plan, const BlockPlan& block) {
-    return AlignUp(block.elements * plan.world * plan.precision.weight_bytes(), kPage);
-  }
-  static int64_t BytesOf(const Plan& plan, const std::vector<char>& stays) {
-    int64_t bytes = 0;
-    for (size_t b = 0; b < stays.size(); ++b) bytes += stays[b] != 0 ? WeightBytes(plan, plan.blocks[b]) : 0;
-    return bytes;
-  }
-
-  // Most elements that are used between two uses of the block that follow each other, from step to step.
-  int64_t LongestGap(int block) const {
-    int64_t since = 0, longest = 0;
-    bool seen = false;
-    for (size_t i = 0; i < 2 * walk_.size(); ++i) {
-      const int used = walk_[i % walk_.size()];
-      if (used == block) {
-        if (seen) longest = std::max(longest, since);
-        seen = true;
-        since = 0;
-      } else {
-        since += graph_.blocks[At(used)].elements;
-      }
-    }
-    return longest;
-  }
-
-  // Blocks whose weights stay, within `free` bytes and the user's bounds: those whose reads they save are
-  // worth most for their memory. Small ones that the user wants to persist come first.
-  std::vector<char> ChooseWeights(const Plan& plan, int64_t free) const {
-    const PlanBounds& bounds = options_.bounds;
-    std::vector<char> stays(plan.blocks.size(), 0);
-    if (bounds.persistent_block_elements || bounds.persistent_elements) {
-      int64_t may_persist = bounds.persistent_elements.value_or(std::numeric_limits<int64_t>::max());
-      for (size_t b = 0; b < plan.blocks.size(); ++b) {
-        const BlockPlan& block = plan.blocks[b];
-        if (block.elements > bounds.persistent_block_elements.value_or(100'000)) continue;  // DeepSpeed's
-        if (block.elements > may_persist || WeightBytes(plan, block) > free) continue;
-        stays[b] = 1;
-        may_persist -= block.elements;
-        free -= WeightBytes(plan, block);
-      }
-    }
-    if (bounds.placement == Placement::kCpu) return stays;
-    if (bounds.resident_elements) {
-      free = std::min(free, *bounds.resident_elements * plan.precision.weight_bytes());
-    }
-    // What the shared slots save by themselves is not saved again by staying.
-    std::vector<std::vector<int>> uses(plan.run_classes.size());
-    std::vector<int> members(plan.run_classes.size(), 0);
-    for (const int block : walk_) uses[At(plan.blocks[At(block)].run_class)].push_back(block);
-    for (const BlockPlan& block : plan.blocks) ++members[At(block.run_class)];
-    std::vector<Keepable> items(plan.blocks.size());
-    for (size_t c = 0; c < uses.size(); ++c) {
-      const RunClass& cls = plan.run_classes[c];
-      if (members[c] <= cls.slots) continue;  // the class keeps all its blocks anyway
-      const Replacement replacement = BeladyMisses(uses[c], Count(), std::max(1, cls.slots), 3);
-      for (size_t b = 0; b < items.size(); ++b) {
-        if (At(plan.blocks[b].run_class) != c || stays[b] != 0) continue;
-        if (bounds.reuse_elements && LongestGap(static_cast<int>(b)) > *bounds.reuse_elements) continue;
-        // A block that its class happens to keep has nothing to save now, but has once others stay.
-        const int64_t bytes = WeightBytes(plan, plan.blocks[b]);
-        items[b] = {
-            bytes, static_cast<double>(bytes) * std::max(0.5, static_cast<double>(replacement.misses_of[b]))};
-      }
-    }
-    const std::vector<char> chosen = ChooseResident(items, free);
-    for (size_t b = 0; b < stays.size(); ++b) {
-      if (chosen[b] != 0) stays[b] = 1;
-    }
-    // As many as a class has shared slots need none of their own once the others have.
-    std::vector<int> shared = members;
-    for (size_t b = 0; b < stays.size(); ++b) shared[At(plan.blocks[b].run_class)] -= stays[b];
-    for (size_t b = 0; b < stays.size(); ++b) {
-      const auto c = At(plan.blocks[b].run_class);
-      if (stays[b] == 0 || shared[c] >= plan.run_classes[c].slots) continue;
-      stays[b] = 0;
-      ++shared[c];
-    }
-    return stays;
-  }
-
   const std::array<Spending, 3>& spendings() const {
     return options_.commits_every_step ? kSpendings : kLateSpendings;
-  }
-
-  // Blocks that stay with all their state, first come, first served: each saves as much for a byte as any
-  // other. Adds them to those whose weights stay; returns the bytes that this takes.
-  int64_t KeepBlocks(const Plan& plan, int64_t free, std::vector<char>* weights,
-                     std::vector<char>* whole) const {
-    const int64_t ring = plan.tile_slots.empty() ? 0 : plan.tile_slots.front().bytes;
-    const bool spills = ring > plan.tile_state_bytes;  // a gradient is read beside the state
-    int64_t elements = options_.bounds.resident_elements.value_or(std::numeric_limits<int64_t>::max());
-    int64_t taken = 0;
-    for (size_t b = 0; b < plan.blocks.size(); ++b) {
-      const BlockPlan& block = plan.blocks[b];
-      int64_t bytes = (*weights)[b] != 0 ? 0 : WeightBytes(plan, block);
-      for (const Tile& tile : block.tiles) {
-        bytes += AlignUp(spills ? ring : StateBytes(plan, tile.elements), kPage);
-      }
-      if (bytes > free - taken || block.elements > elements) continue;
-      taken += bytes;
-      elements -= block.elements;
-      (*weights)[b] = (*whole)[b] = 1;
-    }
-    return taken;
   }
 
   // The working set of `level`, and the rest of the budget spent in the given order.
@@ -623,8 +285,8 @@ class Planner {
         bounds.placement == Placement::kConst ? bounds.const_bytes : std::numeric_limits<int64_t>::max();
     auto left = [&] { return budget - plan.host_bytes() - stay_bytes - kHugePage; };
     auto keep_weights = [&] {
-      weights = ChooseWeights(plan, std::min(left(), may_stay));
-      const int64_t bytes = BytesOf(plan, weights);
+      weights = resident_.ChooseWeights(plan, std::min(left(), may_stay));
+      const int64_t bytes = ResidentSet::BytesOf(plan, weights);
       stay_bytes += bytes;
       may_stay -= bytes;
     };
@@ -637,18 +299,18 @@ class Planner {
         while (low < high) {
           const int middle = (low + high + 1) / 2;
           const int64_t more = stay_bytes > 0 ? stay_bytes + kHugePage : 0;
-          if (Build(level, middle, budget).host_bytes() + more <= budget) {
+          if (layout_.Build(level, middle, budget).host_bytes() + more <= budget) {
             low = middle;
           } else {
             high = middle - 1;
           }
         }
         // Without any, the working set stays as it was cut to leave room for what must stay.
-        if (low > 0) plan = Build(level, low, budget);
+        if (low > 0) plan = layout_.Build(level, low, budget);
       } else if (kind == Kind::kWeights && !all_weights) {
         keep_weights();
       } else if (kind == Kind::kBlocks && plan.trains && bounds.placement != Placement::kCpu) {
-        const int64_t bytes = KeepBlocks(plan, std::min(left(), may_stay), &weights, &whole);
+        const int64_t bytes = resident_.KeepBlocks(plan, std::min(left(), may_stay), &weights, &whole);
         stay_bytes += bytes;
         may_stay -= bytes;
       } else if (kind == Kind::kState && plan.trains && bounds.placement != Placement::kCpu) {
@@ -667,7 +329,7 @@ class Planner {
         if (whole[b] != 0 || tiles-- > 0) slot = 0;
       }
     }
-    LayOut(&plan);
+    layout_.LayOut(&plan);
     return plan;
   }
 
@@ -715,9 +377,8 @@ class Planner {
 
   const ModelGraph& graph_;
   const PlanOptions& options_;
-  const DevicePlan device_;
-  std::vector<int> uses_;
-  std::vector<int> walk_;  // blocks in the order of their uses in a step
+  const PlanLayout layout_;
+  const ResidentSet resident_;
 };
 
 absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
@@ -765,16 +426,6 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
 }
 
 }  // namespace
-
-std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
-  const int64_t count = (elements + tile_elements - 1) / tile_elements;
-  const int64_t each = AlignUp((elements + count - 1) / count, kElementAlignment);
-  std::vector<Tile> tiles;
-  for (int64_t offset = 0; offset < elements; offset += each) {
-    tiles.push_back({offset, std::min(each, elements - offset)});
-  }
-  return tiles;
-}
 
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
   if (absl::Status status = Validate(graph, options); !status.ok()) return status;

@@ -73,7 +73,7 @@ double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, U
     // The ends of the walk and what is resident move the best share away from the even one.
     const double even = EvenShare(graph, *plan);
     shares = {even};
-    if (thorough) shares = {even, even - 0.1, even + 0.1, 0.5, 1.0};
+    if (thorough) shares = {even, even - 0.1, even - 0.05, even + 0.05, even + 0.1, 0.5, 1.0};
   }
   double best = std::numeric_limits<double>::max(), best_share = 0;
   for (const double share : shares) {

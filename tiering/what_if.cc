@@ -30,9 +30,11 @@ WhatIf Ask(std::string change, const ModelGraph& graph, const PlanOptions& optio
 
 }  // namespace
 
-std::vector<WhatIf> AskWhatIf(const ModelGraph& graph, const PlanOptions& options, const Prediction& now,
+std::vector<WhatIf> AskWhatIf(const ModelGraph& graph, const PlanOptions& planned, const Prediction& now,
                               int drives) {
   std::vector<WhatIf> answers;
+  PlanOptions options = planned;
+  options.compares_policies = false;  // that takes longer than what it tells here is worth
   if (options.on_nvme) {
     PlanOptions more = options;
     const double factor = static_cast<double>(drives + 1) / std::max(1, drives);
