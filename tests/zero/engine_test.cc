@@ -121,13 +121,15 @@ TEST(Engine, EveryOffloadModeAndBudgetGivesTheSameBits) {
 // The order of update is nobody's business but the plan's: also where clipping or a value that is not finite
 // asks for what was updated in backward to be made again or undone.
 TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32}) {
+  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
     for (const int micro_batches : {1, 2}) {
       RunOptions run;
       run.dtype = dtype;
       run.micro_batches = micro_batches;
       run.steps = 7;
       run.poison_step = 4;
+      // In fp16 the step that is skipped halves the scale of those after it.
+      run.loss_scale = {.dynamic = true, .initial_scale = 256, .hysteresis = 1};
       // A clip between the norms: some steps are clipped, some are not.
       std::vector<double> norms;
       for (const double norm : TrainGpt(run).norms) {
@@ -157,6 +159,10 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
               if (i + 1 == 4) continue;  // not a number, which equals nothing
               EXPECT_EQ(nvme.losses[i], none.losses[i]) << "step " << i + 1 << ", clip " << clip;
               EXPECT_EQ(nvme.norms[i], none.norms[i]) << "step " << i + 1;
+              EXPECT_EQ(nvme.loss_scales[i], dtype != torch::kHalf ? 1
+                                             : i < 4               ? 256
+                                                                   : 128)
+                  << "step " << i + 1;
             }
             EXPECT_EQ(nvme.in_backward, 1.0);
             EXPECT_EQ(nvme.skipped, (std::vector<int64_t>{4}));
