@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "kernels/cache.h"
 #include "kernels/checksum.h"
 #include "tools/size.h"
 #include "zero/measure.h"
@@ -29,17 +30,18 @@ int Cores() {
 // Bytes per second of checking what was read, from memory, on one core.
 double MeasureVerifyRate() {
   using Clock = std::chrono::steady_clock;
-  const std::vector<uint64_t> bytes(size_t{1} << 18,
-                                    1);  // 2 MiB: no cache of one core holds it with its kind
+  const std::vector<uint64_t> words(size_t{1} << 19, 1);
+  const size_t bytes = words.size() * sizeof(words[0]);
   double best = 1e9;
   uint64_t sum = 0;
   for (int repeat = 0; repeat < 4; ++repeat) {
+    kernels::EvictFromCaches(words.data(), bytes);
     const auto begin = Clock::now();
-    for (int pass = 0; pass < 8; ++pass) sum += kernels::Checksum(bytes.data(), bytes.size() * 8);
+    sum += kernels::Checksum(words.data(), bytes);
     best = std::min(best, std::chrono::duration<double>(Clock::now() - begin).count());
   }
   if (sum == 1) return 1;  // the sums must not be optimised away
-  return 8.0 * static_cast<double>(bytes.size()) * 8 / std::max(best, 1e-9);
+  return static_cast<double>(bytes) / std::max(best, 1e-9);
 }
 
 std::string Date(int64_t unix_seconds) {
