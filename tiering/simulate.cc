@@ -8,7 +8,8 @@
 namespace penstock::tiering {
 
 absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
-                                    int steps, const Executor::Observer& observer) {
+                                    int steps, const Executor::Observer& observer,
+                                    const Executor::StallObserver& stall_observer) {
   constexpr int kWarmUp = 2;
   ProgramBuilder builder(graph, plan, 1);
   SimLanes lanes(plan, machine);
@@ -46,6 +47,7 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
       updated = lanes.work(Lane::kUpdate);
       networked = network_work();
       executor.set_observer(observer);
+      executor.set_stall_observer(stall_observer);
     }
   }
   Prediction prediction;

@@ -60,9 +60,12 @@ absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) 
   if (words.trace.empty()) return absl::OkStatus();
   absl::StatusOr<std::unique_ptr<Trace>> trace = Trace::Open(words.trace);
   if (!trace.ok()) return trace.status();
-  const auto simulated = tiering::Simulate(plan->graph, plan->plan, machine->model, /*steps=*/2,
-                                           [&](tiering::OpId id, const tiering::Op& op, double start,
-                                               double end) { (*trace)->Add(id, op, start, end); });
+  const auto simulated = tiering::Simulate(
+      plan->graph, plan->plan, machine->model, /*steps=*/2,
+      [&](tiering::OpId id, const tiering::Op& op, double start, double end) {
+        (*trace)->Add(id, op, start, end);
+      },
+      [&](tiering::Stall cause, double start, double end) { (*trace)->AddStall(cause, start, end); });
   absl::Status status = simulated.status();
   status.Update((*trace)->Close());
   return status;
