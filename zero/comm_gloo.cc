@@ -19,6 +19,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
+#include <cstdlib>
+#include <filesystem>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -40,6 +42,23 @@ constexpr const char* kFailedKey = "failed";
 
 std::vector<uint8_t> Bytes(const std::string& text) { return {text.begin(), text.end()}; }
 std::string Text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
+
+// This process's connections to so numbered a port of anybody.
+std::set<int> SocketsTo(int port) {
+  std::set<int> sockets;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
+    const int fd = std::atoi(entry.path().filename().c_str());
+    sockaddr_storage peer{};
+    socklen_t length = sizeof(peer);
+    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0) continue;
+    uint16_t theirs = 0;
+    if (peer.ss_family == AF_INET) theirs = reinterpret_cast<const sockaddr_in&>(peer).sin_port;
+    if (peer.ss_family == AF_INET6) theirs = reinterpret_cast<const sockaddr_in6&>(peer).sin6_port;
+    if (theirs != 0 && ntohs(theirs) == port) sockets.insert(fd);
+  }
+  return sockets;
+}
 
 // The meeting point as Gloo wants it.
 class GlooStore : public gloo::rendezvous::Store {
@@ -251,16 +270,18 @@ class GlooComm : public Comm {
     if (struct sigaction now{}; sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL)
       (void)signal(SIGPIPE, SIG_IGN);
     const RankEnvironment& env = environment();
-    const std::string where = absl::StrCat(env.master_address, ":", env.master_port);
-    absl::StatusOr<std::string> address = OwnAddress(env.master_address, env.master_port);
+    const int port = env.master_port + (!env.agent_is_master ? 0 : env.master_port < 65535 ? 1 : -1);
+    const std::string where = absl::StrCat(env.master_address, ":", port);
+    absl::StatusOr<std::string> address = OwnAddress(env.master_address, port);
     if (!address.ok()) return address.status();
     address_ = *address;
-    is_master_ = rank() == 0 && !env.agent_is_master;
+    is_master_ = rank() == 0;
     c10d::TCPStoreOptions store_options;
-    store_options.port = static_cast<uint16_t>(env.master_port);
+    store_options.port = static_cast<uint16_t>(port);
     store_options.isServer = is_master_;
     store_options.waitWorkers = false;
     store_options.timeout = Meeting();
+    const std::set<int> others = SocketsTo(port);
     try {
       store_ = std::make_shared<c10d::TCPStore>(env.master_address, store_options);
     } catch (const std::exception& error) {
@@ -270,6 +291,9 @@ class GlooComm : public Comm {
                                                : absl::StrCat("rank 0 was not there at ", where,
                                                               " (MASTER_ADDR, MASTER_PORT) within ",
                                                               options_.meeting_seconds, " s: ", why));
+    }
+    for (const int socket : SocketsTo(port)) {
+      if (others.count(socket) == 0) store_sockets_.push_back(socket);
     }
     if (store_->add(Key(absl::StrCat("came/", rank())), 1) > 1) {
       return absl::InvalidArgumentError(absl::StrCat("two processes at ", where, " say that they are ",
@@ -371,19 +395,19 @@ class GlooComm : public Comm {
       {
         std::lock_guard lock(mutex_);
         const auto since = Clock::now() - Patience();
-        if (answered_ < since) silent = 0;
         for (int k = 0; rank() == 0 && k < world(); ++k) {
           if (k != rank() && seen_[static_cast<size_t>(k)] < since) silent = k;
         }
-        if (rank() != 0 && seen_[0] < since) silent = 0;
+        if (rank() != 0 && (answered_ < since || seen_[0] < since)) silent = 0;
         if (!failure_.ok()) return;
       }
-      if (silent < 0 || silent == rank()) continue;
+      if (silent < 0) continue;
       const std::string text =
           absl::StrCat(RankName(silent, world()), " has not answered for ", options_.patience_seconds, " s");
-      if (silent == 0 && !environment().agent_is_master) {
-        // The note would wait for it too.
+      if (silent == 0) {
+        // A note would wait for it too, as the beats do, and everybody who asks for notes.
         (void)Stop(Others(text));
+        for (const int socket : store_sockets_) shutdown(socket, SHUT_RDWR);
       } else {
         (void)Fail(text);  // what it says is what every call returns from here on
       }
@@ -416,6 +440,7 @@ class GlooComm : public Comm {
   std::string address_;
   bool is_master_ = false;
   std::shared_ptr<c10d::TCPStore> store_;
+  std::vector<int> store_sockets_;  // its own; shut where nobody answers on them: c10d waits for ever
   std::shared_ptr<gloo::rendezvous::Context> context_;
   std::array<uint64_t, kChannels> sequence_{};  // by channel, which one thread uses at a time
 

@@ -24,7 +24,7 @@ struct RankEnvironment {
   int local_world = 1;  // how many they are; 1 where the launcher does not say
   std::string master_address = "127.0.0.1";
   int master_port = 29500;
-  // torchrun's agent keeps the meeting point itself; otherwise rank 0 does.
+  // torchrun's agent listens there, in its own LibTorch's language: the ranks meet at the next port.
   bool agent_is_master = false;
   // Tells this run, and this start of it, from others at the same meeting point.
   std::string session;

@@ -54,13 +54,15 @@ struct Ran {
   std::string out, err;
 };
 
-// A running program; its output goes to files in `directory`.
+// A running program; its output goes to files in `directory`. `launcher`: words before it, of a program that
+// becomes it (exec).
 class Program {
  public:
-  Program(const std::string& directory, Words words) {
+  Program(const std::string& directory, Words words, Words launcher = {}) {
     static int count = 0;
     prefix_ = directory + "/program." + std::to_string(++count);
     words.insert(words.begin(), PENSTOCK_PROGRAM);
+    words.insert(words.begin(), launcher.begin(), launcher.end());
     std::vector<char*> argv;
     for (std::string& word : words) argv.push_back(word.data());
     argv.push_back(nullptr);
@@ -69,7 +71,7 @@ class Program {
     posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
     posix_spawn_file_actions_addopen(&actions, 1, (prefix_ + ".out").c_str(), O_CREAT | O_WRONLY, 0600);
     posix_spawn_file_actions_addopen(&actions, 2, (prefix_ + ".err").c_str(), O_CREAT | O_WRONLY, 0600);
-    const int failed = posix_spawn(&pid_, argv[0], &actions, nullptr, argv.data(), environ);
+    const int failed = posix_spawnp(&pid_, argv[0], &actions, nullptr, argv.data(), environ);
     posix_spawn_file_actions_destroy(&actions);
     if (failed != 0) pid_ = -1;
     EXPECT_EQ(failed, 0) << argv[0];
@@ -85,6 +87,18 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   void Signal(int signal) const { kill(pid_, signal); }
+
+  // Ended by itself; it is still to be waited for.
+  bool EndsWithin(double seconds) const {
+    for (; seconds > 0; seconds -= 0.02) {
+      siginfo_t info{};
+      if (waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+          info.si_pid == pid_)
+        return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    }
+    return false;
+  }
 
   Ran Wait() {
     Ran ran;

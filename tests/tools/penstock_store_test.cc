@@ -259,8 +259,7 @@ TEST_F(StoreCliTest, ExportedShardsHaveAnIndexAndComeBack) {
   EXPECT_EQ(index["weight_map"].size(), (*whole)->tensors().size());
   EXPECT_GT(files.size(), 5u);
   for (const auto& [file, tensors] : files) {
-    EXPECT_THAT(file,
-                testing::MatchesRegex("model-[0-9]{5}-of-[0-9]{5}.safetensors"));
+    EXPECT_THAT(file, testing::MatchesRegex("model-[0-9]{5}-of-[0-9]{5}.safetensors"));
     EXPECT_TRUE(tensors == 1 || std::filesystem::file_size(many + "/" + file) < 110'000) << file;
   }
   // A run starts from them as from one file.

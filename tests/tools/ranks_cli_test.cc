@@ -1,14 +1,11 @@
 // `penstock train` as several ranks, started by the plain environment as torchrun would.
-#include <arpa/inet.h>
-#include <sys/socket.h>
-
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 
 #include "gmock/gmock.h"
-#include "tests/tools/penstock_program.h"
+#include "tests/tools/rank_programs.h"
 
 namespace penstock::tools {
 namespace {
@@ -19,42 +16,8 @@ using namespace testing_support;
 
 class RanksTest : public ProgramTest {
  protected:
-  static std::string FreePort() {
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    socklen_t length = sizeof(address);
-    EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
-    EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
-    close(fd);
-    return std::to_string(ntohs(address.sin_port));
-  }
-
-  // One process for each list of words.
-  std::vector<Program> Start(const std::vector<Words>& ranks) {
-    const std::string port = FreePort();
-    std::vector<Program> programs;
-    for (size_t k = 0; k < ranks.size(); ++k) {
-      const std::string rank = std::to_string(k), world = std::to_string(ranks.size());
-      setenv("RANK", rank.c_str(), 1);
-      setenv("WORLD_SIZE", world.c_str(), 1);
-      setenv("LOCAL_RANK", rank.c_str(), 1);
-      setenv("LOCAL_WORLD_SIZE", world.c_str(), 1);
-      setenv("MASTER_ADDR", "127.0.0.1", 1);
-      setenv("MASTER_PORT", port.c_str(), 1);
-      programs.emplace_back(dir_, ranks[k]);
-    }
-    for (const char* name :
-         {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
-      unsetenv(name);
-    return programs;
-  }
-  static std::vector<Ran> Wait(std::vector<Program> programs) {
-    std::vector<Ran> results;
-    for (Program& program : programs) results.push_back(program.Wait());
-    return results;
-  }
+  std::vector<Program> Start(const std::vector<Words>& ranks) { return StartRanks(dir_, ranks); }
+  static std::vector<Ran> Wait(std::vector<Program> programs) { return WaitForAll(std::move(programs)); }
 
   static std::vector<json> LogOf(const std::string& path) {
     std::vector<json> lines;
@@ -227,6 +190,23 @@ TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
   const Ran missing = Run({"export", kept, dir_ + "/none.safetensors"});
   EXPECT_EQ(missing.code, 1);
   EXPECT_THAT(missing.err, HasSubstr("the part of rank 1 of the run's 2 is missing"));
+}
+
+// Rank 0 keeps the meeting point: while it answers nobody, the others cannot even ask who failed.
+TEST_F(RanksTest, AStoppedRankZeroIsNamedWhileItIsStopped) {
+  const std::string log = dir_ + "/log.jsonl";
+  const Words words = Small(dir_ + "/state", {"--steps", "100000", "--log", log, "--rank-timeout", "3"});
+  std::vector<Program> programs = Start({words, words, words});
+  ASSERT_TRUE(WaitForLines(log, 3));
+  programs[0].Signal(SIGSTOP);
+  for (const size_t k : {1u, 2u}) {
+    ASSERT_TRUE(programs[k].EndsWithin(60)) << "rank " << k << " waits for ever";
+    const Ran ran = programs[k].Wait();
+    EXPECT_EQ(ran.code, 1);
+    EXPECT_THAT(ran.err, HasSubstr("rank 0 of 3 has not answered for 3 s"));
+  }
+  programs[0].Signal(SIGCONT);
+  EXPECT_EQ(programs[0].Wait().code, 1);
 }
 
 }  // namespace

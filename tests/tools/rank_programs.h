@@ -1,0 +1,64 @@
+// Several ranks of the `penstock` program, started by the plain environment as torchrun would.
+#ifndef PENSTOCK_TESTS_TOOLS_RANK_PROGRAMS_H_
+#define PENSTOCK_TESTS_TOOLS_RANK_PROGRAMS_H_
+
+#include <arpa/inet.h>
+#include <sys/socket.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/tools/penstock_program.h"
+
+namespace penstock::tools::testing_support {
+
+inline std::string FreePort() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof(address);
+  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
+  EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  close(fd);
+  return std::to_string(ntohs(address.sin_port));
+}
+
+// Where the ranks are: all on this host, or each on a host of its own, that `launchers` start them on.
+struct RankHosts {
+  std::string master_address = "127.0.0.1";
+  std::string master_port = FreePort();
+  std::vector<Words> launchers;
+};
+
+// One process for each list of words.
+inline std::vector<Program> StartRanks(const std::string& directory, const std::vector<Words>& ranks,
+                                       const RankHosts& hosts = {}) {
+  const bool together = hosts.launchers.empty();
+  std::vector<Program> programs;
+  for (size_t k = 0; k < ranks.size(); ++k) {
+    const std::string rank = std::to_string(k), world = std::to_string(ranks.size());
+    setenv("RANK", rank.c_str(), 1);
+    setenv("WORLD_SIZE", world.c_str(), 1);
+    setenv("LOCAL_RANK", together ? rank.c_str() : "0", 1);
+    setenv("LOCAL_WORLD_SIZE", together ? world.c_str() : "1", 1);
+    setenv("MASTER_ADDR", hosts.master_address.c_str(), 1);
+    setenv("MASTER_PORT", hosts.master_port.c_str(), 1);
+    programs.emplace_back(directory, ranks[k], together ? Words() : hosts.launchers[k]);
+  }
+  for (const char* name :
+       {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
+    unsetenv(name);
+  return programs;
+}
+
+inline std::vector<Ran> WaitForAll(std::vector<Program> programs) {
+  std::vector<Ran> results;
+  for (Program& program : programs) results.push_back(program.Wait());
+  return results;
+}
+
+}  // namespace penstock::tools::testing_support
+
+#endif  // PENSTOCK_TESTS_TOOLS_RANK_PROGRAMS_H_

@@ -1,0 +1,110 @@
+// Ranks on separate hosts: network namespaces of this machine behind a switch in one of their own, so that
+// nothing outside is touched and everything goes with them.
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "tests/tools/penstock_state.h"
+#include "tests/tools/rank_programs.h"
+
+namespace penstock::tools {
+namespace {
+
+using testing::AnyOf;
+using testing::HasSubstr;
+using namespace testing_support;
+
+constexpr int kHosts = 3;
+
+class HostsTest : public ProgramTest {
+ protected:
+  HostsTest() : name_("penstock" + std::to_string(getpid())) {}
+  ~HostsTest() override {
+    for (int k = 0; k < kHosts; ++k) (void)Ip("netns del " + Host(k));
+    (void)Ip("netns del " + Switch());
+  }
+
+  void SetUp() override {
+    // Rights to make namespaces are a matter of where this runs; whatever follows is not.
+    if (!Ip("netns add " + Switch()))
+      GTEST_SKIP() << "no network namespaces here: root and iproute2 make them";
+    ASSERT_TRUE(Ip("-n " + Switch() + " link add sw type bridge") &&
+                Ip("-n " + Switch() + " link set sw up"));
+    for (int k = 0; k < kHosts; ++k) {
+      const std::string host = Host(k), port = Port(k), of_host = "-n " + host, of_switch = "-n " + Switch();
+      ASSERT_TRUE(Ip("netns add " + host));
+      ASSERT_TRUE(Ip("link add net0 netns " + host + " type veth peer name " + port + " netns " + Switch()));
+      ASSERT_TRUE(Ip(of_switch + " link set " + port + " master sw up"));
+      ASSERT_TRUE(Ip(of_host + " addr add " + Address(k) + "/24 dev net0"));
+      ASSERT_TRUE(Ip(of_host + " link set net0 up") && Ip(of_host + " link set lo up"));
+    }
+  }
+
+  static bool Ip(const std::string& words) {
+    return std::system(("ip " + words + " 2>/dev/null").c_str()) == 0;
+  }
+  std::string Host(int k) const { return name_ + "h" + std::to_string(k); }
+  std::string Switch() const { return name_ + "sw"; }
+  static std::string Port(int k) { return "port" + std::to_string(k); }
+  static std::string Address(int k) { return "10.77.0." + std::to_string(k + 1); }
+
+  std::vector<Program> Start(const Words& words, int hosts) const {
+    RankHosts where{.master_address = Address(0), .master_port = "29500", .launchers = {}};
+    for (int k = 0; k < hosts; ++k) where.launchers.push_back({"ip", "netns", "exec", Host(k)});
+    return StartRanks(dir_, std::vector<Words>(static_cast<size_t>(hosts), words), where);
+  }
+  Words Small(const std::string& state, Words more) const {
+    return Train(state, Words{"--seq", "32", "--host-memory", "128M", "--warmup", "0"} + more);
+  }
+
+ private:
+  const std::string name_;
+};
+
+TEST_F(HostsTest, LossesAreThoseOfOneHost) {
+  for (const int hosts : {2, kHosts}) {
+    const std::string of_hosts = dir_ + "/" + std::to_string(hosts);
+    const std::string apart = of_hosts + "-apart.jsonl", together = of_hosts + "-together.jsonl";
+    const Words six = {"--steps", "6", "--overwrite"};
+    for (const Ran& ran : WaitForAll(Start(Small(dir_ + "/apart", six + Words{"--log", apart}), hosts)))
+      EXPECT_EQ(ran.code, 0) << ran.err;
+    const Words words = Small(dir_ + "/together", six + Words{"--log", together});
+    for (const Ran& ran : WaitForAll(StartRanks(dir_, std::vector<Words>(static_cast<size_t>(hosts), words))))
+      EXPECT_EQ(ran.code, 0) << ran.err;
+    EXPECT_EQ(Losses(apart).size(), 6u);
+    EXPECT_EQ(Losses(apart), Losses(together));
+  }
+}
+
+// A cable that is pulled: nothing is closed, nothing answers.
+TEST_F(HostsTest, AHostThatIsCutOffIsNamedAllEndAndTheRunGoesOn) {
+  for (const int cut : {0, 2}) {
+    const std::string state = dir_ + "/state" + std::to_string(cut), log = state + ".jsonl";
+    const Words words = Small(state, {"--log", log, "--rank-timeout", "3"});
+    std::vector<Program> programs = Start(words + Words{"--steps", "100000"}, kHosts);
+    ASSERT_TRUE(WaitForLines(log, 3));
+    ASSERT_TRUE(Ip("-n " + Switch() + " link set " + Port(cut) + " down"));
+    for (int k = 0; k < kHosts; ++k) {
+      ASSERT_TRUE(programs[static_cast<size_t>(k)].EndsWithin(60)) << "rank " << k << " waits for ever";
+      const Ran ran = programs[static_cast<size_t>(k)].Wait();
+      EXPECT_EQ(ran.code, 1);
+      if (k != cut) {
+        EXPECT_THAT(ran.err, HasSubstr("rank " + std::to_string(cut) + " of 3 has not answered for 3 s"));
+      } else {
+        EXPECT_THAT(ran.err, HasSubstr("of 3 has not answered for 3 s")) << "it cannot know that it is alone";
+      }
+    }
+    ASSERT_TRUE(Ip("-n " + Switch() + " link set " + Port(cut) + " up"));
+    const size_t lines = Lines(ReadFile(log)).size();
+    const std::string steps = std::to_string(lines + 3);
+    for (const Ran& ran : WaitForAll(Start(words + Words{"--resume", "--steps", steps}, kHosts)))
+      EXPECT_EQ(ran.code, 0) << ran.err;
+    EXPECT_EQ(Lines(ReadFile(log)).size(), lines + 3);
+  }
+}
+
+}  // namespace
+}  // namespace penstock::tools
