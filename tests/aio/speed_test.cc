@@ -13,7 +13,10 @@ namespace {
 
 constexpr uint64_t kBytes = 128 * kMiB;
 constexpr int kPairs = 15;
-constexpr double kRatioMin = 0.95;    // 0.98 and more where nothing else runs
+// 0.98 and more where nothing else runs (aio_bench measures it). The same engine stood between 0.83 and 0.96
+// within ten minutes on a virtual disk that others were busy on (2026-11-22): a gate above that tests the
+// disk.
+constexpr double kRatioMin = 0.80;
 constexpr double kCpuMax = 12;        // ms per GiB: 4 to 6 there
 constexpr double kSyscallsMax = 1.5;  // per 4 MiB: below 1 there
 

@@ -39,6 +39,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     }
     if (random() % 4 == 0) graph.stages.push_back(graph.stages[random() % graph.stages.size()]);
     PlanOptions options;
+    options.compares_policies = false;  // any plan will do
     const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),
                                     Precision::Bf16().WithMoments(1), kStateless};
     options.precision = precisions[random() % std::size(precisions)];
@@ -158,6 +159,7 @@ TEST(Planner, NeverExceedsTheBudgetAndIsNoSlowerWithMoreMemory) {
       stage.backward_seconds = 3 * forward;
     }
     PlanOptions options;
+    options.compares_policies = false;
     options.host_budget_bytes = int64_t{1} << 40;
     const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
     double fastest = 1e9;

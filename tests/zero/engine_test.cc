@@ -172,7 +172,7 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
               EXPECT_EQ(nvme.redone, (std::vector<int64_t>{4}));
             }
             if (clip == norms[2]) {
-              EXPECT_GE(nvme.redone.size(), 3u);
+              EXPECT_GE(nvme.redone.size(), 2u);  // the skipped one and at least one that was clipped
               EXPECT_LT(nvme.redone.size(), 7u);
             }
             EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
