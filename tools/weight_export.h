@@ -50,9 +50,9 @@ struct ExportMemory {
 ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const GptLayout& layout,
                              swap::Dtype dtype, kernels::DType weights);
 
-// `parts`: by rank. `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index after them; none
-// stays where one of them fails. Returns the number of files with tensors. With `overwrite` the index of an
-// older export goes where there is one file now, and the one file where there is an index.
+// `parts`: by rank. `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index
+// after them; none stays where one of them fails. Returns the number of files with tensors. With `overwrite`
+// the index of an older export goes where there is one file now, and the one file where there is an index.
 absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const GptLayout& layout,
                                   kernels::DType weights, std::span<std::byte> memory,
                                   const ExportOptions& options);

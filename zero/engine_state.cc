@@ -389,10 +389,11 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     store_options.overwrite = options.overwrite;
     const swap::Layout layout = LayoutOf(plan.plan);
     absl::StatusOr<uint32_t> slots =
-        resumes ? found->shape.slots
-                : AgreeOnVersions(
-                      comm, VersionsOf(options, store_options, layout, prepared.identity.dump(),
-                                       InputSpill::BytesIn(options.state_dirs.size(), plan.graph, plan.plan)));
+        resumes
+            ? found->shape.slots
+            : AgreeOnVersions(
+                  comm, VersionsOf(options, store_options, layout, prepared.identity.dump(),
+                                   InputSpill::BytesIn(options.state_dirs.size(), plan.graph, plan.plan)));
     if (!slots.ok()) return slots.status();
     store_options.slots = *slots;
     plan.versions = static_cast<int>(store_options.slots);
