@@ -46,17 +46,14 @@ class RetainedTiles {
   absl::Status Fetch(uint32_t tile, CheckpointTile* to) {
     const Geometry& g = store_.geometry();
     std::array<void*, kMaxSegments> places;
-    const uint32_t segments = SegmentPlaces(g, tile, memory_.data(), &places);
+    const std::span<void* const> segments = g.SegmentPlaces(tile, memory_.data(), &places);
+    // Checked: never a checkpoint of damage.
     absl::Status status =
-        store_.ReadSegments(&io_, tile, 0, segments, std::span<void* const>(places.data(), segments),
-                            aio::Priority::kWriteBehind, Which::kRetained);
-    if (status.ok()) status = store_.Wait(&io_);
-    // Never a checkpoint of damage.
-    if (status.ok()) status = store_.VerifyRead(io_);
+        store_.ReadTileNow(&io_, tile, segments, aio::Priority::kWriteBehind, Which::kRetained);
     if (!status.ok()) return status;
     to->version = record_.tiles[tile].version;
-    std::copy_n(places.begin(), segments, to->data.begin());
-    std::copy_n(record_.checksums.begin() + static_cast<ptrdiff_t>(g.first_segment(tile)), segments,
+    std::copy(segments.begin(), segments.end(), to->data.begin());
+    std::copy_n(record_.checksums.begin() + static_cast<ptrdiff_t>(g.first_segment(tile)), segments.size(),
                 to->checksums.begin());
     return status;
   }
@@ -73,7 +70,7 @@ class RetainedTiles {
 absl::StatusOr<std::unique_ptr<CheckpointCopy>> CheckpointCopy::OfStore(Store& store,
                                                                         const CheckpointOptions& options) {
   if (store.committed_sequence() == 0) return absl::FailedPreconditionError("nothing is committed yet");
-  const uint64_t largest = LargestSlot(store.geometry());
+  const uint64_t largest = store.geometry().largest_slot_bytes();
   if (options.memory.size() < largest) {
     return absl::InvalidArgumentError(absl::StrCat("a checkpoint needs memory for one tile: ", largest,
                                                    " bytes, not ", options.memory.size()));

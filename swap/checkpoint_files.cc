@@ -251,17 +251,4 @@ Layout LayoutWithoutScratch(const StoreShape& shape) {
   return layout;
 }
 
-uint64_t LargestSlot(const Geometry& geometry) {
-  uint64_t largest = 0;
-  for (uint32_t t = 0; t < geometry.tiles(); ++t) largest = std::max(largest, geometry.slot_bytes(t));
-  return largest;
-}
-
-uint32_t SegmentPlaces(const Geometry& geometry, uint32_t tile, std::byte* memory,
-                       std::array<void*, kMaxSegments>* places) {
-  const uint32_t segments = geometry.segments(tile);
-  for (uint32_t s = 0; s < segments; ++s) (*places)[s] = memory + geometry.segment_start(tile, s);
-  return segments;
-}
-
 }  // namespace penstock::swap

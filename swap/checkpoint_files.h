@@ -45,12 +45,6 @@ class PartialCheckpoint {
 // Without the scratch, which means nothing to anyone but the process that wrote it.
 Layout LayoutWithoutScratch(const StoreShape& shape);
 
-uint64_t LargestSlot(const Geometry& geometry);
-
-// Where the segments of a tile stand in memory that holds one slot; returns how many they are.
-uint32_t SegmentPlaces(const Geometry& geometry, uint32_t tile, std::byte* memory,
-                       std::array<void*, kMaxSegments>* places);
-
 }  // namespace penstock::swap
 
 #endif  // PENSTOCK_SWAP_CHECKPOINT_FILES_H_

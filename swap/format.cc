@@ -359,6 +359,18 @@ absl::StatusOr<Geometry> Geometry::Make(const StoreShape& shape) {
   return g;
 }
 
+uint64_t Geometry::largest_slot_bytes() const {
+  uint64_t largest = 0;
+  for (const Tile& tile : tiles_) largest = std::max(largest, tile.slot_bytes);
+  return largest;
+}
+
+std::span<void* const> Geometry::SegmentPlaces(uint32_t tile, std::byte* memory,
+                                               std::array<void*, kMaxSegments>* places) const {
+  for (uint32_t s = 0; s < segments(tile); ++s) (*places)[s] = memory + segment_start(tile, s);
+  return {places->data(), segments(tile)};
+}
+
 uint64_t Geometry::segment_bytes(uint32_t tile, uint32_t segment) const {
   return segment_bytes_[tiles_[tile].first_segment + segment];
 }

@@ -122,12 +122,16 @@ class Geometry {
   uint64_t segment_bytes(uint32_t tile, uint32_t segment) const;
   // One padded version of a tile.
   uint64_t slot_bytes(uint32_t tile) const { return tiles_[tile].slot_bytes; }
+  uint64_t largest_slot_bytes() const;
   uint64_t scratch_bytes(uint32_t tile) const { return tiles_[tile].scratch_bytes; }
   // Offset of a segment from the start of its slot; `segment == segments(tile)` gives the slot's padded
   // length.
   uint64_t segment_start(uint32_t tile, uint32_t segment) const {
     return segment_starts_[tiles_[tile].first_segment + tile + segment];
   }
+  // Where the segments of a tile stand in memory that holds its slot, in `places`; as many as it has.
+  std::span<void* const> SegmentPlaces(uint32_t tile, std::byte* memory,
+                                       std::array<void*, kMaxSegments>* places) const;
   uint64_t slot_offset(uint32_t tile, uint32_t slot) const {
     return tiles_[tile].offset + slot * tiles_[tile].slot_bytes;
   }

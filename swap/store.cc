@@ -261,6 +261,24 @@ absl::Status Store::NoteWritten(TileIo* io, std::span<const uint64_t> checksums)
   return absl::OkStatus();
 }
 
+absl::Status Store::ReadTileNow(TileIo* io, uint32_t tile, std::span<void* const> destinations,
+                                aio::Priority priority, Which which) {
+  absl::Status status =
+      ReadSegments(io, tile, 0, static_cast<uint32_t>(destinations.size()), destinations, priority, which);
+  if (status.ok()) status = Wait(io);
+  if (status.ok()) status = VerifyRead(*io);
+  return status;
+}
+
+absl::Status Store::WriteTileNow(TileIo* io, uint32_t tile, uint64_t version,
+                                 std::span<const void* const> sources, aio::Priority priority) {
+  if (absl::Status started = WriteTile(io, tile, version, sources, priority); !started.ok()) return started;
+  std::array<uint64_t, kMaxSegments> checksums;
+  for (uint32_t s = 0; s < sources.size(); ++s) checksums[s] = SegmentChecksum(tile, s, version, sources[s]);
+  (void)Wait(io);  // NoteWritten returns its error
+  return NoteWritten(io, std::span<const uint64_t>(checksums.data(), sources.size()));
+}
+
 absl::Status Store::DropWritten(uint32_t tile) {
   if (absl::Status valid = CheckTile(tile); !valid.ok()) return valid;
   if (commit_ != nullptr || health_ != Health::kGood) {

@@ -254,6 +254,12 @@ class Store {
   // newest version, and what the next commit makes live. Returns the transfer's error if it failed; the tile
   // then has to be written again, or dropped, before anything can be committed.
   absl::Status NoteWritten(TileIo* io, std::span<const uint64_t> checksums);
+  // One tile and its checksums, for those who have nothing else to do: ReadSegments of all of it, Wait and
+  // VerifyRead; WriteTile, Wait and NoteWritten.
+  absl::Status ReadTileNow(TileIo* io, uint32_t tile, std::span<void* const> destinations,
+                           aio::Priority priority, Which which = Which::kNewest);
+  absl::Status WriteTileNow(TileIo* io, uint32_t tile, uint64_t version, std::span<const void* const> sources,
+                            aio::Priority priority);
   // Forgets what was written and not committed (a skipped or undone update): the committed version is the
   // newest again. kFailedPrecondition while a write of the tile is in flight.
   absl::Status DropWritten(uint32_t tile);

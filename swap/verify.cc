@@ -104,8 +104,7 @@ absl::StatusOr<VerifyReport> VerifyAll(Store& store, std::span<std::byte> memory
   const Geometry& g = store.geometry();
   // At least four chunks, so that reading goes on while one is being checked, and none larger than the
   // largest tile, so that small tiles are read many at a time.
-  uint64_t largest = kBlockBytes;
-  for (uint32_t tile = 0; tile < g.tiles(); ++tile) largest = std::max(largest, g.slot_bytes(tile));
+  const uint64_t largest = std::max<uint64_t>(kBlockBytes, g.largest_slot_bytes());
   const uint64_t chunk_bytes =
       std::clamp(std::min(largest, memory.size() / 4 / kBlockBytes * kBlockBytes), kBlockBytes, kChunkBytes);
   VerifyReport report;

@@ -205,9 +205,6 @@ struct PlanOptions {
 // The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options);
 
-// Tiles of at most `tile_elements`, as even as alignment lets them be.
-std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements);
-
 }  // namespace penstock::tiering
 
 #endif  // PENSTOCK_TIERING_PLAN_H_

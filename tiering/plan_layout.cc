@@ -7,8 +7,6 @@
 namespace penstock::tiering {
 namespace {
 
-constexpr int64_t kHugePage = int64_t{2} << 20;
-
 size_t At(int index) { return static_cast<size_t>(index); }
 
 std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {

@@ -22,6 +22,12 @@ struct Level {
   int gradient_ring;
 };
 
+// An arena is made of whole ones.
+inline constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// Tiles of at most `tile_elements`, as even as alignment lets them be.
+std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements);
+
 class PlanLayout {
  public:
   // Both outlive it.

@@ -27,7 +27,6 @@ namespace penstock::tiering {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-constexpr int64_t kHugePage = 2 * kMiB;
 
 size_t At(int index) { return static_cast<size_t>(index); }
 

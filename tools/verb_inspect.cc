@@ -172,10 +172,7 @@ std::string Text(const std::vector<Part>& parts) {
       record.tiles.begin(), record.tiles.end(),
       [](const swap::TileVersion& a, const swap::TileVersion& b) { return a.version < b.version; });
   uint64_t largest = 0;
-  for (const Part& part : parts) {
-    for (uint32_t t = 0; t < part.geometry.tiles(); ++t)
-      largest = std::max(largest, part.geometry.slot_bytes(t));
-  }
+  for (const Part& part : parts) largest = std::max(largest, part.geometry.largest_slot_bytes());
   absl::StrAppend(&text, "state     ", Bytes(Sum(parts, StateBytes)), " in ",
                   Sum(parts, [](const Part& part) { return uint64_t{part.geometry.tiles()}; }),
                   " tiles of at most ", Bytes(largest), ", ",

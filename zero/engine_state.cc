@@ -8,6 +8,7 @@
 #include "aio/arena.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
+#include "tiering/plan_layout.h"
 #include "zero/guarded.h"
 #include "zero/input_spill.h"
 #include "zero/json_difference.h"
@@ -145,32 +146,6 @@ absl::StatusOr<tiering::Precision> PrecisionOf(const nlohmann::json& identity, c
   return format.precision();
 }
 
-// A tile of a store on its way into another, in memory for it.
-struct TileCopy {
-  std::span<std::byte> memory;
-  swap::TileIo io;
-
-  // `fill` puts the segments of `tile` to the places it is given.
-  absl::Status Write(swap::Store& to, uint32_t tile, uint64_t version,
-                     const std::function<absl::Status(std::span<void* const>)>& fill) {
-    const swap::Geometry& geometry = to.geometry();
-    std::array<void*, swap::kMaxSegments> places{};
-    std::array<const void*, swap::kMaxSegments> sources{};
-    std::array<uint64_t, swap::kMaxSegments> checksums{};
-    const uint32_t segments = geometry.segments(tile);
-    for (uint32_t s = 0; s < segments; ++s) places[s] = memory.data() + geometry.segment_start(tile, s);
-    absl::Status status = fill(std::span<void* const>(places.data(), segments));
-    if (!status.ok()) return status;
-    std::copy_n(places.begin(), segments, sources.begin());
-    status = to.WriteTile(&io, tile, version, std::span<const void* const>(sources.data(), segments),
-                          aio::Priority::kWriteBehind);
-    if (!status.ok()) return status;
-    for (uint32_t s = 0; s < segments; ++s) checksums[s] = to.SegmentChecksum(tile, s, version, sources[s]);
-    (void)to.Wait(&io);  // NoteWritten returns its error
-    return to.NoteWritten(&io, std::span<const uint64_t>(checksums.data(), segments));
-  }
-};
-
 // This rank's part of a checkpoint of another number of ranks.
 absl::Status RestorePart(aio::Engine& io, const PartDirectories& parts,
                          const std::vector<swap::Inspection>& inspections, const EngineOptions& options,
@@ -211,20 +186,21 @@ absl::Status RestorePart(aio::Engine& io, const PartDirectories& parts,
   absl::StatusOr<std::unique_ptr<swap::Store>> to =
       swap::Store::Create(io, to_options, layout, identity.dump());
   if (!to.ok()) return to.status();
-  arena_options.bytes = swap::kBlockBytes;
-  for (uint32_t t = 0; t < places.size(); ++t)
-    arena_options.bytes = std::max(arena_options.bytes, (*to)->geometry().slot_bytes(t));
+  arena_options.bytes = std::max<uint64_t>(swap::kBlockBytes, (*to)->geometry().largest_slot_bytes());
   absl::StatusOr<std::unique_ptr<aio::Arena>> target = aio::Arena::Create(arena_options);
   if (!target.ok()) return target.status();
   const swap::Recovered& recovered = (*from)->recovered();
-  TileCopy copy{{(*target)->data(), arena_options.bytes}, {}};
+  const uint64_t version = VersionAfter(static_cast<int64_t>(recovered.step));
+  swap::TileIo io_of_tile;
+  std::array<void*, swap::kMaxSegments> memory;
   for (uint32_t t = 0; t < places.size(); ++t) {
-    const Place& place = places[t];
-    absl::Status written = copy.Write(
-        **to, t, VersionAfter(static_cast<int64_t>(recovered.step)), [&](std::span<void* const> segments) {
-          return (*from)->Read(place.block, place.range.offset, place.range.elements, segments);
-        });
-    if (!written.ok()) return written;
+    const auto& [block, range] = places[t];
+    const std::span<void* const> segments = (*to)->geometry().SegmentPlaces(t, (*target)->data(), &memory);
+    absl::Status status = (*from)->Read(block, range.offset, range.elements, segments);
+    if (!status.ok()) return status;
+    const std::vector<const void*> sources(segments.begin(), segments.end());
+    status = (*to)->WriteTileNow(&io_of_tile, t, version, sources, aio::Priority::kWriteBehind);
+    if (!status.ok()) return status;
   }
   return (*to)->CommitNow(
       {.step = recovered.step, .updates = recovered.updates, .payload = recovered.payload});
@@ -524,11 +500,8 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   absl::StatusOr<std::unique_ptr<swap::Store>> from = swap::Store::Open(**io, from_options);
   if (!from.ok()) return from.status();
   swap::Layout layout;
-  uint64_t tile_bytes = kMiB;
   for (const swap::TilePlacement& tile : (*from)->shape().tiles) layout.tiles.push_back(tile.layout);
-  for (uint32_t tile = 0; tile < (*from)->geometry().tiles(); ++tile) {
-    tile_bytes = std::max(tile_bytes, (*from)->geometry().slot_bytes(tile));
-  }
+  const uint64_t tile_bytes = std::max<uint64_t>(kMiB, (*from)->geometry().largest_slot_bytes());
   absl::StatusOr<uint32_t> slots =
       AgreeOnVersions(options.comm.get(), VersionsOf(options, to_options, layout, (*from)->identity()));
   if (!slots.ok()) return slots.status();

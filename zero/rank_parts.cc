@@ -178,15 +178,10 @@ absl::Status RankParts::Load(const Tile& tile) {
     return absl::InvalidArgumentError("the parts of a run are read through memory for one tile");
   loaded_ = nullptr;
   swap::Store& store = *stores_[tile.store];
-  const swap::Geometry& geometry = store.geometry();
-  std::array<void*, swap::kMaxSegments> places{};
-  const uint32_t segments = geometry.segments(tile.number);
-  for (uint32_t s = 0; s < segments; ++s) places[s] = memory_.data() + geometry.segment_start(tile.number, s);
-  absl::Status status =
-      store.ReadSegments(&ios_[0], tile.number, 0, segments, std::span<void* const>(places.data(), segments),
-                         aio::Priority::kDemand, swap::Which::kCommitted);
-  if (status.ok()) status = store.Wait(&ios_[0]);
-  if (status.ok()) status = store.VerifyRead(ios_[0]);
+  std::array<void*, swap::kMaxSegments> places;
+  absl::Status status = store.ReadTileNow(
+      &ios_[0], tile.number, store.geometry().SegmentPlaces(tile.number, memory_.data(), &places),
+      aio::Priority::kDemand, swap::Which::kCommitted);
   if (status.ok()) loaded_ = &tile;
   return status;
 }

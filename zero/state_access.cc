@@ -95,11 +95,7 @@ absl::StatusOr<StateAccess::Loaded> StateAccess::Load(int block, int tile) const
   loaded.memory.state.assign(segments.begin() + 1, segments.end());
   loaded.memory.gradient = loaded.memory.weights;  // not used
   swap::TileIo io;
-  absl::Status status =
-      store_->ReadSegments(&io, StoreTile(block, tile), 0, static_cast<uint32_t>(segments.size()), segments,
-                           aio::Priority::kDemand);
-  if (status.ok()) status = store_->Wait(&io);
-  if (status.ok()) status = store_->VerifyRead(io);
+  absl::Status status = store_->ReadTileNow(&io, StoreTile(block, tile), segments, aio::Priority::kDemand);
   if (!status.ok()) return status;
   return loaded;
 }
@@ -114,14 +110,8 @@ absl::Status StateAccess::Store(int block, int tile, const Loaded& loaded) const
     return absl::FailedPreconditionError(absl::StrCat("state was written ", kVersionsPerStep - 1,
                                                       " times since the last step: make a step first"));
   }
-  std::vector<uint64_t> checksums;
-  for (size_t s = 0; s < sources.size(); ++s)
-    checksums.push_back(store_->SegmentChecksum(id, static_cast<uint32_t>(s), version, sources[s]));
   swap::TileIo io;
-  absl::Status status = store_->WriteTile(&io, id, version, sources, aio::Priority::kDemand);
-  if (status.ok()) status = store_->Wait(&io);
-  if (!status.ok()) return status;
-  return store_->NoteWritten(&io, checksums);
+  return store_->WriteTileNow(&io, id, version, sources, aio::Priority::kDemand);
 }
 
 absl::StatusOr<torch::Tensor> StateAccess::Read(std::string_view name, StateKind kind) {
