@@ -341,12 +341,15 @@ class Training {
 
   void Show(tiering::Stall waiting) {
     const double now = Seconds();
-    const aio::EngineStats io = engine_->io_stats();
+    constexpr double kOften = 0.1;
+    if (moved_.empty() || now - moved_.back().at > kOften) {
+      const aio::EngineStats io = engine_->io_stats();
+      moved_.push_back({now, io.DeviceReadBytes(), io.DeviceWriteBytes()});
+    }
     // Over the last step at least: within one, forward and backward move different things.
-    moved_.push_back({now, io.DeviceReadBytes(), io.DeviceWriteBytes()});
     while (moved_.size() > 2 && now - moved_[1].at >= std::max(0.5, newest_.seconds)) moved_.pop_front();
-    const Moved& before = moved_.front();
-    const double passed = now - before.at;
+    const Moved &before = moved_.front(), &last = moved_.back();
+    const double passed = last.at - before.at;
     ProgressSample sample;
     sample.step = newest_.step;
     sample.steps = settings_.steps;
@@ -356,9 +359,8 @@ class Training {
     sample.tokens_per_second = static_cast<double>(TokensPerStep()) / newest_.seconds;
     sample.read_bytes_per_second = sample.write_bytes_per_second = std::numeric_limits<double>::quiet_NaN();
     if (passed > 0) {
-      sample.read_bytes_per_second = static_cast<double>(io.DeviceReadBytes() - before.read_bytes) / passed;
-      sample.write_bytes_per_second =
-          static_cast<double>(io.DeviceWriteBytes() - before.write_bytes) / passed;
+      sample.read_bytes_per_second = static_cast<double>(last.read_bytes - before.read_bytes) / passed;
+      sample.write_bytes_per_second = static_cast<double>(last.write_bytes - before.write_bytes) / passed;
     }
     sample.waits_for = std::string(tiering::StallName(waiting));
     sample.seconds_left = per_step * static_cast<double>(settings_.steps - newest_.step);

@@ -275,10 +275,9 @@ class GlooComm : public Comm {
     absl::StatusOr<std::string> address = OwnAddress(env.master_address, port);
     if (!address.ok()) return address.status();
     address_ = *address;
-    is_master_ = rank() == 0;
     c10d::TCPStoreOptions store_options;
     store_options.port = static_cast<uint16_t>(port);
-    store_options.isServer = is_master_;
+    store_options.isServer = rank() == 0;
     store_options.waitWorkers = false;
     store_options.timeout = Meeting();
     const std::set<int> others = SocketsTo(port);
@@ -286,11 +285,11 @@ class GlooComm : public Comm {
       store_ = std::make_shared<c10d::TCPStore>(env.master_address, store_options);
     } catch (const std::exception& error) {
       const std::string why = FirstLine(error.what());
-      return absl::UnavailableError(is_master_ ? absl::StrCat("cannot wait for the other ranks at ", where,
-                                                              ": ", why, "; another MASTER_PORT may be free")
-                                               : absl::StrCat("rank 0 was not there at ", where,
-                                                              " (MASTER_ADDR, MASTER_PORT) within ",
-                                                              options_.meeting_seconds, " s: ", why));
+      return absl::UnavailableError(rank() == 0 ? absl::StrCat("cannot wait for the other ranks at ", where,
+                                                               ": ", why, "; another MASTER_PORT may be free")
+                                                : absl::StrCat("rank 0 was not there at ", where,
+                                                               " (MASTER_ADDR, MASTER_PORT) within ",
+                                                               options_.meeting_seconds, " s: ", why));
     }
     for (const int socket : SocketsTo(port)) {
       if (others.count(socket) == 0) store_sockets_.push_back(socket);
@@ -426,7 +425,7 @@ class GlooComm : public Comm {
     try {
       store_->add(Key("left"), 1);
       const auto deadline = Clock::now() + std::chrono::seconds(2);
-      while (is_master_ && !failure_.ok() && store_->add(Key("left"), 0) < world() &&
+      while (rank() == 0 && !failure_.ok() && store_->add(Key("left"), 0) < world() &&
              Clock::now() < deadline) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
       }
@@ -438,7 +437,6 @@ class GlooComm : public Comm {
   const CommOptions options_;
   const std::string prefix_;
   std::string address_;
-  bool is_master_ = false;
   std::shared_ptr<c10d::TCPStore> store_;
   std::vector<int> store_sockets_;  // its own; shut where nobody answers on them: c10d waits for ever
   std::shared_ptr<gloo::rendezvous::Context> context_;

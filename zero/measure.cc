@@ -50,8 +50,7 @@ void Finish(Device& device) {
 }
 
 // Of a few runs; the one before them has loaded LibTorch's kernels and the pool's buffers. `run` is what a
-// drive would have brought in the meantime: cached, it would make a small model look up to twice as fast as
-// it trains.
+// drive would have brought in the meantime: cached, it would make a block look faster than it trains.
 template <typename Body>
 double FastestOf(Device& device, const torch::Tensor& run, Body&& body) {
   double best = 1e9;
