@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -14,6 +15,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
@@ -61,6 +63,7 @@ class Prober {
   absl::Status Fill();
   absl::Status Latencies(DeviceProfile& profile);
   absl::Status Sweep(DeviceProfile& profile);
+  absl::Status BesideLoad(uint64_t in_flight_bytes);
 
   const ProbeOptions& options_;
   Engine& engine_;
@@ -124,7 +127,29 @@ absl::Status Prober::Run(DeviceProfile& profile) {
   if (!write.ok()) return write.status();
   profile.read_bytes_per_s = read->bytes_per_s();
   profile.write_bytes_per_s = write->bytes_per_s();
-  return Sweep(profile);
+  if (absl::Status status = Sweep(profile); !status.ok() || !options_.meanwhile) return status;
+  return BesideLoad(profile.knee_bytes);
+}
+
+absl::Status Prober::BesideLoad(uint64_t in_flight_bytes) {
+  constexpr double kSlice = 0.02;  // it takes so long to end
+  std::atomic<bool> over{false};
+  absl::Status status;
+  std::thread load([&] {
+    uint64_t left = 2 * options_.written_bytes_max;  // half of a mix is written
+    while (!over.load(std::memory_order_relaxed) && left > 0) {
+      const auto part = Measure(LoadKind::kMixed, in_flight_bytes, kSlice, left);
+      if (!part.ok()) {
+        status = part.status();
+        return;
+      }
+      left -= std::min(left, part->bytes);
+    }
+  });
+  options_.meanwhile();
+  over.store(true, std::memory_order_relaxed);
+  load.join();
+  return status;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #define PENSTOCK_AIO_PROFILE_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,9 @@ struct ProbeOptions {
   int rounds = 2;                           // of the sweep over the depths
   std::vector<uint64_t> depths = {2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB,
                                   32 * kMiB};  // bytes in flight, rising
+  // Runs on the caller's thread when everything is measured, while another keeps the mix in flight at the
+  // knee: for finding out what a busy drive costs others. After `written_bytes_max` the drive is idle again.
+  std::function<void()> meanwhile;
 };
 
 // Writes the file once in full (not timed: allocation is not what a run pays), then times reads, writes and

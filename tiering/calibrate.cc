@@ -46,30 +46,35 @@ Calibration::Result Calibration::Calibrated() const {
 }
 
 void Calibration::CalibrateCpu(Result* result) const {
-  // Undisturbed seconds gone by at each moment at which something began or ended.
+  // Undisturbed seconds of compute and of updates gone by at each moment at which something began or ended.
   struct Edge {
     double at;
-    int computing, updates;
+    int computing, updates, transfers;
   };
   std::vector<Edge> edges;
   for (const Span& span : spans_) {
-    const int computes = span.lane == Lane::kCompute ? 1 : 0, updates = span.lane == Lane::kUpdate ? 1 : 0;
-    if (computes + updates == 0) continue;
-    edges.push_back({span.start, computes, updates});
-    edges.push_back({span.end, -computes, -updates});
+    const Edge begin{span.start, span.lane == Lane::kCompute, span.lane == Lane::kUpdate,
+                     Transfers(span.lane)};
+    if (begin.computing + begin.updates + begin.transfers == 0) continue;
+    edges.push_back(begin);
+    edges.push_back({span.end, -begin.computing, -begin.updates, -begin.transfers});
   }
   std::sort(edges.begin(), edges.end(), [](const Edge& a, const Edge& b) { return a.at < b.at; });
-  std::vector<std::pair<double, double>> gone;
-  int computing = 0, updates = 0;
+  struct Gone {
+    double at, compute, updates;
+  };
+  std::vector<Gone> gone;
+  Edge now{0, 0, 0, 0};
   for (const Edge& edge : edges) {
-    const double before = gone.empty() ? 0 : gone.back().second;
-    const double passed = gone.empty() ? 0 : edge.at - gone.back().first;
-    gone.emplace_back(edge.at, before + passed * machine_.cpu_speed(computing > 0, updates));
-    computing += edge.computing;
-    updates += edge.updates;
+    const Gone before = gone.empty() ? Gone{edge.at, 0, 0} : gone.back();
+    const double passed = edge.at - before.at;
+    gone.push_back({edge.at, before.compute + passed * machine_.compute_speed(now.updates, now.transfers > 0),
+                    before.updates + passed * machine_.update_speed(now.computing > 0, now.updates)});
+    now = {edge.at, now.computing + edge.computing, now.updates + edge.updates,
+           now.transfers + edge.transfers};
   }
   const auto until = [&](double at) {
-    return std::lower_bound(gone.begin(), gone.end(), std::pair(at, 0.0))->second;
+    return std::lower_bound(gone.begin(), gone.end(), at, [](const Gone& a, double b) { return a.at < b; });
   };
   std::vector<std::vector<double>> forward(graph_.stages.size()), backward(graph_.stages.size());
   std::vector<double> commits;
@@ -77,7 +82,9 @@ void Calibration::CalibrateCpu(Result* result) const {
   for (const Span& span : spans_) {
     if (span.lane == Lane::kCommit) commits.push_back(span.end - span.start);
     if (span.lane != Lane::kCompute && span.lane != Lane::kUpdate) continue;
-    const double work = until(span.end) - until(span.start);
+    const auto begin = until(span.start), end = until(span.end);
+    const double work =
+        span.lane == Lane::kCompute ? end->compute - begin->compute : end->updates - begin->updates;
     switch (span.kind) {
       case OpKind::kForward:
         forward[static_cast<size_t>(span.stage)].push_back(work);

@@ -29,9 +29,12 @@ struct MachineModel {
   double verify_bytes_per_s = 8e9;
   int update_workers = 1;
   // Hardware threads that everything shares, and how many of them forward and backward use; 0: nobody is in
-  // anybody's way (a device computes). Where more would run than there are, all slow down alike.
+  // anybody's way (a device computes).
   int cores = 0;
   int compute_threads = 1;
+  // How fast forward and backward run, 1 being undisturbed, beside a busy drive, whose transfers take memory
+  // bandwidth and processor time.
+  double compute_beside_drive = 1;
 
   // Bytes per second of reads, and of writes, while both have work.
   double mixed_rate(double alone) const {
@@ -49,11 +52,20 @@ struct MachineModel {
                             std::max(0.0, write_bytes - both * write_rate) / write_bytes_per_s;
     return std::min(apart, together);
   }
-  // How fast forward, backward and updates run (1: undisturbed) while `computing` and `updates` are at work.
-  double cpu_speed(bool computing, int updates) const {
-    const int threads = (computing ? compute_threads : 0) + updates;
-    return cores > 0 && threads > cores ? static_cast<double>(cores) / threads : 1.0;
+  // How fast forward and backward run (1: undisturbed) beside `updates` and a drive that is at work or not.
+  // Their loops wait for the core that has most to do, and the others stand idle meanwhile.
+  double compute_speed(int updates, bool drive) const {
+    const int most = cores > 0 ? (threads(true, updates) + cores - 1) / cores : 1;
+    return (compute_threads > 0 && drive ? compute_beside_drive : 1.0) / std::max(1, most);
   }
+  // How fast each of `updates` runs, beside forward and backward or alone: cores are shared evenly.
+  double update_speed(bool computing, int updates) const {
+    const int all = threads(computing, updates);
+    return cores > 0 && all > cores ? static_cast<double>(cores) / all : 1.0;
+  }
+
+ private:
+  int threads(bool computing, int updates) const { return (computing ? compute_threads : 0) + updates; }
 };
 
 }  // namespace penstock::tiering

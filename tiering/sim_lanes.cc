@@ -112,9 +112,12 @@ double SimLanes::Rate(const Job& job) const {
     case Lane::kGather:
     case Lane::kReduce:
       return gathering_ && reducing_ ? machine_.network_bytes_per_s / 2 : machine_.network_bytes_per_s;
+    case Lane::kCompute:
+      if (plan_.device.apart) return 1;
+      return machine_.compute_speed(static_cast<int>(updating_.size()), reading_ || writing_);
     default:
-      return machine_.cpu_speed(!plan_.device.apart && computing_.has_value(),
-                                static_cast<int>(updating_.size()));
+      return machine_.update_speed(!plan_.device.apart && computing_.has_value(),
+                                   static_cast<int>(updating_.size()));
   }
 }
 

@@ -61,11 +61,16 @@ void Add(const aio::DeviceProfile& one, aio::DeviceProfile* sum) {
   sum->knee_bytes = std::max(sum->knee_bytes, knee);
 }
 
-absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const MachineRequest& request) {
+// Smaller probes are shorter, and leave out what only long steps need.
+constexpr int64_t kWholeProbe = int64_t{64} << 20;
+
+absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const MachineRequest& request,
+                                         std::function<void()> meanwhile) {
   aio::ProbeOptions options;
   options.directory = directory;
   options.file_bytes = static_cast<uint64_t>(request.file_bytes);
-  options.budget_ms = request.file_bytes < (int64_t{64} << 20) ? 250 : 800;
+  options.budget_ms = request.file_bytes < kWholeProbe ? 250 : 800;
+  options.meanwhile = std::move(meanwhile);
   const auto most =
       static_cast<uint64_t>(request.memory_bytes > 0 ? request.memory_bytes / 4 : int64_t{1} << 40);
   std::erase_if(options.depths,
@@ -76,8 +81,9 @@ absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const Mac
   return aio::MeasureDevice(options);
 }
 
-// All directories, or none: a sum of measured and assumed would be neither.
-void MeasureDrives(const MachineRequest& request, Machine* machine) {
+// All directories, or none: a sum of measured and assumed would be neither. `meanwhile` runs while each of
+// them that is measured is busy.
+void MeasureDrives(const MachineRequest& request, const std::function<void()>& meanwhile, Machine* machine) {
   aio::DeviceProfile sum;
   int stored = 0;
   std::string dates;
@@ -89,7 +95,7 @@ void MeasureDrives(const MachineRequest& request, Machine* machine) {
       ++stored;
       dates = Date(profile->measured_unix_s);
     } else if (request.probe_drive) {
-      profile = Probe(existing, request);
+      profile = Probe(existing, request, meanwhile);
     }
     if (!profile.ok()) {
       machine->drives = aio::DeviceProfile();
@@ -133,6 +139,7 @@ constexpr Field kFields[] = {
     {"copy_latency_seconds", &tiering::MachineModel::copy_latency_seconds, nullptr},
     {"update_parameters_per_s", &tiering::MachineModel::update_parameters_per_s, nullptr},
     {"verify_bytes_per_s", &tiering::MachineModel::verify_bytes_per_s, nullptr},
+    {"compute_beside_drive", &tiering::MachineModel::compute_beside_drive, nullptr},
     {"update_workers", nullptr, &tiering::MachineModel::update_workers},
     {"cores", nullptr, &tiering::MachineModel::cores},
     {"compute_threads", nullptr, &tiering::MachineModel::compute_threads},
@@ -200,6 +207,10 @@ nlohmann::json MachineJson(const tiering::MachineModel& model) {
   return json;
 }
 
+int64_t ProbeFileBytes(int64_t state_bytes) {
+  return std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
+}
+
 absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   Machine machine;
   tiering::MachineModel& model = machine.model;
@@ -207,10 +218,24 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   model.cores = Cores();
   model.compute_threads = request.compute_threads;
   machine.drives.knee_bytes = 1;
-  if (!request.directories.empty()) MeasureDrives(request, &machine);
+  std::function<void()> meanwhile;
+  if (request.compute && !request.directories.empty() && request.file_bytes >= kWholeProbe) {
+    request.compute();
+    meanwhile = [&model, &request, alone = zero::SecondsOfCompute(request.compute)] {
+      const double speed = alone / zero::SecondsOfCompute(request.compute);
+      model.compute_beside_drive = std::min(model.compute_beside_drive, std::clamp(speed, 0.5, 1.0));
+    };
+  }
+  if (!request.directories.empty()) MeasureDrives(request, meanwhile, &machine);
   model.update_parameters_per_s = zero::MeasureUpdateRate(request.format, request.optimizer);
   model.verify_bytes_per_s = MeasureVerifyRate();
-  machine.sources.push_back("compute and updates: measured just now, one block of each kind");
+  std::string beside;
+  if (model.compute_beside_drive < 1) {
+    beside = absl::StrFormat("; beside a busy drive compute keeps %.0f%% of its speed",
+                             100 * model.compute_beside_drive);
+  }
+  machine.sources.push_back(
+      absl::StrCat("compute and updates: measured just now, one block of each kind", beside));
   if (request.device != nullptr && request.device->apart()) MeasureCopies(request, &machine);
   if (request.machine_file.empty()) return machine;
   std::ifstream file(request.machine_file);

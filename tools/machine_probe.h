@@ -19,14 +19,16 @@ namespace penstock::tools {
 
 struct MachineRequest {
   std::vector<std::string> directories;  // of the state; empty: no drive
-  // Memory that probing may take (0: no bound), and bytes to write: a model of some megabytes is not worth a
-  // second of probing.
+  // Memory that probing may take (0: no bound), and bytes to write (ProbeFileBytes).
   int64_t memory_bytes = 0;
   int64_t file_bytes = int64_t{128} << 20;
   zero::TileFormat format;  // of the updates
   zero::OptimizerOptions optimizer;
   int update_workers = 1;
   int compute_threads = 1;
+  // A sample of compute on the processor (zero::EngineOptions::machine), measured alone and beside the busy
+  // drive; null: nothing is known of what they cost each other.
+  std::function<void()> compute;
   std::shared_ptr<zero::Device> device;  // that computes; copies are measured where it is apart
   bool probe_drive = true;               // false: nothing is written
   bool stored_profile = true;            // what ds_nvme_tune has stored is taken instead of a probe
@@ -41,6 +43,9 @@ struct Machine {
   std::vector<std::string> sources;
   bool drive_measured = false;  // here, now or at the time of a stored profile
 };
+
+// What to write for a model of so much state: one of some megabytes is not worth a second of probing.
+int64_t ProbeFileBytes(int64_t state_bytes);
 
 // kInvalidArgument: the machine file is wrong. A drive that cannot be measured is assumed, and said so.
 absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request);

@@ -30,7 +30,7 @@ absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) 
   zero::EngineOptions& options = settings->engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
   absl::StatusOr<Machine> machine = Machine();
-  options.machine = [&](int64_t) {
+  options.machine = [&](int64_t state_bytes, const std::function<void()>& compute) {
     MachineRequest request;
     if (options.offload == zero::OffloadDevice::kNvme) request.directories = options.state_dirs;
     request.memory_bytes = options.host_memory_bytes;
@@ -41,6 +41,8 @@ absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) 
     request.compute_threads = options.intra_op_threads;
     request.probe_drive = !words.no_probe;
     request.machine_file = words.machine;
+    request.file_bytes = ProbeFileBytes(state_bytes);
+    request.compute = compute;
     machine = ProbeMachine(request);
     return machine.ok() ? machine->model : tiering::MachineModel();
   };

@@ -134,7 +134,9 @@ class Training {
     options.log = [this](const std::string& line) {
       if (!words_.quiet) progress_.Print(line);
     };
-    options.machine = [this](int64_t state_bytes) { return Probe(state_bytes); };
+    options.machine = [this](int64_t state_bytes, const std::function<void()>& compute) {
+      return Probe(state_bytes, compute);
+    };
     options.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
     options.describe = [this](const zero::StepResult& result) {
       return zero::StepJson(result, TokensPerStep());
@@ -183,13 +185,13 @@ class Training {
     return absl::OkStatus();
   }
 
-  tiering::MachineModel Probe(int64_t state_bytes) {
+  tiering::MachineModel Probe(int64_t state_bytes, const std::function<void()>& compute) {
     const zero::EngineOptions& options = settings_.engine;
     MachineRequest request;
     if (options.offload == zero::OffloadDevice::kNvme) request.directories = options.state_dirs;
     request.memory_bytes = options.host_memory_bytes;
-    // A model of some megabytes is not worth a second of probing.
-    request.file_bytes = std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
+    request.file_bytes = ProbeFileBytes(state_bytes);
+    request.compute = compute;
     if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
     request.optimizer = options.optimizer;
     request.device = options.device;

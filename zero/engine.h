@@ -158,8 +158,10 @@ struct EngineOptions {
   // does).
   nlohmann::json run_changes = nlohmann::json::object();
   // The machine that plans are compared on; asked once, when the model's sizes are known and the budget is
-  // known to hold the least that works. Without it, MachineModel's assumptions.
-  std::function<tiering::MachineModel(int64_t state_bytes)> machine;
+  // known to hold the least that works. Without it, MachineModel's assumptions. `compute` is a sample of the
+  // model's compute on the caller's thread, for measuring it beside other work; null where nothing is trained
+  // or a device apart computes.
+  std::function<tiering::MachineModel(int64_t state_bytes, const std::function<void()>& compute)> machine;
   // The plan stands and nothing has been made yet: an error ends the creation.
   std::function<absl::Status(const EnginePlan&)> planned;
   // The caller's words about a step, kept in its commit; asked once, when the step is about to be committed.

@@ -318,7 +318,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     plan_options.host_budget_bytes = *budget;
   }
   plan.parameters = measured->parameters;
-  prepared.modules = std::move(measured->modules);
+  prepared.modules = measured->modules;
   prepared.identity = IdentityOf(model, options, *format, plan.graph);
   nlohmann::json theirs;
   if (resumes) {
@@ -347,7 +347,16 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     absl::StatusOr<tiering::Plan> assumed = tiering::MakePlan(plan.graph, plan_options);
     if (!assumed.ok()) return assumed.status();
     // One rank alone: several would measure each other.
-    if (options.rank() == 0) plan_options.machine = options.machine(plan.state_bytes);
+    if (options.rank() == 0) {
+      const absl::Status asked = Guarded("measuring the machine", [&] {
+        std::function<void()> compute;
+        if (measured->busiest.stage >= 0 && !options.device->apart())
+          compute = BusiestStage(model, *measured, options.example, format->weights, *options.device);
+        plan_options.machine = options.machine(plan.state_bytes, compute);
+      });
+      if (!asked.ok()) return asked;
+      options.device->TrimTensors();
+    }
   }
   if (comm != nullptr) {
     if (absl::Status status = AgreeOnMachine(*comm, &plan_options.machine); !status.ok()) return status;

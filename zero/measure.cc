@@ -1,11 +1,13 @@
 #include "zero/measure.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
+#include <random>
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
@@ -49,24 +51,113 @@ void Finish(Device& device) {
   TORCH_CHECK(status.ok(), std::string(status.message()));
 }
 
-// Of a few runs; the one before them has loaded LibTorch's kernels and the pool's buffers. `run` is what a
-// drive would have brought in the meantime: cached, it would make a block look faster than it trains.
-template <typename Body>
-double FastestOf(Device& device, const torch::Tensor& run, Body&& body) {
-  double best = 1e9;
-  for (int repeat = 0; repeat < 3; ++repeat) {
-    if (run.device().is_cpu()) kernels::EvictFromCaches(run.data_ptr(), run.nbytes());
+// The median of a few runs; the one before them has loaded LibTorch's kernels and the pool's buffers. What a
+// drive would have brought in the meantime is not in the caches, where it would make a block look faster than
+// it trains.
+template <typename Probe, typename Body>
+double SecondsOf(Device& device, Probe& probe, Body&& body) {
+  std::array<double, 3> seconds;
+  for (double& each : seconds) {
+    probe.Renew();
     const double begin = Seconds();
     body();
     Finish(device);
-    best = std::min(best, Seconds() - begin);
+    each = Seconds() - begin;
   }
-  return best;
+  std::sort(seconds.begin(), seconds.end());
+  return seconds[1];
 }
+
+// Numbers as weights and activations are: products of zeros take up to a fifth less time, because processors
+// that need less power run faster.
+void FillLikeWeights(torch::Tensor tensor, double scale) {
+  constexpr int64_t kPattern = 16 << 10;
+  std::vector<float> numbers(kPattern);
+  std::minstd_rand random(1);
+  std::normal_distribution<float> normal(0, static_cast<float>(scale));
+  for (float& number : numbers) number = normal(random);
+  const torch::Tensor pattern =
+      torch::from_blob(numbers.data(), {kPattern}, torch::kFloat32).to(tensor.device(), tensor.scalar_type());
+  torch::Tensor flat = tensor.view({-1});
+  for (int64_t at = 0; at < flat.numel(); at += kPattern) {
+    const int64_t count = std::min(kPattern, flat.numel() - at);
+    flat.narrow(0, at, count).copy_(pattern.narrow(0, 0, count));
+  }
+}
+
+// One stage, as the run will compute it.
+class StageProbe {
+ public:
+  StageProbe(const StageSpec& spec, bool first, bool last, std::shared_ptr<BlockModule> block,
+             torch::Tensor input, Batch batch, kernels::DType weights, Device& device)
+      : spec_(spec),
+        first_(first),
+        last_(last),
+        block_(std::move(block)),
+        input_(std::move(input)),
+        batch_(std::move(batch)),
+        weights_(weights),
+        width_(static_cast<int64_t>(kernels::BytesPerElement(weights))),
+        device_(device),
+        run_(torch::empty({block_->layout().elements},
+                          torch::TensorOptions().device(device.torch_device()).dtype(TorchDtype(weights)))) {
+    Renew();
+  }
+
+  // Weights as before any Backward, and not in the caches.
+  void Renew() {
+    FillLikeWeights(run_, 0.02);
+    if (run_.device().is_cpu()) kernels::EvictFromCaches(run_.data_ptr(), run_.nbytes());
+  }
+
+  void Forward() {
+    torch::NoGradGuard no_grad;
+    block_->Attach(run_.data_ptr(), weights_, device_);
+    output_ = spec_.forward(block_->module(), input_, batch_).detach();
+    block_->Detach();
+  }
+
+  void Backward() {
+    torch::AutoGradMode grad(true);
+    block_->Attach(run_.data_ptr(), weights_, device_);
+    torch::Tensor x = input_.detach();
+    if (!first_ && torch::isFloatingType(x.scalar_type())) x.set_requires_grad(true);
+    torch::Tensor y = spec_.forward(block_->module(), x, batch_);
+    TORCH_CHECK(!last_ || y.dim() == 0, "the last stage must return a scalar loss, not ", y.sizes());
+    if (y.requires_grad()) y.backward(torch::full_like(y, 1e-3));
+    // Taken to where it waits, for which the run itself will do.
+    const torch::Dtype computes = device_.compute_dtype(weights_);
+    for (size_t i = 0; i < block_->layout().parameters.size(); ++i) {
+      const torch::Tensor gradient = block_->Gradient(i);
+      if (!gradient.defined()) continue;
+      device_.Convert(computes == torch::kFloat32 ? kernels::DType::kFp32 : weights_, gradient.data_ptr(),
+                      weights_,
+                      static_cast<char*>(run_.data_ptr()) + block_->layout().parameters[i].offset * width_,
+                      static_cast<size_t>(gradient.numel()));
+    }
+    y = torch::Tensor();  // the graph goes before what it computed with
+    block_->Detach();
+  }
+
+  const torch::Tensor& output() const { return output_; }
+
+ private:
+  const StageSpec& spec_;
+  const bool first_, last_;
+  const std::shared_ptr<BlockModule> block_;
+  const torch::Tensor input_;
+  const Batch batch_;
+  const kernels::DType weights_;
+  const int64_t width_;
+  Device& device_;
+  const torch::Tensor run_;
+  torch::Tensor output_;
+};
 
 struct StageMeasure {
   tiering::StageShape shape;
-  torch::Tensor output;  // shape and type, no data of interest
+  torch::Tensor output;         // shape and type, no data of interest
+  double backward_seconds = 0;  // of all stages like it
 };
 
 }  // namespace
@@ -101,7 +192,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
   }
 
   std::map<std::string, StageMeasure> known;
-  const auto on_device = torch::TensorOptions().device(device.torch_device());
+  std::map<std::string, MeasuredModel::Busiest> inputs;
   Batch batch;
   const absl::Status moved = Guarded("the example batch", [&] {
     batch = {device.ToDevice(example.inputs), device.ToDevice(example.targets)};
@@ -119,61 +210,44 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
     std::ostringstream key;
     key << kind << '/' << input.sizes() << input.scalar_type() << last << (s == 0);
     tiering::StageShape shape;
-    const auto same = kind.empty() ? known.end() : known.find(key.str());
-    if (same != known.end()) {
-      shape = same->second.shape;
-      input = same->second.output;
+    if (kind.empty()) key << '#' << s;  // like no other
+    auto of_kind = known.find(key.str());
+    if (of_kind != known.end()) {
+      shape = of_kind->second.shape;
+      input = of_kind->second.output;
     } else {
       torch::Tensor output;
       const absl::Status ran = Guarded(absl::StrCat("measuring stage ", spec.name), [&] {
-        BlockModule& block = *measured.modules[static_cast<size_t>(spec.block)];
-        const auto width = static_cast<int64_t>(kernels::BytesPerElement(weights));
-        torch::Tensor run = torch::zeros({block.layout().elements * width}, on_device.dtype(torch::kUInt8));
-        block.module().train(trains);
+        const auto& block = measured.modules[static_cast<size_t>(spec.block)];
+        block->module().train(trains);
+        StageProbe probe(spec, s == 0, last, block, input, batch, weights, device);
         shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
         shape.input_scratch_bytes = s == 0 ? 0 : BytesOf(input);
-        auto forward = [&] {
-          torch::NoGradGuard no_grad;
-          block.Attach(run.data_ptr(), weights, device);
-          output = spec.forward(block.module(), input, batch).detach();
-          block.Detach();
-        };
-        shape.forward_peak_bytes = PeakOf(device, forward) + Rounded(BytesOf(output));
-        shape.forward_seconds = FastestOf(device, run, forward);
-        auto backward = [&] {
-          torch::AutoGradMode grad(true);
-          block.Attach(run.data_ptr(), weights, device);
-          torch::Tensor x = input.detach();
-          if (s > 0 && torch::isFloatingType(x.scalar_type())) x.set_requires_grad(true);
-          torch::Tensor y = spec.forward(block.module(), x, batch);
-          TORCH_CHECK(!last || y.dim() == 0, "the last stage must return a scalar loss, not ", y.sizes());
-          if (y.requires_grad()) y.backward(torch::zeros_like(y));
-          // Taken to where it waits, for which the run itself will do: it is zero, and so are they.
-          const torch::Dtype computes = device.compute_dtype(weights);
-          for (size_t i = 0; i < block.layout().parameters.size(); ++i) {
-            const torch::Tensor gradient = block.Gradient(i);
-            if (!gradient.defined()) continue;
-            device.Convert(computes == torch::kFloat32 ? kernels::DType::kFp32 : weights, gradient.data_ptr(),
-                           weights,
-                           static_cast<char*>(run.data_ptr()) + block.layout().parameters[i].offset * width,
-                           static_cast<size_t>(gradient.numel()));
-          }
-          y = torch::Tensor();  // the graph goes before what it computed with
-          block.Detach();
-        };
+        auto forward = [&] { probe.Forward(); };
+        shape.forward_peak_bytes = PeakOf(device, forward) + Rounded(BytesOf(probe.output()));
+        shape.forward_seconds = SecondsOf(device, probe, forward);
+        output = probe.output();
         if (trains) {
+          auto backward = [&] { probe.Backward(); };
           shape.backward_peak_bytes = PeakOf(device, backward);
-          shape.backward_seconds = FastestOf(device, run, backward);
+          shape.backward_seconds = SecondsOf(device, probe, backward);
         }
       });
       if (!ran.ok()) return ran;
-      known[key.str()] = {shape, output};
+      known[key.str()] = {shape, kind.empty() ? torch::Tensor() : output, 0};
+      of_kind = known.find(key.str());
+      inputs[key.str()] = {static_cast<int>(s), input.sizes().vec(), input.scalar_type()};
       input = output;
     }
+    of_kind->second.backward_seconds += shape.backward_seconds;
     shape.name = spec.name;
     shape.block = spec.block;
     graph.stages.push_back(std::move(shape));
   }
+  const auto busiest = std::max_element(known.begin(), known.end(), [](const auto& a, const auto& b) {
+    return a.second.backward_seconds < b.second.backward_seconds;
+  });
+  if (trains && busiest != known.end()) measured.busiest = inputs.at(busiest->first);
   input = torch::Tensor();
   batch = Batch();
   known.clear();
@@ -225,6 +299,26 @@ absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
   return rates;
 }
 
+std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
+                                   kernels::DType weights, Device& device) {
+  const MeasuredModel::Busiest& busiest = measured.busiest;
+  const StageSpec& spec = model.stages[static_cast<size_t>(busiest.stage)];
+  const bool first = busiest.stage == 0;
+  const bool last = static_cast<size_t>(busiest.stage) + 1 == model.stages.size();
+  const Batch batch = {device.ToDevice(example.inputs), device.ToDevice(example.targets)};
+  torch::Tensor input =
+      first ? batch.inputs
+            : torch::zeros(busiest.input_sizes,
+                           torch::TensorOptions().device(device.torch_device()).dtype(busiest.input_type));
+  auto probe =
+      std::make_shared<StageProbe>(spec, first, last, measured.modules[static_cast<size_t>(spec.block)],
+                                   std::move(input), batch, weights, device);
+  return [probe, &device] {
+    probe->Backward();
+    Finish(device);
+  };
+}
+
 double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer) {
   constexpr int64_t kElements = int64_t{1} << 19;
   RunLayout layout;
@@ -258,6 +352,13 @@ double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optim
     best = std::min(best, Seconds() - begin);
   }
   return static_cast<double>(kElements) / std::max(best, 1e-9);
+}
+
+double SecondsOfCompute(const std::function<void()>& compute) {
+  const double begin = Seconds();
+  int calls = 0;
+  for (; calls < 3 || Seconds() - begin < 0.5; ++calls) compute();
+  return (Seconds() - begin) / calls;
 }
 
 }  // namespace penstock::zero

@@ -213,12 +213,18 @@ TEST(Machine, DriveTimesFollowFromTheThreeBandwidths) {
   // Writes that disturb reads: one after the other is better than both at once.
   machine.mixed_bytes_per_s = 1e9;
   EXPECT_DOUBLE_EQ(machine.drive_seconds(4e9, 2e9), 2);
-  EXPECT_DOUBLE_EQ(machine.cpu_speed(true, 5), 1);
+  EXPECT_DOUBLE_EQ(machine.compute_speed(5, true), 1);
   machine.cores = 2;
   machine.compute_threads = 2;
-  EXPECT_DOUBLE_EQ(machine.cpu_speed(true, 0), 1);
-  EXPECT_DOUBLE_EQ(machine.cpu_speed(true, 1), 2.0 / 3);
-  EXPECT_DOUBLE_EQ(machine.cpu_speed(false, 2), 1);
+  EXPECT_DOUBLE_EQ(machine.compute_speed(0, false), 1);
+  EXPECT_DOUBLE_EQ(machine.compute_speed(1, false), 1.0 / 2);
+  EXPECT_DOUBLE_EQ(machine.compute_speed(3, false), 1.0 / 3);
+  EXPECT_DOUBLE_EQ(machine.update_speed(true, 1), 2.0 / 3);
+  EXPECT_DOUBLE_EQ(machine.update_speed(false, 2), 1);
+  EXPECT_DOUBLE_EQ(machine.update_speed(false, 4), 0.5);
+  machine.compute_beside_drive = 0.8;
+  EXPECT_DOUBLE_EQ(machine.compute_speed(0, false), 1);
+  EXPECT_DOUBLE_EQ(machine.compute_speed(1, true), 0.4);
 }
 
 // A machine is simulated, watched, and found again from what was seen, starting from wrong figures.
@@ -234,14 +240,15 @@ TEST(Calibration, FindsTheMachineThatRan) {
     truth.cores = cores;
     truth.compute_threads = 2;
     truth.io_latency_seconds = 0;
+    truth.compute_beside_drive = 0.75;
     PlanOptions options;
     options.machine = truth;
     options.host_budget_bytes = 90 * kMiB;
     const Plan plan = *MakePlan(graph, options);
-    MachineModel guess;
-    guess.cores = truth.cores;
-    guess.compute_threads = 2;
-    guess.io_latency_seconds = 0;
+    MachineModel guess = truth;
+    guess.update_parameters_per_s = 100e6;
+    guess.verify_bytes_per_s = 1e9;
+    guess.mixed_bytes_per_s = 0;
     guess.read_bytes_per_s = 9e9;
     guess.write_bytes_per_s = 1e9;
     ModelGraph unmeasured = graph;
