@@ -166,6 +166,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
   if (!newest.ok() && !absl::IsNotFound(newest.status())) return newest.status();
   if (engine.offload != zero::OffloadDevice::kNvme) {
     // Nothing outlives the process but what was kept: a checkpoint, or the state of a run with a drive.
+    settings->goes_back = true;
     engine.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : words.state_dirs;
     if (engine.state_dirs.empty()) {
       if (checkpoints.empty()) {
@@ -200,6 +201,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
     const absl::Status restored = zero::RestoreRun(*newest, engine);
     if (!restored.ok()) return restored;
     settings->notes.push_back(absl::StrCat("restored ", engine.state_dirs.front(), " from ", *newest));
+    settings->goes_back = true;
     return FindRun(engine.state_dirs);
   }
   if (run->is_null()) {

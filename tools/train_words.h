@@ -46,6 +46,7 @@ struct TrainSettings {
   zero::EngineOptions engine;                      // complete but for what hooks into the run
   std::vector<std::string> notes;                  // lines for people: keys ignored, choices made
   bool resumes = false;                            // a run or a checkpoint is there and goes on
+  bool goes_back = false;  // to a checkpoint or the beginning: logged steps come again
 };
 
 // kInvalidArgument for wrong words, kFailedPrecondition for a state directory that is another's or in use.

@@ -176,13 +176,29 @@ class Training {
                        ": not the text that this run was created with; --resume goes "
                        "on with the same data only"));
     }
-    if (log_ != nullptr && settings_.resumes) {
-      if (absl::Status status = log_->CutAfter(engine_->step()); !status.ok()) return status;
-      if (absl::Status status = log_->AddMissing(engine_->last_description()); !status.ok()) return status;
+    if (log_ != nullptr && words_.resume) {
+      absl::Status status = CheckLogged(*log_, engine_->plan(), engine_->step());
+      if (status.ok()) status = log_->CutAfter(engine_->step());
+      if (status.ok()) status = log_->AddMissing(engine_->last_description());
+      if (!status.ok()) return status;
     }
     if (engine_->resumed_from().has_value())
       Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
     return absl::OkStatus();
+  }
+
+  // Where every step is durable, a log that is ahead of the state says that commits were lost: to a file that
+  // was cut off, an old copy of the directory, a power cut.
+  absl::Status CheckLogged(const TrainLog& log, const zero::EnginePlan& plan, int64_t step) const {
+    const bool durable = plan.plan.on_nvme && plan.plan.commits_every_step && !settings_.goes_back;
+    if (!durable || log.last_step() <= step) return absl::OkStatus();
+    return absl::DataLossError(absl::StrCat("--log ", *words_.log, " has step ", log.last_step(), ", and ",
+                                            settings_.engine.state_dirs.front(),
+                                            step == 0 ? " none" : absl::StrCat(" only step ", step),
+                                            ": commits were lost; go on from a checkpoint (--checkpoint-dir, "
+                                            "with a --state-dir that is empty), or move "
+                                            "the log away to go on from step ",
+                                            step, " all the same"));
   }
 
   tiering::MachineModel Probe(int64_t state_bytes, const std::function<void()>& compute) {
@@ -227,9 +243,13 @@ class Training {
                      " for updates; ", zero::DescribeBlas().name, "; kernels ", kernels::DescribeCpu()));
     // Before gigabytes are made for a run that could not tell of itself.
     if (words_.log.has_value()) {
-      absl::StatusOr<std::unique_ptr<TrainLog>> log = TrainLog::Open(*words_.log, settings_.resumes);
+      absl::StatusOr<std::unique_ptr<TrainLog>> log = TrainLog::Open(*words_.log, words_.resume);
       if (!log.ok()) return log.status();
       log_ = std::move(*log);
+      if (words_.resume && !settings_.resumes) {
+        // Nothing is overwritten that somebody may still want to look at.
+        if (absl::Status status = CheckLogged(*log_, plan, 0); !status.ok()) return status;
+      }
     }
     if (!settings_.resumes && plan.plan.on_nvme) Say("initialising");
     return absl::OkStatus();

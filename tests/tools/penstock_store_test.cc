@@ -113,6 +113,39 @@ TEST_F(StoreCliTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack)
 }
 
 // What a run takes on its disks is said three times and taken once.
+TEST_F(StoreCliTest, AStateBehindItsLogIsNotTakenForWhole) {
+  const std::string state = dir_ + "/state", log = dir_ + "/log", file = state + "/penstock.store";
+  const Words words = {"--log", log, "--steps"};
+  ASSERT_EQ(Run(Train(state, words + Words{"3"})).code, 0);
+  const std::string logged = ReadFile(log);
+  // Steps that the state has lost.
+  std::filesystem::copy(state, dir_ + "/old", std::filesystem::copy_options::recursive);
+  ASSERT_EQ(Run(Train(state, words + Words{"5", "--resume"})).code, 0);
+  const std::string whole = ReadFile(log);
+  std::filesystem::remove_all(state);
+  std::filesystem::rename(dir_ + "/old", state);
+  Ran ran = Run(Train(state, words + Words{"5", "--resume"}));
+  EXPECT_EQ(ran.code, 1);
+  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("has step 5"));
+  EXPECT_THAT(ran.err, HasSubstr("only step 3: commits were lost"));
+  EXPECT_EQ(ReadFile(log), whole);
+  // Taken at its word, it goes on.
+  WriteFile(log, logged);
+  EXPECT_EQ(Run(Train(state, words + Words{"5", "--resume"})).code, 0);
+  EXPECT_EQ(Lines(ReadFile(log)).size(), 5u);
+  // All of them: a file that was emptied looks like a run that was never committed.
+  std::filesystem::resize_file(file, 0);
+  ran = Run(Train(state, words + Words{"6", "--resume"}));
+  EXPECT_EQ(ran.code, 1);
+  EXPECT_THAT(ran.err, HasSubstr("has step 5"));
+  EXPECT_THAT(ran.err, HasSubstr("none: commits were lost"));
+  EXPECT_EQ(std::filesystem::file_size(file), 0u) << "nothing is written over what was lost";
+  std::filesystem::remove(log);
+  EXPECT_EQ(Run(Train(state, words + Words{"1", "--resume"})).code, 0);
+  EXPECT_EQ(Lines(ReadFile(log)).size(), 1u);
+}
+
 TEST_F(StoreCliTest, PlanReportAndFilesHaveTheSameBytesWhateverTheVersions) {
   struct Case {
     const char* config;
