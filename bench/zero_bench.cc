@@ -168,11 +168,11 @@ class DurableRun {
     options.host_memory_bytes = width * width * 400;
     options.checkpoints = {std::string(kDirectory) + "/kept", checkpoint_every, 1};
     options.checkpointed = [this](int64_t, const std::string&, const absl::Status& status) {
-      copying_ = false;
+      ++ended_;  // perhaps when the next one begins
       if (!status.ok()) error_ = status;
     };
     options.committed = [this, checkpoint_every](const zero::StepResult& result) {
-      if (checkpoint_every > 0 && result.step % checkpoint_every == 0) copying_ = true;
+      if (checkpoint_every > 0 && result.step % checkpoint_every == 0) ++begun_;
       return absl::OkStatus();
     };
     options.observer = [this](tiering::OpId, const tiering::Op& op, double start, double end) {
@@ -189,14 +189,24 @@ class DurableRun {
     std::filesystem::remove_all(kDirectory);
   }
 
-  // Its seconds; whether a checkpoint was copied during all of it is told by `copied`, and none of it by
-  // neither.
+  // A checkpoint's steps, from that in which its copy began to that in which it ended, and those after them
+  // until the next.
+  struct Cycle {
+    std::vector<double> copied, alone;
+  };
+
+  // Its seconds.
   double Step() {
-    const bool before = copying_;
+    const int64_t begun = begun_;
+    const bool before = begun_ > ended_;
     absl::StatusOr<zero::StepResult> result = engine_->Step({example_}, zero::Next::kTrain);
     error_.Update(result.status());
     if (!result.ok()) return 0;
-    (before && copying_ ? copied : before || copying_ ? between : alone).push_back(result->seconds);
+    if (begun_ > begun) cycles_.emplace_back();
+    if (!cycles_.empty()) {
+      const bool copied = before || begun_ > ended_;
+      (copied ? cycles_.back().copied : cycles_.back().alone).push_back(result->seconds);
+    }
     commit_stall_seconds_ = engine_->usage().stall_seconds[static_cast<size_t>(tiering::Stall::kCommit)];
     return result->seconds;
   }
@@ -204,14 +214,15 @@ class DurableRun {
   std::vector<double>& commit_seconds() { return commit_seconds_; }
   double commit_stall_seconds() const { return commit_stall_seconds_; }
 
-  std::vector<double> copied, between, alone;
+  const std::vector<Cycle>& cycles() const { return cycles_; }
 
  private:
   static constexpr const char* kDirectory = "zero_bench-durable";
   std::unique_ptr<zero::Engine> engine_;
   zero::Batch example_;
   absl::Status error_;
-  bool copying_ = false;
+  int64_t begun_ = 0, ended_ = 0;  // checkpoints
+  std::vector<Cycle> cycles_;
   std::vector<double> commit_seconds_;
   double commit_stall_seconds_ = 0;
 };
@@ -251,23 +262,35 @@ BENCHMARK_CAPTURE(Commit, power, swap::Sync::kPower)
     ->UseManualTime()
     ->Iterations(25);
 
-// Steps during which a checkpoint is copied beside steps during which none is, taking turns in one run: a
-// checkpoint every 2 * kSpreadSteps steps, whose copy is spread over half of them.
+// Steps during which a checkpoint is copied over steps during which none is, taking turns in one run: each
+// over the median of its turn's others, since drives drift; counters are medians over the turns. `alone_*`:
+// the same of steps without a copy, which is what noise alone makes of it.
 void Checkpoint(benchmark::State& state) {
-  DurableRun run(/*width=*/448, swap::Sync::kProcess, 2 * zero::kSpreadSteps);
-  for (int warm = 0; warm < 3 && run.error().ok(); ++warm) run.Step();
-  run.alone.clear();
+  constexpr size_t kAlone = 12;
+  DurableRun run(/*width=*/640, swap::Sync::kProcess, zero::kSpreadSteps + static_cast<int64_t>(kAlone));
   for (auto _ : state) state.SetIterationTime(run.error().ok() ? run.Step() : 0);
   if (!run.error().ok()) return state.SkipWithError(std::string(run.error().message()).c_str());
-  state.counters["steps_copied"] = static_cast<double>(run.copied.size());
-  state.counters["steps_alone"] = static_cast<double>(run.alone.size());
-  for (const auto& [name, q] : {std::pair{"p25", 0.25}, {"p50", 0.5}, {"p75", 0.75}, {"p90", 0.9}}) {
-    state.counters[std::string("ratio_") + name] = Quantile(run.copied, q) / Quantile(run.alone, q);
+  std::vector<double> first, last, middle, alone;
+  for (const DurableRun::Cycle& cycle : run.cycles()) {
+    if (cycle.alone.size() + 1 < kAlone / 2 || cycle.copied.size() < 3) continue;  // cut short by the end
+    const double base = Quantile(cycle.alone, 0.5);
+    first.push_back(cycle.copied.front() / base);
+    last.push_back(cycle.copied.back() / base);
+    for (size_t i = 1; i + 1 < cycle.copied.size(); ++i) middle.push_back(cycle.copied[i] / base);
+    for (const double each : cycle.alone) alone.push_back(each / base);
   }
-  // Its first step and its last, with the sync of everything.
-  state.counters["ratio_ends"] = Quantile(run.between, 0.5) / Quantile(run.alone, 0.5);
+  state.counters["checkpoints"] = static_cast<double>(first.size());
+  state.counters["first"] = Quantile(first, 0.5);
+  state.counters["last"] = Quantile(last, 0.5);
+  for (const auto& [name, q] : {std::pair{"p50", 0.5}, {"p90", 0.9}}) {
+    state.counters[std::string("middle_") + name] = Quantile(middle, q);
+    state.counters[std::string("alone_") + name] = Quantile(alone, q);
+  }
 }
-BENCHMARK(Checkpoint)->Unit(benchmark::kMillisecond)->UseManualTime()->Iterations(4 * 2 * zero::kSpreadSteps);
+BENCHMARK(Checkpoint)
+    ->Unit(benchmark::kMillisecond)
+    ->UseManualTime()
+    ->Iterations(9 * (zero::kSpreadSteps + 12));
 
 }  // namespace
 }  // namespace penstock

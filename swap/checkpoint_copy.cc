@@ -43,13 +43,12 @@ class RetainedTiles {
   RetainedTiles(Store& store, std::span<std::byte> memory)
       : store_(store), record_(*store.retained()), memory_(memory) {}
 
-  absl::Status Fetch(uint32_t tile, CheckpointTile* to) {
+  absl::Status Fetch(uint32_t tile, aio::Priority priority, CheckpointTile* to) {
     const Geometry& g = store_.geometry();
     std::array<void*, kMaxSegments> places;
     const std::span<void* const> segments = g.SegmentPlaces(tile, memory_.data(), &places);
     // Checked: never a checkpoint of damage.
-    absl::Status status =
-        store_.ReadTileNow(&io_, tile, segments, aio::Priority::kWriteBehind, Which::kRetained);
+    absl::Status status = store_.ReadTileNow(&io_, tile, segments, priority, Which::kRetained);
     if (!status.ok()) return status;
     to->version = record_.tiles[tile].version;
     std::copy(segments.begin(), segments.end(), to->data.begin());
@@ -84,7 +83,9 @@ absl::StatusOr<std::unique_ptr<CheckpointCopy>> CheckpointCopy::OfStore(Store& s
   source.updates = store.committed_updates();
   source.payload = store.committed_payload();
   auto tiles = std::make_shared<RetainedTiles>(store, options.memory);
-  source.fetch = [tiles](const Store&, uint32_t tile, CheckpointTile* to) { return tiles->Fetch(tile, to); };
+  source.fetch = [tiles](const Store&, uint32_t tile, aio::Priority priority, CheckpointTile* to) {
+    return tiles->Fetch(tile, priority, to);
+  };
   return std::unique_ptr<CheckpointCopy>(
       new CheckpointCopy(store.engine(), options, std::move(source), &store));
 }
@@ -131,9 +132,11 @@ void CheckpointCopy::AllowAll() {
 }
 
 void CheckpointCopy::FinishTiles() {
-  AllowAll();
   {
     std::unique_lock lock(mutex_);
+    allowed_ = kAll;
+    awaited_ = true;
+    leave_there_.notify_all();
     over_.wait(lock, [&] { return tiles_over_; });
   }
   if (held_ != nullptr) std::exchange(held_, nullptr)->Release();
@@ -145,11 +148,13 @@ absl::Status CheckpointCopy::Finish() {
   return status_;
 }
 
-bool CheckpointCopy::WaitForLeave() {
+std::optional<aio::Priority> CheckpointCopy::WaitForLeave() {
   std::unique_lock lock(mutex_);
   leave_there_.wait(lock, [&] { return given_up_ || started_ < allowed_; });
+  if (given_up_) return std::nullopt;
   ++started_;
-  return !given_up_;
+  const bool behind = allowed_ != kAll && started_ < allowed_;
+  return behind || awaited_ ? aio::Priority::kPrefetch : aio::Priority::kWriteBehind;
 }
 
 void CheckpointCopy::Run() {
@@ -195,13 +200,13 @@ absl::Status CheckpointCopy::WriteTiles(Store& target) {
   TileIo io;
   CheckpointTile from;
   for (uint32_t tile = 0; tile < tiles(); ++tile) {
-    if (!WaitForLeave()) return absl::CancelledError(absl::StrCat(path_, " was given up"));
+    const std::optional<aio::Priority> priority = WaitForLeave();
+    if (!priority.has_value()) return absl::CancelledError(absl::StrCat(path_, " was given up"));
     const uint32_t segments = target.geometry().segments(tile);
-    absl::Status status = source_.fetch(target, tile, &from);
+    absl::Status status = source_.fetch(target, tile, *priority, &from);
     if (status.ok()) {
-      status =
-          target.WriteTile(&io, tile, from.version, std::span<const void* const>(from.data.data(), segments),
-                           aio::Priority::kWriteBehind);
+      status = target.WriteTile(&io, tile, from.version,
+                                std::span<const void* const>(from.data.data(), segments), *priority);
     }
     if (!status.ok()) return status;
     (void)target.Wait(&io);  // NoteWritten returns its error

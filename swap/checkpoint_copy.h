@@ -5,7 +5,9 @@
 //   if ((*copy)->finished()) absl::Status done = (*copy)->Finish();
 //
 // The pace is the caller's: no tile is touched before it was allowed. Transfers have the lowest priority, so
-// that training's overtake them; checksums run on the copy's thread. Memory: one tile.
+// that training's overtake them, as long as the copy keeps up with what is allowed; where it does not,
+// because the drive is never idle, they take turns with training's, so that the last step does not pay for
+// what those before it left. Checksums run on the copy's thread. Memory: one tile.
 //
 // A checkpoint appears under its name only when it is whole and durable: until then it is `.NAME.partial`.
 //
@@ -42,7 +44,8 @@ struct CheckpointTile {
 };
 
 // What a checkpoint is made of. `fetch` runs on the copy's thread, tile after tile; whatever it gives stays
-// as it is until the end of the copy. `target` is the checkpoint, whose checksums the tile must have.
+// as it is until the end of the copy. `target` is the checkpoint, whose checksums the tile must have;
+// `priority` is that of its reads, if it needs any.
 struct CheckpointSource {
   Layout layout;
   std::string identity;
@@ -50,7 +53,8 @@ struct CheckpointSource {
   uint64_t step = 0;
   uint64_t updates = 0;
   std::string payload;
-  std::function<absl::Status(const Store& target, uint32_t tile, CheckpointTile* to)> fetch;
+  std::function<absl::Status(const Store& target, uint32_t tile, aio::Priority priority, CheckpointTile* to)>
+      fetch;
 };
 
 class CheckpointCopy {
@@ -91,7 +95,7 @@ class CheckpointCopy {
   absl::Status Write();
   absl::Status WriteStore(const std::string& directory);
   absl::Status WriteTiles(Store& target);
-  bool WaitForLeave();  // false: given up
+  std::optional<aio::Priority> WaitForLeave();  // of the next tile; none: given up
 
   aio::Engine& engine_;
   const CheckpointOptions options_;
@@ -105,6 +109,7 @@ class CheckpointCopy {
   uint64_t allowed_ = 0;  // tiles, from the start
   uint64_t started_ = 0;
   bool given_up_ = false;
+  bool awaited_ = false;     // by FinishTiles
   bool tiles_over_ = false;  // all copied, or none will be any more
   absl::Status status_;      // the thread's, read after joining it
   std::thread thread_;       // last: it uses all of the above

@@ -101,9 +101,12 @@ absl::Status Checkpointing::MakeUpFor(swap::Store& store, bool commits_every_ste
 }
 
 absl::Status Checkpointing::Advance(int64_t operations) {
+  ++ended_;
   if (copy_ == nullptr) return absl::OkStatus();
   if (copy_->finished()) return Finish();
-  credit_ += tiles_per_step_ / static_cast<double>(std::max<int64_t>(1, operations));
+  // Those that find nothing to do are not heard of: a step's are as many as the last one's.
+  credit_ +=
+      tiles_per_step_ / static_cast<double>(std::max<int64_t>(1, of_step_ > 0 ? of_step_ : operations));
   if (credit_ < 1) return absl::OkStatus();
   const auto tiles = static_cast<uint32_t>(credit_);
   credit_ -= tiles;
@@ -113,6 +116,10 @@ absl::Status Checkpointing::Advance(int64_t operations) {
 
 void Checkpointing::BeforeUpdate(int64_t step) {
   begun_step_ = step;
+  if (step > paced_step_) {
+    paced_step_ = step;
+    of_step_ = std::exchange(ended_, 0);
+  }
   if (last_step_ > 0 && step >= last_step_) FinishTiles();
 }
 
@@ -139,7 +146,7 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency
   source.updates = static_cast<uint64_t>(updates);
   source.payload = std::move(payload);
   source.fetch = [&plan, &residency, step, numbers = TileNumbers(plan)](
-                     const swap::Store& target, uint32_t tile, swap::CheckpointTile* to) {
+                     const swap::Store& target, uint32_t tile, aio::Priority, swap::CheckpointTile* to) {
     const auto [block, of_block] = numbers[tile];
     const std::vector<void*> places = PlacesOf(plan, residency, block, of_block);
     to->version = VersionAfter(step);

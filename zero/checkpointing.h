@@ -63,7 +63,7 @@ class Checkpointing {
   // The run goes on from the store's last commit. Where that is due and a kill cut its checkpoint short, it
   // is written now.
   absl::Status MakeUpFor(swap::Store& store, bool commits_every_step);
-  // Of `operations` in a step one has ended: lets the copy go on, and notices its end.
+  // An operation has ended, of about `operations` in a step: lets the copy go on, and notices its end.
   absl::Status Advance(int64_t operations);
   // The update of `step` may begin from here on, in memory or on the drive: what it would change must have
   // been copied. How that ended is told by Advance or Finish.
@@ -86,7 +86,9 @@ class Checkpointing {
   int64_t last_step_ = 0;   // whose update must wait for the copy; 0: none
   int64_t begun_step_ = 0;  // whose update has begun or may begin any time
   double tiles_per_step_ = 0;
-  double credit_ = 0;  // tiles that may be copied and have not been allowed yet
+  double credit_ = 0;                // tiles that may be copied and have not been allowed yet
+  int64_t ended_ = 0, of_step_ = 0;  // operations since the step's updates began, and of the step before
+  int64_t paced_step_ = 0;
 };
 
 // State in memory as a checkpoint's source: the tiles of `plan` where `residency` has them, as the update of

@@ -8,6 +8,9 @@
 
 #include <filesystem>
 #include <fstream>
+#include <future>
+#include <thread>
+#include <vector>
 
 #include "swap/checkpoint_copy.h"
 #include "swap/inspect.h"
@@ -51,6 +54,27 @@ class CheckpointTest : public ::testing::Test {
     ASSERT_TRUE(model_.WriteAll(*store_, step + 1).ok());
     ASSERT_TRUE(store_->CommitNow({.step = step, .updates = step, .payload = absl::StrCat("p", step)}).ok());
   }
+  // Three steps of the model, in memory.
+  CheckpointSource SourceOfModel() {
+    model_.Initialize();
+    for (uint64_t u = 1; u <= 3; ++u) model_.UpdateAll(u);
+    CheckpointSource source;
+    source.layout = layout_;
+    source.identity = R"({"model":"fake"})";
+    source.step = 3;
+    source.updates = 3;
+    source.payload = "p3";
+    source.fetch = [this](const Store& target, uint32_t tile, aio::Priority, CheckpointTile* to) {
+      to->version = 4;
+      for (uint32_t s = 0; s < target.geometry().segments(tile); ++s) {
+        to->data[s] = model_.tile(tile)[s].data();
+        to->checksums[s] = target.SegmentChecksum(tile, s, to->version, to->data[s]);
+      }
+      return absl::OkStatus();
+    };
+    return source;
+  }
+
   // The bytes of a checkpoint are those of the model after that many updates.
   void ExpectCheckpoint(const std::string& path, uint64_t step) {
     StoreOptions options;
@@ -249,26 +273,40 @@ TEST_F(CheckpointTest, OneWhoseNameWasJustGivenIsTheNewestWhateverLatestSays) {
 }
 
 TEST_F(CheckpointTest, StateInMemoryMakesACheckpointLikeAStoresOwn) {
-  model_.Initialize();
-  for (uint64_t u = 1; u <= 3; ++u) model_.UpdateAll(u);
-  CheckpointSource source;
-  source.layout = layout_;
-  source.identity = R"({"model":"fake"})";
-  source.step = 3;
-  source.updates = 3;
-  source.payload = "p3";
-  source.fetch = [&](const Store& target, uint32_t tile, CheckpointTile* to) {
-    to->version = 4;
-    for (uint32_t s = 0; s < target.geometry().segments(tile); ++s) {
-      to->data[s] = model_.tile(tile)[s].data();
-      to->checksums[s] = target.SegmentChecksum(tile, s, to->version, to->data[s]);
-    }
-    return absl::OkStatus();
-  };
-  auto copy = CheckpointCopy::OfMemory(*engine_, checkpoints_, source);
+  auto copy = CheckpointCopy::OfMemory(*engine_, checkpoints_, SourceOfModel());
   const absl::Status finished = copy->Finish();
   ASSERT_TRUE(finished.ok()) << finished;
   ExpectCheckpoint(*FindCheckpoint(checkpoints_.parent), 3);
+}
+
+// A drive that is never idle would keep transfers of the lowest priority waiting until somebody waits for
+// them.
+TEST_F(CheckpointTest, WhatIsBehindItsPaceIsNoLongerOvertakenByEverything) {
+  std::vector<aio::Priority> priorities;
+  std::promise<void> entered, left;
+  CheckpointSource source = SourceOfModel();
+  source.fetch = [&, fetch = source.fetch, may_go = left.get_future().share()](
+                     const Store& target, uint32_t tile, aio::Priority priority, CheckpointTile* to) {
+    priorities.push_back(priority);
+    if (tile == 0) {
+      entered.set_value();
+      may_go.wait();
+    }
+    return fetch(target, tile, priority, to);
+  };
+  auto copy = CheckpointCopy::OfMemory(*engine_, checkpoints_, source);
+  ASSERT_GE(copy->tiles(), 6u);
+  copy->Allow(1);
+  entered.get_future().wait();
+  copy->Allow(3);
+  left.set_value();
+  while (copy->tiles_done() < 4) std::this_thread::yield();
+  ASSERT_TRUE(copy->Finish().ok());
+  // At leisure; two that others wait behind, one that none does; and what is waited for.
+  const auto leisure = aio::Priority::kWriteBehind, behind = aio::Priority::kPrefetch;
+  EXPECT_THAT(std::vector(priorities.begin(), priorities.begin() + 4),
+              testing::ElementsAre(leisure, behind, behind, leisure));
+  EXPECT_EQ(priorities.back(), behind);
 }
 
 TEST_F(CheckpointTest, DamageIsNotCopied) {

@@ -1,5 +1,7 @@
 // Checkpoints of whole trainings: true to their step while training goes on, and good for going on from in
 // every mode.
+#include "zero/checkpointing.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -98,6 +100,22 @@ TEST_F(CheckpointingTest, OfAStoreWithRoomForItIsSpreadOverTheStepsAndHoldsItsOw
   EXPECT_EQ(trained.kept[0].step, 6);
   EXPECT_GE(trained.kept[0].at, 9);
   EXPECT_LE(trained.kept[0].at, 13);
+}
+
+// What might have to be made again is part of every pass, and mostly skipped.
+TEST_F(CheckpointingTest, OfAStoreKeepsItsPaceWhereMostOperationsHaveNothingToDo) {
+  run_.clip = 1e9;
+  run_.update_order = tiering::UpdateOrder::kInBackward;
+  run_.offload = OffloadDevice::kNvme;
+  run_.state_dir = scratch_ + "/state";
+  run_.steps = 80;
+  run_.checkpoints = {scratch_ + "/kept", 40, 0};
+  const TrainedLosses trained = TrainGpt(run_);
+  ASSERT_TRUE(trained.status.ok()) << trained.status;
+  ASSERT_GE(trained.kept.size(), 1u);
+  EXPECT_TRUE(trained.kept[0].status.ok()) << trained.kept[0].status;
+  EXPECT_GE(trained.kept[0].at, 40 + kSpreadSteps / 2);
+  EXPECT_LE(trained.kept[0].at, 40 + kSpreadSteps + 4);
 }
 
 TEST_F(CheckpointingTest, OfAStoreWithoutRoomForItEndsBeforeItsSlotIsNeeded) {
