@@ -26,11 +26,12 @@ constexpr std::array<Level, 4> kLevels = {{{3, 2}, {2, 2}, {2, 1}, {1, 1}}};
 
 class DevicePlanner {
  public:
-  DevicePlanner(const ModelGraph& graph, const Precision& precision, int micro_batches, bool trains,
-                const DeviceOptions& options)
+  DevicePlanner(const ModelGraph& graph, const Precision& precision, int micro_batches, int world,
+                bool trains, const DeviceOptions& options)
       : graph_(graph),
         precision_(precision),
         micro_batches_(micro_batches),
+        world_(world),
         trains_(trains),
         options_(options),
         positions_(static_cast<int>(graph.stages.size())),
@@ -86,10 +87,12 @@ class DevicePlanner {
       DevicePlan::Block& block = plan.blocks.emplace_back();
       while (classes[At(block.run_class)] < sizes[b]) ++block.run_class;
       if (!trains_) continue;
-      block.sums_apart = precision_.gradient_bytes < 4 && (micro_batches_ > 1 || uses_[b] > 1);
+      const bool leaves_in_fp32 = world_ > 1 && precision_.addend_bytes() == 4;
+      block.sums_apart =
+          precision_.gradient_bytes < 4 && (micro_batches_ > 1 || uses_[b] > 1 || leaves_in_fp32);
       if (uses_[b] > 1 && !block.sums_apart) {
         block.gradient_slot = 0;  // numbered by LayOut
-      } else {
+      } else if (world_ == 1 || !block.sums_apart) {
         ++in_ring[At(block.run_class)];
       }
       if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
@@ -165,6 +168,7 @@ class DevicePlanner {
   const ModelGraph& graph_;
   const Precision& precision_;
   const int micro_batches_;
+  const int world_;
   const bool trains_;
   const DeviceOptions& options_;
   const int positions_;
@@ -191,9 +195,9 @@ Ledger DevicePlan::ledger() const {
 }
 
 absl::StatusOr<DevicePlan> PlanDevice(const ModelGraph& graph, const Precision& precision, int micro_batches,
-                                      bool trains, const DeviceOptions& options) {
+                                      int world, bool trains, const DeviceOptions& options) {
   if (!options.apart) return DevicePlan();
-  return DevicePlanner(graph, precision, micro_batches, trains, options).Make();
+  return DevicePlanner(graph, precision, micro_batches, world, trains, options).Make();
 }
 
 }  // namespace penstock::tiering

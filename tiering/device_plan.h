@@ -5,6 +5,9 @@
 // memory otherwise. Optimizer state never comes here: the processor updates what lies in host memory. A
 // device that is the host itself (`cpu`) has no such tier, and its programs have none of these copies.
 //
+// Over several ranks the device holds whole runs, as the host does. A run is copied in when the others' parts
+// have been gathered into it; sums leave as they are, for the host to add those of the other ranks and round.
+//
 // Slots of runs are what is left of the budget after everything else: with n of them a class keeps its last
 // n - 1 blocks from forward to backward, so memory that is spent on slots is residency as well. When a class
 // has as many as it has blocks, their weights come once a step, after their update.
@@ -30,7 +33,9 @@ struct DeviceOptions {
 struct DevicePlan {
   struct Block {
     int run_class = 0;
-    bool sums_apart = false;  // its gradient has several addends, which are summed in fp32 and rounded once
+    // Its gradient is summed in fp32 and rounded once: several addends, or over several ranks one that is
+    // fp32 until theirs are added.
+    bool sums_apart = false;
     // Of a block that several stages use: where its gradient is from the first use to the last, as fp32 sums
     // or, where gradients are fp32 anyway, as it is. -1: the rings.
     int accumulator_slot = -1;
@@ -63,7 +68,7 @@ struct DevicePlan {
 
 // The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.
 absl::StatusOr<DevicePlan> PlanDevice(const ModelGraph& graph, const Precision& precision, int micro_batches,
-                                      bool trains, const DeviceOptions& options);
+                                      int world, bool trains, const DeviceOptions& options);
 
 }  // namespace penstock::tiering
 

@@ -26,6 +26,7 @@ ProgramBuilder::Weights ProgramBuilder::FetchForCompute(int block, size_t positi
   Weights weights;
   if (!plan_.device.apart) {
     weights.run_slot = Fetch(block, position);
+    Gather(block, weights.run_slot);
     RunSlot& run = runs_[At(weights.run_slot)];
     weights.ready = &run.ready;
     weights.last_compute = &run.last_compute;
@@ -33,6 +34,7 @@ ProgramBuilder::Weights ProgramBuilder::FetchForCompute(int block, size_t positi
   }
   if (updates || IsDue(block) || !IsOnDevice(block, &weights.device_slot)) {
     weights.run_slot = Fetch(block, position);
+    if (!IsOnDevice(block, &weights.device_slot)) Gather(block, weights.run_slot);
     weights.device_slot = CopyToDevice(block, position, weights.run_slot);
   }
   DeviceRun& run = device_runs_[At(weights.device_slot)];
@@ -79,20 +81,34 @@ int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
     run.ready.assign(tiles.size(), -1);
     run.version.assign(tiles.size(), -1);
   }
-  for (size_t t = 0; t < tiles.size(); ++t) {
-    if (run.version[t] == version_[At(block)][t]) continue;
-    RunSlot& host = runs_[At(run_slot)];
-    const OpId id = next_id_;
+  if (run.version == version_[At(block)]) return slot;
+  RunSlot& host = runs_[At(run_slot)];
+  const auto emit = [&](int tile, int64_t elements) -> Op& {
     Op& copy = Emit(OpKind::kCopyIn, Lane::kCopyIn, computing_step_);
     copy.block = block;
-    copy.tile = static_cast<int>(t);
+    copy.tile = tile;
     copy.run_slot = run_slot;
     copy.device_slot = slot;
-    copy.bytes = tiles[t].elements * plan_.precision.weight_bytes();
-    if (host.ready[t] >= 0) copy.after.push_back(host.ready[t]);
+    copy.bytes = elements * plan_.precision.weight_bytes();
     // Every content was computed with, and the compute lane keeps its order.
     if (run.last_compute >= 0) copy.after.push_back(run.last_compute);
     if (used_.size() == kUsesAhead) copy.after.push_back(used_.front());
+    return copy;
+  };
+  if (plan_.world > 1) {
+    const OpId id = next_id_;
+    emit(-1, graph_.blocks[At(block)].elements).after.push_back(host.gather);
+    host.copies.assign(tiles.size(), -1);  // the first stands for all
+    run.ready.assign(tiles.size(), -1);
+    host.copies.front() = run.ready.front() = id;
+    run.version = version_[At(block)];
+    return slot;
+  }
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    if (run.version[t] == version_[At(block)][t]) continue;
+    const OpId id = next_id_;
+    Op& copy = emit(static_cast<int>(t), tiles[t].elements);
+    if (host.ready[t] >= 0) copy.after.push_back(host.ready[t]);
     host.copies[t] = id;
     run.ready[t] = id;
     run.version[t] = version_[At(block)][t];
@@ -121,10 +137,11 @@ void ProgramBuilder::TakeDevicePlaces(int block, std::vector<OpId>* wait) {
   Move(&device_gradients_[At(slot)].users, wait);
 }
 
-OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, OpId last, const std::vector<OpId>& wait,
-                                 int64_t step) {
+OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
+                                 const std::vector<OpId>& wait, int64_t step) {
   const DevicePlan::Block& places = plan_.device.blocks[At(block)];
-  if (places.sums_apart) {
+  const bool ranks = plan_.world > 1;
+  if (places.sums_apart && !ranks) {
     const RunClass& ring = plan_.device.gradient_rings[At(places.run_class)];
     const int slot =
         ring.first_slot + static_cast<int>(next_device_gradient_[At(places.run_class)]++ % At(ring.slots));
@@ -142,12 +159,22 @@ OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, OpId last, const 
   const OpId id = next_id_;
   Op& copy = Emit(OpKind::kCopyOut, Lane::kCopyOut, step);
   copy.block = block;
-  copy.device_slot = device_gradient_[At(block)];
-  copy.gradient_slot = gradient_slot;
-  copy.bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+  if (ranks) {
+    copy.host_accumulator_slot = host_accumulator;
+    copy.bytes = graph_.blocks[At(block)].elements * plan_.accumulator_bytes(block);
+  } else {
+    copy.gradient_slot = gradient_slot;
+    copy.bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+  }
   copy.after = wait;
   copy.after.push_back(last);
-  device_gradients_[At(copy.device_slot)].users = {id};
+  if (ranks && places.sums_apart) {
+    copy.accumulator_slot = device_accumulator_[At(block)];
+    device_accumulators_[At(copy.accumulator_slot)].users = {id};
+  } else {
+    copy.device_slot = device_gradient_[At(block)];
+    device_gradients_[At(copy.device_slot)].users = {id};
+  }
   return id;
 }
 

@@ -124,8 +124,9 @@ struct Plan {
     return micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1;
   }
   bool needs_accumulator(int block) const {
+    if (world > 1) return true;      // what goes to the other ranks
     if (device.apart) return false;  // the device sums, and rounds
-    return world > 1 || (precision.gradient_bytes < 4 && sums_gradients(block));
+    return precision.gradient_bytes < 4 && sums_gradients(block);
   }
   // Of an element in the block's accumulator: fp32 sums, or over several ranks a single addend as backward
   // leaves it.

@@ -156,6 +156,8 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   if (!plan->trains) return;
   int resident = 0;
   std::vector<int> spilled(plan->run_classes.size(), 0);
+  // What is summed elsewhere comes when it is complete, and needs no place from the first use to the last.
+  const auto shares = [this](const BlockPlan& block) { return block.uses == 1 || device_.apart; };
   bool shares_accumulator = false;
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     BlockPlan& block = plan->blocks[b];
@@ -169,7 +171,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
       ++spilled[At(block.run_class)];
     }
     if (!plan->needs_accumulator(static_cast<int>(b))) continue;
-    if (block.uses == 1) shares_accumulator = true;
+    if (shares(block)) shares_accumulator = true;
   }
   for (size_t c = 0; c < spilled.size(); ++c) {
     RunClass& ring = plan->gradient_rings[c];
@@ -182,14 +184,14 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   if (shares_accumulator) {
     int64_t largest = 0;
     for (int b = 0; b < Count(); ++b) {
-      if (plan->blocks[At(b)].uses == 1) largest = std::max(largest, AccumulatorBytes(*plan, b));
+      if (shares(plan->blocks[At(b)])) largest = std::max(largest, AccumulatorBytes(*plan, b));
     }
     plan->accumulator_ring = std::min(level.gradient_ring, Count());
     for (int i = 0; i < plan->accumulator_ring; ++i) plan->accumulator_slots.push_back({0, largest});
   }
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     BlockPlan& block = plan->blocks[b];
-    if (block.uses > 1 && plan->needs_accumulator(static_cast<int>(b))) {
+    if (!shares(block) && plan->needs_accumulator(static_cast<int>(b))) {
       block.accumulator_slot = static_cast<int>(plan->accumulator_slots.size());
       plan->accumulator_slots.push_back({0, AccumulatorBytes(*plan, static_cast<int>(b))});
     }

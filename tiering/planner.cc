@@ -428,12 +428,9 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
 
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
   if (absl::Status status = Validate(graph, options); !status.ok()) return status;
-  absl::StatusOr<DevicePlan> device =
-      PlanDevice(graph, options.precision, options.micro_batches, options.trains, options.device);
+  absl::StatusOr<DevicePlan> device = PlanDevice(graph, options.precision, options.micro_batches,
+                                                 options.world, options.trains, options.device);
   if (!device.ok()) return device.status();
-  if (device->apart && options.world > 1) {
-    return absl::InvalidArgumentError("a device apart under several ranks is not there yet: use the cpu");
-  }
   return Planner(graph, options, *std::move(device)).Make();
 }
 

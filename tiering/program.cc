@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <utility>
 
 namespace penstock::tiering {
 namespace {
@@ -257,13 +258,15 @@ void ProgramBuilder::Gather(int block, int run_slot) {
   gather.bytes = plan_.blocks[At(block)].elements * plan_.precision.weight_bytes() * (plan_.world - 1);
   // Whoever used the slot before is done by the time that this rank's part was read, where it was.
   for (const OpId ready : run.ready) AddIf(&gather.after, ready);
+  for (const OpId copy : run.copies) AddIf(&gather.after, copy);
   AddIf(&gather.after, run.last_compute);
   run.gather = id;
   run.whole = true;
 }
 
 void ProgramBuilder::AddGather(std::vector<OpId>* after, int run_slot) const {
-  if (plan_.world > 1) AddIf(after, runs_[At(run_slot)].gather);
+  // A device apart waits for its copy, which has waited for the gather.
+  if (plan_.world > 1 && !plan_.device.apart) AddIf(after, runs_[At(run_slot)].gather);
 }
 
 void ProgramBuilder::SizeRun(int slot, const BlockPlan& block) {
@@ -436,7 +439,6 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
     const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
     const Weights weights = FetchForCompute(stage.block, At(position), /*updates=*/false);
-    Gather(stage.block, weights.run_slot);
     for (int m = 0; m < micro_batches; ++m) {
       const OpId id = next_id_;
       Op& op = Emit(OpKind::kForward, Lane::kCompute, step);
@@ -490,7 +492,6 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
                          std::count(early.begin(), early.end(), 0) < static_cast<int64_t>(early.size());
     const Weights weights = FetchForCompute(block, At(2 * stages - 2 - position), updates);
     const int slot = weights.run_slot;
-    Gather(block, slot);
     const bool sums_apart = plan_.needs_accumulator(block);
 
     std::vector<OpId> wait;  // for the place that the gradient goes to
@@ -504,14 +505,16 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
       AddAll(&wait, gradients_[At(index)].users);
       gradients_[At(index)].users.clear();
     };
-    if (plan_.device.apart) {
-      TakeDevicePlaces(block, &wait);
-    } else if (sums_apart && accumulator[At(block)] < 0) {
+    auto take_accumulator_slot = [&] {
       int index = bp.accumulator_slot;
       if (index < 0) index = static_cast<int>(next_accumulator_++ % At(plan_.accumulator_ring));
       accumulator[At(block)] = index;
-      wait = std::move(accumulators_[At(index)].users);
-      accumulators_[At(index)].users.clear();
+      return std::exchange(accumulators_[At(index)].users, {});
+    };
+    if (plan_.device.apart) {
+      TakeDevicePlaces(block, &wait);
+    } else if (sums_apart && accumulator[At(block)] < 0) {
+      wait = take_accumulator_slot();
     } else if (!sums_apart && gradient[At(block)] < 0) {
       take_gradient_slot();
     }
@@ -564,8 +567,9 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
     wait.clear();
     if (sums_apart || plan_.device.apart) take_gradient_slot();
     if (plan_.device.apart) {
-      last = EmitCopyOut(block, gradient[At(block)], last, wait, step);
-      wait.clear();
+      // Over several ranks it goes to the sums, and the gradient's place waits for the reduction.
+      const std::vector<OpId> users = sums_apart ? take_accumulator_slot() : std::exchange(wait, {});
+      last = EmitCopyOut(block, gradient[At(block)], accumulator[At(block)], last, users, step);
     }
     // What makes the gradient's place final, and frees the sums: rounding, or over several ranks the
     // reduction.

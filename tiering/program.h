@@ -77,9 +77,11 @@ enum class OpKind : uint8_t {
   kCommit,         // the update of a step is applied; Op::durable: and on the drive, write the commit record
   kBatch,          // the step's batch is there (opened by the engine)
   kEvaluated,      // an evaluation pass is complete
-  kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device
+  kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device; over
+                   // several ranks (tile -1) the whole run's, once it is gathered
   kRoundGradient,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
-  kCopyOut,        // a block's gradient from the device to its place in host memory
+  kCopyOut,        // a block's gradient from the device to its place in host memory; over several ranks what
+                   // it has summed, or its only addend, to an accumulator there
   kGather,         // the other ranks' parts of a block's weights into its run
   kReduce,         // a block's gradients of all ranks, summed: this rank's part
   kExchange,       // what all ranks must know before the norm
@@ -113,9 +115,12 @@ struct Op {
   // below.
   int device_slot = -1;
   int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
-  int64_t bytes = 0;          // moved (reads and writes) or touched (compute: 0)
-  double seconds = 0;         // planned duration of compute and update operations, for the simulator
-  std::vector<OpId> after;    // earlier operations that must be complete
+  // kCopyOut over several ranks: the accumulator in host memory that the device's sums go to, or its gradient
+  // where that is a single addend (device_slot).
+  int host_accumulator_slot = -1;
+  int64_t bytes = 0;        // moved (reads and writes) or touched (compute: 0)
+  double seconds = 0;       // planned duration of compute and update operations, for the simulator
+  std::vector<OpId> after;  // earlier operations that must be complete
 };
 
 // What to append next.
@@ -202,8 +207,10 @@ class ProgramBuilder {
   bool IsOnDevice(int block, int* device_slot) const;
   // The device's places for a block's gradient while it is summed; what waits for them goes to `wait`.
   void TakeDevicePlaces(int block, std::vector<OpId>* wait);
-  // Rounds sums and copies the gradient to its slot in host memory when `last`, its last addend, is taken.
-  OpId EmitCopyOut(int block, int gradient_slot, OpId last, const std::vector<OpId>& wait, int64_t step);
+  // When `last`, its last addend, is taken: rounds sums and copies the gradient to its slot in host memory;
+  // over several ranks copies what there is to `host_accumulator`. `wait`: who still uses that place.
+  OpId EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
+                   const std::vector<OpId>& wait, int64_t step);
   // Over several ranks, for a use of the run by compute: gathers what is not there or has changed.
   void Gather(int block, int run_slot);
   void AddGather(std::vector<OpId>* after, int run_slot) const;

@@ -13,9 +13,9 @@ namespace {
 
 absl::Status Wrong(const std::string& text) { return absl::InvalidArgumentError(text); }
 
-absl::StatusOr<std::shared_ptr<zero::Device>> Open() {
+absl::StatusOr<std::shared_ptr<zero::Device>> Open(int local_rank) {
   const char* test = std::getenv("PENSTOCK_TEST_DEVICE");
-  return test != nullptr ? zero::TestDevice::FromWords(test) : zero::OpenCudaDevice();
+  return test != nullptr ? zero::TestDevice::FromWords(test) : zero::OpenCudaDevice(local_rank);
 }
 
 }  // namespace
@@ -43,7 +43,9 @@ absl::Status ResolveDevice(const TrainWords& words, const zero::Config& config, 
     }
     return absl::OkStatus();
   }
-  absl::StatusOr<std::shared_ptr<zero::Device>> device = Open();
+  const auto& comm = settings->engine.comm;
+  absl::StatusOr<std::shared_ptr<zero::Device>> device =
+      Open(comm != nullptr ? comm->environment().local_rank : 0);
   if (!device.ok()) return Wrong(absl::StrCat("--device cuda: ", std::string(device.status().message())));
   if (budget > (*device)->capacity_bytes()) {
     return Wrong(absl::StrCat("--device-memory ", budget, " bytes: the device has ",

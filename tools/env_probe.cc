@@ -413,7 +413,7 @@ void Gpus(Report& r) {
     r.Ok("nccl", absl::StrCat(number / 10000, ".", number / 100 % 100, ".", number % 100));
   } else {
     r.Missing("nccl", "no libnccl.so.2",
-              "several ranks on GPUs cannot exchange; ranks on processors use Gloo");
+              "nothing here: ranks exchange over Gloo, through host memory, whatever they compute on");
   }
 }
 

@@ -64,7 +64,7 @@ const std::shared_ptr<Device>& HostDevice() {
 }
 
 #ifndef PENSTOCK_TORCH_CUDA
-absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice() {
+absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int) {
   return absl::FailedPreconditionError(
       absl::StrCat("this Penstock was built with LibTorch ", TORCH_VERSION,
                    ", which has no CUDA; build it with one that has (zero/README.md, \"With a GPU\"), or use "

@@ -51,8 +51,10 @@ class Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  virtual std::string_view name() const = 0;                             // "cpu", "cuda", "test"
-  virtual std::string Describe() const = 0;                              // for people: model and memory
+  virtual std::string_view name() const = 0;  // "cpu", "cuda", "test"
+  virtual std::string Describe() const = 0;   // for people: model and memory
+  // The same for all who share its memory, and for nobody else on any host; empty: nobody does.
+  virtual std::string identity() const { return ""; }
   virtual bool apart() const = 0;                                        // has memory of its own
   virtual torch::Device torch_device() const = 0;                        // where LibTorch's tensors are
   virtual torch::Dtype compute_dtype(kernels::DType weights) const = 0;  // of forward and backward
@@ -126,9 +128,11 @@ class CpuDevice : public Device {
 // The processor, which everybody shares.
 const std::shared_ptr<Device>& HostDevice();
 
-// The first CUDA device that this process sees. kFailedPrecondition says what is missing, a LibTorch with
-// CUDA or a device, and the way out.
-absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice();
+// Of the CUDA devices that this process sees (all, or those in CUDA_VISIBLE_DEVICES) the one numbered
+// `local_rank` (LOCAL_RANK: a rank's number on its host) modulo how many there are: each rank of a host has
+// one to itself as long as there are enough, whether its launcher shows it all of them or only its own.
+// kFailedPrecondition says what is missing, a LibTorch with CUDA or a device, and the way out.
+absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int local_rank = 0);
 
 }  // namespace penstock::zero
 

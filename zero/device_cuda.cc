@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "zero/block.h"
@@ -34,7 +35,6 @@ namespace {
 namespace allocator = c10::cuda::CUDACachingAllocator;
 using kernels::DType;
 
-constexpr c10::DeviceIndex kDevice = 0;  // CUDA_VISIBLE_DEVICES chooses
 // Code that is loaded when it is first used, and what libraries allocate past LibTorch.
 constexpr int64_t kReserve = int64_t{256} << 20;
 
@@ -50,7 +50,7 @@ int64_t BytesOf(const torch::Tensor& tensor) { return static_cast<int64_t>(tenso
 // Calls back when what was enqueued on a stream up to a moment is over, in order, from a thread of its own.
 class Completions {
  public:
-  Completions() : thread_([this] { Work(); }) {}
+  explicit Completions(int device) : device_(device), thread_([this] { Work(); }) {}
   ~Completions() {
     {
       std::lock_guard lock(mutex_);
@@ -94,6 +94,7 @@ class Completions {
   };
 
   void Work() {
+    (void)cudaSetDevice(device_);  // whoever is called back here may go on with it
     for (;;) {
       Waiting next;
       {
@@ -112,6 +113,7 @@ class Completions {
     }
   }
 
+  const int device_;
   std::mutex mutex_;
   std::condition_variable there_;
   std::deque<Waiting> waiting_;
@@ -122,9 +124,13 @@ class Completions {
 
 class CudaDevice : public Device {
  public:
-  static absl::StatusOr<std::shared_ptr<Device>> Open() {
-    auto device = std::make_shared<CudaDevice>();
-    absl::Status status = Check(cudaSetDevice(kDevice), "cudaSetDevice");
+  static absl::StatusOr<std::shared_ptr<Device>> Open(int local_rank) {
+    int devices = 0;
+    absl::Status status = Check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
+    if (!status.ok()) return status;
+    if (devices < 1) return absl::FailedPreconditionError("no CUDA device");
+    auto device = std::make_shared<CudaDevice>(static_cast<c10::DeviceIndex>(local_rank % devices));
+    status = Check(cudaSetDevice(device->index_), "cudaSetDevice");
     for (cudaStream_t* stream : {&device->in_, &device->out_}) {
       if (status.ok())
         status = Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -138,14 +144,22 @@ class CudaDevice : public Device {
     device->total_ = static_cast<int64_t>(total);
     device->capacity_ = std::max<int64_t>(0, static_cast<int64_t>(free) - kReserve);
     cudaDeviceProp properties{};
-    status = Check(cudaGetDeviceProperties(&properties, kDevice), "cudaGetDeviceProperties");
+    status = Check(cudaGetDeviceProperties(&properties, device->index_), "cudaGetDeviceProperties");
     if (!status.ok()) return status;
     device->description_ =
         absl::StrCat(properties.name, ", ", total >> 20, " MiB, ", free >> 20, " MiB free");
+    if (devices > 1) {
+      absl::StrAppend(&device->description_, ", number ", static_cast<int>(device->index_), " of ", devices);
+    }
+    device->identity_ =
+        absl::BytesToHexString(absl::string_view(properties.uuid.bytes, sizeof(properties.uuid.bytes)));
     return device;
   }
 
+  explicit CudaDevice(c10::DeviceIndex index)
+      : index_(index), copied_in_(index), copied_out_(index), computed_all_(index) {}
   ~CudaDevice() override {
+    Use();
     for (cudaStream_t stream : {in_, out_}) {
       if (stream == nullptr) continue;
       (void)cudaStreamSynchronize(stream);
@@ -157,12 +171,14 @@ class CudaDevice : public Device {
 
   std::string_view name() const override { return "cuda"; }
   std::string Describe() const override { return description_; }
+  std::string identity() const override { return identity_; }
   bool apart() const override { return true; }
-  torch::Device torch_device() const override { return {torch::kCUDA, kDevice}; }
+  torch::Device torch_device() const override { return {torch::kCUDA, index_}; }
   torch::Dtype compute_dtype(DType weights) const override { return TorchDtype(weights); }
   int64_t capacity_bytes() const override { return capacity_; }
 
   absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override {
+    Use();
     if (absl::Status status = Check(cudaFree(std::exchange(arena_, nullptr)), "cudaFree"); !status.ok()) {
       return status;
     }
@@ -178,7 +194,7 @@ class CudaDevice : public Device {
   absl::Status LimitTensors(int64_t bytes) override {
     const double fraction = bytes > 0 ? static_cast<double>(bytes) / static_cast<double>(total_) : 1.0;
     try {
-      allocator::setMemoryFraction(std::min(fraction, 1.0), kDevice);
+      allocator::setMemoryFraction(std::min(fraction, 1.0), index_);
     } catch (const c10::Error& error) {
       return absl::InternalError(
           absl::StrCat("limit of LibTorch's memory on the device: ", error.what_without_backtrace()));
@@ -188,26 +204,29 @@ class CudaDevice : public Device {
   // What the allocator has of the device, tensors and what it keeps for the next ones: this is what others
   // lack.
   TensorMemoryStats tensors() const override {
-    const auto stats = allocator::getDeviceStats(kDevice);
+    const auto stats = allocator::getDeviceStats(index_);
     const auto& reserved = stats.reserved_bytes[0];
     TensorMemoryStats result;
     result.live_bytes = reserved.current;
     result.peak_live_bytes = result.peak_bytes = reserved.peak;
     return result;
   }
-  void ResetLivePeak() override { allocator::resetPeakStats(kDevice); }
-  void ResetPeak() override { allocator::resetPeakStats(kDevice); }
+  void ResetLivePeak() override { allocator::resetPeakStats(index_); }
+  void ResetPeak() override { allocator::resetPeakStats(index_); }
   void TrimTensors() override { allocator::emptyCache(); }
 
   absl::Status RegisterHost(void* memory, int64_t bytes) override {
+    Use();
     return Check(cudaHostRegister(memory, static_cast<size_t>(bytes), cudaHostRegisterPortable),
                  absl::StrCat("cudaHostRegister of ", bytes, " bytes"));
   }
   void UnregisterHost(void* memory) override {
+    Use();
     if (cudaHostUnregister(memory) != cudaSuccess) (void)cudaGetLastError();  // it was not registered
   }
 
   void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) override {
+    Use();
     absl::Status status;
     if (after_compute) {
       std::lock_guard lock(mutex_);
@@ -218,9 +237,13 @@ class CudaDevice : public Device {
     Copy(to, from, bytes, cudaMemcpyHostToDevice, in_, &copied_in_, &bytes_in_, std::move(done));
   }
   void CopyOut(void* to, const void* from, int64_t bytes, Done done) override {
+    Use();
     Copy(to, from, bytes, cudaMemcpyDeviceToHost, out_, &copied_out_, &bytes_out_, std::move(done));
   }
-  void AfterCompute(Done done) override { computed_all_.Add(ComputeStream(), std::move(done)); }
+  void AfterCompute(Done done) override {
+    Use();
+    computed_all_.Add(ComputeStream(), std::move(done));
+  }
   Traffic traffic() const override { return {bytes_in_.load(), bytes_out_.load()}; }
 
   torch::Tensor ToDevice(const torch::Tensor& host) override {
@@ -235,16 +258,20 @@ class CudaDevice : public Device {
   }
 
   void Convert(DType from, const void* in, DType to, void* out, size_t n) override {
+    Use();
     Throw(kernels::cuda::Convert(from, in, to, out, n, ComputeStream()));
   }
   void Accumulate(DType type, const void* in, float* sums, size_t n) override {
+    Use();
     Throw(kernels::cuda::Accumulate(type, in, sums, n, ComputeStream()));
   }
   void Zero(void* memory, size_t bytes) override {
+    Use();
     Throw(static_cast<int>(cudaMemsetAsync(memory, 0, bytes, ComputeStream())));
   }
   void Seed(uint64_t seed) override {
-    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(kDevice);
+    Use();  // the first call before anything is computed, on whichever thread computes
+    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(index_);
     {
       std::lock_guard lock(generator.mutex());
       generator.set_current_seed(seed);
@@ -253,7 +280,10 @@ class CudaDevice : public Device {
   }
 
  private:
-  static cudaStream_t ComputeStream() { return c10::cuda::getDefaultCUDAStream(kDevice).stream(); }
+  // A thread's calls go to the device that it has chosen, at first number 0: streams and events are this
+  // one's.
+  void Use() const { (void)cudaSetDevice(index_); }
+  cudaStream_t ComputeStream() const { return c10::cuda::getDefaultCUDAStream(index_).stream(); }
   static void Throw(int error) { TORCH_CHECK(error == 0, kernels::cuda::ErrorText(error)); }
 
   static void Copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, cudaStream_t stream,
@@ -265,7 +295,8 @@ class CudaDevice : public Device {
     completions->Add(stream, std::move(done));
   }
 
-  std::string description_;
+  const c10::DeviceIndex index_;
+  std::string description_, identity_;
   int64_t total_ = 0, capacity_ = 0;
   void* arena_ = nullptr;
   cudaStream_t in_ = nullptr, out_ = nullptr;
@@ -277,7 +308,7 @@ class CudaDevice : public Device {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice() {
+absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int local_rank) {
   std::string why;
   if (!kernels::cuda::DeviceAvailable(&why)) {
     return absl::FailedPreconditionError(
@@ -286,7 +317,7 @@ absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice() {
   // Read when LibTorch first allocates: blocks of any size share the device's memory, none is stranded in a
   // segment of its own. The user's own word stands.
   setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", /*overwrite=*/0);
-  return CudaDevice::Open();
+  return CudaDevice::Open(local_rank);
 }
 
 }  // namespace penstock::zero

@@ -17,12 +17,17 @@ absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::
   return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, residency, device, *arena));
 }
 
+void* DeviceLanes::gradients(const Op& op) const {
+  return op.accumulator_slot >= 0 ? Place(plan_.device.accumulator_slots, op.accumulator_slot)
+                                  : gradient(op.device_slot);
+}
+
 GradientPlace DeviceLanes::place(const Op& op) const {
   GradientPlace place;
   if (op.accumulator_slot >= 0) {
-    place.accumulator = static_cast<float*>(Place(plan_.device.accumulator_slots, op.accumulator_slot));
+    place.accumulator = static_cast<float*>(gradients(op));
   } else {
-    place.gradient = gradient(op.device_slot);
+    place.gradient = gradients(op);
   }
   return place;
 }
@@ -30,15 +35,21 @@ GradientPlace DeviceLanes::place(const Op& op) const {
 void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
   switch (op.kind) {
     case OpKind::kCopyIn: {
+      if (op.tile < 0) {
+        return device_.CopyIn(run(op.device_slot), residency_.run(op.run_slot), op.bytes,
+                              /*after_compute=*/false, std::move(done));
+      }
       const TileMemory tile = residency_.tile(op.block, op.tile, op.run_slot, -1);
       const tiering::Tile& cut =
           plan_.blocks[static_cast<size_t>(op.block)].tiles[static_cast<size_t>(op.tile)];
       auto* to = static_cast<std::byte*>(run(op.device_slot)) + cut.offset * plan_.precision.weight_bytes();
       return device_.CopyIn(to, tile.weights, op.bytes, /*after_compute=*/false, std::move(done));
     }
-    case OpKind::kCopyOut:
-      return device_.CopyOut(residency_.gradient(op.gradient_slot), gradient(op.device_slot), op.bytes,
-                             std::move(done));
+    case OpKind::kCopyOut: {
+      void* const to = op.host_accumulator_slot >= 0 ? residency_.accumulator(op.host_accumulator_slot)
+                                                     : residency_.gradient(op.gradient_slot);
+      return device_.CopyOut(to, gradients(op), op.bytes, std::move(done));
+    }
     case OpKind::kWriteInput:
     case OpKind::kReadInput:
       return StartInput(op, runner, std::move(done));

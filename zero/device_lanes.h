@@ -51,6 +51,7 @@ class DeviceLanes {
         device_(device),
         arena_(arena),
         inputs_(plan.input_slots.size()) {}
+  void* gradients(const tiering::Op& op) const;  // its sums, or where there are none its gradient
   void* Place(const std::vector<tiering::Slot>& slots, int slot) const {
     return arena_ + slots[static_cast<size_t>(slot)].offset;
   }

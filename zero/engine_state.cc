@@ -312,10 +312,15 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan.graph = std::move(measured->graph);
   Comm* const comm = options.comm.get();
   if (comm != nullptr) {
-    if (absl::Status status = AgreeOnTimes(*comm, &plan.graph); !status.ok()) return status;
+    if (absl::Status status = AgreeOnGraph(*comm, &plan.graph); !status.ok()) return status;
     absl::StatusOr<int64_t> budget = AgreeOnBudget(*comm, options.host_memory_bytes);
     if (!budget.ok()) return budget.status();
     plan_options.host_budget_bytes = *budget;
+    if (plan_options.device.apart) {
+      budget = AgreeOnDeviceBudget(*comm, *options.device, options.device_memory_bytes);
+      if (!budget.ok()) return budget.status();
+      plan_options.device.budget_bytes = *budget;
+    }
   }
   plan.parameters = measured->parameters;
   prepared.modules = measured->modules;

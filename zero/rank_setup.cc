@@ -134,7 +134,32 @@ absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine) {
   return least;
 }
 
-absl::Status AgreeOnTimes(Comm& comm, tiering::ModelGraph* graph) {
+absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, int64_t mine) {
+  absl::StatusOr<std::vector<std::string>> identities = comm.AllTexts(Channel::kSetup, device.identity());
+  if (!identities.ok()) return identities.status();
+  const auto sharing = std::count(identities->begin(), identities->end(), device.identity());
+  const int64_t share =
+      device.identity().empty() ? device.capacity_bytes() : device.capacity_bytes() / sharing;
+  return AgreeOnBudget(comm, mine > 0 ? mine : share);
+}
+
+absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
+  std::vector<int64_t*> sizes = {&graph->batch_bytes, &graph->fixed_tensor_bytes};
+  for (tiering::BlockShape& block : graph->blocks) sizes.push_back(&block.init_bytes);
+  for (tiering::StageShape& stage : graph->stages) {
+    sizes.insert(sizes.end(), {&stage.input_bytes, &stage.forward_peak_bytes, &stage.backward_peak_bytes,
+                               &stage.input_scratch_bytes});
+  }
+  std::vector<int64_t> all(sizes.size() * static_cast<size_t>(comm.world()));
+  int64_t* const mine = all.data() + sizes.size() * static_cast<size_t>(comm.rank());
+  std::transform(sizes.begin(), sizes.end(), mine, [](const int64_t* size) { return *size; });
+  if (absl::Status status = comm.AllGather(Channel::kSetup, all.data(), sizes.size() * sizeof(int64_t));
+      !status.ok())
+    return status;
+  for (size_t i = 0; i < all.size(); ++i) {
+    int64_t& size = *sizes[i % sizes.size()];
+    size = std::max(size, all[i]);
+  }
   std::vector<double> seconds;
   for (const tiering::StageShape& stage : graph->stages) {
     seconds.push_back(stage.forward_seconds);
@@ -166,8 +191,11 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
   uint64_t redo_rate = 0;
   std::memcpy(&redo_rate, &plan.worthwhile_redo_rate, sizeof(redo_rate));
   numbers.push_back(static_cast<int64_t>(redo_rate));
+  numbers.insert(numbers.end(), {plan.device.arena_bytes, plan.device.tensor_bytes, plan.device.kept_inputs,
+                                 plan.device.accumulator_ring});
   for (const auto* slots :
-       {&plan.run_slots, &plan.tile_slots, &plan.gradient_slots, &plan.accumulator_slots}) {
+       {&plan.run_slots, &plan.tile_slots, &plan.gradient_slots, &plan.accumulator_slots, &plan.input_slots,
+        &plan.device.run_slots, &plan.device.gradient_slots, &plan.device.accumulator_slots}) {
     for (const tiering::Slot& slot : *slots) numbers.insert(numbers.end(), {slot.offset, slot.bytes});
   }
   for (const tiering::BlockPlan& block : plan.blocks) {

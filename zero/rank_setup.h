@@ -15,6 +15,7 @@
 #include "tiering/model_graph.h"
 #include "tiering/plan.h"
 #include "zero/comm.h"
+#include "zero/device.h"
 
 namespace penstock::zero {
 
@@ -40,9 +41,13 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path);
 // The least of all budgets; 0 is no bound.
 absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine);
 
+// What every rank may take of its device, which is apart: the least of `mine` or, where that is 0, of what
+// the devices have, each shared evenly among the ranks whose it is.
+absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, int64_t mine);
+
 // What one plan is made of must be the same on all: the times of stages and the machine are those of rank 0,
-// with the network as measured here.
-absl::Status AgreeOnTimes(Comm& comm, tiering::ModelGraph* graph);
+// with the network as measured here; what a stage takes is the most that it takes anywhere.
+absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph);
 absl::Status AgreeOnMachine(Comm& comm, tiering::MachineModel* machine);
 
 // kInternal: the plans differ after all.

@@ -29,6 +29,7 @@ struct TestDeviceOptions {
   double bytes_per_s = 0;      // of each direction; 0: as fast as memory is copied
   double latency_seconds = 0;  // between a copy's end and its being known
   int64_t fail_copy = 0;       // the number of the copy that fails, from 1; 0: none
+  std::string identity = {};   // Device::identity
 };
 
 class TestDevice : public CpuDevice {
@@ -42,6 +43,7 @@ class TestDevice : public CpuDevice {
 
   std::string_view name() const override { return "test"; }
   std::string Describe() const override;
+  std::string identity() const override { return options_.identity; }
   bool apart() const override { return true; }
   int64_t capacity_bytes() const override { return options_.capacity_bytes; }
   absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override;

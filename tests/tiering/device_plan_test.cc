@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <limits>
 #include <random>
 #include <string>
@@ -37,7 +38,7 @@ int64_t LeastDeviceMemory(const ModelGraph& graph, PlanOptions options) {
 
 TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   Counted counted;
-  for (uint64_t seed = 1; seed <= 120; ++seed) {
+  for (uint64_t seed = 1; seed <= 160; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
     const int layers = 1 + static_cast<int>(random() % 9);
@@ -56,6 +57,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     options.precision = precisions[random() % std::size(precisions)];
     options.micro_batches = 1 + static_cast<int>(random() % 3);
     options.on_nvme = random() % 6 != 0;
+    options.world = std::array{1, 1, 2, 3}[seed % 4];
     options.device.apart = true;
     if (random() % 2 != 0) options.tile_bytes = 64 << 10;
     options.clips = random() % 4 != 0;
@@ -76,7 +78,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     EXPECT_LE(plan->device.bytes(), options.device.budget_bytes);
     EXPECT_EQ(plan->device.ledger().total(), plan->device.bytes());
     EXPECT_EQ(plan->device.least_bytes, least_device);
-    EXPECT_TRUE(plan->accumulator_slots.empty()) << "sums are the device's";
+    EXPECT_EQ(plan->accumulator_slots.empty(), options.world == 1) << "one rank's sums are the device's";
     MachineModel machine;
     for (double* rate : {&machine.read_bytes_per_s, &machine.write_bytes_per_s, &machine.h2d_bytes_per_s,
                          &machine.d2h_bytes_per_s}) {
@@ -146,6 +148,28 @@ TEST(Device, BytesCopiedPerParameterFallWithItsMemory) {
   EXPECT_LE(plan.nvme_read_bytes, 12 * elements);
   EXPECT_GT(plan.nvme_read_bytes, 12 * elements - 4 * block);
   EXPECT_EQ(plan.nvme_write_bytes, 12 * elements);
+}
+
+// A rank's device takes whole runs, in one copy each, and leaves its gradients as backward left them, or
+// their fp32 sums: bf16 4 + 2 bytes a parameter, or 4 + 4.
+TEST(Device, RanksCopyWholeRuns) {
+  ModelGraph graph = Chain(16, 1 << 20);
+  for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
+  for (const int micro_batches : {1, 2}) {
+    PlanOptions options;
+    options.device.apart = true;
+    options.world = 2;
+    options.micro_batches = micro_batches;
+    options.device.budget_bytes = LeastDeviceMemory(graph, options);
+    const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    const int64_t elements = graph.elements(), block = int64_t{2} << 20;
+    EXPECT_EQ(plan->device.h2d_bytes, 4 * elements - block);
+    EXPECT_EQ(plan->device.d2h_bytes, (micro_batches == 1 ? 2 : 4) * elements);
+    EXPECT_EQ(plan->nvme_write_bytes * 2, 12 * elements);
+    EXPECT_EQ(plan->ledger().total(), plan->host_bytes());
+    RunPasses(graph, *plan, MachineModel(), nullptr);
+  }
 }
 
 TEST(Device, InputsWaitInHostMemoryWhereTheDeviceHasNoRoom) {

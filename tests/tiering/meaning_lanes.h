@@ -60,8 +60,12 @@ class MeaningLanes : public Lanes {
     in_flight_.emplace(id, op);
     if (op.kind == OpKind::kReadWeights) run_[{op.run_slot, op.tile}] = {-1, 0};
     if (op.kind == OpKind::kReadState) state_[op.tile_slot] = {{-1, -1}, 0};
-    if (op.kind == OpKind::kCopyIn) device_run_[{op.device_slot, op.tile}] = {-1, 0};
-    if (op.kind == OpKind::kCopyOut) gradient_[op.gradient_slot] = {-1, 0};
+    if (op.kind == OpKind::kCopyIn) {
+      for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = {-1, 0};
+    }
+    if (op.kind == OpKind::kCopyOut) {
+      (plan_.world > 1 ? host_sums_[op.host_accumulator_slot] : gradient_[op.gradient_slot]) = {-1, 0};
+    }
     sim_.Start(id, op);
   }
 
@@ -95,7 +99,18 @@ class MeaningLanes : public Lanes {
   static bool OfRun(const Op& op) {
     return op.kind == OpKind::kCopyIn || op.kind == OpKind::kForward || op.kind == OpKind::kBackward;
   }
-  int64_t Elements(const Op& op) const { return plan_.blocks[op.block].tiles[op.tile].elements; }
+  // What a copy to the device copies: one tile, or over several ranks the whole run.
+  std::vector<int> TilesOf(const Op& op) const {
+    if (op.tile >= 0) return {op.tile};
+    std::vector<int> tiles(plan_.blocks[op.block].tiles.size());
+    std::iota(tiles.begin(), tiles.end(), 0);
+    return tiles;
+  }
+  // The sums of a block on the device or, where there is none, in host memory, are complete.
+  void CheckSums(const Op& op) {
+    EXPECT_EQ(accumulator_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
+    EXPECT_EQ(adding_[op.accumulator_slot], plan_.blocks[op.block].uses * plan_.micro_batches);
+  }
 
   // Nothing in flight may touch what this operation changes, nor change what it reads.
   void Check(const Op& op) {
@@ -122,6 +137,10 @@ class MeaningLanes : public Lanes {
       if (op.kind == OpKind::kCopyOut || other.kind == OpKind::kCopyOut) {
         EXPECT_TRUE(op.lane == other.lane || op.gradient_slot < 0 || op.gradient_slot != other.gradient_slot)
             << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on gradient slot";
+        const Op& copy = op.kind == OpKind::kCopyOut ? op : other;
+        const Op& reduce = op.kind == OpKind::kCopyOut ? other : op;
+        EXPECT_FALSE(reduce.kind == OpKind::kReduce && reduce.accumulator_slot == copy.host_accumulator_slot)
+            << "sums copied to a place that is being reduced";
       }
       if (op.tile_slot >= 0 && op.tile_slot == other.tile_slot) {
         const bool both_read_in =
@@ -167,7 +186,7 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(held.second, 2 * (op.kind == OpKind::kBackward ? op.step - 1 : Updates(op)))
               << OpKindName(op.kind);
           // The other ranks' parts are as new as this one's.
-          if (plan_.world > 1) {
+          if (plan_.world > 1 && !plan_.device.apart) {
             EXPECT_EQ(gathered_[op.run_slot], held) << OpKindName(op.kind);
           }
         }
@@ -180,8 +199,11 @@ class MeaningLanes : public Lanes {
         }
         break;
       case OpKind::kReduce:
-        EXPECT_EQ(accumulator_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
-        EXPECT_EQ(adding_[op.accumulator_slot], plan_.blocks[op.block].uses * plan_.micro_batches);
+        if (plan_.device.apart) {
+          EXPECT_EQ(host_sums_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        } else {
+          CheckSums(op);
+        }
         for (const auto& [id, other] : in_flight_) {
           EXPECT_FALSE(other.gradient_slot == op.gradient_slot && other.kind != OpKind::kTakeGradient)
               << "reduced into a place that " << OpKindName(other.kind) << " uses";
@@ -196,9 +218,15 @@ class MeaningLanes : public Lanes {
       case OpKind::kCopyIn: {
         // Also of weights that were updated on an assumption which may turn out wrong: never, it is made good
         // before.
-        const auto held = run_[{op.run_slot, op.tile}];
-        EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
-        EXPECT_EQ(held.second % 2, 0) << "weights that are yet to be made again went to the device";
+        EXPECT_EQ(op.tile<0, plan_.world> 1);
+        for (const int tile : TilesOf(op)) {
+          const auto held = run_[{op.run_slot, tile}];
+          EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
+          EXPECT_EQ(held.second % 2, 0) << "weights that are yet to be made again went to the device";
+          if (plan_.world > 1) {
+            EXPECT_EQ(gathered_[op.run_slot], held) << OpKindName(op.kind);
+          }
+        }
         break;
       }
       case OpKind::kTakeGradient: {
@@ -217,16 +245,20 @@ class MeaningLanes : public Lanes {
         break;
       }
       case OpKind::kRoundGradient:
-        EXPECT_EQ(accumulator_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
-        EXPECT_EQ(adding_[op.accumulator_slot], plan_.blocks[op.block].uses * plan_.micro_batches);
+        EXPECT_EQ(plan_.world, 1) << "rounded before those of the other ranks are added";
+        CheckSums(op);
         break;
       case OpKind::kCopyOut:
-        EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        EXPECT_EQ(plan_.world > 1, op.host_accumulator_slot >= 0);
+        if (op.accumulator_slot >= 0) {
+          CheckSums(op);
+        } else {
+          EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        }
         break;
       case OpKind::kFinalize:
         if (op.accumulator_slot >= 0) {
-          EXPECT_EQ(accumulator_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
-          EXPECT_EQ(adding_[op.accumulator_slot], plan_.blocks[op.block].uses * plan_.micro_batches);
+          CheckSums(op);
         } else {
           EXPECT_EQ(gradient_[op.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
         }
@@ -288,14 +320,19 @@ class MeaningLanes : public Lanes {
         spilled_[op.block] = op.step;
         break;
       case OpKind::kCopyIn:
-        device_run_[{op.device_slot, op.tile}] = run_[{op.run_slot, op.tile}];
+        for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = run_[{op.run_slot, tile}];
         break;
       case OpKind::kRoundGradient:
         adding_[op.accumulator_slot] = 0;
         device_gradient_[op.device_slot] = {op.block, op.step};
         break;
       case OpKind::kCopyOut:
-        gradient_[op.gradient_slot] = device_gradient_[op.device_slot];
+        if (op.accumulator_slot >= 0) adding_[op.accumulator_slot] = 0;
+        if (plan_.world > 1) {
+          host_sums_[op.host_accumulator_slot] = {op.block, op.step};
+        } else {
+          gradient_[op.gradient_slot] = device_gradient_[op.device_slot];
+        }
         break;
       case OpKind::kForward:
         if (op.evaluates) break;
@@ -324,7 +361,7 @@ class MeaningLanes : public Lanes {
         gathered_[op.run_slot] = run_[{op.run_slot, 0}];
         break;
       case OpKind::kReduce:
-        adding_[op.accumulator_slot] = 0;
+        if (!plan_.device.apart) adding_[op.accumulator_slot] = 0;
         gradient_[op.gradient_slot] = {op.block, op.step};
         break;
       case OpKind::kAgree:
@@ -379,7 +416,8 @@ class MeaningLanes : public Lanes {
   std::map<Lane, OpId> last_started_ = {{Lane::kGather, -1}, {Lane::kReduce, -1}};
   int64_t agreed_ = 0;
   std::map<int, int> adding_;
-  // On a device apart; its sums are in accumulator_.
+  // On a device apart; its sums are in accumulator_, and what it leaves of them to other ranks in host_sums_.
+  std::map<int, std::pair<int, int64_t>> host_sums_;
   std::map<std::pair<int, int>, std::pair<int, int64_t>> device_run_;
   std::map<int, std::pair<int, int64_t>> device_gradient_;
   std::map<int, int64_t> spilled_;

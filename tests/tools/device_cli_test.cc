@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "tests/tools/penstock_program.h"
+#include "tests/tools/rank_programs.h"
 
 namespace penstock::tools {
 namespace {
@@ -15,6 +16,7 @@ using testing_support::Lines;
 using testing_support::ProgramTest;
 using testing_support::Ran;
 using testing_support::ReadFile;
+using testing_support::WaitForAll;
 using testing_support::Words;
 using testing_support::operator+;
 
@@ -45,6 +47,30 @@ TEST_F(DeviceWords, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied
   // fp32 gradients, every step; the run's padding comes with them.
   EXPECT_GE(of_cuda["totals"]["d2h_bytes"], of_cuda["params"].get<int64_t>() * 4 * 4);
   EXPECT_LE(of_cuda["totals"]["d2h_bytes"], of_cuda["params"].get<int64_t>() * 4 * 5);
+}
+
+// Two ranks, a device each: the losses of two ranks on processors.
+TEST_F(DeviceWords, RanksTrainOnADeviceEach) {
+  const auto losses = [&](const std::string& name, const Words& device) {
+    const Words words = Train(dir_ + "/" + name) + Words{"--steps", "3", "--host-memory", "48M"} + device +
+                        Words{"--report", dir_ + "/" + name + ".json"};
+    for (const Ran& ran : WaitForAll(testing_support::StartRanks(dir_, {words, words}))) {
+      EXPECT_EQ(ran.code, 0) << ran.err;
+    }
+    std::vector<double> of_steps;
+    const json report = json::parse(ReadFile(dir_ + "/" + name + ".json"));
+    for (const json& step : report["steps"]) of_steps.push_back(step["loss"]);
+    EXPECT_EQ(report["world_size"], 2);
+    if (!device.empty()) {
+      EXPECT_LE(report["peak_device_bytes"], 24 << 20);
+      EXPECT_GT(report["totals"]["d2h_bytes"], 0);
+    }
+    return of_steps;
+  };
+  const std::vector<double> processors = losses("processors", {});
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
+  EXPECT_EQ(processors.size(), 3u);
+  EXPECT_EQ(losses("devices", {"--device", "cuda", "--device-memory", "24M"}), processors);
 }
 
 TEST_F(DeviceWords, PlanShowsTheTier) {
