@@ -3,12 +3,13 @@ PRESET  ?= release
 BUILD   := build/$(PRESET)
 JOBS    ?= $(shell nproc)
 
-.PHONY: help train test build deps soak fuzz lint format clean asan ubsan tsan
+.PHONY: help train test build gpu deps soak fuzz lint format clean asan ubsan tsan
 
 help:
 	@echo "make train   install what is missing, build, train a GPT whose state is several times its memory budget"
 	@echo "make test    install what is missing, build, run the test suite"
 	@echo "make build   install what is missing, build (PRESET=release|debug|asan|ubsan|tsan)"
+	@echo "make gpu     build for a CUDA device in build/gpu, with nvcc and a LibTorch from PyPI (PIP_LIBTORCH=DIR, 5 GiB)"
 	@echo "make soak    the kill and fault tests, SOAK=20 times as long;  make asan|ubsan|tsan  the suite under a sanitizer"
 	@echo "make fuzz    what reads files and flags, with clang's libFuzzer, FUZZ_SECONDS=120 each"
 	@echo "make lint    clang-format and clang-tidy checks;  make format  rewrites in place"
@@ -20,6 +21,12 @@ deps:
 build: deps
 	@test -f $(BUILD)/build.ninja || cmake --preset $(PRESET)
 	@cmake --build $(BUILD) -j $(JOBS)
+
+# A LibTorch that has CUDA comes with pip, into a virtual environment; one that is there already is used as it is.
+PIP_LIBTORCH ?= build/pip-libtorch
+gpu: deps
+	@scripts/pip-libtorch $(PIP_LIBTORCH)
+	@cmake --build build/gpu -j $(JOBS)
 
 test: build
 	@cd $(BUILD) && ctest --output-on-failure -j $(JOBS)

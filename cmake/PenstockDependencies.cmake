@@ -48,6 +48,13 @@ if(NOT PENSTOCK_TORCH STREQUAL "OFF")
   if(TARGET torch_cuda AND PENSTOCK_HAVE_CUDA)
     set(PENSTOCK_HAVE_TORCH_CUDA ON)
     set(CMAKE_CUDA_RUNTIME_LIBRARY Shared)  # LibTorch's: one runtime in a process
+    # From PyPI, LibTorch has its CUDA libraries beside it, newer than the toolkit's perhaps: they come first for the
+    # linker and in the programs, whose other libraries would be tied to the toolkit's.
+    file(GLOB penstock_nvidia_libraries LIST_DIRECTORIES true "${TORCH_INSTALL_PREFIX}/../nvidia/*/lib")
+    foreach(directory ${penstock_nvidia_libraries})
+      file(REAL_PATH "${directory}" directory)
+      list(APPEND CMAKE_BUILD_RPATH "${directory}")
+    endforeach()
   endif()
   if(Torch_FOUND)
     set(PENSTOCK_HAVE_TORCH ON)
