@@ -335,6 +335,11 @@ void Torch(Report& r) {
       return r.Limited("blas", path, "matrix products are up to 20x slower; install libopenblas0-pthread");
     }
   }
+  // LibTorch from PyPI has its own inside.
+  Dl_info where{};
+  if (void* product = ::dlsym(RTLD_DEFAULT, "sgemm_"); product != nullptr && ::dladdr(product, &where) != 0) {
+    return r.Ok("blas", absl::StrCat("inside ", where.dli_fname));
+  }
   r.Missing("blas", "none is loaded in this program",
             "nothing multiplies matrices in this program: it cannot train");
 }
