@@ -216,7 +216,11 @@ class Engine::Impl {
     if (status.ok() && store_ != nullptr && plan_.versions == 1) status = store_->OverwriteNow();
     if (!status.ok()) return status;
     status = Access().Write(parameter, kind, value);
-    if (store_ == nullptr) return status;
+    if (store_ == nullptr) {
+      // Weights that were copied to a device are of the version before.
+      MakeBuilder(builder_->next_id());
+      return status;
+    }
     const auto commit = [this] {
       const std::string payload = store_->committed_payload();
       return store_->CommitNow(
