@@ -25,13 +25,18 @@ void Calibration::Observe(const Op& op, double start_seconds, double end_seconds
   if (op.kind == OpKind::kCommit && !op.durable) return;  // nothing is done for it
   if (op.lane == Lane::kHost || !(end_seconds > start_seconds) || spans_.size() >= kMostSpans) return;
   Span span{op.kind, op.lane, op.stage, op.bytes, start_seconds, end_seconds};
+  if (op.kind == OpKind::kUpdateOnDevice) span.amount = plan_.blocks[static_cast<size_t>(op.block)].elements;
   if (op.lane == Lane::kUpdate && op.block >= 0) {
     const BlockPlan& block = plan_.blocks[static_cast<size_t>(op.block)];
     if (op.kind == OpKind::kFinalize) {
+      if (plan_.on_device(op.block)) return;  // a handful of sums
       span.amount = block.elements * plan_.precision.gradient_bytes;
     } else {
       span.amount = block.tiles[static_cast<size_t>(op.tile)].elements;
-      if (op.kind == OpKind::kVerify) span.amount *= plan_.precision.weight_bytes();
+      if (op.kind == OpKind::kVerify) {
+        span.amount = op.checks_state ? plan_.precision.StateBytes(span.amount)
+                                      : span.amount * plan_.precision.weight_bytes();
+      }
       if (op.kind == OpKind::kSeal) span.amount = plan_.precision.TotalBytes(span.amount);
     }
   }
@@ -79,6 +84,7 @@ void Calibration::CalibrateCpu(Result* result) const {
   std::vector<std::vector<double>> forward(graph_.stages.size()), backward(graph_.stages.size());
   std::vector<double> commits;
   double updated = 0, update_seconds = 0, checked = 0, check_seconds = 0;
+  double updated_there = 0, update_there_seconds = 0;
   for (const Span& span : spans_) {
     if (span.lane == Lane::kCommit) commits.push_back(span.end - span.start);
     if (span.lane != Lane::kCompute && span.lane != Lane::kUpdate) continue;
@@ -96,6 +102,12 @@ void Calibration::CalibrateCpu(Result* result) const {
         updated += static_cast<double>(span.amount);
         update_seconds += work;
         break;
+      case OpKind::kUpdateOnDevice:
+        updated_there += static_cast<double>(span.amount);
+        update_there_seconds += work;
+        break;
+      case OpKind::kSquareGradient:
+        break;
       default:
         checked += static_cast<double>(span.amount);
         check_seconds += work;
@@ -107,6 +119,8 @@ void Calibration::CalibrateCpu(Result* result) const {
     if (!backward[s].empty()) result->graph.stages[s].backward_seconds = Median(backward[s]);
   }
   if (update_seconds > 0) result->machine.update_parameters_per_s = updated / update_seconds;
+  if (update_there_seconds > 0)
+    result->machine.device_update_parameters_per_s = updated_there / update_there_seconds;
   if (check_seconds > 0) result->machine.verify_bytes_per_s = checked / check_seconds;
   if (!commits.empty()) result->machine.commit_seconds = Median(commits);
 }

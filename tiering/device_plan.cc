@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -60,7 +61,7 @@ class DevicePlanner {
       if (Build(level, LeastKept()).bytes() > room) continue;
       int kept = positions_;
       while (kept > LeastKept() && Build(level, kept).bytes() > room) --kept;
-      DevicePlan plan = Build(level, kept);
+      DevicePlan plan = Build(level, kept, Residents(level, kept, room));
       AddSlots(room, &plan);
       plan.least_bytes = least;
       return plan;
@@ -71,26 +72,60 @@ class DevicePlanner {
  private:
   int LeastKept() const { return trains_ ? std::min(kInputRing, positions_) : positions_; }
 
+  // Blocks that live on the device: in the order of their first use, those that fit. What is used first has
+  // the least time for its update when it waits for the processor.
+  std::vector<char> Residents(const Level& level, int kept_inputs, int64_t room) const {
+    std::vector<char> lives(graph_.blocks.size(), 0), seen(graph_.blocks.size(), 0);
+    if (!trains_ || options_.state_share <= 0) return lives;
+    auto left =
+        static_cast<int64_t>(std::min(options_.state_share, 1.0) * static_cast<double>(graph_.elements()));
+    for (const StageShape& stage : graph_.stages) {
+      const int64_t elements = graph_.blocks[At(stage.block)].elements;
+      if (std::exchange(seen[At(stage.block)], 1) != 0 || elements > left) continue;
+      lives[At(stage.block)] = 1;
+      if (Build(level, kept_inputs, lives).bytes() <= room) {
+        left -= elements;
+      } else {
+        lives[At(stage.block)] = 0;
+      }
+    }
+    return lives;
+  }
+
   DevicePlan Build(const Level& level, int kept_inputs) const {
+    return Build(level, kept_inputs, std::vector<char>(graph_.blocks.size(), 0));
+  }
+
+  DevicePlan Build(const Level& level, int kept_inputs, const std::vector<char>& lives_here) const {
     DevicePlan plan;
     plan.apart = true;
     plan.budget_bytes = options_.budget_bytes;
     plan.kept_inputs = kept_inputs;
     plan.tensor_bytes =
         ComputeTensorBytes(graph_, micro_batches_, trains_, kept_inputs, &plan.evaluate_micro_batches);
-    std::vector<int64_t> sizes;
-    for (const BlockShape& block : graph_.blocks) sizes.push_back(block.elements);
-    const std::vector<int64_t> classes = ClassSizes(sizes, level.runs);
+    std::vector<int64_t> sizes, come_and_go;
+    for (const BlockShape& block : graph_.blocks) {
+      if (lives_here[sizes.size()] == 0) come_and_go.push_back(block.elements);
+      sizes.push_back(block.elements);
+    }
+    const std::vector<int64_t> classes =
+        come_and_go.empty() ? std::vector<int64_t>() : ClassSizes(come_and_go, level.runs);
     std::vector<int> in_ring(classes.size(), 0);
     int64_t largest_sum = 0;
     for (size_t b = 0; b < sizes.size(); ++b) {
       DevicePlan::Block& block = plan.blocks.emplace_back();
-      while (classes[At(block.run_class)] < sizes[b]) ++block.run_class;
+      if (lives_here[b] != 0) {
+        block.run_class = -1;
+        block.run_slot = block.state_slot = 0;  // numbered by LayOut
+        plan.resident_elements += sizes[b];
+      } else {
+        while (classes[At(block.run_class)] < sizes[b]) ++block.run_class;
+      }
       if (!trains_) continue;
       const bool leaves_in_fp32 = world_ > 1 && precision_.addend_bytes() == 4;
       block.sums_apart =
           precision_.gradient_bytes < 4 && (micro_batches_ > 1 || uses_[b] > 1 || leaves_in_fp32);
-      if (uses_[b] > 1 && !block.sums_apart) {
+      if (lives_here[b] != 0 || (uses_[b] > 1 && !block.sums_apart)) {
         block.gradient_slot = 0;  // numbered by LayOut
       } else if (world_ == 1 || !block.sums_apart) {
         ++in_ring[At(block.run_class)];
@@ -98,10 +133,8 @@ class DevicePlanner {
       if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
     }
     for (size_t c = 0; c < classes.size(); ++c) {
-      const auto members = std::count_if(plan.blocks.begin(), plan.blocks.end(),
-                                         [&](const auto& block) { return At(block.run_class) == c; });
-      plan.run_classes.push_back({classes[c] * precision_.weight_bytes(), 0,
-                                  static_cast<int>(std::min<int64_t>(level.runs, members))});
+      const int members = Members(plan, c);
+      plan.run_classes.push_back({classes[c] * precision_.weight_bytes(), 0, std::min(level.runs, members)});
       plan.gradient_rings.push_back(
           {classes[c] * precision_.gradient_bytes, 0, std::min(level.gradients, in_ring[c])});
     }
@@ -118,9 +151,16 @@ class DevicePlanner {
     return plan;
   }
 
+  static int Members(const DevicePlan& plan, size_t run_class) {
+    return static_cast<int>(std::count_if(plan.blocks.begin(), plan.blocks.end(), [&](const auto& block) {
+      return block.run_class == static_cast<int>(run_class);
+    }));
+  }
+
   void LayOut(DevicePlan* plan) const {
     plan->run_slots.clear();
     plan->gradient_slots.clear();
+    plan->state_slots.clear();
     auto add_rings = [](std::vector<RunClass>& rings, std::vector<Slot>* slots) {
       for (RunClass& ring : rings) {
         ring.first_slot = static_cast<int>(slots->size());
@@ -129,13 +169,21 @@ class DevicePlanner {
     };
     add_rings(plan->run_classes, &plan->run_slots);
     add_rings(plan->gradient_rings, &plan->gradient_slots);
+    auto add = [](int* number, std::vector<Slot>* slots, int64_t bytes) {
+      if (*number < 0) return;
+      *number = static_cast<int>(slots->size());
+      slots->push_back({0, bytes});
+    };
     for (size_t b = 0; b < plan->blocks.size(); ++b) {
-      if (plan->blocks[b].gradient_slot < 0) continue;
-      plan->blocks[b].gradient_slot = static_cast<int>(plan->gradient_slots.size());
-      plan->gradient_slots.push_back({0, graph_.blocks[b].elements * precision_.gradient_bytes});
+      DevicePlan::Block& block = plan->blocks[b];
+      const int64_t elements = graph_.blocks[b].elements;
+      add(&block.run_slot, &plan->run_slots, elements * precision_.weight_bytes());
+      add(&block.gradient_slot, &plan->gradient_slots, elements * precision_.gradient_bytes);
+      add(&block.state_slot, &plan->state_slots, precision_.StateBytes(elements) + PartialSumBytes(elements));
     }
     int64_t offset = 0;
-    for (std::vector<Slot>* slots : {&plan->run_slots, &plan->gradient_slots, &plan->accumulator_slots}) {
+    for (std::vector<Slot>* slots :
+         {&plan->run_slots, &plan->gradient_slots, &plan->accumulator_slots, &plan->state_slots}) {
       for (Slot& slot : *slots) {
         slot.offset = offset;
         offset += AlignUp(slot.bytes, kPage);
@@ -149,10 +197,8 @@ class DevicePlanner {
     for (bool added = true; added;) {
       added = false;
       for (size_t c = 0; c < plan->run_classes.size(); ++c) {
-        const auto members = std::count_if(plan->blocks.begin(), plan->blocks.end(),
-                                           [&](const auto& block) { return At(block.run_class) == c; });
         RunClass& cls = plan->run_classes[c];
-        if (cls.slots >= members) continue;
+        if (cls.slots >= Members(*plan, c)) continue;
         ++cls.slots;
         LayOut(plan);
         if (plan->bytes() <= room) {
@@ -189,6 +235,7 @@ Ledger DevicePlan::ledger() const {
   add("weights on the device", run_slots);
   add("gradients on the device", gradient_slots);
   add("fp32 gradient sums on the device", accumulator_slots);
+  add("optimizer state on the device", state_slots);
   ledger.Add("rounding", arena_bytes - slots);
   ledger.Add("tensors of LibTorch on the device", tensor_bytes);
   return ledger;

@@ -2,8 +2,14 @@
 //
 // Weights come from a block's run in host memory (a copy in), gradients leave for their place there (a copy
 // out), inputs that stages keep for backward stay on the device as long as there is room and wait in host
-// memory otherwise. Optimizer state never comes here: the processor updates what lies in host memory. A
-// device that is the host itself (`cpu`) has no such tier, and its programs have none of these copies.
+// memory otherwise. A device that is the host itself (`cpu`) has no such tier, and its programs have none of
+// these copies.
+//
+// A block may live here with everything: weights, optimizer state, and its gradient from backward to the
+// update, which the device makes as soon as the norm is known and the block is next used, while the processor
+// updates the others. Only the partial sums of its gradient's squares (8 bytes for 4096 elements) leave for
+// the norm. Without a drive the device is the only place of its state; with one, where not every step is
+// durable, it is read from there once and written when a step is persisted (Plan::written_late).
 //
 // Over several ranks the device holds whole runs, as the host does. A run is copied in when the others' parts
 // have been gathered into it; sums leave as they are, for the host to add those of the other ranks and round.
@@ -28,6 +34,7 @@ namespace penstock::tiering {
 struct DeviceOptions {
   bool apart = false;        // has memory of its own
   int64_t budget_bytes = 0;  // 0: as much as is of use
+  double state_share = 0;    // of the elements: at most so many are in blocks that live there
 };
 
 struct DevicePlan {
@@ -40,18 +47,24 @@ struct DevicePlan {
     // or, where gradients are fp32 anyway, as it is. -1: the rings.
     int accumulator_slot = -1;
     int gradient_slot = -1;
+    // Of a block that lives here: its run, its gradient above, and its state, each for itself.
+    // The state is that of one tile of the whole block: its segments, each in whole pages
+    // (Plan::state_segment_offset), and behind them the partial sums of its gradient's squares.
+    int run_slot = -1;
+    int state_slot = -1;  // -1: its state is not here
   };
 
   bool apart = false;  // everything below is empty where it is not
   std::vector<Block> blocks;
   std::vector<RunClass> run_classes;
-  std::vector<Slot> run_slots;
+  std::vector<Slot> run_slots;           // shared ones by class, of blocks that come and go; then single ones
   std::vector<RunClass> gradient_rings;  // parallel to run_classes
   std::vector<Slot> gradient_slots;      // the rings by class, then those of single blocks
   int accumulator_ring = 0;
   std::vector<Slot> accumulator_slots;  // the ring, then those of single blocks
-  int kept_inputs = 0;                  // positions whose inputs stay on the device (Plan::SpillsInput)
-  int evaluate_micro_batches = 1;       // of a forward-only pass, in the memory of the kept inputs
+  std::vector<Slot> state_slots;
+  int kept_inputs = 0;             // positions whose inputs stay on the device (Plan::SpillsInput)
+  int evaluate_micro_batches = 1;  // of a forward-only pass, in the memory of the kept inputs
 
   int64_t arena_bytes = 0;   // slots
   int64_t tensor_bytes = 0;  // bound for LibTorch's tensors on the device
@@ -63,6 +76,8 @@ struct DevicePlan {
   int64_t d2h_bytes = 0;
 
   int64_t bytes() const { return arena_bytes + tensor_bytes; }
+  int64_t resident_elements = 0;  // of the blocks that live here
+  bool lives_here(int block) const { return apart && blocks[static_cast<size_t>(block)].state_slot >= 0; }
   Ledger ledger() const;  // adds up to bytes()
 };
 

@@ -15,6 +15,10 @@ constexpr size_t kUsesAhead = 2;
 
 size_t At(int index) { return static_cast<size_t>(index); }
 
+int64_t StateElementBytes(const Precision& precision, int64_t elements) {
+  return precision.UnpaddedBytes(elements) - precision.SegmentBytes(0, elements);
+}
+
 void Move(std::vector<OpId>* from, std::vector<OpId>* to) {
   to->insert(to->end(), from->begin(), from->end());
   from->clear();
@@ -32,7 +36,9 @@ ProgramBuilder::Weights ProgramBuilder::FetchForCompute(int block, size_t positi
     weights.last_compute = &run.last_compute;
     return weights;
   }
-  if (updates || IsDue(block) || !IsOnDevice(block, &weights.device_slot)) {
+  if (plan_.on_device(block)) {
+    weights.device_slot = FetchOnDevice(block, position);
+  } else if (updates || IsDue(block) || !IsOnDevice(block, &weights.device_slot)) {
     weights.run_slot = Fetch(block, position);
     if (!IsOnDevice(block, &weights.device_slot)) Gather(block, weights.run_slot);
     weights.device_slot = CopyToDevice(block, position, weights.run_slot);
@@ -59,11 +65,94 @@ bool ProgramBuilder::IsOnDevice(int block, int* device_slot) const {
   return false;
 }
 
+int ProgramBuilder::FetchOnDevice(int block, size_t position) {
+  const int slot = plan_.device.blocks[At(block)].run_slot;
+  if (device_runs_[At(slot)].block != block) LoadOnDevice(block, position);
+  if (IsDue(block)) UpdateOnDevice(block);
+  return slot;
+}
+
+// By way of a run and the tile slots, whose content nobody looks for afterwards: what host memory has of the
+// block is old after its first update.
+void ProgramBuilder::LoadOnDevice(int block, size_t position) {
+  const int run_slot = Fetch(block, position);
+  DeviceRun& run = device_runs_[At(CopyToDevice(block, position, run_slot))];
+  run.made = run.ready;
+  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    const int64_t bytes = plan_.precision.StateBytes(tiles[t].elements);
+    if (bytes == 0) continue;
+    const int tile_slot = NextTileSlot();
+    TileSlot& slot = tiles_[At(tile_slot)];
+    OpId last = -1;
+    auto emit = [&](OpKind kind, Lane lane, int64_t of_bytes) -> Op& {
+      const OpId before = std::exchange(last, next_id_);
+      Op& op = Emit(kind, lane, computing_step_);
+      op.block = block;
+      op.tile = static_cast<int>(t);
+      op.tile_slot = tile_slot;
+      op.bytes = of_bytes;
+      if (before >= 0) op.after.push_back(before);
+      return op;
+    };
+    Op& read = emit(OpKind::kReadState, Lane::kRead, bytes);
+    Move(&slot.users, &read.after);
+    if (const OpId written = last_write_[At(block)][t]; written >= 0) read.after.push_back(written);
+    emit(OpKind::kVerify, Lane::kUpdate, 0).checks_state = true;
+    emit(OpKind::kCopyStateIn, Lane::kCopyIn, StateElementBytes(plan_.precision, tiles[t].elements));
+    slot.users = {last};
+    run.made.push_back(last);
+  }
+  runs_[At(run_slot)].block = -1;
+}
+
+void ProgramBuilder::UpdateOnDevice(int block) {
+  const DevicePlan::Block& places = plan_.device.blocks[At(block)];
+  DeviceRun& run = device_runs_[At(places.run_slot)];
+  const OpId id = next_id_;
+  Op& update = Emit(OpKind::kUpdateOnDevice, Lane::kCompute, pending_step_);
+  update.block = block;
+  update.device_slot = places.run_slot;
+  update.after = {norm_};
+  Move(&run.made, &update.after);
+  Move(&run.copies, &update.after);
+  // Who computes with the weights comes later on the same lane, and need not wait until this is known to be
+  // over.
+  run.made = {id};
+  run.last_compute = id;
+  device_gradients_[At(places.gradient_slot)].users.push_back(id);
+  pending_writes_.push_back(id);
+  for (size_t t = 0; t < run.version.size(); ++t) run.version[t] = ++version_[At(block)][t];
+  std::fill(due_[At(block)].begin(), due_[At(block)].end(), Due::kNothing);
+}
+
+int ProgramBuilder::EmitStateOut(int block, int tile, int run_slot, const std::vector<OpId>& former,
+                                 int64_t step) {
+  const int tile_slot = NextTileSlot();
+  DeviceRun& run = device_runs_[At(plan_.device.blocks[At(block)].run_slot)];
+  const int64_t elements = plan_.blocks[At(block)].tiles[At(tile)].elements;
+  const OpId id = next_id_;
+  Op& copy = Emit(OpKind::kCopyStateOut, Lane::kCopyOut, step);
+  copy.block = block;
+  copy.tile = tile;
+  copy.run_slot = run_slot;
+  copy.tile_slot = tile_slot;
+  copy.bytes = plan_.precision.UnpaddedBytes(elements);
+  copy.after = former;
+  Move(&tiles_[At(tile_slot)].users, &copy.after);
+  copy.after.insert(copy.after.end(), run.made.begin(), run.made.end());
+  tiles_[At(tile_slot)].users = {id};
+  runs_[At(run_slot)].ready[At(tile)] = id;
+  run.copies.push_back(id);
+  return tile_slot;
+}
+
 int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
-  const RunClass& cls = plan_.device.run_classes[At(plan_.device.blocks[At(block)].run_class)];
-  int slot = -1;
+  const bool lives_there = plan_.on_device(block);
+  int slot = lives_there ? plan_.device.blocks[At(block)].run_slot : -1;
   // Its own former place, an empty one, or that of the block which is needed furthest in the future.
-  if (!IsOnDevice(block, &slot) && slot < 0) {
+  if (!lives_there && !IsOnDevice(block, &slot) && slot < 0) {
+    const RunClass& cls = plan_.device.run_classes[At(plan_.device.blocks[At(block)].run_class)];
     size_t furthest = 0;
     for (int s = cls.first_slot; s < cls.first_slot + cls.slots; ++s) {
       const int held = device_runs_[At(s)].block;
@@ -142,9 +231,12 @@ OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumula
   const DevicePlan::Block& places = plan_.device.blocks[At(block)];
   const bool ranks = plan_.world > 1;
   if (places.sums_apart && !ranks) {
-    const RunClass& ring = plan_.device.gradient_rings[At(places.run_class)];
-    const int slot =
-        ring.first_slot + static_cast<int>(next_device_gradient_[At(places.run_class)]++ % At(ring.slots));
+    int slot = places.gradient_slot;
+    if (slot < 0) {
+      const RunClass& ring = plan_.device.gradient_rings[At(places.run_class)];
+      slot =
+          ring.first_slot + static_cast<int>(next_device_gradient_[At(places.run_class)]++ % At(ring.slots));
+    }
     device_gradient_[At(block)] = slot;
     const OpId id = next_id_;
     Op& round = Emit(OpKind::kRoundGradient, Lane::kCompute, step);
@@ -156,6 +248,16 @@ OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumula
     device_accumulators_[At(round.accumulator_slot)].users = {id};
     last = id;
   }
+  int64_t bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+  if (plan_.on_device(block)) {
+    const OpId squared = next_id_;
+    Op& square = Emit(OpKind::kSquareGradient, Lane::kCompute, step);
+    square.block = block;
+    square.device_slot = device_gradient_[At(block)];
+    square.after = {last};
+    last = squared;
+    bytes = PartialSumBytes(plan_.blocks[At(block)].elements);
+  }
   const OpId id = next_id_;
   Op& copy = Emit(OpKind::kCopyOut, Lane::kCopyOut, step);
   copy.block = block;
@@ -164,7 +266,7 @@ OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumula
     copy.bytes = graph_.blocks[At(block)].elements * plan_.accumulator_bytes(block);
   } else {
     copy.gradient_slot = gradient_slot;
-    copy.bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+    copy.bytes = bytes;
   }
   copy.after = wait;
   copy.after.push_back(last);

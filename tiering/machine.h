@@ -20,6 +20,8 @@ struct MachineModel {
   double h2d_bytes_per_s = 20e9;
   double d2h_bytes_per_s = 20e9;
   double copy_latency_seconds = 20e-6;
+  // Parameters per second of the optimizer there: memory's bandwidth over some 28 bytes.
+  double device_update_parameters_per_s = 20e9;
   // What one rank receives from the others, and what a message takes besides.
   double network_bytes_per_s = 1e9;
   double network_latency_seconds = 100e-6;

@@ -31,6 +31,12 @@ inline int64_t PartElements(int64_t run_elements, int world) {
   return world == 1 ? run_elements : AlignUp((run_elements + world - 1) / world, kPartAlignment);
 }
 
+// The partial sums of a gradient's squares: a double for each block of kPartAlignment elements. Added up
+// exactly on the host, in any order, they are the sum that a pass over the gradient there would give.
+inline constexpr int64_t PartialSumBytes(int64_t elements) {
+  return (elements + kPartAlignment - 1) / kPartAlignment * 8;
+}
+
 // Elements that share one fp32 scale in a block-wise 8-bit state.
 inline constexpr int64_t kScaleBlock = 256;
 

@@ -28,6 +28,12 @@ double Plan::in_backward_share() const {
   return blocks.empty() ? 0 : early / static_cast<double>(tile_count());
 }
 
+double Plan::on_device_share() const {
+  int64_t elements = 0;
+  for (const BlockPlan& block : blocks) elements += block.elements;
+  return elements == 0 ? 0 : static_cast<double>(device.resident_elements) / static_cast<double>(elements);
+}
+
 Ledger Plan::ledger() const {
   Ledger ledger;
   auto sum = [](const std::vector<Slot>& slots, size_t from, size_t to) {
@@ -50,7 +56,7 @@ Ledger Plan::ledger() const {
   add("gradients in flight", gradient_slots, kept_gradients, gradient_slots.size());
   add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());
   add("inputs off the device", input_slots, 0, input_slots.size());
-  ledger.Add("checkpoint in flight", checkpoint_bytes);
+  ledger.Add(on_nvme ? "checkpoint in flight" : "state on its way from the device", checkpoint_bytes);
   ledger.Add("gradients of other ranks", network_bytes);
   ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes - network_bytes);
   ledger.Add("tensors of LibTorch", tensor_bytes);

@@ -37,7 +37,9 @@ struct BlockPlan {
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
   // are finite, and made again if they are (see tiering/program.h). Otherwise in the next forward.
   std::vector<char> in_backward;
-  int gradient_slot = -1;  // its gradient waits in host memory; -1: spilled to the drive as 16 bit (or fp32)
+  // Its gradient waits in host memory; -1: spilled to the drive as 16 bit (or fp32). Of a block that lives on
+  // a device: the partial sums of its squares.
+  int gradient_slot = -1;
   int accumulator_slot =
       -1;  // its own fp32 sums (a block that several stages use); -1: the shared ring, or none
 };
@@ -102,8 +104,10 @@ struct Plan {
   std::vector<Slot> input_slots;
   int input_slot(int position, int micro_batch) const { return (position - 1) * micro_batches + micro_batch; }
 
-  int64_t checkpoint_bytes = 0;  // of the arena, beyond the slots: one tile on its way into a checkpoint
-  int64_t network_bytes = 0;     // and the pieces of other ranks' gradients that are being summed
+  // Of the arena, beyond the slots: one tile on its way into a checkpoint, or to or from the device that is
+  // the only place of its state.
+  int64_t checkpoint_bytes = 0;
+  int64_t network_bytes = 0;  // and the pieces of other ranks' gradients that are being summed
 
   // What was chosen and why, a line each, for people.
   std::vector<std::string> reasons;
@@ -113,11 +117,14 @@ struct Plan {
   double in_backward_share() const;  // of the tiles
   // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
   std::string_view order_of_update() const;
-  // The tile never leaves host memory, and is written only when a step is persisted.
+  // Weights and state of the block live on a device apart, which updates them.
+  bool on_device(int block) const { return device.lives_here(block); }
+  double on_device_share() const;  // of the elements, in such blocks
+  // The tile never leaves host memory, or the device, and is written only when a step is persisted.
   bool written_late(int block, int tile) const {
     const BlockPlan& of = blocks[static_cast<size_t>(block)];
-    return on_nvme && !commits_every_step && of.private_run_slot >= 0 &&
-           of.private_tile_slot[static_cast<size_t>(tile)] >= 0;
+    const bool in_memory = of.private_run_slot >= 0 && of.private_tile_slot[static_cast<size_t>(tile)] >= 0;
+    return on_nvme && !commits_every_step && (in_memory || on_device(block));
   }
   // What backward leaves of a block has more than one addend.
   bool sums_gradients(int block) const {
@@ -175,6 +182,9 @@ struct PlanBounds {
   Placement placement = Placement::kAuto;
   int64_t const_bytes = 512 << 20;
   double state_fraction = 1;  // gpu_margin_mem_ratio: of what is left, for state that stays
+  // offload_optimizer.ratio: at least this share of the elements is updated by the processor, and of the rest
+  // as much by a device apart as its memory holds.
+  std::optional<double> processor_share;
 };
 
 // When a tile's update is made. kAuto: the share of tiles updated in backward with which a step takes the

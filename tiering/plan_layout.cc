@@ -161,6 +161,11 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   bool shares_accumulator = false;
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     BlockPlan& block = plan->blocks[b];
+    if (plan->on_device(static_cast<int>(b))) {
+      block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
+      plan->gradient_slots.push_back({0, PartialSumBytes(block.elements)});
+      continue;
+    }
     // fp32 gradients are summed where they wait; one that several stages add to must stay in its place.
     const bool must_stay = !device_.apart && block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
     if (must_stay || resident < resident_gradients) {
@@ -236,7 +241,7 @@ void PlanLayout::LayOut(Plan* plan) const {
     }
   }
   plan->slot_bytes = offset;
-  if (options_.copies_checkpoints && plan->on_nvme) {
+  if (plan->on_nvme ? options_.copies_checkpoints : plan->device.resident_elements > 0) {
     plan->checkpoint_bytes =
         AlignUp(plan->tile_elements * plan->precision.weight_bytes(), kPage) + plan->tile_state_bytes;
   }
@@ -249,7 +254,9 @@ int64_t PlanLayout::StateBytes(const Plan& plan, int64_t elements) {
 }
 
 void PlanLayout::MakeAllPrivate(Plan* plan) {
-  for (BlockPlan& block : plan->blocks) {
+  for (size_t b = 0; b < plan->blocks.size(); ++b) {
+    if (plan->on_device(static_cast<int>(b))) continue;
+    BlockPlan& block = plan->blocks[b];
     block.private_run_slot = 0;  // numbered by LayOut
     if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), 0);
   }

@@ -42,7 +42,7 @@ class PlanLayout {
   // accumulators. A block's private_run_slot, and a private_tile_slot, of 0 or more asks for one of its own.
   void LayOut(Plan* plan) const;
 
-  // Of everything: nothing is shared.
+  // Of everything that is not on a device: nothing is shared.
   static void MakeAllPrivate(Plan* plan);
   // Of a tile in memory.
   static int64_t StateBytes(const Plan& plan, int64_t elements);

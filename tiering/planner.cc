@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <optional>
 #include <set>
 
 #include "absl/status/status.h"
@@ -21,6 +22,7 @@
 #include "tiering/plan_layout.h"
 #include "tiering/program.h"
 #include "tiering/resident_set.h"
+#include "tiering/simulate.h"
 #include "tiering/update_order.h"
 
 namespace penstock::tiering {
@@ -62,6 +64,9 @@ constexpr std::array<Spending, 3> kLateSpendings = {{
 
 // A less comfortable plan, or another placement, must make a step shorter than this share of the best so far.
 constexpr double kWorthwhile = 0.999;
+
+// And to hand the processor what would fit on a device: what it does beside is not disturbed in a simulation.
+constexpr double kWorthTheProcessor = 0.99;
 
 class Planner {
  public:
@@ -324,6 +329,7 @@ class Planner {
     for (size_t b = 0; b < plan.blocks.size(); ++b) {
       BlockPlan& block = plan.blocks[b];
       if (weights[b] != 0) block.private_run_slot = 0;  // numbered by LayOut
+      if (plan.on_device(static_cast<int>(b))) continue;
       for (int& slot : block.private_tile_slot) {
         if (whole[b] != 0 || tiles-- > 0) slot = 0;
       }
@@ -424,14 +430,71 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
   return absl::OkStatus();
 }
 
+// Shares of the elements whose state may live on a device apart, from the largest on, and what the choice
+// goes by, in words that end a sentence.
+struct DeviceShares {
+  std::vector<double> of_state;
+  std::string why;
+};
+DeviceShares SharesToTry(const PlanOptions& options) {
+  if (!options.device.apart || !options.trains) return {{0}, ""};
+  if (options.on_nvme && options.commits_every_step) {
+    return {{0},
+            ": every step goes to the drive, from host memory (durability \"checkpoint\" lets state live "
+            "there)"};
+  }
+  if (options.world > 1) return {{0}, ": over several ranks not yet"};
+  if (options.bounds.processor_share) {
+    const double share = *options.bounds.processor_share;
+    return {{1 - share}, absl::StrFormat(": ratio %g leaves it %.0f%% at most", share, 100 * (1 - share))};
+  }
+  // Without a drive a plan is cheap.
+  if (!options.on_nvme) return {{1, 0.75, 0.5, 0.25, 0}, ": as many as make a step the shortest"};
+  return {{1, 0.5, 0}, ": as many as make a step the shortest"};
+}
+
 }  // namespace
 
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
   if (absl::Status status = Validate(graph, options); !status.ok()) return status;
-  absl::StatusOr<DevicePlan> device = PlanDevice(graph, options.precision, options.micro_batches,
-                                                 options.world, options.trains, options.device);
-  if (!device.ok()) return device.status();
-  return Planner(graph, options, *std::move(device)).Make();
+  const DeviceShares shares = SharesToTry(options);
+  std::optional<Plan> best;
+  double best_seconds = 0;
+  absl::Status refused;
+  std::set<int64_t> tried;  // elements that live on the device: their blocks follow from it
+  for (const double share : shares.of_state) {
+    DeviceOptions device_options = options.device;
+    device_options.state_share = share;
+    absl::StatusOr<DevicePlan> device = PlanDevice(graph, options.precision, options.micro_batches,
+                                                   options.world, options.trains, device_options);
+    if (!device.ok()) return device.status();
+    if (!tried.insert(device->resident_elements).second) continue;
+    absl::StatusOr<Plan> plan = Planner(graph, options, *std::move(device)).Make();
+    if (!plan.ok()) {
+      refused.Update(plan.status());  // the first, with most on the device, takes least host memory
+      continue;
+    }
+    if (shares.of_state.size() == 1 || TooManyTilesToSimulate(*plan)) {
+      best = *std::move(plan);
+      break;
+    }
+    const absl::StatusOr<Prediction> prediction =
+        Simulate(graph, *plan, options.machine, FewTilesToSimulate(*plan) ? 4 : 1);
+    if (!prediction.ok()) return prediction.status();
+    if (best.has_value() && prediction->step_seconds >= best_seconds * kWorthTheProcessor) continue;
+    best_seconds = prediction->step_seconds;
+    best = *std::move(plan);
+  }
+  if (!best.has_value()) return refused;
+  if (options.device.apart && options.trains) {
+    const int64_t lives = std::count_if(best->device.blocks.begin(), best->device.blocks.end(),
+                                        [](const auto& block) { return block.state_slot >= 0; });
+    best->reasons.push_back(
+        absl::StrFormat("of %d blocks %d live on the device with their state, %.0f%% of the elements, and "
+                        "are updated there%s",
+                        best->blocks.size(), lives, 100 * best->on_device_share(), shares.why));
+  }
+  return *std::move(best);
 }
 
 }  // namespace penstock::tiering

@@ -100,6 +100,14 @@ std::string_view OpKindName(OpKind kind) {
       return "exchange norms";
     case OpKind::kAgree:
       return "agree on commit";
+    case OpKind::kSquareGradient:
+      return "square gradient";
+    case OpKind::kUpdateOnDevice:
+      return "update on device";
+    case OpKind::kCopyStateIn:
+      return "copy state in";
+    case OpKind::kCopyStateOut:
+      return "copy state out";
   }
   return "unknown";
 }
@@ -146,6 +154,11 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
         slot.block = static_cast<int>(b);
         slot.tile = static_cast<int>(t);
       }
+      if (!plan.on_device(static_cast<int>(b))) continue;
+      DeviceRun& run = device_runs_[At(plan.device.blocks[b].run_slot)];
+      run.block = static_cast<int>(b);
+      run.ready.assign(block.tiles.size(), -1);
+      run.version.assign(block.tiles.size(), 0);
     }
   }
 }
@@ -182,6 +195,18 @@ int ProgramBuilder::AcquireRun(int block, size_t position) {
   return victim;
 }
 
+std::vector<OpId> ProgramBuilder::GiveUpRun(int slot) {
+  RunSlot& run = runs_[At(slot)];
+  std::vector<OpId> former;
+  for (const std::vector<OpId>* ids : {&run.ready, &run.writes, &run.copies}) {
+    for (const OpId id : *ids) AddIf(&former, id);
+  }
+  AddIf(&former, run.last_compute);
+  AddIf(&former, run.gather);
+  run = RunSlot();
+  return former;
+}
+
 int ProgramBuilder::Fetch(int block, size_t position) {
   const BlockPlan& bp = plan_.blocks[At(block)];
   const bool is_private = bp.private_run_slot >= 0;
@@ -201,15 +226,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
   if (!present) {
     if (!is_private) slot = AcquireRun(block, position);
     RunSlot& run = runs_[At(slot)];
-    std::vector<OpId> former;
-    for (const OpId id : run.ready) AddIf(&former, id);
-    for (const OpId id : run.writes) AddIf(&former, id);
-    for (const OpId id : run.copies) AddIf(&former, id);
-    AddIf(&former, run.last_compute);
-    AddIf(&former, run.gather);
-    run.last_compute = -1;
-    run.gather = -1;
-    run.whole = false;
+    const std::vector<OpId> former = GiveUpRun(slot);
     run.block = block;
     SizeRun(slot, bp);
     loaded_[At(block)] = is_private ? 1 : 0;
@@ -291,7 +308,7 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
   };
   int slot_index = bp.private_tile_slot[At(tile)];
   if (slot_index < 0) {
-    slot_index = of.redo ? plan_.tile_ring - 1 : static_cast<int>(next_tile_slot_++ % rotating_tile_slots_);
+    slot_index = of.redo ? plan_.tile_ring - 1 : NextTileSlot();
   }
   TileSlot& slot = tiles_[At(slot_index)];
   const std::vector<OpId> former = std::move(slot.users);
@@ -389,6 +406,15 @@ void ProgramBuilder::EmitTileWrite(int block, int tile, int run_slot, int tile_s
 bool ProgramBuilder::IsDue(int block) const {
   const std::vector<Due>& due = due_[At(block)];
   return std::any_of(due.begin(), due.end(), [](Due tile) { return tile != Due::kNothing; });
+}
+
+void ProgramBuilder::ApplyDue(int block, size_t position) {
+  if (!IsDue(block)) return;
+  if (plan_.on_device(block)) {
+    UpdateOnDevice(block);
+  } else {
+    Fetch(block, position);
+  }
 }
 
 void ProgramBuilder::AssumptionHeld() {
@@ -655,7 +681,7 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
       const int last_block = block_at(stages - 1);
       // The last stage's block may carry the last part of the pending update; fetch it before the commit is
       // placed.
-      if (IsDue(last_block)) Fetch(last_block, stages - 1);
+      ApplyDue(last_block, stages - 1);
       CommitPending();
       AppendBackward(step, in_backward);
       break;
@@ -668,9 +694,7 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
       Persist();
       break;
     case Pass::kFlush:
-      for (size_t b = 0; b < graph_.blocks.size(); ++b) {
-        if (IsDue(static_cast<int>(b))) Fetch(static_cast<int>(b), b);
-      }
+      for (size_t b = 0; b < graph_.blocks.size(); ++b) ApplyDue(static_cast<int>(b), b);
       CommitPending();
       break;
   }

@@ -80,12 +80,17 @@ enum class OpKind : uint8_t {
   kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device; over
                    // several ranks (tile -1) the whole run's, once it is gathered
   kRoundGradient,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
-  kCopyOut,        // a block's gradient from the device to its place in host memory; over several ranks what
-                   // it has summed, or its only addend, to an accumulator there
-  kGather,         // the other ranks' parts of a block's weights into its run
-  kReduce,         // a block's gradients of all ranks, summed: this rank's part
-  kExchange,       // what all ranks must know before the norm
-  kAgree,          // every rank has committed the step
+  kCopyOut,   // a block's gradient from the device to its place in host memory, or the partial sums of its
+              // squares; over several ranks what it has summed, or its only addend, to an accumulator there
+  kGather,    // the other ranks' parts of a block's weights into its run
+  kReduce,    // a block's gradients of all ranks, summed: this rank's part
+  kExchange,  // what all ranks must know before the norm
+  kAgree,     // every rank has committed the step
+  // Of blocks that live on a device apart (DevicePlan):
+  kSquareGradient,  // the partial sums of its gradient's squares, there
+  kUpdateOnDevice,  // optimizer step of the whole block, in place there
+  kCopyStateIn,     // a tile's state from a tile slot to its place there
+  kCopyStateOut,    // a tile's weights and state from there to a run and a tile slot
 };
 std::string_view OpKindName(OpKind kind);
 
@@ -95,7 +100,7 @@ struct Op {
   OpKind kind;
   Lane lane;
   bool checks_weights = false;    // kUpdate: the weights were just read
-  bool checks_state = false;      // kUpdate: the state was just read
+  bool checks_state = false;      // kUpdate: the state was just read. kVerify: of the state, not the weights
   bool in_backward = false;       // reads, update and write of an update in backward
   bool redo = false;              // makes an update in backward good whose assumption failed
   bool durable = false;           // kCommit: a restart finds it
@@ -110,9 +115,9 @@ struct Op {
   int run_slot = -1;       // where the block's weights are
   int tile_slot = -1;      // where the tile's state is
   int gradient_slot = -1;  // where the block's gradient is
-  // With a device apart: its slot of the run (kCopyIn, kForward, kBackward) or of the gradient
-  // (kTakeGradient, kRoundGradient, kCopyOut). kTakeGradient and kRoundGradient have the device's accumulator
-  // below.
+  // With a device apart: its slot of the run (kCopyIn, kForward, kBackward, kUpdateOnDevice) or of the
+  // gradient (kTakeGradient, kRoundGradient, kSquareGradient, kCopyOut). kTakeGradient and kRoundGradient
+  // have the device's accumulator below.
   int device_slot = -1;
   int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
   // kCopyOut over several ranks: the accumulator in host memory that the device's sums go to, or its gradient
@@ -182,6 +187,9 @@ class ProgramBuilder {
     std::vector<OpId> ready;       // [tile] the copy that made the content
     std::vector<int64_t> version;  // [tile] of the content, as in version_
     OpId last_compute = -1;
+    // Of a block that lives there: what filled it or updated it last, weights and state, and what has copied
+    // them out since.
+    std::vector<OpId> made, copies;
   };
   // Where compute finds a block's weights, and what it waits for.
   struct Weights {
@@ -202,6 +210,13 @@ class ProgramBuilder {
   Weights FetchForCompute(int block, size_t position, bool updates);
   // `last` is the last operation that computes with them in this use.
   void Used(const Weights& weights, OpId last);
+  // Of a block that lives on the device: brings it there if it never was, and makes the update that is due.
+  int FetchOnDevice(int block, size_t position);
+  void LoadOnDevice(int block, size_t position);
+  void UpdateOnDevice(int block);
+  // A tile on its way out, to be written when a step is persisted: through the run slot and a slot of the
+  // ring, which it returns. `former` must be over.
+  int EmitStateOut(int block, int tile, int run_slot, const std::vector<OpId>& former, int64_t step);
   // Copies what is not on the device; returns its run slot there. `run_slot`: -1, where nothing is missing.
   int CopyToDevice(int block, size_t position, int run_slot);
   bool IsOnDevice(int block, int* device_slot) const;
@@ -225,7 +240,12 @@ class ProgramBuilder {
   };
   void EmitUpdate(int block, int tile, int run_slot, const Update& of);
   void SizeRun(int slot, const BlockPlan& block);
+  // Whoever still uses the content of a run slot, which is given up.
+  std::vector<OpId> GiveUpRun(int slot);
+  int NextTileSlot() { return static_cast<int>(next_tile_slot_++ % rotating_tile_slots_); }
   bool IsDue(int block) const;
+  // Makes what is due of the block's update, outside of a use by compute.
+  void ApplyDue(int block, size_t position);
   // The write or read of the input at a position that does not stay in memory; a list by micro-batch.
   Op& EmitInput(OpKind kind, int position, int micro_batch, int64_t step);
   void AppendForward(bool train, int micro_batches, int64_t step);

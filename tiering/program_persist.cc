@@ -10,12 +10,24 @@ void ProgramBuilder::Persist() {
   const Update of{.step = unsaved_step_};
   // Those of the pending step go into a commit of their own.
   std::vector<OpId> pending = std::exchange(pending_writes_, {});
+  int passing_run = -1;
+  std::vector<OpId> former;  // who used it before
   for (size_t b = 0; b < plan_.blocks.size(); ++b) {
     const BlockPlan& block = plan_.blocks[b];
     for (size_t t = 0; t < block.tiles.size(); ++t) {
       const int number = static_cast<int>(b), tile = static_cast<int>(t);
       if (!plan_.written_late(number, tile)) continue;
-      const int run_slot = block.private_run_slot, tile_slot = block.private_tile_slot[t];
+      int run_slot = block.private_run_slot, tile_slot = block.private_tile_slot[t];
+      if (plan_.on_device(number)) {
+        // By way of a run that holds nothing else till all of the block is written.
+        if (t == 0) {
+          passing_run = AcquireRun(number, b);
+          former = GiveUpRun(passing_run);
+          SizeRun(passing_run, block);
+        }
+        run_slot = passing_run;
+        tile_slot = EmitStateOut(number, tile, run_slot, former, of.step);
+      }
       TileSlot& slot = tiles_[static_cast<size_t>(tile_slot)];
       const OpId seal_id = next_id_;
       Op& seal = Emit(OpKind::kSeal, Lane::kUpdate, of.step);

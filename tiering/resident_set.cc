@@ -53,6 +53,7 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
     int64_t may_persist = bounds.persistent_elements.value_or(std::numeric_limits<int64_t>::max());
     for (size_t b = 0; b < plan.blocks.size(); ++b) {
       const BlockPlan& block = plan.blocks[b];
+      if (plan.on_device(static_cast<int>(b))) continue;
       if (block.elements > bounds.persistent_block_elements.value_or(100'000)) continue;  // DeepSpeed's
       if (block.elements > may_persist || WeightBytes(plan, block) > free) continue;
       stays[b] = 1;
@@ -67,8 +68,12 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
   // What the shared slots save by themselves is not saved again by staying.
   std::vector<std::vector<int>> uses(plan.run_classes.size());
   std::vector<int> members(plan.run_classes.size(), 0);
-  for (const int block : walk_) uses[At(plan.blocks[At(block)].run_class)].push_back(block);
-  for (const BlockPlan& block : plan.blocks) ++members[At(block.run_class)];
+  for (const int block : walk_) {
+    if (!plan.on_device(block)) uses[At(plan.blocks[At(block)].run_class)].push_back(block);
+  }
+  for (size_t b = 0; b < plan.blocks.size(); ++b) {
+    if (!plan.on_device(static_cast<int>(b))) ++members[At(plan.blocks[b].run_class)];
+  }
   std::vector<Keepable> items(plan.blocks.size());
   for (size_t c = 0; c < uses.size(); ++c) {
     const RunClass& cls = plan.run_classes[c];
@@ -76,7 +81,7 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
     const Replacement replacement =
         BeladyMisses(uses[c], static_cast<int>(graph_.blocks.size()), std::max(1, cls.slots), 3);
     for (size_t b = 0; b < items.size(); ++b) {
-      if (At(plan.blocks[b].run_class) != c || stays[b] != 0) continue;
+      if (At(plan.blocks[b].run_class) != c || stays[b] != 0 || plan.on_device(static_cast<int>(b))) continue;
       if (bounds.reuse_elements && LongestGap(static_cast<int>(b)) > *bounds.reuse_elements) continue;
       // A block that its class happens to keep has nothing to save now, but has once others stay.
       const int64_t bytes = WeightBytes(plan, plan.blocks[b]);
@@ -86,7 +91,7 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
   }
   const std::vector<char> chosen = ChooseResident(items, free);
   for (size_t b = 0; b < stays.size(); ++b) {
-    if (chosen[b] != 0) stays[b] = 1;
+    if (chosen[b] != 0 && !plan.on_device(static_cast<int>(b))) stays[b] = 1;
   }
   // As many as a class has shared slots need none of their own once the others have.
   std::vector<int> shared = members;
@@ -108,6 +113,7 @@ int64_t ResidentSet::KeepBlocks(const Plan& plan, int64_t free, std::vector<char
   int64_t taken = 0;
   for (size_t b = 0; b < plan.blocks.size(); ++b) {
     const BlockPlan& block = plan.blocks[b];
+    if (plan.on_device(static_cast<int>(b))) continue;
     int64_t bytes = (*weights)[b] != 0 ? 0 : WeightBytes(plan, block);
     for (const Tile& tile : block.tiles) {
       bytes += AlignUp(spills ? ring : PlanLayout::StateBytes(plan, tile.elements), kPage);

@@ -25,10 +25,14 @@ double SimLanes::Work(const Op& op) const {
     case Lane::kUpdate: {
       const BlockPlan& block = plan_.blocks[static_cast<size_t>(op.block)];
       if (op.kind == OpKind::kFinalize) {
+        if (plan_.on_device(op.block)) return 0;
         return static_cast<double>(block.elements * plan_.precision.gradient_bytes) /
                machine_.verify_bytes_per_s;
       }
       const int64_t elements = block.tiles[static_cast<size_t>(op.tile)].elements;
+      if (op.kind == OpKind::kVerify && op.checks_state) {
+        return static_cast<double>(plan_.precision.StateBytes(elements)) / machine_.verify_bytes_per_s;
+      }
       if (op.kind == OpKind::kVerify) {
         return static_cast<double>(elements * plan_.precision.weight_bytes()) / machine_.verify_bytes_per_s;
       }
@@ -38,6 +42,11 @@ double SimLanes::Work(const Op& op) const {
       return static_cast<double>(elements) / machine_.update_parameters_per_s;
     }
     case Lane::kCompute:
+      if (op.kind == OpKind::kUpdateOnDevice) {
+        return static_cast<double>(plan_.blocks[static_cast<size_t>(op.block)].elements) /
+               machine_.device_update_parameters_per_s;
+      }
+      return op.seconds;
     case Lane::kHost:
       return op.seconds;
   }

@@ -41,6 +41,11 @@ absl::Status ResolveDevice(const TrainWords& words, const zero::Config& config, 
       settings->notes.push_back(
           "penstock.device_memory: accepted and ignored: with device cpu host memory is all there is");
     }
+    if (config.zero.offload_optimizer.ratio.has_value()) {
+      settings->notes.push_back(
+          "zero_optimization.offload_optimizer.ratio: accepted and ignored: with device cpu the processor "
+          "updates everything");
+    }
     return absl::OkStatus();
   }
   const auto& comm = settings->engine.comm;

@@ -137,6 +137,7 @@ constexpr Field kFields[] = {
     {"h2d_bytes_per_s", &tiering::MachineModel::h2d_bytes_per_s, nullptr},
     {"d2h_bytes_per_s", &tiering::MachineModel::d2h_bytes_per_s, nullptr},
     {"copy_latency_seconds", &tiering::MachineModel::copy_latency_seconds, nullptr},
+    {"device_update_parameters_per_s", &tiering::MachineModel::device_update_parameters_per_s, nullptr},
     {"update_parameters_per_s", &tiering::MachineModel::update_parameters_per_s, nullptr},
     {"verify_bytes_per_s", &tiering::MachineModel::verify_bytes_per_s, nullptr},
     {"compute_beside_drive", &tiering::MachineModel::compute_beside_drive, nullptr},
@@ -145,17 +146,20 @@ constexpr Field kFields[] = {
     {"compute_threads", nullptr, &tiering::MachineModel::compute_threads},
 };
 
-// A copy that fails here fails in training too, and is told there.
-void MeasureCopies(const MachineRequest& request, Machine* machine) {
+// What fails here fails in training too, and is told there.
+void MeasureDevice(const MachineRequest& request, Machine* machine) {
   machine->model.compute_threads = 0;  // of the processor: updates have it to themselves
   const absl::StatusOr<zero::CopyRates> rates = zero::MeasureCopyRates(*request.device);
   if (rates.ok()) {
     machine->model.h2d_bytes_per_s = rates->h2d_bytes_per_s;
     machine->model.d2h_bytes_per_s = rates->d2h_bytes_per_s;
   }
-  machine->sources.push_back(
-      absl::StrCat("copies to and from the device: ", rates.ok() ? "measured just now" : "assumed: ",
-                   rates.ok() ? "" : std::string(rates.status().message())));
+  const absl::StatusOr<double> updates =
+      zero::MeasureUpdateRateThere(*request.device, request.format, request.optimizer);
+  if (updates.ok()) machine->model.device_update_parameters_per_s = *updates;
+  machine->sources.push_back(absl::StrCat(
+      "copies to and from the device, and updates there: ", rates.ok() ? "measured just now" : "assumed: ",
+      rates.ok() ? "" : std::string(rates.status().message())));
 }
 
 }  // namespace
@@ -236,7 +240,7 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   }
   machine.sources.push_back(
       absl::StrCat("compute and updates: measured just now, one block of each kind", beside));
-  if (request.device != nullptr && request.device->apart()) MeasureCopies(request, &machine);
+  if (request.device != nullptr && request.device->apart()) MeasureDevice(request, &machine);
   if (request.machine_file.empty()) return machine;
   std::ifstream file(request.machine_file);
   std::stringstream text;

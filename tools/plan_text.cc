@@ -96,6 +96,8 @@ std::string DeviceText(const PlanFacts& facts) {
   }
   absl::StrAppend(&text, absl::StrFormat("  %-32s %12s  (the least that works: %s)\n", "together",
                                          FormatBytes(device.bytes()), FormatBytes(device.least_bytes)));
+  absl::StrAppend(&text, absl::StrFormat("  %.0f%% of the state lives there and is updated there\n",
+                                         100 * facts.plan.plan.on_device_share()));
   absl::StrAppend(&text, absl::StrFormat("  %s to it and %s from it per step, at %s and %s\n",
                                          FormatBytes(device.h2d_bytes), FormatBytes(device.d2h_bytes),
                                          FormatBandwidth(facts.machine.model.h2d_bytes_per_s),
@@ -116,6 +118,7 @@ nlohmann::json DeviceJson(const PlanFacts& facts) {
                {"memory_bytes", device.bytes()},
                {"least_memory_bytes", device.least_bytes},
                {"memory", std::move(lines)},
+               {"updated_on_device_share", facts.plan.plan.on_device_share()},
                {"h2d_bytes_per_step", device.h2d_bytes},
                {"d2h_bytes_per_step", device.d2h_bytes}});
   return json;

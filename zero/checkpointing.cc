@@ -25,14 +25,25 @@ std::vector<std::pair<int, int>> TileNumbers(const tiering::Plan& plan) {
   return numbers;
 }
 
-// Of a plan that has everything in memory.
-std::vector<void*> PlacesOf(const tiering::Plan& plan, const Residency& residency, int block, int tile) {
-  const tiering::BlockPlan& of = plan.blocks[static_cast<size_t>(block)];
-  const TileMemory memory =
-      residency.tile(block, tile, of.private_run_slot, of.private_tile_slot[static_cast<size_t>(tile)]);
+std::vector<void*> PlacesIn(const TileMemory& memory) {
   std::vector<void*> places = {memory.weights};
   places.insert(places.end(), memory.state.begin(), memory.state.end());
   return places;
+}
+
+// Of a plan that has everything in memory.
+std::vector<void*> PlacesOf(const tiering::Plan& plan, const Residency& residency, const DeviceState* device,
+                            int block, int tile) {
+  if (device != nullptr && device->has(block)) return PlacesIn(device->staged(block, tile));
+  const tiering::BlockPlan& of = plan.blocks[static_cast<size_t>(block)];
+  return PlacesIn(
+      residency.tile(block, tile, of.private_run_slot, of.private_tile_slot[static_cast<size_t>(tile)]));
+}
+
+// A tile was read to its places: on to the device, where it lives there.
+absl::Status HandOn(const DeviceState* device, int block, int tile) {
+  if (device == nullptr || !device->has(block)) return absl::OkStatus();
+  return device->Write(block, tile, device->staged(block, tile));
 }
 
 }  // namespace
@@ -136,8 +147,8 @@ absl::Status Checkpointing::Finish() {
 }
 
 swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency& residency,
-                                      const std::string& identity, int64_t step, int64_t updates,
-                                      std::string payload) {
+                                      const DeviceState* device, const std::string& identity, int64_t step,
+                                      int64_t updates, std::string payload) {
   swap::CheckpointSource source;
   source.layout = LayoutOf(plan);
   for (swap::TileLayout& tile : source.layout.tiles) tile.scratch_bytes = 0;
@@ -145,10 +156,14 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency
   source.step = static_cast<uint64_t>(step);
   source.updates = static_cast<uint64_t>(updates);
   source.payload = std::move(payload);
-  source.fetch = [&plan, &residency, step, numbers = TileNumbers(plan)](
+  source.fetch = [&plan, &residency, device, step, numbers = TileNumbers(plan)](
                      const swap::Store& target, uint32_t tile, aio::Priority, swap::CheckpointTile* to) {
     const auto [block, of_block] = numbers[tile];
-    const std::vector<void*> places = PlacesOf(plan, residency, block, of_block);
+    if (device != nullptr && device->has(block)) {
+      absl::Status read = device->Read(block, of_block, device->staged(block, of_block));
+      if (!read.ok()) return read;
+    }
+    const std::vector<void*> places = PlacesOf(plan, residency, device, block, of_block);
     to->version = VersionAfter(step);
     for (size_t s = 0; s < places.size(); ++s) {
       to->data[s] = places[s];
@@ -161,7 +176,7 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency
 
 static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const PartDirectories& parts,
                                                  const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                                 const Residency& residency) {
+                                                 const Residency& residency, const DeviceState* device) {
   absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(parts);
   if (!inspections.ok()) return inspections.status();
   std::vector<int64_t> elements;
@@ -182,17 +197,20 @@ static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const PartDire
   for (const auto& [block, tile] : TileNumbers(plan)) {
     const tiering::Tile range =
         residency.InRun(block, plan.blocks[static_cast<size_t>(block)].tiles[static_cast<size_t>(tile)]);
-    const std::vector<void*> places = PlacesOf(plan, residency, block, tile);
-    if (absl::Status read = (*reader)->Read(block, range.offset, range.elements, places); !read.ok())
-      return read;
+    const std::vector<void*> places = PlacesOf(plan, residency, device, block, tile);
+    absl::Status read = (*reader)->Read(block, range.offset, range.elements, places);
+    if (read.ok()) read = HandOn(device, block, tile);
+    if (!read.ok()) return read;
   }
   return (*reader)->recovered();
 }
 
 absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirectories& parts,
                                                const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                               const Residency& residency, int rank) {
-  if (static_cast<int>(parts.size()) != plan.world) return LoadParts(io, parts, graph, plan, residency);
+                                               const Residency& residency, const DeviceState* device,
+                                               int rank) {
+  if (static_cast<int>(parts.size()) != plan.world)
+    return LoadParts(io, parts, graph, plan, residency, device);
   const std::vector<std::string>& directories = parts[static_cast<size_t>(rank)];
   absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(parts);
   if (!inspections.ok()) return inspections.status();
@@ -210,16 +228,22 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirect
   // One ahead: the next tile is on its way while this one is checked.
   swap::TileIo ios[2];
   const auto read = [&](uint32_t tile) {
-    const std::vector<void*> places = PlacesOf(plan, residency, numbers[tile].first, numbers[tile].second);
+    const std::vector<void*> places =
+        PlacesOf(plan, residency, device, numbers[tile].first, numbers[tile].second);
     return (*store)->ReadSegments(&ios[tile % 2], tile, 0, static_cast<uint32_t>(places.size()), places,
                                   aio::Priority::kDemand, swap::Which::kCommitted);
   };
+  // But not into the same places.
+  const auto staged = [&](uint32_t tile) { return device != nullptr && device->has(numbers[tile].first); };
   absl::Status status = read(0);
   for (uint32_t tile = 0; tile < numbers.size() && status.ok(); ++tile) {
-    if (tile + 1 < numbers.size()) status = read(tile + 1);
+    const bool more = tile + 1 < numbers.size(), ahead = more && !(staged(tile) && staged(tile + 1));
+    if (ahead) status = read(tile + 1);
     absl::Status arrived = (*store)->Wait(&ios[tile % 2]);
     if (arrived.ok()) arrived = (*store)->VerifyRead(ios[tile % 2]);
+    if (arrived.ok()) arrived = HandOn(device, numbers[tile].first, numbers[tile].second);
     status.Update(arrived);
+    if (more && !ahead && status.ok()) status = read(tile + 1);
   }
   for (swap::TileIo& each : ios) {
     if (each.pending()) (void)(*store)->Wait(&each);  // the error before it is the one to tell

@@ -33,6 +33,7 @@
 #include "swap/store.h"
 #include "tiering/plan.h"
 #include "zero/comm.h"
+#include "zero/device_state.h"
 #include "zero/engine.h"
 #include "zero/rank_parts.h"
 #include "zero/residency.h"
@@ -91,17 +92,19 @@ class Checkpointing {
   int64_t paced_step_ = 0;
 };
 
-// State in memory as a checkpoint's source: the tiles of `plan` where `residency` has them, as the update of
-// `step` left them. All of it stays as it is until the end of the copy.
+// State in memory as a checkpoint's source: the tiles of `plan` where `residency` or `device` (null: none is
+// apart) has them, as the update of `step` left them. All of it stays as it is until the end of the copy,
+// which has the use of the device's staging memory.
 swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency& residency,
-                                      const std::string& identity, int64_t step, int64_t updates,
-                                      std::string payload);
+                                      const DeviceState* device, const std::string& identity, int64_t step,
+                                      int64_t updates, std::string payload);
 
 // The way back: reads every tile of `plan` from the checkpoint (or run) in `parts` to its place in memory and
 // checks it. Of as many ranks as there are now, with their tiles, or of another number of them.
 absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirectories& parts,
                                                const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                               const Residency& residency, int rank);
+                                               const Residency& residency, const DeviceState* device,
+                                               int rank);
 
 }  // namespace penstock::zero
 

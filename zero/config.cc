@@ -138,6 +138,7 @@ void FillZero(const Filler& f, ZeroConfig& z) {
   f.Get("zero_optimization.stage3_model_persistence_threshold", z.model_persistence_elements);
   f.Get("zero_optimization.offload_optimizer.pipeline_read", z.offload_optimizer.pipeline_read);
   f.Get("zero_optimization.offload_optimizer.pipeline_write", z.offload_optimizer.pipeline_write);
+  f.Get("zero_optimization.offload_optimizer.ratio", z.offload_optimizer.ratio);
   f.Get("zero_optimization.offload_param.device", kOffloadDevices, z.offload_param.device);
   f.Get("zero_optimization.offload_param.nvme_path", z.offload_param.nvme_path);
   f.Get("zero_optimization.offload_param.buffer_count", z.offload_param.buffer_count);

@@ -3,11 +3,14 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/reduce.h"
 
 namespace penstock::zero {
 
@@ -48,6 +51,20 @@ void CpuDevice::Accumulate(DType type, const void* in, float* sums, size_t n) {
     case DType::kFp16:
       return kernels::AccumulateFp16(static_cast<const uint16_t*>(in), sums, n);
   }
+}
+
+void CpuDevice::SquarePartials(DType type, const void* in, size_t n, double* partials) {
+  for (size_t begin = 0; begin < n; begin += kernels::kReduceBlock) {
+    kernels::SumOfSquares sum;
+    kernels::AddSquares(type, static_cast<const std::byte*>(in) + begin * kernels::BytesPerElement(type),
+                        std::min(kernels::kReduceBlock, n - begin), &sum);
+    *partials++ = sum.Value();  // of one block: its partial sum, as it is
+  }
+}
+
+void CpuDevice::Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) {
+  for (const kernels::UpdateArrays& each : arrays)
+    std::visit([&](const auto& constants) { kernels::ApplyUpdate(constants, each); }, step);
 }
 
 void CpuDevice::Zero(void* memory, size_t bytes) { std::memset(memory, 0, bytes); }

@@ -2,7 +2,8 @@
 //
 // The engine writes against this interface and never asks which device it has, only whether it is apart from
 // the host. A device apart gets its weights by CopyIn from the host's arena and gives gradients back by
-// CopyOut; `cpu` computes where the weights lie and copies nothing. Three implementations:
+// CopyOut, or keeps both, and optimizer state with them, which it updates itself (zero/device_state.h); `cpu`
+// computes where the weights lie and copies nothing. Three implementations:
 //   CpuDevice   (device.cc)       the processor, in host memory
 //   CUDA        (device_cuda.cc)  where LibTorch was built with CUDA: OpenCudaDevice below
 //   TestDevice  (test_device.h)   on the processor, with memory, copy engine and latency of its own: the
@@ -28,10 +29,12 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
+#include "zero/optimizer.h"
 #include "zero/tensor_memory.h"
 
 namespace penstock::zero {
@@ -86,9 +89,12 @@ class Device {
   virtual torch::Tensor ToDevice(const torch::Tensor& host) = 0;
   virtual torch::Tensor ToHost(const torch::Tensor& tensor) = 0;
 
-  // In the order of compute; errors are thrown as LibTorch throws them. As kernels/float16.h.
+  // In the order of compute; errors are thrown as LibTorch throws them. As kernels/float16.h, reduce.h and
+  // optimizer.h; `partials`: a double for each kernels::kReduceBlock elements.
   virtual void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) = 0;
   virtual void Accumulate(kernels::DType type, const void* in, float* sums, size_t n) = 0;
+  virtual void SquarePartials(kernels::DType type, const void* in, size_t n, double* partials) = 0;
+  virtual void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) = 0;
   virtual void Zero(void* memory, size_t bytes) = 0;
   virtual void Seed(uint64_t seed) = 0;  // LibTorch's generator
 };
@@ -121,6 +127,8 @@ class CpuDevice : public Device {
   torch::Tensor ToHost(const torch::Tensor& tensor) override { return tensor; }
   void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) override;
   void Accumulate(kernels::DType type, const void* in, float* sums, size_t n) override;
+  void SquarePartials(kernels::DType type, const void* in, size_t n, double* partials) override;
+  void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) override;
   void Zero(void* memory, size_t bytes) override;
   void Seed(uint64_t seed) override;
 };

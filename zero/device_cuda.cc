@@ -21,6 +21,7 @@
 #include <mutex>
 #include <thread>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "absl/strings/escaping.h"
@@ -186,6 +187,8 @@ class CudaDevice : public Device {
                                 absl::StrCat("cudaMalloc of ", bytes, " bytes"));
     // Padding between parameters is computed with like everything else: it must be numbers.
     if (status.ok()) status = Check(cudaMemset(arena_, 0, static_cast<size_t>(bytes)), "cudaMemset");
+    // Copies do not wait for it.
+    if (status.ok()) status = Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     if (!status.ok()) return status;
     return static_cast<std::byte*>(arena_);
   }
@@ -264,6 +267,16 @@ class CudaDevice : public Device {
   void Accumulate(DType type, const void* in, float* sums, size_t n) override {
     Use();
     Throw(kernels::cuda::Accumulate(type, in, sums, n, ComputeStream()));
+  }
+  void SquarePartials(DType type, const void* in, size_t n, double* partials) override {
+    Throw(kernels::cuda::SquarePartials(type, in, n, partials, ComputeStream()));
+  }
+  void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) override {
+    std::visit(
+        [&](const auto& constants) {
+          Throw(kernels::cuda::ApplyUpdates(constants, arrays.data(), arrays.size(), {}, ComputeStream()));
+        },
+        step);
   }
   void Zero(void* memory, size_t bytes) override {
     Use();

@@ -11,10 +11,11 @@ using tiering::Op;
 using tiering::OpKind;
 
 absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::Plan& plan,
-                                                                 const Residency& residency, Device& device) {
+                                                                 const Residency& residency, Device& device,
+                                                                 std::span<std::byte> staging) {
   absl::StatusOr<std::byte*> arena = device.AllocateArena(plan.device.arena_bytes);
   if (!arena.ok()) return arena.status();
-  return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, residency, device, *arena));
+  return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, residency, device, *arena, staging));
 }
 
 void* DeviceLanes::gradients(const Op& op) const {
@@ -48,8 +49,15 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
     case OpKind::kCopyOut: {
       void* const to = op.host_accumulator_slot >= 0 ? residency_.accumulator(op.host_accumulator_slot)
                                                      : residency_.gradient(op.gradient_slot);
-      return device_.CopyOut(to, gradients(op), op.bytes, std::move(done));
+      const void* const from = state_.has(op.block) ? state_.partial_sums(op.block) : gradients(op);
+      return device_.CopyOut(to, from, op.bytes, std::move(done));
     }
+    case OpKind::kCopyStateIn:
+      return state_.CopyStateIn(op.block, op.tile, residency_.tile(op.block, op.tile, -1, op.tile_slot),
+                                std::move(done));
+    case OpKind::kCopyStateOut:
+      return state_.CopyOut(op.block, op.tile, residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot),
+                            std::move(done));
     case OpKind::kWriteInput:
     case OpKind::kReadInput:
       return StartInput(op, runner, std::move(done));

@@ -1,6 +1,7 @@
 // A device apart behind the lanes: where the plan's slots are in its memory, and the copies to and from it.
 //
-// Threads: everything on the executor's thread but run() and gradient_place(), which compute asks for.
+// Threads: everything on the executor's thread but run(), place(), gradient() and state(), which compute asks
+// for.
 #ifndef PENSTOCK_ZERO_DEVICE_LANES_H_
 #define PENSTOCK_ZERO_DEVICE_LANES_H_
 
@@ -8,6 +9,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -15,6 +17,7 @@
 #include "tiering/plan.h"
 #include "tiering/program.h"
 #include "zero/device.h"
+#include "zero/device_state.h"
 #include "zero/residency.h"
 #include "zero/stage_runner.h"
 
@@ -22,15 +25,18 @@ namespace penstock::zero {
 
 class DeviceLanes {
  public:
-  // The device's arena, as the plan lays it out. kResourceExhausted: the device has not that much.
+  // The device's arena, as the plan lays it out; `staging` is for DeviceState. kResourceExhausted: the device
+  // has not that much.
   static absl::StatusOr<std::unique_ptr<DeviceLanes>> Create(const tiering::Plan& plan,
-                                                             const Residency& residency, Device& device);
+                                                             const Residency& residency, Device& device,
+                                                             std::span<std::byte> staging);
 
   Device& device() const { return device_; }
   void* run(int slot) const { return Place(plan_.device.run_slots, slot); }
   // Where kTakeGradient leaves what backward made, and kRoundGradient puts and finds it.
   GradientPlace place(const tiering::Op& op) const;
   void* gradient(int slot) const { return Place(plan_.device.gradient_slots, slot); }
+  const DeviceState& state() const { return state_; }
 
   // An operation of kCopyIn or kCopyOut; `done` is called when it is over, or at once if it cannot begin.
   void Start(const tiering::Op& op, StageRunner& runner, Device::Done done);
@@ -45,11 +51,13 @@ class DeviceLanes {
     torch::ScalarType type = torch::kFloat32;
   };
 
-  DeviceLanes(const tiering::Plan& plan, const Residency& residency, Device& device, std::byte* arena)
+  DeviceLanes(const tiering::Plan& plan, const Residency& residency, Device& device, std::byte* arena,
+              std::span<std::byte> staging)
       : plan_(plan),
         residency_(residency),
         device_(device),
         arena_(arena),
+        state_(plan, device, arena, staging),
         inputs_(plan.input_slots.size()) {}
   void* gradients(const tiering::Op& op) const;  // its sums, or where there are none its gradient
   void* Place(const std::vector<tiering::Slot>& slots, int slot) const {
@@ -61,6 +69,7 @@ class DeviceLanes {
   const Residency& residency_;
   Device& device_;
   std::byte* const arena_;
+  const DeviceState state_;
   std::vector<Input> inputs_;  // [Plan::input_slot]
 };
 

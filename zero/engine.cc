@@ -70,6 +70,7 @@ class Engine::Impl {
     }
 
     if (absl::Status status = MakeMemory(); !status.ok()) return status;
+    if (absl::Status status = MakeDevice(); !status.ok()) return status;
     const bool checkpoints = options_.trains && options_.checkpoints.every > 0;
     if (plan_.plan.on_nvme || resumes() || checkpoints) {
       if (absl::Status status = MakeIo(); !status.ok()) return status;
@@ -97,7 +98,7 @@ class Engine::Impl {
     }
     runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed,
                                             *options_.device, options_.rank(), options_.world());
-    if (absl::Status status = MakeDevice(); !status.ok()) return status;
+    if (absl::Status status = BoundDevice(); !status.ok()) return status;
     if (plan_.plan.input_scratch_bytes > 0) {
       absl::StatusOr<std::unique_ptr<InputSpill>> inputs =
           InputSpill::Create(*io_, plan_.graph, plan_.plan, options_.state_dirs);
@@ -330,6 +331,11 @@ class Engine::Impl {
         arena_->Allocate(static_cast<uint64_t>(std::max<int64_t>(plan_.plan.slot_bytes, 1)));
     if (!region.ok()) return region.status();
     residency_ = std::make_unique<Residency>(plan_.plan, std::move(*region), options_.rank());
+    if (plan_.plan.checkpoint_bytes > 0) {
+      absl::StatusOr<aio::Region> tile = arena_->Allocate(static_cast<uint64_t>(plan_.plan.checkpoint_bytes));
+      if (!tile.ok()) return tile.status();
+      tile_memory_ = std::move(*tile);
+    }
     // Measuring is over before the arena is there: its peak and the run's are not added.
     preparation_peak_ = TensorMemory::Stats().peak_bytes;
     TensorMemory::Trim();
@@ -340,17 +346,24 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
-  // The device's own memory, and its bounds. Building the model is over: what tensors took on the host till
-  // now is no part of what they may take on the device.
+  // The device's own memory.
   absl::Status MakeDevice() {
     Device& device = *options_.device;
     if (!device.apart()) return absl::OkStatus();
-    const tiering::DevicePlan& plan = plan_.plan.device;
-    absl::StatusOr<std::unique_ptr<DeviceLanes>> lanes = DeviceLanes::Create(plan_.plan, *residency_, device);
+    absl::StatusOr<std::unique_ptr<DeviceLanes>> lanes =
+        DeviceLanes::Create(plan_.plan, *residency_, device, {tile_memory_.data(), tile_memory_.bytes()});
     if (!lanes.ok()) return lanes.status();
     device_lanes_ = std::move(*lanes);
+    return device.RegisterHost(arena_->data(), static_cast<int64_t>(arena_->bytes()));
+  }
+
+  // And its bounds. Building the model is over: what tensors took on the host till now is no part of what
+  // they may take on the device.
+  absl::Status BoundDevice() {
+    Device& device = *options_.device;
+    if (!device.apart()) return absl::OkStatus();
+    const tiering::DevicePlan& plan = plan_.plan.device;
     const auto arena_bytes = static_cast<int64_t>(arena_->bytes());
-    if (absl::Status status = device.RegisterHost(arena_->data(), arena_bytes); !status.ok()) return status;
     if (device.tensors_are_host()) {
       preparation_peak_ = std::max(preparation_peak_, arena_bytes + TensorMemory::Stats().peak_bytes);
     }
@@ -377,14 +390,7 @@ class Engine::Impl {
       absl::Status removed = swap::RemoveCheckpoints(options_.checkpoints.parent);
       if (!removed.ok()) return removed;
     }
-    std::span<std::byte> memory;
-    if (plan_.plan.checkpoint_bytes > 0) {
-      absl::StatusOr<aio::Region> region =
-          arena_->Allocate(static_cast<uint64_t>(plan_.plan.checkpoint_bytes));
-      if (!region.ok()) return region.status();
-      checkpoint_memory_ = std::move(*region);
-      memory = {checkpoint_memory_.data(), checkpoint_memory_.bytes()};
-    }
+    const std::span<std::byte> memory(tile_memory_.data(), tile_memory_.bytes());
     checkpointing_ = std::make_unique<Checkpointing>(options_.checkpoints, memory, options_.comm.get(),
                                                      options_.checkpointed);
     if (options_.comm != nullptr) {
@@ -462,8 +468,9 @@ class Engine::Impl {
 
   absl::Status Initialize() {
     run_ = options_.run;
-    absl::Status status = InitializeState(model_, options_, plan_, *residency_, module_pointers_,
-                                          store_.get(), [this](const std::string& line) { Log(line); });
+    absl::Status status =
+        InitializeState(model_, options_, plan_, *residency_, DeviceStateOrNull(), module_pointers_,
+                        store_.get(), [this](const std::string& line) { Log(line); });
     if (!status.ok() || store_ == nullptr) return status;
     const std::string payload = Payload(nullptr, scaler_);
     return store_->CommitNow({.step = 0, .updates = 0, .payload = payload});
@@ -472,8 +479,8 @@ class Engine::Impl {
   absl::Status Restore() {
     swap::Recovered loaded;
     if (store_ == nullptr) {
-      absl::StatusOr<swap::Recovered> from =
-          LoadIntoMemory(*io_, plan_.parts, plan_.graph, plan_.plan, *residency_, options_.rank());
+      absl::StatusOr<swap::Recovered> from = LoadIntoMemory(
+          *io_, plan_.parts, plan_.graph, plan_.plan, *residency_, DeviceStateOrNull(), options_.rank());
       if (!from.ok()) return from.status();
       loaded = std::move(*from);
     }
@@ -546,7 +553,11 @@ class Engine::Impl {
   }
 
   StateAccess Access() const {
-    return {model_, module_pointers_, plan_.plan, plan_.format, *residency_, store_.get()};
+    return {model_,      module_pointers_, plan_.plan,         plan_.format,
+            *residency_, store_.get(),     DeviceStateOrNull()};
+  }
+  const DeviceState* DeviceStateOrNull() const {
+    return device_lanes_ != nullptr ? &device_lanes_->state() : nullptr;
   }
 
   // The step that was announced does not come: what it already reads and updates is finished, the rest is
@@ -674,8 +685,8 @@ class Engine::Impl {
       return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
                                               " is over: no checkpoint of it can be written"));
     }
-    swap::CheckpointSource source =
-        SourceOfMemory(plan_.plan, *residency_, identity_.dump(), step, pending.updates, commit_payload_);
+    swap::CheckpointSource source = SourceOfMemory(plan_.plan, *residency_, DeviceStateOrNull(),
+                                                   identity_.dump(), step, pending.updates, commit_payload_);
     source.uuid = checkpoint_uuid_;
     return checkpointing_->BeginOfMemory(*io_, std::move(source));
   }
@@ -717,7 +728,7 @@ class Engine::Impl {
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
   bool told_of_misses_ = false;
-  aio::Region checkpoint_memory_, network_memory_;
+  aio::Region tile_memory_, network_memory_;      // Plan::checkpoint_bytes, Plan::network_bytes
   std::unique_ptr<Checkpointing> checkpointing_;  // null: none are kept
   std::optional<swap::Uuid> checkpoint_uuid_;  // by which the parts of all ranks know each other, of memory
   absl::Status checkpoint_status_;

@@ -397,8 +397,9 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
 }
 
 absl::Status InitializeState(const Model& model, const EngineOptions& options, const EnginePlan& engine_plan,
-                             const Residency& residency, const std::vector<BlockModule*>& modules,
-                             swap::Store* store, const std::function<void(const std::string&)>& log) {
+                             const Residency& residency, const DeviceState* device,
+                             const std::vector<BlockModule*>& modules, swap::Store* store,
+                             const std::function<void(const std::string&)>& log) {
   const tiering::Plan& plan = engine_plan.plan;
   const TileFormat& format = engine_plan.format;
   // One transfer per ring slot; a slot is filled again when its write is done.
@@ -424,7 +425,7 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
   for (size_t b = 0; b < model.blocks.size(); ++b) {
     const tiering::BlockPlan& block = plan.blocks[b];
     const RunLayout& layout = modules[b]->layout();
-    absl::Status refused;  // by initial_values
+    absl::Status refused;  // by initial_values, or the device
     absl::Status status = Guarded(absl::StrCat("building block ", model.blocks[b].name), [&] {
       torch::manual_seed(MixSeed(options.seed, kInitializationSalt, b));
       std::shared_ptr<torch::nn::Module> module;
@@ -457,9 +458,13 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
         }
         const int tile_slot =
             store != nullptr ? static_cast<int>(next % ring.size()) : block.private_tile_slot[t];
+        const auto number = static_cast<int>(b), of_block = static_cast<int>(t);
+        const bool staged = store == nullptr && device != nullptr && device->has(number);
         const TileMemory memory =
-            residency.tile(static_cast<int>(b), static_cast<int>(t), run_slot, tile_slot);
+            staged ? device->staged(number, of_block) : residency.tile(number, of_block, run_slot, tile_slot);
         FillTile(format, values, memory);
+        if (staged) refused = device->Write(number, of_block, memory);
+        if (!refused.ok()) return;
         if (store == nullptr) continue;
         std::vector<const void*> sources = {memory.weights};
         sources.insert(sources.end(), memory.state.begin(), memory.state.end());

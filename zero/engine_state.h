@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "swap/store.h"
 #include "zero/block.h"
+#include "zero/device_state.h"
 #include "zero/engine.h"
 #include "zero/residency.h"
 
@@ -39,11 +40,12 @@ swap::Layout LayoutOf(const tiering::Plan& plan);
 swap::Layout OfAllHere(const swap::Layout& layout, const EngineOptions& options);
 
 // Builds one block after the other, seeded by its number, and puts its values where the plan wants them: into
-// the store as version 1 of every tile (not committed), or into their resident places. Never holds more than
-// one block.
+// the store as version 1 of every tile (not committed), or into their resident places, in host memory or on
+// `device` (null: none is apart). Never holds more than one block.
 absl::Status InitializeState(const Model& model, const EngineOptions& options, const EnginePlan& plan,
-                             const Residency& residency, const std::vector<BlockModule*>& modules,
-                             swap::Store* store, const std::function<void(const std::string&)>& log);
+                             const Residency& residency, const DeviceState* device,
+                             const std::vector<BlockModule*>& modules, swap::Store* store,
+                             const std::function<void(const std::string&)>& log);
 
 // Makes a run in options.state_dirs (which hold none, or one of no use) of the checkpoint `path`: what
 // --resume then goes on with. As many versions as a new run would have. The checkpoint may be of another

@@ -319,6 +319,45 @@ std::function<void()> BusiestStage(const Model& model, const MeasuredModel& meas
   };
 }
 
+absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& format,
+                                              const OptimizerOptions& optimizer) {
+  const tiering::Precision precision = format.precision();
+  const int64_t unit = tiering::kElementAlignment;
+  const int64_t of_unit = precision.TotalBytes(unit) + unit * precision.gradient_bytes;
+  const int64_t elements = unit * std::clamp<int64_t>(device.capacity_bytes() / 4 / of_unit, 1, 8192);
+  const int64_t bytes = precision.TotalBytes(elements) + elements * precision.gradient_bytes;
+  absl::StatusOr<std::byte*> arena = device.AllocateArena(bytes);
+  if (!arena.ok()) return arena.status();
+  TileMemory memory;
+  memory.elements = elements;
+  std::byte* place = *arena;
+  for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
+    (s == 0 ? memory.weights : memory.state.emplace_back()) = place;
+    place += tiering::AlignUp(precision.SegmentBytes(s, elements), tiering::kPage);
+  }
+  memory.gradient = place;
+  RunLayout layout;
+  layout.elements = elements;
+  layout.trained = {{0, elements}};
+  const auto updates = UpdatesOf(format, /*seed=*/1, layout, {0, elements}, memory);
+  const OptimizerStep step = MakeOptimizerStep(optimizer, {.lr = 1e-3}, 1, 1.0);
+  double best = 1e9;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const double begin = Seconds();
+    std::promise<absl::Status> done;
+    absl::Status status = Guarded("update on the device", [&] {
+      if (repeat == 0) device.Zero(*arena, static_cast<size_t>(bytes));  // numbers, whatever was there
+      device.Update(step, updates);
+    });
+    if (!status.ok()) return status;
+    device.AfterCompute([&done](absl::Status computed) { done.set_value(std::move(computed)); });
+    status = done.get_future().get();
+    if (!status.ok()) return status;
+    best = std::min(best, Seconds() - begin);
+  }
+  return static_cast<double>(elements) / std::max(best, 1e-9);
+}
+
 double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer) {
   constexpr int64_t kElements = int64_t{1} << 19;
   RunLayout layout;

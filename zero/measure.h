@@ -52,6 +52,10 @@ struct CopyRates {
 };
 absl::StatusOr<CopyRates> MeasureCopyRates(Device& device);
 
+// Parameters per second that a device apart updates in its own memory, before its arena is made.
+absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& format,
+                                              const OptimizerOptions& optimizer);
+
 // Parameters per second that one update worker gets through, checksums included, from memory.
 double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer);
 

@@ -54,6 +54,7 @@ tiering::PlanBounds PlanBoundsOf(const Config& config, int world) {
     const int64_t elements = zero.sub_group_size_elements.value_or(kSubGroup);
     if (!__builtin_mul_overflow(4 * *optimizer.buffer_count, elements, &pool)) bounds.state_bytes = pool;
   }
+  bounds.processor_share = optimizer.ratio;
   const bool no_ahead = optimizer.pipeline_read == false, no_behind = optimizer.pipeline_write == false;
   if (no_ahead || no_behind) bounds.tile_slots = Least(bounds.tile_slots, no_ahead && no_behind ? 1 : 2);
 

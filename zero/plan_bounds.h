@@ -8,9 +8,11 @@
 //   stage3_max_reuse_distance                    weights stay only where no more is used between two uses
 //   stage3_param_persistence_threshold           blocks up to this size stay, before all others,
 //   stage3_model_persistence_threshold             up to so many elements of them
-//   offload_optimizer.buffer_count               bytes of state in flight: buffers of sub_group_size x 4
-//   bytes offload_optimizer.pipeline_read, _write      false: no tile ahead of, or behind, the one that is
-//   updated penstock.placement, placement_const_bytes    what stays at all: auto, cpu, cuda, const
+//   offload_optimizer.buffer_count               state in flight: buffers of sub_group_size x 4 bytes
+//   offload_optimizer.pipeline_read, _write      false: no tile ahead of, or behind, the updated one
+//   offload_optimizer.ratio                      elements that the processor updates, at least: of the
+//                                                others a device apart keeps what it has room for
+//   penstock.placement, placement_const_bytes    what stays at all: auto, cpu, cuda, const
 //   penstock.gpu_margin_mem_ratio                of what is left then, the share for resident state
 //   stage 1 and 2, over several ranks            all weights stay
 // (sub_group_size bounds a tile: EngineOptions::tile_bytes.)

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
+#include "zero/guarded.h"
 
 namespace penstock::zero {
 namespace {
@@ -119,8 +120,11 @@ bool RealLanes::Skips(const Op& op) const {
       case OpKind::kBackward:
       case OpKind::kTakeGradient:
       case OpKind::kRoundGradient:
+      case OpKind::kSquareGradient:
       case OpKind::kCopyIn:
       case OpKind::kCopyOut:
+      case OpKind::kCopyStateIn:
+      case OpKind::kReadState:
       case OpKind::kFinalize:
       case OpKind::kWriteGradient:
       case OpKind::kWriteInput:
@@ -398,6 +402,14 @@ absl::Status RealLanes::Run(const Op& op) {
     case OpKind::kRoundGradient:
       return runner_->RoundGradient(op.block, device_->place(op).accumulator,
                                     device_->gradient(op.device_slot));
+    case OpKind::kSquareGradient:
+      return Guarded("squares of a gradient", [&] {
+        device_->device().SquarePartials(options_.format.weights, device_->gradient(op.device_slot),
+                                         static_cast<size_t>(plan_.blocks[At(op.block)].elements),
+                                         device_->state().partial_sums(op.block));
+      });
+    case OpKind::kUpdateOnDevice:
+      return RunUpdateOnDevice(op);
     case OpKind::kTakeGradient: {
       if (device_ != nullptr) return runner_->TakeGradient(op.stage, device_->place(op));
       GradientPlace place;
@@ -425,7 +437,24 @@ absl::Status RealLanes::Run(const Op& op) {
   }
 }
 
-absl::Status RealLanes::RunVerify(const Op& op) { return store_->VerifyRead(transfers(op).weights.io); }
+absl::Status RealLanes::RunVerify(const Op& op) {
+  return store_->VerifyRead(op.checks_state ? transfers(op).state.io : transfers(op).weights.io);
+}
+
+uint64_t RealLanes::SeedOf(const UpdateDecision& decision, int block) {
+  return MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(block));
+}
+
+absl::Status RealLanes::RunUpdateOnDevice(const Op& op) {
+  const UpdateDecision& decision = DecisionFor(op.step);
+  if (decision.skip) return absl::OkStatus();
+  const TileMemory memory = device_->state().block(op.block);
+  return Guarded("update on the device", [&] {
+    device_->device().Update(decision.optimizer,
+                             UpdatesOf(options_.format, SeedOf(decision, op.block),
+                                       modules_[At(op.block)]->layout(), {0, memory.elements}, memory));
+  });
+}
 
 absl::Status RealLanes::RunUpdate(const Op& op) {
   TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
@@ -452,8 +481,7 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
                        "commit is whole: continue with --resume, and mistrust the drive"));
     }
   }
-  UpdateTile(options_.format, decision.optimizer,
-             MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(op.block)),
+  UpdateTile(options_.format, decision.optimizer, SeedOf(decision, op.block),
              modules_[At(op.block)]->layout(), residency_.InRun(op.block, tile), memory);
   if (store_ != nullptr && !plan_.written_late(op.block, op.tile)) Seal(op);
   return absl::OkStatus();
@@ -475,6 +503,14 @@ absl::Status RealLanes::RunFinalize(const Op& op) {
   void* gradient = residency_.gradient(op.gradient_slot);
   kernels::SumOfSquares& squares = squares_[At(op.block)];
   const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
+  if (plan_.on_device(op.block)) {
+    squares = kernels::SumOfSquares();
+    const std::span<const double> partials(
+        static_cast<const double*>(gradient),
+        static_cast<size_t>(tiering::PartialSumBytes(block.elements)) / sizeof(double));
+    for (const double partial : partials) squares.Add(partial);
+    return absl::OkStatus();
+  }
   squares = FinishGradient(options_.format.weights,
                            op.accumulator_slot >= 0 ? residency_.accumulator(op.accumulator_slot) : nullptr,
                            gradient, n);

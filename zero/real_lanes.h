@@ -149,8 +149,11 @@ class RealLanes : public tiering::Lanes {
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunVerify(const tiering::Op& op);
   absl::Status RunUpdate(const tiering::Op& op);
+  absl::Status RunUpdateOnDevice(const tiering::Op& op);
   void Seal(const tiering::Op& op);  // the checksums that a tile is written with
   absl::Status RunFinalize(const tiering::Op& op);
+  // What compact states of a block are rounded with in an update.
+  static uint64_t SeedOf(const UpdateDecision& decision, int block);
   // What is left to do for a finished operation on the executor's thread.
   absl::Status Settle(const Done& done);
   void Work(std::deque<Task>* queue, bool computes);

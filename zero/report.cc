@@ -103,6 +103,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["io_knee_bytes"] = device.knee_bytes;
   report_["order_of_update"] = std::string(plan.plan.order_of_update());
   report_["in_backward_share"] = plan.plan.in_backward_share();
+  report_["updated_on_device_share"] = plan.plan.on_device_share();
   prediction_ = prediction;
   report_["predicted_at_start_step_seconds"] = prediction.step_seconds;
   report_["predicted_at_start_clipped_step_seconds"] = prediction.clipped_step_seconds;

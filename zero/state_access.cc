@@ -76,7 +76,7 @@ absl::Status StateAccess::ForEachTile(
 absl::StatusOr<StateAccess::Loaded> StateAccess::Load(int block, int tile) const {
   const tiering::BlockPlan& bp = plan_.blocks[At(block)];
   Loaded loaded;
-  if (store_ == nullptr) {
+  if (store_ == nullptr && !OnDeviceAlone(block)) {
     loaded.memory = residency_.tile(block, tile, bp.private_run_slot, bp.private_tile_slot[At(tile)]);
     return loaded;
   }
@@ -94,6 +94,10 @@ absl::StatusOr<StateAccess::Loaded> StateAccess::Load(int block, int tile) const
   loaded.memory.weights = segments.front();
   loaded.memory.state.assign(segments.begin() + 1, segments.end());
   loaded.memory.gradient = loaded.memory.weights;  // not used
+  if (OnDeviceAlone(block)) {
+    if (absl::Status status = device_->Read(block, tile, loaded.memory); !status.ok()) return status;
+    return loaded;
+  }
   swap::TileIo io;
   absl::Status status = store_->ReadTileNow(&io, StoreTile(block, tile), segments, aio::Priority::kDemand);
   if (!status.ok()) return status;
@@ -101,6 +105,7 @@ absl::StatusOr<StateAccess::Loaded> StateAccess::Load(int block, int tile) const
 }
 
 absl::Status StateAccess::Store(int block, int tile, const Loaded& loaded) const {
+  if (OnDeviceAlone(block)) return device_->Write(block, tile, loaded.memory);
   if (store_ == nullptr) return absl::OkStatus();
   const uint32_t id = StoreTile(block, tile);
   std::vector<const void*> sources = {loaded.memory.weights};
@@ -154,7 +159,15 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
     const tiering::Tile& cut = bp.tiles[At(tile)];
     torch::Tensor copy;
     const std::byte* gradient = nullptr;
-    if (bp.gradient_slot >= 0) {
+    if (device_ != nullptr && device_->has(found->block)) {
+      std::byte* place = nullptr;
+      absl::StatusOr<torch::Tensor> memory = Pages(cut.elements * width, &place);
+      if (!memory.ok()) return memory.status();
+      copy = std::move(*memory);
+      absl::Status read = device_->ReadGradient(found->block, cut.offset, cut.elements, place);
+      if (!read.ok()) return read;
+      gradient = place;
+    } else if (bp.gradient_slot >= 0) {
       gradient = static_cast<const std::byte*>(residency_.gradient(bp.gradient_slot)) + cut.offset * width;
     } else {
       const auto bytes = static_cast<size_t>(cut.elements * width);

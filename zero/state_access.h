@@ -1,7 +1,8 @@
 // One parameter's state in full precision, wherever it lives: what Engine::ReadState and WriteState do.
 //
 // Everything must be at rest: nothing in flight, every update applied. State is read from and written to the
-// drive where it has its home there, a tile at a time; where it has not, in memory. A write is a new version
+// drive where it has its home there, a tile at a time; where it has not, in memory, the host's or the
+// device's. A write is a new version
 // of each tile that it touches and counts once it is committed.
 #ifndef PENSTOCK_ZERO_STATE_ACCESS_H_
 #define PENSTOCK_ZERO_STATE_ACCESS_H_
@@ -19,6 +20,7 @@
 #include "swap/store.h"
 #include "tiering/plan.h"
 #include "zero/block.h"
+#include "zero/device_state.h"
 #include "zero/model.h"
 #include "zero/residency.h"
 #include "zero/tile_format.h"
@@ -27,15 +29,18 @@ namespace penstock::zero {
 
 class StateAccess {
  public:
-  // Everything passed in outlives this. `store` is null where nothing lives on a drive.
+  // Everything passed in outlives this. `store` is null where nothing lives on a drive, `device` where none
+  // is apart.
   StateAccess(const Model& model, const std::vector<BlockModule*>& modules, const tiering::Plan& plan,
-              const TileFormat& format, const Residency& residency, swap::Store* store)
+              const TileFormat& format, const Residency& residency, swap::Store* store,
+              const DeviceState* device)
       : model_(model),
         modules_(modules),
         plan_(plan),
         format_(format),
         residency_(residency),
-        store_(store) {}
+        store_(store),
+        device_(device) {}
 
   // Names of all parameters: the block's, a dot, the parameter's within it.
   std::vector<std::string> Names() const;
@@ -55,12 +60,16 @@ class StateAccess {
     int block = 0;
     const Parameter* parameter = nullptr;
   };
-  // A tile in memory: its own place, or a copy of what is on the drive.
+  // A tile in memory: its own place, or a copy of what is on the drive or the device.
   struct Loaded {
     torch::Tensor copy;
     TileMemory memory;
   };
   absl::StatusOr<Found> Find(std::string_view name) const;
+  // Its only place is the device's memory.
+  bool OnDeviceAlone(int block) const {
+    return store_ == nullptr && device_ != nullptr && device_->has(block);
+  }
   absl::StatusOr<Loaded> Load(int block, int tile) const;
   absl::Status Store(int block, int tile, const Loaded& loaded) const;
   uint32_t StoreTile(int block, int tile) const;
@@ -74,6 +83,7 @@ class StateAccess {
   const TileFormat format_;
   const Residency& residency_;
   swap::Store* const store_;
+  const DeviceState* const device_;
 };
 
 }  // namespace penstock::zero

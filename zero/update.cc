@@ -5,17 +5,24 @@
 
 namespace penstock::zero {
 
-void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
-                const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory) {
+std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed, const RunLayout& layout,
+                                             const tiering::Tile& tile, const TileMemory& memory) {
+  std::vector<kernels::UpdateArrays> updates;
   for (const auto& [from, to] : layout.trained) {
     const int64_t begin = std::max(from, tile.offset) - tile.offset;
     const int64_t end = std::min(to, tile.offset + tile.elements) - tile.offset;
     if (begin >= end) continue;
-    kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, end - begin);
+    kernels::UpdateArrays& arrays = updates.emplace_back(ArraysOf(format, memory, begin, end - begin));
     arrays.first_element = static_cast<uint64_t>(tile.offset + begin);
     arrays.seed = seed;
-    std::visit([&](const auto& step) { kernels::ApplyUpdate(step, arrays); }, optimizer);
   }
+  return updates;
+}
+
+void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
+                const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory) {
+  for (const kernels::UpdateArrays& arrays : UpdatesOf(format, seed, layout, tile, memory))
+    std::visit([&](const auto& step) { kernels::ApplyUpdate(step, arrays); }, optimizer);
 }
 
 kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n) {

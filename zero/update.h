@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/float16.h"
 #include "kernels/reduce.h"
@@ -28,7 +29,11 @@ struct UpdateDecision {
   OptimizerStep optimizer{};
 };
 
-// `seed` is what compact states are rounded with: another one for every block and update.
+// The arrays of the tile's ranges that train. `seed` is what compact states are rounded with: another one for
+// every block and update. `memory` may be a device's.
+std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed, const RunLayout& layout,
+                                             const tiering::Tile& tile, const TileMemory& memory);
+// Updates them, by the processor in host memory.
 void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
                 const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
 

@@ -36,6 +36,11 @@ class MeaningLanes : public Lanes {
         drive_[tile] = 0;
         committed_[tile] = 0;
         if (plan.on_nvme) continue;
+        if (plan.on_device(tile.first)) {
+          device_run_[{plan.device.blocks[b].run_slot, tile.second}] = {tile.first, 0};
+          device_state_[tile] = 0;
+          continue;
+        }
         run_[{plan.blocks[b].private_run_slot, tile.second}] = {tile.first, 0};
         if (plan.trains) state_[plan.blocks[b].private_tile_slot[t]] = {tile, 0};
       }
@@ -60,6 +65,18 @@ class MeaningLanes : public Lanes {
     in_flight_.emplace(id, op);
     if (op.kind == OpKind::kReadWeights) run_[{op.run_slot, op.tile}] = {-1, 0};
     if (op.kind == OpKind::kReadState) state_[op.tile_slot] = {{-1, -1}, 0};
+    if (op.kind == OpKind::kCopyStateOut) {
+      run_[{op.run_slot, op.tile}] = {-1, 0};
+      state_[op.tile_slot] = {{-1, -1}, 0};
+    }
+    if (op.kind == OpKind::kCopyStateIn) device_state_[{op.block, op.tile}] = -1;
+    if (op.kind == OpKind::kUpdateOnDevice) {
+      // Who computes comes behind it on its lane, and may start before it is over.
+      for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
+        device_run_[{op.device_slot, static_cast<int>(t)}].second = 2 * op.step;
+        device_state_[{op.block, static_cast<int>(t)}] = 2 * op.step;
+      }
+    }
     if (op.kind == OpKind::kCopyIn) {
       for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = {-1, 0};
     }
@@ -92,12 +109,14 @@ class MeaningLanes : public Lanes {
   int64_t persisted() const { return persisted_; }
   int64_t early_updates() const { return early_updates_; }
   int64_t redone_updates() const { return redone_updates_; }
+  int64_t updates_there() const { return updates_there_; }
   const std::map<std::pair<int, int>, int64_t>& drive() const { return drive_; }
 
  private:
   // Whether its device slot is a run's (otherwise a gradient's).
   static bool OfRun(const Op& op) {
-    return op.kind == OpKind::kCopyIn || op.kind == OpKind::kForward || op.kind == OpKind::kBackward;
+    return op.kind == OpKind::kCopyIn || op.kind == OpKind::kForward || op.kind == OpKind::kBackward ||
+           op.kind == OpKind::kUpdateOnDevice;
   }
   // What a copy to the device copies: one tile, or over several ranks the whole run.
   std::vector<int> TilesOf(const Op& op) const {
@@ -117,11 +136,15 @@ class MeaningLanes : public Lanes {
     for (const auto& [id, other] : in_flight_) {
       const bool same_tile = op.block == other.block && op.tile == other.tile;
       const auto changes = [](const Op& one) {
-        return one.kind == OpKind::kReadWeights || one.kind == OpKind::kUpdate || one.kind == OpKind::kGather;
+        return one.kind == OpKind::kReadWeights || one.kind == OpKind::kUpdate ||
+               one.kind == OpKind::kGather || one.kind == OpKind::kCopyStateOut;
       };
-      // A gather and a write of a tile both read this rank's part.
-      const bool both_read = (op.kind == OpKind::kGather && other.kind == OpKind::kWriteTile) ||
-                             (op.kind == OpKind::kWriteTile && other.kind == OpKind::kGather);
+      // A gather, and a seal or a write of a tile, all read this rank's part.
+      const auto reads_part = [](const Op& one) {
+        return one.kind == OpKind::kWriteTile || one.kind == OpKind::kSeal;
+      };
+      const bool both_read = (op.kind == OpKind::kGather && reads_part(other)) ||
+                             (reads_part(op) && other.kind == OpKind::kGather);
       const bool changes_run = changes(op) && !both_read;
       const bool other_changes_run = changes(other) && !both_read;
       if (op.run_slot >= 0 && op.run_slot == other.run_slot && (changes_run || other_changes_run)) {
@@ -133,6 +156,13 @@ class MeaningLanes : public Lanes {
           op.lane != other.lane) {
         ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on device slot "
                       << op.device_slot;
+      }
+      const auto copies_state = [](const Op& one) {
+        return one.kind == OpKind::kCopyStateIn || one.kind == OpKind::kCopyStateOut;
+      };
+      if (op.block == other.block && ((op.kind == OpKind::kUpdateOnDevice && copies_state(other)) ||
+                                      (other.kind == OpKind::kUpdateOnDevice && copies_state(op)))) {
+        ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on the device";
       }
       if (op.kind == OpKind::kCopyOut || other.kind == OpKind::kCopyOut) {
         EXPECT_TRUE(op.lane == other.lane || op.gradient_slot < 0 || op.gradient_slot != other.gradient_slot)
@@ -156,6 +186,11 @@ class MeaningLanes : public Lanes {
     switch (op.kind) {
       case OpKind::kVerify:
       case OpKind::kUpdate: {
+        if (op.kind == OpKind::kVerify && op.checks_state) {
+          EXPECT_EQ(state_[op.tile_slot].first, (std::pair<int, int>{op.block, op.tile}));
+          break;
+        }
+        EXPECT_FALSE(op.kind == OpKind::kUpdate && plan_.on_device(op.block));
         const auto held = run_[{op.run_slot, op.tile}];
         EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
         if (op.kind == OpKind::kVerify) {
@@ -248,7 +283,31 @@ class MeaningLanes : public Lanes {
         EXPECT_EQ(plan_.world, 1) << "rounded before those of the other ranks are added";
         CheckSums(op);
         break;
+      case OpKind::kSquareGradient:
+        EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        break;
+      case OpKind::kUpdateOnDevice: {
+        const DevicePlan::Block& places = plan_.device.blocks[op.block];
+        EXPECT_TRUE(plan_.on_device(op.block));
+        EXPECT_EQ(op.device_slot, places.run_slot);
+        EXPECT_EQ(norms_, op.step) << "update before the norm of its step";
+        EXPECT_EQ(device_gradient_[places.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
+          const auto tile = static_cast<int>(t);
+          EXPECT_EQ((device_run_[{op.device_slot, tile}]),
+                    (std::pair<int, int64_t>{op.block, 2 * (op.step - 1)}));
+          EXPECT_EQ((device_state_[{op.block, tile}]), 2 * (op.step - 1));
+        }
+        break;
+      }
+      case OpKind::kCopyStateIn:
+        EXPECT_EQ(state_[op.tile_slot].first, (std::pair<int, int>{op.block, op.tile}));
+        break;
       case OpKind::kCopyOut:
+        if (plan_.on_device(op.block)) {
+          EXPECT_EQ(squared_[op.block], op.step);
+          EXPECT_EQ(op.bytes, PartialSumBytes(plan_.blocks[op.block].elements));
+        }
         EXPECT_EQ(plan_.world > 1, op.host_accumulator_slot >= 0);
         if (op.accumulator_slot >= 0) {
           CheckSums(op);
@@ -283,7 +342,7 @@ class MeaningLanes : public Lanes {
         const bool late = plan_.written_late(op.block, op.tile);
         EXPECT_EQ(commits_, late ? op.step : op.step - 1) << "a slot of the committed version overwritten";
         if (plan_.world > 1) {
-          EXPECT_EQ(agreed_, op.step - 1) << "overwritten before all ranks had committed";
+          EXPECT_EQ(agreed_, late ? op.step : op.step - 1) << "overwritten before all ranks had committed";
         }
         break;
       }
@@ -321,6 +380,23 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kCopyIn:
         for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = run_[{op.run_slot, tile}];
+        break;
+      case OpKind::kSquareGradient:
+        squared_[op.block] = op.step;
+        break;
+      case OpKind::kUpdateOnDevice:
+        for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
+          const std::pair<int, int> tile{op.block, static_cast<int>(t)};
+          if (!plan_.on_nvme) drive_.at(tile) = 2 * op.step;
+          ++updates_there_;
+        }
+        break;
+      case OpKind::kCopyStateIn:
+        device_state_[{op.block, op.tile}] = state_[op.tile_slot].second;
+        break;
+      case OpKind::kCopyStateOut:
+        run_[{op.run_slot, op.tile}] = device_run_[{plan_.device.blocks[op.block].run_slot, op.tile}];
+        state_[op.tile_slot] = {{op.block, op.tile}, device_state_[{op.block, op.tile}]};
         break;
       case OpKind::kRoundGradient:
         adding_[op.accumulator_slot] = 0;
@@ -420,10 +496,12 @@ class MeaningLanes : public Lanes {
   std::map<int, std::pair<int, int64_t>> host_sums_;
   std::map<std::pair<int, int>, std::pair<int, int64_t>> device_run_;
   std::map<int, std::pair<int, int64_t>> device_gradient_;
+  std::map<std::pair<int, int>, int64_t> device_state_;  // of blocks that live there: version by tile
+  std::map<int, int64_t> squared_;                       // and the step whose squares are there, by block
   std::map<int, int64_t> spilled_;
   std::map<std::pair<int, int>, int64_t> drive_, committed_;
   std::set<std::pair<int, int>> inputs_, written_inputs_;  // {position, micro-batch} in memory, on the drive
-  int64_t early_updates_ = 0, redone_updates_ = 0;
+  int64_t early_updates_ = 0, redone_updates_ = 0, updates_there_ = 0;
   size_t finalized_ = 0;
   int64_t norms_ = 0;
   int64_t commits_ = 0, persisted_ = 0;
@@ -434,6 +512,7 @@ struct Counted {
   int64_t early = 0;
   int64_t redone = 0;
   int64_t persisted = 0;
+  int64_t there = 0;  // updates of tiles on a device
 };
 
 // Some passes of every kind, in a random order unless `random` is null: training only.
@@ -483,7 +562,7 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   EXPECT_EQ(lanes.norms(), steps);
   EXPECT_EQ(lanes.commits(), steps);
   for (const auto& [tile, version] : lanes.drive()) EXPECT_EQ(version, 2 * steps);
-  return {lanes.early_updates(), lanes.redone_updates(), lanes.persisted()};
+  return {lanes.early_updates(), lanes.redone_updates(), lanes.persisted(), lanes.updates_there()};
 }
 
 }  // namespace penstock::tiering

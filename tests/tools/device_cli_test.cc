@@ -73,6 +73,39 @@ TEST_F(DeviceWords, RanksTrainOnADeviceEach) {
   EXPECT_EQ(losses("devices", {"--device", "cuda", "--device-memory", "24M"}), processors);
 }
 
+// Without a drive state lives on the device; the configuration's ratio leaves the processor its share.
+TEST_F(DeviceWords, TheRatioDividesTheStateBetweenProcessorAndDevice) {
+  const auto trained = [&](const std::string& name, const Words& more) {
+    const Ran ran =
+        Run(Words{"train", "--model", "gpt-tiny", "--offload", "cpu", "--threads", "1", "--data", text_,
+                  "--quiet", "--batch", "2", "--seq", "32", "--steps", "3", "--report", dir_ + "/" + name} +
+            more);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return json::parse(ReadFile(dir_ + "/" + name));
+  };
+  const json of_cpu = trained("cpu.json", {});
+  EXPECT_EQ(of_cpu["updated_on_device_share"], 0);
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
+  for (const char* ratio : {"0", "0.5", "1"}) {
+    testing_support::WriteFile(
+        dir_ + "/config.json",
+        std::string(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": )") + ratio +
+            "}}}");
+    const Words words = {"--device", "cuda", "--config", dir_ + "/config.json"};
+    const json of_both = trained("both.json", words);
+    const double share = of_both["updated_on_device_share"];
+    EXPECT_LE(share, 1 - std::stod(ratio));
+    EXPECT_GE(share, 0.8 * (1 - std::stod(ratio)));
+    for (size_t i = 0; i < 3; ++i) EXPECT_EQ(of_cpu["steps"][i]["loss"], of_both["steps"][i]["loss"]) << i;
+    const Ran plan = Run(Words{"plan", "--model", "gpt-tiny", "--offload", "cpu", "--no-probe"} + words);
+    ASSERT_EQ(plan.code, 0) << plan.err;
+    EXPECT_THAT(plan.out, HasSubstr(share > 0 ? "optimizer state on the device" : "0% of the state lives"));
+  }
+  const Ran alone = Run(Words{"plan", "--model", "gpt-tiny", "--offload", "cpu", "--no-probe", "--config",
+                              dir_ + "/config.json"});
+  EXPECT_THAT(alone.out + alone.err, HasSubstr("ratio: accepted and ignored"));
+}
+
 TEST_F(DeviceWords, PlanShowsTheTier) {
   setenv("PENSTOCK_TEST_DEVICE", "capacity=64M", 1);
   const Words words = {"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device",

@@ -136,6 +136,25 @@ const std::map<std::string, std::function<void()>>& Obeyed() {
          EXPECT_EQ(PlanOf(Optimizer(R"("pipeline_write": false)")).tile_ring, 2);
          EXPECT_EQ(PlanOf(Optimizer(R"("pipeline_read": false, "pipeline_write": false)")).tile_ring, 1);
        }},
+      {"zero_optimization.offload_optimizer.ratio",
+       [] {
+         // Of a device that has room for everything.
+         const auto share = [](const std::string& json) {
+           const absl::StatusOr<ParsedConfig> parsed = ParseConfig(json);
+           EXPECT_TRUE(parsed.ok()) << parsed.status();
+           tiering::PlanOptions options;
+           options.on_nvme = false;
+           options.device.apart = true;
+           options.bounds = PlanBoundsOf(parsed->config);
+           return tiering::MakePlan(Graph(), options)->on_device_share();
+         };
+         EXPECT_EQ(share(Optimizer(R"("ratio": 0)")), 1);
+         EXPECT_EQ(share(Optimizer(R"("ratio": 1)")), 0);
+         EXPECT_GT(share(Optimizer(R"("ratio": 0.25)")), 0.6);
+         EXPECT_LE(share(Optimizer(R"("ratio": 0.25)")), 0.75);
+         EXPECT_GT(share(Optimizer(R"("ratio": "auto")")), 0.2);
+         EXPECT_FALSE(ParseConfig(Optimizer(R"("ratio": 1.5)")).ok());
+       }},
       {"penstock.placement",
        [] {
          EXPECT_EQ(ResidentElements(PlanOf(Own(R"("placement": "cpu")"))), 0);
