@@ -17,6 +17,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -175,6 +176,10 @@ int Run(Words& words) {
 
   AlignedBuffer memory(2 << 20);
   std::unique_ptr<CheckpointCopy> copy;
+  const auto finish = [&copy] {
+    const absl::Status done = std::exchange(copy, nullptr)->Finish();
+    return done.ok() || absl::IsAlreadyExists(done) ? 0 : Fail(absl::StrCat("checkpoint: ", done.ToString()));
+  };
   for (uint64_t s = step + 1; s <= words.steps; ++s) {
     if (!words.checkpoints.empty() && copy == nullptr && s % 4 == 0) {
       CheckpointOptions options;
@@ -191,12 +196,10 @@ int Run(Words& words) {
     if (copy == nullptr) continue;
     copy->Allow(1);
     if (!copy->finished()) continue;
-    const absl::Status done = copy->Finish();
-    if (!done.ok() && !absl::IsAlreadyExists(done))
-      return Fail(absl::StrCat("checkpoint: ", done.ToString()));
-    copy.reset();
+    if (const int code = finish(); code != 0) return code;
   }
-  return 0;
+  // An orderly end, as a training's.
+  return copy != nullptr ? finish() : 0;
 }
 
 int Main(int argc, char** argv) {
