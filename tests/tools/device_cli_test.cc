@@ -95,7 +95,8 @@ TEST_F(DeviceWords, TheRatioDividesTheStateBetweenProcessorAndDevice) {
     const json of_both = trained("both.json", words);
     const double share = of_both["updated_on_device_share"];
     EXPECT_LE(share, 1 - std::stod(ratio));
-    EXPECT_GE(share, 0.8 * (1 - std::stod(ratio)));
+    constexpr double kLargestBlock = 0.25;  // whole blocks live there: one more would be too many
+    EXPECT_GT(share, 1 - std::stod(ratio) - kLargestBlock);
     for (size_t i = 0; i < 3; ++i) EXPECT_EQ(of_cpu["steps"][i]["loss"], of_both["steps"][i]["loss"]) << i;
     const Ran plan = Run(Words{"plan", "--model", "gpt-tiny", "--offload", "cpu", "--no-probe"} + words);
     ASSERT_EQ(plan.code, 0) << plan.err;
