@@ -4,6 +4,8 @@
 #include <array>
 #include <utility>
 
+#include "tiering/op_work.h"
+
 namespace penstock::tiering {
 namespace {
 
@@ -25,20 +27,9 @@ void Calibration::Observe(const Op& op, double start_seconds, double end_seconds
   if (op.kind == OpKind::kCommit && !op.durable) return;  // nothing is done for it
   if (op.lane == Lane::kHost || !(end_seconds > start_seconds) || spans_.size() >= kMostSpans) return;
   Span span{op.kind, op.lane, op.stage, op.bytes, start_seconds, end_seconds};
-  if (op.kind == OpKind::kUpdateOnDevice) span.amount = plan_.blocks[static_cast<size_t>(op.block)].elements;
-  if (op.lane == Lane::kUpdate && op.block >= 0) {
-    const BlockPlan& block = plan_.blocks[static_cast<size_t>(op.block)];
-    if (op.kind == OpKind::kFinalize) {
-      if (plan_.on_device(op.block)) return;  // a handful of sums
-      span.amount = block.elements * plan_.precision.gradient_bytes;
-    } else {
-      span.amount = block.tiles[static_cast<size_t>(op.tile)].elements;
-      if (op.kind == OpKind::kVerify) {
-        span.amount = op.checks_state ? plan_.precision.StateBytes(span.amount)
-                                      : span.amount * plan_.precision.weight_bytes();
-      }
-      if (op.kind == OpKind::kSeal) span.amount = plan_.precision.TotalBytes(span.amount);
-    }
+  if (op.lane == Lane::kUpdate || op.kind == OpKind::kUpdateOnDevice) {
+    span.amount = UpdateWork(plan_, op);
+    if (span.amount == 0) return;
   }
   spans_.push_back(span);
 }
@@ -106,9 +97,8 @@ void Calibration::CalibrateCpu(Result* result) const {
         updated_there += static_cast<double>(span.amount);
         update_there_seconds += work;
         break;
-      case OpKind::kSquareGradient:
-        break;
       default:
+        if (span.lane != Lane::kUpdate) break;
         checked += static_cast<double>(span.amount);
         check_seconds += work;
         break;

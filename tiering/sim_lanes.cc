@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "tiering/op_work.h"
+
 namespace penstock::tiering {
 
 bool SimLanes::HasRoom(Lane lane) const {
@@ -22,31 +24,12 @@ double SimLanes::Work(const Op& op) const {
     case Lane::kCommit:
       if (op.kind == OpKind::kAgree) return machine_.network_latency_seconds;
       return plan_.on_nvme && op.durable ? machine_.commit_seconds : 0;
-    case Lane::kUpdate: {
-      const BlockPlan& block = plan_.blocks[static_cast<size_t>(op.block)];
-      if (op.kind == OpKind::kFinalize) {
-        if (plan_.on_device(op.block)) return 0;
-        return static_cast<double>(block.elements * plan_.precision.gradient_bytes) /
-               machine_.verify_bytes_per_s;
-      }
-      const int64_t elements = block.tiles[static_cast<size_t>(op.tile)].elements;
-      if (op.kind == OpKind::kVerify && op.checks_state) {
-        return static_cast<double>(plan_.precision.StateBytes(elements)) / machine_.verify_bytes_per_s;
-      }
-      if (op.kind == OpKind::kVerify) {
-        return static_cast<double>(elements * plan_.precision.weight_bytes()) / machine_.verify_bytes_per_s;
-      }
-      if (op.kind == OpKind::kSeal) {
-        return static_cast<double>(plan_.precision.TotalBytes(elements)) / machine_.verify_bytes_per_s;
-      }
-      return static_cast<double>(elements) / machine_.update_parameters_per_s;
-    }
+    case Lane::kUpdate:
+      return static_cast<double>(UpdateWork(plan_, op)) /
+             (op.kind == OpKind::kUpdate ? machine_.update_parameters_per_s : machine_.verify_bytes_per_s);
     case Lane::kCompute:
-      if (op.kind == OpKind::kUpdateOnDevice) {
-        return static_cast<double>(plan_.blocks[static_cast<size_t>(op.block)].elements) /
-               machine_.device_update_parameters_per_s;
-      }
-      return op.seconds;
+      if (op.kind != OpKind::kUpdateOnDevice) return op.seconds;
+      return static_cast<double>(UpdateWork(plan_, op)) / machine_.device_update_parameters_per_s;
     case Lane::kHost:
       return op.seconds;
   }

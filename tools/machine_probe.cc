@@ -15,6 +15,7 @@
 #include "kernels/cache.h"
 #include "kernels/checksum.h"
 #include "tools/size.h"
+#include "zero/engine_state.h"
 #include "zero/measure.h"
 #include "zero/nearest_name.h"
 
@@ -64,13 +65,13 @@ void Add(const aio::DeviceProfile& one, aio::DeviceProfile* sum) {
 // Smaller probes are shorter, and leave out what only long steps need.
 constexpr int64_t kWholeProbe = int64_t{64} << 20;
 
+// `compute_speed`: lowered to what the busy drive leaves of it.
 absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const MachineRequest& request,
-                                         std::function<void()> meanwhile) {
+                                         double* compute_speed) {
   aio::ProbeOptions options;
   options.directory = directory;
   options.file_bytes = static_cast<uint64_t>(request.file_bytes);
   options.budget_ms = request.file_bytes < kWholeProbe ? 250 : 800;
-  options.meanwhile = std::move(meanwhile);
   const auto most =
       static_cast<uint64_t>(request.memory_bytes > 0 ? request.memory_bytes / 4 : int64_t{1} << 40);
   std::erase_if(options.depths,
@@ -78,12 +79,18 @@ absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const Mac
   if (options.depths.empty()) {
     return absl::ResourceExhaustedError("the budget is too small to probe the drive with");
   }
+  if (request.compute && request.file_bytes >= kWholeProbe) {
+    request.compute();
+    options.meanwhile = [&request, compute_speed, alone = zero::SecondsOfCompute(request.compute)] {
+      const double speed = alone / zero::SecondsOfCompute(request.compute);
+      *compute_speed = std::min(*compute_speed, std::clamp(speed, 0.5, 1.0));
+    };
+  }
   return aio::MeasureDevice(options);
 }
 
-// All directories, or none: a sum of measured and assumed would be neither. `meanwhile` runs while each of
-// them that is measured is busy.
-void MeasureDrives(const MachineRequest& request, const std::function<void()>& meanwhile, Machine* machine) {
+// All directories, or none: a sum of measured and assumed would be neither.
+void MeasureDrives(const MachineRequest& request, Machine* machine) {
   aio::DeviceProfile sum;
   int stored = 0;
   std::string dates;
@@ -95,7 +102,7 @@ void MeasureDrives(const MachineRequest& request, const std::function<void()>& m
       ++stored;
       dates = Date(profile->measured_unix_s);
     } else if (request.probe_drive) {
-      profile = Probe(existing, request, meanwhile);
+      profile = Probe(existing, request, &machine->model.compute_beside_drive);
     }
     if (!profile.ok()) {
       machine->drives = aio::DeviceProfile();
@@ -211,8 +218,19 @@ nlohmann::json MachineJson(const tiering::MachineModel& model) {
   return json;
 }
 
-int64_t ProbeFileBytes(int64_t state_bytes) {
-  return std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
+MachineRequest RequestFor(const zero::EngineOptions& options, int64_t state_bytes,
+                          std::function<void()> compute) {
+  MachineRequest request;
+  if (options.offload == zero::OffloadDevice::kNvme) request.directories = options.state_dirs;
+  request.memory_bytes = options.host_memory_bytes;
+  request.file_bytes = std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
+  if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
+  request.optimizer = options.optimizer;
+  request.update_workers = options.update_workers;
+  request.compute_threads = options.intra_op_threads;
+  request.compute = std::move(compute);
+  request.device = options.device;
+  return request;
 }
 
 absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
@@ -222,15 +240,7 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   model.cores = Cores();
   model.compute_threads = request.compute_threads;
   machine.drives.knee_bytes = 1;
-  std::function<void()> meanwhile;
-  if (request.compute && !request.directories.empty() && request.file_bytes >= kWholeProbe) {
-    request.compute();
-    meanwhile = [&model, &request, alone = zero::SecondsOfCompute(request.compute)] {
-      const double speed = alone / zero::SecondsOfCompute(request.compute);
-      model.compute_beside_drive = std::min(model.compute_beside_drive, std::clamp(speed, 0.5, 1.0));
-    };
-  }
-  if (!request.directories.empty()) MeasureDrives(request, meanwhile, &machine);
+  if (!request.directories.empty()) MeasureDrives(request, &machine);
   model.update_parameters_per_s = zero::MeasureUpdateRate(request.format, request.optimizer);
   model.verify_bytes_per_s = MeasureVerifyRate();
   std::string beside;

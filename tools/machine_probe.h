@@ -12,6 +12,7 @@
 #include "aio/profile.h"
 #include "tiering/machine.h"
 #include "zero/device.h"
+#include "zero/engine.h"
 #include "zero/optimizer.h"
 #include "zero/tile_format.h"
 
@@ -19,7 +20,8 @@ namespace penstock::tools {
 
 struct MachineRequest {
   std::vector<std::string> directories;  // of the state; empty: no drive
-  // Memory that probing may take (0: no bound), and bytes to write (ProbeFileBytes).
+  // Memory that probing may take (0: no bound), and bytes to write: a model of some megabytes is not worth a
+  // second of probing.
   int64_t memory_bytes = 0;
   int64_t file_bytes = int64_t{128} << 20;
   zero::TileFormat format;  // of the updates
@@ -44,8 +46,9 @@ struct Machine {
   bool drive_measured = false;  // here, now or at the time of a stored profile
 };
 
-// What to write for a model of so much state: one of some megabytes is not worth a second of probing.
-int64_t ProbeFileBytes(int64_t state_bytes);
+// For what EngineOptions::machine is asked. Drives are those of the state, if any.
+MachineRequest RequestFor(const zero::EngineOptions& options, int64_t state_bytes,
+                          std::function<void()> compute);
 
 // kInvalidArgument: the machine file is wrong. A drive that cannot be measured is assumed, and said so.
 absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request);

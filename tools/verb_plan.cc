@@ -31,18 +31,9 @@ absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) 
   zero::SetIntraOpThreads(options.intra_op_threads);
   absl::StatusOr<Machine> machine = Machine();
   options.machine = [&](int64_t state_bytes, const std::function<void()>& compute) {
-    MachineRequest request;
-    if (options.offload == zero::OffloadDevice::kNvme) request.directories = options.state_dirs;
-    request.memory_bytes = options.host_memory_bytes;
-    if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
-    request.optimizer = options.optimizer;
-    request.device = options.device;
-    request.update_workers = options.update_workers;
-    request.compute_threads = options.intra_op_threads;
+    MachineRequest request = RequestFor(options, state_bytes, compute);
     request.probe_drive = !words.no_probe;
     request.machine_file = words.machine;
-    request.file_bytes = ProbeFileBytes(state_bytes);
-    request.compute = compute;
     machine = ProbeMachine(request);
     return machine.ok() ? machine->model : tiering::MachineModel();
   };

@@ -203,16 +203,7 @@ class Training {
 
   tiering::MachineModel Probe(int64_t state_bytes, const std::function<void()>& compute) {
     const zero::EngineOptions& options = settings_.engine;
-    MachineRequest request;
-    if (options.offload == zero::OffloadDevice::kNvme) request.directories = options.state_dirs;
-    request.memory_bytes = options.host_memory_bytes;
-    request.file_bytes = ProbeFileBytes(state_bytes);
-    request.compute = compute;
-    if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
-    request.optimizer = options.optimizer;
-    request.device = options.device;
-    request.update_workers = options.update_workers;
-    request.compute_threads = options.intra_op_threads;
+    MachineRequest request = RequestFor(options, state_bytes, compute);
     request.stored_profile = false;  // the report has what the drive is worth now
     const auto [read_before, written_before] = BytesByKernel();
     absl::StatusOr<Machine> machine = ProbeMachine(request);

@@ -301,19 +301,24 @@ absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
 
 std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
                                    kernels::DType weights, Device& device) {
-  const MeasuredModel::Busiest& busiest = measured.busiest;
-  const StageSpec& spec = model.stages[static_cast<size_t>(busiest.stage)];
-  const bool first = busiest.stage == 0;
-  const bool last = static_cast<size_t>(busiest.stage) + 1 == model.stages.size();
-  const Batch batch = {device.ToDevice(example.inputs), device.ToDevice(example.targets)};
-  torch::Tensor input =
-      first ? batch.inputs
-            : torch::zeros(busiest.input_sizes,
-                           torch::TensorOptions().device(device.torch_device()).dtype(busiest.input_type));
-  auto probe =
-      std::make_shared<StageProbe>(spec, first, last, measured.modules[static_cast<size_t>(spec.block)],
-                                   std::move(input), batch, weights, device);
-  return [probe, &device] {
+  const auto make = [&model, &measured, &example, weights, &device] {
+    const MeasuredModel::Busiest& busiest = measured.busiest;
+    const StageSpec& spec = model.stages[static_cast<size_t>(busiest.stage)];
+    const bool first = busiest.stage == 0;
+    const bool last = static_cast<size_t>(busiest.stage) + 1 == model.stages.size();
+    const Batch batch = {device.ToDevice(example.inputs), device.ToDevice(example.targets)};
+    torch::Tensor input = batch.inputs;
+    if (!first) {
+      const auto options = torch::TensorOptions().device(device.torch_device()).dtype(busiest.input_type);
+      input = torch::zeros(busiest.input_sizes, options);
+      if (torch::isFloatingType(busiest.input_type)) FillLikeWeights(input, 1);
+    }
+    return std::make_shared<StageProbe>(spec, first, last, measured.modules[static_cast<size_t>(spec.block)],
+                                        std::move(input), batch, weights, device);
+  };
+  // Made when it is first called: whoever needs no sample pays for none.
+  return [make, probe = std::shared_ptr<StageProbe>(), &device]() mutable {
+    if (probe == nullptr) probe = make();
     probe->Backward();
     Finish(device);
   };

@@ -39,8 +39,8 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
                                            bool trains, Device& device);
 
 // Backward of the busiest stage, once a call, on the caller's thread: a sample of compute, for measuring it
-// beside other work. Takes the memory that the stage takes, while it lives. Throws as LibTorch does; model
-// and device outlive it. `measured` has a busiest stage.
+// beside other work. Takes the memory that the stage takes, from the first call on. Throws as LibTorch does;
+// all that is given outlives it. `measured` has a busiest stage.
 std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
                                    kernels::DType weights, Device& device);
 

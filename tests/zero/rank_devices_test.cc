@@ -13,6 +13,7 @@ namespace penstock::zero {
 namespace {
 
 using testing_support::Alone;
+using testing_support::ExpectSameLosses;
 using testing_support::RankOutcome;
 using testing_support::RunOptions;
 using testing_support::ToJson;
@@ -36,17 +37,6 @@ int64_t LeastOf(const std::vector<RankOutcome>& refused) {
   for (const RankOutcome& rank : refused)
     EXPECT_EQ(rank.report["least_host_memory_bytes"], least) << rank.text();
   return least;
-}
-
-void ExpectSameBits(const std::vector<RankOutcome>& ranks, const nlohmann::json& expected) {
-  ASSERT_EQ(expected["status"], "");
-  for (size_t k = 0; k < ranks.size(); ++k) {
-    SCOPED_TRACE(testing::Message() << "rank " << k);
-    ASSERT_EQ(ranks[k].text(), "");
-    for (const char* what : {"losses", "norms", "evaluations", "loss_scales", "skipped"}) {
-      EXPECT_EQ(ranks[k].report[what], expected[what]) << what;
-    }
-  }
 }
 
 TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
@@ -77,7 +67,7 @@ TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
           }
           const std::vector<RankOutcome> devices =
               TrainOnDevices(2, run, {.latency_seconds = extra == 0 ? 1e-4 : 0});
-          ExpectSameBits(devices, processors.front().report);
+          ExpectSameLosses(processors.front().report, devices);
           for (const RankOutcome& rank : devices) {
             EXPECT_LE(rank.report["peak_device_bytes"].get<int64_t>(), run.device_memory_bytes);
             EXPECT_GT(rank.report["peak_device_bytes"].get<int64_t>(), 0);
@@ -105,7 +95,7 @@ TEST(RankDevices, SameBitsAsOneProcessorWithTheirMicroBatchesInEveryOrderOfUpdat
        {tiering::UpdateOrder::kInNextForward, tiering::UpdateOrder::kInBackward}) {
     run.state_dir = testing_support::ScratchDirectory();
     run.update_order = order;
-    ExpectSameBits(TrainOnDevices(3, run, {.bytes_per_s = 2e9}), one);
+    ExpectSameLosses(one, TrainOnDevices(3, run, {.bytes_per_s = 2e9}));
     std::filesystem::remove_all(run.state_dir);
   }
 }

@@ -1,6 +1,7 @@
 #include "tests/zero/ranks.h"
 
 #include <arpa/inet.h>
+#include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -150,6 +151,17 @@ RunOptions UntiedRun(OffloadDevice offload, torch::Dtype dtype) {
 nlohmann::json Alone(const RunOptions& run) {
   const auto outcomes = RunProcesses(1, [&](int, int) { return ToJson(TrainGpt(run)); });
   return outcomes.front().report;
+}
+
+void ExpectSameLosses(const nlohmann::json& one, const std::vector<RankOutcome>& ranks) {
+  ASSERT_EQ(one["status"], "");
+  for (size_t k = 0; k < ranks.size(); ++k) {
+    SCOPED_TRACE(testing::Message() << "rank " << k);
+    ASSERT_EQ(ranks[k].text(), "");
+    for (const char* what : {"losses", "norms", "evaluations", "loss_scales", "skipped"}) {
+      EXPECT_EQ(ranks[k].report[what], one[what]) << what;
+    }
+  }
 }
 
 }  // namespace penstock::zero::testing_support

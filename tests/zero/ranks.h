@@ -51,6 +51,9 @@ nlohmann::json Alone(const RunOptions& run);
 
 nlohmann::json ToJson(const TrainedLosses& trained);
 
+// Every rank ended well, with the losses, norms and all else of `one`, to the bit.
+void ExpectSameLosses(const nlohmann::json& one, const std::vector<RankOutcome>& ranks);
+
 }  // namespace penstock::zero::testing_support
 
 #endif  // PENSTOCK_TESTS_ZERO_RANKS_H_

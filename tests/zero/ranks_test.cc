@@ -21,23 +21,13 @@ namespace penstock::zero {
 namespace {
 
 using testing_support::Alone;
+using testing_support::ExpectSameLosses;
 using testing_support::RankOutcome;
 using testing_support::RunOptions;
 using testing_support::ToJson;
 using testing_support::TrainRanks;
 using testing_support::Untied;
 using testing_support::UntiedRun;
-
-void ExpectSameLosses(const nlohmann::json& one, const std::vector<RankOutcome>& ranks) {
-  ASSERT_EQ(one["status"], "");
-  for (size_t k = 0; k < ranks.size(); ++k) {
-    SCOPED_TRACE(testing::Message() << "rank " << k);
-    ASSERT_EQ(ranks[k].text(), "");
-    for (const char* what : {"losses", "norms", "evaluations", "loss_scales", "skipped"}) {
-      EXPECT_EQ(ranks[k].report[what], one[what]) << what;
-    }
-  }
-}
 
 TEST(Ranks, SameBitsAsOneRankWithTheirMicroBatches) {
   for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
