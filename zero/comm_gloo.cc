@@ -39,6 +39,7 @@ using Buffer = gloo::transport::UnboundBuffer;
 // Beyond any patience: what bounds a wait is the other rank's sign of life.
 constexpr auto kForever = std::chrono::hours(24 * 30);
 constexpr const char* kFailedKey = "failed";
+constexpr uint64_t kProbeSlot = uint64_t{kChannels} << 48;  // beyond those of the channels
 
 std::vector<uint8_t> Bytes(const std::string& text) { return {text.begin(), text.end()}; }
 std::string Text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
@@ -144,6 +145,7 @@ class GlooComm : public Comm {
     {
       std::lock_guard lock(mutex_);
       aborted = !failure_.ok();
+      closing_ = true;
     }
     if (!aborted && context_ != nullptr) {
       // What others still have to read must not be lost by closing: everybody is done when everybody says so.
@@ -156,6 +158,7 @@ class GlooComm : public Comm {
     if (beats_.joinable()) beats_.join();
     if (watch_.joinable()) watch_.join();
     if (context_ != nullptr) context_->closeConnections();
+    probes_.clear();
     Leave();
   }
 
@@ -330,6 +333,10 @@ class GlooComm : public Comm {
     context->connectFullMesh(meeting, device);
     context->setTimeout(kForever);
     context_ = std::move(context);
+    for (int k = 0; k < world(); ++k) {
+      probes_.push_back(k == rank() ? nullptr : context_->createUnboundBuffer(&probed_, 1));
+      if (k != rank()) probes_.back()->recv(k, kProbeSlot, 0, 1);
+    }
     seen_.assign(static_cast<size_t>(world()), Clock::now());
     answered_ = Clock::now();
     beats_ = std::thread([this] { Beat(); });
@@ -399,7 +406,9 @@ class GlooComm : public Comm {
         }
         if (rank() != 0 && (answered_ < since || seen_[0] < since)) silent = 0;
         if (!failure_.ok()) return;
+        if (closing_) continue;
       }
+      if (!Connected()) return;
       if (silent < 0) continue;
       const std::string text =
           absl::StrCat(RankName(silent, world()), " has not answered for ", options_.patience_seconds, " s");
@@ -412,6 +421,24 @@ class GlooComm : public Comm {
       }
       return;
     }
+  }
+
+  // Gloo tells a broken connection to every receive whose message has not begun, but not to one whose message
+  // breaks off in the middle. So one that nobody ever sends to waits beside them: asked to give up, it says
+  // at once what it has been told.
+  bool Connected() {
+    for (int k = 0; k < world(); ++k) {
+      if (k == rank()) continue;
+      Buffer& probe = *probes_[static_cast<size_t>(k)];
+      try {
+        probe.abortWaitRecv();
+        probe.waitRecv(kForever);
+      } catch (const std::exception& error) {
+        (void)Lost(k, error.what());  // what every call returns from here on
+        return false;
+      }
+    }
+    return true;
   }
 
   bool Stopped() {
@@ -440,11 +467,14 @@ class GlooComm : public Comm {
   std::shared_ptr<c10d::TCPStore> store_;
   std::vector<int> store_sockets_;  // its own; shut where nobody answers on them: c10d waits for ever
   std::shared_ptr<gloo::rendezvous::Context> context_;
-  std::array<uint64_t, kChannels> sequence_{};  // by channel, which one thread uses at a time
+  std::byte probed_{};
+  std::vector<std::unique_ptr<Buffer>> probes_;  // [rank] a receive that waits for nothing; own: none
+  std::array<uint64_t, kChannels> sequence_{};   // by channel, which one thread uses at a time
 
   std::mutex mutex_;
   absl::Status failure_;                 // the first; everything fails with it from then on
   std::set<Buffer*> active_;             // that somebody may be waiting for
+  bool closing_ = false;                 // connections may end from here on
   std::vector<Clock::time_point> seen_;  // [rank] its last sign of life
   Clock::time_point answered_;           // when the store last did
 
