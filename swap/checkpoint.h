@@ -62,8 +62,8 @@ absl::StatusOr<std::string> FindCheckpoint(const std::string& path);
 // Removes what killed runs left in a directory of checkpoints. Nothing else is touched.
 void RemovePartialCheckpoints(const std::string& parent);
 
-// Removes all but the newest `keep` (0: none is removed), and not the one at `spare`.
-void KeepNewestCheckpoints(const std::string& parent, uint32_t keep, const std::string& spare = "");
+// Removes all but the newest `keep` (0: none is removed).
+void KeepNewestCheckpoints(const std::string& parent, uint32_t keep);
 
 // Removes all checkpoints in a directory, those of killed runs included, and `latest`. Nothing else is
 // touched; what is in use stays (kFailedPrecondition).

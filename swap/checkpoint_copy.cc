@@ -1,6 +1,7 @@
 #include "swap/checkpoint_copy.h"
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -144,6 +145,11 @@ void CheckpointCopy::FinishTiles() {
 
 absl::Status CheckpointCopy::Finish() {
   FinishTiles();
+  {
+    std::lock_guard lock(mutex_);
+    hurries_ = true;
+  }
+  leave_there_.notify_all();
   if (thread_.joinable()) thread_.join();
   return status_;
 }
@@ -155,6 +161,12 @@ std::optional<aio::Priority> CheckpointCopy::WaitForLeave() {
   ++started_;
   const bool behind = allowed_ != kAll && started_ < allowed_;
   return behind || awaited_ ? aio::Priority::kPrefetch : aio::Priority::kWriteBehind;
+}
+
+void CheckpointCopy::Rest(double worked) {
+  std::unique_lock lock(mutex_);
+  leave_there_.wait_for(lock, std::chrono::duration<double>(9 * worked),
+                        [&] { return given_up_ || hurries_; });
 }
 
 void CheckpointCopy::Run() {
@@ -174,7 +186,9 @@ absl::Status CheckpointCopy::Write() {
   over_.notify_all();
   if (!alone) status = options_.meet(status);
   if (!status.ok() || !partial.ok()) return status;
-  if (alone || options_.rank == 0) return partial->Publish(options_.keep);
+  if (alone || options_.rank == 0) {
+    return partial->Publish(options_.keep, [this](double worked) { Rest(worked); });
+  }
   partial->HandOver();
   return absl::OkStatus();
 }

@@ -10,6 +10,8 @@
 // what those before it left. Checksums run on the copy's thread. Memory: one tile.
 //
 // A checkpoint appears under its name only when it is whole and durable: until then it is `.NAME.partial`.
+// Then the same thread removes those that are kept no longer, piece by piece: a file system that frees
+// gigabytes at once keeps training's writes waiting.
 //
 // Copying a store holds its committed versions (Store::Retain) until Finish. A store of three slots trains on
 // as long as it likes meanwhile. One of two slots has room for one step: its tiles can be written once more,
@@ -96,6 +98,7 @@ class CheckpointCopy {
   absl::Status WriteStore(const std::string& directory);
   absl::Status WriteTiles(Store& target);
   std::optional<aio::Priority> WaitForLeave();  // of the next tile; none: given up
+  void Rest(double worked);                     // nine times as long, unless somebody waits for the end
 
   aio::Engine& engine_;
   const CheckpointOptions options_;
@@ -110,6 +113,7 @@ class CheckpointCopy {
   uint64_t started_ = 0;
   bool given_up_ = false;
   bool awaited_ = false;     // by FinishTiles
+  bool hurries_ = false;     // Finish waits
   bool tiles_over_ = false;  // all copied, or none will be any more
   absl::Status status_;      // the thread's, read after joining it
   std::thread thread_;       // last: it uses all of the above

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -12,6 +13,10 @@
 #include "swap/format.h"
 
 namespace penstock::swap {
+
+// Called again and again by something long, with the seconds that it has worked since: returns when it may go
+// on.
+using Rest = std::function<void(double worked)>;
 
 // A checkpoint that has no name yet: a directory `.step-N.partial` beside the others. Removed with its store
 // file when destroyed, unless it was published.
@@ -27,9 +32,9 @@ class PartialCheckpoint {
 
   const std::string& directory() const { return directory_; }  // of the rank's part
   // Rank 0's, when all parts are there: gives the durable, closed store in directory() its name, writes
-  // `latest`, and removes all but the newest `keep` checkpoints (0: none). After the rename nothing can fail
-  // that would make it less than whole.
-  absl::Status Publish(uint32_t keep);
+  // `latest`, and removes all but the newest `keep` checkpoints (0: none), at the pace of `rest`. After the
+  // rename nothing can fail that would make it less than whole.
+  absl::Status Publish(uint32_t keep, const Rest& rest);
   // The others': rank 0 publishes it.
   void HandOver() { directory_.clear(); }
 

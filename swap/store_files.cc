@@ -1,6 +1,7 @@
 #include "swap/store_files.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -169,15 +170,24 @@ absl::StatusOr<bool> PlainFile::TryLock(bool exclusive, int patience_ms) const {
   return true;
 }
 
-absl::Status PlainFile::Empty() const {
+absl::Status PlainFile::Cut(uint64_t bytes) const {
   // By descriptor, so that nothing else that took the path meanwhile is harmed.
   const std::string self = absl::StrCat("/proc/self/fd/", fd_);
   const int fd = ::open(self.c_str(), O_WRONLY | O_CLOEXEC);
-  if (fd < 0) return ErrnoError(errno, "open for emptying", path_);
-  const int result = ::ftruncate(fd, 0);
+  if (fd < 0) return ErrnoError(errno, "open for cutting", path_);
+  const int result = ::ftruncate(fd, static_cast<off_t>(bytes));
   const int error = errno;
   ::close(fd);
-  return result == 0 ? absl::OkStatus() : ErrnoError(error, "empty", path_);
+  return result == 0 ? absl::OkStatus() : ErrnoError(error, "cut", path_);
+}
+
+bool PlainFile::IsOursAlone() const {
+  struct stat info;
+  if (::fstat(fd_, &info) != 0 || info.st_nlink != 1) return false;
+  // The kernel grants a write lease only where no other descriptor of the file is open. Whoever opens it
+  // before the lease is given back is waited for with a signal: one that does nothing.
+  if (::fcntl(fd_, F_SETSIG, SIGURG) != 0 || ::fcntl(fd_, F_SETLEASE, F_WRLCK) != 0) return false;
+  return ::fcntl(fd_, F_SETLEASE, F_UNLCK) == 0;
 }
 
 FileKind PlainFile::Classify() const {

@@ -59,8 +59,11 @@ class PlainFile {
   // flock, shared or exclusive; false if another holds it after `patience_ms`.
   absl::StatusOr<bool> TryLock(bool exclusive, int patience_ms) const;
   FileKind Classify() const;
-  // Cuts the file to 0 bytes.
-  absl::Status Empty() const;
+  // Cuts the file to `bytes`.
+  absl::Status Cut(uint64_t bytes) const;
+  // Nobody else has it open, under whatever name, and it has no other name: cutting it takes nothing from
+  // anybody. In doubt: no.
+  bool IsOursAlone() const;
 
  private:
   std::string path_;

@@ -118,7 +118,7 @@ absl::Status RemoveOldFiles(const StoreOptions& options) {
     return headers.ok() && DirectoryFromHeaders(*headers) == 0u;
   });
   for (const PlainFile& file : old) {
-    if (absl::Status emptied = file.Empty(); !emptied.ok()) return emptied;
+    if (absl::Status emptied = file.Cut(0); !emptied.ok()) return emptied;
   }
   for (const PlainFile& file : old) {
     if (::unlink(file.path().c_str()) != 0) return ErrnoError(errno, "remove", file.path());

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -158,6 +159,34 @@ TEST_F(CheckpointTest, TheOldestGoWhenMoreThanKAreKept) {
   for (const auto& entry : fs::directory_iterator(checkpoints_.parent))
     names.push_back(entry.path().filename());
   EXPECT_THAT(names, ::testing::UnorderedElementsAre("latest", "step-00000004", "step-00000005"));
+}
+
+// One that is kept no longer is cut piece by piece before it goes, but not under the hands of somebody who
+// has it open or has given it another name.
+TEST_F(CheckpointTest, WhatSomebodyHasOpenIsNotCutBeforeItGoes) {
+  Start();
+  checkpoints_.keep = 1;
+  constexpr off_t kLarge = off_t{40} << 20;
+  enum Other { kNobody, kReader, kName };
+  for (const Other other : {kNobody, kReader, kName}) {
+    const auto step = static_cast<uint64_t>(other) * 2 + 1;
+    Step(step);
+    ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+    const std::string file = *FindCheckpoint(checkpoints_.parent) + "/penstock.store";
+    ASSERT_EQ(::truncate(file.c_str(), kLarge), 0);  // as if it were large
+    // Looks on without having it open.
+    const int watch = ::open(file.c_str(), O_PATH | O_CLOEXEC);
+    const int reader = other == kReader ? ::open(file.c_str(), O_RDONLY | O_CLOEXEC) : -1;
+    if (other == kName) fs::create_hard_link(file, scratch_.Sub("kept"));
+    Step(step + 1);
+    ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+    EXPECT_FALSE(fs::exists(file));
+    struct stat info;
+    ASSERT_EQ(::fstat(watch, &info), 0);
+    EXPECT_EQ(info.st_size, other == kNobody ? 0 : kLarge);
+    ::close(watch);
+    if (reader >= 0) ::close(reader);
+  }
 }
 
 // Under the names of ours: nothing is written through them, and what they lead to stays.
