@@ -23,6 +23,7 @@
 #include "zero/measure.h"
 #include "zero/rank_setup.h"
 #include "zero/real_lanes.h"
+#include "zero/resources.h"
 #include "zero/state_access.h"
 #include "zero/tensor_memory.h"
 
@@ -45,14 +46,6 @@ class Engine::Impl {
     if (executor_ != nullptr) executor_->Quiesce();
     checkpointing_.reset();
     lanes_.reset();
-    device_lanes_.reset();
-    if (arena_ != nullptr) options_.device->UnregisterHost(arena_->data());
-    inputs_.reset();
-    others_.reset();
-    store_.reset();
-    io_.reset();
-    (void)options_.device->LimitTensors(0);
-    TensorMemory::SetLimit(0);
   }
 
   absl::Status Create() {
@@ -69,16 +62,11 @@ class Engine::Impl {
       if (absl::Status status = options_.planned(plan_); !status.ok()) return status;
     }
 
-    if (absl::Status status = MakeMemory(); !status.ok()) return status;
-    if (absl::Status status = MakeDevice(); !status.ok()) return status;
-    const bool checkpoints = options_.trains && options_.checkpoints.every > 0;
-    if (plan_.plan.on_nvme || resumes() || checkpoints) {
-      if (absl::Status status = MakeIo(); !status.ok()) return status;
-    }
-    if (plan_.plan.on_nvme) {
-      if (absl::Status status = MakeStore(); !status.ok()) return status;
-    }
-    if (checkpoints) {
+    absl::StatusOr<std::unique_ptr<Resources>> resources =
+        Resources::Create(plan_, options_, identity_.dump());
+    if (!resources.ok()) return resources.status();
+    resources_ = std::move(*resources);
+    if (options_.trains && options_.checkpoints.every > 0) {
       if (absl::Status status = MakeCheckpointing(); !status.ok()) return status;
     }
     schedule_ = options_.schedule;
@@ -87,10 +75,10 @@ class Engine::Impl {
       if (!scaler.ok()) return scaler.status();
       scaler_ = *scaler;
     }
-    if (resumes()) {
+    if (options_.resumes()) {
       if (absl::Status status = Restore(); !status.ok()) return status;
-      if (checkpointing_ != nullptr && store_ != nullptr) {
-        absl::Status status = checkpointing_->MakeUpFor(*store_, plan_.plan.commits_every_step);
+      if (checkpointing_ != nullptr && store() != nullptr) {
+        absl::Status status = checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step);
         if (!status.ok()) return status;
       }
     } else if (absl::Status status = Initialize(); !status.ok()) {
@@ -98,33 +86,22 @@ class Engine::Impl {
     }
     runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed,
                                             *options_.device, options_.rank(), options_.world());
-    if (absl::Status status = BoundDevice(); !status.ok()) return status;
-    if (plan_.plan.input_scratch_bytes > 0) {
-      absl::StatusOr<std::unique_ptr<InputSpill>> inputs =
-          InputSpill::Create(*io_, plan_.graph, plan_.plan, options_.state_dirs);
-      if (!inputs.ok()) return inputs.status();
-      inputs_ = std::move(*inputs);
-    }
+    if (absl::Status status = resources_->BoundDevice(); !status.ok()) return status;
     RealLanes::Options lane_options;
     lane_options.update_workers = options_.update_workers;
     lane_options.intra_op_threads = options_.intra_op_threads;
     lane_options.format = plan_.format;
     lane_options.comm = options_.comm.get();
-    lane_options.parts = others_.get();
+    lane_options.parts = resources_->others();
     lane_options.stops = options_.stops;
-    if (plan_.plan.network_bytes > 0) {
-      absl::StatusOr<aio::Region> region = arena_->Allocate(static_cast<uint64_t>(plan_.plan.network_bytes));
-      if (!region.ok()) return region.status();
-      network_memory_ = std::move(*region);
-      lane_options.network_memory = {network_memory_.data(), network_memory_.bytes()};
-    }
+    lane_options.network_memory = resources_->network_memory();
     LaneHooks hooks;
     hooks.decide = [this](const Op& op) { return Decide(op); };
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
     hooks.committed = [this](const Op& op) { return Applied(op); };
-    lanes_ =
-        std::make_unique<RealLanes>(plan_.plan, *residency_, module_pointers_, runner_.get(), store_.get(),
-                                    inputs_.get(), device_lanes_.get(), lane_options, std::move(hooks));
+    lanes_ = std::make_unique<RealLanes>(plan_.plan, residency(), module_pointers_, runner_.get(), store(),
+                                         resources_->inputs(), resources_->device_lanes(), lane_options,
+                                         std::move(hooks));
     executor_ = std::make_unique<tiering::Executor>(lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
@@ -214,22 +191,22 @@ class Engine::Impl {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
     if (options_.comm != nullptr) return NotOverRanks("WriteState");
     absl::Status status = Flush();
-    if (status.ok() && store_ != nullptr && plan_.versions == 1) status = store_->OverwriteNow();
+    if (status.ok() && store() != nullptr && plan_.versions == 1) status = store()->OverwriteNow();
     if (!status.ok()) return status;
     status = Access().Write(parameter, kind, value);
-    if (store_ == nullptr) {
+    if (store() == nullptr) {
       // Weights that were copied to a device are of the version before.
       MakeBuilder(builder_->next_id());
       return status;
     }
     const auto commit = [this] {
-      const std::string payload = store_->committed_payload();
-      return store_->CommitNow(
-          {.step = store_->committed_step(), .updates = store_->committed_updates(), .payload = payload});
+      const std::string payload = store()->committed_payload();
+      return store()->CommitNow(
+          {.step = store()->committed_step(), .updates = store()->committed_updates(), .payload = payload});
     };
     if (!status.ok()) {
-      absl::Status undone = store_->DropAllWritten();
-      if (undone.ok() && store_->overwriting()) undone = commit();  // nothing was, after all
+      absl::Status undone = store()->DropAllWritten();
+      if (undone.ok() && store()->overwriting()) undone = commit();  // nothing was, after all
       status.Update(undone);
       return status;
     }
@@ -277,16 +254,16 @@ class Engine::Impl {
   absl::Status WithRoom(absl::Status status) const {
     const auto told_of = [&](const std::string& text) { return absl::StrContains(status.message(), text); };
     const std::vector<std::string>& own = options_.state_dirs;  // and not another rank's
-    if (store_ == nullptr || !told_of(aio::ErrnoText(ENOSPC)) ||
+    if (store() == nullptr || !told_of(aio::ErrnoText(ENOSPC)) ||
         std::none_of(own.begin(), own.end(), told_of))
       return status;
     const std::string room = swap::RoomText(own);
     return absl::Status(
         status.code(),
         absl::StrCat(status.message(), room.empty() ? "" : "; ", room, "; ",
-                     plan_.versions == 1
-                         ? std::string("with room, --resume goes on from a checkpoint")
-                         : absl::StrCat("with room, --resume goes on from step ", store_->committed_step())));
+                     plan_.versions == 1 ? std::string("with room, --resume goes on from a checkpoint")
+                                         : absl::StrCat("with room, --resume goes on from step ",
+                                                        store()->committed_step())));
   }
   // The other ranks hear of an error: they would wait for this one.
   absl::Status Told(absl::Status status) const {
@@ -300,6 +277,8 @@ class Engine::Impl {
     return Told(result.status());
   }
 
+  Model model_;
+  EngineOptions options_;
   EnginePlan plan_;
   int64_t step_ = 0;
   int64_t committed_step_ = 0;
@@ -308,91 +287,19 @@ class Engine::Impl {
   nlohmann::json last_description_;
   tiering::Usage usage_;
   std::unique_ptr<tiering::Executor> executor_;
-  std::unique_ptr<aio::Engine> io_;
-  std::unique_ptr<aio::Arena> arena_;
-  int64_t preparation_peak_ = 0;
-  Device::Traffic traffic_before_;
+  std::unique_ptr<Resources> resources_;
 
  private:
-  bool resumes() const { return options_.resume || !options_.trains; }
-
-  absl::Status MakeMemory() {
-    aio::ArenaOptions arena_options;
-    arena_options.bytes = static_cast<uint64_t>(std::max<int64_t>(plan_.plan.arena_bytes, 1));
-    arena_options.lock = plan_.plan.on_nvme;
-    absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
-    if (!arena.ok()) return arena.status();
-    arena_ = std::move(*arena);
-    // Transparent huge pages, locked, are as good as any; less than that costs CPU, and is told.
-    if (plan_.plan.on_nvme && (arena_->page_kind() == aio::PageKind::kSmall || !arena_->locked())) {
-      for (const std::string& note : arena_->notes()) Log(note);
-    }
-    absl::StatusOr<aio::Region> region =
-        arena_->Allocate(static_cast<uint64_t>(std::max<int64_t>(plan_.plan.slot_bytes, 1)));
-    if (!region.ok()) return region.status();
-    residency_ = std::make_unique<Residency>(plan_.plan, std::move(*region), options_.rank());
-    if (plan_.plan.checkpoint_bytes > 0) {
-      absl::StatusOr<aio::Region> tile = arena_->Allocate(static_cast<uint64_t>(plan_.plan.checkpoint_bytes));
-      if (!tile.ok()) return tile.status();
-      tile_memory_ = std::move(*tile);
-    }
-    // Measuring is over before the arena is there: its peak and the run's are not added.
-    preparation_peak_ = TensorMemory::Stats().peak_bytes;
-    TensorMemory::Trim();
-    TensorMemory::ResetPeak();
-    if (options_.host_memory_bytes > 0) {
-      TensorMemory::SetLimit(options_.host_memory_bytes - static_cast<int64_t>(arena_->bytes()));
-    }
-    return absl::OkStatus();
-  }
-
-  // The device's own memory.
-  absl::Status MakeDevice() {
-    Device& device = *options_.device;
-    if (!device.apart()) return absl::OkStatus();
-    absl::StatusOr<std::unique_ptr<DeviceLanes>> lanes =
-        DeviceLanes::Create(plan_.plan, *residency_, device, {tile_memory_.data(), tile_memory_.bytes()});
-    if (!lanes.ok()) return lanes.status();
-    device_lanes_ = std::move(*lanes);
-    return device.RegisterHost(arena_->data(), static_cast<int64_t>(arena_->bytes()));
-  }
-
-  // And its bounds. Building the model is over: what tensors took on the host till now is no part of what
-  // they may take on the device.
-  absl::Status BoundDevice() {
-    Device& device = *options_.device;
-    if (!device.apart()) return absl::OkStatus();
-    const tiering::DevicePlan& plan = plan_.plan.device;
-    const auto arena_bytes = static_cast<int64_t>(arena_->bytes());
-    if (device.tensors_are_host()) {
-      preparation_peak_ = std::max(preparation_peak_, arena_bytes + TensorMemory::Stats().peak_bytes);
-    }
-    traffic_before_ = device.traffic();
-    device.TrimTensors();
-    device.ResetPeak();
-    const bool bounded = plan.budget_bytes > 0;
-    return device.LimitTensors(bounded ? plan.budget_bytes - plan.arena_bytes : 0);
-  }
-
-  absl::Status MakeIo() {
-    aio::EngineOptions io_options = options_.io;
-    // Without a drive of its own a run moves its state seldom, and its memory stays unpinned.
-    if (plan_.plan.on_nvme) io_options.arenas = {arena_.get()};
-    io_options.log = [this](std::string_view line) { Log(std::string(line)); };
-    absl::StatusOr<std::unique_ptr<aio::Engine>> io = aio::Engine::Create(std::move(io_options));
-    if (!io.ok()) return io.status();
-    io_ = std::move(*io);
-    return absl::OkStatus();
-  }
+  Residency& residency() const { return resources_->residency(); }
+  swap::Store* store() const { return resources_ != nullptr ? resources_->store() : nullptr; }
 
   absl::Status MakeCheckpointing() {
-    if (!resumes() && options_.overwrite && options_.rank() == 0) {
+    if (!options_.resumes() && options_.overwrite && options_.rank() == 0) {
       absl::Status removed = swap::RemoveCheckpoints(options_.checkpoints.parent);
       if (!removed.ok()) return removed;
     }
-    const std::span<std::byte> memory(tile_memory_.data(), tile_memory_.bytes());
-    checkpointing_ = std::make_unique<Checkpointing>(options_.checkpoints, memory, options_.comm.get(),
-                                                     options_.checkpointed);
+    checkpointing_ = std::make_unique<Checkpointing>(options_.checkpoints, resources_->tile_memory(),
+                                                     options_.comm.get(), options_.checkpointed);
     if (options_.comm != nullptr) {
       // Nobody writes there before rank 0 has cleaned up.
       absl::Status one = AgreeOnDirectory(*options_.comm, options_.checkpoints.parent);
@@ -404,63 +311,6 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
-  absl::Status MakeStore() {
-    swap::StoreOptions store_options;
-    store_options.slots = static_cast<uint32_t>(plan_.versions);
-    store_options.directories = resumes() ? plan_.parts.front() : options_.state_dirs;
-    store_options.sync = options_.sync;
-    store_options.overwrite = options_.overwrite;
-    store_options.read_only = !options_.trains;
-    if (!resumes()) {
-      absl::Status room =
-          swap::CheckSpace(store_options, OfAllHere(LayoutOf(plan_.plan), options_), identity_.dump(),
-                           InputSpill::BytesIn(options_.state_dirs.size(), plan_.graph, plan_.plan));
-      if (!room.ok()) return room;
-      if (options_.comm != nullptr) {
-        absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options_.comm);
-        if (!uuid.ok()) return uuid.status();
-        store_options.uuid = *uuid;
-      }
-    }
-    if (plan_.parts.size() > 1) {
-      if (absl::Status opened = OpenOthers(&store_options); !opened.ok()) return opened;
-    }
-    absl::StatusOr<std::unique_ptr<swap::Store>> store =
-        resumes() ? swap::Store::Open(*io_, store_options)
-                  : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity_.dump());
-    if (!store.ok()) return store.status();
-    store_ = std::move(*store);
-    return resumes() && options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();
-  }
-
-  // Goes on from the newest step that every rank has committed. None has begun to overwrite it: that waits
-  // until all have committed the next one (OpKind::kAgree), so the ones that have are one step ahead at the
-  // most.
-  absl::Status GoBackTogether() {
-    const auto mine = static_cast<int64_t>(store_->committed_step());
-    absl::StatusOr<std::vector<int64_t>> steps = AllNumbers(*options_.comm, mine);
-    if (!steps.ok()) return steps.status();
-    const int64_t common = *std::min_element(steps->begin(), steps->end());
-    if (common == mine) return absl::OkStatus();
-    Log(absl::StrCat("step ", mine, " was not committed by all ranks: going on from step ", common));
-    return store_->GoBackTo(static_cast<uint64_t>(common));
-  }
-
-  // An evaluation of what several ranks keep: this is the only process, with the plan of rank 0, and reads
-  // the others' parts where it would gather them.
-  absl::Status OpenOthers(swap::StoreOptions* own) {
-    absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(plan_.parts);
-    if (!inspections.ok()) return inspections.status();
-    std::vector<int64_t> elements;
-    for (const tiering::BlockShape& block : plan_.graph.blocks) elements.push_back(block.elements);
-    own->step = inspections->front().record.step;
-    absl::StatusOr<std::unique_ptr<RankParts>> others =
-        RankParts::Open(*io_, plan_.parts, *inspections, elements, plan_.plan.precision, {});
-    if (!others.ok()) return others.status();
-    others_ = std::move(*others);
-    return absl::OkStatus();
-  }
-
   static absl::Status NotOverRanks(const char* call) {
     return absl::FailedPreconditionError(
         absl::StrCat(call, " is for one rank: over several, nobody has all of it"));
@@ -469,22 +319,23 @@ class Engine::Impl {
   absl::Status Initialize() {
     run_ = options_.run;
     absl::Status status =
-        InitializeState(model_, options_, plan_, *residency_, DeviceStateOrNull(), module_pointers_,
-                        store_.get(), [this](const std::string& line) { Log(line); });
-    if (!status.ok() || store_ == nullptr) return status;
+        InitializeState(model_, options_, plan_, residency(), DeviceStateOrNull(), module_pointers_, store(),
+                        [this](const std::string& line) { Log(line); });
+    if (!status.ok() || store() == nullptr) return status;
     const std::string payload = Payload(nullptr, scaler_);
-    return store_->CommitNow({.step = 0, .updates = 0, .payload = payload});
+    return store()->CommitNow({.step = 0, .updates = 0, .payload = payload});
   }
 
   absl::Status Restore() {
     swap::Recovered loaded;
-    if (store_ == nullptr) {
-      absl::StatusOr<swap::Recovered> from = LoadIntoMemory(
-          *io_, plan_.parts, plan_.graph, plan_.plan, *residency_, DeviceStateOrNull(), options_.rank());
+    if (store() == nullptr) {
+      absl::StatusOr<swap::Recovered> from =
+          LoadIntoMemory(*resources_->io(), plan_.parts, plan_.graph, plan_.plan, residency(),
+                         DeviceStateOrNull(), options_.rank());
       if (!from.ok()) return from.status();
       loaded = std::move(*from);
     }
-    const swap::Recovered& recovered = store_ != nullptr ? store_->recovered() : loaded;
+    const swap::Recovered& recovered = store() != nullptr ? store()->recovered() : loaded;
     for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
     for (const std::string& line : recovered.cut_short) Log(absl::StrCat("cut short: ", line));
     const nlohmann::json payload =
@@ -553,11 +404,10 @@ class Engine::Impl {
   }
 
   StateAccess Access() const {
-    return {model_,      module_pointers_, plan_.plan,         plan_.format,
-            *residency_, store_.get(),     DeviceStateOrNull()};
+    return {model_, module_pointers_, plan_.plan, plan_.format, residency(), store(), DeviceStateOrNull()};
   }
   const DeviceState* DeviceStateOrNull() const {
-    return device_lanes_ != nullptr ? &device_lanes_->state() : nullptr;
+    return resources_->device_lanes() != nullptr ? &resources_->device_lanes()->state() : nullptr;
   }
 
   // The step that was announced does not come: what it already reads and updates is finished, the rest is
@@ -665,7 +515,7 @@ class Engine::Impl {
   // one follows for the same step.
   absl::Status Applied(const Op& op) {
     const int64_t step = op.step;
-    const bool lasts = store_ == nullptr || op.durable;
+    const bool lasts = store() == nullptr || op.durable;
     if (lasts) committed_step_ = step;
     if (const auto found = pending_.find(step); found != pending_.end()) {
       applied_ = found->second;
@@ -679,16 +529,16 @@ class Engine::Impl {
     if (!plan_.plan.commits_every_step) checkpointing_->FinishTiles();
     if (!checkpointing_->Due(step)) return absl::OkStatus();
     const Pending& pending = applied_;
-    if (store_ == nullptr) commit_payload_ = Payload(&pending.result, pending.scaler);
-    if (store_ != nullptr) return checkpointing_->BeginOfStore(*store_, plan_.plan.commits_every_step);
+    if (store() == nullptr) commit_payload_ = Payload(&pending.result, pending.scaler);
+    if (store() != nullptr) return checkpointing_->BeginOfStore(*store(), plan_.plan.commits_every_step);
     if (pending_.count(step + 1) > 0) {
       return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
                                               " is over: no checkpoint of it can be written"));
     }
-    swap::CheckpointSource source = SourceOfMemory(plan_.plan, *residency_, DeviceStateOrNull(),
+    swap::CheckpointSource source = SourceOfMemory(plan_.plan, residency(), DeviceStateOrNull(),
                                                    identity_.dump(), step, pending.updates, commit_payload_);
     source.uuid = checkpoint_uuid_;
-    return checkpointing_->BeginOfMemory(*io_, std::move(source));
+    return checkpointing_->BeginOfMemory(*resources_->io(), std::move(source));
   }
 
   void Observe(OpId id, const Op& op, double start, double end) {
@@ -713,22 +563,14 @@ class Engine::Impl {
     if (options_.log) options_.log(line);
   }
 
-  Model model_;
-  EngineOptions options_;
   nlohmann::json identity_;
   std::vector<std::shared_ptr<BlockModule>> modules_;
   std::vector<BlockModule*> module_pointers_;
-  std::unique_ptr<Residency> residency_;
-  std::unique_ptr<swap::Store> store_;
-  std::unique_ptr<RankParts> others_;  // where a run of several ranks is only evaluated
   std::unique_ptr<StageRunner> runner_;
-  std::unique_ptr<InputSpill> inputs_;
-  std::unique_ptr<DeviceLanes> device_lanes_;  // null: the host computes
   std::unique_ptr<RealLanes> lanes_;
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
   bool told_of_misses_ = false;
-  aio::Region tile_memory_, network_memory_;      // Plan::checkpoint_bytes, Plan::network_bytes
   std::unique_ptr<Checkpointing> checkpointing_;  // null: none are kept
   std::optional<swap::Uuid> checkpoint_uuid_;  // by which the parts of all ranks know each other, of memory
   absl::Status checkpoint_status_;
@@ -801,18 +643,25 @@ const nlohmann::json& Engine::last_description() const { return impl_->last_desc
 const EnginePlan& Engine::plan() const { return impl_->plan_; }
 tiering::Stall Engine::waiting_for() const { return impl_->executor_->waiting_for(); }
 const tiering::Usage& Engine::usage() const { return impl_->usage_; }
-aio::EngineStats Engine::io_stats() const { return impl_->io_ ? impl_->io_->stats() : aio::EngineStats(); }
-std::string Engine::io_backend() const { return impl_->io_ ? impl_->io_->backend_name() : "none"; }
-std::string Engine::arena_pages() const { return std::string(aio::PageKindName(impl_->arena_->page_kind())); }
+aio::EngineStats Engine::io_stats() const {
+  return impl_->resources_->io() ? impl_->resources_->io()->stats() : aio::EngineStats();
+}
+std::string Engine::io_backend() const {
+  return impl_->resources_->io() ? impl_->resources_->io()->backend_name() : "none";
+}
+std::string Engine::arena_pages() const {
+  return std::string(aio::PageKindName(impl_->resources_->arena().page_kind()));
+}
 int64_t Engine::peak_managed_bytes() const {
   const Device& device = impl_->device();
   const bool elsewhere = device.apart() && device.tensors_are_host();  // what the host's allocator counts
-  return std::max(impl_->preparation_peak_, static_cast<int64_t>(impl_->arena_->bytes()) +
-                                                (elsewhere ? 0 : TensorMemory::Stats().peak_bytes));
+  return std::max(impl_->resources_->preparation_peak(),
+                  static_cast<int64_t>(impl_->resources_->arena().bytes()) +
+                      (elsewhere ? 0 : TensorMemory::Stats().peak_bytes));
 }
 const Device& Engine::device() const { return impl_->device(); }
 Device::Traffic Engine::copied() const {
-  const Device::Traffic now = impl_->device().traffic(), before = impl_->traffic_before_;
+  const Device::Traffic now = impl_->device().traffic(), before = impl_->resources_->traffic_before();
   return {now.h2d_bytes - before.h2d_bytes, now.d2h_bytes - before.d2h_bytes};
 }
 int64_t Engine::peak_device_bytes() const {
@@ -820,10 +669,10 @@ int64_t Engine::peak_device_bytes() const {
   return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;
 }
 int64_t Engine::peak_pinned_bytes() const {
-  return impl_->arena_->locked() ? static_cast<int64_t>(impl_->arena_->bytes()) : 0;
+  return impl_->resources_->arena().locked() ? static_cast<int64_t>(impl_->resources_->arena().bytes()) : 0;
 }
 void Engine::set_knee_bytes(uint64_t bytes) {
-  if (impl_->io_) impl_->io_->set_knee_bytes(bytes);
+  if (aio::Engine* io = impl_->resources_->io()) io->set_knee_bytes(bytes);
 }
 
 }  // namespace penstock::zero

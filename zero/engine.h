@@ -179,6 +179,8 @@ struct EngineOptions {
   std::shared_ptr<Comm> comm;
   int rank() const { return comm != nullptr ? comm->rank() : 0; }
   int world() const { return comm != nullptr ? comm->world() : 1; }
+  // There is state to go on from: of a run that trains on, or that is only evaluated.
+  bool resumes() const { return resume || !trains; }
   // Asked towards the end of every step: whether the caller wants to stop. All ranks hear of it with the same
   // step.
   std::function<bool()> stops;

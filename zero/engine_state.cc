@@ -247,12 +247,11 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   if (model.blocks.empty() || model.stages.empty()) {
     return absl::InvalidArgumentError("a model needs at least one block and one stage");
   }
-  const bool resumes = options.resume || !options.trains;
   const bool on_nvme = options.offload == OffloadDevice::kNvme;
   if (on_nvme && options.state_dirs.empty()) {
     return absl::InvalidArgumentError("state on NVMe needs a state directory");
   }
-  if (resumes && options.state_dirs.empty()) {
+  if (options.resumes() && options.state_dirs.empty()) {
     return absl::FailedPreconditionError(
         "there is nothing to resume: state in memory is gone with its process, and no checkpoint was named");
   }
@@ -284,7 +283,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   const bool in_place = on_nvme && options.trains;
   std::vector<swap::Inspection> inspections;
   const swap::Inspection* found = nullptr;  // this rank's part, or the first
-  if (resumes) {
+  if (options.resumes()) {
     absl::StatusOr<PartDirectories> parts = FindParts(options.state_dirs);
     if (!parts.ok()) return parts.status();
     absl::StatusOr<std::vector<swap::Inspection>> all = InspectParts(*parts);
@@ -300,7 +299,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   }
   plan_options.world = options.trains ? options.world() : static_cast<int>(plan.parts.size());
   // A step cannot be durable while the next is written over it.
-  const bool one_version = resumes ? found->shape.slots == 1 : options.versions == 1;
+  const bool one_version = options.resumes() ? found->shape.slots == 1 : options.versions == 1;
   plan_options.commits_every_step =
       !on_nvme || !options.trains || (options.durability == Durability::kStep && !one_version);
   if (options.comm != nullptr && in_place && one_version) {
@@ -326,14 +325,14 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   prepared.modules = measured->modules;
   prepared.identity = IdentityOf(model, options, *format, plan.graph);
   nlohmann::json theirs;
-  if (resumes) {
+  if (options.resumes()) {
     theirs = IdentityThere(*found, in_place);
     if (!in_place) prepared.identity = WholeIdentity(prepared.identity.dump());
     if (!options.trains) Adopt(theirs, &*format, &prepared.identity);
   }
   plan.format = *format;
   plan_options.precision = format->precision();
-  if (resumes) {
+  if (options.resumes()) {
     if (theirs != prepared.identity) {
       return absl::FailedPreconditionError(absl::StrCat(
           options.state_dirs.front(), " holds another run: ", JsonDifference(theirs, prepared.identity)));
@@ -379,7 +378,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     store_options.overwrite = options.overwrite;
     const swap::Layout layout = LayoutOf(plan.plan);
     absl::StatusOr<uint32_t> slots =
-        resumes
+        options.resumes()
             ? found->shape.slots
             : AgreeOnVersions(
                   comm, VersionsOf(options, store_options, layout, prepared.identity.dump(),
