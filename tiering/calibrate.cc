@@ -25,7 +25,7 @@ bool Transfers(Lane lane) { return lane == Lane::kRead || lane == Lane::kWrite; 
 
 void Calibration::Observe(const Op& op, double start_seconds, double end_seconds) {
   if (op.kind == OpKind::kCommit && !op.durable) return;  // nothing is done for it
-  if (op.lane == Lane::kHost || !(end_seconds > start_seconds) || spans_.size() >= kMostSpans) return;
+  if (op.lane == Lane::kHost || !(end_seconds > start_seconds) || full()) return;
   Span span{op.kind, op.lane, op.stage, op.bytes, start_seconds, end_seconds};
   if (op.lane == Lane::kUpdate || op.kind == OpKind::kUpdateOnDevice) {
     span.amount = UpdateWork(plan_, op);

@@ -1,5 +1,5 @@
-// What a run's first steps say about the machine: the times that its operations took, as the rates and times
-// that the simulator computes with.
+// What some of a run's steps say about the machine: the times that its operations took, as the rates and
+// times that the simulator computes with.
 //
 // Operations disturb each other: forward shares cores with updates, reads share the drive with writes. What
 // is wanted is the work of each, as if it were alone, in the simulator's own terms; so a span counts as much
@@ -28,6 +28,7 @@ class Calibration {
   // An operation that ran on a real lane, by the lanes' clock. Beyond kMostSpans they are not kept.
   void Observe(const Op& op, double start_seconds, double end_seconds);
 
+  bool full() const { return spans_.size() >= kMostSpans; }
   // With what was observed in place of what was measured or assumed before.
   struct Result {
     ModelGraph graph;

@@ -16,7 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/cpu_features.h"
-#include "tiering/calibrate.h"
+#include "tiering/run_prediction.h"
 #include "tools/cli.h"
 #include "tools/machine_probe.h"
 #include "tools/plan_text.h"
@@ -38,7 +38,6 @@ namespace {
 
 constexpr const char* kName = "penstock train";
 constexpr int64_t kEvaluationBatches = 16;
-constexpr int64_t kCalibratedAfter = 3;  // steps
 
 std::atomic<int> stop_signals{0};
 
@@ -81,6 +80,7 @@ class Training {
     if (zero::Comm* comm = settings_.engine.comm.get(); comm != nullptr && !status.ok()) comm->Abort(status);
     progress_.Finish();
     if (trace_ != nullptr) status.Update(trace_->Close());
+    if (run_prediction_ != nullptr && run_prediction_->Finish()) Predicted();
     if (started) status.Update(WriteReport(status));
     if (status.ok()) Summarize();
     return status;
@@ -156,7 +156,7 @@ class Training {
     }
     options.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
-      if (calibration_ != nullptr) calibration_->Observe(op, start, end);
+      if (run_prediction_ != nullptr) run_prediction_->Observe(op, start, end);
     };
     if (trace_ != nullptr) {
       options.stall_observer = [this](tiering::Stall cause, double start, double end) {
@@ -170,6 +170,9 @@ class Training {
     engine_ = std::move(*engine);
     engine_->set_knee_bytes(machine_.drives.knee_bytes);
     report_.Planned(*engine_, machine_.drives, prediction_);
+    run_prediction_ =
+        std::make_unique<tiering::RunPrediction>(engine_->plan().graph, engine_->plan().plan, machine_.model,
+                                                 static_cast<int64_t>(machine_.drives.knee_bytes));
     if (engine_->run().value("data_fingerprint", *fingerprint) != *fingerprint) {
       return absl::FailedPreconditionError(
           absl::StrCat("--data ", settings_.data_path,
@@ -246,22 +249,12 @@ class Training {
     return absl::OkStatus();
   }
 
-  // The first step fills the pipeline; the ones after it, up to kCalibratedAfter, show what the machine is
-  // worth while it does all of this at once.
-  void Calibrate(int64_t steps_done) {
-    const zero::EnginePlan& plan = engine_->plan();
-    if (steps_done == 1) {
-      calibration_ = std::make_unique<tiering::Calibration>(plan.graph, plan.plan, machine_.model,
-                                                            static_cast<int64_t>(machine_.drives.knee_bytes));
-    }
-    if (steps_done != kCalibratedAfter || calibration_ == nullptr) return;
-    const tiering::Calibration::Result result = calibration_->Calibrated();
-    calibration_ = nullptr;
-    const absl::StatusOr<tiering::Prediction> prediction =
-        tiering::Predict(result.graph, plan.plan, result.machine);
-    if (!prediction.ok()) return;
-    report_.Calibrated(*prediction);
-    if (!words_.quiet) progress_.Print(CalibratedText(*prediction, result.machine, result.drive_seen));
+  // What the run's own steps say of it; told once, when the first have.
+  void Predicted() {
+    report_.Predicted(run_prediction_->prediction());
+    if (words_.quiet || !run_prediction_->first_window()) return;
+    progress_.Print(CalibratedText(run_prediction_->prediction(), run_prediction_->machine(),
+                                   run_prediction_->drive_seen()));
   }
 
   int64_t TokensPerStep() const {
@@ -301,7 +294,7 @@ class Training {
           engine_->Step(std::move(*batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain);
       if (!result.ok()) return result.status();
       report_.Stepped(*engine_, *result, TokensPerStep());
-      Calibrate(++steps_done_);
+      if (run_prediction_->Stepped()) Predicted();
       if (std::isnan(first_loss_)) first_loss_ = result->loss;
       newest_ = *result;
       if (result->skipped)
@@ -427,8 +420,7 @@ class Training {
   Progress progress_;
   zero::Report report_;
   Machine machine_;
-  std::unique_ptr<tiering::Calibration> calibration_;
-  int64_t steps_done_ = 0;  // by this process
+  std::unique_ptr<tiering::RunPrediction> run_prediction_;
   tiering::Prediction prediction_;
   std::unique_ptr<Dataset> data_, eval_data_;
   std::unique_ptr<TrainLog> log_;

@@ -114,9 +114,9 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   seconds_ = 0;
 }
 
-void Report::Calibrated(const tiering::Prediction& prediction) {
+void Report::Predicted(const tiering::Prediction& prediction) {
   prediction_ = prediction;
-  report_["prediction_from"] = "first steps";
+  report_["prediction_from"] = "steps";
   report_["bound_by"] = prediction.bound_by;
 }
 

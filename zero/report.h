@@ -12,10 +12,11 @@
 //                                  were likely to be, clipped), redone_steps did so for nothing
 //   predicted_step_seconds         the step of the simulator, by the steps that there were: those that
 //                                  updated nothing in backward take predicted_clipped_step_seconds, the
-//                                  others predicted_unclipped_step_seconds. Both with what the second and
-//                                  third step of the process showed of times and bandwidths
-//                                  (prediction_from "first steps"), before those with what was measured at
-//                                  the start ("start"); predicted_at_start_step_seconds and
+//                                  others predicted_unclipped_step_seconds. Both with what the steps of the
+//                                  process, the first apart, showed of times and bandwidths
+//                                  (prediction_from "steps"; tiering/run_prediction.h), before there are any
+//                                  with what was measured at the start ("start");
+//                                  predicted_at_start_step_seconds and
 //                                  predicted_at_start_clipped_step_seconds are the latter
 // stall_seconds is, by cause, what the compute lane waited for from its first operation to its last: together
 // with what forward and backward took, all of that time.
@@ -52,7 +53,7 @@ class Report {
 
   void Start(const EngineOptions& options, const std::string& version, int world_size);
   void Planned(const Engine& engine, const aio::DeviceProfile& device, const tiering::Prediction& prediction);
-  void Calibrated(const tiering::Prediction& prediction);
+  void Predicted(const tiering::Prediction& prediction);  // by the run's own steps
   // What probing the drives moved before the run; part of the totals, as it is part of the kernel's own
   // counters.
   void Probed(int64_t read_bytes, int64_t write_bytes) {

@@ -10,6 +10,7 @@
 #include "tests/tiering/plans.h"
 #include "tiering/calibrate.h"
 #include "tiering/program.h"
+#include "tiering/run_prediction.h"
 #include "tiering/sim_lanes.h"
 #include "tiering/simulate.h"
 #include "tiering/tiers.h"
@@ -269,6 +270,43 @@ TEST(Calibration, FindsTheMachineThatRan) {
     EXPECT_NEAR(predicted.step_seconds, seen.step_seconds, 0.05 * seen.step_seconds)
         << forward << " " << cores;
   }
+}
+
+// The drive halves its pace within the run: every step counts once.
+TEST(RunPrediction, IsTheMeanOfWhatItsStepsShow) {
+  const ModelGraph graph = Chain(16, 1 << 20, 2e-4);
+  MachineModel fast;
+  fast.read_bytes_per_s = fast.write_bytes_per_s = fast.mixed_bytes_per_s = 4e9;
+  fast.io_latency_seconds = 0;
+  MachineModel slow = fast;
+  slow.read_bytes_per_s = slow.write_bytes_per_s = slow.mixed_bytes_per_s = 2e9;
+  PlanOptions options;
+  options.machine = fast;
+  options.host_budget_bytes = 90 * kMiB;
+  const Plan plan = *MakePlan(graph, options);
+  MachineModel guess = fast;
+  guess.read_bytes_per_s = guess.mixed_bytes_per_s = 9e9;
+  RunPrediction run(graph, plan, guess, /*busy_bytes=*/1);
+  const auto train = [&](const MachineModel& machine, int steps) {
+    return Simulate(graph, plan, machine, steps,
+                    [&](OpId, const Op& op, double start, double end) { run.Observe(op, start, end); })
+        ->step_seconds;
+  };
+  train(slow, 1);
+  EXPECT_FALSE(run.Stepped()) << "the first step fills the pipeline";
+  const double step = train(fast, 2);
+  EXPECT_FALSE(run.Stepped());
+  EXPECT_TRUE(run.Stepped());
+  EXPECT_TRUE(run.first_window());
+  EXPECT_NEAR(run.prediction().step_seconds, step, 0.05 * step);
+  EXPECT_TRUE(run.drive_seen());
+  const double slow_step = train(slow, 3);
+  for (int k = 0; k < 3; ++k) EXPECT_FALSE(run.Stepped());
+  EXPECT_TRUE(run.Finish()) << "of a window that was begun";
+  EXPECT_FALSE(run.Finish());
+  const double mean = (2 * step + 3 * slow_step) / 5;
+  EXPECT_GT(slow_step, 1.5 * step);
+  EXPECT_NEAR(run.prediction().step_seconds, mean, 0.05 * mean);
 }
 
 TEST(Planner, PinnedMemoryDoesNotGrowWithTheNumberOfBlocks) {
