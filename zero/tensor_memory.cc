@@ -3,23 +3,21 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <malloc.h>
-#include <sys/mman.h>
 #include <torch/version.h>
 
 #include <cstdlib>
 #include <cstring>
-#include <map>
+#include <limits>
 #include <mutex>
-#include <vector>
+
+#include "zero/tensor_region.h"
 
 namespace penstock::zero {
 namespace {
 
 constexpr int64_t kHeader = 64;  // before every buffer; keeps the 64-byte alignment that LibTorch expects
-constexpr int64_t kKeepFrom = 64 << 10;  // smaller buffers are malloc's business
-constexpr int64_t kGranule = 16 << 10;   // sizes of kept buffers, so that near sizes share
-constexpr int64_t kHugeFrom = 8 << 20;   // worth huge pages
-constexpr int64_t kHugePage = 2 << 20;
+constexpr int64_t kRegionFrom = 64 << 10;  // smaller buffers are malloc's business
+constexpr int64_t kGranule = TensorRegion::kGranule;
 constexpr uint64_t kMagic = 0x70656e73746f636b;
 
 struct Header {
@@ -30,33 +28,32 @@ static_assert(sizeof(Header) <= kHeader);
 
 class Pool {
  public:
+  Pool() { SetLimit(0); }
+
   void* Allocate(int64_t asked) {
-    int64_t bytes = asked + kHeader;
-    if (bytes >= kKeepFrom) bytes = (bytes + kGranule - 1) / kGranule * kGranule;
+    const bool small = asked + kHeader < kRegionFrom;
+    const int64_t granules = (asked + kHeader + kGranule - 1) / kGranule;
+    const int64_t bytes = small ? asked + kHeader : granules * kGranule;
     std::lock_guard lock(mutex_);
+    if (limit_ > 0 && live_ + bytes > limit_) {
+      C10_THROW_ERROR(Error, "tensor memory budget: " + std::to_string(asked) + " bytes asked, " +
+                                 std::to_string(live_) + " of " + std::to_string(limit_) + " bytes in use");
+    }
     void* base = nullptr;
-    if (auto it = kept_.find(bytes); it != kept_.end() && !it->second.empty()) {
-      base = it->second.back();
-      it->second.pop_back();
-      stats_.kept_bytes -= bytes;
+    if (TensorRegion::Place place; !small && (place = region_.Find(granules)).at >= 0) {
+      if (limit_ > 0) region_.Fit((limit_ - live_) / kGranule, &place);
+      base = region_.Take(place);
     } else {
-      if (limit_ > 0 && stats_.live_bytes + stats_.kept_bytes + bytes > limit_) ReleaseKept(bytes);
-      if (limit_ > 0 && stats_.live_bytes + bytes > limit_) {
-        C10_THROW_ERROR(Error, "tensor memory budget: " + std::to_string(asked) + " bytes asked, " +
-                                   std::to_string(stats_.live_bytes) + " of " + std::to_string(limit_) +
-                                   " bytes in use");
-      }
-      const bool huge = bytes >= kHugeFrom;
-      if (posix_memalign(&base, huge ? kHugePage : 64, static_cast<size_t>(bytes)) != 0) {
+      if (limit_ > 0) ReleaseOver(limit_ - live_ - bytes);
+      if (posix_memalign(&base, kHeader, static_cast<size_t>(bytes)) != 0) {
         C10_THROW_ERROR(Error, "out of memory: " + std::to_string(asked) + " bytes for a tensor");
       }
-      if (huge) madvise(base, static_cast<size_t>(bytes), MADV_HUGEPAGE);
     }
     const Header header{kMagic, bytes};
     std::memcpy(base, &header, sizeof(header));
-    stats_.live_bytes += bytes;
-    stats_.peak_live_bytes = std::max(stats_.peak_live_bytes, stats_.live_bytes);
-    stats_.peak_bytes = std::max(stats_.peak_bytes, stats_.live_bytes + stats_.kept_bytes);
+    live_ += bytes;
+    peak_live_ = std::max(peak_live_, live_);
+    peak_ = std::max(peak_, live_ + kept());
     return static_cast<char*>(base) + kHeader;
   }
 
@@ -66,61 +63,53 @@ class Pool {
     std::memcpy(&header, base, sizeof(header));
     TORCH_INTERNAL_ASSERT(header.magic == kMagic, "a tensor's memory was overwritten from below");
     std::lock_guard lock(mutex_);
-    stats_.live_bytes -= header.bytes;
-    if (header.bytes < kKeepFrom ||
-        (limit_ > 0 && stats_.live_bytes + stats_.kept_bytes + header.bytes > limit_)) {
+    live_ -= header.bytes;
+    if (!region_.Owns(base)) {
       std::free(base);
       return;
     }
-    kept_[header.bytes].push_back(base);
-    stats_.kept_bytes += header.bytes;
+    region_.GiveBack(base, header.bytes / kGranule);
+    if (limit_ > 0) ReleaseOver(limit_ - live_);  // which may be lower than it was
   }
 
   void SetLimit(int64_t bytes) {
     std::lock_guard lock(mutex_);
     limit_ = bytes;
-    if (limit_ > 0 && stats_.live_bytes + stats_.kept_bytes > limit_) ReleaseKept(0);
+    region_.UseHugePages(bytes > 0 ? bytes : std::numeric_limits<int64_t>::max());
+    if (limit_ > 0) ReleaseOver(limit_ - live_);
   }
 
   void ResetPeak() {
     std::lock_guard lock(mutex_);
-    stats_.peak_bytes = stats_.live_bytes + stats_.kept_bytes;
+    peak_ = live_ + kept();
   }
 
   void ResetLivePeak() {
     std::lock_guard lock(mutex_);
-    stats_.peak_live_bytes = stats_.live_bytes;
+    peak_live_ = live_;
   }
 
   void Trim() {
     std::lock_guard lock(mutex_);
-    for (auto& [bytes, buffers] : kept_) {
-      for (void* base : buffers) std::free(base);
-    }
-    kept_.clear();
-    stats_.kept_bytes = 0;
+    region_.Release(region_.kept());
   }
 
   TensorMemoryStats Stats() {
     std::lock_guard lock(mutex_);
-    return stats_;
+    return {live_, kept(), peak_live_, peak_};
   }
 
  private:
-  // Gives back kept buffers, largest first, until `bytes` more fit or none is left.
-  void ReleaseKept(int64_t bytes) {
-    for (auto it = kept_.rbegin(); it != kept_.rend(); ++it) {
-      while (!it->second.empty() && stats_.live_bytes + stats_.kept_bytes + bytes > limit_) {
-        std::free(it->second.back());
-        it->second.pop_back();
-        stats_.kept_bytes -= it->first;
-      }
-    }
+  int64_t kept() const { return region_.kept() * kGranule; }
+  // Leaves no more than so many bytes of kept memory.
+  void ReleaseOver(int64_t bytes) {
+    const int64_t over = kept() - std::max<int64_t>(bytes, 0);
+    if (over > 0) region_.Release((over + kGranule - 1) / kGranule);
   }
 
   std::mutex mutex_;
-  std::map<int64_t, std::vector<void*>> kept_;
-  TensorMemoryStats stats_;
+  TensorRegion region_;
+  int64_t live_ = 0, peak_live_ = 0, peak_ = 0;  // TensorMemoryStats
   int64_t limit_ = 0;
 };
 

@@ -3,9 +3,9 @@
 // LibTorch has one CPU allocator for the process; Install() puts this one in its place. It counts what is
 // handed out and what is kept for reuse, and refuses (a c10::Error, which the engine turns into a status)
 // what would exceed the limit: so "managed memory never exceeds the budget" is a property of the allocator,
-// not a hope. Training asks for the same sizes step after step, so freed buffers of 64 KiB and more are kept
-// by size: a fresh 24 MB buffer costs 10 ms of page faults, a kept one nothing. Kept buffers count as managed
-// and are given back first when the limit is near.
+// not a hope. The memory of freed buffers of 64 KiB and more is kept for the next, whatever their sizes
+// (tensor_region.h): a fresh 24 MB buffer costs 10 ms of page faults, a kept one nothing. What is kept counts
+// as managed and is given back first when the limit is near.
 //
 // Thread-safe. Not counted, because LibTorch does not allocate it here: scratch inside oneDNN and OpenBLAS,
 // autograd's graph nodes, code.
@@ -27,12 +27,12 @@ class TensorMemory {
  public:
   // Idempotent. Tensors made before keep their memory and are not counted.
   static void Install();
-  // 0: no limit. What exceeds a new limit already is not taken back, but kept buffers are.
+  // 0: no limit. What exceeds a new limit already is not taken back, but what is kept is.
   static void SetLimit(int64_t bytes);
   static void ResetPeak();
   static void ResetLivePeak();
   static TensorMemoryStats Stats();
-  // Gives kept buffers back to the system.
+  // Gives what is kept back to the system.
   static void Trim();
 };
 
