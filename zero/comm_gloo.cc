@@ -373,25 +373,32 @@ class GlooComm : public Comm {
   // Leaves a sign of life, and looks for those of the others: rank 0 for everybody's, everybody for rank 0's.
   void Beat() {
     std::vector<int64_t> counts(static_cast<size_t>(world()), 0);
+    bool store_is_there = true;
     while (!Stopped()) {
       try {
-        store_->add(Key(absl::StrCat("beat/", rank())), 1);
-        for (int k = 0; k < (rank() == 0 ? world() : 1); ++k) {
-          const int64_t count = store_->add(Key(absl::StrCat("beat/", k)), 0);
-          std::lock_guard lock(mutex_);
-          if (count != counts[static_cast<size_t>(k)]) seen_[static_cast<size_t>(k)] = Clock::now();
-          counts[static_cast<size_t>(k)] = count;
-        }
-        {
-          std::lock_guard lock(mutex_);
-          answered_ = Clock::now();
-        }
-        // Whoever waits for another rank than the one that failed learns of it here.
-        if (const std::string noted = Noted(); !noted.empty()) (void)Stop(Others(noted));
+        if (store_is_there) AskStore(&counts);
       } catch (const std::exception&) {
-        return;  // the store has gone with its rank: the connections tell
+        store_is_there = false;  // it has gone with its rank: the connections tell
       }
+      LookForBrokenConnections();
     }
+  }
+
+  // Does not return while the store's host does not answer.
+  void AskStore(std::vector<int64_t>* counts) {
+    store_->add(Key(absl::StrCat("beat/", rank())), 1);
+    for (int k = 0; k < (rank() == 0 ? world() : 1); ++k) {
+      const int64_t count = store_->add(Key(absl::StrCat("beat/", k)), 0);
+      std::lock_guard lock(mutex_);
+      if (count != (*counts)[static_cast<size_t>(k)]) seen_[static_cast<size_t>(k)] = Clock::now();
+      (*counts)[static_cast<size_t>(k)] = count;
+    }
+    {
+      std::lock_guard lock(mutex_);
+      answered_ = Clock::now();
+    }
+    // Whoever waits for another rank than the one that failed learns of it here.
+    if (const std::string noted = Noted(); !noted.empty()) (void)Stop(Others(noted));
   }
 
   // Apart from it, because the store's own process may be the one that does not answer.
@@ -406,9 +413,7 @@ class GlooComm : public Comm {
         }
         if (rank() != 0 && (answered_ < since || seen_[0] < since)) silent = 0;
         if (!failure_.ok()) return;
-        if (closing_) continue;
       }
-      if (!Connected()) return;
       if (silent < 0) continue;
       const std::string text =
           absl::StrCat(RankName(silent, world()), " has not answered for ", options_.patience_seconds, " s");
@@ -426,7 +431,11 @@ class GlooComm : public Comm {
   // Gloo tells a broken connection to every receive whose message has not begun, but not to one whose message
   // breaks off in the middle. So one that nobody ever sends to waits beside them: asked to give up, it says
   // at once what it has been told.
-  bool Connected() {
+  void LookForBrokenConnections() {
+    {
+      std::lock_guard lock(mutex_);
+      if (!failure_.ok() || closing_) return;  // they may end from here on
+    }
     for (int k = 0; k < world(); ++k) {
       if (k == rank()) continue;
       Buffer& probe = *probes_[static_cast<size_t>(k)];
@@ -435,10 +444,9 @@ class GlooComm : public Comm {
         probe.waitRecv(kForever);
       } catch (const std::exception& error) {
         (void)Lost(k, error.what());  // what every call returns from here on
-        return false;
+        return;
       }
     }
-    return true;
   }
 
   bool Stopped() {
@@ -472,9 +480,9 @@ class GlooComm : public Comm {
   std::array<uint64_t, kChannels> sequence_{};   // by channel, which one thread uses at a time
 
   std::mutex mutex_;
-  absl::Status failure_;                 // the first; everything fails with it from then on
-  std::set<Buffer*> active_;             // that somebody may be waiting for
-  bool closing_ = false;                 // connections may end from here on
+  absl::Status failure_;      // the first; everything fails with it from then on
+  std::set<Buffer*> active_;  // that somebody may be waiting for
+  bool closing_ = false;
   std::vector<Clock::time_point> seen_;  // [rank] its last sign of life
   Clock::time_point answered_;           // when the store last did
 
