@@ -114,7 +114,8 @@ Finding Probe(const std::string& directory, int lock_patience_ms) {
     return with(Holding::kNeverCommitted, absl::StrCat(path, " is of a run whose creation was cut short"));
   }
   if (absl::IsInvalidArgument(super.status())) {
-    return with(Holding::kForeign, absl::StrCat(path, " was made by something else"));
+    return with(Holding::kForeign,
+                absl::StrCat(path, " was made by something else, or its superblock was overwritten"));
   }
   if (!super.ok()) return with(Holding::kDamaged, absl::StrCat(path, ": ", super.status().message()));
   finding.uuid = super->shape.uuid;

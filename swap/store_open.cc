@@ -358,8 +358,8 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
       continue;
     }
     if (absl::IsInvalidArgument(decoded.status())) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(decoded.status().message(), ": it was made by something else"));
+      return absl::FailedPreconditionError(absl::StrCat(
+          decoded.status().message(), ": it was made by something else, or its superblock was overwritten"));
     }
     if (!decoded.ok()) return decoded.status();
     for (const std::string& line : decoded->damage) damage.push_back(absl::StrCat(file->path(), ": ", line));

@@ -29,18 +29,20 @@ std::vector<std::string> OfRank(const std::vector<std::string>& directories, int
   return of_rank;
 }
 
-bool HoldsAnything(const std::vector<std::string>& directories) {
-  const swap::Holding holding = swap::Probe(directories).holding;
-  return holding != swap::Holding::kNothing && holding != swap::Holding::kForeign;
+bool HoldsAnything(const swap::Finding& finding) {
+  return finding.holding != swap::Holding::kNothing && finding.holding != swap::Holding::kForeign;
 }
 
 }  // namespace
 
 absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& directories) {
   if (directories.empty()) return absl::InvalidArgumentError("no directory was given");
-  if (HoldsAnything(directories)) return PartDirectories{directories};
+  const swap::Finding found = swap::Probe(directories);
+  if (HoldsAnything(found)) return PartDirectories{directories};
   const std::vector<std::string> first = OfRank(directories, 0);
-  if (!HoldsAnything(first)) {
+  if (!HoldsAnything(swap::Probe(first))) {
+    // Something is there, perhaps what was a run: that is not the same as nothing.
+    if (found.holding == swap::Holding::kForeign) return absl::FailedPreconditionError(found.text);
     return absl::NotFoundError(
         absl::StrCat(directories.front(), " holds neither a run nor rank-0/ of one of several ranks"));
   }
@@ -50,7 +52,7 @@ absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& direct
   PartDirectories parts;
   for (int rank = 0; rank < ranks; ++rank) {
     parts.push_back(OfRank(directories, rank));
-    if (HoldsAnything(parts.back())) continue;
+    if (HoldsAnything(swap::Probe(parts.back()))) continue;
     return absl::DataLossError(absl::StrCat(parts.back().front(), ": the part of rank ", rank,
                                             " of the run's ", ranks,
                                             " is missing: bring all parts together"));

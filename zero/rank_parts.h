@@ -31,7 +31,8 @@ namespace penstock::zero {
 using PartDirectories = std::vector<std::vector<std::string>>;
 
 // What `directories` hold: themselves where a run of one rank (or one rank's part) is there, else the parts
-// of all ranks. kNotFound: neither; kDataLoss: a part is missing.
+// of all ranks. kNotFound: neither; kFailedPrecondition: other files, or one that may have been a run's and
+// cannot be told; kDataLoss: a part is missing.
 absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& directories);
 
 // An identity without what says whose part it is of; {} where it is no object.
