@@ -43,7 +43,8 @@ class Pool {
     if (TensorRegion::Place place; !small && (place = region_.Find(granules)).at >= 0) {
       if (limit_ > 0) region_.Fit((limit_ - live_) / kGranule, &place);
       base = region_.Take(place);
-    } else {
+    }
+    if (base == nullptr) {
       if (limit_ > 0) ReleaseOver(limit_ - live_ - bytes);
       if (posix_memalign(&base, kHeader, static_cast<size_t>(bytes)) != 0) {
         C10_THROW_ERROR(Error, "out of memory: " + std::to_string(asked) + " bytes for a tensor");

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int64_t kGranule = TensorRegion::kGranule;
 constexpr int64_t kHugePage = (int64_t{2} << 20) / kGranule;  // granules
+constexpr int64_t kStride = (int64_t{64} << 20) / kGranule;   // at once, when more addresses are needed
 constexpr int64_t kMost = int64_t{1} << 40, kLeast = int64_t{1} << 30;
 
 size_t Bytes(int64_t granules) { return static_cast<size_t>(granules * kGranule); }
@@ -21,7 +22,8 @@ size_t Bytes(int64_t granules) { return static_cast<size_t>(granules * kGranule)
 
 TensorRegion::TensorRegion() {
   for (int64_t bytes = kMost; bytes >= kLeast && base_ == nullptr; bytes /= 2) {
-    void* mapped = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
+    // Without access nothing is charged to anybody, however the system counts what it has promised.
+    void* mapped = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) continue;
     base_ = static_cast<char*>(mapped);
@@ -130,6 +132,11 @@ void TensorRegion::Fit(int64_t most, Place* place) {
 
 void* TensorRegion::Take(const Place& place) {
   const int64_t end = place.at + place.granules;
+  if (end > usable_) {
+    const int64_t to = std::min((end + kStride - 1) / kStride * kStride, size_);
+    if (mprotect(base_ + Bytes(usable_), Bytes(to - usable_), PROT_READ | PROT_WRITE) != 0) return nullptr;
+    usable_ = to;
+  }
   const int64_t had = CountTouched(place.at, end);
   if (had < place.granules) {
     if (!place.small_pages)

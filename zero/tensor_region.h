@@ -36,7 +36,8 @@ class TensorRegion {
   // Returns kept memory elsewhere to the system until no more than `most` granules, these among them, are not
   // in use by others. `most`: no less than the place has.
   void Fit(int64_t most, Place* place);
-  void* Take(const Place& place);  // from the last Find, as Fit left it
+  // From the last Find, as Fit left it. Null: the system gives no more.
+  void* Take(const Place& place);
   bool Owns(const void* base) const;
   void GiveBack(void* base, int64_t granules);
 
@@ -59,6 +60,7 @@ class TensorRegion {
 
   char* base_ = nullptr;
   int64_t size_ = 0;      // granules
+  int64_t usable_ = 0;    // of them, which may be accessed
   int64_t huge_end_ = 0;  // of the granules that huge pages back
   int64_t kept_ = 0;
   std::map<int64_t, int64_t> free_;  // runs: first granule, granules
