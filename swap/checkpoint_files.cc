@@ -76,12 +76,13 @@ bool HoldsStore(const std::string& directory) {
          ::access(StorePath(RankDirectory(directory, 0)).c_str(), F_OK) == 0;
 }
 
-// Gives a file's space back from its end. A file system that is told to free gigabytes at once keeps all who
-// write to it waiting (ext4 with `discard`: 50 ms each half a gigabyte); by pieces nobody notices. What
-// somebody has open is left for them to read to its end. What fails here is freed with the name.
+// Gives the space of a file without a name back from its end. A file system that is told to free gigabytes at
+// once keeps all who write to it waiting (ext4 with `discard`: 50 ms each half a gigabyte); by pieces nobody
+// notices. What somebody has open is left for them to read to its end. What fails here is freed with the
+// descriptor.
 void FreeInPieces(const PlainFile& file, const Rest& rest) {
   constexpr uint64_t kPiece = uint64_t{16} << 20;
-  if (file.bytes() <= kPiece || !file.IsOursAlone()) return;
+  if (file.bytes() <= kPiece || !file.IsOpenHereOnly()) return;
   for (uint64_t left = file.bytes(); left > 0;) {
     left -= std::min(left, kPiece);
     const auto start = std::chrono::steady_clock::now();
@@ -121,12 +122,11 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
   const std::string name = directory.substr(slash + 1);
   if (uint64_t step = 0; StepOf(name, &step)) {
     const std::string unnamed = absl::StrCat(directory.substr(0, slash + 1), PartialName(name));
-    if (::rename(directory.c_str(), unnamed.c_str()) == 0) {
-      directory = unnamed;
-      for (const PlainFile& file : files) {
-        if (rest) FreeInPieces(file, rest);
-      }
-    }
+    if (::rename(directory.c_str(), unnamed.c_str()) == 0) directory = unnamed;
+  }
+  std::vector<const PlainFile*> nameless;  // soon, where nobody else has given it another name
+  for (const PlainFile& file : files) {
+    if (rest && file.HasOneName()) nameless.push_back(&file);
   }
   for (const std::string& path : store_files()) {
     if (::unlink(path.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove", path);
@@ -136,6 +136,7 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
   for (const std::string& each : directories) {
     if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
   }
+  for (const PlainFile* file : nameless) FreeInPieces(*file, rest);
   return absl::OkStatus();
 }
 

@@ -181,11 +181,14 @@ absl::Status PlainFile::Cut(uint64_t bytes) const {
   return result == 0 ? absl::OkStatus() : ErrnoError(error, "cut", path_);
 }
 
-bool PlainFile::IsOursAlone() const {
+bool PlainFile::HasOneName() const {
   struct stat info;
-  if (::fstat(fd_, &info) != 0 || info.st_nlink != 1) return false;
-  // The kernel grants a write lease only where no other descriptor of the file is open. Whoever opens it
-  // before the lease is given back is waited for with a signal: one that does nothing.
+  return ::fstat(fd_, &info) == 0 && info.st_nlink == 1;
+}
+
+bool PlainFile::IsOpenHereOnly() const {
+  // The kernel grants a write lease where that is so. What it would signal, should anybody come before the
+  // lease is given back, does nothing.
   if (::fcntl(fd_, F_SETSIG, SIGURG) != 0 || ::fcntl(fd_, F_SETLEASE, F_WRLCK) != 0) return false;
   return ::fcntl(fd_, F_SETLEASE, F_UNLCK) == 0;
 }

@@ -61,9 +61,10 @@ class PlainFile {
   FileKind Classify() const;
   // Cuts the file to `bytes`.
   absl::Status Cut(uint64_t bytes) const;
-  // Nobody else has it open, under whatever name, and it has no other name: cutting it takes nothing from
-  // anybody. In doubt: no.
-  bool IsOursAlone() const;
+  bool HasOneName() const;
+  // No other descriptor of it is open anywhere. In doubt: there is. Of a file that has no name any more; of
+  // another somebody who opens it just now may be told to try again.
+  bool IsOpenHereOnly() const;
 
  private:
   std::string path_;

@@ -41,7 +41,8 @@ absl::StatusOr<FoundState> FindState(const std::vector<std::string>& words) {
   absl::StatusOr<zero::PartDirectories> parts = zero::FindParts(*dirs);
   // Whatever stands there, inspecting says it best.
   state.parts = parts.ok() ? *std::move(parts) : zero::PartDirectories{*dirs};
-  if (!parts.ok() && !absl::IsNotFound(parts.status())) return parts.status();
+  const bool says_better = absl::IsNotFound(parts.status()) || absl::IsFailedPrecondition(parts.status());
+  if (!parts.ok() && !says_better) return parts.status();
   absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectParts(state.parts);
   if (!inspections.ok()) return inspections.status();
   state.inspections = *std::move(inspections);

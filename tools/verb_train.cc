@@ -156,7 +156,7 @@ class Training {
     }
     options.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
-      if (run_prediction_ != nullptr) run_prediction_->Observe(op, start, end);
+      if (run_prediction_ != nullptr && trains_) run_prediction_->Observe(op, start, end);
     };
     if (trace_ != nullptr) {
       options.stall_observer = [this](tiering::Stall cause, double start, double end) {
@@ -329,7 +329,9 @@ class Training {
       batches.push_back(std::move(batch));
       first += rows;
     }
+    trains_ = false;
     absl::StatusOr<double> loss = engine_->Evaluate(batches);
+    trains_ = true;
     if (!loss.ok()) return loss.status();
     evaluation_ = *loss;
     if (!words_.quiet) progress_.Print(absl::StrFormat("step %d  eval loss %.4f", engine_->step(), *loss));
@@ -421,6 +423,7 @@ class Training {
   zero::Report report_;
   Machine machine_;
   std::unique_ptr<tiering::RunPrediction> run_prediction_;
+  bool trains_ = true;  // and does not evaluate just now
   tiering::Prediction prediction_;
   std::unique_ptr<Dataset> data_, eval_data_;
   std::unique_ptr<TrainLog> log_;

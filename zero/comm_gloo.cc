@@ -443,6 +443,10 @@ class GlooComm : public Comm {
         probe.abortWaitRecv();
         probe.waitRecv(kForever);
       } catch (const std::exception& error) {
+        {
+          std::lock_guard lock(mutex_);
+          if (closing_) return;  // meanwhile
+        }
         (void)Lost(k, error.what());  // what every call returns from here on
         return;
       }

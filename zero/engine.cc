@@ -51,6 +51,7 @@ class Engine::Impl {
   absl::Status Create() {
     TensorMemory::Install();
     TensorMemory::Trim();
+    TensorMemory::SetLimit(0);
     TensorMemory::ResetPeak();
     absl::StatusOr<PreparedModel> prepared = PrepareModel(model_, options_);
     if (!prepared.ok()) return prepared.status();

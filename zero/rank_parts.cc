@@ -40,9 +40,11 @@ absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& direct
   const swap::Finding found = swap::Probe(directories);
   if (HoldsAnything(found)) return PartDirectories{directories};
   const std::vector<std::string> first = OfRank(directories, 0);
-  if (!HoldsAnything(swap::Probe(first))) {
+  if (const swap::Finding of_first = swap::Probe(first); !HoldsAnything(of_first)) {
     // Something is there, perhaps what was a run: that is not the same as nothing.
-    if (found.holding == swap::Holding::kForeign) return absl::FailedPreconditionError(found.text);
+    for (const swap::Finding& each : {of_first, found}) {
+      if (each.holding == swap::Holding::kForeign) return absl::FailedPreconditionError(each.text);
+    }
     return absl::NotFoundError(
         absl::StrCat(directories.front(), " holds neither a run nor rank-0/ of one of several ranks"));
   }
@@ -52,7 +54,9 @@ absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& direct
   PartDirectories parts;
   for (int rank = 0; rank < ranks; ++rank) {
     parts.push_back(OfRank(directories, rank));
-    if (HoldsAnything(swap::Probe(parts.back()))) continue;
+    const swap::Finding of_rank = swap::Probe(parts.back());
+    if (HoldsAnything(of_rank)) continue;
+    if (of_rank.holding == swap::Holding::kForeign) return absl::DataLossError(of_rank.text);
     return absl::DataLossError(absl::StrCat(parts.back().front(), ": the part of rank ", rank,
                                             " of the run's ", ranks,
                                             " is missing: bring all parts together"));

@@ -72,9 +72,8 @@ absl::Status Resources::MakeMemory() {
   preparation_peak_ = TensorMemory::Stats().peak_bytes;
   TensorMemory::Trim();
   TensorMemory::ResetPeak();
-  if (options_.host_memory_bytes > 0) {
-    TensorMemory::SetLimit(options_.host_memory_bytes - static_cast<int64_t>(arena_->bytes()));
-  }
+  const int64_t budget = options_.host_memory_bytes;
+  TensorMemory::SetLimit(budget > 0 ? budget - static_cast<int64_t>(arena_->bytes()) : 0);
   return absl::OkStatus();
 }
 

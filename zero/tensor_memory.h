@@ -32,7 +32,7 @@ class TensorMemory {
   static void ResetPeak();
   static void ResetLivePeak();
   static TensorMemoryStats Stats();
-  // Gives what is kept back to the system.
+  // Gives what is kept back to the system. Huge pages are used again after the next SetLimit.
   static void Trim();
 };
 

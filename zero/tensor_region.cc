@@ -2,6 +2,7 @@
 
 #include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <bit>
@@ -21,7 +22,12 @@ size_t Bytes(int64_t granules) { return static_cast<size_t>(granules * kGranule)
 }  // namespace
 
 TensorRegion::TensorRegion() {
-  for (int64_t bytes = kMost; bytes >= kLeast && base_ == nullptr; bytes /= 2) {
+  // Others need addresses too, where they are counted (ulimit -v).
+  rlimit limit{};
+  const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+  const int64_t most =
+      limited ? std::min(kMost, static_cast<int64_t>(std::bit_floor(limit.rlim_cur / 4))) : kMost;
+  for (int64_t bytes = most; bytes >= kLeast && base_ == nullptr; bytes /= 2) {
     // Without access nothing is charged to anybody, however the system counts what it has promised.
     void* mapped = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -116,17 +122,10 @@ TensorRegion::Place TensorRegion::Find(int64_t granules) const {
 }
 
 void TensorRegion::Fit(int64_t most, Place* place) {
-  // What is returned may leave a huge page with nothing in it, which then comes back as a whole: once more.
-  for (int i = 0; i < 2 && kept_ + place->fresh > most; ++i) {
-    Release(kept_ + place->fresh - most, *place);
-    *place = Consider(place->at, place->granules);
-  }
   if (kept_ + place->fresh <= most) return;
-  const int64_t from = place->at / kHugePage * kHugePage;
-  const int64_t to = (place->at + place->granules + kHugePage - 1) / kHugePage * kHugePage;
-  (void)madvise(base_ + Bytes(from), Bytes(std::min(to, size_) - from), MADV_NOHUGEPAGE);
-  place->small_pages = true;
-  place->fresh = place->granules - CountTouched(place->at, place->at + place->granules);
+  // Exact from here on: a huge page that is partly returned would come back as a whole.
+  UseHugePages(0);
+  *place = Consider(place->at, place->granules);
   Release(kept_ + place->fresh - most, *place);
 }
 
@@ -139,11 +138,10 @@ void* TensorRegion::Take(const Place& place) {
   }
   const int64_t had = CountTouched(place.at, end);
   if (had < place.granules) {
-    if (!place.small_pages)
-      ForSpill(place.at, place.granules, [&](int64_t from, int64_t to) {
-        Mark(from, to, true);
-        kept_ += to - from;
-      });
+    ForSpill(place.at, place.granules, [&](int64_t from, int64_t to) {
+      Mark(from, to, true);
+      kept_ += to - from;
+    });
     Mark(place.at, end, true);
   }
   kept_ -= had;
@@ -184,13 +182,19 @@ void TensorRegion::GiveBack(void* base, int64_t granules) {
 }
 
 void TensorRegion::Release(int64_t granules, const Place& spare) {
-  const auto high = static_cast<int64_t>(touched_.size()) * 64;
+  if (granules <= 0) return;
+  UseHugePages(0);
+  const auto gone = [&](int64_t g) {
+    return !Touched(g) || (g >= spare.at && g < spare.at + spare.granules);
+  };
   // From the end: what is in use gathers at the beginning.
   for (auto run = free_.rbegin(); run != free_.rend() && granules > 0; ++run) {
-    const auto gone = [&](int64_t g) {
-      return !Touched(g) || (g >= spare.at && g < spare.at + spare.granules);
-    };
-    for (int64_t to = std::min(run->first + run->second, high); to > run->first && granules > 0;) {
+    int64_t to = std::min(run->first + run->second, static_cast<int64_t>(touched_.size()) * 64);
+    while (to > run->first && granules > 0) {
+      if (touched_[static_cast<size_t>((to - 1) / 64)] == 0) {
+        to = (to - 1) / 64 * 64;
+        continue;
+      }
       if (gone(to - 1)) {
         --to;
         continue;
@@ -204,17 +208,23 @@ void TensorRegion::Release(int64_t granules, const Place& spare) {
       to = from;
     }
   }
+  while (!touched_.empty() && touched_.back() == 0) touched_.pop_back();
 }
 
 void TensorRegion::UseHugePages(int64_t bytes) {
-  if (base_ == nullptr) return;
   const int64_t end = std::min(bytes / kGranule, size_) / kHugePage * kHugePage;
-  if (end > huge_end_) {
-    (void)madvise(base_ + Bytes(huge_end_), Bytes(end - huge_end_), MADV_HUGEPAGE);
-  } else if (end < huge_end_) {
-    (void)madvise(base_ + Bytes(end), Bytes(huge_end_ - end), MADV_NOHUGEPAGE);
-  }
+  if (end == huge_end_) return;
+  if (huge_end_ > end) (void)madvise(base_ + Bytes(end), Bytes(huge_end_ - end), MADV_NOHUGEPAGE);
+  if (end > huge_end_) (void)madvise(base_ + Bytes(huge_end_), Bytes(end - huge_end_), MADV_HUGEPAGE);
   huge_end_ = end;
+  // The kernel may make whole pages of those that are there in part.
+  const int64_t high = std::min(end, static_cast<int64_t>(touched_.size()) * 64);
+  for (int64_t page = 0; page < high; page += kHugePage) {
+    const int64_t there = CountTouched(page, page + kHugePage);
+    if (there == 0 || there == kHugePage) continue;
+    Mark(page, page + kHugePage, true);
+    kept_ += kHugePage - there;
+  }
 }
 
 }  // namespace penstock::zero

@@ -29,7 +29,6 @@ class TensorRegion {
     int64_t at = -1;  // none
     int64_t granules = 0;
     int64_t fresh = 0;  // granules that have no memory yet and get it: its own, and what shares a huge page
-    bool small_pages = false;
   };
   // Where so many granules need the least fresh memory.
   Place Find(int64_t granules) const;
@@ -45,7 +44,8 @@ class TensorRegion {
   int64_t kept() const { return kept_; }
   // Returns the memory of so many of them to the system, if there are.
   void Release(int64_t granules) { Release(granules, Place()); }
-  // Huge pages back the first `bytes`, so that no page reaches beyond; normal ones the rest.
+  // Huge pages back the first `bytes`, whole, so that no page reaches beyond; normal ones the rest. Until
+  // memory is returned for the first time: after that what is there must be exact, and all pages are normal.
   void UseHugePages(int64_t bytes);
 
  private:

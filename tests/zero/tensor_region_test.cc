@@ -18,7 +18,13 @@ struct Buffer {
   void* base;
   int64_t granules;
   unsigned char fill;
+  bool written;
 };
+
+void Write(Buffer& buffer) {
+  std::memset(buffer.base, buffer.fill, static_cast<size_t>(buffer.granules * kGranule));
+  buffer.written = true;
+}
 
 // Pages of the first `bytes` after `base` that have memory.
 int64_t ResidentBytes(void* base, int64_t bytes) {
@@ -55,11 +61,12 @@ TEST(TensorRegion, WhateverFitsInTheBoundIsServedAndMemoryNeverExceedsIt) {
         used += granules;
         EXPECT_LE(used + region.kept(), most);
         EXPECT_TRUE(region.Owns(base));
-        live.push_back({base, granules, static_cast<unsigned char>(random())});
-        std::memset(base, live.back().fill, static_cast<size_t>(granules * kGranule));
+        live.push_back({base, granules, static_cast<unsigned char>(random()), random() % 2 == 0});
+        if (live.back().written) Write(live.back());
       } else if (!live.empty()) {
         const size_t k = random() % live.size();
-        const Buffer& buffer = live[k];
+        Buffer& buffer = live[k];
+        if (!buffer.written) Write(buffer);  // now: others came and went meanwhile
         const auto* bytes = static_cast<const unsigned char*>(buffer.base);
         for (int64_t g = 0; g < buffer.granules * 4; ++g) ASSERT_EQ(bytes[g * 4096 + 17], buffer.fill);
         region.GiveBack(buffer.base, buffer.granules);
@@ -92,7 +99,7 @@ TEST(TensorRegion, AStepLikeTheLastTakesNoFreshMemory) {
       fresh += place.fresh;
       used += granules;
       peak = std::max(peak, used);
-      return Buffer{region.Take(place), granules, 0};
+      return Buffer{region.Take(place), granules, 0, true};
     };
     const auto give = [&](const Buffer& buffer) {
       region.GiveBack(buffer.base, buffer.granules);
