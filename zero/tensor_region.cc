@@ -49,7 +49,7 @@ TensorRegion::TensorRegion() {
 
 TensorRegion::~TensorRegion() {
   if (base_ == nullptr) return;
-  ASAN_UNPOISON_MEMORY_REGION(base_, touched_.size() * 64 * Bytes(1));
+  ASAN_UNPOISON_MEMORY_REGION(base_, Bytes(usable_));
   (void)munmap(base_, Bytes(size_));
 }
 

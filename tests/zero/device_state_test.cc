@@ -19,15 +19,12 @@
 namespace penstock::zero {
 namespace {
 
+using testing_support::MakeTestDevice;
 using testing_support::RunOptions;
 using testing_support::TrainedLosses;
 using testing_support::TrainGpt;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-
-std::shared_ptr<Device> MakeTestDevice(const TestDeviceOptions& options = {}) {
-  return std::make_shared<TestDevice>(options);
-}
 
 class DeviceStateTest : public testing_support::ScratchTest {
  protected:

@@ -14,6 +14,7 @@ namespace {
 
 using testing_support::Alone;
 using testing_support::ExpectSameLosses;
+using testing_support::MakeTestDevice;
 using testing_support::RankOutcome;
 using testing_support::RunOptions;
 using testing_support::ToJson;
@@ -26,8 +27,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 // A device has threads: it is made in the rank's own process.
 std::vector<RankOutcome> TrainOnDevices(int world, const RunOptions& run,
                                         const TestDeviceOptions& device = {}) {
-  return TrainRanks(world, run,
-                    [&](int, RunOptions* own) { own->device = std::make_shared<TestDevice>(device); });
+  return TrainRanks(world, run, [&](int, RunOptions* own) { own->device = MakeTestDevice(device); });
 }
 
 // From the words of a refusal, which all ranks must give.
@@ -104,7 +104,7 @@ TEST(RankDevices, ACopyThatFailsOnOneEndsAllInItsWords) {
   RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
   run.steps = 1000;
   const std::vector<RankOutcome> ranks = TrainRanks(2, run, [](int rank, RunOptions* own) {
-    own->device = std::make_shared<TestDevice>(TestDeviceOptions{.fail_copy = rank == 1 ? 40 : 0});
+    own->device = MakeTestDevice({.fail_copy = rank == 1 ? 40 : 0});
   });
   for (const RankOutcome& rank : ranks) {
     EXPECT_EQ(rank.exit_code, 0);

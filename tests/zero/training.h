@@ -14,6 +14,7 @@
 #include "tools/gpt.h"
 #include "zero/engine.h"
 #include "zero/stage_runner.h"
+#include "zero/test_device.h"
 
 namespace penstock::zero::testing_support {
 
@@ -80,6 +81,9 @@ class ScratchTest : public testing::Test {
   ~ScratchTest() override;
   const std::string scratch_ = ScratchDirectory();
 };
+inline std::shared_ptr<Device> MakeTestDevice(const TestDeviceOptions& options = {}) {
+  return std::make_shared<TestDevice>(options);
+}
 EngineOptions OptionsOf(const RunOptions& run);  // without hooks; the state directory is run.state_dir
 TrainedLosses TrainGpt(const RunOptions& run);
 
