@@ -3,7 +3,7 @@ PRESET  ?= release
 BUILD   := build/$(PRESET)
 JOBS    ?= $(shell nproc)
 
-.PHONY: help train test build gpu deps soak fuzz lint format clean asan ubsan tsan
+.PHONY: help train test build gpu deps soak sanitize fuzz lint format clean asan ubsan tsan
 
 help:
 	@echo "make train   install what is missing, build, train a GPT whose state is several times its memory budget"
@@ -11,6 +11,7 @@ help:
 	@echo "make build   install what is missing, build (PRESET=release|debug|asan|ubsan|tsan)"
 	@echo "make gpu     build for a CUDA device in build/gpu, with nvcc and a LibTorch from PyPI (PIP_LIBTORCH=DIR, 5 GiB)"
 	@echo "make soak    the kill and fault tests, SOAK=20 times as long;  make asan|ubsan|tsan  the suite under a sanitizer"
+	@echo "make sanitize  I/O engine, store and what reads files, under ASan and UBSan, in minutes: part of every change's check"
 	@echo "make fuzz    what reads files and flags, with clang's libFuzzer, FUZZ_SECONDS=120 each"
 	@echo "make lint    clang-format and clang-tidy checks;  make format  rewrites in place"
 	@echo "make clean   remove build/"
@@ -36,6 +37,12 @@ train: build
 
 asan ubsan tsan:
 	@$(MAKE) --no-print-directory test PRESET=$@
+
+# What handles files, bytes and memory by hand, under two sanitizers at once, in a time that every change can afford.
+sanitize: deps
+	@test -f build/sanitize/build.ninja || cmake --preset sanitize
+	@cmake --build build/sanitize -j $(JOBS) --target sanitize_job
+	@cd build/sanitize && ctest --output-on-failure --no-tests=error -j $(JOBS) -L sanitize
 
 # The kill loops and the fault campaign, SOAK times as long; each prints its seeds.
 SOAK ?= 20

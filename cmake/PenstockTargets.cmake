@@ -27,7 +27,7 @@ if(PENSTOCK_SANITIZE)
   add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${PENSTOCK_SANITIZE}>
                       $<$<COMPILE_LANGUAGE:CXX>:-fno-omit-frame-pointer>)
   add_link_options(-fsanitize=${PENSTOCK_SANITIZE})
-  if(PENSTOCK_SANITIZE STREQUAL "undefined")
+  if(PENSTOCK_SANITIZE MATCHES "undefined")
     add_compile_options($<$<COMPILE_LANGUAGE:CXX>:-fno-sanitize-recover=undefined>)
   endif()
 endif()
@@ -55,6 +55,17 @@ function(penstock_program)
   target_link_libraries(${ARG_NAME} PRIVATE penstock_options ${ARG_DEPS})
 endfunction()
 
+# What `make sanitize` builds and runs (ctest -L sanitize): the programs that handle files, bytes and memory by hand.
+set(PENSTOCK_SANITIZE_JOB "^(aio|swap)_|^zero_tensor_region_test$|^fuzz_(profile_json|safetensors_header|store_format|checkpoint_open)$")
+add_custom_target(sanitize_job)
+# A test program that is one of these belongs to that job.
+function(penstock_note_for_sanitize_job target)
+  if(target MATCHES "${PENSTOCK_SANITIZE_JOB}")
+    add_dependencies(sanitize_job ${target})
+    set_property(TEST ${target} APPEND PROPERTY LABELS sanitize)
+  endif()
+endfunction()
+
 # penstock_test(NAME aio_engine_test SOURCES ... DEPS ... [LABELS ...] [TIMEOUT s] [SERIAL]): a GoogleTest program, one ctest entry.
 function(penstock_test)
   cmake_parse_arguments(ARG "SERIAL" "NAME;TIMEOUT" "SOURCES;DEPS;LABELS" ${ARGN})
@@ -69,4 +80,5 @@ function(penstock_test)
   if(ARG_SERIAL)
     set_tests_properties(${ARG_NAME} PROPERTIES RUN_SERIAL ON)
   endif()
+  penstock_note_for_sanitize_job(${ARG_NAME})
 endfunction()
