@@ -1,5 +1,6 @@
-// A small ext4 file system on a loop device, for tests of sector sizes, full disks and devices that go away.
-// Needs root, loop devices and mkfs.ext4; where they are not there `skip()` says why.
+// A small file system, ext4 unless told, on a loop device: for tests of sector sizes, full disks, devices
+// that go away, and files that share their bytes. Needs root, loop devices and mkfs; where they are not there
+// `skip()` says why.
 #ifndef PENSTOCK_TESTS_AIO_LOOP_DEVICE_H_
 #define PENSTOCK_TESTS_AIO_LOOP_DEVICE_H_
 
@@ -21,19 +22,20 @@
 namespace penstock::aio {
 
 struct LoopOptions {
+  std::string type = "ext4";  // or "xfs", "btrfs", which want 300 MiB and can clone files
   uint64_t bytes = 64 << 20;
   int sector_bytes = 512;
   // Not 0: the backing file is sparse on a tmpfs of this size, so that the device runs out of room before the
   // file system on it does, as thinly provisioned ones do.
   uint64_t backing_bytes = 0;
-  // Without extents ext4 cannot reserve space: files are sparse until they are written.
+  // Of ext4. Without extents it cannot reserve space: files are sparse until they are written.
   bool extents = true;
   bool journal = true;  // takes 4 MiB and more
 };
 
 class LoopDevice {
  public:
-  explicit LoopDevice(const LoopOptions& options) {
+  explicit LoopDevice(const LoopOptions& options) : type_(options.type) {
     char name[] = "loop-test-XXXXXX";
     if (geteuid() != 0) {
       skip_ = "needs root to set up a loop device";
@@ -66,11 +68,12 @@ class LoopDevice {
       skip_ = "losetup is not possible here";
       return;
     }
-    std::string format = "mkfs.ext4 -q -b 4096 -m 0 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard ";
+    std::string format = "mkfs." + type_ + " -q ";
+    if (type_ == "ext4") format += "-b 4096 -m 0 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard ";
     if (!options.extents) format += "-O ^extent,^64bit ";
     if (!options.journal) format += "-O ^has_journal ";
     if (!Run(format + device_)) {
-      skip_ = "mkfs.ext4 is not possible here";
+      skip_ = "mkfs." + type_ + " is not possible here";
       return;
     }
     Mount();
@@ -91,8 +94,8 @@ class LoopDevice {
   std::string backing_file() const { return root_ + "/backing/image"; }
 
   void Mount(unsigned long flags = 0) {
-    mounted_ = mount(device_.c_str(), directory().c_str(), "ext4", flags, nullptr) == 0;
-    if (!mounted_) skip_ = "ext4 on " + device_ + " cannot be mounted";
+    mounted_ = mount(device_.c_str(), directory().c_str(), type_.c_str(), flags, nullptr) == 0;
+    if (!mounted_) skip_ = type_ + " on " + device_ + " cannot be mounted";
   }
   // False while files are open on it.
   bool Unmount() {
@@ -147,6 +150,7 @@ class LoopDevice {
     return text.substr(0, text.find('\n'));
   }
 
+  const std::string type_;
   std::string root_;
   std::string device_;
   std::string skip_;
