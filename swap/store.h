@@ -292,7 +292,8 @@ class Store {
   // For a store whose ranks did not all come as far: takes back the last commit, which must be the only one
   // after that of `step`. Its record is erased, so that no later recovery finds it; recovered() and
   // committed_*() are those of `step` from then on. Only while nothing is in flight, written or held
-  // (kFailedPrecondition); kDataLoss: the store has no commit of that step any more.
+  // (kFailedPrecondition); kDataLoss: the store has no commit of that step any more, as
+  // one that keeps one version never has.
   absl::Status GoBackTo(uint64_t step);
 
   // The state of the last commit: what recovery would find now.

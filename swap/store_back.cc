@@ -17,6 +17,11 @@ absl::Status Store::GoBackTo(uint64_t step) {
     return absl::FailedPreconditionError("a commit is taken back only right after opening");
   }
   if (step == record_.step) return absl::OkStatus();
+  if (shape_.slots == 1) {
+    return absl::DataLossError(absl::StrCat(files_[0]->path(), " keeps one version, of step ", record_.step,
+                                            ": it cannot go back to step ", step,
+                                            "; go on from a checkpoint"));
+  }
   std::vector<std::vector<std::byte>> copies;
   const auto newest = static_cast<uint32_t>(record_.sequence % kRecordPlaces);
   AlignedBuffer buffer(geometry_.record_capacity());

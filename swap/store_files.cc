@@ -276,6 +276,7 @@ FoundRecord RecordOfStep(const Geometry& geometry, const Uuid& uuid,
                          std::span<const std::vector<std::byte>> copies, std::optional<uint64_t> step) {
   FoundRecord newest = NewestRecord(geometry, uuid, copies);
   if (!step.has_value() || newest.record.sequence == 0 || newest.record.step == *step) return newest;
+  if (geometry.slots() == 1) return newest;  // the tiles of the one before have been written over
   std::vector<std::vector<std::byte>> before(copies.begin(), copies.end());
   const uint64_t place = newest.record.sequence % kRecordPlaces;
   for (uint32_t copy = 0; copy < kRecordCopies; ++copy) before[place * kRecordCopies + copy].clear();

@@ -128,20 +128,23 @@ int64_t StepIn(const std::vector<std::string>& dirs) {
   return inspections.ok() ? static_cast<int64_t>(inspections->front().record.step) : -1;
 }
 
-absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const nlohmann::json& run,
+absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohmann::json>& run,
                                    const std::vector<std::string>& dirs, const std::string& checkpoint) {
-  int64_t step = -1, ranks = comm.world();
-  if (!run.is_null()) {
+  constexpr int64_t kOverwritten = -2, kNone = -1;  // in the place of a step
+  int64_t step = run.ok() ? kNone : kOverwritten, ranks = comm.world(), versions = 0;
+  if (run.ok() && !run->is_null()) {
     absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
     if (!inspection.ok()) return inspection.status();
     step = static_cast<int64_t>(inspection->record.step);
+    versions = inspection->shape.slots;
     const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
     ranks = identity.is_object() ? identity.value("ranks", int64_t{1}) : 1;
   }
-  const int64_t kept = checkpoint.empty() ? -1 : StepIn({checkpoint});
-  std::vector<int64_t> all_ranks, all_kept, steps;
+  const int64_t kept = checkpoint.empty() ? kNone : StepIn({checkpoint});
+  std::vector<int64_t> all_ranks, all_kept, all_versions, steps;
   PENSTOCK_TAKE(all_ranks, zero::AllNumbers(comm, ranks));
   PENSTOCK_TAKE(all_kept, zero::AllNumbers(comm, kept));
+  PENSTOCK_TAKE(all_versions, zero::AllNumbers(comm, versions));
   PENSTOCK_TAKE(steps, zero::AllNumbers(comm, step));
   for (const int64_t theirs : all_ranks) {
     // The directories as all ranks were given them, without the rank's own.
@@ -152,7 +155,10 @@ absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const nlohmann::json& run,
   }
   const auto least = std::min_element(steps.begin(), steps.end());
   const int64_t most = *std::max_element(steps.begin(), steps.end());
-  if (*least >= 0) return GoOn::kState;
+  // Who keeps one version cannot go back to the step that the others have.
+  const bool one_version = std::count(all_versions.begin(), all_versions.end(), 1) > 0;
+  const bool written_over = *least == kOverwritten || (one_version && *least >= 0 && *least < most);
+  if (*least >= 0 && !written_over) return GoOn::kState;
   for (size_t k = 1; k < all_kept.size(); ++k) {
     if (all_kept[k] == all_kept.front()) continue;
     return absl::FailedPreconditionError(
@@ -161,13 +167,23 @@ absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const nlohmann::json& run,
                      ": all ranks need one directory, on a file system that they "
                      "share"));
   }
+  const auto rank = least - steps.begin();
+  const std::string who = zero::RankName(static_cast<int>(rank), comm.world());
+  if (written_over) {
+    if (kept >= 0) return GoOn::kCheckpoint;
+    return absl::DataLossError(absl::StrCat(
+        "the run keeps one version of its state, and ",
+        *least == kOverwritten
+            ? absl::StrCat(who, " was ended while it was written over")
+            : absl::StrCat(who, " has that of step ", *least, " and another that of step ", most),
+        ": go on from a checkpoint (--resume --checkpoint-dir DIR), or start over with --overwrite"));
+  }
   // Nobody has more than the checkpoint: some were killed while they were restoring it, or before it.
   if (kept >= 0 && most <= kept) return GoOn::kCheckpoint;
   if (most <= 0) return GoOn::kStartOver;
-  const auto rank = least - steps.begin();
   return absl::DataLossError(absl::StrCat(
-      zero::RankName(static_cast<int>(rank), comm.world()), " has no run in its rank-", rank,
-      "/ of --state-dir, and others are at step ", most, ": bring it back, ",
+      who, " has no run in its rank-", rank, "/ of --state-dir, and others are at step ", most,
+      ": bring it back, ",
       kept >= 0
           ? absl::StrCat("go on from step ", kept, " of --checkpoint-dir with a --state-dir that is empty, ")
           : "",

@@ -28,10 +28,11 @@ absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int worl
 enum class GoOn : uint8_t { kState, kCheckpoint, kStartOver };
 
 // What this rank found, held against what the others did, so that all do the same: `run` in its directories
-// `dirs` (null: no commit), and `checkpoint` (empty: none), the newest. The state counts where every rank has
-// its part of it. kFailedPrecondition: it is of another number of ranks, or they do not see one checkpoint;
-// kDataLoss: a rank has lost what others still have.
-absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const nlohmann::json& run,
+// `dirs` (null: no commit; an error: of one version, and that was being written over), and `checkpoint`
+// (empty: none), the newest. The state counts where every rank has its part of it, and where there is one
+// version all have that of one step. kFailedPrecondition: it is of another number of ranks, or they do not
+// see one checkpoint; kDataLoss: a rank has lost what others still have, and no checkpoint makes up for it.
+absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohmann::json>& run,
                                    const std::vector<std::string>& dirs, const std::string& checkpoint);
 
 // The step of a run or checkpoint, of however many ranks; -1: none there.

@@ -188,13 +188,14 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
   }
   absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
   const bool overwritten = IsOverwritten(run.status());
-  if (!run.ok() && !(overwritten && newest.ok())) return run;
+  const bool alone = engine.comm == nullptr;
+  if (!run.ok() && !(overwritten && (newest.ok() || !alone))) return run;
   bool from_checkpoint = newest.ok() && (overwritten || run->is_null());
-  if (engine.comm != nullptr && run.ok()) {
+  if (!alone) {
     GoOn from = GoOn::kState;
-    PENSTOCK_TAKE(from, AgreeOnResume(*engine.comm, *run, engine.state_dirs, newest.value_or("")));
+    PENSTOCK_TAKE(from, AgreeOnResume(*engine.comm, run, engine.state_dirs, newest.value_or("")));
     from_checkpoint = from == GoOn::kCheckpoint;
-    if (from == GoOn::kStartOver) *run = nlohmann::json();
+    if (from == GoOn::kStartOver) run = nlohmann::json();
   }
   if (from_checkpoint) {
     // The state is gone, and a checkpoint is left.
@@ -463,9 +464,6 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
     if (engine.comm != nullptr) engine.state_dirs = zero::RankDirectories(engine.state_dirs, engine.rank());
   }
   ResolveDurability(config, &settings);
-  if (engine.comm != nullptr && engine.versions == 1) {
-    return Wrong("penstock.versions 1: of one rank so far; leave it out, or use durability \"checkpoint\"");
-  }
   if (absl::Status status = ResolveCheckpoints(words, &settings); !status.ok()) return status;
   nlohmann::json run;
   if (words.resume) {

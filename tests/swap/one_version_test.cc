@@ -208,5 +208,27 @@ TEST_P(OneVersionSimTest, SilentFaultsAreNeverAccepted) {
 INSTANTIATE_TEST_SUITE_P(Sync, OneVersionSimTest, ::testing::Values(Sync::kProcess, Sync::kPower),
                          [](const auto& kind) { return kind.param == Sync::kPower ? "power" : "process"; });
 
+// Of several that commit together one may be ahead: with one version there is no way back.
+TEST_F(OneVersionTest, ACommitCannotBeTakenBack) {
+  FakeModel model(layout_, 7);
+  auto store = CreateCommitted(&model);
+  ASSERT_NE(store, nullptr);
+  for (uint64_t step = 1; step <= 2; ++step) {
+    ASSERT_TRUE(store->OverwriteNow().ok());
+    Step(*store, &model, step);
+  }
+  store.reset();
+  store = Open();
+  ASSERT_NE(store, nullptr);
+  const absl::Status back = store->GoBackTo(1);
+  EXPECT_EQ(back.code(), absl::StatusCode::kDataLoss) << back;
+  EXPECT_EQ(store->committed_step(), 2u);
+  options_.read_only = true;
+  options_.step = 1;
+  store.reset();
+  EXPECT_EQ(Store::Open(*engine_, options_).status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(Inspect(options_.directories, 1).status().code(), absl::StatusCode::kDataLoss);
+}
+
 }  // namespace
 }  // namespace penstock::swap

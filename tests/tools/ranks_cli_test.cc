@@ -192,6 +192,55 @@ TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
   EXPECT_THAT(missing.err, HasSubstr("the part of rank 1 of the run's 2 is missing"));
 }
 
+// One version on each of two ranks: killed, the state is refused by all, and comes back from the newest
+// checkpoint with the losses of a run left alone.
+TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
+  const std::string kept = dir_ + "/kept", log = dir_ + "/log.jsonl", config = dir_ + "/one.json";
+  std::ofstream(config) << R"({"penstock": {"versions": 1}})";
+  const auto words = [&](const std::string& state, const std::string& to, const Words& more) {
+    return Train(state, Words{"--config", config, "--host-memory", "9M", "--seq", "32", "--batch", "2",
+                              "--steps", "24", "--log", to} +
+                            more);
+  };
+  const Words whole = words(dir_ + "/whole", dir_ + "/whole.jsonl", {});
+  for (const Ran& ran : Wait(Start({whole, whole}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  const Words checkpoints = {"--checkpoint-dir", kept, "--checkpoint-every", "4"};
+  const Words first = words(dir_ + "/state", log, checkpoints);
+  std::vector<Program> programs = Start({first, first});
+  ASSERT_TRUE(WaitForLines(log, 10));
+  programs[1].Signal(SIGKILL);
+  EXPECT_EQ(Wait(std::move(programs))[0].code, 1);
+  ASSERT_LT(LogOf(log).size(), 24u) << "it was over before the signal came";
+  bool overwriting = false;
+  for (const char* part : {"/state/rank-0", "/state/rank-1"})
+    overwriting |= json::parse(Run({"inspect", dir_ + part, "--json"}).out)["overwriting"] == true;
+  if (overwriting) {  // all but for a moment after a checkpoint
+    const Words without = words(dir_ + "/state", log, {"--resume"});
+    std::vector<std::string> refusals;
+    for (const Ran& ran : Wait(Start({without, without}))) {
+      EXPECT_EQ(ran.code, 1);
+      EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+      EXPECT_THAT(ran.err, HasSubstr("one version of its state"));
+      EXPECT_THAT(ran.err, HasSubstr("--checkpoint-dir"));
+      refusals.push_back(ran.err.substr(ran.err.find("the run keeps")));
+    }
+    EXPECT_EQ(refusals[0], refusals[1]);
+  }
+  const Words again = words(dir_ + "/state", log, checkpoints + Words{"--resume"});
+  for (const Ran& ran : Wait(Start({again, again}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::vector<json> expected = LogOf(dir_ + "/whole.jsonl"), seen = LogOf(log);
+  ASSERT_EQ(seen.size(), expected.size());
+  for (size_t i = 0; i < seen.size(); ++i) {
+    EXPECT_EQ(seen[i]["step"], i + 1);
+    EXPECT_EQ(seen[i]["loss"], expected[i]["loss"]) << i;
+  }
+  EXPECT_EQ(json::parse(Run({"inspect", dir_ + "/state", "--json"}).out)["versions"], 1);
+  // Ended in good order all have the same step, and go on from it.
+  const Words more = words(dir_ + "/state", log, {"--resume"});
+  for (const Ran& ran : Wait(Start({more, more}))) EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(LogOf(log).size(), 24u);
+}
+
 // Rank 0 keeps the meeting point: while it answers nobody, the others cannot even ask who failed.
 TEST_F(RanksTest, AStoppedRankZeroIsNamedWhileItIsStopped) {
   const std::string log = dir_ + "/log.jsonl";
