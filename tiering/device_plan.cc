@@ -17,6 +17,10 @@ constexpr int64_t kGranule = 2 * kMiB;  // in which a device hands out memory
 
 size_t At(int index) { return static_cast<size_t>(index); }
 
+// Gradients that devices reduce among themselves go in pieces of so many elements: what it takes to start an
+// exchange is then little beside it.
+constexpr int64_t kDirectPiece = int64_t{1} << 20;
+
 // How many blocks' weights and gradients are on the device at once, at the least. With one of each everything
 // works and the lanes take turns.
 struct Level {
@@ -35,6 +39,7 @@ class DevicePlanner {
         world_(world),
         trains_(trains),
         options_(options),
+        direct_(options.direct && world > 1),
         positions_(static_cast<int>(graph.stages.size())),
         uses_(graph.blocks.size(), 0) {
     for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
@@ -72,16 +77,21 @@ class DevicePlanner {
  private:
   int LeastKept() const { return trains_ ? std::min(kInputRing, positions_) : positions_; }
 
-  // Blocks that live on the device: in the order of their first use, those that fit. What is used first has
-  // the least time for its update when it waits for the processor.
+  // Blocks that live on the device: in the order of their use, those that fit. What is used first has the
+  // least time for its update when it waits for the processor. Where all of it is written afterwards the
+  // order is the other one: at the end of forward, and behind it, the drive has least to read.
   std::vector<char> Residents(const Level& level, int kept_inputs, int64_t room) const {
     std::vector<char> lives(graph_.blocks.size(), 0), seen(graph_.blocks.size(), 0);
     if (!trains_ || options_.state_share <= 0) return lives;
     auto left =
         static_cast<int64_t>(std::min(options_.state_share, 1.0) * static_cast<double>(graph_.elements()));
-    for (const StageShape& stage : graph_.stages) {
+    for (int position = 0; position < positions_; ++position) {
+      const int used_at = options_.writes_state ? positions_ - 1 - position : position;
+      const StageShape& stage = graph_.stages[At(used_at)];
       const int64_t elements = graph_.blocks[At(stage.block)].elements;
       if (std::exchange(seen[At(stage.block)], 1) != 0 || elements > left) continue;
+      // Over several ranks what is summed in place from one use to the next has no place for the result.
+      if (direct_ && uses_[At(stage.block)] > 1 && precision_.gradient_bytes == 4) continue;
       lives[At(stage.block)] = 1;
       if (Build(level, kept_inputs, lives).bytes() <= room) {
         left -= elements;
@@ -99,14 +109,16 @@ class DevicePlanner {
   DevicePlan Build(const Level& level, int kept_inputs, const std::vector<char>& lives_here) const {
     DevicePlan plan;
     plan.apart = true;
+    plan.direct = direct_;
     plan.budget_bytes = options_.budget_bytes;
     plan.kept_inputs = kept_inputs;
     plan.tensor_bytes =
         ComputeTensorBytes(graph_, micro_batches_, trains_, kept_inputs, &plan.evaluate_micro_batches);
     std::vector<int64_t> sizes, come_and_go;
-    for (const BlockShape& block : graph_.blocks) {
-      if (lives_here[sizes.size()] == 0) come_and_go.push_back(block.elements);
-      sizes.push_back(block.elements);
+    for (size_t b = 0; b < graph_.blocks.size(); ++b) {
+      sizes.push_back(Elements(b));
+      // Over several ranks all gradients come and go: what stays is the part that they are reduced to.
+      if (lives_here[b] == 0 || direct_) come_and_go.push_back(sizes[b]);
     }
     const std::vector<int64_t> classes =
         come_and_go.empty() ? std::vector<int64_t>() : ClassSizes(come_and_go, level.runs);
@@ -115,9 +127,11 @@ class DevicePlanner {
     for (size_t b = 0; b < sizes.size(); ++b) {
       DevicePlan::Block& block = plan.blocks.emplace_back();
       if (lives_here[b] != 0) {
-        block.run_class = -1;
         block.run_slot = block.state_slot = 0;  // numbered by LayOut
-        plan.resident_elements += sizes[b];
+        plan.resident_elements += PartOf(b);
+      }
+      if (lives_here[b] != 0 && !direct_) {
+        block.run_class = -1;
       } else {
         while (classes[At(block.run_class)] < sizes[b]) ++block.run_class;
       }
@@ -127,9 +141,10 @@ class DevicePlanner {
           precision_.gradient_bytes < 4 && (micro_batches_ > 1 || uses_[b] > 1 || leaves_in_fp32);
       if (lives_here[b] != 0 || (uses_[b] > 1 && !block.sums_apart)) {
         block.gradient_slot = 0;  // numbered by LayOut
-      } else if (world_ == 1 || !block.sums_apart) {
-        ++in_ring[At(block.run_class)];
       }
+      const bool passes = block.gradient_slot < 0 || (direct_ && lives_here[b] != 0);
+      const bool leaves_as_sums = world_ > 1 && block.sums_apart;
+      if (passes && !leaves_as_sums) ++in_ring[At(block.run_class)];
       if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
     }
     for (size_t c = 0; c < classes.size(); ++c) {
@@ -147,13 +162,26 @@ class DevicePlanner {
       plan.blocks[b].accumulator_slot = static_cast<int>(plan.accumulator_slots.size());
       plan.accumulator_slots.push_back({0, sizes[b] * 4});
     }
+    if (direct_ && trains_) {
+      const int64_t largest_part = *std::max_element(sizes.begin(), sizes.end()) / world_;
+      plan.network_piece = std::min(kDirectPiece, largest_part);
+      plan.network.bytes = (2 * int64_t{world_} + 1) * plan.network_piece * 4;
+    }
     LayOut(&plan);
     return plan;
   }
 
+  // What one rank updates of a block.
+  int64_t PartOf(size_t block) const { return PartElements(graph_.blocks[block].elements, world_); }
+  // Of a block's run, with what its parts have beyond its end where they lie here one after the other.
+  int64_t Elements(size_t block) const {
+    const int64_t elements = graph_.blocks[block].elements;
+    return direct_ ? PartElements(elements, world_) * world_ : elements;
+  }
+
   static int Members(const DevicePlan& plan, size_t run_class) {
     return static_cast<int>(std::count_if(plan.blocks.begin(), plan.blocks.end(), [&](const auto& block) {
-      return block.run_class == static_cast<int>(run_class);
+      return block.run_class == static_cast<int>(run_class) && block.state_slot < 0;
     }));
   }
 
@@ -176,10 +204,10 @@ class DevicePlanner {
     };
     for (size_t b = 0; b < plan->blocks.size(); ++b) {
       DevicePlan::Block& block = plan->blocks[b];
-      const int64_t elements = graph_.blocks[b].elements;
-      add(&block.run_slot, &plan->run_slots, elements * precision_.weight_bytes());
-      add(&block.gradient_slot, &plan->gradient_slots, elements * precision_.gradient_bytes);
-      add(&block.state_slot, &plan->state_slots, precision_.StateBytes(elements) + PartialSumBytes(elements));
+      const int64_t part = PartOf(b), of_gradient = block.state_slot >= 0 ? part : Elements(b);
+      add(&block.run_slot, &plan->run_slots, Elements(b) * precision_.weight_bytes());
+      add(&block.gradient_slot, &plan->gradient_slots, of_gradient * precision_.gradient_bytes);
+      add(&block.state_slot, &plan->state_slots, precision_.StateBytes(part) + PartialSumBytes(part));
     }
     int64_t offset = 0;
     for (std::vector<Slot>* slots :
@@ -189,7 +217,8 @@ class DevicePlanner {
         offset += AlignUp(slot.bytes, kPage);
       }
     }
-    plan->arena_bytes = AlignUp(offset, kGranule);
+    plan->network.offset = offset;
+    plan->arena_bytes = AlignUp(offset + AlignUp(plan->network.bytes, kPage), kGranule);
   }
 
   // Every class one more in turn, until nothing fits or every block has one.
@@ -217,6 +246,7 @@ class DevicePlanner {
   const int world_;
   const bool trains_;
   const DeviceOptions& options_;
+  const bool direct_;
   const int positions_;
   std::vector<int> uses_;
 };
@@ -236,6 +266,7 @@ Ledger DevicePlan::ledger() const {
   add("gradients on the device", gradient_slots);
   add("fp32 gradient sums on the device", accumulator_slots);
   add("optimizer state on the device", state_slots);
+  if (network.bytes > 0) add("gradients of other ranks on the device", {network});
   ledger.Add("rounding", arena_bytes - slots);
   ledger.Add("tensors of LibTorch on the device", tensor_bytes);
   return ledger;

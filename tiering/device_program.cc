@@ -40,7 +40,7 @@ ProgramBuilder::Weights ProgramBuilder::FetchForCompute(int block, size_t positi
     weights.device_slot = FetchOnDevice(block, position);
   } else if (updates || IsDue(block) || !IsOnDevice(block, &weights.device_slot)) {
     weights.run_slot = Fetch(block, position);
-    if (!IsOnDevice(block, &weights.device_slot)) Gather(block, weights.run_slot);
+    if (!plan_.device.direct && !IsOnDevice(block, &weights.device_slot)) Gather(block, weights.run_slot);
     weights.device_slot = CopyToDevice(block, position, weights.run_slot);
   }
   DeviceRun& run = device_runs_[At(weights.device_slot)];
@@ -68,7 +68,8 @@ bool ProgramBuilder::IsOnDevice(int block, int* device_slot) const {
 int ProgramBuilder::FetchOnDevice(int block, size_t position) {
   const int slot = plan_.device.blocks[At(block)].run_slot;
   if (device_runs_[At(slot)].block != block) LoadOnDevice(block, position);
-  if (IsDue(block)) UpdateOnDevice(block);
+  if (IsDue(block)) UpdateOnDevice(block, position);
+  if (plan_.device.direct && !device_runs_[At(slot)].whole) GatherOnDevice(block, slot);
   return slot;
 }
 
@@ -77,7 +78,10 @@ int ProgramBuilder::FetchOnDevice(int block, size_t position) {
 void ProgramBuilder::LoadOnDevice(int block, size_t position) {
   const int run_slot = Fetch(block, position);
   DeviceRun& run = device_runs_[At(CopyToDevice(block, position, run_slot))];
-  run.made = run.ready;
+  run.made.clear();
+  for (const OpId copied : run.ready) {
+    if (copied >= 0) run.made.push_back(copied);
+  }
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
   for (size_t t = 0; t < tiles.size(); ++t) {
     const int64_t bytes = plan_.precision.StateBytes(tiles[t].elements);
@@ -106,7 +110,7 @@ void ProgramBuilder::LoadOnDevice(int block, size_t position) {
   runs_[At(run_slot)].block = -1;
 }
 
-void ProgramBuilder::UpdateOnDevice(int block) {
+void ProgramBuilder::UpdateOnDevice(int block, size_t position) {
   const DevicePlan::Block& places = plan_.device.blocks[At(block)];
   DeviceRun& run = device_runs_[At(places.run_slot)];
   const OpId id = next_id_;
@@ -120,10 +124,25 @@ void ProgramBuilder::UpdateOnDevice(int block) {
   // over.
   run.made = {id};
   run.last_compute = id;
+  run.whole = false;
   device_gradients_[At(places.gradient_slot)].users.push_back(id);
   pending_writes_.push_back(id);
   for (size_t t = 0; t < run.version.size(); ++t) run.version[t] = ++version_[At(block)][t];
   std::fill(due_[At(block)].begin(), due_[At(block)].end(), Due::kNothing);
+  if (plan_.on_nvme && plan_.commits_every_step) WriteFromDevice(block, position, pending_step_);
+}
+
+// By way of a run that holds nothing else till all of the block is written, and the ring's slots.
+void ProgramBuilder::WriteFromDevice(int block, size_t position, int64_t step) {
+  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
+  const int run_slot = AcquireRun(block, position);
+  const std::vector<OpId> former = GiveUpRun(run_slot);
+  SizeRun(run_slot, plan_.blocks[At(block)]);
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    const auto tile = static_cast<int>(t);
+    const int tile_slot = EmitStateOut(block, tile, run_slot, former, step);
+    EmitSealedWrite(block, tile, run_slot, tile_slot, step);
+  }
 }
 
 int ProgramBuilder::EmitStateOut(int block, int tile, int run_slot, const std::vector<OpId>& former,
@@ -184,7 +203,7 @@ int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
     if (used_.size() == kUsesAhead) copy.after.push_back(used_.front());
     return copy;
   };
-  if (plan_.world > 1) {
+  if (plan_.world > 1 && !plan_.device.direct) {
     const OpId id = next_id_;
     emit(-1, graph_.blocks[At(block)].elements).after.push_back(host.gather);
     host.copies.assign(tiles.size(), -1);  // the first stands for all
@@ -202,7 +221,48 @@ int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
     run.ready[t] = id;
     run.version[t] = version_[At(block)][t];
   }
+  run.whole = plan_.world == 1;
+  if (plan_.device.direct && !lives_there) GatherOnDevice(block, slot);
   return slot;
+}
+
+// The other ranks' parts behind or before this one's, which has just been copied there. Whoever computed with
+// the former content was done before that.
+void ProgramBuilder::GatherOnDevice(int block, int device_slot) {
+  DeviceRun& run = device_runs_[At(device_slot)];
+  const OpId id = next_id_;
+  Op& gather = Emit(OpKind::kGather, Lane::kGather, computing_step_);
+  gather.block = block;
+  gather.device_slot = device_slot;
+  gather.bytes = GatheredBytes(block);
+  for (const OpId ready : run.ready) {
+    if (ready >= 0) gather.after.push_back(ready);
+  }
+  if (run.last_compute >= 0) gather.after.push_back(run.last_compute);
+  run.ready.assign(run.ready.size(), -1);
+  run.ready.front() = id;  // stands for all
+  run.whole = true;
+}
+
+OpId ProgramBuilder::ReduceOnDevice(int block, OpId last, int64_t step) {
+  const OpId id = next_id_;
+  Op& reduce = Emit(OpKind::kReduce, Lane::kReduce, step);
+  reduce.block = block;
+  reduce.accumulator_slot = device_accumulator_[At(block)];
+  reduce.device_slot = device_gradient_[At(block)];
+  reduce.bytes = ReducedBytes(block);
+  reduce.after = {last};
+  if (!plan_.on_device(block)) return id;
+  // To where it waits for the update; what it was reduced from is free.
+  if (reduce.accumulator_slot >= 0) {
+    device_accumulators_[At(reduce.accumulator_slot)].users = {id};
+  } else {
+    device_gradients_[At(reduce.device_slot)].users = {id};
+  }
+  const int gradient = plan_.device.blocks[At(block)].gradient_slot;
+  Move(&device_gradients_[At(gradient)].users, &reduce.after);
+  device_gradient_[At(block)] = gradient;
+  return id;
 }
 
 void ProgramBuilder::TakeDevicePlaces(int block, std::vector<OpId>* wait) {
@@ -217,7 +277,8 @@ void ProgramBuilder::TakeDevicePlaces(int block, std::vector<OpId>* wait) {
     Move(&device_accumulators_[At(slot)].users, wait);
     return;
   }
-  int slot = places.gradient_slot;
+  // That of a block which lives here has room for what it is reduced to.
+  int slot = device.direct && plan_.on_device(block) ? -1 : places.gradient_slot;
   if (slot < 0) {
     const RunClass& ring = device.gradient_rings[At(places.run_class)];
     slot = ring.first_slot + static_cast<int>(next_device_gradient_[At(places.run_class)]++ % At(ring.slots));
@@ -229,8 +290,8 @@ void ProgramBuilder::TakeDevicePlaces(int block, std::vector<OpId>* wait) {
 OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
                                  const std::vector<OpId>& wait, int64_t step) {
   const DevicePlan::Block& places = plan_.device.blocks[At(block)];
-  const bool ranks = plan_.world > 1;
-  if (places.sums_apart && !ranks) {
+  const bool ranks = plan_.world > 1 && !plan_.device.direct;
+  if (places.sums_apart && plan_.world == 1) {
     int slot = places.gradient_slot;
     if (slot < 0) {
       const RunClass& ring = plan_.device.gradient_rings[At(places.run_class)];
@@ -250,12 +311,14 @@ OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumula
   }
   int64_t bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
   if (plan_.on_device(block)) {
-    const OpId squared = next_id_;
-    Op& square = Emit(OpKind::kSquareGradient, Lane::kCompute, step);
-    square.block = block;
-    square.device_slot = device_gradient_[At(block)];
-    square.after = {last};
-    last = squared;
+    if (!plan_.device.direct) {  // else by the reduction
+      const OpId squared = next_id_;
+      Op& square = Emit(OpKind::kSquareGradient, Lane::kCompute, step);
+      square.block = block;
+      square.device_slot = device_gradient_[At(block)];
+      square.after = {last};
+      last = squared;
+    }
     bytes = PartialSumBytes(plan_.blocks[At(block)].elements);
   }
   const OpId id = next_id_;
@@ -270,7 +333,7 @@ OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumula
   }
   copy.after = wait;
   copy.after.push_back(last);
-  if (ranks && places.sums_apart) {
+  if (plan_.world > 1 && places.sums_apart && !plan_.on_device(block)) {
     copy.accumulator_slot = device_accumulator_[At(block)];
     device_accumulators_[At(copy.accumulator_slot)].users = {id};
   } else {

@@ -97,7 +97,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   KeepInputs(&plan, device_.apart ? device_.kept_inputs : plan.positions);
   for (size_t c = 0; c < classes.size(); ++c) {
     RunClass cls;
-    cls.bytes = classes[c] * plan.world * plan.precision.weight_bytes();
+    cls.bytes = classes[c] * plan.parts_in_memory() * plan.precision.weight_bytes();
     cls.slots = std::min(level.runs, members[c]);
     plan.run_classes.push_back(cls);
   }
@@ -180,7 +180,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   }
   for (size_t c = 0; c < spilled.size(); ++c) {
     RunClass& ring = plan->gradient_rings[c];
-    ring.bytes = plan->run_classes[c].bytes / plan->world / plan->precision.weight_bytes() *
+    ring.bytes = plan->run_classes[c].bytes / plan->parts_in_memory() / plan->precision.weight_bytes() *
                  plan->precision.gradient_bytes;
     ring.slots = std::min(level.gradient_ring, spilled[c]);
     ring.first_slot = static_cast<int>(plan->gradient_slots.size());
@@ -212,7 +212,7 @@ void PlanLayout::LayOut(Plan* plan) const {
   for (BlockPlan& block : plan->blocks) {
     if (block.private_run_slot < 0) continue;
     block.private_run_slot = static_cast<int>(plan->run_slots.size());
-    plan->run_slots.push_back({0, block.elements * plan->world * plan->precision.weight_bytes()});
+    plan->run_slots.push_back({0, block.elements * plan->parts_in_memory() * plan->precision.weight_bytes()});
   }
   plan->tile_slots.clear();
   bool spills = false;
@@ -245,7 +245,7 @@ void PlanLayout::LayOut(Plan* plan) const {
     plan->checkpoint_bytes =
         AlignUp(plan->tile_elements * plan->precision.weight_bytes(), kPage) + plan->tile_state_bytes;
   }
-  plan->network_bytes = plan->trains ? NetworkBytes(plan->world) : 0;
+  plan->network_bytes = plan->trains ? NetworkBytes(plan->parts_in_memory()) : 0;
   plan->arena_bytes = AlignUp(offset + plan->checkpoint_bytes + plan->network_bytes, kHugePage);
 }
 

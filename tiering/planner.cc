@@ -438,12 +438,9 @@ struct DeviceShares {
 };
 DeviceShares SharesToTry(const PlanOptions& options) {
   if (!options.device.apart || !options.trains) return {{0}, ""};
-  if (options.on_nvme && options.commits_every_step) {
-    return {{0},
-            ": every step goes to the drive, from host memory (durability \"checkpoint\" lets state live "
-            "there)"};
+  if (options.world > 1 && !options.device.direct) {
+    return {{0}, ": ranks that exchange through host memory keep their state there"};
   }
-  if (options.world > 1) return {{0}, ": over several ranks not yet"};
   if (options.bounds.processor_share) {
     const double share = *options.bounds.processor_share;
     return {{1 - share}, absl::StrFormat(": ratio %g leaves it %.0f%% at most", share, 100 * (1 - share))};
@@ -465,6 +462,7 @@ absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& option
   for (const double share : shares.of_state) {
     DeviceOptions device_options = options.device;
     device_options.state_share = share;
+    device_options.writes_state = options.on_nvme && options.commits_every_step;
     absl::StatusOr<DevicePlan> device = PlanDevice(graph, options.precision, options.micro_batches,
                                                    options.world, options.trains, device_options);
     if (!device.ok()) return device.status();

@@ -272,13 +272,21 @@ void ProgramBuilder::Gather(int block, int run_slot) {
   Op& gather = Emit(OpKind::kGather, Lane::kGather, computing_step_);
   gather.block = block;
   gather.run_slot = run_slot;
-  gather.bytes = plan_.blocks[At(block)].elements * plan_.precision.weight_bytes() * (plan_.world - 1);
+  gather.bytes = GatheredBytes(block);
   // Whoever used the slot before is done by the time that this rank's part was read, where it was.
   for (const OpId ready : run.ready) AddIf(&gather.after, ready);
   for (const OpId copy : run.copies) AddIf(&gather.after, copy);
   AddIf(&gather.after, run.last_compute);
   run.gather = id;
   run.whole = true;
+}
+
+int64_t ProgramBuilder::GatheredBytes(int block) const {
+  return plan_.blocks[At(block)].elements * plan_.precision.weight_bytes() * (plan_.world - 1);
+}
+
+int64_t ProgramBuilder::ReducedBytes(int block) const {
+  return plan_.blocks[At(block)].elements * plan_.accumulator_bytes(block) * (plan_.world - 1);
 }
 
 void ProgramBuilder::AddGather(std::vector<OpId>* after, int run_slot) const {
@@ -411,7 +419,7 @@ bool ProgramBuilder::IsDue(int block) const {
 void ProgramBuilder::ApplyDue(int block, size_t position) {
   if (!IsDue(block)) return;
   if (plan_.on_device(block)) {
-    UpdateOnDevice(block);
+    UpdateOnDevice(block, position);
   } else {
     Fetch(block, position);
   }
@@ -465,6 +473,11 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
     const int s = stage_order_[At(position)];
     const StageShape& stage = graph_.stages[At(s)];
     const Weights weights = FetchForCompute(stage.block, At(position), /*updates=*/false);
+    if (plan_.device.direct && position + 1 < stages) {
+      // The next one's update before this one computes: the others' new parts come meanwhile.
+      const int next = graph_.stages[At(stage_order_[At(position + 1)])].block;
+      if (plan_.on_device(next)) FetchOnDevice(next, At(position + 1));
+    }
     for (int m = 0; m < micro_batches; ++m) {
       const OpId id = next_id_;
       Op& op = Emit(OpKind::kForward, Lane::kCompute, step);
@@ -593,20 +606,21 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
     wait.clear();
     if (sums_apart || plan_.device.apart) take_gradient_slot();
     if (plan_.device.apart) {
-      // Over several ranks it goes to the sums, and the gradient's place waits for the reduction.
+      if (plan_.device.direct) last = ReduceOnDevice(block, last, step);
+      // Otherwise over several ranks it goes to the sums, and the gradient's place waits for the reduction.
       const std::vector<OpId> users = sums_apart ? take_accumulator_slot() : std::exchange(wait, {});
       last = EmitCopyOut(block, gradient[At(block)], accumulator[At(block)], last, users, step);
     }
     // What makes the gradient's place final, and frees the sums: rounding, or over several ranks the
     // reduction.
     OpId reduced = -1;
-    if (plan_.world > 1) {
+    if (plan_.world > 1 && !plan_.device.direct) {
       reduced = next_id_;
       Op& reduce = Emit(OpKind::kReduce, Lane::kReduce, step);
       reduce.block = block;
       reduce.gradient_slot = gradient[At(block)];
       reduce.accumulator_slot = accumulator[At(block)];
-      reduce.bytes = bp.elements * plan_.accumulator_bytes(block) * (plan_.world - 1);
+      reduce.bytes = ReducedBytes(block);
       reduce.after = {last};
       AddAll(&reduce.after, wait);
       wait = {reduced};

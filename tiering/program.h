@@ -77,13 +77,18 @@ enum class OpKind : uint8_t {
   kCommit,         // the update of a step is applied; Op::durable: and on the drive, write the commit record
   kBatch,          // the step's batch is there (opened by the engine)
   kEvaluated,      // an evaluation pass is complete
-  kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device; over
-                   // several ranks (tile -1) the whole run's, once it is gathered
+  kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device; where
+                   // several ranks gather in host memory (tile -1) the whole run's, once it is gathered
   kRoundGradient,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
-  kCopyOut,   // a block's gradient from the device to its place in host memory, or the partial sums of its
-              // squares; over several ranks what it has summed, or its only addend, to an accumulator there
-  kGather,    // the other ranks' parts of a block's weights into its run
-  kReduce,    // a block's gradients of all ranks, summed: this rank's part
+  kCopyOut,  // a block's gradient from the device to its place in host memory, or the partial sums of its
+             // squares; where several ranks reduce in host memory what it has summed, or its only addend, to
+             // an accumulator there
+  kGather,   // the other ranks' parts of a block's weights into its run: in host memory, or where devices
+             // exchange with each other (DevicePlan::direct) on the device
+  kReduce,   // a block's gradients of all ranks, summed and rounded: this rank's part. From an accumulator in
+             // host memory to a gradient's place; on a device in place there, where the sums have this part,
+             // or, of a block that lives there, to its gradient's place, with its squares'
+             // partial sums
   kExchange,  // what all ranks must know before the norm
   kAgree,     // every rank has committed the step
   // Of blocks that live on a device apart (DevicePlan):
@@ -115,13 +120,13 @@ struct Op {
   int run_slot = -1;       // where the block's weights are
   int tile_slot = -1;      // where the tile's state is
   int gradient_slot = -1;  // where the block's gradient is
-  // With a device apart: its slot of the run (kCopyIn, kForward, kBackward, kUpdateOnDevice) or of the
-  // gradient (kTakeGradient, kRoundGradient, kSquareGradient, kCopyOut). kTakeGradient and kRoundGradient
-  // have the device's accumulator below.
+  // With a device apart: its slot of the run (kCopyIn, kGather there, kForward, kBackward, kUpdateOnDevice)
+  // or of the gradient (kTakeGradient, kRoundGradient, kSquareGradient, kReduce there, kCopyOut).
+  // kTakeGradient, kRoundGradient, kReduce there and kCopyOut have the device's accumulator below.
   int device_slot = -1;
   int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
-  // kCopyOut over several ranks: the accumulator in host memory that the device's sums go to, or its gradient
-  // where that is a single addend (device_slot).
+  // kCopyOut of several ranks that reduce in host memory: the accumulator in host memory that the device's
+  // sums go to, or its gradient where that is a single addend (device_slot).
   int host_accumulator_slot = -1;
   int64_t bytes = 0;        // moved (reads and writes) or touched (compute: 0)
   double seconds = 0;       // planned duration of compute and update operations, for the simulator
@@ -187,6 +192,7 @@ class ProgramBuilder {
     std::vector<OpId> ready;       // [tile] the copy that made the content
     std::vector<int64_t> version;  // [tile] of the content, as in version_
     OpId last_compute = -1;
+    bool whole = false;  // over several ranks: with the others' parts, as new as this one's
     // Of a block that lives there: what filled it or updated it last, weights and state, and what has copied
     // them out since.
     std::vector<OpId> made, copies;
@@ -213,9 +219,11 @@ class ProgramBuilder {
   // Of a block that lives on the device: brings it there if it never was, and makes the update that is due.
   int FetchOnDevice(int block, size_t position);
   void LoadOnDevice(int block, size_t position);
-  void UpdateOnDevice(int block);
-  // A tile on its way out, to be written when a step is persisted: through the run slot and a slot of the
-  // ring, which it returns. `former` must be over.
+  void UpdateOnDevice(int block, size_t position);
+  // All of its tiles to the drive: after every update, or when a step is persisted.
+  void WriteFromDevice(int block, size_t position, int64_t step);
+  // A tile on its way out, to be written: through the run slot and a slot of the ring, which it returns.
+  // `former` must be over.
   int EmitStateOut(int block, int tile, int run_slot, const std::vector<OpId>& former, int64_t step);
   // Copies what is not on the device; returns its run slot there. `run_slot`: -1, where nothing is missing.
   int CopyToDevice(int block, size_t position, int run_slot);
@@ -223,12 +231,18 @@ class ProgramBuilder {
   // The device's places for a block's gradient while it is summed; what waits for them goes to `wait`.
   void TakeDevicePlaces(int block, std::vector<OpId>* wait);
   // When `last`, its last addend, is taken: rounds sums and copies the gradient to its slot in host memory;
-  // over several ranks copies what there is to `host_accumulator`. `wait`: who still uses that place.
+  // where several ranks reduce in host memory copies what there is to `host_accumulator`. `wait`: who still
+  // uses that place.
   OpId EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
                    const std::vector<OpId>& wait, int64_t step);
   // Over several ranks, for a use of the run by compute: gathers what is not there or has changed.
   void Gather(int block, int run_slot);
   void AddGather(std::vector<OpId>* after, int run_slot) const;
+  // The same among devices: into the run there; and what backward left there, when `last` is taken.
+  void GatherOnDevice(int block, int device_slot);
+  OpId ReduceOnDevice(int block, OpId last, int64_t step);
+  int64_t GatheredBytes(int block) const;
+  int64_t ReducedBytes(int block) const;
   // Reads what is not in memory, updates, and writes. `redo`: reads everything, weights too, from the
   // committed version.
   struct Update {
@@ -251,6 +265,8 @@ class ProgramBuilder {
   void AppendForward(bool train, int micro_batches, int64_t step);
   void AppendBackward(int64_t step, bool in_backward);
   void EmitTileWrite(int block, int tile, int run_slot, int tile_slot, const Update& of, OpId ready);
+  // The write of a tile that was not updated here: its checksums first.
+  void EmitSealedWrite(int block, int tile, int run_slot, int tile_slot, int64_t step);
   void CommitPending();
   void Persist();
   size_t NextUse(int block, size_t position) const;

@@ -12,7 +12,7 @@ namespace {
 size_t At(int index) { return static_cast<size_t>(index); }
 
 int64_t WeightBytes(const Plan& plan, const BlockPlan& block) {
-  return AlignUp(block.elements * plan.world * plan.precision.weight_bytes(), kPage);
+  return AlignUp(block.elements * plan.parts_in_memory() * plan.precision.weight_bytes(), kPage);
 }
 
 }  // namespace

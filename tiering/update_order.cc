@@ -16,14 +16,18 @@ constexpr double kCautiousRedoRate = 0.2;
 
 void MarkInBackward(Plan* plan, double share) {
   double sum = 0;
-  for (BlockPlan& block : plan->blocks) {
-    for (char& early : block.in_backward) {
-      sum += share;
-      early = sum >= 1 - 1e-9 ? 1 : 0;
+  bool any = false;
+  for (size_t b = 0; b < plan->blocks.size(); ++b) {
+    // A device updates what lives there when the norm is known.
+    const double of_block = plan->on_device(static_cast<int>(b)) ? 0 : share;
+    for (char& early : plan->blocks[b].in_backward) {
+      sum += of_block;
+      early = of_block > 0 && sum >= 1 - 1e-9 ? 1 : 0;
       if (early != 0) sum -= 1;
+      any |= early != 0;
     }
   }
-  plan->speculates = share > 0;
+  plan->speculates = any;
 }
 
 double StepSeconds(const ModelGraph& graph, const MachineModel& machine, const Plan& plan) {
@@ -43,7 +47,10 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
   if (forward + backward <= 0) return 0;
   const double weights = plan.precision.weight_bytes();
   const double update = 2.0 * static_cast<double>(plan.precision.UnpaddedBytes(kSample)) / kSample;
-  const double in_backward = (update + weights) * backward / (forward + backward);
+  // What a device writes of its own updates falls into forward, and is borne by the others' tiles.
+  const double there = plan.on_device_share();
+  const double written_there = there < 1 ? there * update / 2 / (1 - there) : 0;
+  const double in_backward = (update + weights + written_there) * backward / (forward + backward);
   return std::clamp((in_backward - weights) / (update - weights), 0.0, 1.0);
 }
 
@@ -67,7 +74,7 @@ double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, U
     return 0;
   }
   const double later = StepSeconds(graph, machine, *plan);
-  if (wanted == UpdateOrder::kInNextForward) return later;
+  if (wanted == UpdateOrder::kInNextForward || plan->on_device_share() == 1) return later;
   std::vector<double> shares = {1.0};
   if (free) {
     // The ends of the walk and what is resident move the best share away from the even one.
@@ -89,7 +96,8 @@ double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, U
   if (free && best > later * 0.995) best_share = 0;
   MarkInBackward(plan, best_share);
   if (best_share == 0) return later;
-  const double redone = best_share * static_cast<double>(plan->precision.UnpaddedBytes(graph.elements()));
+  const double redone = best_share * (1 - plan->on_device_share()) *
+                        static_cast<double>(plan->precision.UnpaddedBytes(graph.elements()));
   const double redo_seconds = machine.drive_seconds(redone, redone);
   plan->worthwhile_redo_rate = free ? std::clamp((later - best) / redo_seconds, 0.0, 1.0) : 1;
   return best;

@@ -418,7 +418,7 @@ void Gpus(Report& r) {
     r.Ok("nccl", absl::StrCat(number / 10000, ".", number / 100 % 100, ".", number % 100));
   } else {
     r.Missing("nccl", "no libnccl.so.2",
-              "nothing here: ranks exchange over Gloo, through host memory, whatever they compute on");
+              "ranks with a CUDA device each: without it they exchange through host memory, over Gloo");
   }
 }
 

@@ -55,6 +55,8 @@ class Comm {
                                                           std::span<void* const> receive, size_t bytes) = 0;
   // Every call fails from now on, here and on the other ranks, which are told why. The first one counts.
   virtual void Abort(const absl::Status& why) = 0;
+  // Why every call fails; OK as long as they do not.
+  virtual absl::Status failure() = 0;
 
   // Begin and Wait.
   absl::Status AllToAll(Channel channel, std::span<const void* const> send, std::span<void* const> receive,
@@ -83,6 +85,14 @@ std::string RankName(int rank, int world);
 // somebody did not come, or another process has the port; kUnimplemented: built without Gloo.
 absl::StatusOr<std::unique_ptr<Comm>> ConnectGloo(const RankEnvironment& environment,
                                                   const CommOptions& options);
+
+// OK where ConnectNccl can be tried: built with NCCL, and its library is there.
+absl::Status NcclThere();
+// Connects the CUDA devices of ranks that `host` connects, one each, with NCCL: a comm whose memory is the
+// devices', for Channel::kGather and kReduce. It ends with `host`, whose failure ends every call; its own
+// failures, once it stands, are also `host`'s. All ranks call this together, having chosen their device
+// (cudaSetDevice). Where one of them cannot all have its error, and `host` goes on.
+absl::StatusOr<std::shared_ptr<Comm>> ConnectNccl(const std::shared_ptr<Comm>& host);
 
 }  // namespace penstock::zero
 

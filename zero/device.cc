@@ -11,10 +11,15 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/reduce.h"
+#include "zero/comm.h"
 
 namespace penstock::zero {
 
 using kernels::DType;
+
+absl::StatusOr<std::shared_ptr<Comm>> Device::Connect(const std::shared_ptr<Comm>&) {
+  return absl::UnimplementedError(absl::StrCat(Describe(), " exchanges with others through host memory"));
+}
 
 torch::Dtype CpuDevice::compute_dtype(DType weights) const {
   return weights == DType::kBf16 ? torch::kBFloat16 : torch::kFloat32;
@@ -73,6 +78,20 @@ void CpuDevice::Seed(uint64_t seed) {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   std::lock_guard lock(generator.mutex());
   generator.set_current_seed(seed);
+}
+
+absl::Status CpuDevice::SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to,
+                                   void* out, size_t n, double* partials) {
+  Convert(type, addends.front(), DType::kFp32, sums, n);
+  for (const void* addend : addends.subspan(1)) Accumulate(type, addend, sums, n);
+  Convert(DType::kFp32, sums, to, out, n);
+  if (partials != nullptr) SquarePartials(to, out, n, partials);
+  return absl::OkStatus();
+}
+
+absl::Status CpuDevice::Clear(void* memory, size_t bytes) {
+  Zero(memory, bytes);
+  return absl::OkStatus();
 }
 
 const std::shared_ptr<Device>& HostDevice() {

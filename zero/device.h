@@ -16,8 +16,8 @@
 // functions under "in the order of compute" enqueue, from any thread.
 //
 // Threads: copies and AfterCompute from any thread; `done` runs on a thread of the device's, or, where the
-// device is the host, at once. The rest as LibTorch: one thread at a time. Errors of compute surface in
-// AfterCompute.
+// device is the host, at once. SumInOrder, Clear and Connect from any, beside compute. The rest as LibTorch:
+// one thread at a time. Errors of compute surface in AfterCompute.
 #ifndef PENSTOCK_ZERO_DEVICE_H_
 #define PENSTOCK_ZERO_DEVICE_H_
 
@@ -27,6 +27,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,6 +39,8 @@
 #include "zero/tensor_memory.h"
 
 namespace penstock::zero {
+
+class Comm;
 
 class Device {
  public:
@@ -97,6 +100,17 @@ class Device {
   virtual void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) = 0;
   virtual void Zero(void* memory, size_t bytes) = 0;
   virtual void Seed(uint64_t seed) = 0;  // LibTorch's generator
+
+  // For several ranks. Beside compute, in an order of its own; waits. `n` elements: the sum of `addends` in
+  // fp32, the first one first, in `sums`, and rounded once to `out`, which may lie before or on one of them.
+  // `partials` as in SquarePartials, of `out`; null: not wanted.
+  virtual absl::Status SumInOrder(kernels::DType type, std::span<const void* const> addends, float* sums,
+                                  kernels::DType to, void* out, size_t n, double* partials) = 0;
+  virtual absl::Status Clear(void* memory, size_t bytes) = 0;
+  // How it exchanges with devices like it, without the host ("NCCL"); empty: it cannot.
+  virtual std::string link() const { return ""; }
+  // A comm whose memory is the devices'. All ranks of `host` call it together.
+  virtual absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host);
 };
 
 // The processor. Also the base of what computes there: its tensors are the host's.
@@ -131,6 +145,9 @@ class CpuDevice : public Device {
   void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) override;
   void Zero(void* memory, size_t bytes) override;
   void Seed(uint64_t seed) override;
+  absl::Status SumInOrder(kernels::DType type, std::span<const void* const> addends, float* sums,
+                          kernels::DType to, void* out, size_t n, double* partials) override;
+  absl::Status Clear(void* memory, size_t bytes) override;
 };
 
 // The processor, which everybody shares.

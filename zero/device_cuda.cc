@@ -1,11 +1,11 @@
 // The CUDA device: compiled where LibTorch has CUDA, and only there.
 //
-// Three streams: copies in, copies out, and compute, which is LibTorch's default stream, so that every
-// thread's tensors and kernels are in one order. The copy streams are non-blocking: nothing on them waits for
-// the default stream unless it is told to. What is over is told by events: for each stream a thread waits for
-// the next one and calls whoever started it, so that neither the executor nor the compute thread ever waits
-// for the device. Host memory is the arena, registered as portable: NVMe to the arena to the device is two
-// transfers by DMA.
+// Four streams: copies in, copies out, what several ranks exchange, and compute, which is LibTorch's default
+// stream, so that every thread's tensors and kernels are in one order. The others are non-blocking: nothing
+// on them waits for the default stream unless it is told to. What is over is told by events: for each stream
+// a thread waits for the next one and calls whoever started it, so that neither the executor nor the compute
+// thread ever waits for the device. Host memory is the arena, registered as portable: NVMe to the arena to
+// the device is two transfers by DMA.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -28,6 +28,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "zero/block.h"
+#include "zero/comm.h"
 #include "zero/device.h"
 
 namespace penstock::zero {
@@ -132,12 +133,17 @@ class CudaDevice : public Device {
     if (devices < 1) return absl::FailedPreconditionError("no CUDA device");
     auto device = std::make_shared<CudaDevice>(static_cast<c10::DeviceIndex>(local_rank % devices));
     status = Check(cudaSetDevice(device->index_), "cudaSetDevice");
-    for (cudaStream_t* stream : {&device->in_, &device->out_}) {
+    for (cudaStream_t* stream : {&device->in_, &device->out_, &device->exchange_}) {
       if (status.ok())
         status = Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
     }
     if (status.ok()) {
       status = Check(cudaEventCreateWithFlags(&device->computed_, cudaEventDisableTiming), "cudaEventCreate");
+    }
+    if (status.ok()) {
+      status =
+          Check(cudaEventCreateWithFlags(&device->exchanged_, cudaEventBlockingSync | cudaEventDisableTiming),
+                "cudaEventCreate");
     }
     size_t free = 0, total = 0;
     if (status.ok()) status = Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
@@ -161,12 +167,14 @@ class CudaDevice : public Device {
       : index_(index), copied_in_(index), copied_out_(index), computed_all_(index) {}
   ~CudaDevice() override {
     Use();
-    for (cudaStream_t stream : {in_, out_}) {
+    for (cudaStream_t stream : {in_, out_, exchange_}) {
       if (stream == nullptr) continue;
       (void)cudaStreamSynchronize(stream);
       (void)cudaStreamDestroy(stream);
     }
-    if (computed_ != nullptr) (void)cudaEventDestroy(computed_);
+    for (cudaEvent_t event : {computed_, exchanged_}) {
+      if (event != nullptr) (void)cudaEventDestroy(event);
+    }
     (void)cudaFree(arena_);
   }
 
@@ -292,11 +300,46 @@ class CudaDevice : public Device {
     HostDevice()->Seed(seed);  // a module may draw on the host as well
   }
 
+  absl::Status SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to, void* out,
+                          size_t n, double* partials) override {
+    Use();
+    int error = kernels::cuda::Convert(type, addends.front(), DType::kFp32, sums, n, exchange_);
+    for (const void* addend : addends.subspan(1)) {
+      if (error == 0) error = kernels::cuda::Accumulate(type, addend, sums, n, exchange_);
+    }
+    if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
+    if (error == 0 && partials != nullptr)
+      error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
+    if (error == 0) return Exchanged();
+    return absl::InternalError(absl::StrCat("summing gradients: ", kernels::cuda::ErrorText(error)));
+  }
+  absl::Status Clear(void* memory, size_t bytes) override {
+    Use();
+    if (bytes == 0) return absl::OkStatus();
+    absl::Status status = Check(cudaMemsetAsync(memory, 0, bytes, exchange_), "cudaMemset");
+    return status.ok() ? Exchanged() : status;
+  }
+  std::string link() const override { return NcclThere().ok() ? "NCCL" : ""; }
+  absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host) override {
+    Use();
+    absl::StatusOr<std::shared_ptr<Comm>> connected = ConnectNccl(host);
+    size_t free = 0, total = 0;
+    if (cudaMemGetInfo(&free, &total) == cudaSuccess) {  // less what NCCL has taken
+      capacity_ = std::clamp<int64_t>(static_cast<int64_t>(free) - kReserve, 0, capacity_);
+    }
+    return connected;
+  }
+
  private:
   // A thread's calls go to the device that it has chosen, at first number 0: streams and events are this
   // one's.
   void Use() const { (void)cudaSetDevice(index_); }
   cudaStream_t ComputeStream() const { return c10::cuda::getDefaultCUDAStream(index_).stream(); }
+  // Waits, asleep, for what is enqueued to be exchanged. One thread at a time asks.
+  absl::Status Exchanged() {
+    absl::Status status = Check(cudaEventRecord(exchanged_, exchange_), "cudaEventRecord");
+    return status.ok() ? Check(cudaEventSynchronize(exchanged_), "summing gradients") : status;
+  }
   static void Throw(int error) { TORCH_CHECK(error == 0, kernels::cuda::ErrorText(error)); }
 
   static void Copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, cudaStream_t stream,
@@ -312,9 +355,9 @@ class CudaDevice : public Device {
   std::string description_, identity_;
   int64_t total_ = 0, capacity_ = 0;
   void* arena_ = nullptr;
-  cudaStream_t in_ = nullptr, out_ = nullptr;
+  cudaStream_t in_ = nullptr, out_ = nullptr, exchange_ = nullptr;
   std::mutex mutex_;  // of computed_
-  cudaEvent_t computed_ = nullptr;
+  cudaEvent_t computed_ = nullptr, exchanged_ = nullptr;
   std::atomic<int64_t> bytes_in_{0}, bytes_out_{0};
   Completions copied_in_, copied_out_, computed_all_;
 };

@@ -18,15 +18,20 @@ absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::
   return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, residency, device, *arena, staging));
 }
 
-void* DeviceLanes::gradients(const Op& op) const {
+std::byte* DeviceLanes::gradients(const Op& op) const {
   return op.accumulator_slot >= 0 ? Place(plan_.device.accumulator_slots, op.accumulator_slot)
-                                  : gradient(op.device_slot);
+                                  : Place(plan_.device.gradient_slots, op.device_slot);
+}
+
+std::byte* DeviceLanes::own_part(const Op& op) const {
+  const int64_t part = plan_.blocks[static_cast<size_t>(op.block)].elements;
+  return gradients(op) + residency_.rank() * part * plan_.accumulator_bytes(op.block);
 }
 
 GradientPlace DeviceLanes::place(const Op& op) const {
   GradientPlace place;
   if (op.accumulator_slot >= 0) {
-    place.accumulator = static_cast<float*>(gradients(op));
+    place.accumulator = reinterpret_cast<float*>(gradients(op));
   } else {
     place.gradient = gradients(op);
   }
@@ -43,13 +48,16 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
       const TileMemory tile = residency_.tile(op.block, op.tile, op.run_slot, -1);
       const tiering::Tile& cut =
           plan_.blocks[static_cast<size_t>(op.block)].tiles[static_cast<size_t>(op.tile)];
-      auto* to = static_cast<std::byte*>(run(op.device_slot)) + cut.offset * plan_.precision.weight_bytes();
+      auto* to = static_cast<std::byte*>(run(op.device_slot)) +
+                 residency_.InRun(op.block, cut).offset * plan_.precision.weight_bytes();
       return device_.CopyIn(to, tile.weights, op.bytes, /*after_compute=*/false, std::move(done));
     }
     case OpKind::kCopyOut: {
       void* const to = op.host_accumulator_slot >= 0 ? residency_.accumulator(op.host_accumulator_slot)
                                                      : residency_.gradient(op.gradient_slot);
-      const void* const from = state_.has(op.block) ? state_.partial_sums(op.block) : gradients(op);
+      const void* const from = state_.has(op.block)  ? static_cast<void*>(state_.partial_sums(op.block))
+                               : plan_.device.direct ? own_part(op)
+                                                     : gradients(op);
       return device_.CopyOut(to, from, op.bytes, std::move(done));
     }
     case OpKind::kCopyStateIn:

@@ -1,7 +1,6 @@
 // A device apart behind the lanes: where the plan's slots are in its memory, and the copies to and from it.
 //
-// Threads: everything on the executor's thread but run(), place(), gradient() and state(), which compute asks
-// for.
+// Threads: Start and Settle on the executor's thread; the places from any.
 #ifndef PENSTOCK_ZERO_DEVICE_LANES_H_
 #define PENSTOCK_ZERO_DEVICE_LANES_H_
 
@@ -37,6 +36,11 @@ class DeviceLanes {
   GradientPlace place(const tiering::Op& op) const;
   void* gradient(int slot) const { return Place(plan_.device.gradient_slots, slot); }
   const DeviceState& state() const { return state_; }
+  // Where devices exchange with each other: what kReduce reduces, this rank's part of it, which becomes the
+  // result where the block does not live there, and the memory of DevicePlan::network.
+  std::byte* gradients(const tiering::Op& op) const;  // its sums, or where there are none its gradient
+  std::byte* own_part(const tiering::Op& op) const;
+  std::byte* network() const { return arena_ + plan_.device.network.offset; }
 
   // An operation of kCopyIn or kCopyOut; `done` is called when it is over, or at once if it cannot begin.
   void Start(const tiering::Op& op, StageRunner& runner, Device::Done done);
@@ -57,10 +61,9 @@ class DeviceLanes {
         residency_(residency),
         device_(device),
         arena_(arena),
-        state_(plan, device, arena, staging),
+        state_(plan, device, arena, residency.rank(), staging),
         inputs_(plan.input_slots.size()) {}
-  void* gradients(const tiering::Op& op) const;  // its sums, or where there are none its gradient
-  void* Place(const std::vector<tiering::Slot>& slots, int slot) const {
+  std::byte* Place(const std::vector<tiering::Slot>& slots, int slot) const {
     return arena_ + slots[static_cast<size_t>(slot)].offset;
   }
   void StartInput(const tiering::Op& op, StageRunner& runner, Device::Done done);

@@ -23,13 +23,15 @@ namespace penstock::zero {
 
 class DeviceState {
  public:
-  // `arena`: the device's. `staging`: host memory for one tile (Plan::checkpoint_bytes), empty where state
-  // has its home on a drive. Everything outlives this.
-  DeviceState(const tiering::Plan& plan, Device& device, std::byte* arena, std::span<std::byte> staging)
-      : plan_(plan), device_(device), arena_(arena), staging_(staging) {}
+  // `arena`: the device's. `rank`: whose part of every run is this process's. `staging`: host memory for one
+  // tile (Plan::checkpoint_bytes), empty where state has its home on a drive. Everything outlives this.
+  DeviceState(const tiering::Plan& plan, Device& device, std::byte* arena, int rank,
+              std::span<std::byte> staging)
+      : plan_(plan), device_(device), arena_(arena), rank_(rank), staging_(staging) {}
 
   bool has(int block) const { return plan_.on_device(block); }
-  // All of a block as one tile on the device: weights, state, gradient.
+  // All of a block, over several ranks of this one's part, as one tile on the device: weights, state,
+  // gradient.
   TileMemory block(int block) const;
   // The partial sums of its gradient's squares there, one for each tiering::kPartAlignment elements.
   double* partial_sums(int block) const;
@@ -66,6 +68,7 @@ class DeviceState {
   const tiering::Plan& plan_;
   Device& device_;
   std::byte* const arena_;
+  const int rank_;
   const std::span<std::byte> staging_;
 };
 

@@ -58,6 +58,8 @@ class Engine::Impl {
     plan_ = std::move(prepared->plan);
     modules_ = std::move(prepared->modules);
     identity_ = std::move(prepared->identity);
+    devices_ = std::move(prepared->devices);
+    if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
     for (const auto& module : modules_) module_pointers_.push_back(module.get());
     if (options_.planned) {
       if (absl::Status status = options_.planned(plan_); !status.ok()) return status;
@@ -93,6 +95,7 @@ class Engine::Impl {
     lane_options.intra_op_threads = options_.intra_op_threads;
     lane_options.format = plan_.format;
     lane_options.comm = options_.comm.get();
+    lane_options.devices = devices_.comm.get();
     lane_options.parts = resources_->others();
     lane_options.stops = options_.stops;
     lane_options.network_memory = resources_->network_memory();
@@ -289,6 +292,7 @@ class Engine::Impl {
   tiering::Usage usage_;
   std::unique_ptr<tiering::Executor> executor_;
   std::unique_ptr<Resources> resources_;
+  DeviceExchange devices_;
 
  private:
   Residency& residency() const { return resources_->residency(); }
@@ -588,7 +592,8 @@ class Engine::Impl {
   OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
   int64_t ahead_step_ = 0;
   int64_t abandoned_step_ = 0;  // while it is run through
-  // Steps that are not committed yet. Two at most: the commit of one may end after the norm of the next.
+  // Steps that are not committed yet. Two at most: the commit of one may end after the norm of the next;
+  // three where all state lives on a device and is written by way of host memory.
   struct Pending {
     StepResult result;
     int64_t updates = 0;

@@ -302,9 +302,6 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   const bool one_version = options.resumes() ? found->shape.slots == 1 : options.versions == 1;
   plan_options.commits_every_step =
       !on_nvme || !options.trains || (options.durability == Durability::kStep && !one_version);
-  if (options.comm != nullptr && in_place && one_version) {
-    return absl::InvalidArgumentError("one version of everything: of one rank so far");
-  }
   absl::StatusOr<MeasuredModel> measured =
       MeasureModel(model, options.example, format->weights, options.trains, *options.device);
   if (!measured.ok()) return measured.status();
@@ -316,9 +313,19 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     if (!budget.ok()) return budget.status();
     plan_options.host_budget_bytes = *budget;
     if (plan_options.device.apart) {
+      // Where weights stay whole in host memory, they are gathered there, once a step. Connecting takes
+      // memory.
+      if (options.bounds.placement == tiering::Placement::kCuda) {
+        prepared.devices.how = "through host memory, where weights stay whole";
+      } else {
+        absl::StatusOr<DeviceExchange> devices = ConnectDevices(options.comm, *options.device);
+        if (!devices.ok()) return devices.status();
+        prepared.devices = std::move(*devices);
+      }
+      plan_options.device.direct = prepared.devices.comm != nullptr;
       budget = AgreeOnDeviceBudget(*comm, *options.device, options.device_memory_bytes);
       if (!budget.ok()) return budget.status();
-      plan_options.device.budget_bytes = *budget;
+      plan_options.device.budget_bytes = prepared.devices.budget_bytes = *budget;
     }
   }
   plan.parameters = measured->parameters;
@@ -348,7 +355,9 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan.state_bytes = plan_options.precision.UnpaddedBytes(plan.graph.elements());
   if (options.machine) {
     // A budget that is too small is refused before anything is measured on a drive.
-    absl::StatusOr<tiering::Plan> assumed = tiering::MakePlan(plan.graph, plan_options);
+    tiering::PlanOptions any = plan_options;
+    any.compares_policies = false;
+    absl::StatusOr<tiering::Plan> assumed = tiering::MakePlan(plan.graph, any);
     if (!assumed.ok()) return assumed.status();
     // One rank alone: several would measure each other.
     if (options.rank() == 0) {
@@ -363,7 +372,10 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     }
   }
   if (comm != nullptr) {
-    if (absl::Status status = AgreeOnMachine(*comm, &plan_options.machine); !status.ok()) return status;
+    if (absl::Status status =
+            AgreeOnMachine(*comm, prepared.devices, plan_options.host_budget_bytes, &plan_options.machine);
+        !status.ok())
+      return status;
   }
   absl::StatusOr<tiering::Plan> made = tiering::MakePlan(plan.graph, plan_options);
   if (!made.ok()) return made.status();

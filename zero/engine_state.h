@@ -14,6 +14,7 @@
 #include "zero/block.h"
 #include "zero/device_state.h"
 #include "zero/engine.h"
+#include "zero/rank_setup.h"
 #include "zero/residency.h"
 
 namespace penstock::zero {
@@ -22,6 +23,7 @@ struct PreparedModel {
   EnginePlan plan;
   std::vector<std::shared_ptr<BlockModule>> modules;
   nlohmann::json identity;  // what a store is made with, and what it must have to be resumed
+  DeviceExchange devices;   // of several ranks
 };
 
 // Measures the model and plans it under the options. With options.resume (or without options.trains) the

@@ -67,11 +67,14 @@ void RankLanes::Work(Queue* queue) {
 
 absl::Status RankLanes::Run(const Op& op) {
   switch (op.kind) {
-    case OpKind::kGather:
+    case OpKind::kGather: {
+      const auto bytes =
+          static_cast<size_t>(plan_.blocks[At(op.block)].elements * plan_.precision.weight_bytes());
+      if (plan_.device.direct)
+        return options_.devices->AllGather(Channel::kGather, options_.device->run(op.device_slot), bytes);
       if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, residency_.run(op.run_slot));
-      return comm_->AllGather(
-          Channel::kGather, residency_.run(op.run_slot),
-          static_cast<size_t>(plan_.blocks[At(op.block)].elements * plan_.precision.weight_bytes()));
+      return comm_->AllGather(Channel::kGather, residency_.run(op.run_slot), bytes);
+    }
     case OpKind::kReduce:
       return RunReduce(op);
     case OpKind::kExchange:
@@ -84,29 +87,50 @@ absl::Status RankLanes::Run(const Op& op) {
   }
 }
 
+// Where a block's reduced gradient goes.
+std::byte* RankLanes::Reduced(const Op& op) const {
+  if (!plan_.device.direct) return static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
+  if (!plan_.on_device(op.block)) return options_.device->own_part(op);
+  return static_cast<std::byte*>(options_.device->state().block(op.block).gradient);
+}
+
 // In pieces, so that it takes little memory: while one is summed, the next is on its way.
 absl::Status RankLanes::RunReduce(const Op& op) {
+  const bool there = plan_.device.direct;
+  Device& device = there ? options_.device->device() : *HostDevice();
+  Comm& comm = there ? *options_.devices : *comm_;
   const auto world = At(plan_.world);
+  const auto own = At(comm.rank());
   const auto part = static_cast<size_t>(plan_.blocks[At(op.block)].elements);
   const auto width = static_cast<size_t>(plan_.accumulator_bytes(op.block));
+  const auto width_after = static_cast<size_t>(plan_.precision.gradient_bytes);
   const DType type = width == 4 ? DType::kFp32 : options_.weights;
-  auto* const gradients = reinterpret_cast<std::byte*>(residency_.accumulator(op.accumulator_slot));
-  auto* const reduced = static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
+  std::byte* const gradients =
+      there ? options_.device->gradients(op)
+            : reinterpret_cast<std::byte*>(residency_.accumulator(op.accumulator_slot));
+  // In place nobody else reads this part, and what is rounded lies before what is still to be summed.
+  std::byte* const reduced = Reduced(op);
   const auto elements = static_cast<size_t>(options_.layout_elements[At(op.block)]);
-  std::memset(gradients + elements * width, 0, (world * part - elements) * width);
+  if (absl::Status status = device.Clear(gradients + elements * width, (world * part - elements) * width);
+      !status.ok())
+    return status;
 
-  constexpr auto kPiece = static_cast<size_t>(tiering::kNetworkPiece);
-  auto* const sums = reinterpret_cast<float*>(options_.memory.data());
+  double* const squares =
+      plan_.on_device(op.block) ? options_.device->state().partial_sums(op.block) : nullptr;
+  const auto piece_elements =
+      static_cast<size_t>(there ? plan_.device.network_piece : tiering::kNetworkPiece);
+  std::byte* const memory = there ? options_.device->network() : options_.memory.data();
+  auto* const sums = reinterpret_cast<float*>(memory);
   const auto place = [&](size_t piece, size_t rank) {
-    return options_.memory.data() + (1 + (piece % 2) * world + rank) * kPiece * 4;
+    return memory + (1 + (piece % 2) * world + rank) * piece_elements * 4;
   };
-  const size_t pieces = (part + kPiece - 1) / kPiece;
-  const auto own = At(comm_->rank());
+  const size_t pieces = (part + piece_elements - 1) / piece_elements;
+  std::vector<const void*> addends(world);
   std::unique_ptr<Exchange> coming;
   for (size_t piece = 0; piece <= pieces; ++piece) {
     std::unique_ptr<Exchange> next;
     if (piece < pieces) {
-      const size_t first = piece * kPiece, n = std::min(kPiece, part - first);
+      const size_t first = piece * piece_elements, n = std::min(piece_elements, part - first);
       std::vector<const void*> send;
       std::vector<void*> receive;
       for (size_t k = 0; k < world; ++k) {
@@ -114,27 +138,19 @@ absl::Status RankLanes::RunReduce(const Op& op) {
         receive.push_back(place(piece, k));
       }
       absl::StatusOr<std::unique_ptr<Exchange>> begun =
-          comm_->Begin(Channel::kReduce, send, receive, n * width);
+          comm.Begin(Channel::kReduce, send, receive, n * width);
       if (!begun.ok()) return begun.status();
       next = std::move(*begun);
     }
     if (piece > 0) {
       if (absl::Status status = coming->Wait(); !status.ok()) return status;
-      const size_t first = (piece - 1) * kPiece, n = std::min(kPiece, part - first);
-      for (size_t k = 0; k < world; ++k) {
-        const void* addend = k == own ? gradients + (own * part + first) * width : place(piece - 1, k);
-        if (k == 0) {
-          kernels::Convert(type, addend, DType::kFp32, sums, n);
-        } else if (type == DType::kFp32) {
-          kernels::AccumulateFp32(static_cast<const float*>(addend), sums, n);
-        } else if (type == DType::kBf16) {
-          kernels::AccumulateBf16(static_cast<const uint16_t*>(addend), sums, n);
-        } else {
-          kernels::AccumulateFp16(static_cast<const uint16_t*>(addend), sums, n);
-        }
-      }
-      kernels::Convert(DType::kFp32, sums, options_.weights,
-                       reduced + first * static_cast<size_t>(plan_.precision.gradient_bytes), n);
+      const size_t first = (piece - 1) * piece_elements, n = std::min(piece_elements, part - first);
+      for (size_t k = 0; k < world; ++k) addends[k] = place(piece - 1, k);
+      addends[own] = gradients + (own * part + first) * width;
+      absl::Status status =
+          device.SumInOrder(type, addends, sums, options_.weights, reduced + first * width_after, n,
+                            squares == nullptr ? nullptr : squares + first / kernels::kReduceBlock);
+      if (!status.ok()) return status;
     }
     coming = std::move(next);
   }

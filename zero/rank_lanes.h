@@ -1,5 +1,7 @@
 // The lanes on which a rank waits for the others: a thread for each, in the order of the program.
 //
+// Gathering and reducing is of host memory, or where devices exchange with each other of theirs.
+//
 //   kGather  this rank's part of a block's weights to the others, theirs into the run
 //   kReduce  a block's gradients: each rank gets its part of all of them and sums in fp32, rank 0 first,
 //   rounding once;
@@ -27,6 +29,7 @@
 #include "kernels/reduce.h"
 #include "tiering/program.h"
 #include "zero/comm.h"
+#include "zero/device_lanes.h"
 #include "zero/rank_parts.h"
 #include "zero/residency.h"
 
@@ -52,6 +55,9 @@ class RankLanes {
     std::vector<int64_t>
         layout_elements;          // [block] of the run, without what its last parts have beyond its end
     std::span<std::byte> memory;  // Plan::network_bytes
+    // With DevicePlan::direct: what the devices exchange over, and where their slots are.
+    Comm* devices = nullptr;
+    const DeviceLanes* device = nullptr;
     std::function<double()> now;
   };
 
@@ -87,6 +93,7 @@ class RankLanes {
   void Work(Queue* queue);
   absl::Status Run(const tiering::Op& op);
   absl::Status RunReduce(const tiering::Op& op);
+  std::byte* Reduced(const tiering::Op& op) const;
   absl::Status RunExchange();
   absl::Status RunAgree(const tiering::Op& op);
 

@@ -16,25 +16,29 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/checksum.h"
 #include "swap/checkpoint.h"
+#include "zero/guarded.h"
 #include "zero/json_difference.h"
 
 namespace penstock::zero {
 namespace {
 
-constexpr size_t kProbeBytes = 4 << 20;
+constexpr int64_t kProbeBytes = 4 << 20;
 
-// Seconds that all ranks together need to hand each other kProbeBytes; the second of two exchanges, since the
-// first one opens the windows of the connections.
-absl::StatusOr<double> ProbeNetwork(Comm& comm) {
-  std::vector<std::byte> memory(kProbeBytes * static_cast<size_t>(comm.world()));
+// What a rank receives in a second while all of them hand each other `bytes`, in memory at `where`; of the
+// second of two exchanges, since the first one opens the windows of the connections. 0: too fast to tell.
+absl::StatusOr<double> ProbeNetwork(Comm& comm, Channel channel, const torch::Device& where, int64_t bytes) {
+  torch::Tensor memory;
+  absl::Status status = Guarded("memory to measure the network with", [&] {
+    memory = torch::empty({bytes * comm.world()}, torch::TensorOptions().dtype(torch::kUInt8).device(where));
+  });
   double seconds = 0;
   for (int i = 0; i < 2; ++i) {
     const auto begin = std::chrono::steady_clock::now();
-    if (absl::Status status = comm.AllGather(Channel::kSetup, memory.data(), kProbeBytes); !status.ok())
-      return status;
+    if (status.ok()) status = comm.AllGather(channel, memory.data_ptr(), static_cast<size_t>(bytes));
+    if (!status.ok()) return status;
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
-  return seconds;
+  return seconds > 0 ? static_cast<double>(bytes) * (comm.world() - 1) / seconds : 0;
 }
 
 // Rank 0's values, everywhere.
@@ -119,7 +123,7 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
                      " is not what rank 0 has under this name: all ranks need one directory for "
                      "checkpoints, on a file system that they share"));
   }
-  const absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
+  absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
   if (comm.rank() == 0) (void)::unlink(sign.c_str());
   return all;
 }
@@ -141,6 +145,40 @@ absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, in
   const int64_t share =
       device.identity().empty() ? device.capacity_bytes() : device.capacity_bytes() / sharing;
   return AgreeOnBudget(comm, mine > 0 ? mine : share);
+}
+
+absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm, Device& device) {
+  absl::StatusOr<std::vector<std::string>> links = comm->AllTexts(Channel::kSetup, device.link());
+  if (!links.ok()) return links.status();
+  absl::StatusOr<std::vector<std::string>> identities = comm->AllTexts(Channel::kSetup, device.identity());
+  if (!identities.ok()) return identities.status();
+  DeviceExchange exchange;
+  exchange.where = device.torch_device();
+  std::string why;
+  for (size_t k = 0; k < links->size() && why.empty(); ++k) {
+    if ((*links)[k].empty() || (*links)[k] != links->front()) {
+      why = absl::StrCat("the device of rank ", k, " cannot exchange with others");
+    }
+    const auto first = std::find(identities->begin(), identities->end(), (*identities)[k]);
+    const auto other = static_cast<size_t>(first - identities->begin());
+    if (!(*identities)[k].empty() && other != k) {
+      why = absl::StrCat("ranks ", other, " and ", k, " share one device");
+    }
+  }
+  if (!why.empty()) {
+    exchange.how = absl::StrCat("through host memory: ", why);
+    return exchange;
+  }
+  absl::StatusOr<std::shared_ptr<Comm>> connected = device.Connect(comm);
+  if (!connected.ok()) {
+    // Known to all; they can still go the other way, if they have each other.
+    if (absl::Status lost = comm->failure(); !lost.ok()) return lost;
+    exchange.how = absl::StrCat("through host memory: ", std::string(connected.status().message()));
+    return exchange;
+  }
+  exchange.comm = std::move(*connected);
+  exchange.how = absl::StrCat("between devices, over ", links->front());
+  return exchange;
 }
 
 absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
@@ -175,12 +213,19 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
   return absl::OkStatus();
 }
 
-absl::Status AgreeOnMachine(Comm& comm, tiering::MachineModel* machine) {
+absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, int64_t host_budget_bytes,
+                            tiering::MachineModel* machine) {
   static_assert(std::is_trivially_copyable_v<tiering::MachineModel>);
-  absl::StatusOr<double> seconds = ProbeNetwork(comm);
-  if (!seconds.ok()) return seconds.status();
-  const double received = static_cast<double>(kProbeBytes) * (comm.world() - 1);
-  if (*seconds > 0) machine->network_bytes_per_s = received / *seconds;
+  const bool there = devices.comm != nullptr;
+  // Within the budget of where it is.
+  const int64_t budget = there ? devices.budget_bytes : host_budget_bytes;
+  const int64_t bytes =
+      budget > 0 ? std::clamp<int64_t>(budget / 4 / comm.world(), 4096, kProbeBytes) : kProbeBytes;
+  const absl::StatusOr<double> rate =
+      there ? ProbeNetwork(*devices.comm, Channel::kGather, devices.where, bytes)
+            : ProbeNetwork(comm, Channel::kSetup, torch::kCPU, bytes);
+  if (!rate.ok()) return rate.status();
+  if (*rate > 0) machine->network_bytes_per_s = *rate;
   return TakeRankZeros(comm, machine, sizeof(*machine));
 }
 
@@ -192,7 +237,8 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
   std::memcpy(&redo_rate, &plan.worthwhile_redo_rate, sizeof(redo_rate));
   numbers.push_back(static_cast<int64_t>(redo_rate));
   numbers.insert(numbers.end(), {plan.device.arena_bytes, plan.device.tensor_bytes, plan.device.kept_inputs,
-                                 plan.device.accumulator_ring});
+                                 plan.device.accumulator_ring, plan.device.direct, plan.device.network_piece,
+                                 plan.device.resident_elements});
   for (const auto* slots :
        {&plan.run_slots, &plan.tile_slots, &plan.gradient_slots, &plan.accumulator_slots, &plan.input_slots,
         &plan.device.run_slots, &plan.device.gradient_slots, &plan.device.accumulator_slots}) {

@@ -4,6 +4,7 @@
 #define PENSTOCK_ZERO_RANK_SETUP_H_
 
 #include <cstdint>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -45,10 +46,24 @@ absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine);
 // the devices have, each shared evenly among the ranks whose it is.
 absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, int64_t mine);
 
+// How the ranks' devices exchange weights and gradients.
+struct DeviceExchange {
+  std::shared_ptr<Comm> comm;  // whose memory is the devices'; null: through host memory
+  torch::Device where = torch::kCPU;
+  int64_t budget_bytes = 0;  // of the device, once it is agreed on
+  std::string how;           // a line about it; empty where no device is apart
+};
+
+// Over a comm of their own, where every rank has a device of its own and all are of a kind that exchanges
+// without the host. What that takes of a device's memory is no longer in its capacity afterwards.
+absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm, Device& device);
+
 // What one plan is made of must be the same on all: the times of stages and the machine are those of rank 0,
-// with the network as measured here; what a stage takes is the most that it takes anywhere.
+// with the network as measured here, between devices where they exchange; what a stage takes is the most that
+// it takes anywhere.
 absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph);
-absl::Status AgreeOnMachine(Comm& comm, tiering::MachineModel* machine);
+absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, int64_t host_budget_bytes,
+                            tiering::MachineModel* machine);
 
 // kInternal: the plans differ after all.
 absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan);

@@ -72,6 +72,8 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
   for (const BlockModule* module : modules_)
     rank_options.layout_elements.push_back(module->layout().elements);
   rank_options.memory = options_.network_memory;
+  rank_options.devices = options_.devices;
+  rank_options.device = device_;
   rank_options.now = [this] { return Now(); };
   ranks_ = std::make_unique<RankLanes>(
       plan_, residency_, options_.comm, options_.parts, std::move(rank_options),
@@ -449,10 +451,10 @@ absl::Status RealLanes::RunUpdateOnDevice(const Op& op) {
   const UpdateDecision& decision = DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
   const TileMemory memory = device_->state().block(op.block);
+  const tiering::Tile all = residency_.InRun(op.block, {0, memory.elements});
   return Guarded("update on the device", [&] {
-    device_->device().Update(decision.optimizer,
-                             UpdatesOf(options_.format, SeedOf(decision, op.block),
-                                       modules_[At(op.block)]->layout(), {0, memory.elements}, memory));
+    device_->device().Update(decision.optimizer, UpdatesOf(options_.format, SeedOf(decision, op.block),
+                                                           modules_[At(op.block)]->layout(), all, memory));
   });
 }
 

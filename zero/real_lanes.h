@@ -56,6 +56,7 @@ class RealLanes : public tiering::Lanes {
     // Where there are more ranks: what they talk over, Plan::network_bytes of memory, whether this one was
     // asked to stop.
     Comm* comm = nullptr;
+    Comm* devices = nullptr;     // and what their devices exchange over, with DevicePlan::direct
     RankParts* parts = nullptr;  // in the place of comm (RankLanes)
     std::span<std::byte> network_memory;
     std::function<bool()> stops;
@@ -172,7 +173,8 @@ class RealLanes : public tiering::Lanes {
   const Options options_;
   const LaneHooks hooks_;
   // [step & 1], both: writes of a step may start, and its last updates in backward run, when the next step
-  // has begun or even been decided; not when that one has been committed.
+  // has begun or even been decided; not when that one has been committed. Only of what lives on a device a
+  // write may start after that: of a skipped step, too, which then writes what there was.
   std::array<UpdateDecision, 2> decisions_;
   std::array<UpdateDecision, 2> assumed_;
   int64_t abandoned_step_ = 0;

@@ -44,8 +44,9 @@ class Residency {
     TileMemory memory;
     memory.elements = cut.elements;
     if (run_slot >= 0) {
-      memory.weights =
-          static_cast<std::byte*>(run(run_slot)) + InRun(block, cut).offset * plan_.precision.weight_bytes();
+      // A run has the parts of all ranks, or this one's alone.
+      const int64_t offset = plan_.parts_in_memory() == 1 ? cut.offset : InRun(block, cut).offset;
+      memory.weights = static_cast<std::byte*>(run(run_slot)) + offset * plan_.precision.weight_bytes();
     }
     if (tile_slot >= 0) {
       auto* base = static_cast<std::byte*>(Place(plan_.tile_slots, tile_slot));
@@ -61,6 +62,7 @@ class Residency {
     return memory;
   }
 
+  int rank() const { return rank_; }
   // Where a tile of this rank's part of a block lies in the whole run.
   tiering::Tile InRun(int block, const tiering::Tile& tile) const {
     return {rank_ * plan_.blocks[static_cast<size_t>(block)].elements + tile.offset, tile.elements};

@@ -147,9 +147,9 @@ absl::Status Resources::MakeStore(const std::string& identity) {
   return options_.resumes() && options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();
 }
 
-// Goes on from the newest step that every rank has committed. None has begun to overwrite it: that waits
-// until all have committed the next one (OpKind::kAgree), so the ones that have are one step ahead at the
-// most.
+// Goes on from the newest step that every rank has committed. With two versions none has begun to overwrite
+// it: that waits until all have committed the next one (OpKind::kAgree), so the ones that have are one step
+// ahead at the most. With one version who is ahead cannot go back, which is kDataLoss.
 absl::Status Resources::GoBackTogether() {
   const auto mine = static_cast<int64_t>(store_->committed_step());
   absl::StatusOr<std::vector<int64_t>> steps = AllNumbers(*options_.comm, mine);

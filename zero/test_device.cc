@@ -8,11 +8,28 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "tiering/byte_size.h"
+#include "zero/comm.h"
 
 namespace penstock::zero {
 namespace {
 
 constexpr int kIn = 0, kOut = 1;
+
+// The device's memory is the host's, so that the host's comm can do it.
+class LinkedDevices final : public Comm {
+ public:
+  explicit LinkedDevices(std::shared_ptr<Comm> host) : Comm(host->environment()), host_(std::move(host)) {}
+  std::string name() const override { return "test devices, linked"; }
+  absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, std::span<const void* const> send,
+                                                  std::span<void* const> receive, size_t bytes) override {
+    return host_->Begin(channel, send, receive, bytes);
+  }
+  void Abort(const absl::Status& why) override { host_->Abort(why); }
+  absl::Status failure() override { return host_->failure(); }
+
+ private:
+  const std::shared_ptr<Comm> host_;
+};
 
 int64_t BytesOf(const torch::Tensor& tensor) {
   return tensor.numel() * static_cast<int64_t>(tensor.element_size());
@@ -51,6 +68,8 @@ absl::StatusOr<std::shared_ptr<Device>> TestDevice::FromWords(const std::string&
       options.bytes_per_s = number;
     } else if (pair.first == "latency") {
       options.latency_seconds = number;
+    } else if (pair.first == "linked") {
+      options.linked = number != 0;
     } else {
       known = false;
     }
@@ -82,6 +101,10 @@ absl::Status TestDevice::LimitTensors(int64_t bytes) {
   }
   TensorMemory::SetLimit(bytes > 0 ? bytes : options_.capacity_bytes - arena);
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::shared_ptr<Comm>> TestDevice::Connect(const std::shared_ptr<Comm>& host) {
+  return std::make_shared<LinkedDevices>(host);
 }
 
 void TestDevice::CopyIn(void* to, const void* from, int64_t bytes, bool, Done done) {

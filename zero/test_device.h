@@ -30,6 +30,7 @@ struct TestDeviceOptions {
   double latency_seconds = 0;  // between a copy's end and its being known
   int64_t fail_copy = 0;       // the number of the copy that fails, from 1; 0: none
   std::string identity = {};   // Device::identity
+  bool linked = false;         // to those of other ranks: exchanges are of its memory, over the host's comm
 };
 
 class TestDevice : public CpuDevice {
@@ -38,7 +39,7 @@ class TestDevice : public CpuDevice {
   // Finishes what was started.
   ~TestDevice() override;
 
-  // From words as "capacity=64M,bandwidth=1e9,latency=1e-5"; kInvalidArgument names what is wrong.
+  // From words as "capacity=64M,bandwidth=1e9,latency=1e-5,linked=1"; kInvalidArgument names what is wrong.
   static absl::StatusOr<std::shared_ptr<Device>> FromWords(const std::string& words);
 
   std::string_view name() const override { return "test"; }
@@ -53,6 +54,8 @@ class TestDevice : public CpuDevice {
   Traffic traffic() const override { return {bytes_[0].load(), bytes_[1].load()}; }
   torch::Tensor ToDevice(const torch::Tensor& host) override;
   torch::Tensor ToHost(const torch::Tensor& tensor) override;
+  std::string link() const override { return options_.linked ? "test" : ""; }
+  absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host) override;
 
  private:
   struct Copy {

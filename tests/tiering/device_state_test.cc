@@ -91,6 +91,80 @@ TEST(DeviceState, EverythingOnTheDeviceNeedsNothingElse) {
   }
 }
 
+// Over several ranks whose devices exchange with each other each has its part there, and the drive is idle
+// too.
+TEST(DeviceState, OfSeveralRanksEachHasItsPart) {
+  for (const ModelGraph& graph : {Chain(12, 1 << 20), Tied(12, 1 << 20, 1 << 21)}) {
+    for (const bool on_nvme : {false, true}) {
+      for (const int micro_batches : {1, 2}) {
+        PlanOptions options = Options(on_nvme);
+        options.device.direct = true;
+        options.world = 3;
+        options.bounds.processor_share = 0;
+        options.micro_batches = micro_batches;
+        const Plan plan = *MakePlan(graph, options);
+        EXPECT_EQ(plan.on_device_share(), 1);
+        int64_t sums = 0;
+        for (const BlockPlan& block : plan.blocks) sums += PartialSumBytes(block.elements);
+        EXPECT_EQ(plan.device.h2d_bytes, 0);
+        EXPECT_EQ(plan.device.d2h_bytes, sums);
+        EXPECT_EQ(plan.nvme_read_bytes + plan.nvme_write_bytes, 0);
+        RunPasses(graph, plan, options.machine, nullptr);
+        options.device.direct = false;
+        EXPECT_EQ(MakePlan(graph, options)->on_device_share(), 0) << "host memory is where they meet";
+      }
+    }
+  }
+}
+
+// Gathers and reductions are beside compute, also where they take half as long.
+TEST(DeviceState, OfSeveralRanksExchangesAreBesideCompute) {
+  const ModelGraph graph = Chain(48, 1 << 20);
+  for (const int micro_batches : {1, 2}) {
+    PlanOptions options = Options(/*on_nvme=*/false);
+    options.device.direct = true;
+    options.world = 2;
+    options.bounds.processor_share = 0;
+    options.micro_batches = micro_batches;
+    double compute = 0;
+    for (const StageShape& stage : graph.stages)
+      compute += micro_batches * (stage.forward_seconds + stage.backward_seconds);
+    const double received = static_cast<double>(graph.elements()) / 2 * (2 + (micro_batches > 1 ? 4 : 2));
+    options.machine.network_bytes_per_s = received / (compute / 2);
+    const Plan plan = *MakePlan(graph, options);
+    const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, options.machine, 4);
+    ASSERT_TRUE(prediction.ok());
+    EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.1) << prediction->bound_by;
+  }
+}
+
+// The same where every step is durable: all of it goes out and to the drive, and nothing comes from there.
+TEST(DeviceState, WhereEveryStepIsDurableTheDriveIsOnlyWritten) {
+  const ModelGraph graph = Chain(12, 1 << 20);
+  PlanOptions options = Options(/*on_nvme=*/true);
+  options.commits_every_step = true;
+  options.bounds.processor_share = 0;
+  const Plan plan = *MakePlan(graph, options);
+  ASSERT_EQ(Share(graph, plan), 1);
+  int64_t sums = 0;
+  for (const BlockShape& block : graph.blocks) sums += PartialSumBytes(block.elements);
+  EXPECT_EQ(plan.device.h2d_bytes, 0);
+  EXPECT_EQ(plan.device.d2h_bytes, sums + 12 * graph.elements());
+  EXPECT_EQ(plan.nvme_read_bytes, 0);
+  EXPECT_EQ(plan.nvme_write_bytes, 12 * graph.elements());
+  RunPasses(graph, plan, options.machine, nullptr);
+  // With a drive that writes in a tenth of what computing takes, and one that takes ten times that.
+  for (const double rate : {10.0, 0.1}) {
+    double compute = 0;
+    for (const StageShape& stage : graph.stages) compute += stage.forward_seconds + stage.backward_seconds;
+    options.machine.write_bytes_per_s = 12 * static_cast<double>(graph.elements()) / compute * rate;
+    const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, options.machine, 4);
+    ASSERT_TRUE(prediction.ok());
+    EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.05) << rate;
+    EXPECT_EQ(prediction->bound_by, rate > 1 ? "compute" : "write");
+  }
+}
+
 // Whatever the machine and the memory: no ratio gives a step that is shorter by more than 2% than the plan's
 // own choice.
 TEST(DeviceState, TheChoiceIsAsGoodAsEveryRatio) {

@@ -81,7 +81,7 @@ class MeaningLanes : public Lanes {
       for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = {-1, 0};
     }
     if (op.kind == OpKind::kCopyOut) {
-      (plan_.world > 1 ? host_sums_[op.host_accumulator_slot] : gradient_[op.gradient_slot]) = {-1, 0};
+      (RanksMeetInMemory() ? host_sums_[op.host_accumulator_slot] : gradient_[op.gradient_slot]) = {-1, 0};
     }
     sim_.Start(id, op);
   }
@@ -113,10 +113,12 @@ class MeaningLanes : public Lanes {
   const std::map<std::pair<int, int>, int64_t>& drive() const { return drive_; }
 
  private:
+  // Ranks gather and reduce in host memory, not on their devices.
+  bool RanksMeetInMemory() const { return plan_.world > 1 && !plan_.device.direct; }
   // Whether its device slot is a run's (otherwise a gradient's).
   static bool OfRun(const Op& op) {
-    return op.kind == OpKind::kCopyIn || op.kind == OpKind::kForward || op.kind == OpKind::kBackward ||
-           op.kind == OpKind::kUpdateOnDevice;
+    return op.kind == OpKind::kCopyIn || op.kind == OpKind::kGather || op.kind == OpKind::kForward ||
+           op.kind == OpKind::kBackward || op.kind == OpKind::kUpdateOnDevice;
   }
   // What a copy to the device copies: one tile, or over several ranks the whole run.
   std::vector<int> TilesOf(const Op& op) const {
@@ -169,8 +171,10 @@ class MeaningLanes : public Lanes {
             << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on gradient slot";
         const Op& copy = op.kind == OpKind::kCopyOut ? op : other;
         const Op& reduce = op.kind == OpKind::kCopyOut ? other : op;
-        EXPECT_FALSE(reduce.kind == OpKind::kReduce && reduce.accumulator_slot == copy.host_accumulator_slot)
-            << "sums copied to a place that is being reduced";
+        // Sums are copied to where they are reduced, or from there.
+        const int meet = plan_.device.direct ? copy.accumulator_slot : copy.host_accumulator_slot;
+        EXPECT_FALSE(reduce.kind == OpKind::kReduce && meet >= 0 && reduce.accumulator_slot == meet)
+            << "copied while it is reduced";
       }
       if (op.tile_slot >= 0 && op.tile_slot == other.tile_slot) {
         const bool both_read_in =
@@ -181,6 +185,9 @@ class MeaningLanes : public Lanes {
       // A spilled gradient has a place of its own beside the tile.
       if (op.lane == Lane::kRead && op.kind != OpKind::kReadGradient && other.kind == OpKind::kWriteTile) {
         EXPECT_FALSE(same_tile) << "read under a write";
+      }
+      if (op.kind == OpKind::kSeal && other.kind == OpKind::kWriteTile) {
+        EXPECT_FALSE(same_tile) << "sealed under a write, which is noted with these checksums";
       }
     }
     switch (op.kind) {
@@ -224,16 +231,36 @@ class MeaningLanes : public Lanes {
           if (plan_.world > 1 && !plan_.device.apart) {
             EXPECT_EQ(gathered_[op.run_slot], held) << OpKindName(op.kind);
           }
+          if (plan_.device.direct) {
+            EXPECT_EQ(device_gathered_[op.device_slot], held) << OpKindName(op.kind);
+          }
         }
         break;
       }
       case OpKind::kGather:
+        EXPECT_EQ(plan_.device.direct, op.device_slot >= 0);
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
+          if (plan_.device.direct) {
+            EXPECT_EQ((device_run_[{op.device_slot, static_cast<int>(t)}]).first, op.block);
+            EXPECT_EQ((device_run_[{op.device_slot, static_cast<int>(t)}]),
+                      (device_run_[{op.device_slot, 0}]))
+                << "tiles of two versions";
+            continue;
+          }
           EXPECT_EQ((run_[{op.run_slot, static_cast<int>(t)}]), (run_[{op.run_slot, 0}]))
               << "tiles of two versions";
         }
         break;
       case OpKind::kReduce:
+        if (plan_.device.direct) {
+          EXPECT_EQ(op.gradient_slot, -1);
+          if (op.accumulator_slot >= 0) {
+            CheckSums(op);
+          } else {
+            EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
+          }
+          break;
+        }
         if (plan_.device.apart) {
           EXPECT_EQ(host_sums_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
         } else {
@@ -253,12 +280,12 @@ class MeaningLanes : public Lanes {
       case OpKind::kCopyIn: {
         // Also of weights that were updated on an assumption which may turn out wrong: never, it is made good
         // before.
-        EXPECT_EQ(op.tile<0, plan_.world> 1);
+        EXPECT_EQ(op.tile < 0, RanksMeetInMemory());
         for (const int tile : TilesOf(op)) {
           const auto held = run_[{op.run_slot, tile}];
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
           EXPECT_EQ(held.second % 2, 0) << "weights that are yet to be made again went to the device";
-          if (plan_.world > 1) {
+          if (RanksMeetInMemory()) {
             EXPECT_EQ(gathered_[op.run_slot], held) << OpKindName(op.kind);
           }
         }
@@ -284,6 +311,7 @@ class MeaningLanes : public Lanes {
         CheckSums(op);
         break;
       case OpKind::kSquareGradient:
+        EXPECT_FALSE(plan_.device.direct) << "the reduction makes them";
         EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
         break;
       case OpKind::kUpdateOnDevice: {
@@ -308,7 +336,11 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(squared_[op.block], op.step);
           EXPECT_EQ(op.bytes, PartialSumBytes(plan_.blocks[op.block].elements));
         }
-        EXPECT_EQ(plan_.world > 1, op.host_accumulator_slot >= 0);
+        EXPECT_EQ(RanksMeetInMemory(), op.host_accumulator_slot >= 0);
+        if (plan_.device.direct && !plan_.on_device(op.block)) {
+          EXPECT_EQ(reduced_[op.block], op.step) << "a part that is not yet the sum of all ranks'";
+          EXPECT_EQ(op.bytes, plan_.blocks[op.block].elements * plan_.precision.gradient_bytes);
+        }
         if (op.accumulator_slot >= 0) {
           CheckSums(op);
         } else {
@@ -330,7 +362,7 @@ class MeaningLanes : public Lanes {
         Keep(op.position, op.micro_batch);
         break;
       case OpKind::kSeal:
-        EXPECT_TRUE(plan_.written_late(op.block, op.tile));
+        EXPECT_TRUE(plan_.written_late(op.block, op.tile) || plan_.on_device(op.block));
         EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, 2 * op.step}));
         break;
       case OpKind::kWriteTile: {
@@ -404,8 +436,10 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kCopyOut:
         if (op.accumulator_slot >= 0) adding_[op.accumulator_slot] = 0;
-        if (plan_.world > 1) {
+        if (RanksMeetInMemory()) {
           host_sums_[op.host_accumulator_slot] = {op.block, op.step};
+        } else if (plan_.device.direct) {
+          gradient_[op.gradient_slot] = {op.block, op.step};
         } else {
           gradient_[op.gradient_slot] = device_gradient_[op.device_slot];
         }
@@ -434,9 +468,21 @@ class MeaningLanes : public Lanes {
         ++finalized_;
         break;
       case OpKind::kGather:
-        gathered_[op.run_slot] = run_[{op.run_slot, 0}];
+        if (plan_.device.direct) {
+          device_gathered_[op.device_slot] = device_run_[{op.device_slot, 0}];
+        } else {
+          gathered_[op.run_slot] = run_[{op.run_slot, 0}];
+        }
         break;
       case OpKind::kReduce:
+        if (plan_.device.direct) {
+          reduced_[op.block] = op.step;
+          if (!plan_.on_device(op.block)) break;
+          if (op.accumulator_slot >= 0) adding_[op.accumulator_slot] = 0;
+          squared_[op.block] = op.step;
+          device_gradient_[plan_.device.blocks[op.block].gradient_slot] = {op.block, op.step};
+          break;
+        }
         if (!plan_.device.apart) adding_[op.accumulator_slot] = 0;
         gradient_[op.gradient_slot] = {op.block, op.step};
         break;
@@ -488,7 +534,9 @@ class MeaningLanes : public Lanes {
   std::map<std::pair<int, int>, std::pair<int, int64_t>> run_;    // {slot, tile} -> {block, version}
   std::map<int, std::pair<std::pair<int, int>, int64_t>> state_;  // slot -> {tile, version}
   std::map<int, std::pair<int, int64_t>> gradient_, accumulator_, spilled_read_;  // slot -> {block, step}
-  std::map<int, std::pair<int, int64_t>> gathered_;  // run slot -> {block, version} of the other ranks' parts
+  // Run slot, in memory or on the device -> {block, version} of the other ranks' parts.
+  std::map<int, std::pair<int, int64_t>> gathered_, device_gathered_;
+  std::map<int, int64_t> reduced_;  // block -> step whose sum over ranks is on the device
   std::map<Lane, OpId> last_started_ = {{Lane::kGather, -1}, {Lane::kReduce, -1}};
   int64_t agreed_ = 0;
   std::map<int, int> adding_;

@@ -23,6 +23,13 @@ using testing_support::operator+;
 class DeviceWords : public ProgramTest {
  protected:
   ~DeviceWords() override { unsetenv("PENSTOCK_TEST_DEVICE"); }
+  // No state lives on the device.
+  Words ProcessorUpdates() const {
+    testing_support::WriteFile(
+        dir_ + "/processor.json",
+        R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/unused", "ratio": 1}}})");
+    return {"--config", dir_ + "/processor.json"};
+  }
 };
 
 TEST_F(DeviceWords, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied) {
@@ -31,7 +38,8 @@ TEST_F(DeviceWords, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied
   ASSERT_EQ(cpu.code, 0) << cpu.err;
   setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
   const Words device = {"--device", "cuda", "--device-memory", "24M"};
-  const Ran cuda = Run(Train(dir_ + "/cuda") + steps + device + Words{"--report", dir_ + "/cuda.json"});
+  const Ran cuda = Run(Train(dir_ + "/cuda") + steps + device + ProcessorUpdates() +
+                       Words{"--report", dir_ + "/cuda.json"});
   ASSERT_EQ(cuda.code, 0) << cuda.err;
   const json of_cpu = json::parse(ReadFile(dir_ + "/cpu.json")),
              of_cuda = json::parse(ReadFile(dir_ + "/cuda.json"));
@@ -47,6 +55,17 @@ TEST_F(DeviceWords, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied
   // fp32 gradients, every step; the run's padding comes with them.
   EXPECT_GE(of_cuda["totals"]["d2h_bytes"], of_cuda["params"].get<int64_t>() * 4 * 4);
   EXPECT_LE(of_cuda["totals"]["d2h_bytes"], of_cuda["params"].get<int64_t>() * 4 * 5);
+  EXPECT_EQ(of_cuda["updated_on_device_share"], 0);
+
+  // Without a word about it all of the state lives there, since it fits; every step goes to the drive.
+  const Ran there = Run(Train(dir_ + "/there") + steps + device + Words{"--report", dir_ + "/there.json"});
+  ASSERT_EQ(there.code, 0) << there.err;
+  const json lives = json::parse(ReadFile(dir_ + "/there.json"));
+  for (size_t i = 0; i < 4; ++i) EXPECT_EQ(of_cpu["steps"][i]["loss"], lives["steps"][i]["loss"]) << i;
+  EXPECT_EQ(lives["updated_on_device_share"], 1);
+  EXPECT_LE(lives["peak_device_bytes"], 24 << 20);
+  EXPECT_LT(lives["totals"]["h2d_bytes"], of_cuda["totals"]["h2d_bytes"]);
+  EXPECT_EQ(Run({"verify", dir_ + "/there", "--quiet"}).code, 0);
 }
 
 // Two ranks, a device each: the losses of two ranks on processors.
@@ -71,6 +90,8 @@ TEST_F(DeviceWords, RanksTrainOnADeviceEach) {
   setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
   EXPECT_EQ(processors.size(), 3u);
   EXPECT_EQ(losses("devices", {"--device", "cuda", "--device-memory", "24M"}), processors);
+  setenv("PENSTOCK_TEST_DEVICE", "capacity=256M,linked=1", 1);
+  EXPECT_EQ(losses("linked", {"--device", "cuda", "--device-memory", "24M"}), processors);
 }
 
 // Without a drive state lives on the device; the configuration's ratio leaves the processor its share.
@@ -109,8 +130,9 @@ TEST_F(DeviceWords, TheRatioDividesTheStateBetweenProcessorAndDevice) {
 
 TEST_F(DeviceWords, PlanShowsTheTier) {
   setenv("PENSTOCK_TEST_DEVICE", "capacity=64M", 1);
-  const Words words = {"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device",
-                       "cuda", "--seq",   "32",       "--no-probe"};
+  const Words words = Words{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device",
+                            "cuda", "--seq",   "32",       "--no-probe"} +
+                      ProcessorUpdates();
   const Ran text = Run(words);
   ASSERT_EQ(text.code, 0) << text.err;
   EXPECT_THAT(text.out, HasSubstr("device memory ("));

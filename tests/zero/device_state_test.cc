@@ -6,11 +6,15 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <csignal>
 #include <filesystem>
+#include <fstream>
 #include <memory>
+#include <random>
 #include <string>
 
 #include "swap/checkpoint.h"
+#include "tests/zero/ranks.h"
 #include "tests/zero/training.h"
 #include "zero/engine.h"
 #include "zero/engine_state.h"
@@ -26,13 +30,17 @@ using testing_support::TrainGpt;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
+// Where state is beside the device: nowhere, on a drive from checkpoint to checkpoint, or after every step.
+enum class Home { kMemory, kPersisted, kDurable };
+constexpr Home kHomes[] = {Home::kMemory, Home::kPersisted, Home::kDurable};
+
 class DeviceStateTest : public testing_support::ScratchTest {
  protected:
-  // State on a drive or not, where not every step is durable, with as much as the ratio leaves on the device.
-  static void Put(RunOptions* run, OffloadDevice offload, std::optional<double> ratio) {
-    run->offload = offload;
-    run->adjust = [ratio](EngineOptions& options) {
-      options.durability = Durability::kCheckpoint;
+  // With as much as the ratio leaves on the device.
+  static void Put(RunOptions* run, Home home, std::optional<double> ratio) {
+    run->offload = home == Home::kMemory ? OffloadDevice::kCpu : OffloadDevice::kNvme;
+    run->adjust = [home, ratio](EngineOptions& options) {
+      options.durability = home == Home::kDurable ? Durability::kStep : Durability::kCheckpoint;
       options.bounds.processor_share = ratio;
     };
   }
@@ -76,15 +84,16 @@ TEST_F(DeviceStateTest, EveryShareGivesTheBitsOfTheProcessor) {
       ASSERT_TRUE(plain.status.ok()) << plain.status;
       ASSERT_FALSE(plain.skipped.empty());
       const int64_t least = LeastDeviceMemory(run);
-      for (const OffloadDevice offload : {OffloadDevice::kCpu, OffloadDevice::kNvme}) {
+      for (const Home home : kHomes) {
         for (const int64_t more : {int64_t{0}, int64_t{500} << 10, int64_t{1500} << 10, 64 * kMiB}) {
-          SCOPED_TRACE(testing::Message() << dtype << ", " << micro_batches << " micro-batches, "
-                                          << Name(offload) << ", " << more << " more than the least");
-          Put(&run, offload, more == 0 ? 1.0 : 0.0);
+          SCOPED_TRACE(testing::Message()
+                       << dtype << ", " << micro_batches << " micro-batches, home " << static_cast<int>(home)
+                       << ", " << more << " more than the least");
+          Put(&run, home, more == 0 ? 1.0 : 0.0);
           run.device = MakeTestDevice({.latency_seconds = more == 0 ? 1e-4 : 0});
           run.device_memory_bytes = least + more;
           run.host_memory_bytes = 0;
-          if (offload == OffloadDevice::kNvme) {
+          if (home != Home::kMemory) {
             run.host_memory_bytes = 1;
             run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + more / 2;
           }
@@ -122,9 +131,9 @@ TEST_F(DeviceStateTest, EveryTypeOfStateAndOptimizer) {
       run.steps = 4;
       run.tile_bytes = 64 << 10;
       const TrainedLosses plain = TrainGpt(run);
-      for (const OffloadDevice offload : {OffloadDevice::kNone, OffloadDevice::kNvme}) {
+      for (const Home home : kHomes) {
         for (const double ratio : {0.0, 0.5}) {
-          Put(&run, offload, ratio);
+          Put(&run, home, ratio);
           run.device = MakeTestDevice();
           const TrainedLosses trained = TrainGpt(run);
           ExpectSame(trained, plain);
@@ -141,11 +150,12 @@ TEST_F(DeviceStateTest, EveryTypeOfStateAndOptimizer) {
 // What is copied is what the plan says, and the batches: with everything on the device 8 bytes for 4096
 // elements of gradient.
 TEST_F(DeviceStateTest, BytesCopiedAreThePlans) {
-  for (const OffloadDevice offload : {OffloadDevice::kCpu, OffloadDevice::kNvme}) {
+  for (const Home home : kHomes) {
     for (const double ratio : {0.0, 0.5, 1.0}) {
+      SCOPED_TRACE(testing::Message() << "home " << static_cast<int>(home) << ", ratio " << ratio);
       RunOptions run;
       run.micro_batches = 2;
-      Put(&run, offload, ratio);
+      Put(&run, home, ratio);
       int64_t h2d[2], d2h[2];
       TrainedLosses trained;
       for (const int more : {0, 1}) {
@@ -161,15 +171,17 @@ TEST_F(DeviceStateTest, BytesCopiedAreThePlans) {
       const tiering::DevicePlan& plan = trained.plan.device;
       EXPECT_EQ(h2d[1] - h2d[0], plan.h2d_bytes + batches);
       EXPECT_EQ(d2h[1] - d2h[0], plan.d2h_bytes);
-      int64_t sums = 0, weights = 0;
+      int64_t sums = 0, weights = 0, everything = 0;
       for (const tiering::BlockPlan& block : trained.plan.blocks) {
         sums += tiering::PartialSumBytes(block.elements);
         weights += block.elements * 2;
+        everything += trained.plan.precision.UnpaddedBytes(block.elements);
       }
       if (ratio == 0) {
         EXPECT_EQ(plan.h2d_bytes, 0);
-        EXPECT_EQ(plan.d2h_bytes, sums);
-        EXPECT_EQ(trained.plan.nvme_read_bytes + trained.plan.nvme_write_bytes, 0);
+        EXPECT_EQ(plan.d2h_bytes, sums + (home == Home::kDurable ? everything : 0));
+        EXPECT_EQ(trained.plan.nvme_read_bytes, 0);
+        EXPECT_EQ(trained.plan.nvme_write_bytes > 0, home == Home::kDurable);
       } else {
         EXPECT_GT(plan.h2d_bytes, 0);
         EXPECT_GE(plan.d2h_bytes, ratio * static_cast<double>(weights));
@@ -190,9 +202,9 @@ TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
   const TrainedLosses plain = TrainGpt(run);
   ASSERT_FALSE(plain.skipped.empty());
   const std::vector<double> rest(plain.losses.begin() + 6, plain.losses.end());
-  for (const OffloadDevice from : {OffloadDevice::kCpu, OffloadDevice::kNvme}) {
+  for (const Home from : kHomes) {
     for (const double ratio : {0.0, 0.6}) {
-      SCOPED_TRACE(testing::Message() << Name(from) << ", ratio " << ratio);
+      SCOPED_TRACE(testing::Message() << "home " << static_cast<int>(from) << ", ratio " << ratio);
       RunOptions first = run;
       Put(&first, from, ratio);
       first.device = MakeTestDevice({.bytes_per_s = 2e8});  // copies take a while
@@ -202,12 +214,12 @@ TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
       EXPECT_GT(ShareOnDevice(trained.plan), 0);
       ASSERT_EQ(trained.kept.size(), 4u);
       for (const TrainedLosses::Kept& kept : trained.kept) ASSERT_TRUE(kept.status.ok()) << kept.status;
-      for (const OffloadDevice to : {OffloadDevice::kNone, OffloadDevice::kNvme}) {
+      for (const Home to : kHomes) {
         for (const std::optional<double> other : {std::optional<double>(), {1.0}, {0.4}, {0.0}}) {
           RunOptions second = run;
           Put(&second, to, other);
           if (other) second.device = MakeTestDevice();
-          if (to == OffloadDevice::kNvme) {
+          if (to != Home::kMemory) {
             second.state_dir = scratch_ + "/restored";
             second.resume = true;
             const absl::Status restored =
@@ -238,7 +250,7 @@ TEST_F(DeviceStateTest, ARunOnADriveGoesOnWithAnotherShare) {
   run.keep_state = true;
   const std::optional<double> ratios[] = {0.0, 0.5, {}, 0.3};
   for (int part = 0; part < 4; ++part) {
-    Put(&run, OffloadDevice::kNvme, ratios[part]);
+    Put(&run, part % 3 == 0 ? Home::kPersisted : Home::kDurable, ratios[part]);
     run.device = ratios[part] ? MakeTestDevice() : HostDevice();
     run.stop_after = 2 * (part + 1);
     run.resume = part > 0;
@@ -249,19 +261,68 @@ TEST_F(DeviceStateTest, ARunOnADriveGoesOnWithAnotherShare) {
   EXPECT_EQ(losses, plain.losses);
 }
 
-// Where every step is durable nothing lives on the device, and the plan says why; without a drive host memory
-// gets smaller by what does.
+// A run whose every step is durable, killed at any operation, goes on from the last step that was reported.
+TEST_F(DeviceStateTest, AKillLosesNoStepThatWasReported) {
+  RunOptions run;
+  run.steps = 8;
+  run.tile_bytes = 64 << 10;
+  const std::vector<double> plain = testing_support::Alone(run)["losses"];
+  std::mt19937 random(3);
+  for (const double ratio : {0.0, 0.5}) {
+    run.state_dir = scratch_ + "/state";
+    run.keep_state = true;
+    const std::string reported = scratch_ + "/reported";
+    int killed = 0;
+    bool done = false;
+    for (int life = 0; life < 8 && !done; ++life) {
+      const int operations = life == 7 ? -1 : 60 + static_cast<int>(random() % 500);
+      int64_t before = 0;  // the last step that any life so far was told is durable
+      std::ifstream(reported) >> before;
+      const testing_support::RankOutcome outcome =
+          testing_support::RunProcesses(1, [&](int, int) {
+            RunOptions own = run;
+            Put(&own, Home::kDurable, ratio);
+            own.device = MakeTestDevice();
+            own.resume = life > 0;
+            own.adjust = [&, adjust = own.adjust](EngineOptions& options) {
+              adjust(options);
+              options.observer = [&, count = operations](tiering::OpId, const tiering::Op& op, double,
+                                                         double) mutable {
+                if (op.kind == tiering::OpKind::kCommit) std::ofstream(reported) << op.step;
+                if (count-- == 0) kill(getpid(), SIGKILL);
+              };
+            };
+            return ToJson(TrainGpt(own));
+          }).front();
+      killed += outcome.exit_code == -1 ? 1 : 0;
+      if (outcome.exit_code == -1) continue;
+      ASSERT_EQ(outcome.text(), "");
+      done = true;
+      const int64_t from = std::max<int64_t>(0, outcome.report["resumed_from"].get<int64_t>());
+      EXPECT_GE(from, before);
+      EXPECT_EQ(outcome.report["losses"].get<std::vector<double>>(),
+                std::vector<double>(plain.begin() + from, plain.end()));
+    }
+    EXPECT_TRUE(done);
+    EXPECT_GT(killed, 0);
+    std::filesystem::remove_all(run.state_dir);
+    std::filesystem::remove(reported);
+  }
+}
+
+// Where every step is durable, what lives on the device is only written to the drive; without a drive host
+// memory gets smaller by it.
 TEST_F(DeviceStateTest, ThePlanSaysWhatLivesThere) {
   RunOptions run;
   run.steps = 1;
-  run.offload = OffloadDevice::kNvme;
+  Put(&run, Home::kDurable, 0.0);
   run.device = MakeTestDevice();
   const tiering::Plan durable = TrainGpt(run).plan;
-  EXPECT_EQ(durable.device.resident_elements, 0);
-  EXPECT_THAT(durable.reasons.back(), testing::HasSubstr("every step goes to the drive"));
+  EXPECT_EQ(ShareOnDevice(durable), 1);
+  EXPECT_THAT(durable.reasons.back(), testing::HasSubstr("ratio 0 leaves it 100%"));
   int64_t host[2];
   for (const double ratio : {0.0, 1.0}) {
-    Put(&run, OffloadDevice::kCpu, ratio);
+    Put(&run, Home::kMemory, ratio);
     run.device = MakeTestDevice();
     const tiering::Plan plan = TrainGpt(run).plan;
     host[static_cast<int>(ratio)] = plan.slot_bytes;
@@ -274,7 +335,7 @@ TEST_F(DeviceStateTest, ThePlanSaysWhatLivesThere) {
 }
 
 TEST_F(DeviceStateTest, StateIsReadAndWrittenByName) {
-  for (const OffloadDevice offload : {OffloadDevice::kNone, OffloadDevice::kNvme}) {
+  for (const Home beside : kHomes) {
     for (const kernels::StateType states : {kernels::StateType::kFp32, kernels::StateType::k8Bit}) {
       std::vector<torch::Tensor> read[3];
       std::vector<double> losses[3];
@@ -283,9 +344,9 @@ TEST_F(DeviceStateTest, StateIsReadAndWrittenByName) {
         run.optimizer_states = states;
         run.tile_bytes = 64 << 10;
         if (home > 0) {
-          Put(&run, offload, home == 1 ? 0.0 : 0.5);
+          Put(&run, beside, home == 1 ? 0.0 : 0.5);
           run.device = MakeTestDevice();
-          if (offload == OffloadDevice::kNvme) run.state_dir = scratch_ + "/state" + std::to_string(home);
+          if (beside != Home::kMemory) run.state_dir = scratch_ + "/state" + std::to_string(home);
         }
         EngineOptions options = testing_support::OptionsOf(run);
         if (run.adjust) run.adjust(options);
@@ -336,10 +397,10 @@ TEST_F(DeviceStateTest, StateIsReadAndWrittenByName) {
 }
 
 TEST_F(DeviceStateTest, ACopyOfStateThatFailsEndsTheRunInWords) {
-  for (const OffloadDevice offload : {OffloadDevice::kCpu, OffloadDevice::kNvme}) {
+  for (const Home home : kHomes) {
     for (const int64_t copy : {2, 20, 40, 60}) {
       RunOptions run;
-      Put(&run, offload, 0);
+      Put(&run, home, 0);
       run.checkpoints = {scratch_ + "/kept", 2, 0};
       run.device = MakeTestDevice({.fail_copy = copy});
       const TrainedLosses trained = TrainGpt(run);

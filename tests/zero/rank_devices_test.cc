@@ -2,9 +2,12 @@
 // losses of ranks on processors, within every budget, and an end with a reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <unistd.h>
 
 #include <filesystem>
 
+#include "swap/checkpoint.h"
 #include "tests/zero/ranks.h"
 #include "zero/rank_setup.h"
 #include "zero/test_device.h"
@@ -39,17 +42,37 @@ int64_t LeastOf(const std::vector<RankOutcome>& refused) {
   return least;
 }
 
+// A GPT: its embedding has two addends in every micro-batch.
+RunOptions SmallRun(torch::Dtype dtype, int micro_batches) {
+  RunOptions run;
+  run.dtype = dtype;
+  run.batch = 2;
+  run.micro_batches = micro_batches;
+  run.clip = 0.3;
+  run.steps = 4;
+  run.evaluate_every = 2;
+  return run;
+}
+
+// `devices` had the losses of `processors`, and neither budget was exceeded. Takes the state away.
+void ExpectWithinBudgets(const RunOptions& run, const nlohmann::json& processors,
+                         const std::vector<RankOutcome>& devices) {
+  ExpectSameLosses(processors, devices);
+  for (const RankOutcome& rank : devices) {
+    EXPECT_LE(rank.report["peak_device_bytes"].get<int64_t>(), run.device_memory_bytes);
+    EXPECT_GT(rank.report["peak_device_bytes"].get<int64_t>(), 0);
+    if (run.host_memory_bytes > 0) {
+      EXPECT_LE(rank.report["peak_managed_bytes"].get<int64_t>(), run.host_memory_bytes);
+    }
+  }
+  if (!run.state_dir.empty()) std::filesystem::remove_all(run.state_dir);
+}
+
 TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
   for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
     for (const int micro_batches : {1, 2}) {
       SCOPED_TRACE(testing::Message() << dtype << ", " << micro_batches << " micro-batches");
-      RunOptions run;  // a GPT: its embedding has two addends in every micro-batch
-      run.dtype = dtype;
-      run.batch = 2;
-      run.micro_batches = micro_batches;
-      run.clip = 0.3;
-      run.steps = 4;
-      run.evaluate_every = 2;
+      RunOptions run = SmallRun(dtype, micro_batches);
       run.model.dropout = 0.1;
       const std::vector<RankOutcome> processors = TrainRanks(2, run);
       run.device_memory_bytes = 1;
@@ -65,16 +88,53 @@ TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
             run.host_memory_bytes = 1;
             run.host_memory_bytes = LeastOf(TrainOnDevices(2, run)) + extra;
           }
-          const std::vector<RankOutcome> devices =
-              TrainOnDevices(2, run, {.latency_seconds = extra == 0 ? 1e-4 : 0});
-          ExpectSameLosses(processors.front().report, devices);
-          for (const RankOutcome& rank : devices) {
-            EXPECT_LE(rank.report["peak_device_bytes"].get<int64_t>(), run.device_memory_bytes);
-            EXPECT_GT(rank.report["peak_device_bytes"].get<int64_t>(), 0);
-            if (run.host_memory_bytes > 0) {
-              EXPECT_LE(rank.report["peak_managed_bytes"].get<int64_t>(), run.host_memory_bytes);
-            }
-          }
+          ExpectWithinBudgets(run, processors.front().report,
+                              TrainOnDevices(2, run, {.latency_seconds = extra == 0 ? 1e-4 : 0}));
+        }
+      }
+      // Devices that exchange with each other have other bounds, and the same bits.
+      run.state_dir.clear();
+      run.host_memory_bytes = 0;
+      run.device_memory_bytes = 1;
+      const int64_t least_linked = LeastOf(TrainOnDevices(2, run, {.linked = true}));
+      for (const int64_t extra : {int64_t{0}, 64 * kMiB}) {
+        run.device_memory_bytes = least_linked + extra;
+        run.state_dir = testing_support::ScratchDirectory();
+        run.host_memory_bytes = 1;
+        run.host_memory_bytes = LeastOf(TrainOnDevices(2, run, {.linked = true})) + extra;
+        ExpectWithinBudgets(
+            run, processors.front().report,
+            TrainOnDevices(2, run, {.latency_seconds = extra == 0 ? 1e-4 : 0, .linked = true}));
+      }
+    }
+  }
+}
+
+// State on devices that exchange with each other: each has its part, wherever else it is kept.
+TEST(RankDevices, StateLivesOnLinkedDevices) {
+  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
+    for (const int micro_batches : {1, 2}) {
+      RunOptions run = SmallRun(dtype, micro_batches);
+      run.poison_step = 3;
+      run.announce_always = true;  // and so some steps are called off
+      run.shuffles = micro_batches == 2;
+      run.tile_bytes = 64 << 10;
+      const std::vector<RankOutcome> processors = TrainRanks(2, run);
+      for (const double ratio : {0.0, 0.5}) {
+        for (const auto& [offload, durability] : {std::pair{OffloadDevice::kCpu, Durability::kStep},
+                                                  {OffloadDevice::kNvme, Durability::kStep},
+                                                  {OffloadDevice::kNvme, Durability::kCheckpoint}}) {
+          SCOPED_TRACE(testing::Message() << dtype << ", " << micro_batches << " micro-batches, ratio "
+                                          << ratio << ", " << Name(offload) << ", " << Name(durability));
+          run.state_dir = offload == OffloadDevice::kNvme ? testing_support::ScratchDirectory() : "";
+          run.offload = offload;
+          run.adjust = [ratio, durability](EngineOptions& options) {
+            options.durability = durability;
+            options.bounds.processor_share = ratio;
+          };
+          const std::vector<RankOutcome> ranks = TrainOnDevices(2, run, {.linked = true});
+          ExpectSameLosses(processors.front().report, ranks);
+          for (const RankOutcome& rank : ranks) EXPECT_GT(rank.report["on_device_share"], 0.3);
           if (!run.state_dir.empty()) std::filesystem::remove_all(run.state_dir);
         }
       }
@@ -82,10 +142,45 @@ TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
   }
 }
 
+// And back: from their checkpoint processors go on, and from those of processors devices, with the same bits.
+TEST(RankDevices, CheckpointsGoFromDevicesToProcessorsAndBack) {
+  RunOptions run;
+  run.offload = OffloadDevice::kCpu;
+  run.batch = 2;
+  run.steps = 6;
+  run.tile_bytes = 64 << 10;
+  const auto losses = [](const std::vector<RankOutcome>& ranks) {
+    for (const RankOutcome& rank : ranks) EXPECT_EQ(rank.text(), "");
+    return ranks.front().report["losses"].get<std::vector<double>>();
+  };
+  const std::vector<double> whole = losses(TrainRanks(2, run));
+  const auto train = [&](bool devices) {
+    return losses(devices ? TrainOnDevices(2, run, {.linked = true}) : TrainRanks(2, run));
+  };
+  for (const bool devices_first : {true, false}) {
+    const std::string kept = testing_support::ScratchDirectory();
+    run.adjust = [](EngineOptions& options) {
+      if (options.device->apart()) options.bounds.processor_share = 0;
+    };
+    run.checkpoints = {kept, 2, 0};
+    run.stop_after = 4;
+    const std::vector<double> first = train(devices_first);
+    run.checkpoints = {};
+    run.stop_after = 0;
+    run.resume_from = *swap::FindCheckpoint(kept);
+    std::vector<double> both = first;
+    const std::vector<double> rest = train(!devices_first);
+    run.resume_from.clear();
+    both.insert(both.end(), rest.begin(), rest.end());
+    EXPECT_EQ(both, whole);
+    std::filesystem::remove_all(kept);
+  }
+}
+
 // Where a gradient has one addend a rank, also those of one rank with all micro-batches.
 TEST(RankDevices, SameBitsAsOneProcessorWithTheirMicroBatchesInEveryOrderOfUpdate) {
   RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kBFloat16);
-  run.clip = 0.15;  // of norms below and above it: updates made in backward are made again in some steps
+  run.clip = 0.12;  // of norms below and above it: updates made in backward are made again in some steps
   run.micro_batches = 3;
   const nlohmann::json one = Alone(run);
   run.micro_batches = 1;
@@ -95,22 +190,101 @@ TEST(RankDevices, SameBitsAsOneProcessorWithTheirMicroBatchesInEveryOrderOfUpdat
        {tiering::UpdateOrder::kInNextForward, tiering::UpdateOrder::kInBackward}) {
     run.state_dir = testing_support::ScratchDirectory();
     run.update_order = order;
-    ExpectSameLosses(one, TrainOnDevices(3, run, {.bytes_per_s = 2e9}));
-    std::filesystem::remove_all(run.state_dir);
+    // Not linked, or linked with state on processors, or half of it on devices.
+    for (const double ratio : {-1.0, 1.0, 0.5}) {
+      run.adjust = [ratio](EngineOptions& options) {
+        if (ratio >= 0) options.bounds.processor_share = ratio;
+      };
+      const std::vector<RankOutcome> ranks =
+          TrainOnDevices(3, run, {.bytes_per_s = 2e9, .linked = ratio >= 0});
+      ExpectSameLosses(one, ranks);
+      if (order == tiering::UpdateOrder::kInBackward) {
+        EXPECT_GT(ranks.front().report["in_backward"], 0);
+        EXPECT_FALSE(ranks.front().report["redone"].empty());
+      }
+      std::filesystem::remove_all(run.state_dir);
+    }
   }
 }
 
 TEST(RankDevices, ACopyThatFailsOnOneEndsAllInItsWords) {
   RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
   run.steps = 1000;
-  const std::vector<RankOutcome> ranks = TrainRanks(2, run, [](int rank, RunOptions* own) {
-    own->device = MakeTestDevice({.fail_copy = rank == 1 ? 40 : 0});
+  for (const bool linked : {false, true}) {
+    const std::vector<RankOutcome> ranks = TrainRanks(2, run, [linked](int rank, RunOptions* own) {
+      own->device = MakeTestDevice({.fail_copy = rank == 1 ? 40 : 0, .linked = linked});
+    });
+    for (const RankOutcome& rank : ranks) {
+      EXPECT_EQ(rank.exit_code, 0);
+      EXPECT_THAT(rank.text(), testing::HasSubstr("was made to fail"));
+    }
+    EXPECT_THAT(ranks[0].text(), testing::HasSubstr("rank 1 of 2 failed"));
+  }
+}
+
+// One that is killed while the devices exchange: the other ends and names it.
+TEST(RankDevices, OneThatIsKilledWhileDevicesExchangeIsNamed) {
+  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kBFloat16);
+  run.steps = 1000;
+  for (const tiering::OpKind kind : {tiering::OpKind::kGather, tiering::OpKind::kReduce}) {
+    const std::vector<RankOutcome> ranks = TrainRanks(2, run, [kind](int rank, RunOptions* own) {
+      own->device = MakeTestDevice({.linked = true});
+      own->adjust = [kind, rank](EngineOptions& options) {
+        options.bounds.processor_share = 0;
+        if (rank == 0) return;
+        options.observer = [kind, left = 20](tiering::OpId, const tiering::Op& op, double, double) mutable {
+          if (op.kind == kind && left-- == 0) kill(getpid(), SIGKILL);
+        };
+      };
+    });
+    EXPECT_EQ(ranks[1].exit_code, -1);
+    EXPECT_EQ(ranks[0].exit_code, 0);
+    EXPECT_THAT(ranks[0].text(), testing::HasSubstr("rank 1 of 2 has gone"));
+  }
+}
+
+// They exchange with each other where each rank has one of its own, all of one kind.
+TEST(RankDevices, ExchangeWithEachOtherWhereEachRankHasItsOwn) {
+  const auto ways = testing_support::RunProcesses(3, [](int rank, int port) {
+    auto connected = ConnectGloo(testing_support::LoopbackRank(rank, 3, port), {});
+    if (!connected.ok())
+      return nlohmann::json::object({{"status", std::string(connected.status().message())}});
+    const std::shared_ptr<Comm> comm = std::move(*connected);
+    nlohmann::json seen;
+    const auto way = [&](const char* name, const TestDeviceOptions& options) {
+      TestDevice device(options);
+      const auto devices = ConnectDevices(comm, device);
+      if (devices.ok()) seen[name] = {devices->how, devices->comm != nullptr};
+    };
+    way("own", {.identity = std::to_string(rank), .linked = true});
+    way("shared", {.identity = rank == 1 ? "a" : "b", .linked = true});
+    way("one without", {.linked = rank != 1});
+    return seen;
   });
+  for (const RankOutcome& rank : ways) {
+    EXPECT_EQ(
+        rank.report,
+        (nlohmann::json{{"own", {"between devices, over test", true}},
+                        {"shared", {"through host memory: ranks 0 and 2 share one device", false}},
+                        {"one without",
+                         {"through host memory: the device of rank 1 cannot exchange with others", false}}}));
+  }
+}
+
+// Where there is no device, or no NCCL, all ranks are told, and none waits.
+TEST(RankDevices, WithoutNcclAllRanksAreToldAndNoneWaits) {
+  const auto ranks = testing_support::RunProcesses(2, [](int rank, int port) {
+    auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 2, port), {});
+    if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
+    const auto devices = ConnectNccl(std::move(*comm));
+    return nlohmann::json{{"status", devices.ok() ? "" : std::string(devices.status().message())}};
+  });
+  if (ranks.front().text().empty()) GTEST_SKIP() << "each rank has a device here";
   for (const RankOutcome& rank : ranks) {
     EXPECT_EQ(rank.exit_code, 0);
-    EXPECT_THAT(rank.text(), testing::HasSubstr("was made to fail"));
+    EXPECT_FALSE(rank.text().empty());
+    EXPECT_EQ(rank.text(), ranks.front().text());
   }
-  EXPECT_THAT(ranks[0].text(), testing::HasSubstr("rank 1 of 2 failed"));
 }
 
 // Without a budget each takes its share of the device that it computes on.
