@@ -26,8 +26,10 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "zero/guarded.h"
 
 namespace penstock::zero {
@@ -217,7 +219,7 @@ class GlooComm : public Comm {
     return true;
   }
 
-  absl::Status failure() {
+  absl::Status failure() override {
     std::lock_guard lock(mutex_);
     return failure_;
   }
@@ -268,6 +270,19 @@ class GlooComm : public Comm {
     return std::chrono::milliseconds(static_cast<int64_t>(options_.meeting_seconds * 1000));
   }
 
+  // The ranks that have not come, of which `first` is the first: "rank 2 of 3", "ranks 1, 2 of 3".
+  std::string Missing(int first) {
+    std::vector<int> missing = {first};
+    try {
+      for (int k = first + 1; k < world(); ++k) {
+        if (!store_->check({Key(absl::StrCat("here/", k))})) missing.push_back(k);
+      }
+    } catch (const std::exception&) {  // rank 0, who keeps the list, has given up: the first is known
+    }
+    if (missing.size() == 1) return RankName(first, world());
+    return absl::StrCat("ranks ", absl::StrJoin(missing, ", "), " of ", world());
+  }
+
   absl::Status Meet() {
     // Gloo writes to connections that another rank may have closed; it looks at what write returns.
     if (struct sigaction now{}; sigaction(SIGPIPE, nullptr, &now) == 0 && now.sa_handler == SIG_DFL)
@@ -310,8 +325,8 @@ class GlooComm : public Comm {
       try {
         store_->wait({key}, std::max(left, std::chrono::milliseconds(1)));
       } catch (const std::exception&) {
-        return absl::UnavailableError(absl::StrCat(RankName(k, world()), " did not come to ", where,
-                                                   " within ", options_.meeting_seconds, " s"));
+        return absl::UnavailableError(absl::StrCat(Missing(k), " did not come to ", where, " within ",
+                                                   options_.meeting_seconds, " s"));
       }
       if (const std::string theirs = Text(store_->get(key)); theirs != std::to_string(world())) {
         return absl::InvalidArgumentError(absl::StrCat("rank ", k, " was started as one of ", theirs, ", ",
