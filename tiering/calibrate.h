@@ -14,8 +14,8 @@
 
 #include "tiering/machine.h"
 #include "tiering/model_graph.h"
+#include "tiering/op.h"
 #include "tiering/plan.h"
-#include "tiering/program.h"
 
 namespace penstock::tiering {
 

@@ -17,7 +17,6 @@
 
 #include "absl/status/status.h"
 #include "tiering/lanes.h"
-#include "tiering/program.h"
 
 namespace penstock::tiering {
 

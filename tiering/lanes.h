@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "tiering/program.h"
+#include "tiering/op.h"
 
 namespace penstock::tiering {
 

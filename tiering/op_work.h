@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
+#include "tiering/op.h"
 #include "tiering/plan.h"
-#include "tiering/program.h"
 
 namespace penstock::tiering {
 

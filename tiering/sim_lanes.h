@@ -21,6 +21,7 @@
 
 #include "tiering/lanes.h"
 #include "tiering/machine.h"
+#include "tiering/plan.h"
 
 namespace penstock::tiering {
 

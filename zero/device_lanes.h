@@ -13,8 +13,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "tiering/op.h"
 #include "tiering/plan.h"
-#include "tiering/program.h"
 #include "zero/device.h"
 #include "zero/device_state.h"
 #include "zero/residency.h"

@@ -25,6 +25,7 @@
 #include "kernels/reduce.h"
 #include "swap/store.h"
 #include "tiering/lanes.h"
+#include "tiering/plan.h"
 #include "zero/comm.h"
 #include "zero/device_lanes.h"
 #include "zero/input_spill.h"

@@ -16,6 +16,7 @@
 
 #include "tiering/executor.h"
 #include "tiering/plan.h"
+#include "tiering/program.h"
 #include "tiering/sim_lanes.h"
 
 namespace penstock::tiering {
