@@ -2,11 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
-#include <deque>
-#include <map>
 #include <numeric>
-#include <set>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -26,6 +22,7 @@
 #include "zero/resources.h"
 #include "zero/state_access.h"
 #include "zero/tensor_memory.h"
+#include "zero/update_decisions.h"
 
 namespace penstock::zero {
 
@@ -36,7 +33,8 @@ using tiering::Pass;
 
 class Engine::Impl {
  public:
-  Impl(Model model, EngineOptions options) : model_(std::move(model)), options_(std::move(options)) {}
+  Impl(Model model, EngineOptions options)
+      : model_(std::move(model)), options_(std::move(options)), decisions_(options_) {}
 
   ~Impl() {
     if (executor_ != nullptr && executor_->in_flight() > 0 && options_.comm != nullptr) {
@@ -72,11 +70,8 @@ class Engine::Impl {
     if (options_.trains && options_.checkpoints.every > 0) {
       if (absl::Status status = MakeCheckpointing(); !status.ok()) return status;
     }
-    schedule_ = options_.schedule;
     if (plan_.format.weights == kernels::DType::kFp16) {
-      absl::StatusOr<LossScaler> scaler = LossScaler::Create(options_.loss_scale);
-      if (!scaler.ok()) return scaler.status();
-      scaler_ = *scaler;
+      if (absl::Status status = decisions_.ScaleLoss(); !status.ok()) return status;
     }
     if (options_.resumes()) {
       if (absl::Status status = Restore(); !status.ok()) return status;
@@ -126,15 +121,15 @@ class Engine::Impl {
     }
     if (ahead_norm_ < 0) AppendTraining();
     const OpId norm = std::exchange(ahead_norm_, -1);
-    absl::Status begun = runner_->Begin(step_ + 1, std::move(batches), scaler_.scale());
+    absl::Status begun = runner_->Begin(step_ + 1, std::move(batches), decisions_.loss_scale());
     if (!begun.ok()) return begun;
     if (next == Next::kTrain) AppendTraining();
     executor_->OpenGate(++gates_);
     if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
     if (!checkpoint_status_.ok()) return checkpoint_status_;
     ++step_;
-    StepResult& result = pending_.at(step_).result;
-    if (ahead_norm_ < 0 && !redone_.back()) builder_->AssumptionHeld();
+    StepResult& result = decisions_.at(step_).result;
+    if (ahead_norm_ < 0 && !decisions_.last_is_redone()) builder_->AssumptionHeld();
     const StepTotals totals = lanes_->totals();
     result.loss = std::accumulate(totals.losses.begin(), totals.losses.end(), 0.0) /
                   static_cast<double>(totals.losses.size());
@@ -283,6 +278,7 @@ class Engine::Impl {
 
   Model model_;
   EngineOptions options_;
+  UpdateDecisions decisions_;
   EnginePlan plan_;
   int64_t step_ = 0;
   int64_t committed_step_ = 0;
@@ -327,7 +323,7 @@ class Engine::Impl {
         InitializeState(model_, options_, plan_, residency(), DeviceStateOrNull(), module_pointers_, store(),
                         [this](const std::string& line) { Log(line); });
     if (!status.ok() || store() == nullptr) return status;
-    const std::string payload = Payload(nullptr, scaler_);
+    const std::string payload = Payload(nullptr);
     return store()->CommitNow({.step = 0, .updates = 0, .payload = payload});
   }
 
@@ -345,51 +341,36 @@ class Engine::Impl {
     for (const std::string& line : recovered.cut_short) Log(absl::StrCat("cut short: ", line));
     const nlohmann::json payload =
         nlohmann::json::parse(recovered.payload, nullptr, /*allow_exceptions=*/false);
-    const auto damaged = [&](const char* what) {
+    const auto damaged = [&](absl::string_view what) {
       return absl::DataLossError(absl::StrCat("the commit record of step ", recovered.step, " in ",
                                               options_.state_dirs.front(), " has no valid ", what));
     };
-    if (!payload.is_object() || !payload.contains("run") || !payload.contains("schedule"))
-      return damaged("payload");
+    if (!payload.is_object() || !payload.contains("run")) return damaged("payload");
     run_ = payload["run"];
     run_.update(options_.run_changes);
     last_description_ = payload.value("step", nlohmann::json());
-    if (!payload["schedule"].is_null()) {
-      absl::StatusOr<LrSchedule> schedule = LrSchedule::FromJson(payload["schedule"]);
-      if (!schedule.ok()) return damaged("schedule");
-      schedule_ = *schedule;
-    }
-    if (payload.contains("loss_scale")) {
-      absl::StatusOr<LossScaler> scaler = LossScaler::FromJson(payload["loss_scale"]);
-      if (!scaler.ok()) return damaged("loss scale");
-      scaler_ = *scaler;
-    }
+    const absl::Status restored = decisions_.Restore(payload, static_cast<int64_t>(recovered.updates));
+    if (!restored.ok()) return damaged(restored.message());
     step_ = static_cast<int64_t>(recovered.step);
     committed_step_ = step_;
-    updates_ = static_cast<int64_t>(recovered.updates);
     resumed_from_ = step_;
     return absl::OkStatus();
   }
 
-  std::string Payload(const StepResult* result, const LossScaler& scaler) const {
-    nlohmann::json payload = {{"run", run_},
-                              {"schedule", schedule_.has_value() ? schedule_->ToJson() : nlohmann::json()},
-                              {"loss_scale", scaler.ToJson()}};
-    if (result != nullptr && options_.describe) payload["step"] = options_.describe(*result);
+  // Of a commit of `step`; null: of the run's beginning.
+  std::string Payload(const UpdateDecisions::Decided* step) const {
+    nlohmann::json payload = {{"run", run_}};
+    decisions_.AddTo(&payload, step);
+    if (step != nullptr && options_.describe) payload["step"] = options_.describe(step->result);
     return payload.dump();
   }
 
   void AppendTraining() {
-    // Updates in backward pay while few of them are made again. The steps before tell; a new run, whose first
-    // gradients are large, is taken to be clipped until they do.
-    const auto redone = static_cast<double>(std::count(redone_.begin(), redone_.end(), true));
-    const double doubt = options_.clip > 0 ? 2 : 0;
-    const double rate = (redone + doubt) / std::max(1.0, static_cast<double>(redone_.size()) + doubt);
-    const bool in_backward = plan_.plan.speculates && rate <= plan_.plan.worthwhile_redo_rate;
+    const bool in_backward = decisions_.ChoosesInBackward(plan_.plan);
     std::vector<Op> ops = builder_->Append(Pass::kTrain, 0, in_backward);
     operations_ = static_cast<int64_t>(ops.size());
     executor_->Append(std::move(ops));
-    if (in_backward) in_backward_steps_.insert(builder_->next_step() - 1);
+    if (in_backward) decisions_.InBackward(builder_->next_step() - 1);
     ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
     ahead_step_ = builder_->next_step() - 1;
     AppendPersistIfDue();
@@ -420,7 +401,7 @@ class Engine::Impl {
   absl::Status AbandonAhead() {
     if (ahead_norm_ < 0) return absl::OkStatus();
     abandoned_step_ = ahead_step_;
-    in_backward_steps_.erase(ahead_step_);
+    decisions_.Abandon(ahead_step_);
     lanes_->Abandon(abandoned_step_);
     executor_->OpenGate(++gates_);
     absl::Status status = executor_->RunUntil(std::exchange(ahead_norm_, -1));
@@ -458,61 +439,26 @@ class Engine::Impl {
   absl::Status Decide(const Op& op) {
     if (op.step == abandoned_step_) return absl::OkStatus();
     if (op.kind == OpKind::kBatch && !op.evaluates) {
-      if (checkpointing_ != nullptr && in_backward_steps_.count(op.step) > 0)
+      if (checkpointing_ != nullptr && decisions_.is_in_backward(op.step))
         checkpointing_->BeforeUpdate(op.step);
-      lanes_->set_assumption(DecisionOf(op.step, /*factor=*/1.0));
+      lanes_->set_assumption(decisions_.Assume(op.step));
       return absl::OkStatus();
     }
     if (op.kind != OpKind::kNorm) return absl::OkStatus();
     if (checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
-    const kernels::SumOfSquares squares = lanes_->totals().squares;
-    const double scale = scaler_.scale();
-    const double norm = std::sqrt(squares.Value()) / scale;
-    // As torch.nn.utils.clip_grad_norm_.
-    const double factor = options_.clip > 0 ? std::min(1.0, options_.clip / (norm + 1e-6)) : 1.0;
-    UpdateDecision decision = DecisionOf(op.step, factor);
-    decision.skip = !squares.Finite();
-    decision.redo = decision.skip || factor < 1.0;
-    if (!decision.skip) ++updates_;
-    if (absl::Status status = scaler_.Update(decision.skip); !status.ok()) return status;
-    lanes_->set_decision(decision);
-    redone_.push_back(decision.redo);
-    if (redone_.size() > kRemembered) redone_.pop_front();
-
-    Pending& pending = pending_[op.step];
-    pending.updates = updates_;
-    pending.scaler = scaler_;
-    pending.result.step = op.step;
-    pending.result.grad_norm = norm;
-    pending.result.loss_scale = scale;
-    pending.result.skipped = decision.skip;
-    pending.result.lr = lr_;
-    if (in_backward_steps_.erase(op.step) > 0) {
-      pending.result.in_backward = plan_.plan.in_backward_share();
-      pending.result.redone = decision.redo;
-    }
+    absl::StatusOr<UpdateDecision> decision =
+        decisions_.Decide(op.step, lanes_->totals().squares, plan_.plan.in_backward_share());
+    if (!decision.ok()) return decision.status();
+    lanes_->set_decision(*decision);
     return absl::OkStatus();
   }
 
-  // The update of `step`, which is the next: gradients, as the loss scale left them, times `factor`.
-  UpdateDecision DecisionOf(int64_t step, double factor) {
-    ScheduledRates rates{.lr = LearningRate(options_.optimizer)};
-    if (schedule_.has_value()) rates = schedule_->At(updates_ + 1);
-    lr_ = rates.lr;
-    UpdateDecision decision;
-    decision.step = step;
-    decision.update = updates_ + 1;
-    decision.optimizer =
-        MakeOptimizerStep(options_.optimizer, rates, decision.update, factor / scaler_.scale());
-    return decision;
-  }
-
   swap::CommitInfo DescribeCommit(int64_t step) {
-    const auto found = pending_.find(step);
-    const Pending& pending = found != pending_.end() ? found->second : applied_;
-    commit_payload_ = Payload(&pending.result, pending.scaler);
+    const UpdateDecisions::Decided& decided =
+        decisions_.has(step) ? decisions_.at(step) : decisions_.applied();
+    commit_payload_ = Payload(&decided);
     return {.step = static_cast<uint64_t>(step),
-            .updates = static_cast<uint64_t>(pending.updates),
+            .updates = static_cast<uint64_t>(decided.updates),
             .payload = commit_payload_};
   }
 
@@ -522,26 +468,26 @@ class Engine::Impl {
     const int64_t step = op.step;
     const bool lasts = store() == nullptr || op.durable;
     if (lasts) committed_step_ = step;
-    if (const auto found = pending_.find(step); found != pending_.end()) {
-      applied_ = found->second;
-      pending_.erase(found);
+    if (decisions_.has(step)) {
+      decisions_.Apply(step);
       if (options_.committed) {
-        if (absl::Status status = options_.committed(applied_.result); !status.ok()) return status;
+        absl::Status status = options_.committed(decisions_.applied().result);
+        if (!status.ok()) return status;
       }
     }
     if (!lasts || checkpointing_ == nullptr) return absl::OkStatus();
     // What the last checkpoint still holds is written to from here on.
     if (!plan_.plan.commits_every_step) checkpointing_->FinishTiles();
     if (!checkpointing_->Due(step)) return absl::OkStatus();
-    const Pending& pending = applied_;
-    if (store() == nullptr) commit_payload_ = Payload(&pending.result, pending.scaler);
+    const UpdateDecisions::Decided& applied = decisions_.applied();
+    if (store() == nullptr) commit_payload_ = Payload(&applied);
     if (store() != nullptr) return checkpointing_->BeginOfStore(*store(), plan_.plan.commits_every_step);
-    if (pending_.count(step + 1) > 0) {
+    if (decisions_.has(step + 1)) {
       return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
                                               " is over: no checkpoint of it can be written"));
     }
     swap::CheckpointSource source = SourceOfMemory(plan_.plan, residency(), DeviceStateOrNull(),
-                                                   identity_.dump(), step, pending.updates, commit_payload_);
+                                                   identity_.dump(), step, applied.updates, commit_payload_);
     source.uuid = checkpoint_uuid_;
     return checkpointing_->BeginOfMemory(*resources_->io(), std::move(source));
   }
@@ -580,27 +526,10 @@ class Engine::Impl {
   std::optional<swap::Uuid> checkpoint_uuid_;  // by which the parts of all ranks know each other, of memory
   absl::Status checkpoint_status_;
   int64_t operations_ = 1;  // of a training pass
-  std::optional<LrSchedule> schedule_;
-  int64_t updates_ = 0;
-  double lr_ = 0;  // of the last decision
-  static constexpr size_t kRemembered = 16;
-  std::deque<bool>
-      redone_;  // of the last steps: whether an update in backward was, or would have been, wrong
-  std::set<int64_t> in_backward_steps_;  // appended as such, norm not known yet
-  LossScaler scaler_;                    // as it stands after the newest norm; scale 1 but for fp16
   int64_t gates_ = 0;
   OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
   int64_t ahead_step_ = 0;
   int64_t abandoned_step_ = 0;  // while it is run through
-  // Steps that are not committed yet. Two at most: the commit of one may end after the norm of the next;
-  // three where all state lives on a device and is written by way of host memory.
-  struct Pending {
-    StepResult result;
-    int64_t updates = 0;
-    LossScaler scaler;  // after it
-  };
-  std::map<int64_t, Pending> pending_;
-  Pending applied_;  // the last that was
   std::string commit_payload_;
   StepResult last_result_;  // of this process; step 0: none
   double last_end_ = 0;
