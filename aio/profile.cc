@@ -106,14 +106,10 @@ absl::Status Prober::Sweep(DeviceProfile& profile) {
       rates[i].push_back(point->bytes_per_s());
     }
   }
-  for (size_t i = 0; i < count; ++i) {
-    profile.depths.push_back({options_.depths[i], Median(rates[i]), 0, 0});
-    profile.mixed_bytes_per_s = std::max(profile.mixed_bytes_per_s, profile.depths[i].mixed_bytes_per_s);
-  }
-  for (const DepthPoint& point : profile.depths) {
-    profile.knee_bytes = point.in_flight_bytes;
-    if (point.mixed_bytes_per_s >= 0.95 * profile.mixed_bytes_per_s) break;
-  }
+  for (size_t i = 0; i < count; ++i) profile.depths.push_back({options_.depths[i], Median(rates[i]), 0, 0});
+  const DepthPoint knee = KneeOf(profile.depths);
+  profile.knee_bytes = knee.in_flight_bytes;
+  profile.mixed_bytes_per_s = knee.mixed_bytes_per_s;
   return absl::OkStatus();
 }
 
@@ -153,6 +149,17 @@ absl::Status Prober::BesideLoad(uint64_t in_flight_bytes) {
 }
 
 }  // namespace
+
+DepthPoint KneeOf(const std::vector<DepthPoint>& depths) {
+  DepthPoint knee;
+  double sum = 0;
+  for (size_t i = depths.size(); i-- > 0;) {
+    sum += depths[i].mixed_bytes_per_s;
+    const double plateau = sum / static_cast<double>(depths.size() - i);
+    if (depths[i].mixed_bytes_per_s >= 0.95 * plateau) knee = {depths[i].in_flight_bytes, plateau, 0, 0};
+  }
+  return knee;
+}
 
 absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options) {
   if (options.depths.empty() || !std::is_sorted(options.depths.begin(), options.depths.end()) ||

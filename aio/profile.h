@@ -36,9 +36,10 @@ struct DeviceProfile {
   uint64_t block_bytes = 0;
   double read_bytes_per_s = 0;
   double write_bytes_per_s = 0;
-  double mixed_bytes_per_s = 0;  // reads and writes at once, in equal bytes, both counted
-  uint64_t knee_bytes = 0;       // reads and writes together; the least that reaches 95% of the mixed peak
-  double read_latency_us = 0;    // of one block alone on the device, median
+  double mixed_bytes_per_s =
+      0;                       // reads and writes at once, in equal bytes, both counted: at the knee or more
+  uint64_t knee_bytes = 0;     // reads and writes together; the least that reaches 95% of that
+  double read_latency_us = 0;  // of one block alone on the device, median
   double write_latency_us = 0;
   double cpu_ms_per_gib = 0;
   int64_t measured_unix_s = 0;
@@ -54,7 +55,7 @@ struct ProbeOptions {
   uint64_t block_bytes = 1 * kMiB;
   int64_t budget_ms = 700;                  // about how long it takes, all parts together
   uint64_t written_bytes_max = 768 * kMiB;  // drives wear
-  int rounds = 2;                           // of the sweep over the depths
+  int rounds = 3;                           // of the sweep over the depths
   std::vector<uint64_t> depths = {2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB,
                                   32 * kMiB};  // bytes in flight, rising
   // Runs on the caller's thread when everything is measured, while another keeps the mix in flight at the
@@ -63,10 +64,15 @@ struct ProbeOptions {
 };
 
 // Writes the file once in full (not timed: allocation is not what a run pays), then times reads, writes and
-// the mix. The knee is found by going over the depths in several rounds, since disks drift, and taking the
-// median of each. Errors: those of File::Open (no space, no direct I/O here), and of any transfer;
+// the mix. The knee (KneeOf) is found by going over the depths in several rounds, since disks drift, and
+// taking the median of each. Errors: those of File::Open (no space, no direct I/O here), and of any transfer;
 // kResourceExhausted if the arena has no room.
 absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options);
+
+// Of depths that rise: the least which lacks less than 5% of what it and the deeper ones do on average, with
+// that average as its rate of the mix. Not of the greatest: of some noisy rates that is above what the device
+// does, and as often as not it is the deepest's.
+DepthPoint KneeOf(const std::vector<DepthPoint>& depths);
 
 // Sets the engine's knee to the measured one and its caps to twice that for each direction, at least 8 MiB
 // (handing over in batches then never drains the drive) and at most 64 MiB (beyond that only latency grows).

@@ -365,6 +365,7 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
     const uint64_t bytes = std::max(depth * threads * engine.io.block_bytes, engine.io.block_bytes);
     engine.io.max_read_bytes_in_flight = std::min(engine.io.max_read_bytes_in_flight, bytes);
     engine.io.max_write_bytes_in_flight = std::min(engine.io.max_write_bytes_in_flight, bytes);
+    engine.io_depth_is_limit = true;
   }
   return absl::OkStatus();
 }

@@ -143,7 +143,8 @@ struct EngineOptions {
   int64_t tile_bytes = 0;  // 0: the planner's choice
   tiering::UpdateOrder update_order = tiering::UpdateOrder::kAuto;
   tiering::PlanBounds bounds;
-  aio::EngineOptions io;  // arenas, knee and log are set here
+  aio::EngineOptions io;           // arenas, knee and log are set here
+  bool io_depth_is_limit = false;  // its bytes in flight: set_knee_bytes does not raise them
   int intra_op_threads = 1;
   int update_workers = 1;
 
@@ -241,6 +242,8 @@ class Engine {
   const Device& device() const;
   Device::Traffic copied() const;     // to and from the device since the engine was made
   int64_t peak_device_bytes() const;  // slots and tensors; 0 where the host computes
+  // The fewest bytes in flight that saturate a drive. Twice as much in each direction may then be in flight,
+  // up to 64 MiB, so that handing over in batches never drains it.
   void set_knee_bytes(uint64_t bytes);
   // Union of the time in which forward, backward or update ran, and what the compute lane waited for, since
   // the start.

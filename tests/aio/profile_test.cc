@@ -5,6 +5,8 @@
 
 #include <chrono>
 #include <fstream>
+#include <random>
+#include <vector>
 
 #include "aio/probe.h"
 #include "tests/aio/test_support.h"
@@ -39,6 +41,38 @@ TEST(ProfileTest, MeasuresThisDiskInUnderASecondAndLeavesNothing) {
   EXPECT_GT(after.ru_inblock - before.ru_inblock, 16 * 2048);
   EXPECT_LE(static_cast<uint64_t>(after.ru_oublock - before.ru_oublock) * 512,
             options.written_bytes_max + 256 * kMiB);
+}
+
+DepthPoint Knee(const std::vector<double>& gigabytes_per_s) {
+  std::vector<DepthPoint> depths;
+  for (size_t i = 0; i < gigabytes_per_s.size(); ++i)
+    depths.push_back({2 * kMiB << i, gigabytes_per_s[i] * 1e9, 0, 0});
+  return KneeOf(depths);
+}
+
+TEST(ProfileTest, TheKneeIsWhereDepthNoLongerPays) {
+  // A device that needs depth, one that needs none, and one whose deepest point was lucky.
+  EXPECT_EQ(Knee({1.0, 1.8, 2.8, 3.4, 3.5}).in_flight_bytes, 16 * kMiB);
+  EXPECT_EQ(Knee({1.0, 2.0, 3.0, 4.0, 5.0}).in_flight_bytes, 32 * kMiB);
+  EXPECT_EQ(Knee({3.0, 3.0, 3.0, 3.0, 3.0}).in_flight_bytes, 2 * kMiB);
+  EXPECT_DOUBLE_EQ(Knee({1.0, 3.0, 3.2, 2.8, 3.0}).mixed_bytes_per_s, 3.0e9);
+  EXPECT_EQ(Knee({1.9, 3.0, 3.1, 3.0, 3.3}).in_flight_bytes, 4 * kMiB);
+  EXPECT_EQ(Knee({2.0}).in_flight_bytes, 2 * kMiB);
+}
+
+// Rates of a device that 4 MiB saturate, off by a tenth: the knee is at most twice that, nine times of ten.
+// The least depth with 95% of the greatest rate is further away every third time.
+TEST(ProfileTest, TheKneeOfNoisyRatesIsNearby) {
+  std::mt19937_64 random(1);
+  std::normal_distribution<double> noise(1.0, 0.1);
+  int far = 0;
+  constexpr int kTimes = 2000;
+  for (int i = 0; i < kTimes; ++i) {
+    std::vector<double> rates = {2.0, 3.0, 3.0, 3.0, 3.0};
+    for (double& rate : rates) rate *= noise(random);
+    if (Knee(rates).in_flight_bytes > 8 * kMiB) ++far;
+  }
+  EXPECT_LT(far, kTimes / 10) << far;
 }
 
 TEST(ProfileTest, UsesTheArenaThatItIsGivenAndGivesItBack) {
