@@ -311,6 +311,53 @@ TEST(Engine, ANonFiniteGradientSkipsTheUpdateAndCommitsTheStep) {
   EXPECT_EQ(losses[OffloadDevice::kNone], losses[OffloadDevice::kNvme]);
 }
 
+// Linear layers of 1M fp32 weights: tiles that fill any queue.
+Model WideLayers() {
+  Model model;
+  model.identity = {{"model", "wide layers"}};
+  for (const char* name : {"a", "b", "c"}) {
+    const int block =
+        model.AddBlock(name, "wide", [] { return std::make_shared<torch::nn::LinearImpl>(1024, 1024); });
+    if (*name == 'c') {
+      model.AddStage(name, block, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+        return module.as<torch::nn::LinearImpl>()->forward(x).square().mean();
+      });
+    } else {
+      model.AddStage(name, block, Apply<torch::nn::LinearImpl>);
+    }
+  }
+  return model;
+}
+
+TEST(Engine, AsMuchIsInFlightAsTheKneeAsksForUnlessThatIsLimited) {
+  uint64_t peak[2];
+  for (const bool is_limit : {false, true}) {
+    const std::string directory = testing_support::ScratchDirectory();
+    EngineOptions options;
+    options.state_dirs = {directory};
+    options.dtype = torch::kFloat32;
+    options.example = {torch::randn({2, 1024}), torch::zeros({2})};
+    options.io.max_read_bytes_in_flight = options.io.max_write_bytes_in_flight = aio::kMiB;
+    options.io_depth_is_limit = is_limit;
+    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(WideLayers(), options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    (*engine)->set_knee_bytes(4 * aio::kMiB);
+    for (int step = 0; step < 3; ++step) {
+      absl::StatusOr<StepResult> result = (*engine)->Step({options.example}, Next::kTrain);
+      ASSERT_TRUE(result.ok()) << result.status();
+    }
+    ASSERT_TRUE((*engine)->Flush().ok());
+    const aio::EngineStats stats = (*engine)->io_stats();
+    EXPECT_EQ(stats.knee_bytes, 4 * aio::kMiB);
+    ASSERT_EQ(stats.devices.size(), 1u);
+    peak[is_limit ? 1 : 0] = stats.devices[0].peak_in_flight_bytes;
+    std::filesystem::remove_all(directory);
+  }
+  EXPECT_GE(peak[0], 4 * aio::kMiB);
+  // A block each way, and the two that demand reads may go beyond it.
+  EXPECT_LE(peak[1], 4 * aio::kMiB);
+}
+
 TEST(TensorMemory, CountsPoolsAndRefuses) {
   TensorMemory::Install();
   TensorMemory::Trim();
