@@ -53,10 +53,24 @@ std::string_view StallName(Stall stall) {
 
 bool Executor::complete(OpId id) const { return id < base_ || (id < end_ && node(id).done); }
 
+Executor::Node& Executor::AddNode() {
+  const auto room = static_cast<OpId>(pieces_.size() * std::tuple_size_v<Piece>);
+  if (end_ - first_ == room) {
+    if (spare_.empty()) spare_.push_back(std::make_unique<Piece>());
+    pieces_.push_back(std::move(spare_.back()));
+    spare_.pop_back();
+  }
+  Node& added = node(end_++);
+  added.waits = 0;
+  added.started = added.done = false;
+  added.dependents.clear();
+  return added;
+}
+
 void Executor::Append(std::vector<Op> ops) {
   for (Op& op : ops) {
-    const OpId id = end_++;
-    Node& added = nodes_.emplace_back();
+    const OpId id = end_;
+    Node& added = AddNode();
     added.op = std::move(op);
     if (KeepsOrder(added.op.lane)) order_[Index(added.op.lane)].push_back(id);
     if (added.op.lane == Lane::kCompute && compute_end_ < 0) compute_end_ = lanes_->Now();
@@ -133,11 +147,12 @@ void Executor::Finish(OpId id) {
   for (const OpId dependent : done.dependents) {
     if (--node(dependent).waits == 0) Ready(dependent);
   }
-  done.dependents = {};
-  done.op.after = {};
-  while (!nodes_.empty() && nodes_.front().done) {
-    nodes_.pop_front();
-    ++base_;
+  constexpr OpId kPiece = std::tuple_size_v<Piece>;
+  while (base_ < end_ && node(base_).done) {
+    if (++base_ - first_ < kPiece) continue;
+    spare_.push_back(std::move(pieces_.front()));
+    pieces_.pop_front();
+    first_ += kPiece;
   }
 }
 
@@ -146,7 +161,7 @@ Stall Executor::CauseOfStall() const {
   if (computes.empty()) return Stall::kNone;
   OpId id = computes.front();
   // Follow the first unmet edge down to what is in flight or held back.
-  for (size_t depth = 0; depth <= nodes_.size(); ++depth) {
+  for (OpId depth = base_; depth <= end_; ++depth) {
     const Node& waiting = node(id);
     if (waiting.started || waiting.waits == 0) break;
     OpId next = -1;

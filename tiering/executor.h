@@ -10,11 +10,13 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <queue>
+#include <memory>
 #include <set>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
+#include "absl/container/inlined_vector.h"
 #include "absl/status/status.h"
 #include "tiering/lanes.h"
 
@@ -77,11 +79,17 @@ class Executor {
     int waits = 0;  // edges not met
     bool started = false;
     bool done = false;
-    std::vector<OpId> dependents;
+    absl::InlinedVector<OpId, 4> dependents;
   };
 
-  Node& node(OpId id) { return nodes_[static_cast<size_t>(id - base_)]; }
-  const Node& node(OpId id) const { return nodes_[static_cast<size_t>(id - base_)]; }
+  // Nodes lie in pieces that stay where they are, since lanes point at operations in flight, and that are
+  // used again with the room that their lists have taken.
+  using Piece = std::array<Node, 256>;
+  Node& node(OpId id) const {
+    const auto at = static_cast<size_t>(id - first_);
+    return (*pieces_[at / std::tuple_size_v<Piece>])[at % std::tuple_size_v<Piece>];
+  }
+  Node& AddNode();
   void Ready(OpId id);
   void StartReady();
   void Finish(OpId id);
@@ -93,8 +101,10 @@ class Executor {
   Lanes* const lanes_;
   Observer observer_;
   StallObserver stall_observer_;
-  std::deque<Node> nodes_;
-  OpId base_ = 0;  // id of nodes_.front(); everything before is complete
+  std::deque<std::unique_ptr<Piece>> pieces_;
+  std::vector<std::unique_ptr<Piece>> spare_;
+  OpId first_ = 0;  // of the first piece
+  OpId base_ = 0;   // everything before is complete
   OpId end_ = 0;
   std::array<std::set<OpId>, kLanes> ready_;
   // [lane] of lanes that keep order: operations not started, in program order.

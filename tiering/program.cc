@@ -31,7 +31,8 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
       device_runs_(plan.device.run_slots.size()),
       device_gradients_(plan.device.gradient_slots.size()),
       device_accumulators_(plan.device.accumulator_slots.size()),
-      next_device_gradient_(plan.device.run_classes.size(), 0) {
+      next_device_gradient_(plan.device.run_classes.size(), 0),
+      uses_(graph.blocks.size()) {
   std::iota(stage_order_.begin(), stage_order_.end(), 0);
   last_write_.reserve(plan.blocks.size());
   for (const BlockPlan& block : plan.blocks) {
@@ -75,10 +76,9 @@ Op& ProgramBuilder::Emit(OpKind kind, Lane lane, int64_t step) {
 }
 
 size_t ProgramBuilder::NextUse(int block, size_t position) const {
-  for (size_t i = position + 1; i < order_.size(); ++i) {
-    if (order_[i] == block) return i;
-  }
-  return kNever;
+  const std::vector<size_t>& uses = uses_[At(block)];
+  const auto next = std::upper_bound(uses.begin(), uses.end(), position);
+  return next != uses.end() ? *next : kNever;
 }
 
 int ProgramBuilder::AcquireRun(int block, size_t position) {

@@ -223,7 +223,8 @@ class ProgramBuilder {
   size_t next_device_accumulator_ = 0;
   // [block] its gradient's places in this pass, -1
   std::vector<int> gradient_, accumulator_, device_gradient_, device_accumulator_;
-  std::vector<int> order_;  // blocks of this pass's uses and of the next pass's, in order
+  // [block] positions of its uses in this pass and, counted on, in the next, rising.
+  std::vector<std::vector<size_t>> uses_;
   std::vector<Op> out_;
 };
 

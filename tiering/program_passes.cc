@@ -254,21 +254,23 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
 
 std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bool in_backward) {
   out_.clear();
-  order_.clear();
   computing_step_ = next_step_;
   auto block_at = [&](size_t position) { return graph_.stages[At(stage_order_[position])].block; };
   const size_t stages = graph_.stages.size();
-  for (size_t position = 0; position < stages; ++position) order_.push_back(block_at(position));
+  for (std::vector<size_t>& uses : uses_) uses.clear();
+  size_t next_use = 0;
+  const auto use = [&](int block) { uses_[At(block)].push_back(next_use++); };
+  if (pass == Pass::kFlush || pass == Pass::kPersist) {
+    for (size_t b = 0; b < graph_.blocks.size(); ++b) use(static_cast<int>(b));
+  } else {
+    for (size_t position = 0; position < stages; ++position) use(block_at(position));
+  }
   if (pass == Pass::kTrain) {
     // The last stage runs forward and backward in one go: one use.
-    for (size_t position = stages - 1; position-- > 0;) order_.push_back(block_at(position));
-  }
-  if (pass == Pass::kFlush || pass == Pass::kPersist) {
-    order_.clear();
-    for (size_t b = 0; b < graph_.blocks.size(); ++b) order_.push_back(static_cast<int>(b));
+    for (size_t position = stages - 1; position-- > 0;) use(block_at(position));
   }
   // What comes after is most often the next forward.
-  for (size_t position = 0; position < stages; ++position) order_.push_back(block_at(position));
+  for (size_t position = 0; position < stages; ++position) use(block_at(position));
 
   switch (pass) {
     case Pass::kTrain: {
