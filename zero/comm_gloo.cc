@@ -325,8 +325,8 @@ class GlooComm : public Comm {
       try {
         store_->wait({key}, std::max(left, std::chrono::milliseconds(1)));
       } catch (const std::exception&) {
-        return absl::UnavailableError(absl::StrCat(Missing(k), " did not come to ", where, " within ",
-                                                   options_.meeting_seconds, " s"));
+        return absl::UnavailableError(
+            absl::StrCat(Missing(k), " did not come to ", where, " within ", options_.meeting_seconds, " s"));
       }
       if (const std::string theirs = Text(store_->get(key)); theirs != std::to_string(world())) {
         return absl::InvalidArgumentError(absl::StrCat("rank ", k, " was started as one of ", theirs, ", ",
