@@ -79,9 +79,7 @@ void ProgramBuilder::LoadOnDevice(int block, size_t position) {
   const int run_slot = Fetch(block, position);
   DeviceRun& run = device_runs_[At(CopyToDevice(block, position, run_slot))];
   run.made.clear();
-  for (const OpId copied : run.ready) {
-    if (copied >= 0) run.made.push_back(copied);
-  }
+  for (const OpId copied : run.ready) AddIf(&run.made, copied);
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
   for (size_t t = 0; t < tiles.size(); ++t) {
     const int64_t bytes = plan_.precision.StateBytes(tiles[t].elements);
@@ -96,12 +94,12 @@ void ProgramBuilder::LoadOnDevice(int block, size_t position) {
       op.tile = static_cast<int>(t);
       op.tile_slot = tile_slot;
       op.bytes = of_bytes;
-      if (before >= 0) op.after.push_back(before);
+      AddIf(&op.after, before);
       return op;
     };
     Op& read = emit(OpKind::kReadState, Lane::kRead, bytes);
     Move(&slot.users, &read.after);
-    if (const OpId written = last_write_[At(block)][t]; written >= 0) read.after.push_back(written);
+    AddIf(&read.after, last_write_[At(block)][t]);
     emit(OpKind::kVerify, Lane::kUpdate, 0).checks_state = true;
     emit(OpKind::kCopyStateIn, Lane::kCopyIn, StateElementBytes(plan_.precision, tiles[t].elements));
     slot.users = {last};
@@ -159,7 +157,7 @@ int ProgramBuilder::EmitStateOut(int block, int tile, int run_slot, const std::v
   copy.bytes = plan_.precision.UnpaddedBytes(elements);
   copy.after = former;
   Move(&tiles_[At(tile_slot)].users, &copy.after);
-  copy.after.insert(copy.after.end(), run.made.begin(), run.made.end());
+  AddAll(&copy.after, run.made);
   tiles_[At(tile_slot)].users = {id};
   runs_[At(run_slot)].ready[At(tile)] = id;
   run.copies.push_back(id);
@@ -199,7 +197,7 @@ int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
     copy.device_slot = slot;
     copy.bytes = elements * plan_.precision.weight_bytes();
     // Every content was computed with, and the compute lane keeps its order.
-    if (run.last_compute >= 0) copy.after.push_back(run.last_compute);
+    AddIf(&copy.after, run.last_compute);
     if (used_.size() == kUsesAhead) copy.after.push_back(used_.front());
     return copy;
   };
@@ -216,7 +214,7 @@ int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
     if (run.version[t] == version_[At(block)][t]) continue;
     const OpId id = next_id_;
     Op& copy = emit(static_cast<int>(t), tiles[t].elements);
-    if (host.ready[t] >= 0) copy.after.push_back(host.ready[t]);
+    AddIf(&copy.after, host.ready[t]);
     host.copies[t] = id;
     run.ready[t] = id;
     run.version[t] = version_[At(block)][t];
@@ -235,10 +233,8 @@ void ProgramBuilder::GatherOnDevice(int block, int device_slot) {
   gather.block = block;
   gather.device_slot = device_slot;
   gather.bytes = GatheredBytes(block);
-  for (const OpId ready : run.ready) {
-    if (ready >= 0) gather.after.push_back(ready);
-  }
-  if (run.last_compute >= 0) gather.after.push_back(run.last_compute);
+  for (const OpId ready : run.ready) AddIf(&gather.after, ready);
+  AddIf(&gather.after, run.last_compute);
   run.ready.assign(run.ready.size(), -1);
   run.ready.front() = id;  // stands for all
   run.whole = true;
@@ -280,8 +276,7 @@ void ProgramBuilder::TakeDevicePlaces(int block, std::vector<OpId>* wait) {
   // That of a block which lives here has room for what it is reduced to.
   int slot = device.direct && plan_.on_device(block) ? -1 : places.gradient_slot;
   if (slot < 0) {
-    const RunClass& ring = device.gradient_rings[At(places.run_class)];
-    slot = ring.first_slot + static_cast<int>(next_device_gradient_[At(places.run_class)]++ % At(ring.slots));
+    slot = device.gradient_rings[At(places.run_class)].NextSlot(&next_device_gradient_[At(places.run_class)]);
   }
   device_gradient_[At(block)] = slot;
   Move(&device_gradients_[At(slot)].users, wait);
@@ -294,9 +289,8 @@ OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumula
   if (places.sums_apart && plan_.world == 1) {
     int slot = places.gradient_slot;
     if (slot < 0) {
-      const RunClass& ring = plan_.device.gradient_rings[At(places.run_class)];
-      slot =
-          ring.first_slot + static_cast<int>(next_device_gradient_[At(places.run_class)]++ % At(ring.slots));
+      slot = plan_.device.gradient_rings[At(places.run_class)].NextSlot(
+          &next_device_gradient_[At(places.run_class)]);
     }
     device_gradient_[At(block)] = slot;
     const OpId id = next_id_;

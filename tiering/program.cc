@@ -331,23 +331,27 @@ void ProgramBuilder::AssumptionHeld() {
   for (std::vector<Due>& block : due_) std::replace(block.begin(), block.end(), Due::kRedo, Due::kNothing);
 }
 
+void ProgramBuilder::EmitCommit(int64_t step, bool durable, std::vector<OpId> after) {
+  const auto emit = [&](OpKind kind) -> Op& {
+    last_commit_ = next_id_;
+    Op& op = Emit(kind, Lane::kCommit, step);
+    op.durable = durable;
+    return op;
+  };
+  AddIf(&after, last_commit_);
+  Op& commit = emit(OpKind::kCommit);
+  commit.after = std::move(after);
+  if (plan_.world == 1) return;
+  const OpId committed = last_commit_;
+  emit(OpKind::kAgree).after = {committed};
+}
+
 void ProgramBuilder::CommitPending() {
   if (pending_step_ == 0) return;
-  const OpId id = next_id_;
-  Op& commit = Emit(OpKind::kCommit, Lane::kCommit, pending_step_);
-  commit.after = std::move(pending_writes_);
-  AddIf(&commit.after, norm_);
-  AddIf(&commit.after, last_commit_);
-  commit.durable = plan_.commits_every_step;
-  pending_writes_.clear();
-  last_commit_ = id;
+  std::vector<OpId> after = std::exchange(pending_writes_, {});
+  AddIf(&after, norm_);
+  EmitCommit(pending_step_, plan_.commits_every_step, std::move(after));
   unsaved_step_ = plan_.on_nvme && !plan_.commits_every_step ? pending_step_ : 0;
-  if (plan_.world > 1) {
-    last_commit_ = next_id_;
-    Op& agree = Emit(OpKind::kAgree, Lane::kCommit, pending_step_);
-    agree.durable = plan_.commits_every_step;
-    agree.after = {id};
-  }
   pending_step_ = 0;
 }
 

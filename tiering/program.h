@@ -165,6 +165,7 @@ class ProgramBuilder {
   bool IsDue(int block) const;
   // Makes what is due of the block's update, outside of a use by compute.
   void ApplyDue(int block, size_t position);
+  Op& EmitForStage(OpKind kind, Lane lane, int position, int micro_batch, int64_t step);
   // The write or read of the input at a position that does not stay in memory; a list by micro-batch.
   Op& EmitInput(OpKind kind, int position, int micro_batch, int64_t step);
   void AppendForward(bool train, int micro_batches, int64_t step);
@@ -183,6 +184,8 @@ class ProgramBuilder {
   void EmitTileWrite(int block, int tile, int run_slot, int tile_slot, const Update& of, OpId ready);
   // The write of a tile that was not updated here: its checksums first.
   void EmitSealedWrite(int block, int tile, int run_slot, int tile_slot, int64_t step);
+  // Of `step`, when `after` is done; over several ranks all of them agree on it.
+  void EmitCommit(int64_t step, bool durable, std::vector<OpId> after);
   void CommitPending();
   void Persist();
   size_t NextUse(int block, size_t position) const;

@@ -11,17 +11,22 @@ size_t At(int index) { return static_cast<size_t>(index); }
 
 }  // namespace
 
-Op& ProgramBuilder::EmitInput(OpKind kind, int position, int micro_batch, int64_t step) {
+Op& ProgramBuilder::EmitForStage(OpKind kind, Lane lane, int position, int micro_batch, int64_t step) {
   const int stage = stage_order_[At(position)];
-  const bool leaves = kind == OpKind::kWriteInput;
-  const Lane lane =
-      plan_.device.apart ? (leaves ? Lane::kCopyOut : Lane::kCopyIn) : (leaves ? Lane::kWrite : Lane::kRead);
   Op& op = Emit(kind, lane, step);
   op.block = graph_.stages[At(stage)].block;
   op.stage = stage;
   op.position = position;
   op.micro_batch = micro_batch;
-  op.bytes = graph_.stages[At(stage)].input_scratch_bytes;
+  return op;
+}
+
+Op& ProgramBuilder::EmitInput(OpKind kind, int position, int micro_batch, int64_t step) {
+  const bool leaves = kind == OpKind::kWriteInput;
+  const Lane lane =
+      plan_.device.apart ? (leaves ? Lane::kCopyOut : Lane::kCopyIn) : (leaves ? Lane::kWrite : Lane::kRead);
+  Op& op = EmitForStage(kind, lane, position, micro_batch, step);
+  op.bytes = graph_.stages[At(op.stage)].input_scratch_bytes;
   return op;
 }
 
@@ -32,8 +37,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
   OpId last = batch_;
   input_written_.assign(At(stages), std::vector<OpId>(At(micro_batches), -1));
   for (int position = 0; position < (train ? stages - 1 : stages); ++position) {
-    const int s = stage_order_[At(position)];
-    const StageShape& stage = graph_.stages[At(s)];
+    const StageShape& stage = graph_.stages[At(stage_order_[At(position)])];
     const Weights weights = FetchForCompute(stage.block, At(position), /*updates=*/false);
     if (plan_.device.direct && position + 1 < stages) {
       // The next one's update before this one computes: the others' new parts come meanwhile.
@@ -42,11 +46,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
     }
     for (int m = 0; m < micro_batches; ++m) {
       const OpId id = next_id_;
-      Op& op = Emit(OpKind::kForward, Lane::kCompute, step);
-      op.block = stage.block;
-      op.stage = s;
-      op.position = position;
-      op.micro_batch = m;
+      Op& op = EmitForStage(OpKind::kForward, Lane::kCompute, position, m, step);
       op.last_micro_batch = m + 1 == micro_batches;
       op.evaluates = !train;
       op.run_slot = weights.compute_slot();
@@ -77,8 +77,7 @@ std::vector<OpId> ProgramBuilder::TakeGradientSlot(int block) {
   const BlockPlan& bp = plan_.blocks[At(block)];
   int index = bp.gradient_slot;
   if (index < 0) {
-    const RunClass& ring = plan_.gradient_rings[At(bp.run_class)];
-    index = ring.first_slot + static_cast<int>(next_gradient_slot_[At(bp.run_class)]++ % At(ring.slots));
+    index = plan_.gradient_rings[At(bp.run_class)].NextSlot(&next_gradient_slot_[At(bp.run_class)]);
   }
   gradient_[At(block)] = index;
   return std::exchange(gradients_[At(index)].users, {});
@@ -106,8 +105,7 @@ std::vector<OpId> ProgramBuilder::TakePlaces(int block) {
 OpId ProgramBuilder::EmitBackward(int position, const Weights& weights, const std::vector<OpId>& wait,
                                   int64_t step) {
   const int stages = static_cast<int>(graph_.stages.size());
-  const int s = stage_order_[At(position)];
-  const StageShape& stage = graph_.stages[At(s)];
+  const StageShape& stage = graph_.stages[At(stage_order_[At(position)])];
   OpId last = -1;
   for (int m = 0; m < plan_.micro_batches; ++m) {
     OpId input_read = -1;
@@ -119,11 +117,7 @@ OpId ProgramBuilder::EmitBackward(int position, const Weights& weights, const st
       if (freed < stages) read.after.push_back(input_used_[At(freed)]);
     }
     auto emit = [&](OpKind kind) -> Op& {
-      Op& op = Emit(kind, Lane::kCompute, step);
-      op.block = stage.block;
-      op.stage = s;
-      op.position = position;
-      op.micro_batch = m;
+      Op& op = EmitForStage(kind, Lane::kCompute, position, m, step);
       op.last_micro_batch = m + 1 == plan_.micro_batches;
       return op;
     };

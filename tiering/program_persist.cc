@@ -14,11 +14,9 @@ void ProgramBuilder::EmitSealedWrite(int block, int tile, int run_slot, int tile
   seal.run_slot = run_slot;
   seal.tile_slot = tile_slot;
   seal.after = slot.users;
-  const OpId updated = runs_[static_cast<size_t>(run_slot)].ready[static_cast<size_t>(tile)];
-  if (updated >= 0) seal.after.push_back(updated);
+  AddIf(&seal.after, runs_[static_cast<size_t>(run_slot)].ready[static_cast<size_t>(tile)]);
   // Its checksums are the ones of the last write until that is over.
-  const OpId written = last_write_[static_cast<size_t>(block)][static_cast<size_t>(tile)];
-  if (written >= 0) seal.after.push_back(written);
+  AddIf(&seal.after, last_write_[static_cast<size_t>(block)][static_cast<size_t>(tile)]);
   slot.users.push_back(seal_id);
   EmitTileWrite(block, tile, run_slot, tile_slot, {.step = step}, seal_id);
 }
@@ -40,18 +38,7 @@ void ProgramBuilder::Persist() {
       EmitSealedWrite(number, tile, block.private_run_slot, block.private_tile_slot[t], unsaved_step_);
     }
   }
-  const OpId id = next_id_;
-  Op& commit = Emit(OpKind::kCommit, Lane::kCommit, unsaved_step_);
-  commit.durable = true;
-  commit.after = std::exchange(pending_writes_, std::move(pending));
-  if (last_commit_ >= 0) commit.after.push_back(last_commit_);
-  last_commit_ = id;
-  if (plan_.world > 1) {
-    last_commit_ = next_id_;
-    Op& agree = Emit(OpKind::kAgree, Lane::kCommit, unsaved_step_);
-    agree.durable = true;
-    agree.after = {id};
-  }
+  EmitCommit(unsaved_step_, /*durable=*/true, std::exchange(pending_writes_, std::move(pending)));
   unsaved_step_ = 0;
 }
 

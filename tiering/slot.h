@@ -2,6 +2,7 @@
 #ifndef PENSTOCK_TIERING_SLOT_H_
 #define PENSTOCK_TIERING_SLOT_H_
 
+#include <cstddef>
 #include <cstdint>
 
 namespace penstock::tiering {
@@ -18,6 +19,11 @@ struct RunClass {
   int64_t bytes = 0;
   int first_slot = 0;
   int slots = 0;
+
+  // Its slots one after the other, round and round; `turn` counts.
+  int NextSlot(size_t* turn) const {
+    return first_slot + static_cast<int>((*turn)++ % static_cast<size_t>(slots));
+  }
 };
 
 }  // namespace penstock::tiering
