@@ -431,6 +431,12 @@ void Engine::Cancel(Request* request) {
 void Engine::set_knee_bytes(uint64_t bytes) { impl_->core.knee_bytes = bytes; }
 uint64_t Engine::knee_bytes() const { return impl_->core.knee_bytes; }
 
+void Engine::RaiseCapsToKnee() {
+  const uint64_t twice = std::min(2 * knee_bytes(), 64 * kMiB);
+  set_max_in_flight(std::max(options().max_read_bytes_in_flight, twice),
+                    std::max(options().max_write_bytes_in_flight, twice));
+}
+
 void Engine::set_max_in_flight(uint64_t read_bytes, uint64_t write_bytes) {
   impl_->core.read_cap_bytes = std::max<uint64_t>(1, read_bytes);
   impl_->core.write_cap_bytes = std::max<uint64_t>(1, write_bytes);

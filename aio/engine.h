@@ -134,6 +134,9 @@ class Engine {
   // peak (aio/profile.h measures it). Stats tell how long each device was at or above it.
   void set_knee_bytes(uint64_t bytes);
   uint64_t knee_bytes() const;
+  // Caps of twice the knee in each direction, so that handing over in batches never drains the drive, but at
+  // most 64 MiB, beyond which only latency grows; where the options have more, that. From the next block on.
+  void RaiseCapsToKnee();
   // New caps from the next block on, per device.
   void set_max_in_flight(uint64_t read_bytes, uint64_t write_bytes);
 

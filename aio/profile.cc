@@ -216,12 +216,6 @@ absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options) {
   return profile;
 }
 
-void UseProfile(const DeviceProfile& profile, Engine& engine) {
-  engine.set_knee_bytes(profile.knee_bytes);
-  const uint64_t cap = std::clamp<uint64_t>(2 * profile.knee_bytes, 8 * kMiB, 64 * kMiB);
-  engine.set_max_in_flight(cap, cap);
-}
-
 namespace {
 
 Json ToJson(const DeviceProfile& profile) {

@@ -5,6 +5,7 @@
 //   ProbeOptions options;  options.directory = "/nvme/state";
 //   absl::StatusOr<DeviceProfile> profile = MeasureDevice(options);
 //   engine->set_knee_bytes(profile->knee_bytes);
+//   engine->RaiseCapsToKnee();
 #ifndef PENSTOCK_AIO_PROFILE_H_
 #define PENSTOCK_AIO_PROFILE_H_
 
@@ -73,10 +74,6 @@ absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options);
 // that average as its rate of the mix. Not of the greatest: of some noisy rates that is above what the device
 // does, and as often as not it is the deepest's.
 DepthPoint KneeOf(const std::vector<DepthPoint>& depths);
-
-// Sets the engine's knee to the measured one and its caps to twice that for each direction, at least 8 MiB
-// (handing over in batches then never drains the drive) and at most 64 MiB (beyond that only latency grows).
-void UseProfile(const DeviceProfile& profile, Engine& engine);
 
 // The same of an engine and files that are there already, for those who sweep by themselves: keeps
 // `in_flight_bytes` in blocks in flight for `seconds` or until `bytes_max` are moved, going round in each

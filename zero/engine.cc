@@ -610,10 +610,7 @@ void Engine::set_knee_bytes(uint64_t bytes) {
   aio::Engine* io = impl_->resources_->io();
   if (io == nullptr) return;
   io->set_knee_bytes(bytes);
-  if (impl_->options_.io_depth_is_limit) return;
-  const uint64_t twice = std::min(2 * bytes, 64 * aio::kMiB);
-  io->set_max_in_flight(std::max(impl_->options_.io.max_read_bytes_in_flight, twice),
-                        std::max(impl_->options_.io.max_write_bytes_in_flight, twice));
+  if (!impl_->options_.io_depth_is_limit) io->RaiseCapsToKnee();
 }
 
 }  // namespace penstock::zero

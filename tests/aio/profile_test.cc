@@ -118,19 +118,21 @@ DeviceProfile SomeProfile(const std::string& directory) {
   return profile;
 }
 
-TEST(ProfileTest, SetsAnEngine) {
-  World w(BackendKind::kNil);
-  DeviceProfile profile = SomeProfile("/a");
-  profile.knee_bytes = 2 * kMiB;
-  UseProfile(profile, *w.engine);
-  EXPECT_EQ(w.engine->knee_bytes(), 2 * kMiB);
-  Request request;
-  auto file = w.Open("a");
-  Region region = w.Allocate(32 * kMiB);
-  request.PrepareWrite(*file, 0, region.data(), 32 * kMiB);
-  ASSERT_OK(w.engine->Submit(&request));
-  ASSERT_OK(w.engine->Wait(&request));
-  EXPECT_EQ(w.engine->stats().devices[0].peak_in_flight_bytes, 8 * kMiB);
+TEST(ProfileTest, CapsAreRaisedToTheKneeAndNeverLowered) {
+  for (const auto& [knee, peak] : {std::pair{2 * kMiB, 8 * kMiB}, {6 * kMiB, 12 * kMiB}}) {
+    EngineOptions options;
+    options.max_write_bytes_in_flight = 8 * kMiB;
+    World w(BackendKind::kNil, options);
+    w.engine->set_knee_bytes(knee);
+    w.engine->RaiseCapsToKnee();
+    Request request;
+    auto file = w.Open("a");
+    Region region = w.Allocate(32 * kMiB);
+    request.PrepareWrite(*file, 0, region.data(), 32 * kMiB);
+    ASSERT_OK(w.engine->Submit(&request));
+    ASSERT_OK(w.engine->Wait(&request));
+    EXPECT_EQ(w.engine->stats().devices[0].peak_in_flight_bytes, peak);
+  }
 }
 
 TEST(ProfileTest, JsonRoundTrip) {
