@@ -14,6 +14,7 @@
 #include <string_view>
 
 #include "absl/status/status.h"
+#include "aio/device_transfers.h"
 #include "aio/engine.h"
 #include "aio/piece.h"
 
@@ -63,7 +64,12 @@ class Backend {
   // it.
   virtual int RegisterFile(int /*fd*/) { return -1; }
   virtual void UnregisterFile(int /*index*/) {}
+  // The file is about to be closed, or the lane to end; nothing of it is in flight.
+  virtual void ForgetFile(int /*fd*/) {}
   virtual int FixedBuffer(const void* /*data*/, uint64_t /*bytes*/) const { return -1; }
+
+  // Whose memory transfers may have besides the host's; null: nobody's.
+  virtual const DeviceTransfers* device_transfers() const { return nullptr; }
 
   // When the next transfer ends, for backends in virtual time.
   virtual int64_t NextEventNs() const { return INT64_MAX; }
@@ -82,6 +88,9 @@ std::unique_ptr<Backend> MakeLibaioBackend();
 std::unique_ptr<Backend> MakeThreadsBackend();
 std::unique_ptr<Backend> MakeNilBackend();
 std::unique_ptr<Backend> MakeSimBackend(SimDisk* disk);
+// Transfers with memory of a device, by threads; all others by the backend behind.
+std::unique_ptr<Backend> MakeDeviceBackend(std::unique_ptr<Backend> behind,
+                                           std::shared_ptr<DeviceTransfers> transfers);
 
 }  // namespace penstock::aio
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kLanesMax = 64;
 
-std::unique_ptr<Backend> MakeBackend(const EngineOptions& options, BackendKind kind) {
+std::unique_ptr<Backend> MakeHostBackend(const EngineOptions& options, BackendKind kind) {
   if (options.backend_factory) return options.backend_factory();
   switch (kind) {
     case BackendKind::kAuto:
@@ -32,6 +32,12 @@ std::unique_ptr<Backend> MakeBackend(const EngineOptions& options, BackendKind k
       return MakeSimBackend(options.sim);
   }
   return nullptr;
+}
+
+std::unique_ptr<Backend> MakeBackend(const EngineOptions& options, BackendKind kind) {
+  std::unique_ptr<Backend> backend = MakeHostBackend(options, kind);
+  if (backend == nullptr || options.device_transfers == nullptr || kind == BackendKind::kSim) return backend;
+  return MakeDeviceBackend(std::move(backend), options.device_transfers);
 }
 
 // The next rung of the ladder; kAuto when there is none.

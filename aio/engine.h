@@ -55,6 +55,7 @@
 namespace penstock::aio {
 
 class Backend;
+class DeviceTransfers;
 class SimDisk;
 
 enum class BackendKind : uint8_t { kAuto, kIoUring, kLibaio, kThreads, kNil, kSim };
@@ -81,8 +82,11 @@ struct EngineOptions {
       256 * kKiB;  // one bounce buffer; there are bounce_buffers of them per device, made on first use
   uint32_t bounce_buffers = 8;
   int io_error_retries = 1;  // EIO, ETIMEDOUT and the like are tried again this often before they count
-  int worker_threads = 4;    // `threads` backend only, per device
-  int nice = 0;              // added to the lane threads' nice value; below 0 needs the right to do so
+  int worker_threads = 4;    // per device: of the `threads` backend, and of device_transfers
+  // Memory of a device that transfers may have besides the host's (aio/device_transfers.h); null: none. Not
+  // on a simulated disk.
+  std::shared_ptr<DeviceTransfers> device_transfers;
+  int nice = 0;  // added to the lane threads' nice value; below 0 needs the right to do so
   int64_t stuck_after_ms =
       30'000;  // a request unfinished after this is reported (again at each doubling); 0: never
   uint64_t knee_bytes = 8 * kMiB;  // see set_knee_bytes

@@ -126,6 +126,7 @@ void Lane::Stop() {
 void Lane::LetGoOfFiles() {
   while (slots_ != nullptr) {
     FileSlot* const slot = std::exchange(slots_, slots_->next);
+    backend_->ForgetFile(slot->file->fd());
     {
       const std::lock_guard<std::mutex> lock(slot->file->users_mutex_);
       std::erase(slot->file->users_, this);
@@ -280,6 +281,7 @@ void Lane::ForgetFile(File& file) {
           FileSlot* const slot = *link;
           if (slot->file != argument) continue;
           if (slot->registered >= 0) lane.backend_->UnregisterFile(slot->registered);
+          lane.backend_->ForgetFile(slot->file->fd());
           *link = slot->next;
           slot->next = lane.free_slots_;
           lane.free_slots_ = slot;

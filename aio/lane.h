@@ -113,6 +113,7 @@ class Lane final : public FileUser {
   void UpdateWatches();
   uint32_t Batch() const;
   int64_t TimeoutNs() const;
+  int WhyNotBounced(const Request& request, const Piece& piece);
   bool MakeBounceBuffers();
 
   EngineCore& core_;

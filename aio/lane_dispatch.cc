@@ -96,9 +96,10 @@ bool Lane::DispatchFrom(int direction) {
   const uint64_t reserve = picked == 0 && direction == kReads ? 2 * core_.options.block_bytes : 0;
   if (in_flight_bytes_[d] != 0 && in_flight_bytes_[d] + piece.bytes > cap_bytes + reserve) return false;
   const bool bounced = piece.kind != Piece::Kind::kInPlace;
-  if (bounced && bounce_memory_ == nullptr && !MakeBounceBuffers()) {
+  const int error = bounced ? WhyNotBounced(request, piece) : 0;
+  if (error != 0) {
     Unqueue(queue, request);
-    FinishCut(request, false, ENOMEM);
+    FinishCut(request, false, error);
     CompleteIfDone(request);
     return true;
   }
@@ -136,6 +137,16 @@ bool Lane::MustWait(const Piece& piece) const {
   return std::any_of(sectors_.begin(), sectors_.end(), [&](const Piece* other) {
     return other->slot == piece.slot && other->offset == piece.offset;
   });
+}
+
+// Ragged transfers go through memory of the host, which a device's is not copied to or from here.
+int Lane::WhyNotBounced(const Request& request, const Piece& piece) {
+  if (const DeviceTransfers* const device = backend_->device_transfers(); device != nullptr) {
+    const auto* const data =
+        static_cast<const std::byte*>(request.segments()[piece.segment].data) + piece.segment_offset;
+    if (device->Has(data, 1)) return EINVAL;
+  }
+  return bounce_memory_ != nullptr || MakeBounceBuffers() ? 0 : ENOMEM;
 }
 
 bool Lane::MakeBounceBuffers() {

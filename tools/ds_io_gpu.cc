@@ -1,8 +1,5 @@
 #include "tools/ds_io_gpu.h"
 
-#include <dlfcn.h>
-#include <sys/types.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -12,49 +9,16 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
+#include "aio/loaded_library.h"
 
 namespace penstock::tools {
 namespace {
 
-// The few numbers of CUDA's and cuFile's interfaces that are needed; they are part of their ABI.
+// The few numbers of CUDA's interface that are needed; they are part of its ABI.
 constexpr int kHostToDevice = 1;
 constexpr int kDeviceToHost = 2;
 constexpr int kOutOfMemory = 2;
 constexpr unsigned kNonBlockingStream = 1;
-
-struct CuFileError {
-  int error = 0;  // 0: done
-  int cuda_error = 0;
-};
-struct CuFileDescriptor {
-  int type = 1;  // a file descriptor
-  union {
-    int fd;
-    void* handle = nullptr;
-  };
-  const void* operations = nullptr;
-};
-
-// A library that stays loaded until the process ends: CUDA does not like to be unloaded.
-class Library {
- public:
-  explicit Library(std::initializer_list<const char*> names) {
-    for (const char* name : names) {
-      if (handle_ == nullptr) handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-    }
-  }
-  bool loaded() const { return handle_ != nullptr; }
-  // False if there is no such function; `missing` then has its name.
-  template <typename F>
-  bool Find(const char* name, F*& function, std::string& missing) {
-    function = reinterpret_cast<F*>(dlsym(handle_, name));
-    if (function == nullptr && missing.empty()) missing = name;
-    return function != nullptr;
-  }
-
- private:
-  void* handle_ = nullptr;
-};
 
 }  // namespace
 
@@ -72,26 +36,13 @@ struct GpuBuffer::Cuda {
   const char* (*GetErrorString)(int) = nullptr;
 };
 
-struct GpuBuffer::CuFile {
-  CuFileError (*DriverOpen)() = nullptr;
-  CuFileError (*DriverClose)() = nullptr;
-  CuFileError (*HandleRegister)(void**, CuFileDescriptor*) = nullptr;
-  void (*HandleDeregister)(void*) = nullptr;
-  CuFileError (*BufRegister)(const void*, size_t, int) = nullptr;
-  CuFileError (*BufDeregister)(const void*) = nullptr;
-  ssize_t (*Read)(void*, void*, size_t, off_t, off_t) = nullptr;
-  ssize_t (*Write)(void*, const void*, size_t, off_t, off_t) = nullptr;
-  bool open = false;
-  bool registered = false;
-};
-
 GpuBuffer::GpuBuffer() : cuda_(std::make_unique<Cuda>()) {}
 
 absl::StatusOr<std::unique_ptr<GpuBuffer>> GpuBuffer::Make(int device, GpuPath path,
                                                            std::span<std::byte> host) {
   std::unique_ptr<GpuBuffer> buffer(new GpuBuffer());
   Cuda& cuda = *buffer->cuda_;
-  Library runtime({"libcudart.so", "libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"});
+  aio::LoadedLibrary runtime({"libcudart.so", "libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0"});
   if (!runtime.loaded()) {
     return absl::FailedPreconditionError(
         "--gpu: no CUDA runtime (libcudart.so) on this machine; leave out --gpu to measure the drive's side");
@@ -140,37 +91,19 @@ absl::StatusOr<std::unique_ptr<GpuBuffer>> GpuBuffer::Make(int device, GpuPath p
   }
   if (path != GpuPath::kGds) return buffer;
 
-  Library library({"libcufile.so", "libcufile.so.0"});
-  if (!library.loaded()) {
-    return absl::FailedPreconditionError(
-        "--use_gds: no libcufile.so on this machine; leave it out to go through pinned host memory");
+  absl::StatusOr<std::shared_ptr<aio::CuFile>> cufile = aio::CuFile::Load(
+      [raw = buffer.get()] { return raw->Check(raw->cuda_->SetDevice(raw->device_), "cudaSetDevice"); });
+  if (!cufile.ok()) {
+    return absl::FailedPreconditionError(absl::StrCat("--use_gds: ", std::string(cufile.status().message()),
+                                                      "; leave it out to go through pinned host memory"));
   }
-  buffer->cufile_ = std::make_unique<CuFile>();
-  CuFile& cufile = *buffer->cufile_;
-  library.Find("cuFileDriverOpen", cufile.DriverOpen, missing);
-  library.Find("cuFileDriverClose", cufile.DriverClose, missing);
-  library.Find("cuFileHandleRegister", cufile.HandleRegister, missing);
-  library.Find("cuFileHandleDeregister", cufile.HandleDeregister, missing);
-  library.Find("cuFileBufRegister", cufile.BufRegister, missing);
-  library.Find("cuFileBufDeregister", cufile.BufDeregister, missing);
-  library.Find("cuFileRead", cufile.Read, missing);
-  library.Find("cuFileWrite", cufile.Write, missing);
-  if (!missing.empty())
-    return absl::FailedPreconditionError(absl::StrCat("--use_gds: libcufile.so here has no ", missing));
-  if (const CuFileError opened = cufile.DriverOpen(); opened.error != 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("--use_gds: cuFileDriverOpen gave error ", opened.error,
-                     "; leave out --use_gds to go through pinned host memory"));
-  }
-  cufile.open = true;
-  // Where it cannot be registered, cuFile goes through buffers of its own.
-  cufile.registered = cufile.BufRegister(buffer->memory_, host.size(), 0).error == 0;
+  buffer->cufile_ = *std::move(cufile);
+  buffer->cufile_->Cover(buffer->memory_, host.size());
   return buffer;
 }
 
 GpuBuffer::~GpuBuffer() {
-  if (cufile_ != nullptr && cufile_->registered) cufile_->BufDeregister(memory_);
-  if (cufile_ != nullptr && cufile_->open) cufile_->DriverClose();
+  cufile_.reset();  // before the memory that it has registered
   Unpin();
   if (stream_ != nullptr) cuda_->StreamDestroy(stream_);
   if (memory_ != nullptr) cuda_->Free(memory_);
@@ -223,37 +156,30 @@ absl::Status GpuBuffer::Run(Transfer& transfer, const TransferShape& shape, uint
 // Each thread has a run of whole blocks of the file, and goes through it one block at a time: cuFile has no
 // queue.
 absl::Status GpuBuffer::RunGds(const TransferShape& shape, uint64_t threads, aio::File& file, bool read) {
-  CuFileDescriptor descriptor;
-  descriptor.fd = file.fd();
-  void* handle = nullptr;
-  if (const CuFileError error = cufile_->HandleRegister(&handle, &descriptor); error.error != 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("--use_gds: ", file.path(), " cannot be used with cuFile (error ", error.error,
-                     "); leave out --use_gds to go through pinned host memory"));
-  }
   const uint64_t blocks = (shape.bytes + shape.block_bytes - 1) / shape.block_bytes;
   threads = std::clamp<uint64_t>(threads, 1, std::max<uint64_t>(1, blocks));
   std::mutex mutex;
   absl::Status first;
   const auto work = [&](uint64_t t) {
-    // The device is chosen thread by thread.
-    absl::Status status = Check(cuda_->SetDevice(device_), "cudaSetDevice");
+    absl::Status status;
     const uint64_t end = std::min(shape.bytes, blocks * (t + 1) / threads * shape.block_bytes);
     for (uint64_t at = blocks * t / threads * shape.block_bytes; status.ok() && at < end;) {
       const uint64_t bytes = std::min(shape.block_bytes, end - at);
-      const auto offset = static_cast<off_t>(at);
-      const ssize_t moved = read ? cufile_->Read(handle, memory_, bytes, offset, offset)
-                                 : cufile_->Write(handle, memory_, bytes, offset, offset);
-      if (moved <= 0) {
-        status = moved == -1 ? aio::MakeIoError({.op = read ? "cuFileRead" : "cuFileWrite",
-                                                 .path = file.path(),
-                                                 .offset = at,
-                                                 .bytes = bytes,
-                                                 .error = errno})
-                             : absl::DataLossError(absl::StrCat(
-                                   read ? "cuFileRead " : "cuFileWrite ", file.path(), ": offset ", at, ", ",
-                                   bytes, " bytes: ", moved == 0 ? "nothing moved" : "cuFile error ",
-                                   moved == 0 ? "" : absl::StrCat(-moved)));
+      std::string why;
+      const int64_t moved = cufile_->Transfer(read ? aio::Op::kRead : aio::Op::kWrite, file, at,
+                                              static_cast<std::byte*>(memory_) + at, bytes, &why);
+      if (!why.empty()) {
+        status = absl::DataLossError(
+            absl::StrCat("--use_gds: ", why, "; leave it out to go through pinned host memory"));
+      } else if (moved < 0) {
+        status = aio::MakeIoError({.op = read ? "cuFileRead" : "cuFileWrite",
+                                   .path = file.path(),
+                                   .offset = at,
+                                   .bytes = bytes,
+                                   .error = static_cast<int>(-moved)});
+      } else if (moved == 0) {
+        status = absl::DataLossError(absl::StrCat(read ? "cuFileRead " : "cuFileWrite ", file.path(),
+                                                  ": offset ", at, ", ", bytes, " bytes: nothing moved"));
       } else {
         at += static_cast<uint64_t>(moved);
       }
@@ -265,7 +191,7 @@ absl::Status GpuBuffer::RunGds(const TransferShape& shape, uint64_t threads, aio
   for (uint64_t t = 1; t < threads; ++t) others.emplace_back(work, t);
   work(0);
   for (std::thread& other : others) other.join();
-  cufile_->HandleDeregister(handle);
+  cufile_->Forget(file.fd());
   return first;
 }
 

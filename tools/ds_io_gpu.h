@@ -19,6 +19,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "aio/cufile.h"
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "tools/ds_io_transfer.h"
@@ -46,8 +47,7 @@ class GpuBuffer {
   absl::Status CopyToDevice(uint64_t bytes);
 
  private:
-  struct Cuda;    // the runtime's functions
-  struct CuFile;  // cuFile's
+  struct Cuda;  // the runtime's functions
   GpuBuffer();
   absl::Status Check(int error, const char* call) const;
   absl::Status Pin();
@@ -56,7 +56,7 @@ class GpuBuffer {
   absl::Status RunGds(const TransferShape& shape, uint64_t threads, aio::File& file, bool read);
 
   std::unique_ptr<Cuda> cuda_;
-  std::unique_ptr<CuFile> cufile_;  // gds only
+  std::shared_ptr<aio::CuFile> cufile_;  // gds only
   GpuPath path_ = GpuPath::kBounce;
   int device_ = 0;
   std::span<std::byte> host_;

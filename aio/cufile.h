@@ -1,0 +1,58 @@
+// NVIDIA's cuFile (GPUDirect Storage), loaded when it is asked for: nothing links it, and where it is missing
+// Load says so.
+//
+// cuFile transfers past host memory where driver, file system and drive allow it (nvidia-fs), and otherwise
+// through buffers of its own, without saying which: /proc/driver/nvidia-fs/stats counts the former.
+#ifndef PENSTOCK_AIO_CUFILE_H_
+#define PENSTOCK_AIO_CUFILE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/device_transfers.h"
+
+namespace penstock::aio {
+
+class CuFile final : public DeviceTransfers {
+ public:
+  // `use_device` is called before every transfer, on its thread: CUDA's device is chosen thread by thread.
+  // kFailedPrecondition: no libcufile here, one that lacks a function, or a driver that does not open.
+  static absl::StatusOr<std::shared_ptr<CuFile>> Load(std::function<absl::Status()> use_device);
+  ~CuFile() override;
+
+  // The device's memory that transfers may have, in the place of the former; null: none. While nothing is in
+  // flight.
+  void Cover(void* base, uint64_t bytes);
+
+  std::string_view name() const override { return "cuFile"; }
+  bool Has(const void* data, uint64_t bytes) const override;
+  int64_t Transfer(Op op, const File& file, uint64_t offset, void* data, uint64_t bytes,
+                   std::string* why) override;
+  void Forget(int fd) override;
+
+ private:
+  struct Functions;
+  CuFile();
+  void* HandleOf(const File& file, std::string* why);
+
+  const std::unique_ptr<Functions> call_;
+  std::function<absl::Status()> use_device_;
+  bool open_ = false;
+  std::byte* base_ = nullptr;
+  uint64_t bytes_ = 0;
+  bool registered_ = false;
+  std::mutex mutex_;
+  std::map<int, void*> handles_;  // by descriptor
+};
+
+}  // namespace penstock::aio
+
+#endif  // PENSTOCK_AIO_CUFILE_H_

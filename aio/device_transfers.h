@@ -1,0 +1,43 @@
+// Transfers between files and the memory of a device that do not pass through host memory (GPUDirect
+// Storage).
+//
+//   EngineOptions options;
+//   options.device_transfers = transfers;   // from then on a read's memory may be the device's
+//
+// The engine treats such a transfer as any other: the same queue, caps, priorities, retries and statistics.
+// What it cannot do for it is to bring ragged offsets, lengths and addresses into shape: those are refused
+// (EINVAL).
+//
+// Threads: everything from any, at once. Ownership: shared with the engines that use it; outlives them.
+#ifndef PENSTOCK_AIO_DEVICE_TRANSFERS_H_
+#define PENSTOCK_AIO_DEVICE_TRANSFERS_H_
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "aio/file.h"
+#include "aio/request.h"
+
+namespace penstock::aio {
+
+class DeviceTransfers {
+ public:
+  DeviceTransfers() = default;
+  virtual ~DeviceTransfers() = default;
+  DeviceTransfers(const DeviceTransfers&) = delete;
+  DeviceTransfers& operator=(const DeviceTransfers&) = delete;
+
+  virtual std::string_view name() const = 0;  // "cuFile"
+  // All of it is memory of the device.
+  virtual bool Has(const void* data, uint64_t bytes) const = 0;
+  // A read or a write; waits for it. Bytes moved, or -errno; `why` gets what an errno does not tell.
+  virtual int64_t Transfer(Op op, const File& file, uint64_t offset, void* data, uint64_t bytes,
+                           std::string* why) = 0;
+  // What is kept about an open file is let go: before it is closed.
+  virtual void Forget(int /*fd*/) {}
+};
+
+}  // namespace penstock::aio
+
+#endif  // PENSTOCK_AIO_DEVICE_TRANSFERS_H_

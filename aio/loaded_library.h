@@ -1,0 +1,36 @@
+// A library that is looked for when it is needed, so that nothing links it. It stays loaded until the process
+// ends: CUDA does not like to be unloaded.
+#ifndef PENSTOCK_AIO_LOADED_LIBRARY_H_
+#define PENSTOCK_AIO_LOADED_LIBRARY_H_
+
+#include <dlfcn.h>
+
+#include <initializer_list>
+#include <string>
+
+namespace penstock::aio {
+
+class LoadedLibrary {
+ public:
+  // The first of these names that is there.
+  explicit LoadedLibrary(std::initializer_list<const char*> names) {
+    for (const char* name : names) {
+      if (handle_ == nullptr) handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
+    }
+  }
+  bool loaded() const { return handle_ != nullptr; }
+  // False if there is no such function; `missing` then has the first such name.
+  template <typename F>
+  bool Find(const char* name, F*& function, std::string& missing) {
+    function = reinterpret_cast<F*>(dlsym(handle_, name));
+    if (function == nullptr && missing.empty()) missing = name;
+    return function != nullptr;
+  }
+
+ private:
+  void* handle_ = nullptr;
+};
+
+}  // namespace penstock::aio
+
+#endif  // PENSTOCK_AIO_LOADED_LIBRARY_H_
