@@ -3,6 +3,8 @@
 #define XXH_STATIC_LINKING_ONLY  // for XXH3_state_t's layout
 #include <xxhash.h>
 
+#include <cstring>
+
 #include "kernels/simd/table.h"
 
 namespace penstock::kernels {
@@ -26,6 +28,21 @@ void Checksummer::Reset(uint64_t seed) {
 
 void Checksummer::Update(const void* data, size_t bytes) {
   if (bytes != 0) Kernels().checksum_update(state_, data, bytes);
+}
+
+ChecksumKeys MakeChecksumKeys(uint64_t seed) {
+  alignas(64) XXH3_state_t state;
+  XXH3_INITSTATE(&state);
+  XXH3_64bits_reset_withSeed(&state, seed);
+  const unsigned char* const secret = state.extSecret != nullptr ? state.extSecret : state.customSecret;
+  ChecksumKeys keys;
+  const auto read = [&](uint64_t* to, size_t count, size_t offset) {
+    std::memcpy(to, secret + offset, count * sizeof(uint64_t));
+  };
+  read(keys.words, 24, 0);
+  read(keys.last, 8, 121);
+  read(keys.merge, 8, 11);
+  return keys;
 }
 
 uint64_t Checksummer::Digest() const { return XXH3_64bits_digest(State(state_)); }

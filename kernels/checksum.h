@@ -25,6 +25,15 @@ class Checksummer {
   alignas(64) unsigned char state_[640];  // an XXH3_state_t
 };
 
+// For those who compute it elsewhere (kernels/cuda/checksum.cuh), of inputs longer than 240 bytes: XXH3's
+// secret as the seed makes it, in the 64-bit words that are used. Numbers of bytes are offsets in the secret.
+struct ChecksumKeys {
+  uint64_t words[24];  // 0, 8, ...
+  uint64_t last[8];    // 121, 129, ...: for the last 64 bytes
+  uint64_t merge[8];   // 11, 19, ...: for the end
+};
+ChecksumKeys MakeChecksumKeys(uint64_t seed);
+
 }  // namespace penstock::kernels
 
 #endif  // PENSTOCK_KERNELS_CHECKSUM_H_

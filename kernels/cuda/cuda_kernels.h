@@ -20,6 +20,7 @@
 #include <string>
 
 #include "kernels/adam.h"
+#include "kernels/checksum.h"
 #include "kernels/float16.h"
 #include "kernels/optimizer.h"
 #include "kernels/quantize.h"
@@ -88,6 +89,11 @@ constexpr size_t PartialSums(size_t n) { return (n + 4096 - 1) / 4096; }
                             const Rounding& rounding, Stream stream);
 [[nodiscard]] int Dequantize8(Code8 code, const uint8_t* codes, const float* scales, float* out, size_t n,
                               Stream stream);
+
+// *out = kernels::Checksum(in, bytes, seed), some 20 GB/s or more each: what a drive gives, not what memory
+// does. `bytes` at least kLeastChecksumBytes; address and length are multiples of 8 (cudaErrorInvalidValue).
+inline constexpr size_t kLeastChecksumBytes = 248;
+[[nodiscard]] int Checksum(const void* in, size_t bytes, uint64_t seed, uint64_t* out, Stream stream);
 
 }  // namespace penstock::kernels::cuda
 

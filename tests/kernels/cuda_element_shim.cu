@@ -1,3 +1,4 @@
+#include "kernels/cuda/checksum.cuh"
 #include "kernels/cuda/element.cuh"
 #include "tests/kernels/cuda_element_shim.h"
 
@@ -65,6 +66,31 @@ void DecodeOnHost(Code8 code, const uint8_t* codes, float scale, float* out, siz
   for (size_t i = 0; i < n; ++i) {
     out[i] = code == Code8::kSigned ? Decode8<0>(codes[i], scale) : Decode8<1>(codes[i], scale);
   }
+}
+
+uint64_t ChecksumOnHost(const uint64_t* in, size_t bytes, uint64_t seed) {
+  const ChecksumKeys keys = MakeChecksumKeys(seed);
+  const uint64_t blocks = (bytes - 1) / kChecksumBlockBytes;
+  uint64_t lanes[kChecksumLanes];
+  for (int lane = 0; lane < kChecksumLanes; ++lane) lanes[lane] = LaneStart(lane);
+  const auto add = [&](const uint64_t* stripe, const uint64_t* of) {
+    for (int lane = 0; lane < kChecksumLanes; ++lane) {
+      lanes[lane] += StripeTerm(stripe[lane], stripe[lane ^ 1], of[lane]);
+    }
+  };
+  for (uint64_t b = 0; b < blocks; ++b) {
+    const uint64_t* const block = in + b * kChecksumBlockBytes / 8;
+    for (int s = 0; s < kStripesPerBlock; ++s) add(block + s * kChecksumLanes, keys.words + s);
+    for (int lane = 0; lane < kChecksumLanes; ++lane) {
+      lanes[lane] = Scramble(lanes[lane], keys.words[kStripesPerBlock + lane]);
+    }
+  }
+  const uint64_t stripes = (bytes - 1 - blocks * kChecksumBlockBytes) / kStripeBytes;
+  for (uint64_t s = 0; s < stripes; ++s) {
+    add(in + blocks * kChecksumBlockBytes / 8 + s * kChecksumLanes, keys.words + s);
+  }
+  add(in + bytes / 8 - kChecksumLanes, keys.last);
+  return FinishChecksum(lanes, bytes, keys);
 }
 
 }  // namespace penstock::kernels::cuda

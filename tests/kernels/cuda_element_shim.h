@@ -21,6 +21,9 @@ void WidenOnHost(const uint16_t* bf16, const uint16_t* fp16, const uint16_t* hi,
 float EncodeOnHost(Code8 code, const float* in, uint8_t* codes, size_t n, const Rounding& rounding);
 void DecodeOnHost(Code8 code, const uint8_t* codes, float scale, float* out, size_t n);
 
+// The checksum's steps in the order of the kernel.
+uint64_t ChecksumOnHost(const uint64_t* in, size_t bytes, uint64_t seed);
+
 }  // namespace penstock::kernels::cuda
 
 #endif  // PENSTOCK_TESTS_KERNELS_CUDA_ELEMENT_SHIM_H_

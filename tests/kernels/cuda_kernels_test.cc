@@ -89,6 +89,32 @@ TEST(CudaElements, EightBitCodesAreTheCpus) {
   }
 }
 
+std::vector<size_t> ChecksumLengths() {
+  std::vector<size_t> lengths;
+  for (size_t bytes = cuda::kLeastChecksumBytes; bytes < 3200; bytes += 8) lengths.push_back(bytes);
+  for (const size_t block : {32u, 33u, 64u, 100u}) {
+    for (const size_t more : {0u, 8u, 64u, 72u, 1016u}) lengths.push_back(1024 * block + more);
+  }
+  lengths.push_back(1 << 20);
+  return lengths;
+}
+std::vector<uint64_t> RandomWords(size_t count) {
+  std::mt19937_64 random(7);
+  std::vector<uint64_t> words(count);
+  for (uint64_t& word : words) word = random();
+  return words;
+}
+
+TEST(CudaElements, ChecksumsAreTheLibrarys) {
+  const std::vector<uint64_t> words = RandomWords(size_t{1} << 17);
+  for (const uint64_t seed : {uint64_t{0}, uint64_t{1}, ~uint64_t{0}, uint64_t{0x123456789ABCDEF}}) {
+    for (const size_t bytes : ChecksumLengths()) {
+      ASSERT_EQ(cuda::ChecksumOnHost(words.data(), bytes, seed), Checksum(words.data(), bytes, seed))
+          << bytes << " bytes, seed " << seed;
+    }
+  }
+}
+
 // What follows runs on a device.
 class CudaDevice : public ::testing::Test {
  protected:
@@ -372,6 +398,24 @@ TEST_F(CudaDevice, LambGivesTheBitsOfTheCpu) {
       LambApply(step, device_trust, host.a);
       device.ExpectEquals(host);
     }
+  }
+}
+
+TEST_F(CudaDevice, ChecksumsAreTheLibrarys) {
+  const std::vector<uint64_t> words = RandomWords(size_t{1} << 17);
+  DeviceBytes in(words.data(), words.size() * 8);
+  const uint64_t nothing = 0;
+  DeviceBytes out(&nothing, sizeof(nothing));
+  for (const uint64_t seed : {uint64_t{0}, uint64_t{0x123456789ABCDEF}}) {
+    for (const size_t bytes : ChecksumLengths()) {
+      ASSERT_EQ(cuda::Checksum(in.data(), bytes, seed, static_cast<uint64_t*>(out.data()), nullptr), 0);
+      uint64_t got = 0;
+      std::memcpy(&got, out.Get().data(), sizeof(got));
+      ASSERT_EQ(got, Checksum(words.data(), bytes, seed)) << bytes << " bytes, seed " << seed;
+    }
+  }
+  for (const size_t wrong : {size_t{0}, size_t{240}, size_t{1001}}) {
+    EXPECT_NE(cuda::Checksum(in.data(), wrong, 0, static_cast<uint64_t*>(out.data()), nullptr), 0);
   }
 }
 
