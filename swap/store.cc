@@ -38,14 +38,28 @@ uint64_t Store::SegmentChecksum(uint32_t tile, uint32_t segment, uint64_t versio
       std::span(static_cast<const std::byte*>(data), geometry_.segment_bytes(tile, segment)));
 }
 
-absl::Status Store::VerifySegment(const TileIo& io, uint32_t i) const {
+absl::Status Store::CheckReadSegment(const TileIo& io, uint32_t i) const {
   if (io.kind_ != TileIo::Kind::kRead || i >= io.segment_count_) {
     return absl::FailedPreconditionError("not a segment of a tile that was read");
   }
-  if (!io.request_.ok()) return io.status();
+  return io.request_.ok() ? absl::OkStatus() : io.status();
+}
+
+absl::Status Store::VerifySegment(const TileIo& io, uint32_t i) const {
+  if (absl::Status status = CheckReadSegment(io, i); !status.ok()) return status;
+  return VerifyChecksum(io, i, SegmentChecksum(io.tile_, io.first_segment_ + i, io.version_, io.data_[i]));
+}
+
+Store::ChecksumOf Store::ChecksumFor(const TileIo& io, uint32_t i) const {
   const uint32_t segment = io.first_segment_ + i;
-  if (SegmentChecksum(io.tile_, segment, io.version_, io.data_[i]) == io.expected_[i])
-    return absl::OkStatus();
+  return {geometry_.segment_bytes(io.tile_, segment),
+          SegmentSeed(shape_.uuid, io.tile_, segment, io.version_)};
+}
+
+absl::Status Store::VerifyChecksum(const TileIo& io, uint32_t i, uint64_t checksum) const {
+  if (absl::Status status = CheckReadSegment(io, i); !status.ok()) return status;
+  const uint32_t segment = io.first_segment_ + i;
+  if (checksum == io.expected_[i]) return absl::OkStatus();
   return absl::DataLossError(
       absl::StrFormat("read %s offset %u length %u: tile %u segment %u does not match the checksum of "
                       "version %u (damaged, lost "

@@ -228,6 +228,14 @@ class Store {
   absl::Status VerifyRead(const TileIo& io) const;
   // The same for one segment (first_segment() + i), to spread a tile over workers.
   absl::Status VerifySegment(const TileIo& io, uint32_t i) const;
+  // The same for who computes the checksum where the segment has gone (a device): XXH3-64 of `bytes`, with
+  // `seed`, is to be the one that VerifyChecksum is given.
+  struct ChecksumOf {
+    uint64_t bytes = 0;
+    uint64_t seed = 0;
+  };
+  ChecksumOf ChecksumFor(const TileIo& io, uint32_t i) const;
+  absl::Status VerifyChecksum(const TileIo& io, uint32_t i, uint64_t checksum) const;
 
   // Blocks until the transfer has ended and its callback has returned; returns io->status(). Not from a
   // callback.
@@ -336,6 +344,7 @@ class Store {
     if (options_.at_stage != nullptr) options_.at_stage(stage, options_.stage_context);
   }
   absl::Status CheckTile(uint32_t tile) const;
+  absl::Status CheckReadSegment(const TileIo& io, uint32_t i) const;
   absl::Status CheckWritable() const;
   absl::Status Submit(TileIo* io, TileIo::Kind kind, uint32_t tile, aio::Priority priority);
   absl::Status Scratch(TileIo* io, TileIo::Kind kind, uint32_t tile, uint64_t offset, void* data,

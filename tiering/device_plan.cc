@@ -110,6 +110,7 @@ class DevicePlanner {
     DevicePlan plan;
     plan.apart = true;
     plan.direct = direct_;
+    plan.gds = options_.gds && (world_ == 1 || direct_);
     plan.budget_bytes = options_.budget_bytes;
     plan.kept_inputs = kept_inputs;
     plan.tensor_bytes =

@@ -18,6 +18,10 @@
 // they cannot, a run is copied in when the others' parts have been gathered into it in host memory, and sums
 // leave as they are, for the host to add those of the other ranks and round. The bits are the same.
 //
+// Weights that only the device needs, because no update is due that the processor makes, and that host memory
+// does not hold, may come to it from the drive past host memory (`gds`: GPUDirect Storage); they are checked
+// there.
+//
 // Slots of runs are what is left of the budget after everything else: with n of them a class keeps its last
 // n - 1 blocks from forward to backward, so memory that is spent on slots is residency as well. When a class
 // has as many as it has blocks, their weights come once a step, after their update.
@@ -39,6 +43,7 @@ struct DeviceOptions {
   bool apart = false;         // has memory of its own
   int64_t budget_bytes = 0;   // 0: as much as is of use
   bool direct = false;        // over several ranks: devices hand each other their parts without the host
+  bool gds = false;           // weights may come from the drive past host memory
   bool writes_state = false;  // what lives there is written to a drive after every update
   double state_share = 0;     // of the elements: at most so many are in blocks that live there
 };
@@ -64,6 +69,7 @@ struct DevicePlan {
 
   bool apart = false;   // everything below is empty where it is not
   bool direct = false;  // DeviceOptions::direct, of several ranks
+  bool gds = false;     // DeviceOptions::gds, where weights are not gathered in host memory
   std::vector<Block> blocks;
   std::vector<RunClass> run_classes;
   std::vector<Slot> run_slots;           // shared ones by class, of blocks that come and go; then single ones

@@ -38,7 +38,11 @@ ProgramBuilder::Weights ProgramBuilder::FetchForCompute(int block, size_t positi
   }
   if (plan_.on_device(block)) {
     weights.device_slot = FetchOnDevice(block, position);
-  } else if (updates || IsDue(block) || !IsOnDevice(block, &weights.device_slot)) {
+  } else if (!updates && !IsDue(block) && IsOnDevice(block, &weights.device_slot)) {
+    // as new as it can be
+  } else if (plan_.device.gds && !updates && !IsDue(block) && !IsInHostMemory(block)) {
+    weights.device_slot = ReadToDevice(block, position);
+  } else {
     weights.run_slot = Fetch(block, position);
     if (!plan_.device.direct && !IsOnDevice(block, &weights.device_slot)) Gather(block, weights.run_slot);
     weights.device_slot = CopyToDevice(block, position, weights.run_slot);
@@ -164,10 +168,17 @@ int ProgramBuilder::EmitStateOut(int block, int tile, int run_slot, const std::v
   return tile_slot;
 }
 
-int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
+bool ProgramBuilder::IsInHostMemory(int block) const {
+  const BlockPlan& bp = plan_.blocks[At(block)];
+  if (bp.private_run_slot >= 0) return true;  // from its first use on
+  const RunClass& cls = plan_.run_classes[At(bp.run_class)];
+  const auto first = runs_.begin() + cls.first_slot;
+  return std::any_of(first, first + cls.slots, [&](const RunSlot& run) { return run.block == block; });
+}
+
+int ProgramBuilder::AcquireDeviceRun(int block, size_t position) {
   const bool lives_there = plan_.on_device(block);
   int slot = lives_there ? plan_.device.blocks[At(block)].run_slot : -1;
-  // Its own former place, an empty one, or that of the block which is needed furthest in the future.
   if (!lives_there && !IsOnDevice(block, &slot) && slot < 0) {
     const RunClass& cls = plan_.device.run_classes[At(plan_.device.blocks[At(block)].run_class)];
     size_t furthest = 0;
@@ -181,12 +192,53 @@ int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
     }
   }
   DeviceRun& run = device_runs_[At(slot)];
-  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
   if (run.block != block) {
+    const size_t tiles = plan_.blocks[At(block)].tiles.size();
     run.block = block;
-    run.ready.assign(tiles.size(), -1);
-    run.version.assign(tiles.size(), -1);
+    run.ready.assign(tiles, -1);
+    run.version.assign(tiles, -1);
   }
+  return slot;
+}
+
+// Every content was computed with, and the compute lane keeps its order.
+void ProgramBuilder::AddUsers(std::vector<OpId>* after, const DeviceRun& run) const {
+  AddIf(after, run.last_compute);
+  if (used_.size() == kUsesAhead) after->push_back(used_.front());
+}
+
+int ProgramBuilder::ReadToDevice(int block, size_t position) {
+  const int slot = AcquireDeviceRun(block, position);
+  DeviceRun& run = device_runs_[At(slot)];
+  const auto emit = [&](OpKind kind, Lane lane, size_t tile) -> Op& {
+    run.ready[tile] = next_id_;
+    Op& op = Emit(kind, lane, computing_step_);
+    op.block = block;
+    op.tile = static_cast<int>(tile);
+    op.device_slot = slot;
+    return op;
+  };
+  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    if (run.version[t] == version_[At(block)][t]) continue;
+    Op& read = emit(OpKind::kReadWeights, Lane::kRead, t);
+    read.bytes = tiles[t].elements * plan_.precision.weight_bytes();
+    AddUsers(&read.after, run);
+    AddIf(&read.after, last_write_[At(block)][t]);
+    const OpId arrived = run.ready[t];
+    emit(OpKind::kVerify, Lane::kUpdate, t).after = {arrived};
+    run.version[t] = version_[At(block)][t];
+  }
+  run.whole = plan_.world == 1;
+  if (plan_.device.direct) GatherOnDevice(block, slot);
+  return slot;
+}
+
+int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
+  const bool lives_there = plan_.on_device(block);
+  const int slot = AcquireDeviceRun(block, position);
+  DeviceRun& run = device_runs_[At(slot)];
+  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
   if (run.version == version_[At(block)]) return slot;
   RunSlot& host = runs_[At(run_slot)];
   const auto emit = [&](int tile, int64_t elements) -> Op& {
@@ -196,9 +248,7 @@ int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
     copy.run_slot = run_slot;
     copy.device_slot = slot;
     copy.bytes = elements * plan_.precision.weight_bytes();
-    // Every content was computed with, and the compute lane keeps its order.
-    AddIf(&copy.after, run.last_compute);
-    if (used_.size() == kUsesAhead) copy.after.push_back(used_.front());
+    AddUsers(&copy.after, run);
     return copy;
   };
   if (plan_.world > 1 && !plan_.device.direct) {

@@ -29,10 +29,10 @@ inline bool KeepsOrder(Lane lane) {
 }
 
 enum class OpKind : uint8_t {
-  kReadWeights,    // a tile's weights into its place in the block's run
+  kReadWeights,    // a tile's weights into its place in the block's run, in host memory or on a device
   kReadState,      // a tile's state (all segments but the weights) into a tile slot
   kReadGradient,   // a tile's spilled gradient into a tile slot
-  kVerify,         // checksum of weights that were read without an update
+  kVerify,         // checksum of weights that were read without an update, where they were read to
   kUpdate,         // optimizer step of one tile, in place: verify, update, checksum
   kWriteTile,      // weights and state of a tile to the slot that the last commit does not hold
   kWriteGradient,  // a block's gradient, rounded, to its scratch on the drive
@@ -90,9 +90,10 @@ struct Op {
   int run_slot = -1;       // where the block's weights are
   int tile_slot = -1;      // where the tile's state is
   int gradient_slot = -1;  // where the block's gradient is
-  // With a device apart: its slot of the run (kCopyIn, kGather there, kForward, kBackward, kUpdateOnDevice)
-  // or of the gradient (kTakeGradient, kRoundGradient, kSquareGradient, kReduce there, kCopyOut).
-  // kTakeGradient, kRoundGradient, kReduce there and kCopyOut have the device's accumulator below.
+  // With a device apart: its slot of the run (kReadWeights and kVerify past host memory, kCopyIn, kGather
+  // there, kForward, kBackward, kUpdateOnDevice) or of the gradient (kTakeGradient, kRoundGradient,
+  // kSquareGradient, kReduce there, kCopyOut). kTakeGradient, kRoundGradient, kReduce there and kCopyOut have
+  // the device's accumulator below.
   int device_slot = -1;
   int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
   // kCopyOut of several ranks that reduce in host memory: the accumulator in host memory that the device's

@@ -132,6 +132,14 @@ class ProgramBuilder {
   int EmitStateOut(int block, int tile, int run_slot, const std::vector<OpId>& former, int64_t step);
   // Copies what is not on the device; returns its run slot there. `run_slot`: -1, where nothing is missing.
   int CopyToDevice(int block, size_t position, int run_slot);
+  // The same past host memory, from the drive.
+  int ReadToDevice(int block, size_t position);
+  // Of a block that comes and goes, its former run there, an empty one, or that of the block which is needed
+  // furthest in the future; of one that lives there, its own.
+  int AcquireDeviceRun(int block, size_t position);
+  // Who still computes with the former content of a device's run, and the uses that must be over.
+  void AddUsers(std::vector<OpId>* after, const DeviceRun& run) const;
+  bool IsInHostMemory(int block) const;
   bool IsOnDevice(int block, int* device_slot) const;
   // The device's places for a block's gradient while it is summed; what waits for them goes to `wait`.
   void TakeDevicePlaces(int block, std::vector<OpId>* wait);

@@ -62,6 +62,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     if (random() % 2 != 0) options.bounds.processor_share = 0.25 * static_cast<double>(random() % 4);
     options.device.apart = true;
     options.device.direct = seed % 8 >= 4;
+    options.device.gds = seed % 3 == 0;
     if (random() % 2 != 0) options.tile_bytes = 64 << 10;
     options.clips = random() % 4 != 0;
     options.update_order = static_cast<UpdateOrder>(random() % 3);
@@ -107,12 +108,49 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     counted.redone += run.redone;
     counted.persisted += run.persisted;
     counted.there += run.there;
+    counted.past_host += run.past_host;
     if (HasFailure()) return;
   }
   EXPECT_GT(counted.early, 500);
   EXPECT_GT(counted.redone, 200);
   EXPECT_GT(counted.persisted, 50);
   EXPECT_GT(counted.there, 1'000);
+  EXPECT_GT(counted.past_host, 1'000);
+}
+
+// With updates in the next forward backward's weights are nobody's but the device's. The drive reads what it
+// read before, but what of that host memory could keep.
+TEST(Device, WeightsThatOnlyItNeedsComeFromTheDriveToIt) {
+  ModelGraph graph = Chain(32, 1 << 20);
+  for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
+  PlanOptions options;
+  options.device.apart = true;
+  options.update_order = UpdateOrder::kInNextForward;
+  options.bounds.resident_elements = 0;
+  options.bounds.state_fraction = 0;
+  options.bounds.processor_share = 1;
+  const int64_t elements = graph.elements();
+  options.host_budget_bytes = elements * 2 + 128 * kMiB;
+  options.device.budget_bytes = LeastDeviceMemory(graph, options);
+  const Plan by_way_of_host = *MakePlan(graph, options);
+  options.device.gds = true;
+  const Plan straight = *MakePlan(graph, options);
+  const int64_t block = int64_t{2} << 20;
+  const int64_t kept = static_cast<int64_t>(straight.run_slots.size() + 1) * block;
+  EXPECT_GE(straight.device.h2d_bytes, 2 * elements);
+  EXPECT_LE(straight.device.h2d_bytes, 2 * elements + kept)
+      << "forward's, and what host memory had for backward";
+  EXPECT_LT(straight.device.h2d_bytes, by_way_of_host.device.h2d_bytes - elements);
+  EXPECT_LE(straight.nvme_read_bytes, by_way_of_host.nvme_read_bytes + kept);
+  EXPECT_EQ(RunPasses(graph, straight, MachineModel(), nullptr).there, 0);
+  EXPECT_GT(RunPasses(graph, straight, MachineModel(), nullptr).past_host, 100);
+  EXPECT_EQ(RunPasses(graph, by_way_of_host, MachineModel(), nullptr).past_host, 0);
+  // A forward-only plan has no other weights.
+  options.trains = false;
+  options.device.budget_bytes = 0;
+  const Plan forward_only = *MakePlan(graph, options);
+  ProgramBuilder builder(graph, forward_only, 1);
+  for (const Op& op : builder.Append(Pass::kEvaluate, 1)) EXPECT_NE(op.lane, Lane::kCopyIn);
 }
 
 TEST(Device, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {

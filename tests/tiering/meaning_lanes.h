@@ -64,7 +64,7 @@ class MeaningLanes : public Lanes {
       last_started_[op.lane] = id;
     }
     in_flight_.emplace(id, op);
-    if (op.kind == OpKind::kReadWeights) run_[{op.run_slot, op.tile}] = {-1, 0};
+    if (op.kind == OpKind::kReadWeights) Run(op) = {-1, 0};
     if (op.kind == OpKind::kReadState) state_[op.tile_slot] = {{-1, -1}, 0};
     if (op.kind == OpKind::kCopyStateOut) {
       run_[{op.run_slot, op.tile}] = {-1, 0};
@@ -111,6 +111,7 @@ class MeaningLanes : public Lanes {
   int64_t early_updates() const { return early_updates_; }
   int64_t redone_updates() const { return redone_updates_; }
   int64_t updates_there() const { return updates_there_; }
+  int64_t reads_past_host() const { return reads_past_host_; }
   const std::map<std::pair<int, int>, int64_t>& drive() const { return drive_; }
 
  private:
@@ -118,8 +119,14 @@ class MeaningLanes : public Lanes {
   bool RanksMeetInMemory() const { return plan_.world > 1 && !plan_.device.direct; }
   // Whether its device slot is a run's (otherwise a gradient's).
   static bool OfRun(const Op& op) {
-    return op.kind == OpKind::kCopyIn || op.kind == OpKind::kGather || op.kind == OpKind::kForward ||
-           op.kind == OpKind::kBackward || op.kind == OpKind::kUpdateOnDevice;
+    return OfTile(op) || op.kind == OpKind::kCopyIn || op.kind == OpKind::kGather ||
+           op.kind == OpKind::kForward || op.kind == OpKind::kBackward || op.kind == OpKind::kUpdateOnDevice;
+  }
+  // Of one tile there.
+  static bool OfTile(const Op& op) { return op.kind == OpKind::kReadWeights || op.kind == OpKind::kVerify; }
+  // Where a tile's weights are read to and checked.
+  std::pair<int, int64_t>& Run(const Op& op) {
+    return op.device_slot >= 0 ? device_run_[{op.device_slot, op.tile}] : run_[{op.run_slot, op.tile}];
   }
   // What a copy to the device copies: one tile, or over several ranks the whole run.
   std::vector<int> TilesOf(const Op& op) const {
@@ -155,8 +162,9 @@ class MeaningLanes : public Lanes {
         EXPECT_TRUE(op.block == other.block && op.tile != other.tile && op.tile >= 0 && other.tile >= 0)
             << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on run slot " << op.run_slot;
       }
+      const bool two_tiles = OfTile(op) && OfTile(other) && op.block == other.block && op.tile != other.tile;
       if (op.device_slot >= 0 && op.device_slot == other.device_slot && OfRun(op) == OfRun(other) &&
-          op.lane != other.lane) {
+          op.lane != other.lane && !two_tiles) {
         ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on device slot "
                       << op.device_slot;
       }
@@ -199,7 +207,7 @@ class MeaningLanes : public Lanes {
           break;
         }
         EXPECT_FALSE(op.kind == OpKind::kUpdate && plan_.on_device(op.block));
-        const auto held = run_[{op.run_slot, op.tile}];
+        const auto held = Run(op);
         EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
         if (op.kind == OpKind::kVerify) {
           // Possibly ahead of the norm, after an update in backward that may have to be made again.
@@ -390,7 +398,12 @@ class MeaningLanes : public Lanes {
   void Apply(const Op& op) {
     switch (op.kind) {
       case OpKind::kReadWeights:
-        run_[{op.run_slot, op.tile}] = {op.block, OnDrive(op)};
+        Run(op) = {op.block, OnDrive(op)};
+        if (op.device_slot >= 0) {
+          EXPECT_TRUE(plan_.device.gds);
+          EXPECT_EQ(OnDrive(op) % 2, 0) << "weights that are yet to be made again went to the device";
+          ++reads_past_host_;
+        }
         break;
       case OpKind::kReadState:
         state_[op.tile_slot] = {{op.block, op.tile}, OnDrive(op)};
@@ -550,7 +563,7 @@ class MeaningLanes : public Lanes {
   std::map<int, int64_t> spilled_;
   std::map<std::pair<int, int>, int64_t> drive_, committed_;
   std::set<std::pair<int, int>> inputs_, written_inputs_;  // {position, micro-batch} in memory, on the drive
-  int64_t early_updates_ = 0, redone_updates_ = 0, updates_there_ = 0;
+  int64_t early_updates_ = 0, redone_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0;
   size_t finalized_ = 0;
   int64_t norms_ = 0;
   int64_t commits_ = 0, persisted_ = 0;
@@ -561,7 +574,8 @@ struct Counted {
   int64_t early = 0;
   int64_t redone = 0;
   int64_t persisted = 0;
-  int64_t there = 0;  // updates of tiles on a device
+  int64_t there = 0;      // updates of tiles on a device
+  int64_t past_host = 0;  // tiles' weights read to a device past host memory
 };
 
 // Some passes of every kind, in a random order unless `random` is null: training only.
@@ -611,7 +625,8 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   EXPECT_EQ(lanes.norms(), steps);
   EXPECT_EQ(lanes.commits(), steps);
   for (const auto& [tile, version] : lanes.drive()) EXPECT_EQ(version, 2 * steps);
-  return {lanes.early_updates(), lanes.redone_updates(), lanes.persisted(), lanes.updates_there()};
+  return {lanes.early_updates(), lanes.redone_updates(), lanes.persisted(), lanes.updates_there(),
+          lanes.reads_past_host()};
 }
 
 }  // namespace penstock::tiering
