@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <chrono>
 #include <climits>
+#include <filesystem>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -123,6 +124,15 @@ absl::StatusOr<FileSystemSpace> QueryFileSystem(const std::string& path) {
   struct statfs info {};
   if (statfs(path.c_str(), &info) != 0) return Failure("statfs", path, errno);
   return SpaceOf(info);
+}
+
+std::string NearestExisting(const std::string& directory) {
+  std::error_code error;
+  std::filesystem::path path = std::filesystem::absolute(directory, error);
+  while (!path.empty() && !std::filesystem::is_directory(path, error) && path != path.root_path()) {
+    path = path.parent_path();
+  }
+  return path.string();
 }
 
 absl::StatusOr<std::string> DeviceOfPath(const std::string& path) {

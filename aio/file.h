@@ -136,6 +136,9 @@ class File {
 // fsync of a directory: makes the creation, renaming or removal of its entries durable.
 absl::Status SyncDirectory(const std::string& directory);
 
+// The nearest existing directory at or above `directory`.
+std::string NearestExisting(const std::string& directory);
+
 // The block device below a path: "vda", "nvme0n1p2"; "0:45" where it has no name.
 absl::StatusOr<std::string> DeviceOfPath(const std::string& path);
 

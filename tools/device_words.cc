@@ -41,6 +41,10 @@ absl::Status ResolveDevice(const TrainWords& words, const zero::Config& config, 
       settings->notes.push_back(
           "penstock.device_memory: accepted and ignored: with device cpu host memory is all there is");
     }
+    if (config.aio.use_gds.value_or(false)) {
+      settings->notes.push_back(
+          "aio.use_gds: accepted and ignored: with device cpu weights end in host memory");
+    }
     if (config.zero.offload_optimizer.ratio.has_value()) {
       settings->notes.push_back(
           "zero_optimization.offload_optimizer.ratio: accepted and ignored: with device cpu the processor "

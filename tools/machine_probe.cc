@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cmath>
 #include <ctime>
-#include <filesystem>
 #include <fstream>
 #include <sstream>
 
@@ -95,7 +94,7 @@ void MeasureDrives(const MachineRequest& request, Machine* machine) {
   int stored = 0;
   std::string dates;
   for (const std::string& directory : request.directories) {
-    const std::string existing = NearestExisting(directory);
+    const std::string existing = aio::NearestExisting(directory);
     absl::StatusOr<aio::DeviceProfile> profile =
         request.stored_profile ? aio::LoadProfile(existing) : absl::NotFoundError("no stored profile wanted");
     if (profile.ok()) {
@@ -170,14 +169,6 @@ void MeasureDevice(const MachineRequest& request, Machine* machine) {
 }
 
 }  // namespace
-
-std::string NearestExisting(const std::string& directory) {
-  std::error_code error;
-  std::filesystem::path path = std::filesystem::absolute(directory, error);
-  while (!path.empty() && !std::filesystem::is_directory(path, error) && path != path.root_path())
-    path = path.parent_path();
-  return path.string();
-}
 
 absl::Status ApplyMachineJson(const nlohmann::json& json, tiering::MachineModel* model) {
   if (!json.is_object()) return absl::InvalidArgumentError("must be a JSON object of figures");

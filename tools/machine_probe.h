@@ -58,9 +58,6 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request);
 absl::Status ApplyMachineJson(const nlohmann::json& json, tiering::MachineModel* model);
 nlohmann::json MachineJson(const tiering::MachineModel& model);
 
-// The nearest existing directory at or above `directory`.
-std::string NearestExisting(const std::string& directory);
-
 }  // namespace penstock::tools
 
 #endif  // PENSTOCK_TOOLS_MACHINE_PROBE_H_

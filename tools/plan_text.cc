@@ -98,6 +98,7 @@ std::string DeviceText(const PlanFacts& facts) {
                                          FormatBytes(device.bytes()), FormatBytes(device.least_bytes)));
   absl::StrAppend(&text, absl::StrFormat("  %.0f%% of the state lives there and is updated there\n",
                                          100 * facts.plan.plan.on_device_share()));
+  if (device.gds) absl::StrAppend(&text, "  weights that only it needs come straight from the drive\n");
   absl::StrAppend(&text, absl::StrFormat("  %s to it and %s from it per step, at %s and %s\n",
                                          FormatBytes(device.h2d_bytes), FormatBytes(device.d2h_bytes),
                                          FormatBandwidth(facts.machine.model.h2d_bytes_per_s),
@@ -119,6 +120,7 @@ nlohmann::json DeviceJson(const PlanFacts& facts) {
                {"least_memory_bytes", device.least_bytes},
                {"memory", std::move(lines)},
                {"updated_on_device_share", facts.plan.plan.on_device_share()},
+               {"gds", device.gds},
                {"h2d_bytes_per_step", device.h2d_bytes},
                {"d2h_bytes_per_step", device.d2h_bytes}});
   return json;
@@ -170,7 +172,7 @@ std::string WearText(const PlanFacts& facts) {
 
 int64_t FreeBytes(const std::string& directory) {
   struct statvfs system {};
-  if (statvfs(NearestExisting(directory).c_str(), &system) != 0) return -1;
+  if (statvfs(aio::NearestExisting(directory).c_str(), &system) != 0) return -1;
   return static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);
 }
 

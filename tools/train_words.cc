@@ -367,6 +367,7 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
     engine.io.max_write_bytes_in_flight = std::min(engine.io.max_write_bytes_in_flight, bytes);
     engine.io_depth_is_limit = true;
   }
+  engine.gds = config.aio.use_gds.value_or(false);
   return absl::OkStatus();
 }
 

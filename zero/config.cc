@@ -181,6 +181,7 @@ Config Fill(const Filler& f) {
   f.Get("aio.block_size", c.aio.block_size_bytes);
   f.Get("aio.queue_depth", c.aio.queue_depth);
   f.Get("aio.intra_op_parallelism", c.aio.intra_op_parallelism);
+  f.Get("aio.use_gds", c.aio.use_gds);
   f.Get("activation_checkpointing.cpu_checkpointing", c.activation_checkpointing.cpu_checkpointing);
 
   f.Get("penstock.host_memory", c.penstock.host_memory_bytes);

@@ -143,7 +143,8 @@ struct AioConfig {
   std::optional<int64_t> block_size_bytes;  // bounds one request
   std::optional<int64_t> queue_depth;       // requests in flight per I/O thread
   std::optional<int64_t>
-      intra_op_parallelism;  // I/O threads, as in DeepSpeed; also thread_count, num_threads
+      intra_op_parallelism;     // I/O threads, as in DeepSpeed; also thread_count, num_threads
+  std::optional<bool> use_gds;  // weights past host memory, where device and drive can
 };
 
 struct ActivationCheckpointingConfig {

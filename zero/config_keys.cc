@@ -393,7 +393,7 @@ constexpr auto kAio = std::to_array<KeySpec>({
     AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "num_threads"),
     Ignored("single_submit", KeyType::kBool, "requests are handed over in batches as they come"),
     Ignored("overlap_events", KeyType::kBool, "the queue is always refilled as requests complete"),
-    Ignored("use_gds", KeyType::kBool, "reads go through the pinned arena, which needs no GPUDirect Storage"),
+    Bool("use_gds"),
 });
 
 constexpr auto kActivationCheckpointing = std::to_array<KeySpec>({

@@ -10,6 +10,7 @@
 #include <variant>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/checksum.h"
 #include "kernels/reduce.h"
 #include "zero/comm.h"
 
@@ -70,6 +71,14 @@ void CpuDevice::SquarePartials(DType type, const void* in, size_t n, double* par
 void CpuDevice::Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) {
   for (const kernels::UpdateArrays& each : arrays)
     std::visit([&](const auto& constants) { kernels::ApplyUpdate(constants, each); }, step);
+}
+
+absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> CpuDevice::OpenStorage() {
+  return absl::FailedPreconditionError(absl::StrCat(Describe(), " has no memory past the host's"));
+}
+
+absl::StatusOr<uint64_t> CpuDevice::Checksum(const void* data, size_t bytes, uint64_t seed) {
+  return kernels::Checksum(data, bytes, seed);
 }
 
 void CpuDevice::Zero(void* memory, size_t bytes) { std::memset(memory, 0, bytes); }

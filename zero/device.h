@@ -16,8 +16,8 @@
 // functions under "in the order of compute" enqueue, from any thread.
 //
 // Threads: copies and AfterCompute from any thread; `done` runs on a thread of the device's, or, where the
-// device is the host, at once. SumInOrder, Clear and Connect from any, beside compute. The rest as LibTorch:
-// one thread at a time. Errors of compute surface in AfterCompute.
+// device is the host, at once. SumInOrder, Clear, Connect and Checksum from any, beside compute. The rest as
+// LibTorch: one thread at a time. Errors of compute surface in AfterCompute.
 #ifndef PENSTOCK_ZERO_DEVICE_H_
 #define PENSTOCK_ZERO_DEVICE_H_
 
@@ -34,6 +34,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "aio/device_transfers.h"
 #include "kernels/float16.h"
 #include "zero/optimizer.h"
 #include "zero/tensor_memory.h"
@@ -87,6 +88,11 @@ class Device {
   // When everything enqueued so far has been computed.
   virtual void AfterCompute(Done done) = 0;
   virtual Traffic traffic() const = 0;
+  // Between files and its arena, past host memory (GPUDirect Storage); one and the same each time, and of the
+  // arena that there is. kFailedPrecondition: it has none here, and why.
+  virtual absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() = 0;
+  // kernels::Checksum of so many bytes of its arena, 8 and more, in whole words of 8; beside compute, waits.
+  virtual absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) = 0;
 
   // A tensor there, and back in host memory; waits.
   virtual torch::Tensor ToDevice(const torch::Tensor& host) = 0;
@@ -137,6 +143,8 @@ class CpuDevice : public Device {
   void CopyOut(void* to, const void* from, int64_t bytes, Done done) override;
   void AfterCompute(Done done) override { done(absl::OkStatus()); }
   Traffic traffic() const override { return {}; }
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override;
+  absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) override;
   torch::Tensor ToDevice(const torch::Tensor& host) override { return host; }
   torch::Tensor ToHost(const torch::Tensor& tensor) override { return tensor; }
   void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) override;

@@ -1,11 +1,11 @@
 // The CUDA device: compiled where LibTorch has CUDA, and only there.
 //
-// Four streams: copies in, copies out, what several ranks exchange, and compute, which is LibTorch's default
-// stream, so that every thread's tensors and kernels are in one order. The others are non-blocking: nothing
-// on them waits for the default stream unless it is told to. What is over is told by events: for each stream
-// a thread waits for the next one and calls whoever started it, so that neither the executor nor the compute
-// thread ever waits for the device. Host memory is the arena, registered as portable: NVMe to the arena to
-// the device is two transfers by DMA.
+// Five streams: copies in, copies out, what several ranks exchange, checksums of what came past host memory,
+// and compute, which is LibTorch's default stream, so that every thread's tensors and kernels are in one
+// order. The others are non-blocking: nothing on them waits for the default stream unless it is told to. What
+// is over is told by events: for each stream a thread waits for the next one and calls whoever started it, so
+// that neither the executor nor the compute thread ever waits for the device. Host memory is the arena,
+// registered as portable: NVMe to the arena to the device is two transfers by DMA.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -26,6 +26,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "aio/cufile.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "zero/block.h"
 #include "zero/comm.h"
@@ -133,17 +134,20 @@ class CudaDevice : public Device {
     if (devices < 1) return absl::FailedPreconditionError("no CUDA device");
     auto device = std::make_shared<CudaDevice>(static_cast<c10::DeviceIndex>(local_rank % devices));
     status = Check(cudaSetDevice(device->index_), "cudaSetDevice");
-    for (cudaStream_t* stream : {&device->in_, &device->out_, &device->exchange_}) {
+    for (cudaStream_t* stream : {&device->in_, &device->out_, &device->exchange_, &device->check_}) {
       if (status.ok())
         status = Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
     }
     if (status.ok()) {
       status = Check(cudaEventCreateWithFlags(&device->computed_, cudaEventDisableTiming), "cudaEventCreate");
     }
+    for (cudaEvent_t* event : {&device->exchanged_, &device->checked_}) {
+      if (!status.ok()) break;
+      status = Check(cudaEventCreateWithFlags(event, cudaEventBlockingSync | cudaEventDisableTiming),
+                     "cudaEventCreate");
+    }
     if (status.ok()) {
-      status =
-          Check(cudaEventCreateWithFlags(&device->exchanged_, cudaEventBlockingSync | cudaEventDisableTiming),
-                "cudaEventCreate");
+      status = Check(cudaMallocHost(&device->checksum_, sizeof(uint64_t)), "cudaMallocHost");
     }
     size_t free = 0, total = 0;
     if (status.ok()) status = Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
@@ -167,14 +171,16 @@ class CudaDevice : public Device {
       : index_(index), copied_in_(index), copied_out_(index), computed_all_(index) {}
   ~CudaDevice() override {
     Use();
-    for (cudaStream_t stream : {in_, out_, exchange_}) {
+    for (cudaStream_t stream : {in_, out_, exchange_, check_}) {
       if (stream == nullptr) continue;
       (void)cudaStreamSynchronize(stream);
       (void)cudaStreamDestroy(stream);
     }
-    for (cudaEvent_t event : {computed_, exchanged_}) {
+    for (cudaEvent_t event : {computed_, exchanged_, checked_}) {
       if (event != nullptr) (void)cudaEventDestroy(event);
     }
+    if (cufile_ != nullptr) cufile_->Cover(nullptr, 0);  // who else has it may keep it longer
+    (void)cudaFreeHost(checksum_);
     (void)cudaFree(arena_);
   }
 
@@ -188,6 +194,7 @@ class CudaDevice : public Device {
 
   absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override {
     Use();
+    if (cufile_ != nullptr) cufile_->Cover(nullptr, 0);
     if (absl::Status status = Check(cudaFree(std::exchange(arena_, nullptr)), "cudaFree"); !status.ok()) {
       return status;
     }
@@ -198,6 +205,8 @@ class CudaDevice : public Device {
     // Copies do not wait for it.
     if (status.ok()) status = Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     if (!status.ok()) return status;
+    if (cufile_ != nullptr) cufile_->Cover(arena_, static_cast<uint64_t>(bytes));
+    arena_bytes_ = static_cast<uint64_t>(bytes);
     return static_cast<std::byte*>(arena_);
   }
 
@@ -256,6 +265,27 @@ class CudaDevice : public Device {
     computed_all_.Add(ComputeStream(), std::move(done));
   }
   Traffic traffic() const override { return {bytes_in_.load(), bytes_out_.load()}; }
+
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override {
+    if (cufile_ == nullptr) {
+      absl::StatusOr<std::shared_ptr<aio::CuFile>> loaded =
+          aio::CuFile::Load([index = index_] { return Check(cudaSetDevice(index), "cudaSetDevice"); });
+      if (!loaded.ok()) return loaded.status();
+      cufile_ = *std::move(loaded);
+      if (arena_ != nullptr) cufile_->Cover(arena_, arena_bytes_);
+    }
+    return cufile_;
+  }
+  absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) override {
+    Use();
+    std::lock_guard lock(check_mutex_);
+    const int error = kernels::cuda::Checksum(data, bytes, seed, checksum_, check_);
+    if (error != 0) return absl::InternalError(absl::StrCat("checksum: ", kernels::cuda::ErrorText(error)));
+    absl::Status status = Check(cudaEventRecord(checked_, check_), "cudaEventRecord");
+    if (status.ok()) status = Check(cudaEventSynchronize(checked_), "checksum");
+    if (!status.ok()) return status;
+    return *checksum_;
+  }
 
   torch::Tensor ToDevice(const torch::Tensor& host) override {
     if (!host.defined()) return host;
@@ -355,6 +385,12 @@ class CudaDevice : public Device {
   std::string description_, identity_;
   int64_t total_ = 0, capacity_ = 0;
   void* arena_ = nullptr;
+  uint64_t arena_bytes_ = 0;
+  std::shared_ptr<aio::CuFile> cufile_;  // null: not asked for
+  std::mutex check_mutex_;               // of all of this:
+  cudaStream_t check_ = nullptr;
+  cudaEvent_t checked_ = nullptr;
+  uint64_t* checksum_ = nullptr;  // in pinned host memory
   cudaStream_t in_ = nullptr, out_ = nullptr, exchange_ = nullptr;
   std::mutex mutex_;  // of computed_
   cudaEvent_t computed_ = nullptr, exchanged_ = nullptr;

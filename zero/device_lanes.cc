@@ -18,6 +18,12 @@ absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::
   return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, residency, device, *arena, staging));
 }
 
+std::byte* DeviceLanes::weights(const Op& op) const {
+  const tiering::Tile& cut = plan_.blocks[static_cast<size_t>(op.block)].tiles[static_cast<size_t>(op.tile)];
+  return static_cast<std::byte*>(run(op.device_slot)) +
+         residency_.InRun(op.block, cut).offset * plan_.precision.weight_bytes();
+}
+
 std::byte* DeviceLanes::gradients(const Op& op) const {
   return op.accumulator_slot >= 0 ? Place(plan_.device.accumulator_slots, op.accumulator_slot)
                                   : Place(plan_.device.gradient_slots, op.device_slot);
@@ -46,11 +52,7 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
                               /*after_compute=*/false, std::move(done));
       }
       const TileMemory tile = residency_.tile(op.block, op.tile, op.run_slot, -1);
-      const tiering::Tile& cut =
-          plan_.blocks[static_cast<size_t>(op.block)].tiles[static_cast<size_t>(op.tile)];
-      auto* to = static_cast<std::byte*>(run(op.device_slot)) +
-                 residency_.InRun(op.block, cut).offset * plan_.precision.weight_bytes();
-      return device_.CopyIn(to, tile.weights, op.bytes, /*after_compute=*/false, std::move(done));
+      return device_.CopyIn(weights(op), tile.weights, op.bytes, /*after_compute=*/false, std::move(done));
     }
     case OpKind::kCopyOut: {
       void* const to = op.host_accumulator_slot >= 0 ? residency_.accumulator(op.host_accumulator_slot)

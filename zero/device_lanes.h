@@ -32,6 +32,8 @@ class DeviceLanes {
 
   Device& device() const { return device_; }
   void* run(int slot) const { return Place(plan_.device.run_slots, slot); }
+  // Of the operation's tile, in its device slot.
+  std::byte* weights(const tiering::Op& op) const;
   // Where kTakeGradient leaves what backward made, and kRoundGradient puts and finds it.
   GradientPlace place(const tiering::Op& op) const;
   void* gradient(int slot) const { return Place(plan_.device.gradient_slots, slot); }

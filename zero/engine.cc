@@ -58,6 +58,8 @@ class Engine::Impl {
     identity_ = std::move(prepared->identity);
     devices_ = std::move(prepared->devices);
     if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
+    if (!prepared->storage.how.empty()) Log(prepared->storage.how);
+    options_.io.device_transfers = std::move(prepared->storage.transfers);
     for (const auto& module : modules_) module_pointers_.push_back(module.get());
     if (options_.planned) {
       if (absl::Status status = options_.planned(plan_); !status.ok()) return status;
@@ -289,6 +291,7 @@ class Engine::Impl {
   std::unique_ptr<tiering::Executor> executor_;
   std::unique_ptr<Resources> resources_;
   DeviceExchange devices_;
+  int64_t gds_read_bytes() const { return lanes_->past_host_bytes(); }
 
  private:
   Residency& residency() const { return resources_->residency(); }
@@ -599,6 +602,8 @@ Device::Traffic Engine::copied() const {
   const Device::Traffic now = impl_->device().traffic(), before = impl_->resources_->traffic_before();
   return {now.h2d_bytes - before.h2d_bytes, now.d2h_bytes - before.d2h_bytes};
 }
+bool Engine::gds() const { return impl_->plan_.plan.device.gds; }
+int64_t Engine::gds_read_bytes() const { return impl_->gds_read_bytes(); }
 int64_t Engine::peak_device_bytes() const {
   if (!impl_->device().apart()) return 0;
   return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;

@@ -131,6 +131,8 @@ struct EngineOptions {
   int64_t host_memory_bytes = 0;                  // 0: no bound
   std::shared_ptr<Device> device = HostDevice();  // what computes
   int64_t device_memory_bytes = 0;                // of a device apart; 0: all that it has
+  // Weights may come from the drive to the device past host memory, where both can (GPUDirect Storage).
+  bool gds = false;
   std::vector<std::string> state_dirs;
   swap::Sync sync = swap::Sync::kProcess;
   // kCheckpoint: a restart finds the last step that was kept as a checkpoint, or with which the run was
@@ -143,7 +145,7 @@ struct EngineOptions {
   int64_t tile_bytes = 0;  // 0: the planner's choice
   tiering::UpdateOrder update_order = tiering::UpdateOrder::kAuto;
   tiering::PlanBounds bounds;
-  aio::EngineOptions io;           // arenas, knee and log are set here
+  aio::EngineOptions io;           // arenas, device_transfers, knee and log are set here
   bool io_depth_is_limit = false;  // its bytes in flight: set_knee_bytes does not raise them
   int intra_op_threads = 1;
   int update_workers = 1;
@@ -241,6 +243,8 @@ class Engine {
   int64_t peak_pinned_bytes() const;
   const Device& device() const;
   Device::Traffic copied() const;     // to and from the device since the engine was made
+  bool gds() const;                   // weights that only the device needs go past host memory
+  int64_t gds_read_bytes() const;     // did, since the engine was made; part of what was read
   int64_t peak_device_bytes() const;  // slots and tensors; 0 where the host computes
   // The fewest bytes in flight that saturate a drive. Twice as much in each direction may then be in flight,
   // up to 64 MiB, so that handing over in batches never drains it.

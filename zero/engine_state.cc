@@ -328,6 +328,10 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
       plan_options.device.budget_bytes = prepared.devices.budget_bytes = *budget;
     }
   }
+  absl::StatusOr<DirectStorage> storage = OpenDirectStorage(options, plan_options.device.direct);
+  if (!storage.ok()) return storage.status();
+  prepared.storage = *std::move(storage);
+  plan_options.device.gds = prepared.storage.transfers != nullptr;
   plan.parameters = measured->parameters;
   prepared.modules = measured->modules;
   prepared.identity = IdentityOf(model, options, *format, plan.graph);

@@ -13,6 +13,7 @@
 #include "swap/store.h"
 #include "zero/block.h"
 #include "zero/device_state.h"
+#include "zero/direct_storage.h"
 #include "zero/engine.h"
 #include "zero/rank_setup.h"
 #include "zero/residency.h"
@@ -24,6 +25,7 @@ struct PreparedModel {
   std::vector<std::shared_ptr<BlockModule>> modules;
   nlohmann::json identity;  // what a store is made with, and what it must have to be resumed
   DeviceExchange devices;   // of several ranks
+  DirectStorage storage;    // of a device apart, with a drive
 };
 
 // Measures the model and plans it under the options. With options.resume (or without options.trains) the

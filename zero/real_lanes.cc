@@ -46,8 +46,8 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
     for (size_t t = 0; t < block.tiles.size(); ++t) {
       auto& transfers = of_block.emplace_back(std::make_unique<TileTransfers>());
       transfers->checksums.resize(plan_.precision.segment_bytes.size());
-      for (Transfer* transfer :
-           {&transfers->weights, &transfers->state, &transfers->gradient, &transfers->write}) {
+      for (Transfer* transfer : {&transfers->weights, &transfers->there, &transfers->state,
+                                 &transfers->gradient, &transfers->write}) {
         transfer->lanes = this;
         transfer->io.set_on_complete(&RealLanes::OnTransferDone, transfer);
       }
@@ -221,9 +221,9 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
   const swap::Which which = op.redo ? swap::Which::kCommitted : swap::Which::kNewest;
   switch (op.kind) {
     case OpKind::kReadWeights: {
-      void* const destination[] = {memory.weights};
-      return store_->ReadSegments(begin(&transfers.weights), tile, 0, 1, destination, aio::Priority::kDemand,
-                                  which);
+      void* const destination[] = {op.device_slot >= 0 ? device_->weights(op) : memory.weights};
+      return store_->ReadSegments(begin(&WeightsTransfer(op)), tile, 0, 1, destination,
+                                  aio::Priority::kDemand, which);
     }
     case OpKind::kReadState:
       return store_->ReadSegments(begin(&transfers.state), tile, 1, segments - 1, memory.state,
@@ -317,7 +317,8 @@ absl::Status RealLanes::Settle(const Done& done) {
   if (!status.ok()) return status;
   switch (op.kind) {
     case OpKind::kReadWeights:
-      return transfers(op).weights.io.status();
+      if (op.device_slot >= 0) past_host_bytes_ += op.bytes;
+      return WeightsTransfer(op).io.status();
     case OpKind::kReadState:
       return transfers(op).state.io.status();
     case OpKind::kReadGradient:
@@ -440,6 +441,12 @@ absl::Status RealLanes::Run(const Op& op) {
 }
 
 absl::Status RealLanes::RunVerify(const Op& op) {
+  if (op.device_slot >= 0) {
+    const swap::TileIo& io = transfers(op).there.io;
+    const swap::Store::ChecksumOf of = store_->ChecksumFor(io, 0);
+    absl::StatusOr<uint64_t> checksum = device_->device().Checksum(device_->weights(op), of.bytes, of.seed);
+    return checksum.ok() ? store_->VerifyChecksum(io, 0, *checksum) : checksum.status();
+  }
   return store_->VerifyRead(op.checks_state ? transfers(op).state.io : transfers(op).weights.io);
 }
 

@@ -88,6 +88,8 @@ class RealLanes : public tiering::Lanes {
   uint64_t gradient_checksum(int block, int tile) const {
     return tiles_[static_cast<size_t>(block)][static_cast<size_t>(tile)]->gradient_checksum;
   }
+  // Of weights that were read to a device past host memory.
+  int64_t past_host_bytes() const { return past_host_bytes_; }
   // What all ranks' gradients, losses and wishes come to, once they are final.
   StepTotals totals() const { return ranks_ != nullptr ? ranks_->totals() : OwnTotals(); }
 
@@ -110,7 +112,8 @@ class RealLanes : public tiering::Lanes {
     double end = 0;
   };
   struct TileTransfers {
-    Transfer weights, state, gradient, write, spill;
+    // `there`: weights past host memory to the device, maybe while they come to host memory for an update.
+    Transfer weights, there, state, gradient, write, spill;
     std::vector<uint64_t> checksums;  // of the new version, by segment
     uint64_t gradient_checksum = 0;   // of the tile's part of a spilled gradient
   };
@@ -129,6 +132,10 @@ class RealLanes : public tiering::Lanes {
 
   TileTransfers& transfers(const tiering::Op& op) const {
     return *tiles_[static_cast<size_t>(op.block)][static_cast<size_t>(op.tile)];
+  }
+  // Of weights that kReadWeights reads and kVerify checks.
+  Transfer& WeightsTransfer(const tiering::Op& op) const {
+    return op.device_slot >= 0 ? transfers(op).there : transfers(op).weights;
   }
   uint32_t StoreTile(int block, int tile) const {
     return first_tile_[static_cast<size_t>(block)] + static_cast<uint32_t>(tile);
@@ -188,6 +195,7 @@ class RealLanes : public tiering::Lanes {
   Task commit_task_;
   double commit_start_ = 0;
   int computes_ = 0;  // started and not completed, executor's thread
+  int64_t past_host_bytes_ = 0;
 
   std::mutex mutex_;
   std::condition_variable work_there_;

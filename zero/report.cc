@@ -104,6 +104,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["order_of_update"] = std::string(plan.plan.order_of_update());
   report_["in_backward_share"] = plan.plan.in_backward_share();
   report_["updated_on_device_share"] = plan.plan.on_device_share();
+  report_["gds"] = plan.plan.device.gds;
   prediction_ = prediction;
   report_["predicted_at_start_step_seconds"] = prediction.step_seconds;
   report_["predicted_at_start_clipped_step_seconds"] = prediction.clipped_step_seconds;
@@ -188,6 +189,7 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
                        {"nvme_write_bytes", static_cast<int64_t>(io.DeviceWriteBytes()) + probe_write_bytes_},
                        {"h2d_bytes", engine != nullptr ? engine->copied().h2d_bytes : 0},
                        {"d2h_bytes", engine != nullptr ? engine->copied().d2h_bytes : 0},
+                       {"gds_read_bytes", engine != nullptr ? engine->gds_read_bytes() : 0},
                        {"seconds", seconds_},
                        {"tokens", tokens_},
                        {"io_errors_retried", io.IoErrorsRetried()},

@@ -1,5 +1,8 @@
 #include "zero/test_device.h"
 
+#include <unistd.h>
+
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -7,6 +10,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "aio/bytes.h"
 #include "tiering/byte_size.h"
 #include "zero/comm.h"
 
@@ -37,7 +41,37 @@ int64_t BytesOf(const torch::Tensor& tensor) {
 
 }  // namespace
 
+// Knows the arena, not the device, which it may outlive.
+class TestDevice::Storage final : public aio::DeviceTransfers {
+ public:
+  explicit Storage(const TestDeviceOptions& options) : options_(options) {}
+  void Cover(std::span<std::byte> arena) { arena_ = arena; }
+  std::string_view name() const override { return "test"; }
+  bool Has(const void* data, uint64_t bytes) const override {
+    const auto at = reinterpret_cast<uintptr_t>(data), base = reinterpret_cast<uintptr_t>(arena_.data());
+    return at >= base && at + bytes <= base + arena_.size();
+  }
+  int64_t Transfer(aio::Op op, const aio::File& file, uint64_t offset, void* data, uint64_t bytes,
+                   std::string* why) override {
+    if (op != aio::Op::kRead) return -EOPNOTSUPP;
+    const int64_t number = ++reads_;
+    if (options_.fail_read > 0 && number >= options_.fail_read) {
+      *why = absl::StrCat("test device: read ", number, " of ", bytes, " bytes was made to fail");
+      return -EIO;
+    }
+    const ssize_t moved = pread(file.fd(), data, bytes, static_cast<off_t>(offset));
+    if (number == options_.damage_read) *static_cast<std::byte*>(data) ^= std::byte{1};
+    return moved < 0 ? -errno : moved;
+  }
+
+ private:
+  const TestDeviceOptions options_;
+  std::span<std::byte> arena_;
+  std::atomic<int64_t> reads_{0};
+};
+
 TestDevice::TestDevice(const TestDeviceOptions& options) : options_(options) {
+  if (options_.gds) storage_ = std::make_shared<Storage>(options_);
   for (const int direction : {kIn, kOut}) {
     engines_[static_cast<size_t>(direction)].thread = std::thread([this, direction] { Work(direction); });
   }
@@ -68,6 +102,12 @@ absl::StatusOr<std::shared_ptr<Device>> TestDevice::FromWords(const std::string&
       options.bytes_per_s = number;
     } else if (pair.first == "latency") {
       options.latency_seconds = number;
+    } else if (pair.first == "gds") {
+      options.gds = number != 0;
+    } else if (pair.first == "fail_read") {
+      options.fail_read = static_cast<int64_t>(number);
+    } else if (pair.first == "damage_read") {
+      options.damage_read = static_cast<int64_t>(number);
     } else if (pair.first == "linked") {
       options.linked = number != 0;
     } else {
@@ -88,8 +128,16 @@ absl::StatusOr<std::byte*> TestDevice::AllocateArena(int64_t bytes) {
                                                      options_.capacity_bytes, " there"));
   }
   // Every 16-bit and 32-bit float in it is a NaN.
-  arena_.assign(static_cast<size_t>(bytes), std::byte{0xff});
+  memory_.assign(static_cast<size_t>(bytes) + aio::kSectorBytes, std::byte{0xff});
+  const auto at = reinterpret_cast<uintptr_t>(memory_.data());
+  arena_ = std::span(memory_).subspan(aio::AlignUp(at, aio::kSectorBytes) - at, static_cast<size_t>(bytes));
+  if (storage_ != nullptr) storage_->Cover(arena_);
   return arena_.data();
+}
+
+absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> TestDevice::OpenStorage() {
+  if (storage_ != nullptr) return storage_;
+  return absl::FailedPreconditionError("the test device has none");
 }
 
 absl::Status TestDevice::LimitTensors(int64_t bytes) {

@@ -5,7 +5,8 @@
 //              counting allocator's (Device::tensors_are_host).
 //   copies     one thread for each direction, in order, each copy no faster than bandwidth and latency allow
 //   compute    the processor's own: the same bits as `cpu`
-//   faults     copies may be made to fail, to see what becomes of the run
+//   storage    reads of files straight into the arena, where it is told to have them
+//   faults     copies and such reads may be made to fail, or to bring damage, to see what becomes of the run
 #ifndef PENSTOCK_ZERO_TEST_DEVICE_H_
 #define PENSTOCK_ZERO_TEST_DEVICE_H_
 
@@ -16,6 +17,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,6 +32,9 @@ struct TestDeviceOptions {
   double latency_seconds = 0;  // between a copy's end and its being known
   int64_t fail_copy = 0;       // the number of the copy that fails, from 1; 0: none
   std::string identity = {};   // Device::identity
+  bool gds = false;            // Device::OpenStorage
+  int64_t fail_read = 0;       // by its number, from 1: the read of a file that fails, and goes on failing,
+  int64_t damage_read = 0;     // and the one that brings other bytes than the file has; 0: none
   bool linked = false;         // to those of other ranks: exchanges are of its memory, over the host's comm
 };
 
@@ -52,12 +57,14 @@ class TestDevice : public CpuDevice {
   void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) override;
   void CopyOut(void* to, const void* from, int64_t bytes, Done done) override;
   Traffic traffic() const override { return {bytes_[0].load(), bytes_[1].load()}; }
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override;
   torch::Tensor ToDevice(const torch::Tensor& host) override;
   torch::Tensor ToHost(const torch::Tensor& tensor) override;
   std::string link() const override { return options_.linked ? "test" : ""; }
   absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host) override;
 
  private:
+  class Storage;
   struct Copy {
     void* to = nullptr;
     const void* from = nullptr;
@@ -76,10 +83,12 @@ class TestDevice : public CpuDevice {
   void Work(int direction);
 
   const TestDeviceOptions options_;
-  std::vector<std::byte> arena_;
+  std::vector<std::byte> memory_;
+  std::span<std::byte> arena_;                   // in memory_, from a page's beginning on
   std::array<std::atomic<int64_t>, 2> bytes_{};  // in, out
   std::atomic<int64_t> copies_{0};
   std::array<Engine, 2> engines_;
+  std::shared_ptr<Storage> storage_;
 };
 
 }  // namespace penstock::zero

@@ -137,6 +137,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
     const absl::Status flushed = (*engine)->Flush();
     trained.peak_managed_bytes = (*engine)->peak_managed_bytes();
     trained.peak_device_bytes = (*engine)->peak_device_bytes();
+    trained.gds_read_bytes = (*engine)->gds_read_bytes();
     trained.read_bytes = (*engine)->usage().bytes[static_cast<size_t>(tiering::Lane::kRead)];
     trained.write_bytes = (*engine)->usage().bytes[static_cast<size_t>(tiering::Lane::kWrite)];
     return flushed;

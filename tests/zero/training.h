@@ -66,6 +66,7 @@ struct TrainedLosses {
   std::vector<Kept> kept;
   int64_t least_host_memory_bytes = 0;  // of a refusal; of one for the device's sake, that one's least
   int64_t peak_device_bytes = 0;
+  int64_t gds_read_bytes = 0;
   tiering::Plan plan;
   int64_t peak_managed_bytes = 0;
   int64_t input_scratch_bytes = 0;

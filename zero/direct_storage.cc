@@ -1,0 +1,103 @@
+#include "zero/direct_storage.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "aio/file.h"
+#include "aio/io_error.h"
+#include "kernels/checksum.h"
+#include "swap/aligned_buffer.h"
+#include "zero/rank_setup.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr int64_t kProbeBytes = 64 << 10;
+constexpr uint64_t kSeed = 1;
+
+// A file that never has a name, on the file system of `directory`, to `there` and checked.
+absl::Status Try(const std::string& directory, Device& device, aio::DeviceTransfers& transfers,
+                 std::byte* there) {
+  aio::FileOptions file_options;
+  file_options.path = aio::NearestExisting(directory) + "/gds-probe";
+  file_options.nameless = true;
+  file_options.size = static_cast<uint64_t>(kProbeBytes);
+  absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(file_options);
+  if (!file.ok()) return file.status();
+  const swap::AlignedBuffer here(static_cast<uint64_t>(kProbeBytes));
+  for (size_t i = 0; i < here.bytes(); ++i) here.data()[i] = static_cast<std::byte>(i * 31 + i / 256);
+  const auto fails = [&](const char* op, int64_t result) {
+    return aio::MakeIoError({.op = op,
+                             .path = (*file)->path(),
+                             .bytes = static_cast<uint64_t>(kProbeBytes),
+                             .error = result < 0 ? static_cast<int>(-result) : EIO});
+  };
+  if (const ssize_t written = pwrite((*file)->fd(), here.data(), here.bytes(), 0); written != kProbeBytes) {
+    return fails("write", written < 0 ? -errno : written);
+  }
+  if (absl::Status status = (*file)->SyncData(); !status.ok()) return status;
+  std::string why;
+  const int64_t moved = transfers.Transfer(aio::Op::kRead, **file, 0, there, here.bytes(), &why);
+  transfers.Forget((*file)->fd());
+  if (!why.empty()) return absl::FailedPreconditionError(why);
+  if (moved != kProbeBytes) return fails("read to the device", moved);
+  const absl::StatusOr<uint64_t> checksum = device.Checksum(there, here.bytes(), kSeed);
+  if (!checksum.ok()) return checksum.status();
+  if (*checksum == kernels::Checksum(here.data(), here.bytes(), kSeed)) return absl::OkStatus();
+  return absl::DataLossError(
+      absl::StrCat("what was written beside ", directory, " is not what came to the device"));
+}
+
+absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> Open(const EngineOptions& options) {
+  Device& device = *options.device;
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> transfers = device.OpenStorage();
+  if (!transfers.ok()) return transfers.status();
+  absl::StatusOr<std::byte*> there = device.AllocateArena(kProbeBytes);
+  if (!there.ok()) return there.status();
+  for (const std::string& directory : options.state_dirs) {
+    if (absl::Status status = Try(directory, device, **transfers, *there); !status.ok()) return status;
+  }
+  return transfers;
+}
+
+}  // namespace
+
+absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options, bool linked) {
+  DirectStorage storage;
+  if (!options.device->apart() || options.offload != OffloadDevice::kNvme) return storage;
+  const std::string by_host = "weights go from the drive to the device by way of pinned host memory";
+  storage.how = by_host;
+  if (!options.gds) return storage;
+  if (options.comm != nullptr && !linked) {
+    storage.how = absl::StrCat(by_host, ", where ranks gather them");
+    return storage;
+  }
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> opened = Open(options);
+  std::string why = std::string(opened.status().message());
+  if (options.comm != nullptr) {
+    const absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*options.comm, opened.ok() ? 1 : 0);
+    if (!all.ok()) return all.status();
+    const auto without = std::find(all->begin(), all->end(), 0);
+    if (opened.ok() && without != all->end()) {
+      why = absl::StrCat("rank ", without - all->begin(), " has none");
+      opened = absl::FailedPreconditionError(why);
+    }
+  }
+  if (!opened.ok()) {
+    storage.how = absl::StrCat(by_host, "; no GPUDirect Storage: ", why);
+    return storage;
+  }
+  storage.transfers = *std::move(opened);
+  storage.how = absl::StrCat(
+      "weights that only the device needs go straight to it from the drive "
+      "(GPUDirect Storage, ",
+      std::string(storage.transfers->name()), ")");
+  return storage;
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,28 @@
+// GPUDirect Storage for a run: whether weights may come from the drive to the device past host memory.
+#ifndef PENSTOCK_ZERO_DIRECT_STORAGE_H_
+#define PENSTOCK_ZERO_DIRECT_STORAGE_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "aio/device_transfers.h"
+#include "zero/comm.h"
+#include "zero/engine.h"
+
+namespace penstock::zero {
+
+struct DirectStorage {
+  std::shared_ptr<aio::DeviceTransfers> transfers;  // null: by way of host memory
+  std::string how;                                  // a line about it; empty where no device is apart
+};
+
+// Where options.gds asks for it and the device has it, a block is written beside each state directory, read
+// to the device and checked there: what fails is no error but the reason for the other way, which is always
+// there. Before the device's arena is made. Over several ranks all go the same way; `linked`: their devices
+// exchange with each other (otherwise weights are gathered in host memory). Errors: another rank was lost.
+absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options, bool linked);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_DIRECT_STORAGE_H_
