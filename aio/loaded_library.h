@@ -19,10 +19,15 @@ class LoadedLibrary {
     }
   }
   bool loaded() const { return handle_ != nullptr; }
+  // Null: no such function, or no library.
+  template <typename F>
+  F* Get(const char* name) const {
+    return handle_ == nullptr ? nullptr : reinterpret_cast<F*>(dlsym(handle_, name));
+  }
   // False if there is no such function; `missing` then has the first such name.
   template <typename F>
-  bool Find(const char* name, F*& function, std::string& missing) {
-    function = reinterpret_cast<F*>(dlsym(handle_, name));
+  bool Find(const char* name, F*& function, std::string& missing) const {
+    function = Get<F>(name);
     if (function == nullptr && missing.empty()) missing = name;
     return function != nullptr;
   }

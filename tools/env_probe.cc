@@ -1,6 +1,5 @@
 #include "tools/env_probe.h"
 
-#include <dlfcn.h>
 #include <sched.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -26,6 +25,7 @@
 #include "aio/arena.h"
 #include "aio/engine.h"
 #include "aio/file.h"
+#include "aio/loaded_library.h"
 #include "aio/probe.h"
 #include "kernels/cpu_features.h"
 #include "tools/size.h"
@@ -345,24 +345,6 @@ void Torch(Report& r) {
 }
 
 // A library opened by name, closed again.
-class Library {
- public:
-  explicit Library(const char* name) : handle_(::dlopen(name, RTLD_LAZY | RTLD_LOCAL)) {}
-  ~Library() {
-    if (handle_ != nullptr) ::dlclose(handle_);
-  }
-  Library(const Library&) = delete;
-  Library& operator=(const Library&) = delete;
-  explicit operator bool() const { return handle_ != nullptr; }
-  template <typename Function>
-  Function* Get(const char* name) const {
-    return reinterpret_cast<Function*>(::dlsym(handle_, name));
-  }
-
- private:
-  void* handle_;
-};
-
 // "MAJOR.MINOR" of the numbers that CUDA gives: 12040.
 std::string CudaVersion(int number) { return absl::StrCat(number / 1000, ".", number % 1000 / 10); }
 
@@ -373,14 +355,14 @@ void Gpus(Report& r) {
 #else
   r.Missing("kernels", "not built in", "--device cuda is not there; build where nvcc is");
 #endif
-  const Library driver("libcuda.so.1");
-  const auto init = driver ? driver.Get<int(unsigned)>("cuInit") : nullptr;
-  const auto version = driver ? driver.Get<int(int*)>("cuDriverGetVersion") : nullptr;
-  const auto count = driver ? driver.Get<int(int*)>("cuDeviceGetCount") : nullptr;
-  const auto get = driver ? driver.Get<int(int*, int)>("cuDeviceGet") : nullptr;
-  const auto name = driver ? driver.Get<int(char*, int, int)>("cuDeviceGetName") : nullptr;
-  const auto memory = driver ? driver.Get<int(size_t*, int)>("cuDeviceTotalMem_v2") : nullptr;
-  const auto attribute = driver ? driver.Get<int(int*, int, int)>("cuDeviceGetAttribute") : nullptr;
+  const aio::LoadedLibrary driver({"libcuda.so.1"});
+  const auto init = driver.Get<int(unsigned)>("cuInit");
+  const auto version = driver.Get<int(int*)>("cuDriverGetVersion");
+  const auto count = driver.Get<int(int*)>("cuDeviceGetCount");
+  const auto get = driver.Get<int(int*, int)>("cuDeviceGet");
+  const auto name = driver.Get<int(char*, int, int)>("cuDeviceGetName");
+  const auto memory = driver.Get<int(size_t*, int)>("cuDeviceTotalMem_v2");
+  const auto attribute = driver.Get<int(int*, int, int)>("cuDeviceGetAttribute");
   if (!init || !version || !count || !get || !name || !memory || !attribute) {
     r.Missing("driver", "no libcuda.so.1", "compute stays on the processor");
   } else if (const int error = init(0); error != 0) {
@@ -410,8 +392,8 @@ void Gpus(Report& r) {
                         minor_version));
     }
   }
-  const Library nccl("libnccl.so.2");
-  const auto nccl_version = nccl ? nccl.Get<int(int*)>("ncclGetVersion") : nullptr;
+  const aio::LoadedLibrary nccl({"libnccl.so.2"});
+  const auto nccl_version = nccl.Get<int(int*)>("ncclGetVersion");
   int number = 0;
   if (nccl_version != nullptr && nccl_version(&number) == 0) {
     // From 2.9 on: major * 10000 + minor * 100 + patch.
@@ -419,6 +401,13 @@ void Gpus(Report& r) {
   } else {
     r.Missing("nccl", "no libnccl.so.2",
               "ranks with a CUDA device each: without it they exchange through host memory, over Gloo");
+  }
+  if (aio::LoadedLibrary({"libcufile.so", "libcufile.so.0"}).loaded()) {
+    r.Ok("gds", "libcufile");
+  } else {
+    r.Missing(
+        "gds", "no libcufile.so",
+        "GPUDirect Storage: without it weights go from the drive to a device by way of pinned host memory");
   }
 }
 

@@ -68,6 +68,44 @@ TEST_F(DeviceWords, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied
   EXPECT_EQ(Run({"verify", dir_ + "/there", "--quiet"}).code, 0);
 }
 
+// aio.use_gds: the device's own reads of the drive, where it has them.
+TEST_F(DeviceWords, WeightsPastHostMemoryWhereTheConfigurationAsks) {
+  testing_support::WriteFile(dir_ + "/gds.json", R"({"aio": {"use_gds": true}, "zero_optimization":
+      {"offload_optimizer": {"device": "nvme", "nvme_path": "/unused", "ratio": 1}}})");
+  const auto train = [&](const std::string& name, const Words& more) {
+    Words words = Train(dir_ + "/" + name) + Words{"--steps",       "3",
+                                                   "--host-memory", "32M",
+                                                   "--eval-data",   text_,
+                                                   "--eval-every",  "2",
+                                                   "--config",      dir_ + "/gds.json",
+                                                   "--report",      dir_ + "/" + name + ".json"};
+    std::erase(words, "--quiet");
+    const Ran ran = Run(words + more);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    json report = json::parse(ReadFile(dir_ + "/" + name + ".json"));
+    report["text"] = ran.out + ran.err;
+    return report;
+  };
+  const json cpu = train("cpu", {});
+  EXPECT_THAT(cpu["text"].get<std::string>(), HasSubstr("aio.use_gds: accepted and ignored"));
+  EXPECT_EQ(cpu["gds"], false);
+  for (const bool has : {false, true}) {
+    setenv("PENSTOCK_TEST_DEVICE", has ? "capacity=256M,gds=1" : "capacity=256M", 1);
+    const std::string name = has ? "straight" : "around";
+    const json report = train(name, {"--device", "cuda", "--device-memory", "24M"});
+    EXPECT_EQ(report["gds"], has);
+    EXPECT_EQ(report["totals"]["gds_read_bytes"].get<int64_t>() > 0, has);
+    EXPECT_LE(report["totals"]["gds_read_bytes"], report["totals"]["nvme_read_bytes"]);
+    EXPECT_THAT(
+        report["text"].get<std::string>(),
+        HasSubstr(has ? "(GPUDirect Storage, test)" : "no GPUDirect Storage: the test device has none"));
+    for (size_t i = 0; i < 3; ++i) EXPECT_EQ(report["steps"][i]["loss"], cpu["steps"][i]["loss"]) << i;
+  }
+  const Ran plan = Run(Words{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device", "cuda",
+                             "--seq", "32", "--no-probe", "--config", dir_ + "/gds.json"});
+  EXPECT_THAT(plan.out, HasSubstr("weights that only it needs come straight from the drive"));
+}
+
 // Two ranks, a device each: the losses of two ranks on processors.
 TEST_F(DeviceWords, RanksTrainOnADeviceEach) {
   const auto losses = [&](const std::string& name, const Words& device) {

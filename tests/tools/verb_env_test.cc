@@ -71,6 +71,7 @@ TEST_F(EnvTest, JsonHasEverySectionAndLeavesNothingBehind) {
   EXPECT_TRUE(json["directory"].contains("direct_io"));
   EXPECT_TRUE(json["torch"].contains("blas"));
   EXPECT_TRUE(json["cuda"].contains("nccl"));
+  EXPECT_TRUE(json["cuda"].contains("gds"));
   if (json["directory"]["direct_io"]["state"] == "ok") {
     // The plainest backend works wherever direct I/O does.
     EXPECT_NE(json["io"]["threads"]["state"], "missing") << json["io"]["threads"];

@@ -207,6 +207,34 @@ TEST(RankDevices, SameBitsAsOneProcessorWithTheirMicroBatchesInEveryOrderOfUpdat
   }
 }
 
+// Each rank's part from its own drive past host memory, where devices exchange and all of them can.
+TEST(RankDevices, PartsComeStraightFromTheDriveWhereAllCan) {
+  RunOptions run = SmallRun(torch::kBFloat16, 1);
+  run.offload = OffloadDevice::kNone;
+  const std::vector<RankOutcome> processors = TrainRanks(2, run);
+  run.offload = OffloadDevice::kNvme;
+  run.adjust = [](EngineOptions& options) {
+    options.gds = true;
+    options.bounds.processor_share = 1;
+    options.bounds.resident_elements = 0;
+  };
+  const auto straight = [&](const std::function<TestDeviceOptions(int rank)>& device) {
+    run.state_dir = testing_support::ScratchDirectory();
+    const std::vector<RankOutcome> ranks =
+        TrainRanks(2, run, [&](int rank, RunOptions* own) { own->device = MakeTestDevice(device(rank)); });
+    ExpectSameLosses(processors.front().report, ranks);
+    std::filesystem::remove_all(run.state_dir);
+    std::vector<bool> did;
+    for (const RankOutcome& rank : ranks) did.push_back(rank.report["gds_read_bytes"].get<int64_t>() > 0);
+    return did;
+  };
+  const std::vector<bool> both = {true, true}, neither = {false, false};
+  EXPECT_EQ(straight([](int) { return TestDeviceOptions{.gds = true, .linked = true}; }), both);
+  EXPECT_EQ(straight([](int rank) { return TestDeviceOptions{.gds = rank == 0, .linked = true}; }), neither);
+  EXPECT_EQ(straight([](int) { return TestDeviceOptions{.gds = true}; }), neither)
+      << "gathered in host memory";
+}
+
 TEST(RankDevices, ACopyThatFailsOnOneEndsAllInItsWords) {
   RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
   run.steps = 1000;

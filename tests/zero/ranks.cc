@@ -81,6 +81,7 @@ nlohmann::json ToJson(const TrainedLosses& trained) {
           {"resumed_from", trained.resumed_from},
           {"peak_managed_bytes", trained.peak_managed_bytes},
           {"peak_device_bytes", trained.peak_device_bytes},
+          {"gds_read_bytes", trained.gds_read_bytes},
           {"on_device_share", trained.plan.on_device_share()},
           {"least_host_memory_bytes", trained.least_host_memory_bytes},
           {"read_bytes", trained.read_bytes},
