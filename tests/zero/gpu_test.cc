@@ -12,6 +12,7 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/checksum.h"
 #include "tests/zero/training.h"
 #include "zero/device.h"
 #include "zero/measure.h"
@@ -125,6 +126,52 @@ TEST_F(Gpu, LossesAreTheProcessorsWithinRoundingAndTheSameInEveryOffloadMode) {
     ASSERT_EQ(first.size(), cpu.losses.size());
     for (size_t i = 0; i < first.size(); ++i) EXPECT_NEAR(first[i], cpu.losses[i], bound) << dtype << i + 1;
   }
+}
+
+TEST_F(Gpu, ChecksumsAreTheStores) {
+  constexpr size_t kBytes = 4 * kMiB;
+  std::vector<std::byte> host(kBytes);
+  for (size_t i = 0; i < kBytes; ++i) host[i] = static_cast<std::byte>(i * i >> 7);
+  const absl::StatusOr<std::byte*> there = device_->AllocateArena(kBytes);
+  ASSERT_TRUE(there.ok()) << there.status();
+  std::promise<absl::Status> copied;
+  device_->CopyIn(*there, host.data(), kBytes, /*after_compute=*/false,
+                  [&](absl::Status status) { copied.set_value(std::move(status)); });
+  ASSERT_TRUE(copied.get_future().get().ok());
+  for (const size_t bytes : {kBytes, size_t{4096}, kBytes - 4096}) {
+    const absl::StatusOr<uint64_t> checksum = device_->Checksum(*there, bytes, 7);
+    ASSERT_TRUE(checksum.ok()) << checksum.status();
+    EXPECT_EQ(*checksum, kernels::Checksum(host.data(), bytes, 7)) << bytes;
+  }
+}
+
+// The same bits whichever way weights come. Without cuFile the run goes by way of host memory and says so.
+TEST_F(Gpu, GpuDirectStorageChangesNoBit) {
+  RunOptions run;
+  run.offload = OffloadDevice::kNvme;
+  run.update_order = tiering::UpdateOrder::kInNextForward;
+  run.evaluate_every = 2;
+  run.device = device_;
+  run.device_memory_bytes = 512 * kMiB;
+  run.adjust = [](EngineOptions& options) { options.bounds.processor_share = 1; };
+  const TrainedLosses by_host = TrainGpt(run);
+  ASSERT_TRUE(by_host.status.ok()) << by_host.status;
+  std::vector<std::string> lines;
+  run.adjust = [&](EngineOptions& options) {
+    options.bounds.processor_share = 1;
+    options.bounds.resident_elements = 0;
+    options.gds = true;
+    options.log = [&](const std::string& line) { lines.push_back(line); };
+  };
+  const TrainedLosses straight = TrainGpt(run);
+  ASSERT_TRUE(straight.status.ok()) << straight.status;
+  EXPECT_EQ(straight.losses, by_host.losses);
+  EXPECT_EQ(straight.evaluations, by_host.evaluations);
+  const bool has = device_->OpenStorage().ok() && straight.plan.device.gds;
+  EXPECT_EQ(straight.gds_read_bytes > 0, has);
+  EXPECT_TRUE(std::any_of(lines.begin(), lines.end(), [&](const std::string& line) {
+    return line.find(has ? "(GPUDirect Storage, cuFile)" : "no GPUDirect Storage: ") != std::string::npos;
+  }));
 }
 
 }  // namespace
