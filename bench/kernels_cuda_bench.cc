@@ -135,6 +135,16 @@ void Cast(benchmark::State& state) {
   });
 }
 
+// A tile's weights, of which several are checked one after another.
+void Checksum(benchmark::State& state) {
+  constexpr size_t kBytes = size_t{4} << 20;
+  const DeviceArray tile(kBytes), out(sizeof(uint64_t));
+  if (tile.data() == nullptr || out.data() == nullptr) return state.SkipWithError("not enough device memory");
+  Measure(state, kBytes, [&] {
+    return kernels::cuda::Checksum(tile.data(), kBytes, 1, static_cast<uint64_t*>(out.data()), nullptr);
+  });
+}
+
 }  // namespace
 
 void RegisterCudaBenchmarks() {
@@ -149,6 +159,7 @@ void RegisterCudaBenchmarks() {
                                [](benchmark::State& s) { AdamW(s, ParamType::kSplit, DType::kBf16, 26); });
   benchmark::RegisterBenchmark("CudaSumOfSquares/bf16/64Mi", SumOfSquares);
   benchmark::RegisterBenchmark("CudaFp32ToBf16/64Mi", Cast);
+  benchmark::RegisterBenchmark("CudaChecksum/4MiB", Checksum);
 }
 
 }  // namespace penstock::bench

@@ -90,8 +90,9 @@ constexpr size_t PartialSums(size_t n) { return (n + 4096 - 1) / 4096; }
 [[nodiscard]] int Dequantize8(Code8 code, const uint8_t* codes, const float* scales, float* out, size_t n,
                               Stream stream);
 
-// *out = kernels::Checksum(in, bytes, seed), some 20 GB/s or more each: what a drive gives, not what memory
-// does. `bytes` at least kLeastChecksumBytes; address and length are multiples of 8 (cudaErrorInvalidValue).
+// *out = kernels::Checksum(in, bytes, seed), by one block of threads: meant to keep up with a drive, not with
+// the device's memory (`kernels_bench`, CudaChecksum). `bytes` at least kLeastChecksumBytes; address and
+// length are multiples of 8 (cudaErrorInvalidValue).
 inline constexpr size_t kLeastChecksumBytes = 248;
 [[nodiscard]] int Checksum(const void* in, size_t bytes, uint64_t seed, uint64_t* out, Stream stream);
 
