@@ -11,6 +11,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "absl/status/status.h"
@@ -22,7 +23,8 @@ namespace penstock::aio {
 
 struct Completion {
   Piece* piece = nullptr;
-  int64_t result = 0;  // bytes moved, or -errno
+  int64_t result = 0;                                // bytes moved, or -errno
+  std::shared_ptr<const std::string> why = nullptr;  // of an error, what errno does not tell
 };
 
 struct BackendConfig {

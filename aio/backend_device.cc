@@ -3,10 +3,12 @@
 #include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
+#include <cerrno>
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -17,6 +19,8 @@
 
 namespace penstock::aio {
 namespace {
+
+constexpr uint64_t kWorkersMax = 32;
 
 class DeviceBackend final : public Backend {
  public:
@@ -30,7 +34,10 @@ class DeviceBackend final : public Backend {
   absl::Status Start(const BackendConfig& config) override {
     if (absl::Status status = behind_->Start(config); !status.ok()) return status;
     note_ = config.note;
-    workers_wanted_ = static_cast<size_t>(std::max(1, config.options->worker_threads));
+    // As many as may be in flight: what waits for a thread would be taken for being at the drive.
+    const uint64_t blocks = config.options->max_read_bytes_in_flight / config.options->block_bytes;
+    workers_wanted_ = static_cast<size_t>(std::max<uint64_t>(
+        static_cast<uint64_t>(std::max(1, config.options->worker_threads)), std::min(blocks, kWorkersMax)));
     return absl::OkStatus();
   }
 
@@ -43,7 +50,7 @@ class DeviceBackend final : public Backend {
     if (piece.op == Op::kSync || !transfers_->Has(piece.device_data(), piece.device_bytes())) {
       return behind_->Queue(piece);
     }
-    if (!StartWorkers()) return refused_.push_back({&piece, -EAGAIN});
+    if (!StartWorkers()) return refused_.push_back({&piece, -EAGAIN, nullptr});
     ++in_flight_;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -53,6 +60,7 @@ class DeviceBackend final : public Backend {
   }
 
   int64_t Run(std::span<Completion> out, uint32_t want, int64_t timeout_ns) override {
+    if (broken_ != 0) return broken_;
     size_t count = Take(&refused_, out);
     count += TakeDone(out.subspan(count));
     // Those behind may be few, and whoever is done here wakes them only once.
@@ -61,7 +69,7 @@ class DeviceBackend final : public Backend {
     const int64_t behind = behind_->Run(out.subspan(count), want, timeout_ns);
     syscalls_ = behind_->syscalls();
     if (behind < 0) {
-      StopWorkers();  // they still have pieces of the lane's
+      BreakDown(behind);
       return behind;
     }
     count += static_cast<size_t>(behind);
@@ -89,11 +97,24 @@ class DeviceBackend final : public Backend {
       } catch (const std::system_error& error) {
         note_(absl::StrCat("only ", workers_.size(), " of ", workers_wanted_, " threads for ",
                            std::string(transfers_->name()), " could be started: ", error.what()));
-        workers_wanted_ = workers_.size();
+        workers_wanted_ = std::max<size_t>(1, workers_.size());
         break;
       }
     }
     return !workers_.empty();
+  }
+
+  // The lane fails all that is in flight: nothing of it may come back later.
+  void BreakDown(int64_t error) {
+    broken_ = error;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      work_.clear();
+    }
+    StopWorkers();
+    done_.clear();
+    refused_.clear();
+    in_flight_ = 0;
   }
 
   void StopWorkers() {
@@ -133,9 +154,9 @@ class DeviceBackend final : public Backend {
       std::string why;
       const int64_t result = transfers_->Transfer(piece->op, *piece->slot->file, piece->device_offset(),
                                                   piece->device_data(), piece->device_bytes(), &why);
-      if (!why.empty()) note_(why);
       lock.lock();
       done_.push_back({piece, result});
+      if (!why.empty()) done_.back().why = std::make_shared<const std::string>(std::move(why));
       // One that is not taken yet has woken whoever takes this as well.
       if (done_.size() == 1) behind_->Wake();
     }
@@ -150,6 +171,7 @@ class DeviceBackend final : public Backend {
   std::vector<std::thread> workers_;
   std::deque<Completion> refused_;
   size_t in_flight_ = 0;  // in work_, with a worker, or in done_
+  int64_t broken_ = 0;    // -errno: for good
 
   std::mutex mutex_;
   std::condition_variable there_;

@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -40,7 +41,8 @@ struct CuFile::Functions {
 
 CuFile::CuFile() : call_(std::make_unique<Functions>()) {}
 
-absl::StatusOr<std::shared_ptr<CuFile>> CuFile::Load(std::function<absl::Status()> use_device) {
+absl::StatusOr<std::shared_ptr<CuFile>> CuFile::Load(std::function<absl::Status()> use_device,
+                                                     bool only_past_host) {
   LoadedLibrary library({"libcufile.so", "libcufile.so.0"});
   if (!library.loaded()) return absl::FailedPreconditionError("no libcufile.so on this machine");
   auto made = std::shared_ptr<CuFile>(new CuFile());
@@ -59,6 +61,7 @@ absl::StatusOr<std::shared_ptr<CuFile>> CuFile::Load(std::function<absl::Status(
     return absl::FailedPreconditionError(absl::StrCat("libcufile.so here has no ", missing));
   }
   if (absl::Status status = made->use_device_(); !status.ok()) return status;
+  if (only_past_host) setenv("CUFILE_ALLOW_COMPAT_MODE", "false", /*overwrite=*/0);
   if (const Error opened = call.DriverOpen(); opened.error != 0) {
     return absl::FailedPreconditionError(absl::StrCat("cuFileDriverOpen gave error ", opened.error));
   }
@@ -113,10 +116,11 @@ int64_t CuFile::Transfer(Op op, const File& file, uint64_t offset, void* data, u
   const auto in_file = static_cast<off_t>(offset);
   const auto in_memory = static_cast<off_t>(static_cast<std::byte*>(data) - base_);
   const bool read = op == Op::kRead;
+  errno = 0;
   const ssize_t moved = read ? call_->Read(handle, base_, bytes, in_file, in_memory)
                              : call_->Write(handle, base_, bytes, in_file, in_memory);
   if (moved >= 0) return moved;
-  if (moved == -1) return -errno;
+  if (moved == -1) return errno != 0 ? -errno : -EIO;
   *why = absl::StrCat(read ? "cuFileRead " : "cuFileWrite ", file.path(), ": offset ", offset, ", ", bytes,
                       " bytes: cuFile error ", -moved);
   return -EIO;
@@ -126,6 +130,7 @@ void CuFile::Forget(int fd) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto there = handles_.find(fd);
   if (there == handles_.end()) return;
+  (void)use_device_();
   call_->HandleDeregister(there->second);
   handles_.erase(there);
 }

@@ -1,8 +1,8 @@
 // NVIDIA's cuFile (GPUDirect Storage), loaded when it is asked for: nothing links it, and where it is missing
 // Load says so.
 //
-// cuFile transfers past host memory where driver, file system and drive allow it (nvidia-fs), and otherwise
-// through buffers of its own, without saying which: /proc/driver/nvidia-fs/stats counts the former.
+// cuFile transfers past host memory where driver, file system and drive allow it, and otherwise, unless it is
+// told not to, through buffers of its own in host memory (its compatibility mode), without saying which.
 #ifndef PENSTOCK_AIO_CUFILE_H_
 #define PENSTOCK_AIO_CUFILE_H_
 
@@ -25,7 +25,11 @@ class CuFile final : public DeviceTransfers {
  public:
   // `use_device` is called before every transfer, on its thread: CUDA's device is chosen thread by thread.
   // kFailedPrecondition: no libcufile here, one that lacks a function, or a driver that does not open.
-  static absl::StatusOr<std::shared_ptr<CuFile>> Load(std::function<absl::Status()> use_device);
+  // `only_past_host`: what would go through host memory fails (CUFILE_ALLOW_COMPAT_MODE=false, where the
+  // environment does not say otherwise; cuFile reads it when its driver opens, so the first to load it
+  // decides).
+  static absl::StatusOr<std::shared_ptr<CuFile>> Load(std::function<absl::Status()> use_device,
+                                                      bool only_past_host);
   ~CuFile() override;
 
   // The device's memory that transfers may have, in the place of the former; null: none. While nothing is in

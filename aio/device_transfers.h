@@ -5,10 +5,11 @@
 //   options.device_transfers = transfers;   // from then on a read's memory may be the device's
 //
 // The engine treats such a transfer as any other: the same queue, caps, priorities, retries and statistics.
-// What it cannot do for it is to bring ragged offsets, lengths and addresses into shape: those are refused
-// (EINVAL).
+// What it cannot do for it is to bring ragged offsets, lengths and addresses, or many short segments, into
+// shape: those are refused (EINVAL).
 //
-// Threads: everything from any, at once. Ownership: shared with the engines that use it; outlives them.
+// Threads: everything from any, at once. Ownership: shared with the engine that uses it, which outlives its
+// use of any file.
 #ifndef PENSTOCK_AIO_DEVICE_TRANSFERS_H_
 #define PENSTOCK_AIO_DEVICE_TRANSFERS_H_
 

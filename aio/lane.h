@@ -107,7 +107,7 @@ class Lane final : public FileUser {
   void HandleCompletion(const Completion& completion);
   void AfterRead(Piece& piece, uint64_t moved);
   void AfterWrite(Piece& piece, uint64_t moved);
-  void RetryOrFail(Piece& piece, int error);
+  void RetryOrFail(Piece& piece, int error, const std::string* why = nullptr);
   void Retire(Piece& piece, int error);
   void RunTrims(FileSlot& slot);
   void UpdateWatches();

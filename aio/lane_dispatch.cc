@@ -142,9 +142,11 @@ bool Lane::MustWait(const Piece& piece) const {
 // Ragged transfers go through memory of the host, which a device's is not copied to or from here.
 int Lane::WhyNotBounced(const Request& request, const Piece& piece) {
   if (const DeviceTransfers* const device = backend_->device_transfers(); device != nullptr) {
-    const auto* const data =
-        static_cast<const std::byte*>(request.segments()[piece.segment].data) + piece.segment_offset;
-    if (device->Has(data, 1)) return EINVAL;
+    uint64_t seen = 0;
+    for (const Segment* segment = request.segments() + piece.segment; seen < piece.user_bytes; ++segment) {
+      if (device->Has(segment->data, 1)) return EINVAL;
+      seen += segment->bytes - (seen == 0 ? piece.segment_offset : 0);
+    }
   }
   return bounce_memory_ != nullptr || MakeBounceBuffers() ? 0 : ENOMEM;
 }
@@ -205,7 +207,7 @@ void Lane::SendToDevice(Piece& piece) { backend_->Queue(piece); }
 void Lane::HandleCompletion(const Completion& completion) {
   Piece& piece = *completion.piece;
   if (completion.result < 0) {
-    RetryOrFail(piece, static_cast<int>(-completion.result));
+    RetryOrFail(piece, static_cast<int>(-completion.result), completion.why.get());
     return;
   }
   const auto moved = static_cast<uint64_t>(completion.result);
@@ -302,7 +304,7 @@ void Lane::RunTrims(FileSlot& slot) {
   while (piece != nullptr) Retire(*std::exchange(piece, piece->next), ok ? 0 : EIO);
 }
 
-void Lane::RetryOrFail(Piece& piece, int error) {
+void Lane::RetryOrFail(Piece& piece, int error, const std::string* why) {
   if (IsTransientError(error) && piece.attempts < kAttemptsMax) {
     ++piece.attempts;
     retries_.Add(1);
@@ -315,9 +317,10 @@ void Lane::RetryOrFail(Piece& piece, int error) {
     retries_first_ = &piece;
     return;
   }
-  const std::string what = absl::StrFormat("device %s: %s of %s, offset %u, %u bytes: %s", device_name_,
-                                           std::string(OpName(piece.op)).c_str(), piece.slot->file->path(),
-                                           piece.device_offset(), piece.device_bytes(), ErrnoText(error));
+  const std::string what =
+      absl::StrFormat("device %s: %s of %s, offset %u, %u bytes: %s%s", device_name_,
+                      std::string(OpName(piece.op)).c_str(), piece.slot->file->path(), piece.device_offset(),
+                      piece.device_bytes(), ErrnoText(error), why != nullptr ? absl::StrCat(": ", *why) : "");
   if (IsRetryableDeviceError(error) &&
       piece.io_errors < static_cast<uint32_t>(core_.options.io_error_retries)) {
     ++piece.io_errors;

@@ -92,7 +92,8 @@ absl::StatusOr<std::unique_ptr<GpuBuffer>> GpuBuffer::Make(int device, GpuPath p
   if (path != GpuPath::kGds) return buffer;
 
   absl::StatusOr<std::shared_ptr<aio::CuFile>> cufile = aio::CuFile::Load(
-      [raw = buffer.get()] { return raw->Check(raw->cuda_->SetDevice(raw->device_), "cudaSetDevice"); });
+      [raw = buffer.get()] { return raw->Check(raw->cuda_->SetDevice(raw->device_), "cudaSetDevice"); },
+      /*only_past_host=*/false);
   if (!cufile.ok()) {
     return absl::FailedPreconditionError(absl::StrCat("--use_gds: ", std::string(cufile.status().message()),
                                                       "; leave it out to go through pinned host memory"));
@@ -168,9 +169,11 @@ absl::Status GpuBuffer::RunGds(const TransferShape& shape, uint64_t threads, aio
       std::string why;
       const int64_t moved = cufile_->Transfer(read ? aio::Op::kRead : aio::Op::kWrite, file, at,
                                               static_cast<std::byte*>(memory_) + at, bytes, &why);
-      if (!why.empty()) {
-        status = absl::DataLossError(
+      if (moved == -EOPNOTSUPP) {
+        status = absl::FailedPreconditionError(
             absl::StrCat("--use_gds: ", why, "; leave it out to go through pinned host memory"));
+      } else if (!why.empty()) {
+        status = absl::DataLossError(why);
       } else if (moved < 0) {
         status = aio::MakeIoError({.op = read ? "cuFileRead" : "cuFileWrite",
                                    .path = file.path(),

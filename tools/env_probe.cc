@@ -344,7 +344,6 @@ void Torch(Report& r) {
             "nothing multiplies matrices in this program: it cannot train");
 }
 
-// A library opened by name, closed again.
 // "MAJOR.MINOR" of the numbers that CUDA gives: 12040.
 std::string CudaVersion(int number) { return absl::StrCat(number / 1000, ".", number % 1000 / 10); }
 
@@ -403,7 +402,7 @@ void Gpus(Report& r) {
               "ranks with a CUDA device each: without it they exchange through host memory, over Gloo");
   }
   if (aio::LoadedLibrary({"libcufile.so", "libcufile.so.0"}).loaded()) {
-    r.Ok("gds", "libcufile");
+    r.Ok("gds", "libcufile (a run with aio.use_gds tries whether it goes past host memory here)");
   } else {
     r.Missing(
         "gds", "no libcufile.so",

@@ -91,7 +91,8 @@ class Device {
   // Between files and its arena, past host memory (GPUDirect Storage); one and the same each time, and of the
   // arena that there is. kFailedPrecondition: it has none here, and why.
   virtual absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() = 0;
-  // kernels::Checksum of so many bytes of its arena, 8 and more, in whole words of 8; beside compute, waits.
+  // kernels::Checksum of so many bytes of its arena, 248 and more, in whole words of 8; beside compute,
+  // waits.
   virtual absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) = 0;
 
   // A tensor there, and back in host memory; waits.

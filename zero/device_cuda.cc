@@ -134,9 +134,18 @@ class CudaDevice : public Device {
     if (devices < 1) return absl::FailedPreconditionError("no CUDA device");
     auto device = std::make_shared<CudaDevice>(static_cast<c10::DeviceIndex>(local_rank % devices));
     status = Check(cudaSetDevice(device->index_), "cudaSetDevice");
-    for (cudaStream_t* stream : {&device->in_, &device->out_, &device->exchange_, &device->check_}) {
+    for (cudaStream_t* stream : {&device->in_, &device->out_, &device->exchange_}) {
       if (status.ok())
         status = Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    }
+    // Short, and waited for: before what computes.
+    int least = 0, greatest = 0;
+    if (status.ok()) {
+      status = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    }
+    if (status.ok()) {
+      status = Check(cudaStreamCreateWithPriority(&device->check_, cudaStreamNonBlocking, greatest),
+                     "cudaStreamCreate");
     }
     if (status.ok()) {
       status = Check(cudaEventCreateWithFlags(&device->computed_, cudaEventDisableTiming), "cudaEventCreate");
@@ -269,8 +278,10 @@ class CudaDevice : public Device {
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override {
     if (cufile_ == nullptr) {
       absl::StatusOr<std::shared_ptr<aio::CuFile>> loaded =
-          aio::CuFile::Load([index = index_] { return Check(cudaSetDevice(index), "cudaSetDevice"); });
+          aio::CuFile::Load([index = index_] { return Check(cudaSetDevice(index), "cudaSetDevice"); },
+                            /*only_past_host=*/true);
       if (!loaded.ok()) return loaded.status();
+      LessWhatOthersTook();
       cufile_ = *std::move(loaded);
       if (arena_ != nullptr) cufile_->Cover(arena_, arena_bytes_);
     }
@@ -353,10 +364,7 @@ class CudaDevice : public Device {
   absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host) override {
     Use();
     absl::StatusOr<std::shared_ptr<Comm>> connected = ConnectNccl(host);
-    size_t free = 0, total = 0;
-    if (cudaMemGetInfo(&free, &total) == cudaSuccess) {  // less what NCCL has taken
-      capacity_ = std::clamp<int64_t>(static_cast<int64_t>(free) - kReserve, 0, capacity_);
-    }
+    LessWhatOthersTook();
     return connected;
   }
 
@@ -364,6 +372,12 @@ class CudaDevice : public Device {
   // A thread's calls go to the device that it has chosen, at first number 0: streams and events are this
   // one's.
   void Use() const { (void)cudaSetDevice(index_); }
+  // Libraries that have just been loaded take memory of their own.
+  void LessWhatOthersTook() {
+    size_t free = 0, total = 0;
+    if (arena_ != nullptr || cudaMemGetInfo(&free, &total) != cudaSuccess) return;
+    capacity_ = std::clamp<int64_t>(static_cast<int64_t>(free) - kReserve, 0, capacity_);
+  }
   cudaStream_t ComputeStream() const { return c10::cuda::getDefaultCUDAStream(index_).stream(); }
   // Waits, asleep, for what is enqueued to be exchanged. One thread at a time asks.
   absl::Status Exchanged() {

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -17,11 +19,10 @@
 namespace penstock::zero {
 namespace {
 
-constexpr int64_t kProbeBytes = 64 << 10;
-constexpr uint64_t kSeed = 1;
+constexpr int64_t kProbeBytes = 1 << 20;  // as much as a run asks for at once
 
 // A file that never has a name, on the file system of `directory`, to `there` and checked.
-absl::Status Try(const std::string& directory, Device& device, aio::DeviceTransfers& transfers,
+absl::Status Try(const std::string& directory, uint64_t seed, Device& device, aio::DeviceTransfers& transfers,
                  std::byte* there) {
   aio::FileOptions file_options;
   file_options.path = aio::NearestExisting(directory) + "/gds-probe";
@@ -30,7 +31,11 @@ absl::Status Try(const std::string& directory, Device& device, aio::DeviceTransf
   absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(file_options);
   if (!file.ok()) return file.status();
   const swap::AlignedBuffer here(static_cast<uint64_t>(kProbeBytes));
-  for (size_t i = 0; i < here.bytes(); ++i) here.data()[i] = static_cast<std::byte>(i * 31 + i / 256);
+  std::mt19937_64 random(seed);  // what another directory has left there is not taken for this one's
+  for (size_t i = 0; i < here.bytes(); i += sizeof(uint64_t)) {
+    const uint64_t word = random();
+    std::memcpy(here.data() + i, &word, sizeof(word));
+  }
   const auto fails = [&](const char* op, int64_t result) {
     return aio::MakeIoError({.op = op,
                              .path = (*file)->path(),
@@ -46,38 +51,45 @@ absl::Status Try(const std::string& directory, Device& device, aio::DeviceTransf
   transfers.Forget((*file)->fd());
   if (!why.empty()) return absl::FailedPreconditionError(why);
   if (moved != kProbeBytes) return fails("read to the device", moved);
-  const absl::StatusOr<uint64_t> checksum = device.Checksum(there, here.bytes(), kSeed);
+  const absl::StatusOr<uint64_t> checksum = device.Checksum(there, here.bytes(), seed);
   if (!checksum.ok()) return checksum.status();
-  if (*checksum == kernels::Checksum(here.data(), here.bytes(), kSeed)) return absl::OkStatus();
+  if (*checksum == kernels::Checksum(here.data(), here.bytes(), seed)) return absl::OkStatus();
   return absl::DataLossError(
       absl::StrCat("what was written beside ", directory, " is not what came to the device"));
 }
 
 absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> Open(const EngineOptions& options) {
   Device& device = *options.device;
+  if (options.state_dirs.empty()) return absl::FailedPreconditionError("no state directory to try it beside");
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> transfers = device.OpenStorage();
   if (!transfers.ok()) return transfers.status();
   absl::StatusOr<std::byte*> there = device.AllocateArena(kProbeBytes);
   if (!there.ok()) return there.status();
+  uint64_t seed = 0;
   for (const std::string& directory : options.state_dirs) {
-    if (absl::Status status = Try(directory, device, **transfers, *there); !status.ok()) return status;
+    if (absl::Status status = Try(directory, ++seed, device, **transfers, *there); !status.ok())
+      return status;
   }
   return transfers;
 }
 
 }  // namespace
 
-absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options, bool linked) {
+absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options, bool gathers_by_host) {
   DirectStorage storage;
-  if (!options.device->apart() || options.offload != OffloadDevice::kNvme) return storage;
-  const std::string by_host = "weights go from the drive to the device by way of pinned host memory";
-  storage.how = by_host;
-  if (!options.gds) return storage;
-  if (options.comm != nullptr && !linked) {
-    storage.how = absl::StrCat(by_host, ", where ranks gather them");
+  if (!options.device->apart()) return storage;
+  if (options.offload != OffloadDevice::kNvme) {
+    if (options.gds) storage.how = "no GPUDirect Storage: weights are in memory";
     return storage;
   }
-  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> opened = Open(options);
+  const std::string by_host = "weights go from the drive to the device by way of pinned host memory";
+  if (gathers_by_host) {
+    storage.how = absl::StrCat(by_host, ", where those of all ranks are gathered");
+    return storage;
+  }
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> opened =
+      absl::FailedPreconditionError("not asked for");
+  if (options.gds) opened = Open(options);
   std::string why = std::string(opened.status().message());
   if (options.comm != nullptr) {
     const absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*options.comm, opened.ok() ? 1 : 0);
@@ -89,7 +101,7 @@ absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options, bo
     }
   }
   if (!opened.ok()) {
-    storage.how = absl::StrCat(by_host, "; no GPUDirect Storage: ", why);
+    storage.how = options.gds ? absl::StrCat(by_host, "; no GPUDirect Storage: ", why) : by_host;
     return storage;
   }
   storage.transfers = *std::move(opened);

@@ -267,6 +267,8 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.update_order = options.update_order;
   plan_options.clips = options.clip > 0;
   if (Device& device = *options.device; device.apart()) {
+    if (options.gds)
+      (void)device.OpenStorage();  // what that takes of its memory is not in its capacity; asked again below
     if (options.device_memory_bytes > device.capacity_bytes()) {
       return absl::FailedPreconditionError(
           absl::StrCat("a device memory budget of ", options.device_memory_bytes, " bytes is more than the ",
@@ -328,7 +330,8 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
       plan_options.device.budget_bytes = prepared.devices.budget_bytes = *budget;
     }
   }
-  absl::StatusOr<DirectStorage> storage = OpenDirectStorage(options, plan_options.device.direct);
+  absl::StatusOr<DirectStorage> storage =
+      OpenDirectStorage(options, plan_options.world > 1 && !plan_options.device.direct);
   if (!storage.ok()) return storage.status();
   prepared.storage = *std::move(storage);
   plan_options.device.gds = prepared.storage.transfers != nullptr;

@@ -317,8 +317,14 @@ absl::Status RealLanes::Settle(const Done& done) {
   if (!status.ok()) return status;
   switch (op.kind) {
     case OpKind::kReadWeights:
-      if (op.device_slot >= 0) past_host_bytes_ += op.bytes;
-      return WeightsTransfer(op).io.status();
+      status = WeightsTransfer(op).io.status();
+      if (op.device_slot < 0) return status;
+      if (status.ok()) past_host_bytes_ += op.bytes;
+      return status.ok()
+                 ? status
+                 : absl::Status(status.code(),
+                                absl::StrCat(std::string(status.message()),
+                                             "; without aio.use_gds it would go by way of host memory"));
     case OpKind::kReadState:
       return transfers(op).state.io.status();
     case OpKind::kReadGradient:

@@ -78,6 +78,7 @@ TestDevice::TestDevice(const TestDeviceOptions& options) : options_(options) {
 }
 
 TestDevice::~TestDevice() {
+  if (storage_ != nullptr) storage_->Cover({});
   for (Engine& engine : engines_) {
     {
       std::lock_guard lock(engine.mutex);

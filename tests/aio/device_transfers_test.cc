@@ -162,6 +162,24 @@ TEST_P(DeviceTransfersTest, RaggedOnesAreRefused) {
     EXPECT_FALSE(world_->Read(*file, offset, device_->At(at), bytes).ok());
     EXPECT_FALSE(world_->Write(*file, offset, device_->At(at), bytes).ok());
   }
+  // Short segments are gathered in host memory, wherever the device's is among them.
+  Region host = world_->Allocate(3 * 4096);
+  std::byte* const here = host.data();
+  for (const auto& segments : std::vector<std::vector<Segment>>{
+           {{here, 4096}, {device_->At(0), 4096}},
+           {{device_->At(0), 4096}, {here, 4096}},
+           {{here, 4096}, {here + 4096, 4096}, {device_->At(0), 4096}, {here + 8192, 4096}}}) {
+    for (const bool reads : {true, false}) {
+      Request request;
+      if (reads) {
+        request.PrepareRead(*file, 0, segments);
+      } else {
+        request.PrepareWrite(*file, 0, segments);
+      }
+      ASSERT_OK(world_->engine->Submit(&request));
+      EXPECT_FALSE(world_->engine->Wait(&request).ok());
+    }
+  }
   EXPECT_EQ(device_->transfers, 0);
   ASSERT_OK(world_->Read(*file, 0, device_->At(0), 4096));
 }

@@ -101,8 +101,9 @@ TEST_F(DeviceWords, WeightsPastHostMemoryWhereTheConfigurationAsks) {
         HasSubstr(has ? "(GPUDirect Storage, test)" : "no GPUDirect Storage: the test device has none"));
     for (size_t i = 0; i < 3; ++i) EXPECT_EQ(report["steps"][i]["loss"], cpu["steps"][i]["loss"]) << i;
   }
-  const Ran plan = Run(Words{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device", "cuda",
-                             "--seq", "32", "--no-probe", "--config", dir_ + "/gds.json"});
+  const Ran plan =
+      Run(Words{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device", "cuda", "--seq", "32",
+                "--no-probe", "--config", dir_ + "/gds.json", "--state-dir", dir_ + "/planned"});
   EXPECT_THAT(plan.out, HasSubstr("weights that only it needs come straight from the drive"));
 }
 
