@@ -118,20 +118,33 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   EXPECT_GT(counted.past_host, 1'000);
 }
 
-// With updates in the next forward backward's weights are nobody's but the device's. The drive reads what it
-// read before, but what of that host memory could keep.
-TEST(Device, WeightsThatOnlyItNeedsComeFromTheDriveToIt) {
+// Thirty-two blocks of 2 MiB, and nothing but weights on the way.
+ModelGraph LongChain() {
   ModelGraph graph = Chain(32, 1 << 20);
   for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
+  return graph;
+}
+
+// The processor updates everything in the next forward; nothing stays in host memory but gradients, and of
+// the device there is as little as works.
+PlanOptions AllStreams(const ModelGraph& graph) {
   PlanOptions options;
   options.device.apart = true;
   options.update_order = UpdateOrder::kInNextForward;
   options.bounds.resident_elements = 0;
   options.bounds.state_fraction = 0;
   options.bounds.processor_share = 1;
-  const int64_t elements = graph.elements();
-  options.host_budget_bytes = elements * 2 + 128 * kMiB;
+  options.host_budget_bytes = graph.elements() * 2 + 128 * kMiB;
   options.device.budget_bytes = LeastDeviceMemory(graph, options);
+  return options;
+}
+
+// With updates in the next forward backward's weights are nobody's but the device's. The drive reads what it
+// read before, but what of that host memory could keep.
+TEST(Device, WeightsThatOnlyItNeedsComeFromTheDriveToIt) {
+  const ModelGraph graph = LongChain();
+  const int64_t elements = graph.elements();
+  PlanOptions options = AllStreams(graph);
   const Plan by_way_of_host = *MakePlan(graph, options);
   options.device.gds = true;
   const Plan straight = *MakePlan(graph, options);
@@ -173,17 +186,9 @@ TEST(Device, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
 // 2 bytes in for each of forward and backward, 2 bytes out; with every block's weights on the device only
 // what was updated comes, once a step, and the drive reads 12 bytes instead of 14.
 TEST(Device, BytesCopiedPerParameterFallWithItsMemory) {
-  ModelGraph graph = Chain(32, 1 << 20);
-  for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
-  PlanOptions options;
-  options.device.apart = true;
-  options.update_order = UpdateOrder::kInNextForward;
-  options.bounds.resident_elements = 0;
-  options.bounds.state_fraction = 0;
-  options.bounds.processor_share = 1;
+  const ModelGraph graph = LongChain();
   const int64_t elements = graph.elements();
-  options.host_budget_bytes = elements * 2 + 128 * kMiB;
-  options.device.budget_bytes = LeastDeviceMemory(graph, options);
+  PlanOptions options = AllStreams(graph);
   Plan plan = *MakePlan(graph, options);
   const int64_t block = int64_t{2} << 20;
   EXPECT_EQ(plan.device.run_slots.size(), 1u);
