@@ -7,7 +7,6 @@
 
 #include "absl/status/statusor.h"
 #include "aio/device_transfers.h"
-#include "zero/comm.h"
 #include "zero/engine.h"
 
 namespace penstock::zero {

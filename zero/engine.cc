@@ -174,6 +174,8 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
+  int64_t gds_read_bytes() const { return lanes_->past_host_bytes(); }
+
   std::vector<std::string> ParameterNames() const { return Access().Names(); }
 
   absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind) {
@@ -291,7 +293,6 @@ class Engine::Impl {
   std::unique_ptr<tiering::Executor> executor_;
   std::unique_ptr<Resources> resources_;
   DeviceExchange devices_;
-  int64_t gds_read_bytes() const { return lanes_->past_host_bytes(); }
 
  private:
   Residency& residency() const { return resources_->residency(); }
