@@ -19,7 +19,7 @@ int64_t StateElementBytes(const Precision& precision, int64_t elements) {
   return precision.UnpaddedBytes(elements) - precision.SegmentBytes(0, elements);
 }
 
-void Move(std::vector<OpId>* from, std::vector<OpId>* to) {
+void Move(Edges* from, Edges* to) {
   to->insert(to->end(), from->begin(), from->end());
   from->clear();
 }
@@ -138,7 +138,7 @@ void ProgramBuilder::UpdateOnDevice(int block, size_t position) {
 void ProgramBuilder::WriteFromDevice(int block, size_t position, int64_t step) {
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
   const int run_slot = AcquireRun(block, position);
-  const std::vector<OpId> former = GiveUpRun(run_slot);
+  const Edges former = GiveUpRun(run_slot);
   SizeRun(run_slot, plan_.blocks[At(block)]);
   for (size_t t = 0; t < tiles.size(); ++t) {
     const auto tile = static_cast<int>(t);
@@ -147,8 +147,7 @@ void ProgramBuilder::WriteFromDevice(int block, size_t position, int64_t step) {
   }
 }
 
-int ProgramBuilder::EmitStateOut(int block, int tile, int run_slot, const std::vector<OpId>& former,
-                                 int64_t step) {
+int ProgramBuilder::EmitStateOut(int block, int tile, int run_slot, const Edges& former, int64_t step) {
   const int tile_slot = NextTileSlot();
   DeviceRun& run = device_runs_[At(plan_.device.blocks[At(block)].run_slot)];
   const int64_t elements = plan_.blocks[At(block)].tiles[At(tile)].elements;
@@ -202,7 +201,7 @@ int ProgramBuilder::AcquireDeviceRun(int block, size_t position) {
 }
 
 // Every content was computed with, and the compute lane keeps its order.
-void ProgramBuilder::AddUsers(std::vector<OpId>* after, const DeviceRun& run) const {
+void ProgramBuilder::AddUsers(Edges* after, const DeviceRun& run) const {
   AddIf(after, run.last_compute);
   if (used_.size() == kUsesAhead) after->push_back(used_.front());
 }
@@ -311,7 +310,7 @@ OpId ProgramBuilder::ReduceOnDevice(int block, OpId last, int64_t step) {
   return id;
 }
 
-void ProgramBuilder::TakeDevicePlaces(int block, std::vector<OpId>* wait) {
+void ProgramBuilder::TakeDevicePlaces(int block, Edges* wait) {
   const DevicePlan& device = plan_.device;
   const DevicePlan::Block& places = device.blocks[At(block)];
   if (device_gradient_[At(block)] >= 0 || device_accumulator_[At(block)] >= 0)
@@ -333,7 +332,7 @@ void ProgramBuilder::TakeDevicePlaces(int block, std::vector<OpId>* wait) {
 }
 
 OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
-                                 const std::vector<OpId>& wait, int64_t step) {
+                                 const Edges& wait, int64_t step) {
   const DevicePlan::Block& places = plan_.device.blocks[At(block)];
   const bool ranks = plan_.world > 1 && !plan_.device.direct;
   if (places.sums_apart && plan_.world == 1) {

@@ -51,71 +51,73 @@ std::string_view StallName(Stall stall) {
   return "unknown";
 }
 
-bool Executor::complete(OpId id) const { return id < base_ || (id < end_ && node(id).done); }
+bool Executor::complete(OpId id) const { return id < base_ || (id < end_ && progress(id).done); }
 
-Executor::Node& Executor::AddNode() {
-  const auto room = static_cast<OpId>(pieces_.size() * std::tuple_size_v<Piece>);
-  if (end_ - first_ == room) {
+OpId Executor::Add(Op op) {
+  if (end_ - first_ == static_cast<OpId>(pieces_.size() * kPiece)) {
     if (spare_.empty()) spare_.push_back(std::make_unique<Piece>());
     pieces_.push_back(std::move(spare_.back()));
     spare_.pop_back();
   }
-  Node& added = node(end_++);
-  added.waits = 0;
-  added.started = added.done = false;
-  added.dependents.clear();
-  return added;
+  const OpId id = end_++;
+  Piece& in = piece(id);
+  in.progress[in_piece(id)] = {.lane = op.lane, .gate = op.kind == OpKind::kBatch};
+  in.dependents[in_piece(id)].clear();
+  in.ops[in_piece(id)] = std::move(op);
+  return id;
 }
 
 void Executor::Append(std::vector<Op> ops) {
-  for (Op& op : ops) {
-    const OpId id = end_;
-    Node& added = AddNode();
-    added.op = std::move(op);
-    if (KeepsOrder(added.op.lane)) order_[Index(added.op.lane)].push_back(id);
-    if (added.op.lane == Lane::kCompute && compute_end_ < 0) compute_end_ = lanes_->Now();
-    std::sort(added.op.after.begin(), added.op.after.end());
-    added.op.after.erase(std::unique(added.op.after.begin(), added.op.after.end()), added.op.after.end());
-    for (const OpId before : added.op.after) {
+  for (Op& next : ops) {
+    const OpId id = Add(std::move(next));
+    Op& added = op(id);
+    if (KeepsOrder(added.lane)) order_[Index(added.lane)].push_back(id);
+    if (added.lane == Lane::kCompute && compute_end_ < 0) compute_end_ = lanes_->Now();
+    std::sort(added.after.begin(), added.after.end());
+    added.after.erase(std::unique(added.after.begin(), added.after.end()), added.after.end());
+    int32_t waits = 0;
+    for (const OpId before : added.after) {
       if (complete(before)) continue;
-      node(before).dependents.push_back(id);
-      ++added.waits;
+      piece(before).dependents[in_piece(before)].push_back(id);
+      ++waits;
     }
-    if (added.waits == 0) Ready(id);
+    progress(id).waits = waits;
+    if (waits == 0) Ready(id);
   }
 }
 
-void Executor::Ready(OpId id) { ready_[Index(node(id).op.lane)].insert(id); }
+void Executor::Ready(OpId id) {
+  const Progress& ready = progress(id);
+  (ready.gate ? ready_gates_ : ready_[Index(ready.lane)]).push(id);
+}
 
 void Executor::StartReady() {
-  bool progress = true;
-  while (progress && status_.ok()) {
-    progress = false;
+  bool again = true;
+  while (again && status_.ok()) {
+    again = false;
     // Decisions first: they may make more ready.
-    auto& host = ready_[Index(Lane::kHost)];
-    for (auto it = host.begin(); it != host.end() && status_.ok();) {
-      const OpId id = *it;
-      const bool gate = node(id).op.kind == OpKind::kBatch;
-      if (gate && passed_gates_ >= open_gates_) {
-        ++it;
-        continue;
-      }
-      host.erase(it);
+    FirstOnTop& host = ready_[Index(Lane::kHost)];
+    while (true) {
+      const bool open = !ready_gates_.empty() && passed_gates_ < open_gates_;
+      if (host.empty() && !open) break;
+      const bool gate = open && (host.empty() || ready_gates_.top() < host.top());
+      FirstOnTop& from = gate ? ready_gates_ : host;
+      const OpId id = from.top();
+      from.pop();
       if (gate) ++passed_gates_;
-      node(id).started = true;
+      progress(id).started = true;
       const double now = lanes_->Now();
-      status_.Update(lanes_->Decide(node(id).op));
+      status_.Update(lanes_->Decide(op(id)));
       if (!status_.ok()) return;
-      if (observer_) observer_(id, node(id).op, now, now);
+      if (observer_) observer_(id, op(id), now, now);
       Finish(id);
-      it = host.begin();
-      progress = true;
+      again = true;
     }
     for (const Lane lane : {Lane::kRead, Lane::kWrite, Lane::kCopyIn, Lane::kCopyOut, Lane::kUpdate,
                             Lane::kCommit, Lane::kGather, Lane::kReduce, Lane::kCompute}) {
       auto& ready = ready_[Index(lane)];
       while (!ready.empty() && lanes_->HasRoom(lane)) {
-        const OpId id = *ready.begin();
+        const OpId id = ready.top();
         if (KeepsOrder(lane)) {
           // Program order, whatever is ready further on: the order of tensors' lives is part of the memory
           // plan, and all ranks come to the network in one order.
@@ -123,36 +125,34 @@ void Executor::StartReady() {
           order_[Index(lane)].pop_front();
         }
         if (lane == Lane::kCompute) ++compute_in_flight_;
-        ready.erase(ready.begin());
-        Node& started = node(id);
-        started.started = true;
-        if (lanes_->Skips(started.op)) {
+        ready.pop();
+        progress(id).started = true;
+        const Op& starting = op(id);
+        if (lanes_->Skips(starting)) {
           if (lane == Lane::kCompute) --compute_in_flight_;
           Finish(id);
-          progress = true;
+          again = true;
           continue;
         }
         ++in_flight_;
-        usage_.bytes[Index(lane)] += started.op.bytes;
+        if (lanes_->Moves(starting)) usage_.bytes[Index(lane)] += starting.bytes;
         ++usage_.operations[Index(lane)];
-        lanes_->Start(id, started.op);
+        lanes_->Start(id, starting);
       }
     }
   }
 }
 
 void Executor::Finish(OpId id) {
-  Node& done = node(id);
-  done.done = true;
-  for (const OpId dependent : done.dependents) {
-    if (--node(dependent).waits == 0) Ready(dependent);
+  progress(id).done = true;
+  for (const OpId dependent : piece(id).dependents[in_piece(id)]) {
+    if (--progress(dependent).waits == 0) Ready(dependent);
   }
-  constexpr OpId kPiece = std::tuple_size_v<Piece>;
-  while (base_ < end_ && node(base_).done) {
-    if (++base_ - first_ < kPiece) continue;
+  while (base_ < end_ && progress(base_).done) {
+    if (++base_ - first_ < static_cast<OpId>(kPiece)) continue;
     spare_.push_back(std::move(pieces_.front()));
-    pieces_.pop_front();
-    first_ += kPiece;
+    pieces_.erase(pieces_.begin());
+    first_ += static_cast<OpId>(kPiece);
   }
 }
 
@@ -162,10 +162,9 @@ Stall Executor::CauseOfStall() const {
   OpId id = computes.front();
   // Follow the first unmet edge down to what is in flight or held back.
   for (OpId depth = base_; depth <= end_; ++depth) {
-    const Node& waiting = node(id);
-    if (waiting.started || waiting.waits == 0) break;
+    if (progress(id).started || progress(id).waits == 0) break;
     OpId next = -1;
-    for (const OpId before : waiting.op.after) {
+    for (const OpId before : op(id).after) {
       if (!complete(before)) {
         next = before;
         break;
@@ -174,9 +173,9 @@ Stall Executor::CauseOfStall() const {
     if (next < 0) break;
     id = next;
   }
-  const Lane lane = node(id).op.lane;
+  const Lane lane = progress(id).lane;
   if (lane == Lane::kCopyIn || lane == Lane::kCopyOut) return Stall::kCopy;
-  switch (node(id).op.kind) {
+  switch (op(id).kind) {
     case OpKind::kReadWeights:
     case OpKind::kReadState:
     case OpKind::kReadGradient:
@@ -237,8 +236,7 @@ void Executor::WaitOnce() {
     }
   }
   for (Completion& completion : completions_) {
-    const Node& finished = node(completion.id);
-    const Lane lane = finished.op.lane;
+    const Lane lane = progress(completion.id).lane;
     --in_flight_;
     if (lane == Lane::kCompute) {
       --compute_in_flight_;
@@ -250,7 +248,7 @@ void Executor::WaitOnce() {
       computed_.emplace_back(completion.start_seconds, completion.end_seconds);
     }
     if (status_.ok() && completion.status.ok() && observer_) {
-      observer_(completion.id, finished.op, completion.start_seconds, completion.end_seconds);
+      observer_(completion.id, op(completion.id), completion.start_seconds, completion.end_seconds);
     }
     status_.Update(completion.status);
     Finish(completion.id);

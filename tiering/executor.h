@@ -11,9 +11,8 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <set>
+#include <queue>
 #include <string_view>
-#include <tuple>
 #include <vector>
 
 #include "absl/container/inlined_vector.h"
@@ -74,22 +73,28 @@ class Executor {
   void set_stall_observer(StallObserver observer) { stall_observer_ = std::move(observer); }
 
  private:
-  struct Node {
-    Op op;
-    int waits = 0;  // edges not met
+  // How far an operation is. Apart from the rest of it: the edges lead here and there in the program, and
+  // this much of it stays in the processor's cache.
+  struct Progress {
+    int32_t waits = 0;  // edges not met
+    Lane lane = Lane::kHost;
+    bool gate = false;
     bool started = false;
     bool done = false;
-    absl::InlinedVector<OpId, 4> dependents;
   };
-
-  // Nodes lie in pieces that stay where they are, since lanes point at operations in flight, and that are
+  // Operations lie in pieces that stay where they are, since lanes point at those in flight, and that are
   // used again with the room that their lists have taken.
-  using Piece = std::array<Node, 256>;
-  Node& node(OpId id) const {
-    const auto at = static_cast<size_t>(id - first_);
-    return (*pieces_[at / std::tuple_size_v<Piece>])[at % std::tuple_size_v<Piece>];
-  }
-  Node& AddNode();
+  static constexpr size_t kPiece = 256;
+  struct Piece {
+    std::array<Progress, kPiece> progress;
+    std::array<absl::InlinedVector<OpId, 3>, kPiece> dependents;
+    std::array<Op, kPiece> ops;
+  };
+  Piece& piece(OpId id) const { return *pieces_[static_cast<size_t>(id - first_) / kPiece]; }
+  size_t in_piece(OpId id) const { return static_cast<size_t>(id - first_) % kPiece; }
+  Progress& progress(OpId id) const { return piece(id).progress[in_piece(id)]; }
+  Op& op(OpId id) const { return piece(id).ops[in_piece(id)]; }
+  OpId Add(Op op);
   void Ready(OpId id);
   void StartReady();
   void Finish(OpId id);
@@ -101,12 +106,15 @@ class Executor {
   Lanes* const lanes_;
   Observer observer_;
   StallObserver stall_observer_;
-  std::deque<std::unique_ptr<Piece>> pieces_;
+  std::vector<std::unique_ptr<Piece>> pieces_;
   std::vector<std::unique_ptr<Piece>> spare_;
   OpId first_ = 0;  // of the first piece
   OpId base_ = 0;   // everything before is complete
   OpId end_ = 0;
-  std::array<std::set<OpId>, kLanes> ready_;
+  // Operations whose edges are met, the first of the program on top; gates apart, which may be closed.
+  using FirstOnTop = std::priority_queue<OpId, std::vector<OpId>, std::greater<>>;
+  std::array<FirstOnTop, kLanes> ready_;
+  FirstOnTop ready_gates_;
   // [lane] of lanes that keep order: operations not started, in program order.
   std::array<std::deque<OpId>, kLanes> order_;
   int64_t open_gates_ = 0;

@@ -33,6 +33,9 @@ class Lanes {
   // step that was called off. It is complete at once, moves no bytes and runs on no lane.
   virtual bool Skips(const Op&) const { return false; }
 
+  // Whether an operation that starts now moves the bytes that it names: one that calls another off does not.
+  virtual bool Moves(const Op&) const { return true; }
+
   // Starts an operation; never blocks. `op` lives until its completion was delivered. Not called for kHost.
   virtual void Start(OpId id, const Op& op) = 0;
 

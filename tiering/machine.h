@@ -38,6 +38,15 @@ struct MachineModel {
   // bandwidth and processor time.
   double compute_beside_drive = 1;
 
+  // Every rate is above 0: on another machine some operation would never end.
+  bool moves() const {
+    for (const double rate : {read_bytes_per_s, write_bytes_per_s, h2d_bytes_per_s, d2h_bytes_per_s,
+                              device_update_parameters_per_s, network_bytes_per_s, update_parameters_per_s,
+                              verify_bytes_per_s, compute_beside_drive}) {
+      if (!(rate > 0)) return false;
+    }
+    return true;
+  }
   // Bytes per second of reads, and of writes, while both have work.
   double mixed_rate(double alone) const {
     const double shared = 2 * read_bytes_per_s * write_bytes_per_s / (read_bytes_per_s + write_bytes_per_s);

@@ -4,7 +4,8 @@
 
 #include <cstdint>
 #include <string_view>
-#include <vector>
+
+#include "absl/container/inlined_vector.h"
 
 namespace penstock::tiering {
 
@@ -70,6 +71,8 @@ enum class OpKind : uint8_t {
 std::string_view OpKindName(OpKind kind);
 
 using OpId = int64_t;
+// Operations that another waits for. Most wait for few: a list of them takes no memory of its own.
+using Edges = absl::InlinedVector<OpId, 6>;
 
 struct Op {
   OpKind kind;
@@ -99,17 +102,20 @@ struct Op {
   // kCopyOut of several ranks that reduce in host memory: the accumulator in host memory that the device's
   // sums go to, or its gradient where that is a single addend (device_slot).
   int host_accumulator_slot = -1;
-  int64_t bytes = 0;        // moved (reads and writes) or touched (compute: 0)
-  double seconds = 0;       // planned duration of compute and update operations, for the simulator
-  std::vector<OpId> after;  // earlier operations that must be complete
+  int64_t bytes = 0;   // moved (reads and writes) or touched (compute: 0)
+  double seconds = 0;  // planned duration of compute and update operations, for the simulator
+  Edges after;         // earlier operations that must be complete
 };
 
 // Edges to an operation that there may not be (-1), and to all of `ids`.
-inline void AddIf(std::vector<OpId>* after, OpId id) {
+inline void AddIf(Edges* after, OpId id) {
   if (id >= 0) after->push_back(id);
 }
-inline void AddAll(std::vector<OpId>* after, const std::vector<OpId>& ids) {
-  after->insert(after->end(), ids.begin(), ids.end());
+inline void AddAll(Edges* after, const Edges& ids) { after->insert(after->end(), ids.begin(), ids.end()); }
+inline Edges TakeAll(Edges* from) {
+  Edges taken;
+  taken.swap(*from);
+  return taken;
 }
 
 }  // namespace penstock::tiering

@@ -97,9 +97,9 @@ int ProgramBuilder::AcquireRun(int block, size_t position) {
   return victim;
 }
 
-std::vector<OpId> ProgramBuilder::GiveUpRun(int slot) {
+Edges ProgramBuilder::GiveUpRun(int slot) {
   RunSlot& run = runs_[At(slot)];
-  std::vector<OpId> former;
+  Edges former;
   for (const std::vector<OpId>* ids : {&run.ready, &run.writes, &run.copies}) {
     for (const OpId id : *ids) AddIf(&former, id);
   }
@@ -128,7 +128,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
   if (!present) {
     if (!is_private) slot = AcquireRun(block, position);
     RunSlot& run = runs_[At(slot)];
-    const std::vector<OpId> former = GiveUpRun(slot);
+    const Edges former = GiveUpRun(slot);
     run.block = block;
     SizeRun(slot, bp);
     loaded_[At(block)] = is_private ? 1 : 0;
@@ -191,7 +191,7 @@ int64_t ProgramBuilder::ReducedBytes(int block) const {
   return plan_.blocks[At(block)].elements * plan_.accumulator_bytes(block) * (plan_.world - 1);
 }
 
-void ProgramBuilder::AddGather(std::vector<OpId>* after, int run_slot) const {
+void ProgramBuilder::AddGather(Edges* after, int run_slot) const {
   // A device apart waits for its copy, which has waited for the gather.
   if (plan_.world > 1 && !plan_.device.apart) AddIf(after, runs_[At(run_slot)].gather);
 }
@@ -221,8 +221,7 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
     slot_index = of.redo ? plan_.tile_ring - 1 : NextTileSlot();
   }
   TileSlot& slot = tiles_[At(slot_index)];
-  const std::vector<OpId> former = std::move(slot.users);
-  slot.users.clear();
+  const Edges former = TakeAll(&slot.users);
 
   OpId weights_read = of.weights_read;
   if (of.redo) {
@@ -331,7 +330,7 @@ void ProgramBuilder::AssumptionHeld() {
   for (std::vector<Due>& block : due_) std::replace(block.begin(), block.end(), Due::kRedo, Due::kNothing);
 }
 
-void ProgramBuilder::EmitCommit(int64_t step, bool durable, std::vector<OpId> after) {
+void ProgramBuilder::EmitCommit(int64_t step, bool durable, Edges after) {
   const auto emit = [&](OpKind kind) -> Op& {
     last_commit_ = next_id_;
     Op& op = Emit(kind, Lane::kCommit, step);
@@ -348,7 +347,7 @@ void ProgramBuilder::EmitCommit(int64_t step, bool durable, std::vector<OpId> af
 
 void ProgramBuilder::CommitPending() {
   if (pending_step_ == 0) return;
-  std::vector<OpId> after = std::exchange(pending_writes_, {});
+  Edges after = TakeAll(&pending_writes_);
   AddIf(&after, norm_);
   EmitCommit(pending_step_, plan_.commits_every_step, std::move(after));
   unsaved_step_ = plan_.on_nvme && !plan_.commits_every_step ? pending_step_ : 0;

@@ -50,7 +50,8 @@ enum class Pass : uint8_t {
 class ProgramBuilder {
  public:
   // `first_step` is the number of the first training step that will be appended (1 for a new run). Nothing is
-  // pending and, with a drive, nothing is in memory. `first_id`: where an executor's numbering goes on.
+  // pending and, with a drive, nothing is in memory. `first_id`: where an executor's numbering goes on. Both
+  // graph and plan are looked at as long as passes are appended.
   ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_t first_step, OpId first_id = 0);
 
   // Operations of the next pass, numbered on from the last. `evaluate_micro_batches` counts for kEvaluate;
@@ -85,10 +86,10 @@ class ProgramBuilder {
   enum class Due : uint8_t { kNothing, kUpdate, kRedo };
   struct TileSlot {
     int block = -1, tile = -1;  // kept content (resident tiles only)
-    std::vector<OpId> users;
+    Edges users;
   };
   struct GradientSlot {
-    std::vector<OpId> users;
+    Edges users;
   };
 
   // A run on a device apart.
@@ -100,7 +101,7 @@ class ProgramBuilder {
     bool whole = false;  // over several ranks: with the others' parts, as new as this one's
     // Of a block that lives there: what filled it or updated it last, weights and state, and what has copied
     // them out since.
-    std::vector<OpId> made, copies;
+    Edges made, copies;
   };
   // Where compute finds a block's weights, and what it waits for.
   struct Weights {
@@ -129,7 +130,7 @@ class ProgramBuilder {
   void WriteFromDevice(int block, size_t position, int64_t step);
   // A tile on its way out, to be written: through the run slot and a slot of the ring, which it returns.
   // `former` must be over.
-  int EmitStateOut(int block, int tile, int run_slot, const std::vector<OpId>& former, int64_t step);
+  int EmitStateOut(int block, int tile, int run_slot, const Edges& former, int64_t step);
   // Copies what is not on the device; returns its run slot there. `run_slot`: -1, where nothing is missing.
   int CopyToDevice(int block, size_t position, int run_slot);
   // The same past host memory, from the drive.
@@ -138,19 +139,19 @@ class ProgramBuilder {
   // furthest in the future; of one that lives there, its own.
   int AcquireDeviceRun(int block, size_t position);
   // Who still computes with the former content of a device's run, and the uses that must be over.
-  void AddUsers(std::vector<OpId>* after, const DeviceRun& run) const;
+  void AddUsers(Edges* after, const DeviceRun& run) const;
   bool IsInHostMemory(int block) const;
   bool IsOnDevice(int block, int* device_slot) const;
   // The device's places for a block's gradient while it is summed; what waits for them goes to `wait`.
-  void TakeDevicePlaces(int block, std::vector<OpId>* wait);
+  void TakeDevicePlaces(int block, Edges* wait);
   // When `last`, its last addend, is taken: rounds sums and copies the gradient to its slot in host memory;
   // where several ranks reduce in host memory copies what there is to `host_accumulator`. `wait`: who still
   // uses that place.
-  OpId EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
-                   const std::vector<OpId>& wait, int64_t step);
+  OpId EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last, const Edges& wait,
+                   int64_t step);
   // Over several ranks, for a use of the run by compute: gathers what is not there or has changed.
   void Gather(int block, int run_slot);
-  void AddGather(std::vector<OpId>* after, int run_slot) const;
+  void AddGather(Edges* after, int run_slot) const;
   // The same among devices: into the run there; and what backward left there, when `last` is taken.
   void GatherOnDevice(int block, int device_slot);
   OpId ReduceOnDevice(int block, OpId last, int64_t step);
@@ -168,7 +169,7 @@ class ProgramBuilder {
   void EmitUpdate(int block, int tile, int run_slot, const Update& of);
   void SizeRun(int slot, const BlockPlan& block);
   // Whoever still uses the content of a run slot, which is given up.
-  std::vector<OpId> GiveUpRun(int slot);
+  Edges GiveUpRun(int slot);
   int NextTileSlot() { return static_cast<int>(next_tile_slot_++ % rotating_tile_slots_); }
   bool IsDue(int block) const;
   // Makes what is due of the block's update, outside of a use by compute.
@@ -179,11 +180,11 @@ class ProgramBuilder {
   void AppendForward(bool train, int micro_batches, int64_t step);
   // The places in this pass where a block's gradient is summed, or goes to where it is not, unless an earlier
   // use has taken them; returns who still uses them.
-  std::vector<OpId> TakePlaces(int block);
-  std::vector<OpId> TakeGradientSlot(int block);
-  std::vector<OpId> TakeAccumulatorSlot(int block);
+  Edges TakePlaces(int block);
+  Edges TakeGradientSlot(int block);
+  Edges TakeAccumulatorSlot(int block);
   // One stage, all micro-batches; `wait`: who still uses the gradient's place. Returns the last operation.
-  OpId EmitBackward(int position, const Weights& weights, const std::vector<OpId>& wait, int64_t step);
+  OpId EmitBackward(int position, const Weights& weights, const Edges& wait, int64_t step);
   // When `last`, its last addend, is taken: from there to a gradient that waits for the norm; returns what
   // makes it final. And, of one that does not wait in memory, its way to the drive.
   OpId EmitFinal(int block, OpId last, int64_t step);
@@ -193,13 +194,13 @@ class ProgramBuilder {
   // The write of a tile that was not updated here: its checksums first.
   void EmitSealedWrite(int block, int tile, int run_slot, int tile_slot, int64_t step);
   // Of `step`, when `after` is done; over several ranks all of them agree on it.
-  void EmitCommit(int64_t step, bool durable, std::vector<OpId> after);
+  void EmitCommit(int64_t step, bool durable, Edges after);
   void CommitPending();
   void Persist();
   size_t NextUse(int block, size_t position) const;
 
-  const ModelGraph graph_;
-  const Plan plan_;
+  const ModelGraph& graph_;
+  const Plan& plan_;
   std::vector<int> stage_order_;
   OpId next_id_ = 0;
   int64_t next_step_;
@@ -210,7 +211,7 @@ class ProgramBuilder {
   OpId batch_ = -1;                    // kBatch of the pass
   OpId norm_ = -1;                     // kNorm of the pending step
   OpId last_commit_ = -1;
-  std::vector<OpId> pending_writes_;  // of the pending step, for its commit
+  Edges pending_writes_;  // of the pending step, for its commit
   std::vector<RunSlot> runs_;
   std::vector<TileSlot> tiles_;
   std::vector<GradientSlot> gradients_;

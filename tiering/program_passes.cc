@@ -59,7 +59,9 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
       if (!train) continue;
       // What it hands on must find room: inputs on their way to the drive are as many as the ring has.
       const int leaving = position + 1 - plan_.input_ring;
-      if (leaving > 0 && plan_.SpillsInput(leaving)) AddAll(&op.after, input_written_[At(leaving)]);
+      if (leaving > 0 && plan_.SpillsInput(leaving)) {
+        for (const OpId written : input_written_[At(leaving)]) AddIf(&op.after, written);
+      }
       if (!plan_.SpillsInput(position)) continue;
       input_written_[At(position)][At(m)] = next_id_;
       EmitInput(OpKind::kWriteInput, position, m, step).after = {id};
@@ -73,25 +75,25 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
   }
 }
 
-std::vector<OpId> ProgramBuilder::TakeGradientSlot(int block) {
+Edges ProgramBuilder::TakeGradientSlot(int block) {
   const BlockPlan& bp = plan_.blocks[At(block)];
   int index = bp.gradient_slot;
   if (index < 0) {
     index = plan_.gradient_rings[At(bp.run_class)].NextSlot(&next_gradient_slot_[At(bp.run_class)]);
   }
   gradient_[At(block)] = index;
-  return std::exchange(gradients_[At(index)].users, {});
+  return TakeAll(&gradients_[At(index)].users);
 }
 
-std::vector<OpId> ProgramBuilder::TakeAccumulatorSlot(int block) {
+Edges ProgramBuilder::TakeAccumulatorSlot(int block) {
   int index = plan_.blocks[At(block)].accumulator_slot;
   if (index < 0) index = static_cast<int>(next_accumulator_++ % At(plan_.accumulator_ring));
   accumulator_[At(block)] = index;
-  return std::exchange(accumulators_[At(index)].users, {});
+  return TakeAll(&accumulators_[At(index)].users);
 }
 
-std::vector<OpId> ProgramBuilder::TakePlaces(int block) {
-  std::vector<OpId> users;
+Edges ProgramBuilder::TakePlaces(int block) {
+  Edges users;
   if (plan_.device.apart) {
     TakeDevicePlaces(block, &users);
   } else if (plan_.needs_accumulator(block)) {
@@ -102,8 +104,7 @@ std::vector<OpId> ProgramBuilder::TakePlaces(int block) {
   return users;
 }
 
-OpId ProgramBuilder::EmitBackward(int position, const Weights& weights, const std::vector<OpId>& wait,
-                                  int64_t step) {
+OpId ProgramBuilder::EmitBackward(int position, const Weights& weights, const Edges& wait, int64_t step) {
   const int stages = static_cast<int>(graph_.stages.size());
   const StageShape& stage = graph_.stages[At(stage_order_[At(position)])];
   OpId last = -1;
@@ -147,13 +148,13 @@ OpId ProgramBuilder::EmitBackward(int position, const Weights& weights, const st
 
 OpId ProgramBuilder::EmitFinal(int block, OpId last, int64_t step) {
   const bool sums_apart = plan_.needs_accumulator(block);
-  std::vector<OpId> wait;  // for the gradient's place
+  Edges wait;  // for the gradient's place
   if (sums_apart || plan_.device.apart) wait = TakeGradientSlot(block);
   const int gradient = gradient_[At(block)];
   if (plan_.device.apart) {
     if (plan_.device.direct) last = ReduceOnDevice(block, last, step);
     // Otherwise over several ranks it goes to the sums, and the gradient's place waits for the reduction.
-    const std::vector<OpId> users = sums_apart ? TakeAccumulatorSlot(block) : std::exchange(wait, {});
+    const Edges users = sums_apart ? TakeAccumulatorSlot(block) : TakeAll(&wait);
     last = EmitCopyOut(block, gradient, accumulator_[At(block)], last, users, step);
   }
   // What makes the gradient's place final, and frees the sums: rounding, or over several ranks the reduction.
@@ -200,7 +201,7 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
   const int stages = static_cast<int>(graph_.stages.size());
   std::vector<int> uses_left(graph_.blocks.size());
   for (size_t b = 0; b < uses_left.size(); ++b) uses_left[b] = plan_.blocks[b].uses;
-  std::vector<OpId> finals;
+  Edges finals;
   input_used_.assign(At(stages), -1);
   for (std::vector<int>* places : {&accumulator_, &gradient_, &device_accumulator_, &device_gradient_}) {
     places->assign(graph_.blocks.size(), -1);

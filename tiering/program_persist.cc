@@ -24,7 +24,7 @@ void ProgramBuilder::EmitSealedWrite(int block, int tile, int run_slot, int tile
 void ProgramBuilder::Persist() {
   if (unsaved_step_ == 0) return;
   // Those of the pending step go into a commit of their own.
-  std::vector<OpId> pending = std::exchange(pending_writes_, {});
+  const Edges pending = TakeAll(&pending_writes_);
   for (size_t b = 0; b < plan_.blocks.size(); ++b) {
     const BlockPlan& block = plan_.blocks[b];
     const auto number = static_cast<int>(b);
@@ -38,7 +38,8 @@ void ProgramBuilder::Persist() {
       EmitSealedWrite(number, tile, block.private_run_slot, block.private_tile_slot[t], unsaved_step_);
     }
   }
-  EmitCommit(unsaved_step_, /*durable=*/true, std::exchange(pending_writes_, std::move(pending)));
+  EmitCommit(unsaved_step_, /*durable=*/true, TakeAll(&pending_writes_));
+  pending_writes_ = pending;
   unsaved_step_ = 0;
 }
 

@@ -71,7 +71,7 @@ class SimLanes : public Lanes {
   void ForRunning(Visit&& visit);
   void Complete(Job& job, std::vector<Completion>* completions);
 
-  const Plan plan_;
+  const Plan& plan_;  // the caller's
   const MachineModel machine_;
   std::function<absl::Status(const Op&)> fault_;
   std::function<bool(int64_t)> redone_;

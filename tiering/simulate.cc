@@ -11,6 +11,7 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
                                     int steps, const Executor::Observer& observer,
                                     const Executor::StallObserver& stall_observer) {
   constexpr int kWarmUp = 2;
+  if (!machine.moves()) return absl::InvalidArgumentError("a rate of the machine is no number above 0");
   ProgramBuilder builder(graph, plan, 1);
   SimLanes lanes(plan, machine);
   Executor executor(&lanes);

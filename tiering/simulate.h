@@ -30,8 +30,9 @@ struct Prediction {
   Usage usage;           // of the measured steps
 };
 
-// Runs `steps` steps after two of warm-up. The observers are given every operation of the measured steps, and
-// what compute waits for in them: the predicted lanes, for a trace.
+// Runs `steps` steps after two of warm-up. kInvalidArgument: a machine that has a rate of 0 or less. The
+// observers are given every operation of the measured steps, and what compute waits for in them: the
+// predicted lanes, for a trace.
 absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
                                     int steps = 2, const Executor::Observer& observer = nullptr,
                                     const Executor::StallObserver& stall_observer = nullptr);

@@ -147,10 +147,10 @@ bool RealLanes::Skips(const Op& op) const {
 }
 
 void RealLanes::Report(const Task& task, absl::Status status, double start) {
-  {
-    std::lock_guard lock(mutex_);
-    done_.push_back({task, std::move(status), start, Now()});
-  }
+  // Inside the lock: who takes the last completion may end this, and this thread is not always one of its
+  // own.
+  std::lock_guard lock(mutex_);
+  done_.push_back({task, std::move(status), start, Now()});
   completion_there_.notify_one();
 }
 
@@ -259,18 +259,18 @@ void RealLanes::StartSpill(const Task& task) {
   // One more than the transfers, taken off at the end: none of them may report before all are submitted.
   spill.outstanding.store(static_cast<int>(block.tiles.size()) + 1, std::memory_order_relaxed);
   auto* gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
-  absl::Status refused;
+  spill.refused = absl::OkStatus();
   int submitted = 0;
-  for (size_t t = 0; t < block.tiles.size() && refused.ok(); ++t) {
+  for (size_t t = 0; t < block.tiles.size() && spill.refused.ok(); ++t) {
     const int64_t bytes = plan_.precision.gradient_bytes;
-    refused = store_->WriteScratch(
+    spill.refused = store_->WriteScratch(
         &tiles_[At(op.block)][t]->spill.io, StoreTile(op.block, static_cast<int>(t)), 0,
         gradient + block.tiles[t].offset * bytes, static_cast<uint64_t>(block.tiles[t].elements * bytes),
         aio::Priority::kWriteBehind);
-    if (refused.ok()) ++submitted;
+    if (spill.refused.ok()) ++submitted;
   }
   const int missing = static_cast<int>(block.tiles.size()) - submitted;
-  if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, std::move(refused), spill.start);
+  if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, absl::OkStatus(), spill.start);
 }
 
 absl::Status RealLanes::StartInput(const Task& task) {
@@ -332,6 +332,7 @@ absl::Status RealLanes::Settle(const Done& done) {
     case OpKind::kWriteTile:
       return UndoesWrite(op) ? status : store_->NoteWritten(&transfers(op).write.io, transfers(op).checksums);
     case OpKind::kWriteGradient:
+      status = spills_[At(op.block)]->refused;  // the tiles that were not taken have their last status
       for (const auto& tile : tiles_[At(op.block)]) status.Update(tile->spill.io.status());
       return status;
     case OpKind::kWriteInput:

@@ -73,6 +73,7 @@ class RealLanes : public tiering::Lanes {
 
   bool HasRoom(tiering::Lane lane) const override;
   bool Skips(const tiering::Op& op) const override;
+  bool Moves(const tiering::Op& op) const override { return !UndoesWrite(op); }
   void Start(tiering::OpId id, const tiering::Op& op) override;
   absl::Status Decide(const tiering::Op& op) override;
   void Wait(std::vector<tiering::Completion>* completions) override;
@@ -125,6 +126,7 @@ class RealLanes : public tiering::Lanes {
   // A block's gradient on its way to the drive: one transfer per tile.
   struct Spill {
     std::atomic<int> outstanding{0};
+    absl::Status refused;  // of what the store did not take
     RealLanes* lanes = nullptr;
     Task task;
     double start = 0;

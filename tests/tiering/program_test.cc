@@ -335,6 +335,22 @@ TEST(Executor, AnErrorEndsTheRunWithNothingInFlight) {
   }
 }
 
+TEST(Executor, AMachineThatStandsStillIsAnErrorNotAHang) {
+  const ModelGraph graph = Chain(4, 1 << 18, 1e-3);
+  PlanOptions options;
+  options.host_budget_bytes = 16 * kMiB;
+  const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  for (const double rate : {0.0, std::numeric_limits<double>::quiet_NaN()}) {
+    for (double MachineModel::*const of : {&MachineModel::read_bytes_per_s, &MachineModel::write_bytes_per_s,
+                                           &MachineModel::verify_bytes_per_s}) {
+      MachineModel machine;
+      machine.*of = rate;
+      EXPECT_EQ(Simulate(graph, *plan, machine).status().code(), absl::StatusCode::kInvalidArgument) << rate;
+    }
+  }
+}
+
 // Whatever the machine: what the compute lane did, and what it waited for, is all of its time.
 TEST(Executor, BusyAndStalledIsAllTheTime) {
   const ModelGraph graph = Chain(12, 1 << 20, 1e-3);
