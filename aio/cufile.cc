@@ -26,6 +26,8 @@ struct Descriptor {
   const void* operations = nullptr;
 };
 
+LoadedLibrary Library() { return LoadedLibrary({"libcufile.so", "libcufile.so.0"}); }
+
 }  // namespace
 
 struct CuFile::Functions {
@@ -41,9 +43,11 @@ struct CuFile::Functions {
 
 CuFile::CuFile() : call_(std::make_unique<Functions>()) {}
 
+bool CuFile::IsInstalled() { return Library().loaded(); }
+
 absl::StatusOr<std::shared_ptr<CuFile>> CuFile::Load(std::function<absl::Status()> use_device,
                                                      bool only_past_host) {
-  LoadedLibrary library({"libcufile.so", "libcufile.so.0"});
+  const LoadedLibrary library = Library();
   if (!library.loaded()) return absl::FailedPreconditionError("no libcufile.so on this machine");
   auto made = std::shared_ptr<CuFile>(new CuFile());
   made->use_device_ = std::move(use_device);
@@ -77,18 +81,11 @@ CuFile::~CuFile() {
   call_->DriverClose();
 }
 
-void CuFile::Cover(void* base, uint64_t bytes) {
-  if (registered_) call_->BufDeregister(base_);
-  base_ = static_cast<std::byte*>(base);
-  bytes_ = bytes;
+void CuFile::Cover(std::byte* base, uint64_t bytes) {
+  if (registered_) call_->BufDeregister(this->base());
+  DeviceTransfers::Cover(base, bytes);
   // Where it cannot be registered, cuFile goes through buffers of its own.
   registered_ = base != nullptr && call_->BufRegister(base, bytes, 0).error == 0;
-}
-
-bool CuFile::Has(const void* data, uint64_t bytes) const {
-  const auto at = reinterpret_cast<uintptr_t>(data);
-  const auto base = reinterpret_cast<uintptr_t>(base_);
-  return base_ != nullptr && at >= base && bytes <= bytes_ && at - base <= bytes_ - bytes;
 }
 
 void* CuFile::HandleOf(const File& file, std::string* why) {
@@ -114,11 +111,13 @@ int64_t CuFile::Transfer(Op op, const File& file, uint64_t offset, void* data, u
   void* const handle = HandleOf(file, why);
   if (handle == nullptr) return -EOPNOTSUPP;
   const auto in_file = static_cast<off_t>(offset);
-  const auto in_memory = static_cast<off_t>(static_cast<std::byte*>(data) - base_);
+  // Offsets count from what is registered; other memory is named itself.
+  void* const from = registered_ ? base() : static_cast<std::byte*>(data);
+  const auto in_memory = static_cast<off_t>(static_cast<std::byte*>(data) - static_cast<std::byte*>(from));
   const bool read = op == Op::kRead;
   errno = 0;
-  const ssize_t moved = read ? call_->Read(handle, base_, bytes, in_file, in_memory)
-                             : call_->Write(handle, base_, bytes, in_file, in_memory);
+  const ssize_t moved = read ? call_->Read(handle, from, bytes, in_file, in_memory)
+                             : call_->Write(handle, from, bytes, in_file, in_memory);
   if (moved >= 0) return moved;
   if (moved == -1) return errno != 0 ? -errno : -EIO;
   *why = absl::StrCat(read ? "cuFileRead " : "cuFileWrite ", file.path(), ": offset ", offset, ", ", bytes,

@@ -32,12 +32,11 @@ class CuFile final : public DeviceTransfers {
                                                       bool only_past_host);
   ~CuFile() override;
 
-  // The device's memory that transfers may have, in the place of the former; null: none. While nothing is in
-  // flight.
-  void Cover(void* base, uint64_t bytes);
+  // Whether there is a library to load.
+  static bool IsInstalled();
 
   std::string_view name() const override { return "cuFile"; }
-  bool Has(const void* data, uint64_t bytes) const override;
+  void Cover(std::byte* base, uint64_t bytes) override;  // registered with cuFile
   int64_t Transfer(Op op, const File& file, uint64_t offset, void* data, uint64_t bytes,
                    std::string* why) override;
   void Forget(int fd) override;
@@ -50,8 +49,6 @@ class CuFile final : public DeviceTransfers {
   const std::unique_ptr<Functions> call_;
   std::function<absl::Status()> use_device_;
   bool open_ = false;
-  std::byte* base_ = nullptr;
-  uint64_t bytes_ = 0;
   bool registered_ = false;
   std::mutex mutex_;
   std::map<int, void*> handles_;  // by descriptor

@@ -99,7 +99,7 @@ absl::StatusOr<std::unique_ptr<GpuBuffer>> GpuBuffer::Make(int device, GpuPath p
                                                       "; leave it out to go through pinned host memory"));
   }
   buffer->cufile_ = *std::move(cufile);
-  buffer->cufile_->Cover(buffer->memory_, host.size());
+  buffer->cufile_->Cover(static_cast<std::byte*>(buffer->memory_), host.size());
   return buffer;
 }
 

@@ -23,6 +23,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "aio/arena.h"
+#include "aio/cufile.h"
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "aio/loaded_library.h"
@@ -401,7 +402,7 @@ void Gpus(Report& r) {
     r.Missing("nccl", "no libnccl.so.2",
               "ranks with a CUDA device each: without it they exchange through host memory, over Gloo");
   }
-  if (aio::LoadedLibrary({"libcufile.so", "libcufile.so.0"}).loaded()) {
+  if (aio::CuFile::IsInstalled()) {
     r.Ok("gds", "libcufile (a run with aio.use_gds tries whether it goes past host memory here)");
   } else {
     r.Missing(

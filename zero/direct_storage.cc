@@ -58,24 +58,23 @@ absl::Status Try(const std::string& directory, uint64_t seed, Device& device, ai
       absl::StrCat("what was written beside ", directory, " is not what came to the device"));
 }
 
-absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> Open(const EngineOptions& options) {
+absl::Status TryAll(const EngineOptions& options, aio::DeviceTransfers& transfers) {
   Device& device = *options.device;
   if (options.state_dirs.empty()) return absl::FailedPreconditionError("no state directory to try it beside");
-  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> transfers = device.OpenStorage();
-  if (!transfers.ok()) return transfers.status();
   absl::StatusOr<std::byte*> there = device.AllocateArena(kProbeBytes);
   if (!there.ok()) return there.status();
   uint64_t seed = 0;
   for (const std::string& directory : options.state_dirs) {
-    if (absl::Status status = Try(directory, ++seed, device, **transfers, *there); !status.ok())
-      return status;
+    if (absl::Status status = Try(directory, ++seed, device, transfers, *there); !status.ok()) return status;
   }
-  return transfers;
+  return absl::OkStatus();
 }
 
 }  // namespace
 
-absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options, bool gathers_by_host) {
+absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options,
+                                                absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> opened,
+                                                bool gathers_by_host) {
   DirectStorage storage;
   if (!options.device->apart()) return storage;
   if (options.offload != OffloadDevice::kNvme) {
@@ -87,9 +86,9 @@ absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options, bo
     storage.how = absl::StrCat(by_host, ", where those of all ranks are gathered");
     return storage;
   }
-  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> opened =
-      absl::FailedPreconditionError("not asked for");
-  if (options.gds) opened = Open(options);
+  if (opened.ok()) {
+    if (absl::Status tried = TryAll(options, **opened); !tried.ok()) opened = tried;
+  }
   std::string why = std::string(opened.status().message());
   if (options.comm != nullptr) {
     const absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*options.comm, opened.ok() ? 1 : 0);

@@ -16,12 +16,14 @@ struct DirectStorage {
   std::string how;                                  // a line about it; empty where no device is apart
 };
 
-// Where options.gds asks for it and the device has it, a file without a name is written beside each state
-// directory, read to the device and checked there: what fails is no error but the reason for the other way,
-// which is always there. Before the device's arena is made. Over several ranks all go the same way, and all
-// call this. `gathers_by_host`: weights are needed in host memory, where those of several ranks come
-// together. Errors: another rank was lost.
-absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options, bool gathers_by_host);
+// `opened`: what the device has (Device::OpenStorage), or why it is not used. Where it has it, a file without
+// a name is written beside each state directory, read to the device and checked there: what fails is no error
+// but the reason for the other way, which is always there. Before the device's arena is made. Over several
+// ranks all go the same way, and all call this. `gathers_by_host`: weights are needed in host memory, where
+// those of several ranks come together. Errors: another rank was lost.
+absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options,
+                                                absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> opened,
+                                                bool gathers_by_host);
 
 }  // namespace penstock::zero
 

@@ -266,9 +266,10 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.bounds = options.bounds;
   plan_options.update_order = options.update_order;
   plan_options.clips = options.clip > 0;
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> device_storage =
+      absl::FailedPreconditionError("not asked for");
   if (Device& device = *options.device; device.apart()) {
-    if (options.gds)
-      (void)device.OpenStorage();  // what that takes of its memory is not in its capacity; asked again below
+    if (options.gds) device_storage = device.OpenStorage();  // takes memory that is not in its capacity then
     if (options.device_memory_bytes > device.capacity_bytes()) {
       return absl::FailedPreconditionError(
           absl::StrCat("a device memory budget of ", options.device_memory_bytes, " bytes is more than the ",
@@ -330,8 +331,8 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
       plan_options.device.budget_bytes = prepared.devices.budget_bytes = *budget;
     }
   }
-  absl::StatusOr<DirectStorage> storage =
-      OpenDirectStorage(options, plan_options.world > 1 && !plan_options.device.direct);
+  absl::StatusOr<DirectStorage> storage = OpenDirectStorage(
+      options, std::move(device_storage), plan_options.world > 1 && !plan_options.device.direct);
   if (!storage.ok()) return storage.status();
   prepared.storage = *std::move(storage);
   plan_options.device.gds = prepared.storage.transfers != nullptr;

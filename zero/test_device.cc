@@ -45,12 +45,7 @@ int64_t BytesOf(const torch::Tensor& tensor) {
 class TestDevice::Storage final : public aio::DeviceTransfers {
  public:
   explicit Storage(const TestDeviceOptions& options) : options_(options) {}
-  void Cover(std::span<std::byte> arena) { arena_ = arena; }
   std::string_view name() const override { return "test"; }
-  bool Has(const void* data, uint64_t bytes) const override {
-    const auto at = reinterpret_cast<uintptr_t>(data), base = reinterpret_cast<uintptr_t>(arena_.data());
-    return at >= base && at + bytes <= base + arena_.size();
-  }
   int64_t Transfer(aio::Op op, const aio::File& file, uint64_t offset, void* data, uint64_t bytes,
                    std::string* why) override {
     if (op != aio::Op::kRead) return -EOPNOTSUPP;
@@ -66,7 +61,6 @@ class TestDevice::Storage final : public aio::DeviceTransfers {
 
  private:
   const TestDeviceOptions options_;
-  std::span<std::byte> arena_;
   std::atomic<int64_t> reads_{0};
 };
 
@@ -78,7 +72,7 @@ TestDevice::TestDevice(const TestDeviceOptions& options) : options_(options) {
 }
 
 TestDevice::~TestDevice() {
-  if (storage_ != nullptr) storage_->Cover({});
+  if (storage_ != nullptr) storage_->Cover(nullptr, 0);
   for (Engine& engine : engines_) {
     {
       std::lock_guard lock(engine.mutex);
@@ -132,7 +126,7 @@ absl::StatusOr<std::byte*> TestDevice::AllocateArena(int64_t bytes) {
   memory_.assign(static_cast<size_t>(bytes) + aio::kSectorBytes, std::byte{0xff});
   const auto at = reinterpret_cast<uintptr_t>(memory_.data());
   arena_ = std::span(memory_).subspan(aio::AlignUp(at, aio::kSectorBytes) - at, static_cast<size_t>(bytes));
-  if (storage_ != nullptr) storage_->Cover(arena_);
+  if (storage_ != nullptr) storage_->Cover(arena_.data(), arena_.size());
   return arena_.data();
 }
 

@@ -88,7 +88,8 @@ TEST_P(SpeedTest, KeepsUpWithABareLoop) {
     World w(BackendKind::kIoUring);
     if (!w.skip.empty()) GTEST_SKIP() << w.skip;
     if (w.arena->page_kind() == PageKind::kSmall) GTEST_SKIP() << "no huge pages here";
-    if (!w.log.lines().empty()) GTEST_SKIP() << w.log.lines()[0];
+    // What the numbers rest on may be missing: an older kernel's rings, or the right to lock memory.
+    if (w.log.Has(" refused: ") || w.log.Has("ulimit -l")) GTEST_SKIP() << w.log.lines()[0];
   }
   // A neighbour on the machine can spoil a series; three in a row are not bad luck.
   Outcome outcome;
