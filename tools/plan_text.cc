@@ -226,8 +226,8 @@ std::string PlanText(const PlanFacts& facts) {
   if (plan.plan.speculates) {
     absl::StrAppend(
         &text,
-        absl::StrFormat("order of update: %.0f%% of the tiles in backward, as long as fewer than %.0f%% "
-                        "of the steps are clipped or skipped; otherwise in the next forward\n",
+        absl::StrFormat("order of update: %.0f%% of the tiles in backward, as long as at most %.0f%% of the "
+                        "last steps were clipped or skipped; otherwise in the next forward\n",
                         100 * plan.plan.in_backward_share(), 100 * plan.plan.worthwhile_redo_rate));
   }
   for (const std::string& reason : plan.plan.reasons) absl::StrAppend(&text, reason, "\n");

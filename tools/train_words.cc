@@ -9,6 +9,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "kernels/cpu_features.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
@@ -275,6 +276,18 @@ absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& conf
   return absl::OkStatus();
 }
 
+bool GoesByOptimizersRate(const zero::SchedulerConfig& scheduler) {
+  switch (scheduler.type) {
+    case zero::SchedulerType::kWarmupCosineLr:
+      return true;
+    case zero::SchedulerType::kWarmupLr:
+    case zero::SchedulerType::kWarmupDecayLr:
+      return !scheduler.warmup_max_lr.has_value();
+    default:
+      return false;
+  }
+}
+
 absl::Status ResolveOptimizer(const TrainWords& words, const zero::Config& config, const Kept& kept,
                               TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
@@ -294,7 +307,10 @@ absl::Status ResolveOptimizer(const TrainWords& words, const zero::Config& confi
   const double lr = zero::LearningRate(engine.optimizer);
   if (settings->resumes) return absl::OkStatus();  // the record has the schedule
 
-  if (config.scheduler.has_value() && !words.lr.has_value() && !words.warmup.has_value()) {
+  // Flags win, also over rates that the scheduler names itself.
+  const bool keeps_scheduler = config.scheduler.has_value() && !words.warmup.has_value() &&
+                               (!words.lr.has_value() || GoesByOptimizersRate(*config.scheduler));
+  if (keeps_scheduler) {
     absl::StatusOr<zero::LrSchedule> schedule = zero::MakeSchedule(*config.scheduler, lr, settings->steps);
     if (!schedule.ok()) return schedule.status();
     engine.schedule = *schedule;
@@ -303,6 +319,12 @@ absl::Status ResolveOptimizer(const TrainWords& words, const zero::Config& confi
   const int64_t warmup = words.warmup.value_or(std::min<int64_t>(100, settings->steps / 10));
   if (absl::Status status = Check<int64_t>("--warmup", warmup, 0, int64_t{1} << 40); !status.ok())
     return status;
+  if (config.scheduler.has_value()) {
+    settings->notes.push_back(absl::StrFormat(
+        "%s takes the place of the config's scheduler: %d steps of warm-up, then a cosine to a "
+        "tenth of the rate",
+        words.lr.has_value() ? "--lr" : "--warmup", warmup));
+  }
   absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(
       zero::WarmupThenCosine{.lr = lr, .min_lr = lr / 10, .warmup = warmup, .horizon = settings->steps});
   if (!schedule.ok()) return schedule.status();
@@ -398,7 +420,7 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
   app.add_option("--seq", words.seq, "Tokens in a sequence [256, or the model's context if that is less]");
   app.add_option("--lr", words.lr, "Peak learning rate [3e-4]");
   app.add_option("--warmup", words.warmup,
-                 "Steps of linear warm-up before the cosine [a tenth of the steps]");
+                 "Steps of linear warm-up before the cosine [a tenth of the steps, 100 at most]");
   app.add_option("--clip", words.clip, "Bound of the global gradient norm, 0 for none [1.0]");
   app.add_option("--weight-decay", words.weight_decay, "Weight decay [0.01 for AdamW]");
   app.add_option("--optimizer-states", words.optimizer_states,

@@ -344,7 +344,7 @@ class Training {
   }
 
   void Tick(tiering::Stall waiting) {
-    if (newest_.step > 0 && newest_.step < settings_.steps) Show(waiting);
+    if (engine_ != nullptr && engine_->step() < settings_.steps) Show(waiting);
   }
 
   void Show(tiering::Stall waiting) {
@@ -359,19 +359,23 @@ class Training {
     const Moved &before = moved_.front(), &last = moved_.back();
     const double passed = last.at - before.at;
     ProgressSample sample;
-    sample.step = newest_.step;
+    sample.step = engine_->step();
     sample.steps = settings_.steps;
-    sample.loss = newest_.loss;
-    const int64_t from = engine_->resumed_from().value_or(0);
-    const double per_step = (now - begin_) / static_cast<double>(std::max<int64_t>(1, newest_.step - from));
-    sample.tokens_per_second = static_cast<double>(TokensPerStep()) / newest_.seconds;
-    sample.read_bytes_per_second = sample.write_bytes_per_second = std::numeric_limits<double>::quiet_NaN();
+    constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+    sample.loss = sample.tokens_per_second = sample.seconds_left = kUnknown;
+    sample.read_bytes_per_second = sample.write_bytes_per_second = kUnknown;
+    if (newest_.step > 0) {
+      const int64_t from = engine_->resumed_from().value_or(0);
+      const double per_step = (now - begin_) / static_cast<double>(std::max<int64_t>(1, newest_.step - from));
+      sample.loss = newest_.loss;
+      sample.tokens_per_second = static_cast<double>(TokensPerStep()) / newest_.seconds;
+      sample.seconds_left = per_step * static_cast<double>(settings_.steps - newest_.step);
+    }
     if (passed > 0) {
       sample.read_bytes_per_second = static_cast<double>(last.read_bytes - before.read_bytes) / passed;
       sample.write_bytes_per_second = static_cast<double>(last.write_bytes - before.write_bytes) / passed;
     }
     sample.waits_for = std::string(tiering::StallName(waiting));
-    sample.seconds_left = per_step * static_cast<double>(settings_.steps - newest_.step);
     progress_.Update(sample);
   }
 

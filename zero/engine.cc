@@ -138,6 +138,7 @@ class Engine::Impl {
     result.stops = totals.stops;
     const double now = lanes_->Now();
     result.seconds = now - std::exchange(last_end_, now);
+    result.evaluation_seconds = std::exchange(evaluation_seconds_, 0);
     const tiering::Usage usage = executor_->TakeUsage();
     AddUsage(usage);
     auto of = [](const auto& values, auto index) { return values[static_cast<size_t>(index)]; };
@@ -146,8 +147,8 @@ class Engine::Impl {
                               of(usage.stall_seconds, tiering::Stall::kCommit);
     result.compute_seconds = of(usage.busy_seconds, tiering::Lane::kCompute);
     result.optimizer_seconds = of(usage.busy_seconds, tiering::Lane::kUpdate);
-    result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead);
-    result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite);
+    result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead) + std::exchange(owed_read_bytes_, 0);
+    result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite) + std::exchange(owed_write_bytes_, 0);
     last_result_ = result;
     return result;
   }
@@ -220,8 +221,10 @@ class Engine::Impl {
 
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
     double sum = 0;
-    absl::Status status =
-        ForwardAll(batches, [&](size_t n) { sum += runner_->MeanLoss() * static_cast<double>(n); });
+    // One by one: how many of them pass at once depends on the budget, and the sum must not.
+    absl::Status status = ForwardAll(batches, [&](size_t) {
+      for (const double loss : runner_->losses()) sum += loss;
+    });
     if (!status.ok()) return status;
     return sum / static_cast<double>(batches.size());
   }
@@ -423,20 +426,29 @@ class Engine::Impl {
     if (batches.empty()) return absl::InvalidArgumentError("nothing to evaluate: no batches given");
     if (absl::Status status = AbandonAhead(); !status.ok()) return status;
     const size_t group = static_cast<size_t>(std::max(1, plan_.plan.evaluate_micro_batches));
+    int64_t own_bytes = 0;
     for (size_t from = 0; from < batches.size(); from += group) {
       const size_t n = std::min(group, batches.size() - from);
       absl::Status begun = runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
                                                   batches.begin() + static_cast<std::ptrdiff_t>(from + n)});
       if (!begun.ok()) return begun;
       std::vector<Op> ops = builder_->Append(Pass::kEvaluate, static_cast<int>(n));
+      for (const Op& op : ops) {
+        if (op.lane == tiering::Lane::kRead && op.step == builder_->next_step()) own_bytes += op.bytes;
+      }
       executor_->Append(std::move(ops));
       AppendPersistIfDue();
       executor_->OpenGate(++gates_);
       if (absl::Status status = executor_->RunUntilIdle(); !status.ok()) return status;
       take(n);
     }
-    AddUsage(executor_->TakeUsage());
-    last_end_ = lanes_->Now();
+    const tiering::Usage usage = executor_->TakeUsage();
+    AddUsage(usage);
+    // The last step's updates were made on the way: theirs are the next step's to tell.
+    owed_read_bytes_ += usage.bytes[static_cast<size_t>(tiering::Lane::kRead)] - own_bytes;
+    owed_write_bytes_ += usage.bytes[static_cast<size_t>(tiering::Lane::kWrite)];
+    const double now = lanes_->Now();
+    evaluation_seconds_ += now - std::exchange(last_end_, now);
     return absl::OkStatus();
   }
 
@@ -536,7 +548,10 @@ class Engine::Impl {
   int64_t abandoned_step_ = 0;  // while it is run through
   std::string commit_payload_;
   StepResult last_result_;  // of this process; step 0: none
-  double last_end_ = 0;
+  double last_end_ = 0;     // of a step or an evaluation
+  // Since the last step.
+  double evaluation_seconds_ = 0;
+  int64_t owed_read_bytes_ = 0, owed_write_bytes_ = 0;
   double last_tick_ = 0;
 };
 

@@ -77,11 +77,14 @@ struct StepResult {
   // Share of the tiles whose update was made in backward, and whether it then had to be made again.
   double in_backward = 0;
   bool redone = false;
-  // Of the time from the end of the step before to the end of this one.
+  // Of the time from the end of the step before, or of an evaluation after it, to the end of this one.
   double seconds = 0;
-  double stall_io_seconds = 0;   // compute had nothing to do but wait for the drive
-  double compute_seconds = 0;    // forward and backward
-  double optimizer_seconds = 0;  // update workers, summed
+  double stall_io_seconds = 0;    // compute had nothing to do but wait for the drive
+  double compute_seconds = 0;     // forward and backward
+  double optimizer_seconds = 0;   // update workers, summed
+  double evaluation_seconds = 0;  // not in `seconds`: of evaluations since the step before
+  // With what an evaluation since the step before moved for that step's updates, without what it read for
+  // itself.
   int64_t nvme_read_bytes = 0;
   int64_t nvme_write_bytes = 0;
 };

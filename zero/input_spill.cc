@@ -79,8 +79,7 @@ InputSpill::~InputSpill() {
 
 absl::Status InputSpill::Write(int position, int micro_batch, torch::Tensor input, Done done, void* context) {
   Place& to = place(position, micro_batch);
-  absl::Status status = Guarded("input of a stage", [&] { to.tensor = input.contiguous(); });
-  if (!status.ok()) return status;
+  to.tensor = std::move(input);
   const uint64_t bytes = BytesOf(to.tensor);
   if (bytes > to.bytes) {
     return absl::InvalidArgumentError(absl::StrCat("the input at position ", position, " has ", bytes,

@@ -123,17 +123,20 @@ void Report::Predicted(const tiering::Prediction& prediction) {
 
 Report::Mark Report::Now(const Engine& engine) const {
   Mark mark;
-  mark.seconds = seconds_;
+  mark.seconds = seconds_ + evaluation_seconds_;
   mark.saturated_seconds = engine.io_stats().saturated_seconds();
   mark.compute_union_seconds = engine.usage().compute_union_seconds;
   mark.nvme_bytes = engine.usage().bytes[static_cast<size_t>(tiering::Lane::kRead)] +
                     engine.usage().bytes[static_cast<size_t>(tiering::Lane::kWrite)];
+  mark.step_bytes = step_bytes_;
   mark.steps = stepped_;
   return mark;
 }
 
 void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tokens) {
   seconds_ += result.seconds;
+  evaluation_seconds_ += result.evaluation_seconds;
+  step_bytes_ += result.nvme_read_bytes + result.nvme_write_bytes;
   tokens_ += tokens;
   ++stepped_;
   steps_.push_back(StepJson(result, tokens));
@@ -154,8 +157,9 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
   const double computed = last_.compute_union_seconds - first_.compute_union_seconds;
   const auto bytes = static_cast<double>(last_.nvme_bytes - first_.nvme_bytes);
   overlap_ratio_ = std::max(saturated, computed) > 0 ? seconds / std::max(saturated, computed) : 0;
+  const auto step_bytes = static_cast<double>(last_.step_bytes - first_.step_bytes);
   bytes_per_param_per_step_ =
-      steps > 0 && parameters_ > 0 ? bytes / steps / static_cast<double>(parameters_) : 0;
+      steps > 0 && parameters_ > 0 ? step_bytes / steps / static_cast<double>(parameters_) : 0;
   io_gbps_ = saturated > 0 ? bytes / saturated * 1e-9 : 0;
   if (report_.contains("prediction_from")) {
     const double deferred = steps > 0 ? static_cast<double>(deferred_steps_) / steps : 0;

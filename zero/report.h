@@ -1,7 +1,9 @@
 // The report of a run: what `penstock train --report` writes, with the names of the fields fixed.
 //
-// Steady state is from the end of the process's first step to the end of its last: steps 2..N.
-//   nvme_bytes_per_param_per_step  bytes the drive moved in it, over its steps and the model's parameters
+// Steady state is from the end of the process's first step to the end of its last: steps 2..N, and the
+// evaluations between them.
+//   nvme_bytes_per_param_per_step  bytes the drive moved in it, over its steps and the model's parameters;
+//                                  without the reads of evaluations
 //   io_saturated_seconds           time with bytes in flight at or above the device's knee (aio::EngineStats)
 //   compute_union_seconds          union of the intervals in which forward, backward or update kernels ran
 //   overlap_ratio                  its seconds / max(io_saturated_seconds, compute_union_seconds)
@@ -73,10 +75,11 @@ class Report {
 
  private:
   struct Mark {
-    double seconds = 0;  // of the steps so far
+    double seconds = 0;  // of the steps and evaluations so far
     double saturated_seconds = 0;
     double compute_union_seconds = 0;
     int64_t nvme_bytes = 0;
+    int64_t step_bytes = 0;  // of them, the steps' own
     int64_t steps = 0;
   };
   Mark Now(const Engine& engine) const;
@@ -84,7 +87,9 @@ class Report {
   nlohmann::json report_;
   std::deque<nlohmann::json> steps_;
   Mark first_, last_;
-  double seconds_ = 0;
+  double seconds_ = 0;  // of steps
+  double evaluation_seconds_ = 0;
+  int64_t step_bytes_ = 0;
   int64_t stepped_ = 0;
   int64_t probe_read_bytes_ = 0, probe_write_bytes_ = 0;
   int64_t tokens_ = 0;

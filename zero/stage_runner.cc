@@ -70,8 +70,10 @@ absl::Status StageRunner::Forward(int stage, int position, int micro_batch, bool
     block.module().train(!evaluates);
     SeedFor(stage, micro_batch);
     torch::Tensor& input = inputs_[At(position)][At(micro_batch)];
-    torch::Tensor output = spec.forward(block.module(), input, batches_[At(micro_batch)]).detach();
-    if (device_.apart()) output = output.contiguous();  // it may have to be copied as it is
+    // In one piece: it may have to be copied as it is, and comes back so, and everywhere the next stage is to
+    // compute with the same.
+    torch::Tensor output =
+        spec.forward(block.module(), input, batches_[At(micro_batch)]).detach().contiguous();
     block.Detach();
     if (evaluates) input = torch::Tensor();
     if (position + 1 < static_cast<int>(model_.stages.size())) {
@@ -179,11 +181,6 @@ std::vector<double> StageRunner::losses() const {
   std::vector<double> losses;
   for (const torch::Tensor& loss : losses_) losses.push_back(loss.defined() ? loss.item<double>() : 0);
   return losses;
-}
-
-double StageRunner::MeanLoss() const {
-  const std::vector<double> all = losses();
-  return std::accumulate(all.begin(), all.end(), 0.0) / static_cast<double>(all.size());
 }
 
 absl::StatusOr<std::vector<torch::Tensor>> StageRunner::Outputs() const {

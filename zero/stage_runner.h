@@ -60,8 +60,6 @@ class StageRunner {
 
   // Of the micro-batches of the pass that has finished; waits for the device.
   std::vector<double> losses() const;
-  // Mean loss over the micro-batches of the pass that has finished; waits for the device.
-  double MeanLoss() const;
   // Outputs of the last stage of a forward-only pass, by micro-batch, in host memory.
   absl::StatusOr<std::vector<torch::Tensor>> Outputs() const;
 

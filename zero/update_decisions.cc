@@ -35,8 +35,10 @@ void UpdateDecisions::AddTo(nlohmann::json* payload, const Decided* step) const 
 
 bool UpdateDecisions::ChoosesInBackward(const tiering::Plan& plan) const {
   const auto redone = static_cast<double>(std::count(redone_.begin(), redone_.end(), true));
-  const double doubt = options_.clip > 0 ? 2 : 0;
-  const double rate = (redone + doubt) / std::max(1.0, static_cast<double>(redone_.size()) + doubt);
+  const auto steps = static_cast<double>(redone_.size());
+  // As if two had been, at first; gone when as many as are remembered have told.
+  const double doubt = options_.clip > 0 ? 2 * (1 - steps / kRemembered) : 0;
+  const double rate = (redone + doubt) / std::max(1.0, steps + doubt);
   return plan.speculates && rate <= plan.worthwhile_redo_rate;
 }
 

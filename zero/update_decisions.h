@@ -28,6 +28,8 @@ namespace penstock::zero {
 
 class UpdateDecisions {
  public:
+  static constexpr size_t kRemembered = 16;  // steps
+
   // A step whose norm is known.
   struct Decided {
     StepResult result;    // as far as the norm tells, and what the engine adds
@@ -48,8 +50,9 @@ class UpdateDecisions {
   // Of the newest decision: 1 but for fp16.
   double loss_scale() const { return scaler_.scale(); }
 
-  // Whether the next step's updates are worth making in backward. The steps before tell; a new run, whose
-  // first gradients are large, is taken to be clipped until they do.
+  // Whether the next step's updates are worth making in backward: where no larger share of the last
+  // kRemembered steps than the plan's worthwhile_redo_rate was clipped or skipped. A new run, whose first
+  // gradients are large, is taken to be clipped until enough of its own steps tell.
   bool ChoosesInBackward(const tiering::Plan& plan) const;
   // They will be, in `step`; and it does not come after all.
   void InBackward(int64_t step) { in_backward_.insert(step); }
@@ -75,7 +78,6 @@ class UpdateDecisions {
  private:
   UpdateDecision DecisionOf(int64_t step, double factor);
 
-  static constexpr size_t kRemembered = 16;
   const EngineOptions& options_;
   std::optional<LrSchedule> schedule_;
   LossScaler scaler_;
