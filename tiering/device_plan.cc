@@ -114,7 +114,8 @@ class DevicePlanner {
     plan.budget_bytes = options_.budget_bytes;
     plan.kept_inputs = kept_inputs;
     plan.tensor_bytes =
-        ComputeTensorBytes(graph_, micro_batches_, trains_, kept_inputs, &plan.evaluate_micro_batches);
+        ComputeTensorBytes(graph_, micro_batches_, trains_, kept_inputs, &plan.evaluate_micro_batches) +
+        options_.tensor_slack_bytes;
     std::vector<int64_t> sizes, come_and_go;
     for (size_t b = 0; b < graph_.blocks.size(); ++b) {
       sizes.push_back(Elements(b));

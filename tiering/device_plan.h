@@ -40,12 +40,13 @@
 namespace penstock::tiering {
 
 struct DeviceOptions {
-  bool apart = false;         // has memory of its own
-  int64_t budget_bytes = 0;   // 0: as much as is of use
-  bool direct = false;        // over several ranks: devices hand each other their parts without the host
-  bool gds = false;           // weights may come from the drive past host memory
-  bool writes_state = false;  // what lives there is written to a drive after every update
-  double state_share = 0;     // of the elements: at most so many are in blocks that live there
+  bool apart = false;              // has memory of its own
+  int64_t budget_bytes = 0;        // 0: as much as is of use
+  int64_t tensor_slack_bytes = 0;  // that LibTorch's allocator holds there beyond its tensors
+  bool direct = false;             // over several ranks: devices hand each other their parts without the host
+  bool gds = false;                // weights may come from the drive past host memory
+  bool writes_state = false;       // what lives there is written to a drive after every update
+  double state_share = 0;          // of the elements: at most so many are in blocks that live there
 };
 
 struct DevicePlan {

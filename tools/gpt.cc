@@ -110,7 +110,7 @@ class Layer : public torch::nn::Module {
       return qkv.select(2, i).transpose(1, 2).reshape({batch * heads_, length, depth});
     };
     const torch::Tensor future =
-        torch::ones({length, length}, torch::TensorOptions().dtype(torch::kBool)).triu_(/*diagonal=*/1);
+        torch::ones({length, length}, x.options().dtype(torch::kBool)).triu_(/*diagonal=*/1);
     torch::Tensor scores =
         torch::bmm(head(0) * (1.0 / std::sqrt(static_cast<double>(depth))), head(1).transpose(1, 2));
     scores = torch::softmax(scores.masked_fill(future, -std::numeric_limits<double>::infinity()), -1);

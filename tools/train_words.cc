@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <thread>
 #include <tuple>
 
 #include "absl/status/status.h"
@@ -353,6 +354,13 @@ absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, 
   return ResolveDevice(words, config, settings);
 }
 
+// Where a device computes the processor has little to do but updates: two cores are left to what moves.
+int64_t UpdateThreads(const zero::EngineOptions& engine) {
+  if (!engine.device->apart()) return 1;
+  const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
+  return std::max<int64_t>(1, static_cast<int64_t>(std::thread::hardware_concurrency()) / sharing - 2);
+}
+
 absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   engine.sync = config.penstock.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
@@ -376,7 +384,7 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
          "one thread drives a device at its full speed"}}) {
     if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
   }
-  engine.update_workers = static_cast<int>(config.penstock.update_threads.value_or(1));
+  engine.update_workers = static_cast<int>(config.penstock.update_threads.value_or(UpdateThreads(engine)));
   if (config.aio.block_size_bytes.has_value()) {
     engine.io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
   }

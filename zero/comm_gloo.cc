@@ -158,10 +158,12 @@ class GlooComm : public Comm {
     stopping_.store(true);
     stop_.notify_all();
     if (beats_.joinable()) beats_.join();
-    if (watch_.joinable()) watch_.join();
     if (context_ != nullptr) context_->closeConnections();
     probes_.clear();
     Leave();
+    left_.store(true);
+    stop_.notify_all();
+    if (watch_.joinable()) watch_.join();  // the last: all of this may wait for a store that does not answer
   }
 
   std::string name() const override { return absl::StrCat("Gloo over ", address_); }
@@ -418,8 +420,9 @@ class GlooComm : public Comm {
 
   // Apart from it, because the store's own process may be the one that does not answer.
   void Watch() {
-    while (!Stopped()) {
+    while (!Waited(left_)) {
       int silent = -1;
+      bool ending = stopping_.load();
       {
         std::lock_guard lock(mutex_);
         const auto since = Clock::now() - Patience();
@@ -427,15 +430,19 @@ class GlooComm : public Comm {
           if (k != rank() && seen_[static_cast<size_t>(k)] < since) silent = k;
         }
         if (rank() != 0 && (answered_ < since || seen_[0] < since)) silent = 0;
-        if (!failure_.ok()) return;
+        ending = ending || !failure_.ok();
       }
-      if (silent < 0) continue;
+      if (silent < 0 || (ending && (silent > 0 || rank() == 0))) continue;
+      if (ending) {  // what this rank has to say is not worth waiting for ever
+        ShutStore();
+        return;
+      }
       const std::string text =
           absl::StrCat(RankName(silent, world()), " has not answered for ", options_.patience_seconds, " s");
       if (silent == 0) {
         // A note would wait for it too, as the beats do, and everybody who asks for notes.
         (void)Stop(Others(text));
-        for (const int socket : store_sockets_) shutdown(socket, SHUT_RDWR);
+        ShutStore();
       } else {
         (void)Fail(text);  // what it says is what every call returns from here on
       }
@@ -468,9 +475,15 @@ class GlooComm : public Comm {
     }
   }
 
-  bool Stopped() {
+  // Whoever waits for the store is told that it is gone.
+  void ShutStore() const {
+    for (const int socket : store_sockets_) shutdown(socket, SHUT_RDWR);
+  }
+
+  bool Stopped() { return Waited(stopping_); }
+  bool Waited(const std::atomic<bool>& flag) {
     std::unique_lock lock(stop_mutex_);
-    return stop_.wait_for(lock, Interval(), [this] { return stopping_.load(); });
+    return stop_.wait_for(lock, Interval(), [&flag] { return flag.load(); });
   }
 
   // Rank 0 keeps the store a little longer after a failure, so that the others can read why.
@@ -507,7 +520,7 @@ class GlooComm : public Comm {
 
   std::mutex stop_mutex_;
   std::condition_variable stop_;
-  std::atomic<bool> stopping_{false};
+  std::atomic<bool> stopping_{false}, left_{false};
   std::thread beats_, watch_;
 };
 

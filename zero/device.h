@@ -78,6 +78,10 @@ class Device {
   virtual void ResetLivePeak() = 0;  // and
   virtual void ResetPeak() = 0;      // of tensors()
   virtual void TrimTensors() = 0;
+  // What its allocator may hold beyond the tensors that there are: it counts against LimitTensors.
+  virtual int64_t tensor_slack_bytes() const { return 0; }
+  // The NUMA node that it is attached to, -1: any.
+  virtual int numa_node() const { return -1; }
   // Host memory that is copied from and to: pinned for the device while it lives.
   virtual absl::Status RegisterHost(void* memory, int64_t bytes) = 0;
   virtual void UnregisterHost(void* memory) = 0;

@@ -18,12 +18,14 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
+#include <fstream>
 #include <mutex>
 #include <thread>
 #include <utility>
 #include <variant>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "aio/cufile.h"
@@ -39,7 +41,10 @@ namespace allocator = c10::cuda::CUDACachingAllocator;
 using kernels::DType;
 
 // Code that is loaded when it is first used, and what libraries allocate past LibTorch.
-constexpr int64_t kReserve = int64_t{256} << 20;
+constexpr int64_t kReserve = int64_t{512} << 20;
+// LibTorch's allocator takes memory in pieces of 20 MiB for large tensors and 2 MiB for small ones, the last
+// of each partly used and one more while it grows; and cuBLAS has a workspace from it, 32 MiB on Hopper.
+constexpr int64_t kTensorSlack = int64_t{2 * 20 + 2 * 2 + 32} << 20;
 
 absl::Status Check(cudaError_t error, absl::string_view call) {
   if (error == cudaSuccess) return absl::OkStatus();
@@ -125,6 +130,15 @@ class Completions {
   std::thread thread_;
 };
 
+// By the kernel's list of PCI devices; -1: not known.
+int NodeOf(int device) {
+  std::array<char, 32> name{};  // "0000:3B:00.0"; there it is in small letters
+  if (cudaDeviceGetPCIBusId(name.data(), static_cast<int>(name.size()), device) != cudaSuccess) return -1;
+  std::ifstream file(absl::StrCat("/sys/bus/pci/devices/", absl::AsciiStrToLower(name.data()), "/numa_node"));
+  int node = -1;
+  return file >> node ? node : -1;
+}
+
 class CudaDevice : public Device {
  public:
   static absl::StatusOr<std::shared_ptr<Device>> Open(int local_rank) {
@@ -156,7 +170,8 @@ class CudaDevice : public Device {
                      "cudaEventCreate");
     }
     if (status.ok()) {
-      status = Check(cudaMallocHost(&device->checksum_, sizeof(uint64_t)), "cudaMallocHost");
+      status = Check(cudaMallocHost(reinterpret_cast<void**>(&device->checksum_), sizeof(uint64_t)),
+                     "cudaMallocHost");
     }
     size_t free = 0, total = 0;
     if (status.ok()) status = Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
@@ -171,6 +186,7 @@ class CudaDevice : public Device {
     if (devices > 1) {
       absl::StrAppend(&device->description_, ", number ", static_cast<int>(device->index_), " of ", devices);
     }
+    device->numa_node_ = NodeOf(device->index_);
     device->identity_ =
         absl::BytesToHexString(absl::string_view(properties.uuid.bytes, sizeof(properties.uuid.bytes)));
     return device;
@@ -214,7 +230,7 @@ class CudaDevice : public Device {
     // Copies do not wait for it.
     if (status.ok()) status = Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     if (!status.ok()) return status;
-    if (cufile_ != nullptr) cufile_->Cover(arena_, static_cast<uint64_t>(bytes));
+    if (cufile_ != nullptr) cufile_->Cover(static_cast<std::byte*>(arena_), static_cast<uint64_t>(bytes));
     arena_bytes_ = static_cast<uint64_t>(bytes);
     return static_cast<std::byte*>(arena_);
   }
@@ -230,19 +246,23 @@ class CudaDevice : public Device {
     }
     return absl::OkStatus();
   }
-  // What the allocator has of the device, tensors and what it keeps for the next ones: this is what others
-  // lack.
+  // Of its peak: what the allocator has of the device, tensors and what it keeps for the next ones. That is
+  // what others lack.
   TensorMemoryStats tensors() const override {
     const auto stats = allocator::getDeviceStats(index_);
     const auto& reserved = stats.reserved_bytes[0];
+    const auto& allocated = stats.allocated_bytes[0];
     TensorMemoryStats result;
-    result.live_bytes = reserved.current;
-    result.peak_live_bytes = result.peak_bytes = reserved.peak;
+    result.live_bytes = allocated.current;
+    result.peak_live_bytes = allocated.peak;
+    result.peak_bytes = reserved.peak;
     return result;
   }
   void ResetLivePeak() override { allocator::resetPeakStats(index_); }
   void ResetPeak() override { allocator::resetPeakStats(index_); }
   void TrimTensors() override { allocator::emptyCache(); }
+  int64_t tensor_slack_bytes() const override { return kTensorSlack; }
+  int numa_node() const override { return numa_node_; }
 
   absl::Status RegisterHost(void* memory, int64_t bytes) override {
     Use();
@@ -283,7 +303,7 @@ class CudaDevice : public Device {
       if (!loaded.ok()) return loaded.status();
       LessWhatOthersTook();
       cufile_ = *std::move(loaded);
-      if (arena_ != nullptr) cufile_->Cover(arena_, arena_bytes_);
+      if (arena_ != nullptr) cufile_->Cover(static_cast<std::byte*>(arena_), arena_bytes_);
     }
     return cufile_;
   }
@@ -318,9 +338,11 @@ class CudaDevice : public Device {
     Throw(kernels::cuda::Accumulate(type, in, sums, n, ComputeStream()));
   }
   void SquarePartials(DType type, const void* in, size_t n, double* partials) override {
+    Use();
     Throw(kernels::cuda::SquarePartials(type, in, n, partials, ComputeStream()));
   }
   void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) override {
+    Use();
     std::visit(
         [&](const auto& constants) {
           Throw(kernels::cuda::ApplyUpdates(constants, arrays.data(), arrays.size(), {}, ComputeStream()));
@@ -397,6 +419,7 @@ class CudaDevice : public Device {
 
   const c10::DeviceIndex index_;
   std::string description_, identity_;
+  int numa_node_ = -1;
   int64_t total_ = 0, capacity_ = 0;
   void* arena_ = nullptr;
   uint64_t arena_bytes_ = 0;

@@ -625,7 +625,7 @@ int64_t Engine::peak_device_bytes() const {
   return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;
 }
 int64_t Engine::peak_pinned_bytes() const {
-  return impl_->resources_->arena().locked() ? static_cast<int64_t>(impl_->resources_->arena().bytes()) : 0;
+  return impl_->resources_->pinned() ? static_cast<int64_t>(impl_->resources_->arena().bytes()) : 0;
 }
 void Engine::set_knee_bytes(uint64_t bytes) {
   aio::Engine* io = impl_->resources_->io();

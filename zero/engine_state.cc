@@ -276,6 +276,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
                        device.capacity_bytes(), " bytes of the device (", device.Describe(), ")"));
     }
     plan_options.device.apart = true;
+    plan_options.device.tensor_slack_bytes = device.tensor_slack_bytes();
     plan_options.device.budget_bytes =
         options.device_memory_bytes > 0 ? options.device_memory_bytes : device.capacity_bytes();
   }

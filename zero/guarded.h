@@ -18,13 +18,17 @@ namespace penstock::zero {
 inline std::string FirstLine(std::string_view text) { return std::string(text.substr(0, text.find('\n'))); }
 
 // Runs `body`, which returns nothing, and turns what it throws into a status that begins with `what`. A
-// tensor that the memory limit refused is kResourceExhausted.
+// tensor for which there is no memory, by a limit or on a device, is kResourceExhausted.
 template <typename Body>
 absl::Status Guarded(std::string_view what, Body&& body) {
   auto failed = [&](std::string_view why) {
     const std::string text = absl::StrCat(absl::string_view(what.data(), what.size()), ": ", FirstLine(why));
-    return text.find("tensor memory budget") != std::string::npos ? absl::ResourceExhaustedError(text)
-                                                                  : absl::InternalError(text);
+    if (text.find("tensor memory budget") != std::string::npos) return absl::ResourceExhaustedError(text);
+    if (text.find("CUDA out of memory") != std::string::npos) {
+      return absl::ResourceExhaustedError(
+          absl::StrCat(text, "; a larger --device-memory, or a smaller batch or sequence"));
+    }
+    return absl::InternalError(text);
   };
   try {
     std::forward<Body>(body)();

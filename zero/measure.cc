@@ -270,26 +270,33 @@ absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
   std::memset(here.get(), 0, static_cast<size_t>(bytes));
   if (absl::Status status = device.RegisterHost(here.get(), bytes); !status.ok()) return status;
   absl::Status failed;
-  // Pieces one after the other, as the lanes have them in flight; the second round counts.
+  // Pieces one after the other, as the lanes have them in flight, for long enough that what begins and ends
+  // the series does not count; the second series does.
+  constexpr int64_t kSeries = int64_t{512} << 20;
+  constexpr double kLongest = 0.05;  // seconds
   auto rate = [&](bool in) {
-    double seconds = 0;
-    for (int round = 0; round < 2; ++round) {
-      std::vector<std::promise<absl::Status>> done(static_cast<size_t>(bytes / kPiece));
+    double per_second = 0;
+    for (int series = 0; series < 2; ++series) {
+      int64_t moved = 0;
       const double begin = Seconds();
-      for (size_t i = 0; i < done.size(); ++i) {
-        std::byte* const host = here.get() + static_cast<int64_t>(i) * kPiece;
-        std::byte* const far = *there + static_cast<int64_t>(i) * kPiece;
-        auto report = [&done, i](absl::Status status) { done[i].set_value(std::move(status)); };
-        if (in) {
-          device.CopyIn(far, host, kPiece, /*after_compute=*/false, report);
-        } else {
-          device.CopyOut(host, far, kPiece, report);
+      while (moved == 0 || (moved < kSeries && Seconds() - begin < kLongest)) {
+        std::vector<std::promise<absl::Status>> done(static_cast<size_t>(bytes / kPiece));
+        for (size_t i = 0; i < done.size(); ++i) {
+          std::byte* const host = here.get() + static_cast<int64_t>(i) * kPiece;
+          std::byte* const far = *there + static_cast<int64_t>(i) * kPiece;
+          auto report = [&done, i](absl::Status status) { done[i].set_value(std::move(status)); };
+          if (in) {
+            device.CopyIn(far, host, kPiece, /*after_compute=*/false, report);
+          } else {
+            device.CopyOut(host, far, kPiece, report);
+          }
         }
+        for (std::promise<absl::Status>& each : done) failed.Update(each.get_future().get());
+        moved += bytes;
       }
-      for (std::promise<absl::Status>& each : done) failed.Update(each.get_future().get());
-      seconds = Seconds() - begin;
+      per_second = static_cast<double>(moved) / std::max(Seconds() - begin, 1e-9);
     }
-    return static_cast<double>(bytes) / std::max(seconds, 1e-9);
+    return per_second;
   };
   CopyRates rates;
   rates.h2d_bytes_per_s = rate(true);

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "aio/numa.h"
 #include "swap/inspect.h"
 #include "zero/engine_state.h"
 #include "zero/rank_setup.h"
@@ -45,10 +46,20 @@ Resources::~Resources() {
   TensorMemory::SetLimit(0);
 }
 
+// Beside its device; ranks of one host without one are spread over its nodes.
+int Resources::NodeFor(const EngineOptions& options) {
+  const int nodes = aio::NumaNodes();
+  if (nodes == 1) return -1;
+  if (options.device->apart()) return options.device->numa_node();
+  if (options.comm == nullptr || options.comm->environment().local_world == 1) return -1;
+  return options.comm->environment().local_rank % nodes;
+}
+
 absl::Status Resources::MakeMemory() {
   aio::ArenaOptions arena_options;
   arena_options.bytes = static_cast<uint64_t>(std::max<int64_t>(plan_.plan.arena_bytes, 1));
   arena_options.lock = plan_.plan.on_nvme;
+  arena_options.numa_node = NodeFor(options_);
   absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
   if (!arena.ok()) return arena.status();
   arena_ = std::move(*arena);

@@ -42,6 +42,7 @@ class Resources {
   absl::Status BoundDevice();
 
   const aio::Arena& arena() const { return *arena_; }
+  bool pinned() const { return registered_ || arena_->locked(); }  // the arena, by a device or by mlock
   Residency& residency() const { return *residency_; }
   // Plan::checkpoint_bytes and Plan::network_bytes of the arena; empty: none are planned.
   std::span<std::byte> tile_memory() const { return {tile_memory_.data(), tile_memory_.bytes()}; }
@@ -59,6 +60,7 @@ class Resources {
 
  private:
   Resources(const EnginePlan& plan, const EngineOptions& options) : plan_(plan), options_(options) {}
+  static int NodeFor(const EngineOptions& options);  // of NUMA, for the arena; -1: the kernel's choice
   absl::Status MakeMemory();
   absl::Status MakeDevice();
   absl::Status MakeIo();
