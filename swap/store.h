@@ -297,12 +297,12 @@ class Store {
   absl::Status StartOverwriting(CommitIo* io);
   absl::Status OverwriteNow();
   bool overwriting() const { return record_.overwriting; }
-  // For a store whose ranks did not all come as far: takes back the last commit, which must be the only one
-  // after that of `step`. Its record is erased, so that no later recovery finds it; recovered() and
-  // committed_*() are those of `step` from then on. Only while nothing is in flight, written or held
-  // (kFailedPrecondition); kDataLoss: the store has no commit of that step any more, as
-  // one that keeps one version never has.
-  absl::Status GoBackTo(uint64_t step);
+  // For a store whose ranks did not all come as far: takes back the last commit, whose number is the one
+  // after `sequence`. Its record is erased, so that no later recovery finds it; recovered() and committed_*()
+  // are those of `sequence` from then on. Only while nothing is in flight, written or held
+  // (kFailedPrecondition); kDataLoss: the store has that commit no more, as one that keeps one version never
+  // has.
+  absl::Status GoBackTo(uint64_t sequence);
 
   // The state of the last commit: what recovery would find now.
   uint64_t committed_sequence() const { return record_.sequence; }

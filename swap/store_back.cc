@@ -9,18 +9,18 @@
 
 namespace penstock::swap {
 
-absl::Status Store::GoBackTo(uint64_t step) {
+absl::Status Store::GoBackTo(uint64_t sequence) {
   if (absl::Status writable = CheckWritable(); !writable.ok()) return writable;
   const bool written = std::any_of(written_.begin(), written_.end(),
                                    [](const Written& tile) { return tile.state != Written::State::kNone; });
   if (commit_ != nullptr || retained_.has_value() || written || transfers_.load() > 0) {
     return absl::FailedPreconditionError("a commit is taken back only right after opening");
   }
-  if (step == record_.step) return absl::OkStatus();
+  if (sequence == record_.sequence) return absl::OkStatus();
   if (shape_.slots == 1) {
-    return absl::DataLossError(absl::StrCat(files_[0]->path(), " keeps one version, of step ", record_.step,
-                                            ": it cannot go back to step ", step,
-                                            "; go on from a checkpoint"));
+    return absl::DataLossError(
+        absl::StrCat(files_[0]->path(), " keeps one version, of step ", record_.step,
+                     ": it cannot take its last commit back; go on from a checkpoint"));
   }
   std::vector<std::vector<std::byte>> copies;
   const auto newest = static_cast<uint32_t>(record_.sequence % kRecordPlaces);
@@ -35,11 +35,14 @@ absl::Status Store::GoBackTo(uint64_t step) {
     }
   }
   FoundRecord found = NewestRecord(geometry_, shape_.uuid, copies);
-  if (found.record.sequence + 1 != record_.sequence || found.record.step != step) {
-    return absl::DataLossError(absl::StrCat(
-        files_[0]->path(), ": its last commit is of step ", record_.step, ", and the one before it is ",
-        found.record.sequence == 0 ? "gone" : absl::StrCat("of step ", found.record.step),
-        ": it cannot go back to step ", step, "; go on from a checkpoint"));
+  if (sequence + 1 != record_.sequence || found.record.sequence != sequence) {
+    return absl::DataLossError(
+        absl::StrCat(files_[0]->path(), ": its last commit is number ", record_.sequence, ", of step ",
+                     record_.step, ", and the one before it is ",
+                     found.record.sequence == 0
+                         ? "gone"
+                         : absl::StrCat("number ", found.record.sequence, ", of step ", found.record.step),
+                     ": it cannot go back to number ", sequence, "; go on from a checkpoint"));
   }
   // Neither zeros, which would say that there never was a record, nor anything that looks like one.
   constexpr std::string_view kTakenBack = "taken back";

@@ -180,8 +180,8 @@ class Engine::Impl {
   std::vector<std::string> ParameterNames() const { return Access().Names(); }
 
   absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind) {
-    if (options_.comm != nullptr) return NotOverRanks("ReadState");
-    if (absl::Status status = Flush(); !status.ok()) return status;
+    if (resources_->others() != nullptr) return OnePartOnly();
+    if (absl::Status status = Told(Flush()); !status.ok()) return status;
     if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
     if (last_result_.step == 0) {
       return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
@@ -193,10 +193,9 @@ class Engine::Impl {
 
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
-    if (options_.comm != nullptr) return NotOverRanks("WriteState");
     absl::Status status = Flush();
     if (status.ok() && store() != nullptr && plan_.versions == 1) status = store()->OverwriteNow();
-    if (!status.ok()) return status;
+    if (status = Told(status); !status.ok()) return status;
     status = Access().Write(parameter, kind, value);
     if (store() == nullptr) {
       // Weights that were copied to a device are of the version before.
@@ -211,12 +210,15 @@ class Engine::Impl {
     if (!status.ok()) {
       absl::Status undone = store()->DropAllWritten();
       if (undone.ok() && store()->overwriting()) undone = commit();  // nothing was, after all
-      status.Update(undone);
+      if (undone = Told(undone); !undone.ok()) status.Update(undone);
       return status;
     }
     // What the builder believes to be in memory is of the version before.
     MakeBuilder(builder_->next_id());
-    return commit();
+    status = commit();
+    // Nobody writes over the version before until all have this one.
+    if (options_.comm != nullptr) status = AgreeOnStatus(*options_.comm, Channel::kSetup, status);
+    return Told(status);
   }
 
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
@@ -319,9 +321,11 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
-  static absl::Status NotOverRanks(const char* call) {
+  static absl::Status OnePartOnly() {
     return absl::FailedPreconditionError(
-        absl::StrCat(call, " is for one rank: over several, nobody has all of it"));
+        "this process has one rank's part of a state that several have kept: read it with that many ranks, "
+        "or "
+        "export the state");
   }
 
   absl::Status Initialize() {
@@ -397,7 +401,8 @@ class Engine::Impl {
   }
 
   StateAccess Access() const {
-    return {model_, module_pointers_, plan_.plan, plan_.format, residency(), store(), DeviceStateOrNull()};
+    return {model_,      module_pointers_, plan_.plan,          plan_.format,
+            residency(), store(),          DeviceStateOrNull(), options_.comm.get()};
   }
   const DeviceState* DeviceStateOrNull() const {
     return resources_->device_lanes() != nullptr ? &resources_->device_lanes()->state() : nullptr;

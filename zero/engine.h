@@ -225,7 +225,8 @@ class Engine {
   // first, and a step that was announced starts over. A written value is committed when WriteState returns,
   // as part of the step that was the last. The gradient is that of the last step of this process, before
   // clipping. kNotFound: no such parameter; kInvalidArgument: another shape; kFailedPrecondition: no such
-  // state.
+  // state. Over several ranks all of them make these calls, with the same value, and all are given the whole
+  // of what they read; a value that was written is committed on all of them or on none.
   std::vector<std::string> ParameterNames() const;
   absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind);
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value);

@@ -158,17 +158,22 @@ absl::Status Resources::MakeStore(const std::string& identity) {
   return options_.resumes() && options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();
 }
 
-// Goes on from the newest step that every rank has committed. With two versions none has begun to overwrite
-// it: that waits until all have committed the next one (OpKind::kAgree), so the ones that have are one step
-// ahead at the most. With one version who is ahead cannot go back, which is kDataLoss.
+// Goes on from the newest commit that every rank has made; they make the same ones. With two versions none
+// has begun to overwrite it: that waits until all have made the next one (OpKind::kAgree), so the ones that
+// have are one ahead at the most. With one version who is ahead cannot go back, which is kDataLoss.
 absl::Status Resources::GoBackTogether() {
-  const auto mine = static_cast<int64_t>(store_->committed_step());
-  absl::StatusOr<std::vector<int64_t>> steps = AllNumbers(*options_.comm, mine);
-  if (!steps.ok()) return steps.status();
-  const int64_t common = *std::min_element(steps->begin(), steps->end());
-  if (common == mine) return absl::OkStatus();
-  Log(absl::StrCat("step ", mine, " was not committed by all ranks: going on from step ", common));
-  return store_->GoBackTo(static_cast<uint64_t>(common));
+  const uint64_t step = store_->committed_step(), sequence = store_->committed_sequence();
+  absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*options_.comm, static_cast<int64_t>(sequence));
+  if (!all.ok()) return all.status();
+  const auto common = static_cast<uint64_t>(*std::min_element(all->begin(), all->end()));
+  if (common == sequence) return absl::OkStatus();
+  if (absl::Status back = store_->GoBackTo(common); !back.ok()) return back;
+  Log(store_->committed_step() == step
+          ? absl::StrCat("what was written into the state after step ", step,
+                         " was not committed by all ranks: going on without it")
+          : absl::StrCat("step ", step, " was not committed by all ranks: going on from step ",
+                         store_->committed_step()));
+  return absl::OkStatus();
 }
 
 // An evaluation of what several ranks keep: this is the only process, with the plan of rank 0, and reads

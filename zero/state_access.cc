@@ -8,10 +8,13 @@
 #include "kernels/float16.h"
 #include "zero/guarded.h"
 #include "zero/nearest_name.h"
+#include "zero/rank_setup.h"
 #include "zero/real_lanes.h"
 
 namespace penstock::zero {
 namespace {
+
+constexpr int64_t kSharedAtOnce = int64_t{1} << 20;  // elements of every rank's part
 
 size_t At(int index) { return static_cast<size_t>(index); }
 
@@ -63,12 +66,76 @@ absl::Status StateAccess::ForEachTile(
   const Parameter& parameter = *found.parameter;
   const std::vector<tiering::Tile>& tiles = plan_.blocks[At(found.block)].tiles;
   for (size_t t = 0; t < tiles.size(); ++t) {
-    const int64_t begin = std::max(parameter.offset, tiles[t].offset);
-    const int64_t end = std::min(parameter.offset + parameter.elements, tiles[t].offset + tiles[t].elements);
+    const tiering::Tile tile = residency_.InRun(found.block, tiles[t]);
+    const int64_t begin = std::max(parameter.offset, tile.offset);
+    const int64_t end = std::min(parameter.offset + parameter.elements, tile.offset + tile.elements);
     if (begin >= end) continue;
     absl::Status status =
-        body(static_cast<int>(t), begin - tiles[t].offset, end - begin, begin - parameter.offset);
+        body(static_cast<int>(t), begin - tile.offset, end - begin, begin - parameter.offset);
     if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StateAccess::CheckKept(StateKind kind) const {
+  const Moments& moments = format_.moments;
+  if (kind == StateKind::kGradient) {
+    return absl::FailedPreconditionError("a gradient cannot be set: the update may have used it already");
+  }
+  if (kind == StateKind::kParameter || (kind == StateKind::kFirstMoment ? moments.m : moments.v))
+    return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("the optimizer of this run keeps no ", std::string(StateKindName(kind))));
+}
+
+absl::Status StateAccess::OfAll(const absl::Status& mine) const {
+  return comm_ == nullptr ? mine : AgreeOnStatus(*comm_, Channel::kSetup, mine);
+}
+
+absl::Status StateAccess::Share(const Found& found, float* values) const {
+  if (comm_ == nullptr) return absl::OkStatus();
+  const Parameter& parameter = *found.parameter;
+  const int64_t part = plan_.blocks[At(found.block)].elements;
+  const int64_t most = std::min(part, kSharedAtOnce);
+  torch::Tensor memory;
+  absl::Status status = Guarded("memory for the ranks' parts of a parameter's state", [&] {
+    memory = torch::empty({comm_->world(), most}, torch::kFloat32);
+  });
+  if (absl::Status all = OfAll(status); !all.ok()) return all;
+  for (int64_t from = 0; from < part; from += most) {
+    const int64_t n = std::min(most, part - from);
+    float* const gathered = memory.data_ptr<float>();
+    // Calls `copy(values, gathered, n)` for what rank k has of the parameter in this round.
+    const auto of_rank = [&](int k, const auto& copy) {
+      const int64_t first = k * part + from;
+      const int64_t begin = std::max(parameter.offset, first);
+      const int64_t end = std::min(parameter.offset + parameter.elements, first + n);
+      if (begin >= end) return false;
+      copy(values + (begin - parameter.offset), gathered + k * n + (begin - first), end - begin);
+      return true;
+    };
+    bool any = false;
+    for (int k = 0; k < comm_->world(); ++k) any |= of_rank(k, [](float*, float*, int64_t) {});
+    if (!any) continue;
+    of_rank(comm_->rank(), [](float* own, float* to, int64_t count) { std::copy_n(own, count, to); });
+    status = comm_->AllGather(Channel::kSetup, gathered, static_cast<size_t>(n) * sizeof(float));
+    if (!status.ok()) return status;
+    for (int k = 0; k < comm_->world(); ++k) {
+      of_rank(k, [](float* to, const float* other, int64_t count) { std::copy_n(other, count, to); });
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status StateAccess::CheckSame(std::string_view name, const torch::Tensor& values) const {
+  if (comm_ == nullptr) return absl::OkStatus();
+  const uint64_t checksum = kernels::Checksum(values.data_ptr(), values.nbytes());
+  absl::StatusOr<std::vector<std::string>> all = comm_->AllTexts(Channel::kSetup, absl::StrCat(checksum));
+  if (!all.ok()) return all.status();
+  for (size_t k = 1; k < all->size(); ++k) {
+    if ((*all)[k] == all->front()) continue;
+    return absl::InvalidArgumentError(absl::StrCat("ranks 0 and ", k, " were given different values for ",
+                                                   std::string(name), ": all of them write the same"));
   }
   return absl::OkStatus();
 }
@@ -122,18 +189,20 @@ absl::Status StateAccess::Store(int block, int tile, const Loaded& loaded) const
 absl::StatusOr<torch::Tensor> StateAccess::Read(std::string_view name, StateKind kind) {
   absl::StatusOr<Found> found = Find(name);
   if (!found.ok()) return found.status();
+  if (absl::Status kept = CheckKept(kind); !kept.ok()) return kept;
   torch::Tensor values;
   absl::Status status = Guarded("memory for a parameter's state",
                                 [&] { values = torch::empty(found->parameter->sizes, torch::kFloat32); });
-  if (!status.ok()) return status;
-  status = ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
-    absl::StatusOr<Loaded> loaded = Load(found->block, tile);
-    if (!loaded.ok()) return loaded.status();
-    if (ReadValues(format_, loaded->memory, kind, begin, n, values.data_ptr<float>() + at))
+  if (status.ok()) {
+    status = ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+      absl::StatusOr<Loaded> loaded = Load(found->block, tile);
+      if (!loaded.ok()) return loaded.status();
+      ReadValues(format_, loaded->memory, kind, begin, n, values.data_ptr<float>() + at);
       return absl::OkStatus();
-    return absl::FailedPreconditionError(
-        absl::StrCat("the optimizer of this run keeps no ", std::string(StateKindName(kind))));
-  });
+    });
+  }
+  status = OfAll(status);
+  if (status.ok()) status = Share(*found, values.data_ptr<float>());
   if (!status.ok()) return status;
   return values;
 }
@@ -143,10 +212,6 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
     const std::function<uint64_t(int, int)>& gradient_checksum) {
   absl::StatusOr<Found> found = Find(name);
   if (!found.ok()) return found.status();
-  torch::Tensor values;
-  absl::Status status = Guarded("memory for a gradient",
-                                [&] { values = torch::empty(found->parameter->sizes, torch::kFloat32); });
-  if (!status.ok()) return status;
   const tiering::BlockPlan& bp = plan_.blocks[At(found->block)];
   const bool all_in_backward = std::count(bp.in_backward.begin(), bp.in_backward.end(), 0) == 0;
   if (in_backward && !plan_.clips && bp.gradient_slot < 0 && all_in_backward) {
@@ -154,8 +219,11 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
         absl::StrCat("the gradient of ", std::string(name), " was used where it was made and kept nowhere: ",
                      "more host memory keeps it, and so does the order of update \"next_forward\""));
   }
+  torch::Tensor values;
+  absl::Status status = Guarded("memory for a gradient",
+                                [&] { values = torch::empty(found->parameter->sizes, torch::kFloat32); });
   const int64_t width = plan_.precision.gradient_bytes;
-  status = ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+  const auto read_tile = [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
     const tiering::Tile& cut = bp.tiles[At(tile)];
     torch::Tensor copy;
     const std::byte* gradient = nullptr;
@@ -190,18 +258,19 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
     kernels::Convert(format_.weights, gradient + begin * width, kernels::DType::kFp32,
                      values.data_ptr<float>() + at, static_cast<size_t>(n));
     return absl::OkStatus();
-  });
+  };
+  if (status.ok()) status = ForEachTile(*found, read_tile);
+  status = OfAll(status);
+  if (status.ok()) status = Share(*found, values.data_ptr<float>());
+  if (status.ok() && scale != 1) status = Guarded("gradient", [&] { values.mul_(1 / scale); });
   if (!status.ok()) return status;
-  if (scale != 1) {
-    status = Guarded("gradient", [&] { values.mul_(1 / scale); });
-    if (!status.ok()) return status;
-  }
   return values;
 }
 
 absl::Status StateAccess::Write(std::string_view name, StateKind kind, const torch::Tensor& value) {
   absl::StatusOr<Found> found = Find(name);
   if (!found.ok()) return found.status();
+  if (absl::Status kept = CheckKept(kind); !kept.ok()) return kept;
   torch::Tensor values;
   absl::Status status = Guarded("value of a parameter's state", [&] {
     TORCH_CHECK(value.defined() && value.sizes().vec() == found->parameter->sizes, "a tensor of shape ",
@@ -210,19 +279,17 @@ absl::Status StateAccess::Write(std::string_view name, StateKind kind, const tor
     values = value.detach().to(torch::kCPU, torch::kFloat32).contiguous();
   });
   if (!status.ok()) {
-    return absl::IsResourceExhausted(status) ? status : absl::InvalidArgumentError(status.message());
+    if (!absl::IsResourceExhausted(status)) status = absl::InvalidArgumentError(status.message());
   }
-  return ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+  status = OfAll(status);
+  if (status.ok()) status = CheckSame(name, values);
+  if (!status.ok()) return status;
+  return OfAll(ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
     absl::StatusOr<Loaded> loaded = Load(found->block, tile);
     if (!loaded.ok()) return loaded.status();
-    if (!WriteValues(format_, loaded->memory, kind, begin, n, values.data_ptr<float>() + at)) {
-      return absl::FailedPreconditionError(
-          kind == StateKind::kGradient
-              ? "a gradient cannot be set: the update may have used it already"
-              : absl::StrCat("the optimizer of this run keeps no ", std::string(StateKindName(kind))));
-    }
+    WriteValues(format_, loaded->memory, kind, begin, n, values.data_ptr<float>() + at);
     return Store(found->block, tile, *loaded);
-  });
+  }));
 }
 
 }  // namespace penstock::zero

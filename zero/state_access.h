@@ -2,8 +2,10 @@
 //
 // Everything must be at rest: nothing in flight, every update applied. State is read from and written to the
 // drive where it has its home there, a tile at a time; where it has not, in memory, the host's or the
-// device's. A write is a new version
-// of each tile that it touches and counts once it is committed.
+// device's. A write is a new version of each tile that it touches and counts once it is committed.
+//
+// Over several ranks all of them make the same calls. Each reads its part, and all are given the whole; each
+// writes its part of a value that is the same on all. An error of one is everybody's, and ends nothing.
 #ifndef PENSTOCK_ZERO_STATE_ACCESS_H_
 #define PENSTOCK_ZERO_STATE_ACCESS_H_
 
@@ -20,6 +22,7 @@
 #include "swap/store.h"
 #include "tiering/plan.h"
 #include "zero/block.h"
+#include "zero/comm.h"
 #include "zero/device_state.h"
 #include "zero/model.h"
 #include "zero/residency.h"
@@ -30,17 +33,18 @@ namespace penstock::zero {
 class StateAccess {
  public:
   // Everything passed in outlives this. `store` is null where nothing lives on a drive, `device` where none
-  // is apart.
+  // is apart, `comm` where there is one rank.
   StateAccess(const Model& model, const std::vector<BlockModule*>& modules, const tiering::Plan& plan,
               const TileFormat& format, const Residency& residency, swap::Store* store,
-              const DeviceState* device)
+              const DeviceState* device, Comm* comm)
       : model_(model),
         modules_(modules),
         plan_(plan),
         format_(format),
         residency_(residency),
         store_(store),
-        device_(device) {}
+        device_(device),
+        comm_(comm) {}
 
   // Names of all parameters: the block's, a dot, the parameter's within it.
   std::vector<std::string> Names() const;
@@ -52,7 +56,7 @@ class StateAccess {
   // it.
   absl::StatusOr<torch::Tensor> ReadGradient(std::string_view name, double scale, bool in_backward,
                                              const std::function<uint64_t(int, int)>& gradient_checksum);
-  // kInvalidArgument: another shape.
+  // kInvalidArgument: another shape, or values that differ between ranks.
   absl::Status Write(std::string_view name, StateKind kind, const torch::Tensor& value);
 
  private:
@@ -66,6 +70,8 @@ class StateAccess {
     TileMemory memory;
   };
   absl::StatusOr<Found> Find(std::string_view name) const;
+  // OK where the optimizer keeps it.
+  absl::Status CheckKept(StateKind kind) const;
   // Its only place is the device's memory.
   bool OnDeviceAlone(int block) const {
     return store_ == nullptr && device_ != nullptr && device_->has(block);
@@ -73,9 +79,15 @@ class StateAccess {
   absl::StatusOr<Loaded> Load(int block, int tile) const;
   absl::Status Store(int block, int tile, const Loaded& loaded) const;
   uint32_t StoreTile(int block, int tile) const;
-  // Calls `body(tile, begin in tile, n, begin in parameter)` for each tile that the parameter touches.
+  // Calls `body(tile, begin in tile, n, begin in parameter)` for each tile of this rank that the parameter
+  // touches.
   absl::Status ForEachTile(const Found& found,
                            const std::function<absl::Status(int, int64_t, int64_t, int64_t)>& body) const;
+  // `mine`, or the error of another rank.
+  absl::Status OfAll(const absl::Status& mine) const;
+  // Fills in the other ranks' parts of a parameter's values, of which each has its own.
+  absl::Status Share(const Found& found, float* values) const;
+  absl::Status CheckSame(std::string_view name, const torch::Tensor& values) const;
 
   const Model& model_;
   const std::vector<BlockModule*>& modules_;
@@ -84,6 +96,7 @@ class StateAccess {
   const Residency& residency_;
   swap::Store* const store_;
   const DeviceState* const device_;
+  Comm* const comm_;
 };
 
 }  // namespace penstock::zero

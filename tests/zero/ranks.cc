@@ -85,7 +85,8 @@ nlohmann::json ToJson(const TrainedLosses& trained) {
           {"on_device_share", trained.plan.on_device_share()},
           {"least_host_memory_bytes", trained.least_host_memory_bytes},
           {"read_bytes", trained.read_bytes},
-          {"write_bytes", trained.write_bytes}};
+          {"write_bytes", trained.write_bytes},
+          {"state", trained.state}};
 }
 
 std::vector<RankOutcome> TrainRanks(int world, const RunOptions& run,
@@ -147,6 +148,7 @@ RunOptions UntiedRun(OffloadDevice offload, torch::Dtype dtype) {
   run.batch = 2;
   run.steps = 4;
   run.evaluate_every = 3;
+  run.hashes_state = true;
   return run;
 }
 
@@ -160,7 +162,7 @@ void ExpectSameLosses(const nlohmann::json& one, const std::vector<RankOutcome>&
   for (size_t k = 0; k < ranks.size(); ++k) {
     SCOPED_TRACE(testing::Message() << "rank " << k);
     ASSERT_EQ(ranks[k].text(), "");
-    for (const char* what : {"losses", "norms", "evaluations", "loss_scales", "skipped"}) {
+    for (const char* what : {"losses", "norms", "evaluations", "loss_scales", "skipped", "state"}) {
       EXPECT_EQ(ranks[k].report[what], one[what]) << what;
     }
   }

@@ -9,6 +9,8 @@
 #include <random>
 #include <string>
 
+#include "kernels/checksum.h"
+
 namespace penstock::zero::testing_support {
 
 Batch MakeBatch(const RunOptions& run, int64_t step, int micro_batch) {
@@ -71,6 +73,20 @@ EngineOptions OptionsOf(const RunOptions& run) {
   return options;
 }
 
+static absl::StatusOr<std::vector<uint64_t>> HashState(Engine& engine) {
+  std::vector<uint64_t> hashes;
+  for (const std::string& name : engine.ParameterNames()) {
+    for (const StateKind kind :
+         {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment, StateKind::kGradient}) {
+      const absl::StatusOr<torch::Tensor> value = engine.ReadState(name, kind);
+      if (!value.ok() && value.status().code() != absl::StatusCode::kFailedPrecondition)
+        return value.status();
+      hashes.push_back(value.ok() ? kernels::Checksum(value->data_ptr(), value->nbytes()) : 0);
+    }
+  }
+  return hashes;
+}
+
 TrainedLosses TrainGpt(const RunOptions& given) {
   TrainedLosses trained;
   RunOptions run = given;
@@ -96,6 +112,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       return poisoned ? value * std::numeric_limits<float>::infinity() : value;
     };
   }
+  const int stages = static_cast<int>(model.stages.size());
   trained.status = [&]() -> absl::Status {
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(std::move(model), options);
     if (!engine.ok()) return engine.status();
@@ -104,6 +121,9 @@ TrainedLosses TrainGpt(const RunOptions& given) {
     running = engine->get();
     trained.resumed_from = (*engine)->resumed_from().value_or(-1);
     const int64_t last = run.stop_after > 0 ? run.stop_after : run.steps;
+    if (run.opened) {
+      if (absl::Status status = run.opened(**engine); !status.ok()) return status;
+    }
     while ((*engine)->step() < last) {
       const int64_t step = (*engine)->step() + 1;
       std::vector<Batch> batches;
@@ -111,9 +131,9 @@ TrainedLosses TrainGpt(const RunOptions& given) {
         batches.push_back(MakeBatch(run, step, m * options.world() + options.rank()));
         if (step == run.poison_step) batches.back().targets[0][0] = batches.back().targets[0][1];
       }
-      if (run.shuffles && step % 2 == 0) {
-        std::vector<int> order =
-            ShuffledLayers(static_cast<int>(run.model.layers) + 2, static_cast<uint64_t>(step));
+      // A process that goes on with a run starts with the order that the run had.
+      if (const int64_t since = step - step % 2; run.shuffles && since > 0) {
+        std::vector<int> order = ShuffledLayers(stages, static_cast<uint64_t>(since));
         if (absl::Status status = (*engine)->SetOrder(std::move(order)); !status.ok()) return status;
       }
       const bool evaluates = run.evaluate_every > 0 && step % run.evaluate_every == 0;
@@ -127,6 +147,9 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       if (result->skipped) trained.skipped.push_back(step);
       if (result->redone) trained.redone.push_back(step);
       trained.in_backward = std::max(trained.in_backward, result->in_backward);
+      if (run.after_step) {
+        if (absl::Status status = run.after_step(**engine); !status.ok()) return status;
+      }
       if (!evaluates) continue;
       std::vector<Batch> held_out;
       for (int m = 0; m < 5; ++m) held_out.push_back(MakeBatch(run, -1, m));
@@ -135,6 +158,11 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       trained.evaluations.push_back(*evaluation);
     }
     const absl::Status flushed = (*engine)->Flush();
+    if (flushed.ok() && run.hashes_state) {
+      absl::StatusOr<std::vector<uint64_t>> state = HashState(**engine);
+      if (!state.ok()) return state.status();
+      trained.state = *std::move(state);
+    }
     trained.peak_managed_bytes = (*engine)->peak_managed_bytes();
     trained.peak_device_bytes = (*engine)->peak_device_bytes();
     trained.gds_read_bytes = (*engine)->gds_read_bytes();

@@ -46,8 +46,10 @@ struct RunOptions {
   CheckpointSchedule checkpoints;
   std::string state_dir;  // empty: a scratch directory, removed afterwards
   bool keep_state = false;
-  std::function<void(EngineOptions&)> adjust;  // whatever else, last
-  std::function<Model()> make_model;           // empty: a GPT of `model`
+  std::function<void(EngineOptions&)> adjust;               // whatever else, last
+  std::function<Model()> make_model;                        // empty: a GPT of `model`
+  bool hashes_state = false;                                // TrainedLosses::state
+  std::function<absl::Status(Engine&)> opened, after_step;  // an error ends the run
   std::shared_ptr<Comm> comm;  // the other ranks: micro-batch m is number m * world + rank of all
 };
 
@@ -55,6 +57,8 @@ struct TrainedLosses {
   absl::Status status;
   std::vector<double> losses, norms, evaluations, loss_scales;
   std::vector<int64_t> committed, skipped, redone;
+  // Of every parameter's master, moments and gradient at the end; 0 where there is none.
+  std::vector<uint64_t> state;
   double in_backward = 0;  // the largest share of tiles updated in backward
   int64_t resumed_from = -1;
   // Of every checkpoint: its step, the last step that was finished when it stood, what became of it.

@@ -1,0 +1,145 @@
+// Parameters' state by name over several ranks: each has its part, all read the whole, and what they write is
+// there on all of them or on none. That it is read right in every mode is part of ExpectSameLosses.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "swap/checkpoint.h"
+#include "tests/zero/ranks.h"
+#include "tests/zero/training.h"
+#include "zero/engine.h"
+
+namespace penstock::zero {
+namespace {
+
+using testing::HasSubstr;
+using testing_support::Alone;
+using testing_support::ExpectSameLosses;
+using testing_support::RankOutcome;
+using testing_support::RunOptions;
+using testing_support::TrainRanks;
+using testing_support::UntiedRun;
+
+class RankStateTest : public testing_support::ScratchTest {};
+
+// Part of one block, and all of another whose size no number of ranks divides.
+const char* const kNames[] = {"layer.2.up.weight", "layer.1.down.bias", "head.weight"};
+
+absl::Status HalveAll(Engine& engine) {
+  for (const char* name : kNames) {
+    for (const StateKind kind : {StateKind::kParameter, StateKind::kFirstMoment}) {
+      absl::StatusOr<torch::Tensor> value = engine.ReadState(name, kind);
+      if (!value.ok()) return value.status();
+      const torch::Tensor half = *value * 0.5;
+      if (absl::Status status = engine.WriteState(name, kind, half); !status.ok()) return status;
+      absl::StatusOr<torch::Tensor> now = engine.ReadState(name, kind);
+      if (!now.ok()) return now.status();
+      if (!torch::equal(*now, half))
+        return absl::InternalError(name + std::string(" is not what was written"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+TEST_F(RankStateTest, WhatIsWrittenIsThatOfOneRankInEveryMode) {
+  for (const OffloadDevice offload : {OffloadDevice::kNone, OffloadDevice::kCpu, OffloadDevice::kNvme}) {
+    for (const int world : {2, 3}) {
+      SCOPED_TRACE(testing::Message()
+                   << "offload " << static_cast<int>(offload) << ", " << world << " ranks");
+      RunOptions run = UntiedRun(offload, torch::kFloat32);
+      run.after_step = [](Engine& engine) {
+        return engine.step() == 2 ? HalveAll(engine) : absl::OkStatus();
+      };
+      run.micro_batches = world;
+      if (offload == OffloadDevice::kNvme) run.state_dir = scratch_ + "/one";
+      const nlohmann::json one = Alone(run);
+      run.micro_batches = 1;
+      if (offload == OffloadDevice::kNvme) run.state_dir = scratch_ + "/all";
+      ExpectSameLosses(one, TrainRanks(world, run));
+      std::filesystem::remove_all(scratch_ + "/all");
+    }
+  }
+}
+
+TEST_F(RankStateTest, AWriteThatNotAllHaveCommittedIsTakenBack) {
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  run.evaluate_every = 0;
+  run.steps = 5;
+  run.state_dir = scratch_ + "/alone";
+  const std::vector<RankOutcome> left_alone = TrainRanks(2, run);
+  run.state_dir = scratch_ + "/run";
+  run.stop_after = 2;
+  for (const RankOutcome& rank : TrainRanks(2, run)) ASSERT_EQ(rank.text(), "");
+  const std::string before = scratch_ + "/before", of_rank_1 = swap::RankDirectory(run.state_dir, 1);
+  std::filesystem::copy(of_rank_1, before, std::filesystem::copy_options::recursive);
+  run.resume = true;
+  run.opened = [](Engine& engine) -> absl::Status {
+    absl::StatusOr<torch::Tensor> value = engine.ReadState("head.weight", StateKind::kParameter);
+    if (!value.ok()) return value.status();
+    return engine.WriteState("head.weight", StateKind::kParameter, *value * 0.5);
+  };
+  for (const RankOutcome& rank : TrainRanks(2, run)) ASSERT_EQ(rank.text(), "");
+  // As if rank 1 had been killed before it could commit.
+  std::filesystem::remove_all(of_rank_1);
+  std::filesystem::copy(before, of_rank_1, std::filesystem::copy_options::recursive);
+  run.opened = nullptr;
+  run.stop_after = 0;
+  run.adjust = [](EngineOptions& options) {
+    options.log = [path = options.state_dirs.front() + "/../said"](const std::string& line) {
+      std::ofstream(path, std::ios::app) << line << "\n";
+    };
+  };
+  const std::vector<RankOutcome> resumed = TrainRanks(2, run);
+  for (size_t k = 0; k < 2; ++k) {
+    ASSERT_EQ(resumed[k].text(), "");
+    const auto losses = left_alone[k].report["losses"].get<std::vector<double>>();
+    EXPECT_EQ(resumed[k].report["losses"].get<std::vector<double>>(),
+              std::vector<double>(losses.begin() + 2, losses.end()));
+    EXPECT_EQ(resumed[k].report["state"], left_alone[k].report["state"]);
+  }
+  std::ifstream log(run.state_dir + "/said");
+  const std::string lines(std::istreambuf_iterator<char>(log), {});
+  EXPECT_THAT(lines, HasSubstr("written into the state after step 2 was not committed by all ranks"));
+}
+
+TEST_F(RankStateTest, WhatIsWrongIsToldToAllAndEndsNothing) {
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  run.state_dir = scratch_ + "/plain";
+  const std::vector<RankOutcome> plain = TrainRanks(2, run);
+  run.state_dir = scratch_ + "/run";
+  const auto outcomes = TrainRanks(2, run, [](int rank, RunOptions* own) {
+    own->after_step = [rank](Engine& engine) -> absl::Status {
+      if (engine.step() != 2) return absl::OkStatus();
+      absl::StatusOr<torch::Tensor> value = engine.ReadState("head.weight", StateKind::kParameter);
+      if (!value.ok()) return value.status();
+      const absl::Status differs = engine.WriteState("head.weight", StateKind::kParameter, *value + rank);
+      if (!absl::IsInvalidArgument(differs)) return absl::InternalError(differs.ToString());
+      if (differs.message().find("ranks 0 and 1 were given different values for head.weight") ==
+          std::string::npos)
+        return absl::InternalError(differs.ToString());
+      // Of one rank alone: the other hears of it.
+      const torch::Tensor wrong = rank == 1 ? torch::ones(3) : *value;
+      const absl::Status shape = engine.WriteState("head.weight", StateKind::kParameter, wrong);
+      if (!absl::IsInvalidArgument(shape)) return absl::InternalError(shape.ToString());
+      const absl::Status name = engine.WriteState("haed.weight", StateKind::kParameter, *value);
+      if (!absl::IsNotFound(name)) return absl::InternalError(name.ToString());
+      const absl::Status gradient = engine.WriteState("head.weight", StateKind::kGradient, *value);
+      if (!absl::IsFailedPrecondition(gradient)) return absl::InternalError(gradient.ToString());
+      return absl::OkStatus();
+    };
+  });
+  for (size_t k = 0; k < 2; ++k) {
+    EXPECT_EQ(outcomes[k].text(), "");
+    EXPECT_EQ(outcomes[k].report["losses"], plain[k].report["losses"]);
+    EXPECT_EQ(outcomes[k].report["state"], plain[k].report["state"]);
+  }
+}
+
+}  // namespace
+}  // namespace penstock::zero
