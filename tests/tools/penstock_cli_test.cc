@@ -1,5 +1,8 @@
 // The `penstock` program from end to end: training, stopping, resuming, and what the other verbs make of the
 // state.
+#include <linux/magic.h>
+#include <sys/vfs.h>
+
 #include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -56,6 +59,37 @@ void ExpectReport(const json& report, const std::string& status) {
   EXPECT_TRUE(report["totals"].contains("seconds") && report["totals"]["seconds"].is_number());
   ASSERT_TRUE(report.contains("steps") && report["steps"].is_array());
   for (const json& step : report["steps"]) ExpectStep(step);
+}
+
+TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
+  struct statfs where {};
+  ASSERT_EQ(statfs(dir_.c_str(), &where), 0);
+  if (where.f_type == TMPFS_MAGIC) GTEST_SKIP() << "the kernel counts no bytes of a file system in memory";
+  // What the program itself is read for is counted too: once, before.
+  ASSERT_EQ(Run(Train(dir_ + "/warm", {"--steps", "2"})).code, 0);
+  for (const char* states : {"fp32", "8bit"}) {
+    const Words model = {"train", "--model", "gpt-small", "--data", text_, "--batch", "1", "--seq", "64"};
+    const Words places = {"--state-dir", dir_ + "/state", "--report", dir_ + "/report"};
+    const Words rest = {"--host-memory", "96M", "--overwrite", "--quiet", "--steps", "8"};
+    const Ran ran = Run(model + places + rest + Words{"--optimizer-states", states});
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    const json report = json::parse(ReadFile(dir_ + "/report"));
+    const auto read = report["totals"]["nvme_read_bytes"].get<double>();
+    const auto written = report["totals"]["nvme_write_bytes"].get<double>();
+    EXPECT_GT(read, 0);
+    EXPECT_NEAR(static_cast<double>(ran.read_bytes), read, 0.02 * read);
+    EXPECT_NEAR(static_cast<double>(ran.written_bytes), written, 0.02 * written);
+    int64_t in_steps = 0;
+    for (size_t i = 1; i < 8; ++i) {
+      const json& step = report["steps"][i];
+      in_steps += step["nvme_read_bytes"].get<int64_t>() + step["nvme_write_bytes"].get<int64_t>();
+    }
+    const double per_parameter = report["nvme_bytes_per_param_per_step"];
+    EXPECT_NEAR(per_parameter, static_cast<double>(in_steps) / 7 / report["params"].get<double>(), 0.01);
+    EXPECT_GT(per_parameter, 1);
+    EXPECT_LE(per_parameter, states == std::string("fp32") ? 26.0 : 14.1);
+    EXPECT_LE(report["peak_managed_bytes"].get<int64_t>(), int64_t{96} << 20);
+  }
 }
 
 TEST_F(CliTest, TrainsLogsReportsAndGoesOnToALaterStep) {

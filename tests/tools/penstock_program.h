@@ -6,11 +6,13 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -52,6 +54,7 @@ inline Words operator+(Words left, const Words& right) {
 struct Ran {
   int code = -1;  // exit code; 1000 + n: ended by signal n
   std::string out, err;
+  int64_t read_bytes = 0, written_bytes = 0;  // of drives, as the kernel counts
 };
 
 // A running program; its output goes to files in `directory`. `launcher`: words before it, of a program that
@@ -103,8 +106,11 @@ class Program {
   Ran Wait() {
     Ran ran;
     int status = 0;
-    if (pid_ <= 0 || waitpid(pid_, &status, 0) != pid_) return ran;
+    rusage usage{};
+    if (pid_ <= 0 || wait4(pid_, &status, 0, &usage) != pid_) return ran;
     pid_ = -1;
+    ran.read_bytes = int64_t{512} * usage.ru_inblock;
+    ran.written_bytes = int64_t{512} * usage.ru_oublock;
     ran.code = WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
     ran.out = ReadFile(prefix_ + ".out");
     ran.err = ReadFile(prefix_ + ".err");

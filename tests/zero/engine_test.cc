@@ -10,8 +10,11 @@
 #include <cmath>
 #include <cstdlib>
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/zero/plain_model.h"
@@ -59,6 +62,25 @@ TEST(Engine, LossesInFp32AgreeWithPlainLibTorchOverTwentySteps) {
       EXPECT_NEAR(ours.losses[i], plain[i], 1e-5 * std::abs(plain[i])) << "step " << i + 1;
     }
     EXPECT_LT(plain.back(), plain.front());
+  }
+}
+
+// A mask is made again in backward, from the seed of its step, micro-batch and stage.
+TEST(Engine, DropoutIsThatOfPlainLibTorchWithTheSameSeeds) {
+  RunOptions run;
+  run.dtype = torch::kFloat32;
+  run.model.dropout = 0.2;
+  run.micro_batches = 2;
+  run.steps = 6;
+  run.clip = 0.5;
+  const std::vector<double> plain = PlainLosses(run);
+  const TrainedLosses ours = TrainGpt(run);
+  ASSERT_TRUE(ours.status.ok()) << ours.status;
+  run.model.dropout = 0;
+  const std::vector<double> without = PlainLosses(run);
+  for (size_t i = 0; i < plain.size(); ++i) {
+    EXPECT_NEAR(ours.losses[i], plain[i], 1e-5 * std::abs(plain[i])) << "step " << i + 1;
+    EXPECT_GT(std::abs(without[i] - plain[i]), 1e-4 * std::abs(plain[i])) << "step " << i + 1;
   }
 }
 
@@ -185,6 +207,74 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
       }
     }
   }
+}
+
+// The plan offers updates in backward; the steps' own clipping says when they are made there: not in a new
+// run, after enough clean steps, no more once steps are clipped, and again when those are forgotten.
+TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
+  constexpr int kSteps = 60;
+  auto is_large = [](int64_t step) { return step > 24 && step <= 32; };
+  RunOptions run;
+  run.offload = OffloadDevice::kNvme;
+  run.clip = 1e3;
+  auto model = [&run] {
+    Model large = tools::MakeGpt(run.model);
+    // The loss of a batch whose first target is repeated is large, and so is its gradient.
+    large.stages.back().forward = [loss = large.stages.back().forward](
+                                      torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+      const bool marked = batch.targets[0][0].item<int64_t>() == batch.targets[0][1].item<int64_t>();
+      return loss(module, x, batch) * (marked ? 1e5 : 1.0);
+    };
+    return large;
+  };
+  auto train = [&](EngineOptions options, std::vector<StepResult>* steps) -> absl::Status {
+    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model(), std::move(options));
+    if (!engine.ok()) return engine.status();
+    for (int64_t step = 1; step <= kSteps; ++step) {
+      Batch batch = testing_support::MakeBatch(run, step, 0);
+      if (is_large(step)) batch.targets[0][0] = batch.targets[0][1];
+      absl::StatusOr<StepResult> result = (*engine)->Step({batch}, Next::kTrain);
+      if (!result.ok()) return result.status();
+      steps->push_back(*result);
+    }
+    return (*engine)->Flush();
+  };
+  run.state_dir = testing_support::ScratchDirectory();
+  EngineOptions options = testing_support::OptionsOf(run);
+  // A drive that keeps this machine's compute waiting a little: updates in backward are worth something.
+  double worth = 0;
+  for (double bytes_per_s = 2e9; bytes_per_s > 1e7 && (worth < 0.01 || worth > 0.3); bytes_per_s *= 0.8) {
+    options.machine = [bytes_per_s](int64_t, const std::function<void()>&) {
+      tiering::MachineModel machine;
+      machine.read_bytes_per_s = machine.write_bytes_per_s = machine.mixed_bytes_per_s = bytes_per_s;
+      return machine;
+    };
+    const absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model(), options);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    worth = plan->plan.speculates ? plan->plan.worthwhile_redo_rate : 0;
+  }
+  ASSERT_GT(worth, 0);
+  std::vector<StepResult> drive, memory;
+  ASSERT_EQ(train(options, &drive), absl::OkStatus());
+  std::filesystem::remove_all(run.state_dir);
+  run.state_dir.clear();
+  run.offload = OffloadDevice::kNone;
+  ASSERT_EQ(train(testing_support::OptionsOf(run), &memory), absl::OkStatus());
+  int moved[3] =
+      {};  // steps updated in backward before, from the first large one on, after those are forgotten
+  for (size_t i = 0; i < drive.size(); ++i) {
+    const StepResult& step = drive[i];
+    EXPECT_EQ(step.loss, memory[i].loss) << "step " << step.step;
+    EXPECT_EQ(step.grad_norm, memory[i].grad_norm) << "step " << step.step;
+    EXPECT_EQ(step.grad_norm > run.clip, is_large(step.step)) << "step " << step.step;
+    EXPECT_EQ(step.redone, step.in_backward > 0 && is_large(step.step)) << "step " << step.step;
+    moved[step.step <= 24 ? 0 : step.step <= 48 ? 1 : 2] += step.in_backward > 0 ? 1 : 0;
+  }
+  EXPECT_EQ(drive[0].in_backward, 0);
+  EXPECT_GT(moved[0], 4);
+  EXPECT_GE(moved[1], 1);
+  EXPECT_LT(moved[1], 8);
+  EXPECT_GT(moved[2], 8);
 }
 
 TEST(Engine, EvaluationAndFlushInTheMiddleChangeNoBit) {

@@ -31,7 +31,11 @@ struct PlainModel {
     for (int m = 0; m < run.micro_batches; ++m) {
       const Batch batch = MakeBatch(run, step, m);
       torch::Tensor x = batch.inputs;
-      for (const StageSpec& stage : model.stages) x = stage.forward(*modules[stage.block], x, batch);
+      for (size_t s = 0; s < model.stages.size(); ++s) {
+        torch::manual_seed(MixSeed(run.seed, static_cast<uint64_t>(step), static_cast<uint64_t>(m), s));
+        const StageSpec& stage = model.stages[s];
+        x = stage.forward(*modules[static_cast<size_t>(stage.block)], x, batch);
+      }
       loss_sum += x.item<double>();
       (x * (scale / run.micro_batches)).backward();
     }
