@@ -323,9 +323,7 @@ class Engine::Impl {
 
   static absl::Status OnePartOnly() {
     return absl::FailedPreconditionError(
-        "this process has one rank's part of a state that several have kept: read it with that many ranks, "
-        "or "
-        "export the state");
+        "this process has one rank's part of what several have kept: read it with as many, or export it");
   }
 
   absl::Status Initialize() {

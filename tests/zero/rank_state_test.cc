@@ -108,6 +108,22 @@ TEST_F(RankStateTest, AWriteThatNotAllHaveCommittedIsTakenBack) {
   EXPECT_THAT(lines, HasSubstr("written into the state after step 2 was not committed by all ranks"));
 }
 
+// One process that evaluates what two have kept has a part: it must not be given for the whole.
+TEST_F(RankStateTest, APartIsNotReadAsTheWhole) {
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  run.steps = 2;
+  run.evaluate_every = 0;
+  run.state_dir = scratch_ + "/run";
+  for (const RankOutcome& rank : TrainRanks(2, run)) ASSERT_EQ(rank.text(), "");
+  run.hashes_state = false;
+  run.keep_state = true;
+  run.adjust = [](EngineOptions& options) { options.trains = false; };
+  run.opened = [](Engine& engine) { return engine.ReadState("head.weight", StateKind::kParameter).status(); };
+  const nlohmann::json read = Alone(run);
+  EXPECT_EQ(read["code"], static_cast<int>(absl::StatusCode::kFailedPrecondition)) << read;
+  EXPECT_THAT(read["status"].get<std::string>(), HasSubstr("one rank's part"));
+}
+
 TEST_F(RankStateTest, WhatIsWrongIsToldToAllAndEndsNothing) {
   RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
   run.state_dir = scratch_ + "/plain";
