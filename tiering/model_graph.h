@@ -95,6 +95,7 @@ struct BlockShape {
   int64_t elements = 0;  // of the run, padding included (a multiple of kElementAlignment)
   int64_t init_bytes =
       0;  // tensor memory that building the block takes (fp32 parameters and what its factory needs)
+  bool trains = true;  // false: all of it is frozen
 };
 
 struct StageShape {

@@ -15,6 +15,12 @@ int64_t Plan::tile_count() const {
   return tiles;
 }
 
+int64_t Plan::trained_tiles() const {
+  int64_t tiles = 0;
+  for (const BlockPlan& block : blocks) tiles += block.trains ? static_cast<int64_t>(block.tiles.size()) : 0;
+  return tiles;
+}
+
 std::string_view Plan::order_of_update() const {
   if (!speculates) return "next_forward";
   return in_backward_share() == 1.0 ? "in_backward" : "mixed";
@@ -25,7 +31,7 @@ double Plan::in_backward_share() const {
   for (const BlockPlan& block : blocks) {
     for (const char tile : block.in_backward) early += tile;
   }
-  return blocks.empty() ? 0 : early / static_cast<double>(tile_count());
+  return early == 0 ? 0 : early / static_cast<double>(trained_tiles());
 }
 
 double Plan::on_device_share() const {

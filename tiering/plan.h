@@ -32,6 +32,7 @@ struct BlockPlan {
   std::vector<Tile> tiles;
   int run_class = 0;
   int uses = 0;                        // stages that use it
+  bool trains = true;                  // false: its weights are read, nothing else of it moves or is made
   int private_run_slot = -1;           // its weights never leave host memory
   std::vector<int> private_tile_slot;  // per tile, -1: streams. Its state never leaves host memory
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
@@ -115,7 +116,8 @@ struct Plan {
 
   int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
   int64_t tile_count() const;        // of all blocks
-  double in_backward_share() const;  // of the tiles
+  int64_t trained_tiles() const;     // of those that are updated
+  double in_backward_share() const;  // of the trained tiles
   // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
   std::string_view order_of_update() const;
   // Weights and state of the block live on a device apart, which updates them.

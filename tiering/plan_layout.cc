@@ -87,6 +87,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     block.private_tile_slot.assign(block.tiles.size(), -1);
     block.in_backward.assign(block.tiles.size(), 0);
     block.uses = uses[b];
+    block.trains = graph_.blocks[b].trains;
     while (classes[At(block.run_class)] < block.elements) ++block.run_class;
     ++members[At(block.run_class)];
     tiles += static_cast<int64_t>(block.tiles.size());
@@ -161,6 +162,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   bool shares_accumulator = false;
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     BlockPlan& block = plan->blocks[b];
+    if (!block.trains) continue;
     if (plan->on_device(static_cast<int>(b))) {
       block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
       plan->gradient_slots.push_back({0, PartialSumBytes(block.elements)});
@@ -189,14 +191,15 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   if (shares_accumulator) {
     int64_t largest = 0;
     for (int b = 0; b < Count(); ++b) {
-      if (shares(plan->blocks[At(b)])) largest = std::max(largest, AccumulatorBytes(*plan, b));
+      if (plan->blocks[At(b)].trains && shares(plan->blocks[At(b)]))
+        largest = std::max(largest, AccumulatorBytes(*plan, b));
     }
     plan->accumulator_ring = std::min(level.gradient_ring, Count());
     for (int i = 0; i < plan->accumulator_ring; ++i) plan->accumulator_slots.push_back({0, largest});
   }
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     BlockPlan& block = plan->blocks[b];
-    if (!shares(block) && plan->needs_accumulator(static_cast<int>(b))) {
+    if (block.trains && !shares(block) && plan->needs_accumulator(static_cast<int>(b))) {
       block.accumulator_slot = static_cast<int>(plan->accumulator_slots.size());
       plan->accumulator_slots.push_back({0, AccumulatorBytes(*plan, static_cast<int>(b))});
     }
@@ -228,7 +231,7 @@ void PlanLayout::LayOut(Plan* plan) const {
       if (block.private_tile_slot[t] < 0) continue;
       block.private_tile_slot[t] = static_cast<int>(plan->tile_slots.size());
       // A spilled gradient is read beside the state, also where the state stays.
-      const int64_t extra = block.gradient_slot < 0 ? ring_bytes - plan->tile_state_bytes : 0;
+      const int64_t extra = block.trains && block.gradient_slot < 0 ? ring_bytes - plan->tile_state_bytes : 0;
       plan->tile_slots.push_back({0, extra > 0 ? ring_bytes : StateBytes(*plan, block.tiles[t].elements)});
     }
   }

@@ -321,7 +321,7 @@ class Planner {
         tile_bytes = plan.tile_slots.front().bytes + kPage;
         const auto share =
             static_cast<int64_t>(static_cast<double>(std::max<int64_t>(left(), 0)) * bounds.state_fraction);
-        tiles = std::min(plan.tile_count(), std::min(share, std::max<int64_t>(may_stay, 0)) / tile_bytes);
+        tiles = std::min(plan.trained_tiles(), std::min(share, std::max<int64_t>(may_stay, 0)) / tile_bytes);
         stay_bytes += tiles * tile_bytes;
         may_stay -= tiles * tile_bytes;
       }
@@ -329,7 +329,7 @@ class Planner {
     for (size_t b = 0; b < plan.blocks.size(); ++b) {
       BlockPlan& block = plan.blocks[b];
       if (weights[b] != 0) block.private_run_slot = 0;  // numbered by LayOut
-      if (plan.on_device(static_cast<int>(b))) continue;
+      if (plan.on_device(static_cast<int>(b)) || !block.trains) continue;
       for (int& slot : block.private_tile_slot) {
         if (whole[b] != 0 || tiles-- > 0) slot = 0;
       }
@@ -355,7 +355,7 @@ class Planner {
         "and the weights of %d stay in host memory, and the state of %d of %d tiles; memory goes to %s; "
         "%.0f%% of the tiles are updated in backward; a step of %.3g s",
         std::string(PlacementName(options_.bounds.placement)), runs, plan.tile_ring,
-        FormatBytes(plan.tile_state_bytes), Count(), gradients, weights, state, plan.tile_count(),
+        FormatBytes(plan.tile_state_bytes), Count(), gradients, weights, state, plan.trained_tiles(),
         spending.words, 100 * early, seconds);
   }
 
@@ -404,6 +404,10 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
                                                      " of a model of ", graph.blocks.size(), " blocks"));
     }
     used.insert(stage.block);
+  }
+  if (options.trains && std::none_of(graph.blocks.begin(), graph.blocks.end(),
+                                     [](const BlockShape& block) { return block.trains; })) {
+    return absl::InvalidArgumentError("every parameter of the model is frozen: there is nothing to train");
   }
   for (size_t b = 0; b < graph.blocks.size(); ++b) {
     const BlockShape& block = graph.blocks[b];

@@ -94,6 +94,7 @@ Edges ProgramBuilder::TakeAccumulatorSlot(int block) {
 
 Edges ProgramBuilder::TakePlaces(int block) {
   Edges users;
+  if (!plan_.blocks[At(block)].trains) return users;
   if (plan_.device.apart) {
     TakeDevicePlaces(block, &users);
   } else if (plan_.needs_accumulator(block)) {
@@ -127,10 +128,12 @@ OpId ProgramBuilder::EmitBackward(int position, const Weights& weights, const Ed
     backward.run_slot = weights.compute_slot();
     backward.device_slot = weights.device_slot;
     backward.seconds = stage.backward_seconds;
+    last = backward_id;
     for (const OpId ready : *weights.ready) AddIf(&backward.after, ready);
     AddGather(&backward.after, weights.run_slot);
     if (stages == 1) backward.after.push_back(batch_);
     AddIf(&backward.after, input_read);
+    if (!plan_.blocks[At(stage.block)].trains) continue;
     // Apart from it, because only this needs the gradient's place: it may still be in use while the block
     // computes.
     last = next_id_;
@@ -216,6 +219,10 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
     const Weights weights = FetchForCompute(block, At(2 * stages - 2 - position), updates);
     const OpId last = EmitBackward(position, weights, TakePlaces(block), step);
     Used(weights, last);
+    if (!bp.trains) {
+      if (position == 0) finals.push_back(last);  // the step ends when it does
+      continue;
+    }
     if (!last_use) {
       if (const int slot = accumulator_[At(block)]; slot >= 0) accumulators_[At(slot)].users.push_back(last);
       if (const int slot = gradient_[At(block)]; slot >= 0) gradients_[At(slot)].users.push_back(last);

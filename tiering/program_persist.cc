@@ -28,6 +28,7 @@ void ProgramBuilder::Persist() {
   for (size_t b = 0; b < plan_.blocks.size(); ++b) {
     const BlockPlan& block = plan_.blocks[b];
     const auto number = static_cast<int>(b);
+    if (!block.trains) continue;
     if (plan_.on_device(number)) {
       WriteFromDevice(number, b, unsaved_step_);
       continue;

@@ -116,6 +116,7 @@ int64_t ResidentSet::KeepBlocks(const Plan& plan, int64_t free, std::vector<char
     if (plan.on_device(static_cast<int>(b))) continue;
     int64_t bytes = (*weights)[b] != 0 ? 0 : WeightBytes(plan, block);
     for (const Tile& tile : block.tiles) {
+      if (!block.trains) break;  // its weights are all that moves
       bytes += AlignUp(spills ? ring : PlanLayout::StateBytes(plan, tile.elements), kPage);
     }
     if (bytes > free - taken || block.elements > elements) continue;

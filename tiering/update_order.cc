@@ -19,7 +19,8 @@ void MarkInBackward(Plan* plan, double share) {
   bool any = false;
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     // A device updates what lives there when the norm is known.
-    const double of_block = plan->on_device(static_cast<int>(b)) ? 0 : share;
+    const bool here = plan->blocks[b].trains && !plan->on_device(static_cast<int>(b));
+    const double of_block = here ? share : 0;
     for (char& early : plan->blocks[b].in_backward) {
       sum += of_block;
       early = of_block > 0 && sum >= 1 - 1e-9 ? 1 : 0;

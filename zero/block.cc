@@ -42,6 +42,11 @@ RunLayout RunLayout::Of(const torch::nn::Module& module) {
   return layout;
 }
 
+bool RunLayout::Trains() const {
+  return std::any_of(parameters.begin(), parameters.end(),
+                     [](const Parameter& parameter) { return parameter.trains; });
+}
+
 bool RunLayout::SameShapes(const RunLayout& other) const {
   if (parameters.size() != other.parameters.size()) return false;
   for (size_t i = 0; i < parameters.size(); ++i) {

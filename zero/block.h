@@ -46,6 +46,7 @@ struct RunLayout {
   std::vector<std::pair<int64_t, int64_t>> trained;
 
   static RunLayout Of(const torch::nn::Module& module);
+  bool Trains() const;  // false: every parameter is frozen
   bool SameShapes(const RunLayout& other) const;
 };
 

@@ -185,7 +185,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
       if (!built.ok()) return built;
       measured.modules.push_back(std::make_shared<BlockModule>(std::move(module)));
       const RunLayout& layout = measured.modules.back()->layout();
-      graph.blocks.push_back({spec.name, layout.elements, peak});
+      graph.blocks.push_back({spec.name, layout.elements, peak, layout.Trains()});
       if (!spec.kind.empty()) first_of_kind[spec.kind] = b;
     }
     measured.parameters += measured.modules.back()->layout().parameter_elements;

@@ -245,8 +245,8 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
     for (const tiering::Slot& slot : *slots) numbers.insert(numbers.end(), {slot.offset, slot.bytes});
   }
   for (const tiering::BlockPlan& block : plan.blocks) {
-    numbers.insert(numbers.end(),
-                   {block.elements, block.private_run_slot, block.gradient_slot, block.accumulator_slot});
+    numbers.insert(numbers.end(), {block.elements, block.trains, block.private_run_slot, block.gradient_slot,
+                                   block.accumulator_slot});
     for (size_t t = 0; t < block.tiles.size(); ++t) {
       numbers.insert(numbers.end(),
                      {block.tiles[t].elements, block.private_tile_slot[t], block.in_backward[t]});

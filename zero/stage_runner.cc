@@ -112,6 +112,7 @@ absl::Status StageRunner::Backward(int stage, int position, int micro_batch, voi
       if (output.requires_grad() && from_above.defined()) output.backward(from_above);
       if (flows_on) flowing_[At(micro_batch)] = input.grad();
     }
+    if (!block.layout().Trains()) block.Detach();  // else TakeGradient does
   });
 }
 

@@ -212,6 +212,9 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
     const std::function<uint64_t(int, int)>& gradient_checksum) {
   absl::StatusOr<Found> found = Find(name);
   if (!found.ok()) return found.status();
+  if (!found->parameter->trains) {
+    return absl::FailedPreconditionError(absl::StrCat(std::string(name), " is frozen: it has no gradient"));
+  }
   const tiering::BlockPlan& bp = plan_.blocks[At(found->block)];
   const bool all_in_backward = std::count(bp.in_backward.begin(), bp.in_backward.end(), 0) == 0;
   if (in_backward && !plan_.clips && bp.gradient_slot < 0 && all_in_backward) {

@@ -50,6 +50,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
       for (BlockShape& block : graph.blocks) block.elements = size(300);
     }
     if (random() % 4 == 0) graph.stages.push_back(graph.stages[random() % graph.stages.size()]);
+    FreezeSome(seed, &graph);
     PlanOptions options;
     options.compares_policies = false;  // any plan will do
     const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),

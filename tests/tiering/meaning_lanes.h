@@ -89,7 +89,7 @@ class MeaningLanes : public Lanes {
 
   absl::Status Decide(const Op& op) override {
     if (op.kind == OpKind::kNorm) {
-      EXPECT_EQ(finalized_, plan_.blocks.size()) << "norm before every gradient was final";
+      EXPECT_EQ(finalized_, TrainedBlocks()) << "norm before every gradient was final";
       finalized_ = 0;
       ++norms_;
     }
@@ -202,6 +202,8 @@ class MeaningLanes : public Lanes {
     switch (op.kind) {
       case OpKind::kVerify:
       case OpKind::kUpdate: {
+        EXPECT_TRUE(op.kind == OpKind::kVerify || plan_.blocks[op.block].trains)
+            << "update of a frozen block";
         if (op.kind == OpKind::kVerify && op.checks_state) {
           EXPECT_EQ(state_[op.tile_slot].first, (std::pair<int, int>{op.block, op.tile}));
           break;
@@ -211,7 +213,7 @@ class MeaningLanes : public Lanes {
         EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
         if (op.kind == OpKind::kVerify) {
           // Possibly ahead of the norm, after an update in backward that may have to be made again.
-          EXPECT_EQ(held.second / 2, op.step - 1) << OpKindName(op.kind);
+          EXPECT_EQ(held.second / 2, OfBlock(op, op.step - 1)) << OpKindName(op.kind);
           break;
         }
         EXPECT_EQ(held.second, 2 * (op.step - 1));
@@ -234,7 +236,7 @@ class MeaningLanes : public Lanes {
           const auto held = plan_.device.apart ? device_run_[{op.device_slot, static_cast<int>(t)}]
                                                : run_[{op.run_slot, static_cast<int>(t)}];
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
-          EXPECT_EQ(held.second, 2 * (op.kind == OpKind::kBackward ? op.step - 1 : Updates(op)))
+          EXPECT_EQ(held.second, 2 * OfBlock(op, op.kind == OpKind::kBackward ? op.step - 1 : Updates(op)))
               << OpKindName(op.kind);
           // The other ranks' parts are as new as this one's.
           if (plan_.world > 1 && !plan_.device.apart) {
@@ -281,7 +283,7 @@ class MeaningLanes : public Lanes {
         }
         break;
       case OpKind::kExchange:
-        EXPECT_EQ(finalized_, plan_.blocks.size()) << "exchange before every gradient was final";
+        EXPECT_EQ(finalized_, TrainedBlocks()) << "exchange before every gradient was final";
         break;
       case OpKind::kAgree:
         EXPECT_EQ(commits_, op.step) << "agreed on what is not committed";
@@ -506,7 +508,8 @@ class MeaningLanes : public Lanes {
       case OpKind::kCommit:
         for (const auto& [tile, version] : drive_) {
           const bool comes_later = !op.durable && plan_.written_late(tile.first, tile.second);
-          EXPECT_TRUE(comes_later || version == 2 * op.step) << "commit of a partial step";
+          const bool trains = plan_.blocks[tile.first].trains;
+          EXPECT_TRUE(comes_later || version == (trains ? 2 * op.step : 0)) << "commit of a partial step";
         }
         if (op.durable || !plan_.on_nvme) committed_ = drive_;
         if (op.durable && !plan_.commits_every_step) {
@@ -536,6 +539,12 @@ class MeaningLanes : public Lanes {
   // An update that is made again starts from what is committed.
   int64_t OnDrive(const Op& op) const { return (op.redo ? committed_ : drive_).at({op.block, op.tile}); }
 
+  size_t TrainedBlocks() const {
+    return static_cast<size_t>(std::count_if(plan_.blocks.begin(), plan_.blocks.end(),
+                                             [](const BlockPlan& block) { return block.trains; }));
+  }
+  // Of so many updates that were made, those that its block had: a frozen one has none.
+  int64_t OfBlock(const Op& op, int64_t updates) const { return plan_.blocks[op.block].trains ? updates : 0; }
   // Updates that weights must have seen when a forward of this pass uses them.
   int64_t Updates(const Op& op) const {
     return op.kind == OpKind::kForward && norms_ < op.step ? op.step - 1 : norms_;
@@ -624,7 +633,8 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   EXPECT_TRUE(executor.complete(builder.next_id() - 1));
   EXPECT_EQ(lanes.norms(), steps);
   EXPECT_EQ(lanes.commits(), steps);
-  for (const auto& [tile, version] : lanes.drive()) EXPECT_EQ(version, 2 * steps);
+  for (const auto& [tile, version] : lanes.drive())
+    EXPECT_EQ(version, plan.blocks[tile.first].trains ? 2 * steps : 0);
   return {lanes.early_updates(), lanes.redone_updates(), lanes.persisted(), lanes.updates_there(),
           lanes.reads_past_host()};
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <random>
 
 #include "tiering/plan.h"
 
@@ -34,6 +35,14 @@ inline ModelGraph Tied(int layers, int64_t elements, int64_t embedding) {
   graph.stages.push_back({"loss", 0, kMiB / 4, kMiB, 2 * kMiB, 1e-3, 3e-3});
   for (StageShape& stage : graph.stages) stage.input_scratch_bytes = stage.input_bytes;
   return graph;
+}
+
+// Now and then, some blocks and never all of them.
+inline void FreezeSome(uint64_t seed, ModelGraph* graph) {
+  std::mt19937_64 random(seed);
+  if (random() % 4 != 0) return;
+  for (BlockShape& block : graph->blocks) block.trains = random() % 2 != 0;
+  graph->blocks[random() % graph->blocks.size()].trains = true;
 }
 
 // Elements of the blocks whose weights have places of their own, and tiles whose state has.

@@ -1,6 +1,7 @@
 // Programs are held against what they mean (tests/tiering/meaning_lanes.h), plans against their budgets.
 #include "tiering/program.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -38,6 +39,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
         block.elements = kElementAlignment * (1 + static_cast<int64_t>(random() % 300));
     }
     if (random() % 4 == 0) graph.stages.push_back(graph.stages[random() % graph.stages.size()]);
+    FreezeSome(seed, &graph);
     PlanOptions options;
     options.compares_policies = false;  // any plan will do
     const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),
@@ -263,6 +265,29 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
 }
 
 // From the least budget with which two blocks fit to one that keeps everything.
+// Of a frozen block the weights are read, and nothing is written; it has no gradient in memory.
+TEST(Program, AFrozenBlockCostsNoMoreThanItsWeights) {
+  constexpr int64_t kElements = 64 * kElementAlignment;
+  ModelGraph graph = Chain(12, kElements);
+  for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
+  PlanOptions options;
+  options.bounds.placement = Placement::kCpu;
+  options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
+  const absl::StatusOr<Plan> all = MakePlan(graph, options);
+  ASSERT_TRUE(all.ok()) << all.status();
+  for (size_t b = 1; b < 11; ++b) graph.blocks[b].trains = false;
+  const absl::StatusOr<Plan> few = MakePlan(graph, options);
+  ASSERT_TRUE(few.ok()) << few.status();
+  EXPECT_LE(few->least_host_memory_bytes, all->least_host_memory_bytes);
+  EXPECT_LE(few->nvme_write_bytes, 2 * kElements * (12 + 2));
+  EXPECT_LE(few->nvme_read_bytes, 2 * kElements * (12 + 4) + 10 * kElements * 4);
+  EXPECT_LT(3 * few->nvme_write_bytes, all->nvme_write_bytes);
+  for (BlockShape& block : graph.blocks) block.trains = false;
+  EXPECT_THAT(MakePlan(graph, options).status().message(), testing::HasSubstr("nothing to train"));
+  options.trains = false;
+  EXPECT_TRUE(MakePlan(graph, options).ok());
+}
+
 TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
   ModelGraph graph = Chain(32, 1 << 18);
   for (StageShape& stage : graph.stages) {
