@@ -38,7 +38,7 @@ absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
 }
 
 absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid,
-                                       std::optional<uint64_t> step = std::nullopt) {
+                                       std::optional<uint64_t> sequence = std::nullopt) {
   std::vector<std::vector<std::byte>> copies;
   for (uint32_t place = 0; place < kRecordPlaces; ++place) {
     for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
@@ -47,7 +47,7 @@ absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& ge
       copies.push_back(*std::move(bytes));
     }
   }
-  return RecordOfStep(geometry, uuid, copies, step);
+  return RecordOfCommit(geometry, uuid, copies, sequence);
 }
 
 Finding Found(Holding holding, std::string text) {
@@ -187,7 +187,7 @@ Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms)
 }
 
 absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
-                                   std::optional<uint64_t> step) {
+                                   std::optional<uint64_t> sequence) {
   Inspection result;
   std::optional<StoreShape> shape;
   std::vector<std::optional<PlainFile>> files(kMaxDirectories);
@@ -232,7 +232,7 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
                                               whole, ": it was cut off"));
     }
   }
-  auto found = LoadRecord(*files[0], *geometry, shape->uuid, step);
+  auto found = LoadRecord(*files[0], *geometry, shape->uuid, sequence);
   if (!found.ok()) return found.status();
   if (found->record.sequence == 0) {
     if (found->damage.empty() || found->only_first_place) {
@@ -241,9 +241,10 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
     return absl::DataLossError(
         absl::StrCat(result.paths[0], ": no commit record is whole: ", found->damage.back()));
   }
-  if (step.has_value() && found->record.step != *step) {
-    return absl::DataLossError(absl::StrCat(result.paths[0], " is at step ", found->record.step,
-                                            " and has no commit of step ", *step, " any more"));
+  if (sequence.has_value() && found->record.sequence != *sequence) {
+    return absl::DataLossError(absl::StrCat(result.paths[0], " is at step ", found->record.step, ", commit ",
+                                            found->record.sequence, ", and has no commit ", *sequence,
+                                            " any more"));
   }
   for (const std::string& line : found->damage)
     result.damage.push_back(absl::StrCat(result.paths[0], ": ", line));

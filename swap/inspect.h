@@ -60,9 +60,9 @@ struct Inspection {
 };
 
 // Reads superblocks and commit records, no tile. Works on a run that is in use. Errors as Store::Open.
-// `step`: the commit of that step, where it is the last but one.
+// `sequence`: the commit of that number, where it is the last but one.
 absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
-                                   std::optional<uint64_t> step = std::nullopt);
+                                   std::optional<uint64_t> sequence = std::nullopt);
 
 }  // namespace penstock::swap
 

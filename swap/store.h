@@ -109,9 +109,9 @@ struct StoreOptions {
 
   // Only for Open.
   bool read_only = false;  // for verify and export: nothing can be written
-  // With read_only: the commit of this step, where it is the last but one (of several ranks not all may have
-  // come as far). kDataLoss: there is none.
-  std::optional<uint64_t> step;
+  // With read_only: the commit of this number, where it is the last but one (of several ranks not all may
+  // have come as far). kDataLoss: it is there no more.
+  std::optional<uint64_t> sequence;
 
   // Runs at every Stage, on the thread that reaches it. Null in production.
   void (*at_stage)(Stage stage, void* context) = nullptr;

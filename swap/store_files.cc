@@ -272,17 +272,17 @@ FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
   return found;
 }
 
-FoundRecord RecordOfStep(const Geometry& geometry, const Uuid& uuid,
-                         std::span<const std::vector<std::byte>> copies, std::optional<uint64_t> step) {
+FoundRecord RecordOfCommit(const Geometry& geometry, const Uuid& uuid,
+                           std::span<const std::vector<std::byte>> copies, std::optional<uint64_t> sequence) {
   FoundRecord newest = NewestRecord(geometry, uuid, copies);
-  if (!step.has_value() || newest.record.sequence == 0 || newest.record.step == *step) return newest;
+  if (!sequence.has_value() || newest.record.sequence == 0 || newest.record.sequence == *sequence)
+    return newest;
   if (geometry.slots() == 1) return newest;  // the tiles of the one before have been written over
   std::vector<std::vector<std::byte>> before(copies.begin(), copies.end());
   const uint64_t place = newest.record.sequence % kRecordPlaces;
   for (uint32_t copy = 0; copy < kRecordCopies; ++copy) before[place * kRecordCopies + copy].clear();
   FoundRecord found = NewestRecord(geometry, uuid, before);
-  const bool next = found.record.sequence + 1 == newest.record.sequence;
-  return next && found.record.step == *step ? found : newest;
+  return found.record.sequence == *sequence ? found : newest;
 }
 
 }  // namespace penstock::swap

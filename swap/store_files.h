@@ -92,9 +92,10 @@ struct FoundRecord {
 };
 FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
                          std::span<const std::vector<std::byte>> copies);  // place * kRecordCopies + copy
-// The same for the commit of `step`, where the newest is of another: the one before it, if that is of it.
-FoundRecord RecordOfStep(const Geometry& geometry, const Uuid& uuid,
-                         std::span<const std::vector<std::byte>> copies, std::optional<uint64_t> step);
+// The same for the commit of number `sequence`, where the newest is another: the one before it, if it is
+// that.
+FoundRecord RecordOfCommit(const Geometry& geometry, const Uuid& uuid,
+                           std::span<const std::vector<std::byte>> copies, std::optional<uint64_t> sequence);
 
 // What is left of a run of one version that was ended between two commits, for people.
 std::string OverwrittenText(uint64_t step);

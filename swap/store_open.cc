@@ -433,8 +433,8 @@ absl::Status Store::Recover() {
       }
     }
   }
-  const std::optional<uint64_t> step = options_.read_only ? options_.step : std::nullopt;
-  FoundRecord found = RecordOfStep(geometry_, shape_.uuid, copies, step);
+  const std::optional<uint64_t> sequence = options_.read_only ? options_.sequence : std::nullopt;
+  FoundRecord found = RecordOfCommit(geometry_, shape_.uuid, copies, sequence);
   for (const std::string& line : unreadable) recovered_.damage.push_back(line);
   for (const std::string& line : found.damage) {
     recovered_.damage.push_back(absl::StrCat(files_[0]->path(), ": ", line));
@@ -457,9 +457,10 @@ absl::Status Store::Recover() {
   if (found.record.overwriting) {
     return absl::DataLossError(absl::StrCat(files_[0]->path(), ": ", OverwrittenText(found.record.step)));
   }
-  if (step.has_value() && found.record.step != *step) {
-    return absl::DataLossError(absl::StrCat(files_[0]->path(), " is at step ", found.record.step,
-                                            " and has no commit of step ", *step, " any more"));
+  if (sequence.has_value() && found.record.sequence != *sequence) {
+    return absl::DataLossError(absl::StrCat(files_[0]->path(), " is at step ", found.record.step, ", commit ",
+                                            found.record.sequence, ", and has no commit ", *sequence,
+                                            " any more"));
   }
   recovered_.sequence = found.record.sequence;
   recovered_.step = found.record.step;

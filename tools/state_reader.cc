@@ -70,7 +70,7 @@ absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const FoundState&
     swap::StoreOptions options;
     options.directories = part;
     options.read_only = true;
-    if (state.parts.size() > 1) options.step = state.inspections.front().record.step;
+    if (state.parts.size() > 1) options.sequence = state.inspections.front().record.sequence;
     // A copy is worth reading wherever it lies; only training has to have direct I/O.
     options.allow_unaligned_file_system = true;
     absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(*reader->engine_, options);

@@ -217,7 +217,7 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirect
   swap::StoreOptions options;
   options.directories = directories;
   options.read_only = true;
-  options.step = inspections->front().record.step;
+  options.sequence = inspections->front().record.sequence;
   absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(io, options);
   if (!store.ok()) return store.status();
   const std::vector<std::pair<int, int>> numbers = TileNumbers(plan);

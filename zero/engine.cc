@@ -115,6 +115,7 @@ class Engine::Impl {
   }
 
   absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next) {
+    if (!broken_.ok()) return broken_;
     if (!options_.trains)
       return absl::FailedPreconditionError("this engine was made for evaluation, not for training");
     if (static_cast<int>(batches.size()) != options_.micro_batches) {
@@ -193,32 +194,38 @@ class Engine::Impl {
 
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
-    absl::Status status = Flush();
-    if (status.ok() && store() != nullptr && plan_.versions == 1) status = store()->OverwriteNow();
-    if (status = Told(status); !status.ok()) return status;
-    status = Access().Write(parameter, kind, value);
-    if (store() == nullptr) {
-      // Weights that were copied to a device are of the version before.
-      MakeBuilder(builder_->next_id());
-      return status;
-    }
+    absl::Status status = Told(Flush());
+    if (!status.ok()) return status;
+    bool begun = false;
+    status = Access().Write(parameter, kind, value, [&] {
+      begun = true;
+      const bool over_the_only_one = store() != nullptr && plan_.versions == 1;
+      return over_the_only_one ? store()->OverwriteNow() : absl::OkStatus();
+    });
+    if (!begun) return status;
+    // What the builder believes to be in memory, or on a device, is of the version before.
+    MakeBuilder(builder_->next_id());
     const auto commit = [this] {
       const std::string payload = store()->committed_payload();
       return store()->CommitNow(
           {.step = store()->committed_step(), .updates = store()->committed_updates(), .payload = payload});
     };
-    if (!status.ok()) {
-      absl::Status undone = store()->DropAllWritten();
-      if (undone.ok() && store()->overwriting()) undone = commit();  // nothing was, after all
-      if (undone = Told(undone); !undone.ok()) status.Update(undone);
-      return status;
+    if (status.ok()) {
+      if (store() == nullptr) return status;
+      status = commit();
+      // Nobody writes over the version before until all have this one.
+      if (options_.comm != nullptr) status = AgreeOnStatus(*options_.comm, Channel::kSetup, status);
+      return Told(status);
     }
-    // What the builder believes to be in memory is of the version before.
-    MakeBuilder(builder_->next_id());
-    status = commit();
-    // Nobody writes over the version before until all have this one.
-    if (options_.comm != nullptr) status = AgreeOnStatus(*options_.comm, Channel::kSetup, status);
-    return Told(status);
+    absl::Status undone = absl::UnimplementedError("it is in memory alone");
+    if (store() != nullptr) undone = store()->DropAllWritten();
+    if (undone.ok() && store()->overwriting()) undone = commit();  // nothing was, after all
+    if (undone.ok()) return status;
+    // Part of the value may be there: nobody may train on that.
+    broken_ = Told(absl::Status(
+        status.code(), absl::StrCat(status.message(), "; what was written of ", std::string(parameter),
+                                    " cannot be taken back: ", undone.message())));
+    return broken_;
   }
 
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
@@ -245,6 +252,7 @@ class Engine::Impl {
   }
 
   absl::Status Flush() {
+    if (!broken_.ok()) return broken_;
     if (absl::Status status = AbandonAhead(); !status.ok()) return status;
     if (builder_->has_pending_update()) {
       executor_->Append(builder_->Append(Pass::kFlush));
@@ -426,6 +434,7 @@ class Engine::Impl {
 
   template <typename Take>
   absl::Status ForwardAll(const std::vector<Batch>& batches, Take&& take) {
+    if (!broken_.ok()) return broken_;
     if (batches.empty()) return absl::InvalidArgumentError("nothing to evaluate: no batches given");
     if (absl::Status status = AbandonAhead(); !status.ok()) return status;
     const size_t group = static_cast<size_t>(std::max(1, plan_.plan.evaluate_micro_batches));
@@ -556,6 +565,7 @@ class Engine::Impl {
   double evaluation_seconds_ = 0;
   int64_t owed_read_bytes_ = 0, owed_write_bytes_ = 0;
   double last_tick_ = 0;
+  absl::Status broken_;  // a written value that is there in part
 };
 
 absl::StatusOr<EnginePlan> Engine::MakePlan(const Model& model, const EngineOptions& options) {

@@ -26,8 +26,8 @@
 // Over several ranks (EngineOptions::comm) each process has an engine of its own, and all of them are given
 // the same calls in the same order: each trains on its own micro-batches and keeps its part of the state, and
 // loss, norm and commits are those of all. A step is committed when every rank has committed it, and a run
-// goes on from the newest step of which that is true. Evaluate is given the same batches everywhere. An error
-// of one rank ends the others' next call as well.
+// goes on from the newest commit of which that is true. Evaluate is given the same batches everywhere. An
+// error of one rank ends the others' next call as well.
 //
 // Threads: everything is called from one thread, on which the callbacks run as well. The counting allocator
 // and the limit on LibTorch's tensors are the process's: one engine that trains at a time. Errors:

@@ -535,7 +535,7 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   swap::StoreOptions from_options;
   from_options.directories = (*parts)[At(options.rank())];
   from_options.read_only = true;
-  from_options.step = inspections->front().record.step;
+  from_options.sequence = inspections->front().record.sequence;
   absl::StatusOr<std::unique_ptr<swap::Store>> from = swap::Store::Open(**io, from_options);
   if (!from.ok()) return from.status();
   swap::Layout layout;

@@ -80,8 +80,8 @@ absl::StatusOr<std::vector<swap::Inspection>> InspectParts(const PartDirectories
   }
   // One rank's part may be looked at alone.
   if (parts.size() == 1) return inspections;
-  uint64_t step = ~uint64_t{0};
-  for (const swap::Inspection& each : inspections) step = std::min(step, each.record.step);
+  uint64_t sequence = ~uint64_t{0};
+  for (const swap::Inspection& each : inspections) sequence = std::min(sequence, each.record.sequence);
   const swap::StoreShape& first = inspections.front().shape;
   for (size_t k = 0; k < parts.size(); ++k) {
     const swap::StoreShape& shape = inspections[k].shape;
@@ -94,8 +94,8 @@ absl::StatusOr<std::vector<swap::Inspection>> InspectParts(const PartDirectories
                                               " of the run in ", parts.front().front(),
                                               ": bring the parts of one run together"));
     }
-    if (inspections[k].record.step == step) continue;
-    absl::StatusOr<swap::Inspection> before = swap::Inspect(parts[k], step);
+    if (inspections[k].record.sequence == sequence) continue;
+    absl::StatusOr<swap::Inspection> before = swap::Inspect(parts[k], sequence);
     if (before.ok()) inspections[k] = *std::move(before);
     if (!before.ok() && !inspections[k].in_use) return before.status();
   }
@@ -126,11 +126,11 @@ absl::StatusOr<std::unique_ptr<RankParts>> RankParts::Open(aio::Engine& engine, 
     swap::StoreOptions options;
     options.directories = parts[k];
     options.read_only = true;
-    options.step = inspections[k].record.step;
+    options.sequence = inspections[k].record.sequence;
     absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(engine, options);
     if (!store.ok()) return store.status();
     if ((*store)->uuid() != inspections[k].shape.uuid ||
-        (*store)->committed_step() != inspections.front().record.step) {
+        (*store)->committed_sequence() != inspections.front().record.sequence) {
       return absl::FailedPreconditionError(
           absl::StrCat(parts[k].front(), " changed while it was being opened: is a run writing there?"));
     }

@@ -1,4 +1,4 @@
-// What the ranks of a run agree on before its first step: the same words, one plan, one step to go on from.
+// What the ranks of a run agree on before its first step: the same words, one plan, one commit to go on from.
 // Every rank calls each of these, in the same order.
 #ifndef PENSTOCK_ZERO_RANK_SETUP_H_
 #define PENSTOCK_ZERO_RANK_SETUP_H_

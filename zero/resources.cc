@@ -183,7 +183,7 @@ absl::Status Resources::OpenOthers(swap::StoreOptions* own) {
   if (!inspections.ok()) return inspections.status();
   std::vector<int64_t> elements;
   for (const tiering::BlockShape& block : plan_.graph.blocks) elements.push_back(block.elements);
-  own->step = inspections->front().record.step;
+  own->sequence = inspections->front().record.sequence;
   absl::StatusOr<std::unique_ptr<RankParts>> others =
       RankParts::Open(*io_, plan_.parts, *inspections, elements, plan_.plan.precision, {});
   if (!others.ok()) return others.status();

@@ -26,7 +26,7 @@ namespace penstock::zero {
 
 class Resources {
  public:
-  // Opens the store of a run that goes on, of all ranks at the newest step that all have committed, and makes
+  // Opens the store of a run that goes on, of all ranks at the newest commit that all have made, and makes
   // that of a new one, with `identity` (swap/store.h). From here on tensors on the host are counted afresh,
   // and bounded by what the arena leaves of the budget. Plan and options outlive it.
   static absl::StatusOr<std::unique_ptr<Resources>> Create(const EnginePlan& plan,

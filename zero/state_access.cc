@@ -14,7 +14,7 @@
 namespace penstock::zero {
 namespace {
 
-constexpr int64_t kSharedAtOnce = int64_t{1} << 20;  // elements of every rank's part
+constexpr int64_t kSharedAtOnce = int64_t{1} << 17;  // elements of all ranks together
 
 size_t At(int index) { return static_cast<size_t>(index); }
 
@@ -96,7 +96,7 @@ absl::Status StateAccess::Share(const Found& found, float* values) const {
   if (comm_ == nullptr) return absl::OkStatus();
   const Parameter& parameter = *found.parameter;
   const int64_t part = plan_.blocks[At(found.block)].elements;
-  const int64_t most = std::min(part, kSharedAtOnce);
+  const int64_t most = std::min(part, std::max<int64_t>(1, kSharedAtOnce / comm_->world()));
   torch::Tensor memory;
   absl::Status status = Guarded("memory for the ranks' parts of a parameter's state", [&] {
     memory = torch::empty({comm_->world(), most}, torch::kFloat32);
@@ -177,7 +177,9 @@ absl::Status StateAccess::Store(int block, int tile, const Loaded& loaded) const
   const uint32_t id = StoreTile(block, tile);
   std::vector<const void*> sources = {loaded.memory.weights};
   sources.insert(sources.end(), loaded.memory.state.begin(), loaded.memory.state.end());
-  const uint64_t version = store_->newest_version(id) + 1;
+  // What a step did not write (frozen, skipped) has the version of an older one.
+  const uint64_t of_step = VersionAfter(static_cast<int64_t>(store_->committed_step()));
+  const uint64_t version = std::max(store_->newest_version(id), of_step) + 1;
   if (version % kVersionsPerStep == 0) {
     return absl::FailedPreconditionError(absl::StrCat("state was written ", kVersionsPerStep - 1,
                                                       " times since the last step: make a step first"));
@@ -270,7 +272,8 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
   return values;
 }
 
-absl::Status StateAccess::Write(std::string_view name, StateKind kind, const torch::Tensor& value) {
+absl::Status StateAccess::Write(std::string_view name, StateKind kind, const torch::Tensor& value,
+                                const std::function<absl::Status()>& start) {
   absl::StatusOr<Found> found = Find(name);
   if (!found.ok()) return found.status();
   if (absl::Status kept = CheckKept(kind); !kept.ok()) return kept;
@@ -286,6 +289,7 @@ absl::Status StateAccess::Write(std::string_view name, StateKind kind, const tor
   }
   status = OfAll(status);
   if (status.ok()) status = CheckSame(name, values);
+  if (status.ok()) status = OfAll(start());
   if (!status.ok()) return status;
   return OfAll(ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
     absl::StatusOr<Loaded> loaded = Load(found->block, tile);

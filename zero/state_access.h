@@ -56,8 +56,10 @@ class StateAccess {
   // it.
   absl::StatusOr<torch::Tensor> ReadGradient(std::string_view name, double scale, bool in_backward,
                                              const std::function<uint64_t(int, int)>& gradient_checksum);
-  // kInvalidArgument: another shape, or values that differ between ranks.
-  absl::Status Write(std::string_view name, StateKind kind, const torch::Tensor& value);
+  // kInvalidArgument: another shape, or values that differ between ranks. `start` is called, on all ranks,
+  // when nothing is wrong with the call and before anything is changed.
+  absl::Status Write(std::string_view name, StateKind kind, const torch::Tensor& value,
+                     const std::function<absl::Status()>& start);
 
  private:
   struct Found {

@@ -224,10 +224,10 @@ TEST_F(OneVersionTest, ACommitCannotBeTakenBack) {
   EXPECT_EQ(back.code(), absl::StatusCode::kDataLoss) << back;
   EXPECT_EQ(store->committed_step(), 2u);
   options_.read_only = true;
-  options_.step = 1;
+  options_.sequence = store->committed_sequence() - 1;
   store.reset();
   EXPECT_EQ(Store::Open(*engine_, options_).status().code(), absl::StatusCode::kDataLoss);
-  EXPECT_EQ(Inspect(options_.directories, 1).status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(Inspect(options_.directories, *options_.sequence).status().code(), absl::StatusCode::kDataLoss);
 }
 
 }  // namespace

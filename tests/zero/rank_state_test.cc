@@ -11,9 +11,12 @@
 #include <vector>
 
 #include "swap/checkpoint.h"
+#include "swap/inspect.h"
 #include "tests/zero/ranks.h"
 #include "tests/zero/training.h"
 #include "zero/engine.h"
+#include "zero/rank_parts.h"
+#include "zero/test_device.h"
 
 namespace penstock::zero {
 namespace {
@@ -47,22 +50,48 @@ absl::Status HalveAll(Engine& engine) {
   return absl::OkStatus();
 }
 
+// Its head comes to its readers in more than one exchange.
+Model WithLargeHead() {
+  Model model = testing_support::Untied();
+  model.blocks.back().build = [] { return std::make_shared<torch::nn::LinearImpl>(72, 2048); };
+  return model;
+}
+
+struct Mode {
+  const char* name;
+  OffloadDevice offload;
+  int versions = 0;
+  bool devices = false;
+};
+
 TEST_F(RankStateTest, WhatIsWrittenIsThatOfOneRankInEveryMode) {
-  for (const OffloadDevice offload : {OffloadDevice::kNone, OffloadDevice::kCpu, OffloadDevice::kNvme}) {
+  for (const Mode& mode : {Mode{"memory", OffloadDevice::kNone}, Mode{"host memory", OffloadDevice::kCpu},
+                           Mode{"drive", OffloadDevice::kNvme}, Mode{"one version", OffloadDevice::kNvme, 1},
+                           Mode{"devices", OffloadDevice::kCpu, 0, true}}) {
     for (const int world : {2, 3}) {
-      SCOPED_TRACE(testing::Message()
-                   << "offload " << static_cast<int>(offload) << ", " << world << " ranks");
-      RunOptions run = UntiedRun(offload, torch::kFloat32);
+      SCOPED_TRACE(testing::Message() << mode.name << ", " << world << " ranks");
+      RunOptions run = UntiedRun(mode.offload, torch::kFloat32);
+      run.make_model = WithLargeHead;
+      run.adjust = [mode](EngineOptions& options) {
+        options.versions = mode.versions;
+        if (mode.versions == 1) options.durability = Durability::kCheckpoint;
+      };
       run.after_step = [](Engine& engine) {
         return engine.step() == 2 ? HalveAll(engine) : absl::OkStatus();
       };
+      const bool drive = mode.offload == OffloadDevice::kNvme;
       run.micro_batches = world;
-      if (offload == OffloadDevice::kNvme) run.state_dir = scratch_ + "/one";
+      if (drive) run.state_dir = scratch_ + "/one";
       const nlohmann::json one = Alone(run);
       run.micro_batches = 1;
-      if (offload == OffloadDevice::kNvme) run.state_dir = scratch_ + "/all";
-      ExpectSameLosses(one, TrainRanks(world, run));
+      if (drive) run.state_dir = scratch_ + "/all";
+      ExpectSameLosses(one, TrainRanks(world, run, [&](int, RunOptions* own) {
+                         if (!mode.devices) return;
+                         own->device = testing_support::MakeTestDevice({.linked = true});
+                         own->device_memory_bytes = 64 << 20;
+                       }));
       std::filesystem::remove_all(scratch_ + "/all");
+      std::filesystem::remove_all(scratch_ + "/one");
     }
   }
 }
@@ -86,8 +115,22 @@ TEST_F(RankStateTest, AWriteThatNotAllHaveCommittedIsTakenBack) {
   };
   for (const RankOutcome& rank : TrainRanks(2, run)) ASSERT_EQ(rank.text(), "");
   // As if rank 1 had been killed before it could commit.
+  const auto commit_of = [&](int rank) {
+    return swap::Inspect({swap::RankDirectory(run.state_dir, rank)})->record.sequence;
+  };
+  ASSERT_EQ(commit_of(0), commit_of(1));
   std::filesystem::remove_all(of_rank_1);
   std::filesystem::copy(before, of_rank_1, std::filesystem::copy_options::recursive);
+  ASSERT_EQ(commit_of(0), commit_of(1) + 1);
+  // Nor does anybody else read half of it.
+  const auto parts = FindParts({run.state_dir});
+  ASSERT_TRUE(parts.ok()) << parts.status();
+  const auto inspections = InspectParts(*parts);
+  ASSERT_TRUE(inspections.ok()) << inspections.status();
+  for (const swap::Inspection& each : *inspections) {
+    EXPECT_EQ(each.record.sequence, commit_of(1));
+    EXPECT_EQ(each.record.step, 2u);
+  }
   run.opened = nullptr;
   run.stop_after = 0;
   run.adjust = [](EngineOptions& options) {
