@@ -48,7 +48,7 @@ sanitize: deps
 SOAK ?= 20
 soak: build
 	@cd $(BUILD) && for test in swap_kill_test swap_sim_test swap_one_version_test swap_checkpoint_test \
-	    zero_kill_test zero_fault_test zero_durability_test zero_ranks_test; do \
+	    zero_kill_test zero_fault_test zero_durability_test zero_combinations_test zero_ranks_test; do \
 	  words=; test $$test != zero_ranks_test || words='--gtest_filter=*Kill* --gtest_repeat=$(SOAK)'; \
 	  test ! -x tests/$$test || PENSTOCK_SOAK=$(SOAK) tests/$$test $$words || exit 1; done
 

@@ -38,6 +38,12 @@ double StepSeconds(const ModelGraph& graph, const MachineModel& machine, const P
   return prediction.ok() ? prediction->step_seconds : std::numeric_limits<double>::max();
 }
 
+int64_t TrainedElements(const ModelGraph& graph) {
+  int64_t elements = 0;
+  for (const BlockShape& block : graph.blocks) elements += block.trains ? block.elements : 0;
+  return elements;
+}
+
 // The share of tiles whose update in backward gives the drive as much to do in backward as the processor has.
 double EvenShare(const ModelGraph& graph, const Plan& plan) {
   double forward = 0, backward = 0;
@@ -48,11 +54,14 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
   if (forward + backward <= 0) return 0;
   const double weights = plan.precision.weight_bytes();
   const double update = 2.0 * static_cast<double>(plan.precision.UnpaddedBytes(kSample)) / kSample;
+  // Of frozen blocks the weights are read in both.
+  const double trained = static_cast<double>(TrainedElements(graph)) / static_cast<double>(graph.elements());
   // What a device writes of its own updates falls into forward, and is borne by the others' tiles.
   const double there = plan.on_device_share();
   const double written_there = there < 1 ? there * update / 2 / (1 - there) : 0;
-  const double in_backward = (update + weights + written_there) * backward / (forward + backward);
-  return std::clamp((in_backward - weights) / (update - weights), 0.0, 1.0);
+  const double all = trained * (update + written_there) + (2 - trained) * weights;
+  const double in_backward = all * backward / (forward + backward);
+  return std::clamp((in_backward - weights) / (trained * (update - weights)), 0.0, 1.0);
 }
 
 }  // namespace
@@ -98,7 +107,7 @@ double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, U
   MarkInBackward(plan, best_share);
   if (best_share == 0) return later;
   const double redone = best_share * (1 - plan->on_device_share()) *
-                        static_cast<double>(plan->precision.UnpaddedBytes(graph.elements()));
+                        static_cast<double>(plan->precision.UnpaddedBytes(TrainedElements(graph)));
   const double redo_seconds = machine.drive_seconds(redone, redone);
   plan->worthwhile_redo_rate = free ? std::clamp((later - best) / redo_seconds, 0.0, 1.0) : 1;
   return best;

@@ -492,7 +492,7 @@ class GlooComm : public Comm {
     try {
       store_->add(Key("left"), 1);
       const auto deadline = Clock::now() + std::chrono::seconds(2);
-      while (rank() == 0 && !failure_.ok() && store_->add(Key("left"), 0) < world() &&
+      while (rank() == 0 && !failure().ok() && store_->add(Key("left"), 0) < world() &&
              Clock::now() < deadline) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
       }

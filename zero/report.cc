@@ -42,6 +42,7 @@ nlohmann::json StepJson(const StepResult& result, int64_t tokens) {
           {"stall_io_seconds", result.stall_io_seconds},
           {"compute_seconds", result.compute_seconds},
           {"optimizer_seconds", result.optimizer_seconds},
+          {"evaluation_seconds", result.evaluation_seconds},
           {"nvme_read_bytes", result.nvme_read_bytes},
           {"nvme_write_bytes", result.nvme_write_bytes}};
 }
@@ -195,6 +196,7 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
                        {"d2h_bytes", engine != nullptr ? engine->copied().d2h_bytes : 0},
                        {"gds_read_bytes", engine != nullptr ? engine->gds_read_bytes() : 0},
                        {"seconds", seconds_},
+                       {"evaluation_seconds", evaluation_seconds_},
                        {"tokens", tokens_},
                        {"io_errors_retried", io.IoErrorsRetried()},
                        {"io_cpu_ms_per_gib", io.CpuMsPerGiB()}};

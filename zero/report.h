@@ -20,17 +20,16 @@
 //                                  with what was measured at the start ("start");
 //                                  predicted_at_start_step_seconds and
 //                                  predicted_at_start_clipped_step_seconds are the latter
-// stall_seconds is, by cause, what the compute lane waited for from its first operation to its last: together
-// with what forward and backward took, all of that time.
-// updated_on_device_share is of the model's elements, in blocks whose state lives on the device.
-// gds: weights that only the device needs come from the drive past host memory; gds_read_bytes, part of
-// nvme_read_bytes, are those that did.
-// h2d_bytes and d2h_bytes are what the run copied: weights, gradients, inputs and batches, and state that is
-// loaded or written; single numbers (losses) apart. peak_device_bytes is the device's slots and LibTorch's
-// tensors there, 0 where the host computes. Managed memory is the arena and every tensor
-// (zero/tensor_memory.h). Not counted, because nobody can bound it from here: code, LibTorch's and BLAS's
-// scratch, the kernel's page cache, threads' stacks, and the tables that describe blocks and tiles (some
-// hundred bytes for each).
+// A step's seconds, and those of totals, are without evaluation_seconds, which are of the evaluations after
+// the step before. stall_seconds is, by cause, what the compute lane waited for from its first operation to
+// its last: together with what forward and backward took, all of that time. updated_on_device_share is of the
+// model's elements, in blocks whose state lives on the device. gds: weights that only the device needs come
+// from the drive past host memory; gds_read_bytes, part of nvme_read_bytes, are those that did. h2d_bytes and
+// d2h_bytes are what the run copied: weights, gradients, inputs and batches, and state that is loaded or
+// written; single numbers (losses) apart. peak_device_bytes is the device's slots and LibTorch's tensors
+// there, 0 where the host computes. Managed memory is the arena and every tensor (zero/tensor_memory.h). Not
+// counted, because nobody can bound it from here: code, LibTorch's and BLAS's scratch, the kernel's page
+// cache, threads' stacks, and the tables that describe blocks and tiles (some hundred bytes for each).
 #ifndef PENSTOCK_ZERO_REPORT_H_
 #define PENSTOCK_ZERO_REPORT_H_
 

@@ -264,7 +264,6 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
   }
 }
 
-// From the least budget with which two blocks fit to one that keeps everything.
 // Of a frozen block the weights are read, and nothing is written; it has no gradient in memory.
 TEST(Program, AFrozenBlockCostsNoMoreThanItsWeights) {
   constexpr int64_t kElements = 64 * kElementAlignment;
@@ -288,6 +287,7 @@ TEST(Program, AFrozenBlockCostsNoMoreThanItsWeights) {
   EXPECT_TRUE(MakePlan(graph, options).ok());
 }
 
+// From the least budget with which two blocks fit to one that keeps everything.
 TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
   ModelGraph graph = Chain(32, 1 << 18);
   for (StageShape& stage : graph.stages) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "tests/soak.h"
 #include "tests/zero/training.h"
 #include "zero/engine.h"
 #include "zero/test_device.h"
@@ -193,8 +194,7 @@ RunOptions DrawMode(Draw& draw, const RunOptions& training, const std::string& s
 class CombinationsTest : public ScratchTest {};
 
 TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
-  const char* given = std::getenv("PENSTOCK_SOAK");
-  const int trainings = 24 * std::max(1, given != nullptr ? std::atoi(given) : 1);
+  const int trainings = 24 * tests::Soak();
   const char* again = std::getenv("PENSTOCK_COMBINATION");  // one of them, by the number that a failure names
   int resumed = 0, in_backward = 0, spilled = 0;
   for (int t = 0; t < trainings && !HasFailure(); ++t) {

@@ -227,9 +227,15 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
     };
     return large;
   };
+  // Updates in backward until at most 2 of the last 16 steps are redone. Where a plan has another opinion
+  // nothing is trained.
+  auto offers = [](const tiering::Plan& plan) {
+    return plan.speculates && plan.worthwhile_redo_rate > 0.01 && plan.worthwhile_redo_rate < 1.0 / 6;
+  };
   auto train = [&](EngineOptions options, std::vector<StepResult>* steps) -> absl::Status {
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model(), std::move(options));
     if (!engine.ok()) return engine.status();
+    if (!run.state_dir.empty() && !offers((*engine)->plan().plan)) return absl::OkStatus();
     for (int64_t step = 1; step <= kSteps; ++step) {
       Batch batch = testing_support::MakeBatch(run, step, 0);
       if (is_large(step)) batch.targets[0][0] = batch.targets[0][1];
@@ -241,9 +247,12 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
   };
   run.state_dir = testing_support::ScratchDirectory();
   EngineOptions options = testing_support::OptionsOf(run);
+  options.overwrite = true;
+  std::vector<StepResult> drive, memory;
   // A drive that keeps this machine's compute waiting a little: updates in backward are worth something.
-  double worth = 0;
-  for (double bytes_per_s = 2e9; bytes_per_s > 1e7 && (worth < 0.01 || worth > 0.3); bytes_per_s *= 0.8) {
+  // Every plan measures compute anew, so a slower drive may do where a faster one did and then did not.
+  for (int attempt = 0; attempt < 100 && drive.empty(); ++attempt) {
+    const double bytes_per_s = 2e9 * std::pow(0.8, attempt % 24);
     options.machine = [bytes_per_s](int64_t, const std::function<void()>&) {
       tiering::MachineModel machine;
       machine.read_bytes_per_s = machine.write_bytes_per_s = machine.mixed_bytes_per_s = bytes_per_s;
@@ -251,11 +260,11 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
     };
     const absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model(), options);
     ASSERT_TRUE(plan.ok()) << plan.status();
-    worth = plan->plan.speculates ? plan->plan.worthwhile_redo_rate : 0;
+    if (!offers(plan->plan)) continue;
+    ASSERT_EQ(train(options, &drive), absl::OkStatus());
   }
-  ASSERT_GT(worth, 0);
-  std::vector<StepResult> drive, memory;
-  ASSERT_EQ(train(options, &drive), absl::OkStatus());
+  ASSERT_EQ(drive.size(), static_cast<size_t>(kSteps))
+      << "no drive for which updates in backward are worth it";
   std::filesystem::remove_all(run.state_dir);
   run.state_dir.clear();
   run.offload = OffloadDevice::kNone;
