@@ -282,7 +282,8 @@ FoundRecord RecordOfCommit(const Geometry& geometry, const Uuid& uuid,
   const uint64_t place = newest.record.sequence % kRecordPlaces;
   for (uint32_t copy = 0; copy < kRecordCopies; ++copy) before[place * kRecordCopies + copy].clear();
   FoundRecord found = NewestRecord(geometry, uuid, before);
-  return found.record.sequence == *sequence ? found : newest;
+  const bool next = found.record.sequence + 1 == newest.record.sequence;
+  return next && found.record.sequence == *sequence ? found : newest;
 }
 
 }  // namespace penstock::swap

@@ -5,7 +5,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
-#include <thread>
 #include <tuple>
 
 #include "absl/status/status.h"
@@ -358,7 +357,7 @@ absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, 
 int64_t UpdateThreads(const zero::EngineOptions& engine) {
   if (!engine.device->apart()) return 1;
   const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
-  return std::max<int64_t>(1, static_cast<int64_t>(std::thread::hardware_concurrency()) / sharing - 2);
+  return std::max<int64_t>(1, int64_t{zero::DefaultIntraOpThreads()} / sharing - 2);
 }
 
 absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {

@@ -78,12 +78,10 @@ absl::Status StateAccess::ForEachTile(
 }
 
 absl::Status StateAccess::CheckKept(StateKind kind) const {
-  const Moments& moments = format_.moments;
+  if (Keeps(format_, kind)) return absl::OkStatus();
   if (kind == StateKind::kGradient) {
     return absl::FailedPreconditionError("a gradient cannot be set: the update may have used it already");
   }
-  if (kind == StateKind::kParameter || (kind == StateKind::kFirstMoment ? moments.m : moments.v))
-    return absl::OkStatus();
   return absl::FailedPreconditionError(
       absl::StrCat("the optimizer of this run keeps no ", std::string(StateKindName(kind))));
 }
@@ -92,19 +90,31 @@ absl::Status StateAccess::OfAll(const absl::Status& mine) const {
   return comm_ == nullptr ? mine : AgreeOnStatus(*comm_, Channel::kSetup, mine);
 }
 
-absl::Status StateAccess::Share(const Found& found, float* values) const {
-  if (comm_ == nullptr) return absl::OkStatus();
+absl::StatusOr<torch::Tensor> StateAccess::ReadParts(
+    const Found& found, const std::function<absl::Status(int, int64_t, int64_t, float*)>& read) const {
+  torch::Tensor values, exchanged;
+  absl::Status status = Guarded("memory for a parameter's state", [&] {
+    values = torch::empty(found.parameter->sizes, torch::kFloat32);
+    if (comm_ != nullptr) exchanged = torch::empty({kSharedAtOnce}, torch::kFloat32);
+  });
+  if (status.ok()) {
+    float* const to = values.data_ptr<float>();
+    status = ForEachTile(
+        found, [&](int tile, int64_t begin, int64_t n, int64_t at) { return read(tile, begin, n, to + at); });
+  }
+  status = OfAll(status);
+  if (status.ok() && comm_ != nullptr)
+    status = Share(found, exchanged.data_ptr<float>(), values.data_ptr<float>());
+  if (!status.ok()) return status;
+  return values;
+}
+
+absl::Status StateAccess::Share(const Found& found, float* gathered, float* values) const {
   const Parameter& parameter = *found.parameter;
   const int64_t part = plan_.blocks[At(found.block)].elements;
   const int64_t most = std::min(part, std::max<int64_t>(1, kSharedAtOnce / comm_->world()));
-  torch::Tensor memory;
-  absl::Status status = Guarded("memory for the ranks' parts of a parameter's state", [&] {
-    memory = torch::empty({comm_->world(), most}, torch::kFloat32);
-  });
-  if (absl::Status all = OfAll(status); !all.ok()) return all;
   for (int64_t from = 0; from < part; from += most) {
     const int64_t n = std::min(most, part - from);
-    float* const gathered = memory.data_ptr<float>();
     // Calls `copy(values, gathered, n)` for what rank k has of the parameter in this round.
     const auto of_rank = [&](int k, const auto& copy) {
       const int64_t first = k * part + from;
@@ -118,7 +128,8 @@ absl::Status StateAccess::Share(const Found& found, float* values) const {
     for (int k = 0; k < comm_->world(); ++k) any |= of_rank(k, [](float*, float*, int64_t) {});
     if (!any) continue;
     of_rank(comm_->rank(), [](float* own, float* to, int64_t count) { std::copy_n(own, count, to); });
-    status = comm_->AllGather(Channel::kSetup, gathered, static_cast<size_t>(n) * sizeof(float));
+    const absl::Status status =
+        comm_->AllGather(Channel::kSetup, gathered, static_cast<size_t>(n) * sizeof(float));
     if (!status.ok()) return status;
     for (int k = 0; k < comm_->world(); ++k) {
       of_rank(k, [](float* to, const float* other, int64_t count) { std::copy_n(other, count, to); });
@@ -192,21 +203,12 @@ absl::StatusOr<torch::Tensor> StateAccess::Read(std::string_view name, StateKind
   absl::StatusOr<Found> found = Find(name);
   if (!found.ok()) return found.status();
   if (absl::Status kept = CheckKept(kind); !kept.ok()) return kept;
-  torch::Tensor values;
-  absl::Status status = Guarded("memory for a parameter's state",
-                                [&] { values = torch::empty(found->parameter->sizes, torch::kFloat32); });
-  if (status.ok()) {
-    status = ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
-      absl::StatusOr<Loaded> loaded = Load(found->block, tile);
-      if (!loaded.ok()) return loaded.status();
-      ReadValues(format_, loaded->memory, kind, begin, n, values.data_ptr<float>() + at);
-      return absl::OkStatus();
-    });
-  }
-  status = OfAll(status);
-  if (status.ok()) status = Share(*found, values.data_ptr<float>());
-  if (!status.ok()) return status;
-  return values;
+  return ReadParts(*found, [&](int tile, int64_t begin, int64_t n, float* to) -> absl::Status {
+    absl::StatusOr<Loaded> loaded = Load(found->block, tile);
+    if (!loaded.ok()) return loaded.status();
+    ReadValues(format_, loaded->memory, kind, begin, n, to);
+    return absl::OkStatus();
+  });
 }
 
 absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
@@ -224,11 +226,8 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
         absl::StrCat("the gradient of ", std::string(name), " was used where it was made and kept nowhere: ",
                      "more host memory keeps it, and so does the order of update \"next_forward\""));
   }
-  torch::Tensor values;
-  absl::Status status = Guarded("memory for a gradient",
-                                [&] { values = torch::empty(found->parameter->sizes, torch::kFloat32); });
   const int64_t width = plan_.precision.gradient_bytes;
-  const auto read_tile = [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+  const auto read_tile = [&](int tile, int64_t begin, int64_t n, float* to) -> absl::Status {
     const tiering::Tile& cut = bp.tiles[At(tile)];
     torch::Tensor copy;
     const std::byte* gradient = nullptr;
@@ -260,15 +259,14 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
       }
       gradient = place;
     }
-    kernels::Convert(format_.weights, gradient + begin * width, kernels::DType::kFp32,
-                     values.data_ptr<float>() + at, static_cast<size_t>(n));
+    kernels::Convert(format_.weights, gradient + begin * width, kernels::DType::kFp32, to,
+                     static_cast<size_t>(n));
     return absl::OkStatus();
   };
-  if (status.ok()) status = ForEachTile(*found, read_tile);
-  status = OfAll(status);
-  if (status.ok()) status = Share(*found, values.data_ptr<float>());
-  if (status.ok() && scale != 1) status = Guarded("gradient", [&] { values.mul_(1 / scale); });
-  if (!status.ok()) return status;
+  absl::StatusOr<torch::Tensor> values = ReadParts(*found, read_tile);
+  if (!values.ok() || scale == 1) return values;
+  absl::Status scaled = Guarded("gradient", [&] { values->mul_(1 / scale); });
+  if (!scaled.ok()) return scaled;
   return values;
 }
 

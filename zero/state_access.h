@@ -87,8 +87,11 @@ class StateAccess {
                            const std::function<absl::Status(int, int64_t, int64_t, int64_t)>& body) const;
   // `mine`, or the error of another rank.
   absl::Status OfAll(const absl::Status& mine) const;
-  // Fills in the other ranks' parts of a parameter's values, of which each has its own.
-  absl::Status Share(const Found& found, float* values) const;
+  // A parameter's values: this rank's by `read(tile, begin in tile, n, to)`, the others' from them.
+  absl::StatusOr<torch::Tensor> ReadParts(
+      const Found& found, const std::function<absl::Status(int, int64_t, int64_t, float*)>& read) const;
+  // Fills in the other ranks' parts of a parameter's values, by way of `gathered`.
+  absl::Status Share(const Found& found, float* gathered, float* values) const;
   absl::Status CheckSame(std::string_view name, const torch::Tensor& values) const;
 
   const Model& model_;

@@ -137,7 +137,21 @@ std::string_view StateKindName(StateKind kind) {
   return "?";
 }
 
-bool ReadValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
+bool Keeps(const TileFormat& format, StateKind kind) {
+  switch (kind) {
+    case StateKind::kParameter:
+      return true;
+    case StateKind::kFirstMoment:
+      return format.moments.m;
+    case StateKind::kSecondMoment:
+      return format.moments.v;
+    case StateKind::kGradient:
+      return false;
+  }
+  return false;
+}
+
+void ReadValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
                 float* values) {
   const auto count = static_cast<size_t>(n);
   if (kind == StateKind::kParameter) {
@@ -147,24 +161,22 @@ bool ReadValues(const TileFormat& format, const TileMemory& memory, StateKind ki
     } else {
       kernels::Convert(DType::kFp32, arrays.param, DType::kFp32, values, count);
     }
-    return true;
+    return;
   }
   const bool first = kind == StateKind::kFirstMoment;
-  if (kind == StateKind::kGradient || !(first ? format.moments.m : format.moments.v)) return false;
   if (format.states != StateType::k8Bit) {
     const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
     const DType type = format.states == StateType::kBf16 ? DType::kBf16 : DType::kFp32;
     kernels::Convert(type, first ? arrays.m : arrays.v, DType::kFp32, values, count);
-    return true;
+    return;
   }
   std::vector<float> whole;
   const int64_t from = ScaledRange(memory, begin, n, &whole);
   Decode8(format, memory, first, from, &whole);
   std::copy_n(whole.begin() + (begin - from), n, values);
-  return true;
 }
 
-bool WriteValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
+void WriteValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
                  const float* values) {
   const auto count = static_cast<size_t>(n);
   if (kind == StateKind::kParameter) {
@@ -175,15 +187,14 @@ bool WriteValues(const TileFormat& format, const TileMemory& memory, StateKind k
       kernels::Convert(DType::kFp32, values, DType::kFp32, arrays.param, count);
       if (arrays.copy_out != nullptr) kernels::Fp32ToFp16(values, arrays.copy_out, count);
     }
-    return true;
+    return;
   }
   const bool first = kind == StateKind::kFirstMoment;
-  if (kind == StateKind::kGradient || !(first ? format.moments.m : format.moments.v)) return false;
   if (format.states != StateType::k8Bit) {
     const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
     const DType type = format.states == StateType::kBf16 ? DType::kBf16 : DType::kFp32;
     kernels::Convert(DType::kFp32, values, type, first ? arrays.m : arrays.v, count);
-    return true;
+    return;
   }
   std::vector<float> whole;
   const int64_t from = ScaledRange(memory, begin, n, &whole);
@@ -192,7 +203,6 @@ bool WriteValues(const TileFormat& format, const TileMemory& memory, StateKind k
   const kernels::UpdateArrays arrays = ArraysOf(format, memory, from, static_cast<int64_t>(whole.size()));
   kernels::Quantize8(CodeOf(first), whole.data(), static_cast<uint8_t*>(first ? arrays.m : arrays.v),
                      first ? arrays.m_scales : arrays.v_scales, whole.size());
-  return true;
 }
 
 void FillTile(const TileFormat& format, const float* masters, const TileMemory& memory) {

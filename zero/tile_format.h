@@ -48,12 +48,13 @@ enum class StateKind : uint8_t {
 };
 std::string_view StateKindName(StateKind kind);
 
-// `n` values from element `begin` of a tile's masters or moments on, as fp32. kGradient, and a moment that
-// the optimizer does not keep: false.
-bool ReadValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
+// Whether tiles have it: not a gradient, nor a moment that the optimizer does without.
+bool Keeps(const TileFormat& format, StateKind kind);
+// `n` values from element `begin` of a tile's masters or moments on, as fp32; of a kind that it keeps.
+void ReadValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
                 float* values);
 // The other way. Values that share a scale with written ones (8 bit) may be rounded anew.
-bool WriteValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
+void WriteValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
                  const float* values);
 
 // Initial values into a tile: fp32 masters split, copied or rounded; states zero.
