@@ -35,6 +35,10 @@ absl::Status Store::Commit(CommitIo* io, const CommitInfo& info) {
       return absl::FailedPreconditionError(
           absl::StrCat("the last write of tile ", tile, " failed: write or drop it before committing"));
     }
+    if (written.state == Written::State::kInParts) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("of version ", written.version, " of tile ", tile, " some segments were not written"));
+    }
     if (written.state == Written::State::kNone && record_.tiles[tile].version == 0) {
       return absl::FailedPreconditionError(absl::StrCat("tile ", tile, " was never written"));
     }

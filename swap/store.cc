@@ -6,6 +6,12 @@
 #include "absl/strings/str_format.h"
 
 namespace penstock::swap {
+namespace {
+
+// Segments as bits of Written::there.
+uint32_t BitsOf(uint32_t first, uint32_t count) { return ((uint32_t{1} << count) - 1) << first; }
+
+}  // namespace
 
 std::string_view StageName(Stage stage) {
   static constexpr std::array<std::string_view, kStages> kNames = {
@@ -193,12 +199,23 @@ uint32_t Store::FreeSlot(uint32_t tile) const {
 absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
                               std::span<const void* const> sources, aio::Priority priority) {
   if (absl::Status valid = CheckTile(tile); !valid.ok()) return valid;
-  if (absl::Status writable = CheckWritable(); !writable.ok()) return writable;
-  if (io->pending()) return absl::FailedPreconditionError("the transfer object is in use");
   const uint32_t segments = geometry_.segments(tile);
   if (sources.size() != segments) {
     return absl::InvalidArgumentError(
         absl::StrCat(sources.size(), " sources for the ", segments, " segments of tile ", tile));
+  }
+  return WriteSegments(io, tile, version, 0, sources, priority);
+}
+
+absl::Status Store::WriteSegments(TileIo* io, uint32_t tile, uint64_t version, uint32_t first,
+                                  std::span<const void* const> sources, aio::Priority priority) {
+  if (absl::Status valid = CheckTile(tile); !valid.ok()) return valid;
+  if (absl::Status writable = CheckWritable(); !writable.ok()) return writable;
+  if (io->pending()) return absl::FailedPreconditionError("the transfer object is in use");
+  const uint32_t segments = geometry_.segments(tile);
+  if (sources.empty() || first >= segments || sources.size() > segments - first) {
+    return absl::InvalidArgumentError(absl::StrFormat("segments %u to %u of the %u of tile %u", first,
+                                                      first + sources.size(), segments, tile));
   }
   if (version <= record_.tiles[tile].version) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -208,7 +225,8 @@ absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
   if (written.state == Written::State::kWriting) {
     return absl::FailedPreconditionError(absl::StrCat("tile ", tile, " has a write in flight"));
   }
-  const uint32_t slot = FreeSlot(tile);
+  const bool goes_on = written.state == Written::State::kInParts && written.version == version;
+  const uint32_t slot = goes_on ? written.slot : FreeSlot(tile);
   if (slot == geometry_.slots()) {
     return absl::FailedPreconditionError(
         absl::StrCat("tile ", tile,
@@ -217,15 +235,16 @@ absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
                          : " has no slot left: a checkpoint still holds one of its versions"));
   }
 
+  const auto count = static_cast<uint32_t>(sources.size());
   io->slot_ = slot;
   io->version_ = version;
-  io->first_segment_ = 0;
-  io->segment_count_ = segments;
+  io->first_segment_ = first;
+  io->segment_count_ = count;
   uint32_t runs = 0;
-  for (uint32_t s = 0; s < segments; ++s) {
-    const uint64_t bytes = PaddedBytes(geometry_.segment_bytes(tile, s));
-    void* source = const_cast<void*>(sources[s]);  // the engine only reads it
-    io->data_[s] = source;
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint64_t bytes = PaddedBytes(geometry_.segment_bytes(tile, first + i));
+    void* source = const_cast<void*>(sources[i]);  // the engine only reads it
+    io->data_[i] = source;
     aio::Segment* last = runs > 0 ? &io->memory_[runs - 1] : nullptr;
     if (last != nullptr && static_cast<std::byte*>(last->data) + last->bytes == source) {
       last->bytes += bytes;
@@ -233,11 +252,12 @@ absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
       io->memory_[runs++] = {source, bytes};
     }
   }
-  io->request_.PrepareWrite(*files_[geometry_.directory(tile)], geometry_.slot_offset(tile, slot),
+  io->request_.PrepareWrite(*files_[geometry_.directory(tile)], geometry_.segment_offset(tile, slot, first),
                             std::span<const aio::Segment>(io->memory_.data(), runs));
-  // From here on the slot holds nothing that can be relied on.
+  // From here on these segments of the slot hold nothing that can be relied on.
   const Written before = written;
-  written = {Written::State::kWriting, slot, version};
+  const uint32_t others = goes_on ? written.there & ~BitsOf(first, count) : 0;
+  written = {Written::State::kWriting, slot, version, others};
   ++writing_;
   absl::Status submitted = Submit(io, TileIo::Kind::kWrite, tile, priority);
   if (!submitted.ok()) {
@@ -258,9 +278,10 @@ absl::Status Store::NoteWritten(TileIo* io, std::span<const uint64_t> checksums)
   if (written.state != Written::State::kWriting || written.version != io->version_) {
     return absl::FailedPreconditionError(absl::StrCat("tile ", tile, " was noted already"));
   }
-  if (checksums.size() != geometry_.segments(tile)) {
+  if (checksums.size() != io->segment_count_) {
     return absl::InvalidArgumentError(absl::StrCat(checksums.size(), " checksums for the ",
-                                                   geometry_.segments(tile), " segments of tile ", tile));
+                                                   io->segment_count_, " segments that were written of tile ",
+                                                   tile));
   }
   --writing_;
   io->kind_ = TileIo::Kind::kNone;
@@ -268,9 +289,12 @@ absl::Status Store::NoteWritten(TileIo* io, std::span<const uint64_t> checksums)
     written.state = Written::State::kFailed;
     return io->status();
   }
-  written.state = Written::State::kNoted;
   std::copy(checksums.begin(), checksums.end(),
-            written_checksums_.begin() + static_cast<ptrdiff_t>(geometry_.first_segment(tile)));
+            written_checksums_.begin() +
+                static_cast<ptrdiff_t>(geometry_.first_segment(tile) + io->first_segment_));
+  written.there |= BitsOf(io->first_segment_, io->segment_count_);
+  const bool whole = written.there == BitsOf(0, geometry_.segments(tile));
+  written.state = whole ? Written::State::kNoted : Written::State::kInParts;
   At(Stage::kTileWritten);
   return absl::OkStatus();
 }

@@ -258,9 +258,15 @@ class Store {
   // done, the slots that the commit before it refers to may still be what recovery needs).
   absl::Status WriteTile(TileIo* io, uint32_t tile, uint64_t version, std::span<const void* const> sources,
                          aio::Priority priority);
-  // Takes notice of a finished WriteTile, with the checksums of all its segments: from here on it is the
-  // newest version, and what the next commit makes live. Returns the transfer's error if it failed; the tile
-  // then has to be written again, or dropped, before anything can be committed.
+  // The same in parts: `sources` are for the consecutive segments from `first` on. The first part of a
+  // version begins it; the others follow one by one, each when the one before is noted. Until all segments
+  // stand there the tile has no new version, and nothing can be committed (DropWritten gives the parts up).
+  absl::Status WriteSegments(TileIo* io, uint32_t tile, uint64_t version, uint32_t first,
+                             std::span<const void* const> sources, aio::Priority priority);
+  // Takes notice of a finished WriteTile or WriteSegments, with the checksums of the segments that it wrote.
+  // When all of them are there, this is the newest version, and what the next commit makes live. Returns the
+  // transfer's error if it failed; the tile then has to be written again, or dropped, before anything can be
+  // committed.
   absl::Status NoteWritten(TileIo* io, std::span<const uint64_t> checksums);
   // One tile and its checksums, for those who have nothing else to do: ReadSegments of all of it, Wait and
   // VerifyRead; WriteTile, Wait and NoteWritten.
@@ -333,10 +339,11 @@ class Store {
  private:
   // What is written of a tile and not yet committed.
   struct Written {
-    enum class State : uint8_t { kNone, kWriting, kNoted, kFailed };
+    enum class State : uint8_t { kNone, kWriting, kInParts, kNoted, kFailed };
     State state = State::kNone;
     uint32_t slot = 0;
     uint64_t version = 0;
+    uint32_t there = 0;  // its segments that are noted, a bit each
   };
 
   Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape, Geometry geometry);

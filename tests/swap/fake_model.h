@@ -85,28 +85,36 @@ class FakeModel {
     return "";
   }
 
-  // Through a store, blocking. WriteAll has all tiles in flight at once.
+  // Through a store, blocking. WriteAll has all tiles in flight at once. Every other tile is written in two
+  // parts, its first segment last.
   absl::Status WriteTile(Store& store, uint32_t tile, uint64_t version) {
     TileIo io;
-    if (absl::Status s = Submit(store, &io, tile, version); !s.ok()) return s;
-    (void)store.Wait(&io);
-    return Note(store, &io);
+    for (int part = 0; part < (InParts(tile, version) ? 2 : 1); ++part) {
+      if (absl::Status s = SubmitPart(store, &io, tile, version, part); !s.ok()) return s;
+      (void)store.Wait(&io);
+      if (absl::Status s = Note(store, &io); !s.ok()) return s;
+    }
+    return absl::OkStatus();
   }
   absl::Status WriteAll(Store& store, uint64_t version) {
     std::vector<std::unique_ptr<TileIo>> ios;
-    for (uint32_t t = 0; t < tiles(); ++t) {
-      ios.push_back(std::make_unique<TileIo>());
-      if (absl::Status s = Submit(store, ios.back().get(), t, version); !s.ok()) {
-        for (auto& io : ios) {
-          if (io->pending()) (void)store.Wait(io.get());
-        }
-        return s;
-      }
-    }
+    for (uint32_t t = 0; t < tiles(); ++t) ios.push_back(std::make_unique<TileIo>());
     absl::Status result;
-    for (auto& io : ios) {
-      (void)store.Wait(io.get());
-      result.Update(Note(store, io.get()));
+    for (int part = 0; part < 2 && result.ok(); ++part) {
+      for (uint32_t t = 0; t < tiles(); ++t) {
+        if (part == 1 && !InParts(t, version)) continue;
+        if (absl::Status s = SubmitPart(store, ios[t].get(), t, version, part); !s.ok()) {
+          for (auto& io : ios) {
+            if (io->pending()) (void)store.Wait(io.get());
+          }
+          return s;
+        }
+      }
+      for (uint32_t t = 0; t < tiles(); ++t) {
+        if (part == 1 && !InParts(t, version)) continue;
+        (void)store.Wait(ios[t].get());
+        result.Update(Note(store, ios[t].get()));
+      }
     }
     return result;
   }
@@ -136,13 +144,25 @@ class FakeModel {
   absl::Status Note(Store& store, TileIo* io) {
     std::vector<uint64_t> checksums;
     const uint32_t t = io->tile();
-    for (uint32_t s = 0; s < tiles_[t].size(); ++s) {
+    for (uint32_t s = io->first_segment(); s < io->first_segment() + io->segment_count(); ++s) {
       checksums.push_back(store.SegmentChecksum(t, s, io->version(), tiles_[t][s].data()));
     }
     return store.NoteWritten(io, checksums);
   }
 
  private:
+  bool InParts(uint32_t tile, uint64_t version) const {
+    return (tile + version) % 2 == 0 && tiles_[tile].size() > 1;
+  }
+  absl::Status SubmitPart(Store& store, TileIo* io, uint32_t tile, uint64_t version, int part) {
+    if (!InParts(tile, version)) return Submit(store, io, tile, version);
+    const size_t first = part == 0 ? 1 : 0, count = part == 0 ? tiles_[tile].size() - 1 : 1;
+    std::vector<const void*> sources;
+    for (size_t s = first; s < first + count; ++s) sources.push_back(tiles_[tile][s].data());
+    return store.WriteSegments(io, tile, version, static_cast<uint32_t>(first), sources,
+                               aio::Priority::kWriteBehind);
+  }
+
   class Generator {
    public:
     explicit Generator(uint64_t seed) : state_(seed) {}

@@ -99,6 +99,16 @@ TEST_F(OneVersionTest, NothingIsOverwrittenWithoutTheMark) {
   EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 0, Which::kCommitted)));
   EXPECT_TRUE(absl::IsFailedPrecondition(store->DropWritten(0)));
   EXPECT_TRUE(store->DropWritten(1).ok());
+  // Half overwritten it is neither.
+  TileIo io;
+  const void* place = model.tile(1)[1].data();
+  ASSERT_TRUE(store->WriteSegments(&io, 1, 2, 1, std::span(&place, 1), aio::Priority::kDemand).ok());
+  ASSERT_TRUE(store->Wait(&io).ok());
+  ASSERT_TRUE(store->NoteWritten(&io, std::vector{store->SegmentChecksum(1, 1, 2, place)}).ok());
+  for (const Which which : {Which::kNewest, Which::kCommitted}) {
+    EXPECT_TRUE(absl::IsFailedPrecondition(read.ReadTile(*store, 1, which)));
+  }
+  EXPECT_TRUE(absl::IsFailedPrecondition(store->DropWritten(1)));
 }
 
 TEST_F(OneVersionTest, StoresOfTwoVersionsAreNeverMarked) {

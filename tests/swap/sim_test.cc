@@ -384,6 +384,22 @@ TEST_P(SimTest, NothingIsCommittedOverAFailedWrite) {
   ASSERT_TRUE(model.WriteTile(world.store(), 2, 2).ok());
   ASSERT_TRUE(world.store().CommitNow(info).ok());
   EXPECT_TRUE(world.Check().ok());
+  // What is left of a version whose first part failed is not the version.
+  TileIo io;
+  const void* place = model.tile(2)[1].data();
+  world.disk().FailNext(aio::Op::kWrite, EIO);
+  for (const uint32_t segment : {1u, 0u}) {
+    place = model.tile(2)[segment].data();
+    const uint64_t checksum = world.store().SegmentChecksum(2, segment, 3, place);
+    ASSERT_TRUE(world.store()
+                    .WriteSegments(&io, 2, 3, segment, std::span(&place, 1), aio::Priority::kWriteBehind)
+                    .ok());
+    (void)world.store().Wait(&io);
+    EXPECT_EQ(world.store().NoteWritten(&io, std::span(&checksum, 1)).ok(), segment == 0);
+  }
+  EXPECT_EQ(world.store().newest_version(2), 2u);
+  EXPECT_THAT(std::string(world.store().CommitNow({.step = 2, .updates = 1, .payload = ""}).message()),
+              HasSubstr("some segments were not written"));
   // Or the whole step is given up.
   world.disk().FailNext(aio::Op::kWrite, EIO);
   EXPECT_FALSE(model.WriteAll(world.store(), 3).ok());

@@ -212,6 +212,64 @@ TEST_F(StoreTest, ScratchIsThereAndTouchesNoVersion) {
   EXPECT_TRUE(absl::IsInvalidArgument(store->ReadScratch(&io, 1, 0, in.data(), 1, aio::Priority::kDemand)));
 }
 
+TEST_F(StoreTest, AVersionInPartsIsThereWhenTheLastPartIs) {
+  FakeModel model(layout_, 1), read(layout_, 2);
+  auto store = CreateCommitted(&model);
+  const uint32_t tile = 2, segments = store->geometry().segments(tile);
+  ASSERT_GT(segments, 2u);
+  TileIo io;
+  const auto write = [&](uint64_t version, uint32_t first, uint32_t count) {
+    std::vector<const void*> sources;
+    std::vector<uint64_t> checksums;
+    for (uint32_t s = first; s < first + count; ++s) {
+      sources.push_back(model.tile(tile)[s].data());
+      checksums.push_back(store->SegmentChecksum(tile, s, version, sources.back()));
+    }
+    absl::Status status =
+        store->WriteSegments(&io, tile, version, first, sources, aio::Priority::kWriteBehind);
+    if (!status.ok()) return status;
+    EXPECT_TRUE(store->Wait(&io).ok());
+    EXPECT_TRUE(absl::IsInvalidArgument(
+        store->NoteWritten(&io, std::vector<uint64_t>(count + 1))));  // as many as were written
+    return store->NoteWritten(&io, checksums);
+  };
+  // All but the first, then that; and the other way round, one by one.
+  uint64_t version = 1;
+  for (const bool first_comes_last : {true, false}) {
+    model.Update(tile, ++version);
+    ASSERT_TRUE(first_comes_last ? write(version, 1, segments - 1).ok() : write(version, 0, 1).ok());
+    EXPECT_EQ(store->newest_version(tile), version - 1);
+    ASSERT_TRUE(read.ReadTile(*store, tile).ok()) << "the one before is still the newest";
+    EXPECT_THAT(std::string(store->CommitNow({.step = version, .updates = version, .payload = ""}).message()),
+                HasSubstr("some segments were not written"));
+    if (first_comes_last) {
+      ASSERT_TRUE(write(version, 0, 1).ok());
+    } else {
+      for (uint32_t s = 1; s < segments; ++s) ASSERT_TRUE(write(version, s, 1).ok());
+    }
+    EXPECT_EQ(store->newest_version(tile), version);
+    ASSERT_TRUE(store->CommitNow({.step = version, .updates = version, .payload = ""}).ok());
+    ASSERT_TRUE(read.ReadAll(*store).ok());
+    EXPECT_EQ(read.Difference(model), "");
+  }
+  // Given up, or begun again as another version, or forgotten by a kill: the committed one stands.
+  FakeModel committed(layout_, 3);
+  ASSERT_TRUE(committed.ReadAll(*store).ok());
+  model.Update(tile, 9);
+  ASSERT_TRUE(write(9, 1, segments - 1).ok());
+  ASSERT_TRUE(store->DropWritten(tile).ok());
+  ASSERT_TRUE(write(9, 0, 1).ok());
+  ASSERT_TRUE(write(10, 1, segments - 1).ok());
+  EXPECT_EQ(store->newest_version(tile), version) << "parts of two versions are none";
+  const void* source = model.tile(tile)[0].data();
+  EXPECT_TRUE(absl::IsInvalidArgument(
+      store->WriteSegments(&io, tile, 11, segments, std::span(&source, 1), aio::Priority::kWriteBehind)));
+  store.reset();
+  store = Open();
+  ASSERT_TRUE(read.ReadAll(*store).ok());
+  EXPECT_EQ(read.Difference(committed), "");
+}
+
 TEST_F(StoreTest, MisuseIsRefusedWithItsReason) {
   FakeModel model(layout_, 1);
   model.Initialize();
