@@ -183,6 +183,8 @@ Stall Executor::CauseOfStall() const {
       return Stall::kRead;
     case OpKind::kWriteInput:
     case OpKind::kWriteTile:
+    case OpKind::kWriteState:
+    case OpKind::kWriteWeights:
     case OpKind::kWriteGradient:
       return Stall::kWrite;
     case OpKind::kVerify:

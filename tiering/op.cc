@@ -42,6 +42,10 @@ std::string_view OpKindName(OpKind kind) {
       return "update";
     case OpKind::kWriteTile:
       return "write tile";
+    case OpKind::kWriteState:
+      return "write state";
+    case OpKind::kWriteWeights:
+      return "write weights";
     case OpKind::kWriteGradient:
       return "write gradient";
     case OpKind::kWriteInput:

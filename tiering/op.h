@@ -36,6 +36,8 @@ enum class OpKind : uint8_t {
   kVerify,         // checksum of weights that were read without an update, where they were read to
   kUpdate,         // optimizer step of one tile, in place: verify, update, checksum
   kWriteTile,      // weights and state of a tile to the slot that the last commit does not hold
+  kWriteState,     // the same in two parts: its state
+  kWriteWeights,   // and, when that is there, its weights: now the slot has the new version
   kWriteGradient,  // a block's gradient, rounded, to its scratch on the drive
   kWriteInput,     // the input that a stage keeps for backward, to its scratch on the drive
   kReadInput,      // and back
@@ -106,6 +108,11 @@ struct Op {
   double seconds = 0;  // planned duration of compute and update operations, for the simulator
   Edges after;         // earlier operations that must be complete
 };
+
+// Whole or in part.
+inline bool IsTileWrite(OpKind kind) {
+  return kind == OpKind::kWriteTile || kind == OpKind::kWriteState || kind == OpKind::kWriteWeights;
+}
 
 // Edges to an operation that there may not be (-1), and to all of `ids`.
 inline void AddIf(Edges* after, OpId id) {

@@ -40,9 +40,20 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
     due_.emplace_back(block.tiles.size(), Due::kNothing);
     version_.emplace_back(block.tiles.size(), 0);
   }
+  std::vector<int> sharing(plan.run_classes.size(), 0);
   for (const BlockPlan& block : plan.blocks) {
-    if (block.private_run_slot >= 0) SizeRun(block.private_run_slot, block);
+    if (block.private_run_slot >= 0) {
+      SizeRun(block.private_run_slot, block);
+    } else {
+      ++sharing[At(block.run_class)];
+    }
   }
+  // Those that live on a device count: theirs pass through the shared slots on their way.
+  for (const BlockPlan& block : plan.blocks) {
+    const size_t c = At(block.run_class);
+    stays_.push_back(block.private_run_slot >= 0 || sharing[c] <= plan.run_classes[c].slots ? 1 : 0);
+  }
+  deferred_share_ = DeferredShare();
   // Updates that are made again have the last slot of the ring to themselves: they wait for the norm, and
   // what is read ahead of it must not wait with them.
   rotating_tile_slots_ = At(std::max(1, plan.tile_ring - (plan.speculates ? 1 : 0)));
@@ -289,27 +300,99 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
     pending_writes_.push_back(update_id);
     return;
   }
-  EmitTileWrite(block, tile, run_slot, slot_index, of, update_id);
+  WriteUpdated(block, tile, run_slot, slot_index, of, update_id);
 }
 
-void ProgramBuilder::EmitTileWrite(int block, int tile, int run_slot, int tile_slot, const Update& of,
-                                   OpId ready) {
+double ProgramBuilder::DeferredShare() const {
+  double forward_seconds = 0, backward_seconds = 0;
+  for (const StageShape& stage : graph_.stages) {
+    forward_seconds += stage.forward_seconds;
+    backward_seconds += stage.backward_seconds;
+  }
+  double forward = 0, backward = 0, either = 0;  // bytes of the drive
+  for (size_t b = 0; b < plan_.blocks.size(); ++b) {
+    const BlockPlan& block = plan_.blocks[b];
+    const auto weights = static_cast<double>(block.elements * plan_.precision.weight_bytes());
+    const auto gradient = static_cast<double>(block.elements * plan_.precision.gradient_bytes);
+    if (plan_.on_device(static_cast<int>(b))) continue;
+    for (double* pass : {&forward, &backward}) {
+      if (stays_[b] == 0) *pass += weights;
+      if (block.trains && block.gradient_slot < 0) *pass += gradient;
+    }
+    for (size_t t = 0; block.trains && t < block.tiles.size(); ++t) {
+      if (plan_.written_late(static_cast<int>(b), static_cast<int>(t))) continue;
+      const auto state = static_cast<double>(plan_.precision.StateBytes(block.tiles[t].elements));
+      const bool streams = block.private_tile_slot[t] < 0;
+      if (streams) forward += 2 * state;
+      (stays_[b] != 0 ? either : forward) += weights / static_cast<double>(block.tiles.size());
+      if (!streams) (stays_[b] != 0 ? either : forward) += state;
+    }
+  }
+  if (either == 0 || forward_seconds + backward_seconds <= 0) return either > 0 ? 1 : 0;
+  const double all = forward + backward + either;
+  return std::clamp((all * backward_seconds / (forward_seconds + backward_seconds) - backward) / either, 0.0,
+                    1.0);
+}
+
+void ProgramBuilder::WriteUpdated(int block, int tile, int run_slot, int tile_slot, const Update& of,
+                                  OpId update) {
+  const BlockPlan& bp = plan_.blocks[At(block)];
+  bool defers = defers_writes_ && !of.redo && stays_[At(block)] != 0;
+  if (defers) {
+    deferred_due_ += deferred_share_;
+    defers = deferred_due_ >= 1;
+    if (defers) deferred_due_ -= 1;
+  }
+  if (!defers) {
+    EmitTileWrite(OpKind::kWriteTile, block, tile, run_slot, tile_slot, of, update);
+    return;
+  }
+  const bool state_streams =
+      bp.private_tile_slot[At(tile)] < 0 && plan_.precision.StateBytes(bp.tiles[At(tile)].elements) > 0;
+  if (!state_streams) {
+    // Of a tile without state the slot of the ring is free: only its weights are written.
+    deferred_writes_.push_back(
+        {OpKind::kWriteTile, block, tile, run_slot, bp.private_tile_slot[At(tile)], of.step, update});
+    return;
+  }
+  const OpId state = EmitTileWrite(OpKind::kWriteState, block, tile, run_slot, tile_slot, of, update);
+  deferred_writes_.push_back({OpKind::kWriteWeights, block, tile, run_slot, -1, of.step, state});
+}
+
+void ProgramBuilder::EmitDeferredWrites(size_t most, OpId after) {
+  const size_t count = std::min(most, deferred_writes_.size());
+  for (size_t i = 0; i < count; ++i) {
+    const DeferredWrite& deferred = deferred_writes_[i];
+    EmitTileWrite(deferred.kind, deferred.block, deferred.tile, deferred.run_slot, deferred.tile_slot,
+                  {.step = deferred.step}, deferred.ready);
+    out_.back().after.push_back(after);
+  }
+  deferred_writes_.erase(deferred_writes_.begin(), deferred_writes_.begin() + static_cast<ptrdiff_t>(count));
+}
+
+OpId ProgramBuilder::EmitTileWrite(OpKind kind, int block, int tile, int run_slot, int tile_slot,
+                                   const Update& of, OpId ready) {
+  const int64_t elements = plan_.blocks[At(block)].tiles[At(tile)].elements;
+  const Precision& precision = plan_.precision;
   const OpId write_id = next_id_;
-  Op& write = Emit(OpKind::kWriteTile, Lane::kWrite, of.step);
+  Op& write = Emit(kind, Lane::kWrite, of.step);
   write.block = block;
   write.tile = tile;
   write.in_backward = of.in_backward;
   write.redo = of.redo;
-  write.bytes = plan_.precision.TotalBytes(plan_.blocks[At(block)].tiles[At(tile)].elements);
+  write.bytes = kind == OpKind::kWriteTile    ? precision.TotalBytes(elements)
+                : kind == OpKind::kWriteState ? precision.StateBytes(elements)
+                                              : elements * precision.weight_bytes();
   write.run_slot = run_slot;
   write.tile_slot = tile_slot;
   write.after = {ready};
   // The slot that is overwritten holds the version before the last one: free once the last one is committed.
   AddIf(&write.after, last_commit_);
-  tiles_[At(tile_slot)].users.push_back(write_id);
+  if (tile_slot >= 0) tiles_[At(tile_slot)].users.push_back(write_id);
   runs_[At(run_slot)].writes[At(tile)] = write_id;
   last_write_[At(block)][At(tile)] = write_id;
   pending_writes_.push_back(write_id);
+  return write_id;
 }
 
 bool ProgramBuilder::IsDue(int block) const {

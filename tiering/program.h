@@ -17,7 +17,10 @@
 //                        and updated as in the other order: those operations (Op::redo) are always part of
 //                        the next pass, and are skipped (Lanes::Skips) when there is nothing to make good
 // Both move the same bytes as long as nothing is made again, and both end in the same bits. A mix spreads the
-// drive's work over forward and backward as compute is spread.
+// drive's work over forward and backward as compute is spread. Where all updates of a pass wait for the next
+// forward, as while every step is clipped, what they leave in memory anyway (weights that stay there, state
+// that does) is written while backward computes, as much of it as gives the drive's work the proportions of
+// compute, and the step is committed after that.
 //
 // Over several ranks (Plan::world) each reads and updates its part of every block. kGather fills in the rest
 // of the run before it computes, kReduce makes the whole run's gradient into this rank's part of the sum over
@@ -170,6 +173,20 @@ class ProgramBuilder {
   void SizeRun(int slot, const BlockPlan& block);
   // Whoever still uses the content of a run slot, which is given up.
   Edges GiveUpRun(int slot);
+  // Writes of what stays in memory until the next update, not yet emitted. (Plan::written_late is another
+  // matter: tiles that not every step writes.)
+  struct DeferredWrite {
+    OpKind kind;
+    int block, tile, run_slot, tile_slot;
+    int64_t step;
+    OpId ready;  // the update or, where only the weights stay, the write of the state
+  };
+  // The share of tiles whose writes are deferred, among those that can be.
+  double DeferredShare() const;
+  // Of a tile that was updated in forward: what has to go to the drive at once, and what can wait.
+  void WriteUpdated(int block, int tile, int run_slot, int tile_slot, const Update& of, OpId update);
+  // The oldest `most` of those that can wait, to be started when `after` is done.
+  void EmitDeferredWrites(size_t most, OpId after);
   int NextTileSlot() { return static_cast<int>(next_tile_slot_++ % rotating_tile_slots_); }
   bool IsDue(int block) const;
   // Makes what is due of the block's update, outside of a use by compute.
@@ -177,7 +194,8 @@ class ProgramBuilder {
   Op& EmitForStage(OpKind kind, Lane lane, int position, int micro_batch, int64_t step);
   // The write or read of the input at a position that does not stay in memory; a list by micro-batch.
   Op& EmitInput(OpKind kind, int position, int micro_batch, int64_t step);
-  void AppendForward(bool train, int micro_batches, int64_t step);
+  // Returns the last operation that computes, or the batch.
+  OpId AppendForward(bool train, int micro_batches, int64_t step);
   // The places in this pass where a block's gradient is summed, or goes to where it is not, unless an earlier
   // use has taken them; returns who still uses them.
   Edges TakePlaces(int block);
@@ -189,8 +207,11 @@ class ProgramBuilder {
   // makes it final. And, of one that does not wait in memory, its way to the drive.
   OpId EmitFinal(int block, OpId last, int64_t step);
   void EmitGradientWrite(int block, OpId final_id, int64_t step);
-  void AppendBackward(int64_t step, bool in_backward);
-  void EmitTileWrite(int block, int tile, int run_slot, int tile_slot, const Update& of, OpId ready);
+  // `before`: the last operation of forward.
+  void AppendBackward(int64_t step, bool in_backward, OpId before);
+  // kWriteTile, or a part of it.
+  OpId EmitTileWrite(OpKind kind, int block, int tile, int run_slot, int tile_slot, const Update& of,
+                     OpId ready);
   // The write of a tile that was not updated here: its checksums first.
   void EmitSealedWrite(int block, int tile, int run_slot, int tile_slot, int64_t step);
   // Of `step`, when `after` is done; over several ranks all of them agree on it.
@@ -211,7 +232,11 @@ class ProgramBuilder {
   OpId batch_ = -1;                    // kBatch of the pass
   OpId norm_ = -1;                     // kNorm of the pending step
   OpId last_commit_ = -1;
-  Edges pending_writes_;  // of the pending step, for its commit
+  Edges pending_writes_;        // of the pending step, for its commit
+  bool defers_writes_ = false;  // in the forward being appended, since nothing is updated in its backward
+  double deferred_share_ = 0;
+  double deferred_due_ = 0;                     // of the next one; from 1 on it is deferred
+  std::vector<DeferredWrite> deferred_writes_;  // oldest first
   std::vector<RunSlot> runs_;
   std::vector<TileSlot> tiles_;
   std::vector<GradientSlot> gradients_;
@@ -220,10 +245,11 @@ class ProgramBuilder {
   size_t rotating_tile_slots_ = 1;
   std::vector<size_t> next_gradient_slot_;  // per size class
   size_t next_accumulator_ = 0;
-  std::vector<std::vector<OpId>> last_write_;     // [block][tile] -> last kWriteTile, -1 if none
+  std::vector<std::vector<OpId>> last_write_;     // [block][tile] -> last write of it, -1 if none
   std::vector<OpId> gradient_written_;            // [block] -> last kWriteGradient, -1
   std::vector<int> gradient_of_block_;            // [block] -> slot of its finished gradient
   std::vector<char> loaded_;                      // [block] private run slot holds the weights
+  std::vector<char> stays_;                       // [block] nothing ever takes its run slot
   std::vector<std::vector<OpId>> input_written_;  // [position][micro_batch] of this pass, -1
   std::vector<OpId> input_used_;                  // [position] last backward of this pass, -1
   // [block][tile] updates appended: the version of the weights in host memory.

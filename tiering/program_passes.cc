@@ -30,7 +30,7 @@ Op& ProgramBuilder::EmitInput(OpKind kind, int position, int micro_batch, int64_
   return op;
 }
 
-void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
+OpId ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
   batch_ = next_id_;
   Emit(OpKind::kBatch, Lane::kHost, step).evaluates = !train;
   const int stages = static_cast<int>(graph_.stages.size());
@@ -73,6 +73,7 @@ void ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
     Op& done = Emit(OpKind::kEvaluated, Lane::kHost, step);
     done.after = {last};
   }
+  return last;
 }
 
 Edges ProgramBuilder::TakeGradientSlot(int block) {
@@ -200,10 +201,14 @@ void ProgramBuilder::EmitGradientWrite(int block, OpId final_id, int64_t step) {
   gradient_written_[At(block)] = write_id;
 }
 
-void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
+void ProgramBuilder::AppendBackward(int64_t step, bool in_backward, OpId before) {
   const int stages = static_cast<int>(graph_.stages.size());
   std::vector<int> uses_left(graph_.blocks.size());
   for (size_t b = 0; b < uses_left.size(); ++b) uses_left[b] = plan_.blocks[b].uses;
+  // Deferred writes go beside the first half, so that gradients on their way out are not long behind them,
+  // and the commit is over when the next forward writes.
+  const size_t first_half = At(std::max(1, stages / 2));
+  const size_t written_with_each = (deferred_writes_.size() + first_half - 1) / first_half;
   Edges finals;
   input_used_.assign(At(stages), -1);
   for (std::vector<int>* places : {&accumulator_, &gradient_, &device_accumulator_, &device_gradient_}) {
@@ -217,8 +222,13 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward) {
     const bool last_use = --uses_left[At(block)] == 0;
     const bool updates = in_backward && last_use && late_tiles < static_cast<int64_t>(early.size());
     const Weights weights = FetchForCompute(block, At(2 * stages - 2 - position), updates);
+    if (!deferred_writes_.empty()) {
+      EmitDeferredWrites(written_with_each, before);
+      if (deferred_writes_.empty()) CommitPending();
+    }
     const OpId last = EmitBackward(position, weights, TakePlaces(block), step);
     Used(weights, last);
+    before = last;
     if (!bp.trains) {
       if (position == 0) finals.push_back(last);  // the step ends when it does
       continue;
@@ -277,13 +287,17 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
   switch (pass) {
     case Pass::kTrain: {
       const int64_t step = next_step_++;
-      AppendForward(true, plan_.micro_batches, step);
+      // A single stage has nothing to compute between its forward and the end of its backward.
+      defers_writes_ = stages > 1 && (!in_backward || plan_.in_backward_share() == 0);
+      deferred_due_ = 0.5;
+      const OpId forward = AppendForward(true, plan_.micro_batches, step);
       const int last_block = block_at(stages - 1);
       // The last stage's block may carry the last part of the pending update; fetch it before the commit is
       // placed.
       ApplyDue(last_block, stages - 1);
-      CommitPending();
-      AppendBackward(step, in_backward);
+      defers_writes_ = false;
+      if (deferred_writes_.empty()) CommitPending();
+      AppendBackward(step, in_backward, forward);
       break;
     }
     case Pass::kEvaluate:

@@ -18,7 +18,7 @@ void ProgramBuilder::EmitSealedWrite(int block, int tile, int run_slot, int tile
   // Its checksums are the ones of the last write until that is over.
   AddIf(&seal.after, last_write_[static_cast<size_t>(block)][static_cast<size_t>(tile)]);
   slot.users.push_back(seal_id);
-  EmitTileWrite(block, tile, run_slot, tile_slot, {.step = step}, seal_id);
+  EmitTileWrite(OpKind::kWriteTile, block, tile, run_slot, tile_slot, {.step = step}, seal_id);
 }
 
 void ProgramBuilder::Persist() {

@@ -87,6 +87,12 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
       case OpKind::kWriteInput:
         if (op.lane == Lane::kWrite) inputs.written_bytes += op.bytes;
         break;
+      case OpKind::kWriteState:
+        state.written_bytes += op.bytes;
+        break;
+      case OpKind::kWriteWeights:
+        weights.written_bytes += op.bytes;
+        break;
       case OpKind::kWriteTile: {
         const BlockPlan& block = plan.blocks[static_cast<size_t>(op.block)];
         const int64_t of_weights =

@@ -139,7 +139,7 @@ bool RealLanes::Skips(const Op& op) const {
   const UpdateDecision& decision = DecisionFor(op.step);
   const bool decided = decision.step == op.step;
   if (op.redo) return !(decided && decision.redo);
-  if (!decided || op.kind != OpKind::kWriteTile) return false;
+  if (!decided || !IsTileWrite(op.kind)) return false;
   // Written for a commit, whatever became of the last update.
   if (plan_.written_late(op.block, op.tile)) return false;
   // What will be made again need not go to the drive; a skipped update leaves the tile as it was.
@@ -231,14 +231,17 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
     case OpKind::kReadGradient:
       return store_->ReadScratch(begin(&transfers.gradient), tile, 0, memory.gradient,
                                  static_cast<uint64_t>(op.bytes), aio::Priority::kPrefetch);
-    case OpKind::kWriteTile: {
+    case OpKind::kWriteTile:
+    case OpKind::kWriteState:
+    case OpKind::kWriteWeights: {
       if (store_->geometry().slots() == 1 && !store_->overwriting()) {
         if (absl::Status status = store_->OverwriteNow(); !status.ok()) return status;
       }
       std::vector<const void*> sources = {memory.weights};
       sources.insert(sources.end(), memory.state.begin(), memory.state.end());
-      return store_->WriteTile(begin(&transfers.write), tile, VersionAfter(op.step), sources,
-                               aio::Priority::kWriteBehind);
+      const auto [first, count] = WrittenSegments(op);
+      return store_->WriteSegments(begin(&transfers.write), tile, VersionAfter(op.step), first,
+                                   std::span(sources).subspan(first, count), aio::Priority::kWriteBehind);
     }
     default:
       return absl::InternalError(absl::StrCat("not a transfer: ", std::string(tiering::OpKindName(op.kind))));
@@ -248,6 +251,12 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
 // A skipped step ends with the version that it began with, also where an update in backward was written.
 bool RealLanes::UndoesWrite(const Op& op) const {
   return op.kind == OpKind::kWriteTile && op.redo && DecisionFor(op.step).skip;
+}
+
+std::pair<uint32_t, uint32_t> RealLanes::WrittenSegments(const Op& op) const {
+  const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
+  if (op.kind == OpKind::kWriteState) return {1, segments - 1};
+  return {0, op.kind == OpKind::kWriteWeights ? 1 : segments};
 }
 
 void RealLanes::StartSpill(const Task& task) {
@@ -330,7 +339,13 @@ absl::Status RealLanes::Settle(const Done& done) {
     case OpKind::kReadGradient:
       return transfers(op).gradient.io.status();
     case OpKind::kWriteTile:
-      return UndoesWrite(op) ? status : store_->NoteWritten(&transfers(op).write.io, transfers(op).checksums);
+    case OpKind::kWriteState:
+    case OpKind::kWriteWeights: {
+      if (UndoesWrite(op)) return status;
+      const auto [first, count] = WrittenSegments(op);
+      return store_->NoteWritten(&transfers(op).write.io,
+                                 std::span(transfers(op).checksums).subspan(first, count));
+    }
     case OpKind::kWriteGradient:
       status = spills_[At(op.block)]->refused;  // the tiles that were not taken have their last status
       for (const auto& tile : tiles_[At(op.block)]) status.Update(tile->spill.io.status());

@@ -146,6 +146,8 @@ class RealLanes : public tiering::Lanes {
   const UpdateDecision& DecisionFor(int64_t step) const { return decisions_[step & 1]; }
   StepTotals OwnTotals() const;
   bool UndoesWrite(const tiering::Op& op) const;
+  // Of the tile's segments those that the operation writes: first, and how many.
+  std::pair<uint32_t, uint32_t> WrittenSegments(const tiering::Op& op) const;
   void Report(const Task& task, absl::Status status, double start);
   // The same for a lane of the device, which takes up an operation when it has finished the one before.
   void ReportInOrder(const Task& task, absl::Status status, double start);
@@ -183,8 +185,9 @@ class RealLanes : public tiering::Lanes {
   const Options options_;
   const LaneHooks hooks_;
   // [step & 1], both: writes of a step may start, and its last updates in backward run, when the next step
-  // has begun or even been decided; not when that one has been committed. Only of what lives on a device a
-  // write may start after that: of a skipped step, too, which then writes what there was.
+  // has begun or even been decided (the next update of a tile waits for its last write); not when that one
+  // has been committed. Only of what lives on a device a write may start after that: of a skipped step, too,
+  // which then writes what there was.
   std::array<UpdateDecision, 2> decisions_;
   std::array<UpdateDecision, 2> assumed_;
   int64_t abandoned_step_ = 0;

@@ -112,6 +112,7 @@ class MeaningLanes : public Lanes {
   int64_t redone_updates() const { return redone_updates_; }
   int64_t updates_there() const { return updates_there_; }
   int64_t reads_past_host() const { return reads_past_host_; }
+  int64_t writes_in_parts() const { return writes_in_parts_; }
   const std::map<std::pair<int, int>, int64_t>& drive() const { return drive_; }
 
  private:
@@ -151,7 +152,7 @@ class MeaningLanes : public Lanes {
       };
       // A gather, and a seal or a write of a tile, all read this rank's part.
       const auto reads_part = [](const Op& one) {
-        return one.kind == OpKind::kWriteTile || one.kind == OpKind::kSeal;
+        return IsTileWrite(one.kind) || one.kind == OpKind::kSeal;
       };
       const bool both_read = (op.kind == OpKind::kGather && reads_part(other)) ||
                              (reads_part(op) && other.kind == OpKind::kGather);
@@ -192,11 +193,14 @@ class MeaningLanes : public Lanes {
                                   << " on tile slot";
       }
       // A spilled gradient has a place of its own beside the tile.
-      if (op.lane == Lane::kRead && op.kind != OpKind::kReadGradient && other.kind == OpKind::kWriteTile) {
+      if (op.lane == Lane::kRead && op.kind != OpKind::kReadGradient && IsTileWrite(other.kind)) {
         EXPECT_FALSE(same_tile) << "read under a write";
       }
-      if (op.kind == OpKind::kSeal && other.kind == OpKind::kWriteTile) {
+      if ((op.kind == OpKind::kSeal || op.kind == OpKind::kUpdate) && IsTileWrite(other.kind)) {
         EXPECT_FALSE(same_tile) << "sealed under a write, which is noted with these checksums";
+      }
+      if (IsTileWrite(op.kind) && IsTileWrite(other.kind)) {
+        EXPECT_FALSE(same_tile) << "two parts at once";
       }
     }
     switch (op.kind) {
@@ -376,10 +380,19 @@ class MeaningLanes : public Lanes {
         EXPECT_TRUE(plan_.written_late(op.block, op.tile) || plan_.on_device(op.block));
         EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, 2 * op.step}));
         break;
-      case OpKind::kWriteTile: {
+      case OpKind::kWriteTile:
+      case OpKind::kWriteState:
+      case OpKind::kWriteWeights: {
         EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, VersionAfter(op)}));
-        if (plan_.precision.segment_bytes.size() > 1) {
+        if (op.kind == OpKind::kWriteWeights) {
+          EXPECT_EQ((state_written_[{op.block, op.tile}]), VersionAfter(op)) << "weights before the state";
+          EXPECT_EQ(op.tile_slot, -1);
+        } else if (plan_.precision.segment_bytes.size() > 1) {
           EXPECT_EQ(state_[op.tile_slot], (std::pair{std::pair{op.block, op.tile}, VersionAfter(op)}));
+        }
+        // What became of their step is known as long as the next but one has no norm.
+        if (!plan_.on_device(op.block)) {
+          EXPECT_LT(norms_, op.step + 2) << "written by another step's decision";
         }
         // Those that are written late follow the updates of their step, to be part of a commit of it.
         const bool late = plan_.written_late(op.block, op.tile);
@@ -420,8 +433,13 @@ class MeaningLanes : public Lanes {
         early_updates_ += op.in_backward ? 1 : 0;
         redone_updates_ += op.redo ? 1 : 0;
         break;
+      case OpKind::kWriteState:
+        state_written_[{op.block, op.tile}] = VersionAfter(op);
+        break;
       case OpKind::kWriteTile:
+      case OpKind::kWriteWeights:
         drive_.at({op.block, op.tile}) = VersionAfter(op);
+        writes_in_parts_ += op.kind == OpKind::kWriteWeights ? 1 : 0;
         break;
       case OpKind::kWriteGradient:
         spilled_[op.block] = op.step;
@@ -571,8 +589,10 @@ class MeaningLanes : public Lanes {
   std::map<int, int64_t> squared_;                       // and the step whose squares are there, by block
   std::map<int, int64_t> spilled_;
   std::map<std::pair<int, int>, int64_t> drive_, committed_;
+  std::map<std::pair<int, int>, int64_t> state_written_;   // {block, tile} -> version, maybe ahead of drive_
   std::set<std::pair<int, int>> inputs_, written_inputs_;  // {position, micro-batch} in memory, on the drive
-  int64_t early_updates_ = 0, redone_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0;
+  int64_t early_updates_ = 0, redone_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0,
+          writes_in_parts_ = 0;
   size_t finalized_ = 0;
   int64_t norms_ = 0;
   int64_t commits_ = 0, persisted_ = 0;
@@ -585,6 +605,7 @@ struct Counted {
   int64_t persisted = 0;
   int64_t there = 0;      // updates of tiles on a device
   int64_t past_host = 0;  // tiles' weights read to a device past host memory
+  int64_t in_parts = 0;   // tiles written in two parts
 };
 
 // Some passes of every kind, in a random order unless `random` is null: training only.
@@ -635,8 +656,8 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   EXPECT_EQ(lanes.commits(), steps);
   for (const auto& [tile, version] : lanes.drive())
     EXPECT_EQ(version, plan.blocks[tile.first].trains ? 2 * steps : 0);
-  return {lanes.early_updates(), lanes.redone_updates(), lanes.persisted(), lanes.updates_there(),
-          lanes.reads_past_host()};
+  return {lanes.early_updates(), lanes.redone_updates(),  lanes.persisted(),
+          lanes.updates_there(), lanes.reads_past_host(), lanes.writes_in_parts()};
 }
 
 }  // namespace penstock::tiering

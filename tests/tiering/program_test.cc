@@ -9,6 +9,7 @@
 #include <limits>
 #include <numeric>
 #include <random>
+#include <set>
 #include <tuple>
 
 #include "tests/tiering/meaning_lanes.h"
@@ -76,12 +77,14 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     counted.early += run.early;
     counted.redone += run.redone;
     counted.persisted += run.persisted;
+    counted.in_parts += run.in_parts;
     late += plan->late_write_bytes > 0 ? 1 : 0;
     if (HasFailure()) return;
   }
   EXPECT_GT(counted.early, 5'000);
   EXPECT_GT(counted.redone, 1'500);
   EXPECT_GT(counted.persisted, 100);
+  EXPECT_GT(counted.in_parts, 1'000);
   EXPECT_GT(late, 20);
 }
 
@@ -285,6 +288,89 @@ TEST(Program, AFrozenBlockCostsNoMoreThanItsWeights) {
   EXPECT_THAT(MakePlan(graph, options).status().message(), testing::HasSubstr("nothing to train"));
   options.trains = false;
   EXPECT_TRUE(MakePlan(graph, options).ok());
+}
+
+// Where all updates wait for the next forward, it reads 10 bytes of a parameter whose weights stay in memory
+// and writes 10; the weights' 2 go to the drive while backward computes, beside its first half.
+TEST(Program, WhatStaysInMemoryIsWrittenWhileBackwardComputes) {
+  ModelGraph graph = Chain(24, 3 << 20, 1e-9);
+  const MachineModel machine;
+  const auto elements = static_cast<double>(graph.elements());
+  const double backward = 20 * elements / machine.read_bytes_per_s;
+  for (StageShape& stage : graph.stages) stage.backward_seconds = backward / 24;
+  PlanOptions options;
+  options.update_order = UpdateOrder::kInNextForward;
+  options.host_budget_bytes = int64_t{4} << 30;
+  options.bounds.placement = Placement::kCuda;
+  for (const double of_state : {0.0, 1.0}) {
+    options.bounds.state_fraction = of_state;
+    const Plan plan = *MakePlan(graph, options);
+    ProgramBuilder builder(graph, plan, 1);
+    builder.Append(Pass::kTrain);
+    const std::vector<Op> ops = builder.Append(Pass::kTrain);
+    const OpId first = builder.next_id() - static_cast<OpId>(ops.size());
+    const auto computes_at = [&](OpId id) {  // its position, if that is an operation which computes
+      const Op* op = id >= first ? &ops[static_cast<size_t>(id - first)] : nullptr;
+      return op != nullptr && op->lane == Lane::kCompute ? op->position : -1;
+    };
+    int64_t at_once = 0, later = 0;
+    std::set<OpId> writes;
+    for (size_t i = 0; i < ops.size(); ++i) {
+      const Op& op = ops[i];
+      if (IsTileWrite(op.kind)) {
+        writes.insert(first + static_cast<OpId>(i));
+        int position = -1;
+        for (const OpId id : op.after) position = std::max(position, computes_at(id));
+        EXPECT_TRUE(position < 0 || position > 12) << position;
+        (position >= 0 ? later : at_once) += op.bytes;
+      }
+      if (op.kind != OpKind::kCommit) continue;
+      for (const OpId id : op.after) writes.erase(id);
+    }
+    EXPECT_TRUE(writes.empty()) << "the commit waits for every write of its step";
+    EXPECT_EQ(at_once, of_state > 0 ? 0 : graph.elements() * 10);
+    EXPECT_EQ(later, graph.elements() * (of_state > 0 ? 12 : 2));
+    if (of_state > 0) continue;
+    const double step = Simulate(graph, plan, machine, /*steps=*/4)->step_seconds;
+    EXPECT_LT(step, backward + machine.drive_seconds(10 * elements, 10 * elements) * 1.02);
+  }
+  // What is updated in backward has to be committed first: nothing waits then.
+  options.update_order = UpdateOrder::kInBackward;
+  const Plan plan = *MakePlan(graph, options);
+  for (const bool in_backward : {true, false}) {
+    ProgramBuilder builder(graph, plan, 1);
+    builder.Append(Pass::kTrain, 0, /*in_backward=*/false);
+    const std::vector<Op> ops = builder.Append(Pass::kTrain, 0, in_backward);
+    const auto commit =
+        std::find_if(ops.begin(), ops.end(), [](const Op& op) { return op.kind == OpKind::kCommit; });
+    const auto backward_begins =
+        std::find_if(ops.begin(), ops.end(), [](const Op& op) { return op.kind == OpKind::kBackward; });
+    ASSERT_TRUE(commit != ops.end() && backward_begins != ops.end());
+    EXPECT_EQ(commit < backward_begins, in_backward);
+  }
+  // Where nothing else moves, forward has its part of the writes.
+  options = PlanOptions();
+  options.update_order = UpdateOrder::kInNextForward;
+  options.host_budget_bytes = int64_t{4} << 30;
+  for (const double compute : {0.1, 0.5, 1.0, 2.0}) {
+    for (StageShape& stage : graph.stages) {
+      stage.forward_seconds = compute * 12 * elements / machine.write_bytes_per_s / 24 / 4;
+      stage.backward_seconds = 3 * stage.forward_seconds;
+    }
+    const Plan everything = *MakePlan(graph, options);
+    EXPECT_EQ(everything.nvme_read_bytes, 0);
+    MachineModel fast_updates = machine;
+    fast_updates.update_parameters_per_s = 20e9;
+    const Prediction step = *Simulate(graph, everything, fast_updates, /*steps=*/6);
+    EXPECT_LT(step.step_seconds, 1.05 * step.floor_seconds) << compute;
+  }
+  // A single stage has nothing left to compute beside them.
+  const ModelGraph single = Chain(1, 3 << 20);
+  options.update_order = UpdateOrder::kInNextForward;
+  const Plan whole = *MakePlan(single, options);
+  ProgramBuilder builder(single, whole, 1);
+  builder.Append(Pass::kTrain);
+  for (const Op& op : builder.Append(Pass::kTrain)) EXPECT_NE(op.kind, OpKind::kWriteWeights);
 }
 
 // From the least budget with which two blocks fit to one that keeps everything.

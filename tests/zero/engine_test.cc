@@ -209,6 +209,53 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
   }
 }
 
+// Weights that stay in memory are written while the backward of the next step computes, also where that step
+// has been skipped, is abandoned, or where one version is written over the other.
+TEST(Engine, WritesThatWaitForBackwardAreThoseOfTheirStep) {
+  RunOptions run;
+  run.steps = 7;
+  run.poison_step = 4;
+  run.clip = 1e-3;
+  run.hashes_state = true;
+  const TrainedLosses none = TrainGpt(run);
+  ASSERT_TRUE(none.status.ok()) << none.status;
+  run.offload = OffloadDevice::kNvme;
+  run.update_order = tiering::UpdateOrder::kInNextForward;
+  for (const int versions : {2, 1}) {
+    for (const double state_stays : {0.0, 0.5}) {
+      for (const bool evaluates : {false, true}) {
+        SCOPED_TRACE(testing::Message() << versions << " versions, of the state " << state_stays
+                                        << (evaluates ? ", evaluating" : ""));
+        run.evaluate_every = evaluates ? 3 : 0;
+        run.announce_always = evaluates;
+        run.tile_bytes = 128 << 10;
+        int64_t in_parts = 0, whole = 0;
+        run.adjust = [&](EngineOptions& options) {
+          options.versions = versions;
+          options.durability = versions == 1 ? Durability::kCheckpoint : Durability::kStep;
+          options.bounds.placement = tiering::Placement::kCuda;
+          options.bounds.state_fraction = state_stays;
+          options.observer = [&](tiering::OpId, const tiering::Op& op, double, double) {
+            in_parts += op.kind == tiering::OpKind::kWriteWeights ? 1 : 0;
+            whole += op.kind == tiering::OpKind::kWriteTile ? 1 : 0;
+          };
+        };
+        run.host_memory_bytes = 1;
+        run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + (state_stays > 0 ? 1 << 20 : 0);
+        const TrainedLosses nvme = TrainGpt(run);
+        ASSERT_TRUE(nvme.status.ok()) << nvme.status;
+        for (size_t i = 0; i < none.losses.size(); ++i) {
+          if (i + 1 == 4) continue;  // not a number, which equals nothing
+          EXPECT_EQ(nvme.losses[i], none.losses[i]) << "step " << i + 1;
+        }
+        EXPECT_EQ(nvme.state, none.state);
+        EXPECT_EQ(nvme.skipped, (std::vector<int64_t>{4}));
+        EXPECT_GT(state_stays > 0 ? in_parts + whole : in_parts, 0);
+      }
+    }
+  }
+}
+
 // The plan offers updates in backward; the steps' own clipping says when they are made there: not in a new
 // run, after enough clean steps, no more once steps are clipped, and again when those are forgotten.
 TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
