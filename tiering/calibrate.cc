@@ -162,7 +162,12 @@ void Calibration::CalibrateDrive(Result* result) const {
   MachineModel& machine = result->machine;
   if (seen(0)) machine.read_bytes_per_s = moved[0] / seconds[0];
   if (seen(1)) machine.write_bytes_per_s = moved[1] / seconds[1];
-  if (seen(2)) machine.mixed_bytes_per_s = moved[2] / seconds[2];
+  if (seen(2)) {
+    machine.mixed_bytes_per_s = moved[2] / seconds[2];
+    // Alone a direction is not slower than beside the other, whatever was believed of it.
+    for (double* alone : {&machine.read_bytes_per_s, &machine.write_bytes_per_s})
+      *alone = std::max(*alone, machine.mixed_bytes_per_s / 2);
+  }
   result->drive_seen = seen(0) || seen(1) || seen(2);
 }
 

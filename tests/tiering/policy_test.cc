@@ -1,6 +1,6 @@
 // A grid of machines, models and budgets: no policy that a user can fix beats what `auto` chooses in any
-// cell, but for the half percent that its search may leave. Prints the table of tiering/README.md,
-// each policy's step as a multiple of auto's.
+// cell, but for the 3% that it gives for room in flight and the half percent for fewer bytes. Prints the
+// table of tiering/README.md, each policy's step as a multiple of auto's.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -106,7 +106,7 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
             }
             std::snprintf(text, sizeof(text), " %.3f |", other / best);
             row += text;
-            EXPECT_LE(best, other * 1.005) << row << " by " << policy.name;
+            EXPECT_LE(best, other * 1.035) << row << " by " << policy.name;
           }
           std::printf("%s\n", row.c_str());
         }
