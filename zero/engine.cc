@@ -125,7 +125,10 @@ class Engine::Impl {
     if (ahead_norm_ < 0) AppendTraining();
     const OpId norm = std::exchange(ahead_norm_, -1);
     absl::Status begun = runner_->Begin(step_ + 1, std::move(batches), decisions_.loss_scale());
-    if (!begun.ok()) return begun;
+    if (!begun.ok()) {
+      ahead_norm_ = norm;  // the pass still waits for a batch: Flush ends it, and commits the step before
+      return begun;
+    }
     if (next == Next::kTrain) AppendTraining();
     executor_->OpenGate(++gates_);
     if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;

@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <filesystem>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "tests/zero/training.h"
 #include "zero/engine.h"
@@ -133,6 +135,35 @@ TEST(Device, ACopyThatFailsEndsTheRunInWords) {
     EXPECT_EQ(trained.status.code(), absl::StatusCode::kInternal);
     EXPECT_THAT(std::string(trained.status.message()), testing::HasSubstr("was made to fail"));
   }
+}
+
+// The step before it is whole, and is committed by who flushes what there is.
+TEST(Device, ABatchThatTheDeviceDoesNotHoldEndsNoStepButItsOwn) {
+  RunOptions run;
+  run.offload = OffloadDevice::kNvme;
+  run.device = MakeTestDevice({.capacity_bytes = 32 * kMiB});
+  run.state_dir = testing_support::ScratchDirectory();
+  EngineOptions options = testing_support::OptionsOf(run);
+  std::vector<int64_t> committed;
+  options.committed = [&](const StepResult& step) {
+    committed.push_back(step.step);
+    return absl::OkStatus();
+  };
+  auto engine = Engine::Create(tools::MakeGpt(run.model), options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  ASSERT_TRUE((*engine)->Step({testing_support::MakeBatch(run, 1, 0)}, Next::kTrain).ok());
+  Batch large = testing_support::MakeBatch(run, 2, 0);
+  std::vector<uint8_t> bytes(static_cast<size_t>(64 * kMiB));  // not LibTorch's, which counts its own here
+  large.inputs = torch::from_blob(bytes.data(), {64 * kMiB}, torch::kByte);
+  EXPECT_FALSE((*engine)->Step({large}, Next::kTrain).ok());
+  EXPECT_TRUE((*engine)->Flush().ok());
+  EXPECT_EQ(committed, (std::vector<int64_t>{1}));
+  const auto again = (*engine)->Step({testing_support::MakeBatch(run, 2, 0)}, Next::kUnknown);
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_TRUE((*engine)->Flush().ok());
+  EXPECT_EQ(committed, (std::vector<int64_t>{1, 2}));
+  engine->reset();
+  std::filesystem::remove_all(run.state_dir);
 }
 
 TEST(Device, ABudgetBeyondWhatTheDeviceHasIsRefused) {
