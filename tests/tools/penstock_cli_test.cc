@@ -95,6 +95,44 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
   }
 }
 
+// A flag wins over the config: --lr is the rate that a scheduler goes by, and takes the place of one that
+// names rates of its own.
+TEST_F(CliTest, ARateByFlagBesideTheConfigsScheduler) {
+  const auto rates = [&](const std::string& name, const std::string& config, Words more) {
+    WriteFile(dir_ + "/" + name + ".json", config);
+    const std::string log = dir_ + "/" + name + ".log";
+    const Ran ran = Run(Train(dir_ + "/" + name, {"--offload", "none", "--steps", "6", "--seq", "16",
+                                                  "--config", dir_ + "/" + name + ".json", "--log", log}) +
+                        more);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    std::vector<double> all;
+    for (const std::string& line : Lines(ReadFile(log))) all.push_back(json::parse(line)["lr"]);
+    return all;
+  };
+  const auto config = [](double lr, const std::string& scheduler) {
+    return R"({"optimizer": {"type": "AdamW", "params": {"lr": )" + std::to_string(lr) +
+           R"(}}, "scheduler": )" + scheduler + "}";
+  };
+  const std::string named =
+      R"({"type": "WarmupLR", "params": {"warmup_max_lr": 0.002, "warmup_num_steps": 4, "warmup_type": "linear"}})";
+  EXPECT_THAT(rates("named", config(0.001, named), {}),
+              testing::ElementsAreArray({0.0, 0.0, 0.0005, 0.001, 0.0015, 0.002}));
+  const std::vector<double> own = rates("own", config(0.001, named), {"--lr", "0.004", "--warmup", "0"});
+  const std::vector<double> flag = rates("flag", config(0.001, named), {"--lr", "0.004"});
+  ASSERT_EQ(own.size(), 6u);
+  EXPECT_EQ(flag, own) << "a cosine of its own";
+  EXPECT_EQ(own.back(), 0.0004);
+  for (const std::string scheduler :
+       {R"({"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}})",
+        R"({"type": "WarmupCosineLR", "params": {"total_num_steps": 6, "warmup_num_steps": 2}})"}) {
+    const std::vector<double> by_config = rates("config", config(0.004, scheduler), {});
+    ASSERT_EQ(by_config.size(), 6u);
+    EXPECT_GT(by_config[4], 0.001);
+    EXPECT_EQ(rates("both", config(0.001, scheduler), {"--lr", "0.004", "--overwrite"}), by_config);
+    for (const char* name : {"config", "both"}) std::filesystem::remove(dir_ + "/" + name + ".log");
+  }
+}
+
 TEST_F(CliTest, TrainsLogsReportsAndGoesOnToALaterStep) {
   const std::string state = dir_ + "/state", log = dir_ + "/log", report = dir_ + "/report";
   Ran ran = Run(Train(state, {"--steps", "12", "--log", log, "--report", report}));

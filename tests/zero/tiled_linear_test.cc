@@ -95,18 +95,65 @@ TEST(TiledLinear, TrainsFromTheDriveWithTheBitsOfMemory) {
   std::filesystem::remove_all(directory);
 }
 
+constexpr int64_t kWideIn = 1024, kWideOut = 8192;
+
+Model MakeWide(int64_t tiles) {
+  Model model;
+  model.identity = {{"tiles", tiles}};
+  EXPECT_TRUE(AddTiledLinear(&model, "wide", {.in = kWideIn, .out = kWideOut, .tiles = tiles}).ok());
+  const int head =
+      model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kWideOut, 1); });
+  model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+    return module.as<torch::nn::LinearImpl>()->forward(x).to(torch::kFloat32).square().mean();
+  });
+  return model;
+}
+
+Batch MakeWideRows(int64_t step) {
+  torch::manual_seed(step);
+  return {torch::randn({2, kWideIn}).to(torch::kBFloat16), torch::zeros({1})};
+}
+
+// A device whose memory does not hold the layer's weights trains it.
+TEST(TiledLinear, TrainsOnADeviceThatDoesNotHoldTheLayer) {
+  constexpr int64_t kLayerBytes = kWideIn * kWideOut * 2;
+  const std::string directory = testing_support::ScratchDirectory();
+  std::vector<double> losses[2];
+  for (int i = 0; i < 2; ++i) {
+    EngineOptions options;
+    options.offload = i == 0 ? OffloadDevice::kNone : OffloadDevice::kNvme;
+    options.state_dirs = {directory};
+    options.example = MakeWideRows(0);
+    options.optimizer = kernels::AdamOptions{.lr = 1e-3};
+    if (i == 1) {
+      options.device = testing_support::MakeTestDevice();
+      options.device_memory_bytes = kLayerBytes;
+    }
+    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeWide(16), options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    for (int64_t step = 1; step <= 3; ++step) {
+      absl::StatusOr<StepResult> result = (*engine)->Step({MakeWideRows(step)}, Next::kTrain);
+      ASSERT_TRUE(result.ok()) << result.status();
+      losses[i].push_back(result->loss);
+    }
+    ASSERT_TRUE((*engine)->Flush().ok());
+    if (i == 0) continue;
+    EXPECT_LE((*engine)->peak_device_bytes(), kLayerBytes);
+    EXPECT_GT((*engine)->peak_device_bytes(), 0);
+    options.state_dirs = {directory + "/whole"};
+    const absl::StatusOr<std::unique_ptr<Engine>> whole = Engine::Create(MakeWide(1), options);
+    EXPECT_EQ(whole.status().code(), absl::StatusCode::kFailedPrecondition) << "the layer in one piece fits";
+  }
+  EXPECT_EQ(losses[0], losses[1]);
+  std::filesystem::remove_all(directory);
+}
+
 TEST(TiledLinear, TilesTakeLessMemoryThanTheLayer) {
   auto least = [](int64_t tiles) {
-    Model model;
-    EXPECT_TRUE(AddTiledLinear(&model, "wide", {.in = 1024, .out = 8192, .tiles = tiles}).ok());
-    const int head =
-        model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(8192, 1); });
-    model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
-      return module.as<torch::nn::LinearImpl>()->forward(x).mean();
-    });
+    const Model model = MakeWide(tiles);
     EngineOptions options;
     options.state_dirs = {"nowhere"};
-    options.example = {torch::zeros({2, 1024}).to(torch::kBFloat16), torch::zeros({1})};
+    options.example = MakeWideRows(0);
     absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model, options);
     EXPECT_TRUE(plan.ok()) << plan.status();
     return plan->plan.least_host_memory_bytes;
