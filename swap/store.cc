@@ -11,6 +11,24 @@ namespace {
 // Segments as bits of Written::there.
 uint32_t BitsOf(uint32_t first, uint32_t count) { return ((uint32_t{1} << count) - 1) << first; }
 
+// The memory of consecutive segments of a tile from `first` on, in their order, those that are adjacent
+// merged.
+std::span<const aio::Segment> MemoryOf(const Geometry& geometry, uint32_t tile, uint32_t first,
+                                       std::span<void* const> places,
+                                       std::array<aio::Segment, kMaxSegments>* memory) {
+  size_t runs = 0;
+  for (size_t i = 0; i < places.size(); ++i) {
+    const uint64_t bytes = PaddedBytes(geometry.segment_bytes(tile, first + static_cast<uint32_t>(i)));
+    aio::Segment* last = runs > 0 ? &(*memory)[runs - 1] : nullptr;
+    if (last != nullptr && static_cast<std::byte*>(last->data) + last->bytes == places[i]) {
+      last->bytes += bytes;
+    } else {
+      (*memory)[runs++] = {places[i], bytes};
+    }
+  }
+  return std::span<const aio::Segment>(memory->data(), runs);
+}
+
 }  // namespace
 
 std::string_view StageName(Stage stage) {
@@ -167,21 +185,11 @@ absl::Status Store::ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint
   io->version_ = source.version;
   io->first_segment_ = first;
   io->segment_count_ = count;
-  uint32_t runs = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint64_t bytes = PaddedBytes(geometry_.segment_bytes(tile, first + i));
-    io->data_[i] = destinations[i];
-    io->expected_[i] = checksums[i];
-    aio::Segment* last = runs > 0 ? &io->memory_[runs - 1] : nullptr;
-    if (last != nullptr && static_cast<std::byte*>(last->data) + last->bytes == destinations[i]) {
-      last->bytes += bytes;
-    } else {
-      io->memory_[runs++] = {destinations[i], bytes};
-    }
-  }
+  std::copy(destinations.begin(), destinations.end(), io->data_.begin());
+  std::copy_n(checksums, count, io->expected_.begin());
   io->request_.PrepareRead(*files_[geometry_.directory(tile)],
                            geometry_.segment_offset(tile, source.slot, first),
-                           std::span<const aio::Segment>(io->memory_.data(), runs));
+                           MemoryOf(geometry_, tile, first, destinations, &io->memory_));
   return Submit(io, TileIo::Kind::kRead, tile, priority);
 }
 
@@ -240,20 +248,11 @@ absl::Status Store::WriteSegments(TileIo* io, uint32_t tile, uint64_t version, u
   io->version_ = version;
   io->first_segment_ = first;
   io->segment_count_ = count;
-  uint32_t runs = 0;
-  for (uint32_t i = 0; i < count; ++i) {
-    const uint64_t bytes = PaddedBytes(geometry_.segment_bytes(tile, first + i));
-    void* source = const_cast<void*>(sources[i]);  // the engine only reads it
-    io->data_[i] = source;
-    aio::Segment* last = runs > 0 ? &io->memory_[runs - 1] : nullptr;
-    if (last != nullptr && static_cast<std::byte*>(last->data) + last->bytes == source) {
-      last->bytes += bytes;
-    } else {
-      io->memory_[runs++] = {source, bytes};
-    }
-  }
-  io->request_.PrepareWrite(*files_[geometry_.directory(tile)], geometry_.segment_offset(tile, slot, first),
-                            std::span<const aio::Segment>(io->memory_.data(), runs));
+  // The engine only reads them.
+  for (uint32_t i = 0; i < count; ++i) io->data_[i] = const_cast<void*>(sources[i]);
+  io->request_.PrepareWrite(
+      *files_[geometry_.directory(tile)], geometry_.segment_offset(tile, slot, first),
+      MemoryOf(geometry_, tile, first, std::span(io->data_).first(count), &io->memory_));
   // From here on these segments of the slot hold nothing that can be relied on.
   const Written before = written;
   const uint32_t others = goes_on ? written.there & ~BitsOf(first, count) : 0;

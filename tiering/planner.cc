@@ -265,17 +265,18 @@ class Planner {
       candidates[i].seconds = Order(/*thorough=*/true, &candidates[i].plan);
       least_seconds = std::min(least_seconds, candidates[i].rated());
     }
-    std::vector<std::pair<size_t, double>> as_fast;  // and its bytes
-    for (const size_t i : order) {
-      if (candidates[i].rated() > least_seconds * kAsFast) continue;
-      Plan counted = candidates[i].plan;
-      if (order.size() > 1) CountBytes(&counted);
-      as_fast.emplace_back(i, static_cast<double>(counted.nvme_read_bytes + counted.nvme_write_bytes));
-      least_bytes = std::min(least_bytes, as_fast.back().second);
+    std::erase_if(order, [&](size_t i) { return candidates[i].rated() > least_seconds * kAsFast; });
+    if (order.size() > 1) {  // as fast as each other
+      std::vector<double> bytes(candidates.size());
+      for (const size_t i : order) {
+        Plan counted = candidates[i].plan;
+        CountBytes(&counted);
+        bytes[i] = static_cast<double>(counted.nvme_read_bytes + counted.nvme_write_bytes);
+        least_bytes = std::min(least_bytes, bytes[i]);
+      }
+      std::erase_if(order, [&](size_t i) { return bytes[i] > least_bytes * kAsManyBytes; });
     }
-    const size_t best = std::find_if(as_fast.begin(), as_fast.end(), [&](const auto& candidate) {
-                          return candidate.second <= least_bytes * kAsManyBytes;
-                        })->first;
+    const size_t best = order.front();
     Plan plan = std::move(candidates[best].plan);
     const double seconds = candidates[best].seconds;
     plan.reasons = {Chosen(plan, *candidates[best].spending, seconds)};

@@ -312,9 +312,9 @@ double ProgramBuilder::DeferredShare() const {
   double forward = 0, backward = 0, either = 0;  // bytes of the drive
   for (size_t b = 0; b < plan_.blocks.size(); ++b) {
     const BlockPlan& block = plan_.blocks[b];
+    if (plan_.on_device(static_cast<int>(b))) continue;
     const auto weights = static_cast<double>(block.elements * plan_.precision.weight_bytes());
     const auto gradient = static_cast<double>(block.elements * plan_.precision.gradient_bytes);
-    if (plan_.on_device(static_cast<int>(b))) continue;
     for (double* pass : {&forward, &backward}) {
       if (stays_[b] == 0) *pass += weights;
       if (block.trains && block.gradient_slot < 0) *pass += gradient;
@@ -322,10 +322,13 @@ double ProgramBuilder::DeferredShare() const {
     for (size_t t = 0; block.trains && t < block.tiles.size(); ++t) {
       if (plan_.written_late(static_cast<int>(b), static_cast<int>(t))) continue;
       const auto state = static_cast<double>(plan_.precision.StateBytes(block.tiles[t].elements));
-      const bool streams = block.private_tile_slot[t] < 0;
-      if (streams) forward += 2 * state;
-      (stays_[b] != 0 ? either : forward) += weights / static_cast<double>(block.tiles.size());
-      if (!streams) (stays_[b] != 0 ? either : forward) += state;
+      double& write = stays_[b] != 0 ? either : forward;
+      write += static_cast<double>(block.tiles[t].elements * plan_.precision.weight_bytes());
+      if (block.private_tile_slot[t] >= 0) {
+        write += state;
+      } else {
+        forward += 2 * state;  // read, and written
+      }
     }
   }
   if (either == 0 || forward_seconds + backward_seconds <= 0) return either > 0 ? 1 : 0;

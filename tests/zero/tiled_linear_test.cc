@@ -36,6 +36,19 @@ Batch MakeRows(int64_t step) {
   return {inputs, inputs.narrow(1, 0, 4).argmax(1)};
 }
 
+// The losses of so many steps, which are then flushed.
+std::vector<double> Train(Engine& engine, Batch (*rows)(int64_t step), int64_t steps) {
+  std::vector<double> losses;
+  for (int64_t step = 1; step <= steps; ++step) {
+    absl::StatusOr<StepResult> result = engine.Step({rows(step)}, Next::kTrain);
+    EXPECT_TRUE(result.ok()) << result.status();
+    if (!result.ok()) return losses;
+    losses.push_back(result->loss);
+  }
+  EXPECT_TRUE(engine.Flush().ok());
+  return losses;
+}
+
 TEST(TiledLinear, ForwardAndGradientsAreThoseOfTheWholeLayer) {
   for (const int64_t tiles : {1, 2, 5}) {
     Model model;
@@ -83,12 +96,8 @@ TEST(TiledLinear, TrainsFromTheDriveWithTheBitsOfMemory) {
     options.optimizer = kernels::AdamOptions{.lr = 1e-2};
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeModel(5), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
-    for (int64_t step = 1; step <= 12; ++step) {
-      absl::StatusOr<StepResult> result = (*engine)->Step({MakeRows(step)}, Next::kTrain);
-      ASSERT_TRUE(result.ok()) << result.status();
-      losses[i].push_back(result->loss);
-    }
-    ASSERT_TRUE((*engine)->Flush().ok());
+    losses[i] = Train(**engine, MakeRows, 12);
+    ASSERT_EQ(losses[i].size(), 12u);
   }
   EXPECT_EQ(losses[0], losses[1]);
   EXPECT_LT(losses[0].back(), losses[0].front());
@@ -131,12 +140,8 @@ TEST(TiledLinear, TrainsOnADeviceThatDoesNotHoldTheLayer) {
     }
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeWide(16), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
-    for (int64_t step = 1; step <= 3; ++step) {
-      absl::StatusOr<StepResult> result = (*engine)->Step({MakeWideRows(step)}, Next::kTrain);
-      ASSERT_TRUE(result.ok()) << result.status();
-      losses[i].push_back(result->loss);
-    }
-    ASSERT_TRUE((*engine)->Flush().ok());
+    losses[i] = Train(**engine, MakeWideRows, 3);
+    ASSERT_EQ(losses[i].size(), 3u);
     if (i == 0) continue;
     EXPECT_LE((*engine)->peak_device_bytes(), kLayerBytes);
     EXPECT_GT((*engine)->peak_device_bytes(), 0);
