@@ -74,7 +74,8 @@ class Search {
 
 }  // namespace
 
-Replacement BeladyMisses(const std::vector<int>& trace, int items, int capacity, int passes) {
+Replacement BeladyMisses(const std::vector<int>& trace, int items, int capacity, int passes,
+                         bool keeps_previous) {
   Replacement result;
   result.misses_of.assign(At(items), 0);
   const size_t length = trace.size();
@@ -107,13 +108,15 @@ Replacement BeladyMisses(const std::vector<int>& trace, int items, int capacity,
       cache.push_back({item, next[i]});
       continue;
     }
-    *std::max_element(cache.begin(), cache.end(),
-                      [](const Held& a, const Held& b) { return a.next_use < b.next_use; }) = {item, next[i]};
+    const int previous = keeps_previous ? trace[(i + length - 1) % length] : -1;
+    *std::max_element(cache.begin(), cache.end(), [previous](const Held& a, const Held& b) {
+      return std::pair(a.item != previous, a.next_use) < std::pair(b.item != previous, b.next_use);
+    }) = {item, next[i]};
   }
   return result;
 }
 
-std::vector<char> ChooseResident(const std::vector<Keepable>& items, int64_t budget) {
+std::vector<char> ChooseResident(const std::vector<Keepable>& items, int64_t budget, bool spread) {
   std::vector<char> stays(items.size(), 0);
   std::map<std::pair<int64_t, double>, Kind> alike;
   for (size_t i = items.size(); i-- > 0;) {
@@ -139,7 +142,13 @@ std::vector<char> ChooseResident(const std::vector<Keepable>& items, int64_t bud
   if (budget <= 0 || kinds.empty()) return stays;
   const std::vector<int64_t> counts = Search(kinds).Run(budget);
   for (size_t k = 0; k < kinds.size(); ++k) {
-    for (int64_t n = 0; n < counts[k]; ++n) stays[kinds[k].members[static_cast<size_t>(n)]] = 1;
+    const std::vector<size_t>& members = kinds[k].members;
+    const auto count = static_cast<size_t>(counts[k]);
+    // Members are listed from the last on; evenly: number m is one of `count` among all.
+    const size_t all = members.size();
+    for (size_t m = 0; m < all; ++m) {
+      if (spread ? (m + 1) * count / all > m * count / all : m < count) stays[members[m]] = 1;
+    }
   }
   return stays;
 }

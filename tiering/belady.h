@@ -23,8 +23,10 @@ struct Replacement {
 // Items of one size in a cache of `capacity` >= 1 of them, starting empty. The trace is walked `passes`
 // times, as one long trace with its future known, and the misses of the last pass are counted: 1 is a trace
 // that stands alone, 3 or more the steady state of a cyclic one (a further pass is looked ahead to but not
-// counted).
-Replacement BeladyMisses(const std::vector<int>& trace, int items, int capacity, int passes = 1);
+// counted). `keeps_previous`: what is used just before a miss is not given up for it, where there is anything
+// else to give up, so that it may still be in use while the other comes.
+Replacement BeladyMisses(const std::vector<int>& trace, int items, int capacity, int passes = 1,
+                         bool keeps_previous = false);
 
 // Something that may stay: what it takes, and what keeping it saves in each cycle (bytes of traffic, or
 // seconds; any unit, 0 or more).
@@ -33,11 +35,11 @@ struct Keepable {
   double saves = 0;
 };
 
-// The set that saves most within `budget` bytes: flags, by item. Among alike items those with the highest
-// index stay. Exact, by branch and bound over kinds of alike items; a model has few kinds, and where there
-// are many the search ends after `kMostNodes` nodes with the best set found, which is never worse than the
-// greedy one.
-std::vector<char> ChooseResident(const std::vector<Keepable>& items, int64_t budget);
+// The set that saves most within `budget` bytes: flags, by item. Of alike items those that stay are `spread`
+// evenly, so that what streams comes in an even flow, or are the last ones. Exact, by branch and bound over
+// kinds of alike items; a model has few kinds, and where there are many the search ends after `kMostNodes`
+// nodes with the best set found, which is never worse than the greedy one.
+std::vector<char> ChooseResident(const std::vector<Keepable>& items, int64_t budget, bool spread = true);
 
 inline constexpr int64_t kMostNodes = 200'000;
 

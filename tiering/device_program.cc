@@ -180,13 +180,13 @@ int ProgramBuilder::AcquireDeviceRun(int block, size_t position) {
   int slot = lives_there ? plan_.device.blocks[At(block)].run_slot : -1;
   if (!lives_there && !IsOnDevice(block, &slot) && slot < 0) {
     const RunClass& cls = plan_.device.run_classes[At(plan_.device.blocks[At(block)].run_class)];
-    size_t furthest = 0;
+    GiveUp worth;
     for (int s = cls.first_slot; s < cls.first_slot + cls.slots; ++s) {
       const int held = device_runs_[At(s)].block;
-      const size_t use = held < 0 ? 0 : NextUse(held, position);
-      if (held >= 0 && slot >= 0 && use <= furthest) continue;
+      const GiveUp of_slot = held < 0 ? GiveUp() : WorthGivingUp(held, position);
+      if (held >= 0 && slot >= 0 && of_slot <= worth) continue;
       slot = s;
-      furthest = use;
+      worth = of_slot;
       if (held < 0) break;
     }
   }

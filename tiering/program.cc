@@ -95,17 +95,22 @@ size_t ProgramBuilder::NextUse(int block, size_t position) const {
 int ProgramBuilder::AcquireRun(int block, size_t position) {
   const RunClass& cls = plan_.run_classes[At(plan_.blocks[At(block)].run_class)];
   int victim = -1;
-  size_t victim_use = 0;
+  GiveUp worth;
   for (int slot = cls.first_slot; slot < cls.first_slot + cls.slots; ++slot) {
     const int held = runs_[At(slot)].block;
     if (held < 0) return slot;
-    const size_t use = NextUse(held, position);
-    if (victim < 0 || use > victim_use) {
-      victim = slot;
-      victim_use = use;
-    }
+    const GiveUp of_slot = WorthGivingUp(held, position);
+    if (victim >= 0 && of_slot <= worth) continue;
+    victim = slot;
+    worth = of_slot;
   }
   return victim;
+}
+
+ProgramBuilder::GiveUp ProgramBuilder::WorthGivingUp(int block, size_t position) const {
+  const std::vector<size_t>& uses = uses_[At(block)];
+  const bool computes = position > 0 && std::binary_search(uses.begin(), uses.end(), position - 1);
+  return {!computes, NextUse(block, position)};
 }
 
 Edges ProgramBuilder::GiveUpRun(int slot) {

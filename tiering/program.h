@@ -5,8 +5,9 @@
 // still uses it. Edges point backwards only, so a program cannot deadlock and cannot use more memory than its
 // plan, whatever the timing; the executor needs no allocator and no lock order. Because the future of a
 // training step is known, the slot to reuse is the one whose content is needed furthest in the future
-// (Belady, "A study of replacement algorithms", 1966); on the walk 0..S-1, S-1..0 of a step that keeps the
-// last blocks of forward for the start of backward, and the last of backward for the next forward.
+// (Belady, "A study of replacement algorithms", 1966), but for the one that computes just before; on the walk
+// 0..S-1, S-1..0 of a step that keeps the last blocks of forward for the start of backward, and the last of
+// backward for the next forward.
 //
 // A tile is updated in one of two orders, which the plan chooses tile by tile:
 //   in the next forward  when the next pass first needs its block: the global norm is known by then, and the
@@ -117,6 +118,11 @@ class ProgramBuilder {
 
   Op& Emit(OpKind kind, Lane lane, int64_t step);
   int AcquireRun(int block, size_t position);
+  // Whether the block is not the one that computes while that at `position` is fetched, and its next use: the
+  // content that compares greatest is given up. Furthest in the future alone would keep, of two slots, the
+  // one of an embedding that is used again at the other end, and leave every block to wait for the other.
+  using GiveUp = std::pair<bool, size_t>;
+  GiveUp WorthGivingUp(int block, size_t position) const;
   // Makes the block's weights present (with the pending update applied if there is one) for a use at
   // `position` of the pass's order of uses; returns the run slot.
   int Fetch(int block, size_t position);
@@ -138,8 +144,8 @@ class ProgramBuilder {
   int CopyToDevice(int block, size_t position, int run_slot);
   // The same past host memory, from the drive.
   int ReadToDevice(int block, size_t position);
-  // Of a block that comes and goes, its former run there, an empty one, or that of the block which is needed
-  // furthest in the future; of one that lives there, its own.
+  // Of a block that comes and goes, its former run there, an empty one, or the one most worth
+  // giving up; of one that lives there, its own.
   int AcquireDeviceRun(int block, size_t position);
   // Who still computes with the former content of a device's run, and the uses that must be over.
   void AddUsers(Edges* after, const DeviceRun& run) const;

@@ -79,7 +79,8 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
     const RunClass& cls = plan.run_classes[c];
     if (members[c] <= cls.slots) continue;  // the class keeps all its blocks anyway
     const Replacement replacement =
-        BeladyMisses(uses[c], static_cast<int>(graph_.blocks.size()), std::max(1, cls.slots), 3);
+        BeladyMisses(uses[c], static_cast<int>(graph_.blocks.size()), std::max(1, cls.slots), 3,
+                     /*keeps_previous=*/true);  // as ProgramBuilder::WorthGivingUp
     for (size_t b = 0; b < items.size(); ++b) {
       if (At(plan.blocks[b].run_class) != c || stays[b] != 0 || plan.on_device(static_cast<int>(b))) continue;
       if (bounds.reuse_elements && LongestGap(static_cast<int>(b)) > *bounds.reuse_elements) continue;
@@ -89,7 +90,8 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
                   static_cast<double>(bytes) * std::max(0.5, static_cast<double>(replacement.misses_of[b]))};
     }
   }
-  const std::vector<char> chosen = ChooseResident(items, free);
+  // A device's own slots keep the last blocks of forward for backward; those of the host go with them.
+  const std::vector<char> chosen = ChooseResident(items, free, /*spread=*/!plan.device.apart);
   for (size_t b = 0; b < stays.size(); ++b) {
     if (chosen[b] != 0 && !plan.on_device(static_cast<int>(b))) stays[b] = 1;
   }

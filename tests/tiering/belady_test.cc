@@ -11,10 +11,14 @@ namespace penstock::tiering {
 namespace {
 
 // Fewest misses over every choice of what to give up, with the content as a set of bits. `bypass`: what is
-// fetched need not be kept.
-int64_t FewestMisses(const std::vector<int>& trace, int items, int capacity, bool bypass) {
+// fetched need not be kept. `keeps_previous`: never what was used just before, unless it is alone.
+int64_t FewestMisses(const std::vector<int>& trace, int items, int capacity, bool bypass,
+                     bool keeps_previous = false) {
   std::map<unsigned, int64_t> now = {{0u, 0}};
+  int previous = -1;
   for (const int item : trace) {
+    const int kept = keeps_previous && capacity > 1 ? previous : -1;
+    previous = item;
     std::map<unsigned, int64_t> after;
     auto reach = [&](unsigned content, int64_t misses) {
       const auto [it, first] = after.try_emplace(content, misses);
@@ -29,7 +33,8 @@ int64_t FewestMisses(const std::vector<int>& trace, int items, int capacity, boo
       if (bypass) reach(content, misses + 1);
       if (__builtin_popcount(content) < capacity) reach(content | bit, misses + 1);
       for (int victim = 0; victim < items; ++victim) {
-        if ((content & (1u << victim)) != 0) reach((content & ~(1u << victim)) | bit, misses + 1);
+        if (victim != kept && (content & (1u << victim)) != 0)
+          reach((content & ~(1u << victim)) | bit, misses + 1);
       }
     }
     now = std::move(after);
@@ -48,6 +53,9 @@ TEST(Belady, NoChoiceOfVictimsMissesLessOverTenThousandRandomTraces) {
     for (int& item : trace) item = static_cast<int>(random() % static_cast<uint64_t>(items));
     const Replacement belady = BeladyMisses(trace, items, capacity);
     ASSERT_EQ(belady.misses, FewestMisses(trace, items, capacity, /*bypass=*/false)) << "round " << round;
+    ASSERT_EQ(BeladyMisses(trace, items, capacity, 1, /*keeps_previous=*/true).misses,
+              FewestMisses(trace, items, capacity, /*bypass=*/false, /*keeps_previous=*/true))
+        << "round " << round;
     int64_t sum = 0;
     for (const int64_t misses : belady.misses_of) sum += misses;
     ASSERT_EQ(sum, belady.misses);
