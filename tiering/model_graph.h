@@ -123,6 +123,12 @@ struct ModelGraph {
     for (const BlockShape& block : blocks) sum += block.elements;
     return sum;
   }
+  // Of blocks that are not frozen.
+  int64_t trained_elements() const {
+    int64_t sum = 0;
+    for (const BlockShape& block : blocks) sum += block.trains ? block.elements : 0;
+    return sum;
+  }
   // Tensor memory, per micro-batch, that the inputs of any `stages_kept` stages take while they wait for
   // backward.
   int64_t kept_input_bytes(int stages_kept) const {

@@ -64,24 +64,11 @@ constexpr std::array<Spending, 3> kLateSpendings = {{
     {{Kind::kBlocks, Kind::kState, Kind::kGradients}, "whole blocks, then state, then gradients"},
 }};
 
-// Another placement must make a step shorter than this share of the best so far.
-constexpr double kWorthwhile = 0.999;
-
 // Plans are as fast as each other that differ by no more than this: machines drift by more. Of those fewer
-// bytes count, which wear drives out, are certain, and cost most while steps are clipped; and of those that
-// move as many the first, which is the most comfortable.
+// bytes count, which wear drives out and are certain; of those that move as many the step that is clipped,
+// and then the first, which is the most comfortable.
 constexpr double kAsFast = 1.005;
 constexpr double kAsManyBytes = 1.05;
-
-// Few small tiles in flight leave a real drive waiting for processors that are busy elsewhere, where
-// simulated ones are there at once: gpt-350m in 1 GiB took 5 to 10% longer with four tiles of 2.5 MiB than
-// with five of 9. So plans with less state in flight than this are rated by so much more than their seconds.
-constexpr int64_t kComfortableRing = 20 * kMiB;
-constexpr double kLeanCosts = 1.03;
-
-double Rated(const Plan& plan, double seconds) {
-  return plan.tile_ring * plan.tile_state_bytes < kComfortableRing ? seconds * kLeanCosts : seconds;
-}
 
 // And to hand the processor what would fit on a device: what it does beside is not disturbed in a simulation.
 constexpr double kWorthTheProcessor = 0.99;
@@ -133,14 +120,17 @@ class Planner {
     policies[0].placement = Placement::kCuda;
     policies[1].placement = Placement::kConst;
     policies[1].const_bytes = StayingBytes(choice->plan) / 2;
+    if (options_.bounds.resident_elements != 0) {
+      policies.push_back(options_.bounds);
+      policies.back().resident_elements = 0;
+    }
     for (const PlanBounds& policy : policies) {
       PlanOptions options = options_;
       options.bounds = policy;
       const Planner planner(graph_, options, layout_.device());
       if (planner.Least() > options_.host_budget_bytes) continue;
       Choice other = planner.Best(options_.host_budget_bytes);
-      if (FewTilesToSimulate(other.plan) &&
-          Rated(other.plan, other.seconds) < Rated(choice->plan, choice->seconds) * kWorthwhile)
+      if (FewTilesToSimulate(other.plan) && other.seconds * kAsFast < choice->seconds)
         *choice = std::move(other);
     }
   }
@@ -200,15 +190,14 @@ class Planner {
   Choice Best(int64_t budget) const {
     if (budget == 0) {
       Plan plan = layout_.Build(kLevels[0], Count(), /*budget=*/0);
-      const double seconds = Order(/*thorough=*/true, &plan);
+      const double seconds = Order(/*thorough=*/true, &plan).seconds;
       return {std::move(plan), seconds};
     }
     struct Candidate {
       Plan plan;
       Level level;
       const Spending* spending;
-      double seconds;
-      double rated() const { return Rated(plan, seconds); }
+      OrderedStep step;
     };
     std::vector<Candidate> candidates;
     std::set<std::vector<int64_t>> seen;  // what differs between plans: the others are the same to the byte
@@ -218,8 +207,8 @@ class Planner {
       if (!seen.insert(Signature(plan)).second) return true;
       const bool simulated = plan.trains && !TooManyTilesToSimulate(plan);
       if (!simulated && !candidates.empty()) return true;
-      const double seconds = Order(/*thorough=*/false, &plan);
-      candidates.push_back({std::move(plan), level, &spending, seconds});
+      const OrderedStep step = Order(/*thorough=*/false, &plan);
+      candidates.push_back({std::move(plan), level, &spending, step});
       return simulated;
     };
     bool more = true;
@@ -237,8 +226,9 @@ class Planner {
     // memory at a time, which leaves more for what stays.
     std::vector<const Candidate*> fastest;
     for (const Candidate& candidate : candidates) fastest.push_back(&candidate);
-    std::stable_sort(fastest.begin(), fastest.end(),
-                     [](const Candidate* x, const Candidate* y) { return x->rated() < y->rated(); });
+    std::stable_sort(fastest.begin(), fastest.end(), [](const Candidate* x, const Candidate* y) {
+      return x->step.seconds < y->step.seconds;
+    });
     std::vector<Level> promising;
     for (size_t i = 0; more && i < std::min<size_t>(2, fastest.size()); ++i) {
       promising.push_back(fastest[i]->level);
@@ -254,42 +244,45 @@ class Planner {
     double worst_seconds = 0;
     for (size_t i = 0; i < order.size(); ++i) {
       order[i] = i;
-      worst_seconds = std::max(worst_seconds, candidates[i].seconds);
+      worst_seconds = std::max(worst_seconds, candidates[i].step.seconds);
     }
-    std::stable_sort(order.begin(), order.end(),
-                     [&](size_t x, size_t y) { return candidates[x].rated() < candidates[y].rated(); });
+    std::stable_sort(order.begin(), order.end(), [&](size_t x, size_t y) {
+      return candidates[x].step.seconds < candidates[y].step.seconds;
+    });
     order.resize(std::min<size_t>(order.size(), FewTilesToSimulate(candidates[order.front()].plan) ? 4 : 1));
     std::sort(order.begin(), order.end());  // from comfortable to lean
-    double least_seconds = std::numeric_limits<double>::max(), least_bytes = least_seconds;
-    for (const size_t i : order) {
-      candidates[i].seconds = Order(/*thorough=*/true, &candidates[i].plan);
-      least_seconds = std::min(least_seconds, candidates[i].rated());
-    }
-    std::erase_if(order, [&](size_t i) { return candidates[i].rated() > least_seconds * kAsFast; });
-    if (order.size() > 1) {  // as fast as each other
+    for (const size_t i : order) candidates[i].step = Order(/*thorough=*/true, &candidates[i].plan);
+    // Leaves those that are within `tolerance` of the least.
+    const auto keep_least = [&order](auto&& value, double tolerance) {
+      double least = std::numeric_limits<double>::max();
+      for (const size_t i : order) least = std::min(least, value(i));
+      std::erase_if(order, [&](size_t i) { return value(i) > least * tolerance; });
+    };
+    keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
+    if (order.size() > 1) {
       std::vector<double> bytes(candidates.size());
       for (const size_t i : order) {
         Plan counted = candidates[i].plan;
         CountBytes(&counted);
         bytes[i] = static_cast<double>(counted.nvme_read_bytes + counted.nvme_write_bytes);
-        least_bytes = std::min(least_bytes, bytes[i]);
       }
-      std::erase_if(order, [&](size_t i) { return bytes[i] > least_bytes * kAsManyBytes; });
+      keep_least([&](size_t i) { return bytes[i]; }, kAsManyBytes);
+      keep_least([&](size_t i) { return candidates[i].step.clipped_seconds; }, kAsFast);
     }
     const size_t best = order.front();
     Plan plan = std::move(candidates[best].plan);
-    const double seconds = candidates[best].seconds;
+    const double seconds = candidates[best].step.seconds;
     plan.reasons = {Chosen(plan, *candidates[best].spending, seconds)};
     if (candidates.size() > 1) {
       plan.reasons.push_back(absl::StrFormat(
           "compared: %d working sets and ways to spend the rest of the budget, from %.3g s to %.3g s a step",
-          candidates.size(), candidates[best].seconds, worst_seconds));
+          candidates.size(), seconds, worst_seconds));
     }
     return {std::move(plan), seconds};
   }
 
-  // Chooses which tiles are updated in backward; the step's seconds.
-  double Order(bool thorough, Plan* plan) const {
+  // Chooses which tiles are updated in backward.
+  OrderedStep Order(bool thorough, Plan* plan) const {
     return ChooseUpdateOrder(graph_, options_.machine, options_.update_order, thorough, plan);
   }
 

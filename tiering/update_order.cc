@@ -38,12 +38,6 @@ double StepSeconds(const ModelGraph& graph, const MachineModel& machine, const P
   return prediction.ok() ? prediction->step_seconds : std::numeric_limits<double>::max();
 }
 
-int64_t TrainedElements(const ModelGraph& graph) {
-  int64_t elements = 0;
-  for (const BlockShape& block : graph.blocks) elements += block.trains ? block.elements : 0;
-  return elements;
-}
-
 // The share of tiles whose update in backward gives the drive as much to do in backward as the processor has.
 double EvenShare(const ModelGraph& graph, const Plan& plan) {
   double forward = 0, backward = 0;
@@ -55,7 +49,8 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
   const double weights = plan.precision.weight_bytes();
   const double update = 2.0 * static_cast<double>(plan.precision.UnpaddedBytes(kSample)) / kSample;
   // Of frozen blocks the weights are read in both.
-  const double trained = static_cast<double>(TrainedElements(graph)) / static_cast<double>(graph.elements());
+  const double trained =
+      static_cast<double>(graph.trained_elements()) / static_cast<double>(graph.elements());
   // What a device writes of its own updates falls into forward, and is borne by the others' tiles.
   const double there = plan.on_device_share();
   const double written_there = there < 1 ? there * update / 2 / (1 - there) : 0;
@@ -69,22 +64,22 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
 bool TooManyTilesToSimulate(const Plan& plan) { return plan.tile_count() > kMostTilesSimulated; }
 bool FewTilesToSimulate(const Plan& plan) { return plan.tile_count() <= kMostTilesSimulated / 8; }
 
-double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
-                         bool thorough, Plan* plan) {
+OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
+                              bool thorough, Plan* plan) {
   MarkInBackward(plan, 0);
-  if (!plan->trains || !plan->on_nvme) return 0;
+  if (!plan->trains || !plan->on_nvme) return {};
   // Where a step's version is written over that of the step before, nothing is left to make an update again
   // from.
   if (!plan->commits_every_step) wanted = UpdateOrder::kInNextForward;
   const bool free = wanted == UpdateOrder::kAuto;
   if (TooManyTilesToSimulate(*plan)) {
-    if (wanted == UpdateOrder::kInNextForward) return 0;
+    if (wanted == UpdateOrder::kInNextForward) return {};
     MarkInBackward(plan, free ? EvenShare(graph, *plan) : 1);
     plan->worthwhile_redo_rate = free ? kCautiousRedoRate : 1;
-    return 0;
+    return {};
   }
   const double later = StepSeconds(graph, machine, *plan);
-  if (wanted == UpdateOrder::kInNextForward || plan->on_device_share() == 1) return later;
+  if (wanted == UpdateOrder::kInNextForward || plan->on_device_share() == 1) return {later, later};
   std::vector<double> shares = {1.0};
   if (free) {
     // The ends of the walk and what is resident move the best share away from the even one.
@@ -105,12 +100,12 @@ double ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, U
   // The order that never makes anything again is left for a gain that shows.
   if (free && best > later * 0.995) best_share = 0;
   MarkInBackward(plan, best_share);
-  if (best_share == 0) return later;
+  if (best_share == 0) return {later, later};
   const double redone = best_share * (1 - plan->on_device_share()) *
-                        static_cast<double>(plan->precision.UnpaddedBytes(TrainedElements(graph)));
+                        static_cast<double>(plan->precision.UnpaddedBytes(graph.trained_elements()));
   const double redo_seconds = machine.drive_seconds(redone, redone);
   plan->worthwhile_redo_rate = free ? std::clamp((later - best) / redo_seconds, 0.0, 1.0) : 1;
-  return best;
+  return {best, plan->clips ? later : best};
 }
 
 }  // namespace penstock::tiering

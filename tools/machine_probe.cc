@@ -88,9 +88,17 @@ absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const Mac
   return aio::MeasureDevice(options);
 }
 
+// Of a transfer while the drive is busy (MachineModel::io_latency_seconds).
+double BusyLatency(const aio::DeviceProfile& profile) {
+  const double in_flight =
+      profile.mixed_bytes_per_s > 0 ? static_cast<double>(profile.knee_bytes) / profile.mixed_bytes_per_s : 0;
+  return std::max(profile.read_latency_us * 1e-6, in_flight);
+}
+
 // All directories, or none: a sum of measured and assumed would be neither.
 void MeasureDrives(const MachineRequest& request, Machine* machine) {
   aio::DeviceProfile sum;
+  double latency_seconds = 0;  // of the slowest
   int stored = 0;
   std::string dates;
   for (const std::string& directory : request.directories) {
@@ -109,11 +117,13 @@ void MeasureDrives(const MachineRequest& request, Machine* machine) {
       machine->drives.write_bytes_per_s = machine->model.write_bytes_per_s;
       machine->drives.mixed_bytes_per_s = 2 * machine->model.mixed_rate(machine->model.read_bytes_per_s);
       machine->drives.knee_bytes = 4 << 20;
+      machine->model.io_latency_seconds = BusyLatency(machine->drives);
       machine->sources.push_back(
           absl::StrCat("drive: assumed, not measured: ", std::string(profile.status().message())));
       return;
     }
     Add(*profile, &sum);
+    latency_seconds = std::max(latency_seconds, BusyLatency(*profile));
   }
   machine->drives = sum;
   machine->drive_measured = true;
@@ -121,7 +131,7 @@ void MeasureDrives(const MachineRequest& request, Machine* machine) {
   if (sum.read_bytes_per_s > 0) model.read_bytes_per_s = sum.read_bytes_per_s;
   if (sum.write_bytes_per_s > 0) model.write_bytes_per_s = sum.write_bytes_per_s;
   model.mixed_bytes_per_s = sum.mixed_bytes_per_s;
-  if (sum.read_latency_us > 0) model.io_latency_seconds = sum.read_latency_us * 1e-6;
+  model.io_latency_seconds = latency_seconds;
   // A record, and the wait for it.
   if (sum.write_latency_us > 0) model.commit_seconds = 2 * sum.write_latency_us * 1e-6;
   machine->sources.push_back(stored == static_cast<int>(request.directories.size())

@@ -1,6 +1,6 @@
 // A grid of machines, models and budgets: no policy that a user can fix beats what `auto` chooses in any
-// cell, but for the 3% that it gives for room in flight and the half percent for fewer bytes. Prints the
-// table of tiering/README.md, each policy's step as a multiple of auto's.
+// cell, but for the half percent that it gives for clipped steps and fewer bytes. Prints the table of
+// tiering/README.md, each policy's step as a multiple of auto's.
 #include <gtest/gtest.h>
 
 #include <cstdio>
@@ -55,12 +55,13 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
     MachineModel machine;
   };
   std::vector<Named> machines = {
-      {"shared 3/3 GB/s", {}}, {"duplex 7/5, mixed 10", {}}, {"2 cores, 2/4 GB/s", {}}};
+      {"shared 3/3 GB/s", {}}, {"duplex 7/5, mixed 10", {}}, {"2 cores, 2/4 GB/s, 1 ms", {}}};
   machines[1].machine.read_bytes_per_s = 7e9;
   machines[1].machine.write_bytes_per_s = 5e9;
   machines[1].machine.mixed_bytes_per_s = 10e9;
   machines[2].machine.read_bytes_per_s = 2e9;
   machines[2].machine.write_bytes_per_s = 4e9;
+  machines[2].machine.io_latency_seconds = 1e-3;  // a knee of 2.7 MB
   machines[2].machine.cores = machines[2].machine.compute_threads = 2;
   std::string header = "| machine | model | compute / drive | budget | auto |";
   for (const Policy& policy : Policies()) header += std::string(" ") + policy.name + " |";
@@ -106,7 +107,7 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
             }
             std::snprintf(text, sizeof(text), " %.3f |", other / best);
             row += text;
-            EXPECT_LE(best, other * 1.03) << row << " by " << policy.name;
+            EXPECT_LE(best, other * 1.005) << row << " by " << policy.name;
           }
           std::printf("%s\n", row.c_str());
         }
