@@ -1,0 +1,109 @@
+// A step in virtual time against its floor, over compute to drive from 0.1 to 10 and budgets from the least
+// to one that keeps everything, in every precision, for a chain of blocks and for a GPT that uses its first
+// block at both ends.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "tests/tiering/plans.h"
+#include "tiering/plan.h"
+#include "tiering/simulate.h"
+
+namespace penstock::tiering {
+namespace {
+
+struct Case {
+  const char* name;
+  Precision precision;
+  double bytes;  // that an element moves in a step when all of it streams
+  bool tied;
+};
+
+// The busiest part, or the drive with what it cannot do beside anything: nothing can be updated before the
+// first gradient of backward is final, when what forward updates has been, so it can but fill the ring; and
+// the first tile on its way in, the last on its way out, and the commit.
+double FloorOf(const ModelGraph& graph, const Plan& plan, const Prediction& prediction,
+               const MachineModel& machine) {
+  const auto tile = static_cast<double>(plan.tile_state_bytes);
+  double turn = 0;
+  std::vector<int> uses(graph.blocks.size(), 0);
+  for (const StageShape& stage : graph.stages) ++uses[static_cast<size_t>(stage.block)];
+  for (size_t s = graph.stages.size(); s-- > 0;) {
+    turn += graph.stages[s].backward_seconds;
+    if (--uses[static_cast<size_t>(graph.stages[s].block)] == 0) break;
+  }
+  const double filled = tile * plan.tile_ring / machine.read_bytes_per_s;
+  const double ends = tile / machine.read_bytes_per_s + tile / machine.write_bytes_per_s +
+                      static_cast<double>(plan.tile_elements) / machine.update_parameters_per_s +
+                      2 * machine.io_latency_seconds + machine.commit_seconds;
+  return std::max(prediction.floor_seconds, prediction.drive_seconds + std::max(0.0, turn - filled) + ends);
+}
+
+class StepAndFloor : public testing::TestWithParam<Case> {};
+
+TEST_P(StepAndFloor, AreWithinFivePercent) {
+  const Case& of = GetParam();
+  ModelGraph graph = of.tied ? Tied(23, 3 << 20, 1 << 20) : Chain(24, 3 << 20);
+  const auto elements = static_cast<double>(graph.elements());
+  PlanOptions options;
+  options.precision = of.precision;
+  options.machine.update_workers = 2;  // updates bound nothing
+  const MachineModel& machine = options.machine;
+  const double drive_seconds = of.bytes * elements / machine.read_bytes_per_s;
+  double worst = 1, worst_clipped = 1;
+  for (const double ratio : {0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0}) {
+    const double stage_seconds = ratio * drive_seconds / static_cast<double>(graph.stages.size());
+    for (StageShape& stage : graph.stages) {
+      stage.forward_seconds = stage_seconds / 4;
+      stage.backward_seconds = stage_seconds * 3 / 4;
+    }
+    options.host_budget_bytes = int64_t{1} << 40;
+    const absl::StatusOr<Plan> ample = MakePlan(graph, options);
+    ASSERT_TRUE(ample.ok()) << ample.status();
+    const auto least = static_cast<double>(ample->least_host_memory_bytes);
+    constexpr int64_t kSample = 1 << 20;
+    const double everything = elements * static_cast<double>(of.precision.UnpaddedBytes(kSample)) / kSample +
+                              elements * of.precision.gradient_bytes;
+    for (const double share : {0.0, 0.05, 0.15, 0.6, 1.2}) {
+      SCOPED_TRACE(testing::Message() << "compute to drive " << ratio << ", memory beyond the least " << share
+                                      << " of everything");
+      options.host_budget_bytes = static_cast<int64_t>(least + share * everything);
+      const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      const absl::StatusOr<Prediction> step = Simulate(graph, *plan, machine, /*steps=*/6);
+      ASSERT_TRUE(step.ok());
+      const double floor = FloorOf(graph, *plan, *step, machine);
+      EXPECT_LE(step->step_seconds, floor * 1.05);
+      EXPECT_LE(step->step_seconds, step->floor_seconds * 1.09) << "the busiest part alone";
+      worst = std::max(worst, step->step_seconds / floor);
+      // A floor of needless bytes would be none: all of it streams, spilled gradients too, at the most.
+      const auto moved = static_cast<double>(plan->nvme_read_bytes + plan->nvme_write_bytes);
+      EXPECT_LE(moved, (of.bytes + 2 * of.precision.gradient_bytes) * elements * 1.01);
+      // While every step is clipped, most of what the drive moves waits for a quarter of the compute.
+      const absl::StatusOr<Prediction> predicted = Predict(graph, *plan, machine);
+      ASSERT_TRUE(predicted.ok());
+      EXPECT_LE(predicted->clipped_step_seconds, floor * 1.7);
+      worst_clipped = std::max(worst_clipped, predicted->clipped_step_seconds / floor);
+    }
+  }
+  RecordProperty("worst", std::to_string(worst));
+  RecordProperty("worst_clipped", std::to_string(worst_clipped));
+  std::printf("%s: %.4f of the floor at most, %.3f while every step is clipped\n", of.name, worst,
+              worst_clipped);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Grid, StepAndFloor,
+    testing::Values(
+        Case{"bf16_chain", Precision::Bf16(), 26, false}, Case{"bf16_tied", Precision::Bf16(), 26, true},
+        Case{"fp16_chain", Precision::Fp16(), 30, false}, Case{"fp16_tied", Precision::Fp16(), 30, true},
+        Case{"fp32_chain", Precision::Fp32(), 28, false}, Case{"fp32_tied", Precision::Fp32(), 28, true},
+        Case{"moments_of_8_bit_chain", Precision::Bf16().WithMoments(1), 14, false},
+        Case{"moments_of_8_bit_tied", Precision::Bf16().WithMoments(1), 14, true}),
+    [](const auto& each) { return std::string(each.param.name); });
+
+}  // namespace
+}  // namespace penstock::tiering
