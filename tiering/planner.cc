@@ -130,7 +130,10 @@ class Planner {
       const Planner planner(graph_, options, layout_.device());
       if (planner.Least() > options_.host_budget_bytes) continue;
       Choice other = planner.Best(options_.host_budget_bytes);
-      if (FewTilesToSimulate(other.plan) && other.seconds * kAsFast < choice->seconds)
+      if (!FewTilesToSimulate(other.plan)) continue;
+      // More bytes than are as many must be worth it.
+      const double more = BytesMoved(other.plan) / BytesMoved(choice->plan);
+      if (other.seconds * std::max(kAsFast, more / kAsManyBytes) < choice->seconds)
         *choice = std::move(other);
     }
   }
@@ -261,11 +264,7 @@ class Planner {
     keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
     if (order.size() > 1) {
       std::vector<double> bytes(candidates.size());
-      for (const size_t i : order) {
-        Plan counted = candidates[i].plan;
-        CountBytes(&counted);
-        bytes[i] = static_cast<double>(counted.nvme_read_bytes + counted.nvme_write_bytes);
-      }
+      for (const size_t i : order) bytes[i] = BytesMoved(candidates[i].plan);
       keep_least([&](size_t i) { return bytes[i]; }, kAsManyBytes);
       keep_least([&](size_t i) { return candidates[i].step.clipped_seconds; }, kAsFast);
     }
@@ -381,6 +380,12 @@ class Planner {
         std::string(PlacementName(options_.bounds.placement)), runs, plan.tile_ring,
         FormatBytes(plan.tile_state_bytes), Count(), gradients, weights, state, plan.trained_tiles(),
         spending.words, 100 * early, seconds);
+  }
+
+  // By the drive in a step, of a plan that is not counted yet.
+  double BytesMoved(Plan plan) const {
+    CountBytes(&plan);
+    return static_cast<double>(plan.nvme_read_bytes + plan.nvme_write_bytes);
   }
 
   // Counted from the program itself, in its steady state.
