@@ -130,11 +130,11 @@ class Planner {
       const Planner planner(graph_, options, layout_.device());
       if (planner.Least() > options_.host_budget_bytes) continue;
       Choice other = planner.Best(options_.host_budget_bytes);
-      if (!FewTilesToSimulate(other.plan)) continue;
-      // More bytes than are as many must be worth it.
-      const double more = BytesMoved(other.plan) / BytesMoved(choice->plan);
-      if (other.seconds * std::max(kAsFast, more / kAsManyBytes) < choice->seconds)
-        *choice = std::move(other);
+      if (!FewTilesToSimulate(other.plan) || other.seconds * kAsFast >= choice->seconds) continue;
+      // Weights that stream are read twice: not for many more bytes.
+      if (policy.resident_elements == 0 && BytesMoved(other.plan) > BytesMoved(choice->plan) * kAsManyBytes)
+        continue;
+      *choice = std::move(other);
     }
   }
 

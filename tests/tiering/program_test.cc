@@ -396,6 +396,34 @@ TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
   }
 }
 
+TEST(Simulate, StepIsWithinFivePercentOfItsFloor) {
+  const ModelGraph base = Chain(24, 3 << 20);
+  double worst = 1;
+  for (const double ratio : {0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0}) {
+    ModelGraph graph = base;
+    const double drive_seconds = 26.0 * static_cast<double>(graph.elements()) / 3e9;
+    for (StageShape& stage : graph.stages) {
+      stage.forward_seconds = ratio * drive_seconds / 24 / 4;
+      stage.backward_seconds = ratio * drive_seconds / 24 * 3 / 4;
+    }
+    PlanOptions options;
+    options.host_budget_bytes = int64_t{1} << 40;
+    const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
+    for (const double share : {0.02, 0.05, 0.15, 0.3, 0.6, 1.2}) {
+      const int64_t state = graph.elements() * 14;
+      options.host_budget_bytes = least + static_cast<int64_t>(share * static_cast<double>(state));
+      absl::StatusOr<Plan> plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, MachineModel(), /*steps=*/6);
+      ASSERT_TRUE(prediction.ok());
+      EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.05)
+          << "compute to drive " << ratio << ", memory beyond the least " << share << " of the state";
+      worst = std::max(worst, prediction->step_seconds / prediction->floor_seconds);
+    }
+  }
+  RecordProperty("worst", std::to_string(worst));
+}
+
 TEST(Executor, AnErrorEndsTheRunWithNothingInFlight) {
   const ModelGraph graph = Chain(4, 1 << 18);
   PlanOptions options;
