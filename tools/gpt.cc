@@ -4,13 +4,13 @@
 
 #include <cmath>
 #include <fstream>
-#include <limits>
 #include <map>
 #include <memory>
 #include <sstream>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "tools/causal_attention.h"
 
 namespace penstock::tools {
 namespace {
@@ -109,12 +109,8 @@ class Layer : public torch::nn::Module {
     auto head = [&](int64_t i) {
       return qkv.select(2, i).transpose(1, 2).reshape({batch * heads_, length, depth});
     };
-    const torch::Tensor future =
-        torch::ones({length, length}, x.options().dtype(torch::kBool)).triu_(/*diagonal=*/1);
-    torch::Tensor scores =
-        torch::bmm(head(0) * (1.0 / std::sqrt(static_cast<double>(depth))), head(1).transpose(1, 2));
-    scores = torch::softmax(scores.masked_fill(future, -std::numeric_limits<double>::infinity()), -1);
-    const torch::Tensor mixed = torch::bmm(scores, head(2)).view({batch, heads_, length, depth});
+    const torch::Tensor mixed =
+        CausalAttention(head(0), head(1), head(2)).view({batch, heads_, length, depth});
     return out_->Linear(mixed.transpose(1, 2).reshape({batch, length, width}));
   }
 

@@ -1,0 +1,110 @@
+// Attention in blocks of queries against the formula in one piece.
+#include "tools/causal_attention.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "zero/tensor_memory.h"
+
+namespace penstock::tools {
+namespace {
+
+using torch::Tensor;
+
+Tensor InOnePiece(const Tensor& q, const Tensor& k, const Tensor& v) {
+  const int64_t length = q.size(1);
+  const Tensor future = torch::ones({length, length}, torch::kBool).triu_(1);
+  const Tensor scores = torch::bmm(q, k.transpose(1, 2)) / std::sqrt(static_cast<double>(q.size(2)));
+  return torch::bmm(torch::softmax(scores.masked_fill(future, -std::numeric_limits<double>::infinity()), -1),
+                    v);
+}
+
+struct Results {
+  Tensor out;
+  std::vector<Tensor> gradients;
+};
+
+template <typename Attention>
+Results Differentiate(Attention attention, const std::vector<Tensor>& inputs, const Tensor& out_gradient,
+                      torch::ScalarType type) {
+  std::vector<Tensor> x;
+  for (const Tensor& input : inputs) x.push_back(input.detach().to(type).clone().set_requires_grad(true));
+  Results results{attention(x[0], x[1], x[2]), {}};
+  results.out.backward(out_gradient.to(type));
+  for (const Tensor& input : x) results.gradients.push_back(input.grad());
+  return results;
+}
+
+std::vector<Tensor> Inputs(int64_t length) {
+  torch::manual_seed(length);
+  std::vector<Tensor> inputs;
+  for (int i = 0; i < 4; ++i) inputs.push_back(torch::randn({3, length, 8}, torch::kFloat64));
+  return inputs;
+}
+
+TEST(CausalAttention, IsTheFormula) {
+  for (const int64_t length : {int64_t{1}, int64_t{7}, kWholeLength, kWholeLength + 1, 3 * kQueryRows - 1,
+                               3 * kQueryRows, 3 * kQueryRows + 1}) {
+    SCOPED_TRACE(length);
+    const std::vector<Tensor> inputs = Inputs(length);
+    const Results blocks = Differentiate(CausalAttention, inputs, inputs[3], torch::kFloat64);
+    const Results whole = Differentiate(InOnePiece, inputs, inputs[3], torch::kFloat64);
+    EXPECT_TRUE(torch::allclose(blocks.out, whole.out, 1e-12, 1e-12));
+    for (size_t i = 0; i < 3; ++i)
+      EXPECT_TRUE(torch::allclose(blocks.gradients[i], whole.gradients[i], 1e-11, 1e-11)) << i;
+  }
+}
+
+double ErrorOf(const Tensor& value, const Tensor& exact) {
+  return ((value.to(torch::kFloat64) - exact).norm() / exact.norm()).item<double>();
+}
+
+TEST(CausalAttention, RoundsLittleMoreThanInOnePiece) {
+  const std::vector<Tensor> drawn = Inputs(5 * kQueryRows);
+  std::vector<Tensor> inputs;  // that both types hold
+  for (const Tensor& tensor : drawn) inputs.push_back(tensor.to(torch::kBFloat16).to(torch::kFloat64));
+  const Results exact = Differentiate(InOnePiece, inputs, inputs[3], torch::kFloat64);
+  const Results whole = Differentiate(InOnePiece, inputs, inputs[3], torch::kBFloat16);
+  const Results blocks = Differentiate(CausalAttention, inputs, inputs[3], torch::kBFloat16);
+  EXPECT_EQ(blocks.out.scalar_type(), torch::kBFloat16);
+  EXPECT_LE(ErrorOf(blocks.out, exact.out), 1.1 * ErrorOf(whole.out, exact.out));
+  for (size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(blocks.gradients[i].scalar_type(), torch::kBFloat16);
+    EXPECT_LE(ErrorOf(blocks.gradients[i], exact.gradients[i]),
+              1.25 * ErrorOf(whole.gradients[i], exact.gradients[i]))
+        << i;
+  }
+}
+
+TEST(CausalAttention, GivesTheSameBitsEveryTime) {
+  const std::vector<Tensor> inputs = Inputs(3 * kQueryRows + 5);
+  const Results first = Differentiate(CausalAttention, inputs, inputs[3], torch::kBFloat16);
+  const Results second = Differentiate(CausalAttention, inputs, inputs[3], torch::kBFloat16);
+  EXPECT_TRUE(torch::equal(first.out, second.out));
+  for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(torch::equal(first.gradients[i], second.gradients[i]));
+}
+
+// Memory grows with the length, not with its square.
+TEST(CausalAttention, NeverHoldsTheScoresOfAWholeSequence) {
+  zero::TensorMemory::Install();
+  constexpr int64_t kLength = 16 * kQueryRows, kHeads = 2, kDepth = 8;
+  const auto options = torch::TensorOptions(torch::kFloat32).requires_grad(true);
+  const Tensor q = torch::randn({kHeads, kLength, kDepth}, options), k = torch::randn_like(q, options),
+               v = torch::randn_like(q, options);
+  const auto peak = [&](auto attention) {
+    const int64_t before = zero::TensorMemory::Stats().live_bytes;
+    zero::TensorMemory::ResetLivePeak();
+    attention(q, k, v).sum().backward();
+    return zero::TensorMemory::Stats().peak_live_bytes - before;
+  };
+  constexpr int64_t kScores = kHeads * kLength * kLength * 4;
+  EXPECT_GT(peak(InOnePiece), 2 * kScores);
+  EXPECT_LT(peak(CausalAttention), kScores / 2);
+}
+
+}  // namespace
+}  // namespace penstock::tools
