@@ -268,7 +268,7 @@ absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& conf
   if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
     return SpreadBatch(request, run, settings);
   absl::StatusOr<zero::BatchSizes> sizes =
-      zero::ResolveBatch(request, settings->engine.world(), /*default_micro_batch=*/4);
+      zero::ResolveBatch(request, settings->engine.world(), /*default_micro_batch=*/2);
   if (!sizes.ok()) return sizes.status();
   PENSTOCK_TAKE(settings->batch, kept.Of("batch", "batch", request.micro_batch, sizes->micro_batch));
   PENSTOCK_TAKE(settings->accumulate,
@@ -422,9 +422,9 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
   app.add_option("--device", words.device, "cpu or cuda [cpu]");
   app.add_option("--dtype", words.dtype, "bf16, fp16, fp32 or auto [auto]");
   app.add_option("--steps", words.steps, "Number of the last step, also on resume [100]");
-  app.add_option("--batch", words.batch, "Sequences in a micro-batch [4]");
+  app.add_option("--batch", words.batch, "Sequences in a micro-batch [2]");
   app.add_option("--accumulate", words.accumulate, "Micro-batches in a step [1]");
-  app.add_option("--seq", words.seq, "Tokens in a sequence [256, or the model's context if that is less]");
+  app.add_option("--seq", words.seq, "Tokens in a sequence [the model's context]");
   app.add_option("--lr", words.lr, "Peak learning rate [3e-4]");
   app.add_option("--warmup", words.warmup,
                  "Steps of linear warm-up before the cosine [a tenth of the steps, 100 at most]");
@@ -554,8 +554,7 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
       return Wrong(absl::StrCat(std::string(status.message()), " (the model's context)"));
     }
   }
-  PENSTOCK_TAKE(settings.seq,
-                kept.Of("seq", "seq", words.seq, std::min<int64_t>(256, settings.model.context)));
+  PENSTOCK_TAKE(settings.seq, kept.Of("seq", "seq", words.seq, settings.model.context));
 
   int64_t seed = 1;
   PENSTOCK_TAKE(seed, kept.Of<int64_t>("seed", "seed", words.seed, 1));

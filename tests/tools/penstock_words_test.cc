@@ -136,7 +136,7 @@ TEST_F(WordsTest, DirectoriesOfAnotherRun) {
          {resume({"--model", "gpt-small"}), 2, {state}},
          {resume({"--seed", "2"}), 2, {"--seed 2", "1"}},
          {resume({"--dtype", "bf16"}), 2, {"bf16", "fp32"}},
-         {resume({"--batch", "3"}), 2, {"--batch 3", "4"}},
+         {resume({"--batch", "3"}), 2, {"--batch 3", "created with 2"}},
          {resume({"--seq", "64"}), 2, {"--seq 64", "128"}},
          {resume({"--lr", "0.5"}), 2, {"--lr 0.5"}},
          {{"train", "--data", dir_ + "/other", "--state-dir", state, "--resume", "--quiet", "--steps", "3"},
