@@ -29,7 +29,9 @@ Tensor Probabilities(const Tensor& queries, const Tensor& keys) {
   const int64_t rows = queries.size(1), seen = keys.size(1);
   Tensor scores = torch::bmm(queries, keys.transpose(1, 2));
   const Tensor future = torch::ones({rows, rows}, scores.options().dtype(torch::kBool)).triu_(/*diagonal=*/1);
-  scores.narrow(2, seen - rows, rows).masked_fill_(future, -std::numeric_limits<double>::infinity());
+  // A view of all of it would cost autograd a copy of the gradient.
+  const Tensor among = seen == rows ? scores : scores.narrow(2, seen - rows, rows);
+  among.masked_fill_(future, -std::numeric_limits<double>::infinity());
   return torch::softmax(scores, -1);
 }
 

@@ -28,6 +28,7 @@ inline constexpr int64_t kWholeLength = 256;
 // softmax(q k^T / sqrt(depth), position j of row i only where j <= i) v. All three and the result are
 // [batch * heads, length, depth] of one floating type; the gradients of k and v are sums over blocks, of
 // products in that type, added up in fp32 or wider. Longer than kWholeLength: differentiable once.
+// The memory that it takes grows with the length, but for a step down at kWholeLength.
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v);
 
 }  // namespace penstock::tools

@@ -33,6 +33,7 @@ namespace {
 
 constexpr const char* kDefaultStateDir = "penstock-state";
 constexpr int64_t kMostThreads = 1024;
+constexpr int64_t kDefaultBatch = 2;
 
 absl::Status Wrong(const std::string& line) { return absl::InvalidArgumentError(line); }
 
@@ -227,7 +228,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
 absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json& run,
                          TrainSettings* settings) {
   const int64_t world = settings->engine.world(), before = run.value("ranks", int64_t{1});
-  const int64_t batch = run.value("batch", int64_t{4}), accumulate = run.value("accumulate", int64_t{1});
+  const int64_t batch = run.value("batch", kDefaultBatch), accumulate = run.value("accumulate", int64_t{1});
   const int64_t sequences = before * batch * accumulate;
   settings->batch = request.micro_batch.value_or(batch);
   settings->accumulate = request.accumulation.value_or(accumulate);
@@ -268,7 +269,7 @@ absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& conf
   if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
     return SpreadBatch(request, run, settings);
   absl::StatusOr<zero::BatchSizes> sizes =
-      zero::ResolveBatch(request, settings->engine.world(), /*default_micro_batch=*/2);
+      zero::ResolveBatch(request, settings->engine.world(), kDefaultBatch);
   if (!sizes.ok()) return sizes.status();
   PENSTOCK_TAKE(settings->batch, kept.Of("batch", "batch", request.micro_batch, sizes->micro_batch));
   PENSTOCK_TAKE(settings->accumulate,

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "swap/inspect.h"
+#include "tools/causal_attention.h"
 #include "tools/cli.h"
 #include "tools/gpt.h"
 #include "tools/size.h"
@@ -138,6 +139,24 @@ absl::StatusOr<int64_t> Budget(const Words& words) {
       absl::StrCat("--host-memory ", *words.host_memory, ": must be a size above 0, as 512M or 4GiB"));
 }
 
+zero::Batch Empty(int64_t length) {
+  return {torch::zeros({1, length}, torch::kInt64), torch::zeros({1, length}, torch::kInt64)};
+}
+
+// Of the lengths of text up to `longest`, the one that takes most memory: attention goes by blocks in long
+// texts, in less than a short one can take in one piece.
+int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int64_t longest) {
+  if (longest <= kWholeLength) return longest;
+  options.host_memory_bytes = 0;
+  options.log = nullptr;
+  const auto least = [&](int64_t length) -> int64_t {
+    options.example = Empty(length);
+    const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(model, options);
+    return plan.ok() ? plan->plan.least_host_memory_bytes : 0;  // Create says why there is none
+  };
+  return least(kWholeLength) > least(longest) ? kWholeLength : longest;
+}
+
 absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
   if (absl::Status status = CheckNumbers(words); !status.ok()) return status;
   const absl::StatusOr<Source> source = FindSource(words);
@@ -155,13 +174,13 @@ absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
   options.state_dirs = source->dirs;
   options.host_memory_bytes = *budget;
   options.intra_op_threads = static_cast<int>(words.threads.value_or(source->threads));
-  options.example = {torch::zeros({1, longest}, torch::kInt64), torch::zeros({1, longest}, torch::kInt64)};
   options.log = [&](const std::string& line) {
     if (words.verbose) err << line << std::endl;
   };
   zero::SetIntraOpThreads(options.intra_op_threads);
-  absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-      zero::Engine::Create(MakeGpt(source->model, GptHead::kLastLogits), options);
+  const zero::Model model = MakeGpt(source->model, GptHead::kLastLogits);
+  options.example = Empty(LargestLength(model, options, longest));
+  absl::StatusOr<std::unique_ptr<zero::Engine>> engine = zero::Engine::Create(model, options);
   if (!engine.ok()) return engine.status();
 
   for (int64_t sample = 0; sample < words.samples; ++sample) {

@@ -531,8 +531,8 @@ TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
 TEST_F(CliTest, ATermSignalDuringACheckpointFinishesIt) {
   const std::string kept = dir_ + "/kept", log = dir_ + "/log", state = dir_ + "/state";
   const Words steps = {"--steps", "60"};
-  Program stopped(dir_, Train(state, steps + Words{"--seq", "64", "--log", log, "--checkpoint-dir", kept,
-                                                   "--checkpoint-every", "24"}));
+  Program stopped(dir_, Train(state, steps + Words{"--batch", "4", "--seq", "64", "--log", log,
+                                                   "--checkpoint-dir", kept, "--checkpoint-every", "24"}));
   ASSERT_TRUE(WaitForLines(log, 28));
   EXPECT_TRUE(std::filesystem::exists(kept + "/.step-00000024.partial")) << "it is on its way";
   stopped.Signal(SIGTERM);
@@ -587,6 +587,28 @@ TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
   EXPECT_EQ(ran[3].out, ran[4].out) << "the likeliest token, whatever the seed";
   EXPECT_EQ(ran[5].out, ran[0].out + ran[2].out) << "samples have seeds one after the other";
   EXPECT_EQ(ran[6].out.size(), 1u + 90 + 1) << "beyond the sequences of training, in a window";
+}
+
+// A text of 256 tokens, whose scores are made in one piece, takes more than a longer one.
+TEST_F(CliTest, SamplesAtEveryLengthInTheLeastMemoryOfTheLongest) {
+  const std::string state = dir_ + "/state", model = dir_ + "/model.json";
+  WriteFile(model, R"({"n_layer": 2, "n_embd": 64, "n_head": 16, "n_positions": 512, "vocab_size": 256})");
+  const Words made = {"train", "--model", model, "--data", text_, "--state-dir", state, "--quiet"};
+  ASSERT_EQ(Run(made + Words{"--steps", "2", "--batch", "1"}).code, 0);
+  const auto words = [&](const std::string& tokens) {
+    return Words{"sample", state, "--prompt", std::string(250, 'a'), "--tokens", tokens, "--threads", "1"};
+  };
+  const auto least = [&](const std::string& tokens) {
+    const std::string err = Run(words(tokens) + Words{"--host-memory", "1K"}).err;
+    std::smatch found;
+    EXPECT_TRUE(std::regex_search(err, found, std::regex("least that works is ([0-9]+) bytes"))) << err;
+    return found.empty() ? int64_t{0} : std::stoll(found[1]);
+  };
+  EXPECT_GT(least("6"), least("2"));
+  EXPECT_GE(least("12"), least("6"));
+  const Ran ran = Run(words("12") + Words{"--host-memory", std::to_string(least("12"))});
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(ran.out.size(), 250u + 12 + 1);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@
 
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
+#include "tools/causal_attention.h"
 #include "tools/gpt.h"
 #include "zero/block.h"
 #include "zero/tensor_memory.h"
@@ -62,6 +63,39 @@ TEST(Engine, LossesInFp32AgreeWithPlainLibTorchOverTwentySteps) {
       EXPECT_NEAR(ours.losses[i], plain[i], 1e-5 * std::abs(plain[i])) << "step " << i + 1;
     }
     EXPECT_LT(plain.back(), plain.front());
+  }
+}
+
+// Attention by blocks, also where a batch of one makes its inputs strided views.
+TEST(Engine, LongSequencesAgreeWithPlainLibTorchAndHaveTheSameBitsInTheLeastMemory) {
+  for (const torch::Dtype dtype : {torch::kFloat32, torch::kBFloat16, torch::kFloat16}) {
+    for (const int64_t batch : {1, 2}) {
+      RunOptions run;
+      run.model = {2, 64, 4, 300, 256, 0.1};
+      ASSERT_GT(run.model.context, tools::kWholeLength);
+      run.dtype = dtype;
+      run.batch = batch;
+      run.seq = run.model.context;
+      run.steps = 4;
+      run.evaluate_every = 2;
+      const TrainedLosses none = TrainGpt(run);
+      ASSERT_TRUE(none.status.ok()) << none.status;
+      if (dtype == torch::kFloat32) {
+        const std::vector<double> plain = PlainLosses(run);
+        ASSERT_EQ(none.losses.size(), plain.size());
+        for (size_t i = 0; i < plain.size(); ++i)
+          EXPECT_NEAR(none.losses[i], plain[i], 1e-5 * std::abs(plain[i])) << "step " << i + 1;
+      }
+      run.offload = OffloadDevice::kNvme;
+      run.host_memory_bytes = 1;
+      run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes;
+      const TrainedLosses nvme = TrainGpt(run);
+      ASSERT_TRUE(nvme.status.ok()) << nvme.status;
+      EXPECT_EQ(nvme.losses, none.losses);
+      EXPECT_EQ(nvme.norms, none.norms);
+      EXPECT_EQ(nvme.evaluations, none.evaluations);
+      EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+    }
   }
 }
 
