@@ -14,6 +14,7 @@
 #include "tools/size.h"
 #include "tools/state_reader.h"
 #include "tools/text_sampler.h"
+#include "tools/train_words.h"
 #include "tools/verbs.h"
 #include "zero/block.h"
 #include "zero/engine.h"
@@ -139,10 +140,6 @@ absl::StatusOr<int64_t> Budget(const Words& words) {
       absl::StrCat("--host-memory ", *words.host_memory, ": must be a size above 0, as 512M or 4GiB"));
 }
 
-zero::Batch Empty(int64_t length) {
-  return {torch::zeros({1, length}, torch::kInt64), torch::zeros({1, length}, torch::kInt64)};
-}
-
 // Of the lengths of text up to `longest`, the one that takes most memory: attention goes by blocks in long
 // texts, in less than a short one can take in one piece.
 int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int64_t longest) {
@@ -150,7 +147,7 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
   options.host_memory_bytes = 0;
   options.log = nullptr;
   const auto least = [&](int64_t length) -> int64_t {
-    options.example = Empty(length);
+    options.example = ExampleBatch(1, length);
     const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(model, options);
     return plan.ok() ? plan->plan.least_host_memory_bytes : 0;  // Create says why there is none
   };
@@ -179,7 +176,7 @@ absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
   };
   zero::SetIntraOpThreads(options.intra_op_threads);
   const zero::Model model = MakeGpt(source->model, GptHead::kLastLogits);
-  options.example = Empty(LargestLength(model, options, longest));
+  options.example = ExampleBatch(1, LargestLength(model, options, longest));
   absl::StatusOr<std::unique_ptr<zero::Engine>> engine = zero::Engine::Create(model, options);
   if (!engine.ok()) return engine.status();
 
