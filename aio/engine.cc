@@ -8,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "aio/backend.h"
-#include "aio/lane.h"
+#include "aio/device_queue.h"
 #include "aio/sim_disk.h"
 
 namespace penstock::aio {

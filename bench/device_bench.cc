@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "zero/device.h"
-#include "zero/measure.h"
+#include "zero/compute/device.h"
+#include "zero/compute/measure.h"
 
 namespace penstock::bench {
 namespace {

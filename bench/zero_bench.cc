@@ -18,16 +18,16 @@
 #include <utility>
 #include <vector>
 
-#include "tiering/executor.h"
-#include "tiering/plan.h"
-#include "tiering/program.h"
-#include "tiering/sim_lanes.h"
-#include "tools/gpt.h"
-#include "zero/checkpointing.h"
-#include "zero/engine.h"
-#include "zero/measure.h"
-#include "zero/tensor_memory.h"
-#include "zero/threads.h"
+#include "tiering/program/executor.h"
+#include "tiering/plan/plan.h"
+#include "tiering/program/program.h"
+#include "tiering/simulate/sim_lanes.h"
+#include "models/gpt.h"
+#include "zero/engine/checkpointing.h"
+#include "zero/engine/engine.h"
+#include "zero/compute/measure.h"
+#include "zero/memory/tensor_memory.h"
+#include "zero/memory/threads.h"
 
 namespace penstock {
 namespace {

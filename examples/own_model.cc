@@ -14,7 +14,7 @@
 #include <random>
 #include <string>
 
-#include "zero/engine.h"
+#include "zero/engine/engine.h"
 
 namespace zero = penstock::zero;
 

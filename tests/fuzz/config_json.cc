@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "tests/fuzz/fuzz.h"
-#include "zero/config.h"
+#include "zero/config/config.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   using penstock::fuzz::Refused;

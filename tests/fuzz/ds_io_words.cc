@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "tests/fuzz/fuzz.h"
-#include "tools/ds_io_bench.h"
-#include "tools/ds_io_tune.h"
+#include "tools/ds/ds_io_bench.h"
+#include "tools/ds/ds_io_tune.h"
 
 namespace penstock::fuzz {
 namespace {

@@ -1,7 +1,7 @@
 // Sizes and counts in words, as flags and configs have them: both parsers.
 #include "aio/bytes.h"
 #include "tests/fuzz/fuzz.h"
-#include "tiering/byte_size.h"
+#include "tiering/plan/byte_size.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   using penstock::fuzz::Accepted;

@@ -1,6 +1,6 @@
 // Sweep files of ds_nvme_tune, and what is made of their points.
 #include "tests/fuzz/fuzz.h"
-#include "tools/ds_io_tune.h"
+#include "tools/ds/ds_io_tune.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   const auto points = penstock::tools::ReadSweep(std::string(penstock::fuzz::TextOf(data, bytes)));

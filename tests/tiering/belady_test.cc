@@ -1,5 +1,5 @@
 // Replacement and residency against brute force: every choice tried, over thousands of small random cases.
-#include "tiering/belady.h"
+#include "tiering/plan/belady.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "tiering/byte_size.h"
+#include "tiering/plan/byte_size.h"
 
 #include <gtest/gtest.h>
 

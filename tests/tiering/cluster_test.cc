@@ -1,5 +1,5 @@
 // Clusters on paper: the published equations, sizes and throughput, and what follows from first principles.
-#include "tiering/cluster.h"
+#include "tiering/advice/cluster.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

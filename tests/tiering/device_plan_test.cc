@@ -1,6 +1,6 @@
 // The tier above host memory: plans of a device's memory, the programs that copy to it and from it, and how
 // close to their floor these run in virtual time.
-#include "tiering/device_plan.h"
+#include "tiering/plan/device_plan.h"
 
 #include <gtest/gtest.h>
 
@@ -11,10 +11,10 @@
 
 #include "tests/tiering/meaning_lanes.h"
 #include "tests/tiering/plans.h"
-#include "tiering/plan.h"
-#include "tiering/program.h"
-#include "tiering/simulate.h"
-#include "tiering/tiers.h"
+#include "tiering/plan/plan.h"
+#include "tiering/program/program.h"
+#include "tiering/simulate/simulate.h"
+#include "tiering/advice/tier_table.h"
 
 namespace penstock::tiering {
 namespace {

@@ -1,4 +1,4 @@
-#include "tiering/estimate.h"
+#include "tiering/advice/estimate.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

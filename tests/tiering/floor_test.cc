@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "tests/tiering/plans.h"
-#include "tiering/plan.h"
-#include "tiering/simulate.h"
+#include "tiering/plan/plan.h"
+#include "tiering/simulate/simulate.h"
 
 namespace penstock::tiering {
 namespace {

@@ -14,10 +14,10 @@
 #include <utility>
 #include <vector>
 
-#include "tiering/executor.h"
-#include "tiering/plan.h"
-#include "tiering/program.h"
-#include "tiering/sim_lanes.h"
+#include "tiering/program/executor.h"
+#include "tiering/plan/plan.h"
+#include "tiering/program/program.h"
+#include "tiering/simulate/sim_lanes.h"
 
 namespace penstock::tiering {
 

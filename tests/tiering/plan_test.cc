@@ -9,13 +9,13 @@
 #include <limits>
 
 #include "tests/tiering/plans.h"
-#include "tiering/calibrate.h"
-#include "tiering/program.h"
-#include "tiering/run_prediction.h"
-#include "tiering/sim_lanes.h"
-#include "tiering/simulate.h"
-#include "tiering/tiers.h"
-#include "tiering/what_if.h"
+#include "tiering/simulate/calibrate.h"
+#include "tiering/program/program.h"
+#include "tiering/simulate/run_prediction.h"
+#include "tiering/simulate/sim_lanes.h"
+#include "tiering/simulate/simulate.h"
+#include "tiering/advice/tier_table.h"
+#include "tiering/advice/what_if.h"
 
 namespace penstock::tiering {
 namespace {

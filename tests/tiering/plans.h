@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <random>
 
-#include "tiering/plan.h"
+#include "tiering/plan/plan.h"
 
 namespace penstock::tiering {
 

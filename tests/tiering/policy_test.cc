@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "tiering/plan.h"
-#include "tiering/simulate.h"
+#include "tiering/plan/plan.h"
+#include "tiering/simulate/simulate.h"
 
 namespace penstock::tiering {
 namespace {

@@ -1,5 +1,5 @@
 // Programs are held against what they mean (tests/tiering/meaning_lanes.h), plans against their budgets.
-#include "tiering/program.h"
+#include "tiering/program/program.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,10 +14,10 @@
 
 #include "tests/tiering/meaning_lanes.h"
 #include "tests/tiering/plans.h"
-#include "tiering/executor.h"
-#include "tiering/plan.h"
-#include "tiering/sim_lanes.h"
-#include "tiering/simulate.h"
+#include "tiering/program/executor.h"
+#include "tiering/plan/plan.h"
+#include "tiering/simulate/sim_lanes.h"
+#include "tiering/simulate/simulate.h"
 
 namespace penstock::tiering {
 namespace {

@@ -1,5 +1,5 @@
 // Attention in blocks of queries against the formula in one piece.
-#include "tools/causal_attention.h"
+#include "models/causal_attention.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "zero/tensor_memory.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::tools {
 namespace {

@@ -1,4 +1,4 @@
-#include "tools/dataset.h"
+#include "models/dataset.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

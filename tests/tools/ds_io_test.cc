@@ -11,9 +11,9 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tools/ds_io_args.h"
-#include "tools/ds_io_bench.h"
-#include "tools/ds_io_tune.h"
+#include "tools/ds/ds_io_args.h"
+#include "tools/ds/ds_io_bench.h"
+#include "tools/ds/ds_io_tune.h"
 
 namespace penstock::tools {
 namespace {

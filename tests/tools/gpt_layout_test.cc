@@ -1,8 +1,8 @@
-#include "tools/gpt_layout.h"
+#include "models/gpt_layout.h"
 
 #include <gtest/gtest.h>
 
-#include "zero/block.h"
+#include "zero/compute/block.h"
 
 namespace penstock::tools {
 namespace {

@@ -1,4 +1,4 @@
-#include "tools/text_sampler.h"
+#include "models/text_sampler.h"
 
 #include <gtest/gtest.h>
 

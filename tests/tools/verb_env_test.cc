@@ -1,4 +1,4 @@
-#include "tools/verb_env.h"
+#include "tools/penstock/verb_env.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 #include <sstream>
 #include <vector>
 
-#include "tools/env_probe.h"
+#include "tools/machine/env_probe.h"
 
 namespace penstock::tools {
 namespace {

@@ -1,4 +1,4 @@
-#include "tools/verb_estimate.h"
+#include "tools/penstock/verb_estimate.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 // Initial weights from files as they are published: names, shapes, types, shards, and what is refused.
-#include "tools/weight_import.h"
+#include "models/weight_import.h"
 
 #include <fstream>
 #include <span>

@@ -1,6 +1,6 @@
 // Checkpoints of whole trainings: true to their step while training goes on, and good for going on from in
 // every mode.
-#include "zero/checkpointing.h"
+#include "zero/engine/checkpointing.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 #include "swap/inspect.h"
 #include "tests/leaks.h"
 #include "tests/zero/training.h"
-#include "zero/engine_state.h"
+#include "zero/engine/engine_state.h"
 
 namespace penstock::zero {
 namespace {

@@ -15,8 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "tests/soak.h"
 #include "tests/zero/training.h"
-#include "zero/engine.h"
-#include "zero/test_device.h"
+#include "zero/engine/engine.h"
+#include "zero/compute/test_device.h"
 
 namespace penstock::zero {
 namespace {

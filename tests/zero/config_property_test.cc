@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "zero/config.h"
-#include "zero/config_json.h"
-#include "zero/config_keys.h"
+#include "zero/config/config.h"
+#include "zero/config/config_json.h"
+#include "zero/config/config_keys.h"
 
 namespace penstock::zero {
 namespace {

@@ -1,4 +1,4 @@
-#include "zero/config.h"
+#include "zero/config/config.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,6 +1,6 @@
 // Optimizer state that lives on a device apart, in part or as a whole: the processor's bits, within the
 // device's budget, and nothing of it lost between the tiers.
-#include "zero/device_state.h"
+#include "zero/compute/device_state.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -16,9 +16,9 @@
 #include "swap/checkpoint.h"
 #include "tests/zero/ranks.h"
 #include "tests/zero/training.h"
-#include "zero/engine.h"
-#include "zero/engine_state.h"
-#include "zero/test_device.h"
+#include "zero/engine/engine.h"
+#include "zero/engine/engine_state.h"
+#include "zero/compute/test_device.h"
 
 namespace penstock::zero {
 namespace {

@@ -1,5 +1,5 @@
 // The engine on a device with memory of its own: the test-only one, whose bits are the processor's.
-#include "zero/device.h"
+#include "zero/compute/device.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "tests/zero/training.h"
-#include "zero/engine.h"
-#include "zero/test_device.h"
+#include "zero/engine/engine.h"
+#include "zero/compute/test_device.h"
 
 namespace penstock::zero {
 namespace {

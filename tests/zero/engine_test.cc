@@ -1,5 +1,5 @@
 // The engine against plain LibTorch, and against itself in every mode.
-#include "zero/engine.h"
+#include "zero/engine/engine.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -19,10 +19,10 @@
 
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
-#include "tools/causal_attention.h"
-#include "tools/gpt.h"
-#include "zero/block.h"
-#include "zero/tensor_memory.h"
+#include "models/causal_attention.h"
+#include "models/gpt.h"
+#include "zero/compute/block.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {

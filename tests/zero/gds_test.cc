@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "tests/zero/training.h"
-#include "zero/engine.h"
-#include "zero/test_device.h"
+#include "zero/engine/engine.h"
+#include "zero/compute/test_device.h"
 
 namespace penstock::zero {
 namespace {

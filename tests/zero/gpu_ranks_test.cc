@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include "tests/zero/ranks.h"
-#include "zero/device.h"
+#include "zero/compute/device.h"
 
 namespace penstock::zero {
 namespace {

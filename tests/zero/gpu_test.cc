@@ -14,8 +14,8 @@
 
 #include "kernels/checksum.h"
 #include "tests/zero/training.h"
-#include "zero/device.h"
-#include "zero/measure.h"
+#include "zero/compute/device.h"
+#include "zero/compute/measure.h"
 
 #ifdef PENSTOCK_TORCH_CUDA
 #include <cuda_runtime_api.h>

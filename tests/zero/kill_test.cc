@@ -21,9 +21,9 @@
 #include "swap/inspect.h"
 #include "tests/soak.h"
 #include "tests/zero/training.h"
-#include "tools/train_log.h"
-#include "zero/engine_state.h"
-#include "zero/report.h"
+#include "tools/penstock/train_log.h"
+#include "zero/engine/engine_state.h"
+#include "zero/engine/report.h"
 
 namespace penstock::zero {
 namespace {

@@ -1,4 +1,4 @@
-#include "zero/loss_scale.h"
+#include "zero/config/loss_scale.h"
 
 #include <gtest/gtest.h>
 

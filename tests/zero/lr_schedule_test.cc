@@ -1,4 +1,4 @@
-#include "zero/lr_schedule.h"
+#include "zero/config/lr_schedule.h"
 
 #include <gtest/gtest.h>
 

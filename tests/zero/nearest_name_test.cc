@@ -1,4 +1,4 @@
-#include "zero/nearest_name.h"
+#include "zero/config/nearest_name.h"
 
 #include <gtest/gtest.h>
 

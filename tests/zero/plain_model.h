@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "tests/zero/training.h"
-#include "tools/gpt.h"
-#include "zero/stage_runner.h"
+#include "models/gpt.h"
+#include "zero/compute/stage_runner.h"
 
 namespace penstock::zero::testing_support {
 

@@ -12,11 +12,11 @@
 #include "kernels/float16.h"
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
-#include "tools/gpt.h"
-#include "zero/block.h"
-#include "zero/engine.h"
-#include "zero/stage_runner.h"
-#include "zero/update.h"
+#include "models/gpt.h"
+#include "zero/compute/block.h"
+#include "zero/engine/engine.h"
+#include "zero/compute/stage_runner.h"
+#include "zero/compute/update.h"
 
 namespace penstock::zero {
 namespace {

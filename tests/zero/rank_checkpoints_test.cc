@@ -10,8 +10,8 @@
 
 #include "swap/checkpoint.h"
 #include "tests/zero/ranks.h"
-#include "zero/engine_state.h"
-#include "zero/rank_parts.h"
+#include "zero/engine/engine_state.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {
 namespace {

@@ -9,8 +9,8 @@
 
 #include "swap/checkpoint.h"
 #include "tests/zero/ranks.h"
-#include "zero/rank_setup.h"
-#include "zero/test_device.h"
+#include "zero/engine/rank_agreement.h"
+#include "zero/compute/test_device.h"
 
 namespace penstock::zero {
 namespace {

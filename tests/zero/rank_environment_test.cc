@@ -1,5 +1,5 @@
 // What launchers put into the environment, as ranks.
-#include "zero/rank_environment.h"
+#include "zero/ranks/rank_environment.h"
 
 #include <gtest/gtest.h>
 

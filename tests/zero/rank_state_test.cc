@@ -14,9 +14,9 @@
 #include "swap/inspect.h"
 #include "tests/zero/ranks.h"
 #include "tests/zero/training.h"
-#include "zero/engine.h"
-#include "zero/rank_parts.h"
-#include "zero/test_device.h"
+#include "zero/engine/engine.h"
+#include "zero/ranks/sharded_state.h"
+#include "zero/compute/test_device.h"
 
 namespace penstock::zero {
 namespace {

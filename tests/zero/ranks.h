@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "tests/zero/training.h"
-#include "zero/comm.h"
+#include "zero/ranks/comm.h"
 
 namespace penstock::zero::testing_support {
 

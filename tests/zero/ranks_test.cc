@@ -15,9 +15,9 @@
 #include <random>
 
 #include "tests/soak.h"
-#include "tiering/tiers.h"
-#include "zero/plan_bounds.h"
-#include "zero/rank_setup.h"
+#include "tiering/advice/tier_table.h"
+#include "zero/config/plan_bounds.h"
+#include "zero/engine/rank_agreement.h"
 
 namespace penstock::zero {
 namespace {

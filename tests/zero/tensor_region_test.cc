@@ -1,6 +1,6 @@
 // Tensors' memory against brute force: buffers never overlap and keep what is written, memory never exceeds
 // the bound as the kernel counts it, and whatever fits in the bound is served, however it is fragmented.
-#include "zero/tensor_region.h"
+#include "zero/memory/tensor_region.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>

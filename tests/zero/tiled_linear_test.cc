@@ -1,5 +1,5 @@
 // A linear layer in tiles against the same layer whole, and trained in memory that does not hold it.
-#include "zero/tiled_linear.h"
+#include "zero/compute/tiled_linear.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,7 +7,7 @@
 #include <filesystem>
 
 #include "tests/zero/training.h"
-#include "zero/engine.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero {
 namespace {

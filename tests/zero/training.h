@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "tools/gpt.h"
-#include "zero/engine.h"
-#include "zero/stage_runner.h"
-#include "zero/test_device.h"
+#include "models/gpt.h"
+#include "zero/engine/engine.h"
+#include "zero/compute/stage_runner.h"
+#include "zero/compute/test_device.h"
 
 namespace penstock::zero::testing_support {
 

@@ -1,0 +1,217 @@
+#include "models/dataset.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+
+namespace penstock::tools {
+namespace {
+
+static_assert(std::endian::native == std::endian::little,
+              "nanoGPT's .bin is little-endian and is read in place");
+
+__extension__ typedef unsigned __int128 UWide;
+
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;
+
+// splitmix64's finalizer (Steele, Lea, Flood 2014): a bijection that mixes every bit into every other.
+constexpr uint64_t Mix(uint64_t x) {
+  x ^= x >> 30;
+  x *= 0xbf58476d1ce4e5b9;
+  x ^= x >> 27;
+  x *= 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
+int64_t TokenBytes(TokenFormat format) {
+  return format == TokenFormat::kBytes ? 1 : format == TokenFormat::kUint16 ? 2 : 4;
+}
+
+absl::Status BadData(const std::string& path, std::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat("data file ", path, ": ", std::string(what)));
+}
+
+std::string ErrnoText(int error) { return absl::StrCat(std::strerror(error), " (errno ", error, ")"); }
+
+// Reads exactly `size` bytes at `offset`. Short reads are continued, EINTR is retried; the end of the file is
+// kDataLoss.
+absl::Status ReadExactly(int fd, const std::string& path, char* buffer, int64_t size, int64_t offset) {
+  int64_t done = 0;
+  while (done < size) {
+    const ssize_t n = ::pread(fd, buffer + done, static_cast<size_t>(size - done), offset + done);
+    if (n > 0) {
+      done += n;
+    } else if (n == 0) {
+      return absl::DataLossError(absl::StrCat("data file ", path, ": pread of ", size, " bytes at offset ",
+                                              offset, " met the end of the file after ", done,
+                                              ": it was truncated while in use; restore it and resume"));
+    } else if (errno != EINTR) {
+      const int error = errno;
+      return absl::UnavailableError(absl::StrCat("data file ", path, ": pread of ", size, " bytes at offset ",
+                                                 offset, " failed: ", ErrnoText(error),
+                                                 "; check the drive and resume"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int64_t SequenceStart(uint64_t seed, int64_t step, int64_t row, int64_t places) {
+  uint64_t h = Mix(seed + kGolden);
+  h = Mix(h ^ (static_cast<uint64_t>(step) + 2 * kGolden));
+  h = Mix(h ^ (static_cast<uint64_t>(row) + 3 * kGolden));
+  // The high half of h * places: uniform to within places / 2^64.
+  return static_cast<int64_t>((static_cast<UWide>(h) * static_cast<uint64_t>(places)) >> 64);
+}
+
+TokenFormat InferTokenFormat(const std::string& path, int64_t vocab) {
+  if (vocab <= 0 && !absl::EndsWith(path, ".bin")) return TokenFormat::kBytes;
+  return vocab > 65536 ? TokenFormat::kUint32 : TokenFormat::kUint16;
+}
+
+absl::StatusOr<std::unique_ptr<Dataset>> Dataset::Open(const std::string& path, TokenFormat format,
+                                                       int64_t vocab, int64_t seq) {
+  if (seq < 1) return BadData(path, absl::StrCat("a sequence of ", seq, " tokens; it must have 1 or more"));
+  const int64_t width = TokenBytes(format);
+  const int64_t range = int64_t{1} << (8 * width);
+  if (vocab < 0 || vocab > range) {
+    return BadData(path, absl::StrCat("a vocabulary of ", vocab, " does not fit tokens of ", 8 * width,
+                                      " bits; the largest is ", range));
+  }
+  if (path.empty()) return BadData("\"\"", "no name; give one with --data FILE");
+  // O_NONBLOCK: a FIFO must be refused, not waited for. It means nothing for a regular file.
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) {
+    const int error = errno;
+    return BadData(
+        path, absl::StrCat("cannot open: ", ErrnoText(error), "; give an existing file that can be read"));
+  }
+  struct stat info {};
+  if (::fstat(fd, &info) != 0) {
+    const int error = errno;
+    ::close(fd);
+    return BadData(path, absl::StrCat("fstat failed: ", ErrnoText(error)));
+  }
+  const int64_t bytes = info.st_size;
+  const int64_t tokens = bytes / width;
+  std::string wrong;
+  if (S_ISDIR(info.st_mode)) {
+    wrong = "is a directory; give a file";
+  } else if (!S_ISREG(info.st_mode)) {
+    wrong = "is not a regular file; copy the data to one";
+  } else if (bytes == 0) {
+    wrong = "is empty";
+  } else if (bytes % width != 0) {
+    wrong = absl::StrCat("has ", bytes, " bytes, not a whole number of ", width, "-byte tokens: is it uint",
+                         width == 2 ? 32 : 16, " or text?");
+  } else if (tokens < seq + 1) {
+    wrong = absl::StrCat("has ", tokens, " tokens, but a sequence needs ", seq + 1, " (--seq ", seq,
+                         " and its last target); give more data or a shorter --seq");
+  }
+  if (!wrong.empty()) {
+    ::close(fd);
+    return BadData(path, wrong);
+  }
+  return std::unique_ptr<Dataset>(new Dataset(path, fd, format, vocab == 0 ? range : vocab, seq, tokens));
+}
+
+Dataset::Dataset(std::string path, int fd, TokenFormat format, int64_t vocab, int64_t seq, int64_t tokens)
+    : path_(std::move(path)), fd_(fd), format_(format), vocab_(vocab), seq_(seq), tokens_(tokens) {}
+
+Dataset::~Dataset() { ::close(fd_); }
+
+absl::StatusOr<uint64_t> Dataset::Fingerprint() const {
+  constexpr int64_t kSamples = 16;
+  constexpr int64_t kSampleBytes = 4096;
+  const int64_t bytes = tokens_ * TokenBytes(format_);
+  uint64_t digest = Mix(static_cast<uint64_t>(bytes) + kGolden);
+  std::vector<char> sample(kSampleBytes);
+  for (int64_t i = 0; i < kSamples; ++i) {
+    const int64_t size = std::min(kSampleBytes, bytes);
+    const auto offset =
+        static_cast<int64_t>(static_cast<UWide>(bytes - size) * static_cast<uint64_t>(i) / (kSamples - 1));
+    absl::Status status = ReadExactly(fd_, path_, sample.data(), size, offset);
+    if (!status.ok()) return status;
+    for (int64_t j = 0; j < size; j += 8) {
+      uint64_t word = 0;
+      std::memcpy(&word, sample.data() + j, static_cast<size_t>(std::min<int64_t>(8, size - j)));
+      digest = Mix(digest ^ word) + kGolden;
+    }
+  }
+  return digest;
+}
+
+absl::Status Dataset::ReadRow(int64_t start, uint32_t* row) const {
+  const int64_t count = seq_ + 1;
+  const int64_t width = TokenBytes(format_);
+  // Read into the far end of the row itself, then widen from the front: the wide index never overtakes the
+  // narrow one.
+  char* raw = reinterpret_cast<char*>(row) + count * (4 - width);
+  absl::Status status = ReadExactly(fd_, path_, raw, count * width, start * width);
+  if (!status.ok()) return status;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t token = 0;
+    std::memcpy(&token, raw + i * width, static_cast<size_t>(width));
+    row[i] = token;
+    if (static_cast<int64_t>(token) >= vocab_) {
+      return absl::OutOfRangeError(absl::StrCat(
+          "data file ", path_, ": token ", token, " at offset ", (start + i) * width,
+          " is not below the vocabulary of ", vocab_, "; give the right --vocab, or the data that fits it"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Dataset::FillRow(int64_t start, uint32_t* row, int64_t* tokens, int64_t* targets) const {
+  absl::Status status = ReadRow(start, row);
+  if (!status.ok()) return status;
+  std::copy(row, row + seq_, tokens);
+  std::copy(row + 1, row + seq_ + 1, targets);
+  return absl::OkStatus();
+}
+
+absl::Status Dataset::Fill(const BatchPlace& place, int64_t batch, uint64_t seed, int64_t* tokens,
+                           int64_t* targets) const {
+  if (place.step < 1 || place.micro_batch < 0 || place.world < 1 || place.rank < 0 ||
+      place.rank >= place.world || batch < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("data file ", path_, ": no batch of ", batch, " rows at step ", place.step,
+                     ", micro-batch ", place.micro_batch, ", rank ", place.rank, " of ", place.world));
+  }
+  std::vector<uint32_t> row(static_cast<size_t>(seq_ + 1));
+  const int64_t places = tokens_ - seq_;
+  const int64_t first = (place.micro_batch * place.world + place.rank) * batch;
+  for (int64_t i = 0; i < batch; ++i) {
+    const int64_t start = SequenceStart(seed, place.step, first + i, places);
+    absl::Status status = FillRow(start, row.data(), tokens + i * seq_, targets + i * seq_);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Dataset::FillEval(int64_t first, int64_t count, int64_t* tokens, int64_t* targets) const {
+  if (first < 0 || count < 1 || first > EvalWindows() - count) {
+    return absl::InvalidArgumentError(absl::StrCat("data file ", path_, ": no windows ", first, " to ",
+                                                   first + count - 1, "; it has ", EvalWindows()));
+  }
+  std::vector<uint32_t> row(static_cast<size_t>(seq_ + 1));
+  for (int64_t i = 0; i < count; ++i) {
+    absl::Status status = FillRow((first + i) * seq_, row.data(), tokens + i * seq_, targets + i * seq_);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::tools

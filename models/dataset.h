@@ -1,0 +1,92 @@
+// Training text as tokens: bytes of any file, or nanoGPT's .bin (little-endian uint16 or uint32 tokens, no
+// header).
+//
+// Which sequences a step sees is a pure function of (seed, step): nothing is stored but the step. Row r of a
+// step's accumulation * world * batch rows starts at hash(seed, step, r) modulo the number of places where a
+// sequence fits, so W ranks with batch B see what one rank with batch W * B sees, in the same order, and a
+// step's rows do not depend on how they are cut into micro-batches, ranks and batches.
+//
+// Reads are pread into a small buffer: a file that shrinks or fails under a run is an error, never a signal.
+// Nothing is cached here beyond the kernel's page cache. All methods are const and may be called from many
+// threads at once.
+#ifndef PENSTOCK_MODELS_DATASET_H_
+#define PENSTOCK_MODELS_DATASET_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace penstock::tools {
+
+enum class TokenFormat { kBytes, kUint16, kUint32 };
+
+// By the contract of --data and --vocab: a name that ends in .bin, or any file when a vocabulary is given
+// (vocab > 0), holds tokens, of 16 bits up to a vocabulary of 65536 and of 32 beyond; everything else is
+// text, its bytes the tokens.
+TokenFormat InferTokenFormat(const std::string& path, int64_t vocab);
+
+// Which rows of which step. Ranks count from 0, steps from 1, micro-batches from 0 within a step.
+struct BatchPlace {
+  int64_t step = 1;
+  int64_t micro_batch = 0;
+  int64_t rank = 0;
+  int64_t world = 1;
+};
+
+class Dataset {
+ public:
+  // Opens and checks `path`: kInvalidArgument with one line when it is missing, not readable, not a regular
+  // file, empty, not a whole number of tokens, or shorter than one sequence of `seq` + 1 tokens. `vocab`:
+  // token ids must be below it; 0 means 256 for bytes and the format's whole range otherwise.
+  static absl::StatusOr<std::unique_ptr<Dataset>> Open(const std::string& path, TokenFormat format,
+                                                       int64_t vocab, int64_t seq);
+  ~Dataset();
+  Dataset(const Dataset&) = delete;
+  Dataset& operator=(const Dataset&) = delete;
+
+  const std::string& path() const { return path_; }
+  TokenFormat format() const { return format_; }
+  int64_t vocab() const { return vocab_; }
+  int64_t seq() const { return seq_; }
+  int64_t tokens() const { return tokens_; }
+  // A digest of the file's length and 16 samples of 4 KiB, spread evenly: enough to refuse the resume of a
+  // run with other data, at the cost of 16 small reads.
+  absl::StatusOr<uint64_t> Fingerprint() const;
+
+  // Fills `batch` rows of seq() token ids and, shifted by one, their targets; both arrays hold batch * seq()
+  // values, row by row. kDataLoss when the file ends early (it was truncated), kOutOfRange when a token id is
+  // not below the vocabulary, another code when the read fails; always with path, offset and the way out. The
+  // outputs are then unspecified.
+  absl::Status Fill(const BatchPlace& place, int64_t batch, uint64_t seed, int64_t* tokens,
+                    int64_t* targets) const;
+
+  // Evaluation: windows of seq() tokens one after the other, window w at token w * seq(); none overlap but
+  // for the one token that is the last target of a window and the first input of the next.
+  int64_t EvalWindows() const { return (tokens_ - 1) / seq_; }
+  // As Fill, for windows first .. first + count - 1, which must exist.
+  absl::Status FillEval(int64_t first, int64_t count, int64_t* tokens, int64_t* targets) const;
+
+ private:
+  Dataset(std::string path, int fd, TokenFormat format, int64_t vocab, int64_t seq, int64_t tokens);
+  absl::Status ReadRow(int64_t start, uint32_t* row) const;
+  absl::Status FillRow(int64_t start, uint32_t* row, int64_t* tokens, int64_t* targets) const;
+
+  std::string path_;
+  int fd_;
+  TokenFormat format_;
+  int64_t vocab_;
+  int64_t seq_;
+  int64_t tokens_;
+};
+
+// The first token of row `row` of step `step` among `places` possible ones: a counter-based hash (three
+// rounds of splitmix64's finalizer), mapped to the range by the high half of a 128-bit product. Part of what
+// a run's losses depend on: it never changes. Exposed for tests.
+int64_t SequenceStart(uint64_t seed, int64_t step, int64_t row, int64_t places);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_MODELS_DATASET_H_

@@ -1,0 +1,444 @@
+#include "models/weight_export.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
+#include "kernels/float16.h"
+#include "kernels/split_master.h"
+#include "tiering/plan/model_graph.h"
+#include "tools/base/size.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr uint64_t kMostSlots = 4;
+constexpr uint64_t kLeastStripBytes = uint64_t{64} << 10;
+constexpr int64_t kGroupRows = 16;  // turned together: sixteen fp32 values of a column fill a cache line
+constexpr int64_t kGroupColumns = 256;
+
+using kernels::DType;
+
+// The segments of a tile that are read.
+struct Segments {
+  uint32_t first = 0;
+  uint32_t count = 1;
+};
+
+Segments SegmentsRead(swap::Dtype dtype, DType weights) {
+  if (weights == DType::kFp16) return {1, 1};                                // the fp32 master
+  if (weights == DType::kBf16 && dtype == swap::Dtype::kF32) return {0, 2};  // hi, lo
+  return {0, 1};
+}
+
+// Most that a tile's segments take in memory, each padded.
+uint64_t SlotBytes(std::span<const swap::Geometry> parts, const Segments& segments) {
+  uint64_t most = swap::kBlockBytes;
+  for (const swap::Geometry& geometry : parts) {
+    for (uint32_t t = 0; t < geometry.tiles(); ++t) {
+      const uint32_t first = std::min(segments.first, geometry.segments(t));
+      const uint32_t end = std::min(first + segments.count, geometry.segments(t));
+      most = std::max(most, geometry.segment_start(t, end) - geometry.segment_start(t, first));
+    }
+  }
+  return most;
+}
+
+// Where the elements of the blocks are: tiles in the order of blocks, each a run of elements.
+struct TilePlace {
+  int block = 0;
+  int64_t first = 0;  // element of the block
+  int64_t elements = 0;
+  size_t part = 0;
+  uint32_t tile = 0;  // of its part
+};
+
+absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> parts,
+                                                  const GptLayout& layout, int64_t weight_bytes) {
+  std::vector<TilePlace> places;
+  std::vector<uint32_t> next(parts.size(), 0);
+  for (size_t block = 0; block < layout.block_elements.size(); ++block) {
+    const int64_t run = layout.block_elements[block];
+    const int64_t part = tiering::PartElements(run, static_cast<int>(parts.size()));
+    for (size_t p = 0; p < parts.size(); ++p) {
+      const swap::Geometry& geometry = parts[p]->geometry();
+      for (int64_t at = 0; at < part;) {
+        const uint32_t t = next[p]++;
+        if (t >= geometry.tiles()) {
+          return absl::DataLossError(
+              absl::StrCat(parts[p]->path(0), " has fewer tiles than its model needs"));
+        }
+        const int64_t elements = static_cast<int64_t>(geometry.segment_bytes(t, 0)) / weight_bytes;
+        if (elements <= 0 || at + elements > part) {
+          return absl::DataLossError(
+              absl::StrCat("tile ", t, " of ", parts[p]->path(0), " is not one of its model's"));
+        }
+        // The last parts may go beyond the run's end.
+        const int64_t first = static_cast<int64_t>(p) * part + at;
+        if (first < run) places.push_back({static_cast<int>(block), first, elements, p, t});
+        at += elements;
+      }
+    }
+  }
+  for (size_t p = 0; p < parts.size(); ++p) {
+    if (next[p] != parts[p]->geometry().tiles())
+      return absl::DataLossError(absl::StrCat(parts[p]->path(0), " has more tiles than its model needs"));
+  }
+  return places;
+}
+
+// The weights of places in ascending order, read ahead and verified.
+class TileWeights {
+ public:
+  TileWeights(std::span<swap::Store* const> parts, const std::vector<TilePlace>& places,
+              const Segments& segments, std::byte* memory, uint64_t slots, uint64_t slot_bytes)
+      : parts_(parts), places_(places), segments_(segments), slots_(slots) {
+    for (uint64_t i = 0; i < slots; ++i) slots_[i].memory = memory + i * slot_bytes;
+  }
+  ~TileWeights() {
+    for (Slot& slot : slots_) Settle(&slot);
+  }
+  TileWeights(const TileWeights&) = delete;
+  TileWeights& operator=(const TileWeights&) = delete;
+
+  // The segments of place `place`, valid until the next call; reads on to `last` may run ahead.
+  absl::StatusOr<std::array<const std::byte*, 2>> Get(uint32_t place, uint32_t last) {
+    for (uint32_t p = place; p <= last && p < place + slots_.size(); ++p) {
+      if (absl::Status status = Ask(p); !status.ok()) return status;
+    }
+    Slot& slot = slots_[place % slots_.size()];
+    if (slot.pending) {
+      slot.pending = false;
+      swap::Store& store = StoreOf(place);
+      absl::Status status = store.Wait(&slot.io);
+      if (status.ok()) status = store.VerifyRead(slot.io);
+      if (!status.ok()) {
+        slot.place = kNone;
+        return status;
+      }
+    }
+    return std::array<const std::byte*, 2>{slot.memory,
+                                           segments_.count > 1 ? slot.memory + Offset(place, 1) : nullptr};
+  }
+
+ private:
+  static constexpr uint32_t kNone = ~uint32_t{0};
+  struct Slot {
+    swap::TileIo io;
+    std::byte* memory = nullptr;
+    uint32_t place = kNone;
+    bool pending = false;  // read and not yet verified
+  };
+
+  void Settle(Slot* slot) {
+    // A read that nobody wants any more: how it ended is of no matter.
+    if (slot->pending) StoreOf(slot->place).Wait(&slot->io).IgnoreError();
+    slot->pending = false;
+    slot->place = kNone;
+  }
+
+  swap::Store& StoreOf(uint32_t place) const { return *parts_[places_[place].part]; }
+
+  // Of the i-th segment that is read, from where the first one is.
+  uint64_t Offset(uint32_t place, uint32_t i) const {
+    const swap::Geometry& geometry = StoreOf(place).geometry();
+    const uint32_t tile = places_[place].tile;
+    return geometry.segment_start(tile, segments_.first + i) - geometry.segment_start(tile, segments_.first);
+  }
+
+  absl::Status Ask(uint32_t place) {
+    Slot& slot = slots_[place % slots_.size()];
+    if (slot.place == place) return absl::OkStatus();
+    Settle(&slot);
+    std::array<void*, 2> to{};
+    for (uint32_t s = 0; s < segments_.count; ++s) to[s] = slot.memory + Offset(place, s);
+    absl::Status status =
+        StoreOf(place).ReadSegments(&slot.io, places_[place].tile, segments_.first, segments_.count,
+                                    std::span<void* const>(to.data(), segments_.count),
+                                    aio::Priority::kPrefetch, swap::Which::kCommitted);
+    if (!status.ok()) return status;
+    slot.place = place;
+    slot.pending = true;
+    return status;
+  }
+
+  const std::span<swap::Store* const> parts_;
+  const std::vector<TilePlace>& places_;
+  const Segments segments_;
+  std::vector<Slot> slots_;
+};
+
+// Writes tensors as elements of T: float, or uint16_t for bf16.
+template <typename T>
+class Exporter {
+ public:
+  Exporter(TileWeights* weights, const std::vector<TilePlace>& places, bool split, std::span<std::byte> strip,
+           std::function<void(uint64_t bytes)> appended)
+      : weights_(*weights), places_(places), split_(split), strip_(strip), appended_(std::move(appended)) {}
+
+  absl::Status Write(const GptTensor& tensor, swap::SafetensorsWriter* writer) {
+    writer_ = writer;
+    const int64_t room = static_cast<int64_t>(strip_.size() / sizeof(T));
+    if (!tensor.transposed) {
+      int64_t filled = 0;
+      absl::Status status = ForTiles(tensor, [&](const Piece& piece) -> absl::Status {
+        for (int64_t from = piece.from; from < piece.to;) {
+          const int64_t n = std::min(piece.to - from, room - filled);
+          Convert(piece, from, n, strip() + filled);
+          from += n;
+          filled += n;
+          if (filled < room) continue;
+          if (absl::Status appended = Append(filled); !appended.ok()) return appended;
+          filled = 0;
+        }
+        return absl::OkStatus();
+      });
+      if (status.ok() && filled > 0) status = Append(filled);
+      return status;
+    }
+    const int64_t at_once = std::min(tensor.columns, room / tensor.rows);
+    for (int64_t c = 0; c < tensor.columns; c += at_once) {
+      const int64_t columns = std::min(at_once, tensor.columns - c);
+      absl::Status status = ForTiles(tensor, [&](const Piece& piece) {
+        Turn(tensor, piece, c, columns);
+        return absl::OkStatus();
+      });
+      if (status.ok()) status = Append(columns * tensor.rows);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  // Elements [from, to) of a tensor, which one tile holds.
+  struct Piece {
+    int64_t from = 0, to = 0;
+    int64_t shift = 0;  // element e of the tensor is element e + shift of the tile
+    std::array<const std::byte*, 2> data{};
+  };
+
+  T* strip() const { return reinterpret_cast<T*>(strip_.data()); }
+
+  template <typename Use>
+  absl::Status ForTiles(const GptTensor& tensor, Use&& use) {
+    const auto overlaps = [&](const TilePlace& place) {
+      return place.block == tensor.block && place.first < tensor.offset + tensor.elements() &&
+             place.first + place.elements > tensor.offset;
+    };
+    const auto begin = std::find_if(places_.begin(), places_.end(), overlaps);
+    const auto end = std::find_if_not(begin, places_.end(), overlaps);
+    const auto last = static_cast<uint32_t>(end - places_.begin() - 1);
+    for (auto it = begin; it != end; ++it) {
+      auto data = weights_.Get(static_cast<uint32_t>(it - places_.begin()), last);
+      if (!data.ok()) return data.status();
+      Piece piece;
+      piece.from = std::max<int64_t>(0, it->first - tensor.offset);
+      piece.to = std::min(tensor.elements(), it->first + it->elements - tensor.offset);
+      piece.shift = tensor.offset - it->first;
+      piece.data = *data;
+      if (absl::Status status = use(piece); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  void Convert(const Piece& piece, int64_t from, int64_t elements, T* to) const {
+    const int64_t at = from + piece.shift;
+    const auto n = static_cast<size_t>(elements);
+    if (!split_) {
+      kernels::Convert(DType::kFp32, reinterpret_cast<const float*>(piece.data[0]) + at,
+                       sizeof(T) == 4 ? DType::kFp32 : DType::kBf16, to, n);
+    } else if constexpr (sizeof(T) == 4) {
+      kernels::JoinMaster(reinterpret_cast<const uint16_t*>(piece.data[0]) + at,
+                          reinterpret_cast<const int16_t*>(piece.data[1]) + at, to, n);
+    } else {
+      std::memcpy(to, reinterpret_cast<const uint16_t*>(piece.data[0]) + at, n * sizeof(T));
+    }
+  }
+
+  // Puts what the piece has of columns [first, first + columns) into the strip, turned.
+  void Turn(const GptTensor& tensor, const Piece& piece, int64_t first, int64_t columns) const {
+    const int64_t width = tensor.columns, height = tensor.rows;
+    const int64_t end_row = (piece.to + width - 1) / width;
+    std::array<T, kGroupRows * kGroupColumns> group;
+    std::array<int64_t, kGroupRows> from, to;  // columns that the piece has of each row
+    for (int64_t row = piece.from / width; row < end_row; row += kGroupRows) {
+      const int64_t rows = std::min(kGroupRows, end_row - row);
+      for (int64_t c = first; c < first + columns; c += kGroupColumns) {
+        const int64_t end = std::min(c + kGroupColumns, first + columns);
+        for (int64_t r = 0; r < rows; ++r) {
+          const int64_t start = (row + r) * width;
+          const auto i = static_cast<size_t>(r);
+          from[i] = std::clamp(piece.from - start, c, end);
+          to[i] = std::max(from[i], std::min(end, piece.to - start));
+          Convert(piece, start + from[i], to[i] - from[i], group.data() + r * kGroupColumns + (from[i] - c));
+        }
+        for (int64_t column = c; column < end; ++column) {
+          T* out = strip() + (column - first) * height + row;
+          for (int64_t r = 0; r < rows; ++r) {
+            const auto i = static_cast<size_t>(r);
+            if (column < from[i] || column >= to[i]) continue;
+            out[r] = group[static_cast<size_t>(r * kGroupColumns + column - c)];
+          }
+        }
+      }
+    }
+  }
+
+  absl::Status Append(int64_t elements) {
+    const uint64_t bytes = static_cast<uint64_t>(elements) * sizeof(T);
+    if (absl::Status status = writer_->Append(strip_.first(bytes)); !status.ok()) return status;
+    appended_(bytes);
+    return absl::OkStatus();
+  }
+
+  swap::SafetensorsWriter* writer_ = nullptr;
+  TileWeights& weights_;
+  const std::vector<TilePlace>& places_;
+  const bool split_;
+  const std::span<std::byte> strip_;
+  const std::function<void(uint64_t bytes)> appended_;
+};
+
+// A file of the export: some of the layout's tensors, in its order.
+struct Shard {
+  std::string path;
+  std::vector<const GptTensor*> tensors;
+  uint64_t bytes = 0;
+};
+
+std::vector<Shard> CutIntoShards(const GptLayout& layout, const ExportOptions& options) {
+  std::vector<Shard> shards(1);
+  for (const GptTensor& tensor : layout.tensors) {
+    const uint64_t bytes = static_cast<uint64_t>(tensor.elements()) * swap::DtypeBytes(options.dtype);
+    const bool full = options.max_shard_bytes > 0 && shards.back().bytes + bytes > options.max_shard_bytes;
+    if (full && !shards.back().tensors.empty()) shards.emplace_back();
+    shards.back().tensors.push_back(&tensor);
+    shards.back().bytes += bytes;
+  }
+  if (shards.size() == 1) {
+    shards[0].path = options.path;
+    return shards;
+  }
+  constexpr absl::string_view kEnding = ".safetensors";
+  const absl::string_view stem = absl::StripSuffix(options.path, kEnding);
+  for (size_t i = 0; i < shards.size(); ++i) {
+    shards[i].path = absl::StrFormat("%s-%05d-of-%05d%s", stem, i + 1, shards.size(), kEnding);
+  }
+  return shards;
+}
+
+std::string NameOf(const std::string& path) { return path.substr(path.rfind('/') + 1); }
+
+// Appears whole or not at all.
+absl::Status WriteIndex(const std::string& path, const std::vector<Shard>& shards) {
+  uint64_t bytes = 0;
+  nlohmann::ordered_json map = nlohmann::ordered_json::object();
+  for (const Shard& shard : shards) {
+    bytes += shard.bytes;
+    for (const GptTensor* tensor : shard.tensors) map[tensor->name] = NameOf(shard.path);
+  }
+  const nlohmann::ordered_json index = {{"metadata", {{"total_size", bytes}}},
+                                        {"weight_map", std::move(map)}};
+  const std::string temporary = path + ".partial";
+  std::ofstream file(temporary, std::ios::trunc);
+  file << index.dump(2) << "\n";
+  file.close();
+  if (file && ::rename(temporary.c_str(), path.c_str()) == 0) return absl::OkStatus();
+  const int error = errno;
+  (void)::unlink(temporary.c_str());
+  return absl::ErrnoToStatus(error, absl::StrCat("write ", path));
+}
+
+}  // namespace
+
+ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const GptLayout& layout,
+                             swap::Dtype dtype, DType weights) {
+  const uint64_t slot = SlotBytes(parts, SegmentsRead(dtype, weights)), width = swap::DtypeBytes(dtype);
+  uint64_t column = kLeastStripBytes, matrix = kLeastStripBytes;
+  for (const GptTensor& tensor : layout.tensors) {
+    if (!tensor.transposed) continue;
+    column = std::max(column, static_cast<uint64_t>(tensor.rows) * width);
+    matrix = std::max(matrix, static_cast<uint64_t>(tensor.elements()) * width);
+  }
+  return {slot + column, kMostSlots * slot + matrix};
+}
+
+absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const GptLayout& layout,
+                                  DType weight_type, std::span<std::byte> memory,
+                                  const ExportOptions& options) {
+  std::vector<swap::Geometry> geometries;
+  for (const swap::Store* part : parts) geometries.push_back(part->geometry());
+  const absl::StatusOr<std::vector<TilePlace>> places =
+      PlaceTiles(parts, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type)));
+  if (!places.ok()) return places.status();
+  const bool split = weight_type == DType::kBf16;
+  const Segments segments = SegmentsRead(options.dtype, weight_type);
+  const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, weight_type);
+  const uint64_t slot_bytes = SlotBytes(geometries, segments);
+  if (memory.size() < needs.least_bytes) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("exporting needs at least ", FormatBytes(static_cast<int64_t>(needs.least_bytes)), " (",
+                     needs.least_bytes, " bytes) of memory, not ", memory.size()));
+  }
+  // Half of what a strip does not have to have goes to tiles in flight.
+  const uint64_t spare = memory.size() - needs.least_bytes;
+  const uint64_t slots = std::min(kMostSlots, 1 + spare / 2 / slot_bytes);
+  TileWeights weights(parts, *places, segments, memory.data(), slots, slot_bytes);
+
+  const std::vector<Shard> shards = CutIntoShards(layout, options);
+  const std::string index = options.path + ".index.json";
+  const std::string& other = shards.size() > 1 ? options.path : index;
+  for (const std::string& there : {index, options.path}) {
+    if (!options.overwrite && ::access(there.c_str(), F_OK) == 0) {
+      return absl::AlreadyExistsError(absl::StrCat(there, " is there already (--overwrite replaces it)"));
+    }
+  }
+  uint64_t total = 0, done = 0;
+  for (const Shard& shard : shards) total += shard.bytes;
+  const auto appended = [&](uint64_t bytes) {
+    done += bytes;
+    if (options.progress) options.progress(done, total);
+  };
+  size_t finished = 0;
+  const auto write_all = [&](auto exporter) {
+    for (const Shard& shard : shards) {
+      std::vector<swap::TensorInfo> tensors;
+      for (const GptTensor* tensor : shard.tensors)
+        tensors.push_back({tensor->name, options.dtype, tensor->published_shape(), 0});
+      absl::StatusOr<std::unique_ptr<swap::SafetensorsWriter>> writer = swap::SafetensorsWriter::Create(
+          shard.path, std::move(tensors), options.metadata, options.overwrite);
+      if (!writer.ok()) return writer.status();
+      for (const GptTensor* tensor : shard.tensors) {
+        if (absl::Status status = exporter.Write(*tensor, writer->get()); !status.ok()) return status;
+      }
+      if (absl::Status status = (*writer)->Finish(); !status.ok()) return status;
+      ++finished;
+    }
+    return shards.size() > 1 ? WriteIndex(index, shards) : absl::OkStatus();
+  };
+  const std::span<std::byte> strip = memory.subspan(slots * slot_bytes);
+  const absl::Status status = options.dtype == swap::Dtype::kF32
+                                  ? write_all(Exporter<float>(&weights, *places, split, strip, appended))
+                                  : write_all(Exporter<uint16_t>(&weights, *places, split, strip, appended));
+  if (!status.ok()) {
+    for (size_t i = 0; i < finished; ++i) (void)::unlink(shards[i].path.c_str());
+    return status;
+  }
+  if (::unlink(other.c_str()) != 0 && errno != ENOENT) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("remove ", other, " of an older export"));
+  }
+  return static_cast<int>(shards.size());
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,62 @@
+// Streams a GPT's weights out of a store, or the stores of several ranks, into a safetensors file, in bounded
+// memory.
+//
+// The store keeps matrices as [out, in]; Hugging Face's GPT-2 wants [in, out]. A matrix is turned in strips
+// of its columns that fit into the memory given: where one strip does not hold it, its tiles are read once
+// for each. Reads run ahead by as many tiles as there is memory for. Every checksum is checked on the way.
+//
+//   fp32   the masters, joined exactly from their halves where the run computes in bf16
+//   bf16   of a bf16 run the weights that forward and backward see; else the masters rounded to nearest even
+//
+// Threads: one. Errors: kFailedPrecondition: too little memory (says the least), a model of another layout;
+// kDataLoss: damage; kAlreadyExists; kResourceExhausted: disk full.
+#ifndef PENSTOCK_MODELS_WEIGHT_EXPORT_H_
+#define PENSTOCK_MODELS_WEIGHT_EXPORT_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/float16.h"
+#include "swap/format.h"
+#include "swap/safetensors.h"
+#include "swap/store.h"
+#include "models/gpt_layout.h"
+
+namespace penstock::tools {
+
+struct ExportOptions {
+  std::string path;  // of the one file; of shards, what their names and the index's are made of
+  // Not 0: files with so many bytes of tensors at the most (a larger tensor has one of its own),
+  // "model-00001-of-00003.safetensors" beside "model.safetensors.index.json" as Hugging Face has them. Where
+  // one holds everything it is the one file, without an index.
+  uint64_t max_shard_bytes = 0;
+  swap::Dtype dtype = swap::Dtype::kF32;  // or kBf16
+  bool overwrite = false;
+  std::map<std::string, std::string> metadata;
+  std::function<void(uint64_t done, uint64_t total)> progress;  // bytes of all files
+};
+
+struct ExportMemory {
+  uint64_t least_bytes = 0;        // of `memory`
+  uint64_t comfortable_bytes = 0;  // four tiles ahead and the largest matrix in one strip
+};
+
+// `weights`: the type of the run's weights, which says where its masters are (zero/compute/tile_format.h).
+ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const GptLayout& layout,
+                             swap::Dtype dtype, kernels::DType weights);
+
+// `parts`: by rank. `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index
+// after them; none stays where one of them fails. Returns the number of files with tensors. With `overwrite`
+// the index of an older export goes where there is one file now, and the one file where there is an index.
+absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const GptLayout& layout,
+                                  kernels::DType weights, std::span<std::byte> memory,
+                                  const ExportOptions& options);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_MODELS_WEIGHT_EXPORT_H_

@@ -1,0 +1,260 @@
+#include "models/weight_import.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/float16.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB of fp32
+constexpr const char* kPrefix = "transformer.";
+constexpr const char* kOutput = "lm_head.weight";
+constexpr const char* kSingle = "model.safetensors";
+constexpr const char* kIndex = "model.safetensors.index.json";
+constexpr uint64_t kMostIndexBytes = uint64_t{64} << 20;
+
+absl::Status Wrong(const std::string& path, const std::string& why) {
+  return absl::InvalidArgumentError(absl::StrCat("--init-from ", path, ": ", why));
+}
+
+bool IsDirectory(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+bool Exists(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0;
+}
+
+std::string DirectoryOf(const std::string& path) {
+  if (IsDirectory(path)) return path;
+  const size_t slash = path.rfind('/');
+  return slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
+}
+
+// The file that `path` means.
+absl::StatusOr<std::string> MainFile(const std::string& path) {
+  if (!Exists(path)) return Wrong(path, "no such file or directory");
+  if (!IsDirectory(path)) return path;
+  for (const char* name : {kIndex, kSingle}) {
+    const std::string file = absl::StrCat(path, "/", name);
+    if (Exists(file)) return file;
+  }
+  return Wrong(path, absl::StrCat("neither ", kSingle, " nor ", kIndex, " in there"));
+}
+
+absl::StatusOr<nlohmann::json> ReadJson(const std::string& given, const std::string& path) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0 || static_cast<uint64_t>(info.st_size) > kMostIndexBytes) {
+    return Wrong(given, absl::StrCat(path, " cannot be read, or is too long"));
+  }
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
+  if (!file || !json.is_object()) return Wrong(given, absl::StrCat(path, " is not a JSON object"));
+  return json;
+}
+
+std::string WithoutPrefix(const std::string& name) {
+  return absl::StartsWith(name, kPrefix) ? name.substr(std::strlen(kPrefix)) : name;
+}
+
+// Causal masks, which old files keep beside the weights.
+bool IsMask(const std::string& name) {
+  return absl::EndsWith(name, ".attn.bias") || absl::EndsWith(name, ".attn.masked_bias");
+}
+
+bool IsFloat(swap::Dtype dtype) {
+  return dtype == swap::Dtype::kF32 || dtype == swap::Dtype::kBf16 || dtype == swap::Dtype::kF16;
+}
+
+std::string ShapeText(const std::vector<uint64_t>& shape) {
+  return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
+}
+
+}  // namespace
+
+absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
+  absl::StatusOr<std::string> file = MainFile(path);
+  if (!file.ok()) return file.status();
+  const std::string beside = absl::StrCat(DirectoryOf(path), "/config.json");
+  if (Exists(beside)) return ReadJson(path, beside);
+  if (absl::EndsWith(*file, ".json")) return nlohmann::json();
+  absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(*file);
+  if (!reader.ok()) return reader.status();
+  const auto config = (*reader)->metadata().find("config");
+  if (config == (*reader)->metadata().end()) return nlohmann::json();
+  nlohmann::json json = nlohmann::json::parse(config->second, nullptr, /*allow_exceptions=*/false);
+  return json.is_object() ? json : nlohmann::json();
+}
+
+absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path,
+                                                                 const GptConfig& config) {
+  std::unique_ptr<WeightImport> import(new WeightImport(path, LayoutOfGpt(config)));
+  absl::StatusOr<std::string> main = MainFile(path);
+  if (!main.ok()) return main.status();
+  std::map<std::string, std::set<std::string>> names;  // by file; empty: whatever is in there
+  if (absl::EndsWith(*main, ".json")) {
+    const absl::StatusOr<nlohmann::json> index = ReadJson(path, *main);
+    if (!index.ok()) return index.status();
+    const auto map = index->find("weight_map");
+    if (map == index->end() || !map->is_object() || map->empty()) {
+      return Wrong(path, absl::StrCat(*main, " has no weight_map"));
+    }
+    for (const auto& [name, file] : map->items()) {
+      // Files beside the index and nowhere else, whoever wrote it.
+      if (!file.is_string() || file.get<std::string>().empty() ||
+          file.get<std::string>().find('/') != std::string::npos) {
+        return Wrong(path, absl::StrCat("weight_map has no file name for ", name));
+      }
+      names[absl::StrCat(DirectoryOf(*main), "/", file.get<std::string>())].insert(name);
+    }
+  } else {
+    names[*main];
+  }
+  std::map<std::string, Source> there;
+  for (const auto& [file, wanted] : names) {
+    absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(file);
+    if (absl::IsNotFound(reader.status())) return Wrong(path, absl::StrCat(file, " is missing"));
+    if (!reader.ok()) return reader.status();
+    for (const swap::TensorInfo& info : (*reader)->tensors()) {
+      if (!wanted.empty() && wanted.count(info.name) == 0) continue;
+      const bool added = there.emplace(WithoutPrefix(info.name), Source{reader->get(), &info}).second;
+      if (!added) return Wrong(path, absl::StrCat("two tensors of the name ", info.name));
+    }
+    for (const std::string& name : wanted) {
+      if ((*reader)->Find(name) == nullptr) return Wrong(path, absl::StrCat(file, " has no tensor ", name));
+    }
+    import->files_.push_back(std::move(*reader));
+  }
+  if (absl::Status found = import->Find(there); !found.ok()) return found;
+  return import;
+}
+
+absl::Status WeightImport::Find(const std::map<std::string, Source>& there) {
+  std::set<std::string> known;
+  for (const GptTensor& tensor : layout_.tensors) {
+    const std::string name = WithoutPrefix(tensor.name);
+    known.insert(name);
+    const auto found = there.find(name);
+    if (found == there.end()) {
+      return Wrong(path_,
+                   absl::StrCat("no tensor ", tensor.name, " (nor ", name, "): not weights of this model"));
+    }
+    const swap::TensorInfo& info = *found->second.info;
+    if (info.shape != tensor.published_shape()) {
+      return Wrong(path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ",
+                                       ShapeText(tensor.published_shape()),
+                                       " in this model: give the --model that the weights were made for"));
+    }
+    if (!IsFloat(info.dtype)) {
+      return Wrong(path_, absl::StrCat(info.name, " is of type ", std::string(swap::DtypeName(info.dtype)),
+                                       ": F32, BF16 or F16 can be taken"));
+    }
+    sources_.push_back(found->second);
+  }
+  for (const auto& [name, source] : there) {
+    if (known.count(name) > 0 || IsMask(name)) continue;
+    if (name != kOutput) {
+      return Wrong(path_, absl::StrCat(source.info->name,
+                                       " has no place in this model: give the --model that the weights were "
+                                       "made for"));
+    }
+    if (absl::Status tied = CheckTied(source); !tied.ok()) return tied;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightImport::CheckTied(const Source& output) {
+  const Source& input = sources_.front();  // wte.weight
+  const auto differs = [&] {
+    return Wrong(path_, absl::StrCat(kOutput, " is not the input embedding: this model has one for both"));
+  };
+  if (output.info->shape != input.info->shape || !IsFloat(output.info->dtype)) return differs();
+  const int64_t elements = layout_.tensors.front().elements();
+  for (int64_t from = 0; from < elements; from += kBufferElements) {
+    const int64_t n = std::min(kBufferElements, elements - from);
+    if (absl::Status status = Load(input, from, n); !status.ok()) return status;
+    const std::vector<float> kept(values_.begin(), values_.begin() + n);
+    if (absl::Status status = Load(output, from, n); !status.ok()) return status;
+    if (std::memcmp(kept.data(), values_.data(), static_cast<size_t>(n) * sizeof(float)) != 0)
+      return differs();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightImport::Load(const Source& source, int64_t from, int64_t n) {
+  const swap::Dtype dtype = source.info->dtype;
+  const uint64_t width = swap::DtypeBytes(dtype);
+  const auto count = static_cast<size_t>(n);
+  values_.resize(std::max(values_.size(), count));
+  raw_.resize(std::max<size_t>(raw_.size(), count * width));
+  const std::span<std::byte> bytes(raw_.data(), count * width);
+  absl::Status status = source.file->Read(*source.info, static_cast<uint64_t>(from) * width, bytes);
+  if (!status.ok()) return status;
+  const kernels::DType type = dtype == swap::Dtype::kF32    ? kernels::DType::kFp32
+                              : dtype == swap::Dtype::kBf16 ? kernels::DType::kBf16
+                                                            : kernels::DType::kFp16;
+  kernels::Convert(type, bytes.data(), kernels::DType::kFp32, values_.data(), count);
+  return status;
+}
+
+absl::Status WeightImport::Read(int block, int64_t first, int64_t elements, float* to) {
+  std::memset(to, 0, static_cast<size_t>(elements) * sizeof(float));
+  for (size_t i = 0; i < layout_.tensors.size(); ++i) {
+    const GptTensor& tensor = layout_.tensors[i];
+    if (tensor.block != block) continue;
+    const int64_t from = std::max<int64_t>(0, first - tensor.offset);
+    const int64_t end = std::min(tensor.elements(), first + elements - tensor.offset);
+    if (from >= end) continue;
+    float* const out = to + (tensor.offset + from - first);
+    absl::Status status = tensor.transposed ? ReadTurned(tensor, sources_[i], from, end, out)
+                                            : ReadPlain(sources_[i], from, end, out);
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WeightImport::ReadPlain(const Source& source, int64_t from, int64_t to, float* out) {
+  while (from < to) {
+    const int64_t n = std::min(kBufferElements, to - from);
+    if (absl::Status status = Load(source, from, n); !status.ok()) return status;
+    std::memcpy(out, values_.data(), static_cast<size_t>(n) * sizeof(float));
+    from += n;
+    out += n;
+  }
+  return absl::OkStatus();
+}
+
+// Elements [from, to) of the tensor as it is stored here, row by row: [rows, columns]. In the file a column
+// is a row, so that a run of rows is a piece of every line there.
+absl::Status WeightImport::ReadTurned(const GptTensor& tensor, const Source& source, int64_t from, int64_t to,
+                                      float* out) {
+  const int64_t columns = tensor.columns, end_row = (to + columns - 1) / columns;
+  for (int64_t row = from / columns; row < end_row; row += kBufferElements) {
+    const int64_t rows = std::min(kBufferElements, end_row - row);
+    for (int64_t column = 0; column < columns; ++column) {
+      if (absl::Status status = Load(source, column * tensor.rows + row, rows); !status.ok()) return status;
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t at = (row + r) * columns + column;
+        if (at >= from && at < to) out[at - from] = values_[static_cast<size_t>(r)];
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,113 @@
+// When updates are made in backward, from what the last steps' norms were.
+#include "zero/engine/step_outcome.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <memory>
+
+namespace penstock::zero {
+namespace {
+
+kernels::SumOfSquares OfNorm(double norm) {
+  kernels::SumOfSquares squares;
+  squares.Add(norm * norm);
+  return squares;
+}
+
+tiering::Plan PlanThatOffers(double worthwhile_redo_rate) {
+  tiering::Plan plan;
+  plan.speculates = true;
+  plan.worthwhile_redo_rate = worthwhile_redo_rate;
+  return plan;
+}
+
+// Steps of these norms, clipped at 1.
+class Steps {
+ public:
+  explicit Steps(double clip = 1) {
+    options_.clip = clip;
+    decisions_ = std::make_unique<UpdateDecisions>(options_);
+  }
+  UpdateDecisions::Decided& Add(double norm) {
+    ++step_;
+    EXPECT_TRUE(decisions_->Decide(step_, OfNorm(norm), 0.5).ok());
+    return decisions_->at(step_);
+  }
+  void Add(double norm, int steps) {
+    for (int i = 0; i < steps; ++i) Add(norm);
+  }
+  bool Chooses(double worthwhile_redo_rate) const {
+    return decisions_->ChoosesInBackward(PlanThatOffers(worthwhile_redo_rate));
+  }
+  UpdateDecisions& decisions() { return *decisions_; }
+
+ private:
+  EngineOptions options_;
+  std::unique_ptr<UpdateDecisions> decisions_;
+  int64_t step_ = 0;
+};
+
+constexpr int kRemembered = static_cast<int>(UpdateDecisions::kRemembered);
+
+TEST(UpdateDecisions, ANewRunIsTakenToBeClippedUntilItsOwnStepsTell) {
+  Steps steps;
+  EXPECT_FALSE(steps.Chooses(0.9));
+  EXPECT_TRUE(steps.Chooses(1));
+  steps.Add(0.5, kRemembered - 1);
+  EXPECT_FALSE(steps.Chooses(0.001)) << "some of the doubt is left";
+  steps.Add(0.5);
+  EXPECT_TRUE(steps.Chooses(0)) << "none is";
+}
+
+TEST(UpdateDecisions, TheDoubtFadesWithEveryStep) {
+  Steps steps;
+  int first = -1;
+  for (int step = 0; step < kRemembered && first < 0; ++step) {
+    if (steps.Chooses(0.1)) first = step;
+    steps.Add(0.5);
+  }
+  EXPECT_GT(first, 2);
+  EXPECT_LT(first, kRemembered);
+}
+
+TEST(UpdateDecisions, WithoutClippingThereIsNoDoubt) {
+  Steps steps(/*clip=*/0);
+  EXPECT_TRUE(steps.Chooses(0));
+  steps.Add(1e6);
+  EXPECT_TRUE(steps.Chooses(0)) << "nothing is clipped";
+  steps.Add(std::numeric_limits<double>::infinity());
+  EXPECT_FALSE(steps.Chooses(0.3)) << "a skipped step is made again too";
+  EXPECT_TRUE(steps.Chooses(0.5));
+}
+
+TEST(UpdateDecisions, ClippedStepsEndItAndAreForgotten) {
+  Steps steps;
+  steps.Add(0.5, kRemembered);
+  EXPECT_TRUE(steps.Chooses(0.1));
+  steps.Add(2, 2);
+  EXPECT_FALSE(steps.Chooses(0.1)) << "2 of 16";
+  EXPECT_TRUE(steps.Chooses(0.125));
+  steps.Add(0.5, kRemembered - 2);
+  EXPECT_FALSE(steps.Chooses(0.1)) << "they are the oldest of those that are remembered";
+  steps.Add(0.5);
+  EXPECT_TRUE(steps.Chooses(0.1));
+  tiering::Plan without = PlanThatOffers(1);
+  without.speculates = false;
+  EXPECT_FALSE(steps.decisions().ChoosesInBackward(without));
+}
+
+TEST(UpdateDecisions, ASkippedStepTakesNoNumberOfAnUpdate) {
+  Steps steps;
+  EXPECT_EQ(steps.Add(0.5).updates, 1);
+  const UpdateDecisions::Decided& skipped = steps.Add(std::numeric_limits<double>::quiet_NaN());
+  EXPECT_EQ(skipped.updates, 1);
+  EXPECT_TRUE(skipped.result.skipped);
+  EXPECT_TRUE(steps.decisions().last_is_redone());
+  EXPECT_EQ(steps.Add(2).updates, 2);
+  EXPECT_TRUE(steps.decisions().last_is_redone()) << "clipped";
+}
+
+}  // namespace
+}  // namespace penstock::zero

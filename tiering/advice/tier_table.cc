@@ -1,0 +1,120 @@
+#include "tiering/advice/tier_table.h"
+
+#include <limits>
+
+#include "tiering/program/program.h"
+
+namespace penstock::tiering {
+namespace {
+
+int64_t Sum(const std::vector<Slot>& slots, size_t from, size_t to) {
+  int64_t bytes = 0;
+  for (size_t i = from; i < to; ++i) bytes += AlignUp(slots[i].bytes, kPage);
+  return bytes;
+}
+
+}  // namespace
+
+std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const OnDrives& drives) {
+  std::vector<TierLine> lines(6);
+  TierLine &weights = lines[0], &state = lines[1], &gradients = lines[2], &inputs = lines[3],
+           &tensors = lines[4], &rest = lines[5];
+  weights.what = "weights";
+  state.what = "optimizer state";
+  gradients.what = "gradients";
+  inputs.what = "kept inputs";
+  tensors.what = "tensors while computing";
+  rest.what = "records and rounding";
+
+  size_t shared_runs = 0, ring_gradients = 0;
+  for (const RunClass& cls : plan.run_classes) shared_runs += static_cast<size_t>(cls.slots);
+  for (const RunClass& ring : plan.gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
+  const auto ring_tiles = static_cast<size_t>(plan.tile_ring);
+  const size_t kept_gradients = plan.gradient_slots.size() - ring_gradients;
+  weights.in_flight_bytes = Sum(plan.run_slots, 0, shared_runs);
+  weights.resident_bytes = Sum(plan.run_slots, shared_runs, plan.run_slots.size());
+  state.in_flight_bytes = Sum(plan.tile_slots, 0, ring_tiles);
+  state.resident_bytes = Sum(plan.tile_slots, ring_tiles, plan.tile_slots.size());
+  gradients.resident_bytes = Sum(plan.gradient_slots, 0, kept_gradients);
+  gradients.in_flight_bytes = Sum(plan.gradient_slots, kept_gradients, plan.gradient_slots.size()) +
+                              Sum(plan.accumulator_slots, 0, plan.accumulator_slots.size());
+  if (plan.device.apart) {
+    inputs.resident_bytes = Sum(plan.input_slots, 0, plan.input_slots.size());
+    tensors.in_flight_bytes = plan.tensor_bytes;
+  } else {
+    if (plan.trains) inputs.resident_bytes = plan.micro_batches * graph.kept_input_bytes(plan.kept_inputs);
+    tensors.in_flight_bytes = plan.tensor_bytes - inputs.resident_bytes;
+  }
+  rest.resident_bytes = plan.arena_bytes - plan.slot_bytes;
+  if (!plan.on_nvme) return lines;
+
+  for (const BlockPlan& block : plan.blocks) {
+    for (const Tile& tile : block.tiles) {
+      const int64_t of_weights = plan.precision.SegmentBytes(0, tile.elements);
+      weights.nvme_bytes += drives.versions * of_weights;
+      state.nvme_bytes += drives.versions * (plan.precision.UnpaddedBytes(tile.elements) - of_weights);
+      // A place for each, whether it spills or not.
+      gradients.nvme_bytes += tile.elements * plan.precision.gradient_bytes;
+    }
+  }
+  inputs.nvme_bytes = plan.input_scratch_bytes;
+  if (drives.bytes > 0) {
+    rest.nvme_bytes =
+        drives.bytes - weights.nvme_bytes - state.nvme_bytes - gradients.nvme_bytes - inputs.nvme_bytes;
+  }
+  if (!plan.trains) return lines;
+  ProgramBuilder builder(graph, plan, 1);
+  builder.Append(Pass::kTrain);
+  builder.Append(Pass::kTrain);
+  for (const Op& op : builder.Append(Pass::kTrain)) {
+    if (op.redo) continue;  // rarely run
+    switch (op.kind) {
+      case OpKind::kReadWeights:
+        weights.read_bytes += op.bytes;
+        break;
+      case OpKind::kReadState:
+        state.read_bytes += op.bytes;
+        break;
+      case OpKind::kReadGradient:
+        gradients.read_bytes += op.bytes;
+        break;
+      case OpKind::kWriteGradient:
+        gradients.written_bytes += op.bytes;
+        break;
+      case OpKind::kReadInput:
+        if (op.lane == Lane::kRead) inputs.read_bytes += op.bytes;
+        break;
+      case OpKind::kWriteInput:
+        if (op.lane == Lane::kWrite) inputs.written_bytes += op.bytes;
+        break;
+      case OpKind::kWriteState:
+        state.written_bytes += op.bytes;
+        break;
+      case OpKind::kWriteWeights:
+        weights.written_bytes += op.bytes;
+        break;
+      case OpKind::kWriteTile: {
+        const BlockPlan& block = plan.blocks[static_cast<size_t>(op.block)];
+        const int64_t of_weights =
+            block.tiles[static_cast<size_t>(op.tile)].elements * plan.precision.weight_bytes();
+        weights.written_bytes += of_weights;
+        state.written_bytes += op.bytes - of_weights;
+        break;
+      }
+      default:
+        break;
+    }
+  }
+  return lines;
+}
+
+Wear WearOf(int64_t written_bytes_per_step, double step_seconds, double rated_bytes) {
+  Wear wear;
+  wear.days_to_rating = std::numeric_limits<double>::infinity();
+  if (written_bytes_per_step <= 0 || !(step_seconds > 0)) return wear;
+  wear.bytes_per_day = static_cast<double>(written_bytes_per_step) / step_seconds * 86400;
+  wear.days_to_rating = rated_bytes / wear.bytes_per_day;
+  return wear;
+}
+
+}  // namespace penstock::tiering

@@ -1,0 +1,283 @@
+#include "tiering/plan/device_plan.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tiering/plan/working_set.h"
+
+namespace penstock::tiering {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+constexpr int64_t kGranule = 2 * kMiB;  // in which a device hands out memory
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+// Gradients that devices reduce among themselves go in pieces of so many elements: what it takes to start an
+// exchange is then little beside it.
+constexpr int64_t kDirectPiece = int64_t{1} << 20;
+
+// How many blocks' weights and gradients are on the device at once, at the least. With one of each everything
+// works and the lanes take turns.
+struct Level {
+  int runs;
+  int gradients;
+};
+constexpr std::array<Level, 4> kLevels = {{{3, 2}, {2, 2}, {2, 1}, {1, 1}}};
+
+class DevicePlanner {
+ public:
+  DevicePlanner(const ModelGraph& graph, const Precision& precision, int micro_batches, int world,
+                bool trains, const DeviceOptions& options)
+      : graph_(graph),
+        precision_(precision),
+        micro_batches_(micro_batches),
+        world_(world),
+        trains_(trains),
+        options_(options),
+        direct_(options.direct && world > 1),
+        positions_(static_cast<int>(graph.stages.size())),
+        uses_(graph.blocks.size(), 0) {
+    for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
+  }
+
+  absl::StatusOr<DevicePlan> Make() const {
+    const int64_t budget = options_.budget_bytes;
+    DevicePlan leanest;
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const Level& level : kLevels) {
+      DevicePlan plan = Build(level, LeastKept());
+      if (plan.bytes() >= least) continue;
+      least = plan.bytes();
+      leanest = std::move(plan);
+    }
+    if (budget > 0 && budget < least) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("a device memory budget of ", budget, " bytes is too small: the least that works is ",
+                       least, " bytes (", (least + kMiB - 1) / kMiB, "M; ", leanest.ledger().Listed(),
+                       "); a smaller micro-batch or sequence takes less"));
+    }
+    const int64_t room = budget > 0 ? budget : std::numeric_limits<int64_t>::max();
+    for (const Level& level : kLevels) {
+      if (Build(level, LeastKept()).bytes() > room) continue;
+      int kept = positions_;
+      while (kept > LeastKept() && Build(level, kept).bytes() > room) --kept;
+      DevicePlan plan = Build(level, kept, Residents(level, kept, room));
+      AddSlots(room, &plan);
+      plan.least_bytes = least;
+      return plan;
+    }
+    return absl::InternalError("no plan of the device's memory is as small as the least");
+  }
+
+ private:
+  int LeastKept() const { return trains_ ? std::min(kInputRing, positions_) : positions_; }
+
+  // Blocks that live on the device: in the order of their use, those that fit. What is used first has the
+  // least time for its update when it waits for the processor. Where all of it is written afterwards the
+  // order is the other one: at the end of forward, and behind it, the drive has least to read.
+  std::vector<char> Residents(const Level& level, int kept_inputs, int64_t room) const {
+    std::vector<char> lives(graph_.blocks.size(), 0), seen(graph_.blocks.size(), 0);
+    if (!trains_ || options_.state_share <= 0) return lives;
+    auto left =
+        static_cast<int64_t>(std::min(options_.state_share, 1.0) * static_cast<double>(graph_.elements()));
+    for (int position = 0; position < positions_; ++position) {
+      const int used_at = options_.writes_state ? positions_ - 1 - position : position;
+      const StageShape& stage = graph_.stages[At(used_at)];
+      const int64_t elements = graph_.blocks[At(stage.block)].elements;
+      if (std::exchange(seen[At(stage.block)], 1) != 0 || elements > left) continue;
+      // Over several ranks what is summed in place from one use to the next has no place for the result.
+      if (direct_ && uses_[At(stage.block)] > 1 && precision_.gradient_bytes == 4) continue;
+      lives[At(stage.block)] = 1;
+      if (Build(level, kept_inputs, lives).bytes() <= room) {
+        left -= elements;
+      } else {
+        lives[At(stage.block)] = 0;
+      }
+    }
+    return lives;
+  }
+
+  DevicePlan Build(const Level& level, int kept_inputs) const {
+    return Build(level, kept_inputs, std::vector<char>(graph_.blocks.size(), 0));
+  }
+
+  DevicePlan Build(const Level& level, int kept_inputs, const std::vector<char>& lives_here) const {
+    DevicePlan plan;
+    plan.apart = true;
+    plan.direct = direct_;
+    plan.gds = options_.gds && (world_ == 1 || direct_);
+    plan.budget_bytes = options_.budget_bytes;
+    plan.kept_inputs = kept_inputs;
+    plan.tensor_bytes =
+        ComputeTensorBytes(graph_, micro_batches_, trains_, kept_inputs, &plan.evaluate_micro_batches) +
+        options_.tensor_slack_bytes;
+    std::vector<int64_t> sizes, come_and_go;
+    for (size_t b = 0; b < graph_.blocks.size(); ++b) {
+      sizes.push_back(Elements(b));
+      // Over several ranks all gradients come and go: what stays is the part that they are reduced to.
+      if (lives_here[b] == 0 || direct_) come_and_go.push_back(sizes[b]);
+    }
+    const std::vector<int64_t> classes =
+        come_and_go.empty() ? std::vector<int64_t>() : ClassSizes(come_and_go, level.runs);
+    std::vector<int> in_ring(classes.size(), 0);
+    int64_t largest_sum = 0;
+    for (size_t b = 0; b < sizes.size(); ++b) {
+      DevicePlan::Block& block = plan.blocks.emplace_back();
+      if (lives_here[b] != 0) {
+        block.run_slot = block.state_slot = 0;  // numbered by LayOut
+        plan.resident_elements += PartOf(b);
+      }
+      if (lives_here[b] != 0 && !direct_) {
+        block.run_class = -1;
+      } else {
+        while (classes[At(block.run_class)] < sizes[b]) ++block.run_class;
+      }
+      if (!trains_) continue;
+      const bool leaves_in_fp32 = world_ > 1 && precision_.addend_bytes() == 4;
+      block.sums_apart =
+          precision_.gradient_bytes < 4 && (micro_batches_ > 1 || uses_[b] > 1 || leaves_in_fp32);
+      if (lives_here[b] != 0 || (uses_[b] > 1 && !block.sums_apart)) {
+        block.gradient_slot = 0;  // numbered by LayOut
+      }
+      const bool passes = block.gradient_slot < 0 || (direct_ && lives_here[b] != 0);
+      const bool leaves_as_sums = world_ > 1 && block.sums_apart;
+      if (passes && !leaves_as_sums) ++in_ring[At(block.run_class)];
+      if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
+    }
+    for (size_t c = 0; c < classes.size(); ++c) {
+      const int members = Members(plan, c);
+      plan.run_classes.push_back({classes[c] * precision_.weight_bytes(), 0, std::min(level.runs, members)});
+      plan.gradient_rings.push_back(
+          {classes[c] * precision_.gradient_bytes, 0, std::min(level.gradients, in_ring[c])});
+    }
+    if (largest_sum > 0) {
+      plan.accumulator_ring = std::min(level.gradients, static_cast<int>(sizes.size()));
+      plan.accumulator_slots.assign(At(plan.accumulator_ring), {0, largest_sum * 4});
+    }
+    for (size_t b = 0; b < sizes.size(); ++b) {
+      if (!plan.blocks[b].sums_apart || uses_[b] == 1) continue;
+      plan.blocks[b].accumulator_slot = static_cast<int>(plan.accumulator_slots.size());
+      plan.accumulator_slots.push_back({0, sizes[b] * 4});
+    }
+    if (direct_ && trains_) {
+      const int64_t largest_part = *std::max_element(sizes.begin(), sizes.end()) / world_;
+      plan.network_piece = std::min(kDirectPiece, largest_part);
+      plan.network.bytes = (2 * int64_t{world_} + 1) * plan.network_piece * 4;
+    }
+    LayOut(&plan);
+    return plan;
+  }
+
+  // What one rank updates of a block.
+  int64_t PartOf(size_t block) const { return PartElements(graph_.blocks[block].elements, world_); }
+  // Of a block's run, with what its parts have beyond its end where they lie here one after the other.
+  int64_t Elements(size_t block) const {
+    const int64_t elements = graph_.blocks[block].elements;
+    return direct_ ? PartElements(elements, world_) * world_ : elements;
+  }
+
+  static int Members(const DevicePlan& plan, size_t run_class) {
+    return static_cast<int>(std::count_if(plan.blocks.begin(), plan.blocks.end(), [&](const auto& block) {
+      return block.run_class == static_cast<int>(run_class) && block.state_slot < 0;
+    }));
+  }
+
+  void LayOut(DevicePlan* plan) const {
+    plan->run_slots.clear();
+    plan->gradient_slots.clear();
+    plan->state_slots.clear();
+    auto add_rings = [](std::vector<RunClass>& rings, std::vector<Slot>* slots) {
+      for (RunClass& ring : rings) {
+        ring.first_slot = static_cast<int>(slots->size());
+        slots->insert(slots->end(), At(ring.slots), {0, ring.bytes});
+      }
+    };
+    add_rings(plan->run_classes, &plan->run_slots);
+    add_rings(plan->gradient_rings, &plan->gradient_slots);
+    auto add = [](int* number, std::vector<Slot>* slots, int64_t bytes) {
+      if (*number < 0) return;
+      *number = static_cast<int>(slots->size());
+      slots->push_back({0, bytes});
+    };
+    for (size_t b = 0; b < plan->blocks.size(); ++b) {
+      DevicePlan::Block& block = plan->blocks[b];
+      const int64_t part = PartOf(b), of_gradient = block.state_slot >= 0 ? part : Elements(b);
+      add(&block.run_slot, &plan->run_slots, Elements(b) * precision_.weight_bytes());
+      add(&block.gradient_slot, &plan->gradient_slots, of_gradient * precision_.gradient_bytes);
+      add(&block.state_slot, &plan->state_slots, precision_.StateBytes(part) + PartialSumBytes(part));
+    }
+    int64_t offset = 0;
+    for (std::vector<Slot>* slots :
+         {&plan->run_slots, &plan->gradient_slots, &plan->accumulator_slots, &plan->state_slots}) {
+      for (Slot& slot : *slots) {
+        slot.offset = offset;
+        offset += AlignUp(slot.bytes, kPage);
+      }
+    }
+    plan->network.offset = offset;
+    plan->arena_bytes = AlignUp(offset + AlignUp(plan->network.bytes, kPage), kGranule);
+  }
+
+  // Every class one more in turn, until nothing fits or every block has one.
+  void AddSlots(int64_t room, DevicePlan* plan) const {
+    for (bool added = true; added;) {
+      added = false;
+      for (size_t c = 0; c < plan->run_classes.size(); ++c) {
+        RunClass& cls = plan->run_classes[c];
+        if (cls.slots >= Members(*plan, c)) continue;
+        ++cls.slots;
+        LayOut(plan);
+        if (plan->bytes() <= room) {
+          added = true;
+        } else {
+          --cls.slots;
+          LayOut(plan);
+        }
+      }
+    }
+  }
+
+  const ModelGraph& graph_;
+  const Precision& precision_;
+  const int micro_batches_;
+  const int world_;
+  const bool trains_;
+  const DeviceOptions& options_;
+  const bool direct_;
+  const int positions_;
+  std::vector<int> uses_;
+};
+
+}  // namespace
+
+Ledger DevicePlan::ledger() const {
+  Ledger ledger;
+  int64_t slots = 0;
+  auto add = [&](const char* what, const std::vector<Slot>& of) {
+    int64_t bytes = 0;
+    for (const Slot& slot : of) bytes += AlignUp(slot.bytes, kPage);
+    ledger.Add(what, bytes, static_cast<int64_t>(of.size()));
+    slots += bytes;
+  };
+  add("weights on the device", run_slots);
+  add("gradients on the device", gradient_slots);
+  add("fp32 gradient sums on the device", accumulator_slots);
+  add("optimizer state on the device", state_slots);
+  if (network.bytes > 0) add("gradients of other ranks on the device", {network});
+  ledger.Add("rounding", arena_bytes - slots);
+  ledger.Add("tensors of LibTorch on the device", tensor_bytes);
+  return ledger;
+}
+
+absl::StatusOr<DevicePlan> PlanDevice(const ModelGraph& graph, const Precision& precision, int micro_batches,
+                                      int world, bool trains, const DeviceOptions& options) {
+  if (!options.apart) return DevicePlan();
+  return DevicePlanner(graph, precision, micro_batches, world, trains, options).Make();
+}
+
+}  // namespace penstock::tiering

@@ -1,0 +1,86 @@
+#include "tiering/plan/plan.h"
+
+namespace penstock::tiering {
+
+int64_t Plan::state_segment_offset(int segment, int64_t elements) const {
+  int64_t offset = 0;
+  for (int s = 1; s < segment; ++s)
+    offset += AlignUp(precision.SegmentBytes(static_cast<size_t>(s), elements), kPage);
+  return offset;
+}
+
+int64_t Plan::tile_count() const {
+  int64_t tiles = 0;
+  for (const BlockPlan& block : blocks) tiles += static_cast<int64_t>(block.tiles.size());
+  return tiles;
+}
+
+int64_t Plan::trained_tiles() const {
+  int64_t tiles = 0;
+  for (const BlockPlan& block : blocks) tiles += block.trains ? static_cast<int64_t>(block.tiles.size()) : 0;
+  return tiles;
+}
+
+std::string_view Plan::order_of_update() const {
+  if (!speculates) return "next_forward";
+  return in_backward_share() == 1.0 ? "in_backward" : "mixed";
+}
+
+double Plan::in_backward_share() const {
+  double early = 0;
+  for (const BlockPlan& block : blocks) {
+    for (const char tile : block.in_backward) early += tile;
+  }
+  return early == 0 ? 0 : early / static_cast<double>(trained_tiles());
+}
+
+double Plan::on_device_share() const {
+  int64_t elements = 0;
+  for (const BlockPlan& block : blocks) elements += block.elements;
+  return elements == 0 ? 0 : static_cast<double>(device.resident_elements) / static_cast<double>(elements);
+}
+
+Ledger Plan::ledger() const {
+  Ledger ledger;
+  auto sum = [](const std::vector<Slot>& slots, size_t from, size_t to) {
+    int64_t bytes = 0;
+    for (size_t i = from; i < to; ++i) bytes += AlignUp(slots[i].bytes, kPage);
+    return bytes;
+  };
+  size_t shared_runs = 0, ring_gradients = 0;
+  for (const RunClass& cls : run_classes) shared_runs += static_cast<size_t>(cls.slots);
+  for (const RunClass& ring : gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
+  const size_t kept_gradients = gradient_slots.size() - ring_gradients;
+  auto add = [&](const char* what, const std::vector<Slot>& slots, size_t from, size_t to) {
+    ledger.Add(what, sum(slots, from, to), static_cast<int64_t>(to - from));
+  };
+  add("weights in flight", run_slots, 0, shared_runs);
+  add("weights resident", run_slots, shared_runs, run_slots.size());
+  add("state in flight", tile_slots, 0, static_cast<size_t>(tile_ring));
+  add("state resident", tile_slots, static_cast<size_t>(tile_ring), tile_slots.size());
+  add("gradients resident", gradient_slots, 0, kept_gradients);
+  add("gradients in flight", gradient_slots, kept_gradients, gradient_slots.size());
+  add("fp32 gradient sums", accumulator_slots, 0, accumulator_slots.size());
+  add("inputs off the device", input_slots, 0, input_slots.size());
+  ledger.Add(on_nvme ? "checkpoint in flight" : "state on its way from the device", checkpoint_bytes);
+  ledger.Add("gradients of other ranks", network_bytes);
+  ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes - network_bytes);
+  ledger.Add("tensors of LibTorch", tensor_bytes);
+  return ledger;
+}
+
+std::string_view PlacementName(Placement placement) {
+  switch (placement) {
+    case Placement::kAuto:
+      return "auto";
+    case Placement::kCpu:
+      return "cpu";
+    case Placement::kCuda:
+      return "cuda";
+    case Placement::kConst:
+      return "const";
+  }
+  return "unknown";
+}
+
+}  // namespace penstock::tiering

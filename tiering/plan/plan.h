@@ -1,0 +1,228 @@
+// A plan: where every byte of training state lives, and how much of each kind of memory that takes.
+//
+// All memory that the engine manages is either the arena (runs of weights, tile slots, gradients,
+// accumulators: laid out here, byte by byte) or LibTorch's tensors (bounded here, enforced by the counting
+// allocator). Their sum never exceeds the host budget. The plan is what the program builder, the simulator
+// and the executor all go by.
+#ifndef PENSTOCK_TIERING_PLAN_PLAN_H_
+#define PENSTOCK_TIERING_PLAN_PLAN_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "tiering/plan/device_plan.h"
+#include "tiering/plan/ledger.h"
+#include "tiering/plan/machine.h"
+#include "tiering/plan/model_graph.h"
+#include "tiering/plan/slot.h"
+
+namespace penstock::tiering {
+
+struct Tile {
+  int64_t offset = 0;    // of its first element in this rank's part of the block's run
+  int64_t elements = 0;  // a multiple of kElementAlignment
+};
+
+struct BlockPlan {
+  int64_t elements = 0;  // of a rank's part of the run: what its store, tiles, state and gradient hold
+  std::vector<Tile> tiles;
+  int run_class = 0;
+  int uses = 0;                        // stages that use it
+  bool trains = true;                  // false: its weights are read, nothing else of it moves or is made
+  int private_run_slot = -1;           // its weights never leave host memory
+  std::vector<int> private_tile_slot;  // per tile, -1: streams. Its state never leaves host memory
+  // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
+  // are finite, and made again if they are (see tiering/program/program.h). Otherwise in the next forward.
+  std::vector<char> in_backward;
+  // Its gradient waits in host memory; -1: spilled to the drive as 16 bit (or fp32). Of a block that lives on
+  // a device: the partial sums of its squares.
+  int gradient_slot = -1;
+  int accumulator_slot =
+      -1;  // its own fp32 sums (a block that several stages use); -1: the shared ring, or none
+};
+
+// Over `world` ranks (ZeRO-3) all of them have one plan. A run in memory is whole, its parts in the order of
+// the ranks: a rank reads and updates its part in place, and gathers the others for compute. What backward
+// leaves of the whole run waits in an accumulator until it is reduced to this rank's part. Where devices
+// exchange with each other (DevicePlan::direct) whole runs are on the device alone, and in memory is a part.
+struct Plan {
+  Precision precision;
+  int world = 1;
+  int micro_batches = 1;
+  bool on_nvme = false;  // state has its home on the drive; otherwise everything is resident
+  bool trains = true;    // false: forward only, no state, no gradients
+  // Every step is one that a restart finds. Otherwise only those are that the program is told to persist
+  // (Pass::kPersist), and tiles that stay in host memory are written for them alone.
+  bool commits_every_step = true;
+  int64_t tile_elements = 0;  // of the largest tile
+  std::vector<BlockPlan> blocks;
+
+  std::vector<RunClass> run_classes;
+  std::vector<Slot> run_slots;   // shared ones by class, then private ones
+  std::vector<Slot> tile_slots;  // the ring first, then private ones
+  int tile_ring = 0;
+  std::vector<Slot> gradient_slots;  // resident ones, then the ring of spilled ones by run class
+  std::vector<RunClass>
+      gradient_rings;  // parallel to run_classes; slots = 0 where no block of the class spills
+  std::vector<Slot> accumulator_slots;  // the ring first, then private ones
+  int accumulator_ring = 0;
+
+  int64_t tile_state_bytes = 0;      // of a tile slot: state segments, each padded to a page
+  int64_t tile_gradient_offset = 0;  // in a ring tile slot, where a spilled gradient is read to
+  int64_t slot_bytes = 0;            // of all slots together
+  int64_t arena_bytes = 0;           // slots and the checkpoint's tile, in whole huge pages
+  int64_t tensor_bytes = 0;          // bound for LibTorch's tensors: training, initialisation, evaluation
+  int64_t host_budget_bytes = 0;     // 0: no bound
+  int64_t least_host_memory_bytes = 0;
+  int evaluate_micro_batches = 1;  // per forward-only pass, in the memory of the kept inputs
+
+  // Inputs that stages keep for backward: those of the last `kept_inputs` positions stay in memory, the
+  // others go to the drive, at most `input_ring` positions of them on their way there or back. Position 0
+  // keeps the batch itself.
+  int kept_inputs = 0;
+  int input_ring = 0;
+  int positions = 0;
+  int64_t input_scratch_bytes = 0;  // on the drive
+  bool SpillsInput(int position) const { return position > 0 && position < positions - kept_inputs; }
+
+  // Some tiles are updated in backward; `clips`: a gradient may still be needed after that.
+  bool speculates = false;
+  bool clips = true;
+  // Updates in backward pay while they have to be made again in fewer steps than this share.
+  double worthwhile_redo_rate = 0;
+
+  // Steady state, per step.
+  int64_t nvme_read_bytes = 0;
+  int64_t nvme_write_bytes = 0;
+  int64_t late_write_bytes = 0;  // of tiles that are written late, once: what a step writes less
+
+  // Memory of a device apart; inputs that do not stay there wait in host memory, a place for each position
+  // and micro-batch, instead of going to the drive.
+  DevicePlan device;
+  std::vector<Slot> input_slots;
+  int input_slot(int position, int micro_batch) const { return (position - 1) * micro_batches + micro_batch; }
+
+  // Of the arena, beyond the slots: one tile on its way into a checkpoint, or to or from the device that is
+  // the only place of its state.
+  int64_t checkpoint_bytes = 0;
+  int64_t network_bytes = 0;  // and the pieces of other ranks' gradients that are being summed
+
+  // What was chosen and why, a line each, for people.
+  std::vector<std::string> reasons;
+
+  int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
+  int64_t tile_count() const;        // of all blocks
+  int64_t trained_tiles() const;     // of those that are updated
+  double in_backward_share() const;  // of the trained tiles
+  // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
+  std::string_view order_of_update() const;
+  // Weights and state of the block live on a device apart, which updates them.
+  bool on_device(int block) const { return device.lives_here(block); }
+  double on_device_share() const;  // of the elements, in such blocks
+  // The tile never leaves host memory, or the device, and is written only when a step is persisted.
+  bool written_late(int block, int tile) const {
+    const BlockPlan& of = blocks[static_cast<size_t>(block)];
+    const bool in_memory = of.private_run_slot >= 0 && of.private_tile_slot[static_cast<size_t>(tile)] >= 0;
+    return on_nvme && !commits_every_step && (in_memory || on_device(block));
+  }
+  // What backward leaves of a block has more than one addend.
+  bool sums_gradients(int block) const {
+    return micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1;
+  }
+  bool needs_accumulator(int block) const {
+    if (world > 1 && !device.direct) return true;  // what goes to the other ranks
+    if (device.apart) return false;                // the device sums, and rounds
+    return precision.gradient_bytes < 4 && sums_gradients(block);
+  }
+  // Of an element in the block's accumulator: fp32 sums, or over several ranks a single addend as backward
+  // leaves it.
+  int accumulator_bytes(int block) const { return sums_gradients(block) ? 4 : precision.addend_bytes(); }
+  // Of how many ranks a run in memory has the parts: of all, or of this one.
+  int parts_in_memory() const { return device.direct ? 1 : world; }
+  int64_t run_elements(int block) const {
+    return blocks[static_cast<size_t>(block)].elements * parts_in_memory();
+  }
+  // Where everything lives, a line per kind.
+  Ledger ledger() const;
+  // Offset of state segment `segment` (1-based in Precision::segment_bytes) in a tile slot of `elements`.
+  int64_t state_segment_offset(int segment, int64_t elements) const;
+};
+
+// Gradients are reduced over ranks in pieces of so many elements, two at a time: one arrives while one is
+// summed.
+inline constexpr int64_t kNetworkPiece = 1 << 16;
+// What the pieces of all ranks take, and the fp32 sums of one.
+inline constexpr int64_t NetworkBytes(int world) {
+  return world == 1 ? 0 : (2 * int64_t{world} + 1) * kNetworkPiece * 4;
+}
+
+// What stays in host memory beyond the step's working set (ColossalAI's placements, with host memory as the
+// fast tier and the drive as the slow one).
+enum class Placement : uint8_t {
+  kAuto,   // what saves most time within the budget
+  kCpu,    // nothing: all weights and state stream, whatever the budget
+  kCuda,   // all weights; a budget that does not hold them is refused
+  kConst,  // weights and state up to PlanBounds::const_bytes
+};
+std::string_view PlacementName(Placement placement);  // "auto", "cpu", "cuda", "const"
+
+// Upper bounds that a user has set, in DeepSpeed's units (elements of weights). Empty: the planner's choice.
+struct PlanBounds {
+  std::optional<int64_t> live_elements;      // stage3_max_live_parameters: weights in flight at once
+  std::optional<int64_t> prefetch_elements;  // stage3_prefetch_bucket_size: weights read ahead of their use
+  std::optional<int64_t> run_slots;          // offload_param.buffer_count: blocks in flight at once
+  std::optional<int64_t> resident_elements;  // offload_param.max_in_cpu: weights that stay in host memory
+  // stage3_max_reuse_distance: weights stay only where no more elements are used between two of their uses.
+  std::optional<int64_t> reuse_elements;
+  // stage3_param_persistence_threshold: weights of blocks up to this size stay, before all others;
+  // stage3_model_persistence_threshold: up to so many elements of them.
+  std::optional<int64_t> persistent_block_elements;
+  std::optional<int64_t> persistent_elements;
+  // offload_optimizer.pipeline_read and _write: tiles in flight at once; its buffer_count, buffers of
+  // sub_group_size elements of 4 bytes: bytes of state in flight (one tile always may be).
+  std::optional<int64_t> tile_slots;
+  std::optional<int64_t> state_bytes;
+  Placement placement = Placement::kAuto;
+  int64_t const_bytes = 512 << 20;
+  double state_fraction = 1;  // gpu_margin_mem_ratio: of what is left, for state that stays
+  // offload_optimizer.ratio: at least this share of the elements is updated by the processor, and of the rest
+  // as much by a device apart as its memory holds.
+  std::optional<double> processor_share;
+};
+
+// When a tile's update is made. kAuto: the share of tiles updated in backward with which a step takes the
+// least time; the bits are the same in every order.
+enum class UpdateOrder : uint8_t { kAuto, kInNextForward, kInBackward };
+
+struct PlanOptions {
+  Precision precision = Precision::Bf16();
+  int micro_batches = 1;
+  UpdateOrder update_order = UpdateOrder::kAuto;
+  bool clips = true;  // gradients are clipped by their global norm
+  bool on_nvme = true;
+  bool trains = true;
+  bool commits_every_step = true;   // see Plan
+  int world = 1;                    // ranks
+  int64_t host_budget_bytes = 0;    // 0: as much as the comfortable plan takes
+  bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
+  int64_t tile_bytes = 0;           // bound for one slot of a tile (all segments); 0: chosen
+  PlanBounds bounds;
+  DeviceOptions device;
+  MachineModel machine;  // what candidates are compared on
+  // A model of few tiles is also planned under the bounds that users like to set, and the best is taken: up
+  // to 1% of a step, for some searches more.
+  bool compares_policies = true;
+  // Elements of every tile of every block, where a store has fixed them; empty: chosen.
+  std::vector<std::vector<int64_t>> fixed_tiles;
+};
+
+// The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.
+absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options);
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PLAN_PLAN_H_

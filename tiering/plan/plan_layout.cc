@@ -1,0 +1,270 @@
+#include "tiering/plan/plan_layout.h"
+
+#include <algorithm>
+
+#include "tiering/plan/working_set.h"
+
+namespace penstock::tiering {
+namespace {
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
+  std::vector<Tile> tiles;
+  int64_t offset = 0;
+  for (const int64_t each : elements) {
+    tiles.push_back({offset, each});
+    offset += each;
+  }
+  return tiles;
+}
+
+int64_t AccumulatorBytes(const Plan& plan, int block) {
+  return plan.run_elements(block) * plan.accumulator_bytes(block);
+}
+
+}  // namespace
+
+std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
+  const int64_t count = (elements + tile_elements - 1) / tile_elements;
+  const int64_t each = AlignUp((elements + count - 1) / count, kElementAlignment);
+  std::vector<Tile> tiles;
+  for (int64_t offset = 0; offset < elements; offset += each) {
+    tiles.push_back({offset, std::min(each, elements - offset)});
+  }
+  return tiles;
+}
+
+// The level within the user's bounds; one block in flight is the least.
+Level PlanLayout::Bounded(Level level) const {
+  int64_t largest = 1;
+  for (const BlockShape& block : graph_.blocks) largest = std::max(largest, block.elements);
+  int64_t runs = level.runs;
+  const PlanBounds& bounds = options_.bounds;
+  if (bounds.live_elements) runs = std::min(runs, *bounds.live_elements / largest);
+  if (bounds.prefetch_elements) runs = std::min(runs, 1 + *bounds.prefetch_elements / largest);
+  if (bounds.run_slots) runs = std::min(runs, *bounds.run_slots);
+  level.runs = static_cast<int>(std::max<int64_t>(runs, 1));
+  return level;
+}
+
+Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budget) const {
+  const Level level = Bounded(wanted);
+  Plan plan;
+  plan.precision = options_.precision;
+  plan.world = options_.world;
+  plan.micro_batches = options_.micro_batches;
+  plan.on_nvme = options_.on_nvme;
+  plan.trains = options_.trains;
+  plan.commits_every_step = options_.commits_every_step;
+  plan.clips = options_.clips;
+  plan.host_budget_bytes = options_.host_budget_bytes;
+
+  int64_t tile_elements = level.tile_elements;
+  if (options_.tile_bytes > 0) {
+    // The bytes are nearly proportional; only the padding of a segment to pages is not.
+    tile_elements = std::min(tile_elements, options_.tile_bytes * kElementAlignment /
+                                                plan.precision.UnpaddedBytes(kElementAlignment));
+  }
+  tile_elements = std::max(tile_elements / kElementAlignment * kElementAlignment, kElementAlignment);
+  while (options_.tile_bytes > 0 && tile_elements > kElementAlignment &&
+         plan.precision.TotalBytes(tile_elements) > options_.tile_bytes) {
+    tile_elements -= kElementAlignment;
+  }
+
+  std::vector<int> uses(graph_.blocks.size(), 0);
+  for (const StageShape& stage : graph_.stages) ++uses[At(stage.block)];
+  std::vector<int64_t> sizes;
+  for (const BlockShape& block : graph_.blocks) sizes.push_back(PartElements(block.elements, options_.world));
+  const std::vector<int64_t> classes = ClassSizes(sizes, level.runs);
+  std::vector<int> members(classes.size(), 0);
+  int64_t tiles = 0;
+  for (size_t b = 0; b < graph_.blocks.size(); ++b) {
+    BlockPlan& block = plan.blocks.emplace_back();
+    block.elements = sizes[b];
+    block.tiles = options_.fixed_tiles.empty() ? CutTiles(block.elements, tile_elements)
+                                               : FixedTiles(options_.fixed_tiles[b]);
+    block.private_tile_slot.assign(block.tiles.size(), -1);
+    block.in_backward.assign(block.tiles.size(), 0);
+    block.uses = uses[b];
+    block.trains = graph_.blocks[b].trains;
+    while (classes[At(block.run_class)] < block.elements) ++block.run_class;
+    ++members[At(block.run_class)];
+    tiles += static_cast<int64_t>(block.tiles.size());
+    for (const Tile& tile : block.tiles) plan.tile_elements = std::max(plan.tile_elements, tile.elements);
+  }
+  plan.positions = static_cast<int>(graph_.stages.size());
+  plan.device = device_;
+  KeepInputs(&plan, device_.apart ? device_.kept_inputs : plan.positions);
+  for (size_t c = 0; c < classes.size(); ++c) {
+    RunClass cls;
+    cls.bytes = classes[c] * plan.parts_in_memory() * plan.precision.weight_bytes();
+    cls.slots = std::min(level.runs, members[c]);
+    plan.run_classes.push_back(cls);
+  }
+  if (plan.trains) {
+    // SGD without momentum has no state beside fp32 weights.
+    const int64_t tile_bytes = std::max(plan.precision.StateBytes(plan.tile_elements), kPage);
+    plan.tile_ring =
+        static_cast<int>(std::clamp<int64_t>(level.ring_bytes / tile_bytes, level.least_ring, 64));
+    plan.tile_ring = static_cast<int>(std::min<int64_t>(plan.tile_ring, tiles));
+    int64_t most = options_.bounds.tile_slots.value_or(plan.tile_ring);
+    if (options_.bounds.state_bytes) most = std::min(most, *options_.bounds.state_bytes / tile_bytes);
+    plan.tile_ring = static_cast<int>(std::clamp<int64_t>(most, 1, plan.tile_ring));
+  }
+  PlaceGradients(&plan, level, resident_gradients);
+  LayOut(&plan);
+  if (plan.trains && options_.on_nvme && !device_.apart && resident_gradients == 0 && budget > 0) {
+    SpillInputs(&plan, budget);
+  }
+  return plan;
+}
+
+// Inputs of the last `kept` stages stay where they are made.
+void PlanLayout::KeepInputs(Plan* plan, int kept) const {
+  plan->kept_inputs = kept;
+  plan->input_ring = kInputRing;
+  int64_t largest = 0, scratch = 0;
+  for (const StageShape& stage : graph_.stages) largest = std::max(largest, stage.input_scratch_bytes);
+  plan->input_slots.clear();
+  for (int position = 0; position < plan->positions; ++position) {
+    if (!plan->SpillsInput(position)) continue;
+    scratch += AlignUp(largest, kPage) * plan->micro_batches;
+    if (device_.apart)
+      plan->input_slots.insert(plan->input_slots.end(), At(plan->micro_batches), {0, largest});
+  }
+  const int64_t initial = plan->trains ? InitialTensorBytes(graph_, plan->tile_elements) : 0;
+  if (device_.apart) {
+    // What the host holds for the device: a pass's batch, as its caller made it.
+    plan->evaluate_micro_batches = device_.evaluate_micro_batches;
+    plan->tensor_bytes = std::max(initial, HostTensorBytes(graph_, plan->micro_batches));
+    return;
+  }
+  plan->input_scratch_bytes = scratch;
+  plan->tensor_bytes = std::max(initial, ComputeTensorBytes(graph_, plan->micro_batches, plan->trains, kept,
+                                                            &plan->evaluate_micro_batches));
+}
+
+// Sends as few inputs to the drive as the budget asks for: like a gradient, one costs a write and a read of
+// itself, and gradients go first.
+void PlanLayout::SpillInputs(Plan* plan, int64_t budget) const {
+  for (int kept = plan->positions - 1; kept >= kInputRing && plan->host_bytes() > budget; --kept)
+    KeepInputs(plan, kept);
+}
+
+void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gradients) const {
+  plan->gradient_rings.resize(plan->run_classes.size());
+  if (!plan->trains) return;
+  int resident = 0;
+  std::vector<int> spilled(plan->run_classes.size(), 0);
+  // What is summed elsewhere comes when it is complete, and needs no place from the first use to the last.
+  const auto shares = [this](const BlockPlan& block) { return block.uses == 1 || device_.apart; };
+  bool shares_accumulator = false;
+  for (size_t b = 0; b < plan->blocks.size(); ++b) {
+    BlockPlan& block = plan->blocks[b];
+    if (!block.trains) continue;
+    if (plan->on_device(static_cast<int>(b))) {
+      block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
+      plan->gradient_slots.push_back({0, PartialSumBytes(block.elements)});
+      continue;
+    }
+    // fp32 gradients are summed where they wait; one that several stages add to must stay in its place.
+    const bool must_stay = !device_.apart && block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
+    if (must_stay || resident < resident_gradients) {
+      block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
+      plan->gradient_slots.push_back({0, block.elements * plan->precision.gradient_bytes});
+      ++resident;
+    } else {
+      ++spilled[At(block.run_class)];
+    }
+    if (!plan->needs_accumulator(static_cast<int>(b))) continue;
+    if (shares(block)) shares_accumulator = true;
+  }
+  for (size_t c = 0; c < spilled.size(); ++c) {
+    RunClass& ring = plan->gradient_rings[c];
+    ring.bytes = plan->run_classes[c].bytes / plan->parts_in_memory() / plan->precision.weight_bytes() *
+                 plan->precision.gradient_bytes;
+    ring.slots = std::min(level.gradient_ring, spilled[c]);
+    ring.first_slot = static_cast<int>(plan->gradient_slots.size());
+    for (int i = 0; i < ring.slots; ++i) plan->gradient_slots.push_back({0, ring.bytes});
+  }
+  if (shares_accumulator) {
+    int64_t largest = 0;
+    for (int b = 0; b < Count(); ++b) {
+      if (plan->blocks[At(b)].trains && shares(plan->blocks[At(b)]))
+        largest = std::max(largest, AccumulatorBytes(*plan, b));
+    }
+    plan->accumulator_ring = std::min(level.gradient_ring, Count());
+    for (int i = 0; i < plan->accumulator_ring; ++i) plan->accumulator_slots.push_back({0, largest});
+  }
+  for (size_t b = 0; b < plan->blocks.size(); ++b) {
+    BlockPlan& block = plan->blocks[b];
+    if (block.trains && !shares(block) && plan->needs_accumulator(static_cast<int>(b))) {
+      block.accumulator_slot = static_cast<int>(plan->accumulator_slots.size());
+      plan->accumulator_slots.push_back({0, AccumulatorBytes(*plan, static_cast<int>(b))});
+    }
+  }
+}
+
+void PlanLayout::LayOut(Plan* plan) const {
+  plan->run_slots.clear();
+  for (RunClass& cls : plan->run_classes) {
+    cls.first_slot = static_cast<int>(plan->run_slots.size());
+    for (int i = 0; i < cls.slots; ++i) plan->run_slots.push_back({0, cls.bytes});
+  }
+  for (BlockPlan& block : plan->blocks) {
+    if (block.private_run_slot < 0) continue;
+    block.private_run_slot = static_cast<int>(plan->run_slots.size());
+    plan->run_slots.push_back({0, block.elements * plan->parts_in_memory() * plan->precision.weight_bytes()});
+  }
+  plan->tile_slots.clear();
+  bool spills = false;
+  for (const RunClass& ring : plan->gradient_rings) spills |= ring.slots > 0;
+  plan->tile_state_bytes = StateBytes(*plan, plan->tile_elements);
+  plan->tile_gradient_offset = plan->tile_state_bytes;
+  const int64_t ring_bytes =
+      plan->tile_state_bytes +
+      (spills ? AlignUp(plan->tile_elements * plan->precision.gradient_bytes, kPage) : 0);
+  for (int i = 0; i < plan->tile_ring; ++i) plan->tile_slots.push_back({0, ring_bytes});
+  for (BlockPlan& block : plan->blocks) {
+    for (size_t t = 0; t < block.tiles.size(); ++t) {
+      if (block.private_tile_slot[t] < 0) continue;
+      block.private_tile_slot[t] = static_cast<int>(plan->tile_slots.size());
+      // A spilled gradient is read beside the state, also where the state stays.
+      const int64_t extra = block.trains && block.gradient_slot < 0 ? ring_bytes - plan->tile_state_bytes : 0;
+      plan->tile_slots.push_back({0, extra > 0 ? ring_bytes : StateBytes(*plan, block.tiles[t].elements)});
+    }
+  }
+  int64_t offset = 0;
+  for (std::vector<Slot>* slots : {&plan->run_slots, &plan->tile_slots, &plan->gradient_slots,
+                                   &plan->accumulator_slots, &plan->input_slots}) {
+    for (Slot& slot : *slots) {
+      slot.offset = offset;
+      offset += AlignUp(slot.bytes, kPage);
+    }
+  }
+  plan->slot_bytes = offset;
+  if (plan->on_nvme ? options_.copies_checkpoints : plan->device.resident_elements > 0) {
+    plan->checkpoint_bytes =
+        AlignUp(plan->tile_elements * plan->precision.weight_bytes(), kPage) + plan->tile_state_bytes;
+  }
+  plan->network_bytes = plan->trains ? NetworkBytes(plan->parts_in_memory()) : 0;
+  plan->arena_bytes = AlignUp(offset + plan->checkpoint_bytes + plan->network_bytes, kHugePage);
+}
+
+int64_t PlanLayout::StateBytes(const Plan& plan, int64_t elements) {
+  return plan.state_segment_offset(static_cast<int>(plan.precision.segment_bytes.size()), elements);
+}
+
+void PlanLayout::MakeAllPrivate(Plan* plan) {
+  for (size_t b = 0; b < plan->blocks.size(); ++b) {
+    if (plan->on_device(static_cast<int>(b))) continue;
+    BlockPlan& block = plan->blocks[b];
+    block.private_run_slot = 0;  // numbered by LayOut
+    if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), 0);
+  }
+  for (RunClass& cls : plan->run_classes) cls.slots = 0;
+  plan->tile_ring = 0;
+}
+
+}  // namespace penstock::tiering

@@ -1,0 +1,531 @@
+// Placement under hard budgets.
+//
+// The working set comes first: without run slots, tile slots and LibTorch's tensors nothing runs. It is tried
+// from comfortable (three blocks and 48 MiB of tiles in flight) down to the least that works. What is left of
+// the budget is spent where a byte of memory saves most bytes of traffic per step:
+//   weights in host memory      save up to 4 bytes of traffic for 2 of memory (a read in forward and one in
+//                               backward), and what they leave of a clipped step's forward can be written
+//                               later
+//   gradients in host memory    save 4 for 2 (a 16-bit write and a read)
+//   state in host memory        saves 1 for 1 (its read; every step is durable, so the write stays)
+// Which of these saves most time depends on the machine (where backward has the drive to itself, only what
+// forward reads counts), so several orders of spending are compared as well.
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <optional>
+#include <set>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "tiering/plan/byte_size.h"
+#include "tiering/plan/plan.h"
+#include "tiering/plan/plan_layout.h"
+#include "tiering/program/program.h"
+#include "tiering/plan/resident_set.h"
+#include "tiering/simulate/simulate.h"
+#include "tiering/planner/update_order.h"
+
+namespace penstock::tiering {
+namespace {
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+// The last is the least with which everything still overlaps: one block computes while the next is read, one
+// tile is updated while others are read and written.
+constexpr std::array<Level, 6> kLevels = {{
+    {3, 1 << 20, 48 * kMiB, 4, 2},
+    {3, 1 << 19, 24 * kMiB, 4, 2},
+    {2, 1 << 19, 24 * kMiB, 4, 1},
+    {2, 1 << 18, 12 * kMiB, 4, 1},
+    {2, 1 << 17, 6 * kMiB, 4, 1},
+    {2, 1 << 16, 3 * kMiB, 4, 1},
+}};
+
+// What the memory beside the working set is spent on, in this order.
+enum class Kind : uint8_t { kGradients, kWeights, kState, kBlocks };
+struct Spending {
+  std::array<Kind, 3> order;
+  const char* words;
+};
+constexpr std::array<Spending, 3> kSpendings = {{
+    {{Kind::kWeights, Kind::kGradients, Kind::kState}, "weights, then gradients, then state"},
+    {{Kind::kGradients, Kind::kWeights, Kind::kState}, "gradients, then weights, then state"},
+    {{Kind::kState, Kind::kWeights, Kind::kGradients}, "state, then weights, then gradients"},
+}};
+// Where what stays in host memory is not written every step: a byte of a whole block saves its reads and its
+// write, 26 for 12.
+constexpr std::array<Spending, 3> kLateSpendings = {{
+    {{Kind::kBlocks, Kind::kGradients, Kind::kState}, "whole blocks, then gradients, then state"},
+    {{Kind::kGradients, Kind::kBlocks, Kind::kState}, "gradients, then whole blocks, then state"},
+    {{Kind::kBlocks, Kind::kState, Kind::kGradients}, "whole blocks, then state, then gradients"},
+}};
+
+// Plans are as fast as each other that differ by no more than this: machines drift by more. Of those fewer
+// bytes count, which wear drives out and are certain; of those that move as many the step that is clipped,
+// and then the first, which is the most comfortable.
+constexpr double kAsFast = 1.005;
+constexpr double kAsManyBytes = 1.05;
+
+// And to hand the processor what would fit on a device: what it does beside is not disturbed in a simulation.
+constexpr double kWorthTheProcessor = 0.99;
+
+class Planner {
+ public:
+  Planner(const ModelGraph& graph, const PlanOptions& options, DevicePlan device)
+      : graph_(graph),
+        options_(options),
+        layout_(graph, options, std::move(device)),
+        resident_(graph, options) {}
+
+  absl::StatusOr<Plan> Make() {
+    const int64_t budget = options_.host_budget_bytes;
+    if (!options_.on_nvme) {
+      Plan plan = layout_.Build(kLevels[0], /*resident_gradients=*/Count(), /*budget=*/0);
+      PlanLayout::MakeAllPrivate(&plan);
+      layout_.LayOut(&plan);
+      plan.least_host_memory_bytes = plan.host_bytes();
+      plan.reasons = {"everything stays in memory: there is no drive"};
+      CountBytes(&plan);
+      if (budget > 0 && plan.host_bytes() > budget) return TooSmall(plan.host_bytes(), plan);
+      return plan;
+    }
+    const int64_t least = Least();
+    if (budget > 0 && least > budget) return TooSmall(least, layout_.Build(kLevels.back(), 0, /*budget=*/1));
+    Choice choice = Best(budget);
+    if (options_.compares_policies && options_.bounds.placement == Placement::kAuto && budget > 0)
+      TryFixedPolicies(&choice);
+    Plan plan = std::move(choice.plan);
+    plan.least_host_memory_bytes = least;
+    CountBytes(&plan);
+    return plan;
+  }
+
+ private:
+  struct Choice {
+    Plan plan;
+    double seconds = 0;  // of a step; 0: nothing was simulated
+  };
+
+  int Count() const { return static_cast<int>(graph_.blocks.size()); }
+
+  // `auto` is not slower than what a user could fix: under each of these bounds the search sizes the working
+  // set with other room beside it, which now and then finds a better whole.
+  void TryFixedPolicies(Choice* choice) const {
+    if (!choice->plan.trains || !FewTilesToSimulate(choice->plan)) return;
+    std::vector<PlanBounds> policies(2, options_.bounds);
+    policies[0].placement = Placement::kCuda;
+    policies[1].placement = Placement::kConst;
+    policies[1].const_bytes = StayingBytes(choice->plan) / 2;
+    if (options_.bounds.resident_elements != 0) {
+      policies.push_back(options_.bounds);
+      policies.back().resident_elements = 0;
+    }
+    for (const PlanBounds& policy : policies) {
+      PlanOptions options = options_;
+      options.bounds = policy;
+      const Planner planner(graph_, options, layout_.device());
+      if (planner.Least() > options_.host_budget_bytes) continue;
+      Choice other = planner.Best(options_.host_budget_bytes);
+      if (!FewTilesToSimulate(other.plan) || other.seconds * kAsFast >= choice->seconds) continue;
+      // Weights that stream are read twice: not for many more bytes.
+      if (policy.resident_elements == 0 && BytesMoved(other.plan) > BytesMoved(choice->plan) * kAsManyBytes)
+        continue;
+      *choice = std::move(other);
+    }
+  }
+
+  // Of weights and state.
+  static int64_t StayingBytes(const Plan& plan) {
+    int64_t bytes = 0;
+    for (const BlockPlan& block : plan.blocks) {
+      if (block.private_run_slot >= 0) bytes += plan.run_slots[At(block.private_run_slot)].bytes;
+      for (const int slot : block.private_tile_slot) {
+        if (slot >= 0) bytes += plan.tile_slots[At(slot)].bytes;
+      }
+    }
+    return bytes;
+  }
+
+  int64_t Least() const {
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const Level& level : kLevels) {
+      const Plan plan = layout_.Build(level, 0, /*budget=*/1);
+      least = std::min(least, plan.host_bytes() + RequiredBytes(plan));
+    }
+    return least;
+  }
+
+  // What must stay by the user's word, beyond the working set.
+  int64_t RequiredBytes(const Plan& plan) const {
+    if (options_.bounds.placement != Placement::kCuda) return 0;
+    return ResidentSet::BytesOf(plan, resident_.ChooseWeights(plan, std::numeric_limits<int64_t>::max())) +
+           kHugePage;
+  }
+
+  // The working set of a level, with room in the budget for what must stay.
+  Plan WorkingSet(const Level& level, int64_t budget) const {
+    Plan plan = layout_.Build(level, 0, budget);
+    const int64_t required = RequiredBytes(plan);
+    return required == 0 ? plan : layout_.Build(level, 0, std::max<int64_t>(1, budget - required));
+  }
+
+  bool Fits(const Level& level, int64_t budget) const {
+    const Plan plan = WorkingSet(level, budget);
+    return plan.host_bytes() + RequiredBytes(plan) <= budget;
+  }
+
+  absl::Status TooSmall(int64_t least, const Plan& plan) const {
+    return absl::FailedPreconditionError(
+        absl::StrCat("a host memory budget of ", options_.host_budget_bytes,
+                     " bytes is too small: the least that works is ", least, " bytes (",
+                     (least + kMiB - 1) / kMiB, "M; ", plan.ledger().Listed(), ")",
+                     options_.on_nvme ? "; a smaller micro-batch or sequence takes less"
+                                      : "; with --offload nvme less would do"));
+  }
+
+  // Every level that fits, with the rest of the budget spent in every order; the one whose step is the
+  // shortest in virtual time. More memory for the pipeline and more for residency compete, and what should
+  // stay first depends on how compute, reads and writes compare.
+  Choice Best(int64_t budget) const {
+    if (budget == 0) {
+      Plan plan = layout_.Build(kLevels[0], Count(), /*budget=*/0);
+      const double seconds = Order(/*thorough=*/true, &plan).seconds;
+      return {std::move(plan), seconds};
+    }
+    struct Candidate {
+      Plan plan;
+      Level level;
+      const Spending* spending;
+      OrderedStep step;
+    };
+    std::vector<Candidate> candidates;
+    std::set<std::vector<int64_t>> seen;  // what differs between plans: the others are the same to the byte
+    // Compares one more plan; false where there is nothing to compare it with, and it is taken.
+    auto consider = [&](const Level& level, const Spending& spending) {
+      Plan plan = Spent(level, spending, budget);
+      if (!seen.insert(Signature(plan)).second) return true;
+      const bool simulated = plan.trains && !TooManyTilesToSimulate(plan);
+      if (!simulated && !candidates.empty()) return true;
+      const OrderedStep step = Order(/*thorough=*/false, &plan);
+      candidates.push_back({std::move(plan), level, &spending, step});
+      return simulated;
+    };
+    bool more = true;
+    for (const Level& level : kLevels) {
+      Level fitting = level;
+      if (!Fits(level, budget)) fitting.runs = 1;
+      if (!more || !Fits(fitting, budget)) continue;
+      more = consider(fitting, spendings()[0]);
+      if (!more || !FewTilesToSimulate(candidates.back().plan)) continue;
+      consider(fitting, spendings()[1]);
+      fitting.runs = 1;
+      consider(fitting, spendings()[0]);
+    }
+    // For the levels that do best with the first way to spend: the other ways, and one block of weights in
+    // memory at a time, which leaves more for what stays.
+    std::vector<const Candidate*> fastest;
+    for (const Candidate& candidate : candidates) fastest.push_back(&candidate);
+    std::stable_sort(fastest.begin(), fastest.end(), [](const Candidate* x, const Candidate* y) {
+      return x->step.seconds < y->step.seconds;
+    });
+    std::vector<Level> promising;
+    for (size_t i = 0; more && i < std::min<size_t>(2, fastest.size()); ++i) {
+      promising.push_back(fastest[i]->level);
+      if (!FewTilesToSimulate(fastest[i]->plan)) continue;
+      promising.push_back(fastest[i]->level);
+      promising.back().runs = 1;
+    }
+    for (const Level& level : promising) {
+      for (const Spending& spending : spendings()) consider(level, spending);
+    }
+    // The fastest few with their tiles' orders chosen with care.
+    std::vector<size_t> order(candidates.size());
+    double worst_seconds = 0;
+    for (size_t i = 0; i < order.size(); ++i) {
+      order[i] = i;
+      worst_seconds = std::max(worst_seconds, candidates[i].step.seconds);
+    }
+    std::stable_sort(order.begin(), order.end(), [&](size_t x, size_t y) {
+      return candidates[x].step.seconds < candidates[y].step.seconds;
+    });
+    order.resize(std::min<size_t>(order.size(), FewTilesToSimulate(candidates[order.front()].plan) ? 4 : 1));
+    std::sort(order.begin(), order.end());  // from comfortable to lean
+    for (const size_t i : order) candidates[i].step = Order(/*thorough=*/true, &candidates[i].plan);
+    // Leaves those that are within `tolerance` of the least.
+    const auto keep_least = [&order](auto&& value, double tolerance) {
+      double least = std::numeric_limits<double>::max();
+      for (const size_t i : order) least = std::min(least, value(i));
+      std::erase_if(order, [&](size_t i) { return value(i) > least * tolerance; });
+    };
+    keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
+    if (order.size() > 1) {
+      std::vector<double> bytes(candidates.size());
+      for (const size_t i : order) bytes[i] = BytesMoved(candidates[i].plan);
+      keep_least([&](size_t i) { return bytes[i]; }, kAsManyBytes);
+      keep_least([&](size_t i) { return candidates[i].step.clipped_seconds; }, kAsFast);
+    }
+    const size_t best = order.front();
+    Plan plan = std::move(candidates[best].plan);
+    const double seconds = candidates[best].step.seconds;
+    plan.reasons = {Chosen(plan, *candidates[best].spending, seconds)};
+    if (candidates.size() > 1) {
+      plan.reasons.push_back(absl::StrFormat(
+          "compared: %d working sets and ways to spend the rest of the budget, from %.3g s to %.3g s a step",
+          candidates.size(), seconds, worst_seconds));
+    }
+    return {std::move(plan), seconds};
+  }
+
+  // Chooses which tiles are updated in backward.
+  OrderedStep Order(bool thorough, Plan* plan) const {
+    return ChooseUpdateOrder(graph_, options_.machine, options_.update_order, thorough, plan);
+  }
+
+  static std::vector<int64_t> Signature(const Plan& plan) {
+    std::vector<int64_t> signature = {plan.tile_elements, plan.tile_ring, plan.kept_inputs};
+    for (const RunClass& cls : plan.run_classes) signature.insert(signature.end(), {cls.bytes, cls.slots});
+    for (const BlockPlan& block : plan.blocks) {
+      signature.push_back(block.private_run_slot >= 0);
+      signature.push_back(block.gradient_slot >= 0);
+      signature.push_back(std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
+                                        [](int slot) { return slot >= 0; }));
+    }
+    return signature;
+  }
+
+  const std::array<Spending, 3>& spendings() const {
+    return options_.commits_every_step ? kSpendings : kLateSpendings;
+  }
+
+  // The working set of `level`, and the rest of the budget spent in the given order.
+  Plan Spent(const Level& level, const Spending& spending, int64_t budget) const {
+    const PlanBounds& bounds = options_.bounds;
+    Plan plan = WorkingSet(level, budget);
+    std::vector<char> weights(plan.blocks.size(), 0), whole(plan.blocks.size(), 0);
+    int64_t stay_bytes = 0;  // of weights and state, beyond what `plan` has
+    int64_t tiles = 0, tile_bytes = 0;
+    int64_t may_stay =
+        bounds.placement == Placement::kConst ? bounds.const_bytes : std::numeric_limits<int64_t>::max();
+    auto left = [&] { return budget - plan.host_bytes() - stay_bytes - kHugePage; };
+    auto keep_weights = [&] {
+      weights = resident_.ChooseWeights(plan, std::min(left(), may_stay));
+      const int64_t bytes = ResidentSet::BytesOf(plan, weights);
+      stay_bytes += bytes;
+      may_stay -= bytes;
+    };
+    const bool all_weights = bounds.placement == Placement::kCuda;
+    if (all_weights) keep_weights();
+    for (const Kind kind : spending.order) {
+      if (kind == Kind::kGradients && plan.trains) {
+        // The bytes grow with the number of gradients that stay.
+        int low = 0, high = Count();
+        while (low < high) {
+          const int middle = (low + high + 1) / 2;
+          const int64_t more = stay_bytes > 0 ? stay_bytes + kHugePage : 0;
+          if (layout_.Build(level, middle, budget).host_bytes() + more <= budget) {
+            low = middle;
+          } else {
+            high = middle - 1;
+          }
+        }
+        // Without any, the working set stays as it was cut to leave room for what must stay.
+        if (low > 0) plan = layout_.Build(level, low, budget);
+      } else if (kind == Kind::kWeights && !all_weights) {
+        keep_weights();
+      } else if (kind == Kind::kBlocks && plan.trains && bounds.placement != Placement::kCpu) {
+        const int64_t bytes = resident_.KeepBlocks(plan, std::min(left(), may_stay), &weights, &whole);
+        stay_bytes += bytes;
+        may_stay -= bytes;
+      } else if (kind == Kind::kState && plan.trains && bounds.placement != Placement::kCpu) {
+        tile_bytes = plan.tile_slots.front().bytes + kPage;
+        const auto share =
+            static_cast<int64_t>(static_cast<double>(std::max<int64_t>(left(), 0)) * bounds.state_fraction);
+        tiles = std::min(plan.trained_tiles(), std::min(share, std::max<int64_t>(may_stay, 0)) / tile_bytes);
+        stay_bytes += tiles * tile_bytes;
+        may_stay -= tiles * tile_bytes;
+      }
+    }
+    for (size_t b = 0; b < plan.blocks.size(); ++b) {
+      BlockPlan& block = plan.blocks[b];
+      if (weights[b] != 0) block.private_run_slot = 0;  // numbered by LayOut
+      if (plan.on_device(static_cast<int>(b)) || !block.trains) continue;
+      for (int& slot : block.private_tile_slot) {
+        if (whole[b] != 0 || tiles-- > 0) slot = 0;
+      }
+    }
+    layout_.LayOut(&plan);
+    return plan;
+  }
+
+  // One line about a candidate that was taken.
+  std::string Chosen(const Plan& plan, const Spending& spending, double seconds) const {
+    int gradients = 0, weights = 0;
+    int64_t state = 0;
+    for (const BlockPlan& block : plan.blocks) {
+      gradients += block.gradient_slot >= 0 ? 1 : 0;
+      weights += block.private_run_slot >= 0 ? 1 : 0;
+      for (const int slot : block.private_tile_slot) state += slot >= 0 ? 1 : 0;
+    }
+    int runs = 0;
+    for (const RunClass& cls : plan.run_classes) runs += cls.slots;
+    const double early = plan.in_backward_share();
+    return absl::StrFormat(
+        "placement %s: %d blocks of weights and %d tiles of %s in flight; of %d blocks the gradients of %d "
+        "and the weights of %d stay in host memory, and the state of %d of %d tiles; memory goes to %s; "
+        "%.0f%% of the tiles are updated in backward; a step of %.3g s",
+        std::string(PlacementName(options_.bounds.placement)), runs, plan.tile_ring,
+        FormatBytes(plan.tile_state_bytes), Count(), gradients, weights, state, plan.trained_tiles(),
+        spending.words, 100 * early, seconds);
+  }
+
+  // By the drive in a step, of a plan that is not counted yet.
+  double BytesMoved(Plan plan) const {
+    CountBytes(&plan);
+    return static_cast<double>(plan.nvme_read_bytes + plan.nvme_write_bytes);
+  }
+
+  // Counted from the program itself, in its steady state.
+  void CountBytes(Plan* plan) const {
+    if (!plan->trains) return;
+    for (size_t b = 0; b < plan->blocks.size(); ++b) {
+      for (size_t t = 0; t < plan->blocks[b].tiles.size(); ++t) {
+        if (plan->written_late(static_cast<int>(b), static_cast<int>(t)))
+          plan->late_write_bytes += plan->precision.TotalBytes(plan->blocks[b].tiles[t].elements);
+      }
+    }
+    ProgramBuilder builder(graph_, *plan, 1);
+    builder.Append(Pass::kTrain);
+    builder.Append(Pass::kTrain);
+    for (const Op& op : builder.Append(Pass::kTrain)) {
+      if (op.redo) continue;
+      if (op.lane == Lane::kRead) plan->nvme_read_bytes += op.bytes;
+      if (op.lane == Lane::kWrite) plan->nvme_write_bytes += op.bytes;
+      if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += op.bytes;
+      if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += op.bytes;
+    }
+  }
+
+  const ModelGraph& graph_;
+  const PlanOptions& options_;
+  const PlanLayout layout_;
+  const ResidentSet resident_;
+};
+
+absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
+  if (graph.blocks.empty() || graph.stages.empty()) {
+    return absl::InvalidArgumentError("a model needs at least one block and one stage");
+  }
+  if (options.micro_batches < 1)
+    return absl::InvalidArgumentError("at least one micro-batch a step is needed");
+  if (options.world < 1) return absl::InvalidArgumentError("at least one rank is needed");
+  if (!options.fixed_tiles.empty() && options.fixed_tiles.size() != graph.blocks.size()) {
+    return absl::InvalidArgumentError(absl::StrCat("tiles of ", options.fixed_tiles.size(),
+                                                   " blocks for a model of ", graph.blocks.size()));
+  }
+  std::set<int> used;
+  for (const StageShape& stage : graph.stages) {
+    if (stage.block < 0 || At(stage.block) >= graph.blocks.size()) {
+      return absl::InvalidArgumentError(absl::StrCat("stage ", stage.name, " names block ", stage.block,
+                                                     " of a model of ", graph.blocks.size(), " blocks"));
+    }
+    used.insert(stage.block);
+  }
+  if (options.trains && std::none_of(graph.blocks.begin(), graph.blocks.end(),
+                                     [](const BlockShape& block) { return block.trains; })) {
+    return absl::InvalidArgumentError("every parameter of the model is frozen: there is nothing to train");
+  }
+  for (size_t b = 0; b < graph.blocks.size(); ++b) {
+    const BlockShape& block = graph.blocks[b];
+    if (block.elements <= 0 || block.elements % kElementAlignment != 0) {
+      return absl::InvalidArgumentError(absl::StrCat("block ", block.name, " has ", block.elements,
+                                                     " elements: not a positive multiple of ",
+                                                     kElementAlignment));
+    }
+    if (!options.fixed_tiles.empty()) {
+      int64_t sum = 0;
+      for (const int64_t elements : options.fixed_tiles[b]) {
+        if (elements <= 0 || elements % kElementAlignment != 0) sum = -1;
+        if (sum >= 0) sum += elements;
+      }
+      if (const int64_t part = PartElements(block.elements, options.world); sum != part) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("the tiles given for block ", block.name, " do not make its ", part, " elements"));
+      }
+    }
+    if (used.count(static_cast<int>(b)) == 0) {
+      return absl::InvalidArgumentError(absl::StrCat("block ", block.name, " is used by no stage"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Shares of the elements whose state may live on a device apart, from the largest on, and what the choice
+// goes by, in words that end a sentence.
+struct DeviceShares {
+  std::vector<double> of_state;
+  std::string why;
+};
+DeviceShares SharesToTry(const PlanOptions& options) {
+  if (!options.device.apart || !options.trains) return {{0}, ""};
+  if (options.world > 1 && !options.device.direct) {
+    return {{0}, ": ranks that exchange through host memory keep their state there"};
+  }
+  if (options.bounds.processor_share) {
+    const double share = *options.bounds.processor_share;
+    return {{1 - share}, absl::StrFormat(": ratio %g leaves it %.0f%% at most", share, 100 * (1 - share))};
+  }
+  // Without a drive a plan is cheap.
+  if (!options.on_nvme) return {{1, 0.75, 0.5, 0.25, 0}, ": as many as make a step the shortest"};
+  return {{1, 0.5, 0}, ": as many as make a step the shortest"};
+}
+
+}  // namespace
+
+absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
+  if (absl::Status status = Validate(graph, options); !status.ok()) return status;
+  const DeviceShares shares = SharesToTry(options);
+  std::optional<Plan> best;
+  double best_seconds = 0;
+  absl::Status refused;
+  std::set<int64_t> tried;  // elements that live on the device: their blocks follow from it
+  for (const double share : shares.of_state) {
+    DeviceOptions device_options = options.device;
+    device_options.state_share = share;
+    device_options.writes_state = options.on_nvme && options.commits_every_step;
+    absl::StatusOr<DevicePlan> device = PlanDevice(graph, options.precision, options.micro_batches,
+                                                   options.world, options.trains, device_options);
+    if (!device.ok()) return device.status();
+    if (!tried.insert(device->resident_elements).second) continue;
+    absl::StatusOr<Plan> plan = Planner(graph, options, *std::move(device)).Make();
+    if (!plan.ok()) {
+      refused.Update(plan.status());  // the first, with most on the device, takes least host memory
+      continue;
+    }
+    if (shares.of_state.size() == 1 || TooManyTilesToSimulate(*plan)) {
+      best = *std::move(plan);
+      break;
+    }
+    const absl::StatusOr<Prediction> prediction =
+        Simulate(graph, *plan, options.machine, FewTilesToSimulate(*plan) ? 4 : 1);
+    if (!prediction.ok()) return prediction.status();
+    if (best.has_value() && prediction->step_seconds >= best_seconds * kWorthTheProcessor) continue;
+    best_seconds = prediction->step_seconds;
+    best = *std::move(plan);
+  }
+  if (!best.has_value()) return refused;
+  if (options.device.apart && options.trains) {
+    const int64_t lives = std::count_if(best->device.blocks.begin(), best->device.blocks.end(),
+                                        [](const auto& block) { return block.state_slot >= 0; });
+    best->reasons.push_back(
+        absl::StrFormat("of %d blocks %d live on the device with their state, %.0f%% of the elements, and "
+                        "are updated there%s",
+                        best->blocks.size(), lives, 100 * best->on_device_share(), shares.why));
+  }
+  return *std::move(best);
+}
+
+}  // namespace penstock::tiering

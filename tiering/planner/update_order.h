@@ -1,0 +1,29 @@
+// Which tiles are updated in backward (tiering/program/program.h has the two orders).
+#ifndef PENSTOCK_TIERING_PLANNER_UPDATE_ORDER_H_
+#define PENSTOCK_TIERING_PLANNER_UPDATE_ORDER_H_
+
+#include "tiering/plan/model_graph.h"
+#include "tiering/plan/plan.h"
+
+namespace penstock::tiering {
+
+// A program of very many tiles takes longer to simulate than what is chosen by it is worth.
+bool TooManyTilesToSimulate(const Plan& plan);
+// Of few tiles, many plans and steps are simulated in no time.
+bool FewTilesToSimulate(const Plan& plan);
+
+// A step's seconds in virtual time, 0 where nothing was simulated or the plan does not train.
+struct OrderedStep {
+  double seconds = 0;
+  double clipped_seconds = 0;  // while every step is clipped, and nothing is updated in backward
+};
+
+// Marks the tiles of `plan` that are updated in backward, evenly over every block, with the share that makes
+// the step shortest on `machine`, and from which rate of redone steps on that no longer pays. `thorough`
+// tries more shares. With too many tiles the share is computed, not tried.
+OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
+                              bool thorough, Plan* plan);
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PLANNER_UPDATE_ORDER_H_

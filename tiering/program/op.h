@@ -1,0 +1,130 @@
+// What a program is made of: an operation, the lane that it runs on, and the earlier ones that it waits for.
+#ifndef PENSTOCK_TIERING_PROGRAM_OP_H_
+#define PENSTOCK_TIERING_PROGRAM_OP_H_
+
+#include <cstdint>
+#include <string_view>
+
+#include "absl/container/inlined_vector.h"
+
+namespace penstock::tiering {
+
+// Where an operation runs. kHost operations are decisions of the executor's own thread and take no time.
+enum class Lane : uint8_t {
+  kRead,
+  kWrite,
+  kCompute,
+  kUpdate,
+  kCommit,
+  kHost,
+  kCopyIn,
+  kCopyOut,
+  kGather,
+  kReduce
+};
+inline constexpr int kLanes = 10;
+std::string_view LaneName(Lane lane);
+// Operations of the lane start in the order of the program.
+inline bool KeepsOrder(Lane lane) {
+  return lane == Lane::kCompute || lane == Lane::kGather || lane == Lane::kReduce;
+}
+
+enum class OpKind : uint8_t {
+  kReadWeights,    // a tile's weights into its place in the block's run, in host memory or on a device
+  kReadState,      // a tile's state (all segments but the weights) into a tile slot
+  kReadGradient,   // a tile's spilled gradient into a tile slot
+  kVerify,         // checksum of weights that were read without an update, where they were read to
+  kUpdate,         // optimizer step of one tile, in place: verify, update, checksum
+  kWriteTile,      // weights and state of a tile to the slot that the last commit does not hold
+  kWriteState,     // the same in two parts: its state
+  kWriteWeights,   // and, when that is there, its weights: now the slot has the new version
+  kWriteGradient,  // a block's gradient, rounded, to its scratch on the drive
+  kWriteInput,     // the input that a stage keeps for backward, to its scratch on the drive
+  kReadInput,      // and back
+  kForward,        // one stage, one micro-batch, without autograd: keep the input, hand on the output
+  kBackward,       // one stage, one micro-batch: recompute with autograd
+  kTakeGradient,   // its gradient from LibTorch's tensors to where it waits, or onto the sums there
+  kFinalize,       // a block's accumulated gradient: round once, square norm, finite check
+  kNorm,           // all gradients of the step are final: global norm, clip factor, skip or not
+  kSeal,           // checksums of a tile that stays in memory and is about to be written
+  kCommit,         // the update of a step is applied; Op::durable: and on the drive, write the commit record
+  kBatch,          // the step's batch is there (opened by the engine)
+  kEvaluated,      // an evaluation pass is complete
+  kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device; where
+                   // several ranks gather in host memory (tile -1) the whole run's, once it is gathered
+  kRoundGradient,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
+  kCopyOut,  // a block's gradient from the device to its place in host memory, or the partial sums of its
+             // squares; where several ranks reduce in host memory what it has summed, or its only addend, to
+             // an accumulator there
+  kGather,   // the other ranks' parts of a block's weights into its run: in host memory, or where devices
+             // exchange with each other (DevicePlan::direct) on the device
+  kReduce,   // a block's gradients of all ranks, summed and rounded: this rank's part. From an accumulator in
+             // host memory to a gradient's place; on a device in place there, where the sums have this part,
+             // or, of a block that lives there, to its gradient's place, with its squares'
+             // partial sums
+  kExchange,  // what all ranks must know before the norm
+  kAgree,     // every rank has committed the step
+  // Of blocks that live on a device apart (DevicePlan):
+  kSquareGradient,  // the partial sums of its gradient's squares, there
+  kUpdateOnDevice,  // optimizer step of the whole block, in place there
+  kCopyStateIn,     // a tile's state from a tile slot to its place there
+  kCopyStateOut,    // a tile's weights and state from there to a run and a tile slot
+};
+std::string_view OpKindName(OpKind kind);
+
+using OpId = int64_t;
+// Operations that another waits for. Most wait for few: a list of them takes no memory of its own.
+using Edges = absl::InlinedVector<OpId, 6>;
+
+struct Op {
+  OpKind kind;
+  Lane lane;
+  bool checks_weights = false;    // kUpdate: the weights were just read
+  bool checks_state = false;      // kUpdate: the state was just read. kVerify: of the state, not the weights
+  bool in_backward = false;       // reads, update and write of an update in backward
+  bool redo = false;              // makes an update in backward good whose assumption failed
+  bool durable = false;           // kCommit: a restart finds it
+  bool evaluates = false;         // kBatch, kForward: of a forward-only pass
+  bool last_micro_batch = false;  // kForward, kBackward, kTakeGradient: of this stage
+  int block = -1;
+  int tile = -1;  // within the block
+  int stage = -1;
+  int position = -1;  // of the stage in the pass's order
+  int micro_batch = -1;
+  int64_t step = 0;        // training step whose work this is (an update belongs to the step of its gradient)
+  int run_slot = -1;       // where the block's weights are
+  int tile_slot = -1;      // where the tile's state is
+  int gradient_slot = -1;  // where the block's gradient is
+  // With a device apart: its slot of the run (kReadWeights and kVerify past host memory, kCopyIn, kGather
+  // there, kForward, kBackward, kUpdateOnDevice) or of the gradient (kTakeGradient, kRoundGradient,
+  // kSquareGradient, kReduce there, kCopyOut). kTakeGradient, kRoundGradient, kReduce there and kCopyOut have
+  // the device's accumulator below.
+  int device_slot = -1;
+  int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
+  // kCopyOut of several ranks that reduce in host memory: the accumulator in host memory that the device's
+  // sums go to, or its gradient where that is a single addend (device_slot).
+  int host_accumulator_slot = -1;
+  int64_t bytes = 0;   // moved (reads and writes) or touched (compute: 0)
+  double seconds = 0;  // planned duration of compute and update operations, for the simulator
+  Edges after;         // earlier operations that must be complete
+};
+
+// Whole or in part.
+inline bool IsTileWrite(OpKind kind) {
+  return kind == OpKind::kWriteTile || kind == OpKind::kWriteState || kind == OpKind::kWriteWeights;
+}
+
+// Edges to an operation that there may not be (-1), and to all of `ids`.
+inline void AddIf(Edges* after, OpId id) {
+  if (id >= 0) after->push_back(id);
+}
+inline void AddAll(Edges* after, const Edges& ids) { after->insert(after->end(), ids.begin(), ids.end()); }
+inline Edges TakeAll(Edges* from) {
+  Edges taken;
+  taken.swap(*from);
+  return taken;
+}
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PROGRAM_OP_H_

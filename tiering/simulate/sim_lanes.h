@@ -1,0 +1,89 @@
+// Lanes in virtual time: every operation is an amount of work, the clock jumps from one completion to the
+// next.
+//
+// The drive serves one read and one write at a time, reads of weights before other reads, as the I/O engine's
+// priorities have it; while it does both, each direction moves at its mixed rate (tiering/plan/machine.h). A fixed
+// latency passes beside the drive's time. Compute is one server in order, updates are `update_workers`
+// servers; where the machine has fewer cores than they need together, all of them slow down.
+// Copies to and from a device apart are one server each, with a latency beside it.
+// Gathering and reducing over ranks are one server each; where both run, each has half of the network. The
+// other ranks are taken to be as far as this one. Deterministic: the same program gives the same times to the
+// last bit.
+#ifndef PENSTOCK_TIERING_SIMULATE_SIM_LANES_H_
+#define PENSTOCK_TIERING_SIMULATE_SIM_LANES_H_
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <queue>
+#include <vector>
+
+#include "tiering/program/lanes.h"
+#include "tiering/plan/machine.h"
+#include "tiering/plan/plan.h"
+
+namespace penstock::tiering {
+
+class SimLanes : public Lanes {
+ public:
+  SimLanes(const Plan& plan, const MachineModel& machine) : plan_(plan), machine_(machine) {}
+
+  bool HasRoom(Lane lane) const override;
+  // Updates in backward hold, unless the test says otherwise for a step.
+  bool Skips(const Op& op) const override { return op.redo && !(redone_ && redone_(op.step)); }
+  void Start(OpId id, const Op& op) override;
+  absl::Status Decide(const Op&) override { return absl::OkStatus(); }
+  void Wait(std::vector<Completion>* completions) override;
+  double Now() const override { return now_; }
+
+  // Called when an operation starts: a test injects an error by returning one.
+  void set_fault(std::function<absl::Status(const Op&)> fault) { fault_ = std::move(fault); }
+  // Whether the updates that a step made in backward are made again.
+  void set_redone(std::function<bool(int64_t step)> redone) { redone_ = std::move(redone); }
+  // Work that was started, as if nothing were in its way: bytes of transfers, copies and exchanges, seconds
+  // of the others.
+  double work(Lane lane) const { return work_[static_cast<size_t>(lane)]; }
+
+ private:
+  struct Job {
+    OpId id = 0;
+    Lane lane = Lane::kRead;
+    double left = 0;  // bytes of transfers and copies, undisturbed seconds of the rest
+    double start = 0;
+    absl::Status status;
+  };
+  struct Event {
+    double end = 0;
+    OpId id = 0;
+    double start = 0;
+    absl::Status status;
+    bool operator>(const Event& other) const { return end != other.end ? end > other.end : id > other.id; }
+  };
+
+  double Work(const Op& op) const;
+  // Lets every idle server take up its next operation at `now_`.
+  void Serve();
+  // Work per second of a running job.
+  double Rate(const Job& job) const;
+  // Calls `visit` for every running job, in a fixed order.
+  template <typename Visit>
+  void ForRunning(Visit&& visit);
+  void Complete(Job& job, std::vector<Completion>* completions);
+
+  const Plan& plan_;  // the caller's
+  const MachineModel machine_;
+  std::function<absl::Status(const Op&)> fault_;
+  std::function<bool(int64_t)> redone_;
+  double now_ = 0;
+  std::array<double, kLanes> work_{};
+  std::deque<Job> urgent_reads_, reads_, writes_, computes_, updates_, copies_in_, copies_out_, gathers_,
+      reduces_;
+  std::optional<Job> reading_, writing_, computing_, copying_in_, copying_out_, gathering_, reducing_;
+  std::vector<Job> updating_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;  // what only time passes for
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_SIMULATE_SIM_LANES_H_

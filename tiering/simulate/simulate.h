@@ -1,0 +1,45 @@
+// Predicts a training step: the plan's own program, run by the executor on lanes in virtual time.
+#ifndef PENSTOCK_TIERING_SIMULATE_SIMULATE_H_
+#define PENSTOCK_TIERING_SIMULATE_SIMULATE_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "tiering/program/executor.h"
+#include "tiering/plan/machine.h"
+#include "tiering/plan/plan.h"
+
+namespace penstock::tiering {
+
+struct Prediction {
+  double step_seconds = 0;  // steady state, nothing clipped
+  // While every step is clipped, and all updates are made in the next forward. Predict fills it in; as
+  // step_seconds where no update is made in backward.
+  double clipped_step_seconds = 0;
+  double floor_seconds = 0;  // the busiest of the machine's parts, if nothing else ever made it wait
+  // What each part would take alone, a step.
+  double read_seconds = 0;  // of the drive
+  double write_seconds = 0;
+  double drive_seconds = 0;    // reads and writes as far as they go together (MachineModel::drive_seconds)
+  double copy_in_seconds = 0;  // to and from a device apart
+  double copy_out_seconds = 0;
+  double compute_seconds = 0;
+  double update_seconds = 0;  // summed over workers
+  double network_seconds = 0;
+  std::string bound_by;  // "read", "write", "copy", "compute", "optimizer" or "network"
+  Usage usage;           // of the measured steps
+};
+
+// Runs `steps` steps after two of warm-up. kInvalidArgument: a machine that has a rate of 0 or less. The
+// observers are given every operation of the measured steps, and what compute waits for in them: the
+// predicted lanes, for a trace.
+absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
+                                    int steps = 2, const Executor::Observer& observer = nullptr,
+                                    const Executor::StallObserver& stall_observer = nullptr);
+
+// The same with both of its times.
+absl::StatusOr<Prediction> Predict(const ModelGraph& graph, const Plan& plan, const MachineModel& machine);
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_SIMULATE_SIMULATE_H_

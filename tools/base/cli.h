@@ -1,0 +1,39 @@
+// Command lines on CLI11, with the manners of all our programs: exit code 2 for wrong words, one line on
+// stderr that names the word and the nearest right one, help and version on stdout with exit code 0.
+#ifndef PENSTOCK_TOOLS_BASE_CLI_H_
+#define PENSTOCK_TOOLS_BASE_CLI_H_
+
+#include <optional>
+#include <ostream>
+#include <string>
+#include <string_view>
+
+#include "absl/status/status.h"
+
+namespace CLI {
+class App;
+}  // namespace CLI
+
+namespace penstock::tools {
+
+inline constexpr int kExitOk = 0;
+inline constexpr int kExitFailed = 1;  // the run failed: I/O, memory, data
+inline constexpr int kExitWrong = 2;   // the words or the configuration are wrong
+
+// Parses argv[1..] into `app`. Empty: the words are right, go on. Otherwise the program is to end with this
+// code, and what there is to say has been said: help or version on `out`, or one line on `err` beginning with
+// app.get_name().
+std::optional<int> ParseWords(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
+                              std::ostream& err);
+
+// "PROGRAM: MESSAGE" as one line on `err`. Returns kExitWrong for what other words would mend:
+// kInvalidArgument, kFailedPrecondition (a budget too small, a run in use, another run's directory) and
+// kAlreadyExists; else kExitFailed.
+int Fail(std::string_view program, const absl::Status& status, std::ostream& err);
+
+// `text` with line breaks and other control characters as blanks.
+std::string OneLine(std::string_view text);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_BASE_CLI_H_

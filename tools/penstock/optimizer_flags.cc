@@ -1,0 +1,114 @@
+#include "tools/penstock/optimizer_flags.h"
+
+#include "absl/status/status.h"
+#include "zero/compute/tile_format.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kConfig = "config";
+
+// Collects values into the record as they are decided, and the first error.
+class Resolver {
+ public:
+  Resolver(const Kept& kept, nlohmann::json* record) : kept_(kept), record_(*record) {}
+
+  template <typename T>
+  void Take(const char* name, const char* flag, const std::optional<T>& given, T* value) {
+    absl::StatusOr<T> taken = kept_.Of(name, flag, given, *value);
+    if (!taken.ok()) {
+      status_.Update(taken.status());
+      return;
+    }
+    *value = *std::move(taken);
+    record_[name] = *value;
+  }
+  const absl::Status& status() const { return status_; }
+  absl::Status* mutable_status() { return &status_; }
+
+ private:
+  const Kept& kept_;
+  nlohmann::json& record_;
+  absl::Status status_;
+};
+
+// Flags are checked here; what a config says has been checked against its table.
+absl::Status CheckRate(const char* flag, double value) {
+  if (value >= 0 && value <= 1e6) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(flag, " ", value, ": must be between 0 and 1e+06"));
+}
+
+}  // namespace
+
+absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerWords& words,
+                                                               const zero::OptimizerConfig& config,
+                                                               const Kept& kept, nlohmann::json* record) {
+  using zero::OptimizerType;
+  Resolver resolver(kept, record);
+  // "Adam" of a config is AdamW unless it says otherwise; recorded is what it means.
+  std::optional<std::string> given;
+  if (config.type.has_value()) {
+    const bool adam = config.type == OptimizerType::kAdam || config.type == OptimizerType::kAdamW;
+    given = std::string(zero::Name(!adam                     ? *config.type
+                                   : config.DecoupledDecay() ? OptimizerType::kAdamW
+                                                             : OptimizerType::kAdam));
+  }
+  std::string type(zero::Name(OptimizerType::kAdamW));
+  resolver.Take("optimizer", kConfig, given, &type);
+  const std::optional<double> lr = words.lr.has_value() ? words.lr : config.lr;
+  const std::optional<double> weight_decay =
+      words.weight_decay.has_value() ? words.weight_decay : config.weight_decay;
+  const auto common = [&](auto* options) {
+    resolver.Take("lr", "lr", lr, &options->lr);
+    resolver.Take("weight_decay", "weight-decay", weight_decay, &options->weight_decay);
+    resolver.mutable_status()->Update(CheckRate("--lr", options->lr));
+    resolver.mutable_status()->Update(CheckRate("--weight-decay", options->weight_decay));
+  };
+  const auto betas = [&](auto* options) {
+    resolver.Take("beta1", kConfig, config.beta1, &options->beta1);
+    resolver.Take("beta2", kConfig, config.beta2, &options->beta2);
+  };
+  zero::OptimizerOptions result;
+  if (type == "Adagrad") {
+    kernels::AdagradOptions options;
+    common(&options);
+    resolver.Take("lr_decay", kConfig, config.lr_decay, &options.lr_decay);
+    resolver.Take("eps", kConfig, config.eps, &options.eps);
+    result = options;
+  } else if (type == "Lion") {
+    kernels::LionOptions options;
+    common(&options);
+    betas(&options);
+    result = options;
+  } else if (type == "SGD") {
+    kernels::SgdOptions options;
+    common(&options);
+    resolver.Take("momentum", kConfig, config.momentum, &options.momentum);
+    resolver.Take("dampening", kConfig, config.dampening, &options.dampening);
+    resolver.Take("nesterov", kConfig, config.nesterov, &options.nesterov);
+    result = options;
+  } else {
+    kernels::AdamOptions options = {.lr = 3e-4, .weight_decay = 0.01};
+    options.mode = type == "Adam" ? kernels::AdamMode::kAdam : kernels::AdamMode::kAdamW;
+    common(&options);
+    betas(&options);
+    resolver.Take("eps", kConfig, config.eps, &options.eps);
+    result = options;
+  }
+  if (!resolver.status().ok()) return resolver.status();
+  return result;
+}
+
+absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerWords& words, const Kept& kept,
+                                                          nlohmann::json* record) {
+  Resolver resolver(kept, record);
+  std::string name(zero::StateTypeName(kernels::StateType::kFp32));
+  resolver.Take("optimizer_states", "optimizer-states", words.states, &name);
+  if (!resolver.status().ok()) return resolver.status();
+  const std::optional<kernels::StateType> type = zero::ParseStateType(name);
+  if (type.has_value()) return *type;
+  return absl::InvalidArgumentError(
+      absl::StrCat("--optimizer-states ", name, ": must be fp32, bf16 or 8bit"));
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,32 @@
+// The optimizer of `penstock train`: flags over config file over defaults; on resume, the run's own.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_OPTIMIZER_FLAGS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_OPTIMIZER_FLAGS_H_
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "tools/penstock/recorded_options.h"
+#include "zero/config/config.h"
+#include "zero/compute/optimizer.h"
+
+namespace penstock::tools {
+
+// Flags; empty: not given. `states` is the flag, or else the config's word.
+struct OptimizerWords {
+  std::optional<double> lr, weight_decay;
+  std::optional<std::string> states;
+};
+
+// What is not given has the defaults of DeepSpeed and LibTorch, but AdamW's rate is 3e-4 and its decay 0.01.
+// `record` takes everything that a resumed run must find again.
+absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerWords& words,
+                                                               const zero::OptimizerConfig& config,
+                                                               const Kept& kept, nlohmann::json* record);
+absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerWords& words, const Kept& kept,
+                                                          nlohmann::json* record);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_OPTIMIZER_FLAGS_H_

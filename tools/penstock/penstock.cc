@@ -1,0 +1,87 @@
+// `penstock`: a word, then the verb's own words.
+#include <stdlib.h>
+
+#include <cstring>
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "tools/base/cli.h"
+#include "models/gpt.h"
+#include "tools/penstock/verb_env.h"
+#include "tools/penstock/verb_estimate.h"
+#include "tools/penstock/verbs.h"
+#include "tools/base/version.h"
+#include "zero/config/nearest_name.h"
+
+namespace penstock::tools {
+namespace {
+
+// libgomp reads its environment once, in its constructor, which runs before main and before our own
+// constructors; what stands in .preinit_array runs before it. Waiting threads must sleep: updates and I/O
+// need the cores.
+void PreferSleepingThreads(int, char**, char**) { setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0); }
+__attribute__((section(".preinit_array"),
+               used)) void (*const prefer_sleeping_threads)(int, char**, char**) = PreferSleepingThreads;
+
+int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  return RunEstimate(argc, argv, out, err, [](const std::string& name) -> absl::StatusOr<ModelSize> {
+    absl::StatusOr<GptConfig> model = ParseGptConfig(name);
+    if (!model.ok()) return model.status();
+    return GptSize(model->layers, model->width, model->context, model->vocab);
+  });
+}
+
+struct Verb {
+  const char* name;
+  const char* what;
+  int (*run)(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+};
+
+constexpr Verb kVerbs[] = {
+    {"train", "train a model whose state may be many times larger than memory", RunTrain},
+    {"plan", "show where everything would live and what a step would take", RunPlan},
+    {"estimate", "DeepSpeed-compatible memory estimates, and the NVMe tier beyond them", Estimate},
+    {"sample", "generate text from a state directory or checkpoint", RunSample},
+    {"export", "stream weights out to safetensors", RunExport},
+    {"inspect", "what a state directory or checkpoint holds", RunInspect},
+    {"verify", "read a state directory or checkpoint back and check every checksum", RunVerify},
+    {"env", "what this machine offers, and what its lack costs", RunEnv},
+};
+
+void Help(std::ostream& out) {
+  out << "penstock " << kVersion
+      << ": trains models larger than GPU and host memory\n\nusage: penstock VERB [words]\n\n";
+  for (const Verb& verb : kVerbs)
+    out << "  " << verb.name << std::string(10 - std::strlen(verb.name), ' ') << verb.what << "\n";
+  out << "\npenstock VERB --help tells a verb's words; penstock --version the version.\n";
+}
+
+int Main(int argc, char** argv) {
+  if (argc < 2) {
+    Help(std::cerr);
+    return kExitWrong;
+  }
+  const std::string word = argv[1];
+  if (word == "--help" || word == "-h" || word == "help") {
+    Help(std::cout);
+    return kExitOk;
+  }
+  if (word == "--version") {
+    std::cout << "penstock " << kVersion << std::endl;
+    return kExitOk;
+  }
+  std::vector<std::string_view> names;
+  for (const Verb& verb : kVerbs) {
+    if (word == verb.name) return verb.run(argc - 1, argv + 1, std::cout, std::cerr);
+    names.emplace_back(verb.name);
+  }
+  std::cerr << "penstock: unknown verb \"" << OneLine(word) << "\"" << zero::DidYouMean(word, names)
+            << "; see penstock --help" << std::endl;
+  return kExitWrong;
+}
+
+}  // namespace
+}  // namespace penstock::tools
+
+int main(int argc, char** argv) { return penstock::tools::Main(argc, argv); }

@@ -1,0 +1,356 @@
+#include "tools/penstock/plan_text.h"
+
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "tiering/advice/tier_table.h"
+#include "tools/base/size.h"
+
+namespace penstock::tools {
+namespace {
+
+double BytesPerParameter(const zero::EnginePlan& plan) {
+  return static_cast<double>(plan.plan.nvme_read_bytes + plan.plan.nvme_write_bytes) /
+         static_cast<double>(plan.parameters);
+}
+
+// "bf16", and what is not AdamW in fp32.
+std::string TypesText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
+  std::string text = plan.plan.precision.name;
+  const std::string optimizer = zero::OptimizerName(options.optimizer);
+  if (optimizer != "adam") absl::StrAppend(&text, ", ", optimizer);
+  if (plan.format.states != kernels::StateType::kFp32) {
+    absl::StrAppend(&text, ", ", std::string(zero::StateTypeName(plan.format.states)), " optimizer states");
+  }
+  return text;
+}
+
+tiering::Wear WearOf(const PlanFacts& facts) {
+  const auto drives = static_cast<double>(std::max<size_t>(1, facts.options.state_dirs.size()));
+  return tiering::WearOf(facts.plan.plan.nvme_write_bytes, facts.prediction.step_seconds,
+                         drives * facts.rated_bytes_written);
+}
+
+std::vector<tiering::TierLine> TiersOf(const zero::EnginePlan& plan) {
+  return tiering::TiersOf(plan.graph, plan.plan, {.versions = plan.versions, .bytes = plan.disk_bytes});
+}
+
+nlohmann::json Finite(double value) {
+  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
+}
+
+std::string Tiers(const PlanFacts& facts) {
+  std::string text = absl::StrFormat("where it lives:          %12s %12s %12s   %12s %12s\n", "in flight",
+                                     "stays", "on the drive", "read a step", "written");
+  auto cell = [](int64_t bytes) { return bytes == 0 ? std::string("-") : FormatBytes(bytes); };
+  tiering::TierLine sum{.what = "together"};
+  auto line = [&](const tiering::TierLine& l) {
+    absl::StrAppend(&text, absl::StrFormat("  %-22s %12s %12s %12s   %12s %12s\n", l.what,
+                                           cell(l.in_flight_bytes), cell(l.resident_bytes),
+                                           cell(l.nvme_bytes), cell(l.read_bytes), cell(l.written_bytes)));
+  };
+  for (const tiering::TierLine& l : TiersOf(facts.plan)) {
+    line(l);
+    sum.in_flight_bytes += l.in_flight_bytes;
+    sum.resident_bytes += l.resident_bytes;
+    sum.nvme_bytes += l.nvme_bytes;
+    sum.read_bytes += l.read_bytes;
+    sum.written_bytes += l.written_bytes;
+  }
+  line(sum);
+  return text;
+}
+
+std::string Lanes(const tiering::Prediction& p, const tiering::MachineModel& machine) {
+  std::string text = "lanes, busy in a step:\n";
+  auto line = [&](const char* what, double seconds, double of) {
+    if (seconds <= 0) return;
+    absl::StrAppend(&text, absl::StrFormat("  %-22s %10.3g s  %3.0f%%\n", what, seconds,
+                                           100 * seconds / std::max(of, 1e-12)));
+  };
+  line("forward and backward", p.compute_seconds, p.step_seconds);
+  line("drive, reads", p.read_seconds, p.step_seconds);
+  line("drive, writes", p.write_seconds, p.step_seconds);
+  line("drive, together", p.drive_seconds, p.step_seconds);
+  line("copies to the device", p.copy_in_seconds, p.step_seconds);
+  line("copies from the device", p.copy_out_seconds, p.step_seconds);
+  line("updates and checks", p.update_seconds, p.step_seconds * std::max(1, machine.update_workers));
+  absl::StrAppend(&text, absl::StrFormat("  a step takes %.2f of its floor, %.3g s\n",
+                                         p.step_seconds / std::max(p.floor_seconds, 1e-12), p.floor_seconds));
+  return text;
+}
+
+std::string DeviceText(const PlanFacts& facts) {
+  const tiering::DevicePlan& device = facts.plan.plan.device;
+  if (!device.apart) return "";
+  std::string text = absl::StrCat("device memory (", facts.options.device->Describe(), "):\n");
+  const tiering::Ledger ledger = device.ledger();
+  for (const tiering::Ledger::Line& line : ledger.lines()) {
+    absl::StrAppend(&text, absl::StrFormat("  %-32s %12s", line.what, FormatBytes(line.bytes)));
+    if (line.count > 1) absl::StrAppend(&text, absl::StrFormat("  in %d", line.count));
+    absl::StrAppend(&text, "\n");
+  }
+  absl::StrAppend(&text, absl::StrFormat("  %-32s %12s  (the least that works: %s)\n", "together",
+                                         FormatBytes(device.bytes()), FormatBytes(device.least_bytes)));
+  absl::StrAppend(&text, absl::StrFormat("  %.0f%% of the state lives there and is updated there\n",
+                                         100 * facts.plan.plan.on_device_share()));
+  if (device.gds) absl::StrAppend(&text, "  weights that only it needs come straight from the drive\n");
+  absl::StrAppend(&text, absl::StrFormat("  %s to it and %s from it per step, at %s and %s\n",
+                                         FormatBytes(device.h2d_bytes), FormatBytes(device.d2h_bytes),
+                                         FormatBandwidth(facts.machine.model.h2d_bytes_per_s),
+                                         FormatBandwidth(facts.machine.model.d2h_bytes_per_s)));
+  return text;
+}
+
+nlohmann::json DeviceJson(const PlanFacts& facts) {
+  const tiering::DevicePlan& device = facts.plan.plan.device;
+  nlohmann::json json = {{"name", std::string(facts.options.device->name())}};
+  if (!device.apart) return json;
+  nlohmann::json lines = nlohmann::json::array();
+  const tiering::Ledger ledger = device.ledger();
+  for (const tiering::Ledger::Line& line : ledger.lines()) {
+    lines.push_back({{"what", line.what}, {"bytes", line.bytes}, {"count", line.count}});
+  }
+  json.update({{"memory_budget_bytes", device.budget_bytes},
+               {"memory_bytes", device.bytes()},
+               {"least_memory_bytes", device.least_bytes},
+               {"memory", std::move(lines)},
+               {"updated_on_device_share", facts.plan.plan.on_device_share()},
+               {"gds", device.gds},
+               {"h2d_bytes_per_step", device.h2d_bytes},
+               {"d2h_bytes_per_step", device.d2h_bytes}});
+  return json;
+}
+
+const char* VersionsText(int versions) {
+  return versions == 1 ? "one version" : versions == 2 ? "two versions" : "three versions";
+}
+
+std::string_view DurabilityName(const tiering::Plan& plan) {
+  return zero::Name(plan.commits_every_step ? zero::Durability::kStep : zero::Durability::kCheckpoint);
+}
+
+// What a kill will cost, where it costs more than the step under way.
+std::string DurabilityText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
+  if (!plan.plan.on_nvme || !plan.plan.trains || plan.plan.commits_every_step) return "";
+  const int64_t every = options.checkpoints.every;
+  std::string text = absl::StrFormat(
+      "durability: checkpoint: %s a step less to write, since what stays in memory is "
+      "written %s and at the end; ",
+      FormatBytes(plan.plan.late_write_bytes),
+      every > 0 ? absl::StrFormat("every %d steps", every) : "at an orderly stop");
+  if (plan.versions > 1) {
+    absl::StrAppend(&text, every > 0 ? "a kill goes back to the last of these\n"
+                                     : "a kill goes back to where this process began (--checkpoint-every N "
+                                       "bounds that)\n");
+    return text;
+  }
+  absl::StrAppend(
+      &text, "with one version a kill leaves nothing in ", options.state_dirs.front(), ": ",
+      every > 0
+          ? absl::StrCat("--resume goes back to the newest checkpoint in ", options.checkpoints.parent, "\n")
+          : std::string("everything is lost, for there are no checkpoints (--checkpoint-dir, "
+                        "--checkpoint-every N)\n"));
+  return text;
+}
+
+std::string WearText(const PlanFacts& facts) {
+  if (facts.plan.plan.nvme_write_bytes == 0) return "";
+  const tiering::Wear wear = WearOf(facts);
+  const size_t drives = std::max<size_t>(1, facts.options.state_dirs.size());
+  return absl::StrFormat("wear: %.3g TB written a day; %.3g days of training to the rating of %.0f TB%s\n",
+                         wear.bytes_per_day * 1e-12, wear.days_to_rating,
+                         static_cast<double>(drives) * facts.rated_bytes_written * 1e-12,
+                         drives > 1 ? absl::StrFormat(" of %d drives", drives) : "");
+}
+
+}  // namespace
+
+int64_t FreeBytes(const std::string& directory) {
+  struct statvfs system {};
+  if (statvfs(aio::NearestExisting(directory).c_str(), &system) != 0) return -1;
+  return static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);
+}
+
+// " (3.4 s while every step is clipped)", where that makes a difference.
+std::string WhileClipped(const tiering::Prediction& prediction) {
+  if (prediction.clipped_step_seconds <= prediction.step_seconds * 1.005) return "";
+  return absl::StrFormat(" (%.3g s while every step is clipped)", prediction.clipped_step_seconds);
+}
+
+std::string PlanText(const PlanFacts& facts) {
+  const zero::EnginePlan& plan = facts.plan;
+  const zero::EngineOptions& options = facts.options;
+  const tiering::Prediction& prediction = facts.prediction;
+  std::string text =
+      absl::StrFormat("%d parameters in %d blocks, %s; state %s", plan.parameters, plan.graph.blocks.size(),
+                      TypesText(plan, options), FormatBytes(plan.state_bytes));
+  if (options.host_memory_bytes > 0 && plan.state_bytes > options.host_memory_bytes) {
+    absl::StrAppend(&text, absl::StrFormat(", %.1f times the host memory budget of %s",
+                                           static_cast<double>(plan.state_bytes) /
+                                               static_cast<double>(options.host_memory_bytes),
+                                           FormatBytes(options.host_memory_bytes)));
+  }
+  absl::StrAppend(&text, "\nhost memory:\n");
+  const tiering::Ledger ledger = plan.plan.ledger();
+  for (const tiering::Ledger::Line& line : ledger.lines()) {
+    absl::StrAppend(&text, absl::StrFormat("  %-22s %12s", line.what, FormatBytes(line.bytes)));
+    if (line.count > 1) absl::StrAppend(&text, absl::StrFormat("  in %d", line.count));
+    absl::StrAppend(&text, "\n");
+  }
+  absl::StrAppend(&text, absl::StrFormat("  %-22s %12s", "together", FormatBytes(plan.plan.host_bytes())));
+  absl::StrAppend(&text, absl::StrFormat("  (the least that works: %s)\n",
+                                         FormatBytes(plan.plan.least_host_memory_bytes)));
+  absl::StrAppend(&text, DeviceText(facts));
+  if (plan.plan.on_nvme) {
+    const int64_t free = FreeBytes(options.state_dirs.front());
+    absl::StrAppend(
+        &text,
+        absl::StrFormat("drive: %s for %s of everything%s; %s written and %s read per step, "
+                        "%.1f bytes per parameter\n",
+                        FormatBytes(plan.disk_bytes), VersionsText(plan.versions),
+                        free >= 0 && !options.resume ? absl::StrCat(", ", FormatBytes(free), " free") : "",
+                        FormatBytes(plan.plan.nvme_write_bytes), FormatBytes(plan.plan.nvme_read_bytes),
+                        BytesPerParameter(plan)));
+    absl::StrAppend(&text, absl::StrFormat("       reads %s, writes %s, both at once %s%s\n",
+                                           FormatBandwidth(facts.machine.drives.read_bytes_per_s),
+                                           FormatBandwidth(facts.machine.drives.write_bytes_per_s),
+                                           FormatBandwidth(facts.machine.drives.mixed_bytes_per_s),
+                                           facts.machine.drive_measured ? "" : " (assumed)"));
+  }
+  absl::StrAppend(&text, DurabilityText(plan, options));
+  if (plan.plan.speculates) {
+    absl::StrAppend(
+        &text,
+        absl::StrFormat("order of update: %.0f%% of the tiles in backward, as long as at most %.0f%% of the "
+                        "last steps were clipped or skipped; otherwise in the next forward\n",
+                        100 * plan.plan.in_backward_share(), 100 * plan.plan.worthwhile_redo_rate));
+  }
+  for (const std::string& reason : plan.plan.reasons) absl::StrAppend(&text, reason, "\n");
+  absl::StrAppend(
+      &text, absl::StrFormat(
+                 "predicted step: %.3g s%s, bound by %s (compute %.3g s, drive %.3g s, updates %.3g s)\n",
+                 prediction.step_seconds, WhileClipped(prediction), prediction.bound_by,
+                 prediction.compute_seconds, prediction.drive_seconds, prediction.update_seconds));
+  return text;
+}
+
+std::string PlanDetails(const PlanFacts& facts, const std::vector<tiering::WhatIf>& what_ifs) {
+  std::string text = Tiers(facts);
+  absl::StrAppend(&text, Lanes(facts.prediction, facts.machine.model), WearText(facts));
+  absl::StrAppend(&text, "what if, planned anew:\n");
+  for (const tiering::WhatIf& w : what_ifs) {
+    if (!w.error.empty()) {
+      absl::StrAppend(&text, absl::StrFormat("  %-22s %s\n", w.change, w.error));
+      continue;
+    }
+    absl::StrAppend(
+        &text, absl::StrFormat("  %-22s %.3g s a step, bound by %s; %.2f times as many samples a second\n",
+                               w.change, w.prediction.step_seconds, w.prediction.bound_by, w.speedup));
+  }
+  absl::StrAppend(&text, "figures:\n");
+  for (const std::string& source : facts.machine.sources) absl::StrAppend(&text, "  ", source, "\n");
+  return text;
+}
+
+nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatIf>& what_ifs) {
+  const zero::EnginePlan& plan = facts.plan;
+  const tiering::Prediction& prediction = facts.prediction;
+  nlohmann::json host = nlohmann::json::array();
+  const tiering::Ledger ledger = plan.plan.ledger();
+  for (const tiering::Ledger::Line& line : ledger.lines()) {
+    host.push_back({{"what", line.what}, {"bytes", line.bytes}, {"count", line.count}});
+  }
+  nlohmann::json tiers = nlohmann::json::array();
+  for (const tiering::TierLine& line : TiersOf(plan)) {
+    tiers.push_back({{"what", line.what},
+                     {"host_in_flight_bytes", line.in_flight_bytes},
+                     {"host_resident_bytes", line.resident_bytes},
+                     {"nvme_bytes", line.nvme_bytes},
+                     {"nvme_read_bytes_per_step", line.read_bytes},
+                     {"nvme_write_bytes_per_step", line.written_bytes}});
+  }
+  nlohmann::json asked = nlohmann::json::array();
+  for (const tiering::WhatIf& w : what_ifs) {
+    if (!w.error.empty()) {
+      asked.push_back({{"change", w.change}, {"error", w.error}});
+      continue;
+    }
+    asked.push_back({{"change", w.change},
+                     {"predicted_step_seconds", w.prediction.step_seconds},
+                     {"bound_by", w.prediction.bound_by},
+                     {"speedup", w.speedup},
+                     {"host_memory_bytes", w.host_bytes},
+                     {"nvme_read_bytes_per_step", w.nvme_read_bytes},
+                     {"nvme_write_bytes_per_step", w.nvme_write_bytes}});
+  }
+  const tiering::Wear wear = WearOf(facts);
+  return {{"params", plan.parameters},
+          {"blocks", plan.graph.blocks.size()},
+          {"dtype", plan.plan.precision.name},
+          {"optimizer", zero::OptimizerName(facts.options.optimizer)},
+          {"optimizer_states", std::string(zero::StateTypeName(plan.format.states))},
+          {"offload", std::string(zero::Name(facts.options.offload))},
+          {"order_of_update", std::string(plan.plan.order_of_update())},
+          {"in_backward_share", plan.plan.in_backward_share()},
+          {"worthwhile_redo_rate", plan.plan.worthwhile_redo_rate},
+          {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},
+          {"reasons", plan.plan.reasons},
+          {"host_memory_budget_bytes", facts.options.host_memory_bytes},
+          {"host_memory_bytes", plan.plan.host_bytes()},
+          {"pinned_memory_bytes", plan.plan.arena_bytes},
+          {"least_host_memory_bytes", plan.plan.least_host_memory_bytes},
+          {"host", std::move(host)},
+          {"device", DeviceJson(facts)},
+          {"least_device_memory_bytes", plan.plan.device.least_bytes},
+          {"tiers", std::move(tiers)},
+          {"durability", std::string(DurabilityName(plan.plan))},
+          {"versions", plan.versions},
+          {"nvme_write_bytes_saved_per_step", plan.plan.late_write_bytes},
+          {"state_bytes_total", plan.state_bytes},
+          {"state_bytes_nvme", plan.disk_bytes},
+          {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},
+          {"nvme_write_bytes_per_step", plan.plan.nvme_write_bytes},
+          {"nvme_bytes_per_param_per_step", BytesPerParameter(plan)},
+          {"nvme_written_bytes_per_day", wear.bytes_per_day},
+          {"days_to_rated_writes", Finite(wear.days_to_rating)},
+          {"io_read_bandwidth_bytes_per_s", facts.machine.drives.read_bytes_per_s},
+          {"io_write_bandwidth_bytes_per_s", facts.machine.drives.write_bytes_per_s},
+          {"drive_measured", facts.machine.drive_measured},
+          {"machine", MachineJson(facts.machine.model)},
+          {"figures", facts.machine.sources},
+          {"predicted_step_seconds", prediction.step_seconds},
+          {"predicted_clipped_step_seconds", prediction.clipped_step_seconds},
+          {"predicted_floor_seconds", prediction.floor_seconds},
+          {"predicted_compute_seconds", prediction.compute_seconds},
+          {"predicted_read_seconds", prediction.read_seconds},
+          {"predicted_write_seconds", prediction.write_seconds},
+          {"predicted_drive_seconds", prediction.drive_seconds},
+          {"predicted_update_seconds", prediction.update_seconds},
+          {"predicted_copy_in_seconds", prediction.copy_in_seconds},
+          {"predicted_copy_out_seconds", prediction.copy_out_seconds},
+          {"bound_by", prediction.bound_by},
+          {"what_if", std::move(asked)}};
+}
+
+std::string CalibratedText(const tiering::Prediction& prediction, const tiering::MachineModel& machine,
+                           bool drive_seen) {
+  std::string text =
+      absl::StrFormat("from the first steps: %.3g s a step%s, bound by %s; compute %.3g s, updates %.3g s",
+                      prediction.step_seconds, WhileClipped(prediction), prediction.bound_by,
+                      prediction.compute_seconds, prediction.update_seconds);
+  if (drive_seen) {
+    absl::StrAppend(
+        &text,
+        absl::StrFormat("; drive %.3g s at reads %s, writes %s, both %s", prediction.drive_seconds,
+                        FormatBandwidth(machine.read_bytes_per_s), FormatBandwidth(machine.write_bytes_per_s),
+                        FormatBandwidth(2 * machine.mixed_rate(machine.read_bytes_per_s))));
+  }
+  return text;
+}
+
+}  // namespace penstock::tools

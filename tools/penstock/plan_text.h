@@ -1,0 +1,40 @@
+// A plan for people and as JSON: where everything lives, what moves, what the step will take, what bounds it,
+// and what else would change that.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_PLAN_TEXT_H_
+#define PENSTOCK_TOOLS_PENSTOCK_PLAN_TEXT_H_
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "tiering/simulate/simulate.h"
+#include "tiering/advice/what_if.h"
+#include "tools/machine/machine_probe.h"
+#include "zero/engine/engine.h"
+
+namespace penstock::tools {
+
+int64_t FreeBytes(const std::string& directory);  // of the file system that it is or will be on; -1: unknown
+
+// Everything that is told of one plan.
+struct PlanFacts {
+  const zero::EnginePlan& plan;
+  const zero::EngineOptions& options;
+  const Machine& machine;
+  const tiering::Prediction& prediction;
+  double rated_bytes_written = 600e12;  // of one drive: its TBW rating
+};
+
+// What a run prints when it starts.
+std::string PlanText(const PlanFacts& facts);
+// The rest of `penstock plan`: tiers by kind, lanes, why, wear, what-ifs.
+std::string PlanDetails(const PlanFacts& facts, const std::vector<tiering::WhatIf>& what_ifs);
+nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatIf>& what_ifs);
+
+// The line of a run that has seen its first steps: "from the first steps: ...".
+std::string CalibratedText(const tiering::Prediction& prediction, const tiering::MachineModel& machine,
+                           bool drive_seen);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_PLAN_TEXT_H_

@@ -1,0 +1,43 @@
+// `penstock train` as one of several ranks: meeting the others, and what must be the same on all of them.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_RANKS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_RANKS_H_
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tools/penstock/train_options.h"
+#include "zero/ranks/comm.h"
+
+namespace penstock::tools {
+
+// Null where the environment says that there is one rank (zero/ranks/rank_environment.h). Otherwise waits for the
+// others and compares the words with theirs, and the program: kInvalidArgument on all ranks names the first
+// difference.
+absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainWords& words);
+
+// A state directory holds the run of one rank, or in rank-K/ those of several, never both:
+// kFailedPrecondition where the directories, as they were given, hold one of the other kind.
+absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int world);
+
+// What --resume goes on from.
+enum class GoOn : uint8_t { kState, kCheckpoint, kStartOver };
+
+// What this rank found, held against what the others did, so that all do the same: `run` in its directories
+// `dirs` (null: no commit; an error: of one version, and that was being written over), and `checkpoint`
+// (empty: none), the newest. The state counts where every rank has its part of it, and where there is one
+// version all have that of one step. kFailedPrecondition: it is of another number of ranks, or they do not
+// see one checkpoint; kDataLoss: a rank has lost what others still have, and no checkpoint makes up for it.
+absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohmann::json>& run,
+                                   const std::vector<std::string>& dirs, const std::string& checkpoint);
+
+// The step of a run or checkpoint, of however many ranks; -1: none there.
+int64_t StepIn(const std::vector<std::string>& dirs);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_RANKS_H_

@@ -1,0 +1,33 @@
+// `penstock estimate`: DeepSpeed-compatible memory estimates and the NVMe tier beyond them
+// (tiering/advice/estimate.h).
+#ifndef PENSTOCK_TOOLS_PENSTOCK_VERB_ESTIMATE_H_
+#define PENSTOCK_TOOLS_PENSTOCK_VERB_ESTIMATE_H_
+
+#include <cstdint>
+#include <functional>
+#include <ostream>
+#include <string>
+
+#include "absl/status/statusor.h"
+
+namespace penstock::tools {
+
+struct ModelSize {
+  int64_t params = 0;
+  int64_t largest_layer_params = 0;
+};
+// The size of what --model names: a preset or a config.json.
+using ModelSizer = std::function<absl::StatusOr<ModelSize>(const std::string& model)>;
+
+// A GPT as the presets describe it: learned positions, tied embedding, pre-LayerNorm blocks with biases. 12
+// w^2 + 13 w parameters a layer, (vocab + context) w for the embeddings, 2 w for the last norm.
+ModelSize GptSize(int64_t layers, int64_t width, int64_t context, int64_t vocab);
+
+// argv[1..] are the words after the verb. Without a sizer there is no --model. Returns the exit code: 0, or 2
+// with one line on `err`.
+int RunEstimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err,
+                const ModelSizer& sizer = nullptr);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_VERB_ESTIMATE_H_

@@ -1,0 +1,187 @@
+// `penstock export`: weights out of a state directory or checkpoint, for everybody else.
+#include <sys/stat.h>
+
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "swap/inspect.h"
+#include "tools/base/cli.h"
+#include "tools/base/size.h"
+#include "tools/penstock/state_reader.h"
+#include "tools/penstock/verbs.h"
+#include "models/weight_export.h"
+#include "zero/compute/tile_format.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock export";
+constexpr uint64_t kDefaultMemoryBytes = uint64_t{256} << 20;
+
+struct Words {
+  std::vector<std::string> dirs;
+  std::string out;
+  std::string dtype = "fp32";
+  std::optional<std::string> host_memory;
+  std::optional<std::string> max_shard;
+  bool overwrite = false;
+  bool quiet = false;
+};
+
+bool IsDirectory(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+// config.json of Hugging Face's GPT2LMHeadModel.
+nlohmann::ordered_json PublishedConfig(const GptConfig& config, const std::string& dtype) {
+  return {{"architectures", {"GPT2LMHeadModel"}},
+          {"model_type", "gpt2"},
+          {"n_layer", config.layers},
+          {"n_embd", config.width},
+          {"n_head", config.heads},
+          {"n_positions", config.context},
+          {"n_ctx", config.context},
+          {"vocab_size", config.vocab},
+          {"activation_function", "gelu"},
+          {"layer_norm_epsilon", 1e-5},
+          {"resid_pdrop", config.dropout},
+          {"embd_pdrop", config.dropout},
+          {"attn_pdrop", 0.0},
+          {"tie_word_embeddings", true},
+          {"torch_dtype", dtype == "fp32" ? "float32" : "bfloat16"}};
+}
+
+absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::optional<std::string>& word) {
+  if (!word.has_value()) return std::nullopt;
+  const absl::StatusOr<int64_t> bytes = ParseSize(*word);
+  if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
+  return absl::InvalidArgumentError(
+      absl::StrCat(flag, " ", *word, ": must be a size above 0, as 512M or 4GiB"));
+}
+
+absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
+  if (words.dtype != "fp32" && words.dtype != "bf16") {
+    return absl::InvalidArgumentError(absl::StrCat("--dtype ", words.dtype, ": must be fp32 or bf16"));
+  }
+  const absl::StatusOr<std::optional<uint64_t>> budget = SizeOf("--host-memory", words.host_memory);
+  if (!budget.ok()) return budget.status();
+  const absl::StatusOr<std::optional<uint64_t>> max_shard = SizeOf("--max-shard", words.max_shard);
+  if (!max_shard.ok()) return max_shard.status();
+  const absl::StatusOr<FoundState> state = FindState(words.dirs);
+  if (!state.ok()) return state.status();
+  const swap::Inspection* const inspection = &state->inspections.front();
+  std::vector<swap::Geometry> geometries;
+  for (const swap::Inspection& part : state->inspections) {
+    absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(part.shape);
+    if (!geometry.ok()) return geometry.status();
+    geometries.push_back(*std::move(geometry));
+  }
+  const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
+  const auto foreign = [&](const std::string& why) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(state->name(), ": not a GPT of penstock train (", why, "): cannot be exported"));
+  };
+  if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype") ||
+      !identity.contains("block_elements")) {
+    return foreign("its identity has no model");
+  }
+  if (identity.contains("ranks") && state->parts.size() == 1)
+    return foreign("it is one rank's part of a run of several");
+  const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
+  if (!model.ok()) return foreign(std::string(model.status().message()));
+  const GptLayout layout = LayoutOfGpt(*model);
+  if (identity["block_elements"] != nlohmann::json(layout.block_elements)) {
+    return foreign("its blocks have other sizes");
+  }
+  const std::optional<kernels::DType> weights =
+      identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
+  if (!weights.has_value()) return foreign("its weights are of no known type");
+
+  ExportOptions options;
+  options.dtype = words.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
+  options.overwrite = words.overwrite;
+  options.max_shard_bytes = max_shard->value_or(0);
+  const std::string config = PublishedConfig(*model, words.dtype).dump(2);
+  const bool into_directory = IsDirectory(words.out);
+  options.path = into_directory ? absl::StrCat(words.out, "/model.safetensors") : words.out;
+  options.metadata = {{"format", "pt"},
+                      {"penstock_step", absl::StrCat(inspection->record.step)},
+                      {"penstock_run", swap::UuidText(inspection->shape.uuid)},
+                      {"config", PublishedConfig(*model, words.dtype).dump()}};
+  const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, *weights);
+  const uint64_t most = budget->value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
+  // The arena takes whole huge pages.
+  constexpr uint64_t kHugePage = uint64_t{2} << 20;
+  const uint64_t least = (needs.least_bytes + kHugePage - 1) / kHugePage * kHugePage;
+  if (most < least) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("--host-memory ", *words.host_memory, ": needs at least ",
+                     FormatBytes(static_cast<int64_t>(least)), " (", least, " bytes)"));
+  }
+  const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
+  absl::StatusOr<std::unique_ptr<StateReader>> reader =
+      StateReader::Open(*state, memory, [&](const std::string& line) {
+        if (!words.quiet) err << line << std::endl;
+      });
+  if (!reader.ok()) return reader.status();
+  int files = 0;
+  {
+    ByteProgress progress("exporting", words.quiet);
+    options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
+    const absl::StatusOr<int> written =
+        ExportWeights((*reader)->parts(), layout, *weights, (*reader)->memory(), options);
+    if (!written.ok()) return written.status();
+    files = *written;
+  }
+  if (into_directory) {
+    const std::string path = absl::StrCat(words.out, "/config.json");
+    std::ofstream file(path, std::ios::trunc);
+    file << config << "\n";
+    file.close();
+    if (!file) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": write"));
+  }
+  if (!words.quiet) {
+    out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
+                           files > 1 ? options.path + ".index.json" : options.path,
+                           (*reader)->parts().front()->committed_step(), layout.tensors.size(),
+                           model->Parameters(), words.dtype,
+                           files > 1 ? absl::StrFormat(" in %d files", files) : "")
+        << std::flush;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app(
+      "Streams the weights of a state directory or checkpoint to safetensors, in the names and shapes of "
+      "Hugging Face's GPT-2",
+      kName);
+  Words words;
+  std::vector<std::string> paths;
+  app.add_option("DIR... OUT", paths,
+                 "State directory or checkpoint (all directories of a striped run), then the file to write; "
+                 "an existing directory gets model.safetensors and config.json")
+      ->required()
+      ->expected(2, 65);
+  app.add_option("--dtype", words.dtype,
+                 "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
+  app.add_option("--max-shard", words.max_shard,
+                 "Files of so many bytes at the most, as 5GB, and an index of them [one file]");
+  app.add_option("--host-memory", words.host_memory, "Most memory for tiles and turned matrices [256M]");
+  app.add_flag("--overwrite", words.overwrite, "Replace what is there");
+  app.add_flag("--quiet", words.quiet, "No progress, no summary");
+  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  words.out = paths.back();
+  words.dirs.assign(paths.begin(), paths.end() - 1);
+  const absl::Status status = Export(words, out, err);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools

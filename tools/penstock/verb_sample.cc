@@ -1,0 +1,238 @@
+// `penstock sample`: text from a state directory or checkpoint, its blocks streamed.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "swap/inspect.h"
+#include "models/causal_attention.h"
+#include "tools/base/cli.h"
+#include "models/gpt.h"
+#include "tools/base/size.h"
+#include "tools/penstock/state_reader.h"
+#include "models/text_sampler.h"
+#include "tools/penstock/train_options.h"
+#include "tools/penstock/verbs.h"
+#include "zero/compute/block.h"
+#include "zero/engine/engine.h"
+#include "zero/memory/threads.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock sample";
+constexpr int64_t kBytes = 256;  // tokens of a model of plain text
+constexpr int64_t kMostThreads = 1024;
+
+struct Words {
+  std::vector<std::string> dirs;
+  std::string prompt = "\n";
+  int64_t tokens = 200, top_k = 0, seed = 1, samples = 1;
+  double temperature = 0.8;
+  std::optional<int64_t> threads;
+  std::optional<std::string> host_memory;
+  bool verbose = false;
+};
+
+absl::Status CheckNumbers(const Words& words) {
+  const auto whole = [](const char* flag, int64_t value, int64_t least, int64_t most) {
+    if (value >= least && value <= most) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat(flag, " ", value, ": must be between ", least, " and ", most));
+  };
+  for (const absl::Status& status :
+       {whole("--tokens", words.tokens, 1, int64_t{1} << 40),
+        whole("--top-k", words.top_k, 0, int64_t{1} << 32), whole("--seed", words.seed, 0, int64_t{1} << 62),
+        whole("--samples", words.samples, 1, int64_t{1} << 32),
+        whole("--threads", words.threads.value_or(1), 1, kMostThreads)}) {
+    if (!status.ok()) return status;
+  }
+  if (!(words.temperature >= 0 && words.temperature <= 1e6)) {
+    return absl::InvalidArgumentError(absl::StrCat("--temperature ", words.temperature,
+                                                   ": must be between 0 (the likeliest token) and 1e6"));
+  }
+  return absl::OkStatus();
+}
+
+// What a state directory holds, as far as sampling needs it.
+struct Source {
+  std::vector<std::string> dirs;
+  GptConfig model;
+  torch::Dtype dtype = torch::kFloat32;
+  int64_t window = 0;   // longest sequence that the run was trained on
+  bool bytes = true;    // tokens are the bytes of a text; else numbers of somebody's vocabulary
+  int64_t threads = 1;  // of the run
+};
+
+absl::StatusOr<Source> FindSource(const Words& words) {
+  Source source;
+  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
+  if (!dirs.ok()) return dirs.status();
+  source.dirs = *std::move(dirs);
+  const absl::StatusOr<FoundState> state = FindState(words.dirs);
+  if (!state.ok()) return state.status();
+  const swap::Inspection& inspection = state->inspections.front();
+  const nlohmann::json identity = ParseOrNull(inspection.shape.identity);
+  const nlohmann::json payload = ParseOrNull(inspection.record.payload);
+  const auto foreign = [&](const std::string& why) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(source.dirs.front(), ": not a GPT of penstock train (", why, ")"));
+  };
+  if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype")) {
+    return foreign("its identity has no model");
+  }
+  if (identity.contains("ranks") && state->parts.size() == 1)
+    return foreign("it is one rank's part of a run of several");
+  const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
+  if (!model.ok()) return foreign(std::string(model.status().message()));
+  source.model = *model;
+  const std::optional<kernels::DType> dtype =
+      identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
+  if (!dtype.has_value()) return foreign("its weights are of no known type");
+  source.dtype = zero::TorchDtype(*dtype);
+  source.window = model->context;
+  source.threads = zero::DefaultIntraOpThreads();
+  if (payload.is_object() && payload.contains("run") && payload["run"].is_object()) {
+    const nlohmann::json& run = payload["run"];
+    // Positions beyond those of training have never been trained.
+    source.window = std::clamp<int64_t>(run.value("seq", model->context), 1, model->context);
+    source.bytes = run.value("vocab", int64_t{0}) == 0;
+  }
+  source.bytes = source.bytes && source.model.vocab == kBytes;
+  return source;
+}
+
+absl::StatusOr<std::vector<int64_t>> PromptTokens(const Words& words, const Source& source) {
+  std::vector<int64_t> tokens;
+  if (source.bytes) {
+    for (const char c : words.prompt) tokens.push_back(static_cast<unsigned char>(c));
+    if (tokens.empty()) return absl::InvalidArgumentError("--prompt \"\": must have at least one byte");
+    return tokens;
+  }
+  std::istringstream text(words.prompt);
+  for (std::string word; text >> word;) {
+    size_t used = 0;
+    int64_t token = -1;
+    try {
+      token = std::stoll(word, &used);
+    } catch (const std::exception&) {
+      used = 0;
+    }
+    if (used != word.size() || token < 0 || token >= source.model.vocab) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--prompt \"", word, "\": this model has its own vocabulary: give token numbers from 0 to ",
+          source.model.vocab - 1));
+    }
+    tokens.push_back(token);
+  }
+  if (tokens.empty()) tokens.push_back(0);
+  return tokens;
+}
+
+absl::StatusOr<int64_t> Budget(const Words& words) {
+  if (!words.host_memory.has_value()) return AvailableMemoryBytes() / 2;
+  const absl::StatusOr<int64_t> bytes = ParseSize(*words.host_memory);
+  if (bytes.ok() && *bytes > 0) return *bytes;
+  return absl::InvalidArgumentError(
+      absl::StrCat("--host-memory ", *words.host_memory, ": must be a size above 0, as 512M or 4GiB"));
+}
+
+// Of the lengths of text up to `longest`, the one that takes most memory: attention goes by blocks in long
+// texts, in less than a short one can take in one piece.
+int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int64_t longest) {
+  if (longest <= kWholeLength) return longest;
+  options.host_memory_bytes = 0;
+  options.log = nullptr;
+  const auto least = [&](int64_t length) -> int64_t {
+    options.example = ExampleBatch(1, length);
+    const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(model, options);
+    return plan.ok() ? plan->plan.least_host_memory_bytes : 0;  // Create says why there is none
+  };
+  return least(kWholeLength) > least(longest) ? kWholeLength : longest;
+}
+
+absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
+  if (absl::Status status = CheckNumbers(words); !status.ok()) return status;
+  const absl::StatusOr<Source> source = FindSource(words);
+  if (!source.ok()) return source.status();
+  const absl::StatusOr<std::vector<int64_t>> prompt = PromptTokens(words, *source);
+  if (!prompt.ok()) return prompt.status();
+  const absl::StatusOr<int64_t> budget = Budget(words);
+  if (!budget.ok()) return budget.status();
+
+  const auto prompted = static_cast<int64_t>(prompt->size());
+  const int64_t longest = std::min(source->window, prompted + words.tokens);
+  zero::EngineOptions options;
+  options.trains = false;
+  options.dtype = source->dtype;
+  options.state_dirs = source->dirs;
+  options.host_memory_bytes = *budget;
+  options.intra_op_threads = static_cast<int>(words.threads.value_or(source->threads));
+  options.log = [&](const std::string& line) {
+    if (words.verbose) err << line << std::endl;
+  };
+  zero::SetIntraOpThreads(options.intra_op_threads);
+  const zero::Model model = MakeGpt(source->model, GptHead::kLastLogits);
+  options.example = ExampleBatch(1, LargestLength(model, options, longest));
+  absl::StatusOr<std::unique_ptr<zero::Engine>> engine = zero::Engine::Create(model, options);
+  if (!engine.ok()) return engine.status();
+
+  for (int64_t sample = 0; sample < words.samples; ++sample) {
+    TextSampler sampler(words.temperature, words.top_k, static_cast<uint64_t>(words.seed + sample));
+    std::vector<int64_t> tokens = *prompt;
+    const auto say = [&](int64_t token) {
+      if (source->bytes) {
+        out << static_cast<char>(token);
+      } else {
+        out << token << ' ';
+      }
+    };
+    for (const int64_t token : tokens) say(token);
+    for (int64_t i = 0; i < words.tokens; ++i) {
+      const auto length = std::min(static_cast<int64_t>(tokens.size()), source->window);
+      zero::Batch batch;
+      batch.inputs = torch::empty({1, length}, torch::kInt64);
+      std::copy(tokens.end() - length, tokens.end(), batch.inputs.data_ptr<int64_t>());
+      batch.targets = batch.inputs;
+      const absl::StatusOr<std::vector<torch::Tensor>> outputs = (*engine)->Infer({batch});
+      if (!outputs.ok()) return outputs.status();
+      const torch::Tensor logits = outputs->front().contiguous();
+      const int64_t token = sampler.Next({logits.data_ptr<float>(), static_cast<size_t>(logits.numel())});
+      tokens.push_back(token);
+      say(token);
+      out.flush();
+    }
+    out << std::endl;
+    if (!out) return absl::ErrnoToStatus(errno, "stdout: write");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app("Generates text from a state directory or checkpoint, streaming its blocks", kName);
+  Words words;
+  std::vector<std::string> flagged;
+  app.add_option("DIR", words.dirs, "State directory or checkpoint; all directories of a striped run");
+  app.add_option("--state-dir", flagged, "The same, as a flag");
+  app.add_option("--prompt", words.prompt,
+                 "What the text begins with; token numbers where the tokens are no bytes [a line break]");
+  app.add_option("--tokens", words.tokens, "Tokens to generate [200]");
+  app.add_option("--temperature", words.temperature, "0 takes the likeliest token each time [0.8]");
+  app.add_option("--top-k", words.top_k, "Choose among the likeliest so many, 0 for all [0]");
+  app.add_option("--seed", words.seed, "Of the choices [1]");
+  app.add_option("--samples", words.samples, "Texts to generate, with seeds one after the other [1]");
+  app.add_option("--threads", words.threads, "Intra-op threads [one per core]");
+  app.add_option("--host-memory", words.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_flag("--verbose", words.verbose, "Say on stderr how memory and drive are used, and fallbacks");
+  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  words.dirs.insert(words.dirs.end(), flagged.begin(), flagged.end());
+  const absl::Status status = Sample(words, out, err);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,114 @@
+// `penstock verify`: reads a state directory or checkpoint back and checks every checksum.
+#include <CLI/CLI.hpp>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "swap/verify.h"
+#include "tools/base/cli.h"
+#include "tools/base/size.h"
+#include "tools/penstock/state_reader.h"
+#include "tools/penstock/verbs.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock verify";
+constexpr uint64_t kMemoryBytes = uint64_t{32} << 20;
+
+struct Words {
+  std::vector<std::string> dirs;
+  bool json = false;
+  bool quiet = false;
+};
+
+nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyReport& report) {
+  nlohmann::ordered_json damaged = nlohmann::ordered_json::array();
+  for (const swap::DamagedRange& range : report.damaged) {
+    damaged.push_back({{"path", range.path},
+                       {"offset", range.offset},
+                       {"bytes", range.bytes},
+                       {"tile", range.tile},
+                       {"segment", range.segment},
+                       {"version", range.version},
+                       {"reason", range.reason}});
+  }
+  return {{"whole", report.whole()},
+          {"step", step},
+          {"ranks", ranks},
+          {"tiles", report.tiles},
+          {"bytes", report.bytes},
+          {"seconds", report.seconds},
+          {"damaged", std::move(damaged)},
+          {"metadata_damage", report.notes}};
+}
+
+absl::Status Verify(const Words& words, std::ostream& out, std::ostream& err) {
+  absl::StatusOr<FoundState> state = FindState(words.dirs);
+  if (!state.ok()) return state.status();
+  absl::StatusOr<std::unique_ptr<StateReader>> reader =
+      StateReader::Open(*state, kMemoryBytes, [&](const std::string& line) {
+        if (!words.quiet) err << line << std::endl;
+      });
+  if (!reader.ok()) return reader.status();
+  const uint64_t step = (*reader)->parts().front()->committed_step();
+  const size_t ranks = state->parts.size();
+  swap::VerifyReport report;
+  {
+    ByteProgress progress("verifying", words.quiet);
+    for (swap::Store* part : (*reader)->parts()) {
+      // Parts are as good as equal.
+      const absl::StatusOr<swap::VerifyReport> of_part =
+          swap::VerifyAll(*part, (*reader)->memory(), [&](uint64_t done, uint64_t total) {
+            progress.Update(report.bytes + done, total * ranks);
+            return true;
+          });
+      if (!of_part.ok()) return of_part.status();
+      report.tiles += of_part->tiles;
+      report.bytes += of_part->bytes;
+      report.seconds += of_part->seconds;
+      report.damaged.insert(report.damaged.end(), of_part->damaged.begin(), of_part->damaged.end());
+      report.notes.insert(report.notes.end(), of_part->notes.begin(), of_part->notes.end());
+    }
+  }
+  if (words.json) {
+    out << Json(step, ranks, report).dump(2) << std::endl;
+  } else {
+    for (const swap::DamagedRange& range : report.damaged) out << "damaged: " << range.Text() << "\n";
+    for (const std::string& note : report.notes) out << "damaged: " << note << "\n";
+    if (!words.quiet) {
+      const double rate = static_cast<double>(report.bytes) / std::max(report.seconds, 1e-9);
+      out << absl::StrFormat("step %u: %u tiles, %s read and checked in %.1f s, %s\n", step, report.tiles,
+                             FormatBytes(static_cast<int64_t>(report.bytes)), report.seconds,
+                             FormatBandwidth(rate));
+      if (report.whole()) out << "whole: every checksum matches\n";
+    }
+    out.flush();
+  }
+  if (report.whole()) return absl::OkStatus();
+  if (report.damaged.empty()) {
+    return absl::DataLossError(absl::StrCat(
+        state->name(), ": ", report.notes.size(),
+        " copies of superblock or commit record are damaged; their twins are whole, so the run still "
+        "resumes: copy it to another drive, or keep a checkpoint"));
+  }
+  return absl::DataLossError(absl::StrCat(state->name(), ": ", report.damaged.size(), " damaged ranges in ",
+                                          report.tiles, " tiles: go back to a checkpoint that is whole"));
+}
+
+}  // namespace
+
+int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app("Reads a state directory or checkpoint back and checks every checksum; exit 1 if not whole",
+               kName);
+  Words words;
+  app.add_option("DIR", words.dirs, "State directory or checkpoint; all directories of a striped run")
+      ->required();
+  app.add_flag("--json", words.json, "Print JSON");
+  app.add_flag("--quiet", words.quiet, "No progress, no summary: damaged ranges only");
+  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  const absl::Status status = Verify(words, out, err);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools

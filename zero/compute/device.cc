@@ -1,0 +1,120 @@
+#include "zero/compute/device.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/version.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <utility>
+#include <variant>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/checksum.h"
+#include "kernels/reduce.h"
+#include "zero/ranks/comm.h"
+
+namespace penstock::zero {
+
+using kernels::DType;
+
+absl::StatusOr<std::shared_ptr<Comm>> Device::Connect(const std::shared_ptr<Comm>&) {
+  return absl::UnimplementedError(absl::StrCat(Describe(), " exchanges with others through host memory"));
+}
+
+torch::Dtype CpuDevice::compute_dtype(DType weights) const {
+  return weights == DType::kBf16 ? torch::kBFloat16 : torch::kFloat32;
+}
+
+absl::StatusOr<std::byte*> CpuDevice::AllocateArena(int64_t) {
+  return absl::FailedPreconditionError("the processor has no memory apart from the host's");
+}
+
+absl::Status CpuDevice::LimitTensors(int64_t bytes) {
+  TensorMemory::SetLimit(bytes);
+  return absl::OkStatus();
+}
+
+void CpuDevice::CopyIn(void* to, const void* from, int64_t bytes, bool, Done done) {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+  done(absl::OkStatus());
+}
+
+void CpuDevice::CopyOut(void* to, const void* from, int64_t bytes, Done done) {
+  CopyIn(to, from, bytes, /*after_compute=*/false, std::move(done));
+}
+
+void CpuDevice::Convert(DType from, const void* in, DType to, void* out, size_t n) {
+  kernels::Convert(from, in, to, out, n);
+}
+
+void CpuDevice::Accumulate(DType type, const void* in, float* sums, size_t n) {
+  switch (type) {
+    case DType::kFp32:
+      return kernels::AccumulateFp32(static_cast<const float*>(in), sums, n);
+    case DType::kBf16:
+      return kernels::AccumulateBf16(static_cast<const uint16_t*>(in), sums, n);
+    case DType::kFp16:
+      return kernels::AccumulateFp16(static_cast<const uint16_t*>(in), sums, n);
+  }
+}
+
+void CpuDevice::SquarePartials(DType type, const void* in, size_t n, double* partials) {
+  for (size_t begin = 0; begin < n; begin += kernels::kReduceBlock) {
+    kernels::SumOfSquares sum;
+    kernels::AddSquares(type, static_cast<const std::byte*>(in) + begin * kernels::BytesPerElement(type),
+                        std::min(kernels::kReduceBlock, n - begin), &sum);
+    *partials++ = sum.Value();  // of one block: its partial sum, as it is
+  }
+}
+
+void CpuDevice::Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) {
+  for (const kernels::UpdateArrays& each : arrays)
+    std::visit([&](const auto& constants) { kernels::ApplyUpdate(constants, each); }, step);
+}
+
+absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> CpuDevice::OpenStorage() {
+  return absl::FailedPreconditionError(absl::StrCat(Describe(), " has no memory past the host's"));
+}
+
+absl::StatusOr<uint64_t> CpuDevice::Checksum(const void* data, size_t bytes, uint64_t seed) {
+  return kernels::Checksum(data, bytes, seed);
+}
+
+void CpuDevice::Zero(void* memory, size_t bytes) { std::memset(memory, 0, bytes); }
+
+void CpuDevice::Seed(uint64_t seed) {
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard lock(generator.mutex());
+  generator.set_current_seed(seed);
+}
+
+absl::Status CpuDevice::SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to,
+                                   void* out, size_t n, double* partials) {
+  Convert(type, addends.front(), DType::kFp32, sums, n);
+  for (const void* addend : addends.subspan(1)) Accumulate(type, addend, sums, n);
+  Convert(DType::kFp32, sums, to, out, n);
+  if (partials != nullptr) SquarePartials(to, out, n, partials);
+  return absl::OkStatus();
+}
+
+absl::Status CpuDevice::Clear(void* memory, size_t bytes) {
+  Zero(memory, bytes);
+  return absl::OkStatus();
+}
+
+const std::shared_ptr<Device>& HostDevice() {
+  static const auto& device = *new std::shared_ptr<Device>(std::make_shared<CpuDevice>());
+  return device;
+}
+
+#ifndef PENSTOCK_TORCH_CUDA
+absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("this Penstock was built with LibTorch ", TORCH_VERSION,
+                   ", which has no CUDA; build it with one that has (zero/README.md, \"With a GPU\"), or use "
+                   "--device cpu"));
+}
+#endif
+
+}  // namespace penstock::zero

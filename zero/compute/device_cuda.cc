@@ -1,0 +1,451 @@
+// The CUDA device: compiled where LibTorch has CUDA, and only there.
+//
+// Five streams: copies in, copies out, what several ranks exchange, checksums of what came past host memory,
+// and compute, which is LibTorch's default stream, so that every thread's tensors and kernels are in one
+// order. The others are non-blocking: nothing on them waits for the default stream unless it is told to. What
+// is over is told by events: for each stream a thread waits for the next one and calls whoever started it, so
+// that neither the executor nor the compute thread ever waits for the device. Host memory is the arena,
+// registered as portable: NVMe to the arena to the device is two transfers by DMA.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <deque>
+#include <fstream>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "aio/cufile.h"
+#include "kernels/cuda/cuda_kernels.h"
+#include "zero/compute/block.h"
+#include "zero/ranks/comm.h"
+#include "zero/compute/device.h"
+
+namespace penstock::zero {
+namespace {
+
+namespace allocator = c10::cuda::CUDACachingAllocator;
+using kernels::DType;
+
+// Code that is loaded when it is first used, and what libraries allocate past LibTorch.
+constexpr int64_t kReserve = int64_t{512} << 20;
+// LibTorch's allocator takes memory in pieces of 20 MiB for large tensors and 2 MiB for small ones, the last
+// of each partly used and one more while it grows; and cuBLAS has a workspace from it, 32 MiB on Hopper.
+constexpr int64_t kTensorSlack = int64_t{2 * 20 + 2 * 2 + 32} << 20;
+
+absl::Status Check(cudaError_t error, absl::string_view call) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  const std::string text =
+      absl::StrCat(call, ": ", cudaGetErrorString(error), " (", static_cast<int>(error), ")");
+  return error == cudaErrorMemoryAllocation ? absl::ResourceExhaustedError(text) : absl::InternalError(text);
+}
+
+int64_t BytesOf(const torch::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
+
+// Calls back when what was enqueued on a stream up to a moment is over, in order, from a thread of its own.
+class Completions {
+ public:
+  explicit Completions(int device) : device_(device), thread_([this] { Work(); }) {}
+  ~Completions() {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    there_.notify_all();
+    thread_.join();
+    for (cudaEvent_t event : free_) (void)cudaEventDestroy(event);
+  }
+  Completions(const Completions&) = delete;
+  Completions& operator=(const Completions&) = delete;
+
+  void Add(cudaStream_t stream, Device::Done done) {
+    cudaEvent_t event = nullptr;
+    {
+      std::lock_guard lock(mutex_);
+      if (!free_.empty()) {
+        event = free_.back();
+        free_.pop_back();
+      }
+    }
+    absl::Status status;
+    if (event == nullptr) {
+      // The waiting thread sleeps: the cores are wanted for updates.
+      status = Check(cudaEventCreateWithFlags(&event, cudaEventBlockingSync | cudaEventDisableTiming),
+                     "cudaEventCreate");
+    }
+    if (status.ok()) status = Check(cudaEventRecord(event, stream), "cudaEventRecord");
+    if (!status.ok()) return done(std::move(status));
+    {
+      std::lock_guard lock(mutex_);
+      waiting_.push_back({event, std::move(done)});
+    }
+    there_.notify_one();
+  }
+
+ private:
+  struct Waiting {
+    cudaEvent_t event;
+    Device::Done done;
+  };
+
+  void Work() {
+    (void)cudaSetDevice(device_);  // whoever is called back here may go on with it
+    for (;;) {
+      Waiting next;
+      {
+        std::unique_lock lock(mutex_);
+        there_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+        if (waiting_.empty()) return;
+        next = std::move(waiting_.front());
+        waiting_.pop_front();
+      }
+      absl::Status status = Check(cudaEventSynchronize(next.event), "the device");
+      {
+        std::lock_guard lock(mutex_);
+        free_.push_back(next.event);
+      }
+      next.done(std::move(status));
+    }
+  }
+
+  const int device_;
+  std::mutex mutex_;
+  std::condition_variable there_;
+  std::deque<Waiting> waiting_;
+  std::vector<cudaEvent_t> free_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+// By the kernel's list of PCI devices; -1: not known.
+int NodeOf(int device) {
+  std::array<char, 32> name{};  // "0000:3B:00.0"; there it is in small letters
+  if (cudaDeviceGetPCIBusId(name.data(), static_cast<int>(name.size()), device) != cudaSuccess) return -1;
+  std::ifstream file(absl::StrCat("/sys/bus/pci/devices/", absl::AsciiStrToLower(name.data()), "/numa_node"));
+  int node = -1;
+  return file >> node ? node : -1;
+}
+
+class CudaDevice : public Device {
+ public:
+  static absl::StatusOr<std::shared_ptr<Device>> Open(int local_rank) {
+    int devices = 0;
+    absl::Status status = Check(cudaGetDeviceCount(&devices), "cudaGetDeviceCount");
+    if (!status.ok()) return status;
+    if (devices < 1) return absl::FailedPreconditionError("no CUDA device");
+    auto device = std::make_shared<CudaDevice>(static_cast<c10::DeviceIndex>(local_rank % devices));
+    status = Check(cudaSetDevice(device->index_), "cudaSetDevice");
+    for (cudaStream_t* stream : {&device->in_, &device->out_, &device->exchange_}) {
+      if (status.ok())
+        status = Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    }
+    // Short, and waited for: before what computes.
+    int least = 0, greatest = 0;
+    if (status.ok()) {
+      status = Check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    }
+    if (status.ok()) {
+      status = Check(cudaStreamCreateWithPriority(&device->check_, cudaStreamNonBlocking, greatest),
+                     "cudaStreamCreate");
+    }
+    if (status.ok()) {
+      status = Check(cudaEventCreateWithFlags(&device->computed_, cudaEventDisableTiming), "cudaEventCreate");
+    }
+    for (cudaEvent_t* event : {&device->exchanged_, &device->checked_}) {
+      if (!status.ok()) break;
+      status = Check(cudaEventCreateWithFlags(event, cudaEventBlockingSync | cudaEventDisableTiming),
+                     "cudaEventCreate");
+    }
+    if (status.ok()) {
+      status = Check(cudaMallocHost(reinterpret_cast<void**>(&device->checksum_), sizeof(uint64_t)),
+                     "cudaMallocHost");
+    }
+    size_t free = 0, total = 0;
+    if (status.ok()) status = Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    if (!status.ok()) return status;
+    device->total_ = static_cast<int64_t>(total);
+    device->capacity_ = std::max<int64_t>(0, static_cast<int64_t>(free) - kReserve);
+    cudaDeviceProp properties{};
+    status = Check(cudaGetDeviceProperties(&properties, device->index_), "cudaGetDeviceProperties");
+    if (!status.ok()) return status;
+    device->description_ =
+        absl::StrCat(properties.name, ", ", total >> 20, " MiB, ", free >> 20, " MiB free");
+    if (devices > 1) {
+      absl::StrAppend(&device->description_, ", number ", static_cast<int>(device->index_), " of ", devices);
+    }
+    device->numa_node_ = NodeOf(device->index_);
+    device->identity_ =
+        absl::BytesToHexString(absl::string_view(properties.uuid.bytes, sizeof(properties.uuid.bytes)));
+    return device;
+  }
+
+  explicit CudaDevice(c10::DeviceIndex index)
+      : index_(index), copied_in_(index), copied_out_(index), computed_all_(index) {}
+  ~CudaDevice() override {
+    Use();
+    for (cudaStream_t stream : {in_, out_, exchange_, check_}) {
+      if (stream == nullptr) continue;
+      (void)cudaStreamSynchronize(stream);
+      (void)cudaStreamDestroy(stream);
+    }
+    for (cudaEvent_t event : {computed_, exchanged_, checked_}) {
+      if (event != nullptr) (void)cudaEventDestroy(event);
+    }
+    if (cufile_ != nullptr) cufile_->Cover(nullptr, 0);  // who else has it may keep it longer
+    (void)cudaFreeHost(checksum_);
+    (void)cudaFree(arena_);
+  }
+
+  std::string_view name() const override { return "cuda"; }
+  std::string Describe() const override { return description_; }
+  std::string identity() const override { return identity_; }
+  bool apart() const override { return true; }
+  torch::Device torch_device() const override { return {torch::kCUDA, index_}; }
+  torch::Dtype compute_dtype(DType weights) const override { return TorchDtype(weights); }
+  int64_t capacity_bytes() const override { return capacity_; }
+
+  absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override {
+    Use();
+    if (cufile_ != nullptr) cufile_->Cover(nullptr, 0);
+    if (absl::Status status = Check(cudaFree(std::exchange(arena_, nullptr)), "cudaFree"); !status.ok()) {
+      return status;
+    }
+    absl::Status status = Check(cudaMalloc(&arena_, static_cast<size_t>(std::max<int64_t>(bytes, 1))),
+                                absl::StrCat("cudaMalloc of ", bytes, " bytes"));
+    // Padding between parameters is computed with like everything else: it must be numbers.
+    if (status.ok()) status = Check(cudaMemset(arena_, 0, static_cast<size_t>(bytes)), "cudaMemset");
+    // Copies do not wait for it.
+    if (status.ok()) status = Check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    if (!status.ok()) return status;
+    if (cufile_ != nullptr) cufile_->Cover(static_cast<std::byte*>(arena_), static_cast<uint64_t>(bytes));
+    arena_bytes_ = static_cast<uint64_t>(bytes);
+    return static_cast<std::byte*>(arena_);
+  }
+
+  bool tensors_are_host() const override { return false; }
+  absl::Status LimitTensors(int64_t bytes) override {
+    const double fraction = bytes > 0 ? static_cast<double>(bytes) / static_cast<double>(total_) : 1.0;
+    try {
+      allocator::setMemoryFraction(std::min(fraction, 1.0), index_);
+    } catch (const c10::Error& error) {
+      return absl::InternalError(
+          absl::StrCat("limit of LibTorch's memory on the device: ", error.what_without_backtrace()));
+    }
+    return absl::OkStatus();
+  }
+  // Of its peak: what the allocator has of the device, tensors and what it keeps for the next ones. That is
+  // what others lack.
+  TensorMemoryStats tensors() const override {
+    const auto stats = allocator::getDeviceStats(index_);
+    const auto& reserved = stats.reserved_bytes[0];
+    const auto& allocated = stats.allocated_bytes[0];
+    TensorMemoryStats result;
+    result.live_bytes = allocated.current;
+    result.peak_live_bytes = allocated.peak;
+    result.peak_bytes = reserved.peak;
+    return result;
+  }
+  void ResetLivePeak() override { allocator::resetPeakStats(index_); }
+  void ResetPeak() override { allocator::resetPeakStats(index_); }
+  void TrimTensors() override { allocator::emptyCache(); }
+  int64_t tensor_slack_bytes() const override { return kTensorSlack; }
+  int numa_node() const override { return numa_node_; }
+
+  absl::Status RegisterHost(void* memory, int64_t bytes) override {
+    Use();
+    return Check(cudaHostRegister(memory, static_cast<size_t>(bytes), cudaHostRegisterPortable),
+                 absl::StrCat("cudaHostRegister of ", bytes, " bytes"));
+  }
+  void UnregisterHost(void* memory) override {
+    Use();
+    if (cudaHostUnregister(memory) != cudaSuccess) (void)cudaGetLastError();  // it was not registered
+  }
+
+  void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) override {
+    Use();
+    absl::Status status;
+    if (after_compute) {
+      std::lock_guard lock(mutex_);
+      status = Check(cudaEventRecord(computed_, ComputeStream()), "cudaEventRecord");
+      if (status.ok()) status = Check(cudaStreamWaitEvent(in_, computed_), "cudaStreamWaitEvent");
+    }
+    if (!status.ok()) return done(std::move(status));
+    Copy(to, from, bytes, cudaMemcpyHostToDevice, in_, &copied_in_, &bytes_in_, std::move(done));
+  }
+  void CopyOut(void* to, const void* from, int64_t bytes, Done done) override {
+    Use();
+    Copy(to, from, bytes, cudaMemcpyDeviceToHost, out_, &copied_out_, &bytes_out_, std::move(done));
+  }
+  void AfterCompute(Done done) override {
+    Use();
+    computed_all_.Add(ComputeStream(), std::move(done));
+  }
+  Traffic traffic() const override { return {bytes_in_.load(), bytes_out_.load()}; }
+
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override {
+    if (cufile_ == nullptr) {
+      absl::StatusOr<std::shared_ptr<aio::CuFile>> loaded =
+          aio::CuFile::Load([index = index_] { return Check(cudaSetDevice(index), "cudaSetDevice"); },
+                            /*only_past_host=*/true);
+      if (!loaded.ok()) return loaded.status();
+      LessWhatOthersTook();
+      cufile_ = *std::move(loaded);
+      if (arena_ != nullptr) cufile_->Cover(static_cast<std::byte*>(arena_), arena_bytes_);
+    }
+    return cufile_;
+  }
+  absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) override {
+    Use();
+    std::lock_guard lock(check_mutex_);
+    const int error = kernels::cuda::Checksum(data, bytes, seed, checksum_, check_);
+    if (error != 0) return absl::InternalError(absl::StrCat("checksum: ", kernels::cuda::ErrorText(error)));
+    absl::Status status = Check(cudaEventRecord(checked_, check_), "cudaEventRecord");
+    if (status.ok()) status = Check(cudaEventSynchronize(checked_), "checksum");
+    if (!status.ok()) return status;
+    return *checksum_;
+  }
+
+  torch::Tensor ToDevice(const torch::Tensor& host) override {
+    if (!host.defined()) return host;
+    bytes_in_ += BytesOf(host);
+    return host.to(torch_device());
+  }
+  torch::Tensor ToHost(const torch::Tensor& tensor) override {
+    if (!tensor.defined()) return tensor;
+    bytes_out_ += BytesOf(tensor);
+    return tensor.cpu();
+  }
+
+  void Convert(DType from, const void* in, DType to, void* out, size_t n) override {
+    Use();
+    Throw(kernels::cuda::Convert(from, in, to, out, n, ComputeStream()));
+  }
+  void Accumulate(DType type, const void* in, float* sums, size_t n) override {
+    Use();
+    Throw(kernels::cuda::Accumulate(type, in, sums, n, ComputeStream()));
+  }
+  void SquarePartials(DType type, const void* in, size_t n, double* partials) override {
+    Use();
+    Throw(kernels::cuda::SquarePartials(type, in, n, partials, ComputeStream()));
+  }
+  void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) override {
+    Use();
+    std::visit(
+        [&](const auto& constants) {
+          Throw(kernels::cuda::ApplyUpdates(constants, arrays.data(), arrays.size(), {}, ComputeStream()));
+        },
+        step);
+  }
+  void Zero(void* memory, size_t bytes) override {
+    Use();
+    Throw(static_cast<int>(cudaMemsetAsync(memory, 0, bytes, ComputeStream())));
+  }
+  void Seed(uint64_t seed) override {
+    Use();  // the first call before anything is computed, on whichever thread computes
+    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(index_);
+    {
+      std::lock_guard lock(generator.mutex());
+      generator.set_current_seed(seed);
+    }
+    HostDevice()->Seed(seed);  // a module may draw on the host as well
+  }
+
+  absl::Status SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to, void* out,
+                          size_t n, double* partials) override {
+    Use();
+    int error = kernels::cuda::Convert(type, addends.front(), DType::kFp32, sums, n, exchange_);
+    for (const void* addend : addends.subspan(1)) {
+      if (error == 0) error = kernels::cuda::Accumulate(type, addend, sums, n, exchange_);
+    }
+    if (error == 0) error = kernels::cuda::Convert(DType::kFp32, sums, to, out, n, exchange_);
+    if (error == 0 && partials != nullptr)
+      error = kernels::cuda::SquarePartials(to, out, n, partials, exchange_);
+    if (error == 0) return Exchanged();
+    return absl::InternalError(absl::StrCat("summing gradients: ", kernels::cuda::ErrorText(error)));
+  }
+  absl::Status Clear(void* memory, size_t bytes) override {
+    Use();
+    if (bytes == 0) return absl::OkStatus();
+    absl::Status status = Check(cudaMemsetAsync(memory, 0, bytes, exchange_), "cudaMemset");
+    return status.ok() ? Exchanged() : status;
+  }
+  std::string link() const override { return NcclThere().ok() ? "NCCL" : ""; }
+  absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host) override {
+    Use();
+    absl::StatusOr<std::shared_ptr<Comm>> connected = ConnectNccl(host);
+    LessWhatOthersTook();
+    return connected;
+  }
+
+ private:
+  // A thread's calls go to the device that it has chosen, at first number 0: streams and events are this
+  // one's.
+  void Use() const { (void)cudaSetDevice(index_); }
+  // Libraries that have just been loaded take memory of their own.
+  void LessWhatOthersTook() {
+    size_t free = 0, total = 0;
+    if (arena_ != nullptr || cudaMemGetInfo(&free, &total) != cudaSuccess) return;
+    capacity_ = std::clamp<int64_t>(static_cast<int64_t>(free) - kReserve, 0, capacity_);
+  }
+  cudaStream_t ComputeStream() const { return c10::cuda::getDefaultCUDAStream(index_).stream(); }
+  // Waits, asleep, for what is enqueued to be exchanged. One thread at a time asks.
+  absl::Status Exchanged() {
+    absl::Status status = Check(cudaEventRecord(exchanged_, exchange_), "cudaEventRecord");
+    return status.ok() ? Check(cudaEventSynchronize(exchanged_), "summing gradients") : status;
+  }
+  static void Throw(int error) { TORCH_CHECK(error == 0, kernels::cuda::ErrorText(error)); }
+
+  static void Copy(void* to, const void* from, int64_t bytes, cudaMemcpyKind kind, cudaStream_t stream,
+                   Completions* completions, std::atomic<int64_t>* counter, Done done) {
+    absl::Status status = Check(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, stream),
+                                absl::StrCat("copy of ", bytes, " bytes"));
+    if (!status.ok()) return done(std::move(status));
+    *counter += bytes;
+    completions->Add(stream, std::move(done));
+  }
+
+  const c10::DeviceIndex index_;
+  std::string description_, identity_;
+  int numa_node_ = -1;
+  int64_t total_ = 0, capacity_ = 0;
+  void* arena_ = nullptr;
+  uint64_t arena_bytes_ = 0;
+  std::shared_ptr<aio::CuFile> cufile_;  // null: not asked for
+  std::mutex check_mutex_;               // of all of this:
+  cudaStream_t check_ = nullptr;
+  cudaEvent_t checked_ = nullptr;
+  uint64_t* checksum_ = nullptr;  // in pinned host memory
+  cudaStream_t in_ = nullptr, out_ = nullptr, exchange_ = nullptr;
+  std::mutex mutex_;  // of computed_
+  cudaEvent_t computed_ = nullptr, exchanged_ = nullptr;
+  std::atomic<int64_t> bytes_in_{0}, bytes_out_{0};
+  Completions copied_in_, copied_out_, computed_all_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int local_rank) {
+  std::string why;
+  if (!kernels::cuda::DeviceAvailable(&why)) {
+    return absl::FailedPreconditionError(absl::StrCat(why, "; see penstock env, or use --device cpu"));
+  }
+  // Read when LibTorch first allocates: blocks of any size share the device's memory, none is stranded in a
+  // segment of its own. The user's own word stands.
+  setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", /*overwrite=*/0);
+  return CudaDevice::Open(local_rank);
+}
+
+}  // namespace penstock::zero

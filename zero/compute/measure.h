@@ -1,0 +1,67 @@
+// Finds out what a model takes before the run starts: builds one block of each kind and runs it once.
+//
+// Nothing is guessed: the bytes are those that LibTorch asked its allocator for, with the real batch and
+// sequence.
+#ifndef PENSTOCK_ZERO_COMPUTE_MEASURE_H_
+#define PENSTOCK_ZERO_COMPUTE_MEASURE_H_
+
+#include <torch/nn/module.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "tiering/plan/model_graph.h"
+#include "zero/compute/block.h"
+#include "zero/compute/model.h"
+#include "zero/compute/tile_format.h"
+
+namespace penstock::zero {
+
+struct MeasuredModel {
+  tiering::ModelGraph graph;
+  std::vector<std::shared_ptr<BlockModule>> modules;  // [block]; blocks of one kind share
+  int64_t parameters = 0;                             // without padding
+  // Of the stages, those that backward spends most time in, and what goes into them.
+  struct Busiest {
+    int stage = -1;  // one of them; -1: nothing is trained
+    std::vector<int64_t> input_sizes;
+    torch::Dtype input_type = torch::kFloat32;
+  } busiest;
+};
+
+// `example` is one micro-batch of the run's shapes. `trains`: false measures forward only. Stages are
+// measured on the device that will compute them, blocks are built in host memory.
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, kernels::DType weights,
+                                           bool trains, Device& device);
+
+// Backward of the busiest stage, once a call, on the caller's thread: a sample of compute, for measuring it
+// beside other work. Takes the memory that the stage takes, from the first call on. Throws as LibTorch does;
+// all that is given outlives it. `measured` has a busiest stage.
+std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
+                                   kernels::DType weights, Device& device);
+
+// What copies between registered host memory and a device apart reach, in some of its memory: before its
+// arena is made.
+struct CopyRates {
+  double h2d_bytes_per_s = 0;
+  double d2h_bytes_per_s = 0;
+};
+absl::StatusOr<CopyRates> MeasureCopyRates(Device& device);
+
+// Parameters per second that a device apart updates in its own memory, before its arena is made.
+absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& format,
+                                              const OptimizerOptions& optimizer);
+
+// Parameters per second that one update worker gets through, checksums included, from memory.
+double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer);
+
+// Seconds of a call of `compute`, over half a second or three calls.
+double SecondsOfCompute(const std::function<void()>& compute);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_COMPUTE_MEASURE_H_

@@ -1,0 +1,61 @@
+#include "zero/compute/optimizer.h"
+
+#include <type_traits>
+
+namespace penstock::zero {
+
+Moments MomentsOf(const OptimizerOptions& options) {
+  if (std::holds_alternative<kernels::AdagradOptions>(options)) return {.m = false, .v = true};
+  if (std::holds_alternative<kernels::LionOptions>(options)) return {.m = true, .v = false};
+  if (const auto* sgd = std::get_if<kernels::SgdOptions>(&options)) {
+    return {.m = sgd->momentum != 0, .v = false};
+  }
+  return {};
+}
+
+std::string OptimizerName(const OptimizerOptions& options) {
+  if (std::holds_alternative<kernels::AdagradOptions>(options)) return "adagrad";
+  if (std::holds_alternative<kernels::LionOptions>(options)) return "lion";
+  if (std::holds_alternative<kernels::SgdOptions>(options)) {
+    return MomentsOf(options).m ? "sgd with momentum" : "sgd";
+  }
+  return "adam";
+}
+
+std::optional<Moments> MomentsByName(std::string_view name) {
+  if (name == "adam") return Moments{.m = true, .v = true};
+  if (name == "adagrad") return Moments{.m = false, .v = true};
+  if (name == "lion" || name == "sgd with momentum") return Moments{.m = true, .v = false};
+  if (name == "sgd") return Moments{.m = false, .v = false};
+  return std::nullopt;
+}
+
+double LearningRate(const OptimizerOptions& options) {
+  return std::visit([](const auto& of) { return of.lr; }, options);
+}
+
+OptimizerStep MakeOptimizerStep(const OptimizerOptions& options, const ScheduledRates& rates, int64_t update,
+                                double grad_scale) {
+  return std::visit(
+      [&](auto of) -> OptimizerStep {
+        using Options = decltype(of);
+        of.lr = rates.lr;
+        if constexpr (std::is_same_v<Options, kernels::AdamOptions> ||
+                      std::is_same_v<Options, kernels::LionOptions>) {
+          of.beta1 = rates.beta1.value_or(of.beta1);
+          of.beta2 = rates.beta2.value_or(of.beta2);
+        }
+        if constexpr (std::is_same_v<Options, kernels::AdamOptions>) {
+          return kernels::MakeAdamStep(of, update, grad_scale);
+        } else if constexpr (std::is_same_v<Options, kernels::AdagradOptions>) {
+          return kernels::MakeAdagradStep(of, update, grad_scale);
+        } else if constexpr (std::is_same_v<Options, kernels::LionOptions>) {
+          return kernels::MakeLionStep(of, grad_scale);
+        } else {
+          return kernels::MakeSgdStep(of, update, grad_scale);
+        }
+      },
+      options);
+}
+
+}  // namespace penstock::zero

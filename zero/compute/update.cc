@@ -1,0 +1,41 @@
+#include "zero/compute/update.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace penstock::zero {
+
+std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed, const RunLayout& layout,
+                                             const tiering::Tile& tile, const TileMemory& memory) {
+  std::vector<kernels::UpdateArrays> updates;
+  for (const auto& [from, to] : layout.trained) {
+    const int64_t begin = std::max(from, tile.offset) - tile.offset;
+    const int64_t end = std::min(to, tile.offset + tile.elements) - tile.offset;
+    if (begin >= end) continue;
+    kernels::UpdateArrays& arrays = updates.emplace_back(ArraysOf(format, memory, begin, end - begin));
+    arrays.first_element = static_cast<uint64_t>(tile.offset + begin);
+    arrays.seed = seed;
+  }
+  return updates;
+}
+
+void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
+                const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory) {
+  for (const kernels::UpdateArrays& arrays : UpdatesOf(format, seed, layout, tile, memory))
+    std::visit([&](const auto& step) { kernels::ApplyUpdate(step, arrays); }, optimizer);
+}
+
+kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n) {
+  // So much stays in the cache between rounding and squaring; at multiples of it sums do not depend on cuts.
+  constexpr size_t kPiece = 8 * kernels::kReduceBlock;
+  kernels::SumOfSquares squares;
+  for (size_t begin = 0; begin < n; begin += kPiece) {
+    const size_t count = std::min(kPiece, n - begin);
+    std::byte* piece = static_cast<std::byte*>(gradient) + begin * kernels::BytesPerElement(type);
+    if (sums != nullptr) kernels::Convert(kernels::DType::kFp32, sums + begin, type, piece, count);
+    kernels::AddSquares(type, piece, count, &squares);
+  }
+  return squares;
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,47 @@
+// The optimizer step of one tile, in place, over the ranges that train, in the types of the run.
+//
+// Bits do not depend on how a block is cut into tiles, nor on which thread runs which tile
+// (kernels/optimizer.h): tiles start at multiples of tiering::kElementAlignment, ranges that train where
+// zero/compute/block.h puts them.
+#ifndef PENSTOCK_ZERO_COMPUTE_UPDATE_H_
+#define PENSTOCK_ZERO_COMPUTE_UPDATE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "kernels/float16.h"
+#include "kernels/reduce.h"
+#include "tiering/plan/plan.h"
+#include "zero/compute/block.h"
+#include "zero/compute/optimizer.h"
+#include "zero/memory/arena_view.h"
+#include "zero/compute/tile_format.h"
+
+namespace penstock::zero {
+
+// What the global norm decided for a step's update.
+struct UpdateDecision {
+  int64_t step = 0;
+  bool skip = false;   // a gradient was not finite: everything stays as it was
+  bool redo = false;   // what was updated in backward is not what this says: made again, or undone
+  int64_t update = 0;  // its number, 1 for the first
+  OptimizerStep optimizer{};
+};
+
+// The arrays of the tile's ranges that train. `seed` is what compact states are rounded with: another one for
+// every block and update. `memory` may be a device's.
+std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed, const RunLayout& layout,
+                                             const tiering::Tile& tile, const TileMemory& memory);
+// Updates them, by the processor in host memory.
+void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
+                const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
+
+// What is left to do for a block's gradient once its last addend is there: rounds the fp32 `sums` of n
+// elements into `gradient` (null: it holds the gradient already), and squares what is there then; in one pass
+// over memory.
+kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_COMPUTE_UPDATE_H_

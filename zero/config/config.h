@@ -1,0 +1,235 @@
+// DeepSpeed's JSON configuration as typed values.
+//
+// Pure: text in, a Config or a one-line error out; LoadConfig is the only function here that touches a file.
+// What the file does not give, or gives as "auto", is an empty optional: the planner or a flag chooses. What
+// it gives is an upper bound inside the budgets. Units are DeepSpeed's: *_elements count parameters, not
+// bytes.
+//
+// Every key that DeepSpeed knows has one of three fates (the table is zero/config/config_keys.cc):
+//   served   its value is in Config
+//   ignored  accepted; ParsedConfig::notes has one line that says so and why
+//   refused  kInvalidArgument, saying why; unless its value switches the feature off ({"enabled": false},
+//   false, null)
+// A key that nobody knows is refused with its full path and the nearest name that is right. Also refused: a
+// key twice in one object, two spellings of one key, a wrong type, a value out of range, fp16 and bf16
+// together.
+//
+// JSON's own rules, plus // and /* */ comments. Whole numbers may be written as 5e8, as DeepSpeed's users do.
+#ifndef PENSTOCK_ZERO_CONFIG_CONFIG_H_
+#define PENSTOCK_ZERO_CONFIG_CONFIG_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tiering/plan/plan.h"
+#include "zero/config/loss_scale.h"
+#include "zero/config/lr_schedule.h"
+
+namespace penstock::zero {
+
+enum class OffloadDevice { kNone, kCpu, kNvme };
+enum class OptimizerType { kAdam, kAdamW, kAdagrad, kLion, kSgd };
+enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, kWarmupCosineLr };
+enum class Durability { kStep, kCheckpoint };
+enum class SyncMode { kProcess, kPower };
+using tiering::UpdateOrder;
+enum class ConfigPlacement { kAuto, kCpu, kCuda, kConst };  // ColossalAI's; see tiering::Placement
+
+// The names that the JSON uses: "nvme", "AdamW", "WarmupLR", "step", "power", "next_forward".
+std::string_view Name(OffloadDevice value);
+std::string_view Name(OptimizerType value);
+std::string_view Name(SchedulerType value);
+std::string_view Name(Durability value);
+std::string_view Name(SyncMode value);
+std::string_view Name(UpdateOrder value);
+
+struct OptimizerConfig {
+  std::optional<OptimizerType> type;
+  std::optional<double> lr;
+  std::optional<double> beta1;
+  std::optional<double> beta2;
+  std::optional<double> eps;
+  std::optional<double> weight_decay;
+  std::optional<bool> adam_w_mode;
+  std::optional<double> lr_decay;  // Adagrad
+  std::optional<double> momentum;  // SGD, and the two below
+  std::optional<double> dampening;
+  std::optional<bool> nesterov;
+
+  // Whether weight decay is apart from the gradient (AdamW) rather than added to it (L2): DeepSpeed's rule,
+  // where "Adam" means AdamW unless adam_w_mode is false, and "AdamW" always does.
+  bool DecoupledDecay() const { return type == OptimizerType::kAdamW || adam_w_mode.value_or(true); }
+};
+
+// The parameters of any of the five; only those of `type` can be set.
+struct SchedulerConfig {
+  SchedulerType type = SchedulerType::kWarmupLr;
+  // LRRangeTest
+  std::optional<double> lr_range_test_min_lr;
+  std::optional<int64_t> lr_range_test_step_size;
+  std::optional<double> lr_range_test_step_rate;
+  std::optional<bool> lr_range_test_staircase;
+  // OneCycle
+  std::optional<double> cycle_min_lr;
+  std::optional<double> cycle_max_lr;
+  std::optional<double> decay_lr_rate;
+  std::optional<int64_t> cycle_first_step_size;
+  std::optional<int64_t> cycle_second_step_size;
+  std::optional<int64_t> cycle_first_stair_count;
+  std::optional<int64_t> cycle_second_stair_count;
+  std::optional<int64_t> decay_step_size;
+  std::optional<bool> cycle_momentum;
+  std::optional<double> cycle_min_mom;
+  std::optional<double> cycle_max_mom;
+  std::optional<double> decay_mom_rate;
+  // WarmupLR, WarmupDecayLR, WarmupCosineLR
+  std::optional<double> warmup_min_lr;
+  std::optional<double> warmup_max_lr;
+  std::optional<int64_t> warmup_num_steps;
+  std::optional<WarmupType> warmup_type;
+  std::optional<int64_t> total_num_steps;
+  std::optional<double> warmup_min_ratio;
+  std::optional<double> cos_min_ratio;
+};
+
+struct Fp16Config {
+  std::optional<bool> enabled;
+  std::optional<double> loss_scale;  // 0: dynamic
+  std::optional<int64_t> initial_scale_power;
+  std::optional<int64_t> loss_scale_window;
+  std::optional<int64_t> hysteresis;
+  std::optional<bool> consecutive_hysteresis;
+  std::optional<double> min_loss_scale;
+};
+
+struct OffloadParamConfig {
+  std::optional<OffloadDevice> device;
+  std::optional<std::string> nvme_path;
+  std::optional<int64_t> buffer_count;
+  std::optional<int64_t> buffer_size_elements;
+  std::optional<int64_t> max_in_cpu_elements;
+};
+
+struct OffloadOptimizerConfig {
+  std::optional<OffloadDevice> device;
+  std::optional<std::string> nvme_path;
+  std::optional<int64_t> buffer_count;  // each of sub_group_size elements of 4 bytes
+  // Whether the next tile is read, and the last one written, while one is updated.
+  std::optional<bool> pipeline_read;
+  std::optional<bool> pipeline_write;
+  std::optional<double> ratio;  // of the state that the processor updates, the rest a device apart
+};
+
+struct ZeroConfig {
+  std::optional<int64_t> stage;  // 0..3; 1 and 2 keep weights whole on each of several ranks
+  OffloadParamConfig offload_param;
+  OffloadOptimizerConfig offload_optimizer;
+  std::optional<int64_t> sub_group_size_elements;         // bounds a tile
+  std::optional<int64_t> reduce_bucket_size_elements;     // bounds one reduction
+  std::optional<int64_t> allgather_bucket_size_elements;  // bounds one gather
+  std::optional<int64_t> prefetch_bucket_size_elements;   // bounds what is read ahead for compute
+  std::optional<int64_t> max_live_parameters_elements;    // bounds what is gathered at once
+  std::optional<int64_t> max_reuse_distance_elements;     // bounds between which uses weights stay
+  std::optional<int64_t> param_persistence_elements;      // blocks up to this size stay ...
+  std::optional<int64_t> model_persistence_elements;      // ... up to so much in all
+};
+
+struct AioConfig {
+  std::optional<int64_t> block_size_bytes;  // bounds one request
+  std::optional<int64_t> queue_depth;       // requests in flight per I/O thread
+  std::optional<int64_t>
+      intra_op_parallelism;     // I/O threads, as in DeepSpeed; also thread_count, num_threads
+  std::optional<bool> use_gds;  // weights past host memory, where device and drive can
+};
+
+struct ActivationCheckpointingConfig {
+  std::optional<bool> cpu_checkpointing;  // saved inputs may leave the device for host memory
+};
+
+// "penstock": {}.
+struct PenstockConfig {
+  std::optional<int64_t> host_memory_bytes;    // "host_memory": bytes or "4GiB"
+  std::optional<int64_t> device_memory_bytes;  // "device_memory"
+  std::optional<Durability> durability;
+  std::optional<SyncMode> sync;
+  std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3
+  std::optional<UpdateOrder> order;
+  std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
+  std::optional<int64_t> tile_bytes;
+  std::optional<int64_t> io_threads;
+  std::optional<int64_t> update_threads;
+  std::optional<ConfigPlacement> placement;
+  std::optional<int64_t> placement_const_bytes;  // of "const": what may stay; ColossalAI's default is 512 MiB
+  std::optional<double> state_fraction;          // "gpu_margin_mem_ratio": of the margin, for resident state
+};
+
+struct Config {
+  std::optional<int64_t> train_batch_size;
+  std::optional<int64_t> micro_batch_per_rank;  // train_micro_batch_size_per_gpu
+  std::optional<int64_t> gradient_accumulation_steps;
+  std::optional<double> gradient_clipping;  // 0: off
+  OptimizerConfig optimizer;
+  std::optional<SchedulerConfig> scheduler;
+  Fp16Config fp16;
+  std::optional<bool> bf16;
+  ZeroConfig zero;
+  AioConfig aio;
+  ActivationCheckpointingConfig activation_checkpointing;
+  PenstockConfig penstock;
+};
+
+struct ParsedConfig {
+  Config config;
+  // One line for each key that was accepted without effect or under an old name, in the file's order:
+  // "zero_optimization.contiguous_gradients: accepted and ignored: a block's gradients are always
+  // contiguous".
+  std::vector<std::string> notes;
+};
+
+// kInvalidArgument, one line, for whatever is wrong with the text.
+absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text);
+
+// Reads at most 16 MiB from a regular file and parses it; errors begin with the path. A file that cannot be
+// read is kInvalidArgument too: to the user it is a wrong word on the command line.
+absl::StatusOr<ParsedConfig> LoadConfig(const std::string& path);
+
+// DeepSpeed's batch algebra: train = micro * accumulation * world, any missing one derived. Where it divides
+// with a remainder DeepSpeed rounds and then asserts; here it is refused with the numbers.
+struct BatchSizes {
+  int64_t train_batch = 1;
+  int64_t micro_batch = 1;
+  int64_t accumulation = 1;
+};
+struct BatchRequest {
+  std::optional<int64_t> train_batch = std::nullopt;
+  std::optional<int64_t> micro_batch = std::nullopt;
+  std::optional<int64_t> accumulation = std::nullopt;
+};
+// What is given neither directly nor by the others: micro `default_micro_batch`, accumulation 1. `world`
+// >= 1.
+absl::StatusOr<BatchSizes> ResolveBatch(const BatchRequest& request, int64_t world,
+                                        int64_t default_micro_batch);
+
+// The schedule that the config asks for. `lr`: the optimizer's rate (it is warmup_max_lr where that is not
+// given, and what WarmupCosineLR scales); `total_steps`: the run's horizon, used where total_num_steps is not
+// given.
+absl::StatusOr<LrSchedule> MakeSchedule(const SchedulerConfig& config, double lr, int64_t total_steps);
+
+// DeepSpeed's defaults where the keys are absent: dynamic from 2^16, window 1000, hysteresis 2, minimum 1.
+absl::StatusOr<LossScaler> MakeLossScaler(const Fp16Config& config);
+
+// Where state goes by the two offload blocks together: nvme if either says so, else cpu if either says so,
+// else none if either says so, else empty.
+std::optional<OffloadDevice> CombinedOffload(const ZeroConfig& config);
+
+// The directories that the config names for NVMe, without repeats: the optimizer's first.
+std::vector<std::string> NvmePaths(const ZeroConfig& config);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_CONFIG_CONFIG_H_

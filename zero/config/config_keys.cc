@@ -1,0 +1,484 @@
+// The table. Names and defaults are those of DeepSpeed up to 0.19 (deepspeed/runtime/config.py, constants.py,
+// precision_config.py, zero/config.py, zero/offload_config.py, swap_tensor/aio_config.py).
+#include "zero/config/config_keys.h"
+
+#include <array>
+
+namespace penstock::zero {
+namespace {
+
+constexpr KeyUse kServed = KeyUse::kServed;
+constexpr KeyUse kIgnored = KeyUse::kIgnored;
+constexpr KeyUse kRefused = KeyUse::kRefused;
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+// Builders, so that each line of the table names only what matters to it.
+constexpr KeySpec Bool(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kBool};
+}
+constexpr KeySpec Text(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kText};
+}
+constexpr KeySpec Object(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kObject};
+}
+constexpr KeySpec Whole(std::string_view name, double least, double most = 0x1p62) {
+  return {.name = name, .use = kServed, .type = KeyType::kWhole, .least = least, .most = most};
+}
+constexpr KeySpec Number(std::string_view name, double least, double most = kInf) {
+  return {.name = name, .use = kServed, .type = KeyType::kNumber, .least = least, .most = most};
+}
+constexpr KeySpec Size(std::string_view name, double least, double most = 0x1p62) {
+  return {.name = name, .use = kServed, .type = KeyType::kSize, .least = least, .most = most};
+}
+constexpr KeySpec Choice(std::string_view name, std::string_view choices) {
+  return {.name = name, .use = kServed, .type = KeyType::kChoice, .choices = choices};
+}
+constexpr KeySpec Ignored(std::string_view name, KeyType type, std::string_view why) {
+  return {.name = name, .use = kIgnored, .type = type, .why = why};
+}
+constexpr KeySpec Refused(std::string_view name, std::string_view why, std::string_view neutral = "") {
+  return {.name = name, .use = kRefused, .type = KeyType::kAny, .why = why, .neutral = neutral};
+}
+constexpr KeySpec AlsoCalled(KeySpec spec, std::string_view other) {
+  spec.canonical = spec.name;
+  spec.name = other;
+  return spec;
+}
+constexpr KeySpec OnceCalled(KeySpec spec, std::string_view old) {
+  spec = AlsoCalled(spec, old);
+  spec.old_name = true;
+  return spec;
+}
+
+constexpr std::string_view kOwnReports = "Penstock has its own: --report, --log and --trace, always complete";
+constexpr std::string_view kRankOrderSum =
+    "gradients cross ranks as bytes and are summed in fp32 in the order of ranks";
+
+constexpr auto kTop = std::to_array<KeySpec>({
+    Whole("train_batch_size", 1),
+    Whole("train_micro_batch_size_per_gpu", 1),
+    Whole("gradient_accumulation_steps", 1),
+    Number("gradient_clipping", 0),
+    Object("optimizer"),
+    Object("scheduler"),
+    Object("fp16"),
+    Object("bf16"),
+    OnceCalled(Object("bf16"), "bfloat16"),
+    Object("zero_optimization"),
+    Object("aio"),
+    Object("activation_checkpointing"),
+    Object("checkpoint"),
+    Object("penstock"),
+
+    Ignored("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step"),
+    Ignored("wall_clock_breakdown", KeyType::kBool, "every report has the breakdown"),
+    Ignored("memory_breakdown", KeyType::kBool,
+            "every report has the peaks, and penstock plan the bytes of each tier"),
+    Ignored("dump_state", KeyType::kBool, "penstock inspect shows the state"),
+    Ignored("log_level", KeyType::kAny, "use --quiet for less"),
+    Ignored("timers", KeyType::kAny, kOwnReports),
+    Ignored("comms_logger", KeyType::kObject, kOwnReports),
+    Ignored("flops_profiler", KeyType::kObject, kOwnReports),
+    Ignored("monitor_config", KeyType::kObject, kOwnReports),
+    Ignored("tensorboard", KeyType::kObject, kOwnReports),
+    Ignored("wandb", KeyType::kObject, kOwnReports),
+    Ignored("comet", KeyType::kObject, kOwnReports),
+    Ignored("csv_monitor", KeyType::kObject, kOwnReports),
+    Ignored("autotuning", KeyType::kObject, "the planner chooses; penstock plan shows what and why"),
+    Ignored("zero_allow_untested_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
+    Ignored("zero_force_ds_cpu_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
+    Ignored("communication_data_type", KeyType::kAny, kRankOrderSum),
+    Ignored("seq_parallel_comm_data_type", KeyType::kAny, kRankOrderSum),
+    Ignored("prescale_gradients", KeyType::kBool, kRankOrderSum),
+    Ignored("gradient_predivide_factor", KeyType::kNumber, kRankOrderSum),
+    Ignored("sparse_gradients", KeyType::kBool, "gradients are dense; the result is the same"),
+    Ignored("disable_allgather", KeyType::kBool, "how blocks are gathered is the planner's choice"),
+    Ignored("allgather_size", KeyType::kWhole, "how blocks are gathered is the planner's choice"),
+    Ignored("data_types", KeyType::kObject, "a block's gradients are accumulated in fp32 and rounded once"),
+    Ignored("graph_harvesting", KeyType::kBool, "there are no graphs to harvest"),
+    Ignored("compile", KeyType::kObject, "there is nothing to compile at run time"),
+    Ignored("use_data_before_expert_parallelism", KeyType::kBool, "all ranks are data-parallel"),
+    Ignored("managed_gradient_accumulation", KeyType::kBool, "the engine always manages the accumulation"),
+    Ignored("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
+    Ignored("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
+    Ignored("nebula", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
+    Ignored("datastates", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
+
+    Refused("amp", "Apex's mixed precision is not served; use bf16 or fp16"),
+    Refused("torch_autocast", "autocast is not served; use bf16 or fp16"),
+    Refused("gradient_allreduce_op", "gradients are averaged over ranks", "\"mean\""),
+    Refused("elasticity", "the batch size does not change by itself; give train_batch_size"),
+    Refused("pipeline", "there is no pipeline parallelism; all ranks are data-parallel"),
+    Refused("tensor_parallel", "there is no tensor parallelism; all ranks are data-parallel"),
+    Refused("expert_parallel", "there is no expert parallelism; all ranks are data-parallel"),
+    Refused("sequence_parallel_size", "there is no sequence parallelism; all ranks are data-parallel", "1"),
+    Refused("sparse_attention", "attention is the model's own"),
+    Refused("progressive_layer_drop", "it would change the model while it trains, which Penstock does not"),
+    Refused("curriculum_learning", "sequences have one length; use --seq"),
+    Refused("data_efficiency", "batches are drawn by seed and step alone"),
+    Refused("compression_training", "weights are trained as they are"),
+    Refused("quantize_training", "weights are trained as they are"),
+    Refused("weight_quantization", "weights are trained as they are"),
+    Refused("eigenvalue", "it only serves quantize_training"),
+    Refused("hybrid_engine", "Penstock trains; penstock sample generates from a state directory"),
+});
+
+constexpr std::string_view kOnePass = "the update is always one fused pass";
+
+constexpr auto kOptimizer = std::to_array<KeySpec>({
+    Choice("type", kServedOptimizers),
+    Object("params"),
+    Ignored("legacy_fusion", KeyType::kBool, kOnePass),
+});
+
+constexpr KeySpec kBetas = {.name = "betas", .use = kServed, .type = KeyType::kPair, .least = 0, .most = 1};
+constexpr KeySpec kSetGradNone =
+    Ignored("set_grad_none", KeyType::kBool, "gradients are freed as soon as they are used");
+constexpr KeySpec kFused = Ignored("fused", KeyType::kBool, kOnePass);
+constexpr KeySpec kForeach = Ignored("foreach", KeyType::kBool, kOnePass);
+constexpr KeySpec kDifferentiable =
+    Ignored("differentiable", KeyType::kBool, "nobody differentiates the update");
+constexpr KeySpec kMaximize = Refused("maximize", "the loss is always minimised");
+constexpr KeySpec kMaxGradNorm =
+    Refused("max_grad_norm", "give gradient_clipping at the top level instead", "0");
+constexpr KeySpec kFp32States =
+    Ignored("fp32_optimizer_states", KeyType::kBool, "penstock.optimizer_states says their type");
+
+constexpr auto kAdam = std::to_array<KeySpec>({
+    Number("lr", 0),
+    kBetas,
+    Number("eps", 0),
+    Number("weight_decay", 0),
+    Bool("adam_w_mode"),
+    Ignored("torch_adam", KeyType::kBool, "Penstock's AdamW does the same arithmetic"),
+    kSetGradNone,
+    kFused,
+    kForeach,
+    Ignored("capturable", KeyType::kBool, "the update is not captured in a graph"),
+    kDifferentiable,
+    kFp32States,
+    Refused("bias_correction", "Adam's bias is always corrected", "true"),
+    Refused("amsgrad", "AMSGrad is not served; use AdamW"),
+    kMaximize,
+    kMaxGradNorm,
+});
+
+constexpr auto kAdagrad = std::to_array<KeySpec>({
+    Number("lr", 0),
+    Number("lr_decay", 0),
+    Number("eps", 0),
+    Number("weight_decay", 0),
+    kSetGradNone,
+    kFused,
+    kForeach,
+    kDifferentiable,
+    kFp32States,
+    Refused("initial_accumulator_value", "the sum of squares starts at zero", "0"),
+    Refused("amsgrad", "AMSGrad is of Adam and not served"),
+    kMaximize,
+    kMaxGradNorm,
+});
+
+constexpr auto kLion = std::to_array<KeySpec>({
+    Number("lr", 0),
+    kBetas,
+    Number("weight_decay", 0),
+    kSetGradNone,
+    kFused,
+    kFp32States,
+    kMaxGradNorm,
+});
+
+constexpr auto kSgd = std::to_array<KeySpec>({
+    Number("lr", 0),
+    Number("momentum", 0, 1),
+    Number("dampening", 0, 1),
+    Number("weight_decay", 0),
+    Bool("nesterov"),
+    kFused,
+    kForeach,
+    kDifferentiable,
+    kMaximize,
+    kMaxGradNorm,
+});
+
+constexpr auto kScheduler = std::to_array<KeySpec>({
+    Choice("type", "LRRangeTest|OneCycle|WarmupLR|WarmupDecayLR|WarmupCosineLR"),
+    Object("params"),
+});
+
+constexpr KeySpec kLastBatch =
+    Ignored("last_batch_iteration", KeyType::kWhole, "--resume continues the schedule by itself");
+
+constexpr auto kLrRangeTest = std::to_array<KeySpec>({
+    Number("lr_range_test_min_lr", 0),
+    Whole("lr_range_test_step_size", 1),
+    Number("lr_range_test_step_rate", 0),
+    Bool("lr_range_test_staircase"),
+    kLastBatch,
+});
+
+constexpr auto kOneCycle = std::to_array<KeySpec>({
+    Number("cycle_min_lr", 0),
+    Number("cycle_max_lr", 0),
+    Number("decay_lr_rate", 0),
+    Whole("cycle_first_step_size", 1),
+    Whole("cycle_second_step_size", 1),
+    Whole("cycle_first_stair_count", 0),
+    Whole("cycle_second_stair_count", 0),
+    Whole("decay_step_size", 0),
+    Bool("cycle_momentum"),
+    Number("cycle_min_mom", 0, 1),
+    Number("cycle_max_mom", 0, 1),
+    Number("decay_mom_rate", 0),
+    kLastBatch,
+});
+
+constexpr auto kWarmupLr = std::to_array<KeySpec>({
+    Number("warmup_min_lr", 0),
+    Number("warmup_max_lr", 0),
+    Whole("warmup_num_steps", 0),
+    Choice("warmup_type", "log|linear"),
+    kLastBatch,
+});
+
+constexpr auto kWarmupDecayLr = std::to_array<KeySpec>({
+    Number("warmup_min_lr", 0),
+    Number("warmup_max_lr", 0),
+    Whole("warmup_num_steps", 0),
+    Choice("warmup_type", "log|linear"),
+    Whole("total_num_steps", 1),
+    kLastBatch,
+});
+
+constexpr auto kWarmupCosineLr = std::to_array<KeySpec>({
+    Whole("total_num_steps", 1),
+    Number("warmup_min_ratio", 0),
+    Whole("warmup_num_steps", 0),
+    Number("cos_min_ratio", 0),
+    Choice("warmup_type", "log|linear"),
+    kLastBatch,
+});
+
+constexpr auto kFp16 = std::to_array<KeySpec>({
+    Bool("enabled"),
+    Number("loss_scale", 0, 0x1p127),
+    Whole("initial_scale_power", 0, 127),
+    Whole("loss_scale_window", 1),
+    Whole("hysteresis", 1),
+    Bool("consecutive_hysteresis"),
+    Number("min_loss_scale", 0x1p-126, 0x1p127),
+    Ignored("auto_cast", KeyType::kBool, "inputs are token ids, which have nothing to cast"),
+    Ignored("fused_mode", KeyType::kBool, "the update is always one fused pass"),
+    Refused("fp16_master_weights_and_grads", "masters are fp32: fp16 ones lose small updates"),
+});
+
+constexpr auto kBf16 = std::to_array<KeySpec>({
+    Bool("enabled"),
+    Ignored("immediate_grad_update", KeyType::kBool,
+            "a block's gradient is consumed as early as the plan allows"),
+    Ignored("check_grad_overflow", KeyType::kBool, "gradients are always checked"),
+    Refused("bf16_master_weights_and_grads", "masters are fp32, kept as bf16 and a 16-bit remainder"),
+    Refused("bf16_optimizer_states", "write \"penstock\": {\"optimizer_states\": \"bf16\"}"),
+});
+
+constexpr auto kZero = std::to_array<KeySpec>({
+    Whole("stage", 0, 3),
+    Object("offload_param"),
+    Object("offload_optimizer"),
+    Whole("sub_group_size", 0),
+    Whole("reduce_bucket_size", 0),
+    Whole("allgather_bucket_size", 0),
+    Whole("stage3_prefetch_bucket_size", 0),
+    AlsoCalled(Whole("stage3_prefetch_bucket_size", 0), "prefetch_bucket_size"),
+    Whole("stage3_max_live_parameters", 0),
+    AlsoCalled(Whole("stage3_max_live_parameters", 0), "max_live_parameters"),
+    Whole("stage3_max_reuse_distance", 0),
+    AlsoCalled(Whole("stage3_max_reuse_distance", 0), "max_reuse_distance"),
+    Whole("stage3_param_persistence_threshold", 0),
+    AlsoCalled(Whole("stage3_param_persistence_threshold", 0), "param_persistence_threshold"),
+    Whole("stage3_model_persistence_threshold", 0, 0x1p63),
+    AlsoCalled(Whole("stage3_model_persistence_threshold", 0, 0x1p63), "model_persistence_threshold"),
+    Bool("cpu_offload"),
+    Bool("cpu_offload_param"),
+
+    Ignored("contiguous_gradients", KeyType::kBool, "a block's gradients are always contiguous"),
+    Ignored("reduce_scatter", KeyType::kBool, kRankOrderSum),
+    Ignored("use_multi_rank_bucket_allreduce", KeyType::kBool, kRankOrderSum),
+    Ignored("allgather_partitions", KeyType::kBool, "a block is gathered as one"),
+    Ignored("overlap_comm", KeyType::kBool, "everything that can overlap does"),
+    Ignored("load_from_fp32_weights", KeyType::kBool, "masters are always exact"),
+    Ignored("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+            "penstock export writes whole weights from any state directory"),
+    AlsoCalled(Ignored("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+                       "penstock export writes whole weights from any state directory"),
+               "gather_16bit_weights_on_model_save"),
+    OnceCalled(Ignored("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+                       "penstock export writes whole weights from any state directory"),
+               "stage3_gather_fp16_weights_on_model_save"),
+    Ignored("stage3_module_granularity_threshold", KeyType::kWhole,
+            "the unit is a block, given by the model"),
+    AlsoCalled(Ignored("stage3_module_granularity_threshold", KeyType::kWhole,
+                       "the unit is a block, given by the model"),
+               "module_granularity_threshold"),
+    Ignored("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
+    AlsoCalled(
+        Ignored("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
+        "use_all_reduce_for_fetch_params"),
+    Ignored("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
+    AlsoCalled(Ignored("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
+               "allgather_sequential"),
+    Ignored("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
+    AlsoCalled(
+        Ignored("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
+        "partition_stream_chunk_size"),
+    Ignored("cpu_offload_use_pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+    Ignored("ignore_unused_parameters", KeyType::kBool,
+            "a parameter without a gradient has a gradient of zero"),
+    Ignored("legacy_stage1", KeyType::kBool, "there is one implementation"),
+    Ignored("round_robin_gradients", KeyType::kBool, "every block is cut evenly over ranks"),
+    Ignored("memory_efficient_linear", KeyType::kBool,
+            "a block's backward always recomputes from its saved input"),
+    Ignored("pipeline_loading_checkpoint", KeyType::kBool, "checkpoints are always streamed"),
+    Ignored("override_module_apply", KeyType::kBool, "blocks are initialised by their factories"),
+    Ignored("log_trace_cache_warnings", KeyType::kBool, "a miss of the plan is always said once"),
+    Ignored("enable_sanity_checks", KeyType::kBool, "checks are always on"),
+    Ignored("leaf_module", KeyType::kObject, "the unit is a block, given by the model"),
+    Ignored("save_muon_momentum_buffer_in_memory", KeyType::kBool, "it only concerns Muon"),
+
+    Refused("elastic_checkpoint", "DeepSpeed has dropped it; Penstock's checkpoints need no such key"),
+    Refused("zenflow", "gradients are applied in the step that made them"),
+    Refused("zero_hpz_partition_size", "there is no secondary partition of ZeRO++", "1"),
+    Refused("zero_quantized_weights",
+            "blocks are gathered unchanged: losses are bit-identical to an unsharded run"),
+    Refused("zero_quantized_nontrainable_weights", "weights are stored unchanged"),
+    Refused("zero_quantized_gradients", "gradients are exchanged unchanged: losses do not depend on it"),
+    Refused("zeropp_loco_param", "it only serves zero_quantized_gradients"),
+    Refused("mics_shard_size", "state is cut over all ranks, not over groups", "-1"),
+    Refused("mics_hierarchical_params_gather", "state is cut over all ranks, not over groups"),
+});
+
+constexpr auto kOffloadParam = std::to_array<KeySpec>({
+    Choice("device", "none|cpu|nvme"),
+    Text("nvme_path"),
+    Whole("buffer_count", 0, 0x1p31),
+    Whole("buffer_size", 0),
+    Whole("max_in_cpu", 0),
+    Ignored("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+});
+
+constexpr auto kOffloadOptimizer = std::to_array<KeySpec>({
+    Choice("device", "none|cpu|nvme"),
+    Text("nvme_path"),
+    Whole("buffer_count", 0, 0x1p31),
+    Ignored("buffer_size", KeyType::kWhole,
+            "the optimizer's buffers have the size of a tile; see sub_group_size"),
+    Ignored("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+    Ignored("pipeline", KeyType::kBool, "it follows from pipeline_read and pipeline_write"),
+    Bool("pipeline_read"),
+    Bool("pipeline_write"),
+    Ignored("fast_init", KeyType::kBool, "blocks go straight to their tier as they are built"),
+    Number("ratio", 0, 1),
+    Ignored("super_offload", KeyType::kBool, "the planner decides where a tile is updated"),
+    Ignored("convert_grad_on_cpu", KeyType::kBool, "the cast is fused into the update"),
+    Ignored("cpuadam_cores_perc", KeyType::kNumber, "give penstock.update_threads"),
+});
+
+constexpr auto kAio = std::to_array<KeySpec>({
+    Whole("block_size", 4096, 0x1p30),
+    Whole("queue_depth", 1, 65536),
+    Whole("intra_op_parallelism", 1, 1024),
+    AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "thread_count"),
+    AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "num_threads"),
+    Ignored("single_submit", KeyType::kBool, "requests are handed over in batches as they come"),
+    Ignored("overlap_events", KeyType::kBool, "the queue is always refilled as requests complete"),
+    Bool("use_gds"),
+});
+
+constexpr auto kActivationCheckpointing = std::to_array<KeySpec>({
+    Bool("cpu_checkpointing"),
+    Ignored("partition_activations", KeyType::kBool,
+            "all ranks are data-parallel: each has its own activations"),
+    Ignored("number_checkpoints", KeyType::kWhole, "one input is saved for each block"),
+    Ignored("contiguous_memory_optimization", KeyType::kBool, "saved inputs come from one arena"),
+    Ignored("synchronize_checkpoint_boundary", KeyType::kBool, "nothing needs it"),
+    Ignored("profile", KeyType::kBool, kOwnReports),
+});
+
+constexpr auto kCheckpoint = std::to_array<KeySpec>({
+    {.name = "tag_validation",
+     .use = kIgnored,
+     .type = KeyType::kChoice,
+     .why = "a checkpoint's tag is its step, which all ranks agree on",
+     .choices = "Ignore|Warn|Fail"},
+    Ignored("use_node_local_storage", KeyType::kBool, "every rank writes to its own directory"),
+    Ignored("parallel_write", KeyType::kObject, "every rank writes its own part"),
+    Ignored("checkpoint_serialization", KeyType::kBool, "the format is Penstock's own"),
+    Ignored("writer", KeyType::kObject, "the I/O engine writes"),
+    Refused("load_universal",
+            "Penstock does not read DeepSpeed's checkpoints; --init-from takes safetensors weights"),
+});
+
+constexpr auto kPenstock = std::to_array<KeySpec>({
+    Size("host_memory", 1),
+    Size("device_memory", 1),
+    Choice("durability", "step|checkpoint"),
+    Choice("sync", "process|power"),
+    Whole("versions", 1, 3),
+    Choice("order", "auto|next_forward|in_backward"),
+    Choice("optimizer_states", "fp32|bf16|8bit"),
+    Size("tile_bytes", 65536, 0x1p30),
+    Whole("io_threads", 1, 1024),
+    Whole("update_threads", 1, 4096),
+    Choice("placement", "auto|cpu|cuda|const"),
+    Size("placement_const_bytes", 0),
+    Number("gpu_margin_mem_ratio", 0, 1),
+});
+
+struct Section {
+  std::string_view path;
+  std::span<const KeySpec> keys;
+};
+
+constexpr auto kSections = std::to_array<Section>({
+    {"", kTop},
+    {"optimizer", kOptimizer},
+    {"optimizer.params/Adam", kAdam},
+    {"optimizer.params/AdamW", kAdam},
+    {"optimizer.params/Adagrad", kAdagrad},
+    {"optimizer.params/Lion", kLion},
+    {"optimizer.params/SGD", kSgd},
+    {"scheduler", kScheduler},
+    {"scheduler.params/LRRangeTest", kLrRangeTest},
+    {"scheduler.params/OneCycle", kOneCycle},
+    {"scheduler.params/WarmupLR", kWarmupLr},
+    {"scheduler.params/WarmupDecayLR", kWarmupDecayLr},
+    {"scheduler.params/WarmupCosineLR", kWarmupCosineLr},
+    {"fp16", kFp16},
+    {"bf16", kBf16},
+    {"zero_optimization", kZero},
+    {"zero_optimization.offload_param", kOffloadParam},
+    {"zero_optimization.offload_optimizer", kOffloadOptimizer},
+    {"aio", kAio},
+    {"activation_checkpointing", kActivationCheckpointing},
+    {"checkpoint", kCheckpoint},
+    {"penstock", kPenstock},
+});
+
+}  // namespace
+
+std::span<const KeySpec> SectionKeys(std::string_view section) {
+  for (const Section& s : kSections) {
+    if (s.path == section) return s.keys;
+  }
+  return {};
+}
+
+std::vector<std::string_view> SectionPaths() {
+  std::vector<std::string_view> paths;
+  for (const Section& s : kSections) paths.push_back(s.path);
+  return paths;
+}
+
+}  // namespace penstock::zero

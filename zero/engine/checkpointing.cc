@@ -1,0 +1,255 @@
+#include "zero/engine/checkpointing.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "swap/checkpoint.h"
+#include "zero/engine/engine_state.h"
+#include "zero/memory/guarded.h"
+#include "zero/engine/rank_agreement.h"
+#include "zero/lanes/hardware_lanes.h"
+
+namespace penstock::zero {
+namespace {
+
+// Block and tile of every tile of a store, in the store's order.
+std::vector<std::pair<int, int>> TileNumbers(const tiering::Plan& plan) {
+  std::vector<std::pair<int, int>> numbers;
+  for (size_t b = 0; b < plan.blocks.size(); ++b) {
+    for (size_t t = 0; t < plan.blocks[b].tiles.size(); ++t) {
+      numbers.emplace_back(static_cast<int>(b), static_cast<int>(t));
+    }
+  }
+  return numbers;
+}
+
+std::vector<void*> PlacesIn(const TileMemory& memory) {
+  std::vector<void*> places = {memory.weights};
+  places.insert(places.end(), memory.state.begin(), memory.state.end());
+  return places;
+}
+
+// Of a plan that has everything in memory.
+std::vector<void*> PlacesOf(const tiering::Plan& plan, const Residency& residency, const DeviceState* device,
+                            int block, int tile) {
+  if (device != nullptr && device->has(block)) return PlacesIn(device->staged(block, tile));
+  const tiering::BlockPlan& of = plan.blocks[static_cast<size_t>(block)];
+  return PlacesIn(
+      residency.tile(block, tile, of.private_run_slot, of.private_tile_slot[static_cast<size_t>(tile)]));
+}
+
+// A tile was read to its places: on to the device, where it lives there.
+absl::Status HandOn(const DeviceState* device, int block, int tile) {
+  if (device == nullptr || !device->has(block)) return absl::OkStatus();
+  return device->Write(block, tile, device->staged(block, tile));
+}
+
+}  // namespace
+
+Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> tile_memory, Comm* comm,
+                             Report report)
+    : schedule_(std::move(schedule)), tile_memory_(tile_memory), comm_(comm), report_(std::move(report)) {
+  if (comm_ != nullptr && comm_->rank() > 0) return;
+  swap::RemovePartialCheckpoints(schedule_.parent);
+  swap::KeepNewestCheckpoints(schedule_.parent, Options().keep);
+}
+
+swap::CheckpointOptions Checkpointing::Options() const {
+  swap::CheckpointOptions options;
+  options.parent = schedule_.parent;
+  options.memory = tile_memory_;
+  options.keep = static_cast<uint32_t>(std::max<int64_t>(0, schedule_.keep));
+  if (comm_ != nullptr) {
+    options.rank = comm_->rank();
+    options.meet = [this](const absl::Status& mine) {
+      return AgreeOnStatus(*comm_, Channel::kCheckpoint, mine);
+    };
+  }
+  return options;
+}
+
+absl::Status Checkpointing::Begin(std::unique_ptr<swap::CheckpointCopy> copy, int64_t steps) {
+  copy_ = std::move(copy);
+  credit_ = 0;
+  tiles_per_step_ = 0;
+  if (steps > 1) {
+    tiles_per_step_ = static_cast<double>(copy_->tiles()) / static_cast<double>(steps);
+  } else {
+    copy_->AllowAll();
+  }
+  // A commit may end later than the step after it begins.
+  BeforeUpdate(begun_step_);
+  return absl::OkStatus();
+}
+
+absl::Status Checkpointing::BeginOfStore(swap::Store& store, bool commits_every_step) {
+  if (absl::Status status = Finish(); !status.ok()) return status;
+  absl::StatusOr<std::unique_ptr<swap::CheckpointCopy>> copy =
+      swap::CheckpointCopy::OfStore(store, Options());
+  if (!copy.ok()) return copy.status();
+  const uint32_t slots = store.geometry().slots();
+  const bool at_leisure = slots > 2 || (slots == 2 && !commits_every_step);
+  const auto step = static_cast<int64_t>(store.committed_step());
+  last_step_ = at_leisure ? 0 : step + (slots == 1 ? 1 : 2);
+  return Begin(std::move(*copy), at_leisure ? std::min(schedule_.every - 1, kSpreadSteps) : 1);
+}
+
+absl::Status Checkpointing::BeginOfMemory(aio::Engine& io, swap::CheckpointSource source) {
+  if (absl::Status status = Finish(); !status.ok()) return status;
+  last_step_ = static_cast<int64_t>(source.step) + 1;
+  return Begin(swap::CheckpointCopy::OfMemory(io, Options(), std::move(source)), 1);
+}
+
+absl::Status Checkpointing::MakeUpFor(swap::Store& store, bool commits_every_step) {
+  const uint64_t step = store.committed_step();
+  if (step == 0 || !Due(static_cast<int64_t>(step))) return absl::OkStatus();
+  for (const swap::CheckpointEntry& kept : swap::ListCheckpoints(schedule_.parent)) {
+    if (kept.step == step) return absl::OkStatus();
+  }
+  return BeginOfStore(store, commits_every_step);
+}
+
+absl::Status Checkpointing::Advance(int64_t operations) {
+  ++ended_;
+  if (copy_ == nullptr) return absl::OkStatus();
+  if (copy_->finished()) return Finish();
+  // Those that find nothing to do are not heard of: a step's are as many as the last one's.
+  credit_ +=
+      tiles_per_step_ / static_cast<double>(std::max<int64_t>(1, of_step_ > 0 ? of_step_ : operations));
+  if (credit_ < 1) return absl::OkStatus();
+  const auto tiles = static_cast<uint32_t>(credit_);
+  credit_ -= tiles;
+  copy_->Allow(tiles);
+  return absl::OkStatus();
+}
+
+void Checkpointing::BeforeUpdate(int64_t step) {
+  begun_step_ = step;
+  if (step > paced_step_) {
+    paced_step_ = step;
+    of_step_ = std::exchange(ended_, 0);
+  }
+  if (last_step_ > 0 && step >= last_step_) FinishTiles();
+}
+
+void Checkpointing::FinishTiles() {
+  if (copy_ != nullptr) copy_->FinishTiles();
+}
+
+absl::Status Checkpointing::Finish() {
+  if (copy_ == nullptr) return absl::OkStatus();
+  const std::unique_ptr<swap::CheckpointCopy> copy = std::move(copy_);
+  const absl::Status status = copy->Finish();
+  if (report_) report_(static_cast<int64_t>(copy->step()), copy->path(), status);
+  return absl::IsResourceExhausted(status) || absl::IsAlreadyExists(status) ? absl::OkStatus() : status;
+}
+
+swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency& residency,
+                                      const DeviceState* device, const std::string& identity, int64_t step,
+                                      int64_t updates, std::string payload) {
+  swap::CheckpointSource source;
+  source.layout = LayoutOf(plan);
+  for (swap::TileLayout& tile : source.layout.tiles) tile.scratch_bytes = 0;
+  source.identity = identity;
+  source.step = static_cast<uint64_t>(step);
+  source.updates = static_cast<uint64_t>(updates);
+  source.payload = std::move(payload);
+  source.fetch = [&plan, &residency, device, step, numbers = TileNumbers(plan)](
+                     const swap::Store& target, uint32_t tile, aio::Priority, swap::CheckpointTile* to) {
+    const auto [block, of_block] = numbers[tile];
+    if (device != nullptr && device->has(block)) {
+      absl::Status read = device->Read(block, of_block, device->staged(block, of_block));
+      if (!read.ok()) return read;
+    }
+    const std::vector<void*> places = PlacesOf(plan, residency, device, block, of_block);
+    to->version = VersionAfter(step);
+    for (size_t s = 0; s < places.size(); ++s) {
+      to->data[s] = places[s];
+      to->checksums[s] = target.SegmentChecksum(tile, static_cast<uint32_t>(s), to->version, places[s]);
+    }
+    return absl::OkStatus();
+  };
+  return source;
+}
+
+static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const PartDirectories& parts,
+                                                 const tiering::ModelGraph& graph, const tiering::Plan& plan,
+                                                 const Residency& residency, const DeviceState* device) {
+  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(parts);
+  if (!inspections.ok()) return inspections.status();
+  std::vector<int64_t> elements;
+  for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
+  // A tensor's memory, so that it is counted and bounded like any other.
+  const uint64_t bytes = RankParts::MemoryBytes(*inspections);
+  torch::Tensor memory;
+  const absl::Status taken = Guarded("memory for a tile of the checkpoint", [&] {
+    memory = torch::empty({static_cast<int64_t>(bytes + swap::kBlockBytes)}, torch::kUInt8);
+  });
+  if (!taken.ok()) return taken;
+  void* start = memory.data_ptr();
+  size_t room = bytes + swap::kBlockBytes;
+  std::align(swap::kBlockBytes, bytes, start, room);
+  absl::StatusOr<std::unique_ptr<RankParts>> reader = RankParts::Open(
+      io, parts, *inspections, elements, plan.precision, {static_cast<std::byte*>(start), bytes});
+  if (!reader.ok()) return reader.status();
+  for (const auto& [block, tile] : TileNumbers(plan)) {
+    const tiering::Tile range =
+        residency.InRun(block, plan.blocks[static_cast<size_t>(block)].tiles[static_cast<size_t>(tile)]);
+    const std::vector<void*> places = PlacesOf(plan, residency, device, block, tile);
+    absl::Status read = (*reader)->Read(block, range.offset, range.elements, places);
+    if (read.ok()) read = HandOn(device, block, tile);
+    if (!read.ok()) return read;
+  }
+  return (*reader)->recovered();
+}
+
+absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirectories& parts,
+                                               const tiering::ModelGraph& graph, const tiering::Plan& plan,
+                                               const Residency& residency, const DeviceState* device,
+                                               int rank) {
+  if (static_cast<int>(parts.size()) != plan.world)
+    return LoadParts(io, parts, graph, plan, residency, device);
+  const std::vector<std::string>& directories = parts[static_cast<size_t>(rank)];
+  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(parts);
+  if (!inspections.ok()) return inspections.status();
+  swap::StoreOptions options;
+  options.directories = directories;
+  options.read_only = true;
+  options.sequence = inspections->front().record.sequence;
+  absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(io, options);
+  if (!store.ok()) return store.status();
+  const std::vector<std::pair<int, int>> numbers = TileNumbers(plan);
+  if (numbers.size() != (*store)->geometry().tiles()) {
+    return absl::DataLossError(absl::StrCat(directories.front(), " has ", (*store)->geometry().tiles(),
+                                            " tiles, its model ", numbers.size()));
+  }
+  // One ahead: the next tile is on its way while this one is checked.
+  swap::TileIo ios[2];
+  const auto read = [&](uint32_t tile) {
+    const std::vector<void*> places =
+        PlacesOf(plan, residency, device, numbers[tile].first, numbers[tile].second);
+    return (*store)->ReadSegments(&ios[tile % 2], tile, 0, static_cast<uint32_t>(places.size()), places,
+                                  aio::Priority::kDemand, swap::Which::kCommitted);
+  };
+  // But not into the same places.
+  const auto staged = [&](uint32_t tile) { return device != nullptr && device->has(numbers[tile].first); };
+  absl::Status status = read(0);
+  for (uint32_t tile = 0; tile < numbers.size() && status.ok(); ++tile) {
+    const bool more = tile + 1 < numbers.size(), ahead = more && !(staged(tile) && staged(tile + 1));
+    if (ahead) status = read(tile + 1);
+    absl::Status arrived = (*store)->Wait(&ios[tile % 2]);
+    if (arrived.ok()) arrived = (*store)->VerifyRead(ios[tile % 2]);
+    if (arrived.ok()) arrived = HandOn(device, numbers[tile].first, numbers[tile].second);
+    status.Update(arrived);
+    if (more && !ahead && status.ok()) status = read(tile + 1);
+  }
+  for (swap::TileIo& each : ios) {
+    if (each.pending()) (void)(*store)->Wait(&each);  // the error before it is the one to tell
+  }
+  if (!status.ok()) return status;
+  return (*store)->recovered();
+}
+
+}  // namespace penstock::zero

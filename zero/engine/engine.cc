@@ -1,0 +1,653 @@
+#include "zero/engine/engine.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <numeric>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "aio/io_error.h"
+#include "swap/checkpoint.h"
+#include "swap/inspect.h"
+#include "tiering/program/program.h"
+#include "zero/engine/checkpointing.h"
+#include "zero/lanes/device_lanes.h"
+#include "zero/engine/engine_state.h"
+#include "zero/memory/guarded.h"
+#include "zero/compute/measure.h"
+#include "zero/engine/rank_agreement.h"
+#include "zero/lanes/hardware_lanes.h"
+#include "zero/engine/run_resources.h"
+#include "zero/engine/parameter_access.h"
+#include "zero/memory/tensor_memory.h"
+#include "zero/engine/step_outcome.h"
+
+namespace penstock::zero {
+
+using tiering::Op;
+using tiering::OpId;
+using tiering::OpKind;
+using tiering::Pass;
+
+class Engine::Impl {
+ public:
+  Impl(Model model, EngineOptions options)
+      : model_(std::move(model)), options_(std::move(options)), decisions_(options_) {}
+
+  ~Impl() {
+    if (executor_ != nullptr && executor_->in_flight() > 0 && options_.comm != nullptr) {
+      // Closed in the middle of a step: what waits for the other ranks would wait for ever.
+      options_.comm->Abort(absl::CancelledError("the engine was closed in the middle of a step"));
+    }
+    if (executor_ != nullptr) executor_->Quiesce();
+    checkpointing_.reset();
+    lanes_.reset();
+  }
+
+  absl::Status Create() {
+    TensorMemory::Install();
+    TensorMemory::Trim();
+    TensorMemory::SetLimit(0);
+    TensorMemory::ResetPeak();
+    absl::StatusOr<PreparedModel> prepared = PrepareModel(model_, options_);
+    if (!prepared.ok()) return prepared.status();
+    plan_ = std::move(prepared->plan);
+    modules_ = std::move(prepared->modules);
+    identity_ = std::move(prepared->identity);
+    devices_ = std::move(prepared->devices);
+    if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
+    if (!prepared->storage.how.empty()) Log(prepared->storage.how);
+    options_.io.device_transfers = std::move(prepared->storage.transfers);
+    for (const auto& module : modules_) module_pointers_.push_back(module.get());
+    if (options_.planned) {
+      if (absl::Status status = options_.planned(plan_); !status.ok()) return status;
+    }
+
+    absl::StatusOr<std::unique_ptr<Resources>> resources =
+        Resources::Create(plan_, options_, identity_.dump());
+    if (!resources.ok()) return resources.status();
+    resources_ = std::move(*resources);
+    if (options_.trains && options_.checkpoints.every > 0) {
+      if (absl::Status status = MakeCheckpointing(); !status.ok()) return status;
+    }
+    if (plan_.format.weights == kernels::DType::kFp16) {
+      if (absl::Status status = decisions_.ScaleLoss(); !status.ok()) return status;
+    }
+    if (options_.resumes()) {
+      if (absl::Status status = Restore(); !status.ok()) return status;
+      if (checkpointing_ != nullptr && store() != nullptr) {
+        absl::Status status = checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step);
+        if (!status.ok()) return status;
+      }
+    } else if (absl::Status status = Initialize(); !status.ok()) {
+      return status;
+    }
+    runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed,
+                                            *options_.device, options_.rank(), options_.world());
+    if (absl::Status status = resources_->BoundDevice(); !status.ok()) return status;
+    RealLanes::Options lane_options;
+    lane_options.update_workers = options_.update_workers;
+    lane_options.intra_op_threads = options_.intra_op_threads;
+    lane_options.format = plan_.format;
+    lane_options.comm = options_.comm.get();
+    lane_options.devices = devices_.comm.get();
+    lane_options.parts = resources_->others();
+    lane_options.stops = options_.stops;
+    lane_options.network_memory = resources_->network_memory();
+    LaneHooks hooks;
+    hooks.decide = [this](const Op& op) { return Decide(op); };
+    hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
+    hooks.committed = [this](const Op& op) { return Applied(op); };
+    lanes_ = std::make_unique<RealLanes>(plan_.plan, residency(), module_pointers_, runner_.get(), store(),
+                                         resources_->inputs(), resources_->device_lanes(), lane_options,
+                                         std::move(hooks));
+    executor_ = std::make_unique<tiering::Executor>(lanes_.get());
+    executor_->set_observer(
+        [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
+    executor_->set_stall_observer(options_.stall_observer);
+    stage_order_.resize(model_.stages.size());
+    std::iota(stage_order_.begin(), stage_order_.end(), 0);
+    MakeBuilder(/*first_id=*/0);
+    last_end_ = lanes_->Now();
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next) {
+    if (!broken_.ok()) return broken_;
+    if (!options_.trains)
+      return absl::FailedPreconditionError("this engine was made for evaluation, not for training");
+    if (static_cast<int>(batches.size()) != options_.micro_batches) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(batches.size(), " micro-batches given, ", options_.micro_batches, " planned for"));
+    }
+    if (ahead_norm_ < 0) AppendTraining();
+    const OpId norm = std::exchange(ahead_norm_, -1);
+    absl::Status begun = runner_->Begin(step_ + 1, std::move(batches), decisions_.loss_scale());
+    if (!begun.ok()) {
+      ahead_norm_ = norm;  // the pass still waits for a batch: Flush ends it, and commits the step before
+      return begun;
+    }
+    if (next == Next::kTrain) AppendTraining();
+    executor_->OpenGate(++gates_);
+    if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
+    if (!checkpoint_status_.ok()) return checkpoint_status_;
+    ++step_;
+    StepResult& result = decisions_.at(step_).result;
+    if (ahead_norm_ < 0 && !decisions_.last_is_redone()) builder_->AssumptionHeld();
+    const StepTotals totals = lanes_->totals();
+    result.loss = std::accumulate(totals.losses.begin(), totals.losses.end(), 0.0) /
+                  static_cast<double>(totals.losses.size());
+    result.stops = totals.stops;
+    const double now = lanes_->Now();
+    result.seconds = now - std::exchange(last_end_, now);
+    result.evaluation_seconds = std::exchange(evaluation_seconds_, 0);
+    const tiering::Usage usage = executor_->TakeUsage();
+    AddUsage(usage);
+    auto of = [](const auto& values, auto index) { return values[static_cast<size_t>(index)]; };
+    result.stall_io_seconds = of(usage.stall_seconds, tiering::Stall::kRead) +
+                              of(usage.stall_seconds, tiering::Stall::kWrite) +
+                              of(usage.stall_seconds, tiering::Stall::kCommit);
+    result.compute_seconds = of(usage.busy_seconds, tiering::Lane::kCompute);
+    result.optimizer_seconds = of(usage.busy_seconds, tiering::Lane::kUpdate);
+    result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead) + std::exchange(owed_read_bytes_, 0);
+    result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite) + std::exchange(owed_write_bytes_, 0);
+    last_result_ = result;
+    return result;
+  }
+
+  absl::Status SetOrder(std::vector<int> stages) {
+    std::vector<int> sorted = stages;
+    std::sort(sorted.begin(), sorted.end());
+    const auto count = static_cast<int>(model_.stages.size());
+    bool valid = static_cast<int>(stages.size()) == count && stages.back() == count - 1;
+    for (int s = 0; valid && s < count; ++s) valid = sorted[static_cast<size_t>(s)] == s;
+    if (!valid) {
+      return absl::InvalidArgumentError(absl::StrCat("an order of stages is a permutation of 0 to ",
+                                                     count - 1, " that ends with the last, not [",
+                                                     absl::StrJoin(stages, ", "), "]"));
+    }
+    if (stages == stage_order_) return absl::OkStatus();
+    if (ahead_norm_ >= 0 && !std::exchange(told_of_misses_, true)) {
+      Log("the order of the stages changed after the next step was announced: what was read ahead is "
+          "dropped");
+    }
+    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
+    stage_order_ = std::move(stages);
+    builder_->SetOrder(stage_order_);
+    return absl::OkStatus();
+  }
+
+  int64_t gds_read_bytes() const { return lanes_->past_host_bytes(); }
+
+  std::vector<std::string> ParameterNames() const { return Access().Names(); }
+
+  absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind) {
+    if (resources_->others() != nullptr) return OnePartOnly();
+    if (absl::Status status = Told(Flush()); !status.ok()) return status;
+    if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
+    if (last_result_.step == 0) {
+      return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
+    }
+    return Access().ReadGradient(
+        parameter, last_result_.loss_scale, last_result_.in_backward > 0,
+        [this](int block, int tile) { return lanes_->gradient_checksum(block, tile); });
+  }
+
+  absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
+    if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
+    absl::Status status = Told(Flush());
+    if (!status.ok()) return status;
+    bool begun = false;
+    status = Access().Write(parameter, kind, value, [&] {
+      begun = true;
+      const bool over_the_only_one = store() != nullptr && plan_.versions == 1;
+      return over_the_only_one ? store()->OverwriteNow() : absl::OkStatus();
+    });
+    if (!begun) return status;
+    // What the builder believes to be in memory, or on a device, is of the version before.
+    MakeBuilder(builder_->next_id());
+    const auto commit = [this] {
+      const std::string payload = store()->committed_payload();
+      return store()->CommitNow(
+          {.step = store()->committed_step(), .updates = store()->committed_updates(), .payload = payload});
+    };
+    if (status.ok()) {
+      if (store() == nullptr) return status;
+      status = commit();
+      // Nobody writes over the version before until all have this one.
+      if (options_.comm != nullptr) status = AgreeOnStatus(*options_.comm, Channel::kSetup, status);
+      return Told(status);
+    }
+    absl::Status undone = absl::UnimplementedError("it is in memory alone");
+    if (store() != nullptr) undone = store()->DropAllWritten();
+    if (undone.ok() && store()->overwriting()) undone = commit();  // nothing was, after all
+    if (undone.ok()) return status;
+    // Part of the value may be there: nobody may train on that.
+    broken_ = Told(absl::Status(
+        status.code(), absl::StrCat(status.message(), "; what was written of ", std::string(parameter),
+                                    " cannot be taken back: ", undone.message())));
+    return broken_;
+  }
+
+  absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
+    double sum = 0;
+    // One by one: how many of them pass at once depends on the budget, and the sum must not.
+    absl::Status status = ForwardAll(batches, [&](size_t) {
+      for (const double loss : runner_->losses()) sum += loss;
+    });
+    if (!status.ok()) return status;
+    return sum / static_cast<double>(batches.size());
+  }
+
+  absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches) {
+    std::vector<torch::Tensor> outputs;
+    absl::Status fetched;
+    absl::Status status = ForwardAll(batches, [&](size_t) {
+      absl::StatusOr<std::vector<torch::Tensor>> group = runner_->Outputs();
+      fetched.Update(group.status());
+      if (group.ok()) outputs.insert(outputs.end(), group->begin(), group->end());
+    });
+    status.Update(fetched);
+    if (!status.ok()) return status;
+    return outputs;
+  }
+
+  absl::Status Flush() {
+    if (!broken_.ok()) return broken_;
+    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
+    if (builder_->has_pending_update()) {
+      executor_->Append(builder_->Append(Pass::kFlush));
+    }
+    AppendPersist();
+    absl::Status status = executor_->RunUntilIdle();
+    AddUsage(executor_->TakeUsage());
+    if (status.ok()) status = checkpoint_status_;
+    if (status.ok() && checkpointing_ != nullptr) status = checkpointing_->Finish();
+    return status;
+  }
+
+  const Device& device() const { return *options_.device; }
+  // A disk that is full in the middle of it all: how much is missing, and what stands.
+  absl::Status WithRoom(absl::Status status) const {
+    const auto told_of = [&](const std::string& text) { return absl::StrContains(status.message(), text); };
+    const std::vector<std::string>& own = options_.state_dirs;  // and not another rank's
+    if (store() == nullptr || !told_of(aio::ErrnoText(ENOSPC)) ||
+        std::none_of(own.begin(), own.end(), told_of))
+      return status;
+    const std::string room = swap::RoomText(own);
+    return absl::Status(
+        status.code(),
+        absl::StrCat(status.message(), room.empty() ? "" : "; ", room, "; ",
+                     plan_.versions == 1 ? std::string("with room, --resume goes on from a checkpoint")
+                                         : absl::StrCat("with room, --resume goes on from step ",
+                                                        store()->committed_step())));
+  }
+  // The other ranks hear of an error: they would wait for this one.
+  absl::Status Told(absl::Status status) const {
+    status = WithRoom(std::move(status));
+    if (!status.ok() && options_.comm != nullptr) options_.comm->Abort(status);
+    return status;
+  }
+  template <typename T>
+  absl::StatusOr<T> Told(absl::StatusOr<T> result) const {
+    if (result.ok()) return result;
+    return Told(result.status());
+  }
+
+  Model model_;
+  EngineOptions options_;
+  UpdateDecisions decisions_;
+  EnginePlan plan_;
+  int64_t step_ = 0;
+  int64_t committed_step_ = 0;
+  std::optional<int64_t> resumed_from_;
+  nlohmann::json run_;
+  nlohmann::json last_description_;
+  tiering::Usage usage_;
+  std::unique_ptr<tiering::Executor> executor_;
+  std::unique_ptr<Resources> resources_;
+  DeviceExchange devices_;
+
+ private:
+  Residency& residency() const { return resources_->residency(); }
+  swap::Store* store() const { return resources_ != nullptr ? resources_->store() : nullptr; }
+
+  absl::Status MakeCheckpointing() {
+    if (!options_.resumes() && options_.overwrite && options_.rank() == 0) {
+      absl::Status removed = swap::RemoveCheckpoints(options_.checkpoints.parent);
+      if (!removed.ok()) return removed;
+    }
+    checkpointing_ = std::make_unique<Checkpointing>(options_.checkpoints, resources_->tile_memory(),
+                                                     options_.comm.get(), options_.checkpointed);
+    if (options_.comm != nullptr) {
+      // Nobody writes there before rank 0 has cleaned up.
+      absl::Status one = AgreeOnDirectory(*options_.comm, options_.checkpoints.parent);
+      if (!one.ok()) return one;
+      absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options_.comm);
+      if (!uuid.ok()) return uuid.status();
+      checkpoint_uuid_ = *uuid;
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status OnePartOnly() {
+    return absl::FailedPreconditionError(
+        "this process has one rank's part of what several have kept: read it with as many, or export it");
+  }
+
+  absl::Status Initialize() {
+    run_ = options_.run;
+    absl::Status status =
+        InitializeState(model_, options_, plan_, residency(), DeviceStateOrNull(), module_pointers_, store(),
+                        [this](const std::string& line) { Log(line); });
+    if (!status.ok() || store() == nullptr) return status;
+    const std::string payload = Payload(nullptr);
+    return store()->CommitNow({.step = 0, .updates = 0, .payload = payload});
+  }
+
+  absl::Status Restore() {
+    swap::Recovered loaded;
+    if (store() == nullptr) {
+      absl::StatusOr<swap::Recovered> from =
+          LoadIntoMemory(*resources_->io(), plan_.parts, plan_.graph, plan_.plan, residency(),
+                         DeviceStateOrNull(), options_.rank());
+      if (!from.ok()) return from.status();
+      loaded = std::move(*from);
+    }
+    const swap::Recovered& recovered = store() != nullptr ? store()->recovered() : loaded;
+    for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
+    for (const std::string& line : recovered.cut_short) Log(absl::StrCat("cut short: ", line));
+    const nlohmann::json payload =
+        nlohmann::json::parse(recovered.payload, nullptr, /*allow_exceptions=*/false);
+    const auto damaged = [&](absl::string_view what) {
+      return absl::DataLossError(absl::StrCat("the commit record of step ", recovered.step, " in ",
+                                              options_.state_dirs.front(), " has no valid ", what));
+    };
+    if (!payload.is_object() || !payload.contains("run")) return damaged("payload");
+    run_ = payload["run"];
+    run_.update(options_.run_changes);
+    last_description_ = payload.value("step", nlohmann::json());
+    const absl::Status restored = decisions_.Restore(payload, static_cast<int64_t>(recovered.updates));
+    if (!restored.ok()) return damaged(restored.message());
+    step_ = static_cast<int64_t>(recovered.step);
+    committed_step_ = step_;
+    resumed_from_ = step_;
+    return absl::OkStatus();
+  }
+
+  // Of a commit of `step`; null: of the run's beginning.
+  std::string Payload(const UpdateDecisions::Decided* step) const {
+    nlohmann::json payload = {{"run", run_}};
+    decisions_.AddTo(&payload, step);
+    if (step != nullptr && options_.describe) payload["step"] = options_.describe(step->result);
+    return payload.dump();
+  }
+
+  void AppendTraining() {
+    const bool in_backward = decisions_.ChoosesInBackward(plan_.plan);
+    std::vector<Op> ops = builder_->Append(Pass::kTrain, 0, in_backward);
+    operations_ = static_cast<int64_t>(ops.size());
+    executor_->Append(std::move(ops));
+    if (in_backward) decisions_.InBackward(builder_->next_step() - 1);
+    ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
+    ahead_step_ = builder_->next_step() - 1;
+    AppendPersistIfDue();
+  }
+
+  // The step whose updates are applied becomes one that a restart finds; nothing where every step is.
+  void AppendPersist() { executor_->Append(builder_->Append(Pass::kPersist)); }
+  void AppendPersistIfDue() {
+    const int64_t step = builder_->unsaved_step();
+    if (step != 0 && checkpointing_ != nullptr && checkpointing_->Due(step)) AppendPersist();
+  }
+
+  // Nothing is pending, and nothing on a drive is taken to be in memory.
+  void MakeBuilder(OpId first_id) {
+    builder_ = std::make_unique<tiering::ProgramBuilder>(plan_.graph, plan_.plan, step_ + 1, first_id);
+    builder_->SetOrder(stage_order_);
+  }
+
+  StateAccess Access() const {
+    return {model_,      module_pointers_, plan_.plan,          plan_.format,
+            residency(), store(),          DeviceStateOrNull(), options_.comm.get()};
+  }
+  const DeviceState* DeviceStateOrNull() const {
+    return resources_->device_lanes() != nullptr ? &resources_->device_lanes()->state() : nullptr;
+  }
+
+  // The step that was announced does not come: what it already reads and updates is finished, the rest is
+  // nothing.
+  absl::Status AbandonAhead() {
+    if (ahead_norm_ < 0) return absl::OkStatus();
+    abandoned_step_ = ahead_step_;
+    decisions_.Abandon(ahead_step_);
+    lanes_->Abandon(abandoned_step_);
+    executor_->OpenGate(++gates_);
+    absl::Status status = executor_->RunUntil(std::exchange(ahead_norm_, -1));
+    // The next builder takes everything from the drive.
+    AppendPersist();
+    if (status.ok()) status = executor_->RunUntilIdle();
+    lanes_->Abandon(abandoned_step_ = 0);
+    if (!status.ok()) return status;
+    MakeBuilder(builder_->next_id());
+    return absl::OkStatus();
+  }
+
+  template <typename Take>
+  absl::Status ForwardAll(const std::vector<Batch>& batches, Take&& take) {
+    if (!broken_.ok()) return broken_;
+    if (batches.empty()) return absl::InvalidArgumentError("nothing to evaluate: no batches given");
+    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
+    const size_t group = static_cast<size_t>(std::max(1, plan_.plan.evaluate_micro_batches));
+    int64_t own_bytes = 0;
+    for (size_t from = 0; from < batches.size(); from += group) {
+      const size_t n = std::min(group, batches.size() - from);
+      absl::Status begun = runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
+                                                  batches.begin() + static_cast<std::ptrdiff_t>(from + n)});
+      if (!begun.ok()) return begun;
+      std::vector<Op> ops = builder_->Append(Pass::kEvaluate, static_cast<int>(n));
+      for (const Op& op : ops) {
+        if (op.lane == tiering::Lane::kRead && op.step == builder_->next_step()) own_bytes += op.bytes;
+      }
+      executor_->Append(std::move(ops));
+      AppendPersistIfDue();
+      executor_->OpenGate(++gates_);
+      if (absl::Status status = executor_->RunUntilIdle(); !status.ok()) return status;
+      take(n);
+    }
+    const tiering::Usage usage = executor_->TakeUsage();
+    AddUsage(usage);
+    // The last step's updates were made on the way: theirs are the next step's to tell.
+    owed_read_bytes_ += usage.bytes[static_cast<size_t>(tiering::Lane::kRead)] - own_bytes;
+    owed_write_bytes_ += usage.bytes[static_cast<size_t>(tiering::Lane::kWrite)];
+    const double now = lanes_->Now();
+    evaluation_seconds_ += now - std::exchange(last_end_, now);
+    return absl::OkStatus();
+  }
+
+  absl::Status Decide(const Op& op) {
+    if (op.step == abandoned_step_) return absl::OkStatus();
+    if (op.kind == OpKind::kBatch && !op.evaluates) {
+      if (checkpointing_ != nullptr && decisions_.is_in_backward(op.step))
+        checkpointing_->BeforeUpdate(op.step);
+      lanes_->set_assumption(decisions_.Assume(op.step));
+      return absl::OkStatus();
+    }
+    if (op.kind != OpKind::kNorm) return absl::OkStatus();
+    if (checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
+    absl::StatusOr<UpdateDecision> decision =
+        decisions_.Decide(op.step, lanes_->totals().squares, plan_.plan.in_backward_share());
+    if (!decision.ok()) return decision.status();
+    lanes_->set_decision(*decision);
+    return absl::OkStatus();
+  }
+
+  swap::CommitInfo DescribeCommit(int64_t step) {
+    const UpdateDecisions::Decided& decided =
+        decisions_.has(step) ? decisions_.at(step) : decisions_.applied();
+    commit_payload_ = Payload(&decided);
+    return {.step = static_cast<uint64_t>(step),
+            .updates = static_cast<uint64_t>(decided.updates),
+            .payload = commit_payload_};
+  }
+
+  // A step's updates are applied, and where `op` is durable, on the drive. Where not every step is, a durable
+  // one follows for the same step.
+  absl::Status Applied(const Op& op) {
+    const int64_t step = op.step;
+    const bool lasts = store() == nullptr || op.durable;
+    if (lasts) committed_step_ = step;
+    if (decisions_.has(step)) {
+      decisions_.Apply(step);
+      if (options_.committed) {
+        absl::Status status = options_.committed(decisions_.applied().result);
+        if (!status.ok()) return status;
+      }
+    }
+    if (!lasts || checkpointing_ == nullptr) return absl::OkStatus();
+    // What the last checkpoint still holds is written to from here on.
+    if (!plan_.plan.commits_every_step) checkpointing_->FinishTiles();
+    if (!checkpointing_->Due(step)) return absl::OkStatus();
+    const UpdateDecisions::Decided& applied = decisions_.applied();
+    if (store() == nullptr) commit_payload_ = Payload(&applied);
+    if (store() != nullptr) return checkpointing_->BeginOfStore(*store(), plan_.plan.commits_every_step);
+    if (decisions_.has(step + 1)) {
+      return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
+                                              " is over: no checkpoint of it can be written"));
+    }
+    swap::CheckpointSource source = SourceOfMemory(plan_.plan, residency(), DeviceStateOrNull(),
+                                                   identity_.dump(), step, applied.updates, commit_payload_);
+    source.uuid = checkpoint_uuid_;
+    return checkpointing_->BeginOfMemory(*resources_->io(), std::move(source));
+  }
+
+  void Observe(OpId id, const Op& op, double start, double end) {
+    if (options_.observer) options_.observer(id, op, start, end);
+    if (checkpointing_ != nullptr) checkpoint_status_.Update(checkpointing_->Advance(operations_));
+    if (!options_.tick || end - last_tick_ < 0.05) return;
+    last_tick_ = end;
+    options_.tick(executor_->waiting_for());
+  }
+
+  void AddUsage(const tiering::Usage& usage) {
+    usage_.compute_union_seconds += usage.compute_union_seconds;
+    for (size_t i = 0; i < usage.busy_seconds.size(); ++i) {
+      usage_.busy_seconds[i] += usage.busy_seconds[i];
+      usage_.bytes[i] += usage.bytes[i];
+      usage_.operations[i] += usage.operations[i];
+    }
+    for (size_t i = 0; i < usage.stall_seconds.size(); ++i) usage_.stall_seconds[i] += usage.stall_seconds[i];
+  }
+
+  void Log(const std::string& line) const {
+    if (options_.log) options_.log(line);
+  }
+
+  nlohmann::json identity_;
+  std::vector<std::shared_ptr<BlockModule>> modules_;
+  std::vector<BlockModule*> module_pointers_;
+  std::unique_ptr<StageRunner> runner_;
+  std::unique_ptr<RealLanes> lanes_;
+  std::unique_ptr<tiering::ProgramBuilder> builder_;
+  std::vector<int> stage_order_;
+  bool told_of_misses_ = false;
+  std::unique_ptr<Checkpointing> checkpointing_;  // null: none are kept
+  std::optional<swap::Uuid> checkpoint_uuid_;  // by which the parts of all ranks know each other, of memory
+  absl::Status checkpoint_status_;
+  int64_t operations_ = 1;  // of a training pass
+  int64_t gates_ = 0;
+  OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
+  int64_t ahead_step_ = 0;
+  int64_t abandoned_step_ = 0;  // while it is run through
+  std::string commit_payload_;
+  StepResult last_result_;  // of this process; step 0: none
+  double last_end_ = 0;     // of a step or an evaluation
+  // Since the last step.
+  double evaluation_seconds_ = 0;
+  int64_t owed_read_bytes_ = 0, owed_write_bytes_ = 0;
+  double last_tick_ = 0;
+  absl::Status broken_;  // a written value that is there in part
+};
+
+absl::StatusOr<EnginePlan> Engine::MakePlan(const Model& model, const EngineOptions& options) {
+  TensorMemory::Install();
+  absl::StatusOr<PreparedModel> prepared = PrepareModel(model, options);
+  if (!prepared.ok()) return prepared.status();
+  return std::move(prepared->plan);
+}
+
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(Model model, EngineOptions options) {
+  auto impl = std::make_unique<Impl>(std::move(model), std::move(options));
+  if (absl::Status status = impl->Create(); !status.ok()) return impl->Told(std::move(status));
+  return std::unique_ptr<Engine>(new Engine(std::move(impl)));
+}
+
+Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Engine::~Engine() = default;
+
+absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, Next next) {
+  return impl_->Told(impl_->Step(std::move(batches), next));
+}
+absl::Status Engine::SetOrder(std::vector<int> stages) { return impl_->SetOrder(std::move(stages)); }
+absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
+  return impl_->Told(impl_->Evaluate(batches));
+}
+absl::StatusOr<std::vector<torch::Tensor>> Engine::Infer(const std::vector<Batch>& batches) {
+  return impl_->Told(impl_->Infer(batches));
+}
+std::vector<std::string> Engine::ParameterNames() const { return impl_->ParameterNames(); }
+absl::StatusOr<torch::Tensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
+  return impl_->ReadState(parameter, kind);
+}
+absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
+  return impl_->WriteState(parameter, kind, value);
+}
+absl::Status Engine::Flush() { return impl_->Told(impl_->Flush()); }
+int64_t Engine::step() const { return impl_->step_; }
+int64_t Engine::committed_step() const { return impl_->committed_step_; }
+std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from_; }
+const nlohmann::json& Engine::run() const { return impl_->run_; }
+const nlohmann::json& Engine::last_description() const { return impl_->last_description_; }
+const EnginePlan& Engine::plan() const { return impl_->plan_; }
+tiering::Stall Engine::waiting_for() const { return impl_->executor_->waiting_for(); }
+const tiering::Usage& Engine::usage() const { return impl_->usage_; }
+aio::EngineStats Engine::io_stats() const {
+  return impl_->resources_->io() ? impl_->resources_->io()->stats() : aio::EngineStats();
+}
+std::string Engine::io_backend() const {
+  return impl_->resources_->io() ? impl_->resources_->io()->backend_name() : "none";
+}
+std::string Engine::arena_pages() const {
+  return std::string(aio::PageKindName(impl_->resources_->arena().page_kind()));
+}
+int64_t Engine::peak_managed_bytes() const {
+  const Device& device = impl_->device();
+  const bool elsewhere = device.apart() && device.tensors_are_host();  // what the host's allocator counts
+  return std::max(impl_->resources_->preparation_peak(),
+                  static_cast<int64_t>(impl_->resources_->arena().bytes()) +
+                      (elsewhere ? 0 : TensorMemory::Stats().peak_bytes));
+}
+const Device& Engine::device() const { return impl_->device(); }
+Device::Traffic Engine::copied() const {
+  const Device::Traffic now = impl_->device().traffic(), before = impl_->resources_->traffic_before();
+  return {now.h2d_bytes - before.h2d_bytes, now.d2h_bytes - before.d2h_bytes};
+}
+bool Engine::gds() const { return impl_->plan_.plan.device.gds; }
+int64_t Engine::gds_read_bytes() const { return impl_->gds_read_bytes(); }
+int64_t Engine::peak_device_bytes() const {
+  if (!impl_->device().apart()) return 0;
+  return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;
+}
+int64_t Engine::peak_pinned_bytes() const {
+  return impl_->resources_->pinned() ? static_cast<int64_t>(impl_->resources_->arena().bytes()) : 0;
+}
+void Engine::set_knee_bytes(uint64_t bytes) {
+  aio::Engine* io = impl_->resources_->io();
+  if (io == nullptr) return;
+  io->set_knee_bytes(bytes);
+  if (!impl_->options_.io_depth_is_limit) io->RaiseCapsToKnee();
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,109 @@
+// One parameter's state in full precision, wherever it lives: what Engine::ReadState and WriteState do.
+//
+// Everything must be at rest: nothing in flight, every update applied. State is read from and written to the
+// drive where it has its home there, a tile at a time; where it has not, in memory, the host's or the
+// device's. A write is a new version of each tile that it touches and counts once it is committed.
+//
+// Over several ranks all of them make the same calls. Each reads its part, and all are given the whole; each
+// writes its part of a value that is the same on all. An error of one is everybody's, and ends nothing.
+#ifndef PENSTOCK_ZERO_ENGINE_PARAMETER_ACCESS_H_
+#define PENSTOCK_ZERO_ENGINE_PARAMETER_ACCESS_H_
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "swap/store.h"
+#include "tiering/plan/plan.h"
+#include "zero/compute/block.h"
+#include "zero/ranks/comm.h"
+#include "zero/compute/device_state.h"
+#include "zero/compute/model.h"
+#include "zero/memory/arena_view.h"
+#include "zero/compute/tile_format.h"
+
+namespace penstock::zero {
+
+class StateAccess {
+ public:
+  // Everything passed in outlives this. `store` is null where nothing lives on a drive, `device` where none
+  // is apart, `comm` where there is one rank.
+  StateAccess(const Model& model, const std::vector<BlockModule*>& modules, const tiering::Plan& plan,
+              const TileFormat& format, const Residency& residency, swap::Store* store,
+              const DeviceState* device, Comm* comm)
+      : model_(model),
+        modules_(modules),
+        plan_(plan),
+        format_(format),
+        residency_(residency),
+        store_(store),
+        device_(device),
+        comm_(comm) {}
+
+  // Names of all parameters: the block's, a dot, the parameter's within it.
+  std::vector<std::string> Names() const;
+  // kNotFound: no such parameter (says which name is nearest). kFailedPrecondition: the optimizer has no such
+  // state.
+  absl::StatusOr<torch::Tensor> Read(std::string_view name, StateKind kind);
+  // `gradient_checksum(block, tile)`: of the part of a gradient that waits on the drive. Values are divided
+  // by `scale`, the loss scale of their step; `in_backward`: that step was updated so, where the plan says
+  // it.
+  absl::StatusOr<torch::Tensor> ReadGradient(std::string_view name, double scale, bool in_backward,
+                                             const std::function<uint64_t(int, int)>& gradient_checksum);
+  // kInvalidArgument: another shape, or values that differ between ranks. `start` is called, on all ranks,
+  // when nothing is wrong with the call and before anything is changed.
+  absl::Status Write(std::string_view name, StateKind kind, const torch::Tensor& value,
+                     const std::function<absl::Status()>& start);
+
+ private:
+  struct Found {
+    int block = 0;
+    const Parameter* parameter = nullptr;
+  };
+  // A tile in memory: its own place, or a copy of what is on the drive or the device.
+  struct Loaded {
+    torch::Tensor copy;
+    TileMemory memory;
+  };
+  absl::StatusOr<Found> Find(std::string_view name) const;
+  // OK where the optimizer keeps it.
+  absl::Status CheckKept(StateKind kind) const;
+  // Its only place is the device's memory.
+  bool OnDeviceAlone(int block) const {
+    return store_ == nullptr && device_ != nullptr && device_->has(block);
+  }
+  absl::StatusOr<Loaded> Load(int block, int tile) const;
+  absl::Status Store(int block, int tile, const Loaded& loaded) const;
+  uint32_t StoreTile(int block, int tile) const;
+  // Calls `body(tile, begin in tile, n, begin in parameter)` for each tile of this rank that the parameter
+  // touches.
+  absl::Status ForEachTile(const Found& found,
+                           const std::function<absl::Status(int, int64_t, int64_t, int64_t)>& body) const;
+  // `mine`, or the error of another rank.
+  absl::Status OfAll(const absl::Status& mine) const;
+  // A parameter's values: this rank's by `read(tile, begin in tile, n, to)`, the others' from them.
+  absl::StatusOr<torch::Tensor> ReadParts(
+      const Found& found, const std::function<absl::Status(int, int64_t, int64_t, float*)>& read) const;
+  // Fills in the other ranks' parts of a parameter's values, by way of `gathered`.
+  absl::Status Share(const Found& found, float* gathered, float* values) const;
+  absl::Status CheckSame(std::string_view name, const torch::Tensor& values) const;
+
+  const Model& model_;
+  const std::vector<BlockModule*>& modules_;
+  const tiering::Plan& plan_;
+  const TileFormat format_;
+  const Residency& residency_;
+  swap::Store* const store_;
+  const DeviceState* const device_;
+  Comm* const comm_;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_ENGINE_PARAMETER_ACCESS_H_

@@ -1,0 +1,266 @@
+#include "zero/engine/rank_agreement.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <limits>
+#include <random>
+#include <type_traits>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "kernels/checksum.h"
+#include "swap/checkpoint.h"
+#include "zero/memory/guarded.h"
+#include "zero/engine/json_difference.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr int64_t kProbeBytes = 4 << 20;
+
+// What a rank receives in a second while all of them hand each other `bytes`, in memory at `where`; of the
+// second of two exchanges, since the first one opens the windows of the connections. 0: too fast to tell.
+absl::StatusOr<double> ProbeNetwork(Comm& comm, Channel channel, const torch::Device& where, int64_t bytes) {
+  torch::Tensor memory;
+  absl::Status status = Guarded("memory to measure the network with", [&] {
+    memory = torch::empty({bytes * comm.world()}, torch::TensorOptions().dtype(torch::kUInt8).device(where));
+  });
+  double seconds = 0;
+  for (int i = 0; i < 2; ++i) {
+    const auto begin = std::chrono::steady_clock::now();
+    if (status.ok()) status = comm.AllGather(channel, memory.data_ptr(), static_cast<size_t>(bytes));
+    if (!status.ok()) return status;
+    seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  }
+  return seconds > 0 ? static_cast<double>(bytes) * (comm.world() - 1) / seconds : 0;
+}
+
+// Rank 0's values, everywhere.
+absl::Status TakeRankZeros(Comm& comm, void* values, size_t bytes) {
+  std::vector<std::byte> all(bytes * static_cast<size_t>(comm.world()));
+  std::memcpy(all.data() + bytes * static_cast<size_t>(comm.rank()), values, bytes);
+  if (absl::Status status = comm.AllGather(Channel::kSetup, all.data(), bytes); !status.ok()) return status;
+  std::memcpy(values, all.data(), bytes);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank) {
+  std::vector<std::string> of_rank;
+  for (const std::string& directory : directories) of_rank.push_back(swap::RankDirectory(directory, rank));
+  return of_rank;
+}
+
+absl::Status AgreeOnWords(Comm& comm, const nlohmann::json& mine) {
+  absl::StatusOr<std::vector<std::string>> texts = comm.AllTexts(Channel::kSetup, mine.dump());
+  if (!texts.ok()) return texts.status();
+  const nlohmann::json first = nlohmann::json::parse(texts->front(), nullptr, /*allow_exceptions=*/false);
+  for (size_t k = 1; k < texts->size(); ++k) {
+    const std::string difference =
+        JsonDifference(nlohmann::json::parse((*texts)[k], nullptr, /*allow_exceptions=*/false), first,
+                       absl::StrCat("on rank ", k), "on rank 0");
+    if (difference.empty()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(RankName(static_cast<int>(k), comm.world()),
+                                                   " was not started like rank 0: ", difference));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, int64_t mine) {
+  std::vector<int64_t> numbers(static_cast<size_t>(comm.world()));
+  numbers[static_cast<size_t>(comm.rank())] = mine;
+  if (absl::Status status = comm.AllGather(Channel::kSetup, numbers.data(), sizeof(int64_t)); !status.ok())
+    return status;
+  return numbers;
+}
+
+absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine) {
+  absl::StatusOr<std::vector<std::string>> texts =
+      comm.AllTexts(channel, absl::StrCat(static_cast<int>(mine.code()), " ", std::string(mine.message())));
+  if (!texts.ok()) return texts.status();
+  for (size_t k = 0; k < texts->size(); ++k) {
+    const std::string& text = (*texts)[k];
+    const size_t space = text.find(' ');
+    int code = 0;
+    if (!absl::SimpleAtoi(text.substr(0, space), &code) || code == 0) continue;
+    return {static_cast<absl::StatusCode>(code), absl::StrCat("rank ", k, ": ", text.substr(space + 1))};
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm) {
+  swap::Uuid uuid{};
+  std::random_device random;
+  std::generate(uuid.begin(), uuid.end(), [&] { return static_cast<uint8_t>(random()); });
+  if (absl::Status status = TakeRankZeros(comm, uuid.data(), uuid.size()); !status.ok()) return status;
+  return uuid;
+}
+
+absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
+  absl::Status mine;
+  std::string sign;
+  if (comm.rank() == 0) {
+    std::error_code error;
+    std::filesystem::create_directories(path, error);
+    // A name of its own, which no cache of a shared file system has ever been asked for.
+    sign = absl::StrCat(path, "/.seen-", absl::Hex(std::random_device()()));
+    const int fd = ::open(sign.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (fd < 0) mine = absl::ErrnoToStatus(errno, absl::StrCat("create ", sign));
+    if (fd >= 0) ::close(fd);
+  }
+  absl::StatusOr<std::vector<std::string>> signs = comm.AllTexts(Channel::kSetup, sign);
+  if (!signs.ok()) return signs.status();
+  if (comm.rank() > 0 && ::access(signs->front().c_str(), F_OK) != 0) {
+    mine = absl::FailedPreconditionError(
+        absl::StrCat(path,
+                     " is not what rank 0 has under this name: all ranks need one directory for "
+                     "checkpoints, on a file system that they share"));
+  }
+  absl::Status all = AgreeOnStatus(comm, Channel::kSetup, mine);
+  if (comm.rank() == 0) (void)::unlink(sign.c_str());
+  return all;
+}
+
+absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine) {
+  absl::StatusOr<std::vector<int64_t>> budgets = AllNumbers(comm, mine);
+  if (!budgets.ok()) return budgets.status();
+  int64_t least = 0;
+  for (const int64_t budget : *budgets) {
+    if (budget > 0 && (least == 0 || budget < least)) least = budget;
+  }
+  return least;
+}
+
+absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, int64_t mine) {
+  absl::StatusOr<std::vector<std::string>> identities = comm.AllTexts(Channel::kSetup, device.identity());
+  if (!identities.ok()) return identities.status();
+  const auto sharing = std::count(identities->begin(), identities->end(), device.identity());
+  const int64_t share =
+      device.identity().empty() ? device.capacity_bytes() : device.capacity_bytes() / sharing;
+  return AgreeOnBudget(comm, mine > 0 ? mine : share);
+}
+
+absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm, Device& device) {
+  absl::StatusOr<std::vector<std::string>> links = comm->AllTexts(Channel::kSetup, device.link());
+  if (!links.ok()) return links.status();
+  absl::StatusOr<std::vector<std::string>> identities = comm->AllTexts(Channel::kSetup, device.identity());
+  if (!identities.ok()) return identities.status();
+  DeviceExchange exchange;
+  exchange.where = device.torch_device();
+  std::string why;
+  for (size_t k = 0; k < links->size() && why.empty(); ++k) {
+    if ((*links)[k].empty() || (*links)[k] != links->front()) {
+      why = absl::StrCat("the device of rank ", k, " cannot exchange with others");
+    }
+    const auto first = std::find(identities->begin(), identities->end(), (*identities)[k]);
+    const auto other = static_cast<size_t>(first - identities->begin());
+    if (!(*identities)[k].empty() && other != k) {
+      why = absl::StrCat("ranks ", other, " and ", k, " share one device");
+    }
+  }
+  if (!why.empty()) {
+    exchange.how = absl::StrCat("through host memory: ", why);
+    return exchange;
+  }
+  absl::StatusOr<std::shared_ptr<Comm>> connected = device.Connect(comm);
+  if (!connected.ok()) {
+    // Known to all; they can still go the other way, if they have each other.
+    if (absl::Status lost = comm->failure(); !lost.ok()) return lost;
+    exchange.how = absl::StrCat("through host memory: ", std::string(connected.status().message()));
+    return exchange;
+  }
+  exchange.comm = std::move(*connected);
+  exchange.how = absl::StrCat("between devices, over ", links->front());
+  return exchange;
+}
+
+absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
+  std::vector<int64_t*> sizes = {&graph->batch_bytes, &graph->fixed_tensor_bytes};
+  for (tiering::BlockShape& block : graph->blocks) sizes.push_back(&block.init_bytes);
+  for (tiering::StageShape& stage : graph->stages) {
+    sizes.insert(sizes.end(), {&stage.input_bytes, &stage.forward_peak_bytes, &stage.backward_peak_bytes,
+                               &stage.input_scratch_bytes});
+  }
+  std::vector<int64_t> all(sizes.size() * static_cast<size_t>(comm.world()));
+  int64_t* const mine = all.data() + sizes.size() * static_cast<size_t>(comm.rank());
+  std::transform(sizes.begin(), sizes.end(), mine, [](const int64_t* size) { return *size; });
+  if (absl::Status status = comm.AllGather(Channel::kSetup, all.data(), sizes.size() * sizeof(int64_t));
+      !status.ok())
+    return status;
+  for (size_t i = 0; i < all.size(); ++i) {
+    int64_t& size = *sizes[i % sizes.size()];
+    size = std::max(size, all[i]);
+  }
+  std::vector<double> seconds;
+  for (const tiering::StageShape& stage : graph->stages) {
+    seconds.push_back(stage.forward_seconds);
+    seconds.push_back(stage.backward_seconds);
+  }
+  if (absl::Status status = TakeRankZeros(comm, seconds.data(), seconds.size() * sizeof(double));
+      !status.ok())
+    return status;
+  for (size_t s = 0; s < graph->stages.size(); ++s) {
+    graph->stages[s].forward_seconds = seconds[2 * s];
+    graph->stages[s].backward_seconds = seconds[2 * s + 1];
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, int64_t host_budget_bytes,
+                            tiering::MachineModel* machine) {
+  static_assert(std::is_trivially_copyable_v<tiering::MachineModel>);
+  const bool there = devices.comm != nullptr;
+  // Within the budget of where it is.
+  const int64_t budget = there ? devices.budget_bytes : host_budget_bytes;
+  const int64_t bytes =
+      budget > 0 ? std::clamp<int64_t>(budget / 4 / comm.world(), 4096, kProbeBytes) : kProbeBytes;
+  const absl::StatusOr<double> rate =
+      there ? ProbeNetwork(*devices.comm, Channel::kGather, devices.where, bytes)
+            : ProbeNetwork(comm, Channel::kSetup, torch::kCPU, bytes);
+  if (!rate.ok()) return rate.status();
+  if (*rate > 0) machine->network_bytes_per_s = *rate;
+  return TakeRankZeros(comm, machine, sizeof(*machine));
+}
+
+absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
+  std::vector<int64_t> numbers = {plan.arena_bytes,   plan.tensor_bytes, plan.tile_ring,
+                                  plan.kept_inputs,   plan.speculates,   plan.evaluate_micro_batches,
+                                  plan.micro_batches, plan.on_nvme,      plan.accumulator_ring};
+  uint64_t redo_rate = 0;
+  std::memcpy(&redo_rate, &plan.worthwhile_redo_rate, sizeof(redo_rate));
+  numbers.push_back(static_cast<int64_t>(redo_rate));
+  numbers.insert(numbers.end(), {plan.device.arena_bytes, plan.device.tensor_bytes, plan.device.kept_inputs,
+                                 plan.device.accumulator_ring, plan.device.direct, plan.device.network_piece,
+                                 plan.device.resident_elements});
+  for (const auto* slots :
+       {&plan.run_slots, &plan.tile_slots, &plan.gradient_slots, &plan.accumulator_slots, &plan.input_slots,
+        &plan.device.run_slots, &plan.device.gradient_slots, &plan.device.accumulator_slots}) {
+    for (const tiering::Slot& slot : *slots) numbers.insert(numbers.end(), {slot.offset, slot.bytes});
+  }
+  for (const tiering::BlockPlan& block : plan.blocks) {
+    numbers.insert(numbers.end(), {block.elements, block.trains, block.private_run_slot, block.gradient_slot,
+                                   block.accumulator_slot});
+    for (size_t t = 0; t < block.tiles.size(); ++t) {
+      numbers.insert(numbers.end(),
+                     {block.tiles[t].elements, block.private_tile_slot[t], block.in_backward[t]});
+    }
+  }
+  const uint64_t digest = kernels::Checksum(numbers.data(), numbers.size() * sizeof(int64_t));
+  absl::StatusOr<std::vector<int64_t>> digests = AllNumbers(comm, static_cast<int64_t>(digest));
+  if (!digests.ok()) return digests.status();
+  for (size_t k = 1; k < digests->size(); ++k) {
+    if ((*digests)[k] == digests->front()) continue;
+    return absl::InternalError(
+        absl::StrCat("rank ", k, " and rank 0 have planned differently: are they one program?"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero

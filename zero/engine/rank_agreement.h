@@ -1,0 +1,73 @@
+// What the ranks of a run agree on before its first step: the same words, one plan, one commit to go on from.
+// Every rank calls each of these, in the same order.
+#ifndef PENSTOCK_ZERO_ENGINE_RANK_AGREEMENT_H_
+#define PENSTOCK_ZERO_ENGINE_RANK_AGREEMENT_H_
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "swap/format.h"
+#include "tiering/plan/machine.h"
+#include "tiering/plan/model_graph.h"
+#include "tiering/plan/plan.h"
+#include "zero/ranks/comm.h"
+#include "zero/compute/device.h"
+
+namespace penstock::zero {
+
+// Where rank `rank` keeps its part of what all ranks are told to keep in `directories`.
+std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank);
+
+// kInvalidArgument on all ranks where any of them was started with something else than rank 0: it names rank,
+// key and both values.
+absl::Status AgreeOnWords(Comm& comm, const nlohmann::json& mine);
+
+// Everybody's number, by rank.
+absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, int64_t mine);
+
+// The same on all: OK where everybody's is, else that of the first rank that has another, which is named.
+absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine);
+
+// Rank 0's, everywhere.
+absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm);
+
+// All ranks see one and the same directory at this path; rank 0 makes it. kFailedPrecondition: they do not.
+absl::Status AgreeOnDirectory(Comm& comm, const std::string& path);
+
+// The least of all budgets; 0 is no bound.
+absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine);
+
+// What every rank may take of its device, which is apart: the least of `mine` or, where that is 0, of what
+// the devices have, each shared evenly among the ranks whose it is.
+absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, int64_t mine);
+
+// How the ranks' devices exchange weights and gradients.
+struct DeviceExchange {
+  std::shared_ptr<Comm> comm;  // whose memory is the devices'; null: through host memory
+  torch::Device where = torch::kCPU;
+  int64_t budget_bytes = 0;  // of the device, once it is agreed on
+  std::string how;           // a line about it; empty where no device is apart
+};
+
+// Over a comm of their own, where every rank has a device of its own and all are of a kind that exchanges
+// without the host. What that takes of a device's memory is no longer in its capacity afterwards.
+absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm, Device& device);
+
+// What one plan is made of must be the same on all: the times of stages and the machine are those of rank 0,
+// with the network as measured here, between devices where they exchange; what a stage takes is the most that
+// it takes anywhere.
+absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph);
+absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, int64_t host_budget_bytes,
+                            tiering::MachineModel* machine);
+
+// kInternal: the plans differ after all.
+absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_ENGINE_RANK_AGREEMENT_H_

@@ -1,0 +1,213 @@
+#include "zero/engine/report.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+#include "absl/strings/str_format.h"
+
+namespace penstock::zero {
+namespace {
+
+// JSON has no infinities: what is not finite is null.
+nlohmann::json Number(double value) {
+  return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
+}
+
+std::string WithAllDigits(const nlohmann::json& value) {
+  return value.is_number_float() ? absl::StrFormat("%.17g", value.get<double>()) : value.dump();
+}
+
+int64_t PeakRssBytes() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<int64_t>(usage.ru_maxrss) * 1024;
+}
+
+}  // namespace
+
+nlohmann::json StepJson(const StepResult& result, int64_t tokens) {
+  return {{"step", result.step},
+          {"loss", Number(result.loss)},
+          {"grad_norm", Number(result.grad_norm)},
+          {"lr", result.lr},
+          {"loss_scale", result.loss_scale},
+          {"skipped", result.skipped},
+          {"in_backward", result.in_backward},
+          {"redone", result.redone},
+          {"tokens", tokens},
+          {"seconds", result.seconds},
+          {"stall_io_seconds", result.stall_io_seconds},
+          {"compute_seconds", result.compute_seconds},
+          {"optimizer_seconds", result.optimizer_seconds},
+          {"evaluation_seconds", result.evaluation_seconds},
+          {"nvme_read_bytes", result.nvme_read_bytes},
+          {"nvme_write_bytes", result.nvme_write_bytes}};
+}
+
+std::string StepLine(const nlohmann::json& step) {
+  // In the order in which people read them; nlohmann's objects are sorted.
+  constexpr const char* kOrder[] = {"step",
+                                    "loss",
+                                    "grad_norm",
+                                    "lr",
+                                    "loss_scale",
+                                    "skipped",
+                                    "in_backward",
+                                    "redone",
+                                    "tokens",
+                                    "seconds",
+                                    "stall_io_seconds",
+                                    "compute_seconds",
+                                    "optimizer_seconds",
+                                    "nvme_read_bytes",
+                                    "nvme_write_bytes"};
+  std::string line = "{";
+  for (const char* key : kOrder) {
+    if (!step.contains(key)) continue;
+    line += (line.size() > 1 ? ", \"" : "\"") + std::string(key) + "\": " + WithAllDigits(step[key]);
+  }
+  return line + "}";
+}
+
+void Report::Start(const EngineOptions& options, const std::string& version, int world_size) {
+  report_ = {{"version", version},
+             {"optimizer_states", std::string(StateTypeName(options.optimizer_states))},
+             {"device", std::string(options.device->name())},
+             {"world_size", world_size},
+             {"seed", options.seed},
+             {"host_memory_budget_bytes", options.host_memory_bytes},
+             {"device_memory_budget_bytes", options.device_memory_bytes}};
+}
+
+void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
+                     const tiering::Prediction& prediction) {
+  const EnginePlan& plan = engine.plan();
+  parameters_ = plan.parameters;
+  report_["dtype"] = std::string(DTypeName(plan.format.weights));
+  report_["params"] = plan.parameters;
+  report_["blocks"] = plan.graph.blocks.size();
+  report_["state_bytes_total"] = plan.state_bytes;
+  report_["state_bytes_nvme"] = plan.disk_bytes;
+  report_["versions"] = plan.versions;
+  report_["durability"] =
+      std::string(Name(plan.plan.commits_every_step ? Durability::kStep : Durability::kCheckpoint));
+  report_["nvme_write_bytes_saved_per_step"] = plan.plan.late_write_bytes;
+  report_["resumed_from_step"] =
+      engine.resumed_from().has_value() ? nlohmann::json(*engine.resumed_from()) : nlohmann::json();
+  report_["io_backend"] = engine.io_backend();
+  report_["arena_pages"] = engine.arena_pages();
+  report_["io_read_bandwidth_bytes_per_s"] = device.read_bytes_per_s;
+  report_["io_write_bandwidth_bytes_per_s"] = device.write_bytes_per_s;
+  report_["io_knee_bytes"] = device.knee_bytes;
+  report_["order_of_update"] = std::string(plan.plan.order_of_update());
+  report_["in_backward_share"] = plan.plan.in_backward_share();
+  report_["updated_on_device_share"] = plan.plan.on_device_share();
+  report_["gds"] = plan.plan.device.gds;
+  prediction_ = prediction;
+  report_["predicted_at_start_step_seconds"] = prediction.step_seconds;
+  report_["predicted_at_start_clipped_step_seconds"] = prediction.clipped_step_seconds;
+  report_["prediction_from"] = "start";
+  report_["bound_by"] = prediction.bound_by;
+  report_["plan"] = plan.plan.reasons;
+  report_["device_memory_budget_bytes"] = plan.plan.device.budget_bytes;
+  seconds_ = 0;
+}
+
+void Report::Predicted(const tiering::Prediction& prediction) {
+  prediction_ = prediction;
+  report_["prediction_from"] = "steps";
+  report_["bound_by"] = prediction.bound_by;
+}
+
+Report::Mark Report::Now(const Engine& engine) const {
+  Mark mark;
+  mark.seconds = seconds_ + evaluation_seconds_;
+  mark.saturated_seconds = engine.io_stats().saturated_seconds();
+  mark.compute_union_seconds = engine.usage().compute_union_seconds;
+  mark.nvme_bytes = engine.usage().bytes[static_cast<size_t>(tiering::Lane::kRead)] +
+                    engine.usage().bytes[static_cast<size_t>(tiering::Lane::kWrite)];
+  mark.step_bytes = step_bytes_;
+  mark.steps = stepped_;
+  return mark;
+}
+
+void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tokens) {
+  seconds_ += result.seconds;
+  evaluation_seconds_ += result.evaluation_seconds;
+  step_bytes_ += result.nvme_read_bytes + result.nvme_write_bytes;
+  tokens_ += tokens;
+  ++stepped_;
+  steps_.push_back(StepJson(result, tokens));
+  if (steps_.size() > kStepsKept) steps_.pop_front();
+  last_ = Now(engine);
+  if (stepped_ == 1) first_ = last_;
+  if (stepped_ == 1) return;
+  if (result.in_backward == 0) ++deferred_steps_;
+  if (result.redone) ++redone_steps_;
+}
+
+std::string Report::Finish(const Engine* engine, const absl::Status& status) {
+  report_["status"] = status.ok() ? "ok" : "failed";
+  report_["error"] = status.ok() ? nlohmann::json() : nlohmann::json(std::string(status.message()));
+  const double steps = static_cast<double>(last_.steps - first_.steps);
+  const double seconds = last_.seconds - first_.seconds;
+  const double saturated = last_.saturated_seconds - first_.saturated_seconds;
+  const double computed = last_.compute_union_seconds - first_.compute_union_seconds;
+  const auto bytes = static_cast<double>(last_.nvme_bytes - first_.nvme_bytes);
+  overlap_ratio_ = std::max(saturated, computed) > 0 ? seconds / std::max(saturated, computed) : 0;
+  const auto step_bytes = static_cast<double>(last_.step_bytes - first_.step_bytes);
+  bytes_per_param_per_step_ =
+      steps > 0 && parameters_ > 0 ? step_bytes / steps / static_cast<double>(parameters_) : 0;
+  io_gbps_ = saturated > 0 ? bytes / saturated * 1e-9 : 0;
+  if (report_.contains("prediction_from")) {
+    const double deferred = steps > 0 ? static_cast<double>(deferred_steps_) / steps : 0;
+    report_["predicted_step_seconds"] =
+        (1 - deferred) * prediction_.step_seconds + deferred * prediction_.clipped_step_seconds;
+    report_["predicted_unclipped_step_seconds"] = prediction_.step_seconds;
+    report_["predicted_clipped_step_seconds"] = prediction_.clipped_step_seconds;
+  }
+  report_["deferred_steps"] = deferred_steps_;
+  report_["redone_steps"] = redone_steps_;
+  report_["nvme_bytes_per_param_per_step"] = bytes_per_param_per_step_;
+  report_["io_saturated_seconds"] = saturated;
+  report_["compute_union_seconds"] = computed;
+  report_["overlap_ratio"] = overlap_ratio_;
+  report_["io_gbps_achieved"] = io_gbps_;
+  report_["peak_rss_bytes"] = PeakRssBytes();
+  nlohmann::json stalls = nlohmann::json::object();
+  aio::EngineStats io;
+  if (engine != nullptr) {
+    report_["peak_managed_bytes"] = engine->peak_managed_bytes();
+    report_["peak_pinned_bytes"] = engine->peak_pinned_bytes();
+    report_["peak_device_bytes"] = engine->peak_device_bytes();
+    for (int i = 0; i < tiering::kStalls; ++i) {
+      const auto stall = static_cast<tiering::Stall>(i);
+      stalls[std::string(tiering::StallName(stall))] = engine->usage().stall_seconds[static_cast<size_t>(i)];
+    }
+    io = engine->io_stats();
+  }
+  report_["stall_seconds"] = std::move(stalls);
+  report_["totals"] = {{"nvme_read_bytes", static_cast<int64_t>(io.DeviceReadBytes()) + probe_read_bytes_},
+                       {"nvme_write_bytes", static_cast<int64_t>(io.DeviceWriteBytes()) + probe_write_bytes_},
+                       {"h2d_bytes", engine != nullptr ? engine->copied().h2d_bytes : 0},
+                       {"d2h_bytes", engine != nullptr ? engine->copied().d2h_bytes : 0},
+                       {"gds_read_bytes", engine != nullptr ? engine->gds_read_bytes() : 0},
+                       {"seconds", seconds_},
+                       {"evaluation_seconds", evaluation_seconds_},
+                       {"tokens", tokens_},
+                       {"io_errors_retried", io.IoErrorsRetried()},
+                       {"io_cpu_ms_per_gib", io.CpuMsPerGiB()}};
+  // The steps by hand: their losses are printed with 17 digits.
+  report_.erase("steps");
+  std::string text = report_.dump(2);
+  text.erase(text.find_last_of('}'));
+  while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
+  text += ",\n  \"steps\": [";
+  for (size_t i = 0; i < steps_.size(); ++i) text += (i == 0 ? "\n    " : ",\n    ") + StepLine(steps_[i]);
+  return text + "\n  ]\n}\n";
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,105 @@
+// The report of a run: what `penstock train --report` writes, with the names of the fields fixed.
+//
+// Steady state is from the end of the process's first step to the end of its last: steps 2..N, and the
+// evaluations between them.
+//   nvme_bytes_per_param_per_step  bytes the drive moved in it, over its steps and the model's parameters;
+//                                  without the reads of evaluations
+//   io_saturated_seconds           time with bytes in flight at or above the device's knee (aio::EngineStats)
+//   compute_union_seconds          union of the intervals in which forward, backward or update kernels ran
+//   overlap_ratio                  its seconds / max(io_saturated_seconds, compute_union_seconds)
+//   io_gbps_achieved               its NVMe bytes / io_saturated_seconds, in 10^9 bytes per second
+//   order_of_update                what the plan does while nothing is clipped: "next_forward",
+//                                  "in_backward", or "mixed" with in_backward_share of the tiles;
+//                                  deferred_steps of its steps updated nothing in backward (they were, or
+//                                  were likely to be, clipped), redone_steps did so for nothing
+//   predicted_step_seconds         the step of the simulator, by the steps that there were: those that
+//                                  updated nothing in backward take predicted_clipped_step_seconds, the
+//                                  others predicted_unclipped_step_seconds. Both with what the steps of the
+//                                  process, the first apart, showed of times and bandwidths
+//                                  (prediction_from "steps"; tiering/simulate/run_prediction.h), before there are any
+//                                  with what was measured at the start ("start");
+//                                  predicted_at_start_step_seconds and
+//                                  predicted_at_start_clipped_step_seconds are the latter
+// A step's seconds, and those of totals, are without evaluation_seconds, which are of the evaluations after
+// the step before. stall_seconds is, by cause, what the compute lane waited for from its first operation to
+// its last: together with what forward and backward took, all of that time. updated_on_device_share is of the
+// model's elements, in blocks whose state lives on the device. gds: weights that only the device needs come
+// from the drive past host memory; gds_read_bytes, part of nvme_read_bytes, are those that did. h2d_bytes and
+// d2h_bytes are what the run copied: weights, gradients, inputs and batches, and state that is loaded or
+// written; single numbers (losses) apart. peak_device_bytes is the device's slots and LibTorch's tensors
+// there, 0 where the host computes. Managed memory is the arena and every tensor (zero/memory/tensor_memory.h). Not
+// counted, because nobody can bound it from here: code, LibTorch's and BLAS's scratch, the kernel's page
+// cache, threads' stacks, and the tables that describe blocks and tiles (some hundred bytes for each).
+#ifndef PENSTOCK_ZERO_ENGINE_REPORT_H_
+#define PENSTOCK_ZERO_ENGINE_REPORT_H_
+
+#include <deque>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "absl/status/status.h"
+#include "aio/profile.h"
+#include "tiering/simulate/simulate.h"
+#include "zero/engine/engine.h"
+
+namespace penstock::zero {
+
+// A `steps` entry; also a line of the log. Losses have 17 significant digits, so that bits can be compared.
+nlohmann::json StepJson(const StepResult& result, int64_t tokens);
+// The same as one line of text. (nlohmann prints the shortest digits that give the same double back; 17 are
+// promised.)
+std::string StepLine(const nlohmann::json& step);
+
+class Report {
+ public:
+  static constexpr size_t kStepsKept = 10'000;
+
+  void Start(const EngineOptions& options, const std::string& version, int world_size);
+  void Planned(const Engine& engine, const aio::DeviceProfile& device, const tiering::Prediction& prediction);
+  void Predicted(const tiering::Prediction& prediction);  // by the run's own steps
+  // What probing the drives moved before the run; part of the totals, as it is part of the kernel's own
+  // counters.
+  void Probed(int64_t read_bytes, int64_t write_bytes) {
+    probe_read_bytes_ += read_bytes;
+    probe_write_bytes_ += write_bytes;
+  }
+  // After each step of this process.
+  void Stepped(const Engine& engine, const StepResult& result, int64_t tokens);
+  // At the end, well or not.
+  std::string Finish(const Engine* engine, const absl::Status& status);
+
+  double overlap_ratio() const { return overlap_ratio_; }
+  double bytes_per_param_per_step() const { return bytes_per_param_per_step_; }
+  double io_gbps() const { return io_gbps_; }
+
+ private:
+  struct Mark {
+    double seconds = 0;  // of the steps and evaluations so far
+    double saturated_seconds = 0;
+    double compute_union_seconds = 0;
+    int64_t nvme_bytes = 0;
+    int64_t step_bytes = 0;  // of them, the steps' own
+    int64_t steps = 0;
+  };
+  Mark Now(const Engine& engine) const;
+
+  nlohmann::json report_;
+  std::deque<nlohmann::json> steps_;
+  Mark first_, last_;
+  double seconds_ = 0;  // of steps
+  double evaluation_seconds_ = 0;
+  int64_t step_bytes_ = 0;
+  int64_t stepped_ = 0;
+  int64_t probe_read_bytes_ = 0, probe_write_bytes_ = 0;
+  int64_t tokens_ = 0;
+  int64_t parameters_ = 0;
+  tiering::Prediction prediction_;
+  // Of the steady state: steps that left all updates to the next forward, and steps some of whose updates
+  // were made in backward, and then again.
+  int64_t deferred_steps_ = 0, redone_steps_ = 0;
+  double overlap_ratio_ = 0, bytes_per_param_per_step_ = 0, io_gbps_ = 0;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_ENGINE_REPORT_H_

@@ -1,0 +1,94 @@
+// What each step's norm decides about its update: clipped or not, skipped or not, made again or not, at which
+// rate; and what is kept of a step from then until its updates are committed.
+//
+// The norm of a step is known when its last gradient is; its updates are applied in its backward, on an
+// assumption, or in the next forward, and committed after that. So up to two steps are decided and not
+// committed; three where all state lives on a device and is written by way of host memory. Used by the
+// engine's thread alone.
+#ifndef PENSTOCK_ZERO_ENGINE_STEP_OUTCOME_H_
+#define PENSTOCK_ZERO_ENGINE_STEP_OUTCOME_H_
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "kernels/reduce.h"
+#include "tiering/plan/plan.h"
+#include "zero/engine/engine.h"
+#include "zero/config/loss_scale.h"
+#include "zero/config/lr_schedule.h"
+#include "zero/compute/update.h"
+
+namespace penstock::zero {
+
+class UpdateDecisions {
+ public:
+  static constexpr size_t kRemembered = 16;  // steps
+
+  // A step whose norm is known.
+  struct Decided {
+    StepResult result;    // as far as the norm tells, and what the engine adds
+    int64_t updates = 0;  // applied when this step's is
+    LossScaler scaler;    // after it
+  };
+
+  // `options` outlives this.
+  explicit UpdateDecisions(const EngineOptions& options) : options_(options), schedule_(options.schedule) {}
+
+  // For a new run whose weights are fp16. kInvalidArgument: LossScaler::Create.
+  absl::Status ScaleLoss();
+  // What a commit's payload says (AddTo), and how many updates it has; kDataLoss names what is not valid.
+  absl::Status Restore(const nlohmann::json& payload, int64_t updates);
+  // The keys "schedule" and "loss_scale" of the payload of a commit of `step`; null: of the run's beginning.
+  void AddTo(nlohmann::json* payload, const Decided* step) const;
+
+  // Of the newest decision: 1 but for fp16.
+  double loss_scale() const { return scaler_.scale(); }
+
+  // Whether the next step's updates are worth making in backward: where no larger share of the last
+  // kRemembered steps than the plan's worthwhile_redo_rate was clipped or skipped. A new run, whose first
+  // gradients are large, is taken to be clipped until enough of its own steps tell.
+  bool ChoosesInBackward(const tiering::Plan& plan) const;
+  // They will be, in `step`; and it does not come after all.
+  void InBackward(int64_t step) { in_backward_.insert(step); }
+  void Abandon(int64_t step) { in_backward_.erase(step); }
+  bool is_in_backward(int64_t step) const { return in_backward_.count(step) > 0; }
+  // What updates in the backward of `step` go by: no clipping, no skip.
+  UpdateDecision Assume(int64_t step);
+
+  // The norm of `step`, from the squares of its gradients as the loss scale left them. `share`: of the tiles,
+  // that is updated in backward where any is. kOutOfRange: LossScaler::Update.
+  absl::StatusOr<UpdateDecision> Decide(int64_t step, const kernels::SumOfSquares& squares, double share);
+  // Whether the newest decision made updates in backward wrong, or would have.
+  bool last_is_redone() const { return redone_.back(); }
+
+  // `step` is decided and not applied.
+  bool has(int64_t step) const { return decided_.count(step) > 0; }
+  Decided& at(int64_t step) { return decided_.at(step); }
+  // Its updates are applied and committed.
+  void Apply(int64_t step);
+  // The last that was.
+  const Decided& applied() const { return applied_; }
+
+ private:
+  UpdateDecision DecisionOf(int64_t step, double factor);
+
+  const EngineOptions& options_;
+  std::optional<LrSchedule> schedule_;
+  LossScaler scaler_;
+  int64_t updates_ = 0;
+  double lr_ = 0;            // of the last decision
+  std::deque<bool> redone_;  // of the last steps
+  std::set<int64_t> in_backward_;
+  std::map<int64_t, Decided> decided_;
+  Decided applied_;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_ENGINE_STEP_OUTCOME_H_

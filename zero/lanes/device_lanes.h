@@ -1,0 +1,83 @@
+// A device apart behind the lanes: where the plan's slots are in its memory, and the copies to and from it.
+//
+// Threads: Start and Settle on the executor's thread; the places from any.
+#ifndef PENSTOCK_ZERO_LANES_DEVICE_LANES_H_
+#define PENSTOCK_ZERO_LANES_DEVICE_LANES_H_
+
+#include <torch/types.h>
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tiering/program/op.h"
+#include "tiering/plan/plan.h"
+#include "zero/compute/device.h"
+#include "zero/compute/device_state.h"
+#include "zero/memory/arena_view.h"
+#include "zero/compute/stage_runner.h"
+
+namespace penstock::zero {
+
+class DeviceLanes {
+ public:
+  // The device's arena, as the plan lays it out; `staging` is for DeviceState. kResourceExhausted: the device
+  // has not that much.
+  static absl::StatusOr<std::unique_ptr<DeviceLanes>> Create(const tiering::Plan& plan,
+                                                             const Residency& residency, Device& device,
+                                                             std::span<std::byte> staging);
+
+  Device& device() const { return device_; }
+  void* run(int slot) const { return Place(plan_.device.run_slots, slot); }
+  // Of the operation's tile, in its device slot.
+  std::byte* weights(const tiering::Op& op) const;
+  // Where kTakeGradient leaves what backward made, and kRoundGradient puts and finds it.
+  GradientPlace place(const tiering::Op& op) const;
+  void* gradient(int slot) const { return Place(plan_.device.gradient_slots, slot); }
+  const DeviceState& state() const { return state_; }
+  // Where devices exchange with each other: what kReduce reduces, this rank's part of it, which becomes the
+  // result where the block does not live there, and the memory of DevicePlan::network.
+  std::byte* gradients(const tiering::Op& op) const;  // its sums, or where there are none its gradient
+  std::byte* own_part(const tiering::Op& op) const;
+  std::byte* network() const { return arena_ + plan_.device.network.offset; }
+
+  // An operation of kCopyIn or kCopyOut; `done` is called when it is over, or at once if it cannot begin.
+  void Start(const tiering::Op& op, StageRunner& runner, Device::Done done);
+  // What is left to do for it then.
+  void Settle(const tiering::Op& op, StageRunner& runner);
+
+ private:
+  // The input of a position and micro-batch on its way from or to the device, and its shape while it is away.
+  struct Input {
+    torch::Tensor tensor;
+    std::vector<int64_t> sizes;
+    torch::ScalarType type = torch::kFloat32;
+  };
+
+  DeviceLanes(const tiering::Plan& plan, const Residency& residency, Device& device, std::byte* arena,
+              std::span<std::byte> staging)
+      : plan_(plan),
+        residency_(residency),
+        device_(device),
+        arena_(arena),
+        state_(plan, device, arena, residency.rank(), staging),
+        inputs_(plan.input_slots.size()) {}
+  std::byte* Place(const std::vector<tiering::Slot>& slots, int slot) const {
+    return arena_ + slots[static_cast<size_t>(slot)].offset;
+  }
+  void StartInput(const tiering::Op& op, StageRunner& runner, Device::Done done);
+
+  const tiering::Plan& plan_;
+  const Residency& residency_;
+  Device& device_;
+  std::byte* const arena_;
+  const DeviceState state_;
+  std::vector<Input> inputs_;  // [Plan::input_slot]
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_LANES_DEVICE_LANES_H_

@@ -1,0 +1,557 @@
+#include "zero/lanes/hardware_lanes.h"
+
+#include <ATen/Parallel.h>
+
+#include <chrono>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/checksum.h"
+#include "kernels/float16.h"
+#include "zero/memory/guarded.h"
+
+namespace penstock::zero {
+namespace {
+
+using tiering::Lane;
+using tiering::Op;
+using tiering::OpKind;
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+}  // namespace
+
+RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
+                     const std::vector<BlockModule*>& modules, StageRunner* runner, swap::Store* store,
+                     InputSpill* inputs, DeviceLanes* device, const Options& options, LaneHooks hooks)
+    : plan_(plan),
+      residency_(residency),
+      modules_(modules),
+      runner_(runner),
+      store_(store),
+      inputs_(inputs),
+      device_(device),
+      options_(options),
+      hooks_(std::move(hooks)),
+      squares_(plan.blocks.size()) {
+  uint32_t tiles = 0;
+  for (const tiering::BlockPlan& block : plan_.blocks) {
+    first_tile_.push_back(tiles);
+    tiles += static_cast<uint32_t>(block.tiles.size());
+    auto& of_block = tiles_.emplace_back();
+    auto& spill = spills_.emplace_back(std::make_unique<Spill>());
+    spill->lanes = this;
+    if (store_ == nullptr) continue;
+    for (size_t t = 0; t < block.tiles.size(); ++t) {
+      auto& transfers = of_block.emplace_back(std::make_unique<TileTransfers>());
+      transfers->checksums.resize(plan_.precision.segment_bytes.size());
+      for (Transfer* transfer : {&transfers->weights, &transfers->there, &transfers->state,
+                                 &transfers->gradient, &transfers->write}) {
+        transfer->lanes = this;
+        transfer->io.set_on_complete(&RealLanes::OnTransferDone, transfer);
+      }
+      transfers->spill.io.set_on_complete(&RealLanes::OnSpillDone, spill.get());
+    }
+  }
+  for (int position = 0; position < plan_.positions; ++position) {
+    auto& of_position = input_transfers_.emplace_back();
+    for (int m = 0; plan_.SpillsInput(position) && m < plan_.micro_batches; ++m) {
+      of_position.push_back(std::make_unique<InputTransfer>());
+      of_position.back()->lanes = this;
+    }
+  }
+  commit_.set_on_complete(&RealLanes::OnCommitDone, this);
+  threads_.emplace_back([this] { Work(&compute_queue_, /*computes=*/true); });
+  for (int i = 0; i < std::max(1, options_.update_workers); ++i) {
+    threads_.emplace_back([this] { Work(&update_queue_, /*computes=*/false); });
+  }
+  if (options_.comm == nullptr && options_.parts == nullptr) return;
+  RankLanes::Options rank_options;
+  rank_options.weights = options_.format.weights;
+  for (const BlockModule* module : modules_)
+    rank_options.layout_elements.push_back(module->layout().elements);
+  rank_options.memory = options_.network_memory;
+  rank_options.devices = options_.devices;
+  rank_options.device = device_;
+  rank_options.now = [this] { return Now(); };
+  ranks_ = std::make_unique<RankLanes>(
+      plan_, residency_, options_.comm, options_.parts, std::move(rank_options),
+      [this] { return OwnTotals(); },
+      [this](tiering::OpId id, const Op& op, absl::Status status, double start) {
+        Report({id, &op}, std::move(status), start);
+      });
+}
+
+StepTotals RealLanes::OwnTotals() const {
+  StepTotals totals;
+  for (const kernels::SumOfSquares& squares : squares_) totals.squares.Merge(squares);
+  totals.losses = runner_->losses();
+  totals.stops = options_.stops && options_.stops();
+  return totals;
+}
+
+absl::Status RealLanes::Decide(const Op& op) {
+  absl::Status status = hooks_.decide(op);
+  if (!status.ok() && ranks_ != nullptr) ranks_->Fail(status);
+  return status;
+}
+
+RealLanes::~RealLanes() {
+  ranks_.reset();
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_there_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+double RealLanes::Now() const {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+bool RealLanes::HasRoom(Lane lane) const { return lane != Lane::kCompute || computes_ < 2; }
+
+bool RealLanes::Skips(const Op& op) const {
+  if (abandoned_step_ != 0 && op.step == abandoned_step_) {
+    switch (op.kind) {
+      case OpKind::kReadWeights:
+      case OpKind::kVerify:
+      case OpKind::kForward:
+      case OpKind::kBackward:
+      case OpKind::kTakeGradient:
+      case OpKind::kRoundGradient:
+      case OpKind::kSquareGradient:
+      case OpKind::kCopyIn:
+      case OpKind::kCopyOut:
+      case OpKind::kCopyStateIn:
+      case OpKind::kReadState:
+      case OpKind::kFinalize:
+      case OpKind::kWriteGradient:
+      case OpKind::kWriteInput:
+      case OpKind::kReadInput:
+        return true;
+      default:
+        return op.in_backward;
+    }
+  }
+  const UpdateDecision& decision = DecisionFor(op.step);
+  const bool decided = decision.step == op.step;
+  if (op.redo) return !(decided && decision.redo);
+  if (!decided || !IsTileWrite(op.kind)) return false;
+  // Written for a commit, whatever became of the last update.
+  if (plan_.written_late(op.block, op.tile)) return false;
+  // What will be made again need not go to the drive; a skipped update leaves the tile as it was.
+  return op.in_backward ? decision.redo : decision.skip;
+}
+
+void RealLanes::Report(const Task& task, absl::Status status, double start) {
+  // Inside the lock: who takes the last completion may end this, and this thread is not always one of its
+  // own.
+  std::lock_guard lock(mutex_);
+  done_.push_back({task, std::move(status), start, Now()});
+  completion_there_.notify_one();
+}
+
+void RealLanes::ReportInOrder(const Task& task, absl::Status status, double start) {
+  {
+    std::lock_guard lock(mutex_);
+    double& idle_since = idle_since_[static_cast<size_t>(task.op->lane)];
+    start = std::max(start, idle_since);
+    idle_since = Now();
+  }
+  Report(task, std::move(status), start);
+}
+
+void RealLanes::Start(tiering::OpId id, const Op& op) {
+  const Task task{id, &op};
+  if (op.lane == Lane::kCompute) ++computes_;
+  if (RankLanes::Runs(op)) return ranks_->Start(id, op);
+  switch (op.lane) {
+    case Lane::kCompute:
+    case Lane::kUpdate: {
+      {
+        std::lock_guard lock(mutex_);
+        (op.lane == Lane::kCompute ? compute_queue_ : update_queue_).push_back(task);
+      }
+      work_there_.notify_all();
+      return;
+    }
+    case Lane::kRead:
+    case Lane::kWrite: {
+      if (op.kind == OpKind::kWriteGradient) return StartSpill(task);
+      if (UndoesWrite(op)) return Report(task, store_->DropWritten(StoreTile(op.block, op.tile)), Now());
+      const double start = Now();
+      const bool input = op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput;
+      absl::Status status = input ? StartInput(task) : StartTransfer(task);
+      if (!status.ok()) Report(task, std::move(status), start);
+      return;
+    }
+    case Lane::kCopyIn:
+    case Lane::kCopyOut: {
+      const double start = Now();
+      return device_->Start(op, *runner_, [this, task, start](absl::Status status) {
+        ReportInOrder(task, std::move(status), start);
+      });
+    }
+    case Lane::kCommit: {
+      const double start = Now();
+      if (store_ == nullptr || !op.durable) return Report(task, absl::OkStatus(), start);
+      if (absl::Status status = StartCommit(task); !status.ok()) Report(task, std::move(status), start);
+      return;
+    }
+    default:
+      return Report(task, absl::InternalError("an operation was started on a lane that is not there"), Now());
+  }
+}
+
+absl::Status RealLanes::StartTransfer(const Task& task) {
+  const Op& op = *task.op;
+  TileTransfers& transfers = this->transfers(op);
+  const uint32_t tile = StoreTile(op.block, op.tile);
+  const TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+  const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
+  auto begin = [&](Transfer* transfer) {
+    transfer->task = task;
+    transfer->start = Now();
+    return &transfer->io;
+  };
+  // An update that is made again starts from what the last commit holds.
+  const swap::Which which = op.redo ? swap::Which::kCommitted : swap::Which::kNewest;
+  switch (op.kind) {
+    case OpKind::kReadWeights: {
+      void* const destination[] = {op.device_slot >= 0 ? device_->weights(op) : memory.weights};
+      return store_->ReadSegments(begin(&WeightsTransfer(op)), tile, 0, 1, destination,
+                                  aio::Priority::kDemand, which);
+    }
+    case OpKind::kReadState:
+      return store_->ReadSegments(begin(&transfers.state), tile, 1, segments - 1, memory.state,
+                                  aio::Priority::kPrefetch, which);
+    case OpKind::kReadGradient:
+      return store_->ReadScratch(begin(&transfers.gradient), tile, 0, memory.gradient,
+                                 static_cast<uint64_t>(op.bytes), aio::Priority::kPrefetch);
+    case OpKind::kWriteTile:
+    case OpKind::kWriteState:
+    case OpKind::kWriteWeights: {
+      if (store_->geometry().slots() == 1 && !store_->overwriting()) {
+        if (absl::Status status = store_->OverwriteNow(); !status.ok()) return status;
+      }
+      std::vector<const void*> sources = {memory.weights};
+      sources.insert(sources.end(), memory.state.begin(), memory.state.end());
+      const auto [first, count] = WrittenSegments(op);
+      return store_->WriteSegments(begin(&transfers.write), tile, VersionAfter(op.step), first,
+                                   std::span(sources).subspan(first, count), aio::Priority::kWriteBehind);
+    }
+    default:
+      return absl::InternalError(absl::StrCat("not a transfer: ", std::string(tiering::OpKindName(op.kind))));
+  }
+}
+
+// A skipped step ends with the version that it began with, also where an update in backward was written.
+bool RealLanes::UndoesWrite(const Op& op) const {
+  return op.kind == OpKind::kWriteTile && op.redo && DecisionFor(op.step).skip;
+}
+
+std::pair<uint32_t, uint32_t> RealLanes::WrittenSegments(const Op& op) const {
+  const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
+  if (op.kind == OpKind::kWriteState) return {1, segments - 1};
+  return {0, op.kind == OpKind::kWriteWeights ? 1 : segments};
+}
+
+void RealLanes::StartSpill(const Task& task) {
+  const Op& op = *task.op;
+  const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
+  Spill& spill = *spills_[At(op.block)];
+  spill.task = task;
+  spill.start = Now();
+  // One more than the transfers, taken off at the end: none of them may report before all are submitted.
+  spill.outstanding.store(static_cast<int>(block.tiles.size()) + 1, std::memory_order_relaxed);
+  auto* gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
+  spill.refused = absl::OkStatus();
+  int submitted = 0;
+  for (size_t t = 0; t < block.tiles.size() && spill.refused.ok(); ++t) {
+    const int64_t bytes = plan_.precision.gradient_bytes;
+    spill.refused = store_->WriteScratch(
+        &tiles_[At(op.block)][t]->spill.io, StoreTile(op.block, static_cast<int>(t)), 0,
+        gradient + block.tiles[t].offset * bytes, static_cast<uint64_t>(block.tiles[t].elements * bytes),
+        aio::Priority::kWriteBehind);
+    if (spill.refused.ok()) ++submitted;
+  }
+  const int missing = static_cast<int>(block.tiles.size()) - submitted;
+  if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, absl::OkStatus(), spill.start);
+}
+
+absl::Status RealLanes::StartInput(const Task& task) {
+  const Op& op = *task.op;
+  InputTransfer& transfer = *input_transfers_[At(op.position)][At(op.micro_batch)];
+  transfer.task = task;
+  transfer.start = Now();
+  if (op.kind == OpKind::kReadInput) {
+    return inputs_->Read(op.position, op.micro_batch, &RealLanes::OnInputDone, &transfer);
+  }
+  return inputs_->Write(op.position, op.micro_batch, runner_->TakeInput(op.position, op.micro_batch),
+                        &RealLanes::OnInputDone, &transfer);
+}
+
+void RealLanes::OnInputDone(aio::Request&, void* context) {
+  auto* transfer = static_cast<InputTransfer*>(context);
+  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
+}
+
+absl::Status RealLanes::StartCommit(const Task& task) {
+  commit_task_ = task;
+  commit_start_ = Now();
+  return store_->Commit(&commit_, hooks_.describe_commit(*task.op));
+}
+
+void RealLanes::OnTransferDone(swap::TileIo&, void* context) {
+  auto* transfer = static_cast<Transfer*>(context);
+  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
+}
+
+void RealLanes::OnSpillDone(swap::TileIo&, void* context) {
+  auto* spill = static_cast<Spill*>(context);
+  if (spill->outstanding.fetch_sub(1) == 1) spill->lanes->Report(spill->task, absl::OkStatus(), spill->start);
+}
+
+void RealLanes::OnCommitDone(swap::CommitIo&, void* context) {
+  auto* lanes = static_cast<RealLanes*>(context);
+  lanes->Report(lanes->commit_task_, absl::OkStatus(), lanes->commit_start_);
+}
+
+absl::Status RealLanes::Settle(const Done& done) {
+  const Op& op = *done.task.op;
+  absl::Status status = done.status;
+  if (!status.ok()) return status;
+  switch (op.kind) {
+    case OpKind::kReadWeights:
+      status = WeightsTransfer(op).io.status();
+      if (op.device_slot < 0) return status;
+      if (status.ok()) past_host_bytes_ += op.bytes;
+      return status.ok()
+                 ? status
+                 : absl::Status(status.code(),
+                                absl::StrCat(std::string(status.message()),
+                                             "; without aio.use_gds it would go by way of host memory"));
+    case OpKind::kReadState:
+      return transfers(op).state.io.status();
+    case OpKind::kReadGradient:
+      return transfers(op).gradient.io.status();
+    case OpKind::kWriteTile:
+    case OpKind::kWriteState:
+    case OpKind::kWriteWeights: {
+      if (UndoesWrite(op)) return status;
+      const auto [first, count] = WrittenSegments(op);
+      return store_->NoteWritten(&transfers(op).write.io,
+                                 std::span(transfers(op).checksums).subspan(first, count));
+    }
+    case OpKind::kWriteGradient:
+      status = spills_[At(op.block)]->refused;  // the tiles that were not taken have their last status
+      for (const auto& tile : tiles_[At(op.block)]) status.Update(tile->spill.io.status());
+      return status;
+    case OpKind::kWriteInput:
+      if (device_ == nullptr) return inputs_->Written(op.position, op.micro_batch);
+      device_->Settle(op, *runner_);
+      return status;
+    case OpKind::kReadInput: {
+      if (device_ != nullptr) {
+        device_->Settle(op, *runner_);
+        return status;
+      }
+      absl::StatusOr<torch::Tensor> input = inputs_->Take(op.position, op.micro_batch);
+      if (!input.ok()) return input.status();
+      runner_->PutInput(op.position, op.micro_batch, std::move(*input));
+      return status;
+    }
+    case OpKind::kCommit:
+      if (store_ != nullptr && op.durable) status = store_->FinishCommit(&commit_);
+      // Over several ranks a step is committed when all have.
+      if (status.ok() && ranks_ == nullptr) status = hooks_.committed(op);
+      return status;
+    case OpKind::kAgree:
+      return hooks_.committed(op);
+    case OpKind::kFinalize:
+      runner_->Taken(op.block);
+      return status;
+    default:
+      return status;
+  }
+}
+
+void RealLanes::Wait(std::vector<tiering::Completion>* completions) {
+  std::deque<Done> done;
+  {
+    std::unique_lock lock(mutex_);
+    completion_there_.wait(lock, [&] { return !done_.empty(); });
+    done.swap(done_);
+  }
+  for (const Done& one : done) {
+    if (one.task.op->lane == Lane::kCompute) --computes_;
+    absl::Status status = Settle(one);
+    // What waits for the others must not wait for a rank that has failed.
+    if (!status.ok() && ranks_ != nullptr) ranks_->Fail(status);
+    completions->push_back({one.task.id, std::move(status), one.start, one.end});
+  }
+}
+
+void RealLanes::Work(std::deque<Task>* queue, bool computes) {
+  if (computes) at::set_num_threads(options_.intra_op_threads);
+  for (;;) {
+    Task task;
+    {
+      std::unique_lock lock(mutex_);
+      work_there_.wait(lock, [&] { return stopping_ || !queue->empty(); });
+      if (queue->empty()) return;
+      task = queue->front();
+      queue->pop_front();
+    }
+    const double start = Now();
+    absl::Status status = Run(*task.op);
+    if (computes && device_ != nullptr && status.ok()) {
+      // Enqueued, not computed: the next may be enqueued behind it meanwhile.
+      device_->device().AfterCompute(
+          [this, task, start](absl::Status computed) { ReportInOrder(task, std::move(computed), start); });
+      continue;
+    }
+    Report(task, std::move(status), start);
+  }
+}
+
+absl::Status RealLanes::Run(const Op& op) {
+  switch (op.kind) {
+    case OpKind::kForward:
+      return runner_->Forward(op.stage, op.position, op.micro_batch, op.evaluates, WeightsOf(op));
+    case OpKind::kBackward:
+      return runner_->Backward(op.stage, op.position, op.micro_batch, WeightsOf(op));
+    case OpKind::kRoundGradient:
+      return runner_->RoundGradient(op.block, device_->place(op).accumulator,
+                                    device_->gradient(op.device_slot));
+    case OpKind::kSquareGradient:
+      return Guarded("squares of a gradient", [&] {
+        device_->device().SquarePartials(options_.format.weights, device_->gradient(op.device_slot),
+                                         static_cast<size_t>(plan_.blocks[At(op.block)].elements),
+                                         device_->state().partial_sums(op.block));
+      });
+    case OpKind::kUpdateOnDevice:
+      return RunUpdateOnDevice(op);
+    case OpKind::kTakeGradient: {
+      if (device_ != nullptr) return runner_->TakeGradient(op.stage, device_->place(op));
+      GradientPlace place;
+      if (op.accumulator_slot >= 0 && plan_.accumulator_bytes(op.block) == 4) {
+        place.accumulator = residency_.accumulator(op.accumulator_slot);
+      } else if (op.accumulator_slot >= 0) {
+        place.gradient =
+            residency_.accumulator(op.accumulator_slot);  // one addend, on its way to other ranks
+      } else {
+        place.gradient = residency_.gradient(op.gradient_slot);
+      }
+      return runner_->TakeGradient(op.stage, place);
+    }
+    case OpKind::kVerify:
+      return RunVerify(op);
+    case OpKind::kUpdate:
+      return RunUpdate(op);
+    case OpKind::kSeal:
+      Seal(op);
+      return absl::OkStatus();
+    case OpKind::kFinalize:
+      return RunFinalize(op);
+    default:
+      return absl::InternalError(absl::StrCat("no worker for: ", std::string(tiering::OpKindName(op.kind))));
+  }
+}
+
+absl::Status RealLanes::RunVerify(const Op& op) {
+  if (op.device_slot >= 0) {
+    const swap::TileIo& io = transfers(op).there.io;
+    const swap::Store::ChecksumOf of = store_->ChecksumFor(io, 0);
+    absl::StatusOr<uint64_t> checksum = device_->device().Checksum(device_->weights(op), of.bytes, of.seed);
+    return checksum.ok() ? store_->VerifyChecksum(io, 0, *checksum) : checksum.status();
+  }
+  return store_->VerifyRead(op.checks_state ? transfers(op).state.io : transfers(op).weights.io);
+}
+
+uint64_t RealLanes::SeedOf(const UpdateDecision& decision, int block) {
+  return MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(block));
+}
+
+absl::Status RealLanes::RunUpdateOnDevice(const Op& op) {
+  const UpdateDecision& decision = DecisionFor(op.step);
+  if (decision.skip) return absl::OkStatus();
+  const TileMemory memory = device_->state().block(op.block);
+  const tiering::Tile all = residency_.InRun(op.block, {0, memory.elements});
+  return Guarded("update on the device", [&] {
+    device_->device().Update(decision.optimizer, UpdatesOf(options_.format, SeedOf(decision, op.block),
+                                                           modules_[At(op.block)]->layout(), all, memory));
+  });
+}
+
+absl::Status RealLanes::RunUpdate(const Op& op) {
+  TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+  const tiering::Tile& tile = plan_.blocks[At(op.block)].tiles[At(op.tile)];
+  // What was read for this update is checked before it is changed. Weights or state that were in memory
+  // already have been checked when they came, or were written from here.
+  if (op.checks_weights) {
+    if (absl::Status status = store_->VerifyRead(transfers(op).weights.io); !status.ok()) return status;
+  }
+  if (op.checks_state) {
+    if (absl::Status status = store_->VerifyRead(transfers(op).state.io); !status.ok()) return status;
+  }
+  const UpdateDecision& decision = op.in_backward ? assumed_[op.step & 1] : DecisionFor(op.step);
+  if (decision.skip) return absl::OkStatus();
+  if (op.gradient_slot >= 0) {
+    memory.gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot)) +
+                      tile.offset * plan_.precision.gradient_bytes;
+  } else {
+    const auto bytes = static_cast<size_t>(memory.elements * plan_.precision.gradient_bytes);
+    if (kernels::Checksum(memory.gradient, bytes) != transfers(op).gradient_checksum) {
+      return absl::DataLossError(
+          absl::StrCat("gradient of tile ", op.tile, " of block ", op.block, ", ", bytes,
+                       " bytes: what came back from the drive is not what was written; the last "
+                       "commit is whole: continue with --resume, and mistrust the drive"));
+    }
+  }
+  UpdateTile(options_.format, decision.optimizer, SeedOf(decision, op.block),
+             modules_[At(op.block)]->layout(), residency_.InRun(op.block, tile), memory);
+  if (store_ != nullptr && !plan_.written_late(op.block, op.tile)) Seal(op);
+  return absl::OkStatus();
+}
+
+void RealLanes::Seal(const Op& op) {
+  const TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+  std::vector<uint64_t>& checksums = transfers(op).checksums;
+  const uint32_t id = StoreTile(op.block, op.tile);
+  const uint64_t version = VersionAfter(op.step);
+  checksums[0] = store_->SegmentChecksum(id, 0, version, memory.weights);
+  for (size_t s = 1; s < checksums.size(); ++s) {
+    checksums[s] = store_->SegmentChecksum(id, static_cast<uint32_t>(s), version, memory.state[s - 1]);
+  }
+}
+
+absl::Status RealLanes::RunFinalize(const Op& op) {
+  const auto n = static_cast<size_t>(plan_.blocks[At(op.block)].elements);
+  void* gradient = residency_.gradient(op.gradient_slot);
+  kernels::SumOfSquares& squares = squares_[At(op.block)];
+  const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
+  if (plan_.on_device(op.block)) {
+    squares = kernels::SumOfSquares();
+    const std::span<const double> partials(
+        static_cast<const double*>(gradient),
+        static_cast<size_t>(tiering::PartialSumBytes(block.elements)) / sizeof(double));
+    for (const double partial : partials) squares.Add(partial);
+    return absl::OkStatus();
+  }
+  squares = FinishGradient(options_.format.weights,
+                           op.accumulator_slot >= 0 ? residency_.accumulator(op.accumulator_slot) : nullptr,
+                           gradient, n);
+  for (size_t t = 0; block.gradient_slot < 0 && t < block.tiles.size(); ++t) {
+    const auto width = static_cast<size_t>(plan_.precision.gradient_bytes);
+    tiles_[At(op.block)][t]->gradient_checksum = kernels::Checksum(
+        static_cast<const std::byte*>(gradient) + static_cast<size_t>(block.tiles[t].offset) * width,
+        static_cast<size_t>(block.tiles[t].elements) * width);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero

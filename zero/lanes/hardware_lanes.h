@@ -1,0 +1,219 @@
+// The lanes of a real machine: a compute thread, update workers, and the drive behind the state store.
+//
+//   kCompute  one thread that runs LibTorch, in the order of the program (its intra-op threads help)
+//   kUpdate   workers that check, update and checksum tiles, and finish gradients
+//   kCopyIn, kCopyOut       asynchronous copies of a device apart
+//   kGather, kReduce, and kAgree of kCommit  where there are more ranks (zero/lanes/rank_lanes.h)
+//   kRead, kWrite, kCommit  asynchronous transfers of the store; its I/O threads report completions
+//
+// Everything but the work itself happens on the executor's thread: it starts operations, takes completions,
+// and talks to the store. Bits depend on none of the numbers of threads here.
+#ifndef PENSTOCK_ZERO_LANES_HARDWARE_LANES_H_
+#define PENSTOCK_ZERO_LANES_HARDWARE_LANES_H_
+
+#include <array>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/reduce.h"
+#include "swap/store.h"
+#include "tiering/program/lanes.h"
+#include "tiering/plan/plan.h"
+#include "zero/ranks/comm.h"
+#include "zero/lanes/device_lanes.h"
+#include "zero/memory/activation_spill.h"
+#include "zero/lanes/rank_lanes.h"
+#include "zero/memory/arena_view.h"
+#include "zero/compute/stage_runner.h"
+#include "zero/compute/update.h"
+
+namespace penstock::zero {
+
+// A tile's version on the drive after the update of `step`. Between two of them there is room for versions
+// that users write (Engine::WriteState).
+inline constexpr uint64_t kVersionsPerStep = 1000;
+inline uint64_t VersionAfter(int64_t step) { return (static_cast<uint64_t>(step) + 1) * kVersionsPerStep; }
+
+struct LaneHooks {
+  std::function<absl::Status(const tiering::Op&)> decide;  // kHost operations
+  std::function<swap::CommitInfo(const tiering::Op&)>
+      describe_commit;                                        // its payload lives until the commit is done
+  std::function<absl::Status(const tiering::Op&)> committed;  // after it; Op::durable says what it is worth
+};
+
+class RealLanes : public tiering::Lanes {
+ public:
+  struct Options {
+    int update_workers = 1;
+    int intra_op_threads = 1;  // of the compute thread
+    TileFormat format;
+    // Where there are more ranks: what they talk over, Plan::network_bytes of memory, whether this one was
+    // asked to stop.
+    Comm* comm = nullptr;
+    Comm* devices = nullptr;     // and what their devices exchange over, with DevicePlan::direct
+    RankParts* parts = nullptr;  // in the place of comm (RankLanes)
+    std::span<std::byte> network_memory;
+    std::function<bool()> stops;
+  };
+
+  // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `device` where the
+  // host computes. Everything passed in outlives the lanes.
+  RealLanes(const tiering::Plan& plan, const Residency& residency, const std::vector<BlockModule*>& modules,
+            StageRunner* runner, swap::Store* store, InputSpill* inputs, DeviceLanes* device,
+            const Options& options, LaneHooks hooks);
+  // Waits for what is in flight.
+  ~RealLanes() override;
+
+  bool HasRoom(tiering::Lane lane) const override;
+  bool Skips(const tiering::Op& op) const override;
+  bool Moves(const tiering::Op& op) const override { return !UndoesWrite(op); }
+  void Start(tiering::OpId id, const tiering::Op& op) override;
+  absl::Status Decide(const tiering::Op& op) override;
+  void Wait(std::vector<tiering::Completion>* completions) override;
+  double Now() const override;
+
+  // What updates go by from now on; set when the norm of their step is known.
+  void set_decision(const UpdateDecision& decision) { decisions_[decision.step & 1] = decision; }
+  // What the updates in backward of its step assume; set before the step computes.
+  void set_assumption(const UpdateDecision& assumed) { assumed_[assumed.step & 1] = assumed; }
+  // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
+  void Abandon(int64_t step) { abandoned_step_ = step; }
+  // Of a tile's part of a finished gradient that waits on the drive.
+  uint64_t gradient_checksum(int block, int tile) const {
+    return tiles_[static_cast<size_t>(block)][static_cast<size_t>(tile)]->gradient_checksum;
+  }
+  // Of weights that were read to a device past host memory.
+  int64_t past_host_bytes() const { return past_host_bytes_; }
+  // What all ranks' gradients, losses and wishes come to, once they are final.
+  StepTotals totals() const { return ranks_ != nullptr ? ranks_->totals() : OwnTotals(); }
+
+ private:
+  struct Task {
+    tiering::OpId id = 0;
+    const tiering::Op* op = nullptr;
+  };
+  // One transfer object for each tile and purpose, reused every step.
+  struct Transfer {
+    swap::TileIo io;
+    RealLanes* lanes = nullptr;
+    Task task;
+    double start = 0;
+  };
+  struct Done {
+    Task task;
+    absl::Status status;
+    double start = 0;
+    double end = 0;
+  };
+  struct TileTransfers {
+    // `there`: weights past host memory to the device, maybe while they come to host memory for an update.
+    Transfer weights, there, state, gradient, write, spill;
+    std::vector<uint64_t> checksums;  // of the new version, by segment
+    uint64_t gradient_checksum = 0;   // of the tile's part of a spilled gradient
+  };
+  struct InputTransfer {
+    RealLanes* lanes = nullptr;
+    Task task;
+    double start = 0;
+  };
+  // A block's gradient on its way to the drive: one transfer per tile.
+  struct Spill {
+    std::atomic<int> outstanding{0};
+    absl::Status refused;  // of what the store did not take
+    RealLanes* lanes = nullptr;
+    Task task;
+    double start = 0;
+  };
+
+  TileTransfers& transfers(const tiering::Op& op) const {
+    return *tiles_[static_cast<size_t>(op.block)][static_cast<size_t>(op.tile)];
+  }
+  // Of weights that kReadWeights reads and kVerify checks.
+  Transfer& WeightsTransfer(const tiering::Op& op) const {
+    return op.device_slot >= 0 ? transfers(op).there : transfers(op).weights;
+  }
+  uint32_t StoreTile(int block, int tile) const {
+    return first_tile_[static_cast<size_t>(block)] + static_cast<uint32_t>(tile);
+  }
+  // The newest of its parity: of `step` once its norm is known.
+  const UpdateDecision& DecisionFor(int64_t step) const { return decisions_[step & 1]; }
+  StepTotals OwnTotals() const;
+  bool UndoesWrite(const tiering::Op& op) const;
+  // Of the tile's segments those that the operation writes: first, and how many.
+  std::pair<uint32_t, uint32_t> WrittenSegments(const tiering::Op& op) const;
+  void Report(const Task& task, absl::Status status, double start);
+  // The same for a lane of the device, which takes up an operation when it has finished the one before.
+  void ReportInOrder(const Task& task, absl::Status status, double start);
+  absl::Status StartTransfer(const Task& task);
+  void StartSpill(const Task& task);
+  absl::Status StartInput(const Task& task);
+  absl::Status StartCommit(const Task& task);
+  // The run that a stage computes with, where it computes.
+  void* WeightsOf(const tiering::Op& op) const {
+    return device_ != nullptr ? device_->run(op.device_slot) : residency_.run(op.run_slot);
+  }
+  absl::Status Run(const tiering::Op& op);  // on a worker
+  absl::Status RunVerify(const tiering::Op& op);
+  absl::Status RunUpdate(const tiering::Op& op);
+  absl::Status RunUpdateOnDevice(const tiering::Op& op);
+  void Seal(const tiering::Op& op);  // the checksums that a tile is written with
+  absl::Status RunFinalize(const tiering::Op& op);
+  // What compact states of a block are rounded with in an update.
+  static uint64_t SeedOf(const UpdateDecision& decision, int block);
+  // What is left to do for a finished operation on the executor's thread.
+  absl::Status Settle(const Done& done);
+  void Work(std::deque<Task>* queue, bool computes);
+  static void OnTransferDone(swap::TileIo& io, void* context);
+  static void OnSpillDone(swap::TileIo& io, void* context);
+  static void OnCommitDone(swap::CommitIo& io, void* context);
+  static void OnInputDone(aio::Request& request, void* context);
+
+  const tiering::Plan& plan_;
+  const Residency& residency_;
+  const std::vector<BlockModule*> modules_;
+  StageRunner* const runner_;
+  swap::Store* const store_;
+  InputSpill* const inputs_;
+  DeviceLanes* const device_;
+  const Options options_;
+  const LaneHooks hooks_;
+  // [step & 1], both: writes of a step may start, and its last updates in backward run, when the next step
+  // has begun or even been decided (the next update of a tile waits for its last write); not when that one
+  // has been committed. Only of what lives on a device a write may start after that: of a skipped step, too,
+  // which then writes what there was.
+  std::array<UpdateDecision, 2> decisions_;
+  std::array<UpdateDecision, 2> assumed_;
+  int64_t abandoned_step_ = 0;
+  std::vector<kernels::SumOfSquares> squares_;
+  std::vector<uint32_t> first_tile_;  // [block] number of its first tile in the store
+  std::vector<std::vector<std::unique_ptr<TileTransfers>>> tiles_;
+  std::vector<std::unique_ptr<Spill>> spills_;                                // [block]
+  std::vector<std::vector<std::unique_ptr<InputTransfer>>> input_transfers_;  // [position][micro_batch]
+  swap::CommitIo commit_;
+  Task commit_task_;
+  double commit_start_ = 0;
+  int computes_ = 0;  // started and not completed, executor's thread
+  int64_t past_host_bytes_ = 0;
+
+  std::mutex mutex_;
+  std::condition_variable work_there_;
+  std::condition_variable completion_there_;
+  std::deque<Task> compute_queue_;
+  std::deque<Task> update_queue_;
+  std::deque<Done> done_;
+  std::array<double, tiering::kLanes> idle_since_{};  // lanes of the device
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+  std::unique_ptr<RankLanes> ranks_;  // null: one rank
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_LANES_HARDWARE_LANES_H_

@@ -1,0 +1,202 @@
+#include "zero/lanes/rank_lanes.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+
+namespace penstock::zero {
+
+using kernels::DType;
+using tiering::Lane;
+using tiering::Op;
+using tiering::OpKind;
+
+namespace {
+
+size_t At(int index) { return static_cast<size_t>(index); }
+
+}  // namespace
+
+RankLanes::RankLanes(const tiering::Plan& plan, const Residency& residency, Comm* comm, RankParts* parts,
+                     Options options, Totals totals, Report report)
+    : plan_(plan),
+      residency_(residency),
+      comm_(comm),
+      parts_(parts),
+      options_(std::move(options)),
+      own_totals_(std::move(totals)),
+      report_(std::move(report)) {
+  for (Queue& queue : queues_) queue.thread = std::thread([this, &queue] { Work(&queue); });
+}
+
+RankLanes::~RankLanes() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_there_.notify_all();
+  for (Queue& queue : queues_) queue.thread.join();
+}
+
+void RankLanes::Start(tiering::OpId id, const Op& op) {
+  const size_t queue = op.lane == Lane::kGather ? 0 : op.lane == Lane::kReduce ? 1 : 2;
+  {
+    std::lock_guard lock(mutex_);
+    queues_[queue].tasks.push_back({id, &op});
+  }
+  work_there_.notify_all();
+}
+
+void RankLanes::Work(Queue* queue) {
+  for (;;) {
+    Task task{};
+    {
+      std::unique_lock lock(mutex_);
+      work_there_.wait(lock, [&] { return stopping_ || !queue->tasks.empty(); });
+      if (queue->tasks.empty()) return;
+      task = queue->tasks.front();
+      queue->tasks.pop_front();
+    }
+    const double start = options_.now();
+    report_(task.id, *task.op, Run(*task.op), start);
+  }
+}
+
+absl::Status RankLanes::Run(const Op& op) {
+  switch (op.kind) {
+    case OpKind::kGather: {
+      const auto bytes =
+          static_cast<size_t>(plan_.blocks[At(op.block)].elements * plan_.precision.weight_bytes());
+      if (plan_.device.direct)
+        return options_.devices->AllGather(Channel::kGather, options_.device->run(op.device_slot), bytes);
+      if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, residency_.run(op.run_slot));
+      return comm_->AllGather(Channel::kGather, residency_.run(op.run_slot), bytes);
+    }
+    case OpKind::kReduce:
+      return RunReduce(op);
+    case OpKind::kExchange:
+      return RunExchange();
+    case OpKind::kAgree:
+      return RunAgree(op);
+    default:
+      return absl::InternalError(
+          absl::StrCat("no exchange between ranks: ", std::string(tiering::OpKindName(op.kind))));
+  }
+}
+
+// Where a block's reduced gradient goes.
+std::byte* RankLanes::Reduced(const Op& op) const {
+  if (!plan_.device.direct) return static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
+  if (!plan_.on_device(op.block)) return options_.device->own_part(op);
+  return static_cast<std::byte*>(options_.device->state().block(op.block).gradient);
+}
+
+// In pieces, so that it takes little memory: while one is summed, the next is on its way.
+absl::Status RankLanes::RunReduce(const Op& op) {
+  const bool there = plan_.device.direct;
+  Device& device = there ? options_.device->device() : *HostDevice();
+  Comm& comm = there ? *options_.devices : *comm_;
+  const auto world = At(plan_.world);
+  const auto own = At(comm.rank());
+  const auto part = static_cast<size_t>(plan_.blocks[At(op.block)].elements);
+  const auto width = static_cast<size_t>(plan_.accumulator_bytes(op.block));
+  const auto width_after = static_cast<size_t>(plan_.precision.gradient_bytes);
+  const DType type = width == 4 ? DType::kFp32 : options_.weights;
+  std::byte* const gradients =
+      there ? options_.device->gradients(op)
+            : reinterpret_cast<std::byte*>(residency_.accumulator(op.accumulator_slot));
+  // In place nobody else reads this part, and what is rounded lies before what is still to be summed.
+  std::byte* const reduced = Reduced(op);
+  const auto elements = static_cast<size_t>(options_.layout_elements[At(op.block)]);
+  if (absl::Status status = device.Clear(gradients + elements * width, (world * part - elements) * width);
+      !status.ok())
+    return status;
+
+  double* const squares =
+      plan_.on_device(op.block) ? options_.device->state().partial_sums(op.block) : nullptr;
+  const auto piece_elements =
+      static_cast<size_t>(there ? plan_.device.network_piece : tiering::kNetworkPiece);
+  std::byte* const memory = there ? options_.device->network() : options_.memory.data();
+  auto* const sums = reinterpret_cast<float*>(memory);
+  const auto place = [&](size_t piece, size_t rank) {
+    return memory + (1 + (piece % 2) * world + rank) * piece_elements * 4;
+  };
+  const size_t pieces = (part + piece_elements - 1) / piece_elements;
+  std::vector<const void*> addends(world);
+  std::unique_ptr<Exchange> coming;
+  for (size_t piece = 0; piece <= pieces; ++piece) {
+    std::unique_ptr<Exchange> next;
+    if (piece < pieces) {
+      const size_t first = piece * piece_elements, n = std::min(piece_elements, part - first);
+      std::vector<const void*> send;
+      std::vector<void*> receive;
+      for (size_t k = 0; k < world; ++k) {
+        send.push_back(gradients + (k * part + first) * width);
+        receive.push_back(place(piece, k));
+      }
+      absl::StatusOr<std::unique_ptr<Exchange>> begun =
+          comm.Begin(Channel::kReduce, send, receive, n * width);
+      if (!begun.ok()) return begun.status();
+      next = std::move(*begun);
+    }
+    if (piece > 0) {
+      if (absl::Status status = coming->Wait(); !status.ok()) return status;
+      const size_t first = (piece - 1) * piece_elements, n = std::min(piece_elements, part - first);
+      for (size_t k = 0; k < world; ++k) addends[k] = place(piece - 1, k);
+      addends[own] = gradients + (own * part + first) * width;
+      absl::Status status =
+          device.SumInOrder(type, addends, sums, options_.weights, reduced + first * width_after, n,
+                            squares == nullptr ? nullptr : squares + first / kernels::kReduceBlock);
+      if (!status.ok()) return status;
+    }
+    coming = std::move(next);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RankLanes::RunExchange() {
+  const StepTotals own = own_totals_();
+  const auto world = At(plan_.world);
+  const auto micro_batches = At(plan_.micro_batches);
+  const size_t bytes = sizeof(kernels::SumOfSquares) + (micro_batches + 1) * sizeof(double);
+  std::vector<std::byte> all(world * bytes);
+  std::byte* const mine = all.data() + At(comm_->rank()) * bytes;
+  std::memcpy(mine, &own.squares, sizeof(own.squares));
+  std::vector<double> numbers(micro_batches + 1, 0.0);
+  std::copy_n(own.losses.begin(), std::min(micro_batches, own.losses.size()), numbers.begin());
+  numbers.back() = own.stops ? 1 : 0;
+  std::memcpy(mine + sizeof(own.squares), numbers.data(), numbers.size() * sizeof(double));
+  if (absl::Status status = comm_->AllGather(Channel::kReduce, all.data(), bytes); !status.ok())
+    return status;
+
+  totals_ = StepTotals();
+  totals_.losses.resize(micro_batches * world);
+  for (size_t k = 0; k < world; ++k) {
+    kernels::SumOfSquares squares;
+    std::memcpy(&squares, all.data() + k * bytes, sizeof(squares));
+    totals_.squares.Merge(squares);
+    std::memcpy(numbers.data(), all.data() + k * bytes + sizeof(squares), numbers.size() * sizeof(double));
+    for (size_t m = 0; m < micro_batches; ++m) totals_.losses[m * world + k] = numbers[m];
+    totals_.stops |= numbers.back() != 0;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status RankLanes::RunAgree(const Op& op) {
+  std::vector<int64_t> steps(At(plan_.world));
+  steps[At(comm_->rank())] = op.step;
+  if (absl::Status status = comm_->AllGather(Channel::kAgree, steps.data(), sizeof(int64_t)); !status.ok())
+    return status;
+  for (size_t k = 0; k < steps.size(); ++k) {
+    if (steps[k] == op.step) continue;
+    return absl::InternalError(absl::StrCat("rank ", k, " has committed step ", steps[k], ", rank ",
+                                            comm_->rank(), " step ", op.step,
+                                            ": they do not run the same program"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero

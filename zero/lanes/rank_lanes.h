@@ -1,0 +1,118 @@
+// The lanes on which a rank waits for the others: a thread for each, in the order of the program.
+//
+// Gathering and reducing is of host memory, or where devices exchange with each other of theirs.
+//
+//   kGather  this rank's part of a block's weights to the others, theirs into the run
+//   kReduce  a block's gradients: each rank gets its part of all of them and sums in fp32, rank 0 first,
+//   rounding once;
+//            and, last in a step, what the norm needs of everybody
+//   kCommit  kAgree: every rank has committed the step
+//
+// Sums have the same bits as one rank's that computes the ranks' micro-batches one after the other, wherever
+// a gradient has one addend a rank: each is rounded as backward leaves it, all are added in fp32 in that
+// order, and rounded once.
+#ifndef PENSTOCK_ZERO_LANES_RANK_LANES_H_
+#define PENSTOCK_ZERO_LANES_RANK_LANES_H_
+
+#include <array>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/float16.h"
+#include "kernels/reduce.h"
+#include "tiering/program/op.h"
+#include "tiering/plan/plan.h"
+#include "zero/ranks/comm.h"
+#include "zero/lanes/device_lanes.h"
+#include "zero/ranks/sharded_state.h"
+#include "zero/memory/arena_view.h"
+
+namespace penstock::zero {
+
+// What a rank knows at the end of a step, and what all of them know together.
+struct StepTotals {
+  kernels::SumOfSquares squares;  // of its parts of all gradients
+  std::vector<double> losses;     // by micro-batch; of all: by micro-batch, then rank
+  bool stops = false;             // it was asked to stop
+};
+
+class RankLanes {
+ public:
+  // An operation has ended; on one of the threads here.
+  using Report =
+      std::function<void(tiering::OpId id, const tiering::Op& op, absl::Status status, double start_seconds)>;
+  // This rank's part of a step's totals; on one of the threads here, while nothing computes.
+  using Totals = std::function<StepTotals()>;
+
+  struct Options {
+    kernels::DType weights = kernels::DType::kBf16;
+    std::vector<int64_t>
+        layout_elements;          // [block] of the run, without what its last parts have beyond its end
+    std::span<std::byte> memory;  // Plan::network_bytes
+    // With DevicePlan::direct: what the devices exchange over, and where their slots are.
+    Comm* devices = nullptr;
+    const DeviceLanes* device = nullptr;
+    std::function<double()> now;
+  };
+
+  // Everything passed in outlives this. `comm` is null where nobody is there but what the ranks have kept:
+  // then kGather, which is all that an evaluation needs, reads the others' parts from `parts`, as rank 0.
+  RankLanes(const tiering::Plan& plan, const Residency& residency, Comm* comm, RankParts* parts,
+            Options options, Totals totals, Report report);
+  // Waits for what is in flight.
+  ~RankLanes();
+
+  static bool Runs(const tiering::Op& op) {
+    return op.lane == tiering::Lane::kGather || op.lane == tiering::Lane::kReduce ||
+           op.kind == tiering::OpKind::kAgree;
+  }
+  void Start(tiering::OpId id, const tiering::Op& op);
+  // This rank has failed: what is in flight ends, and the others hear of it.
+  void Fail(const absl::Status& why) {
+    if (comm_ != nullptr) comm_->Abort(why);
+  }
+  // Of the last kExchange, once it is complete.
+  const StepTotals& totals() const { return totals_; }
+
+ private:
+  struct Task {
+    tiering::OpId id;
+    const tiering::Op* op;
+  };
+  struct Queue {
+    std::deque<Task> tasks;
+    std::thread thread;
+  };
+
+  void Work(Queue* queue);
+  absl::Status Run(const tiering::Op& op);
+  absl::Status RunReduce(const tiering::Op& op);
+  std::byte* Reduced(const tiering::Op& op) const;
+  absl::Status RunExchange();
+  absl::Status RunAgree(const tiering::Op& op);
+
+  const tiering::Plan& plan_;
+  const Residency& residency_;
+  Comm* const comm_;
+  RankParts* const parts_;
+  const Options options_;
+  const Totals own_totals_;
+  const Report report_;
+  StepTotals totals_;
+
+  std::mutex mutex_;
+  std::condition_variable work_there_;
+  bool stopping_ = false;
+  std::array<Queue, 3> queues_;  // gather, reduce, agree
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_LANES_RANK_LANES_H_

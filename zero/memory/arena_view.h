@@ -1,0 +1,83 @@
+// Where things are in memory: the plan's slots as pointers into the arena.
+#ifndef PENSTOCK_ZERO_MEMORY_ARENA_VIEW_H_
+#define PENSTOCK_ZERO_MEMORY_ARENA_VIEW_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "aio/arena.h"
+#include "tiering/plan/plan.h"
+
+namespace penstock::zero {
+
+// A tile in memory: its weights within the block's run, its state segments and, if spilled, its gradient in a
+// tile slot.
+struct TileMemory {
+  void* weights = nullptr;
+  std::vector<void*> state;  // segment 1.. of the precision
+  void* gradient = nullptr;
+  int64_t elements = 0;
+};
+
+class Residency {
+ public:
+  // `region` has plan.slot_bytes; zeroed here, so that padding and unread pages are defined. `rank`: whose
+  // part of every run is this process's.
+  Residency(const tiering::Plan& plan, aio::Region region, int rank = 0)
+      : plan_(plan), region_(std::move(region)), rank_(rank) {
+    std::memset(region_.data(), 0, region_.bytes());
+  }
+
+  void* run(int slot) const { return Place(plan_.run_slots, slot); }
+  void* gradient(int slot) const { return Place(plan_.gradient_slots, slot); }
+  void* input(int slot) const { return Place(plan_.input_slots, slot); }
+  float* accumulator(int slot) const { return static_cast<float*>(Place(plan_.accumulator_slots, slot)); }
+
+  // Tile `tile` of `block` with the block's weights in `run_slot` and its state in `tile_slot` (-1: none).
+  // The gradient is where the block's gradient waits, or beside the state where it was spilled.
+  TileMemory tile(int block, int tile, int run_slot, int tile_slot) const {
+    const tiering::BlockPlan& bp = plan_.blocks[static_cast<size_t>(block)];
+    const tiering::Tile& cut = bp.tiles[static_cast<size_t>(tile)];
+    TileMemory memory;
+    memory.elements = cut.elements;
+    if (run_slot >= 0) {
+      // A run has the parts of all ranks, or this one's alone.
+      const int64_t offset = plan_.parts_in_memory() == 1 ? cut.offset : InRun(block, cut).offset;
+      memory.weights = static_cast<std::byte*>(run(run_slot)) + offset * plan_.precision.weight_bytes();
+    }
+    if (tile_slot >= 0) {
+      auto* base = static_cast<std::byte*>(Place(plan_.tile_slots, tile_slot));
+      for (size_t s = 1; s < plan_.precision.segment_bytes.size(); ++s) {
+        memory.state.push_back(base + plan_.state_segment_offset(static_cast<int>(s), cut.elements));
+      }
+      memory.gradient = base + plan_.tile_gradient_offset;
+    }
+    if (bp.gradient_slot >= 0) {
+      memory.gradient =
+          static_cast<std::byte*>(gradient(bp.gradient_slot)) + cut.offset * plan_.precision.gradient_bytes;
+    }
+    return memory;
+  }
+
+  int rank() const { return rank_; }
+  // Where a tile of this rank's part of a block lies in the whole run.
+  tiering::Tile InRun(int block, const tiering::Tile& tile) const {
+    return {rank_ * plan_.blocks[static_cast<size_t>(block)].elements + tile.offset, tile.elements};
+  }
+
+ private:
+  void* Place(const std::vector<tiering::Slot>& slots, int slot) const {
+    return region_.data() + slots[static_cast<size_t>(slot)].offset;
+  }
+
+  const tiering::Plan& plan_;
+  const aio::Region region_;
+  const int rank_;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_MEMORY_ARENA_VIEW_H_

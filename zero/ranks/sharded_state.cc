@@ -1,0 +1,252 @@
+#include "zero/ranks/sharded_state.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "swap/checkpoint.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr const char* kRanks = "ranks";
+constexpr const char* kRank = "rank";
+
+nlohmann::json Parsed(const std::string& identity) {
+  nlohmann::json json = nlohmann::json::parse(identity, nullptr, /*allow_exceptions=*/false);
+  return json.is_object() ? json : nlohmann::json::object();
+}
+
+int64_t NumberIn(const nlohmann::json& json, const char* key, int64_t otherwise) {
+  return json.contains(key) && json[key].is_number_integer() ? json[key].get<int64_t>() : otherwise;
+}
+
+std::vector<std::string> OfRank(const std::vector<std::string>& directories, int rank) {
+  std::vector<std::string> of_rank;
+  for (const std::string& directory : directories) of_rank.push_back(swap::RankDirectory(directory, rank));
+  return of_rank;
+}
+
+bool HoldsAnything(const swap::Finding& finding) {
+  return finding.holding != swap::Holding::kNothing && finding.holding != swap::Holding::kForeign;
+}
+
+}  // namespace
+
+absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& directories) {
+  if (directories.empty()) return absl::InvalidArgumentError("no directory was given");
+  const swap::Finding found = swap::Probe(directories);
+  if (HoldsAnything(found)) return PartDirectories{directories};
+  const std::vector<std::string> first = OfRank(directories, 0);
+  if (const swap::Finding of_first = swap::Probe(first); !HoldsAnything(of_first)) {
+    // Something is there, perhaps what was a run: that is not the same as nothing.
+    for (const swap::Finding& each : {of_first, found}) {
+      if (each.holding == swap::Holding::kForeign) return absl::FailedPreconditionError(each.text);
+    }
+    return absl::NotFoundError(
+        absl::StrCat(directories.front(), " holds neither a run nor rank-0/ of one of several ranks"));
+  }
+  absl::StatusOr<swap::Inspection> inspection = swap::Inspect(first);
+  if (!inspection.ok()) return inspection.status();
+  const int64_t ranks = NumberIn(Parsed(inspection->shape.identity), kRanks, 1);
+  PartDirectories parts;
+  for (int rank = 0; rank < ranks; ++rank) {
+    parts.push_back(OfRank(directories, rank));
+    const swap::Finding of_rank = swap::Probe(parts.back());
+    if (HoldsAnything(of_rank)) continue;
+    if (of_rank.holding == swap::Holding::kForeign) return absl::DataLossError(of_rank.text);
+    return absl::DataLossError(absl::StrCat(parts.back().front(), ": the part of rank ", rank,
+                                            " of the run's ", ranks,
+                                            " is missing: bring all parts together"));
+  }
+  return parts;
+}
+
+nlohmann::json WholeIdentity(const std::string& identity) {
+  nlohmann::json json = Parsed(identity);
+  json.erase(kRanks);
+  json.erase(kRank);
+  return json;
+}
+
+absl::StatusOr<std::vector<swap::Inspection>> InspectParts(const PartDirectories& parts) {
+  std::vector<swap::Inspection> inspections;
+  for (const std::vector<std::string>& part : parts) {
+    absl::StatusOr<swap::Inspection> inspection = swap::Inspect(part);
+    if (!inspection.ok()) return inspection.status();
+    inspections.push_back(*std::move(inspection));
+  }
+  // One rank's part may be looked at alone.
+  if (parts.size() == 1) return inspections;
+  uint64_t sequence = ~uint64_t{0};
+  for (const swap::Inspection& each : inspections) sequence = std::min(sequence, each.record.sequence);
+  const swap::StoreShape& first = inspections.front().shape;
+  for (size_t k = 0; k < parts.size(); ++k) {
+    const swap::StoreShape& shape = inspections[k].shape;
+    const nlohmann::json identity = Parsed(shape.identity);
+    const bool its_own = NumberIn(identity, kRanks, 1) == static_cast<int64_t>(parts.size()) &&
+                         NumberIn(identity, kRank, 0) == static_cast<int64_t>(k);
+    if (!its_own || shape.uuid != first.uuid ||
+        WholeIdentity(shape.identity) != WholeIdentity(first.identity)) {
+      return absl::DataLossError(absl::StrCat(parts[k].front(), " is not the part of rank ", k,
+                                              " of the run in ", parts.front().front(),
+                                              ": bring the parts of one run together"));
+    }
+    if (inspections[k].record.sequence == sequence) continue;
+    absl::StatusOr<swap::Inspection> before = swap::Inspect(parts[k], sequence);
+    if (before.ok()) inspections[k] = *std::move(before);
+    if (!before.ok() && !inspections[k].in_use) return before.status();
+  }
+  return inspections;
+}
+
+uint64_t RankParts::MemoryBytes(const std::vector<swap::Inspection>& inspections) {
+  uint64_t most = swap::kBlockBytes;
+  for (const swap::Inspection& inspection : inspections) {
+    for (const swap::TilePlacement& tile : inspection.shape.tiles) {
+      uint64_t bytes = 0;
+      for (const uint64_t segment : tile.layout.segment_bytes) bytes += swap::PaddedBytes(segment);
+      most = std::max(most, bytes);
+    }
+  }
+  return most;
+}
+
+absl::StatusOr<std::unique_ptr<RankParts>> RankParts::Open(aio::Engine& engine, const PartDirectories& parts,
+                                                           const std::vector<swap::Inspection>& inspections,
+                                                           const std::vector<int64_t>& block_elements,
+                                                           const tiering::Precision& precision,
+                                                           std::span<std::byte> memory) {
+  std::unique_ptr<RankParts> result(new RankParts());
+  result->precision_ = precision;
+  result->memory_ = memory;
+  for (size_t k = 0; k < parts.size(); ++k) {
+    swap::StoreOptions options;
+    options.directories = parts[k];
+    options.read_only = true;
+    options.sequence = inspections[k].record.sequence;
+    absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(engine, options);
+    if (!store.ok()) return store.status();
+    if ((*store)->uuid() != inspections[k].shape.uuid ||
+        (*store)->committed_sequence() != inspections.front().record.sequence) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(parts[k].front(), " changed while it was being opened: is a run writing there?"));
+    }
+    result->stores_.push_back(*std::move(store));
+  }
+  if (absl::Status placed = result->PlaceTiles(block_elements); !placed.ok()) return placed;
+  return result;
+}
+
+absl::Status RankParts::PlaceTiles(const std::vector<int64_t>& block_elements) {
+  const auto world = static_cast<int>(stores_.size());
+  blocks_.resize(block_elements.size());
+  for (size_t k = 0; k < stores_.size(); ++k) {
+    const swap::Geometry& geometry = stores_[k]->geometry();
+    const auto not_its_models = [&](uint32_t tile) {
+      return absl::DataLossError(
+          absl::StrCat("tile ", tile, " of ", stores_[k]->path(0), " is not one of its model's"));
+    };
+    uint32_t next = 0;
+    for (size_t b = 0; b < block_elements.size(); ++b) {
+      const int64_t part = tiering::PartElements(block_elements[b], world);
+      for (int64_t at = 0; at < part;) {
+        if (next == geometry.tiles()) return not_its_models(next);
+        const int64_t elements =
+            static_cast<int64_t>(geometry.segment_bytes(next, 0)) / precision_.weight_bytes();
+        bool fits = elements > 0 && elements <= part - at && elements % tiering::kScaleBlock == 0 &&
+                    geometry.segments(next) == precision_.segment_bytes.size();
+        for (uint32_t s = 0; fits && s < geometry.segments(next); ++s) {
+          fits =
+              static_cast<int64_t>(geometry.segment_bytes(next, s)) == precision_.SegmentBytes(s, elements);
+        }
+        if (!fits) return not_its_models(next);
+        blocks_[b].push_back({k, next++, static_cast<int64_t>(k) * part + at, elements});
+        at += elements;
+      }
+    }
+    if (next != geometry.tiles()) return not_its_models(next);
+  }
+  return absl::OkStatus();
+}
+
+int64_t RankParts::LargestTile(int block) const {
+  int64_t most = 0;
+  for (const Tile& tile : blocks_[static_cast<size_t>(block)]) most = std::max(most, tile.elements);
+  return most;
+}
+
+absl::Status RankParts::Load(const Tile& tile) {
+  if (loaded_ == &tile) return absl::OkStatus();
+  if (stores_[tile.store]->geometry().slot_bytes(tile.number) > memory_.size())
+    return absl::InvalidArgumentError("the parts of a run are read through memory for one tile");
+  loaded_ = nullptr;
+  swap::Store& store = *stores_[tile.store];
+  std::array<void*, swap::kMaxSegments> places;
+  absl::Status status = store.ReadTileNow(
+      &ios_[0], tile.number, store.geometry().SegmentPlaces(tile.number, memory_.data(), &places),
+      aio::Priority::kDemand, swap::Which::kCommitted);
+  if (status.ok()) loaded_ = &tile;
+  return status;
+}
+
+absl::Status RankParts::ReadWeights(int block, size_t from, void* run) {
+  std::vector<const Tile*> tiles;
+  for (const Tile& tile : blocks_[static_cast<size_t>(block)]) {
+    if (tile.store >= from) tiles.push_back(&tile);
+  }
+  const auto read = [&](size_t i) {
+    void* const place = static_cast<std::byte*>(run) + tiles[i]->first * precision_.weight_bytes();
+    return stores_[tiles[i]->store]->ReadSegments(&ios_[i % 2], tiles[i]->number, 0, 1,
+                                                  std::span<void* const>(&place, 1), aio::Priority::kDemand,
+                                                  swap::Which::kCommitted);
+  };
+  // One ahead: the next tile is on its way while this one is checked.
+  absl::Status status = tiles.empty() ? absl::OkStatus() : read(0);
+  for (size_t i = 0; i < tiles.size() && status.ok(); ++i) {
+    if (i + 1 < tiles.size()) status = read(i + 1);
+    swap::Store& store = *stores_[tiles[i]->store];
+    absl::Status arrived = store.Wait(&ios_[i % 2]);
+    if (arrived.ok()) arrived = store.VerifyRead(ios_[i % 2]);
+    status.Update(arrived);
+  }
+  for (swap::TileIo& io : ios_) {
+    if (io.pending()) (void)stores_.front()->Wait(&io);  // the error before it is the one to tell
+  }
+  return status;
+}
+
+absl::Status RankParts::Read(int block, int64_t first, int64_t elements, std::span<void* const> places) {
+  const size_t segments = precision_.segment_bytes.size();
+  for (size_t s = 0; s < segments; ++s) {
+    std::memset(places[s], 0, static_cast<size_t>(precision_.SegmentBytes(s, elements)));
+  }
+  for (const Tile& tile : blocks_[static_cast<size_t>(block)]) {
+    const int64_t from = std::max(first, tile.first),
+                  to = std::min(first + elements, tile.first + tile.elements);
+    if (from >= to) continue;
+    if (absl::Status loaded = Load(tile); !loaded.ok()) return loaded;
+    const swap::Geometry& geometry = stores_[tile.store]->geometry();
+    for (size_t s = 0; s < segments; ++s) {
+      const std::byte* source =
+          memory_.data() + geometry.segment_start(tile.number, static_cast<uint32_t>(s));
+      auto* target = static_cast<std::byte*>(places[s]);
+      const int64_t width = precision_.segment_bytes[s];
+      const auto copy = [&](int64_t target_at, int64_t source_at, int64_t bytes) {
+        std::memcpy(target + target_at, source + source_at, static_cast<size_t>(bytes));
+      };
+      copy((from - first) * width, (from - tile.first) * width, (to - from) * width);
+      if (width != 1) continue;
+      // Behind the codes of all elements, their scales.
+      constexpr int64_t kScaleBytes = 4;
+      copy(elements + (from - first) / tiering::kScaleBlock * kScaleBytes,
+           tile.elements + (from - tile.first) / tiering::kScaleBlock * kScaleBytes,
+           (to - from) / tiering::kScaleBlock * kScaleBytes);
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,90 @@
+// What several ranks keep together, seen as one: the parts of a run or checkpoint, and any range of a block's
+// elements read from them, whoever's part it lies in.
+//
+//   DIR/rank-0/penstock.store, DIR/rank-1/penstock.store, ...    each a store of its own (swap/FORMAT.md)
+//
+// Rank k of W has, of every block, elements [k * P, (k + 1) * P) with P = tiering::PartElements(run, W), cut
+// into tiles as its plan wanted. The identity of each part says W ("ranks", absent where there is one) and k
+// ("rank"); all else of it, the uuid, the step and the number of the commit are the same in all of them. In a
+// state directory a part may have made one commit more than others when its run was killed: the run is at the
+// least of them.
+//
+// Needs no LibTorch.
+#ifndef PENSTOCK_ZERO_RANKS_SHARDED_STATE_H_
+#define PENSTOCK_ZERO_RANKS_SHARDED_STATE_H_
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "swap/inspect.h"
+#include "swap/store.h"
+#include "tiering/plan/model_graph.h"
+
+namespace penstock::zero {
+
+// [rank] its directories, striped as those given were.
+using PartDirectories = std::vector<std::vector<std::string>>;
+
+// What `directories` hold: themselves where a run of one rank (or one rank's part) is there, else the parts
+// of all ranks. kNotFound: neither; kFailedPrecondition: other files, or one that may have been a run's and
+// cannot be told; kDataLoss: a part is missing.
+absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& directories);
+
+// An identity without what says whose part it is of; {} where it is no object.
+nlohmann::json WholeIdentity(const std::string& identity);
+
+// All parts, at the newest commit that all of them have. kDataLoss: they are not parts of one run, or of
+// commits too far apart (unless one is in use and may be moving on: its newest then).
+absl::StatusOr<std::vector<swap::Inspection>> InspectParts(const PartDirectories& parts);
+
+// Ranges of blocks. Every tile that is read is checked; memory: one tile.
+class RankParts {
+ public:
+  // `memory`: swap::kBlockBytes-aligned, MemoryBytes of the same inspections; only Read needs it. `engine`
+  // outlives it.
+  static absl::StatusOr<std::unique_ptr<RankParts>> Open(aio::Engine& engine, const PartDirectories& parts,
+                                                         const std::vector<swap::Inspection>& inspections,
+                                                         const std::vector<int64_t>& block_elements,
+                                                         const tiering::Precision& precision,
+                                                         std::span<std::byte> memory);
+  static uint64_t MemoryBytes(const std::vector<swap::Inspection>& inspections);
+
+  // All segments of elements [first, first + elements) of a block, as a tile of that many has them, to
+  // `places`. What lies beyond the block's end is zero. Best asked for in ascending order.
+  absl::Status Read(int block, int64_t first, int64_t elements, std::span<void* const> places);
+  // The weights of a block that lie in the parts of ranks `from` and later, each to its place in the whole
+  // run at `run`, which has room for all parts.
+  absl::Status ReadWeights(int block, size_t from, void* run);
+  // Elements of the largest tile that the block has anywhere.
+  int64_t LargestTile(int block) const;
+  const swap::Recovered& recovered() const { return stores_.front()->recovered(); }
+
+ private:
+  struct Tile {
+    size_t store = 0;
+    uint32_t number = 0;  // in its store
+    int64_t first = 0;    // element of the block's run
+    int64_t elements = 0;
+  };
+
+  RankParts() = default;
+  absl::Status PlaceTiles(const std::vector<int64_t>& block_elements);
+  absl::Status Load(const Tile& tile);
+
+  tiering::Precision precision_;
+  std::span<std::byte> memory_;
+  std::vector<std::unique_ptr<swap::Store>> stores_;
+  std::vector<std::vector<Tile>> blocks_;  // [block] in ascending order
+  swap::TileIo ios_[2];
+  const Tile* loaded_ = nullptr;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_RANKS_SHARDED_STATE_H_
