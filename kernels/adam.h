@@ -9,8 +9,8 @@
 //   d = sqrt(v) / sqrt(1 - beta2^t) + eps
 //   p = p + (-(lr / (1 - beta1^t)) * m) / d
 // The constants are computed in double and rounded to fp32 once. The portable, AVX2 and AVX-512 code give the
-// same bits (NaN payloads apart), for every cut of a run and every thread count; they follow the order in
-// which ATen's vector code works, so results equal LibTorch's bit for bit where ATen uses FMA
+// same bits (NaN payloads apart), for every cut of a run and every thread count; they follow the
+// order in which ATen's vector code works, so results equal LibTorch's bit for bit where ATen uses FMA
 // (tests/kernels/torch_adam_test.cc).
 //
 // Functions are pure: they touch the arrays given and nothing else, allocate nothing, and are thread-safe.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <mutex>
 
 #include "kernels/parallel.h"
@@ -229,6 +230,7 @@ LambStep MakeLambStep(const LambOptions& options, int64_t update, double grad_sc
 double LambTrust(const LambStep& step, const LambNorms& norms) {
   const double param = std::sqrt(norms.param.Value());
   const double update = std::sqrt(norms.update.Value());
+  if (!std::isfinite(param) || !std::isfinite(update)) return std::numeric_limits<double>::quiet_NaN();
   if (param == 0.0 || update == 0.0) return 1.0;
   return std::clamp(param / update, step.least_trust, step.most_trust);
 }

@@ -11,9 +11,9 @@
 // Common to all: arithmetic in fp32 on values converted exactly from what is stored; g = grad * grad_scale
 // first; fma(a, b, c) = a*b + c rounded once; every other operation rounded once; the constants of a step
 // computed in double and rounded to fp32 once. Results are the same to the bit for every SIMD level (NaN
-// payloads apart), every thread count, and every cut of a run of elements into pieces: at any element with
-// fp32 and bf16 states, at multiples of kStateBlock with 8-bit states, at multiples of kReduceBlock where
-// statistics are taken.
+// payloads apart), every thread count, and every cut of a run of elements into pieces: at any
+// element with fp32 and bf16 states, at multiples of kStateBlock with 8-bit states, at multiples of
+// kReduceBlock where statistics are taken.
 //
 // Functions allocate nothing, touch only the arrays given and are thread-safe. Any n, any alignment; arrays
 // must not overlap. Non-finite gradients give non-finite results: check first, or keep the tile's old
@@ -156,7 +156,8 @@ void ApplyUpdate(const SgdStep& step, const UpdateArrays& arrays, SumOfSquares* 
 // LAMB (You et al. 2019, arXiv 1904.00962, algorithm 2), with Adam's constants:
 //   m, v as in Adam;  u = fma(p, wd, (m / (1 - beta1^t)) / (sqrt(v) / sqrt(1 - beta2^t) + eps))
 //   p = fma(u, -(lr * trust), p),  trust = |p| / |u| clamped to [least_trust, most_trust], or 1 if either
-//   norm is 0
+//   norm is 0. A norm that is NaN makes it NaN, as in apex and DeepSpeed, whose comparisons all fail then; an
+//   infinite one does so here too: a tensor that is lost must show it, not go on with a small step
 // The norms are of a whole parameter tensor, so a step is two calls for each of its pieces: LambMoments
 // updates m and v and adds the squares of p and u (computed from m and v as they are stored, after rounding)
 // to the norms; LambApply computes u again from the stored m and v, and updates p.

@@ -12,7 +12,8 @@
 // Rounding is to nearest (ties away from zero), or stochastic: up with the probability of the fraction, drawn
 // from a hash of (seed, element's position, which moment), so that the expected value is exact (but where
 // clamped at the block's largest or at the least unsigned) and the result depends on no cut and no thread. A
-// block that holds an infinity or a NaN decodes to NaN wholly. All-zero codes and scales decode to zero.
+// block that holds an infinity or a NaN has a NaN for a scale and zeros for codes: it decodes to NaN wholly.
+// All-zero codes and scales decode to zero.
 //
 // Any n, any alignment; a run starts at a block's start; no overlap; thread-safe; no allocation.
 #ifndef PENSTOCK_KERNELS_QUANTIZE_H_

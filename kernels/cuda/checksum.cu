@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/checksum.cuh"
 #include "kernels/cuda/cuda_kernels.h"
+#include "kernels/cuda/launch.cuh"
 
 namespace penstock::kernels::cuda {
 namespace {
@@ -62,9 +63,8 @@ int Checksum(const void* in, size_t bytes, uint64_t seed, uint64_t* out, Stream 
   if (bytes < kLeastChecksumBytes || bytes % 8 != 0 || reinterpret_cast<uintptr_t>(in) % 8 != 0) {
     return cudaErrorInvalidValue;
   }
-  ChecksumKernel<<<1, kChecksumThreads, 0, stream>>>(static_cast<const uint64_t*>(in), bytes,
-                                                     MakeChecksumKeys(seed), out);
-  return cudaGetLastError();
+  return Enqueue(ChecksumKernel, 1, kChecksumThreads, stream, static_cast<const uint64_t*>(in), bytes,
+                 MakeChecksumKeys(seed), out);
 }
 
 }  // namespace penstock::kernels::cuda

@@ -8,6 +8,8 @@
 #ifndef PENSTOCK_KERNELS_CUDA_CHECKSUM_CUH_
 #define PENSTOCK_KERNELS_CUDA_CHECKSUM_CUH_
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
 #include "kernels/checksum.h"

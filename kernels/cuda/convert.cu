@@ -112,6 +112,7 @@ bool DeviceAvailable(std::string* why) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
+    (void)cudaGetLastError();
     *why = error != cudaSuccess ? "no CUDA device: " + ErrorText(error) : "no CUDA device";
     return false;
   }
@@ -134,29 +135,25 @@ std::string ErrorText(int error) {
 int Convert(DType from, const void* in, DType to, void* out, size_t n, Stream stream) {
   if (n == 0) return cudaSuccess;
   const bool aligned = AlignedAs(from, in) && AlignedAs(to, out);
-  ConvertKernel<<<GridFor(n / kVector + 1), kThreads, 0, stream>>>(from, in, to, out, n, aligned);
-  return cudaGetLastError();
+  return Enqueue(ConvertKernel, GridFor(n / kVector + 1), kThreads, stream, from, in, to, out, n, aligned);
 }
 
 int Accumulate(DType type, const void* in, float* acc, size_t n, Stream stream) {
   if (n == 0) return cudaSuccess;
   const bool aligned = AlignedAs(type, in) && Aligned(acc, 16);
-  AccumulateKernel<<<GridFor(n / kVector + 1), kThreads, 0, stream>>>(type, in, acc, n, aligned);
-  return cudaGetLastError();
+  return Enqueue(AccumulateKernel, GridFor(n / kVector + 1), kThreads, stream, type, in, acc, n, aligned);
 }
 
 int SplitMaster(const float* master, uint16_t* hi, int16_t* lo, size_t n, Stream stream) {
   if (n == 0) return cudaSuccess;
   const bool aligned = Aligned(master, 16) && Aligned(hi, 8) && Aligned(lo, 8);
-  SplitKernel<<<GridFor(n / kVector + 1), kThreads, 0, stream>>>(master, hi, lo, n, aligned);
-  return cudaGetLastError();
+  return Enqueue(SplitKernel, GridFor(n / kVector + 1), kThreads, stream, master, hi, lo, n, aligned);
 }
 
 int JoinMaster(const uint16_t* hi, const int16_t* lo, float* master, size_t n, Stream stream) {
   if (n == 0) return cudaSuccess;
   const bool aligned = Aligned(master, 16) && Aligned(hi, 8) && Aligned(lo, 8);
-  JoinKernel<<<GridFor(n / kVector + 1), kThreads, 0, stream>>>(hi, lo, master, n, aligned);
-  return cudaGetLastError();
+  return Enqueue(JoinKernel, GridFor(n / kVector + 1), kThreads, stream, hi, lo, master, n, aligned);
 }
 
 int Quantize8(Code8 code, const float* in, uint8_t* codes, float* scales, size_t n, const Rounding& rounding,
@@ -164,24 +161,14 @@ int Quantize8(Code8 code, const float* in, uint8_t* codes, float* scales, size_t
   if (n == 0) return cudaSuccess;
   const unsigned grid = GridFor((n + kStateBlock - 1) / kStateBlock * 32);
   const uint32_t key = DrawKey(rounding.seed);
-  if (code == Code8::kSigned) {
-    QuantizeKernel<0><<<grid, kThreads, 0, stream>>>(in, codes, scales, n, rounding.stochastic, key,
-                                                     rounding.first_element);
-  } else {
-    QuantizeKernel<1><<<grid, kThreads, 0, stream>>>(in, codes, scales, n, rounding.stochastic, key,
-                                                     rounding.first_element);
-  }
-  return cudaGetLastError();
+  return Enqueue(code == Code8::kSigned ? QuantizeKernel<0> : QuantizeKernel<1>, grid, kThreads, stream, in,
+                 codes, scales, n, rounding.stochastic, key, rounding.first_element);
 }
 
 int Dequantize8(Code8 code, const uint8_t* codes, const float* scales, float* out, size_t n, Stream stream) {
   if (n == 0) return cudaSuccess;
-  if (code == Code8::kSigned) {
-    DequantizeKernel<0><<<GridFor(n), kThreads, 0, stream>>>(codes, scales, out, n);
-  } else {
-    DequantizeKernel<1><<<GridFor(n), kThreads, 0, stream>>>(codes, scales, out, n);
-  }
-  return cudaGetLastError();
+  return Enqueue(code == Code8::kSigned ? DequantizeKernel<0> : DequantizeKernel<1>, GridFor(n), kThreads,
+                 stream, codes, scales, out, n);
 }
 
 }  // namespace penstock::kernels::cuda

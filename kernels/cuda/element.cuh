@@ -126,10 +126,9 @@ PENSTOCK_HD uint8_t Encode8(float x, float scale, uint32_t draw) {
   constexpr uint32_t kLeastNormal = kCode == 0 ? (127u - 14u) << 23 : (127u - 30u) << 23;
   constexpr uint32_t kOffset = kCode == 0 ? (127u - 15u) << 3 : (127u - 31u) << 3;
   constexpr uint32_t kMost = kCode == 0 ? 0x7F : 0xFF;
-  if (scale == 0.0f) return 0;
+  if (!(scale > 0.0f)) return 0;  // a block of zeros, or one that is not finite
   const uint32_t magnitude = Bits(x) & 0x7FFFFFFFu;
   const float y = Div(FromBits(magnitude), scale);
-  if (!(y <= 2.0f)) return static_cast<uint8_t>(kMost);  // only in blocks that are not finite
   uint32_t code;
   if (Bits(y) < kLeastNormal) {
     const float fraction = Mul(static_cast<float>(draw), 0x1p-16f);

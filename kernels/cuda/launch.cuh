@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/access.cuh"
+#include "kernels/cuda/cuda_kernels.h"
 
 namespace penstock::kernels::cuda {
 
@@ -17,6 +18,19 @@ inline constexpr int kThreads = 256;
 // limits.
 inline unsigned GridFor(uint64_t items) {
   return static_cast<unsigned>(std::clamp<uint64_t>((items + kThreads - 1) / kThreads, 1, 1u << 16));
+}
+
+// Every kernel is enqueued here. The code is that of this launch, whatever an earlier call has left behind;
+// and whoever asks for the last error later does not get this one again.
+template <class... Params, class... Args>
+int Enqueue(void (*kernel)(Params...), unsigned blocks, int threads, Stream stream, const Args&... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args...);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
 }
 
 inline bool Aligned(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }

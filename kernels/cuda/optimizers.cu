@@ -60,6 +60,7 @@ __device__ void StoreBlock8(const Tensor& t, uint8_t* codes, float* scales, uint
     codes[at + static_cast<uint64_t>(k)] =
         Encode8<kCode>(x[k], scale, kCode == 0 ? draw & 0xFFFFu : draw >> 16);
   }
+  __syncwarp();  // every lane has read the scale that was there: shuffles alone order no memory
   if (threadIdx.x % 32 == 0) scales[block] = scale;
 }
 
@@ -121,18 +122,18 @@ int Launch(const typename Opt::Step& step, const UpdateArrays* tensors, size_t c
   constexpr uint32_t kMostChunks = 1u << 30;
   Batch batch = {};
   const auto flush = [&] {
-    if (batch.count == 0) return cudaSuccess;
+    if (batch.count == 0) return static_cast<int>(cudaSuccess);
     const uint32_t chunks = batch.first_chunk[batch.count];
-    UpdateKernel<Opt><<<chunks, kThreads, 0, stream>>>(batch, Opt{step}, control);
+    const int error = Enqueue(UpdateKernel<Opt>, chunks, kThreads, stream, batch, Opt{step}, control);
     batch = {};
-    return cudaGetLastError();
+    return error;
   };
   for (size_t i = 0; i < count; ++i) {
     const uint64_t chunks = (tensors[i].n + kChunk - 1) / kChunk;
     if (chunks == 0) continue;
     if (chunks >= kMostChunks) return cudaErrorInvalidValue;  // 2^44 elements: no such memory
     if (batch.count == kMostTensors || batch.first_chunk[batch.count] + chunks > kMostChunks) {
-      const cudaError_t error = flush();
+      const int error = flush();
       if (error != cudaSuccess) return error;
     }
     batch.tensors[batch.count] = MakeTensor(tensors[i]);

@@ -70,7 +70,7 @@ __device__ double BlockSum(const double* values, uint64_t count, double* shared)
   double sum = 0;
   for (uint64_t i = threadIdx.x; i < count; i += kThreads) sum += values[i];
   shared[threadIdx.x] = sum;
-  for (int width = kThreads / 2; width > 0; width /= 2) {
+  for (unsigned width = kThreads / 2; width > 0; width /= 2) {
     __syncthreads();
     if (threadIdx.x < width) shared[threadIdx.x] += shared[threadIdx.x + width];
   }
@@ -144,8 +144,12 @@ __global__ void __launch_bounds__(kThreads)
   const double p = sqrt(BlockSum(params, count, shared));
   __syncthreads();
   const double u = sqrt(BlockSum(updates, count, shared));
-  if (threadIdx.x == 0)
+  if (threadIdx.x != 0) return;
+  if (!isfinite(p) || !isfinite(u)) {
+    *trust = FromBits(0x7FC00000u);  // fmin and fmax would make a number of it
+  } else {
     *trust = p == 0.0 || u == 0.0 ? 1.0f : static_cast<float>(fmin(fmax(p / u, least), most));
+  }
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -171,48 +175,43 @@ __global__ void __launch_bounds__(kThreads)
 
 int SquarePartials(DType type, const void* in, size_t n, double* partials, Stream stream) {
   if (n == 0) return cudaSuccess;
-  SquaresKernel<<<GridForReduction(n), kThreads, 0, stream>>>(type, in, n, partials);
-  return cudaGetLastError();
+  return Enqueue(SquaresKernel, GridForReduction(n), kThreads, stream, type, in, n, partials);
 }
 
 int ClipFactor(const double* partials, size_t count, float inverse_loss_scale, float clip, float* grad_scale,
                int* skip, float* norm, Stream stream) {
-  ClipKernel<<<1, kThreads, 0, stream>>>(partials, count, inverse_loss_scale, clip, grad_scale, skip, norm);
-  return cudaGetLastError();
+  return Enqueue(ClipKernel, 1, kThreads, stream, partials, count, inverse_loss_scale, clip, grad_scale, skip,
+                 norm);
 }
 
 int LambMoments(const LambStep& step, const UpdateArrays& tensor, const DeviceControl& control,
                 Stream stream) {
   if (tensor.state_type == StateType::k8Bit) return cudaErrorInvalidValue;
   if (tensor.n == 0) return cudaSuccess;
-  LambMomentsKernel<<<GridFor(tensor.n / kVector + 1), kThreads, 0, stream>>>(step, MakeTensor(tensor),
-                                                                              control);
-  return cudaGetLastError();
+  return Enqueue(LambMomentsKernel, GridFor(tensor.n / kVector + 1), kThreads, stream, step,
+                 MakeTensor(tensor), control);
 }
 
 int LambPartials(const LambStep& step, const UpdateArrays& tensor, double* param_partials,
                  double* update_partials, Stream stream) {
   if (tensor.state_type == StateType::k8Bit) return cudaErrorInvalidValue;
   if (tensor.n == 0) return cudaSuccess;
-  LambPartialsKernel<<<GridForReduction(tensor.n), kThreads, 0, stream>>>(step, MakeTensor(tensor),
-                                                                          param_partials, update_partials);
-  return cudaGetLastError();
+  return Enqueue(LambPartialsKernel, GridForReduction(tensor.n), kThreads, stream, step, MakeTensor(tensor),
+                 param_partials, update_partials);
 }
 
 int LambTrusts(const LambStep& step, const double* param_partials, const double* update_partials,
                size_t count, float* trust, Stream stream) {
-  LambTrustKernel<<<1, kThreads, 0, stream>>>(param_partials, update_partials, count, step.least_trust,
-                                              step.most_trust, trust);
-  return cudaGetLastError();
+  return Enqueue(LambTrustKernel, 1, kThreads, stream, param_partials, update_partials, count,
+                 step.least_trust, step.most_trust, trust);
 }
 
 int LambApply(const LambStep& step, const float* trust, const UpdateArrays& tensor,
               const DeviceControl& control, Stream stream) {
   if (tensor.state_type == StateType::k8Bit) return cudaErrorInvalidValue;
   if (tensor.n == 0) return cudaSuccess;
-  LambApplyKernel<<<GridFor(tensor.n / kVector + 1), kThreads, 0, stream>>>(step, trust, MakeTensor(tensor),
-                                                                            control);
-  return cudaGetLastError();
+  return Enqueue(LambApplyKernel, GridFor(tensor.n / kVector + 1), kThreads, stream, step, trust,
+                 MakeTensor(tensor), control);
 }
 
 }  // namespace penstock::kernels::cuda

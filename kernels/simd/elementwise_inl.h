@@ -184,10 +184,11 @@ float Encode8(const float* in, uint8_t* codes, size_t n, const Rounding& roundin
   const uint32_t most_bits = ReduceMaxS(most);
   float largest;
   __builtin_memcpy(&largest, &most_bits, sizeof(largest));
-  const float scale = most_bits < 0x7F800000u ? largest / 1.875f : __builtin_nanf("");
-  if (most_bits == 0) {
+  const bool finite = most_bits < 0x7F800000u;
+  const float scale = finite ? largest / 1.875f : __builtin_nanf("");
+  if (most_bits == 0 || !finite) {  // the scale says it all
     __builtin_memset(codes, 0, n);
-    return 0.0f;
+    return scale;
   }
   const F scales = Set(scale);
   const uint32_t key = DrawKey(rounding.seed);

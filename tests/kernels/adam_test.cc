@@ -104,9 +104,9 @@ TEST(Adam, ExactBitsAtEveryLevelLengthAndAlignment) {
 }
 
 // sqrt(v) / sqrt(1 - beta2^t) is multiplied out at the vector levels: it must be the quotient, whatever v and
-// t. With m = 1, eps = 0 and step size 1, p ends as -1 / quotient, and two quotients one place apart give
-// other ones for at least one of the two scales; v runs through squares of every mantissa (every eighth, to
-// be quick), then all kinds.
+// t. With m = 1, eps = 0 and step size 1, p ends as -1 / quotient, and two quotients one place apart
+// give other ones for at least one of the two scales; v runs through squares of every mantissa (every eighth,
+// to be quick), then all kinds.
 TEST(Adam, DividesByTheCorrectionExactly) {
   const std::vector<float> specials = {
       0.0f,      std::numeric_limits<float>::denorm_min(), 1e-40f, 1e-38f, 3e38f,

@@ -1,10 +1,12 @@
 // The CUDA kernels against the CPU's, bit by bit: their element functions on the host everywhere, the kernels
-// themselves where there is a device.
+// themselves where there is a device, and everywhere on fibers that play one (tests/kernels/fibers/fibers.h).
 #include "kernels/cuda/cuda_kernels.h"
 
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
+#include <memory>
 
 #include "kernels/split_master.h"
 #include "tests/kernels/cuda_element_shim.h"
@@ -115,7 +117,13 @@ TEST(CudaElements, ChecksumsAreTheLibrarys) {
   }
 }
 
-// What follows runs on a device.
+// What follows runs on a device, or on what plays one (tests/kernels/fibers).
+#ifdef PENSTOCK_ON_FIBERS
+constexpr size_t kLarge = 17001;  // two pieces of work for thread blocks
+#else
+constexpr size_t kLarge = 50001;
+#endif
+
 class CudaDevice : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -128,7 +136,7 @@ class CudaDevice : public ::testing::Test {
 class DeviceBytes {
  public:
   DeviceBytes(const void* host, size_t bytes, size_t offset = 0) : bytes_(bytes), offset_(offset) {
-    EXPECT_EQ(cudaMalloc(&base_, bytes + offset + 16), cudaSuccess);
+    EXPECT_EQ(cudaMalloc(&base_, bytes + offset), cudaSuccess);  // no byte more: who goes beyond is seen
     EXPECT_EQ(cudaMemcpy(data(), host, bytes, cudaMemcpyHostToDevice), cudaSuccess);
   }
   ~DeviceBytes() { cudaFree(base_); }
@@ -146,30 +154,44 @@ class DeviceBytes {
   size_t bytes_, offset_;
 };
 
+// The same bits, but for the payload of NaNs.
+::testing::AssertionResult SameElements(DType type, const std::vector<unsigned char>& a,
+                                        const std::vector<unsigned char>& b) {
+  if (a.size() != b.size())
+    return ::testing::AssertionFailure() << "sizes " << a.size() << " and " << b.size();
+  const size_t n = a.size() / BytesPerElement(type);
+  std::vector<float> x(n), y(n);
+  Convert(type, a.data(), DType::kFp32, x.data(), n);
+  Convert(type, b.data(), DType::kFp32, y.data(), n);
+  return SameFloats(x, y);
+}
+
 // One tensor's arrays on the host, as bytes.
 struct HostTensor {
   UpdateArrays a;
   std::vector<unsigned char> param, lo, copy, grad, m, v, m_scales, v_scales;
 
-  HostTensor(size_t n, ParamType param_type, DType grad_type, StateType state, uint64_t seed) {
+  HostTensor(size_t n, ParamType param_type, DType grad_type, StateType state, uint64_t seed,
+             Values kind = Values::kNormal) {
     a.n = n;
     a.param_type = param_type;
     a.grad_type = grad_type;
     a.state_type = state;
     a.seed = seed;
     a.first_element = 256 * seed;
-    const std::vector<float> p0 = Random(n, Values::kNormal, seed), g0 = Random(n, Values::kNormal, seed + 1),
-                             m0 = Random(n, Values::kNormal, seed + 2);
-    std::vector<float> v0 = Random(n, Values::kNormal, seed + 3);
+    const std::vector<float> p0 = Random(n, kind, seed), g0 = Random(n, kind, seed + 1),
+                             m0 = Random(n, kind, seed + 2);
+    std::vector<float> v0 = Random(n, kind, seed + 3);
     for (float& x : v0) x = std::fabs(x);
-    param.resize(4 * n);
-    lo.resize(2 * n);
-    copy.resize(2 * n);
-    grad.resize(4 * n);
-    m.resize(4 * n);
-    v.resize(4 * n);
-    m_scales.resize(4 * (n / kStateBlock + 1));
-    v_scales.resize(4 * (n / kStateBlock + 1));
+    // To the byte, so that whoever goes beyond is seen.
+    param.resize((param_type == ParamType::kFp32 ? 4 : 2) * n);
+    lo.resize(param_type == ParamType::kSplit ? 2 * n : 0);
+    copy.resize(param_type == ParamType::kFp32 ? 2 * n : 0);
+    grad.resize(BytesPerElement(grad_type) * n);
+    m.resize(StateBytes(state, n));
+    v.resize(StateBytes(state, n));
+    m_scales.resize(4 * StateScales(state, n));
+    v_scales.resize(4 * StateScales(state, n));
     Point();
     if (param_type == ParamType::kSplit) {
       SplitMaster(p0.data(), reinterpret_cast<uint16_t*>(param.data()), a.param_lo, n);
@@ -225,31 +247,39 @@ struct DeviceTensor {
     a.v_scales = static_cast<float*>(v_scales.data());
   }
   void ExpectEquals(const HostTensor& t) {
-    EXPECT_EQ(param.Get(), t.param);
+    const DType state = t.a.state_type == StateType::kFp32 ? DType::kFp32 : DType::kBf16;
+    EXPECT_TRUE(SameElements(t.a.param_type == ParamType::kFp32   ? DType::kFp32
+                             : t.a.param_type == ParamType::kFp16 ? DType::kFp16
+                                                                  : DType::kBf16,
+                             param.Get(), t.param));
     EXPECT_EQ(lo.Get(), t.lo);
-    EXPECT_EQ(copy.Get(), t.copy);
-    EXPECT_EQ(m.Get(), t.m);
-    EXPECT_EQ(v.Get(), t.v);
-    EXPECT_EQ(m_scales.Get(), t.m_scales);
-    EXPECT_EQ(v_scales.Get(), t.v_scales);
+    EXPECT_TRUE(SameElements(t.a.copy_type, copy.Get(), t.copy));
+    if (t.a.state_type == StateType::k8Bit) {
+      EXPECT_EQ(m.Get(), t.m);
+      EXPECT_EQ(v.Get(), t.v);
+    } else {
+      EXPECT_TRUE(SameElements(state, m.Get(), t.m));
+      EXPECT_TRUE(SameElements(state, v.Get(), t.v));
+    }
+    EXPECT_TRUE(SameElements(DType::kFp32, m_scales.Get(), t.m_scales));
+    EXPECT_TRUE(SameElements(DType::kFp32, v_scales.Get(), t.v_scales));
   }
 };
 
+// The tensors of one parameter type in one call: more than a launch takes.
 template <class Step>
-void ExpectDeviceMatches(const Step& step) {
+void ExpectDeviceMatches(const Step& step, ParamType param) {
   std::vector<std::unique_ptr<HostTensor>> host;
   std::vector<std::unique_ptr<DeviceTensor>> device;
   std::vector<UpdateArrays> arrays;
-  uint64_t seed = 0;
-  for (const ParamType param : {ParamType::kFp32, ParamType::kSplit, ParamType::kBf16, ParamType::kFp16}) {
-    for (const DType grad : {DType::kFp32, DType::kBf16, DType::kFp16}) {
-      for (const StateType state : {StateType::kFp32, StateType::kBf16, StateType::k8Bit}) {
-        for (const size_t n : {0, 1, 3, 257, 4096, 50001}) {
-          ++seed;
-          host.push_back(std::make_unique<HostTensor>(n, param, grad, state, seed));
-          device.push_back(std::make_unique<DeviceTensor>(*host.back(), seed % 3 == 0 ? 4 : 0));
-          arrays.push_back(device.back()->a);
-        }
+  uint64_t seed = 54 * static_cast<uint64_t>(param);
+  for (const DType grad : {DType::kFp32, DType::kBf16, DType::kFp16}) {
+    for (const StateType state : {StateType::kFp32, StateType::kBf16, StateType::k8Bit}) {
+      for (const size_t n : {size_t{0}, size_t{1}, size_t{3}, size_t{257}, size_t{4096}, kLarge}) {
+        ++seed;
+        host.push_back(std::make_unique<HostTensor>(n, param, grad, state, seed));
+        device.push_back(std::make_unique<DeviceTensor>(*host.back(), seed % 3 == 0 ? 4 : 0));
+        arrays.push_back(device.back()->a);
       }
     }
   }
@@ -271,6 +301,13 @@ void ExpectDeviceMatches(const Step& step) {
     if (::testing::Test::HasFailure()) return;
   }
 }
+template <class Step>
+void ExpectDeviceMatches(const Step& step) {
+  for (const ParamType param : {ParamType::kFp32, ParamType::kSplit, ParamType::kBf16, ParamType::kFp16}) {
+    ExpectDeviceMatches(step, param);
+    if (::testing::Test::HasFailure()) return;
+  }
+}
 
 TEST_F(CudaDevice, UpdatesOfManyTensorsGiveTheBitsOfTheCpu) {
   ExpectDeviceMatches(MakeAdamStep({.weight_decay = 0.1}, 3, 0.5));
@@ -279,6 +316,54 @@ TEST_F(CudaDevice, UpdatesOfManyTensorsGiveTheBitsOfTheCpu) {
   ExpectDeviceMatches(MakeLionStep({.weight_decay = 0.1}, 0.5));
   ExpectDeviceMatches(MakeSgdStep({.momentum = 0.9, .weight_decay = 0.1}, 3));
   ExpectDeviceMatches(MakeSgdStep({}, 3));
+}
+
+// Infinities, NaNs, denormals, any bits, no epsilon; lengths around every border.
+constexpr std::array<size_t, 10> kRagged = {1, 2, 3, 5, 31, 127, 255, 256, 258, 4099};
+
+template <class Step>
+void ExpectDeviceMatchesUnusual(const Step& step) {
+  uint64_t seed = 0;
+  for (const Values kind : AllValues()) {
+    std::vector<std::unique_ptr<HostTensor>> host;
+    std::vector<std::unique_ptr<DeviceTensor>> device;
+    std::vector<UpdateArrays> arrays;
+    for (const ParamType param : {ParamType::kFp32, ParamType::kSplit, ParamType::kBf16, ParamType::kFp16}) {
+      for (const DType grad : {DType::kFp32, DType::kBf16, DType::kFp16}) {
+        for (const StateType state : {StateType::kFp32, StateType::kBf16, StateType::k8Bit}) {
+          const size_t n = kRagged[++seed % kRagged.size()];
+          host.push_back(std::make_unique<HostTensor>(n, param, grad, state, seed, kind));
+          device.push_back(std::make_unique<DeviceTensor>(*host.back(), seed % 5 == 0 ? 4 : 0));
+          arrays.push_back(device.back()->a);
+        }
+      }
+    }
+    const float scale = 0.5f;
+    DeviceBytes grad_scale(&scale, 4);
+    ASSERT_EQ(cuda::ApplyUpdates(step, arrays.data(), arrays.size(),
+                                 {static_cast<float*>(grad_scale.data()), nullptr}, nullptr),
+              0);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    Step scaled = step;
+    scaled.grad_scale *= scale;
+    for (size_t i = 0; i < host.size(); ++i) {
+      ApplyUpdate(scaled, host[i]->a);
+      SCOPED_TRACE(::testing::Message()
+                   << "values " << static_cast<int>(kind) << ", tensor " << i << " of " << host[i]->a.n);
+      device[i]->ExpectEquals(*host[i]);
+      if (::testing::Test::HasFailure()) return;
+    }
+  }
+}
+
+TEST_F(CudaDevice, UnusualValuesAreUpdatedAsOnTheCpu) {
+  ExpectDeviceMatchesUnusual(MakeAdamStep({.weight_decay = 0.1}, 3, 0.5));
+  ExpectDeviceMatchesUnusual(MakeAdamStep({.eps = 0.0}, 1));
+  ExpectDeviceMatchesUnusual(MakeAdamStep({.eps = 0.0, .weight_decay = 0.1, .mode = AdamMode::kAdam}, 3));
+  ExpectDeviceMatchesUnusual(MakeAdagradStep({.eps = 0.0}, 3));
+  ExpectDeviceMatchesUnusual(MakeLionStep({.weight_decay = 0.1}));
+  ExpectDeviceMatchesUnusual(MakeSgdStep({.momentum = 0.9, .nesterov = true}, 3));
+  ExpectDeviceMatchesUnusual(MakeSgdStep({.weight_decay = 0.1}, 3));
 }
 
 TEST_F(CudaDevice, PartialSumsAndClipFactor) {
@@ -368,35 +453,170 @@ TEST_F(CudaDevice, CastsSumsAndMasters) {
   }
 }
 
+void ExpectLambMatches(const LambStep& step, HostTensor* host, size_t offset) {
+  DeviceTensor device(*host, offset);
+  const std::vector<double> zeros(cuda::PartialSums(host->a.n));
+  DeviceBytes params(zeros.data(), zeros.size() * 8), updates(zeros.data(), zeros.size() * 8),
+      trust(zeros.data(), 4);
+  ASSERT_EQ(cuda::LambMoments(step, device.a, {}, nullptr), 0);
+  ASSERT_EQ(cuda::LambPartials(step, device.a, static_cast<double*>(params.data()),
+                               static_cast<double*>(updates.data()), nullptr),
+            0);
+  ASSERT_EQ(cuda::LambTrusts(step, static_cast<double*>(params.data()), static_cast<double*>(updates.data()),
+                             zeros.size(), static_cast<float*>(trust.data()), nullptr),
+            0);
+  ASSERT_EQ(cuda::LambApply(step, static_cast<float*>(trust.data()), device.a, {}, nullptr), 0);
+  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  LambNorms norms;
+  LambMoments(step, host->a, &norms);
+  float device_trust;
+  std::memcpy(&device_trust, trust.Get().data(), 4);
+  const double host_trust = LambTrust(step, norms);
+  if (std::isnan(host_trust)) {
+    EXPECT_TRUE(std::isnan(device_trust)) << device_trust;
+  } else {
+    EXPECT_NEAR(device_trust / host_trust, 1.0, 1e-6);
+  }
+  LambApply(step, device_trust, host->a);
+  device.ExpectEquals(*host);
+}
+
 TEST_F(CudaDevice, LambGivesTheBitsOfTheCpu) {
   LambOptions options;
   options.adam.weight_decay = 0.01;
   const LambStep step = MakeLambStep(options, 3, 0.5);
   for (const ParamType param : {ParamType::kFp32, ParamType::kSplit}) {
     for (const StateType state : {StateType::kFp32, StateType::kBf16}) {
-      const size_t n = 50001;
-      HostTensor host(n, param, DType::kBf16, state, 7);
-      DeviceTensor device(host, 0);
-      std::vector<double> zeros(cuda::PartialSums(n));
-      DeviceBytes params(zeros.data(), zeros.size() * 8), updates(zeros.data(), zeros.size() * 8),
-          trust(zeros.data(), 4);
-      ASSERT_EQ(cuda::LambMoments(step, device.a, {}, nullptr), 0);
-      ASSERT_EQ(cuda::LambPartials(step, device.a, static_cast<double*>(params.data()),
-                                   static_cast<double*>(updates.data()), nullptr),
-                0);
+      HostTensor host(kLarge, param, DType::kBf16, state, 7);
+      ExpectLambMatches(step, &host, 0);
+    }
+  }
+}
+
+TEST_F(CudaDevice, LambOfUnusualValuesIsTheCpus) {
+  uint64_t seed = 0;
+  for (const double eps : {1e-6, 0.0}) {
+    LambOptions options;
+    options.adam.eps = eps;
+    options.adam.weight_decay = 0.01;
+    const LambStep step = MakeLambStep(options, 3);
+    for (const Values kind : AllValues()) {
+      for (const ParamType param :
+           {ParamType::kFp32, ParamType::kSplit, ParamType::kBf16, ParamType::kFp16}) {
+        for (const StateType state : {StateType::kFp32, StateType::kBf16}) {
+          const size_t n = kRagged[++seed % kRagged.size()];
+          const auto grad = static_cast<DType>(seed % 3);
+          HostTensor host(n, param, grad, state, seed, kind);
+          SCOPED_TRACE(::testing::Message() << "values " << static_cast<int>(kind) << ", " << n);
+          ExpectLambMatches(step, &host, seed % 2 == 0 ? 4 : 0);
+          if (::testing::Test::HasFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+void AccumulateAny(DType type, const void* in, float* sums, size_t n) {
+  if (type == DType::kFp32) return AccumulateFp32(static_cast<const float*>(in), sums, n);
+  const auto* const narrow = static_cast<const uint16_t*>(in);
+  type == DType::kBf16 ? AccumulateBf16(narrow, sums, n) : AccumulateFp16(narrow, sums, n);
+}
+
+TEST_F(CudaDevice, UnusualValuesAreConvertedAndSummedAsOnTheCpu) {
+  constexpr std::array<DType, 3> kTypes = {DType::kFp32, DType::kBf16, DType::kFp16};
+  uint64_t seed = 0;
+  for (const Values kind : AllValues()) {
+    for (const size_t n : kRagged) {
+      const std::vector<float> values = Random(n, kind, ++seed);
+      const size_t offset = seed % 2 == 0 ? 4 : 0;
+      SCOPED_TRACE(::testing::Message() << "values " << static_cast<int>(kind) << ", " << n);
+      for (const DType from : kTypes) {
+        std::vector<unsigned char> in(n * BytesPerElement(from));
+        Convert(DType::kFp32, values.data(), from, in.data(), n);
+        DeviceBytes device_in(in.data(), in.size(), offset);
+        for (const DType to : kTypes) {
+          std::vector<unsigned char> out(n * BytesPerElement(to));
+          DeviceBytes device_out(out.data(), out.size(), offset);
+          Convert(from, in.data(), to, out.data(), n);
+          ASSERT_EQ(cuda::Convert(from, device_in.data(), to, device_out.data(), n, nullptr), 0);
+          ASSERT_TRUE(SameElements(to, device_out.Get(), out));
+        }
+        std::vector<float> sums = Random(n, kind, seed + 1000);
+        DeviceBytes device_sums(sums.data(), 4 * n, offset);
+        AccumulateAny(from, in.data(), sums.data(), n);
+        ASSERT_EQ(
+            cuda::Accumulate(from, device_in.data(), static_cast<float*>(device_sums.data()), n, nullptr), 0);
+        std::vector<unsigned char> expected(4 * n);
+        std::memcpy(expected.data(), sums.data(), expected.size());
+        ASSERT_TRUE(SameElements(DType::kFp32, device_sums.Get(), expected));
+
+        std::vector<double> partials(cuda::PartialSums(n));
+        DeviceBytes device_partials(partials.data(), 8 * partials.size());
+        std::array<float, 3> results{};
+        DeviceBytes factor(results.data(), 12);
+        auto* const outputs = static_cast<float*>(factor.data());
+        ASSERT_EQ(cuda::SquarePartials(from, device_in.data(), n,
+                                       static_cast<double*>(device_partials.data()), nullptr),
+                  0);
+        ASSERT_EQ(cuda::ClipFactor(static_cast<double*>(device_partials.data()), partials.size(), 0.5f, 1.0f,
+                                   outputs, reinterpret_cast<int*>(outputs + 1), outputs + 2, nullptr),
+                  0);
+        std::memcpy(partials.data(), device_partials.Get().data(), 8 * partials.size());
+        std::memcpy(results.data(), factor.Get().data(), 12);
+        SumOfSquares squares, own;
+        AddSquares(from, in.data(), n, &own);
+        for (const double partial : partials) squares.Add(partial);
+        ASSERT_EQ(squares.Value(), own.Value());
+        ASSERT_EQ(std::bit_cast<int>(results[1]), own.Finite() ? 0 : 1);
+      }
+      std::vector<unsigned char> hi(2 * n), lo(2 * n), joined(4 * n);
+      DeviceBytes device_in(values.data(), 4 * n, offset), device_hi(hi.data(), 2 * n, offset),
+          device_lo(lo.data(), 2 * n, offset), device_joined(joined.data(), 4 * n, offset);
+      auto* const high = reinterpret_cast<uint16_t*>(hi.data());
+      auto* const low = reinterpret_cast<int16_t*>(lo.data());
+      SplitMaster(values.data(), high, low, n);
+      JoinMaster(high, low, reinterpret_cast<float*>(joined.data()), n);
       ASSERT_EQ(
-          cuda::LambTrusts(step, static_cast<double*>(params.data()), static_cast<double*>(updates.data()),
-                           zeros.size(), static_cast<float*>(trust.data()), nullptr),
+          cuda::SplitMaster(static_cast<float*>(device_in.data()), static_cast<uint16_t*>(device_hi.data()),
+                            static_cast<int16_t*>(device_lo.data()), n, nullptr),
           0);
-      ASSERT_EQ(cuda::LambApply(step, static_cast<float*>(trust.data()), device.a, {}, nullptr), 0);
-      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-      LambNorms norms;
-      LambMoments(step, host.a, &norms);
-      float device_trust;
-      std::memcpy(&device_trust, trust.Get().data(), 4);
-      EXPECT_NEAR(device_trust / LambTrust(step, norms), 1.0, 1e-6);
-      LambApply(step, device_trust, host.a);
-      device.ExpectEquals(host);
+      ASSERT_EQ(
+          cuda::JoinMaster(static_cast<uint16_t*>(device_hi.data()), static_cast<int16_t*>(device_lo.data()),
+                           static_cast<float*>(device_joined.data()), n, nullptr),
+          0);
+      ASSERT_TRUE(SameElements(DType::kBf16, device_hi.Get(), hi));
+      ASSERT_EQ(device_lo.Get(), lo);
+      ASSERT_TRUE(SameElements(DType::kFp32, device_joined.Get(), joined));
+    }
+  }
+}
+
+TEST_F(CudaDevice, EightBitCodesOfUnusualValuesAreTheCpus) {
+  uint64_t seed = 0;
+  for (const Values kind : AllValues()) {
+    for (const size_t n : kRagged) {
+      for (const Code8 code : {Code8::kSigned, Code8::kUnsigned}) {
+        const std::vector<float> in = Random(n, kind, ++seed);
+        const Rounding rounding = {.stochastic = seed / 2 % 2 == 0, .seed = seed, .first_element = 512};
+        std::vector<unsigned char> codes(n), scales(4 * StateScales(StateType::k8Bit, n)), out(4 * n);
+        DeviceBytes device_in(in.data(), 4 * n), device_codes(codes.data(), n),
+            device_scales(scales.data(), scales.size()), device_out(out.data(), 4 * n);
+        Quantize8(code, in.data(), codes.data(), reinterpret_cast<float*>(scales.data()), n, rounding);
+        Dequantize8(code, codes.data(), reinterpret_cast<float*>(scales.data()),
+                    reinterpret_cast<float*>(out.data()), n);
+        ASSERT_EQ(cuda::Quantize8(code, static_cast<float*>(device_in.data()),
+                                  static_cast<uint8_t*>(device_codes.data()),
+                                  static_cast<float*>(device_scales.data()), n, rounding, nullptr),
+                  0);
+        ASSERT_EQ(cuda::Dequantize8(code, static_cast<uint8_t*>(device_codes.data()),
+                                    static_cast<float*>(device_scales.data()),
+                                    static_cast<float*>(device_out.data()), n, nullptr),
+                  0);
+        SCOPED_TRACE(::testing::Message() << "values " << static_cast<int>(kind) << ", " << n);
+        ASSERT_EQ(device_codes.Get(), codes);
+        ASSERT_TRUE(SameElements(DType::kFp32, device_scales.Get(), scales));
+        ASSERT_TRUE(SameElements(DType::kFp32, device_out.Get(), out));
+      }
     }
   }
 }

@@ -532,5 +532,18 @@ TEST(Lamb, TrustIsClampedAndOneWithoutNorms) {
   EXPECT_EQ(LambTrust(step, norms), 0.01);
 }
 
+// A tensor whose norm is lost must show it, not go on with a small step.
+TEST(Lamb, TrustWithoutAFiniteNormIsNan) {
+  const LambStep step = MakeLambStep({}, 1);
+  for (const bool of_param : {false, true}) {
+    for (const double other : {0.0, 4.0, HUGE_VAL}) {
+      LambNorms norms;
+      (of_param ? norms.param : norms.update).Add(HUGE_VAL);
+      (of_param ? norms.update : norms.param).Add(other);
+      EXPECT_TRUE(std::isnan(LambTrust(step, norms))) << of_param << ", " << other;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace penstock::kernels
