@@ -3,17 +3,18 @@ PRESET  ?= release
 BUILD   := build/$(PRESET)
 JOBS    ?= $(shell nproc)
 
-.PHONY: help train test build gpu deps soak sanitize fuzz lint format clean asan ubsan tsan
+.PHONY: help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
 
 help:
 	@echo "make train   install what is missing, build, train a GPT whose state is several times its memory budget"
-	@echo "make test    install what is missing, build, run the test suite"
+	@echo "make test    install what is missing, build, run the test suite;  make check  its fast part, in a minute"
 	@echo "make build   install what is missing, build (PRESET=release|debug|asan|ubsan|tsan)"
 	@echo "make gpu     build for a CUDA device in build/gpu, with nvcc and a LibTorch from PyPI (PIP_LIBTORCH=DIR, 5 GiB)"
 	@echo "make soak    the kill and fault tests, SOAK=20 times as long;  make asan|ubsan|tsan  the suite under a sanitizer"
 	@echo "make sanitize  I/O engine, store and what reads files, under ASan and UBSan, in minutes: part of every change's check"
 	@echo "make fuzz    what reads files and flags, with clang's libFuzzer, FUZZ_SECONDS=120 each"
-	@echo "make lint    clang-format and clang-tidy checks;  make format  rewrites in place"
+	@echo "make docs    a reference of the public headers, in build/docs/html (doxygen)"
+	@echo "make lint    the order of the rooms, clang-format and clang-tidy checks;  make format  rewrites in place"
 	@echo "make clean   remove build/"
 
 deps:
@@ -32,7 +33,14 @@ gpu: deps
 test: build
 	@cd $(BUILD) && ctest --output-on-failure -j $(JOBS)
 
-train: build
+# The tests that take seconds; what takes longer is labelled slow (tests/CMakeLists.txt).
+check: build
+	@cd $(BUILD) && ctest --output-on-failure -j $(JOBS) -LE slow
+
+# Only what it runs: the tests and the benchmarks are three quarters of a build.
+train: deps
+	@test -f build/release/build.ninja || cmake --preset release
+	@cmake --build build/release -j $(JOBS) --target penstock
 	@scripts/train
 
 asan ubsan tsan:
@@ -47,7 +55,7 @@ sanitize: deps
 # The kill loops and the fault campaign, SOAK times as long; each prints its seeds.
 SOAK ?= 20
 soak: build
-	@cd $(BUILD) && for test in swap_kill_test swap_sim_test swap_one_version_test swap_checkpoint_test \
+	@cd $(BUILD) && for test in swap_kill_test swap_power_cut_test swap_sim_test swap_one_version_test swap_checkpoint_test \
 	    zero_kill_test zero_fault_test zero_durability_test zero_combinations_test zero_ranks_test; do \
 	  words=; test $$test != zero_ranks_test || words='--gtest_filter=*Kill* --gtest_repeat=$(SOAK)'; \
 	  test ! -x tests/$$test || PENSTOCK_SOAK=$(SOAK) tests/$$test $$words || exit 1; done
@@ -62,6 +70,11 @@ fuzz:
 	  name=$${target##*/fuzz_}; echo "== $$name"; mkdir -p corpus-$$name; \
 	  $$target -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -timeout=20 -rss_limit_mb=4096 -verbosity=0 -print_funcs=0 \
 	    -print_final_stats=1 -artifact_prefix=$$name- corpus-$$name $(CURDIR)/tests/fuzz/corpus/$$name || exit 1; done
+
+# A reference of the public headers, in build/docs/html.
+docs:
+	@command -v doxygen >/dev/null || { echo "make docs: needs doxygen (Debian package doxygen)" >&2; exit 1; }
+	@mkdir -p build && doxygen docs/Doxyfile
 
 lint:
 	@scripts/lint

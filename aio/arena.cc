@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
@@ -68,7 +69,7 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options
   }
   std::unique_ptr<Arena> arena(new Arena());
   arena->bytes_ = AlignUp(options.bytes, kHugePageBytes);
-  if (absl::Status status = arena->Map(options); !status.ok()) return status;
+  RETURN_IF_ERROR(arena->Map(options));
   if (options.lock) arena->Lock();
   if (options.touch || arena->locked_) {
     // One write a page is enough; a huge page is faulted in by its first.

@@ -21,6 +21,9 @@
 
 namespace penstock::aio {
 
+// Run is never asked to wait for more than this. A wake counts for as many, so that it ends every wait.
+inline constexpr uint32_t kMostWanted = 8;
+
 struct Completion {
   Piece* piece = nullptr;
   int64_t result = 0;                                // bytes moved, or -errno
@@ -56,7 +59,9 @@ class Backend {
 
   // Hands queued transfers to the kernel and waits until `want` completions are there, or Wake was called, or
   // `timeout_ns` is over (-1: no limit; 0: do not wait). Returns how many were put into `out`, possibly 0, or
-  // -errno if the backend has broken down for good: the lane then fails all transfers that are in flight.
+  // -errno if the backend has broken down for good. The lane then fails all transfers that are in flight, so
+  // by that time neither kernel nor device has any of them, and none is ever handed over. Only Wake,
+  // ForgetFile and Finish are called after that.
   virtual int64_t Run(std::span<Completion> out, uint32_t want, int64_t timeout_ns) = 0;
 
   // Makes the present Run return soon, or the next one if none is under way. Thread-safe.
@@ -82,6 +87,19 @@ class Backend {
 
  protected:
   uint64_t syscalls_ = 0;
+};
+
+// The patience of a backend with a kernel that does not take what is queued, for want of memory or places:
+// that passes, or does not.
+class Refusals {
+ public:
+  void Taken() { since_ns_ = 0; }
+  // One more; pauses, for some milliseconds in the end. True when they have lasted for too long.
+  bool Last();
+
+ private:
+  int64_t since_ns_ = 0;
+  int64_t pause_us_ = 0;
 };
 
 // Null where the build lacks it.

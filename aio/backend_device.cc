@@ -16,6 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/backend.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
@@ -32,7 +33,7 @@ class DeviceBackend final : public Backend {
   std::string_view name() const override { return behind_->name(); }
 
   absl::Status Start(const BackendConfig& config) override {
-    if (absl::Status status = behind_->Start(config); !status.ok()) return status;
+    RETURN_IF_ERROR(behind_->Start(config));
     note_ = config.note;
     // As many as may be in flight: what waits for a thread would be taken for being at the drive.
     const uint64_t blocks = config.options->max_read_bytes_in_flight / config.options->block_bytes;

@@ -2,11 +2,17 @@
 // that thread asks (DEFER_TASKRUN), the arenas registered as fixed buffers, files in the ring's table. Waits
 // are bounded by a timeout argument of io_uring_enter; other threads wake the ring through an eventfd that it
 // always has a read on.
+//
+// A ring that the kernel no longer serves is closed: what was not handed over never will be. What was goes on
+// in the kernel, which tells when the last of it is over by letting go of the ring's file table, and with it
+// of one end of a pipe: the witness. Until then nothing is reported as failed.
 #include "aio/backend.h"
 
 #ifdef PENSTOCK_HAVE_URING
 
+#include <fcntl.h>
 #include <liburing.h>
+#include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -15,17 +21,21 @@
 #include <algorithm>
 #include <bit>
 #include <cerrno>
+#include <functional>
+#include <string_view>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
 
 constexpr unsigned kFileSlots = 256;
 constexpr uint64_t kBufferBytes = kGiB;  // the kernel's limit for one registered buffer
-constexpr int kEnterFailuresMax = 1000;
+constexpr int kTeardownPollMs = 20;
+constexpr int kTeardownPollsTold = 100;
 
 struct Rung {
   const char* name;
@@ -44,6 +54,7 @@ class IoUringBackend final : public Backend {
   ~IoUringBackend() override {
     if (ring_open_) io_uring_queue_exit(&ring_);
     if (wake_fd_ >= 0) close(wake_fd_);
+    if (witness_fd_ >= 0) close(witness_fd_);
   }
 
   std::string_view name() const override { return "io_uring"; }
@@ -58,26 +69,32 @@ class IoUringBackend final : public Backend {
 
  private:
   absl::Status OpenRing(const BackendConfig& config);
+  absl::Status RegisterTable(const BackendConfig& config);
   absl::Status Probe();
   int ProbeTransfer(int fd, bool fixed);
   void RegisterBuffers(const BackendConfig& config);
   int Register(std::span<const iovec> runs, uint64_t bytes);
-  io_uring_sqe* NextEntry();
   void ArmWake();
   size_t Reap(std::span<Completion> out);
+  int64_t BreakDown();
 
   io_uring ring_{};
   bool ring_open_ = false;
   int wake_fd_ = -1;
   uint64_t wake_value_ = 0;
-  bool wake_armed_ = false;
-  int failures_ = 0;
+  uint32_t wake_entries_ = 0;  // of the chain that waits for a wake, not seen completed
+  int witness_fd_ = -1;
+  Refusals refusals_;
+  int64_t error_ = 0;  // -errno: no ring any more
+  int teardown_polls_ = 0;
+  std::function<void(std::string_view)> note_;
+  size_t outstanding_ = 0;  // pieces queued, or in the kernel
   std::vector<iovec> buffers_;
   std::vector<bool> file_slot_used_;  // empty: no file table
 };
 
 absl::Status IoUringBackend::OpenRing(const BackendConfig& config) {
-  const unsigned entries = config.options->max_blocks_in_flight + 8;
+  const unsigned entries = config.options->max_blocks_in_flight + kMostWanted;  // transfers, and the wake
   int error = 0;
   for (const Rung& rung : kRungs) {
     io_uring_params params{};
@@ -102,16 +119,13 @@ absl::Status IoUringBackend::OpenRing(const BackendConfig& config) {
 }
 
 absl::Status IoUringBackend::Start(const BackendConfig& config) {
+  note_ = config.note;
   wake_fd_ = eventfd(0, EFD_CLOEXEC);
   if (wake_fd_ < 0) return absl::UnavailableError(absl::StrCat("eventfd: ", ErrnoText(errno)));
-  if (absl::Status status = OpenRing(config); !status.ok()) return status;
+  RETURN_IF_ERROR(OpenRing(config));
   io_uring_ring_dontfork(&ring_);
   io_uring_register_ring_fd(&ring_);  // saves a look-up a call; not worth a word where it fails
-  if (config.options->register_files && io_uring_register_files_sparse(&ring_, kFileSlots) == 0) {
-    file_slot_used_.assign(kFileSlots, false);
-  } else if (config.options->register_files) {
-    config.note("io_uring: no table of registered files; plain descriptors");
-  }
+  RETURN_IF_ERROR(RegisterTable(config));
   if (config.options->register_buffers) RegisterBuffers(config);
   absl::Status status = Probe();
   if (!status.ok() && !buffers_.empty()) {
@@ -122,6 +136,27 @@ absl::Status IoUringBackend::Start(const BackendConfig& config) {
     status = Probe();
   }
   return status;
+}
+
+// A table of files, with one end of a pipe in it whatever else: whoever has the other end is told when the
+// ring is gone.
+absl::Status IoUringBackend::RegisterTable(const BackendConfig& config) {
+  int ends[2];
+  if (pipe2(ends, O_CLOEXEC) != 0) return absl::UnavailableError(absl::StrCat("pipe: ", ErrnoText(errno)));
+  witness_fd_ = ends[0];
+  std::vector<int> table(config.options->register_files ? kFileSlots : 1, -1);
+  table[0] = ends[1];
+  int error = -io_uring_register_files(&ring_, table.data(), static_cast<unsigned>(table.size()));
+  if (error != 0 && table.size() > 1) {
+    config.note("io_uring: no table of registered files; plain descriptors");
+    table.resize(1);
+    error = -io_uring_register_files(&ring_, table.data(), 1);
+  }
+  close(ends[1]);
+  if (error != 0) return absl::UnavailableError(absl::StrCat("io_uring_register: ", ErrnoText(error)));
+  file_slot_used_.assign(table.size(), false);
+  file_slot_used_[0] = true;
+  return absl::OkStatus();
 }
 
 // Closing a ring lets go of files and buffers some time later; asking for it does so now, so that locks on
@@ -223,18 +258,10 @@ int IoUringBackend::ProbeTransfer(int fd, bool fixed) {
   return moved == static_cast<int>(sizeof(kProbe)) ? 0 : EIO;
 }
 
-io_uring_sqe* IoUringBackend::NextEntry() {
-  io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-  while (entry == nullptr) {  // the queue is full: hand over what is there
-    ++syscalls_;
-    io_uring_submit(&ring_);
-    entry = io_uring_get_sqe(&ring_);
-  }
-  return entry;
-}
-
 void IoUringBackend::Queue(Piece& piece) {
-  io_uring_sqe* const entry = NextEntry();
+  if (!ring_open_) return;                               // the lane fails it with all others
+  io_uring_sqe* const entry = io_uring_get_sqe(&ring_);  // there is one for each piece
+  ++outstanding_;
   const bool registered = piece.slot->registered >= 0;
   const int fd = registered ? piece.slot->registered : piece.fd();
   const auto bytes = static_cast<unsigned>(piece.device_bytes());
@@ -255,12 +282,19 @@ void IoUringBackend::Queue(Piece& piece) {
   io_uring_sqe_set_data(entry, &piece);
 }
 
+// A read of the eventfd, and linked to it what completes with it, so that a wake ends every wait.
 void IoUringBackend::ArmWake() {
-  if (wake_armed_) return;
-  io_uring_sqe* const entry = NextEntry();
-  io_uring_prep_read(entry, wake_fd_, &wake_value_, sizeof(wake_value_), 0);
-  io_uring_sqe_set_data(entry, this);  // no piece has this address
-  wake_armed_ = true;
+  if (wake_entries_ != 0) return;
+  for (wake_entries_ = 0; wake_entries_ < kMostWanted; ++wake_entries_) {
+    io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
+    if (wake_entries_ == 0) {
+      io_uring_prep_read(entry, wake_fd_, &wake_value_, sizeof(wake_value_), 0);
+    } else {
+      io_uring_prep_nop(entry);
+    }
+    if (wake_entries_ + 1 < kMostWanted) io_uring_sqe_set_flags(entry, IOSQE_IO_LINK);
+    io_uring_sqe_set_data(entry, this);  // no piece has this address
+  }
 }
 
 size_t IoUringBackend::Reap(std::span<Completion> out) {
@@ -271,10 +305,11 @@ size_t IoUringBackend::Reap(std::span<Completion> out) {
   io_uring_for_each_cqe(&ring_, head, entry) {
     void* const tag = io_uring_cqe_get_data(entry);
     if (tag == this) {
-      wake_armed_ = false;
+      --wake_entries_;
     } else if (count == out.size()) {
       break;
     } else {
+      --outstanding_;
       out[count++] = {static_cast<Piece*>(tag), entry->res};
     }
     ++seen;
@@ -284,7 +319,10 @@ size_t IoUringBackend::Reap(std::span<Completion> out) {
 }
 
 int64_t IoUringBackend::Run(std::span<Completion> out, uint32_t want, int64_t timeout_ns) {
+  if (!ring_open_) return BreakDown();
   ArmWake();
+  // What is left of a wake comes at once, and does not fill a wait for more.
+  if (wake_entries_ != kMostWanted) want = 1;
   __kernel_timespec limit{};
   if (timeout_ns > 0) {
     limit.tv_sec = timeout_ns / 1'000'000'000;
@@ -297,13 +335,44 @@ int64_t IoUringBackend::Run(std::span<Completion> out, uint32_t want, int64_t ti
                          : io_uring_submit_and_wait_timeout(&ring_, &first, std::max(1u, want),
                                                             timeout_ns > 0 ? &limit : nullptr, nullptr);
   if (result >= 0 || result == -ETIME || result == -EINTR) {
-    failures_ = 0;
-  } else if (++failures_ > kEnterFailuresMax) {
-    return result;
+    refusals_.Taken();
   } else if (result == -EAGAIN || result == -EBUSY || result == -ENOMEM) {
-    usleep(100);  // out of kernel memory, or completions must be taken first: both pass
+    // Out of memory for what is new, or completions must be taken first. Those of what is in flight come all
+    // the same, and as long as there are any it is no matter for how long.
+    const bool has_some = outstanding_ > io_uring_sq_ready(&ring_);
+    if (refusals_.Last()) {
+      if (has_some) {
+        refusals_.Taken();
+      } else {
+        error_ = result;
+      }
+    }
+    ++syscalls_;
+    io_uring_get_events(&ring_);
+  } else {
+    error_ = result;
   }
+  if (error_ != 0) return BreakDown();
   return static_cast<int64_t>(Reap(out));
+}
+
+// Closes the ring; its error once the kernel has nothing of it any more, 0 until then.
+int64_t IoUringBackend::BreakDown() {
+  if (ring_open_) {
+    ring_open_ = false;
+    file_slot_used_.clear();
+    buffers_.clear();
+    io_uring_queue_exit(&ring_);
+  }
+  pollfd witness{witness_fd_, POLLIN, 0};
+  if (poll(&witness, 1, kTeardownPollMs) == 1) return error_;
+  if (++teardown_polls_ == kTeardownPollsTold) {
+    note_(
+        "io_uring is closed, and the kernel still holds it: transfers in flight end when it lets go (a "
+        "process that was "
+        "forked may hold it too)");
+  }
+  return 0;
 }
 
 void IoUringBackend::Wake() {
@@ -323,6 +392,7 @@ int IoUringBackend::RegisterFile(int fd) {
 }
 
 void IoUringBackend::UnregisterFile(int index) {
+  if (!ring_open_) return;
   int none = -1;
   io_uring_register_files_update(&ring_, static_cast<unsigned>(index), &none, 1);
   file_slot_used_[static_cast<size_t>(index)] = false;

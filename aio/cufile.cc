@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/loaded_library.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
@@ -64,7 +65,7 @@ absl::StatusOr<std::shared_ptr<CuFile>> CuFile::Load(std::function<absl::Status(
   if (!missing.empty()) {
     return absl::FailedPreconditionError(absl::StrCat("libcufile.so here has no ", missing));
   }
-  if (absl::Status status = made->use_device_(); !status.ok()) return status;
+  RETURN_IF_ERROR(made->use_device_());
   if (only_past_host) setenv("CUFILE_ALLOW_COMPAT_MODE", "false", /*overwrite=*/0);
   if (const Error opened = call.DriverOpen(); opened.error != 0) {
     return absl::FailedPreconditionError(absl::StrCat("cuFileDriverOpen gave error ", opened.error));

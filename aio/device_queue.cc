@@ -23,11 +23,11 @@ namespace {
 
 // The engine and lane whose callback runs on this thread now.
 thread_local const EngineCore* t_callback_of = nullptr;
-thread_local const Lane* t_callback_lane = nullptr;
+thread_local const DeviceQueue* t_callback_lane = nullptr;
 
 }  // namespace
 
-void Lane::RequestQueue::PushBack(Request* request) {
+void DeviceQueue::RequestQueue::PushBack(Request* request) {
   request->next_ = nullptr;
   if (first == nullptr) {
     first = request;
@@ -37,14 +37,14 @@ void Lane::RequestQueue::PushBack(Request* request) {
   last = request;
 }
 
-void Lane::RequestQueue::PopFront() {
+void DeviceQueue::RequestQueue::PopFront() {
   Request* const front = first;
   first = front->next_;
   if (first == nullptr) last = nullptr;
   front->next_ = nullptr;
 }
 
-Lane::Lane(EngineCore& core, std::unique_ptr<Backend> backend, bool threaded)
+DeviceQueue::DeviceQueue(EngineCore& core, std::unique_ptr<Backend> backend, bool threaded)
     : core_(core), backend_(std::move(backend)), threaded_(threaded) {
   const uint32_t count = core.options.max_blocks_in_flight;
   pieces_.resize(count);
@@ -57,15 +57,15 @@ Lane::Lane(EngineCore& core, std::unique_ptr<Backend> backend, bool threaded)
   free_bounces_.reserve(core.options.bounce_buffers);
 }
 
-Lane::~Lane() {
+DeviceQueue::~DeviceQueue() {
   Stop();
   if (bounce_memory_ != nullptr) munmap(bounce_memory_, bounce_bytes_ * core_.options.bounce_buffers);
   while (free_slots_ != nullptr) delete std::exchange(free_slots_, free_slots_->next);
 }
 
-bool Lane::InCallback(const EngineCore* core) { return t_callback_of == core; }
+bool DeviceQueue::InCallback(const EngineCore* core) { return t_callback_of == core; }
 
-absl::Status Lane::Start() {
+absl::Status DeviceQueue::Start() {
   if (!threaded_) {
     return backend_->Start({&core_.options, [this](std::string_view line) { core_.NoteFallback(line); }});
   }
@@ -81,7 +81,7 @@ absl::Status Lane::Start() {
   return status;
 }
 
-void Lane::ThreadMain(std::atomic<int>* started, absl::Status* start_status) {
+void DeviceQueue::ThreadMain(std::atomic<int>* started, absl::Status* start_status) {
   pthread_setname_np(pthread_self(), "penstock-aio");
   if (core_.options.nice != 0) {
     const auto id = static_cast<id_t>(syscall(SYS_gettid));
@@ -104,7 +104,7 @@ void Lane::ThreadMain(std::atomic<int>* started, absl::Status* start_status) {
   backend_->Finish();
 }
 
-void Lane::Stop() {
+void DeviceQueue::Stop() {
   if (stopping_.exchange(true)) return;
   if (threaded_) {
     if (!thread_.joinable()) return;
@@ -123,7 +123,7 @@ void Lane::Stop() {
   LetGoOfFiles();
 }
 
-void Lane::LetGoOfFiles() {
+void DeviceQueue::LetGoOfFiles() {
   while (slots_ != nullptr) {
     FileSlot* const slot = std::exchange(slots_, slots_->next);
     backend_->ForgetFile(slot->file->fd());
@@ -136,7 +136,7 @@ void Lane::LetGoOfFiles() {
 }
 
 // A callback on another lane may have got past the engine's check before the shutdown began.
-void Lane::CancelLate() {
+void DeviceQueue::CancelLate() {
   if (!inbox_full_.load(std::memory_order_acquire)) return;
   cancels_.store(true);
   now_ns_ = core_.clock->NowNs();
@@ -146,7 +146,7 @@ void Lane::CancelLate() {
   LetGoOfFiles();
 }
 
-void Lane::Assign(const File& file) {
+void DeviceQueue::Assign(const File& file) {
   device_ = file.device();
   device_name_ = file.device_name();
   if (threaded_ && file.sim() == nullptr)
@@ -154,13 +154,14 @@ void Lane::Assign(const File& file) {
   assigned_.store(true, std::memory_order_release);
 }
 
-void Lane::WakeUp() {
+void DeviceQueue::WakeUp() {
   if (!threaded_) return;
   if (sleep_.exchange(Sleep::kAwake) == Sleep::kAwake) return;
   backend_->Wake();
+  sleep_.notify_one();  // without a backend it sleeps on this
 }
 
-void Lane::Enqueue(Request* first, Request* last, bool urgent) {
+void DeviceQueue::Enqueue(Request* first, Request* last, bool urgent) {
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     if (inbox_.first == nullptr) {
@@ -177,14 +178,14 @@ void Lane::Enqueue(Request* first, Request* last, bool urgent) {
   WakeUp();
 }
 
-void Lane::RequestCancel() {
+void DeviceQueue::RequestCancel() {
   cancels_.store(true, std::memory_order_seq_cst);
   WakeUp();
 }
 
-void Lane::TakeInbox() {
+void DeviceQueue::TakeInbox() {
   Request* request = nullptr;
-  void (*control)(Lane&, void*) = nullptr;
+  void (*control)(DeviceQueue&, void*) = nullptr;
   void* argument = nullptr;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
@@ -197,6 +198,8 @@ void Lane::TakeInbox() {
   if (request != nullptr) {
     const std::lock_guard<std::mutex> lock(all_mutex_);
     for (Request* r = request; r != nullptr; r = r->next_) {
+      // Its cancel may have come before it was here to be found.
+      if (r->cancel_.load(std::memory_order_relaxed)) cancels_.store(true, std::memory_order_relaxed);
       r->all_next_ = nullptr;
       r->all_previous_ = all_last_;
       (all_last_ == nullptr ? all_first_ : all_last_->all_next_) = r;
@@ -233,7 +236,7 @@ void Lane::TakeInbox() {
 }
 
 // Runs `call` on the lane's thread, between two turns, and waits for it.
-void Lane::RunOnLane(void (*call)(Lane&, void*), void* argument) {
+void DeviceQueue::RunOnLane(void (*call)(DeviceQueue&, void*), void* argument) {
   if (!threaded_) {
     const std::lock_guard<std::recursive_mutex> lock(core_.turn_mutex);
     call(*this, argument);
@@ -254,7 +257,7 @@ void Lane::RunOnLane(void (*call)(Lane&, void*), void* argument) {
   control_done_.wait(lock, [&] { return control_ != call || control_argument_ != argument; });
 }
 
-FileSlot* Lane::SlotOf(File& file) {
+FileSlot* DeviceQueue::SlotOf(File& file) {
   for (FileSlot* slot = slots_; slot != nullptr; slot = slot->next) {
     if (slot->file == &file) return slot;
   }
@@ -266,7 +269,7 @@ FileSlot* Lane::SlotOf(File& file) {
   }
   *slot = FileSlot();
   slot->file = &file;
-  if (file.fd() >= 0) slot->registered = backend_->RegisterFile(file.fd());
+  if (broken_ == 0 && file.fd() >= 0) slot->registered = backend_->RegisterFile(file.fd());
   slot->next = slots_;
   slots_ = slot;
   const std::lock_guard<std::mutex> lock(file.users_mutex_);
@@ -274,9 +277,9 @@ FileSlot* Lane::SlotOf(File& file) {
   return slot;
 }
 
-void Lane::ForgetFile(File& file) {
+void DeviceQueue::ForgetFile(File& file) {
   RunOnLane(
-      [](Lane& lane, void* argument) {
+      [](DeviceQueue& lane, void* argument) {
         for (FileSlot** link = &lane.slots_; *link != nullptr; link = &(*link)->next) {
           FileSlot* const slot = *link;
           if (slot->file != argument) continue;
@@ -292,13 +295,13 @@ void Lane::ForgetFile(File& file) {
 }
 
 // No further pieces of the request; what is at the device is waited for.
-void Lane::FinishCut(Request& request, bool cancelled, int error) {
+void DeviceQueue::FinishCut(Request& request, bool cancelled, int error) {
   if (error != 0 && request.error_ == 0) request.error_ = error;
   request.cancelled_ |= cancelled;
   request.cut_short_ = true;
 }
 
-void Lane::HandleCancels() {
+void DeviceQueue::HandleCancels() {
   if (!cancels_.exchange(false)) return;
   const bool all = stopping_.load(std::memory_order_acquire);
   const auto sweep = [&](RequestQueue& queue) {
@@ -324,7 +327,7 @@ void Lane::HandleCancels() {
   sweep(syncs_);
 }
 
-void Lane::CompleteIfDone(Request& request) {
+void DeviceQueue::CompleteIfDone(Request& request) {
   if (request.pieces_in_flight_ != 0 || request.queued_) return;
   if (request.tail_) {
     request.tail_ = false;
@@ -333,7 +336,7 @@ void Lane::CompleteIfDone(Request& request) {
   finished_.PushBack(&request);
 }
 
-size_t Lane::RunCallbacks() {
+size_t DeviceQueue::RunCallbacks() {
   size_t count = 0;
   bool awaited = false;
   while (finished_.first != nullptr) {
@@ -366,7 +369,7 @@ size_t Lane::RunCallbacks() {
       current_callback_.store(request, std::memory_order_seq_cst);
       request->state_.store(end, std::memory_order_seq_cst);
       const EngineCore* const outer = std::exchange(t_callback_of, &core_);
-      const Lane* const outer_lane = std::exchange(t_callback_lane, this);
+      const DeviceQueue* const outer_lane = std::exchange(t_callback_lane, this);
       callback(*request, context);
       t_callback_of = outer;
       t_callback_lane = outer_lane;
@@ -379,7 +382,7 @@ size_t Lane::RunCallbacks() {
   return count;
 }
 
-size_t Lane::Turn(bool may_block) {
+size_t DeviceQueue::Turn(bool may_block) {
   now_ns_ = core_.clock->NowNs();
   if (inbox_full_.load(std::memory_order_acquire)) TakeInbox();
   HandleCancels();
@@ -395,7 +398,11 @@ size_t Lane::Turn(bool may_block) {
       timeout_ns = 0;
     }
   }
-  if (timeout_ns != 0 || in_flight_pieces_ != 0) {
+  if (broken_ != 0) {
+    if (timeout_ns != 0) sleep_.wait(Sleep::kIdle, std::memory_order_seq_cst);
+    sleep_.store(Sleep::kAwake, std::memory_order_seq_cst);
+    now_ns_ = core_.clock->NowNs();
+  } else if (timeout_ns != 0 || in_flight_pieces_ != 0) {
     const int64_t reaped = backend_->Run(completions_, timeout_ns == 0 ? 0 : Batch(), timeout_ns);
     sleep_.store(Sleep::kAwake, std::memory_order_seq_cst);
     now_ns_ = core_.clock->NowNs();
@@ -420,8 +427,9 @@ size_t Lane::Turn(bool may_block) {
   return finished;
 }
 
-// The backend is gone for good: everything that it had fails, and everything that comes after.
-void Lane::BreakDown(int error) {
+// The backend is gone for good: everything that it had fails, and everything that comes after. It is not run
+// again.
+void DeviceQueue::BreakDown(int error) {
   broken_ = error;
   core_.Log(absl::StrCat("device ", device_name_, ": the ", std::string(backend_->name()),
                          " backend broke down: ", ErrnoText(error), "; its requests fail from now on"));
@@ -429,6 +437,7 @@ void Lane::BreakDown(int error) {
   for (FileSlot* slot = slots_; slot != nullptr; slot = slot->next) {
     slot->trims = nullptr;
     slot->trim_count = 0;
+    slot->registered = -1;
   }
   for (Piece& piece : pieces_) {
     if (piece.request != nullptr) Retire(piece, error);

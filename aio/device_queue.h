@@ -24,10 +24,10 @@
 
 namespace penstock::aio {
 
-class Lane final : public FileUser {
+class DeviceQueue final : public FileUser {
  public:
-  Lane(EngineCore& core, std::unique_ptr<Backend> backend, bool threaded);
-  ~Lane() override;
+  DeviceQueue(EngineCore& core, std::unique_ptr<Backend> backend, bool threaded);
+  ~DeviceQueue() override;
 
   // Starts the backend (on the lane's own thread if it has one) and says whether it works.
   absl::Status Start();
@@ -89,7 +89,7 @@ class Lane final : public FileUser {
   void BreakDown(int error);
   FileSlot* SlotOf(File& file);
   void LetGoOfFiles();
-  void RunOnLane(void (*call)(Lane&, void*), void* argument);
+  void RunOnLane(void (*call)(DeviceQueue&, void*), void* argument);
 
   // lane_report.cc
   void ReportStuck();
@@ -127,7 +127,7 @@ class Lane final : public FileUser {
   // Handed over by other threads.
   mutable std::mutex inbox_mutex_;
   RequestQueue inbox_;
-  void (*control_)(Lane&, void*) = nullptr;  // one at a time
+  void (*control_)(DeviceQueue&, void*) = nullptr;  // one at a time
   void* control_argument_ = nullptr;
   std::condition_variable control_done_;
   std::atomic<bool> inbox_full_{false};
@@ -181,8 +181,8 @@ class Lane final : public FileUser {
   // Statistics, readable from any thread.
   std::array<std::array<ClassCounters, kPriorities>, kOps> classes_;
   std::array<AtomicHistogram, kOps> service_;
-  Counter device_read_bytes_, device_write_bytes_, piece_count_, fixed_pieces_, bounced_pieces_,
-      read_modify_writes_;
+  Counter device_read_bytes_, device_write_bytes_, saturated_bytes_, piece_count_, fixed_pieces_,
+      bounced_pieces_, read_modify_writes_;
   Counter syscalls_, wakes_, short_transfers_, retries_, io_errors_retried_, stuck_reports_;
   Counter in_flight_now_, in_flight_peak_, queued_requests_;
   Stopwatch busy_watch_, saturated_watch_;

@@ -10,8 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "aio/bytes.h"
-#include "aio/io_error.h"
 #include "aio/device_queue.h"
+#include "aio/io_error.h"
 
 namespace penstock::aio {
 namespace {
@@ -27,18 +27,18 @@ int DirectionOf(Op op) { return op == Op::kWrite ? kWrites : kReads; }
 
 }  // namespace
 
-Lane::RequestQueue& Lane::QueueOf(const Request& request) {
+DeviceQueue::RequestQueue& DeviceQueue::QueueOf(const Request& request) {
   if (request.op_ == Op::kSync) return syncs_;
   return queues_[static_cast<size_t>(DirectionOf(request.op_))][static_cast<size_t>(request.priority_)];
 }
 
-void Lane::Unqueue(RequestQueue& queue, Request& request) {
+void DeviceQueue::Unqueue(RequestQueue& queue, Request& request) {
   queue.PopFront();
   request.queued_ = false;
   queued_requests_.Add(~uint64_t{0});
 }
 
-void Lane::Dispatch() {
+void DeviceQueue::Dispatch() {
   while (retries_first_ != nullptr) {
     Piece* const piece = retries_first_;
     retries_first_ = piece->next;
@@ -65,7 +65,7 @@ void Lane::Dispatch() {
 // The class whose turn it is: the most urgent that waits, unless a lesser one was passed over for too long.
 // That one then goes first even if it has to wait for room, or demands, which may go beyond the cap, would
 // keep the room from it.
-int Lane::PickClass(int direction) const {
+int DeviceQueue::PickClass(int direction) const {
   const auto& queues = queues_[static_cast<size_t>(direction)];
   const auto& passed_over = passed_over_[static_cast<size_t>(direction)];
   int picked = -1;
@@ -77,7 +77,7 @@ int Lane::PickClass(int direction) const {
   return picked;
 }
 
-bool Lane::DispatchFrom(int direction) {
+bool DeviceQueue::DispatchFrom(int direction) {
   const auto d = static_cast<size_t>(direction);
   const uint64_t cap_bytes =
       (direction == kReads ? core_.read_cap_bytes : core_.write_cap_bytes).load(std::memory_order_relaxed);
@@ -129,7 +129,7 @@ bool Lane::DispatchFrom(int direction) {
 
 // No bounce buffer is free, the sector is being rewritten, or the file is about to be cut to its length. All
 // of these end with a completion, so a piece that waits is looked at again in time.
-bool Lane::MustWait(const Piece& piece) const {
+bool DeviceQueue::MustWait(const Piece& piece) const {
   if (piece.op == Op::kWrite && piece.slot->trims != nullptr) return true;
   if (piece.kind == Piece::Kind::kInPlace) return false;
   if (free_bounces_.empty()) return true;
@@ -140,7 +140,7 @@ bool Lane::MustWait(const Piece& piece) const {
 }
 
 // Ragged transfers go through memory of the host, which a device's is not copied to or from here.
-int Lane::WhyNotBounced(const Request& request, const Piece& piece) {
+int DeviceQueue::WhyNotBounced(const Request& request, const Piece& piece) {
   if (const DeviceTransfers* const device = backend_->device_transfers(); device != nullptr) {
     uint64_t seen = 0;
     for (const Segment* segment = request.segments() + piece.segment; seen < piece.user_bytes; ++segment) {
@@ -151,7 +151,7 @@ int Lane::WhyNotBounced(const Request& request, const Piece& piece) {
   return bounce_memory_ != nullptr || MakeBounceBuffers() ? 0 : ENOMEM;
 }
 
-bool Lane::MakeBounceBuffers() {
+bool DeviceQueue::MakeBounceBuffers() {
   bounce_bytes_ = AlignUp(core_.options.bounce_bytes, kSectorBytes);
   void* const mapped = mmap(nullptr, bounce_bytes_ * core_.options.bounce_buffers, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -161,7 +161,7 @@ bool Lane::MakeBounceBuffers() {
   return true;
 }
 
-void Lane::Launch(Request& request, Piece& piece) {
+void DeviceQueue::Launch(Request& request, Piece& piece) {
   piece.request = &request;
   piece.slot = request.slot_;
   piece.next = nullptr;
@@ -202,15 +202,16 @@ void Lane::Launch(Request& request, Piece& piece) {
   SendToDevice(piece);
 }
 
-void Lane::SendToDevice(Piece& piece) { backend_->Queue(piece); }
+void DeviceQueue::SendToDevice(Piece& piece) { backend_->Queue(piece); }
 
-void Lane::HandleCompletion(const Completion& completion) {
+void DeviceQueue::HandleCompletion(const Completion& completion) {
   Piece& piece = *completion.piece;
   if (completion.result < 0) {
     RetryOrFail(piece, static_cast<int>(-completion.result), completion.why.get());
     return;
   }
   const auto moved = static_cast<uint64_t>(completion.result);
+  if (piece.op != Op::kSync && core_.saturated.on()) saturated_bytes_.Add(moved);
   switch (piece.op) {
     case Op::kRead:
       device_read_bytes_.Add(moved);
@@ -226,7 +227,7 @@ void Lane::HandleCompletion(const Completion& completion) {
   }
 }
 
-void Lane::AfterRead(Piece& piece, uint64_t moved) {
+void DeviceQueue::AfterRead(Piece& piece, uint64_t moved) {
   const bool sector = piece.kind == Piece::Kind::kOneSector;
   const uint64_t needed = sector ? piece.bytes : piece.lead_bytes + piece.user_bytes;
   const uint64_t reached = std::min(piece.resume_bytes + moved, piece.bytes);
@@ -260,7 +261,7 @@ void Lane::AfterRead(Piece& piece, uint64_t moved) {
   Retire(piece, piece.moved_bytes < needed ? Request::kEndOfFile : 0);
 }
 
-void Lane::AfterWrite(Piece& piece, uint64_t moved) {
+void DeviceQueue::AfterWrite(Piece& piece, uint64_t moved) {
   const uint64_t reached = std::min(piece.resume_bytes + moved, piece.bytes);
   if (reached <= piece.moved_bytes) {
     RetryOrFail(piece, EAGAIN);  // a write that writes nothing and says nothing
@@ -289,7 +290,7 @@ void Lane::AfterWrite(Piece& piece, uint64_t moved) {
 
 // Cuts a file back to where its last write ended, once every write in flight on it is one that waits for
 // this. The file's length then changes under no transfer of ours.
-void Lane::RunTrims(FileSlot& slot) {
+void DeviceQueue::RunTrims(FileSlot& slot) {
   if (slot.trims == nullptr || slot.writes_in_flight != slot.trim_count) return;
   const Piece* last = slot.trims;
   for (const Piece* piece = slot.trims; piece != nullptr; piece = piece->next) {
@@ -297,15 +298,20 @@ void Lane::RunTrims(FileSlot& slot) {
   }
   const uint64_t end = std::max(last->file_end, last->offset + last->lead_bytes + last->user_bytes);
   const absl::StatusOr<uint64_t> size = slot.file->Size();
-  const bool past_the_end = size.ok() && *size == last->offset + last->bytes;
-  const bool ok = size.ok() && (!past_the_end || slot.file->Resize(end).ok());
+  absl::Status status = size.status();
+  if (status.ok() && *size == last->offset + last->bytes) status = slot.file->Resize(end);
+  if (!status.ok()) core_.Log(absl::StrCat("device ", device_name_, ": ", std::string(status.message())));
   Piece* piece = std::exchange(slot.trims, nullptr);
   slot.trim_count = 0;
-  while (piece != nullptr) Retire(*std::exchange(piece, piece->next), ok ? 0 : EIO);
+  while (piece != nullptr) Retire(*std::exchange(piece, piece->next), status.ok() ? 0 : EIO);
 }
 
-void Lane::RetryOrFail(Piece& piece, int error, const std::string* why) {
-  if (IsTransientError(error) && piece.attempts < kAttemptsMax) {
+void DeviceQueue::RetryOrFail(Piece& piece, int error, const std::string* why) {
+  // A sync that failed stays failed: the kernel has by then told of what it could not write and forgotten it,
+  // and a second one would succeed and mean nothing. Only one that was broken off has told of nothing. One
+  // that the kernel would not even take never gets here: backends keep it.
+  const bool may_repeat = piece.op != Op::kSync || error == EINTR;
+  if (may_repeat && IsTransientError(error) && piece.attempts < kAttemptsMax) {
     ++piece.attempts;
     retries_.Add(1);
     if (piece.attempts <= kAttemptsAtOnce) {
@@ -321,7 +327,7 @@ void Lane::RetryOrFail(Piece& piece, int error, const std::string* why) {
       absl::StrFormat("device %s: %s of %s, offset %u, %u bytes: %s%s", device_name_,
                       std::string(OpName(piece.op)).c_str(), piece.slot->file->path(), piece.device_offset(),
                       piece.device_bytes(), ErrnoText(error), why != nullptr ? absl::StrCat(": ", *why) : "");
-  if (IsRetryableDeviceError(error) &&
+  if (may_repeat && IsRetryableDeviceError(error) &&
       piece.io_errors < static_cast<uint32_t>(core_.options.io_error_retries)) {
     ++piece.io_errors;
     retries_.Add(1);
@@ -339,7 +345,7 @@ void Lane::RetryOrFail(Piece& piece, int error, const std::string* why) {
 }
 
 // The end of a piece, whatever the reason.
-void Lane::Retire(Piece& piece, int error) {
+void DeviceQueue::Retire(Piece& piece, int error) {
   Request& request = *piece.request;
   FileSlot& slot = *piece.slot;
   const int64_t service_ns = std::max<int64_t>(0, now_ns_ - piece.start_ns);
@@ -368,7 +374,7 @@ void Lane::Retire(Piece& piece, int error) {
 }
 
 // After the queue was filled: what is in flight now stays so until the next completions.
-void Lane::UpdateWatches() {
+void DeviceQueue::UpdateWatches() {
   const uint64_t total = in_flight_bytes_[kReads] + in_flight_bytes_[kWrites];
   in_flight_now_.Set(total);
   if (total > in_flight_peak_.Get()) in_flight_peak_.Set(total);
@@ -378,7 +384,7 @@ void Lane::UpdateWatches() {
     busy_watch_.Set(busy, now_ns_);
     core_.busy.Set(busy, now_ns_);
   }
-  const bool saturated = busy && total >= core_.knee_bytes.load(std::memory_order_relaxed);
+  const bool saturated = busy && total >= core_.saturating_bytes_in_flight.load(std::memory_order_relaxed);
   if (saturated != saturated_) {
     saturated_ = saturated;
     saturated_watch_.Set(saturated, now_ns_);
@@ -389,12 +395,12 @@ void Lane::UpdateWatches() {
 // How many completions one system call waits for. More than one only while there is more to hand over and
 // nobody waits for the very pieces in flight; a quarter of them leaves the device three quarters to go on
 // with.
-uint32_t Lane::Batch() const {
+uint32_t DeviceQueue::Batch() const {
   if (demand_tails_ != 0 || retries_first_ != nullptr || queued_requests_.Get() == 0) return 1;
-  return std::max(1u, in_flight_pieces_ * 5 / 16);
+  return std::clamp(in_flight_pieces_ * 5 / 16, 1u, kMostWanted);
 }
 
-int64_t Lane::TimeoutNs() const {
+int64_t DeviceQueue::TimeoutNs() const {
   if (retries_first_ != nullptr) return 0;
   if (all_first_ == nullptr) return -1;
   if (in_flight_pieces_ == 0) return 1'000'000;

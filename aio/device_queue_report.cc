@@ -28,7 +28,7 @@ std::string DescribeRequest(const Request& request, int64_t now_ns) {
 
 }  // namespace
 
-void Lane::WatchService(Op op, int64_t service_ns) {
+void DeviceQueue::WatchService(Op op, int64_t service_ns) {
   ServiceWatch& watch = watches_[op == Op::kWrite ? 1 : 0];
   watch.sum_ns += service_ns;
   if (++watch.count < kWatchWindow) return;
@@ -46,7 +46,7 @@ void Lane::WatchService(Op op, int64_t service_ns) {
       static_cast<double>(mean_ns) / static_cast<double>(watch.best_mean_ns)));
 }
 
-void Lane::ReportStuck() {
+void DeviceQueue::ReportStuck() {
   const int64_t limit_ns = core_.options.stuck_after_ms * 1'000'000;
   next_stuck_check_ns_ = now_ns_ + std::clamp<int64_t>(limit_ns / 4, 1'000'000, 1'000'000'000);
   std::vector<std::string> lines;
@@ -67,7 +67,7 @@ void Lane::ReportStuck() {
   }
 }
 
-void Lane::Describe(size_t limit, std::vector<std::string>& lines) const {
+void DeviceQueue::Describe(size_t limit, std::vector<std::string>& lines) const {
   const int64_t now_ns = core_.clock->NowNs();
   const std::lock_guard<std::mutex> lock(all_mutex_);
   for (const Request* request = all_first_; request != nullptr && lines.size() < limit;
@@ -76,7 +76,7 @@ void Lane::Describe(size_t limit, std::vector<std::string>& lines) const {
   }
 }
 
-DeviceStats Lane::Snapshot() const {
+DeviceStats DeviceQueue::Snapshot() const {
   const int64_t now_ns = core_.clock->NowNs();
   DeviceStats stats;
   if (assigned()) stats.device = device_name_;
@@ -95,6 +95,7 @@ DeviceStats Lane::Snapshot() const {
   }
   stats.device_read_bytes = device_read_bytes_.Get();
   stats.device_write_bytes = device_write_bytes_.Get();
+  stats.saturated_bytes = saturated_bytes_.Get();
   stats.pieces = piece_count_.Get();
   stats.fixed_pieces = fixed_pieces_.Get();
   stats.bounced_pieces = bounced_pieces_.Get();

@@ -10,6 +10,7 @@
 #include "aio/backend.h"
 #include "aio/device_queue.h"
 #include "aio/sim_disk.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
@@ -116,12 +117,12 @@ class Engine::Impl {
 
   // A started lane of the present kind, or of a later rung. Under lane_mutex, or before anyone else knows the
   // engine.
-  absl::StatusOr<std::unique_ptr<Lane>> StartLane() {
+  absl::StatusOr<std::unique_ptr<DeviceQueue>> StartQueue() {
     const EngineOptions& options = core.options;
     while (true) {
       absl::Status status;
       if (std::unique_ptr<Backend> backend = MakeBackend(options, kind); backend != nullptr) {
-        auto lane = std::make_unique<Lane>(core, std::move(backend), /*threaded=*/!virtual_time);
+        auto lane = std::make_unique<DeviceQueue>(core, std::move(backend), /*threaded=*/!virtual_time);
         status = lane->Start();
         if (status.ok()) return lane;
       } else {
@@ -141,7 +142,7 @@ class Engine::Impl {
     }
   }
 
-  Lane* FindLane(const File& file) const {
+  DeviceQueue* FindQueue(const File& file) const {
     const size_t count = lane_count.load(std::memory_order_acquire);
     for (size_t i = 0; i < count; ++i) {
       if (lanes[i]->assigned() && lanes[i]->device() == file.device()) return lanes[i].get();
@@ -149,10 +150,10 @@ class Engine::Impl {
     return nullptr;
   }
 
-  absl::StatusOr<Lane*> LaneOf(const File& file) {
-    if (Lane* const lane = FindLane(file); lane != nullptr) return lane;
+  absl::StatusOr<DeviceQueue*> LaneOf(const File& file) {
+    if (DeviceQueue* const lane = FindQueue(file); lane != nullptr) return lane;
     const std::lock_guard<std::mutex> lock(lane_mutex);
-    if (Lane* const lane = FindLane(file); lane != nullptr) return lane;
+    if (DeviceQueue* const lane = FindQueue(file); lane != nullptr) return lane;
     const size_t count = lane_count.load(std::memory_order_relaxed);
     for (size_t i = 0; i < count; ++i) {
       if (lanes[i]->assigned()) continue;
@@ -160,7 +161,7 @@ class Engine::Impl {
       return lanes[i].get();
     }
     if (count == kLanesMax) return absl::ResourceExhaustedError("engine: files on more than 64 devices");
-    absl::StatusOr<std::unique_ptr<Lane>> lane = StartLane();
+    absl::StatusOr<std::unique_ptr<DeviceQueue>> lane = StartQueue();
     if (!lane.ok()) return lane.status();
     (*lane)->Assign(file);
     lanes[count] = *std::move(lane);
@@ -205,25 +206,25 @@ class Engine::Impl {
   bool virtual_time = false;
   std::atomic<bool> shutting_down{false};
   mutable std::mutex lane_mutex;
-  std::array<std::unique_ptr<Lane>, kLanesMax> lanes;
+  std::array<std::unique_ptr<DeviceQueue>, kLanesMax> lanes;
   std::atomic<size_t> lane_count{0};
 };
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(EngineOptions options) {
-  if (absl::Status status = CheckOptions(options); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckOptions(options));
   auto impl = std::make_unique<Impl>(std::move(options));
   EngineCore& core = impl->core;
   if (core.options.backend != BackendKind::kAuto) impl->kind = core.options.backend;
   impl->virtual_time = core.options.backend == BackendKind::kSim;
   core.clock =
       impl->virtual_time ? static_cast<const Clock*>(&core.options.sim->clock()) : &SteadyClock::Get();
-  core.knee_bytes = core.options.knee_bytes;
+  core.saturating_bytes_in_flight = core.options.saturating_bytes_in_flight;
   core.read_cap_bytes = core.options.max_read_bytes_in_flight;
   core.write_cap_bytes = core.options.max_write_bytes_in_flight;
   // The first lane starts now and waits for its device: what does not work is known before there is any file.
-  absl::StatusOr<std::unique_ptr<Lane>> lane = impl->StartLane();
+  absl::StatusOr<std::unique_ptr<DeviceQueue>> lane = impl->StartQueue();
   if (!lane.ok()) return lane.status();
   impl->lanes[0] = *std::move(lane);
   impl->lane_count = 1;
@@ -321,7 +322,7 @@ absl::Status Engine::Submit(std::span<Request* const> requests) {
   // Runs of requests for one lane are handed over together. A request that was handed over may be finished
   // and gone.
   for (size_t i = 0; i < requests.size();) {
-    Lane* const lane = impl_->FindLane(*requests[i]->file_);
+    DeviceQueue* const lane = impl_->FindQueue(*requests[i]->file_);
     Request* const first = requests[i];
     Request* last = first;
     bool urgent = first->priority_ == Priority::kDemand;
@@ -391,7 +392,7 @@ absl::Status Engine::Wait(Request* request, int64_t timeout_ms) {
 }
 
 absl::Status Engine::WaitAll(std::span<Request* const> requests, int64_t timeout_ms) {
-  if (Lane::InCallback(&impl_->core)) return RefuseWaitInCallback();
+  if (DeviceQueue::InCallback(&impl_->core)) return RefuseWaitInCallback();
   const int64_t deadline_ns = impl_->Deadline(timeout_ms);
   // The last first: it is likely to be the last to finish, and then the others cost no wake-up.
   for (size_t i = requests.size(); i-- > 0;) {
@@ -401,7 +402,7 @@ absl::Status Engine::WaitAll(std::span<Request* const> requests, int64_t timeout
         absl::StrCat("wait: not finished after ", timeout_ms, " ms; pending: ", DescribePending(4)));
   }
   for (const Request* request : requests) {
-    if (absl::Status status = request->status(); !status.ok()) return status;
+    RETURN_IF_ERROR(request->status());
   }
   return absl::OkStatus();
 }
@@ -411,7 +412,7 @@ size_t Engine::WaitSome(std::span<Request* const> requests, size_t count, int64_
     return static_cast<size_t>(
         std::count_if(requests.begin(), requests.end(), [&](const Request* r) { return impl_->Over(r); }));
   };
-  if (!Lane::InCallback(&impl_->core)) {
+  if (!DeviceQueue::InCallback(&impl_->core)) {
     const size_t wanted = std::min(count, requests.size());
     impl_->WaitUntil([&] { return finished() >= wanted; }, nullptr, impl_->Deadline(timeout_ms));
   }
@@ -419,7 +420,7 @@ size_t Engine::WaitSome(std::span<Request* const> requests, size_t count, int64_
 }
 
 absl::Status Engine::Drain(int64_t timeout_ms) {
-  if (Lane::InCallback(&impl_->core)) return RefuseWaitInCallback();
+  if (DeviceQueue::InCallback(&impl_->core)) return RefuseWaitInCallback();
   const auto over = [&] { return impl_->core.pending.load(std::memory_order_seq_cst) == 0; };
   if (impl_->WaitUntil(over, nullptr, impl_->Deadline(timeout_ms))) return absl::OkStatus();
   return absl::DeadlineExceededError(
@@ -428,17 +429,19 @@ absl::Status Engine::Drain(int64_t timeout_ms) {
 
 void Engine::Cancel(Request* request) {
   if (request->file_ == nullptr || !request->pending()) return;
-  Lane* const lane = impl_->FindLane(*request->file_);
+  DeviceQueue* const lane = impl_->FindQueue(*request->file_);
   if (lane == nullptr) return;
   request->cancel_.store(true, std::memory_order_relaxed);
   lane->RequestCancel();
 }
 
-void Engine::set_knee_bytes(uint64_t bytes) { impl_->core.knee_bytes = bytes; }
-uint64_t Engine::knee_bytes() const { return impl_->core.knee_bytes; }
+void Engine::set_saturating_bytes_in_flight(uint64_t bytes) {
+  impl_->core.saturating_bytes_in_flight = bytes;
+}
+uint64_t Engine::saturating_bytes_in_flight() const { return impl_->core.saturating_bytes_in_flight; }
 
-void Engine::RaiseCapsToKnee() {
-  const uint64_t twice = std::min(2 * knee_bytes(), 64 * kMiB);
+void Engine::RaiseCapsToSaturation() {
+  const uint64_t twice = std::min(2 * saturating_bytes_in_flight(), 64 * kMiB);
   set_max_in_flight(std::max(options().max_read_bytes_in_flight, twice),
                     std::max(options().max_write_bytes_in_flight, twice));
 }
@@ -460,7 +463,7 @@ EngineStats Engine::stats() const {
     if (impl_->lanes[i]->assigned()) stats.devices.push_back(impl_->lanes[i]->Snapshot());
   }
   const int64_t now_ns = impl_->core.clock->NowNs();
-  stats.knee_bytes = knee_bytes();
+  stats.saturating_bytes_in_flight = saturating_bytes_in_flight();
   stats.busy_ns = impl_->core.busy.TotalNs(now_ns);
   stats.saturated_ns = impl_->core.saturated.TotalNs(now_ns);
   return stats;
@@ -481,7 +484,7 @@ std::string Engine::DescribePending(size_t limit) const {
 bool Engine::virtual_time() const { return impl_->virtual_time; }
 
 size_t Engine::Poll() {
-  if (!impl_->virtual_time || Lane::InCallback(&impl_->core)) return 0;
+  if (!impl_->virtual_time || DeviceQueue::InCallback(&impl_->core)) return 0;
   const std::lock_guard<std::recursive_mutex> lock(impl_->core.turn_mutex);
   return impl_->PollLocked();
 }
@@ -493,7 +496,7 @@ int64_t Engine::NextEventNs() const {
 }
 
 void Engine::RunUntil(int64_t ns) {
-  if (!impl_->virtual_time || Lane::InCallback(&impl_->core)) return;
+  if (!impl_->virtual_time || DeviceQueue::InCallback(&impl_->core)) return;
   const std::lock_guard<std::recursive_mutex> lock(impl_->core.turn_mutex);
   VirtualClock& clock = impl_->core.options.sim->clock();
   impl_->PollLocked();

@@ -28,8 +28,9 @@
 //
 // Errors: Submit refuses what could never work (kInvalidArgument, kFailedPrecondition) and leaves those
 // requests as they were. What goes wrong later is in the request's status(). Short transfers are continued,
-// EINTR and EAGAIN retried within a bound, EIO retried EngineOptions::io_error_retries times. Nothing aborts,
-// nothing is reported done that is not.
+// EINTR and EAGAIN retried within a bound, EIO retried EngineOptions::io_error_retries times. A sync is not:
+// once failed, what was to be written may be lost, whatever a second one says. Nothing aborts, nothing is
+// reported done that is not.
 //
 // Threads: everything is thread-safe. Callbacks run on the lane's thread. No heap allocation per request.
 #ifndef PENSTOCK_AIO_ENGINE_H_
@@ -81,15 +82,16 @@ struct EngineOptions {
   uint64_t bounce_bytes =
       256 * kKiB;  // one bounce buffer; there are bounce_buffers of them per device, made on first use
   uint32_t bounce_buffers = 8;
-  int io_error_retries = 1;  // EIO, ETIMEDOUT and the like are tried again this often before they count
-  int worker_threads = 4;    // per device: of the `threads` backend, and of device_transfers
+  // EIO, ETIMEDOUT and the like of a read or write are tried again this often before they count.
+  int io_error_retries = 1;
+  int worker_threads = 4;  // per device: of the `threads` backend, and of device_transfers
   // Memory of a device that transfers may have besides the host's (aio/device_transfers.h); null: none. Not
   // on a simulated disk.
   std::shared_ptr<DeviceTransfers> device_transfers;
   int nice = 0;  // added to the lane threads' nice value; below 0 needs the right to do so
   int64_t stuck_after_ms =
       30'000;  // a request unfinished after this is reported (again at each doubling); 0: never
-  uint64_t knee_bytes = 8 * kMiB;  // see set_knee_bytes
+  uint64_t saturating_bytes_in_flight = 8 * kMiB;  // see set_saturating_bytes_in_flight
 
   SimDisk* sim = nullptr;  // for kSim: the disk; must outlive the engine
   // One line without a newline; called from any thread, one at a time. Empty: stderr, with "penstock: aio: "
@@ -136,11 +138,11 @@ class Engine {
 
   // The smallest number of bytes in flight, reads and writes together, that brings a device to 95% of its
   // peak (aio/profile.h measures it). Stats tell how long each device was at or above it.
-  void set_knee_bytes(uint64_t bytes);
-  uint64_t knee_bytes() const;
+  void set_saturating_bytes_in_flight(uint64_t bytes);
+  uint64_t saturating_bytes_in_flight() const;
   // Caps of twice the knee in each direction, so that handing over in batches never drains the drive, but at
   // most 64 MiB, beyond which only latency grows; where the options have more, that. From the next block on.
-  void RaiseCapsToKnee();
+  void RaiseCapsToSaturation();
   // New caps from the next block on, per device.
   void set_max_in_flight(uint64_t read_bytes, uint64_t write_bytes);
 

@@ -38,10 +38,11 @@ class SharedStopwatch {
  public:
   void Set(bool on, int64_t now_ns);
   int64_t TotalNs(int64_t now_ns) const { return watch_.TotalNs(now_ns); }
+  bool on() const { return count_.load(std::memory_order_relaxed) > 0; }
 
  private:
   std::mutex mutex_;
-  int count_ = 0;
+  std::atomic<int> count_{0};  // written under the mutex
   Stopwatch watch_;
 };
 
@@ -49,7 +50,7 @@ class SharedStopwatch {
 struct EngineCore {
   EngineOptions options;
   const Clock* clock = nullptr;
-  std::atomic<uint64_t> knee_bytes{0};
+  std::atomic<uint64_t> saturating_bytes_in_flight{0};
   std::atomic<uint64_t> read_cap_bytes{0};
   std::atomic<uint64_t> write_cap_bytes{0};
   std::atomic<uint64_t> pending{0};  // requests accepted and not finished

@@ -22,6 +22,7 @@
 #include "aio/file_user.h"
 #include "aio/io_error.h"
 #include "aio/sim_disk.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
@@ -102,6 +103,23 @@ absl::StatusOr<FileSystemSpace> SpaceAround(int fd, const std::string& path) {
   struct statfs info {};
   if (fstatfs(fd, &info) != 0) return Failure("fstatfs", path, errno);
   return SpaceOf(info);
+}
+
+std::string_view KindOf(mode_t mode) {
+  if (S_ISDIR(mode)) return "a directory";
+  if (S_ISFIFO(mode)) return "a FIFO";
+  if (S_ISSOCK(mode)) return "a socket";
+  if (S_ISCHR(mode)) return "a character device";
+  if (S_ISLNK(mode)) return "a symbolic link, which is not followed";
+  return "of an unknown kind";
+}
+
+bool IsFile(mode_t mode) { return S_ISREG(mode) || S_ISBLK(mode); }
+
+absl::Status NoFile(const std::string& path, mode_t mode) {
+  return absl::FailedPreconditionError(
+      absl::StrCat("open ", path, ": it is ", std::string(KindOf(mode)),
+                   ", and no regular file or block device; choose another path"));
 }
 
 // -1 and errno where it fails.
@@ -185,17 +203,26 @@ absl::StatusOr<std::unique_ptr<File>> File::Open(const FileOptions& options) {
 }
 
 absl::Status File::OpenOnDisk(const FileOptions& options) {
-  int flags = O_CLOEXEC | O_NOFOLLOW | (options.read_only ? O_RDONLY : O_RDWR);
+  // Not to wait for the other end of a FIFO; taken back below, where it would reach transfers.
+  int flags = O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | (options.read_only ? O_RDONLY : O_RDWR);
   if (options.create) flags |= O_CREAT;
   if (options.create && options.exclusive) flags |= O_EXCL;
   if (options.truncate) flags |= O_TRUNC;
   const auto open_with = [&](int direct) {
-    return options.nameless ? OpenNameless(path_, (flags & ~O_NOFOLLOW) | direct)
+    int fd = -1;
+    do {
+      fd = options.nameless ? OpenNameless(path_, (flags & ~O_NOFOLLOW) | direct)
                             : open(path_.c_str(), flags | direct, 0600);
+    } while (fd < 0 && errno == EINTR);
+    return fd;
   };
-  do {
-    fd_ = open_with(direct_ ? O_DIRECT : 0);
-  } while (fd_ < 0 && errno == EINTR);
+  fd_ = open_with(direct_ ? O_DIRECT : 0);
+  struct stat info {};
+  if (const int error = errno; fd_ < 0 && error != EEXIST && !options.nameless) {
+    // What an open of something else fails with tells little.
+    if (lstat(path_.c_str(), &info) == 0 && !IsFile(info.st_mode)) return NoFile(path_, info.st_mode);
+    errno = error;
+  }
   if (fd_ < 0 && errno == EINVAL && direct_) {
     const absl::StatusOr<FileSystemSpace> where = QueryFileSystem(DirectoryOf(path_));
     if (!options.allow_unaligned_file_system) {
@@ -208,13 +235,11 @@ absl::Status File::OpenOnDisk(const FileOptions& options) {
   }
   if (fd_ < 0) return Failure("open", path_, errno);
 
-  struct stat info {};
   if (fstat(fd_, &info) != 0) return Failure("fstat", path_, errno);
+  if (!IsFile(info.st_mode)) return NoFile(path_, info.st_mode);
   is_block_device_ = S_ISBLK(info.st_mode);
-  if (!S_ISREG(info.st_mode) && !is_block_device_) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("open ", path_, ": not a regular file or block device"));
-  }
+  const int now = fcntl(fd_, F_GETFL);
+  if (now < 0 || fcntl(fd_, F_SETFL, now & ~O_NONBLOCK) != 0) return Failure("fcntl", path_, errno);
   device_ = is_block_device_ ? info.st_rdev : info.st_dev;
   device_name_ = DeviceName(device_);
   if (!direct_) {
@@ -246,11 +271,11 @@ absl::Status File::OpenOnDisk(const FileOptions& options) {
 }
 
 absl::Status File::OpenSimulated(const FileOptions& options) {
-  absl::StatusOr<std::shared_ptr<SimFile>> file = options.sim->OpenFile(
-      path_, options.create || options.nameless, options.exclusive, options.truncate || options.nameless);
-  if (!file.ok()) return file.status();
+  ASSIGN_OR_RETURN(std::shared_ptr<SimFile> file,
+                   options.sim->OpenFile(path_, options.create || options.nameless, options.exclusive,
+                                         options.truncate || options.nameless));
   sim_ = options.sim;
-  sim_file_ = *std::move(file);
+  sim_file_ = std::move(file);
   device_ = reinterpret_cast<uint64_t>(sim_);
   device_name_ = sim_->options().name;
   alignment_ = {sim_->options().memory_alignment, sim_->options().offset_alignment, "simulated"};
@@ -296,13 +321,12 @@ absl::Status File::Preallocate(uint64_t bytes) {
   // Asked beforehand, because an fallocate that fails has by then taken all there was from everyone else.
   struct stat info {};
   if (fstat(fd_, &info) != 0) return Failure("fstat", path_, errno);
-  const absl::StatusOr<FileSystemSpace> space = SpaceAround(fd_, path_);
-  if (!space.ok()) return space.status();
+  ASSIGN_OR_RETURN(const FileSystemSpace space, SpaceAround(fd_, path_));
   const uint64_t reserved = std::min(bytes, static_cast<uint64_t>(info.st_blocks) * 512);
   const uint64_t wanted = bytes - reserved;
   int result = -1;
   int error = ENOSPC;
-  if (wanted <= space->free_bytes) {
+  if (wanted <= space.free_bytes) {
     do {
       result = fallocate(fd_, 0, 0, static_cast<off_t>(bytes));
       error = errno;
@@ -318,7 +342,7 @@ absl::Status File::Preallocate(uint64_t bytes) {
   if (error == ENOSPC) {
     return absl::ResourceExhaustedError(absl::StrCat(
         "preallocate ", path_, " (", device_name_, "): ", FormatBytes(bytes), " asked for, ",
-        FormatBytes(space->free_bytes), " free, ", FormatBytes(wanted - std::min(wanted, space->free_bytes)),
+        FormatBytes(space.free_bytes), " free, ", FormatBytes(wanted - std::min(wanted, space.free_bytes)),
         " missing: ", ErrnoText(ENOSPC), "; free space on this file system or choose another directory"));
   }
   return MakeIoError(

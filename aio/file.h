@@ -29,7 +29,7 @@
 namespace penstock::aio {
 
 class FileUser;
-class Lane;
+class DeviceQueue;
 class SimDisk;
 struct SimFile;
 
@@ -110,7 +110,7 @@ class File {
   absl::Status Lock(int patience_ms = 10'000, bool shared = false);
 
  private:
-  friend class Lane;
+  friend class DeviceQueue;
 
   File() = default;
   absl::Status OpenOnDisk(const FileOptions& options);

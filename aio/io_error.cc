@@ -105,7 +105,9 @@ absl::Status MakeIoError(const IoError& error) {
   absl::StrAppend(&text, ": ", ErrnoText(error.error));
   const std::string_view way_out = WayOut(error.error);
   if (!way_out.empty()) absl::StrAppend(&text, "; ", std::string(way_out));
-  return absl::Status(IoErrorCode(error.error), text);
+  // Whoever asks for an error gets one, also where errno was lost on the way.
+  const absl::StatusCode code = IoErrorCode(error.error);
+  return absl::Status(code != absl::StatusCode::kOk ? code : absl::StatusCode::kInternal, text);
 }
 
 std::string OneLine(std::string_view text, size_t most) {

@@ -42,8 +42,8 @@ std::string ErrnoText(int error);
 // than `most` bytes is cut off with "...".
 std::string OneLine(std::string_view text, size_t most = 200);
 
-// Worth one more try of the same transfer: the device may have had a moment (EIO, ETIMEDOUT, EREMOTEIO,
-// ENODATA).
+// Worth one more try of the same read or write, never of a sync: the device may have had a moment (EIO,
+// ETIMEDOUT, EREMOTEIO, ENODATA).
 bool IsRetryableDeviceError(int error);
 // The kernel asks for it: EINTR, EAGAIN, and ENOMEM or EBUSY in passing.
 bool IsTransientError(int error);

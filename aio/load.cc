@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "aio/profile.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
@@ -108,8 +109,8 @@ absl::StatusOr<LoadResult> RunLoad(Engine& engine, const LoadOptions& options, s
       requests.push_back(&slot.request);
     }
   }
-  if (absl::Status status = engine.Submit(requests); !status.ok()) return status;
-  if (absl::Status status = engine.Drain(); !status.ok()) return status;
+  RETURN_IF_ERROR(engine.Submit(requests));
+  RETURN_IF_ERROR(engine.Drain());
   if (!load.status.ok()) return load.status;
   LoadResult result;
   result.bytes = load.done_bytes;

@@ -21,6 +21,7 @@
 #include "aio/file.h"
 #include "aio/io_error.h"
 #include "aio/numa.h"
+#include "base/status_macros.h"
 
 #ifdef PENSTOCK_HAVE_URING
 #include <liburing.h>
@@ -172,23 +173,20 @@ IoFeatures ProbeIo() {
 }
 
 absl::StatusOr<DirectoryFeatures> ProbeDirectory(const std::string& directory) {
-  const auto space = QueryFileSystem(directory);
-  if (!space.ok()) return space.status();
+  ASSIGN_OR_RETURN(const auto space, QueryFileSystem(directory));
   DirectoryFeatures features;
   features.directory = directory;
-  features.file_system = space->type;
-  features.free_bytes = space->free_bytes;
-  features.total_bytes = space->total_bytes;
-  features.copy_on_write = space->copy_on_write;
+  features.file_system = space.type;
+  features.free_bytes = space.free_bytes;
+  features.total_bytes = space.total_bytes;
+  features.copy_on_write = space.copy_on_write;
 
   FileOptions options;
-  options.path = absl::StrCat(directory, "/.penstock-probe-", getpid());
-  options.create = true;
-  options.exclusive = true;
+  options.path = absl::StrCat(directory, "/.penstock-probe");
+  options.nameless = true;
   auto file = File::Open(options);
   if (!file.ok() && absl::IsFailedPrecondition(file.status())) {
     features.direct_io = {"direct I/O", false, std::string(file.status().message())};
-    unlink(options.path.c_str());
     options.direct = false;
     file = File::Open(options);
   } else if (file.ok()) {
@@ -199,14 +197,10 @@ absl::StatusOr<DirectoryFeatures> ProbeDirectory(const std::string& directory) {
                           absl::StrCat("memory aligned to ", alignment.memory, ", offsets and lengths to ",
                                        alignment.offset, " (", alignment.source, ")")};
   }
-  if (!file.ok()) {
-    unlink(options.path.c_str());
-    return file.status();
-  }
+  if (!file.ok()) return file.status();
   features.device = (*file)->device_name();
   features.preallocation = (*file)->Preallocate(kMiB).ok() && (*file)->preallocated();
   file->reset();
-  unlink(options.path.c_str());
 
   // A partition has its queue in the directory of its disk.
   std::string queue = absl::StrCat("/sys/class/block/", features.device, "/queue/");

@@ -52,7 +52,7 @@ struct DirectoryFeatures {
   bool preallocation = false;  // fallocate works
   bool copy_on_write = false;  // overwriting in place costs an allocation each time
 };
-// Makes a small file in the directory and removes it. Errors: the directory is missing or not writable.
+// Makes a small file without a name in the directory. Errors: the directory is missing or not writable.
 absl::StatusOr<DirectoryFeatures> ProbeDirectory(const std::string& directory);
 
 }  // namespace penstock::aio

@@ -16,9 +16,11 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
@@ -32,52 +34,64 @@ double Median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
-// Removes the probe file on every way out.
-struct FileRemover {
-  std::string path;
-  ~FileRemover() { unlink(path.c_str()); }
-};
+constexpr int kAttempts = 2;
+// Below this part of the best the median is disturbed.
+constexpr double kUndisturbed = 0.6;
 
-// One measurement of one device, from its own engine.
+// One measurement of one device, or several together, from its own engine.
 class Prober {
  public:
-  Prober(const ProbeOptions& options, Engine& engine, File& file, std::byte* memory)
-      : options_(options), engine_(engine), file_(file), memory_(memory) {}
+  Prober(const ProbeOptions& options, Engine& engine, std::vector<File*> files, std::byte* memory)
+      : options_(options),
+        engine_(engine),
+        files_(std::move(files)),
+        memory_(memory),
+        written_left_(options.written_bytes_max),
+        mixed_(options.depths.size()) {}
 
   absl::Status Run(DeviceProfile& profile);
 
  private:
   double Share(double share) const { return static_cast<double>(options_.budget_ms) * 1e-3 * share; }
+  // `in_flight_bytes`: on each device.
   absl::StatusOr<LoadResult> Measure(LoadKind kind, uint64_t in_flight_bytes, double seconds,
                                      uint64_t bytes_max) {
     LoadOptions load;
     load.kind = kind;
-    load.files = {&file_};
+    load.files = files_;
     load.file_bytes = filled_bytes_;
     load.block_bytes = options_.block_bytes;
-    load.in_flight_bytes = std::max(in_flight_bytes, options_.block_bytes);
+    load.in_flight_bytes = std::max(in_flight_bytes, options_.block_bytes) * files_.size();
     load.seconds = seconds;
     load.bytes_max = bytes_max;
     return RunLoad(engine_, load, memory_);
   }
+  absl::Status Sample(LoadKind kind, uint64_t in_flight_bytes, double seconds, uint64_t bytes_max,
+                      std::vector<double>* rates);
   absl::Status Fill();
   absl::Status Latencies(DeviceProfile& profile);
-  absl::Status Sweep(DeviceProfile& profile);
+  absl::Status TakeSamples();
+  void Summarize(DeviceProfile& profile) const;
   absl::Status BesideLoad(uint64_t in_flight_bytes);
 
   const ProbeOptions& options_;
   Engine& engine_;
-  File& file_;
+  const std::vector<File*> files_;
   std::byte* memory_;
   uint64_t filled_bytes_ = 0;
+  uint64_t written_left_;
+  std::vector<double> reads_, writes_;      // bytes per second, a sample each
+  std::vector<std::vector<double>> mixed_;  // of each depth
 };
 
-// As much of the file as a quarter of the time allows, at least what the deepest queue goes round in.
+// As much of the files as a quarter of the time allows, at least what the deepest queue goes round in.
 absl::Status Prober::Fill() {
   filled_bytes_ = AlignDown(options_.file_bytes, options_.block_bytes);
-  const auto filled = Measure(LoadKind::kWrite, options_.depths.back(), Share(0.25), filled_bytes_);
+  const auto filled =
+      Measure(LoadKind::kWrite, options_.depths.back(), Share(0.25), filled_bytes_ * files_.size());
   if (!filled.ok()) return filled.status();
-  filled_bytes_ = std::max(AlignDown(filled->bytes, options_.block_bytes), options_.block_bytes);
+  filled_bytes_ =
+      std::max(AlignDown(filled->bytes / files_.size(), options_.block_bytes), options_.block_bytes);
   return absl::OkStatus();
 }
 
@@ -91,40 +105,62 @@ absl::Status Prober::Latencies(DeviceProfile& profile) {
   return absl::OkStatus();
 }
 
-absl::Status Prober::Sweep(DeviceProfile& profile) {
-  const size_t count = options_.depths.size();
-  const double seconds = Share(0.45) / static_cast<double>(count) / options_.rounds;
-  // Half of the written bytes that are allowed go into the sweep; half of what a mixed point moves is
-  // written.
-  const uint64_t bytes_max = std::max(
-      options_.written_bytes_max / count / static_cast<uint64_t>(options_.rounds), 2 * options_.block_bytes);
-  std::vector<std::vector<double>> rates(count);
-  for (int round = 0; round < options_.rounds; ++round) {
-    for (size_t i = 0; i < count; ++i) {
-      const auto point = Measure(LoadKind::kMixed, options_.depths[i], seconds, bytes_max);
-      if (!point.ok()) return point.status();
-      rates[i].push_back(point->bytes_per_s());
-    }
-  }
-  for (size_t i = 0; i < count; ++i) profile.depths.push_back({options_.depths[i], Median(rates[i]), 0, 0});
-  const DepthPoint knee = KneeOf(profile.depths);
-  profile.knee_bytes = knee.in_flight_bytes;
-  profile.mixed_bytes_per_s = knee.mixed_bytes_per_s;
+absl::Status Prober::Sample(LoadKind kind, uint64_t in_flight_bytes, double seconds, uint64_t bytes_max,
+                            std::vector<double>* rates) {
+  const auto load = Measure(kind, in_flight_bytes, seconds, bytes_max);
+  if (!load.ok()) return load.status();
+  rates->push_back(load->bytes_per_s());
+  const uint64_t written = kind == LoadKind::kRead    ? 0
+                           : kind == LoadKind::kWrite ? load->bytes
+                                                      : load->bytes / 2;
+  written_left_ -= std::min(written_left_, written);
   return absl::OkStatus();
 }
 
-absl::Status Prober::Run(DeviceProfile& profile) {
-  if (absl::Status status = Fill(); !status.ok()) return status;
-  if (absl::Status status = Latencies(profile); !status.ok()) return status;
+absl::Status Prober::TakeSamples() {
+  const uint64_t rounds = static_cast<uint64_t>(options_.rounds), count = options_.depths.size();
   const uint64_t deep = std::min<uint64_t>(options_.depths.back(), 16 * kMiB);
-  const auto read = Measure(LoadKind::kRead, deep, Share(0.11), UINT64_MAX);
-  if (!read.ok()) return read.status();
-  const auto write = Measure(LoadKind::kWrite, deep, Share(0.11), options_.written_bytes_max / 4);
-  if (!write.ok()) return write.status();
-  profile.read_bytes_per_s = read->bytes_per_s();
-  profile.write_bytes_per_s = write->bytes_per_s();
-  if (absl::Status status = Sweep(profile); !status.ok() || !options_.meanwhile) return status;
-  return BesideLoad(profile.knee_bytes);
+  const double seconds = Share(0.11) / options_.rounds;
+  const double mixed_seconds = Share(0.45) / static_cast<double>(count) / options_.rounds;
+  // A quarter of the bytes that may be written goes into writes, half into the mix, of which half is written.
+  const uint64_t most = std::max(written_left_ / 4 / rounds, options_.block_bytes);
+  const uint64_t mixed_most = std::max(written_left_ / count / rounds, 2 * options_.block_bytes);
+  for (uint64_t round = 0; round < rounds; ++round) {
+    absl::Status status = Sample(LoadKind::kRead, deep, seconds, UINT64_MAX, &reads_);
+    if (status.ok()) status = Sample(LoadKind::kWrite, deep, seconds, most, &writes_);
+    for (size_t i = 0; i < count && status.ok(); ++i) {
+      status = Sample(LoadKind::kMixed, options_.depths[i], mixed_seconds, mixed_most, &mixed_[i]);
+    }
+    if (!status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+void Prober::Summarize(DeviceProfile& profile) const {
+  const SampledRate read = RateOf(reads_), write = RateOf(writes_);
+  profile.disturbed = read.disturbed || write.disturbed;
+  profile.read_bytes_per_s = read.bytes_per_s;
+  profile.write_bytes_per_s = write.bytes_per_s;
+  profile.depths.clear();
+  for (size_t i = 0; i < mixed_.size(); ++i) {
+    const SampledRate mixed = RateOf(mixed_[i]);
+    profile.disturbed |= mixed.disturbed;
+    profile.depths.push_back({options_.depths[i], mixed.bytes_per_s, 0, 0});
+  }
+  const DepthPoint knee = SaturatingBytes(profile.depths);
+  profile.saturating_bytes_in_flight = knee.in_flight_bytes;
+  profile.mixed_bytes_per_s = knee.mixed_bytes_per_s;
+}
+
+absl::Status Prober::Run(DeviceProfile& profile) {
+  RETURN_IF_ERROR(Fill());
+  RETURN_IF_ERROR(Latencies(profile));
+  for (int attempt = 0; attempt == 0 || (attempt < kAttempts && profile.disturbed); ++attempt) {
+    RETURN_IF_ERROR(TakeSamples());
+    Summarize(profile);
+  }
+  if (!options_.meanwhile) return absl::OkStatus();
+  return BesideLoad(profile.saturating_bytes_in_flight);
 }
 
 absl::Status Prober::BesideLoad(uint64_t in_flight_bytes) {
@@ -150,7 +186,30 @@ absl::Status Prober::BesideLoad(uint64_t in_flight_bytes) {
 
 }  // namespace
 
-DepthPoint KneeOf(const std::vector<DepthPoint>& depths) {
+SampledRate RateOf(std::vector<double> samples) {
+  if (samples.empty()) return {};
+  const double best = *std::max_element(samples.begin(), samples.end());
+  const double median = Median(std::move(samples));
+  const bool disturbed = median < kUndisturbed * best;
+  return {disturbed ? best : median, disturbed};
+}
+
+std::vector<std::string> OnePerDevice(const std::vector<std::string>& directories) {
+  std::vector<std::string> firsts;
+  std::vector<dev_t> devices;
+  for (const std::string& directory : directories) {
+    struct stat info {};
+    // What cannot be asked is kept: whoever uses it says why.
+    if (stat(directory.c_str(), &info) == 0) {
+      if (std::find(devices.begin(), devices.end(), info.st_dev) != devices.end()) continue;
+      devices.push_back(info.st_dev);
+    }
+    firsts.push_back(directory);
+  }
+  return firsts;
+}
+
+DepthPoint SaturatingBytes(const std::vector<DepthPoint>& depths) {
   DepthPoint knee;
   double sum = 0;
   for (size_t i = depths.size(); i-- > 0;) {
@@ -168,19 +227,20 @@ absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options) {
     return absl::InvalidArgumentError(
         "device probe: needs rising depths, a round, a budget, and a file of at least one block");
   }
-  const uint64_t memory_bytes = std::max(options.depths.back(), options.block_bytes);
+  std::vector<std::string> directories = {options.directory};
+  directories.insert(directories.end(), options.also.begin(), options.also.end());
+  directories = OnePerDevice(directories);
+  const uint64_t memory_bytes = std::max(options.depths.back(), options.block_bytes) * directories.size();
   std::unique_ptr<Arena> own;
   Arena* arena = options.arena;
   if (arena == nullptr) {
     ArenaOptions arena_options;
     arena_options.bytes = memory_bytes;
-    auto made = Arena::Create(arena_options);
-    if (!made.ok()) return made.status();
-    own = *std::move(made);
+    ASSIGN_OR_RETURN(auto made, Arena::Create(arena_options));
+    own = std::move(made);
     arena = own.get();
   }
-  const auto memory = arena->Allocate(memory_bytes);
-  if (!memory.ok()) return memory.status();
+  ASSIGN_OR_RETURN(const auto memory, arena->Allocate(memory_bytes));
 
   EngineOptions engine_options;
   engine_options.backend = options.backend;
@@ -189,30 +249,31 @@ absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options) {
   engine_options.max_write_bytes_in_flight = memory_bytes;
   engine_options.arenas = {arena};
   engine_options.log = [](std::string_view) {};  // the engine of the run says the same
-  const auto engine = Engine::Create(std::move(engine_options));
-  if (!engine.ok()) return engine.status();
+  ASSIGN_OR_RETURN(const auto engine, Engine::Create(std::move(engine_options)));
 
-  FileOptions file_options;
-  file_options.path = absl::StrCat(options.directory, "/.penstock-measure-", getpid());
-  file_options.create = true;
-  file_options.truncate = true;
-  file_options.size = options.file_bytes;
-  const FileRemover remover{file_options.path};
-  const auto file = File::Open(file_options);
-  if (!file.ok()) return file.status();
-  const auto space = QueryFileSystem(options.directory);
-  if (!space.ok()) return space.status();
+  std::vector<std::unique_ptr<File>> open;
+  std::vector<File*> files;
+  for (const std::string& directory : directories) {
+    FileOptions file_options;
+    file_options.path = absl::StrCat(directory, "/.penstock-measure");
+    file_options.nameless = true;
+    file_options.size = options.file_bytes;
+    ASSIGN_OR_RETURN(auto file, File::Open(file_options));
+    open.push_back(std::move(file));
+    files.push_back(open.back().get());
+  }
+  ASSIGN_OR_RETURN(const auto space, QueryFileSystem(options.directory));
 
   DeviceProfile profile;
   profile.directory = options.directory;
-  profile.device = (*file)->device_name();
-  profile.file_system = space->type;
-  profile.backend = (*engine)->backend_name();
+  profile.device = files.front()->device_name();
+  profile.file_system = space.type;
+  profile.backend = engine->backend_name();
   profile.block_bytes = options.block_bytes;
   profile.measured_unix_s = static_cast<int64_t>(time(nullptr));
-  Prober prober(options, **engine, **file, memory->data());
-  if (absl::Status status = prober.Run(profile); !status.ok()) return status;
-  profile.cpu_ms_per_gib = (*engine)->stats().CpuMsPerGiB();
+  Prober prober(options, *engine, std::move(files), memory.data());
+  RETURN_IF_ERROR(prober.Run(profile));
+  profile.cpu_ms_per_gib = engine->stats().CpuMsPerGiB();
   return profile;
 }
 
@@ -234,11 +295,12 @@ Json ToJson(const DeviceProfile& profile) {
           {"read_bytes_per_s", profile.read_bytes_per_s},
           {"write_bytes_per_s", profile.write_bytes_per_s},
           {"mixed_bytes_per_s", profile.mixed_bytes_per_s},
-          {"knee_bytes", profile.knee_bytes},
+          {"knee_bytes", profile.saturating_bytes_in_flight},
           {"read_latency_us", profile.read_latency_us},
           {"write_latency_us", profile.write_latency_us},
           {"cpu_ms_per_gib", profile.cpu_ms_per_gib},
           {"measured_unix_s", profile.measured_unix_s},
+          {"disturbed", profile.disturbed},
           {"depths", depths}};
 }
 
@@ -277,12 +339,15 @@ absl::StatusOr<DeviceProfile> FromJson(const Json& json) {
         Take(json, "read_bytes_per_s", profile.read_bytes_per_s),
         Take(json, "write_bytes_per_s", profile.write_bytes_per_s),
         Take(json, "mixed_bytes_per_s", profile.mixed_bytes_per_s),
-        Take(json, "knee_bytes", profile.knee_bytes), Take(json, "read_latency_us", profile.read_latency_us),
+        Take(json, "knee_bytes", profile.saturating_bytes_in_flight),
+        Take(json, "read_latency_us", profile.read_latency_us),
         Take(json, "write_latency_us", profile.write_latency_us),
         Take(json, "cpu_ms_per_gib", profile.cpu_ms_per_gib),
         Take(json, "measured_unix_s", profile.measured_unix_s)}) {
     if (!status.ok()) return status;
   }
+  const auto disturbed = json.find("disturbed");  // those of older programs lack it
+  profile.disturbed = disturbed != json.end() && disturbed->is_boolean() && disturbed->get<bool>();
   const auto depths = json.find("depths");
   if (depths == json.end() || !depths->is_array()) return profile;
   for (const Json& entry : *depths) {
@@ -358,12 +423,14 @@ absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path)
   if (error) return absl::UnavailableError(absl::StrCat("create ", parent.string(), ": ", error.message()));
   const std::string temporary = absl::StrCat(path, ".", getpid());
   {
+    errno = 0;
     std::ofstream file(temporary, std::ios::trunc);
     file << Dump(json) << "\n";
     file.close();
     if (!file) {
+      const int failed = errno != 0 ? errno : EIO;  // a stream may fail without one
       unlink(temporary.c_str());
-      return absl::UnavailableError(absl::StrCat("write ", temporary, ": ", ErrnoText(errno)));
+      return MakeIoError({.op = "write", .path = temporary, .error = failed});
     }
   }
   if (rename(temporary.c_str(), path.c_str()) != 0) {

@@ -4,8 +4,8 @@
 //
 //   ProbeOptions options;  options.directory = "/nvme/state";
 //   absl::StatusOr<DeviceProfile> profile = MeasureDevice(options);
-//   engine->set_knee_bytes(profile->knee_bytes);
-//   engine->RaiseCapsToKnee();
+//   engine->set_saturating_bytes_in_flight(profile->saturating_bytes_in_flight);
+//   engine->RaiseCapsToSaturation();
 #ifndef PENSTOCK_AIO_PROFILE_H_
 #define PENSTOCK_AIO_PROFILE_H_
 
@@ -38,21 +38,35 @@ struct DeviceProfile {
   double read_bytes_per_s = 0;
   double write_bytes_per_s = 0;
   double mixed_bytes_per_s =
-      0;                       // reads and writes at once, in equal bytes, both counted: at the knee or more
-  uint64_t knee_bytes = 0;     // reads and writes together; the least that reaches 95% of that
-  double read_latency_us = 0;  // of one block alone on the device, median
+      0;  // reads and writes at once, in equal bytes, both counted: at the knee or more
+  uint64_t saturating_bytes_in_flight = 0;  // reads and writes together; the least that reaches 95% of that
+  double read_latency_us = 0;               // of one block alone on the device, median
   double write_latency_us = 0;
   double cpu_ms_per_gib = 0;
   int64_t measured_unix_s = 0;
+  // Something else had the drive or the processor meanwhile: samples of one rate differ widely, and the best
+  // stand here, which may be less than what the drive can do.
+  bool disturbed = false;
   std::vector<DepthPoint> depths;
 };
 
+// What several samples of one rate say: their median; where the best is far above it, the best, because what
+// disturbs only takes away.
+struct SampledRate {
+  double bytes_per_s = 0;
+  bool disturbed = false;
+};
+SampledRate RateOf(std::vector<double> samples);
+
 struct ProbeOptions {
-  std::string directory;   // the probe file is made here and removed again, also when the probe fails
+  std::string directory;  // where the probe file is made, which has no name
+  // More of them: one of each device is loaded at the same time, evenly, as striping over them does. Rates
+  // are those of all together, the knee is of one device, names and latencies are those of the first.
+  std::vector<std::string> also;
   Arena* arena = nullptr;  // where the buffers are taken from for the time being; null: an arena of its own
   BackendKind backend = BackendKind::kAuto;
-  uint64_t file_bytes =
-      128 * kMiB;  // less is used where the device is too slow to write as much in its share of time
+  uint64_t file_bytes = 128 * kMiB;  // on each device; less is used where the device is too slow to write as
+                                     // much in its share of time
   uint64_t block_bytes = 1 * kMiB;
   int64_t budget_ms = 700;                  // about how long it takes, all parts together
   uint64_t written_bytes_max = 768 * kMiB;  // drives wear
@@ -65,15 +79,19 @@ struct ProbeOptions {
 };
 
 // Writes the file once in full (not timed: allocation is not what a run pays), then times reads, writes and
-// the mix. The knee (KneeOf) is found by going over the depths in several rounds, since disks drift, and
-// taking the median of each. Errors: those of File::Open (no space, no direct I/O here), and of any transfer;
+// the mix, in several rounds, and once more where the samples say that something disturbs. The knee
+// (SaturatingBytes) is found by going over the depths in several rounds, since disks drift, and taking the
+// median of each. Errors: those of File::Open (no space, no direct I/O here), and of any transfer;
 // kResourceExhausted if the arena has no room.
 absl::StatusOr<DeviceProfile> MeasureDevice(const ProbeOptions& options);
+
+// The first directory of each device among these.
+std::vector<std::string> OnePerDevice(const std::vector<std::string>& directories);
 
 // Of depths that rise: the least which lacks less than 5% of what it and the deeper ones do on average, with
 // that average as its rate of the mix. Not of the greatest: of some noisy rates that is above what the device
 // does, and as often as not it is the deepest's.
-DepthPoint KneeOf(const std::vector<DepthPoint>& depths);
+DepthPoint SaturatingBytes(const std::vector<DepthPoint>& depths);
 
 // The same of an engine and files that are there already, for those who sweep by themselves: keeps
 // `in_flight_bytes` in blocks in flight for `seconds` or until `bytes_max` are moved, going round in each

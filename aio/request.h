@@ -36,7 +36,7 @@ namespace penstock::aio {
 
 class Engine;
 class File;
-class Lane;
+class DeviceQueue;
 struct FileSlot;
 
 // In order of urgency; a class that is passed over again and again gets its turn all the same.
@@ -126,7 +126,7 @@ class Request {
 
  private:
   friend class Engine;
-  friend class Lane;
+  friend class DeviceQueue;
   friend class Cutter;
 
   void Prepare(Op op, File& file, uint64_t offset, std::span<const Segment> segments);

@@ -20,7 +20,8 @@ using Chunk = std::unique_ptr<std::byte[]>;
 struct Inode {
   uint64_t bytes = 0;
   std::map<uint64_t, Chunk> chunks;
-  std::map<uint64_t, std::vector<std::byte>> unsynced;  // sector index -> what it held at the last sync
+  std::map<uint64_t, std::vector<std::byte>> unsynced;   // sector index -> what it held at the last sync
+  std::map<uint64_t, std::vector<std::byte>> forgotten;  // likewise, of those that a failed sync gave up
   const void* locked_by = nullptr;
 };
 
@@ -248,6 +249,8 @@ void SimDisk::State::Write(Inode& inode, uint64_t offset, const std::byte* data,
                            bool remember) {
   if (remember) {
     for (uint64_t sector = offset / kSimSector; sector * kSimSector < offset + bytes; ++sector) {
+      if (auto forgotten = inode.forgotten.extract(sector); !forgotten.empty())
+        inode.unsynced.insert(std::move(forgotten));
       auto [entry, fresh] = inode.unsynced.try_emplace(sector);
       if (!fresh) continue;
       entry->second.resize(kSimSector);
@@ -259,11 +262,12 @@ void SimDisk::State::Write(Inode& inode, uint64_t offset, const std::byte* data,
 
 void SimDisk::State::Apply(Pending& p) {
   Transfer& t = p.transfer;
+  Inode& inode = *p.inode;
   if (p.error != 0) {
+    if (t.op == Op::kSync && t.file->generation == generation) inode.forgotten.merge(inode.unsynced);
     t.result = -p.error;
     return;
   }
-  Inode& inode = *p.inode;
   if (t.op == Op::kSync) {
     ++stats.syncs;
     inode.unsynced.clear();
@@ -360,6 +364,8 @@ void SimDisk::Crash() {
                  [](const auto& a, const auto& b) { return a.LaterThan(b); });
   for (auto& [path, inode] : s.files) {
     inode->locked_by = nullptr;
+    inode->unsynced.merge(inode->forgotten);
+    inode->forgotten.clear();
     for (const auto& [sector, before] : inode->unsynced) {
       if (s.random.Chance(0.5)) continue;
       ++s.stats.sectors_dropped_by_crash;
@@ -369,6 +375,24 @@ void SimDisk::Crash() {
     }
     inode->unsynced.clear();
   }
+  std::fill(s.channel_free_ns.begin(), s.channel_free_ns.end(), 0);
+}
+
+void SimDisk::EndProcess() {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  State& s = *state_;
+  std::sort(s.pending.begin(), s.pending.end(),
+            [](const auto& a, const auto& b) { return a.sequence < b.sequence; });
+  for (State::Pending& p : s.pending) {
+    // Nobody is there to read into. A sync on its way comes to its end or not.
+    if (p.transfer.op == Op::kWrite || (p.transfer.op == Op::kSync && s.random.Chance(0.5))) s.Apply(p);
+    p.error = EIO;
+    p.transfer.due_ns = options_.clock->NowNs();
+  }
+  std::make_heap(s.pending.begin(), s.pending.end(),
+                 [](const auto& a, const auto& b) { return a.LaterThan(b); });
+  ++s.generation;
+  for (auto& [path, inode] : s.files) inode->locked_by = nullptr;
   std::fill(s.channel_free_ns.begin(), s.channel_free_ns.end(), 0);
 }
 
@@ -482,6 +506,7 @@ absl::StatusOr<std::shared_ptr<SimFile>> SimDisk::OpenFile(const std::string& pa
     file->second->bytes = 0;
     file->second->chunks.clear();
     file->second->unsynced.clear();
+    file->second->forgotten.clear();
   }
   auto handle = std::make_shared<SimFile>();
   handle->path = path;

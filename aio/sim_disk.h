@@ -24,8 +24,12 @@
 //                 fail with EIO for ever (reopen them), new ones cannot be opened until Restart()
 // Rates are chances per transfer; FailNext and friends place single faults by hand.
 //
+//   process death EndProcess(): what was started is carried out, nothing else is; files opened before it fail
+//   from then on. What was not synced stays as it is, to be lost by a later Crash().
 // Power-loss mode: with `volatile_cache` completed writes are durable only after a sync (kSync,
-// File::SyncData), and Crash() also drops a seeded subset of the sectors that were never synced.
+// File::SyncData), and Crash() also drops a seeded subset of the sectors that were never synced. A sync that
+// fails (FailNext) forgets what it should have written, as kernels do: it still reads back, and no later sync
+// makes it durable. Only writing it again does.
 //
 // Threads: thread-safe, made for one. Ownership: outlives the engine and files that use it. Contents survive
 // them, and survive Crash and Restart: that is what a test reopens.
@@ -110,7 +114,8 @@ class SimDisk {
   // Everything takes `factor` times as long from now on (1: as at first).
   void SlowDown(double factor);
   void Crash();
-  void Restart();
+  void EndProcess();
+  void Restart();  // after a Crash
   bool crashed() const;
 
   // --- Looking behind the engine's back

@@ -115,6 +115,12 @@ uint64_t EngineStats::DeviceWriteBytes() const {
   return total;
 }
 
+uint64_t EngineStats::SaturatedBytes() const {
+  uint64_t total = 0;
+  for (const DeviceStats& device : devices) total += device.saturated_bytes;
+  return total;
+}
+
 uint64_t EngineStats::IoErrorsRetried() const {
   uint64_t total = 0;
   for (const DeviceStats& device : devices) total += device.io_errors_retried;

@@ -80,6 +80,7 @@ struct DeviceStats {
 
   uint64_t device_read_bytes = 0;  // handed over by the device, padding and read-modify-write included
   uint64_t device_write_bytes = 0;
+  uint64_t saturated_bytes = 0;     // of both, those that arrived during EngineStats::saturated_ns
   uint64_t pieces = 0;              // blocks handed to the backend
   uint64_t fixed_pieces = 0;        // of these: from registered memory
   uint64_t bounced_pieces = 0;      // of these: through a bounce buffer, because ragged or short
@@ -109,13 +110,14 @@ struct EngineStats {
   std::string backend;                 // of the first device; "io_uring" before any I/O
   std::vector<std::string> fallbacks;  // every step down the ladder, with its reason
   std::vector<DeviceStats> devices;    // in order of first use
-  uint64_t knee_bytes = 0;
+  uint64_t saturating_bytes_in_flight = 0;
   int64_t busy_ns = 0;       // over all devices: time with anything in flight anywhere
   int64_t saturated_ns = 0;  // time with at least one device at or above the knee
 
   ClassStats Total(Op op) const;
   uint64_t DeviceReadBytes() const;
   uint64_t DeviceWriteBytes() const;
+  uint64_t SaturatedBytes() const;  // read and written while at least one device was at or above the knee
   uint64_t IoErrorsRetried() const;
   double CpuMsPerGiB() const;
   double saturated_seconds() const { return static_cast<double>(saturated_ns) * 1e-9; }

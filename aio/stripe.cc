@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace penstock::aio {
 namespace {
@@ -103,17 +104,15 @@ absl::StatusOr<std::unique_ptr<StripedFile>> StripedFile::Open(const StripedFile
                                                    " weights for ", options.directories.size(),
                                                    " directories"));
   }
-  auto layout = StripeLayout::Make(options.unit_bytes, weights);
-  if (!layout.ok()) return layout.status();
+  ASSIGN_OR_RETURN(auto layout, StripeLayout::Make(options.unit_bytes, weights));
   auto striped = std::make_unique<StripedFile>();
-  striped->layout_ = *std::move(layout);
+  striped->layout_ = std::move(layout);
   for (uint32_t i = 0; i < striped->layout_.files(); ++i) {
     FileOptions file_options = options.file;
     file_options.path = absl::StrCat(options.directories[i], "/", options.name);
     file_options.size = striped->layout_.FileBytes(i, options.size);
-    auto file = File::Open(file_options);
-    if (!file.ok()) return file.status();
-    striped->files_.push_back(*std::move(file));
+    ASSIGN_OR_RETURN(auto file, File::Open(file_options));
+    striped->files_.push_back(std::move(file));
   }
   return striped;
 }

@@ -31,6 +31,7 @@
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "aio/profile.h"
+#include "aio/program.h"
 #include "bench/aio_bare_loop.h"
 
 namespace penstock::bench {
@@ -443,6 +444,7 @@ void RegisterAll() {
 }  // namespace penstock::bench
 
 int main(int argc, char** argv) {
+  penstock::aio::IgnoreFileSizeSignal();
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;
   penstock::bench::RegisterAll();

@@ -25,6 +25,8 @@
 
 #include "aio/arena.h"
 #include "aio/engine.h"
+#include "aio/program.h"
+#include "base/status_macros.h"
 #include "swap/store.h"
 #include "swap/stream.h"
 #include "swap/verify.h"
@@ -83,10 +85,9 @@ class World {
     options.sync = sync;
     Layout layout;
     layout.tiles.assign(tiles, TileLayout{{1, 1, 1, 1}, 0});
-    auto made = Store::Create(*engine_, options, layout, "{}");
-    if (!made.ok()) return made.status();
-    if (absl::Status written = WriteVersion(**made, lane(0), 1); !written.ok()) return written;
-    store = *std::move(made);
+    ASSIGN_OR_RETURN(auto made, Store::Create(*engine_, options, layout, "{}"));
+    RETURN_IF_ERROR(WriteVersion(*made, lane(0), 1));
+    store = std::move(made);
     return store.get();
   }
   std::byte* lane(uint32_t i) { return memory_.data() + i * slot_bytes_; }
@@ -115,29 +116,25 @@ class World {
     slot_bytes_ = 2 * PaddedBytes(2 * kParams) + 2 * PaddedBytes(4 * kParams);
     aio::ArenaOptions arena_options;
     arena_options.bytes = kLanes * slot_bytes_ + (uint64_t{2} << 20);
-    auto arena = aio::Arena::Create(arena_options);
-    if (!arena.ok()) return arena.status();
-    arena_ = *std::move(arena);
-    auto region = arena_->Allocate(kLanes * slot_bytes_);
-    if (!region.ok()) return region.status();
-    memory_ = *std::move(region);
+    ASSIGN_OR_RETURN(auto arena, aio::Arena::Create(arena_options));
+    arena_ = std::move(arena);
+    ASSIGN_OR_RETURN(auto region, arena_->Allocate(kLanes * slot_bytes_));
+    memory_ = std::move(region);
     std::memset(memory_.data(), 1, memory_.bytes());
     aio::EngineOptions engine_options;
     engine_options.arenas = {arena_.get()};
-    auto engine = aio::Engine::Create(engine_options);
-    if (!engine.ok()) return engine.status();
-    engine_ = *std::move(engine);
+    ASSIGN_OR_RETURN(auto engine, aio::Engine::Create(engine_options));
+    engine_ = std::move(engine);
 
     const char* base = std::getenv("PENSTOCK_BENCH_DIR");
     directory_ = std::string(base != nullptr ? base : ".") + "/swap-bench-" + std::to_string(::getpid());
     StoreOptions options;
     options.directories = {directory_};
     options.sync = Sync::kPower;
-    auto store = Store::Create(*engine_, options, layout, "{}");
-    if (!store.ok()) return store.status();
-    store_ = *std::move(store);
+    ASSIGN_OR_RETURN(auto store, Store::Create(*engine_, options, layout, "{}"));
+    store_ = std::move(store);
     // Both slots written once: what is measured is the steady state.
-    if (absl::Status written = WriteAll(1); !written.ok()) return written;
+    RETURN_IF_ERROR(WriteAll(1));
     return WriteAll(2);
   }
 
@@ -286,10 +283,9 @@ absl::StatusOr<uint64_t> ReadEverything(World* world) {
 }
 
 absl::StatusOr<uint64_t> VerifyEverything(World* world) {
-  const auto report = VerifyAll(world->store(), world->memory());
-  if (!report.ok()) return report.status();
-  if (!report->whole()) return absl::DataLossError("the store is damaged");
-  return report->bytes;
+  ASSIGN_OR_RETURN(const auto report, VerifyAll(world->store(), world->memory()));
+  if (!report.whole()) return absl::DataLossError("the store is damaged");
+  return report.bytes;
 }
 
 template <absl::StatusOr<uint64_t> (*kRead)(World*)>
@@ -380,4 +376,11 @@ BENCHMARK(CommitRecord)
 }  // namespace
 }  // namespace penstock::swap
 
-BENCHMARK_MAIN();
+int main(int argc, char** argv) {
+  penstock::aio::IgnoreFileSizeSignal();
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return 0;
+}

@@ -18,14 +18,15 @@
 #include <utility>
 #include <vector>
 
-#include "tiering/program/executor.h"
+#include "aio/program.h"
+#include "models/gpt.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/executor.h"
 #include "tiering/program/program.h"
 #include "tiering/simulate/sim_lanes.h"
-#include "models/gpt.h"
+#include "zero/compute/measure.h"
 #include "zero/engine/checkpointing.h"
 #include "zero/engine/engine.h"
-#include "zero/compute/measure.h"
 #include "zero/memory/tensor_memory.h"
 #include "zero/memory/threads.h"
 
@@ -295,4 +296,11 @@ BENCHMARK(Checkpoint)
 }  // namespace
 }  // namespace penstock
 
-BENCHMARK_MAIN();
+int main(int argc, char** argv) {
+  penstock::aio::IgnoreFileSizeSignal();
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+  benchmark::Shutdown();
+  return 0;
+}

@@ -7,7 +7,7 @@ include(CMakePackageConfigHelpers)
 set(penstock_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/Penstock")
 
 # In the order in which they depend on each other.
-set(penstock_rooms options kernels kernels_cuda aio swap tiering zero_config zero_memory zero_parts zero)
+set(penstock_rooms options base kernels kernels_cuda aio swap tiering zero_config zero_memory zero_parts zero)
 set(penstock_installed "")
 foreach(room ${penstock_rooms})
   if(NOT TARGET penstock_${room})
@@ -19,6 +19,8 @@ foreach(room ${penstock_rooms})
     set(component core)
     set(header_room "")
     set_target_properties(penstock_options PROPERTIES EXPORT_NAME options)
+  elseif(room STREQUAL "base")
+    set(component core)
   elseif(room STREQUAL "kernels_cuda")
     set(component kernels)
     set(header_room "")  # below kernels/, installed with it

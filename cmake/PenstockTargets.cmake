@@ -66,6 +66,14 @@ function(penstock_note_for_sanitize_job target)
   endif()
 endfunction()
 
+# Tests that take more than ten seconds on two cores: `make check` leaves them out (ctest -LE slow).
+set(PENSTOCK_SLOW_TESTS
+  swap_kill_test tiering_device_plan_test tiering_floor_test tiering_plan_test tiering_policy_test tiering_program_test
+  tools_device_cli_test tools_penstock_cli_test tools_penstock_full_disk_test tools_penstock_runs_test tools_penstock_store_test
+  tools_penstock_words_test tools_ranks_cli_test tools_ranks_hosts_test zero_combinations_test zero_device_state_test zero_device_test
+  zero_engine_test zero_gds_test zero_kill_test zero_precision_test zero_rank_checkpoints_test zero_rank_devices_test
+  zero_rank_state_test zero_ranks_test)
+
 # penstock_test(NAME aio_engine_test SOURCES ... DEPS ... [LABELS ...] [TIMEOUT s] [SERIAL]): a GoogleTest program, one ctest entry.
 function(penstock_test)
   cmake_parse_arguments(ARG "SERIAL" "NAME;TIMEOUT" "SOURCES;DEPS;LABELS" ${ARGN})
@@ -75,6 +83,9 @@ function(penstock_test)
   add_test(NAME ${ARG_NAME} COMMAND ${ARG_NAME} WORKING_DIRECTORY "${PROJECT_BINARY_DIR}")
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 900)  # minutes more than any needs: the machine may be busy
+  endif()
+  if(ARG_NAME IN_LIST PENSTOCK_SLOW_TESTS)
+    list(APPEND ARG_LABELS slow)
   endif()
   set_tests_properties(${ARG_NAME} PROPERTIES TIMEOUT ${ARG_TIMEOUT} LABELS "${ARG_LABELS}")
   if(ARG_SERIAL)

@@ -2,11 +2,11 @@
 //
 //   own_model [STATE_DIR]          STATE_DIR on a local disk; default own-model-state, below the current one
 //
-// The model is a residual network that tells ten kinds of small noisy pictures apart: 6.4 million parameters,
-// so 73 MiB of weights, momenta and variances, in 20 MiB of memory. Its modules are plain torch::nn modules:
-// they know nothing of Penstock. What it takes is a list of blocks (what is fetched and released as one) and
-// a list of stages (in which order they are used). The program trains 20 steps, lets go of everything, and
-// resumes from the drive to step 40, as if a kill had come between.
+// The model is a residual network that tells ten kinds of small noisy pictures apart: 6.4 million
+// parameters, so 73 MiB of weights, momenta and variances, in 20 MiB of memory. Its modules are plain
+// torch::nn modules: they know nothing of Penstock. What it takes is a list of blocks (what is fetched and
+// released as one) and a list of stages (in which order they are used). The program trains 20 steps, lets go
+// of everything, and resumes from the drive to step 40, as if a kill had come between.
 #include <torch/torch.h>
 
 #include <cstdio>

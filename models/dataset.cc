@@ -86,6 +86,14 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::Open(const std::string& path, 
   if (seq < 1) return BadData(path, absl::StrCat("a sequence of ", seq, " tokens; it must have 1 or more"));
   const int64_t width = TokenBytes(format);
   const int64_t range = int64_t{1} << (8 * width);
+  if (format == TokenFormat::kBytes && vocab > range) {
+    return BadData(
+        path, absl::StrCat("is taken for text, whose bytes are tokens from 0 to 255, and the model has a "
+                           "vocabulary of ",
+                           vocab,
+                           ": encode it with the model's tokenizer and give the numbers as uint16 in a "
+                           "file that ends in .bin (numpy: np.array(ids, np.uint16).tofile(\"x.bin\"))"));
+  }
   if (vocab < 0 || vocab > range) {
     return BadData(path, absl::StrCat("a vocabulary of ", vocab, " does not fit tokens of ", 8 * width,
                                       " bits; the largest is ", range));

@@ -2,6 +2,8 @@
 
 #include <torch/nn/module.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <fstream>
 #include <map>
@@ -10,28 +12,74 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/status_macros.h"
 #include "models/causal_attention.h"
+#include "zero/compute/initial_values.h"
+#include "zero/config/config_json.h"
 
 namespace penstock::tools {
 namespace {
 
-constexpr double kInitialDeviation = 0.02;
+struct NamedActivation {
+  std::string_view name;
+  GptActivation value;
+};
+// The first name of a function is the one that is written.
+constexpr auto kActivations = std::to_array<NamedActivation>({{"gelu", GptActivation::kGelu},
+                                                              {"gelu_python", GptActivation::kGelu},
+                                                              {"gelu_new", GptActivation::kGeluNew},
+                                                              {"gelu_pytorch_tanh", GptActivation::kGeluNew},
+                                                              {"gelu_python_tanh", GptActivation::kGeluNew},
+                                                              {"gelu_accurate", GptActivation::kGeluNew},
+                                                              {"gelu_fast", GptActivation::kGeluNew},
+                                                              {"quick_gelu", GptActivation::kQuickGelu},
+                                                              {"relu", GptActivation::kRelu},
+                                                              {"silu", GptActivation::kSilu},
+                                                              {"swish", GptActivation::kSilu},
+                                                              {"tanh", GptActivation::kTanh}});
+
+std::string NameOf(GptActivation activation) {
+  for (const auto& [name, value] : kActivations) {
+    if (value == activation) return std::string(name);
+  }
+  return "?";
+}
+
+torch::Tensor Activate(GptActivation activation, const torch::Tensor& x) {
+  switch (activation) {
+    case GptActivation::kGelu:
+      return torch::gelu(x);
+    case GptActivation::kGeluNew:
+      return torch::gelu(x, "tanh");
+    case GptActivation::kQuickGelu:
+      return x * torch::sigmoid(x * 1.702);
+    case GptActivation::kRelu:
+      return torch::relu(x);
+    case GptActivation::kSilu:
+      return torch::silu(x);
+    case GptActivation::kTanh:
+      break;
+  }
+  return torch::tanh(x);
+}
 
 const std::map<std::string, GptConfig>& Presets() {
   static const auto* presets = new std::map<std::string, GptConfig>{
-      {"gpt-tiny", {4, 64, 4, 128, 256, 0}},     {"gpt-small", {8, 384, 6, 512, 256, 0}},
-      {"gpt-125m", {12, 768, 12, 1024, 256, 0}}, {"gpt-350m", {24, 1024, 16, 1024, 256, 0}},
-      {"gpt-1b", {24, 1792, 14, 1024, 256, 0}},  {"gpt-3b", {32, 2816, 22, 2048, 256, 0}},
-      {"gpt-7b", {32, 4096, 32, 2048, 256, 0}},  {"gpt-13b", {40, 5120, 40, 2048, 256, 0}},
+      {"gpt-tiny", {4, 64, 4, 128}},     {"gpt-small", {8, 384, 6, 512}},
+      {"gpt-125m", {12, 768, 12, 1024}}, {"gpt-350m", {24, 1024, 16, 1024}},
+      {"gpt-1b", {24, 1792, 14, 1024}},  {"gpt-3b", {32, 2816, 22, 2048}},
+      {"gpt-7b", {32, 4096, 32, 2048}},  {"gpt-13b", {40, 5120, 40, 2048}},
   };
   return *presets;
 }
 
 // LayerNorm over the last dimension in fp32, whatever the type of input and parameters: in bf16 its gradients
 // are sums of thousands of rounded terms.
-torch::Tensor Normalize(const torch::Tensor& x, const torch::Tensor& weight, const torch::Tensor& bias) {
+torch::Tensor Normalize(const torch::Tensor& x, const torch::Tensor& weight, const torch::Tensor& bias,
+                        double epsilon) {
   return torch::layer_norm(x.to(torch::kFloat32), {weight.size(0)}, weight.to(torch::kFloat32),
-                           bias.to(torch::kFloat32))
+                           bias.to(torch::kFloat32), epsilon)
       .to(x.scalar_type());
 }
 
@@ -43,25 +91,43 @@ class WeightAndBias : public torch::nn::Module {
         bias(register_parameter("bias", std::move(bias_value))) {}
 
   torch::Tensor Linear(const torch::Tensor& x) const { return torch::linear(x, weight, bias); }
-  torch::Tensor Norm(const torch::Tensor& x) const { return Normalize(x, weight, bias); }
+  torch::Tensor Norm(const torch::Tensor& x, double epsilon) const {
+    return Normalize(x, weight, bias, epsilon);
+  }
 
   torch::Tensor weight, bias;
 };
 
-std::shared_ptr<WeightAndBias> MakeLinear(int64_t in, int64_t out, double deviation) {
-  return std::make_shared<WeightAndBias>(torch::normal(0, deviation, {out, in}), torch::zeros({out}));
+// Modules have shapes only; what they begin with stands in LayerValues and EmbeddingValues below.
+std::shared_ptr<WeightAndBias> MakeLinear(int64_t in, int64_t out) {
+  return std::make_shared<WeightAndBias>(zero::WithoutMemory({out, in}), zero::WithoutMemory({out}));
 }
 
 std::shared_ptr<WeightAndBias> MakeNorm(int64_t width) {
-  return std::make_shared<WeightAndBias>(torch::ones({width}), torch::zeros({width}));
+  return std::make_shared<WeightAndBias>(zero::WithoutMemory({width}), zero::WithoutMemory({width}));
+}
+
+constexpr zero::InitialValues kOnes{.mean = 1}, kZeros{.mean = 0};
+
+// wte, wpe, ln_f.
+std::vector<zero::InitialValues> EmbeddingValues(const GptConfig& config) {
+  const zero::InitialValues table{.deviation = config.deviation};
+  return {table, table, kOnes, kZeros};
+}
+
+// ln_1, c_attn, c_proj, ln_2, c_fc, c_proj: weight and bias of each.
+std::vector<zero::InitialValues> LayerValues(const GptConfig& config) {
+  const zero::InitialValues linear{.deviation = config.deviation};
+  const zero::InitialValues projected{.deviation = config.deviation /
+                                                   std::sqrt(2.0 * static_cast<double>(config.layers))};
+  return {kOnes, kZeros, linear, kZeros, projected, kZeros, kOnes, kZeros, linear, kZeros, projected, kZeros};
 }
 
 class Embedding : public torch::nn::Module {
  public:
-  explicit Embedding(const GptConfig& config) : dropout_(config.dropout) {
-    tokens_ = register_parameter("wte", torch::normal(0, kInitialDeviation, {config.vocab, config.width}));
-    positions_ =
-        register_parameter("wpe", torch::normal(0, kInitialDeviation, {config.context, config.width}));
+  explicit Embedding(const GptConfig& config) : dropout_(config.embedding_dropout), epsilon_(config.epsilon) {
+    tokens_ = register_parameter("wte", zero::WithoutMemory({config.vocab, config.width}));
+    positions_ = register_parameter("wpe", zero::WithoutMemory({config.context, config.width}));
     norm_ = register_module("ln_f", MakeNorm(config.width));
   }
 
@@ -73,67 +139,175 @@ class Embedding : public torch::nn::Module {
   }
 
   torch::Tensor Logits(const torch::Tensor& x) {
-    return torch::linear(norm_->Norm(x), tokens_).to(torch::kFloat32);
+    return torch::linear(norm_->Norm(x, epsilon_), tokens_).to(torch::kFloat32);
   }
 
  private:
   torch::Tensor tokens_, positions_;
   std::shared_ptr<WeightAndBias> norm_;
-  double dropout_;
+  double dropout_, epsilon_;
 };
 
 class Layer : public torch::nn::Module {
  public:
-  explicit Layer(const GptConfig& config) : heads_(config.heads), dropout_(config.dropout) {
+  explicit Layer(const GptConfig& config) : config_(config) {
     const int64_t d = config.width;
-    const double projected = kInitialDeviation / std::sqrt(2.0 * static_cast<double>(config.layers));
     norm1_ = register_module("ln_1", MakeNorm(d));
     auto attention = register_module("attn", std::make_shared<torch::nn::Module>());
-    qkv_ = attention->register_module("c_attn", MakeLinear(d, 3 * d, kInitialDeviation));
-    out_ = attention->register_module("c_proj", MakeLinear(d, d, projected));
+    qkv_ = attention->register_module("c_attn", MakeLinear(d, 3 * d));
+    out_ = attention->register_module("c_proj", MakeLinear(d, d));
     norm2_ = register_module("ln_2", MakeNorm(d));
     auto mlp = register_module("mlp", std::make_shared<torch::nn::Module>());
-    up_ = mlp->register_module("c_fc", MakeLinear(d, 4 * d, kInitialDeviation));
-    down_ = mlp->register_module("c_proj", MakeLinear(4 * d, d, projected));
+    up_ = mlp->register_module("c_fc", MakeLinear(d, config.Inner()));
+    down_ = mlp->register_module("c_proj", MakeLinear(config.Inner(), d));
   }
 
-  torch::Tensor forward(const torch::Tensor& x) {
-    torch::Tensor y = x + Dropped(Attention(norm1_->Norm(x)));
-    return y + Dropped(Mlp(norm2_->Norm(y)));
+  // `index`: of the layer, from 0. One module computes all of them in turn.
+  torch::Tensor Forward(const torch::Tensor& x, int64_t index) {
+    torch::Tensor y = x + Dropped(Attention(norm1_->Norm(x, config_.epsilon), index));
+    return y + Dropped(Mlp(norm2_->Norm(y, config_.epsilon)));
   }
 
  private:
-  torch::Tensor Attention(const torch::Tensor& x) {
-    const int64_t batch = x.size(0), length = x.size(1), width = x.size(2), depth = width / heads_;
-    const torch::Tensor qkv = qkv_->Linear(x).view({batch, length, 3, heads_, depth});
+  torch::Tensor Attention(const torch::Tensor& x, int64_t index) {
+    const int64_t heads = config_.heads;
+    const int64_t batch = x.size(0), length = x.size(1), width = x.size(2), depth = width / heads;
+    torch::Tensor qkv = qkv_->Linear(x).view({batch, length, 3, heads, depth});
+    if (config_.attention_in_fp32) qkv = qkv.to(torch::kFloat32);
     auto head = [&](int64_t i) {
-      return qkv.select(2, i).transpose(1, 2).reshape({batch * heads_, length, depth});
+      return qkv.select(2, i).transpose(1, 2).reshape({batch * heads, length, depth});
     };
+    double scale = config_.scales_attention ? 1.0 / std::sqrt(static_cast<double>(depth)) : 1.0;
+    if (config_.scales_attention_by_layer) scale /= static_cast<double>(index + 1);
+    const double dropout = is_training() ? config_.attention_dropout : 0;
     const torch::Tensor mixed =
-        CausalAttention(head(0), head(1), head(2)).view({batch, heads_, length, depth});
-    return out_->Linear(mixed.transpose(1, 2).reshape({batch, length, width}));
+        CausalAttention(head(0), head(1), head(2), scale, dropout).view({batch, heads, length, depth});
+    return out_->Linear(mixed.to(x.scalar_type()).transpose(1, 2).reshape({batch, length, width}));
   }
 
-  torch::Tensor Mlp(const torch::Tensor& x) { return down_->Linear(torch::gelu(up_->Linear(x))); }
+  torch::Tensor Mlp(const torch::Tensor& x) {
+    return down_->Linear(Activate(config_.activation, up_->Linear(x)));
+  }
 
   torch::Tensor Dropped(const torch::Tensor& x) {
-    return dropout_ > 0 ? torch::dropout(x, dropout_, is_training()) : x;
+    return config_.dropout > 0 ? torch::dropout(x, config_.dropout, is_training()) : x;
   }
 
+  const GptConfig config_;
   std::shared_ptr<WeightAndBias> norm1_, qkv_, out_, norm2_, up_, down_;
-  int64_t heads_;
-  double dropout_;
 };
+
+// One key of a model's JSON.
+class ModelKeys {
+ public:
+  explicit ModelKeys(const nlohmann::json& json) : json_(json) {}
+
+  const nlohmann::json* Find(const char* key) const {
+    const auto it = json_.find(key);
+    return it == json_.end() || it->is_null() ? nullptr : &*it;
+  }
+  void Whole(const char* key, int64_t* value) {
+    const nlohmann::json* given = Find(key);
+    if (given == nullptr) return;
+    const bool fits = given->is_number_integer() &&
+                      !(given->is_number_unsigned() && given->get<uint64_t>() > uint64_t{1} << 62);
+    if (!fits) return Wrong(key, "not a whole number");
+    *value = given->get<int64_t>();
+  }
+  void Needed(const char* key, int64_t* value) {
+    if (Find(key) == nullptr) return Fail(absl::StrCat("model: ", key, " is missing"));
+    Whole(key, value);
+  }
+  void Number(const char* key, double* value) {
+    const nlohmann::json* given = Find(key);
+    if (given == nullptr) return;
+    if (!given->is_number()) return Wrong(key, "not a number");
+    *value = given->get<double>();
+  }
+  void Switch(const char* key, bool* value) {
+    const nlohmann::json* given = Find(key);
+    if (given == nullptr) return;
+    if (!given->is_boolean()) return Wrong(key, "neither true nor false");
+    *value = given->get<bool>();
+  }
+  void Wrong(const char* key, const std::string& what) {
+    Fail(absl::StrCat("model: ", key, " is ", zero::ShowValue(*Find(key)), ", ", what));
+  }
+  void Fail(const std::string& line) { status_.Update(absl::InvalidArgumentError(line)); }
+  const absl::Status& status() const { return status_; }
+
+ private:
+  const nlohmann::json& json_;
+  absl::Status status_;
+};
+
+// What asks for another model than this one.
+void RefuseOtherModels(ModelKeys* keys) {
+  constexpr const char* kServed = "this model is GPT-2";
+  const nlohmann::json* type = keys->Find("model_type");
+  if (type != nullptr && *type != "gpt2") {
+    keys->Wrong("model_type", absl::StrCat(kServed, ", of \"model_type\": \"gpt2\""));
+  }
+  bool tied = true, crosses = false;
+  keys->Switch("tie_word_embeddings", &tied);
+  if (!tied)
+    keys->Wrong("tie_word_embeddings", "and this model has one embedding for input and output: tie them");
+  keys->Switch("add_cross_attention", &crosses);
+  if (crosses) keys->Wrong("add_cross_attention", "and this model has no encoder to look at");
+  for (const char* key : {"pruned_heads", "quantization_config"}) {
+    const nlohmann::json* given = keys->Find(key);
+    if (given != nullptr && !given->empty()) {
+      keys->Wrong(key, "which is not served: train from whole weights in fp32, bf16 or fp16");
+    }
+  }
+}
 
 }  // namespace
 
 int64_t GptConfig::Parameters() const {
-  return layers * (12 * width * width + 13 * width) + (vocab + context + 2) * width;
+  return layers * (4 * width * width + 2 * width * Inner() + Inner() + 9 * width) +
+         (vocab + context + 2) * width;
 }
 
 nlohmann::json GptConfig::ToJson() const {
-  return {{"architecture", "gpt"},  {"n_layer", layers},   {"n_embd", width},       {"n_head", heads},
-          {"n_positions", context}, {"vocab_size", vocab}, {"resid_pdrop", dropout}};
+  nlohmann::json json = {{"architecture", "gpt"}, {"n_layer", layers},      {"n_embd", width},
+                         {"n_head", heads},       {"n_positions", context}, {"vocab_size", vocab},
+                         {"resid_pdrop", dropout}};
+  const GptConfig plain;
+  if (embedding_dropout != dropout) json["embd_pdrop"] = embedding_dropout;
+  if (attention_dropout != 0) json["attn_pdrop"] = attention_dropout;
+  if (Inner() != 4 * width) json["n_inner"] = inner;
+  if (epsilon != plain.epsilon) json["layer_norm_epsilon"] = epsilon;
+  if (activation != plain.activation) json["activation_function"] = NameOf(activation);
+  if (!scales_attention) json["scale_attn_weights"] = false;
+  if (scales_attention_by_layer) json["scale_attn_by_inverse_layer_idx"] = true;
+  if (attention_in_fp32) json["reorder_and_upcast_attn"] = true;
+  if (deviation != plain.deviation) json["initializer_range"] = deviation;
+  return json;
+}
+
+nlohmann::ordered_json GptConfig::ToPublished() const {
+  nlohmann::ordered_json json = {{"architectures", {"GPT2LMHeadModel"}},
+                                 {"model_type", "gpt2"},
+                                 {"n_layer", layers},
+                                 {"n_embd", width},
+                                 {"n_head", heads},
+                                 {"n_positions", context},
+                                 {"n_ctx", context},
+                                 {"n_inner", nullptr},
+                                 {"vocab_size", vocab},
+                                 {"activation_function", NameOf(activation)},
+                                 {"layer_norm_epsilon", epsilon},
+                                 {"initializer_range", deviation},
+                                 {"scale_attn_weights", scales_attention},
+                                 {"scale_attn_by_inverse_layer_idx", scales_attention_by_layer},
+                                 {"reorder_and_upcast_attn", attention_in_fp32},
+                                 {"resid_pdrop", dropout},
+                                 {"embd_pdrop", embedding_dropout},
+                                 {"attn_pdrop", attention_dropout},
+                                 {"tie_word_embeddings", true}};
+  if (Inner() != 4 * width) json["n_inner"] = inner;
+  return json;
 }
 
 absl::Status ValidateGptConfig(const GptConfig& config) {
@@ -145,6 +319,7 @@ absl::Status ValidateGptConfig(const GptConfig& config) {
   for (const absl::Status& status :
        {in_range("n_layer", config.layers, 10'000), in_range("n_embd", config.width, 1 << 20),
         in_range("n_head", config.heads, 1 << 16), in_range("n_positions", config.context, 1 << 24),
+        in_range("n_inner", config.Inner(), 1 << 24),
         in_range("vocab_size", config.vocab, int64_t{1} << 32)}) {
     if (!status.ok()) return status;
   }
@@ -152,9 +327,16 @@ absl::Status ValidateGptConfig(const GptConfig& config) {
     return absl::InvalidArgumentError(
         absl::StrCat("model: n_embd ", config.width, " is not a multiple of n_head ", config.heads));
   }
-  if (!(config.dropout >= 0 && config.dropout < 1)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("model: resid_pdrop ", config.dropout, " is not in [0, 1)"));
+  for (const auto& [name, value] : {std::pair{"resid_pdrop", config.dropout},
+                                    {"embd_pdrop", config.embedding_dropout},
+                                    {"attn_pdrop", config.attention_dropout}}) {
+    if (value >= 0 && value < 1) continue;
+    return absl::InvalidArgumentError(absl::StrCat("model: ", name, " ", value, " is not in [0, 1)"));
+  }
+  for (const auto& [name, value] :
+       {std::pair{"layer_norm_epsilon", config.epsilon}, {"initializer_range", config.deviation}}) {
+    if (value >= 0 && value <= 1) continue;
+    return absl::InvalidArgumentError(absl::StrCat("model: ", name, " ", value, " is not in [0, 1]"));
   }
   return absl::OkStatus();
 }
@@ -162,28 +344,46 @@ absl::Status ValidateGptConfig(const GptConfig& config) {
 absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json) {
   if (!json.is_object()) return absl::InvalidArgumentError("model: not a JSON object");
   GptConfig config;
-  auto number = [&](const char* key, int64_t* value) -> absl::Status {
-    if (!json.contains(key)) return absl::InvalidArgumentError(absl::StrCat("model: ", key, " is missing"));
-    if (!json[key].is_number_integer()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("model: ", key, " is ", json[key].dump(), ", not a whole number"));
+  ModelKeys keys(json);
+  RefuseOtherModels(&keys);
+  const bool published = keys.Find("model_type") != nullptr;
+  if (published) {
+    config.activation = GptActivation::kGeluNew;
+    config.dropout = config.embedding_dropout = config.attention_dropout = 0.1;
+  }
+  keys.Needed("n_layer", &config.layers);
+  keys.Needed("n_embd", &config.width);
+  keys.Needed("n_head", &config.heads);
+  keys.Needed("n_positions", &config.context);
+  keys.Needed("vocab_size", &config.vocab);
+  keys.Number("resid_pdrop", &config.dropout);
+  if (!published) config.embedding_dropout = config.dropout;
+  keys.Number("embd_pdrop", &config.embedding_dropout);
+  keys.Number("attn_pdrop", &config.attention_dropout);
+  keys.Whole("n_inner", &config.inner);
+  if (keys.Find("n_inner") != nullptr && config.inner < 1) keys.Wrong("n_inner", "not 1 or more");
+  if (config.inner == 4 * config.width) config.inner = 0;
+  keys.Number("layer_norm_epsilon", &config.epsilon);
+  keys.Number("initializer_range", &config.deviation);
+  keys.Switch("scale_attn_weights", &config.scales_attention);
+  keys.Switch("scale_attn_by_inverse_layer_idx", &config.scales_attention_by_layer);
+  keys.Switch("reorder_and_upcast_attn", &config.attention_in_fp32);
+  if (const nlohmann::json* given = keys.Find("activation_function"); given != nullptr) {
+    const auto named =
+        std::find_if(kActivations.begin(), kActivations.end(),
+                     [given](const NamedActivation& a) { return *given == std::string(a.name); });
+    if (named == kActivations.end()) {
+      keys.Wrong("activation_function",
+                 absl::StrCat("not one of ", absl::StrJoin(kActivations, ", ",
+                                                           [](std::string* out, const NamedActivation& a) {
+                                                             out->append(a.name);
+                                                           })));
+    } else {
+      config.activation = named->value;
     }
-    *value = json[key].get<int64_t>();
-    return absl::OkStatus();
-  };
-  for (const auto& [key, value] : {std::pair{"n_layer", &config.layers},
-                                   {"n_embd", &config.width},
-                                   {"n_head", &config.heads},
-                                   {"n_positions", &config.context},
-                                   {"vocab_size", &config.vocab}}) {
-    if (absl::Status status = number(key, value); !status.ok()) return status;
   }
-  if (json.contains("resid_pdrop")) {
-    if (!json["resid_pdrop"].is_number())
-      return absl::InvalidArgumentError("model: resid_pdrop is not a number");
-    config.dropout = json["resid_pdrop"].get<double>();
-  }
-  if (absl::Status status = ValidateGptConfig(config); !status.ok()) return status;
+  if (!keys.status().ok()) return keys.status();
+  RETURN_IF_ERROR(ValidateGptConfig(config));
   return config;
 }
 
@@ -213,16 +413,20 @@ absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path) {
 zero::Model MakeGpt(const GptConfig& config, GptHead head) {
   zero::Model model;
   model.identity = config.ToJson();
-  const int embedding =
-      model.AddBlock("embedding", "embedding", [config] { return std::make_shared<Embedding>(config); });
+  const int embedding = model.AddBlock(
+      "embedding", "embedding", [config] { return std::make_shared<Embedding>(config); },
+      EmbeddingValues(config));
   model.AddStage("embed", embedding,
                  [](torch::nn::Module& module, const torch::Tensor&, const zero::Batch& batch) {
                    return module.as<Embedding>()->Embed(batch.inputs);
                  });
   for (int64_t i = 0; i < config.layers; ++i) {
     const std::string name = absl::StrCat("h.", i);
-    const int layer = model.AddBlock(name, "layer", [config] { return std::make_shared<Layer>(config); });
-    model.AddStage(name, layer, zero::Apply<Layer>);
+    const int layer = model.AddBlock(
+        name, "layer", [config] { return std::make_shared<Layer>(config); }, LayerValues(config));
+    model.AddStage(name, layer, [i](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch&) {
+      return module.as<Layer>()->Forward(x, i);
+    });
   }
   if (head == GptHead::kLoss) {
     model.AddStage("loss", embedding,

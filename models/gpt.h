@@ -2,8 +2,9 @@
 // (Radford et al. 2019), as blocks for the engine.
 //
 // Block 0 holds the token embedding, the positions and the last LayerNorm; it is the first stage (embed) and
-// the last (logits and loss). Blocks 1..L are the layers. Sums that bf16 would spoil (LayerNorm,
-// cross-entropy, the embedding's gradient) are computed in fp32; matrix products in the compute type.
+// the last (logits and loss). Blocks 1..L are the layers. Every function that Hugging Face's GPT2Config can
+// ask for, but for what GptConfigFromJson refuses. Sums that bf16 would spoil (LayerNorm, cross-entropy, the
+// embedding's gradient) are computed in fp32; matrix products in the compute type.
 #ifndef PENSTOCK_MODELS_GPT_H_
 #define PENSTOCK_MODELS_GPT_H_
 
@@ -16,22 +17,50 @@
 
 namespace penstock::tools {
 
+// What the two linear maps of a layer have between them; Hugging Face's names.
+enum class GptActivation : uint8_t {
+  kGelu,       // "gelu": x times the normal distribution's function
+  kGeluNew,    // "gelu_new": its approximation by tanh, which the published GPT-2 have
+  kQuickGelu,  // "quick_gelu": x * sigmoid(1.702 x)
+  kRelu,
+  kSilu,
+  kTanh,
+};
+
 struct GptConfig {
   int64_t layers = 4;
   int64_t width = 64;
   int64_t heads = 4;
   int64_t context = 128;  // longest sequence
   int64_t vocab = 256;
-  double dropout = 0;
+  double dropout = 0;  // of what a layer's two halves add
 
+  double embedding_dropout = 0;
+  double attention_dropout = 0;
+  int64_t inner = 0;      // between the two linear maps of a layer; 0: four times the width
+  double epsilon = 1e-5;  // of every LayerNorm
+  GptActivation activation = GptActivation::kGelu;
+  bool scales_attention = true;            // the scores, by 1 / sqrt(depth of a head)
+  bool scales_attention_by_layer = false;  // and by 1 / number of the layer, from 1
+  bool attention_in_fp32 = false;          // whatever the compute type
+  double deviation = 0.02;                 // of initial values
+
+  int64_t Inner() const { return inner > 0 ? inner : 4 * width; }
   int64_t Parameters() const;
+  // Its keys are Hugging Face's; those that are at their defaults here are left out.
   nlohmann::json ToJson() const;
+  // config.json of Hugging Face's GPT2LMHeadModel, complete but for the type of the weights.
+  nlohmann::ordered_json ToPublished() const;
 };
 
-// A preset's name, or the path of a JSON file with Hugging Face's GPT-2 keys (n_layer, n_embd, n_head,
-// n_positions, vocab_size, resid_pdrop). kInvalidArgument: no such preset (names the presets), or an
-// impossible shape.
+// A preset's name, or the path of a JSON file with Hugging Face's GPT-2 keys. kInvalidArgument: no such
+// preset (names the presets), an impossible shape, or a function that this model does not compute (names the
+// key).
 absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path);
+
+// Every key of Hugging Face's GPT2Config that changes the function is served or refused. What is absent is
+// what transformers has where the JSON says "model_type": "gpt2" (gelu_new, dropouts of 0.1), and else the
+// defaults above, embd_pdrop that of resid_pdrop.
 absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json);
 absl::Status ValidateGptConfig(const GptConfig& config);
 

@@ -9,7 +9,7 @@
 namespace penstock::tools {
 namespace {
 
-// Places the tensors of one block one after the other, as zero::RunLayout does.
+// Places the tensors of one block one after the other, as zero::FlatLayout does.
 class BlockLayout {
  public:
   BlockLayout(GptLayout* layout, std::string prefix)
@@ -61,8 +61,8 @@ GptLayout LayoutOfGpt(const GptConfig& config) {
     layer.AddLinear("attn.c_attn", d, 3 * d);
     layer.AddLinear("attn.c_proj", d, d);
     layer.AddNorm("ln_2", d);
-    layer.AddLinear("mlp.c_fc", d, 4 * d);
-    layer.AddLinear("mlp.c_proj", 4 * d, d);
+    layer.AddLinear("mlp.c_fc", d, config.Inner());
+    layer.AddLinear("mlp.c_proj", config.Inner(), d);
     layer.End();
   }
   return layout;

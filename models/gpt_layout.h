@@ -1,7 +1,7 @@
 // Where a GPT's parameters lie in its state, under the names and in the shapes of Hugging Face's GPT-2: pure
 // numbers, so that a model too large for memory can be described without building a block of it.
 //
-// It says the same as zero::RunLayout::Of the blocks of MakeGpt (a test holds the two together).
+// It says the same as zero::FlatLayout::Of the blocks of MakeGpt (a test holds the two together).
 #ifndef PENSTOCK_MODELS_GPT_LAYOUT_H_
 #define PENSTOCK_MODELS_GPT_LAYOUT_H_
 

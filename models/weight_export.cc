@@ -15,10 +15,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
+#include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "kernels/split_master.h"
+#include "tiering/plan/byte_size.h"
 #include "tiering/plan/model_graph.h"
-#include "tools/base/size.h"
 
 namespace penstock::tools {
 namespace {
@@ -70,7 +71,7 @@ absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> 
   std::vector<uint32_t> next(parts.size(), 0);
   for (size_t block = 0; block < layout.block_elements.size(); ++block) {
     const int64_t run = layout.block_elements[block];
-    const int64_t part = tiering::PartElements(run, static_cast<int>(parts.size()));
+    const int64_t part = tiering::ShardElements(run, static_cast<int>(parts.size()));
     for (size_t p = 0; p < parts.size(); ++p) {
       const swap::Geometry& geometry = parts[p]->geometry();
       for (int64_t at = 0; at < part;) {
@@ -115,7 +116,7 @@ class TileWeights {
   // The segments of place `place`, valid until the next call; reads on to `last` may run ahead.
   absl::StatusOr<std::array<const std::byte*, 2>> Get(uint32_t place, uint32_t last) {
     for (uint32_t p = place; p <= last && p < place + slots_.size(); ++p) {
-      if (absl::Status status = Ask(p); !status.ok()) return status;
+      RETURN_IF_ERROR(Ask(p));
     }
     Slot& slot = slots_[place % slots_.size()];
     if (slot.pending) {
@@ -199,7 +200,7 @@ class Exporter {
           from += n;
           filled += n;
           if (filled < room) continue;
-          if (absl::Status appended = Append(filled); !appended.ok()) return appended;
+          RETURN_IF_ERROR(Append(filled));
           filled = 0;
         }
         return absl::OkStatus();
@@ -247,7 +248,7 @@ class Exporter {
       piece.to = std::min(tensor.elements(), it->first + it->elements - tensor.offset);
       piece.shift = tensor.offset - it->first;
       piece.data = *data;
-      if (absl::Status status = use(piece); !status.ok()) return status;
+      RETURN_IF_ERROR(use(piece));
     }
     return absl::OkStatus();
   }
@@ -297,7 +298,7 @@ class Exporter {
 
   absl::Status Append(int64_t elements) {
     const uint64_t bytes = static_cast<uint64_t>(elements) * sizeof(T);
-    if (absl::Status status = writer_->Append(strip_.first(bytes)); !status.ok()) return status;
+    RETURN_IF_ERROR(writer_->Append(strip_.first(bytes)));
     appended_(bytes);
     return absl::OkStatus();
   }
@@ -387,9 +388,9 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Gpt
   const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, weight_type);
   const uint64_t slot_bytes = SlotBytes(geometries, segments);
   if (memory.size() < needs.least_bytes) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("exporting needs at least ", FormatBytes(static_cast<int64_t>(needs.least_bytes)), " (",
-                     needs.least_bytes, " bytes) of memory, not ", memory.size()));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "exporting needs at least ", tiering::FormatBytes(static_cast<int64_t>(needs.least_bytes)), " (",
+        needs.least_bytes, " bytes) of memory, not ", memory.size()));
   }
   // Half of what a strip does not have to have goes to tiles in flight.
   const uint64_t spare = memory.size() - needs.least_bytes;
@@ -416,13 +417,13 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Gpt
       std::vector<swap::TensorInfo> tensors;
       for (const GptTensor* tensor : shard.tensors)
         tensors.push_back({tensor->name, options.dtype, tensor->published_shape(), 0});
-      absl::StatusOr<std::unique_ptr<swap::SafetensorsWriter>> writer = swap::SafetensorsWriter::Create(
-          shard.path, std::move(tensors), options.metadata, options.overwrite);
-      if (!writer.ok()) return writer.status();
+      ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsWriter> writer,
+                       swap::SafetensorsWriter::Create(shard.path, std::move(tensors), options.metadata,
+                                                       options.overwrite));
       for (const GptTensor* tensor : shard.tensors) {
-        if (absl::Status status = exporter.Write(*tensor, writer->get()); !status.ok()) return status;
+        RETURN_IF_ERROR(exporter.Write(*tensor, writer.get()));
       }
-      if (absl::Status status = (*writer)->Finish(); !status.ok()) return status;
+      RETURN_IF_ERROR(writer->Finish());
       ++finished;
     }
     return shards.size() > 1 ? WriteIndex(index, shards) : absl::OkStatus();

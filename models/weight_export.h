@@ -22,10 +22,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
+#include "models/gpt_layout.h"
 #include "swap/format.h"
 #include "swap/safetensors.h"
 #include "swap/store.h"
-#include "models/gpt_layout.h"
 
 namespace penstock::tools {
 

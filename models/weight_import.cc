@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/status_macros.h"
 #include "kernels/float16.h"
 
 namespace penstock::tools {
@@ -93,10 +94,9 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
   const std::string beside = absl::StrCat(DirectoryOf(path), "/config.json");
   if (Exists(beside)) return ReadJson(path, beside);
   if (absl::EndsWith(*file, ".json")) return nlohmann::json();
-  absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(*file);
-  if (!reader.ok()) return reader.status();
-  const auto config = (*reader)->metadata().find("config");
-  if (config == (*reader)->metadata().end()) return nlohmann::json();
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsReader> reader, swap::SafetensorsReader::Open(*file));
+  const auto config = reader->metadata().find("config");
+  if (config == reader->metadata().end()) return nlohmann::json();
   nlohmann::json json = nlohmann::json::parse(config->second, nullptr, /*allow_exceptions=*/false);
   return json.is_object() ? json : nlohmann::json();
 }
@@ -108,10 +108,9 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::stri
   if (!main.ok()) return main.status();
   std::map<std::string, std::set<std::string>> names;  // by file; empty: whatever is in there
   if (absl::EndsWith(*main, ".json")) {
-    const absl::StatusOr<nlohmann::json> index = ReadJson(path, *main);
-    if (!index.ok()) return index.status();
-    const auto map = index->find("weight_map");
-    if (map == index->end() || !map->is_object() || map->empty()) {
+    ASSIGN_OR_RETURN(const nlohmann::json index, ReadJson(path, *main));
+    const auto map = index.find("weight_map");
+    if (map == index.end() || !map->is_object() || map->empty()) {
       return Wrong(path, absl::StrCat(*main, " has no weight_map"));
     }
     for (const auto& [name, file] : map->items()) {
@@ -140,7 +139,7 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::stri
     }
     import->files_.push_back(std::move(*reader));
   }
-  if (absl::Status found = import->Find(there); !found.ok()) return found;
+  RETURN_IF_ERROR(import->Find(there));
   return import;
 }
 
@@ -173,7 +172,7 @@ absl::Status WeightImport::Find(const std::map<std::string, Source>& there) {
                                        " has no place in this model: give the --model that the weights were "
                                        "made for"));
     }
-    if (absl::Status tied = CheckTied(source); !tied.ok()) return tied;
+    RETURN_IF_ERROR(CheckTied(source));
   }
   return absl::OkStatus();
 }
@@ -187,9 +186,9 @@ absl::Status WeightImport::CheckTied(const Source& output) {
   const int64_t elements = layout_.tensors.front().elements();
   for (int64_t from = 0; from < elements; from += kBufferElements) {
     const int64_t n = std::min(kBufferElements, elements - from);
-    if (absl::Status status = Load(input, from, n); !status.ok()) return status;
+    RETURN_IF_ERROR(Load(input, from, n));
     const std::vector<float> kept(values_.begin(), values_.begin() + n);
-    if (absl::Status status = Load(output, from, n); !status.ok()) return status;
+    RETURN_IF_ERROR(Load(output, from, n));
     if (std::memcmp(kept.data(), values_.data(), static_cast<size_t>(n) * sizeof(float)) != 0)
       return differs();
   }
@@ -231,7 +230,7 @@ absl::Status WeightImport::Read(int block, int64_t first, int64_t elements, floa
 absl::Status WeightImport::ReadPlain(const Source& source, int64_t from, int64_t to, float* out) {
   while (from < to) {
     const int64_t n = std::min(kBufferElements, to - from);
-    if (absl::Status status = Load(source, from, n); !status.ok()) return status;
+    RETURN_IF_ERROR(Load(source, from, n));
     std::memcpy(out, values_.data(), static_cast<size_t>(n) * sizeof(float));
     from += n;
     out += n;
@@ -247,7 +246,7 @@ absl::Status WeightImport::ReadTurned(const GptTensor& tensor, const Source& sou
   for (int64_t row = from / columns; row < end_row; row += kBufferElements) {
     const int64_t rows = std::min(kBufferElements, end_row - row);
     for (int64_t column = 0; column < columns; ++column) {
-      if (absl::Status status = Load(source, column * tensor.rows + row, rows); !status.ok()) return status;
+      RETURN_IF_ERROR(Load(source, column * tensor.rows + row, rows));
       for (int64_t r = 0; r < rows; ++r) {
         const int64_t at = (row + r) * columns + column;
         if (at >= from && at < to) out[at - from] = values_[static_cast<size_t>(r)];

@@ -25,9 +25,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "swap/safetensors.h"
 #include "models/gpt.h"
 #include "models/gpt_layout.h"
+#include "swap/safetensors.h"
 
 namespace penstock::tools {
 

@@ -4,15 +4,15 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "swap/checkpoint_copy.h"
 #include "swap/checkpoint_files.h"
 
 namespace penstock::swap {
 
 absl::Status WriteCheckpoint(Store& store, const CheckpointOptions& options) {
-  absl::StatusOr<std::unique_ptr<CheckpointCopy>> copy = CheckpointCopy::OfStore(store, options);
-  if (!copy.ok()) return copy.status();
-  return (*copy)->Finish();
+  ASSIGN_OR_RETURN(std::unique_ptr<CheckpointCopy> copy, CheckpointCopy::OfStore(store, options));
+  return copy->Finish();
 }
 
 absl::Status RestoreCheckpoint(Store& from, Store& to, std::span<std::byte> memory) {

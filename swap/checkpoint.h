@@ -7,7 +7,8 @@
 //
 // It appears under its name only when it is whole and durable: until then it is `.NAME.partial`. What a
 // killed run left of that kind is removed by the next. Beside the checkpoints, the file `latest` holds the
-// name of the one that was written last.
+// name of the one that was written last: a note for people, which this program never reads and which may be
+// missing where the disk is full.
 //
 // Several ranks write one together: each its own store, in `rank-K/` of the checkpoint, all of the same step.
 // It gets its name when all of them are done, from rank 0; so it is whole or not there, like any other.

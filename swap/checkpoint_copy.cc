@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "swap/checkpoint_files.h"
 
 namespace penstock::swap {
@@ -32,7 +33,7 @@ absl::Status CommitAlone(Store& store, const CommitInfo& info) {
         to->ended.notify_one();  // under the lock: the waiter's stack is gone soon after
       },
       &signal);
-  if (absl::Status started = store.Commit(&io, info); !started.ok()) return started;
+  RETURN_IF_ERROR(store.Commit(&io, info));
   std::unique_lock lock(mutex);
   ended.wait(lock, [&] { return done; });
   return store.FinishCommit(&io);
@@ -75,7 +76,7 @@ absl::StatusOr<std::unique_ptr<CheckpointCopy>> CheckpointCopy::OfStore(Store& s
     return absl::InvalidArgumentError(absl::StrCat("a checkpoint needs memory for one tile: ", largest,
                                                    " bytes, not ", options.memory.size()));
   }
-  if (absl::Status retained = store.Retain(); !retained.ok()) return retained;
+  RETURN_IF_ERROR(store.Retain());
   CheckpointSource source;
   source.layout = LayoutWithoutScratch(store.shape());
   source.identity = store.identity();
@@ -203,11 +204,10 @@ absl::Status CheckpointCopy::WriteStore(const std::string& directory) {
   target_options.lock_patience_ms = 0;
   target_options.overwrite = static_cast<bool>(options_.meet);  // what a killed run left of this rank's part
   target_options.allow_unaligned_file_system = options_.allow_unaligned_file_system;
-  absl::StatusOr<std::unique_ptr<Store>> target =
-      Store::Create(engine_, target_options, source_.layout, source_.identity);
-  if (!target.ok()) return target.status();
-  if (absl::Status copied = WriteTiles(**target); !copied.ok()) return copied;
-  return CommitAlone(**target, {source_.step, source_.updates, source_.payload});
+  ASSIGN_OR_RETURN(std::unique_ptr<Store> target,
+                   Store::Create(engine_, target_options, source_.layout, source_.identity));
+  RETURN_IF_ERROR(WriteTiles(*target));
+  return CommitAlone(*target, {source_.step, source_.updates, source_.payload});
 }
 
 absl::Status CheckpointCopy::WriteTiles(Store& target) {

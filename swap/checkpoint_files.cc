@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "aio/file.h"
+#include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "swap/store_files.h"
 
@@ -78,17 +79,23 @@ bool HoldsStore(const std::string& directory) {
 
 // Gives the space of a file without a name back from its end. A file system that is told to free gigabytes at
 // once keeps all who write to it waiting (ext4 with `discard`: 50 ms each half a gigabyte); by pieces nobody
-// notices. What somebody has open is left for them to read to its end. What fails here is freed with the
-// descriptor.
+// notices. What somebody has open is left for them to read to its end, and what has a name, another one or
+// one that it was given just now, is theirs. What fails here is freed with the descriptor.
 void FreeInPieces(const PlainFile& file, const Rest& rest) {
   constexpr uint64_t kPiece = uint64_t{16} << 20;
-  if (file.bytes() <= kPiece || !file.IsOpenHereOnly()) return;
+  if (file.bytes() <= kPiece || file.names() > 0 || !file.IsOpenHereOnly()) return;
   for (uint64_t left = file.bytes(); left > 0;) {
     left -= std::min(left, kPiece);
     const auto start = std::chrono::steady_clock::now();
     if (!file.Cut(left).ok()) return;
     rest(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
+}
+
+// It belongs to whoever was faster.
+absl::Status NotThereAnyMore(const std::string& path) {
+  return absl::FailedPreconditionError(
+      absl::StrCat(path, " was replaced or moved away just now and is not removed"));
 }
 
 // Removes a checkpoint's directory that holds store files of ours, or nothing, and nothing else. Anything
@@ -99,13 +106,10 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
     return absl::FailedPreconditionError(
         absl::StrCat(directory, " is no directory of ours and is not removed: move it away"));
   }
-  const auto store_files = [&] {
-    std::vector<std::string> paths;
-    for (const std::string& part : PartsOf(directory)) paths.push_back(StorePath(part));
-    return paths;
-  };
   std::vector<PlainFile> files;
-  for (const std::string& path : store_files()) {
+  std::vector<std::string> names;  // below the directory
+  for (const std::string& part : PartsOf(directory)) {
+    const std::string path = StorePath(part);
     auto file = PlainFile::Open(path);
     if (absl::IsNotFound(file.status())) continue;
     if (!file.ok()) return file.status();
@@ -113,10 +117,11 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
       return absl::FailedPreconditionError(
           absl::StrCat(path, " was not made by this program and is not removed"));
     }
-    const auto locked = file->TryLock(/*exclusive=*/true, lock_patience_ms);
-    if (!locked.ok()) return locked.status();
-    if (!*locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use"));
+    ASSIGN_OR_RETURN(const auto locked, file->TryLock(/*exclusive=*/true, lock_patience_ms));
+    if (!locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use"));
+    if (!file->IsAt(path)) return NotThereAnyMore(path);
     files.push_back(*std::move(file));
+    names.push_back(path.substr(directory.size()));
   }
   const size_t slash = directory.rfind('/');
   const std::string name = directory.substr(slash + 1);
@@ -124,25 +129,27 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
     const std::string unnamed = absl::StrCat(directory.substr(0, slash + 1), PartialName(name));
     if (::rename(directory.c_str(), unnamed.c_str()) == 0) directory = unnamed;
   }
-  std::vector<const PlainFile*> nameless;  // soon, where nobody else has given it another name
-  for (const PlainFile& file : files) {
-    if (rest && file.HasOneName()) nameless.push_back(&file);
-  }
-  for (const std::string& path : store_files()) {
-    if (::unlink(path.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove", path);
+  for (size_t i = 0; i < files.size(); ++i) {
+    const std::string path = absl::StrCat(directory, names[i]);
+    if (!files[i].IsAt(path)) return NotThereAnyMore(path);
+    if (::unlink(path.c_str()) != 0) return ErrnoError(errno, "remove", path);
   }
   std::vector<std::string> directories = PartsOf(directory);
   if (directories.front() != directory) directories.push_back(directory);
   for (const std::string& each : directories) {
     if (::rmdir(each.c_str()) != 0 && errno != ENOENT) return ErrnoError(errno, "remove directory", each);
   }
-  for (const PlainFile* file : nameless) FreeInPieces(*file, rest);
+  if (rest) {
+    for (const PlainFile& file : files) FreeInPieces(file, rest);
+  }
   return absl::OkStatus();
 }
 
 // Removes all but the newest `keep` (0: none is removed), and not the one at `spare`.
 void KeepNewest(const std::string& parent, uint32_t keep, const std::string& spare, const Rest& rest) {
   if (keep == 0) return;
+  // The names of those that stay come first: one that a killed run gave may not be on the disk yet.
+  if (!aio::SyncDirectory(parent).ok()) return;
   const auto all = ListCheckpoints(parent);
   for (size_t i = 0; i + keep < all.size(); ++i) {
     // One that somebody reads just now stays until next time.
@@ -244,7 +251,7 @@ PartialCheckpoint::~PartialCheckpoint() {
 
 absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& parent, uint64_t step,
                                                             int rank) {
-  if (absl::Status made = MakeDirectories(parent); !made.ok()) return made;
+  RETURN_IF_ERROR(MakeDirectories(parent));
   const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
   if (::access(path.c_str(), F_OK) == 0) {
     return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
@@ -263,9 +270,13 @@ absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
   const std::string path = absl::StrCat(parent_, "/", name_);
   if (::rename(whole_.c_str(), path.c_str()) != 0) return ErrnoError(errno, "rename to", path);
   directory_.clear();
-  if (absl::Status synced = aio::SyncDirectory(parent_); !synced.ok()) return synced;
-  if (absl::Status written = WriteSmallFile(parent_, kLatest, name_ + "\n"); !written.ok()) return written;
+  RETURN_IF_ERROR(aio::SyncDirectory(parent_));
+  // From here on there is a checkpoint, and those that are kept no longer go. `latest` is a note for people:
+  // where there is no room for it, there may be afterwards; none is better than one that names what is gone.
+  const auto note = [&] { return WriteSmallFile(parent_, kLatest, name_ + "\n").ok(); };
+  const bool noted = note();
   KeepNewest(parent_, keep, path, rest);
+  if (!noted && !note()) (void)::unlink(absl::StrCat(parent_, "/", kLatest).c_str());
   return absl::OkStatus();
 }
 

@@ -31,9 +31,9 @@ class PartialCheckpoint {
   ~PartialCheckpoint();
 
   const std::string& directory() const { return directory_; }  // of the rank's part
-  // Rank 0's, when all parts are there: gives the durable, closed store in directory() its name, writes
-  // `latest`, and removes all but the newest `keep` checkpoints (0: none), at the pace of `rest`. After the
-  // rename nothing can fail that would make it less than whole.
+  // Rank 0's, when all parts are there: gives the durable, closed store in directory() its name, makes that
+  // durable, writes `latest` if that is possible, and removes all but the newest `keep` checkpoints (0:
+  // none), at the pace of `rest`. On an error nothing has been removed.
   absl::Status Publish(uint32_t keep, const Rest& rest);
   // The others': rank 0 publishes it.
   void HandOver() { directory_.clear(); }

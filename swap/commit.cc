@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "swap/store.h"
 
 namespace penstock::swap {
@@ -14,7 +15,7 @@ absl::Status Store::Commit(CommitIo* io, const CommitInfo& info) {
   if (io->pending()) return absl::FailedPreconditionError("the commit object is in use");
   // A commit that failed may be tried again; everything else that forbids writing forbids committing.
   if (health_ != Health::kCommitFailed) {
-    if (absl::Status writable = CheckWritable(); !writable.ok()) return writable;
+    RETURN_IF_ERROR(CheckWritable());
   }
   if (commit_ != nullptr) return absl::FailedPreconditionError("a commit is in flight");
   if (info.payload.size() > shape_.payload_capacity) {
@@ -63,7 +64,11 @@ absl::Status Store::Commit(CommitIo* io, const CommitInfo& info) {
 
 absl::Status Store::StartOverwriting(CommitIo* io) {
   if (io->pending()) return absl::FailedPreconditionError("the commit object is in use");
-  if (absl::Status writable = CheckWritable(); !writable.ok()) return writable;
+  // A mark that failed may be tried again, like a commit; one does not make up for the other.
+  if (health_ != Health::kCommitFailed || !next_.overwriting) {
+    RETURN_IF_ERROR(CheckWritable());
+  }
+  if (commit_ != nullptr) return absl::FailedPreconditionError("a commit is in flight");
   if (geometry_.slots() != 1 || record_.sequence == 0 || record_.overwriting || retained_.has_value()) {
     return absl::FailedPreconditionError(
         retained_.has_value() ? "a checkpoint still holds the only version: it cannot be overwritten"
@@ -92,7 +97,7 @@ void Store::StartRecord(CommitIo* io) {
   }
   commit_ = io;
   io->state_.store(CommitIo::State::kPending, std::memory_order_release);
-  At(Stage::kCommitBegin);
+  At(CrashPoint::kCommitBegin);
   StartCommitStage(io,
                    options_.sync == Sync::kPower ? CommitIo::Step::kSyncTiles : CommitIo::Step::kWriteRecord);
 }
@@ -111,7 +116,7 @@ void Store::StartCommitStage(CommitIo* io, CommitIo::Step stage) {
       }
       break;
     case CommitIo::Step::kWriteRecord:
-      At(Stage::kCommitTilesSynced);
+      At(CrashPoint::kCommitTilesSynced);
       for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
         io->copies_[copy].PrepareWrite(
             *files_[0], geometry_.record_offset(static_cast<uint32_t>(next_.sequence % kRecordPlaces), copy),
@@ -137,7 +142,7 @@ void Store::StartCommitStage(CommitIo* io, CommitIo::Step stage) {
   }
   // Once they are submitted, another thread may finish the commit and its owner close the store: hold on to
   // nothing.
-  const auto at_stage = stage == CommitIo::Step::kWriteRecord ? options_.at_stage : nullptr;
+  const auto at_crash_point = stage == CommitIo::Step::kWriteRecord ? options_.at_crash_point : nullptr;
   void* const stage_context = options_.stage_context;
   // All or none are taken, so that on failure nothing of this stage will call back.
   absl::Status submitted = engine_.Submit(std::span<aio::Request* const>(requests.data(), count));
@@ -147,7 +152,7 @@ void Store::StartCommitStage(CommitIo* io, CommitIo::Step stage) {
     EndCommit(io);
     return;
   }
-  if (at_stage != nullptr) at_stage(Stage::kCommitSubmitted, stage_context);
+  if (at_crash_point != nullptr) at_crash_point(CrashPoint::kCommitSubmitted, stage_context);
 }
 
 void Store::OnCommitRequestDone(aio::Request& request, void* context) {
@@ -165,14 +170,14 @@ void Store::OnCommitRequestDone(aio::Request& request, void* context) {
   if (stage == CommitIo::Step::kSyncTiles) {
     next = CommitIo::Step::kWriteRecord;
   } else if (stage == CommitIo::Step::kWriteRecord) {
-    store->At(Stage::kCommitWritten);
+    store->At(CrashPoint::kCommitWritten);
     if (store->options_.sync == Sync::kPower) next = CommitIo::Step::kSyncRecord;
   }
   store->StartCommitStage(io, next);
 }
 
 void Store::EndCommit(CommitIo* io) {
-  if (io->failed_stage_ == CommitIo::Step::kDone) At(Stage::kCommitSynced);
+  if (io->failed_stage_ == CommitIo::Step::kDone) At(CrashPoint::kCommitSynced);
   io->end_ns_ = engine_.clock().NowNs();
   const CommitIo::Callback callback = io->callback_;
   void* const context = io->context_;
@@ -204,19 +209,19 @@ absl::Status Store::FinishCommit(CommitIo* io) {
   health_ = Health::kGood;
   std::swap(record_, next_);
   for (Written& written : written_) written.state = Written::State::kNone;
-  At(Stage::kCommitDone);
+  At(CrashPoint::kCommitDone);
   return absl::OkStatus();
 }
 
 absl::Status Store::CommitNow(const CommitInfo& info) {
   CommitIo io;
-  if (absl::Status started = Commit(&io, info); !started.ok()) return started;
+  RETURN_IF_ERROR(Commit(&io, info));
   return AwaitCommit(&io);
 }
 
 absl::Status Store::OverwriteNow() {
   CommitIo io;
-  if (absl::Status started = StartOverwriting(&io); !started.ok()) return started;
+  RETURN_IF_ERROR(StartOverwriting(&io));
   return AwaitCommit(&io);
 }
 
@@ -224,7 +229,7 @@ absl::Status Store::AwaitCommit(CommitIo* io) {
   // Each stage's requests are submitted before those of the stage before are over, so that the engine is idle
   // only when the commit is.
   while (io->pending()) {
-    if (absl::Status drained = engine_.Drain(); !drained.ok()) return drained;
+    RETURN_IF_ERROR(engine_.Drain());
   }
   return FinishCommit(io);
 }

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "kernels/checksum.h"
 
 namespace penstock::swap {
@@ -317,7 +318,7 @@ std::vector<uint32_t> AssignDirectories(const Layout& layout, std::span<const do
 }
 
 absl::StatusOr<Geometry> Geometry::Make(const StoreShape& shape) {
-  if (absl::Status valid = Validate(shape); !valid.ok()) return valid;
+  RETURN_IF_ERROR(Validate(shape));
   Geometry g;
   g.slots_ = shape.slots;
   g.records_offset_ = SuperblockBytes(BodyBytes(shape));
@@ -413,7 +414,13 @@ std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t direct
 }
 
 absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_blocks) {
-  if (AllZero(first_blocks)) return absl::NotFoundError("the file holds no superblock");
+  // Creation writes header copy 0 last, and copy 1 before it: without the former and a whole one of the
+  // latter it was cut short.
+  const auto first = first_blocks.first(std::min<size_t>(first_blocks.size(), kBlockBytes));
+  const auto second = first_blocks.subspan(first.size());
+  const bool second_torn = second.size() < kBlockBytes || AllZero(second.first(kHeaderChecksumOffset)) ||
+                           absl::IsDataLoss(ParseSuperHeader(second.first(kBlockBytes)).status());
+  if (AllZero(first) && second_torn) return absl::NotFoundError("the file holds no superblock");
   absl::Status first_error = absl::InvalidArgumentError("not a store file");
   bool damaged = false;
   for (uint32_t copy = 0; copy < 2; ++copy) {
@@ -438,11 +445,10 @@ std::optional<uint32_t> DirectoryFromHeaders(std::span<const std::byte> first_bl
 }
 
 absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> bytes) {
-  const auto length =
-      SuperblockBytesFromHeaders(bytes.first(std::min<size_t>(bytes.size(), 2 * kBlockBytes)));
-  if (!length.ok()) return length.status();
-  if (bytes.size() < *length) return absl::DataLossError("the file ends inside its superblock");
-  const uint64_t padded_body = *length / 2 - kBlockBytes;
+  ASSIGN_OR_RETURN(const auto length,
+                   SuperblockBytesFromHeaders(bytes.first(std::min<size_t>(bytes.size(), 2 * kBlockBytes))));
+  if (bytes.size() < length) return absl::DataLossError("the file ends inside its superblock");
+  const uint64_t padded_body = length / 2 - kBlockBytes;
 
   DecodedSuperblock decoded;
   std::vector<SuperHeader> headers;
@@ -476,6 +482,11 @@ absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> by
   }
   if (!found) return absl::DataLossError(decoded.damage.back());
   return decoded;
+}
+
+bool StartsLikeRecord(std::span<const std::byte> block) {
+  return block.size() >= kRecordMagic.size() &&
+         std::memcmp(block.data(), kRecordMagic.data(), kRecordMagic.size()) == 0;
 }
 
 uint64_t RecordBytes(const Geometry& geometry, uint64_t payload_bytes) {

@@ -189,9 +189,9 @@ uint64_t SegmentChecksum(const Uuid& uuid, uint32_t tile, uint32_t segment, uint
 std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t directory);
 
 // How many bytes from the start of the file DecodeSuperblock needs, told by the first 2 * kBlockBytes of it
-// (fewer if the file is shorter). kDataLoss: neither header copy is whole; kNotFound: all zero or empty (a
-// creation that was cut short); kInvalidArgument: no store file at all; kFailedPrecondition: one of another
-// format version.
+// (fewer if the file is shorter). kDataLoss: neither header copy is whole; kNotFound: copy 0 is all zero and
+// copy 1 not whole, as in an empty file (a creation that was cut short, unless a run stands behind them);
+// kInvalidArgument: no store file at all; kFailedPrecondition: one of another format version.
 absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_blocks);
 
 // Which of its store's directories a file belongs to, by the same bytes; nullopt if neither header is whole.
@@ -227,6 +227,9 @@ struct Record {
   std::vector<TileVersion> tiles;
   std::vector<uint64_t> checksums;
 };
+
+// A block begins like the header of a record, whatever else is in it.
+bool StartsLikeRecord(std::span<const std::byte> block);
 
 // Length of a record with a payload of that many bytes, padded to kBlockBytes; at most record_capacity().
 uint64_t RecordBytes(const Geometry& geometry, uint64_t payload_bytes);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "swap/store_files.h"
 
 namespace penstock::swap {
@@ -31,6 +32,9 @@ absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
   const auto headers = file.Read(0, 2 * kBlockBytes);
   if (!headers.ok()) return headers.status();
   const auto length = SuperblockBytesFromHeaders(*headers);
+  if (absl::IsNotFound(length.status())) {
+    return WithoutHeaders([&](uint64_t offset, uint64_t bytes) { return file.Read(offset, bytes); });
+  }
   if (!length.ok()) return length.status();
   const auto bytes = file.Read(0, *length);
   if (!bytes.ok()) return bytes.status();
@@ -42,9 +46,9 @@ absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& ge
   std::vector<std::vector<std::byte>> copies;
   for (uint32_t place = 0; place < kRecordPlaces; ++place) {
     for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
-      auto bytes = file.Read(geometry.record_offset(place, copy), geometry.record_capacity());
-      if (!bytes.ok()) return bytes.status();
-      copies.push_back(*std::move(bytes));
+      ASSIGN_OR_RETURN(auto bytes,
+                       file.Read(geometry.record_offset(place, copy), geometry.record_capacity()));
+      copies.push_back(std::move(bytes));
     }
   }
   return RecordOfCommit(geometry, uuid, copies, sequence);
@@ -162,7 +166,16 @@ Finding Probe(const std::vector<std::string>& directories, int lock_patience_ms)
   };
   if (const Finding* found = first(Holding::kInUse)) return *found;
   if (const Finding* found = first(Holding::kDamaged)) return *found;
-  if (const Finding* found = first(Holding::kNeverCommitted)) return *found;
+  const auto committed = [](const Finding& finding) {
+    const bool run = finding.holding == Holding::kRun || finding.holding == Holding::kOverwritten;
+    return run && finding.directory == 0;
+  };
+  if (const Finding* found = first(Holding::kNeverCommitted)) {
+    // Creation ends with directory 0: with a commit there, this one was whole.
+    const auto whole = std::find_if(findings.begin(), findings.end(), committed);
+    if (whole == findings.end()) return *found;
+    return Found(Holding::kDamaged, absl::StrCat(whole->text, ", but ", LostSuperblockText(found->text)));
+  }
   const Finding* run = nullptr;
   size_t parts = 0;
   for (const Finding& finding : findings) {
@@ -191,8 +204,9 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
   Inspection result;
   std::optional<StoreShape> shape;
   std::vector<std::optional<PlainFile>> files(kMaxDirectories);
+  absl::Status unfinished;
   for (const std::string& directory : directories) {
-    if (absl::Status fine = CheckDirectory(directory); !fine.ok()) return fine;
+    RETURN_IF_ERROR(CheckDirectory(directory));
     auto file = PlainFile::Open(StorePath(directory));
     if (absl::IsNotFound(file.status())) return absl::NotFoundError(absl::StrCat(directory, " holds no run"));
     if (!file.ok()) return file.status();
@@ -200,6 +214,10 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
     if (!super.ok()) {
       const auto code = absl::IsInvalidArgument(super.status()) ? absl::StatusCode::kFailedPrecondition
                                                                 : super.status().code();
+      if (absl::IsNotFound(super.status()) && unfinished.ok()) {
+        unfinished = absl::NotFoundError(absl::StrCat(file->path(), ": ", super.status().message()));
+      }
+      if (absl::IsNotFound(super.status())) continue;
       return absl::Status(code, absl::StrCat(file->path(), ": ", super.status().message()));
     }
     for (const std::string& line : super->damage)
@@ -213,6 +231,9 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
     result.in_use = result.in_use || (locked.ok() && !*locked);
     files[super->directory] = *std::move(file);
   }
+  // Creation ends with directory 0.
+  if (!unfinished.ok() && (!shape.has_value() || !files[0].has_value())) return unfinished;
+  if (!unfinished.ok()) return absl::DataLossError(LostSuperblockText(std::string(unfinished.message())));
   if (!shape.has_value()) return absl::InvalidArgumentError("no directory was given");
   for (uint32_t d = 0; d < shape->directories(); ++d) {
     if (!files[d].has_value()) {
@@ -232,23 +253,22 @@ absl::StatusOr<Inspection> Inspect(const std::vector<std::string>& directories,
                                               whole, ": it was cut off"));
     }
   }
-  auto found = LoadRecord(*files[0], *geometry, shape->uuid, sequence);
-  if (!found.ok()) return found.status();
-  if (found->record.sequence == 0) {
-    if (found->damage.empty() || found->only_first_place) {
+  ASSIGN_OR_RETURN(auto found, LoadRecord(*files[0], *geometry, shape->uuid, sequence));
+  if (found.record.sequence == 0) {
+    if (found.damage.empty() || found.only_first_place) {
       return absl::NotFoundError(absl::StrCat(result.paths[0], ": the run was created and never committed"));
     }
     return absl::DataLossError(
-        absl::StrCat(result.paths[0], ": no commit record is whole: ", found->damage.back()));
+        absl::StrCat(result.paths[0], ": no commit record is whole: ", found.damage.back()));
   }
-  if (sequence.has_value() && found->record.sequence != *sequence) {
-    return absl::DataLossError(absl::StrCat(result.paths[0], " is at step ", found->record.step, ", commit ",
-                                            found->record.sequence, ", and has no commit ", *sequence,
+  if (sequence.has_value() && found.record.sequence != *sequence) {
+    return absl::DataLossError(absl::StrCat(result.paths[0], " is at step ", found.record.step, ", commit ",
+                                            found.record.sequence, ", and has no commit ", *sequence,
                                             " any more"));
   }
-  for (const std::string& line : found->damage)
+  for (const std::string& line : found.damage)
     result.damage.push_back(absl::StrCat(result.paths[0], ": ", line));
-  result.record = std::move(found->record);
+  result.record = std::move(found.record);
   result.state_bytes = geometry->state_bytes();
   result.shape = *std::move(shape);
   return result;

@@ -19,8 +19,8 @@ enum class Holding : uint8_t {
   kForeign,         // files, none of which is a store's; or a file in the store's place that is not one
   kNeverCommitted,  // a run that was created (perhaps not completely) and never committed: start it over
   kRun,             // a run that can be resumed
-  kDamaged,      // a store that cannot be opened: superblock or all commit records are damaged, or it is of
-                 // another format, or a part of it is missing
+  kDamaged,  // a store that cannot be opened: superblock or all commit records are damaged or gone, or it is
+             // of another format, or a part of it is missing
   kOverwritten,  // a run of one version that was ended while it was being overwritten: of no use
   kInUse,        // locked by a running process, or by a killed one whose writes are not over yet
 };

@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/file.h"
+#include "base/status_macros.h"
 #include "nlohmann/json.hpp"
 #include "swap/store_files.h"
 
@@ -199,8 +200,8 @@ absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
   }
   std::array<unsigned char, 8> length;
   for (size_t i = 0; i < 8; ++i) length[i] = static_cast<unsigned char>(uint64_t{text.size()} >> (8 * i));
-  if (absl::Status written = writer->WriteFully(length.data(), length.size()); !written.ok()) return written;
-  if (absl::Status written = writer->WriteFully(text.data(), text.size()); !written.ok()) return written;
+  RETURN_IF_ERROR(writer->WriteFully(length.data(), length.size()));
+  RETURN_IF_ERROR(writer->WriteFully(text.data(), text.size()));
   return writer;
 }
 
@@ -226,7 +227,7 @@ absl::Status SafetensorsWriter::Append(std::span<const std::byte> bytes) {
     return absl::InvalidArgumentError(
         absl::StrCat(path_, ": ", written_ + bytes.size(), " bytes for tensors of ", data_bytes_));
   }
-  if (absl::Status written = WriteFully(bytes.data(), bytes.size()); !written.ok()) return written;
+  RETURN_IF_ERROR(WriteFully(bytes.data(), bytes.size()));
   written_ += bytes.size();
   return absl::OkStatus();
 }
@@ -285,12 +286,11 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(std::string_view json, 
       continue;
     }
     uint64_t end = 0;
-    auto tensor = ParseTensor(name, value, &end);
-    if (!tensor.ok()) return tensor.status();
+    ASSIGN_OR_RETURN(auto tensor, ParseTensor(name, value, &end));
     if (end > data_bytes) {
       return absl::DataLossError(absl::StrCat("tensor ", name, " ends at byte ", end, " of ", data_bytes));
     }
-    result.tensors.push_back(*std::move(tensor));
+    result.tensors.push_back(std::move(tensor));
   }
   std::sort(result.tensors.begin(), result.tensors.end(), [](const TensorInfo& a, const TensorInfo& b) {
     // Empty tensors stand before the one that starts where they do.
@@ -326,14 +326,14 @@ absl::StatusOr<std::unique_ptr<SafetensorsReader>> SafetensorsReader::Open(const
   const auto file_bytes = static_cast<uint64_t>(info.st_size);
   std::array<std::byte, 8> prefix;
   if (file_bytes < prefix.size()) return refuse("too short for a safetensors file");
-  if (absl::Status read = reader->ReadAt(0, prefix); !read.ok()) return read;
+  RETURN_IF_ERROR(reader->ReadAt(0, prefix));
   uint64_t length = 0;
   for (size_t i = 0; i < 8; ++i) length |= static_cast<uint64_t>(prefix[i]) << (8 * i);
   if (length > kMaxSafetensorsHeaderBytes || length > file_bytes - 8) {
     return refuse("not a safetensors file: a header of ", length, " bytes in a file of ", file_bytes);
   }
   std::string json(length, '\0');
-  if (absl::Status read = reader->ReadAt(8, std::as_writable_bytes(std::span(json))); !read.ok()) return read;
+  RETURN_IF_ERROR(reader->ReadAt(8, std::as_writable_bytes(std::span(json))));
   auto header = ParseSafetensorsHeader(json, file_bytes - 8 - length);
   if (!header.ok()) return refuse(header.status().message());
   reader->data_start_ = 8 + length;
@@ -367,11 +367,10 @@ absl::Status SafetensorsReader::ReadAt(uint64_t offset, std::span<std::byte> out
 
 absl::Status SafetensorsReader::Read(const TensorInfo& tensor, uint64_t offset,
                                      std::span<std::byte> out) const {
-  const auto bytes = tensor.Bytes();
-  if (!bytes.ok()) return bytes.status();
-  if (offset > *bytes || out.size() > *bytes - offset) {
+  ASSIGN_OR_RETURN(const auto bytes, tensor.Bytes());
+  if (offset > bytes || out.size() > bytes - offset) {
     return absl::InvalidArgumentError(absl::StrCat("bytes ", offset, " to ", offset + out.size(),
-                                                   " of tensor ", tensor.name, " of ", *bytes));
+                                                   " of tensor ", tensor.name, " of ", bytes));
   }
   return ReadAt(data_start_ + tensor.offset + offset, out);
 }

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 
 namespace penstock::swap {
 namespace {
@@ -31,8 +32,8 @@ std::span<const aio::Segment> MemoryOf(const Geometry& geometry, uint32_t tile, 
 
 }  // namespace
 
-std::string_view StageName(Stage stage) {
-  static constexpr std::array<std::string_view, kStages> kNames = {
+std::string_view CrashPointName(CrashPoint stage) {
+  static constexpr std::array<std::string_view, kCrashPoints> kNames = {
       "create-file",    "create-reserved", "create-superblock", "create-done",         "overwrite-removed",
       "tile-submitted", "tile-written",    "commit-begin",      "commit-tiles-synced", "commit-submitted",
       "commit-written", "commit-synced",   "commit-done"};
@@ -70,7 +71,7 @@ absl::Status Store::CheckReadSegment(const TileIo& io, uint32_t i) const {
 }
 
 absl::Status Store::VerifySegment(const TileIo& io, uint32_t i) const {
-  if (absl::Status status = CheckReadSegment(io, i); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckReadSegment(io, i));
   return VerifyChecksum(io, i, SegmentChecksum(io.tile_, io.first_segment_ + i, io.version_, io.data_[i]));
 }
 
@@ -81,7 +82,7 @@ Store::ChecksumOf Store::ChecksumFor(const TileIo& io, uint32_t i) const {
 }
 
 absl::Status Store::VerifyChecksum(const TileIo& io, uint32_t i, uint64_t checksum) const {
-  if (absl::Status status = CheckReadSegment(io, i); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckReadSegment(io, i));
   const uint32_t segment = io.first_segment_ + i;
   if (checksum == io.expected_[i]) return absl::OkStatus();
   return absl::DataLossError(
@@ -95,7 +96,7 @@ absl::Status Store::VerifyChecksum(const TileIo& io, uint32_t i, uint64_t checks
 absl::Status Store::VerifyRead(const TileIo& io) const {
   if (io.kind_ != TileIo::Kind::kRead) return absl::FailedPreconditionError("not a tile that was read");
   for (uint32_t i = 0; i < io.segment_count_; ++i) {
-    if (absl::Status status = VerifySegment(io, i); !status.ok()) return status;
+    RETURN_IF_ERROR(VerifySegment(io, i));
   }
   return absl::OkStatus();
 }
@@ -153,7 +154,7 @@ absl::Status Store::Submit(TileIo* io, TileIo::Kind kind, uint32_t tile, aio::Pr
 
 absl::Status Store::ReadSegments(TileIo* io, uint32_t tile, uint32_t first, uint32_t count,
                                  std::span<void* const> destinations, aio::Priority priority, Which which) {
-  if (absl::Status valid = CheckTile(tile); !valid.ok()) return valid;
+  RETURN_IF_ERROR(CheckTile(tile));
   if (io->pending()) return absl::FailedPreconditionError("the transfer object is in use");
   const uint32_t segments = geometry_.segments(tile);
   if (count == 0 || first >= segments || count > segments - first || destinations.size() != count) {
@@ -206,7 +207,7 @@ uint32_t Store::FreeSlot(uint32_t tile) const {
 
 absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
                               std::span<const void* const> sources, aio::Priority priority) {
-  if (absl::Status valid = CheckTile(tile); !valid.ok()) return valid;
+  RETURN_IF_ERROR(CheckTile(tile));
   const uint32_t segments = geometry_.segments(tile);
   if (sources.size() != segments) {
     return absl::InvalidArgumentError(
@@ -217,8 +218,8 @@ absl::Status Store::WriteTile(TileIo* io, uint32_t tile, uint64_t version,
 
 absl::Status Store::WriteSegments(TileIo* io, uint32_t tile, uint64_t version, uint32_t first,
                                   std::span<const void* const> sources, aio::Priority priority) {
-  if (absl::Status valid = CheckTile(tile); !valid.ok()) return valid;
-  if (absl::Status writable = CheckWritable(); !writable.ok()) return writable;
+  RETURN_IF_ERROR(CheckTile(tile));
+  RETURN_IF_ERROR(CheckWritable());
   if (io->pending()) return absl::FailedPreconditionError("the transfer object is in use");
   const uint32_t segments = geometry_.segments(tile);
   if (sources.empty() || first >= segments || sources.size() > segments - first) {
@@ -264,7 +265,7 @@ absl::Status Store::WriteSegments(TileIo* io, uint32_t tile, uint64_t version, u
     --writing_;
     return submitted;
   }
-  At(Stage::kTileSubmitted);
+  At(CrashPoint::kTileSubmitted);
   return submitted;
 }
 
@@ -294,7 +295,7 @@ absl::Status Store::NoteWritten(TileIo* io, std::span<const uint64_t> checksums)
   written.there |= BitsOf(io->first_segment_, io->segment_count_);
   const bool whole = written.there == BitsOf(0, geometry_.segments(tile));
   written.state = whole ? Written::State::kNoted : Written::State::kInParts;
-  At(Stage::kTileWritten);
+  At(CrashPoint::kTileWritten);
   return absl::OkStatus();
 }
 
@@ -309,7 +310,7 @@ absl::Status Store::ReadTileNow(TileIo* io, uint32_t tile, std::span<void* const
 
 absl::Status Store::WriteTileNow(TileIo* io, uint32_t tile, uint64_t version,
                                  std::span<const void* const> sources, aio::Priority priority) {
-  if (absl::Status started = WriteTile(io, tile, version, sources, priority); !started.ok()) return started;
+  RETURN_IF_ERROR(WriteTile(io, tile, version, sources, priority));
   std::array<uint64_t, kMaxSegments> checksums;
   for (uint32_t s = 0; s < sources.size(); ++s) checksums[s] = SegmentChecksum(tile, s, version, sources[s]);
   (void)Wait(io);  // NoteWritten returns its error
@@ -317,7 +318,7 @@ absl::Status Store::WriteTileNow(TileIo* io, uint32_t tile, uint64_t version,
 }
 
 absl::Status Store::DropWritten(uint32_t tile) {
-  if (absl::Status valid = CheckTile(tile); !valid.ok()) return valid;
+  RETURN_IF_ERROR(CheckTile(tile));
   if (commit_ != nullptr || health_ != Health::kGood) {
     return absl::FailedPreconditionError("what a commit in flight refers to cannot be dropped");
   }
@@ -337,7 +338,7 @@ absl::Status Store::DropAllWritten() {
   if (writing_ > 0)
     return absl::FailedPreconditionError(absl::StrCat(writing_, " tiles have writes in flight"));
   for (uint32_t tile = 0; tile < geometry_.tiles(); ++tile) {
-    if (absl::Status dropped = DropWritten(tile); !dropped.ok()) return dropped;
+    RETURN_IF_ERROR(DropWritten(tile));
   }
   return absl::OkStatus();
 }
@@ -354,7 +355,7 @@ absl::Status Store::ReadScratch(TileIo* io, uint32_t tile, uint64_t offset, void
 
 absl::Status Store::Scratch(TileIo* io, TileIo::Kind kind, uint32_t tile, uint64_t offset, void* data,
                             uint64_t bytes, aio::Priority priority) {
-  if (absl::Status valid = CheckTile(tile); !valid.ok()) return valid;
+  RETURN_IF_ERROR(CheckTile(tile));
   if (io->pending()) return absl::FailedPreconditionError("the transfer object is in use");
   const uint64_t size = geometry_.scratch_bytes(tile);
   if (bytes == 0 || offset > size || bytes > size - offset) {

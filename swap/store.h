@@ -67,12 +67,12 @@ enum class Sync : uint8_t {
   kPower,  // power loss and a crash of the kernel too: fdatasync of all files before the record, and after it
 };
 
-// Named moments at which a test may end the process (StoreOptions::at_stage). In order of their first
+// Named moments at which a test may end the process (StoreOptions::at_crash_point). In order of their first
 // occurrence.
-enum class Stage : uint8_t {
+enum class CrashPoint : uint8_t {
   kCreateFile,         // a store file exists and is empty
   kCreateReserved,     // its space is reserved
-  kCreateSuperblock,   // its superblock is written
+  kCreateSuperblock,   // a part of its superblock is written: bodies, header copy 1, header copy 0
   kCreateDone,         // all files and directories are synced
   kOverwriteRemoved,   // the files of the old run are gone
   kTileSubmitted,      // a tile's new version is on its way
@@ -84,8 +84,8 @@ enum class Stage : uint8_t {
   kCommitSynced,       // power: the record is durable (process: reached as well, without a sync)
   kCommitDone,         // FinishCommit is about to return
 };
-inline constexpr int kStages = 13;
-std::string_view StageName(Stage stage);  // "create-file", ..., "commit-done"
+inline constexpr int kCrashPoints = 13;
+std::string_view CrashPointName(CrashPoint stage);  // "create-file", ..., "commit-done"
 
 struct StoreOptions {
   // Where the store's files are: 1 to kMaxDirectories. Create makes missing directories (mode 0700); Open
@@ -113,8 +113,8 @@ struct StoreOptions {
   // have come as far). kDataLoss: it is there no more.
   std::optional<uint64_t> sequence;
 
-  // Runs at every Stage, on the thread that reaches it. Null in production.
-  void (*at_stage)(Stage stage, void* context) = nullptr;
+  // Runs at every CrashPoint, on the thread that reaches it. Null in production.
+  void (*at_crash_point)(CrashPoint stage, void* context) = nullptr;
   void* stage_context = nullptr;
 };
 
@@ -199,8 +199,9 @@ class Store {
   // was created is removed again. kAlreadyExists: a store file is there and options.overwrite is not set.
   static absl::StatusOr<std::unique_ptr<Store>> Create(aio::Engine& engine, const StoreOptions& options,
                                                        const Layout& layout, const std::string& identity);
-  // Locks and recovers the newest valid commit. kNotFound: no store file in any of the directories, or one
-  // that was never committed (start over with Create and overwrite).
+  // Locks and recovers the newest valid commit. With `sync: power` it is durable when this returns, whatever
+  // became of the process that made it: its record is written and synced once more. kNotFound: no store file
+  // in any of the directories, or one that was never committed (start over with Create and overwrite).
   static absl::StatusOr<std::unique_ptr<Store>> Open(aio::Engine& engine, const StoreOptions& options);
   // Waits for whatever is pending, then unlocks. What was written and not committed is as if it never was.
   ~Store();
@@ -298,8 +299,9 @@ class Store {
   // For a store of one slot that is trained in: from the end of this (FinishCommit) to the next commit, tiles
   // may be written over the only version that there is. A record says so on the disk before the first of them
   // is: who opens the store in between is refused (kDataLoss) and never given tiles of two steps. Failed, it
-  // changed nothing and may be tried again, unless it was a sync that failed. kFailedPrecondition: more slots
-  // than one, nothing committed since, a version is held, a commit is in flight.
+  // changed nothing in memory and may be tried again (on the disk the mark may stand), unless it was a sync
+  // that failed. kFailedPrecondition: more slots than one, nothing committed since, a version is held, a
+  // commit is in flight or has failed.
   absl::Status StartOverwriting(CommitIo* io);
   absl::Status OverwriteNow();
   bool overwriting() const { return record_.overwriting; }
@@ -347,8 +349,8 @@ class Store {
   };
 
   Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape, Geometry geometry);
-  void At(Stage stage) const {
-    if (options_.at_stage != nullptr) options_.at_stage(stage, options_.stage_context);
+  void At(CrashPoint stage) const {
+    if (options_.at_crash_point != nullptr) options_.at_crash_point(stage, options_.stage_context);
   }
   absl::Status CheckTile(uint32_t tile) const;
   absl::Status CheckReadSegment(const TileIo& io, uint32_t i) const;
@@ -357,6 +359,8 @@ class Store {
   absl::Status Scratch(TileIo* io, TileIo::Kind kind, uint32_t tile, uint64_t offset, void* data,
                        uint64_t bytes, aio::Priority priority);
   absl::Status Recover();
+  absl::Status MakeDurable();
+  absl::Status RewriteTakenBack();
   void SizeTables();
   uint32_t FreeSlot(uint32_t tile) const;
   static void OnTileDone(aio::Request& request, void* context);

@@ -4,13 +4,14 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "swap/store.h"
 #include "swap/store_files.h"
 
 namespace penstock::swap {
 
 absl::Status Store::GoBackTo(uint64_t sequence) {
-  if (absl::Status writable = CheckWritable(); !writable.ok()) return writable;
+  RETURN_IF_ERROR(CheckWritable());
   const bool written = std::any_of(written_.begin(), written_.end(),
                                    [](const Written& tile) { return tile.state != Written::State::kNone; });
   if (commit_ != nullptr || retained_.has_value() || written || transfers_.load() > 0) {
@@ -54,7 +55,7 @@ absl::Status Store::GoBackTo(uint64_t sequence) {
         WriteFully(engine_, *files_[0], geometry_.record_offset(newest, copy), block.span());
     if (!erased.ok()) return erased;
   }
-  if (absl::Status synced = files_[0]->SyncData(); !synced.ok()) return synced;
+  RETURN_IF_ERROR(SyncFully(engine_, *files_[0]));
   record_ = std::move(found.record);
   recovered_.sequence = record_.sequence;
   recovered_.step = record_.step;

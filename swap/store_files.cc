@@ -16,6 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 
 namespace penstock::swap {
 
@@ -27,6 +28,13 @@ std::string OverwrittenText(uint64_t step) {
   return absl::StrCat("the run keeps one version of its state, and was ended while that of step ", step,
                       " was being overwritten: what is left is of no use; go on from a checkpoint "
                       "(--resume with --checkpoint-dir), or start over (--overwrite)");
+}
+
+std::string LostSuperblockText(const std::string& found) {
+  return absl::StrCat(
+      found,
+      ", and the run's directory 0 is whole: it was overwritten; go on from a checkpoint "
+      "(--resume with --checkpoint-dir and another --state-dir), or start over (--overwrite)");
 }
 
 absl::Status ErrnoError(int error, const std::string& what, const std::string& path) {
@@ -80,7 +88,7 @@ absl::Status CheckDirectory(const std::string& directory) {
 }
 
 absl::Status MakeDirectories(const std::string& directory, std::vector<std::string>* made) {
-  if (absl::Status status = CheckDirectory(directory); !status.ok()) return status;
+  RETURN_IF_ERROR(CheckDirectory(directory));
   for (size_t at = 1; at <= directory.size(); ++at) {
     if (at != directory.size() && directory[at] != '/') continue;
     const std::string prefix = directory.substr(0, at);
@@ -90,7 +98,7 @@ absl::Status MakeDirectories(const std::string& directory, std::vector<std::stri
       const std::string parent = slash == std::string::npos ? "."
                                  : slash == 0               ? "/"
                                                             : prefix.substr(0, slash);
-      if (absl::Status status = aio::SyncDirectory(parent); !status.ok()) return status;
+      RETURN_IF_ERROR(aio::SyncDirectory(parent));
     } else if (errno != EEXIST) {
       return ErrnoError(errno, "make directory", prefix);
     }
@@ -181,9 +189,17 @@ absl::Status PlainFile::Cut(uint64_t bytes) const {
   return result == 0 ? absl::OkStatus() : ErrnoError(error, "cut", path_);
 }
 
-bool PlainFile::HasOneName() const {
+bool IsFileAt(int fd, const std::string& path) {
+  struct stat mine, there;
+  return ::fstat(fd, &mine) == 0 && ::lstat(path.c_str(), &there) == 0 && mine.st_dev == there.st_dev &&
+         mine.st_ino == there.st_ino;
+}
+
+bool PlainFile::IsAt(const std::string& path) const { return IsFileAt(fd_, path); }
+
+uint64_t PlainFile::names() const {
   struct stat info;
-  return ::fstat(fd_, &info) == 0 && info.st_nlink == 1;
+  return ::fstat(fd_, &info) == 0 ? info.st_nlink : ~uint64_t{0};  // in doubt somebody's
 }
 
 bool PlainFile::IsOpenHereOnly() const {
@@ -207,7 +223,7 @@ FileKind PlainFile::Classify() const {
 absl::Status ReadFully(aio::Engine& engine, aio::File& file, uint64_t offset, std::span<std::byte> bytes) {
   aio::Request request;
   request.PrepareRead(file, offset, bytes.data(), bytes.size());
-  if (absl::Status submitted = engine.Submit(&request); !submitted.ok()) return submitted;
+  RETURN_IF_ERROR(engine.Submit(&request));
   return engine.Wait(&request);
 }
 
@@ -215,8 +231,38 @@ absl::Status WriteFully(aio::Engine& engine, aio::File& file, uint64_t offset,
                         std::span<const std::byte> bytes) {
   aio::Request request;
   request.PrepareWrite(file, offset, bytes.data(), bytes.size());
-  if (absl::Status submitted = engine.Submit(&request); !submitted.ok()) return submitted;
+  RETURN_IF_ERROR(engine.Submit(&request));
   return engine.Wait(&request);
+}
+
+absl::Status SyncFully(aio::Engine& engine, aio::File& file) {
+  aio::Request request;
+  request.PrepareSync(file);
+  RETURN_IF_ERROR(engine.Submit(&request));
+  return engine.Wait(&request);
+}
+
+absl::Status WithoutHeaders(const ReadBytes& read) {
+  // The largest superblock and three copies of the longest record end before this.
+  constexpr uint64_t kMetadataEnd = uint64_t{512} << 20;
+  constexpr uint64_t kPiece = uint64_t{1} << 20;
+  bool bodies = false;  // what a creation writes before the headers begins right behind them
+  for (uint64_t offset = 2 * kBlockBytes; offset < kMetadataEnd; offset += kPiece) {
+    const auto bytes = read(offset, kPiece);
+    if (!bytes.ok()) return bytes.status();
+    for (size_t at = 0; at < bytes->size(); at += kBlockBytes) {
+      const auto block = std::span(*bytes).subspan(at, std::min(bytes->size() - at, kBlockBytes));
+      if (std::all_of(block.begin(), block.end(), [](std::byte b) { return b == std::byte{0}; })) continue;
+      bodies = bodies || offset + at < kPiece;
+      if (bodies && !StartsLikeRecord(block)) continue;
+      return absl::DataLossError(absl::StrCat(
+          "its superblock is zero, and what a run has written stands behind it (offset ", offset + at,
+          "): it was overwritten; go on from a checkpoint (--resume with "
+          "--checkpoint-dir and another --state-dir), or start over (--overwrite)"));
+    }
+    if (bytes->size() < kPiece) break;
+  }
+  return absl::NotFoundError("the file holds no superblock");
 }
 
 absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File& file) {
@@ -229,13 +275,23 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
   AlignedBuffer memory(2 * kBlockBytes);
   const std::span<std::byte> headers = memory.span().first(header_bytes);
   if (header_bytes > 0) {
-    if (absl::Status read = ReadFully(engine, file, 0, headers); !read.ok()) return read;
+    RETURN_IF_ERROR(ReadFully(engine, file, 0, headers));
   }
   const absl::StatusOr<uint64_t> length = SuperblockBytesFromHeaders(headers);
+  if (absl::IsNotFound(length.status())) {
+    return name(WithoutHeaders([&](uint64_t offset, uint64_t bytes) {
+      bytes = offset >= *size ? 0 : std::min(bytes, *size - offset);
+      AlignedBuffer piece(std::max(bytes, kBlockBytes));
+      absl::Status read =
+          bytes == 0 ? absl::OkStatus() : ReadFully(engine, file, offset, piece.span().first(bytes));
+      using Bytes = std::vector<std::byte>;
+      return read.ok() ? absl::StatusOr<Bytes>(Bytes(piece.data(), piece.data() + bytes)) : read;
+    }));
+  }
   if (!length.ok()) return name(length.status());
   if (*length > *size) return name(absl::DataLossError("the file ends inside its superblock"));
   AlignedBuffer all(*length);
-  if (absl::Status read = ReadFully(engine, file, 0, all.span()); !read.ok()) return read;
+  RETURN_IF_ERROR(ReadFully(engine, file, 0, all.span()));
   auto decoded = DecodeSuperblock(all.span());
   if (!decoded.ok()) return name(decoded.status());
   return decoded;

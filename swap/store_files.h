@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -61,7 +62,10 @@ class PlainFile {
   FileKind Classify() const;
   // Cuts the file to `bytes`.
   absl::Status Cut(uint64_t bytes) const;
-  bool HasOneName() const;
+  // The file has this name, now. After a lock was waited for, its path may be another file's: a run that was
+  // started at the same time may have replaced it, or somebody may have moved it away.
+  bool IsAt(const std::string& path) const;
+  uint64_t names() const;  // how many it has now
   // No other descriptor of it is open anywhere. In doubt: there is. Of a file that has no name any more; of
   // another somebody who opens it just now may be told to try again.
   bool IsOpenHereOnly() const;
@@ -74,10 +78,19 @@ class PlainFile {
   uint64_t device_ = 0;
 };
 
+// What an open file is, is what has this name.
+bool IsFileAt(int fd, const std::string& path);
+
 // One blocking transfer through the engine.
 absl::Status ReadFully(aio::Engine& engine, aio::File& file, uint64_t offset, std::span<std::byte> bytes);
 absl::Status WriteFully(aio::Engine& engine, aio::File& file, uint64_t offset,
                         std::span<const std::byte> bytes);
+absl::Status SyncFully(aio::Engine& engine, aio::File& file);
+
+// Of a file without superblock headers, by what stands behind them: kNotFound: a creation that was cut short;
+// kDataLoss: a run whose headers were overwritten. `read` is short at the end of the file.
+using ReadBytes = std::function<absl::StatusOr<std::vector<std::byte>>(uint64_t offset, uint64_t bytes)>;
+absl::Status WithoutHeaders(const ReadBytes& read);
 
 // The superblock of an opened, locked file. kNotFound: there is none (a creation that was cut short).
 absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File& file);
@@ -96,6 +109,9 @@ FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
 // that.
 FoundRecord RecordOfCommit(const Geometry& geometry, const Uuid& uuid,
                            std::span<const std::vector<std::byte>> copies, std::optional<uint64_t> sequence);
+
+// A store file has no superblock, though the run's directory 0 has: `found` says so.
+std::string LostSuperblockText(const std::string& found);
 
 // What is left of a run of one version that was ended between two commits, for people.
 std::string OverwrittenText(uint64_t step);

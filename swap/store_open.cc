@@ -14,11 +14,14 @@
 #include "absl/strings/str_cat.h"
 #include "aio/bytes.h"
 #include "aio/sim_disk.h"
+#include "base/status_macros.h"
 #include "swap/store.h"
 #include "swap/store_files.h"
 
 namespace penstock::swap {
 namespace {
+
+constexpr int kCreationPatienceMs = 2000;
 
 absl::Status Named(const std::string& path, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(path, ": ", status.message()));
@@ -50,7 +53,7 @@ absl::StatusOr<StoreShape> MakeShape(const StoreOptions& options, const Layout& 
   }
   const std::vector<uint32_t> homes = AssignDirectories(layout, weights);
   for (size_t t = 0; t < layout.tiles.size(); ++t) shape.tiles.push_back({homes[t], layout.tiles[t]});
-  if (absl::Status valid = Validate(shape); !valid.ok()) return valid;
+  RETURN_IF_ERROR(Validate(shape));
   return shape;
 }
 
@@ -94,22 +97,47 @@ absl::StatusOr<std::unique_ptr<aio::File>> OpenFile(aio::Engine& engine, const S
   return file;
 }
 
+absl::Status Replaced(const std::string& path) {
+  return absl::FailedPreconditionError(absl::StrCat(
+      path,
+      " was replaced or moved away just now: another run was started at the same time, or somebody is "
+      "at work there; look what is there and start again"));
+}
+
+// The store file of an old run in a directory, ours and locked, so that nobody else removes it or goes on
+// from it. Not there: no value.
+absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, int patience_ms) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
+  while (true) {
+    auto file = PlainFile::Open(path);
+    if (absl::IsNotFound(file.status())) return std::nullopt;
+    if (!file.ok()) return file.status();
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const auto locked =
+        file->TryLock(/*exclusive=*/true, static_cast<int>(std::max<int64_t>(0, left.count())));
+    if (!locked.ok()) return locked.status();
+    if (!*locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use by another run"));
+    // Whoever held the lock may have removed the file, and made another.
+    if (!file->IsAt(path)) {
+      if (std::chrono::steady_clock::now() >= deadline) return Replaced(path);
+      continue;
+    }
+    if (file->Classify() == FileKind::kForeign) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(path, " was not made by this program and is not overwritten: move it away"));
+    }
+    return *std::move(file);
+  }
+}
+
 // Removes the store files of an old run: only what is ours, and only if nobody uses any of them.
 absl::Status RemoveOldFiles(const StoreOptions& options) {
   std::vector<PlainFile> old;
   for (const std::string& directory : options.directories) {
-    auto file = PlainFile::Open(StorePath(directory));
-    if (absl::IsNotFound(file.status())) continue;
+    auto file = TakeOldFile(StorePath(directory), options.lock_patience_ms);
     if (!file.ok()) return file.status();
-    const auto locked = file->TryLock(/*exclusive=*/true, options.lock_patience_ms);
-    if (!locked.ok()) return locked.status();
-    if (!*locked)
-      return absl::FailedPreconditionError(absl::StrCat(file->path(), " is in use by another run"));
-    if (file->Classify() == FileKind::kForeign) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(file->path(), " was not made by this program and is not overwritten: move it away"));
-    }
-    old.push_back(*std::move(file));
+    if (file->has_value()) old.push_back(**std::move(file));
   }
   // Emptied first, the one with the commit records before the others: whoever is killed in the midst of this
   // leaves what is recognised as a run that never was, not as one that lost a directory.
@@ -118,19 +146,23 @@ absl::Status RemoveOldFiles(const StoreOptions& options) {
     return headers.ok() && DirectoryFromHeaders(*headers) == 0u;
   });
   for (const PlainFile& file : old) {
-    if (absl::Status emptied = file.Cut(0); !emptied.ok()) return emptied;
+    if (!file.IsAt(file.path())) return Replaced(file.path());
+    if (file.names() > 1) continue;  // somebody keeps it under another name
+    RETURN_IF_ERROR(file.Cut(0));
   }
   for (const PlainFile& file : old) {
+    if (!file.IsAt(file.path())) return Replaced(file.path());
     if (::unlink(file.path().c_str()) != 0) return ErrnoError(errno, "remove", file.path());
   }
   for (const std::string& directory : options.directories) {
     if (::access(directory.c_str(), F_OK) != 0) continue;
-    if (absl::Status synced = aio::SyncDirectory(directory); !synced.ok()) return synced;
+    RETURN_IF_ERROR(aio::SyncDirectory(directory));
   }
   return absl::OkStatus();
 }
 
-// Undoes a creation that failed, unless told that it worked.
+// Undoes a creation that failed, unless told that it worked. The files are locked until then, so that what
+// has their names is theirs.
 class CreatedFiles {
  public:
   explicit CreatedFiles(aio::SimDisk* sim) : sim_(sim) {}
@@ -245,39 +277,44 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
   if (!geometry.ok()) return geometry.status();
 
   const bool on_disk = engine.options().sim == nullptr;
+  std::unique_ptr<Store> store;  // holds the locks while what was created is undone
   CreatedFiles created(engine.options().sim);
   if (on_disk) {
     for (const std::string& directory : options.directories) {
-      if (absl::Status made = MakeDirectories(directory, created.directories()); !made.ok()) return made;
+      RETURN_IF_ERROR(MakeDirectories(directory, created.directories()));
     }
-    if (absl::Status distinct = CheckDistinct(options.directories); !distinct.ok()) return distinct;
-    if (absl::Status space = CheckSpace(options, layout, identity); !space.ok()) return space;
+    RETURN_IF_ERROR(CheckDistinct(options.directories));
+    RETURN_IF_ERROR(CheckSpace(options, layout, identity));
   }
-  std::unique_ptr<Store> store(new Store(engine, options, *std::move(shape), *std::move(geometry)));
+  store.reset(new Store(engine, options, *std::move(shape), *std::move(geometry)));
   if (on_disk && options.overwrite) {
-    if (absl::Status removed = RemoveOldFiles(options); !removed.ok()) return removed;
-    store->At(Stage::kOverwriteRemoved);
+    RETURN_IF_ERROR(RemoveOldFiles(options));
+    store->At(CrashPoint::kOverwriteRemoved);
   }
 
   for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
     const std::string path = StorePath(options.directories[d]);
     auto file = OpenFile(engine, options, path, /*create=*/true);
     if (absl::IsAlreadyExists(file.status())) {
+      if (options.overwrite) return Replaced(path);
       return absl::AlreadyExistsError(absl::StrCat(path,
                                                    " is there already: resume that run (--resume), replace "
                                                    "it (--overwrite), or use another directory"));
     }
     if (!file.ok()) return file.status();
-    created.Add(path);
     store->files_.push_back(*std::move(file));
-    if (absl::Status locked = store->files_.back()->Lock(/*patience_ms=*/0); !locked.ok()) return locked;
-    store->At(Stage::kCreateFile);
+    // Nobody uses it, but somebody may just look at it (Probe). Another run that is started with `overwrite`
+    // may take it for what a killed one left: then it is theirs.
+    const int patience_ms = std::max(options.lock_patience_ms, kCreationPatienceMs);
+    RETURN_IF_ERROR(store->files_.back()->Lock(patience_ms));
+    if (on_disk && !IsFileAt(store->files_.back()->fd(), path)) return Replaced(path);
+    created.Add(path);
+    store->At(CrashPoint::kCreateFile);
   }
   for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
     aio::File& file = *store->files_[d];
-    if (absl::Status reserved = file.Preallocate(store->geometry_.file_bytes(d)); !reserved.ok())
-      return reserved;
-    store->At(Stage::kCreateReserved);
+    RETURN_IF_ERROR(file.Preallocate(store->geometry_.file_bytes(d)));
+    store->At(CrashPoint::kCreateReserved);
   }
   // Directory 0 comes last: where it has a superblock, all have.
   for (uint32_t d = store->geometry_.directories(); d-- > 0;) {
@@ -285,24 +322,31 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     AlignedBuffer aligned(bytes.size());
     std::copy(bytes.begin(), bytes.end(), aligned.data());
     aio::File& file = *store->files_[d];
-    if (absl::Status written = WriteFully(engine, file, 0, aligned.span()); !written.ok()) return written;
-    store->At(Stage::kCreateSuperblock);
-    if (absl::Status synced = file.SyncData(); !synced.ok()) return synced;
+    // Bodies, header copy 1, header copy 0, each durable before the next: cut short anywhere, it is known as
+    // that, and headers that are zero before a run's records are damage.
+    for (const auto& [from, to] : {std::pair{2 * kBlockBytes, bytes.size()},
+                                   {kBlockBytes, 2 * kBlockBytes},
+                                   {uint64_t{0}, kBlockBytes}}) {
+      absl::Status written = WriteFully(engine, file, from, aligned.span().subspan(from, to - from));
+      if (!written.ok()) return written;
+      store->At(CrashPoint::kCreateSuperblock);
+      RETURN_IF_ERROR(file.SyncData());
+    }
     // A drive that lost it without a word would have everything after it taken for a run that never was.
     AlignedBuffer back(bytes.size());
     std::fill_n(back.data(), bytes.size(), std::byte{0xff});
-    if (absl::Status read = ReadFully(engine, file, 0, back.span()); !read.ok()) return read;
+    RETURN_IF_ERROR(ReadFully(engine, file, 0, back.span()));
     if (!std::equal(bytes.begin(), bytes.end(), back.data())) {
       return absl::DataLossError(absl::StrCat(file.path(), ": offset 0, ", bytes.size(),
                                               " bytes: what came back is not what was written just before: "
                                               "mistrust the drive"));
     }
     if (!on_disk) continue;
-    if (absl::Status synced = aio::SyncDirectory(options.directories[d]); !synced.ok()) return synced;
+    RETURN_IF_ERROR(aio::SyncDirectory(options.directories[d]));
   }
   created.Keep();
   store->SizeTables();
-  store->At(Stage::kCreateDone);
+  store->At(CrashPoint::kCreateDone);
   return store;
 }
 
@@ -314,9 +358,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
   const bool on_disk = engine.options().sim == nullptr;
   if (on_disk) {
     for (const std::string& directory : options.directories) {
-      if (absl::Status fine = CheckDirectory(directory); !fine.ok()) return fine;
+      RETURN_IF_ERROR(CheckDirectory(directory));
     }
-    if (absl::Status distinct = CheckDistinct(options.directories); !distinct.ok()) return distinct;
+    RETURN_IF_ERROR(CheckDistinct(options.directories));
   }
 
   // Lock first, look afterwards: a run that was killed may still be writing.
@@ -334,12 +378,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
     const int patience_ms = static_cast<int>(std::max<int64_t>(0, left.count()));
-    if (absl::Status locked = (*file)->Lock(patience_ms, options.read_only); !locked.ok()) return locked;
-    struct stat info;
-    if (on_disk && ::fstat((*file)->fd(), &info) == 0 && info.st_nlink == 0) {
-      return absl::FailedPreconditionError(
-          absl::StrCat((*file)->path(), " was removed by another process while it was being opened"));
-    }
+    RETURN_IF_ERROR((*file)->Lock(patience_ms, options.read_only));
+    // While the lock was waited for another run may have replaced it.
+    if (on_disk && !IsFileAt((*file)->fd(), (*file)->path())) return Replaced((*file)->path());
     files.push_back(*std::move(file));
   }
   if (files.empty()) {
@@ -389,6 +430,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
   if (by_index[0] == nullptr && !unfinished.empty()) return never();
   for (uint32_t d = 0; d < shape->directories(); ++d) {
     if (by_index[d] != nullptr) continue;
+    if (!unfinished.empty()) {
+      return absl::DataLossError(LostSuperblockText(absl::StrCat(unfinished, " has no superblock")));
+    }
     return absl::DataLossError(absl::StrCat(
         "directory ", d, " of the ", shape->directories(), " of run ", UuidText(shape->uuid),
         " is missing (it was ", shape->directory_paths[d], " when the run was created): give it as well"));
@@ -412,7 +456,10 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
     }
   }
   store->recovered_.damage = std::move(damage);
-  if (absl::Status recovered = store->Recover(); !recovered.ok()) return recovered;
+  RETURN_IF_ERROR(store->Recover());
+  if (options.sync == Sync::kPower && !options.read_only) {
+    RETURN_IF_ERROR(store->MakeDurable());
+  }
   return store;
 }
 
@@ -469,6 +516,49 @@ absl::Status Store::Recover() {
   record_ = std::move(found.record);
   SizeTables();
   return absl::OkStatus();
+}
+
+// The record that was found may never have been synced: its process was killed before that, or the sync
+// failed. In the latter case the kernel may have forgotten it, so that syncing alone would mean nothing: it
+// is written again. Until then the next step must not write to the slots of the commit before. One copy after
+// the other, first the one that is not whole, so that at any moment a whole one is left alone.
+absl::Status Store::MakeDurable() {
+  const uint64_t bytes = RecordBytes(geometry_, record_.payload.size());
+  const std::span<std::byte> record = record_buffer_.span().first(bytes);
+  EncodeRecord(geometry_, shape_.uuid, record_, record);
+  const auto place = static_cast<uint32_t>(record_.sequence % kRecordPlaces);
+  AlignedBuffer there(bytes);
+  const bool first_is_whole =
+      ReadFully(engine_, *files_[0], geometry_.record_offset(place, 0), there.span()).ok() &&
+      std::equal(record.begin(), record.end(), there.data());
+  for (const uint32_t copy : {first_is_whole ? 1u : 0u, first_is_whole ? 0u : 1u}) {
+    absl::Status status = WriteFully(engine_, *files_[0], geometry_.record_offset(place, copy), record);
+    for (size_t d = files_.size(); d-- > 0 && status.ok();) status = SyncFully(engine_, *files_[d]);
+    if (!status.ok()) {
+      return absl::Status(status.code(), absl::StrCat("making the commit of step ", record_.step,
+                                                      " durable: ", status.message()));
+    }
+  }
+  return RewriteTakenBack();
+}
+
+// A commit that was taken back (store_back.cc) must stay so: where the sync of that failed, a power cut could
+// bring its record back over tiles that others wrote since. What stands in the other place and is no record
+// is written once more.
+absl::Status Store::RewriteTakenBack() {
+  const auto other = static_cast<uint32_t>((record_.sequence + 1) % kRecordPlaces);
+  AlignedBuffer block(kBlockBytes);
+  bool rewritten = false;
+  for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
+    const uint64_t at = geometry_.record_offset(other, copy);
+    // An unreadable one is no record either.
+    if (!ReadFully(engine_, *files_[0], at, block.span()).ok() || StartsLikeRecord(block.span())) continue;
+    if (std::all_of(block.span().begin(), block.span().end(), [](std::byte b) { return b == std::byte{0}; }))
+      continue;
+    RETURN_IF_ERROR(WriteFully(engine_, *files_[0], at, block.span()));
+    rewritten = true;
+  }
+  return rewritten ? SyncFully(engine_, *files_[0]) : absl::OkStatus();
 }
 
 void Store::SizeTables() {

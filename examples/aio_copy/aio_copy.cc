@@ -14,6 +14,7 @@
 #include "aio/bytes.h"
 #include "aio/engine.h"
 #include "aio/file.h"
+#include "aio/program.h"
 
 namespace {
 
@@ -70,6 +71,7 @@ void OnComplete(Request& request, void* context) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  penstock::aio::IgnoreFileSizeSignal();
   if (argc != 3) {
     std::fprintf(stderr, "usage: aio_copy SOURCE TARGET\n");
     return 2;

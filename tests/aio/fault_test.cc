@@ -1,21 +1,21 @@
 // Everything that can go wrong between engine and kernel, put there by hand: on a backend that fails as it is
 // told, and on the real ones with limits and filters set. Never a false success, an abort, a hang or a leak.
 #include <fcntl.h>
-#include <linux/audit.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
+#include <thread>
 
 #include "aio/backend.h"
 #include "aio/io_error.h"
+#include "aio/program.h"
+#include "tests/aio/refusing_kernel.h"
 #include "tests/aio/test_support.h"
 
 namespace penstock::aio {
@@ -32,9 +32,11 @@ struct Fate {
 
 struct Script {
   std::function<Fate(const Piece&)> decide = [](const Piece&) { return Fate(); };
+  std::function<void()> forget;    // runs on the lane's thread when a file is closed
   std::atomic<bool> hold{false};   // completions are kept back
   std::atomic<int> break_down{0};  // errno that Run answers from now on
   std::atomic<uint64_t> transfers{0};
+  std::atomic<uint64_t> runs{0};
 };
 
 // pread and pwrite on the lane's thread, as the script decides.
@@ -63,6 +65,7 @@ class ScriptedBackend final : public Backend {
   }
 
   int64_t Run(std::span<Completion> out, uint32_t, int64_t timeout_ns) override {
+    ++script_->runs;
     if (const int error = script_->break_down; error != 0) return -error;
     if ((done_.empty() || script_->hold) && timeout_ns != 0) {
       std::unique_lock<std::mutex> lock(mutex_);
@@ -83,6 +86,10 @@ class ScriptedBackend final : public Backend {
       woken_ = true;
     }
     changed_.notify_one();
+  }
+
+  void ForgetFile(int) override {
+    if (auto forget = std::exchange(script_->forget, nullptr)) forget();
   }
 
  private:
@@ -170,6 +177,34 @@ TEST(FaultTest, DeviceErrorsAreRetriedAsOftenAsAsked) {
   EXPECT_EQ(f.world.engine->stats().IoErrorsRetried(), 6u);
 }
 
+// The kernel forgets what it could not write when it says so: a second sync would succeed and mean nothing.
+TEST(FaultTest, AFailedSyncIsNeverTriedAgain) {
+  EngineOptions options;
+  options.io_error_retries = 3;
+  Faulty f(options);
+  for (int error = 1; error <= 133; ++error) {
+    if (error == EINTR) continue;
+    int left = 1;
+    f.script.decide = [&](const Piece&) { return left-- > 0 ? Fate{error} : Fate(); };
+    f.script.transfers = 0;
+    Request sync;
+    sync.PrepareSync(*f.file);
+    ASSERT_OK(f.world.engine->Submit(&sync));
+    ASSERT_EQ(f.world.engine->Wait(&sync).code(), IoErrorCode(error)) << ErrnoText(error);
+    ASSERT_EQ(sync.error_number(), error);
+    ASSERT_EQ(f.script.transfers, 1u) << ErrnoText(error);
+  }
+  EXPECT_EQ(f.world.engine->stats().IoErrorsRetried(), 0u);
+  EXPECT_FALSE(f.world.log.Has("trying again"));
+  // One that was broken off has not failed.
+  int left = 3;
+  f.script.decide = [&](const Piece&) { return left-- > 0 ? Fate{EINTR} : Fate(); };
+  Request sync;
+  sync.PrepareSync(*f.file);
+  ASSERT_OK(f.world.engine->Submit(&sync));
+  EXPECT_OK(f.world.engine->Wait(&sync));
+}
+
 TEST(FaultTest, ShortTransfersAreContinuedAtEveryBoundary) {
   Faulty f;
   constexpr uint64_t kBytes = 16 * kKiB;
@@ -252,6 +287,17 @@ TEST(FaultTest, ABackendThatBreaksDownFailsEverythingAndHangsNothing) {
   EXPECT_TRUE(absl::IsDataLoss(late.status()));
   EXPECT_TRUE(absl::IsDataLoss(f.world.Read(*f.file, 0, f.region.data(), 4096)));
   EXPECT_TRUE(f.world.log.Has("broke down"));
+  // It is left alone, even if it would work again: what it then hands back was failed long ago.
+  const uint64_t runs = f.script.runs;
+  const size_t lines = f.world.log.lines().size();
+  f.script.hold = false;
+  f.script.break_down = 0;
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_TRUE(absl::IsDataLoss(f.world.Read(*f.file, 0, f.region.data(), 4096)));
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  EXPECT_EQ(f.script.runs, runs);
+  EXPECT_EQ(f.world.log.lines().size(), lines);
 }
 
 TEST(FaultTest, CancelWhileTheDeviceHoldsOn) {
@@ -270,6 +316,23 @@ TEST(FaultTest, CancelWhileTheDeviceHoldsOn) {
   f.script.hold = false;
   EXPECT_TRUE(absl::IsCancelled(f.world.engine->Wait(&request)));
   EXPECT_EQ(request.done_bytes(), kMiB);
+}
+
+// The cancel comes when the lane has looked for new requests, and before it looks for cancelled ones.
+TEST(FaultTest, ACancelBetweenTwoLooksOfTheLaneIsNotLost) {
+  Faulty f;
+  Request request;
+  request.PrepareRead(*f.file, 0, f.region.data(), kMiB);
+  auto other = f.world.Open("other", 4096);
+  ASSERT_OK(f.world.Read(*other, 0, f.region.data() + kMiB, 4096));
+  f.script.transfers = 0;
+  f.script.forget = [&] {
+    EXPECT_OK(f.world.engine->Submit(&request));
+    f.world.engine->Cancel(&request);
+  };
+  other.reset();
+  EXPECT_TRUE(absl::IsCancelled(f.world.engine->Wait(&request)));
+  EXPECT_EQ(f.script.transfers, 0u);
 }
 
 class RealFaultTest : public testing::TestWithParam<BackendKind> {};
@@ -308,10 +371,10 @@ TEST_P(RealFaultTest, ADescriptorThatGoesBad) {
 }
 
 TEST_P(RealFaultTest, AFileSizeLimitIsAFullDisk) {
-  // In a child, since the limit is the process's.
+  // In a child, since the limit is the process's, and so is what programs do in their main.
   const pid_t child = fork();
   if (child == 0) {
-    signal(SIGXFSZ, SIG_IGN);
+    IgnoreFileSizeSignal();
     const rlimit limit{2 * kMiB, 2 * kMiB};
     setrlimit(RLIMIT_FSIZE, &limit);
     World w(GetParam());
@@ -336,32 +399,6 @@ INSTANTIATE_TEST_SUITE_P(Backends, RealFaultTest,
 
 // --- A kernel that refuses
 // -----------------------------------------------------------------------------------------------
-
-// Answers the system calls named with EPERM from now on, in this process and its threads.
-void ForbidSyscalls(std::initializer_list<uint32_t> numbers) {
-  std::vector<sock_filter> program;
-  program.push_back(BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)));
-  for (const uint32_t number : numbers) {
-    program.push_back(BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, number, 0, 1));
-    program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM));
-  }
-  program.push_back(BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW));
-  const sock_fprog filter{static_cast<unsigned short>(program.size()), program.data()};
-  if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
-      prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) != 0) {
-    _exit(77);
-  }
-}
-
-// Runs the body in a child process; its exit status, 77 for "cannot be set up here".
-int InChild(const std::function<int()>& body) {
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  if (child == 0) _exit(body());
-  int status = 0;
-  waitpid(child, &status, 0);
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-}
 
 // Writes and reads through an engine on the best backend; 0 if it is the expected one and says why.
 int UseEngine(const std::string& directory, const std::string& backend, const std::string& reason) {

@@ -5,6 +5,7 @@
 #define PENSTOCK_TESTS_AIO_LOOP_DEVICE_H_
 
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <unistd.h>
@@ -22,7 +23,8 @@
 namespace penstock::aio {
 
 struct LoopOptions {
-  std::string type = "ext4";  // or "xfs", "btrfs", which want 300 MiB and can clone files
+  std::string directory = ".";  // where the backing file lies
+  std::string type = "ext4";    // or "xfs", "btrfs", which want 300 MiB and can clone files
   uint64_t bytes = 64 << 20;
   int sector_bytes = 512;
   // Not 0: the backing file is sparse on a tmpfs of this size, so that the device runs out of room before the
@@ -36,12 +38,12 @@ struct LoopOptions {
 class LoopDevice {
  public:
   explicit LoopDevice(const LoopOptions& options) : type_(options.type) {
-    char name[] = "loop-test-XXXXXX";
+    std::string name = options.directory + "/loop-test-XXXXXX";
     if (geteuid() != 0) {
       skip_ = "needs root to set up a loop device";
       return;
     }
-    if (mkdtemp(name) == nullptr) {
+    if (mkdtemp(name.data()) == nullptr) {
       skip_ = "no scratch directory";
       return;
     }
@@ -79,7 +81,8 @@ class LoopDevice {
     Mount();
   }
   ~LoopDevice() {
-    Unmount();
+    // The kernel lets go of files some time after a process that was in the middle of using them.
+    for (int i = 0; !Unmount() && i < 200; ++i) usleep(10'000);
     if (!device_.empty()) Run("losetup --detach " + device_);
     if (thin_) umount2((root_ + "/backing").c_str(), MNT_DETACH);
     std::error_code ignored;
@@ -130,12 +133,23 @@ class LoopDevice {
     return done;
   }
 
+  // Writes to the file system wait, and so do those to whatever is backed by a file on it, until it is
+  // thawed. False where the kernel cannot.
+  bool Freeze() const { return Tell(FIFREEZE); }
+  void Thaw() const { Tell(FITHAW); }
+
   // The device behind `kept_bytes` is no longer there: reads of it fail with EIO.
   bool LoseTail(uint64_t kept_bytes) {
     return truncate(backing_file().c_str(), static_cast<off_t>(kept_bytes)) == 0;
   }
 
  private:
+  bool Tell(unsigned long request) const {
+    const int fd = open(directory().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const bool done = fd >= 0 && ioctl(fd, request, 0) == 0;
+    if (fd >= 0) close(fd);
+    return done;
+  }
   static bool Run(const std::string& command) {
     return std::system((command + " >/dev/null 2>&1").c_str()) == 0;
   }

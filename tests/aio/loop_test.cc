@@ -1,9 +1,14 @@
 // The engine on real file systems of its own: drives with large and small sectors, full, read-only, and gone
 // in the middle of the work. Never a false success, an abort or a hang.
+#include <sys/syscall.h>
+
 #include <cerrno>
+#include <chrono>
 #include <random>
+#include <thread>
 
 #include "tests/aio/loop_device.h"
+#include "tests/aio/refusing_kernel.h"
 #include "tests/aio/test_support.h"
 
 namespace penstock::aio {
@@ -230,6 +235,82 @@ TEST_P(LoopTest, ADeviceThatRunsOutUnderAReservedFile) {
     ASSERT_OK(w.Read(*file, at, region.data(), kMiB));
     EXPECT_EQ(Mismatch(at, 0, region.data(), kMiB), kMiB) << at;
   }
+}
+
+// A file system whose writes the device takes and does not finish, until it is thawed.
+struct Holding {
+  LoopDevice below{{.bytes = 128 << 20}};
+  LoopDevice loop{{.directory = below.skip().empty() ? below.directory() : ".", .bytes = 64 << 20}};
+  ~Holding() { below.Thaw(); }
+  std::string skip() const { return below.skip() + loop.skip(); }
+};
+
+// Five of sixteen blocks are waited for at once, and the device finishes none of them: a demand gets to it
+// all the same.
+TEST_P(LoopTest, ADemandIsNotKeptWaitingByABatchThatIs) {
+  Holding holding;
+  EngineOptions options;
+  options.stuck_after_ms = 0;  // which would look around from time to time
+  World w(GetParam(), options);
+  if (!holding.skip().empty()) GTEST_SKIP() << holding.skip();
+  if (!w.skip.empty()) GTEST_SKIP() << w.skip;
+  auto file = Open(holding.loop, "file", 40 * kMiB);
+  ASSERT_NE(file, nullptr);
+  Region region = w.Allocate(40 * kMiB);
+  ASSERT_OK(w.Write(*file, 0, region.data(), 40 * kMiB));
+  if (!holding.below.Freeze()) GTEST_SKIP() << "no freezing here";
+  Request behind, demand;
+  behind.PrepareWrite(*file, 0, region.data(), 32 * kMiB);
+  behind.set_priority(Priority::kWriteBehind);
+  ASSERT_OK(w.engine->Submit(&behind));
+  while (w.engine->stats().devices[0].in_flight_bytes < 16 * kMiB) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until the lane sleeps
+  demand.PrepareRead(*file, 32 * kMiB, region.data() + 32 * kMiB, kMiB);
+  ASSERT_OK(w.engine->Submit(&demand));
+  for (int i = 0; i < 2000 && demand.start_ns() == 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  EXPECT_NE(demand.start_ns(), 0);
+  EXPECT_TRUE(behind.pending());
+  holding.below.Thaw();
+  EXPECT_OK(w.engine->Wait(&demand));
+  EXPECT_OK(w.engine->Wait(&behind));
+}
+
+// The kernel takes nothing more, and the device holds on to what it has: that fails when the device lets go,
+// since until then it may use the memory.
+TEST_P(LoopTest, WhatTheDeviceHasFailsOnlyWhenItLetsGo) {
+  if (GetParam() == BackendKind::kThreads) GTEST_SKIP() << "has no queue in the kernel";
+  Holding holding;
+  if (!holding.skip().empty()) GTEST_SKIP() << holding.skip();
+  const int result = InChild([&] {
+    SyscallGate gate({SYS_io_uring_enter, SYS_io_getevents});
+    World w(GetParam());
+    if (!w.skip.empty()) return 77;
+    auto file = Open(holding.loop, "file", 32 * kMiB);
+    Region region = w.Allocate(32 * kMiB);
+    if (!w.Write(*file, 0, region.data(), 32 * kMiB).ok()) return 2;
+    if (!holding.below.Freeze()) return 77;
+    Request write;
+    write.PrepareWrite(*file, 0, region.data(), 32 * kMiB);
+    if (!w.engine->Submit(&write).ok()) return 3;
+    while (w.engine->stats().devices[0].in_flight_bytes < 16 * kMiB) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    gate.Refuse(EPERM);
+    Request late;
+    late.PrepareRead(*file, 0, region.data(), kMiB);
+    if (!w.engine->Submit(&late).ok()) return 4;
+    const bool early = !absl::IsDeadlineExceeded(w.engine->Wait(&write, 500));
+    holding.below.Thaw();
+    if (early) return 5;
+    if (w.engine->Wait(&write, kPatienceMs).ok() || write.error_number() != EPERM) return 6;
+    if (w.engine->Wait(&late, kPatienceMs).ok()) return 7;
+    if (!w.log.Has("broke down")) return 8;
+    return 0;
+  });
+  holding.below.Thaw();
+  if (result == 77) GTEST_SKIP() << "no seccomp, freezing or such backend here";
+  EXPECT_EQ(result, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, LoopTest,

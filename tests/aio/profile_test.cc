@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "aio/probe.h"
+#include "tests/aio/loop_device.h"
 #include "tests/aio/test_support.h"
 
 namespace penstock::aio {
@@ -27,12 +28,13 @@ TEST(ProfileTest, MeasuresThisDiskInUnderASecondAndLeavesNothing) {
   ASSERT_OK(profile.status());
   RecordProperty("seconds", std::to_string(seconds));
   std::printf("%s\n%.3f s\n", ProfileToJson(*profile).c_str(), seconds);
-  EXPECT_LT(seconds, 5.0);  // the budget is 0.7; a disk that stalls is no failure of the code
+  // The budget is 0.7, and as much again where samples differ; a disk that stalls is no failure of the code.
+  EXPECT_LT(seconds, profile->disturbed ? 10.0 : 5.0);
   EXPECT_GT(profile->read_bytes_per_s, 1e6);
   EXPECT_GT(profile->write_bytes_per_s, 1e6);
   EXPECT_GT(profile->mixed_bytes_per_s, 1e6);
-  EXPECT_GE(profile->knee_bytes, 2 * kMiB);
-  EXPECT_LE(profile->knee_bytes, 32 * kMiB);
+  EXPECT_GE(profile->saturating_bytes_in_flight, 2 * kMiB);
+  EXPECT_LE(profile->saturating_bytes_in_flight, 32 * kMiB);
   EXPECT_GT(profile->read_latency_us, 0);
   EXPECT_EQ(profile->depths.size(), 5u);
   EXPECT_NE(profile->device, "");
@@ -43,11 +45,91 @@ TEST(ProfileTest, MeasuresThisDiskInUnderASecondAndLeavesNothing) {
             options.written_bytes_max + 256 * kMiB);
 }
 
+// The file has no name even while it is there, so that nothing is left by a process that is killed, and
+// nothing of somebody else's can stand in its place.
+TEST(ProfileTest, TheFileThatIsMeasuredHasNoName) {
+  ScratchDirectory directory;
+  ProbeOptions options;
+  options.directory = directory.path();
+  options.budget_ms = 50;
+  options.file_bytes = 8 * kMiB;
+  options.depths = {kMiB};
+  bool empty = false;
+  options.meanwhile = [&] { empty = std::filesystem::is_empty(directory.path()); };
+  ASSERT_OK(MeasureDevice(options).status());
+  EXPECT_TRUE(empty);
+}
+
+TEST(ProfileTest, DisturbedSamplesAreSaidAndTheBestTaken) {
+  // A quiet drive, one sample of it disturbed, most of them, and none to go by.
+  EXPECT_DOUBLE_EQ(RateOf({2.0e9, 2.2e9, 2.1e9}).bytes_per_s, 2.1e9);
+  EXPECT_FALSE(RateOf({2.0e9, 2.2e9, 2.1e9}).disturbed);
+  EXPECT_DOUBLE_EQ(RateOf({0.1e9, 2.2e9, 2.0e9}).bytes_per_s, 2.0e9);
+  EXPECT_FALSE(RateOf({0.1e9, 2.2e9, 2.0e9}).disturbed);
+  EXPECT_DOUBLE_EQ(RateOf({0.1e9, 2.0e9, 0.15e9}).bytes_per_s, 2.0e9);
+  EXPECT_TRUE(RateOf({0.1e9, 2.0e9, 0.15e9}).disturbed);
+  EXPECT_DOUBLE_EQ(RateOf({0.1e9, 2.0e9, 0.15e9, 1.9e9, 2.1e9, 2.0e9}).bytes_per_s, 1.95e9);
+  EXPECT_FALSE(RateOf({0.1e9, 2.0e9, 0.15e9, 1.9e9, 2.1e9, 2.0e9}).disturbed);
+  EXPECT_EQ(RateOf({}).bytes_per_s, 0);
+  DeviceProfile profile;
+  profile.disturbed = true;
+  EXPECT_TRUE(ProfileFromJson(ProfileToJson(profile))->disturbed);
+}
+
+// Directories of one device are one device, however many there are: their rates do not add up, and no more
+// is written.
+TEST(ProfileTest, DirectoriesOfOneDeviceAreMeasuredAsOne) {
+  ScratchDirectory one, two, three;
+  EXPECT_EQ(OnePerDevice({one.path(), two.path(), three.path()}), std::vector<std::string>{one.path()});
+  EXPECT_EQ(OnePerDevice({"/nonexistent", one.path(), "/proc", two.path()}),
+            (std::vector<std::string>{"/nonexistent", one.path(), "/proc"}));
+  ArenaOptions arena_options;
+  arena_options.bytes = 4 * kMiB;
+  auto arena = Arena::Create(arena_options);
+  ASSERT_OK(arena.status());
+  ProbeOptions options;
+  options.directory = one.path();
+  options.also = {two.path(), three.path()};
+  options.arena = arena->get();  // has room for the blocks of one
+  options.budget_ms = 50;
+  options.file_bytes = 16 * kMiB;
+  options.depths = {kMiB, 4 * kMiB};
+  const auto profile = MeasureDevice(options);
+  ASSERT_OK(profile.status());
+  EXPECT_EQ(profile->directory, one.path());
+  EXPECT_GT(profile->read_bytes_per_s, 0);
+}
+
+TEST(ProfileTest, TwoDevicesAreLoadedTogether) {
+  LoopDevice loop({});
+  if (!loop.skip().empty()) GTEST_SKIP() << loop.skip();
+  ScratchDirectory directory;
+  ASSERT_EQ(OnePerDevice({directory.path(), loop.directory()}).size(), 2u);
+  ArenaOptions arena_options;
+  arena_options.bytes = 8 * kMiB;
+  auto arena = Arena::Create(arena_options);
+  ASSERT_OK(arena.status());
+  ProbeOptions options;
+  options.directory = directory.path();
+  options.also = {loop.directory()};
+  options.arena = arena->get();
+  options.budget_ms = 50;
+  options.file_bytes = 16 * kMiB;
+  options.depths = {kMiB, 4 * kMiB};
+  const auto profile = MeasureDevice(options);
+  ASSERT_OK(profile.status());
+  EXPECT_EQ((*arena)->stats().peak_bytes, 8 * kMiB) << "as many blocks in flight on each";
+  EXPECT_LE(profile->saturating_bytes_in_flight, 4 * kMiB) << "of one";
+  EXPECT_GT(profile->mixed_bytes_per_s, 0);
+  options.also = {"/nonexistent/other"};
+  EXPECT_TRUE(absl::IsNotFound(MeasureDevice(options).status()));
+}
+
 DepthPoint Knee(const std::vector<double>& gigabytes_per_s) {
   std::vector<DepthPoint> depths;
   for (size_t i = 0; i < gigabytes_per_s.size(); ++i)
     depths.push_back({2 * kMiB << i, gigabytes_per_s[i] * 1e9, 0, 0});
-  return KneeOf(depths);
+  return SaturatingBytes(depths);
 }
 
 TEST(ProfileTest, TheKneeIsWhereDepthNoLongerPays) {
@@ -112,7 +194,7 @@ DeviceProfile SomeProfile(const std::string& directory) {
   profile.backend = "io_uring";
   profile.block_bytes = kMiB;
   profile.read_bytes_per_s = 3.25e9;
-  profile.knee_bytes = 8 * kMiB;
+  profile.saturating_bytes_in_flight = 8 * kMiB;
   profile.measured_unix_s = 1;
   profile.depths = {{kMiB, 1e9, 2e9, 3e9}};
   return profile;
@@ -123,8 +205,8 @@ TEST(ProfileTest, CapsAreRaisedToTheKneeAndNeverLowered) {
     EngineOptions options;
     options.max_write_bytes_in_flight = 8 * kMiB;
     World w(BackendKind::kNil, options);
-    w.engine->set_knee_bytes(knee);
-    w.engine->RaiseCapsToKnee();
+    w.engine->set_saturating_bytes_in_flight(knee);
+    w.engine->RaiseCapsToSaturation();
     Request request;
     auto file = w.Open("a");
     Region region = w.Allocate(32 * kMiB);
@@ -139,7 +221,7 @@ TEST(ProfileTest, JsonRoundTrip) {
   const auto back = ProfileFromJson(ProfileToJson(SomeProfile("/a")));
   ASSERT_OK(back.status());
   EXPECT_EQ(back->read_bytes_per_s, 3.25e9);
-  EXPECT_EQ(back->knee_bytes, 8 * kMiB);
+  EXPECT_EQ(back->saturating_bytes_in_flight, 8 * kMiB);
   ASSERT_EQ(back->depths.size(), 1u);
   EXPECT_EQ(back->depths[0].write_bytes_per_s, 3e9);
   for (const char* bad :
@@ -162,9 +244,9 @@ TEST(ProfileTest, StoreReplacesAndFindsByDirectoryThenDevice) {
   EXPECT_EQ(by_device->directory, "/another");
   DeviceProfile exact = SomeProfile(directory.path());
   ASSERT_OK(StoreProfile(exact, path));
-  exact.knee_bytes = 4096;
+  exact.saturating_bytes_in_flight = 4096;
   ASSERT_OK(StoreProfile(exact, path));
-  EXPECT_EQ(LoadProfile(directory.path(), path)->knee_bytes, 4096u);
+  EXPECT_EQ(LoadProfile(directory.path(), path)->saturating_bytes_in_flight, 4096u);
   std::ofstream(path) << "garbage";
   EXPECT_TRUE(absl::IsDataLoss(LoadProfile(directory.path(), path).status()));
   ASSERT_OK(StoreProfile(exact, path));

@@ -1,6 +1,8 @@
 // The small parts: bytes, histogram, errors, arena, file, cutting requests into pieces.
 #include <fcntl.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -301,6 +303,65 @@ TEST(FileTest, ANamelessFileLeavesAndTouchesNothingInItsDirectory) {
   EXPECT_EQ(names, 1u);
   options.path = directory / "none/scratch";
   EXPECT_TRUE(absl::IsNotFound(File::Open(options).status()));
+}
+
+TEST(IoErrorTest, AnErrorWithoutErrnoIsStillOne) {
+  EXPECT_TRUE(absl::IsInternal(MakeIoError({.op = "write", .path = "/a", .error = 0})));
+}
+
+// Whatever stands in the place of a file is named for what it is, at once.
+TEST(FileTest, WhatIsNoFileIsNamedAndDoesNotBlock) {
+  ScratchDirectory directory;
+  ASSERT_EQ(mkfifo((directory / "fifo").c_str(), 0600), 0);
+  ASSERT_TRUE(std::filesystem::create_directory(directory / "directory"));
+  const int socket_fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  // Its address is shorter than a path may be.
+  const std::string here = std::filesystem::relative(directory / "socket").string();
+  ASSERT_LT(here.size(), sizeof(address.sun_path));
+  here.copy(address.sun_path, here.size());
+  ASSERT_EQ(bind(socket_fd, reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  std::filesystem::create_symlink(directory / "elsewhere", directory / "link");
+  for (const auto& [path, kind] : {std::pair{directory / "fifo", "a FIFO"},
+                                   {directory / "directory", "a directory"},
+                                   {directory / "socket", "a socket"},
+                                   {std::string("/dev/zero"), "a character device"},
+                                   {directory / "link", "a symbolic link"}}) {
+    for (const bool read_only : {false, true}) {
+      for (const bool direct : {false, true}) {
+        for (const bool create : {false, true}) {
+          FileOptions options;
+          options.path = path;
+          options.read_only = read_only;
+          options.direct = direct;
+          options.create = create;
+          const auto file = File::Open(options);
+          EXPECT_TRUE(absl::IsFailedPrecondition(file.status())) << path << ": " << file.status();
+          EXPECT_THAT(std::string(file.status().message()),
+                      testing::AllOf(testing::HasSubstr(path), testing::HasSubstr(kind)));
+          EXPECT_TRUE(std::filesystem::exists(std::filesystem::symlink_status(path)));
+        }
+      }
+    }
+  }
+  close(socket_fd);
+}
+
+// An open that does not wait must not make transfers that do not.
+TEST(FileTest, FilesAreNotLeftInNonblockingMode) {
+  ScratchDirectory directory;
+  for (const bool direct : {false, true}) {
+    FileOptions options;
+    options.path = directory / "file";
+    options.create = true;
+    options.direct = direct;
+    const auto file = File::Open(options);
+    ASSERT_OK(file.status());
+    const int flags = fcntl((*file)->fd(), F_GETFL);
+    EXPECT_EQ(flags & O_NONBLOCK, 0);
+    EXPECT_EQ((flags & O_DIRECT) != 0, direct);
+  }
 }
 
 TEST(FileTest, RefusesAFileSystemInMemoryUnlessAllowed) {

@@ -7,6 +7,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <future>
@@ -14,7 +16,9 @@
 #include <vector>
 
 #include "swap/checkpoint_copy.h"
+#include "swap/checkpoint_files.h"
 #include "swap/inspect.h"
+#include "swap/store_files.h"
 #include "swap/verify.h"
 #include "tests/leaks.h"
 #include "tests/soak.h"
@@ -190,6 +194,72 @@ TEST_F(CheckpointTest, WhatSomebodyHasOpenIsNotCutBeforeItGoes) {
 }
 
 // Under the names of ours: nothing is written through them, and what they lead to stays.
+// A checkpoint is there from its rename on. Where `latest` cannot be written, what is kept no longer goes all
+// the same: a full disk would stay full.
+TEST_F(CheckpointTest, WithoutLatestItIsThereAndTheOldOnesGo) {
+  Start();
+  checkpoints_.keep = 1;
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  const std::string latest = checkpoints_.parent + "/latest";
+  ASSERT_TRUE(fs::exists(latest));
+  fs::create_directory(checkpoints_.parent + "/.latest.partial");  // in its way
+  std::ofstream(checkpoints_.parent + "/.latest.partial/thesis.txt") << "mine";
+  Step(1);
+  const absl::Status written = WriteCheckpoint(*store_, checkpoints_);
+  EXPECT_TRUE(written.ok()) << written;
+  const auto all = ListCheckpoints(checkpoints_.parent);
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all[0].step, 1u);
+  ExpectCheckpoint(all[0].path, 1);
+  EXPECT_FALSE(fs::exists(latest)) << "it would name one that is gone";
+  EXPECT_TRUE(fs::exists(checkpoints_.parent + "/.latest.partial/thesis.txt"));
+  fs::remove_all(checkpoints_.parent + "/.latest.partial");
+  Step(2);
+  ASSERT_TRUE(WriteCheckpoint(*store_, checkpoints_).ok());
+  std::string name;
+  std::ifstream(latest) >> name;
+  EXPECT_EQ(name, CheckpointName(2));
+}
+
+// Somebody moves a checkpoint away in the very moment in which it is to go: what they got is theirs, whole.
+TEST_F(CheckpointTest, OneThatIsMovedAwayAsItGoesStaysWhole) {
+  constexpr uint64_t kBytes = 40 << 20;  // sparse; enough to be given back in pieces
+  const std::string parent = checkpoints_.parent, mine = scratch_.Sub("mine");
+  const std::string going = parent + "/." + CheckpointName(1) + ".partial";
+  const auto make = [&](const std::string& directory, int ranks) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      const std::string part = RankDirectory(directory, rank);
+      fs::create_directories(part);
+      std::ofstream(StorePath(part)).close();
+      fs::resize_file(StorePath(part), kBytes);
+    }
+  };
+  int moved = 0;
+  for (int i = 0; i < 3 && moved == 0; ++i) {
+    make(parent + "/" + CheckpointName(1), 300);
+    auto partial = PartialCheckpoint::Create(parent, 2, -1);
+    ASSERT_TRUE(partial.ok()) << partial.status();
+    make(partial->directory(), 1);
+    std::atomic<bool> over = false;
+    std::thread mover([&] {
+      while (!over.load() && ::rename(going.c_str(), mine.c_str()) != 0) continue;
+    });
+    const absl::Status published = partial->Publish(1, [](double) {});
+    over = true;
+    mover.join();
+    EXPECT_TRUE(published.ok()) << published;
+    for (int rank = 0; rank < 300; ++rank) {
+      const std::string file = StorePath(RankDirectory(mine, rank));
+      if (!fs::exists(file)) continue;
+      ++moved;
+      ASSERT_EQ(fs::file_size(file), kBytes);
+    }
+    fs::remove_all(mine);
+    fs::remove_all(parent);
+  }
+  std::printf("%d files moved away\n", moved);
+}
+
 TEST_F(CheckpointTest, LinksAreNeitherFollowedNorRemoved) {
   run_.directories = {scratch_.Sub("a")};
   Start();

@@ -5,9 +5,13 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <thread>
 
 #include "swap/inspect.h"
 #include "swap/store.h"
@@ -32,6 +36,37 @@ TEST_F(DirectoryTest, ASecondRunIsRefusedWhileTheFirstOneLives) {
   EXPECT_TRUE(absl::IsFailedPrecondition(Store::Create(*engine_, options_, layout_, "{}").status()));
   store.reset();
   EXPECT_NE(Open(), nullptr);
+}
+
+// Who only looks holds a lock for a moment. A creation in that moment waits for it, whatever its patience
+// with other runs.
+TEST_F(DirectoryTest, ALookAtAFileThatIsBeingMadeDoesNotRefuseItsCreation) {
+  options_.lock_patience_ms = 0;
+  options_.overwrite = true;
+  std::atomic<bool> over = false;
+  std::atomic<int> creation = 0;
+  int looks = 0;
+  std::thread looker([&] {
+    for (int seen = 0; !over.load();) {
+      const int now = creation.load();
+      if (now == seen) continue;  // it looks once at each
+      const auto file = PlainFile::Open(File());
+      if (!file.ok() || !file->TryLock(/*exclusive=*/false, 0).value_or(false)) continue;
+      seen = now;
+      ++looks;
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  for (int i = 0; i < 60; ++i) {
+    ++creation;
+    const auto store = Store::Create(*engine_, options_, layout_, "{}");
+    EXPECT_TRUE(store.ok()) << store.status();
+    if (!store.ok()) break;
+    ASSERT_EQ(std::remove(File().c_str()), 0);  // so that none waits for the looker to overwrite it
+  }
+  over = true;
+  looker.join();
+  std::printf("%d looks\n", looks);
 }
 
 TEST_F(DirectoryTest, FilesArePrivateAndLinksAreNotFollowed) {
@@ -278,6 +313,73 @@ TEST_F(DirectoryTest, AFileThatWasCutOffIsDamageForAllWhoLook) {
     std::filesystem::resize_file(File(d), bytes);
   }
   EXPECT_TRUE(Inspect(options_.directories).ok());
+}
+
+// Both header copies lie side by side, and one lost erase block takes both. What stands behind them tells a
+// run from one that was never committed, and a run is not started over.
+TEST_F(DirectoryTest, ZeroedHeadersBeforeARunAreDamageForAllWhoLook) {
+  FakeModel model(layout_, 1);
+  auto store = CreateCommitted(&model);
+  const uint64_t records = store->geometry().record_offset(0, 0);
+  store.reset();
+  const auto zero = [&](const std::string& path, uint64_t bytes) {
+    const std::string zeros(bytes, '\0');
+    std::fstream(path, std::ios::in | std::ios::out | std::ios::binary)
+        .write(zeros.data(), static_cast<std::streamsize>(bytes));
+  };
+  const auto expect = [&](Holding holding, absl::StatusCode code) {
+    const Finding finding = Probe(options_.directories);
+    EXPECT_EQ(finding.holding, holding) << finding.text;
+    const absl::Status inspected = Inspect(options_.directories).status();
+    EXPECT_EQ(inspected.code(), code) << inspected;
+    const absl::Status opened = Store::Open(*engine_, options_).status();
+    EXPECT_EQ(opened.code(), code) << opened;
+    if (code == absl::StatusCode::kNotFound) return;
+    for (const std::string& text :
+         {finding.text, std::string(inspected.message()), std::string(opened.message())}) {
+      EXPECT_THAT(text, ::testing::AllOf(HasSubstr("overwritten"), HasSubstr("--checkpoint-dir")));
+    }
+  };
+  // The headers; the bodies too; the records too: tiles are left.
+  for (const uint64_t bytes : {2 * kBlockBytes, records, kTileAreaAlignment}) {
+    SCOPED_TRACE(absl::StrCat(bytes, " bytes"));
+    zero(File(), bytes);
+    expect(Holding::kDamaged, absl::StatusCode::kDataLoss);
+  }
+  // It is ours, and may be replaced.
+  options_.overwrite = true;
+  Create().reset();
+  expect(Holding::kNeverCommitted, absl::StatusCode::kNotFound);
+  // Cut short as creation leaves it: bodies, perhaps torn; then header copy 1, perhaps torn.
+  std::string begin(records, '\0');
+  std::ifstream(File(), std::ios::binary).read(begin.data(), static_cast<std::streamsize>(records));
+  for (const uint64_t whole : {2 * kBlockBytes, 2 * kBlockBytes + 4096, records}) {
+    for (const uint64_t of_header : {uint64_t{0}, uint64_t{512}, kBlockBytes - 512}) {
+      std::string cut = begin;
+      std::fill_n(cut.begin(), kBlockBytes, '\0');
+      std::fill(cut.begin() + static_cast<ptrdiff_t>(whole), cut.end(), '\0');
+      // The first 512 bytes of the header, or all but those, or none.
+      const uint64_t from = of_header > 512 ? 512 : 0;
+      std::string header(kBlockBytes, '\0');
+      header.replace(from, of_header, begin, kBlockBytes + from, of_header);
+      cut.replace(kBlockBytes, kBlockBytes, header);
+      std::fstream(File(), std::ios::in | std::ios::out | std::ios::binary)
+          .write(cut.data(), static_cast<std::streamsize>(cut.size()));
+      expect(Holding::kNeverCommitted, absl::StatusCode::kNotFound);
+    }
+  }
+  EXPECT_NE(Create(), nullptr);
+
+  // Of several directories, any: with a commit in directory 0 all of them were whole.
+  options_.directories = {scratch_.Sub("a"), scratch_.Sub("b")};
+  for (const int d : {0, 1}) {
+    SCOPED_TRACE(absl::StrCat("directory ", d));
+    CreateCommitted(&model).reset();
+    zero(File(d), 2 * kBlockBytes);
+    expect(Holding::kDamaged, absl::StatusCode::kDataLoss);
+    zero(File(d), kTileAreaAlignment);
+    expect(Holding::kDamaged, absl::StatusCode::kDataLoss);
+  }
 }
 
 }  // namespace

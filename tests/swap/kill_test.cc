@@ -1,17 +1,9 @@
 // Kills: a small training is ended by SIGKILL at every named stage and at random moments, started again at
 // once, and has to go on bit for bit where it was, without losing a step that it had reported.
-#include <fcntl.h>
 #include <gtest/gtest.h>
-#include <poll.h>
-#include <signal.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
-#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -20,6 +12,7 @@
 #include "swap/checkpoint.h"
 #include "swap/store.h"
 #include "tests/soak.h"
+#include "tests/swap/harness_process.h"
 #include "tests/swap/no_leak.h"
 #include "tests/swap/scratch_directory.h"
 
@@ -29,82 +22,7 @@ namespace {
 // Kills at random moments in each test that makes them.
 int RandomKills() { return 30 * tests::Soak(); }
 
-using Clock = std::chrono::steady_clock;
-
-struct Outcome {
-  bool killed = false;
-  int exit_code = -1;
-  int64_t last_step = -1;    // printed last in this run
-  bool overwritten = false;  // it found its only version half overwritten and started over
-  std::string error;
-};
-
-// Runs the harness; kills it `kill_after_us` after its first printed step (below 0: never).
-Outcome RunHarness(std::vector<std::string> words, int64_t kill_after_us = -1) {
-  Outcome outcome;
-  int out[2], err[2];
-  if (::pipe2(out, O_CLOEXEC) != 0 || ::pipe2(err, O_CLOEXEC) != 0) return outcome;
-  posix_spawn_file_actions_t actions;
-  ::posix_spawn_file_actions_init(&actions);
-  ::posix_spawn_file_actions_adddup2(&actions, out[1], 1);
-  ::posix_spawn_file_actions_adddup2(&actions, err[1], 2);
-  words.insert(words.begin(), STORE_HARNESS);
-  std::vector<char*> argv;
-  for (std::string& word : words) argv.push_back(word.data());
-  argv.push_back(nullptr);
-  pid_t pid = 0;
-  const int spawned = ::posix_spawn(&pid, STORE_HARNESS, &actions, nullptr, argv.data(), environ);
-  ::posix_spawn_file_actions_destroy(&actions);
-  ::close(out[1]);
-  ::close(err[1]);
-  if (spawned != 0) {
-    outcome.error = "cannot start " STORE_HARNESS;
-    ::close(out[0]);
-    ::close(err[0]);
-    return outcome;
-  }
-  std::string text;
-  std::optional<Clock::time_point> deadline;
-  while (true) {
-    int wait_ms = -1;
-    if (deadline.has_value()) {
-      const auto left =
-          std::chrono::duration_cast<std::chrono::microseconds>(*deadline - Clock::now()).count();
-      if (left <= 0) {
-        ::kill(pid, SIGKILL);
-        deadline.reset();
-        kill_after_us = -1;
-        continue;
-      }
-      wait_ms = left < 1000 ? 0 : static_cast<int>(left / 1000);
-    }
-    pollfd poll_fd{out[0], POLLIN, 0};
-    if (::poll(&poll_fd, 1, wait_ms) <= 0) continue;
-    char buffer[4096];
-    const ssize_t n = ::read(out[0], buffer, sizeof buffer);
-    if (n <= 0) break;
-    text.append(buffer, static_cast<size_t>(n));
-    if (kill_after_us >= 0 && !deadline.has_value())
-      deadline = Clock::now() + std::chrono::microseconds(kill_after_us);
-  }
-  char buffer[4096];
-  for (ssize_t n; (n = ::read(err[0], buffer, sizeof buffer)) > 0;)
-    outcome.error.append(buffer, static_cast<size_t>(n));
-  ::close(out[0]);
-  ::close(err[0]);
-  int status = 0;
-  ::waitpid(pid, &status, 0);
-  outcome.killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
-  if (WIFEXITED(status)) outcome.exit_code = WEXITSTATUS(status);
-  outcome.overwritten = text.rfind("overwritten\n", 0) == 0;
-  // Only whole lines count: a torn one was never said.
-  const size_t end = text.rfind('\n');
-  if (end != std::string::npos) {
-    const size_t start = text.rfind("step ", end);
-    if (start != std::string::npos) outcome.last_step = std::stoll(text.substr(start + 5, end - start - 5));
-  }
-  return outcome;
-}
+using Outcome = HarnessOutcome;
 
 class KillTest : public ::testing::TestWithParam<Sync> {
  protected:
@@ -121,9 +39,9 @@ class KillTest : public ::testing::TestWithParam<Sync> {
 
 TEST_P(KillTest, EveryNamedStageOfCreationAndCommit) {
   int kills = 0;
-  for (int s = 0; s < kStages; ++s) {
-    const std::string stage(StageName(static_cast<Stage>(s)));
-    for (int nth : {1, s < static_cast<int>(Stage::kTileSubmitted) ? 2 : 7}) {
+  for (int s = 0; s < kCrashPoints; ++s) {
+    const std::string stage(CrashPointName(static_cast<CrashPoint>(s)));
+    for (int nth : {1, s < static_cast<int>(CrashPoint::kTileSubmitted) ? 2 : 7}) {
       const int store = s * 10 + nth;
       if (stage == "overwrite-removed") {  // reached only where there is something to overwrite
         ASSERT_EQ(RunHarness(Words(store, -1, 1)).exit_code, 0);
@@ -222,6 +140,47 @@ TEST(CheckpointKillTest, RandomMomentsWithACheckpointOnItsWay) {
     ASSERT_EQ(last.exit_code, 0) << last.error;
     EXPECT_GE(ListCheckpoints(checkpoints).size(), 1u);
     EXPECT_LE(ListCheckpoints(checkpoints).size(), 2u);
+  }
+}
+
+// Two starts at the same instant, each told to overwrite what is there: one of them has the directory, and
+// what it commits is there afterwards; the other is refused in a line.
+TEST(TwoStartsTest, OverwritingAtTheSameInstantOneHasItAndKeepsIt) {
+  const uint64_t seed = std::random_device{}();
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  std::mt19937_64 random(seed);
+  ScratchDirectory scratch;
+  for (int pair = 0; pair < 15 * tests::Soak(); ++pair) {
+    SCOPED_TRACE(absl::StrCat("pair ", pair));
+    const std::string dir = scratch.Sub("run");
+    const auto words = [&](int64_t harness_seed, std::vector<std::string> more) {
+      more.insert(more.begin(),
+                  {"--dir", dir, "--seed", absl::StrCat(pair * 2 + harness_seed), "--steps", "3"});
+      return more;
+    };
+    // 30 ms from now, when both are certain to be waiting, and up to 2 ms apart.
+    const int64_t at =
+        (std::chrono::steady_clock::now().time_since_epoch() + std::chrono::milliseconds(30)).count();
+    const auto has_own_memory = static_cast<int64_t>(random() % (pair % 2 == 0 ? 200'000 : 2'000'000));
+    HarnessProcess first(words(0, {"--overwrite-at", absl::StrCat(at), "--hold"}));
+    HarnessProcess second(words(1, {"--overwrite-at", absl::StrCat(at + has_own_memory), "--hold"}));
+    int winners = 0, winner = -1;
+    for (HarnessProcess* process : {&first, &second}) {
+      bool lives = true;
+      while (lives && process->Last("step") < 3) lives = process->Listen();
+      if (!lives) continue;
+      ++winners;
+      winner = process == &first ? 0 : 1;
+    }
+    for (HarnessProcess* process : {&first, &second}) {
+      const Outcome outcome = process->End();
+      const bool won = outcome.last_step == 3;
+      ASSERT_EQ(outcome.exit_code, won ? 0 : 1) << outcome.error;
+      ASSERT_EQ(std::count(outcome.error.begin(), outcome.error.end(), '\n'), won ? 0 : 1) << outcome.error;
+    }
+    ASSERT_EQ(winners, 1);
+    const Outcome after = RunHarness(words(winner, {"--expect", "3"}));
+    ASSERT_EQ(after.exit_code, 0) << after.error;
   }
 }
 

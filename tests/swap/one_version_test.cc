@@ -3,6 +3,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cerrno>
+
 #include "swap/inspect.h"
 #include "swap/verify.h"
 #include "tests/soak.h"
@@ -163,20 +165,21 @@ TEST_P(OneVersionSimTest, ACrashAtEveryEventIsAllOrNothing) {
       if (run.ok()) run = world.RunTo(3);
       if (run.ok()) continue;  // over before the crash
       world.Restart();
+      const int64_t acknowledged = world.acknowledged();
       const absl::Status opened = world.Open();
       if (absl::IsNotFound(opened)) {
-        ASSERT_LT(world.acknowledged(), 0) << "seed " << seed << " event " << at << ": " << opened;
+        ASSERT_LT(acknowledged, 0) << "seed " << seed << " event " << at << ": " << opened;
         continue;
       }
       if (!opened.ok()) {
         ASSERT_TRUE(absl::IsDataLoss(opened)) << "seed " << seed << " event " << at << ": " << opened;
         ASSERT_THAT(std::string(opened.message()), HasSubstr("one version"));
-        ASSERT_GT(world.marked(), world.acknowledged()) << "seed " << seed << " event " << at;
+        ASSERT_GT(world.marked(), acknowledged) << "seed " << seed << " event " << at;
         ++refused;
         continue;
       }
       ++whole;
-      ASSERT_GE(static_cast<int64_t>(world.store().committed_step()), world.acknowledged());
+      ASSERT_GE(static_cast<int64_t>(world.store().committed_step()), acknowledged);
       const absl::Status checked = world.Check();
       ASSERT_TRUE(checked.ok()) << "seed " << seed << " event " << at << ": " << checked;
       const absl::Status on = world.RunTo(4);
@@ -187,6 +190,43 @@ TEST_P(OneVersionSimTest, ACrashAtEveryEventIsAllOrNothing) {
   std::printf("%d crashes left it whole, %d cost the state\n", whole, refused);
   EXPECT_GT(whole, 10);
   EXPECT_GT(refused, 10);
+}
+
+// Promise: a mark that could not be written changed nothing, and may be tried again; nothing is overwritten
+// before that. After a failed sync only opening again helps, for marks as for commits.
+TEST_P(OneVersionSimTest, AFailedMarkCanBeTriedAgainAndAFailedSyncCannot) {
+  SimWorld world(5, GetParam(), 2, 1);
+  ASSERT_TRUE(world.Create().ok());
+  FakeModel model(world.layout(), 5);
+  model.Initialize();
+  model.UpdateAll(1);
+  world.disk().set_rates({.write_error = 1});
+  const absl::Status failed = world.store().OverwriteNow();
+  EXPECT_TRUE(absl::IsDataLoss(failed)) << failed;
+  EXPECT_THAT(std::string(failed.message()), HasSubstr("mark of the overwriting of step 0"));
+  EXPECT_FALSE(world.store().overwriting());
+  EXPECT_TRUE(absl::IsFailedPrecondition(model.WriteTile(world.store(), 0, 2)));
+  EXPECT_FALSE(world.store().OverwriteNow().ok());
+  world.disk().set_rates({});
+  EXPECT_TRUE(world.Check().ok());
+  const absl::Status again = world.store().OverwriteNow();
+  ASSERT_TRUE(again.ok()) << again;
+  ASSERT_TRUE(model.WriteAll(world.store(), 2).ok());
+  // A commit that failed is made up for by a commit, not by a mark.
+  world.disk().set_rates({.write_error = 1});
+  EXPECT_FALSE(world.store().CommitNow({.step = 1, .updates = 1, .payload = ""}).ok());
+  world.disk().set_rates({});
+  EXPECT_TRUE(absl::IsFailedPrecondition(world.store().OverwriteNow()));
+  ASSERT_TRUE(world.store().CommitNow({.step = 1, .updates = 1, .payload = ""}).ok());
+  EXPECT_TRUE(world.Check().ok());
+  if (GetParam() == Sync::kProcess) return;
+  world.disk().FailNext(aio::Op::kSync, EIO);
+  EXPECT_FALSE(world.store().OverwriteNow().ok());
+  EXPECT_THAT(std::string(world.store().OverwriteNow().message()), HasSubstr("open the store again"));
+  world.EndProcess();
+  world.Restart();
+  ASSERT_TRUE(world.Open().ok());
+  EXPECT_TRUE(world.store().OverwriteNow().ok());
 }
 
 // A disk that lies, about the mark too: damage is named, never taken for a run.

@@ -3,6 +3,7 @@
 #ifndef PENSTOCK_TESTS_SWAP_SIM_WORLD_H_
 #define PENSTOCK_TESTS_SWAP_SIM_WORLD_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -72,9 +73,18 @@ class SimWorld {
     return absl::OkStatus();
   }
 
-  // The end of the process, and the start of the next: no fault is left, the disk's contents are.
+  // The process dies and the disk keeps its power: what was started is carried out, what was not synced is
+  // still there, and may be lost by a later crash of the disk.
+  void EndProcess() {
+    disk_->EndProcess();
+    process_ended_ = true;
+  }
+
+  // The start of the next process, after EndProcess or a crash of the disk; without either the disk crashes
+  // now. No fault is left, the disk's contents are.
   void Restart() {
-    if (!disk_->crashed()) disk_->Crash();  // what is in flight when a process dies
+    if (!process_ended_ && !disk_->crashed()) disk_->Crash();
+    process_ended_ = false;
     store_.reset();
     StopEngine();
     disk_->Restart();
@@ -91,6 +101,10 @@ class SimWorld {
     auto store = Store::Open(*engine_, options_);
     if (!store.ok()) return store.status();
     store_ = *std::move(store);
+    // What a run goes on from, and says so, is not lost any more.
+    if (options_.sync == Sync::kPower)
+      acknowledged_ = std::max(acknowledged_, static_cast<int64_t>(store_->committed_step()));
+    attempted_ = std::max(attempted_, static_cast<int64_t>(store_->committed_step()));
     return absl::OkStatus();
   }
 
@@ -143,7 +157,6 @@ class SimWorld {
     engine_options.backend = aio::BackendKind::kSim;
     engine_options.sim = disk_.get();
     engine_options.block_bytes = 4096;  // many transfers a tile
-    engine_options.io_error_retries = 0;
     engine_options.log = [](std::string_view) {};
     auto engine = aio::Engine::Create(engine_options);
     if (engine.ok()) engine_ = *std::move(engine);
@@ -164,13 +177,14 @@ class SimWorld {
     auto file = aio::File::Open(file_options);
     if (!file.ok()) return;
     AlignedBuffer block(kBlockBytes);
-    for (int i = 0; i < 3; ++i) {
+    for (bool failed = true; failed;) {
+      failed = false;
       aio::Request write, read, sync;
       write.PrepareWrite(**file, 0, block.data(), block.bytes());
       read.PrepareRead(**file, 0, block.data(), block.bytes());
       sync.PrepareSync(**file);
       for (aio::Request* request : {&write, &read, &sync}) {
-        if (engine_->Submit(request).ok()) (void)engine_->Wait(request);
+        if (!engine_->Submit(request).ok() || !engine_->Wait(request).ok()) failed = true;
       }
     }
   }
@@ -209,7 +223,7 @@ class SimWorld {
     });
     if (!pumped.ok()) {
       // The process is dead: what is in flight may or may not reach the disk. Its memory goes with it.
-      if (!disk_->crashed()) disk_->Crash();
+      if (!process_ended_ && !disk_->crashed()) disk_->Crash();
       (void)engine_->Drain();
       return pumped;
     }
@@ -256,6 +270,7 @@ class SimWorld {
   int64_t acknowledged_ = -1;
   int64_t attempted_ = -1;
   int64_t marked_ = -1;
+  bool process_ended_ = false;  // and the next has not begun
 };
 
 }  // namespace penstock::swap

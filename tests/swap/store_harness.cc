@@ -2,20 +2,25 @@
 // against an oracle computed from nothing but the seed, and goes on from there.
 //
 //   store_harness --dir D [--dir D2 ...] --seed S --steps N [--expect STEP] [--fresh]
-//                 [--sync process|power] [--slots 1|2|3] [--checkpoints DIR]
-//                 [--kill-at STAGE [--kill-after K]]
+//                 [--sync process|power] [--slots 1|2|3] [--checkpoints DIR [--expect-checkpoint STEP]]
+//                 [--kill-at STAGE [--kill-after K]] [--overwrite-at NS] [--hold]
 //
-// Prints "step N" once step N is committed: what has been printed must never be lost. Ends with 0 when step N
+// Prints "step N" once step N is committed, "checkpoint N" once its checkpoint is: what has been printed must
+// never be lost. Ends with 0 when step N
 // is reached; 1 with a line on stderr when anything is not as it must be; by SIGKILL at the K-th time that it
 // comes by the named stage. --expect: the least step that recovery has to find. With one slot, a run that was
-// ended while it was being overwritten starts over after it has printed "overwritten".
+// ended while it was being overwritten starts over after it has printed "overwritten". --overwrite-at:
+// creates the store at this moment of the steady clock, over whatever is there, and waits for nobody's lock.
+// --hold: keeps the store open at the end until its standard input is closed.
 #include <signal.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,9 +40,9 @@ struct KillPlan {
   std::atomic<int> left{1};
 };
 
-void AtStage(Stage stage, void* context) {
+void AtStage(CrashPoint stage, void* context) {
   auto* plan = static_cast<KillPlan*>(context);
-  if (StageName(stage) == plan->stage && plan->left.fetch_sub(1) == 1) ::kill(::getpid(), SIGKILL);
+  if (CrashPointName(stage) == plan->stage && plan->left.fetch_sub(1) == 1) ::kill(::getpid(), SIGKILL);
 }
 
 int Fail(const std::string& what) {
@@ -56,7 +61,10 @@ struct Words {
   uint64_t steps = 10;
   int64_t expect = -1;
   bool fresh = false;
+  int64_t overwrite_at_ns = 0;
+  bool hold = false;
   std::string checkpoints;
+  int64_t expect_checkpoint = -1;
   KillPlan kill;
 };
 
@@ -97,7 +105,11 @@ absl::Status RunStep(Store& store, FakeModel& model, uint64_t step) {
 
 // Every checkpoint under its name is whole and holds what its step held.
 absl::Status CheckCheckpoints(aio::Engine& engine, const Words& words, const Layout& layout) {
-  for (const CheckpointEntry& entry : ListCheckpoints(words.checkpoints)) {
+  const std::vector<CheckpointEntry> all = ListCheckpoints(words.checkpoints);
+  const int64_t newest = all.empty() ? -1 : static_cast<int64_t>(all.back().step);
+  if (newest < words.expect_checkpoint)
+    return absl::InternalError(absl::StrCat("checkpoint ", words.expect_checkpoint, " was lost: ", newest));
+  for (const CheckpointEntry& entry : all) {
     StoreOptions options;
     options.directories = {entry.path};
     options.read_only = true;
@@ -126,13 +138,21 @@ int Run(Words& words) {
   if (!engine.ok()) return Fail(engine.status().ToString());
   const Layout layout = SmallLayout(6, 6000);
   if (!words.kill.stage.empty()) {
-    words.options.at_stage = &AtStage;
+    words.options.at_crash_point = &AtStage;
     words.options.stage_context = &words.kill;
   }
   FakeModel model(layout, words.seed), oracle(layout, words.seed);
   oracle.Initialize();
 
-  auto store = Store::Open(**engine, words.options);
+  // To the microsecond, without going to sleep.
+  const auto now = [] { return std::chrono::steady_clock::now().time_since_epoch(); };
+  while (now() < std::chrono::nanoseconds(words.overwrite_at_ns)) continue;
+  if (words.overwrite_at_ns != 0) {
+    words.fresh = true;
+    words.options.lock_patience_ms = 200;
+  }
+  auto store = words.overwrite_at_ns == 0 ? Store::Open(**engine, words.options)
+                                          : absl::StatusOr<std::unique_ptr<Store>>(absl::NotFoundError(""));
   const bool overwritten = words.options.slots == 1 && absl::IsDataLoss(store.status()) &&
                            absl::StrContains(store.status().message(), "one version");
   if (overwritten) {
@@ -177,7 +197,12 @@ int Run(Words& words) {
   AlignedBuffer memory(2 << 20);
   std::unique_ptr<CheckpointCopy> copy;
   const auto finish = [&copy] {
+    const uint64_t of_step = copy->step();
     const absl::Status done = std::exchange(copy, nullptr)->Finish();
+    if (done.ok()) {
+      std::printf("checkpoint %llu\n", static_cast<unsigned long long>(of_step));
+      std::fflush(stdout);
+    }
     return done.ok() || absl::IsAlreadyExists(done) ? 0 : Fail(absl::StrCat("checkpoint: ", done.ToString()));
   };
   for (uint64_t s = step + 1; s <= words.steps; ++s) {
@@ -189,6 +214,10 @@ int Run(Words& words) {
       auto begun = CheckpointCopy::OfStore(**store, options);
       if (!begun.ok()) return Fail(begun.status().ToString());
       copy = *std::move(begun);
+      if (words.options.slots == 1) {  // it holds the only version
+        copy->AllowAll();
+        if (const int code = finish(); code != 0) return code;
+      }
     }
     if (absl::Status status = RunStep(**store, model, s); !status.ok()) return Fail(status.ToString());
     std::printf("step %llu\n", static_cast<unsigned long long>(s));
@@ -198,6 +227,7 @@ int Run(Words& words) {
     if (!copy->finished()) continue;
     if (const int code = finish(); code != 0) return code;
   }
+  if (char byte = 0; words.hold) (void)!::read(STDIN_FILENO, &byte, 1);
   // An orderly end, as a training's.
   return copy != nullptr ? finish() : 0;
 }
@@ -221,12 +251,18 @@ int Main(int argc, char** argv) {
       words.options.sync = value() == "power" ? Sync::kPower : Sync::kProcess;
     else if (word == "--checkpoints")
       words.checkpoints = value();
+    else if (word == "--expect-checkpoint")
+      words.expect_checkpoint = std::strtoll(value().c_str(), nullptr, 10);
     else if (word == "--kill-at")
       words.kill.stage = value();
     else if (word == "--kill-after")
       words.kill.left = std::atoi(value().c_str());
     else if (word == "--fresh")
       words.fresh = true;
+    else if (word == "--overwrite-at")
+      words.overwrite_at_ns = std::strtoll(value().c_str(), nullptr, 10);
+    else if (word == "--hold")
+      words.hold = true;
     else {
       std::fprintf(stderr, "store_harness: unknown word %s\n", word.c_str());
       return 2;

@@ -11,10 +11,10 @@
 
 #include "tests/tiering/meaning_lanes.h"
 #include "tests/tiering/plans.h"
+#include "tiering/advice/tier_table.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/program.h"
 #include "tiering/simulate/simulate.h"
-#include "tiering/advice/tier_table.h"
 
 namespace penstock::tiering {
 namespace {
@@ -61,7 +61,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     options.world = std::array{1, 1, 2, 3}[seed % 4];
     options.commits_every_step = random() % 2 != 0;
     if (random() % 2 != 0) options.bounds.processor_share = 0.25 * static_cast<double>(random() % 4);
-    options.device.apart = true;
+    options.device.has_own_memory = true;
     options.device.direct = seed % 8 >= 4;
     options.device.gds = seed % 3 == 0;
     if (random() % 2 != 0) options.tile_bytes = 64 << 10;
@@ -106,14 +106,14 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     }
     const Counted run = RunPasses(graph, *plan, machine, &random);
     counted.early += run.early;
-    counted.redone += run.redone;
+    counted.replayed += run.replayed;
     counted.persisted += run.persisted;
     counted.there += run.there;
     counted.past_host += run.past_host;
     if (HasFailure()) return;
   }
   EXPECT_GT(counted.early, 500);
-  EXPECT_GT(counted.redone, 200);
+  EXPECT_GT(counted.replayed, 200);
   EXPECT_GT(counted.persisted, 50);
   EXPECT_GT(counted.there, 1'000);
   EXPECT_GT(counted.past_host, 1'000);
@@ -130,7 +130,7 @@ ModelGraph LongChain() {
 // the device there is as little as works.
 PlanOptions AllStreams(const ModelGraph& graph) {
   PlanOptions options;
-  options.device.apart = true;
+  options.device.has_own_memory = true;
   options.update_order = UpdateOrder::kInNextForward;
   options.bounds.resident_elements = 0;
   options.bounds.state_fraction = 0;
@@ -150,7 +150,7 @@ TEST(Device, WeightsThatOnlyItNeedsComeFromTheDriveToIt) {
   options.device.gds = true;
   const Plan straight = *MakePlan(graph, options);
   const int64_t block = int64_t{2} << 20;
-  const int64_t kept = static_cast<int64_t>(straight.run_slots.size() + 1) * block;
+  const int64_t kept = static_cast<int64_t>(straight.weight_slots.size() + 1) * block;
   EXPECT_GE(straight.device.h2d_bytes, 2 * elements);
   EXPECT_LE(straight.device.h2d_bytes, 2 * elements + kept)
       << "forward's, and what host memory had for backward";
@@ -171,7 +171,7 @@ TEST(Device, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
   for (const ModelGraph& graph : {Chain(6, 1 << 20), Tied(12, 1 << 19, 1 << 22), Tied(1, 2048, 2048)}) {
     for (const int micro_batches : {1, 3}) {
       PlanOptions options;
-      options.device.apart = true;
+      options.device.has_own_memory = true;
       options.micro_batches = micro_batches;
       options.device.budget_bytes = LeastDeviceMemory(graph, options);
       const absl::StatusOr<Plan> plan = MakePlan(graph, options);
@@ -192,7 +192,7 @@ TEST(Device, BytesCopiedPerParameterFallWithItsMemory) {
   PlanOptions options = AllStreams(graph);
   Plan plan = *MakePlan(graph, options);
   const int64_t block = int64_t{2} << 20;
-  EXPECT_EQ(plan.device.run_slots.size(), 1u);
+  EXPECT_EQ(plan.device.weight_slots.size(), 1u);
   EXPECT_EQ(plan.device.h2d_bytes, 4 * elements - block) << "the last one stays between forward and backward";
   EXPECT_EQ(plan.device.d2h_bytes, 2 * elements);
   int64_t before = plan.device.h2d_bytes;
@@ -202,7 +202,7 @@ TEST(Device, BytesCopiedPerParameterFallWithItsMemory) {
     EXPECT_LE(plan.device.h2d_bytes, before);
     before = plan.device.h2d_bytes;
   }
-  EXPECT_EQ(plan.device.run_slots.size(), 32u);
+  EXPECT_EQ(plan.device.weight_slots.size(), 32u);
   EXPECT_EQ(plan.device.h2d_bytes, 2 * elements);
   // What host memory still had of the last blocks is not read again.
   EXPECT_LE(plan.nvme_read_bytes, 12 * elements);
@@ -217,7 +217,7 @@ TEST(Device, RanksCopyWholeRuns) {
   for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
   for (const int micro_batches : {1, 2}) {
     PlanOptions options;
-    options.device.apart = true;
+    options.device.has_own_memory = true;
     options.world = 2;
     options.micro_batches = micro_batches;
     options.device.budget_bytes = LeastDeviceMemory(graph, options);
@@ -240,7 +240,7 @@ TEST(Device, RanksWhoseDevicesExchangeCopyTheirPartsAlone) {
   for (const int world : {2, 4}) {
     for (const int micro_batches : {1, 2}) {
       PlanOptions options;
-      options.device.apart = options.device.direct = true;
+      options.device.has_own_memory = options.device.direct = true;
       options.world = world;
       options.micro_batches = micro_batches;
       options.device.budget_bytes = LeastDeviceMemory(graph, options);
@@ -268,14 +268,14 @@ TEST(Device, InputsWaitInHostMemoryWhereTheDeviceHasNoRoom) {
   ModelGraph graph = Chain(16, 1 << 18);
   for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 8 * kMiB;
   PlanOptions options;
-  options.device.apart = true;
+  options.device.has_own_memory = true;
   options.bounds.processor_share = 1;  // weights come and go
   options.micro_batches = 2;
   options.device.budget_bytes = LeastDeviceMemory(graph, options);
   EXPECT_LT(options.device.budget_bytes, 16 * 2 * 8 * kMiB / 2) << "a fraction of the inputs alone";
   const Plan lean = *MakePlan(graph, options);
   // All but the last kept ones and the batch.
-  const int64_t away = (16 - lean.device.kept_inputs - 1) * 2 * 8 * kMiB;
+  const int64_t away = (16 - lean.device.saved_activations - 1) * 2 * 8 * kMiB;
   int64_t waiting = 0;
   for (const Slot& slot : lean.input_slots) waiting += slot.bytes;
   EXPECT_EQ(waiting, away);
@@ -306,7 +306,7 @@ TEST(Device, StepIsWithinFivePercentOfItsFloor) {
         stage.backward_seconds = compute * drive_seconds / 24 * 3 / 4;
       }
       PlanOptions options;
-      options.device.apart = true;
+      options.device.has_own_memory = true;
       options.machine.h2d_bytes_per_s = options.machine.d2h_bytes_per_s =
           4.0 * elements / (copy * drive_seconds);
       const int64_t least = LeastDeviceMemory(graph, options);
@@ -317,11 +317,11 @@ TEST(Device, StepIsWithinFivePercentOfItsFloor) {
         ASSERT_TRUE(plan.ok()) << plan.status();
         const absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, options.machine, /*steps=*/6);
         ASSERT_TRUE(prediction.ok()) << prediction.status();
-        EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.05)
+        EXPECT_LE(prediction->step_seconds, prediction->lower_bound_seconds * 1.05)
             << "compute to drive " << compute << ", copies to drive " << copy << ", " << blocks
             << " blocks beyond the least, bound by " << prediction->bound_by << "; "
             << plan->on_device_share() << " there, " << plan->in_backward_share() << " in backward";
-        worst = std::max(worst, prediction->step_seconds / prediction->floor_seconds);
+        worst = std::max(worst, prediction->step_seconds / prediction->lower_bound_seconds);
       }
     }
   }

@@ -1,5 +1,5 @@
-// Which blocks live on a device apart with their state: within its memory, as the ratio says, and where
-// nobody says, as makes a step the shortest in virtual time.
+// Which blocks live on a device apart with their state: within its memory, as the ratio says, and
+// where nobody says, as makes a step the shortest in virtual time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ PlanOptions Options(bool on_nvme) {
   options.on_nvme = on_nvme;
   options.commits_every_step = false;
   options.compares_policies = false;
-  options.device.apart = true;
+  options.device.has_own_memory = true;
   return options;
 }
 
@@ -83,7 +83,7 @@ TEST(DeviceState, EverythingOnTheDeviceNeedsNothingElse) {
           EXPECT_TRUE(on_nvme || plan.slot_bytes < kMiB) << plan.ledger().Listed();
           const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, options.machine, 4);
           ASSERT_TRUE(prediction.ok());
-          EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.05);
+          EXPECT_LE(prediction->step_seconds, prediction->lower_bound_seconds * 1.05);
           EXPECT_EQ(prediction->bound_by, "compute");
         }
       }
@@ -134,7 +134,7 @@ TEST(DeviceState, OfSeveralRanksExchangesAreBesideCompute) {
     const Plan plan = *MakePlan(graph, options);
     const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, options.machine, 4);
     ASSERT_TRUE(prediction.ok());
-    EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.1) << prediction->bound_by;
+    EXPECT_LE(prediction->step_seconds, prediction->lower_bound_seconds * 1.1) << prediction->bound_by;
   }
 }
 
@@ -160,7 +160,7 @@ TEST(DeviceState, WhereEveryStepIsDurableTheDriveIsOnlyWritten) {
     options.machine.write_bytes_per_s = 12 * static_cast<double>(graph.elements()) / compute * rate;
     const absl::StatusOr<Prediction> prediction = Simulate(graph, plan, options.machine, 4);
     ASSERT_TRUE(prediction.ok());
-    EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.05) << rate;
+    EXPECT_LE(prediction->step_seconds, prediction->lower_bound_seconds * 1.05) << rate;
     EXPECT_EQ(prediction->bound_by, rate > 1 ? "compute" : "write");
   }
 }

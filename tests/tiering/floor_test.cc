@@ -25,8 +25,8 @@ struct Case {
 // The busiest part, or the drive with what it cannot do beside anything: nothing can be updated before the
 // first gradient of backward is final, when what forward updates has been, so it can but fill the ring; and
 // the first tile on its way in, the last on its way out, and the commit.
-double FloorOf(const ModelGraph& graph, const Plan& plan, const Prediction& prediction,
-               const MachineModel& machine) {
+double LowerBoundOf(const ModelGraph& graph, const Plan& plan, const Prediction& prediction,
+                    const MachineModel& machine) {
   const auto tile = static_cast<double>(plan.tile_state_bytes);
   double turn = 0;
   std::vector<int> uses(graph.blocks.size(), 0);
@@ -39,12 +39,13 @@ double FloorOf(const ModelGraph& graph, const Plan& plan, const Prediction& pred
   const double ends = tile / machine.read_bytes_per_s + tile / machine.write_bytes_per_s +
                       static_cast<double>(plan.tile_elements) / machine.update_parameters_per_s +
                       2 * machine.io_latency_seconds + machine.commit_seconds;
-  return std::max(prediction.floor_seconds, prediction.drive_seconds + std::max(0.0, turn - filled) + ends);
+  return std::max(prediction.lower_bound_seconds,
+                  prediction.drive_seconds + std::max(0.0, turn - filled) + ends);
 }
 
-class StepAndFloor : public testing::TestWithParam<Case> {};
+class StepAndLowerBound : public testing::TestWithParam<Case> {};
 
-TEST_P(StepAndFloor, AreWithinFivePercent) {
+TEST_P(StepAndLowerBound, AreWithinFivePercent) {
   const Case& of = GetParam();
   ModelGraph graph = of.tied ? Tied(23, 3 << 20, 1 << 20) : Chain(24, 3 << 20);
   const auto elements = static_cast<double>(graph.elements());
@@ -75,9 +76,9 @@ TEST_P(StepAndFloor, AreWithinFivePercent) {
       ASSERT_TRUE(plan.ok()) << plan.status();
       const absl::StatusOr<Prediction> step = Simulate(graph, *plan, machine, /*steps=*/6);
       ASSERT_TRUE(step.ok());
-      const double floor = FloorOf(graph, *plan, *step, machine);
+      const double floor = LowerBoundOf(graph, *plan, *step, machine);
       EXPECT_LE(step->step_seconds, floor * 1.05);
-      EXPECT_LE(step->step_seconds, step->floor_seconds * 1.09) << "the busiest part alone";
+      EXPECT_LE(step->step_seconds, step->lower_bound_seconds * 1.09) << "the busiest part alone";
       worst = std::max(worst, step->step_seconds / floor);
       // A floor of needless bytes would be none: all of it streams, spilled gradients too, at the most.
       const auto moved = static_cast<double>(plan->nvme_read_bytes + plan->nvme_write_bytes);
@@ -96,7 +97,7 @@ TEST_P(StepAndFloor, AreWithinFivePercent) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Grid, StepAndFloor,
+    Grid, StepAndLowerBound,
     testing::Values(
         Case{"bf16_chain", Precision::Bf16(), 26, false}, Case{"bf16_tied", Precision::Bf16(), 26, true},
         Case{"fp16_chain", Precision::Fp16(), 30, false}, Case{"fp16_tied", Precision::Fp16(), 30, true},

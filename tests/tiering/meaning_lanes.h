@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "tiering/program/executor.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/executor.h"
 #include "tiering/program/program.h"
 #include "tiering/simulate/sim_lanes.h"
 
@@ -26,11 +26,11 @@ namespace penstock::tiering {
 // assumption that will turn out wrong.
 class MeaningLanes : public Lanes {
  public:
-  using Redone = std::function<bool(int64_t step)>;
+  using Replayed = std::function<bool(int64_t step)>;
 
-  MeaningLanes(const Plan& plan, const MachineModel& machine, Redone redone)
-      : plan_(plan), sim_(plan, machine), redone_(redone) {
-    sim_.set_redone(std::move(redone));
+  MeaningLanes(const Plan& plan, const MachineModel& machine, Replayed replayed)
+      : plan_(plan), sim_(plan, machine), replayed_(replayed) {
+    sim_.set_replayed(std::move(replayed));
     for (size_t b = 0; b < plan.blocks.size(); ++b) {
       for (size_t t = 0; t < plan.blocks[b].tiles.size(); ++t) {
         const std::pair<int, int> tile{static_cast<int>(b), static_cast<int>(t)};
@@ -38,7 +38,7 @@ class MeaningLanes : public Lanes {
         committed_[tile] = 0;
         if (plan.on_nvme) continue;
         if (plan.on_device(tile.first)) {
-          device_run_[{plan.device.blocks[b].run_slot, tile.second}] = {tile.first, 0};
+          device_run_[{plan.device.blocks[b].weight_slot, tile.second}] = {tile.first, 0};
           device_state_[tile] = 0;
           continue;
         }
@@ -51,14 +51,14 @@ class MeaningLanes : public Lanes {
   bool HasRoom(Lane lane) const override { return sim_.HasRoom(lane); }
   bool Skips(const Op& op) const override {
     // Whether the assumption held is known when these operations can start, not before.
-    EXPECT_TRUE(!op.redo || norms_ >= op.step);
+    EXPECT_TRUE(!op.replay || norms_ >= op.step);
     return sim_.Skips(op);
   }
   double Now() const override { return sim_.Now(); }
 
   void Start(OpId id, const Op& op) override {
     Check(op);
-    if (op.lane == Lane::kGather || op.lane == Lane::kReduce) {
+    if (op.lane == Lane::kAllGather || op.lane == Lane::kReduceScatter) {
       // All ranks come to the network in one order: that of the program.
       EXPECT_GT(id, last_started_[op.lane]);
       last_started_[op.lane] = id;
@@ -67,7 +67,7 @@ class MeaningLanes : public Lanes {
     if (op.kind == OpKind::kReadWeights) Run(op) = {-1, 0};
     if (op.kind == OpKind::kReadState) state_[op.tile_slot] = {{-1, -1}, 0};
     if (op.kind == OpKind::kCopyStateOut) {
-      run_[{op.run_slot, op.tile}] = {-1, 0};
+      run_[{op.weight_slot, op.tile}] = {-1, 0};
       state_[op.tile_slot] = {{-1, -1}, 0};
     }
     if (op.kind == OpKind::kCopyStateIn) device_state_[{op.block, op.tile}] = -1;
@@ -109,7 +109,7 @@ class MeaningLanes : public Lanes {
   int64_t commits() const { return commits_; }
   int64_t persisted() const { return persisted_; }
   int64_t early_updates() const { return early_updates_; }
-  int64_t redone_updates() const { return redone_updates_; }
+  int64_t replayed_updates() const { return replayed_updates_; }
   int64_t updates_there() const { return updates_there_; }
   int64_t reads_past_host() const { return reads_past_host_; }
   int64_t writes_in_parts() const { return writes_in_parts_; }
@@ -120,14 +120,14 @@ class MeaningLanes : public Lanes {
   bool RanksMeetInMemory() const { return plan_.world > 1 && !plan_.device.direct; }
   // Whether its device slot is a run's (otherwise a gradient's).
   static bool OfRun(const Op& op) {
-    return OfTile(op) || op.kind == OpKind::kCopyIn || op.kind == OpKind::kGather ||
+    return OfTile(op) || op.kind == OpKind::kCopyIn || op.kind == OpKind::kAllGather ||
            op.kind == OpKind::kForward || op.kind == OpKind::kBackward || op.kind == OpKind::kUpdateOnDevice;
   }
   // Of one tile there.
   static bool OfTile(const Op& op) { return op.kind == OpKind::kReadWeights || op.kind == OpKind::kVerify; }
   // Where a tile's weights are read to and checked.
   std::pair<int, int64_t>& Run(const Op& op) {
-    return op.device_slot >= 0 ? device_run_[{op.device_slot, op.tile}] : run_[{op.run_slot, op.tile}];
+    return op.device_slot >= 0 ? device_run_[{op.device_slot, op.tile}] : run_[{op.weight_slot, op.tile}];
   }
   // What a copy to the device copies: one tile, or over several ranks the whole run.
   std::vector<int> TilesOf(const Op& op) const {
@@ -148,20 +148,21 @@ class MeaningLanes : public Lanes {
       const bool same_tile = op.block == other.block && op.tile == other.tile;
       const auto changes = [](const Op& one) {
         return one.kind == OpKind::kReadWeights || one.kind == OpKind::kUpdate ||
-               one.kind == OpKind::kGather || one.kind == OpKind::kCopyStateOut;
+               one.kind == OpKind::kAllGather || one.kind == OpKind::kCopyStateOut;
       };
       // A gather, and a seal or a write of a tile, all read this rank's part.
       const auto reads_part = [](const Op& one) {
-        return IsTileWrite(one.kind) || one.kind == OpKind::kSeal;
+        return IsTileWrite(one.kind) || one.kind == OpKind::kChecksumTile;
       };
-      const bool both_read = (op.kind == OpKind::kGather && reads_part(other)) ||
-                             (reads_part(op) && other.kind == OpKind::kGather);
+      const bool both_read = (op.kind == OpKind::kAllGather && reads_part(other)) ||
+                             (reads_part(op) && other.kind == OpKind::kAllGather);
       const bool changes_run = changes(op) && !both_read;
       const bool other_changes_run = changes(other) && !both_read;
-      if (op.run_slot >= 0 && op.run_slot == other.run_slot && (changes_run || other_changes_run)) {
+      if (op.weight_slot >= 0 && op.weight_slot == other.weight_slot && (changes_run || other_changes_run)) {
         // Two tiles of one block may be filled at once.
         EXPECT_TRUE(op.block == other.block && op.tile != other.tile && op.tile >= 0 && other.tile >= 0)
-            << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on run slot " << op.run_slot;
+            << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on run slot "
+            << op.weight_slot;
       }
       const bool two_tiles = OfTile(op) && OfTile(other) && op.block == other.block && op.tile != other.tile;
       if (op.device_slot >= 0 && op.device_slot == other.device_slot && OfRun(op) == OfRun(other) &&
@@ -183,7 +184,7 @@ class MeaningLanes : public Lanes {
         const Op& reduce = op.kind == OpKind::kCopyOut ? other : op;
         // Sums are copied to where they are reduced, or from there.
         const int meet = plan_.device.direct ? copy.accumulator_slot : copy.host_accumulator_slot;
-        EXPECT_FALSE(reduce.kind == OpKind::kReduce && meet >= 0 && reduce.accumulator_slot == meet)
+        EXPECT_FALSE(reduce.kind == OpKind::kReduceScatter && meet >= 0 && reduce.accumulator_slot == meet)
             << "copied while it is reduced";
       }
       if (op.tile_slot >= 0 && op.tile_slot == other.tile_slot) {
@@ -196,7 +197,7 @@ class MeaningLanes : public Lanes {
       if (op.lane == Lane::kRead && op.kind != OpKind::kReadGradient && IsTileWrite(other.kind)) {
         EXPECT_FALSE(same_tile) << "read under a write";
       }
-      if ((op.kind == OpKind::kSeal || op.kind == OpKind::kUpdate) && IsTileWrite(other.kind)) {
+      if ((op.kind == OpKind::kChecksumTile || op.kind == OpKind::kUpdate) && IsTileWrite(other.kind)) {
         EXPECT_FALSE(same_tile) << "sealed under a write, which is noted with these checksums";
       }
       if (IsTileWrite(op.kind) && IsTileWrite(other.kind)) {
@@ -235,16 +236,16 @@ class MeaningLanes : public Lanes {
       }
       case OpKind::kForward:
       case OpKind::kBackward: {
-        EXPECT_EQ(plan_.device.apart, op.device_slot >= 0);
+        EXPECT_EQ(plan_.device.has_own_memory, op.device_slot >= 0);
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
-          const auto held = plan_.device.apart ? device_run_[{op.device_slot, static_cast<int>(t)}]
-                                               : run_[{op.run_slot, static_cast<int>(t)}];
+          const auto held = plan_.device.has_own_memory ? device_run_[{op.device_slot, static_cast<int>(t)}]
+                                                        : run_[{op.weight_slot, static_cast<int>(t)}];
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
           EXPECT_EQ(held.second, 2 * OfBlock(op, op.kind == OpKind::kBackward ? op.step - 1 : Updates(op)))
               << OpKindName(op.kind);
           // The other ranks' parts are as new as this one's.
-          if (plan_.world > 1 && !plan_.device.apart) {
-            EXPECT_EQ(gathered_[op.run_slot], held) << OpKindName(op.kind);
+          if (plan_.world > 1 && !plan_.device.has_own_memory) {
+            EXPECT_EQ(gathered_[op.weight_slot], held) << OpKindName(op.kind);
           }
           if (plan_.device.direct) {
             EXPECT_EQ(device_gathered_[op.device_slot], held) << OpKindName(op.kind);
@@ -252,7 +253,7 @@ class MeaningLanes : public Lanes {
         }
         break;
       }
-      case OpKind::kGather:
+      case OpKind::kAllGather:
         EXPECT_EQ(plan_.device.direct, op.device_slot >= 0);
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
           if (plan_.device.direct) {
@@ -262,11 +263,11 @@ class MeaningLanes : public Lanes {
                 << "tiles of two versions";
             continue;
           }
-          EXPECT_EQ((run_[{op.run_slot, static_cast<int>(t)}]), (run_[{op.run_slot, 0}]))
+          EXPECT_EQ((run_[{op.weight_slot, static_cast<int>(t)}]), (run_[{op.weight_slot, 0}]))
               << "tiles of two versions";
         }
         break;
-      case OpKind::kReduce:
+      case OpKind::kReduceScatter:
         if (plan_.device.direct) {
           EXPECT_EQ(op.gradient_slot, -1);
           if (op.accumulator_slot >= 0) {
@@ -276,13 +277,13 @@ class MeaningLanes : public Lanes {
           }
           break;
         }
-        if (plan_.device.apart) {
+        if (plan_.device.has_own_memory) {
           EXPECT_EQ(host_sums_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
         } else {
           CheckSums(op);
         }
         for (const auto& [id, other] : in_flight_) {
-          EXPECT_FALSE(other.gradient_slot == op.gradient_slot && other.kind != OpKind::kTakeGradient)
+          EXPECT_FALSE(other.gradient_slot == op.gradient_slot && other.kind != OpKind::kAccumulateGradient)
               << "reduced into a place that " << OpKindName(other.kind) << " uses";
         }
         break;
@@ -297,17 +298,17 @@ class MeaningLanes : public Lanes {
         // before.
         EXPECT_EQ(op.tile < 0, RanksMeetInMemory());
         for (const int tile : TilesOf(op)) {
-          const auto held = run_[{op.run_slot, tile}];
+          const auto held = run_[{op.weight_slot, tile}];
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
           EXPECT_EQ(held.second % 2, 0) << "weights that are yet to be made again went to the device";
           if (RanksMeetInMemory()) {
-            EXPECT_EQ(gathered_[op.run_slot], held) << OpKindName(op.kind);
+            EXPECT_EQ(gathered_[op.weight_slot], held) << OpKindName(op.kind);
           }
         }
         break;
       }
-      case OpKind::kTakeGradient: {
-        if (plan_.device.apart && op.accumulator_slot < 0) {
+      case OpKind::kAccumulateGradient: {
+        if (plan_.device.has_own_memory && op.accumulator_slot < 0) {
           device_gradient_[op.device_slot] = {op.block, op.step};
         } else if (op.accumulator_slot >= 0) {
           auto& sum = accumulator_[op.accumulator_slot];
@@ -321,7 +322,7 @@ class MeaningLanes : public Lanes {
         }
         break;
       }
-      case OpKind::kRoundGradient:
+      case OpKind::kRoundOnDevice:
         EXPECT_EQ(plan_.world, 1) << "rounded before those of the other ranks are added";
         CheckSums(op);
         break;
@@ -332,7 +333,7 @@ class MeaningLanes : public Lanes {
       case OpKind::kUpdateOnDevice: {
         const DevicePlan::Block& places = plan_.device.blocks[op.block];
         EXPECT_TRUE(plan_.on_device(op.block));
-        EXPECT_EQ(op.device_slot, places.run_slot);
+        EXPECT_EQ(op.device_slot, places.weight_slot);
         EXPECT_EQ(norms_, op.step) << "update before the norm of its step";
         EXPECT_EQ(device_gradient_[places.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
@@ -362,7 +363,7 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
         }
         break;
-      case OpKind::kFinalize:
+      case OpKind::kRoundGradient:
         if (op.accumulator_slot >= 0) {
           CheckSums(op);
         } else {
@@ -376,14 +377,14 @@ class MeaningLanes : public Lanes {
         EXPECT_EQ(written_inputs_.count({op.position, op.micro_batch}), 1u) << "read before it was written";
         Keep(op.position, op.micro_batch);
         break;
-      case OpKind::kSeal:
-        EXPECT_TRUE(plan_.written_late(op.block, op.tile) || plan_.on_device(op.block));
-        EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, 2 * op.step}));
+      case OpKind::kChecksumTile:
+        EXPECT_TRUE(plan_.written_at_checkpoint(op.block, op.tile) || plan_.on_device(op.block));
+        EXPECT_EQ((run_[{op.weight_slot, op.tile}]), (std::pair<int, int64_t>{op.block, 2 * op.step}));
         break;
       case OpKind::kWriteTile:
       case OpKind::kWriteState:
       case OpKind::kWriteWeights: {
-        EXPECT_EQ((run_[{op.run_slot, op.tile}]), (std::pair<int, int64_t>{op.block, VersionAfter(op)}));
+        EXPECT_EQ((run_[{op.weight_slot, op.tile}]), (std::pair<int, int64_t>{op.block, VersionAfter(op)}));
         if (op.kind == OpKind::kWriteWeights) {
           EXPECT_EQ((state_written_[{op.block, op.tile}]), VersionAfter(op)) << "weights before the state";
           EXPECT_EQ(op.tile_slot, -1);
@@ -395,7 +396,7 @@ class MeaningLanes : public Lanes {
           EXPECT_LT(norms_, op.step + 2) << "written by another step's decision";
         }
         // Those that are written late follow the updates of their step, to be part of a commit of it.
-        const bool late = plan_.written_late(op.block, op.tile);
+        const bool late = plan_.written_at_checkpoint(op.block, op.tile);
         EXPECT_EQ(commits_, late ? op.step : op.step - 1) << "a slot of the committed version overwritten";
         if (plan_.world > 1) {
           EXPECT_EQ(agreed_, late ? op.step : op.step - 1) << "overwritten before all ranks had committed";
@@ -427,11 +428,11 @@ class MeaningLanes : public Lanes {
         spilled_read_[op.tile_slot] = {op.block, spilled_.at(op.block)};
         break;
       case OpKind::kUpdate:
-        run_[{op.run_slot, op.tile}].second = VersionAfter(op);
+        run_[{op.weight_slot, op.tile}].second = VersionAfter(op);
         state_[op.tile_slot].second = VersionAfter(op);
         if (!plan_.on_nvme) drive_.at({op.block, op.tile}) = VersionAfter(op);
         early_updates_ += op.in_backward ? 1 : 0;
-        redone_updates_ += op.redo ? 1 : 0;
+        replayed_updates_ += op.replay ? 1 : 0;
         break;
       case OpKind::kWriteState:
         state_written_[{op.block, op.tile}] = VersionAfter(op);
@@ -445,7 +446,7 @@ class MeaningLanes : public Lanes {
         spilled_[op.block] = op.step;
         break;
       case OpKind::kCopyIn:
-        for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = run_[{op.run_slot, tile}];
+        for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = run_[{op.weight_slot, tile}];
         break;
       case OpKind::kSquareGradient:
         squared_[op.block] = op.step;
@@ -461,10 +462,10 @@ class MeaningLanes : public Lanes {
         device_state_[{op.block, op.tile}] = state_[op.tile_slot].second;
         break;
       case OpKind::kCopyStateOut:
-        run_[{op.run_slot, op.tile}] = device_run_[{plan_.device.blocks[op.block].run_slot, op.tile}];
+        run_[{op.weight_slot, op.tile}] = device_run_[{plan_.device.blocks[op.block].weight_slot, op.tile}];
         state_[op.tile_slot] = {{op.block, op.tile}, device_state_[{op.block, op.tile}]};
         break;
-      case OpKind::kRoundGradient:
+      case OpKind::kRoundOnDevice:
         adding_[op.accumulator_slot] = 0;
         device_gradient_[op.device_slot] = {op.block, op.step};
         break;
@@ -494,21 +495,21 @@ class MeaningLanes : public Lanes {
       case OpKind::kReadInput:
         written_inputs_.erase({op.position, op.micro_batch});
         break;
-      case OpKind::kFinalize:
+      case OpKind::kRoundGradient:
         if (op.accumulator_slot >= 0) {
           adding_[op.accumulator_slot] = 0;
           gradient_[op.gradient_slot] = {op.block, op.step};
         }
         ++finalized_;
         break;
-      case OpKind::kGather:
+      case OpKind::kAllGather:
         if (plan_.device.direct) {
           device_gathered_[op.device_slot] = device_run_[{op.device_slot, 0}];
         } else {
-          gathered_[op.run_slot] = run_[{op.run_slot, 0}];
+          gathered_[op.weight_slot] = run_[{op.weight_slot, 0}];
         }
         break;
-      case OpKind::kReduce:
+      case OpKind::kReduceScatter:
         if (plan_.device.direct) {
           reduced_[op.block] = op.step;
           if (!plan_.on_device(op.block)) break;
@@ -517,7 +518,7 @@ class MeaningLanes : public Lanes {
           device_gradient_[plan_.device.blocks[op.block].gradient_slot] = {op.block, op.step};
           break;
         }
-        if (!plan_.device.apart) adding_[op.accumulator_slot] = 0;
+        if (!plan_.device.has_own_memory) adding_[op.accumulator_slot] = 0;
         gradient_[op.gradient_slot] = {op.block, op.step};
         break;
       case OpKind::kAgree:
@@ -525,7 +526,7 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kCommit:
         for (const auto& [tile, version] : drive_) {
-          const bool comes_later = !op.durable && plan_.written_late(tile.first, tile.second);
+          const bool comes_later = !op.durable && plan_.written_at_checkpoint(tile.first, tile.second);
           const bool trains = plan_.blocks[tile.first].trains;
           EXPECT_TRUE(comes_later || version == (trains ? 2 * op.step : 0)) << "commit of a partial step";
         }
@@ -548,14 +549,15 @@ class MeaningLanes : public Lanes {
     inputs_.insert({position, micro_batch});
     std::set<int> positions;
     for (const auto& [at, m] : inputs_) positions.insert(at);
-    EXPECT_LE(static_cast<int>(positions.size()), plan_.kept_inputs) << "more inputs in memory than planned";
+    EXPECT_LE(static_cast<int>(positions.size()), plan_.saved_activations)
+        << "more inputs in memory than planned";
   }
 
   int64_t VersionAfter(const Op& op) const {
-    return 2 * op.step + (op.in_backward && redone_ && redone_(op.step) ? 1 : 0);
+    return 2 * op.step + (op.in_backward && replayed_ && replayed_(op.step) ? 1 : 0);
   }
   // An update that is made again starts from what is committed.
-  int64_t OnDrive(const Op& op) const { return (op.redo ? committed_ : drive_).at({op.block, op.tile}); }
+  int64_t OnDrive(const Op& op) const { return (op.replay ? committed_ : drive_).at({op.block, op.tile}); }
 
   size_t TrainedBlocks() const {
     return static_cast<size_t>(std::count_if(plan_.blocks.begin(), plan_.blocks.end(),
@@ -570,7 +572,7 @@ class MeaningLanes : public Lanes {
 
   const Plan& plan_;
   SimLanes sim_;
-  const Redone redone_;
+  const Replayed replayed_;
   std::map<OpId, Op> in_flight_;
   std::map<std::pair<int, int>, std::pair<int, int64_t>> run_;    // {slot, tile} -> {block, version}
   std::map<int, std::pair<std::pair<int, int>, int64_t>> state_;  // slot -> {tile, version}
@@ -578,10 +580,11 @@ class MeaningLanes : public Lanes {
   // Run slot, in memory or on the device -> {block, version} of the other ranks' parts.
   std::map<int, std::pair<int, int64_t>> gathered_, device_gathered_;
   std::map<int, int64_t> reduced_;  // block -> step whose sum over ranks is on the device
-  std::map<Lane, OpId> last_started_ = {{Lane::kGather, -1}, {Lane::kReduce, -1}};
+  std::map<Lane, OpId> last_started_ = {{Lane::kAllGather, -1}, {Lane::kReduceScatter, -1}};
   int64_t agreed_ = 0;
   std::map<int, int> adding_;
-  // On a device apart; its sums are in accumulator_, and what it leaves of them to other ranks in host_sums_.
+  // On a device apart; its sums are in accumulator_, and what it leaves of them to other ranks in
+  // host_sums_.
   std::map<int, std::pair<int, int64_t>> host_sums_;
   std::map<std::pair<int, int>, std::pair<int, int64_t>> device_run_;
   std::map<int, std::pair<int, int64_t>> device_gradient_;
@@ -591,7 +594,7 @@ class MeaningLanes : public Lanes {
   std::map<std::pair<int, int>, int64_t> drive_, committed_;
   std::map<std::pair<int, int>, int64_t> state_written_;   // {block, tile} -> version, maybe ahead of drive_
   std::set<std::pair<int, int>> inputs_, written_inputs_;  // {position, micro-batch} in memory, on the drive
-  int64_t early_updates_ = 0, redone_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0,
+  int64_t early_updates_ = 0, replayed_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0,
           writes_in_parts_ = 0;
   size_t finalized_ = 0;
   int64_t norms_ = 0;
@@ -601,7 +604,7 @@ class MeaningLanes : public Lanes {
 // What happened to updates in backward, and how many commits were asked for where not every step is one.
 struct Counted {
   int64_t early = 0;
-  int64_t redone = 0;
+  int64_t replayed = 0;
   int64_t persisted = 0;
   int64_t there = 0;      // updates of tiles on a device
   int64_t past_host = 0;  // tiles' weights read to a device past host memory
@@ -614,8 +617,8 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   ProgramBuilder builder(graph, plan, 1);
   // Without clipping an update is made again only to leave its tile as it was; the engine's tests do that.
   const uint64_t failures = random == nullptr || !plan.clips ? 0 : (*random)();
-  auto redone = [failures](int64_t step) { return (failures >> step & 1) != 0; };
-  MeaningLanes lanes(plan, machine, redone);
+  auto replayed = [failures](int64_t step) { return (failures >> step & 1) != 0; };
+  MeaningLanes lanes(plan, machine, replayed);
   Executor executor(&lanes);
   int gates = 0;
   int64_t steps = 0;
@@ -647,7 +650,7 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
     // Sometimes the next pass is appended while this one runs.
     if (random != nullptr && (*random)() % 2 == 0) continue;
     EXPECT_TRUE(executor.RunUntil(builder.next_id() - 1).ok());
-    if (steps > 0 && !redone(steps) && failures % 3 == 0) builder.AssumptionHeld();
+    if (steps > 0 && !replayed(steps) && failures % 3 == 0) builder.AssumptionHeld();
   }
   executor.Append(builder.Append(Pass::kPersist));
   EXPECT_TRUE(executor.RunUntilIdle().ok());
@@ -656,8 +659,8 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   EXPECT_EQ(lanes.commits(), steps);
   for (const auto& [tile, version] : lanes.drive())
     EXPECT_EQ(version, plan.blocks[tile.first].trains ? 2 * steps : 0);
-  return {lanes.early_updates(), lanes.redone_updates(),  lanes.persisted(),
-          lanes.updates_there(), lanes.reads_past_host(), lanes.writes_in_parts()};
+  return {lanes.early_updates(), lanes.replayed_updates(), lanes.persisted(),
+          lanes.updates_there(), lanes.reads_past_host(),  lanes.writes_in_parts()};
 }
 
 }  // namespace penstock::tiering

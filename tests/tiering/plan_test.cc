@@ -9,13 +9,13 @@
 #include <limits>
 
 #include "tests/tiering/plans.h"
-#include "tiering/simulate/calibrate.h"
+#include "tiering/advice/tier_table.h"
+#include "tiering/advice/what_if.h"
 #include "tiering/program/program.h"
+#include "tiering/simulate/calibrate.h"
 #include "tiering/simulate/run_prediction.h"
 #include "tiering/simulate/sim_lanes.h"
 #include "tiering/simulate/simulate.h"
-#include "tiering/advice/tier_table.h"
-#include "tiering/advice/what_if.h"
 
 namespace penstock::tiering {
 namespace {
@@ -44,11 +44,11 @@ TEST(Placement, CpuKeepsNothingCudaAllWeightsConstWhatItMayAndAutoIsTheFastest) 
 
   const Plan keeps = plan(Placement::kCuda);
   // What has no place of its own has one of the shared ones for good.
-  EXPECT_EQ(ResidentElements(keeps), (16 - keeps.run_classes.front().slots) * int64_t{1 << 20});
+  EXPECT_EQ(ResidentElements(keeps), (16 - keeps.weight_classes.front().slots) * int64_t{1 << 20});
   ProgramBuilder builder(graph, keeps, 1);
   builder.Append(Pass::kTrain);
   for (const Op& op : builder.Append(Pass::kTrain)) {
-    EXPECT_TRUE(op.kind != OpKind::kReadWeights || op.redo);
+    EXPECT_TRUE(op.kind != OpKind::kReadWeights || op.replay);
   }
 
   options.bounds.const_bytes = 10 * kMiB;

@@ -14,8 +14,8 @@
 
 #include "tests/tiering/meaning_lanes.h"
 #include "tests/tiering/plans.h"
-#include "tiering/program/executor.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/executor.h"
 #include "tiering/simulate/sim_lanes.h"
 #include "tiering/simulate/simulate.h"
 
@@ -75,14 +75,14 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     }
     const Counted run = RunPasses(graph, *plan, machine, &random);
     counted.early += run.early;
-    counted.redone += run.redone;
+    counted.replayed += run.replayed;
     counted.persisted += run.persisted;
     counted.in_parts += run.in_parts;
     late += plan->late_write_bytes > 0 ? 1 : 0;
     if (HasFailure()) return;
   }
   EXPECT_GT(counted.early, 5'000);
-  EXPECT_GT(counted.redone, 1'500);
+  EXPECT_GT(counted.replayed, 1'500);
   EXPECT_GT(counted.persisted, 100);
   EXPECT_GT(counted.in_parts, 1'000);
   EXPECT_GT(late, 20);
@@ -128,7 +128,7 @@ TEST(Ranks, TheNetworkIsOneMoreLane) {
     const double bytes = 2.0 * (1 << 20) * 3 / 4 * (12 + 11 + 12);
     EXPECT_NEAR(prediction->network_seconds, bytes / network, 1e-9 + 0.1 * bytes / network);
     EXPECT_EQ(prediction->bound_by == "network", network == 1e8) << prediction->bound_by;
-    EXPECT_LE(prediction->step_seconds, 1.10 * prediction->floor_seconds) << network;
+    EXPECT_LE(prediction->step_seconds, 1.10 * prediction->lower_bound_seconds) << network;
   }
 }
 
@@ -189,7 +189,7 @@ TEST(Planner, ObeysTheUsersUpperBounds) {
   const ModelGraph graph = Chain(12, 1 << 20);
   PlanOptions options;
   options.host_budget_bytes = int64_t{1} << 30;
-  auto shared_slots = [](const Plan& plan) { return plan.run_classes.front().slots; };
+  auto shared_slots = [](const Plan& plan) { return plan.weight_classes.front().slots; };
   const Plan free = *MakePlan(graph, options);
   EXPECT_EQ(shared_slots(free), 3);
   EXPECT_GT(ResidentElements(free), 0);
@@ -199,7 +199,7 @@ TEST(Planner, ObeysTheUsersUpperBounds) {
   options.bounds.prefetch_elements = 0;
   EXPECT_EQ(shared_slots(*MakePlan(graph, options)), 1);
   options.bounds = {};
-  options.bounds.run_slots = 2;
+  options.bounds.weight_slots = 2;
   EXPECT_EQ(shared_slots(*MakePlan(graph, options)), 2);
   options.bounds = {};
   options.bounds.resident_elements = 3 << 20;
@@ -217,7 +217,7 @@ TEST(Planner, SlotsDoNotOverlapAndLieInTheArena) {
   ASSERT_TRUE(plan.ok()) << plan.status();
   int64_t end = 0;
   for (const auto* slots :
-       {&plan->run_slots, &plan->tile_slots, &plan->gradient_slots, &plan->accumulator_slots}) {
+       {&plan->weight_slots, &plan->tile_slots, &plan->gradient_slots, &plan->accumulator_slots}) {
     for (const Slot& slot : *slots) {
       EXPECT_GE(slot.offset, end);
       EXPECT_EQ(slot.offset % kPage, 0);
@@ -362,7 +362,7 @@ TEST(Program, WhatStaysInMemoryIsWrittenWhileBackwardComputes) {
     MachineModel fast_updates = machine;
     fast_updates.update_parameters_per_s = 20e9;
     const Prediction step = *Simulate(graph, everything, fast_updates, /*steps=*/6);
-    EXPECT_LT(step.step_seconds, 1.05 * step.floor_seconds) << compute;
+    EXPECT_LT(step.step_seconds, 1.05 * step.lower_bound_seconds) << compute;
   }
   // A single stage has nothing left to compute beside them.
   const ModelGraph single = Chain(1, 3 << 20);
@@ -416,9 +416,9 @@ TEST(Simulate, StepIsWithinFivePercentOfItsFloor) {
       ASSERT_TRUE(plan.ok()) << plan.status();
       absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, MachineModel(), /*steps=*/6);
       ASSERT_TRUE(prediction.ok());
-      EXPECT_LE(prediction->step_seconds, prediction->floor_seconds * 1.05)
+      EXPECT_LE(prediction->step_seconds, prediction->lower_bound_seconds * 1.05)
           << "compute to drive " << ratio << ", memory beyond the least " << share << " of the state";
-      worst = std::max(worst, prediction->step_seconds / prediction->floor_seconds);
+      worst = std::max(worst, prediction->step_seconds / prediction->lower_bound_seconds);
     }
   }
   RecordProperty("worst", std::to_string(worst));

@@ -23,6 +23,10 @@ Tensor InOnePiece(const Tensor& q, const Tensor& k, const Tensor& v) {
                     v);
 }
 
+Tensor InBlocks(const Tensor& q, const Tensor& k, const Tensor& v) {
+  return CausalAttention(q, k, v, 1 / std::sqrt(static_cast<double>(q.size(2))));
+}
+
 struct Results {
   Tensor out;
   std::vector<Tensor> gradients;
@@ -52,11 +56,45 @@ TEST(CausalAttention, IsTheFormula) {
                                3 * kQueryRows, 3 * kQueryRows + 1}) {
     SCOPED_TRACE(length);
     const std::vector<Tensor> inputs = Inputs(length);
-    const Results blocks = Differentiate(CausalAttention, inputs, inputs[3], torch::kFloat64);
+    const Results blocks = Differentiate(InBlocks, inputs, inputs[3], torch::kFloat64);
     const Results whole = Differentiate(InOnePiece, inputs, inputs[3], torch::kFloat64);
     EXPECT_TRUE(torch::allclose(blocks.out, whole.out, 1e-12, 1e-12));
     for (size_t i = 0; i < 3; ++i)
       EXPECT_TRUE(torch::allclose(blocks.gradients[i], whole.gradients[i], 1e-11, 1e-11)) << i;
+  }
+}
+
+// With the same probabilities dropped the same results, forward and backward; and the share that is asked
+// for.
+TEST(CausalAttention, DropsOutTheSameForwardAndBackward) {
+  constexpr double kDropout = 0.3;
+  for (const int64_t length : {kWholeLength, kWholeLength + 1, 3 * kQueryRows + 5}) {
+    SCOPED_TRACE(length);
+    const std::vector<Tensor> inputs = Inputs(length);
+    // What is dropped, found by values that are a unit matrix: the result is the probabilities.
+    torch::manual_seed(3);
+    const Tensor unit = torch::eye(length, torch::kFloat64).expand({3, length, length}).contiguous();
+    const Tensor thinned = CausalAttention(inputs[0], inputs[1], unit, 0.25, kDropout);
+    const Tensor whole = CausalAttention(inputs[0], inputs[1], unit, 0.25);
+    const Tensor kept = (thinned != 0).to(torch::kFloat64);
+    EXPECT_NEAR((kept.sum() / (whole != 0).sum()).item<double>(), 1 - kDropout, 0.01);
+    EXPECT_TRUE(torch::allclose(thinned, whole * kept / (1 - kDropout), 1e-12, 1e-15));
+    const auto blocks = [](const Tensor& q, const Tensor& k, const Tensor& v) {
+      torch::manual_seed(3);
+      return CausalAttention(q, k, v, 0.25, kDropout);
+    };
+    const auto formula = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+      const Tensor future = torch::ones({length, length}, torch::kBool).triu_(1);
+      const Tensor scores = torch::bmm(q, k.transpose(1, 2)) * 0.25;
+      const Tensor p =
+          torch::softmax(scores.masked_fill(future, -std::numeric_limits<double>::infinity()), -1);
+      return torch::bmm(p * kept / (1 - kDropout), v);
+    };
+    const Results ours = Differentiate(blocks, inputs, inputs[3], torch::kFloat64);
+    const Results expected = Differentiate(formula, inputs, inputs[3], torch::kFloat64);
+    EXPECT_TRUE(torch::allclose(ours.out, expected.out, 1e-12, 1e-12));
+    for (size_t i = 0; i < 3; ++i)
+      EXPECT_TRUE(torch::allclose(ours.gradients[i], expected.gradients[i], 1e-11, 1e-11)) << i;
   }
 }
 
@@ -70,7 +108,7 @@ TEST(CausalAttention, RoundsLittleMoreThanInOnePiece) {
   for (const Tensor& tensor : drawn) inputs.push_back(tensor.to(torch::kBFloat16).to(torch::kFloat64));
   const Results exact = Differentiate(InOnePiece, inputs, inputs[3], torch::kFloat64);
   const Results whole = Differentiate(InOnePiece, inputs, inputs[3], torch::kBFloat16);
-  const Results blocks = Differentiate(CausalAttention, inputs, inputs[3], torch::kBFloat16);
+  const Results blocks = Differentiate(InBlocks, inputs, inputs[3], torch::kBFloat16);
   EXPECT_EQ(blocks.out.scalar_type(), torch::kBFloat16);
   EXPECT_LE(ErrorOf(blocks.out, exact.out), 1.1 * ErrorOf(whole.out, exact.out));
   for (size_t i = 0; i < 3; ++i) {
@@ -96,7 +134,7 @@ TEST(CausalAttention, NeverHoldsTheScoresOfAWholeSequence) {
   };
   constexpr int64_t kScores = kHeads * kLength * kLength * 4;
   EXPECT_GT(peak(InOnePiece), 2 * kScores);
-  EXPECT_LT(peak(CausalAttention), kScores / 2);
+  EXPECT_LT(peak(InBlocks), kScores / 2);
 }
 
 }  // namespace

@@ -211,7 +211,7 @@ TEST_F(DatasetTest, WrongFilesAreRefusedInOneLine) {
            {brief, TokenFormat::kBytes, 0, 8, "8 tokens, but a sequence needs 9"},
            {brief, TokenFormat::kUint32, 0, 2, "2 tokens, but a sequence needs 3"},
            {brief, TokenFormat::kBytes, 0, 0, "1 or more"},
-           {brief, TokenFormat::kBytes, 257, 4, "the largest is 256"},
+           {brief, TokenFormat::kBytes, 257, 4, "bytes are tokens from 0 to 255"},
            {brief, TokenFormat::kUint16, -1, 4, "does not fit"},
        }) {
     const auto data = Dataset::Open(c.path, c.format, c.vocab, c.seq);
@@ -294,6 +294,15 @@ TEST_F(DatasetTest, ManyThreadsReadTheSame) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(same, std::vector<int>(4, 50));
+}
+
+TEST_F(DatasetTest, TextForAModelWithATokenizerSaysHowToEncodeIt) {
+  const std::string path = Write("text", std::string(1000, 'a'));
+  const absl::Status status = Dataset::Open(path, TokenFormat::kBytes, 50257, 16).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+  for (const char* text : {"50257", "tokenizer", ".bin", "uint16"}) {
+    EXPECT_NE(std::string(status.message()).find(text), std::string::npos) << status;
+  }
 }
 
 }  // namespace

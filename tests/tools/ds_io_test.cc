@@ -358,6 +358,23 @@ TEST_F(ProgramTest, ExitCodes) {
 }
 
 // A result that cannot be stored is still said.
+// The signal that the kernel sends with the error would end the program without a word.
+TEST_F(ProgramTest, AFileSizeLimitIsAnErrorWithAWayOut) {
+  const std::string limit = "ulimit -f 4096; ";  // in 512 bytes
+  for (const std::string engine : {"io_uring", "libaio", "threads"}) {
+    const Outcome run = Run("( " + limit + "exec " + DS_IO + " --folder " + directory_ +
+                            " --io_size 8M --engine " + engine + " )");
+    EXPECT_EQ(run.code, 1) << engine << ": " << run.err;
+    EXPECT_EQ(std::count(run.err.begin(), run.err.end(), '\n'), 1) << run.err;
+    EXPECT_THAT(run.err, HasSubstr("File too large")) << engine;
+    EXPECT_THAT(run.err, HasSubstr("ulimit -f")) << engine;
+  }
+  const Outcome tune = Run("( " + limit + "exec " + DS_NVME_TUNE + " --nvme_dir " + directory_ +
+                           " --io_size 16M --log_dir " + directory_ + "/log )");
+  EXPECT_EQ(tune.code, 1) << tune.err;
+  EXPECT_THAT(tune.err, HasSubstr("ulimit -f"));
+}
+
 TEST_F(ProgramTest, AnUnwritableJsonCostsNoMeasurement) {
   const Outcome run = Run(std::string(DS_IO) + " --folder " + directory_ + " --io_size 4M --json /nowhere/j");
   EXPECT_EQ(run.code, 1);

@@ -15,7 +15,7 @@ void ExpectLikeModules(const GptConfig& config) {
   size_t next = 0;
   int64_t parameters = 0;
   for (size_t b = 0; b < model.blocks.size(); ++b) {
-    const zero::RunLayout run = zero::RunLayout::Of(*model.blocks[b].build());
+    const zero::FlatLayout run = zero::FlatLayout::Of(*model.blocks[b].build());
     EXPECT_EQ(layout.block_elements[b], run.elements);
     for (const zero::Parameter& parameter : run.parameters) {
       ASSERT_LT(next, layout.tensors.size());
@@ -39,6 +39,7 @@ TEST(GptLayoutTest, SaysWhatTheModulesAre) {
   ExpectLikeModules({4, 64, 4, 128, 256, 0});
   ExpectLikeModules({2, 36, 3, 7, 11, 0.1});  // nothing is a multiple of the alignment
   ExpectLikeModules({1, 1, 1, 1, 1, 0});
+  ExpectLikeModules({.layers = 2, .width = 36, .heads = 3, .context = 7, .vocab = 11, .inner = 50});
 }
 
 TEST(GptLayoutTest, NamesAndShapesAreThoseOfHuggingFace) {

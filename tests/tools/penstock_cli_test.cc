@@ -95,15 +95,59 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
   }
 }
 
+// The function that a config.json asks for is that of the run, of its resumption and of its export; with
+// dropout.
+TEST_F(CliTest, AModelsFunctionIsKeptFromTrainingToExport) {
+  const std::string state = dir_ + "/state", model = dir_ + "/model.json", published = dir_ + "/published";
+  const json config = {{"model_type", "gpt2"},
+                       {"n_layer", 2},
+                       {"n_embd", 32},
+                       {"n_head", 2},
+                       {"n_positions", 300},
+                       {"vocab_size", 256},
+                       {"n_inner", 40},
+                       {"activation_function", "relu"},
+                       {"layer_norm_epsilon", 0.01},
+                       {"scale_attn_by_inverse_layer_idx", true},
+                       {"attn_pdrop", 0.2}};
+  WriteFile(model, config.dump());
+  const Words words = {"train",   "--data",    text_, "--state-dir", state,
+                       "--quiet", "--threads", "1",   "--dtype",     "fp32"};
+  const Words made = words + Words{"--model", model, "--batch", "1"};
+  ASSERT_EQ(Run(made + Words{"--steps", "2", "--log", dir_ + "/log"}).code, 0);
+  const Ran other = Run(words + Words{"--steps", "4", "--resume", "--model", "gpt-tiny"});
+  EXPECT_EQ(other.code, 2);
+  const Ran ran = Run(words + Words{"--steps", "4", "--resume", "--log", dir_ + "/log"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  Words whole = made + Words{"--steps", "4", "--lr", "3e-4", "--log", dir_ + "/whole"};
+  *std::find(whole.begin(), whole.end(), state) = dir_ + "/other";
+  const Ran again = Run(whole);
+  ASSERT_EQ(again.code, 0) << again.err;
+  EXPECT_EQ(Losses(dir_ + "/log").front(), Losses(dir_ + "/whole").front()) << "dropout goes by the seed";
+  std::filesystem::create_directory(published);
+  ASSERT_EQ(Run({"export", state, published, "--quiet"}).code, 0);
+  const json out = json::parse(ReadFile(published + "/config.json"));
+  for (const auto& [key, value] : config.items()) EXPECT_EQ(out[key], value) << key;
+  EXPECT_EQ(out["embd_pdrop"], 0.1) << "transformers' default";
+  EXPECT_EQ(Run({"sample", state, "--tokens", "3"}).code, 0);
+  WriteFile(
+      model,
+      R"({"model_type": "llama", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 8, "vocab_size": 256})");
+  const Ran refused = Run(made + Words{"--overwrite"});
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("model_type is \"llama\", this model is GPT-2"));
+}
+
 // A flag wins over the config: --lr is the rate that a scheduler goes by, and takes the place of one that
 // names rates of its own.
 TEST_F(CliTest, ARateByFlagBesideTheConfigsScheduler) {
   const auto rates = [&](const std::string& name, const std::string& config, Words more) {
     WriteFile(dir_ + "/" + name + ".json", config);
     const std::string log = dir_ + "/" + name + ".log";
-    const Ran ran = Run(Train(dir_ + "/" + name, {"--offload", "none", "--steps", "6", "--seq", "16",
-                                                  "--config", dir_ + "/" + name + ".json", "--log", log}) +
-                        more);
+    const Ran ran =
+        Run(Train(dir_ + "/" + name, {"--offload", "none", "--steps", "6", "--seq", "16", "--config",
+                                      dir_ + "/" + name + ".json", "--overwrite", "--log", log}) +
+            more);
     EXPECT_EQ(ran.code, 0) << ran.err;
     std::vector<double> all;
     for (const std::string& line : Lines(ReadFile(log))) all.push_back(json::parse(line)["lr"]);
@@ -128,7 +172,7 @@ TEST_F(CliTest, ARateByFlagBesideTheConfigsScheduler) {
     const std::vector<double> by_config = rates("config", config(0.004, scheduler), {});
     ASSERT_EQ(by_config.size(), 6u);
     EXPECT_GT(by_config[4], 0.001);
-    EXPECT_EQ(rates("both", config(0.001, scheduler), {"--lr", "0.004", "--overwrite"}), by_config);
+    EXPECT_EQ(rates("both", config(0.001, scheduler), {"--lr", "0.004"}), by_config);
     for (const char* name : {"config", "both"}) std::filesystem::remove(dir_ + "/" + name + ".log");
   }
 }
@@ -388,6 +432,7 @@ TEST_F(CliTest, ExportsWhatTheStateHolds) {
   const json config = json::parse(ReadFile(dir_ + "/published/config.json"));
   EXPECT_EQ(config["model_type"], "gpt2");
   EXPECT_EQ(config["n_embd"], 64);
+  EXPECT_EQ(config["activation_function"], "gelu");
 
   auto fp32 = swap::SafetensorsReader::Open(dir_ + "/fp32");
   ASSERT_TRUE(fp32.ok()) << fp32.status();
@@ -491,21 +536,21 @@ TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
   ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Words{"--log", whole_log})).code, 0);
   const Words in_memory = Words{"--offload",          "cpu", "--checkpoint-dir",  kept,
                                 "--checkpoint-every", "2",   "--checkpoint-keep", "2"};
-  // Stopped after step 5, with lines in the log that its newest checkpoint does not know.
+  // Its last step is kept, though none was due.
   Ran ran = Run(Train("unused", Words{"--steps", "5", "--log", log} + in_memory));
   ASSERT_EQ(ran.code, 0) << ran.err;
   EXPECT_FALSE(std::filesystem::exists("unused"));
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(kept))
     names.push_back(entry.path().filename());
-  EXPECT_THAT(names, testing::UnorderedElementsAre("latest", "step-00000002", "step-00000004"));
+  EXPECT_THAT(names, testing::UnorderedElementsAre("latest", "step-00000004", "step-00000005"));
   EXPECT_EQ(Losses(log).size(), 5u);
   EXPECT_THAT(Run(Train("unused", steps + in_memory)).err,
-              HasSubstr("holds checkpoints, the newest of step 4"));
+              HasSubstr("holds checkpoints, the newest of step 5"));
   ran = Run(Train("unused",
                   steps + Words{"--resume", "--log", log, "--offload", "none", "--checkpoint-dir", kept}));
   ASSERT_EQ(ran.code, 0) << ran.err;
-  // Step 5 came again; its schedule was that of a run of 5 steps.
+  // Its schedule was that of a run of 5 steps.
   EXPECT_EQ(Losses(log).size(), 9u);
 
   std::filesystem::remove_all(kept);

@@ -57,6 +57,17 @@ TEST_F(FullDiskTest, TooLittleRoomIsRefusedBeforeAnythingIsMade) {
   EXPECT_EQ(Names(disk.directory()), names);
 }
 
+TEST_F(FullDiskTest, AFileSizeLimitIsAnErrorAndNotASignal) {
+  const auto limited = [&](const Words& words, const char* blocks) {
+    return Program(dir_, words, {"sh", "-c", std::string("ulimit -f ") + blocks + "; exec \"$@\"", "sh"})
+        .Wait();
+  };
+  const std::string state = dir_ + "/state";
+  ExpectOneLine(limited(Steps(state), "8"), {state, "File too large", "ulimit -f"});
+  ASSERT_EQ(Run(Steps(state)).code, 0);
+  ExpectOneLine(limited({"export", state, dir_ + "/out"}, "8"), {dir_ + "/out", "File too large"});
+}
+
 // State is reserved beforehand: the log is what finds no room, and checkpoints.
 TEST_F(FullDiskTest, FullForTheLogItStopsAtTheLastCommitAndRoomLetsItGoOn) {
   const aio::LoopDevice disk({.bytes = 32 << 20});
@@ -95,6 +106,35 @@ TEST_F(FullDiskTest, WithoutRoomForACheckpointTrainingGoesOnAndSaysSo) {
     EXPECT_NE(entry.path().filename().string()[0], '.') << entry.path();
   }
   EXPECT_EQ(Run({"verify", kept, "--quiet"}).code, 0) << "those that are there are whole";
+}
+
+// State in memory: the last step is on no disk before it is kept.
+TEST_F(FullDiskTest, WithoutADriveARunSaysWhatItCannotKeepAndKeepsWhatItCan) {
+  aio::LoopDevice disk({.bytes = 32 << 20});
+  if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
+  const std::string full_log = disk.directory() + "/log", state = dir_ + "/state";
+  const Words in_memory = {"--offload", "cpu"};
+  // Full for the log: it stops, the step is kept with its lines, and room lets it go on.
+  const Words logged = Steps(state, in_memory + Words{"--log", full_log});
+  const Ran stopped = RunWhileTheDiskFills(disk, logged, full_log, 8);
+  EXPECT_EQ(stopped.code, 1);
+  EXPECT_THAT(Lines(stopped.err).back(), ContainsRegex("log: .* [0-9]+ bytes .*--resume"));
+  EXPECT_LT(Inspect(state)["step"].get<int>(), kSteps);
+  // Full at the start: refused before there is anything to lose.
+  const std::string log = dir_ + "/log", kept = disk.directory() + "/kept";
+  const Words words = Steps(dir_ + "/unused", in_memory + Words{"--log", log, "--checkpoint-dir", kept});
+  ExpectOneLine(Run(words),
+                {"last step needs .* are free|cannot be made: No space left", "--checkpoint-dir"});
+  EXPECT_EQ(ReadFile(log), "");
+  disk.Free();
+  const Ran rest = Run(logged + Words{"--resume"});
+  ASSERT_EQ(rest.code, 0) << rest.err;
+  EXPECT_EQ(Losses(full_log), Whole());
+  // Full at the end: exit code and line say what is lost.
+  const Ran lost = RunWhileTheDiskFills(disk, words, log, 28);
+  EXPECT_EQ(lost.code, 1);
+  EXPECT_THAT(Lines(lost.err).back(),
+              AllOf(HasSubstr("step 30 is lost with this process"), HasSubstr("No space left on device")));
 }
 
 // A file system that cannot reserve: the state's own files are what finds no room, in the middle of a step,

@@ -90,6 +90,7 @@ class Program {
   Program& operator=(const Program&) = delete;
 
   void Signal(int signal) const { kill(pid_, signal); }
+  const std::string& prefix() const { return prefix_; }  // of its output's files: .out, .err
 
   // Ended by itself; it is still to be waited for.
   bool EndsWithin(double seconds) const {

@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "gmock/gmock.h"
+#include "tests/aio/loop_device.h"
 #include "tests/tools/rank_programs.h"
 
 namespace penstock::tools {
@@ -239,6 +240,103 @@ TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
   const Words more = words(dir_ + "/state", log, {"--resume"});
   for (const Ran& ran : Wait(Start({more, more}))) EXPECT_EQ(ran.code, 0) << ran.err;
   EXPECT_EQ(LogOf(log).size(), 24u);
+}
+
+// Whatever differs between ranks is refused on all of them with exit code 2, before anything is touched.
+TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
+  std::string other = ReadFile(text_);
+  other[other.size() / 3] ^= 1;
+  WriteFile(dir_ + "/other", other);                  // a byte of it
+  WriteFile(dir_ + "/held", other.substr(0, 700));    // 21 windows
+  WriteFile(dir_ + "/longer", other.substr(0, 900));  // 28
+  WriteFile(dir_ + "/clips", R"({"gradient_clipping": 0.5})");
+  WriteFile(dir_ + "/decays", R"({"gradient_clipping": 0.25})");
+  const std::string state = dir_ + "/state";
+  const Words words = Small(state, {"--steps", "4", "--batch", "2"});
+  struct Case {
+    Words first, second;
+    std::vector<const char*> named;
+  };
+  for (const Case& each : std::vector<Case>{
+           {{"--eval-data", dir_ + "/held"},
+            {"--eval-data", dir_ + "/longer"},
+            {"--eval-data.", "on rank 1 and"}},
+           {{}, {"--data", dir_ + "/other"}, {"--data.content is", "on rank 1 and"}},
+           {{}, {"--data", dir_ + "/missing"}, {dir_.c_str(), "missing"}},
+           {{}, {"--seed", "2"}, {"--seed is 2 on rank 1"}},
+           {{"--overwrite"}, {"--resume"}, {"--overwrite is false on rank 1 and true on rank 0"}},
+           {{"--eval-data", dir_ + "/held"},
+            {"--eval-data", dir_ + "/held", "--eval-every", "2"},
+            {"--eval-every"}},
+           {{"--rank-timeout", "60"},
+            {"--rank-timeout", "60", "--accumulate", "2"},
+            {"--accumulate is 2 on rank 1"}},
+       }) {
+    SCOPED_TRACE(each.named[0]);
+    for (const Ran& ran : Wait(Start({words + each.first, words + each.second}))) {
+      EXPECT_EQ(ran.code, 2) << ran.err;
+      EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+      EXPECT_THAT(ran.err, HasSubstr("rank 1"));
+      for (const char* named : each.named) EXPECT_THAT(ran.err, HasSubstr(named));
+    }
+    EXPECT_FALSE(std::filesystem::exists(state));
+  }
+  // One name for the config, and another file under it on each host.
+  const std::string config = dir_ + "/config.json";
+  const Words configured = words + Words{"--config", config};
+  const std::vector<Words> hosts = {
+      {"unshare", "--mount", "sh", "-c",
+       "mount --bind " + dir_ + "/clips " + config + " && exec \"$0\" \"$@\""},
+      {"unshare", "--mount", "sh", "-c",
+       "mount --bind " + dir_ + "/decays " + config + " && exec \"$0\" \"$@\""}};
+  WriteFile(config, "{}");
+  if (geteuid() != 0 || std::system("unshare --mount true 2>/dev/null") != 0) return;
+  for (const Ran& ran : Wait(StartRanks(dir_, {configured, configured}, {.launchers = hosts}))) {
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("clip is 0.25 on rank 1 and 0.5 on rank 0"));
+  }
+}
+
+// Processors of several kinds train together, and a line says what that means.
+TEST_F(RanksTest, UnlikeProcessorsTrainTogether) {
+  Words words = Small(dir_ + "/state", {"--steps", "2"});
+  words.erase(std::find(words.begin(), words.end(), "--quiet"));
+  const RankHosts hosts = {
+      .launchers = {{"env", "OPENBLAS_CORETYPE=Haswell"}, {"env", "OPENBLAS_CORETYPE=Sandybridge"}}};
+  const std::vector<Ran> ranks = Wait(StartRanks(dir_, {words, words}, hosts));
+  for (const Ran& ran : ranks) EXPECT_EQ(ran.code, 0) << ran.err;
+  if (ranks[0].out.find("OpenBLAS") != std::string::npos) {
+    EXPECT_THAT(ranks[0].out, HasSubstr("unlike processors: rank 1 computes with OpenBLAS"));
+  }
+}
+
+// The disk of one rank has no room for its commit: all end with its line, and with room all go on.
+TEST_F(RanksTest, AFullDiskOfOneRankEndsAllAndWithRoomTheyGoOn) {
+  // Without extents nothing is reserved: state is written when it is.
+  const aio::LoopDevice disk({.bytes = 32 << 20, .extents = false, .journal = false});
+  if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
+  const Words steps = {"--steps", "30"};
+  const Words whole = Small(dir_ + "/whole", steps + Words{"--log", dir_ + "/whole.jsonl"});
+  for (const Ran& ran : Wait(Start({whole, whole}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::string state = dir_ + "/state", log = dir_ + "/log.jsonl";
+  std::filesystem::create_directories(state);
+  std::filesystem::create_directories(disk.directory() + "/part");
+  std::filesystem::create_directory_symlink(disk.directory() + "/part", state + "/rank-1");
+  const Words words = Small(state, steps + Words{"--log", log});
+  std::vector<Program> programs = Start({words, words});
+  ASSERT_TRUE(disk.Fill());
+  for (const Ran& ran : Wait(std::move(programs))) {
+    EXPECT_EQ(ran.code, 1) << ran.err;
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("rank 1"));
+    EXPECT_THAT(ran.err, HasSubstr("rank-1"));
+  }
+  disk.Free();
+  const Words rest = words + Words{"--resume"};
+  for (const Ran& ran : Wait(Start({rest, rest}))) ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::vector<json> expected = LogOf(dir_ + "/whole.jsonl"), seen = LogOf(log);
+  ASSERT_EQ(seen.size(), expected.size());
+  for (size_t i = 0; i < seen.size(); ++i) EXPECT_EQ(seen[i]["loss"], expected[i]["loss"]) << i;
 }
 
 // Rank 0 keeps the meeting point: while it answers nobody, the others cannot even ask who failed.

@@ -24,7 +24,7 @@ using testing_support::TrainGpt;
 class CheckpointingTest : public testing_support::ScratchTest {
  protected:
   CheckpointingTest() {
-    run_.model.dropout = 0.1;
+    run_.model.dropout = run_.model.embedding_dropout = run_.model.attention_dropout = 0.1;
     run_.steps = 8;
     run_.tile_bytes = 128 << 10;
     plain_ = TrainGpt(run_);
@@ -70,7 +70,8 @@ TEST_F(CheckpointingTest, EveryModeGoesOnFromTheCheckpointsOfEveryMode) {
     ASSERT_TRUE(first.status.ok()) << first.status;
     EXPECT_EQ(first.losses, std::vector<double>(plain_.losses.begin(), plain_.losses.begin() + 5));
     ASSERT_EQ(first.kept.size(), 2u);
-    for (const TrainedLosses::Kept& kept : first.kept) EXPECT_TRUE(kept.status.ok()) << kept.status;
+    for (const TrainedLosses::RecordedOptions& kept : first.kept)
+      EXPECT_TRUE(kept.status.ok()) << kept.status;
     ASSERT_EQ(swap::ListCheckpoints(run_.checkpoints.parent).size(), 1u);
     const std::string checkpoint = *swap::FindCheckpoint(run_.checkpoints.parent);
     for (const OffloadDevice to : {OffloadDevice::kNone, OffloadDevice::kCpu, OffloadDevice::kNvme}) {
@@ -92,7 +93,7 @@ TEST_F(CheckpointingTest, OfAStoreWithRoomForItIsSpreadOverTheStepsAndHoldsItsOw
   EXPECT_EQ(trained.losses, plain_.losses);
   EXPECT_EQ(swap::Inspect({run_.state_dir})->shape.slots, 3u);
   ASSERT_EQ(trained.kept.size(), 2u);
-  for (const TrainedLosses::Kept& kept : trained.kept) {
+  for (const TrainedLosses::RecordedOptions& kept : trained.kept) {
     EXPECT_TRUE(kept.status.ok()) << kept.status;
     ExpectRest(GoOn(kept.path, OffloadDevice::kNone), kept.step);
   }
@@ -131,7 +132,7 @@ TEST_F(CheckpointingTest, OfAStoreWithoutRoomForItEndsBeforeItsSlotIsNeeded) {
   const TrainedLosses trained = TrainGpt(run_);
   ExpectRest(trained, 1);
   ASSERT_EQ(trained.kept.size(), 8u) << "of the step that it went on from, too";
-  for (const TrainedLosses::Kept& kept : trained.kept) {
+  for (const TrainedLosses::RecordedOptions& kept : trained.kept) {
     EXPECT_TRUE(kept.status.ok()) << kept.status;
     EXPECT_LE(kept.at, kept.step + 2);
   }
@@ -218,7 +219,8 @@ TEST_F(CheckpointingTest, HundredsLeaveNoDescriptorMemoryOrFile) {
     const TrainedLosses trained = TrainGpt(run_);
     ASSERT_TRUE(trained.status.ok()) << trained.status;
     ASSERT_EQ(trained.kept.size(), 100u);
-    for (const TrainedLosses::Kept& kept : trained.kept) EXPECT_TRUE(kept.status.ok()) << kept.status;
+    for (const TrainedLosses::RecordedOptions& kept : trained.kept)
+      EXPECT_TRUE(kept.status.ok()) << kept.status;
     EXPECT_EQ(tests::Held().descriptors, outside.descriptors);
     EXPECT_EQ(tests::Entries((scratch_ + "/kept").c_str()), 3) << "two, and which is the latest";
     if (versions > 0) {

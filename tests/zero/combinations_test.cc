@@ -15,8 +15,8 @@
 #include "absl/strings/str_cat.h"
 #include "tests/soak.h"
 #include "tests/zero/training.h"
-#include "zero/engine/engine.h"
 #include "zero/compute/test_device.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero {
 namespace {
@@ -224,7 +224,8 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
         append(whole.skipped, trained.skipped);
         append(whole.committed, trained.committed);
         whole.state = trained.state;
-        for (const TrainedLosses::Kept& kept : trained.kept) EXPECT_TRUE(kept.status.ok()) << kept.status;
+        for (const TrainedLosses::RecordedOptions& kept : trained.kept)
+          EXPECT_TRUE(kept.status.ok()) << kept.status;
         if (run.host_memory_bytes > 0) {
           EXPECT_LE(trained.peak_managed_bytes, run.host_memory_bytes);
         }

@@ -1,5 +1,5 @@
-// Optimizer state that lives on a device apart, in part or as a whole: the processor's bits, within the
-// device's budget, and nothing of it lost between the tiers.
+// Optimizer state that lives on a device apart, in part or as a whole: the processor's bits, within
+// the device's budget, and nothing of it lost between the tiers.
 #include "zero/compute/device_state.h"
 
 #include <gmock/gmock.h>
@@ -16,9 +16,9 @@
 #include "swap/checkpoint.h"
 #include "tests/zero/ranks.h"
 #include "tests/zero/training.h"
+#include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
 #include "zero/engine/engine_state.h"
-#include "zero/compute/test_device.h"
 
 namespace penstock::zero {
 namespace {
@@ -78,7 +78,7 @@ TEST_F(DeviceStateTest, EveryShareGivesTheBitsOfTheProcessor) {
       run.evaluate_every = 2;
       run.shuffles = micro_batches == 3;
       run.announce_always = true;  // and so some steps are called off
-      run.model.dropout = 0.1;
+      run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.1;
       run.tile_bytes = 64 << 10;
       const TrainedLosses plain = TrainGpt(run);
       ASSERT_TRUE(plain.status.ok()) << plain.status;
@@ -198,7 +198,7 @@ TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
   run.loss_scale = {.dynamic = true, .initial_scale = 0x1p26, .window = 3, .hysteresis = 1};
   run.steps = 9;
   run.tile_bytes = 64 << 10;
-  run.model.dropout = 0.1;
+  run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.1;
   const TrainedLosses plain = TrainGpt(run);
   ASSERT_FALSE(plain.skipped.empty());
   const std::vector<double> rest(plain.losses.begin() + 6, plain.losses.end());
@@ -213,7 +213,8 @@ TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
       ExpectSame(trained, plain);
       EXPECT_GT(ShareOnDevice(trained.plan), 0);
       ASSERT_EQ(trained.kept.size(), 4u);
-      for (const TrainedLosses::Kept& kept : trained.kept) ASSERT_TRUE(kept.status.ok()) << kept.status;
+      for (const TrainedLosses::RecordedOptions& kept : trained.kept)
+        ASSERT_TRUE(kept.status.ok()) << kept.status;
       for (const Home to : kHomes) {
         for (const std::optional<double> other : {std::optional<double>(), {1.0}, {0.4}, {0.0}}) {
           RunOptions second = run;

@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "tests/zero/training.h"
-#include "zero/engine/engine.h"
 #include "zero/compute/test_device.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero {
 namespace {
@@ -39,7 +39,7 @@ TEST(Device, EveryOffloadModeAndBudgetGivesTheBitsOfTheProcessor) {
         run.clip = clip;
         run.steps = 4;
         run.evaluate_every = 2;
-        run.model.dropout = 0.1;
+        run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.1;
         const TrainedLosses cpu = TrainGpt(run);
         ASSERT_TRUE(cpu.status.ok()) << cpu.status;
         run.device = MakeTestDevice();

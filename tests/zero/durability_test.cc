@@ -21,7 +21,7 @@ using testing_support::TrainGpt;
 class DurabilityTest : public testing_support::ScratchTest {
  protected:
   DurabilityTest() {
-    run_.model.dropout = 0.1;
+    run_.model.dropout = run_.model.embedding_dropout = run_.model.attention_dropout = 0.1;
     run_.steps = 8;
     run_.tile_bytes = 128 << 10;
   }
@@ -85,7 +85,8 @@ TEST_F(DurabilityTest, TheBitsAreTheSameWhateverIsWrittenWhen) {
         EXPECT_EQ(there->record.step, 8u);
         EXPECT_FALSE(there->record.overwriting);
         EXPECT_EQ(there->shape.slots, static_cast<uint32_t>(versions));
-        for (const TrainedLosses::Kept& kept : trained.kept) EXPECT_TRUE(kept.status.ok()) << kept.status;
+        for (const TrainedLosses::RecordedOptions& kept : trained.kept)
+          EXPECT_TRUE(kept.status.ok()) << kept.status;
         EXPECT_EQ(trained.kept.size(), more == 3 ? 2u : 0u);
       }
     }

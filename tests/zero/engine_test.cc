@@ -17,10 +17,10 @@
 #include <utility>
 #include <vector>
 
-#include "tests/zero/plain_model.h"
-#include "tests/zero/training.h"
 #include "models/causal_attention.h"
 #include "models/gpt.h"
+#include "tests/zero/plain_model.h"
+#include "tests/zero/training.h"
 #include "zero/compute/block.h"
 #include "zero/memory/tensor_memory.h"
 
@@ -103,14 +103,14 @@ TEST(Engine, LongSequencesAgreeWithPlainLibTorchAndHaveTheSameBitsInTheLeastMemo
 TEST(Engine, DropoutIsThatOfPlainLibTorchWithTheSameSeeds) {
   RunOptions run;
   run.dtype = torch::kFloat32;
-  run.model.dropout = 0.2;
+  run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.2;
   run.micro_batches = 2;
   run.steps = 6;
   run.clip = 0.5;
   const std::vector<double> plain = PlainLosses(run);
   const TrainedLosses ours = TrainGpt(run);
   ASSERT_TRUE(ours.status.ok()) << ours.status;
-  run.model.dropout = 0;
+  run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0;
   const std::vector<double> without = PlainLosses(run);
   for (size_t i = 0; i < plain.size(); ++i) {
     EXPECT_NEAR(ours.losses[i], plain[i], 1e-5 * std::abs(plain[i])) << "step " << i + 1;
@@ -143,7 +143,7 @@ TEST(Engine, EveryOffloadModeAndBudgetGivesTheSameBits) {
         run.micro_batches = micro_batches;
         run.clip = clip;
         run.steps = 5;
-        run.model.dropout = 0.1;
+        run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.1;
         run.offload = OffloadDevice::kNone;
         const TrainedLosses none = TrainGpt(run);
         ASSERT_TRUE(none.status.ok()) << none.status;
@@ -225,11 +225,11 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
             EXPECT_EQ(nvme.committed, (std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7}));
             // The skipped step is undone in any case.
             if (clip == 0 || clip == 1e9) {
-              EXPECT_EQ(nvme.redone, (std::vector<int64_t>{4}));
+              EXPECT_EQ(nvme.replayed, (std::vector<int64_t>{4}));
             }
             if (clip == norms[2]) {
-              EXPECT_GE(nvme.redone.size(), 2u);  // the skipped one and at least one that was clipped
-              EXPECT_LT(nvme.redone.size(), 7u);
+              EXPECT_GE(nvme.replayed.size(), 2u);  // the skipped one and at least one that was clipped
+              EXPECT_LT(nvme.replayed.size(), 7u);
             }
             EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
           }
@@ -308,10 +308,10 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
     };
     return large;
   };
-  // Updates in backward until at most 2 of the last 16 steps are redone. Where a plan has another opinion
+  // Updates in backward until at most 2 of the last 16 steps are replayed. Where a plan has another opinion
   // nothing is trained.
   auto offers = [](const tiering::Plan& plan) {
-    return plan.speculates && plan.worthwhile_redo_rate > 0.01 && plan.worthwhile_redo_rate < 1.0 / 6;
+    return plan.speculates && plan.worthwhile_replay_rate > 0.01 && plan.worthwhile_replay_rate < 1.0 / 6;
   };
   auto train = [&](EngineOptions options, std::vector<StepResult>* steps) -> absl::Status {
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model(), std::move(options));
@@ -357,7 +357,7 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
     EXPECT_EQ(step.loss, memory[i].loss) << "step " << step.step;
     EXPECT_EQ(step.grad_norm, memory[i].grad_norm) << "step " << step.step;
     EXPECT_EQ(step.grad_norm > run.clip, is_large(step.step)) << "step " << step.step;
-    EXPECT_EQ(step.redone, step.in_backward > 0 && is_large(step.step)) << "step " << step.step;
+    EXPECT_EQ(step.replayed, step.in_backward > 0 && is_large(step.step)) << "step " << step.step;
     moved[step.step <= 24 ? 0 : step.step <= 48 ? 1 : 2] += step.in_backward > 0 ? 1 : 0;
   }
   EXPECT_EQ(drive[0].in_backward, 0);
@@ -433,6 +433,25 @@ TEST(Engine, AnOrderOfLayersThatChangesBetweenStepsIsAMissAndNoError) {
       EXPECT_EQ(nvme.losses, none.losses);
     }
   }
+}
+
+// What has failed stays failed: an order that nobody will go through is no success.
+TEST(Engine, AnOrderForAnEngineThatIsDoneForIsRefused) {
+  RunOptions run;
+  Model model = tools::MakeGpt(run.model);
+  const StageFunction layer = model.stages[2].forward;
+  bool fails = false;
+  model.stages[2].forward = [&](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+    TORCH_CHECK(!fails, "the layer is gone");
+    return layer(module, x, batch);
+  };
+  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model, testing_support::OptionsOf(run));
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  EXPECT_TRUE((*engine)->SetOrder({0, 2, 1, 3, 4, 5}).ok());
+  fails = true;
+  const absl::StatusOr<StepResult> result = (*engine)->Step({testing_support::MakeBatch(run, 1, 0)});
+  ASSERT_FALSE(result.ok());
+  EXPECT_EQ((*engine)->SetOrder({0, 1, 2, 3, 4, 5}), result.status());
 }
 
 TEST(Engine, EveryStepIsCommittedInOrderAndResumeGoesOnWithTheSameBits) {
@@ -521,14 +540,14 @@ TEST(Engine, AsMuchIsInFlightAsTheKneeAsksForUnlessThatIsLimited) {
     options.io_depth_is_limit = is_limit;
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(WideLayers(), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
-    (*engine)->set_knee_bytes(4 * aio::kMiB);
+    (*engine)->set_saturating_bytes_in_flight(4 * aio::kMiB);
     for (int step = 0; step < 3; ++step) {
       absl::StatusOr<StepResult> result = (*engine)->Step({options.example}, Next::kTrain);
       ASSERT_TRUE(result.ok()) << result.status();
     }
     ASSERT_TRUE((*engine)->Flush().ok());
     const aio::EngineStats stats = (*engine)->io_stats();
-    EXPECT_EQ(stats.knee_bytes, 4 * aio::kMiB);
+    EXPECT_EQ(stats.saturating_bytes_in_flight, 4 * aio::kMiB);
     ASSERT_EQ(stats.devices.size(), 1u);
     peak[is_limit ? 1 : 0] = stats.devices[0].peak_in_flight_bytes;
     std::filesystem::remove_all(directory);

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "tests/zero/training.h"
-#include "zero/engine/engine.h"
 #include "zero/compute/test_device.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero {
 namespace {
@@ -66,7 +66,7 @@ TEST(Gds, EveryTypeOrderAndBudgetGivesTheBitsOfTheProcessor) {
         run.steps = 3;
         run.evaluate_every = 2;
         run.micro_batches = least ? 1 : 2;
-        run.model.dropout = 0.1;
+        run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.1;
         if (least) run = AtLeast(run, {.latency_seconds = 1e-4, .gds = true});
         RunOptions processor = run;
         processor.device = HostDevice();

@@ -1,5 +1,5 @@
-// Ranks on CUDA devices, where there are any (`ctest -L gpu`): apart from gpu_test.cc, because a process that
-// has used CUDA cannot fork ranks that do.
+// Ranks on CUDA devices, where there are any (`ctest -L gpu`): apart from gpu_test.cc, because a
+// process that has used CUDA cannot fork ranks that do.
 #include <gtest/gtest.h>
 
 #include <filesystem>

@@ -97,7 +97,8 @@ std::vector<std::string> Losses(const std::string& log) {
     engine = Engine::Create(tools::MakeGpt(run.model), options);
   }
   if (!engine.ok()) fail(engine.status());
-  absl::StatusOr<std::unique_ptr<tools::TrainLog>> opened = tools::TrainLog::Open(log_path, /*resumes=*/true);
+  absl::StatusOr<std::unique_ptr<tools::TrainLog>> opened =
+      tools::TrainLog::Open(log_path, {.run_id = "run", .resumes = true});
   if (!opened.ok()) fail(opened.status());
   log = std::move(*opened);
   if (absl::Status status = log->CutAfter((*engine)->step()); !status.ok()) fail(status);

@@ -21,7 +21,8 @@ std::vector<LrScheduleSpec> OneOfEach() {
   decay.warmup = {
       .warmup_min_lr = 0.01, .warmup_max_lr = 0.3, .warmup_num_steps = 7, .warmup_type = WarmupType::kLinear};
   decay.total_num_steps = 31;
-  return {WarmupThenCosine{.lr = 0.3, .min_lr = 0.07, .warmup = 5, .horizon = 40},
+  return {Constant{.lr = 0.2},
+          WarmupThenCosine{.lr = 0.3, .min_lr = 0.07, .warmup = 5, .horizon = 40},
           LrRangeTest{.min_lr = 2e-3, .step_size = 11, .step_rate = 1.5, .staircase = true},
           OneCycle{.cycle_min_lr = 0.1,
                    .cycle_max_lr = 0.7,
@@ -46,6 +47,12 @@ std::vector<LrScheduleSpec> OneOfEach() {
                          .warmup_num_steps = 6,
                          .cos_min_ratio = 0.02,
                          .warmup_type = WarmupType::kLinear}};
+}
+
+TEST(Constant, IsTheSameAtEveryStep) {
+  const LrSchedule s = Make(Constant{.lr = 0.25});
+  for (const int64_t step : {int64_t{1}, int64_t{2}, int64_t{1'000'000}}) EXPECT_EQ(s.At(step).lr, 0.25);
+  EXPECT_FALSE(s.At(1).beta1.has_value());
 }
 
 TEST(WarmupThenCosine, GoldenValues) {
@@ -249,6 +256,7 @@ TEST(LrSchedule, RefusesNonsenseByName) {
     ASSERT_EQ(schedule.status().code(), absl::StatusCode::kInvalidArgument) << field;
     EXPECT_NE(std::string(schedule.status().message()).find(field), std::string::npos) << schedule.status();
   };
+  refused(Constant{.lr = -1}, "lr");
   refused(WarmupThenCosine{.lr = -1}, "lr");
   refused(WarmupThenCosine{.lr = nan}, "lr");
   refused(WarmupThenCosine{.warmup = -1}, "warmup");

@@ -27,6 +27,7 @@ TEST(NearestName, FindsTheMeantOne) {
   EXPECT_EQ(NearestName("buff", names), "buffer_count");
   EXPECT_EQ(NearestName("zebra", names), std::nullopt);
   EXPECT_EQ(NearestName("x", names), std::nullopt);
+  EXPECT_EQ(NearestName("path_nvme", names), "nvme_path");
   EXPECT_EQ(NearestName("device", {}), std::nullopt);
 }
 

@@ -43,7 +43,7 @@ std::string NameOfAWeight(const Engine& engine) {
 }
 
 // The same values in memory and on the drive, of every kind; AdamW's first step by hand.
-TEST(StateAccess, ReadsWhatTheUpdateMadeInEveryHome) {
+TEST(ParameterAccess, ReadsWhatTheUpdateMadeInEveryHome) {
   for (const torch::Dtype dtype : {torch::kFloat32, torch::kBFloat16}) {
     std::vector<torch::Tensor> read[3];
     for (int home = 0; home < 3; ++home) {

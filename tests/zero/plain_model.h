@@ -5,8 +5,9 @@
 #include <memory>
 #include <vector>
 
-#include "tests/zero/training.h"
 #include "models/gpt.h"
+#include "tests/zero/training.h"
+#include "zero/compute/initial_values.h"
 #include "zero/compute/stage_runner.h"
 
 namespace penstock::zero::testing_support {
@@ -20,7 +21,7 @@ struct PlainModel {
   explicit PlainModel(const RunOptions& run) : model(tools::MakeGpt(run.model)) {
     for (size_t b = 0; b < model.blocks.size(); ++b) {
       torch::manual_seed(MixSeed(run.seed, 0x696e6974, b));
-      modules.push_back(model.blocks[b].build());
+      modules.push_back(BuildWhole(model.blocks[b]));
       for (torch::Tensor& parameter : modules.back()->parameters()) parameters.push_back(parameter);
     }
   }

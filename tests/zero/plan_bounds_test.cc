@@ -49,7 +49,7 @@ Plan PlanOf(const std::string& json) {
 
 int64_t LiveElements(const Plan& plan) {
   int64_t bytes = 0;
-  for (const tiering::RunClass& cls : plan.run_classes) bytes += cls.slots * cls.bytes;
+  for (const tiering::WeightClass& cls : plan.weight_classes) bytes += cls.slots * cls.bytes;
   return bytes / 2;
 }
 
@@ -71,7 +71,7 @@ const std::map<std::string, std::function<void()>>& Obeyed() {
          EXPECT_LE(LiveElements(PlanOf(Zero(R"("stage3_max_live_parameters": 2200000)"))), 2'200'000);
        }},
       {"zero_optimization.stage3_prefetch_bucket_size",
-       [] { EXPECT_EQ(PlanOf(Zero(R"("stage3_prefetch_bucket_size": 0)")).run_classes.back().slots, 1); }},
+       [] { EXPECT_EQ(PlanOf(Zero(R"("stage3_prefetch_bucket_size": 0)")).weight_classes.back().slots, 1); }},
       {"zero_optimization.stage3_max_reuse_distance",
        [] {
          const int64_t all = ResidentElements(PlanOf("{}"));
@@ -101,13 +101,13 @@ const std::map<std::string, std::function<void()>>& Obeyed() {
        }},
       {"zero_optimization.sub_group_size",
        [] {
-         // A tile's bound: tools/penstock/train_options.cc gives it to the planner as tile_bytes.
+         // A tile's bound: tools/penstock/train_words.cc gives it to the planner as tile_bytes.
          tiering::PlanOptions options;
          options.tile_bytes = 100'000 * 12;
          EXPECT_LE(tiering::MakePlan(Graph(), options)->tile_elements, 100'000);
        }},
       {"zero_optimization.offload_param.buffer_count",
-       [] { EXPECT_EQ(PlanOf(Param(R"("buffer_count": 2)")).run_classes.back().slots, 2); }},
+       [] { EXPECT_EQ(PlanOf(Param(R"("buffer_count": 2)")).weight_classes.back().slots, 2); }},
       {"zero_optimization.offload_param.buffer_size",
        [] {
          EXPECT_LE(LiveElements(PlanOf(Param(R"("buffer_count": 2, "buffer_size": 550000)"))), 1'100'000);
@@ -144,7 +144,7 @@ const std::map<std::string, std::function<void()>>& Obeyed() {
            EXPECT_TRUE(parsed.ok()) << parsed.status();
            tiering::PlanOptions options;
            options.on_nvme = false;
-           options.device.apart = true;
+           options.device.has_own_memory = true;
            options.bounds = PlanBoundsOf(parsed->config);
            return tiering::MakePlan(Graph(), options)->on_device_share();
          };
@@ -187,7 +187,7 @@ TEST(PlanBounds, EveryKeyOfPlacementIsObeyed) {
 
 // Where the keys below are obeyed: stage means 3 at any value (a note says so), device and nvme_path choose
 // the offload and its directory, cpu_offload* are their old names, and buckets of collectives bound nothing
-// on one rank (a note of tools/penstock/train_options.cc says so).
+// on one rank (a note of tools/penstock/train_words.cc says so).
 TEST(PlanBounds, EveryKeyOfZeroIsObeyedHereOrElsewhereOrNamedWithAReason) {
   const std::set<std::string> elsewhere = {"stage",       "offload_param",     "offload_optimizer",
                                            "device",      "nvme_path",         "reduce_bucket_size",
@@ -221,7 +221,7 @@ TEST(PlanBounds, EveryKeyOfZeroIsObeyedHereOrElsewhereOrNamedWithAReason) {
 
 TEST(PlanBounds, NothingSaidBoundsNothing) {
   const tiering::PlanBounds bounds = PlanBoundsOf(Config());
-  EXPECT_FALSE(bounds.live_elements || bounds.prefetch_elements || bounds.run_slots ||
+  EXPECT_FALSE(bounds.live_elements || bounds.prefetch_elements || bounds.weight_slots ||
                bounds.resident_elements || bounds.reuse_elements || bounds.persistent_block_elements ||
                bounds.persistent_elements || bounds.tile_slots || bounds.state_bytes);
   EXPECT_EQ(bounds.placement, tiering::Placement::kAuto);

@@ -10,13 +10,13 @@
 #include <vector>
 
 #include "kernels/float16.h"
+#include "models/gpt.h"
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
-#include "models/gpt.h"
 #include "zero/compute/block.h"
-#include "zero/engine/engine.h"
 #include "zero/compute/stage_runner.h"
 #include "zero/compute/update.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero {
 namespace {
@@ -169,7 +169,7 @@ TEST(Precision, EveryModeBudgetAndCutGivesTheSameBits) {
     run.micro_batches = 1 + number % 2 * 2;
     run.clip = number % 3 == 0 ? 0.0 : 0.3;
     run.steps = 4;
-    run.model.dropout = 0.1;
+    run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.1;
     ++number;
     const TrainedLosses none = TrainGpt(run);
     ASSERT_TRUE(none.status.ok()) << none.status;
@@ -350,7 +350,7 @@ class HalfFrozen : public torch::nn::Module {
 
 TEST(Precision, FrozenParametersStayAsTheyAreBesideCompactStates) {
   const auto module = std::make_shared<HalfFrozen>();
-  const RunLayout layout = RunLayout::Of(*module);
+  const FlatLayout layout = FlatLayout::Of(*module);
   for (const auto& [from, to] : layout.trained)
     EXPECT_EQ(from % tiering::kScaleBlock, 0) << from << " " << to;
   TileFormat format;

@@ -105,7 +105,7 @@ TEST_F(RankCheckpointsTest, GoOnWithAnyNumberOfRanks) {
       ASSERT_EQ(Train(run, c.from, on_one)["status"], "");
       const absl::StatusOr<std::string> checkpoint = swap::FindCheckpoint(where + "/kept");
       ASSERT_TRUE(checkpoint.ok()) << checkpoint.status();
-      EXPECT_EQ(FindParts({*checkpoint})->size(), on_one ? 1u : static_cast<size_t>(c.from));
+      EXPECT_EQ(FindShards({*checkpoint})->size(), on_one ? 1u : static_cast<size_t>(c.from));
       run.offload = c.then;
       run.state_dir = c.then == nvme ? where + "/then" : "";
       run.tile_bytes = 3 << 15;
@@ -162,10 +162,10 @@ TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {
         done = true;
       }
       for (const swap::CheckpointEntry& entry : swap::ListCheckpoints(where + "/kept")) {
-        const absl::StatusOr<PartDirectories> parts = FindParts({entry.path});
+        const absl::StatusOr<ShardDirectories> parts = FindShards({entry.path});
         ASSERT_TRUE(parts.ok()) << parts.status();
         ASSERT_EQ(parts->size(), 2u);
-        const auto inspections = InspectParts(*parts);
+        const auto inspections = InspectShards(*parts);
         ASSERT_TRUE(inspections.ok()) << inspections.status();
         for (const swap::Inspection& part : *inspections) EXPECT_EQ(part.record.step, entry.step);
       }
@@ -232,12 +232,12 @@ TEST_F(RankCheckpointsTest, PartsThatDoNotBelongTogetherAreNamed) {
   }
   const std::string a = scratch_ + "/a", b = scratch_ + "/b";
   std::filesystem::rename(a + "/rank-1", a + "/away");
-  const auto missing = FindParts({a});
+  const auto missing = FindShards({a});
   EXPECT_TRUE(absl::IsDataLoss(missing.status())) << missing.status();
   EXPECT_THAT(std::string(missing.status().message()),
               testing::HasSubstr("rank 1 of the run's 2 is missing"));
   std::filesystem::rename(b + "/rank-1", a + "/rank-1");
-  const auto mixed = InspectParts(*FindParts({a}));
+  const auto mixed = InspectShards(*FindShards({a}));
   EXPECT_TRUE(absl::IsDataLoss(mixed.status())) << mixed.status();
   EXPECT_THAT(std::string(mixed.status().message()), testing::HasSubstr(a + "/rank-1 is not the part"));
 }

@@ -1,5 +1,5 @@
-// Several ranks, each with a device apart of its own (the test-only one, whose bits are the processor's): the
-// losses of ranks on processors, within every budget, and an end with a reason.
+// Several ranks, each with a device apart of its own (the test-only one, whose bits are the
+// processor's): the losses of ranks on processors, within every budget, and an end with a reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -9,8 +9,8 @@
 
 #include "swap/checkpoint.h"
 #include "tests/zero/ranks.h"
-#include "zero/engine/rank_agreement.h"
 #include "zero/compute/test_device.h"
+#include "zero/engine/rank_agreement.h"
 
 namespace penstock::zero {
 namespace {
@@ -160,7 +160,7 @@ TEST(RankDevices, CheckpointsGoFromDevicesToProcessorsAndBack) {
   for (const bool devices_first : {true, false}) {
     const std::string kept = testing_support::ScratchDirectory();
     run.adjust = [](EngineOptions& options) {
-      if (options.device->apart()) options.bounds.processor_share = 0;
+      if (options.device->has_own_memory()) options.bounds.processor_share = 0;
     };
     run.checkpoints = {kept, 2, 0};
     run.stop_after = 4;
@@ -274,7 +274,7 @@ TEST(RankDevices, ACopyThatFailsOnOneEndsAllInItsWords) {
 TEST(RankDevices, OneThatIsKilledWhileDevicesExchangeIsNamed) {
   RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kBFloat16);
   run.steps = 1000;
-  for (const tiering::OpKind kind : {tiering::OpKind::kGather, tiering::OpKind::kReduce}) {
+  for (const tiering::OpKind kind : {tiering::OpKind::kAllGather, tiering::OpKind::kReduceScatter}) {
     const std::vector<RankOutcome> ranks = TrainRanks(2, run, [kind](int rank, RunOptions* own) {
       own->device = MakeTestDevice({.linked = true});
       own->adjust = [kind, rank](EngineOptions& options) {

@@ -72,6 +72,32 @@ TEST(RankEnvironment, MpirunAndSrun) {
   EXPECT_EQ(environment->master_address, "10.1.1.1");
 }
 
+// As Slurm writes them: tasks of each node, those that have as many in one.
+TEST(RankEnvironment, SlurmsTasksOfEachNode) {
+  const auto local_world = [](const char* tasks, int rank, int local_rank, const char* node) {
+    std::map<std::string, std::string> variables = {{"SLURM_STEP_ID", "0"},
+                                                    {"SLURM_PROCID", std::to_string(rank)},
+                                                    {"SLURM_STEP_NUM_TASKS", "7"},
+                                                    {"SLURM_LOCALID", std::to_string(local_rank)},
+                                                    {"SLURM_STEP_TASKS_PER_NODE", tasks}};
+    if (node != nullptr) variables["SLURM_NODEID"] = node;
+    const auto environment = Read(variables);
+    EXPECT_TRUE(environment.ok()) << environment.status();
+    return environment.ok() ? environment->local_world : -1;
+  };
+  EXPECT_EQ(local_world("4,2", 0, 0, "0"), 4);
+  EXPECT_EQ(local_world("4,2", 5, 1, "1"), 2);
+  EXPECT_EQ(local_world("2(x3),1", 4, 0, "2"), 2);
+  EXPECT_EQ(local_world("2(x3),1", 6, 0, "3"), 1);
+  EXPECT_EQ(local_world("7", 6, 6, "0"), 7);
+  // Without the node's number: hosts that are filled one after the other.
+  EXPECT_EQ(local_world("4,2", 3, 3, nullptr), 4);
+  EXPECT_EQ(local_world("4,2", 5, 1, nullptr), 2);
+  EXPECT_EQ(local_world("2(x3),1", 6, 0, nullptr), 1);
+  // Dealt round, a host's ranks do not follow one another: the most that any host has.
+  EXPECT_EQ(local_world("1,3(x2)", 2, 0, nullptr), 3);
+}
+
 TEST(RankEnvironment, ABatchScriptIsOneProcess) {
   const auto environment = Read({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "4"}});
   ASSERT_TRUE(environment.ok());
@@ -89,6 +115,18 @@ TEST(RankEnvironment, WhatIsWrongIsNamed) {
   EXPECT_NE(text({{"RANK", "0"}, {"WORLD_SIZE", "0"}}).find("WORLD_SIZE=0"), std::string::npos);
   EXPECT_NE(text({{"RANK", "0"}}).find("WORLD_SIZE is not"), std::string::npos);
   EXPECT_NE(text({{"WORLD_SIZE", "2"}}).find("RANK is not"), std::string::npos);
+  for (const char* tasks :
+       {"", "2(x", "x", "2(x3", "0", "2,", "-1", "2(x0)", "2(y3)", "99999999999", "1(x99999999)"}) {
+    EXPECT_NE(text({{"SLURM_STEP_ID", "0"},
+                    {"SLURM_PROCID", "0"},
+                    {"SLURM_STEP_NUM_TASKS", "2"},
+                    {"SLURM_STEP_TASKS_PER_NODE", tasks}})
+                  .find("SLURM_STEP_TASKS_PER_NODE=" + std::string(tasks) + " in"),
+              std::string::npos)
+        << tasks;
+  }
+  EXPECT_NE(text({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_WORLD_SIZE", "x"}}).find("LOCAL_WORLD_SIZE=x"),
+            std::string::npos);
   EXPECT_NE(text({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_PORT", "99999"}}).find("MASTER_PORT=99999"),
             std::string::npos);
 }

@@ -14,9 +14,9 @@
 #include "swap/inspect.h"
 #include "tests/zero/ranks.h"
 #include "tests/zero/training.h"
+#include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
 #include "zero/ranks/sharded_state.h"
-#include "zero/compute/test_device.h"
 
 namespace penstock::zero {
 namespace {
@@ -123,9 +123,9 @@ TEST_F(RankStateTest, AWriteThatNotAllHaveCommittedIsTakenBack) {
   std::filesystem::copy(before, of_rank_1, std::filesystem::copy_options::recursive);
   ASSERT_EQ(commit_of(0), commit_of(1) + 1);
   // Nor does anybody else read half of it.
-  const auto parts = FindParts({run.state_dir});
+  const auto parts = FindShards({run.state_dir});
   ASSERT_TRUE(parts.ok()) << parts.status();
-  const auto inspections = InspectParts(*parts);
+  const auto inspections = InspectShards(*parts);
   ASSERT_TRUE(inspections.ok()) << inspections.status();
   for (const swap::Inspection& each : *inspections) {
     EXPECT_EQ(each.record.sequence, commit_of(1));

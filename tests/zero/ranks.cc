@@ -75,7 +75,7 @@ nlohmann::json ToJson(const TrainedLosses& trained) {
           {"evaluations", trained.evaluations},
           {"loss_scales", trained.loss_scales},
           {"skipped", trained.skipped},
-          {"redone", trained.redone},
+          {"redone", trained.replayed},
           {"in_backward", trained.in_backward},
           {"committed", trained.committed},
           {"resumed_from", trained.resumed_from},

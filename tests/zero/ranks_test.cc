@@ -12,8 +12,11 @@
 #include <chrono>
 #include <cmath>
 #include <filesystem>
+#include <numeric>
 #include <random>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "tests/soak.h"
 #include "tiering/advice/tier_table.h"
 #include "zero/config/plan_bounds.h"
@@ -218,7 +221,7 @@ TEST(Ranks, OneThatIsKilledWhileItSendsIsNamedAtOnce) {
       const std::array<const void*, 2> send = {sent.data(), sent.data()};
       const std::array<void*, 2> receive = {received.data(), received.data()};
       const auto start = std::chrono::steady_clock::now();
-      const auto exchange = (*comm)->Begin(Channel::kReduce, send, receive, kBytes);
+      const auto exchange = (*comm)->Begin(Channel::kReduceScatter, {"bytes"}, send, receive, kBytes);
       if (rank == victim) {
         usleep(3000);
         kill(getpid(), SIGKILL);
@@ -289,6 +292,30 @@ TEST(Ranks, AnErrorOfOneIsToldToAll) {
   EXPECT_NE(outcomes[0].text().find("rank 1 of 3 failed"), std::string::npos) << outcomes[0].text();
 }
 
+// Ranks with different orders would wait for each other's blocks for ever; all are told, and go on as they
+// were.
+TEST(Ranks, OneOrderOfStagesOfAll) {
+  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+  run.steps = 3;
+  const auto outcomes = TrainRanks(2, run, [](int rank, RunOptions* own) {
+    own->opened = [rank](Engine& engine) -> absl::Status {
+      const int stages = static_cast<int>(engine.plan().graph.stages.size());
+      std::vector<int> order(static_cast<size_t>(stages));
+      std::iota(order.begin(), order.end(), 0);
+      if (rank == 1) std::swap(order[1], order[3]);
+      const absl::Status refused = engine.SetOrder(order);
+      const bool named = refused.code() == absl::StatusCode::kInvalidArgument &&
+                         absl::StrContains(refused.message(), "rank 1 of 2 [0, 3, 2, 1,");
+      return named ? absl::OkStatus()
+                   : absl::InternalError(absl::StrCat("not refused: ", refused.ToString()));
+    };
+  });
+  for (const RankOutcome& rank : outcomes) {
+    EXPECT_EQ(rank.text(), outcomes[0].text());
+    EXPECT_EQ(rank.report["losses"].size(), 3u) << rank.text();
+  }
+}
+
 // A rank that finds nobody listening yet tries again after a second: they wait for longer than that.
 TEST(Ranks, WhoIsMissingIsNamed) {
   for (const int world : {3, 4}) {
@@ -307,13 +334,217 @@ TEST(Ranks, WordsThatDifferAreNamedOnAll) {
     auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 3, port), {});
     if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
     const nlohmann::json words = {{"optimizer", {{"lr", rank == 2 ? 2 : 1}}}, {"steps", 4}};
-    const absl::Status status = AgreeOnWords(**comm, words);
+    const absl::Status status = AgreeOnOptions(**comm, words);
     (*comm)->Abort(status);
     return nlohmann::json::object({{"status", std::string(status.message())}});
   });
   for (const RankOutcome& rank : outcomes) {
-    EXPECT_EQ(rank.text(),
-              "rank 2 of 3 was not started like rank 0: optimizer.lr is 2 on rank 2 and 1 on rank 0");
+    EXPECT_EQ(
+        rank.text(),
+        "rank 2 of 3 was not started like rank 0: optimizer.lr is 2 on rank 2 and 1 on rank 0; start all "
+        "ranks with the same words, config and files");
+  }
+}
+
+// Exchanges that are not the same do not meet: nothing is received for something else, nobody waits for ever,
+// and every rank is told what both are at.
+TEST(Ranks, DifferentExchangesEndOnAllRanksAndBothAreNamed) {
+  const auto exchange = [](Comm& comm, Channel channel, const What& what, size_t bytes) {
+    std::vector<std::byte> memory(3 * bytes);
+    return comm.AllGather(channel, what, memory.data(), bytes);
+  };
+  struct Case {
+    const char* of;
+    std::function<absl::Status(Comm&, bool odd)> body;
+    std::vector<const char*> named;
+  };
+  const std::vector<Case> cases = {
+      {"fewer bytes",
+       [&](Comm& comm, bool odd) { return exchange(comm, Channel::kSetup, {"weights"}, odd ? 1000 : 4096); },
+       {"rank 1 of 3 is at weights (1000 bytes)", "rank 0 at weights (4096 bytes)"}},
+      {"more bytes",
+       [&](Comm& comm, bool odd) { return exchange(comm, Channel::kSetup, {"weights"}, odd ? 9000 : 4096); },
+       {"rank 1 of 3 is at weights (9000 bytes)", "rank 0 at weights (4096 bytes)"}},
+      {"another block",
+       [&](Comm& comm, bool odd) {
+         return exchange(comm, Channel::kAllGather, {.name = "weights", .step = 7, .block = odd ? 3 : 2}, 64);
+       },
+       {"weights of block 3, step 7", "weights of block 2, step 7"}},
+      {"other calls before",
+       [&](Comm& comm, bool odd) {
+         comm.Enter(odd ? "an evaluation of 4 batches" : "an evaluation of 16 batches");
+         return exchange(comm, Channel::kReduceScatter, {.name = "losses", .step = 7, .calls = comm.calls()},
+                         64);
+       },
+       {"rank 1 of 3 is at an evaluation of 4 batches", "rank 0 at an evaluation of 16 batches"}},
+      {"on another channel",
+       [&](Comm& comm, bool odd) {
+         comm.Enter(odd ? "reading a parameter" : "step 8");
+         return exchange(comm, odd ? Channel::kSetup : Channel::kAllGather, {"x"}, 64);
+       },
+       {"rank 1 of 3 is at reading a parameter", "rank 0 at step 8"}},
+      {"nothing more",
+       [&](Comm& comm, bool odd) {
+         return odd ? absl::OkStatus() : exchange(comm, Channel::kAllGather, {"x"}, 64);
+       },
+       {"is at x (64 bytes)", "rank 1 at the end of the run"}},
+  };
+  for (const Case& each : cases) {
+    SCOPED_TRACE(each.of);
+    const auto outcomes = testing_support::RunProcesses(3, [&](int rank, int port) {
+      const auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 3, port), {});
+      if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
+      // An exchange that is the same goes before it.
+      const absl::Status first = exchange(**comm, Channel::kSetup, {"hello"}, 8);
+      const absl::Status status = first.ok() ? each.body(**comm, rank == 1) : first;
+      return nlohmann::json::object({{"status", std::string(status.message())}});
+    });
+    for (size_t k = 0; k < outcomes.size(); ++k) {
+      EXPECT_EQ(outcomes[k].exit_code, 0) << "rank " << k << " did not end by itself";
+      if (k == 1 && std::string_view(each.of) == "nothing more") continue;
+      for (const char* named : each.named)
+        EXPECT_NE(outcomes[k].text().find(named), std::string::npos) << outcomes[k].text();
+    }
+  }
+}
+
+// The same through the engine: one rank evaluates, or goes another way through the layers, and the others do
+// not. No step is updated with what does not belong together.
+TEST(Ranks, DifferentCallsOfTheEngineEndOnAllRanks) {
+  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+  run.steps = 40;
+  run.evaluate_every = 0;
+  const auto expect = [&](const char* named, const std::function<void(RunOptions*)>& odd) {
+    SCOPED_TRACE(named);
+    for (const RankOutcome& rank : TrainRanks(2, run, [&](int rank, RunOptions*own) {
+           if (rank == 1) odd(own);
+         })) {
+      EXPECT_EQ(rank.exit_code, 0);
+      EXPECT_NE(rank.text().find("rank 1 of 2 is at "), std::string::npos) << rank.text();
+      EXPECT_NE(rank.text().find(named), std::string::npos) << rank.text();
+      EXPECT_LT(rank.report["losses"].size(), 40u);
+    }
+  };
+  expect("an evaluation of", [](RunOptions* own) { own->evaluate_every = 3; });
+  expect("an order of stages", [](RunOptions* own) {
+    own->after_step = [](Engine& engine) {
+      return engine.step() == 3 ? engine.SetOrder({0, 3, 4, 1, 2, 5, 6, 7, 8, 9}) : absl::OkStatus();
+    };
+  });
+  expect("reading head.weight", [](RunOptions* own) {
+    own->after_step = [](Engine& engine) {
+      return engine.step() == 3 ? engine.ReadState("head.weight", StateKind::kParameter).status()
+                                : absl::OkStatus();
+    };
+  });
+}
+
+// A rank that gives signs of life and does not go on: the others end, at once where they are asked to.
+TEST(Ranks, OneThatLivesAndDoesNotGoOnIsNotWaitedForForEver) {
+  for (const bool asked : {false, true}) {
+    RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+    run.steps = 1000;
+    const CommOptions options = {.patience_seconds = asked ? 3.0 : 60.0,
+                                 .longest_wait_seconds = asked ? 0.0 : 8.0};
+    const auto outcomes = TrainRanks(
+        3, run,
+        [asked](int rank, RunOptions* own) {
+          if (rank == 0 && asked) {
+            own->adjust = [comm = own->comm](EngineOptions& engine) {
+              engine.stops = [comm] { return comm->calls() != 0; };  // once it trains
+            };
+          }
+          if (rank != 1) return;
+          own->make_model = [comm = own->comm] {
+            Model model = Untied();
+            const StageFunction loss = model.stages.back().forward;
+            model.stages.back().forward = [loss, comm](torch::nn::Module& module, const torch::Tensor& x,
+                                                       const Batch& batch) {
+              // Not where the model is measured, which is before the first exchange of a step.
+              if (comm->calls() != 0) {
+                while (comm->failure().ok()) usleep(10000);
+              }
+              return loss(module, x, batch);
+            };
+            return model;
+          };
+        },
+        options);
+    for (const RankOutcome& rank : outcomes) {
+      EXPECT_EQ(rank.exit_code, 0);
+      EXPECT_NE(rank.text().find("rank 1 of 3 gives signs of life, but did not come to "), std::string::npos)
+          << rank.text();
+      EXPECT_EQ(rank.text().find("was asked to stop") != std::string::npos, asked) << rank.text();
+    }
+  }
+}
+
+// Killed in each of its phases: the other ends, and the run goes on with the losses of one left alone.
+TEST(Ranks, KilledInAnyPhaseTheOtherEndsAndTheRunGoesOn) {
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  run.steps = 6;
+  run.evaluate_every = 3;
+  run.host_memory_bytes = 48 << 20;
+  run.state_dir = testing_support::ScratchDirectory();
+  const std::vector<RankOutcome> whole = TrainRanks(2, run);
+  std::filesystem::remove_all(run.state_dir);
+  ASSERT_EQ(whole[0].text(), "");
+  const auto expected = whole[0].report["losses"].get<std::vector<double>>();
+
+  using Adjust = std::function<void(EngineOptions&)>;
+  const auto at = [](tiering::OpKind kind, int count) -> Adjust {
+    return [=](EngineOptions& options) {
+      options.observer = [kind, left = count](tiering::OpId, const tiering::Op& op, double, double) mutable {
+        if (op.kind == kind && left-- == 0) kill(getpid(), SIGKILL);
+      };
+    };
+  };
+  const std::vector<std::pair<const char*, Adjust>> phases = {
+      {"planned",
+       [](EngineOptions& options) {
+         options.planned = [](const EnginePlan&) -> absl::Status {
+           kill(getpid(), SIGKILL);
+           return absl::OkStatus();
+         };
+       }},
+      {"initialised",
+       [](EngineOptions& options) {
+         options.log = [](const std::string& line) {
+           if (line.find("initialised") == 0) kill(getpid(), SIGKILL);
+         };
+       }},
+      {"commit", at(tiering::OpKind::kCommit, 2)},
+      {"agreement", at(tiering::OpKind::kAgree, 2)},
+      {"evaluation", at(tiering::OpKind::kEvaluated, 0)},
+      {"last commit", at(tiering::OpKind::kCommit, 5)},
+  };
+  for (size_t i = 0; i < phases.size(); ++i) {
+    SCOPED_TRACE(phases[i].first);
+    const auto victim = static_cast<int>(i % 2);
+    run.state_dir = testing_support::ScratchDirectory();
+    const auto outcomes = TrainRanks(2, run, [&](int rank, RunOptions* own) {
+      if (rank == victim) own->adjust = phases[i].second;
+    });
+    EXPECT_EQ(outcomes[static_cast<size_t>(victim)].exit_code, -1);
+    const RankOutcome& survivor = outcomes[static_cast<size_t>(1 - victim)];
+    EXPECT_EQ(survivor.exit_code, 0);
+    EXPECT_NE(survivor.text().find("rank " + std::to_string(victim) + " of 2 has gone"), std::string::npos)
+        << survivor.text();
+    // Before the first commit there is nothing to go on from.
+    const bool begun = i >= 2;
+    const auto rest = TrainRanks(2, run, [&](int, RunOptions* own) {
+      own->resume = begun;
+      own->adjust = [begun](EngineOptions& options) { options.overwrite = !begun; };
+    });
+    for (const RankOutcome& rank : rest) {
+      ASSERT_EQ(rank.text(), "");
+      const auto from = static_cast<size_t>(std::max<int64_t>(0, rank.report["resumed_from"].get<int64_t>()));
+      const auto losses = rank.report["losses"].get<std::vector<double>>();
+      ASSERT_EQ(from + losses.size(), expected.size());
+      for (size_t step = 0; step < losses.size(); ++step)
+        EXPECT_EQ(losses[step], expected[from + step]) << step;
+    }
+    std::filesystem::remove_all(run.state_dir);
   }
 }
 

@@ -16,10 +16,10 @@ kernels::SumOfSquares OfNorm(double norm) {
   return squares;
 }
 
-tiering::Plan PlanThatOffers(double worthwhile_redo_rate) {
+tiering::Plan PlanThatOffers(double worthwhile_replay_rate) {
   tiering::Plan plan;
   plan.speculates = true;
-  plan.worthwhile_redo_rate = worthwhile_redo_rate;
+  plan.worthwhile_replay_rate = worthwhile_replay_rate;
   return plan;
 }
 
@@ -28,9 +28,9 @@ class Steps {
  public:
   explicit Steps(double clip = 1) {
     options_.clip = clip;
-    decisions_ = std::make_unique<UpdateDecisions>(options_);
+    decisions_ = std::make_unique<StepOutcome>(options_);
   }
-  UpdateDecisions::Decided& Add(double norm) {
+  StepOutcome::Decided& Add(double norm) {
     ++step_;
     EXPECT_TRUE(decisions_->Decide(step_, OfNorm(norm), 0.5).ok());
     return decisions_->at(step_);
@@ -38,20 +38,20 @@ class Steps {
   void Add(double norm, int steps) {
     for (int i = 0; i < steps; ++i) Add(norm);
   }
-  bool Chooses(double worthwhile_redo_rate) const {
-    return decisions_->ChoosesInBackward(PlanThatOffers(worthwhile_redo_rate));
+  bool Chooses(double worthwhile_replay_rate) const {
+    return decisions_->ChoosesInBackward(PlanThatOffers(worthwhile_replay_rate));
   }
-  UpdateDecisions& decisions() { return *decisions_; }
+  StepOutcome& decisions() { return *decisions_; }
 
  private:
   EngineOptions options_;
-  std::unique_ptr<UpdateDecisions> decisions_;
+  std::unique_ptr<StepOutcome> decisions_;
   int64_t step_ = 0;
 };
 
-constexpr int kRemembered = static_cast<int>(UpdateDecisions::kRemembered);
+constexpr int kRemembered = static_cast<int>(StepOutcome::kRemembered);
 
-TEST(UpdateDecisions, ANewRunIsTakenToBeClippedUntilItsOwnStepsTell) {
+TEST(StepOutcome, ANewRunIsTakenToBeClippedUntilItsOwnStepsTell) {
   Steps steps;
   EXPECT_FALSE(steps.Chooses(0.9));
   EXPECT_TRUE(steps.Chooses(1));
@@ -61,7 +61,7 @@ TEST(UpdateDecisions, ANewRunIsTakenToBeClippedUntilItsOwnStepsTell) {
   EXPECT_TRUE(steps.Chooses(0)) << "none is";
 }
 
-TEST(UpdateDecisions, TheDoubtFadesWithEveryStep) {
+TEST(StepOutcome, TheDoubtFadesWithEveryStep) {
   Steps steps;
   int first = -1;
   for (int step = 0; step < kRemembered && first < 0; ++step) {
@@ -72,7 +72,7 @@ TEST(UpdateDecisions, TheDoubtFadesWithEveryStep) {
   EXPECT_LT(first, kRemembered);
 }
 
-TEST(UpdateDecisions, WithoutClippingThereIsNoDoubt) {
+TEST(StepOutcome, WithoutClippingThereIsNoDoubt) {
   Steps steps(/*clip=*/0);
   EXPECT_TRUE(steps.Chooses(0));
   steps.Add(1e6);
@@ -82,7 +82,7 @@ TEST(UpdateDecisions, WithoutClippingThereIsNoDoubt) {
   EXPECT_TRUE(steps.Chooses(0.5));
 }
 
-TEST(UpdateDecisions, ClippedStepsEndItAndAreForgotten) {
+TEST(StepOutcome, ClippedStepsEndItAndAreForgotten) {
   Steps steps;
   steps.Add(0.5, kRemembered);
   EXPECT_TRUE(steps.Chooses(0.1));
@@ -98,15 +98,15 @@ TEST(UpdateDecisions, ClippedStepsEndItAndAreForgotten) {
   EXPECT_FALSE(steps.decisions().ChoosesInBackward(without));
 }
 
-TEST(UpdateDecisions, ASkippedStepTakesNoNumberOfAnUpdate) {
+TEST(StepOutcome, ASkippedStepTakesNoNumberOfAnUpdate) {
   Steps steps;
   EXPECT_EQ(steps.Add(0.5).updates, 1);
-  const UpdateDecisions::Decided& skipped = steps.Add(std::numeric_limits<double>::quiet_NaN());
+  const StepOutcome::Decided& skipped = steps.Add(std::numeric_limits<double>::quiet_NaN());
   EXPECT_EQ(skipped.updates, 1);
   EXPECT_TRUE(skipped.result.skipped);
-  EXPECT_TRUE(steps.decisions().last_is_redone());
+  EXPECT_TRUE(steps.decisions().last_is_replayed());
   EXPECT_EQ(steps.Add(2).updates, 2);
-  EXPECT_TRUE(steps.decisions().last_is_redone()) << "clipped";
+  EXPECT_TRUE(steps.decisions().last_is_replayed()) << "clipped";
 }
 
 }  // namespace

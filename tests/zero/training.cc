@@ -145,7 +145,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       trained.norms.push_back(result->grad_norm);
       trained.loss_scales.push_back(result->loss_scale);
       if (result->skipped) trained.skipped.push_back(step);
-      if (result->redone) trained.redone.push_back(step);
+      if (result->replayed) trained.replayed.push_back(step);
       trained.in_backward = std::max(trained.in_backward, result->in_backward);
       if (run.after_step) {
         if (absl::Status status = run.after_step(**engine); !status.ok()) return status;

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "models/gpt.h"
-#include "zero/engine/engine.h"
 #include "zero/compute/stage_runner.h"
 #include "zero/compute/test_device.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero::testing_support {
 
@@ -56,18 +56,18 @@ struct RunOptions {
 struct TrainedLosses {
   absl::Status status;
   std::vector<double> losses, norms, evaluations, loss_scales;
-  std::vector<int64_t> committed, skipped, redone;
+  std::vector<int64_t> committed, skipped, replayed;
   // Of every parameter's master, moments and gradient at the end; 0 where there is none.
   std::vector<uint64_t> state;
   double in_backward = 0;  // the largest share of tiles updated in backward
   int64_t resumed_from = -1;
   // Of every checkpoint: its step, the last step that was finished when it stood, what became of it.
-  struct Kept {
+  struct RecordedOptions {
     int64_t step = 0, at = 0;
     std::string path;
     absl::Status status;
   };
-  std::vector<Kept> kept;
+  std::vector<RecordedOptions> kept;
   int64_t least_host_memory_bytes = 0;  // of a refusal; of one for the device's sake, that one's least
   int64_t peak_device_bytes = 0;
   int64_t gds_read_bytes = 0;

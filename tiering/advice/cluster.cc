@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 
 namespace penstock::tiering {
 namespace {
@@ -190,7 +191,7 @@ absl::StatusOr<ClusterPlan> PlanOnPaper(const ClusterMachine& machine, const Clu
   }
   gpu_free -= plan.gpu_bytes + (plan.state_on == ClusterTier::kGpu ? 0 : streamed);
   host_free -= plan.host_bytes;
-  // Kept inputs next: each of their bytes goes down and up once a step.
+  // Saved activations next: each of their bytes goes down and up once a step.
   if (kept <= gpu_free) {
     plan.checkpoints_on = ClusterTier::kGpu;
     plan.gpu_bytes += kept;
@@ -402,7 +403,7 @@ absl::Status ReadClusterJson(const nlohmann::json& json, ClusterMachine* machine
   m.Number("nvme_write_bytes_per_s", &machine->nvme_write_bytes_per_s);
   m.Number("update_parameters_per_s", &machine->update_parameters_per_s);
   m.Number("rated_bytes_written", &machine->rated_bytes_written, 0);
-  if (absl::Status status = m.Done(); !status.ok()) return status;
+  RETURN_IF_ERROR(m.Done());
   Reader r(json.contains("model") ? json["model"] : none, "model");
   r.Count("layers", &model->layers, 1e5);
   r.Count("hidden", &model->hidden, 1e7);

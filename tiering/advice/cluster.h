@@ -1,5 +1,5 @@
 // Many nodes and GPUs on paper: what fits where, what bandwidth each kind of data needs, and how long a step
-// takes, from first principles. tiering/CLUSTER.md says where this agrees with published figures and where
+// takes, from first principles. docs/clusters.md says where this agrees with published figures and where
 // not.
 //
 // The model is a transformer of `layers` x `hidden`: 12 hidden^2 parameters a layer, 8 x parameters x tokens

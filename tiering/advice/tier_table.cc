@@ -26,23 +26,24 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
   tensors.what = "tensors while computing";
   rest.what = "records and rounding";
 
-  size_t shared_runs = 0, ring_gradients = 0;
-  for (const RunClass& cls : plan.run_classes) shared_runs += static_cast<size_t>(cls.slots);
-  for (const RunClass& ring : plan.gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
+  size_t shared_weight_slots = 0, ring_gradients = 0;
+  for (const WeightClass& cls : plan.weight_classes) shared_weight_slots += static_cast<size_t>(cls.slots);
+  for (const WeightClass& ring : plan.gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
   const auto ring_tiles = static_cast<size_t>(plan.tile_ring);
   const size_t kept_gradients = plan.gradient_slots.size() - ring_gradients;
-  weights.in_flight_bytes = Sum(plan.run_slots, 0, shared_runs);
-  weights.resident_bytes = Sum(plan.run_slots, shared_runs, plan.run_slots.size());
+  weights.in_flight_bytes = Sum(plan.weight_slots, 0, shared_weight_slots);
+  weights.resident_bytes = Sum(plan.weight_slots, shared_weight_slots, plan.weight_slots.size());
   state.in_flight_bytes = Sum(plan.tile_slots, 0, ring_tiles);
   state.resident_bytes = Sum(plan.tile_slots, ring_tiles, plan.tile_slots.size());
   gradients.resident_bytes = Sum(plan.gradient_slots, 0, kept_gradients);
   gradients.in_flight_bytes = Sum(plan.gradient_slots, kept_gradients, plan.gradient_slots.size()) +
                               Sum(plan.accumulator_slots, 0, plan.accumulator_slots.size());
-  if (plan.device.apart) {
+  if (plan.device.has_own_memory) {
     inputs.resident_bytes = Sum(plan.input_slots, 0, plan.input_slots.size());
     tensors.in_flight_bytes = plan.tensor_bytes;
   } else {
-    if (plan.trains) inputs.resident_bytes = plan.micro_batches * graph.kept_input_bytes(plan.kept_inputs);
+    if (plan.trains)
+      inputs.resident_bytes = plan.micro_batches * graph.saved_activation_bytes(plan.saved_activations);
     tensors.in_flight_bytes = plan.tensor_bytes - inputs.resident_bytes;
   }
   rest.resident_bytes = plan.arena_bytes - plan.slot_bytes;
@@ -67,7 +68,7 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
   builder.Append(Pass::kTrain);
   builder.Append(Pass::kTrain);
   for (const Op& op : builder.Append(Pass::kTrain)) {
-    if (op.redo) continue;  // rarely run
+    if (op.replay) continue;  // rarely run
     switch (op.kind) {
       case OpKind::kReadWeights:
         weights.read_bytes += op.bytes;

@@ -80,7 +80,7 @@ class DevicePlanner {
   // Blocks that live on the device: in the order of their use, those that fit. What is used first has the
   // least time for its update when it waits for the processor. Where all of it is written afterwards the
   // order is the other one: at the end of forward, and behind it, the drive has least to read.
-  std::vector<char> Residents(const Level& level, int kept_inputs, int64_t room) const {
+  std::vector<char> Residents(const Level& level, int saved_activations, int64_t room) const {
     std::vector<char> lives(graph_.blocks.size(), 0), seen(graph_.blocks.size(), 0);
     if (!trains_ || options_.state_share <= 0) return lives;
     auto left =
@@ -93,7 +93,7 @@ class DevicePlanner {
       // Over several ranks what is summed in place from one use to the next has no place for the result.
       if (direct_ && uses_[At(stage.block)] > 1 && precision_.gradient_bytes == 4) continue;
       lives[At(stage.block)] = 1;
-      if (Build(level, kept_inputs, lives).bytes() <= room) {
+      if (Build(level, saved_activations, lives).bytes() <= room) {
         left -= elements;
       } else {
         lives[At(stage.block)] = 0;
@@ -102,19 +102,19 @@ class DevicePlanner {
     return lives;
   }
 
-  DevicePlan Build(const Level& level, int kept_inputs) const {
-    return Build(level, kept_inputs, std::vector<char>(graph_.blocks.size(), 0));
+  DevicePlan Build(const Level& level, int saved_activations) const {
+    return Build(level, saved_activations, std::vector<char>(graph_.blocks.size(), 0));
   }
 
-  DevicePlan Build(const Level& level, int kept_inputs, const std::vector<char>& lives_here) const {
+  DevicePlan Build(const Level& level, int saved_activations, const std::vector<char>& lives_here) const {
     DevicePlan plan;
-    plan.apart = true;
+    plan.has_own_memory = true;
     plan.direct = direct_;
     plan.gds = options_.gds && (world_ == 1 || direct_);
     plan.budget_bytes = options_.budget_bytes;
-    plan.kept_inputs = kept_inputs;
+    plan.saved_activations = saved_activations;
     plan.tensor_bytes =
-        ComputeTensorBytes(graph_, micro_batches_, trains_, kept_inputs, &plan.evaluate_micro_batches) +
+        ComputeTensorBytes(graph_, micro_batches_, trains_, saved_activations, &plan.evaluate_micro_batches) +
         options_.tensor_slack_bytes;
     std::vector<int64_t> sizes, come_and_go;
     for (size_t b = 0; b < graph_.blocks.size(); ++b) {
@@ -129,13 +129,13 @@ class DevicePlanner {
     for (size_t b = 0; b < sizes.size(); ++b) {
       DevicePlan::Block& block = plan.blocks.emplace_back();
       if (lives_here[b] != 0) {
-        block.run_slot = block.state_slot = 0;  // numbered by LayOut
+        block.weight_slot = block.state_slot = 0;  // numbered by LayOut
         plan.resident_elements += PartOf(b);
       }
       if (lives_here[b] != 0 && !direct_) {
-        block.run_class = -1;
+        block.weight_class = -1;
       } else {
-        while (classes[At(block.run_class)] < sizes[b]) ++block.run_class;
+        while (classes[At(block.weight_class)] < sizes[b]) ++block.weight_class;
       }
       if (!trains_) continue;
       const bool leaves_in_fp32 = world_ > 1 && precision_.addend_bytes() == 4;
@@ -146,12 +146,13 @@ class DevicePlanner {
       }
       const bool passes = block.gradient_slot < 0 || (direct_ && lives_here[b] != 0);
       const bool leaves_as_sums = world_ > 1 && block.sums_apart;
-      if (passes && !leaves_as_sums) ++in_ring[At(block.run_class)];
+      if (passes && !leaves_as_sums) ++in_ring[At(block.weight_class)];
       if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
     }
     for (size_t c = 0; c < classes.size(); ++c) {
       const int members = Members(plan, c);
-      plan.run_classes.push_back({classes[c] * precision_.weight_bytes(), 0, std::min(level.runs, members)});
+      plan.weight_classes.push_back(
+          {classes[c] * precision_.weight_bytes(), 0, std::min(level.runs, members)});
       plan.gradient_rings.push_back(
           {classes[c] * precision_.gradient_bytes, 0, std::min(level.gradients, in_ring[c])});
     }
@@ -174,30 +175,30 @@ class DevicePlanner {
   }
 
   // What one rank updates of a block.
-  int64_t PartOf(size_t block) const { return PartElements(graph_.blocks[block].elements, world_); }
+  int64_t PartOf(size_t block) const { return ShardElements(graph_.blocks[block].elements, world_); }
   // Of a block's run, with what its parts have beyond its end where they lie here one after the other.
   int64_t Elements(size_t block) const {
     const int64_t elements = graph_.blocks[block].elements;
-    return direct_ ? PartElements(elements, world_) * world_ : elements;
+    return direct_ ? ShardElements(elements, world_) * world_ : elements;
   }
 
-  static int Members(const DevicePlan& plan, size_t run_class) {
+  static int Members(const DevicePlan& plan, size_t weight_class) {
     return static_cast<int>(std::count_if(plan.blocks.begin(), plan.blocks.end(), [&](const auto& block) {
-      return block.run_class == static_cast<int>(run_class) && block.state_slot < 0;
+      return block.weight_class == static_cast<int>(weight_class) && block.state_slot < 0;
     }));
   }
 
   void LayOut(DevicePlan* plan) const {
-    plan->run_slots.clear();
+    plan->weight_slots.clear();
     plan->gradient_slots.clear();
     plan->state_slots.clear();
-    auto add_rings = [](std::vector<RunClass>& rings, std::vector<Slot>* slots) {
-      for (RunClass& ring : rings) {
+    auto add_rings = [](std::vector<WeightClass>& rings, std::vector<Slot>* slots) {
+      for (WeightClass& ring : rings) {
         ring.first_slot = static_cast<int>(slots->size());
         slots->insert(slots->end(), At(ring.slots), {0, ring.bytes});
       }
     };
-    add_rings(plan->run_classes, &plan->run_slots);
+    add_rings(plan->weight_classes, &plan->weight_slots);
     add_rings(plan->gradient_rings, &plan->gradient_slots);
     auto add = [](int* number, std::vector<Slot>* slots, int64_t bytes) {
       if (*number < 0) return;
@@ -207,13 +208,13 @@ class DevicePlanner {
     for (size_t b = 0; b < plan->blocks.size(); ++b) {
       DevicePlan::Block& block = plan->blocks[b];
       const int64_t part = PartOf(b), of_gradient = block.state_slot >= 0 ? part : Elements(b);
-      add(&block.run_slot, &plan->run_slots, Elements(b) * precision_.weight_bytes());
+      add(&block.weight_slot, &plan->weight_slots, Elements(b) * precision_.weight_bytes());
       add(&block.gradient_slot, &plan->gradient_slots, of_gradient * precision_.gradient_bytes);
       add(&block.state_slot, &plan->state_slots, precision_.StateBytes(part) + PartialSumBytes(part));
     }
     int64_t offset = 0;
     for (std::vector<Slot>* slots :
-         {&plan->run_slots, &plan->gradient_slots, &plan->accumulator_slots, &plan->state_slots}) {
+         {&plan->weight_slots, &plan->gradient_slots, &plan->accumulator_slots, &plan->state_slots}) {
       for (Slot& slot : *slots) {
         slot.offset = offset;
         offset += AlignUp(slot.bytes, kPage);
@@ -227,8 +228,8 @@ class DevicePlanner {
   void AddSlots(int64_t room, DevicePlan* plan) const {
     for (bool added = true; added;) {
       added = false;
-      for (size_t c = 0; c < plan->run_classes.size(); ++c) {
-        RunClass& cls = plan->run_classes[c];
+      for (size_t c = 0; c < plan->weight_classes.size(); ++c) {
+        WeightClass& cls = plan->weight_classes[c];
         if (cls.slots >= Members(*plan, c)) continue;
         ++cls.slots;
         LayOut(plan);
@@ -264,7 +265,7 @@ Ledger DevicePlan::ledger() const {
     ledger.Add(what, bytes, static_cast<int64_t>(of.size()));
     slots += bytes;
   };
-  add("weights on the device", run_slots);
+  add("weights on the device", weight_slots);
   add("gradients on the device", gradient_slots);
   add("fp32 gradient sums on the device", accumulator_slots);
   add("optimizer state on the device", state_slots);
@@ -276,7 +277,7 @@ Ledger DevicePlan::ledger() const {
 
 absl::StatusOr<DevicePlan> PlanDevice(const ModelGraph& graph, const Precision& precision, int micro_batches,
                                       int world, bool trains, const DeviceOptions& options) {
-  if (!options.apart) return DevicePlan();
+  if (!options.has_own_memory) return DevicePlan();
   return DevicePlanner(graph, precision, micro_batches, world, trains, options).Make();
 }
 

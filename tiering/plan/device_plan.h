@@ -1,4 +1,5 @@
-// The tier above host memory: what lives in the memory of a device that computes apart from the host.
+// The tier above host memory: what lives in the memory of a device that computes apart from the
+// host.
 //
 // Weights come from a block's run in host memory (a copy in), gradients leave for their place there (a copy
 // out), inputs that stages keep for backward stay on the device as long as there is room and wait in host
@@ -10,7 +11,7 @@
 // updates the others. Only the partial sums of its gradient's squares (8 bytes for 4096 elements) leave for
 // the norm. Without a drive the device is the only place of its state. With one, it is read from there once,
 // and written, by way of host memory, after every update, or where not every step is durable when one is
-// persisted (Plan::written_late).
+// persisted (Plan::written_at_checkpoint).
 //
 // Over several ranks the device holds whole runs. Where devices exchange with each other (`direct`), a rank
 // copies in its own part and gathers the others' on the device; what backward leaves is reduced there, in the
@@ -40,7 +41,7 @@
 namespace penstock::tiering {
 
 struct DeviceOptions {
-  bool apart = false;              // has memory of its own
+  bool has_own_memory = false;     // has memory of its own
   int64_t budget_bytes = 0;        // 0: as much as is of use
   int64_t tensor_slack_bytes = 0;  // that LibTorch's allocator holds there beyond its tensors
   bool direct = false;             // over several ranks: devices hand each other their parts without the host
@@ -51,7 +52,7 @@ struct DeviceOptions {
 
 struct DevicePlan {
   struct Block {
-    int run_class = 0;
+    int weight_class = 0;
     // Its gradient is summed in fp32 and rounded once: several addends, or over several ranks one that is
     // fp32 until theirs are added.
     bool sums_apart = false;
@@ -64,25 +65,25 @@ struct DevicePlan {
     // through the rings and is reduced from there. The state is that of one tile of the whole part: its
     // segments, each in whole pages (Plan::state_segment_offset), and behind them the partial sums of its
     // gradient's squares.
-    int run_slot = -1;
+    int weight_slot = -1;
     int state_slot = -1;  // -1: its state is not here
   };
 
-  bool apart = false;   // everything below is empty where it is not
-  bool direct = false;  // DeviceOptions::direct, of several ranks
-  bool gds = false;     // DeviceOptions::gds, where weights are not gathered in host memory
+  bool has_own_memory = false;  // everything below is empty where it is not
+  bool direct = false;          // DeviceOptions::direct, of several ranks
+  bool gds = false;             // DeviceOptions::gds, where weights are not gathered in host memory
   std::vector<Block> blocks;
-  std::vector<RunClass> run_classes;
-  std::vector<Slot> run_slots;           // shared ones by class, of blocks that come and go; then single ones
-  std::vector<RunClass> gradient_rings;  // parallel to run_classes
-  std::vector<Slot> gradient_slots;      // the rings by class, then those of single blocks
+  std::vector<WeightClass> weight_classes;
+  std::vector<Slot> weight_slots;  // shared ones by class, of blocks that come and go; then single ones
+  std::vector<WeightClass> gradient_rings;  // parallel to weight_classes
+  std::vector<Slot> gradient_slots;         // the rings by class, then those of single blocks
   int accumulator_ring = 0;
   std::vector<Slot> accumulator_slots;  // the ring, then those of single blocks
   std::vector<Slot> state_slots;
   // Where gradients are reduced on the device: the sums of one piece, then two pieces of every rank.
   Slot network;
   int64_t network_piece = 0;       // elements, 4 bytes each
-  int kept_inputs = 0;             // positions whose inputs stay on the device (Plan::SpillsInput)
+  int saved_activations = 0;       // positions whose inputs stay on the device (Plan::SpillsInput)
   int evaluate_micro_batches = 1;  // of a forward-only pass, in the memory of the kept inputs
 
   int64_t arena_bytes = 0;   // slots
@@ -96,7 +97,9 @@ struct DevicePlan {
 
   int64_t bytes() const { return arena_bytes + tensor_bytes; }
   int64_t resident_elements = 0;  // of the blocks, or of this rank's parts of them, that live here
-  bool lives_here(int block) const { return apart && blocks[static_cast<size_t>(block)].state_slot >= 0; }
+  bool lives_here(int block) const {
+    return has_own_memory && blocks[static_cast<size_t>(block)].state_slot >= 0;
+  }
   Ledger ledger() const;  // adds up to bytes()
 };
 

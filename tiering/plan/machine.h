@@ -59,12 +59,12 @@ struct MachineModel {
   // Seconds that the drives need for so many bytes, at the least: as much of both at once as there is, or one
   // direction after the other, whichever takes less.
   double drive_seconds(double read_bytes, double write_bytes) const {
-    const double apart = read_bytes / read_bytes_per_s + write_bytes / write_bytes_per_s;
+    const double has_own_memory = read_bytes / read_bytes_per_s + write_bytes / write_bytes_per_s;
     const double read_rate = mixed_rate(read_bytes_per_s), write_rate = mixed_rate(write_bytes_per_s);
     const double both = std::min(read_bytes / read_rate, write_bytes / write_rate);
     const double together = both + std::max(0.0, read_bytes - both * read_rate) / read_bytes_per_s +
                             std::max(0.0, write_bytes - both * write_rate) / write_bytes_per_s;
-    return std::min(apart, together);
+    return std::min(has_own_memory, together);
   }
   // How fast forward and backward run (1: undisturbed) beside `updates` and a drive that is at work or not.
   // Their loops wait for the core that has most to do, and the others stand idle meanwhile.

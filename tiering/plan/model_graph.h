@@ -27,8 +27,8 @@ inline int64_t AlignUp(int64_t value, int64_t alignment) {
 // kElementAlignment and of the blocks in which squares are summed (kernels/reduce.h), so that no cut changes
 // a norm. What the last parts have beyond the run's end is zero.
 inline constexpr int64_t kPartAlignment = 4096;
-inline int64_t PartElements(int64_t run_elements, int world) {
-  return world == 1 ? run_elements : AlignUp((run_elements + world - 1) / world, kPartAlignment);
+inline int64_t ShardElements(int64_t flat_elements, int world) {
+  return world == 1 ? flat_elements : AlignUp((flat_elements + world - 1) / world, kPartAlignment);
 }
 
 // The partial sums of a gradient's squares: a double for each block of kPartAlignment elements. Added up
@@ -131,7 +131,7 @@ struct ModelGraph {
   }
   // Tensor memory, per micro-batch, that the inputs of any `stages_kept` stages take while they wait for
   // backward.
-  int64_t kept_input_bytes(int stages_kept) const {
+  int64_t saved_activation_bytes(int stages_kept) const {
     int64_t all = 0, largest = 0;
     for (const StageShape& stage : stages) {
       all += stage.input_bytes;

@@ -47,15 +47,15 @@ Ledger Plan::ledger() const {
     for (size_t i = from; i < to; ++i) bytes += AlignUp(slots[i].bytes, kPage);
     return bytes;
   };
-  size_t shared_runs = 0, ring_gradients = 0;
-  for (const RunClass& cls : run_classes) shared_runs += static_cast<size_t>(cls.slots);
-  for (const RunClass& ring : gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
+  size_t shared_weight_slots = 0, ring_gradients = 0;
+  for (const WeightClass& cls : weight_classes) shared_weight_slots += static_cast<size_t>(cls.slots);
+  for (const WeightClass& ring : gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
   const size_t kept_gradients = gradient_slots.size() - ring_gradients;
   auto add = [&](const char* what, const std::vector<Slot>& slots, size_t from, size_t to) {
     ledger.Add(what, sum(slots, from, to), static_cast<int64_t>(to - from));
   };
-  add("weights in flight", run_slots, 0, shared_runs);
-  add("weights resident", run_slots, shared_runs, run_slots.size());
+  add("weights in flight", weight_slots, 0, shared_weight_slots);
+  add("weights resident", weight_slots, shared_weight_slots, weight_slots.size());
   add("state in flight", tile_slots, 0, static_cast<size_t>(tile_ring));
   add("state resident", tile_slots, static_cast<size_t>(tile_ring), tile_slots.size());
   add("gradients resident", gradient_slots, 0, kept_gradients);

@@ -30,7 +30,7 @@ struct Tile {
 struct BlockPlan {
   int64_t elements = 0;  // of a rank's part of the run: what its store, tiles, state and gradient hold
   std::vector<Tile> tiles;
-  int run_class = 0;
+  int weight_class = 0;
   int uses = 0;                        // stages that use it
   bool trains = true;                  // false: its weights are read, nothing else of it moves or is made
   int private_run_slot = -1;           // its weights never leave host memory
@@ -61,13 +61,13 @@ struct Plan {
   int64_t tile_elements = 0;  // of the largest tile
   std::vector<BlockPlan> blocks;
 
-  std::vector<RunClass> run_classes;
-  std::vector<Slot> run_slots;   // shared ones by class, then private ones
-  std::vector<Slot> tile_slots;  // the ring first, then private ones
+  std::vector<WeightClass> weight_classes;
+  std::vector<Slot> weight_slots;  // shared ones by class, then private ones
+  std::vector<Slot> tile_slots;    // the ring first, then private ones
   int tile_ring = 0;
   std::vector<Slot> gradient_slots;  // resident ones, then the ring of spilled ones by run class
-  std::vector<RunClass>
-      gradient_rings;  // parallel to run_classes; slots = 0 where no block of the class spills
+  std::vector<WeightClass>
+      gradient_rings;  // parallel to weight_classes; slots = 0 where no block of the class spills
   std::vector<Slot> accumulator_slots;  // the ring first, then private ones
   int accumulator_ring = 0;
 
@@ -80,28 +80,28 @@ struct Plan {
   int64_t least_host_memory_bytes = 0;
   int evaluate_micro_batches = 1;  // per forward-only pass, in the memory of the kept inputs
 
-  // Inputs that stages keep for backward: those of the last `kept_inputs` positions stay in memory, the
+  // Inputs that stages keep for backward: those of the last `saved_activations` positions stay in memory, the
   // others go to the drive, at most `input_ring` positions of them on their way there or back. Position 0
   // keeps the batch itself.
-  int kept_inputs = 0;
+  int saved_activations = 0;
   int input_ring = 0;
   int positions = 0;
   int64_t input_scratch_bytes = 0;  // on the drive
-  bool SpillsInput(int position) const { return position > 0 && position < positions - kept_inputs; }
+  bool SpillsInput(int position) const { return position > 0 && position < positions - saved_activations; }
 
   // Some tiles are updated in backward; `clips`: a gradient may still be needed after that.
   bool speculates = false;
   bool clips = true;
   // Updates in backward pay while they have to be made again in fewer steps than this share.
-  double worthwhile_redo_rate = 0;
+  double worthwhile_replay_rate = 0;
 
   // Steady state, per step.
   int64_t nvme_read_bytes = 0;
   int64_t nvme_write_bytes = 0;
   int64_t late_write_bytes = 0;  // of tiles that are written late, once: what a step writes less
 
-  // Memory of a device apart; inputs that do not stay there wait in host memory, a place for each position
-  // and micro-batch, instead of going to the drive.
+  // Memory of a device apart; inputs that do not stay there wait in host memory, a place for each
+  // position and micro-batch, instead of going to the drive.
   DevicePlan device;
   std::vector<Slot> input_slots;
   int input_slot(int position, int micro_batch) const { return (position - 1) * micro_batches + micro_batch; }
@@ -124,7 +124,7 @@ struct Plan {
   bool on_device(int block) const { return device.lives_here(block); }
   double on_device_share() const;  // of the elements, in such blocks
   // The tile never leaves host memory, or the device, and is written only when a step is persisted.
-  bool written_late(int block, int tile) const {
+  bool written_at_checkpoint(int block, int tile) const {
     const BlockPlan& of = blocks[static_cast<size_t>(block)];
     const bool in_memory = of.private_run_slot >= 0 && of.private_tile_slot[static_cast<size_t>(tile)] >= 0;
     return on_nvme && !commits_every_step && (in_memory || on_device(block));
@@ -135,16 +135,16 @@ struct Plan {
   }
   bool needs_accumulator(int block) const {
     if (world > 1 && !device.direct) return true;  // what goes to the other ranks
-    if (device.apart) return false;                // the device sums, and rounds
+    if (device.has_own_memory) return false;       // the device sums, and rounds
     return precision.gradient_bytes < 4 && sums_gradients(block);
   }
   // Of an element in the block's accumulator: fp32 sums, or over several ranks a single addend as backward
   // leaves it.
   int accumulator_bytes(int block) const { return sums_gradients(block) ? 4 : precision.addend_bytes(); }
   // Of how many ranks a run in memory has the parts: of all, or of this one.
-  int parts_in_memory() const { return device.direct ? 1 : world; }
-  int64_t run_elements(int block) const {
-    return blocks[static_cast<size_t>(block)].elements * parts_in_memory();
+  int shards_in_memory() const { return device.direct ? 1 : world; }
+  int64_t flat_elements(int block) const {
+    return blocks[static_cast<size_t>(block)].elements * shards_in_memory();
   }
   // Where everything lives, a line per kind.
   Ledger ledger() const;
@@ -174,7 +174,7 @@ std::string_view PlacementName(Placement placement);  // "auto", "cpu", "cuda", 
 struct PlanBounds {
   std::optional<int64_t> live_elements;      // stage3_max_live_parameters: weights in flight at once
   std::optional<int64_t> prefetch_elements;  // stage3_prefetch_bucket_size: weights read ahead of their use
-  std::optional<int64_t> run_slots;          // offload_param.buffer_count: blocks in flight at once
+  std::optional<int64_t> weight_slots;       // offload_param.buffer_count: blocks in flight at once
   std::optional<int64_t> resident_elements;  // offload_param.max_in_cpu: weights that stay in host memory
   // stage3_max_reuse_distance: weights stay only where no more elements are used between two of their uses.
   std::optional<int64_t> reuse_elements;

@@ -20,7 +20,7 @@ std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
 }
 
 int64_t AccumulatorBytes(const Plan& plan, int block) {
-  return plan.run_elements(block) * plan.accumulator_bytes(block);
+  return plan.flat_elements(block) * plan.accumulator_bytes(block);
 }
 
 }  // namespace
@@ -43,7 +43,7 @@ Level PlanLayout::Bounded(Level level) const {
   const PlanBounds& bounds = options_.bounds;
   if (bounds.live_elements) runs = std::min(runs, *bounds.live_elements / largest);
   if (bounds.prefetch_elements) runs = std::min(runs, 1 + *bounds.prefetch_elements / largest);
-  if (bounds.run_slots) runs = std::min(runs, *bounds.run_slots);
+  if (bounds.weight_slots) runs = std::min(runs, *bounds.weight_slots);
   level.runs = static_cast<int>(std::max<int64_t>(runs, 1));
   return level;
 }
@@ -75,7 +75,8 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   std::vector<int> uses(graph_.blocks.size(), 0);
   for (const StageShape& stage : graph_.stages) ++uses[At(stage.block)];
   std::vector<int64_t> sizes;
-  for (const BlockShape& block : graph_.blocks) sizes.push_back(PartElements(block.elements, options_.world));
+  for (const BlockShape& block : graph_.blocks)
+    sizes.push_back(ShardElements(block.elements, options_.world));
   const std::vector<int64_t> classes = ClassSizes(sizes, level.runs);
   std::vector<int> members(classes.size(), 0);
   int64_t tiles = 0;
@@ -88,19 +89,19 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     block.in_backward.assign(block.tiles.size(), 0);
     block.uses = uses[b];
     block.trains = graph_.blocks[b].trains;
-    while (classes[At(block.run_class)] < block.elements) ++block.run_class;
-    ++members[At(block.run_class)];
+    while (classes[At(block.weight_class)] < block.elements) ++block.weight_class;
+    ++members[At(block.weight_class)];
     tiles += static_cast<int64_t>(block.tiles.size());
     for (const Tile& tile : block.tiles) plan.tile_elements = std::max(plan.tile_elements, tile.elements);
   }
   plan.positions = static_cast<int>(graph_.stages.size());
   plan.device = device_;
-  KeepInputs(&plan, device_.apart ? device_.kept_inputs : plan.positions);
+  KeepInputs(&plan, device_.has_own_memory ? device_.saved_activations : plan.positions);
   for (size_t c = 0; c < classes.size(); ++c) {
-    RunClass cls;
-    cls.bytes = classes[c] * plan.parts_in_memory() * plan.precision.weight_bytes();
+    WeightClass cls;
+    cls.bytes = classes[c] * plan.shards_in_memory() * plan.precision.weight_bytes();
     cls.slots = std::min(level.runs, members[c]);
-    plan.run_classes.push_back(cls);
+    plan.weight_classes.push_back(cls);
   }
   if (plan.trains) {
     // SGD without momentum has no state beside fp32 weights.
@@ -114,7 +115,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   }
   PlaceGradients(&plan, level, resident_gradients);
   LayOut(&plan);
-  if (plan.trains && options_.on_nvme && !device_.apart && resident_gradients == 0 && budget > 0) {
+  if (plan.trains && options_.on_nvme && !device_.has_own_memory && resident_gradients == 0 && budget > 0) {
     SpillInputs(&plan, budget);
   }
   return plan;
@@ -122,7 +123,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
 
 // Inputs of the last `kept` stages stay where they are made.
 void PlanLayout::KeepInputs(Plan* plan, int kept) const {
-  plan->kept_inputs = kept;
+  plan->saved_activations = kept;
   plan->input_ring = kInputRing;
   int64_t largest = 0, scratch = 0;
   for (const StageShape& stage : graph_.stages) largest = std::max(largest, stage.input_scratch_bytes);
@@ -130,11 +131,11 @@ void PlanLayout::KeepInputs(Plan* plan, int kept) const {
   for (int position = 0; position < plan->positions; ++position) {
     if (!plan->SpillsInput(position)) continue;
     scratch += AlignUp(largest, kPage) * plan->micro_batches;
-    if (device_.apart)
+    if (device_.has_own_memory)
       plan->input_slots.insert(plan->input_slots.end(), At(plan->micro_batches), {0, largest});
   }
   const int64_t initial = plan->trains ? InitialTensorBytes(graph_, plan->tile_elements) : 0;
-  if (device_.apart) {
+  if (device_.has_own_memory) {
     // What the host holds for the device: a pass's batch, as its caller made it.
     plan->evaluate_micro_batches = device_.evaluate_micro_batches;
     plan->tensor_bytes = std::max(initial, HostTensorBytes(graph_, plan->micro_batches));
@@ -153,12 +154,12 @@ void PlanLayout::SpillInputs(Plan* plan, int64_t budget) const {
 }
 
 void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gradients) const {
-  plan->gradient_rings.resize(plan->run_classes.size());
+  plan->gradient_rings.resize(plan->weight_classes.size());
   if (!plan->trains) return;
   int resident = 0;
-  std::vector<int> spilled(plan->run_classes.size(), 0);
+  std::vector<int> spilled(plan->weight_classes.size(), 0);
   // What is summed elsewhere comes when it is complete, and needs no place from the first use to the last.
-  const auto shares = [this](const BlockPlan& block) { return block.uses == 1 || device_.apart; };
+  const auto shares = [this](const BlockPlan& block) { return block.uses == 1 || device_.has_own_memory; };
   bool shares_accumulator = false;
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     BlockPlan& block = plan->blocks[b];
@@ -169,20 +170,21 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
       continue;
     }
     // fp32 gradients are summed where they wait; one that several stages add to must stay in its place.
-    const bool must_stay = !device_.apart && block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
+    const bool must_stay =
+        !device_.has_own_memory && block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
     if (must_stay || resident < resident_gradients) {
       block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
       plan->gradient_slots.push_back({0, block.elements * plan->precision.gradient_bytes});
       ++resident;
     } else {
-      ++spilled[At(block.run_class)];
+      ++spilled[At(block.weight_class)];
     }
     if (!plan->needs_accumulator(static_cast<int>(b))) continue;
     if (shares(block)) shares_accumulator = true;
   }
   for (size_t c = 0; c < spilled.size(); ++c) {
-    RunClass& ring = plan->gradient_rings[c];
-    ring.bytes = plan->run_classes[c].bytes / plan->parts_in_memory() / plan->precision.weight_bytes() *
+    WeightClass& ring = plan->gradient_rings[c];
+    ring.bytes = plan->weight_classes[c].bytes / plan->shards_in_memory() / plan->precision.weight_bytes() *
                  plan->precision.gradient_bytes;
     ring.slots = std::min(level.gradient_ring, spilled[c]);
     ring.first_slot = static_cast<int>(plan->gradient_slots.size());
@@ -207,19 +209,20 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
 }
 
 void PlanLayout::LayOut(Plan* plan) const {
-  plan->run_slots.clear();
-  for (RunClass& cls : plan->run_classes) {
-    cls.first_slot = static_cast<int>(plan->run_slots.size());
-    for (int i = 0; i < cls.slots; ++i) plan->run_slots.push_back({0, cls.bytes});
+  plan->weight_slots.clear();
+  for (WeightClass& cls : plan->weight_classes) {
+    cls.first_slot = static_cast<int>(plan->weight_slots.size());
+    for (int i = 0; i < cls.slots; ++i) plan->weight_slots.push_back({0, cls.bytes});
   }
   for (BlockPlan& block : plan->blocks) {
     if (block.private_run_slot < 0) continue;
-    block.private_run_slot = static_cast<int>(plan->run_slots.size());
-    plan->run_slots.push_back({0, block.elements * plan->parts_in_memory() * plan->precision.weight_bytes()});
+    block.private_run_slot = static_cast<int>(plan->weight_slots.size());
+    plan->weight_slots.push_back(
+        {0, block.elements * plan->shards_in_memory() * plan->precision.weight_bytes()});
   }
   plan->tile_slots.clear();
   bool spills = false;
-  for (const RunClass& ring : plan->gradient_rings) spills |= ring.slots > 0;
+  for (const WeightClass& ring : plan->gradient_rings) spills |= ring.slots > 0;
   plan->tile_state_bytes = StateBytes(*plan, plan->tile_elements);
   plan->tile_gradient_offset = plan->tile_state_bytes;
   const int64_t ring_bytes =
@@ -236,7 +239,7 @@ void PlanLayout::LayOut(Plan* plan) const {
     }
   }
   int64_t offset = 0;
-  for (std::vector<Slot>* slots : {&plan->run_slots, &plan->tile_slots, &plan->gradient_slots,
+  for (std::vector<Slot>* slots : {&plan->weight_slots, &plan->tile_slots, &plan->gradient_slots,
                                    &plan->accumulator_slots, &plan->input_slots}) {
     for (Slot& slot : *slots) {
       slot.offset = offset;
@@ -248,7 +251,7 @@ void PlanLayout::LayOut(Plan* plan) const {
     plan->checkpoint_bytes =
         AlignUp(plan->tile_elements * plan->precision.weight_bytes(), kPage) + plan->tile_state_bytes;
   }
-  plan->network_bytes = plan->trains ? NetworkBytes(plan->parts_in_memory()) : 0;
+  plan->network_bytes = plan->trains ? NetworkBytes(plan->shards_in_memory()) : 0;
   plan->arena_bytes = AlignUp(offset + plan->checkpoint_bytes + plan->network_bytes, kHugePage);
 }
 
@@ -263,7 +266,7 @@ void PlanLayout::MakeAllPrivate(Plan* plan) {
     block.private_run_slot = 0;  // numbered by LayOut
     if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), 0);
   }
-  for (RunClass& cls : plan->run_classes) cls.slots = 0;
+  for (WeightClass& cls : plan->weight_classes) cls.slots = 0;
   plan->tile_ring = 0;
 }
 

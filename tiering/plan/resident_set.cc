@@ -12,7 +12,7 @@ namespace {
 size_t At(int index) { return static_cast<size_t>(index); }
 
 int64_t WeightBytes(const Plan& plan, const BlockPlan& block) {
-  return AlignUp(block.elements * plan.parts_in_memory() * plan.precision.weight_bytes(), kPage);
+  return AlignUp(block.elements * plan.shards_in_memory() * plan.precision.weight_bytes(), kPage);
 }
 
 }  // namespace
@@ -66,23 +66,24 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
     free = std::min(free, *bounds.resident_elements * plan.precision.weight_bytes());
   }
   // What the shared slots save by themselves is not saved again by staying.
-  std::vector<std::vector<int>> uses(plan.run_classes.size());
-  std::vector<int> members(plan.run_classes.size(), 0);
+  std::vector<std::vector<int>> uses(plan.weight_classes.size());
+  std::vector<int> members(plan.weight_classes.size(), 0);
   for (const int block : walk_) {
-    if (!plan.on_device(block)) uses[At(plan.blocks[At(block)].run_class)].push_back(block);
+    if (!plan.on_device(block)) uses[At(plan.blocks[At(block)].weight_class)].push_back(block);
   }
   for (size_t b = 0; b < plan.blocks.size(); ++b) {
-    if (!plan.on_device(static_cast<int>(b))) ++members[At(plan.blocks[b].run_class)];
+    if (!plan.on_device(static_cast<int>(b))) ++members[At(plan.blocks[b].weight_class)];
   }
   std::vector<Keepable> items(plan.blocks.size());
   for (size_t c = 0; c < uses.size(); ++c) {
-    const RunClass& cls = plan.run_classes[c];
+    const WeightClass& cls = plan.weight_classes[c];
     if (members[c] <= cls.slots) continue;  // the class keeps all its blocks anyway
     const Replacement replacement =
         BeladyMisses(uses[c], static_cast<int>(graph_.blocks.size()), std::max(1, cls.slots), 3,
                      /*keeps_previous=*/true);  // as ProgramBuilder::WorthGivingUp
     for (size_t b = 0; b < items.size(); ++b) {
-      if (At(plan.blocks[b].run_class) != c || stays[b] != 0 || plan.on_device(static_cast<int>(b))) continue;
+      if (At(plan.blocks[b].weight_class) != c || stays[b] != 0 || plan.on_device(static_cast<int>(b)))
+        continue;
       if (bounds.reuse_elements && LongestGap(static_cast<int>(b)) > *bounds.reuse_elements) continue;
       // A block that its class happens to keep has nothing to save now, but has once others stay.
       const int64_t bytes = WeightBytes(plan, plan.blocks[b]);
@@ -91,16 +92,16 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
     }
   }
   // A device's own slots keep the last blocks of forward for backward; those of the host go with them.
-  const std::vector<char> chosen = ChooseResident(items, free, /*spread=*/!plan.device.apart);
+  const std::vector<char> chosen = ChooseResident(items, free, /*spread=*/!plan.device.has_own_memory);
   for (size_t b = 0; b < stays.size(); ++b) {
     if (chosen[b] != 0 && !plan.on_device(static_cast<int>(b))) stays[b] = 1;
   }
   // As many as a class has shared slots need none of their own once the others have.
   std::vector<int> shared = members;
-  for (size_t b = 0; b < stays.size(); ++b) shared[At(plan.blocks[b].run_class)] -= stays[b];
+  for (size_t b = 0; b < stays.size(); ++b) shared[At(plan.blocks[b].weight_class)] -= stays[b];
   for (size_t b = 0; b < stays.size(); ++b) {
-    const auto c = At(plan.blocks[b].run_class);
-    if (stays[b] == 0 || shared[c] >= plan.run_classes[c].slots) continue;
+    const auto c = At(plan.blocks[b].weight_class);
+    if (stays[b] == 0 || shared[c] >= plan.weight_classes[c].slots) continue;
     stays[b] = 0;
     ++shared[c];
   }

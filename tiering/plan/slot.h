@@ -15,7 +15,7 @@ struct Slot {
 
 // Blocks whose runs have similar sizes share slots; a class has its own, numbered
 // first_slot..first_slot+slots-1.
-struct RunClass {
+struct WeightClass {
   int64_t bytes = 0;
   int first_slot = 0;
   int slots = 0;

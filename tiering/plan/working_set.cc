@@ -47,7 +47,7 @@ std::vector<int64_t> ClassSizes(const std::vector<int64_t>& sizes, int slots) {
   return classes;
 }
 
-int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trains, int kept_inputs,
+int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trains, int saved_activations,
                            int* evaluate_micro_batches) {
   int64_t largest_input = 0, forward = 0, backward = 0;
   for (const StageShape& stage : graph.stages) {
@@ -55,7 +55,7 @@ int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trai
     forward = std::max(forward, stage.forward_peak_bytes);
     backward = std::max(backward, stage.backward_peak_bytes);
   }
-  const int64_t kept = graph.kept_input_bytes(kept_inputs);
+  const int64_t kept = graph.saved_activation_bytes(saved_activations);
   const int64_t fixed = graph.fixed_tensor_bytes + kTensorSlack;
   const int64_t m = micro_batches;
   if (!trains) {

@@ -16,9 +16,9 @@ inline constexpr int kInputRing = 3;
 // the largest size of each class, ascending.
 std::vector<int64_t> ClassSizes(const std::vector<int64_t>& sizes, int slots);
 
-// LibTorch's tensors while a pass computes, where the inputs of the last `kept_inputs` stages stay.
+// LibTorch's tensors while a pass computes, where the inputs of the last `saved_activations` stages stay.
 // *evaluate_micro_batches: how many of a forward-only pass fit into the same memory.
-int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trains, int kept_inputs,
+int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trains, int saved_activations,
                            int* evaluate_micro_batches);
 
 // What stays on the host of these where a device computes: a pass's batch, and a little.

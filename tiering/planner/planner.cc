@@ -8,8 +8,8 @@
 //                               later
 //   gradients in host memory    save 4 for 2 (a 16-bit write and a read)
 //   state in host memory        saves 1 for 1 (its read; every step is durable, so the write stays)
-// Which of these saves most time depends on the machine (where backward has the drive to itself, only what
-// forward reads counts), so several orders of spending are compared as well.
+// Which of these saves most time depends on the machine (where backward has the drive to itself, only
+// what forward reads counts), so several orders of spending are compared as well.
 #include <algorithm>
 #include <array>
 #include <limits>
@@ -19,13 +19,14 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "tiering/plan/byte_size.h"
 #include "tiering/plan/plan.h"
 #include "tiering/plan/plan_layout.h"
-#include "tiering/program/program.h"
 #include "tiering/plan/resident_set.h"
-#include "tiering/simulate/simulate.h"
 #include "tiering/planner/update_order.h"
+#include "tiering/program/program.h"
+#include "tiering/simulate/simulate.h"
 
 namespace penstock::tiering {
 namespace {
@@ -46,22 +47,22 @@ constexpr std::array<Level, 6> kLevels = {{
 }};
 
 // What the memory beside the working set is spent on, in this order.
-enum class Kind : uint8_t { kGradients, kWeights, kState, kBlocks };
+enum class SpendOn : uint8_t { kGradients, kWeights, kState, kBlocks };
 struct Spending {
-  std::array<Kind, 3> order;
+  std::array<SpendOn, 3> order;
   const char* words;
 };
 constexpr std::array<Spending, 3> kSpendings = {{
-    {{Kind::kWeights, Kind::kGradients, Kind::kState}, "weights, then gradients, then state"},
-    {{Kind::kGradients, Kind::kWeights, Kind::kState}, "gradients, then weights, then state"},
-    {{Kind::kState, Kind::kWeights, Kind::kGradients}, "state, then weights, then gradients"},
+    {{SpendOn::kWeights, SpendOn::kGradients, SpendOn::kState}, "weights, then gradients, then state"},
+    {{SpendOn::kGradients, SpendOn::kWeights, SpendOn::kState}, "gradients, then weights, then state"},
+    {{SpendOn::kState, SpendOn::kWeights, SpendOn::kGradients}, "state, then weights, then gradients"},
 }};
 // Where what stays in host memory is not written every step: a byte of a whole block saves its reads and its
 // write, 26 for 12.
 constexpr std::array<Spending, 3> kLateSpendings = {{
-    {{Kind::kBlocks, Kind::kGradients, Kind::kState}, "whole blocks, then gradients, then state"},
-    {{Kind::kGradients, Kind::kBlocks, Kind::kState}, "gradients, then whole blocks, then state"},
-    {{Kind::kBlocks, Kind::kState, Kind::kGradients}, "whole blocks, then state, then gradients"},
+    {{SpendOn::kBlocks, SpendOn::kGradients, SpendOn::kState}, "whole blocks, then gradients, then state"},
+    {{SpendOn::kGradients, SpendOn::kBlocks, SpendOn::kState}, "gradients, then whole blocks, then state"},
+    {{SpendOn::kBlocks, SpendOn::kState, SpendOn::kGradients}, "whole blocks, then state, then gradients"},
 }};
 
 // Plans are as fast as each other that differ by no more than this: machines drift by more. Of those fewer
@@ -142,7 +143,7 @@ class Planner {
   static int64_t StayingBytes(const Plan& plan) {
     int64_t bytes = 0;
     for (const BlockPlan& block : plan.blocks) {
-      if (block.private_run_slot >= 0) bytes += plan.run_slots[At(block.private_run_slot)].bytes;
+      if (block.private_run_slot >= 0) bytes += plan.weight_slots[At(block.private_run_slot)].bytes;
       for (const int slot : block.private_tile_slot) {
         if (slot >= 0) bytes += plan.tile_slots[At(slot)].bytes;
       }
@@ -206,7 +207,7 @@ class Planner {
     std::set<std::vector<int64_t>> seen;  // what differs between plans: the others are the same to the byte
     // Compares one more plan; false where there is nothing to compare it with, and it is taken.
     auto consider = [&](const Level& level, const Spending& spending) {
-      Plan plan = Spent(level, spending, budget);
+      Plan plan = FillBudget(level, spending, budget);
       if (!seen.insert(Signature(plan)).second) return true;
       const bool simulated = plan.trains && !TooManyTilesToSimulate(plan);
       if (!simulated && !candidates.empty()) return true;
@@ -286,8 +287,9 @@ class Planner {
   }
 
   static std::vector<int64_t> Signature(const Plan& plan) {
-    std::vector<int64_t> signature = {plan.tile_elements, plan.tile_ring, plan.kept_inputs};
-    for (const RunClass& cls : plan.run_classes) signature.insert(signature.end(), {cls.bytes, cls.slots});
+    std::vector<int64_t> signature = {plan.tile_elements, plan.tile_ring, plan.saved_activations};
+    for (const WeightClass& cls : plan.weight_classes)
+      signature.insert(signature.end(), {cls.bytes, cls.slots});
     for (const BlockPlan& block : plan.blocks) {
       signature.push_back(block.private_run_slot >= 0);
       signature.push_back(block.gradient_slot >= 0);
@@ -302,7 +304,7 @@ class Planner {
   }
 
   // The working set of `level`, and the rest of the budget spent in the given order.
-  Plan Spent(const Level& level, const Spending& spending, int64_t budget) const {
+  Plan FillBudget(const Level& level, const Spending& spending, int64_t budget) const {
     const PlanBounds& bounds = options_.bounds;
     Plan plan = WorkingSet(level, budget);
     std::vector<char> weights(plan.blocks.size(), 0), whole(plan.blocks.size(), 0);
@@ -319,8 +321,8 @@ class Planner {
     };
     const bool all_weights = bounds.placement == Placement::kCuda;
     if (all_weights) keep_weights();
-    for (const Kind kind : spending.order) {
-      if (kind == Kind::kGradients && plan.trains) {
+    for (const SpendOn kind : spending.order) {
+      if (kind == SpendOn::kGradients && plan.trains) {
         // The bytes grow with the number of gradients that stay.
         int low = 0, high = Count();
         while (low < high) {
@@ -334,13 +336,13 @@ class Planner {
         }
         // Without any, the working set stays as it was cut to leave room for what must stay.
         if (low > 0) plan = layout_.Build(level, low, budget);
-      } else if (kind == Kind::kWeights && !all_weights) {
+      } else if (kind == SpendOn::kWeights && !all_weights) {
         keep_weights();
-      } else if (kind == Kind::kBlocks && plan.trains && bounds.placement != Placement::kCpu) {
+      } else if (kind == SpendOn::kBlocks && plan.trains && bounds.placement != Placement::kCpu) {
         const int64_t bytes = resident_.KeepBlocks(plan, std::min(left(), may_stay), &weights, &whole);
         stay_bytes += bytes;
         may_stay -= bytes;
-      } else if (kind == Kind::kState && plan.trains && bounds.placement != Placement::kCpu) {
+      } else if (kind == SpendOn::kState && plan.trains && bounds.placement != Placement::kCpu) {
         tile_bytes = plan.tile_slots.front().bytes + kPage;
         const auto share =
             static_cast<int64_t>(static_cast<double>(std::max<int64_t>(left(), 0)) * bounds.state_fraction);
@@ -371,7 +373,7 @@ class Planner {
       for (const int slot : block.private_tile_slot) state += slot >= 0 ? 1 : 0;
     }
     int runs = 0;
-    for (const RunClass& cls : plan.run_classes) runs += cls.slots;
+    for (const WeightClass& cls : plan.weight_classes) runs += cls.slots;
     const double early = plan.in_backward_share();
     return absl::StrFormat(
         "placement %s: %d blocks of weights and %d tiles of %s in flight; of %d blocks the gradients of %d "
@@ -393,7 +395,7 @@ class Planner {
     if (!plan->trains) return;
     for (size_t b = 0; b < plan->blocks.size(); ++b) {
       for (size_t t = 0; t < plan->blocks[b].tiles.size(); ++t) {
-        if (plan->written_late(static_cast<int>(b), static_cast<int>(t)))
+        if (plan->written_at_checkpoint(static_cast<int>(b), static_cast<int>(t)))
           plan->late_write_bytes += plan->precision.TotalBytes(plan->blocks[b].tiles[t].elements);
       }
     }
@@ -401,7 +403,7 @@ class Planner {
     builder.Append(Pass::kTrain);
     builder.Append(Pass::kTrain);
     for (const Op& op : builder.Append(Pass::kTrain)) {
-      if (op.redo) continue;
+      if (op.replay) continue;
       if (op.lane == Lane::kRead) plan->nvme_read_bytes += op.bytes;
       if (op.lane == Lane::kWrite) plan->nvme_write_bytes += op.bytes;
       if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += op.bytes;
@@ -451,7 +453,7 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
         if (elements <= 0 || elements % kElementAlignment != 0) sum = -1;
         if (sum >= 0) sum += elements;
       }
-      if (const int64_t part = PartElements(block.elements, options.world); sum != part) {
+      if (const int64_t part = ShardElements(block.elements, options.world); sum != part) {
         return absl::InvalidArgumentError(
             absl::StrCat("the tiles given for block ", block.name, " do not make its ", part, " elements"));
       }
@@ -463,14 +465,14 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
   return absl::OkStatus();
 }
 
-// Shares of the elements whose state may live on a device apart, from the largest on, and what the choice
-// goes by, in words that end a sentence.
+// Shares of the elements whose state may live on a device apart, from the largest on, and what the
+// choice goes by, in words that end a sentence.
 struct DeviceShares {
   std::vector<double> of_state;
   std::string why;
 };
 DeviceShares SharesToTry(const PlanOptions& options) {
-  if (!options.device.apart || !options.trains) return {{0}, ""};
+  if (!options.device.has_own_memory || !options.trains) return {{0}, ""};
   if (options.world > 1 && !options.device.direct) {
     return {{0}, ": ranks that exchange through host memory keep their state there"};
   }
@@ -486,7 +488,7 @@ DeviceShares SharesToTry(const PlanOptions& options) {
 }  // namespace
 
 absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& options) {
-  if (absl::Status status = Validate(graph, options); !status.ok()) return status;
+  RETURN_IF_ERROR(Validate(graph, options));
   const DeviceShares shares = SharesToTry(options);
   std::optional<Plan> best;
   double best_seconds = 0;
@@ -509,15 +511,14 @@ absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& option
       best = *std::move(plan);
       break;
     }
-    const absl::StatusOr<Prediction> prediction =
-        Simulate(graph, *plan, options.machine, FewTilesToSimulate(*plan) ? 4 : 1);
-    if (!prediction.ok()) return prediction.status();
-    if (best.has_value() && prediction->step_seconds >= best_seconds * kWorthTheProcessor) continue;
-    best_seconds = prediction->step_seconds;
+    ASSIGN_OR_RETURN(const Prediction prediction,
+                     Simulate(graph, *plan, options.machine, FewTilesToSimulate(*plan) ? 4 : 1));
+    if (best.has_value() && prediction.step_seconds >= best_seconds * kWorthTheProcessor) continue;
+    best_seconds = prediction.step_seconds;
     best = *std::move(plan);
   }
   if (!best.has_value()) return refused;
-  if (options.device.apart && options.trains) {
+  if (options.device.has_own_memory && options.trains) {
     const int64_t lives = std::count_if(best->device.blocks.begin(), best->device.blocks.end(),
                                         [](const auto& block) { return block.state_slot >= 0; });
     best->reasons.push_back(

@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kMostTilesSimulated = 4000;
 constexpr int64_t kSample = 1 << 20;  // elements, to tell bytes per element by
-// Of a gain that was computed and not tried, no more than this share of steps may be redone.
-constexpr double kCautiousRedoRate = 0.2;
+// Of a gain that was computed and not tried, no more than this share of steps may be replayed.
+constexpr double kCautiousReplayRate = 0.2;
 
 void MarkInBackward(Plan* plan, double share) {
   double sum = 0;
@@ -75,7 +75,7 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machi
   if (TooManyTilesToSimulate(*plan)) {
     if (wanted == UpdateOrder::kInNextForward) return {};
     MarkInBackward(plan, free ? EvenShare(graph, *plan) : 1);
-    plan->worthwhile_redo_rate = free ? kCautiousRedoRate : 1;
+    plan->worthwhile_replay_rate = free ? kCautiousReplayRate : 1;
     return {};
   }
   const double later = StepSeconds(graph, machine, *plan);
@@ -101,10 +101,10 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machi
   if (free && best > later * 0.995) best_share = 0;
   MarkInBackward(plan, best_share);
   if (best_share == 0) return {later, later};
-  const double redone = best_share * (1 - plan->on_device_share()) *
-                        static_cast<double>(plan->precision.UnpaddedBytes(graph.trained_elements()));
-  const double redo_seconds = machine.drive_seconds(redone, redone);
-  plan->worthwhile_redo_rate = free ? std::clamp((later - best) / redo_seconds, 0.0, 1.0) : 1;
+  const double replayed = best_share * (1 - plan->on_device_share()) *
+                          static_cast<double>(plan->precision.UnpaddedBytes(graph.trained_elements()));
+  const double replay_seconds = machine.drive_seconds(replayed, replayed);
+  plan->worthwhile_replay_rate = free ? std::clamp((later - best) / replay_seconds, 0.0, 1.0) : 1;
   return {best, plan->clips ? later : best};
 }
 

@@ -19,7 +19,7 @@ struct OrderedStep {
 };
 
 // Marks the tiles of `plan` that are updated in backward, evenly over every block, with the share that makes
-// the step shortest on `machine`, and from which rate of redone steps on that no longer pays. `thorough`
+// the step shortest on `machine`, and from which rate of replayed steps on that no longer pays. `thorough`
 // tries more shares. With too many tiles the share is computed, not tried.
 OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
                               bool thorough, Plan* plan);

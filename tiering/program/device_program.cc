@@ -1,5 +1,5 @@
-// What a program has more where a device computes in memory of its own (tiering/plan/device_plan.h): copies of
-// weights to it and of gradients from it, each an operation that waits for what it reads and for whoever
+// What a program has more where a device computes in memory of its own (tiering/plan/device_plan.h): copies
+// of weights to it and of gradients from it, each an operation that waits for what it reads and for whoever
 // still uses the place that it fills.
 #include <algorithm>
 #include <utility>
@@ -28,10 +28,10 @@ void Move(Edges* from, Edges* to) {
 
 ProgramBuilder::Weights ProgramBuilder::FetchForCompute(int block, size_t position, bool updates) {
   Weights weights;
-  if (!plan_.device.apart) {
-    weights.run_slot = Fetch(block, position);
-    Gather(block, weights.run_slot);
-    RunSlot& run = runs_[At(weights.run_slot)];
+  if (!plan_.device.has_own_memory) {
+    weights.weight_slot = Fetch(block, position);
+    Gather(block, weights.weight_slot);
+    WeightSlot& run = runs_[At(weights.weight_slot)];
     weights.ready = &run.ready;
     weights.last_compute = &run.last_compute;
     return weights;
@@ -43,9 +43,9 @@ ProgramBuilder::Weights ProgramBuilder::FetchForCompute(int block, size_t positi
   } else if (plan_.device.gds && !updates && !IsDue(block) && !IsInHostMemory(block)) {
     weights.device_slot = ReadToDevice(block, position);
   } else {
-    weights.run_slot = Fetch(block, position);
-    if (!plan_.device.direct && !IsOnDevice(block, &weights.device_slot)) Gather(block, weights.run_slot);
-    weights.device_slot = CopyToDevice(block, position, weights.run_slot);
+    weights.weight_slot = Fetch(block, position);
+    if (!plan_.device.direct && !IsOnDevice(block, &weights.device_slot)) Gather(block, weights.weight_slot);
+    weights.device_slot = CopyToDevice(block, position, weights.weight_slot);
   }
   DeviceRun& run = device_runs_[At(weights.device_slot)];
   weights.ready = &run.ready;
@@ -60,7 +60,7 @@ void ProgramBuilder::Used(const Weights& weights, OpId last) {
 }
 
 bool ProgramBuilder::IsOnDevice(int block, int* device_slot) const {
-  const RunClass& cls = plan_.device.run_classes[At(plan_.device.blocks[At(block)].run_class)];
+  const WeightClass& cls = plan_.device.weight_classes[At(plan_.device.blocks[At(block)].weight_class)];
   for (int slot = cls.first_slot; slot < cls.first_slot + cls.slots; ++slot) {
     if (device_runs_[At(slot)].block != block) continue;
     *device_slot = slot;
@@ -70,7 +70,7 @@ bool ProgramBuilder::IsOnDevice(int block, int* device_slot) const {
 }
 
 int ProgramBuilder::FetchOnDevice(int block, size_t position) {
-  const int slot = plan_.device.blocks[At(block)].run_slot;
+  const int slot = plan_.device.blocks[At(block)].weight_slot;
   if (device_runs_[At(slot)].block != block) LoadOnDevice(block, position);
   if (IsDue(block)) UpdateOnDevice(block, position);
   if (plan_.device.direct && !device_runs_[At(slot)].whole) GatherOnDevice(block, slot);
@@ -80,8 +80,8 @@ int ProgramBuilder::FetchOnDevice(int block, size_t position) {
 // By way of a run and the tile slots, whose content nobody looks for afterwards: what host memory has of the
 // block is old after its first update.
 void ProgramBuilder::LoadOnDevice(int block, size_t position) {
-  const int run_slot = Fetch(block, position);
-  DeviceRun& run = device_runs_[At(CopyToDevice(block, position, run_slot))];
+  const int weight_slot = Fetch(block, position);
+  DeviceRun& run = device_runs_[At(CopyToDevice(block, position, weight_slot))];
   run.made.clear();
   for (const OpId copied : run.ready) AddIf(&run.made, copied);
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
@@ -109,16 +109,16 @@ void ProgramBuilder::LoadOnDevice(int block, size_t position) {
     slot.users = {last};
     run.made.push_back(last);
   }
-  runs_[At(run_slot)].block = -1;
+  runs_[At(weight_slot)].block = -1;
 }
 
 void ProgramBuilder::UpdateOnDevice(int block, size_t position) {
   const DevicePlan::Block& places = plan_.device.blocks[At(block)];
-  DeviceRun& run = device_runs_[At(places.run_slot)];
+  DeviceRun& run = device_runs_[At(places.weight_slot)];
   const OpId id = next_id_;
   Op& update = Emit(OpKind::kUpdateOnDevice, Lane::kCompute, pending_step_);
   update.block = block;
-  update.device_slot = places.run_slot;
+  update.device_slot = places.weight_slot;
   update.after = {norm_};
   Move(&run.made, &update.after);
   Move(&run.copies, &update.after);
@@ -137,32 +137,32 @@ void ProgramBuilder::UpdateOnDevice(int block, size_t position) {
 // By way of a run that holds nothing else till all of the block is written, and the ring's slots.
 void ProgramBuilder::WriteFromDevice(int block, size_t position, int64_t step) {
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
-  const int run_slot = AcquireRun(block, position);
-  const Edges former = GiveUpRun(run_slot);
-  SizeRun(run_slot, plan_.blocks[At(block)]);
+  const int weight_slot = AcquireRun(block, position);
+  const Edges former = GiveUpRun(weight_slot);
+  SizeRun(weight_slot, plan_.blocks[At(block)]);
   for (size_t t = 0; t < tiles.size(); ++t) {
     const auto tile = static_cast<int>(t);
-    const int tile_slot = EmitStateOut(block, tile, run_slot, former, step);
-    EmitSealedWrite(block, tile, run_slot, tile_slot, step);
+    const int tile_slot = EmitStateOut(block, tile, weight_slot, former, step);
+    EmitSealedWrite(block, tile, weight_slot, tile_slot, step);
   }
 }
 
-int ProgramBuilder::EmitStateOut(int block, int tile, int run_slot, const Edges& former, int64_t step) {
+int ProgramBuilder::EmitStateOut(int block, int tile, int weight_slot, const Edges& former, int64_t step) {
   const int tile_slot = NextTileSlot();
-  DeviceRun& run = device_runs_[At(plan_.device.blocks[At(block)].run_slot)];
+  DeviceRun& run = device_runs_[At(plan_.device.blocks[At(block)].weight_slot)];
   const int64_t elements = plan_.blocks[At(block)].tiles[At(tile)].elements;
   const OpId id = next_id_;
   Op& copy = Emit(OpKind::kCopyStateOut, Lane::kCopyOut, step);
   copy.block = block;
   copy.tile = tile;
-  copy.run_slot = run_slot;
+  copy.weight_slot = weight_slot;
   copy.tile_slot = tile_slot;
   copy.bytes = plan_.precision.UnpaddedBytes(elements);
   copy.after = former;
   Move(&tiles_[At(tile_slot)].users, &copy.after);
   AddAll(&copy.after, run.made);
   tiles_[At(tile_slot)].users = {id};
-  runs_[At(run_slot)].ready[At(tile)] = id;
+  runs_[At(weight_slot)].ready[At(tile)] = id;
   run.copies.push_back(id);
   return tile_slot;
 }
@@ -170,16 +170,16 @@ int ProgramBuilder::EmitStateOut(int block, int tile, int run_slot, const Edges&
 bool ProgramBuilder::IsInHostMemory(int block) const {
   const BlockPlan& bp = plan_.blocks[At(block)];
   if (bp.private_run_slot >= 0) return true;  // from its first use on
-  const RunClass& cls = plan_.run_classes[At(bp.run_class)];
+  const WeightClass& cls = plan_.weight_classes[At(bp.weight_class)];
   const auto first = runs_.begin() + cls.first_slot;
-  return std::any_of(first, first + cls.slots, [&](const RunSlot& run) { return run.block == block; });
+  return std::any_of(first, first + cls.slots, [&](const WeightSlot& run) { return run.block == block; });
 }
 
 int ProgramBuilder::AcquireDeviceRun(int block, size_t position) {
   const bool lives_there = plan_.on_device(block);
-  int slot = lives_there ? plan_.device.blocks[At(block)].run_slot : -1;
+  int slot = lives_there ? plan_.device.blocks[At(block)].weight_slot : -1;
   if (!lives_there && !IsOnDevice(block, &slot) && slot < 0) {
-    const RunClass& cls = plan_.device.run_classes[At(plan_.device.blocks[At(block)].run_class)];
+    const WeightClass& cls = plan_.device.weight_classes[At(plan_.device.blocks[At(block)].weight_class)];
     GiveUp worth;
     for (int s = cls.first_slot; s < cls.first_slot + cls.slots; ++s) {
       const int held = device_runs_[At(s)].block;
@@ -233,18 +233,18 @@ int ProgramBuilder::ReadToDevice(int block, size_t position) {
   return slot;
 }
 
-int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
+int ProgramBuilder::CopyToDevice(int block, size_t position, int weight_slot) {
   const bool lives_there = plan_.on_device(block);
   const int slot = AcquireDeviceRun(block, position);
   DeviceRun& run = device_runs_[At(slot)];
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
   if (run.version == version_[At(block)]) return slot;
-  RunSlot& host = runs_[At(run_slot)];
+  WeightSlot& host = runs_[At(weight_slot)];
   const auto emit = [&](int tile, int64_t elements) -> Op& {
     Op& copy = Emit(OpKind::kCopyIn, Lane::kCopyIn, computing_step_);
     copy.block = block;
     copy.tile = tile;
-    copy.run_slot = run_slot;
+    copy.weight_slot = weight_slot;
     copy.device_slot = slot;
     copy.bytes = elements * plan_.precision.weight_bytes();
     AddUsers(&copy.after, run);
@@ -278,7 +278,7 @@ int ProgramBuilder::CopyToDevice(int block, size_t position, int run_slot) {
 void ProgramBuilder::GatherOnDevice(int block, int device_slot) {
   DeviceRun& run = device_runs_[At(device_slot)];
   const OpId id = next_id_;
-  Op& gather = Emit(OpKind::kGather, Lane::kGather, computing_step_);
+  Op& gather = Emit(OpKind::kAllGather, Lane::kAllGather, computing_step_);
   gather.block = block;
   gather.device_slot = device_slot;
   gather.bytes = GatheredBytes(block);
@@ -291,7 +291,7 @@ void ProgramBuilder::GatherOnDevice(int block, int device_slot) {
 
 OpId ProgramBuilder::ReduceOnDevice(int block, OpId last, int64_t step) {
   const OpId id = next_id_;
-  Op& reduce = Emit(OpKind::kReduce, Lane::kReduce, step);
+  Op& reduce = Emit(OpKind::kReduceScatter, Lane::kReduceScatter, step);
   reduce.block = block;
   reduce.accumulator_slot = device_accumulator_[At(block)];
   reduce.device_slot = device_gradient_[At(block)];
@@ -325,7 +325,8 @@ void ProgramBuilder::TakeDevicePlaces(int block, Edges* wait) {
   // That of a block which lives here has room for what it is reduced to.
   int slot = device.direct && plan_.on_device(block) ? -1 : places.gradient_slot;
   if (slot < 0) {
-    slot = device.gradient_rings[At(places.run_class)].NextSlot(&next_device_gradient_[At(places.run_class)]);
+    slot = device.gradient_rings[At(places.weight_class)].NextSlot(
+        &next_device_gradient_[At(places.weight_class)]);
   }
   device_gradient_[At(block)] = slot;
   Move(&device_gradients_[At(slot)].users, wait);
@@ -338,12 +339,12 @@ OpId ProgramBuilder::EmitCopyOut(int block, int gradient_slot, int host_accumula
   if (places.sums_apart && plan_.world == 1) {
     int slot = places.gradient_slot;
     if (slot < 0) {
-      slot = plan_.device.gradient_rings[At(places.run_class)].NextSlot(
-          &next_device_gradient_[At(places.run_class)]);
+      slot = plan_.device.gradient_rings[At(places.weight_class)].NextSlot(
+          &next_device_gradient_[At(places.weight_class)]);
     }
     device_gradient_[At(block)] = slot;
     const OpId id = next_id_;
-    Op& round = Emit(OpKind::kRoundGradient, Lane::kCompute, step);
+    Op& round = Emit(OpKind::kRoundOnDevice, Lane::kCompute, step);
     round.block = block;
     round.device_slot = slot;
     round.accumulator_slot = device_accumulator_[At(block)];

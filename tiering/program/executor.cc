@@ -27,30 +27,6 @@ double UnionOf(std::vector<std::pair<double, double>>* intervals) {
 
 }  // namespace
 
-std::string_view StallName(Stall stall) {
-  switch (stall) {
-    case Stall::kRead:
-      return "read";
-    case Stall::kWrite:
-      return "write";
-    case Stall::kUpdate:
-      return "update";
-    case Stall::kCommit:
-      return "commit";
-    case Stall::kBatch:
-      return "batch";
-    case Stall::kCopy:
-      return "copy";
-    case Stall::kNetwork:
-      return "network";
-    case Stall::kHost:
-      return "host";
-    case Stall::kNone:
-      return "compute";
-  }
-  return "unknown";
-}
-
 bool Executor::complete(OpId id) const { return id < base_ || (id < end_ && progress(id).done); }
 
 OpId Executor::Add(Op op) {
@@ -114,7 +90,7 @@ void Executor::StartReady() {
       again = true;
     }
     for (const Lane lane : {Lane::kRead, Lane::kWrite, Lane::kCopyIn, Lane::kCopyOut, Lane::kUpdate,
-                            Lane::kCommit, Lane::kGather, Lane::kReduce, Lane::kCompute}) {
+                            Lane::kCommit, Lane::kAllGather, Lane::kReduceScatter, Lane::kCompute}) {
       auto& ready = ready_[Index(lane)];
       while (!ready.empty() && lanes_->HasRoom(lane)) {
         const OpId id = ready.top();
@@ -175,35 +151,7 @@ Stall Executor::CauseOfStall() const {
   }
   const Lane lane = progress(id).lane;
   if (lane == Lane::kCopyIn || lane == Lane::kCopyOut) return Stall::kCopy;
-  switch (op(id).kind) {
-    case OpKind::kReadWeights:
-    case OpKind::kReadState:
-    case OpKind::kReadGradient:
-    case OpKind::kReadInput:
-      return Stall::kRead;
-    case OpKind::kWriteInput:
-    case OpKind::kWriteTile:
-    case OpKind::kWriteState:
-    case OpKind::kWriteWeights:
-    case OpKind::kWriteGradient:
-      return Stall::kWrite;
-    case OpKind::kVerify:
-    case OpKind::kUpdate:
-    case OpKind::kSeal:
-    case OpKind::kFinalize:
-      return Stall::kUpdate;
-    case OpKind::kCommit:
-      return Stall::kCommit;
-    case OpKind::kBatch:
-      return Stall::kBatch;
-    case OpKind::kGather:
-    case OpKind::kReduce:
-    case OpKind::kExchange:
-    case OpKind::kAgree:
-      return Stall::kNetwork;
-    default:
-      return Stall::kHost;
-  }
+  return TraitsOf(op(id).kind).stall;
 }
 
 void Executor::CountStalls(double end) {

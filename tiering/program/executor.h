@@ -21,12 +21,6 @@
 
 namespace penstock::tiering {
 
-// What the compute lane waits for between two of its operations. kHost: for the executor's own thread, which
-// hands operations over, runs callbacks, and belongs to the caller between steps. kNone: it does not wait.
-enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kCopy, kNetwork, kHost, kNone };
-inline constexpr int kStalls = 8;  // causes; kNone is none
-std::string_view StallName(Stall stall);
-
 // Time on the lanes since the last TakeUsage.
 struct Usage {
   double compute_union_seconds = 0;  // some forward, backward or update kernel ran (overlaps counted once)
@@ -60,6 +54,7 @@ class Executor {
   bool complete(OpId id) const;
   size_t in_flight() const { return in_flight_; }
   // What the compute lane waits for now.
+  const absl::Status& status() const { return status_; }  // an error stays
   Stall waiting_for() const { return waiting_for_; }
 
   Usage TakeUsage();
@@ -111,7 +106,8 @@ class Executor {
   OpId first_ = 0;  // of the first piece
   OpId base_ = 0;   // everything before is complete
   OpId end_ = 0;
-  // Operations whose edges are met, the first of the program on top; gates apart, which may be closed.
+  // Operations whose edges are met, the first of the program on top; gates apart, which may be
+  // closed.
   using FirstOnTop = std::priority_queue<OpId, std::vector<OpId>, std::greater<>>;
   std::array<FirstOnTop, kLanes> ready_;
   FirstOnTop ready_gates_;

@@ -1,6 +1,81 @@
 #include "tiering/program/op.h"
 
+#include <array>
+
 namespace penstock::tiering {
+namespace {
+
+constexpr std::array<OpTraits, kOpKinds> kTraits = {{
+    // kind, name, the compute lane's stall, of no use without its step
+    {OpKind::kReadWeights, "read weights", Stall::kRead, true},
+    {OpKind::kReadState, "read state", Stall::kRead, true},
+    {OpKind::kReadGradient, "read gradient", Stall::kRead, false},
+    {OpKind::kVerify, "verify", Stall::kUpdate, true},
+    {OpKind::kUpdate, "update", Stall::kUpdate, false},
+    {OpKind::kWriteTile, "write tile", Stall::kWrite, false},
+    {OpKind::kWriteState, "write state", Stall::kWrite, false},
+    {OpKind::kWriteWeights, "write weights", Stall::kWrite, false},
+    {OpKind::kWriteGradient, "write gradient", Stall::kWrite, true},
+    {OpKind::kWriteInput, "write input", Stall::kWrite, true},
+    {OpKind::kReadInput, "read input", Stall::kRead, true},
+    {OpKind::kForward, "forward", Stall::kHost, true},
+    {OpKind::kBackward, "backward", Stall::kHost, true},
+    {OpKind::kAccumulateGradient, "accumulate gradient", Stall::kHost, true},
+    {OpKind::kRoundGradient, "round gradient", Stall::kUpdate, true},
+    {OpKind::kNorm, "norm", Stall::kHost, false},
+    {OpKind::kChecksumTile, "checksum tile", Stall::kUpdate, false},
+    {OpKind::kCommit, "commit", Stall::kCommit, false},
+    {OpKind::kBatch, "batch", Stall::kBatch, false},
+    {OpKind::kEvaluated, "evaluated", Stall::kHost, false},
+    {OpKind::kCopyIn, "copy in", Stall::kHost, true},
+    {OpKind::kRoundOnDevice, "round gradient on device", Stall::kHost, true},
+    {OpKind::kCopyOut, "copy out", Stall::kHost, true},
+    {OpKind::kAllGather, "all-gather weights", Stall::kNetwork, false},
+    {OpKind::kReduceScatter, "reduce-scatter gradient", Stall::kNetwork, false},
+    {OpKind::kExchange, "exchange norms", Stall::kNetwork, false},
+    {OpKind::kAgree, "agree on commit", Stall::kNetwork, false},
+    {OpKind::kSquareGradient, "square gradient", Stall::kHost, true},
+    {OpKind::kUpdateOnDevice, "update on device", Stall::kHost, false},
+    {OpKind::kCopyStateIn, "copy state in", Stall::kHost, true},
+    {OpKind::kCopyStateOut, "copy state out", Stall::kHost, false},
+}};
+
+// The table is in the order of the kinds: a kind is its own place in it.
+constexpr bool InOrder() {
+  for (size_t i = 0; i < kTraits.size(); ++i) {
+    if (kTraits[i].kind != static_cast<OpKind>(i) || kTraits[i].name.empty()) return false;
+  }
+  return true;
+}
+static_assert(InOrder());
+
+}  // namespace
+
+const OpTraits& TraitsOf(OpKind kind) { return kTraits[static_cast<size_t>(kind)]; }
+
+std::string_view StallName(Stall stall) {
+  switch (stall) {
+    case Stall::kRead:
+      return "read";
+    case Stall::kWrite:
+      return "write";
+    case Stall::kUpdate:
+      return "update";
+    case Stall::kCommit:
+      return "commit";
+    case Stall::kBatch:
+      return "batch";
+    case Stall::kCopy:
+      return "copy";
+    case Stall::kNetwork:
+      return "network";
+    case Stall::kHost:
+      return "host";
+    case Stall::kNone:
+      return "compute";
+  }
+  return "unknown";
+}
 
 std::string_view LaneName(Lane lane) {
   switch (lane) {
@@ -20,78 +95,10 @@ std::string_view LaneName(Lane lane) {
       return "copy in";
     case Lane::kCopyOut:
       return "copy out";
-    case Lane::kGather:
+    case Lane::kAllGather:
       return "gather";
-    case Lane::kReduce:
+    case Lane::kReduceScatter:
       return "reduce";
-  }
-  return "unknown";
-}
-
-std::string_view OpKindName(OpKind kind) {
-  switch (kind) {
-    case OpKind::kReadWeights:
-      return "read weights";
-    case OpKind::kReadState:
-      return "read state";
-    case OpKind::kReadGradient:
-      return "read gradient";
-    case OpKind::kVerify:
-      return "verify";
-    case OpKind::kUpdate:
-      return "update";
-    case OpKind::kWriteTile:
-      return "write tile";
-    case OpKind::kWriteState:
-      return "write state";
-    case OpKind::kWriteWeights:
-      return "write weights";
-    case OpKind::kWriteGradient:
-      return "write gradient";
-    case OpKind::kWriteInput:
-      return "write input";
-    case OpKind::kReadInput:
-      return "read input";
-    case OpKind::kForward:
-      return "forward";
-    case OpKind::kBackward:
-      return "backward";
-    case OpKind::kTakeGradient:
-      return "take gradient";
-    case OpKind::kFinalize:
-      return "finalize gradient";
-    case OpKind::kNorm:
-      return "norm";
-    case OpKind::kSeal:
-      return "seal";
-    case OpKind::kCommit:
-      return "commit";
-    case OpKind::kBatch:
-      return "batch";
-    case OpKind::kEvaluated:
-      return "evaluated";
-    case OpKind::kCopyIn:
-      return "copy in";
-    case OpKind::kRoundGradient:
-      return "round gradient";
-    case OpKind::kCopyOut:
-      return "copy out";
-    case OpKind::kGather:
-      return "gather weights";
-    case OpKind::kReduce:
-      return "reduce gradient";
-    case OpKind::kExchange:
-      return "exchange norms";
-    case OpKind::kAgree:
-      return "agree on commit";
-    case OpKind::kSquareGradient:
-      return "square gradient";
-    case OpKind::kUpdateOnDevice:
-      return "update on device";
-    case OpKind::kCopyStateIn:
-      return "copy state in";
-    case OpKind::kCopyStateOut:
-      return "copy state out";
   }
   return "unknown";
 }

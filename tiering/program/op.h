@@ -19,58 +19,78 @@ enum class Lane : uint8_t {
   kHost,
   kCopyIn,
   kCopyOut,
-  kGather,
-  kReduce
+  kAllGather,
+  kReduceScatter
 };
 inline constexpr int kLanes = 10;
 std::string_view LaneName(Lane lane);
 // Operations of the lane start in the order of the program.
 inline bool KeepsOrder(Lane lane) {
-  return lane == Lane::kCompute || lane == Lane::kGather || lane == Lane::kReduce;
+  return lane == Lane::kCompute || lane == Lane::kAllGather || lane == Lane::kReduceScatter;
 }
 
 enum class OpKind : uint8_t {
-  kReadWeights,    // a tile's weights into its place in the block's run, in host memory or on a device
-  kReadState,      // a tile's state (all segments but the weights) into a tile slot
-  kReadGradient,   // a tile's spilled gradient into a tile slot
-  kVerify,         // checksum of weights that were read without an update, where they were read to
-  kUpdate,         // optimizer step of one tile, in place: verify, update, checksum
-  kWriteTile,      // weights and state of a tile to the slot that the last commit does not hold
-  kWriteState,     // the same in two parts: its state
-  kWriteWeights,   // and, when that is there, its weights: now the slot has the new version
-  kWriteGradient,  // a block's gradient, rounded, to its scratch on the drive
-  kWriteInput,     // the input that a stage keeps for backward, to its scratch on the drive
-  kReadInput,      // and back
-  kForward,        // one stage, one micro-batch, without autograd: keep the input, hand on the output
-  kBackward,       // one stage, one micro-batch: recompute with autograd
-  kTakeGradient,   // its gradient from LibTorch's tensors to where it waits, or onto the sums there
-  kFinalize,       // a block's accumulated gradient: round once, square norm, finite check
-  kNorm,           // all gradients of the step are final: global norm, clip factor, skip or not
-  kSeal,           // checksums of a tile that stays in memory and is about to be written
+  kReadWeights,         // a tile's weights into its place in the block's run, in host memory or on a device
+  kReadState,           // a tile's state (all segments but the weights) into a tile slot
+  kReadGradient,        // a tile's spilled gradient into a tile slot
+  kVerify,              // checksum of weights that were read without an update, where they were read to
+  kUpdate,              // optimizer step of one tile, in place: verify, update, checksum
+  kWriteTile,           // weights and state of a tile to the slot that the last commit does not hold
+  kWriteState,          // the same in two parts: its state
+  kWriteWeights,        // and, when that is there, its weights: now the slot has the new version
+  kWriteGradient,       // a block's gradient, rounded, to its scratch on the drive
+  kWriteInput,          // the input that a stage keeps for backward, to its scratch on the drive
+  kReadInput,           // and back
+  kForward,             // one stage, one micro-batch, without autograd: keep the input, hand on the output
+  kBackward,            // one stage, one micro-batch: recompute with autograd
+  kAccumulateGradient,  // its gradient from LibTorch's tensors to where it waits, or onto the sums there
+  kRoundGradient,       // a block's accumulated gradient: round once, square norm, finite check
+  kNorm,                // all gradients of the step are final: global norm, clip factor, skip or not
+  kChecksumTile,        // checksums of a tile that stays in memory and is about to be written
   kCommit,         // the update of a step is applied; Op::durable: and on the drive, write the commit record
   kBatch,          // the step's batch is there (opened by the engine)
   kEvaluated,      // an evaluation pass is complete
   kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device; where
                    // several ranks gather in host memory (tile -1) the whole run's, once it is gathered
-  kRoundGradient,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
+  kRoundOnDevice,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
   kCopyOut,  // a block's gradient from the device to its place in host memory, or the partial sums of its
              // squares; where several ranks reduce in host memory what it has summed, or its only addend, to
              // an accumulator there
-  kGather,   // the other ranks' parts of a block's weights into its run: in host memory, or where devices
-             // exchange with each other (DevicePlan::direct) on the device
-  kReduce,   // a block's gradients of all ranks, summed and rounded: this rank's part. From an accumulator in
-             // host memory to a gradient's place; on a device in place there, where the sums have this part,
-             // or, of a block that lives there, to its gradient's place, with its squares'
-             // partial sums
-  kExchange,  // what all ranks must know before the norm
-  kAgree,     // every rank has committed the step
+  kAllGather,  // the other ranks' parts of a block's weights into its run: in host memory, or where devices
+               // exchange with each other (DevicePlan::direct) on the device
+  kReduceScatter,  // a block's gradients of all ranks, summed and rounded: this rank's part. From an
+                   // accumulator in host memory to a gradient's place; on a device in place there, where the
+                   // sums have this part, or, of a block that lives there, to its gradient's place, with its
+                   // squares' partial sums
+  kExchange,       // what all ranks must know before the norm
+  kAgree,          // every rank has committed the step
   // Of blocks that live on a device apart (DevicePlan):
   kSquareGradient,  // the partial sums of its gradient's squares, there
   kUpdateOnDevice,  // optimizer step of the whole block, in place there
   kCopyStateIn,     // a tile's state from a tile slot to its place there
   kCopyStateOut,    // a tile's weights and state from there to a run and a tile slot
 };
-std::string_view OpKindName(OpKind kind);
+inline constexpr int kOpKinds = 31;
+
+// What the compute lane waits for between two of its operations. kHost: for the executor's own thread, which
+// hands operations over, runs callbacks, and belongs to the caller between steps. kNone: it does not wait.
+enum class Stall : uint8_t { kRead, kWrite, kUpdate, kCommit, kBatch, kCopy, kNetwork, kHost, kNone };
+inline constexpr int kStalls = 8;  // causes; kNone is none
+std::string_view StallName(Stall stall);
+
+// What is true of every operation of a kind, whatever its lane and its block. A new kind is one more line of
+// the table in op.cc.
+struct OpTraits {
+  OpKind kind;
+  std::string_view name;
+  // The cause of the wait where the compute lane waits for it. On the lanes of a device's copies it is kCopy
+  // instead.
+  Stall stall = Stall::kHost;
+  // Of a step that was called off it is nothing: what it makes is of use to that step alone.
+  bool ends_with_its_step = false;
+};
+const OpTraits& TraitsOf(OpKind kind);
+inline std::string_view OpKindName(OpKind kind) { return TraitsOf(kind).name; }
 
 using OpId = int64_t;
 // Operations that another waits for. Most wait for few: a list of them takes no memory of its own.
@@ -82,23 +102,23 @@ struct Op {
   bool checks_weights = false;    // kUpdate: the weights were just read
   bool checks_state = false;      // kUpdate: the state was just read. kVerify: of the state, not the weights
   bool in_backward = false;       // reads, update and write of an update in backward
-  bool redo = false;              // makes an update in backward good whose assumption failed
+  bool replay = false;            // makes an update in backward good whose assumption failed
   bool durable = false;           // kCommit: a restart finds it
   bool evaluates = false;         // kBatch, kForward: of a forward-only pass
-  bool last_micro_batch = false;  // kForward, kBackward, kTakeGradient: of this stage
+  bool last_micro_batch = false;  // kForward, kBackward, kAccumulateGradient: of this stage
   int block = -1;
   int tile = -1;  // within the block
   int stage = -1;
   int position = -1;  // of the stage in the pass's order
   int micro_batch = -1;
   int64_t step = 0;        // training step whose work this is (an update belongs to the step of its gradient)
-  int run_slot = -1;       // where the block's weights are
+  int weight_slot = -1;    // where the block's weights are
   int tile_slot = -1;      // where the tile's state is
   int gradient_slot = -1;  // where the block's gradient is
-  // With a device apart: its slot of the run (kReadWeights and kVerify past host memory, kCopyIn, kGather
-  // there, kForward, kBackward, kUpdateOnDevice) or of the gradient (kTakeGradient, kRoundGradient,
-  // kSquareGradient, kReduce there, kCopyOut). kTakeGradient, kRoundGradient, kReduce there and kCopyOut have
-  // the device's accumulator below.
+  // With a device apart: its slot of the run (kReadWeights and kVerify past host memory, kCopyIn,
+  // kAllGather there, kForward, kBackward, kUpdateOnDevice) or of the gradient (kAccumulateGradient,
+  // kRoundOnDevice, kSquareGradient, kReduceScatter there, kCopyOut). kAccumulateGradient, kRoundOnDevice,
+  // kReduceScatter there and kCopyOut have the device's accumulator below.
   int device_slot = -1;
   int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
   // kCopyOut of several ranks that reduce in host memory: the accumulator in host memory that the device's

@@ -5,6 +5,8 @@
 #include <numeric>
 #include <utility>
 
+#include "base/check.h"
+
 namespace penstock::tiering {
 namespace {
 
@@ -20,18 +22,18 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
       stage_order_(graph.stages.size()),
       next_id_(first_id),
       next_step_(first_step),
-      runs_(plan.run_slots.size()),
+      runs_(plan.weight_slots.size()),
       tiles_(plan.tile_slots.size()),
       gradients_(plan.gradient_slots.size()),
       accumulators_(plan.accumulator_slots.size()),
-      next_gradient_slot_(plan.run_classes.size(), 0),
+      next_gradient_slot_(plan.weight_classes.size(), 0),
       gradient_written_(graph.blocks.size(), -1),
       gradient_of_block_(graph.blocks.size(), -1),
       loaded_(graph.blocks.size(), 0),
-      device_runs_(plan.device.run_slots.size()),
+      device_runs_(plan.device.weight_slots.size()),
       device_gradients_(plan.device.gradient_slots.size()),
       device_accumulators_(plan.device.accumulator_slots.size()),
-      next_device_gradient_(plan.device.run_classes.size(), 0),
+      next_device_gradient_(plan.device.weight_classes.size(), 0),
       uses_(graph.blocks.size()) {
   std::iota(stage_order_.begin(), stage_order_.end(), 0);
   last_write_.reserve(plan.blocks.size());
@@ -40,18 +42,18 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
     due_.emplace_back(block.tiles.size(), Due::kNothing);
     version_.emplace_back(block.tiles.size(), 0);
   }
-  std::vector<int> sharing(plan.run_classes.size(), 0);
+  std::vector<int> sharing(plan.weight_classes.size(), 0);
   for (const BlockPlan& block : plan.blocks) {
     if (block.private_run_slot >= 0) {
       SizeRun(block.private_run_slot, block);
     } else {
-      ++sharing[At(block.run_class)];
+      ++sharing[At(block.weight_class)];
     }
   }
   // Those that live on a device count: theirs pass through the shared slots on their way.
   for (const BlockPlan& block : plan.blocks) {
-    const size_t c = At(block.run_class);
-    stays_.push_back(block.private_run_slot >= 0 || sharing[c] <= plan.run_classes[c].slots ? 1 : 0);
+    const size_t c = At(block.weight_class);
+    stays_.push_back(block.private_run_slot >= 0 || sharing[c] <= plan.weight_classes[c].slots ? 1 : 0);
   }
   deferred_share_ = DeferredShare();
   // Updates that are made again have the last slot of the ring to themselves: they wait for the norm, and
@@ -69,7 +71,7 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
         slot.tile = static_cast<int>(t);
       }
       if (!plan.on_device(static_cast<int>(b))) continue;
-      DeviceRun& run = device_runs_[At(plan.device.blocks[b].run_slot)];
+      DeviceRun& run = device_runs_[At(plan.device.blocks[b].weight_slot)];
       run.block = static_cast<int>(b);
       run.ready.assign(block.tiles.size(), -1);
       run.version.assign(block.tiles.size(), 0);
@@ -93,7 +95,7 @@ size_t ProgramBuilder::NextUse(int block, size_t position) const {
 }
 
 int ProgramBuilder::AcquireRun(int block, size_t position) {
-  const RunClass& cls = plan_.run_classes[At(plan_.blocks[At(block)].run_class)];
+  const WeightClass& cls = plan_.weight_classes[At(plan_.blocks[At(block)].weight_class)];
   int victim = -1;
   GiveUp worth;
   for (int slot = cls.first_slot; slot < cls.first_slot + cls.slots; ++slot) {
@@ -114,14 +116,14 @@ ProgramBuilder::GiveUp ProgramBuilder::WorthGivingUp(int block, size_t position)
 }
 
 Edges ProgramBuilder::GiveUpRun(int slot) {
-  RunSlot& run = runs_[At(slot)];
+  WeightSlot& run = runs_[At(slot)];
   Edges former;
   for (const std::vector<OpId>* ids : {&run.ready, &run.writes, &run.copies}) {
     for (const OpId id : *ids) AddIf(&former, id);
   }
   AddIf(&former, run.last_compute);
   AddIf(&former, run.gather);
-  run = RunSlot();
+  run = WeightSlot();
   return former;
 }
 
@@ -131,7 +133,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
   int slot = bp.private_run_slot;
   bool present = is_private && loaded_[At(block)] != 0;
   if (!is_private) {
-    const RunClass& cls = plan_.run_classes[At(bp.run_class)];
+    const WeightClass& cls = plan_.weight_classes[At(bp.weight_class)];
     for (int s = cls.first_slot; s < cls.first_slot + cls.slots && !present; ++s) {
       if (runs_[At(s)].block == block) {
         slot = s;
@@ -143,7 +145,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
   std::vector<OpId> reads(bp.tiles.size(), -1);
   if (!present) {
     if (!is_private) slot = AcquireRun(block, position);
-    RunSlot& run = runs_[At(slot)];
+    WeightSlot& run = runs_[At(slot)];
     const Edges former = GiveUpRun(slot);
     run.block = block;
     SizeRun(slot, bp);
@@ -156,7 +158,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
       Op& read = Emit(OpKind::kReadWeights, Lane::kRead, updates ? pending_step_ : computing_step_);
       read.block = block;
       read.tile = static_cast<int>(t);
-      read.run_slot = slot;
+      read.weight_slot = slot;
       read.bytes = bp.tiles[t].elements * plan_.precision.weight_bytes();
       read.after = former;
       AddIf(&read.after, last_write_[At(block)][t]);
@@ -165,7 +167,7 @@ int ProgramBuilder::Fetch(int block, size_t position) {
       Op& verify = Emit(OpKind::kVerify, Lane::kUpdate, computing_step_);
       verify.block = block;
       verify.tile = static_cast<int>(t);
-      verify.run_slot = slot;
+      verify.weight_slot = slot;
       verify.after = {reads[t]};
     }
   }
@@ -175,21 +177,21 @@ int ProgramBuilder::Fetch(int block, size_t position) {
     const Update update{.step = pending_step_,
                         .decided = norm_,
                         .weights_read = due[t] == Due::kUpdate ? reads[t] : -1,
-                        .redo = due[t] == Due::kRedo};
+                        .replay = due[t] == Due::kReplay};
     EmitUpdate(block, static_cast<int>(t), slot, update);
     due[t] = Due::kNothing;
   }
   return slot;
 }
 
-void ProgramBuilder::Gather(int block, int run_slot) {
+void ProgramBuilder::Gather(int block, int weight_slot) {
   if (plan_.world == 1) return;
-  RunSlot& run = runs_[At(run_slot)];
+  WeightSlot& run = runs_[At(weight_slot)];
   if (run.whole) return;
   const OpId id = next_id_;
-  Op& gather = Emit(OpKind::kGather, Lane::kGather, computing_step_);
+  Op& gather = Emit(OpKind::kAllGather, Lane::kAllGather, computing_step_);
   gather.block = block;
-  gather.run_slot = run_slot;
+  gather.weight_slot = weight_slot;
   gather.bytes = GatheredBytes(block);
   // Whoever used the slot before is done by the time that this rank's part was read, where it was.
   for (const OpId ready : run.ready) AddIf(&gather.after, ready);
@@ -207,9 +209,9 @@ int64_t ProgramBuilder::ReducedBytes(int block) const {
   return plan_.blocks[At(block)].elements * plan_.accumulator_bytes(block) * (plan_.world - 1);
 }
 
-void ProgramBuilder::AddGather(Edges* after, int run_slot) const {
+void ProgramBuilder::AddGather(Edges* after, int weight_slot) const {
   // A device apart waits for its copy, which has waited for the gather.
-  if (plan_.world > 1 && !plan_.device.apart) AddIf(after, runs_[At(run_slot)].gather);
+  if (plan_.world > 1 && !plan_.device.has_own_memory) AddIf(after, runs_[At(weight_slot)].gather);
 }
 
 void ProgramBuilder::SizeRun(int slot, const BlockPlan& block) {
@@ -218,32 +220,32 @@ void ProgramBuilder::SizeRun(int slot, const BlockPlan& block) {
   runs_[At(slot)].copies.assign(block.tiles.size(), -1);
 }
 
-void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update& of) {
+void ProgramBuilder::EmitUpdate(int block, int tile, int weight_slot, const Update& of) {
   const BlockPlan& bp = plan_.blocks[At(block)];
   const int64_t elements = bp.tiles[At(tile)].elements;
-  RunSlot& run = runs_[At(run_slot)];
+  WeightSlot& run = runs_[At(weight_slot)];
   const OpId last_write = last_write_[At(block)][At(tile)];
   auto emit = [&](OpKind kind, Lane lane, int64_t bytes) -> Op& {
     Op& op = Emit(kind, lane, of.step);
     op.block = block;
     op.tile = tile;
     op.in_backward = of.in_backward;
-    op.redo = of.redo;
+    op.replay = of.replay;
     op.bytes = bytes;
     return op;
   };
   int slot_index = bp.private_tile_slot[At(tile)];
   if (slot_index < 0) {
-    slot_index = of.redo ? plan_.tile_ring - 1 : NextTileSlot();
+    slot_index = of.replay ? plan_.tile_ring - 1 : NextTileSlot();
   }
   TileSlot& slot = tiles_[At(slot_index)];
   const Edges former = TakeAll(&slot.users);
 
   OpId weights_read = of.weights_read;
-  if (of.redo) {
+  if (of.replay) {
     weights_read = next_id_;
     Op& read = emit(OpKind::kReadWeights, Lane::kRead, elements * plan_.precision.weight_bytes());
-    read.run_slot = run_slot;
+    read.weight_slot = weight_slot;
     read.after = {of.decided};
     AddIf(&read.after, run.ready[At(tile)]);
     AddIf(&read.after, run.gather);
@@ -251,13 +253,13 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
   }
   OpId state_read = -1;
   const int64_t state_bytes = plan_.precision.StateBytes(elements);
-  if (state_bytes > 0 && (of.redo || slot.block != block || slot.tile != tile)) {
+  if (state_bytes > 0 && (of.replay || slot.block != block || slot.tile != tile)) {
     state_read = next_id_;
     Op& read = emit(OpKind::kReadState, Lane::kRead, state_bytes);
     read.tile_slot = slot_index;
     read.after = former;
     AddIf(&read.after, last_write);
-    if (of.redo) read.after.push_back(of.decided);
+    if (of.replay) read.after.push_back(of.decided);
     slot.users.push_back(state_read);
     if (bp.private_tile_slot[At(tile)] >= 0) {
       slot.block = block;
@@ -274,12 +276,12 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
     read.tile_slot = slot_index;
     read.after = former;
     AddIf(&read.after, gradient_written_[At(block)]);
-    if (of.redo) read.after.push_back(of.decided);
+    if (of.replay) read.after.push_back(of.decided);
     slot.users.push_back(gradient_read);
   }
   const OpId update_id = next_id_;
   Op& update = emit(OpKind::kUpdate, Lane::kUpdate, 0);
-  update.run_slot = run_slot;
+  update.weight_slot = weight_slot;
   update.tile_slot = slot_index;
   update.gradient_slot = of.in_backward ? gradient_of_block_[At(block)] : bp.gradient_slot;
   update.checks_weights = weights_read >= 0;
@@ -301,11 +303,11 @@ void ProgramBuilder::EmitUpdate(int block, int tile, int run_slot, const Update&
     pending_writes_.push_back(update_id);
     return;
   }
-  if (plan_.written_late(block, tile)) {
+  if (plan_.written_at_checkpoint(block, tile)) {
     pending_writes_.push_back(update_id);
     return;
   }
-  WriteUpdated(block, tile, run_slot, slot_index, of, update_id);
+  WriteUpdated(block, tile, weight_slot, slot_index, of, update_id);
 }
 
 double ProgramBuilder::DeferredShare() const {
@@ -325,7 +327,7 @@ double ProgramBuilder::DeferredShare() const {
       if (block.trains && block.gradient_slot < 0) *pass += gradient;
     }
     for (size_t t = 0; block.trains && t < block.tiles.size(); ++t) {
-      if (plan_.written_late(static_cast<int>(b), static_cast<int>(t))) continue;
+      if (plan_.written_at_checkpoint(static_cast<int>(b), static_cast<int>(t))) continue;
       const auto state = static_cast<double>(plan_.precision.StateBytes(block.tiles[t].elements));
       double& write = stays_[b] != 0 ? either : forward;
       write += static_cast<double>(block.tiles[t].elements * plan_.precision.weight_bytes());
@@ -342,17 +344,17 @@ double ProgramBuilder::DeferredShare() const {
                     1.0);
 }
 
-void ProgramBuilder::WriteUpdated(int block, int tile, int run_slot, int tile_slot, const Update& of,
+void ProgramBuilder::WriteUpdated(int block, int tile, int weight_slot, int tile_slot, const Update& of,
                                   OpId update) {
   const BlockPlan& bp = plan_.blocks[At(block)];
-  bool defers = defers_writes_ && !of.redo && stays_[At(block)] != 0;
+  bool defers = defers_writes_ && !of.replay && stays_[At(block)] != 0;
   if (defers) {
     deferred_due_ += deferred_share_;
     defers = deferred_due_ >= 1;
     if (defers) deferred_due_ -= 1;
   }
   if (!defers) {
-    EmitTileWrite(OpKind::kWriteTile, block, tile, run_slot, tile_slot, of, update);
+    EmitTileWrite(OpKind::kWriteTile, block, tile, weight_slot, tile_slot, of, update);
     return;
   }
   const bool state_streams =
@@ -360,25 +362,25 @@ void ProgramBuilder::WriteUpdated(int block, int tile, int run_slot, int tile_sl
   if (!state_streams) {
     // Of a tile without state the slot of the ring is free: only its weights are written.
     deferred_writes_.push_back(
-        {OpKind::kWriteTile, block, tile, run_slot, bp.private_tile_slot[At(tile)], of.step, update});
+        {OpKind::kWriteTile, block, tile, weight_slot, bp.private_tile_slot[At(tile)], of.step, update});
     return;
   }
-  const OpId state = EmitTileWrite(OpKind::kWriteState, block, tile, run_slot, tile_slot, of, update);
-  deferred_writes_.push_back({OpKind::kWriteWeights, block, tile, run_slot, -1, of.step, state});
+  const OpId state = EmitTileWrite(OpKind::kWriteState, block, tile, weight_slot, tile_slot, of, update);
+  deferred_writes_.push_back({OpKind::kWriteWeights, block, tile, weight_slot, -1, of.step, state});
 }
 
 void ProgramBuilder::EmitDeferredWrites(size_t most, OpId after) {
   const size_t count = std::min(most, deferred_writes_.size());
   for (size_t i = 0; i < count; ++i) {
     const DeferredWrite& deferred = deferred_writes_[i];
-    EmitTileWrite(deferred.kind, deferred.block, deferred.tile, deferred.run_slot, deferred.tile_slot,
+    EmitTileWrite(deferred.kind, deferred.block, deferred.tile, deferred.weight_slot, deferred.tile_slot,
                   {.step = deferred.step}, deferred.ready);
     out_.back().after.push_back(after);
   }
   deferred_writes_.erase(deferred_writes_.begin(), deferred_writes_.begin() + static_cast<ptrdiff_t>(count));
 }
 
-OpId ProgramBuilder::EmitTileWrite(OpKind kind, int block, int tile, int run_slot, int tile_slot,
+OpId ProgramBuilder::EmitTileWrite(OpKind kind, int block, int tile, int weight_slot, int tile_slot,
                                    const Update& of, OpId ready) {
   const int64_t elements = plan_.blocks[At(block)].tiles[At(tile)].elements;
   const Precision& precision = plan_.precision;
@@ -387,17 +389,17 @@ OpId ProgramBuilder::EmitTileWrite(OpKind kind, int block, int tile, int run_slo
   write.block = block;
   write.tile = tile;
   write.in_backward = of.in_backward;
-  write.redo = of.redo;
+  write.replay = of.replay;
   write.bytes = kind == OpKind::kWriteTile    ? precision.TotalBytes(elements)
                 : kind == OpKind::kWriteState ? precision.StateBytes(elements)
                                               : elements * precision.weight_bytes();
-  write.run_slot = run_slot;
+  write.weight_slot = weight_slot;
   write.tile_slot = tile_slot;
   write.after = {ready};
   // The slot that is overwritten holds the version before the last one: free once the last one is committed.
   AddIf(&write.after, last_commit_);
   if (tile_slot >= 0) tiles_[At(tile_slot)].users.push_back(write_id);
-  runs_[At(run_slot)].writes[At(tile)] = write_id;
+  runs_[At(weight_slot)].writes[At(tile)] = write_id;
   last_write_[At(block)][At(tile)] = write_id;
   pending_writes_.push_back(write_id);
   return write_id;
@@ -418,7 +420,7 @@ void ProgramBuilder::ApplyDue(int block, size_t position) {
 }
 
 void ProgramBuilder::AssumptionHeld() {
-  for (std::vector<Due>& block : due_) std::replace(block.begin(), block.end(), Due::kRedo, Due::kNothing);
+  for (std::vector<Due>& block : due_) std::replace(block.begin(), block.end(), Due::kReplay, Due::kNothing);
 }
 
 void ProgramBuilder::EmitCommit(int64_t step, bool durable, Edges after) {

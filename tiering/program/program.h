@@ -15,7 +15,7 @@
 //   in backward          as soon as its block's gradient is final, while the weights are still in memory, on
 //                        the assumption that the norm will ask for no clipping. The committed version stays
 //                        in its own slot on the drive, so when the assumption fails, the tile is read again
-//                        and updated as in the other order: those operations (Op::redo) are always part of
+//                        and updated as in the other order: those operations (Op::replay) are always part of
 //                        the next pass, and are skipped (Lanes::Skips) when there is nothing to make good
 // Both move the same bytes as long as nothing is made again, and both end in the same bits. A mix spreads the
 // drive's work over forward and backward as compute is spread. Where all updates of a pass wait for the next
@@ -23,12 +23,12 @@
 // that does) is written while backward computes, as much of it as gives the drive's work the proportions of
 // compute, and the step is committed after that.
 //
-// Over several ranks (Plan::world) each reads and updates its part of every block. kGather fills in the rest
-// of the run before it computes, kReduce makes the whole run's gradient into this rank's part of the sum over
-// ranks, and kAgree follows a commit: only when every rank has committed a step may any of them overwrite the
-// one before. These operations wait for the other ranks, which run the same program: each kind has a lane of
-// its own that keeps to program order, so that all ranks come to them in one order. The earliest unfinished
-// operation of all ranks can always run, so they cannot wait for each other in a circle.
+// Over several ranks (Plan::world) each reads and updates its part of every block. kAllGather fills in the
+// rest of the run before it computes, kReduceScatter makes the whole run's gradient into this rank's part of
+// the sum over ranks, and kAgree follows a commit: only when every rank has committed a step may any of them
+// overwrite the one before. These operations wait for the other ranks, which run the same program: each kind
+// has a lane of its own that keeps to program order, so that all ranks come to them in one order. The
+// earliest unfinished operation of all ranks can always run, so they cannot wait for each other in a circle.
 #ifndef PENSTOCK_TIERING_PROGRAM_PROGRAM_H_
 #define PENSTOCK_TIERING_PROGRAM_PROGRAM_H_
 
@@ -37,8 +37,8 @@
 #include <utility>
 #include <vector>
 
-#include "tiering/program/op.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/op.h"
 
 namespace penstock::tiering {
 
@@ -77,7 +77,7 @@ class ProgramBuilder {
   int64_t unsaved_step() const { return unsaved_step_; }
 
  private:
-  struct RunSlot {
+  struct WeightSlot {
     int block = -1;            // whose weights it holds or will hold
     std::vector<OpId> ready;   // [tile] complete when the content is there: verified or updated
     std::vector<OpId> writes;  // [tile] that read the content to the drive, -1: none
@@ -87,7 +87,7 @@ class ProgramBuilder {
     bool whole = false;        // no part has changed since
   };
   // What is still to be appended of a tile's update.
-  enum class Due : uint8_t { kNothing, kUpdate, kRedo };
+  enum class Due : uint8_t { kNothing, kUpdate, kReplay };
   struct TileSlot {
     int block = -1, tile = -1;  // kept content (resident tiles only)
     Edges users;
@@ -109,11 +109,11 @@ class ProgramBuilder {
   };
   // Where compute finds a block's weights, and what it waits for.
   struct Weights {
-    int run_slot = -1;     // in host memory; -1: not needed there
+    int weight_slot = -1;  // in host memory; -1: not needed there
     int device_slot = -1;  // -1: the device is the host
     const std::vector<OpId>* ready = nullptr;
     OpId* last_compute = nullptr;
-    int compute_slot() const { return device_slot >= 0 ? -1 : run_slot; }
+    int compute_slot() const { return device_slot >= 0 ? -1 : weight_slot; }
   };
 
   Op& Emit(OpKind kind, Lane lane, int64_t step);
@@ -126,8 +126,8 @@ class ProgramBuilder {
   // Makes the block's weights present (with the pending update applied if there is one) for a use at
   // `position` of the pass's order of uses; returns the run slot.
   int Fetch(int block, size_t position);
-  // The same for a use by compute: on a device apart the weights are copied there, unless what it has is of
-  // the newest update; host memory then needs them only if `updates`: for an update in backward.
+  // The same for a use by compute: on a device apart the weights are copied there, unless what it
+  // has is of the newest update; host memory then needs them only if `updates`: for an update in backward.
   Weights FetchForCompute(int block, size_t position, bool updates);
   // `last` is the last operation that computes with them in this use.
   void Used(const Weights& weights, OpId last);
@@ -139,9 +139,10 @@ class ProgramBuilder {
   void WriteFromDevice(int block, size_t position, int64_t step);
   // A tile on its way out, to be written: through the run slot and a slot of the ring, which it returns.
   // `former` must be over.
-  int EmitStateOut(int block, int tile, int run_slot, const Edges& former, int64_t step);
-  // Copies what is not on the device; returns its run slot there. `run_slot`: -1, where nothing is missing.
-  int CopyToDevice(int block, size_t position, int run_slot);
+  int EmitStateOut(int block, int tile, int weight_slot, const Edges& former, int64_t step);
+  // Copies what is not on the device; returns its run slot there. `weight_slot`: -1, where nothing is
+  // missing.
+  int CopyToDevice(int block, size_t position, int weight_slot);
   // The same past host memory, from the drive.
   int ReadToDevice(int block, size_t position);
   // Of a block that comes and goes, its former run there, an empty one, or the one most worth
@@ -159,38 +160,38 @@ class ProgramBuilder {
   OpId EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last, const Edges& wait,
                    int64_t step);
   // Over several ranks, for a use of the run by compute: gathers what is not there or has changed.
-  void Gather(int block, int run_slot);
-  void AddGather(Edges* after, int run_slot) const;
+  void Gather(int block, int weight_slot);
+  void AddGather(Edges* after, int weight_slot) const;
   // The same among devices: into the run there; and what backward left there, when `last` is taken.
   void GatherOnDevice(int block, int device_slot);
   OpId ReduceOnDevice(int block, OpId last, int64_t step);
   int64_t GatheredBytes(int block) const;
   int64_t ReducedBytes(int block) const;
-  // Reads what is not in memory, updates, and writes. `redo`: reads everything, weights too, from the
+  // Reads what is not in memory, updates, and writes. `replay`: reads everything, weights too, from the
   // committed version.
   struct Update {
     int64_t step = 0;
     OpId decided = -1;       // the norm, or in backward the final gradient
     OpId weights_read = -1;  // to be checked first; -1: they were in memory
     bool in_backward = false;
-    bool redo = false;
+    bool replay = false;
   };
-  void EmitUpdate(int block, int tile, int run_slot, const Update& of);
+  void EmitUpdate(int block, int tile, int weight_slot, const Update& of);
   void SizeRun(int slot, const BlockPlan& block);
   // Whoever still uses the content of a run slot, which is given up.
   Edges GiveUpRun(int slot);
-  // Writes of what stays in memory until the next update, not yet emitted. (Plan::written_late is another
-  // matter: tiles that not every step writes.)
+  // Writes of what stays in memory until the next update, not yet emitted. (Plan::written_at_checkpoint is
+  // another matter: tiles that not every step writes.)
   struct DeferredWrite {
     OpKind kind;
-    int block, tile, run_slot, tile_slot;
+    int block, tile, weight_slot, tile_slot;
     int64_t step;
     OpId ready;  // the update or, where only the weights stay, the write of the state
   };
   // The share of tiles whose writes are deferred, among those that can be.
   double DeferredShare() const;
   // Of a tile that was updated in forward: what has to go to the drive at once, and what can wait.
-  void WriteUpdated(int block, int tile, int run_slot, int tile_slot, const Update& of, OpId update);
+  void WriteUpdated(int block, int tile, int weight_slot, int tile_slot, const Update& of, OpId update);
   // The oldest `most` of those that can wait, to be started when `after` is done.
   void EmitDeferredWrites(size_t most, OpId after);
   int NextTileSlot() { return static_cast<int>(next_tile_slot_++ % rotating_tile_slots_); }
@@ -216,15 +217,18 @@ class ProgramBuilder {
   // `before`: the last operation of forward.
   void AppendBackward(int64_t step, bool in_backward, OpId before);
   // kWriteTile, or a part of it.
-  OpId EmitTileWrite(OpKind kind, int block, int tile, int run_slot, int tile_slot, const Update& of,
+  OpId EmitTileWrite(OpKind kind, int block, int tile, int weight_slot, int tile_slot, const Update& of,
                      OpId ready);
   // The write of a tile that was not updated here: its checksums first.
-  void EmitSealedWrite(int block, int tile, int run_slot, int tile_slot, int64_t step);
+  void EmitSealedWrite(int block, int tile, int weight_slot, int tile_slot, int64_t step);
   // Of `step`, when `after` is done; over several ranks all of them agree on it.
   void EmitCommit(int64_t step, bool durable, Edges after);
   void CommitPending();
   void Persist();
   size_t NextUse(int block, size_t position) const;
+  // What every program promises: edges point backwards, so that no timing makes it wait for itself, and no
+  // operation has a place outside the plan.
+  void CheckAppended() const;
 
   const ModelGraph& graph_;
   const Plan& plan_;
@@ -243,7 +247,7 @@ class ProgramBuilder {
   double deferred_share_ = 0;
   double deferred_due_ = 0;                     // of the next one; from 1 on it is deferred
   std::vector<DeferredWrite> deferred_writes_;  // oldest first
-  std::vector<RunSlot> runs_;
+  std::vector<WeightSlot> runs_;
   std::vector<TileSlot> tiles_;
   std::vector<GradientSlot> gradients_;
   std::vector<GradientSlot> accumulators_;

@@ -23,8 +23,8 @@ Op& ProgramBuilder::EmitForStage(OpKind kind, Lane lane, int position, int micro
 
 Op& ProgramBuilder::EmitInput(OpKind kind, int position, int micro_batch, int64_t step) {
   const bool leaves = kind == OpKind::kWriteInput;
-  const Lane lane =
-      plan_.device.apart ? (leaves ? Lane::kCopyOut : Lane::kCopyIn) : (leaves ? Lane::kWrite : Lane::kRead);
+  const Lane lane = plan_.device.has_own_memory ? (leaves ? Lane::kCopyOut : Lane::kCopyIn)
+                                                : (leaves ? Lane::kWrite : Lane::kRead);
   Op& op = EmitForStage(kind, lane, position, micro_batch, step);
   op.bytes = graph_.stages[At(op.stage)].input_scratch_bytes;
   return op;
@@ -49,11 +49,11 @@ OpId ProgramBuilder::AppendForward(bool train, int micro_batches, int64_t step) 
       Op& op = EmitForStage(OpKind::kForward, Lane::kCompute, position, m, step);
       op.last_micro_batch = m + 1 == micro_batches;
       op.evaluates = !train;
-      op.run_slot = weights.compute_slot();
+      op.weight_slot = weights.compute_slot();
       op.device_slot = weights.device_slot;
       op.seconds = stage.forward_seconds;
       for (const OpId ready : *weights.ready) AddIf(&op.after, ready);
-      AddGather(&op.after, weights.run_slot);
+      AddGather(&op.after, weights.weight_slot);
       if (position == 0) op.after.push_back(batch_);
       last = id;
       if (!train) continue;
@@ -80,7 +80,7 @@ Edges ProgramBuilder::TakeGradientSlot(int block) {
   const BlockPlan& bp = plan_.blocks[At(block)];
   int index = bp.gradient_slot;
   if (index < 0) {
-    index = plan_.gradient_rings[At(bp.run_class)].NextSlot(&next_gradient_slot_[At(bp.run_class)]);
+    index = plan_.gradient_rings[At(bp.weight_class)].NextSlot(&next_gradient_slot_[At(bp.weight_class)]);
   }
   gradient_[At(block)] = index;
   return TakeAll(&gradients_[At(index)].users);
@@ -96,7 +96,7 @@ Edges ProgramBuilder::TakeAccumulatorSlot(int block) {
 Edges ProgramBuilder::TakePlaces(int block) {
   Edges users;
   if (!plan_.blocks[At(block)].trains) return users;
-  if (plan_.device.apart) {
+  if (plan_.device.has_own_memory) {
     TakeDevicePlaces(block, &users);
   } else if (plan_.needs_accumulator(block)) {
     if (accumulator_[At(block)] < 0) users = TakeAccumulatorSlot(block);
@@ -126,23 +126,23 @@ OpId ProgramBuilder::EmitBackward(int position, const Weights& weights, const Ed
     };
     const OpId backward_id = next_id_;
     Op& backward = emit(OpKind::kBackward);
-    backward.run_slot = weights.compute_slot();
+    backward.weight_slot = weights.compute_slot();
     backward.device_slot = weights.device_slot;
     backward.seconds = stage.backward_seconds;
     last = backward_id;
     for (const OpId ready : *weights.ready) AddIf(&backward.after, ready);
-    AddGather(&backward.after, weights.run_slot);
+    AddGather(&backward.after, weights.weight_slot);
     if (stages == 1) backward.after.push_back(batch_);
     AddIf(&backward.after, input_read);
     if (!plan_.blocks[At(stage.block)].trains) continue;
     // Apart from it, because only this needs the gradient's place: it may still be in use while the block
     // computes.
     last = next_id_;
-    Op& take = emit(OpKind::kTakeGradient);
+    Op& take = emit(OpKind::kAccumulateGradient);
     take.gradient_slot = gradient_[At(stage.block)];
     take.device_slot = device_gradient_[At(stage.block)];
     take.accumulator_slot =
-        plan_.device.apart ? device_accumulator_[At(stage.block)] : accumulator_[At(stage.block)];
+        plan_.device.has_own_memory ? device_accumulator_[At(stage.block)] : accumulator_[At(stage.block)];
     take.after = wait;
     take.after.push_back(backward_id);
   }
@@ -153,9 +153,9 @@ OpId ProgramBuilder::EmitBackward(int position, const Weights& weights, const Ed
 OpId ProgramBuilder::EmitFinal(int block, OpId last, int64_t step) {
   const bool sums_apart = plan_.needs_accumulator(block);
   Edges wait;  // for the gradient's place
-  if (sums_apart || plan_.device.apart) wait = TakeGradientSlot(block);
+  if (sums_apart || plan_.device.has_own_memory) wait = TakeGradientSlot(block);
   const int gradient = gradient_[At(block)];
-  if (plan_.device.apart) {
+  if (plan_.device.has_own_memory) {
     if (plan_.device.direct) last = ReduceOnDevice(block, last, step);
     // Otherwise over several ranks it goes to the sums, and the gradient's place waits for the reduction.
     const Edges users = sums_apart ? TakeAccumulatorSlot(block) : TakeAll(&wait);
@@ -165,7 +165,7 @@ OpId ProgramBuilder::EmitFinal(int block, OpId last, int64_t step) {
   OpId reduced = -1;
   if (plan_.world > 1 && !plan_.device.direct) {
     reduced = next_id_;
-    Op& reduce = Emit(OpKind::kReduce, Lane::kReduce, step);
+    Op& reduce = Emit(OpKind::kReduceScatter, Lane::kReduceScatter, step);
     reduce.block = block;
     reduce.gradient_slot = gradient;
     reduce.accumulator_slot = accumulator_[At(block)];
@@ -175,7 +175,7 @@ OpId ProgramBuilder::EmitFinal(int block, OpId last, int64_t step) {
     wait = {reduced};
   }
   const OpId final_id = next_id_;
-  Op& finalize = Emit(OpKind::kFinalize, Lane::kUpdate, step);
+  Op& finalize = Emit(OpKind::kRoundGradient, Lane::kUpdate, step);
   finalize.block = block;
   finalize.gradient_slot = gradient;
   finalize.accumulator_slot = reduced >= 0 ? -1 : accumulator_[At(block)];
@@ -246,14 +246,14 @@ void ProgramBuilder::AppendBackward(int64_t step, bool in_backward, OpId before)
     for (size_t t = 0; t < bp.tiles.size(); ++t) {
       due_[At(block)][t] = Due::kUpdate;
       if (!in_backward || early[t] == 0) continue;
-      EmitUpdate(block, static_cast<int>(t), weights.run_slot,
+      EmitUpdate(block, static_cast<int>(t), weights.weight_slot,
                  {.step = step, .decided = final_id, .in_backward = true});
-      due_[At(block)][t] = Due::kRedo;
+      due_[At(block)][t] = Due::kReplay;
     }
   }
   if (plan_.world > 1) {
     const OpId exchanged = next_id_;
-    Emit(OpKind::kExchange, Lane::kReduce, step).after = std::move(finals);
+    Emit(OpKind::kExchange, Lane::kReduceScatter, step).after = std::move(finals);
     finals = {exchanged};
   }
   norm_ = next_id_;

@@ -5,20 +5,20 @@
 
 namespace penstock::tiering {
 
-void ProgramBuilder::EmitSealedWrite(int block, int tile, int run_slot, int tile_slot, int64_t step) {
+void ProgramBuilder::EmitSealedWrite(int block, int tile, int weight_slot, int tile_slot, int64_t step) {
   TileSlot& slot = tiles_[static_cast<size_t>(tile_slot)];
   const OpId seal_id = next_id_;
-  Op& seal = Emit(OpKind::kSeal, Lane::kUpdate, step);
+  Op& seal = Emit(OpKind::kChecksumTile, Lane::kUpdate, step);
   seal.block = block;
   seal.tile = tile;
-  seal.run_slot = run_slot;
+  seal.weight_slot = weight_slot;
   seal.tile_slot = tile_slot;
   seal.after = slot.users;
-  AddIf(&seal.after, runs_[static_cast<size_t>(run_slot)].ready[static_cast<size_t>(tile)]);
+  AddIf(&seal.after, runs_[static_cast<size_t>(weight_slot)].ready[static_cast<size_t>(tile)]);
   // Its checksums are the ones of the last write until that is over.
   AddIf(&seal.after, last_write_[static_cast<size_t>(block)][static_cast<size_t>(tile)]);
   slot.users.push_back(seal_id);
-  EmitTileWrite(OpKind::kWriteTile, block, tile, run_slot, tile_slot, {.step = step}, seal_id);
+  EmitTileWrite(OpKind::kWriteTile, block, tile, weight_slot, tile_slot, {.step = step}, seal_id);
 }
 
 void ProgramBuilder::Persist() {
@@ -35,7 +35,7 @@ void ProgramBuilder::Persist() {
     }
     for (size_t t = 0; t < block.tiles.size(); ++t) {
       const auto tile = static_cast<int>(t);
-      if (!plan_.written_late(number, tile)) continue;
+      if (!plan_.written_at_checkpoint(number, tile)) continue;
       EmitSealedWrite(number, tile, block.private_run_slot, block.private_tile_slot[t], unsaved_step_);
     }
   }

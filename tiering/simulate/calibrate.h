@@ -4,8 +4,8 @@
 // Operations disturb each other: forward shares cores with updates, reads share the drive with writes. What
 // is wanted is the work of each, as if it were alone, in the simulator's own terms; so a span counts as much
 // of its time as MachineModel gives it beside the others, and a drive's bandwidth is taken where it was busy
-// enough: reading, writing, and both apart. Where the run has shown nothing (a direction that was never
-// busy), the machine's figure stays.
+// enough: reading, writing, and both apart. Where the run has shown nothing (a direction that was
+// never busy), the machine's figure stays.
 #ifndef PENSTOCK_TIERING_SIMULATE_CALIBRATE_H_
 #define PENSTOCK_TIERING_SIMULATE_CALIBRATE_H_
 
@@ -14,8 +14,8 @@
 
 #include "tiering/plan/machine.h"
 #include "tiering/plan/model_graph.h"
-#include "tiering/program/op.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/op.h"
 
 namespace penstock::tiering {
 

@@ -5,14 +5,14 @@ namespace penstock::tiering {
 int64_t UpdateWork(const Plan& plan, const Op& op) {
   const BlockPlan& block = plan.blocks[static_cast<size_t>(op.block)];
   if (op.kind == OpKind::kUpdateOnDevice) return block.elements;
-  if (op.kind == OpKind::kFinalize)
+  if (op.kind == OpKind::kRoundGradient)
     return plan.on_device(op.block) ? 0 : block.elements * plan.precision.gradient_bytes;
   if (op.kind == OpKind::kVerify && op.device_slot >= 0) return 0;  // there
   const int64_t elements = block.tiles[static_cast<size_t>(op.tile)].elements;
   switch (op.kind) {
     case OpKind::kVerify:
       return op.checks_state ? plan.precision.StateBytes(elements) : elements * plan.precision.weight_bytes();
-    case OpKind::kSeal:
+    case OpKind::kChecksumTile:
       return plan.precision.TotalBytes(elements);
     default:
       return elements;

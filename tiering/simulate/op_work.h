@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "tiering/program/op.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/op.h"
 
 namespace penstock::tiering {
 

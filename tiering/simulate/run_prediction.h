@@ -1,4 +1,5 @@
-// The step that a run's own steps predict: what they show of the machine, simulated (tiering/simulate/calibrate.h).
+// The step that a run's own steps predict: what they show of the machine, simulated
+// (tiering/simulate/calibrate.h).
 //
 // Drives drift by factors within minutes. So the steps are looked at in windows, each twice as long as the
 // one before: the first two steps after the one that fills the pipeline, the next four, eight. Each window's
@@ -9,10 +10,10 @@
 #include <cstdint>
 #include <optional>
 
-#include "tiering/simulate/calibrate.h"
 #include "tiering/plan/machine.h"
 #include "tiering/plan/model_graph.h"
 #include "tiering/plan/plan.h"
+#include "tiering/simulate/calibrate.h"
 #include "tiering/simulate/simulate.h"
 
 namespace penstock::tiering {

@@ -18,8 +18,8 @@ double SimLanes::Work(const Op& op) const {
     case Lane::kWrite:
     case Lane::kCopyIn:
     case Lane::kCopyOut:
-    case Lane::kGather:
-    case Lane::kReduce:
+    case Lane::kAllGather:
+    case Lane::kReduceScatter:
       return static_cast<double>(op.bytes);
     case Lane::kCommit:
       if (op.kind == OpKind::kAgree) return machine_.network_latency_seconds;
@@ -58,10 +58,10 @@ void SimLanes::Start(OpId id, const Op& op) {
     case Lane::kCopyOut:
       copies_out_.push_back(std::move(job));
       break;
-    case Lane::kGather:
+    case Lane::kAllGather:
       gathers_.push_back(std::move(job));
       break;
-    case Lane::kReduce:
+    case Lane::kReduceScatter:
       reduces_.push_back(std::move(job));
       break;
     case Lane::kCommit:
@@ -101,14 +101,14 @@ double SimLanes::Rate(const Job& job) const {
       return machine_.h2d_bytes_per_s;
     case Lane::kCopyOut:
       return machine_.d2h_bytes_per_s;
-    case Lane::kGather:
-    case Lane::kReduce:
+    case Lane::kAllGather:
+    case Lane::kReduceScatter:
       return gathering_ && reducing_ ? machine_.network_bytes_per_s / 2 : machine_.network_bytes_per_s;
     case Lane::kCompute:
-      if (plan_.device.apart) return 1;
+      if (plan_.device.has_own_memory) return 1;
       return machine_.compute_speed(static_cast<int>(updating_.size()), reading_ || writing_);
     default:
-      return machine_.update_speed(!plan_.device.apart && computing_.has_value(),
+      return machine_.update_speed(!plan_.device.has_own_memory && computing_.has_value(),
                                    static_cast<int>(updating_.size()));
   }
 }
@@ -125,7 +125,7 @@ void SimLanes::ForRunning(Visit&& visit) {
 void SimLanes::Complete(Job& job, std::vector<Completion>* completions) {
   const bool transfer = job.lane == Lane::kRead || job.lane == Lane::kWrite;
   const bool copy = job.lane == Lane::kCopyIn || job.lane == Lane::kCopyOut;
-  const bool message = job.lane == Lane::kGather || job.lane == Lane::kReduce;
+  const bool message = job.lane == Lane::kAllGather || job.lane == Lane::kReduceScatter;
   const double latency = transfer  ? machine_.io_latency_seconds
                          : copy    ? machine_.copy_latency_seconds
                          : message ? machine_.network_latency_seconds

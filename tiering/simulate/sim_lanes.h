@@ -2,8 +2,8 @@
 // next.
 //
 // The drive serves one read and one write at a time, reads of weights before other reads, as the I/O engine's
-// priorities have it; while it does both, each direction moves at its mixed rate (tiering/plan/machine.h). A fixed
-// latency passes beside the drive's time. Compute is one server in order, updates are `update_workers`
+// priorities have it; while it does both, each direction moves at its mixed rate (tiering/plan/machine.h). A
+// fixed latency passes beside the drive's time. Compute is one server in order, updates are `update_workers`
 // servers; where the machine has fewer cores than they need together, all of them slow down.
 // Copies to and from a device apart are one server each, with a latency beside it.
 // Gathering and reducing over ranks are one server each; where both run, each has half of the network. The
@@ -19,9 +19,9 @@
 #include <queue>
 #include <vector>
 
-#include "tiering/program/lanes.h"
 #include "tiering/plan/machine.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/lanes.h"
 
 namespace penstock::tiering {
 
@@ -31,7 +31,7 @@ class SimLanes : public Lanes {
 
   bool HasRoom(Lane lane) const override;
   // Updates in backward hold, unless the test says otherwise for a step.
-  bool Skips(const Op& op) const override { return op.redo && !(redone_ && redone_(op.step)); }
+  bool Skips(const Op& op) const override { return op.replay && !(replayed_ && replayed_(op.step)); }
   void Start(OpId id, const Op& op) override;
   absl::Status Decide(const Op&) override { return absl::OkStatus(); }
   void Wait(std::vector<Completion>* completions) override;
@@ -40,7 +40,7 @@ class SimLanes : public Lanes {
   // Called when an operation starts: a test injects an error by returning one.
   void set_fault(std::function<absl::Status(const Op&)> fault) { fault_ = std::move(fault); }
   // Whether the updates that a step made in backward are made again.
-  void set_redone(std::function<bool(int64_t step)> redone) { redone_ = std::move(redone); }
+  void set_replayed(std::function<bool(int64_t step)> replayed) { replayed_ = std::move(replayed); }
   // Work that was started, as if nothing were in its way: bytes of transfers, copies and exchanges, seconds
   // of the others.
   double work(Lane lane) const { return work_[static_cast<size_t>(lane)]; }
@@ -74,7 +74,7 @@ class SimLanes : public Lanes {
   const Plan& plan_;  // the caller's
   const MachineModel machine_;
   std::function<absl::Status(const Op&)> fault_;
-  std::function<bool(int64_t)> redone_;
+  std::function<bool(int64_t)> replayed_;
   double now_ = 0;
   std::array<double, kLanes> work_{};
   std::deque<Job> urgent_reads_, reads_, writes_, computes_, updates_, copies_in_, copies_out_, gathers_,

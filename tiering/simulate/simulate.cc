@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/status_macros.h"
 #include "tiering/program/program.h"
 #include "tiering/simulate/sim_lanes.h"
 
@@ -21,7 +22,7 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
     std::vector<Op> ops = builder.Append(Pass::kTrain);
     read_bytes = write_bytes = in_bytes = out_bytes = 0;
     for (const Op& op : ops) {
-      if (op.redo) continue;
+      if (op.replay) continue;
       if (op.lane == Lane::kRead) read_bytes += op.bytes;
       if (op.lane == Lane::kWrite) write_bytes += op.bytes;
       if (op.lane == Lane::kCopyIn) in_bytes += op.bytes;
@@ -34,13 +35,13 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
   OpId next_norm = append();
   double begin = 0;
   double computed = 0, updated = 0, networked = 0;
-  const auto network_work = [&] { return lanes.work(Lane::kGather) + lanes.work(Lane::kReduce); };
+  const auto network_work = [&] { return lanes.work(Lane::kAllGather) + lanes.work(Lane::kReduceScatter); };
   for (int step = 1; step <= kWarmUp + steps; ++step) {
     norm = next_norm;
     // One step ahead, as the engine does: reads for the next step start before this one ends.
     next_norm = append();
     executor.OpenGate(step);
-    if (absl::Status status = executor.RunUntil(norm); !status.ok()) return status;
+    RETURN_IF_ERROR(executor.RunUntil(norm));
     if (step == kWarmUp) {
       begin = lanes.Now();
       executor.TakeUsage();
@@ -65,22 +66,23 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
   prediction.update_seconds = (lanes.work(Lane::kUpdate) - updated) / steps;
   prediction.network_seconds = (network_work() - networked) / steps / machine.network_bytes_per_s;
   const double update = prediction.update_seconds / std::max(1, machine.update_workers);
-  const double cores = machine.cores > 0
-                           ? (prediction.compute_seconds * (plan.device.apart ? 0 : machine.compute_threads) +
-                              prediction.update_seconds) /
-                                 machine.cores
-                           : 0;
+  const double cores =
+      machine.cores > 0
+          ? (prediction.compute_seconds * (plan.device.has_own_memory ? 0 : machine.compute_threads) +
+             prediction.update_seconds) /
+                machine.cores
+          : 0;
   const double copy = std::max(prediction.copy_in_seconds, prediction.copy_out_seconds);
-  prediction.floor_seconds = std::max({prediction.drive_seconds, copy, prediction.compute_seconds, update,
-                                       cores, prediction.network_seconds});
+  prediction.lower_bound_seconds = std::max({prediction.drive_seconds, copy, prediction.compute_seconds,
+                                             update, cores, prediction.network_seconds});
   // Writes may lie behind by up to a step when the measured ones begin and end; in the long run no step is
   // shorter than what its busiest part needs.
-  prediction.step_seconds = std::max(prediction.step_seconds, prediction.floor_seconds);
-  if (prediction.floor_seconds == prediction.drive_seconds && read + written > 0) {
+  prediction.step_seconds = std::max(prediction.step_seconds, prediction.lower_bound_seconds);
+  if (prediction.lower_bound_seconds == prediction.drive_seconds && read + written > 0) {
     prediction.bound_by = prediction.read_seconds >= prediction.write_seconds ? "read" : "write";
-  } else if (copy > 0 && prediction.floor_seconds == copy) {
+  } else if (copy > 0 && prediction.lower_bound_seconds == copy) {
     prediction.bound_by = "copy";
-  } else if (prediction.network_seconds > 0 && prediction.floor_seconds == prediction.network_seconds) {
+  } else if (prediction.network_seconds > 0 && prediction.lower_bound_seconds == prediction.network_seconds) {
     prediction.bound_by = "network";
   } else if (prediction.compute_seconds >= update) {
     prediction.bound_by = "compute";
@@ -97,9 +99,8 @@ absl::StatusOr<Prediction> Predict(const ModelGraph& graph, const Plan& plan, co
   if (!plan.speculates || !plan.clips) return prediction;
   Plan clipped = plan;
   for (BlockPlan& block : clipped.blocks) std::fill(block.in_backward.begin(), block.in_backward.end(), 0);
-  const absl::StatusOr<Prediction> later = Simulate(graph, clipped, machine);
-  if (!later.ok()) return later.status();
-  prediction->clipped_step_seconds = later->step_seconds;
+  ASSIGN_OR_RETURN(const Prediction later, Simulate(graph, clipped, machine));
+  prediction->clipped_step_seconds = later.step_seconds;
   return prediction;
 }
 

@@ -5,9 +5,9 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "tiering/program/executor.h"
 #include "tiering/plan/machine.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/executor.h"
 
 namespace penstock::tiering {
 
@@ -16,7 +16,7 @@ struct Prediction {
   // While every step is clipped, and all updates are made in the next forward. Predict fills it in; as
   // step_seconds where no update is made in backward.
   double clipped_step_seconds = 0;
-  double floor_seconds = 0;  // the busiest of the machine's parts, if nothing else ever made it wait
+  double lower_bound_seconds = 0;  // the busiest of the machine's parts, if nothing else ever made it wait
   // What each part would take alone, a step.
   double read_seconds = 0;  // of the drive
   double write_seconds = 0;

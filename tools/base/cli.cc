@@ -1,6 +1,7 @@
 #include "tools/base/cli.h"
 
 #include <CLI/CLI.hpp>
+#include <cerrno>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -49,6 +50,28 @@ std::string OneLine(std::string_view text) {
   return line;
 }
 
+int OrBug(const std::function<int()>& run, std::string_view program, std::string_view words,
+          std::ostream& err) {
+  std::string what;
+  try {
+    return run();
+  } catch (const std::exception& error) {
+    what = error.what();
+  } catch (...) {
+    what = "something that is no exception was thrown";
+  }
+  err << std::string(program) << ": this is a bug: " << OneLine(what.substr(0, what.find('\n')))
+      << "; please report this line, the words (" << OneLine(words)
+      << ") and what `penstock env` says; committed steps are safe" << std::endl;
+  return kExitFailed;
+}
+
+absl::Status StreamError(std::string_view what) {
+  const int error = errno;
+  if (error != 0) return absl::ErrnoToStatus(error, std::string(what));
+  return absl::UnknownError(absl::StrCat(std::string(what), ": failed, and the system did not say why"));
+}
+
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err) {
   err << std::string(program) << ": " << OneLine(std::string(status.message())) << std::endl;
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
@@ -57,7 +80,7 @@ int Fail(std::string_view program, const absl::Status& status, std::ostream& err
              : kExitFailed;
 }
 
-std::optional<int> ParseWords(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
+std::optional<int> ParseFlags(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
                               std::ostream& err) {
   // The vector form takes the words in reverse and leaves argv[0] out.
   std::vector<std::string> words;

@@ -3,6 +3,7 @@
 #ifndef PENSTOCK_TOOLS_BASE_CLI_H_
 #define PENSTOCK_TOOLS_BASE_CLI_H_
 
+#include <functional>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -23,13 +24,21 @@ inline constexpr int kExitWrong = 2;   // the words or the configuration are wro
 // Parses argv[1..] into `app`. Empty: the words are right, go on. Otherwise the program is to end with this
 // code, and what there is to say has been said: help or version on `out`, or one line on `err` beginning with
 // app.get_name().
-std::optional<int> ParseWords(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
+std::optional<int> ParseFlags(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
                               std::ostream& err);
 
 // "PROGRAM: MESSAGE" as one line on `err`. Returns kExitWrong for what other words would mend:
 // kInvalidArgument, kFailedPrecondition (a budget too small, a run in use, another run's directory) and
 // kAlreadyExists; else kExitFailed.
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err);
+
+// What `run` returns. What it throws, which is a mistake of ours since errors come as statuses, becomes one
+// line on `err` that says what to report, and kExitFailed.
+int OrBug(const std::function<int()>& run, std::string_view program, std::string_view words,
+          std::ostream& err);
+
+// What became of a stream: errno's error, or where the stream did not leave one, kUnknown; never OK.
+absl::Status StreamError(std::string_view what);
 
 // `text` with line breaks and other control characters as blanks.
 std::string OneLine(std::string_view text);

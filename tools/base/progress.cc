@@ -22,6 +22,16 @@ double MonotonicSeconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// Errors are ignored: progress is no result.
+void WriteTo(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t n = ::write(fd, text.data(), text.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) return;
+    text.remove_prefix(static_cast<size_t>(n));
+  }
+}
+
 }  // namespace
 
 std::string FormatDuration(double seconds) {
@@ -80,6 +90,27 @@ std::string FormatProgress(const ProgressSample& sample, int columns) {
   }
   if (columns > 0 && line.size() > static_cast<size_t>(columns)) line.resize(static_cast<size_t>(columns));
   return line;
+}
+
+Preparing::Preparing(bool quiet, int fd)
+    : quiet_(quiet), terminal_(::isatty(fd) == 1), fd_(fd), begin_(MonotonicSeconds()) {}
+
+void Preparing::Show(std::string_view what) {
+  constexpr double kPlainInterval = 15;
+  if (quiet_) return;
+  const double now = MonotonicSeconds();
+  if (!terminal_ && now - shown_.value_or(begin_) < kPlainInterval) return;
+  shown_ = now;
+  // Short enough for any terminal.
+  constexpr size_t kMost = 70;
+  const std::string text(what);
+  WriteTo(fd_, terminal_ ? absl::StrCat("\r\x1b[K", text.substr(0, kMost), " ...") : text + " ...\n");
+  open_ = terminal_;
+}
+
+void Preparing::Clear() {
+  if (open_) WriteTo(fd_, "\r\x1b[K");
+  open_ = false;
 }
 
 Progress::Progress() : Progress(Options{}) {}
@@ -148,12 +179,7 @@ void Progress::Write(std::string_view text) {
     options_.sink(text);
     return;
   }
-  while (!text.empty()) {
-    const ssize_t n = ::write(options_.fd, text.data(), text.size());
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return;
-    text.remove_prefix(static_cast<size_t>(n));
-  }
+  WriteTo(options_.fd, text);
 }
 
 }  // namespace penstock::tools

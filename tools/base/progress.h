@@ -40,6 +40,25 @@ std::string FormatDuration(double seconds);
 // "950", "5.2k", "1.3M": for counts and rates; "-" when not finite or negative.
 std::string FormatCount(double value);
 
+// What goes on before there is a step to show: on a terminal one line that is redrawn and in the end cleared,
+// a line every five seconds elsewhere, the first at once.
+class Preparing {
+ public:
+  explicit Preparing(bool quiet, int fd = 2);
+  ~Preparing() { Clear(); }
+  Preparing(const Preparing&) = delete;
+  Preparing& operator=(const Preparing&) = delete;
+  void Show(std::string_view what);
+  void Clear();
+
+ private:
+  const bool quiet_, terminal_;
+  const int fd_;
+  const double begin_;
+  bool open_ = false;
+  std::optional<double> shown_;
+};
+
 class Progress {
  public:
   struct Options {

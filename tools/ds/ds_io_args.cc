@@ -8,6 +8,7 @@
 #include "absl/strings/str_join.h"
 #include "aio/bytes.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 
 namespace penstock::tools {
 namespace {
@@ -161,8 +162,7 @@ absl::Status ArgumentTable::Parse(const std::vector<std::string>& words) {
           absl::StrCat("unrecognized argument: ", aio::OneLine(word), "; see --help"));
     const size_t equals = word.find('=');
     Option* option = nullptr;
-    if (absl::Status status = Find(std::string_view(word).substr(0, equals), &option); !status.ok())
-      return status;
+    RETURN_IF_ERROR(Find(std::string_view(word).substr(0, equals), &option));
     std::vector<std::string> values;
     if (equals != std::string::npos) {
       if (!option->takes_value) return Refuse(option->name, "takes no value");
@@ -175,7 +175,7 @@ absl::Status ArgumentTable::Parse(const std::vector<std::string>& words) {
                       option->takes_list ? "expected at least one value" : "expected one value");
       }
     }
-    if (absl::Status status = option->set(values); !status.ok()) return status;
+    RETURN_IF_ERROR(option->set(values));
     option->seen = true;
   }
   for (const Option& option : options_) {

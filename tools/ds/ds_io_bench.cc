@@ -22,6 +22,7 @@
 #include "aio/bytes.h"
 #include "aio/clock.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 #include "tools/ds/ds_io_gpu.h"
 #include "tools/ds/ds_io_transfer.h"
 
@@ -159,29 +160,24 @@ absl::Status Worker::SetUp() {
   const uint64_t wanted =
       options_.validate || options_.gpu ? options_.io_bytes : std::min(options_.io_bytes, kMemoryMax);
   arena_options.bytes = aio::AlignUp(std::max(wanted, options_.block_bytes), options_.block_bytes);
-  auto arena = aio::Arena::Create(arena_options);
-  if (!arena.ok()) return arena.status();
-  arena_ = *std::move(arena);
+  ASSIGN_OR_RETURN(auto arena, aio::Arena::Create(arena_options));
+  arena_ = std::move(arena);
   memory_ = {arena_->data(), arena_options.bytes};
   for (const std::string& note : arena_->notes()) Say(note);
 
   if (options_.gpu) {
-    const auto device = GpuNumber(options_.Mapping()[id_].first);
-    if (!device.ok()) return device.status();
+    ASSIGN_OR_RETURN(const auto device, GpuNumber(options_.Mapping()[id_].first));
     const GpuPath path = options_.use_gds              ? GpuPath::kGds
                          : options_.slow_bounce_buffer ? GpuPath::kSlowBounce
                                                        : GpuPath::kBounce;
-    auto gpu = GpuBuffer::Make(*device, path, memory_);
-    if (!gpu.ok()) return gpu.status();
-    gpu_ = *std::move(gpu);
+    ASSIGN_OR_RETURN(auto gpu, GpuBuffer::Make(device, path, memory_));
+    gpu_ = std::move(gpu);
   }
 
   const std::string name = options_.engine == "aio_handle" ? "auto" : options_.engine;
-  const auto backend = aio::ParseBackend(name);
-  if (!backend.ok()) return backend.status();
-  auto engine = MakeEngine(*backend, shape, *arena_);
-  if (!engine.ok()) return engine.status();
-  engine_ = *std::move(engine);
+  ASSIGN_OR_RETURN(const auto backend, aio::ParseBackend(name));
+  ASSIGN_OR_RETURN(auto engine, MakeEngine(backend, shape, *arena_));
+  engine_ = std::move(engine);
   const std::string backend_name = engine_->backend_name();
   std::strncpy(shared_.report(id_).backend, backend_name.c_str(), sizeof(ProcessReport::backend) - 1);
   Say(absl::StrCat("engine ", backend_name, ", ", FormatBytes(shape.queue_depth * shape.block_bytes),
@@ -192,9 +188,8 @@ absl::Status Worker::SetUp() {
   for (int64_t i = 0; i < (options_.different_file_each_iteration ? loops : 1); ++i) {
     const std::string path = PathOf(i);
     if (!options_.read) unlink(path.c_str());
-    auto file = OpenDataFile(path, options_.io_bytes, options_.read, *engine_, memory_);
-    if (!file.ok()) return file.status();
-    files_.push_back(*std::move(file));
+    ASSIGN_OR_RETURN(auto file, OpenDataFile(path, options_.io_bytes, options_.read, *engine_, memory_));
+    files_.push_back(std::move(file));
     Say(absl::StrCat(options_.read ? "reads " : "writes ", path));
   }
   if (!options_.read) FillRandom(memory_, id_ + 1);
@@ -214,7 +209,7 @@ absl::Status Worker::OneLoop(int64_t loop) {
 absl::Status Worker::Validate(aio::File& file, int64_t loop) {
   if (gpu_ != nullptr) {
     std::memset(memory_.data(), 0, memory_.size());
-    if (absl::Status status = gpu_->CopyToHost(options_.io_bytes); !status.ok()) return status;
+    RETURN_IF_ERROR(gpu_->CopyToHost(options_.io_bytes));
   }
   const int fd = open(file.path().c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return aio::MakeIoError({.op = "open", .path = file.path(), .error = errno});
@@ -306,15 +301,14 @@ std::string Shortest(double value) {
 absl::StatusOr<DsIoResult> RunDsIo(const DsIoOptions& options, std::FILE* out, std::FILE* err) {
   const auto mapping = options.Mapping();
   const auto loops = static_cast<size_t>(options.warmup_loops + options.loops);
-  auto shared = Shared::Make(mapping.size(), loops);
-  if (!shared.ok()) return shared.status();
+  ASSIGN_OR_RETURN(auto shared, Shared::Make(mapping.size(), loops));
   std::fflush(out);
   std::fflush(err);
   std::vector<pid_t> children;
   for (size_t i = 0; i < mapping.size(); ++i) {
     const pid_t child = fork();
     if (child == 0) {
-      Worker(options, i, mapping[i].second, **shared, out).Run();
+      Worker(options, i, mapping[i].second, *shared, out).Run();
       std::fflush(out);
       _exit(0);
     }
@@ -342,7 +336,7 @@ absl::StatusOr<DsIoResult> RunDsIo(const DsIoOptions& options, std::FILE* out, s
     }
   }
   for (size_t i = 0; i < mapping.size(); ++i) {
-    const ProcessReport& report = (*shared)->report(i);
+    const ProcessReport& report = shared->report(i);
     if (report.failed) return absl::Status(static_cast<absl::StatusCode>(report.code), report.message);
   }
   if (!died.ok()) return died;
@@ -353,8 +347,8 @@ absl::StatusOr<DsIoResult> RunDsIo(const DsIoOptions& options, std::FILE* out, s
   result.task_seconds.assign(loops - first, 0);
   result.e2e_seconds.assign(loops - first, 0);
   for (size_t i = 0; i < mapping.size(); ++i) {
-    const ProcessReport& report = (*shared)->report(i);
-    const double* const task = (*shared)->seconds(i);
+    const ProcessReport& report = shared->report(i);
+    const double* const task = shared->seconds(i);
     const double* const e2e = task + loops;
     result.task_latency_s = std::max(result.task_latency_s, std::accumulate(task + first, task + loops, 0.0));
     result.e2e_latency_s = std::max(result.e2e_latency_s, std::accumulate(e2e + first, e2e + loops, 0.0));

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
 #include "aio/loaded_library.h"
+#include "base/status_macros.h"
 
 namespace penstock::tools {
 namespace {
@@ -76,18 +77,15 @@ absl::StatusOr<std::unique_ptr<GpuBuffer>> GpuBuffer::Make(int device, GpuPath p
   buffer->path_ = path;
   buffer->device_ = device;
   buffer->host_ = host;
-  if (absl::Status status = buffer->Check(cuda.SetDevice(device), "cudaSetDevice"); !status.ok())
-    return status;
-  if (absl::Status status = buffer->Check(cuda.Malloc(&buffer->memory_, host.size()), "cudaMalloc");
-      !status.ok())
-    return status;
+  RETURN_IF_ERROR(buffer->Check(cuda.SetDevice(device), "cudaSetDevice"));
+  RETURN_IF_ERROR(buffer->Check(cuda.Malloc(&buffer->memory_, host.size()), "cudaMalloc"));
   if (absl::Status status =
           buffer->Check(cuda.StreamCreateWithFlags(&buffer->stream_, kNonBlockingStream), "cudaStreamCreate");
       !status.ok()) {
     return status;
   }
   if (path == GpuPath::kBounce) {
-    if (absl::Status status = buffer->Pin(); !status.ok()) return status;
+    RETURN_IF_ERROR(buffer->Pin());
   }
   if (path != GpuPath::kGds) return buffer;
 

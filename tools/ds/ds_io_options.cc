@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 #include "tools/ds/ds_io_args.h"
 #include "tools/ds/ds_io_bench.h"
 #include "tools/ds/ds_io_gpu.h"
@@ -70,7 +71,7 @@ absl::Status Check(const DsIoOptions& options) {
   }
   if (options.gpu) {
     for (const auto& [device, folder] : options.Mapping()) {
-      if (absl::Status status = GpuNumber(device).status(); !status.ok()) return status;
+      RETURN_IF_ERROR(GpuNumber(device).status());
     }
   }
   if (options.block_bytes % 4096 != 0 || options.block_bytes > (64ull << 20)) {
@@ -126,12 +127,12 @@ absl::StatusOr<DsIoOptions> ParseDsIo(const std::vector<std::string>& words, std
   table.Switch("--different_file_each_iteration", &o.different_file_each_iteration,
                "a file for every repetition");
   table.Text("--json", &o.json_path, "FILE", "write the result as JSON too");
-  if (absl::Status status = table.Parse(words); !status.ok()) return status;
+  RETURN_IF_ERROR(table.Parse(words));
   if (table.help_asked()) {
     *help = table.Help();
     return o;
   }
-  if (absl::Status status = Check(o); !status.ok()) return status;
+  RETURN_IF_ERROR(Check(o));
   return o;
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 
 namespace penstock::tools {
 
@@ -57,10 +58,10 @@ absl::Status Transfer::RunBlocks(aio::Engine& engine, aio::File& file, bool read
       offset += bytes;
       pointers_.push_back(request.get());
       if (!shape_.single_submit) continue;
-      if (absl::Status status = engine.Submit(request.get()); !status.ok()) return status;
+      RETURN_IF_ERROR(engine.Submit(request.get()));
     }
     if (!shape_.single_submit) {
-      if (absl::Status status = engine.Submit(pointers_); !status.ok()) return status;
+      RETURN_IF_ERROR(engine.Submit(pointers_));
     }
     if (absl::Status status = engine.WaitAll(pointers_); first.ok()) first = status;
     for (const Request* request : pointers_) errors_ += request->ok() ? 0 : 1;
@@ -106,16 +107,15 @@ absl::Status MakeDataFile(const std::string& path, uint64_t bytes, aio::Engine& 
   options.size = bytes;
   absl::Status status;
   {
-    auto file = aio::File::Open(options);
-    if (!file.ok()) return file.status();
+    ASSIGN_OR_RETURN(auto file, aio::File::Open(options));
     FillRandom(memory, bytes + std::hash<std::string>()(path));
     TransferShape shape;
     shape.bytes = bytes;
     shape.block_bytes = engine.options().block_bytes;
     shape.queue_depth = engine.options().max_blocks_in_flight;
     Transfer transfer(shape, memory);
-    status = transfer.Run(engine, **file, false);
-    if (status.ok()) status = (*file)->SyncData();
+    status = transfer.Run(engine, *file, false);
+    if (status.ok()) status = file->SyncData();
   }
   if (status.ok() && rename(options.path.c_str(), path.c_str()) != 0) {
     status = aio::MakeIoError({.op = "rename", .path = path, .error = errno});
@@ -137,14 +137,13 @@ absl::StatusOr<std::unique_ptr<aio::File>> OpenDataFile(const std::string& path,
   }
   for (const bool made : {false, true}) {
     if (made) {
-      if (absl::Status status = MakeDataFile(path, bytes, engine, memory); !status.ok()) return status;
+      RETURN_IF_ERROR(MakeDataFile(path, bytes, engine, memory));
     }
     auto file = aio::File::Open(options);
     if (!file.ok() && (made || !absl::IsNotFound(file.status()))) return file.status();
     if (!file.ok()) continue;
-    const auto size = (*file)->Size();
-    if (!size.ok()) return size.status();
-    if (*size == bytes) return file;
+    ASSIGN_OR_RETURN(const auto size, (*file)->Size());
+    if (size == bytes) return file;
   }
   return absl::UnavailableError("open " + path + ": its size changed while it was being made");
 }

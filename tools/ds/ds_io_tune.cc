@@ -19,6 +19,7 @@
 #include "aio/clock.h"
 #include "aio/io_error.h"
 #include "aio/profile.h"
+#include "base/status_macros.h"
 #include "tools/ds/ds_io_gpu.h"
 #include "tools/ds/ds_io_transfer.h"
 
@@ -107,11 +108,10 @@ absl::Status Tuner::UseEngine(const TunePoint& point) {
   TransferShape shape;
   shape.block_bytes = point.block_bytes;
   shape.queue_depth = point.queue_depth * point.parallel;
-  const auto backend = aio::ParseBackend(options_.engine == "aio_handle" ? "auto" : options_.engine);
-  if (!backend.ok()) return backend.status();
-  auto engine = MakeEngine(*backend, shape, *arena_);
-  if (!engine.ok()) return engine.status();
-  engine_ = *std::move(engine);
+  ASSIGN_OR_RETURN(const auto backend,
+                   aio::ParseBackend(options_.engine == "aio_handle" ? "auto" : options_.engine));
+  ASSIGN_OR_RETURN(auto engine, MakeEngine(backend, shape, *arena_));
+  engine_ = std::move(engine);
   engine_for_ = point;
   backend_ = engine_->backend_name();
   return absl::OkStatus();
@@ -127,26 +127,24 @@ absl::Status Tuner::SetUp(uint64_t memory_bytes) {
   if (error) return absl::UnavailableError(absl::StrCat("create ", options_.log_dir, ": ", error.message()));
   aio::ArenaOptions arena_options;
   arena_options.bytes = memory_bytes;
-  auto arena = aio::Arena::Create(arena_options);
-  if (!arena.ok()) return arena.status();
-  arena_ = *std::move(arena);
+  ASSIGN_OR_RETURN(auto arena, aio::Arena::Create(arena_options));
+  arena_ = std::move(arena);
   for (const std::string& note : arena_->notes())
     std::fprintf(err_, "ds_nvme_tune: note: %s\n", note.c_str());
-  if (absl::Status status = UseEngine(TunePoint()); !status.ok()) return status;
+  RETURN_IF_ERROR(UseEngine(TunePoint()));
   for (const std::string& directory : options_.nvme_dirs) {
     std::fprintf(err_, "ds_nvme_tune: writing %s of test data in %s\n",
                  FormatBytes(options_.io_bytes).c_str(), directory.c_str());
     paths_.push_back(absl::StrCat(directory, "/.ds_nvme_tune-", getpid()));
-    auto file = OpenDataFile(paths_.back(), options_.io_bytes, true, *engine_,
-                             {arena_->data(), aio::AlignDown(arena_->bytes(), kMiB)});
-    if (!file.ok()) return file.status();
-    files_.push_back(*std::move(file));
+    ASSIGN_OR_RETURN(auto file, OpenDataFile(paths_.back(), options_.io_bytes, true, *engine_,
+                                             {arena_->data(), aio::AlignDown(arena_->bytes(), kMiB)}));
+    files_.push_back(std::move(file));
   }
   for (size_t i = 0; options_.gpu && i < files_.size(); ++i) {
-    auto gpu =
-        GpuBuffer::Make(static_cast<int>(i), options_.gds ? GpuPath::kGds : GpuPath::kBounce, HostOfGpu(i));
-    if (!gpu.ok()) return gpu.status();
-    gpus_.push_back(*std::move(gpu));
+    ASSIGN_OR_RETURN(
+        auto gpu,
+        GpuBuffer::Make(static_cast<int>(i), options_.gds ? GpuPath::kGds : GpuPath::kBounce, HostOfGpu(i)));
+    gpus_.push_back(std::move(gpu));
   }
   return absl::OkStatus();
 }
@@ -173,9 +171,8 @@ absl::StatusOr<double> Tuner::MeasureLoad(const TunePoint& point, aio::LoadKind 
   load.in_flight_bytes = point.in_flight_bytes() * files_.size();
   load.seconds = kSecondsARun;
   load.bytes_max = options_.io_bytes * files_.size();
-  const auto result = aio::RunLoad(*engine_, load, arena_->data());
-  if (!result.ok()) return result.status();
-  return result->bytes_per_s();
+  ASSIGN_OR_RETURN(const auto result, aio::RunLoad(*engine_, load, arena_->data()));
+  return result.bytes_per_s();
 }
 
 // A whole file a directory, one directory after another per loop, in exactly the shape that was asked for.
@@ -233,20 +230,18 @@ absl::Status Tuner::Log(const TunePoint& point, bool read, double bytes_per_s) {
 
 absl::Status Tuner::Measure(Trial& trial, bool whole_file) {
   whole_file |= !gpus_.empty();
-  if (absl::Status status = UseEngine(trial.point); !status.ok()) return status;
+  RETURN_IF_ERROR(UseEngine(trial.point));
   for (const bool read : {true, false}) {
     if (read ? options_.no_read : options_.no_write) continue;
-    const auto speed = whole_file
-                           ? MeasureWhole(trial.point, read)
-                           : MeasureLoad(trial.point, read ? aio::LoadKind::kRead : aio::LoadKind::kWrite);
-    if (!speed.ok()) return speed.status();
-    (read ? trial.reads : trial.writes).push_back(*speed);
-    if (absl::Status status = Log(trial.point, read, *speed); !status.ok()) return status;
+    ASSIGN_OR_RETURN(const auto speed, whole_file ? MeasureWhole(trial.point, read)
+                                                  : MeasureLoad(trial.point, read ? aio::LoadKind::kRead
+                                                                                  : aio::LoadKind::kWrite));
+    (read ? trial.reads : trial.writes).push_back(speed);
+    RETURN_IF_ERROR(Log(trial.point, read, speed));
   }
   if (!options_.no_read && !options_.no_write && !whole_file) {
-    const auto speed = MeasureLoad(trial.point, aio::LoadKind::kMixed);
-    if (!speed.ok()) return speed.status();
-    trial.mixes.push_back(*speed);
+    ASSIGN_OR_RETURN(const auto speed, MeasureLoad(trial.point, aio::LoadKind::kMixed));
+    trial.mixes.push_back(speed);
   }
   trial.Settle();
   ++runs_done_;
@@ -273,7 +268,7 @@ absl::Status Tuner::GivenPoints(const std::vector<TunePoint>& sweep) {
   for (const TunePoint& point : sweep) {
     Trial trial;
     trial.point = point;
-    if (absl::Status status = Measure(trial, true); !status.ok()) return status;
+    RETURN_IF_ERROR(Measure(trial, true));
     points_.push_back(trial.point);
   }
   return absl::OkStatus();
@@ -297,7 +292,7 @@ absl::Status Tuner::BuiltIn() {
       Trial trial;
       trial.point.block_bytes = block;
       trial.point.queue_depth = in_flight / block;
-      if (absl::Status status = Measure(trial, false); !status.ok()) return status;
+      RETURN_IF_ERROR(Measure(trial, false));
       without_gain = trial.point.score() < best * kNoGain ? without_gain + 1 : 0;
       best = std::max(best, trial.point.score());
       trials.push_back(std::move(trial));
@@ -305,7 +300,7 @@ absl::Status Tuner::BuiltIn() {
   }
   for (size_t round = 1; round < rounds; ++round) {
     for (Trial& trial : trials) {
-      if (absl::Status status = Measure(trial, false); !status.ok()) return status;
+      RETURN_IF_ERROR(Measure(trial, false));
     }
   }
   for (const Trial& trial : trials) points_.push_back(trial.point);
@@ -322,7 +317,7 @@ absl::Status Tuner::Run(const std::vector<TunePoint>& sweep) {
   if (options_.gpu)
     memory =
         std::max(memory, aio::AlignUp(options_.io_bytes, aio::kHugePageBytes) * options_.nvme_dirs.size());
-  if (absl::Status status = SetUp(memory); !status.ok()) return status;
+  RETURN_IF_ERROR(SetUp(memory));
   return sweep.empty() ? BuiltIn() : GivenPoints(sweep);
 }
 
@@ -383,12 +378,13 @@ absl::Status StoreProfiles(const TuneOptions& options, std::FILE* err) {
     probe.file_bytes = 256 * kMiB;
     probe.written_bytes_max = 4ull << 30;
     probe.depths = {1 * kMiB, 2 * kMiB, 4 * kMiB, 8 * kMiB, 16 * kMiB, 32 * kMiB};
-    const auto profile = aio::MeasureDevice(probe);
-    if (!profile.ok()) return profile.status();
+    ASSIGN_OR_RETURN(const auto profile, aio::MeasureDevice(probe));
     const std::string path = options.profile_path.empty() ? aio::DefaultProfilePath() : options.profile_path;
-    if (absl::Status status = aio::StoreProfile(*profile, path); !status.ok()) return status;
-    std::fprintf(err, "ds_nvme_tune: profile of %s stored in %s: knee at %s in flight\n", directory.c_str(),
-                 path.c_str(), FormatBytes(profile->knee_bytes).c_str());
+    RETURN_IF_ERROR(aio::StoreProfile(profile, path));
+    std::fprintf(
+        err, "ds_nvme_tune: profile of %s stored in %s: knee at %s in flight%s\n", directory.c_str(),
+        path.c_str(), FormatBytes(profile.saturating_bytes_in_flight).c_str(),
+        profile.disturbed ? "; something else used it meanwhile: run this again on a quiet machine" : "");
   }
   return absl::OkStatus();
 }

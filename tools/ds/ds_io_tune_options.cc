@@ -6,6 +6,7 @@
 #include "absl/strings/str_format.h"
 #include "aio/bytes.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 #include "tools/ds/ds_io_args.h"
 #include "tools/ds/ds_io_tune.h"
 
@@ -48,7 +49,7 @@ absl::Status Apply(const std::string& key, const Json& value, TunePoint& point) 
     return absl::OkStatus();
   };
   if (key == "block_size") {
-    if (absl::Status status = number(64ull << 20, point.block_bytes); !status.ok()) return status;
+    RETURN_IF_ERROR(number(64ull << 20, point.block_bytes));
     if (point.block_bytes % 4096 != 0)
       return RefuseKey(key, absl::StrCat(aio::OneLine(value.dump()), " is not a multiple of 4096"));
     return absl::OkStatus();
@@ -61,7 +62,7 @@ absl::Status Apply(const std::string& key, const Json& value, TunePoint& point) 
   if (key == "single_submit") return flag(point.single_submit);
   if (key == "sequential_requests") return flag(point.sequential);
   if (key == "overlap_events") {
-    if (absl::Status status = flag(point.sequential); !status.ok()) return status;
+    RETURN_IF_ERROR(flag(point.sequential));
     point.sequential = !point.sequential;
     return absl::OkStatus();
   }
@@ -94,7 +95,7 @@ absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& words, std
   table.Text("--json", &o.json_path, "FILE", "write all points and the choice as JSON");
   table.Text("--profile", &o.profile_path, "FILE", "where to store the device profile");
   table.Switch("--no_profile", &o.no_profile, "store no device profile");
-  if (absl::Status status = table.Parse(words); !status.ok()) return status;
+  RETURN_IF_ERROR(table.Parse(words));
   if (table.help_asked()) {
     *help = table.Help();
     return o;
@@ -139,7 +140,7 @@ absl::StatusOr<std::vector<TunePoint>> ReadSweep(const std::string& json_text) {
     for (const TunePoint& point : points) {
       for (const Json& value : values) {
         product.push_back(point);
-        if (absl::Status status = Apply(key, value, product.back()); !status.ok()) return status;
+        RETURN_IF_ERROR(Apply(key, value, product.back()));
       }
     }
     points = std::move(product);

@@ -28,6 +28,7 @@
 #include "aio/file.h"
 #include "aio/loaded_library.h"
 #include "aio/probe.h"
+#include "base/status_macros.h"
 #include "kernels/cpu_features.h"
 #include "tools/base/size.h"
 
@@ -209,26 +210,25 @@ absl::StatusOr<std::string> TryBackend(aio::BackendKind kind, aio::File& file, c
   options.allow_fallback = false;
   options.arenas = {&arena};
   options.log = [](std::string_view) {};
-  auto engine = aio::Engine::Create(options);
-  if (!engine.ok()) return engine.status();
+  ASSIGN_OR_RETURN(auto engine, aio::Engine::Create(options));
   const auto fill = static_cast<unsigned char>(0x40 + static_cast<int>(kind));
   std::memset(memory, fill, bytes);
   aio::Request write;
   write.PrepareWrite(file, 0, memory, bytes);
-  absl::Status status = (*engine)->Submit(&write);
-  if (status.ok()) status = (*engine)->Wait(&write);
+  absl::Status status = engine->Submit(&write);
+  if (status.ok()) status = engine->Wait(&write);
   if (!status.ok()) return status;
   std::memset(memory, 0, bytes);
   aio::Request read;
   read.PrepareRead(file, 0, memory, bytes);
-  status = (*engine)->Submit(&read);
-  if (status.ok()) status = (*engine)->Wait(&read);
+  status = engine->Submit(&read);
+  if (status.ok()) status = engine->Wait(&read);
   if (!status.ok()) return status;
   for (uint64_t i = 0; i < bytes; ++i) {
     if (memory[i] != std::byte{fill})
       return absl::DataLossError("what was read back is not what was written");
   }
-  return absl::StrJoin((*engine)->stats().fallbacks, "; ");
+  return absl::StrJoin(engine->stats().fallbacks, "; ");
 }
 
 void Backends(Report& r, aio::File& file) {
@@ -276,42 +276,41 @@ void Io(Report& r, aio::File* file) {
 }
 
 absl::Status Directory(Report& r, const std::string& directory) {
-  const auto d = aio::ProbeDirectory(directory);
-  if (!d.ok()) return d.status();
+  ASSIGN_OR_RETURN(const auto d, aio::ProbeDirectory(directory));
   r.Section("directory");
   const std::unique_ptr<char, decltype(&::free)> real(::realpath(directory.c_str(), nullptr), ::free);
   r.Ok("path", real != nullptr ? real.get() : directory);
-  if (d->copy_on_write) {
-    r.Limited("file_system", d->file_system,
+  if (d.copy_on_write) {
+    r.Limited("file_system", d.file_system,
               "overwriting in place is not in place here: more writes, more fragments; use ext4 or xfs");
   } else {
-    r.Ok("file_system", d->file_system);
+    r.Ok("file_system", d.file_system);
   }
-  r.Ok("free", absl::StrCat(FormatBytes(static_cast<int64_t>(d->free_bytes)), " of ",
-                            FormatBytes(static_cast<int64_t>(d->total_bytes))));
-  if (d->direct_io.available) {
-    r.Ok("direct_io", d->direct_io.detail);
+  r.Ok("free", absl::StrCat(FormatBytes(static_cast<int64_t>(d.free_bytes)), " of ",
+                            FormatBytes(static_cast<int64_t>(d.total_bytes))));
+  if (d.direct_io.available) {
+    r.Ok("direct_io", d.direct_io.detail);
   } else {
-    r.Missing("direct_io", d->direct_io.detail,
+    r.Missing("direct_io", d.direct_io.detail,
               "no run with --offload nvme can keep its state here; choose a directory on an NVMe drive");
   }
-  if (d->preallocation) {
+  if (d.preallocation) {
     r.Ok("preallocation", "yes");
   } else {
     r.Limited("preallocation", "no",
               "a disk may fill up in the middle of a run, and first writes are slower");
   }
-  r.Ok("device", d->device);
-  if (d->logical_sector_bytes == 0) return absl::OkStatus();  // no queue of its own: network, memory
+  r.Ok("device", d.device);
+  if (d.logical_sector_bytes == 0) return absl::OkStatus();  // no queue of its own: network, memory
   r.Ok("sectors",
-       absl::StrCat("logical ", d->logical_sector_bytes, " B, physical ", d->physical_sector_bytes, " B"));
-  r.Ok("queue", absl::StrCat(d->queue_requests, " requests of at most ",
-                             FormatBytes(static_cast<int64_t>(d->max_transfer_bytes))));
-  if (d->rotational) {
+       absl::StrCat("logical ", d.logical_sector_bytes, " B, physical ", d.physical_sector_bytes, " B"));
+  r.Ok("queue", absl::StrCat(d.queue_requests, " requests of at most ",
+                             FormatBytes(static_cast<int64_t>(d.max_transfer_bytes))));
+  if (d.rotational) {
     r.Limited("rotational", "yes, says the kernel",
               "a disk that seeks is far slower than NVMe (virtual disks may claim it wrongly)");
   }
-  if (d->numa_node >= 0) r.Ok("numa_node", absl::StrCat(d->numa_node));
+  if (d.numa_node >= 0) r.Ok("numa_node", absl::StrCat(d.numa_node));
   return absl::OkStatus();
 }
 

@@ -14,9 +14,9 @@
 #include "kernels/cache.h"
 #include "kernels/checksum.h"
 #include "tools/base/size.h"
-#include "zero/engine/engine_state.h"
 #include "zero/compute/measure.h"
 #include "zero/config/nearest_name.h"
+#include "zero/engine/engine_state.h"
 
 namespace penstock::tools {
 namespace {
@@ -53,26 +53,34 @@ std::string Date(int64_t unix_seconds) {
 
 void Add(const aio::DeviceProfile& one, aio::DeviceProfile* sum) {
   const double read = sum->read_bytes_per_s, write = sum->write_bytes_per_s, mixed = sum->mixed_bytes_per_s;
-  const uint64_t knee = sum->knee_bytes;
+  const double read_us = sum->read_latency_us, write_us = sum->write_latency_us;
+  const uint64_t knee = sum->saturating_bytes_in_flight;
+  const bool disturbed = sum->disturbed;
   *sum = one;
   sum->read_bytes_per_s += read;
   sum->write_bytes_per_s += write;
   sum->mixed_bytes_per_s += mixed;
-  sum->knee_bytes = std::max(sum->knee_bytes, knee);
+  sum->saturating_bytes_in_flight = std::max(sum->saturating_bytes_in_flight, knee);
+  sum->read_latency_us = std::max(sum->read_latency_us, read_us);
+  sum->write_latency_us = std::max(sum->write_latency_us, write_us);
+  sum->disturbed |= disturbed;
 }
 
 // Smaller probes are shorter, and leave out what only long steps need.
 constexpr int64_t kWholeProbe = int64_t{64} << 20;
 
-// `compute_speed`: lowered to what the busy drive leaves of it.
-absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const MachineRequest& request,
-                                         double* compute_speed) {
+// Of these directories, each on a device of its own, together. `compute_speed`: lowered to what the busy
+// drives leave of it.
+absl::StatusOr<aio::DeviceProfile> Probe(const std::vector<std::string>& directories,
+                                         const MachineRequest& request, double* compute_speed) {
   aio::ProbeOptions options;
-  options.directory = directory;
+  options.directory = directories.front();
+  options.also.assign(directories.begin() + 1, directories.end());
   options.file_bytes = static_cast<uint64_t>(request.file_bytes);
   options.budget_ms = request.file_bytes < kWholeProbe ? 250 : 800;
-  const auto most =
-      static_cast<uint64_t>(request.memory_bytes > 0 ? request.memory_bytes / 4 : int64_t{1} << 40);
+  const uint64_t most =
+      static_cast<uint64_t>(request.memory_bytes > 0 ? request.memory_bytes / 4 : int64_t{1} << 40) /
+      directories.size();
   std::erase_if(options.depths,
                 [&](uint64_t depth) { return depth > std::min(most, options.file_bytes / 2); });
   if (options.depths.empty()) {
@@ -89,54 +97,76 @@ absl::StatusOr<aio::DeviceProfile> Probe(const std::string& directory, const Mac
 }
 
 // Of a transfer while the drive is busy (MachineModel::io_latency_seconds).
-double BusyLatency(const aio::DeviceProfile& profile) {
+double BusyLatency(const aio::DeviceProfile& profile, size_t devices) {
   const double in_flight =
-      profile.mixed_bytes_per_s > 0 ? static_cast<double>(profile.knee_bytes) / profile.mixed_bytes_per_s : 0;
+      profile.mixed_bytes_per_s > 0
+          ? static_cast<double>(profile.saturating_bytes_in_flight * devices) / profile.mixed_bytes_per_s
+          : 0;
   return std::max(profile.read_latency_us * 1e-6, in_flight);
 }
 
-// All directories, or none: a sum of measured and assumed would be neither.
-void MeasureDrives(const MachineRequest& request, Machine* machine) {
+// What ds_nvme_tune has stored of these directories, added up; kNotFound where one is missing.
+absl::StatusOr<aio::DeviceProfile> Stored(const std::vector<std::string>& directories) {
   aio::DeviceProfile sum;
-  double latency_seconds = 0;  // of the slowest
-  int stored = 0;
-  std::string dates;
-  for (const std::string& directory : request.directories) {
-    const std::string existing = aio::NearestExisting(directory);
-    absl::StatusOr<aio::DeviceProfile> profile =
-        request.stored_profile ? aio::LoadProfile(existing) : absl::NotFoundError("no stored profile wanted");
-    if (profile.ok()) {
-      ++stored;
-      dates = Date(profile->measured_unix_s);
-    } else if (request.probe_drive) {
-      profile = Probe(existing, request, &machine->model.compute_beside_drive);
-    }
-    if (!profile.ok()) {
-      machine->drives = aio::DeviceProfile();
-      machine->drives.read_bytes_per_s = machine->model.read_bytes_per_s;
-      machine->drives.write_bytes_per_s = machine->model.write_bytes_per_s;
-      machine->drives.mixed_bytes_per_s = 2 * machine->model.mixed_rate(machine->model.read_bytes_per_s);
-      machine->drives.knee_bytes = 4 << 20;
-      machine->model.io_latency_seconds = BusyLatency(machine->drives);
-      machine->sources.push_back(
-          absl::StrCat("drive: assumed, not measured: ", std::string(profile.status().message())));
-      return;
-    }
+  for (const std::string& directory : directories) {
+    absl::StatusOr<aio::DeviceProfile> profile = aio::LoadProfile(directory);
+    if (!profile.ok()) return profile.status();
     Add(*profile, &sum);
-    latency_seconds = std::max(latency_seconds, BusyLatency(*profile));
   }
-  machine->drives = sum;
-  machine->drive_measured = true;
+  return sum;
+}
+
+// All directories, or none: a sum of measured and assumed would be neither. Those on one device are one.
+void MeasureDrives(const MachineRequest& request, Machine* machine) {
+  std::vector<std::string> directories;
+  for (const std::string& directory : request.directories) {
+    directories.push_back(aio::NearestExisting(directory));
+  }
+  directories = aio::OnePerDevice(directories);
+  absl::StatusOr<aio::DeviceProfile> profile =
+      request.stored_profile ? Stored(directories) : absl::NotFoundError("no stored profile wanted");
+  bool stored = profile.ok();
+  if (!stored && request.probe_drive) {
+    profile = Probe(directories, request, &machine->model.compute_beside_drive);
+    if (profile.ok() && profile->disturbed) {
+      // Placement is not decided by what happened to run beside the probe.
+      absl::StatusOr<aio::DeviceProfile> quiet = Stored(directories);
+      stored = quiet.ok();
+      if (stored) profile = std::move(quiet);
+    }
+  }
   tiering::MachineModel& model = machine->model;
-  if (sum.read_bytes_per_s > 0) model.read_bytes_per_s = sum.read_bytes_per_s;
-  if (sum.write_bytes_per_s > 0) model.write_bytes_per_s = sum.write_bytes_per_s;
-  model.mixed_bytes_per_s = sum.mixed_bytes_per_s;
-  model.io_latency_seconds = latency_seconds;
+  if (!profile.ok()) {
+    machine->drives = aio::DeviceProfile();
+    machine->drives.read_bytes_per_s = model.read_bytes_per_s;
+    machine->drives.write_bytes_per_s = model.write_bytes_per_s;
+    machine->drives.mixed_bytes_per_s = 2 * model.mixed_rate(model.read_bytes_per_s);
+    machine->drives.saturating_bytes_in_flight = 4 << 20;
+    model.io_latency_seconds = BusyLatency(machine->drives, 1);
+    machine->sources.push_back(
+        absl::StrCat("drive: assumed, not measured: ", std::string(profile.status().message())));
+    return;
+  }
+  machine->drives = *profile;
+  machine->drive_measured = true;
+  if (profile->read_bytes_per_s > 0) model.read_bytes_per_s = profile->read_bytes_per_s;
+  if (profile->write_bytes_per_s > 0) model.write_bytes_per_s = profile->write_bytes_per_s;
+  model.mixed_bytes_per_s = profile->mixed_bytes_per_s;
+  model.io_latency_seconds = BusyLatency(*profile, directories.size());
   // A record, and the wait for it.
-  if (sum.write_latency_us > 0) model.commit_seconds = 2 * sum.write_latency_us * 1e-6;
-  machine->sources.push_back(stored == static_cast<int>(request.directories.size())
-                                 ? absl::StrCat("drive: profile of ", dates, ", stored by ds_nvme_tune")
-                                 : "drive: measured just now, beside the state directory");
+  if (profile->write_latency_us > 0) model.commit_seconds = 2 * profile->write_latency_us * 1e-6;
+  if (stored) {
+    machine->sources.push_back(
+        absl::StrCat("drive: profile of ", Date(profile->measured_unix_s), ", stored by ds_nvme_tune",
+                     profile->disturbed ? ", and disturbed by something else then" : ""));
+    return;
+  }
+  machine->sources.push_back(
+      absl::StrCat("drive: measured just now, beside the state directory",
+                   profile->disturbed
+                       ? "; something else used it meanwhile, so the best of several samples are taken: plan "
+                         "again when the machine is quiet, or store a profile with ds_nvme_tune then"
+                       : ""));
 }
 
 struct Field {
@@ -240,7 +270,7 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   model.update_workers = request.update_workers;
   model.cores = Cores();
   model.compute_threads = request.compute_threads;
-  machine.drives.knee_bytes = 1;
+  machine.drives.saturating_bytes_in_flight = 1;
   if (!request.directories.empty()) MeasureDrives(request, &machine);
   model.update_parameters_per_s = zero::MeasureUpdateRate(request.format, request.optimizer);
   model.verify_bytes_per_s = MeasureVerifyRate();
@@ -251,7 +281,7 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   }
   machine.sources.push_back(
       absl::StrCat("compute and updates: measured just now, one block of each kind", beside));
-  if (request.device != nullptr && request.device->apart()) MeasureDevice(request, &machine);
+  if (request.device != nullptr && request.device->has_own_memory()) MeasureDevice(request, &machine);
   if (request.machine_file.empty()) return machine;
   std::ifstream file(request.machine_file);
   std::stringstream text;

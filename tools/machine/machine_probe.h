@@ -12,9 +12,9 @@
 #include "aio/profile.h"
 #include "tiering/plan/machine.h"
 #include "zero/compute/device.h"
-#include "zero/engine/engine.h"
 #include "zero/compute/optimizer.h"
 #include "zero/compute/tile_format.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::tools {
 
@@ -39,7 +39,7 @@ struct MachineRequest {
 
 struct Machine {
   tiering::MachineModel model;
-  // Of all directories together. knee_bytes is 1 where there is no drive.
+  // Of all directories together. saturating_bytes_in_flight is 1 where there is no drive.
   aio::DeviceProfile drives;
   // "drive: measured just now", "drive: assumed, because ...", ...: a line a figure or group of them.
   std::vector<std::string> sources;

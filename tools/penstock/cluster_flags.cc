@@ -7,8 +7,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "tiering/plan/byte_size.h"
 #include "tiering/advice/cluster.h"
+#include "tiering/plan/byte_size.h"
 
 namespace penstock::tools {
 namespace {

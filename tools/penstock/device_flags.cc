@@ -20,7 +20,7 @@ absl::StatusOr<std::shared_ptr<zero::Device>> Open(int local_rank) {
 
 }  // namespace
 
-absl::Status ResolveDevice(const TrainWords& words, const zero::Config& config, TrainSettings* settings) {
+absl::Status ResolveDevice(const TrainOptions& words, const zero::Config& config, TrainSettings* settings) {
   const std::string name = words.device.value_or("cpu");
   if (name != "cpu" && name != "cuda") return Wrong(absl::StrCat("--device ", name, ": must be cpu or cuda"));
   int64_t budget = config.penstock.device_memory_bytes.value_or(0);
@@ -39,16 +39,16 @@ absl::Status ResolveDevice(const TrainWords& words, const zero::Config& config, 
     }
     if (config.penstock.device_memory_bytes.has_value()) {
       settings->notes.push_back(
-          "penstock.device_memory: accepted and ignored: with device cpu host memory is all there is");
+          "penstock.device_memory: accepted and ignored: with --device cpu host memory is all there is");
     }
     if (config.aio.use_gds.value_or(false)) {
       settings->notes.push_back(
-          "aio.use_gds: accepted and ignored: with device cpu weights end in host memory");
+          "aio.use_gds: accepted and ignored: with --device cpu weights end in host memory");
     }
     if (config.zero.offload_optimizer.ratio.has_value()) {
       settings->notes.push_back(
-          "zero_optimization.offload_optimizer.ratio: accepted and ignored: with device cpu the processor "
-          "updates everything");
+          "zero_optimization.offload_optimizer.ratio: accepted and ignored: with --device cpu the "
+          "processor updates everything");
     }
     return absl::OkStatus();
   }

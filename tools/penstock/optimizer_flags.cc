@@ -11,10 +11,11 @@ constexpr const char* kConfig = "config";
 // Collects values into the record as they are decided, and the first error.
 class Resolver {
  public:
-  Resolver(const Kept& kept, nlohmann::json* record) : kept_(kept), record_(*record) {}
+  Resolver(const RecordedOptions& kept, nlohmann::json* record) : kept_(kept), record_(*record) {}
 
   template <typename T>
   void Take(const char* name, const char* flag, const std::optional<T>& given, T* value) {
+    if (flag == kConfig) kept_.NoteConfig(name, given);
     absl::StatusOr<T> taken = kept_.Of(name, flag, given, *value);
     if (!taken.ok()) {
       status_.Update(taken.status());
@@ -27,7 +28,7 @@ class Resolver {
   absl::Status* mutable_status() { return &status_; }
 
  private:
-  const Kept& kept_;
+  const RecordedOptions& kept_;
   nlohmann::json& record_;
   absl::Status status_;
 };
@@ -40,9 +41,10 @@ absl::Status CheckRate(const char* flag, double value) {
 
 }  // namespace
 
-absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerWords& words,
+absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& words,
                                                                const zero::OptimizerConfig& config,
-                                                               const Kept& kept, nlohmann::json* record) {
+                                                               const RecordedOptions& kept,
+                                                               nlohmann::json* record) {
   using zero::OptimizerType;
   Resolver resolver(kept, record);
   // "Adam" of a config is AdamW unless it says otherwise; recorded is what it means.
@@ -55,6 +57,8 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerWo
   }
   std::string type(zero::Name(OptimizerType::kAdamW));
   resolver.Take("optimizer", kConfig, given, &type);
+  kept.NoteConfig("lr", config.lr);
+  kept.NoteConfig("weight_decay", config.weight_decay);
   const std::optional<double> lr = words.lr.has_value() ? words.lr : config.lr;
   const std::optional<double> weight_decay =
       words.weight_decay.has_value() ? words.weight_decay : config.weight_decay;
@@ -99,7 +103,8 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerWo
   return result;
 }
 
-absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerWords& words, const Kept& kept,
+absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& words,
+                                                          const RecordedOptions& kept,
                                                           nlohmann::json* record) {
   Resolver resolver(kept, record);
   std::string name(zero::StateTypeName(kernels::StateType::kFp32));

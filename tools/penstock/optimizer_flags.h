@@ -8,23 +8,25 @@
 
 #include "absl/status/statusor.h"
 #include "tools/penstock/recorded_options.h"
-#include "zero/config/config.h"
 #include "zero/compute/optimizer.h"
+#include "zero/config/config.h"
 
 namespace penstock::tools {
 
 // Flags; empty: not given. `states` is the flag, or else the config's word.
-struct OptimizerWords {
+struct OptimizerFlags {
   std::optional<double> lr, weight_decay;
   std::optional<std::string> states;
 };
 
 // What is not given has the defaults of DeepSpeed and LibTorch, but AdamW's rate is 3e-4 and its decay 0.01.
 // `record` takes everything that a resumed run must find again.
-absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerWords& words,
+absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& words,
                                                                const zero::OptimizerConfig& config,
-                                                               const Kept& kept, nlohmann::json* record);
-absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerWords& words, const Kept& kept,
+                                                               const RecordedOptions& kept,
+                                                               nlohmann::json* record);
+absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& words,
+                                                          const RecordedOptions& kept,
                                                           nlohmann::json* record);
 
 }  // namespace penstock::tools

@@ -1,17 +1,21 @@
 // `penstock`: a word, then the verb's own words.
 #include <stdlib.h>
 
+#include <csignal>
 #include <cstring>
 #include <iostream>
 #include <string>
 #include <vector>
 
-#include "tools/base/cli.h"
+#include "absl/strings/str_cat.h"
+#include "aio/program.h"
+#include "base/status_macros.h"
 #include "models/gpt.h"
+#include "tools/base/cli.h"
+#include "tools/base/version.h"
 #include "tools/penstock/verb_env.h"
 #include "tools/penstock/verb_estimate.h"
 #include "tools/penstock/verbs.h"
-#include "tools/base/version.h"
 #include "zero/config/nearest_name.h"
 
 namespace penstock::tools {
@@ -26,9 +30,8 @@ __attribute__((section(".preinit_array"),
 
 int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   return RunEstimate(argc, argv, out, err, [](const std::string& name) -> absl::StatusOr<ModelSize> {
-    absl::StatusOr<GptConfig> model = ParseGptConfig(name);
-    if (!model.ok()) return model.status();
-    return GptSize(model->layers, model->width, model->context, model->vocab);
+    ASSIGN_OR_RETURN(GptConfig model, ParseGptConfig(name));
+    return GptSize(model.layers, model.width, model.context, model.vocab);
   });
 }
 
@@ -84,4 +87,11 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace penstock::tools
 
-int main(int argc, char** argv) { return penstock::tools::Main(argc, argv); }
+int main(int argc, char** argv) {
+  penstock::aio::IgnoreFileSizeSignal();
+  std::signal(SIGPIPE, SIG_IGN);  // who reads along may go; the training stays
+  std::string words;
+  for (int i = 1; i < argc; ++i) absl::StrAppend(&words, i == 1 ? "" : " ", argv[i]);
+  return penstock::tools::OrBug([&] { return penstock::tools::Main(argc, argv); },
+                                std::string("penstock ") + penstock::tools::kVersion, words, std::cerr);
+}

@@ -79,14 +79,15 @@ std::string Lanes(const tiering::Prediction& p, const tiering::MachineModel& mac
   line("copies to the device", p.copy_in_seconds, p.step_seconds);
   line("copies from the device", p.copy_out_seconds, p.step_seconds);
   line("updates and checks", p.update_seconds, p.step_seconds * std::max(1, machine.update_workers));
-  absl::StrAppend(&text, absl::StrFormat("  a step takes %.2f of its floor, %.3g s\n",
-                                         p.step_seconds / std::max(p.floor_seconds, 1e-12), p.floor_seconds));
+  absl::StrAppend(
+      &text, absl::StrFormat("  a step takes %.2f of its floor, %.3g s\n",
+                             p.step_seconds / std::max(p.lower_bound_seconds, 1e-12), p.lower_bound_seconds));
   return text;
 }
 
 std::string DeviceText(const PlanFacts& facts) {
   const tiering::DevicePlan& device = facts.plan.plan.device;
-  if (!device.apart) return "";
+  if (!device.has_own_memory) return "";
   std::string text = absl::StrCat("device memory (", facts.options.device->Describe(), "):\n");
   const tiering::Ledger ledger = device.ledger();
   for (const tiering::Ledger::Line& line : ledger.lines()) {
@@ -109,7 +110,7 @@ std::string DeviceText(const PlanFacts& facts) {
 nlohmann::json DeviceJson(const PlanFacts& facts) {
   const tiering::DevicePlan& device = facts.plan.plan.device;
   nlohmann::json json = {{"name", std::string(facts.options.device->name())}};
-  if (!device.apart) return json;
+  if (!device.has_own_memory) return json;
   nlohmann::json lines = nlohmann::json::array();
   const tiering::Ledger ledger = device.ledger();
   for (const tiering::Ledger::Line& line : ledger.lines()) {
@@ -176,10 +177,57 @@ int64_t FreeBytes(const std::string& directory) {
   return static_cast<int64_t>(system.f_bavail) * static_cast<int64_t>(system.f_frsize);
 }
 
+// ", 38.6 GiB free", of a run that is not there yet, and whether that is enough.
+std::string RoomText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
+  const int64_t free = FreeBytes(options.state_dirs.front());
+  if (free < 0 || options.resume) return "";
+  // Of one of several directories that is not known: they may lie on one drive.
+  const bool known = options.state_dirs.size() == 1 && !options.overwrite;
+  if (known && plan.disk_bytes > free) {
+    return absl::StrFormat(", which does not fit: %s are free in %s, and %s are missing", FormatBytes(free),
+                           options.state_dirs.front(), FormatBytes(plan.disk_bytes - free));
+  }
+  return absl::StrCat(", ", FormatBytes(free), " free");
+}
+
 // " (3.4 s while every step is clipped)", where that makes a difference.
 std::string WhileClipped(const tiering::Prediction& prediction) {
   if (prediction.clipped_step_seconds <= prediction.step_seconds * 1.005) return "";
   return absl::StrFormat(" (%.3g s while every step is clipped)", prediction.clipped_step_seconds);
+}
+
+absl::StatusOr<std::string> ProcessMemoryText(const zero::EnginePlan& plan,
+                                              const zero::EngineOptions& options,
+                                              const zero::HostMemory& memory) {
+  const int here = options.comm != nullptr ? options.comm->environment().local_world : 1;
+  const int64_t planned = plan.plan.host_bytes(),
+                beside = zero::ProcessOverheadBytes(options.intra_op_threads);
+  const int64_t all = here * (planned + beside);
+  const std::string many = here > 1 ? absl::StrCat(" of each of ", here, " ranks") : "";
+  const std::string takes = absl::StrFormat(
+      "%s of memory in all: %s planned and about %s beside it (code, LibTorch, scratch of BLAS)%s",
+      FormatBytes(all), FormatBytes(planned), FormatBytes(beside), many);
+  const std::string bound =
+      memory.is_cgroup ? absl::StrFormat("%s says %s", memory.bound_by, FormatBytes(memory.limit_bytes))
+                       : absl::StrFormat("%s has %s", memory.bound_by, FormatBytes(memory.limit_bytes));
+  const int64_t most = memory.hard_limit_bytes / here - beside;
+  if (here * (planned + zero::LeastProcessOverheadBytes()) > memory.hard_limit_bytes) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "the process would take ", takes, ", and is killed beyond ", memory.hard_limit_by, ", which allows ",
+        FormatBytes(memory.hard_limit_bytes),
+        most >= plan.plan.least_host_memory_bytes
+            ? absl::StrFormat("; --host-memory %dM fits", most >> 20)
+            : absl::StrFormat("; the least that works here is %s and that beside it: raise the limit",
+                              FormatBytes(plan.plan.least_host_memory_bytes))));
+  }
+  std::string text = absl::StrCat("process: ", takes);
+  // What it has already of that is no longer free.
+  const int64_t there = memory.free_bytes + here * memory.own_bytes;
+  if (all > there) {
+    absl::StrAppend(&text, "; only ", FormatBytes(there), " are there for it now (", bound,
+                    "): a smaller --host-memory, or others must leave");
+  }
+  return text;
 }
 
 std::string PlanText(const PlanFacts& facts) {
@@ -207,20 +255,19 @@ std::string PlanText(const PlanFacts& facts) {
                                          FormatBytes(plan.plan.least_host_memory_bytes)));
   absl::StrAppend(&text, DeviceText(facts));
   if (plan.plan.on_nvme) {
-    const int64_t free = FreeBytes(options.state_dirs.front());
-    absl::StrAppend(
-        &text,
-        absl::StrFormat("drive: %s for %s of everything%s; %s written and %s read per step, "
-                        "%.1f bytes per parameter\n",
-                        FormatBytes(plan.disk_bytes), VersionsText(plan.versions),
-                        free >= 0 && !options.resume ? absl::StrCat(", ", FormatBytes(free), " free") : "",
-                        FormatBytes(plan.plan.nvme_write_bytes), FormatBytes(plan.plan.nvme_read_bytes),
-                        BytesPerParameter(plan)));
+    absl::StrAppend(&text,
+                    absl::StrFormat("drive: %s for %s of everything%s; %s written and %s read per step, "
+                                    "%.1f bytes per parameter\n",
+                                    FormatBytes(plan.disk_bytes), VersionsText(plan.versions),
+                                    RoomText(plan, options), FormatBytes(plan.plan.nvme_write_bytes),
+                                    FormatBytes(plan.plan.nvme_read_bytes), BytesPerParameter(plan)));
     absl::StrAppend(&text, absl::StrFormat("       reads %s, writes %s, both at once %s%s\n",
                                            FormatBandwidth(facts.machine.drives.read_bytes_per_s),
                                            FormatBandwidth(facts.machine.drives.write_bytes_per_s),
                                            FormatBandwidth(facts.machine.drives.mixed_bytes_per_s),
-                                           facts.machine.drive_measured ? "" : " (assumed)"));
+                                           !facts.machine.drive_measured    ? " (assumed)"
+                                           : facts.machine.drives.disturbed ? " (disturbed: the best seen)"
+                                                                            : ""));
   }
   absl::StrAppend(&text, DurabilityText(plan, options));
   if (plan.plan.speculates) {
@@ -228,7 +275,7 @@ std::string PlanText(const PlanFacts& facts) {
         &text,
         absl::StrFormat("order of update: %.0f%% of the tiles in backward, as long as at most %.0f%% of the "
                         "last steps were clipped or skipped; otherwise in the next forward\n",
-                        100 * plan.plan.in_backward_share(), 100 * plan.plan.worthwhile_redo_rate));
+                        100 * plan.plan.in_backward_share(), 100 * plan.plan.worthwhile_replay_rate));
   }
   for (const std::string& reason : plan.plan.reasons) absl::StrAppend(&text, reason, "\n");
   absl::StrAppend(
@@ -297,7 +344,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"offload", std::string(zero::Name(facts.options.offload))},
           {"order_of_update", std::string(plan.plan.order_of_update())},
           {"in_backward_share", plan.plan.in_backward_share()},
-          {"worthwhile_redo_rate", plan.plan.worthwhile_redo_rate},
+          {"worthwhile_redo_rate", plan.plan.worthwhile_replay_rate},
           {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},
           {"reasons", plan.plan.reasons},
           {"host_memory_budget_bytes", facts.options.host_memory_bytes},
@@ -321,11 +368,12 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"io_read_bandwidth_bytes_per_s", facts.machine.drives.read_bytes_per_s},
           {"io_write_bandwidth_bytes_per_s", facts.machine.drives.write_bytes_per_s},
           {"drive_measured", facts.machine.drive_measured},
+          {"drive_disturbed", facts.machine.drives.disturbed},
           {"machine", MachineJson(facts.machine.model)},
           {"figures", facts.machine.sources},
           {"predicted_step_seconds", prediction.step_seconds},
           {"predicted_clipped_step_seconds", prediction.clipped_step_seconds},
-          {"predicted_floor_seconds", prediction.floor_seconds},
+          {"predicted_floor_seconds", prediction.lower_bound_seconds},
           {"predicted_compute_seconds", prediction.compute_seconds},
           {"predicted_read_seconds", prediction.read_seconds},
           {"predicted_write_seconds", prediction.write_seconds},

@@ -7,10 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "tiering/simulate/simulate.h"
 #include "tiering/advice/what_if.h"
+#include "tiering/simulate/simulate.h"
 #include "tools/machine/machine_probe.h"
 #include "zero/engine/engine.h"
+#include "zero/memory/host_memory.h"
 
 namespace penstock::tools {
 
@@ -24,6 +25,12 @@ struct PlanFacts {
   const tiering::Prediction& prediction;
   double rated_bytes_written = 600e12;  // of one drive: its TBW rating
 };
+
+// What the whole process will take beside what there is for it: a line. kFailedPrecondition: more than the
+// control group above it will ever give, which would kill it; says how much would do.
+absl::StatusOr<std::string> ProcessMemoryText(const zero::EnginePlan& plan,
+                                              const zero::EngineOptions& options,
+                                              const zero::HostMemory& memory);
 
 // What a run prints when it starts.
 std::string PlanText(const PlanFacts& facts);

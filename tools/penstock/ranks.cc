@@ -3,18 +3,23 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/checksum.h"
+#include "kernels/cpu_features.h"
 #include "swap/inspect.h"
+#include "tools/base/version.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/state_reader.h"
-#include "tools/base/version.h"
-#include "zero/ranks/sharded_state.h"
+#include "zero/engine/engine_state.h"
 #include "zero/engine/rank_agreement.h"
+#include "zero/memory/threads.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace penstock::tools {
 namespace {
@@ -28,7 +33,7 @@ std::string ProgramDigest() {
 
 // What each rank may have of its own is left out: memory, threads' places, and where rank 0 writes about the
 // run.
-nlohmann::json WordsJson(const TrainWords& words) {
+nlohmann::json OptionsJson(const TrainOptions& words) {
   nlohmann::json json = {{"program", ProgramDigest()},
                          {"--state-dir", words.state_dirs},
                          {"--resume", words.resume},
@@ -42,6 +47,7 @@ nlohmann::json WordsJson(const TrainWords& words) {
   add("--device", words.device);
   add("--dtype", words.dtype);
   add("--eval-every", words.eval_every);
+  add("--eval-windows", words.eval_windows);
   add("--steps", words.steps);
   add("--batch", words.batch);
   add("--accumulate", words.accumulate);
@@ -59,6 +65,61 @@ nlohmann::json WordsJson(const TrainWords& words) {
   add("--optimizer-states", words.optimizer_states);
   add("--init-from", words.init_from);
   json["--eval-data"] = words.eval_data.has_value();
+  return json;
+}
+
+constexpr uint64_t kPieceBytes = 64 << 10, kPieces = 1024;
+
+absl::StatusOr<nlohmann::json> TextJson(const Dataset& data) {
+  absl::StatusOr<uint64_t> digest = ContentDigest(data.path());
+  if (!digest.ok()) return digest.status();
+  return nlohmann::json{
+      {"tokens", data.tokens()}, {"vocabulary", data.vocab()}, {"content", absl::StrCat(absl::Hex(*digest))}};
+}
+
+// Of weights: a file, or those of a directory.
+absl::StatusOr<nlohmann::json> WeightsJson(const std::string& path) {
+  std::vector<std::string> paths = {path};
+  std::error_code error;
+  if (std::filesystem::is_directory(path, error)) {
+    paths.clear();
+    for (const auto& entry : std::filesystem::directory_iterator(path, error)) {
+      const std::string kind = entry.path().extension();
+      if (kind == ".safetensors" || kind == ".json") paths.push_back(entry.path().string());
+    }
+  }
+  nlohmann::json json = nlohmann::json::object();
+  for (const std::string& each : paths) {
+    ASSIGN_OR_RETURN(uint64_t digest, ContentDigest(each));
+    json[std::filesystem::path(each).filename().string()] = absl::StrCat(absl::Hex(digest));
+  }
+  return json;
+}
+
+nlohmann::json LossScaleJson(const zero::LossScaleOptions& scale) {
+  return {{"dynamic", scale.dynamic},       {"initial_scale", scale.initial_scale},
+          {"factor", scale.factor},         {"window", scale.window},
+          {"hysteresis", scale.hysteresis}, {"consecutive_hysteresis", scale.consecutive_hysteresis},
+          {"min_scale", scale.min_scale}};
+}
+
+nlohmann::json BoundsJson(const tiering::PlanBounds& bounds) {
+  nlohmann::json json = {{"placement", static_cast<int>(bounds.placement)},
+                         {"const_bytes", bounds.const_bytes},
+                         {"state_fraction", bounds.state_fraction}};
+  const auto add = [&json](const char* key, const auto& value) {
+    if (value.has_value()) json[key] = *value;
+  };
+  add("live_elements", bounds.live_elements);
+  add("prefetch_elements", bounds.prefetch_elements);
+  add("run_slots", bounds.weight_slots);
+  add("resident_elements", bounds.resident_elements);
+  add("reuse_elements", bounds.reuse_elements);
+  add("persistent_block_elements", bounds.persistent_block_elements);
+  add("persistent_elements", bounds.persistent_elements);
+  add("tile_slots", bounds.tile_slots);
+  add("state_bytes", bounds.state_bytes);
+  add("processor_share", bounds.processor_share);
   return json;
 }
 
@@ -84,7 +145,7 @@ std::string StepText(int64_t step) { return step < 0 ? "nothing" : absl::StrCat(
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainWords& words) {
+absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& words) {
   absl::StatusOr<zero::RankEnvironment> environment = zero::ReadRankEnvironment();
   if (!environment.ok()) return environment.status();
   if (environment->world == 1) return std::shared_ptr<zero::Comm>();
@@ -95,15 +156,91 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainWords& words
           absl::StrCat("--rank-timeout ", *words.rank_timeout, ": must be at least 1 second"));
     }
     options.patience_seconds = *words.rank_timeout;
+    options.meeting_seconds = 10 * *words.rank_timeout;
   }
-  absl::StatusOr<std::unique_ptr<zero::Comm>> connected = zero::ConnectGloo(*environment, options);
-  if (!connected.ok()) return connected.status();
-  std::shared_ptr<zero::Comm> comm = std::move(*connected);
-  if (absl::Status same = zero::AgreeOnWords(*comm, WordsJson(words)); !same.ok()) {
+  ASSIGN_OR_RETURN(std::unique_ptr<zero::Comm> connected, zero::ConnectGloo(*environment, options));
+  std::shared_ptr<zero::Comm> comm = std::move(connected);
+  if (absl::Status same = zero::AgreeOnOptions(*comm, OptionsJson(words)); !same.ok()) {
     comm->Abort(same);
     return same;
   }
   return comm;
+}
+
+absl::StatusOr<uint64_t> ContentDigest(const std::string& path) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  const auto length = static_cast<uint64_t>(std::max<std::streamoff>(0, file.tellg()));
+  kernels::Checksummer sum;
+  sum.Update(&length, sizeof(length));
+  std::vector<char> piece(kPieceBytes);
+  const bool whole = length <= kPieces * kPieceBytes;
+  const uint64_t pieces = whole ? (length + kPieceBytes - 1) / kPieceBytes : kPieces;
+  const uint64_t has_own_memory = whole ? kPieceBytes : (length - kPieceBytes) / (kPieces - 1);
+  for (uint64_t i = 0; i < pieces && file; ++i) {
+    const uint64_t offset = !whole && i + 1 == pieces ? length - kPieceBytes : i * has_own_memory;
+    const uint64_t bytes = std::min(kPieceBytes, length - offset);
+    file.seekg(static_cast<std::streamoff>(offset));
+    if (file.read(piece.data(), static_cast<std::streamsize>(bytes))) sum.Update(piece.data(), bytes);
+  }
+  if (!file) {
+    return absl::DataLossError(absl::StrCat(
+        "read ", path, ", ", length, " bytes: cannot be read to its end; every rank needs the whole file"));
+  }
+  return sum.Digest();
+}
+
+absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& words,
+                                                    const TrainSettings& settings, const Dataset& data,
+                                                    const Dataset* eval_data) {
+  const zero::EngineOptions& engine = settings.engine;
+  nlohmann::json same = engine.run;
+  // What a host has, and what the text below says better.
+  same.erase("blas");
+  same.erase("data_fingerprint");
+  absl::StatusOr<zero::TileFormat> format = zero::FormatOf(engine);
+  if (!format.ok()) return format.status();
+  same["--dtype"] = std::string(zero::DTypeName(format->weights));
+  same["--threads"] = engine.intra_op_threads;
+  same["--offload"] = static_cast<int>(engine.offload);
+  same["--eval-every"] = settings.eval_every;
+  same["--checkpoint-every"] = engine.checkpoints.every;
+  same["--checkpoint-keep"] = engine.checkpoints.keep;
+  same["goes on"] = settings.resumes;
+  same["overwrites"] = engine.overwrite;
+  same["changes"] = engine.run_changes;
+  same["optimizer states"] = std::string(zero::StateTypeName(format->states));
+  same["loss scale"] = LossScaleJson(engine.loss_scale);
+  if (engine.schedule.has_value()) same["scheduler"] = engine.schedule->ToJson();
+  same["sync"] = static_cast<int>(engine.sync);
+  same["durability"] = static_cast<int>(engine.durability);
+  same["versions"] = engine.versions;
+  same["tile_bytes"] = engine.tile_bytes;
+  same["update_order"] = static_cast<int>(engine.update_order);
+  same["bounds"] = BoundsJson(engine.bounds);
+  same["use_gds"] = engine.gds;
+  ASSIGN_OR_RETURN(same["--data"], TextJson(data));
+  if (eval_data != nullptr) {
+    ASSIGN_OR_RETURN(same["--eval-data"], TextJson(*eval_data));
+    same["--eval-data"]["windows"] = eval_data->EvalWindows();
+  }
+  if (words.init_from.has_value() && !settings.resumes) {
+    ASSIGN_OR_RETURN(same["--init-from"], WeightsJson(*words.init_from));
+  }
+  same.erase("threads");
+  RETURN_IF_ERROR(zero::AgreeOnOptions(comm, same));
+
+  std::vector<std::string> lines = {absl::StrCat(comm.world(), " ranks: ", comm.name())};
+  const std::string own = absl::StrCat(zero::DescribeBlas().name, ", kernels ", kernels::DescribeCpu());
+  ASSIGN_OR_RETURN(std::vector<std::string> all,
+                   comm.AllTexts(zero::Channel::kSetup, {.name = "the processor"}, own));
+  for (size_t k = 1; k < all.size(); ++k) {
+    if (all[k] == all.front()) continue;
+    lines.push_back(absl::StrCat("unlike processors: rank ", k, " computes with ", all[k], ", rank 0 with ",
+                                 all.front(),
+                                 ": the same bits come again only with each rank on such a host"));
+    break;
+  }
+  return lines;
 }
 
 absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int world) {
@@ -114,7 +251,7 @@ absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int worl
   };
   if (dirs.empty()) return absl::OkStatus();
   if (world == 1 && holds(zero::RankDirectories(dirs, 0))) {
-    const absl::StatusOr<zero::PartDirectories> parts = zero::FindParts(dirs);
+    const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(dirs);
     return OfOtherRanks(dirs, parts.ok() ? static_cast<int64_t>(parts->size()) : 0);
   }
   if (world > 1 && holds(dirs)) return OfOtherRanks(dirs, 1);
@@ -122,15 +259,33 @@ absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int worl
 }
 
 int64_t StepIn(const std::vector<std::string>& dirs) {
-  const absl::StatusOr<zero::PartDirectories> parts = zero::FindParts(dirs);
+  const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(dirs);
   if (!parts.ok()) return -1;
-  const absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectParts(*parts);
+  const absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectShards(*parts);
   return inspections.ok() ? static_cast<int64_t>(inspections->front().record.step) : -1;
+}
+
+absl::StatusOr<nlohmann::json> OldestRecord(zero::Comm& comm, const nlohmann::json& run, int64_t step) {
+  ASSIGN_OR_RETURN(
+      const std::vector<std::string> all,
+      comm.AllTexts(zero::Channel::kSetup, {.name = "the run's record"}, nlohmann::json({step, run}).dump()));
+  std::optional<int64_t> least;
+  nlohmann::json oldest;
+  for (const std::string& text : all) {
+    const nlohmann::json theirs = ParseOrNull(text);
+    if (!theirs.is_array() || theirs.size() != 2) continue;
+    const std::optional<int64_t> at = zero::JsonAs<int64_t>(theirs[0]);
+    if (!at.has_value() || (least.has_value() && *at >= *least)) continue;
+    least = at;
+    oldest = theirs[1];
+  }
+  if (!least.has_value()) return absl::DataLossError("no rank's record of the run can be read");
+  return oldest;
 }
 
 absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohmann::json>& run,
                                    const std::vector<std::string>& dirs, const std::string& checkpoint) {
-  constexpr int64_t kOverwritten = -2, kNone = -1;  // in the place of a step
+  constexpr int64_t kDamaged = -3, kOverwritten = -2, kNone = -1;  // in the place of a step
   int64_t step = run.ok() ? kNone : kOverwritten, ranks = comm.world(), versions = 0;
   if (run.ok() && !run->is_null()) {
     absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
@@ -138,14 +293,15 @@ absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohma
     step = static_cast<int64_t>(inspection->record.step);
     versions = inspection->shape.slots;
     const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
-    ranks = identity.is_object() ? identity.value("ranks", int64_t{1}) : 1;
+    ranks = zero::JsonField<int64_t>(identity, "ranks").value_or(1);
   }
-  const int64_t kept = checkpoint.empty() ? kNone : StepIn({checkpoint});
+  int64_t kept = checkpoint.empty() ? kNone : StepIn({checkpoint});
+  if (!checkpoint.empty() && kept < 0) kept = kDamaged;
   std::vector<int64_t> all_ranks, all_kept, all_versions, steps;
-  PENSTOCK_TAKE(all_ranks, zero::AllNumbers(comm, ranks));
-  PENSTOCK_TAKE(all_kept, zero::AllNumbers(comm, kept));
-  PENSTOCK_TAKE(all_versions, zero::AllNumbers(comm, versions));
-  PENSTOCK_TAKE(steps, zero::AllNumbers(comm, step));
+  ASSIGN_OR_RETURN(all_ranks, zero::AllNumbers(comm, "the number of ranks", ranks));
+  ASSIGN_OR_RETURN(all_kept, zero::AllNumbers(comm, "the checkpoint", kept));
+  ASSIGN_OR_RETURN(all_versions, zero::AllNumbers(comm, "the versions", versions));
+  ASSIGN_OR_RETURN(steps, zero::AllNumbers(comm, "the step", step));
   for (const int64_t theirs : all_ranks) {
     // The directories as all ranks were given them, without the rank's own.
     if (theirs == comm.world()) continue;
@@ -166,6 +322,13 @@ absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohma
                      StepText(all_kept.front()),
                      ": all ranks need one directory, on a file system that they "
                      "share"));
+  }
+  // Never a reason to start over, which would remove those before it.
+  if (kept == kDamaged) {
+    return absl::DataLossError(
+        absl::StrCat(checkpoint,
+                     " is damaged, or a rank's part of it is missing: move it away to go on "
+                     "from an older one, or start over with --overwrite"));
   }
   const auto rank = least - steps.begin();
   const std::string who = zero::RankName(static_cast<int>(rank), comm.world());

@@ -15,10 +15,24 @@
 
 namespace penstock::tools {
 
-// Null where the environment says that there is one rank (zero/ranks/rank_environment.h). Otherwise waits for the
-// others and compares the words with theirs, and the program: kInvalidArgument on all ranks names the first
-// difference.
-absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainWords& words);
+// Null where the environment says that there is one rank (zero/ranks/rank_environment.h). Otherwise waits for
+// the others and compares the words with theirs, and the program: kInvalidArgument on all ranks names the
+// first difference.
+absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& words);
+
+// What the words, the config and the files of each rank come to, before anything is made: the run, every
+// option that changes what a rank does, and the texts, by size and ContentDigest. kInvalidArgument on all
+// ranks names the first difference. Left out is what each may have of its own: paths, memory, threads of
+// updates, and the I/O of its host. Lines for people: who is there, and processors that differ, which is no
+// error: each block's part is computed by one rank alone, so the run's bits are those of these hosts in this
+// order.
+absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& words,
+                                                    const TrainSettings& settings, const Dataset& data,
+                                                    const Dataset* eval_data);
+
+// Of a file's length and content: all of it up to 64 MiB; beyond, 1024 pieces of 64 KiB, spread evenly, the
+// first and the last among them. Files of one length that differ only between those are taken for the same.
+absl::StatusOr<uint64_t> ContentDigest(const std::string& path);
 
 // A state directory holds the run of one rank, or in rank-K/ those of several, never both:
 // kFailedPrecondition where the directories, as they were given, hold one of the other kind.
@@ -26,6 +40,10 @@ absl::Status CheckRankDirectories(const std::vector<std::string>& dirs, int worl
 
 // What --resume goes on from.
 enum class GoOn : uint8_t { kState, kCheckpoint, kStartOver };
+
+// The record of the run that has come least far, by `step`, of all that the ranks found: where some are a
+// commit ahead, that is the one that all go on from.
+absl::StatusOr<nlohmann::json> OldestRecord(zero::Comm& comm, const nlohmann::json& run, int64_t step);
 
 // What this rank found, held against what the others did, so that all do the same: `run` in its directories
 // `dirs` (null: no commit; an error: of one version, and that was being written over), and `checkpoint`

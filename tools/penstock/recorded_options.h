@@ -1,46 +1,128 @@
-// What a run keeps from its creation on, and the macro for values that may be errors. Internal to the words
-// of `penstock train`.
+// What a run keeps from its creation on, and what its user may change when it is resumed. Internal to the
+// words of `penstock train`.
+//
+// One rule for every value of a run. What its state is made of (vocabulary, seed, types, the optimizer)
+// stays: asking for another is refused. Everything else may be changed on resume: by a flag, or by a key of
+// --config that says something else than it said before. A change holds from the next step on, is told, and
+// is recorded with the run, so that a later --resume without a flag goes on with it. What nobody changes
+// stays as recorded, whatever the defaults are by then, and a config that says what it said when a flag won
+// over it changes nothing.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_RECORDED_OPTIONS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_RECORDED_OPTIONS_H_
 
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
+#include "zero/config/json_field.h"
 
 namespace penstock::tools {
 
-// Values that a run keeps from its creation on. On resume a flag may repeat them, never change them.
-class Kept {
+// What resuming comes to, collected value by value.
+struct Changes {
+  nlohmann::json run = nlohmann::json::object();     // keys of the run's record that change, with new values
+  nlohmann::json config = nlohmann::json::object();  // what the config says, by the names of the record
+  std::vector<std::string> told;                     // "lr 0.0003 -> 0.0001 (--lr)"
+
+  void Tell(const std::string& name, const std::string& before, const std::string& now,
+            const std::string& by) {
+    told.push_back(absl::StrCat(name, " ", before, " -> ", now, " (", by, ")"));
+  }
+};
+
+// The key of DeepSpeed's JSON that a value of a run's record has there.
+inline std::string ConfigKeyOf(const std::string& name) {
+  static const auto& keys =
+      *new std::vector<std::pair<std::string, std::string>>{{"batch", "train_micro_batch_size_per_gpu"},
+                                                            {"accumulate", "gradient_accumulation_steps"},
+                                                            {"train_batch", "train_batch_size"},
+                                                            {"clip", "gradient_clipping"},
+                                                            {"optimizer", "optimizer.type"},
+                                                            {"optimizer_states", "penstock.optimizer_states"},
+                                                            {"beta1", "optimizer.params.betas"},
+                                                            {"beta2", "optimizer.params.betas"},
+                                                            {"dtype", "fp16 or bf16"},
+                                                            {"scheduler", "scheduler"}};
+  for (const auto& [of, key] : keys) {
+    if (of == name) return key;
+  }
+  return absl::StrCat("optimizer.params.", name);
+}
+
+class RecordedOptions {
  public:
-  explicit Kept(const nlohmann::json& run) : run_(run) {}
+  // `run`: the record; null: a new run. `flags`: names of the record that the command line gives.
+  RecordedOptions(const nlohmann::json& run, std::set<std::string> flags, Changes* changes)
+      : run_(run), flags_(std::move(flags)), changes_(changes) {}
+
+  bool by_flag(const char* name) const { return flags_.count(name) > 0; }
+  // Where a value of this name comes from: "--lr", or "optimizer.params.lr in --config".
+  std::string SourceOf(const char* name, const char* flag) const {
+    return by_flag(name) ? absl::StrCat("--", flag) : absl::StrCat(ConfigKeyOf(name), " in --config");
+  }
+
+  // What the config itself says, whether or not a flag wins over it. Only what is noted is a change when it
+  // is another.
+  template <typename T>
+  void NoteConfig(const char* name, const std::optional<T>& says) const {
+    if (says.has_value()) changes_->config[name] = *says;
+  }
+
+  // Whether the config says something else under `name` than when the run was made or last resumed;
+  // `recorded` is what it is held against where it said nothing then.
+  bool ConfigChanges(const char* name, const nlohmann::json& recorded) const {
+    if (!changes_->config.contains(name)) return false;
+    const nlohmann::json& says = changes_->config[name];
+    if (run_.is_object() && run_.contains("config") && run_["config"].is_object() &&
+        run_["config"].contains(name)) {
+      return run_["config"][name] != says;
+    }
+    return recorded != says;
+  }
 
   template <typename T>
   absl::StatusOr<T> Of(const char* name, const char* flag, const std::optional<T>& given,
                        const T& otherwise) const {
-    if (!run_.contains(name)) return given.value_or(otherwise);
-    const T kept = run_[name].get<T>();
-    if (given.has_value() && *given != kept) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "--", flag, " ", nlohmann::json(*given).dump(), ": this run was created with ", run_[name].dump(),
-          "; leave the flag out, or start another run in another --state-dir"));
+    const bool there = run_.is_object() && run_.contains(name);
+    const nlohmann::json recorded = there ? run_[name] : nlohmann::json();
+    const nlohmann::json says = given.has_value() ? nlohmann::json(*given) : nlohmann::json();
+    const bool changes = given.has_value() && (by_flag(name) || ConfigChanges(name, recorded));
+    if (!there) return given.value_or(otherwise);
+    const std::optional<T> read = zero::JsonField<T>(run_, name);
+    if (!read.has_value()) {
+      return absl::DataLossError(absl::StrCat("the run's record is damaged: its ", name, " is ",
+                                              recorded.dump(), "; go on from a checkpoint"));
     }
-    return kept;
+    const T& kept = *read;
+    if (!changes || *given == kept) return kept;
+    if (IsFixed(name)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          by_flag(name) ? absl::StrCat("--", flag, " ", says.dump())
+                        : absl::StrCat("--config: ", ConfigKeyOf(name), " ", says.dump()),
+          ": this run was created with ", recorded.dump(), ", and its state is made of that; leave it ",
+          by_flag(name) ? "out" : "as it was", ", or start another run in another --state-dir"));
+    }
+    changes_->run[name] = *given;
+    changes_->Tell(name, recorded.dump(), says.dump(), SourceOf(name, flag));
+    return *given;
   }
 
  private:
-  const nlohmann::json& run_;
-};
+  static bool IsFixed(const std::string& name) {
+    return name == "vocab" || name == "seed" || name == "dtype" || name == "optimizer" ||
+           name == "optimizer_states";
+  }
 
-// Takes the value of a StatusOr or returns its error.
-#define PENSTOCK_TAKE(to, expression)       \
-  do {                                      \
-    auto taken = (expression);              \
-    if (!taken.ok()) return taken.status(); \
-    (to) = *std::move(taken);               \
-  } while (false)
+  const nlohmann::json& run_;
+  const std::set<std::string> flags_;
+  Changes* const changes_;
+};
 
 }  // namespace penstock::tools
 

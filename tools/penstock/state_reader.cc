@@ -4,15 +4,15 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cinttypes>
 #include <cstdio>
-#include <fstream>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
+#include "zero/memory/host_memory.h"
 
 namespace penstock::tools {
 namespace {
@@ -27,6 +27,12 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
   if (words.empty()) return absl::InvalidArgumentError("a state directory or checkpoint is needed");
   if (words.size() > 1) return words;
   absl::StatusOr<std::string> found = swap::FindCheckpoint(words.front());
+  if (absl::IsNotFound(found.status())) {
+    // Of a run without a drive.
+    const absl::StatusOr<std::string> beside =
+        swap::FindCheckpoint(absl::StrCat(words.front(), "/", kCheckpointsBeside));
+    if (beside.ok()) found = beside;
+  }
   if (found.ok()) return std::vector<std::string>{*std::move(found)};
   if (!absl::IsNotFound(found.status())) return found.status();
   return absl::NotFoundError(absl::StrCat(
@@ -38,34 +44,54 @@ absl::StatusOr<FoundState> FindState(const std::vector<std::string>& words) {
   absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words);
   if (!dirs.ok()) return dirs.status();
   FoundState state;
-  absl::StatusOr<zero::PartDirectories> parts = zero::FindParts(*dirs);
+  absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(*dirs);
   // Whatever stands there, inspecting says it best.
-  state.parts = parts.ok() ? *std::move(parts) : zero::PartDirectories{*dirs};
+  state.parts = parts.ok() ? *std::move(parts) : zero::ShardDirectories{*dirs};
   const bool says_better = absl::IsNotFound(parts.status()) || absl::IsFailedPrecondition(parts.status());
   if (!parts.ok() && !says_better) return parts.status();
-  absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectParts(state.parts);
+  absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectShards(state.parts);
   if (!inspections.ok()) return inspections.status();
   state.inspections = *std::move(inspections);
   return state;
 }
 
+absl::Status CheckNotTrained(const FoundState& state) {
+  constexpr int kPatienceMs = 1000;
+  for (size_t part = 0; part < state.parts.size(); ++part) {
+    if (!state.inspections[part].in_use) continue;
+    if (swap::Probe(state.parts[part], kPatienceMs).holding != swap::Holding::kInUse) continue;
+    const nlohmann::json payload = ParseOrNull(state.inspections[part].record.payload);
+    std::string where;
+    if (payload.is_object() && payload.contains("run") && payload["run"].is_object() &&
+        payload["run"].contains("checkpoint_dir") && payload["run"]["checkpoint_dir"].is_string()) {
+      where = payload["run"]["checkpoint_dir"].get<std::string>();
+    }
+    const std::vector<swap::CheckpointEntry> there = swap::ListCheckpoints(where);
+    return absl::FailedPreconditionError(
+        absl::StrCat(state.parts[part].front(), " is in use by another process, which trains in it: ",
+                     there.empty() ? "read a checkpoint of it, which train writes with --checkpoint-dir DIR "
+                                     "--checkpoint-every N, or wait until it is done"
+                                   : absl::StrCat("read its newest checkpoint, ", there.back().path)));
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const FoundState& state, uint64_t memory_bytes,
                                                                std::function<void(const std::string&)> log) {
+  RETURN_IF_ERROR(CheckNotTrained(state));
   auto reader = std::make_unique<StateReader>();
   aio::ArenaOptions arena_options;
   arena_options.bytes = memory_bytes;
   absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
   if (!arena.ok()) return arena.status();
   reader->arena_ = *std::move(arena);
-  absl::StatusOr<aio::Region> memory = reader->arena_->Allocate(memory_bytes);
-  if (!memory.ok()) return memory.status();
-  reader->memory_ = *std::move(memory);
+  ASSIGN_OR_RETURN(aio::Region memory, reader->arena_->Allocate(memory_bytes));
+  reader->memory_ = std::move(memory);
   aio::EngineOptions engine_options;
   engine_options.arenas = {reader->arena_.get()};
   engine_options.log = [log](std::string_view line) { log(std::string(line)); };
-  absl::StatusOr<std::unique_ptr<aio::Engine>> engine = aio::Engine::Create(std::move(engine_options));
-  if (!engine.ok()) return engine.status();
-  reader->engine_ = *std::move(engine);
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> engine, aio::Engine::Create(std::move(engine_options)));
+  reader->engine_ = std::move(engine);
   for (const std::vector<std::string>& part : state.parts) {
     swap::StoreOptions options;
     options.directories = part;
@@ -73,10 +99,9 @@ absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const FoundState&
     if (state.parts.size() > 1) options.sequence = state.inspections.front().record.sequence;
     // A copy is worth reading wherever it lies; only training has to have direct I/O.
     options.allow_unaligned_file_system = true;
-    absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(*reader->engine_, options);
-    if (!store.ok()) return store.status();
-    reader->parts_.push_back(store->get());
-    reader->stores_.push_back(*std::move(store));
+    ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> store, swap::Store::Open(*reader->engine_, options));
+    reader->parts_.push_back(store.get());
+    reader->stores_.push_back(std::move(store));
   }
   return reader;
 }
@@ -86,13 +111,11 @@ nlohmann::json ParseOrNull(const std::string& text) {
   return json.is_discarded() ? nlohmann::json() : json;
 }
 
-int64_t AvailableMemoryBytes() {
-  std::ifstream info("/proc/meminfo");
-  for (std::string line; std::getline(info, line);) {
-    int64_t kib = 0;
-    if (std::sscanf(line.c_str(), "MemAvailable: %" SCNd64 " kB", &kib) == 1) return kib * 1024;
-  }
-  return int64_t{4} << 30;
+int64_t DefaultHostMemory(int sharing, int threads) {
+  // What this process has already is part of its overhead.
+  const zero::HostMemory memory = zero::FindHostMemory();
+  const int64_t free = memory.free_bytes / sharing + memory.own_bytes;
+  return std::max<int64_t>(1, (free - zero::ProcessOverheadBytes(threads)) / 2);
 }
 
 ByteProgress::ByteProgress(std::string what, bool quiet)

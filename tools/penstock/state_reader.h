@@ -22,17 +22,26 @@
 
 namespace penstock::tools {
 
+// Below the first state directory: where a run without a drive keeps its checkpoints, unless told.
+inline constexpr const char* kCheckpointsBeside = "checkpoints";
+
 // What words of the command line mean: several are the directories of one striped run; a single one is a
-// state directory, a checkpoint, or the directory of all checkpoints (its newest). kNotFound: no run there.
+// state directory, a checkpoint, or the directory of all checkpoints (its newest), also that of a run without
+// a drive, by its state directory. kNotFound: no run there.
 absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std::string>& words);
 
 // The same, as the parts that its ranks keep: one, unless there are several.
 struct FoundState {
-  zero::PartDirectories parts;
+  zero::ShardDirectories parts;
   std::vector<swap::Inspection> inspections;  // of one step
   const std::string& name() const { return parts.front().front(); }
 };
 absl::StatusOr<FoundState> FindState(const std::vector<std::string>& words);
+
+// kFailedPrecondition where a training has the state: reading it would keep the trainer out. Names the newest
+// of its checkpoints, which can be read any time. A lock that is held a moment longer (by a process that was
+// killed) is waited for.
+absl::Status CheckNotTrained(const FoundState& state);
 
 // A run or checkpoint that nothing will write to meanwhile: the lock is shared with other readers and keeps
 // trainers out. Errors as swap::Store::Open.
@@ -56,8 +65,9 @@ class StateReader {
 // The JSON of a store's identity or of a commit's payload; null where it is none.
 nlohmann::json ParseOrNull(const std::string& text);
 
-// What the kernel could hand out now without swapping (MemAvailable); 4 GiB where it does not say.
-int64_t AvailableMemoryBytes();
+// A budget where none is given, for each of `sharing` processes: half of what this one may still take
+// (zero/memory/host_memory.h) beyond what it takes beside any budget.
+int64_t DefaultHostMemory(int sharing, int threads);
 
 // Progress in bytes on stderr: a line redrawn in place on a terminal, a line every five seconds elsewhere.
 class ByteProgress {

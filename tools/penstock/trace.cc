@@ -3,6 +3,7 @@
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
+#include "tools/base/cli.h"
 
 namespace penstock::tools {
 namespace {
@@ -79,7 +80,7 @@ absl::Status Trace::Close() {
   const bool failed = std::ferror(file_) != 0;
   const bool not_closed = std::fclose(file_) != 0;
   file_ = nullptr;
-  if (failed || not_closed) return absl::ErrnoToStatus(errno, absl::StrCat("--trace ", path_, ": write"));
+  if (failed || not_closed) return StreamError(absl::StrCat("--trace ", path_, ": write"));
   return absl::OkStatus();
 }
 

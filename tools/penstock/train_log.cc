@@ -6,97 +6,159 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <fstream>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "tools/base/cli.h"
+#include "zero/config/json_field.h"
 #include "zero/engine/report.h"
 
 namespace penstock::tools {
 namespace {
 
+constexpr const char* kWayOut = ": give another file, or move that one away";
+
 absl::Status Failed(const char* op, const std::string& path) {
-  return absl::ErrnoToStatus(errno, absl::StrCat("--log ", path, ": ", op));
+  return StreamError(absl::StrCat("--log ", path, ": ", op));
+}
+
+absl::Status Foreign(const std::string& path, const std::string& what) {
+  return absl::FailedPreconditionError(absl::StrCat("--log ", path, " ", what, kWayOut));
+}
+
+// A line as Append writes it; `step` is -1 where it is none.
+struct Entry {
+  nlohmann::json json;
+  int64_t step = -1;
+  std::string run_id;
+  bool evaluates = false;
+};
+
+Entry Parse(const std::string& line) {
+  Entry entry;
+  entry.json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (!entry.json.is_object()) return entry;
+  entry.step = zero::JsonField<int64_t>(entry.json, "step").value_or(-1);
+  entry.run_id = zero::JsonField<std::string>(entry.json, "run_id").value_or("");
+  entry.evaluates = entry.json.contains("windows");
+  return entry;
+}
+
+// Calls `take` with every line that ends with a newline, until it says no. Returns the bytes of those it
+// took.
+template <typename Take>
+off_t ForEachLine(const std::string& path, Take&& take) {
+  std::ifstream file(path, std::ios::binary);
+  off_t bytes = 0;
+  for (std::string line; std::getline(file, line) && !file.eof();) {
+    if (!take(line)) break;
+    bytes += static_cast<off_t>(line.size()) + 1;
+  }
+  return bytes;
 }
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<TrainLog>> TrainLog::Open(const std::string& path, bool resumes) {
+absl::StatusOr<std::unique_ptr<TrainLog>> TrainLog::Open(const std::string& path, const LogOwner& owner) {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) return Failed("open", path);
-  std::unique_ptr<TrainLog> log(new TrainLog(path, fd));
-  if (!resumes) return log;
-  if (absl::Status status = log->CutTornLine(); !status.ok()) return status;
+  std::unique_ptr<TrainLog> log(new TrainLog(path, fd, owner.run_id));
+  struct stat info {};
+  if (fstat(fd, &info) != 0) return Failed("look at", path);
+  if (!S_ISREG(info.st_mode) || info.st_size == 0) return log;
+  if (!owner.resumes) {
+    return Foreign(path, "holds a log already, and a new run needs one of its own");
+  }
+  RETURN_IF_ERROR(log->ReadOwn(owner));
   return log;
 }
 
 TrainLog::~TrainLog() { close(fd_); }
 
-absl::Status TrainLog::CutTornLine() {
+std::string TrainLog::RunIdIn(const std::string& path) {
+  struct stat info {};
+  if (stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return "";
+  std::string last;
+  ForEachLine(path, [&](const std::string& line) {
+    last = line;
+    return true;
+  });
+  return Parse(last).run_id;
+}
+
+void TrainLog::Note(const nlohmann::json& entry) {
+  const int64_t step = zero::JsonField<int64_t>(entry, "step").value_or(0);
+  last_step_ = std::max(last_step_, step);
+  if (entry.contains("windows")) last_evaluation_ = step;
+}
+
+absl::Status TrainLog::ReadOwn(const LogOwner& owner) {
+  absl::Status status;
+  int64_t number = 0, nameless = 0;
+  const off_t whole = ForEachLine(path_, [&](const std::string& line) {
+    ++number;
+    const Entry entry = Parse(line);
+    if (entry.step < 0) {
+      status = Foreign(path_, absl::StrCat("is no log of a training (line ", number, ")"));
+    } else if (entry.run_id.empty() && entry.step <= owner.nameless_until) {
+      if (!entry.evaluates && entry.step <= nameless) {
+        status = Foreign(path_, absl::StrCat("holds several runs (line ", number, " is of step ", entry.step,
+                                             ", the one before of step ", nameless, ")"));
+      }
+      nameless = std::max(nameless, entry.step);
+    } else if (entry.run_id != owner.run_id) {
+      status = Foreign(
+          path_, absl::StrCat("is of another run (line ", number, ": ",
+                              entry.run_id.empty() ? "no run_id" : absl::StrCat("run_id ", entry.run_id),
+                              "; this one is ", owner.run_id, ")"));
+    }
+    if (status.ok()) Note(entry.json);
+    return status.ok();
+  });
+  if (!status.ok()) return status;
   const off_t size = lseek(fd_, 0, SEEK_END);
   if (size < 0) return Failed("seek", path_);
-  // Lines are short: the last two of them lie within this.
-  constexpr off_t kTail = 64 << 10;
-  const off_t from = std::max<off_t>(0, size - kTail);
-  std::string tail(static_cast<size_t>(size - from), '\0');
-  for (size_t done = 0; done < tail.size();) {
-    const ssize_t n = pread(fd_, tail.data() + done, tail.size() - done, from + static_cast<off_t>(done));
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) return Failed("read", path_);
-    done += static_cast<size_t>(n);
-  }
-  // Whole lines end with a newline and parse.
-  size_t end = tail.rfind('\n');
-  end = end == std::string::npos ? 0 : end + 1;
-  if (from + static_cast<off_t>(end) < size && ftruncate(fd_, from + static_cast<off_t>(end)) != 0) {
-    return Failed("cut off a torn line", path_);
-  }
-  if (end == 0) return absl::OkStatus();
-  size_t begin = end < 2 ? std::string::npos : tail.rfind('\n', end - 2);
-  begin = begin == std::string::npos ? 0 : begin + 1;
-  const nlohmann::json line = nlohmann::json::parse(tail.substr(begin, end - begin), nullptr, false);
-  if (line.is_object() && line.contains("step") && line["step"].is_number_integer()) {
-    last_step_ = line["step"].get<int64_t>();
-  }
+  if (whole < size && ftruncate(fd_, whole) != 0) return Failed("cut off a torn line", path_);
   return absl::OkStatus();
 }
 
-absl::Status TrainLog::Append(const nlohmann::json& step) {
-  const std::string line = zero::StepLine(step) + "\n";
+absl::Status TrainLog::Append(nlohmann::json entry) {
+  if (!run_id_.empty()) entry["run_id"] = run_id_;
+  const std::string line = zero::LogLine(entry) + "\n";
   for (size_t done = 0; done < line.size();) {
     const ssize_t n = write(fd_, line.data() + done, line.size() - done);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && (errno == ENOSPC || errno == EDQUOT)) {
       return absl::ResourceExhaustedError(
           absl::StrCat("--log ", path_, ": the disk is full: ", line.size() - done,
-                       " bytes of the line of step ", step.value("step", int64_t{0}),
-                       " are too many; that step is committed: make room and go on with --resume"));
+                       " bytes of the line of step ", zero::JsonField<int64_t>(entry, "step").value_or(0),
+                       " are too many: make room and go on with --resume"));
     }
     if (n < 0) return Failed("write", path_);
     done += static_cast<size_t>(n);
   }
-  last_step_ = step.value("step", last_step_);
+  Note(entry);
   return absl::OkStatus();
 }
 
 absl::Status TrainLog::CutAfter(int64_t step) {
   if (last_step_ <= step) return absl::OkStatus();
-  std::ifstream file(path_, std::ios::binary);
-  off_t end = 0;
   last_step_ = 0;
-  for (std::string text; std::getline(file, text);) {
-    const nlohmann::json line = nlohmann::json::parse(text, nullptr, false);
-    const int64_t of = line.is_object() ? line.value("step", int64_t{0}) : 0;
-    if (of > step) break;
-    last_step_ = std::max(last_step_, of);
-    end += static_cast<off_t>(text.size()) + 1;
-  }
+  last_evaluation_ = -1;
+  const off_t end = ForEachLine(path_, [&](const std::string& line) {
+    const Entry entry = Parse(line);
+    if (entry.step > step) return false;
+    Note(entry.json);
+    return true;
+  });
   if (ftruncate(fd_, end) != 0) return Failed("cut off steps that come again", path_);
   return absl::OkStatus();
 }
 
 absl::Status TrainLog::AddMissing(const nlohmann::json& step) {
-  if (!step.is_object() || step.value("step", int64_t{0}) <= last_step_) return absl::OkStatus();
+  if (zero::JsonField<int64_t>(step, "step").value_or(0) <= last_step_) return absl::OkStatus();
   return Append(step);
 }
 

@@ -1,9 +1,10 @@
-// The log of a training: one JSON line for every committed step, complete across kills.
+// The log of a training: one JSON line for every committed step and every evaluation, each with the id of its
+// run, complete across kills.
 //
 // A line is appended after its step's commit. A kill between the two leaves the line missing, a kill within
 // the write leaves it torn: Open cuts off a torn line, and AddMissing writes the one that the commit record
 // still knows. Where a run goes back to a checkpoint, CutAfter takes away the lines of the steps that will
-// come again.
+// come again. A log belongs to one run: nothing is appended to another's, and nothing of it is cut.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_TRAIN_LOG_H_
 #define PENSTOCK_TOOLS_PENSTOCK_TRAIN_LOG_H_
 
@@ -17,28 +18,47 @@
 
 namespace penstock::tools {
 
+// Whose lines a log may hold.
+struct LogOwner {
+  std::string run_id;    // of the run; every line that is appended has it
+  bool resumes = false;  // false: the log must hold nothing yet
+  // Runs from before there were ids wrote lines without: those up to this step are taken for the run's own,
+  // where their steps only rise.
+  int64_t nameless_until = 0;
+};
+
 class TrainLog {
  public:
-  // Opens for appending; `resumes` cuts a torn last line off.
-  static absl::StatusOr<std::unique_ptr<TrainLog>> Open(const std::string& path, bool resumes);
+  // Opens for appending; where `owner` resumes, cuts a torn last line off. kFailedPrecondition, and the file
+  // stays as it is: it holds lines of another run, or something else than a log. What is no regular file (a
+  // pipe, /dev/null) is written to and never looked at.
+  static absl::StatusOr<std::unique_ptr<TrainLog>> Open(const std::string& path, const LogOwner& owner);
+  // The run that the last whole line is of; empty: no such file, no line, or one without an id.
+  static std::string RunIdIn(const std::string& path);
   ~TrainLog();
   TrainLog(const TrainLog&) = delete;
   TrainLog& operator=(const TrainLog&) = delete;
 
-  absl::Status Append(const nlohmann::json& step);
+  // A step's line, or an evaluation's (zero/engine/report.h).
+  absl::Status Append(nlohmann::json entry);
   // Appends `step`, a line from a commit record, unless the log has its step already.
   absl::Status AddMissing(const nlohmann::json& step);
   // Cuts off the lines of steps after `step`.
   absl::Status CutAfter(int64_t step);
-  int64_t last_step() const { return last_step_; }  // 0: no line yet
+  int64_t last_step() const { return last_step_; }              // 0: no line yet
+  int64_t last_evaluation() const { return last_evaluation_; }  // the step of it; -1: none yet
 
  private:
-  TrainLog(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
-  absl::Status CutTornLine();
+  TrainLog(std::string path, int fd, std::string run_id)
+      : path_(std::move(path)), fd_(fd), run_id_(std::move(run_id)) {}
+  absl::Status ReadOwn(const LogOwner& owner);
+  void Note(const nlohmann::json& entry);
 
   const std::string path_;
   const int fd_;
+  const std::string run_id_;
   int64_t last_step_ = 0;
+  int64_t last_evaluation_ = -1;
 };
 
 }  // namespace penstock::tools

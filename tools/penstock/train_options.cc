@@ -5,35 +5,43 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
+#include <set>
 #include <tuple>
+#include <utility>
+#include <variant>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "base/status_macros.h"
 #include "kernels/cpu_features.h"
+#include "models/weight_import.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
+#include "tools/base/size.h"
 #include "tools/penstock/device_flags.h"
-#include "tools/penstock/recorded_options.h"
 #include "tools/penstock/optimizer_flags.h"
 #include "tools/penstock/ranks.h"
-#include "tools/base/size.h"
+#include "tools/penstock/recorded_options.h"
 #include "tools/penstock/state_reader.h"
-#include "models/weight_import.h"
 #include "zero/compute/block.h"
 #include "zero/config/config.h"
-#include "zero/engine/engine_state.h"
+#include "zero/config/json_field.h"
 #include "zero/config/plan_bounds.h"
-#include "zero/ranks/sharded_state.h"
+#include "zero/engine/engine_state.h"
+#include "zero/engine/json_difference.h"
 #include "zero/engine/rank_agreement.h"
 #include "zero/memory/threads.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace penstock::tools {
 namespace {
 
 constexpr const char* kDefaultStateDir = "penstock-state";
 constexpr int64_t kMostThreads = 1024;
-constexpr int64_t kDefaultBatch = 2;
 
 absl::Status Wrong(const std::string& line) { return absl::InvalidArgumentError(line); }
 
@@ -52,7 +60,7 @@ absl::StatusOr<zero::OffloadDevice> ParseOffload(const std::string& text) {
 }
 
 // The type to compute in, as a name.
-absl::StatusOr<std::string> ChooseDtype(const TrainWords& words, const zero::Config& config,
+absl::StatusOr<std::string> ChooseDtype(const TrainOptions& words, const zero::Config& config,
                                         std::vector<std::string>* notes) {
   const bool fast_bf16 = kernels::GetCpuFeatures().avx512_bf16;
   std::string dtype = words.dtype.value_or("auto");
@@ -77,12 +85,42 @@ constexpr int kLockPatienceMs = 2000;
 absl::Status Overwritten(const std::string& text) { return absl::OutOfRangeError(text); }
 bool IsOverwritten(const absl::Status& status) { return absl::IsOutOfRange(status); }
 
+// What the words of a run were, as its record has them: numbers that a run can have.
+absl::Status CheckRun(const nlohmann::json& run, const std::string& dir) {
+  struct Range {
+    const char* name;
+    int64_t least, most;
+  };
+  const auto damaged = [&](const char* name) {
+    return absl::DataLossError(absl::StrCat(dir, ": the run's record is damaged: its ", name, " is ",
+                                            run[name].dump(), "; go on from a checkpoint"));
+  };
+  for (const Range& range :
+       {Range{"steps", 1, int64_t{1} << 40}, Range{"batch", 1, 1 << 20}, Range{"accumulate", 1, 1 << 20},
+        Range{"seq", 1, 1 << 24}, Range{"vocab", 0, int64_t{1} << 32}, Range{"seed", 0, int64_t{1} << 62},
+        Range{"threads", 1, kMostThreads}, Range{"ranks", 1, 1 << 20}}) {
+    if (!run.contains(range.name)) continue;
+    const std::optional<int64_t> value = zero::JsonField<int64_t>(run, range.name);
+    if (value.has_value() && *value >= range.least && *value <= range.most) continue;
+    return damaged(range.name);
+  }
+  for (const char* name : {"dtype", "run_id"}) {
+    if (run.contains(name) && !run[name].is_string()) return damaged(name);
+  }
+  if (run.contains("lr") && !run["lr"].is_number()) return damaged("lr");
+  if (run.contains("config") && !run["config"].is_object()) return damaged("config");
+  for (const char* name : {"run_id_since", "data_fingerprint"}) {
+    if (run.contains(name) && !run[name].is_number_integer()) return damaged(name);
+  }
+  return absl::OkStatus();
+}
+
 // What the state directories hold, for a run that is to be resumed: its record's "run", null where there is
 // none yet.
 absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   std::vector<std::string> dirs = given;
   // All ranks' records say the same about the run.
-  if (const auto parts = zero::FindParts(given); parts.ok()) dirs = parts->front();
+  if (const auto parts = zero::FindShards(given); parts.ok()) dirs = parts->front();
   const swap::Finding found = swap::Probe(dirs);
   switch (found.holding) {
     case swap::Holding::kNothing:
@@ -113,8 +151,10 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
         dirs.front(), " holds a run that was not made by penstock train; it cannot be resumed here"));
   }
   nlohmann::json run = payload["run"];
+  RETURN_IF_ERROR(CheckRun(run, dirs.front()));
   const nlohmann::json identity = nlohmann::json::parse(inspection->shape.identity, nullptr, false);
-  if (identity.is_object() && identity.contains("dtype")) run["dtype"] = identity["dtype"];
+  if (const auto dtype = zero::JsonField<std::string>(identity, "dtype")) run["dtype"] = *dtype;
+  run["schedule"] = payload.value("schedule", nlohmann::json());
   // Runs from before there was a choice of optimizers.
   if (run.contains("adamw") && !run.contains("optimizer")) {
     run["optimizer"] = run["adamw"] == false ? "Adam" : "AdamW";
@@ -126,6 +166,7 @@ void ResolveDurability(const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   engine.durability = config.penstock.durability.value_or(zero::Durability::kStep);
   engine.versions = static_cast<int>(config.penstock.versions.value_or(0));
+  engine.sync = config.penstock.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
   if (engine.versions == 1) engine.durability = zero::Durability::kCheckpoint;
   if (engine.offload == zero::OffloadDevice::kNvme) return;
   if (config.penstock.durability == zero::Durability::kStep) {
@@ -138,55 +179,169 @@ void ResolveDurability(const zero::Config& config, TrainSettings* settings) {
   }
 }
 
-absl::Status ResolveCheckpoints(const TrainWords& words, TrainSettings* settings) {
+// Where a run without a drive keeps its checkpoints, unless told.
+std::string DefaultCheckpoints(const std::vector<std::string>& state_dirs) {
+  return absl::StrCat(state_dirs.empty() ? kDefaultStateDir : state_dirs.front(), "/", kCheckpointsBeside);
+}
+
+// A path that names one checkpoint, not a directory of them.
+bool IsOneCheckpoint(const std::string& path) { return swap::FindCheckpoint(path).value_or("") == path; }
+
+// A run that would be replaced or refused is told of before anything is measured.
+absl::Status CheckFree(const std::vector<std::string>& dirs) {
+  const swap::Finding found = swap::Probe(dirs);
+  if (found.holding == swap::Holding::kNothing || found.holding == swap::Holding::kForeign)
+    return absl::OkStatus();  // whoever makes the state says what is wrong with others
+  const bool in_use = found.holding == swap::Holding::kInUse;
+  return absl::AlreadyExistsError(
+      absl::StrCat(dirs.front(), " holds a run already", in_use ? ", which another process is training" : "",
+                   ": go on with it (--resume), replace it (--overwrite), or give another --state-dir"));
+}
+
+absl::Status ResolveCheckpoints(const TrainOptions& words, bool trains, TrainSettings* settings) {
   zero::CheckpointSchedule& checkpoints = settings->engine.checkpoints;
   checkpoints.parent = words.checkpoint_dir.value_or("");
+  if (settings->engine.offload != zero::OffloadDevice::kNvme) {
+    // Nothing else outlives the process.
+    checkpoints.at_end = true;
+    if (checkpoints.parent.empty()) checkpoints.parent = DefaultCheckpoints(words.state_dirs);
+  }
   if (words.checkpoint_keep.has_value()) {
     if (!words.checkpoint_every.has_value()) return Wrong("--checkpoint-keep needs --checkpoint-every N");
     checkpoints.keep = *words.checkpoint_keep;
     const absl::Status valid = Check<int64_t>("--checkpoint-keep", checkpoints.keep, 1, int64_t{1} << 31);
     if (!valid.ok()) return valid;
   }
-  if (!words.checkpoint_every.has_value()) return absl::OkStatus();
-  checkpoints.every = *words.checkpoint_every;
-  if (checkpoints.parent.empty()) return Wrong("--checkpoint-every needs --checkpoint-dir DIR");
-  absl::Status valid = Check<int64_t>("--checkpoint-every", checkpoints.every, 1, int64_t{1} << 40);
-  if (!valid.ok() || words.resume || words.overwrite) return valid;
+  if (words.checkpoint_every.has_value()) {
+    checkpoints.every = *words.checkpoint_every;
+    if (checkpoints.parent.empty()) return Wrong("--checkpoint-every needs --checkpoint-dir DIR");
+    absl::Status valid = Check<int64_t>("--checkpoint-every", checkpoints.every, 1, int64_t{1} << 40);
+    if (!valid.ok()) return valid;
+  }
+  for (const std::string& directory : words.state_dirs) {
+    std::error_code error;
+    if (checkpoints.any() && std::filesystem::equivalent(directory, checkpoints.parent, error)) {
+      return Wrong(absl::StrCat("--checkpoint-dir ", checkpoints.parent,
+                                " is the state directory: give checkpoints one of their own"));
+    }
+  }
+  if (!trains || !checkpoints.any() || words.resume) return absl::OkStatus();
+  if (IsOneCheckpoint(checkpoints.parent)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("--checkpoint-dir ", checkpoints.parent,
+                     " is a checkpoint: go on from it (--resume), or give a directory for new ones"));
+  }
+  if (words.overwrite) return absl::OkStatus();
   const std::vector<swap::CheckpointEntry> there = swap::ListCheckpoints(checkpoints.parent);
   if (there.empty()) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
-      "--checkpoint-dir ", checkpoints.parent, " holds checkpoints, the newest of step ", there.back().step,
-      ": go on from it (--resume), replace them (--overwrite), or use another directory"));
+      words.checkpoint_dir.has_value() ? "--checkpoint-dir " : "", checkpoints.parent,
+      " holds checkpoints, the newest of step ", there.back().step,
+      ": go on from it (--resume), replace them (--overwrite), or use another directory (--checkpoint-dir)"));
 }
 
-// Finds what --resume goes on from; null if there is nothing yet. May make a run of a checkpoint.
-absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSettings* settings) {
+// Going on from the one checkpoint that --checkpoint-dir names: new ones go beside it.
+absl::Status KeepBeside(const std::string& checkpoint, TrainSettings* settings) {
+  zero::CheckpointSchedule& schedule = settings->engine.checkpoints;
+  if (!schedule.any() || schedule.parent != checkpoint) return absl::OkStatus();
+  const size_t name = checkpoint.find_last_not_of('/');
+  const size_t slash = checkpoint.rfind('/', name);
+  schedule.parent = slash == std::string::npos ? "." : checkpoint.substr(0, std::max<size_t>(1, slash));
+  const std::vector<swap::CheckpointEntry> there = swap::ListCheckpoints(schedule.parent);
+  const int64_t step = StepIn({checkpoint});
+  if (!schedule.at_end || there.empty() || static_cast<int64_t>(there.back().step) <= step)
+    return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("--checkpoint-dir ", checkpoint, " is of step ", step, ", and ", there.back().path,
+                   ", which is newer, lies where new ones would go: go on with --state-dir ", checkpoint,
+                   " and a --checkpoint-dir for the new ones"));
+}
+
+// --model says what the weights of --init-from are used for: said where they were made for another function.
+void NoteAnotherFunction(const std::string& weights, TrainSettings* settings) {
+  const absl::StatusOr<nlohmann::json> published = ConfigOfWeights(weights);
+  if (!published.ok() || published->is_null()) return;
+  const absl::StatusOr<GptConfig> theirs = GptConfigFromJson(*published);
+  if (!theirs.ok()) {
+    settings->notes.push_back(absl::StrCat("--init-from ", weights,
+                                           ": by its config.json these are weights of "
+                                           "another model (",
+                                           std::string(theirs.status().message()),
+                                           "); --model is taken at its word"));
+    return;
+  }
+  const nlohmann::ordered_json a = settings->model.ToPublished(), b = theirs->ToPublished();
+  std::vector<std::string> differences;
+  for (const char* key : {"activation_function", "layer_norm_epsilon", "scale_attn_weights",
+                          "scale_attn_by_inverse_layer_idx", "resid_pdrop", "embd_pdrop", "attn_pdrop"}) {
+    if (a[key] != b[key])
+      differences.push_back(absl::StrCat(key, " ", a[key].dump(), ", not ", b[key].dump()));
+  }
+  if (differences.empty()) return;
+  settings->notes.push_back(absl::StrCat("--init-from ", weights,
+                                         ": --model computes something else than its "
+                                         "config.json: ",
+                                         absl::StrJoin(differences, "; "),
+                                         "; without --model that one is taken"));
+}
+
+// What cannot be looked at is none.
+bool IsDirectory(const std::string& path) {
+  std::error_code error;
+  return std::filesystem::is_directory(path, error);
+}
+
+// Finds what --resume goes on from; null if there is nothing yet. Where training `starts` it may make a run
+// of a checkpoint.
+absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& words, bool starts,
+                                             TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const std::string& checkpoints = engine.checkpoints.parent;
   absl::StatusOr<std::string> newest = absl::NotFoundError("");
   if (!checkpoints.empty()) newest = swap::FindCheckpoint(checkpoints);
   if (!newest.ok() && !absl::IsNotFound(newest.status())) return newest.status();
+  if (newest.ok()) {
+    RETURN_IF_ERROR(KeepBeside(*newest, settings));
+  }
   if (engine.offload != zero::OffloadDevice::kNvme) {
     // Nothing outlives the process but what was kept: a checkpoint, or the state of a run with a drive.
     settings->goes_back = true;
     engine.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : words.state_dirs;
     if (engine.state_dirs.empty()) {
-      if (checkpoints.empty()) {
+      if (!words.checkpoint_dir.has_value() && !IsDirectory(checkpoints)) {
         return absl::FailedPreconditionError(
-            "--resume with --offload none or cpu goes on from a checkpoint: say where with --checkpoint-dir");
+            absl::StrCat("--resume with --offload none or cpu goes on from a checkpoint, and ", checkpoints,
+                         " holds none: say where with --checkpoint-dir"));
       }
       settings->notes.push_back(absl::StrCat("no checkpoint in ", checkpoints, ": starting over"));
       return nlohmann::json();
     }
     absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
+    if (absl::IsFailedPrecondition(run.status()) && !newest.ok() && !swap::Inspect(engine.state_dirs).ok() &&
+        IsDirectory(DefaultCheckpoints(engine.state_dirs))) {
+      run = nlohmann::json();  // of a run in memory that was killed before it kept anything
+    }
     if (run.ok() && !run->is_null()) {
       settings->notes.push_back(absl::StrCat("going on from ", engine.state_dirs.front()));
+    } else if (run.ok() && newest.ok()) {
+      // It is there, and cannot be read as one: never a reason to start over, which removes those before it.
+      return absl::DataLossError(absl::StrCat(
+          *newest, " is damaged: move it away to go on from an older one, or start over with --overwrite"));
     } else if (run.ok()) {
       settings->notes.push_back(
           absl::StrCat("nothing to go on from in ", engine.state_dirs.front(), ": starting over"));
       engine.state_dirs.clear();
     }
     return run;
+  }
+  const std::string in_memory = DefaultCheckpoints(engine.state_dirs);
+  if (checkpoints.empty() && engine.comm == nullptr && !swap::ListCheckpoints(in_memory).empty() &&
+      !swap::Inspect(engine.state_dirs).ok()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(in_memory,
+                     " holds the checkpoints of a run without a drive, and there is no state beside "
+                     "them: go on with --offload cpu, or with --checkpoint-dir ",
+                     in_memory, " and another --state-dir"));
   }
   absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
   const bool overwritten = IsOverwritten(run.status());
@@ -195,9 +350,18 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainWords& words, TrainSetti
   bool from_checkpoint = newest.ok() && (overwritten || run->is_null());
   if (!alone) {
     GoOn from = GoOn::kState;
-    PENSTOCK_TAKE(from, AgreeOnResume(*engine.comm, run, engine.state_dirs, newest.value_or("")));
+    ASSIGN_OR_RETURN(from, AgreeOnResume(*engine.comm, run, engine.state_dirs, newest.value_or("")));
     from_checkpoint = from == GoOn::kCheckpoint;
     if (from == GoOn::kStartOver) run = nlohmann::json();
+    // What the run is told by the record that all go on from, which is the oldest of those that are there.
+    if (from == GoOn::kState) {
+      ASSIGN_OR_RETURN(*run, OldestRecord(*engine.comm, *run, StepIn(engine.state_dirs)));
+    }
+  }
+  if (from_checkpoint && !starts) {
+    settings->notes.push_back(
+        absl::StrCat("training restores ", engine.state_dirs.front(), " from ", *newest));
+    return FindRun({*newest});
   }
   if (from_checkpoint) {
     // The state is gone, and a checkpoint is left.
@@ -249,13 +413,14 @@ absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json
       settings->batch, " --accumulate ", settings->accumulate, " of each",
       now == sequences ? ", the same sequences in every step"
                        : absl::StrCat("; a step has ", now, " sequences from here on, not ", sequences)));
-  settings->engine.run_changes = {
-      {"ranks", world}, {"batch", settings->batch}, {"accumulate", settings->accumulate}};
+  settings->engine.run_changes.update(
+      {{"ranks", world}, {"batch", settings->batch}, {"accumulate", settings->accumulate}});
   return absl::OkStatus();
 }
 
-absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& config, const Kept& kept,
-                               const nlohmann::json& run, TrainSettings* settings) {
+absl::Status ResolveBatchSizes(const TrainOptions& words, const zero::Config& config,
+                               const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                               TrainSettings* settings) {
   zero::BatchRequest request;
   request.train_batch = config.train_batch_size;
   request.micro_batch = words.batch.has_value() ? words.batch : config.micro_batch_per_rank;
@@ -266,14 +431,38 @@ absl::Status ResolveBatchSizes(const TrainWords& words, const zero::Config& conf
                              Check<int64_t>("--accumulate", request.accumulation.value_or(1), 1, 1 << 20)}) {
     if (!status.ok()) return status;
   }
+  kept.NoteConfig("train_batch", config.train_batch_size);
+  kept.NoteConfig("batch", config.micro_batch_per_rank);
+  kept.NoteConfig("accumulate", config.gradient_accumulation_steps);
   if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
     return SpreadBatch(request, run, settings);
-  absl::StatusOr<zero::BatchSizes> sizes =
-      zero::ResolveBatch(request, settings->engine.world(), kDefaultBatch);
-  if (!sizes.ok()) return sizes.status();
-  PENSTOCK_TAKE(settings->batch, kept.Of("batch", "batch", request.micro_batch, sizes->micro_batch));
-  PENSTOCK_TAKE(settings->accumulate,
-                kept.Of("accumulate", "accumulate", request.accumulation, sizes->accumulation));
+  // What the product of a step was is in the record: the file's is of matter where it is another.
+  const int64_t before = run.is_null() ? 0
+                                       : run.value("batch", kDefaultBatch) *
+                                             run.value("accumulate", int64_t{1}) * settings->engine.world();
+  const bool derives = !settings->resumes || kept.ConfigChanges("train_batch", before);
+  if (!derives) request.train_batch.reset();
+  if (settings->resumes && request.train_batch.has_value() && !request.micro_batch.has_value() &&
+      !request.accumulation.has_value()) {
+    const int64_t batch = run.value("batch", kDefaultBatch);
+    if (*request.train_batch % (batch * settings->engine.world()) == 0) request.micro_batch = batch;
+  }
+  ASSIGN_OR_RETURN(zero::BatchSizes sizes,
+                   zero::ResolveBatch(request, settings->engine.world(),
+                                      settings->resumes ? run.value("batch", kDefaultBatch) : kDefaultBatch));
+  if (settings->resumes && derives && request.train_batch.has_value()) {
+    settings->batch = sizes.micro_batch;
+    settings->accumulate = sizes.accumulation;
+    changes->run.update({{"batch", settings->batch}, {"accumulate", settings->accumulate}});
+    changes->Tell("train_batch", absl::StrCat(before),
+                  absl::StrCat(sizes.train_batch, ", --batch ", settings->batch, " --accumulate ",
+                               settings->accumulate),
+                  "train_batch_size in --config");
+    return absl::OkStatus();
+  }
+  ASSIGN_OR_RETURN(settings->batch, kept.Of("batch", "batch", request.micro_batch, sizes.micro_batch));
+  ASSIGN_OR_RETURN(settings->accumulate,
+                   kept.Of("accumulate", "accumulate", request.accumulation, sizes.accumulation));
   return absl::OkStatus();
 }
 
@@ -289,37 +478,213 @@ bool GoesByOptimizersRate(const zero::SchedulerConfig& scheduler) {
   }
 }
 
-absl::Status ResolveOptimizer(const TrainWords& words, const zero::Config& config, const Kept& kept,
+int64_t DefaultWarmup(int64_t steps) { return std::min<int64_t>(100, steps / 10); }
+
+// What a schedule's last step of its own is; 0: it has none.
+int64_t HorizonOf(const zero::LrSchedule& schedule) {
+  if (const auto* cosine = std::get_if<zero::WarmupThenCosine>(&schedule.spec())) return cosine->horizon;
+  if (const auto* decay = std::get_if<zero::WarmupDecayLr>(&schedule.spec())) return decay->total_num_steps;
+  if (const auto* cosine = std::get_if<zero::WarmupCosineLr>(&schedule.spec()))
+    return cosine->total_num_steps;
+  return 0;
+}
+
+// The config's scheduler, apart from what the run's other words make of it: to tell whether the file
+// changed.
+std::optional<nlohmann::json> SchedulerSaid(const zero::Config& config) {
+  if (!config.scheduler.has_value()) return std::nullopt;
+  constexpr int64_t kAnySteps = 1'000'000;
+  const absl::StatusOr<zero::LrSchedule> schedule =
+      zero::MakeSchedule(*config.scheduler, /*lr=*/1, kAnySteps);
+  return schedule.ok() ? schedule->ToJson() : nlohmann::json();
+}
+
+// The schedule of a run that goes on, where its user changes it: its own with another peak rate or warm-up,
+// its horizon as it was, or the one that the config has anew.
+absl::Status ReviseSchedule(const TrainOptions& words, const zero::ParsedConfig& parsed,
+                            const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                            TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  const zero::Config& config = parsed.config;
+  const double lr = zero::LearningRate(engine.optimizer);
+  const nlohmann::json recorded = run.value("schedule", nlohmann::json());
+  absl::StatusOr<zero::LrSchedule> schedule = absl::NotFoundError("it has none");
+  if (!recorded.is_null()) {
+    schedule = zero::LrSchedule::FromJson(recorded);
+    if (!schedule.ok()) return schedule.status();
+  }
+  bool changed = false;
+  absl::StatusOr<zero::LrSchedule> of_config = absl::NotFoundError("the config has none");
+  if (config.scheduler.has_value()) {
+    zero::Config filled = config;
+    filled.optimizer.lr = lr;  // the run's own, or what was just given
+    if (parsed.deepspeeds) {
+      zero::FillDefaults(parsed.autos, settings->steps, std::max<int64_t>(1, DefaultWarmup(settings->steps)),
+                         &filled);
+    }
+    of_config = zero::MakeSchedule(*filled.scheduler, lr, settings->steps);
+    if (!of_config.ok()) return of_config.status();
+    const bool recorded_too = run.contains("config") && run["config"].contains("scheduler");
+    const absl::StatusOr<zero::LrSchedule> as_made =
+        zero::MakeSchedule(*config.scheduler, run.value("lr", lr), run.value("steps", settings->steps));
+    const bool as_recorded = !recorded_too && as_made.ok() && as_made->ToJson() == recorded;
+    if (kept.ConfigChanges("scheduler", nullptr) && !as_recorded) {
+      changes->Tell("scheduler", recorded.dump(), of_config->ToJson().dump(), "scheduler in --config");
+      schedule = of_config;
+      changed = true;
+    }
+  }
+  // A flag also wins over a scheduler that the config has anew.
+  const bool lr_changes = changed ? words.lr.has_value() : changes->run.contains("lr");
+  if (schedule.ok() && (lr_changes || words.warmup.has_value())) {
+    zero::LrScheduleSpec spec = schedule->spec();
+    const double old_lr = run.value("lr", lr);
+    const auto refused = [&] {
+      return Wrong(absl::StrCat(lr_changes ? kept.SourceOf("lr", "lr") : "--warmup",
+                                ": the rates of this run are those of its scheduler ",
+                                std::string(schedule->name()), ": give another scheduler in --config"));
+    };
+    const auto warm = [&](int64_t* steps) {
+      if (!words.warmup.has_value() || *words.warmup == *steps) return;
+      changes->Tell("warmup", absl::StrCat(*steps), absl::StrCat(*words.warmup), "--warmup");
+      *steps = *words.warmup;
+    };
+    if (auto* constant = std::get_if<zero::Constant>(&spec)) {
+      if (words.warmup.has_value()) {
+        return Wrong("--warmup: this run trains at a constant rate: give a scheduler in --config");
+      }
+      constant->lr = lr;
+    } else if (auto* cosine = std::get_if<zero::WarmupThenCosine>(&spec)) {
+      if (lr_changes) {
+        cosine->min_lr = cosine->lr > 0 ? cosine->min_lr / cosine->lr * lr : lr / 10;
+        cosine->lr = lr;
+      }
+      warm(&cosine->warmup);
+    } else if (auto* of_ratio = std::get_if<zero::WarmupCosineLr>(&spec)) {
+      if (lr_changes) of_ratio->lr = lr;
+      warm(&of_ratio->warmup_num_steps);
+    } else {
+      auto* decay = std::get_if<zero::WarmupDecayLr>(&spec);
+      auto* warmup = decay != nullptr ? &decay->warmup : std::get_if<zero::WarmupLr>(&spec);
+      if (warmup == nullptr) return refused();
+      // One that names its rate itself goes by the flag alone.
+      if (lr_changes && (kept.by_flag("lr") || warmup->warmup_max_lr == old_lr)) warmup->warmup_max_lr = lr;
+      warm(&warmup->warmup_num_steps);
+    }
+    schedule = zero::LrSchedule::Create(spec);
+    if (!schedule.ok()) return schedule.status();
+    changed = changed || schedule->ToJson() != recorded;
+  } else if (!schedule.ok() && words.warmup.has_value()) {
+    return Wrong("--warmup: this run trains at a constant rate: give a scheduler in --config");
+  }
+  if (changed) engine.new_schedule = *schedule;
+  if (!schedule.ok()) return absl::OkStatus();
+  const int64_t horizon = HorizonOf(*schedule);
+  if (horizon > 0 && settings->steps > horizon) {
+    settings->notes.push_back(absl::StrFormat(
+        "the schedule of this run was made for %d steps: those after it train at a rate of %g (--lr, or "
+        "another scheduler in --config, changes that)",
+        horizon, schedule->At(settings->steps).lr));
+  }
+  return absl::OkStatus();
+}
+
+// Flags win, also over rates that the scheduler names itself.
+bool KeepsScheduler(const TrainOptions& words, const zero::SchedulerConfig& scheduler) {
+  return (!words.warmup.has_value() || scheduler.warmup_num_steps == words.warmup) &&
+         (!words.lr.has_value() || GoesByOptimizersRate(scheduler) || scheduler.warmup_max_lr == words.lr);
+}
+
+// DeepSpeed's answer to a file without offload is none; a --state-dir asks for a drive.
+absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& words, const zero::ParsedConfig& parsed,
+                                                  std::vector<std::string>* filled) {
+  if (words.offload.has_value()) return ParseOffload(*words.offload);
+  const std::optional<zero::OffloadDevice> given = zero::CombinedOffload(parsed.config.zero);
+  if (given.has_value()) return *given;
+  if (!parsed.deepspeeds || !words.state_dirs.empty()) return zero::OffloadDevice::kNvme;
+  // A run that is there goes on where it is.
+  if (words.resume) {
+    const swap::Holding holding = swap::Probe(std::vector<std::string>{kDefaultStateDir}).holding;
+    if (holding == swap::Holding::kRun || holding == swap::Holding::kInUse) return zero::OffloadDevice::kNvme;
+  }
+  filled->push_back("zero_optimization.offload_optimizer: none (--offload nvme trains from a drive)");
+  return zero::OffloadDevice::kNone;
+}
+
+// Flags go into the places that the file leaves open, and DeepSpeed's values into the rest of those.
+void FillFromFlagsAndDeepSpeed(const TrainOptions& words, const TrainSettings& settings,
+                               zero::ParsedConfig* parsed, std::vector<std::string>* filled) {
+  zero::Config& config = parsed->config;
+  zero::OptimizerConfig& optimizer = config.optimizer;
+  const auto fill = [](auto& open, const auto& flag) {
+    if (!open.has_value()) open = flag;
+  };
+  fill(optimizer.lr, words.lr);
+  fill(optimizer.weight_decay, words.weight_decay);
+  fill(config.gradient_clipping, words.clip);
+  fill(config.micro_batch_per_rank, words.batch);
+  fill(config.gradient_accumulation_steps, words.accumulate);
+  const bool typed = words.dtype.value_or("auto") != "auto";
+  if (typed && !config.bf16.has_value()) config.bf16 = *words.dtype == "bf16";
+  const bool warms_up = config.scheduler.has_value() &&
+                        config.scheduler->type != zero::SchedulerType::kLrRangeTest &&
+                        config.scheduler->type != zero::SchedulerType::kOneCycle;
+  if (warms_up && words.warmup.has_value() && !config.scheduler->warmup_num_steps.has_value()) {
+    config.scheduler->warmup_num_steps = words.warmup;
+  }
+  if (warms_up && words.lr.has_value() && GoesByOptimizersRate(*config.scheduler)) {
+    config.scheduler->warmup_max_lr = words.lr;
+  }
+  const std::vector<std::string> open = zero::FillDefaults(
+      parsed->autos, settings.steps, std::max<int64_t>(1, DefaultWarmup(settings.steps)), &config);
+  // Of a schedule that flags replace nothing is said.
+  const bool replaced =
+      config.scheduler.has_value() ? !KeepsScheduler(words, *config.scheduler) : words.warmup.has_value();
+  for (const std::string& line : open) {
+    if (!(replaced && absl::StartsWith(line, "scheduler"))) filled->push_back(line);
+  }
+}
+
+absl::Status ResolveOptimizer(const TrainOptions& words, const zero::ParsedConfig& parsed,
+                              const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
                               TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  OptimizerWords given;
+  const zero::Config& config = parsed.config;
+  OptimizerFlags given;
   given.lr = words.lr;
   given.weight_decay = words.weight_decay;
   given.states =
       words.optimizer_states.has_value() ? words.optimizer_states : config.penstock.optimizer_states;
-  PENSTOCK_TAKE(engine.optimizer, ResolveOptimizerOptions(given, config.optimizer, kept, &settings->kept));
-  PENSTOCK_TAKE(engine.optimizer_states, ResolveOptimizerStates(given, kept, &settings->kept));
+  kept.NoteConfig("clip", config.gradient_clipping);
+  kept.NoteConfig("optimizer_states", config.penstock.optimizer_states);
+  ASSIGN_OR_RETURN(engine.optimizer, ResolveOptimizerOptions(given, config.optimizer, kept, &settings->kept));
+  ASSIGN_OR_RETURN(engine.optimizer_states, ResolveOptimizerStates(given, kept, &settings->kept));
   const std::optional<double> clip = words.clip.has_value() ? words.clip : config.gradient_clipping;
-  PENSTOCK_TAKE(engine.clip, kept.Of("clip", "clip", clip, 1.0));
-  if (absl::Status status = Check("--clip", engine.clip, 0.0, 1e30); !status.ok()) return status;
-  absl::StatusOr<zero::LossScaler> scaler = zero::MakeLossScaler(config.fp16);
-  if (!scaler.ok()) return scaler.status();
-  engine.loss_scale = scaler->options();
+  ASSIGN_OR_RETURN(engine.clip, kept.Of("clip", "clip", clip, 1.0));
+  RETURN_IF_ERROR(Check("--clip", engine.clip, 0.0, 1e30));
+  ASSIGN_OR_RETURN(zero::LossScaler scaler, zero::MakeLossScaler(config.fp16));
+  engine.loss_scale = scaler.options();
   const double lr = zero::LearningRate(engine.optimizer);
-  if (settings->resumes) return absl::OkStatus();  // the record has the schedule
+  if (words.warmup.has_value()) {
+    absl::Status valid = Check<int64_t>("--warmup", *words.warmup, 0, int64_t{1} << 40);
+    if (!valid.ok()) return valid;
+  }
+  if (settings->resumes) return ReviseSchedule(words, parsed, kept, run, changes, settings);
 
-  // Flags win, also over rates that the scheduler names itself.
-  const bool keeps_scheduler = config.scheduler.has_value() && !words.warmup.has_value() &&
-                               (!words.lr.has_value() || GoesByOptimizersRate(*config.scheduler));
-  if (keeps_scheduler) {
+  if (config.scheduler.has_value() && KeepsScheduler(words, *config.scheduler)) {
     absl::StatusOr<zero::LrSchedule> schedule = zero::MakeSchedule(*config.scheduler, lr, settings->steps);
     if (!schedule.ok()) return schedule.status();
     engine.schedule = *schedule;
     return absl::OkStatus();
   }
-  const int64_t warmup = words.warmup.value_or(std::min<int64_t>(100, settings->steps / 10));
-  if (absl::Status status = Check<int64_t>("--warmup", warmup, 0, int64_t{1} << 40); !status.ok())
-    return status;
+  if (parsed.deepspeeds && !config.scheduler.has_value() && !words.warmup.has_value()) {
+    absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(zero::Constant{.lr = lr});
+    if (!schedule.ok()) return schedule.status();
+    engine.schedule = *schedule;
+    return absl::OkStatus();
+  }
+  const int64_t warmup = words.warmup.value_or(DefaultWarmup(settings->steps));
+  RETURN_IF_ERROR(Check<int64_t>("--warmup", warmup, 0, int64_t{1} << 40));
   if (config.scheduler.has_value()) {
     settings->notes.push_back(absl::StrFormat(
         "%s takes the place of the config's scheduler: %d steps of warm-up, then a cosine to a "
@@ -333,7 +698,7 @@ absl::Status ResolveOptimizer(const TrainWords& words, const zero::Config& confi
   return absl::OkStatus();
 }
 
-absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, TrainSettings* settings) {
+absl::Status ResolveMemory(const TrainOptions& words, const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   if (words.host_memory.has_value()) {
     absl::StatusOr<int64_t> bytes = ParseSize(*words.host_memory);
@@ -346,7 +711,7 @@ absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, 
     engine.host_memory_bytes = *config.penstock.host_memory_bytes;
   } else if (engine.offload == zero::OffloadDevice::kNvme) {
     const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
-    engine.host_memory_bytes = AvailableMemoryBytes() / 2 / sharing;
+    engine.host_memory_bytes = DefaultHostMemory(sharing, engine.intra_op_threads);
     settings->notes.push_back(
         absl::StrCat("no --host-memory given: ", sharing == 1 ? "" : "a rank's share of ",
                      "half of what is free, ", FormatBytes(engine.host_memory_bytes)));
@@ -356,25 +721,32 @@ absl::Status ResolveMemory(const TrainWords& words, const zero::Config& config, 
 
 // Where a device computes the processor has little to do but updates: two cores are left to what moves.
 int64_t UpdateThreads(const zero::EngineOptions& engine) {
-  if (!engine.device->apart()) return 1;
+  if (!engine.device->has_own_memory()) return 1;
   const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
   return std::max<int64_t>(1, int64_t{zero::DefaultIntraOpThreads()} / sharing - 2);
 }
 
 absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  engine.sync = config.penstock.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
   engine.update_order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
   engine.tile_bytes = config.penstock.tile_bytes.value_or(0);
   const zero::ZeroConfig& zero_config = config.zero;
   if (zero_config.sub_group_size_elements.value_or(0) > 0) {
     // DeepSpeed's unit of an optimizer step is our tile.
-    absl::StatusOr<zero::TileFormat> format = zero::FormatOf(engine);
-    if (!format.ok()) return format.status();
-    const int64_t bytes = format->precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
+    ASSIGN_OR_RETURN(zero::TileFormat format, zero::FormatOf(engine));
+    const int64_t bytes = format.precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
     engine.tile_bytes = engine.tile_bytes > 0 ? std::min(engine.tile_bytes, bytes) : bytes;
   }
   engine.bounds = zero::PlanBoundsOf(config, engine.world());
+  const zero::OffloadOptimizerConfig& offload_optimizer = zero_config.offload_optimizer;
+  const bool no_ahead = offload_optimizer.pipeline_read == false;
+  const bool no_behind = offload_optimizer.pipeline_write == false;
+  if (no_ahead != no_behind) {
+    settings->notes.push_back(absl::StrCat(
+        "zero_optimization.offload_optimizer.pipeline_", no_ahead ? "read" : "write",
+        " false: at most two tiles of optimizer state are in flight at once, one of which may still be read ",
+        "ahead or written behind; with pipeline_read and pipeline_write false it is one at a time"));
+  }
   for (const auto& [given, key, why] :
        {std::tuple{zero_config.reduce_bucket_size_elements.has_value(),
                    "zero_optimization.reduce_bucket_size", "a block is reduced as one, in small pieces"},
@@ -403,7 +775,7 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
 
 }  // namespace
 
-void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
+void DeclareTrainOptions(CLI::App& app, TrainOptions& words, bool plans) {
   // A flag given twice means its last value, so that scripts can be given further words.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.add_option(
@@ -412,6 +784,8 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
   app.add_option("--data", words.data, "Text (its bytes are the tokens), or nanoGPT's .bin");
   app.add_option("--eval-data", words.eval_data, "Held-out text, in the same form");
   app.add_option("--eval-every", words.eval_every, "Evaluate after every so many steps [at the end]");
+  app.add_option("--eval-windows", words.eval_windows,
+                 "Evaluate on so many sequences of the held-out text at the most [all of it]");
   app.add_option("--vocab", words.vocab, "Vocabulary of .bin tokens [256 for text]");
   app.add_option("--config", words.config, "DeepSpeed's JSON; flags win over it");
   app.add_option("--state-dir", words.state_dirs,
@@ -435,15 +809,20 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
                  "What the optimizer's states are kept in: fp32, bf16 or 8bit [fp32]");
   app.add_option("--seed", words.seed, "Of initial values, data order and dropout [1]");
   app.add_option("--threads", words.threads, "Intra-op threads, recorded with the run [one per core]");
-  app.add_flag("--resume", words.resume,
-               "Continue the run in --state-dir; with --offload none or cpu, and where that directory is "
-               "empty, from the newest checkpoint");
+  app.add_flag(
+      "--resume", words.resume,
+      "Continue the run in --state-dir; with --offload none or cpu, and where that directory is "
+      "empty, from the newest checkpoint. Flags that were given another value (--lr, --warmup, --clip, "
+      "--weight-decay, --batch, --accumulate, --seq, --data) change the run from the next step on, and "
+      "so do changed keys of --config: that is told and recorded");
   app.add_flag("--overwrite", words.overwrite,
                "Replace the run in --state-dir, and the checkpoints in --checkpoint-dir");
   app.add_option(
       "--init-from", words.init_from,
       "Initial weights: safetensors in Hugging Face's GPT-2 layout, a file, an index or a directory");
-  app.add_option("--checkpoint-dir", words.checkpoint_dir, "Where checkpoints are kept");
+  app.add_option("--checkpoint-dir", words.checkpoint_dir,
+                 "Where checkpoints are kept; with --offload none or cpu the last step always is "
+                 "[checkpoints/ in --state-dir]");
   app.add_option("--checkpoint-every", words.checkpoint_every,
                  "Keep a checkpoint after every so many steps, written while training goes on");
   app.add_option("--checkpoint-keep", words.checkpoint_keep, "Keep only the newest so many [all]");
@@ -452,7 +831,8 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
     return;
   }
   app.add_option("--rank-timeout", words.rank_timeout,
-                 "Seconds without a sign of life after which another rank counts as lost [30]");
+                 "Seconds without a sign of life after which another rank counts as lost; ten times as many "
+                 "for all to come, sixty times for one that lives and does not go on [30]");
   app.footer(
       "Several processes train together where the environment says so: RANK, WORLD_SIZE, LOCAL_RANK, "
       "MASTER_ADDR and "
@@ -460,7 +840,7 @@ void DeclareTrainWords(CLI::App& app, TrainWords& words, bool plans) {
       "part of the "
       "state in rank-K/ of --state-dir; rank 0 writes report, log and progress.");
   app.add_option("--report", words.report, "Write the run's report, a JSON file");
-  app.add_option("--log", words.log, "Append a JSON line for every committed step");
+  app.add_option("--log", words.log, "Append a JSON line for every committed step and every evaluation");
   app.add_option("--trace", words.trace, "Write a trace for Perfetto or chrome://tracing");
   app.add_flag("--check", words.check, "Only check the words and the config");
   app.add_flag("--quiet", words.quiet, "No progress");
@@ -470,100 +850,136 @@ zero::Batch ExampleBatch(int64_t batch, int64_t seq) {
   return {torch::zeros({batch, seq}, torch::kInt64), torch::zeros({batch, seq}, torch::kInt64)};
 }
 
-absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool needs_data,
-                                                std::shared_ptr<zero::Comm> comm) {
+absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& words, bool needs_data,
+                                                  std::shared_ptr<zero::Comm> comm) {
   TrainSettings settings;
   zero::EngineOptions& engine = settings.engine;
   engine.comm = std::move(comm);
-  zero::Config config;
+  zero::ParsedConfig parsed;
+  parsed.deepspeeds = false;  // without a file the program's own defaults hold
   if (words.config.has_value()) {
-    absl::StatusOr<zero::ParsedConfig> parsed = zero::LoadConfig(*words.config);
-    if (!parsed.ok()) return parsed.status();
-    config = parsed->config;
-    settings.notes = std::move(parsed->notes);
+    ASSIGN_OR_RETURN(parsed, zero::LoadConfig(*words.config));
+    settings.notes = parsed.notes;
   }
+  zero::Config& config = parsed.config;
+  std::vector<std::string> filled;  // what the file leaves open, as DeepSpeed has it
   if (needs_data && !words.data.has_value()) return Wrong("--data FILE is needed: the text to learn");
   if (words.resume && words.overwrite) return Wrong("--resume and --overwrite: one or the other");
 
-  zero::OffloadDevice offload = zero::CombinedOffload(config.zero).value_or(zero::OffloadDevice::kNvme);
-  if (words.offload.has_value()) PENSTOCK_TAKE(offload, ParseOffload(*words.offload));
+  zero::OffloadDevice offload = zero::OffloadDevice::kNvme;
+  ASSIGN_OR_RETURN(offload, ChooseOffload(words, parsed, &filled));
   engine.offload = offload;
   if (offload == zero::OffloadDevice::kNvme) {
     engine.state_dirs = !words.state_dirs.empty() ? words.state_dirs : zero::NvmePaths(config.zero);
     if (engine.state_dirs.empty()) engine.state_dirs = {kDefaultStateDir};
-    if (absl::Status status = CheckRankDirectories(engine.state_dirs, engine.world()); !status.ok())
-      return status;
+    RETURN_IF_ERROR(CheckRankDirectories(engine.state_dirs, engine.world()));
     if (engine.comm != nullptr) engine.state_dirs = zero::RankDirectories(engine.state_dirs, engine.rank());
   }
   ResolveDurability(config, &settings);
-  if (absl::Status status = ResolveCheckpoints(words, &settings); !status.ok()) return status;
+  const bool starts = needs_data && !words.resume && !words.overwrite;
+  if (starts && offload == zero::OffloadDevice::kNvme) {
+    RETURN_IF_ERROR(CheckFree(engine.state_dirs));
+  }
+  RETURN_IF_ERROR(ResolveCheckpoints(words, needs_data, &settings));
   nlohmann::json run;
   if (words.resume) {
-    PENSTOCK_TAKE(run, FindResumable(words, &settings));
+    ASSIGN_OR_RETURN(run, FindResumable(words, /*starts=*/needs_data, &settings));
     settings.resumes = !run.is_null();
   }
   engine.resume = settings.resumes;
   // A run that was killed before its first commit is started over by --resume.
   engine.overwrite = words.overwrite || (words.resume && !settings.resumes);
-  const Kept kept(run);
+  std::set<std::string> flags;
+  for (const auto& [name, given] : {std::pair{"lr", words.lr.has_value()},
+                                    {"clip", words.clip.has_value()},
+                                    {"weight_decay", words.weight_decay.has_value()},
+                                    {"batch", words.batch.has_value()},
+                                    {"accumulate", words.accumulate.has_value()},
+                                    {"seq", words.seq.has_value()},
+                                    {"vocab", words.vocab.has_value()},
+                                    {"seed", words.seed.has_value()},
+                                    {"dtype", words.dtype.has_value()},
+                                    {"optimizer_states", words.optimizer_states.has_value()}}) {
+    if (given) flags.insert(name);
+  }
+  Changes changes;
+  const RecordedOptions kept(run, std::move(flags), &changes);
+  // As the file has it: what fills its open places depends on the run's other words.
+  kept.NoteConfig("scheduler", SchedulerSaid(config));
 
   std::string model_name, dtype;
   if (settings.resumes && !words.model.has_value()) {
-    PENSTOCK_TAKE(settings.model, GptConfigFromJson(run["model"]));
+    ASSIGN_OR_RETURN(settings.model, GptConfigFromJson(run["model"]));
   } else if (words.init_from.has_value() && !words.model.has_value()) {
     nlohmann::json published;
-    PENSTOCK_TAKE(published, ConfigOfWeights(*words.init_from));
+    ASSIGN_OR_RETURN(published, ConfigOfWeights(*words.init_from));
     if (published.is_null()) {
       return Wrong(absl::StrCat("--init-from ", *words.init_from,
                                 ": no config.json tells what model that is: give --model as well"));
     }
-    PENSTOCK_TAKE(settings.model, GptConfigFromJson(published));
-    const bool told =
-        published.contains("activation_function") && published["activation_function"].is_string();
-    const std::string activation = told ? published["activation_function"].get<std::string>() : "gelu";
-    if (activation != "gelu") {
-      settings.notes.push_back(absl::StrCat("--init-from: those weights were trained with ", activation,
-                                            "; this model computes gelu, which is close to gelu_new"));
+    absl::StatusOr<GptConfig> model = GptConfigFromJson(published);
+    if (!model.ok()) {
+      return Wrong(
+          absl::StrCat("--init-from ", *words.init_from, ": ", std::string(model.status().message())));
     }
+    settings.model = *model;
   } else {
-    PENSTOCK_TAKE(settings.model, ParseGptConfig(words.model.value_or("gpt-small")));
+    ASSIGN_OR_RETURN(settings.model, ParseGptConfig(words.model.value_or("gpt-small")));
+    if (words.init_from.has_value()) NoteAnotherFunction(*words.init_from, &settings);
   }
   settings.data_path = words.data.value_or("");
   settings.eval_path = words.eval_data.value_or("");
   settings.eval_every = words.eval_every.value_or(0);
   if (words.eval_every.has_value()) {
     if (settings.eval_path.empty()) return Wrong("--eval-every needs --eval-data FILE");
-    if (absl::Status status = Check<int64_t>("--eval-every", settings.eval_every, 1, int64_t{1} << 40);
-        !status.ok()) {
-      return status;
-    }
+    RETURN_IF_ERROR(Check<int64_t>("--eval-every", settings.eval_every, 1, int64_t{1} << 40));
+  }
+  settings.eval_windows = words.eval_windows.value_or(0);
+  if (words.eval_windows.has_value()) {
+    if (settings.eval_path.empty()) return Wrong("--eval-windows needs --eval-data FILE");
+    RETURN_IF_ERROR(Check<int64_t>("--eval-windows", settings.eval_windows, 1, int64_t{1} << 40));
   }
   if (words.vocab.has_value()) {
-    if (absl::Status status = Check<int64_t>("--vocab", *words.vocab, 1, int64_t{1} << 32); !status.ok())
-      return status;
+    RETURN_IF_ERROR(Check<int64_t>("--vocab", *words.vocab, 1, int64_t{1} << 32));
   }
-  PENSTOCK_TAKE(settings.vocab, kept.Of<int64_t>("vocab", "vocab", words.vocab, 0));
+  ASSIGN_OR_RETURN(settings.vocab, kept.Of<int64_t>("vocab", "vocab", words.vocab, 0));
   if (settings.vocab > 0) settings.model.vocab = settings.vocab;
+  if (settings.resumes && words.model.has_value()) {
+    const absl::StatusOr<GptConfig> made = GptConfigFromJson(run["model"]);
+    const std::string difference =
+        made.ok() ? zero::JsonDifference(made->ToJson(), settings.model.ToJson()) : std::string();
+    if (!difference.empty()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "--model ", *words.model, ": ", engine.state_dirs.empty() ? "" : engine.state_dirs.front(),
+          " holds a run of another model (", difference,
+          "); leave the flag out, or start another run in another --state-dir"));
+    }
+  }
 
   settings.steps = words.steps.value_or(settings.resumes ? run.value("steps", int64_t{100}) : 100);
-  if (absl::Status status = Check<int64_t>("--steps", settings.steps, 1, int64_t{1} << 40); !status.ok())
-    return status;
-  if (absl::Status status = ResolveBatchSizes(words, config, kept, run, &settings); !status.ok())
-    return status;
+  RETURN_IF_ERROR(Check<int64_t>("--steps", settings.steps, 1, int64_t{1} << 40));
+  // On resume the record has what was filled when the run was created.
+  if (parsed.deepspeeds && !settings.resumes) FillFromFlagsAndDeepSpeed(words, settings, &parsed, &filled);
+  if (!filled.empty()) {
+    settings.notes.push_back(absl::StrCat("what ", *words.config,
+                                          " leaves open is as in DeepSpeed, and what is \"auto\" as in "
+                                          "Hugging Face's Trainer: ",
+                                          absl::StrJoin(filled, ", ")));
+  }
+  RETURN_IF_ERROR(ResolveBatchSizes(words, config, kept, run, &changes, &settings));
   if (words.seq.has_value()) {
     if (absl::Status status = Check<int64_t>("--seq", *words.seq, 1, settings.model.context); !status.ok()) {
       return Wrong(absl::StrCat(std::string(status.message()), " (the model's context)"));
     }
   }
-  PENSTOCK_TAKE(settings.seq, kept.Of("seq", "seq", words.seq, settings.model.context));
+  ASSIGN_OR_RETURN(settings.seq, kept.Of("seq", "seq", words.seq, settings.model.context));
 
   int64_t seed = 1;
-  PENSTOCK_TAKE(seed, kept.Of<int64_t>("seed", "seed", words.seed, 1));
-  if (absl::Status status = Check<int64_t>("--seed", seed, 0, int64_t{1} << 62); !status.ok()) return status;
+  ASSIGN_OR_RETURN(seed, kept.Of<int64_t>("seed", "seed", words.seed, 1));
+  RETURN_IF_ERROR(Check<int64_t>("--seed", seed, 0, int64_t{1} << 62));
   engine.seed = static_cast<uint64_t>(seed);
   if (words.threads.has_value()) {
-    if (absl::Status status = Check<int64_t>("--threads", *words.threads, 1, kMostThreads); !status.ok())
-      return status;
+    RETURN_IF_ERROR(Check<int64_t>("--threads", *words.threads, 1, kMostThreads));
   }
   const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
   const int64_t threads =
@@ -575,18 +991,26 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
   }
   engine.intra_op_threads = static_cast<int>(kept_threads);
 
-  PENSTOCK_TAKE(dtype, ChooseDtype(words, config, &settings.notes));
-  if (settings.resumes && !words.dtype.has_value()) dtype = run.value("dtype", dtype);
+  ASSIGN_OR_RETURN(dtype, ChooseDtype(words, config, &settings.notes));
+  std::optional<std::string> said = words.dtype;
+  if (said == "auto") said.reset();
+  if (config.bf16.has_value())
+    kept.NoteConfig("dtype", std::optional<std::string>(*config.bf16 ? "bf16" : "fp32"));
+  if (config.fp16.enabled.value_or(false)) kept.NoteConfig("dtype", std::optional<std::string>("fp16"));
+  if (!said.has_value() && !words.dtype.has_value() && changes.config.contains("dtype")) said = dtype;
+  if (settings.resumes) {
+    ASSIGN_OR_RETURN(dtype, kept.Of("dtype", "dtype", said, run.value("dtype", dtype)));
+  }
   engine.dtype = zero::TorchDtype(*zero::ParseDType(dtype));
-  if (absl::Status status = ResolveOptimizer(words, config, kept, &settings); !status.ok()) return status;
-  if (absl::Status status = ResolveMemory(words, config, &settings); !status.ok()) return status;
-  if (absl::Status status = ResolveIo(config, &settings); !status.ok()) return status;
+  RETURN_IF_ERROR(ResolveOptimizer(words, parsed, kept, run, &changes, &settings));
+  RETURN_IF_ERROR(ResolveMemory(words, config, &settings));
+  RETURN_IF_ERROR(ResolveIo(config, &settings));
 
   if (words.init_from.has_value() && settings.resumes) {
     settings.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
   } else if (words.init_from.has_value()) {
     std::unique_ptr<WeightImport> opened;
-    PENSTOCK_TAKE(opened, WeightImport::Open(*words.init_from, settings.model));
+    ASSIGN_OR_RETURN(opened, WeightImport::Open(*words.init_from, settings.model));
     engine.initial_values = [weights = std::shared_ptr<WeightImport>(std::move(opened))](
                                 int block, int64_t first, int64_t elements, float* to) {
       return weights->Read(block, first, elements, to);
@@ -594,6 +1018,15 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
   }
 
   engine.micro_batches = static_cast<int>(settings.accumulate);
+  // Inputs and targets, as whole numbers of 64 bits: made before anything else is known of the run.
+  int64_t tokens = 0;
+  const int64_t most = std::max(engine.host_memory_bytes, int64_t{64} << 20);
+  if (__builtin_mul_overflow(settings.batch, settings.seq, &tokens) || tokens > most / 16) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("--batch ", settings.batch, " --seq ", settings.seq,
+                     ": the tokens alone are more than the host memory budget of ",
+                     FormatBytes(engine.host_memory_bytes), " has room for"));
+  }
   engine.example = ExampleBatch(settings.batch, settings.seq);
   engine.run = {{"model", settings.model.ToJson()},
                 {"steps", settings.steps},
@@ -606,7 +1039,28 @@ absl::StatusOr<TrainSettings> ResolveTrainWords(const TrainWords& words, bool ne
                 {"clip", engine.clip},
                 {"blas", zero::DescribeBlas().name}};
   if (engine.world() > 1) engine.run["ranks"] = engine.world();
+  if (engine.checkpoints.any()) {
+    // For whoever wants to read the model while it is trained.
+    std::error_code error;
+    std::string parent = std::filesystem::absolute(engine.checkpoints.parent, error);
+    if (error) parent = engine.checkpoints.parent;
+    engine.run["checkpoint_dir"] = parent;
+    changes.run["checkpoint_dir"] = parent;
+  }
   engine.run.update(settings.kept);
+  if (words.config.has_value()) {
+    engine.run["config"] = changes.config;
+    nlohmann::json before = settings.resumes ? run.value("config", nlohmann::json::object()) : changes.config;
+    nlohmann::json now = before;
+    now.update(changes.config);
+    if (now != before) changes.run["config"] = std::move(now);
+  }
+  if (settings.resumes) {
+    if (settings.steps != run.value("steps", settings.steps)) changes.run["steps"] = settings.steps;
+    engine.run_changes.update(changes.run);
+    settings.changes = std::move(changes.told);
+    settings.recorded = std::move(run);
+  }
   return settings;
 }
 

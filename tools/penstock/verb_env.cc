@@ -61,7 +61,7 @@ int RunEnv(int argc, const char* const* argv, std::ostream& out, std::ostream& e
   app.add_option("--dir", directory,
                  "Directory to ask about, such as a state directory (default: the current one)");
   app.add_flag("--json", json, "One JSON object: {section: {name: {value, state, cost}}}");
-  if (const std::optional<int> code = ParseWords(app, argc, argv, out, err)) return *code;
+  if (const std::optional<int> code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::StatusOr<std::vector<EnvItem>> items = ProbeEnvironment(directory);
   if (!items.ok()) return Fail(kName, items.status(), err);
   if (json) {

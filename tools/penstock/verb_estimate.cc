@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "tiering/advice/estimate.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
@@ -90,11 +91,10 @@ absl::StatusOr<double> Bandwidth(const char* flag, const std::string& text) {
 }
 
 absl::Status Run(const Words& w, const ModelSizer& sizer, std::ostream& out) {
-  const absl::StatusOr<ModelSize> size = Size(w, sizer);
-  if (!size.ok()) return size.status();
+  ASSIGN_OR_RETURN(const ModelSize size, Size(w, sizer));
   tiering::EstimateInput input;
-  input.params = size->params;
-  input.largest_layer_params = size->largest_layer_params;
+  input.params = size.params;
+  input.largest_layer_params = size.largest_layer_params;
   input.gpus_per_node = w.gpus;
   input.nodes = w.nodes;
   input.buffer_factor = w.buffer_factor;
@@ -104,7 +104,7 @@ absl::Status Run(const Words& w, const ModelSizer& sizer, std::ostream& out) {
       return absl::InvalidArgumentError(absl::StrCat("--largest-layer: ", largest.status().message()));
     input.largest_layer_params = *largest;
   }
-  if (absl::Status status = tiering::CheckEstimate(input); !status.ok()) return status;
+  RETURN_IF_ERROR(tiering::CheckEstimate(input));
 
   tiering::DriveInput drives;
   const tiering::Precision precision = w.dtype == "fp32"   ? tiering::Precision::Fp32()
@@ -114,12 +114,10 @@ absl::Status Run(const Words& w, const ModelSizer& sizer, std::ostream& out) {
   drives.drives = w.drives;
   drives.rated_bytes_written = w.terabytes_written * 1e12;
   drives.step_seconds = w.step_seconds;
-  const absl::StatusOr<double> read = Bandwidth("--read-bandwidth", w.read);
-  if (!read.ok()) return read.status();
-  drives.read_bytes_per_s = *read;
-  const absl::StatusOr<double> write = Bandwidth("--write-bandwidth", w.write);
-  if (!write.ok()) return write.status();
-  drives.write_bytes_per_s = *write;
+  ASSIGN_OR_RETURN(const double read, Bandwidth("--read-bandwidth", w.read));
+  drives.read_bytes_per_s = read;
+  ASSIGN_OR_RETURN(const double write, Bandwidth("--write-bandwidth", w.write));
+  drives.write_bytes_per_s = write;
 
   if (w.json) {
     out << tiering::EstimateJson(input, drives).dump(2) << std::endl;
@@ -153,7 +151,7 @@ int RunEstimate(int argc, const char* const* argv, std::ostream& out, std::ostre
   CLI::App app("Memory that a model needs, by DeepSpeed's formulas and with Penstock's NVMe tier", kName);
   Words words;
   Declare(app, words, sizer != nullptr);
-  if (const std::optional<int> code = ParseWords(app, argc, argv, out, err)) return *code;
+  if (const std::optional<int> code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Run(words, sizer, out);
   return status.ok() ? kExitOk : Fail(kName, status, err);
 }

@@ -2,18 +2,20 @@
 #include <sys/stat.h>
 
 #include <CLI/CLI.hpp>
+#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
+#include "models/weight_export.h"
 #include "swap/inspect.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/verbs.h"
-#include "models/weight_export.h"
 #include "zero/compute/tile_format.h"
 
 namespace penstock::tools {
@@ -37,23 +39,10 @@ bool IsDirectory(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
-// config.json of Hugging Face's GPT2LMHeadModel.
 nlohmann::ordered_json PublishedConfig(const GptConfig& config, const std::string& dtype) {
-  return {{"architectures", {"GPT2LMHeadModel"}},
-          {"model_type", "gpt2"},
-          {"n_layer", config.layers},
-          {"n_embd", config.width},
-          {"n_head", config.heads},
-          {"n_positions", config.context},
-          {"n_ctx", config.context},
-          {"vocab_size", config.vocab},
-          {"activation_function", "gelu"},
-          {"layer_norm_epsilon", 1e-5},
-          {"resid_pdrop", config.dropout},
-          {"embd_pdrop", config.dropout},
-          {"attn_pdrop", 0.0},
-          {"tie_word_embeddings", true},
-          {"torch_dtype", dtype == "fp32" ? "float32" : "bfloat16"}};
+  nlohmann::ordered_json json = config.ToPublished();
+  json["torch_dtype"] = dtype == "fp32" ? "float32" : "bfloat16";
+  return json;
 }
 
 absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::optional<std::string>& word) {
@@ -68,18 +57,15 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   if (words.dtype != "fp32" && words.dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--dtype ", words.dtype, ": must be fp32 or bf16"));
   }
-  const absl::StatusOr<std::optional<uint64_t>> budget = SizeOf("--host-memory", words.host_memory);
-  if (!budget.ok()) return budget.status();
-  const absl::StatusOr<std::optional<uint64_t>> max_shard = SizeOf("--max-shard", words.max_shard);
-  if (!max_shard.ok()) return max_shard.status();
+  ASSIGN_OR_RETURN(const std::optional<uint64_t> budget, SizeOf("--host-memory", words.host_memory));
+  ASSIGN_OR_RETURN(const std::optional<uint64_t> max_shard, SizeOf("--max-shard", words.max_shard));
   const absl::StatusOr<FoundState> state = FindState(words.dirs);
   if (!state.ok()) return state.status();
   const swap::Inspection* const inspection = &state->inspections.front();
   std::vector<swap::Geometry> geometries;
   for (const swap::Inspection& part : state->inspections) {
-    absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(part.shape);
-    if (!geometry.ok()) return geometry.status();
-    geometries.push_back(*std::move(geometry));
+    ASSIGN_OR_RETURN(swap::Geometry geometry, swap::Geometry::Make(part.shape));
+    geometries.push_back(std::move(geometry));
   }
   const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
   const auto foreign = [&](const std::string& why) {
@@ -105,7 +91,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   ExportOptions options;
   options.dtype = words.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
   options.overwrite = words.overwrite;
-  options.max_shard_bytes = max_shard->value_or(0);
+  options.max_shard_bytes = max_shard.value_or(0);
   const std::string config = PublishedConfig(*model, words.dtype).dump(2);
   const bool into_directory = IsDirectory(words.out);
   options.path = into_directory ? absl::StrCat(words.out, "/model.safetensors") : words.out;
@@ -114,7 +100,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
                       {"penstock_run", swap::UuidText(inspection->shape.uuid)},
                       {"config", PublishedConfig(*model, words.dtype).dump()}};
   const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, *weights);
-  const uint64_t most = budget->value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
+  const uint64_t most = budget.value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
   // The arena takes whole huge pages.
   constexpr uint64_t kHugePage = uint64_t{2} << 20;
   const uint64_t least = (needs.least_bytes + kHugePage - 1) / kHugePage * kHugePage;
@@ -124,31 +110,39 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
                      FormatBytes(static_cast<int64_t>(least)), " (", least, " bytes)"));
   }
   const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
-  absl::StatusOr<std::unique_ptr<StateReader>> reader =
-      StateReader::Open(*state, memory, [&](const std::string& line) {
-        if (!words.quiet) err << line << std::endl;
-      });
-  if (!reader.ok()) return reader.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
+                   StateReader::Open(*state, memory, [&](const std::string& line) {
+                     if (!words.quiet) err << line << std::endl;
+                   }));
+  if (into_directory && !words.overwrite) {
+    const std::string path = absl::StrCat(words.out, "/config.json");
+    std::error_code error;
+    // Of the weights ExportWeights says so itself.
+    const bool weights_there = std::filesystem::exists(options.path, error) ||
+                               std::filesystem::exists(options.path + ".index.json", error);
+    if (!weights_there && std::filesystem::exists(path, error)) {
+      return absl::AlreadyExistsError(absl::StrCat(path, " is there already: use --overwrite to replace it"));
+    }
+  }
   int files = 0;
   {
     ByteProgress progress("exporting", words.quiet);
     options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
-    const absl::StatusOr<int> written =
-        ExportWeights((*reader)->parts(), layout, *weights, (*reader)->memory(), options);
-    if (!written.ok()) return written.status();
-    files = *written;
+    ASSIGN_OR_RETURN(const int written,
+                     ExportWeights(reader->parts(), layout, *weights, reader->memory(), options));
+    files = written;
   }
   if (into_directory) {
     const std::string path = absl::StrCat(words.out, "/config.json");
     std::ofstream file(path, std::ios::trunc);
     file << config << "\n";
     file.close();
-    if (!file) return absl::ErrnoToStatus(errno, absl::StrCat(path, ": write"));
+    if (!file) return StreamError(absl::StrCat(path, ": write"));
   }
   if (!words.quiet) {
     out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
                            files > 1 ? options.path + ".index.json" : options.path,
-                           (*reader)->parts().front()->committed_step(), layout.tensors.size(),
+                           reader->parts().front()->committed_step(), layout.tensors.size(),
                            model->Parameters(), words.dtype,
                            files > 1 ? absl::StrFormat(" in %d files", files) : "")
         << std::flush;
@@ -177,7 +171,7 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_option("--host-memory", words.host_memory, "Most memory for tiles and turned matrices [256M]");
   app.add_flag("--overwrite", words.overwrite, "Replace what is there");
   app.add_flag("--quiet", words.quiet, "No progress, no summary");
-  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   words.out = paths.back();
   words.dirs.assign(paths.begin(), paths.end() - 1);
   const absl::Status status = Export(words, out, err);

@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "tiering/plan/model_graph.h"
 #include "tools/base/cli.h"
@@ -23,10 +24,10 @@ using Json = nlohmann::ordered_json;
 std::string Bytes(uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); }
 
 // The parts of a run's record that the engine wrote; null where another program made the store.
-struct Told {
+struct BroadcastError {
   nlohmann::json identity, payload;
 
-  explicit Told(const swap::Inspection& inspection)
+  explicit BroadcastError(const swap::Inspection& inspection)
       : identity(ParseOrNull(inspection.shape.identity)), payload(ParseOrNull(inspection.record.payload)) {}
   nlohmann::json Of(const char* key) const { return identity.is_object() ? identity.value(key, null) : null; }
   nlohmann::json Committed(const char* key) const {
@@ -37,7 +38,7 @@ struct Told {
   const nlohmann::json null;
 };
 
-uint64_t BytesPerElement(const Told& told) { return told.Of("dtype") == "fp32" ? 4 : 2; }
+uint64_t BytesPerElement(const BroadcastError& told) { return told.Of("dtype") == "fp32" ? 4 : 2; }
 
 // A run of one rank has one of them.
 struct Part {
@@ -47,7 +48,7 @@ struct Part {
 
 Json TilesJson(const Part& part, size_t rank, size_t ranks) {
   const auto& [inspection, geometry] = part;
-  const Told told(inspection);
+  const BroadcastError told(inspection);
   const nlohmann::json blocks = told.Of("block_elements");
   size_t block = 0;
   uint64_t element = 0;  // within its block, or the rank's part of it
@@ -70,7 +71,7 @@ Json TilesJson(const Part& part, size_t rank, size_t ranks) {
     if (!blocks.is_array() || block >= blocks.size() || !blocks[block].is_number_unsigned()) continue;
     const uint64_t elements = geometry.segment_bytes(t, 0) / BytesPerElement(told);
     const auto of_rank =
-        static_cast<uint64_t>(tiering::PartElements(blocks[block].get<int64_t>(), static_cast<int>(ranks)));
+        static_cast<uint64_t>(tiering::ShardElements(blocks[block].get<int64_t>(), static_cast<int>(ranks)));
     if (ranks > 1) tile["rank"] = rank;
     tile["block"] = block;
     tile["first_element"] = rank * of_rank + element;
@@ -103,7 +104,7 @@ uint64_t StateBytes(const Part& part) { return part.inspection.state_bytes; }
 
 Json ToJson(const std::vector<Part>& parts) {
   const swap::Inspection& inspection = parts.front().inspection;
-  const Told told(inspection);
+  const BroadcastError told(inspection);
   Json files = Json::array(), tiles = Json::array(), damage = Json::array();
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     const swap::Inspection& part = parts[rank].inspection;
@@ -154,7 +155,7 @@ std::string ModelLine(const nlohmann::json& model) {
 
 std::string Text(const std::vector<Part>& parts) {
   const swap::Inspection& inspection = parts.front().inspection;
-  const Told told(inspection);
+  const BroadcastError told(inspection);
   const swap::Record& record = inspection.record;
   std::string text = absl::StrCat("run       ", swap::UuidText(inspection.shape.uuid),
                                   InUse(parts) ? ", in use by a running process" : "", "\n");
@@ -203,13 +204,11 @@ std::string Text(const std::vector<Part>& parts) {
 }
 
 absl::Status Inspect(const std::vector<std::string>& words, bool json, std::ostream& out) {
-  absl::StatusOr<FoundState> state = FindState(words);
-  if (!state.ok()) return state.status();
+  ASSIGN_OR_RETURN(FoundState state, FindState(words));
   std::vector<Part> parts;
-  for (swap::Inspection& inspection : state->inspections) {
-    absl::StatusOr<swap::Geometry> geometry = swap::Geometry::Make(inspection.shape);
-    if (!geometry.ok()) return geometry.status();
-    parts.push_back({std::move(inspection), *std::move(geometry)});
+  for (swap::Inspection& inspection : state.inspections) {
+    ASSIGN_OR_RETURN(swap::Geometry geometry, swap::Geometry::Make(inspection.shape));
+    parts.push_back({std::move(inspection), std::move(geometry)});
   }
   if (json) {
     out << ToJson(parts).dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
@@ -228,7 +227,7 @@ int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostrea
   bool json = false;
   app.add_option("DIR", dirs, "State directory or checkpoint; all directories of a striped run")->required();
   app.add_flag("--json", json, "Print JSON, with every tile and checksum");
-  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Inspect(dirs, json, out);
   return status.ok() ? kExitOk : Fail(kName, status, err);
 }

@@ -2,8 +2,10 @@
 // what many nodes would, on paper.
 #include <CLI/CLI.hpp>
 
+#include "base/status_macros.h"
 #include "tiering/advice/what_if.h"
 #include "tools/base/cli.h"
+#include "tools/base/progress.h"
 #include "tools/penstock/cluster_flags.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/trace.h"
@@ -15,19 +17,18 @@
 namespace penstock::tools {
 namespace {
 
-struct PlanWords {
-  TrainWords train;
+struct PlanFlags {
+  TrainOptions train;
   std::string machine, cluster;
   std::string trace;
   double terabytes_written = 600;
   bool no_probe = false;
 };
 
-absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) {
-  absl::StatusOr<TrainSettings> settings = ResolveTrainWords(words.train, /*needs_data=*/false);
-  if (!settings.ok()) return settings.status();
-  for (const std::string& note : settings->notes) err << note << std::endl;
-  zero::EngineOptions& options = settings->engine;
+absl::Status Plan(const PlanFlags& words, std::ostream& out, std::ostream& err) {
+  ASSIGN_OR_RETURN(TrainSettings settings, ResolveTrainOptions(words.train, /*needs_data=*/false));
+  for (const std::string& note : settings.notes) err << note << std::endl;
+  zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
   absl::StatusOr<Machine> machine = Machine();
   options.machine = [&](int64_t state_bytes, const std::function<void()>& compute) {
@@ -37,30 +38,34 @@ absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) 
     machine = ProbeMachine(request);
     return machine.ok() ? machine->model : tiering::MachineModel();
   };
-  absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(MakeGpt(settings->model), options);
-  if (!plan.ok()) return plan.status();
+  Preparing preparing(/*quiet=*/false);
+  options.preparing = [&](const std::string& what) { preparing.Show(what); };
+  ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::Engine::MakePlan(MakeGpt(settings.model), options));
   if (!machine.ok()) return machine.status();
-  absl::StatusOr<tiering::Prediction> prediction = tiering::Predict(plan->graph, plan->plan, machine->model);
-  if (!prediction.ok()) return prediction.status();
-  const PlanFacts facts{*plan, options, *machine, *prediction, words.terabytes_written * 1e12};
-  const std::vector<tiering::WhatIf> what_ifs = tiering::AskWhatIf(
-      plan->graph, plan->options, *prediction, static_cast<int>(options.state_dirs.size()));
+  ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
+  const PlanFacts facts{plan, options, *machine, prediction, words.terabytes_written * 1e12};
+  preparing.Show("asking what if");
+  const std::vector<tiering::WhatIf> what_ifs =
+      tiering::AskWhatIf(plan.graph, plan.options, prediction, static_cast<int>(options.state_dirs.size()));
+  preparing.Clear();
+  // A plan may be for another machine: what would not fit here is told, and no error.
+  const absl::StatusOr<std::string> process = ProcessMemoryText(plan, options, zero::FindHostMemory());
+  const std::string of_process = process.ok() ? *process : std::string(process.status().message());
   if (words.train.json) {
     out << PlanJson(facts, what_ifs).dump(2) << std::endl;
   } else {
-    out << PlanText(facts) << PlanDetails(facts, what_ifs) << std::flush;
+    out << PlanText(facts) << of_process << "\n" << PlanDetails(facts, what_ifs) << std::flush;
   }
   if (words.trace.empty()) return absl::OkStatus();
-  absl::StatusOr<std::unique_ptr<Trace>> trace = Trace::Open(words.trace);
-  if (!trace.ok()) return trace.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(words.trace));
   const auto simulated = tiering::Simulate(
-      plan->graph, plan->plan, machine->model, /*steps=*/2,
+      plan.graph, plan.plan, machine->model, /*steps=*/2,
       [&](tiering::OpId id, const tiering::Op& op, double start, double end) {
-        (*trace)->Add(id, op, start, end);
+        trace->Add(id, op, start, end);
       },
-      [&](tiering::Stall cause, double start, double end) { (*trace)->AddStall(cause, start, end); });
+      [&](tiering::Stall cause, double start, double end) { trace->AddStall(cause, start, end); });
   absl::Status status = simulated.status();
-  status.Update((*trace)->Close());
+  status.Update(trace->Close());
   return status;
 }
 
@@ -69,8 +74,8 @@ absl::Status Plan(const PlanWords& words, std::ostream& out, std::ostream& err) 
 int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app("Shows where everything would live, what would move, and what a step would take",
                "penstock plan");
-  PlanWords words;
-  DeclareTrainWords(app, words.train, /*plans=*/true);
+  PlanFlags words;
+  DeclareTrainOptions(app, words.train, /*plans=*/true);
   app.add_option("--tbw", words.terabytes_written,
                  "Terabytes (10^12) that one drive is rated to be written [600]")
       ->check(CLI::Range(0.001, 1e9));
@@ -83,7 +88,7 @@ int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& 
   app.add_option(
       "--cluster", words.cluster,
       "JSON with nodes, GPUs, drives and a model: plans them on paper, without other flags but --json");
-  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status =
       words.cluster.empty() ? Plan(words, out, err) : PlanCluster(words.cluster, words.train.json, out);
   return status.ok() ? kExitOk : Fail("penstock plan", status, err);

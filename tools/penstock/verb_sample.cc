@@ -7,16 +7,18 @@
 #include <sstream>
 
 #include "absl/strings/str_cat.h"
-#include "swap/inspect.h"
+#include "base/status_macros.h"
 #include "models/causal_attention.h"
-#include "tools/base/cli.h"
 #include "models/gpt.h"
+#include "models/text_sampler.h"
+#include "swap/inspect.h"
+#include "tools/base/cli.h"
 #include "tools/base/size.h"
 #include "tools/penstock/state_reader.h"
-#include "models/text_sampler.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/verbs.h"
 #include "zero/compute/block.h"
+#include "zero/config/json_field.h"
 #include "zero/engine/engine.h"
 #include "zero/memory/threads.h"
 
@@ -72,9 +74,9 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
   if (!dirs.ok()) return dirs.status();
   source.dirs = *std::move(dirs);
-  const absl::StatusOr<FoundState> state = FindState(words.dirs);
-  if (!state.ok()) return state.status();
-  const swap::Inspection& inspection = state->inspections.front();
+  ASSIGN_OR_RETURN(const FoundState state, FindState(words.dirs));
+  RETURN_IF_ERROR(CheckNotTrained(state));
+  const swap::Inspection& inspection = state.inspections.front();
   const nlohmann::json identity = ParseOrNull(inspection.shape.identity);
   const nlohmann::json payload = ParseOrNull(inspection.record.payload);
   const auto foreign = [&](const std::string& why) {
@@ -84,7 +86,7 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype")) {
     return foreign("its identity has no model");
   }
-  if (identity.contains("ranks") && state->parts.size() == 1)
+  if (identity.contains("ranks") && state.parts.size() == 1)
     return foreign("it is one rank's part of a run of several");
   const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
@@ -98,8 +100,9 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   if (payload.is_object() && payload.contains("run") && payload["run"].is_object()) {
     const nlohmann::json& run = payload["run"];
     // Positions beyond those of training have never been trained.
-    source.window = std::clamp<int64_t>(run.value("seq", model->context), 1, model->context);
-    source.bytes = run.value("vocab", int64_t{0}) == 0;
+    source.window =
+        std::clamp<int64_t>(zero::JsonField<int64_t>(run, "seq").value_or(model->context), 1, model->context);
+    source.bytes = zero::JsonField<int64_t>(run, "vocab").value_or(0) == 0;
   }
   source.bytes = source.bytes && source.model.vocab == kBytes;
   return source;
@@ -133,7 +136,7 @@ absl::StatusOr<std::vector<int64_t>> PromptTokens(const Words& words, const Sour
 }
 
 absl::StatusOr<int64_t> Budget(const Words& words) {
-  if (!words.host_memory.has_value()) return AvailableMemoryBytes() / 2;
+  if (!words.host_memory.has_value()) return DefaultHostMemory(1, zero::DefaultIntraOpThreads());
   const absl::StatusOr<int64_t> bytes = ParseSize(*words.host_memory);
   if (bytes.ok() && *bytes > 0) return *bytes;
   return absl::InvalidArgumentError(
@@ -155,36 +158,32 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
 }
 
 absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
-  if (absl::Status status = CheckNumbers(words); !status.ok()) return status;
-  const absl::StatusOr<Source> source = FindSource(words);
-  if (!source.ok()) return source.status();
-  const absl::StatusOr<std::vector<int64_t>> prompt = PromptTokens(words, *source);
-  if (!prompt.ok()) return prompt.status();
-  const absl::StatusOr<int64_t> budget = Budget(words);
-  if (!budget.ok()) return budget.status();
+  RETURN_IF_ERROR(CheckNumbers(words));
+  ASSIGN_OR_RETURN(const Source source, FindSource(words));
+  ASSIGN_OR_RETURN(const std::vector<int64_t> prompt, PromptTokens(words, source));
+  ASSIGN_OR_RETURN(const int64_t budget, Budget(words));
 
-  const auto prompted = static_cast<int64_t>(prompt->size());
-  const int64_t longest = std::min(source->window, prompted + words.tokens);
+  const auto prompted = static_cast<int64_t>(prompt.size());
+  const int64_t longest = std::min(source.window, prompted + words.tokens);
   zero::EngineOptions options;
   options.trains = false;
-  options.dtype = source->dtype;
-  options.state_dirs = source->dirs;
-  options.host_memory_bytes = *budget;
-  options.intra_op_threads = static_cast<int>(words.threads.value_or(source->threads));
+  options.dtype = source.dtype;
+  options.state_dirs = source.dirs;
+  options.host_memory_bytes = budget;
+  options.intra_op_threads = static_cast<int>(words.threads.value_or(source.threads));
   options.log = [&](const std::string& line) {
     if (words.verbose) err << line << std::endl;
   };
   zero::SetIntraOpThreads(options.intra_op_threads);
-  const zero::Model model = MakeGpt(source->model, GptHead::kLastLogits);
+  const zero::Model model = MakeGpt(source.model, GptHead::kLastLogits);
   options.example = ExampleBatch(1, LargestLength(model, options, longest));
-  absl::StatusOr<std::unique_ptr<zero::Engine>> engine = zero::Engine::Create(model, options);
-  if (!engine.ok()) return engine.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<zero::Engine> engine, zero::Engine::Create(model, options));
 
   for (int64_t sample = 0; sample < words.samples; ++sample) {
     TextSampler sampler(words.temperature, words.top_k, static_cast<uint64_t>(words.seed + sample));
-    std::vector<int64_t> tokens = *prompt;
+    std::vector<int64_t> tokens = prompt;
     const auto say = [&](int64_t token) {
-      if (source->bytes) {
+      if (source.bytes) {
         out << static_cast<char>(token);
       } else {
         out << token << ' ';
@@ -192,21 +191,20 @@ absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
     };
     for (const int64_t token : tokens) say(token);
     for (int64_t i = 0; i < words.tokens; ++i) {
-      const auto length = std::min(static_cast<int64_t>(tokens.size()), source->window);
+      const auto length = std::min(static_cast<int64_t>(tokens.size()), source.window);
       zero::Batch batch;
       batch.inputs = torch::empty({1, length}, torch::kInt64);
       std::copy(tokens.end() - length, tokens.end(), batch.inputs.data_ptr<int64_t>());
       batch.targets = batch.inputs;
-      const absl::StatusOr<std::vector<torch::Tensor>> outputs = (*engine)->Infer({batch});
-      if (!outputs.ok()) return outputs.status();
-      const torch::Tensor logits = outputs->front().contiguous();
+      ASSIGN_OR_RETURN(const std::vector<torch::Tensor> outputs, engine->Infer({batch}));
+      const torch::Tensor logits = outputs.front().contiguous();
       const int64_t token = sampler.Next({logits.data_ptr<float>(), static_cast<size_t>(logits.numel())});
       tokens.push_back(token);
       say(token);
       out.flush();
     }
     out << std::endl;
-    if (!out) return absl::ErrnoToStatus(errno, "stdout: write");
+    if (!out) return StreamError("stdout: write");
   }
   return absl::OkStatus();
 }
@@ -229,7 +227,7 @@ int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_option("--threads", words.threads, "Intra-op threads [one per core]");
   app.add_option("--host-memory", words.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
   app.add_flag("--verbose", words.verbose, "Say on stderr how memory and drive are used, and fallbacks");
-  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   words.dirs.insert(words.dirs.end(), flagged.begin(), flagged.end());
   const absl::Status status = Sample(words, out, err);
   return status.ok() ? kExitOk : Fail(kName, status, err);

@@ -1,33 +1,43 @@
 // `penstock train`.
+#include <fcntl.h>
 #include <signal.h>
+#include <sys/random.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <cstring>
+#include <ctime>
 #include <deque>
-#include <fstream>
+#include <filesystem>
 #include <limits>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
+#include "kernels/checksum.h"
 #include "kernels/cpu_features.h"
+#include "swap/checkpoint.h"
 #include "tiering/simulate/run_prediction.h"
 #include "tools/base/cli.h"
+#include "tools/base/progress.h"
+#include "tools/base/size.h"
+#include "tools/base/version.h"
 #include "tools/machine/machine_probe.h"
 #include "tools/penstock/plan_text.h"
-#include "tools/base/progress.h"
 #include "tools/penstock/ranks.h"
-#include "tools/base/size.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_log.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/verbs.h"
-#include "tools/base/version.h"
+#include "zero/config/json_field.h"
 #include "zero/engine/engine_state.h"
 #include "zero/engine/rank_agreement.h"
 #include "zero/engine/report.h"
@@ -37,16 +47,61 @@ namespace penstock::tools {
 namespace {
 
 constexpr const char* kName = "penstock train";
-constexpr int64_t kEvaluationBatches = 16;
+// Steps in a row whose gradients are not finite, after which nothing is to be expected from more of them.
+constexpr int64_t kMostNotFinite = 10;
 
-std::atomic<int> stop_signals{0};
+// The first signal asks for an orderly stop and is acknowledged at once; one more ends the process, and what
+// was kept stands. Launchers send INT and TERM together, or one of them to the group and again to the
+// process: that is the same wish, so a repeat counts after a while only.
+constexpr int64_t kRepeatNs = 1'500'000'000;
+std::atomic<int> stop_signal{0};
+std::atomic<int64_t> stopped_at_ns{0};
+struct Line {
+  char text[256] = {};
+  size_t bytes = 0;
+};
+Line first_lines[2];  // of INT, TERM
+Line last_line;
 
-// The first asks for an orderly stop; a second one ends the process, and the last commit stands.
-void OnStopSignal(int) {
-  if (stop_signals.fetch_add(1) > 0) _exit(kExitFailed);
+const char* SignalName(int signal) { return signal == SIGINT ? "SIGINT" : "SIGTERM"; }
+
+void WriteLine(const Line& line) {
+  // Whoever does not read this stops no training.
+  if (line.bytes > 0) (void)!write(STDERR_FILENO, line.text, line.bytes);
 }
 
-void CatchStopSignals() {
+void OnStopSignal(int signal) {
+  const int saved = errno;
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  const int64_t now_ns = now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
+  int64_t first_ns = 0;
+  if (stopped_at_ns.compare_exchange_strong(first_ns, now_ns)) {
+    stop_signal.store(signal);
+    WriteLine(first_lines[signal == SIGINT ? 0 : 1]);
+  } else if (now_ns - first_ns >= kRepeatNs) {
+    WriteLine(last_line);
+    _exit(kExitFailed);
+  }
+  errno = saved;
+}
+
+void SetLine(const std::string& text, Line* line) {
+  line->bytes = std::min(text.size(), sizeof(line->text));
+  std::memcpy(line->text, text.data(), line->bytes);
+}
+
+// `what_stands`: when the process ends at once. `speaks`: one rank for all.
+void CatchStopSignals(const std::string& what_stands, bool speaks) {
+  if (speaks) {
+    const std::string start = isatty(STDERR_FILENO) == 1 ? "\n" : "";
+    for (const int signal : {SIGINT, SIGTERM}) {
+      SetLine(absl::StrCat(start, SignalName(signal), ": stopping after this step; once more in ",
+                           "two seconds or later stops at once, and leaves ", what_stands, "\n"),
+              &first_lines[signal == SIGINT ? 0 : 1]);
+    }
+    SetLine(absl::StrCat(start, "stopped at once: ", what_stands, " stands\n"), &last_line);
+  }
   struct sigaction action {};
   action.sa_handler = OnStopSignal;
   sigemptyset(&action.sa_mask);
@@ -65,13 +120,69 @@ std::pair<int64_t, int64_t> BytesByKernel() {
   return {int64_t{512} * usage.ru_inblock, int64_t{512} * usage.ru_oublock};
 }
 
+absl::Status CannotWrite(const char* flag, const std::string& path, const std::string& why) {
+  return absl::InvalidArgumentError(
+      absl::StrCat(flag, " ", path, ": cannot be written: ", why, ": give another file"));
+}
+
+// That a file can be written there at the end, without touching it now.
+absl::Status CheckWritable(const char* flag, const std::optional<std::string>& path) {
+  if (!path.has_value()) return absl::OkStatus();
+  struct stat info {};
+  if (stat(path->c_str(), &info) == 0) {
+    if (S_ISDIR(info.st_mode)) return CannotWrite(flag, *path, "it is a directory");
+    if (access(path->c_str(), W_OK) != 0) return CannotWrite(flag, *path, std::strerror(errno));
+    return absl::OkStatus();
+  }
+  std::string parent = std::filesystem::path(*path).parent_path();
+  if (parent.empty()) parent = ".";
+  if (path->empty() || stat(parent.c_str(), &info) != 0)
+    return CannotWrite(flag, *path, absl::StrCat(parent, " is not there"));
+  if (!S_ISDIR(info.st_mode)) return CannotWrite(flag, *path, absl::StrCat(parent, " is not a directory"));
+  if (access(parent.c_str(), W_OK | X_OK) != 0)
+    return CannotWrite(flag, *path, absl::StrCat(parent, ": ", std::strerror(errno)));
+  return absl::OkStatus();
+}
+
+absl::Status WriteWhole(const char* flag, const std::string& path, const std::string& text) {
+  const auto failed = [&](const char* op) {
+    return absl::ErrnoToStatus(errno, absl::StrCat(flag, " ", path, ": ", op));
+  };
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (fd < 0) return failed("open");
+  absl::Status status;
+  for (size_t done = 0; done < text.size() && status.ok();) {
+    const ssize_t n = write(fd, text.data() + done, text.size() - done);
+    if (n < 0 && errno != EINTR) status = failed("write");
+    if (n > 0) done += static_cast<size_t>(n);
+  }
+  if (close(fd) != 0) status.Update(failed("close"));
+  return status;
+}
+
+// What a run is, without what tells two of the same words apart: its id begins with that.
+std::string WhatItIs(const zero::EngineOptions& options) {
+  nlohmann::json what = options.run;
+  what["schedule"] = options.schedule.has_value() ? options.schedule->ToJson() : nlohmann::json();
+  const std::string text = what.dump();
+  return absl::StrFormat("%08x", static_cast<uint32_t>(kernels::Checksum(text.data(), text.size())));
+}
+
+std::string RandomDigits() {
+  uint64_t random = 0;
+  while (getrandom(&random, sizeof(random), 0) != static_cast<ssize_t>(sizeof(random))) {
+  }
+  return absl::StrFormat("%016x", random);
+}
+
 class Training {
  public:
-  Training(TrainWords words, TrainSettings settings, std::ostream& out)
+  Training(TrainOptions words, TrainSettings settings, std::ostream& out)
       : words_(std::move(words)),
         settings_(std::move(settings)),
         out_(out),
-        progress_(ProgressOptions(words_)) {}
+        progress_(ProgressOptions(words_)),
+        preparing_(words_.quiet) {}
 
   absl::Status Run() {
     absl::Status status = Prepare();
@@ -87,7 +198,7 @@ class Training {
   }
 
  private:
-  static Progress::Options ProgressOptions(const TrainWords& words) {
+  static Progress::Options ProgressOptions(const TrainOptions& words) {
     Progress::Options options;
     options.quiet = words.quiet;
     return options;
@@ -98,6 +209,52 @@ class Training {
     out_ << text;
     if (!text.empty() && text.back() != '\n') out_ << '\n';
     out_.flush();
+  }
+
+  // Of what somebody has to hear of, also with --quiet; one rank speaks for all.
+  void Tell(const std::string& text) {
+    if (settings_.engine.rank() == 0) progress_.Print(text);
+  }
+
+  bool on_nvme() const { return settings_.engine.offload == zero::OffloadDevice::kNvme; }
+
+  // The run's id: as recorded, as its log has it, or a new one; the same on all ranks.
+  absl::Status Identify() {
+    zero::EngineOptions& options = settings_.engine;
+    const nlohmann::json& recorded = settings_.recorded;
+    const bool known = recorded.is_object() && recorded.contains("run_id") && recorded["run_id"].is_string();
+    if (known) {
+      run_id_ = recorded["run_id"].get<std::string>();
+    } else {
+      const std::string what = WhatItIs(options);
+      run_id_ = absl::StrCat(what, "-", RandomDigits());
+      const std::string logged =
+          words_.resume && words_.log.has_value() ? TrainLog::RunIdIn(*words_.log) : std::string();
+      // A run from before there were ids takes that of the lines it has had since. One that left nothing to
+      // go on from starts over, and its log with it, if it is the same run to the last word; where every step
+      // is durable nothing can have been lost, and CheckLogged says what is wrong.
+      const bool durable = on_nvme() && options.durability == zero::Durability::kStep;
+      const bool same = logged.rfind(what + "-", 0) == 0;
+      if (!logged.empty() && (settings_.resumes || durable || same)) run_id_ = logged;
+      if (options.comm != nullptr) {
+        ASSIGN_OR_RETURN(std::vector<std::string> all,
+                         options.comm->AllTexts(zero::Channel::kSetup, {"the run's id"}, run_id_));
+        run_id_ = all.front();
+      }
+      if (settings_.resumes) options.run_changes["run_id"] = run_id_;
+    }
+    options.run["run_id"] = run_id_;
+    if (!words_.log.has_value()) return absl::OkStatus();
+    LogOwner owner{.run_id = run_id_, .resumes = words_.resume};
+    // The record of a run from before there were ids says up to which step it had none.
+    if (settings_.resumes) {
+      owner.nameless_until =
+          known ? recorded.value("run_id_since", int64_t{0}) : std::numeric_limits<int64_t>::max();
+    }
+    ASSIGN_OR_RETURN(std::unique_ptr<TrainLog> log, TrainLog::Open(*words_.log, owner));
+    log_ = std::move(log);
+    if (settings_.resumes && !known) options.run_changes["run_id_since"] = log_->last_step();
+    return absl::OkStatus();
   }
 
   absl::Status Prepare() {
@@ -114,32 +271,36 @@ class Training {
       eval_data_ = std::move(*data);
     }
     zero::EngineOptions& options = settings_.engine;
-    absl::StatusOr<uint64_t> fingerprint = data_->Fingerprint();
-    if (!fingerprint.ok()) return fingerprint.status();
-    options.run["data_fingerprint"] = *fingerprint;
-    if (options.comm != nullptr) {
-      // What the words and the config come to.
-      nlohmann::json same = options.run;
-      same["dtype"] = static_cast<int>(options.dtype);
-      same["offload"] = static_cast<int>(options.offload);
-      same["resumes"] = settings_.resumes;
-      same["tile_bytes"] = options.tile_bytes;
-      same["update_order"] = static_cast<int>(options.update_order);
-      if (absl::Status status = zero::AgreeOnWords(*options.comm, same); !status.ok()) return status;
-      Say(absl::StrCat(options.world(), " ranks: ", options.comm->name()));
+    ASSIGN_OR_RETURN(uint64_t fingerprint, data_->Fingerprint());
+    options.run["data_fingerprint"] = fingerprint;
+    if (const nlohmann::json& run = settings_.recorded;
+        run.is_object() && run.value("data_fingerprint", fingerprint) != fingerprint) {
+      options.run_changes["data_fingerprint"] = fingerprint;
+      settings_.changes.push_back(absl::StrCat("the text: another one (--data ", settings_.data_path, ")"));
     }
-    options.stops = [] { return stop_signals.load() != 0; };
+    if (options.comm != nullptr) {
+      ASSIGN_OR_RETURN(std::vector<std::string> agreed,
+                       AgreeOnRun(*options.comm, words_, settings_, *data_, eval_data_.get()));
+      for (const std::string& line : agreed) Say(line);
+    }
+    RETURN_IF_ERROR(Identify());
+    options.stops = [this] { return StopAsked(); };
 
     zero::SetIntraOpThreads(options.intra_op_threads);
     options.log = [this](const std::string& line) {
-      if (!words_.quiet) progress_.Print(line);
+      if (words_.quiet) return;
+      preparing_.Clear();
+      progress_.Print(line);
     };
+    options.preparing = [this](const std::string& what) { preparing_.Show(what); };
     options.machine = [this](int64_t state_bytes, const std::function<void()>& compute) {
       return Probe(state_bytes, compute);
     };
     options.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
     options.describe = [this](const zero::StepResult& result) {
-      return zero::StepJson(result, TokensPerStep());
+      nlohmann::json description = zero::StepJson(result, TokensPerStep());
+      if (!unlogged_.empty()) description["unlogged"] = unlogged_;
+      return description;
     };
     options.committed = [this](const zero::StepResult& result) { return Committed(result); };
     options.checkpointed = [this](int64_t step, const std::string& path, const absl::Status& status) {
@@ -150,9 +311,8 @@ class Training {
     };
     options.tick = [this](tiering::Stall waiting) { Tick(waiting); };
     if (words_.trace.has_value()) {
-      absl::StatusOr<std::unique_ptr<Trace>> trace = Trace::Open(*words_.trace);
-      if (!trace.ok()) return trace.status();
-      trace_ = std::move(*trace);
+      ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(*words_.trace));
+      trace_ = std::move(trace);
     }
     options.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
@@ -164,29 +324,33 @@ class Training {
       };
     }
     report_.Start(options, kVersion, options.world());
+    report_.Identify(run_id_);
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
         zero::Engine::Create(MakeGpt(settings_.model), options);
+    preparing_.Clear();
     if (!engine.ok()) return engine.status();
     engine_ = std::move(*engine);
-    engine_->set_knee_bytes(machine_.drives.knee_bytes);
+    engine_->set_saturating_bytes_in_flight(machine_.drives.saturating_bytes_in_flight);
     report_.Planned(*engine_, machine_.drives, prediction_);
-    run_prediction_ =
-        std::make_unique<tiering::RunPrediction>(engine_->plan().graph, engine_->plan().plan, machine_.model,
-                                                 static_cast<int64_t>(machine_.drives.knee_bytes));
-    if (engine_->run().value("data_fingerprint", *fingerprint) != *fingerprint) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("--data ", settings_.data_path,
-                       ": not the text that this run was created with; --resume goes "
-                       "on with the same data only"));
-    }
+    run_prediction_ = std::make_unique<tiering::RunPrediction>(
+        engine_->plan().graph, engine_->plan().plan, machine_.model,
+        static_cast<int64_t>(machine_.drives.saturating_bytes_in_flight));
     if (log_ != nullptr && words_.resume) {
       absl::Status status = CheckLogged(*log_, engine_->plan(), engine_->step());
       if (status.ok()) status = log_->CutAfter(engine_->step());
-      if (status.ok()) status = log_->AddMissing(engine_->last_description());
+      const nlohmann::json& last = engine_->last_description();
+      if (last.is_object() && last.contains("unlogged") && last["unlogged"].is_array()) {
+        for (const nlohmann::json& step : last["unlogged"]) {
+          if (status.ok()) status = log_->AddMissing(step);
+        }
+      }
+      if (status.ok()) status = log_->AddMissing(last);
       if (!status.ok()) return status;
     }
     if (engine_->resumed_from().has_value())
       Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
+    for (const std::string& change : settings_.changes)
+      Tell(absl::StrCat("changed from step ", engine_->step() + 1, " on: ", change));
     return absl::OkStatus();
   }
 
@@ -229,21 +393,25 @@ class Training {
   absl::Status Planned(const zero::EnginePlan& plan) {
     const zero::EngineOptions& options = settings_.engine;
     machine_.model = plan.options.machine;  // of all ranks
-    absl::StatusOr<tiering::Prediction> prediction = tiering::Predict(plan.graph, plan.plan, machine_.model);
-    if (!prediction.ok()) return prediction.status();
-    prediction_ = *prediction;
+    ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine_.model));
+    prediction_ = prediction;
+    preparing_.Clear();
+    ASSIGN_OR_RETURN(std::string process, ProcessMemoryText(plan, options, zero::FindHostMemory()));
     Say(PlanText({plan, options, machine_, prediction_}));
+    Say(process);
     Say(absl::StrCat("threads: ", options.intra_op_threads, " for compute, ", options.update_workers,
                      " for updates; ", zero::DescribeBlas().name, "; kernels ", kernels::DescribeCpu()));
-    // Before gigabytes are made for a run that could not tell of itself.
-    if (words_.log.has_value()) {
-      absl::StatusOr<std::unique_ptr<TrainLog>> log = TrainLog::Open(*words_.log, words_.resume);
-      if (!log.ok()) return log.status();
-      log_ = std::move(*log);
-      if (words_.resume && !settings_.resumes) {
-        // Nothing is overwritten that somebody may still want to look at.
-        if (absl::Status status = CheckLogged(*log_, plan, 0); !status.ok()) return status;
-      }
+    if (!on_nvme()) {
+      Say(absl::StrCat("checkpoints: the last step, at the end or at a signal to stop, ",
+                       FormatBytes(plan.state_bytes), " in ", options.checkpoints.parent, " (",
+                       FormatBytes(FreeBytes(options.checkpoints.parent)), " free)",
+                       options.checkpoints.every > 0
+                           ? absl::StrCat(", and every ", options.checkpoints.every, " steps")
+                           : "; a kill before that leaves nothing (--checkpoint-every N bounds that)"));
+    }
+    if (log_ != nullptr && words_.resume && !settings_.resumes) {
+      // Nothing is overwritten that somebody may still want to look at.
+      RETURN_IF_ERROR(CheckLogged(*log_, plan, 0));
     }
     if (!settings_.resumes && plan.plan.on_nvme) Say("initialising");
     return absl::OkStatus();
@@ -261,7 +429,9 @@ class Training {
     return settings_.batch * settings_.accumulate * settings_.seq * settings_.engine.world();
   }
   // Several ranks stop after the same step: the one in which all of them heard of it.
-  bool Stops() const { return settings_.engine.world() > 1 ? newest_.stops : stop_signals.load() != 0; }
+  bool Stops() const { return settings_.engine.world() > 1 ? newest_.stops : StopAsked(); }
+  // By a signal, or because the log cannot be written and what is in memory alone is to be kept.
+  bool StopAsked() const { return stop_signal.load() != 0 || !log_trouble_.ok(); }
 
   absl::StatusOr<std::vector<zero::Batch>> Batches(int64_t step) const {
     std::vector<zero::Batch> batches;
@@ -280,67 +450,165 @@ class Training {
     return batches;
   }
 
+  std::string Place() const {
+    return on_nvme() ? settings_.engine.state_dirs.front() : settings_.engine.checkpoints.parent;
+  }
+
+  // A run whose gradients stay what they are learns nothing more. The loss scale of fp16 that is sought makes
+  // such steps on purpose, and gives up by itself.
+  absl::Status CheckFinite(bool at_end) const {
+    const zero::EngineOptions& options = settings_.engine;
+    const bool searches = options.dtype == torch::kHalf && options.loss_scale.dynamic;
+    const int64_t made = engine_->step() - engine_->resumed_from().value_or(0);
+    if (not_finite_ == 0 || searches) return absl::OkStatus();
+    if (not_finite_ < kMostNotFinite && !(at_end && not_finite_ == made)) return absl::OkStatus();
+    return absl::OutOfRangeError(absl::StrFormat(
+        "the gradients of the last %d steps up to step %d were not finite, and the loss is %s: "
+        "nothing was learnt "
+        "from them, and the weights are those of before; --resume with a smaller --lr, go "
+        "back to a checkpoint "
+        "(--checkpoint-dir), or look at the data",
+        not_finite_, engine_->step(),
+        std::isfinite(newest_.loss) ? absl::StrCat(newest_.loss) : "not either"));
+  }
+
   absl::Status Loop() {
-    CatchStopSignals();
+    CatchStopSignals(on_nvme() ? (engine_->plan().plan.commits_every_step ? "the last committed step"
+                                                                          : "the last checkpoint")
+                               : "the newest checkpoint, if there is one",
+                     settings_.engine.rank() == 0);
     begin_ = Seconds();
     bool evaluated = false;
-    while (engine_->step() < settings_.steps && !Stops()) {
+    absl::Status trouble = Steps(&evaluated);
+    if (trouble.ok()) trouble = CheckFinite(/*at_end=*/true);
+    // Before anything else may fail: what was trained is kept, also where the data or an evaluation was
+    // wrong. An error of one rank alone is not for all of them to keep something after: they are told.
+    const bool together = settings_.engine.world() == 1 || trouble.ok() || not_finite_ > 0;
+    absl::StatusOr<std::string> kept = together ? engine_->Keep() : absl::StatusOr<std::string>(trouble);
+    if (!kept.ok()) {
+      const absl::Status& cause = trouble.ok() ? kept.status() : trouble;
+      if (on_nvme()) return cause;
+      const absl::StatusOr<std::string> newest = swap::FindCheckpoint(settings_.engine.checkpoints.parent);
+      return absl::Status(
+          cause.code(), absl::StrCat("step ", engine_->step(), " is lost with this process",
+                                     trouble.ok() ? ", because its checkpoint could not be written: " : ": ",
+                                     std::string(cause.message()), "; ",
+                                     newest.ok() ? absl::StrCat("--resume goes on from ", *newest)
+                                                 : "there is no older one"));
+    }
+    kept_ = *std::move(kept);
+    if (eval_data_ != nullptr && !evaluated && !Stops() && trouble.ok()) trouble = Evaluate();
+    if (const int signal = stop_signal.load(); Stops() && log_trouble_.ok()) {
+      // Another rank may be the one that heard it.
+      stopped_by_ = signal != 0 ? SignalName(signal) : "a signal to another rank";
+      report_.Stopped(stopped_by_);
+      Tell(absl::StrCat("stopped by ", stopped_by_, " after step ", engine_->step(), WhereItIs(),
+                        engine_->step() > 0 ? "; go on with --resume" : ""));
+    }
+    trouble.Update(log_trouble_);
+    return trouble;
+  }
+
+  // All steps that are left, with the evaluations between them. `evaluated`: after the last of them too.
+  absl::Status Steps(bool* evaluated) {
+    absl::Status trouble;
+    if (eval_data_ != nullptr && settings_.eval_every > 0 && log_ != nullptr && engine_->step() > 0 &&
+        engine_->step() % settings_.eval_every == 0 && log_->last_evaluation() < engine_->step() &&
+        settings_.engine.world() == 1) {
+      // A kill came between the step and its evaluation. (Of several ranks only one knows the log.)
+      RETURN_IF_ERROR(Evaluate());
+      *evaluated = true;
+    }
+    while (engine_->step() < settings_.steps && !Stops() && trouble.ok()) {
       const int64_t step = engine_->step() + 1;
       absl::StatusOr<std::vector<zero::Batch>> batches = Batches(step);
       if (!batches.ok()) return batches.status();
       const bool evaluates = settings_.eval_every > 0 && step % settings_.eval_every == 0;
       const bool last = step == settings_.steps;
-      absl::StatusOr<zero::StepResult> result =
-          engine_->Step(std::move(*batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain);
-      if (!result.ok()) return result.status();
-      report_.Stepped(*engine_, *result, TokensPerStep());
+      ASSIGN_OR_RETURN(
+          zero::StepResult result,
+          engine_->Step(std::move(*batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain));
+      report_.Stepped(*engine_, result, TokensPerStep());
       if (run_prediction_->Stepped()) Predicted();
-      if (std::isnan(first_loss_)) first_loss_ = result->loss;
-      newest_ = *result;
-      if (result->skipped)
-        progress_.Print(absl::StrCat("step ", step, ": gradients are not finite, update skipped"));
+      if (std::isnan(first_loss_)) first_loss_ = result.loss;
+      newest_ = result;
+      if (result.skipped) Tell(absl::StrCat("step ", step, ": gradients are not finite, update skipped"));
+      not_finite_ = result.skipped ? not_finite_ + 1 : 0;
+      trouble = CheckFinite(/*at_end=*/false);
       Show(engine_->waiting_for());
-      evaluated = evaluates;
-      if (evaluates) {
-        if (absl::Status status = Evaluate(); !status.ok()) return status;
+      *evaluated = evaluates && trouble.ok();
+      if (*evaluated) {
+        RETURN_IF_ERROR(Evaluate());
       }
     }
-    if (eval_data_ != nullptr && !evaluated && !Stops()) {
-      if (absl::Status status = Evaluate(); !status.ok()) return status;
-    }
-    absl::Status status = engine_->Flush();
-    if (status.ok() && Stops()) {
-      progress_.Print(
-          absl::StrCat("stopped by a signal after step ", engine_->step(), ", which is committed"));
-    }
-    return status;
+    return trouble;
   }
 
+  // ", which is ...": where the last step is to be found after the process.
+  std::string WhereItIs() const {
+    if (engine_->step() == 0) return ": nothing was trained";
+    if (!on_nvme() && kept_.empty()) return ", which was there before";
+    if (!on_nvme()) return absl::StrCat(", which is kept in ", kept_);
+    return absl::StrCat(engine_->committed_step() == engine_->step() ? ", which is committed in "
+                                                                     : ", not all of which is committed in ",
+                        Place());
+  }
+
+  // Every window is a batch of its own, and their losses are added up one by one: the bits of the mean depend
+  // neither on --batch nor on how many pass through the model at once.
   absl::Status Evaluate() {
-    std::vector<zero::Batch> batches;
-    const int64_t windows = eval_data_->EvalWindows();
-    for (int64_t first = 0; first < windows && static_cast<int64_t>(batches.size()) < kEvaluationBatches;) {
-      const int64_t rows = std::min(settings_.batch, windows - first);
-      if (rows < settings_.batch && !batches.empty()) break;  // one shape for all but a very short text
-      zero::Batch batch = ExampleBatch(rows, settings_.seq);
-      const absl::Status filled = eval_data_->FillEval(first, rows, batch.inputs.data_ptr<int64_t>(),
-                                                       batch.targets.data_ptr<int64_t>());
-      if (!filled.ok()) return filled;
-      batches.push_back(std::move(batch));
-      first += rows;
+    const double start = Seconds();
+    const int64_t all = eval_data_->EvalWindows();
+    const int64_t windows = settings_.eval_windows > 0 ? std::min(all, settings_.eval_windows) : all;
+    const int64_t at_once = engine_->EvaluatesAtOnce(ExampleBatch(1, settings_.seq));
+    double sum = 0;
+    for (int64_t first = 0; first < windows; first += at_once) {
+      // A long evaluation does not keep a stop waiting; --resume makes it again. Ranks only stop together.
+      if (settings_.engine.world() == 1 && StopAsked()) return absl::OkStatus();
+      std::vector<zero::Batch> batches;
+      for (int64_t w = first; w < std::min(windows, first + at_once); ++w) {
+        batches.push_back(ExampleBatch(1, settings_.seq));
+        const absl::Status filled = eval_data_->FillEval(w, 1, batches.back().inputs.data_ptr<int64_t>(),
+                                                         batches.back().targets.data_ptr<int64_t>());
+        if (!filled.ok()) return filled;
+      }
+      trains_ = false;
+      absl::StatusOr<std::vector<double>> losses = engine_->EvaluateEach(batches);
+      trains_ = true;
+      if (!losses.ok()) return losses.status();
+      for (const double loss : *losses) sum += loss;
     }
-    trains_ = false;
-    absl::StatusOr<double> loss = engine_->Evaluate(batches);
-    trains_ = true;
-    if (!loss.ok()) return loss.status();
-    evaluation_ = *loss;
-    if (!words_.quiet) progress_.Print(absl::StrFormat("step %d  eval loss %.4f", engine_->step(), *loss));
-    return absl::OkStatus();
+    zero::Evaluation evaluation;
+    evaluation.step = engine_->step();
+    evaluation.loss = evaluation_ = sum / static_cast<double>(windows);
+    evaluation.windows = windows;
+    evaluation.seconds = Seconds() - start;
+    report_.Evaluated(evaluation);
+    if (!words_.quiet) {
+      progress_.Print(absl::StrFormat("step %d  eval loss %.4f over %d sequences", evaluation.step,
+                                      evaluation.loss, windows));
+    }
+    // One line for a step, also where the end of a finished run is looked at again.
+    if (log_ == nullptr || log_->last_evaluation() >= evaluation.step) return absl::OkStatus();
+    return Log(zero::EvaluationJson(evaluation));
   }
 
   absl::Status Committed(const zero::StepResult& result) {
     if (log_ == nullptr) return absl::OkStatus();
-    return log_->Append(zero::StepJson(result, TokensPerStep()));
+    const nlohmann::json step = zero::StepJson(result, TokensPerStep());
+    absl::Status status = Log(step);
+    if (!log_trouble_.ok()) unlogged_.push_back(step);
+    return status;
+  }
+
+  // A step on a drive outlives a log that cannot be written. One in memory alone does not: it is kept first,
+  // and its line with it.
+  absl::Status Log(const nlohmann::json& entry) {
+    if (!log_trouble_.ok()) return absl::OkStatus();
+    absl::Status status = log_->Append(entry);
+    if (on_nvme()) return status;
+    log_trouble_ = std::move(status);
+    return absl::OkStatus();
   }
 
   void Tick(tiering::Stall waiting) {
@@ -382,11 +650,7 @@ class Training {
   absl::Status WriteReport(const absl::Status& status) {
     const std::string text = report_.Finish(engine_.get(), status);
     if (!words_.report.has_value()) return absl::OkStatus();
-    std::ofstream file(*words_.report, std::ios::trunc);
-    file << text;
-    file.close();
-    if (!file) return absl::ErrnoToStatus(errno, absl::StrCat("--report ", *words_.report, ": write"));
-    return absl::OkStatus();
+    return WriteWhole("--report", *words_.report, text);
   }
 
   void Summarize() {
@@ -397,8 +661,12 @@ class Training {
       text = absl::StrFormat("%d steps in %s: loss %.4f -> %.4f, %s tokens/s\n", steps,
                              FormatDuration(seconds), first_loss_, newest_.loss,
                              FormatCount(static_cast<double>(steps * TokensPerStep()) / seconds));
-    } else {
+    } else if (stopped_by_.empty()) {
       text = absl::StrCat("nothing to do: step ", engine_->step(), " of ", settings_.steps, " is done\n");
+    }
+    if (steps > 0 && not_finite_ == steps) {
+      absl::StrAppend(&text,
+                      "all of them were skipped while the loss scale was sought: nothing was learnt yet\n");
     }
     if (!std::isnan(evaluation_)) absl::StrAppend(&text, absl::StrFormat("eval loss %.4f\n", evaluation_));
     if (engine_->plan().plan.on_nvme && steps > 1) {
@@ -416,14 +684,19 @@ class Training {
     if (engine_->plan().plan.on_nvme) {
       absl::StrAppend(&text, "state: ", settings_.engine.state_dirs.front(), ", step ",
                       engine_->committed_step(), " committed; go on with --resume --steps N\n");
+    } else if (!kept_.empty()) {
+      absl::StrAppend(&text, "state: ", kept_, ", step ", engine_->step(),
+                      " kept; go on with --resume --checkpoint-dir ", settings_.engine.checkpoints.parent,
+                      " --steps N\n");
     }
     Say(text);
   }
 
-  const TrainWords words_;
+  const TrainOptions words_;
   TrainSettings settings_;
   std::ostream& out_;
   Progress progress_;
+  Preparing preparing_;
   zero::Report report_;
   Machine machine_;
   std::unique_ptr<tiering::RunPrediction> run_prediction_;
@@ -433,6 +706,12 @@ class Training {
   std::unique_ptr<TrainLog> log_;
   std::unique_ptr<Trace> trace_;
   std::unique_ptr<zero::Engine> engine_;
+  std::string run_id_;
+  std::string kept_;        // the checkpoint of the last step, where there is no drive
+  std::string stopped_by_;  // a signal's name
+  int64_t not_finite_ = 0;  // steps in a row
+  absl::Status log_trouble_;
+  std::vector<nlohmann::json> unlogged_;  // steps since
   zero::StepResult newest_;
   double first_loss_ = std::numeric_limits<double>::quiet_NaN();
   double evaluation_ = std::numeric_limits<double>::quiet_NaN();
@@ -444,14 +723,31 @@ class Training {
   std::deque<Moved> moved_;  // by the drive, as the live view saw it
 };
 
-absl::Status Train(const TrainWords& words, std::ostream& out) {
+// The last of --check: whether it fits. Nothing is written, and no time is measured.
+absl::Status CheckBudget(const TrainOptions& words, TrainSettings settings, std::ostream& out) {
+  zero::EngineOptions& options = settings.engine;
+  zero::SetIntraOpThreads(options.intra_op_threads);
+  Preparing preparing(words.quiet);
+  options.preparing = [&](const std::string& what) { preparing.Show(what); };
+  options.measures_time = false;
+  const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(MakeGpt(settings.model), options);
+  preparing.Clear();
+  if (!plan.ok()) return plan.status();
+  ASSIGN_OR_RETURN(const std::string process, ProcessMemoryText(*plan, options, zero::FindHostMemory()));
+  const int64_t budget = options.host_memory_bytes;
+  out << "the words and the config are right; host memory: the least that works is "
+      << FormatBytes(plan->plan.least_host_memory_bytes)
+      << (budget > 0 ? absl::StrCat(" of ", FormatBytes(budget), " given") : "") << std::endl;
+  return absl::OkStatus();
+}
+
+absl::Status Train(const TrainOptions& words, std::ostream& out) {
   std::shared_ptr<zero::Comm> comm;
   if (!words.check) {
-    absl::StatusOr<std::shared_ptr<zero::Comm>> connected = ConnectRanks(words);
-    if (!connected.ok()) return connected.status();
-    comm = std::move(*connected);
+    ASSIGN_OR_RETURN(std::shared_ptr<zero::Comm> connected, ConnectRanks(words));
+    comm = std::move(connected);
   }
-  TrainWords of_rank = words;
+  TrainOptions of_rank = words;
   if (comm != nullptr && comm->rank() > 0) {
     // Rank 0 speaks for all.
     of_rank.quiet = true;
@@ -459,13 +755,21 @@ absl::Status Train(const TrainWords& words, std::ostream& out) {
     of_rank.log.reset();
     of_rank.trace.reset();
   }
-  absl::StatusOr<TrainSettings> settings = ResolveTrainWords(words, /*needs_data=*/!words.check, comm);
+  if (!words.check) {
+    for (const absl::Status& status :
+         {CheckWritable("--report", of_rank.report), CheckWritable("--log", of_rank.log),
+          CheckWritable("--trace", of_rank.trace)}) {
+      if (status.ok()) continue;
+      if (comm != nullptr) comm->Abort(status);
+      return status;
+    }
+  }
+  absl::StatusOr<TrainSettings> settings = ResolveTrainOptions(words, /*needs_data=*/!words.check, comm);
   if (!settings.ok() && comm != nullptr) comm->Abort(settings.status());
   if (!settings.ok()) return settings.status();
   if (words.check) {
     for (const std::string& note : settings->notes) out << note << "\n";
-    out << "the words and the config are right" << std::endl;
-    return absl::OkStatus();
+    return CheckBudget(words, *std::move(settings), out);
   }
   return Training(of_rank, *std::move(settings), out).Run();
 }
@@ -474,9 +778,9 @@ absl::Status Train(const TrainWords& words, std::ostream& out) {
 
 int RunTrain(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app("Trains a GPT whose state may be many times larger than memory", kName);
-  TrainWords words;
-  DeclareTrainWords(app, words, /*plans=*/false);
-  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  TrainOptions words;
+  DeclareTrainOptions(app, words, /*plans=*/false);
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Train(words, out);
   if (status.ok()) return kExitOk;
   const absl::StatusOr<zero::RankEnvironment> environment = zero::ReadRankEnvironment();

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "swap/verify.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
@@ -44,31 +45,28 @@ nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyRepor
 }
 
 absl::Status Verify(const Words& words, std::ostream& out, std::ostream& err) {
-  absl::StatusOr<FoundState> state = FindState(words.dirs);
-  if (!state.ok()) return state.status();
-  absl::StatusOr<std::unique_ptr<StateReader>> reader =
-      StateReader::Open(*state, kMemoryBytes, [&](const std::string& line) {
-        if (!words.quiet) err << line << std::endl;
-      });
-  if (!reader.ok()) return reader.status();
-  const uint64_t step = (*reader)->parts().front()->committed_step();
-  const size_t ranks = state->parts.size();
+  ASSIGN_OR_RETURN(FoundState state, FindState(words.dirs));
+  ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
+                   StateReader::Open(state, kMemoryBytes, [&](const std::string& line) {
+                     if (!words.quiet) err << line << std::endl;
+                   }));
+  const uint64_t step = reader->parts().front()->committed_step();
+  const size_t ranks = state.parts.size();
   swap::VerifyReport report;
   {
     ByteProgress progress("verifying", words.quiet);
-    for (swap::Store* part : (*reader)->parts()) {
+    for (swap::Store* part : reader->parts()) {
       // Parts are as good as equal.
-      const absl::StatusOr<swap::VerifyReport> of_part =
-          swap::VerifyAll(*part, (*reader)->memory(), [&](uint64_t done, uint64_t total) {
-            progress.Update(report.bytes + done, total * ranks);
-            return true;
-          });
-      if (!of_part.ok()) return of_part.status();
-      report.tiles += of_part->tiles;
-      report.bytes += of_part->bytes;
-      report.seconds += of_part->seconds;
-      report.damaged.insert(report.damaged.end(), of_part->damaged.begin(), of_part->damaged.end());
-      report.notes.insert(report.notes.end(), of_part->notes.begin(), of_part->notes.end());
+      ASSIGN_OR_RETURN(const swap::VerifyReport of_part,
+                       swap::VerifyAll(*part, reader->memory(), [&](uint64_t done, uint64_t total) {
+                         progress.Update(report.bytes + done, total * ranks);
+                         return true;
+                       }));
+      report.tiles += of_part.tiles;
+      report.bytes += of_part.bytes;
+      report.seconds += of_part.seconds;
+      report.damaged.insert(report.damaged.end(), of_part.damaged.begin(), of_part.damaged.end());
+      report.notes.insert(report.notes.end(), of_part.notes.begin(), of_part.notes.end());
     }
   }
   if (words.json) {
@@ -88,11 +86,11 @@ absl::Status Verify(const Words& words, std::ostream& out, std::ostream& err) {
   if (report.whole()) return absl::OkStatus();
   if (report.damaged.empty()) {
     return absl::DataLossError(absl::StrCat(
-        state->name(), ": ", report.notes.size(),
+        state.name(), ": ", report.notes.size(),
         " copies of superblock or commit record are damaged; their twins are whole, so the run still "
         "resumes: copy it to another drive, or keep a checkpoint"));
   }
-  return absl::DataLossError(absl::StrCat(state->name(), ": ", report.damaged.size(), " damaged ranges in ",
+  return absl::DataLossError(absl::StrCat(state.name(), ": ", report.damaged.size(), " damaged ranges in ",
                                           report.tiles, " tiles: go back to a checkpoint that is whole"));
 }
 
@@ -106,7 +104,7 @@ int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream
       ->required();
   app.add_flag("--json", words.json, "Print JSON");
   app.add_flag("--quiet", words.quiet, "No progress, no summary: damaged ranges only");
-  if (const auto code = ParseWords(app, argc, argv, out, err)) return *code;
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Verify(words, out, err);
   return status.ok() ? kExitOk : Fail(kName, status, err);
 }

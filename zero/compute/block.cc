@@ -2,13 +2,34 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 
 #include "kernels/float16.h"
 
 namespace penstock::zero {
 
-RunLayout RunLayout::Of(const torch::nn::Module& module) {
-  RunLayout layout;
+namespace {
+
+// Visits each parameter once, by its first name.
+template <typename Visit>
+void ForParameters(const torch::nn::Module& module, Visit&& visit) {
+  std::set<const void*> seen;
+  for (const auto& item : module.named_parameters()) {
+    if (seen.insert(item.value().unsafeGetTensorImpl()).second) visit(item.key(), item.value());
+  }
+}
+
+}  // namespace
+
+std::vector<torch::Tensor> UniqueParameters(const torch::nn::Module& module) {
+  std::vector<torch::Tensor> parameters;
+  ForParameters(module,
+                [&](const std::string&, const torch::Tensor& tensor) { parameters.push_back(tensor); });
+  return parameters;
+}
+
+FlatLayout FlatLayout::Of(const torch::nn::Module& module) {
+  FlatLayout layout;
   int64_t offset = 0;
   auto add_trained = [&](int64_t from, int64_t to) {
     if (!layout.trained.empty() && layout.trained.back().second == from) {
@@ -17,14 +38,13 @@ RunLayout RunLayout::Of(const torch::nn::Module& module) {
       layout.trained.emplace_back(from, to);
     }
   };
-  for (const auto& item : module.named_parameters()) {
-    const torch::Tensor& tensor = item.value();
+  ForParameters(module, [&](const std::string& name, const torch::Tensor& tensor) {
     const bool flips =
         !layout.parameters.empty() && layout.parameters.back().trains != tensor.requires_grad();
     // Those that train and those that do not share no block of 8-bit states.
     if (flips) offset = tiering::AlignUp(offset, tiering::kScaleBlock);
     Parameter& parameter = layout.parameters.emplace_back();
-    parameter.name = item.key();
+    parameter.name = name;
     parameter.sizes = tensor.sizes().vec();
     parameter.offset = offset;
     parameter.elements = tensor.numel();
@@ -33,7 +53,7 @@ RunLayout RunLayout::Of(const torch::nn::Module& module) {
     const int64_t end = tiering::AlignUp(offset + parameter.elements, kParameterAlignment);
     if (parameter.trains) add_trained(offset, end);
     offset = end;
-  }
+  });
   layout.elements = tiering::AlignUp(std::max<int64_t>(offset, 1), tiering::kElementAlignment);
   if (!layout.parameters.empty() && !layout.parameters.back().trains) {
     offset = tiering::AlignUp(offset, tiering::kScaleBlock);
@@ -42,12 +62,12 @@ RunLayout RunLayout::Of(const torch::nn::Module& module) {
   return layout;
 }
 
-bool RunLayout::Trains() const {
+bool FlatLayout::Trains() const {
   return std::any_of(parameters.begin(), parameters.end(),
                      [](const Parameter& parameter) { return parameter.trains; });
 }
 
-bool RunLayout::SameShapes(const RunLayout& other) const {
+bool FlatLayout::SameShapes(const FlatLayout& other) const {
   if (parameters.size() != other.parameters.size()) return false;
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i].sizes != other.parameters[i].sizes ||
@@ -59,8 +79,8 @@ bool RunLayout::SameShapes(const RunLayout& other) const {
 }
 
 BlockModule::BlockModule(std::shared_ptr<torch::nn::Module> module)
-    : module_(std::move(module)), layout_(RunLayout::Of(*module_)) {
-  parameters_ = module_->parameters();
+    : module_(std::move(module)), layout_(FlatLayout::Of(*module_)) {
+  parameters_ = UniqueParameters(*module_);
   buffers_ = module_->buffers();
   Detach();
 }
@@ -107,16 +127,16 @@ torch::Tensor BlockModule::Gradient(size_t i) const {
   return gradient.defined() ? gradient.contiguous() : gradient;
 }
 
-void CopyParameters(const torch::nn::Module& module, const RunLayout& layout, int64_t offset,
+void CopyParameters(const torch::nn::Module& module, const FlatLayout& layout, int64_t offset,
                     int64_t elements, float* to) {
   std::memset(to, 0, static_cast<size_t>(elements) * sizeof(float));
   size_t i = 0;
-  for (const auto& item : module.named_parameters()) {
+  for (const torch::Tensor& tensor : UniqueParameters(module)) {
     const Parameter& parameter = layout.parameters[i++];
     const int64_t from = std::max(parameter.offset, offset);
     const int64_t end = std::min(parameter.offset + parameter.elements, offset + elements);
     if (from >= end) continue;
-    const torch::Tensor flat = item.value().detach().to(torch::kFloat32).contiguous();
+    const torch::Tensor flat = tensor.detach().to(torch::kFloat32).contiguous();
     kernels::Convert(kernels::DType::kFp32, flat.data_ptr<float>() + (from - parameter.offset),
                      kernels::DType::kFp32, to + (from - offset), static_cast<size_t>(end - from));
   }

@@ -112,7 +112,7 @@ const std::shared_ptr<Device>& HostDevice() {
 absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int) {
   return absl::FailedPreconditionError(
       absl::StrCat("this Penstock was built with LibTorch ", TORCH_VERSION,
-                   ", which has no CUDA; build it with one that has (zero/README.md, \"With a GPU\"), or use "
+                   ", which has no CUDA; build it with one that has (docs/internals/device.md), or use "
                    "--device cpu"));
 }
 #endif

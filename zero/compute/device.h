@@ -1,9 +1,10 @@
 // What computes: the processor, or a device with memory of its own.
 //
-// The engine writes against this interface and never asks which device it has, only whether it is apart from
-// the host. A device apart gets its weights by CopyIn from the host's arena and gives gradients back by
-// CopyOut, or keeps both, and optimizer state with them, which it updates itself (zero/compute/device_state.h); `cpu`
-// computes where the weights lie and copies nothing. Three implementations:
+// The engine writes against this interface and never asks which device it has, only whether it is
+// apart from the host. A device apart gets its weights by CopyIn from the host's arena and
+// gives gradients back by CopyOut, or keeps both, and optimizer state with them, which it updates itself
+// (zero/compute/device_state.h); `cpu` computes where the weights lie and copies nothing. Three
+// implementations:
 //   CpuDevice   (device.cc)       the processor, in host memory
 //   CUDA        (device_cuda.cc)  where LibTorch was built with CUDA: OpenCudaDevice below
 //   TestDevice  (test_device.h)   on the processor, with memory, copy engine and latency of its own: the
@@ -62,7 +63,7 @@ class Device {
   virtual std::string Describe() const = 0;   // for people: model and memory
   // The same for all who share its memory, and for nobody else on any host; empty: nobody does.
   virtual std::string identity() const { return ""; }
-  virtual bool apart() const = 0;                                        // has memory of its own
+  virtual bool has_own_memory() const = 0;                               // has memory of its own
   virtual torch::Device torch_device() const = 0;                        // where LibTorch's tensors are
   virtual torch::Dtype compute_dtype(kernels::DType weights) const = 0;  // of forward and backward
 
@@ -129,7 +130,7 @@ class CpuDevice : public Device {
  public:
   std::string_view name() const override { return "cpu"; }
   std::string Describe() const override { return "the processor"; }
-  bool apart() const override { return false; }
+  bool has_own_memory() const override { return false; }
   torch::Device torch_device() const override { return torch::kCPU; }
   // LibTorch 1.13 has no fp16 products on the CPU: fp16 weights compute in fp32, and their gradients are
   // rounded to fp16 once they are summed.

@@ -6,6 +6,7 @@
 // is over is told by events: for each stream a thread waits for the next one and calls whoever started it, so
 // that neither the executor nor the compute thread ever waits for the device. Host memory is the arena,
 // registered as portable: NVMe to the arena to the device is two transfers by DMA.
+#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -29,10 +30,11 @@
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "aio/cufile.h"
+#include "base/status_macros.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "zero/compute/block.h"
-#include "zero/ranks/comm.h"
 #include "zero/compute/device.h"
+#include "zero/ranks/comm.h"
 
 namespace penstock::zero {
 namespace {
@@ -48,6 +50,7 @@ constexpr int64_t kTensorSlack = int64_t{2 * 20 + 2 * 2 + 32} << 20;
 
 absl::Status Check(cudaError_t error, absl::string_view call) {
   if (error == cudaSuccess) return absl::OkStatus();
+  (void)cudaGetLastError();  // told here: LibTorch, which asks for the last one, must not find it again
   const std::string text =
       absl::StrCat(call, ": ", cudaGetErrorString(error), " (", static_cast<int>(error), ")");
   return error == cudaErrorMemoryAllocation ? absl::ResourceExhaustedError(text) : absl::InternalError(text);
@@ -87,7 +90,10 @@ class Completions {
                      "cudaEventCreate");
     }
     if (status.ok()) status = Check(cudaEventRecord(event, stream), "cudaEventRecord");
-    if (!status.ok()) return done(std::move(status));
+    if (!status.ok()) {
+      if (event != nullptr) (void)cudaEventDestroy(event);
+      return done(std::move(status));
+    }
     {
       std::lock_guard lock(mutex_);
       waiting_.push_back({event, std::move(done)});
@@ -133,7 +139,7 @@ class Completions {
 // By the kernel's list of PCI devices; -1: not known.
 int NodeOf(int device) {
   std::array<char, 32> name{};  // "0000:3B:00.0"; there it is in small letters
-  if (cudaDeviceGetPCIBusId(name.data(), static_cast<int>(name.size()), device) != cudaSuccess) return -1;
+  if (!Check(cudaDeviceGetPCIBusId(name.data(), static_cast<int>(name.size()), device), "").ok()) return -1;
   std::ifstream file(absl::StrCat("/sys/bus/pci/devices/", absl::AsciiStrToLower(name.data()), "/numa_node"));
   int node = -1;
   return file >> node ? node : -1;
@@ -148,6 +154,23 @@ class CudaDevice : public Device {
     if (devices < 1) return absl::FailedPreconditionError("no CUDA device");
     auto device = std::make_shared<CudaDevice>(static_cast<c10::DeviceIndex>(local_rank % devices));
     status = Check(cudaSetDevice(device->index_), "cudaSetDevice");
+    if (!status.ok()) return status;
+    cudaDeviceProp properties{};
+    status = Check(cudaGetDeviceProperties(&properties, device->index_), "cudaGetDeviceProperties");
+    if (!status.ok()) return status;
+    if (properties.major < 8) {  // DeviceAvailable has looked at the first one
+      return absl::FailedPreconditionError(
+          absl::StrCat("CUDA device ", static_cast<int>(device->index_), " (", properties.name,
+                       ") has compute capability ", properties.major, ".", properties.minor,
+                       ", these kernels need 8.0: choose others with CUDA_VISIBLE_DEVICES"));
+    }
+    // Its allocator is there from now on: it is asked for limits and peaks before there is a tensor.
+    try {
+      at::globalContext().lazyInitDevice(torch::kCUDA);
+    } catch (const c10::Error& error) {
+      return absl::InternalError(
+          absl::StrCat("LibTorch's CUDA does not start: ", error.what_without_backtrace()));
+    }
     for (cudaStream_t* stream : {&device->in_, &device->out_, &device->exchange_}) {
       if (status.ok())
         status = Check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -178,9 +201,6 @@ class CudaDevice : public Device {
     if (!status.ok()) return status;
     device->total_ = static_cast<int64_t>(total);
     device->capacity_ = std::max<int64_t>(0, static_cast<int64_t>(free) - kReserve);
-    cudaDeviceProp properties{};
-    status = Check(cudaGetDeviceProperties(&properties, device->index_), "cudaGetDeviceProperties");
-    if (!status.ok()) return status;
     device->description_ =
         absl::StrCat(properties.name, ", ", total >> 20, " MiB, ", free >> 20, " MiB free");
     if (devices > 1) {
@@ -212,7 +232,7 @@ class CudaDevice : public Device {
   std::string_view name() const override { return "cuda"; }
   std::string Describe() const override { return description_; }
   std::string identity() const override { return identity_; }
-  bool apart() const override { return true; }
+  bool has_own_memory() const override { return true; }
   torch::Device torch_device() const override { return {torch::kCUDA, index_}; }
   torch::Dtype compute_dtype(DType weights) const override { return TorchDtype(weights); }
   int64_t capacity_bytes() const override { return capacity_; }
@@ -220,9 +240,7 @@ class CudaDevice : public Device {
   absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override {
     Use();
     if (cufile_ != nullptr) cufile_->Cover(nullptr, 0);
-    if (absl::Status status = Check(cudaFree(std::exchange(arena_, nullptr)), "cudaFree"); !status.ok()) {
-      return status;
-    }
+    RETURN_IF_ERROR(Check(cudaFree(std::exchange(arena_, nullptr)), "cudaFree"));
     absl::Status status = Check(cudaMalloc(&arena_, static_cast<size_t>(std::max<int64_t>(bytes, 1))),
                                 absl::StrCat("cudaMalloc of ", bytes, " bytes"));
     // Padding between parameters is computed with like everything else: it must be numbers.
@@ -397,7 +415,7 @@ class CudaDevice : public Device {
   // Libraries that have just been loaded take memory of their own.
   void LessWhatOthersTook() {
     size_t free = 0, total = 0;
-    if (arena_ != nullptr || cudaMemGetInfo(&free, &total) != cudaSuccess) return;
+    if (arena_ != nullptr || !Check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo").ok()) return;
     capacity_ = std::clamp<int64_t>(static_cast<int64_t>(free) - kReserve, 0, capacity_);
   }
   cudaStream_t ComputeStream() const { return c10::cuda::getDefaultCUDAStream(index_).stream(); }

@@ -15,7 +15,7 @@ TileMemory DeviceState::block(int block) const {
   const tiering::DevicePlan::Block& places = Places(block);
   TileMemory memory;
   memory.elements = plan_.blocks[static_cast<size_t>(block)].elements;
-  memory.weights = Place(plan_.device.run_slots, places.run_slot) +
+  memory.weights = Place(plan_.device.weight_slots, places.weight_slot) +
                    rank_ * memory.elements * plan_.precision.weight_bytes();
   memory.gradient = Place(plan_.device.gradient_slots, places.gradient_slot);
   std::byte* const state = Place(plan_.device.state_slots, places.state_slot);

@@ -1,22 +1,25 @@
 #include "zero/compute/measure.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
 #include <random>
+#include <set>
 #include <sstream>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/cache.h"
 #include "kernels/checksum.h"
-#include "zero/memory/guarded.h"
 #include "zero/compute/stage_runner.h"
-#include "zero/memory/tensor_memory.h"
 #include "zero/compute/update.h"
+#include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -32,11 +35,10 @@ double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Peak of live tensor bytes over `body`, beyond what was live before.
+// Peak of live tensor bytes over `body`, beyond what was live before. What is kept from before is no part of
+// it.
 template <typename Body>
 int64_t PeakOf(Device& device, Body&& body) {
-  // Nothing is kept from before, so that measuring takes no more than what it measures.
-  device.TrimTensors();
   device.ResetLivePeak();
   const int64_t before = device.tensors().live_bytes;
   body();
@@ -51,21 +53,128 @@ void Finish(Device& device) {
   TORCH_CHECK(status.ok(), std::string(status.message()));
 }
 
-// The median of a few runs; the one before them has loaded LibTorch's kernels and the pool's buffers. What a
-// drive would have brought in the meantime is not in the caches, where it would make a block look faster than
-// it trains.
+// Of one run. What a drive would have brought in the meantime is not in the caches, where it would make a
+// block look faster than it trains.
 template <typename Probe, typename Body>
-double SecondsOf(Device& device, Probe& probe, Body&& body) {
-  std::array<double, 3> seconds;
-  for (double& each : seconds) {
-    probe.Renew();
-    const double begin = Seconds();
-    body();
-    Finish(device);
-    each = Seconds() - begin;
-  }
+double SecondsOnce(Device& device, Probe& probe, Body&& body) {
+  probe.Renew();
+  const double begin = Seconds();
+  body();
+  Finish(device);
+  return Seconds() - begin;
+}
+
+// A run of this length is exact to some percent by itself; of shorter ones the median of three counts.
+constexpr double kLongRun = 0.1;
+
+// `first`: of a run that has loaded LibTorch's kernels and the pool's buffers already, or 0.
+template <typename Probe, typename Body>
+double SecondsOf(Device& device, Probe& probe, Body&& body, double first = 0) {
+  if (first > kLongRun) return first;
+  std::vector<double> seconds;
+  do {
+    seconds.push_back(SecondsOnce(device, probe, body));
+  } while (seconds.size() < 3 && seconds.front() <= kLongRun);
   std::sort(seconds.begin(), seconds.end());
-  return seconds[1];
+  return seconds[seconds.size() / 2];
+}
+
+// A NaN is itself, and a stage may have moved its buffers to its device. `before` is on the host.
+bool SameBits(const torch::Tensor& before, const torch::Tensor& now) {
+  if (before.sizes() != now.sizes() || before.scalar_type() != now.scalar_type()) return false;
+  const torch::Tensor here = now.detach().cpu().contiguous();
+  return before.nbytes() == 0 || std::memcmp(before.data_ptr(), here.data_ptr(), before.nbytes()) == 0;
+}
+
+// What a stage must not change, as it was before the stage ran (zero/compute/model.h).
+class Untouched {
+ public:
+  Untouched(const torch::nn::Module& module, const torch::Tensor& input, const Batch& batch)
+      : module_(module),
+        tensors_{{"its input", input},
+                 {"the batch's inputs", batch.inputs},
+                 {"the batch's targets", batch.targets}} {
+    for (const auto& [what, tensor] : tensors_) versions_.push_back(tensor.defined() ? tensor._version() : 0);
+    for (const auto& item : module.named_buffers())
+      buffers_.emplace_back(item.key(), item.value().detach().cpu().clone(torch::MemoryFormat::Contiguous));
+  }
+
+  absl::Status Check(const std::string& stage, const std::string& block) const {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const auto& [what, tensor] = tensors_[i];
+      if (!tensor.defined() || static_cast<int64_t>(tensor._version()) == versions_[i]) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "stage ", stage, " changes ", what,
+          " in place, and backward computes the stage again from it: let it compute a new tensor "
+          "(relu instead of relu_), or begin with a clone()"));
+    }
+    size_t i = 0;
+    for (const auto& item : module_.named_buffers()) {
+      const bool same = i < buffers_.size() && buffers_[i].first == item.key() &&
+                        SameBits(buffers_[i].second, item.value());
+      ++i;
+      if (same) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "block ", block, " changes its buffer ", item.key(), " in stage ", stage,
+          ": backward computes the stage again and would change it twice, blocks of one kind would "
+          "share it, and it is not stored; use a layer without running statistics (LayerNorm, "
+          "GroupNorm, BatchNorm with track_running_stats(false))"));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  const torch::nn::Module& module_;
+  const std::vector<std::pair<const char*, torch::Tensor>> tensors_;
+  std::vector<int64_t> versions_;
+  std::vector<std::pair<std::string, torch::Tensor>> buffers_;
+};
+
+// Each parameter must have memory of its own, in its block and among all blocks.
+class OwnMemory {
+ public:
+  absl::Status Check(const BlockSpec& spec, const torch::nn::Module& module) {
+    std::map<const void*, std::string> storages;  // of this block: it gives them up afterwards
+    std::set<const void*> tensors;
+    for (const auto& item : module.named_parameters()) {
+      const void* const tensor = item.value().unsafeGetTensorImpl();
+      if (!tensors.insert(tensor).second) continue;  // the same parameter under a second name
+      if (const auto [other, is_new] = blocks_.emplace(tensor, spec.name); !is_new) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("block ", spec.name, " has the parameter ", item.key(), ", which block ",
+                         other->second, " has too: make them one block that several stages use"));
+      }
+      if (!item.value().has_storage() || item.value().numel() == 0) continue;
+      const void* const storage = item.value().storage().unsafeGetStorageImpl();
+      if (const auto [other, is_new] = storages.emplace(storage, item.key()); !is_new) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("block ", spec.name, ": its parameters ", other->second, " and ", item.key(),
+                         " lie in one memory: register the tensor that they are parts of, and take the parts "
+                         "where it computes, or give each its own with clone()"));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  std::map<const void*, std::string> blocks_;
+};
+
+// Weights, and gradients as backward leaves them, of the largest block: computing it takes that much,
+// whatever the batch. Where that is more than there is, nothing is run.
+absl::Status CheckLargest(const tiering::ModelGraph& graph, const MeasureOptions& options,
+                          const Device& device) {
+  if (options.host_memory_bytes == 0 || device.has_own_memory()) return absl::OkStatus();
+  const auto width = static_cast<int64_t>(kernels::BytesPerElement(options.weights));
+  const int64_t addend = device.compute_dtype(options.weights) == torch::kBFloat16 ? 2 : 4;
+  for (const tiering::BlockShape& block : graph.blocks) {
+    const int64_t bytes = block.elements * (width + (options.trains && block.trains ? addend : 0));
+    if (bytes <= options.host_memory_bytes) continue;
+    return absl::ResourceExhaustedError(absl::StrCat("block ", block.name, " alone has ", bytes,
+                                                     " bytes of weights",
+                                                     options.trains && block.trains ? " and gradients" : ""));
+  }
+  return absl::OkStatus();
 }
 
 // Numbers as weights and activations are: products of zeros take up to a fifth less time, because processors
@@ -162,12 +271,17 @@ struct StageMeasure {
 
 }  // namespace
 
-absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, kernels::DType weights,
-                                           bool trains, Device& device) {
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example,
+                                           const MeasureOptions& options, Device& device) {
+  const bool trains = options.trains;
+  const auto doing = [&options](const std::string& what) {
+    if (options.doing) options.doing(what);
+  };
   MeasuredModel measured;
   tiering::ModelGraph& graph = measured.graph;
   graph.batch_bytes = Rounded(BytesOf(example.inputs)) + Rounded(BytesOf(example.targets));
   std::map<std::string, size_t> first_of_kind;
+  OwnMemory own;
   for (size_t b = 0; b < model.blocks.size(); ++b) {
     const BlockSpec& spec = model.blocks[b];
     const auto known = spec.kind.empty() ? first_of_kind.end() : first_of_kind.find(spec.kind);
@@ -176,23 +290,33 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
       graph.blocks.back().name = spec.name;
       measured.modules.push_back(measured.modules[known->second]);
     } else {
+      doing(absl::StrCat("building block ", spec.name));
       std::shared_ptr<torch::nn::Module> module;
       int64_t peak = 0;
       const absl::Status built = Guarded(absl::StrCat("building block ", spec.name), [&] {
+        HostDevice()->TrimTensors();
         peak = PeakOf(*HostDevice(), [&] { module = spec.build(); });
         TORCH_CHECK(module != nullptr, "its factory returned nothing");
       });
       if (!built.ok()) return built;
+      RETURN_IF_ERROR(own.Check(spec, *module));
       measured.modules.push_back(std::make_shared<BlockModule>(std::move(module)));
-      const RunLayout& layout = measured.modules.back()->layout();
+      const FlatLayout& layout = measured.modules.back()->layout();
+      if (!spec.initial.empty() && spec.initial.size() != layout.parameters.size()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("block ", spec.name, " says what ", spec.initial.size(),
+                         " parameters begin with, and has ", layout.parameters.size()));
+      }
       graph.blocks.push_back({spec.name, layout.elements, peak, layout.Trains()});
       if (!spec.kind.empty()) first_of_kind[spec.kind] = b;
     }
     measured.parameters += measured.modules.back()->layout().parameter_elements;
   }
+  RETURN_IF_ERROR(CheckLargest(graph, options, device));
 
   std::map<std::string, StageMeasure> known;
   std::map<std::string, MeasuredModel::Busiest> inputs;
+  std::map<std::string, int64_t> samples;  // bytes
   Batch batch;
   const absl::Status moved = Guarded("the example batch", [&] {
     batch = {device.ToDevice(example.inputs), device.ToDevice(example.targets)};
@@ -217,26 +341,42 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
       input = of_kind->second.output;
     } else {
       torch::Tensor output;
+      absl::Status broken;
+      doing(absl::StrCat("measuring stage ", spec.name));
       const absl::Status ran = Guarded(absl::StrCat("measuring stage ", spec.name), [&] {
         const auto& block = measured.modules[static_cast<size_t>(spec.block)];
         block->module().train(trains);
-        StageProbe probe(spec, s == 0, last, block, input, batch, weights, device);
+        // Nothing is kept from the stage before, so that measuring takes no more than what it measures.
+        device.TrimTensors();
+        StageProbe probe(spec, s == 0, last, block, input, batch, options.weights, device);
         shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
         shape.input_scratch_bytes = s == 0 ? 0 : BytesOf(input);
+        const Untouched untouched(block->module(), input, batch);
         auto forward = [&] { probe.Forward(); };
         shape.forward_peak_bytes = PeakOf(device, forward) + Rounded(BytesOf(probe.output()));
-        shape.forward_seconds = SecondsOf(device, probe, forward);
         output = probe.output();
         if (trains) {
+          broken = untouched.Check(spec.name, model.blocks[static_cast<size_t>(spec.block)].name);
+          if (!broken.ok()) return;
           auto backward = [&] { probe.Backward(); };
-          shape.backward_peak_bytes = PeakOf(device, backward);
-          shape.backward_seconds = SecondsOf(device, probe, backward);
+          double first = 0;  // the pool's buffers are there from forward, most of them
+          shape.backward_peak_bytes = PeakOf(device, [&] { first = SecondsOnce(device, probe, backward); });
+          broken = untouched.Check(spec.name, model.blocks[static_cast<size_t>(spec.block)].name);
+          if (!broken.ok()) return;
+          if (options.times) shape.backward_seconds = SecondsOf(device, probe, backward, first);
         }
+        if (options.times) shape.forward_seconds = SecondsOf(device, probe, forward);
       });
+      if (!broken.ok()) return broken;
       if (!ran.ok()) return ran;
       known[key.str()] = {shape, kind.empty() ? torch::Tensor() : output, 0};
       of_kind = known.find(key.str());
-      inputs[key.str()] = {static_cast<int>(s), input.sizes().vec(), input.scalar_type()};
+      inputs[key.str()] = {static_cast<int>(s), input.sizes().vec(), input.scalar_type(),
+                           /*forward_only=*/shape.backward_seconds > 2 * kLongRun};
+      samples[key.str()] = Rounded(graph.blocks[static_cast<size_t>(spec.block)].elements *
+                                   static_cast<int64_t>(kernels::BytesPerElement(options.weights))) +
+                           shape.input_bytes + graph.batch_bytes +
+                           std::max(shape.forward_peak_bytes, shape.backward_peak_bytes);
       input = output;
     }
     of_kind->second.backward_seconds += shape.backward_seconds;
@@ -247,7 +387,10 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
   const auto busiest = std::max_element(known.begin(), known.end(), [](const auto& a, const auto& b) {
     return a.second.backward_seconds < b.second.backward_seconds;
   });
-  if (trains && busiest != known.end()) measured.busiest = inputs.at(busiest->first);
+  if (trains && busiest != known.end()) {
+    measured.busiest = inputs.at(busiest->first);
+    measured.sample_bytes = samples.at(busiest->first);
+  }
   input = torch::Tensor();
   batch = Batch();
   known.clear();
@@ -268,7 +411,7 @@ absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
   if (here == nullptr)
     return absl::ResourceExhaustedError(absl::StrCat(bytes, " bytes to measure copies with"));
   std::memset(here.get(), 0, static_cast<size_t>(bytes));
-  if (absl::Status status = device.RegisterHost(here.get(), bytes); !status.ok()) return status;
+  RETURN_IF_ERROR(device.RegisterHost(here.get(), bytes));
   absl::Status failed;
   // Pieces one after the other, as the lanes have them in flight, for long enough that what begins and ends
   // the series does not count; the second series does.
@@ -324,9 +467,13 @@ std::function<void()> BusiestStage(const Model& model, const MeasuredModel& meas
                                         std::move(input), batch, weights, device);
   };
   // Made when it is first called: whoever needs no sample pays for none.
-  return [make, probe = std::shared_ptr<StageProbe>(), &device]() mutable {
+  return [make, probe = std::shared_ptr<StageProbe>(), &device, &measured]() mutable {
     if (probe == nullptr) probe = make();
-    probe->Backward();
+    if (measured.busiest.forward_only) {
+      probe->Forward();
+    } else {
+      probe->Backward();
+    }
     Finish(device);
   };
 }
@@ -348,7 +495,7 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
     place += tiering::AlignUp(precision.SegmentBytes(s, elements), tiering::kPage);
   }
   memory.gradient = place;
-  RunLayout layout;
+  FlatLayout layout;
   layout.elements = elements;
   layout.trained = {{0, elements}};
   const auto updates = UpdatesOf(format, /*seed=*/1, layout, {0, elements}, memory);
@@ -372,7 +519,7 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
 
 double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer) {
   constexpr int64_t kElements = int64_t{1} << 19;
-  RunLayout layout;
+  FlatLayout layout;
   layout.elements = kElements;
   layout.trained = {{0, kElements}};
   TileMemory memory;
@@ -408,7 +555,7 @@ double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optim
 double SecondsOfCompute(const std::function<void()>& compute) {
   const double begin = Seconds();
   int calls = 0;
-  for (; calls < 3 || Seconds() - begin < 0.5; ++calls) compute();
+  for (; calls < 1 || Seconds() - begin < 0.25; ++calls) compute();
   return (Seconds() - begin) / calls;
 }
 

@@ -1,7 +1,8 @@
 // Finds out what a model takes before the run starts: builds one block of each kind and runs it once.
 //
 // Nothing is guessed: the bytes are those that LibTorch asked its allocator for, with the real batch and
-// sequence.
+// sequence. Blocks that say what they begin with (BlockSpec::initial) are built without memory; whatever else
+// is made is bounded by the limit on tensors (zero/memory/tensor_memory.h), which the caller sets.
 #ifndef PENSTOCK_ZERO_COMPUTE_MEASURE_H_
 #define PENSTOCK_ZERO_COMPUTE_MEASURE_H_
 
@@ -25,27 +26,38 @@ struct MeasuredModel {
   tiering::ModelGraph graph;
   std::vector<std::shared_ptr<BlockModule>> modules;  // [block]; blocks of one kind share
   int64_t parameters = 0;                             // without padding
+  int64_t sample_bytes = 0;                           // that BusiestStage takes
   // Of the stages, those that backward spends most time in, and what goes into them.
   struct Busiest {
     int stage = -1;  // one of them; -1: nothing is trained
     std::vector<int64_t> input_sizes;
     torch::Dtype input_type = torch::kFloat32;
+    bool forward_only = false;  // a sample of it is its forward: the backward is long
   } busiest;
 };
 
-// `example` is one micro-batch of the run's shapes. `trains`: false measures forward only. Stages are
-// measured on the device that will compute them, blocks are built in host memory.
-absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example, kernels::DType weights,
-                                           bool trains, Device& device);
+struct MeasureOptions {
+  kernels::DType weights = kernels::DType::kBf16;
+  bool trains = true;                                  // false: forward only
+  bool times = true;                                   // false: memory only, a pass of each kind of stage
+  int64_t host_memory_bytes = 0;                       // that there is for it; 0: no bound
+  std::function<void(const std::string& what)> doing;  // what takes its time just now, for people
+};
 
-// Backward of the busiest stage, once a call, on the caller's thread: a sample of compute, for measuring it
-// beside other work. Takes the memory that the stage takes, from the first call on. Throws as LibTorch does;
-// all that is given outlives it. `measured` has a busiest stage.
+// `example` is one micro-batch of the run's shapes. Stages are measured on the device that will compute them,
+// blocks are built in host memory. kResourceExhausted: it takes more than there is, and nothing of that size
+// was allocated. kInvalidArgument: a block breaks a rule of zero/compute/model.h.
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example,
+                                           const MeasureOptions& options, Device& device);
+
+// The busiest stage, once a call, on the caller's thread: a sample of compute, for measuring it beside other
+// work. Its backward, or where that is long its forward. Takes the memory that the stage takes, from the
+// first call on. Throws as LibTorch does; all that is given outlives it. `measured` has a busiest stage.
 std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
                                    kernels::DType weights, Device& device);
 
-// What copies between registered host memory and a device apart reach, in some of its memory: before its
-// arena is made.
+// What copies between registered host memory and a device apart reach, in some of its memory: before
+// its arena is made.
 struct CopyRates {
   double h2d_bytes_per_s = 0;
   double d2h_bytes_per_s = 0;
@@ -59,7 +71,7 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
 // Parameters per second that one update worker gets through, checksums included, from memory.
 double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer);
 
-// Seconds of a call of `compute`, over half a second or three calls.
+// Seconds of a call of `compute`, over a quarter of a second or one call.
 double SecondsOfCompute(const std::function<void()>& compute);
 
 }  // namespace penstock::zero

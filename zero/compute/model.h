@@ -15,8 +15,11 @@
 // Any torch::nn::Module is a block as it is: no hooks, no rewriting. Its parameters exist only while it
 // computes; they live in the store, in the order of named_parameters(). Backward recomputes a stage from its
 // saved input, so a stage's function must give the same output for the same input, parameters and random seed
-// (dropout does: the generator is seeded by step, micro-batch and stage). Buffers are not stored: they must
-// be constants that the factory makes again. Parameters with requires_grad = false are kept and never
+// (dropout does: the generator is seeded by step, micro-batch and stage), and must leave its input as it is.
+// Buffers are not stored: they must be constants that the factory makes again. What breaks these rules where
+// a block is measured is refused (kInvalidArgument) with the way out: an input changed in place, a buffer
+// that changes (BatchNorm's statistics), two parameters in one memory. One tensor registered under two names
+// of a block is one parameter, by its first name. Parameters with requires_grad = false are kept and never
 // updated.
 #ifndef PENSTOCK_ZERO_COMPUTE_MODEL_H_
 #define PENSTOCK_ZERO_COMPUTE_MODEL_H_
@@ -41,14 +44,25 @@ struct Batch {
 using StageFunction =
     std::function<torch::Tensor(torch::nn::Module& module, const torch::Tensor& input, const Batch& batch)>;
 
+// What a parameter begins with: normally distributed numbers, or where the deviation is 0, the mean
+// everywhere.
+struct InitialValues {
+  double mean = 0;
+  double deviation = 0;
+};
+
 struct BlockSpec {
   std::string name;
   // Blocks of one non-empty kind have the same parameter shapes and compute the same function of them: one of
   // them is measured for all, and one module object serves all.
   std::string kind;
   // Makes the module with its initial values, in fp32 on the CPU. Called with the generator seeded for this
-  // block.
+  // block. The whole of it must fit into the budget at once, unless `initial` says what its values are.
   std::function<std::shared_ptr<torch::nn::Module>()> build;
+  // What the parameters begin with, in the order of named_parameters(), each drawn after the one before;
+  // empty: what `build` gives them. Where it is given, only their shapes count in what `build` makes
+  // (zero/compute/initial_values.h: WithoutMemory), and a block of any size begins in the memory of a tile.
+  std::vector<InitialValues> initial;
 };
 
 struct StageSpec {
@@ -62,9 +76,9 @@ struct Model {
   std::vector<BlockSpec> blocks;
   std::vector<StageSpec> stages;
 
-  int AddBlock(std::string name, std::string kind,
-               std::function<std::shared_ptr<torch::nn::Module>()> build) {
-    blocks.push_back({std::move(name), std::move(kind), std::move(build)});
+  int AddBlock(std::string name, std::string kind, std::function<std::shared_ptr<torch::nn::Module>()> build,
+               std::vector<InitialValues> initial = {}) {
+    blocks.push_back({std::move(name), std::move(kind), std::move(build), std::move(initial)});
     return static_cast<int>(blocks.size()) - 1;
   }
   void AddStage(std::string name, int block, StageFunction forward) {

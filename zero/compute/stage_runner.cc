@@ -143,7 +143,7 @@ void StageRunner::PutInput(int position, int micro_batch, torch::Tensor input) {
 void StageRunner::AddGradient(int block, const GradientPlace& place) {
   using kernels::DType;
   BlockModule& module = *modules_[At(block)];
-  const RunLayout& layout = module.layout();
+  const FlatLayout& layout = module.layout();
   const bool first = addends_[At(block)]++ == 0;
   const torch::Dtype computes = device_.compute_dtype(weights_);
   const DType addends = computes == torch::kFloat32 ? DType::kFp32 : weights_;  // of what backward leaves

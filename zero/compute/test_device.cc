@@ -24,9 +24,10 @@ class LinkedDevices final : public Comm {
  public:
   explicit LinkedDevices(std::shared_ptr<Comm> host) : Comm(host->environment()), host_(std::move(host)) {}
   std::string name() const override { return "test devices, linked"; }
-  absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, std::span<const void* const> send,
+  absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, const What& what,
+                                                  std::span<const void* const> send,
                                                   std::span<void* const> receive, size_t bytes) override {
-    return host_->Begin(channel, send, receive, bytes);
+    return host_->Begin(channel, what, send, receive, bytes);
   }
   void Abort(const absl::Status& why) override { host_->Abort(why); }
   absl::Status failure() override { return host_->failure(); }

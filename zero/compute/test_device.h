@@ -1,6 +1,7 @@
 // A device for tests, on the processor: what makes a GPU a tier of its own, and nothing else.
 //
-//   memory     an arena apart from the host's, filled with NaNs at first, so that weights which were never
+//   memory     an arena apart from the host's, filled with NaNs at first, so that weights which were
+//   never
 //              copied in show; capacity is checked at every allocation. LibTorch's tensors are the host's
 //              counting allocator's (Device::tensors_are_host).
 //   copies     one thread for each direction, in order, each copy no faster than bandwidth and latency allow
@@ -50,7 +51,7 @@ class TestDevice : public CpuDevice {
   std::string_view name() const override { return "test"; }
   std::string Describe() const override;
   std::string identity() const override { return options_.identity; }
-  bool apart() const override { return true; }
+  bool has_own_memory() const override { return true; }
   int64_t capacity_bytes() const override { return options_.capacity_bytes; }
   absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override;
   absl::Status LimitTensors(int64_t bytes) override;

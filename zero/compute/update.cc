@@ -5,8 +5,9 @@
 
 namespace penstock::zero {
 
-std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed, const RunLayout& layout,
-                                             const tiering::Tile& tile, const TileMemory& memory) {
+std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed,
+                                             const FlatLayout& layout, const tiering::Tile& tile,
+                                             const TileMemory& memory) {
   std::vector<kernels::UpdateArrays> updates;
   for (const auto& [from, to] : layout.trained) {
     const int64_t begin = std::max(from, tile.offset) - tile.offset;
@@ -20,7 +21,7 @@ std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t 
 }
 
 void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
-                const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory) {
+                const FlatLayout& layout, const tiering::Tile& tile, const TileMemory& memory) {
   for (const kernels::UpdateArrays& arrays : UpdatesOf(format, seed, layout, tile, memory))
     std::visit([&](const auto& step) { kernels::ApplyUpdate(step, arrays); }, optimizer);
 }

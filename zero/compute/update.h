@@ -15,27 +15,28 @@
 #include "tiering/plan/plan.h"
 #include "zero/compute/block.h"
 #include "zero/compute/optimizer.h"
-#include "zero/memory/arena_view.h"
 #include "zero/compute/tile_format.h"
+#include "zero/memory/arena_view.h"
 
 namespace penstock::zero {
 
 // What the global norm decided for a step's update.
 struct UpdateDecision {
   int64_t step = 0;
-  bool skip = false;   // a gradient was not finite: everything stays as it was
-  bool redo = false;   // what was updated in backward is not what this says: made again, or undone
-  int64_t update = 0;  // its number, 1 for the first
+  bool skip = false;    // a gradient was not finite: everything stays as it was
+  bool replay = false;  // what was updated in backward is not what this says: made again, or undone
+  int64_t update = 0;   // its number, 1 for the first
   OptimizerStep optimizer{};
 };
 
 // The arrays of the tile's ranges that train. `seed` is what compact states are rounded with: another one for
 // every block and update. `memory` may be a device's.
-std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed, const RunLayout& layout,
-                                             const tiering::Tile& tile, const TileMemory& memory);
+std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed,
+                                             const FlatLayout& layout, const tiering::Tile& tile,
+                                             const TileMemory& memory);
 // Updates them, by the processor in host memory.
 void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
-                const RunLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
+                const FlatLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
 
 // What is left to do for a block's gradient once its last addend is there: rounds the fp32 `sums` of n
 // elements into `gradient` (null: it holds the gradient already), and squares what is there then; in one pass

@@ -15,6 +15,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "zero/config/config_json.h"
 #include "zero/config/config_keys.h"
 
@@ -162,6 +163,7 @@ Config Fill(const Filler& f) {
   f.Get("optimizer.params.eps", c.optimizer.eps);
   f.Get("optimizer.params.weight_decay", c.optimizer.weight_decay);
   f.Get("optimizer.params.adam_w_mode", c.optimizer.adam_w_mode);
+  f.Get("optimizer.params.torch_adam", c.optimizer.torch_adam);
   f.Get("optimizer.params.lr_decay", c.optimizer.lr_decay);
   f.Get("optimizer.params.momentum", c.optimizer.momentum);
   f.Get("optimizer.params.dampening", c.optimizer.dampening);
@@ -199,6 +201,9 @@ Config Fill(const Filler& f) {
   f.Get("penstock.gpu_margin_mem_ratio", c.penstock.state_fraction);
   return c;
 }
+
+// Stages 1 and 2, where DeepSpeed does not look at offload_param.
+bool KeepsWeightsWhole(const ZeroConfig& zero) { return zero.stage == 1 || zero.stage == 2; }
 
 // What no single key can be blamed for.
 absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
@@ -247,13 +252,14 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
       (c.optimizer.momentum.value_or(0) == 0 || c.optimizer.dampening.value_or(0) != 0)) {
     return absl::InvalidArgumentError("optimizer.params.nesterov: needs a momentum above 0 and no dampening");
   }
+  if (KeepsWeightsWhole(c.zero) &&
+      c.zero.offload_param.device.value_or(OffloadDevice::kNone) != OffloadDevice::kNone) {
+    notes.push_back(absl::StrFormat(
+        "zero_optimization.offload_param: of no effect at stage %d, as in DeepSpeed: weights stay whole on "
+        "every rank; it needs stage 3",
+        *c.zero.stage));
+  }
   if (c.zero.stage && *c.zero.stage < 3) {
-    if (*c.zero.stage > 0 &&
-        c.zero.offload_param.device.value_or(OffloadDevice::kNone) != OffloadDevice::kNone) {
-      return absl::InvalidArgumentError(absl::StrFormat(
-          "zero_optimization.stage: %d keeps weights whole on every rank; offload_param needs 3",
-          *c.zero.stage));
-    }
     notes.push_back(absl::StrFormat(*c.zero.stage == 0
                                         ? "zero_optimization.stage: %d is accepted and means 3: all state is "
                                           "cut over the ranks; results are the same"
@@ -313,12 +319,14 @@ std::string_view Name(SyncMode value) { return NameIn(kSyncModes, value); }
 std::string_view Name(UpdateOrder value) { return NameIn(kUpdateOrders, value); }
 
 absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text) {
-  absl::StatusOr<nlohmann::ordered_json> json = ParseStrictJson(json_text);
+  absl::StatusOr<nlohmann::ordered_json> json = ParseHjson(json_text);
   if (!json.ok()) return json.status();
-  absl::StatusOr<CheckedKeys> keys = CheckKeys(*json);
-  if (!keys.ok()) return keys.status();
-  ParsedConfig parsed{.config = Fill(Filler(keys->served)), .notes = std::move(keys->notes)};
-  if (absl::Status status = CheckTogether(parsed.config, parsed.notes); !status.ok()) return status;
+  ASSIGN_OR_RETURN(CheckedKeys keys, CheckKeys(*json));
+  ParsedConfig parsed{.config = Fill(Filler(keys.served)),
+                      .notes = std::move(keys.notes),
+                      .autos = std::move(keys.autos),
+                      .deepspeeds = json->size() != 1 || !json->contains("penstock")};
+  RETURN_IF_ERROR(CheckTogether(parsed.config, parsed.notes));
   return parsed;
 }
 
@@ -385,7 +393,8 @@ absl::StatusOr<LrSchedule> MakeSchedule(const SchedulerConfig& c, double lr, int
   const WarmupType warmup_type = c.warmup_type.value_or(WarmupType::kLog);
   WarmupLr warmup;
   warmup.warmup_min_lr = c.warmup_min_lr.value_or(0);
-  warmup.warmup_max_lr = c.warmup_max_lr.value_or(lr);
+  warmup.warmup_max_lr =
+      c.warmup_max_lr.value_or(c.type == SchedulerType::kWarmupDecayLr ? warmup.warmup_max_lr : lr);
   warmup.warmup_num_steps = c.warmup_num_steps.value_or(1000);
   warmup.warmup_type = warmup_type;
   switch (c.type) {
@@ -450,7 +459,8 @@ absl::StatusOr<LossScaler> MakeLossScaler(const Fp16Config& config) {
 }
 
 std::optional<OffloadDevice> CombinedOffload(const ZeroConfig& config) {
-  const std::optional<OffloadDevice> a = config.offload_param.device;
+  const std::optional<OffloadDevice> a =
+      KeepsWeightsWhole(config) ? std::nullopt : config.offload_param.device;
   const std::optional<OffloadDevice> b = config.offload_optimizer.device;
   if (!a || !b) return a ? a : b;
   return std::max(*a, *b);  // in the order none, cpu, nvme
@@ -460,7 +470,8 @@ std::vector<std::string> NvmePaths(const ZeroConfig& config) {
   std::vector<std::string> paths;
   if (config.offload_optimizer.nvme_path) paths.push_back(*config.offload_optimizer.nvme_path);
   const std::optional<std::string>& other = config.offload_param.nvme_path;
-  if (other && (paths.empty() || paths.front() != *other)) paths.push_back(*other);
+  if (other && !KeepsWeightsWhole(config) && (paths.empty() || paths.front() != *other))
+    paths.push_back(*other);
   return paths;
 }
 

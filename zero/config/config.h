@@ -10,16 +10,20 @@
 //   ignored  accepted; ParsedConfig::notes has one line that says so and why
 //   refused  kInvalidArgument, saying why; unless its value switches the feature off ({"enabled": false},
 //   false, null)
-// A key that nobody knows is refused with its full path and the nearest name that is right. Also refused: a
-// key twice in one object, two spellings of one key, a wrong type, a value out of range, fp16 and bf16
-// together.
+// A key that nobody knows is refused with its full path and the nearest name that is right; at the top level,
+// where programs keep keys of their own and DeepSpeed does not look, it is a note. Also refused: a key twice
+// in one object, two spellings of one key, a wrong type, a value out of range, fp16 and bf16 together.
 //
-// JSON's own rules, plus // and /* */ comments. Whole numbers may be written as 5e8, as DeepSpeed's users do.
+// What the file leaves open and decides what is computed gets DeepSpeed's value by FillDefaults.
+//
+// The text is read as DeepSpeed reads it (zero/config/config_json.h). Whole numbers may be written as 5e8, as
+// its users do.
 #ifndef PENSTOCK_ZERO_CONFIG_CONFIG_H_
 #define PENSTOCK_ZERO_CONFIG_CONFIG_H_
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -56,13 +60,14 @@ struct OptimizerConfig {
   std::optional<double> eps;
   std::optional<double> weight_decay;
   std::optional<bool> adam_w_mode;
+  std::optional<bool> torch_adam;  // LibTorch's Adam, whose weight decay has another default
   std::optional<double> lr_decay;  // Adagrad
   std::optional<double> momentum;  // SGD, and the two below
   std::optional<double> dampening;
   std::optional<bool> nesterov;
 
-  // Whether weight decay is apart from the gradient (AdamW) rather than added to it (L2): DeepSpeed's rule,
-  // where "Adam" means AdamW unless adam_w_mode is false, and "AdamW" always does.
+  // Whether weight decay is apart from the gradient (AdamW) rather than added to it (L2):
+  // DeepSpeed's rule, where "Adam" means AdamW unless adam_w_mode is false, and "AdamW" always does.
   bool DecoupledDecay() const { return type == OptimizerType::kAdamW || adam_w_mode.value_or(true); }
 };
 
@@ -185,10 +190,12 @@ struct Config {
 
 struct ParsedConfig {
   Config config;
-  // One line for each key that was accepted without effect or under an old name, in the file's order:
-  // "zero_optimization.contiguous_gradients: accepted and ignored: a block's gradients are always
-  // contiguous".
+  // One line for each key that was accepted without effect though it could change the result, was unknown, or
+  // came under an old name, in the file's order: "prescale_gradients: accepted and ignored: ..."; then one
+  // line for all those that change no result together.
   std::vector<std::string> notes;
+  std::set<std::string> autos;  // canonical paths of keys that are "auto"
+  bool deepspeeds = true;       // false: there is nothing in the file but "penstock"
 };
 
 // kInvalidArgument, one line, for whatever is wrong with the text.
@@ -215,16 +222,27 @@ struct BatchRequest {
 absl::StatusOr<BatchSizes> ResolveBatch(const BatchRequest& request, int64_t world,
                                         int64_t default_micro_batch);
 
-// The schedule that the config asks for. `lr`: the optimizer's rate (it is warmup_max_lr where that is not
-// given, and what WarmupCosineLR scales); `total_steps`: the run's horizon, used where total_num_steps is not
-// given.
+// Gives the keys that decide what is computed (batch, optimizer, scheduler, clipping, precision) and that the
+// file leaves open a value: an absent one DeepSpeed's (0.19), one that is "auto" what Hugging Face's Trainer
+// puts there with its arguments' defaults (transformers 5). What was decided elsewhere, as by flags, goes
+// into `config` before. Returns what was filled, "gradient_clipping: 1", in the order of the table.
+//
+// Without "optimizer" there is none in DeepSpeed either, and the program's own stays; without "scheduler" the
+// rate is constant, which is the caller's to do. A warm-up of "auto" steps is `auto_warmup`; the total of
+// WarmupDecayLR and WarmupCosineLR is `total_steps`.
+std::vector<std::string> FillDefaults(const std::set<std::string>& autos, int64_t total_steps,
+                                      int64_t auto_warmup, Config* config);
+
+// The schedule that the config asks for, with DeepSpeed's defaults. `lr`: the optimizer's rate (WarmupLR's
+// warmup_max_lr where that is not given, and what WarmupCosineLR scales); `total_steps`: the run's horizon,
+// used where total_num_steps is not given.
 absl::StatusOr<LrSchedule> MakeSchedule(const SchedulerConfig& config, double lr, int64_t total_steps);
 
 // DeepSpeed's defaults where the keys are absent: dynamic from 2^16, window 1000, hysteresis 2, minimum 1.
 absl::StatusOr<LossScaler> MakeLossScaler(const Fp16Config& config);
 
 // Where state goes by the two offload blocks together: nvme if either says so, else cpu if either says so,
-// else none if either says so, else empty.
+// else none if either says so, else empty. At stages 1 and 2 only the optimizer's counts, as in DeepSpeed.
 std::optional<OffloadDevice> CombinedOffload(const ZeroConfig& config);
 
 // The directories that the config names for NVMe, without repeats: the optimizer's first.

@@ -11,6 +11,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/status_macros.h"
 #include "tiering/plan/byte_size.h"
 #include "zero/config/config_json.h"
 #include "zero/config/config_keys.h"
@@ -56,11 +57,11 @@ class Walker {
     const auto type = object.find("type");
     const bool typed = !SectionKeys(section).empty() && Find(section, "type") != nullptr;
     if (typed && type != object.end()) {
-      if (absl::Status status = Key(section, shown, canonical, "type", *type); !status.ok()) return status;
+      RETURN_IF_ERROR(Key(section, shown, canonical, "type", *type));
     }
     for (const auto& [name, value] : object.items()) {
       if (typed && name == "type") continue;
-      if (absl::Status status = Key(section, shown, canonical, name, value); !status.ok()) return status;
+      RETURN_IF_ERROR(Key(section, shown, canonical, name, value));
     }
     return absl::OkStatus();
   }
@@ -87,7 +88,13 @@ class Walker {
     return absl::OkStatus();
   }
 
-  CheckedKeys Take() { return std::move(result_); }
+  CheckedKeys Take() {
+    if (!needless_.empty()) {
+      result_.notes.push_back(absl::StrCat("accepted and ignored, the results are the same without: ",
+                                           absl::StrJoin(needless_, ", ")));
+    }
+    return std::move(result_);
+  }
 
  private:
   static const KeySpec* Find(std::string_view section, std::string_view name) {
@@ -101,7 +108,12 @@ class Walker {
                    const std::string& name, const Json& value) {
     const std::string shown = Join(parent, Printable(name));
     const KeySpec* spec = Find(section, name);
-    if (spec == nullptr) return Unknown(section, shown, name);
+    if (spec == nullptr) {
+      const absl::Status unknown = Unknown(section, shown, name);
+      if (!section.empty() || Misspelt(name)) return unknown;
+      result_.notes.push_back(absl::StrCat(unknown.message(), "; passed over, as DeepSpeed does"));
+      return absl::OkStatus();
+    }
     const std::string path = Join(canonical_parent, spec->canonical.empty() ? spec->name : spec->canonical);
     if (value.is_null()) return absl::OkStatus();
     const auto [other, first] = given_.try_emplace(path, shown);
@@ -112,34 +124,40 @@ class Walker {
     if (spec->old_name) {
       result_.notes.push_back(absl::StrCat(shown, ": an old name of ", std::string(spec->canonical)));
     }
-    if (value == "auto" && spec->choices.find("auto") == std::string_view::npos) return absl::OkStatus();
+    if (value == "auto" && spec->choices.find("auto") == std::string_view::npos) {
+      result_.autos.insert(path);
+      return absl::OkStatus();
+    }
     switch (spec->use) {
       case KeyUse::kRefused:
         if (Neutral(*spec, value)) return absl::OkStatus();
         return absl::InvalidArgumentError(absl::StrCat(shown, ": not served: ", std::string(spec->why)));
+      case KeyUse::kNeedless:
       case KeyUse::kIgnored: {
         // Checked all the same: what DeepSpeed would refuse is a slip of the pen.
         if (spec->type != KeyType::kAny) {
-          const absl::StatusOr<nlohmann::json> checked = Value(*spec, shown, value);
-          if (!checked.ok()) return checked.status();
+          ASSIGN_OR_RETURN(const nlohmann::json checked, Value(*spec, shown, value));
         }
-        result_.notes.push_back(absl::StrCat(shown, ": accepted and ignored: ", std::string(spec->why)));
+        if (spec->use == KeyUse::kNeedless) {
+          needless_.push_back(shown);
+        } else {
+          result_.notes.push_back(absl::StrCat(shown, ": accepted and ignored: ", std::string(spec->why)));
+        }
         return absl::OkStatus();
       }
       case KeyUse::kServed:
         break;
     }
     if (spec->type == KeyType::kObject) return Object(shown, path, value);
-    absl::StatusOr<nlohmann::json> checked = Value(*spec, shown, value);
-    if (!checked.ok()) return checked.status();
-    result_.served[path] = *std::move(checked);
+    ASSIGN_OR_RETURN(nlohmann::json checked, Value(*spec, shown, value));
+    result_.served[path] = std::move(checked);
     return absl::OkStatus();
   }
 
   absl::Status Object(const std::string& shown, const std::string& path, const Json& value) {
     if (!value.is_object()) return Wrong(shown, "an object", value);
     if (path != "optimizer.params" && path != "scheduler.params") {
-      if (absl::Status status = Walk(path, shown, path, value); !status.ok()) return status;
+      RETURN_IF_ERROR(Walk(path, shown, path, value));
       // What has parameters must say whose they are.
       if ((path == "optimizer" || path == "scheduler") && !value.empty() &&
           !result_.served.contains(path + ".type")) {
@@ -151,6 +169,18 @@ class Walker {
     const auto type = result_.served.find(path == "optimizer.params" ? "optimizer.type" : "scheduler.type");
     if (type == result_.served.end()) return absl::OkStatus();  // the caller reports the missing type
     return Walk(absl::StrCat(path, "/", type->second.get<std::string>()), shown, path, value);
+  }
+
+  // A key of the top level with a slip of the pen, rather than one of somebody else's.
+  static bool Misspelt(std::string_view name) {
+    constexpr size_t kLong = 8;
+    const std::span<const KeySpec> keys = SectionKeys("");
+    const size_t slips = name.size() < kLong ? 1 : 2;
+    return std::any_of(keys.begin(), keys.end(), [name, slips](const KeySpec& spec) {
+      const size_t shorter = std::min(name.size(), spec.name.size());
+      return std::max(name.size(), spec.name.size()) - shorter <= slips &&
+             EditDistance(name, spec.name) <= slips;
+    });
   }
 
   static bool Neutral(const KeySpec& spec, const Json& value) {
@@ -307,6 +337,7 @@ class Walker {
   }
 
   CheckedKeys result_;
+  std::vector<std::string> needless_;         // paths as given
   std::map<std::string, std::string> given_;  // canonical path -> the path as given
 };
 
@@ -314,8 +345,8 @@ class Walker {
 
 absl::StatusOr<CheckedKeys> CheckKeys(const nlohmann::ordered_json& root) {
   Walker walker;
-  if (absl::Status status = walker.Walk("", "", "", root); !status.ok()) return status;
-  if (absl::Status status = walker.OldOffloadFlags(); !status.ok()) return status;
+  RETURN_IF_ERROR(walker.Walk("", "", "", root));
+  RETURN_IF_ERROR(walker.OldOffloadFlags());
   return walker.Take();
 }
 

@@ -8,6 +8,7 @@ namespace penstock::zero {
 namespace {
 
 constexpr KeyUse kServed = KeyUse::kServed;
+constexpr KeyUse kNeedless = KeyUse::kNeedless;
 constexpr KeyUse kIgnored = KeyUse::kIgnored;
 constexpr KeyUse kRefused = KeyUse::kRefused;
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -33,6 +34,9 @@ constexpr KeySpec Size(std::string_view name, double least, double most = 0x1p62
 }
 constexpr KeySpec Choice(std::string_view name, std::string_view choices) {
   return {.name = name, .use = kServed, .type = KeyType::kChoice, .choices = choices};
+}
+constexpr KeySpec Needless(std::string_view name, KeyType type, std::string_view why) {
+  return {.name = name, .use = kNeedless, .type = type, .why = why};
 }
 constexpr KeySpec Ignored(std::string_view name, KeyType type, std::string_view why) {
   return {.name = name, .use = kIgnored, .type = type, .why = why};
@@ -71,39 +75,45 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Object("checkpoint"),
     Object("penstock"),
 
-    Ignored("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step"),
-    Ignored("wall_clock_breakdown", KeyType::kBool, "every report has the breakdown"),
-    Ignored("memory_breakdown", KeyType::kBool,
-            "every report has the peaks, and penstock plan the bytes of each tier"),
-    Ignored("dump_state", KeyType::kBool, "penstock inspect shows the state"),
-    Ignored("log_level", KeyType::kAny, "use --quiet for less"),
-    Ignored("timers", KeyType::kAny, kOwnReports),
-    Ignored("comms_logger", KeyType::kObject, kOwnReports),
-    Ignored("flops_profiler", KeyType::kObject, kOwnReports),
-    Ignored("monitor_config", KeyType::kObject, kOwnReports),
-    Ignored("tensorboard", KeyType::kObject, kOwnReports),
-    Ignored("wandb", KeyType::kObject, kOwnReports),
-    Ignored("comet", KeyType::kObject, kOwnReports),
-    Ignored("csv_monitor", KeyType::kObject, kOwnReports),
-    Ignored("autotuning", KeyType::kObject, "the planner chooses; penstock plan shows what and why"),
-    Ignored("zero_allow_untested_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
-    Ignored("zero_force_ds_cpu_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
+    Needless("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step"),
+    Needless("wall_clock_breakdown", KeyType::kBool, "every report has the breakdown"),
+    Needless("memory_breakdown", KeyType::kBool,
+             "every report has the peaks, and penstock plan the bytes of each tier"),
+    Needless("dump_state", KeyType::kBool, "penstock inspect shows the state"),
+    Needless("log_level", KeyType::kAny, "use --quiet for less"),
+    Needless("timers", KeyType::kAny, kOwnReports),
+    Needless("comms_config", KeyType::kObject, kOwnReports),
+    Needless("disable_python_gc", KeyType::kBool, "there is no Python"),
+    Needless("comms_logger", KeyType::kObject, kOwnReports),
+    Needless("flops_profiler", KeyType::kObject, kOwnReports),
+    Needless("monitor_config", KeyType::kObject, kOwnReports),
+    Needless("tensorboard", KeyType::kObject, kOwnReports),
+    Needless("wandb", KeyType::kObject, kOwnReports),
+    Needless("comet", KeyType::kObject, kOwnReports),
+    Needless("csv_monitor", KeyType::kObject, kOwnReports),
+    Needless("autotuning", KeyType::kObject, "the planner chooses; penstock plan shows what and why"),
+    Needless("zero_allow_untested_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
+    Needless("zero_force_ds_cpu_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
     Ignored("communication_data_type", KeyType::kAny, kRankOrderSum),
-    Ignored("seq_parallel_comm_data_type", KeyType::kAny, kRankOrderSum),
+    Needless("seq_parallel_communication_data_type", KeyType::kAny, "there is no sequence parallelism"),
+    AlsoCalled(
+        Needless("seq_parallel_communication_data_type", KeyType::kAny, "there is no sequence parallelism"),
+        "seq_parallel_comm_data_type"),
     Ignored("prescale_gradients", KeyType::kBool, kRankOrderSum),
     Ignored("gradient_predivide_factor", KeyType::kNumber, kRankOrderSum),
-    Ignored("sparse_gradients", KeyType::kBool, "gradients are dense; the result is the same"),
-    Ignored("disable_allgather", KeyType::kBool, "how blocks are gathered is the planner's choice"),
-    Ignored("allgather_size", KeyType::kWhole, "how blocks are gathered is the planner's choice"),
+    Needless("sparse_gradients", KeyType::kBool, "gradients are dense; the result is the same"),
+    Needless("disable_allgather", KeyType::kBool, "how blocks are gathered is the planner's choice"),
+    Needless("allgather_size", KeyType::kWhole, "how blocks are gathered is the planner's choice"),
     Ignored("data_types", KeyType::kObject, "a block's gradients are accumulated in fp32 and rounded once"),
-    Ignored("graph_harvesting", KeyType::kBool, "there are no graphs to harvest"),
-    Ignored("compile", KeyType::kObject, "there is nothing to compile at run time"),
-    Ignored("use_data_before_expert_parallelism", KeyType::kBool, "all ranks are data-parallel"),
-    Ignored("managed_gradient_accumulation", KeyType::kBool, "the engine always manages the accumulation"),
-    Ignored("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
-    Ignored("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
-    Ignored("nebula", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
-    Ignored("datastates", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
+    Needless("graph_harvesting", KeyType::kBool, "there are no graphs to harvest"),
+    Needless("compile", KeyType::kObject, "there is nothing to compile at run time"),
+    Needless("use_data_before_expert_parallelism", KeyType::kBool, "all ranks are data-parallel"),
+    Needless("managed_gradient_accumulation", KeyType::kBool, "the engine always manages the accumulation"),
+    Needless("vocabulary_size", KeyType::kWhole, "the model and --vocab say it"),
+    Needless("dataloader_drop_last", KeyType::kBool, "every batch is complete"),
+    Needless("nebula", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
+    Needless("datastates_ckpt", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
+    Needless("datastates", KeyType::kObject, "checkpoints are Penstock's own and already asynchronous"),
 
     Refused("amp", "Apex's mixed precision is not served; use bf16 or fp16"),
     Refused("torch_autocast", "autocast is not served; use bf16 or fp16"),
@@ -129,16 +139,16 @@ constexpr std::string_view kOnePass = "the update is always one fused pass";
 constexpr auto kOptimizer = std::to_array<KeySpec>({
     Choice("type", kServedOptimizers),
     Object("params"),
-    Ignored("legacy_fusion", KeyType::kBool, kOnePass),
+    Needless("legacy_fusion", KeyType::kBool, kOnePass),
 });
 
 constexpr KeySpec kBetas = {.name = "betas", .use = kServed, .type = KeyType::kPair, .least = 0, .most = 1};
 constexpr KeySpec kSetGradNone =
-    Ignored("set_grad_none", KeyType::kBool, "gradients are freed as soon as they are used");
-constexpr KeySpec kFused = Ignored("fused", KeyType::kBool, kOnePass);
-constexpr KeySpec kForeach = Ignored("foreach", KeyType::kBool, kOnePass);
+    Needless("set_grad_none", KeyType::kBool, "gradients are freed as soon as they are used");
+constexpr KeySpec kFused = Needless("fused", KeyType::kBool, kOnePass);
+constexpr KeySpec kForeach = Needless("foreach", KeyType::kBool, kOnePass);
 constexpr KeySpec kDifferentiable =
-    Ignored("differentiable", KeyType::kBool, "nobody differentiates the update");
+    Needless("differentiable", KeyType::kBool, "nobody differentiates the update");
 constexpr KeySpec kMaximize = Refused("maximize", "the loss is always minimised");
 constexpr KeySpec kMaxGradNorm =
     Refused("max_grad_norm", "give gradient_clipping at the top level instead", "0");
@@ -151,11 +161,11 @@ constexpr auto kAdam = std::to_array<KeySpec>({
     Number("eps", 0),
     Number("weight_decay", 0),
     Bool("adam_w_mode"),
-    Ignored("torch_adam", KeyType::kBool, "Penstock's AdamW does the same arithmetic"),
+    Bool("torch_adam"),
     kSetGradNone,
     kFused,
     kForeach,
-    Ignored("capturable", KeyType::kBool, "the update is not captured in a graph"),
+    Needless("capturable", KeyType::kBool, "the update is not captured in a graph"),
     kDifferentiable,
     kFp32States,
     Refused("bias_correction", "Adam's bias is always corrected", "true"),
@@ -208,8 +218,8 @@ constexpr auto kScheduler = std::to_array<KeySpec>({
     Object("params"),
 });
 
-constexpr KeySpec kLastBatch =
-    Ignored("last_batch_iteration", KeyType::kWhole, "--resume continues the schedule by itself");
+constexpr KeySpec kLastBatch = Refused(
+    "last_batch_iteration", "the schedule begins with the first step, and --resume continues it", "-1");
 
 constexpr auto kLrRangeTest = std::to_array<KeySpec>({
     Number("lr_range_test_min_lr", 0),
@@ -269,15 +279,15 @@ constexpr auto kFp16 = std::to_array<KeySpec>({
     Whole("hysteresis", 1),
     Bool("consecutive_hysteresis"),
     Number("min_loss_scale", 0x1p-126, 0x1p127),
-    Ignored("auto_cast", KeyType::kBool, "inputs are token ids, which have nothing to cast"),
-    Ignored("fused_mode", KeyType::kBool, "the update is always one fused pass"),
+    Needless("auto_cast", KeyType::kBool, "inputs are token ids, which have nothing to cast"),
+    Needless("fused_mode", KeyType::kBool, "the update is always one fused pass"),
     Refused("fp16_master_weights_and_grads", "masters are fp32: fp16 ones lose small updates"),
 });
 
 constexpr auto kBf16 = std::to_array<KeySpec>({
     Bool("enabled"),
-    Ignored("immediate_grad_update", KeyType::kBool,
-            "a block's gradient is consumed as early as the plan allows"),
+    Needless("immediate_grad_update", KeyType::kBool,
+             "a block's gradient is consumed as early as the plan allows"),
     Ignored("check_grad_overflow", KeyType::kBool, "gradients are always checked"),
     Refused("bf16_master_weights_and_grads", "masters are fp32, kept as bf16 and a 16-bit remainder"),
     Refused("bf16_optimizer_states", "write \"penstock\": {\"optimizer_states\": \"bf16\"}"),
@@ -303,49 +313,51 @@ constexpr auto kZero = std::to_array<KeySpec>({
     Bool("cpu_offload"),
     Bool("cpu_offload_param"),
 
-    Ignored("contiguous_gradients", KeyType::kBool, "a block's gradients are always contiguous"),
-    Ignored("reduce_scatter", KeyType::kBool, kRankOrderSum),
-    Ignored("use_multi_rank_bucket_allreduce", KeyType::kBool, kRankOrderSum),
-    Ignored("allgather_partitions", KeyType::kBool, "a block is gathered as one"),
-    Ignored("overlap_comm", KeyType::kBool, "everything that can overlap does"),
-    Ignored("load_from_fp32_weights", KeyType::kBool, "masters are always exact"),
-    Ignored("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
-            "penstock export writes whole weights from any state directory"),
-    AlsoCalled(Ignored("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
-                       "penstock export writes whole weights from any state directory"),
+    Needless("contiguous_gradients", KeyType::kBool, "a block's gradients are always contiguous"),
+    Needless("reduce_scatter", KeyType::kBool, kRankOrderSum),
+    Needless("use_multi_rank_bucket_allreduce", KeyType::kBool, kRankOrderSum),
+    Needless("allgather_partitions", KeyType::kBool, "a block is gathered as one"),
+    Needless("overlap_comm", KeyType::kBool, "everything that can overlap does"),
+    Needless("load_from_fp32_weights", KeyType::kBool, "masters are always exact"),
+    Needless("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+             "penstock export writes whole weights from any state directory"),
+    AlsoCalled(Needless("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+                        "penstock export writes whole weights from any state directory"),
                "gather_16bit_weights_on_model_save"),
-    OnceCalled(Ignored("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
-                       "penstock export writes whole weights from any state directory"),
+    OnceCalled(Needless("stage3_gather_16bit_weights_on_model_save", KeyType::kBool,
+                        "penstock export writes whole weights from any state directory"),
                "stage3_gather_fp16_weights_on_model_save"),
-    Ignored("stage3_module_granularity_threshold", KeyType::kWhole,
-            "the unit is a block, given by the model"),
-    AlsoCalled(Ignored("stage3_module_granularity_threshold", KeyType::kWhole,
-                       "the unit is a block, given by the model"),
+    Needless("stage3_module_granularity_threshold", KeyType::kWhole,
+             "the unit is a block, given by the model"),
+    AlsoCalled(Needless("stage3_module_granularity_threshold", KeyType::kWhole,
+                        "the unit is a block, given by the model"),
                "module_granularity_threshold"),
-    Ignored("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
+    Needless("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
     AlsoCalled(
-        Ignored("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
+        Needless("stage3_use_all_reduce_for_fetch_params", KeyType::kBool, "a block is gathered as one"),
         "use_all_reduce_for_fetch_params"),
-    Ignored("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
-    AlsoCalled(Ignored("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
+    Needless("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
+    AlsoCalled(Needless("stage3_allgather_sequential", KeyType::kBool, "a block is gathered as one"),
                "allgather_sequential"),
-    Ignored("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
+    Needless("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
     AlsoCalled(
-        Ignored("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
+        Needless("stage3_partition_stream_chunk_size", KeyType::kWhole, "blocks are built one at a time"),
         "partition_stream_chunk_size"),
-    Ignored("cpu_offload_use_pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
-    Ignored("ignore_unused_parameters", KeyType::kBool,
-            "a parameter without a gradient has a gradient of zero"),
-    Ignored("legacy_stage1", KeyType::kBool, "there is one implementation"),
-    Ignored("round_robin_gradients", KeyType::kBool, "every block is cut evenly over ranks"),
-    Ignored("memory_efficient_linear", KeyType::kBool,
-            "a block's backward always recomputes from its saved input"),
-    Ignored("pipeline_loading_checkpoint", KeyType::kBool, "checkpoints are always streamed"),
-    Ignored("override_module_apply", KeyType::kBool, "blocks are initialised by their factories"),
-    Ignored("log_trace_cache_warnings", KeyType::kBool, "a miss of the plan is always said once"),
-    Ignored("enable_sanity_checks", KeyType::kBool, "checks are always on"),
-    Ignored("leaf_module", KeyType::kObject, "the unit is a block, given by the model"),
-    Ignored("save_muon_momentum_buffer_in_memory", KeyType::kBool, "it only concerns Muon"),
+    Needless("cpu_offload_use_pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+    Needless("ignore_unused_parameters", KeyType::kBool,
+             "a parameter without a gradient has a gradient of zero"),
+    Needless("legacy_stage1", KeyType::kBool, "there is one implementation"),
+    Needless("round_robin_gradients", KeyType::kBool, "every block is cut evenly over ranks"),
+    Needless("memory_efficient_linear", KeyType::kBool,
+             "a block's backward always recomputes from its saved input"),
+    Needless("pipeline_loading_checkpoint", KeyType::kBool, "checkpoints are always streamed"),
+    Needless("override_module_apply", KeyType::kBool, "blocks are initialised by their factories"),
+    Needless("log_trace_cache_warnings", KeyType::kBool, "a miss of the plan is always said once"),
+    Needless("enable_sanity_checks", KeyType::kBool, "checks are always on"),
+    Needless("leaf_module", KeyType::kObject, "the unit is a block, given by the model"),
+    Needless("compute_grad_norm", KeyType::kBool, "the norm is always computed, as every report has it"),
+    Needless("parameter_alignment", KeyType::kBool, "parameters are always aligned"),
+    Needless("save_muon_momentum_buffer_in_memory", KeyType::kBool, "it only concerns Muon"),
 
     Refused("elastic_checkpoint", "DeepSpeed has dropped it; Penstock's checkpoints need no such key"),
     Refused("zenflow", "gradients are applied in the step that made them"),
@@ -365,24 +377,24 @@ constexpr auto kOffloadParam = std::to_array<KeySpec>({
     Whole("buffer_count", 0, 0x1p31),
     Whole("buffer_size", 0),
     Whole("max_in_cpu", 0),
-    Ignored("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+    Needless("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
 });
 
 constexpr auto kOffloadOptimizer = std::to_array<KeySpec>({
     Choice("device", "none|cpu|nvme"),
     Text("nvme_path"),
     Whole("buffer_count", 0, 0x1p31),
-    Ignored("buffer_size", KeyType::kWhole,
-            "the optimizer's buffers have the size of a tile; see sub_group_size"),
-    Ignored("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
-    Ignored("pipeline", KeyType::kBool, "it follows from pipeline_read and pipeline_write"),
+    Needless("buffer_size", KeyType::kWhole,
+             "the optimizer's buffers have the size of a tile; see sub_group_size"),
+    Needless("pin_memory", KeyType::kBool, "host memory is always one pinned arena"),
+    Needless("pipeline", KeyType::kBool, "it follows from pipeline_read and pipeline_write"),
     Bool("pipeline_read"),
     Bool("pipeline_write"),
-    Ignored("fast_init", KeyType::kBool, "blocks go straight to their tier as they are built"),
+    Needless("fast_init", KeyType::kBool, "blocks go straight to their tier as they are built"),
     Number("ratio", 0, 1),
-    Ignored("super_offload", KeyType::kBool, "the planner decides where a tile is updated"),
-    Ignored("convert_grad_on_cpu", KeyType::kBool, "the cast is fused into the update"),
-    Ignored("cpuadam_cores_perc", KeyType::kNumber, "give penstock.update_threads"),
+    Needless("super_offload", KeyType::kBool, "updates run beside backward where the plan has them there"),
+    Needless("convert_grad_on_cpu", KeyType::kBool, "the cast is fused into the update"),
+    Needless("cpuadam_cores_perc", KeyType::kNumber, "give penstock.update_threads"),
 });
 
 constexpr auto kAio = std::to_array<KeySpec>({
@@ -391,31 +403,32 @@ constexpr auto kAio = std::to_array<KeySpec>({
     Whole("intra_op_parallelism", 1, 1024),
     AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "thread_count"),
     AlsoCalled(Whole("intra_op_parallelism", 1, 1024), "num_threads"),
-    Ignored("single_submit", KeyType::kBool, "requests are handed over in batches as they come"),
-    Ignored("overlap_events", KeyType::kBool, "the queue is always refilled as requests complete"),
+    Needless("single_submit", KeyType::kBool, "requests are handed over in batches as they come"),
+    Needless("overlap_events", KeyType::kBool, "the queue is always refilled as requests complete"),
     Bool("use_gds"),
 });
 
 constexpr auto kActivationCheckpointing = std::to_array<KeySpec>({
     Bool("cpu_checkpointing"),
-    Ignored("partition_activations", KeyType::kBool,
-            "all ranks are data-parallel: each has its own activations"),
-    Ignored("number_checkpoints", KeyType::kWhole, "one input is saved for each block"),
-    Ignored("contiguous_memory_optimization", KeyType::kBool, "saved inputs come from one arena"),
-    Ignored("synchronize_checkpoint_boundary", KeyType::kBool, "nothing needs it"),
-    Ignored("profile", KeyType::kBool, kOwnReports),
+    Needless("partition_activations", KeyType::kBool,
+             "all ranks are data-parallel: each has its own activations"),
+    Needless("number_checkpoints", KeyType::kWhole, "one input is saved for each block"),
+    Needless("contiguous_memory_optimization", KeyType::kBool, "saved inputs come from one arena"),
+    Needless("synchronize_checkpoint_boundary", KeyType::kBool, "nothing needs it"),
+    Needless("profile", KeyType::kBool, kOwnReports),
 });
 
 constexpr auto kCheckpoint = std::to_array<KeySpec>({
     {.name = "tag_validation",
-     .use = kIgnored,
+     .use = kNeedless,
      .type = KeyType::kChoice,
      .why = "a checkpoint's tag is its step, which all ranks agree on",
      .choices = "Ignore|Warn|Fail"},
-    Ignored("use_node_local_storage", KeyType::kBool, "every rank writes to its own directory"),
-    Ignored("parallel_write", KeyType::kObject, "every rank writes its own part"),
-    Ignored("checkpoint_serialization", KeyType::kBool, "the format is Penstock's own"),
-    Ignored("writer", KeyType::kObject, "the I/O engine writes"),
+    Needless("use_node_local_storage", KeyType::kBool, "every rank writes to its own directory"),
+    Needless("parallel_write", KeyType::kObject, "every rank writes its own part"),
+    Needless("checkpoint_serialization", KeyType::kBool, "the format is Penstock's own"),
+    Needless("writer", KeyType::kObject,
+             "checkpoints are written by Penstock's I/O engine, by the aio block"),
     Refused("load_universal",
             "Penstock does not read DeepSpeed's checkpoints; --init-from takes safetensors weights"),
 });

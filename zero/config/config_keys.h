@@ -1,10 +1,11 @@
-// The keys of DeepSpeed's configuration and what becomes of each: the one table behind zero/config.h.
+// The keys of DeepSpeed's configuration and what becomes of each: the one table behind zero/config/config.h.
 #ifndef PENSTOCK_ZERO_CONFIG_CONFIG_KEYS_H_
 #define PENSTOCK_ZERO_CONFIG_CONFIG_KEYS_H_
 
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <span>
 #include <string>
 #include <string_view>
@@ -15,9 +16,10 @@
 namespace penstock::zero {
 
 enum class KeyUse {
-  kServed,   // its value takes effect
-  kIgnored,  // accepted; a note says why it has none
-  kRefused,  // an error, unless its value is neutral (switches off what Penstock has not)
+  kServed,    // its value takes effect
+  kNeedless,  // accepted without effect: the results are the same; named in one note with all others
+  kIgnored,   // accepted without effect though it could change the results: a note says why
+  kRefused,   // an error, unless its value is neutral (switches off what Penstock has not)
 };
 
 enum class KeyType {
@@ -36,7 +38,7 @@ struct KeySpec {
   std::string_view name;
   KeyUse use;
   KeyType type;
-  std::string_view why = "";  // the rest of the line for kIgnored and kRefused
+  std::string_view why = "";  // kIgnored, kRefused: the rest of the line; kNeedless: for readers of the table
   std::string_view neutral =
       "";  // kRefused: a JSON scalar that is as good as absent, beside null, false and "auto"
   double least =
@@ -64,11 +66,12 @@ std::vector<std::string_view> SectionPaths();
 struct CheckedKeys {
   std::map<std::string, nlohmann::json> served;
   std::vector<std::string> notes;  // in the file's order
+  std::set<std::string> autos;     // canonical paths of keys whose value is "auto"
 };
 
 // Walks a parsed configuration along the table. kInvalidArgument, one line beginning with the key's path as
-// given, for the first key that is unknown, refused, of a wrong type, out of range, or given under two
-// spellings.
+// given, for the first key that is unknown (at the top level: misspelt), refused, of a wrong type, out of
+// range, or given under two spellings.
 absl::StatusOr<CheckedKeys> CheckKeys(const nlohmann::ordered_json& root);
 
 }  // namespace penstock::zero

@@ -19,6 +19,7 @@ constexpr double kPi = 3.14159265358979323846;
 // ---- Names and fields: one list for each schedule serves writing, reading and counting.
 // -------------------------------
 
+std::string_view TypeName(const Constant&) { return "Constant"; }
 std::string_view TypeName(const WarmupThenCosine&) { return "WarmupThenCosine"; }
 std::string_view TypeName(const LrRangeTest&) { return "LRRangeTest"; }
 std::string_view TypeName(const OneCycle&) { return "OneCycle"; }
@@ -29,7 +30,9 @@ std::string_view TypeName(const WarmupCosineLr&) { return "WarmupCosineLR"; }
 template <typename Spec, typename Visitor>
 void VisitFields(Spec& s, const Visitor& visit) {
   using T = std::remove_const_t<Spec>;
-  if constexpr (std::is_same_v<T, WarmupThenCosine>) {
+  if constexpr (std::is_same_v<T, Constant>) {
+    visit("lr", s.lr);
+  } else if constexpr (std::is_same_v<T, WarmupThenCosine>) {
     visit("lr", s.lr);
     visit("min_lr", s.min_lr);
     visit("warmup", s.warmup);
@@ -139,6 +142,7 @@ class Checker {
   absl::Status status_;
 };
 
+void Check(const Constant& s, Checker& c) { c.AtLeast("lr", s.lr, 0); }
 void Check(const WarmupThenCosine& s, Checker& c) {
   c.AtLeast("lr", s.lr, 0);
   c.AtLeast("min_lr", s.min_lr, 0);
@@ -185,6 +189,8 @@ void Check(const WarmupCosineLr& s, Checker& c) {
 // -----------------------------------------------------------------------------------------------------------
 
 ScheduledRates Rate(double lr) { return {.lr = lr, .beta1 = std::nullopt, .beta2 = std::nullopt}; }
+
+ScheduledRates At(const Constant& s, int64_t) { return Rate(s.lr); }
 
 ScheduledRates At(const WarmupThenCosine& s, int64_t step) {
   if (step <= std::min(s.warmup, s.horizon))
@@ -335,6 +341,7 @@ absl::StatusOr<LrSchedule> LrSchedule::FromJson(const nlohmann::json& json) {
   }
   const auto type = json["type"].get<std::string>();
   const nlohmann::json& params = json["params"];
+  if (type == TypeName(Constant())) return Read<Constant>(params);
   if (type == TypeName(WarmupThenCosine())) return Read<WarmupThenCosine>(params);
   if (type == TypeName(LrRangeTest())) return Read<LrRangeTest>(params);
   if (type == TypeName(OneCycle())) return Read<OneCycle>(params);

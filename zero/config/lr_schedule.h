@@ -1,6 +1,7 @@
 // The learning rate as a pure function of the step.
 //
-// Two families:
+// Three families:
+//  * `Constant`: the optimizer's rate, as in DeepSpeed where there is no scheduler.
 //  * Penstock's own (`WarmupThenCosine`): linear warm-up, then a cosine down to `min_lr` over a horizon that
 //  is fixed
 //    when the run is created. The horizon is part of the saved state, so a larger last step on resume never
@@ -29,6 +30,10 @@
 #include "absl/status/statusor.h"
 
 namespace penstock::zero {
+
+struct Constant {
+  double lr = 3e-4;
+};
 
 // Penstock's default. With w = warmup, h = horizon and step s:
 //   s <= min(w, h)  lr * s / w
@@ -103,7 +108,7 @@ struct WarmupCosineLr {
 };
 
 using LrScheduleSpec =
-    std::variant<WarmupThenCosine, LrRangeTest, OneCycle, WarmupLr, WarmupDecayLr, WarmupCosineLr>;
+    std::variant<WarmupThenCosine, LrRangeTest, OneCycle, WarmupLr, WarmupDecayLr, WarmupCosineLr, Constant>;
 
 // What an update uses. The betas are set only by schedules that cycle them; else the optimizer's own hold.
 struct ScheduledRates {
@@ -122,7 +127,7 @@ class LrSchedule {
   // The rates of update `step`, 1-based; a step below 1 is taken as 1.
   ScheduledRates At(int64_t step) const;
 
-  // "WarmupThenCosine", or DeepSpeed's name of the type.
+  // "Constant", "WarmupThenCosine", or DeepSpeed's name of the type.
   std::string_view name() const;
   const LrScheduleSpec& spec() const { return spec_; }
 

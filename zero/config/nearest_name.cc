@@ -5,7 +5,9 @@
 #include <cctype>
 #include <limits>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 
 namespace penstock::zero {
 namespace {
@@ -20,6 +22,17 @@ bool BeginsWith(std::string_view text, std::string_view prefix) {
     if (Lower(text[i]) != Lower(prefix[i])) return false;
   }
   return true;
+}
+
+// "comm_overlap" and "overlap_comm".
+bool SameWords(std::string_view a, std::string_view b) {
+  const auto sorted = [](std::string_view name) {
+    std::vector<std::string> words = absl::StrSplit(
+        absl::AsciiStrToLower(absl::string_view(name.data(), name.size())), '_', absl::SkipEmpty());
+    std::sort(words.begin(), words.end());
+    return words;
+  };
+  return a.size() <= kLongestCompared && sorted(a) == sorted(b);
 }
 
 }  // namespace
@@ -58,6 +71,9 @@ std::optional<std::string> NearestName(std::string_view word,
     }
   }
   if (best) return best;
+  for (const std::string_view candidate : candidates) {
+    if (SameWords(word, candidate)) return std::string(candidate);
+  }
   constexpr size_t kShortestPrefix = 4;
   for (const std::string_view candidate : candidates) {
     if ((word.size() >= kShortestPrefix && BeginsWith(candidate, word)) ||

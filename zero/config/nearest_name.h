@@ -15,7 +15,8 @@ namespace penstock::zero {
 size_t EditDistance(std::string_view a, std::string_view b);
 
 // The candidate nearest to `word`: the first of the least distance, if that is at most a third of the longer
-// of the two (and at least one edit is always allowed); else a candidate that begins with `word` or that
+// of the two (and at least one edit is always allowed); else one of the same words in another
+// order ("comm_overlap", "overlap_comm"); else a candidate that begins with `word` or that
 // `word` begins with, from four letters on; else nothing.
 std::optional<std::string> NearestName(std::string_view word,
                                        const std::vector<std::string_view>& candidates);

@@ -34,7 +34,7 @@ tiering::PlanBounds PlanBoundsOf(const Config& config, int world) {
   const ZeroConfig& zero = config.zero;
   bounds.live_elements = zero.max_live_parameters_elements;
   bounds.prefetch_elements = zero.prefetch_bucket_size_elements;
-  bounds.run_slots = zero.offload_param.buffer_count;
+  bounds.weight_slots = zero.offload_param.buffer_count;
   if (zero.offload_param.buffer_size_elements) {
     int64_t pool = 0;
     // A pool beyond 63 bits bounds nothing.

@@ -1,15 +1,20 @@
 #include "zero/engine/checkpointing.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <filesystem>
 #include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "aio/file.h"
+#include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "zero/engine/engine_state.h"
-#include "zero/memory/guarded.h"
 #include "zero/engine/rank_agreement.h"
 #include "zero/lanes/hardware_lanes.h"
+#include "zero/memory/guarded.h"
 
 namespace penstock::zero {
 namespace {
@@ -32,7 +37,7 @@ std::vector<void*> PlacesIn(const TileMemory& memory) {
 }
 
 // Of a plan that has everything in memory.
-std::vector<void*> PlacesOf(const tiering::Plan& plan, const Residency& residency, const DeviceState* device,
+std::vector<void*> PlacesOf(const tiering::Plan& plan, const ArenaView& residency, const DeviceState* device,
                             int block, int tile) {
   if (device != nullptr && device->has(block)) return PlacesIn(device->staged(block, tile));
   const tiering::BlockPlan& of = plan.blocks[static_cast<size_t>(block)];
@@ -85,19 +90,18 @@ absl::Status Checkpointing::Begin(std::unique_ptr<swap::CheckpointCopy> copy, in
 }
 
 absl::Status Checkpointing::BeginOfStore(swap::Store& store, bool commits_every_step) {
-  if (absl::Status status = Finish(); !status.ok()) return status;
-  absl::StatusOr<std::unique_ptr<swap::CheckpointCopy>> copy =
-      swap::CheckpointCopy::OfStore(store, Options());
-  if (!copy.ok()) return copy.status();
+  RETURN_IF_ERROR(Finish());
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::CheckpointCopy> copy,
+                   swap::CheckpointCopy::OfStore(store, Options()));
   const uint32_t slots = store.geometry().slots();
   const bool at_leisure = slots > 2 || (slots == 2 && !commits_every_step);
   const auto step = static_cast<int64_t>(store.committed_step());
   last_step_ = at_leisure ? 0 : step + (slots == 1 ? 1 : 2);
-  return Begin(std::move(*copy), at_leisure ? std::min(schedule_.every - 1, kSpreadSteps) : 1);
+  return Begin(std::move(copy), at_leisure ? std::min(schedule_.every - 1, kSpreadSteps) : 1);
 }
 
 absl::Status Checkpointing::BeginOfMemory(aio::Engine& io, swap::CheckpointSource source) {
-  if (absl::Status status = Finish(); !status.ok()) return status;
+  RETURN_IF_ERROR(Finish());
   last_step_ = static_cast<int64_t>(source.step) + 1;
   return Begin(swap::CheckpointCopy::OfMemory(io, Options(), std::move(source)), 1);
 }
@@ -142,11 +146,50 @@ absl::Status Checkpointing::Finish() {
   if (copy_ == nullptr) return absl::OkStatus();
   const std::unique_ptr<swap::CheckpointCopy> copy = std::move(copy_);
   const absl::Status status = copy->Finish();
+  last_status_ = status;
+  if (status.ok()) {
+    kept_step_ = static_cast<int64_t>(copy->step());
+    kept_path_ = copy->path();
+  }
   if (report_) report_(static_cast<int64_t>(copy->step()), copy->path(), status);
   return absl::IsResourceExhausted(status) || absl::IsAlreadyExists(status) ? absl::OkStatus() : status;
 }
 
-swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency& residency,
+absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank) {
+  std::error_code error;
+  std::filesystem::create_directories(parent, error);
+  if (error) {
+    const bool full = error == std::errc::no_space_on_device;
+    return absl::Status(
+        full ? absl::StatusCode::kResourceExhausted : absl::StatusCode::kFailedPrecondition,
+        absl::StrCat(
+            "checkpoints go to ", parent, ", which cannot be made: ", error.message(),
+            full ? ": make room, or give another --checkpoint-dir" : ": give another --checkpoint-dir"));
+  }
+  aio::FileOptions trial;
+  trial.path = absl::StrCat(parent, "/.trial-", rank, "-", ::getpid());
+  trial.nameless = true;
+  absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(trial);
+  if (!file.ok()) {  // not every file system has nameless ones
+    trial.nameless = false;
+    trial.create = trial.exclusive = true;
+    file = aio::File::Open(trial);
+    ::unlink(trial.path.c_str());
+  }
+  if (!file.ok()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("checkpoints go to ", parent, ", where none can be written: ", file.status().message(),
+                     ": give another --checkpoint-dir"));
+  }
+  ASSIGN_OR_RETURN(const aio::FileSystemSpace space, aio::QueryFileSystem(parent));
+  if (static_cast<uint64_t>(bytes) <= space.free_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("the checkpoint of the last step needs ",
+                                                   aio::FormatBytes(static_cast<uint64_t>(bytes)), " in ",
+                                                   parent, ", and ", aio::FormatBytes(space.free_bytes),
+                                                   " are free: make room, or give another --checkpoint-dir"));
+}
+
+swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView& residency,
                                       const DeviceState* device, const std::string& identity, int64_t step,
                                       int64_t updates, std::string payload) {
   swap::CheckpointSource source;
@@ -174,15 +217,14 @@ swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency
   return source;
 }
 
-static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const PartDirectories& parts,
+static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const ShardDirectories& parts,
                                                  const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                                 const Residency& residency, const DeviceState* device) {
-  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(parts);
-  if (!inspections.ok()) return inspections.status();
+                                                 const ArenaView& residency, const DeviceState* device) {
+  ASSIGN_OR_RETURN(std::vector<swap::Inspection> inspections, InspectShards(parts));
   std::vector<int64_t> elements;
   for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
   // A tensor's memory, so that it is counted and bounded like any other.
-  const uint64_t bytes = RankParts::MemoryBytes(*inspections);
+  const uint64_t bytes = ShardedState::MemoryBytes(inspections);
   torch::Tensor memory;
   const absl::Status taken = Guarded("memory for a tile of the checkpoint", [&] {
     memory = torch::empty({static_cast<int64_t>(bytes + swap::kBlockBytes)}, torch::kUInt8);
@@ -191,38 +233,37 @@ static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const PartDire
   void* start = memory.data_ptr();
   size_t room = bytes + swap::kBlockBytes;
   std::align(swap::kBlockBytes, bytes, start, room);
-  absl::StatusOr<std::unique_ptr<RankParts>> reader = RankParts::Open(
-      io, parts, *inspections, elements, plan.precision, {static_cast<std::byte*>(start), bytes});
-  if (!reader.ok()) return reader.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<ShardedState> reader,
+                   ShardedState::Open(io, parts, inspections, elements, plan.precision,
+                                      {static_cast<std::byte*>(start), bytes}));
   for (const auto& [block, tile] : TileNumbers(plan)) {
     const tiering::Tile range =
         residency.InRun(block, plan.blocks[static_cast<size_t>(block)].tiles[static_cast<size_t>(tile)]);
     const std::vector<void*> places = PlacesOf(plan, residency, device, block, tile);
-    absl::Status read = (*reader)->Read(block, range.offset, range.elements, places);
+    absl::Status read = reader->Read(block, range.offset, range.elements, places);
     if (read.ok()) read = HandOn(device, block, tile);
     if (!read.ok()) return read;
   }
-  return (*reader)->recovered();
+  return reader->recovered();
 }
 
-absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirectories& parts,
+absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirectories& parts,
                                                const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                               const Residency& residency, const DeviceState* device,
+                                               const ArenaView& residency, const DeviceState* device,
                                                int rank) {
   if (static_cast<int>(parts.size()) != plan.world)
     return LoadParts(io, parts, graph, plan, residency, device);
   const std::vector<std::string>& directories = parts[static_cast<size_t>(rank)];
-  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(parts);
+  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectShards(parts);
   if (!inspections.ok()) return inspections.status();
   swap::StoreOptions options;
   options.directories = directories;
   options.read_only = true;
   options.sequence = inspections->front().record.sequence;
-  absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(io, options);
-  if (!store.ok()) return store.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> store, swap::Store::Open(io, options));
   const std::vector<std::pair<int, int>> numbers = TileNumbers(plan);
-  if (numbers.size() != (*store)->geometry().tiles()) {
-    return absl::DataLossError(absl::StrCat(directories.front(), " has ", (*store)->geometry().tiles(),
+  if (numbers.size() != store->geometry().tiles()) {
+    return absl::DataLossError(absl::StrCat(directories.front(), " has ", store->geometry().tiles(),
                                             " tiles, its model ", numbers.size()));
   }
   // One ahead: the next tile is on its way while this one is checked.
@@ -230,8 +271,8 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirect
   const auto read = [&](uint32_t tile) {
     const std::vector<void*> places =
         PlacesOf(plan, residency, device, numbers[tile].first, numbers[tile].second);
-    return (*store)->ReadSegments(&ios[tile % 2], tile, 0, static_cast<uint32_t>(places.size()), places,
-                                  aio::Priority::kDemand, swap::Which::kCommitted);
+    return store->ReadSegments(&ios[tile % 2], tile, 0, static_cast<uint32_t>(places.size()), places,
+                               aio::Priority::kDemand, swap::Which::kCommitted);
   };
   // But not into the same places.
   const auto staged = [&](uint32_t tile) { return device != nullptr && device->has(numbers[tile].first); };
@@ -239,17 +280,17 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirect
   for (uint32_t tile = 0; tile < numbers.size() && status.ok(); ++tile) {
     const bool more = tile + 1 < numbers.size(), ahead = more && !(staged(tile) && staged(tile + 1));
     if (ahead) status = read(tile + 1);
-    absl::Status arrived = (*store)->Wait(&ios[tile % 2]);
-    if (arrived.ok()) arrived = (*store)->VerifyRead(ios[tile % 2]);
+    absl::Status arrived = store->Wait(&ios[tile % 2]);
+    if (arrived.ok()) arrived = store->VerifyRead(ios[tile % 2]);
     if (arrived.ok()) arrived = HandOn(device, numbers[tile].first, numbers[tile].second);
     status.Update(arrived);
     if (more && !ahead && status.ok()) status = read(tile + 1);
   }
   for (swap::TileIo& each : ios) {
-    if (each.pending()) (void)(*store)->Wait(&each);  // the error before it is the one to tell
+    if (each.pending()) (void)(store)->Wait(&each);  // the error before it is the one to tell
   }
   if (!status.ok()) return status;
-  return (*store)->recovered();
+  return store->recovered();
 }
 
 }  // namespace penstock::zero

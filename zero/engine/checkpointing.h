@@ -32,11 +32,11 @@
 #include "swap/checkpoint_copy.h"
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
-#include "zero/ranks/comm.h"
 #include "zero/compute/device_state.h"
 #include "zero/engine/engine.h"
-#include "zero/ranks/sharded_state.h"
 #include "zero/memory/arena_view.h"
+#include "zero/ranks/comm.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {
 
@@ -74,6 +74,10 @@ class Checkpointing {
   // Waits for the checkpoint that is being written. Without room or with one of this step there already,
   // training goes on: that is reported and no error here. Damage in the run is.
   absl::Status Finish();
+  // Of this process: the newest that was written, and how the last one ended. Step 0: none.
+  int64_t kept_step() const { return kept_step_; }
+  const std::string& kept_path() const { return kept_path_; }
+  const absl::Status& last_status() const { return last_status_; }
 
  private:
   absl::Status Begin(std::unique_ptr<swap::CheckpointCopy> copy, int64_t steps);
@@ -90,20 +94,27 @@ class Checkpointing {
   double credit_ = 0;                // tiles that may be copied and have not been allowed yet
   int64_t ended_ = 0, of_step_ = 0;  // operations since the step's updates began, and of the step before
   int64_t paced_step_ = 0;
+  int64_t kept_step_ = 0;
+  std::string kept_path_;
+  absl::Status last_status_;
 };
 
+// That a checkpoint of `bytes` can be written below `parent`, which is made: its file system has the room and
+// does direct I/O. A checkpoint that is found impossible after the training comes too late.
+absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank);
+
 // State in memory as a checkpoint's source: the tiles of `plan` where `residency` or `device` (null: none is
-// apart) has them, as the update of `step` left them. All of it stays as it is until the end of the copy,
-// which has the use of the device's staging memory.
-swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const Residency& residency,
+// apart) has them, as the update of `step` left them. All of it stays as it is until the end of the
+// copy, which has the use of the device's staging memory.
+swap::CheckpointSource SourceOfMemory(const tiering::Plan& plan, const ArenaView& residency,
                                       const DeviceState* device, const std::string& identity, int64_t step,
                                       int64_t updates, std::string payload);
 
 // The way back: reads every tile of `plan` from the checkpoint (or run) in `parts` to its place in memory and
 // checks it. Of as many ranks as there are now, with their tiles, or of another number of them.
-absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const PartDirectories& parts,
+absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirectories& parts,
                                                const tiering::ModelGraph& graph, const tiering::Plan& plan,
-                                               const Residency& residency, const DeviceState* device,
+                                               const ArenaView& residency, const DeviceState* device,
                                                int rank);
 
 }  // namespace penstock::zero

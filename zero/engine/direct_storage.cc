@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "aio/file.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "swap/aligned_buffer.h"
 #include "zero/engine/rank_agreement.h"
@@ -28,8 +29,7 @@ absl::Status Try(const std::string& directory, uint64_t seed, Device& device, ai
   file_options.path = aio::NearestExisting(directory) + "/gds-probe";
   file_options.nameless = true;
   file_options.size = static_cast<uint64_t>(kProbeBytes);
-  absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(file_options);
-  if (!file.ok()) return file.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::File> file, aio::File::Open(file_options));
   const swap::AlignedBuffer here(static_cast<uint64_t>(kProbeBytes));
   std::mt19937_64 random(seed);  // what another directory has left there is not taken for this one's
   for (size_t i = 0; i < here.bytes(); i += sizeof(uint64_t)) {
@@ -38,22 +38,21 @@ absl::Status Try(const std::string& directory, uint64_t seed, Device& device, ai
   }
   const auto fails = [&](const char* op, int64_t result) {
     return aio::MakeIoError({.op = op,
-                             .path = (*file)->path(),
+                             .path = file->path(),
                              .bytes = static_cast<uint64_t>(kProbeBytes),
                              .error = result < 0 ? static_cast<int>(-result) : EIO});
   };
-  if (const ssize_t written = pwrite((*file)->fd(), here.data(), here.bytes(), 0); written != kProbeBytes) {
+  if (const ssize_t written = pwrite(file->fd(), here.data(), here.bytes(), 0); written != kProbeBytes) {
     return fails("write", written < 0 ? -errno : written);
   }
-  if (absl::Status status = (*file)->SyncData(); !status.ok()) return status;
+  RETURN_IF_ERROR(file->SyncData());
   std::string why;
-  const int64_t moved = transfers.Transfer(aio::Op::kRead, **file, 0, there, here.bytes(), &why);
-  transfers.Forget((*file)->fd());
+  const int64_t moved = transfers.Transfer(aio::Op::kRead, *file, 0, there, here.bytes(), &why);
+  transfers.Forget(file->fd());
   if (!why.empty()) return absl::FailedPreconditionError(why);
   if (moved != kProbeBytes) return fails("read to the device", moved);
-  const absl::StatusOr<uint64_t> checksum = device.Checksum(there, here.bytes(), seed);
-  if (!checksum.ok()) return checksum.status();
-  if (*checksum == kernels::Checksum(here.data(), here.bytes(), seed)) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const uint64_t checksum, device.Checksum(there, here.bytes(), seed));
+  if (checksum == kernels::Checksum(here.data(), here.bytes(), seed)) return absl::OkStatus();
   return absl::DataLossError(
       absl::StrCat("what was written beside ", directory, " is not what came to the device"));
 }
@@ -61,11 +60,10 @@ absl::Status Try(const std::string& directory, uint64_t seed, Device& device, ai
 absl::Status TryAll(const EngineOptions& options, aio::DeviceTransfers& transfers) {
   Device& device = *options.device;
   if (options.state_dirs.empty()) return absl::FailedPreconditionError("no state directory to try it beside");
-  absl::StatusOr<std::byte*> there = device.AllocateArena(kProbeBytes);
-  if (!there.ok()) return there.status();
+  ASSIGN_OR_RETURN(std::byte * there, device.AllocateArena(kProbeBytes));
   uint64_t seed = 0;
   for (const std::string& directory : options.state_dirs) {
-    if (absl::Status status = Try(directory, ++seed, device, transfers, *there); !status.ok()) return status;
+    RETURN_IF_ERROR(Try(directory, ++seed, device, transfers, there));
   }
   return absl::OkStatus();
 }
@@ -76,7 +74,7 @@ absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options,
                                                 absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> opened,
                                                 bool gathers_by_host) {
   DirectStorage storage;
-  if (!options.device->apart()) return storage;
+  if (!options.device->has_own_memory()) return storage;
   if (options.offload != OffloadDevice::kNvme) {
     if (options.gds) storage.how = "no GPUDirect Storage: weights are in memory";
     return storage;
@@ -91,7 +89,8 @@ absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options,
   }
   std::string why = std::string(opened.status().message());
   if (options.comm != nullptr) {
-    const absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*options.comm, opened.ok() ? 1 : 0);
+    const absl::StatusOr<std::vector<int64_t>> all =
+        AllNumbers(*options.comm, "direct storage", opened.ok() ? 1 : 0);
     if (!all.ok()) return all.status();
     const auto without = std::find(all->begin(), all->end(), 0);
     if (opened.ok() && without != all->end()) {

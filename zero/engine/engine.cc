@@ -9,20 +9,21 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/program/program.h"
-#include "zero/engine/checkpointing.h"
-#include "zero/lanes/device_lanes.h"
-#include "zero/engine/engine_state.h"
-#include "zero/memory/guarded.h"
 #include "zero/compute/measure.h"
-#include "zero/engine/rank_agreement.h"
-#include "zero/lanes/hardware_lanes.h"
-#include "zero/engine/run_resources.h"
+#include "zero/engine/checkpointing.h"
+#include "zero/engine/engine_state.h"
 #include "zero/engine/parameter_access.h"
-#include "zero/memory/tensor_memory.h"
+#include "zero/engine/rank_agreement.h"
+#include "zero/engine/run_resources.h"
 #include "zero/engine/step_outcome.h"
+#include "zero/lanes/device_lanes.h"
+#include "zero/lanes/hardware_lanes.h"
+#include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 
@@ -44,39 +45,48 @@ class Engine::Impl {
     if (executor_ != nullptr) executor_->Quiesce();
     checkpointing_.reset();
     lanes_.reset();
+    if (options_.comm != nullptr) options_.comm->WatchStops(nullptr);
+  }
+
+  // The other ranks are told what this one does next.
+  void Enter(const std::string& call) const {
+    if (options_.comm != nullptr) options_.comm->Enter(call);
   }
 
   absl::Status Create() {
+    if (options_.comm != nullptr) options_.comm->WatchStops(options_.stops);
     TensorMemory::Install();
     TensorMemory::Trim();
     TensorMemory::SetLimit(0);
     TensorMemory::ResetPeak();
-    absl::StatusOr<PreparedModel> prepared = PrepareModel(model_, options_);
-    if (!prepared.ok()) return prepared.status();
-    plan_ = std::move(prepared->plan);
-    modules_ = std::move(prepared->modules);
-    identity_ = std::move(prepared->identity);
-    devices_ = std::move(prepared->devices);
+    ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(model_, options_));
+    plan_ = std::move(prepared.plan);
+    modules_ = std::move(prepared.modules);
+    identity_ = std::move(prepared.identity);
+    devices_ = std::move(prepared.devices);
     if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
-    if (!prepared->storage.how.empty()) Log(prepared->storage.how);
-    options_.io.device_transfers = std::move(prepared->storage.transfers);
+    if (!prepared.storage.how.empty()) Log(prepared.storage.how);
+    options_.io.device_transfers = std::move(prepared.storage.transfers);
     for (const auto& module : modules_) module_pointers_.push_back(module.get());
     if (options_.planned) {
-      if (absl::Status status = options_.planned(plan_); !status.ok()) return status;
+      RETURN_IF_ERROR(options_.planned(plan_));
+    }
+    if (options_.trains && options_.checkpoints.at_end && !plan_.plan.on_nvme) {
+      absl::Status place = CheckPlace(options_.checkpoints.parent, plan_.state_bytes, options_.rank());
+      if (!place.ok()) return place;
     }
 
-    absl::StatusOr<std::unique_ptr<Resources>> resources =
-        Resources::Create(plan_, options_, identity_.dump());
-    if (!resources.ok()) return resources.status();
-    resources_ = std::move(*resources);
-    if (options_.trains && options_.checkpoints.every > 0) {
-      if (absl::Status status = MakeCheckpointing(); !status.ok()) return status;
+    ASSIGN_OR_RETURN(std::unique_ptr<RunResources> resources,
+                     RunResources::Create(plan_, options_, identity_.dump()));
+    resources_ = std::move(resources);
+    if (options_.trains && options_.checkpoints.any()) {
+      RETURN_IF_ERROR(MakeCheckpointing());
     }
     if (plan_.format.weights == kernels::DType::kFp16) {
-      if (absl::Status status = decisions_.ScaleLoss(); !status.ok()) return status;
+      RETURN_IF_ERROR(decisions_.ScaleLoss());
     }
     if (options_.resumes()) {
-      if (absl::Status status = Restore(); !status.ok()) return status;
+      RETURN_IF_ERROR(Restore());
       if (checkpointing_ != nullptr && store() != nullptr) {
         absl::Status status = checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step);
         if (!status.ok()) return status;
@@ -86,8 +96,8 @@ class Engine::Impl {
     }
     runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed,
                                             *options_.device, options_.rank(), options_.world());
-    if (absl::Status status = resources_->BoundDevice(); !status.ok()) return status;
-    RealLanes::Options lane_options;
+    RETURN_IF_ERROR(resources_->BoundDevice());
+    HardwareLanes::Options lane_options;
     lane_options.update_workers = options_.update_workers;
     lane_options.intra_op_threads = options_.intra_op_threads;
     lane_options.format = plan_.format;
@@ -100,9 +110,9 @@ class Engine::Impl {
     hooks.decide = [this](const Op& op) { return Decide(op); };
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
     hooks.committed = [this](const Op& op) { return Applied(op); };
-    lanes_ = std::make_unique<RealLanes>(plan_.plan, residency(), module_pointers_, runner_.get(), store(),
-                                         resources_->inputs(), resources_->device_lanes(), lane_options,
-                                         std::move(hooks));
+    lanes_ = std::make_unique<HardwareLanes>(plan_.plan, residency(), module_pointers_, runner_.get(),
+                                             store(), resources_->inputs(), resources_->device_lanes(),
+                                             lane_options, std::move(hooks));
     executor_ = std::make_unique<tiering::Executor>(lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
@@ -131,11 +141,11 @@ class Engine::Impl {
     }
     if (next == Next::kTrain) AppendTraining();
     executor_->OpenGate(++gates_);
-    if (absl::Status status = executor_->RunUntil(norm); !status.ok()) return status;
+    RETURN_IF_ERROR(executor_->RunUntil(norm));
     if (!checkpoint_status_.ok()) return checkpoint_status_;
     ++step_;
     StepResult& result = decisions_.at(step_).result;
-    if (ahead_norm_ < 0 && !decisions_.last_is_redone()) builder_->AssumptionHeld();
+    if (ahead_norm_ < 0 && !decisions_.last_is_replayed()) builder_->AssumptionHeld();
     const StepTotals totals = lanes_->totals();
     result.loss = std::accumulate(totals.losses.begin(), totals.losses.end(), 0.0) /
                   static_cast<double>(totals.losses.size());
@@ -158,6 +168,9 @@ class Engine::Impl {
   }
 
   absl::Status SetOrder(std::vector<int> stages) {
+    if (!broken_.ok()) return broken_;
+    if (!executor_->status().ok()) return executor_->status();
+    RETURN_IF_ERROR(AgreeOnOrder(stages));
     std::vector<int> sorted = stages;
     std::sort(sorted.begin(), sorted.end());
     const auto count = static_cast<int>(model_.stages.size());
@@ -173,9 +186,24 @@ class Engine::Impl {
       Log("the order of the stages changed after the next step was announced: what was read ahead is "
           "dropped");
     }
-    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
+    RETURN_IF_ERROR(AbandonAhead());
     stage_order_ = std::move(stages);
     builder_->SetOrder(stage_order_);
+    return absl::OkStatus();
+  }
+
+  // Ranks that go through their stages in different orders would wait for each other's blocks for ever.
+  absl::Status AgreeOnOrder(const std::vector<int>& stages) const {
+    if (options_.comm == nullptr) return absl::OkStatus();
+    const std::string mine = absl::StrJoin(stages, ", ");
+    ASSIGN_OR_RETURN(std::vector<std::string> all,
+                     options_.comm->AllTexts(Channel::kSetup, {"the order of stages"}, mine));
+    for (size_t k = 1; k < all.size(); ++k) {
+      if (all[k] == all.front()) continue;
+      return absl::InvalidArgumentError(absl::StrCat(
+          "all ranks need one order of stages: rank 0 has [", all.front(), "], ",
+          RankName(static_cast<int>(k), options_.world()), " [", all[k], "]; the order stays as it was"));
+    }
     return absl::OkStatus();
   }
 
@@ -185,7 +213,7 @@ class Engine::Impl {
 
   absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind) {
     if (resources_->others() != nullptr) return OnePartOnly();
-    if (absl::Status status = Told(Flush()); !status.ok()) return status;
+    RETURN_IF_ERROR(BroadcastError(Flush()));
     if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
     if (last_result_.step == 0) {
       return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
@@ -197,7 +225,7 @@ class Engine::Impl {
 
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
-    absl::Status status = Told(Flush());
+    absl::Status status = BroadcastError(Flush());
     if (!status.ok()) return status;
     bool begun = false;
     status = Access().Write(parameter, kind, value, [&] {
@@ -218,27 +246,38 @@ class Engine::Impl {
       status = commit();
       // Nobody writes over the version before until all have this one.
       if (options_.comm != nullptr) status = AgreeOnStatus(*options_.comm, Channel::kSetup, status);
-      return Told(status);
+      return BroadcastError(status);
     }
     absl::Status undone = absl::UnimplementedError("it is in memory alone");
     if (store() != nullptr) undone = store()->DropAllWritten();
     if (undone.ok() && store()->overwriting()) undone = commit();  // nothing was, after all
     if (undone.ok()) return status;
     // Part of the value may be there: nobody may train on that.
-    broken_ = Told(absl::Status(
+    broken_ = BroadcastError(absl::Status(
         status.code(), absl::StrCat(status.message(), "; what was written of ", std::string(parameter),
                                     " cannot be taken back: ", undone.message())));
     return broken_;
   }
 
-  absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
-    double sum = 0;
-    // One by one: how many of them pass at once depends on the budget, and the sum must not.
+  absl::StatusOr<std::vector<double>> EvaluateEach(const std::vector<Batch>& batches) {
+    std::vector<double> losses;
     absl::Status status = ForwardAll(batches, [&](size_t) {
-      for (const double loss : runner_->losses()) sum += loss;
+      for (const double loss : runner_->losses()) losses.push_back(loss);
     });
     if (!status.ok()) return status;
-    return sum / static_cast<double>(batches.size());
+    return losses;
+  }
+
+  absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
+    absl::StatusOr<std::vector<double>> losses = EvaluateEach(batches);
+    if (!losses.ok()) return losses.status();
+    // One by one: how many of them pass at once depends on the budget, and the sum must not.
+    return std::accumulate(losses->begin(), losses->end(), 0.0) / static_cast<double>(losses->size());
+  }
+
+  // In the memory that was planned for batches like the example: more of smaller ones.
+  int64_t EvaluatesAtOnce(const Batch& batch) const {
+    return std::max<int64_t>(1, EvaluationRoom() / std::max<int64_t>(1, batch.inputs.numel()));
   }
 
   absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches) {
@@ -256,7 +295,7 @@ class Engine::Impl {
 
   absl::Status Flush() {
     if (!broken_.ok()) return broken_;
-    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
+    RETURN_IF_ERROR(AbandonAhead());
     if (builder_->has_pending_update()) {
       executor_->Append(builder_->Append(Pass::kFlush));
     }
@@ -266,6 +305,17 @@ class Engine::Impl {
     if (status.ok()) status = checkpoint_status_;
     if (status.ok() && checkpointing_ != nullptr) status = checkpointing_->Finish();
     return status;
+  }
+
+  absl::StatusOr<std::string> Keep() {
+    RETURN_IF_ERROR(Flush());
+    if (!options_.checkpoints.at_end || store() != nullptr || last_result_.step == 0) return std::string();
+    if (checkpointing_->kept_step() == step_) return checkpointing_->kept_path();
+    absl::Status status = BeginOfMemory(step_);
+    if (status.ok()) status = checkpointing_->Finish();
+    if (status.ok()) status = checkpointing_->last_status();
+    if (!status.ok()) return status;
+    return checkpointing_->kept_path();
   }
 
   const Device& device() const { return *options_.device; }
@@ -285,20 +335,20 @@ class Engine::Impl {
                                                         store()->committed_step())));
   }
   // The other ranks hear of an error: they would wait for this one.
-  absl::Status Told(absl::Status status) const {
+  absl::Status BroadcastError(absl::Status status) const {
     status = WithRoom(std::move(status));
     if (!status.ok() && options_.comm != nullptr) options_.comm->Abort(status);
     return status;
   }
   template <typename T>
-  absl::StatusOr<T> Told(absl::StatusOr<T> result) const {
+  absl::StatusOr<T> BroadcastError(absl::StatusOr<T> result) const {
     if (result.ok()) return result;
-    return Told(result.status());
+    return BroadcastError(result.status());
   }
 
   Model model_;
   EngineOptions options_;
-  UpdateDecisions decisions_;
+  StepOutcome decisions_;
   EnginePlan plan_;
   int64_t step_ = 0;
   int64_t committed_step_ = 0;
@@ -307,11 +357,11 @@ class Engine::Impl {
   nlohmann::json last_description_;
   tiering::Usage usage_;
   std::unique_ptr<tiering::Executor> executor_;
-  std::unique_ptr<Resources> resources_;
+  std::unique_ptr<RunResources> resources_;
   DeviceExchange devices_;
 
  private:
-  Residency& residency() const { return resources_->residency(); }
+  ArenaView& residency() const { return resources_->residency(); }
   swap::Store* store() const { return resources_ != nullptr ? resources_->store() : nullptr; }
 
   absl::Status MakeCheckpointing() {
@@ -332,6 +382,11 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
+  // Input elements of a forward-only pass.
+  int64_t EvaluationRoom() const {
+    return std::max(1, plan_.plan.evaluate_micro_batches) * options_.example.inputs.numel();
+  }
+
   static absl::Status OnePartOnly() {
     return absl::FailedPreconditionError(
         "this process has one rank's part of what several have kept: read it with as many, or export it");
@@ -350,11 +405,10 @@ class Engine::Impl {
   absl::Status Restore() {
     swap::Recovered loaded;
     if (store() == nullptr) {
-      absl::StatusOr<swap::Recovered> from =
-          LoadIntoMemory(*resources_->io(), plan_.parts, plan_.graph, plan_.plan, residency(),
-                         DeviceStateOrNull(), options_.rank());
-      if (!from.ok()) return from.status();
-      loaded = std::move(*from);
+      ASSIGN_OR_RETURN(swap::Recovered from,
+                       LoadIntoMemory(*resources_->io(), plan_.parts, plan_.graph, plan_.plan, residency(),
+                                      DeviceStateOrNull(), options_.rank()));
+      loaded = std::move(from);
     }
     const swap::Recovered& recovered = store() != nullptr ? store()->recovered() : loaded;
     for (const std::string& line : recovered.damage) Log(absl::StrCat("healed: ", line));
@@ -365,7 +419,8 @@ class Engine::Impl {
       return absl::DataLossError(absl::StrCat("the commit record of step ", recovered.step, " in ",
                                               options_.state_dirs.front(), " has no valid ", what));
     };
-    if (!payload.is_object() || !payload.contains("run")) return damaged("payload");
+    if (!payload.is_object() || !payload.contains("run") || !payload["run"].is_object())
+      return damaged("payload");
     run_ = payload["run"];
     run_.update(options_.run_changes);
     last_description_ = payload.value("step", nlohmann::json());
@@ -378,7 +433,7 @@ class Engine::Impl {
   }
 
   // Of a commit of `step`; null: of the run's beginning.
-  std::string Payload(const UpdateDecisions::Decided* step) const {
+  std::string Payload(const StepOutcome::Decided* step) const {
     nlohmann::json payload = {{"run", run_}};
     decisions_.AddTo(&payload, step);
     if (step != nullptr && options_.describe) payload["step"] = options_.describe(step->result);
@@ -409,7 +464,7 @@ class Engine::Impl {
     builder_->SetOrder(stage_order_);
   }
 
-  StateAccess Access() const {
+  ParameterAccess Access() const {
     return {model_,      module_pointers_, plan_.plan,          plan_.format,
             residency(), store(),          DeviceStateOrNull(), options_.comm.get()};
   }
@@ -439,11 +494,14 @@ class Engine::Impl {
   absl::Status ForwardAll(const std::vector<Batch>& batches, Take&& take) {
     if (!broken_.ok()) return broken_;
     if (batches.empty()) return absl::InvalidArgumentError("nothing to evaluate: no batches given");
-    if (absl::Status status = AbandonAhead(); !status.ok()) return status;
-    const size_t group = static_cast<size_t>(std::max(1, plan_.plan.evaluate_micro_batches));
+    RETURN_IF_ERROR(AbandonAhead());
+    const auto tokens = [&](size_t i) { return batches[i].inputs.numel(); };
     int64_t own_bytes = 0;
-    for (size_t from = 0; from < batches.size(); from += group) {
-      const size_t n = std::min(group, batches.size() - from);
+    size_t n = 0;
+    for (size_t from = 0; from < batches.size(); from += n) {
+      int64_t taken = tokens(from);
+      for (n = 1; from + n < batches.size() && taken + tokens(from + n) <= EvaluationRoom(); ++n)
+        taken += tokens(from + n);
       absl::Status begun = runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
                                                   batches.begin() + static_cast<std::ptrdiff_t>(from + n)});
       if (!begun.ok()) return begun;
@@ -454,7 +512,7 @@ class Engine::Impl {
       executor_->Append(std::move(ops));
       AppendPersistIfDue();
       executor_->OpenGate(++gates_);
-      if (absl::Status status = executor_->RunUntilIdle(); !status.ok()) return status;
+      RETURN_IF_ERROR(executor_->RunUntilIdle());
       take(n);
     }
     const tiering::Usage usage = executor_->TakeUsage();
@@ -477,16 +535,14 @@ class Engine::Impl {
     }
     if (op.kind != OpKind::kNorm) return absl::OkStatus();
     if (checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
-    absl::StatusOr<UpdateDecision> decision =
-        decisions_.Decide(op.step, lanes_->totals().squares, plan_.plan.in_backward_share());
-    if (!decision.ok()) return decision.status();
-    lanes_->set_decision(*decision);
+    ASSIGN_OR_RETURN(UpdateDecision decision,
+                     decisions_.Decide(op.step, lanes_->totals().squares, plan_.plan.in_backward_share()));
+    lanes_->set_decision(decision);
     return absl::OkStatus();
   }
 
   swap::CommitInfo DescribeCommit(int64_t step) {
-    const UpdateDecisions::Decided& decided =
-        decisions_.has(step) ? decisions_.at(step) : decisions_.applied();
+    const StepOutcome::Decided& decided = decisions_.has(step) ? decisions_.at(step) : decisions_.applied();
     commit_payload_ = Payload(&decided);
     return {.step = static_cast<uint64_t>(step),
             .updates = static_cast<uint64_t>(decided.updates),
@@ -510,13 +566,18 @@ class Engine::Impl {
     // What the last checkpoint still holds is written to from here on.
     if (!plan_.plan.commits_every_step) checkpointing_->FinishTiles();
     if (!checkpointing_->Due(step)) return absl::OkStatus();
-    const UpdateDecisions::Decided& applied = decisions_.applied();
-    if (store() == nullptr) commit_payload_ = Payload(&applied);
     if (store() != nullptr) return checkpointing_->BeginOfStore(*store(), plan_.plan.commits_every_step);
     if (decisions_.has(step + 1)) {
       return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
                                               " is over: no checkpoint of it can be written"));
     }
+    return BeginOfMemory(step);
+  }
+
+  // A checkpoint of `step`, whose updates were the last to be applied.
+  absl::Status BeginOfMemory(int64_t step) {
+    const StepOutcome::Decided& applied = decisions_.applied();
+    commit_payload_ = Payload(&applied);
     swap::CheckpointSource source = SourceOfMemory(plan_.plan, residency(), DeviceStateOrNull(),
                                                    identity_.dump(), step, applied.updates, commit_payload_);
     source.uuid = checkpoint_uuid_;
@@ -549,7 +610,7 @@ class Engine::Impl {
   std::vector<std::shared_ptr<BlockModule>> modules_;
   std::vector<BlockModule*> module_pointers_;
   std::unique_ptr<StageRunner> runner_;
-  std::unique_ptr<RealLanes> lanes_;
+  std::unique_ptr<HardwareLanes> lanes_;
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
   bool told_of_misses_ = false;
@@ -580,7 +641,7 @@ absl::StatusOr<EnginePlan> Engine::MakePlan(const Model& model, const EngineOpti
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(Model model, EngineOptions options) {
   auto impl = std::make_unique<Impl>(std::move(model), std::move(options));
-  if (absl::Status status = impl->Create(); !status.ok()) return impl->Told(std::move(status));
+  if (absl::Status status = impl->Create(); !status.ok()) return impl->BroadcastError(std::move(status));
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
 
@@ -588,23 +649,43 @@ Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::~Engine() = default;
 
 absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, Next next) {
-  return impl_->Told(impl_->Step(std::move(batches), next));
+  impl_->Enter(absl::StrCat("step ", impl_->step_ + 1));
+  return impl_->BroadcastError(impl_->Step(std::move(batches), next));
 }
-absl::Status Engine::SetOrder(std::vector<int> stages) { return impl_->SetOrder(std::move(stages)); }
+absl::Status Engine::SetOrder(std::vector<int> stages) {
+  impl_->Enter("an order of stages");
+  return impl_->SetOrder(std::move(stages));
+}
 absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
-  return impl_->Told(impl_->Evaluate(batches));
+  impl_->Enter(absl::StrCat("an evaluation of ", batches.size(), " batches after step ", impl_->step_));
+  return impl_->BroadcastError(impl_->Evaluate(batches));
 }
+absl::StatusOr<std::vector<double>> Engine::EvaluateEach(const std::vector<Batch>& batches) {
+  impl_->Enter(absl::StrCat("an evaluation of ", batches.size(), " batches after step ", impl_->step_));
+  return impl_->BroadcastError(impl_->EvaluateEach(batches));
+}
+int64_t Engine::EvaluatesAtOnce(const Batch& batch) const { return impl_->EvaluatesAtOnce(batch); }
 absl::StatusOr<std::vector<torch::Tensor>> Engine::Infer(const std::vector<Batch>& batches) {
-  return impl_->Told(impl_->Infer(batches));
+  impl_->Enter(absl::StrCat("an inference of ", batches.size(), " batches after step ", impl_->step_));
+  return impl_->BroadcastError(impl_->Infer(batches));
 }
 std::vector<std::string> Engine::ParameterNames() const { return impl_->ParameterNames(); }
 absl::StatusOr<torch::Tensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
+  impl_->Enter(absl::StrCat("reading ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->ReadState(parameter, kind);
 }
 absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
+  impl_->Enter(absl::StrCat("writing ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->WriteState(parameter, kind, value);
 }
-absl::Status Engine::Flush() { return impl_->Told(impl_->Flush()); }
+absl::Status Engine::Flush() {
+  impl_->Enter(absl::StrCat("a flush after step ", impl_->step_));
+  return impl_->BroadcastError(impl_->Flush());
+}
+absl::StatusOr<std::string> Engine::Keep() {
+  impl_->Enter(absl::StrCat("keeping step ", impl_->step_));
+  return impl_->BroadcastError(impl_->Keep());
+}
 int64_t Engine::step() const { return impl_->step_; }
 int64_t Engine::committed_step() const { return impl_->committed_step_; }
 std::optional<int64_t> Engine::resumed_from() const { return impl_->resumed_from_; }
@@ -624,7 +705,8 @@ std::string Engine::arena_pages() const {
 }
 int64_t Engine::peak_managed_bytes() const {
   const Device& device = impl_->device();
-  const bool elsewhere = device.apart() && device.tensors_are_host();  // what the host's allocator counts
+  const bool elsewhere =
+      device.has_own_memory() && device.tensors_are_host();  // what the host's allocator counts
   return std::max(impl_->resources_->preparation_peak(),
                   static_cast<int64_t>(impl_->resources_->arena().bytes()) +
                       (elsewhere ? 0 : TensorMemory::Stats().peak_bytes));
@@ -637,17 +719,17 @@ Device::Traffic Engine::copied() const {
 bool Engine::gds() const { return impl_->plan_.plan.device.gds; }
 int64_t Engine::gds_read_bytes() const { return impl_->gds_read_bytes(); }
 int64_t Engine::peak_device_bytes() const {
-  if (!impl_->device().apart()) return 0;
+  if (!impl_->device().has_own_memory()) return 0;
   return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;
 }
 int64_t Engine::peak_pinned_bytes() const {
   return impl_->resources_->pinned() ? static_cast<int64_t>(impl_->resources_->arena().bytes()) : 0;
 }
-void Engine::set_knee_bytes(uint64_t bytes) {
+void Engine::set_saturating_bytes_in_flight(uint64_t bytes) {
   aio::Engine* io = impl_->resources_->io();
   if (io == nullptr) return;
-  io->set_knee_bytes(bytes);
-  if (!impl_->options_.io_depth_is_limit) io->RaiseCapsToKnee();
+  io->set_saturating_bytes_in_flight(bytes);
+  if (!impl_->options_.io_depth_is_limit) io->RaiseCapsToSaturation();
 }
 
 }  // namespace penstock::zero

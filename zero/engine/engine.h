@@ -12,9 +12,9 @@
 // Step(t) applies what is left of the update of step t-1 to each block as its forward first needs it, commits
 // step t-1 when the last of its tiles is on the drive, computes forward and backward of step t, and returns
 // loss and norm. Where the plan says so, part of the update of step t is made in its backward already
-// (tiering/program/program.h). What is left of the last update is applied by Flush (or by an evaluation, which is a
-// forward too). So a step is committed, and reported through EngineOptions::committed, during the step after
-// it.
+// (tiering/program/program.h). What is left of the last update is applied by Flush (or by an evaluation,
+// which is a forward too). So a step is committed, and reported through EngineOptions::committed, during the
+// step after it.
 //
 // With fp16 weights the loss scale follows each step's outcome: a step whose gradients overflow updates
 // nothing, and is committed like any other. kOutOfRange: they overflow at the smallest scale.
@@ -52,17 +52,17 @@
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
 #include "swap/store.h"
-#include "tiering/program/executor.h"
 #include "tiering/plan/plan.h"
-#include "zero/ranks/comm.h"
-#include "zero/config/config.h"
+#include "tiering/program/executor.h"
 #include "zero/compute/device.h"
-#include "zero/config/loss_scale.h"
-#include "zero/config/lr_schedule.h"
 #include "zero/compute/model.h"
 #include "zero/compute/optimizer.h"
-#include "zero/ranks/sharded_state.h"
 #include "zero/compute/tile_format.h"
+#include "zero/config/config.h"
+#include "zero/config/loss_scale.h"
+#include "zero/config/lr_schedule.h"
+#include "zero/ranks/comm.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {
 
@@ -76,7 +76,7 @@ struct StepResult {
   bool stops = false;    // EngineOptions::stops was true, on this rank or another
   // Share of the tiles whose update was made in backward, and whether it then had to be made again.
   double in_backward = 0;
-  bool redone = false;
+  bool replayed = false;
   // Of the time from the end of the step before, or of an evaluation after it, to the end of this one.
   double seconds = 0;
   double stall_io_seconds = 0;    // compute had nothing to do but wait for the drive
@@ -98,7 +98,7 @@ struct EnginePlan {
   int64_t disk_bytes = 0;   // of the state directories, all versions
   int versions = 0;         // of everything, that these hold
   int64_t state_bytes = 0;  // one version
-  PartDirectories parts;    // of what is resumed or evaluated: by rank
+  ShardDirectories parts;   // of what is resumed or evaluated: by rank
   // What it was planned under: for those who ask what another machine or budget would do.
   tiering::PlanOptions options;
 };
@@ -106,8 +106,12 @@ struct EnginePlan {
 // Which commits are kept as checkpoints of their own, while training goes on (zero/engine/checkpointing.h).
 struct CheckpointSchedule {
   std::string parent;  // the directory of all checkpoints
-  int64_t every = 0;   // steps; 0: none is kept
+  int64_t every = 0;   // steps; 0: none is kept on the way
   int64_t keep = 0;    // the newest so many; 0: all
+  // State in memory: Engine::Keep makes one of the last step. A place that cannot hold it is refused by
+  // Create.
+  bool at_end = false;
+  bool any() const { return every > 0 || at_end; }
 };
 
 struct EngineOptions {
@@ -126,9 +130,10 @@ struct EngineOptions {
   double clip = 1.0;  // bound of the global gradient norm; 0: none
   std::optional<LrSchedule>
       schedule;  // of a new run; a resumed one has its own. Empty: the optimizer's lr throughout
+  std::optional<LrSchedule> new_schedule;  // of a resumed run, in the place of its own from here on
   uint64_t seed = 1;
-  // Initial values of elements [first, first + elements) of a block's run (zero/compute/block.h), as fp32 masters,
-  // padding 0; each tile is asked for once. Empty: those that the blocks' factories make.
+  // Initial values of elements [first, first + elements) of a block's run (zero/compute/block.h), as fp32
+  // masters, padding 0; each tile is asked for once. Empty: those that the blocks' factories make.
   std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
 
   int64_t host_memory_bytes = 0;                  // 0: no bound
@@ -149,7 +154,7 @@ struct EngineOptions {
   tiering::UpdateOrder update_order = tiering::UpdateOrder::kAuto;
   tiering::PlanBounds bounds;
   aio::EngineOptions io;           // arenas, device_transfers, knee and log are set here
-  bool io_depth_is_limit = false;  // its bytes in flight: set_knee_bytes does not raise them
+  bool io_depth_is_limit = false;  // its bytes in flight: set_saturating_bytes_in_flight does not raise them
   int intra_op_threads = 1;
   int update_workers = 1;
 
@@ -160,14 +165,18 @@ struct EngineOptions {
   CheckpointSchedule checkpoints;
   // What the caller wants to find again on resume; the first commit keeps it. A resumed run keeps its first.
   nlohmann::json run = nlohmann::json::object();
-  // Keys of it that a resumed run has anew from here on (with another number of ranks: what each of them
-  // does).
+  // Keys of it that a resumed run has anew from here on: what its user changed, and with another number of
+  // ranks what each of them does. The next commit keeps them.
   nlohmann::json run_changes = nlohmann::json::object();
   // The machine that plans are compared on; asked once, when the model's sizes are known and the budget is
   // known to hold the least that works. Without it, MachineModel's assumptions. `compute` is a sample of the
   // model's compute on the caller's thread, for measuring it beside other work; null where nothing is trained
   // or a device apart computes.
   std::function<tiering::MachineModel(int64_t state_bytes, const std::function<void()>& compute)> machine;
+  // What preparing a run, or a plan, is at just now, for people: it takes seconds.
+  std::function<void(const std::string& what)> preparing;
+  // false: a plan's stages are measured for their memory only, which is faster; for whoever asks what fits.
+  bool measures_time = true;
   // The plan stands and nothing has been made yet: an error ends the creation.
   std::function<absl::Status(const EnginePlan&)> planned;
   // The caller's words about a step, kept in its commit; asked once, when the step is about to be committed.
@@ -188,7 +197,8 @@ struct EngineOptions {
   // There is state to go on from: of a run that trains on, or that is only evaluated.
   bool resumes() const { return resume || !trains; }
   // Asked towards the end of every step: whether the caller wants to stop. All ranks hear of it with the same
-  // step.
+  // step. Over several ranks it is asked on other threads as well, now and then while this rank waits for
+  // others: it then waits for them no longer than for one that is silent.
   std::function<bool()> stops;
   // Lines for people: what was chosen and why, fallbacks.
   std::function<void(const std::string&)> log;
@@ -200,7 +210,9 @@ enum class Next : uint8_t { kUnknown, kTrain };
 
 class Engine {
  public:
-  // Measures and plans only. With options.resume the tiles are those of the run that is there.
+  // Measures and plans only. With options.resume the tiles are those of the run that is there. Neither this
+  // nor Create takes more than the budget, unless it is going to be refused: to say what would do, as much is
+  // measured as the machine has free.
   static absl::StatusOr<EnginePlan> MakePlan(const Model& model, const EngineOptions& options);
 
   static absl::StatusOr<std::unique_ptr<Engine>> Create(Model model, EngineOptions options);
@@ -214,10 +226,16 @@ class Engine {
   absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next = Next::kUnknown);
   // The stages run in this order from the next step on: a permutation of the model's, which keeps its last
   // one, since that gives the loss. Reads that were made ahead for another order are dropped, which costs
-  // their time and no more. kInvalidArgument: not such a permutation.
+  // their time and no more. Over several ranks all of them make this call, with the same order.
+  // kInvalidArgument: not such a permutation, or not that of the other ranks.
   absl::Status SetOrder(std::vector<int> stages);
   // Mean loss over the batches, in evaluation mode, with every update applied.
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches);
+  // The loss of each of them. The bits of one depend on its own batch alone.
+  absl::StatusOr<std::vector<double>> EvaluateEach(const std::vector<Batch>& batches);
+  // How many batches of this shape an evaluation passes through the model at once: each such group reads the
+  // model once.
+  int64_t EvaluatesAtOnce(const Batch& batch) const;
   // Outputs of the last stage, for models whose last stage is no loss.
   absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches);
   // One parameter's fp32 master, moment or gradient, wherever it lives, by the name of its block, a dot and
@@ -232,6 +250,10 @@ class Engine {
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value);
   // Applies and commits what is pending, and waits for the checkpoint that is being written.
   absl::Status Flush();
+  // Flush, and with CheckpointSchedule::at_end a checkpoint of the last step, unless this process made no
+  // step or it was kept already. Without it the step is lost with the process: any reason why there is none
+  // is an error. Returns its path; empty where none is needed.
+  absl::StatusOr<std::string> Keep();
 
   int64_t step() const;            // last step that Step has finished, or that the resumed run had committed
   int64_t committed_step() const;  // that a restart would find
@@ -252,7 +274,7 @@ class Engine {
   int64_t peak_device_bytes() const;  // slots and tensors; 0 where the host computes
   // The fewest bytes in flight that saturate a drive. Twice as much in each direction may then be in flight,
   // up to 64 MiB, so that handing over in batches never drains it.
-  void set_knee_bytes(uint64_t bytes);
+  void set_saturating_bytes_in_flight(uint64_t bytes);
   // Union of the time in which forward, backward or update ran, and what the compute lane waited for, since
   // the start.
   const tiering::Usage& usage() const;

@@ -2,20 +2,26 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "aio/arena.h"
+#include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/plan/plan_layout.h"
-#include "zero/memory/guarded.h"
-#include "zero/memory/activation_spill.h"
-#include "zero/engine/json_difference.h"
+#include "zero/compute/initial_values.h"
 #include "zero/compute/measure.h"
+#include "zero/compute/stage_runner.h"
+#include "zero/config/json_field.h"
+#include "zero/engine/json_difference.h"
 #include "zero/engine/rank_agreement.h"
 #include "zero/lanes/hardware_lanes.h"
-#include "zero/compute/stage_runner.h"
+#include "zero/memory/activation_spill.h"
+#include "zero/memory/guarded.h"
+#include "zero/memory/host_memory.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -77,7 +83,7 @@ absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape
   size_t next = 0;
   for (const tiering::BlockShape& block : graph.blocks) {
     std::vector<int64_t>& of_block = tiles.emplace_back();
-    for (int64_t elements = 0; elements < tiering::PartElements(block.elements, world);) {
+    for (int64_t elements = 0; elements < tiering::ShardElements(block.elements, world);) {
       if (next == shape.tiles.size())
         return absl::DataLossError("the store has fewer tiles than its model needs");
       const swap::TileLayout& tile = shape.tiles[next++].layout;
@@ -122,7 +128,7 @@ uint32_t VersionsOf(const EngineOptions& options, swap::StoreOptions store, cons
 // The same for all ranks: the least of theirs.
 absl::StatusOr<uint32_t> AgreeOnVersions(Comm* comm, uint32_t mine) {
   if (comm == nullptr) return mine;
-  absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*comm, mine);
+  absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*comm, "the versions", mine);
   if (!all.ok()) return all.status();
   return static_cast<uint32_t>(*std::min_element(all->begin(), all->end()));
 }
@@ -130,7 +136,7 @@ absl::StatusOr<uint32_t> AgreeOnVersions(Comm* comm, uint32_t mine) {
 // Byte counts of what an identity says that its tiles are of; kFailedPrecondition: it says none.
 absl::StatusOr<tiering::Precision> PrecisionOf(const nlohmann::json& identity, const std::string& path) {
   const auto text = [&](const char* key, const char* otherwise) {
-    return identity.contains(key) && identity[key].is_string() ? identity[key].get<std::string>() : otherwise;
+    return JsonField<std::string>(identity, key).value_or(otherwise);
   };
   TileFormat format;
   const std::optional<kernels::DType> weights = ParseDType(text("dtype", ""));
@@ -146,23 +152,36 @@ absl::StatusOr<tiering::Precision> PrecisionOf(const nlohmann::json& identity, c
   return format.precision();
 }
 
+// The runs of its blocks; kDataLoss: no model has such.
+absl::StatusOr<std::vector<int64_t>> BlockElementsOf(const nlohmann::json& identity,
+                                                     const std::string& path) {
+  constexpr int64_t kMost = int64_t{1} << 50;
+  const auto elements = JsonField<std::vector<int64_t>>(identity, kBlockElements);
+  const auto possible = [](int64_t each) {
+    return each > 0 && each <= kMost && each % tiering::kElementAlignment == 0;
+  };
+  if (elements.has_value() && !elements->empty() && std::all_of(elements->begin(), elements->end(), possible))
+    return *elements;
+  return absl::DataLossError(
+      absl::StrCat(path, ": the sizes of its blocks are none that a model has: its identity is damaged"));
+}
+
 // This rank's part of a checkpoint of another number of ranks.
-absl::Status RestorePart(aio::Engine& io, const PartDirectories& parts,
+absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
                          const std::vector<swap::Inspection>& inspections, const EngineOptions& options,
                          swap::StoreOptions to_options) {
   nlohmann::json identity = WholeIdentity(inspections.front().shape.identity);
   absl::StatusOr<tiering::Precision> precision = PrecisionOf(identity, parts.front().front());
   if (!precision.ok()) return precision.status();
-  const auto elements = identity[kBlockElements].get<std::vector<int64_t>>();
-  const uint64_t source_bytes = RankParts::MemoryBytes(inspections);
+  ASSIGN_OR_RETURN(std::vector<int64_t> elements, BlockElementsOf(identity, parts.front().front()));
+  const uint64_t source_bytes = ShardedState::MemoryBytes(inspections);
   aio::ArenaOptions arena_options;
   arena_options.lock = false;
   arena_options.bytes = source_bytes;
-  absl::StatusOr<std::unique_ptr<aio::Arena>> source = aio::Arena::Create(arena_options);
-  if (!source.ok()) return source.status();
-  absl::StatusOr<std::unique_ptr<RankParts>> from =
-      RankParts::Open(io, parts, inspections, elements, *precision, {(*source)->data(), source_bytes});
-  if (!from.ok()) return from.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> source, aio::Arena::Create(arena_options));
+  ASSIGN_OR_RETURN(
+      std::unique_ptr<ShardedState> from,
+      ShardedState::Open(io, parts, inspections, elements, *precision, {source->data(), source_bytes}));
 
   // Tiles of the size that they had.
   struct Place {
@@ -172,8 +191,8 @@ absl::Status RestorePart(aio::Engine& io, const PartDirectories& parts,
   std::vector<Place> places;
   swap::Layout layout;
   for (size_t b = 0; b < elements.size(); ++b) {
-    const int64_t part = tiering::PartElements(elements[b], options.world());
-    for (const tiering::Tile& tile : tiering::CutTiles(part, (*from)->LargestTile(static_cast<int>(b)))) {
+    const int64_t part = tiering::ShardElements(elements[b], options.world());
+    for (const tiering::Tile& tile : tiering::CutTiles(part, from->LargestTile(static_cast<int>(b)))) {
       places.push_back({static_cast<int>(b), {options.rank() * part + tile.offset, tile.elements}});
       layout.tiles.push_back(TileLayoutOf(*precision, tile.elements));
     }
@@ -183,27 +202,24 @@ absl::Status RestorePart(aio::Engine& io, const PartDirectories& parts,
       AgreeOnVersions(options.comm.get(), VersionsOf(options, to_options, layout, identity.dump()));
   if (!slots.ok()) return slots.status();
   to_options.slots = *slots;
-  absl::StatusOr<std::unique_ptr<swap::Store>> to =
-      swap::Store::Create(io, to_options, layout, identity.dump());
-  if (!to.ok()) return to.status();
-  arena_options.bytes = std::max<uint64_t>(swap::kBlockBytes, (*to)->geometry().largest_slot_bytes());
-  absl::StatusOr<std::unique_ptr<aio::Arena>> target = aio::Arena::Create(arena_options);
-  if (!target.ok()) return target.status();
-  const swap::Recovered& recovered = (*from)->recovered();
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,
+                   swap::Store::Create(io, to_options, layout, identity.dump()));
+  arena_options.bytes = std::max<uint64_t>(swap::kBlockBytes, to->geometry().largest_slot_bytes());
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> target, aio::Arena::Create(arena_options));
+  const swap::Recovered& recovered = from->recovered();
   const uint64_t version = VersionAfter(static_cast<int64_t>(recovered.step));
   swap::TileIo io_of_tile;
   std::array<void*, swap::kMaxSegments> memory;
   for (uint32_t t = 0; t < places.size(); ++t) {
     const auto& [block, range] = places[t];
-    const std::span<void* const> segments = (*to)->geometry().SegmentPlaces(t, (*target)->data(), &memory);
-    absl::Status status = (*from)->Read(block, range.offset, range.elements, segments);
+    const std::span<void* const> segments = to->geometry().SegmentPlaces(t, target->data(), &memory);
+    absl::Status status = from->Read(block, range.offset, range.elements, segments);
     if (!status.ok()) return status;
     const std::vector<const void*> sources(segments.begin(), segments.end());
-    status = (*to)->WriteTileNow(&io_of_tile, t, version, sources, aio::Priority::kWriteBehind);
+    status = to->WriteTileNow(&io_of_tile, t, version, sources, aio::Priority::kWriteBehind);
     if (!status.ok()) return status;
   }
-  return (*to)->CommitNow(
-      {.step = recovered.step, .updates = recovered.updates, .payload = recovered.payload});
+  return to->CommitNow({.step = recovered.step, .updates = recovered.updates, .payload = recovered.payload});
 }
 
 }  // namespace
@@ -241,6 +257,58 @@ swap::Layout OfAllHere(const swap::Layout& layout, const EngineOptions& options)
   return all;
 }
 
+namespace {
+
+void Doing(const EngineOptions& options, const std::string& what) {
+  if (options.preparing) options.preparing(what);
+}
+
+// Measured within the budget, and within what is free. A budget that is too small for that is refused; how
+// much would do is known if it can be found out in the memory that the machine has free. *beyond: it was, and
+// the budget was not kept.
+absl::StatusOr<MeasuredModel> MeasureWithin(const Model& model, const EngineOptions& options,
+                                            kernels::DType weights, bool* beyond) {
+  const int64_t budget = options.host_memory_bytes;
+  // What a killed process could not say.
+  const int64_t free = std::max<int64_t>(1, FindHostMemory().free_bytes);  // 0 would be no bound
+  MeasureOptions measure;
+  measure.weights = weights;
+  measure.trains = options.trains;
+  measure.times = options.measures_time;
+  measure.doing = options.preparing;
+  // The tensors of a device apart may be the host's too, and are no part of the host's budget.
+  const bool counts = !options.device->has_own_memory() || !options.device->tensors_are_host();
+  const auto within = [&](int64_t bytes) {
+    measure.host_memory_bytes = bytes;
+    const TensorMemoryLimit limit(counts ? bytes : 0);
+    return MeasureModel(model, options.example, measure, *options.device);
+  };
+  *beyond = false;
+  absl::StatusOr<MeasuredModel> measured = within(budget > 0 ? std::min(budget, free) : free);
+  if (!absl::IsResourceExhausted(measured.status())) return measured;
+  const std::string why(measured.status().message());
+  const std::string here = absl::StrCat(free, " bytes are free here");
+  const char* const less = "; a smaller micro-batch or sequence takes less, and so do smaller blocks";
+  if (budget == 0) return absl::ResourceExhaustedError(absl::StrCat(why, "; ", here, less));
+  if (budget > free) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "a host memory budget of ", budget, " bytes is more than there is: ", here, ", and ", why, less));
+  }
+  TensorMemory::Trim();
+  TensorMemory::ResetPeak();
+  // The rest of the process grows meanwhile, and so do others.
+  if (const int64_t most = free / 4 * 3; most > budget) {
+    *beyond = true;
+    measured = within(most);
+    if (!absl::IsResourceExhausted(measured.status())) return measured;
+  }
+  return absl::FailedPreconditionError(absl::StrCat("a host memory budget of ", budget,
+                                                    " bytes is too small, and ", here,
+                                                    ", too few to find out what would do: ", why, less));
+}
+
+}  // namespace
+
 absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options) {
   absl::StatusOr<TileFormat> format = FormatOf(options);
   if (!format.ok()) return format.status();
@@ -268,14 +336,14 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   plan_options.clips = options.clip > 0;
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> device_storage =
       absl::FailedPreconditionError("not asked for");
-  if (Device& device = *options.device; device.apart()) {
+  if (Device& device = *options.device; device.has_own_memory()) {
     if (options.gds) device_storage = device.OpenStorage();  // takes memory that is not in its capacity then
     if (options.device_memory_bytes > device.capacity_bytes()) {
       return absl::FailedPreconditionError(
           absl::StrCat("a device memory budget of ", options.device_memory_bytes, " bytes is more than the ",
                        device.capacity_bytes(), " bytes of the device (", device.Describe(), ")"));
     }
-    plan_options.device.apart = true;
+    plan_options.device.has_own_memory = true;
     plan_options.device.tensor_slack_bytes = device.tensor_slack_bytes();
     plan_options.device.budget_bytes =
         options.device_memory_bytes > 0 ? options.device_memory_bytes : device.capacity_bytes();
@@ -288,12 +356,11 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   std::vector<swap::Inspection> inspections;
   const swap::Inspection* found = nullptr;  // this rank's part, or the first
   if (options.resumes()) {
-    absl::StatusOr<PartDirectories> parts = FindParts(options.state_dirs);
+    absl::StatusOr<ShardDirectories> parts = FindShards(options.state_dirs);
     if (!parts.ok()) return parts.status();
-    absl::StatusOr<std::vector<swap::Inspection>> all = InspectParts(*parts);
-    if (!all.ok()) return all.status();
+    ASSIGN_OR_RETURN(std::vector<swap::Inspection> all, InspectShards(*parts));
     plan.parts = std::move(*parts);
-    inspections = std::move(*all);
+    inspections = std::move(all);
     const bool same = plan.parts.size() == static_cast<size_t>(options.world());
     found = &inspections[same ? At(options.rank()) : 0];
     if (in_place && plan.parts.size() > 1) {
@@ -306,17 +373,20 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   const bool one_version = options.resumes() ? found->shape.slots == 1 : options.versions == 1;
   plan_options.commits_every_step =
       !on_nvme || !options.trains || (options.durability == Durability::kStep && !one_version);
-  absl::StatusOr<MeasuredModel> measured =
-      MeasureModel(model, options.example, format->weights, options.trains, *options.device);
-  if (!measured.ok()) return measured.status();
-  plan.graph = std::move(measured->graph);
+  bool beyond_budget = false;
+  ASSIGN_OR_RETURN(MeasuredModel measured, MeasureWithin(model, options, format->weights, &beyond_budget));
+  if (options.initial_values || options.resumes()) {
+    // Nothing is built: its values come from elsewhere.
+    for (tiering::BlockShape& block : measured.graph.blocks) block.init_bytes = 0;
+  }
+  plan.graph = std::move(measured.graph);
   Comm* const comm = options.comm.get();
   if (comm != nullptr) {
-    if (absl::Status status = AgreeOnGraph(*comm, &plan.graph); !status.ok()) return status;
+    RETURN_IF_ERROR(AgreeOnGraph(*comm, &plan.graph));
     absl::StatusOr<int64_t> budget = AgreeOnBudget(*comm, options.host_memory_bytes);
     if (!budget.ok()) return budget.status();
     plan_options.host_budget_bytes = *budget;
-    if (plan_options.device.apart) {
+    if (plan_options.device.has_own_memory) {
       // Where weights stay whole in host memory, they are gathered there, once a step. Connecting takes
       // memory.
       if (options.bounds.placement == tiering::Placement::kCuda) {
@@ -337,8 +407,8 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   if (!storage.ok()) return storage.status();
   prepared.storage = *std::move(storage);
   plan_options.device.gds = prepared.storage.transfers != nullptr;
-  plan.parameters = measured->parameters;
-  prepared.modules = measured->modules;
+  plan.parameters = measured.parameters;
+  prepared.modules = measured.modules;
   prepared.identity = IdentityOf(model, options, *format, plan.graph);
   nlohmann::json theirs;
   if (options.resumes()) {
@@ -355,10 +425,9 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     }
     if (options.trains) NameRank(options, &prepared.identity);
     if (plan.parts.size() == static_cast<size_t>(plan_options.world) || in_place) {
-      absl::StatusOr<std::vector<std::vector<int64_t>>> tiles =
-          TilesOf(found->shape, plan.graph, plan_options.world, plan_options.precision);
-      if (!tiles.ok()) return tiles.status();
-      plan_options.fixed_tiles = std::move(*tiles);
+      ASSIGN_OR_RETURN(std::vector<std::vector<int64_t>> tiles,
+                       TilesOf(found->shape, plan.graph, plan_options.world, plan_options.precision));
+      plan_options.fixed_tiles = std::move(tiles);
     }
   }
   plan.state_bytes = plan_options.precision.UnpaddedBytes(plan.graph.elements());
@@ -366,14 +435,19 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     // A budget that is too small is refused before anything is measured on a drive.
     tiering::PlanOptions any = plan_options;
     any.compares_policies = false;
-    absl::StatusOr<tiering::Plan> assumed = tiering::MakePlan(plan.graph, any);
-    if (!assumed.ok()) return assumed.status();
+    ASSIGN_OR_RETURN(tiering::Plan assumed, tiering::MakePlan(plan.graph, any));
     // One rank alone: several would measure each other.
     if (options.rank() == 0) {
+      Doing(options, "measuring drive and processor");
+      const int64_t budget = options.host_memory_bytes;
+      // The least that probing a drive takes (tools/machine/machine_probe.h); of a larger budget, a quarter.
+      constexpr int64_t kProbe = int64_t{32} << 20;
       const absl::Status asked = Guarded("measuring the machine", [&] {
+        const TensorMemoryLimit limit(budget > 0 ? std::max(budget, kProbe) : 0);
         std::function<void()> compute;
-        if (measured->busiest.stage >= 0 && !options.device->apart())
-          compute = BusiestStage(model, *measured, options.example, format->weights, *options.device);
+        const bool has_room = budget == 0 || measured.sample_bytes + budget / 4 <= budget;
+        if (measured.busiest.stage >= 0 && !options.device->has_own_memory() && has_room)
+          compute = BusiestStage(model, measured, options.example, format->weights, *options.device);
         plan_options.machine = options.machine(plan.state_bytes, compute);
       });
       if (!asked.ok()) return asked;
@@ -386,11 +460,18 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
         !status.ok())
       return status;
   }
-  absl::StatusOr<tiering::Plan> made = tiering::MakePlan(plan.graph, plan_options);
-  if (!made.ok()) return made.status();
-  plan.plan = std::move(*made);
+  Doing(options, "planning");
+  ASSIGN_OR_RETURN(tiering::Plan made, tiering::MakePlan(plan.graph, plan_options));
+  if (beyond_budget) {
+    const int64_t least = std::max(made.least_host_memory_bytes, TensorMemory::Stats().peak_bytes);
+    return absl::FailedPreconditionError(
+        absl::StrCat("a host memory budget of ", options.host_memory_bytes,
+                     " bytes is too small: the least that works is ", least,
+                     " bytes (measuring takes that much); a smaller micro-batch or sequence takes less"));
+  }
+  plan.plan = std::move(made);
   if (comm != nullptr) {
-    if (absl::Status status = AgreeOnPlan(*comm, plan.plan); !status.ok()) return status;
+    RETURN_IF_ERROR(AgreeOnPlan(*comm, plan.plan));
   }
   plan.options = std::move(plan_options);
   if (on_nvme) {
@@ -401,23 +482,22 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
     absl::StatusOr<uint32_t> slots =
         options.resumes()
             ? found->shape.slots
-            : AgreeOnVersions(
-                  comm, VersionsOf(options, store_options, layout, prepared.identity.dump(),
-                                   InputSpill::BytesIn(options.state_dirs.size(), plan.graph, plan.plan)));
+            : AgreeOnVersions(comm, VersionsOf(options, store_options, layout, prepared.identity.dump(),
+                                               ActivationSpill::BytesIn(options.state_dirs.size(), plan.graph,
+                                                                        plan.plan)));
     if (!slots.ok()) return slots.status();
     store_options.slots = *slots;
     plan.versions = static_cast<int>(store_options.slots);
-    absl::StatusOr<std::vector<uint64_t>> bytes =
-        swap::BytesOnDisk(store_options, layout, prepared.identity.dump());
-    if (!bytes.ok()) return bytes.status();
-    for (const uint64_t each : *bytes) plan.disk_bytes += static_cast<int64_t>(each);
+    ASSIGN_OR_RETURN(std::vector<uint64_t> bytes,
+                     swap::BytesOnDisk(store_options, layout, prepared.identity.dump()));
+    for (const uint64_t each : bytes) plan.disk_bytes += static_cast<int64_t>(each);
     plan.disk_bytes += plan.plan.input_scratch_bytes;
   }
   return prepared;
 }
 
 absl::Status InitializeState(const Model& model, const EngineOptions& options, const EnginePlan& engine_plan,
-                             const Residency& residency, const DeviceState* device,
+                             const ArenaView& residency, const DeviceState* device,
                              const std::vector<BlockModule*>& modules, swap::Store* store,
                              const std::function<void(const std::string&)>& log) {
   const tiering::Plan& plan = engine_plan.plan;
@@ -432,7 +512,7 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
   auto settle = [&](Slot& slot) {
     if (!slot.busy) return absl::OkStatus();
     slot.busy = false;
-    if (absl::Status status = store->Wait(&slot.io); !status.ok()) return status;
+    RETURN_IF_ERROR(store->Wait(&slot.io));
     return store->NoteWritten(&slot.io, slot.checksums);
   };
   auto settle_all = [&] {
@@ -444,25 +524,30 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
   size_t next = 0;
   for (size_t b = 0; b < model.blocks.size(); ++b) {
     const tiering::BlockPlan& block = plan.blocks[b];
-    const RunLayout& layout = modules[b]->layout();
+    const FlatLayout& layout = modules[b]->layout();
     absl::Status refused;  // by initial_values, or the device
     absl::Status status = Guarded(absl::StrCat("building block ", model.blocks[b].name), [&] {
       torch::manual_seed(MixSeed(options.seed, kInitializationSalt, b));
       std::shared_ptr<torch::nn::Module> module;
+      std::optional<InitialStream> stream;  // of a block that says what it begins with
       if (!options.initial_values) {
         module = model.blocks[b].build();
         TORCH_CHECK(module != nullptr, "its factory returned nothing");
-        TORCH_CHECK(layout.SameShapes(RunLayout::Of(*module)),
+        TORCH_CHECK(layout.SameShapes(FlatLayout::Of(*module)),
                     "its parameters differ from those of the others of kind ", model.blocks[b].kind);
+        if (!model.blocks[b].initial.empty()) stream.emplace(model.blocks[b], layout);
       }
-      const int run_slot = block.private_run_slot >= 0 ? block.private_run_slot
-                                                       : plan.run_classes[At(block.run_class)].first_slot;
+      const int weight_slot = block.private_run_slot >= 0
+                                  ? block.private_run_slot
+                                  : plan.weight_classes[At(block.weight_class)].first_slot;
       for (size_t t = 0; t < block.tiles.size(); ++t) {
         const tiering::Tile& tile = block.tiles[t];
         torch::Tensor masters = torch::empty({tile.elements}, torch::kFloat32);
         float* const values = masters.data_ptr<float>();
         const int64_t first = residency.InRun(static_cast<int>(b), tile).offset;
-        if (module != nullptr) {
+        if (stream.has_value()) {
+          stream->Read(first, tile.elements, values);
+        } else if (module != nullptr) {
           CopyParameters(*module, layout, first, tile.elements, values);
         } else {
           // The parts of the last ranks may go beyond the run's end.
@@ -480,8 +565,8 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
             store != nullptr ? static_cast<int>(next % ring.size()) : block.private_tile_slot[t];
         const auto number = static_cast<int>(b), of_block = static_cast<int>(t);
         const bool staged = store == nullptr && device != nullptr && device->has(number);
-        const TileMemory memory =
-            staged ? device->staged(number, of_block) : residency.tile(number, of_block, run_slot, tile_slot);
+        const TileMemory memory = staged ? device->staged(number, of_block)
+                                         : residency.tile(number, of_block, weight_slot, tile_slot);
         FillTile(format, values, memory);
         if (staged) refused = device->Write(number, of_block, memory);
         if (!refused.ok()) return;
@@ -514,46 +599,41 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
 
 absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   constexpr uint64_t kMiB = 1 << 20;
-  absl::StatusOr<PartDirectories> parts = FindParts({path});
-  if (!parts.ok()) return parts.status();
-  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(*parts);
-  if (!inspections.ok()) return inspections.status();
+  ASSIGN_OR_RETURN(ShardDirectories parts, FindShards({path}));
+  ASSIGN_OR_RETURN(std::vector<swap::Inspection> inspections, InspectShards(parts));
   aio::EngineOptions io_options;
   io_options.log = [](std::string_view) {};
-  absl::StatusOr<std::unique_ptr<aio::Engine>> io = aio::Engine::Create(std::move(io_options));
-  if (!io.ok()) return io.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> io, aio::Engine::Create(std::move(io_options)));
   swap::StoreOptions to_options;
   to_options.directories = options.state_dirs;
+  to_options.sync = options.sync;
   to_options.overwrite = true;  // of what was never committed, or is of no use any more
   if (options.comm != nullptr) {
     absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options.comm);
     if (!uuid.ok()) return uuid.status();
     to_options.uuid = *uuid;
   }
-  if (parts->size() != static_cast<size_t>(options.world()))
-    return RestorePart(**io, *parts, *inspections, options, std::move(to_options));
+  if (parts.size() != static_cast<size_t>(options.world()))
+    return RestorePart(*io, parts, inspections, options, std::move(to_options));
   swap::StoreOptions from_options;
-  from_options.directories = (*parts)[At(options.rank())];
+  from_options.directories = parts[At(options.rank())];
   from_options.read_only = true;
-  from_options.sequence = inspections->front().record.sequence;
-  absl::StatusOr<std::unique_ptr<swap::Store>> from = swap::Store::Open(**io, from_options);
-  if (!from.ok()) return from.status();
+  from_options.sequence = inspections.front().record.sequence;
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> from, swap::Store::Open(*io, from_options));
   swap::Layout layout;
-  for (const swap::TilePlacement& tile : (*from)->shape().tiles) layout.tiles.push_back(tile.layout);
-  const uint64_t tile_bytes = std::max<uint64_t>(kMiB, (*from)->geometry().largest_slot_bytes());
+  for (const swap::TilePlacement& tile : from->shape().tiles) layout.tiles.push_back(tile.layout);
+  const uint64_t tile_bytes = std::max<uint64_t>(kMiB, from->geometry().largest_slot_bytes());
   absl::StatusOr<uint32_t> slots =
-      AgreeOnVersions(options.comm.get(), VersionsOf(options, to_options, layout, (*from)->identity()));
+      AgreeOnVersions(options.comm.get(), VersionsOf(options, to_options, layout, from->identity()));
   if (!slots.ok()) return slots.status();
   to_options.slots = *slots;
-  absl::StatusOr<std::unique_ptr<swap::Store>> to =
-      swap::Store::Create(**io, to_options, layout, (*from)->identity());
-  if (!to.ok()) return to.status();
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,
+                   swap::Store::Create(*io, to_options, layout, from->identity()));
   aio::ArenaOptions arena_options;
   arena_options.bytes = 2 * tile_bytes;
   arena_options.lock = false;
-  absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
-  if (!arena.ok()) return arena.status();
-  return swap::RestoreCheckpoint(**from, **to, {(*arena)->data(), 2 * tile_bytes});
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> arena, aio::Arena::Create(arena_options));
+  return swap::RestoreCheckpoint(*from, *to, {arena->data(), 2 * tile_bytes});
 }
 
 }  // namespace penstock::zero

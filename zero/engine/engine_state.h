@@ -45,9 +45,10 @@ swap::Layout OfAllHere(const swap::Layout& layout, const EngineOptions& options)
 
 // Builds one block after the other, seeded by its number, and puts its values where the plan wants them: into
 // the store as version 1 of every tile (not committed), or into their resident places, in host memory or on
-// `device` (null: none is apart). Never holds more than one block.
+// `device` (null: none is apart). Holds one tile of a block that says what it begins with
+// (BlockSpec::initial), and the whole of one that does not.
 absl::Status InitializeState(const Model& model, const EngineOptions& options, const EnginePlan& plan,
-                             const Residency& residency, const DeviceState* device,
+                             const ArenaView& residency, const DeviceState* device,
                              const std::vector<BlockModule*>& modules, swap::Store* store,
                              const std::function<void(const std::string&)>& log);
 

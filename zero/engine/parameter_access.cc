@@ -4,12 +4,13 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
-#include "zero/memory/guarded.h"
 #include "zero/config/nearest_name.h"
 #include "zero/engine/rank_agreement.h"
 #include "zero/lanes/hardware_lanes.h"
+#include "zero/memory/guarded.h"
 
 namespace penstock::zero {
 namespace {
@@ -33,7 +34,7 @@ absl::StatusOr<torch::Tensor> Pages(int64_t bytes, std::byte** aligned) {
 
 }  // namespace
 
-std::vector<std::string> StateAccess::Names() const {
+std::vector<std::string> ParameterAccess::Names() const {
   std::vector<std::string> names;
   for (size_t b = 0; b < modules_.size(); ++b) {
     for (const Parameter& parameter : modules_[b]->layout().parameters)
@@ -42,7 +43,7 @@ std::vector<std::string> StateAccess::Names() const {
   return names;
 }
 
-absl::StatusOr<StateAccess::Found> StateAccess::Find(std::string_view name) const {
+absl::StatusOr<ParameterAccess::Found> ParameterAccess::Find(std::string_view name) const {
   for (size_t b = 0; b < modules_.size(); ++b) {
     for (const Parameter& parameter : modules_[b]->layout().parameters) {
       if (absl::StrCat(model_.blocks[b].name, ".", parameter.name) == name)
@@ -55,13 +56,13 @@ absl::StatusOr<StateAccess::Found> StateAccess::Find(std::string_view name) cons
                    DidYouMean(name, std::vector<std::string_view>(names.begin(), names.end()))));
 }
 
-uint32_t StateAccess::StoreTile(int block, int tile) const {
+uint32_t ParameterAccess::StoreTile(int block, int tile) const {
   size_t before = 0;
   for (int b = 0; b < block; ++b) before += plan_.blocks[At(b)].tiles.size();
   return static_cast<uint32_t>(before + At(tile));
 }
 
-absl::Status StateAccess::ForEachTile(
+absl::Status ParameterAccess::ForEachTile(
     const Found& found, const std::function<absl::Status(int, int64_t, int64_t, int64_t)>& body) const {
   const Parameter& parameter = *found.parameter;
   const std::vector<tiering::Tile>& tiles = plan_.blocks[At(found.block)].tiles;
@@ -77,7 +78,7 @@ absl::Status StateAccess::ForEachTile(
   return absl::OkStatus();
 }
 
-absl::Status StateAccess::CheckKept(StateKind kind) const {
+absl::Status ParameterAccess::CheckKept(StateKind kind) const {
   if (Keeps(format_, kind)) return absl::OkStatus();
   if (kind == StateKind::kGradient) {
     return absl::FailedPreconditionError("a gradient cannot be set: the update may have used it already");
@@ -86,11 +87,11 @@ absl::Status StateAccess::CheckKept(StateKind kind) const {
       absl::StrCat("the optimizer of this run keeps no ", std::string(StateKindName(kind))));
 }
 
-absl::Status StateAccess::OfAll(const absl::Status& mine) const {
+absl::Status ParameterAccess::OfAll(const absl::Status& mine) const {
   return comm_ == nullptr ? mine : AgreeOnStatus(*comm_, Channel::kSetup, mine);
 }
 
-absl::StatusOr<torch::Tensor> StateAccess::ReadParts(
+absl::StatusOr<torch::Tensor> ParameterAccess::ReadParts(
     const Found& found, const std::function<absl::Status(int, int64_t, int64_t, float*)>& read) const {
   torch::Tensor values, exchanged;
   absl::Status status = Guarded("memory for a parameter's state", [&] {
@@ -109,7 +110,7 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadParts(
   return values;
 }
 
-absl::Status StateAccess::Share(const Found& found, float* gathered, float* values) const {
+absl::Status ParameterAccess::Share(const Found& found, float* gathered, float* values) const {
   const Parameter& parameter = *found.parameter;
   const int64_t part = plan_.blocks[At(found.block)].elements;
   const int64_t most = std::min(part, std::max<int64_t>(1, kSharedAtOnce / comm_->world()));
@@ -128,8 +129,8 @@ absl::Status StateAccess::Share(const Found& found, float* gathered, float* valu
     for (int k = 0; k < comm_->world(); ++k) any |= of_rank(k, [](float*, float*, int64_t) {});
     if (!any) continue;
     of_rank(comm_->rank(), [](float* own, float* to, int64_t count) { std::copy_n(own, count, to); });
-    const absl::Status status =
-        comm_->AllGather(Channel::kSetup, gathered, static_cast<size_t>(n) * sizeof(float));
+    const absl::Status status = comm_->AllGather(Channel::kSetup, {"a parameter's state"}, gathered,
+                                                 static_cast<size_t>(n) * sizeof(float));
     if (!status.ok()) return status;
     for (int k = 0; k < comm_->world(); ++k) {
       of_rank(k, [](float* to, const float* other, int64_t count) { std::copy_n(other, count, to); });
@@ -138,10 +139,11 @@ absl::Status StateAccess::Share(const Found& found, float* gathered, float* valu
   return absl::OkStatus();
 }
 
-absl::Status StateAccess::CheckSame(std::string_view name, const torch::Tensor& values) const {
+absl::Status ParameterAccess::CheckSame(std::string_view name, const torch::Tensor& values) const {
   if (comm_ == nullptr) return absl::OkStatus();
   const uint64_t checksum = kernels::Checksum(values.data_ptr(), values.nbytes());
-  absl::StatusOr<std::vector<std::string>> all = comm_->AllTexts(Channel::kSetup, absl::StrCat(checksum));
+  absl::StatusOr<std::vector<std::string>> all =
+      comm_->AllTexts(Channel::kSetup, {"a parameter's values"}, absl::StrCat(checksum));
   if (!all.ok()) return all.status();
   for (size_t k = 1; k < all->size(); ++k) {
     if ((*all)[k] == all->front()) continue;
@@ -151,7 +153,7 @@ absl::Status StateAccess::CheckSame(std::string_view name, const torch::Tensor& 
   return absl::OkStatus();
 }
 
-absl::StatusOr<StateAccess::Loaded> StateAccess::Load(int block, int tile) const {
+absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(int block, int tile) const {
   const tiering::BlockPlan& bp = plan_.blocks[At(block)];
   Loaded loaded;
   if (store_ == nullptr && !OnDeviceAlone(block)) {
@@ -173,7 +175,7 @@ absl::StatusOr<StateAccess::Loaded> StateAccess::Load(int block, int tile) const
   loaded.memory.state.assign(segments.begin() + 1, segments.end());
   loaded.memory.gradient = loaded.memory.weights;  // not used
   if (OnDeviceAlone(block)) {
-    if (absl::Status status = device_->Read(block, tile, loaded.memory); !status.ok()) return status;
+    RETURN_IF_ERROR(device_->Read(block, tile, loaded.memory));
     return loaded;
   }
   swap::TileIo io;
@@ -182,7 +184,7 @@ absl::StatusOr<StateAccess::Loaded> StateAccess::Load(int block, int tile) const
   return loaded;
 }
 
-absl::Status StateAccess::Store(int block, int tile, const Loaded& loaded) const {
+absl::Status ParameterAccess::Store(int block, int tile, const Loaded& loaded) const {
   if (OnDeviceAlone(block)) return device_->Write(block, tile, loaded.memory);
   if (store_ == nullptr) return absl::OkStatus();
   const uint32_t id = StoreTile(block, tile);
@@ -199,19 +201,18 @@ absl::Status StateAccess::Store(int block, int tile, const Loaded& loaded) const
   return store_->WriteTileNow(&io, id, version, sources, aio::Priority::kDemand);
 }
 
-absl::StatusOr<torch::Tensor> StateAccess::Read(std::string_view name, StateKind kind) {
+absl::StatusOr<torch::Tensor> ParameterAccess::Read(std::string_view name, StateKind kind) {
   absl::StatusOr<Found> found = Find(name);
   if (!found.ok()) return found.status();
-  if (absl::Status kept = CheckKept(kind); !kept.ok()) return kept;
+  RETURN_IF_ERROR(CheckKept(kind));
   return ReadParts(*found, [&](int tile, int64_t begin, int64_t n, float* to) -> absl::Status {
-    absl::StatusOr<Loaded> loaded = Load(found->block, tile);
-    if (!loaded.ok()) return loaded.status();
-    ReadValues(format_, loaded->memory, kind, begin, n, to);
+    ASSIGN_OR_RETURN(Loaded loaded, Load(found->block, tile));
+    ReadValues(format_, loaded.memory, kind, begin, n, to);
     return absl::OkStatus();
   });
 }
 
-absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
+absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
     std::string_view name, double scale, bool in_backward,
     const std::function<uint64_t(int, int)>& gradient_checksum) {
   absl::StatusOr<Found> found = Find(name);
@@ -233,9 +234,8 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
     const std::byte* gradient = nullptr;
     if (device_ != nullptr && device_->has(found->block)) {
       std::byte* place = nullptr;
-      absl::StatusOr<torch::Tensor> memory = Pages(cut.elements * width, &place);
-      if (!memory.ok()) return memory.status();
-      copy = std::move(*memory);
+      ASSIGN_OR_RETURN(torch::Tensor memory, Pages(cut.elements * width, &place));
+      copy = std::move(memory);
       absl::Status read = device_->ReadGradient(found->block, cut.offset, cut.elements, place);
       if (!read.ok()) return read;
       gradient = place;
@@ -244,9 +244,8 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
     } else {
       const auto bytes = static_cast<size_t>(cut.elements * width);
       std::byte* place = nullptr;
-      absl::StatusOr<torch::Tensor> memory = Pages(cut.elements * width, &place);
-      if (!memory.ok()) return memory.status();
-      copy = std::move(*memory);
+      ASSIGN_OR_RETURN(torch::Tensor memory, Pages(cut.elements * width, &place));
+      copy = std::move(memory);
       swap::TileIo io;
       absl::Status read =
           store_->ReadScratch(&io, StoreTile(found->block, tile), 0, place, bytes, aio::Priority::kDemand);
@@ -270,16 +269,15 @@ absl::StatusOr<torch::Tensor> StateAccess::ReadGradient(
   return values;
 }
 
-absl::Status StateAccess::Write(std::string_view name, StateKind kind, const torch::Tensor& value,
-                                const std::function<absl::Status()>& start) {
-  absl::StatusOr<Found> found = Find(name);
-  if (!found.ok()) return found.status();
-  if (absl::Status kept = CheckKept(kind); !kept.ok()) return kept;
+absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const torch::Tensor& value,
+                                    const std::function<absl::Status()>& start) {
+  ASSIGN_OR_RETURN(Found found, Find(name));
+  RETURN_IF_ERROR(CheckKept(kind));
   torch::Tensor values;
   absl::Status status = Guarded("value of a parameter's state", [&] {
-    TORCH_CHECK(value.defined() && value.sizes().vec() == found->parameter->sizes, "a tensor of shape ",
+    TORCH_CHECK(value.defined() && value.sizes().vec() == found.parameter->sizes, "a tensor of shape ",
                 value.defined() ? value.sizes() : torch::IntArrayRef(), " for the ",
-                torch::IntArrayRef(found->parameter->sizes), " of ", std::string(name));
+                torch::IntArrayRef(found.parameter->sizes), " of ", std::string(name));
     values = value.detach().to(torch::kCPU, torch::kFloat32).contiguous();
   });
   if (!status.ok()) {
@@ -289,11 +287,10 @@ absl::Status StateAccess::Write(std::string_view name, StateKind kind, const tor
   if (status.ok()) status = CheckSame(name, values);
   if (status.ok()) status = OfAll(start());
   if (!status.ok()) return status;
-  return OfAll(ForEachTile(*found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
-    absl::StatusOr<Loaded> loaded = Load(found->block, tile);
-    if (!loaded.ok()) return loaded.status();
-    WriteValues(format_, loaded->memory, kind, begin, n, values.data_ptr<float>() + at);
-    return Store(found->block, tile, *loaded);
+  return OfAll(ForEachTile(found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+    ASSIGN_OR_RETURN(Loaded loaded, Load(found.block, tile));
+    WriteValues(format_, loaded.memory, kind, begin, n, values.data_ptr<float>() + at);
+    return Store(found.block, tile, loaded);
   }));
 }
 

@@ -22,21 +22,21 @@
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "zero/compute/block.h"
-#include "zero/ranks/comm.h"
 #include "zero/compute/device_state.h"
 #include "zero/compute/model.h"
-#include "zero/memory/arena_view.h"
 #include "zero/compute/tile_format.h"
+#include "zero/memory/arena_view.h"
+#include "zero/ranks/comm.h"
 
 namespace penstock::zero {
 
-class StateAccess {
+class ParameterAccess {
  public:
   // Everything passed in outlives this. `store` is null where nothing lives on a drive, `device` where none
   // is apart, `comm` where there is one rank.
-  StateAccess(const Model& model, const std::vector<BlockModule*>& modules, const tiering::Plan& plan,
-              const TileFormat& format, const Residency& residency, swap::Store* store,
-              const DeviceState* device, Comm* comm)
+  ParameterAccess(const Model& model, const std::vector<BlockModule*>& modules, const tiering::Plan& plan,
+                  const TileFormat& format, const ArenaView& residency, swap::Store* store,
+                  const DeviceState* device, Comm* comm)
       : model_(model),
         modules_(modules),
         plan_(plan),
@@ -98,7 +98,7 @@ class StateAccess {
   const std::vector<BlockModule*>& modules_;
   const tiering::Plan& plan_;
   const TileFormat format_;
-  const Residency& residency_;
+  const ArenaView& residency_;
   swap::Store* const store_;
   const DeviceState* const device_;
   Comm* const comm_;

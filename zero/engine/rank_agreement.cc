@@ -14,10 +14,11 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "swap/checkpoint.h"
-#include "zero/memory/guarded.h"
 #include "zero/engine/json_difference.h"
+#include "zero/memory/guarded.h"
 
 namespace penstock::zero {
 namespace {
@@ -34,7 +35,9 @@ absl::StatusOr<double> ProbeNetwork(Comm& comm, Channel channel, const torch::De
   double seconds = 0;
   for (int i = 0; i < 2; ++i) {
     const auto begin = std::chrono::steady_clock::now();
-    if (status.ok()) status = comm.AllGather(channel, memory.data_ptr(), static_cast<size_t>(bytes));
+    if (status.ok())
+      status = comm.AllGather(channel, {"a measurement of the network"}, memory.data_ptr(),
+                              static_cast<size_t>(bytes));
     if (!status.ok()) return status;
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
@@ -42,10 +45,10 @@ absl::StatusOr<double> ProbeNetwork(Comm& comm, Channel channel, const torch::De
 }
 
 // Rank 0's values, everywhere.
-absl::Status TakeRankZeros(Comm& comm, void* values, size_t bytes) {
+absl::Status TakeRankZeros(Comm& comm, const char* what, void* values, size_t bytes) {
   std::vector<std::byte> all(bytes * static_cast<size_t>(comm.world()));
   std::memcpy(all.data() + bytes * static_cast<size_t>(comm.rank()), values, bytes);
-  if (absl::Status status = comm.AllGather(Channel::kSetup, all.data(), bytes); !status.ok()) return status;
+  RETURN_IF_ERROR(comm.AllGather(Channel::kSetup, {what}, all.data(), bytes));
   std::memcpy(values, all.data(), bytes);
   return absl::OkStatus();
 }
@@ -58,8 +61,8 @@ std::vector<std::string> RankDirectories(const std::vector<std::string>& directo
   return of_rank;
 }
 
-absl::Status AgreeOnWords(Comm& comm, const nlohmann::json& mine) {
-  absl::StatusOr<std::vector<std::string>> texts = comm.AllTexts(Channel::kSetup, mine.dump());
+absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine) {
+  absl::StatusOr<std::vector<std::string>> texts = comm.AllTexts(Channel::kSetup, {"the words"}, mine.dump());
   if (!texts.ok()) return texts.status();
   const nlohmann::json first = nlohmann::json::parse(texts->front(), nullptr, /*allow_exceptions=*/false);
   for (size_t k = 1; k < texts->size(); ++k) {
@@ -67,30 +70,9 @@ absl::Status AgreeOnWords(Comm& comm, const nlohmann::json& mine) {
         JsonDifference(nlohmann::json::parse((*texts)[k], nullptr, /*allow_exceptions=*/false), first,
                        absl::StrCat("on rank ", k), "on rank 0");
     if (difference.empty()) continue;
-    return absl::InvalidArgumentError(absl::StrCat(RankName(static_cast<int>(k), comm.world()),
-                                                   " was not started like rank 0: ", difference));
-  }
-  return absl::OkStatus();
-}
-
-absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, int64_t mine) {
-  std::vector<int64_t> numbers(static_cast<size_t>(comm.world()));
-  numbers[static_cast<size_t>(comm.rank())] = mine;
-  if (absl::Status status = comm.AllGather(Channel::kSetup, numbers.data(), sizeof(int64_t)); !status.ok())
-    return status;
-  return numbers;
-}
-
-absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine) {
-  absl::StatusOr<std::vector<std::string>> texts =
-      comm.AllTexts(channel, absl::StrCat(static_cast<int>(mine.code()), " ", std::string(mine.message())));
-  if (!texts.ok()) return texts.status();
-  for (size_t k = 0; k < texts->size(); ++k) {
-    const std::string& text = (*texts)[k];
-    const size_t space = text.find(' ');
-    int code = 0;
-    if (!absl::SimpleAtoi(text.substr(0, space), &code) || code == 0) continue;
-    return {static_cast<absl::StatusCode>(code), absl::StrCat("rank ", k, ": ", text.substr(space + 1))};
+    return absl::InvalidArgumentError(absl::StrCat(
+        RankName(static_cast<int>(k), comm.world()), " was not started like rank 0: ", difference,
+        "; start all ranks with the same words, config and files"));
   }
   return absl::OkStatus();
 }
@@ -99,7 +81,7 @@ absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm) {
   swap::Uuid uuid{};
   std::random_device random;
   std::generate(uuid.begin(), uuid.end(), [&] { return static_cast<uint8_t>(random()); });
-  if (absl::Status status = TakeRankZeros(comm, uuid.data(), uuid.size()); !status.ok()) return status;
+  RETURN_IF_ERROR(TakeRankZeros(comm, "the run's number", uuid.data(), uuid.size()));
   return uuid;
 }
 
@@ -115,7 +97,8 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
     if (fd < 0) mine = absl::ErrnoToStatus(errno, absl::StrCat("create ", sign));
     if (fd >= 0) ::close(fd);
   }
-  absl::StatusOr<std::vector<std::string>> signs = comm.AllTexts(Channel::kSetup, sign);
+  absl::StatusOr<std::vector<std::string>> signs =
+      comm.AllTexts(Channel::kSetup, {"the checkpoints' directory"}, sign);
   if (!signs.ok()) return signs.status();
   if (comm.rank() > 0 && ::access(signs->front().c_str(), F_OK) != 0) {
     mine = absl::FailedPreconditionError(
@@ -129,7 +112,7 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
 }
 
 absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine) {
-  absl::StatusOr<std::vector<int64_t>> budgets = AllNumbers(comm, mine);
+  absl::StatusOr<std::vector<int64_t>> budgets = AllNumbers(comm, "the budget", mine);
   if (!budgets.ok()) return budgets.status();
   int64_t least = 0;
   for (const int64_t budget : *budgets) {
@@ -139,7 +122,8 @@ absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine) {
 }
 
 absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, int64_t mine) {
-  absl::StatusOr<std::vector<std::string>> identities = comm.AllTexts(Channel::kSetup, device.identity());
+  absl::StatusOr<std::vector<std::string>> identities =
+      comm.AllTexts(Channel::kSetup, {"the device"}, device.identity());
   if (!identities.ok()) return identities.status();
   const auto sharing = std::count(identities->begin(), identities->end(), device.identity());
   const int64_t share =
@@ -148,10 +132,11 @@ absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, in
 }
 
 absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm, Device& device) {
-  absl::StatusOr<std::vector<std::string>> links = comm->AllTexts(Channel::kSetup, device.link());
+  absl::StatusOr<std::vector<std::string>> links =
+      comm->AllTexts(Channel::kSetup, {"the device's link"}, device.link());
   if (!links.ok()) return links.status();
-  absl::StatusOr<std::vector<std::string>> identities = comm->AllTexts(Channel::kSetup, device.identity());
-  if (!identities.ok()) return identities.status();
+  ASSIGN_OR_RETURN(std::vector<std::string> identities,
+                   comm->AllTexts(Channel::kSetup, {"the device"}, device.identity()));
   DeviceExchange exchange;
   exchange.where = device.torch_device();
   std::string why;
@@ -159,9 +144,9 @@ absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm,
     if ((*links)[k].empty() || (*links)[k] != links->front()) {
       why = absl::StrCat("the device of rank ", k, " cannot exchange with others");
     }
-    const auto first = std::find(identities->begin(), identities->end(), (*identities)[k]);
-    const auto other = static_cast<size_t>(first - identities->begin());
-    if (!(*identities)[k].empty() && other != k) {
+    const auto first = std::find(identities.begin(), identities.end(), identities[k]);
+    const auto other = static_cast<size_t>(first - identities.begin());
+    if (!identities[k].empty() && other != k) {
       why = absl::StrCat("ranks ", other, " and ", k, " share one device");
     }
   }
@@ -172,7 +157,7 @@ absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm,
   absl::StatusOr<std::shared_ptr<Comm>> connected = device.Connect(comm);
   if (!connected.ok()) {
     // Known to all; they can still go the other way, if they have each other.
-    if (absl::Status lost = comm->failure(); !lost.ok()) return lost;
+    RETURN_IF_ERROR(comm->failure());
     exchange.how = absl::StrCat("through host memory: ", std::string(connected.status().message()));
     return exchange;
   }
@@ -191,7 +176,8 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
   std::vector<int64_t> all(sizes.size() * static_cast<size_t>(comm.world()));
   int64_t* const mine = all.data() + sizes.size() * static_cast<size_t>(comm.rank());
   std::transform(sizes.begin(), sizes.end(), mine, [](const int64_t* size) { return *size; });
-  if (absl::Status status = comm.AllGather(Channel::kSetup, all.data(), sizes.size() * sizeof(int64_t));
+  if (absl::Status status =
+          comm.AllGather(Channel::kSetup, {"the model's sizes"}, all.data(), sizes.size() * sizeof(int64_t));
       !status.ok())
     return status;
   for (size_t i = 0; i < all.size(); ++i) {
@@ -203,7 +189,8 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
     seconds.push_back(stage.forward_seconds);
     seconds.push_back(stage.backward_seconds);
   }
-  if (absl::Status status = TakeRankZeros(comm, seconds.data(), seconds.size() * sizeof(double));
+  if (absl::Status status =
+          TakeRankZeros(comm, "the model's times", seconds.data(), seconds.size() * sizeof(double));
       !status.ok())
     return status;
   for (size_t s = 0; s < graph->stages.size(); ++s) {
@@ -221,27 +208,27 @@ absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, int64_t h
   const int64_t budget = there ? devices.budget_bytes : host_budget_bytes;
   const int64_t bytes =
       budget > 0 ? std::clamp<int64_t>(budget / 4 / comm.world(), 4096, kProbeBytes) : kProbeBytes;
-  const absl::StatusOr<double> rate =
-      there ? ProbeNetwork(*devices.comm, Channel::kGather, devices.where, bytes)
-            : ProbeNetwork(comm, Channel::kSetup, torch::kCPU, bytes);
-  if (!rate.ok()) return rate.status();
-  if (*rate > 0) machine->network_bytes_per_s = *rate;
-  return TakeRankZeros(comm, machine, sizeof(*machine));
+  ASSIGN_OR_RETURN(const double rate,
+                   there ? ProbeNetwork(*devices.comm, Channel::kAllGather, devices.where, bytes)
+                         : ProbeNetwork(comm, Channel::kSetup, torch::kCPU, bytes));
+  if (rate > 0) machine->network_bytes_per_s = rate;
+  return TakeRankZeros(comm, "the machine", machine, sizeof(*machine));
 }
 
 absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
-  std::vector<int64_t> numbers = {plan.arena_bytes,   plan.tensor_bytes, plan.tile_ring,
-                                  plan.kept_inputs,   plan.speculates,   plan.evaluate_micro_batches,
-                                  plan.micro_batches, plan.on_nvme,      plan.accumulator_ring};
-  uint64_t redo_rate = 0;
-  std::memcpy(&redo_rate, &plan.worthwhile_redo_rate, sizeof(redo_rate));
-  numbers.push_back(static_cast<int64_t>(redo_rate));
-  numbers.insert(numbers.end(), {plan.device.arena_bytes, plan.device.tensor_bytes, plan.device.kept_inputs,
-                                 plan.device.accumulator_ring, plan.device.direct, plan.device.network_piece,
-                                 plan.device.resident_elements});
-  for (const auto* slots :
-       {&plan.run_slots, &plan.tile_slots, &plan.gradient_slots, &plan.accumulator_slots, &plan.input_slots,
-        &plan.device.run_slots, &plan.device.gradient_slots, &plan.device.accumulator_slots}) {
+  std::vector<int64_t> numbers = {plan.arena_bytes,       plan.tensor_bytes, plan.tile_ring,
+                                  plan.saved_activations, plan.speculates,   plan.evaluate_micro_batches,
+                                  plan.micro_batches,     plan.on_nvme,      plan.accumulator_ring};
+  uint64_t replay_rate = 0;
+  std::memcpy(&replay_rate, &plan.worthwhile_replay_rate, sizeof(replay_rate));
+  numbers.push_back(static_cast<int64_t>(replay_rate));
+  numbers.insert(numbers.end(),
+                 {plan.device.arena_bytes, plan.device.tensor_bytes, plan.device.saved_activations,
+                  plan.device.accumulator_ring, plan.device.direct, plan.device.network_piece,
+                  plan.device.resident_elements});
+  for (const auto* slots : {&plan.weight_slots, &plan.tile_slots, &plan.gradient_slots,
+                            &plan.accumulator_slots, &plan.input_slots, &plan.device.weight_slots,
+                            &plan.device.gradient_slots, &plan.device.accumulator_slots}) {
     for (const tiering::Slot& slot : *slots) numbers.insert(numbers.end(), {slot.offset, slot.bytes});
   }
   for (const tiering::BlockPlan& block : plan.blocks) {
@@ -253,10 +240,9 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
     }
   }
   const uint64_t digest = kernels::Checksum(numbers.data(), numbers.size() * sizeof(int64_t));
-  absl::StatusOr<std::vector<int64_t>> digests = AllNumbers(comm, static_cast<int64_t>(digest));
-  if (!digests.ok()) return digests.status();
-  for (size_t k = 1; k < digests->size(); ++k) {
-    if ((*digests)[k] == digests->front()) continue;
+  ASSIGN_OR_RETURN(std::vector<int64_t> digests, AllNumbers(comm, "the plan", static_cast<int64_t>(digest)));
+  for (size_t k = 1; k < digests.size(); ++k) {
+    if (digests[k] == digests.front()) continue;
     return absl::InternalError(
         absl::StrCat("rank ", k, " and rank 0 have planned differently: are they one program?"));
   }

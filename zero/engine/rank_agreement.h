@@ -15,8 +15,9 @@
 #include "tiering/plan/machine.h"
 #include "tiering/plan/model_graph.h"
 #include "tiering/plan/plan.h"
-#include "zero/ranks/comm.h"
 #include "zero/compute/device.h"
+#include "zero/ranks/agree.h"
+#include "zero/ranks/comm.h"
 
 namespace penstock::zero {
 
@@ -25,13 +26,7 @@ std::vector<std::string> RankDirectories(const std::vector<std::string>& directo
 
 // kInvalidArgument on all ranks where any of them was started with something else than rank 0: it names rank,
 // key and both values.
-absl::Status AgreeOnWords(Comm& comm, const nlohmann::json& mine);
-
-// Everybody's number, by rank.
-absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, int64_t mine);
-
-// The same on all: OK where everybody's is, else that of the first rank that has another, which is named.
-absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine);
+absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine);
 
 // Rank 0's, everywhere.
 absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm);
@@ -42,8 +37,8 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path);
 // The least of all budgets; 0 is no bound.
 absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine);
 
-// What every rank may take of its device, which is apart: the least of `mine` or, where that is 0, of what
-// the devices have, each shared evenly among the ranks whose it is.
+// What every rank may take of its device, which is apart: the least of `mine` or, where that is 0,
+// of what the devices have, each shared evenly among the ranks whose it is.
 absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, int64_t mine);
 
 // How the ranks' devices exchange weights and gradients.

@@ -36,7 +36,7 @@ nlohmann::json StepJson(const StepResult& result, int64_t tokens) {
           {"loss_scale", result.loss_scale},
           {"skipped", result.skipped},
           {"in_backward", result.in_backward},
-          {"redone", result.redone},
+          {"redone", result.replayed},
           {"tokens", tokens},
           {"seconds", result.seconds},
           {"stall_io_seconds", result.stall_io_seconds},
@@ -47,10 +47,18 @@ nlohmann::json StepJson(const StepResult& result, int64_t tokens) {
           {"nvme_write_bytes", result.nvme_write_bytes}};
 }
 
-std::string StepLine(const nlohmann::json& step) {
+nlohmann::json EvaluationJson(const Evaluation& evaluation) {
+  return {{"step", evaluation.step},
+          {"loss", Number(evaluation.loss)},
+          {"windows", evaluation.windows},
+          {"seconds", evaluation.seconds}};
+}
+
+std::string LogLine(const nlohmann::json& entry) {
   // In the order in which people read them; nlohmann's objects are sorted.
   constexpr const char* kOrder[] = {"step",
                                     "loss",
+                                    "windows",
                                     "grad_norm",
                                     "lr",
                                     "loss_scale",
@@ -63,11 +71,12 @@ std::string StepLine(const nlohmann::json& step) {
                                     "compute_seconds",
                                     "optimizer_seconds",
                                     "nvme_read_bytes",
-                                    "nvme_write_bytes"};
+                                    "nvme_write_bytes",
+                                    "run_id"};
   std::string line = "{";
   for (const char* key : kOrder) {
-    if (!step.contains(key)) continue;
-    line += (line.size() > 1 ? ", \"" : "\"") + std::string(key) + "\": " + WithAllDigits(step[key]);
+    if (!entry.contains(key)) continue;
+    line += (line.size() > 1 ? ", \"" : "\"") + std::string(key) + "\": " + WithAllDigits(entry[key]);
   }
   return line + "}";
 }
@@ -79,7 +88,8 @@ void Report::Start(const EngineOptions& options, const std::string& version, int
              {"world_size", world_size},
              {"seed", options.seed},
              {"host_memory_budget_bytes", options.host_memory_bytes},
-             {"device_memory_budget_bytes", options.device_memory_bytes}};
+             {"device_memory_budget_bytes", options.device_memory_bytes},
+             {"stopped_by", nullptr}};
 }
 
 void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
@@ -101,7 +111,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["arena_pages"] = engine.arena_pages();
   report_["io_read_bandwidth_bytes_per_s"] = device.read_bytes_per_s;
   report_["io_write_bandwidth_bytes_per_s"] = device.write_bytes_per_s;
-  report_["io_knee_bytes"] = device.knee_bytes;
+  report_["io_knee_bytes"] = device.saturating_bytes_in_flight;
   report_["order_of_update"] = std::string(plan.plan.order_of_update());
   report_["in_backward_share"] = plan.plan.in_backward_share();
   report_["updated_on_device_share"] = plan.plan.on_device_share();
@@ -125,18 +135,24 @@ void Report::Predicted(const tiering::Prediction& prediction) {
 Report::Mark Report::Now(const Engine& engine) const {
   Mark mark;
   mark.seconds = seconds_ + evaluation_seconds_;
-  mark.saturated_seconds = engine.io_stats().saturated_seconds();
+  const aio::EngineStats io = engine.io_stats();
+  mark.saturated_seconds = io.saturated_seconds();
+  mark.saturated_bytes = static_cast<int64_t>(io.SaturatedBytes());
   mark.compute_union_seconds = engine.usage().compute_union_seconds;
-  mark.nvme_bytes = engine.usage().bytes[static_cast<size_t>(tiering::Lane::kRead)] +
-                    engine.usage().bytes[static_cast<size_t>(tiering::Lane::kWrite)];
   mark.step_bytes = step_bytes_;
   mark.steps = stepped_;
   return mark;
 }
 
+void Report::Evaluated(const Evaluation& evaluation) {
+  evaluations_.push_back(EvaluationJson(evaluation));
+  evaluated_since_step_seconds_ += evaluation.seconds;
+}
+
 void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tokens) {
   seconds_ += result.seconds;
   evaluation_seconds_ += result.evaluation_seconds;
+  evaluated_since_step_seconds_ = 0;
   step_bytes_ += result.nvme_read_bytes + result.nvme_write_bytes;
   tokens_ += tokens;
   ++stepped_;
@@ -146,7 +162,7 @@ void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tok
   if (stepped_ == 1) first_ = last_;
   if (stepped_ == 1) return;
   if (result.in_backward == 0) ++deferred_steps_;
-  if (result.redone) ++redone_steps_;
+  if (result.replayed) ++replayed_steps_;
 }
 
 std::string Report::Finish(const Engine* engine, const absl::Status& status) {
@@ -156,7 +172,7 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
   const double seconds = last_.seconds - first_.seconds;
   const double saturated = last_.saturated_seconds - first_.saturated_seconds;
   const double computed = last_.compute_union_seconds - first_.compute_union_seconds;
-  const auto bytes = static_cast<double>(last_.nvme_bytes - first_.nvme_bytes);
+  const auto bytes = static_cast<double>(last_.saturated_bytes - first_.saturated_bytes);
   overlap_ratio_ = std::max(saturated, computed) > 0 ? seconds / std::max(saturated, computed) : 0;
   const auto step_bytes = static_cast<double>(last_.step_bytes - first_.step_bytes);
   bytes_per_param_per_step_ =
@@ -170,7 +186,7 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
     report_["predicted_clipped_step_seconds"] = prediction_.clipped_step_seconds;
   }
   report_["deferred_steps"] = deferred_steps_;
-  report_["redone_steps"] = redone_steps_;
+  report_["redone_steps"] = replayed_steps_;
   report_["nvme_bytes_per_param_per_step"] = bytes_per_param_per_step_;
   report_["io_saturated_seconds"] = saturated;
   report_["compute_union_seconds"] = computed;
@@ -196,18 +212,22 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
                        {"d2h_bytes", engine != nullptr ? engine->copied().d2h_bytes : 0},
                        {"gds_read_bytes", engine != nullptr ? engine->gds_read_bytes() : 0},
                        {"seconds", seconds_},
-                       {"evaluation_seconds", evaluation_seconds_},
+                       {"evaluation_seconds", evaluation_seconds_ + evaluated_since_step_seconds_},
                        {"tokens", tokens_},
                        {"io_errors_retried", io.IoErrorsRetried()},
                        {"io_cpu_ms_per_gib", io.CpuMsPerGiB()}};
-  // The steps by hand: their losses are printed with 17 digits.
-  report_.erase("steps");
+  // Steps and evaluations by hand: their losses are printed with 17 digits.
   std::string text = report_.dump(2);
   text.erase(text.find_last_of('}'));
   while (!text.empty() && (text.back() == '\n' || text.back() == ' ')) text.pop_back();
-  text += ",\n  \"steps\": [";
-  for (size_t i = 0; i < steps_.size(); ++i) text += (i == 0 ? "\n    " : ",\n    ") + StepLine(steps_[i]);
-  return text + "\n  ]\n}\n";
+  const auto append = [&text](const char* name, const auto& entries) {
+    text += absl::StrFormat(",\n  \"%s\": [", name);
+    for (size_t i = 0; i < entries.size(); ++i) text += (i == 0 ? "\n    " : ",\n    ") + LogLine(entries[i]);
+    text += entries.empty() ? "]" : "\n  ]";
+  };
+  append("evaluations", evaluations_);
+  append("steps", steps_);
+  return text + "\n}\n";
 }
 
 }  // namespace penstock::zero

@@ -7,35 +7,40 @@
 //   io_saturated_seconds           time with bytes in flight at or above the device's knee (aio::EngineStats)
 //   compute_union_seconds          union of the intervals in which forward, backward or update kernels ran
 //   overlap_ratio                  its seconds / max(io_saturated_seconds, compute_union_seconds)
-//   io_gbps_achieved               its NVMe bytes / io_saturated_seconds, in 10^9 bytes per second
+//   io_gbps_achieved               its NVMe bytes that arrived in io_saturated_seconds, over these, in 10^9
+//                                  bytes per second; 0 where the drive was never saturated
 //   order_of_update                what the plan does while nothing is clipped: "next_forward",
 //                                  "in_backward", or "mixed" with in_backward_share of the tiles;
 //                                  deferred_steps of its steps updated nothing in backward (they were, or
-//                                  were likely to be, clipped), redone_steps did so for nothing
+//                                  were likely to be, clipped), replayed_steps did so for nothing
 //   predicted_step_seconds         the step of the simulator, by the steps that there were: those that
 //                                  updated nothing in backward take predicted_clipped_step_seconds, the
 //                                  others predicted_unclipped_step_seconds. Both with what the steps of the
 //                                  process, the first apart, showed of times and bandwidths
-//                                  (prediction_from "steps"; tiering/simulate/run_prediction.h), before there are any
-//                                  with what was measured at the start ("start");
+//                                  (prediction_from "steps"; tiering/simulate/run_prediction.h), before there
+//                                  are any with what was measured at the start ("start");
 //                                  predicted_at_start_step_seconds and
 //                                  predicted_at_start_clipped_step_seconds are the latter
 // A step's seconds, and those of totals, are without evaluation_seconds, which are of the evaluations after
-// the step before. stall_seconds is, by cause, what the compute lane waited for from its first operation to
+// the step before. evaluations has every one of this process, with its windows: sequences of the held-out
+// text, each a batch of its own. stopped_by is the signal that stopped the run, else null.
+// stall_seconds is, by cause, what the compute lane waited for from its first operation to
 // its last: together with what forward and backward took, all of that time. updated_on_device_share is of the
 // model's elements, in blocks whose state lives on the device. gds: weights that only the device needs come
 // from the drive past host memory; gds_read_bytes, part of nvme_read_bytes, are those that did. h2d_bytes and
 // d2h_bytes are what the run copied: weights, gradients, inputs and batches, and state that is loaded or
-// written; single numbers (losses) apart. peak_device_bytes is the device's slots and LibTorch's tensors
-// there, 0 where the host computes. Managed memory is the arena and every tensor (zero/memory/tensor_memory.h). Not
-// counted, because nobody can bound it from here: code, LibTorch's and BLAS's scratch, the kernel's page
-// cache, threads' stacks, and the tables that describe blocks and tiles (some hundred bytes for each).
+// written; single numbers (losses) apart. peak_device_bytes is the device's slots and LibTorch's
+// tensors there, 0 where the host computes. Managed memory is the arena and every tensor
+// (zero/memory/tensor_memory.h). Not counted, because nobody can bound it from here: code, LibTorch's and
+// BLAS's scratch, the kernel's page cache, threads' stacks, and the tables that describe blocks and tiles
+// (some hundred bytes for each).
 #ifndef PENSTOCK_ZERO_ENGINE_REPORT_H_
 #define PENSTOCK_ZERO_ENGINE_REPORT_H_
 
 #include <deque>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "aio/profile.h"
@@ -44,11 +49,21 @@
 
 namespace penstock::zero {
 
-// A `steps` entry; also a line of the log. Losses have 17 significant digits, so that bits can be compared.
+// A `steps` entry; with "run_id" also a line of the log. Losses have 17 significant digits, so that bits can
+// be compared.
 nlohmann::json StepJson(const StepResult& result, int64_t tokens);
-// The same as one line of text. (nlohmann prints the shortest digits that give the same double back; 17 are
-// promised.)
-std::string StepLine(const nlohmann::json& step);
+// The loss of a held-out text after `step`.
+struct Evaluation {
+  int64_t step = 0;
+  double loss = 0;
+  int64_t windows = 0;
+  double seconds = 0;
+};
+// An `evaluations` entry; with "run_id" also a line of the log. What tells it from a step's is "windows".
+nlohmann::json EvaluationJson(const Evaluation& evaluation);
+// One or the other as one line of text. (nlohmann prints the shortest digits that give the same double back;
+// 17 are promised.)
+std::string LogLine(const nlohmann::json& entry);
 
 class Report {
  public:
@@ -63,6 +78,11 @@ class Report {
     probe_read_bytes_ += read_bytes;
     probe_write_bytes_ += write_bytes;
   }
+  void Identify(const std::string& run_id) { report_["run_id"] = run_id; }
+  // The run ends before its last step.
+  void Stopped(const std::string& signal) { report_["stopped_by"] = signal; }
+  // After each evaluation of this process.
+  void Evaluated(const Evaluation& evaluation);
   // After each step of this process.
   void Stepped(const Engine& engine, const StepResult& result, int64_t tokens);
   // At the end, well or not.
@@ -77,17 +97,19 @@ class Report {
     double seconds = 0;  // of the steps and evaluations so far
     double saturated_seconds = 0;
     double compute_union_seconds = 0;
-    int64_t nvme_bytes = 0;
-    int64_t step_bytes = 0;  // of them, the steps' own
+    int64_t saturated_bytes = 0;  // that the drive moved in saturated_seconds
+    int64_t step_bytes = 0;       // that the steps moved
     int64_t steps = 0;
   };
   Mark Now(const Engine& engine) const;
 
   nlohmann::json report_;
   std::deque<nlohmann::json> steps_;
+  std::vector<nlohmann::json> evaluations_;
   Mark first_, last_;
-  double seconds_ = 0;  // of steps
-  double evaluation_seconds_ = 0;
+  double seconds_ = 0;                       // of steps
+  double evaluation_seconds_ = 0;            // that steps have told
+  double evaluated_since_step_seconds_ = 0;  // that none has told yet
   int64_t step_bytes_ = 0;
   int64_t stepped_ = 0;
   int64_t probe_read_bytes_ = 0, probe_write_bytes_ = 0;
@@ -96,7 +118,7 @@ class Report {
   tiering::Prediction prediction_;
   // Of the steady state: steps that left all updates to the next forward, and steps some of whose updates
   // were made in backward, and then again.
-  int64_t deferred_steps_ = 0, redone_steps_ = 0;
+  int64_t deferred_steps_ = 0, replayed_steps_ = 0;
   double overlap_ratio_ = 0, bytes_per_param_per_step_ = 0, io_gbps_ = 0;
 };
 

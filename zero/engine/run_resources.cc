@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "aio/numa.h"
+#include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "zero/engine/engine_state.h"
 #include "zero/engine/rank_agreement.h"
@@ -21,18 +22,18 @@ absl::Status TakeRegion(aio::Arena& arena, int64_t bytes, aio::Region* region) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Resources>> Resources::Create(const EnginePlan& plan,
-                                                             const EngineOptions& options,
-                                                             const std::string& identity) {
-  auto made = std::unique_ptr<Resources>(new Resources(plan, options));
+absl::StatusOr<std::unique_ptr<RunResources>> RunResources::Create(const EnginePlan& plan,
+                                                                   const EngineOptions& options,
+                                                                   const std::string& identity) {
+  auto made = std::unique_ptr<RunResources>(new RunResources(plan, options));
   absl::Status status = made->MakeMemory();
   if (status.ok()) status = made->MakeDevice();
-  const bool checkpoints = options.trains && options.checkpoints.every > 0;
+  const bool checkpoints = options.trains && options.checkpoints.any();
   if (status.ok() && (plan.plan.on_nvme || options.resumes() || checkpoints)) status = made->MakeIo();
   if (status.ok() && plan.plan.on_nvme) status = made->MakeStore(identity);
   if (status.ok() && plan.plan.input_scratch_bytes > 0) {
-    absl::StatusOr<std::unique_ptr<InputSpill>> inputs =
-        InputSpill::Create(*made->io_, plan.graph, plan.plan, options.state_dirs);
+    absl::StatusOr<std::unique_ptr<ActivationSpill>> inputs =
+        ActivationSpill::Create(*made->io_, plan.graph, plan.plan, options.state_dirs);
     status = inputs.status();
     if (status.ok()) made->inputs_ = std::move(*inputs);
   }
@@ -40,29 +41,28 @@ absl::StatusOr<std::unique_ptr<Resources>> Resources::Create(const EnginePlan& p
   return made;
 }
 
-Resources::~Resources() {
+RunResources::~RunResources() {
   if (registered_) options_.device->UnregisterHost(arena_->data());
   (void)options_.device->LimitTensors(0);
   TensorMemory::SetLimit(0);
 }
 
 // Beside its device; ranks of one host without one are spread over its nodes.
-int Resources::NodeFor(const EngineOptions& options) {
+int RunResources::NodeFor(const EngineOptions& options) {
   const int nodes = aio::NumaNodes();
   if (nodes == 1) return -1;
-  if (options.device->apart()) return options.device->numa_node();
+  if (options.device->has_own_memory()) return options.device->numa_node();
   if (options.comm == nullptr || options.comm->environment().local_world == 1) return -1;
   return options.comm->environment().local_rank % nodes;
 }
 
-absl::Status Resources::MakeMemory() {
+absl::Status RunResources::MakeMemory() {
   aio::ArenaOptions arena_options;
   arena_options.bytes = static_cast<uint64_t>(std::max<int64_t>(plan_.plan.arena_bytes, 1));
   arena_options.lock = plan_.plan.on_nvme;
   arena_options.numa_node = NodeFor(options_);
-  absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
-  if (!arena.ok()) return arena.status();
-  arena_ = std::move(*arena);
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> arena, aio::Arena::Create(arena_options));
+  arena_ = std::move(arena);
   // Transparent huge pages, locked, are as good as any; less than that costs CPU, and is told.
   if (plan_.plan.on_nvme && (arena_->page_kind() == aio::PageKind::kSmall || !arena_->locked())) {
     for (const std::string& note : arena_->notes()) Log(note);
@@ -70,7 +70,7 @@ absl::Status Resources::MakeMemory() {
   aio::Region slots;
   absl::Status status = TakeRegion(*arena_, std::max<int64_t>(plan_.plan.slot_bytes, 1), &slots);
   if (!status.ok()) return status;
-  residency_ = std::make_unique<Residency>(plan_.plan, std::move(slots), options_.rank());
+  residency_ = std::make_unique<ArenaView>(plan_.plan, std::move(slots), options_.rank());
   if (plan_.plan.checkpoint_bytes > 0) {
     status = TakeRegion(*arena_, plan_.plan.checkpoint_bytes, &tile_memory_);
     if (!status.ok()) return status;
@@ -89,13 +89,12 @@ absl::Status Resources::MakeMemory() {
 }
 
 // The device's own memory.
-absl::Status Resources::MakeDevice() {
+absl::Status RunResources::MakeDevice() {
   Device& device = *options_.device;
-  if (!device.apart()) return absl::OkStatus();
-  absl::StatusOr<std::unique_ptr<DeviceLanes>> lanes =
-      DeviceLanes::Create(plan_.plan, *residency_, device, tile_memory());
-  if (!lanes.ok()) return lanes.status();
-  device_lanes_ = std::move(*lanes);
+  if (!device.has_own_memory()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(std::unique_ptr<DeviceLanes> lanes,
+                   DeviceLanes::Create(plan_.plan, *residency_, device, tile_memory()));
+  device_lanes_ = std::move(lanes);
   absl::Status status = device.RegisterHost(arena_->data(), static_cast<int64_t>(arena_->bytes()));
   registered_ = status.ok();
   return status;
@@ -103,9 +102,9 @@ absl::Status Resources::MakeDevice() {
 
 // And its bounds. Building the model is over: what tensors took on the host till now is no part of what
 // they may take on the device.
-absl::Status Resources::BoundDevice() {
+absl::Status RunResources::BoundDevice() {
   Device& device = *options_.device;
-  if (!device.apart()) return absl::OkStatus();
+  if (!device.has_own_memory()) return absl::OkStatus();
   const tiering::DevicePlan& plan = plan_.plan.device;
   const auto arena_bytes = static_cast<int64_t>(arena_->bytes());
   if (device.tensors_are_host()) {
@@ -118,18 +117,17 @@ absl::Status Resources::BoundDevice() {
   return device.LimitTensors(bounded ? plan.budget_bytes - plan.arena_bytes : 0);
 }
 
-absl::Status Resources::MakeIo() {
+absl::Status RunResources::MakeIo() {
   aio::EngineOptions io_options = options_.io;
   // Without a drive of its own a run moves its state seldom, and its memory stays unpinned.
   if (plan_.plan.on_nvme) io_options.arenas = {arena_.get()};
   io_options.log = [this](std::string_view line) { Log(std::string(line)); };
-  absl::StatusOr<std::unique_ptr<aio::Engine>> io = aio::Engine::Create(std::move(io_options));
-  if (!io.ok()) return io.status();
-  io_ = std::move(*io);
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> io, aio::Engine::Create(std::move(io_options)));
+  io_ = std::move(io);
   return absl::OkStatus();
 }
 
-absl::Status Resources::MakeStore(const std::string& identity) {
+absl::Status RunResources::MakeStore(const std::string& identity) {
   swap::StoreOptions store_options;
   store_options.slots = static_cast<uint32_t>(plan_.versions);
   store_options.directories = options_.resumes() ? plan_.parts.front() : options_.state_dirs;
@@ -139,7 +137,7 @@ absl::Status Resources::MakeStore(const std::string& identity) {
   if (!options_.resumes()) {
     absl::Status room =
         swap::CheckSpace(store_options, OfAllHere(LayoutOf(plan_.plan), options_), identity,
-                         InputSpill::BytesIn(options_.state_dirs.size(), plan_.graph, plan_.plan));
+                         ActivationSpill::BytesIn(options_.state_dirs.size(), plan_.graph, plan_.plan));
     if (!room.ok()) return room;
     if (options_.comm != nullptr) {
       absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options_.comm);
@@ -148,26 +146,26 @@ absl::Status Resources::MakeStore(const std::string& identity) {
     }
   }
   if (plan_.parts.size() > 1) {
-    if (absl::Status opened = OpenOthers(&store_options); !opened.ok()) return opened;
+    RETURN_IF_ERROR(OpenOthers(&store_options));
   }
-  absl::StatusOr<std::unique_ptr<swap::Store>> store =
-      options_.resumes() ? swap::Store::Open(*io_, store_options)
-                         : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity);
-  if (!store.ok()) return store.status();
-  store_ = std::move(*store);
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> store,
+                   options_.resumes()
+                       ? swap::Store::Open(*io_, store_options)
+                       : swap::Store::Create(*io_, store_options, LayoutOf(plan_.plan), identity));
+  store_ = std::move(store);
   return options_.resumes() && options_.comm != nullptr ? GoBackTogether() : absl::OkStatus();
 }
 
 // Goes on from the newest commit that every rank has made; they make the same ones. With two versions none
 // has begun to overwrite it: that waits until all have made the next one (OpKind::kAgree), so the ones that
 // have are one ahead at the most. With one version who is ahead cannot go back, which is kDataLoss.
-absl::Status Resources::GoBackTogether() {
+absl::Status RunResources::GoBackTogether() {
   const uint64_t step = store_->committed_step(), sequence = store_->committed_sequence();
-  absl::StatusOr<std::vector<int64_t>> all = AllNumbers(*options_.comm, static_cast<int64_t>(sequence));
-  if (!all.ok()) return all.status();
-  const auto common = static_cast<uint64_t>(*std::min_element(all->begin(), all->end()));
+  ASSIGN_OR_RETURN(std::vector<int64_t> all,
+                   AllNumbers(*options_.comm, "the newest commit", static_cast<int64_t>(sequence)));
+  const auto common = static_cast<uint64_t>(*std::min_element(all.begin(), all.end()));
   if (common == sequence) return absl::OkStatus();
-  if (absl::Status back = store_->GoBackTo(common); !back.ok()) return back;
+  RETURN_IF_ERROR(store_->GoBackTo(common));
   Log(store_->committed_step() == step
           ? absl::StrCat("what was written into the state after step ", step,
                          " was not committed by all ranks: going on without it")
@@ -178,16 +176,14 @@ absl::Status Resources::GoBackTogether() {
 
 // An evaluation of what several ranks keep: this is the only process, with the plan of rank 0, and reads
 // the others' parts where it would gather them.
-absl::Status Resources::OpenOthers(swap::StoreOptions* own) {
-  absl::StatusOr<std::vector<swap::Inspection>> inspections = InspectParts(plan_.parts);
-  if (!inspections.ok()) return inspections.status();
+absl::Status RunResources::OpenOthers(swap::StoreOptions* own) {
+  ASSIGN_OR_RETURN(std::vector<swap::Inspection> inspections, InspectShards(plan_.parts));
   std::vector<int64_t> elements;
   for (const tiering::BlockShape& block : plan_.graph.blocks) elements.push_back(block.elements);
-  own->sequence = inspections->front().record.sequence;
-  absl::StatusOr<std::unique_ptr<RankParts>> others =
-      RankParts::Open(*io_, plan_.parts, *inspections, elements, plan_.plan.precision, {});
-  if (!others.ok()) return others.status();
-  others_ = std::move(*others);
+  own->sequence = inspections.front().record.sequence;
+  ASSIGN_OR_RETURN(std::unique_ptr<ShardedState> others,
+                   ShardedState::Open(*io_, plan_.parts, inspections, elements, plan_.plan.precision, {}));
+  others_ = std::move(others);
   return absl::OkStatus();
 }
 

@@ -16,42 +16,44 @@
 #include "aio/arena.h"
 #include "aio/engine.h"
 #include "swap/store.h"
-#include "zero/lanes/device_lanes.h"
 #include "zero/engine/engine.h"
+#include "zero/lanes/device_lanes.h"
 #include "zero/memory/activation_spill.h"
-#include "zero/ranks/sharded_state.h"
 #include "zero/memory/arena_view.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {
 
-class Resources {
+class RunResources {
  public:
   // Opens the store of a run that goes on, of all ranks at the newest commit that all have made, and makes
   // that of a new one, with `identity` (swap/store.h). From here on tensors on the host are counted afresh,
   // and bounded by what the arena leaves of the budget. Plan and options outlive it.
-  static absl::StatusOr<std::unique_ptr<Resources>> Create(const EnginePlan& plan,
-                                                           const EngineOptions& options,
-                                                           const std::string& identity);
+  static absl::StatusOr<std::unique_ptr<RunResources>> Create(const EnginePlan& plan,
+                                                              const EngineOptions& options,
+                                                              const std::string& identity);
   // Nothing may be in flight. Tensors are bounded by nothing afterwards.
-  ~Resources();
-  Resources(const Resources&) = delete;
-  Resources& operator=(const Resources&) = delete;
+  ~RunResources();
+  RunResources(const RunResources&) = delete;
+  RunResources& operator=(const RunResources&) = delete;
 
-  // Bounds LibTorch on a device apart. Called when the model is built: what tensors took on the host till
-  // then is no part of what they may take there.
+  // Bounds LibTorch on a device apart. Called when the model is built: what tensors took on the host
+  // till then is no part of what they may take there.
   absl::Status BoundDevice();
 
   const aio::Arena& arena() const { return *arena_; }
   bool pinned() const { return registered_ || arena_->locked(); }  // the arena, by a device or by mlock
-  Residency& residency() const { return *residency_; }
+  ArenaView& residency() const { return *residency_; }
   // Plan::checkpoint_bytes and Plan::network_bytes of the arena; empty: none are planned.
   std::span<std::byte> tile_memory() const { return {tile_memory_.data(), tile_memory_.bytes()}; }
   std::span<std::byte> network_memory() const { return {network_memory_.data(), network_memory_.bytes()}; }
   DeviceLanes* device_lanes() const { return device_lanes_.get(); }  // null: the host computes
   aio::Engine* io() const { return io_.get(); }                      // null: no file is read or written
   swap::Store* store() const { return store_.get(); }                // null: no drive
-  RankParts* others() const { return others_.get(); }   // null but where a run of several ranks is evaluated
-  InputSpill* inputs() const { return inputs_.get(); }  // null: none are spilled
+  ShardedState* others() const {
+    return others_.get();
+  }  // null but where a run of several ranks is evaluated
+  ActivationSpill* inputs() const { return inputs_.get(); }  // null: none are spilled
 
   // Managed bytes while the model was measured and built.
   int64_t preparation_peak() const { return preparation_peak_; }
@@ -59,7 +61,7 @@ class Resources {
   const Device::Traffic& traffic_before() const { return traffic_before_; }
 
  private:
-  Resources(const EnginePlan& plan, const EngineOptions& options) : plan_(plan), options_(options) {}
+  RunResources(const EnginePlan& plan, const EngineOptions& options) : plan_(plan), options_(options) {}
   static int NodeFor(const EngineOptions& options);  // of NUMA, for the arena; -1: the kernel's choice
   absl::Status MakeMemory();
   absl::Status MakeDevice();
@@ -74,14 +76,14 @@ class Resources {
   const EnginePlan& plan_;
   const EngineOptions& options_;
   std::unique_ptr<aio::Arena> arena_;
-  std::unique_ptr<Residency> residency_;
+  std::unique_ptr<ArenaView> residency_;
   aio::Region tile_memory_, network_memory_;
   std::unique_ptr<DeviceLanes> device_lanes_;
   bool registered_ = false;  // the arena, with the device
   std::unique_ptr<aio::Engine> io_;
   std::unique_ptr<swap::Store> store_;
-  std::unique_ptr<RankParts> others_;
-  std::unique_ptr<InputSpill> inputs_;
+  std::unique_ptr<ShardedState> others_;
+  std::unique_ptr<ActivationSpill> inputs_;
   int64_t preparation_peak_ = 0;
   Device::Traffic traffic_before_;
 };

@@ -4,21 +4,24 @@
 #include <cmath>
 #include <utility>
 
+#include "base/status_macros.h"
+
 namespace penstock::zero {
 
-absl::Status UpdateDecisions::ScaleLoss() {
+absl::Status StepOutcome::ScaleLoss() {
   absl::StatusOr<LossScaler> scaler = LossScaler::Create(options_.loss_scale);
   if (scaler.ok()) scaler_ = *scaler;
   return scaler.status();
 }
 
-absl::Status UpdateDecisions::Restore(const nlohmann::json& payload, int64_t updates) {
+absl::Status StepOutcome::Restore(const nlohmann::json& payload, int64_t updates) {
   if (!payload.contains("schedule")) return absl::DataLossError("schedule");
   if (const nlohmann::json& kept = payload["schedule"]; !kept.is_null()) {
     absl::StatusOr<LrSchedule> schedule = LrSchedule::FromJson(kept);
     if (!schedule.ok()) return absl::DataLossError("schedule");
     schedule_ = *schedule;
   }
+  if (options_.new_schedule.has_value()) schedule_ = options_.new_schedule;
   if (payload.contains("loss_scale")) {
     absl::StatusOr<LossScaler> scaler = LossScaler::FromJson(payload["loss_scale"]);
     if (!scaler.ok()) return absl::DataLossError("loss scale");
@@ -28,35 +31,35 @@ absl::Status UpdateDecisions::Restore(const nlohmann::json& payload, int64_t upd
   return absl::OkStatus();
 }
 
-void UpdateDecisions::AddTo(nlohmann::json* payload, const Decided* step) const {
+void StepOutcome::AddTo(nlohmann::json* payload, const Decided* step) const {
   (*payload)["schedule"] = schedule_.has_value() ? schedule_->ToJson() : nlohmann::json();
   (*payload)["loss_scale"] = (step != nullptr ? step->scaler : scaler_).ToJson();
 }
 
-bool UpdateDecisions::ChoosesInBackward(const tiering::Plan& plan) const {
-  const auto redone = static_cast<double>(std::count(redone_.begin(), redone_.end(), true));
-  const auto steps = static_cast<double>(redone_.size());
+bool StepOutcome::ChoosesInBackward(const tiering::Plan& plan) const {
+  const auto replayed = static_cast<double>(std::count(replayed_.begin(), replayed_.end(), true));
+  const auto steps = static_cast<double>(replayed_.size());
   // As if two had been, at first; gone when as many as are remembered have told.
   const double doubt = options_.clip > 0 ? 2 * (1 - steps / kRemembered) : 0;
-  const double rate = (redone + doubt) / std::max(1.0, steps + doubt);
-  return plan.speculates && rate <= plan.worthwhile_redo_rate;
+  const double rate = (replayed + doubt) / std::max(1.0, steps + doubt);
+  return plan.speculates && rate <= plan.worthwhile_replay_rate;
 }
 
-UpdateDecision UpdateDecisions::Assume(int64_t step) { return DecisionOf(step, /*factor=*/1.0); }
+UpdateDecision StepOutcome::Assume(int64_t step) { return DecisionOf(step, /*factor=*/1.0); }
 
-absl::StatusOr<UpdateDecision> UpdateDecisions::Decide(int64_t step, const kernels::SumOfSquares& squares,
-                                                       double share) {
+absl::StatusOr<UpdateDecision> StepOutcome::Decide(int64_t step, const kernels::SumOfSquares& squares,
+                                                   double share) {
   const double scale = scaler_.scale();
   const double norm = std::sqrt(squares.Value()) / scale;
   // As torch.nn.utils.clip_grad_norm_.
   const double factor = options_.clip > 0 ? std::min(1.0, options_.clip / (norm + 1e-6)) : 1.0;
   UpdateDecision decision = DecisionOf(step, factor);
   decision.skip = !squares.Finite();
-  decision.redo = decision.skip || factor < 1.0;
+  decision.replay = decision.skip || factor < 1.0;
   if (!decision.skip) ++updates_;
-  if (absl::Status status = scaler_.Update(decision.skip); !status.ok()) return status;
-  redone_.push_back(decision.redo);
-  if (redone_.size() > kRemembered) redone_.pop_front();
+  RETURN_IF_ERROR(scaler_.Update(decision.skip));
+  replayed_.push_back(decision.replay);
+  if (replayed_.size() > kRemembered) replayed_.pop_front();
 
   Decided& decided = decided_[step];
   decided.updates = updates_;
@@ -69,12 +72,12 @@ absl::StatusOr<UpdateDecision> UpdateDecisions::Decide(int64_t step, const kerne
   result.lr = lr_;
   if (in_backward_.erase(step) > 0) {
     result.in_backward = share;
-    result.redone = decision.redo;
+    result.replayed = decision.replay;
   }
   return decision;
 }
 
-void UpdateDecisions::Apply(int64_t step) {
+void StepOutcome::Apply(int64_t step) {
   const auto found = decided_.find(step);
   if (found == decided_.end()) return;
   applied_ = std::move(found->second);
@@ -82,7 +85,7 @@ void UpdateDecisions::Apply(int64_t step) {
 }
 
 // Of gradients as the loss scale left them, times `factor`.
-UpdateDecision UpdateDecisions::DecisionOf(int64_t step, double factor) {
+UpdateDecision StepOutcome::DecisionOf(int64_t step, double factor) {
   ScheduledRates rates{.lr = LearningRate(options_.optimizer)};
   if (schedule_.has_value()) rates = schedule_->At(updates_ + 1);
   lr_ = rates.lr;

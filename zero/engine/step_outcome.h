@@ -19,14 +19,14 @@
 #include "absl/status/statusor.h"
 #include "kernels/reduce.h"
 #include "tiering/plan/plan.h"
-#include "zero/engine/engine.h"
+#include "zero/compute/update.h"
 #include "zero/config/loss_scale.h"
 #include "zero/config/lr_schedule.h"
-#include "zero/compute/update.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero {
 
-class UpdateDecisions {
+class StepOutcome {
  public:
   static constexpr size_t kRemembered = 16;  // steps
 
@@ -38,7 +38,7 @@ class UpdateDecisions {
   };
 
   // `options` outlives this.
-  explicit UpdateDecisions(const EngineOptions& options) : options_(options), schedule_(options.schedule) {}
+  explicit StepOutcome(const EngineOptions& options) : options_(options), schedule_(options.schedule) {}
 
   // For a new run whose weights are fp16. kInvalidArgument: LossScaler::Create.
   absl::Status ScaleLoss();
@@ -51,7 +51,7 @@ class UpdateDecisions {
   double loss_scale() const { return scaler_.scale(); }
 
   // Whether the next step's updates are worth making in backward: where no larger share of the last
-  // kRemembered steps than the plan's worthwhile_redo_rate was clipped or skipped. A new run, whose first
+  // kRemembered steps than the plan's worthwhile_replay_rate was clipped or skipped. A new run, whose first
   // gradients are large, is taken to be clipped until enough of its own steps tell.
   bool ChoosesInBackward(const tiering::Plan& plan) const;
   // They will be, in `step`; and it does not come after all.
@@ -65,7 +65,7 @@ class UpdateDecisions {
   // that is updated in backward where any is. kOutOfRange: LossScaler::Update.
   absl::StatusOr<UpdateDecision> Decide(int64_t step, const kernels::SumOfSquares& squares, double share);
   // Whether the newest decision made updates in backward wrong, or would have.
-  bool last_is_redone() const { return redone_.back(); }
+  bool last_is_replayed() const { return replayed_.back(); }
 
   // `step` is decided and not applied.
   bool has(int64_t step) const { return decided_.count(step) > 0; }
@@ -82,8 +82,8 @@ class UpdateDecisions {
   std::optional<LrSchedule> schedule_;
   LossScaler scaler_;
   int64_t updates_ = 0;
-  double lr_ = 0;            // of the last decision
-  std::deque<bool> redone_;  // of the last steps
+  double lr_ = 0;              // of the last decision
+  std::deque<bool> replayed_;  // of the last steps
   std::set<int64_t> in_backward_;
   std::map<int64_t, Decided> decided_;
   Decided applied_;

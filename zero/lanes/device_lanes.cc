@@ -11,7 +11,7 @@ using tiering::Op;
 using tiering::OpKind;
 
 absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::Plan& plan,
-                                                                 const Residency& residency, Device& device,
+                                                                 const ArenaView& residency, Device& device,
                                                                  std::span<std::byte> staging) {
   absl::StatusOr<std::byte*> arena = device.AllocateArena(plan.device.arena_bytes);
   if (!arena.ok()) return arena.status();
@@ -48,10 +48,10 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
   switch (op.kind) {
     case OpKind::kCopyIn: {
       if (op.tile < 0) {
-        return device_.CopyIn(run(op.device_slot), residency_.run(op.run_slot), op.bytes,
+        return device_.CopyIn(run(op.device_slot), residency_.run(op.weight_slot), op.bytes,
                               /*after_compute=*/false, std::move(done));
       }
-      const TileMemory tile = residency_.tile(op.block, op.tile, op.run_slot, -1);
+      const TileMemory tile = residency_.tile(op.block, op.tile, op.weight_slot, -1);
       return device_.CopyIn(weights(op), tile.weights, op.bytes, /*after_compute=*/false, std::move(done));
     }
     case OpKind::kCopyOut: {
@@ -66,7 +66,8 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
       return state_.CopyStateIn(op.block, op.tile, residency_.tile(op.block, op.tile, -1, op.tile_slot),
                                 std::move(done));
     case OpKind::kCopyStateOut:
-      return state_.CopyOut(op.block, op.tile, residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot),
+      return state_.CopyOut(op.block, op.tile,
+                            residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot),
                             std::move(done));
     case OpKind::kWriteInput:
     case OpKind::kReadInput:

@@ -1,4 +1,5 @@
-// A device apart behind the lanes: where the plan's slots are in its memory, and the copies to and from it.
+// A device apart behind the lanes: where the plan's slots are in its memory, and the copies to and
+// from it.
 //
 // Threads: Start and Settle on the executor's thread; the places from any.
 #ifndef PENSTOCK_ZERO_LANES_DEVICE_LANES_H_
@@ -13,12 +14,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "tiering/program/op.h"
 #include "tiering/plan/plan.h"
+#include "tiering/program/op.h"
 #include "zero/compute/device.h"
 #include "zero/compute/device_state.h"
-#include "zero/memory/arena_view.h"
 #include "zero/compute/stage_runner.h"
+#include "zero/memory/arena_view.h"
 
 namespace penstock::zero {
 
@@ -27,19 +28,19 @@ class DeviceLanes {
   // The device's arena, as the plan lays it out; `staging` is for DeviceState. kResourceExhausted: the device
   // has not that much.
   static absl::StatusOr<std::unique_ptr<DeviceLanes>> Create(const tiering::Plan& plan,
-                                                             const Residency& residency, Device& device,
+                                                             const ArenaView& residency, Device& device,
                                                              std::span<std::byte> staging);
 
   Device& device() const { return device_; }
-  void* run(int slot) const { return Place(plan_.device.run_slots, slot); }
+  void* run(int slot) const { return Place(plan_.device.weight_slots, slot); }
   // Of the operation's tile, in its device slot.
   std::byte* weights(const tiering::Op& op) const;
-  // Where kTakeGradient leaves what backward made, and kRoundGradient puts and finds it.
+  // Where kAccumulateGradient leaves what backward made, and kRoundOnDevice puts and finds it.
   GradientPlace place(const tiering::Op& op) const;
   void* gradient(int slot) const { return Place(plan_.device.gradient_slots, slot); }
   const DeviceState& state() const { return state_; }
-  // Where devices exchange with each other: what kReduce reduces, this rank's part of it, which becomes the
-  // result where the block does not live there, and the memory of DevicePlan::network.
+  // Where devices exchange with each other: what kReduceScatter reduces, this rank's part of it, which
+  // becomes the result where the block does not live there, and the memory of DevicePlan::network.
   std::byte* gradients(const tiering::Op& op) const;  // its sums, or where there are none its gradient
   std::byte* own_part(const tiering::Op& op) const;
   std::byte* network() const { return arena_ + plan_.device.network.offset; }
@@ -57,7 +58,7 @@ class DeviceLanes {
     torch::ScalarType type = torch::kFloat32;
   };
 
-  DeviceLanes(const tiering::Plan& plan, const Residency& residency, Device& device, std::byte* arena,
+  DeviceLanes(const tiering::Plan& plan, const ArenaView& residency, Device& device, std::byte* arena,
               std::span<std::byte> staging)
       : plan_(plan),
         residency_(residency),
@@ -71,7 +72,7 @@ class DeviceLanes {
   void StartInput(const tiering::Op& op, StageRunner& runner, Device::Done done);
 
   const tiering::Plan& plan_;
-  const Residency& residency_;
+  const ArenaView& residency_;
   Device& device_;
   std::byte* const arena_;
   const DeviceState state_;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
 #include "zero/memory/guarded.h"
@@ -22,9 +23,10 @@ size_t At(int index) { return static_cast<size_t>(index); }
 
 }  // namespace
 
-RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
-                     const std::vector<BlockModule*>& modules, StageRunner* runner, swap::Store* store,
-                     InputSpill* inputs, DeviceLanes* device, const Options& options, LaneHooks hooks)
+HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residency,
+                             const std::vector<BlockModule*>& modules, StageRunner* runner,
+                             swap::Store* store, ActivationSpill* inputs, DeviceLanes* device,
+                             const Options& options, LaneHooks hooks)
     : plan_(plan),
       residency_(residency),
       modules_(modules),
@@ -49,9 +51,9 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
       for (Transfer* transfer : {&transfers->weights, &transfers->there, &transfers->state,
                                  &transfers->gradient, &transfers->write}) {
         transfer->lanes = this;
-        transfer->io.set_on_complete(&RealLanes::OnTransferDone, transfer);
+        transfer->io.set_on_complete(&HardwareLanes::OnTransferDone, transfer);
       }
-      transfers->spill.io.set_on_complete(&RealLanes::OnSpillDone, spill.get());
+      transfers->spill.io.set_on_complete(&HardwareLanes::OnSpillDone, spill.get());
     }
   }
   for (int position = 0; position < plan_.positions; ++position) {
@@ -61,7 +63,7 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
       of_position.back()->lanes = this;
     }
   }
-  commit_.set_on_complete(&RealLanes::OnCommitDone, this);
+  commit_.set_on_complete(&HardwareLanes::OnCommitDone, this);
   threads_.emplace_back([this] { Work(&compute_queue_, /*computes=*/true); });
   for (int i = 0; i < std::max(1, options_.update_workers); ++i) {
     threads_.emplace_back([this] { Work(&update_queue_, /*computes=*/false); });
@@ -83,7 +85,7 @@ RealLanes::RealLanes(const tiering::Plan& plan, const Residency& residency,
       });
 }
 
-StepTotals RealLanes::OwnTotals() const {
+StepTotals HardwareLanes::OwnTotals() const {
   StepTotals totals;
   for (const kernels::SumOfSquares& squares : squares_) totals.squares.Merge(squares);
   totals.losses = runner_->losses();
@@ -91,13 +93,13 @@ StepTotals RealLanes::OwnTotals() const {
   return totals;
 }
 
-absl::Status RealLanes::Decide(const Op& op) {
+absl::Status HardwareLanes::Decide(const Op& op) {
   absl::Status status = hooks_.decide(op);
   if (!status.ok() && ranks_ != nullptr) ranks_->Fail(status);
   return status;
 }
 
-RealLanes::~RealLanes() {
+HardwareLanes::~HardwareLanes() {
   ranks_.reset();
   {
     std::lock_guard lock(mutex_);
@@ -107,46 +109,27 @@ RealLanes::~RealLanes() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-double RealLanes::Now() const {
+double HardwareLanes::Now() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-bool RealLanes::HasRoom(Lane lane) const { return lane != Lane::kCompute || computes_ < 2; }
+bool HardwareLanes::HasRoom(Lane lane) const { return lane != Lane::kCompute || computes_ < 2; }
 
-bool RealLanes::Skips(const Op& op) const {
+bool HardwareLanes::Skips(const Op& op) const {
   if (abandoned_step_ != 0 && op.step == abandoned_step_) {
-    switch (op.kind) {
-      case OpKind::kReadWeights:
-      case OpKind::kVerify:
-      case OpKind::kForward:
-      case OpKind::kBackward:
-      case OpKind::kTakeGradient:
-      case OpKind::kRoundGradient:
-      case OpKind::kSquareGradient:
-      case OpKind::kCopyIn:
-      case OpKind::kCopyOut:
-      case OpKind::kCopyStateIn:
-      case OpKind::kReadState:
-      case OpKind::kFinalize:
-      case OpKind::kWriteGradient:
-      case OpKind::kWriteInput:
-      case OpKind::kReadInput:
-        return true;
-      default:
-        return op.in_backward;
-    }
+    return op.in_backward || tiering::TraitsOf(op.kind).ends_with_its_step;
   }
   const UpdateDecision& decision = DecisionFor(op.step);
   const bool decided = decision.step == op.step;
-  if (op.redo) return !(decided && decision.redo);
+  if (op.replay) return !(decided && decision.replay);
   if (!decided || !IsTileWrite(op.kind)) return false;
   // Written for a commit, whatever became of the last update.
-  if (plan_.written_late(op.block, op.tile)) return false;
+  if (plan_.written_at_checkpoint(op.block, op.tile)) return false;
   // What will be made again need not go to the drive; a skipped update leaves the tile as it was.
-  return op.in_backward ? decision.redo : decision.skip;
+  return op.in_backward ? decision.replay : decision.skip;
 }
 
-void RealLanes::Report(const Task& task, absl::Status status, double start) {
+void HardwareLanes::Report(const Task& task, absl::Status status, double start) {
   // Inside the lock: who takes the last completion may end this, and this thread is not always one of its
   // own.
   std::lock_guard lock(mutex_);
@@ -154,7 +137,7 @@ void RealLanes::Report(const Task& task, absl::Status status, double start) {
   completion_there_.notify_one();
 }
 
-void RealLanes::ReportInOrder(const Task& task, absl::Status status, double start) {
+void HardwareLanes::ReportInOrder(const Task& task, absl::Status status, double start) {
   {
     std::lock_guard lock(mutex_);
     double& idle_since = idle_since_[static_cast<size_t>(task.op->lane)];
@@ -164,7 +147,7 @@ void RealLanes::ReportInOrder(const Task& task, absl::Status status, double star
   Report(task, std::move(status), start);
 }
 
-void RealLanes::Start(tiering::OpId id, const Op& op) {
+void HardwareLanes::Start(tiering::OpId id, const Op& op) {
   const Task task{id, &op};
   if (op.lane == Lane::kCompute) ++computes_;
   if (RankLanes::Runs(op)) return ranks_->Start(id, op);
@@ -206,11 +189,11 @@ void RealLanes::Start(tiering::OpId id, const Op& op) {
   }
 }
 
-absl::Status RealLanes::StartTransfer(const Task& task) {
+absl::Status HardwareLanes::StartTransfer(const Task& task) {
   const Op& op = *task.op;
   TileTransfers& transfers = this->transfers(op);
   const uint32_t tile = StoreTile(op.block, op.tile);
-  const TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+  const TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
   const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
   auto begin = [&](Transfer* transfer) {
     transfer->task = task;
@@ -218,7 +201,7 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
     return &transfer->io;
   };
   // An update that is made again starts from what the last commit holds.
-  const swap::Which which = op.redo ? swap::Which::kCommitted : swap::Which::kNewest;
+  const swap::Which which = op.replay ? swap::Which::kCommitted : swap::Which::kNewest;
   switch (op.kind) {
     case OpKind::kReadWeights: {
       void* const destination[] = {op.device_slot >= 0 ? device_->weights(op) : memory.weights};
@@ -235,7 +218,7 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
     case OpKind::kWriteState:
     case OpKind::kWriteWeights: {
       if (store_->geometry().slots() == 1 && !store_->overwriting()) {
-        if (absl::Status status = store_->OverwriteNow(); !status.ok()) return status;
+        RETURN_IF_ERROR(store_->OverwriteNow());
       }
       std::vector<const void*> sources = {memory.weights};
       sources.insert(sources.end(), memory.state.begin(), memory.state.end());
@@ -249,17 +232,17 @@ absl::Status RealLanes::StartTransfer(const Task& task) {
 }
 
 // A skipped step ends with the version that it began with, also where an update in backward was written.
-bool RealLanes::UndoesWrite(const Op& op) const {
-  return op.kind == OpKind::kWriteTile && op.redo && DecisionFor(op.step).skip;
+bool HardwareLanes::UndoesWrite(const Op& op) const {
+  return op.kind == OpKind::kWriteTile && op.replay && DecisionFor(op.step).skip;
 }
 
-std::pair<uint32_t, uint32_t> RealLanes::WrittenSegments(const Op& op) const {
+std::pair<uint32_t, uint32_t> HardwareLanes::WrittenSegments(const Op& op) const {
   const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
   if (op.kind == OpKind::kWriteState) return {1, segments - 1};
   return {0, op.kind == OpKind::kWriteWeights ? 1 : segments};
 }
 
-void RealLanes::StartSpill(const Task& task) {
+void HardwareLanes::StartSpill(const Task& task) {
   const Op& op = *task.op;
   const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
   Spill& spill = *spills_[At(op.block)];
@@ -282,45 +265,45 @@ void RealLanes::StartSpill(const Task& task) {
   if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, absl::OkStatus(), spill.start);
 }
 
-absl::Status RealLanes::StartInput(const Task& task) {
+absl::Status HardwareLanes::StartInput(const Task& task) {
   const Op& op = *task.op;
   InputTransfer& transfer = *input_transfers_[At(op.position)][At(op.micro_batch)];
   transfer.task = task;
   transfer.start = Now();
   if (op.kind == OpKind::kReadInput) {
-    return inputs_->Read(op.position, op.micro_batch, &RealLanes::OnInputDone, &transfer);
+    return inputs_->Read(op.position, op.micro_batch, &HardwareLanes::OnInputDone, &transfer);
   }
   return inputs_->Write(op.position, op.micro_batch, runner_->TakeInput(op.position, op.micro_batch),
-                        &RealLanes::OnInputDone, &transfer);
+                        &HardwareLanes::OnInputDone, &transfer);
 }
 
-void RealLanes::OnInputDone(aio::Request&, void* context) {
+void HardwareLanes::OnInputDone(aio::Request&, void* context) {
   auto* transfer = static_cast<InputTransfer*>(context);
   transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
 }
 
-absl::Status RealLanes::StartCommit(const Task& task) {
+absl::Status HardwareLanes::StartCommit(const Task& task) {
   commit_task_ = task;
   commit_start_ = Now();
   return store_->Commit(&commit_, hooks_.describe_commit(*task.op));
 }
 
-void RealLanes::OnTransferDone(swap::TileIo&, void* context) {
+void HardwareLanes::OnTransferDone(swap::TileIo&, void* context) {
   auto* transfer = static_cast<Transfer*>(context);
   transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
 }
 
-void RealLanes::OnSpillDone(swap::TileIo&, void* context) {
+void HardwareLanes::OnSpillDone(swap::TileIo&, void* context) {
   auto* spill = static_cast<Spill*>(context);
   if (spill->outstanding.fetch_sub(1) == 1) spill->lanes->Report(spill->task, absl::OkStatus(), spill->start);
 }
 
-void RealLanes::OnCommitDone(swap::CommitIo&, void* context) {
-  auto* lanes = static_cast<RealLanes*>(context);
+void HardwareLanes::OnCommitDone(swap::CommitIo&, void* context) {
+  auto* lanes = static_cast<HardwareLanes*>(context);
   lanes->Report(lanes->commit_task_, absl::OkStatus(), lanes->commit_start_);
 }
 
-absl::Status RealLanes::Settle(const Done& done) {
+absl::Status HardwareLanes::Settle(const Done& done) {
   const Op& op = *done.task.op;
   absl::Status status = done.status;
   if (!status.ok()) return status;
@@ -359,9 +342,8 @@ absl::Status RealLanes::Settle(const Done& done) {
         device_->Settle(op, *runner_);
         return status;
       }
-      absl::StatusOr<torch::Tensor> input = inputs_->Take(op.position, op.micro_batch);
-      if (!input.ok()) return input.status();
-      runner_->PutInput(op.position, op.micro_batch, std::move(*input));
+      ASSIGN_OR_RETURN(torch::Tensor input, inputs_->Take(op.position, op.micro_batch));
+      runner_->PutInput(op.position, op.micro_batch, std::move(input));
       return status;
     }
     case OpKind::kCommit:
@@ -371,7 +353,7 @@ absl::Status RealLanes::Settle(const Done& done) {
       return status;
     case OpKind::kAgree:
       return hooks_.committed(op);
-    case OpKind::kFinalize:
+    case OpKind::kRoundGradient:
       runner_->Taken(op.block);
       return status;
     default:
@@ -379,7 +361,7 @@ absl::Status RealLanes::Settle(const Done& done) {
   }
 }
 
-void RealLanes::Wait(std::vector<tiering::Completion>* completions) {
+void HardwareLanes::Wait(std::vector<tiering::Completion>* completions) {
   std::deque<Done> done;
   {
     std::unique_lock lock(mutex_);
@@ -395,7 +377,7 @@ void RealLanes::Wait(std::vector<tiering::Completion>* completions) {
   }
 }
 
-void RealLanes::Work(std::deque<Task>* queue, bool computes) {
+void HardwareLanes::Work(std::deque<Task>* queue, bool computes) {
   if (computes) at::set_num_threads(options_.intra_op_threads);
   for (;;) {
     Task task;
@@ -418,13 +400,13 @@ void RealLanes::Work(std::deque<Task>* queue, bool computes) {
   }
 }
 
-absl::Status RealLanes::Run(const Op& op) {
+absl::Status HardwareLanes::Run(const Op& op) {
   switch (op.kind) {
     case OpKind::kForward:
       return runner_->Forward(op.stage, op.position, op.micro_batch, op.evaluates, WeightsOf(op));
     case OpKind::kBackward:
       return runner_->Backward(op.stage, op.position, op.micro_batch, WeightsOf(op));
-    case OpKind::kRoundGradient:
+    case OpKind::kRoundOnDevice:
       return runner_->RoundGradient(op.block, device_->place(op).accumulator,
                                     device_->gradient(op.device_slot));
     case OpKind::kSquareGradient:
@@ -435,7 +417,7 @@ absl::Status RealLanes::Run(const Op& op) {
       });
     case OpKind::kUpdateOnDevice:
       return RunUpdateOnDevice(op);
-    case OpKind::kTakeGradient: {
+    case OpKind::kAccumulateGradient: {
       if (device_ != nullptr) return runner_->TakeGradient(op.stage, device_->place(op));
       GradientPlace place;
       if (op.accumulator_slot >= 0 && plan_.accumulator_bytes(op.block) == 4) {
@@ -452,17 +434,17 @@ absl::Status RealLanes::Run(const Op& op) {
       return RunVerify(op);
     case OpKind::kUpdate:
       return RunUpdate(op);
-    case OpKind::kSeal:
+    case OpKind::kChecksumTile:
       Seal(op);
       return absl::OkStatus();
-    case OpKind::kFinalize:
+    case OpKind::kRoundGradient:
       return RunFinalize(op);
     default:
       return absl::InternalError(absl::StrCat("no worker for: ", std::string(tiering::OpKindName(op.kind))));
   }
 }
 
-absl::Status RealLanes::RunVerify(const Op& op) {
+absl::Status HardwareLanes::RunVerify(const Op& op) {
   if (op.device_slot >= 0) {
     const swap::TileIo& io = transfers(op).there.io;
     const swap::Store::ChecksumOf of = store_->ChecksumFor(io, 0);
@@ -472,11 +454,11 @@ absl::Status RealLanes::RunVerify(const Op& op) {
   return store_->VerifyRead(op.checks_state ? transfers(op).state.io : transfers(op).weights.io);
 }
 
-uint64_t RealLanes::SeedOf(const UpdateDecision& decision, int block) {
+uint64_t HardwareLanes::SeedOf(const UpdateDecision& decision, int block) {
   return MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(block));
 }
 
-absl::Status RealLanes::RunUpdateOnDevice(const Op& op) {
+absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
   const UpdateDecision& decision = DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
   const TileMemory memory = device_->state().block(op.block);
@@ -487,16 +469,16 @@ absl::Status RealLanes::RunUpdateOnDevice(const Op& op) {
   });
 }
 
-absl::Status RealLanes::RunUpdate(const Op& op) {
-  TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+absl::Status HardwareLanes::RunUpdate(const Op& op) {
+  TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
   const tiering::Tile& tile = plan_.blocks[At(op.block)].tiles[At(op.tile)];
   // What was read for this update is checked before it is changed. Weights or state that were in memory
   // already have been checked when they came, or were written from here.
   if (op.checks_weights) {
-    if (absl::Status status = store_->VerifyRead(transfers(op).weights.io); !status.ok()) return status;
+    RETURN_IF_ERROR(store_->VerifyRead(transfers(op).weights.io));
   }
   if (op.checks_state) {
-    if (absl::Status status = store_->VerifyRead(transfers(op).state.io); !status.ok()) return status;
+    RETURN_IF_ERROR(store_->VerifyRead(transfers(op).state.io));
   }
   const UpdateDecision& decision = op.in_backward ? assumed_[op.step & 1] : DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
@@ -514,12 +496,12 @@ absl::Status RealLanes::RunUpdate(const Op& op) {
   }
   UpdateTile(options_.format, decision.optimizer, SeedOf(decision, op.block),
              modules_[At(op.block)]->layout(), residency_.InRun(op.block, tile), memory);
-  if (store_ != nullptr && !plan_.written_late(op.block, op.tile)) Seal(op);
+  if (store_ != nullptr && !plan_.written_at_checkpoint(op.block, op.tile)) Seal(op);
   return absl::OkStatus();
 }
 
-void RealLanes::Seal(const Op& op) {
-  const TileMemory memory = residency_.tile(op.block, op.tile, op.run_slot, op.tile_slot);
+void HardwareLanes::Seal(const Op& op) {
+  const TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
   std::vector<uint64_t>& checksums = transfers(op).checksums;
   const uint32_t id = StoreTile(op.block, op.tile);
   const uint64_t version = VersionAfter(op.step);
@@ -529,7 +511,7 @@ void RealLanes::Seal(const Op& op) {
   }
 }
 
-absl::Status RealLanes::RunFinalize(const Op& op) {
+absl::Status HardwareLanes::RunFinalize(const Op& op) {
   const auto n = static_cast<size_t>(plan_.blocks[At(op.block)].elements);
   void* gradient = residency_.gradient(op.gradient_slot);
   kernels::SumOfSquares& squares = squares_[At(op.block)];

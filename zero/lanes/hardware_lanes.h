@@ -3,7 +3,7 @@
 //   kCompute  one thread that runs LibTorch, in the order of the program (its intra-op threads help)
 //   kUpdate   workers that check, update and checksum tiles, and finish gradients
 //   kCopyIn, kCopyOut       asynchronous copies of a device apart
-//   kGather, kReduce, and kAgree of kCommit  where there are more ranks (zero/lanes/rank_lanes.h)
+//   kAllGather, kReduceScatter, and kAgree of kCommit  where there are more ranks (zero/lanes/rank_lanes.h)
 //   kRead, kWrite, kCommit  asynchronous transfers of the store; its I/O threads report completions
 //
 // Everything but the work itself happens on the executor's thread: it starts operations, takes completions,
@@ -24,15 +24,15 @@
 #include "absl/status/status.h"
 #include "kernels/reduce.h"
 #include "swap/store.h"
-#include "tiering/program/lanes.h"
 #include "tiering/plan/plan.h"
-#include "zero/ranks/comm.h"
-#include "zero/lanes/device_lanes.h"
-#include "zero/memory/activation_spill.h"
-#include "zero/lanes/rank_lanes.h"
-#include "zero/memory/arena_view.h"
+#include "tiering/program/lanes.h"
 #include "zero/compute/stage_runner.h"
 #include "zero/compute/update.h"
+#include "zero/lanes/device_lanes.h"
+#include "zero/lanes/rank_lanes.h"
+#include "zero/memory/activation_spill.h"
+#include "zero/memory/arena_view.h"
+#include "zero/ranks/comm.h"
 
 namespace penstock::zero {
 
@@ -48,7 +48,7 @@ struct LaneHooks {
   std::function<absl::Status(const tiering::Op&)> committed;  // after it; Op::durable says what it is worth
 };
 
-class RealLanes : public tiering::Lanes {
+class HardwareLanes : public tiering::Lanes {
  public:
   struct Options {
     int update_workers = 1;
@@ -57,19 +57,19 @@ class RealLanes : public tiering::Lanes {
     // Where there are more ranks: what they talk over, Plan::network_bytes of memory, whether this one was
     // asked to stop.
     Comm* comm = nullptr;
-    Comm* devices = nullptr;     // and what their devices exchange over, with DevicePlan::direct
-    RankParts* parts = nullptr;  // in the place of comm (RankLanes)
+    Comm* devices = nullptr;        // and what their devices exchange over, with DevicePlan::direct
+    ShardedState* parts = nullptr;  // in the place of comm (RankLanes)
     std::span<std::byte> network_memory;
     std::function<bool()> stops;
   };
 
   // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `device` where the
   // host computes. Everything passed in outlives the lanes.
-  RealLanes(const tiering::Plan& plan, const Residency& residency, const std::vector<BlockModule*>& modules,
-            StageRunner* runner, swap::Store* store, InputSpill* inputs, DeviceLanes* device,
-            const Options& options, LaneHooks hooks);
+  HardwareLanes(const tiering::Plan& plan, const ArenaView& residency,
+                const std::vector<BlockModule*>& modules, StageRunner* runner, swap::Store* store,
+                ActivationSpill* inputs, DeviceLanes* device, const Options& options, LaneHooks hooks);
   // Waits for what is in flight.
-  ~RealLanes() override;
+  ~HardwareLanes() override;
 
   bool HasRoom(tiering::Lane lane) const override;
   bool Skips(const tiering::Op& op) const override;
@@ -102,7 +102,7 @@ class RealLanes : public tiering::Lanes {
   // One transfer object for each tile and purpose, reused every step.
   struct Transfer {
     swap::TileIo io;
-    RealLanes* lanes = nullptr;
+    HardwareLanes* lanes = nullptr;
     Task task;
     double start = 0;
   };
@@ -119,7 +119,7 @@ class RealLanes : public tiering::Lanes {
     uint64_t gradient_checksum = 0;   // of the tile's part of a spilled gradient
   };
   struct InputTransfer {
-    RealLanes* lanes = nullptr;
+    HardwareLanes* lanes = nullptr;
     Task task;
     double start = 0;
   };
@@ -127,7 +127,7 @@ class RealLanes : public tiering::Lanes {
   struct Spill {
     std::atomic<int> outstanding{0};
     absl::Status refused;  // of what the store did not take
-    RealLanes* lanes = nullptr;
+    HardwareLanes* lanes = nullptr;
     Task task;
     double start = 0;
   };
@@ -157,7 +157,7 @@ class RealLanes : public tiering::Lanes {
   absl::Status StartCommit(const Task& task);
   // The run that a stage computes with, where it computes.
   void* WeightsOf(const tiering::Op& op) const {
-    return device_ != nullptr ? device_->run(op.device_slot) : residency_.run(op.run_slot);
+    return device_ != nullptr ? device_->run(op.device_slot) : residency_.run(op.weight_slot);
   }
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunVerify(const tiering::Op& op);
@@ -176,11 +176,11 @@ class RealLanes : public tiering::Lanes {
   static void OnInputDone(aio::Request& request, void* context);
 
   const tiering::Plan& plan_;
-  const Residency& residency_;
+  const ArenaView& residency_;
   const std::vector<BlockModule*> modules_;
   StageRunner* const runner_;
   swap::Store* const store_;
-  InputSpill* const inputs_;
+  ActivationSpill* const inputs_;
   DeviceLanes* const device_;
   const Options options_;
   const LaneHooks hooks_;

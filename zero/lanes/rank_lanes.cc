@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace penstock::zero {
 
@@ -20,7 +21,7 @@ size_t At(int index) { return static_cast<size_t>(index); }
 
 }  // namespace
 
-RankLanes::RankLanes(const tiering::Plan& plan, const Residency& residency, Comm* comm, RankParts* parts,
+RankLanes::RankLanes(const tiering::Plan& plan, const ArenaView& residency, Comm* comm, ShardedState* parts,
                      Options options, Totals totals, Report report)
     : plan_(plan),
       residency_(residency),
@@ -42,7 +43,7 @@ RankLanes::~RankLanes() {
 }
 
 void RankLanes::Start(tiering::OpId id, const Op& op) {
-  const size_t queue = op.lane == Lane::kGather ? 0 : op.lane == Lane::kReduce ? 1 : 2;
+  const size_t queue = op.lane == Lane::kAllGather ? 0 : op.lane == Lane::kReduceScatter ? 1 : 2;
   {
     std::lock_guard lock(mutex_);
     queues_[queue].tasks.push_back({id, &op});
@@ -67,18 +68,20 @@ void RankLanes::Work(Queue* queue) {
 
 absl::Status RankLanes::Run(const Op& op) {
   switch (op.kind) {
-    case OpKind::kGather: {
+    case OpKind::kAllGather: {
       const auto bytes =
           static_cast<size_t>(plan_.blocks[At(op.block)].elements * plan_.precision.weight_bytes());
+      const What what{.name = "the weights", .step = op.step, .block = op.block};
       if (plan_.device.direct)
-        return options_.devices->AllGather(Channel::kGather, options_.device->run(op.device_slot), bytes);
-      if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, residency_.run(op.run_slot));
-      return comm_->AllGather(Channel::kGather, residency_.run(op.run_slot), bytes);
+        return options_.devices->AllGather(Channel::kAllGather, what, options_.device->run(op.device_slot),
+                                           bytes);
+      if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, residency_.run(op.weight_slot));
+      return comm_->AllGather(Channel::kAllGather, what, residency_.run(op.weight_slot), bytes);
     }
-    case OpKind::kReduce:
+    case OpKind::kReduceScatter:
       return RunReduce(op);
     case OpKind::kExchange:
-      return RunExchange();
+      return RunExchange(op);
     case OpKind::kAgree:
       return RunAgree(op);
     default:
@@ -111,9 +114,7 @@ absl::Status RankLanes::RunReduce(const Op& op) {
   // In place nobody else reads this part, and what is rounded lies before what is still to be summed.
   std::byte* const reduced = Reduced(op);
   const auto elements = static_cast<size_t>(options_.layout_elements[At(op.block)]);
-  if (absl::Status status = device.Clear(gradients + elements * width, (world * part - elements) * width);
-      !status.ok())
-    return status;
+  RETURN_IF_ERROR(device.Clear(gradients + elements * width, (world * part - elements) * width));
 
   double* const squares =
       plan_.on_device(op.block) ? options_.device->state().partial_sums(op.block) : nullptr;
@@ -137,13 +138,16 @@ absl::Status RankLanes::RunReduce(const Op& op) {
         send.push_back(gradients + (k * part + first) * width);
         receive.push_back(place(piece, k));
       }
-      absl::StatusOr<std::unique_ptr<Exchange>> begun =
-          comm.Begin(Channel::kReduce, send, receive, n * width);
-      if (!begun.ok()) return begun.status();
-      next = std::move(*begun);
+      ASSIGN_OR_RETURN(std::unique_ptr<Exchange> begun, comm.Begin(Channel::kReduceScatter,
+                                                                   {.name = "the gradient",
+                                                                    .step = op.step,
+                                                                    .block = op.block,
+                                                                    .piece = static_cast<int64_t>(piece)},
+                                                                   send, receive, n * width));
+      next = std::move(begun);
     }
     if (piece > 0) {
-      if (absl::Status status = coming->Wait(); !status.ok()) return status;
+      RETURN_IF_ERROR(coming->Wait());
       const size_t first = (piece - 1) * piece_elements, n = std::min(piece_elements, part - first);
       for (size_t k = 0; k < world; ++k) addends[k] = place(piece - 1, k);
       addends[own] = gradients + (own * part + first) * width;
@@ -157,7 +161,7 @@ absl::Status RankLanes::RunReduce(const Op& op) {
   return absl::OkStatus();
 }
 
-absl::Status RankLanes::RunExchange() {
+absl::Status RankLanes::RunExchange(const Op& op) {
   const StepTotals own = own_totals_();
   const auto world = At(plan_.world);
   const auto micro_batches = At(plan_.micro_batches);
@@ -169,8 +173,10 @@ absl::Status RankLanes::RunExchange() {
   std::copy_n(own.losses.begin(), std::min(micro_batches, own.losses.size()), numbers.begin());
   numbers.back() = own.stops ? 1 : 0;
   std::memcpy(mine + sizeof(own.squares), numbers.data(), numbers.size() * sizeof(double));
-  if (absl::Status status = comm_->AllGather(Channel::kReduce, all.data(), bytes); !status.ok())
-    return status;
+  // With the calls: whoever was told to do something else until here, as another order of the stages, does
+  // not come to this, and nothing is updated.
+  const What what{.name = "the losses and norms", .step = op.step, .calls = comm_->calls()};
+  RETURN_IF_ERROR(comm_->AllGather(Channel::kReduceScatter, what, all.data(), bytes));
 
   totals_ = StepTotals();
   totals_.losses.resize(micro_batches * world);
@@ -188,8 +194,8 @@ absl::Status RankLanes::RunExchange() {
 absl::Status RankLanes::RunAgree(const Op& op) {
   std::vector<int64_t> steps(At(plan_.world));
   steps[At(comm_->rank())] = op.step;
-  if (absl::Status status = comm_->AllGather(Channel::kAgree, steps.data(), sizeof(int64_t)); !status.ok())
-    return status;
+  const What what{.name = "the commit", .step = op.step};
+  RETURN_IF_ERROR(comm_->AllGather(Channel::kAgree, what, steps.data(), sizeof(int64_t)));
   for (size_t k = 0; k < steps.size(); ++k) {
     if (steps[k] == op.step) continue;
     return absl::InternalError(absl::StrCat("rank ", k, " has committed step ", steps[k], ", rank ",

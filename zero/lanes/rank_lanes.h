@@ -2,9 +2,9 @@
 //
 // Gathering and reducing is of host memory, or where devices exchange with each other of theirs.
 //
-//   kGather  this rank's part of a block's weights to the others, theirs into the run
-//   kReduce  a block's gradients: each rank gets its part of all of them and sums in fp32, rank 0 first,
-//   rounding once;
+//   kAllGather  this rank's part of a block's weights to the others, theirs into the run
+//   kReduceScatter  a block's gradients: each rank gets its part of all of them and sums in fp32, rank 0
+//   first, rounding once;
 //            and, last in a step, what the norm needs of everybody
 //   kCommit  kAgree: every rank has committed the step
 //
@@ -27,12 +27,12 @@
 #include "absl/status/status.h"
 #include "kernels/float16.h"
 #include "kernels/reduce.h"
-#include "tiering/program/op.h"
 #include "tiering/plan/plan.h"
-#include "zero/ranks/comm.h"
+#include "tiering/program/op.h"
 #include "zero/lanes/device_lanes.h"
-#include "zero/ranks/sharded_state.h"
 #include "zero/memory/arena_view.h"
+#include "zero/ranks/comm.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {
 
@@ -63,14 +63,14 @@ class RankLanes {
   };
 
   // Everything passed in outlives this. `comm` is null where nobody is there but what the ranks have kept:
-  // then kGather, which is all that an evaluation needs, reads the others' parts from `parts`, as rank 0.
-  RankLanes(const tiering::Plan& plan, const Residency& residency, Comm* comm, RankParts* parts,
+  // then kAllGather, which is all that an evaluation needs, reads the others' parts from `parts`, as rank 0.
+  RankLanes(const tiering::Plan& plan, const ArenaView& residency, Comm* comm, ShardedState* parts,
             Options options, Totals totals, Report report);
   // Waits for what is in flight.
   ~RankLanes();
 
   static bool Runs(const tiering::Op& op) {
-    return op.lane == tiering::Lane::kGather || op.lane == tiering::Lane::kReduce ||
+    return op.lane == tiering::Lane::kAllGather || op.lane == tiering::Lane::kReduceScatter ||
            op.kind == tiering::OpKind::kAgree;
   }
   void Start(tiering::OpId id, const tiering::Op& op);
@@ -95,13 +95,13 @@ class RankLanes {
   absl::Status Run(const tiering::Op& op);
   absl::Status RunReduce(const tiering::Op& op);
   std::byte* Reduced(const tiering::Op& op) const;
-  absl::Status RunExchange();
+  absl::Status RunExchange(const tiering::Op& op);
   absl::Status RunAgree(const tiering::Op& op);
 
   const tiering::Plan& plan_;
-  const Residency& residency_;
+  const ArenaView& residency_;
   Comm* const comm_;
-  RankParts* const parts_;
+  ShardedState* const parts_;
   const Options options_;
   const Totals own_totals_;
   const Report report_;

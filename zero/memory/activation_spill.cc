@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "zero/memory/guarded.h"
 
@@ -24,8 +25,8 @@ uint64_t RoomForAnInput(const tiering::ModelGraph& graph) {
 
 }  // namespace
 
-std::vector<uint64_t> InputSpill::BytesIn(size_t directories, const tiering::ModelGraph& graph,
-                                          const tiering::Plan& plan) {
+std::vector<uint64_t> ActivationSpill::BytesIn(size_t directories, const tiering::ModelGraph& graph,
+                                               const tiering::Plan& plan) {
   std::vector<uint64_t> bytes(directories, 0);
   size_t next = 0;
   for (int position = 0; position < plan.positions; ++position) {
@@ -35,11 +36,10 @@ std::vector<uint64_t> InputSpill::BytesIn(size_t directories, const tiering::Mod
   return bytes;
 }
 
-absl::StatusOr<std::unique_ptr<InputSpill>> InputSpill::Create(aio::Engine& engine,
-                                                               const tiering::ModelGraph& graph,
-                                                               const tiering::Plan& plan,
-                                                               const std::vector<std::string>& directories) {
-  auto spill = std::unique_ptr<InputSpill>(new InputSpill(engine));
+absl::StatusOr<std::unique_ptr<ActivationSpill>> ActivationSpill::Create(
+    aio::Engine& engine, const tiering::ModelGraph& graph, const tiering::Plan& plan,
+    const std::vector<std::string>& directories) {
+  auto spill = std::unique_ptr<ActivationSpill>(new ActivationSpill(engine));
   std::vector<uint64_t> sizes(directories.size(), 0);
   spill->places_.resize(static_cast<size_t>(plan.positions));
   const uint64_t room = RoomForAnInput(graph);
@@ -69,7 +69,7 @@ absl::StatusOr<std::unique_ptr<InputSpill>> InputSpill::Create(aio::Engine& engi
   return spill;
 }
 
-InputSpill::~InputSpill() {
+ActivationSpill::~ActivationSpill() {
   for (auto& position : places_) {
     for (auto& place : position) {
       if (place->request.pending()) (void)engine_.Wait(&place->request);
@@ -77,7 +77,8 @@ InputSpill::~InputSpill() {
   }
 }
 
-absl::Status InputSpill::Write(int position, int micro_batch, torch::Tensor input, Done done, void* context) {
+absl::Status ActivationSpill::Write(int position, int micro_batch, torch::Tensor input, Done done,
+                                    void* context) {
   Place& to = place(position, micro_batch);
   to.tensor = std::move(input);
   const uint64_t bytes = BytesOf(to.tensor);
@@ -95,13 +96,13 @@ absl::Status InputSpill::Write(int position, int micro_batch, torch::Tensor inpu
   return engine_.Submit(&to.request);
 }
 
-absl::Status InputSpill::Written(int position, int micro_batch) {
+absl::Status ActivationSpill::Written(int position, int micro_batch) {
   Place& from = place(position, micro_batch);
   from.tensor = torch::Tensor();
   return from.request.status();
 }
 
-absl::Status InputSpill::Read(int position, int micro_batch, Done done, void* context) {
+absl::Status ActivationSpill::Read(int position, int micro_batch, Done done, void* context) {
   Place& from = place(position, micro_batch);
   absl::Status status = Guarded("memory for the input of a stage", [&] {
     from.tensor = torch::empty(from.sizes, torch::TensorOptions().dtype(from.type));
@@ -113,10 +114,10 @@ absl::Status InputSpill::Read(int position, int micro_batch, Done done, void* co
   return engine_.Submit(&from.request);
 }
 
-absl::StatusOr<torch::Tensor> InputSpill::Take(int position, int micro_batch) {
+absl::StatusOr<torch::Tensor> ActivationSpill::Take(int position, int micro_batch) {
   Place& from = place(position, micro_batch);
   torch::Tensor tensor = std::exchange(from.tensor, torch::Tensor());
-  if (absl::Status status = from.request.status(); !status.ok()) return status;
+  RETURN_IF_ERROR(from.request.status());
   const uint64_t bytes = BytesOf(tensor);
   if (kernels::Checksum(tensor.data_ptr(), bytes) != from.checksum) {
     return absl::DataLossError(

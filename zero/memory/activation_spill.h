@@ -25,7 +25,7 @@
 
 namespace penstock::zero {
 
-class InputSpill {
+class ActivationSpill {
  public:
   using Done = void (*)(aio::Request& request, void* context);
 
@@ -33,12 +33,12 @@ class InputSpill {
   static std::vector<uint64_t> BytesIn(size_t directories, const tiering::ModelGraph& graph,
                                        const tiering::Plan& plan);
   // Room for what the plan spills, reserved. kResourceExhausted: the disk is too full.
-  static absl::StatusOr<std::unique_ptr<InputSpill>> Create(aio::Engine& engine,
-                                                            const tiering::ModelGraph& graph,
-                                                            const tiering::Plan& plan,
-                                                            const std::vector<std::string>& directories);
+  static absl::StatusOr<std::unique_ptr<ActivationSpill>> Create(aio::Engine& engine,
+                                                                 const tiering::ModelGraph& graph,
+                                                                 const tiering::Plan& plan,
+                                                                 const std::vector<std::string>& directories);
   // Waits for what is in flight.
-  ~InputSpill();
+  ~ActivationSpill();
 
   absl::Status Write(int position, int micro_batch, torch::Tensor input, Done done, void* context);
   // How it ended; the tensor is let go.
@@ -60,7 +60,7 @@ class InputSpill {
     uint64_t checksum = 0;
   };
 
-  explicit InputSpill(aio::Engine& engine) : engine_(engine) {}
+  explicit ActivationSpill(aio::Engine& engine) : engine_(engine) {}
   Place& place(int position, int micro_batch) {
     return *places_[static_cast<size_t>(position)][static_cast<size_t>(micro_batch)];
   }

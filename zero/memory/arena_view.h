@@ -22,31 +22,31 @@ struct TileMemory {
   int64_t elements = 0;
 };
 
-class Residency {
+class ArenaView {
  public:
   // `region` has plan.slot_bytes; zeroed here, so that padding and unread pages are defined. `rank`: whose
   // part of every run is this process's.
-  Residency(const tiering::Plan& plan, aio::Region region, int rank = 0)
+  ArenaView(const tiering::Plan& plan, aio::Region region, int rank = 0)
       : plan_(plan), region_(std::move(region)), rank_(rank) {
     std::memset(region_.data(), 0, region_.bytes());
   }
 
-  void* run(int slot) const { return Place(plan_.run_slots, slot); }
+  void* run(int slot) const { return Place(plan_.weight_slots, slot); }
   void* gradient(int slot) const { return Place(plan_.gradient_slots, slot); }
   void* input(int slot) const { return Place(plan_.input_slots, slot); }
   float* accumulator(int slot) const { return static_cast<float*>(Place(plan_.accumulator_slots, slot)); }
 
-  // Tile `tile` of `block` with the block's weights in `run_slot` and its state in `tile_slot` (-1: none).
+  // Tile `tile` of `block` with the block's weights in `weight_slot` and its state in `tile_slot` (-1: none).
   // The gradient is where the block's gradient waits, or beside the state where it was spilled.
-  TileMemory tile(int block, int tile, int run_slot, int tile_slot) const {
+  TileMemory tile(int block, int tile, int weight_slot, int tile_slot) const {
     const tiering::BlockPlan& bp = plan_.blocks[static_cast<size_t>(block)];
     const tiering::Tile& cut = bp.tiles[static_cast<size_t>(tile)];
     TileMemory memory;
     memory.elements = cut.elements;
-    if (run_slot >= 0) {
+    if (weight_slot >= 0) {
       // A run has the parts of all ranks, or this one's alone.
-      const int64_t offset = plan_.parts_in_memory() == 1 ? cut.offset : InRun(block, cut).offset;
-      memory.weights = static_cast<std::byte*>(run(run_slot)) + offset * plan_.precision.weight_bytes();
+      const int64_t offset = plan_.shards_in_memory() == 1 ? cut.offset : InRun(block, cut).offset;
+      memory.weights = static_cast<std::byte*>(run(weight_slot)) + offset * plan_.precision.weight_bytes();
     }
     if (tile_slot >= 0) {
       auto* base = static_cast<std::byte*>(Place(plan_.tile_slots, tile_slot));

@@ -36,7 +36,7 @@ class TensorMemory {
   static void Trim();
 };
 
-// Limits tensor memory for a scope.
+// Limits tensor memory for a scope; 0: there is no limit in it.
 class TensorMemoryLimit {
  public:
   explicit TensorMemoryLimit(int64_t bytes) { TensorMemory::SetLimit(bytes); }

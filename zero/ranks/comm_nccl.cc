@@ -1,30 +1,42 @@
 // Exchanges between CUDA devices, over NCCL, which is loaded when it is first asked for: programs start and
 // run without it. No header of LibTorch's is needed.
 //
-// A communicator and a stream for each of the two lanes that exchange (zero/lanes/rank_lanes.h), because each keeps
-// an order of its own. An exchange is one group of sends and receives, so that sums are the caller's, in the
-// order of the ranks, and the bytes are those of an all-gather or of a reduce-scatter. The communicators do
+// One communicator and one stream, on which every rank enqueues the same exchanges in the same order. Two
+// lanes exchange (zero/lanes/rank_lanes.h), each in the order of the program, but which of them comes first
+// differs from rank to rank: what a device has enqueued first would wait for what another has enqueued last,
+// for ever, be it in one communicator or in two whose kernels do not fit on the device together. So rank 0's
+// order is everybody's: before an exchange all ranks meet on the host and hear which lane's
+// is next. A rank's other lane waits for its turn. That ends: where rank 0 enqueued an exchange, all that it
+// depends on was over there, and came before it in the order; the other ranks run the same program, so that
+// theirs comes too. An exchange is one group of sends and receives, so that sums are the caller's, in the
+// order of the ranks, and the bytes are those of an all-gather or of a reduce-scatter. The communicator does
 // not block: whoever waits looks every few microseconds whether the exchange is over, has failed, or the
 // ranks have lost each other (`host`), in which case what is in flight is given up.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <nccl.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "zero/ranks/agree.h"
 #include "zero/ranks/comm.h"
-#include "zero/engine/rank_agreement.h"
 
 namespace penstock::zero {
 namespace {
 
-// Of the device's processors a communicator may hold so many: what both hold while they wait for the others
-// must leave room for each other and for compute.
+// Of the device's processors the communicator may hold so many: what it holds while it waits for the others
+// must leave room for compute.
 constexpr int kMostBlocks = 16;
 
 struct Nccl {
@@ -72,6 +84,7 @@ absl::StatusOr<const Nccl*> Load() {
 
 absl::Status CudaStatus(cudaError_t error, absl::string_view call) {
   if (error == cudaSuccess) return absl::OkStatus();
+  (void)cudaGetLastError();  // told here: where the run goes on without NCCL, nobody must find it again
   return absl::InternalError(absl::StrCat(call, ": ", cudaGetErrorString(error)));
 }
 
@@ -82,20 +95,19 @@ class NcclComm final : public Comm {
 
   ~NcclComm() override {
     (void)cudaSetDevice(device_);
-    for (Link& link : links_) {
-      if (link.comm != nullptr && connected_ && host_->failure().ok()) {
-        // What others still receive from here must arrive.
-        const auto until = Clock::now() + kFarewell;
-        const ncclResult_t result = nccl_.finalize(link.comm);
-        const absl::Status over = Settled(result, link, "taking leave", until);
-        if (over.ok() && link.comm != nullptr) (void)nccl_.destroy(std::exchange(link.comm, nullptr));
-      }
-      GiveUp(link);
-      for (cudaEvent_t event : link.events) {
+    if (comm_ != nullptr && connected_ && host_->failure().ok()) {
+      // What others still receive from here must arrive.
+      const auto until = Clock::now() + kFarewell;
+      const absl::Status over = Settled([&] { return nccl_.finalize(comm_); }, "taking leave", until);
+      if (over.ok() && comm_ != nullptr) (void)nccl_.destroy(std::exchange(comm_, nullptr));
+    }
+    GiveUp();
+    for (Lane& lane : lanes_) {
+      for (cudaEvent_t event : lane.events) {
         if (event != nullptr) (void)cudaEventDestroy(event);
       }
-      if (link.stream != nullptr) (void)cudaStreamDestroy(link.stream);
     }
+    if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
     (void)cudaFree(trial_);
   }
 
@@ -103,11 +115,10 @@ class NcclComm final : public Comm {
   absl::Status Prepare() {
     absl::Status status =
         CudaStatus(cudaMalloc(&trial_, kTrialBytes * static_cast<size_t>(world())), "cudaMalloc");
-    for (Link& link : links_) {
-      if (status.ok())
-        status =
-            CudaStatus(cudaStreamCreateWithFlags(&link.stream, cudaStreamNonBlocking), "cudaStreamCreate");
-      for (cudaEvent_t& event : link.events) {
+    if (status.ok())
+      status = CudaStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+    for (Lane& lane : lanes_) {
+      for (cudaEvent_t& event : lane.events) {
         if (status.ok())
           status = CudaStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
       }
@@ -115,51 +126,40 @@ class NcclComm final : public Comm {
     return status;
   }
 
-  // `ids`: rank 0's, one for each lane. An exchange on each, because the first one connects the ranks and
-  // takes memory, which must not happen while something else waits on the device. The host's comm goes on
-  // whatever becomes of it.
-  absl::Status Connect(const std::array<ncclUniqueId, 2>& ids) {
-    for (size_t i = 0; i < links_.size(); ++i) {
-      Link& link = links_[i];
-      ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-      config.blocking = 0;
-      config.maxCTAs = kMostBlocks;
-      const auto until = Clock::now() + kMeeting;
-      absl::Status status =
-          Settled(nccl_.init(&link.comm, world(), ids[i], rank(), &config), link, "connecting", until);
-      if (status.ok()) status = AllGather(i == 0 ? Channel::kGather : Channel::kReduce, trial_, kTrialBytes);
-      if (!status.ok()) return status;
-    }
-    connected_ = true;
-    return absl::OkStatus();
+  // `id`: rank 0's. With an exchange, because the first one connects the ranks and takes memory, which must
+  // not happen while something else waits on the device. The host's comm goes on whatever becomes of it.
+  absl::Status Connect(const ncclUniqueId& id) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    config.maxCTAs = kMostBlocks;
+    absl::Status status = Settled([&] { return nccl_.init(&comm_, world(), id, rank(), &config); },
+                                  "connecting", Clock::now() + kMeeting);
+    if (status.ok()) status = AllGather(Channel::kAllGather, {"a trial"}, trial_, kTrialBytes);
+    connected_ = status.ok();
+    return status;
   }
 
   std::string name() const override { return absl::StrCat("NCCL beside ", host_->name()); }
 
-  absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, std::span<const void* const> send,
+  absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, const What& /*what*/,
+                                                  std::span<const void* const> send,
                                                   std::span<void* const> receive, size_t bytes) override {
-    if (channel != Channel::kGather && channel != Channel::kReduce)
+    if (channel != Channel::kAllGather && channel != Channel::kReduceScatter)
       return absl::InvalidArgumentError("devices gather and reduce; everything else is of the hosts");
-    Link& link = links_[channel == Channel::kGather ? 0 : 1];
-    absl::Status status = host_->failure();
-    if (!status.ok()) GiveUp(link);
-    if (status.ok() && link.comm == nullptr) status = absl::UnavailableError("NCCL: given up before");
-    if (status.ok()) status = CudaStatus(cudaSetDevice(device_), "cudaSetDevice");
+    absl::Status status = CudaStatus(cudaSetDevice(device_), "cudaSetDevice");
     if (!status.ok()) return status;
-    ncclResult_t result = nccl_.group_start();
-    for (size_t k = 0; k < send.size() && Goes(result); ++k) {
-      if (static_cast<int>(k) == rank() || bytes == 0) continue;
-      const auto peer = static_cast<int>(k);
-      result = nccl_.send(send[k], bytes, ncclInt8, peer, link.comm, link.stream);
-      if (Goes(result)) result = nccl_.receive(receive[k], bytes, ncclInt8, peer, link.comm, link.stream);
+    std::unique_lock turn(order_mutex_);
+    // The first one of all is known, and whoever cannot connect is not there to say so.
+    if (connected_) status = Turn(channel, turn);
+    if (!status.ok()) {
+      if (!host_->failure().ok()) GiveUp();
+      return status;
     }
-    const ncclResult_t ended = nccl_.group_end();
-    status = Settled(Goes(result) ? ended : result, link, kExchanging, Deadline());
-    // Two may be under way at once (zero/lanes/rank_lanes.cc): a third waits for nobody else's event.
-    cudaEvent_t const event = link.events[link.begun++ % link.events.size()];
-    if (status.ok()) status = CudaStatus(cudaEventRecord(event, link.stream), "cudaEventRecord");
-    if (!status.ok()) return status;
-    return std::make_unique<Pending>(this, &link, event);
+    absl::StatusOr<std::unique_ptr<Exchange>> begun = Enqueue(channel, send, receive, bytes);
+    next_.reset();
+    turn.unlock();
+    turn_there_.notify_all();
+    return begun;
   }
 
   void Abort(const absl::Status& why) override { host_->Abort(why); }
@@ -167,24 +167,24 @@ class NcclComm final : public Comm {
 
  private:
   using Clock = std::chrono::steady_clock;
+  static constexpr Channel kOrder = Channel::kAllGather;  // the hosts' own, idle where the devices gather
   static constexpr absl::string_view kExchanging = "an exchange between devices";
   static constexpr std::chrono::microseconds kLongestPause{100};
   static constexpr std::chrono::seconds kMeeting{120}, kFarewell{5};
   static constexpr size_t kTrialBytes = 4096;
 
-  struct Link {
-    ncclComm_t comm = nullptr;
-    cudaStream_t stream = nullptr;
+  struct Lane {
+    // Two may be under way at once (zero/lanes/rank_lanes.cc): a third waits for nobody else's event.
     std::array<cudaEvent_t, 2> events{};
     size_t begun = 0;
   };
 
   class Pending final : public Exchange {
    public:
-    Pending(NcclComm* of, Link* link, cudaEvent_t event) : of_(of), link_(link), event_(event) {}
+    Pending(NcclComm* of, cudaEvent_t event) : of_(of), event_(event) {}
     absl::Status Wait() override {
       (void)cudaSetDevice(of_->device_);
-      return of_->Until(*link_, kExchanging, of_->Deadline(), [this](absl::Status* status) {
+      return of_->Until(kExchanging, of_->Deadline(), [this](absl::Status* status) {
         const cudaError_t state = cudaEventQuery(event_);
         if (state == cudaErrorNotReady) return false;
         *status = CudaStatus(state, kExchanging);
@@ -194,7 +194,6 @@ class NcclComm final : public Comm {
 
    private:
     NcclComm* const of_;
-    Link* const link_;
     const cudaEvent_t event_;
   };
 
@@ -204,15 +203,61 @@ class NcclComm final : public Comm {
     return connected_ ? Clock::time_point::max() : Clock::now() + kMeeting;
   }
 
-  // What waits on the device for those who are gone would wait for ever.
-  void GiveUp(Link& link) {
-    if (link.comm != nullptr) (void)nccl_.abort(std::exchange(link.comm, nullptr));
+  // Until the next exchange of all ranks is this channel's. One lane asks for both.
+  absl::Status Turn(Channel channel, std::unique_lock<std::mutex>& turn) {
+    while (next_ != channel) {
+      RETURN_IF_ERROR(host_->failure());
+      if (next_.has_value() || asking_) {
+        turn_there_.wait_for(turn, kLongestPause);  // whether the ranks lose each other is told by nobody
+        continue;
+      }
+      asking_ = true;
+      turn.unlock();
+      std::vector<Channel> wanted(static_cast<size_t>(world()));
+      wanted[static_cast<size_t>(rank())] = channel;
+      const absl::Status asked =
+          host_->AllGather(kOrder, {"the order of device exchanges"}, wanted.data(), sizeof(Channel));
+      turn.lock();
+      asking_ = false;
+      if (asked.ok()) next_ = wanted.front();
+      turn_there_.notify_all();
+      if (!asked.ok()) return asked;
+    }
+    return absl::OkStatus();
   }
 
-  absl::Status Failed(ncclResult_t result, Link& link, absl::string_view what) {
+  absl::StatusOr<std::unique_ptr<Exchange>> Enqueue(Channel channel, std::span<const void* const> send,
+                                                    std::span<void* const> receive, size_t bytes) {
+    absl::Status status = Settled(
+        [&] {
+          ncclResult_t result = nccl_.group_start();
+          for (size_t k = 0; k < send.size() && Goes(result); ++k) {
+            if (static_cast<int>(k) == rank() || bytes == 0) continue;
+            const auto peer = static_cast<int>(k);
+            result = nccl_.send(send[k], bytes, ncclInt8, peer, comm_, stream_);
+            if (Goes(result)) result = nccl_.receive(receive[k], bytes, ncclInt8, peer, comm_, stream_);
+          }
+          const ncclResult_t ended = nccl_.group_end();
+          return Goes(result) ? ended : result;
+        },
+        kExchanging, Deadline());
+    Lane& lane = lanes_[channel == Channel::kAllGather ? 0 : 1];
+    cudaEvent_t const event = lane.events[lane.begun++ % lane.events.size()];
+    if (status.ok()) status = CudaStatus(cudaEventRecord(event, stream_), "cudaEventRecord");
+    if (!status.ok()) return status;
+    return std::make_unique<Pending>(this, event);
+  }
+
+  // What waits on the device for those who are gone would wait for ever.
+  void GiveUp() {
+    std::lock_guard lock(comm_mutex_);
+    if (comm_ != nullptr) (void)nccl_.abort(std::exchange(comm_, nullptr));
+  }
+
+  absl::Status Failed(ncclResult_t result, absl::string_view what) {
     absl::Status status =
         absl::UnavailableError(absl::StrCat("NCCL, ", what, ": ", nccl_.error_string(result)));
-    GiveUp(link);
+    GiveUp();
     if (connected_) host_->Abort(status);
     const absl::Status cause = host_->failure();  // another rank's, perhaps
     return cause.ok() ? status : cause;
@@ -220,21 +265,26 @@ class NcclComm final : public Comm {
 
   // Looks again and again until `done`, or until the ranks have lost each other.
   template <typename Done>
-  absl::Status Until(Link& link, absl::string_view what, Clock::time_point deadline, Done done) {
+  absl::Status Until(absl::string_view what, Clock::time_point deadline, Done done) {
     for (auto pause = std::chrono::microseconds(2);; pause = std::min(pause * 2, kLongestPause)) {
-      if (link.comm == nullptr) return absl::UnavailableError(absl::StrCat("NCCL, ", what, ": given up"));
       absl::Status status;
-      if (done(&status)) return status;
       ncclResult_t state = ncclSuccess;
-      const ncclResult_t asked = nccl_.async_error(link.comm, &state);
-      if (!Goes(asked)) return Failed(asked, link, what);
-      if (!Goes(state)) return Failed(state, link, what);
+      {
+        std::lock_guard lock(comm_mutex_);  // nobody gives it up meanwhile
+        if (comm_ == nullptr) {
+          status = host_->failure();
+          return status.ok() ? absl::UnavailableError(absl::StrCat("NCCL, ", what, ": given up")) : status;
+        }
+        if (done(&status)) return status;
+        if (const ncclResult_t asked = nccl_.async_error(comm_, &state); !Goes(asked)) state = asked;
+      }
+      if (!Goes(state)) return Failed(state, what);
       absl::Status lost = host_->failure();
       if (lost.ok() && Clock::now() > deadline) {
         lost = absl::DeadlineExceededError(absl::StrCat("NCCL, ", what, ": the other ranks did not come"));
       }
       if (!lost.ok()) {
-        GiveUp(link);
+        GiveUp();
         return lost;
       }
       std::this_thread::sleep_for(pause);
@@ -242,11 +292,22 @@ class NcclComm final : public Comm {
   }
 
   // A call that does not block is over when its communicator says so.
-  absl::Status Settled(ncclResult_t result, Link& link, absl::string_view what, Clock::time_point deadline) {
-    if (!Goes(result)) return Failed(result, link, what);
-    return Until(link, what, deadline, [&](absl::Status*) {
+  template <typename Call>
+  absl::Status Settled(Call call, absl::string_view what, Clock::time_point deadline) {
+    ncclResult_t result = ncclSuccess;
+    {
+      std::lock_guard lock(comm_mutex_);
+      // Only "connecting" makes one; a lost one is not called.
+      if (comm_ == nullptr && connected_) {
+        const absl::Status cause = host_->failure();
+        return cause.ok() ? absl::UnavailableError("NCCL: given up before") : cause;
+      }
+      result = call();
+    }
+    if (!Goes(result)) return Failed(result, what);
+    return Until(what, deadline, [&](absl::Status*) {
       ncclResult_t state = ncclSuccess;
-      return nccl_.async_error(link.comm, &state) == ncclSuccess && state == ncclSuccess;
+      return nccl_.async_error(comm_, &state) == ncclSuccess && state == ncclSuccess;
     });
   }
 
@@ -255,7 +316,14 @@ class NcclComm final : public Comm {
   const int device_;
   void* trial_ = nullptr;
   bool connected_ = false;
-  std::array<Link, 2> links_;
+  cudaStream_t stream_ = nullptr;
+  std::mutex comm_mutex_;  // of comm_, which whoever finds it lost gives up; held for calls, not for waiting
+  ncclComm_t comm_ = nullptr;
+  std::mutex order_mutex_;  // held while an exchange is enqueued; of what follows
+  std::condition_variable turn_there_;
+  std::optional<Channel> next_;  // whose exchange is the next; none: not asked yet
+  bool asking_ = false;
+  std::array<Lane, 2> lanes_;  // gather, reduce
 };
 
 }  // namespace
@@ -272,20 +340,19 @@ absl::StatusOr<std::shared_ptr<Comm>> ConnectNccl(const std::shared_ptr<Comm>& h
     comm = std::make_shared<NcclComm>(host, **nccl, device);
     mine = comm->Prepare();
   }
-  std::array<ncclUniqueId, 2> ids{};
-  for (ncclUniqueId& id : ids) {
-    if (!mine.ok() || host->rank() != 0) continue;
+  ncclUniqueId id{};
+  if (mine.ok() && host->rank() == 0) {
     if (const ncclResult_t got = (*nccl)->get_unique_id(&id); got != ncclSuccess)
       mine = absl::UnavailableError(absl::StrCat("NCCL: ", (*nccl)->error_string(got)));
   }
   // Whoever cannot must say so before the others wait for it.
-  if (absl::Status all = AgreeOnStatus(*host, Channel::kSetup, mine); !all.ok()) return all;
-  std::vector<std::array<ncclUniqueId, 2>> everybodys(static_cast<size_t>(host->world()));
-  everybodys[static_cast<size_t>(host->rank())] = ids;
-  absl::Status status = host->AllGather(Channel::kSetup, everybodys.data(), sizeof(ids));
+  RETURN_IF_ERROR(AgreeOnStatus(*host, Channel::kSetup, mine));
+  std::vector<ncclUniqueId> everybodys(static_cast<size_t>(host->world()));
+  everybodys[static_cast<size_t>(host->rank())] = id;
+  absl::Status status = host->AllGather(Channel::kSetup, {"the id of NCCL"}, everybodys.data(), sizeof(id));
   if (!status.ok()) return status;
   status = comm->Connect(everybodys.front());
-  if (absl::Status all = AgreeOnStatus(*host, Channel::kSetup, status); !all.ok()) return all;
+  RETURN_IF_ERROR(AgreeOnStatus(*host, Channel::kSetup, status));
   return comm;
 }
 

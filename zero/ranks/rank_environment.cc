@@ -1,9 +1,14 @@
 #include "zero/ranks/rank_environment.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <vector>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "base/status_macros.h"
 
 namespace penstock::zero {
 namespace {
@@ -30,6 +35,48 @@ absl::StatusOr<int> Number(const Getenv& get, const char* name, int otherwise, i
   if (absl::SimpleAtoi(*text, &value) && value >= least && value <= most) return value;
   return absl::InvalidArgumentError(absl::StrCat(
       name, "=", *text, " in the environment: must be a whole number between ", least, " and ", most));
+}
+
+// Slurm's tasks on each node, "2(x3),1": 2, 2, 2, 1. Empty: it is not that.
+std::vector<int> TasksPerNode(absl::string_view text) {
+  std::vector<int> tasks;
+  for (absl::string_view part : absl::StrSplit(text, ',')) {
+    int nodes = 1, of_each = 0;
+    if (const size_t open = part.find("(x"); open != absl::string_view::npos) {
+      absl::string_view times = part.substr(open + 2);
+      if (!absl::ConsumeSuffix(&times, ")") || !absl::SimpleAtoi(times, &nodes)) return {};
+      part = part.substr(0, open);
+    }
+    if (!absl::SimpleAtoi(part, &of_each) || of_each < 1 || of_each > kMostRanks || nodes < 1 ||
+        nodes > kMostRanks || tasks.size() + static_cast<size_t>(nodes) > kMostRanks)
+      return {};
+    tasks.insert(tasks.end(), static_cast<size_t>(nodes), of_each);
+  }
+  return tasks;
+}
+
+// How many of a Slurm step's ranks this host has. SLURM_NODEID says which host it is; without it that follows
+// from the rank where hosts are filled one after the other, and the largest number is taken where it does
+// not.
+absl::StatusOr<int> LocalTasks(const Getenv& get, const RankEnvironment& environment) {
+  const std::optional<std::string> text = get(kSlurm.local_world);
+  if (!text.has_value()) return 1;
+  const std::vector<int> tasks = TasksPerNode(*text);
+  if (tasks.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(kSlurm.local_world, "=", *text,
+                     " in the environment: must be tasks of each node, as 4, 2(x3) or 2(x3),1"));
+  }
+  if (get("SLURM_NODEID").has_value()) {
+    ASSIGN_OR_RETURN(int node, Number(get, "SLURM_NODEID", 0, 0, static_cast<int>(tasks.size()) - 1));
+    return tasks[static_cast<size_t>(node)];
+  }
+  int first = environment.rank - environment.local_rank;
+  for (const int here : tasks) {
+    if (first == 0 && environment.local_rank < here) return here;
+    first -= here;
+  }
+  return *std::max_element(tasks.begin(), tasks.end());
 }
 
 }  // namespace
@@ -67,12 +114,13 @@ absl::StatusOr<RankEnvironment> ReadRankEnvironment(const Getenv& get) {
   number = Number(get, names.local_rank, 0, 0, environment.world - 1);
   if (!number.ok()) return number.status();
   environment.local_rank = *number;
-  // "2(x3)": two on each of three hosts, the same for all or it is not worth parsing.
-  const std::optional<std::string> local = get(names.local_world);
-  int local_world = 1;
-  if (local.has_value() && absl::SimpleAtoi(local->substr(0, local->find('(')), &local_world)) {
-    environment.local_world = local_world > 0 ? local_world : 1;
+  if (names.rank == kSlurm.rank) {
+    number = LocalTasks(get, environment);
+  } else {
+    number = Number(get, names.local_world, 1, 1, environment.world);
   }
+  if (!number.ok()) return number.status();
+  environment.local_world = *number;
   if (const auto launch = get("SLURM_LAUNCH_NODE_IPADDR"); launch.has_value() && names.rank == kSlurm.rank) {
     environment.master_address = *launch;
   }

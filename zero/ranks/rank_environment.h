@@ -1,9 +1,11 @@
 // Which rank this process is, from what its launcher put into the environment.
 //
 //   torchrun    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (so may people, by
-//   hand) mpirun      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE srun        SLURM_PROCID,
-//   SLURM_STEP_NUM_TASKS (or SLURM_NTASKS), SLURM_LOCALID, SLURM_LAUNCH_NODE_IPADDR; only
-//               where there is a SLURM_STEP_ID, since a batch script has the others too and is one process
+//               hand)
+//   mpirun      OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+//   srun        SLURM_PROCID, SLURM_STEP_NUM_TASKS (or SLURM_NTASKS), SLURM_LOCALID, SLURM_NODEID,
+//               SLURM_STEP_TASKS_PER_NODE ("2(x3),1"), SLURM_LAUNCH_NODE_IPADDR; only where there is a
+//               SLURM_STEP_ID, since a batch script has the others too and is one process
 //
 // The first of them that is there counts. MASTER_ADDR and MASTER_PORT are read in all three. None: one rank.
 #ifndef PENSTOCK_ZERO_RANKS_RANK_ENVIRONMENT_H_

@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "swap/checkpoint.h"
+#include "zero/config/json_field.h"
 
 namespace penstock::zero {
 namespace {
@@ -20,7 +22,7 @@ nlohmann::json Parsed(const std::string& identity) {
 }
 
 int64_t NumberIn(const nlohmann::json& json, const char* key, int64_t otherwise) {
-  return json.contains(key) && json[key].is_number_integer() ? json[key].get<int64_t>() : otherwise;
+  return JsonField<int64_t>(json, key).value_or(otherwise);
 }
 
 std::vector<std::string> OfRank(const std::vector<std::string>& directories, int rank) {
@@ -35,10 +37,10 @@ bool HoldsAnything(const swap::Finding& finding) {
 
 }  // namespace
 
-absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& directories) {
+absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories) {
   if (directories.empty()) return absl::InvalidArgumentError("no directory was given");
   const swap::Finding found = swap::Probe(directories);
-  if (HoldsAnything(found)) return PartDirectories{directories};
+  if (HoldsAnything(found)) return ShardDirectories{directories};
   const std::vector<std::string> first = OfRank(directories, 0);
   if (const swap::Finding of_first = swap::Probe(first); !HoldsAnything(of_first)) {
     // Something is there, perhaps what was a run: that is not the same as nothing.
@@ -48,10 +50,9 @@ absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& direct
     return absl::NotFoundError(
         absl::StrCat(directories.front(), " holds neither a run nor rank-0/ of one of several ranks"));
   }
-  absl::StatusOr<swap::Inspection> inspection = swap::Inspect(first);
-  if (!inspection.ok()) return inspection.status();
-  const int64_t ranks = NumberIn(Parsed(inspection->shape.identity), kRanks, 1);
-  PartDirectories parts;
+  ASSIGN_OR_RETURN(swap::Inspection inspection, swap::Inspect(first));
+  const int64_t ranks = NumberIn(Parsed(inspection.shape.identity), kRanks, 1);
+  ShardDirectories parts;
   for (int rank = 0; rank < ranks; ++rank) {
     parts.push_back(OfRank(directories, rank));
     const swap::Finding of_rank = swap::Probe(parts.back());
@@ -71,7 +72,7 @@ nlohmann::json WholeIdentity(const std::string& identity) {
   return json;
 }
 
-absl::StatusOr<std::vector<swap::Inspection>> InspectParts(const PartDirectories& parts) {
+absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectories& parts) {
   std::vector<swap::Inspection> inspections;
   for (const std::vector<std::string>& part : parts) {
     absl::StatusOr<swap::Inspection> inspection = swap::Inspect(part);
@@ -102,7 +103,7 @@ absl::StatusOr<std::vector<swap::Inspection>> InspectParts(const PartDirectories
   return inspections;
 }
 
-uint64_t RankParts::MemoryBytes(const std::vector<swap::Inspection>& inspections) {
+uint64_t ShardedState::MemoryBytes(const std::vector<swap::Inspection>& inspections) {
   uint64_t most = swap::kBlockBytes;
   for (const swap::Inspection& inspection : inspections) {
     for (const swap::TilePlacement& tile : inspection.shape.tiles) {
@@ -114,12 +115,11 @@ uint64_t RankParts::MemoryBytes(const std::vector<swap::Inspection>& inspections
   return most;
 }
 
-absl::StatusOr<std::unique_ptr<RankParts>> RankParts::Open(aio::Engine& engine, const PartDirectories& parts,
-                                                           const std::vector<swap::Inspection>& inspections,
-                                                           const std::vector<int64_t>& block_elements,
-                                                           const tiering::Precision& precision,
-                                                           std::span<std::byte> memory) {
-  std::unique_ptr<RankParts> result(new RankParts());
+absl::StatusOr<std::unique_ptr<ShardedState>> ShardedState::Open(
+    aio::Engine& engine, const ShardDirectories& parts, const std::vector<swap::Inspection>& inspections,
+    const std::vector<int64_t>& block_elements, const tiering::Precision& precision,
+    std::span<std::byte> memory) {
+  std::unique_ptr<ShardedState> result(new ShardedState());
   result->precision_ = precision;
   result->memory_ = memory;
   for (size_t k = 0; k < parts.size(); ++k) {
@@ -136,11 +136,11 @@ absl::StatusOr<std::unique_ptr<RankParts>> RankParts::Open(aio::Engine& engine, 
     }
     result->stores_.push_back(*std::move(store));
   }
-  if (absl::Status placed = result->PlaceTiles(block_elements); !placed.ok()) return placed;
+  RETURN_IF_ERROR(result->PlaceTiles(block_elements));
   return result;
 }
 
-absl::Status RankParts::PlaceTiles(const std::vector<int64_t>& block_elements) {
+absl::Status ShardedState::PlaceTiles(const std::vector<int64_t>& block_elements) {
   const auto world = static_cast<int>(stores_.size());
   blocks_.resize(block_elements.size());
   for (size_t k = 0; k < stores_.size(); ++k) {
@@ -151,7 +151,7 @@ absl::Status RankParts::PlaceTiles(const std::vector<int64_t>& block_elements) {
     };
     uint32_t next = 0;
     for (size_t b = 0; b < block_elements.size(); ++b) {
-      const int64_t part = tiering::PartElements(block_elements[b], world);
+      const int64_t part = tiering::ShardElements(block_elements[b], world);
       for (int64_t at = 0; at < part;) {
         if (next == geometry.tiles()) return not_its_models(next);
         const int64_t elements =
@@ -172,13 +172,13 @@ absl::Status RankParts::PlaceTiles(const std::vector<int64_t>& block_elements) {
   return absl::OkStatus();
 }
 
-int64_t RankParts::LargestTile(int block) const {
+int64_t ShardedState::LargestTile(int block) const {
   int64_t most = 0;
   for (const Tile& tile : blocks_[static_cast<size_t>(block)]) most = std::max(most, tile.elements);
   return most;
 }
 
-absl::Status RankParts::Load(const Tile& tile) {
+absl::Status ShardedState::Load(const Tile& tile) {
   if (loaded_ == &tile) return absl::OkStatus();
   if (stores_[tile.store]->geometry().slot_bytes(tile.number) > memory_.size())
     return absl::InvalidArgumentError("the parts of a run are read through memory for one tile");
@@ -192,7 +192,7 @@ absl::Status RankParts::Load(const Tile& tile) {
   return status;
 }
 
-absl::Status RankParts::ReadWeights(int block, size_t from, void* run) {
+absl::Status ShardedState::ReadWeights(int block, size_t from, void* run) {
   std::vector<const Tile*> tiles;
   for (const Tile& tile : blocks_[static_cast<size_t>(block)]) {
     if (tile.store >= from) tiles.push_back(&tile);
@@ -218,7 +218,7 @@ absl::Status RankParts::ReadWeights(int block, size_t from, void* run) {
   return status;
 }
 
-absl::Status RankParts::Read(int block, int64_t first, int64_t elements, std::span<void* const> places) {
+absl::Status ShardedState::Read(int block, int64_t first, int64_t elements, std::span<void* const> places) {
   const size_t segments = precision_.segment_bytes.size();
   for (size_t s = 0; s < segments; ++s) {
     std::memset(places[s], 0, static_cast<size_t>(precision_.SegmentBytes(s, elements)));
@@ -227,7 +227,7 @@ absl::Status RankParts::Read(int block, int64_t first, int64_t elements, std::sp
     const int64_t from = std::max(first, tile.first),
                   to = std::min(first + elements, tile.first + tile.elements);
     if (from >= to) continue;
-    if (absl::Status loaded = Load(tile); !loaded.ok()) return loaded;
+    RETURN_IF_ERROR(Load(tile));
     const swap::Geometry& geometry = stores_[tile.store]->geometry();
     for (size_t s = 0; s < segments; ++s) {
       const std::byte* source =

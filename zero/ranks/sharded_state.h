@@ -3,7 +3,7 @@
 //
 //   DIR/rank-0/penstock.store, DIR/rank-1/penstock.store, ...    each a store of its own (swap/FORMAT.md)
 //
-// Rank k of W has, of every block, elements [k * P, (k + 1) * P) with P = tiering::PartElements(run, W), cut
+// Rank k of W has, of every block, elements [k * P, (k + 1) * P) with P = tiering::ShardElements(run, W), cut
 // into tiles as its plan wanted. The identity of each part says W ("ranks", absent where there is one) and k
 // ("rank"); all else of it, the uuid, the step and the number of the commit are the same in all of them. In a
 // state directory a part may have made one commit more than others when its run was killed: the run is at the
@@ -29,30 +29,31 @@
 namespace penstock::zero {
 
 // [rank] its directories, striped as those given were.
-using PartDirectories = std::vector<std::vector<std::string>>;
+using ShardDirectories = std::vector<std::vector<std::string>>;
 
 // What `directories` hold: themselves where a run of one rank (or one rank's part) is there, else the parts
 // of all ranks. kNotFound: neither; kFailedPrecondition: other files, or one that may have been a run's and
 // cannot be told; kDataLoss: a part is missing.
-absl::StatusOr<PartDirectories> FindParts(const std::vector<std::string>& directories);
+absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories);
 
 // An identity without what says whose part it is of; {} where it is no object.
 nlohmann::json WholeIdentity(const std::string& identity);
 
 // All parts, at the newest commit that all of them have. kDataLoss: they are not parts of one run, or of
 // commits too far apart (unless one is in use and may be moving on: its newest then).
-absl::StatusOr<std::vector<swap::Inspection>> InspectParts(const PartDirectories& parts);
+absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectories& parts);
 
 // Ranges of blocks. Every tile that is read is checked; memory: one tile.
-class RankParts {
+class ShardedState {
  public:
   // `memory`: swap::kBlockBytes-aligned, MemoryBytes of the same inspections; only Read needs it. `engine`
   // outlives it.
-  static absl::StatusOr<std::unique_ptr<RankParts>> Open(aio::Engine& engine, const PartDirectories& parts,
-                                                         const std::vector<swap::Inspection>& inspections,
-                                                         const std::vector<int64_t>& block_elements,
-                                                         const tiering::Precision& precision,
-                                                         std::span<std::byte> memory);
+  static absl::StatusOr<std::unique_ptr<ShardedState>> Open(aio::Engine& engine,
+                                                            const ShardDirectories& parts,
+                                                            const std::vector<swap::Inspection>& inspections,
+                                                            const std::vector<int64_t>& block_elements,
+                                                            const tiering::Precision& precision,
+                                                            std::span<std::byte> memory);
   static uint64_t MemoryBytes(const std::vector<swap::Inspection>& inspections);
 
   // All segments of elements [first, first + elements) of a block, as a tile of that many has them, to
@@ -73,7 +74,7 @@ class RankParts {
     int64_t elements = 0;
   };
 
-  RankParts() = default;
+  ShardedState() = default;
   absl::Status PlaceTiles(const std::vector<int64_t>& block_elements);
   absl::Status Load(const Tile& tile);
 

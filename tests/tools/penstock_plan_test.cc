@@ -1,0 +1,55 @@
+// What `penstock plan` and `penstock train --check` say of what does not fit.
+#include "gmock/gmock.h"
+#include "tests/tools/penstock_program.h"
+
+namespace penstock::tools {
+namespace {
+
+using testing::HasSubstr;
+using namespace testing_support;
+
+class PlanTest : public ProgramTest {
+ protected:
+  Ran Run(const Words& words) { return Program(dir_, words).Wait(); }
+};
+
+TEST_F(PlanTest, CheckTellsABudgetThatIsTooSmall) {
+  const Words words = {"train", "--check", "--model",     "gpt-small",
+                       "--seq", "16",      "--state-dir", dir_ + "/state"};
+  const Ran small = Run(words + Words{"--host-memory", "5M"});
+  EXPECT_EQ(small.code, 2) << small.out;
+  EXPECT_THAT(small.err, HasSubstr("5242880 bytes is too small: the least that works is "));
+  const size_t at = small.err.find("least that works is ");
+  ASSERT_NE(at, std::string::npos) << small.err;
+  const std::string least = std::to_string(std::stoll(small.err.substr(at + 20)));
+  const Ran enough = Run(words + Words{"--host-memory", least});
+  EXPECT_EQ(enough.code, 0) << enough.err;
+  EXPECT_THAT(enough.out, HasSubstr("the words and the config are right"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/state"));
+}
+
+TEST_F(PlanTest, ADriveThatIsTooSmallIsNamed) {
+  WriteFile(dir_ + "/config.json",
+            R"({"n_layer": 600, "n_embd": 1536, "n_head": 16, "n_positions": 64, "vocab_size": 256})");
+  const Words words = {"plan",    "--model", dir_ + "/config.json", "--seq",       "8",
+                       "--batch", "1",       "--no-probe",          "--state-dir", dir_ + "/state"};
+  const Ran ran = Run(words);
+  // 17 G parameters, 400 GB in two versions.
+  std::error_code error;
+  if (std::filesystem::space(dir_, error).available > int64_t{390} << 30) GTEST_SKIP() << "it would fit here";
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, testing::ContainsRegex("which does not fit: .* are free in .* are missing"));
+}
+
+TEST_F(PlanTest, HalfAPipelineIsTold) {
+  WriteFile(dir_ + "/config",
+            R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": ")" +
+                dir_ + R"(/state", "pipeline_read": false, "pipeline_write": true}}})");
+  const Ran ran =
+      Run({"train", "--check", "--model", "gpt-tiny", "--seq", "16", "--config", dir_ + "/config"});
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out, HasSubstr("pipeline_read false: at most two tiles"));
+}
+
+}  // namespace
+}  // namespace penstock::tools

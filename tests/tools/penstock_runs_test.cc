@@ -1,0 +1,522 @@
+// What a training leaves behind and tells of itself: the last step of a run without a drive, evaluations, its
+// log, how it was stopped, what was changed when it was resumed.
+#include <sys/statfs.h>
+
+#include <cmath>
+#include <set>
+
+#include "tests/tools/penstock_state.h"
+
+namespace penstock::tools {
+namespace {
+
+using nlohmann::json;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::Not;
+using namespace testing_support;
+
+std::vector<json> Entries(const std::string& log, bool evaluations) {
+  std::vector<json> entries;
+  for (const std::string& line : Lines(ReadFile(log))) {
+    const json entry = json::parse(line);
+    if (entry.contains("windows") == evaluations) entries.push_back(entry);
+  }
+  return entries;
+}
+
+std::vector<double> Of(const std::vector<json>& entries, const char* key) {
+  std::vector<double> values;
+  for (const json& entry : entries) values.push_back(entry[key]);
+  return values;
+}
+
+class RunsTest : public CliTest {
+ protected:
+  Words Small(const std::string& state, const Words& more) const {
+    return Train(state, Words{"--seq", "32", "--batch", "1"} + more);
+  }
+  // Blocks until the program's stderr has the text; false after a minute.
+  bool WaitForText(const std::string& path, const std::string& text) {
+    for (int i = 0; i < 12000; ++i) {
+      if (ReadFile(path).find(text) != std::string::npos) return true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return false;
+  }
+};
+
+TEST_F(RunsTest, WithoutADriveTheLastStepIsKeptWhereverItIsLookedFor) {
+  const auto both = [&](const std::string& state, const Words& more) {
+    Ran ran = Run(Small(state, Words{"--steps", "3", "--log", state + ".log"} + more));
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    ran = Run(Small(state, Words{"--steps", "5", "--log", state + ".log", "--resume"} + more));
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return Losses(state + ".log");
+  };
+  const std::vector<std::string> losses = both(dir_ + "/nvme", {});
+  ASSERT_EQ(losses.size(), 5u);
+  for (const std::string offload : {"none", "cpu"}) {
+    SCOPED_TRACE(offload);
+    const std::string state = dir_ + "/" + offload;
+    EXPECT_EQ(both(state, {"--offload", offload}), losses);
+    EXPECT_EQ(Inspect(state)["step"], 5);
+    EXPECT_EQ(Inspect(state + "/checkpoints")["step"], 5);
+    EXPECT_EQ(Run({"export", state, state + ".safetensors", "--quiet"}).code, 0);
+    const Ran refused = Run(Small(state, {"--offload", offload, "--steps", "3"}));
+    EXPECT_EQ(refused.code, 2);
+    EXPECT_THAT(refused.err, AllOf(HasSubstr("step 5"), HasSubstr("--resume"), HasSubstr("--overwrite")));
+  }
+  // The drive's own run wrote nothing twice.
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/nvme/checkpoints"));
+  // A run with a drive does not pass over it either.
+  const Ran drive = Run(Small(dir_ + "/cpu", {"--resume", "--steps", "6"}));
+  EXPECT_EQ(drive.code, 2);
+  EXPECT_THAT(drive.err, HasSubstr("--checkpoint-dir " + dir_ + "/cpu/checkpoints"));
+}
+
+TEST_F(RunsTest, AStopKeepsWhatWasTrainedAndSaysWhere) {
+  for (const std::string offload : {"nvme", "cpu"}) {
+    SCOPED_TRACE(offload);
+    const std::string state = dir_ + "/" + offload, log = state + ".log", report = state + ".json";
+    Program stopped(
+        dir_, Small(state, {"--offload", offload, "--steps", "1000000", "--log", log, "--report", report}));
+    ASSERT_TRUE(WaitForLines(log, 3));
+    // As launchers do: both, and one of them twice.
+    stopped.Signal(SIGINT);
+    stopped.Signal(SIGTERM);
+    stopped.Signal(SIGINT);
+    const Ran ran = stopped.Wait();
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    const json told = json::parse(ReadFile(report));
+    EXPECT_THAT(told["stopped_by"].get<std::string>(), testing::AnyOf("SIGINT", "SIGTERM"));
+    EXPECT_EQ(told["status"], "ok");
+    const size_t done = Lines(ReadFile(log)).size();
+    EXPECT_EQ(Inspect(state)["step"], done);
+    EXPECT_THAT(ran.err, HasSubstr(": stopping after this step"));
+    EXPECT_THAT(ran.err,
+                HasSubstr("after step " + std::to_string(done) +
+                          (offload == "cpu" ? ", which is kept in " : ", which is committed in ") + state));
+    // One id for report and log, also after resuming.
+    const Ran rest = Run(Small(state, {"--offload", offload, "--resume", "--steps", std::to_string(done + 2),
+                                       "--log", log, "--report", report}));
+    ASSERT_EQ(rest.code, 0) << rest.err;
+    const json again = json::parse(ReadFile(report));
+    EXPECT_TRUE(again["stopped_by"].is_null());
+    EXPECT_EQ(again["run_id"], told["run_id"]);
+    EXPECT_EQ(Lines(ReadFile(log)).size(), done + 2);
+    for (const json& step : Entries(log, false)) EXPECT_EQ(step["run_id"], told["run_id"]);
+  }
+}
+
+TEST_F(RunsTest, ASecondSignalAfterAWhileStopsAtOnce) {
+  const std::string model = dir_ + "/model.json";
+  WriteFile(model, R"({"n_layer": 2, "n_embd": 512, "n_head": 8, "n_positions": 128, "vocab_size": 256})");
+  // Steps that take longer than anybody waits.
+  Words words = Train(dir_ + "/state", {"--steps", "3", "--batch", "16", "--accumulate", "8"});
+  words[2] = model;
+  words.erase(std::find(words.begin(), words.end(), "--quiet"));
+  Program busy(dir_, words);
+  const std::string err = busy.prefix() + ".err";
+  ASSERT_TRUE(WaitForText(err, "step 0/3"));
+  busy.Signal(SIGTERM);
+  ASSERT_TRUE(WaitForText(err, "SIGTERM: stopping after this step")) << "it is acknowledged at once";
+  EXPECT_FALSE(busy.EndsWithin(1.6)) << "the step was to be finished";
+  busy.Signal(SIGTERM);
+  const Ran ran = busy.Wait();
+  EXPECT_EQ(ran.code, 1);
+  EXPECT_THAT(ran.err, HasSubstr("stopped at once"));
+}
+
+TEST_F(RunsTest, APlaceThatCannotHoldTheLastStepIsRefusedBeforeTheTraining) {
+  std::vector<Words> words = {
+      Small("unused", {"--offload", "cpu", "--steps", "2", "--checkpoint-dir", text_ + "/below"})};
+  struct statfs info {};
+  constexpr long kTmpfs = 0x01021994;
+  const std::string tmpfs = "/dev/shm/penstock_runs_test." + std::to_string(::getpid());
+  if (::statfs("/dev/shm", &info) == 0 && info.f_type == kTmpfs)
+    words.push_back(Small("unused", {"--offload", "none", "--steps", "2", "--checkpoint-dir", tmpfs}));
+  for (const Ran& ran : RunAll(words)) {
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("give another --checkpoint-dir"));
+  }
+  std::filesystem::remove_all(tmpfs);
+}
+
+// The newest checkpoint is there and cannot be read: nothing is started over, which would remove the older
+// ones.
+TEST_F(RunsTest, ADamagedCheckpointIsNoReasonToStartOver) {
+  const std::string state = dir_ + "/cpu", checkpoints = state + "/checkpoints";
+  const Words words = {"--offload", "cpu", "--checkpoint-every", "2"};
+  Ran ran = Run(Small(state, Words{"--steps", "4"} + words));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  std::filesystem::resize_file(checkpoints + "/step-00000004/penstock.store", 0);
+  ran = Run(Small(state, Words{"--steps", "6", "--resume"} + words));
+  EXPECT_EQ(ran.code, 1);
+  EXPECT_THAT(ran.err, AllOf(HasSubstr("step-00000004"), HasSubstr("damaged")));
+  EXPECT_EQ(Inspect(checkpoints + "/step-00000002")["step"], 2);
+  std::filesystem::remove_all(checkpoints + "/step-00000004");
+  ran = Run(Small(state, Words{"--steps", "6", "--resume"} + words));
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(Inspect(checkpoints)["step"], 6);
+}
+
+// An evaluation that fails after the last step costs the evaluation.
+TEST_F(RunsTest, WhatIsWrongAfterTheTrainingCostsNoModel) {
+  std::string tokens, foreign;
+  for (int i = 0; i < 4000; ++i) {
+    for (std::string* file : {&tokens, &foreign}) {
+      const uint16_t token = file == &foreign && i == 2000 ? 60000 : static_cast<uint16_t>(i % 200);
+      file->append(reinterpret_cast<const char*>(&token), sizeof(token));
+    }
+  }
+  WriteFile(dir_ + "/train.bin", tokens);
+  WriteFile(dir_ + "/eval.bin", foreign);
+  const std::string state = dir_ + "/cpu";
+  const Ran ran = Run({"train",
+                       "--model",
+                       "gpt-tiny",
+                       "--vocab",
+                       "256",
+                       "--data",
+                       dir_ + "/train.bin",
+                       "--eval-data",
+                       dir_ + "/eval.bin",
+                       "--offload",
+                       "cpu",
+                       "--state-dir",
+                       state,
+                       "--seq",
+                       "32",
+                       "--batch",
+                       "1",
+                       "--steps",
+                       "3",
+                       "--quiet"});
+  EXPECT_EQ(ran.code, 1) << ran.err;
+  EXPECT_EQ(Inspect(state + "/checkpoints")["step"], 3);
+}
+
+// A config without a scheduler trains at one rate, which its user may change.
+TEST_F(RunsTest, AConstantRateMayBeChangedOnResume) {
+  WriteFile(dir_ + "/ds.json", R"({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})");
+  const std::string state = dir_ + "/nvme", log = dir_ + "/log";
+  const Words words = {"--config", dir_ + "/ds.json", "--log", log};
+  Ran ran = Run(Small(state, Words{"--steps", "2"} + words));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  ran = Run(Small(state, Words{"--steps", "4", "--resume", "--lr", "1e-4"} + words));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(Of(Entries(log, false), "lr"), ElementsAre(1e-3, 1e-3, 1e-4, 1e-4));
+}
+
+TEST_F(RunsTest, FilesThatCannotBeWrittenAreFoundBeforeTheTraining) {
+  const std::string state = dir_ + "/state";
+  std::vector<Words> words;
+  for (const char* flag : {"--report", "--log", "--trace"}) {
+    words.push_back(Small(state, {"--steps", "1", flag, dir_ + "/nowhere/file"}));
+    words.push_back(Small(state, {"--steps", "1", flag, dir_}));
+  }
+  for (const Ran& ran : RunAll(words)) {
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr("cannot be written"));
+  }
+  EXPECT_FALSE(std::filesystem::exists(state));
+}
+
+TEST_F(RunsTest, EvaluationsAreOfTheWholeTextAndTheSameForEveryBatch) {
+  std::set<std::string> losses;
+  const std::string held_out = dir_ + "/held-out";
+  WriteFile(held_out, ReadFile(text_).substr(0, 41 * 32 + 5));
+  for (const std::string batch : {"1", "3", "16"}) {
+    SCOPED_TRACE(batch);
+    const std::string log = dir_ + "/log-" + batch, report = dir_ + "/report-" + batch;
+    // At rate 0 the model is the same, whatever it is trained on.
+    const Ran ran =
+        Run(Train(dir_ + "/state-" + batch,
+                  {"--seq", "32", "--batch", batch, "--steps", "5", "--lr", "0", "--weight-decay", "0",
+                   "--eval-data", held_out, "--eval-every", "2", "--log", log, "--report", report}));
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    EXPECT_EQ(ran.err, "");
+    const json told = json::parse(ReadFile(report));
+    ASSERT_EQ(told["evaluations"].size(), 3u);
+    double seconds = 0;
+    for (const json& evaluation : told["evaluations"]) {
+      EXPECT_EQ(evaluation["windows"], 41);
+      EXPECT_GT(evaluation["seconds"].get<double>(), 0);
+      seconds += evaluation["seconds"].get<double>();
+    }
+    EXPECT_EQ(Of(told["evaluations"], "step"), (std::vector<double>{2, 4, 5}));
+    EXPECT_GT(told["totals"]["evaluation_seconds"].get<double>(), seconds / 2) << "the last one too";
+    EXPECT_EQ(Of(Entries(log, true), "step"), (std::vector<double>{2, 4, 5}));
+    EXPECT_EQ(Of(Entries(log, false), "step"), (std::vector<double>{1, 2, 3, 4, 5}));
+    // Each after its step.
+    const std::vector<std::string> lines = Lines(ReadFile(log));
+    EXPECT_TRUE(json::parse(lines[2]).contains("windows"));
+    for (const std::string& line : lines) EXPECT_EQ(json::parse(line)["run_id"], told["run_id"]);
+    for (const json& evaluation : Entries(log, true)) losses.insert(evaluation["loss"].dump());
+  }
+  EXPECT_EQ(losses.size(), 1u);
+  const Ran fewer = Run(Small(dir_ + "/fewer", {"--steps", "1", "--eval-data", held_out, "--eval-windows",
+                                                "7", "--report", dir_ + "/fewer.json"}));
+  ASSERT_EQ(fewer.code, 0) << fewer.err;
+  EXPECT_EQ(json::parse(ReadFile(dir_ + "/fewer.json"))["evaluations"][0]["windows"], 7);
+}
+
+TEST_F(RunsTest, EvaluationsInTheLogAreNeitherLostNorDoubled) {
+  const auto words = [&](const std::string& name) {
+    return Small(dir_ + "/" + name, {"--steps", "24", "--eval-data", text_, "--eval-every", "2",
+                                     "--eval-windows", "40", "--log", dir_ + "/" + name + ".log"});
+  };
+  const auto without_times = [&](const std::string& name) {
+    std::vector<std::string> lines;
+    for (const std::string& line : Lines(ReadFile(dir_ + "/" + name + ".log"))) {
+      const json entry = json::parse(line);
+      lines.push_back(entry["step"].dump() + (entry.contains("windows") ? " evaluation " : " ") +
+                      entry["loss"].dump());
+    }
+    return lines;
+  };
+  ASSERT_EQ(Run(words("whole")).code, 0);
+  ASSERT_EQ(without_times("whole").size(), 36u);
+  for (const size_t lines : {5u, 13u, 21u}) {
+    Program killed(dir_, words("killed") + (lines == 5 ? Words{} : Words{"--resume"}));
+    ASSERT_TRUE(WaitForLines(dir_ + "/killed.log", lines));
+    killed.Signal(SIGKILL);
+    killed.Wait();
+  }
+  // Twice: the second one has nothing to do, and says nothing twice.
+  for (int i = 0; i < 2; ++i) {
+    const Ran rest = Run(words("killed") + Words{"--resume"});
+    ASSERT_EQ(rest.code, 0) << rest.err;
+    EXPECT_EQ(without_times("killed"), without_times("whole"));
+  }
+  // A kill between a step and its evaluation: the line that is missing comes first.
+  std::string log = ReadFile(dir_ + "/killed.log");
+  log.resize(log.rfind('\n', log.size() - 2) + 1);
+  WriteFile(dir_ + "/killed.log", log);
+  ASSERT_EQ(Run(words("killed") + Words{"--resume"}).code, 0);
+  EXPECT_EQ(without_times("killed"), without_times("whole"));
+}
+
+TEST_F(RunsTest, ALogBelongsToOneRun) {
+  const std::string a = dir_ + "/a", b = dir_ + "/b", log = dir_ + "/log";
+  const Words kept = {"--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "2"};
+  ASSERT_EQ(Run(Small(a, Words{"--steps", "5", "--log", log} + kept)).code, 0);
+  ASSERT_EQ(Run(Small(b, {"--steps", "3"})).code, 0);
+  const std::string before = ReadFile(log);
+  for (const Ran& ran :
+       RunAll({Small(dir_ + "/new", {"--steps", "2", "--log", log}),
+               Small(b, {"--steps", "6", "--log", log, "--resume"}),
+               // Going on from nothing without a drive: another run.
+               Small(dir_ + "/cpu", {"--offload", "cpu", "--steps", "2", "--log", log, "--resume"})})) {
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_THAT(ran.err, AllOf(HasSubstr("--log " + log), HasSubstr("move that one away")));
+  }
+  EXPECT_EQ(ReadFile(log), before);
+  // Its own checkpoint cuts what comes again.
+  std::filesystem::remove_all(a);
+  const Ran back = Run(Small(a, Words{"--steps", "5", "--log", log, "--resume"} + kept));
+  ASSERT_EQ(back.code, 0) << back.err;
+  EXPECT_EQ(Of(Entries(log, false), "step"), (std::vector<double>{1, 2, 3, 4, 5}));
+}
+
+TEST_F(RunsTest, ARunInMemoryThatLeftNothingStartsItsLogOver) {
+  const std::string state = dir_ + "/state", log = dir_ + "/log";
+  const Words words = Small(state, {"--offload", "cpu", "--steps", "30", "--log", log});
+  Program killed(dir_, words);
+  ASSERT_TRUE(WaitForLines(log, 2));
+  killed.Signal(SIGKILL);
+  killed.Wait();
+  const Ran ran = Run(words + Words{"--resume"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  ASSERT_EQ(Lines(ReadFile(log)).size(), 30u);
+}
+
+TEST_F(RunsTest, WhatAUserChangesOnResumeIsToldAndRecorded) {
+  const std::string state = dir_ + "/state", log = dir_ + "/log", other = dir_ + "/other";
+  WriteFile(other, ReadFile(text_).substr(1));
+  const auto resume = [&](const std::string& steps, const Words& more) {
+    Words words = {"train", "--state-dir", state, "--resume", "--quiet", "--log", log, "--steps", steps};
+    const bool data = std::find(more.begin(), more.end(), "--data") != more.end();
+    return Run(words + (data ? Words{} : Words{"--data", text_}) + more);
+  };
+  const auto lr = [&](size_t step) { return Entries(log, false)[step - 1]["lr"].get<double>(); };
+  ASSERT_EQ(Run(Small(state, {"--steps", "4", "--lr", "0.001", "--log", log})).code, 0);
+
+  Ran ran = resume("6", {"--lr", "0.004", "--clip", "0.5"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("changed from step 5 on: lr 0.001 -> 0.004 (--lr)"));
+  EXPECT_THAT(ran.err, HasSubstr("changed from step 5 on: clip 1.0 -> 0.5 (--clip)"));
+  EXPECT_EQ(Lines(ran.err).size(), 2u) << ran.err;
+  EXPECT_DOUBLE_EQ(lr(6), 0.0004) << "beyond the horizon, a tenth";
+  // Nobody says anything: it stays so, and repeating it is no change.
+  for (const auto& [steps, more] :
+       std::vector<std::pair<std::string, Words>>{{"7", {}}, {"8", {"--lr", "0.004", "--clip", "0.5"}}}) {
+    ran = resume(steps, more);
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    EXPECT_EQ(ran.err, "");
+    EXPECT_DOUBLE_EQ(lr(8 - (steps == "7")), 0.0004);
+  }
+  EXPECT_EQ(Inspect(state)["run"]["clip"], 0.5);
+
+  ran = resume("9", {"--batch", "3", "--accumulate", "2", "--seq", "16", "--weight-decay", "0.1"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  for (const char* text :
+       {"batch 1 -> 3 (--batch)", "accumulate 1 -> 2", "seq 32 -> 16", "weight_decay 0.01 -> 0.1"})
+    EXPECT_THAT(ran.err, HasSubstr(text));
+  EXPECT_EQ(Entries(log, false).back()["tokens"], 3 * 2 * 16);
+  ran = resume("10", {"--data", other});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("changed from step 10 on: the text"));
+  EXPECT_EQ(Entries(log, false).back()["tokens"], 3 * 2 * 16);
+  ran = resume("11", {"--data", other});
+  EXPECT_EQ(ran.code, 0);
+  EXPECT_EQ(ran.err, "");
+
+  // What the state is made of stays.
+  for (const Words& words : {Words{"--seed", "2"}, {"--dtype", "bf16"}, {"--optimizer-states", "bf16"}}) {
+    ran = resume("12", words);
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_THAT(ran.err,
+                AllOf(HasSubstr(words[0] + " "), HasSubstr("created with"), HasSubstr("--state-dir")));
+  }
+  EXPECT_EQ(Inspect(state)["step"], 11);
+}
+
+TEST_F(RunsTest, AWarmupOnResumeIsTakenAndTheHorizonStays) {
+  const auto run = [&](const std::string& name, const Words& more) {
+    const Ran ran = Run(Small(dir_ + "/" + name, Words{"--log", dir_ + "/" + name + ".log"} + more));
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return ran;
+  };
+  // Stopped before its first step is over: all of its steps are those after the change.
+  run("whole", {"--steps", "12", "--warmup", "6"});
+  run("short",
+      {"--steps", "12", "--warmup", "1", "--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "3"});
+  const std::vector<double> whole = Of(Entries(dir_ + "/whole.log", false), "lr");
+  const Words back = {"--checkpoint-dir", dir_ + "/kept/step-00000003", "--resume"};
+  const Ran ran = run("back", back + Words{"--warmup", "6"});
+  EXPECT_THAT(ran.err, HasSubstr("changed from step 4 on: warmup 1 -> 6 (--warmup)"));
+  const std::vector<double> rates = Of(Entries(dir_ + "/back.log", false), "lr");
+  EXPECT_EQ(std::vector<double>(rates.begin() + 1, rates.end()),
+            std::vector<double>(whole.begin() + 3, whole.end()));
+  // More steps change no rate before the horizon.
+  run("more", back + Words{"--steps", "15"});
+  const std::vector<double> more = Of(Entries(dir_ + "/more.log", false), "lr");
+  const std::vector<double> first = Of(Entries(dir_ + "/short.log", false), "lr");
+  ASSERT_EQ(more.size(), 13u);
+  for (size_t step = 3; step <= 12; ++step) EXPECT_EQ(more[step - 3], first[step - 1]) << step;
+  EXPECT_EQ(more[12], first[11]);
+  Words loud = Small(dir_ + "/more", {"--resume", "--steps", "16"});
+  loud.erase(std::find(loud.begin(), loud.end(), "--quiet"));
+  EXPECT_THAT(Run(loud).out, HasSubstr("made for 12 steps"));
+}
+
+TEST_F(RunsTest, AConfigThatSaysSomethingElseChangesTheRunAndAFlagThatWonOverItDoesNot) {
+  const std::string state = dir_ + "/state", config = dir_ + "/config.json", log = dir_ + "/log";
+  const auto write = [&](const std::string& lr, const std::string& clip, const std::string& scheduler) {
+    WriteFile(config, R"({"optimizer": {"type": "AdamW", "params": {"lr": )" + lr +
+                          R"(, "betas": [0.9, 0.95]}}, )" + R"("gradient_clipping": )" + clip +
+                          R"(, "scheduler": {"type": "WarmupLR", "params": )" + scheduler + "}}");
+  };
+  const auto resume = [&](const std::string& steps) {
+    return Run({"train", "--data", text_, "--state-dir", state, "--resume", "--quiet", "--log", log,
+                "--config", config, "--steps", steps});
+  };
+  const std::string scheduler = R"({"warmup_num_steps": 2, "warmup_type": "linear"})";
+  write("0.001", "1.0", scheduler);
+  ASSERT_EQ(Run(Small(state, {"--steps", "4", "--config", config, "--lr", "0.002", "--log", log})).code, 0);
+  Ran ran = resume("5");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(ran.err, "") << "the file says what it said";
+  EXPECT_EQ(Of(Entries(log, false), "lr").back(), 0.002);
+  write("0.001", "0.25", scheduler);
+  ran = resume("6");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("changed from step 6 on: clip 1.0 -> 0.25 (gradient_clipping in --config)"));
+  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  ran = resume("7");
+  EXPECT_EQ(ran.err, "") << "it is recorded";
+  write("0.008", "0.25", scheduler);
+  ran = resume("8");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("lr 0.002 -> 0.008 (optimizer.params.lr in --config)"));
+  EXPECT_EQ(Of(Entries(log, false), "lr").back(), 0.008);
+  write("0.008", "0.25", R"({"warmup_num_steps": 2, "warmup_max_lr": 0.001})");
+  ran = resume("9");
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("changed from step 9 on: scheduler "));
+  EXPECT_EQ(Of(Entries(log, false), "lr").back(), 0.001);
+  EXPECT_EQ(resume("10").err, "");
+  EXPECT_EQ(Of(Entries(log, false), "lr").back(), 0.001);
+  // What the state is made of is named by its key.
+  std::string lion = ReadFile(config);
+  lion.replace(lion.find("AdamW"), 5, "Lion");
+  WriteFile(config, lion);
+  ran = resume("11");
+  EXPECT_EQ(ran.code, 2);
+  EXPECT_THAT(ran.err, AllOf(HasSubstr("optimizer.type \"Lion\""), HasSubstr("created with \"AdamW\"")));
+}
+
+TEST_F(RunsTest, GradientsThatStayNotFiniteEndTheRunAndHarmNothing) {
+  for (const std::string offload : {"nvme", "cpu"}) {
+    SCOPED_TRACE(offload);
+    const std::string state = dir_ + "/" + offload, report = state + ".json";
+    // Every update multiplies the weights by a thousand billion.
+    const Words words = {"--offload", offload, "--report", report};
+    const Ran ran = Run(Small(
+        state, Words{"--steps", "100", "--lr", "1e6", "--weight-decay", "1e6", "--warmup", "0"} + words));
+    EXPECT_EQ(ran.code, 1);
+    EXPECT_THAT(Lines(ran.err).back(),
+                AllOf(HasSubstr("last 10 steps"), HasSubstr("not finite"), HasSubstr("--lr")));
+    json told = json::parse(ReadFile(report));
+    EXPECT_EQ(told["status"], "failed");
+    const int64_t step = told["steps"].back()["step"];
+    EXPECT_LT(step, 100);
+    EXPECT_EQ(Inspect(state)["step"], step);
+    EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
+    // A few more, none of which does anything.
+    const Ran more = Run(Small(state, Words{"--resume", "--steps", std::to_string(step + 3)} + words));
+    EXPECT_EQ(more.code, 1);
+    EXPECT_THAT(Lines(more.err).back(), HasSubstr("last 3 steps"));
+    EXPECT_EQ(Inspect(state)["step"], step + 3);
+  }
+}
+
+TEST_F(RunsTest, AStateThatIsTrainedPointsToItsCheckpoints) {
+  const std::string state = dir_ + "/state", kept = dir_ + "/kept", log = dir_ + "/log";
+  Program training(dir_, Small(state, {"--steps", "1000000", "--log", log, "--checkpoint-dir", kept,
+                                       "--checkpoint-every", "20", "--checkpoint-keep", "50"}));
+  ASSERT_TRUE(WaitForLines(log, 2));
+  while (!std::filesystem::exists(kept + "/latest")) ASSERT_FALSE(training.EndsWithin(0.02));
+  for (const Ran& ran : RunAll({{"sample", state, "--tokens", "2"}, {"export", state, dir_ + "/out"}})) {
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_THAT(ran.err, AllOf(HasSubstr("in use by another process"), HasSubstr(kept + "/step-")));
+  }
+  EXPECT_EQ(Run({"export", kept, dir_ + "/out", "--quiet"}).code, 0);
+  training.Signal(SIGTERM);
+  EXPECT_EQ(training.Wait().code, 0);
+}
+
+// What the drive moved while it was saturated is not all that it moved.
+TEST_F(RunsTest, TheRateWhileSaturatedCountsWhatCameWhileSaturated) {
+  const std::string report = dir_ + "/report";
+  const Ran ran = Run(Train(dir_ + "/state", {"--host-memory", "24M", "--steps", "8", "--report", report}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const json told = json::parse(ReadFile(report));
+  double bytes = 0;
+  for (size_t i = 1; i < 8; ++i) {
+    bytes += told["steps"][i]["nvme_read_bytes"].get<double>() +
+             told["steps"][i]["nvme_write_bytes"].get<double>();
+  }
+  const double saturated = told["io_saturated_seconds"], rate = told["io_gbps_achieved"];
+  EXPECT_GT(bytes, 0);
+  EXPECT_LT(rate * saturated * 1e9, 0.999 * bytes) << "a model of this size is read in between";
+}
+
+}  // namespace
+}  // namespace penstock::tools

@@ -1,0 +1,115 @@
+// Whose lines a log takes, cuts and leaves alone.
+#include "tools/penstock/train_log.h"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+namespace penstock::tools {
+namespace {
+
+using nlohmann::json;
+
+class TrainLogTest : public testing::Test {
+ protected:
+  TrainLogTest() {
+    std::string name = (std::filesystem::temp_directory_path() / "train_log_test.XXXXXX").string();
+    dir_ = ::mkdtemp(name.data());
+    path_ = dir_ + "/log";
+  }
+  ~TrainLogTest() override { std::filesystem::remove_all(dir_); }
+  void Write(const std::string& text) const { std::ofstream(path_, std::ios::binary) << text; }
+  std::string Read() const {
+    std::ostringstream text;
+    text << std::ifstream(path_, std::ios::binary).rdbuf();
+    return text.str();
+  }
+  // What Open says, having changed nothing where it refuses.
+  absl::Status Try(const LogOwner& owner) const {
+    const std::string before = Read();
+    const absl::Status status = TrainLog::Open(path_, owner).status();
+    if (!status.ok()) {
+      EXPECT_EQ(Read(), before);
+      EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    }
+    return status;
+  }
+  std::string dir_, path_;
+};
+
+TEST_F(TrainLogTest, EveryLineHasTheRunsIdAndAnotherRunsLogIsLeftAlone) {
+  {
+    auto log = TrainLog::Open(path_, {.run_id = "mine"});
+    ASSERT_TRUE(log.ok()) << log.status();
+    ASSERT_TRUE((*log)->Append({{"step", 1}, {"loss", 0.5}}).ok());
+    ASSERT_TRUE((*log)->Append({{"step", 1}, {"loss", 0.25}, {"windows", 3}}).ok());
+    EXPECT_EQ((*log)->last_step(), 1);
+    EXPECT_EQ((*log)->last_evaluation(), 1);
+  }
+  EXPECT_EQ(Read(),
+            "{\"step\": 1, \"loss\": 0.5, \"run_id\": \"mine\"}\n"
+            "{\"step\": 1, \"loss\": 0.25, \"windows\": 3, \"run_id\": \"mine\"}\n");
+  EXPECT_EQ(TrainLog::RunIdIn(path_), "mine");
+  EXPECT_FALSE(Try({.run_id = "mine"}).ok()) << "a new run needs a log of its own";
+  EXPECT_FALSE(Try({.run_id = "other", .resumes = true}).ok());
+  EXPECT_TRUE(Try({.run_id = "mine", .resumes = true}).ok());
+}
+
+TEST_F(TrainLogTest, ATornLineOfAnotherRunStaysAndOnesOwnGoes) {
+  const std::string line = "{\"step\": 1, \"run_id\": \"mine\"}\n";
+  Write(line + "{\"step\": 2, \"run_");
+  EXPECT_FALSE(Try({.run_id = "other", .resumes = true}).ok());
+  EXPECT_TRUE(Try({.run_id = "mine", .resumes = true}).ok());
+  EXPECT_EQ(Read(), line);
+}
+
+TEST_F(TrainLogTest, LinesWithoutAnIdAreThoseOfARunFromBeforeThereWereIds) {
+  const std::string old = "{\"step\": 1}\n{\"step\": 2}\n{\"step\": 2, \"windows\": 4}\n";
+  Write(old);
+  EXPECT_FALSE(Try({.run_id = "mine", .resumes = true}).ok());
+  EXPECT_FALSE(Try({.run_id = "mine", .resumes = true, .nameless_until = 1}).ok());
+  {
+    auto log = TrainLog::Open(path_, {.run_id = "mine", .resumes = true, .nameless_until = 2});
+    ASSERT_TRUE(log.ok()) << log.status();
+    ASSERT_TRUE((*log)->Append({{"step", 3}}).ok());
+  }
+  EXPECT_EQ(Read(), old + "{\"step\": 3, \"run_id\": \"mine\"}\n");
+  EXPECT_TRUE(Try({.run_id = "mine", .resumes = true, .nameless_until = 2}).ok());
+  // Two runs, one after the other: which of them would be cut?
+  Write(old + old);
+  EXPECT_FALSE(Try({.run_id = "mine", .resumes = true, .nameless_until = 100}).ok());
+  Write("what is this?\n");
+  EXPECT_FALSE(Try({.run_id = "mine", .resumes = true, .nameless_until = 100}).ok());
+}
+
+TEST_F(TrainLogTest, CutsWhatComesAgainAndAddsWhatIsMissing) {
+  auto log = TrainLog::Open(path_, {.run_id = "mine"});
+  ASSERT_TRUE(log.ok()) << log.status();
+  for (int step = 1; step <= 4; ++step) {
+    ASSERT_TRUE((*log)->Append({{"step", step}}).ok());
+    if (step % 2 == 0) {
+      ASSERT_TRUE((*log)->Append({{"step", step}, {"windows", 1}}).ok());
+    }
+  }
+  ASSERT_TRUE((*log)->CutAfter(2).ok());
+  EXPECT_EQ((*log)->last_step(), 2);
+  EXPECT_EQ((*log)->last_evaluation(), 2);
+  ASSERT_TRUE((*log)->AddMissing({{"step", 2}}).ok());
+  ASSERT_TRUE((*log)->AddMissing({{"step", 3}}).ok());
+  EXPECT_EQ(Read(),
+            "{\"step\": 1, \"run_id\": \"mine\"}\n{\"step\": 2, \"run_id\": \"mine\"}\n"
+            "{\"step\": 2, \"windows\": 1, \"run_id\": \"mine\"}\n{\"step\": 3, \"run_id\": \"mine\"}\n");
+}
+
+TEST_F(TrainLogTest, APipeOrADeviceIsWrittenToAndNotLookedAt) {
+  for (const bool resumes : {false, true}) {
+    auto log = TrainLog::Open("/dev/null", {.run_id = "mine", .resumes = resumes});
+    ASSERT_TRUE(log.ok()) << log.status();
+    EXPECT_TRUE((*log)->Append({{"step", 1}}).ok());
+  }
+}
+
+}  // namespace
+}  // namespace penstock::tools

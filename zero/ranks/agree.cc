@@ -1,0 +1,33 @@
+#include "zero/ranks/agree.h"
+
+#include <string>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+
+namespace penstock::zero {
+
+absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, const char* what, int64_t mine) {
+  std::vector<int64_t> numbers(static_cast<size_t>(comm.world()));
+  numbers[static_cast<size_t>(comm.rank())] = mine;
+  RETURN_IF_ERROR(comm.AllGather(Channel::kSetup, {what}, numbers.data(), sizeof(int64_t)));
+  return numbers;
+}
+
+absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine) {
+  absl::StatusOr<std::vector<std::string>> texts =
+      comm.AllTexts(channel, {"how all fared"},
+                    absl::StrCat(static_cast<int>(mine.code()), " ", std::string(mine.message())));
+  if (!texts.ok()) return texts.status();
+  for (size_t k = 0; k < texts->size(); ++k) {
+    const std::string& text = (*texts)[k];
+    const size_t space = text.find(' ');
+    int code = 0;
+    if (!absl::SimpleAtoi(text.substr(0, space), &code) || code == 0) continue;
+    return {static_cast<absl::StatusCode>(code), absl::StrCat("rank ", k, ": ", text.substr(space + 1))};
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::zero
