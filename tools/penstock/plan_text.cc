@@ -283,6 +283,11 @@ std::string PlanText(const PlanFacts& facts) {
                  "predicted step: %.3g s%s, bound by %s (compute %.3g s, drive %.3g s, updates %.3g s)\n",
                  prediction.step_seconds, WhileClipped(prediction), prediction.bound_by,
                  prediction.compute_seconds, prediction.drive_seconds, prediction.update_seconds));
+  if (plan.compute_disturbed) {
+    absl::StrAppend(&text,
+                    "other work had the processors while compute was measured; what was waited for them is "
+                    "taken off: plan again when the machine is quiet\n");
+  }
   return text;
 }
 
@@ -369,6 +374,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"io_write_bandwidth_bytes_per_s", facts.machine.drives.write_bytes_per_s},
           {"drive_measured", facts.machine.drive_measured},
           {"drive_disturbed", facts.machine.drives.disturbed},
+          {"compute_disturbed", plan.compute_disturbed},
           {"machine", MachineJson(facts.machine.model)},
           {"figures", facts.machine.sources},
           {"predicted_step_seconds", prediction.step_seconds},

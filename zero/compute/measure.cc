@@ -20,6 +20,7 @@
 #include "zero/compute/update.h"
 #include "zero/memory/guarded.h"
 #include "zero/memory/tensor_memory.h"
+#include "zero/memory/threads.h"
 
 namespace penstock::zero {
 namespace {
@@ -53,30 +54,54 @@ void Finish(Device& device) {
   TORCH_CHECK(status.ok(), std::string(status.message()));
 }
 
+struct Timing {
+  double seconds = 0;      // without what was waited for a processor
+  bool disturbed = false;  // that was a twentieth of it, or more
+};
+
+// Seconds since `begin`, without what other work took of the processors since `before`.
+Timing TimingSince(double begin, const ProcessorWaits& before) {
+  const double passed = Seconds() - begin;
+  const double waited = std::min(ProcessorWaits::Now().SecondsSince(before), passed);
+  // A thread that computes all the time gets a share at least.
+  return {std::max(passed - waited, passed / 50), waited > passed / 20};
+}
+
 // Of one run. What a drive would have brought in the meantime is not in the caches, where it would make a
 // block look faster than it trains.
 template <typename Probe, typename Body>
-double SecondsOnce(Device& device, Probe& probe, Body&& body) {
+Timing TimingOnce(Device& device, Probe& probe, Body&& body) {
   probe.Renew();
+  const ProcessorWaits before = ProcessorWaits::Now();
   const double begin = Seconds();
   body();
   Finish(device);
-  return Seconds() - begin;
+  return TimingSince(begin, before);
 }
 
 // A run of this length is exact to some percent by itself; of shorter ones the median of three counts.
 constexpr double kLongRun = 0.1;
+// Runs beside other work are repeated for so long, and the quickest counts.
+constexpr double kPatience = 2;
 
-// `first`: of a run that has loaded LibTorch's kernels and the pool's buffers already, or 0.
+// `first`: of a run that has loaded LibTorch's kernels and the pool's buffers already, or none.
 template <typename Probe, typename Body>
-double SecondsOf(Device& device, Probe& probe, Body&& body, double first = 0) {
-  if (first > kLongRun) return first;
+Timing TimingOf(Device& device, Probe& probe, Body&& body, Timing first = {}) {
   std::vector<double> seconds;
+  if (first.seconds > kLongRun) {
+    if (!first.disturbed) return first;
+    seconds.push_back(first.seconds);
+  }
+  const double begin = Seconds();
+  bool disturbed = first.disturbed;
   do {
-    seconds.push_back(SecondsOnce(device, probe, body));
-  } while (seconds.size() < 3 && seconds.front() <= kLongRun);
+    const Timing timing = TimingOnce(device, probe, body);
+    if (!timing.disturbed && timing.seconds > kLongRun) return timing;
+    disturbed |= timing.disturbed;
+    seconds.push_back(timing.seconds);
+  } while (seconds.size() < 3 && Seconds() - begin < kPatience);
   std::sort(seconds.begin(), seconds.end());
-  return seconds[seconds.size() / 2];
+  return {disturbed ? seconds.front() : seconds[seconds.size() / 2], disturbed};
 }
 
 // A NaN is itself, and a stage may have moved its buffers to its device. `before` is on the host.
@@ -353,19 +378,24 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
         shape.input_scratch_bytes = s == 0 ? 0 : BytesOf(input);
         const Untouched untouched(block->module(), input, batch);
         auto forward = [&] { probe.Forward(); };
+        const auto time = [&](auto& pass, Timing first) {
+          const Timing timing = TimingOf(device, probe, pass, first);
+          measured.disturbed |= timing.disturbed;
+          return timing.seconds;
+        };
         shape.forward_peak_bytes = PeakOf(device, forward) + Rounded(BytesOf(probe.output()));
         output = probe.output();
         if (trains) {
           broken = untouched.Check(spec.name, model.blocks[static_cast<size_t>(spec.block)].name);
           if (!broken.ok()) return;
           auto backward = [&] { probe.Backward(); };
-          double first = 0;  // the pool's buffers are there from forward, most of them
-          shape.backward_peak_bytes = PeakOf(device, [&] { first = SecondsOnce(device, probe, backward); });
+          Timing first;  // the pool's buffers are there from forward, most of them
+          shape.backward_peak_bytes = PeakOf(device, [&] { first = TimingOnce(device, probe, backward); });
           broken = untouched.Check(spec.name, model.blocks[static_cast<size_t>(spec.block)].name);
           if (!broken.ok()) return;
-          if (options.times) shape.backward_seconds = SecondsOf(device, probe, backward, first);
+          if (options.times) shape.backward_seconds = time(backward, first);
         }
-        if (options.times) shape.forward_seconds = SecondsOf(device, probe, forward);
+        if (options.times) shape.forward_seconds = time(forward, {});
       });
       if (!broken.ok()) return broken;
       if (!ran.ok()) return ran;
@@ -538,6 +568,7 @@ double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optim
   double best = 1e9;
   for (int repeat = 0; repeat < 4; ++repeat) {
     for (const torch::Tensor& bytes : held) kernels::EvictFromCaches(bytes.data_ptr(), bytes.nbytes());
+    const ProcessorWaits before = ProcessorWaits::Now();
     const double begin = Seconds();
     // As an update on the drive: what was read is checked, what is written is checksummed.
     for (int pass = 0; pass < 2; ++pass) {
@@ -547,7 +578,7 @@ double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optim
       if (sum == 1) best = 0;  // the sums must not be optimised away
       if (pass == 0) UpdateTile(format, step, /*seed=*/1, layout, {0, kElements}, memory);
     }
-    best = std::min(best, Seconds() - begin);
+    best = std::min(best, TimingSince(begin, before).seconds);
   }
   return static_cast<double>(kElements) / std::max(best, 1e-9);
 }

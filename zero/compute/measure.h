@@ -27,6 +27,9 @@ struct MeasuredModel {
   std::vector<std::shared_ptr<BlockModule>> modules;  // [block]; blocks of one kind share
   int64_t parameters = 0;                             // without padding
   int64_t sample_bytes = 0;                           // that BusiestStage takes
+  // Other work had the processors for much of the time: what was waited for them is taken off, which leaves
+  // what it took of caches and memory.
+  bool disturbed = false;
   // Of the stages, those that backward spends most time in, and what goes into them.
   struct Busiest {
     int stage = -1;  // one of them; -1: nothing is trained

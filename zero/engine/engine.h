@@ -95,10 +95,11 @@ struct EnginePlan {
   tiering::Plan plan;
   TileFormat format;
   int64_t parameters = 0;
-  int64_t disk_bytes = 0;   // of the state directories, all versions
-  int versions = 0;         // of everything, that these hold
-  int64_t state_bytes = 0;  // one version
-  ShardDirectories parts;   // of what is resumed or evaluated: by rank
+  int64_t disk_bytes = 0;          // of the state directories, all versions
+  int versions = 0;                // of everything, that these hold
+  int64_t state_bytes = 0;         // one version
+  bool compute_disturbed = false;  // compute was measured beside other work (MeasuredModel::disturbed)
+  ShardDirectories parts;          // of what is resumed or evaluated: by rank
   // What it was planned under: for those who ask what another machine or budget would do.
   tiering::PlanOptions options;
 };

@@ -408,6 +408,7 @@ absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptio
   prepared.storage = *std::move(storage);
   plan_options.device.gds = prepared.storage.transfers != nullptr;
   plan.parameters = measured.parameters;
+  plan.compute_disturbed = measured.disturbed;
   prepared.modules = measured.modules;
   prepared.identity = IdentityOf(model, options, *format, plan.graph);
   nlohmann::json theirs;

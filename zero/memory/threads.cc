@@ -5,6 +5,10 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <charconv>
+#include <filesystem>
+#include <fstream>
+#include <system_error>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
@@ -25,6 +29,30 @@ void SetIntraOpThreads(int threads) {
 }
 
 int DefaultIntraOpThreads() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
+
+ProcessorWaits ProcessorWaits::Now() {
+  ProcessorWaits waits;
+  std::error_code error;
+  for (std::filesystem::directory_iterator task("/proc/self/task", error), end; !error && task != end;
+       task.increment(error)) {
+    const std::string id = task->path().filename().string();
+    int thread = 0;
+    int64_t ran = 0, waited = 0;
+    std::ifstream file(task->path() / "schedstat");  // a thread may have ended meanwhile
+    if (std::from_chars(id.data(), id.data() + id.size(), thread).ec == std::errc() && file >> ran >> waited)
+      waits.nanoseconds_[thread] = waited;
+  }
+  return waits;
+}
+
+double ProcessorWaits::SecondsSince(const ProcessorWaits& before) const {
+  int64_t longest = 0;
+  for (const auto& [thread, waited] : nanoseconds_) {
+    const auto then = before.nanoseconds_.find(thread);
+    longest = std::max(longest, waited - (then != before.nanoseconds_.end() ? then->second : 0));
+  }
+  return static_cast<double>(longest) * 1e-9;
+}
 
 BlasInfo DescribeBlas() {
   auto config = Symbol<char* (*)()>("openblas_get_config");

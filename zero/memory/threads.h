@@ -8,6 +8,8 @@
 #ifndef PENSTOCK_ZERO_MEMORY_THREADS_H_
 #define PENSTOCK_ZERO_MEMORY_THREADS_H_
 
+#include <cstdint>
+#include <map>
 #include <string>
 
 namespace penstock::zero {
@@ -16,6 +18,18 @@ namespace penstock::zero {
 // too.
 void SetIntraOpThreads(int threads);
 int DefaultIntraOpThreads();  // one per core
+
+// How long each thread of this process has been ready to run while other work had the processors, since it
+// began: Linux's schedstat. What a cgroup's quota or the host of a virtual machine takes away is not in it.
+class ProcessorWaits {
+ public:
+  static ProcessorWaits Now();
+  // The longest such wait of one thread since `before`, in seconds; 0 where the kernel does not say it.
+  double SecondsSince(const ProcessorWaits& before) const;
+
+ private:
+  std::map<int, int64_t> nanoseconds_;  // by thread
+};
 
 struct BlasInfo {
   std::string name;  // "OpenBLAS 0.3.21 SkylakeX (pthreads)"; "reference BLAS" where nothing better answers
