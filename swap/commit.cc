@@ -13,8 +13,9 @@ namespace penstock::swap {
 
 absl::Status Store::Commit(CommitIo* io, const CommitInfo& info) {
   if (io->pending()) return absl::FailedPreconditionError("the commit object is in use");
-  // A commit that failed may be tried again; everything else that forbids writing forbids committing.
-  if (health_ != Health::kCommitFailed) {
+  // A commit that failed may be tried again, but makes up for no mark; everything else that forbids writing
+  // forbids committing.
+  if (health_ != Health::kCommitFailed || next_.overwriting) {
     RETURN_IF_ERROR(CheckWritable());
   }
   if (commit_ != nullptr) return absl::FailedPreconditionError("a commit is in flight");

@@ -209,6 +209,8 @@ TEST_P(OneVersionSimTest, AFailedMarkCanBeTriedAgainAndAFailedSyncCannot) {
   EXPECT_FALSE(world.store().OverwriteNow().ok());
   world.disk().set_rates({});
   EXPECT_TRUE(world.Check().ok());
+  // Nor is a mark that failed made up for by a commit.
+  EXPECT_TRUE(absl::IsFailedPrecondition(world.store().CommitNow({.step = 1, .updates = 1, .payload = ""})));
   const absl::Status again = world.store().OverwriteNow();
   ASSERT_TRUE(again.ok()) << again;
   ASSERT_TRUE(model.WriteAll(world.store(), 2).ok());
