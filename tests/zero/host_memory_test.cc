@@ -116,6 +116,25 @@ TEST_F(HostMemoryTest, Version1AndBothAtOnce) {
   EXPECT_EQ(Find().free_bytes, 700 * kMiB);
 }
 
+// A group of somebody else, shown at a place of its own, bounds nobody here.
+TEST_F(HostMemoryTest, AMountOfAForeignGroupBoundsNothing) {
+  Write("/proc/self/cgroup", "0::/jobs/7\n");
+  Write("/proc/self/mountinfo",
+        std::string(kUnified) + "40 18 0:21 /other /mnt/other rw - cgroup2 cgroup2 rw\n");
+  Unified("/jobs/7", std::to_string(700 * kMiB), 0, 0);
+  Write("/mnt/other/memory.max", "1048576\n");
+  EXPECT_EQ(Find().free_bytes, 700 * kMiB);
+  EXPECT_EQ(Find().hard_limit_bytes, 700 * kMiB);
+}
+
+TEST_F(HostMemoryTest, ReservedHugePagesAreCounted) {
+  EXPECT_EQ(Find().huge_page_bytes, 0);
+  Write("/proc/meminfo",
+        "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\nHugePages_Total: 20\nHugePages_Free: 12\n"
+        "Hugepagesize: 2048 kB\n");
+  EXPECT_EQ(Find().huge_page_bytes, 24 * kMiB);
+}
+
 TEST_F(HostMemoryTest, WhatCannotBeReadIsNoLimit) {
   Write("/proc/self/cgroup", "nonsense\n0::/a\n::::\n");
   Write("/proc/self/mountinfo", std::string("x\n - cgroup2\n1 2 - cgroup2 x\n") + kUnified);

@@ -200,13 +200,17 @@ absl::StatusOr<std::string> ProcessMemoryText(const zero::EnginePlan& plan,
                                               const zero::EngineOptions& options,
                                               const zero::HostMemory& memory) {
   const int here = options.comm != nullptr ? options.comm->environment().local_world : 1;
-  const int64_t planned = plan.plan.host_bytes(),
+  // The ranks of a host take reserved huge pages one after the other: all of them find some, or none.
+  const bool reserved = here * plan.plan.arena_bytes <= memory.huge_page_bytes;
+  const int64_t planned = plan.plan.host_bytes() - (reserved ? plan.plan.arena_bytes : 0),
                 beside = zero::ProcessOverheadBytes(options.intra_op_threads);
   const int64_t all = here * (planned + beside);
   const std::string many = here > 1 ? absl::StrCat(" of each of ", here, " ranks") : "";
   const std::string takes = absl::StrFormat(
-      "%s of memory in all: %s planned and about %s beside it (code, LibTorch, scratch of BLAS)%s",
-      FormatBytes(all), FormatBytes(planned), FormatBytes(beside), many);
+      "%s of memory in all: %s planned%s and about %s beside it (code, LibTorch, scratch of BLAS)%s",
+      FormatBytes(all), FormatBytes(planned),
+      reserved ? absl::StrFormat(" (and %s in reserved huge pages)", FormatBytes(plan.plan.arena_bytes)) : "",
+      FormatBytes(beside), many);
   const std::string bound =
       memory.is_cgroup ? absl::StrFormat("%s says %s", memory.bound_by, FormatBytes(memory.limit_bytes))
                        : absl::StrFormat("%s has %s", memory.bound_by, FormatBytes(memory.limit_bytes));

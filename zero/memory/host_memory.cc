@@ -118,17 +118,16 @@ std::vector<Mount> Mounts(const std::string& root) {
   return mounts;
 }
 
-// The group below the mount point: "" or "/a/b". Where the mount shows only a part of the hierarchy that the
-// path does not lie in (a container that shares its host's view of paths), what is shown is all that there is
-// to see.
-std::string Below(const Mount& mount, const std::string& path) {
+// The group below the mount point: "" or "/a/b"; none where the mount shows a part of the hierarchy that the
+// path does not lie in.
+std::optional<std::string> Below(const Mount& mount, const std::string& path) {
   std::string_view below = path;
   const std::string_view group = mount.group == "/" ? std::string_view() : std::string_view(mount.group);
   if (below.compare(0, group.size(), group) != 0 ||
       (below.size() > group.size() && below[group.size()] != '/'))
-    return "";
+    return std::nullopt;
   below.remove_prefix(group.size());
-  if (absl::StrContains(std::string(below) + "/", "/../")) return "";
+  if (absl::StrContains(std::string(below) + "/", "/../")) return std::nullopt;
   while (!below.empty() && below.back() == '/') below.remove_suffix(1);
   return std::string(below);
 }
@@ -141,9 +140,10 @@ void Bound(int64_t free, int64_t limit, const std::string& by, HostMemory* memor
   memory->is_cgroup = true;
 }
 
-void BoundByGroups(const std::string& root, const Mount& mount, const std::string& path, HostMemory* memory) {
+// Of the group `below` the mount point, and of all above it that are shown.
+void BoundByGroups(const std::string& root, const Mount& mount, std::string below, HostMemory* memory) {
   const Version& version = OfVersion(mount.second);
-  for (std::string below = Below(mount, path);; below.resize(below.rfind('/'))) {
+  for (;; below.resize(below.rfind('/'))) {
     const std::string shown = mount.point + below;
     const std::string directory = root + shown;
     for (const char* const name : version.limits) {
@@ -167,7 +167,7 @@ HostMemory FindHostMemory(const std::string& root) {
   HostMemory memory;
   memory.free_bytes = memory.limit_bytes = int64_t{4} << 30;
   memory.bound_by = memory.hard_limit_by = "this machine";
-  int64_t swap = 0;
+  int64_t swap = 0, huge_pages = 0, huge_page = 0;
   std::ifstream info(root + "/proc/meminfo");
   for (std::string line; std::getline(info, line);) {
     const std::vector<std::string> words = absl::StrSplit(line, ' ', absl::SkipEmpty());
@@ -176,17 +176,30 @@ HostMemory FindHostMemory(const std::string& root) {
     if (kib.has_value() && words[0] == "MemAvailable:") memory.free_bytes = *kib * 1024;
     if (kib.has_value() && words[0] == "MemTotal:") memory.limit_bytes = *kib * 1024;
     if (kib.has_value() && words[0] == "SwapTotal:") swap = *kib * 1024;
+    if (kib.has_value() && words[0] == "HugePages_Free:") huge_pages = *kib;  // a count
+    if (kib.has_value() && words[0] == "Hugepagesize:") huge_page = *kib * 1024;
   }
   memory.hard_limit_bytes = memory.limit_bytes + swap;
+  memory.huge_page_bytes = huge_pages * huge_page;
   std::ifstream status(root + "/proc/self/status");
   for (std::string line; std::getline(status, line);) {
     const std::vector<std::string> words = absl::StrSplit(line, absl::ByAnyChar(" \t"), absl::SkipEmpty());
     if (words.size() >= 2 && words[0] == "RssAnon:") memory.own_bytes = Number(words[1]).value_or(0) * 1024;
   }
   const Paths paths = PathsOf(root);
-  for (const Mount& mount : Mounts(root)) {
-    const std::optional<std::string>& path = mount.second ? paths.second : paths.first;
-    if (path.has_value()) BoundByGroups(root, mount, *path, &memory);
+  const std::vector<Mount> mounts = Mounts(root);
+  for (const bool second : {false, true}) {
+    const std::optional<std::string>& path = second ? paths.second : paths.first;
+    if (!path.has_value()) continue;
+    // Where no mount has the path (a container that shares its host's view of paths), what is shown is all
+    // that there is to see; where one has it, the others show groups of somebody else.
+    bool has_path = false;
+    for (const Mount& mount : mounts) has_path |= mount.second == second && Below(mount, *path).has_value();
+    for (const Mount& mount : mounts) {
+      const std::optional<std::string> below = Below(mount, *path);
+      if (mount.second == second && (below.has_value() || !has_path))
+        BoundByGroups(root, mount, below.value_or(""), &memory);
+    }
   }
   return memory;
 }

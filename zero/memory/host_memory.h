@@ -23,6 +23,8 @@ struct HostMemory {
   // less of another one free. memory.high is none: it slows down.
   int64_t hard_limit_bytes = 0;
   std::string hard_limit_by;
+  // Huge pages that are reserved and free (vm.nr_hugepages): an arena of them is no group's memory.
+  int64_t huge_page_bytes = 0;
   // What this process has already, which is no longer free and need not be found again.
   int64_t own_bytes = 0;
 };
