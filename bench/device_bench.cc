@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "zero/compute/device.h"
-#include "zero/compute/measure.h"
+#include "zero/compute/machine_rates.h"
 
 namespace penstock::bench {
 namespace {

@@ -24,7 +24,7 @@
 #include "tiering/program/executor.h"
 #include "tiering/program/program.h"
 #include "tiering/simulate/sim_lanes.h"
-#include "zero/compute/measure.h"
+#include "zero/compute/machine_rates.h"
 #include "zero/engine/checkpointing.h"
 #include "zero/engine/engine.h"
 #include "zero/memory/tensor_memory.h"

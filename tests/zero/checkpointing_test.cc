@@ -12,7 +12,7 @@
 #include "swap/inspect.h"
 #include "tests/leaks.h"
 #include "tests/zero/training.h"
-#include "zero/engine/engine_state.h"
+#include "zero/engine/restore.h"
 
 namespace penstock::zero {
 namespace {

@@ -18,7 +18,7 @@
 #include "tests/zero/training.h"
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
-#include "zero/engine/engine_state.h"
+#include "zero/engine/restore.h"
 
 namespace penstock::zero {
 namespace {

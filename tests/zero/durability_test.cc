@@ -9,7 +9,7 @@
 #include "swap/inspect.h"
 #include "tests/soak.h"
 #include "tests/zero/training.h"
-#include "zero/engine/engine_state.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero {
 namespace {

@@ -15,7 +15,7 @@
 #include "kernels/checksum.h"
 #include "tests/zero/training.h"
 #include "zero/compute/device.h"
-#include "zero/compute/measure.h"
+#include "zero/compute/machine_rates.h"
 
 #ifdef PENSTOCK_TORCH_CUDA
 #include <cuda_runtime_api.h>

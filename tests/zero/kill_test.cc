@@ -22,8 +22,8 @@
 #include "tests/soak.h"
 #include "tests/zero/training.h"
 #include "tools/penstock/train_log.h"
-#include "zero/engine/engine_state.h"
 #include "zero/engine/report.h"
+#include "zero/engine/restore.h"
 
 namespace penstock::zero {
 namespace {

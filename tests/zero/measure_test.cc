@@ -23,8 +23,8 @@ class OtherWork {
     for (unsigned i = 0; i < 4 * std::thread::hardware_concurrency(); ++i) {
       const pid_t child = fork();
       if (child == 0) {
-        for (volatile unsigned spin = 0;; spin = spin + 1) {
-        }
+        volatile unsigned spins = 0;
+        for (;;) spins = spins + 1;
       }
       children_.push_back(child);
     }

@@ -10,7 +10,7 @@
 
 #include "swap/checkpoint.h"
 #include "tests/zero/ranks.h"
-#include "zero/engine/engine_state.h"
+#include "zero/engine/restore.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {

@@ -20,7 +20,7 @@
 #include "tests/soak.h"
 #include "tiering/advice/tier_table.h"
 #include "zero/config/plan_bounds.h"
-#include "zero/engine/rank_agreement.h"
+#include "zero/ranks/agree.h"
 
 namespace penstock::zero {
 namespace {

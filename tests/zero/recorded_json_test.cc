@@ -12,8 +12,9 @@
 #include "swap/store.h"
 #include "tests/zero/training.h"
 #include "tools/penstock/train_options.h"
+#include "zero/compute/tile_version.h"
 #include "zero/config/json_field.h"
-#include "zero/engine/engine_state.h"
+#include "zero/engine/restore.h"
 #include "zero/lanes/hardware_lanes.h"
 
 namespace penstock::zero {

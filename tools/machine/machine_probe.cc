@@ -14,9 +14,9 @@
 #include "kernels/cache.h"
 #include "kernels/checksum.h"
 #include "tools/base/size.h"
-#include "zero/compute/measure.h"
+#include "zero/compute/machine_rates.h"
 #include "zero/config/nearest_name.h"
-#include "zero/engine/engine_state.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::tools {
 namespace {
@@ -28,9 +28,11 @@ int Cores() {
 }
 
 // Bytes per second of checking what was read, from memory, on one core.
-double MeasureVerifyRate() {
+double MeasureVerifyRate(int64_t memory_bytes) {
   using Clock = std::chrono::steady_clock;
-  const std::vector<uint64_t> words(size_t{1} << 19, 1);
+  size_t most = size_t{1} << 19;
+  if (memory_bytes > 0) most = std::clamp<size_t>(static_cast<size_t>(memory_bytes) / 4 / 8, 4096, most);
+  const std::vector<uint64_t> words(most, 1);
   const size_t bytes = words.size() * sizeof(words[0]);
   double best = 1e9;
   uint64_t sum = 0;
@@ -272,8 +274,9 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   model.compute_threads = request.compute_threads;
   machine.drives.saturating_bytes_in_flight = 1;
   if (!request.directories.empty()) MeasureDrives(request, &machine);
-  model.update_parameters_per_s = zero::MeasureUpdateRate(request.format, request.optimizer);
-  model.verify_bytes_per_s = MeasureVerifyRate();
+  model.update_parameters_per_s =
+      zero::MeasureUpdateRate(request.format, request.optimizer, request.memory_bytes);
+  model.verify_bytes_per_s = MeasureVerifyRate(request.memory_bytes);
   std::string beside;
   if (model.compute_beside_drive < 1) {
     beside = absl::StrFormat("; beside a busy drive compute keeps %.0f%% of its speed",

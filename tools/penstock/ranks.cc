@@ -16,9 +16,9 @@
 #include "tools/base/version.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/state_reader.h"
-#include "zero/engine/engine_state.h"
-#include "zero/engine/rank_agreement.h"
+#include "zero/engine/engine.h"
 #include "zero/memory/threads.h"
+#include "zero/ranks/agree.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::tools {

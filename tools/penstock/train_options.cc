@@ -29,11 +29,10 @@
 #include "tools/penstock/state_reader.h"
 #include "zero/compute/block.h"
 #include "zero/config/config.h"
+#include "zero/config/json_difference.h"
 #include "zero/config/json_field.h"
 #include "zero/config/plan_bounds.h"
-#include "zero/engine/engine_state.h"
-#include "zero/engine/json_difference.h"
-#include "zero/engine/rank_agreement.h"
+#include "zero/engine/restore.h"
 #include "zero/memory/threads.h"
 #include "zero/ranks/sharded_state.h"
 

@@ -11,7 +11,7 @@
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/verbs.h"
-#include "zero/engine/engine_state.h"
+#include "zero/engine/engine.h"
 #include "zero/memory/threads.h"
 
 namespace penstock::tools {

@@ -38,8 +38,7 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/verbs.h"
 #include "zero/config/json_field.h"
-#include "zero/engine/engine_state.h"
-#include "zero/engine/rank_agreement.h"
+#include "zero/engine/engine.h"
 #include "zero/engine/report.h"
 #include "zero/memory/threads.h"
 

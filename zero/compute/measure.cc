@@ -1,8 +1,6 @@
 #include "zero/compute/measure.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <future>
 #include <memory>
@@ -15,12 +13,10 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/cache.h"
-#include "kernels/checksum.h"
 #include "zero/compute/stage_runner.h"
-#include "zero/compute/update.h"
+#include "zero/compute/stopwatch.h"
 #include "zero/memory/guarded.h"
 #include "zero/memory/tensor_memory.h"
-#include "zero/memory/threads.h"
 
 namespace penstock::zero {
 namespace {
@@ -31,10 +27,6 @@ int64_t BytesOf(const torch::Tensor& tensor) {
 
 // Rounded up as the allocator does.
 int64_t Rounded(int64_t bytes) { return bytes == 0 ? 0 : tiering::AlignUp(bytes + 64, 16 << 10); }
-
-double Seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Peak of live tensor bytes over `body`, beyond what was live before. What is kept from before is no part of
 // it.
@@ -54,29 +46,16 @@ void Finish(Device& device) {
   TORCH_CHECK(status.ok(), std::string(status.message()));
 }
 
-struct Timing {
-  double seconds = 0;      // without what was waited for a processor
-  bool disturbed = false;  // that was a twentieth of it, or more
-};
-
-// Seconds since `begin`, without what other work took of the processors since `before`.
-Timing TimingSince(double begin, const ProcessorWaits& before) {
-  const double passed = Seconds() - begin;
-  const double waited = std::min(ProcessorWaits::Now().SecondsSince(before), passed);
-  // A thread that computes all the time gets a share at least.
-  return {std::max(passed - waited, passed / 50), waited > passed / 20};
-}
-
 // Of one run. What a drive would have brought in the meantime is not in the caches, where it would make a
 // block look faster than it trains.
 template <typename Probe, typename Body>
-Timing TimingOnce(Device& device, Probe& probe, Body&& body) {
+Stopwatch::Reading TimeOnce(Device& device, Probe& probe, Body&& body) {
   probe.Renew();
-  const ProcessorWaits before = ProcessorWaits::Now();
-  const double begin = Seconds();
+  const Stopwatch watch;
   body();
   Finish(device);
-  return TimingSince(begin, before);
+  // The processor's threads do not say what a device apart takes.
+  return device.has_own_memory() ? Stopwatch::Reading{watch.Passed()} : watch.Read();
 }
 
 // A run of this length is exact to some percent by itself; of shorter ones the median of three counts.
@@ -86,20 +65,20 @@ constexpr double kPatience = 2;
 
 // `first`: of a run that has loaded LibTorch's kernels and the pool's buffers already, or none.
 template <typename Probe, typename Body>
-Timing TimingOf(Device& device, Probe& probe, Body&& body, Timing first = {}) {
+Stopwatch::Reading TimeOf(Device& device, Probe& probe, Body&& body, Stopwatch::Reading first = {}) {
   std::vector<double> seconds;
   if (first.seconds > kLongRun) {
     if (!first.disturbed) return first;
     seconds.push_back(first.seconds);
   }
-  const double begin = Seconds();
+  const Stopwatch patience;
   bool disturbed = first.disturbed;
   do {
-    const Timing timing = TimingOnce(device, probe, body);
+    const Stopwatch::Reading timing = TimeOnce(device, probe, body);
     if (!timing.disturbed && timing.seconds > kLongRun) return timing;
     disturbed |= timing.disturbed;
     seconds.push_back(timing.seconds);
-  } while (seconds.size() < 3 && Seconds() - begin < kPatience);
+  } while (seconds.size() < 3 && patience.Passed() < kPatience);
   std::sort(seconds.begin(), seconds.end());
   return {disturbed ? seconds.front() : seconds[seconds.size() / 2], disturbed};
 }
@@ -378,8 +357,8 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
         shape.input_scratch_bytes = s == 0 ? 0 : BytesOf(input);
         const Untouched untouched(block->module(), input, batch);
         auto forward = [&] { probe.Forward(); };
-        const auto time = [&](auto& pass, Timing first) {
-          const Timing timing = TimingOf(device, probe, pass, first);
+        const auto time = [&](auto& pass, Stopwatch::Reading first) {
+          const Stopwatch::Reading timing = TimeOf(device, probe, pass, first);
           measured.disturbed |= timing.disturbed;
           return timing.seconds;
         };
@@ -389,8 +368,8 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
           broken = untouched.Check(spec.name, model.blocks[static_cast<size_t>(spec.block)].name);
           if (!broken.ok()) return;
           auto backward = [&] { probe.Backward(); };
-          Timing first;  // the pool's buffers are there from forward, most of them
-          shape.backward_peak_bytes = PeakOf(device, [&] { first = TimingOnce(device, probe, backward); });
+          Stopwatch::Reading first;  // the pool's buffers are there from forward, most of them
+          shape.backward_peak_bytes = PeakOf(device, [&] { first = TimeOnce(device, probe, backward); });
           broken = untouched.Check(spec.name, model.blocks[static_cast<size_t>(spec.block)].name);
           if (!broken.ok()) return;
           if (options.times) shape.backward_seconds = time(backward, first);
@@ -430,55 +409,6 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
   return measured;
 }
 
-absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
-  constexpr int64_t kPiece = int64_t{4} << 20;  // about a tile's weights
-  const int64_t bytes = std::clamp(device.capacity_bytes() / 4 / kPiece * kPiece, kPiece, 16 * kPiece);
-  absl::StatusOr<std::byte*> there = device.AllocateArena(bytes);
-  if (!there.ok()) return there.status();
-  // A whole page of its own: neighbours must not be pinned and let go with it.
-  std::unique_ptr<std::byte, decltype(&std::free)> here(
-      static_cast<std::byte*>(std::aligned_alloc(2 << 20, static_cast<size_t>(bytes))), &std::free);
-  if (here == nullptr)
-    return absl::ResourceExhaustedError(absl::StrCat(bytes, " bytes to measure copies with"));
-  std::memset(here.get(), 0, static_cast<size_t>(bytes));
-  RETURN_IF_ERROR(device.RegisterHost(here.get(), bytes));
-  absl::Status failed;
-  // Pieces one after the other, as the lanes have them in flight, for long enough that what begins and ends
-  // the series does not count; the second series does.
-  constexpr int64_t kSeries = int64_t{512} << 20;
-  constexpr double kLongest = 0.05;  // seconds
-  auto rate = [&](bool in) {
-    double per_second = 0;
-    for (int series = 0; series < 2; ++series) {
-      int64_t moved = 0;
-      const double begin = Seconds();
-      while (moved == 0 || (moved < kSeries && Seconds() - begin < kLongest)) {
-        std::vector<std::promise<absl::Status>> done(static_cast<size_t>(bytes / kPiece));
-        for (size_t i = 0; i < done.size(); ++i) {
-          std::byte* const host = here.get() + static_cast<int64_t>(i) * kPiece;
-          std::byte* const far = *there + static_cast<int64_t>(i) * kPiece;
-          auto report = [&done, i](absl::Status status) { done[i].set_value(std::move(status)); };
-          if (in) {
-            device.CopyIn(far, host, kPiece, /*after_compute=*/false, report);
-          } else {
-            device.CopyOut(host, far, kPiece, report);
-          }
-        }
-        for (std::promise<absl::Status>& each : done) failed.Update(each.get_future().get());
-        moved += bytes;
-      }
-      per_second = static_cast<double>(moved) / std::max(Seconds() - begin, 1e-9);
-    }
-    return per_second;
-  };
-  CopyRates rates;
-  rates.h2d_bytes_per_s = rate(true);
-  rates.d2h_bytes_per_s = rate(false);
-  device.UnregisterHost(here.get());
-  if (!failed.ok()) return failed;
-  return rates;
-}
-
 std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
                                    kernels::DType weights, Device& device) {
   const auto make = [&model, &measured, &example, weights, &device] {
@@ -506,88 +436,6 @@ std::function<void()> BusiestStage(const Model& model, const MeasuredModel& meas
     }
     Finish(device);
   };
-}
-
-absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& format,
-                                              const OptimizerOptions& optimizer) {
-  const tiering::Precision precision = format.precision();
-  const int64_t unit = tiering::kElementAlignment;
-  const int64_t of_unit = precision.TotalBytes(unit) + unit * precision.gradient_bytes;
-  const int64_t elements = unit * std::clamp<int64_t>(device.capacity_bytes() / 4 / of_unit, 1, 8192);
-  const int64_t bytes = precision.TotalBytes(elements) + elements * precision.gradient_bytes;
-  absl::StatusOr<std::byte*> arena = device.AllocateArena(bytes);
-  if (!arena.ok()) return arena.status();
-  TileMemory memory;
-  memory.elements = elements;
-  std::byte* place = *arena;
-  for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
-    (s == 0 ? memory.weights : memory.state.emplace_back()) = place;
-    place += tiering::AlignUp(precision.SegmentBytes(s, elements), tiering::kPage);
-  }
-  memory.gradient = place;
-  FlatLayout layout;
-  layout.elements = elements;
-  layout.trained = {{0, elements}};
-  const auto updates = UpdatesOf(format, /*seed=*/1, layout, {0, elements}, memory);
-  const OptimizerStep step = MakeOptimizerStep(optimizer, {.lr = 1e-3}, 1, 1.0);
-  double best = 1e9;
-  for (int repeat = 0; repeat < 3; ++repeat) {
-    const double begin = Seconds();
-    std::promise<absl::Status> done;
-    absl::Status status = Guarded("update on the device", [&] {
-      if (repeat == 0) device.Zero(*arena, static_cast<size_t>(bytes));  // numbers, whatever was there
-      device.Update(step, updates);
-    });
-    if (!status.ok()) return status;
-    device.AfterCompute([&done](absl::Status computed) { done.set_value(std::move(computed)); });
-    status = done.get_future().get();
-    if (!status.ok()) return status;
-    best = std::min(best, Seconds() - begin);
-  }
-  return static_cast<double>(elements) / std::max(best, 1e-9);
-}
-
-double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer) {
-  constexpr int64_t kElements = int64_t{1} << 19;
-  FlatLayout layout;
-  layout.elements = kElements;
-  layout.trained = {{0, kElements}};
-  TileMemory memory;
-  memory.elements = kElements;
-  const tiering::Precision precision = format.precision();
-  std::vector<torch::Tensor> held;
-  auto take = [&](int64_t bytes) {
-    held.push_back(torch::zeros({bytes}, torch::kUInt8));
-    return held.back().data_ptr();
-  };
-  memory.weights = take(precision.SegmentBytes(0, kElements));
-  for (size_t s = 1; s < precision.segment_bytes.size(); ++s)
-    memory.state.push_back(take(precision.SegmentBytes(s, kElements)));
-  memory.gradient = take(kElements * precision.gradient_bytes);
-  const OptimizerStep step = MakeOptimizerStep(optimizer, {.lr = 1e-3}, 1, 1.0);
-  double best = 1e9;
-  for (int repeat = 0; repeat < 4; ++repeat) {
-    for (const torch::Tensor& bytes : held) kernels::EvictFromCaches(bytes.data_ptr(), bytes.nbytes());
-    const ProcessorWaits before = ProcessorWaits::Now();
-    const double begin = Seconds();
-    // As an update on the drive: what was read is checked, what is written is checksummed.
-    for (int pass = 0; pass < 2; ++pass) {
-      uint64_t sum = 0;
-      for (const torch::Tensor& bytes : held)
-        sum += kernels::Checksum(bytes.data_ptr(), static_cast<size_t>(bytes.numel()));
-      if (sum == 1) best = 0;  // the sums must not be optimised away
-      if (pass == 0) UpdateTile(format, step, /*seed=*/1, layout, {0, kElements}, memory);
-    }
-    best = std::min(best, TimingSince(begin, before).seconds);
-  }
-  return static_cast<double>(kElements) / std::max(best, 1e-9);
-}
-
-double SecondsOfCompute(const std::function<void()>& compute) {
-  const double begin = Seconds();
-  int calls = 0;
-  for (; calls < 1 || Seconds() - begin < 0.25; ++calls) compute();
-  return (Seconds() - begin) / calls;
 }
 
 }  // namespace penstock::zero

@@ -17,8 +17,8 @@
 #include "absl/status/statusor.h"
 #include "tiering/plan/model_graph.h"
 #include "zero/compute/block.h"
+#include "zero/compute/device.h"
 #include "zero/compute/model.h"
-#include "zero/compute/tile_format.h"
 
 namespace penstock::zero {
 
@@ -27,8 +27,8 @@ struct MeasuredModel {
   std::vector<std::shared_ptr<BlockModule>> modules;  // [block]; blocks of one kind share
   int64_t parameters = 0;                             // without padding
   int64_t sample_bytes = 0;                           // that BusiestStage takes
-  // Other work had the processors for much of the time: what was waited for them is taken off, which leaves
-  // what it took of caches and memory.
+  // Other work had the processors for much of the time: only what threads ran is counted, which leaves what
+  // that work took of caches and memory.
   bool disturbed = false;
   // Of the stages, those that backward spends most time in, and what goes into them.
   struct Busiest {
@@ -58,24 +58,6 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
 // first call on. Throws as LibTorch does; all that is given outlives it. `measured` has a busiest stage.
 std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
                                    kernels::DType weights, Device& device);
-
-// What copies between registered host memory and a device apart reach, in some of its memory: before
-// its arena is made.
-struct CopyRates {
-  double h2d_bytes_per_s = 0;
-  double d2h_bytes_per_s = 0;
-};
-absl::StatusOr<CopyRates> MeasureCopyRates(Device& device);
-
-// Parameters per second that a device apart updates in its own memory, before its arena is made.
-absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& format,
-                                              const OptimizerOptions& optimizer);
-
-// Parameters per second that one update worker gets through, checksums included, from memory.
-double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer);
-
-// Seconds of a call of `compute`, over a quarter of a second or one call.
-double SecondsOfCompute(const std::function<void()>& compute);
 
 }  // namespace penstock::zero
 

@@ -11,8 +11,9 @@
 #include "aio/file.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
-#include "zero/engine/engine_state.h"
+#include "zero/compute/tile_version.h"
 #include "zero/engine/rank_agreement.h"
+#include "zero/engine/store_layout.h"
 #include "zero/lanes/hardware_lanes.h"
 #include "zero/memory/guarded.h"
 

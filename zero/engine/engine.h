@@ -207,6 +207,9 @@ struct EngineOptions {
   std::function<void(tiering::Stall waiting_for)> tick;
 };
 
+// The types that the options ask for; kInvalidArgument: weights of a type that is not served.
+absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options);
+
 enum class Next : uint8_t { kUnknown, kTrain };
 
 class Engine {

@@ -7,6 +7,7 @@
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
+#include "zero/compute/tile_version.h"
 #include "zero/config/nearest_name.h"
 #include "zero/engine/rank_agreement.h"
 #include "zero/lanes/hardware_lanes.h"

@@ -16,8 +16,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
-#include "swap/checkpoint.h"
-#include "zero/engine/json_difference.h"
 #include "zero/memory/guarded.h"
 
 namespace penstock::zero {
@@ -54,28 +52,6 @@ absl::Status TakeRankZeros(Comm& comm, const char* what, void* values, size_t by
 }
 
 }  // namespace
-
-std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank) {
-  std::vector<std::string> of_rank;
-  for (const std::string& directory : directories) of_rank.push_back(swap::RankDirectory(directory, rank));
-  return of_rank;
-}
-
-absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine) {
-  absl::StatusOr<std::vector<std::string>> texts = comm.AllTexts(Channel::kSetup, {"the words"}, mine.dump());
-  if (!texts.ok()) return texts.status();
-  const nlohmann::json first = nlohmann::json::parse(texts->front(), nullptr, /*allow_exceptions=*/false);
-  for (size_t k = 1; k < texts->size(); ++k) {
-    const std::string difference =
-        JsonDifference(nlohmann::json::parse((*texts)[k], nullptr, /*allow_exceptions=*/false), first,
-                       absl::StrCat("on rank ", k), "on rank 0");
-    if (difference.empty()) continue;
-    return absl::InvalidArgumentError(absl::StrCat(
-        RankName(static_cast<int>(k), comm.world()), " was not started like rank 0: ", difference,
-        "; start all ranks with the same words, config and files"));
-  }
-  return absl::OkStatus();
-}
 
 absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm) {
   swap::Uuid uuid{};

@@ -1,11 +1,10 @@
-// What the ranks of a run agree on before its first step: the same words, one plan, one commit to go on from.
-// Every rank calls each of these, in the same order.
+// What the ranks of a run agree on before its first step: budgets, devices, one plan, one commit to go on
+// from. Every rank calls each of these, in the same order.
 #ifndef PENSTOCK_ZERO_ENGINE_RANK_AGREEMENT_H_
 #define PENSTOCK_ZERO_ENGINE_RANK_AGREEMENT_H_
 
 #include <cstdint>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
@@ -20,13 +19,6 @@
 #include "zero/ranks/comm.h"
 
 namespace penstock::zero {
-
-// Where rank `rank` keeps its part of what all ranks are told to keep in `directories`.
-std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank);
-
-// kInvalidArgument on all ranks where any of them was started with something else than rank 0: it names rank,
-// key and both values.
-absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine);
 
 // Rank 0's, everywhere.
 absl::StatusOr<swap::Uuid> AgreeOnUuid(Comm& comm);

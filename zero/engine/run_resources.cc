@@ -7,8 +7,8 @@
 #include "aio/numa.h"
 #include "base/status_macros.h"
 #include "swap/inspect.h"
-#include "zero/engine/engine_state.h"
 #include "zero/engine/rank_agreement.h"
+#include "zero/engine/store_layout.h"
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
@@ -136,7 +136,7 @@ absl::Status RunResources::MakeStore(const std::string& identity) {
   store_options.read_only = !options_.trains;
   if (!options_.resumes()) {
     absl::Status room =
-        swap::CheckSpace(store_options, OfAllHere(LayoutOf(plan_.plan), options_), identity,
+        swap::CheckSpace(store_options, LayoutOfThisHost(LayoutOf(plan_.plan), options_), identity,
                          ActivationSpill::BytesIn(options_.state_dirs.size(), plan_.graph, plan_.plan));
     if (!room.ok()) return room;
     if (options_.comm != nullptr) {

@@ -27,6 +27,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/program/lanes.h"
 #include "zero/compute/stage_runner.h"
+#include "zero/compute/tile_version.h"
 #include "zero/compute/update.h"
 #include "zero/lanes/device_lanes.h"
 #include "zero/lanes/rank_lanes.h"
@@ -35,11 +36,6 @@
 #include "zero/ranks/comm.h"
 
 namespace penstock::zero {
-
-// A tile's version on the drive after the update of `step`. Between two of them there is room for versions
-// that users write (Engine::WriteState).
-inline constexpr uint64_t kVersionsPerStep = 1000;
-inline uint64_t VersionAfter(int64_t step) { return (static_cast<uint64_t>(step) + 1) * kVersionsPerStep; }
 
 struct LaneHooks {
   std::function<absl::Status(const tiering::Op&)> decide;  // kHost operations

@@ -30,26 +30,27 @@ void SetIntraOpThreads(int threads) {
 
 int DefaultIntraOpThreads() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
 
-ProcessorWaits ProcessorWaits::Now() {
-  ProcessorWaits waits;
+ThreadTimes ThreadTimes::Now() {
+  ThreadTimes now;
   std::error_code error;
   for (std::filesystem::directory_iterator task("/proc/self/task", error), end; !error && task != end;
        task.increment(error)) {
     const std::string id = task->path().filename().string();
     int thread = 0;
-    int64_t ran = 0, waited = 0;
+    Times times;
     std::ifstream file(task->path() / "schedstat");  // a thread may have ended meanwhile
-    if (std::from_chars(id.data(), id.data() + id.size(), thread).ec == std::errc() && file >> ran >> waited)
-      waits.nanoseconds_[thread] = waited;
+    if (std::from_chars(id.data(), id.data() + id.size(), thread).ec == std::errc() &&
+        file >> times.ran_ns >> times.waited_ns)
+      now.threads_[thread] = times;
   }
-  return waits;
+  return now;
 }
 
-double ProcessorWaits::SecondsSince(const ProcessorWaits& before) const {
+double ThreadTimes::LongestSince(const ThreadTimes& before, int64_t Times::*of) const {
   int64_t longest = 0;
-  for (const auto& [thread, waited] : nanoseconds_) {
-    const auto then = before.nanoseconds_.find(thread);
-    longest = std::max(longest, waited - (then != before.nanoseconds_.end() ? then->second : 0));
+  for (const auto& [thread, times] : threads_) {
+    const auto then = before.threads_.find(thread);
+    longest = std::max(longest, times.*of - (then != before.threads_.end() ? then->second.*of : 0));
   }
   return static_cast<double>(longest) * 1e-9;
 }

@@ -19,16 +19,23 @@ namespace penstock::zero {
 void SetIntraOpThreads(int threads);
 int DefaultIntraOpThreads();  // one per core
 
-// How long each thread of this process has been ready to run while other work had the processors, since it
-// began: Linux's schedstat. What a cgroup's quota or the host of a virtual machine takes away is not in it.
-class ProcessorWaits {
+// How long each thread of this process has had a processor since it began, and how long it was ready to run
+// while other work had them all: Linux's schedstat, of which nothing is known where the kernel does not say
+// it. What a cgroup's quota or the host of a virtual machine takes away is no wait.
+class ThreadTimes {
  public:
-  static ProcessorWaits Now();
-  // The longest such wait of one thread since `before`, in seconds; 0 where the kernel does not say it.
-  double SecondsSince(const ProcessorWaits& before) const;
+  static ThreadTimes Now();
+  // Of the thread that has the most of it since `before`, in seconds.
+  double LongestRunSince(const ThreadTimes& before) const { return LongestSince(before, &Times::ran_ns); }
+  double LongestWaitSince(const ThreadTimes& before) const { return LongestSince(before, &Times::waited_ns); }
 
  private:
-  std::map<int, int64_t> nanoseconds_;  // by thread
+  struct Times {
+    int64_t ran_ns = 0, waited_ns = 0;
+  };
+  double LongestSince(const ThreadTimes& before, int64_t Times::*of) const;
+
+  std::map<int, Times> threads_;
 };
 
 struct BlasInfo {

@@ -5,6 +5,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "zero/config/json_difference.h"
 
 namespace penstock::zero {
 
@@ -26,6 +27,23 @@ absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine
     int code = 0;
     if (!absl::SimpleAtoi(text.substr(0, space), &code) || code == 0) continue;
     return {static_cast<absl::StatusCode>(code), absl::StrCat("rank ", k, ": ", text.substr(space + 1))};
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine) {
+  absl::StatusOr<std::vector<std::string>> texts =
+      comm.AllTexts(Channel::kSetup, {"the options"}, mine.dump());
+  if (!texts.ok()) return texts.status();
+  const nlohmann::json first = nlohmann::json::parse(texts->front(), nullptr, /*allow_exceptions=*/false);
+  for (size_t k = 1; k < texts->size(); ++k) {
+    const std::string difference =
+        JsonDifference(nlohmann::json::parse((*texts)[k], nullptr, /*allow_exceptions=*/false), first,
+                       absl::StrCat("on rank ", k), "on rank 0");
+    if (difference.empty()) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        RankName(static_cast<int>(k), comm.world()), " was not started like rank 0: ", difference,
+        "; start all ranks with the same options, config and files"));
   }
   return absl::OkStatus();
 }

@@ -4,6 +4,7 @@
 #define PENSTOCK_ZERO_RANKS_AGREE_H_
 
 #include <cstdint>
+#include <nlohmann/json.hpp>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -17,6 +18,10 @@ absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, const char* what, in
 
 // The same on all: OK where everybody's is, else that of the first rank that has another, which is named.
 absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine);
+
+// kInvalidArgument on all ranks where any of them was started with something else than rank 0: it names rank,
+// key and both values.
+absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine);
 
 }  // namespace penstock::zero
 

@@ -25,23 +25,23 @@ int64_t NumberIn(const nlohmann::json& json, const char* key, int64_t otherwise)
   return JsonField<int64_t>(json, key).value_or(otherwise);
 }
 
-std::vector<std::string> OfRank(const std::vector<std::string>& directories, int rank) {
-  std::vector<std::string> of_rank;
-  for (const std::string& directory : directories) of_rank.push_back(swap::RankDirectory(directory, rank));
-  return of_rank;
-}
-
 bool HoldsAnything(const swap::Finding& finding) {
   return finding.holding != swap::Holding::kNothing && finding.holding != swap::Holding::kForeign;
 }
 
 }  // namespace
 
+std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank) {
+  std::vector<std::string> of_rank;
+  for (const std::string& directory : directories) of_rank.push_back(swap::RankDirectory(directory, rank));
+  return of_rank;
+}
+
 absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories) {
   if (directories.empty()) return absl::InvalidArgumentError("no directory was given");
   const swap::Finding found = swap::Probe(directories);
   if (HoldsAnything(found)) return ShardDirectories{directories};
-  const std::vector<std::string> first = OfRank(directories, 0);
+  const std::vector<std::string> first = RankDirectories(directories, 0);
   if (const swap::Finding of_first = swap::Probe(first); !HoldsAnything(of_first)) {
     // Something is there, perhaps what was a run: that is not the same as nothing.
     for (const swap::Finding& each : {of_first, found}) {
@@ -54,7 +54,7 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
   const int64_t ranks = NumberIn(Parsed(inspection.shape.identity), kRanks, 1);
   ShardDirectories parts;
   for (int rank = 0; rank < ranks; ++rank) {
-    parts.push_back(OfRank(directories, rank));
+    parts.push_back(RankDirectories(directories, rank));
     const swap::Finding of_rank = swap::Probe(parts.back());
     if (HoldsAnything(of_rank)) continue;
     if (of_rank.holding == swap::Holding::kForeign) return absl::DataLossError(of_rank.text);

@@ -36,6 +36,9 @@ using ShardDirectories = std::vector<std::vector<std::string>>;
 // cannot be told; kDataLoss: a part is missing.
 absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& directories);
 
+// Where rank `rank` keeps its part of what all ranks are told to keep in `directories`.
+std::vector<std::string> RankDirectories(const std::vector<std::string>& directories, int rank);
+
 // An identity without what says whose part it is of; {} where it is no object.
 nlohmann::json WholeIdentity(const std::string& identity);
 

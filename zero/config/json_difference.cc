@@ -1,4 +1,4 @@
-#include "zero/engine/json_difference.h"
+#include "zero/config/json_difference.h"
 
 #include "absl/strings/str_cat.h"
 

@@ -1,6 +1,6 @@
 // What differs between two JSON values, by name, down to the first leaf.
-#ifndef PENSTOCK_ZERO_ENGINE_JSON_DIFFERENCE_H_
-#define PENSTOCK_ZERO_ENGINE_JSON_DIFFERENCE_H_
+#ifndef PENSTOCK_ZERO_CONFIG_JSON_DIFFERENCE_H_
+#define PENSTOCK_ZERO_CONFIG_JSON_DIFFERENCE_H_
 
 #include <nlohmann/json.hpp>
 #include <string>
@@ -14,4 +14,4 @@ std::string JsonDifference(const nlohmann::json& theirs, const nlohmann::json& o
 
 }  // namespace penstock::zero
 
-#endif  // PENSTOCK_ZERO_ENGINE_JSON_DIFFERENCE_H_
+#endif  // PENSTOCK_ZERO_CONFIG_JSON_DIFFERENCE_H_

@@ -1,0 +1,336 @@
+#include "zero/engine/prepare.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "swap/inspect.h"
+#include "tiering/plan/plan_layout.h"
+#include "zero/compute/measure.h"
+#include "zero/config/json_difference.h"
+#include "zero/engine/state_identity.h"
+#include "zero/engine/store_layout.h"
+#include "zero/memory/activation_spill.h"
+#include "zero/memory/guarded.h"
+#include "zero/memory/host_memory.h"
+#include "zero/memory/tensor_memory.h"
+
+namespace penstock::zero {
+namespace {
+
+// Measured within the budget, and within what is free. A budget that is too small for that is refused; how
+// much would do is known if it can be found out in the memory that the machine has free. *beyond: it was, and
+// the budget was not kept.
+absl::StatusOr<MeasuredModel> MeasureWithin(const Model& model, const EngineOptions& options,
+                                            kernels::DType weights, bool* beyond) {
+  const int64_t budget = options.host_memory_bytes;
+  // What a killed process could not say.
+  const int64_t free = std::max<int64_t>(1, FindHostMemory().free_bytes);  // 0 would be no bound
+  MeasureOptions measure;
+  measure.weights = weights;
+  measure.trains = options.trains;
+  measure.times = options.measures_time;
+  measure.doing = options.preparing;
+  // The tensors of a device apart may be the host's too, and are no part of the host's budget.
+  const bool counts = !options.device->has_own_memory() || !options.device->tensors_are_host();
+  const auto within = [&](int64_t bytes) {
+    measure.host_memory_bytes = bytes;
+    const TensorMemoryLimit limit(counts ? bytes : 0);
+    return MeasureModel(model, options.example, measure, *options.device);
+  };
+  *beyond = false;
+  absl::StatusOr<MeasuredModel> measured = within(budget > 0 ? std::min(budget, free) : free);
+  if (!absl::IsResourceExhausted(measured.status())) return measured;
+  const std::string why(measured.status().message());
+  const std::string here = absl::StrCat(free, " bytes are free here");
+  const char* const less = "; a smaller micro-batch or sequence takes less, and so do smaller blocks";
+  if (budget == 0) return absl::ResourceExhaustedError(absl::StrCat(why, "; ", here, less));
+  if (budget > free) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "a host memory budget of ", budget, " bytes is more than there is: ", here, ", and ", why, less));
+  }
+  TensorMemory::Trim();
+  TensorMemory::ResetPeak();
+  // The rest of the process grows meanwhile, and so do others.
+  if (const int64_t most = free / 4 * 3; most > budget) {
+    *beyond = true;
+    measure.times = false;  // for a refusal
+    measured = within(most);
+    if (!absl::IsResourceExhausted(measured.status())) return measured;
+  }
+  return absl::FailedPreconditionError(absl::StrCat("a host memory budget of ", budget,
+                                                    " bytes is too small, and ", here,
+                                                    ", too few to find out what would do: ", why, less));
+}
+
+// The steps of PrepareModel, in their order; each finds what those before it have left. Over several ranks
+// all of them take the same steps, since some are exchanges.
+class Preparation {
+ public:
+  Preparation(const Model& model, const EngineOptions& options)
+      : model_(model),
+        options_(options),
+        on_nvme_(options.offload == OffloadDevice::kNvme),
+        in_place_(on_nvme_ && options.trains) {}
+
+  absl::StatusOr<PreparedModel> Run() {
+    RETURN_IF_ERROR(CheckOptions());
+    RETURN_IF_ERROR(OpenDevice());
+    RETURN_IF_ERROR(FindState());
+    RETURN_IF_ERROR(Measure());
+    RETURN_IF_ERROR(AgreeOnMemory());
+    RETURN_IF_ERROR(Identify());
+    RETURN_IF_ERROR(MeasureMachine());
+    RETURN_IF_ERROR(MakePlan());
+    RETURN_IF_ERROR(MeasureDisk());
+    return std::move(prepared_);
+  }
+
+ private:
+  void Doing(const std::string& what) const {
+    if (options_.preparing) options_.preparing(what);
+  }
+  Comm* comm() const { return options_.comm.get(); }
+
+  // What the caller says, as far as it is wrong whatever the model; and the plan's options that follow from
+  // it.
+  absl::Status CheckOptions() {
+    ASSIGN_OR_RETURN(prepared_.plan.format, FormatOf(options_));
+    if (model_.blocks.empty() || model_.stages.empty())
+      return absl::InvalidArgumentError("a model needs at least one block and one stage");
+    if (on_nvme_ && options_.state_dirs.empty())
+      return absl::InvalidArgumentError("state on NVMe needs a state directory");
+    if (options_.resumes() && options_.state_dirs.empty()) {
+      return absl::FailedPreconditionError(
+          "there is nothing to resume: state in memory is gone with its process, and no checkpoint was "
+          "named");
+    }
+    plan_options_.micro_batches = options_.micro_batches;
+    plan_options_.on_nvme = on_nvme_;
+    plan_options_.trains = options_.trains;
+    plan_options_.host_budget_bytes = options_.host_memory_bytes;
+    plan_options_.tile_bytes = options_.tile_bytes;
+    plan_options_.bounds = options_.bounds;
+    plan_options_.update_order = options_.update_order;
+    plan_options_.clips = options_.clip > 0;
+    plan_options_.copies_checkpoints = options_.trains && options_.checkpoints.every > 0;
+    return absl::OkStatus();
+  }
+
+  // The budget of a device apart. Its own way to the drive is opened first: that takes memory which is not in
+  // the device's capacity then.
+  absl::Status OpenDevice() {
+    Device& device = *options_.device;
+    if (!device.has_own_memory()) return absl::OkStatus();
+    if (options_.gds) device_storage_ = device.OpenStorage();
+    if (options_.device_memory_bytes > device.capacity_bytes()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("a device memory budget of ", options_.device_memory_bytes, " bytes is more than the ",
+                       device.capacity_bytes(), " bytes of the device (", device.Describe(), ")"));
+    }
+    plan_options_.device.has_own_memory = true;
+    plan_options_.device.tensor_slack_bytes = device.tensor_slack_bytes();
+    plan_options_.device.budget_bytes =
+        options_.device_memory_bytes > 0 ? options_.device_memory_bytes : device.capacity_bytes();
+    return absl::OkStatus();
+  }
+
+  // State on a drive stays where it is; what is read into memory, or only evaluated, may be of any number of
+  // ranks.
+  absl::Status FindState() {
+    EnginePlan& plan = prepared_.plan;
+    if (options_.resumes()) {
+      ASSIGN_OR_RETURN(plan.parts, FindShards(options_.state_dirs));
+      ASSIGN_OR_RETURN(std::vector<swap::Inspection> shards, InspectShards(plan.parts));
+      const bool same = plan.parts.size() == static_cast<size_t>(options_.world());
+      found_ = std::move(shards[same ? static_cast<size_t>(options_.rank()) : 0]);
+      if (in_place_ && plan.parts.size() > 1) {
+        return absl::FailedPreconditionError(absl::StrCat(options_.state_dirs.front(), " holds a run of ",
+                                                          plan.parts.size(), " ranks, not of one"));
+      }
+    }
+    plan_options_.world = options_.trains ? options_.world() : static_cast<int>(plan.parts.size());
+    // A step cannot be durable while the next is written over it.
+    const bool one_version = options_.resumes() ? found_.shape.slots == 1 : options_.versions == 1;
+    plan_options_.commits_every_step =
+        !on_nvme_ || !options_.trains || (options_.durability == Durability::kStep && !one_version);
+    return absl::OkStatus();
+  }
+
+  absl::Status Measure() {
+    EnginePlan& plan = prepared_.plan;
+    ASSIGN_OR_RETURN(measured_, MeasureWithin(model_, options_, plan.format.weights, &beyond_budget_));
+    if (options_.initial_values || options_.resumes()) {
+      // Nothing is built: its values come from elsewhere.
+      for (tiering::BlockShape& block : measured_.graph.blocks) block.init_bytes = 0;
+    }
+    plan.graph = std::move(measured_.graph);
+    plan.parameters = measured_.parameters;
+    plan.compute_disturbed = measured_.disturbed;
+    prepared_.modules = measured_.modules;
+    if (comm() != nullptr) RETURN_IF_ERROR(AgreeOnGraph(*comm(), &plan.graph));
+    return absl::OkStatus();
+  }
+
+  // Budgets of host and devices, and how devices exchange, which takes some of theirs.
+  absl::Status AgreeOnMemory() {
+    tiering::DeviceOptions& device = plan_options_.device;
+    if (comm() != nullptr) {
+      ASSIGN_OR_RETURN(plan_options_.host_budget_bytes, AgreeOnBudget(*comm(), options_.host_memory_bytes));
+      if (device.has_own_memory) {
+        // Where weights stay whole in host memory, they are gathered there, once a step. Connecting takes
+        // memory.
+        if (options_.bounds.placement == tiering::Placement::kCuda) {
+          prepared_.devices.how = "through host memory, where weights stay whole";
+        } else {
+          ASSIGN_OR_RETURN(prepared_.devices, ConnectDevices(options_.comm, *options_.device));
+        }
+        device.direct = prepared_.devices.comm != nullptr;
+        ASSIGN_OR_RETURN(device.budget_bytes,
+                         AgreeOnDeviceBudget(*comm(), *options_.device, options_.device_memory_bytes));
+        prepared_.devices.budget_bytes = device.budget_bytes;
+      }
+    }
+    ASSIGN_OR_RETURN(prepared_.storage, OpenDirectStorage(options_, std::move(device_storage_),
+                                                          plan_options_.world > 1 && !device.direct));
+    device.gds = prepared_.storage.transfers != nullptr;
+    return absl::OkStatus();
+  }
+
+  // What the state is made of, and that what is resumed is made of the same. Its tiles are taken over.
+  absl::Status Identify() {
+    EnginePlan& plan = prepared_.plan;
+    nlohmann::json& ours = prepared_.identity;
+    ours = IdentityOf(model_, options_, plan.format, plan.graph);
+    if (!options_.resumes()) {
+      plan_options_.precision = plan.format.precision();
+      plan.state_bytes = plan_options_.precision.UnpaddedBytes(plan.graph.elements());
+      return absl::OkStatus();
+    }
+    const nlohmann::json recorded = RecordedIdentity(found_, /*with_rank=*/in_place_);
+    if (!in_place_) ours = WholeIdentity(ours.dump());
+    if (!options_.trains) AdoptOptimizer(recorded, &plan.format, &ours);
+    plan_options_.precision = plan.format.precision();
+    plan.state_bytes = plan_options_.precision.UnpaddedBytes(plan.graph.elements());
+    if (recorded != ours) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(options_.state_dirs.front(), " holds another run: ", JsonDifference(recorded, ours)));
+    }
+    if (options_.trains) NameRank(options_, &ours);
+    if (plan.parts.size() == static_cast<size_t>(plan_options_.world) || in_place_) {
+      ASSIGN_OR_RETURN(plan_options_.fixed_tiles,
+                       TilesOf(found_.shape, plan.graph, plan_options_.world, plan_options_.precision));
+    }
+    return absl::OkStatus();
+  }
+
+  // What plans are compared on. A budget that is too small is refused before anything is measured on a drive.
+  absl::Status MeasureMachine() {
+    if (options_.machine) {
+      tiering::PlanOptions any = plan_options_;
+      any.compares_policies = false;
+      RETURN_IF_ERROR(tiering::MakePlan(prepared_.plan.graph, any).status());
+      // One rank alone: several would measure each other.
+      if (options_.rank() == 0) RETURN_IF_ERROR(AskForMachine());
+    }
+    if (comm() == nullptr) return absl::OkStatus();
+    return AgreeOnMachine(*comm(), prepared_.devices, plan_options_.host_budget_bytes,
+                          &plan_options_.machine);
+  }
+
+  absl::Status AskForMachine() {
+    Doing("measuring drive and processor");
+    const int64_t budget = options_.host_memory_bytes;
+    RETURN_IF_ERROR(Guarded("measuring the machine", [&] {
+      const TensorMemoryLimit limit(budget);
+      std::function<void()> compute;
+      const bool has_room = budget == 0 || measured_.sample_bytes + budget / 4 <= budget;
+      if (measured_.busiest.stage >= 0 && !options_.device->has_own_memory() && has_room) {
+        compute = BusiestStage(model_, measured_, options_.example, prepared_.plan.format.weights,
+                               *options_.device);
+      }
+      plan_options_.machine = options_.machine(prepared_.plan.state_bytes, compute);
+    }));
+    options_.device->TrimTensors();
+    return absl::OkStatus();
+  }
+
+  absl::Status MakePlan() {
+    EnginePlan& plan = prepared_.plan;
+    Doing("planning");
+    ASSIGN_OR_RETURN(plan.plan, tiering::MakePlan(plan.graph, plan_options_));
+    if (beyond_budget_) {
+      const int64_t least = std::max(plan.plan.least_host_memory_bytes, TensorMemory::Stats().peak_bytes);
+      return absl::FailedPreconditionError(
+          absl::StrCat("a host memory budget of ", options_.host_memory_bytes,
+                       " bytes is too small: the least that works is ", least,
+                       " bytes (measuring takes that much); a smaller micro-batch or sequence takes less"));
+    }
+    if (comm() != nullptr) RETURN_IF_ERROR(AgreeOnPlan(*comm(), plan.plan));
+    plan.options = plan_options_;
+    return absl::OkStatus();
+  }
+
+  // What the state directories will hold, and in how many versions.
+  absl::Status MeasureDisk() {
+    if (!on_nvme_) return absl::OkStatus();
+    EnginePlan& plan = prepared_.plan;
+    const std::string identity = prepared_.identity.dump();
+    swap::StoreOptions store;
+    store.directories = options_.state_dirs;
+    store.overwrite = options_.overwrite;
+    const swap::Layout layout = LayoutOf(plan.plan);
+    store.slots = found_.shape.slots;
+    if (!options_.resumes()) {
+      ASSIGN_OR_RETURN(store.slots, AgreeOnVersions(options_, store, layout, identity,
+                                                    ActivationSpill::BytesIn(options_.state_dirs.size(),
+                                                                             plan.graph, plan.plan)));
+    }
+    plan.versions = static_cast<int>(store.slots);
+    ASSIGN_OR_RETURN(std::vector<uint64_t> bytes, swap::BytesOnDisk(store, layout, identity));
+    for (const uint64_t each : bytes) plan.disk_bytes += static_cast<int64_t>(each);
+    plan.disk_bytes += plan.plan.input_scratch_bytes;
+    return absl::OkStatus();
+  }
+
+  const Model& model_;
+  const EngineOptions& options_;
+  const bool on_nvme_;
+  const bool in_place_;
+
+  PreparedModel prepared_;
+  tiering::PlanOptions plan_options_;
+  absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> device_storage_ =
+      absl::FailedPreconditionError("not asked for");
+  swap::Inspection found_;  // of what is resumed: this rank's shard, or the first
+  MeasuredModel measured_;
+  bool beyond_budget_ = false;  // measuring took more than it
+};
+
+}  // namespace
+
+absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options) {
+  TileFormat format;
+  if (options.dtype == torch::kBFloat16) {
+    format.weights = kernels::DType::kBf16;
+  } else if (options.dtype == torch::kHalf) {
+    format.weights = kernels::DType::kFp16;
+  } else if (options.dtype == torch::kFloat32) {
+    format.weights = kernels::DType::kFp32;
+  } else {
+    return absl::InvalidArgumentError("weights are bf16, fp16 or fp32");
+  }
+  format.states = options.optimizer_states;
+  format.moments = MomentsOf(options.optimizer);
+  return format;
+}
+
+absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options) {
+  return Preparation(model, options).Run();
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,115 @@
+#include "zero/engine/restore.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "aio/arena.h"
+#include "base/status_macros.h"
+#include "swap/checkpoint.h"
+#include "swap/inspect.h"
+#include "tiering/plan/plan_layout.h"
+#include "zero/compute/tile_version.h"
+#include "zero/engine/rank_agreement.h"
+#include "zero/engine/state_identity.h"
+#include "zero/engine/store_layout.h"
+#include "zero/ranks/sharded_state.h"
+
+namespace penstock::zero {
+namespace {
+
+// This rank's part of a checkpoint of another number of ranks.
+absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
+                         const std::vector<swap::Inspection>& inspections, const EngineOptions& options,
+                         swap::StoreOptions to_options) {
+  nlohmann::json identity = WholeIdentity(inspections.front().shape.identity);
+  absl::StatusOr<tiering::Precision> precision = PrecisionOf(identity, parts.front().front());
+  if (!precision.ok()) return precision.status();
+  ASSIGN_OR_RETURN(std::vector<int64_t> elements, BlockElementsOf(identity, parts.front().front()));
+  const uint64_t source_bytes = ShardedState::MemoryBytes(inspections);
+  aio::ArenaOptions arena_options;
+  arena_options.lock = false;
+  arena_options.bytes = source_bytes;
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> source, aio::Arena::Create(arena_options));
+  ASSIGN_OR_RETURN(
+      std::unique_ptr<ShardedState> from,
+      ShardedState::Open(io, parts, inspections, elements, *precision, {source->data(), source_bytes}));
+
+  // Tiles of the size that they had.
+  struct Place {
+    int block;
+    tiering::Tile range;  // of the run
+  };
+  std::vector<Place> places;
+  swap::Layout layout;
+  for (size_t b = 0; b < elements.size(); ++b) {
+    const int64_t part = tiering::ShardElements(elements[b], options.world());
+    for (const tiering::Tile& tile : tiering::CutTiles(part, from->LargestTile(static_cast<int>(b)))) {
+      places.push_back({static_cast<int>(b), {options.rank() * part + tile.offset, tile.elements}});
+      layout.tiles.push_back(TileLayoutOf(*precision, tile.elements));
+    }
+  }
+  NameRank(options, &identity);
+  ASSIGN_OR_RETURN(to_options.slots, AgreeOnVersions(options, to_options, layout, identity.dump()));
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,
+                   swap::Store::Create(io, to_options, layout, identity.dump()));
+  arena_options.bytes = std::max<uint64_t>(swap::kBlockBytes, to->geometry().largest_slot_bytes());
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> target, aio::Arena::Create(arena_options));
+  const swap::Recovered& recovered = from->recovered();
+  const uint64_t version = VersionAfter(static_cast<int64_t>(recovered.step));
+  swap::TileIo io_of_tile;
+  std::array<void*, swap::kMaxSegments> memory;
+  for (uint32_t t = 0; t < places.size(); ++t) {
+    const auto& [block, range] = places[t];
+    const std::span<void* const> segments = to->geometry().SegmentPlaces(t, target->data(), &memory);
+    absl::Status status = from->Read(block, range.offset, range.elements, segments);
+    if (!status.ok()) return status;
+    const std::vector<const void*> sources(segments.begin(), segments.end());
+    status = to->WriteTileNow(&io_of_tile, t, version, sources, aio::Priority::kWriteBehind);
+    if (!status.ok()) return status;
+  }
+  return to->CommitNow({.step = recovered.step, .updates = recovered.updates, .payload = recovered.payload});
+}
+
+}  // namespace
+
+absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
+  constexpr uint64_t kMiB = 1 << 20;
+  ASSIGN_OR_RETURN(ShardDirectories parts, FindShards({path}));
+  ASSIGN_OR_RETURN(std::vector<swap::Inspection> inspections, InspectShards(parts));
+  aio::EngineOptions io_options;
+  io_options.log = [](std::string_view) {};
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> io, aio::Engine::Create(std::move(io_options)));
+  swap::StoreOptions to_options;
+  to_options.directories = options.state_dirs;
+  to_options.sync = options.sync;
+  to_options.overwrite = true;  // of what was never committed, or is of no use any more
+  if (options.comm != nullptr) {
+    absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options.comm);
+    if (!uuid.ok()) return uuid.status();
+    to_options.uuid = *uuid;
+  }
+  if (parts.size() != static_cast<size_t>(options.world()))
+    return RestorePart(*io, parts, inspections, options, std::move(to_options));
+  swap::StoreOptions from_options;
+  from_options.directories = parts[static_cast<size_t>(options.rank())];
+  from_options.read_only = true;
+  from_options.sequence = inspections.front().record.sequence;
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> from, swap::Store::Open(*io, from_options));
+  swap::Layout layout;
+  for (const swap::TilePlacement& tile : from->shape().tiles) layout.tiles.push_back(tile.layout);
+  const uint64_t tile_bytes = std::max<uint64_t>(kMiB, from->geometry().largest_slot_bytes());
+  ASSIGN_OR_RETURN(to_options.slots, AgreeOnVersions(options, to_options, layout, from->identity()));
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,
+                   swap::Store::Create(*io, to_options, layout, from->identity()));
+  aio::ArenaOptions arena_options;
+  arena_options.bytes = 2 * tile_bytes;
+  arena_options.lock = false;
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> arena, aio::Arena::Create(arena_options));
+  return swap::RestoreCheckpoint(*from, *to, {arena->data(), 2 * tile_bytes});
+}
+
+}  // namespace penstock::zero
