@@ -129,7 +129,7 @@ void Step(benchmark::State& state, zero::OffloadDevice offload) {
   }
   {
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-        zero::Engine::Create(tools::MakeGpt({8, 384, 6, 512, 256, 0}), options);
+        zero::Engine::Create(models::MakeGpt({8, 384, 6, 512, 256, 0}), options);
     if (!engine.ok()) return state.SkipWithError(std::string(engine.status().message()).c_str());
     for (auto _ : state) {
       absl::StatusOr<zero::StepResult> result = (*engine)->Step({options.example}, zero::Next::kTrain);
@@ -181,7 +181,7 @@ class DurableRun {
     };
     example_ = options.example;
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-        zero::Engine::Create(tools::MakeGpt({8, width, 8, 512, 256, 0}), options);
+        zero::Engine::Create(models::MakeGpt({8, width, 8, 512, 256, 0}), options);
     if (engine.ok()) engine_ = std::move(*engine);
     error_ = engine.status();
   }

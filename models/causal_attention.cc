@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <limits>
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 using torch::Tensor;
@@ -101,4 +101,4 @@ Tensor CausalAttention(const Tensor& q, const Tensor& k, const Tensor& v, double
                                    : ScaledAttention::apply(scaled, k, v, dropout);
 }
 
-}  // namespace penstock::tools
+}  // namespace penstock::models

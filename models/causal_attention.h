@@ -20,7 +20,7 @@
 
 #include <cstdint>
 
-namespace penstock::tools {
+namespace penstock::models {
 
 inline constexpr int64_t kQueryRows = 128;
 inline constexpr int64_t kWholeLength = 256;
@@ -35,6 +35,6 @@ inline constexpr int64_t kWholeLength = 256;
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                            double dropout = 0);
 
-}  // namespace penstock::tools
+}  // namespace penstock::models
 
 #endif  // PENSTOCK_MODELS_CAUSAL_ATTENTION_H_

@@ -15,7 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 static_assert(std::endian::native == std::endian::little,
@@ -222,4 +222,4 @@ absl::Status Dataset::FillEval(int64_t first, int64_t count, int64_t* tokens, in
   return absl::OkStatus();
 }
 
-}  // namespace penstock::tools
+}  // namespace penstock::models

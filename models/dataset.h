@@ -19,7 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 
 enum class TokenFormat { kBytes, kUint16, kUint32 };
 
@@ -87,6 +87,6 @@ class Dataset {
 // a run's losses depend on: it never changes. Exposed for tests.
 int64_t SequenceStart(uint64_t seed, int64_t step, int64_t row, int64_t places);
 
-}  // namespace penstock::tools
+}  // namespace penstock::models
 
 #endif  // PENSTOCK_MODELS_DATASET_H_

@@ -18,7 +18,7 @@
 #include "zero/compute/initial_values.h"
 #include "zero/config/config_json.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 struct NamedActivation {
@@ -444,4 +444,4 @@ zero::Model MakeGpt(const GptConfig& config, GptHead head) {
   return model;
 }
 
-}  // namespace penstock::tools
+}  // namespace penstock::models

@@ -15,7 +15,7 @@
 #include "absl/status/statusor.h"
 #include "zero/compute/model.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 
 // What the two linear maps of a layer have between them; Hugging Face's names.
 enum class GptActivation : uint8_t {
@@ -71,6 +71,6 @@ enum class GptHead : uint8_t {
 
 zero::Model MakeGpt(const GptConfig& config, GptHead head = GptHead::kLoss);
 
-}  // namespace penstock::tools
+}  // namespace penstock::models
 
 #endif  // PENSTOCK_MODELS_GPT_H_

@@ -6,7 +6,7 @@
 #include "tiering/plan/model_graph.h"
 #include "zero/compute/block.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 // Places the tensors of one block one after the other, as zero::FlatLayout does.
@@ -68,4 +68,4 @@ GptLayout LayoutOfGpt(const GptConfig& config) {
   return layout;
 }
 
-}  // namespace penstock::tools
+}  // namespace penstock::models

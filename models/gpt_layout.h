@@ -11,7 +11,7 @@
 
 #include "models/gpt.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 
 struct GptTensor {
   std::string name;  // Hugging Face's: "transformer.h.0.attn.c_attn.weight"
@@ -33,6 +33,6 @@ struct GptLayout {
 // `config` must pass ValidateGptConfig.
 GptLayout LayoutOfGpt(const GptConfig& config);
 
-}  // namespace penstock::tools
+}  // namespace penstock::models
 
 #endif  // PENSTOCK_MODELS_GPT_LAYOUT_H_

@@ -5,7 +5,7 @@
 #include <limits>
 #include <numeric>
 
-namespace penstock::tools {
+namespace penstock::models {
 
 int64_t TextSampler::Next(std::span<const float> logits) {
   const auto value = [&](int64_t token) {
@@ -35,4 +35,4 @@ int64_t TextSampler::Next(std::span<const float> logits) {
   return order_[std::min(static_cast<size_t>(chosen - weights_.begin()), kept - 1)];
 }
 
-}  // namespace penstock::tools
+}  // namespace penstock::models

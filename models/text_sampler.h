@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-namespace penstock::tools {
+namespace penstock::models {
 
 class TextSampler {
  public:
@@ -27,6 +27,6 @@ class TextSampler {
   std::vector<double> weights_;
 };
 
-}  // namespace penstock::tools
+}  // namespace penstock::models
 
 #endif  // PENSTOCK_MODELS_TEXT_SAMPLER_H_

@@ -21,7 +21,7 @@
 #include "tiering/plan/byte_size.h"
 #include "tiering/plan/model_graph.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 constexpr uint64_t kMostSlots = 4;
@@ -442,4 +442,4 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Gpt
   return static_cast<int>(shards.size());
 }
 
-}  // namespace penstock::tools
+}  // namespace penstock::models

@@ -27,7 +27,7 @@
 #include "swap/safetensors.h"
 #include "swap/store.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 
 struct ExportOptions {
   std::string path;  // of the one file; of shards, what their names and the index's are made of
@@ -57,6 +57,6 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Gpt
                                   kernels::DType weights, std::span<std::byte> memory,
                                   const ExportOptions& options);
 
-}  // namespace penstock::tools
+}  // namespace penstock::models
 
 #endif  // PENSTOCK_MODELS_WEIGHT_EXPORT_H_

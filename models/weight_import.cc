@@ -15,7 +15,7 @@
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB of fp32
@@ -256,4 +256,4 @@ absl::Status WeightImport::ReadTurned(const GptTensor& tensor, const Source& sou
   return absl::OkStatus();
 }
 
-}  // namespace penstock::tools
+}  // namespace penstock::models

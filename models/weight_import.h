@@ -29,7 +29,7 @@
 #include "models/gpt_layout.h"
 #include "swap/safetensors.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 
 // The model that the weights at `path` were made for: config.json beside them, or what `penstock export` put
 // into the file's header. Null where neither is there.
@@ -65,6 +65,6 @@ class WeightImport {
   std::vector<float> values_;
 };
 
-}  // namespace penstock::tools
+}  // namespace penstock::models
 
 #endif  // PENSTOCK_MODELS_WEIGHT_IMPORT_H_

@@ -10,7 +10,7 @@
 
 #include "zero/memory/tensor_memory.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 using torch::Tensor;
@@ -138,4 +138,4 @@ TEST(CausalAttention, NeverHoldsTheScoresOfAWholeSequence) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::models

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 class DatasetTest : public testing::Test {
@@ -306,4 +306,4 @@ TEST_F(DatasetTest, TextForAModelWithATokenizerSaysHowToEncodeIt) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::models

@@ -55,17 +55,17 @@ class GptGoldenTest : public testing_support::ProgramTest {
     const std::string directory = dir_ + "/" + name;
     std::filesystem::create_directory(directory);
     testing_support::WriteFile(directory + "/config.json", config.dump());
-    const absl::StatusOr<GptConfig> model = GptConfigFromJson(config);
+    const absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(config);
     EXPECT_TRUE(model.ok()) << model.status();
-    const GptLayout layout = LayoutOfGpt(*model);
+    const models::GptLayout layout = models::LayoutOfGpt(*model);
     std::vector<swap::TensorInfo> infos;
-    for (const GptTensor& tensor : layout.tensors) {
+    for (const models::GptTensor& tensor : layout.tensors) {
       infos.push_back({tensor.name, swap::Dtype::kF32, tensor.published_shape(), 0});
     }
     auto writer =
         swap::SafetensorsWriter::Create(directory + "/model.safetensors", infos, {}, /*overwrite=*/true);
     EXPECT_TRUE(writer.ok()) << writer.status();
-    for (const GptTensor& tensor : layout.tensors) {
+    for (const models::GptTensor& tensor : layout.tensors) {
       const std::vector<float> values = Formula(tensor.name, tensor.elements());
       EXPECT_TRUE((*writer)->Append(std::as_bytes(std::span(values))).ok());
     }
@@ -108,7 +108,7 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
     auto settings = ResolveTrainOptions(words, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();
     settings->engine.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.01});
-    auto engine = zero::Engine::Create(MakeGpt(settings->model), settings->engine);
+    auto engine = zero::Engine::Create(models::MakeGpt(settings->model), settings->engine);
     ASSERT_TRUE(engine.ok()) << engine.status();
     const zero::Batch batch = TokensOf(c);
     const auto evaluation = (*engine)->Evaluate({batch});
@@ -122,10 +122,10 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
       EXPECT_NEAR(result->grad_norm, norm, 1e-4 * norm) << "step " << step;
     }
     // What is written for others asks for the same function.
-    const auto again = GptConfigFromJson(json(settings->model.ToPublished()));
+    const auto again = models::GptConfigFromJson(json(settings->model.ToPublished()));
     ASSERT_TRUE(again.ok()) << again.status();
     EXPECT_EQ(again->ToJson(), settings->model.ToJson());
-    const auto recorded = GptConfigFromJson(settings->model.ToJson());
+    const auto recorded = models::GptConfigFromJson(settings->model.ToJson());
     ASSERT_TRUE(recorded.ok()) << recorded.status();
     EXPECT_EQ(recorded->ToPublished(), settings->model.ToPublished());
   }
@@ -134,15 +134,15 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
 
 TEST(GptConfigGolden, WhatIsAbsentIsAsInTransformers) {
   const json golden = Golden("gpt2.json");
-  const auto config = GptConfigFromJson(golden["given"]);
+  const auto config = models::GptConfigFromJson(golden["given"]);
   ASSERT_TRUE(config.ok()) << config.status();
   const json published = config->ToPublished();
   for (const auto& [key, value] : golden["defaults"].items()) EXPECT_EQ(published[key], value) << key;
   // Without a model_type it is Penstock's own shape, and its own defaults.
   json own = golden["given"];
   own.erase("model_type");
-  EXPECT_EQ(GptConfigFromJson(own)->activation, GptActivation::kGelu);
-  EXPECT_EQ(GptConfigFromJson(own)->dropout, 0);
+  EXPECT_EQ(models::GptConfigFromJson(own)->activation, models::GptActivation::kGelu);
+  EXPECT_EQ(models::GptConfigFromJson(own)->dropout, 0);
 }
 
 // A key that transformers' class gets in a later release must be looked at here: it may change the function.
@@ -153,14 +153,14 @@ TEST(GptConfigGolden, EveryKeyIsServedRefusedOrNoneOfTheModelsBusiness) {
       "summary_type",       "summary_use_proj",      "use_cache",
       "add_cross_attention"};
   const json golden = Golden("gpt2.json");
-  const json published = GptConfig().ToPublished();
+  const json published = models::GptConfig().ToPublished();
   for (const json& key : golden["keys"]) {
     EXPECT_TRUE(published.contains(key) || other.contains(key)) << key;
   }
   for (const json& name : golden["activations"]) {
     json config = golden["given"];
     config["activation_function"] = name;
-    const auto parsed = GptConfigFromJson(config);
+    const auto parsed = models::GptConfigFromJson(config);
     if (!parsed.ok()) {
       EXPECT_THAT(std::string(parsed.status().message()), HasSubstr("activation_function is " + name.dump()));
     }
@@ -189,7 +189,7 @@ TEST(GptConfigGolden, WhatIsNotServedIsRefusedByName) {
            {"vocab_size", json::array(), "not a whole number"}}) {
     json config = given;
     config[key] = value;
-    const auto parsed = GptConfigFromJson(config);
+    const auto parsed = models::GptConfigFromJson(config);
     EXPECT_EQ(parsed.status().code(), absl::StatusCode::kInvalidArgument) << key << " " << value;
     EXPECT_THAT(std::string(parsed.status().message()), HasSubstr(key));
     EXPECT_THAT(std::string(parsed.status().message()), HasSubstr(says));

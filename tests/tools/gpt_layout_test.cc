@@ -4,7 +4,7 @@
 
 #include "zero/compute/block.h"
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 // Where the numbers say that a tensor lies, the module has it.
@@ -54,4 +54,4 @@ TEST(GptLayoutTest, NamesAndShapesAreThoseOfHuggingFace) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::models

@@ -6,7 +6,7 @@
 #include <limits>
 #include <map>
 
-namespace penstock::tools {
+namespace penstock::models {
 namespace {
 
 const std::vector<float> kLogits = {0.0f, std::log(2.0f), std::log(5.0f),
@@ -58,4 +58,4 @@ TEST(TextSamplerTest, ExtremesAreSurvived) {
 }
 
 }  // namespace
-}  // namespace penstock::tools
+}  // namespace penstock::models

@@ -14,7 +14,7 @@ namespace {
 
 using testing::HasSubstr;
 
-const GptConfig kConfig{2, 12, 3, 7, 11, 0};
+const models::GptConfig kConfig{2, 12, 3, 7, 11, 0};
 
 // What the file holds at [row, column] as published: exact in every type.
 float ValueOf(size_t tensor, uint64_t element) {
@@ -31,7 +31,7 @@ struct Written {
 class WeightImportTest : public testing_support::ProgramTest {
  protected:
   WeightImportTest() {
-    const GptLayout layout = LayoutOfGpt(kConfig);
+    const models::GptLayout layout = models::LayoutOfGpt(kConfig);
     for (size_t t = 0; t < layout.tensors.size(); ++t) {
       Written written{layout.tensors[t].name, swap::Dtype::kF32, layout.tensors[t].published_shape(), {}};
       for (int64_t e = 0; e < layout.tensors[t].elements(); ++e) {
@@ -59,9 +59,9 @@ class WeightImportTest : public testing_support::ProgramTest {
 
   // Every element is where the model has it, however the blocks are cut.
   static void ExpectWhole(const std::string& path) {
-    auto import = WeightImport::Open(path, kConfig);
+    auto import = models::WeightImport::Open(path, kConfig);
     ASSERT_TRUE(import.ok()) << import.status();
-    const GptLayout layout = LayoutOfGpt(kConfig);
+    const models::GptLayout layout = models::LayoutOfGpt(kConfig);
     for (const int64_t cut : {1, 5, 64, 1000, 100000}) {
       for (size_t b = 0; b < layout.block_elements.size(); ++b) {
         std::vector<float> run(static_cast<size_t>(layout.block_elements[b]), 9e9f);
@@ -71,7 +71,7 @@ class WeightImportTest : public testing_support::ProgramTest {
         }
         std::vector<float> expected(run.size(), 0.0f);
         for (size_t t = 0; t < layout.tensors.size(); ++t) {
-          const GptTensor& tensor = layout.tensors[t];
+          const models::GptTensor& tensor = layout.tensors[t];
           if (tensor.block != static_cast<int>(b)) continue;
           for (int64_t e = 0; e < tensor.elements(); ++e) {
             const int64_t published =
@@ -86,7 +86,7 @@ class WeightImportTest : public testing_support::ProgramTest {
   }
   static std::string Refusal(const std::string& path,
                              absl::StatusCode code = absl::StatusCode::kInvalidArgument) {
-    const auto import = WeightImport::Open(path, kConfig);
+    const auto import = models::WeightImport::Open(path, kConfig);
     EXPECT_EQ(import.status().code(), code) << import.status();
     const std::string message(import.status().message());
     EXPECT_EQ(message.find('\n'), std::string::npos);

@@ -53,8 +53,8 @@ void Freeze(BlockSpec* block, size_t every) {
   };
 }
 
-Model MakeOdd(const tools::GptConfig& config, const Oddities& odd) {
-  Model model = tools::MakeGpt(config);
+Model MakeOdd(const models::GptConfig& config, const Oddities& odd) {
+  Model model = models::MakeGpt(config);
   auto block = [&model](int layer) { return &model.blocks[static_cast<size_t>(layer) + 1]; };
   if (odd.frozen_layer >= 0) Freeze(block(odd.frozen_layer), 1);
   if (odd.half_frozen_layer >= 0) Freeze(block(odd.half_frozen_layer), 2);

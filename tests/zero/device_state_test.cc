@@ -352,7 +352,7 @@ TEST_F(DeviceStateTest, StateIsReadAndWrittenByName) {
         EngineOptions options = testing_support::OptionsOf(run);
         if (run.adjust) run.adjust(options);
         options.overwrite = true;
-        absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(tools::MakeGpt(run.model), options);
+        absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
         ASSERT_TRUE(engine.ok()) << engine.status();
         auto step = [&] {
           absl::StatusOr<StepResult> result =

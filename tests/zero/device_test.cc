@@ -149,7 +149,7 @@ TEST(Device, ABatchThatTheDeviceDoesNotHoldEndsNoStepButItsOwn) {
     committed.push_back(step.step);
     return absl::OkStatus();
   };
-  auto engine = Engine::Create(tools::MakeGpt(run.model), options);
+  auto engine = Engine::Create(models::MakeGpt(run.model), options);
   ASSERT_TRUE(engine.ok()) << engine.status();
   ASSERT_TRUE((*engine)->Step({testing_support::MakeBatch(run, 1, 0)}, Next::kTrain).ok());
   Batch large = testing_support::MakeBatch(run, 2, 0);

@@ -72,7 +72,7 @@ TEST(Engine, LongSequencesAgreeWithPlainLibTorchAndHaveTheSameBitsInTheLeastMemo
     for (const int64_t batch : {1, 2}) {
       RunOptions run;
       run.model = {2, 64, 4, 300, 256, 0.1};
-      ASSERT_GT(run.model.context, tools::kWholeLength);
+      ASSERT_GT(run.model.context, models::kWholeLength);
       run.dtype = dtype;
       run.batch = batch;
       run.seq = run.model.context;
@@ -299,7 +299,7 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
   run.offload = OffloadDevice::kNvme;
   run.clip = 1e3;
   auto model = [&run] {
-    Model large = tools::MakeGpt(run.model);
+    Model large = models::MakeGpt(run.model);
     // The loss of a batch whose first target is repeated is large, and so is its gradient.
     large.stages.back().forward = [loss = large.stages.back().forward](
                                       torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
@@ -438,7 +438,7 @@ TEST(Engine, AnOrderOfLayersThatChangesBetweenStepsIsAMissAndNoError) {
 // What has failed stays failed: an order that nobody will go through is no success.
 TEST(Engine, AnOrderForAnEngineThatIsDoneForIsRefused) {
   RunOptions run;
-  Model model = tools::MakeGpt(run.model);
+  Model model = models::MakeGpt(run.model);
   const StageFunction layer = model.stages[2].forward;
   bool fails = false;
   model.stages[2].forward = [&](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {

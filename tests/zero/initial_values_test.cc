@@ -90,8 +90,8 @@ TEST(InitialStream, HasTheBitsOfParametersDrawnAsAWholeWhateverTheTiles) {
 
 // The losses that runs had before their blocks said what they begin with.
 TEST(InitialStream, AGptBeginsAsItAlwaysDid) {
-  const tools::GptConfig config{3, 48, 4, 40, 300, 0};
-  const Model model = tools::MakeGpt(config);
+  const models::GptConfig config{3, 48, 4, 40, 300, 0};
+  const Model model = models::MakeGpt(config);
   const auto of = [&](size_t block) {
     torch::manual_seed(11);
     return UniqueParameters(*BuildWhole(model.blocks[block]));
@@ -138,7 +138,7 @@ TEST(InitialStream, ABlockBeginsInTheMemoryOfATile) {
   EXPECT_EQ(least.losses, none.losses);
   EXPECT_LE(least.peak_managed_bytes, run.host_memory_bytes);
   // A layer has 3.15 M parameters, 12.6 MB in fp32, and none of them is in memory to begin with.
-  const absl::StatusOr<EnginePlan> plan = Engine::MakePlan(tools::MakeGpt(run.model), [&] {
+  const absl::StatusOr<EnginePlan> plan = Engine::MakePlan(models::MakeGpt(run.model), [&] {
     testing_support::RunOptions in_memory = run;
     in_memory.offload = OffloadDevice::kCpu;
     in_memory.host_memory_bytes = 0;
@@ -159,7 +159,7 @@ TEST(MeasureModel, WhatCouldNotFitAnywhereIsRefusedUnbuilt) {
   TensorMemory::ResetLivePeak();
   const int64_t before = TensorMemory::Stats().live_bytes;
   const absl::StatusOr<EnginePlan> plan =
-      Engine::MakePlan(tools::MakeGpt({4, 1 << 17, 8, 16, 256, 0}), options);
+      Engine::MakePlan(models::MakeGpt({4, 1 << 17, 8, 16, 256, 0}), options);
   EXPECT_EQ(plan.status().code(), absl::StatusCode::kFailedPrecondition) << plan.status();
   EXPECT_THAT(std::string(plan.status().message()),
               testing::AllOf(testing::HasSubstr("268435456 bytes is too small"),

@@ -60,7 +60,7 @@ std::vector<std::string> Losses(const std::string& log) {
   if (run.adjust) run.adjust(options);
   if (options.durability == Durability::kCheckpoint) {
     // So that some tiles stay in memory and others do not.
-    const absl::StatusOr<EnginePlan> roomy = Engine::MakePlan(tools::MakeGpt(run.model), options);
+    const absl::StatusOr<EnginePlan> roomy = Engine::MakePlan(models::MakeGpt(run.model), options);
     if (!roomy.ok()) fail(roomy.status());
     options.host_memory_bytes = roomy->plan.least_host_memory_bytes + (5 << 19);
     options.planned = [](const EnginePlan& plan) {
@@ -91,10 +91,10 @@ std::vector<std::string> Losses(const std::string& log) {
     options.resume = true;
     options.state_dirs = {*newest};
   }
-  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(tools::MakeGpt(run.model), options);
+  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
   if (absl::IsNotFound(engine.status())) {  // killed before its first commit: start over
     options.resume = false;
-    engine = Engine::Create(tools::MakeGpt(run.model), options);
+    engine = Engine::Create(models::MakeGpt(run.model), options);
   }
   if (!engine.ok()) fail(engine.status());
   absl::StatusOr<std::unique_ptr<tools::TrainLog>> opened =

@@ -21,7 +21,7 @@ std::unique_ptr<Engine> Open(const RunOptions& run, bool resume = false) {
   EngineOptions options = testing_support::OptionsOf(run);
   if (run.adjust) run.adjust(options);
   options.resume = resume;
-  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(tools::MakeGpt(run.model), options);
+  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
   EXPECT_TRUE(engine.ok()) << engine.status();
   return engine.ok() ? std::move(*engine) : nullptr;
 }

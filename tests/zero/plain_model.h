@@ -18,7 +18,7 @@ struct PlainModel {
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
   std::vector<torch::Tensor> parameters;
 
-  explicit PlainModel(const RunOptions& run) : model(tools::MakeGpt(run.model)) {
+  explicit PlainModel(const RunOptions& run) : model(models::MakeGpt(run.model)) {
     for (size_t b = 0; b < model.blocks.size(); ++b) {
       torch::manual_seed(MixSeed(run.seed, 0x696e6974, b));
       modules.push_back(BuildWhole(model.blocks[b]));

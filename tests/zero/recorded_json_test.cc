@@ -161,10 +161,10 @@ void Read(const std::string& directory, const std::string& scratch, const testin
   options.example = MakeBatch(run, 0, 0);
   options.seed = run.seed;
   options.resume = true;
-  (void)Engine::Create(tools::MakeGpt(run.model), options).status();
+  (void)Engine::Create(models::MakeGpt(run.model), options).status();
   options.trains = false;
   options.resume = false;
-  (void)Engine::MakePlan(tools::MakeGpt(run.model), options).status();
+  (void)Engine::MakePlan(models::MakeGpt(run.model), options).status();
   tools::TrainOptions words;
   words.resume = true;
   words.state_dirs = {directory};

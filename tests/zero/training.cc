@@ -101,7 +101,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   options.checkpointed = [&](int64_t step, const std::string& path, const absl::Status& status) {
     trained.kept.push_back({step, running->step(), path, status});
   };
-  Model model = run.make_model ? run.make_model() : tools::MakeGpt(run.model);
+  Model model = run.make_model ? run.make_model() : models::MakeGpt(run.model);
   if (run.poison_step != 0) {
     StageFunction loss = model.stages.back().forward;
     model.stages.back().forward = [loss](torch::nn::Module& module, const torch::Tensor& x,

@@ -19,7 +19,7 @@
 namespace penstock::zero::testing_support {
 
 struct RunOptions {
-  tools::GptConfig model{4, 64, 4, 32, 256, 0};
+  models::GptConfig model{4, 64, 4, 32, 256, 0};
   torch::Dtype dtype = torch::kBFloat16;
   OffloadDevice offload = OffloadDevice::kNone;
   int64_t host_memory_bytes = 0;

@@ -30,7 +30,7 @@ __attribute__((section(".preinit_array"),
 
 int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   return RunEstimate(argc, argv, out, err, [](const std::string& name) -> absl::StatusOr<ModelSize> {
-    ASSIGN_OR_RETURN(GptConfig model, ParseGptConfig(name));
+    ASSIGN_OR_RETURN(models::GptConfig model, models::ParseGptConfig(name));
     return GptSize(model.layers, model.width, model.context, model.vocab);
   });
 }

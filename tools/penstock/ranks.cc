@@ -70,7 +70,7 @@ nlohmann::json OptionsJson(const TrainOptions& words) {
 
 constexpr uint64_t kPieceBytes = 64 << 10, kPieces = 1024;
 
-absl::StatusOr<nlohmann::json> TextJson(const Dataset& data) {
+absl::StatusOr<nlohmann::json> TextJson(const models::Dataset& data) {
   absl::StatusOr<uint64_t> digest = ContentDigest(data.path());
   if (!digest.ok()) return digest.status();
   return nlohmann::json{
@@ -190,8 +190,9 @@ absl::StatusOr<uint64_t> ContentDigest(const std::string& path) {
 }
 
 absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& words,
-                                                    const TrainSettings& settings, const Dataset& data,
-                                                    const Dataset* eval_data) {
+                                                    const TrainSettings& settings,
+                                                    const models::Dataset& data,
+                                                    const models::Dataset* eval_data) {
   const zero::EngineOptions& engine = settings.engine;
   nlohmann::json same = engine.run;
   // What a host has, and what the text below says better.

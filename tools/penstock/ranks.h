@@ -27,8 +27,9 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& wor
 // error: each block's part is computed by one rank alone, so the run's bits are those of these hosts in this
 // order.
 absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& words,
-                                                    const TrainSettings& settings, const Dataset& data,
-                                                    const Dataset* eval_data);
+                                                    const TrainSettings& settings,
+                                                    const models::Dataset& data,
+                                                    const models::Dataset* eval_data);
 
 // Of a file's length and content: all of it up to 64 MiB; beyond, 1024 pieces of 64 KiB, spread evenly, the
 // first and the last among them. Files of one length that differ only between those are taken for the same.

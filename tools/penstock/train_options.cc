@@ -258,9 +258,9 @@ absl::Status KeepBeside(const std::string& checkpoint, TrainSettings* settings) 
 
 // --model says what the weights of --init-from are used for: said where they were made for another function.
 void NoteAnotherFunction(const std::string& weights, TrainSettings* settings) {
-  const absl::StatusOr<nlohmann::json> published = ConfigOfWeights(weights);
+  const absl::StatusOr<nlohmann::json> published = models::ConfigOfWeights(weights);
   if (!published.ok() || published->is_null()) return;
-  const absl::StatusOr<GptConfig> theirs = GptConfigFromJson(*published);
+  const absl::StatusOr<models::GptConfig> theirs = models::GptConfigFromJson(*published);
   if (!theirs.ok()) {
     settings->notes.push_back(absl::StrCat("--init-from ", weights,
                                            ": by its config.json these are weights of "
@@ -908,22 +908,22 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& words, boo
 
   std::string model_name, dtype;
   if (settings.resumes && !words.model.has_value()) {
-    ASSIGN_OR_RETURN(settings.model, GptConfigFromJson(run["model"]));
+    ASSIGN_OR_RETURN(settings.model, models::GptConfigFromJson(run["model"]));
   } else if (words.init_from.has_value() && !words.model.has_value()) {
     nlohmann::json published;
-    ASSIGN_OR_RETURN(published, ConfigOfWeights(*words.init_from));
+    ASSIGN_OR_RETURN(published, models::ConfigOfWeights(*words.init_from));
     if (published.is_null()) {
       return Wrong(absl::StrCat("--init-from ", *words.init_from,
                                 ": no config.json tells what model that is: give --model as well"));
     }
-    absl::StatusOr<GptConfig> model = GptConfigFromJson(published);
+    absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(published);
     if (!model.ok()) {
       return Wrong(
           absl::StrCat("--init-from ", *words.init_from, ": ", std::string(model.status().message())));
     }
     settings.model = *model;
   } else {
-    ASSIGN_OR_RETURN(settings.model, ParseGptConfig(words.model.value_or("gpt-small")));
+    ASSIGN_OR_RETURN(settings.model, models::ParseGptConfig(words.model.value_or("gpt-small")));
     if (words.init_from.has_value()) NoteAnotherFunction(*words.init_from, &settings);
   }
   settings.data_path = words.data.value_or("");
@@ -944,7 +944,7 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& words, boo
   ASSIGN_OR_RETURN(settings.vocab, kept.Of<int64_t>("vocab", "vocab", words.vocab, 0));
   if (settings.vocab > 0) settings.model.vocab = settings.vocab;
   if (settings.resumes && words.model.has_value()) {
-    const absl::StatusOr<GptConfig> made = GptConfigFromJson(run["model"]);
+    const absl::StatusOr<models::GptConfig> made = models::GptConfigFromJson(run["model"]);
     const std::string difference =
         made.ok() ? zero::JsonDifference(made->ToJson(), settings.model.ToJson()) : std::string();
     if (!difference.empty()) {
@@ -1008,9 +1008,9 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& words, boo
   if (words.init_from.has_value() && settings.resumes) {
     settings.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
   } else if (words.init_from.has_value()) {
-    std::unique_ptr<WeightImport> opened;
-    ASSIGN_OR_RETURN(opened, WeightImport::Open(*words.init_from, settings.model));
-    engine.initial_values = [weights = std::shared_ptr<WeightImport>(std::move(opened))](
+    std::unique_ptr<models::WeightImport> opened;
+    ASSIGN_OR_RETURN(opened, models::WeightImport::Open(*words.init_from, settings.model));
+    engine.initial_values = [weights = std::shared_ptr<models::WeightImport>(std::move(opened))](
                                 int block, int64_t first, int64_t elements, float* to) {
       return weights->Read(block, first, elements, to);
     };

@@ -41,7 +41,7 @@ inline constexpr int64_t kDefaultBatch = 2;
 
 // Everything decided.
 struct TrainSettings {
-  GptConfig model;
+  models::GptConfig model;
   std::string data_path, eval_path;
   int64_t steps = 100, batch = kDefaultBatch, accumulate = 1, seq = 0, vocab = 0, eval_every = 0;
   int64_t eval_windows = 0;                        // at the most; 0: all

@@ -39,7 +39,7 @@ bool IsDirectory(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
-nlohmann::ordered_json PublishedConfig(const GptConfig& config, const std::string& dtype) {
+nlohmann::ordered_json PublishedConfig(const models::GptConfig& config, const std::string& dtype) {
   nlohmann::ordered_json json = config.ToPublished();
   json["torch_dtype"] = dtype == "fp32" ? "float32" : "bfloat16";
   return json;
@@ -78,9 +78,9 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   }
   if (identity.contains("ranks") && state->parts.size() == 1)
     return foreign("it is one rank's part of a run of several");
-  const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
+  const absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
-  const GptLayout layout = LayoutOfGpt(*model);
+  const models::GptLayout layout = models::LayoutOfGpt(*model);
   if (identity["block_elements"] != nlohmann::json(layout.block_elements)) {
     return foreign("its blocks have other sizes");
   }
@@ -88,7 +88,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
       identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
   if (!weights.has_value()) return foreign("its weights are of no known type");
 
-  ExportOptions options;
+  models::ExportOptions options;
   options.dtype = words.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
   options.overwrite = words.overwrite;
   options.max_shard_bytes = max_shard.value_or(0);
@@ -99,7 +99,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
                       {"penstock_step", absl::StrCat(inspection->record.step)},
                       {"penstock_run", swap::UuidText(inspection->shape.uuid)},
                       {"config", PublishedConfig(*model, words.dtype).dump()}};
-  const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, *weights);
+  const models::ExportMemory needs = models::MemoryForExport(geometries, layout, options.dtype, *weights);
   const uint64_t most = budget.value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
   // The arena takes whole huge pages.
   constexpr uint64_t kHugePage = uint64_t{2} << 20;
@@ -129,7 +129,7 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
     ByteProgress progress("exporting", words.quiet);
     options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
     ASSIGN_OR_RETURN(const int written,
-                     ExportWeights(reader->parts(), layout, *weights, reader->memory(), options));
+                     models::ExportWeights(reader->parts(), layout, *weights, reader->memory(), options));
     files = written;
   }
   if (into_directory) {

@@ -40,7 +40,7 @@ absl::Status Plan(const PlanFlags& words, std::ostream& out, std::ostream& err) 
   };
   Preparing preparing(/*quiet=*/false);
   options.preparing = [&](const std::string& what) { preparing.Show(what); };
-  ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::Engine::MakePlan(MakeGpt(settings.model), options));
+  ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::Engine::MakePlan(models::MakeGpt(settings.model), options));
   if (!machine.ok()) return machine.status();
   ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
   const PlanFacts facts{plan, options, *machine, prediction, words.terabytes_written * 1e12};

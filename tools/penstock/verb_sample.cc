@@ -62,7 +62,7 @@ absl::Status CheckNumbers(const Words& words) {
 // What a state directory holds, as far as sampling needs it.
 struct Source {
   std::vector<std::string> dirs;
-  GptConfig model;
+  models::GptConfig model;
   torch::Dtype dtype = torch::kFloat32;
   int64_t window = 0;   // longest sequence that the run was trained on
   bool bytes = true;    // tokens are the bytes of a text; else numbers of somebody's vocabulary
@@ -88,7 +88,7 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   }
   if (identity.contains("ranks") && state.parts.size() == 1)
     return foreign("it is one rank's part of a run of several");
-  const absl::StatusOr<GptConfig> model = GptConfigFromJson(identity["model"]);
+  const absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
   source.model = *model;
   const std::optional<kernels::DType> dtype =
@@ -146,7 +146,7 @@ absl::StatusOr<int64_t> Budget(const Words& words) {
 // Of the lengths of text up to `longest`, the one that takes most memory: attention goes by blocks in long
 // texts, in less than a short one can take in one piece.
 int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int64_t longest) {
-  if (longest <= kWholeLength) return longest;
+  if (longest <= models::kWholeLength) return longest;
   options.host_memory_bytes = 0;
   options.log = nullptr;
   const auto least = [&](int64_t length) -> int64_t {
@@ -154,7 +154,7 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
     const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(model, options);
     return plan.ok() ? plan->plan.least_host_memory_bytes : 0;  // Create says why there is none
   };
-  return least(kWholeLength) > least(longest) ? kWholeLength : longest;
+  return least(models::kWholeLength) > least(longest) ? models::kWholeLength : longest;
 }
 
 absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
@@ -175,12 +175,12 @@ absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
     if (words.verbose) err << line << std::endl;
   };
   zero::SetIntraOpThreads(options.intra_op_threads);
-  const zero::Model model = MakeGpt(source.model, GptHead::kLastLogits);
+  const zero::Model model = models::MakeGpt(source.model, models::GptHead::kLastLogits);
   options.example = ExampleBatch(1, LargestLength(model, options, longest));
   ASSIGN_OR_RETURN(std::unique_ptr<zero::Engine> engine, zero::Engine::Create(model, options));
 
   for (int64_t sample = 0; sample < words.samples; ++sample) {
-    TextSampler sampler(words.temperature, words.top_k, static_cast<uint64_t>(words.seed + sample));
+    models::TextSampler sampler(words.temperature, words.top_k, static_cast<uint64_t>(words.seed + sample));
     std::vector<int64_t> tokens = prompt;
     const auto say = [&](int64_t token) {
       if (source.bytes) {

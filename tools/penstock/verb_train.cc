@@ -258,14 +258,15 @@ class Training {
 
   absl::Status Prepare() {
     for (const std::string& note : settings_.notes) Say(note);
-    const TokenFormat format = InferTokenFormat(settings_.data_path, settings_.vocab);
-    absl::StatusOr<std::unique_ptr<Dataset>> data =
-        Dataset::Open(settings_.data_path, format, settings_.model.vocab, settings_.seq);
+    const models::TokenFormat format = models::InferTokenFormat(settings_.data_path, settings_.vocab);
+    absl::StatusOr<std::unique_ptr<models::Dataset>> data =
+        models::Dataset::Open(settings_.data_path, format, settings_.model.vocab, settings_.seq);
     if (!data.ok()) return data.status();
     data_ = std::move(*data);
     if (!settings_.eval_path.empty()) {
-      data = Dataset::Open(settings_.eval_path, InferTokenFormat(settings_.eval_path, settings_.vocab),
-                           settings_.model.vocab, settings_.seq);
+      data = models::Dataset::Open(settings_.eval_path,
+                                   models::InferTokenFormat(settings_.eval_path, settings_.vocab),
+                                   settings_.model.vocab, settings_.seq);
       if (!data.ok()) return data.status();
       eval_data_ = std::move(*data);
     }
@@ -325,7 +326,7 @@ class Training {
     report_.Start(options, kVersion, options.world());
     report_.Identify(run_id_);
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-        zero::Engine::Create(MakeGpt(settings_.model), options);
+        zero::Engine::Create(models::MakeGpt(settings_.model), options);
     preparing_.Clear();
     if (!engine.ok()) return engine.status();
     engine_ = std::move(*engine);
@@ -701,7 +702,7 @@ class Training {
   std::unique_ptr<tiering::RunPrediction> run_prediction_;
   bool trains_ = true;  // and does not evaluate just now
   tiering::Prediction prediction_;
-  std::unique_ptr<Dataset> data_, eval_data_;
+  std::unique_ptr<models::Dataset> data_, eval_data_;
   std::unique_ptr<TrainLog> log_;
   std::unique_ptr<Trace> trace_;
   std::unique_ptr<zero::Engine> engine_;
@@ -729,7 +730,8 @@ absl::Status CheckBudget(const TrainOptions& words, TrainSettings settings, std:
   Preparing preparing(words.quiet);
   options.preparing = [&](const std::string& what) { preparing.Show(what); };
   options.measures_time = false;
-  const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(MakeGpt(settings.model), options);
+  const absl::StatusOr<zero::EnginePlan> plan =
+      zero::Engine::MakePlan(models::MakeGpt(settings.model), options);
   preparing.Clear();
   if (!plan.ok()) return plan.status();
   ASSIGN_OR_RETURN(const std::string process, ProcessMemoryText(*plan, options, zero::FindHostMemory()));
