@@ -57,8 +57,8 @@ SOAK ?= 20
 soak: build
 	@cd $(BUILD) && for test in swap_kill_test swap_power_cut_test swap_sim_test swap_one_version_test swap_checkpoint_test \
 	    zero_kill_test zero_fault_test zero_durability_test zero_combinations_test zero_ranks_test; do \
-	  words=; test $$test != zero_ranks_test || words='--gtest_filter=*Kill* --gtest_repeat=$(SOAK)'; \
-	  test ! -x tests/$$test || PENSTOCK_SOAK=$(SOAK) tests/$$test $$words || exit 1; done
+	  filter=; test $$test != zero_ranks_test || filter='--gtest_filter=*Kill* --gtest_repeat=$(SOAK)'; \
+	  test ! -x tests/$$test || PENSTOCK_SOAK=$(SOAK) tests/$$test $$filter || exit 1; done
 
 # Each target starts from its corpus; what it finds lies in build/fuzz/found afterwards.
 FUZZ_SECONDS ?= 120

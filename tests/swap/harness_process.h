@@ -30,7 +30,7 @@ struct HarnessOutcome {
 
 class HarnessProcess {
  public:
-  explicit HarnessProcess(std::vector<std::string> words) {
+  explicit HarnessProcess(std::vector<std::string> arguments) {
     int in[2], out[2], err[2];
     if (::pipe2(in, O_CLOEXEC) != 0 || ::pipe2(out, O_CLOEXEC) != 0 || ::pipe2(err, O_CLOEXEC) != 0) return;
     posix_spawn_file_actions_t actions;
@@ -38,9 +38,9 @@ class HarnessProcess {
     ::posix_spawn_file_actions_adddup2(&actions, in[0], 0);
     ::posix_spawn_file_actions_adddup2(&actions, out[1], 1);
     ::posix_spawn_file_actions_adddup2(&actions, err[1], 2);
-    words.insert(words.begin(), STORE_HARNESS);
+    arguments.insert(arguments.begin(), STORE_HARNESS);
     std::vector<char*> argv;
-    for (std::string& word : words) argv.push_back(word.data());
+    for (std::string& word : arguments) argv.push_back(word.data());
     argv.push_back(nullptr);
     if (::posix_spawn(&pid_, STORE_HARNESS, &actions, nullptr, argv.data(), environ) != 0) {
       pid_ = -1;
@@ -115,9 +115,9 @@ class HarnessProcess {
 };
 
 // Runs it to its end, or kills it `kill_after_us` after its first printed line (below 0: never).
-inline HarnessOutcome RunHarness(std::vector<std::string> words, int64_t kill_after_us = -1) {
+inline HarnessOutcome RunHarness(std::vector<std::string> arguments, int64_t kill_after_us = -1) {
   using Clock = std::chrono::steady_clock;
-  HarnessProcess process(std::move(words));
+  HarnessProcess process(std::move(arguments));
   std::optional<Clock::time_point> deadline;
   int wait_ms = -1;
   while (process.Listen(wait_ms)) {

@@ -33,20 +33,20 @@ struct Mode {
 
 class PowerCutTest : public ::testing::TestWithParam<Mode> {
  protected:
-  std::vector<std::string> Words(uint64_t steps) const {
+  std::vector<std::string> Arguments(uint64_t steps) const {
     const std::string root = absl::StrCat(disk_.directory(), "/", run_);
-    std::vector<std::string> words = {"--dir",    root + "-a",
-                                      "--dir",    root + "-b",
-                                      "--seed",   absl::StrCat(run_ + 1),
-                                      "--steps",  absl::StrCat(steps),
-                                      "--expect", absl::StrCat(known_),
-                                      "--slots",  absl::StrCat(GetParam().slots),
-                                      "--sync",   GetParam().sync == Sync::kPower ? "power" : "process"};
+    std::vector<std::string> arguments = {"--dir",    root + "-a",
+                                          "--dir",    root + "-b",
+                                          "--seed",   absl::StrCat(run_ + 1),
+                                          "--steps",  absl::StrCat(steps),
+                                          "--expect", absl::StrCat(known_),
+                                          "--slots",  absl::StrCat(GetParam().slots),
+                                          "--sync",   GetParam().sync == Sync::kPower ? "power" : "process"};
     if (GetParam().checkpoints) {
-      words.insert(words.end(), {"--checkpoints", root + "-checkpoints", "--expect-checkpoint",
-                                 absl::StrCat(known_checkpoint_)});
+      arguments.insert(arguments.end(), {"--checkpoints", root + "-checkpoints", "--expect-checkpoint",
+                                         absl::StrCat(known_checkpoint_)});
     }
-    return words;
+    return arguments;
   }
   void StartOver() {
     for (const char* what : {"-a", "-b", "-checkpoints"})
@@ -69,16 +69,16 @@ class PowerCutTest : public ::testing::TestWithParam<Mode> {
                                            CrashPoint::kCommitTilesSynced, CrashPoint::kCommitSubmitted,
                                            CrashPoint::kCommitWritten,     CrashPoint::kCommitWritten,
                                            CrashPoint::kCommitSynced,      CrashPoint::kCommitDone};
-    std::vector<std::string> words = Words(100000);
+    std::vector<std::string> arguments = Arguments(100000);
     int64_t after_us = -1;
     if (random_() % 4 == 0) {
       after_us = static_cast<int64_t>(random_() % 10'000);
     } else {
-      words.insert(words.end(),
-                   {"--kill-at", std::string(CrashPointName(kEnds[random_() % std::size(kEnds)])),
-                    "--kill-after", absl::StrCat(1 + random_() % 3)});
+      arguments.insert(arguments.end(),
+                       {"--kill-at", std::string(CrashPointName(kEnds[random_() % std::size(kEnds)])),
+                        "--kill-after", absl::StrCat(1 + random_() % 3)});
     }
-    const HarnessOutcome outcome = RunHarness(words, after_us);
+    const HarnessOutcome outcome = RunHarness(arguments, after_us);
     ASSERT_TRUE(outcome.killed) << outcome.error;
     Take(outcome);
     ++kills_;
@@ -86,7 +86,7 @@ class PowerCutTest : public ::testing::TestWithParam<Mode> {
   // Half of the cuts come while the store is opened or in its first step.
   void CutOnce() {
     disk_.CutAfter(1 + random_() % (random_() % 2 == 0 ? 24 : 160));
-    HarnessProcess process(Words(100000));
+    HarnessProcess process(Arguments(100000));
     while (!disk_.off() && process.Listen(1)) continue;
     ASSERT_TRUE(disk_.off()) << process.End().error;
     process.Kill();
@@ -116,7 +116,8 @@ TEST_P(PowerCutTest, WhatWasAcknowledgedIsThereAndRight) {
     }
     ASSERT_NO_FATAL_FAILURE(CutOnce());
     if (!durable) known_ = -1;  // nothing was promised
-    const HarnessOutcome after = RunHarness(Words(static_cast<uint64_t>(std::max<int64_t>(known_, 0)) + 1));
+    const HarnessOutcome after =
+        RunHarness(Arguments(static_cast<uint64_t>(std::max<int64_t>(known_, 0)) + 1));
     if (after.exit_code == 0) {
       Take(after);
       continue;

@@ -55,7 +55,7 @@ bool Speculative(uint64_t step) { return step % 4 == 2; }
 // Versions only ever rise, whatever was dropped.
 uint64_t VersionOf(uint64_t step) { return 2 * step + 2; }
 
-struct Words {
+struct Flags {
   StoreOptions options;
   uint64_t seed = 1;
   uint64_t steps = 10;
@@ -104,11 +104,11 @@ absl::Status RunStep(Store& store, FakeModel& model, uint64_t step) {
 }
 
 // Every checkpoint under its name is whole and holds what its step held.
-absl::Status CheckCheckpoints(aio::Engine& engine, const Words& words, const Layout& layout) {
-  const std::vector<CheckpointEntry> all = ListCheckpoints(words.checkpoints);
+absl::Status CheckCheckpoints(aio::Engine& engine, const Flags& flags, const Layout& layout) {
+  const std::vector<CheckpointEntry> all = ListCheckpoints(flags.checkpoints);
   const int64_t newest = all.empty() ? -1 : static_cast<int64_t>(all.back().step);
-  if (newest < words.expect_checkpoint)
-    return absl::InternalError(absl::StrCat("checkpoint ", words.expect_checkpoint, " was lost: ", newest));
+  if (newest < flags.expect_checkpoint)
+    return absl::InternalError(absl::StrCat("checkpoint ", flags.expect_checkpoint, " was lost: ", newest));
   for (const CheckpointEntry& entry : all) {
     StoreOptions options;
     options.directories = {entry.path};
@@ -116,7 +116,7 @@ absl::Status CheckCheckpoints(aio::Engine& engine, const Words& words, const Lay
     auto store = Store::Open(engine, options);
     if (!store.ok())
       return absl::Status(store.status().code(), absl::StrCat("checkpoint: ", store.status().message()));
-    FakeModel model(layout, words.seed), oracle(layout, words.seed);
+    FakeModel model(layout, flags.seed), oracle(layout, flags.seed);
     oracle.Initialize();
     for (uint64_t s = 1, updates = 0; s <= entry.step; ++s) {
       if (!Skipped(s)) oracle.UpdateAll(++updates);
@@ -131,41 +131,41 @@ absl::Status CheckCheckpoints(aio::Engine& engine, const Words& words, const Lay
   return absl::OkStatus();
 }
 
-int Run(Words& words) {
+int Run(Flags& flags) {
   aio::EngineOptions engine_options;
   engine_options.log = [](std::string_view) {};
   auto engine = aio::Engine::Create(engine_options);
   if (!engine.ok()) return Fail(engine.status().ToString());
   const Layout layout = SmallLayout(6, 6000);
-  if (!words.kill.stage.empty()) {
-    words.options.at_crash_point = &AtStage;
-    words.options.stage_context = &words.kill;
+  if (!flags.kill.stage.empty()) {
+    flags.options.at_crash_point = &AtStage;
+    flags.options.stage_context = &flags.kill;
   }
-  FakeModel model(layout, words.seed), oracle(layout, words.seed);
+  FakeModel model(layout, flags.seed), oracle(layout, flags.seed);
   oracle.Initialize();
 
   // To the microsecond, without going to sleep.
   const auto now = [] { return std::chrono::steady_clock::now().time_since_epoch(); };
-  while (now() < std::chrono::nanoseconds(words.overwrite_at_ns)) continue;
-  if (words.overwrite_at_ns != 0) {
-    words.fresh = true;
-    words.options.lock_patience_ms = 200;
+  while (now() < std::chrono::nanoseconds(flags.overwrite_at_ns)) continue;
+  if (flags.overwrite_at_ns != 0) {
+    flags.fresh = true;
+    flags.options.lock_patience_ms = 200;
   }
-  auto store = words.overwrite_at_ns == 0 ? Store::Open(**engine, words.options)
+  auto store = flags.overwrite_at_ns == 0 ? Store::Open(**engine, flags.options)
                                           : absl::StatusOr<std::unique_ptr<Store>>(absl::NotFoundError(""));
-  const bool overwritten = words.options.slots == 1 && absl::IsDataLoss(store.status()) &&
+  const bool overwritten = flags.options.slots == 1 && absl::IsDataLoss(store.status()) &&
                            absl::StrContains(store.status().message(), "one version");
   if (overwritten) {
     std::printf("overwritten\n");
     std::fflush(stdout);
-    words.expect = -1;
+    flags.expect = -1;
   }
-  if (absl::IsNotFound(store.status()) || overwritten || words.fresh) {
-    if (words.expect >= 0)
-      return Fail(absl::StrCat("step ", words.expect, " was lost: ", store.status().message()));
+  if (absl::IsNotFound(store.status()) || overwritten || flags.fresh) {
+    if (flags.expect >= 0)
+      return Fail(absl::StrCat("step ", flags.expect, " was lost: ", store.status().message()));
     if (store.ok()) store->reset();
-    words.options.overwrite = true;
-    store = Store::Create(**engine, words.options, layout, absl::StrCat("{\"seed\":", words.seed, "}"));
+    flags.options.overwrite = true;
+    store = Store::Create(**engine, flags.options, layout, absl::StrCat("{\"seed\":", flags.seed, "}"));
     if (!store.ok()) return Fail(absl::StrCat("create: ", store.status().ToString()));
     if (absl::Status s = oracle.WriteAll(**store, 1); !s.ok()) return Fail(s.ToString());
     if (absl::Status s = (*store)->CommitNow({.step = 0, .updates = 0, .payload = Payload(0, 0)}); !s.ok()) {
@@ -178,8 +178,8 @@ int Run(Words& words) {
   }
 
   const uint64_t step = (*store)->committed_step();
-  if (static_cast<int64_t>(step) < words.expect) {
-    return Fail(absl::StrCat("step ", words.expect, " was committed, recovery found ", step));
+  if (static_cast<int64_t>(step) < flags.expect) {
+    return Fail(absl::StrCat("step ", flags.expect, " was committed, recovery found ", step));
   }
   if ((*store)->committed_payload() != Payload(step, step))
     return Fail("the payload is not that of the step");
@@ -192,7 +192,7 @@ int Run(Words& words) {
   if (const std::string difference = model.Difference(oracle); !difference.empty()) {
     return Fail(absl::StrCat("after step ", step, ": ", difference));
   }
-  if (absl::Status s = CheckCheckpoints(**engine, words, layout); !s.ok()) return Fail(s.ToString());
+  if (absl::Status s = CheckCheckpoints(**engine, flags, layout); !s.ok()) return Fail(s.ToString());
 
   AlignedBuffer memory(2 << 20);
   std::unique_ptr<CheckpointCopy> copy;
@@ -205,16 +205,16 @@ int Run(Words& words) {
     }
     return done.ok() || absl::IsAlreadyExists(done) ? 0 : Fail(absl::StrCat("checkpoint: ", done.ToString()));
   };
-  for (uint64_t s = step + 1; s <= words.steps; ++s) {
-    if (!words.checkpoints.empty() && copy == nullptr && s % 4 == 0) {
+  for (uint64_t s = step + 1; s <= flags.steps; ++s) {
+    if (!flags.checkpoints.empty() && copy == nullptr && s % 4 == 0) {
       CheckpointOptions options;
-      options.parent = words.checkpoints;
+      options.parent = flags.checkpoints;
       options.memory = memory.span();
       options.keep = 2;
       auto begun = CheckpointCopy::OfStore(**store, options);
       if (!begun.ok()) return Fail(begun.status().ToString());
       copy = *std::move(begun);
-      if (words.options.slots == 1) {  // it holds the only version
+      if (flags.options.slots == 1) {  // it holds the only version
         copy->AllowAll();
         if (const int code = finish(); code != 0) return code;
       }
@@ -227,48 +227,48 @@ int Run(Words& words) {
     if (!copy->finished()) continue;
     if (const int code = finish(); code != 0) return code;
   }
-  if (char byte = 0; words.hold) (void)!::read(STDIN_FILENO, &byte, 1);
+  if (char byte = 0; flags.hold) (void)!::read(STDIN_FILENO, &byte, 1);
   // An orderly end, as a training's.
   return copy != nullptr ? finish() : 0;
 }
 
 int Main(int argc, char** argv) {
-  Words words;
+  Flags flags;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     const auto value = [&]() -> std::string { return i + 1 < argc ? argv[++i] : ""; };
     if (word == "--dir")
-      words.options.directories.push_back(value());
+      flags.options.directories.push_back(value());
     else if (word == "--seed")
-      words.seed = std::strtoull(value().c_str(), nullptr, 10);
+      flags.seed = std::strtoull(value().c_str(), nullptr, 10);
     else if (word == "--steps")
-      words.steps = std::strtoull(value().c_str(), nullptr, 10);
+      flags.steps = std::strtoull(value().c_str(), nullptr, 10);
     else if (word == "--expect")
-      words.expect = std::strtoll(value().c_str(), nullptr, 10);
+      flags.expect = std::strtoll(value().c_str(), nullptr, 10);
     else if (word == "--slots")
-      words.options.slots = static_cast<uint32_t>(std::atoi(value().c_str()));
+      flags.options.slots = static_cast<uint32_t>(std::atoi(value().c_str()));
     else if (word == "--sync")
-      words.options.sync = value() == "power" ? Sync::kPower : Sync::kProcess;
+      flags.options.sync = value() == "power" ? Sync::kPower : Sync::kProcess;
     else if (word == "--checkpoints")
-      words.checkpoints = value();
+      flags.checkpoints = value();
     else if (word == "--expect-checkpoint")
-      words.expect_checkpoint = std::strtoll(value().c_str(), nullptr, 10);
+      flags.expect_checkpoint = std::strtoll(value().c_str(), nullptr, 10);
     else if (word == "--kill-at")
-      words.kill.stage = value();
+      flags.kill.stage = value();
     else if (word == "--kill-after")
-      words.kill.left = std::atoi(value().c_str());
+      flags.kill.left = std::atoi(value().c_str());
     else if (word == "--fresh")
-      words.fresh = true;
+      flags.fresh = true;
     else if (word == "--overwrite-at")
-      words.overwrite_at_ns = std::strtoll(value().c_str(), nullptr, 10);
+      flags.overwrite_at_ns = std::strtoll(value().c_str(), nullptr, 10);
     else if (word == "--hold")
-      words.hold = true;
+      flags.hold = true;
     else {
       std::fprintf(stderr, "store_harness: unknown word %s\n", word.c_str());
       return 2;
     }
   }
-  return Run(words);
+  return Run(flags);
 }
 
 }  // namespace

@@ -16,9 +16,10 @@ TEST(OrBug, WhatIsThrownIsOneLineAndExitCode1) {
   EXPECT_EQ(
       OrBug([]() -> int { throw std::runtime_error("first line\nsecond"); }, "penstock 1.0", "plan --x", err),
       kExitFailed);
-  EXPECT_EQ(err.str(),
-            "penstock 1.0: this is a bug: first line; please report this line, the words (plan --x) and what "
-            "`penstock env` says; committed steps are safe\n");
+  EXPECT_EQ(
+      err.str(),
+      "penstock 1.0: this is a bug: first line; please report this line, the arguments (plan --x) and what "
+      "`penstock env` says; committed steps are safe\n");
   err.str("");
   EXPECT_EQ(OrBug([]() -> int { throw 3; }, "penstock 1.0", "plan", err), kExitFailed);
   EXPECT_NE(err.str().find("this is a bug: something that is no exception was thrown"), std::string::npos);

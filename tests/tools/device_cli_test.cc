@@ -12,19 +12,19 @@ namespace {
 
 using nlohmann::json;
 using testing::HasSubstr;
+using testing_support::Arguments;
 using testing_support::Lines;
 using testing_support::ProgramTest;
 using testing_support::Ran;
 using testing_support::ReadFile;
 using testing_support::WaitForAll;
-using testing_support::Words;
 using testing_support::operator+;
 
 class DeviceFlags : public ProgramTest {
  protected:
   ~DeviceFlags() override { unsetenv("PENSTOCK_TEST_DEVICE"); }
   // No state lives on the device.
-  Words ProcessorUpdates() const {
+  Arguments ProcessorUpdates() const {
     testing_support::WriteFile(
         dir_ + "/processor.json",
         R"({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/unused", "ratio": 1}}})");
@@ -33,13 +33,13 @@ class DeviceFlags : public ProgramTest {
 };
 
 TEST_F(DeviceFlags, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied) {
-  const Words steps = {"--steps", "4", "--host-memory", "32M"};
-  const Ran cpu = Run(Train(dir_ + "/cpu") + steps + Words{"--report", dir_ + "/cpu.json"});
+  const Arguments steps = {"--steps", "4", "--host-memory", "32M"};
+  const Ran cpu = Run(Train(dir_ + "/cpu") + steps + Arguments{"--report", dir_ + "/cpu.json"});
   ASSERT_EQ(cpu.code, 0) << cpu.err;
   setenv("PENSTOCK_TEST_DEVICE", "capacity=256M", 1);
-  const Words device = {"--device", "cuda", "--device-memory", "24M"};
+  const Arguments device = {"--device", "cuda", "--device-memory", "24M"};
   const Ran cuda = Run(Train(dir_ + "/cuda") + steps + device + ProcessorUpdates() +
-                       Words{"--report", dir_ + "/cuda.json"});
+                       Arguments{"--report", dir_ + "/cuda.json"});
   ASSERT_EQ(cuda.code, 0) << cuda.err;
   const json of_cpu = json::parse(ReadFile(dir_ + "/cpu.json")),
              of_cuda = json::parse(ReadFile(dir_ + "/cuda.json"));
@@ -58,7 +58,8 @@ TEST_F(DeviceFlags, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied
   EXPECT_EQ(of_cuda["updated_on_device_share"], 0);
 
   // Without a word about it all of the state lives there, since it fits; every step goes to the drive.
-  const Ran there = Run(Train(dir_ + "/there") + steps + device + Words{"--report", dir_ + "/there.json"});
+  const Ran there =
+      Run(Train(dir_ + "/there") + steps + device + Arguments{"--report", dir_ + "/there.json"});
   ASSERT_EQ(there.code, 0) << there.err;
   const json lives = json::parse(ReadFile(dir_ + "/there.json"));
   for (size_t i = 0; i < 4; ++i) EXPECT_EQ(of_cpu["steps"][i]["loss"], lives["steps"][i]["loss"]) << i;
@@ -72,15 +73,15 @@ TEST_F(DeviceFlags, TrainingIsTheProcessorsToTheBitAndTheReportSaysWhatWasCopied
 TEST_F(DeviceFlags, WeightsPastHostMemoryWhereTheConfigurationAsks) {
   testing_support::WriteFile(dir_ + "/gds.json", R"({"aio": {"use_gds": true}, "zero_optimization":
       {"offload_optimizer": {"device": "nvme", "nvme_path": "/unused", "ratio": 1}}})");
-  const auto train = [&](const std::string& name, const Words& more) {
-    Words words = Train(dir_ + "/" + name) + Words{"--steps",       "3",
-                                                   "--host-memory", "32M",
-                                                   "--eval-data",   text_,
-                                                   "--eval-every",  "2",
-                                                   "--config",      dir_ + "/gds.json",
-                                                   "--report",      dir_ + "/" + name + ".json"};
-    std::erase(words, "--quiet");
-    const Ran ran = Run(words + more);
+  const auto train = [&](const std::string& name, const Arguments& more) {
+    Arguments arguments = Train(dir_ + "/" + name) + Arguments{"--steps",       "3",
+                                                               "--host-memory", "32M",
+                                                               "--eval-data",   text_,
+                                                               "--eval-every",  "2",
+                                                               "--config",      dir_ + "/gds.json",
+                                                               "--report",      dir_ + "/" + name + ".json"};
+    std::erase(arguments, "--quiet");
+    const Ran ran = Run(arguments + more);
     EXPECT_EQ(ran.code, 0) << ran.err;
     json report = json::parse(ReadFile(dir_ + "/" + name + ".json"));
     report["text"] = ran.out + ran.err;
@@ -102,17 +103,17 @@ TEST_F(DeviceFlags, WeightsPastHostMemoryWhereTheConfigurationAsks) {
     for (size_t i = 0; i < 3; ++i) EXPECT_EQ(report["steps"][i]["loss"], cpu["steps"][i]["loss"]) << i;
   }
   const Ran plan =
-      Run(Words{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device", "cuda", "--seq", "32",
-                "--no-probe", "--config", dir_ + "/gds.json", "--state-dir", dir_ + "/planned"});
+      Run(Arguments{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device", "cuda", "--seq", "32",
+                    "--no-probe", "--config", dir_ + "/gds.json", "--state-dir", dir_ + "/planned"});
   EXPECT_THAT(plan.out, HasSubstr("weights that only it needs come straight from the drive"));
 }
 
 // Two ranks, a device each: the losses of two ranks on processors.
 TEST_F(DeviceFlags, RanksTrainOnADeviceEach) {
-  const auto losses = [&](const std::string& name, const Words& device) {
-    const Words words = Train(dir_ + "/" + name) + Words{"--steps", "3", "--host-memory", "48M"} + device +
-                        Words{"--report", dir_ + "/" + name + ".json"};
-    for (const Ran& ran : WaitForAll(testing_support::StartRanks(dir_, {words, words}))) {
+  const auto losses = [&](const std::string& name, const Arguments& device) {
+    const Arguments arguments = Train(dir_ + "/" + name) + Arguments{"--steps", "3", "--host-memory", "48M"} +
+                                device + Arguments{"--report", dir_ + "/" + name + ".json"};
+    for (const Ran& ran : WaitForAll(testing_support::StartRanks(dir_, {arguments, arguments}))) {
       EXPECT_EQ(ran.code, 0) << ran.err;
     }
     std::vector<double> of_steps;
@@ -135,19 +136,19 @@ TEST_F(DeviceFlags, RanksTrainOnADeviceEach) {
 
 // Without a drive state lives on the device; the configuration's ratio leaves the processor its share.
 TEST_F(DeviceFlags, TheRatioDividesTheStateBetweenProcessorAndDevice) {
-  const auto trained = [&](const std::string& name, const Words& more) {
-    const Ran ran = Run(Words{"train",       "--model",
-                              "gpt-tiny",    "--dtype",
-                              "fp32",        "--offload",
-                              "cpu",         "--threads",
-                              "1",           "--data",
-                              text_,         "--quiet",
-                              "--batch",     "2",
-                              "--seq",       "32",
-                              "--steps",     "3",
-                              "--report",    dir_ + "/" + name,
-                              "--state-dir", dir_ + "/state-" + name,
-                              "--overwrite"} +
+  const auto trained = [&](const std::string& name, const Arguments& more) {
+    const Ran ran = Run(Arguments{"train",       "--model",
+                                  "gpt-tiny",    "--dtype",
+                                  "fp32",        "--offload",
+                                  "cpu",         "--threads",
+                                  "1",           "--data",
+                                  text_,         "--quiet",
+                                  "--batch",     "2",
+                                  "--seq",       "32",
+                                  "--steps",     "3",
+                                  "--report",    dir_ + "/" + name,
+                                  "--state-dir", dir_ + "/state-" + name,
+                                  "--overwrite"} +
                         more);
     EXPECT_EQ(ran.code, 0) << ran.err;
     return json::parse(ReadFile(dir_ + "/" + name));
@@ -160,41 +161,42 @@ TEST_F(DeviceFlags, TheRatioDividesTheStateBetweenProcessorAndDevice) {
         dir_ + "/config.json",
         std::string(R"({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": )") + ratio +
             "}}}");
-    const Words words = {"--device", "cuda", "--config", dir_ + "/config.json", "--warmup", "0"};
-    const json of_both = trained("both.json", words);
+    const Arguments arguments = {"--device", "cuda", "--config", dir_ + "/config.json", "--warmup", "0"};
+    const json of_both = trained("both.json", arguments);
     const double share = of_both["updated_on_device_share"];
     EXPECT_LE(share, 1 - std::stod(ratio));
     constexpr double kLargestBlock = 0.25;  // whole blocks live there: one more would be too many
     EXPECT_GT(share, 1 - std::stod(ratio) - kLargestBlock);
     for (size_t i = 0; i < 3; ++i) EXPECT_EQ(of_cpu["steps"][i]["loss"], of_both["steps"][i]["loss"]) << i;
-    const Ran plan = Run(Words{"plan", "--model", "gpt-tiny", "--offload", "cpu", "--no-probe"} + words);
+    const Ran plan =
+        Run(Arguments{"plan", "--model", "gpt-tiny", "--offload", "cpu", "--no-probe"} + arguments);
     ASSERT_EQ(plan.code, 0) << plan.err;
     EXPECT_THAT(plan.out, HasSubstr(share > 0 ? "optimizer state on the device" : "0% of the state lives"));
   }
-  const Ran alone = Run(Words{"plan", "--model", "gpt-tiny", "--offload", "cpu", "--no-probe", "--config",
-                              dir_ + "/config.json"});
+  const Ran alone = Run(Arguments{"plan", "--model", "gpt-tiny", "--offload", "cpu", "--no-probe", "--config",
+                                  dir_ + "/config.json"});
   EXPECT_THAT(alone.out + alone.err, HasSubstr("ratio: accepted and ignored"));
 }
 
 TEST_F(DeviceFlags, PlanShowsTheTier) {
   setenv("PENSTOCK_TEST_DEVICE", "capacity=64M", 1);
-  const Words words = Words{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device",
-                            "cuda", "--seq",   "32",       "--no-probe"} +
-                      ProcessorUpdates();
-  const Ran text = Run(words);
+  const Arguments arguments = Arguments{"plan", "--model", "gpt-tiny", "--host-memory", "32M", "--device",
+                                        "cuda", "--seq",   "32",       "--no-probe"} +
+                              ProcessorUpdates();
+  const Ran text = Run(arguments);
   ASSERT_EQ(text.code, 0) << text.err;
   EXPECT_THAT(text.out, HasSubstr("device memory ("));
   EXPECT_THAT(text.out, HasSubstr("copies to the device"));
-  const Ran ran = Run(words + Words{"--json"});
+  const Ran ran = Run(arguments + Arguments{"--json"});
   ASSERT_EQ(ran.code, 0) << ran.err;
   const json plan = json::parse(ran.out);
   const int64_t least = plan["least_device_memory_bytes"];
   EXPECT_GT(least, 0);
   EXPECT_EQ(plan["device"]["memory_budget_bytes"], 64 << 20);
   EXPECT_GT(plan["device"]["h2d_bytes_per_step"], 0);
-  const Ran fits = Run(words + Words{"--device-memory", std::to_string(least)});
+  const Ran fits = Run(arguments + Arguments{"--device-memory", std::to_string(least)});
   EXPECT_EQ(fits.code, 0) << fits.err;
-  const Ran refused = Run(words + Words{"--device-memory", std::to_string(least - 1)});
+  const Ran refused = Run(arguments + Arguments{"--device-memory", std::to_string(least - 1)});
   EXPECT_EQ(refused.code, 2);
   // What the config leaves open is told before it.
   ASSERT_EQ(Lines(refused.err).size(), 2u) << refused.err;
@@ -204,14 +206,14 @@ TEST_F(DeviceFlags, PlanShowsTheTier) {
 
 TEST_F(DeviceFlags, WrongOnesAreOneLineAndExitTwo) {
   setenv("PENSTOCK_TEST_DEVICE", "capacity=64M", 1);
-  const std::vector<std::pair<Words, std::string>> wrong = {
+  const std::vector<std::pair<Arguments, std::string>> wrong = {
       {{"--device", "tpu"}, "must be cpu or cuda"},
       {{"--device", "cuda", "--device-memory", "0"}, "must be above 0"},
       {{"--device", "cuda", "--device-memory", "lots"}, "--device-memory lots"},
       {{"--device", "cuda", "--device-memory", "65M"}, "the device has 67108864"},
   };
-  for (const auto& [words, text] : wrong) {
-    const Ran ran = Run(Train(dir_ + "/state") + words);
+  for (const auto& [arguments, text] : wrong) {
+    const Ran ran = Run(Train(dir_ + "/state") + arguments);
     EXPECT_EQ(ran.code, 2) << text;
     EXPECT_THAT(ran.err, HasSubstr(text));
     EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
@@ -219,7 +221,7 @@ TEST_F(DeviceFlags, WrongOnesAreOneLineAndExitTwo) {
 }
 
 TEST_F(DeviceFlags, WithoutCudaTheLineSaysWhatIsMissingAndTheWayOut) {
-  const Ran ran = Run(Train(dir_ + "/state") + Words{"--device", "cuda", "--steps", "1"});
+  const Ran ran = Run(Train(dir_ + "/state") + Arguments{"--device", "cuda", "--steps", "1"});
   if (ran.code == 0) GTEST_SKIP() << "there is a CUDA device here";
   EXPECT_EQ(ran.code, 2);
   EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;

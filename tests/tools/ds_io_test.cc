@@ -1,4 +1,4 @@
-// ds_io and ds_nvme_tune: their words, their lines, their exit codes, and that what they say is so.
+// ds_io and ds_nvme_tune: their arguments, their lines, their exit codes, and that what they say is so.
 #include <sys/wait.h>
 
 #include <algorithm>
@@ -20,21 +20,21 @@ namespace {
 
 using nlohmann::json;
 using testing::HasSubstr;
-using Words = std::vector<std::string>;
+using Arguments = std::vector<std::string>;
 
-std::string WhyNot(const Words& words) {
+std::string WhyNot(const Arguments& arguments) {
   std::string help;
-  const auto options = ParseDsIo(words, &help);
+  const auto options = ParseDsIo(arguments, &help);
   return options.ok() ? "" : std::string(options.status().message());
 }
 
-std::string WhyNotTune(const Words& words) {
+std::string WhyNotTune(const Arguments& arguments) {
   std::string help;
-  const auto options = ParseTune(words, &help);
+  const auto options = ParseTune(arguments, &help);
   return options.ok() ? "" : std::string(options.status().message());
 }
 
-TEST(DsIoWordsTest, EveryFlagOfTheOriginalIsTaken) {
+TEST(DsIoFlagsTest, EveryFlagOfTheOriginalIsTaken) {
   std::string help;
   const auto o = ParseDsIo({"--folder",
                             "/d",
@@ -79,7 +79,7 @@ TEST(DsIoWordsTest, EveryFlagOfTheOriginalIsTaken) {
   EXPECT_EQ(WhyNot({"--folder", "/d", "--io_s", "1K"}), "");  // a unique prefix, as argparse takes it
 }
 
-TEST(DsIoWordsTest, WrongWordsAreNamed) {
+TEST(DsIoFlagsTest, WrongFlagsAreNamed) {
   EXPECT_THAT(WhyNot({}), HasSubstr("--io_size is required"));
   EXPECT_THAT(WhyNot({"--io_size", "1M"}), HasSubstr("--folder"));
   EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--folder_to_device_mapping", "b:0"}),
@@ -109,66 +109,66 @@ TEST(DsIoWordsTest, WrongWordsAreNamed) {
   EXPECT_THAT(WhyNot({"--io_size", "1M", "--folder", "a", "--engine", "warp"}), HasSubstr("none of"));
 }
 
-// Words of all kinds, thrown together: an answer in every case, and never options that make no sense.
-TEST(DsIoWordsTest, ParsingSurvivesAnything) {
-  const Words pool = {"--folder",
-                      "--io_size",
-                      "--read",
-                      "--multi_process",
-                      "--block_size",
-                      "--queue_depth",
-                      "--engine",
-                      "--loops",
-                      "--io_parallel",
-                      "--folder_to_device_mapping",
-                      "--json",
-                      "--validate",
-                      "--",
-                      "-",
-                      "",
-                      "--nvme_dir",
-                      "--sweep_config",
-                      "--log_dir",
-                      "--=",
-                      "--f",
-                      "--io_size=",
-                      "--io_size=4K",
-                      "a",
-                      "a:0",
-                      ":",
-                      "1",
-                      "0",
-                      "-1",
-                      "1M",
-                      "99999999999999999999",
-                      "1e308",
-                      "\xff\xfe",
-                      "io_uring",
-                      "--read=1",
-                      "--lo"};
+// Arguments of all kinds, thrown together: an answer in every case, and never options that make no sense.
+TEST(DsIoFlagsTest, ParsingSurvivesAnything) {
+  const Arguments pool = {"--folder",
+                          "--io_size",
+                          "--read",
+                          "--multi_process",
+                          "--block_size",
+                          "--queue_depth",
+                          "--engine",
+                          "--loops",
+                          "--io_parallel",
+                          "--folder_to_device_mapping",
+                          "--json",
+                          "--validate",
+                          "--",
+                          "-",
+                          "",
+                          "--nvme_dir",
+                          "--sweep_config",
+                          "--log_dir",
+                          "--=",
+                          "--f",
+                          "--io_size=",
+                          "--io_size=4K",
+                          "a",
+                          "a:0",
+                          ":",
+                          "1",
+                          "0",
+                          "-1",
+                          "1M",
+                          "99999999999999999999",
+                          "1e308",
+                          "\xff\xfe",
+                          "io_uring",
+                          "--read=1",
+                          "--lo"};
   std::mt19937_64 random(1);
   int good = 0;
   for (int i = 0; i < 50000; ++i) {
-    Words words;
-    if (i % 2 == 0) words = {"--folder", "a", "--io_size", "4K"};  // half of them begin well
+    Arguments arguments;
+    if (i % 2 == 0) arguments = {"--folder", "a", "--io_size", "4K"};  // half of them begin well
     for (uint64_t n = random() % 9; n != 0; --n) {
-      words.push_back(pool[random() % pool.size()]);
-      if (random() % 20 == 0) words.back() += static_cast<char>(random() % 256);
+      arguments.push_back(pool[random() % pool.size()]);
+      if (random() % 20 == 0) arguments.back() += static_cast<char>(random() % 256);
     }
     std::string help;
-    const auto options = ParseDsIo(words, &help);
+    const auto options = ParseDsIo(arguments, &help);
     if (options.ok() && help.empty()) {
       ++good;
       ASSERT_GT(options->io_bytes, 0u);
       ASSERT_EQ(options->block_bytes % 4096, 0u);
       ASSERT_FALSE(options->Mapping().empty());
     }
-    (void)ParseTune(words, &help);
+    (void)ParseTune(arguments, &help);
   }
   EXPECT_GT(good, 10);
 }
 
-TEST(TuneWordsTest, FlagsAndMistakes) {
+TEST(TuneFlagsTest, FlagsAndMistakes) {
   EXPECT_EQ(WhyNotTune({"--nvme_dir", "/a", "/b", "--no_read", "--io_size", "1G", "--flush_page_cache",
                         "--log_dir", "l", "--loops", "2", "--verbose", "--sweep_config", "s"}),
             "");

@@ -95,17 +95,17 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
   for (const json& c : golden["cases"]) {
     SCOPED_TRACE(c["config"].dump());
     const std::string directory = WriteModel("model" + std::to_string(number++), c["config"]);
-    TrainOptions words;
-    words.init_from = directory;
-    words.offload = "none";
-    words.dtype = "fp32";
-    words.threads = 1;
-    words.batch = c["batch"].get<int64_t>();
-    words.seq = c["length"].get<int64_t>();
-    words.lr = 0.01;
-    words.weight_decay = 0.1;
-    words.warmup = 0;
-    auto settings = ResolveTrainOptions(words, /*needs_data=*/false);
+    TrainOptions flags;
+    flags.init_from = directory;
+    flags.offload = "none";
+    flags.dtype = "fp32";
+    flags.threads = 1;
+    flags.batch = c["batch"].get<int64_t>();
+    flags.seq = c["length"].get<int64_t>();
+    flags.lr = 0.01;
+    flags.weight_decay = 0.1;
+    flags.warmup = 0;
+    auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();
     settings->engine.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.01});
     auto engine = zero::Engine::Create(models::MakeGpt(settings->model), settings->engine);

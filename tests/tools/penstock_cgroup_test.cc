@@ -41,8 +41,8 @@ class Group {
     for (int i = 0; !path_.empty() && rmdir(path_.c_str()) != 0 && errno == EBUSY && i < 100; ++i)
       usleep(20'000);
   }
-  // Words before a program that make it one of the group.
-  Words launcher() const {
+  // Arguments before a program that make it one of the group.
+  Arguments launcher() const {
     return {"/bin/sh", "-c", "echo $$ > " + path_ + "/cgroup.procs; exec \"$@\"", "sh"};
   }
 
@@ -59,7 +59,7 @@ class CgroupTest : public ProgramTest {
     if (std::optional<Group> made = Group::Make(kLimit); made.has_value()) group_.emplace(*std::move(made));
     if (!group_.has_value()) GTEST_SKIP() << "no control group can be made here";
   }
-  Ran RunInGroup(const Words& words) { return Program(dir_, words, group_->launcher()).Wait(); }
+  Ran RunInGroup(const Arguments& arguments) { return Program(dir_, arguments, group_->launcher()).Wait(); }
   std::optional<Group> group_;
 };
 

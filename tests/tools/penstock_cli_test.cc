@@ -64,15 +64,15 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
   ASSERT_EQ(warm.code, 0) << warm.err;
   if (warm.written_bytes == 0) GTEST_SKIP() << "the kernel counts no bytes of this file system";
   for (const char* states : {"fp32", "8bit"}) {
-    const Words model = {"train", "--model", "gpt-small", "--data", text_, "--batch", "1", "--seq", "64"};
-    const Words places = {"--state-dir", dir_ + "/state", "--report", dir_ + "/report"};
-    const Words rest = {"--host-memory", "96M", "--overwrite", "--quiet", "--steps", "8"};
+    const Arguments model = {"train", "--model", "gpt-small", "--data", text_, "--batch", "1", "--seq", "64"};
+    const Arguments places = {"--state-dir", dir_ + "/state", "--report", dir_ + "/report"};
+    const Arguments rest = {"--host-memory", "96M", "--overwrite", "--quiet", "--steps", "8"};
     Ran ran;
     json report;
     double read = 0, written = 0;
     // A machine with little room for files may have read some of the program again.
     for (int attempt = 0; attempt < 3; ++attempt) {
-      ran = Run(model + places + rest + Words{"--optimizer-states", states});
+      ran = Run(model + places + rest + Arguments{"--optimizer-states", states});
       ASSERT_EQ(ran.code, 0) << ran.err;
       report = json::parse(ReadFile(dir_ + "/report"));
       read = report["totals"]["nvme_read_bytes"].get<double>();
@@ -111,15 +111,15 @@ TEST_F(CliTest, AModelsFunctionIsKeptFromTrainingToExport) {
                        {"scale_attn_by_inverse_layer_idx", true},
                        {"attn_pdrop", 0.2}};
   WriteFile(model, config.dump());
-  const Words words = {"train",   "--data",    text_, "--state-dir", state,
-                       "--quiet", "--threads", "1",   "--dtype",     "fp32"};
-  const Words made = words + Words{"--model", model, "--batch", "1"};
-  ASSERT_EQ(Run(made + Words{"--steps", "2", "--log", dir_ + "/log"}).code, 0);
-  const Ran other = Run(words + Words{"--steps", "4", "--resume", "--model", "gpt-tiny"});
+  const Arguments arguments = {"train",   "--data",    text_, "--state-dir", state,
+                               "--quiet", "--threads", "1",   "--dtype",     "fp32"};
+  const Arguments made = arguments + Arguments{"--model", model, "--batch", "1"};
+  ASSERT_EQ(Run(made + Arguments{"--steps", "2", "--log", dir_ + "/log"}).code, 0);
+  const Ran other = Run(arguments + Arguments{"--steps", "4", "--resume", "--model", "gpt-tiny"});
   EXPECT_EQ(other.code, 2);
-  const Ran ran = Run(words + Words{"--steps", "4", "--resume", "--log", dir_ + "/log"});
+  const Ran ran = Run(arguments + Arguments{"--steps", "4", "--resume", "--log", dir_ + "/log"});
   ASSERT_EQ(ran.code, 0) << ran.err;
-  Words whole = made + Words{"--steps", "4", "--lr", "3e-4", "--log", dir_ + "/whole"};
+  Arguments whole = made + Arguments{"--steps", "4", "--lr", "3e-4", "--log", dir_ + "/whole"};
   *std::find(whole.begin(), whole.end(), state) = dir_ + "/other";
   const Ran again = Run(whole);
   ASSERT_EQ(again.code, 0) << again.err;
@@ -133,7 +133,7 @@ TEST_F(CliTest, AModelsFunctionIsKeptFromTrainingToExport) {
   WriteFile(
       model,
       R"({"model_type": "llama", "n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 8, "vocab_size": 256})");
-  const Ran refused = Run(made + Words{"--overwrite"});
+  const Ran refused = Run(made + Arguments{"--overwrite"});
   EXPECT_EQ(refused.code, 2);
   EXPECT_THAT(refused.err, HasSubstr("model_type is \"llama\", this model is GPT-2"));
 }
@@ -141,7 +141,7 @@ TEST_F(CliTest, AModelsFunctionIsKeptFromTrainingToExport) {
 // A flag wins over the config: --lr is the rate that a scheduler goes by, and takes the place of one that
 // names rates of its own.
 TEST_F(CliTest, ARateByFlagBesideTheConfigsScheduler) {
-  const auto rates = [&](const std::string& name, const std::string& config, Words more) {
+  const auto rates = [&](const std::string& name, const std::string& config, Arguments more) {
     WriteFile(dir_ + "/" + name + ".json", config);
     const std::string log = dir_ + "/" + name + ".log";
     const Ran ran =
@@ -273,9 +273,9 @@ TEST_F(CliTest, NorHasAPredictedOne) {
 }
 
 TEST_F(CliTest, ATermSignalStopsInGoodOrderAndResumingLosesNoBit) {
-  const Words steps = {"--steps", "40"};
+  const Arguments steps = {"--steps", "40"};
   const std::string whole_log = dir_ + "/whole.log", log = dir_ + "/log", report = dir_ + "/report";
-  Program stopped(dir_, Train(dir_ + "/state", steps + Words{"--log", log, "--report", report}));
+  Program stopped(dir_, Train(dir_ + "/state", steps + Arguments{"--log", log, "--report", report}));
   ASSERT_TRUE(WaitForLines(log, 3));
   stopped.Signal(SIGTERM);
   Ran ran = stopped.Wait();
@@ -289,7 +289,7 @@ TEST_F(CliTest, ATermSignalStopsInGoodOrderAndResumingLosesNoBit) {
 
   const std::vector<Ran> both =
       RunAll({{"train", "--data", text_, "--state-dir", dir_ + "/state", "--resume", "--quiet", "--log", log},
-              Train(dir_ + "/whole", steps + Words{"--log", whole_log})});
+              Train(dir_ + "/whole", steps + Arguments{"--log", whole_log})});
   ASSERT_EQ(both[0].code, 0) << both[0].err;
   ASSERT_EQ(both[1].code, 0) << both[1].err;
   const std::vector<std::string> losses = Losses(log);
@@ -298,10 +298,11 @@ TEST_F(CliTest, ATermSignalStopsInGoodOrderAndResumingLosesNoBit) {
 }
 
 TEST_F(CliTest, ACheckpointOutlivesItsStateDirectoryAndGoesOnWithTheSameBits) {
-  const Words steps = {"--steps", "8"};
+  const Arguments steps = {"--steps", "8"};
   const std::string kept = dir_ + "/kept", log = dir_ + "/log", whole_log = dir_ + "/whole.log";
-  ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Words{"--log", whole_log})).code, 0);
-  Ran ran = Run(Train(dir_ + "/state", steps + Words{"--checkpoint-dir", kept, "--checkpoint-every", "3"}));
+  ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Arguments{"--log", whole_log})).code, 0);
+  Ran ran =
+      Run(Train(dir_ + "/state", steps + Arguments{"--checkpoint-dir", kept, "--checkpoint-every", "3"}));
   ASSERT_EQ(ran.code, 0) << ran.err;
   for (const char* name : {"step-00000003", "step-00000006"}) {
     EXPECT_EQ(Run({"verify", kept + "/" + name, "--quiet"}).code, 0) << name;
@@ -398,13 +399,13 @@ TEST_F(CliTest, InspectAndVerifyAndAFlippedBit) {
 }
 
 TEST_F(CliTest, StripedStateIsReadAsOne) {
-  const Words dirs = {dir_ + "/a", dir_ + "/b"};
+  const Arguments dirs = {dir_ + "/a", dir_ + "/b"};
   const Ran ran = Run(Train(dirs[0], {"--state-dir", dirs[1], "--steps", "2"}));
   ASSERT_EQ(ran.code, 0) << ran.err;
-  const std::vector<Ran> read = RunAll({Words{"verify"} + dirs,
-                                        Words{"inspect", "--json"} + dirs,
+  const std::vector<Ran> read = RunAll({Arguments{"verify"} + dirs,
+                                        Arguments{"inspect", "--json"} + dirs,
                                         {"verify", dirs[0]},
-                                        Words{"export"} + dirs + Words{dir_ + "/out.safetensors"}});
+                                        Arguments{"export"} + dirs + Arguments{dir_ + "/out.safetensors"}});
   EXPECT_EQ(read[0].code, 0) << read[0].err;
   EXPECT_EQ(json::parse(read[1].out)["files"].size(), 2u);
   EXPECT_EQ(read[2].code, 1) << "half of a run";
@@ -415,17 +416,18 @@ TEST_F(CliTest, StripedStateIsReadAsOne) {
 TEST_F(CliTest, ExportsWhatTheStateHolds) {
   const std::string state = dir_ + "/state";
   ASSERT_EQ(Run(Train(state, {"--steps", "2"})).code, 0);
-  const Words to = {"export", state};
+  const Arguments to = {"export", state};
   std::filesystem::create_directory(dir_ + "/published");
   const std::vector<Ran> ran =
-      RunAll({to + Words{dir_ + "/fp32"}, to + Words{dir_ + "/bf16", "--dtype", "bf16"},
-              to + Words{dir_ + "/strips", "--host-memory", "2M"}, to + Words{dir_ + "/published", "--quiet"},
-              to + Words{dir_ + "/none", "--host-memory", "64K"}});
+      RunAll({to + Arguments{dir_ + "/fp32"}, to + Arguments{dir_ + "/bf16", "--dtype", "bf16"},
+              to + Arguments{dir_ + "/strips", "--host-memory", "2M"},
+              to + Arguments{dir_ + "/published", "--quiet"},
+              to + Arguments{dir_ + "/none", "--host-memory", "64K"}});
   for (size_t i = 0; i < 4; ++i) ASSERT_EQ(ran[i].code, 0) << ran[i].err;
   EXPECT_EQ(ran[4].code, 2);
   EXPECT_THAT(ran[4].err, HasSubstr("at least"));
   EXPECT_FALSE(std::filesystem::exists(dir_ + "/none"));
-  const Ran again = Run(to + Words{dir_ + "/fp32"});
+  const Ran again = Run(to + Arguments{dir_ + "/fp32"});
   EXPECT_EQ(again.code, 2) << "a file that is there is not replaced";
   EXPECT_TRUE(ReadFile(dir_ + "/fp32") == ReadFile(dir_ + "/strips"));
   EXPECT_TRUE(ReadFile(dir_ + "/fp32") == ReadFile(dir_ + "/published/model.safetensors"));
@@ -499,11 +501,13 @@ TEST_F(CliTest, WeightsThatWereExportedAreWhereARunStartsFrom) {
     ASSERT_EQ(Run(Train(state, {"--steps", "2", "--dtype", dtype})).code, 0);
     ASSERT_EQ(Run({"export", state, published, "--quiet"}).code, 0);
     // A step that changes nothing; the model is that of config.json.
-    const Words words = {"train", "--data", text_,     "--init-from", published, "--steps",        "1",
-                         "--lr",  "0",      "--quiet", "--threads",   "1",       "--weight-decay", "0"};
-    const std::vector<Ran> ran = RunAll(
-        {words + Words{"--state-dir", dir_ + "/a-" + dtype, "--dtype", "fp32"},
-         words + Words{"--state-dir", dir_ + "/b-" + dtype, "--dtype", "bf16", "--host-memory", "24M"}});
+    const Arguments arguments = {
+        "train", "--data", text_,     "--init-from", published, "--steps",        "1",
+        "--lr",  "0",      "--quiet", "--threads",   "1",       "--weight-decay", "0"};
+    const std::vector<Ran> ran =
+        RunAll({arguments + Arguments{"--state-dir", dir_ + "/a-" + dtype, "--dtype", "fp32"},
+                arguments + Arguments{"--state-dir", dir_ + "/b-" + dtype, "--dtype", "bf16", "--host-memory",
+                                      "24M"}});
     ASSERT_EQ(ran[0].code, 0) << ran[0].err;
     ASSERT_EQ(ran[1].code, 0) << ran[1].err;
     for (const std::string again : {"/a-", "/b-"}) {
@@ -531,13 +535,13 @@ TEST_F(CliTest, WeightsThatWereExportedAreWhereARunStartsFrom) {
 }
 
 TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
-  const Words steps = {"--steps", "9"};
+  const Arguments steps = {"--steps", "9"};
   const std::string kept = dir_ + "/kept", log = dir_ + "/log", whole_log = dir_ + "/whole.log";
-  ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Words{"--log", whole_log})).code, 0);
-  const Words in_memory = Words{"--offload",          "cpu", "--checkpoint-dir",  kept,
-                                "--checkpoint-every", "2",   "--checkpoint-keep", "2"};
+  ASSERT_EQ(Run(Train(dir_ + "/whole", steps + Arguments{"--log", whole_log})).code, 0);
+  const Arguments in_memory = Arguments{"--offload",          "cpu", "--checkpoint-dir",  kept,
+                                        "--checkpoint-every", "2",   "--checkpoint-keep", "2"};
   // Its last step is kept, though none was due.
-  Ran ran = Run(Train("unused", Words{"--steps", "5", "--log", log} + in_memory));
+  Ran ran = Run(Train("unused", Arguments{"--steps", "5", "--log", log} + in_memory));
   ASSERT_EQ(ran.code, 0) << ran.err;
   EXPECT_FALSE(std::filesystem::exists("unused"));
   std::vector<std::string> names;
@@ -547,21 +551,23 @@ TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
   EXPECT_EQ(Losses(log).size(), 5u);
   EXPECT_THAT(Run(Train("unused", steps + in_memory)).err,
               HasSubstr("holds checkpoints, the newest of step 5"));
-  ran = Run(Train("unused",
-                  steps + Words{"--resume", "--log", log, "--offload", "none", "--checkpoint-dir", kept}));
+  ran = Run(Train(
+      "unused", steps + Arguments{"--resume", "--log", log, "--offload", "none", "--checkpoint-dir", kept}));
   ASSERT_EQ(ran.code, 0) << ran.err;
   // Its schedule was that of a run of 5 steps.
   EXPECT_EQ(Losses(log).size(), 9u);
 
   std::filesystem::remove_all(kept);
   std::filesystem::remove(log);
-  Program stopped(dir_, Train("unused", Words{"--steps", "40", "--log", log} + in_memory));
+  Program stopped(dir_, Train("unused", Arguments{"--steps", "40", "--log", log} + in_memory));
   ASSERT_TRUE(WaitForLines(log, 7));
   stopped.Signal(SIGKILL);
   stopped.Wait();
-  const Ran cpu = Run(Train("unused", Words{"--resume", "--steps", "12", "--log", log} + in_memory));
+  const Ran cpu = Run(Train("unused", Arguments{"--resume", "--steps", "12", "--log", log} + in_memory));
   ASSERT_EQ(cpu.code, 0) << cpu.err;
-  ASSERT_EQ(Run(Train(dir_ + "/long", Words{"--steps", "40"} + Words{"--log", dir_ + "/long.log"})).code, 0);
+  ASSERT_EQ(
+      Run(Train(dir_ + "/long", Arguments{"--steps", "40"} + Arguments{"--log", dir_ + "/long.log"})).code,
+      0);
   std::vector<std::string> long_losses = Losses(dir_ + "/long.log");
   const std::vector<std::string> losses = Losses(log);
   ASSERT_GE(losses.size(), 12u);
@@ -575,9 +581,10 @@ TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
 
 TEST_F(CliTest, ATermSignalDuringACheckpointFinishesIt) {
   const std::string kept = dir_ + "/kept", log = dir_ + "/log", state = dir_ + "/state";
-  const Words steps = {"--steps", "60"};
-  Program stopped(dir_, Train(state, steps + Words{"--batch", "4", "--seq", "64", "--log", log,
-                                                   "--checkpoint-dir", kept, "--checkpoint-every", "24"}));
+  const Arguments steps = {"--steps", "60"};
+  Program stopped(
+      dir_, Train(state, steps + Arguments{"--batch", "4", "--seq", "64", "--log", log, "--checkpoint-dir",
+                                           kept, "--checkpoint-every", "24"}));
   ASSERT_TRUE(WaitForLines(log, 28));
   EXPECT_TRUE(std::filesystem::exists(kept + "/.step-00000024.partial")) << "it is on its way";
   stopped.Signal(SIGTERM);
@@ -591,11 +598,11 @@ TEST_F(CliTest, ATermSignalDuringACheckpointFinishesIt) {
 
   // From the checkpoint on two directories, and from the state at another path: the same bits.
   std::filesystem::rename(state, dir_ + "/moved");
-  const Words resume = {"train", "--data", text_, "--resume", "--quiet", "--steps", "32", "--log"};
+  const Arguments resume = {"train", "--data", text_, "--resume", "--quiet", "--steps", "32", "--log"};
   const std::vector<Ran> both =
-      RunAll({resume + Words{dir_ + "/a.log", "--state-dir", dir_ + "/moved"},
-              resume + Words{dir_ + "/b.log", "--state-dir", dir_ + "/x", "--state-dir", dir_ + "/y",
-                             "--checkpoint-dir", kept}});
+      RunAll({resume + Arguments{dir_ + "/a.log", "--state-dir", dir_ + "/moved"},
+              resume + Arguments{dir_ + "/b.log", "--state-dir", dir_ + "/x", "--state-dir", dir_ + "/y",
+                                 "--checkpoint-dir", kept}});
   ASSERT_EQ(both[0].code, 0) << both[0].err;
   ASSERT_EQ(both[1].code, 0) << both[1].err;
   std::vector<std::string> whole = Losses(log);
@@ -608,18 +615,18 @@ TEST_F(CliTest, ATermSignalDuringACheckpointFinishesIt) {
 TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
   const std::string state = dir_ + "/state";
   ASSERT_EQ(Run(Train(state, {"--steps", "12", "--seq", "64", "--lr", "3e-3"})).code, 0);
-  const Words words = {"sample", state, "--prompt", "water ", "--tokens", "24", "--threads", "1"};
-  const Ran refused = Run(words + Words{"--host-memory", "1K"});
+  const Arguments arguments = {"sample", state, "--prompt", "water ", "--tokens", "24", "--threads", "1"};
+  const Ran refused = Run(arguments + Arguments{"--host-memory", "1K"});
   EXPECT_EQ(refused.code, 2);
   std::smatch found;
   ASSERT_TRUE(std::regex_search(refused.err, found, std::regex("least that works is ([0-9]+) bytes")))
       << refused.err;
-  const std::vector<Ran> ran = RunAll({words,
-                                       words + Words{"--host-memory", found[1]},
-                                       words + Words{"--seed", "2"},
-                                       words + Words{"--temperature", "0"},
-                                       words + Words{"--top-k", "1", "--seed", "9"},
-                                       words + Words{"--samples", "2"},
+  const std::vector<Ran> ran = RunAll({arguments,
+                                       arguments + Arguments{"--host-memory", found[1]},
+                                       arguments + Arguments{"--seed", "2"},
+                                       arguments + Arguments{"--temperature", "0"},
+                                       arguments + Arguments{"--top-k", "1", "--seed", "9"},
+                                       arguments + Arguments{"--samples", "2"},
                                        {"sample", "--state-dir", state, "--tokens", "90", "--threads", "1"}});
   for (const Ran& each : ran) {
     EXPECT_EQ(each.code, 0) << each.err;
@@ -638,20 +645,21 @@ TEST_F(CliTest, SamplesTheSameTextInAnyMemory) {
 TEST_F(CliTest, SamplesAtEveryLengthInTheLeastMemoryOfTheLongest) {
   const std::string state = dir_ + "/state", model = dir_ + "/model.json";
   WriteFile(model, R"({"n_layer": 2, "n_embd": 64, "n_head": 16, "n_positions": 512, "vocab_size": 256})");
-  const Words made = {"train", "--model", model, "--data", text_, "--state-dir", state, "--quiet"};
-  ASSERT_EQ(Run(made + Words{"--steps", "2", "--batch", "1"}).code, 0);
-  const auto words = [&](const std::string& tokens) {
-    return Words{"sample", state, "--prompt", std::string(250, 'a'), "--tokens", tokens, "--threads", "1"};
+  const Arguments made = {"train", "--model", model, "--data", text_, "--state-dir", state, "--quiet"};
+  ASSERT_EQ(Run(made + Arguments{"--steps", "2", "--batch", "1"}).code, 0);
+  const auto arguments = [&](const std::string& tokens) {
+    return Arguments{"sample",   state,  "--prompt",  std::string(250, 'a'),
+                     "--tokens", tokens, "--threads", "1"};
   };
   const auto least = [&](const std::string& tokens) {
-    const std::string err = Run(words(tokens) + Words{"--host-memory", "1K"}).err;
+    const std::string err = Run(arguments(tokens) + Arguments{"--host-memory", "1K"}).err;
     std::smatch found;
     EXPECT_TRUE(std::regex_search(err, found, std::regex("least that works is ([0-9]+) bytes"))) << err;
     return found.empty() ? int64_t{0} : std::stoll(found[1]);
   };
   EXPECT_GT(least("6"), least("2"));
   EXPECT_GE(least("12"), least("6"));
-  const Ran ran = Run(words("12") + Words{"--host-memory", std::to_string(least("12"))});
+  const Ran ran = Run(arguments("12") + Arguments{"--host-memory", std::to_string(least("12"))});
   EXPECT_EQ(ran.code, 0) << ran.err;
   EXPECT_EQ(ran.out.size(), 250u + 12 + 1);
 }

@@ -13,20 +13,20 @@ using testing::HasSubstr;
 using namespace testing_support;
 
 struct Case {
-  Words words;
+  Arguments arguments;
   int code;
   std::vector<std::string> says;  // all of them stand in the line
 };
 
-class WordsTest : public ProgramTest {
+class FlagsTest : public ProgramTest {
  protected:
   void Check(const std::vector<Case>& cases) {
-    std::vector<Words> words;
-    for (const Case& each : cases) words.push_back(each.words);
-    const std::vector<Ran> ran = RunAll(words);
+    std::vector<Arguments> arguments;
+    for (const Case& each : cases) arguments.push_back(each.arguments);
+    const std::vector<Ran> ran = RunAll(arguments);
     for (size_t i = 0; i < cases.size(); ++i) {
       std::string command;
-      for (const std::string& word : cases[i].words) command += " " + word;
+      for (const std::string& word : cases[i].arguments) command += " " + word;
       SCOPED_TRACE("penstock" + command);
       EXPECT_EQ(ran[i].code, cases[i].code) << ran[i].err;
       EXPECT_EQ(Lines(ran[i].err).size(), 1u) << ran[i].err;
@@ -36,7 +36,7 @@ class WordsTest : public ProgramTest {
   }
 };
 
-TEST_F(WordsTest, NumbersThatMakeNoSense) {
+TEST_F(FlagsTest, NumbersThatMakeNoSense) {
   const std::string state = dir_ + "/state";
   std::vector<Case> cases;
   for (const auto& [flag, value] : std::vector<std::pair<std::string, std::string>>{{"--steps", "0"},
@@ -60,16 +60,16 @@ TEST_F(WordsTest, NumbersThatMakeNoSense) {
                                                                                     {"--device", "tpu"}}) {
     cases.push_back({Train(state, {flag, value}), 2, {flag}});
   }
-  const Words bare = {"train", "--data", text_, "--state-dir", state};
-  cases.push_back({bare + Words{"--threads", "0"}, 2, {"--threads 0", "between"}});
-  cases.push_back({bare + Words{"--dtype", "int3"}, 2, {"--dtype int3", "bf16"}});
-  cases.push_back({bare + Words{"--model", "gpt-9t"}, 2, {"gpt-9t", "gpt-125m"}});
+  const Arguments bare = {"train", "--data", text_, "--state-dir", state};
+  cases.push_back({bare + Arguments{"--threads", "0"}, 2, {"--threads 0", "between"}});
+  cases.push_back({bare + Arguments{"--dtype", "int3"}, 2, {"--dtype int3", "bf16"}});
+  cases.push_back({bare + Arguments{"--model", "gpt-9t"}, 2, {"gpt-9t", "gpt-125m"}});
   cases.push_back({Train(state, {"--eval-data", text_, "--eval-every", "0"}), 2, {"--eval-every 0"}});
   Check(cases);
   EXPECT_FALSE(std::filesystem::exists(state));
 }
 
-TEST_F(WordsTest, WordsThatDoNotExist) {
+TEST_F(FlagsTest, FlagsThatDoNotExist) {
   const std::string state = dir_ + "/state";
   Check({{Train(state, {"--bathc", "3"}), 2, {"--bathc", "did you mean \"--batch\""}},
          {{"trian"}, 2, {"trian", "did you mean \"train\""}},
@@ -91,12 +91,12 @@ TEST_F(WordsTest, WordsThatDoNotExist) {
   }
 }
 
-TEST_F(WordsTest, DataThatCannotBeLearnt) {
+TEST_F(FlagsTest, DataThatCannotBeLearnt) {
   const std::string state = dir_ + "/state";
   WriteFile(dir_ + "/empty", "");
   WriteFile(dir_ + "/short", "too short");
   const auto with = [&](const std::string& data) {
-    return Words{"train", "--model", "gpt-tiny", "--state-dir", state, "--data", data};
+    return Arguments{"train", "--model", "gpt-tiny", "--state-dir", state, "--data", data};
   };
   Check({{with(dir_ + "/missing"), 2, {dir_ + "/missing", "No such file"}},
          {with(dir_ + "/empty"), 2, {dir_ + "/empty", "empty"}},
@@ -105,7 +105,7 @@ TEST_F(WordsTest, DataThatCannotBeLearnt) {
   EXPECT_FALSE(std::filesystem::exists(state));
 }
 
-TEST_F(WordsTest, DirectoriesThatCannotHoldState) {
+TEST_F(FlagsTest, DirectoriesThatCannotHoldState) {
   std::vector<Case> cases = {
       {Train(text_ + "/below"), 2, {text_ + "/below", "Not a directory"}},
       {{"verify", dir_ + "/nothing"}, 1, {dir_ + "/nothing"}},
@@ -115,7 +115,7 @@ TEST_F(WordsTest, DirectoriesThatCannotHoldState) {
   };
   struct statfs info {};
   constexpr long kTmpfs = 0x01021994;
-  const std::string tmpfs = "/dev/shm/penstock_words_test." + std::to_string(::getpid());
+  const std::string tmpfs = "/dev/shm/penstock_flags_test." + std::to_string(::getpid());
   if (::statfs("/dev/shm", &info) == 0 && info.f_type == kTmpfs) {
     cases.push_back({Train(tmpfs), 2, {tmpfs, "tmpfs", "local disk"}});
   }
@@ -124,12 +124,12 @@ TEST_F(WordsTest, DirectoriesThatCannotHoldState) {
   std::filesystem::remove_all(tmpfs);
 }
 
-TEST_F(WordsTest, DirectoriesOfAnotherRun) {
+TEST_F(FlagsTest, DirectoriesOfAnotherRun) {
   const std::string state = dir_ + "/state";
   ASSERT_EQ(Run(Train(state, {"--steps", "2"})).code, 0);
   const std::string before = ReadFile(state + "/penstock.store");
-  const auto resume = [&](Words more) {
-    return Words{"train", "--data", text_, "--state-dir", state, "--resume", "--quiet"} + more;
+  const auto resume = [&](Arguments more) {
+    return Arguments{"train", "--data", text_, "--state-dir", state, "--resume", "--quiet"} + more;
   };
   Check(
       {{Train(state), 2, {state, "resume", "overwrite"}},
@@ -144,7 +144,7 @@ TEST_F(WordsTest, DirectoriesOfAnotherRun) {
   EXPECT_TRUE(ReadFile(state + "/penstock.store") == before) << "a refused run has changed the state";
 }
 
-TEST_F(WordsTest, BudgetTooSmallNamesTheLeastAndTheLeastWorks) {
+TEST_F(FlagsTest, BudgetTooSmallNamesTheLeastAndTheLeastWorks) {
   const Ran refused = Run(Train(dir_ + "/small", {"--host-memory", "1M"}));
   EXPECT_EQ(refused.code, 2);
   ASSERT_EQ(Lines(refused.err).size(), 1u) << refused.err;
@@ -160,7 +160,7 @@ TEST_F(WordsTest, BudgetTooSmallNamesTheLeastAndTheLeastWorks) {
   EXPECT_EQ(ran[1].code, 2) << ran[1].err;
 }
 
-TEST_F(WordsTest, TwoRunsInOneDirectory) {
+TEST_F(FlagsTest, TwoRunsInOneDirectory) {
   const std::string state = dir_ + "/state", log = dir_ + "/log";
   Program first(dir_, Train(state, {"--steps", "1000000", "--log", log}));
   ASSERT_TRUE(WaitForLines(log, 1));

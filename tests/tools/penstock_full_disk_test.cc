@@ -17,19 +17,19 @@ constexpr int kSteps = 30;
 
 class FullDiskTest : public CliTest {
  protected:
-  Words Steps(const std::string& state, const Words& more = {}) const {
-    return Train(state, Words{"--steps", std::to_string(kSteps), "--seq", "32"} + more);
+  Arguments Steps(const std::string& state, const Arguments& more = {}) const {
+    return Train(state, Arguments{"--steps", std::to_string(kSteps), "--seq", "32"} + more);
   }
   // The losses of that run on a disk with room.
-  std::vector<std::string> Whole(const Words& more = {}) {
-    const Ran ran = Run(Steps(dir_ + "/whole", Words{"--log", dir_ + "/whole.log"} + more));
+  std::vector<std::string> Whole(const Arguments& more = {}) {
+    const Ran ran = Run(Steps(dir_ + "/whole", Arguments{"--log", dir_ + "/whole.log"} + more));
     EXPECT_EQ(ran.code, 0) << ran.err;
     return Losses(dir_ + "/whole.log");
   }
   // Starts it and fills the disk as soon as there is a line in its log, before there are `before`.
-  Ran RunWhileTheDiskFills(const aio::LoopDevice& disk, const Words& words, const std::string& log,
+  Ran RunWhileTheDiskFills(const aio::LoopDevice& disk, const Arguments& arguments, const std::string& log,
                            size_t before) {
-    Program program(dir_, words);
+    Program program(dir_, arguments);
     EXPECT_TRUE(WaitForLines(log, 1));
     program.Signal(SIGSTOP);
     EXPECT_TRUE(disk.Fill());
@@ -58,8 +58,8 @@ TEST_F(FullDiskTest, TooLittleRoomIsRefusedBeforeAnythingIsMade) {
 }
 
 TEST_F(FullDiskTest, AFileSizeLimitIsAnErrorAndNotASignal) {
-  const auto limited = [&](const Words& words, const char* blocks) {
-    return Program(dir_, words, {"sh", "-c", std::string("ulimit -f ") + blocks + "; exec \"$@\"", "sh"})
+  const auto limited = [&](const Arguments& arguments, const char* blocks) {
+    return Program(dir_, arguments, {"sh", "-c", std::string("ulimit -f ") + blocks + "; exec \"$@\"", "sh"})
         .Wait();
   };
   const std::string state = dir_ + "/state";
@@ -74,17 +74,17 @@ TEST_F(FullDiskTest, FullForTheLogItStopsAtTheLastCommitAndRoomLetsItGoOn) {
   if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
   const std::string state = disk.directory() + "/state", log = disk.directory() + "/log";
   // The first block of the log holds some ten lines.
-  const Words words = Steps(state, {"--log", log, "--report", dir_ + "/report"});
-  const Ran full = RunWhileTheDiskFills(disk, words, log, 8);
+  const Arguments arguments = Steps(state, {"--log", log, "--report", dir_ + "/report"});
+  const Ran full = RunWhileTheDiskFills(disk, arguments, log, 8);
   ExpectOneLine(full, {"log: .* [0-9]+ bytes .*--resume"});
   EXPECT_EQ(json::parse(ReadFile(dir_ + "/report"))["status"], "failed");
   ASSERT_EQ(Run({"verify", state, "--quiet"}).code, 0);
   const size_t logged = Lines(ReadFile(log)).size();
   EXPECT_LT(logged, static_cast<size_t>(kSteps));
   // Still without room: the same line again, and no harm.
-  ExpectOneLine(Run(words + Words{"--resume"}), {"log: .* [0-9]+ bytes .*--resume"});
+  ExpectOneLine(Run(arguments + Arguments{"--resume"}), {"log: .* [0-9]+ bytes .*--resume"});
   disk.Free();
-  const Ran rest = Run(words + Words{"--resume"});
+  const Ran rest = Run(arguments + Arguments{"--resume"});
   ASSERT_EQ(rest.code, 0) << rest.err;
   EXPECT_GE(json::parse(ReadFile(dir_ + "/report"))["resumed_from_step"].get<size_t>(), logged - 1);
   EXPECT_EQ(Losses(log), Whole());
@@ -94,10 +94,10 @@ TEST_F(FullDiskTest, WithoutRoomForACheckpointTrainingGoesOnAndSaysSo) {
   const aio::LoopDevice disk({.bytes = 8 << 20, .journal = false});
   if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
   const std::string kept = disk.directory() + "/kept";
-  Words words = Train(dir_ + "/state",
-                      {"--steps", "6", "--seq", "32", "--checkpoint-dir", kept, "--checkpoint-every", "1"});
-  words.erase(std::find(words.begin(), words.end(), "--quiet"));
-  const Ran ran = Run(words);
+  Arguments arguments = Train(
+      dir_ + "/state", {"--steps", "6", "--seq", "32", "--checkpoint-dir", kept, "--checkpoint-every", "1"});
+  arguments.erase(std::find(arguments.begin(), arguments.end(), "--quiet"));
+  const Ran ran = Run(arguments);
   ASSERT_EQ(ran.code, 0) << ran.err;
   EXPECT_THAT(ran.out + ran.err,
               AllOf(HasSubstr("no checkpoint of step 6: "), HasSubstr("missing: No space left on device")));
@@ -113,25 +113,26 @@ TEST_F(FullDiskTest, WithoutADriveARunSaysWhatItCannotKeepAndKeepsWhatItCan) {
   aio::LoopDevice disk({.bytes = 32 << 20});
   if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
   const std::string full_log = disk.directory() + "/log", state = dir_ + "/state";
-  const Words in_memory = {"--offload", "cpu"};
+  const Arguments in_memory = {"--offload", "cpu"};
   // Full for the log: it stops, the step is kept with its lines, and room lets it go on.
-  const Words logged = Steps(state, in_memory + Words{"--log", full_log});
+  const Arguments logged = Steps(state, in_memory + Arguments{"--log", full_log});
   const Ran stopped = RunWhileTheDiskFills(disk, logged, full_log, 8);
   EXPECT_EQ(stopped.code, 1);
   EXPECT_THAT(Lines(stopped.err).back(), ContainsRegex("log: .* [0-9]+ bytes .*--resume"));
   EXPECT_LT(Inspect(state)["step"].get<int>(), kSteps);
   // Full at the start: refused before there is anything to lose.
   const std::string log = dir_ + "/log", kept = disk.directory() + "/kept";
-  const Words words = Steps(dir_ + "/unused", in_memory + Words{"--log", log, "--checkpoint-dir", kept});
-  ExpectOneLine(Run(words),
+  const Arguments arguments =
+      Steps(dir_ + "/unused", in_memory + Arguments{"--log", log, "--checkpoint-dir", kept});
+  ExpectOneLine(Run(arguments),
                 {"last step needs .* are free|cannot be made: No space left", "--checkpoint-dir"});
   EXPECT_EQ(ReadFile(log), "");
   disk.Free();
-  const Ran rest = Run(logged + Words{"--resume"});
+  const Ran rest = Run(logged + Arguments{"--resume"});
   ASSERT_EQ(rest.code, 0) << rest.err;
   EXPECT_EQ(Losses(full_log), Whole());
   // Full at the end: exit code and line say what is lost.
-  const Ran lost = RunWhileTheDiskFills(disk, words, log, 28);
+  const Ran lost = RunWhileTheDiskFills(disk, arguments, log, 28);
   EXPECT_EQ(lost.code, 1);
   EXPECT_THAT(Lines(lost.err).back(),
               AllOf(HasSubstr("step 30 is lost with this process"), HasSubstr("No space left on device")));
@@ -149,9 +150,9 @@ TEST_F(FullDiskTest, WhereStateIsSparseAStepFindsNoRoomAndNothingIsLost) {
     const std::string state = disk.directory() + "/state", log = dir_ + "/" + sync + ".log",
                       config = dir_ + "/config.json", kept = dir_ + "/kept-" + sync;
     WriteFile(config, std::string(R"({"penstock": {"sync": ")") + sync + R"("}})");
-    const Words words = Steps(
+    const Arguments arguments = Steps(
         state, {"--log", log, "--config", config, "--checkpoint-dir", kept, "--checkpoint-every", "12"});
-    const Ran full = RunWhileTheDiskFills(disk, words, log, 12);
+    const Ran full = RunWhileTheDiskFills(disk, arguments, log, 12);
     ExpectOneLine(full, {state, "[0-9]+ bytes", "No space left on device",
                          "of the state's .* on disk [0-9.]+ MiB are missing, and .* are free",
                          "with room, --resume goes on from step [0-9]+"});
@@ -161,7 +162,7 @@ TEST_F(FullDiskTest, WhereStateIsSparseAStepFindsNoRoomAndNothingIsLost) {
     EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
     EXPECT_GE(Inspect(state)["step"].get<size_t>(), logged);
     disk.Free();
-    const Ran rest = Run(words + Words{"--resume"});
+    const Ran rest = Run(arguments + Arguments{"--resume"});
     ASSERT_EQ(rest.code, 0) << rest.err;
     EXPECT_EQ(Losses(log), whole);
     EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
@@ -170,14 +171,14 @@ TEST_F(FullDiskTest, WhereStateIsSparseAStepFindsNoRoomAndNothingIsLost) {
 
 // Inputs of stages that go to the drive have room of their own, taken at the start and given back at the end.
 TEST_F(FullDiskTest, RoomForSpilledInputsIsCountedAndTakenAtTheStart) {
-  const Words shape = {"--steps", "5", "--seq", "128", "--batch", "32", "--accumulate", "2"};
+  const Arguments shape = {"--steps", "5", "--seq", "128", "--batch", "32", "--accumulate", "2"};
   // The least memory, in which inputs do not stay.
-  const Ran refused = Run(Train(dir_ + "/state", shape + Words{"--host-memory", "1M"}));
+  const Ran refused = Run(Train(dir_ + "/state", shape + Arguments{"--host-memory", "1M"}));
   std::smatch found;
   ASSERT_TRUE(std::regex_search(refused.err, found, std::regex("least that works is ([0-9]+) bytes")))
       << refused.err;
-  const Words tight = shape + Words{"--host-memory", found[1]};
-  Words plan = Train(dir_ + "/state", tight + Words{"--json", "--no-probe"});
+  const Arguments tight = shape + Arguments{"--host-memory", found[1]};
+  Arguments plan = Train(dir_ + "/state", tight + Arguments{"--json", "--no-probe"});
   plan[0] = "plan";
   plan.erase(std::find(plan.begin(), plan.end(), "--quiet"));
   const Ran planned = Run(plan);
@@ -189,7 +190,7 @@ TEST_F(FullDiskTest, RoomForSpilledInputsIsCountedAndTakenAtTheStart) {
   }
   const auto disk_bytes = told["state_bytes_nvme"].get<int64_t>();
   ASSERT_GT(inputs, 3 << 20) << planned.out;
-  ASSERT_EQ(Run(Train(dir_ + "/state", tight + Words{"--log", dir_ + "/whole.log"})).code, 0);
+  ASSERT_EQ(Run(Train(dir_ + "/state", tight + Arguments{"--log", dir_ + "/whole.log"})).code, 0);
   EXPECT_EQ(std::filesystem::file_size(dir_ + "/state/penstock.store") + static_cast<uint64_t>(inputs),
             static_cast<uint64_t>(disk_bytes));
   EXPECT_EQ(Names(dir_ + "/state"), 1u) << "they have no names";
@@ -197,22 +198,22 @@ TEST_F(FullDiskTest, RoomForSpilledInputsIsCountedAndTakenAtTheStart) {
   aio::LoopDevice disk({.bytes = static_cast<uint64_t>(disk_bytes + (3 << 20)), .journal = false});
   if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
   const std::string state = disk.directory() + "/state", other = disk.directory() + "/other";
-  const Words words = Train(state, tight + Words{"--log", dir_ + "/log"});
+  const Arguments arguments = Train(state, tight + Arguments{"--log", dir_ + "/log"});
   // Room for the state, and not for the inputs: refused, and nothing is left.
   ASSERT_EQ(std::system(("fallocate -l " + std::to_string(inputs) + " " + other).c_str()), 0);
-  ExpectOneLine(Run(words), {state, "too little"});
+  ExpectOneLine(Run(arguments), {state, "too little"});
   EXPECT_FALSE(std::filesystem::exists(state));
   std::filesystem::remove(other);
-  Program stopped(dir_, words);
+  Program stopped(dir_, arguments);
   ASSERT_TRUE(WaitForLines(dir_ + "/log", 1));
   stopped.Signal(SIGTERM);
   ASSERT_EQ(stopped.Wait().code, 0);
   // Taken by something else between two lives of the run.
   ASSERT_TRUE(disk.Fill());
-  ExpectOneLine(Run(words + Words{"--resume"}), {"inputs", "missing", "No space left on device"});
+  ExpectOneLine(Run(arguments + Arguments{"--resume"}), {"inputs", "missing", "No space left on device"});
   EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
   disk.Free();
-  const Ran rest = Run(words + Words{"--resume"});
+  const Ran rest = Run(arguments + Arguments{"--resume"});
   ASSERT_EQ(rest.code, 0) << rest.err;
   EXPECT_EQ(Losses(dir_ + "/log"), Losses(dir_ + "/whole.log"));
   EXPECT_EQ(Names(state), 1u);

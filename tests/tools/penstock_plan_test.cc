@@ -10,30 +10,30 @@ using namespace testing_support;
 
 class PlanTest : public ProgramTest {
  protected:
-  Ran Run(const Words& words) { return Program(dir_, words).Wait(); }
+  Ran Run(const Arguments& arguments) { return Program(dir_, arguments).Wait(); }
 };
 
 TEST_F(PlanTest, CheckTellsABudgetThatIsTooSmall) {
-  const Words words = {"train", "--check", "--model",     "gpt-small",
-                       "--seq", "16",      "--state-dir", dir_ + "/state"};
-  const Ran small = Run(words + Words{"--host-memory", "5M"});
+  const Arguments arguments = {"train", "--check", "--model",     "gpt-small",
+                               "--seq", "16",      "--state-dir", dir_ + "/state"};
+  const Ran small = Run(arguments + Arguments{"--host-memory", "5M"});
   EXPECT_EQ(small.code, 2) << small.out;
   EXPECT_THAT(small.err, HasSubstr("5242880 bytes is too small: the least that works is "));
   const size_t at = small.err.find("least that works is ");
   ASSERT_NE(at, std::string::npos) << small.err;
   const std::string least = std::to_string(std::stoll(small.err.substr(at + 20)));
-  const Ran enough = Run(words + Words{"--host-memory", least});
+  const Ran enough = Run(arguments + Arguments{"--host-memory", least});
   EXPECT_EQ(enough.code, 0) << enough.err;
-  EXPECT_THAT(enough.out, HasSubstr("the words and the config are right"));
+  EXPECT_THAT(enough.out, HasSubstr("the flags and the config are right"));
   EXPECT_FALSE(std::filesystem::exists(dir_ + "/state"));
 }
 
 TEST_F(PlanTest, ADriveThatIsTooSmallIsNamed) {
   WriteFile(dir_ + "/config.json",
             R"({"n_layer": 600, "n_embd": 1536, "n_head": 16, "n_positions": 64, "vocab_size": 256})");
-  const Words words = {"plan",    "--model", dir_ + "/config.json", "--seq",       "8",
-                       "--batch", "1",       "--no-probe",          "--state-dir", dir_ + "/state"};
-  const Ran ran = Run(words);
+  const Arguments arguments = {"plan",    "--model", dir_ + "/config.json", "--seq",       "8",
+                               "--batch", "1",       "--no-probe",          "--state-dir", dir_ + "/state"};
+  const Ran ran = Run(arguments);
   // 17 G parameters, 400 GB in two versions.
   std::error_code error;
   if (std::filesystem::space(dir_, error).available > int64_t{390} << 30) GTEST_SKIP() << "it would fit here";

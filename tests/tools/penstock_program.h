@@ -26,7 +26,7 @@ extern char** environ;
 
 namespace penstock::tools::testing_support {
 
-using Words = std::vector<std::string>;
+using Arguments = std::vector<std::string>;
 
 inline std::string ReadFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -46,7 +46,7 @@ inline std::vector<std::string> Lines(const std::string& text) {
   return lines;
 }
 
-inline Words operator+(Words left, const Words& right) {
+inline Arguments operator+(Arguments left, const Arguments& right) {
   left.insert(left.end(), right.begin(), right.end());
   return left;
 }
@@ -57,17 +57,17 @@ struct Ran {
   int64_t read_bytes = 0, written_bytes = 0;  // of drives, as the kernel counts
 };
 
-// A running program; its output goes to files in `directory`. `launcher`: words before it, of a program that
-// becomes it (exec).
+// A running program; its output goes to files in `directory`. `launcher`: arguments before it, of a program
+// that becomes it (exec).
 class Program {
  public:
-  Program(const std::string& directory, Words words, Words launcher = {}) {
+  Program(const std::string& directory, Arguments arguments, Arguments launcher = {}) {
     static int count = 0;
     prefix_ = directory + "/program." + std::to_string(++count);
-    words.insert(words.begin(), PENSTOCK_PROGRAM);
-    words.insert(words.begin(), launcher.begin(), launcher.end());
+    arguments.insert(arguments.begin(), PENSTOCK_PROGRAM);
+    arguments.insert(arguments.begin(), launcher.begin(), launcher.end());
     std::vector<char*> argv;
-    for (std::string& word : words) argv.push_back(word.data());
+    for (std::string& word : arguments) argv.push_back(word.data());
     argv.push_back(nullptr);
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
@@ -141,10 +141,10 @@ class ProgramTest : public testing::Test {
   }
   ~ProgramTest() override { std::filesystem::remove_all(dir_); }
 
-  Ran Run(Words words) { return Program(dir_, std::move(words)).Wait(); }
+  Ran Run(Arguments arguments) { return Program(dir_, std::move(arguments)).Wait(); }
 
   // Several at a time, since most of each is the start of the program.
-  std::vector<Ran> RunAll(const std::vector<Words>& all) {
+  std::vector<Ran> RunAll(const std::vector<Arguments>& all) {
     std::vector<Ran> results;
     for (size_t from = 0; from < all.size(); from += 4) {
       std::vector<Program> some;
@@ -155,9 +155,9 @@ class ProgramTest : public testing::Test {
   }
 
   // A small training of this directory's text, in one thread: fast, and the same bits every time.
-  Words Train(const std::string& state, Words more = {}) const {
-    Words words = {"train", "--model", "gpt-tiny", "--dtype", "fp32", "--threads", "1", "--quiet"};
-    return words + Words{"--data", text_, "--state-dir", state} + more;
+  Arguments Train(const std::string& state, Arguments more = {}) const {
+    Arguments arguments = {"train", "--model", "gpt-tiny", "--dtype", "fp32", "--threads", "1", "--quiet"};
+    return arguments + Arguments{"--data", text_, "--state-dir", state} + more;
   }
 
   // Blocks until the file has that many lines; false after a minute.

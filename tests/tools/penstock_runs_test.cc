@@ -34,8 +34,8 @@ std::vector<double> Of(const std::vector<json>& entries, const char* key) {
 
 class RunsTest : public CliTest {
  protected:
-  Words Small(const std::string& state, const Words& more) const {
-    return Train(state, Words{"--seq", "32", "--batch", "1"} + more);
+  Arguments Small(const std::string& state, const Arguments& more) const {
+    return Train(state, Arguments{"--seq", "32", "--batch", "1"} + more);
   }
   // Blocks until the program's stderr has the text; false after a minute.
   bool WaitForText(const std::string& path, const std::string& text) {
@@ -48,10 +48,10 @@ class RunsTest : public CliTest {
 };
 
 TEST_F(RunsTest, WithoutADriveTheLastStepIsKeptWhereverItIsLookedFor) {
-  const auto both = [&](const std::string& state, const Words& more) {
-    Ran ran = Run(Small(state, Words{"--steps", "3", "--log", state + ".log"} + more));
+  const auto both = [&](const std::string& state, const Arguments& more) {
+    Ran ran = Run(Small(state, Arguments{"--steps", "3", "--log", state + ".log"} + more));
     EXPECT_EQ(ran.code, 0) << ran.err;
-    ran = Run(Small(state, Words{"--steps", "5", "--log", state + ".log", "--resume"} + more));
+    ran = Run(Small(state, Arguments{"--steps", "5", "--log", state + ".log", "--resume"} + more));
     EXPECT_EQ(ran.code, 0) << ran.err;
     return Losses(state + ".log");
   };
@@ -114,10 +114,10 @@ TEST_F(RunsTest, ASecondSignalAfterAWhileStopsAtOnce) {
   const std::string model = dir_ + "/model.json";
   WriteFile(model, R"({"n_layer": 2, "n_embd": 512, "n_head": 8, "n_positions": 128, "vocab_size": 256})");
   // Steps that take longer than anybody waits.
-  Words words = Train(dir_ + "/state", {"--steps", "3", "--batch", "16", "--accumulate", "8"});
-  words[2] = model;
-  words.erase(std::find(words.begin(), words.end(), "--quiet"));
-  Program busy(dir_, words);
+  Arguments arguments = Train(dir_ + "/state", {"--steps", "3", "--batch", "16", "--accumulate", "8"});
+  arguments[2] = model;
+  arguments.erase(std::find(arguments.begin(), arguments.end(), "--quiet"));
+  Program busy(dir_, arguments);
   const std::string err = busy.prefix() + ".err";
   ASSERT_TRUE(WaitForText(err, "step 0/3"));
   busy.Signal(SIGTERM);
@@ -130,14 +130,14 @@ TEST_F(RunsTest, ASecondSignalAfterAWhileStopsAtOnce) {
 }
 
 TEST_F(RunsTest, APlaceThatCannotHoldTheLastStepIsRefusedBeforeTheTraining) {
-  std::vector<Words> words = {
+  std::vector<Arguments> arguments = {
       Small("unused", {"--offload", "cpu", "--steps", "2", "--checkpoint-dir", text_ + "/below"})};
   struct statfs info {};
   constexpr long kTmpfs = 0x01021994;
   const std::string tmpfs = "/dev/shm/penstock_runs_test." + std::to_string(::getpid());
   if (::statfs("/dev/shm", &info) == 0 && info.f_type == kTmpfs)
-    words.push_back(Small("unused", {"--offload", "none", "--steps", "2", "--checkpoint-dir", tmpfs}));
-  for (const Ran& ran : RunAll(words)) {
+    arguments.push_back(Small("unused", {"--offload", "none", "--steps", "2", "--checkpoint-dir", tmpfs}));
+  for (const Ran& ran : RunAll(arguments)) {
     EXPECT_EQ(ran.code, 2) << ran.err;
     EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
     EXPECT_THAT(ran.err, HasSubstr("give another --checkpoint-dir"));
@@ -149,16 +149,16 @@ TEST_F(RunsTest, APlaceThatCannotHoldTheLastStepIsRefusedBeforeTheTraining) {
 // ones.
 TEST_F(RunsTest, ADamagedCheckpointIsNoReasonToStartOver) {
   const std::string state = dir_ + "/cpu", checkpoints = state + "/checkpoints";
-  const Words words = {"--offload", "cpu", "--checkpoint-every", "2"};
-  Ran ran = Run(Small(state, Words{"--steps", "4"} + words));
+  const Arguments arguments = {"--offload", "cpu", "--checkpoint-every", "2"};
+  Ran ran = Run(Small(state, Arguments{"--steps", "4"} + arguments));
   ASSERT_EQ(ran.code, 0) << ran.err;
   std::filesystem::resize_file(checkpoints + "/step-00000004/penstock.store", 0);
-  ran = Run(Small(state, Words{"--steps", "6", "--resume"} + words));
+  ran = Run(Small(state, Arguments{"--steps", "6", "--resume"} + arguments));
   EXPECT_EQ(ran.code, 1);
   EXPECT_THAT(ran.err, AllOf(HasSubstr("step-00000004"), HasSubstr("damaged")));
   EXPECT_EQ(Inspect(checkpoints + "/step-00000002")["step"], 2);
   std::filesystem::remove_all(checkpoints + "/step-00000004");
-  ran = Run(Small(state, Words{"--steps", "6", "--resume"} + words));
+  ran = Run(Small(state, Arguments{"--steps", "6", "--resume"} + arguments));
   EXPECT_EQ(ran.code, 0) << ran.err;
   EXPECT_EQ(Inspect(checkpoints)["step"], 6);
 }
@@ -203,22 +203,22 @@ TEST_F(RunsTest, WhatIsWrongAfterTheTrainingCostsNoModel) {
 TEST_F(RunsTest, AConstantRateMayBeChangedOnResume) {
   WriteFile(dir_ + "/ds.json", R"({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})");
   const std::string state = dir_ + "/nvme", log = dir_ + "/log";
-  const Words words = {"--config", dir_ + "/ds.json", "--log", log};
-  Ran ran = Run(Small(state, Words{"--steps", "2"} + words));
+  const Arguments arguments = {"--config", dir_ + "/ds.json", "--log", log};
+  Ran ran = Run(Small(state, Arguments{"--steps", "2"} + arguments));
   ASSERT_EQ(ran.code, 0) << ran.err;
-  ran = Run(Small(state, Words{"--steps", "4", "--resume", "--lr", "1e-4"} + words));
+  ran = Run(Small(state, Arguments{"--steps", "4", "--resume", "--lr", "1e-4"} + arguments));
   ASSERT_EQ(ran.code, 0) << ran.err;
   EXPECT_THAT(Of(Entries(log, false), "lr"), ElementsAre(1e-3, 1e-3, 1e-4, 1e-4));
 }
 
 TEST_F(RunsTest, FilesThatCannotBeWrittenAreFoundBeforeTheTraining) {
   const std::string state = dir_ + "/state";
-  std::vector<Words> words;
+  std::vector<Arguments> arguments;
   for (const char* flag : {"--report", "--log", "--trace"}) {
-    words.push_back(Small(state, {"--steps", "1", flag, dir_ + "/nowhere/file"}));
-    words.push_back(Small(state, {"--steps", "1", flag, dir_}));
+    arguments.push_back(Small(state, {"--steps", "1", flag, dir_ + "/nowhere/file"}));
+    arguments.push_back(Small(state, {"--steps", "1", flag, dir_}));
   }
-  for (const Ran& ran : RunAll(words)) {
+  for (const Ran& ran : RunAll(arguments)) {
     EXPECT_EQ(ran.code, 2) << ran.err;
     EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
     EXPECT_THAT(ran.err, HasSubstr("cannot be written"));
@@ -266,7 +266,7 @@ TEST_F(RunsTest, EvaluationsAreOfTheWholeTextAndTheSameForEveryBatch) {
 }
 
 TEST_F(RunsTest, EvaluationsInTheLogAreNeitherLostNorDoubled) {
-  const auto words = [&](const std::string& name) {
+  const auto arguments = [&](const std::string& name) {
     return Small(dir_ + "/" + name, {"--steps", "24", "--eval-data", text_, "--eval-every", "2",
                                      "--eval-windows", "40", "--log", dir_ + "/" + name + ".log"});
   };
@@ -279,17 +279,17 @@ TEST_F(RunsTest, EvaluationsInTheLogAreNeitherLostNorDoubled) {
     }
     return lines;
   };
-  ASSERT_EQ(Run(words("whole")).code, 0);
+  ASSERT_EQ(Run(arguments("whole")).code, 0);
   ASSERT_EQ(without_times("whole").size(), 36u);
   for (const size_t lines : {5u, 13u, 21u}) {
-    Program killed(dir_, words("killed") + (lines == 5 ? Words{} : Words{"--resume"}));
+    Program killed(dir_, arguments("killed") + (lines == 5 ? Arguments{} : Arguments{"--resume"}));
     ASSERT_TRUE(WaitForLines(dir_ + "/killed.log", lines));
     killed.Signal(SIGKILL);
     killed.Wait();
   }
   // Twice: the second one has nothing to do, and says nothing twice.
   for (int i = 0; i < 2; ++i) {
-    const Ran rest = Run(words("killed") + Words{"--resume"});
+    const Ran rest = Run(arguments("killed") + Arguments{"--resume"});
     ASSERT_EQ(rest.code, 0) << rest.err;
     EXPECT_EQ(without_times("killed"), without_times("whole"));
   }
@@ -297,14 +297,14 @@ TEST_F(RunsTest, EvaluationsInTheLogAreNeitherLostNorDoubled) {
   std::string log = ReadFile(dir_ + "/killed.log");
   log.resize(log.rfind('\n', log.size() - 2) + 1);
   WriteFile(dir_ + "/killed.log", log);
-  ASSERT_EQ(Run(words("killed") + Words{"--resume"}).code, 0);
+  ASSERT_EQ(Run(arguments("killed") + Arguments{"--resume"}).code, 0);
   EXPECT_EQ(without_times("killed"), without_times("whole"));
 }
 
 TEST_F(RunsTest, ALogBelongsToOneRun) {
   const std::string a = dir_ + "/a", b = dir_ + "/b", log = dir_ + "/log";
-  const Words kept = {"--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "2"};
-  ASSERT_EQ(Run(Small(a, Words{"--steps", "5", "--log", log} + kept)).code, 0);
+  const Arguments kept = {"--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "2"};
+  ASSERT_EQ(Run(Small(a, Arguments{"--steps", "5", "--log", log} + kept)).code, 0);
   ASSERT_EQ(Run(Small(b, {"--steps", "3"})).code, 0);
   const std::string before = ReadFile(log);
   for (const Ran& ran :
@@ -319,19 +319,19 @@ TEST_F(RunsTest, ALogBelongsToOneRun) {
   EXPECT_EQ(ReadFile(log), before);
   // Its own checkpoint cuts what comes again.
   std::filesystem::remove_all(a);
-  const Ran back = Run(Small(a, Words{"--steps", "5", "--log", log, "--resume"} + kept));
+  const Ran back = Run(Small(a, Arguments{"--steps", "5", "--log", log, "--resume"} + kept));
   ASSERT_EQ(back.code, 0) << back.err;
   EXPECT_EQ(Of(Entries(log, false), "step"), (std::vector<double>{1, 2, 3, 4, 5}));
 }
 
 TEST_F(RunsTest, ARunInMemoryThatLeftNothingStartsItsLogOver) {
   const std::string state = dir_ + "/state", log = dir_ + "/log";
-  const Words words = Small(state, {"--offload", "cpu", "--steps", "30", "--log", log});
-  Program killed(dir_, words);
+  const Arguments arguments = Small(state, {"--offload", "cpu", "--steps", "30", "--log", log});
+  Program killed(dir_, arguments);
   ASSERT_TRUE(WaitForLines(log, 2));
   killed.Signal(SIGKILL);
   killed.Wait();
-  const Ran ran = Run(words + Words{"--resume"});
+  const Ran ran = Run(arguments + Arguments{"--resume"});
   ASSERT_EQ(ran.code, 0) << ran.err;
   ASSERT_EQ(Lines(ReadFile(log)).size(), 30u);
 }
@@ -339,10 +339,11 @@ TEST_F(RunsTest, ARunInMemoryThatLeftNothingStartsItsLogOver) {
 TEST_F(RunsTest, WhatAUserChangesOnResumeIsToldAndRecorded) {
   const std::string state = dir_ + "/state", log = dir_ + "/log", other = dir_ + "/other";
   WriteFile(other, ReadFile(text_).substr(1));
-  const auto resume = [&](const std::string& steps, const Words& more) {
-    Words words = {"train", "--state-dir", state, "--resume", "--quiet", "--log", log, "--steps", steps};
+  const auto resume = [&](const std::string& steps, const Arguments& more) {
+    Arguments arguments = {"train", "--state-dir", state,     "--resume", "--quiet",
+                           "--log", log,           "--steps", steps};
     const bool data = std::find(more.begin(), more.end(), "--data") != more.end();
-    return Run(words + (data ? Words{} : Words{"--data", text_}) + more);
+    return Run(arguments + (data ? Arguments{} : Arguments{"--data", text_}) + more);
   };
   const auto lr = [&](size_t step) { return Entries(log, false)[step - 1]["lr"].get<double>(); };
   ASSERT_EQ(Run(Small(state, {"--steps", "4", "--lr", "0.001", "--log", log})).code, 0);
@@ -355,7 +356,7 @@ TEST_F(RunsTest, WhatAUserChangesOnResumeIsToldAndRecorded) {
   EXPECT_DOUBLE_EQ(lr(6), 0.0004) << "beyond the horizon, a tenth";
   // Nobody says anything: it stays so, and repeating it is no change.
   for (const auto& [steps, more] :
-       std::vector<std::pair<std::string, Words>>{{"7", {}}, {"8", {"--lr", "0.004", "--clip", "0.5"}}}) {
+       std::vector<std::pair<std::string, Arguments>>{{"7", {}}, {"8", {"--lr", "0.004", "--clip", "0.5"}}}) {
     ran = resume(steps, more);
     ASSERT_EQ(ran.code, 0) << ran.err;
     EXPECT_EQ(ran.err, "");
@@ -378,18 +379,19 @@ TEST_F(RunsTest, WhatAUserChangesOnResumeIsToldAndRecorded) {
   EXPECT_EQ(ran.err, "");
 
   // What the state is made of stays.
-  for (const Words& words : {Words{"--seed", "2"}, {"--dtype", "bf16"}, {"--optimizer-states", "bf16"}}) {
-    ran = resume("12", words);
+  for (const Arguments& arguments :
+       {Arguments{"--seed", "2"}, {"--dtype", "bf16"}, {"--optimizer-states", "bf16"}}) {
+    ran = resume("12", arguments);
     EXPECT_EQ(ran.code, 2) << ran.err;
     EXPECT_THAT(ran.err,
-                AllOf(HasSubstr(words[0] + " "), HasSubstr("created with"), HasSubstr("--state-dir")));
+                AllOf(HasSubstr(arguments[0] + " "), HasSubstr("created with"), HasSubstr("--state-dir")));
   }
   EXPECT_EQ(Inspect(state)["step"], 11);
 }
 
 TEST_F(RunsTest, AWarmupOnResumeIsTakenAndTheHorizonStays) {
-  const auto run = [&](const std::string& name, const Words& more) {
-    const Ran ran = Run(Small(dir_ + "/" + name, Words{"--log", dir_ + "/" + name + ".log"} + more));
+  const auto run = [&](const std::string& name, const Arguments& more) {
+    const Ran ran = Run(Small(dir_ + "/" + name, Arguments{"--log", dir_ + "/" + name + ".log"} + more));
     EXPECT_EQ(ran.code, 0) << ran.err;
     return ran;
   };
@@ -398,20 +400,20 @@ TEST_F(RunsTest, AWarmupOnResumeIsTakenAndTheHorizonStays) {
   run("short",
       {"--steps", "12", "--warmup", "1", "--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "3"});
   const std::vector<double> whole = Of(Entries(dir_ + "/whole.log", false), "lr");
-  const Words back = {"--checkpoint-dir", dir_ + "/kept/step-00000003", "--resume"};
-  const Ran ran = run("back", back + Words{"--warmup", "6"});
+  const Arguments back = {"--checkpoint-dir", dir_ + "/kept/step-00000003", "--resume"};
+  const Ran ran = run("back", back + Arguments{"--warmup", "6"});
   EXPECT_THAT(ran.err, HasSubstr("changed from step 4 on: warmup 1 -> 6 (--warmup)"));
   const std::vector<double> rates = Of(Entries(dir_ + "/back.log", false), "lr");
   EXPECT_EQ(std::vector<double>(rates.begin() + 1, rates.end()),
             std::vector<double>(whole.begin() + 3, whole.end()));
   // More steps change no rate before the horizon.
-  run("more", back + Words{"--steps", "15"});
+  run("more", back + Arguments{"--steps", "15"});
   const std::vector<double> more = Of(Entries(dir_ + "/more.log", false), "lr");
   const std::vector<double> first = Of(Entries(dir_ + "/short.log", false), "lr");
   ASSERT_EQ(more.size(), 13u);
   for (size_t step = 3; step <= 12; ++step) EXPECT_EQ(more[step - 3], first[step - 1]) << step;
   EXPECT_EQ(more[12], first[11]);
-  Words loud = Small(dir_ + "/more", {"--resume", "--steps", "16"});
+  Arguments loud = Small(dir_ + "/more", {"--resume", "--steps", "16"});
   loud.erase(std::find(loud.begin(), loud.end(), "--quiet"));
   EXPECT_THAT(Run(loud).out, HasSubstr("made for 12 steps"));
 }
@@ -467,9 +469,10 @@ TEST_F(RunsTest, GradientsThatStayNotFiniteEndTheRunAndHarmNothing) {
     SCOPED_TRACE(offload);
     const std::string state = dir_ + "/" + offload, report = state + ".json";
     // Every update multiplies the weights by a thousand billion.
-    const Words words = {"--offload", offload, "--report", report};
+    const Arguments arguments = {"--offload", offload, "--report", report};
     const Ran ran = Run(Small(
-        state, Words{"--steps", "100", "--lr", "1e6", "--weight-decay", "1e6", "--warmup", "0"} + words));
+        state,
+        Arguments{"--steps", "100", "--lr", "1e6", "--weight-decay", "1e6", "--warmup", "0"} + arguments));
     EXPECT_EQ(ran.code, 1);
     EXPECT_THAT(Lines(ran.err).back(),
                 AllOf(HasSubstr("last 10 steps"), HasSubstr("not finite"), HasSubstr("--lr")));
@@ -480,7 +483,8 @@ TEST_F(RunsTest, GradientsThatStayNotFiniteEndTheRunAndHarmNothing) {
     EXPECT_EQ(Inspect(state)["step"], step);
     EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
     // A few more, none of which does anything.
-    const Ran more = Run(Small(state, Words{"--resume", "--steps", std::to_string(step + 3)} + words));
+    const Ran more =
+        Run(Small(state, Arguments{"--resume", "--steps", std::to_string(step + 3)} + arguments));
     EXPECT_EQ(more.code, 1);
     EXPECT_THAT(Lines(more.err).back(), HasSubstr("last 3 steps"));
     EXPECT_EQ(Inspect(state)["step"], step + 3);

@@ -17,8 +17,9 @@ class StoreCliTest : public CliTest {
     return path;
   }
   // A run of 24 steps that some memory is left in, so that part of its state stays there.
-  Words Partly(const std::string& state, const Words& more = {}) const {
-    return Train(state, Words{"--host-memory", "16M", "--seq", "32", "--batch", "2", "--steps", "24"} + more);
+  Arguments Partly(const std::string& state, const Arguments& more = {}) const {
+    return Train(state,
+                 Arguments{"--host-memory", "16M", "--seq", "32", "--batch", "2", "--steps", "24"} + more);
   }
   // The losses of that run, never stopped.
   std::vector<std::string> Whole() {
@@ -32,16 +33,16 @@ TEST_F(StoreCliTest, WithDurabilityCheckpointAKillGoesBackToTheLastOne) {
   const std::vector<std::string> whole = Whole();
   const std::string state = dir_ + "/state", log = dir_ + "/log", report = dir_ + "/report",
                     kept = dir_ + "/kept";
-  const Words words =
+  const Arguments arguments =
       Partly(state, {"--config", Config(R"({"durability": "checkpoint"})"), "--log", log, "--report", report,
                      "--checkpoint-dir", kept, "--checkpoint-every", "5"});
-  Program killed(dir_, words);
+  Program killed(dir_, arguments);
   ASSERT_TRUE(WaitForLines(log, 13));
   killed.Signal(SIGKILL);
   EXPECT_EQ(killed.Wait().code, 1000 + SIGKILL);
   const size_t logged = Losses(log).size();
   ASSERT_LT(logged, 24u) << "it was over before the signal came";
-  Words again = words + Words{"--resume"};
+  Arguments again = arguments + Arguments{"--resume"};
   again.erase(std::find(again.begin(), again.end(), "--quiet"));
   const Ran ran = Run(again);
   ASSERT_EQ(ran.code, 0) << ran.err;
@@ -76,8 +77,8 @@ TEST_F(StoreCliTest, WithDurabilityCheckpointAKillGoesBackToTheLastOne) {
 TEST_F(StoreCliTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
   const std::vector<std::string> whole = Whole();
   const std::string state = dir_ + "/state", log = dir_ + "/log", kept = dir_ + "/kept";
-  const Words one = {"--config", Config(R"({"versions": 1})"), "--log", log};
-  const Words checkpoints = {"--checkpoint-dir", kept, "--checkpoint-every", "5"};
+  const Arguments one = {"--config", Config(R"({"versions": 1})"), "--log", log};
+  const Arguments checkpoints = {"--checkpoint-dir", kept, "--checkpoint-every", "5"};
   Program killed(dir_, Partly(state, one + checkpoints));
   ASSERT_TRUE(WaitForLines(log, 12));
   killed.Signal(SIGKILL);
@@ -85,16 +86,17 @@ TEST_F(StoreCliTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack)
   ASSERT_LT(Losses(log).size(), 24u) << "it was over before the signal came";
   EXPECT_EQ(Inspect(state)["versions"], 1);
   if (Inspect(state)["overwriting"] == true) {  // all but for a moment after a checkpoint
-    for (const Words& words : {Partly(state, one + Words{"--resume"}), Words{"verify", state, "--quiet"},
-                               Words{"export", state, dir_ + "/out"}}) {
-      const Ran refused = Run(words);
+    for (const Arguments& arguments :
+         {Partly(state, one + Arguments{"--resume"}), Arguments{"verify", state, "--quiet"},
+          Arguments{"export", state, dir_ + "/out"}}) {
+      const Ran refused = Run(arguments);
       EXPECT_EQ(refused.code, 1) << refused.err;
       EXPECT_EQ(Lines(refused.err).size(), 1u) << refused.err;
       EXPECT_THAT(refused.err, HasSubstr("one version"));
       EXPECT_THAT(refused.err, HasSubstr("--checkpoint-dir"));
     }
   }
-  Words again = Partly(state, one + checkpoints + Words{"--resume"});
+  Arguments again = Partly(state, one + checkpoints + Arguments{"--resume"});
   again.erase(std::find(again.begin(), again.end(), "--quiet"));
   Ran ran = Run(again);
   ASSERT_EQ(ran.code, 0) << ran.err;
@@ -115,16 +117,16 @@ TEST_F(StoreCliTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack)
 // What a run takes on its disks is said three times and taken once.
 TEST_F(StoreCliTest, AStateBehindItsLogIsNotTakenForWhole) {
   const std::string state = dir_ + "/state", log = dir_ + "/log", file = state + "/penstock.store";
-  const Words words = {"--log", log, "--steps"};
-  ASSERT_EQ(Run(Train(state, words + Words{"3"})).code, 0);
+  const Arguments arguments = {"--log", log, "--steps"};
+  ASSERT_EQ(Run(Train(state, arguments + Arguments{"3"})).code, 0);
   const std::string logged = ReadFile(log);
   // Steps that the state has lost.
   std::filesystem::copy(state, dir_ + "/old", std::filesystem::copy_options::recursive);
-  ASSERT_EQ(Run(Train(state, words + Words{"5", "--resume"})).code, 0);
+  ASSERT_EQ(Run(Train(state, arguments + Arguments{"5", "--resume"})).code, 0);
   const std::string whole = ReadFile(log);
   std::filesystem::remove_all(state);
   std::filesystem::rename(dir_ + "/old", state);
-  Ran ran = Run(Train(state, words + Words{"5", "--resume"}));
+  Ran ran = Run(Train(state, arguments + Arguments{"5", "--resume"}));
   EXPECT_EQ(ran.code, 1);
   EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
   EXPECT_THAT(ran.err, HasSubstr("has step 5"));
@@ -132,17 +134,17 @@ TEST_F(StoreCliTest, AStateBehindItsLogIsNotTakenForWhole) {
   EXPECT_EQ(ReadFile(log), whole);
   // Taken at its word, it goes on.
   WriteFile(log, logged);
-  EXPECT_EQ(Run(Train(state, words + Words{"5", "--resume"})).code, 0);
+  EXPECT_EQ(Run(Train(state, arguments + Arguments{"5", "--resume"})).code, 0);
   EXPECT_EQ(Lines(ReadFile(log)).size(), 5u);
   // All of them: a file that was emptied looks like a run that was never committed.
   std::filesystem::resize_file(file, 0);
-  ran = Run(Train(state, words + Words{"6", "--resume"}));
+  ran = Run(Train(state, arguments + Arguments{"6", "--resume"}));
   EXPECT_EQ(ran.code, 1);
   EXPECT_THAT(ran.err, HasSubstr("has step 5"));
   EXPECT_THAT(ran.err, HasSubstr("none: commits were lost"));
   EXPECT_EQ(std::filesystem::file_size(file), 0u) << "nothing is written over what was lost";
   std::filesystem::remove(log);
-  EXPECT_EQ(Run(Train(state, words + Words{"1", "--resume"})).code, 0);
+  EXPECT_EQ(Run(Train(state, arguments + Arguments{"1", "--resume"})).code, 0);
   EXPECT_EQ(Lines(ReadFile(log)).size(), 1u);
 }
 
@@ -150,20 +152,21 @@ TEST_F(StoreCliTest, PlanReportAndFilesHaveTheSameBytesWhateverTheVersions) {
   struct Case {
     const char* config;
     int versions;
-    Words words;
+    Arguments arguments;
   };
-  const Words kept = {"--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "2"};
+  const Arguments kept = {"--checkpoint-dir", dir_ + "/kept", "--checkpoint-every", "2"};
   for (const Case& c : {Case{"{}", 2, {}}, Case{R"({"versions": 1})", 1, {}}, Case{"{}", 3, kept}}) {
     SCOPED_TRACE(c.versions);
     const std::string state = dir_ + "/state" + std::to_string(c.versions), report = dir_ + "/report";
-    const Words words = Words{"--config", Config(c.config), "--steps", "1", "--seq", "32"} + c.words;
-    Words plan = Train(state, words + Words{"--json", "--no-probe"});
+    const Arguments arguments =
+        Arguments{"--config", Config(c.config), "--steps", "1", "--seq", "32"} + c.arguments;
+    Arguments plan = Train(state, arguments + Arguments{"--json", "--no-probe"});
     plan[0] = "plan";
     plan.erase(std::find(plan.begin(), plan.end(), "--quiet"));
     const Ran planned = Run(plan);
     ASSERT_EQ(planned.code, 0) << planned.err;
     const json told = json::parse(planned.out);
-    ASSERT_EQ(Run(Train(state, words + Words{"--report", report})).code, 0);
+    ASSERT_EQ(Run(Train(state, arguments + Arguments{"--report", report})).code, 0);
     EXPECT_EQ(told["versions"], c.versions);
     int64_t together = 0, tiles = 0;
     for (const json& line : told["tiers"]) {
@@ -271,7 +274,7 @@ TEST_F(StoreCliTest, ExportedShardsHaveAnIndexAndComeBack) {
   std::filesystem::create_directory(one);
   std::filesystem::create_directory(many);
   ASSERT_EQ(Run({"export", state, one, "--quiet"}).code, 0);
-  const Words cut = {"export", state, many, "--quiet", "--max-shard", "100000", "--host-memory", "4M"};
+  const Arguments cut = {"export", state, many, "--quiet", "--max-shard", "100000", "--host-memory", "4M"};
   ASSERT_EQ(Run(cut).code, 0);
   const json index = json::parse(ReadFile(many + "/model.safetensors.index.json"));
   auto whole = swap::SafetensorsReader::Open(one + "/model.safetensors");
@@ -303,8 +306,8 @@ TEST_F(StoreCliTest, ExportedShardsHaveAnIndexAndComeBack) {
   EXPECT_TRUE(TensorBytes(dir_ + "/again.safetensors") == TensorBytes(one + "/model.safetensors"));
 
   // What is there is not replaced unasked, and not left beside what replaces it.
-  for (const Words& words : {cut, Words{"export", state, many, "--quiet"}}) {
-    const Ran refused = Run(words);
+  for (const Arguments& arguments : {cut, Arguments{"export", state, many, "--quiet"}}) {
+    const Ran refused = Run(arguments);
     EXPECT_EQ(refused.code, 2);
     EXPECT_THAT(refused.err, HasSubstr("model.safetensors.index.json is there already"));
   }
@@ -327,14 +330,14 @@ TEST_F(StoreCliTest, ExportedShardsHaveAnIndexAndComeBack) {
 
 TEST_F(StoreCliTest, MovedDirectoriesAreFineAndALostOrSwappedOneIsNamed) {
   const std::string a = dir_ + "/a", b = dir_ + "/b", other = dir_ + "/other";
-  const Words both = {"--state-dir", b, "--steps", "3"};
+  const Arguments both = {"--state-dir", b, "--steps", "3"};
   for (const Ran& ran :
        RunAll({Train(a, both), Train(other, {"--state-dir", dir_ + "/other2", "--steps", "2"})}))
     ASSERT_EQ(ran.code, 0) << ran.err;
-  const auto resume = [&](const Words& dirs, const std::string& steps) {
-    Words words = {"train", "--data", text_, "--resume", "--quiet", "--steps", steps};
-    for (const std::string& dir : dirs) words = words + Words{"--state-dir", dir};
-    return Run(words);
+  const auto resume = [&](const Arguments& dirs, const std::string& steps) {
+    Arguments arguments = {"train", "--data", text_, "--resume", "--quiet", "--steps", steps};
+    for (const std::string& dir : dirs) arguments = arguments + Arguments{"--state-dir", dir};
+    return Run(arguments);
   };
   const auto expect_named = [&](const Ran& ran, int code, const std::string& what) {
     EXPECT_EQ(ran.code, code) << ran.err;
@@ -357,21 +360,21 @@ TEST_F(StoreCliTest, MovedDirectoriesAreFineAndALostOrSwappedOneIsNamed) {
   // To more disks: a state of one directory is a checkpoint as well.
   const std::string one = dir_ + "/one";
   ASSERT_EQ(Run(Train(one, {"--steps", "3", "--log", dir_ + "/one.log"})).code, 0);
-  const Words more = {"train",
-                      "--data",
-                      text_,
-                      "--resume",
-                      "--quiet",
-                      "--steps",
-                      "5",
-                      "--checkpoint-dir",
-                      one,
-                      "--state-dir",
-                      dir_ + "/p",
-                      "--state-dir",
-                      dir_ + "/q",
-                      "--log",
-                      dir_ + "/more.log"};
+  const Arguments more = {"train",
+                          "--data",
+                          text_,
+                          "--resume",
+                          "--quiet",
+                          "--steps",
+                          "5",
+                          "--checkpoint-dir",
+                          one,
+                          "--state-dir",
+                          dir_ + "/p",
+                          "--state-dir",
+                          dir_ + "/q",
+                          "--log",
+                          dir_ + "/more.log"};
   const Ran spread = Run(more);
   ASSERT_EQ(spread.code, 0) << spread.err;
   const Ran shown = Run({"inspect", "--json", dir_ + "/p", dir_ + "/q"});

@@ -29,11 +29,11 @@ inline std::string FreePort() {
 struct RankHosts {
   std::string master_address = "127.0.0.1";
   std::string master_port = FreePort();
-  std::vector<Words> launchers;
+  std::vector<Arguments> launchers;
 };
 
-// One process for each list of words.
-inline std::vector<Program> StartRanks(const std::string& directory, const std::vector<Words>& ranks,
+// One process for each list of arguments.
+inline std::vector<Program> StartRanks(const std::string& directory, const std::vector<Arguments>& ranks,
                                        const RankHosts& hosts = {}) {
   const bool together = hosts.launchers.empty();
   std::vector<Program> programs;
@@ -45,7 +45,7 @@ inline std::vector<Program> StartRanks(const std::string& directory, const std::
     setenv("LOCAL_WORLD_SIZE", together ? world.c_str() : "1", 1);
     setenv("MASTER_ADDR", hosts.master_address.c_str(), 1);
     setenv("MASTER_PORT", hosts.master_port.c_str(), 1);
-    programs.emplace_back(directory, ranks[k], together ? Words() : hosts.launchers[k]);
+    programs.emplace_back(directory, ranks[k], together ? Arguments() : hosts.launchers[k]);
   }
   for (const char* name :
        {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})

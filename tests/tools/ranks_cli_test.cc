@@ -17,7 +17,7 @@ using namespace testing_support;
 
 class RanksTest : public ProgramTest {
  protected:
-  std::vector<Program> Start(const std::vector<Words>& ranks) { return StartRanks(dir_, ranks); }
+  std::vector<Program> Start(const std::vector<Arguments>& ranks) { return StartRanks(dir_, ranks); }
   static std::vector<Ran> Wait(std::vector<Program> programs) { return WaitForAll(std::move(programs)); }
 
   static std::vector<json> LogOf(const std::string& path) {
@@ -26,13 +26,13 @@ class RanksTest : public ProgramTest {
     return lines;
   }
 
-  Words Small(const std::string& state, Words more = {}) const {
+  Arguments Small(const std::string& state, Arguments more = {}) const {
     return Train(state,
-                 Words{"--seq", "32", "--host-memory", "128M", "--lr", "1e-3", "--warmup", "0"} + more);
+                 Arguments{"--seq", "32", "--host-memory", "128M", "--lr", "1e-3", "--warmup", "0"} + more);
   }
 };
 
-TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
+TEST_F(RanksTest, TrainStopResumeAndTheFlagsThatDoNotFit) {
   const std::string state = dir_ + "/state", alone = dir_ + "/alone";
   // The same sequences on one rank.
   ASSERT_EQ(Run(Small(alone, {"--steps", "6", "--batch", "4", "--log", dir_ + "/alone.jsonl"})).code, 0);
@@ -40,9 +40,9 @@ TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
   ASSERT_EQ(one.size(), 6u);
 
   const std::string log = dir_ + "/log.jsonl", report = dir_ + "/report.json";
-  const Words words = Small(state, {"--batch", "2", "--log", log, "--report", report});
+  const Arguments arguments = Small(state, {"--batch", "2", "--log", log, "--report", report});
 
-  const Words six = words + Words{"--steps", "6"};
+  const Arguments six = arguments + Arguments{"--steps", "6"};
   for (const Ran& ran : Wait(Start({six, six}))) EXPECT_EQ(ran.code, 0) << ran.err;
   const std::vector<json> two = LogOf(log);
   ASSERT_EQ(two.size(), 6u);
@@ -59,8 +59,8 @@ TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
   EXPECT_TRUE(std::filesystem::exists(state + "/rank-1"));
 
   // What does not fit is refused on all ranks, with exit code 2, before anything is touched.
-  const Words resume = words + Words{"--resume", "--steps", "8"};
-  for (const Ran& ran : Wait(Start({resume, words + Words{"--resume", "--steps", "9"}}))) {
+  const Arguments resume = arguments + Arguments{"--resume", "--steps", "8"};
+  for (const Ran& ran : Wait(Start({resume, arguments + Arguments{"--resume", "--steps", "9"}}))) {
     EXPECT_EQ(ran.code, 2);
     EXPECT_THAT(ran.err,
                 HasSubstr("rank 1 of 2 was not started like rank 0: --steps is 9 on rank 1 and 8 on rank 0"));
@@ -68,7 +68,7 @@ TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
   const Ran single = Run(resume);
   EXPECT_EQ(single.code, 2);
   EXPECT_THAT(single.err, HasSubstr("holds a run of 2 ranks: go on with 2"));
-  const Words other = Small(alone, {"--resume", "--steps", "8"});
+  const Arguments other = Small(alone, {"--resume", "--steps", "8"});
   for (const Ran& ran : Wait(Start({other, other}))) EXPECT_NE(ran.code, 0) << ran.err;
 
   // And what fits goes on.
@@ -77,16 +77,16 @@ TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
   EXPECT_EQ(json::parse(ReadFile(report))["resumed_from_step"], 6);
 
   // A signal to one of them stops all after the same step, which is committed.
-  std::vector<Program> programs =
-      Start({words + Words{"--resume", "--steps", "100000"}, words + Words{"--resume", "--steps", "100000"}});
+  std::vector<Program> programs = Start({arguments + Arguments{"--resume", "--steps", "100000"},
+                                         arguments + Arguments{"--resume", "--steps", "100000"}});
   ASSERT_TRUE(WaitForLines(log, 10));
   programs[1].Signal(SIGTERM);
   for (const Ran& ran : Wait(std::move(programs))) EXPECT_EQ(ran.code, 0) << ran.err;
   const size_t stopped_at = LogOf(log).size();
 
   // Killed, the other one says so and ends with 1; then both go on, with no step lost or doubled.
-  programs =
-      Start({words + Words{"--resume", "--steps", "100000"}, words + Words{"--resume", "--steps", "100000"}});
+  programs = Start({arguments + Arguments{"--resume", "--steps", "100000"},
+                    arguments + Arguments{"--resume", "--steps", "100000"}});
   ASSERT_TRUE(WaitForLines(log, stopped_at + 3));
   programs[1].Signal(SIGKILL);
   const std::vector<Ran> ended = Wait(std::move(programs));
@@ -95,8 +95,8 @@ TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
   EXPECT_EQ(Lines(ended[0].err).size(), 1u) << ended[0].err;
   const size_t killed_at = LogOf(log).size();
   const std::string last = std::to_string(killed_at + 3);
-  for (const Ran& ran :
-       Wait(Start({words + Words{"--resume", "--steps", last}, words + Words{"--resume", "--steps", last}})))
+  for (const Ran& ran : Wait(Start({arguments + Arguments{"--resume", "--steps", last},
+                                    arguments + Arguments{"--resume", "--steps", last}})))
     EXPECT_EQ(ran.code, 0) << ran.err;
   const std::vector<json> all = LogOf(log);
   ASSERT_EQ(all.size(), killed_at + 3);
@@ -106,8 +106,8 @@ TEST_F(RanksTest, TrainStopResumeAndTheWordsThatDoNotFit) {
 // Checkpoints of two ranks, and their state: read by every verb, and gone on from with another number.
 TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
   const std::string state = dir_ + "/state", kept = dir_ + "/kept", log = dir_ + "/log.jsonl";
-  const Words two = Small(state, {"--batch", "3", "--dtype", "fp32", "--steps", "4", "--log", log,
-                                  "--checkpoint-dir", kept, "--checkpoint-every", "2"});
+  const Arguments two = Small(state, {"--batch", "3", "--dtype", "fp32", "--steps", "4", "--log", log,
+                                      "--checkpoint-dir", kept, "--checkpoint-every", "2"});
   for (const Ran& ran : Wait(Start({two, two}))) ASSERT_EQ(ran.code, 0) << ran.err;
   EXPECT_TRUE(std::filesystem::exists(kept + "/step-00000004/rank-1/penstock.store"));
 
@@ -137,7 +137,7 @@ TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
   EXPECT_EQ(single.code, 2);
   EXPECT_THAT(single.err,
               HasSubstr("by --resume --checkpoint-dir " + state + " and a --state-dir that is empty"));
-  const Words third = Small(state, {"--resume", "--steps", "6"});
+  const Arguments third = Small(state, {"--resume", "--steps", "6"});
   for (const Ran& ran : Wait(Start({third, third, third}))) {
     EXPECT_EQ(ran.code, 2);
     EXPECT_THAT(ran.err, HasSubstr("holds a run of 2 ranks: go on with 2, or with another number by"));
@@ -149,12 +149,12 @@ TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
   ASSERT_EQ(alone.code, 0) << alone.err;
   EXPECT_EQ(Run({"export", one, dir_ + "/one.safetensors"}).code, 0);
   EXPECT_EQ(ReadFile(dir_ + "/one.safetensors").substr(2000), weights.substr(2000));
-  const Words sample = {"sample", "", "--tokens", "12", "--threads", "1"};
+  const Arguments sample = {"sample", "", "--tokens", "12", "--threads", "1"};
   std::vector<std::string> said;
   for (const std::string& where : {kept, state, one}) {
-    Words words = sample;
-    words[1] = where;
-    const Ran ran = Run(words);
+    Arguments arguments = sample;
+    arguments[1] = where;
+    const Ran ran = Run(arguments);
     EXPECT_EQ(ran.code, 0) << ran.err;
     said.push_back(ran.out);
   }
@@ -167,10 +167,10 @@ TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
 
   // Three, whose parts no block divides into: the same steps, to the rounding of their sums.
   const std::string three = dir_ + "/three", log_of_three = dir_ + "/three.jsonl";
-  const Words on =
+  const Arguments on =
       Small(three, {"--resume", "--checkpoint-dir", kept, "--steps", "6", "--log", log_of_three});
   for (const Ran& ran : Wait(Start({on, on, on}))) ASSERT_EQ(ran.code, 0) << ran.err;
-  const Words stay = Small(state, {"--resume", "--steps", "6", "--log", log});
+  const Arguments stay = Small(state, {"--resume", "--steps", "6", "--log", log});
   for (const Ran& ran : Wait(Start({stay, stay}))) ASSERT_EQ(ran.code, 0) << ran.err;
   const std::vector<json> of_three = LogOf(log_of_three), of_two = LogOf(log);
   ASSERT_EQ(of_three.size(), 2u + (of_three.front()["step"] == 4 ? 1 : 0));
@@ -198,15 +198,15 @@ TEST_F(RanksTest, CheckpointsAreReadByEveryVerbAndGoOnWithAnotherNumber) {
 TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
   const std::string kept = dir_ + "/kept", log = dir_ + "/log.jsonl", config = dir_ + "/one.json";
   std::ofstream(config) << R"({"penstock": {"versions": 1}})";
-  const auto words = [&](const std::string& state, const std::string& to, const Words& more) {
-    return Train(state, Words{"--config", config, "--host-memory", "9M", "--seq", "32", "--batch", "2",
-                              "--steps", "24", "--log", to} +
+  const auto arguments = [&](const std::string& state, const std::string& to, const Arguments& more) {
+    return Train(state, Arguments{"--config", config, "--host-memory", "9M", "--seq", "32", "--batch", "2",
+                                  "--steps", "24", "--log", to} +
                             more);
   };
-  const Words whole = words(dir_ + "/whole", dir_ + "/whole.jsonl", {});
+  const Arguments whole = arguments(dir_ + "/whole", dir_ + "/whole.jsonl", {});
   for (const Ran& ran : Wait(Start({whole, whole}))) ASSERT_EQ(ran.code, 0) << ran.err;
-  const Words checkpoints = {"--checkpoint-dir", kept, "--checkpoint-every", "4"};
-  const Words first = words(dir_ + "/state", log, checkpoints);
+  const Arguments checkpoints = {"--checkpoint-dir", kept, "--checkpoint-every", "4"};
+  const Arguments first = arguments(dir_ + "/state", log, checkpoints);
   std::vector<Program> programs = Start({first, first});
   ASSERT_TRUE(WaitForLines(log, 10));
   programs[1].Signal(SIGKILL);
@@ -216,7 +216,7 @@ TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
   for (const char* part : {"/state/rank-0", "/state/rank-1"})
     overwriting |= json::parse(Run({"inspect", dir_ + part, "--json"}).out)["overwriting"] == true;
   if (overwriting) {  // all but for a moment after a checkpoint
-    const Words without = words(dir_ + "/state", log, {"--resume"});
+    const Arguments without = arguments(dir_ + "/state", log, {"--resume"});
     std::vector<std::string> refusals;
     for (const Ran& ran : Wait(Start({without, without}))) {
       EXPECT_EQ(ran.code, 1);
@@ -227,7 +227,7 @@ TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
     }
     EXPECT_EQ(refusals[0], refusals[1]);
   }
-  const Words again = words(dir_ + "/state", log, checkpoints + Words{"--resume"});
+  const Arguments again = arguments(dir_ + "/state", log, checkpoints + Arguments{"--resume"});
   for (const Ran& ran : Wait(Start({again, again}))) ASSERT_EQ(ran.code, 0) << ran.err;
   const std::vector<json> expected = LogOf(dir_ + "/whole.jsonl"), seen = LogOf(log);
   ASSERT_EQ(seen.size(), expected.size());
@@ -237,7 +237,7 @@ TEST_F(RanksTest, WithOneVersionAKillCostsTheStateAndACheckpointBringsItBack) {
   }
   EXPECT_EQ(json::parse(Run({"inspect", dir_ + "/state", "--json"}).out)["versions"], 1);
   // Ended in good order all have the same step, and go on from it.
-  const Words more = words(dir_ + "/state", log, {"--resume"});
+  const Arguments more = arguments(dir_ + "/state", log, {"--resume"});
   for (const Ran& ran : Wait(Start({more, more}))) EXPECT_EQ(ran.code, 0) << ran.err;
   EXPECT_EQ(LogOf(log).size(), 24u);
 }
@@ -252,9 +252,9 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
   WriteFile(dir_ + "/clips", R"({"gradient_clipping": 0.5})");
   WriteFile(dir_ + "/decays", R"({"gradient_clipping": 0.25})");
   const std::string state = dir_ + "/state";
-  const Words words = Small(state, {"--steps", "4", "--batch", "2"});
+  const Arguments arguments = Small(state, {"--steps", "4", "--batch", "2"});
   struct Case {
-    Words first, second;
+    Arguments first, second;
     std::vector<const char*> named;
   };
   for (const Case& each : std::vector<Case>{
@@ -273,7 +273,7 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
             {"--accumulate is 2 on rank 1"}},
        }) {
     SCOPED_TRACE(each.named[0]);
-    for (const Ran& ran : Wait(Start({words + each.first, words + each.second}))) {
+    for (const Ran& ran : Wait(Start({arguments + each.first, arguments + each.second}))) {
       EXPECT_EQ(ran.code, 2) << ran.err;
       EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
       EXPECT_THAT(ran.err, HasSubstr("rank 1"));
@@ -283,8 +283,8 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
   }
   // One name for the config, and another file under it on each host.
   const std::string config = dir_ + "/config.json";
-  const Words configured = words + Words{"--config", config};
-  const std::vector<Words> hosts = {
+  const Arguments configured = arguments + Arguments{"--config", config};
+  const std::vector<Arguments> hosts = {
       {"unshare", "--mount", "sh", "-c",
        "mount --bind " + dir_ + "/clips " + config + " && exec \"$0\" \"$@\""},
       {"unshare", "--mount", "sh", "-c",
@@ -299,11 +299,11 @@ TEST_F(RanksTest, WhatDiffersIsNamedOnAllRanksBeforeAnythingIsMade) {
 
 // Processors of several kinds train together, and a line says what that means.
 TEST_F(RanksTest, UnlikeProcessorsTrainTogether) {
-  Words words = Small(dir_ + "/state", {"--steps", "2"});
-  words.erase(std::find(words.begin(), words.end(), "--quiet"));
+  Arguments arguments = Small(dir_ + "/state", {"--steps", "2"});
+  arguments.erase(std::find(arguments.begin(), arguments.end(), "--quiet"));
   const RankHosts hosts = {
       .launchers = {{"env", "OPENBLAS_CORETYPE=Haswell"}, {"env", "OPENBLAS_CORETYPE=Sandybridge"}}};
-  const std::vector<Ran> ranks = Wait(StartRanks(dir_, {words, words}, hosts));
+  const std::vector<Ran> ranks = Wait(StartRanks(dir_, {arguments, arguments}, hosts));
   for (const Ran& ran : ranks) EXPECT_EQ(ran.code, 0) << ran.err;
   if (ranks[0].out.find("OpenBLAS") != std::string::npos) {
     EXPECT_THAT(ranks[0].out, HasSubstr("unlike processors: rank 1 computes with OpenBLAS"));
@@ -315,15 +315,15 @@ TEST_F(RanksTest, AFullDiskOfOneRankEndsAllAndWithRoomTheyGoOn) {
   // Without extents nothing is reserved: state is written when it is.
   const aio::LoopDevice disk({.bytes = 32 << 20, .extents = false, .journal = false});
   if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
-  const Words steps = {"--steps", "30"};
-  const Words whole = Small(dir_ + "/whole", steps + Words{"--log", dir_ + "/whole.jsonl"});
+  const Arguments steps = {"--steps", "30"};
+  const Arguments whole = Small(dir_ + "/whole", steps + Arguments{"--log", dir_ + "/whole.jsonl"});
   for (const Ran& ran : Wait(Start({whole, whole}))) ASSERT_EQ(ran.code, 0) << ran.err;
   const std::string state = dir_ + "/state", log = dir_ + "/log.jsonl";
   std::filesystem::create_directories(state);
   std::filesystem::create_directories(disk.directory() + "/part");
   std::filesystem::create_directory_symlink(disk.directory() + "/part", state + "/rank-1");
-  const Words words = Small(state, steps + Words{"--log", log});
-  std::vector<Program> programs = Start({words, words});
+  const Arguments arguments = Small(state, steps + Arguments{"--log", log});
+  std::vector<Program> programs = Start({arguments, arguments});
   ASSERT_TRUE(disk.Fill());
   for (const Ran& ran : Wait(std::move(programs))) {
     EXPECT_EQ(ran.code, 1) << ran.err;
@@ -332,7 +332,7 @@ TEST_F(RanksTest, AFullDiskOfOneRankEndsAllAndWithRoomTheyGoOn) {
     EXPECT_THAT(ran.err, HasSubstr("rank-1"));
   }
   disk.Free();
-  const Words rest = words + Words{"--resume"};
+  const Arguments rest = arguments + Arguments{"--resume"};
   for (const Ran& ran : Wait(Start({rest, rest}))) ASSERT_EQ(ran.code, 0) << ran.err;
   const std::vector<json> expected = LogOf(dir_ + "/whole.jsonl"), seen = LogOf(log);
   ASSERT_EQ(seen.size(), expected.size());
@@ -342,8 +342,9 @@ TEST_F(RanksTest, AFullDiskOfOneRankEndsAllAndWithRoomTheyGoOn) {
 // Rank 0 keeps the meeting point: while it answers nobody, the others cannot even ask who failed.
 TEST_F(RanksTest, AStoppedRankZeroIsNamedWhileItIsStopped) {
   const std::string log = dir_ + "/log.jsonl";
-  const Words words = Small(dir_ + "/state", {"--steps", "100000", "--log", log, "--rank-timeout", "3"});
-  std::vector<Program> programs = Start({words, words, words});
+  const Arguments arguments =
+      Small(dir_ + "/state", {"--steps", "100000", "--log", log, "--rank-timeout", "3"});
+  std::vector<Program> programs = Start({arguments, arguments, arguments});
   ASSERT_TRUE(WaitForLines(log, 3));
   programs[0].Signal(SIGSTOP);
   for (const size_t k : {1u, 2u}) {

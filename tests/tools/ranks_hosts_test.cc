@@ -43,21 +43,21 @@ class HostsTest : public ProgramTest {
     }
   }
 
-  static bool Ip(const std::string& words) {
-    return std::system(("ip " + words + " 2>/dev/null").c_str()) == 0;
+  static bool Ip(const std::string& arguments) {
+    return std::system(("ip " + arguments + " 2>/dev/null").c_str()) == 0;
   }
   std::string Host(int k) const { return name_ + "h" + std::to_string(k); }
   std::string Switch() const { return name_ + "sw"; }
   static std::string Port(int k) { return "port" + std::to_string(k); }
   static std::string Address(int k) { return "10.77.0." + std::to_string(k + 1); }
 
-  std::vector<Program> Start(const Words& words, int hosts) const {
+  std::vector<Program> Start(const Arguments& arguments, int hosts) const {
     RankHosts where{.master_address = Address(0), .master_port = "29500", .launchers = {}};
     for (int k = 0; k < hosts; ++k) where.launchers.push_back({"ip", "netns", "exec", Host(k)});
-    return StartRanks(dir_, std::vector<Words>(static_cast<size_t>(hosts), words), where);
+    return StartRanks(dir_, std::vector<Arguments>(static_cast<size_t>(hosts), arguments), where);
   }
-  Words Small(const std::string& state, Words more) const {
-    return Train(state, Words{"--seq", "32", "--host-memory", "128M", "--warmup", "0"} + more);
+  Arguments Small(const std::string& state, Arguments more) const {
+    return Train(state, Arguments{"--seq", "32", "--host-memory", "128M", "--warmup", "0"} + more);
   }
 
  private:
@@ -68,12 +68,13 @@ TEST_F(HostsTest, LossesAreThoseOfOneHost) {
   for (const int hosts : {2, kHosts}) {
     const std::string of_hosts = dir_ + "/" + std::to_string(hosts);
     const std::string has_own_memory = of_hosts + "-apart.jsonl", together = of_hosts + "-together.jsonl";
-    const Words six = {"--steps", "6", "--overwrite"};
+    const Arguments six = {"--steps", "6", "--overwrite"};
     for (const Ran& ran :
-         WaitForAll(Start(Small(dir_ + "/apart", six + Words{"--log", has_own_memory}), hosts)))
+         WaitForAll(Start(Small(dir_ + "/apart", six + Arguments{"--log", has_own_memory}), hosts)))
       EXPECT_EQ(ran.code, 0) << ran.err;
-    const Words words = Small(dir_ + "/together", six + Words{"--log", together});
-    for (const Ran& ran : WaitForAll(StartRanks(dir_, std::vector<Words>(static_cast<size_t>(hosts), words))))
+    const Arguments arguments = Small(dir_ + "/together", six + Arguments{"--log", together});
+    for (const Ran& ran :
+         WaitForAll(StartRanks(dir_, std::vector<Arguments>(static_cast<size_t>(hosts), arguments))))
       EXPECT_EQ(ran.code, 0) << ran.err;
     EXPECT_EQ(Losses(has_own_memory).size(), 6u);
     EXPECT_EQ(Losses(has_own_memory), Losses(together));
@@ -84,8 +85,8 @@ TEST_F(HostsTest, LossesAreThoseOfOneHost) {
 TEST_F(HostsTest, AHostThatIsCutOffIsNamedAllEndAndTheRunGoesOn) {
   for (const int cut : {0, 2}) {
     const std::string state = dir_ + "/state" + std::to_string(cut), log = state + ".jsonl";
-    const Words words = Small(state, {"--log", log, "--rank-timeout", "3"});
-    std::vector<Program> programs = Start(words + Words{"--steps", "100000"}, kHosts);
+    const Arguments arguments = Small(state, {"--log", log, "--rank-timeout", "3"});
+    std::vector<Program> programs = Start(arguments + Arguments{"--steps", "100000"}, kHosts);
     ASSERT_TRUE(WaitForLines(log, 3));
     ASSERT_TRUE(Ip("-n " + Switch() + " link set " + Port(cut) + " down"));
     for (int k = 0; k < kHosts; ++k) {
@@ -101,7 +102,7 @@ TEST_F(HostsTest, AHostThatIsCutOffIsNamedAllEndAndTheRunGoesOn) {
     ASSERT_TRUE(Ip("-n " + Switch() + " link set " + Port(cut) + " up"));
     const size_t lines = Lines(ReadFile(log)).size();
     const std::string steps = std::to_string(lines + 3);
-    for (const Ran& ran : WaitForAll(Start(words + Words{"--resume", "--steps", steps}, kHosts)))
+    for (const Ran& ran : WaitForAll(Start(arguments + Arguments{"--resume", "--steps", steps}, kHosts)))
       EXPECT_EQ(ran.code, 0) << ran.err;
     EXPECT_EQ(Lines(ReadFile(log)).size(), lines + 3);
   }

@@ -25,9 +25,9 @@ struct Result {
   std::string err;
 };
 
-Result Env(std::vector<std::string> words) {
+Result Env(std::vector<std::string> arguments) {
   std::vector<const char*> argv = {"env"};
-  for (const std::string& word : words) argv.push_back(word.c_str());
+  for (const std::string& word : arguments) argv.push_back(word.c_str());
   std::ostringstream out;
   std::ostringstream err;
   Result result;
@@ -87,7 +87,7 @@ TEST_F(EnvTest, TextHasALineAnItem) {
   EXPECT_THAT(result.out, HasSubstr(dir_));
 }
 
-TEST_F(EnvTest, WrongWordsAndDirectories) {
+TEST_F(EnvTest, WrongFlagsAndDirectories) {
   const std::string file = dir_ + "/file";
   std::ofstream(file) << "x";
   const std::vector<std::pair<std::vector<std::string>, std::string>> cases = {
@@ -98,8 +98,8 @@ TEST_F(EnvTest, WrongWordsAndDirectories) {
       {{"word"}, "penstock env: unexpected word \"word\""},
       {{"--dir"}, "penstock env: "},
   };
-  for (const auto& [words, says] : cases) {
-    const Result result = Env(words);
+  for (const auto& [arguments, says] : cases) {
+    const Result result = Env(arguments);
     EXPECT_EQ(result.code, 2) << says;
     EXPECT_EQ(result.out, "");
     EXPECT_THAT(result.err, StartsWith(says));

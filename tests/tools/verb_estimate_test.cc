@@ -19,20 +19,20 @@ struct Result {
   std::string err;
 };
 
-Result Estimate(std::vector<const char*> words, const ModelSizer& sizer = nullptr) {
-  words.insert(words.begin(), "estimate");
+Result Estimate(std::vector<const char*> arguments, const ModelSizer& sizer = nullptr) {
+  arguments.insert(arguments.begin(), "estimate");
   std::ostringstream out;
   std::ostringstream err;
   Result result;
-  result.code = RunEstimate(static_cast<int>(words.size()), words.data(), out, err, sizer);
+  result.code = RunEstimate(static_cast<int>(arguments.size()), arguments.data(), out, err, sizer);
   result.out = out.str();
   result.err = err.str();
   return result;
 }
 
-// Wrong words: exit 2, one line on stderr, nothing on stdout.
-std::string Wrong(std::vector<const char*> words) {
-  const Result result = Estimate(std::move(words));
+// Wrong arguments: exit 2, one line on stderr, nothing on stdout.
+std::string Wrong(std::vector<const char*> arguments) {
+  const Result result = Estimate(std::move(arguments));
   EXPECT_EQ(result.code, 2) << result.err;
   EXPECT_EQ(result.out, "");
   EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
@@ -96,7 +96,7 @@ TEST(Estimate, Help) {
   EXPECT_EQ(result.out.find("--model"), std::string::npos);
 }
 
-TEST(Estimate, WrongWords) {
+TEST(Estimate, WrongFlags) {
   EXPECT_EQ(
       Wrong({"--parms", "7B"}),
       "penstock estimate: unknown flag --parms (did you mean \"--params\"?); see penstock estimate --help\n");

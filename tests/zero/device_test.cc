@@ -179,12 +179,12 @@ TEST(Device, ABudgetBeyondWhatTheDeviceHasIsRefused) {
   EXPECT_LE(trained.peak_device_bytes, 32 * kMiB);
 }
 
-TEST(Device, WordsOfTheTestDevice) {
-  const auto device = TestDevice::FromWords("capacity=64M,bandwidth=1e9,latency=1e-5");
+TEST(Device, TheTestDeviceIsParsed) {
+  const auto device = TestDevice::Parse("capacity=64M,bandwidth=1e9,latency=1e-5");
   ASSERT_TRUE(device.ok()) << device.status();
   EXPECT_EQ((*device)->capacity_bytes(), 64 * kMiB);
-  for (const char* words : {"capacity", "capacity=-1", "speed=1", "bandwidth=fast"}) {
-    EXPECT_EQ(TestDevice::FromWords(words).status().code(), absl::StatusCode::kInvalidArgument) << words;
+  for (const char* given : {"capacity", "capacity=-1", "speed=1", "bandwidth=fast"}) {
+    EXPECT_EQ(TestDevice::Parse(given).status().code(), absl::StatusCode::kInvalidArgument) << given;
   }
 }
 

@@ -329,12 +329,12 @@ TEST(Ranks, WhoIsMissingIsNamed) {
   }
 }
 
-TEST(Ranks, WordsThatDifferAreNamedOnAll) {
+TEST(Ranks, FlagsThatDifferAreNamedOnAll) {
   const auto outcomes = testing_support::RunProcesses(3, [](int rank, int port) {
     auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 3, port), {});
     if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
-    const nlohmann::json words = {{"optimizer", {{"lr", rank == 2 ? 2 : 1}}}, {"steps", 4}};
-    const absl::Status status = AgreeOnOptions(**comm, words);
+    const nlohmann::json flags = {{"optimizer", {{"lr", rank == 2 ? 2 : 1}}}, {"steps", 4}};
+    const absl::Status status = AgreeOnOptions(**comm, flags);
     (*comm)->Abort(status);
     return nlohmann::json::object({{"status", std::string(status.message())}});
   });
@@ -342,7 +342,7 @@ TEST(Ranks, WordsThatDifferAreNamedOnAll) {
     EXPECT_EQ(
         rank.text(),
         "rank 2 of 3 was not started like rank 0: optimizer.lr is 2 on rank 2 and 1 on rank 0; start all "
-        "ranks with the same words, config and files");
+        "ranks with the same flags, config and files");
   }
 }
 

@@ -154,7 +154,7 @@ class RecordedJson : public testing_support::ScratchTest {
   std::unique_ptr<aio::Engine> io_;
 };
 
-// Every way in which the engine and the words look at a record.
+// Every way in which the engine and the flags look at a record.
 void Read(const std::string& directory, const std::string& scratch, const testing_support::RunOptions& run) {
   EngineOptions options;
   options.state_dirs = {directory};
@@ -165,11 +165,11 @@ void Read(const std::string& directory, const std::string& scratch, const testin
   options.trains = false;
   options.resume = false;
   (void)Engine::MakePlan(models::MakeGpt(run.model), options).status();
-  tools::TrainOptions words;
-  words.resume = true;
-  words.state_dirs = {directory};
-  words.host_memory = "64M";
-  (void)tools::ResolveTrainOptions(words, /*needs_data=*/false).status();
+  tools::TrainOptions flags;
+  flags.resume = true;
+  flags.state_dirs = {directory};
+  flags.host_memory = "64M";
+  (void)tools::ResolveTrainOptions(flags, /*needs_data=*/false).status();
   EngineOptions to;
   to.state_dirs = {scratch + "/restored"};
   (void)RestoreRun(directory, to);

@@ -10,7 +10,7 @@
 namespace penstock::tools {
 namespace {
 
-// The verb that the words have come to: it is whose flags are right or wrong.
+// The verb that the arguments have come to: it is whose flags are right or wrong.
 CLI::App& Deepest(CLI::App& app) {
   CLI::App* deepest = &app;
   for (;;) {
@@ -50,7 +50,7 @@ std::string OneLine(std::string_view text) {
   return line;
 }
 
-int OrBug(const std::function<int()>& run, std::string_view program, std::string_view words,
+int OrBug(const std::function<int()>& run, std::string_view program, std::string_view arguments,
           std::ostream& err) {
   std::string what;
   try {
@@ -61,7 +61,7 @@ int OrBug(const std::function<int()>& run, std::string_view program, std::string
     what = "something that is no exception was thrown";
   }
   err << std::string(program) << ": this is a bug: " << OneLine(what.substr(0, what.find('\n')))
-      << "; please report this line, the words (" << OneLine(words)
+      << "; please report this line, the arguments (" << OneLine(arguments)
       << ") and what `penstock env` says; committed steps are safe" << std::endl;
   return kExitFailed;
 }
@@ -82,11 +82,11 @@ int Fail(std::string_view program, const absl::Status& status, std::ostream& err
 
 std::optional<int> ParseFlags(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
                               std::ostream& err) {
-  // The vector form takes the words in reverse and leaves argv[0] out.
-  std::vector<std::string> words;
-  for (int i = argc - 1; i >= 1; --i) words.emplace_back(argv[i]);
+  // The vector form takes the arguments in reverse and leaves argv[0] out.
+  std::vector<std::string> arguments;
+  for (int i = argc - 1; i >= 1; --i) arguments.emplace_back(argv[i]);
   try {
-    app.parse(words);
+    app.parse(arguments);
     return std::nullopt;
   } catch (const CLI::CallForHelp&) {
     out << Deepest(app).help();

@@ -1,4 +1,4 @@
-// Command lines on CLI11, with the manners of all our programs: exit code 2 for wrong words, one line on
+// Command lines on CLI11, with the manners of all our programs: exit code 2 for wrong arguments, one line on
 // stderr that names the word and the nearest right one, help and version on stdout with exit code 0.
 #ifndef PENSTOCK_TOOLS_BASE_CLI_H_
 #define PENSTOCK_TOOLS_BASE_CLI_H_
@@ -19,22 +19,22 @@ namespace penstock::tools {
 
 inline constexpr int kExitOk = 0;
 inline constexpr int kExitFailed = 1;  // the run failed: I/O, memory, data
-inline constexpr int kExitWrong = 2;   // the words or the configuration are wrong
+inline constexpr int kExitWrong = 2;   // the arguments or the configuration are wrong
 
-// Parses argv[1..] into `app`. Empty: the words are right, go on. Otherwise the program is to end with this
-// code, and what there is to say has been said: help or version on `out`, or one line on `err` beginning with
-// app.get_name().
+// Parses argv[1..] into `app`. Empty: the arguments are right, go on. Otherwise the program is to end with
+// this code, and what there is to say has been said: help or version on `out`, or one line on `err` beginning
+// with app.get_name().
 std::optional<int> ParseFlags(CLI::App& app, int argc, const char* const* argv, std::ostream& out,
                               std::ostream& err);
 
-// "PROGRAM: MESSAGE" as one line on `err`. Returns kExitWrong for what other words would mend:
+// "PROGRAM: MESSAGE" as one line on `err`. Returns kExitWrong for what other arguments would mend:
 // kInvalidArgument, kFailedPrecondition (a budget too small, a run in use, another run's directory) and
 // kAlreadyExists; else kExitFailed.
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err);
 
 // What `run` returns. What it throws, which is a mistake of ours since errors come as statuses, becomes one
 // line on `err` that says what to report, and kExitFailed.
-int OrBug(const std::function<int()>& run, std::string_view program, std::string_view words,
+int OrBug(const std::function<int()>& run, std::string_view program, std::string_view arguments,
           std::ostream& err);
 
 // What became of a stream: errno's error, or where the stream did not leave one, kUnknown; never OK.

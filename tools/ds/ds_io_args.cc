@@ -55,8 +55,8 @@ void ArgumentTable::Switch(std::string name, bool* value, std::string help) {
 
 void ArgumentTable::Text(std::string name, std::string* value, std::string metavar, std::string help) {
   Add(std::move(name), std::move(metavar), std::move(help)).set =
-      [value](const std::vector<std::string>& words) {
-        *value = words[0];
+      [value](const std::vector<std::string>& values) {
+        *value = values[0];
         return absl::OkStatus();
       };
 }
@@ -66,19 +66,19 @@ void ArgumentTable::Choice(std::string name, std::string* value, std::vector<std
   const std::string known = absl::StrJoin(choices, ", ");
   Option& option = Add(std::move(name), absl::StrCat("{", absl::StrJoin(choices, ","), "}"), std::move(help));
   option.set = [value, choices = std::move(choices), known,
-                own = option.name](const std::vector<std::string>& words) {
-    if (std::find(choices.begin(), choices.end(), words[0]) == choices.end()) {
-      return Refuse(own, absl::StrCat("'", aio::OneLine(words[0]), "' is none of ", known));
+                own = option.name](const std::vector<std::string>& values) {
+    if (std::find(choices.begin(), choices.end(), values[0]) == choices.end()) {
+      return Refuse(own, absl::StrCat("'", aio::OneLine(values[0]), "' is none of ", known));
     }
-    *value = words[0];
+    *value = values[0];
     return absl::OkStatus();
   };
 }
 
 void ArgumentTable::Integer(std::string name, int64_t* value, int64_t least, int64_t most, std::string help) {
   Option& option = Add(std::move(name), "N", std::move(help));
-  option.set = [value, least, most, own = option.name](const std::vector<std::string>& words) {
-    const std::string& word = words[0];
+  option.set = [value, least, most, own = option.name](const std::vector<std::string>& values) {
+    const std::string& word = values[0];
     int64_t number = 0;
     const auto [rest, error] = std::from_chars(word.data(), word.data() + word.size(), number);
     if (error != std::errc() || rest != word.data() + word.size() || number < least || number > most) {
@@ -92,12 +92,12 @@ void ArgumentTable::Integer(std::string name, int64_t* value, int64_t least, int
 
 void ArgumentTable::Size(std::string name, uint64_t* value, std::string* text, std::string help) {
   Option& option = Add(std::move(name), "SIZE", std::move(help));
-  option.set = [value, text, own = option.name](const std::vector<std::string>& words) {
-    const absl::StatusOr<uint64_t> bytes = aio::ParseBytes(words[0]);
+  option.set = [value, text, own = option.name](const std::vector<std::string>& values) {
+    const absl::StatusOr<uint64_t> bytes = aio::ParseBytes(values[0]);
     if (!bytes.ok()) return Refuse(own, std::string(bytes.status().message()));
     if (*bytes == 0) return Refuse(own, "must be more than 0");
     *value = *bytes;
-    if (text != nullptr) *text = words[0];
+    if (text != nullptr) *text = values[0];
     return absl::OkStatus();
   };
 }
@@ -106,8 +106,8 @@ void ArgumentTable::List(std::string name, std::vector<std::string>* value, std:
                          std::string help) {
   Option& option = Add(std::move(name), std::move(metavar), std::move(help));
   option.takes_list = true;
-  option.set = [value](const std::vector<std::string>& words) {
-    *value = words;
+  option.set = [value](const std::vector<std::string>& values) {
+    *value = values;
     return absl::OkStatus();
   };
 }
@@ -149,10 +149,10 @@ absl::Status ArgumentTable::Find(std::string_view word, Option** found) {
   return absl::InvalidArgumentError(absl::StrCat("unrecognized argument: ", quoted, hint));
 }
 
-absl::Status ArgumentTable::Parse(const std::vector<std::string>& words) {
+absl::Status ArgumentTable::Parse(const std::vector<std::string>& arguments) {
   size_t i = 0;
-  while (i < words.size()) {
-    const std::string& word = words[i++];
+  while (i < arguments.size()) {
+    const std::string& word = arguments[i++];
     if (word == "--help" || word == "-h") {
       help_asked_ = true;
       return absl::OkStatus();
@@ -169,7 +169,8 @@ absl::Status ArgumentTable::Parse(const std::vector<std::string>& words) {
       values.push_back(word.substr(equals + 1));
     } else if (option->takes_value) {
       const size_t most = option->takes_list ? SIZE_MAX : 1;
-      while (i < words.size() && values.size() < most && !IsOption(words[i])) values.push_back(words[i++]);
+      while (i < arguments.size() && values.size() < most && !IsOption(arguments[i]))
+        values.push_back(arguments[i++]);
       if (values.empty()) {
         return Refuse(option->name,
                       option->takes_list ? "expected at least one value" : "expected one value");

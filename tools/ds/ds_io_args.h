@@ -1,7 +1,7 @@
 // Command lines as Python's argparse reads them, since that is what the scripts that call these tools were
 // written for:
-// `--name value`, `--name=value`, unique prefixes of names, switches, and lists that take all words up to the
-// next option.
+// `--name value`, `--name=value`, unique prefixes of names, switches, and lists that take all values up to
+// the next option.
 #ifndef PENSTOCK_TOOLS_DS_DS_IO_ARGS_H_
 #define PENSTOCK_TOOLS_DS_DS_IO_ARGS_H_
 
@@ -28,14 +28,14 @@ class ArgumentTable {
   void Integer(std::string name, int64_t* value, int64_t least, int64_t most, std::string help);
   // A size as ParseBytes takes it, more than 0. `text`, if not null, keeps how it was written.
   void Size(std::string name, uint64_t* value, std::string* text, std::string help);
-  // One or more words.
+  // One or more values.
   void List(std::string name, std::vector<std::string>* value, std::string metavar, std::string help);
   void Require(std::string_view name);
 
   // kInvalidArgument: one line that names the word, what is wrong and, for an unknown option, the nearest
   // right one.
   // --help and -h set help_asked() and end the reading without an error.
-  absl::Status Parse(const std::vector<std::string>& words);
+  absl::Status Parse(const std::vector<std::string>& arguments);
   bool help_asked() const { return help_asked_; }
   std::string Help() const;
 

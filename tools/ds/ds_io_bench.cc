@@ -441,9 +441,9 @@ std::string Namespace(const DsIoOptions& o) {
 
 }  // namespace
 
-int DsIoMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* err) {
+int DsIoMain(const std::vector<std::string>& arguments, std::FILE* out, std::FILE* err) {
   std::string help;
-  const auto options = ParseDsIo(words, &help);
+  const auto options = ParseDsIo(arguments, &help);
   if (!options.ok()) {
     std::fprintf(err, "ds_io: error: %s\n", std::string(options.status().message()).c_str());
     return 2;

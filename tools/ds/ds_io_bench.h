@@ -49,9 +49,9 @@ struct DsIoOptions {
   uint64_t Parallel() const { return io_parallel == 0 ? 1 : static_cast<uint64_t>(io_parallel); }
 };
 
-// kInvalidArgument: one line saying which words are wrong. `help` is set to the text of --help if that was
-// asked for.
-absl::StatusOr<DsIoOptions> ParseDsIo(const std::vector<std::string>& words, std::string* help);
+// kInvalidArgument: one line saying which arguments are wrong. `help` is set to the text of --help if that
+// was asked for.
+absl::StatusOr<DsIoOptions> ParseDsIo(const std::vector<std::string>& arguments, std::string* help);
 
 struct DsIoResult {
   uint64_t bytes = 0;                // of the measured loops, all processes
@@ -74,8 +74,8 @@ absl::StatusOr<DsIoResult> RunDsIo(const DsIoOptions& options, std::FILE* out, s
 std::string ResultLines(const DsIoOptions& options, const DsIoResult& result);
 std::string ResultJson(const DsIoOptions& options, const DsIoResult& result);
 
-// The whole program: 0 done, 1 the run failed, 2 the words are wrong.
-int DsIoMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* err);
+// The whole program: 0 done, 1 the run failed, 2 the arguments are wrong.
+int DsIoMain(const std::vector<std::string>& arguments, std::FILE* out, std::FILE* err);
 
 }  // namespace penstock::tools
 

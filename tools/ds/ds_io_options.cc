@@ -98,7 +98,7 @@ std::vector<std::pair<std::string, std::string>> DsIoOptions::Mapping() const {
   return mapping;
 }
 
-absl::StatusOr<DsIoOptions> ParseDsIo(const std::vector<std::string>& words, std::string* help) {
+absl::StatusOr<DsIoOptions> ParseDsIo(const std::vector<std::string>& arguments, std::string* help) {
   DsIoOptions o;
   ArgumentTable table("ds_io", kSummary);
   table.Text("--folder", &o.folder, "DIR", "folder of the files; or:");
@@ -127,7 +127,7 @@ absl::StatusOr<DsIoOptions> ParseDsIo(const std::vector<std::string>& words, std
   table.Switch("--different_file_each_iteration", &o.different_file_each_iteration,
                "a file for every repetition");
   table.Text("--json", &o.json_path, "FILE", "write the result as JSON too");
-  RETURN_IF_ERROR(table.Parse(words));
+  RETURN_IF_ERROR(table.Parse(arguments));
   if (table.help_asked()) {
     *help = table.Help();
     return o;

@@ -396,9 +396,9 @@ int Fail(std::FILE* err, int code, const absl::Status& status) {
 
 }  // namespace
 
-int TuneMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* err) {
+int TuneMain(const std::vector<std::string>& arguments, std::FILE* out, std::FILE* err) {
   std::string help;
-  const auto options = ParseTune(words, &help);
+  const auto options = ParseTune(arguments, &help);
   if (!options.ok()) return Fail(err, 2, options.status());
   if (!help.empty()) {
     std::fputs(help.c_str(), out);

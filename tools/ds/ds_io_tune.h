@@ -34,7 +34,7 @@ struct TuneOptions {
   bool no_profile = false;
 };
 
-absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& words, std::string* help);
+absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& arguments, std::string* help);
 
 // One way of doing I/O, and what it came to. Speeds in bytes a second, of all directories together; 0: not
 // measured.
@@ -67,8 +67,8 @@ TunePoint Recommend(const TunePoint& knee);
 // { "aio": { ... } } with real booleans.
 std::string AioBlock(const TunePoint& point);
 
-// The whole program: 0 done, 1 the run failed, 2 the words or the sweep file are wrong.
-int TuneMain(const std::vector<std::string>& words, std::FILE* out, std::FILE* err);
+// The whole program: 0 done, 1 the run failed, 2 the arguments or the sweep file are wrong.
+int TuneMain(const std::vector<std::string>& arguments, std::FILE* out, std::FILE* err);
 
 }  // namespace penstock::tools
 

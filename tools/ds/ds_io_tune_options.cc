@@ -72,7 +72,7 @@ absl::Status Apply(const std::string& key, const Json& value, TunePoint& point) 
 
 }  // namespace
 
-absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& words, std::string* help) {
+absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& arguments, std::string* help) {
   TuneOptions o;
   ArgumentTable table(
       "ds_nvme_tune",
@@ -95,7 +95,7 @@ absl::StatusOr<TuneOptions> ParseTune(const std::vector<std::string>& words, std
   table.Text("--json", &o.json_path, "FILE", "write all points and the choice as JSON");
   table.Text("--profile", &o.profile_path, "FILE", "where to store the device profile");
   table.Switch("--no_profile", &o.no_profile, "store no device profile");
-  RETURN_IF_ERROR(table.Parse(words));
+  RETURN_IF_ERROR(table.Parse(arguments));
   if (table.help_asked()) {
     *help = table.Help();
     return o;

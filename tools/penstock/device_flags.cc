@@ -15,25 +15,25 @@ absl::Status Wrong(const std::string& text) { return absl::InvalidArgumentError(
 
 absl::StatusOr<std::shared_ptr<zero::Device>> Open(int local_rank) {
   const char* test = std::getenv("PENSTOCK_TEST_DEVICE");
-  return test != nullptr ? zero::TestDevice::FromWords(test) : zero::OpenCudaDevice(local_rank);
+  return test != nullptr ? zero::TestDevice::Parse(test) : zero::OpenCudaDevice(local_rank);
 }
 
 }  // namespace
 
-absl::Status ResolveDevice(const TrainOptions& words, const zero::Config& config, TrainSettings* settings) {
-  const std::string name = words.device.value_or("cpu");
+absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings) {
+  const std::string name = flags.device.value_or("cpu");
   if (name != "cpu" && name != "cuda") return Wrong(absl::StrCat("--device ", name, ": must be cpu or cuda"));
   int64_t budget = config.penstock.device_memory_bytes.value_or(0);
-  if (words.device_memory.has_value()) {
-    const absl::StatusOr<int64_t> bytes = tiering::ParseSize(*words.device_memory);
+  if (flags.device_memory.has_value()) {
+    const absl::StatusOr<int64_t> bytes = tiering::ParseSize(*flags.device_memory);
     if (!bytes.ok() || *bytes <= 0) {
-      return Wrong(absl::StrCat("--device-memory ", *words.device_memory, ": ",
+      return Wrong(absl::StrCat("--device-memory ", *flags.device_memory, ": ",
                                 bytes.ok() ? "must be above 0" : std::string(bytes.status().message())));
     }
     budget = *bytes;
   }
   if (name == "cpu") {
-    if (words.device_memory.has_value()) {
+    if (flags.device_memory.has_value()) {
       settings->notes.push_back(
           "--device-memory is of no effect with --device cpu: host memory is all there is");
     }

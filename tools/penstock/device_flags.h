@@ -13,7 +13,7 @@ namespace penstock::tools {
 //
 // For tests alone: where the environment has PENSTOCK_TEST_DEVICE, `--device cuda` is the test-only device
 // that it describes (zero/compute/test_device.h), so that the programs can be tried without a GPU.
-absl::Status ResolveDevice(const TrainOptions& words, const zero::Config& config, TrainSettings* settings);
+absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings);
 
 }  // namespace penstock::tools
 

@@ -41,7 +41,7 @@ absl::Status CheckRate(const char* flag, double value) {
 
 }  // namespace
 
-absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& words,
+absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& flags,
                                                                const zero::OptimizerConfig& config,
                                                                const RecordedOptions& kept,
                                                                nlohmann::json* record) {
@@ -59,9 +59,9 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFl
   resolver.Take("optimizer", kConfig, given, &type);
   kept.NoteConfig("lr", config.lr);
   kept.NoteConfig("weight_decay", config.weight_decay);
-  const std::optional<double> lr = words.lr.has_value() ? words.lr : config.lr;
+  const std::optional<double> lr = flags.lr.has_value() ? flags.lr : config.lr;
   const std::optional<double> weight_decay =
-      words.weight_decay.has_value() ? words.weight_decay : config.weight_decay;
+      flags.weight_decay.has_value() ? flags.weight_decay : config.weight_decay;
   const auto common = [&](auto* options) {
     resolver.Take("lr", "lr", lr, &options->lr);
     resolver.Take("weight_decay", "weight-decay", weight_decay, &options->weight_decay);
@@ -103,12 +103,12 @@ absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFl
   return result;
 }
 
-absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& words,
+absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& flags,
                                                           const RecordedOptions& kept,
                                                           nlohmann::json* record) {
   Resolver resolver(kept, record);
   std::string name(zero::StateTypeName(kernels::StateType::kFp32));
-  resolver.Take("optimizer_states", "optimizer-states", words.states, &name);
+  resolver.Take("optimizer_states", "optimizer-states", flags.states, &name);
   if (!resolver.status().ok()) return resolver.status();
   const std::optional<kernels::StateType> type = zero::ParseStateType(name);
   if (type.has_value()) return *type;

@@ -21,11 +21,11 @@ struct OptimizerFlags {
 
 // What is not given has the defaults of DeepSpeed and LibTorch, but AdamW's rate is 3e-4 and its decay 0.01.
 // `record` takes everything that a resumed run must find again.
-absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& words,
+absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& flags,
                                                                const zero::OptimizerConfig& config,
                                                                const RecordedOptions& kept,
                                                                nlohmann::json* record);
-absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& words,
+absl::StatusOr<kernels::StateType> ResolveOptimizerStates(const OptimizerFlags& flags,
                                                           const RecordedOptions& kept,
                                                           nlohmann::json* record);
 

@@ -1,4 +1,4 @@
-// `penstock`: a word, then the verb's own words.
+// `penstock`: a word, then the verb's own arguments.
 #include <stdlib.h>
 
 #include <csignal>
@@ -54,10 +54,10 @@ constexpr Verb kVerbs[] = {
 
 void Help(std::ostream& out) {
   out << "penstock " << kVersion
-      << ": trains models larger than GPU and host memory\n\nusage: penstock VERB [words]\n\n";
+      << ": trains models larger than GPU and host memory\n\nusage: penstock VERB [arguments]\n\n";
   for (const Verb& verb : kVerbs)
     out << "  " << verb.name << std::string(10 - std::strlen(verb.name), ' ') << verb.what << "\n";
-  out << "\npenstock VERB --help tells a verb's words; penstock --version the version.\n";
+  out << "\npenstock VERB --help tells a verb's arguments; penstock --version the version.\n";
 }
 
 int Main(int argc, char** argv) {
@@ -90,8 +90,8 @@ int Main(int argc, char** argv) {
 int main(int argc, char** argv) {
   penstock::aio::IgnoreFileSizeSignal();
   std::signal(SIGPIPE, SIG_IGN);  // who reads along may go; the training stays
-  std::string words;
-  for (int i = 1; i < argc; ++i) absl::StrAppend(&words, i == 1 ? "" : " ", argv[i]);
+  std::string arguments;
+  for (int i = 1; i < argc; ++i) absl::StrAppend(&arguments, i == 1 ? "" : " ", argv[i]);
   return penstock::tools::OrBug([&] { return penstock::tools::Main(argc, argv); },
-                                std::string("penstock ") + penstock::tools::kVersion, words, std::cerr);
+                                std::string("penstock ") + penstock::tools::kVersion, arguments, std::cerr);
 }

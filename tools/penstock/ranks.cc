@@ -33,38 +33,38 @@ std::string ProgramDigest() {
 
 // What each rank may have of its own is left out: memory, threads' places, and where rank 0 writes about the
 // run.
-nlohmann::json OptionsJson(const TrainOptions& words) {
+nlohmann::json OptionsJson(const TrainOptions& flags) {
   nlohmann::json json = {{"program", ProgramDigest()},
-                         {"--state-dir", words.state_dirs},
-                         {"--resume", words.resume},
-                         {"--overwrite", words.overwrite}};
+                         {"--state-dir", flags.state_dirs},
+                         {"--resume", flags.resume},
+                         {"--overwrite", flags.overwrite}};
   const auto add = [&json](const char* flag, const auto& value) {
     if (value.has_value()) json[flag] = *value;
   };
-  add("--model", words.model);
-  add("--config", words.config);
-  add("--offload", words.offload);
-  add("--device", words.device);
-  add("--dtype", words.dtype);
-  add("--eval-every", words.eval_every);
-  add("--eval-windows", words.eval_windows);
-  add("--steps", words.steps);
-  add("--batch", words.batch);
-  add("--accumulate", words.accumulate);
-  add("--seq", words.seq);
-  add("--vocab", words.vocab);
-  add("--warmup", words.warmup);
-  add("--seed", words.seed);
-  add("--threads", words.threads);
-  add("--checkpoint-every", words.checkpoint_every);
-  add("--checkpoint-keep", words.checkpoint_keep);
-  add("--checkpoint-dir", words.checkpoint_dir);
-  add("--lr", words.lr);
-  add("--clip", words.clip);
-  add("--weight-decay", words.weight_decay);
-  add("--optimizer-states", words.optimizer_states);
-  add("--init-from", words.init_from);
-  json["--eval-data"] = words.eval_data.has_value();
+  add("--model", flags.model);
+  add("--config", flags.config);
+  add("--offload", flags.offload);
+  add("--device", flags.device);
+  add("--dtype", flags.dtype);
+  add("--eval-every", flags.eval_every);
+  add("--eval-windows", flags.eval_windows);
+  add("--steps", flags.steps);
+  add("--batch", flags.batch);
+  add("--accumulate", flags.accumulate);
+  add("--seq", flags.seq);
+  add("--vocab", flags.vocab);
+  add("--warmup", flags.warmup);
+  add("--seed", flags.seed);
+  add("--threads", flags.threads);
+  add("--checkpoint-every", flags.checkpoint_every);
+  add("--checkpoint-keep", flags.checkpoint_keep);
+  add("--checkpoint-dir", flags.checkpoint_dir);
+  add("--lr", flags.lr);
+  add("--clip", flags.clip);
+  add("--weight-decay", flags.weight_decay);
+  add("--optimizer-states", flags.optimizer_states);
+  add("--init-from", flags.init_from);
+  json["--eval-data"] = flags.eval_data.has_value();
   return json;
 }
 
@@ -145,22 +145,22 @@ std::string StepText(int64_t step) { return step < 0 ? "nothing" : absl::StrCat(
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& words) {
+absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& flags) {
   absl::StatusOr<zero::RankEnvironment> environment = zero::ReadRankEnvironment();
   if (!environment.ok()) return environment.status();
   if (environment->world == 1) return std::shared_ptr<zero::Comm>();
   zero::CommOptions options;
-  if (words.rank_timeout.has_value()) {
-    if (!(*words.rank_timeout >= 1)) {
+  if (flags.rank_timeout.has_value()) {
+    if (!(*flags.rank_timeout >= 1)) {
       return absl::InvalidArgumentError(
-          absl::StrCat("--rank-timeout ", *words.rank_timeout, ": must be at least 1 second"));
+          absl::StrCat("--rank-timeout ", *flags.rank_timeout, ": must be at least 1 second"));
     }
-    options.patience_seconds = *words.rank_timeout;
-    options.meeting_seconds = 10 * *words.rank_timeout;
+    options.patience_seconds = *flags.rank_timeout;
+    options.meeting_seconds = 10 * *flags.rank_timeout;
   }
   ASSIGN_OR_RETURN(std::unique_ptr<zero::Comm> connected, zero::ConnectGloo(*environment, options));
   std::shared_ptr<zero::Comm> comm = std::move(connected);
-  if (absl::Status same = zero::AgreeOnOptions(*comm, OptionsJson(words)); !same.ok()) {
+  if (absl::Status same = zero::AgreeOnOptions(*comm, OptionsJson(flags)); !same.ok()) {
     comm->Abort(same);
     return same;
   }
@@ -189,7 +189,7 @@ absl::StatusOr<uint64_t> ContentDigest(const std::string& path) {
   return sum.Digest();
 }
 
-absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& words,
+absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& flags,
                                                     const TrainSettings& settings,
                                                     const models::Dataset& data,
                                                     const models::Dataset* eval_data) {
@@ -224,8 +224,8 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
     ASSIGN_OR_RETURN(same["--eval-data"], TextJson(*eval_data));
     same["--eval-data"]["windows"] = eval_data->EvalWindows();
   }
-  if (words.init_from.has_value() && !settings.resumes) {
-    ASSIGN_OR_RETURN(same["--init-from"], WeightsJson(*words.init_from));
+  if (flags.init_from.has_value() && !settings.resumes) {
+    ASSIGN_OR_RETURN(same["--init-from"], WeightsJson(*flags.init_from));
   }
   same.erase("threads");
   RETURN_IF_ERROR(zero::AgreeOnOptions(comm, same));

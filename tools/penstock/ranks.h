@@ -16,17 +16,17 @@
 namespace penstock::tools {
 
 // Null where the environment says that there is one rank (zero/ranks/rank_environment.h). Otherwise waits for
-// the others and compares the words with theirs, and the program: kInvalidArgument on all ranks names the
+// the others and compares the flags with theirs, and the program: kInvalidArgument on all ranks names the
 // first difference.
-absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& words);
+absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& flags);
 
-// What the words, the config and the files of each rank come to, before anything is made: the run, every
+// What the flags, the config and the files of each rank come to, before anything is made: the run, every
 // option that changes what a rank does, and the texts, by size and ContentDigest. kInvalidArgument on all
 // ranks names the first difference. Left out is what each may have of its own: paths, memory, threads of
 // updates, and the I/O of its host. Lines for people: who is there, and processors that differ, which is no
 // error: each block's part is computed by one rank alone, so the run's bits are those of these hosts in this
 // order.
-absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& words,
+absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& flags,
                                                     const TrainSettings& settings,
                                                     const models::Dataset& data,
                                                     const models::Dataset* eval_data);

@@ -1,5 +1,5 @@
 // What a run keeps from its creation on, and what its user may change when it is resumed. Internal to the
-// words of `penstock train`.
+// flags of `penstock train`.
 //
 // One rule for every value of a run. What its state is made of (vocabulary, seed, types, the optimizer)
 // stays: asking for another is refused. Everything else may be changed on resume: by a flag, or by a key of

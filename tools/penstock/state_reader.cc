@@ -23,25 +23,25 @@ double Now() {
 
 }  // namespace
 
-absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std::string>& words) {
-  if (words.empty()) return absl::InvalidArgumentError("a state directory or checkpoint is needed");
-  if (words.size() > 1) return words;
-  absl::StatusOr<std::string> found = swap::FindCheckpoint(words.front());
+absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std::string>& arguments) {
+  if (arguments.empty()) return absl::InvalidArgumentError("a state directory or checkpoint is needed");
+  if (arguments.size() > 1) return arguments;
+  absl::StatusOr<std::string> found = swap::FindCheckpoint(arguments.front());
   if (absl::IsNotFound(found.status())) {
     // Of a run without a drive.
     const absl::StatusOr<std::string> beside =
-        swap::FindCheckpoint(absl::StrCat(words.front(), "/", kCheckpointsBeside));
+        swap::FindCheckpoint(absl::StrCat(arguments.front(), "/", kCheckpointsBeside));
     if (beside.ok()) found = beside;
   }
   if (found.ok()) return std::vector<std::string>{*std::move(found)};
   if (!absl::IsNotFound(found.status())) return found.status();
   return absl::NotFoundError(absl::StrCat(
-      words.front(), ": neither a state directory nor a checkpoint, nor a directory of them: no ",
+      arguments.front(), ": neither a state directory nor a checkpoint, nor a directory of them: no ",
       std::string(swap::kStoreFileName), " there"));
 }
 
-absl::StatusOr<FoundState> FindState(const std::vector<std::string>& words) {
-  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words);
+absl::StatusOr<FoundState> FindState(const std::vector<std::string>& arguments) {
+  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(arguments);
   if (!dirs.ok()) return dirs.status();
   FoundState state;
   absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(*dirs);

@@ -25,10 +25,10 @@ namespace penstock::tools {
 // Below the first state directory: where a run without a drive keeps its checkpoints, unless told.
 inline constexpr const char* kCheckpointsBeside = "checkpoints";
 
-// What words of the command line mean: several are the directories of one striped run; a single one is a
+// What arguments of the command line mean: several are the directories of one striped run; a single one is a
 // state directory, a checkpoint, or the directory of all checkpoints (its newest), also that of a run without
 // a drive, by its state directory. kNotFound: no run there.
-absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std::string>& words);
+absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std::string>& arguments);
 
 // The same, as the parts that its ranks keep: one, unless there are several.
 struct FoundState {
@@ -36,7 +36,7 @@ struct FoundState {
   std::vector<swap::Inspection> inspections;  // of one step
   const std::string& name() const { return parts.front().front(); }
 };
-absl::StatusOr<FoundState> FindState(const std::vector<std::string>& words);
+absl::StatusOr<FoundState> FindState(const std::vector<std::string>& arguments);
 
 // kFailedPrecondition where a training has the state: reading it would keep the trainer out. Names the newest
 // of its checkpoints, which can be read any time. A lock that is held a moment longer (by a process that was

@@ -59,10 +59,10 @@ absl::StatusOr<zero::OffloadDevice> ParseOffload(const std::string& text) {
 }
 
 // The type to compute in, as a name.
-absl::StatusOr<std::string> ChooseDtype(const TrainOptions& words, const zero::Config& config,
+absl::StatusOr<std::string> ChooseDtype(const TrainOptions& flags, const zero::Config& config,
                                         std::vector<std::string>* notes) {
   const bool fast_bf16 = kernels::GetCpuFeatures().avx512_bf16;
-  std::string dtype = words.dtype.value_or("auto");
+  std::string dtype = flags.dtype.value_or("auto");
   if (dtype == "auto" && config.fp16.enabled.value_or(false)) dtype = "fp16";
   if (dtype == "auto" && config.bf16.has_value()) dtype = *config.bf16 ? "bf16" : "fp32";
   if (dtype == "auto") dtype = fast_bf16 ? "bf16" : "fp32";
@@ -84,7 +84,7 @@ constexpr int kLockPatienceMs = 2000;
 absl::Status Overwritten(const std::string& text) { return absl::OutOfRangeError(text); }
 bool IsOverwritten(const absl::Status& status) { return absl::IsOutOfRange(status); }
 
-// What the words of a run were, as its record has them: numbers that a run can have.
+// What the flags of a run were, as its record has them: numbers that a run can have.
 absl::Status CheckRun(const nlohmann::json& run, const std::string& dir) {
   struct Range {
     const char* name;
@@ -197,44 +197,44 @@ absl::Status CheckFree(const std::vector<std::string>& dirs) {
                    ": go on with it (--resume), replace it (--overwrite), or give another --state-dir"));
 }
 
-absl::Status ResolveCheckpoints(const TrainOptions& words, bool trains, TrainSettings* settings) {
+absl::Status ResolveCheckpoints(const TrainOptions& flags, bool trains, TrainSettings* settings) {
   zero::CheckpointSchedule& checkpoints = settings->engine.checkpoints;
-  checkpoints.parent = words.checkpoint_dir.value_or("");
+  checkpoints.parent = flags.checkpoint_dir.value_or("");
   if (settings->engine.offload != zero::OffloadDevice::kNvme) {
     // Nothing else outlives the process.
     checkpoints.at_end = true;
-    if (checkpoints.parent.empty()) checkpoints.parent = DefaultCheckpoints(words.state_dirs);
+    if (checkpoints.parent.empty()) checkpoints.parent = DefaultCheckpoints(flags.state_dirs);
   }
-  if (words.checkpoint_keep.has_value()) {
-    if (!words.checkpoint_every.has_value()) return Wrong("--checkpoint-keep needs --checkpoint-every N");
-    checkpoints.keep = *words.checkpoint_keep;
+  if (flags.checkpoint_keep.has_value()) {
+    if (!flags.checkpoint_every.has_value()) return Wrong("--checkpoint-keep needs --checkpoint-every N");
+    checkpoints.keep = *flags.checkpoint_keep;
     const absl::Status valid = Check<int64_t>("--checkpoint-keep", checkpoints.keep, 1, int64_t{1} << 31);
     if (!valid.ok()) return valid;
   }
-  if (words.checkpoint_every.has_value()) {
-    checkpoints.every = *words.checkpoint_every;
+  if (flags.checkpoint_every.has_value()) {
+    checkpoints.every = *flags.checkpoint_every;
     if (checkpoints.parent.empty()) return Wrong("--checkpoint-every needs --checkpoint-dir DIR");
     absl::Status valid = Check<int64_t>("--checkpoint-every", checkpoints.every, 1, int64_t{1} << 40);
     if (!valid.ok()) return valid;
   }
-  for (const std::string& directory : words.state_dirs) {
+  for (const std::string& directory : flags.state_dirs) {
     std::error_code error;
     if (checkpoints.any() && std::filesystem::equivalent(directory, checkpoints.parent, error)) {
       return Wrong(absl::StrCat("--checkpoint-dir ", checkpoints.parent,
                                 " is the state directory: give checkpoints one of their own"));
     }
   }
-  if (!trains || !checkpoints.any() || words.resume) return absl::OkStatus();
+  if (!trains || !checkpoints.any() || flags.resume) return absl::OkStatus();
   if (IsOneCheckpoint(checkpoints.parent)) {
     return absl::FailedPreconditionError(
         absl::StrCat("--checkpoint-dir ", checkpoints.parent,
                      " is a checkpoint: go on from it (--resume), or give a directory for new ones"));
   }
-  if (words.overwrite) return absl::OkStatus();
+  if (flags.overwrite) return absl::OkStatus();
   const std::vector<swap::CheckpointEntry> there = swap::ListCheckpoints(checkpoints.parent);
   if (there.empty()) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat(
-      words.checkpoint_dir.has_value() ? "--checkpoint-dir " : "", checkpoints.parent,
+      flags.checkpoint_dir.has_value() ? "--checkpoint-dir " : "", checkpoints.parent,
       " holds checkpoints, the newest of step ", there.back().step,
       ": go on from it (--resume), replace them (--overwrite), or use another directory (--checkpoint-dir)"));
 }
@@ -292,7 +292,7 @@ bool IsDirectory(const std::string& path) {
 
 // Finds what --resume goes on from; null if there is nothing yet. Where training `starts` it may make a run
 // of a checkpoint.
-absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& words, bool starts,
+absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, bool starts,
                                              TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const std::string& checkpoints = engine.checkpoints.parent;
@@ -305,9 +305,9 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& words, bool sta
   if (engine.offload != zero::OffloadDevice::kNvme) {
     // Nothing outlives the process but what was kept: a checkpoint, or the state of a run with a drive.
     settings->goes_back = true;
-    engine.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : words.state_dirs;
+    engine.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : flags.state_dirs;
     if (engine.state_dirs.empty()) {
-      if (!words.checkpoint_dir.has_value() && !IsDirectory(checkpoints)) {
+      if (!flags.checkpoint_dir.has_value() && !IsDirectory(checkpoints)) {
         return absl::FailedPreconditionError(
             absl::StrCat("--resume with --offload none or cpu goes on from a checkpoint, and ", checkpoints,
                          " holds none: say where with --checkpoint-dir"));
@@ -387,7 +387,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& words, bool sta
 }
 
 // A run that goes on with another number of ranks: its steps have as many sequences as before, unless the
-// words say what each rank does.
+// flags say what each rank does.
 absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json& run,
                          TrainSettings* settings) {
   const int64_t world = settings->engine.world(), before = run.value("ranks", int64_t{1});
@@ -417,15 +417,15 @@ absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json
   return absl::OkStatus();
 }
 
-absl::Status ResolveBatchSizes(const TrainOptions& words, const zero::Config& config,
+absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,
                                const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
                                TrainSettings* settings) {
   zero::BatchRequest request;
   request.train_batch = config.train_batch_size;
-  request.micro_batch = words.batch.has_value() ? words.batch : config.micro_batch_per_rank;
-  request.accumulation = words.accumulate.has_value() ? words.accumulate : config.gradient_accumulation_steps;
+  request.micro_batch = flags.batch.has_value() ? flags.batch : config.micro_batch_per_rank;
+  request.accumulation = flags.accumulate.has_value() ? flags.accumulate : config.gradient_accumulation_steps;
   // Flags win: with both of them the file's product has nothing left to say.
-  if (words.batch.has_value() && words.accumulate.has_value()) request.train_batch.reset();
+  if (flags.batch.has_value() && flags.accumulate.has_value()) request.train_batch.reset();
   for (const auto& status : {Check<int64_t>("--batch", request.micro_batch.value_or(1), 1, 1 << 20),
                              Check<int64_t>("--accumulate", request.accumulation.value_or(1), 1, 1 << 20)}) {
     if (!status.ok()) return status;
@@ -488,7 +488,7 @@ int64_t HorizonOf(const zero::LrSchedule& schedule) {
   return 0;
 }
 
-// The config's scheduler, apart from what the run's other words make of it: to tell whether the file
+// The config's scheduler, apart from what the run's other flags make of it: to tell whether the file
 // changed.
 std::optional<nlohmann::json> SchedulerSaid(const zero::Config& config) {
   if (!config.scheduler.has_value()) return std::nullopt;
@@ -500,7 +500,7 @@ std::optional<nlohmann::json> SchedulerSaid(const zero::Config& config) {
 
 // The schedule of a run that goes on, where its user changes it: its own with another peak rate or warm-up,
 // its horizon as it was, or the one that the config has anew.
-absl::Status ReviseSchedule(const TrainOptions& words, const zero::ParsedConfig& parsed,
+absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig& parsed,
                             const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
                             TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
@@ -534,8 +534,8 @@ absl::Status ReviseSchedule(const TrainOptions& words, const zero::ParsedConfig&
     }
   }
   // A flag also wins over a scheduler that the config has anew.
-  const bool lr_changes = changed ? words.lr.has_value() : changes->run.contains("lr");
-  if (schedule.ok() && (lr_changes || words.warmup.has_value())) {
+  const bool lr_changes = changed ? flags.lr.has_value() : changes->run.contains("lr");
+  if (schedule.ok() && (lr_changes || flags.warmup.has_value())) {
     zero::LrScheduleSpec spec = schedule->spec();
     const double old_lr = run.value("lr", lr);
     const auto refused = [&] {
@@ -544,12 +544,12 @@ absl::Status ReviseSchedule(const TrainOptions& words, const zero::ParsedConfig&
                                 std::string(schedule->name()), ": give another scheduler in --config"));
     };
     const auto warm = [&](int64_t* steps) {
-      if (!words.warmup.has_value() || *words.warmup == *steps) return;
-      changes->Tell("warmup", absl::StrCat(*steps), absl::StrCat(*words.warmup), "--warmup");
-      *steps = *words.warmup;
+      if (!flags.warmup.has_value() || *flags.warmup == *steps) return;
+      changes->Tell("warmup", absl::StrCat(*steps), absl::StrCat(*flags.warmup), "--warmup");
+      *steps = *flags.warmup;
     };
     if (auto* constant = std::get_if<zero::Constant>(&spec)) {
-      if (words.warmup.has_value()) {
+      if (flags.warmup.has_value()) {
         return Wrong("--warmup: this run trains at a constant rate: give a scheduler in --config");
       }
       constant->lr = lr;
@@ -573,7 +573,7 @@ absl::Status ReviseSchedule(const TrainOptions& words, const zero::ParsedConfig&
     schedule = zero::LrSchedule::Create(spec);
     if (!schedule.ok()) return schedule.status();
     changed = changed || schedule->ToJson() != recorded;
-  } else if (!schedule.ok() && words.warmup.has_value()) {
+  } else if (!schedule.ok() && flags.warmup.has_value()) {
     return Wrong("--warmup: this run trains at a constant rate: give a scheduler in --config");
   }
   if (changed) engine.new_schedule = *schedule;
@@ -589,20 +589,20 @@ absl::Status ReviseSchedule(const TrainOptions& words, const zero::ParsedConfig&
 }
 
 // Flags win, also over rates that the scheduler names itself.
-bool KeepsScheduler(const TrainOptions& words, const zero::SchedulerConfig& scheduler) {
-  return (!words.warmup.has_value() || scheduler.warmup_num_steps == words.warmup) &&
-         (!words.lr.has_value() || GoesByOptimizersRate(scheduler) || scheduler.warmup_max_lr == words.lr);
+bool KeepsScheduler(const TrainOptions& flags, const zero::SchedulerConfig& scheduler) {
+  return (!flags.warmup.has_value() || scheduler.warmup_num_steps == flags.warmup) &&
+         (!flags.lr.has_value() || GoesByOptimizersRate(scheduler) || scheduler.warmup_max_lr == flags.lr);
 }
 
 // DeepSpeed's answer to a file without offload is none; a --state-dir asks for a drive.
-absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& words, const zero::ParsedConfig& parsed,
+absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& flags, const zero::ParsedConfig& parsed,
                                                   std::vector<std::string>* filled) {
-  if (words.offload.has_value()) return ParseOffload(*words.offload);
+  if (flags.offload.has_value()) return ParseOffload(*flags.offload);
   const std::optional<zero::OffloadDevice> given = zero::CombinedOffload(parsed.config.zero);
   if (given.has_value()) return *given;
-  if (!parsed.deepspeeds || !words.state_dirs.empty()) return zero::OffloadDevice::kNvme;
+  if (!parsed.deepspeeds || !flags.state_dirs.empty()) return zero::OffloadDevice::kNvme;
   // A run that is there goes on where it is.
-  if (words.resume) {
+  if (flags.resume) {
     const swap::Holding holding = swap::Probe(std::vector<std::string>{kDefaultStateDir}).holding;
     if (holding == swap::Holding::kRun || holding == swap::Holding::kInUse) return zero::OffloadDevice::kNvme;
   }
@@ -611,84 +611,84 @@ absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& words, con
 }
 
 // Flags go into the places that the file leaves open, and DeepSpeed's values into the rest of those.
-void FillFromFlagsAndDeepSpeed(const TrainOptions& words, const TrainSettings& settings,
+void FillFromFlagsAndDeepSpeed(const TrainOptions& flags, const TrainSettings& settings,
                                zero::ParsedConfig* parsed, std::vector<std::string>* filled) {
   zero::Config& config = parsed->config;
   zero::OptimizerConfig& optimizer = config.optimizer;
   const auto fill = [](auto& open, const auto& flag) {
     if (!open.has_value()) open = flag;
   };
-  fill(optimizer.lr, words.lr);
-  fill(optimizer.weight_decay, words.weight_decay);
-  fill(config.gradient_clipping, words.clip);
-  fill(config.micro_batch_per_rank, words.batch);
-  fill(config.gradient_accumulation_steps, words.accumulate);
-  const bool typed = words.dtype.value_or("auto") != "auto";
-  if (typed && !config.bf16.has_value()) config.bf16 = *words.dtype == "bf16";
+  fill(optimizer.lr, flags.lr);
+  fill(optimizer.weight_decay, flags.weight_decay);
+  fill(config.gradient_clipping, flags.clip);
+  fill(config.micro_batch_per_rank, flags.batch);
+  fill(config.gradient_accumulation_steps, flags.accumulate);
+  const bool typed = flags.dtype.value_or("auto") != "auto";
+  if (typed && !config.bf16.has_value()) config.bf16 = *flags.dtype == "bf16";
   const bool warms_up = config.scheduler.has_value() &&
                         config.scheduler->type != zero::SchedulerType::kLrRangeTest &&
                         config.scheduler->type != zero::SchedulerType::kOneCycle;
-  if (warms_up && words.warmup.has_value() && !config.scheduler->warmup_num_steps.has_value()) {
-    config.scheduler->warmup_num_steps = words.warmup;
+  if (warms_up && flags.warmup.has_value() && !config.scheduler->warmup_num_steps.has_value()) {
+    config.scheduler->warmup_num_steps = flags.warmup;
   }
-  if (warms_up && words.lr.has_value() && GoesByOptimizersRate(*config.scheduler)) {
-    config.scheduler->warmup_max_lr = words.lr;
+  if (warms_up && flags.lr.has_value() && GoesByOptimizersRate(*config.scheduler)) {
+    config.scheduler->warmup_max_lr = flags.lr;
   }
   const std::vector<std::string> open = zero::FillDefaults(
       parsed->autos, settings.steps, std::max<int64_t>(1, DefaultWarmup(settings.steps)), &config);
   // Of a schedule that flags replace nothing is said.
   const bool replaced =
-      config.scheduler.has_value() ? !KeepsScheduler(words, *config.scheduler) : words.warmup.has_value();
+      config.scheduler.has_value() ? !KeepsScheduler(flags, *config.scheduler) : flags.warmup.has_value();
   for (const std::string& line : open) {
     if (!(replaced && absl::StartsWith(line, "scheduler"))) filled->push_back(line);
   }
 }
 
-absl::Status ResolveOptimizer(const TrainOptions& words, const zero::ParsedConfig& parsed,
+absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfig& parsed,
                               const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
                               TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const zero::Config& config = parsed.config;
   OptimizerFlags given;
-  given.lr = words.lr;
-  given.weight_decay = words.weight_decay;
+  given.lr = flags.lr;
+  given.weight_decay = flags.weight_decay;
   given.states =
-      words.optimizer_states.has_value() ? words.optimizer_states : config.penstock.optimizer_states;
+      flags.optimizer_states.has_value() ? flags.optimizer_states : config.penstock.optimizer_states;
   kept.NoteConfig("clip", config.gradient_clipping);
   kept.NoteConfig("optimizer_states", config.penstock.optimizer_states);
   ASSIGN_OR_RETURN(engine.optimizer, ResolveOptimizerOptions(given, config.optimizer, kept, &settings->kept));
   ASSIGN_OR_RETURN(engine.optimizer_states, ResolveOptimizerStates(given, kept, &settings->kept));
-  const std::optional<double> clip = words.clip.has_value() ? words.clip : config.gradient_clipping;
+  const std::optional<double> clip = flags.clip.has_value() ? flags.clip : config.gradient_clipping;
   ASSIGN_OR_RETURN(engine.clip, kept.Of("clip", "clip", clip, 1.0));
   RETURN_IF_ERROR(Check("--clip", engine.clip, 0.0, 1e30));
   ASSIGN_OR_RETURN(zero::LossScaler scaler, zero::MakeLossScaler(config.fp16));
   engine.loss_scale = scaler.options();
   const double lr = zero::LearningRate(engine.optimizer);
-  if (words.warmup.has_value()) {
-    absl::Status valid = Check<int64_t>("--warmup", *words.warmup, 0, int64_t{1} << 40);
+  if (flags.warmup.has_value()) {
+    absl::Status valid = Check<int64_t>("--warmup", *flags.warmup, 0, int64_t{1} << 40);
     if (!valid.ok()) return valid;
   }
-  if (settings->resumes) return ReviseSchedule(words, parsed, kept, run, changes, settings);
+  if (settings->resumes) return ReviseSchedule(flags, parsed, kept, run, changes, settings);
 
-  if (config.scheduler.has_value() && KeepsScheduler(words, *config.scheduler)) {
+  if (config.scheduler.has_value() && KeepsScheduler(flags, *config.scheduler)) {
     absl::StatusOr<zero::LrSchedule> schedule = zero::MakeSchedule(*config.scheduler, lr, settings->steps);
     if (!schedule.ok()) return schedule.status();
     engine.schedule = *schedule;
     return absl::OkStatus();
   }
-  if (parsed.deepspeeds && !config.scheduler.has_value() && !words.warmup.has_value()) {
+  if (parsed.deepspeeds && !config.scheduler.has_value() && !flags.warmup.has_value()) {
     absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(zero::Constant{.lr = lr});
     if (!schedule.ok()) return schedule.status();
     engine.schedule = *schedule;
     return absl::OkStatus();
   }
-  const int64_t warmup = words.warmup.value_or(DefaultWarmup(settings->steps));
+  const int64_t warmup = flags.warmup.value_or(DefaultWarmup(settings->steps));
   RETURN_IF_ERROR(Check<int64_t>("--warmup", warmup, 0, int64_t{1} << 40));
   if (config.scheduler.has_value()) {
     settings->notes.push_back(absl::StrFormat(
         "%s takes the place of the config's scheduler: %d steps of warm-up, then a cosine to a "
         "tenth of the rate",
-        words.lr.has_value() ? "--lr" : "--warmup", warmup));
+        flags.lr.has_value() ? "--lr" : "--warmup", warmup));
   }
   absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(
       zero::WarmupThenCosine{.lr = lr, .min_lr = lr / 10, .warmup = warmup, .horizon = settings->steps});
@@ -697,14 +697,14 @@ absl::Status ResolveOptimizer(const TrainOptions& words, const zero::ParsedConfi
   return absl::OkStatus();
 }
 
-absl::Status ResolveMemory(const TrainOptions& words, const zero::Config& config, TrainSettings* settings) {
+absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  if (words.host_memory.has_value()) {
-    absl::StatusOr<int64_t> bytes = ParseSize(*words.host_memory);
+  if (flags.host_memory.has_value()) {
+    absl::StatusOr<int64_t> bytes = ParseSize(*flags.host_memory);
     if (!bytes.ok())
       return Wrong(
-          absl::StrCat("--host-memory ", *words.host_memory, ": ", std::string(bytes.status().message())));
-    if (*bytes <= 0) return Wrong(absl::StrCat("--host-memory ", *words.host_memory, ": must be above 0"));
+          absl::StrCat("--host-memory ", *flags.host_memory, ": ", std::string(bytes.status().message())));
+    if (*bytes <= 0) return Wrong(absl::StrCat("--host-memory ", *flags.host_memory, ": must be above 0"));
     engine.host_memory_bytes = *bytes;
   } else if (config.penstock.host_memory_bytes.has_value()) {
     engine.host_memory_bytes = *config.penstock.host_memory_bytes;
@@ -715,7 +715,7 @@ absl::Status ResolveMemory(const TrainOptions& words, const zero::Config& config
         absl::StrCat("no --host-memory given: ", sharing == 1 ? "" : "a rank's share of ",
                      "half of what is free, ", FormatBytes(engine.host_memory_bytes)));
   }
-  return ResolveDevice(words, config, settings);
+  return ResolveDevice(flags, config, settings);
 }
 
 // Where a device computes the processor has little to do but updates: two cores are left to what moves.
@@ -774,62 +774,62 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
 
 }  // namespace
 
-void DeclareTrainOptions(CLI::App& app, TrainOptions& words, bool plans) {
-  // A flag given twice means its last value, so that scripts can be given further words.
+void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
+  // A flag given twice means its last value, so that scripts can be given further flags.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.add_option(
-      "--model", words.model,
+      "--model", flags.model,
       "A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...) or a config.json [gpt-small]");
-  app.add_option("--data", words.data, "Text (its bytes are the tokens), or nanoGPT's .bin");
-  app.add_option("--eval-data", words.eval_data, "Held-out text, in the same form");
-  app.add_option("--eval-every", words.eval_every, "Evaluate after every so many steps [at the end]");
-  app.add_option("--eval-windows", words.eval_windows,
+  app.add_option("--data", flags.data, "Text (its bytes are the tokens), or nanoGPT's .bin");
+  app.add_option("--eval-data", flags.eval_data, "Held-out text, in the same form");
+  app.add_option("--eval-every", flags.eval_every, "Evaluate after every so many steps [at the end]");
+  app.add_option("--eval-windows", flags.eval_windows,
                  "Evaluate on so many sequences of the held-out text at the most [all of it]");
-  app.add_option("--vocab", words.vocab, "Vocabulary of .bin tokens [256 for text]");
-  app.add_option("--config", words.config, "DeepSpeed's JSON; flags win over it");
-  app.add_option("--state-dir", words.state_dirs,
+  app.add_option("--vocab", flags.vocab, "Vocabulary of .bin tokens [256 for text]");
+  app.add_option("--config", flags.config, "DeepSpeed's JSON; flags win over it");
+  app.add_option("--state-dir", flags.state_dirs,
                  "Where training state lives; several are striped [penstock-state]")
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-  app.add_option("--offload", words.offload, "none, cpu or nvme [nvme]");
-  app.add_option("--host-memory", words.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
-  app.add_option("--device-memory", words.device_memory, "Hard budget of the device [what is free on it]");
-  app.add_option("--device", words.device, "cpu or cuda [cpu]");
-  app.add_option("--dtype", words.dtype, "bf16, fp16, fp32 or auto [auto]");
-  app.add_option("--steps", words.steps, "Number of the last step, also on resume [100]");
-  app.add_option("--batch", words.batch, "Sequences in a micro-batch [2]");
-  app.add_option("--accumulate", words.accumulate, "Micro-batches in a step [1]");
-  app.add_option("--seq", words.seq, "Tokens in a sequence [the model's context]");
-  app.add_option("--lr", words.lr, "Peak learning rate [3e-4]");
-  app.add_option("--warmup", words.warmup,
+  app.add_option("--offload", flags.offload, "none, cpu or nvme [nvme]");
+  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_option("--device-memory", flags.device_memory, "Hard budget of the device [what is free on it]");
+  app.add_option("--device", flags.device, "cpu or cuda [cpu]");
+  app.add_option("--dtype", flags.dtype, "bf16, fp16, fp32 or auto [auto]");
+  app.add_option("--steps", flags.steps, "Number of the last step, also on resume [100]");
+  app.add_option("--batch", flags.batch, "Sequences in a micro-batch [2]");
+  app.add_option("--accumulate", flags.accumulate, "Micro-batches in a step [1]");
+  app.add_option("--seq", flags.seq, "Tokens in a sequence [the model's context]");
+  app.add_option("--lr", flags.lr, "Peak learning rate [3e-4]");
+  app.add_option("--warmup", flags.warmup,
                  "Steps of linear warm-up before the cosine [a tenth of the steps, 100 at most]");
-  app.add_option("--clip", words.clip, "Bound of the global gradient norm, 0 for none [1.0]");
-  app.add_option("--weight-decay", words.weight_decay, "Weight decay [0.01 for AdamW]");
-  app.add_option("--optimizer-states", words.optimizer_states,
+  app.add_option("--clip", flags.clip, "Bound of the global gradient norm, 0 for none [1.0]");
+  app.add_option("--weight-decay", flags.weight_decay, "Weight decay [0.01 for AdamW]");
+  app.add_option("--optimizer-states", flags.optimizer_states,
                  "What the optimizer's states are kept in: fp32, bf16 or 8bit [fp32]");
-  app.add_option("--seed", words.seed, "Of initial values, data order and dropout [1]");
-  app.add_option("--threads", words.threads, "Intra-op threads, recorded with the run [one per core]");
+  app.add_option("--seed", flags.seed, "Of initial values, data order and dropout [1]");
+  app.add_option("--threads", flags.threads, "Intra-op threads, recorded with the run [one per core]");
   app.add_flag(
-      "--resume", words.resume,
+      "--resume", flags.resume,
       "Continue the run in --state-dir; with --offload none or cpu, and where that directory is "
       "empty, from the newest checkpoint. Flags that were given another value (--lr, --warmup, --clip, "
       "--weight-decay, --batch, --accumulate, --seq, --data) change the run from the next step on, and "
       "so do changed keys of --config: that is told and recorded");
-  app.add_flag("--overwrite", words.overwrite,
+  app.add_flag("--overwrite", flags.overwrite,
                "Replace the run in --state-dir, and the checkpoints in --checkpoint-dir");
   app.add_option(
-      "--init-from", words.init_from,
+      "--init-from", flags.init_from,
       "Initial weights: safetensors in Hugging Face's GPT-2 layout, a file, an index or a directory");
-  app.add_option("--checkpoint-dir", words.checkpoint_dir,
+  app.add_option("--checkpoint-dir", flags.checkpoint_dir,
                  "Where checkpoints are kept; with --offload none or cpu the last step always is "
                  "[checkpoints/ in --state-dir]");
-  app.add_option("--checkpoint-every", words.checkpoint_every,
+  app.add_option("--checkpoint-every", flags.checkpoint_every,
                  "Keep a checkpoint after every so many steps, written while training goes on");
-  app.add_option("--checkpoint-keep", words.checkpoint_keep, "Keep only the newest so many [all]");
+  app.add_option("--checkpoint-keep", flags.checkpoint_keep, "Keep only the newest so many [all]");
   if (plans) {
-    app.add_flag("--json", words.json, "Print JSON");
+    app.add_flag("--json", flags.json, "Print JSON");
     return;
   }
-  app.add_option("--rank-timeout", words.rank_timeout,
+  app.add_option("--rank-timeout", flags.rank_timeout,
                  "Seconds without a sign of life after which another rank counts as lost; ten times as many "
                  "for all to come, sixty times for one that lives and does not go on [30]");
   app.footer(
@@ -838,178 +838,178 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& words, bool plans) {
       "MASTER_PORT as torchrun sets them, or what mpirun and srun set. Each has --batch sequences, and its "
       "part of the "
       "state in rank-K/ of --state-dir; rank 0 writes report, log and progress.");
-  app.add_option("--report", words.report, "Write the run's report, a JSON file");
-  app.add_option("--log", words.log, "Append a JSON line for every committed step and every evaluation");
-  app.add_option("--trace", words.trace, "Write a trace for Perfetto or chrome://tracing");
-  app.add_flag("--check", words.check, "Only check the words and the config");
-  app.add_flag("--quiet", words.quiet, "No progress");
+  app.add_option("--report", flags.report, "Write the run's report, a JSON file");
+  app.add_option("--log", flags.log, "Append a JSON line for every committed step and every evaluation");
+  app.add_option("--trace", flags.trace, "Write a trace for Perfetto or chrome://tracing");
+  app.add_flag("--check", flags.check, "Only check the flags and the config");
+  app.add_flag("--quiet", flags.quiet, "No progress");
 }
 
 zero::Batch ExampleBatch(int64_t batch, int64_t seq) {
   return {torch::zeros({batch, seq}, torch::kInt64), torch::zeros({batch, seq}, torch::kInt64)};
 }
 
-absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& words, bool needs_data,
+absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, bool needs_data,
                                                   std::shared_ptr<zero::Comm> comm) {
   TrainSettings settings;
   zero::EngineOptions& engine = settings.engine;
   engine.comm = std::move(comm);
   zero::ParsedConfig parsed;
   parsed.deepspeeds = false;  // without a file the program's own defaults hold
-  if (words.config.has_value()) {
-    ASSIGN_OR_RETURN(parsed, zero::LoadConfig(*words.config));
+  if (flags.config.has_value()) {
+    ASSIGN_OR_RETURN(parsed, zero::LoadConfig(*flags.config));
     settings.notes = parsed.notes;
   }
   zero::Config& config = parsed.config;
   std::vector<std::string> filled;  // what the file leaves open, as DeepSpeed has it
-  if (needs_data && !words.data.has_value()) return Wrong("--data FILE is needed: the text to learn");
-  if (words.resume && words.overwrite) return Wrong("--resume and --overwrite: one or the other");
+  if (needs_data && !flags.data.has_value()) return Wrong("--data FILE is needed: the text to learn");
+  if (flags.resume && flags.overwrite) return Wrong("--resume and --overwrite: one or the other");
 
   zero::OffloadDevice offload = zero::OffloadDevice::kNvme;
-  ASSIGN_OR_RETURN(offload, ChooseOffload(words, parsed, &filled));
+  ASSIGN_OR_RETURN(offload, ChooseOffload(flags, parsed, &filled));
   engine.offload = offload;
   if (offload == zero::OffloadDevice::kNvme) {
-    engine.state_dirs = !words.state_dirs.empty() ? words.state_dirs : zero::NvmePaths(config.zero);
+    engine.state_dirs = !flags.state_dirs.empty() ? flags.state_dirs : zero::NvmePaths(config.zero);
     if (engine.state_dirs.empty()) engine.state_dirs = {kDefaultStateDir};
     RETURN_IF_ERROR(CheckRankDirectories(engine.state_dirs, engine.world()));
     if (engine.comm != nullptr) engine.state_dirs = zero::RankDirectories(engine.state_dirs, engine.rank());
   }
   ResolveDurability(config, &settings);
-  const bool starts = needs_data && !words.resume && !words.overwrite;
+  const bool starts = needs_data && !flags.resume && !flags.overwrite;
   if (starts && offload == zero::OffloadDevice::kNvme) {
     RETURN_IF_ERROR(CheckFree(engine.state_dirs));
   }
-  RETURN_IF_ERROR(ResolveCheckpoints(words, needs_data, &settings));
+  RETURN_IF_ERROR(ResolveCheckpoints(flags, needs_data, &settings));
   nlohmann::json run;
-  if (words.resume) {
-    ASSIGN_OR_RETURN(run, FindResumable(words, /*starts=*/needs_data, &settings));
+  if (flags.resume) {
+    ASSIGN_OR_RETURN(run, FindResumable(flags, /*starts=*/needs_data, &settings));
     settings.resumes = !run.is_null();
   }
   engine.resume = settings.resumes;
   // A run that was killed before its first commit is started over by --resume.
-  engine.overwrite = words.overwrite || (words.resume && !settings.resumes);
-  std::set<std::string> flags;
-  for (const auto& [name, given] : {std::pair{"lr", words.lr.has_value()},
-                                    {"clip", words.clip.has_value()},
-                                    {"weight_decay", words.weight_decay.has_value()},
-                                    {"batch", words.batch.has_value()},
-                                    {"accumulate", words.accumulate.has_value()},
-                                    {"seq", words.seq.has_value()},
-                                    {"vocab", words.vocab.has_value()},
-                                    {"seed", words.seed.has_value()},
-                                    {"dtype", words.dtype.has_value()},
-                                    {"optimizer_states", words.optimizer_states.has_value()}}) {
-    if (given) flags.insert(name);
+  engine.overwrite = flags.overwrite || (flags.resume && !settings.resumes);
+  std::set<std::string> names;
+  for (const auto& [name, given] : {std::pair{"lr", flags.lr.has_value()},
+                                    {"clip", flags.clip.has_value()},
+                                    {"weight_decay", flags.weight_decay.has_value()},
+                                    {"batch", flags.batch.has_value()},
+                                    {"accumulate", flags.accumulate.has_value()},
+                                    {"seq", flags.seq.has_value()},
+                                    {"vocab", flags.vocab.has_value()},
+                                    {"seed", flags.seed.has_value()},
+                                    {"dtype", flags.dtype.has_value()},
+                                    {"optimizer_states", flags.optimizer_states.has_value()}}) {
+    if (given) names.insert(name);
   }
   Changes changes;
-  const RecordedOptions kept(run, std::move(flags), &changes);
-  // As the file has it: what fills its open places depends on the run's other words.
+  const RecordedOptions kept(run, std::move(names), &changes);
+  // As the file has it: what fills its open places depends on the run's other flags.
   kept.NoteConfig("scheduler", SchedulerSaid(config));
 
   std::string model_name, dtype;
-  if (settings.resumes && !words.model.has_value()) {
+  if (settings.resumes && !flags.model.has_value()) {
     ASSIGN_OR_RETURN(settings.model, models::GptConfigFromJson(run["model"]));
-  } else if (words.init_from.has_value() && !words.model.has_value()) {
+  } else if (flags.init_from.has_value() && !flags.model.has_value()) {
     nlohmann::json published;
-    ASSIGN_OR_RETURN(published, models::ConfigOfWeights(*words.init_from));
+    ASSIGN_OR_RETURN(published, models::ConfigOfWeights(*flags.init_from));
     if (published.is_null()) {
-      return Wrong(absl::StrCat("--init-from ", *words.init_from,
+      return Wrong(absl::StrCat("--init-from ", *flags.init_from,
                                 ": no config.json tells what model that is: give --model as well"));
     }
     absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(published);
     if (!model.ok()) {
       return Wrong(
-          absl::StrCat("--init-from ", *words.init_from, ": ", std::string(model.status().message())));
+          absl::StrCat("--init-from ", *flags.init_from, ": ", std::string(model.status().message())));
     }
     settings.model = *model;
   } else {
-    ASSIGN_OR_RETURN(settings.model, models::ParseGptConfig(words.model.value_or("gpt-small")));
-    if (words.init_from.has_value()) NoteAnotherFunction(*words.init_from, &settings);
+    ASSIGN_OR_RETURN(settings.model, models::ParseGptConfig(flags.model.value_or("gpt-small")));
+    if (flags.init_from.has_value()) NoteAnotherFunction(*flags.init_from, &settings);
   }
-  settings.data_path = words.data.value_or("");
-  settings.eval_path = words.eval_data.value_or("");
-  settings.eval_every = words.eval_every.value_or(0);
-  if (words.eval_every.has_value()) {
+  settings.data_path = flags.data.value_or("");
+  settings.eval_path = flags.eval_data.value_or("");
+  settings.eval_every = flags.eval_every.value_or(0);
+  if (flags.eval_every.has_value()) {
     if (settings.eval_path.empty()) return Wrong("--eval-every needs --eval-data FILE");
     RETURN_IF_ERROR(Check<int64_t>("--eval-every", settings.eval_every, 1, int64_t{1} << 40));
   }
-  settings.eval_windows = words.eval_windows.value_or(0);
-  if (words.eval_windows.has_value()) {
+  settings.eval_windows = flags.eval_windows.value_or(0);
+  if (flags.eval_windows.has_value()) {
     if (settings.eval_path.empty()) return Wrong("--eval-windows needs --eval-data FILE");
     RETURN_IF_ERROR(Check<int64_t>("--eval-windows", settings.eval_windows, 1, int64_t{1} << 40));
   }
-  if (words.vocab.has_value()) {
-    RETURN_IF_ERROR(Check<int64_t>("--vocab", *words.vocab, 1, int64_t{1} << 32));
+  if (flags.vocab.has_value()) {
+    RETURN_IF_ERROR(Check<int64_t>("--vocab", *flags.vocab, 1, int64_t{1} << 32));
   }
-  ASSIGN_OR_RETURN(settings.vocab, kept.Of<int64_t>("vocab", "vocab", words.vocab, 0));
+  ASSIGN_OR_RETURN(settings.vocab, kept.Of<int64_t>("vocab", "vocab", flags.vocab, 0));
   if (settings.vocab > 0) settings.model.vocab = settings.vocab;
-  if (settings.resumes && words.model.has_value()) {
+  if (settings.resumes && flags.model.has_value()) {
     const absl::StatusOr<models::GptConfig> made = models::GptConfigFromJson(run["model"]);
     const std::string difference =
         made.ok() ? zero::JsonDifference(made->ToJson(), settings.model.ToJson()) : std::string();
     if (!difference.empty()) {
       return absl::FailedPreconditionError(absl::StrCat(
-          "--model ", *words.model, ": ", engine.state_dirs.empty() ? "" : engine.state_dirs.front(),
+          "--model ", *flags.model, ": ", engine.state_dirs.empty() ? "" : engine.state_dirs.front(),
           " holds a run of another model (", difference,
           "); leave the flag out, or start another run in another --state-dir"));
     }
   }
 
-  settings.steps = words.steps.value_or(settings.resumes ? run.value("steps", int64_t{100}) : 100);
+  settings.steps = flags.steps.value_or(settings.resumes ? run.value("steps", int64_t{100}) : 100);
   RETURN_IF_ERROR(Check<int64_t>("--steps", settings.steps, 1, int64_t{1} << 40));
   // On resume the record has what was filled when the run was created.
-  if (parsed.deepspeeds && !settings.resumes) FillFromFlagsAndDeepSpeed(words, settings, &parsed, &filled);
+  if (parsed.deepspeeds && !settings.resumes) FillFromFlagsAndDeepSpeed(flags, settings, &parsed, &filled);
   if (!filled.empty()) {
-    settings.notes.push_back(absl::StrCat("what ", *words.config,
+    settings.notes.push_back(absl::StrCat("what ", *flags.config,
                                           " leaves open is as in DeepSpeed, and what is \"auto\" as in "
                                           "Hugging Face's Trainer: ",
                                           absl::StrJoin(filled, ", ")));
   }
-  RETURN_IF_ERROR(ResolveBatchSizes(words, config, kept, run, &changes, &settings));
-  if (words.seq.has_value()) {
-    if (absl::Status status = Check<int64_t>("--seq", *words.seq, 1, settings.model.context); !status.ok()) {
+  RETURN_IF_ERROR(ResolveBatchSizes(flags, config, kept, run, &changes, &settings));
+  if (flags.seq.has_value()) {
+    if (absl::Status status = Check<int64_t>("--seq", *flags.seq, 1, settings.model.context); !status.ok()) {
       return Wrong(absl::StrCat(std::string(status.message()), " (the model's context)"));
     }
   }
-  ASSIGN_OR_RETURN(settings.seq, kept.Of("seq", "seq", words.seq, settings.model.context));
+  ASSIGN_OR_RETURN(settings.seq, kept.Of("seq", "seq", flags.seq, settings.model.context));
 
   int64_t seed = 1;
-  ASSIGN_OR_RETURN(seed, kept.Of<int64_t>("seed", "seed", words.seed, 1));
+  ASSIGN_OR_RETURN(seed, kept.Of<int64_t>("seed", "seed", flags.seed, 1));
   RETURN_IF_ERROR(Check<int64_t>("--seed", seed, 0, int64_t{1} << 62));
   engine.seed = static_cast<uint64_t>(seed);
-  if (words.threads.has_value()) {
-    RETURN_IF_ERROR(Check<int64_t>("--threads", *words.threads, 1, kMostThreads));
+  if (flags.threads.has_value()) {
+    RETURN_IF_ERROR(Check<int64_t>("--threads", *flags.threads, 1, kMostThreads));
   }
   const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
   const int64_t threads =
-      words.threads.value_or(std::max<int64_t>(1, zero::DefaultIntraOpThreads() / sharing));
+      flags.threads.value_or(std::max<int64_t>(1, zero::DefaultIntraOpThreads() / sharing));
   const int64_t kept_threads = run.is_null() ? threads : run.value("threads", threads);
-  if (words.threads.has_value() && kept_threads != threads) {
+  if (flags.threads.has_value() && kept_threads != threads) {
     settings.notes.push_back(absl::StrCat("--threads ", threads, ": the run goes on with the ", kept_threads,
                                           " that it was created with, so that its bits stay the same"));
   }
   engine.intra_op_threads = static_cast<int>(kept_threads);
 
-  ASSIGN_OR_RETURN(dtype, ChooseDtype(words, config, &settings.notes));
-  std::optional<std::string> said = words.dtype;
+  ASSIGN_OR_RETURN(dtype, ChooseDtype(flags, config, &settings.notes));
+  std::optional<std::string> said = flags.dtype;
   if (said == "auto") said.reset();
   if (config.bf16.has_value())
     kept.NoteConfig("dtype", std::optional<std::string>(*config.bf16 ? "bf16" : "fp32"));
   if (config.fp16.enabled.value_or(false)) kept.NoteConfig("dtype", std::optional<std::string>("fp16"));
-  if (!said.has_value() && !words.dtype.has_value() && changes.config.contains("dtype")) said = dtype;
+  if (!said.has_value() && !flags.dtype.has_value() && changes.config.contains("dtype")) said = dtype;
   if (settings.resumes) {
     ASSIGN_OR_RETURN(dtype, kept.Of("dtype", "dtype", said, run.value("dtype", dtype)));
   }
   engine.dtype = zero::TorchDtype(*zero::ParseDType(dtype));
-  RETURN_IF_ERROR(ResolveOptimizer(words, parsed, kept, run, &changes, &settings));
-  RETURN_IF_ERROR(ResolveMemory(words, config, &settings));
+  RETURN_IF_ERROR(ResolveOptimizer(flags, parsed, kept, run, &changes, &settings));
+  RETURN_IF_ERROR(ResolveMemory(flags, config, &settings));
   RETURN_IF_ERROR(ResolveIo(config, &settings));
 
-  if (words.init_from.has_value() && settings.resumes) {
+  if (flags.init_from.has_value() && settings.resumes) {
     settings.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
-  } else if (words.init_from.has_value()) {
+  } else if (flags.init_from.has_value()) {
     std::unique_ptr<models::WeightImport> opened;
-    ASSIGN_OR_RETURN(opened, models::WeightImport::Open(*words.init_from, settings.model));
+    ASSIGN_OR_RETURN(opened, models::WeightImport::Open(*flags.init_from, settings.model));
     engine.initial_values = [weights = std::shared_ptr<models::WeightImport>(std::move(opened))](
                                 int block, int64_t first, int64_t elements, float* to) {
       return weights->Read(block, first, elements, to);
@@ -1047,7 +1047,7 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& words, boo
     changes.run["checkpoint_dir"] = parent;
   }
   engine.run.update(settings.kept);
-  if (words.config.has_value()) {
+  if (flags.config.has_value()) {
     engine.run["config"] = changes.config;
     nlohmann::json before = settings.resumes ? run.value("config", nlohmann::json::object()) : changes.config;
     nlohmann::json now = before;

@@ -1,4 +1,4 @@
-// The words of `penstock train` and `penstock plan`, and what becomes of them: flags over config file over
+// The flags of `penstock train` and `penstock plan`, and what becomes of them: flags over config file over
 // defaults; on resume, what the run was made with.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_TRAIN_OPTIONS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_TRAIN_OPTIONS_H_
@@ -35,7 +35,7 @@ struct TrainOptions {
 };
 
 // Adds the flags to `app`. `plans`: of the verb plan, which has --json and needs no data.
-void DeclareTrainOptions(CLI::App& app, TrainOptions& words, bool plans);
+void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans);
 
 inline constexpr int64_t kDefaultBatch = 2;
 
@@ -54,10 +54,10 @@ struct TrainSettings {
   bool goes_back = false;            // to a checkpoint or the beginning: logged steps come again
 };
 
-// kInvalidArgument for wrong words, kFailedPrecondition for a state directory that is another's or in use.
+// kInvalidArgument for wrong flags, kFailedPrecondition for a state directory that is another's or in use.
 // `needs_data`: false where only shapes matter.
 // `comm`: the other ranks, null for none; all of them call this.
-absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& words, bool needs_data,
+absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, bool needs_data,
                                                   std::shared_ptr<zero::Comm> comm = nullptr);
 
 // One micro-batch of the run's shapes, contents zero.

@@ -6,7 +6,7 @@
 
 namespace penstock::tools {
 
-// argv[1..] are the words after the verb: --dir DIR (default: the current directory), --json. Returns the
+// argv[1..] are the flags after the verb: --dir DIR (default: the current directory), --json. Returns the
 // exit code: 0 (also when things are missing), or 2 with one line on `err`.
 int RunEnv(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 

@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kName = "penstock estimate";
 
-struct Words {
+struct Flags {
   std::string params;
   std::string largest_layer;
   std::string model;
@@ -35,49 +35,53 @@ struct Words {
   bool json = false;
 };
 
-void Declare(CLI::App& app, Words& w, bool with_model) {
+void Declare(CLI::App& app, Flags& flags, bool with_model) {
   app.option_defaults()->always_capture_default();
-  if (with_model) app.add_option("--model", w.model, "A preset, or a model's config.json");
-  app.add_option("--params", w.params, "Parameters in all, such as 7B or 2851e6 (shared ones once)");
-  app.add_option("--largest-layer", w.largest_layer,
+  if (with_model) app.add_option("--model", flags.model, "A preset, or a model's config.json");
+  app.add_option("--params", flags.params, "Parameters in all, such as 7B or 2851e6 (shared ones once)");
+  app.add_option("--largest-layer", flags.largest_layer,
                  "Parameters of the largest layer [all, where not given]");
-  app.add_option("--layers", w.layers, "Instead of --params, a GPT's shape: its layers")
+  app.add_option("--layers", flags.layers, "Instead of --params, a GPT's shape: its layers")
       ->check(CLI::Range(1, 100'000));
-  app.add_option("--width", w.width, "... and width")->check(CLI::Range(1, 1'000'000));
-  app.add_option("--context", w.context, "... and context")->check(CLI::Range(1, 100'000'000));
-  app.add_option("--vocab", w.vocab, "... and vocabulary")->check(CLI::Range(1, 100'000'000));
-  app.add_option("--gpus-per-node", w.gpus, "Ranks on one node");
-  app.add_option("--nodes", w.nodes, "Nodes");
-  app.add_option("--buffer-factor", w.buffer_factor, "DeepSpeed's additional_buffer_factor");
-  app.add_option("--dtype", w.dtype, "bf16, fp16 or fp32")->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
-  app.add_option("--optimizer-states", w.states, "m and v in fp32, bf16 or 8bit")
+  app.add_option("--width", flags.width, "... and width")->check(CLI::Range(1, 1'000'000));
+  app.add_option("--context", flags.context, "... and context")->check(CLI::Range(1, 100'000'000));
+  app.add_option("--vocab", flags.vocab, "... and vocabulary")->check(CLI::Range(1, 100'000'000));
+  app.add_option("--gpus-per-node", flags.gpus, "Ranks on one node");
+  app.add_option("--nodes", flags.nodes, "Nodes");
+  app.add_option("--buffer-factor", flags.buffer_factor, "DeepSpeed's additional_buffer_factor");
+  app.add_option("--dtype", flags.dtype, "bf16, fp16 or fp32")
+      ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
+  app.add_option("--optimizer-states", flags.states, "m and v in fp32, bf16 or 8bit")
       ->check(CLI::IsMember({"fp32", "bf16", "8bit"}));
-  app.add_option("--drives", w.drives, "NVMe drives of one node")->check(CLI::Range(1, 1000));
-  app.add_option("--read-bandwidth", w.read, "Bytes per second that one drive reads");
-  app.add_option("--write-bandwidth", w.write, "Bytes per second that one drive writes");
-  app.add_option("--tbw", w.terabytes_written, "Terabytes (10^12) that one drive is rated to be written")
+  app.add_option("--drives", flags.drives, "NVMe drives of one node")->check(CLI::Range(1, 1000));
+  app.add_option("--read-bandwidth", flags.read, "Bytes per second that one drive reads");
+  app.add_option("--write-bandwidth", flags.write, "Bytes per second that one drive writes");
+  app.add_option("--tbw", flags.terabytes_written, "Terabytes (10^12) that one drive is rated to be written")
       ->check(CLI::Range(0.001, 1e9));
-  app.add_option("--step-seconds", w.step_seconds, "Compute of one step; 0: a step takes what its I/O takes")
+  app.add_option("--step-seconds", flags.step_seconds,
+                 "Compute of one step; 0: a step takes what its I/O takes")
       ->check(CLI::Range(0.0, 1e9));
-  app.add_option("--stage", w.stage, "What to show: 2, 3, nvme or all")
+  app.add_option("--stage", flags.stage, "What to show: 2, 3, nvme or all")
       ->check(CLI::IsMember({"2", "3", "nvme", "all"}));
-  app.add_flag("--json", w.json, "One JSON object with everything, in bytes");
+  app.add_flag("--json", flags.json, "One JSON object with everything, in bytes");
 }
 
-absl::StatusOr<ModelSize> Size(const Words& w, const ModelSizer& sizer) {
-  const bool shape = w.layers > 0 || w.width > 0;
-  if (static_cast<int>(!w.params.empty()) + static_cast<int>(!w.model.empty()) + static_cast<int>(shape) !=
+absl::StatusOr<ModelSize> Size(const Flags& flags, const ModelSizer& sizer) {
+  const bool shape = flags.layers > 0 || flags.width > 0;
+  if (static_cast<int>(!flags.params.empty()) + static_cast<int>(!flags.model.empty()) +
+          static_cast<int>(shape) !=
       1) {
     return absl::InvalidArgumentError(absl::StrCat("give the model's size in one way: --params N, ",
                                                    sizer ? "--model NAME, " : "",
                                                    "or --layers L and --width W"));
   }
-  if (!w.model.empty()) return sizer(w.model);
+  if (!flags.model.empty()) return sizer(flags.model);
   if (shape) {
-    if (w.layers == 0 || w.width == 0) return absl::InvalidArgumentError("--layers and --width go together");
-    return GptSize(w.layers, w.width, w.context, w.vocab);
+    if (flags.layers == 0 || flags.width == 0)
+      return absl::InvalidArgumentError("--layers and --width go together");
+    return GptSize(flags.layers, flags.width, flags.context, flags.vocab);
   }
-  const absl::StatusOr<int64_t> params = ParseCount(w.params);
+  const absl::StatusOr<int64_t> params = ParseCount(flags.params);
   if (!params.ok()) return absl::InvalidArgumentError(absl::StrCat("--params: ", params.status().message()));
   return ModelSize{.params = *params, .largest_layer_params = *params};
 }
@@ -90,16 +94,16 @@ absl::StatusOr<double> Bandwidth(const char* flag, const std::string& text) {
   return static_cast<double>(*bytes);
 }
 
-absl::Status Run(const Words& w, const ModelSizer& sizer, std::ostream& out) {
-  ASSIGN_OR_RETURN(const ModelSize size, Size(w, sizer));
+absl::Status Run(const Flags& flags, const ModelSizer& sizer, std::ostream& out) {
+  ASSIGN_OR_RETURN(const ModelSize size, Size(flags, sizer));
   tiering::EstimateInput input;
   input.params = size.params;
   input.largest_layer_params = size.largest_layer_params;
-  input.gpus_per_node = w.gpus;
-  input.nodes = w.nodes;
-  input.buffer_factor = w.buffer_factor;
-  if (!w.largest_layer.empty()) {
-    const absl::StatusOr<int64_t> largest = ParseCount(w.largest_layer);
+  input.gpus_per_node = flags.gpus;
+  input.nodes = flags.nodes;
+  input.buffer_factor = flags.buffer_factor;
+  if (!flags.largest_layer.empty()) {
+    const absl::StatusOr<int64_t> largest = ParseCount(flags.largest_layer);
     if (!largest.ok())
       return absl::InvalidArgumentError(absl::StrCat("--largest-layer: ", largest.status().message()));
     input.largest_layer_params = *largest;
@@ -107,23 +111,23 @@ absl::Status Run(const Words& w, const ModelSizer& sizer, std::ostream& out) {
   RETURN_IF_ERROR(tiering::CheckEstimate(input));
 
   tiering::DriveInput drives;
-  const tiering::Precision precision = w.dtype == "fp32"   ? tiering::Precision::Fp32()
-                                       : w.dtype == "fp16" ? tiering::Precision::Fp16()
-                                                           : tiering::Precision::Bf16();
-  drives.precision = precision.WithMoments(w.states == "8bit" ? 1 : w.states == "bf16" ? 2 : 4);
-  drives.drives = w.drives;
-  drives.rated_bytes_written = w.terabytes_written * 1e12;
-  drives.step_seconds = w.step_seconds;
-  ASSIGN_OR_RETURN(const double read, Bandwidth("--read-bandwidth", w.read));
+  const tiering::Precision precision = flags.dtype == "fp32"   ? tiering::Precision::Fp32()
+                                       : flags.dtype == "fp16" ? tiering::Precision::Fp16()
+                                                               : tiering::Precision::Bf16();
+  drives.precision = precision.WithMoments(flags.states == "8bit" ? 1 : flags.states == "bf16" ? 2 : 4);
+  drives.drives = flags.drives;
+  drives.rated_bytes_written = flags.terabytes_written * 1e12;
+  drives.step_seconds = flags.step_seconds;
+  ASSIGN_OR_RETURN(const double read, Bandwidth("--read-bandwidth", flags.read));
   drives.read_bytes_per_s = read;
-  ASSIGN_OR_RETURN(const double write, Bandwidth("--write-bandwidth", w.write));
+  ASSIGN_OR_RETURN(const double write, Bandwidth("--write-bandwidth", flags.write));
   drives.write_bytes_per_s = write;
 
-  if (w.json) {
+  if (flags.json) {
     out << tiering::EstimateJson(input, drives).dump(2) << std::endl;
     return absl::OkStatus();
   }
-  const auto wants = [&w](const char* stage) { return w.stage == "all" || w.stage == stage; };
+  const auto wants = [&flags](const char* stage) { return flags.stage == "all" || flags.stage == stage; };
   std::string text;
   if (wants("2"))
     absl::StrAppend(&text, "ZeRO-2 (DeepSpeed's estimate; its GB are 2^30 bytes)\n", FormatZero2(input),
@@ -149,10 +153,10 @@ ModelSize GptSize(int64_t layers, int64_t width, int64_t context, int64_t vocab)
 int RunEstimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err,
                 const ModelSizer& sizer) {
   CLI::App app("Memory that a model needs, by DeepSpeed's formulas and with Penstock's NVMe tier", kName);
-  Words words;
-  Declare(app, words, sizer != nullptr);
+  Flags flags;
+  Declare(app, flags, sizer != nullptr);
   if (const std::optional<int> code = ParseFlags(app, argc, argv, out, err)) return *code;
-  const absl::Status status = Run(words, sizer, out);
+  const absl::Status status = Run(flags, sizer, out);
   return status.ok() ? kExitOk : Fail(kName, status, err);
 }
 

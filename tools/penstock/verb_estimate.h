@@ -23,7 +23,7 @@ using ModelSizer = std::function<absl::StatusOr<ModelSize>(const std::string& mo
 // w^2 + 13 w parameters a layer, (vocab + context) w for the embeddings, 2 w for the last norm.
 ModelSize GptSize(int64_t layers, int64_t width, int64_t context, int64_t vocab);
 
-// argv[1..] are the words after the verb. Without a sizer there is no --model. Returns the exit code: 0, or 2
+// argv[1..] are the flags after the verb. Without a sizer there is no --model. Returns the exit code: 0, or 2
 // with one line on `err`.
 int RunEstimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err,
                 const ModelSizer& sizer = nullptr);

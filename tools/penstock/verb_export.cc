@@ -24,7 +24,7 @@ namespace {
 constexpr const char* kName = "penstock export";
 constexpr uint64_t kDefaultMemoryBytes = uint64_t{256} << 20;
 
-struct Words {
+struct Flags {
   std::vector<std::string> dirs;
   std::string out;
   std::string dtype = "fp32";
@@ -53,13 +53,13 @@ absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::opti
       absl::StrCat(flag, " ", *word, ": must be a size above 0, as 512M or 4GiB"));
 }
 
-absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
-  if (words.dtype != "fp32" && words.dtype != "bf16") {
-    return absl::InvalidArgumentError(absl::StrCat("--dtype ", words.dtype, ": must be fp32 or bf16"));
+absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
+  if (flags.dtype != "fp32" && flags.dtype != "bf16") {
+    return absl::InvalidArgumentError(absl::StrCat("--dtype ", flags.dtype, ": must be fp32 or bf16"));
   }
-  ASSIGN_OR_RETURN(const std::optional<uint64_t> budget, SizeOf("--host-memory", words.host_memory));
-  ASSIGN_OR_RETURN(const std::optional<uint64_t> max_shard, SizeOf("--max-shard", words.max_shard));
-  const absl::StatusOr<FoundState> state = FindState(words.dirs);
+  ASSIGN_OR_RETURN(const std::optional<uint64_t> budget, SizeOf("--host-memory", flags.host_memory));
+  ASSIGN_OR_RETURN(const std::optional<uint64_t> max_shard, SizeOf("--max-shard", flags.max_shard));
+  const absl::StatusOr<FoundState> state = FindState(flags.dirs);
   if (!state.ok()) return state.status();
   const swap::Inspection* const inspection = &state->inspections.front();
   std::vector<swap::Geometry> geometries;
@@ -89,16 +89,16 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   if (!weights.has_value()) return foreign("its weights are of no known type");
 
   models::ExportOptions options;
-  options.dtype = words.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
-  options.overwrite = words.overwrite;
+  options.dtype = flags.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
+  options.overwrite = flags.overwrite;
   options.max_shard_bytes = max_shard.value_or(0);
-  const std::string config = PublishedConfig(*model, words.dtype).dump(2);
-  const bool into_directory = IsDirectory(words.out);
-  options.path = into_directory ? absl::StrCat(words.out, "/model.safetensors") : words.out;
+  const std::string config = PublishedConfig(*model, flags.dtype).dump(2);
+  const bool into_directory = IsDirectory(flags.out);
+  options.path = into_directory ? absl::StrCat(flags.out, "/model.safetensors") : flags.out;
   options.metadata = {{"format", "pt"},
                       {"penstock_step", absl::StrCat(inspection->record.step)},
                       {"penstock_run", swap::UuidText(inspection->shape.uuid)},
-                      {"config", PublishedConfig(*model, words.dtype).dump()}};
+                      {"config", PublishedConfig(*model, flags.dtype).dump()}};
   const models::ExportMemory needs = models::MemoryForExport(geometries, layout, options.dtype, *weights);
   const uint64_t most = budget.value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
   // The arena takes whole huge pages.
@@ -106,16 +106,16 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   const uint64_t least = (needs.least_bytes + kHugePage - 1) / kHugePage * kHugePage;
   if (most < least) {
     return absl::FailedPreconditionError(
-        absl::StrCat("--host-memory ", *words.host_memory, ": needs at least ",
+        absl::StrCat("--host-memory ", *flags.host_memory, ": needs at least ",
                      FormatBytes(static_cast<int64_t>(least)), " (", least, " bytes)"));
   }
   const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
   ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
                    StateReader::Open(*state, memory, [&](const std::string& line) {
-                     if (!words.quiet) err << line << std::endl;
+                     if (!flags.quiet) err << line << std::endl;
                    }));
-  if (into_directory && !words.overwrite) {
-    const std::string path = absl::StrCat(words.out, "/config.json");
+  if (into_directory && !flags.overwrite) {
+    const std::string path = absl::StrCat(flags.out, "/config.json");
     std::error_code error;
     // Of the weights ExportWeights says so itself.
     const bool weights_there = std::filesystem::exists(options.path, error) ||
@@ -126,24 +126,24 @@ absl::Status Export(const Words& words, std::ostream& out, std::ostream& err) {
   }
   int files = 0;
   {
-    ByteProgress progress("exporting", words.quiet);
+    ByteProgress progress("exporting", flags.quiet);
     options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
     ASSIGN_OR_RETURN(const int written,
                      models::ExportWeights(reader->parts(), layout, *weights, reader->memory(), options));
     files = written;
   }
   if (into_directory) {
-    const std::string path = absl::StrCat(words.out, "/config.json");
+    const std::string path = absl::StrCat(flags.out, "/config.json");
     std::ofstream file(path, std::ios::trunc);
     file << config << "\n";
     file.close();
     if (!file) return StreamError(absl::StrCat(path, ": write"));
   }
-  if (!words.quiet) {
+  if (!flags.quiet) {
     out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
                            files > 1 ? options.path + ".index.json" : options.path,
                            reader->parts().front()->committed_step(), layout.tensors.size(),
-                           model->Parameters(), words.dtype,
+                           model->Parameters(), flags.dtype,
                            files > 1 ? absl::StrFormat(" in %d files", files) : "")
         << std::flush;
   }
@@ -157,24 +157,24 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
       "Streams the weights of a state directory or checkpoint to safetensors, in the names and shapes of "
       "Hugging Face's GPT-2",
       kName);
-  Words words;
+  Flags flags;
   std::vector<std::string> paths;
   app.add_option("DIR... OUT", paths,
                  "State directory or checkpoint (all directories of a striped run), then the file to write; "
                  "an existing directory gets model.safetensors and config.json")
       ->required()
       ->expected(2, 65);
-  app.add_option("--dtype", words.dtype,
+  app.add_option("--dtype", flags.dtype,
                  "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
-  app.add_option("--max-shard", words.max_shard,
+  app.add_option("--max-shard", flags.max_shard,
                  "Files of so many bytes at the most, as 5GB, and an index of them [one file]");
-  app.add_option("--host-memory", words.host_memory, "Most memory for tiles and turned matrices [256M]");
-  app.add_flag("--overwrite", words.overwrite, "Replace what is there");
-  app.add_flag("--quiet", words.quiet, "No progress, no summary");
+  app.add_option("--host-memory", flags.host_memory, "Most memory for tiles and turned matrices [256M]");
+  app.add_flag("--overwrite", flags.overwrite, "Replace what is there");
+  app.add_flag("--quiet", flags.quiet, "No progress, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
-  words.out = paths.back();
-  words.dirs.assign(paths.begin(), paths.end() - 1);
-  const absl::Status status = Export(words, out, err);
+  flags.out = paths.back();
+  flags.dirs.assign(paths.begin(), paths.end() - 1);
+  const absl::Status status = Export(flags, out, err);
   return status.ok() ? kExitOk : Fail(kName, status, err);
 }
 

@@ -203,8 +203,8 @@ std::string Text(const std::vector<Part>& parts) {
   return text;
 }
 
-absl::Status Inspect(const std::vector<std::string>& words, bool json, std::ostream& out) {
-  ASSIGN_OR_RETURN(FoundState state, FindState(words));
+absl::Status Inspect(const std::vector<std::string>& flags, bool json, std::ostream& out) {
+  ASSIGN_OR_RETURN(FoundState state, FindState(flags));
   std::vector<Part> parts;
   for (swap::Inspection& inspection : state.inspections) {
     ASSIGN_OR_RETURN(swap::Geometry geometry, swap::Geometry::Make(inspection.shape));

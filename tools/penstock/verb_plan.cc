@@ -1,4 +1,4 @@
-// `penstock plan`: what `penstock train` with the same words would do, without doing it; and with --cluster,
+// `penstock plan`: what `penstock train` with the same flags would do, without doing it; and with --cluster,
 // what many nodes would, on paper.
 #include <CLI/CLI.hpp>
 
@@ -25,16 +25,16 @@ struct PlanFlags {
   bool no_probe = false;
 };
 
-absl::Status Plan(const PlanFlags& words, std::ostream& out, std::ostream& err) {
-  ASSIGN_OR_RETURN(TrainSettings settings, ResolveTrainOptions(words.train, /*needs_data=*/false));
+absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) {
+  ASSIGN_OR_RETURN(TrainSettings settings, ResolveTrainOptions(flags.train, /*needs_data=*/false));
   for (const std::string& note : settings.notes) err << note << std::endl;
   zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
   absl::StatusOr<Machine> machine = Machine();
   options.machine = [&](int64_t state_bytes, const std::function<void()>& compute) {
     MachineRequest request = RequestFor(options, state_bytes, compute);
-    request.probe_drive = !words.no_probe;
-    request.machine_file = words.machine;
+    request.probe_drive = !flags.no_probe;
+    request.machine_file = flags.machine;
     machine = ProbeMachine(request);
     return machine.ok() ? machine->model : tiering::MachineModel();
   };
@@ -43,7 +43,7 @@ absl::Status Plan(const PlanFlags& words, std::ostream& out, std::ostream& err) 
   ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::Engine::MakePlan(models::MakeGpt(settings.model), options));
   if (!machine.ok()) return machine.status();
   ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
-  const PlanFacts facts{plan, options, *machine, prediction, words.terabytes_written * 1e12};
+  const PlanFacts facts{plan, options, *machine, prediction, flags.terabytes_written * 1e12};
   preparing.Show("asking what if");
   const std::vector<tiering::WhatIf> what_ifs =
       tiering::AskWhatIf(plan.graph, plan.options, prediction, static_cast<int>(options.state_dirs.size()));
@@ -51,13 +51,13 @@ absl::Status Plan(const PlanFlags& words, std::ostream& out, std::ostream& err) 
   // A plan may be for another machine: what would not fit here is told, and no error.
   const absl::StatusOr<std::string> process = ProcessMemoryText(plan, options, zero::FindHostMemory());
   const std::string of_process = process.ok() ? *process : std::string(process.status().message());
-  if (words.train.json) {
+  if (flags.train.json) {
     out << PlanJson(facts, what_ifs).dump(2) << std::endl;
   } else {
     out << PlanText(facts) << of_process << "\n" << PlanDetails(facts, what_ifs) << std::flush;
   }
-  if (words.trace.empty()) return absl::OkStatus();
-  ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(words.trace));
+  if (flags.trace.empty()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(flags.trace));
   const auto simulated = tiering::Simulate(
       plan.graph, plan.plan, machine->model, /*steps=*/2,
       [&](tiering::OpId id, const tiering::Op& op, double start, double end) {
@@ -74,23 +74,23 @@ absl::Status Plan(const PlanFlags& words, std::ostream& out, std::ostream& err) 
 int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app("Shows where everything would live, what would move, and what a step would take",
                "penstock plan");
-  PlanFlags words;
-  DeclareTrainOptions(app, words.train, /*plans=*/true);
-  app.add_option("--tbw", words.terabytes_written,
+  PlanFlags flags;
+  DeclareTrainOptions(app, flags.train, /*plans=*/true);
+  app.add_option("--tbw", flags.terabytes_written,
                  "Terabytes (10^12) that one drive is rated to be written [600]")
       ->check(CLI::Range(0.001, 1e9));
-  app.add_option("--trace", words.trace, "Write the predicted lanes for Perfetto or chrome://tracing");
+  app.add_option("--trace", flags.trace, "Write the predicted lanes for Perfetto or chrome://tracing");
   app.add_option(
-      "--machine", words.machine,
+      "--machine", flags.machine,
       "JSON with figures of another machine, such as read_bytes_per_s; they stand above measured ones");
-  app.add_flag("--no-probe", words.no_probe,
+  app.add_flag("--no-probe", flags.no_probe,
                "Write nothing: without a profile stored by ds_nvme_tune the drive is assumed");
   app.add_option(
-      "--cluster", words.cluster,
+      "--cluster", flags.cluster,
       "JSON with nodes, GPUs, drives and a model: plans them on paper, without other flags but --json");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status =
-      words.cluster.empty() ? Plan(words, out, err) : PlanCluster(words.cluster, words.train.json, out);
+      flags.cluster.empty() ? Plan(flags, out, err) : PlanCluster(flags.cluster, flags.train.json, out);
   return status.ok() ? kExitOk : Fail("penstock plan", status, err);
 }
 

@@ -29,7 +29,7 @@ constexpr const char* kName = "penstock sample";
 constexpr int64_t kBytes = 256;  // tokens of a model of plain text
 constexpr int64_t kMostThreads = 1024;
 
-struct Words {
+struct Flags {
   std::vector<std::string> dirs;
   std::string prompt = "\n";
   int64_t tokens = 200, top_k = 0, seed = 1, samples = 1;
@@ -39,21 +39,21 @@ struct Words {
   bool verbose = false;
 };
 
-absl::Status CheckNumbers(const Words& words) {
+absl::Status CheckNumbers(const Flags& flags) {
   const auto whole = [](const char* flag, int64_t value, int64_t least, int64_t most) {
     if (value >= least && value <= most) return absl::OkStatus();
     return absl::InvalidArgumentError(
         absl::StrCat(flag, " ", value, ": must be between ", least, " and ", most));
   };
   for (const absl::Status& status :
-       {whole("--tokens", words.tokens, 1, int64_t{1} << 40),
-        whole("--top-k", words.top_k, 0, int64_t{1} << 32), whole("--seed", words.seed, 0, int64_t{1} << 62),
-        whole("--samples", words.samples, 1, int64_t{1} << 32),
-        whole("--threads", words.threads.value_or(1), 1, kMostThreads)}) {
+       {whole("--tokens", flags.tokens, 1, int64_t{1} << 40),
+        whole("--top-k", flags.top_k, 0, int64_t{1} << 32), whole("--seed", flags.seed, 0, int64_t{1} << 62),
+        whole("--samples", flags.samples, 1, int64_t{1} << 32),
+        whole("--threads", flags.threads.value_or(1), 1, kMostThreads)}) {
     if (!status.ok()) return status;
   }
-  if (!(words.temperature >= 0 && words.temperature <= 1e6)) {
-    return absl::InvalidArgumentError(absl::StrCat("--temperature ", words.temperature,
+  if (!(flags.temperature >= 0 && flags.temperature <= 1e6)) {
+    return absl::InvalidArgumentError(absl::StrCat("--temperature ", flags.temperature,
                                                    ": must be between 0 (the likeliest token) and 1e6"));
   }
   return absl::OkStatus();
@@ -69,12 +69,12 @@ struct Source {
   int64_t threads = 1;  // of the run
 };
 
-absl::StatusOr<Source> FindSource(const Words& words) {
+absl::StatusOr<Source> FindSource(const Flags& flags) {
   Source source;
-  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(words.dirs);
+  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(flags.dirs);
   if (!dirs.ok()) return dirs.status();
   source.dirs = *std::move(dirs);
-  ASSIGN_OR_RETURN(const FoundState state, FindState(words.dirs));
+  ASSIGN_OR_RETURN(const FoundState state, FindState(flags.dirs));
   RETURN_IF_ERROR(CheckNotTrained(state));
   const swap::Inspection& inspection = state.inspections.front();
   const nlohmann::json identity = ParseOrNull(inspection.shape.identity);
@@ -108,14 +108,14 @@ absl::StatusOr<Source> FindSource(const Words& words) {
   return source;
 }
 
-absl::StatusOr<std::vector<int64_t>> PromptTokens(const Words& words, const Source& source) {
+absl::StatusOr<std::vector<int64_t>> PromptTokens(const Flags& flags, const Source& source) {
   std::vector<int64_t> tokens;
   if (source.bytes) {
-    for (const char c : words.prompt) tokens.push_back(static_cast<unsigned char>(c));
+    for (const char c : flags.prompt) tokens.push_back(static_cast<unsigned char>(c));
     if (tokens.empty()) return absl::InvalidArgumentError("--prompt \"\": must have at least one byte");
     return tokens;
   }
-  std::istringstream text(words.prompt);
+  std::istringstream text(flags.prompt);
   for (std::string word; text >> word;) {
     size_t used = 0;
     int64_t token = -1;
@@ -135,12 +135,12 @@ absl::StatusOr<std::vector<int64_t>> PromptTokens(const Words& words, const Sour
   return tokens;
 }
 
-absl::StatusOr<int64_t> Budget(const Words& words) {
-  if (!words.host_memory.has_value()) return DefaultHostMemory(1, zero::DefaultIntraOpThreads());
-  const absl::StatusOr<int64_t> bytes = ParseSize(*words.host_memory);
+absl::StatusOr<int64_t> Budget(const Flags& flags) {
+  if (!flags.host_memory.has_value()) return DefaultHostMemory(1, zero::DefaultIntraOpThreads());
+  const absl::StatusOr<int64_t> bytes = ParseSize(*flags.host_memory);
   if (bytes.ok() && *bytes > 0) return *bytes;
   return absl::InvalidArgumentError(
-      absl::StrCat("--host-memory ", *words.host_memory, ": must be a size above 0, as 512M or 4GiB"));
+      absl::StrCat("--host-memory ", *flags.host_memory, ": must be a size above 0, as 512M or 4GiB"));
 }
 
 // Of the lengths of text up to `longest`, the one that takes most memory: attention goes by blocks in long
@@ -157,30 +157,30 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
   return least(models::kWholeLength) > least(longest) ? models::kWholeLength : longest;
 }
 
-absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
-  RETURN_IF_ERROR(CheckNumbers(words));
-  ASSIGN_OR_RETURN(const Source source, FindSource(words));
-  ASSIGN_OR_RETURN(const std::vector<int64_t> prompt, PromptTokens(words, source));
-  ASSIGN_OR_RETURN(const int64_t budget, Budget(words));
+absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
+  RETURN_IF_ERROR(CheckNumbers(flags));
+  ASSIGN_OR_RETURN(const Source source, FindSource(flags));
+  ASSIGN_OR_RETURN(const std::vector<int64_t> prompt, PromptTokens(flags, source));
+  ASSIGN_OR_RETURN(const int64_t budget, Budget(flags));
 
   const auto prompted = static_cast<int64_t>(prompt.size());
-  const int64_t longest = std::min(source.window, prompted + words.tokens);
+  const int64_t longest = std::min(source.window, prompted + flags.tokens);
   zero::EngineOptions options;
   options.trains = false;
   options.dtype = source.dtype;
   options.state_dirs = source.dirs;
   options.host_memory_bytes = budget;
-  options.intra_op_threads = static_cast<int>(words.threads.value_or(source.threads));
+  options.intra_op_threads = static_cast<int>(flags.threads.value_or(source.threads));
   options.log = [&](const std::string& line) {
-    if (words.verbose) err << line << std::endl;
+    if (flags.verbose) err << line << std::endl;
   };
   zero::SetIntraOpThreads(options.intra_op_threads);
   const zero::Model model = models::MakeGpt(source.model, models::GptHead::kLastLogits);
   options.example = ExampleBatch(1, LargestLength(model, options, longest));
   ASSIGN_OR_RETURN(std::unique_ptr<zero::Engine> engine, zero::Engine::Create(model, options));
 
-  for (int64_t sample = 0; sample < words.samples; ++sample) {
-    models::TextSampler sampler(words.temperature, words.top_k, static_cast<uint64_t>(words.seed + sample));
+  for (int64_t sample = 0; sample < flags.samples; ++sample) {
+    models::TextSampler sampler(flags.temperature, flags.top_k, static_cast<uint64_t>(flags.seed + sample));
     std::vector<int64_t> tokens = prompt;
     const auto say = [&](int64_t token) {
       if (source.bytes) {
@@ -190,7 +190,7 @@ absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
       }
     };
     for (const int64_t token : tokens) say(token);
-    for (int64_t i = 0; i < words.tokens; ++i) {
+    for (int64_t i = 0; i < flags.tokens; ++i) {
       const auto length = std::min(static_cast<int64_t>(tokens.size()), source.window);
       zero::Batch batch;
       batch.inputs = torch::empty({1, length}, torch::kInt64);
@@ -213,23 +213,23 @@ absl::Status Sample(const Words& words, std::ostream& out, std::ostream& err) {
 
 int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app("Generates text from a state directory or checkpoint, streaming its blocks", kName);
-  Words words;
+  Flags flags;
   std::vector<std::string> flagged;
-  app.add_option("DIR", words.dirs, "State directory or checkpoint; all directories of a striped run");
+  app.add_option("DIR", flags.dirs, "State directory or checkpoint; all directories of a striped run");
   app.add_option("--state-dir", flagged, "The same, as a flag");
-  app.add_option("--prompt", words.prompt,
+  app.add_option("--prompt", flags.prompt,
                  "What the text begins with; token numbers where the tokens are no bytes [a line break]");
-  app.add_option("--tokens", words.tokens, "Tokens to generate [200]");
-  app.add_option("--temperature", words.temperature, "0 takes the likeliest token each time [0.8]");
-  app.add_option("--top-k", words.top_k, "Choose among the likeliest so many, 0 for all [0]");
-  app.add_option("--seed", words.seed, "Of the choices [1]");
-  app.add_option("--samples", words.samples, "Texts to generate, with seeds one after the other [1]");
-  app.add_option("--threads", words.threads, "Intra-op threads [one per core]");
-  app.add_option("--host-memory", words.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
-  app.add_flag("--verbose", words.verbose, "Say on stderr how memory and drive are used, and fallbacks");
+  app.add_option("--tokens", flags.tokens, "Tokens to generate [200]");
+  app.add_option("--temperature", flags.temperature, "0 takes the likeliest token each time [0.8]");
+  app.add_option("--top-k", flags.top_k, "Choose among the likeliest so many, 0 for all [0]");
+  app.add_option("--seed", flags.seed, "Of the choices [1]");
+  app.add_option("--samples", flags.samples, "Texts to generate, with seeds one after the other [1]");
+  app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
+  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_flag("--verbose", flags.verbose, "Say on stderr how memory and drive are used, and fallbacks");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
-  words.dirs.insert(words.dirs.end(), flagged.begin(), flagged.end());
-  const absl::Status status = Sample(words, out, err);
+  flags.dirs.insert(flags.dirs.end(), flagged.begin(), flagged.end());
+  const absl::Status status = Sample(flags, out, err);
   return status.ok() ? kExitOk : Fail(kName, status, err);
 }
 

@@ -159,7 +159,7 @@ absl::Status WriteWhole(const char* flag, const std::string& path, const std::st
   return status;
 }
 
-// What a run is, without what tells two of the same words apart: its id begins with that.
+// What a run is, without what tells two of the same flags apart: its id begins with that.
 std::string WhatItIs(const zero::EngineOptions& options) {
   nlohmann::json what = options.run;
   what["schedule"] = options.schedule.has_value() ? options.schedule->ToJson() : nlohmann::json();
@@ -176,12 +176,12 @@ std::string RandomDigits() {
 
 class Training {
  public:
-  Training(TrainOptions words, TrainSettings settings, std::ostream& out)
-      : words_(std::move(words)),
+  Training(TrainOptions flags, TrainSettings settings, std::ostream& out)
+      : flags_(std::move(flags)),
         settings_(std::move(settings)),
         out_(out),
-        progress_(ProgressOptions(words_)),
-        preparing_(words_.quiet) {}
+        progress_(ProgressOptions(flags_)),
+        preparing_(flags_.quiet) {}
 
   absl::Status Run() {
     absl::Status status = Prepare();
@@ -197,14 +197,14 @@ class Training {
   }
 
  private:
-  static Progress::Options ProgressOptions(const TrainOptions& words) {
+  static Progress::Options ProgressOptions(const TrainOptions& flags) {
     Progress::Options options;
-    options.quiet = words.quiet;
+    options.quiet = flags.quiet;
     return options;
   }
 
   void Say(const std::string& text) {
-    if (words_.quiet) return;
+    if (flags_.quiet) return;
     out_ << text;
     if (!text.empty() && text.back() != '\n') out_ << '\n';
     out_.flush();
@@ -228,7 +228,7 @@ class Training {
       const std::string what = WhatItIs(options);
       run_id_ = absl::StrCat(what, "-", RandomDigits());
       const std::string logged =
-          words_.resume && words_.log.has_value() ? TrainLog::RunIdIn(*words_.log) : std::string();
+          flags_.resume && flags_.log.has_value() ? TrainLog::RunIdIn(*flags_.log) : std::string();
       // A run from before there were ids takes that of the lines it has had since. One that left nothing to
       // go on from starts over, and its log with it, if it is the same run to the last word; where every step
       // is durable nothing can have been lost, and CheckLogged says what is wrong.
@@ -243,14 +243,14 @@ class Training {
       if (settings_.resumes) options.run_changes["run_id"] = run_id_;
     }
     options.run["run_id"] = run_id_;
-    if (!words_.log.has_value()) return absl::OkStatus();
-    LogOwner owner{.run_id = run_id_, .resumes = words_.resume};
+    if (!flags_.log.has_value()) return absl::OkStatus();
+    LogOwner owner{.run_id = run_id_, .resumes = flags_.resume};
     // The record of a run from before there were ids says up to which step it had none.
     if (settings_.resumes) {
       owner.nameless_until =
           known ? recorded.value("run_id_since", int64_t{0}) : std::numeric_limits<int64_t>::max();
     }
-    ASSIGN_OR_RETURN(std::unique_ptr<TrainLog> log, TrainLog::Open(*words_.log, owner));
+    ASSIGN_OR_RETURN(std::unique_ptr<TrainLog> log, TrainLog::Open(*flags_.log, owner));
     log_ = std::move(log);
     if (settings_.resumes && !known) options.run_changes["run_id_since"] = log_->last_step();
     return absl::OkStatus();
@@ -280,7 +280,7 @@ class Training {
     }
     if (options.comm != nullptr) {
       ASSIGN_OR_RETURN(std::vector<std::string> agreed,
-                       AgreeOnRun(*options.comm, words_, settings_, *data_, eval_data_.get()));
+                       AgreeOnRun(*options.comm, flags_, settings_, *data_, eval_data_.get()));
       for (const std::string& line : agreed) Say(line);
     }
     RETURN_IF_ERROR(Identify());
@@ -288,7 +288,7 @@ class Training {
 
     zero::SetIntraOpThreads(options.intra_op_threads);
     options.log = [this](const std::string& line) {
-      if (words_.quiet) return;
+      if (flags_.quiet) return;
       preparing_.Clear();
       progress_.Print(line);
     };
@@ -310,8 +310,8 @@ class Training {
                       : absl::StrCat("no checkpoint of step ", step, ": ", std::string(status.message())));
     };
     options.tick = [this](tiering::Stall waiting) { Tick(waiting); };
-    if (words_.trace.has_value()) {
-      ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(*words_.trace));
+    if (flags_.trace.has_value()) {
+      ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(*flags_.trace));
       trace_ = std::move(trace);
     }
     options.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
@@ -335,7 +335,7 @@ class Training {
     run_prediction_ = std::make_unique<tiering::RunPrediction>(
         engine_->plan().graph, engine_->plan().plan, machine_.model,
         static_cast<int64_t>(machine_.drives.saturating_bytes_in_flight));
-    if (log_ != nullptr && words_.resume) {
+    if (log_ != nullptr && flags_.resume) {
       absl::Status status = CheckLogged(*log_, engine_->plan(), engine_->step());
       if (status.ok()) status = log_->CutAfter(engine_->step());
       const nlohmann::json& last = engine_->last_description();
@@ -359,7 +359,7 @@ class Training {
   absl::Status CheckLogged(const TrainLog& log, const zero::EnginePlan& plan, int64_t step) const {
     const bool durable = plan.plan.on_nvme && plan.plan.commits_every_step && !settings_.goes_back;
     if (!durable || log.last_step() <= step) return absl::OkStatus();
-    return absl::DataLossError(absl::StrCat("--log ", *words_.log, " has step ", log.last_step(), ", and ",
+    return absl::DataLossError(absl::StrCat("--log ", *flags_.log, " has step ", log.last_step(), ", and ",
                                             settings_.engine.state_dirs.front(),
                                             step == 0 ? " none" : absl::StrCat(" only step ", step),
                                             ": commits were lost; go on from a checkpoint (--checkpoint-dir, "
@@ -409,7 +409,7 @@ class Training {
                            ? absl::StrCat(", and every ", options.checkpoints.every, " steps")
                            : "; a kill before that leaves nothing (--checkpoint-every N bounds that)"));
     }
-    if (log_ != nullptr && words_.resume && !settings_.resumes) {
+    if (log_ != nullptr && flags_.resume && !settings_.resumes) {
       // Nothing is overwritten that somebody may still want to look at.
       RETURN_IF_ERROR(CheckLogged(*log_, plan, 0));
     }
@@ -420,7 +420,7 @@ class Training {
   // What the run's own steps say of it; told once, when the first have.
   void Predicted() {
     report_.Predicted(run_prediction_->prediction());
-    if (words_.quiet || !run_prediction_->first_window()) return;
+    if (flags_.quiet || !run_prediction_->first_window()) return;
     progress_.Print(CalibratedText(run_prediction_->prediction(), run_prediction_->machine(),
                                    run_prediction_->drive_seen()));
   }
@@ -584,7 +584,7 @@ class Training {
     evaluation.windows = windows;
     evaluation.seconds = Seconds() - start;
     report_.Evaluated(evaluation);
-    if (!words_.quiet) {
+    if (!flags_.quiet) {
       progress_.Print(absl::StrFormat("step %d  eval loss %.4f over %d sequences", evaluation.step,
                                       evaluation.loss, windows));
     }
@@ -649,8 +649,8 @@ class Training {
 
   absl::Status WriteReport(const absl::Status& status) {
     const std::string text = report_.Finish(engine_.get(), status);
-    if (!words_.report.has_value()) return absl::OkStatus();
-    return WriteWhole("--report", *words_.report, text);
+    if (!flags_.report.has_value()) return absl::OkStatus();
+    return WriteWhole("--report", *flags_.report, text);
   }
 
   void Summarize() {
@@ -692,7 +692,7 @@ class Training {
     Say(text);
   }
 
-  const TrainOptions words_;
+  const TrainOptions flags_;
   TrainSettings settings_;
   std::ostream& out_;
   Progress progress_;
@@ -724,10 +724,10 @@ class Training {
 };
 
 // The last of --check: whether it fits. Nothing is written, and no time is measured.
-absl::Status CheckBudget(const TrainOptions& words, TrainSettings settings, std::ostream& out) {
+absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std::ostream& out) {
   zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
-  Preparing preparing(words.quiet);
+  Preparing preparing(flags.quiet);
   options.preparing = [&](const std::string& what) { preparing.Show(what); };
   options.measures_time = false;
   const absl::StatusOr<zero::EnginePlan> plan =
@@ -736,19 +736,19 @@ absl::Status CheckBudget(const TrainOptions& words, TrainSettings settings, std:
   if (!plan.ok()) return plan.status();
   ASSIGN_OR_RETURN(const std::string process, ProcessMemoryText(*plan, options, zero::FindHostMemory()));
   const int64_t budget = options.host_memory_bytes;
-  out << "the words and the config are right; host memory: the least that works is "
+  out << "the flags and the config are right; host memory: the least that works is "
       << FormatBytes(plan->plan.least_host_memory_bytes)
       << (budget > 0 ? absl::StrCat(" of ", FormatBytes(budget), " given") : "") << std::endl;
   return absl::OkStatus();
 }
 
-absl::Status Train(const TrainOptions& words, std::ostream& out) {
+absl::Status Train(const TrainOptions& flags, std::ostream& out) {
   std::shared_ptr<zero::Comm> comm;
-  if (!words.check) {
-    ASSIGN_OR_RETURN(std::shared_ptr<zero::Comm> connected, ConnectRanks(words));
+  if (!flags.check) {
+    ASSIGN_OR_RETURN(std::shared_ptr<zero::Comm> connected, ConnectRanks(flags));
     comm = std::move(connected);
   }
-  TrainOptions of_rank = words;
+  TrainOptions of_rank = flags;
   if (comm != nullptr && comm->rank() > 0) {
     // Rank 0 speaks for all.
     of_rank.quiet = true;
@@ -756,7 +756,7 @@ absl::Status Train(const TrainOptions& words, std::ostream& out) {
     of_rank.log.reset();
     of_rank.trace.reset();
   }
-  if (!words.check) {
+  if (!flags.check) {
     for (const absl::Status& status :
          {CheckWritable("--report", of_rank.report), CheckWritable("--log", of_rank.log),
           CheckWritable("--trace", of_rank.trace)}) {
@@ -765,12 +765,12 @@ absl::Status Train(const TrainOptions& words, std::ostream& out) {
       return status;
     }
   }
-  absl::StatusOr<TrainSettings> settings = ResolveTrainOptions(words, /*needs_data=*/!words.check, comm);
+  absl::StatusOr<TrainSettings> settings = ResolveTrainOptions(flags, /*needs_data=*/!flags.check, comm);
   if (!settings.ok() && comm != nullptr) comm->Abort(settings.status());
   if (!settings.ok()) return settings.status();
-  if (words.check) {
+  if (flags.check) {
     for (const std::string& note : settings->notes) out << note << "\n";
-    return CheckBudget(words, *std::move(settings), out);
+    return CheckBudget(flags, *std::move(settings), out);
   }
   return Training(of_rank, *std::move(settings), out).Run();
 }
@@ -779,10 +779,10 @@ absl::Status Train(const TrainOptions& words, std::ostream& out) {
 
 int RunTrain(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app("Trains a GPT whose state may be many times larger than memory", kName);
-  TrainOptions words;
-  DeclareTrainOptions(app, words, /*plans=*/false);
+  TrainOptions flags;
+  DeclareTrainOptions(app, flags, /*plans=*/false);
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
-  const absl::Status status = Train(words, out);
+  const absl::Status status = Train(flags, out);
   if (status.ok()) return kExitOk;
   const absl::StatusOr<zero::RankEnvironment> environment = zero::ReadRankEnvironment();
   const bool many = environment.ok() && environment->world > 1;

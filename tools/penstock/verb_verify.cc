@@ -17,7 +17,7 @@ namespace {
 constexpr const char* kName = "penstock verify";
 constexpr uint64_t kMemoryBytes = uint64_t{32} << 20;
 
-struct Words {
+struct Flags {
   std::vector<std::string> dirs;
   bool json = false;
   bool quiet = false;
@@ -44,17 +44,17 @@ nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyRepor
           {"metadata_damage", report.notes}};
 }
 
-absl::Status Verify(const Words& words, std::ostream& out, std::ostream& err) {
-  ASSIGN_OR_RETURN(FoundState state, FindState(words.dirs));
+absl::Status Verify(const Flags& flags, std::ostream& out, std::ostream& err) {
+  ASSIGN_OR_RETURN(FoundState state, FindState(flags.dirs));
   ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
                    StateReader::Open(state, kMemoryBytes, [&](const std::string& line) {
-                     if (!words.quiet) err << line << std::endl;
+                     if (!flags.quiet) err << line << std::endl;
                    }));
   const uint64_t step = reader->parts().front()->committed_step();
   const size_t ranks = state.parts.size();
   swap::VerifyReport report;
   {
-    ByteProgress progress("verifying", words.quiet);
+    ByteProgress progress("verifying", flags.quiet);
     for (swap::Store* part : reader->parts()) {
       // Parts are as good as equal.
       ASSIGN_OR_RETURN(const swap::VerifyReport of_part,
@@ -69,12 +69,12 @@ absl::Status Verify(const Words& words, std::ostream& out, std::ostream& err) {
       report.notes.insert(report.notes.end(), of_part.notes.begin(), of_part.notes.end());
     }
   }
-  if (words.json) {
+  if (flags.json) {
     out << Json(step, ranks, report).dump(2) << std::endl;
   } else {
     for (const swap::DamagedRange& range : report.damaged) out << "damaged: " << range.Text() << "\n";
     for (const std::string& note : report.notes) out << "damaged: " << note << "\n";
-    if (!words.quiet) {
+    if (!flags.quiet) {
       const double rate = static_cast<double>(report.bytes) / std::max(report.seconds, 1e-9);
       out << absl::StrFormat("step %u: %u tiles, %s read and checked in %.1f s, %s\n", step, report.tiles,
                              FormatBytes(static_cast<int64_t>(report.bytes)), report.seconds,
@@ -99,13 +99,13 @@ absl::Status Verify(const Words& words, std::ostream& out, std::ostream& err) {
 int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app("Reads a state directory or checkpoint back and checks every checksum; exit 1 if not whole",
                kName);
-  Words words;
-  app.add_option("DIR", words.dirs, "State directory or checkpoint; all directories of a striped run")
+  Flags flags;
+  app.add_option("DIR", flags.dirs, "State directory or checkpoint; all directories of a striped run")
       ->required();
-  app.add_flag("--json", words.json, "Print JSON");
-  app.add_flag("--quiet", words.quiet, "No progress, no summary: damaged ranges only");
+  app.add_flag("--json", flags.json, "Print JSON");
+  app.add_flag("--quiet", flags.quiet, "No progress, no summary: damaged ranges only");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
-  const absl::Status status = Verify(words, out, err);
+  const absl::Status status = Verify(flags, out, err);
   return status.ok() ? kExitOk : Fail(kName, status, err);
 }
 

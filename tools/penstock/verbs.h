@@ -1,4 +1,4 @@
-// The verbs of `penstock`, one file each: argv[0] is the verb, argv[1..] its words; each returns the exit
+// The verbs of `penstock`, one file each: argv[0] is the verb, argv[1..] its flags; each returns the exit
 // code.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_VERBS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_VERBS_H_

@@ -84,9 +84,9 @@ TestDevice::~TestDevice() {
   }
 }
 
-absl::StatusOr<std::shared_ptr<Device>> TestDevice::FromWords(const std::string& words) {
+absl::StatusOr<std::shared_ptr<Device>> TestDevice::Parse(const std::string& given) {
   TestDeviceOptions options;
-  for (const absl::string_view word : absl::StrSplit(words, ',', absl::SkipEmpty())) {
+  for (const absl::string_view word : absl::StrSplit(given, ',', absl::SkipEmpty())) {
     const std::pair<std::string, std::string> pair = absl::StrSplit(word, absl::MaxSplits('=', 1));
     double number = 0;
     bool known = absl::SimpleAtod(pair.second, &number) && number >= 0;

@@ -45,8 +45,8 @@ class TestDevice : public CpuDevice {
   // Finishes what was started.
   ~TestDevice() override;
 
-  // From words as "capacity=64M,bandwidth=1e9,latency=1e-5,linked=1"; kInvalidArgument names what is wrong.
-  static absl::StatusOr<std::shared_ptr<Device>> FromWords(const std::string& words);
+  // From "capacity=64M,bandwidth=1e9,latency=1e-5,linked=1"; kInvalidArgument names what is wrong.
+  static absl::StatusOr<std::shared_ptr<Device>> Parse(const std::string& given);
 
   std::string_view name() const override { return "test"; }
   std::string Describe() const override;

@@ -33,7 +33,7 @@ absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine
 
 absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine) {
   absl::StatusOr<std::vector<std::string>> texts =
-      comm.AllTexts(Channel::kSetup, {"the options"}, mine.dump());
+      comm.AllTexts(Channel::kSetup, {"the flags"}, mine.dump());
   if (!texts.ok()) return texts.status();
   const nlohmann::json first = nlohmann::json::parse(texts->front(), nullptr, /*allow_exceptions=*/false);
   for (size_t k = 1; k < texts->size(); ++k) {
@@ -43,7 +43,7 @@ absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine) {
     if (difference.empty()) continue;
     return absl::InvalidArgumentError(absl::StrCat(
         RankName(static_cast<int>(k), comm.world()), " was not started like rank 0: ", difference,
-        "; start all ranks with the same options, config and files"));
+        "; start all ranks with the same flags, config and files"));
   }
   return absl::OkStatus();
 }

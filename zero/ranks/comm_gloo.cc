@@ -602,7 +602,7 @@ class GlooComm : public Comm {
     const std::string mine = text(at), theirs = text(other_at);
     (void)Fail(absl::StrCat(RankName(static_cast<int>(k), world()), " is at ", mine, " and rank ", other,
                             " at ", mine == theirs ? absl::StrCat(theirs, " after other calls") : theirs,
-                            ": they do not do the same; give all ranks the same words, data and calls"));
+                            ": they do not do the same; give all ranks the same flags, data and calls"));
   }
 
   // Apart from it, because the store's own process may be the one that does not answer.

@@ -1,4 +1,4 @@
-// The command lines of ds_io and ds_nvme_tune. Input: the words, one a line; 0x01 in a word is a line break.
+// The command lines of ds_io and ds_nvme_tune. Input: the arguments, one a line; 0x01 in one is a line break.
 #include <algorithm>
 #include <sstream>
 #include <vector>
@@ -12,9 +12,9 @@ namespace {
 
 // Parses; what was accepted and is not a request for help goes to `check`.
 template <typename Parse, typename Check>
-void Try(Parse parse, const std::vector<std::string>& words, Check check) {
+void Try(Parse parse, const std::vector<std::string>& arguments, Check check) {
   std::string help;
-  const auto options = parse(words, &help);
+  const auto options = parse(arguments, &help);
   if (!options.ok()) {
     FUZZ_CHECK(absl::IsInvalidArgument(options.status()));
     Refused(options.status());
@@ -44,13 +44,13 @@ void CheckTune(const tools::TuneOptions& options) {
 }  // namespace penstock::fuzz
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
-  std::vector<std::string> words;
+  std::vector<std::string> arguments;
   std::istringstream text{std::string(penstock::fuzz::TextOf(data, bytes))};
   for (std::string word; std::getline(text, word);) {
     std::replace(word.begin(), word.end(), char{1}, char{10});
-    words.push_back(word);
+    arguments.push_back(word);
   }
-  penstock::fuzz::Try(&penstock::tools::ParseDsIo, words, &penstock::fuzz::CheckIo);
-  penstock::fuzz::Try(&penstock::tools::ParseTune, words, &penstock::fuzz::CheckTune);
+  penstock::fuzz::Try(&penstock::tools::ParseDsIo, arguments, &penstock::fuzz::CheckIo);
+  penstock::fuzz::Try(&penstock::tools::ParseTune, arguments, &penstock::fuzz::CheckTune);
   return 0;
 }

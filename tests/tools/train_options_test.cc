@@ -1,11 +1,12 @@
 // Flags over the config over DeepSpeed's defaults: what `penstock train` makes of a file's open keys.
+#include "tools/penstock/train_options.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <string>
 
 #include "tests/tools/penstock_program.h"
-#include "tools/penstock/train_options.h"
 
 namespace penstock::tools {
 namespace {
@@ -15,15 +16,15 @@ using testing::Contains;
 using testing::HasSubstr;
 using testing::Not;
 
-class TrainWordsTest : public testing_support::ProgramTest {
+class TrainOptionsTest : public testing_support::ProgramTest {
  protected:
   // A run of 100 steps on a new directory.
-  TrainSettings Resolve(const std::string& config, TrainOptions words = {}) {
-    words.model = "gpt-tiny";
-    words.steps = words.steps.value_or(100);
-    words.config = dir_ + "/config.json";
-    testing_support::WriteFile(*words.config, config);
-    auto settings = ResolveTrainOptions(words, /*needs_data=*/false);
+  TrainSettings Resolve(const std::string& config, TrainOptions flags = {}) {
+    flags.model = "gpt-tiny";
+    flags.steps = flags.steps.value_or(100);
+    flags.config = dir_ + "/config.json";
+    testing_support::WriteFile(*flags.config, config);
+    auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     EXPECT_TRUE(settings.ok()) << settings.status();
     return settings.ok() ? *std::move(settings) : TrainSettings{};
   }
@@ -45,7 +46,7 @@ class TrainWordsTest : public testing_support::ProgramTest {
   }
 };
 
-TEST_F(TrainWordsTest, AWarmUpOfAutoStepsFitsTheRun) {
+TEST_F(TrainOptionsTest, AWarmUpOfAutoStepsFitsTheRun) {
   const std::string config = R"({"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto",
@@ -63,14 +64,14 @@ TEST_F(TrainWordsTest, AWarmUpOfAutoStepsFitsTheRun) {
                                     HasSubstr("warmup_num_steps \"auto\": 10 (a tenth of --steps 100"),
                                     HasSubstr("bf16.enabled: false (fp32)")));
   // Flags win, into the places that are open.
-  TrainOptions words;
-  words.lr = 0.25;
-  words.warmup = 40;
-  words.weight_decay = 0.5;
-  words.batch = 3;
-  words.clip = 0;
-  words.dtype = "fp16";
-  const TrainSettings flagged = Resolve(config, words);
+  TrainOptions flags;
+  flags.lr = 0.25;
+  flags.warmup = 40;
+  flags.weight_decay = 0.5;
+  flags.batch = 3;
+  flags.clip = 0;
+  flags.dtype = "fp16";
+  const TrainSettings flagged = Resolve(config, flags);
   EXPECT_EQ(flagged.engine.schedule->name(), "WarmupLR");
   EXPECT_LT(RateAt(flagged, 40), 0.25);
   EXPECT_EQ(RateAt(flagged, 42), 0.25);
@@ -83,7 +84,7 @@ TEST_F(TrainWordsTest, AWarmUpOfAutoStepsFitsTheRun) {
                                    Not(HasSubstr("bf16")), Not(HasSubstr("micro_batch"))));
 }
 
-TEST_F(TrainWordsTest, WithoutASchedulerTheRateIsConstant) {
+TEST_F(TrainOptionsTest, WithoutASchedulerTheRateIsConstant) {
   const std::string config =
       R"({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.002}}})";
   const TrainSettings settings = Resolve(config);
@@ -93,15 +94,15 @@ TEST_F(TrainWordsTest, WithoutASchedulerTheRateIsConstant) {
   EXPECT_EQ(AdamOf(settings).weight_decay, 0.0);
   EXPECT_EQ(AdamOf(settings).mode, kernels::AdamMode::kAdamW);
   EXPECT_THAT(Open(settings), HasSubstr("scheduler: none, a constant rate"));
-  TrainOptions words;
-  words.lr = 0.004;
-  EXPECT_EQ(RateAt(Resolve(config, words), 50), 0.004);
-  words.warmup = 10;
-  EXPECT_EQ(Resolve(config, words).engine.schedule->name(), "WarmupThenCosine");
-  EXPECT_THAT(Open(Resolve(config, words)), Not(HasSubstr("scheduler")));
+  TrainOptions flags;
+  flags.lr = 0.004;
+  EXPECT_EQ(RateAt(Resolve(config, flags), 50), 0.004);
+  flags.warmup = 10;
+  EXPECT_EQ(Resolve(config, flags).engine.schedule->name(), "WarmupThenCosine");
+  EXPECT_THAT(Open(Resolve(config, flags)), Not(HasSubstr("scheduler")));
 }
 
-TEST_F(TrainWordsTest, AnAbsentWarmUpIsDeepSpeedsThousandSteps) {
+TEST_F(TrainOptionsTest, AnAbsentWarmUpIsDeepSpeedsThousandSteps) {
   const TrainSettings settings = Resolve(
       R"({"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})");
   EXPECT_LT(RateAt(settings, 100), 1e-3);
@@ -109,23 +110,23 @@ TEST_F(TrainWordsTest, AnAbsentWarmUpIsDeepSpeedsThousandSteps) {
                                     HasSubstr("optimizer.params.lr: 0.001")));
 }
 
-TEST_F(TrainWordsTest, WithoutOffloadThereIsNoneButForAStateDir) {
+TEST_F(TrainOptionsTest, WithoutOffloadThereIsNoneButForAStateDir) {
   const std::string config = R"({"train_batch_size": 4, "fp16": {"enabled": false}})";
   const TrainSettings settings = Resolve(config);
   EXPECT_EQ(settings.engine.offload, zero::OffloadDevice::kNone);
   EXPECT_EQ(settings.engine.dtype, torch::kFloat32);
   EXPECT_THAT(Open(settings), HasSubstr("zero_optimization.offload_optimizer: none (--offload nvme"));
-  TrainOptions words;
-  words.state_dirs = {dir_ + "/state"};
-  EXPECT_EQ(Resolve(config, words).engine.offload, zero::OffloadDevice::kNvme);
-  words.state_dirs.clear();
-  words.offload = "cpu";
-  EXPECT_EQ(Resolve(config, words).engine.offload, zero::OffloadDevice::kCpu);
-  EXPECT_THAT(Open(Resolve(config, words)), Not(HasSubstr("offload")));
+  TrainOptions flags;
+  flags.state_dirs = {dir_ + "/state"};
+  EXPECT_EQ(Resolve(config, flags).engine.offload, zero::OffloadDevice::kNvme);
+  flags.state_dirs.clear();
+  flags.offload = "cpu";
+  EXPECT_EQ(Resolve(config, flags).engine.offload, zero::OffloadDevice::kCpu);
+  EXPECT_THAT(Open(Resolve(config, flags)), Not(HasSubstr("offload")));
 }
 
 // Penstock's own keys say nothing of DeepSpeed's: the program's defaults hold, as without a file.
-TEST_F(TrainWordsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
+TEST_F(TrainOptionsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
   const TrainSettings settings = Resolve(R"({"penstock": {"host_memory": "64M"}})");
   EXPECT_EQ(settings.engine.offload, zero::OffloadDevice::kNvme);
   EXPECT_EQ(settings.engine.schedule->name(), "WarmupThenCosine");
@@ -133,7 +134,7 @@ TEST_F(TrainWordsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
   EXPECT_EQ(Open(settings), "");
 }
 
-TEST_F(TrainWordsTest, TheRatioOnAProcessorIsAnsweredForTheDeviceThatComputes) {
+TEST_F(TrainOptionsTest, TheRatioOnAProcessorIsAnsweredForTheDeviceThatComputes) {
   const TrainSettings settings =
       Resolve(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": ")" +
               dir_ + R"(", "ratio": 0.5}}})");
