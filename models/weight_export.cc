@@ -45,7 +45,7 @@ Segments SegmentsRead(swap::Dtype dtype, DType weights) {
 
 // Most that a tile's segments take in memory, each padded.
 uint64_t SlotBytes(std::span<const swap::Geometry> parts, const Segments& segments) {
-  uint64_t most = swap::kBlockBytes;
+  uint64_t most = swap::kSectorBytes;
   for (const swap::Geometry& geometry : parts) {
     for (uint32_t t = 0; t < geometry.tiles(); ++t) {
       const uint32_t first = std::min(segments.first, geometry.segments(t));

@@ -13,12 +13,12 @@
 
 namespace penstock::swap {
 
-// `bytes` zeroed bytes at a multiple of kBlockBytes. Move-only; empty by default.
+// `bytes` zeroed bytes at a multiple of kSectorBytes. Move-only; empty by default.
 class AlignedBuffer {
  public:
   AlignedBuffer() = default;
   explicit AlignedBuffer(uint64_t bytes)
-      : data_(static_cast<std::byte*>(::operator new[](bytes, std::align_val_t{kBlockBytes}))),
+      : data_(static_cast<std::byte*>(::operator new[](bytes, std::align_val_t{kSectorBytes}))),
         bytes_(bytes) {
     if (bytes > 0) std::memset(data_.get(), 0, bytes);
   }
@@ -28,7 +28,7 @@ class AlignedBuffer {
 
  private:
   struct Deleter {
-    void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{kBlockBytes}); }
+    void operator()(std::byte* p) const { ::operator delete[](p, std::align_val_t{kSectorBytes}); }
   };
   std::unique_ptr<std::byte[], Deleter> data_;
   uint64_t bytes_ = 0;

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::string_view kSuperblockMagic = "PENSTOCK";
 constexpr std::string_view kRecordMagic = "PNSTKCMT";
-constexpr size_t kHeaderChecksumOffset = kBlockBytes - 8;
+constexpr size_t kHeaderChecksumOffset = kSectorBytes - 8;
 
 // ---- little-endian fields ----
 
@@ -119,7 +119,7 @@ uint64_t BodyBytes(const StoreShape& shape) {
   return bytes;
 }
 
-uint64_t SuperblockBytes(uint64_t body_bytes) { return 2 * (kBlockBytes + PaddedBytes(body_bytes)); }
+uint64_t SuperblockBytes(uint64_t body_bytes) { return 2 * (kSectorBytes + PaddedBytes(body_bytes)); }
 
 std::vector<std::byte> EncodeBody(const StoreShape& shape) {
   Writer out;
@@ -149,15 +149,15 @@ struct SuperHeader {
   uint64_t body_checksum = 0;
 };
 
-absl::StatusOr<SuperHeader> ParseSuperHeader(std::span<const std::byte> block) {
-  const std::byte* at = block.data();
+absl::StatusOr<SuperHeader> ParseSuperHeader(std::span<const std::byte> sector) {
+  const std::byte* at = sector.data();
   if (std::memcmp(at, kSuperblockMagic.data(), kSuperblockMagic.size()) != 0) {
     return absl::InvalidArgumentError("not a store file");
   }
   SuperHeader header;
   std::memcpy(header.uuid.data(), at + kSuperUuid, header.uuid.size());
   if (Get<uint64_t>(at + kHeaderChecksumOffset) !=
-      Hash(block.first(kHeaderChecksumOffset), UuidSeed(header.uuid))) {
+      Hash(sector.first(kHeaderChecksumOffset), UuidSeed(header.uuid))) {
     return absl::DataLossError("superblock header checksum does not match");
   }
   // The checksum holds: whatever follows was written on purpose.
@@ -172,7 +172,7 @@ absl::StatusOr<SuperHeader> ParseSuperHeader(std::span<const std::byte> block) {
   header.payload_capacity = Get<uint64_t>(at + kSuperPayloadCapacity);
   header.body_bytes = Get<uint64_t>(at + kSuperBodyBytes);
   header.body_checksum = Get<uint64_t>(at + kSuperBodyChecksum);
-  if (Get<uint32_t>(at + kSuperHeaderBytes) != kBlockBytes || header.directories == 0 ||
+  if (Get<uint32_t>(at + kSuperHeaderBytes) != kSectorBytes || header.directories == 0 ||
       header.directories > kMaxDirectories || header.directory >= header.directories ||
       header.tiles > kMaxTiles || header.body_bytes > kMaxBodyBytes) {
     return absl::DataLossError("superblock header has fields beyond the limits of the format");
@@ -324,7 +324,7 @@ absl::StatusOr<Geometry> Geometry::Make(const StoreShape& shape) {
   g.records_offset_ = SuperblockBytes(BodyBytes(shape));
   uint64_t table_bytes = 0;
   for (const TilePlacement& tile : shape.tiles) table_bytes += 16 + 8 * tile.layout.segment_bytes.size();
-  g.record_capacity_ = kBlockBytes + PaddedBytes(table_bytes + shape.payload_capacity);
+  g.record_capacity_ = kSectorBytes + PaddedBytes(table_bytes + shape.payload_capacity);
 
   g.file_bytes_.resize(shape.directories());
   for (uint32_t d = 0; d < shape.directories(); ++d) {
@@ -396,7 +396,7 @@ std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t direct
   std::byte* at = out.data();
   std::memcpy(at, kSuperblockMagic.data(), kSuperblockMagic.size());
   Put(at + kSuperVersion, kFormatVersion);
-  Put(at + kSuperHeaderBytes, static_cast<uint32_t>(kBlockBytes));
+  Put(at + kSuperHeaderBytes, static_cast<uint32_t>(kSectorBytes));
   std::memcpy(at + kSuperUuid, shape.uuid.data(), shape.uuid.size());
   Put(at + kSuperDirectory, directory);
   Put(at + kSuperDirectories, shape.directories());
@@ -406,26 +406,26 @@ std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t direct
   Put(at + kSuperBodyBytes, static_cast<uint64_t>(body.size()));
   Put(at + kSuperBodyChecksum, Hash(body, UuidSeed(shape.uuid)));
   Put(at + kHeaderChecksumOffset, Hash(std::span(out).first(kHeaderChecksumOffset), UuidSeed(shape.uuid)));
-  std::memcpy(at + kBlockBytes, at, kBlockBytes);  // header, copy 1
-  std::byte* bodies = at + 2 * kBlockBytes;
+  std::memcpy(at + kSectorBytes, at, kSectorBytes);  // header, copy 1
+  std::byte* bodies = at + 2 * kSectorBytes;
   std::memcpy(bodies, body.data(), body.size());
   std::memcpy(bodies + PaddedBytes(body.size()), body.data(), body.size());
   return out;
 }
 
-absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_blocks) {
+absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_sectors) {
   // Creation writes header copy 0 last, and copy 1 before it: without the former and a whole one of the
   // latter it was cut short.
-  const auto first = first_blocks.first(std::min<size_t>(first_blocks.size(), kBlockBytes));
-  const auto second = first_blocks.subspan(first.size());
-  const bool second_torn = second.size() < kBlockBytes || AllZero(second.first(kHeaderChecksumOffset)) ||
-                           absl::IsDataLoss(ParseSuperHeader(second.first(kBlockBytes)).status());
+  const auto first = first_sectors.first(std::min<size_t>(first_sectors.size(), kSectorBytes));
+  const auto second = first_sectors.subspan(first.size());
+  const bool second_torn = second.size() < kSectorBytes || AllZero(second.first(kHeaderChecksumOffset)) ||
+                           absl::IsDataLoss(ParseSuperHeader(second.first(kSectorBytes)).status());
   if (AllZero(first) && second_torn) return absl::NotFoundError("the file holds no superblock");
   absl::Status first_error = absl::InvalidArgumentError("not a store file");
   bool damaged = false;
   for (uint32_t copy = 0; copy < 2; ++copy) {
-    if (first_blocks.size() < (copy + 1) * kBlockBytes) break;
-    const auto header = ParseSuperHeader(first_blocks.subspan(copy * kBlockBytes, kBlockBytes));
+    if (first_sectors.size() < (copy + 1) * kSectorBytes) break;
+    const auto header = ParseSuperHeader(first_sectors.subspan(copy * kSectorBytes, kSectorBytes));
     if (header.ok()) return SuperblockBytes(header->body_bytes);
     if (copy == 0) first_error = header.status();
     damaged = damaged || absl::IsDataLoss(header.status());
@@ -436,9 +436,10 @@ absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> f
   return first_error;
 }
 
-std::optional<uint32_t> DirectoryFromHeaders(std::span<const std::byte> first_blocks) {
-  for (uint64_t at = 0; at + kBlockBytes <= first_blocks.size() && at < 2 * kBlockBytes; at += kBlockBytes) {
-    const auto header = ParseSuperHeader(first_blocks.subspan(at, kBlockBytes));
+std::optional<uint32_t> DirectoryFromHeaders(std::span<const std::byte> first_sectors) {
+  for (uint64_t at = 0; at + kSectorBytes <= first_sectors.size() && at < 2 * kSectorBytes;
+       at += kSectorBytes) {
+    const auto header = ParseSuperHeader(first_sectors.subspan(at, kSectorBytes));
     if (header.ok()) return header->directory;
   }
   return std::nullopt;
@@ -446,30 +447,30 @@ std::optional<uint32_t> DirectoryFromHeaders(std::span<const std::byte> first_bl
 
 absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> bytes) {
   ASSIGN_OR_RETURN(const auto length,
-                   SuperblockBytesFromHeaders(bytes.first(std::min<size_t>(bytes.size(), 2 * kBlockBytes))));
+                   SuperblockBytesFromHeaders(bytes.first(std::min<size_t>(bytes.size(), 2 * kSectorBytes))));
   if (bytes.size() < length) return absl::DataLossError("the file ends inside its superblock");
-  const uint64_t padded_body = length / 2 - kBlockBytes;
+  const uint64_t padded_body = length / 2 - kSectorBytes;
 
   DecodedSuperblock decoded;
   std::vector<SuperHeader> headers;
   for (uint32_t copy = 0; copy < 2; ++copy) {
-    const auto header = ParseSuperHeader(bytes.subspan(copy * kBlockBytes, kBlockBytes));
+    const auto header = ParseSuperHeader(bytes.subspan(copy * kSectorBytes, kSectorBytes));
     if (header.ok()) {
       headers.push_back(*header);
     } else {
       decoded.damage.push_back(absl::StrFormat("superblock header copy %u (offset %u, length %u): %s", copy,
-                                               copy * kBlockBytes, kBlockBytes,
+                                               copy * kSectorBytes, kSectorBytes,
                                                std::string(header.status().message())));
     }
   }
-  if (headers.size() == 2 && std::memcmp(bytes.data(), bytes.data() + kBlockBytes, kBlockBytes) != 0) {
+  if (headers.size() == 2 && std::memcmp(bytes.data(), bytes.data() + kSectorBytes, kSectorBytes) != 0) {
     return absl::DataLossError("the two superblock headers are both whole and say different things");
   }
   const SuperHeader& header = headers.front();
   decoded.directory = header.directory;
   bool found = false;
   for (uint32_t copy = 0; copy < 2; ++copy) {
-    const uint64_t offset = 2 * kBlockBytes + copy * padded_body;
+    const uint64_t offset = 2 * kSectorBytes + copy * padded_body;
     auto shape = ParseBody(header, bytes.subspan(offset, header.body_bytes));
     if (!shape.ok()) {
       decoded.damage.push_back(absl::StrFormat("superblock body copy %u (offset %u, length %u): %s", copy,
@@ -484,13 +485,13 @@ absl::StatusOr<DecodedSuperblock> DecodeSuperblock(std::span<const std::byte> by
   return decoded;
 }
 
-bool StartsLikeRecord(std::span<const std::byte> block) {
-  return block.size() >= kRecordMagic.size() &&
-         std::memcmp(block.data(), kRecordMagic.data(), kRecordMagic.size()) == 0;
+bool StartsLikeRecord(std::span<const std::byte> sector) {
+  return sector.size() >= kRecordMagic.size() &&
+         std::memcmp(sector.data(), kRecordMagic.data(), kRecordMagic.size()) == 0;
 }
 
 uint64_t RecordBytes(const Geometry& geometry, uint64_t payload_bytes) {
-  return kBlockBytes + PaddedBytes(TableBytes(geometry) + payload_bytes);
+  return kSectorBytes + PaddedBytes(TableBytes(geometry) + payload_bytes);
 }
 
 void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& record,
@@ -498,7 +499,7 @@ void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& reco
   assert(record.tiles.size() == geometry.tiles() && record.checksums.size() == geometry.total_segments());
   assert(out.size() == RecordBytes(geometry, record.payload.size()));
   std::byte* const at = out.data();
-  std::byte* const body = at + kBlockBytes;
+  std::byte* const body = at + kSectorBytes;
   const uint64_t body_bytes = TableBytes(geometry) + record.payload.size();
 
   std::byte* entry = body;
@@ -512,9 +513,9 @@ void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& reco
     }
   }
   std::memcpy(entry, record.payload.data(), record.payload.size());
-  std::memset(body + body_bytes, 0, out.size() - kBlockBytes - body_bytes);
+  std::memset(body + body_bytes, 0, out.size() - kSectorBytes - body_bytes);
 
-  std::memset(at, 0, kBlockBytes);
+  std::memset(at, 0, kSectorBytes);
   std::memcpy(at, kRecordMagic.data(), kRecordMagic.size());
   Put(at + kRecordVersion, kFormatVersion);
   Put(at + kRecordPlace, static_cast<uint32_t>(record.sequence % kRecordPlaces));
@@ -527,7 +528,7 @@ void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& reco
   Put(at + kRecordTiles, geometry.tiles());
   Put(at + kRecordOverwriting, static_cast<uint32_t>(record.overwriting ? 1 : 0));
   const uint64_t seed = RecordSeed(uuid, record.sequence);
-  Put(at + kRecordBodyChecksum, Hash(out.subspan(kBlockBytes, body_bytes), seed));
+  Put(at + kRecordBodyChecksum, Hash(out.subspan(kSectorBytes, body_bytes), seed));
   Put(at + kHeaderChecksumOffset, Hash(out.first(kHeaderChecksumOffset), seed));
 }
 
@@ -536,7 +537,7 @@ absl::StatusOr<Record> DecodeRecord(const Geometry& geometry, const Uuid& uuid, 
   if (bytes.size() != geometry.record_capacity())
     return absl::DataLossError("the file ends inside the record");
   const std::byte* const at = bytes.data();
-  const auto header = bytes.first(kBlockBytes);
+  const auto header = bytes.first(kSectorBytes);
   if (AllZero(header)) return absl::NotFoundError("no record");
   if (std::memcmp(at, kRecordMagic.data(), kRecordMagic.size()) != 0) {
     return absl::DataLossError("no commit record magic");
@@ -564,11 +565,11 @@ absl::StatusOr<Record> DecodeRecord(const Geometry& geometry, const Uuid& uuid, 
       std::memcmp(at + kRecordUuid, uuid.data(), uuid.size()) != 0) {
     return absl::DataLossError(absl::StrCat("record of commit ", record.sequence, " is in the wrong place"));
   }
-  if (Get<uint32_t>(at + kRecordTiles) != geometry.tiles() || body_bytes > bytes.size() - kBlockBytes ||
+  if (Get<uint32_t>(at + kRecordTiles) != geometry.tiles() || body_bytes > bytes.size() - kSectorBytes ||
       body_bytes < TableBytes(geometry) || payload_bytes != body_bytes - TableBytes(geometry)) {
     return absl::DataLossError("record has lengths that do not fit the store");
   }
-  const auto body = bytes.subspan(kBlockBytes, body_bytes);
+  const auto body = bytes.subspan(kSectorBytes, body_bytes);
   if (Hash(body, seed) != Get<uint64_t>(at + kRecordBodyChecksum)) {
     return absl::DataLossError(absl::StrCat("body of commit record ", record.sequence, " (step ", record.step,
                                             ") does not match its checksum"));

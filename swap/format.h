@@ -34,7 +34,7 @@ namespace penstock::swap {
 // Limits. A store beyond them is refused when it is made and rejected when it is read.
 
 inline constexpr uint32_t kFormatVersion = 1;
-inline constexpr uint64_t kBlockBytes = 4096;  // unit of offsets, lengths and padding in the file
+inline constexpr uint64_t kSectorBytes = 4096;  // unit of offsets, lengths and padding in the file
 inline constexpr uint64_t kTileAreaAlignment = 1u
                                                << 20;  // the first tile of a file starts on such a boundary
 inline constexpr uint32_t kMaxDirectories = 64;
@@ -51,17 +51,17 @@ inline constexpr uint32_t kRecordPlaces = 2;
 inline constexpr uint32_t kRecordCopies = 2;
 inline constexpr std::string_view kStoreFileName = "penstock.store";
 
-// The smallest multiple of kBlockBytes that is at least `bytes`: 0 -> 0, 1 -> 4096, 4096 -> 4096, 4097 ->
+// The smallest multiple of kSectorBytes that is at least `bytes`: 0 -> 0, 1 -> 4096, 4096 -> 4096, 4097 ->
 // 8192.
 constexpr uint64_t PaddedBytes(uint64_t bytes) {
-  return (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+  return (bytes + kSectorBytes - 1) / kSectorBytes * kSectorBytes;
 }
 
 // ----------------------------------------------------------------------------------------------------
 // Layout: what a store keeps.
 
 // One tile: a piece of one block's state. Its segments (for instance hi, lo, m, v of the same parameters) lie
-// one after the other in a slot, each padded to kBlockBytes, so that any run of consecutive segments is one
+// one after the other in a slot, each padded to kSectorBytes, so that any run of consecutive segments is one
 // read.
 struct TileLayout {
   std::vector<uint64_t>
@@ -188,14 +188,14 @@ uint64_t SegmentChecksum(const Uuid& uuid, uint32_t tile, uint32_t segment, uint
 // file's directory.
 std::vector<std::byte> EncodeSuperblock(const StoreShape& shape, uint32_t directory);
 
-// How many bytes from the start of the file DecodeSuperblock needs, told by the first 2 * kBlockBytes of it
+// How many bytes from the start of the file DecodeSuperblock needs, told by the first 2 * kSectorBytes of it
 // (fewer if the file is shorter). kDataLoss: neither header copy is whole; kNotFound: copy 0 is all zero and
 // copy 1 not whole, as in an empty file (a creation that was cut short, unless a run stands behind them);
 // kInvalidArgument: no store file at all; kFailedPrecondition: one of another format version.
-absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_blocks);
+absl::StatusOr<uint64_t> SuperblockBytesFromHeaders(std::span<const std::byte> first_sectors);
 
 // Which of its store's directories a file belongs to, by the same bytes; nullopt if neither header is whole.
-std::optional<uint32_t> DirectoryFromHeaders(std::span<const std::byte> first_blocks);
+std::optional<uint32_t> DirectoryFromHeaders(std::span<const std::byte> first_sectors);
 
 struct DecodedSuperblock {
   StoreShape shape;
@@ -228,10 +228,10 @@ struct Record {
   std::vector<uint64_t> checksums;
 };
 
-// A block begins like the header of a record, whatever else is in it.
-bool StartsLikeRecord(std::span<const std::byte> block);
+// A sector begins like the header of a record, whatever else is in it.
+bool StartsLikeRecord(std::span<const std::byte> sector);
 
-// Length of a record with a payload of that many bytes, padded to kBlockBytes; at most record_capacity().
+// Length of a record with a payload of that many bytes, padded to kSectorBytes; at most record_capacity().
 uint64_t RecordBytes(const Geometry& geometry, uint64_t payload_bytes);
 
 // Writes the record into `out`, which has RecordBytes(...) bytes; allocates nothing. The sizes of `tiles` and

@@ -29,7 +29,7 @@ std::string FirstEntry(const std::string& directory) {
 }
 
 absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
-  const auto headers = file.Read(0, 2 * kBlockBytes);
+  const auto headers = file.Read(0, 2 * kSectorBytes);
   if (!headers.ok()) return headers.status();
   const auto length = SuperblockBytesFromHeaders(*headers);
   if (absl::IsNotFound(length.status())) {

@@ -47,12 +47,12 @@ absl::Status Store::GoBackTo(uint64_t sequence) {
   }
   // Neither zeros, which would say that there never was a record, nor anything that looks like one.
   constexpr std::string_view kTakenBack = "taken back";
-  AlignedBuffer block(kBlockBytes);
-  std::fill_n(block.data(), kBlockBytes, std::byte{0});
-  std::transform(kTakenBack.begin(), kTakenBack.end(), block.data(), [](char c) { return std::byte(c); });
+  AlignedBuffer sector(kSectorBytes);
+  std::fill_n(sector.data(), kSectorBytes, std::byte{0});
+  std::transform(kTakenBack.begin(), kTakenBack.end(), sector.data(), [](char c) { return std::byte(c); });
   for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
     absl::Status erased =
-        WriteFully(engine_, *files_[0], geometry_.record_offset(newest, copy), block.span());
+        WriteFully(engine_, *files_[0], geometry_.record_offset(newest, copy), sector.span());
     if (!erased.ok()) return erased;
   }
   RETURN_IF_ERROR(SyncFully(engine_, *files_[0]));

@@ -210,7 +210,7 @@ bool PlainFile::IsOpenHereOnly() const {
 }
 
 FileKind PlainFile::Classify() const {
-  const auto headers = Read(0, 2 * kBlockBytes);
+  const auto headers = Read(0, 2 * kSectorBytes);
   if (!headers.ok()) return FileKind::kForeign;
   const auto length = SuperblockBytesFromHeaders(*headers);
   if (absl::IsNotFound(length.status())) return FileKind::kUnfinished;
@@ -247,14 +247,14 @@ absl::Status WithoutHeaders(const ReadBytes& read) {
   constexpr uint64_t kMetadataEnd = uint64_t{512} << 20;
   constexpr uint64_t kPiece = uint64_t{1} << 20;
   bool bodies = false;  // what a creation writes before the headers begins right behind them
-  for (uint64_t offset = 2 * kBlockBytes; offset < kMetadataEnd; offset += kPiece) {
+  for (uint64_t offset = 2 * kSectorBytes; offset < kMetadataEnd; offset += kPiece) {
     const auto bytes = read(offset, kPiece);
     if (!bytes.ok()) return bytes.status();
-    for (size_t at = 0; at < bytes->size(); at += kBlockBytes) {
-      const auto block = std::span(*bytes).subspan(at, std::min(bytes->size() - at, kBlockBytes));
-      if (std::all_of(block.begin(), block.end(), [](std::byte b) { return b == std::byte{0}; })) continue;
+    for (size_t at = 0; at < bytes->size(); at += kSectorBytes) {
+      const auto sector = std::span(*bytes).subspan(at, std::min(bytes->size() - at, kSectorBytes));
+      if (std::all_of(sector.begin(), sector.end(), [](std::byte b) { return b == std::byte{0}; })) continue;
       bodies = bodies || offset + at < kPiece;
-      if (bodies && !StartsLikeRecord(block)) continue;
+      if (bodies && !StartsLikeRecord(sector)) continue;
       return absl::DataLossError(absl::StrCat(
           "its superblock is zero, and what a run has written stands behind it (offset ", offset + at,
           "): it was overwritten; go on from a checkpoint (--resume with "
@@ -271,8 +271,8 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
   };
   const absl::StatusOr<uint64_t> size = file.Size();
   if (!size.ok()) return size.status();
-  const uint64_t header_bytes = std::min<uint64_t>(2 * kBlockBytes, *size);
-  AlignedBuffer memory(2 * kBlockBytes);
+  const uint64_t header_bytes = std::min<uint64_t>(2 * kSectorBytes, *size);
+  AlignedBuffer memory(2 * kSectorBytes);
   const std::span<std::byte> headers = memory.span().first(header_bytes);
   if (header_bytes > 0) {
     RETURN_IF_ERROR(ReadFully(engine, file, 0, headers));
@@ -281,7 +281,7 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
   if (absl::IsNotFound(length.status())) {
     return name(WithoutHeaders([&](uint64_t offset, uint64_t bytes) {
       bytes = offset >= *size ? 0 : std::min(bytes, *size - offset);
-      AlignedBuffer piece(std::max(bytes, kBlockBytes));
+      AlignedBuffer piece(std::max(bytes, kSectorBytes));
       absl::Status read =
           bytes == 0 ? absl::OkStatus() : ReadFully(engine, file, offset, piece.span().first(bytes));
       using Bytes = std::vector<std::byte>;

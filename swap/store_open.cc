@@ -89,10 +89,10 @@ absl::StatusOr<std::unique_ptr<aio::File>> OpenFile(aio::Engine& engine, const S
   file_options.sim = engine.options().sim;
   auto file = aio::File::Open(file_options);
   if (!file.ok()) return file.status();
-  if ((*file)->alignment().offset > kBlockBytes) {
+  if ((*file)->alignment().offset > kSectorBytes) {
     return absl::FailedPreconditionError(
         absl::StrCat(path, ": the device wants transfers aligned to ", (*file)->alignment().offset,
-                     " bytes, the store's are aligned to ", kBlockBytes, "; use another device"));
+                     " bytes, the store's are aligned to ", kSectorBytes, "; use another device"));
   }
   return file;
 }
@@ -142,7 +142,7 @@ absl::Status RemoveOldFiles(const StoreOptions& options) {
   // Emptied first, the one with the commit records before the others: whoever is killed in the midst of this
   // leaves what is recognised as a run that never was, not as one that lost a directory.
   std::stable_partition(old.begin(), old.end(), [](const PlainFile& file) {
-    const auto headers = file.Read(0, 2 * kBlockBytes);
+    const auto headers = file.Read(0, 2 * kSectorBytes);
     return headers.ok() && DirectoryFromHeaders(*headers) == 0u;
   });
   for (const PlainFile& file : old) {
@@ -324,9 +324,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     aio::File& file = *store->files_[d];
     // Bodies, header copy 1, header copy 0, each durable before the next: cut short anywhere, it is known as
     // that, and headers that are zero before a run's records are damage.
-    for (const auto& [from, to] : {std::pair{2 * kBlockBytes, bytes.size()},
-                                   {kBlockBytes, 2 * kBlockBytes},
-                                   {uint64_t{0}, kBlockBytes}}) {
+    for (const auto& [from, to] : {std::pair{2 * kSectorBytes, bytes.size()},
+                                   {kSectorBytes, 2 * kSectorBytes},
+                                   {uint64_t{0}, kSectorBytes}}) {
       absl::Status written = WriteFully(engine, file, from, aligned.span().subspan(from, to - from));
       if (!written.ok()) return written;
       store->At(CrashPoint::kCreateSuperblock);
@@ -547,15 +547,16 @@ absl::Status Store::MakeDurable() {
 // is written once more.
 absl::Status Store::RewriteTakenBack() {
   const auto other = static_cast<uint32_t>((record_.sequence + 1) % kRecordPlaces);
-  AlignedBuffer block(kBlockBytes);
+  AlignedBuffer sector(kSectorBytes);
   bool rewritten = false;
   for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
     const uint64_t at = geometry_.record_offset(other, copy);
     // An unreadable one is no record either.
-    if (!ReadFully(engine_, *files_[0], at, block.span()).ok() || StartsLikeRecord(block.span())) continue;
-    if (std::all_of(block.span().begin(), block.span().end(), [](std::byte b) { return b == std::byte{0}; }))
+    if (!ReadFully(engine_, *files_[0], at, sector.span()).ok() || StartsLikeRecord(sector.span())) continue;
+    if (std::all_of(sector.span().begin(), sector.span().end(),
+                    [](std::byte b) { return b == std::byte{0}; }))
       continue;
-    RETURN_IF_ERROR(WriteFully(engine_, *files_[0], at, block.span()));
+    RETURN_IF_ERROR(WriteFully(engine_, *files_[0], at, sector.span()));
     rewritten = true;
   }
   return rewritten ? SyncFully(engine_, *files_[0]) : absl::OkStatus();

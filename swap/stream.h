@@ -27,7 +27,7 @@ namespace penstock::swap {
 
 class ReadStream {
  public:
-  // Bytes [offset, offset + bytes) of a file; `offset` is a multiple of kBlockBytes. What stands between the
+  // Bytes [offset, offset + bytes) of a file; `offset` is a multiple of kSectorBytes. What stands between the
   // end and the next such multiple is read as well and not shown.
   struct Range {
     aio::File* file = nullptr;
@@ -43,7 +43,7 @@ class ReadStream {
   };
 
   // `memory` is cut into chunks, which are all kept in flight: at least two should fit. `chunk_bytes` is a
-  // multiple of kBlockBytes. `next_range` gives the ranges one by one, nullopt at the end; it is called as
+  // multiple of kSectorBytes. `next_range` gives the ranges one by one, nullopt at the end; it is called as
   // reading gets there.
   ReadStream(aio::Engine& engine, std::span<std::byte> memory, uint64_t chunk_bytes,
              std::function<std::optional<Range>()> next_range);

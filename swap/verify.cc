@@ -97,16 +97,16 @@ absl::StatusOr<VerifyReport> VerifyAll(Store& store, std::span<std::byte> memory
                                        const std::function<bool(uint64_t, uint64_t)>& progress) {
   if (store.committed_sequence() == 0)
     return absl::FailedPreconditionError("nothing is committed: nothing to verify");
-  if (memory.size() < 2 * kBlockBytes) {
+  if (memory.size() < 2 * kSectorBytes) {
     return absl::InvalidArgumentError(
-        absl::StrCat("verifying needs at least ", 2 * kBlockBytes, " bytes of memory"));
+        absl::StrCat("verifying needs at least ", 2 * kSectorBytes, " bytes of memory"));
   }
   const Geometry& g = store.geometry();
   // At least four chunks, so that reading goes on while one is being checked, and none larger than the
   // largest tile, so that small tiles are read many at a time.
-  const uint64_t largest = std::max<uint64_t>(kBlockBytes, g.largest_slot_bytes());
-  const uint64_t chunk_bytes =
-      std::clamp(std::min(largest, memory.size() / 4 / kBlockBytes * kBlockBytes), kBlockBytes, kChunkBytes);
+  const uint64_t largest = std::max<uint64_t>(kSectorBytes, g.largest_slot_bytes());
+  const uint64_t chunk_bytes = std::clamp(std::min(largest, memory.size() / 4 / kSectorBytes * kSectorBytes),
+                                          kSectorBytes, kChunkBytes);
   VerifyReport report;
   report.notes = store.recovered().damage;
   const auto start = std::chrono::steady_clock::now();

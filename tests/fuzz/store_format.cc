@@ -6,8 +6,8 @@ namespace {
 
 void CheckSuperblock(const StoreImage& image) {
   const std::span<const std::byte> file(image.bytes);
-  const auto length = swap::SuperblockBytesFromHeaders(file.first(2 * swap::kBlockBytes));
-  (void)swap::DirectoryFromHeaders(file.first(2 * swap::kBlockBytes));
+  const auto length = swap::SuperblockBytesFromHeaders(file.first(2 * swap::kSectorBytes));
+  (void)swap::DirectoryFromHeaders(file.first(2 * swap::kSectorBytes));
   const auto decoded = swap::DecodeSuperblock(file);
   if (!decoded.ok()) {
     Refused(decoded.status());

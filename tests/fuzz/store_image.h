@@ -77,30 +77,30 @@ inline void Store64(std::byte* at, uint64_t value) { std::memcpy(at, &value, siz
 
 // Both copies of header and body, wherever the header says that the body is.
 inline void SealSuperblock(std::span<std::byte> file) {
-  constexpr uint64_t kBlock = swap::kBlockBytes;
-  if (file.size() < 2 * kBlock) return;
-  for (uint64_t header = 0; header < 2 * kBlock; header += kBlock) {
+  constexpr uint64_t kSector = swap::kSectorBytes;
+  if (file.size() < 2 * kSector) return;
+  for (uint64_t header = 0; header < 2 * kSector; header += kSector) {
     std::byte* const at = file.data() + header;
     const uint64_t seed = kernels::Checksum(at + 16, 16, 0);
     const uint64_t body_bytes = Load64(at + 56);
-    if (body_bytes <= file.size() - 2 * kBlock)
-      Store64(at + 64, kernels::Checksum(file.data() + 2 * kBlock, body_bytes, seed));
-    Store64(at + kBlock - 8, kernels::Checksum(at, kBlock - 8, seed));
+    if (body_bytes <= file.size() - 2 * kSector)
+      Store64(at + 64, kernels::Checksum(file.data() + 2 * kSector, body_bytes, seed));
+    Store64(at + kSector - 8, kernels::Checksum(at, kSector - 8, seed));
   }
 }
 
 // One copy of a record.
 inline void SealRecord(std::span<std::byte> record) {
-  constexpr uint64_t kBlock = swap::kBlockBytes;
-  if (record.size() < kBlock) return;
+  constexpr uint64_t kSector = swap::kSectorBytes;
+  if (record.size() < kSector) return;
   std::byte* const at = record.data();
   std::byte key[24];
   std::memcpy(key, at + 16, 24);  // uuid and sequence stand side by side
   const uint64_t seed = kernels::Checksum(key, sizeof(key), 0);
   const uint64_t body_bytes = Load64(at + 56);
-  if (body_bytes <= record.size() - kBlock)
-    Store64(at + 80, kernels::Checksum(at + kBlock, body_bytes, seed));
-  Store64(at + kBlock - 8, kernels::Checksum(at, kBlock - 8, seed));
+  if (body_bytes <= record.size() - kSector)
+    Store64(at + 80, kernels::Checksum(at + kSector, body_bytes, seed));
+  Store64(at + kSector - 8, kernels::Checksum(at, kSector - 8, seed));
 }
 
 // Changes the image as the input says.

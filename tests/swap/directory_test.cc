@@ -191,7 +191,7 @@ TEST_F(DirectoryTest, ProbeTellsWhatADirectoryHolds) {
   EXPECT_EQ(holding(), Holding::kDamaged);
   EXPECT_TRUE(absl::IsDataLoss(Store::Open(*engine_, options_).status()));
   Flip(File(), 33);
-  Flip(File(), kBlockBytes + 33);
+  Flip(File(), kSectorBytes + 33);
   EXPECT_EQ(holding(), Holding::kDamaged);
   EXPECT_TRUE(absl::IsDataLoss(Store::Open(*engine_, options_).status()));
 }
@@ -199,7 +199,7 @@ TEST_F(DirectoryTest, ProbeTellsWhatADirectoryHolds) {
 TEST_F(DirectoryTest, ACutOffFileIsNamed) {
   FakeModel model(layout_, 1);
   CreateCommitted(&model).reset();
-  std::filesystem::resize_file(File(), std::filesystem::file_size(File()) - kBlockBytes);
+  std::filesystem::resize_file(File(), std::filesystem::file_size(File()) - kSectorBytes);
   const auto store = Store::Open(*engine_, options_);
   EXPECT_TRUE(absl::IsDataLoss(store.status()));
   EXPECT_THAT(std::string(store.status().message()), HasSubstr("cut off"));
@@ -302,7 +302,7 @@ TEST_F(DirectoryTest, AFileThatWasCutOffIsDamageForAllWhoLook) {
   CreateCommitted(&model).reset();
   for (const int d : {0, 1}) {
     const auto bytes = std::filesystem::file_size(File(d));
-    std::filesystem::resize_file(File(d), bytes - kBlockBytes);
+    std::filesystem::resize_file(File(d), bytes - kSectorBytes);
     const Finding finding = Probe(options_.directories);
     EXPECT_EQ(finding.holding, Holding::kDamaged) << d;
     EXPECT_THAT(finding.text, HasSubstr("cut off"));
@@ -341,7 +341,7 @@ TEST_F(DirectoryTest, ZeroedHeadersBeforeARunAreDamageForAllWhoLook) {
     }
   };
   // The headers; the bodies too; the records too: tiles are left.
-  for (const uint64_t bytes : {2 * kBlockBytes, records, kTileAreaAlignment}) {
+  for (const uint64_t bytes : {2 * kSectorBytes, records, kTileAreaAlignment}) {
     SCOPED_TRACE(absl::StrCat(bytes, " bytes"));
     zero(File(), bytes);
     expect(Holding::kDamaged, absl::StatusCode::kDataLoss);
@@ -353,16 +353,16 @@ TEST_F(DirectoryTest, ZeroedHeadersBeforeARunAreDamageForAllWhoLook) {
   // Cut short as creation leaves it: bodies, perhaps torn; then header copy 1, perhaps torn.
   std::string begin(records, '\0');
   std::ifstream(File(), std::ios::binary).read(begin.data(), static_cast<std::streamsize>(records));
-  for (const uint64_t whole : {2 * kBlockBytes, 2 * kBlockBytes + 4096, records}) {
-    for (const uint64_t of_header : {uint64_t{0}, uint64_t{512}, kBlockBytes - 512}) {
+  for (const uint64_t whole : {2 * kSectorBytes, 2 * kSectorBytes + 4096, records}) {
+    for (const uint64_t of_header : {uint64_t{0}, uint64_t{512}, kSectorBytes - 512}) {
       std::string cut = begin;
-      std::fill_n(cut.begin(), kBlockBytes, '\0');
+      std::fill_n(cut.begin(), kSectorBytes, '\0');
       std::fill(cut.begin() + static_cast<ptrdiff_t>(whole), cut.end(), '\0');
       // The first 512 bytes of the header, or all but those, or none.
       const uint64_t from = of_header > 512 ? 512 : 0;
-      std::string header(kBlockBytes, '\0');
-      header.replace(from, of_header, begin, kBlockBytes + from, of_header);
-      cut.replace(kBlockBytes, kBlockBytes, header);
+      std::string header(kSectorBytes, '\0');
+      header.replace(from, of_header, begin, kSectorBytes + from, of_header);
+      cut.replace(kSectorBytes, kSectorBytes, header);
       std::fstream(File(), std::ios::in | std::ios::out | std::ios::binary)
           .write(cut.data(), static_cast<std::streamsize>(cut.size()));
       expect(Holding::kNeverCommitted, absl::StatusCode::kNotFound);
@@ -375,7 +375,7 @@ TEST_F(DirectoryTest, ZeroedHeadersBeforeARunAreDamageForAllWhoLook) {
   for (const int d : {0, 1}) {
     SCOPED_TRACE(absl::StrCat("directory ", d));
     CreateCommitted(&model).reset();
-    zero(File(d), 2 * kBlockBytes);
+    zero(File(d), 2 * kSectorBytes);
     expect(Holding::kDamaged, absl::StatusCode::kDataLoss);
     zero(File(d), kTileAreaAlignment);
     expect(Holding::kDamaged, absl::StatusCode::kDataLoss);

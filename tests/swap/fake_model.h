@@ -25,13 +25,13 @@ class FakeModel {
   FakeModel(const Layout& layout, uint64_t seed, bool adjacent = true) : layout_(layout), seed_(seed) {
     for (const TileLayout& tile : layout.tiles) {
       uint64_t bytes = 0;
-      for (uint64_t length : tile.segment_bytes) bytes += PaddedBytes(length) + (adjacent ? 0 : kBlockBytes);
+      for (uint64_t length : tile.segment_bytes) bytes += PaddedBytes(length) + (adjacent ? 0 : kSectorBytes);
       memory_.emplace_back(bytes);
       tiles_.emplace_back();
       std::byte* at = memory_.back().data();
       for (uint64_t length : tile.segment_bytes) {
         tiles_.back().push_back(Segment(at));
-        at += PaddedBytes(length) + (adjacent ? 0 : kBlockBytes);
+        at += PaddedBytes(length) + (adjacent ? 0 : kSectorBytes);
       }
     }
   }

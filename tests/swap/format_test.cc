@@ -103,7 +103,7 @@ TEST(FormatTest, RangesOfAllTilesAreDisjoint) {
     auto& mine = ranges[g.directory(t)];
     for (uint32_t slot = 0; slot < 3; ++slot) {
       for (uint32_t s = 0; s < g.segments(t); ++s) {
-        EXPECT_EQ(g.segment_offset(t, slot, s) % kBlockBytes, 0u);
+        EXPECT_EQ(g.segment_offset(t, slot, s) % kSectorBytes, 0u);
         mine.emplace_back(g.segment_offset(t, slot, s), g.segment_bytes(t, s));
       }
     }
@@ -180,14 +180,14 @@ TEST(FormatTest, SuperblockComesBack) {
 TEST(FormatTest, AnyFlippedBitOfTheSuperblockIsHealed) {
   const StoreShape shape = SmallShape();
   const auto good = EncodeSuperblock(shape, 1);
-  const uint64_t body_start = 2 * kBlockBytes;
+  const uint64_t body_start = 2 * kSectorBytes;
   const uint64_t padded_body = (good.size() - body_start) / 2;
   uint64_t body = padded_body;  // without its zero padding
   while (good[body_start + body - 1] == std::byte{0}) --body;
   int told = 0;
   for (size_t at = 0; at < good.size(); ++at) {
     const bool in_body = at >= body_start && (at - body_start) % padded_body < body;
-    if (at >= 200 && at % kBlockBytes < kBlockBytes - 16 && !in_body)
+    if (at >= 200 && at % kSectorBytes < kSectorBytes - 16 && !in_body)
       continue;  // zeros inside the headers: sampled
     auto bytes = good;
     bytes[at] ^= std::byte{static_cast<uint8_t>(1u << (at % 8))};
@@ -226,7 +226,7 @@ TEST(FormatTest, TwoDamagedCopiesAreRefusedAndNeverCrash) {
 
 TEST(FormatTest, ForeignEmptyAndNewerFilesAreTold) {
   EXPECT_TRUE(absl::IsNotFound(SuperblockBytesFromHeaders({}).status()));
-  std::vector<std::byte> bytes(2 * kBlockBytes);
+  std::vector<std::byte> bytes(2 * kSectorBytes);
   EXPECT_TRUE(absl::IsNotFound(SuperblockBytesFromHeaders(bytes).status()));
   std::memcpy(bytes.data(), "%PDF-1.4", 8);
   EXPECT_TRUE(absl::IsInvalidArgument(SuperblockBytesFromHeaders(bytes).status()));
@@ -256,9 +256,9 @@ TEST(FormatTest, AnyFlippedBitOfARecordIsFound) {
   const Geometry g = GeometryOf(shape);
   const Record record = SmallRecord(g);
   const auto good = Encode(g, shape.uuid, record);
-  const size_t end = kBlockBytes + g.tiles() * 16 + g.total_segments() * 8 + record.payload.size();
+  const size_t end = kSectorBytes + g.tiles() * 16 + g.total_segments() * 8 + record.payload.size();
   for (size_t bit = 0; bit < end * 8; ++bit) {
-    if (bit / 8 >= 128 && bit / 8 < kBlockBytes - 16 && bit % 61 != 0)
+    if (bit / 8 >= 128 && bit / 8 < kSectorBytes - 16 && bit % 61 != 0)
       continue;  // zeros of the header: sampled
     auto bytes = good;
     bytes[bit / 8] ^= std::byte{static_cast<uint8_t>(1u << (bit % 8))};
@@ -277,13 +277,13 @@ TEST(FormatTest, ATornRecordIsFoundWhereverItTears) {
   for (auto& checksum : new_record.checksums) checksum ^= 1;
   const auto old_bytes = Encode(g, shape.uuid, old_record);
   const auto new_bytes = Encode(g, shape.uuid, new_record);
-  const size_t blocks = RecordBytes(g, new_record.payload.size()) / kBlockBytes;
-  ASSERT_GE(blocks, 5u);
-  for (uint64_t mask = 1; mask + 1 < uint64_t{1} << blocks; ++mask) {  // any subset of its blocks arrived
+  const size_t sectors = RecordBytes(g, new_record.payload.size()) / kSectorBytes;
+  ASSERT_GE(sectors, 5u);
+  for (uint64_t mask = 1; mask + 1 < uint64_t{1} << sectors; ++mask) {  // any subset of its sectors arrived
     auto bytes = old_bytes;
-    for (size_t b = 0; b < blocks; ++b) {
+    for (size_t b = 0; b < sectors; ++b) {
       if (mask >> b & 1)
-        std::copy_n(new_bytes.begin() + b * kBlockBytes, kBlockBytes, bytes.begin() + b * kBlockBytes);
+        std::copy_n(new_bytes.begin() + b * kSectorBytes, kSectorBytes, bytes.begin() + b * kSectorBytes);
     }
     const auto decoded = DecodeRecord(g, shape.uuid, 1, bytes);
     ASSERT_FALSE(decoded.ok() && decoded->sequence == 5) << mask;
@@ -301,7 +301,7 @@ TEST(FormatTest, ARecordOfAnotherPlaceOrStoreIsRefused) {
   EXPECT_FALSE(DecodeRecord(g, other, 1, bytes).ok());
   EXPECT_TRUE(
       absl::IsNotFound(DecodeRecord(g, shape.uuid, 1, std::vector<std::byte>(g.record_capacity())).status()));
-  EXPECT_FALSE(DecodeRecord(g, shape.uuid, 1, std::span(bytes).first(bytes.size() - kBlockBytes)).ok());
+  EXPECT_FALSE(DecodeRecord(g, shape.uuid, 1, std::span(bytes).first(bytes.size() - kSectorBytes)).ok());
   StoreShape wider = shape;
   wider.tiles.push_back(shape.tiles[0]);
   wider.payload_capacity = 0;

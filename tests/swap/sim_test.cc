@@ -489,17 +489,17 @@ TEST_P(SimTest, AFlippedBitInEveryStructure) {
     ASSERT_TRUE(world.disk().Write(world.Path(directory), offset, *whole).ok());
   };
 
-  const uint64_t body = (g.superblock_bytes() - 2 * kBlockBytes) / 2;
+  const uint64_t body = (g.superblock_bytes() - 2 * kSectorBytes) / 2;
   for (uint32_t d = 0; d < 2; ++d) {
     for (uint32_t copy = 0; copy < 2; ++copy) {
       for (uint64_t at :
            {0u, 7u, 8u, 12u, 16u, 31u, 32u, 36u, 40u, 44u, 48u, 56u, 64u, 1000u, 4088u, 4095u}) {
-        expect(d, copy * kBlockBytes + at, -1);
+        expect(d, copy * kSectorBytes + at, -1);
       }
-      for (uint64_t at : {0u, 3u, 4u, 20u, 30u, 60u}) expect(d, 2 * kBlockBytes + copy * body + at, -1);
+      for (uint64_t at : {0u, 3u, 4u, 20u, 30u, 60u}) expect(d, 2 * kSectorBytes + copy * body + at, -1);
     }
   }
-  const uint64_t record = RecordBytes(g, 6) - kBlockBytes;
+  const uint64_t record = RecordBytes(g, 6) - kSectorBytes;
   ASSERT_LT(record, g.record_capacity());
   for (uint32_t place = 0; place < 2; ++place) {
     for (uint32_t copy = 0; copy < 2; ++copy) {
@@ -507,7 +507,7 @@ TEST_P(SimTest, AFlippedBitInEveryStructure) {
       for (uint64_t at : {0u, 8u, 12u, 16u, 32u, 40u, 48u, 56u, 64u, 72u, 80u, 500u, 4088u})
         expect(0, start + at, -1);
       const uint64_t table = 16 * g.tiles() + 8 * g.total_segments();
-      for (uint64_t at = 0; at < table + 6; at += 11) expect(0, start + kBlockBytes + at, -1);
+      for (uint64_t at = 0; at < table + 6; at += 11) expect(0, start + kSectorBytes + at, -1);
     }
   }
   for (uint32_t t = 0; t < g.tiles(); ++t) {
@@ -517,8 +517,8 @@ TEST_P(SimTest, AFlippedBitInEveryStructure) {
       for (uint64_t at : {uint64_t{0}, bytes / 2, bytes - 1, random() % bytes}) {
         expect(g.directory(t), start + at, static_cast<int>(t));
       }
-      if (bytes % kBlockBytes != 0) expect(g.directory(t), start + bytes, -2);  // padding
-      expect(g.directory(t), g.segment_offset(t, 1 - live[t].slot, s), -2);     // the older version
+      if (bytes % kSectorBytes != 0) expect(g.directory(t), start + bytes, -2);  // padding
+      expect(g.directory(t), g.segment_offset(t, 1 - live[t].slot, s), -2);      // the older version
     }
   }
   std::printf("%d flips healed, %d named, %d without meaning\n", healed, named, meaningless);

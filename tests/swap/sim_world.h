@@ -176,12 +176,12 @@ class SimWorld {
     file_options.sim = disk_.get();
     auto file = aio::File::Open(file_options);
     if (!file.ok()) return;
-    AlignedBuffer block(kBlockBytes);
+    AlignedBuffer sector(kSectorBytes);
     for (bool failed = true; failed;) {
       failed = false;
       aio::Request write, read, sync;
-      write.PrepareWrite(**file, 0, block.data(), block.bytes());
-      read.PrepareRead(**file, 0, block.data(), block.bytes());
+      write.PrepareWrite(**file, 0, sector.data(), sector.bytes());
+      read.PrepareRead(**file, 0, sector.data(), sector.bytes());
       sync.PrepareSync(**file);
       for (aio::Request* request : {&write, &read, &sync}) {
         if (!engine_->Submit(request).ok() || !engine_->Wait(request).ok()) failed = true;

@@ -170,12 +170,12 @@ TEST_F(StoreTest, AnyRunOfSegmentsIsOneTransferToAnyPlaces) {
     for (uint32_t first = 0; first < 4; ++first) {
       for (uint32_t count = 1; first + count <= 4; ++count) {
         for (bool adjacent : {true, false}) {
-          AlignedBuffer memory(g.slot_bytes(tile) + 5 * kBlockBytes);
+          AlignedBuffer memory(g.slot_bytes(tile) + 5 * kSectorBytes);
           std::vector<void*> places;
           uint64_t at = 0;
           for (uint32_t i = 0; i < count; ++i) {
             places.push_back(memory.data() + at);
-            at += PaddedBytes(g.segment_bytes(tile, first + i)) + (adjacent ? 0 : kBlockBytes);
+            at += PaddedBytes(g.segment_bytes(tile, first + i)) + (adjacent ? 0 : kSectorBytes);
           }
           TileIo io;
           ASSERT_TRUE(store->ReadSegments(&io, tile, first, count, places, aio::Priority::kPrefetch).ok());
@@ -363,7 +363,7 @@ TEST_F(StoreTest, AFlippedBitInTheNewestRecordCostsNothing) {
   const Geometry g = store->geometry();
   store.reset();
   const uint64_t place = 2 % kRecordPlaces;  // of the second commit
-  Flip(File(), g.record_offset(place, 0) + kBlockBytes + 3);
+  Flip(File(), g.record_offset(place, 0) + kSectorBytes + 3);
   store = Open();
   EXPECT_EQ(store->recovered().step, 1u);
   ASSERT_EQ(store->recovered().damage.size(), 1u);
@@ -379,7 +379,7 @@ TEST_F(StoreTest, ARecordCutShortLeavesTheOneBefore) {
   Step(*store, &model, 1);
   const Geometry g = store->geometry();
   store.reset();
-  for (uint32_t copy = 0; copy < 2; ++copy) Flip(File(), g.record_offset(0, copy) + kBlockBytes + 3);
+  for (uint32_t copy = 0; copy < 2; ++copy) Flip(File(), g.record_offset(0, copy) + kSectorBytes + 3);
   store = Open();
   EXPECT_EQ(store->recovered().step, 0u);
   EXPECT_EQ(store->recovered().cut_short.size(), 2u);

@@ -228,12 +228,12 @@ static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const ShardDir
   const uint64_t bytes = ShardedState::MemoryBytes(inspections);
   torch::Tensor memory;
   const absl::Status taken = Guarded("memory for a tile of the checkpoint", [&] {
-    memory = torch::empty({static_cast<int64_t>(bytes + swap::kBlockBytes)}, torch::kUInt8);
+    memory = torch::empty({static_cast<int64_t>(bytes + swap::kSectorBytes)}, torch::kUInt8);
   });
   if (!taken.ok()) return taken;
   void* start = memory.data_ptr();
-  size_t room = bytes + swap::kBlockBytes;
-  std::align(swap::kBlockBytes, bytes, start, room);
+  size_t room = bytes + swap::kSectorBytes;
+  std::align(swap::kSectorBytes, bytes, start, room);
   ASSIGN_OR_RETURN(std::unique_ptr<ShardedState> reader,
                    ShardedState::Open(io, parts, inspections, elements, plan.precision,
                                       {static_cast<std::byte*>(start), bytes}));

@@ -56,7 +56,7 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
   ASSIGN_OR_RETURN(to_options.slots, AgreeOnVersions(options, to_options, layout, identity.dump()));
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,
                    swap::Store::Create(io, to_options, layout, identity.dump()));
-  arena_options.bytes = std::max<uint64_t>(swap::kBlockBytes, to->geometry().largest_slot_bytes());
+  arena_options.bytes = std::max<uint64_t>(swap::kSectorBytes, to->geometry().largest_slot_bytes());
   ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> target, aio::Arena::Create(arena_options));
   const swap::Recovered& recovered = from->recovered();
   const uint64_t version = VersionAfter(static_cast<int64_t>(recovered.step));

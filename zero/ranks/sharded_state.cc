@@ -104,7 +104,7 @@ absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectori
 }
 
 uint64_t ShardedState::MemoryBytes(const std::vector<swap::Inspection>& inspections) {
-  uint64_t most = swap::kBlockBytes;
+  uint64_t most = swap::kSectorBytes;
   for (const swap::Inspection& inspection : inspections) {
     for (const swap::TilePlacement& tile : inspection.shape.tiles) {
       uint64_t bytes = 0;

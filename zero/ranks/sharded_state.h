@@ -49,7 +49,7 @@ absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectori
 // Ranges of blocks. Every tile that is read is checked; memory: one tile.
 class ShardedState {
  public:
-  // `memory`: swap::kBlockBytes-aligned, MemoryBytes of the same inspections; only Read needs it. `engine`
+  // `memory`: swap::kSectorBytes-aligned, MemoryBytes of the same inspections; only Read needs it. `engine`
   // outlives it.
   static absl::StatusOr<std::unique_ptr<ShardedState>> Open(aio::Engine& engine,
                                                             const ShardDirectories& parts,
