@@ -83,7 +83,8 @@ TEST_P(ForAWhileTest, EverythingIsDoneWhenTheKernelTakesItAgain) {
     write.PrepareWrite(*w.file, kBytes / 2, w.write_from.data() + kBytes / 2, kBytes / 2);
     sync.PrepareSync(*w.file);
     for (Request* request : {&read, &write, &sync}) CHILD_EXPECT(engine.Submit(request).ok());
-    while (w.gate.refused() < 20) Pause(1);
+    for (int i = 0; i < kPatienceMs && w.gate.refused() < 20; ++i) Pause(1);
+    CHILD_EXPECT(w.gate.refused() >= 20);
     for (const Request* request : {&read, &write, &sync}) CHILD_EXPECT(request->pending());
     w.gate.LetThrough();
     for (Request* request : {&read, &write, &sync}) CHILD_EXPECT(engine.Wait(request, kPatienceMs).ok());
