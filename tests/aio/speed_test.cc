@@ -1,10 +1,19 @@
-// The engine against a bare loop of raw system calls, in interleaved pairs, on the disk at hand. Absolute
-// speed is never judged: disks drift and machines are shared. What may not grow is the CPU per byte and the
-// number of system calls, and what may not shrink is the ratio.
+// The engine against a bare loop of raw system calls, in interleaved pairs, on the disk at hand; and how long
+// a disk's measurement takes. Absolute speed is never judged: disks drift and machines are shared. What may
+// not grow is the CPU per byte beside the bare loop's and the number of system calls, and what may not shrink
+// is the ratio.
+//
+// How a shared machine is borne. A neighbour makes both of a pair slower, or one of them by chance; a defect
+// makes the engine slower in every pair. So the time is judged by the pairs in which the engine did best, a
+// quarter of all: a real regression shows there too. CPU is counted for both in the same pairs, as a cache
+// that others empty or a slower clock costs both; milliseconds alone would measure the machine.
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <limits>
+#include <vector>
 
+#include "aio/profile.h"
 #include "bench/aio_bare_loop.h"
 #include "tests/aio/test_support.h"
 
@@ -13,12 +22,13 @@ namespace {
 
 constexpr uint64_t kBytes = 128 * kMiB;
 constexpr int kPairs = 15;
-// 0.98 and more where nothing else runs (aio_bench measures it). The same engine stood between 0.83 and 0.96
-// within ten minutes on a virtual disk that others were busy on (2026-11-22): a gate above that tests the
-// disk.
-constexpr double kRatioMin = 0.80;
-constexpr double kCpuMax = 12;        // ms per GiB: 4 to 6 there
-constexpr double kSyscallsMax = 1.5;  // per 4 MiB: below 1 there
+constexpr int kAttempts = 3;
+// Of the best quarter of pairs: 0.98 to 1.12 with six other processes on two processors (2026-11-23), where
+// the median of a series went down to 0.83 on a virtual disk that others were busy on.
+constexpr double kRatioMin = 0.85;
+// The engine's CPU over the bare loop's: 1.09 to 1.24 there.
+constexpr double kCpuMax = 1.6;
+constexpr double kSyscallsMax = 1.5;  // per 4 MiB: below 1 on an idle machine
 
 double CpuMs() {
   rusage usage{};
@@ -27,13 +37,27 @@ double CpuMs() {
          static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) * 1e-3;
 }
 
+// Of all pairs so far, in every attempt.
 struct Outcome {
-  double ratio = 0;  // median
-  double cpu_ms_per_gib = 0;
-  double syscalls_per_4mib = 0;
+  std::vector<double> time_ratios;  // the bare loop's time over the engine's, a pair
+  double engine_cpu_ms = 0, bare_cpu_ms = 0;
+  double syscalls = 0;
+
+  double gib() const { return static_cast<double>(time_ratios.size() * kBytes) / static_cast<double>(kGiB); }
+  // What the best quarter of pairs reach at the least.
+  double TimeRatio() const {
+    std::vector<double> sorted = time_ratios;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted[sorted.size() * 3 / 4];
+  }
+  double CpuRatio() const { return engine_cpu_ms / bare_cpu_ms; }
+  double SyscallsPer4Mib() const { return syscalls / (gib() * 256); }
+  bool Good() const {
+    return TimeRatio() >= kRatioMin && CpuRatio() <= kCpuMax && SyscallsPer4Mib() <= kSyscallsMax;
+  }
 };
 
-Outcome Compare(bool write) {
+void Compare(bool write, Outcome* outcome) {
   EngineOptions options;
   World w(BackendKind::kIoUring, options);
   EXPECT_EQ(w.skip, "");
@@ -57,8 +81,6 @@ Outcome Compare(bool write) {
   EXPECT_OK(w.engine->Wait(&request));
   ours();
   theirs();
-  std::vector<double> ratios;
-  double cpu_ms = 0;
   const uint64_t syscalls = w.engine->stats().devices[0].syscalls;
   for (int pair = 0; pair < kPairs; ++pair) {
     double seconds[2] = {};
@@ -67,18 +89,11 @@ Outcome Compare(bool write) {
       const int64_t start = SteadyClock::Get().NowNs();
       engine ? ours() : theirs();
       seconds[engine] = static_cast<double>(SteadyClock::Get().NowNs() - start);
-      if (engine) cpu_ms += CpuMs() - cpu;
+      (engine ? outcome->engine_cpu_ms : outcome->bare_cpu_ms) += CpuMs() - cpu;
     }
-    ratios.push_back(seconds[0] / seconds[1]);
+    outcome->time_ratios.push_back(seconds[0] / seconds[1]);
   }
-  std::sort(ratios.begin(), ratios.end());
-  Outcome outcome;
-  outcome.ratio = ratios[kPairs / 2];
-  outcome.cpu_ms_per_gib =
-      cpu_ms / (static_cast<double>(kPairs) * static_cast<double>(kBytes) / static_cast<double>(kGiB));
-  outcome.syscalls_per_4mib = static_cast<double>(w.engine->stats().devices[0].syscalls - syscalls) /
-                              (kPairs * static_cast<double>(kBytes) / static_cast<double>(4 * kMiB));
-  return outcome;
+  outcome->syscalls += static_cast<double>(w.engine->stats().devices[0].syscalls - syscalls);
 }
 
 class SpeedTest : public testing::TestWithParam<bool> {};
@@ -91,23 +106,36 @@ TEST_P(SpeedTest, KeepsUpWithABareLoop) {
     // What the numbers rest on may be missing: an older kernel's rings, or the right to lock memory.
     if (w.log.Has(" refused: ") || w.log.Has("ulimit -l")) GTEST_SKIP() << w.log.lines()[0];
   }
-  // A neighbour on the machine can spoil a series; three in a row are not bad luck.
   Outcome outcome;
-  for (int attempt = 0; attempt < 3; ++attempt) {
-    outcome = Compare(GetParam());
-    std::printf("ratio %.3f, %.1f ms of CPU per GiB, %.2f system calls per 4 MiB\n", outcome.ratio,
-                outcome.cpu_ms_per_gib, outcome.syscalls_per_4mib);
-    if (outcome.ratio >= kRatioMin && outcome.cpu_ms_per_gib <= kCpuMax &&
-        outcome.syscalls_per_4mib <= kSyscallsMax)
-      return;
+  for (int attempt = 0; attempt < kAttempts && (attempt == 0 || !outcome.Good()); ++attempt) {
+    Compare(GetParam(), &outcome);
+    std::printf("time ratio %.3f, CPU ratio %.2f (%.1f ms per GiB to %.1f), %.2f system calls per 4 MiB\n",
+                outcome.TimeRatio(), outcome.CpuRatio(), outcome.engine_cpu_ms / outcome.gib(),
+                outcome.bare_cpu_ms / outcome.gib(), outcome.SyscallsPer4Mib());
   }
-  EXPECT_GE(outcome.ratio, kRatioMin);
-  EXPECT_LE(outcome.cpu_ms_per_gib, kCpuMax);
-  EXPECT_LE(outcome.syscalls_per_4mib, kSyscallsMax);
+  EXPECT_GE(outcome.TimeRatio(), kRatioMin);
+  EXPECT_LE(outcome.CpuRatio(), kCpuMax);
+  EXPECT_LE(outcome.SyscallsPer4Mib(), kSyscallsMax);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ops, SpeedTest, testing::Bool(),
                          [](const auto& suite) { return suite.param ? "write" : "read"; });
+
+// The budget is 0.7 s, and as much again where samples differ. Here, as it is the one test of a probe that
+// judges time: nothing else runs beside it. The quickest of three, as a disk may stall.
+TEST(ProbeSpeedTest, ADiskIsMeasuredInAboutItsBudget) {
+  ScratchDirectory directory;
+  ProbeOptions options;
+  options.directory = directory.path();
+  double best = std::numeric_limits<double>::max();
+  for (int attempt = 0; attempt < kAttempts && best > 5.0; ++attempt) {
+    const int64_t start = SteadyClock::Get().NowNs();
+    ASSERT_OK(MeasureDevice(options).status());
+    best = std::min(best, static_cast<double>(SteadyClock::Get().NowNs() - start) * 1e-9);
+    std::printf("%.3f s\n", best);
+  }
+  EXPECT_LE(best, 5.0);
+}
 
 }  // namespace
 }  // namespace penstock::aio

@@ -213,9 +213,12 @@ TEST(Ranks, KilledAndResumedTheLossesAreThoseOfARunLeftAlone) {
 // Its message breaks off in the middle: the other has begun to receive it.
 TEST(Ranks, OneThatIsKilledWhileItSendsIsNamedAtOnce) {
   constexpr size_t kBytes = size_t{64} << 20;  // more than sockets hold
+  // Much more than a machine that is busy takes: who waited for that was not told at once.
+  constexpr double kPatienceSeconds = 400;
   for (const int victim : {0, 1}) {
     const auto outcomes = testing_support::RunProcesses(2, [&](int rank, int port) {
-      const auto comm = ConnectGloo(testing_support::LoopbackRank(rank, 2, port), {});
+      const auto comm =
+          ConnectGloo(testing_support::LoopbackRank(rank, 2, port), {.patience_seconds = kPatienceSeconds});
       if (!comm.ok()) return nlohmann::json::object({{"status", std::string(comm.status().message())}});
       std::vector<std::byte> sent(kBytes), received(kBytes);
       const std::array<const void*, 2> send = {sent.data(), sent.data()};
@@ -233,7 +236,7 @@ TEST(Ranks, OneThatIsKilledWhileItSendsIsNamedAtOnce) {
     const RankOutcome& survivor = outcomes[static_cast<size_t>(1 - victim)];
     EXPECT_NE(survivor.text().find("rank " + std::to_string(victim) + " of 2 has gone"), std::string::npos)
         << survivor.text();
-    EXPECT_LT(survivor.report["seconds"], 15) << "half of the patience";
+    EXPECT_LT(survivor.report["seconds"], kPatienceSeconds / 2);
   }
 }
 
