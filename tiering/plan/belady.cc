@@ -5,10 +5,10 @@
 #include <map>
 #include <utility>
 
+#include "base/index.h"
+
 namespace penstock::tiering {
 namespace {
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 constexpr size_t kNever = std::numeric_limits<size_t>::max();
 

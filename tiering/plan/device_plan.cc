@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "base/index.h"
 #include "tiering/plan/working_set.h"
 
 namespace penstock::tiering {
@@ -14,8 +15,6 @@ namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 constexpr int64_t kGranule = 2 * kMiB;  // in which a device hands out memory
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 // Gradients that devices reduce among themselves go in pieces of so many elements: what it takes to start an
 // exchange is then little beside it.

@@ -2,12 +2,11 @@
 
 #include <algorithm>
 
+#include "base/index.h"
 #include "tiering/plan/working_set.h"
 
 namespace penstock::tiering {
 namespace {
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
   std::vector<Tile> tiles;

@@ -3,13 +3,12 @@
 #include <algorithm>
 #include <limits>
 
+#include "base/index.h"
 #include "tiering/plan/belady.h"
 #include "tiering/plan/plan_layout.h"
 
 namespace penstock::tiering {
 namespace {
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 int64_t WeightBytes(const Plan& plan, const BlockPlan& block) {
   return AlignUp(block.elements * plan.shards_in_memory() * plan.precision.weight_bytes(), kPage);

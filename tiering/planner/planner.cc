@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/index.h"
 #include "base/status_macros.h"
 #include "tiering/plan/byte_size.h"
 #include "tiering/plan/plan.h"
@@ -32,8 +33,6 @@ namespace penstock::tiering {
 namespace {
 
 constexpr int64_t kMiB = int64_t{1} << 20;
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 // The last is the least with which everything still overlaps: one block computes while the next is read, one
 // tile is updated while others are read and written.

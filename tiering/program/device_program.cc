@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/index.h"
 #include "tiering/program/program.h"
 
 namespace penstock::tiering {
@@ -12,8 +13,6 @@ namespace {
 // Weights come to the device at most so many uses ahead: with many slots there would be room for more, but
 // reads of weights go before those of state, and what is read long before its use keeps updates waiting.
 constexpr size_t kUsesAhead = 2;
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 int64_t StateElementBytes(const Precision& precision, int64_t elements) {
   return precision.UnpaddedBytes(elements) - precision.SegmentBytes(0, elements);

@@ -6,13 +6,12 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/index.h"
 
 namespace penstock::tiering {
 namespace {
 
 constexpr size_t kNever = std::numeric_limits<size_t>::max();
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 }  // namespace
 

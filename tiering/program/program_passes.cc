@@ -2,15 +2,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/index.h"
 #include "tiering/program/program.h"
 
 namespace penstock::tiering {
-namespace {
-
-size_t At(int index) { return static_cast<size_t>(index); }
-
-}  // namespace
-
 Op& ProgramBuilder::EmitForStage(OpKind kind, Lane lane, int position, int micro_batch, int64_t step) {
   const int stage = stage_order_[At(position)];
   Op& op = Emit(kind, lane, step);

@@ -3,15 +3,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/index.h"
 #include "kernels/float16.h"
 #include "zero/memory/guarded.h"
 
 namespace penstock::zero {
-namespace {
-
-size_t At(int index) { return static_cast<size_t>(index); }
-
-}  // namespace
 
 uint64_t MixSeed(uint64_t seed, uint64_t a, uint64_t b, uint64_t c) {
   // splitmix64's finalizer over each number in turn.

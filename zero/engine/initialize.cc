@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/index.h"
 #include "base/status_macros.h"
 #include "zero/compute/initial_values.h"
 #include "zero/compute/stage_runner.h"
@@ -15,8 +16,6 @@ namespace penstock::zero {
 namespace {
 
 constexpr uint64_t kInitializationSalt = 0x696e6974;  // keeps initial values apart from dropout's seeds
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 }  // namespace
 

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/index.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
@@ -17,8 +18,6 @@ namespace penstock::zero {
 namespace {
 
 constexpr int64_t kSharedAtOnce = int64_t{1} << 17;  // elements of all ranks together
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 // Memory for direct I/O of that many bytes, padded to pages.
 absl::StatusOr<torch::Tensor> Pages(int64_t bytes, std::byte** aligned) {

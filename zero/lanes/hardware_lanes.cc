@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/index.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
@@ -19,8 +20,6 @@ namespace {
 using tiering::Lane;
 using tiering::Op;
 using tiering::OpKind;
-
-size_t At(int index) { return static_cast<size_t>(index); }
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/index.h"
 #include "base/status_macros.h"
 
 namespace penstock::zero {
@@ -14,12 +15,6 @@ using kernels::DType;
 using tiering::Lane;
 using tiering::Op;
 using tiering::OpKind;
-
-namespace {
-
-size_t At(int index) { return static_cast<size_t>(index); }
-
-}  // namespace
 
 RankLanes::RankLanes(const tiering::Plan& plan, const ArenaView& residency, Comm* comm, ShardedState* parts,
                      Options options, Totals totals, Report report)
