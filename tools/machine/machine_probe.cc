@@ -90,10 +90,15 @@ absl::StatusOr<aio::DeviceProfile> Probe(const std::vector<std::string>& directo
   }
   if (request.compute && request.file_bytes >= kWholeProbe) {
     request.compute();
-    options.meanwhile = [&request, compute_speed, alone = zero::SecondsOfCompute(request.compute)] {
-      const double speed = alone / zero::SecondsOfCompute(request.compute);
-      *compute_speed = std::min(*compute_speed, std::clamp(speed, 0.5, 1.0));
-    };
+    bool disturbed = false;
+    const double alone = zero::SecondsOfCompute(request.compute, &disturbed);
+    // Beside other work there is no telling what the drive takes of it.
+    if (!disturbed) {
+      options.meanwhile = [&request, compute_speed, alone] {
+        const double speed = alone / zero::SecondsOfCompute(request.compute);
+        *compute_speed = std::min(*compute_speed, std::clamp(speed, 0.5, 1.0));
+      };
+    }
   }
   return aio::MeasureDevice(options);
 }

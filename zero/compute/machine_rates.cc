@@ -153,11 +153,13 @@ double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optim
   return static_cast<double>(elements) / std::max(best, 1e-9);
 }
 
-double SecondsOfCompute(const std::function<void()>& compute) {
-  const double begin = Seconds();
+double SecondsOfCompute(const std::function<void()>& compute, bool* disturbed) {
+  const Stopwatch watch;
   int calls = 0;
-  for (; calls < 1 || Seconds() - begin < 0.25; ++calls) compute();
-  return (Seconds() - begin) / calls;
+  for (; calls < 1 || watch.Passed() < 0.25; ++calls) compute();
+  const double seconds = watch.Passed() / calls;
+  if (disturbed != nullptr) *disturbed = watch.Read().disturbed;
+  return seconds;
 }
 
 }  // namespace penstock::zero

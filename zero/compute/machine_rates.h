@@ -29,8 +29,9 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
 double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer,
                          int64_t memory_bytes = 0);
 
-// Seconds of a call of `compute`, over a quarter of a second or one call.
-double SecondsOfCompute(const std::function<void()>& compute);
+// Seconds of a call of `compute`, over a quarter of a second or one call, everything in them that passed.
+// *disturbed (where it is given): other work had the processors meanwhile.
+double SecondsOfCompute(const std::function<void()>& compute, bool* disturbed = nullptr);
 
 }  // namespace penstock::zero
 
