@@ -12,6 +12,7 @@
 #include "aio/bytes.h"
 #include "aio/device_queue.h"
 #include "aio/io_error.h"
+#include "base/check.h"
 
 namespace penstock::aio {
 namespace {
@@ -351,7 +352,11 @@ void DeviceQueue::Retire(Piece& piece, int error) {
   const int64_t service_ns = std::max<int64_t>(0, now_ns_ - piece.start_ns);
   service_[static_cast<size_t>(request.op_)].Record(static_cast<uint64_t>(service_ns));
   if (error == 0 && request.op_ != Op::kSync) WatchService(request.op_, service_ns);
-  in_flight_bytes_[static_cast<size_t>(DirectionOf(request.op_))] -= piece.charged_bytes;
+  uint64_t& in_flight_bytes = in_flight_bytes_[static_cast<size_t>(DirectionOf(request.op_))];
+  PENSTOCK_CHECK(
+      in_flight_pieces_ > 0 && request.pieces_in_flight_ > 0 && in_flight_bytes >= piece.charged_bytes,
+      "a piece that ends twice");
+  in_flight_bytes -= piece.charged_bytes;
   --in_flight_pieces_;
   if (piece.bounce >= 0) free_bounces_.push_back(piece.bounce);
   if (piece.kind == Piece::Kind::kOneSector) std::erase(sectors_, &piece);

@@ -2,7 +2,6 @@
 #include "swap/commit.h"
 
 #include <algorithm>
-#include <cassert>
 #include <utility>
 
 #include "absl/strings/str_cat.h"

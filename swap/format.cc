@@ -1,13 +1,13 @@
 #include "swap/format.h"
 
 #include <algorithm>
-#include <cassert>
 #include <cmath>
 #include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/check.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 
@@ -496,8 +496,11 @@ uint64_t RecordBytes(const Geometry& geometry, uint64_t payload_bytes) {
 
 void EncodeRecord(const Geometry& geometry, const Uuid& uuid, const Record& record,
                   std::span<std::byte> out) {
-  assert(record.tiles.size() == geometry.tiles() && record.checksums.size() == geometry.total_segments());
-  assert(out.size() == RecordBytes(geometry, record.payload.size()));
+  PENSTOCK_CHECK(
+      record.tiles.size() == geometry.tiles() && record.checksums.size() == geometry.total_segments(),
+      "a record of another store's tiles");
+  PENSTOCK_CHECK(out.size() == RecordBytes(geometry, record.payload.size()), "a record of another length");
+  PENSTOCK_CHECK(out.size() <= geometry.record_capacity(), "a record that reaches into the next");
   std::byte* const at = out.data();
   std::byte* const body = at + kSectorBytes;
   const uint64_t body_bytes = TableBytes(geometry) + record.payload.size();

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/check.h"
 #include "base/status_macros.h"
 
 namespace penstock::swap {
@@ -244,6 +245,12 @@ absl::Status Store::WriteSegments(TileIo* io, uint32_t tile, uint64_t version, u
                          : " has no slot left: a checkpoint still holds one of its versions"));
   }
 
+  // What a restart would find is never written over.
+  PENSTOCK_CHECK(record_.overwriting || record_.tiles[tile].version == 0 || record_.tiles[tile].slot != slot,
+                 "a write over the committed version of a tile");
+  PENSTOCK_CHECK(
+      !retained_.has_value() || retained_->tiles[tile].version == 0 || retained_->tiles[tile].slot != slot,
+      "a write over a version that a checkpoint holds");
   const auto count = static_cast<uint32_t>(sources.size());
   io->slot_ = slot;
   io->version_ = version;

@@ -1,9 +1,9 @@
 #include "swap/stream.h"
 
 #include <algorithm>
-#include <cassert>
 #include <utility>
 
+#include "base/check.h"
 #include "swap/format.h"
 
 namespace penstock::swap {
@@ -11,7 +11,8 @@ namespace penstock::swap {
 ReadStream::ReadStream(aio::Engine& engine, std::span<std::byte> memory, uint64_t chunk_bytes,
                        std::function<std::optional<Range>()> next_range)
     : engine_(engine), chunk_bytes_(chunk_bytes), next_range_(std::move(next_range)) {
-  assert(chunk_bytes > 0 && chunk_bytes % kSectorBytes == 0 && memory.size() >= chunk_bytes);
+  PENSTOCK_CHECK(chunk_bytes > 0 && chunk_bytes % kSectorBytes == 0 && memory.size() >= chunk_bytes,
+                 "chunks that are no sectors, or more than their memory");
   for (uint64_t at = 0; at + chunk_bytes <= memory.size(); at += chunk_bytes) {
     slots_.push_back(std::make_unique<Slot>());
     slots_.back()->memory = memory.data() + at;

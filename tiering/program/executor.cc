@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
+
 namespace penstock::tiering {
 namespace {
 
@@ -120,8 +122,11 @@ void Executor::StartReady() {
 }
 
 void Executor::Finish(OpId id) {
+  PENSTOCK_CHECK(progress(id).started && !progress(id).done,
+                 "an operation that ends without having begun, or twice");
   progress(id).done = true;
   for (const OpId dependent : piece(id).dependents[in_piece(id)]) {
+    PENSTOCK_CHECK(progress(dependent).waits > 0, "an operation that began before what it waits for");
     if (--progress(dependent).waits == 0) Ready(dependent);
   }
   while (base_ < end_ && progress(base_).done) {

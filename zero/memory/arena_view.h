@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "aio/arena.h"
+#include "base/check.h"
+#include "base/index.h"
 #include "tiering/plan/plan.h"
 
 namespace penstock::zero {
@@ -70,7 +72,10 @@ class ArenaView {
 
  private:
   void* Place(const std::vector<tiering::Slot>& slots, int slot) const {
-    return region_.data() + slots[static_cast<size_t>(slot)].offset;
+    const tiering::Slot& place = slots[At(slot)];
+    PENSTOCK_CHECK(place.offset + place.bytes <= static_cast<int64_t>(region_.bytes()),
+                   "a slot beyond the arena");
+    return region_.data() + place.offset;
   }
 
   const tiering::Plan& plan_;
