@@ -161,10 +161,9 @@ class Engine::Impl {
       return lanes[i].get();
     }
     if (count == kLanesMax) return absl::ResourceExhaustedError("engine: files on more than 64 devices");
-    absl::StatusOr<std::unique_ptr<DeviceQueue>> lane = StartQueue();
-    if (!lane.ok()) return lane.status();
-    (*lane)->Assign(file);
-    lanes[count] = *std::move(lane);
+    ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> lane, StartQueue());
+    lane->Assign(file);
+    lanes[count] = std::move(lane);
     lane_count.store(count + 1, std::memory_order_release);
     return lanes[count].get();
   }
@@ -224,9 +223,8 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(EngineOptions options) {
   core.read_cap_bytes = core.options.max_read_bytes_in_flight;
   core.write_cap_bytes = core.options.max_write_bytes_in_flight;
   // The first lane starts now and waits for its device: what does not work is known before there is any file.
-  absl::StatusOr<std::unique_ptr<DeviceQueue>> lane = impl->StartQueue();
-  if (!lane.ok()) return lane.status();
-  impl->lanes[0] = *std::move(lane);
+  ASSIGN_OR_RETURN(std::unique_ptr<DeviceQueue> lane, impl->StartQueue());
+  impl->lanes[0] = std::move(lane);
   impl->lane_count = 1;
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }

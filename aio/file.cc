@@ -306,16 +306,15 @@ absl::StatusOr<uint64_t> File::Size() const {
 }
 
 absl::Status File::Preallocate(uint64_t bytes) {
-  const absl::StatusOr<uint64_t> now = Size();
-  if (!now.ok()) return now.status();
+  ASSIGN_OR_RETURN(const uint64_t now, Size());
   if (is_block_device_) {
-    if (bytes <= *now) return absl::OkStatus();
+    if (bytes <= now) return absl::OkStatus();
     return absl::ResourceExhaustedError(absl::StrCat("preallocate ", path_, ": ", FormatBytes(bytes),
-                                                     " asked for, the device has ", FormatBytes(*now)));
+                                                     " asked for, the device has ", FormatBytes(now)));
   }
   if (sim_ != nullptr) {
     preallocated_ = true;
-    return bytes > *now ? sim_->Resize(*sim_file_, bytes) : absl::OkStatus();
+    return bytes > now ? sim_->Resize(*sim_file_, bytes) : absl::OkStatus();
   }
   if (bytes == 0) return absl::OkStatus();
   // Asked beforehand, because an fallocate that fails has by then taken all there was from everyone else.
@@ -335,9 +334,9 @@ absl::Status File::Preallocate(uint64_t bytes) {
       preallocated_ = true;
       return absl::OkStatus();
     }
-    if (error == EOPNOTSUPP || error == ENOSYS) return bytes > *now ? Resize(bytes) : absl::OkStatus();
+    if (error == EOPNOTSUPP || error == ENOSYS) return bytes > now ? Resize(bytes) : absl::OkStatus();
     // It may have reserved a part: give that back.
-    if (ftruncate(fd_, static_cast<off_t>(*now)) != 0) return Failure("ftruncate", path_, errno);
+    if (ftruncate(fd_, static_cast<off_t>(now)) != 0) return Failure("ftruncate", path_, errno);
   }
   if (error == ENOSPC) {
     return absl::ResourceExhaustedError(absl::StrCat(

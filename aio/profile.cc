@@ -87,32 +87,30 @@ class Prober {
 // As much of the files as a quarter of the time allows, at least what the deepest queue goes round in.
 absl::Status Prober::Fill() {
   filled_bytes_ = AlignDown(options_.file_bytes, options_.block_bytes);
-  const auto filled =
-      Measure(LoadKind::kWrite, options_.depths.back(), Share(0.25), filled_bytes_ * files_.size());
-  if (!filled.ok()) return filled.status();
+  ASSIGN_OR_RETURN(const auto filled, Measure(LoadKind::kWrite, options_.depths.back(), Share(0.25),
+                                              filled_bytes_ * files_.size()));
   filled_bytes_ =
-      std::max(AlignDown(filled->bytes / files_.size(), options_.block_bytes), options_.block_bytes);
+      std::max(AlignDown(filled.bytes / files_.size(), options_.block_bytes), options_.block_bytes);
   return absl::OkStatus();
 }
 
 absl::Status Prober::Latencies(DeviceProfile& profile) {
-  const auto read = Measure(LoadKind::kRead, options_.block_bytes, Share(0.04), 16 * options_.block_bytes);
-  if (!read.ok()) return read.status();
-  const auto write = Measure(LoadKind::kWrite, options_.block_bytes, Share(0.04), 16 * options_.block_bytes);
-  if (!write.ok()) return write.status();
-  profile.read_latency_us = static_cast<double>(read->latency.PercentileNs(0.5)) * 1e-3;
-  profile.write_latency_us = static_cast<double>(write->latency.PercentileNs(0.5)) * 1e-3;
+  ASSIGN_OR_RETURN(const auto read,
+                   Measure(LoadKind::kRead, options_.block_bytes, Share(0.04), 16 * options_.block_bytes));
+  ASSIGN_OR_RETURN(const auto write,
+                   Measure(LoadKind::kWrite, options_.block_bytes, Share(0.04), 16 * options_.block_bytes));
+  profile.read_latency_us = static_cast<double>(read.latency.PercentileNs(0.5)) * 1e-3;
+  profile.write_latency_us = static_cast<double>(write.latency.PercentileNs(0.5)) * 1e-3;
   return absl::OkStatus();
 }
 
 absl::Status Prober::Sample(LoadKind kind, uint64_t in_flight_bytes, double seconds, uint64_t bytes_max,
                             std::vector<double>* rates) {
-  const auto load = Measure(kind, in_flight_bytes, seconds, bytes_max);
-  if (!load.ok()) return load.status();
-  rates->push_back(load->bytes_per_s());
+  ASSIGN_OR_RETURN(const auto load, Measure(kind, in_flight_bytes, seconds, bytes_max));
+  rates->push_back(load.bytes_per_s());
   const uint64_t written = kind == LoadKind::kRead    ? 0
-                           : kind == LoadKind::kWrite ? load->bytes
-                                                      : load->bytes / 2;
+                           : kind == LoadKind::kWrite ? load.bytes
+                                                      : load.bytes / 2;
   written_left_ -= std::min(written_left_, written);
   return absl::OkStatus();
 }
@@ -442,13 +440,12 @@ absl::Status StoreProfile(const DeviceProfile& profile, const std::string& path)
 }
 
 absl::StatusOr<DeviceProfile> LoadProfile(const std::string& directory, const std::string& path) {
-  auto store = ReadStore(path);
-  if (!store.ok()) return store.status();
+  ASSIGN_OR_RETURN(auto store, ReadStore(path));
   const std::string wanted = Canonical(directory);
   const auto device = DeviceOfPath(directory);
   absl::StatusOr<DeviceProfile> same_device = absl::NotFoundError(absl::StrCat(
       "no measured profile of ", wanted, " in ", path, "; `ds_nvme_tune --nvme_dir ", wanted, "` makes one"));
-  for (const Json& entry : (*store)["profiles"]) {
+  for (const Json& entry : store["profiles"]) {
     auto profile = FromJson(entry);
     if (!profile.ok()) continue;
     if (profile->directory == wanted) return profile;

@@ -14,6 +14,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 
 namespace penstock::models {
 namespace {
@@ -150,8 +151,7 @@ absl::StatusOr<uint64_t> Dataset::Fingerprint() const {
     const int64_t size = std::min(kSampleBytes, bytes);
     const auto offset =
         static_cast<int64_t>(static_cast<UWide>(bytes - size) * static_cast<uint64_t>(i) / (kSamples - 1));
-    absl::Status status = ReadExactly(fd_, path_, sample.data(), size, offset);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(ReadExactly(fd_, path_, sample.data(), size, offset));
     for (int64_t j = 0; j < size; j += 8) {
       uint64_t word = 0;
       std::memcpy(&word, sample.data() + j, static_cast<size_t>(std::min<int64_t>(8, size - j)));
@@ -167,8 +167,7 @@ absl::Status Dataset::ReadRow(int64_t start, uint32_t* row) const {
   // Read into the far end of the row itself, then widen from the front: the wide index never overtakes the
   // narrow one.
   char* raw = reinterpret_cast<char*>(row) + count * (4 - width);
-  absl::Status status = ReadExactly(fd_, path_, raw, count * width, start * width);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(ReadExactly(fd_, path_, raw, count * width, start * width));
   for (int64_t i = 0; i < count; ++i) {
     uint32_t token = 0;
     std::memcpy(&token, raw + i * width, static_cast<size_t>(width));
@@ -183,8 +182,7 @@ absl::Status Dataset::ReadRow(int64_t start, uint32_t* row) const {
 }
 
 absl::Status Dataset::FillRow(int64_t start, uint32_t* row, int64_t* tokens, int64_t* targets) const {
-  absl::Status status = ReadRow(start, row);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(ReadRow(start, row));
   std::copy(row, row + seq_, tokens);
   std::copy(row + 1, row + seq_ + 1, targets);
   return absl::OkStatus();
@@ -203,8 +201,7 @@ absl::Status Dataset::Fill(const BatchPlace& place, int64_t batch, uint64_t seed
   const int64_t first = (place.micro_batch * place.world + place.rank) * batch;
   for (int64_t i = 0; i < batch; ++i) {
     const int64_t start = SequenceStart(seed, place.step, first + i, places);
-    absl::Status status = FillRow(start, row.data(), tokens + i * seq_, targets + i * seq_);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(FillRow(start, row.data(), tokens + i * seq_, targets + i * seq_));
   }
   return absl::OkStatus();
 }
@@ -216,8 +213,7 @@ absl::Status Dataset::FillEval(int64_t first, int64_t count, int64_t* tokens, in
   }
   std::vector<uint32_t> row(static_cast<size_t>(seq_ + 1));
   for (int64_t i = 0; i < count; ++i) {
-    absl::Status status = FillRow((first + i) * seq_, row.data(), tokens + i * seq_, targets + i * seq_);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(FillRow((first + i) * seq_, row.data(), tokens + i * seq_, targets + i * seq_));
   }
   return absl::OkStatus();
 }

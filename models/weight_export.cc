@@ -241,13 +241,12 @@ class Exporter {
     const auto end = std::find_if_not(begin, places_.end(), overlaps);
     const auto last = static_cast<uint32_t>(end - places_.begin() - 1);
     for (auto it = begin; it != end; ++it) {
-      auto data = weights_.Get(static_cast<uint32_t>(it - places_.begin()), last);
-      if (!data.ok()) return data.status();
+      ASSIGN_OR_RETURN(auto data, weights_.Get(static_cast<uint32_t>(it - places_.begin()), last));
       Piece piece;
       piece.from = std::max<int64_t>(0, it->first - tensor.offset);
       piece.to = std::min(tensor.elements(), it->first + it->elements - tensor.offset);
       piece.shift = tensor.offset - it->first;
-      piece.data = *data;
+      piece.data = data;
       RETURN_IF_ERROR(use(piece));
     }
     return absl::OkStatus();
@@ -380,9 +379,8 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Gpt
                                   const ExportOptions& options) {
   std::vector<swap::Geometry> geometries;
   for (const swap::Store* part : parts) geometries.push_back(part->geometry());
-  const absl::StatusOr<std::vector<TilePlace>> places =
-      PlaceTiles(parts, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type)));
-  if (!places.ok()) return places.status();
+  ASSIGN_OR_RETURN(const std::vector<TilePlace> places,
+                   PlaceTiles(parts, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type))));
   const bool split = weight_type == DType::kBf16;
   const Segments segments = SegmentsRead(options.dtype, weight_type);
   const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, weight_type);
@@ -395,7 +393,7 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Gpt
   // Half of what a strip does not have to have goes to tiles in flight.
   const uint64_t spare = memory.size() - needs.least_bytes;
   const uint64_t slots = std::min(kMostSlots, 1 + spare / 2 / slot_bytes);
-  TileWeights weights(parts, *places, segments, memory.data(), slots, slot_bytes);
+  TileWeights weights(parts, places, segments, memory.data(), slots, slot_bytes);
 
   const std::vector<Shard> shards = CutIntoShards(layout, options);
   const std::string index = options.path + ".index.json";
@@ -430,8 +428,8 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Gpt
   };
   const std::span<std::byte> strip = memory.subspan(slots * slot_bytes);
   const absl::Status status = options.dtype == swap::Dtype::kF32
-                                  ? write_all(Exporter<float>(&weights, *places, split, strip, appended))
-                                  : write_all(Exporter<uint16_t>(&weights, *places, split, strip, appended));
+                                  ? write_all(Exporter<float>(&weights, places, split, strip, appended))
+                                  : write_all(Exporter<uint16_t>(&weights, places, split, strip, appended));
   if (!status.ok()) {
     for (size_t i = 0; i < finished; ++i) (void)::unlink(shards[i].path.c_str());
     return status;

@@ -89,12 +89,11 @@ std::string ShapeText(const std::vector<uint64_t>& shape) {
 }  // namespace
 
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
-  absl::StatusOr<std::string> file = MainFile(path);
-  if (!file.ok()) return file.status();
+  ASSIGN_OR_RETURN(std::string file, MainFile(path));
   const std::string beside = absl::StrCat(DirectoryOf(path), "/config.json");
   if (Exists(beside)) return ReadJson(path, beside);
-  if (absl::EndsWith(*file, ".json")) return nlohmann::json();
-  ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsReader> reader, swap::SafetensorsReader::Open(*file));
+  if (absl::EndsWith(file, ".json")) return nlohmann::json();
+  ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsReader> reader, swap::SafetensorsReader::Open(file));
   const auto config = reader->metadata().find("config");
   if (config == reader->metadata().end()) return nlohmann::json();
   nlohmann::json json = nlohmann::json::parse(config->second, nullptr, /*allow_exceptions=*/false);
@@ -104,14 +103,13 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
 absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path,
                                                                  const GptConfig& config) {
   std::unique_ptr<WeightImport> import(new WeightImport(path, LayoutOfGpt(config)));
-  absl::StatusOr<std::string> main = MainFile(path);
-  if (!main.ok()) return main.status();
+  ASSIGN_OR_RETURN(std::string main, MainFile(path));
   std::map<std::string, std::set<std::string>> names;  // by file; empty: whatever is in there
-  if (absl::EndsWith(*main, ".json")) {
-    ASSIGN_OR_RETURN(const nlohmann::json index, ReadJson(path, *main));
+  if (absl::EndsWith(main, ".json")) {
+    ASSIGN_OR_RETURN(const nlohmann::json index, ReadJson(path, main));
     const auto map = index.find("weight_map");
     if (map == index.end() || !map->is_object() || map->empty()) {
-      return Wrong(path, absl::StrCat(*main, " has no weight_map"));
+      return Wrong(path, absl::StrCat(main, " has no weight_map"));
     }
     for (const auto& [name, file] : map->items()) {
       // Files beside the index and nowhere else, whoever wrote it.
@@ -119,10 +117,10 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::stri
           file.get<std::string>().find('/') != std::string::npos) {
         return Wrong(path, absl::StrCat("weight_map has no file name for ", name));
       }
-      names[absl::StrCat(DirectoryOf(*main), "/", file.get<std::string>())].insert(name);
+      names[absl::StrCat(DirectoryOf(main), "/", file.get<std::string>())].insert(name);
     }
   } else {
-    names[*main];
+    names[main];
   }
   std::map<std::string, Source> there;
   for (const auto& [file, wanted] : names) {
@@ -220,9 +218,8 @@ absl::Status WeightImport::Read(int block, int64_t first, int64_t elements, floa
     const int64_t end = std::min(tensor.elements(), first + elements - tensor.offset);
     if (from >= end) continue;
     float* const out = to + (tensor.offset + from - first);
-    absl::Status status = tensor.transposed ? ReadTurned(tensor, sources_[i], from, end, out)
-                                            : ReadPlain(sources_[i], from, end, out);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(tensor.transposed ? ReadTurned(tensor, sources_[i], from, end, out)
+                                      : ReadPlain(sources_[i], from, end, out));
   }
   return absl::OkStatus();
 }

@@ -29,16 +29,14 @@ std::string FirstEntry(const std::string& directory) {
 }
 
 absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
-  const auto headers = file.Read(0, 2 * kSectorBytes);
-  if (!headers.ok()) return headers.status();
-  const auto length = SuperblockBytesFromHeaders(*headers);
+  ASSIGN_OR_RETURN(const auto headers, file.Read(0, 2 * kSectorBytes));
+  const auto length = SuperblockBytesFromHeaders(headers);
   if (absl::IsNotFound(length.status())) {
     return WithoutHeaders([&](uint64_t offset, uint64_t bytes) { return file.Read(offset, bytes); });
   }
   if (!length.ok()) return length.status();
-  const auto bytes = file.Read(0, *length);
-  if (!bytes.ok()) return bytes.status();
-  return DecodeSuperblock(*bytes);
+  ASSIGN_OR_RETURN(const auto bytes, file.Read(0, *length));
+  return DecodeSuperblock(bytes);
 }
 
 absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid,

@@ -51,9 +51,7 @@ absl::Status Store::GoBackTo(uint64_t sequence) {
   std::fill_n(sector.data(), kSectorBytes, std::byte{0});
   std::transform(kTakenBack.begin(), kTakenBack.end(), sector.data(), [](char c) { return std::byte(c); });
   for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
-    absl::Status erased =
-        WriteFully(engine_, *files_[0], geometry_.record_offset(newest, copy), sector.span());
-    if (!erased.ok()) return erased;
+    RETURN_IF_ERROR(WriteFully(engine_, *files_[0], geometry_.record_offset(newest, copy), sector.span()));
   }
   RETURN_IF_ERROR(SyncFully(engine_, *files_[0]));
   record_ = std::move(found.record);

@@ -248,10 +248,9 @@ absl::Status WithoutHeaders(const ReadBytes& read) {
   constexpr uint64_t kPiece = uint64_t{1} << 20;
   bool bodies = false;  // what a creation writes before the headers begins right behind them
   for (uint64_t offset = 2 * kSectorBytes; offset < kMetadataEnd; offset += kPiece) {
-    const auto bytes = read(offset, kPiece);
-    if (!bytes.ok()) return bytes.status();
-    for (size_t at = 0; at < bytes->size(); at += kSectorBytes) {
-      const auto sector = std::span(*bytes).subspan(at, std::min(bytes->size() - at, kSectorBytes));
+    ASSIGN_OR_RETURN(const auto bytes, read(offset, kPiece));
+    for (size_t at = 0; at < bytes.size(); at += kSectorBytes) {
+      const auto sector = std::span(bytes).subspan(at, std::min(bytes.size() - at, kSectorBytes));
       if (std::all_of(sector.begin(), sector.end(), [](std::byte b) { return b == std::byte{0}; })) continue;
       bodies = bodies || offset + at < kPiece;
       if (bodies && !StartsLikeRecord(sector)) continue;
@@ -260,7 +259,7 @@ absl::Status WithoutHeaders(const ReadBytes& read) {
           "): it was overwritten; go on from a checkpoint (--resume with "
           "--checkpoint-dir and another --state-dir), or start over (--overwrite)"));
     }
-    if (bytes->size() < kPiece) break;
+    if (bytes.size() < kPiece) break;
   }
   return absl::NotFoundError("the file holds no superblock");
 }
@@ -269,9 +268,8 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
   const auto name = [&](const absl::Status& status) {
     return absl::Status(status.code(), absl::StrCat(file.path(), ": ", status.message()));
   };
-  const absl::StatusOr<uint64_t> size = file.Size();
-  if (!size.ok()) return size.status();
-  const uint64_t header_bytes = std::min<uint64_t>(2 * kSectorBytes, *size);
+  ASSIGN_OR_RETURN(const uint64_t size, file.Size());
+  const uint64_t header_bytes = std::min<uint64_t>(2 * kSectorBytes, size);
   AlignedBuffer memory(2 * kSectorBytes);
   const std::span<std::byte> headers = memory.span().first(header_bytes);
   if (header_bytes > 0) {
@@ -280,7 +278,7 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
   const absl::StatusOr<uint64_t> length = SuperblockBytesFromHeaders(headers);
   if (absl::IsNotFound(length.status())) {
     return name(WithoutHeaders([&](uint64_t offset, uint64_t bytes) {
-      bytes = offset >= *size ? 0 : std::min(bytes, *size - offset);
+      bytes = offset >= size ? 0 : std::min(bytes, size - offset);
       AlignedBuffer piece(std::max(bytes, kSectorBytes));
       absl::Status read =
           bytes == 0 ? absl::OkStatus() : ReadFully(engine, file, offset, piece.span().first(bytes));
@@ -289,7 +287,7 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
     }));
   }
   if (!length.ok()) return name(length.status());
-  if (*length > *size) return name(absl::DataLossError("the file ends inside its superblock"));
+  if (*length > size) return name(absl::DataLossError("the file ends inside its superblock"));
   AlignedBuffer all(*length);
   RETURN_IF_ERROR(ReadFully(engine, file, 0, all.span()));
   auto decoded = DecodeSuperblock(all.span());

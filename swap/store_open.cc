@@ -87,11 +87,10 @@ absl::StatusOr<std::unique_ptr<aio::File>> OpenFile(aio::Engine& engine, const S
   file_options.read_only = !create && options.read_only;
   file_options.allow_unaligned_file_system = options.allow_unaligned_file_system;
   file_options.sim = engine.options().sim;
-  auto file = aio::File::Open(file_options);
-  if (!file.ok()) return file.status();
-  if ((*file)->alignment().offset > kSectorBytes) {
+  ASSIGN_OR_RETURN(auto file, aio::File::Open(file_options));
+  if (file->alignment().offset > kSectorBytes) {
     return absl::FailedPreconditionError(
-        absl::StrCat(path, ": the device wants transfers aligned to ", (*file)->alignment().offset,
+        absl::StrCat(path, ": the device wants transfers aligned to ", file->alignment().offset,
                      " bytes, the store's are aligned to ", kSectorBytes, "; use another device"));
   }
   return file;
@@ -114,10 +113,9 @@ absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, in
     if (!file.ok()) return file.status();
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    const auto locked =
-        file->TryLock(/*exclusive=*/true, static_cast<int>(std::max<int64_t>(0, left.count())));
-    if (!locked.ok()) return locked.status();
-    if (!*locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use by another run"));
+    ASSIGN_OR_RETURN(const auto locked,
+                     file->TryLock(/*exclusive=*/true, static_cast<int>(std::max<int64_t>(0, left.count()))));
+    if (!locked) return absl::FailedPreconditionError(absl::StrCat(path, " is in use by another run"));
     // Whoever held the lock may have removed the file, and made another.
     if (!file->IsAt(path)) {
       if (std::chrono::steady_clock::now() >= deadline) return Replaced(path);
@@ -135,9 +133,8 @@ absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, in
 absl::Status RemoveOldFiles(const StoreOptions& options) {
   std::vector<PlainFile> old;
   for (const std::string& directory : options.directories) {
-    auto file = TakeOldFile(StorePath(directory), options.lock_patience_ms);
-    if (!file.ok()) return file.status();
-    if (file->has_value()) old.push_back(**std::move(file));
+    ASSIGN_OR_RETURN(auto file, TakeOldFile(StorePath(directory), options.lock_patience_ms));
+    if (file.has_value()) old.push_back(*std::move(file));
   }
   // Emptied first, the one with the commit records before the others: whoever is killed in the midst of this
   // leaves what is recognised as a run that never was, not as one that lost a directory.
@@ -196,19 +193,16 @@ class CreatedFiles {
 
 absl::StatusOr<std::vector<uint64_t>> BytesOnDisk(const StoreOptions& options, const Layout& layout,
                                                   std::string_view identity) {
-  const auto shape = MakeShape(options, layout, identity);
-  if (!shape.ok()) return shape.status();
-  const auto geometry = Geometry::Make(*shape);
-  if (!geometry.ok()) return geometry.status();
+  ASSIGN_OR_RETURN(const auto shape, MakeShape(options, layout, identity));
+  ASSIGN_OR_RETURN(const auto geometry, Geometry::Make(shape));
   std::vector<uint64_t> bytes;
-  for (uint32_t d = 0; d < geometry->directories(); ++d) bytes.push_back(geometry->file_bytes(d));
+  for (uint32_t d = 0; d < geometry.directories(); ++d) bytes.push_back(geometry.file_bytes(d));
   return bytes;
 }
 
 absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::string_view identity,
                         std::span<const uint64_t> besides) {
-  const auto bytes = BytesOnDisk(options, layout, identity);
-  if (!bytes.ok()) return bytes.status();
+  ASSIGN_OR_RETURN(const auto bytes, BytesOnDisk(options, layout, identity));
   struct Device {
     uint64_t need = 0;
     uint64_t free = 0;
@@ -221,11 +215,10 @@ absl::Status CheckSpace(const StoreOptions& options, const Layout& layout, std::
     if (::stat(place.c_str(), &info) != 0) return ErrnoError(errno, "look at directory", place);
     Device& device = devices[info.st_dev];
     if (device.need == 0) {
-      const auto space = aio::QueryFileSystem(place);
-      if (!space.ok()) return space.status();
-      device.free = space->free_bytes;
+      ASSIGN_OR_RETURN(const auto space, aio::QueryFileSystem(place));
+      device.free = space.free_bytes;
     }
-    device.need += (*bytes)[d] + (d < besides.size() ? besides[d] : 0);
+    device.need += bytes[d] + (d < besides.size() ? besides[d] : 0);
     absl::StrAppend(&device.directories, device.directories.empty() ? "" : ", ", options.directories[d]);
     if (!options.overwrite) continue;
     const auto old = PlainFile::Open(StorePath(options.directories[d]));
@@ -266,15 +259,13 @@ Store::Store(aio::Engine& engine, const StoreOptions& options, StoreShape shape,
 
 absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const StoreOptions& options,
                                                      const Layout& layout, const std::string& identity) {
-  auto shape = MakeShape(options, layout, identity);
-  if (!shape.ok()) return shape.status();
+  ASSIGN_OR_RETURN(auto shape, MakeShape(options, layout, identity));
   if (options.uuid.has_value()) {
-    shape->uuid = *options.uuid;
-  } else if (absl::Status random = FillRandom(&shape->uuid); !random.ok()) {
+    shape.uuid = *options.uuid;
+  } else if (absl::Status random = FillRandom(&shape.uuid); !random.ok()) {
     return random;
   }
-  auto geometry = Geometry::Make(*shape);
-  if (!geometry.ok()) return geometry.status();
+  ASSIGN_OR_RETURN(auto geometry, Geometry::Make(shape));
 
   const bool on_disk = engine.options().sim == nullptr;
   std::unique_ptr<Store> store;  // holds the locks while what was created is undone
@@ -286,7 +277,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     RETURN_IF_ERROR(CheckDistinct(options.directories));
     RETURN_IF_ERROR(CheckSpace(options, layout, identity));
   }
-  store.reset(new Store(engine, options, *std::move(shape), *std::move(geometry)));
+  store.reset(new Store(engine, options, std::move(shape), std::move(geometry)));
   if (on_disk && options.overwrite) {
     RETURN_IF_ERROR(RemoveOldFiles(options));
     store->At(CrashPoint::kOverwriteRemoved);
@@ -327,8 +318,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     for (const auto& [from, to] : {std::pair{2 * kSectorBytes, bytes.size()},
                                    {kSectorBytes, 2 * kSectorBytes},
                                    {uint64_t{0}, kSectorBytes}}) {
-      absl::Status written = WriteFully(engine, file, from, aligned.span().subspan(from, to - from));
-      if (!written.ok()) return written;
+      RETURN_IF_ERROR(WriteFully(engine, file, from, aligned.span().subspan(from, to - from)));
       store->At(CrashPoint::kCreateSuperblock);
       RETURN_IF_ERROR(file.SyncData());
     }
@@ -448,10 +438,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
   std::unique_ptr<Store> store(new Store(engine, options, *std::move(shape), *std::move(geometry)));
   for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
     store->files_.push_back(std::move(by_index[d]));
-    const auto size = store->files_[d]->Size();
-    if (!size.ok()) return size.status();
-    if (*size < store->geometry_.file_bytes(d)) {
-      return absl::DataLossError(absl::StrCat(store->files_[d]->path(), " has ", *size, " bytes of ",
+    ASSIGN_OR_RETURN(const auto size, store->files_[d]->Size());
+    if (size < store->geometry_.file_bytes(d)) {
+      return absl::DataLossError(absl::StrCat(store->files_[d]->path(), " has ", size, " bytes of ",
                                               store->geometry_.file_bytes(d), ": it was cut off"));
     }
   }

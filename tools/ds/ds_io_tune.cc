@@ -194,10 +194,9 @@ absl::StatusOr<double> Tuner::MeasureWhole(const TunePoint& point, bool read) {
   for (int64_t loop = 0; loop < options_.loops; ++loop) {
     for (size_t i = 0; i < files_.size(); ++i) {
       aio::File& file = *files_[i];
-      absl::Status status = gpus_.empty()
-                                ? transfers[0].Run(*engine_, file, read)
-                                : gpus_[i]->Run(transfers[i], shape, point.parallel, *engine_, file, read);
-      if (!status.ok()) return status;
+      RETURN_IF_ERROR(gpus_.empty()
+                          ? transfers[0].Run(*engine_, file, read)
+                          : gpus_[i]->Run(transfers[i], shape, point.parallel, *engine_, file, read));
     }
   }
   const double seconds = static_cast<double>(aio::SteadyClock::Get().NowNs() - start) * 1e-9;

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 #include "kernels/cache.h"
 #include "kernels/checksum.h"
 #include "tools/base/size.h"
@@ -116,9 +117,8 @@ double BusyLatency(const aio::DeviceProfile& profile, size_t devices) {
 absl::StatusOr<aio::DeviceProfile> Stored(const std::vector<std::string>& directories) {
   aio::DeviceProfile sum;
   for (const std::string& directory : directories) {
-    absl::StatusOr<aio::DeviceProfile> profile = aio::LoadProfile(directory);
-    if (!profile.ok()) return profile.status();
-    Add(*profile, &sum);
+    ASSIGN_OR_RETURN(aio::DeviceProfile profile, aio::LoadProfile(directory));
+    Add(profile, &sum);
   }
   return sum;
 }

@@ -30,8 +30,7 @@ double Seconds() {
 absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
   constexpr int64_t kPiece = int64_t{4} << 20;  // about a tile's weights
   const int64_t bytes = std::clamp(device.capacity_bytes() / 4 / kPiece * kPiece, kPiece, 16 * kPiece);
-  absl::StatusOr<std::byte*> there = device.AllocateArena(bytes);
-  if (!there.ok()) return there.status();
+  ASSIGN_OR_RETURN(const auto there, device.AllocateArena(bytes));
   // A whole page of its own: neighbours must not be pinned and let go with it.
   std::unique_ptr<std::byte, decltype(&std::free)> here(
       static_cast<std::byte*>(std::aligned_alloc(2 << 20, static_cast<size_t>(bytes))), &std::free);
@@ -53,7 +52,7 @@ absl::StatusOr<CopyRates> MeasureCopyRates(Device& device) {
         std::vector<std::promise<absl::Status>> done(static_cast<size_t>(bytes / kPiece));
         for (size_t i = 0; i < done.size(); ++i) {
           std::byte* const host = here.get() + static_cast<int64_t>(i) * kPiece;
-          std::byte* const far = *there + static_cast<int64_t>(i) * kPiece;
+          std::byte* const far = there + static_cast<int64_t>(i) * kPiece;
           auto report = [&done, i](absl::Status status) { done[i].set_value(std::move(status)); };
           if (in) {
             device.CopyIn(far, host, kPiece, /*after_compute=*/false, report);
@@ -83,11 +82,10 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
   const int64_t of_unit = precision.TotalBytes(unit) + unit * precision.gradient_bytes;
   const int64_t elements = unit * std::clamp<int64_t>(device.capacity_bytes() / 4 / of_unit, 1, 8192);
   const int64_t bytes = precision.TotalBytes(elements) + elements * precision.gradient_bytes;
-  absl::StatusOr<std::byte*> arena = device.AllocateArena(bytes);
-  if (!arena.ok()) return arena.status();
+  ASSIGN_OR_RETURN(const auto arena, device.AllocateArena(bytes));
   TileMemory memory;
   memory.elements = elements;
-  std::byte* place = *arena;
+  std::byte* place = arena;
   for (size_t s = 0; s < precision.segment_bytes.size(); ++s) {
     (s == 0 ? memory.weights : memory.state.emplace_back()) = place;
     place += tiering::AlignUp(precision.SegmentBytes(s, elements), tiering::kPage);
@@ -103,7 +101,7 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
     const double begin = Seconds();
     std::promise<absl::Status> done;
     absl::Status status = Guarded("update on the device", [&] {
-      if (repeat == 0) device.Zero(*arena, static_cast<size_t>(bytes));  // numbers, whatever was there
+      if (repeat == 0) device.Zero(arena, static_cast<size_t>(bytes));  // numbers, whatever was there
       device.Update(step, updates);
     });
     if (!status.ok()) return status;

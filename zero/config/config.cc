@@ -319,13 +319,12 @@ std::string_view Name(SyncMode value) { return NameIn(kSyncModes, value); }
 std::string_view Name(UpdateOrder value) { return NameIn(kUpdateOrders, value); }
 
 absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text) {
-  absl::StatusOr<nlohmann::ordered_json> json = ParseHjson(json_text);
-  if (!json.ok()) return json.status();
-  ASSIGN_OR_RETURN(CheckedKeys keys, CheckKeys(*json));
+  ASSIGN_OR_RETURN(nlohmann::ordered_json json, ParseHjson(json_text));
+  ASSIGN_OR_RETURN(CheckedKeys keys, CheckKeys(json));
   ParsedConfig parsed{.config = Fill(Filler(keys.served)),
                       .notes = std::move(keys.notes),
                       .autos = std::move(keys.autos),
-                      .deepspeeds = json->size() != 1 || !json->contains("penstock")};
+                      .deepspeeds = json.size() != 1 || !json.contains("penstock")};
   RETURN_IF_ERROR(CheckTogether(parsed.config, parsed.notes));
   return parsed;
 }

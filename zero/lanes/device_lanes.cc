@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "zero/memory/guarded.h"
 
 namespace penstock::zero {
@@ -13,9 +14,8 @@ using tiering::OpKind;
 absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::Plan& plan,
                                                                  const ArenaView& residency, Device& device,
                                                                  std::span<std::byte> staging) {
-  absl::StatusOr<std::byte*> arena = device.AllocateArena(plan.device.arena_bytes);
-  if (!arena.ok()) return arena.status();
-  return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, residency, device, *arena, staging));
+  ASSIGN_OR_RETURN(const auto arena, device.AllocateArena(plan.device.arena_bytes));
+  return std::unique_ptr<DeviceLanes>(new DeviceLanes(plan, residency, device, arena, staging));
 }
 
 std::byte* DeviceLanes::weights(const Op& op) const {

@@ -146,10 +146,9 @@ absl::Status RankLanes::RunReduce(const Op& op) {
       const size_t first = (piece - 1) * piece_elements, n = std::min(piece_elements, part - first);
       for (size_t k = 0; k < world; ++k) addends[k] = place(piece - 1, k);
       addends[own] = gradients + (own * part + first) * width;
-      absl::Status status =
+      RETURN_IF_ERROR(
           device.SumInOrder(type, addends, sums, options_.weights, reduced + first * width_after, n,
-                            squares == nullptr ? nullptr : squares + first / kernels::kReduceBlock);
-      if (!status.ok()) return status;
+                            squares == nullptr ? nullptr : squares + first / kernels::kReduceBlock));
     }
     coming = std::move(next);
   }

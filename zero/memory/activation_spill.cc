@@ -58,9 +58,8 @@ absl::StatusOr<std::unique_ptr<ActivationSpill>> ActivationSpill::Create(
     options.path = absl::StrCat(directories[d], "/penstock.inputs");
     options.nameless = true;
     options.size = sizes[d];
-    absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(options);
-    if (!file.ok()) return file.status();
-    spill->files_.push_back(std::move(*file));
+    ASSIGN_OR_RETURN(std::unique_ptr<aio::File> file, aio::File::Open(options));
+    spill->files_.push_back(std::move(file));
   }
   next = 0;
   for (auto& position : spill->places_) {

@@ -17,12 +17,12 @@ absl::StatusOr<std::vector<int64_t>> AllNumbers(Comm& comm, const char* what, in
 }
 
 absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine) {
-  absl::StatusOr<std::vector<std::string>> texts =
+  ASSIGN_OR_RETURN(
+      std::vector<std::string> texts,
       comm.AllTexts(channel, {"how all fared"},
-                    absl::StrCat(static_cast<int>(mine.code()), " ", std::string(mine.message())));
-  if (!texts.ok()) return texts.status();
-  for (size_t k = 0; k < texts->size(); ++k) {
-    const std::string& text = (*texts)[k];
+                    absl::StrCat(static_cast<int>(mine.code()), " ", std::string(mine.message()))));
+  for (size_t k = 0; k < texts.size(); ++k) {
+    const std::string& text = texts[k];
     const size_t space = text.find(' ');
     int code = 0;
     if (!absl::SimpleAtoi(text.substr(0, space), &code) || code == 0) continue;
@@ -32,13 +32,12 @@ absl::Status AgreeOnStatus(Comm& comm, Channel channel, const absl::Status& mine
 }
 
 absl::Status AgreeOnOptions(Comm& comm, const nlohmann::json& mine) {
-  absl::StatusOr<std::vector<std::string>> texts =
-      comm.AllTexts(Channel::kSetup, {"the flags"}, mine.dump());
-  if (!texts.ok()) return texts.status();
-  const nlohmann::json first = nlohmann::json::parse(texts->front(), nullptr, /*allow_exceptions=*/false);
-  for (size_t k = 1; k < texts->size(); ++k) {
+  ASSIGN_OR_RETURN(std::vector<std::string> texts,
+                   comm.AllTexts(Channel::kSetup, {"the flags"}, mine.dump()));
+  const nlohmann::json first = nlohmann::json::parse(texts.front(), nullptr, /*allow_exceptions=*/false);
+  for (size_t k = 1; k < texts.size(); ++k) {
     const std::string difference =
-        JsonDifference(nlohmann::json::parse((*texts)[k], nullptr, /*allow_exceptions=*/false), first,
+        JsonDifference(nlohmann::json::parse(texts[k], nullptr, /*allow_exceptions=*/false), first,
                        absl::StrCat("on rank ", k), "on rank 0");
     if (difference.empty()) continue;
     return absl::InvalidArgumentError(absl::StrCat(

@@ -75,9 +75,8 @@ nlohmann::json WholeIdentity(const std::string& identity) {
 absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectories& parts) {
   std::vector<swap::Inspection> inspections;
   for (const std::vector<std::string>& part : parts) {
-    absl::StatusOr<swap::Inspection> inspection = swap::Inspect(part);
-    if (!inspection.ok()) return inspection.status();
-    inspections.push_back(*std::move(inspection));
+    ASSIGN_OR_RETURN(swap::Inspection inspection, swap::Inspect(part));
+    inspections.push_back(std::move(inspection));
   }
   // One rank's part may be looked at alone.
   if (parts.size() == 1) return inspections;
@@ -127,14 +126,13 @@ absl::StatusOr<std::unique_ptr<ShardedState>> ShardedState::Open(
     options.directories = parts[k];
     options.read_only = true;
     options.sequence = inspections[k].record.sequence;
-    absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(engine, options);
-    if (!store.ok()) return store.status();
-    if ((*store)->uuid() != inspections[k].shape.uuid ||
-        (*store)->committed_sequence() != inspections.front().record.sequence) {
+    ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> store, swap::Store::Open(engine, options));
+    if (store->uuid() != inspections[k].shape.uuid ||
+        store->committed_sequence() != inspections.front().record.sequence) {
       return absl::FailedPreconditionError(
           absl::StrCat(parts[k].front(), " changed while it was being opened: is a run writing there?"));
     }
-    result->stores_.push_back(*std::move(store));
+    result->stores_.push_back(std::move(store));
   }
   RETURN_IF_ERROR(result->PlaceTiles(block_elements));
   return result;
