@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <future>
@@ -235,7 +234,7 @@ TEST_F(CheckpointTest, OneThatIsMovedAwayAsItGoesStaysWhole) {
     }
   };
   int moved = 0;
-  for (int i = 0; i < 3 && moved == 0; ++i) {
+  for (int i = 0; i < 100 && moved == 0; ++i) {
     make(parent + "/" + CheckpointName(1), 300);
     auto partial = PartialCheckpoint::Create(parent, 2, -1);
     ASSERT_TRUE(partial.ok()) << partial.status();
@@ -257,7 +256,7 @@ TEST_F(CheckpointTest, OneThatIsMovedAwayAsItGoesStaysWhole) {
     fs::remove_all(mine);
     fs::remove_all(parent);
   }
-  std::printf("%d files moved away\n", moved);
+  EXPECT_GT(moved, 0) << "nothing was moved away in time, a hundred times";
 }
 
 TEST_F(CheckpointTest, LinksAreNeitherFollowedNorRemoved) {
