@@ -8,6 +8,7 @@
 #include <fstream>
 #include <map>
 #include <memory>
+#include <optional>
 #include <sstream>
 
 #include "absl/status/status.h"
@@ -17,6 +18,7 @@
 #include "models/causal_attention.h"
 #include "zero/compute/initial_values.h"
 #include "zero/config/config_json.h"
+#include "zero/config/nearest_name.h"
 
 namespace penstock::models {
 namespace {
@@ -262,6 +264,96 @@ void RefuseOtherModels(ModelKeys* keys) {
   }
 }
 
+// Keys of GPT2Config that change the function, served or refused.
+const std::vector<std::string_view>& FunctionKeys() {
+  static const auto& keys = *new std::vector<std::string_view>{"n_layer",
+                                                               "n_embd",
+                                                               "n_head",
+                                                               "n_positions",
+                                                               "vocab_size",
+                                                               "n_inner",
+                                                               "resid_pdrop",
+                                                               "embd_pdrop",
+                                                               "attn_pdrop",
+                                                               "activation_function",
+                                                               "initializer_range",
+                                                               "layer_norm_epsilon",
+                                                               "model_type",
+                                                               "scale_attn_weights",
+                                                               "pruned_heads",
+                                                               "scale_attn_by_inverse_layer_idx",
+                                                               "tie_word_embeddings",
+                                                               "reorder_and_upcast_attn",
+                                                               "add_cross_attention",
+                                                               "quantization_config"};
+  return keys;
+}
+
+// And those that do not: of tokenizers, of generation, of other heads than the language model's, of files and
+// of transformers itself, in this and former releases.
+const std::vector<std::string_view>& OtherKeys() {
+  static const auto& keys = *new std::vector<std::string_view>{
+      "architecture", "architectures", "n_ctx", "n_special", "predict_special_tokens",
+      // tokens
+      "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+      "forced_bos_token_id", "forced_eos_token_id", "tokenizer_class", "prefix", "bad_words_ids",
+      // other heads
+      "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+      "summary_use_proj", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
+      "task_specific_params", "is_decoder", "is_encoder_decoder", "cross_attention_hidden_size",
+      // how it is run and kept
+      "use_cache", "torch_dtype", "dtype", "torchscript", "use_bfloat16", "tf_legacy_loss",
+      "transformers_version", "gradient_checkpointing", "attn_implementation", "output_past",
+      "output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate",
+      "chunk_size_feed_forward", "auto_map",
+      // generation
+      "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
+      "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
+      "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences",
+      "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+      "begin_suppress_tokens"};
+  return keys;
+}
+
+// What transformers takes for others of its keys.
+struct Alias {
+  const char *name, *of;
+};
+constexpr Alias kAliases[] = {{"hidden_size", "n_embd"},
+                              {"max_position_embeddings", "n_positions"},
+                              {"num_attention_heads", "n_head"},
+                              {"num_hidden_layers", "n_layer"}};
+
+// Keys that nobody reads: misspelt ones are refused, the others told.
+void LookAtUnknownKeys(const nlohmann::json& json, ModelKeys* keys, std::vector<std::string>* notes) {
+  const auto among = [](const std::vector<std::string_view>& names, const std::string& key) {
+    return std::find(names.begin(), names.end(), key) != names.end();
+  };
+  std::vector<std::string_view> known = FunctionKeys();
+  known.insert(known.end(), OtherKeys().begin(), OtherKeys().end());
+  for (const Alias& alias : kAliases) {
+    known.emplace_back(alias.name);
+    const nlohmann::json* given = keys->Find(alias.name);
+    const nlohmann::json* of = keys->Find(alias.of);
+    if (given == nullptr || of == nullptr || *given == *of) continue;
+    keys->Wrong(alias.name, absl::StrCat("and ", alias.of, " is ", zero::ShowValue(*of),
+                                         ", which is the same thing: leave one of them out"));
+  }
+  std::vector<std::string> unknown;
+  for (const auto& [key, value] : json.items()) {
+    // Those of transformers' own bookkeeping begin with an underscore: "_name_or_path".
+    if (among(known, key) || key.starts_with('_')) continue;
+    const std::optional<std::string> nearest = zero::NearestName(key, known);
+    if (nearest.has_value() && among(FunctionKeys(), *nearest)) {
+      keys->Fail(
+          absl::StrCat("model: unknown key ", zero::ShowValue(key), " (did you mean \"", *nearest, "\"?)"));
+    }
+    unknown.push_back(zero::ShowValue(key));
+  }
+  if (notes == nullptr || unknown.empty()) return;
+  notes->push_back(absl::StrCat("model: unknown keys, of no effect: ", absl::StrJoin(unknown, ", ")));
+}
+
 }  // namespace
 
 int64_t GptConfig::Parameters() const {
@@ -341,11 +433,12 @@ absl::Status ValidateGptConfig(const GptConfig& config) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json) {
+absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json, std::vector<std::string>* notes) {
   if (!json.is_object()) return absl::InvalidArgumentError("model: not a JSON object");
   GptConfig config;
   ModelKeys keys(json);
   RefuseOtherModels(&keys);
+  LookAtUnknownKeys(json, &keys, notes);
   const bool published = keys.Find("model_type") != nullptr;
   if (published) {
     config.activation = GptActivation::kGeluNew;
@@ -387,7 +480,7 @@ absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json) {
   return config;
 }
 
-absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path) {
+absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path, std::vector<std::string>* notes) {
   if (const auto it = Presets().find(preset_or_path); it != Presets().end()) return it->second;
   std::ifstream file(preset_or_path);
   if (!file) {
@@ -402,7 +495,7 @@ absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path) {
   if (json.is_discarded()) {
     return absl::InvalidArgumentError(absl::StrCat("--model ", preset_or_path, ": not valid JSON"));
   }
-  absl::StatusOr<GptConfig> config = GptConfigFromJson(json);
+  absl::StatusOr<GptConfig> config = GptConfigFromJson(json, notes);
   if (!config.ok()) {
     return absl::InvalidArgumentError(
         absl::StrCat("--model ", preset_or_path, ": ", std::string(config.status().message())));

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "zero/compute/model.h"
@@ -55,13 +56,16 @@ struct GptConfig {
 
 // A preset's name, or the path of a JSON file with Hugging Face's GPT-2 keys. kInvalidArgument: no such
 // preset (names the presets), an impossible shape, or a function that this model does not compute (names the
-// key).
-absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path);
+// key). `notes`: as GptConfigFromJson's.
+absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path,
+                                         std::vector<std::string>* notes = nullptr);
 
 // Every key of Hugging Face's GPT2Config that changes the function is served or refused. What is absent is
 // what transformers has where the JSON says "model_type": "gpt2" (gelu_new, dropouts of 0.1), and else the
-// defaults above, embd_pdrop that of resid_pdrop.
-absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json);
+// defaults above, embd_pdrop that of resid_pdrop. An unknown key that is near to one of these is refused with
+// that one's name; all other unknown keys are one line of `notes`, a line for people.
+absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json,
+                                            std::vector<std::string>* notes = nullptr);
 absl::Status ValidateGptConfig(const GptConfig& config);
 
 enum class GptHead : uint8_t {

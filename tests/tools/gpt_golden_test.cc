@@ -154,17 +154,56 @@ TEST(GptConfigGolden, EveryKeyIsServedRefusedOrNoneOfTheModelsBusiness) {
       "add_cross_attention"};
   const json golden = Golden("gpt2.json");
   const json published = models::GptConfig().ToPublished();
+  ASSERT_GE(golden["keys"].size(), 26u);
+  json all = golden["given"];
   for (const json& key : golden["keys"]) {
     EXPECT_TRUE(published.contains(key) || other.contains(key)) << key;
+    if (!all.contains(key)) all[key.get<std::string>()] = nullptr;
   }
+  std::vector<std::string> notes;
+  EXPECT_TRUE(models::GptConfigFromJson(all, &notes).ok());
+  EXPECT_TRUE(notes.empty()) << notes.front();
+  ASSERT_GE(golden["activations"].size(), 24u);
+  int served = 0;
   for (const json& name : golden["activations"]) {
     json config = golden["given"];
     config["activation_function"] = name;
     const auto parsed = models::GptConfigFromJson(config);
-    if (!parsed.ok()) {
-      EXPECT_THAT(std::string(parsed.status().message()), HasSubstr("activation_function is " + name.dump()));
-    }
+    served += parsed.ok() ? 1 : 0;
+    if (parsed.ok()) continue;
+    EXPECT_THAT(std::string(parsed.status().message()), HasSubstr("activation_function is " + name.dump()));
   }
+  EXPECT_EQ(served, 12);
+}
+
+TEST(GptConfigGolden, AMisspeltKeyIsRefusedWithTheOneThatWasMeantAndOthersAreANote) {
+  const json given = Golden("gpt2.json")["given"];
+  for (const auto& [key, meant] : std::vector<std::pair<std::string, std::string>>{
+           {"atn_pdrop", "attn_pdrop"},
+           {"resid_dropout", "resid_pdrop"},
+           {"activation", "activation_function"},
+           {"layer_norm_eps", "layer_norm_epsilon"},
+           {"scale_attn_by_inverse_layer_index", "scale_attn_by_inverse_layer_idx"},
+           {"tie_words_embeddings", "tie_word_embeddings"},
+           {"N_Inner", "n_inner"}}) {
+    json config = given;
+    config[key] = 0.5;
+    const auto parsed = models::GptConfigFromJson(config);
+    EXPECT_EQ(parsed.status().code(), absl::StatusCode::kInvalidArgument) << key;
+    EXPECT_THAT(std::string(parsed.status().message()),
+                HasSubstr("unknown key \"" + key + "\" (did you mean \"" + meant + "\"?)"));
+  }
+  json config = given;
+  config.update({{"_commit_hash", "abc"}, {"torch_dtype", "float32"}, {"hidden_size", given["n_embd"]}});
+  std::vector<std::string> notes;
+  ASSERT_TRUE(models::GptConfigFromJson(config, &notes).ok());
+  EXPECT_TRUE(notes.empty());
+  config.update({{"mood", "good"}, {"license", "MIT"}});
+  ASSERT_TRUE(models::GptConfigFromJson(config, &notes).ok());
+  EXPECT_THAT(notes, testing::ElementsAre("model: unknown keys, of no effect: \"license\", \"mood\""));
+  config["hidden_size"] = 24;
+  EXPECT_THAT(std::string(models::GptConfigFromJson(config).status().message()),
+              HasSubstr("hidden_size is 24, and n_embd is 12"));
 }
 
 TEST(GptConfigGolden, WhatIsNotServedIsRefusedByName) {
