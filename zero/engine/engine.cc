@@ -56,6 +56,10 @@ class Engine::Impl {
 
   absl::Status Create() {
     if (options_.comm != nullptr) options_.comm->WatchStops(options_.stops);
+    CheckpointSchedule& checkpoints = options_.checkpoints;
+    if (options_.trains && checkpoints.any() && options_.rank() == 0 && checkpoints.lock == nullptr) {
+      ASSIGN_OR_RETURN(checkpoints.lock, swap::CheckpointLock::Take(checkpoints.parent));
+    }
     TensorMemory::Install();
     TensorMemory::Trim();
     TensorMemory::SetLimit(0);

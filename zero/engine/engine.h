@@ -51,6 +51,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
+#include "swap/checkpoint_lock.h"
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
@@ -112,6 +113,9 @@ struct CheckpointSchedule {
   // State in memory: Engine::Keep makes one of the last step. A place that cannot hold it is refused by
   // Create.
   bool at_end = false;
+  // That `parent` is this run's (swap/checkpoint_lock.h), taken before the caller looked at what is there;
+  // null: Create takes it. Of several ranks, rank 0 has it for all.
+  std::shared_ptr<swap::CheckpointLock> lock = nullptr;
   bool any() const { return every > 0 || at_end; }
 };
 

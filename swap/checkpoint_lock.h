@@ -1,0 +1,44 @@
+// Who keeps checkpoints in a directory: one run at a time.
+//
+// A run that writes checkpoints removes old ones and what killed runs left, and takes the newest for its own.
+// So two runs in one directory would remove each other's. The holder has an exclusive flock on a file in the
+// directory: the kernel gives it up with the process, however that ends. Who only reads checkpoints takes no
+// lock. Of several ranks, rank 0 holds it for all.
+#ifndef PENSTOCK_SWAP_CHECKPOINT_LOCK_H_
+#define PENSTOCK_SWAP_CHECKPOINT_LOCK_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace penstock::swap {
+
+class CheckpointLock {
+ public:
+  // The lock's file in its directory.
+  static constexpr const char* kName = ".penstock.lock";
+
+  // Takes `parent` for this process, and makes it where it is missing. kFailedPrecondition: another holds it,
+  // still after some seconds that a killed one may take to end, or no file can be locked there;
+  // kResourceExhausted: the disk is full.
+  static absl::StatusOr<std::unique_ptr<CheckpointLock>> Take(const std::string& parent);
+  // Gives it up, and removes the directories that Take made, where nothing was kept in them.
+  ~CheckpointLock();
+  CheckpointLock(const CheckpointLock&) = delete;
+  CheckpointLock& operator=(const CheckpointLock&) = delete;
+
+ private:
+  CheckpointLock(std::string path, std::vector<std::string> made)
+      : path_(std::move(path)), made_(std::move(made)) {}
+
+  const std::string path_;
+  const std::vector<std::string> made_;  // directories, the outermost first
+  int fd_ = -1;
+};
+
+}  // namespace penstock::swap
+
+#endif  // PENSTOCK_SWAP_CHECKPOINT_LOCK_H_

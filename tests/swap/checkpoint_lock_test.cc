@@ -1,0 +1,94 @@
+// One run at a time keeps checkpoints in a directory, and a killed one keeps nobody out.
+#include "swap/checkpoint_lock.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tests/swap/scratch_directory.h"
+
+namespace penstock::swap {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class CheckpointLockTest : public ::testing::Test {
+ protected:
+  std::string LockFile() const { return parent_ + "/" + CheckpointLock::kName; }
+
+  ScratchDirectory scratch_;
+  const std::string parent_ = scratch_.Sub("run") + "/checkpoints";
+};
+
+TEST_F(CheckpointLockTest, OneHasItAndTheOtherIsToldWhereAndWhatToDo) {
+  fs::create_directories(parent_);
+  auto first = CheckpointLock::Take(parent_);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const auto second = CheckpointLock::Take(parent_ + "/");
+  EXPECT_TRUE(absl::IsFailedPrecondition(second.status())) << second.status();
+  EXPECT_THAT(std::string(second.status().message()),
+              AllOf(HasSubstr(parent_), HasSubstr("in use by another process"),
+                    HasSubstr("give another --checkpoint-dir")));
+  EXPECT_TRUE(CheckpointLock::Take(scratch_.Sub("other")).ok());
+  first->reset();
+  EXPECT_TRUE(CheckpointLock::Take(parent_).ok());
+  EXPECT_TRUE(fs::is_empty(parent_)) << "nothing is left in the directory";
+}
+
+TEST_F(CheckpointLockTest, AKilledProcessKeepsNobodyOut) {
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const auto lock = CheckpointLock::Take(parent_);
+    const char told = lock.ok() ? 'y' : 'n';
+    (void)!::write(ready[1], &told, 1);
+    for (;;) ::pause();
+  }
+  char told = 0;
+  ASSERT_EQ(::read(ready[0], &told, 1), 1);
+  EXPECT_EQ(told, 'y');
+  EXPECT_FALSE(CheckpointLock::Take(parent_).ok());
+  ::kill(child, SIGKILL);
+  ASSERT_EQ(::waitpid(child, nullptr, 0), child);
+  EXPECT_TRUE(fs::exists(LockFile()));
+  EXPECT_TRUE(CheckpointLock::Take(parent_).ok());
+  for (const int fd : ready) ::close(fd);
+}
+
+TEST_F(CheckpointLockTest, DirectoriesThatItMadeGoWhereNothingWasKept) {
+  { ASSERT_TRUE(CheckpointLock::Take(parent_).ok()); }
+  EXPECT_FALSE(fs::exists(scratch_.Sub("run")));
+  {
+    const auto lock = CheckpointLock::Take(parent_);
+    ASSERT_TRUE(lock.ok()) << lock.status();
+    std::ofstream(parent_ + "/step-00000001") << "kept";
+  }
+  EXPECT_TRUE(fs::exists(parent_ + "/step-00000001"));
+  EXPECT_FALSE(fs::exists(LockFile()));
+}
+
+TEST_F(CheckpointLockTest, WhereNoneCanBeLockedIsSaid) {
+  std::ofstream(scratch_.Sub("file")) << "text";
+  for (const std::string& parent : {scratch_.Sub("file"), scratch_.Sub("file") + "/below"}) {
+    const auto lock = CheckpointLock::Take(parent);
+    EXPECT_TRUE(absl::IsFailedPrecondition(lock.status())) << lock.status();
+    EXPECT_THAT(std::string(lock.status().message()),
+                AllOf(HasSubstr(parent), HasSubstr("ot a directory"), HasSubstr("--checkpoint-dir")));
+  }
+  fs::create_directories(parent_);
+  fs::create_symlink(scratch_.Sub("target"), LockFile());
+  EXPECT_FALSE(CheckpointLock::Take(parent_).ok());
+  EXPECT_FALSE(fs::exists(scratch_.Sub("target"))) << "no link is followed";
+}
+
+}  // namespace
+}  // namespace penstock::swap
