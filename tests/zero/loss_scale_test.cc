@@ -100,6 +100,25 @@ TEST(LossScaler, StopsAtTheLargestPowerOfTwo) {
   EXPECT_TRUE(std::isfinite(static_cast<float>(scaler.scale())));
 }
 
+TEST(LossScaler, OtherOptionsKeepTheScaleThatWasFound) {
+  const LossScaleOptions options = {.initial_scale = 256, .hysteresis = 1};
+  LossScaler scaler = Dynamic(options);
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(scaler.Update(true).ok());
+  ASSERT_EQ(scaler.scale(), 32);
+  const auto with = [&](LossScaleOptions now) {
+    now.dynamic = now.dynamic || now.window != 1;
+    absl::StatusOr<LossScaler> changed = scaler.With(now);
+    EXPECT_TRUE(changed.ok()) << changed.status();
+    EXPECT_EQ(LossScaler::FromJson(changed->ToJson())->ToJson(), changed->ToJson()) << "it can be recorded";
+    return changed->scale();
+  };
+  EXPECT_EQ(with({.initial_scale = 256, .window = 7}), 32);
+  EXPECT_EQ(with({.initial_scale = 256, .window = 7, .min_scale = 64}), 64);
+  EXPECT_EQ(with({.initial_scale = 1024, .window = 7}), 1024);
+  EXPECT_EQ(with({.initial_scale = 8, .window = 1}), 8) << "not dynamic any more";
+  EXPECT_FALSE(scaler.With({.dynamic = true, .initial_scale = 2, .min_scale = 4}).ok());
+}
+
 TEST(LossScaler, RefusesWhatCannotWork) {
   for (const LossScaleOptions& options :
        {LossScaleOptions{.initial_scale = 0}, LossScaleOptions{.initial_scale = -1},

@@ -70,18 +70,33 @@ absl::Status LossScaler::Update(bool overflow) {
   return absl::OkStatus();
 }
 
+absl::StatusOr<LossScaler> LossScaler::With(const LossScaleOptions& options) const {
+  absl::StatusOr<LossScaler> scaler = Create(options);
+  if (!scaler.ok()) return scaler;
+  scaler->iteration_ = iteration_;
+  scaler->last_overflow_ = last_overflow_;
+  const bool goes_on = options_.dynamic && options.dynamic && options_.initial_scale == options.initial_scale;
+  if (goes_on) scaler->scale_ = std::max(scale_, options.min_scale);
+  return scaler;
+}
+
+nlohmann::json LossScaleOptions::ToJson() const {
+  return {{"dynamic", dynamic},
+          {"initial_scale", initial_scale},
+          {"factor", factor},
+          {"window", window},
+          {"min_scale", min_scale},
+          {"hysteresis", hysteresis},
+          {"consecutive_hysteresis", consecutive_hysteresis}};
+}
+
 nlohmann::json LossScaler::ToJson() const {
-  return {{"dynamic", options_.dynamic},
-          {"initial_scale", options_.initial_scale},
-          {"factor", options_.factor},
-          {"window", options_.window},
-          {"min_scale", options_.min_scale},
-          {"hysteresis", options_.hysteresis},
-          {"consecutive_hysteresis", options_.consecutive_hysteresis},
-          {"scale", scale_},
-          {"iteration", iteration_},
-          {"last_overflow", last_overflow_},
-          {"hysteresis_left", hysteresis_left_}};
+  nlohmann::json json = options_.ToJson();
+  json.update({{"scale", scale_},
+               {"iteration", iteration_},
+               {"last_overflow", last_overflow_},
+               {"hysteresis_left", hysteresis_left_}});
+  return json;
 }
 
 absl::StatusOr<LossScaler> LossScaler::FromJson(const nlohmann::json& json) {

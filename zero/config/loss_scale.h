@@ -18,6 +18,8 @@
 namespace penstock::zero {
 
 struct LossScaleOptions {
+  nlohmann::json ToJson() const;
+
   bool dynamic = false;                 // false: the scale never changes
   double initial_scale = 1.0;           // fp16.loss_scale, or 2^initial_scale_power when dynamic
   double factor = 2.0;                  // down on overflow, up after a window
@@ -53,6 +55,10 @@ class LossScaler {
   // Options and state, exact.
   nlohmann::json ToJson() const;
   static absl::StatusOr<LossScaler> FromJson(const nlohmann::json& json);
+
+  // The same training under other options: the scale stays where it was found, within them; another initial
+  // scale, or a scale that is no longer dynamic, begins there anew. kInvalidArgument: as Create.
+  absl::StatusOr<LossScaler> With(const LossScaleOptions& options) const;
 
   friend bool operator==(const LossScaler& a, const LossScaler& b) { return a.ToJson() == b.ToJson(); }
 

@@ -135,7 +135,9 @@ struct EngineOptions {
   double clip = 1.0;  // bound of the global gradient norm; 0: none
   std::optional<LrSchedule>
       schedule;  // of a new run; a resumed one has its own. Empty: the optimizer's lr throughout
-  std::optional<LrSchedule> new_schedule;  // of a resumed run, in the place of its own from here on
+  // Of a resumed run, in the place of its own from here on.
+  std::optional<LrSchedule> new_schedule;
+  std::optional<LossScaleOptions> new_loss_scale;
   uint64_t seed = 1;
   // Initial values of elements [first, first + elements) of a block's run (zero/compute/block.h), as fp32
   // masters, padding 0; each tile is asked for once. Empty: those that the blocks' factories make.

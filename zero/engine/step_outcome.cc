@@ -27,6 +27,11 @@ absl::Status StepOutcome::Restore(const nlohmann::json& payload, int64_t updates
     if (!scaler.ok()) return absl::DataLossError("loss scale");
     scaler_ = *scaler;
   }
+  if (options_.new_loss_scale.has_value()) {
+    absl::StatusOr<LossScaler> scaler = scaler_.With(*options_.new_loss_scale);
+    if (!scaler.ok()) return scaler.status();
+    scaler_ = *scaler;
+  }
   updates_ = updates;
   return absl::OkStatus();
 }
