@@ -15,6 +15,7 @@ namespace {
 
 constexpr const char* kRanks = "ranks";
 constexpr const char* kRank = "rank";
+constexpr int kMostRanksLookedFor = 64;  // for any that is there, where rank 0 is not
 
 nlohmann::json Parsed(const std::string& identity) {
   nlohmann::json json = nlohmann::json::parse(identity, nullptr, /*allow_exceptions=*/false);
@@ -42,7 +43,21 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
   const swap::Finding found = swap::Probe(directories);
   if (HoldsAnything(found)) return ShardDirectories{directories};
   const std::vector<std::string> first = RankDirectories(directories, 0);
+  const auto missing = [&directories](int rank, int64_t ranks, const swap::Finding& there) {
+    return absl::DataLossError(absl::StrCat(
+        RankDirectories(directories, rank).front(), ": the part of rank ", rank, " of the run's ", ranks,
+        " is missing", there.holding == swap::Holding::kForeign ? absl::StrCat(" (", there.text, ")") : "",
+        ": bring all parts together"));
+  };
   if (const swap::Finding of_first = swap::Probe(first); !HoldsAnything(of_first)) {
+    // Other ranks' parts may still be there.
+    for (int rank = 1; rank < kMostRanksLookedFor; ++rank) {
+      const std::vector<std::string> other = RankDirectories(directories, rank);
+      if (!HoldsAnything(swap::Probe(other))) continue;
+      const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(other);
+      if (!inspection.ok()) continue;
+      return missing(0, NumberIn(Parsed(inspection->shape.identity), kRanks, rank + 1), of_first);
+    }
     // Something is there, perhaps what was a run: that is not the same as nothing.
     for (const swap::Finding& each : {of_first, found}) {
       if (each.holding == swap::Holding::kForeign) return absl::FailedPreconditionError(each.text);
@@ -57,10 +72,7 @@ absl::StatusOr<ShardDirectories> FindShards(const std::vector<std::string>& dire
     parts.push_back(RankDirectories(directories, rank));
     const swap::Finding of_rank = swap::Probe(parts.back());
     if (HoldsAnything(of_rank)) continue;
-    if (of_rank.holding == swap::Holding::kForeign) return absl::DataLossError(of_rank.text);
-    return absl::DataLossError(absl::StrCat(parts.back().front(), ": the part of rank ", rank,
-                                            " of the run's ", ranks,
-                                            " is missing: bring all parts together"));
+    return missing(rank, ranks, of_rank);
   }
   return parts;
 }
