@@ -82,6 +82,9 @@ class Dataset {
   int64_t tokens_;
 };
 
+// What decides which sequences a step sees, as a run's record names it.
+inline constexpr const char* kSequenceOrder = "a hash of seed, step and row";
+
 // The first token of row `row` of step `step` among `places` possible ones: a counter-based hash (three
 // rounds of splitmix64's finalizer), mapped to the range by the high half of a 128-bit product. Part of what
 // a run's losses depend on: it never changes. Exposed for tests.

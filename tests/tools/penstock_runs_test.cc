@@ -465,6 +465,109 @@ TEST_F(RunsTest, AConfigThatSaysSomethingElseChangesTheRunAndAFlagThatWonOverItD
 }
 
 TEST_F(RunsTest, GradientsThatStayNotFiniteEndTheRunAndHarmNothing) {
+// A key that the config has lost is what it is without it: told once, and recorded.
+TEST_F(RunsTest, WhatAConfigNoLongerSaysIsChangedAndTold) {
+  const std::string state = dir_ + "/state", config = dir_ + "/config.json", log = dir_ + "/log";
+  int64_t steps = 2;
+  const auto go_on = [&](const std::string& text, const Arguments& more) {
+    WriteFile(config, text);
+    const Ran ran = Run(Arguments{"train", "--data", text_, "--state-dir", state, "--resume", "--quiet", "--log",
+                              log, "--steps", std::to_string(++steps)} +
+                        (text.empty() ? Arguments{} : Arguments{"--config", config}) + more);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return ran.err;
+  };
+  const std::string adam = R"("optimizer": {"type": "AdamW", "params": {"lr": 0.004, "weight_decay": 0.25}})";
+  const std::string power = R"("penstock": {"sync": "power", "durability": "checkpoint"})";
+  WriteFile(config, "{" + adam + R"(, "gradient_clipping": 0.25, "scheduler": {"type": "WarmupLR",
+    "params": {"warmup_max_lr": 0.002, "warmup_num_steps": 2}}, )" +
+                        power + "}");
+  ASSERT_EQ(Run(Small(state, {"--steps", "2", "--config", config, "--log", log})).code, 0);
+  EXPECT_EQ(Inspect(state)["run"]["sync"], "power");
+  EXPECT_EQ(Inspect(state)["run"]["durability"], "checkpoint");
+  EXPECT_EQ(Inspect(state)["run"]["data_order"], "a hash of seed, step and row");
+  // Nothing is said: nothing changes, though the defaults are others.
+  EXPECT_EQ(go_on("", {}), "");
+  EXPECT_EQ(Inspect(state)["run"]["sync"], "power");
+  EXPECT_EQ(Of(Entries(log, false), "lr").back(), 0.002);
+
+  const std::string told = go_on("{" + adam + "}", {});
+  EXPECT_THAT(
+      told,
+      HasSubstr("changed from step 4 on: clip 0.25 -> 1.0 (no gradient_clipping in --config any more)"));
+  EXPECT_THAT(told, HasSubstr("(no scheduler in --config any more)"));
+  EXPECT_THAT(told, HasSubstr("sync \"power\" -> \"process\" (no penstock.sync in --config any more)"));
+  EXPECT_THAT(
+      told, HasSubstr("durability \"checkpoint\" -> \"step\" (no penstock.durability in --config any more)"));
+  EXPECT_EQ(Lines(told).size(), 4u) << told;
+  EXPECT_EQ(Of(Entries(log, false), "lr").back(), 0.004) << "the optimizer's, all the time";
+  EXPECT_EQ(go_on("{" + adam + "}", {}), "") << "it is recorded";
+  EXPECT_EQ(Inspect(state)["run"]["clip"], 1.0);
+  EXPECT_EQ(Inspect(state)["run"]["sync"], "process");
+
+  EXPECT_THAT(go_on("{" + adam + ", " + power + "}", {}),
+              AllOf(HasSubstr("sync \"process\" -> \"power\" (penstock.sync in --config)"),
+                    HasSubstr("durability \"step\" -> \"checkpoint\" (penstock.durability in --config)")));
+  const std::string bare = go_on(R"({"optimizer": {"type": "AdamW"}, )" + power + "}", {});
+  EXPECT_THAT(bare, AllOf(HasSubstr("lr 0.004 -> 0.001 (no optimizer.params.lr in --config any more)"),
+                          HasSubstr("weight_decay 0.25 -> 0.0 (no optimizer.params.weight_decay")));
+  EXPECT_EQ(Lines(bare).size(), 2u) << bare;
+  EXPECT_EQ(Of(Entries(log, false), "lr").back(), 0.001);
+}
+
+// A flag in an open place of the config is no word of the config.
+TEST_F(RunsTest, AFlagThatFillsAKeyIsNotRecordedAsTheConfigsWord) {
+  const std::string state = dir_ + "/state", config = dir_ + "/config.json", log = dir_ + "/log";
+  const auto lr = [&](const std::string& text) {
+    WriteFile(config, R"({"optimizer": {"type": "AdamW", "params": {"lr": )" + text + "}}}");
+  };
+  const Arguments arguments = {"--config", config, "--log", log};
+  lr(R"("auto")");
+  ASSERT_EQ(Run(Small(state, Arguments{"--steps", "2", "--lr", "0.002"} + arguments)).code, 0);
+  EXPECT_FALSE(Inspect(state)["run"]["config"].contains("lr"));
+  ASSERT_EQ(Run(Small(state, Arguments{"--steps", "3", "--lr", "0.004", "--resume"} + arguments)).code, 0);
+  lr("0.002");
+  const Ran ran = Run(Small(state, Arguments{"--steps", "4", "--resume"} + arguments));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("lr 0.004 -> 0.002 (optimizer.params.lr in --config)"));
+  EXPECT_EQ(Of(Entries(log, false), "lr").back(), 0.002);
+}
+
+TEST_F(RunsTest, ALossScaleThatTheConfigChangesIsTakenToldAndRecorded) {
+  const std::string state = dir_ + "/state", config = dir_ + "/config.json", log = dir_ + "/log";
+  const auto fp16 = [&](const std::string& keys) {
+    WriteFile(config, R"({"fp16": {"enabled": true)" + keys + "}}");
+  };
+  const auto scale = [&] { return Of(Entries(log, false), "loss_scale").back(); };
+  const auto go_on = [&](const std::string& steps) {
+    const Ran ran = Run({"train", "--data", text_, "--state-dir", state, "--resume", "--quiet", "--log", log,
+                         "--steps", steps, "--config", config});
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return ran.err;
+  };
+  fp16(R"(, "initial_scale_power": 8)");
+  Arguments arguments = Small(state, {"--steps", "2", "--config", config, "--log", log});
+  *std::find(arguments.begin(), arguments.end(), "fp32") = "fp16";
+  ASSERT_EQ(Run(arguments).code, 0);
+  EXPECT_EQ(scale(), 256);
+  EXPECT_EQ(go_on("3"), "");
+  // The window alone: the scale stays where it is, and rises sooner.
+  fp16(R"(, "initial_scale_power": 8, "loss_scale_window": 2)");
+  EXPECT_THAT(
+      go_on("8"),
+      HasSubstr("changed from step 4 on: loss scale: window 1000 -> 2 (loss scale of fp16 in --config)"));
+  EXPECT_GT(scale(), 256);
+  fp16(R"(, "loss_scale": 32)");
+  EXPECT_THAT(go_on("9"),
+              AllOf(HasSubstr("dynamic true -> false"), HasSubstr("initial_scale 256.0 -> 32.0")));
+  EXPECT_EQ(scale(), 32);
+  EXPECT_EQ(go_on("10"), "");
+  EXPECT_EQ(scale(), 32);
+  fp16("");
+  EXPECT_THAT(go_on("11"), HasSubstr("dynamic false -> true (no loss scale of fp16 in --config any more)"));
+  EXPECT_EQ(scale(), 65536);
+}
+
   for (const std::string offload : {"nvme", "cpu"}) {
     SCOPED_TRACE(offload);
     const std::string state = dir_ + "/" + offload, report = state + ".json";

@@ -4,9 +4,18 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tests/tools/penstock_program.h"
+#include "tools/penstock/ranks.h"
+#include "zero/ranks/comm.h"
 
 namespace penstock::tools {
 namespace {
@@ -141,6 +150,84 @@ TEST_F(TrainOptionsTest, TheRatioOnAProcessorIsAnsweredForTheDeviceThatComputes)
   EXPECT_THAT(settings.notes,
               Contains("zero_optimization.offload_optimizer.ratio: accepted and ignored: with "
                        "--device cpu the processor updates everything"));
+}
+
+// Where the state is gone and a checkpoint is left, its run is restored and goes on as it was made.
+TEST_F(TrainFlagsTest, ARestoredRunHasItsOwnSyncUnlessTheConfigSaysAnother) {
+  const std::string config = dir_ + "/config.json", state = dir_ + "/state";
+  testing_support::WriteFile(config, R"({"penstock": {"sync": "power", "durability": "checkpoint"}})");
+  const auto ran = Run(Train(state, {"--seq", "16", "--steps", "2", "--config", config, "--checkpoint-dir",
+                                     dir_ + "/kept", "--checkpoint-every", "2"}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const auto restored = [&](const std::optional<std::string>& said) {
+    std::filesystem::remove_all(state);
+    TrainOptions arguments;
+    arguments.resume = true;
+    arguments.data = text_;
+    arguments.state_dirs = {state};
+    arguments.checkpoint_dir = dir_ + "/kept";
+    arguments.config = said;
+    auto settings = ResolveTrainOptions(arguments, /*needs_data=*/true);
+    EXPECT_TRUE(settings.ok()) << settings.status();
+    return settings.ok() ? settings->engine : zero::EngineOptions{};
+  };
+  EXPECT_EQ(restored(std::nullopt).sync, swap::Sync::kPower);
+  EXPECT_EQ(restored(std::nullopt).durability, zero::Durability::kCheckpoint);
+  testing_support::WriteFile(config, R"({"penstock": {"sync": "process"}})");
+  EXPECT_EQ(restored(config).sync, swap::Sync::kProcess);
+  EXPECT_EQ(restored(config).durability, zero::Durability::kStep);
+}
+
+// The other ranks' answers, as they were written down.
+class WrittenRanks final : public zero::Comm {
+ public:
+  explicit WrittenRanks(std::vector<std::string> texts)
+      : Comm(Environment(static_cast<int>(texts.size()) + 1)), texts_(std::move(texts)) {}
+  std::string name() const override { return "written down"; }
+  // Of AllTexts: the lengths, then the texts.
+  absl::StatusOr<std::unique_ptr<zero::Exchange>> Begin(zero::Channel, const zero::What&,
+                                                        std::span<const void* const>,
+                                                        std::span<void* const> receive,
+                                                        size_t bytes) override {
+    class Done final : public zero::Exchange {
+      absl::Status Wait() override { return absl::OkStatus(); }
+    };
+    for (size_t k = 1; k < receive.size(); ++k) {
+      const std::string& text = texts_[k - 1];
+      const uint64_t length = text.size();
+      std::memcpy(receive[k], calls_ == 0 ? static_cast<const void*>(&length) : text.data(),
+                  calls_ == 0 ? sizeof(length) : std::min<size_t>(bytes, text.size()));
+    }
+    ++calls_;
+    return std::make_unique<Done>();
+  }
+  void Abort(const absl::Status&) override {}
+  absl::Status failure() override { return absl::OkStatus(); }
+
+ private:
+  static zero::RankEnvironment Environment(int world) {
+    zero::RankEnvironment environment;
+    environment.world = world;
+    return environment;
+  }
+
+  const std::vector<std::string> texts_;
+  int calls_ = 0;
+};
+
+TEST(OldestRecordTest, IsThatOfTheRankThatHasComeLeastFar) {
+  const nlohmann::json mine = {{"lr", 0.5}}, theirs = {{"lr", 0.25}};
+  const auto oldest = [&](int64_t step, std::vector<std::string> others) {
+    WrittenRanks comm(std::move(others));
+    return OldestRecord(comm, mine, step);
+  };
+  const auto record = [&](int64_t step) { return nlohmann::json({step, theirs}).dump(); };
+  EXPECT_EQ(*oldest(5, {record(4)}), theirs);
+  EXPECT_EQ(*oldest(4, {record(5)}), mine);
+  EXPECT_EQ(*oldest(4, {record(4)}), mine) << "the first of them, on all ranks";
+  EXPECT_EQ(*oldest(5, {record(6), record(4), record(5)}), theirs);
+  // What cannot be read is no record.
+  EXPECT_EQ(*oldest(5, {"", "[", "{}", R"(["2", {}])", "[2]"}), mine);
 }
 
 }  // namespace

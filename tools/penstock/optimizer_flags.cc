@@ -15,7 +15,6 @@ class Resolver {
 
   template <typename T>
   void Take(const char* name, const char* flag, const std::optional<T>& given, T* value) {
-    if (flag == kConfig) kept_.NoteConfig(name, given);
     absl::StatusOr<T> taken = kept_.Of(name, flag, given, *value);
     if (!taken.ok()) {
       status_.Update(taken.status());
@@ -39,26 +38,38 @@ absl::Status CheckRate(const char* flag, double value) {
   return absl::InvalidArgumentError(absl::StrCat(flag, " ", value, ": must be between 0 and 1e+06"));
 }
 
+// "Adam" of a config is AdamW unless it says otherwise; recorded is what it means.
+std::optional<std::string> TypeOf(const zero::OptimizerConfig& config) {
+  using zero::OptimizerType;
+  if (!config.type.has_value()) return std::nullopt;
+  const bool adam = config.type == OptimizerType::kAdam || config.type == OptimizerType::kAdamW;
+  return std::string(zero::Name(!adam                     ? *config.type
+                                : config.DecoupledDecay() ? OptimizerType::kAdamW
+                                                          : OptimizerType::kAdam));
+}
+
 }  // namespace
+
+void NoteOptimizer(const zero::OptimizerConfig& config, const RecordedOptions& kept) {
+  kept.NoteConfig("optimizer", TypeOf(config));
+  kept.NoteConfig("lr", config.lr);
+  kept.NoteConfig("weight_decay", config.weight_decay);
+  kept.NoteConfig("beta1", config.beta1);
+  kept.NoteConfig("beta2", config.beta2);
+  kept.NoteConfig("eps", config.eps);
+  kept.NoteConfig("momentum", config.momentum);
+  kept.NoteConfig("dampening", config.dampening);
+  kept.NoteConfig("nesterov", config.nesterov);
+  kept.NoteConfig("lr_decay", config.lr_decay);
+}
 
 absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& flags,
                                                                const zero::OptimizerConfig& config,
                                                                const RecordedOptions& kept,
                                                                nlohmann::json* record) {
-  using zero::OptimizerType;
   Resolver resolver(kept, record);
-  // "Adam" of a config is AdamW unless it says otherwise; recorded is what it means.
-  std::optional<std::string> given;
-  if (config.type.has_value()) {
-    const bool adam = config.type == OptimizerType::kAdam || config.type == OptimizerType::kAdamW;
-    given = std::string(zero::Name(!adam                     ? *config.type
-                                   : config.DecoupledDecay() ? OptimizerType::kAdamW
-                                                             : OptimizerType::kAdam));
-  }
-  std::string type(zero::Name(OptimizerType::kAdamW));
-  resolver.Take("optimizer", kConfig, given, &type);
-  kept.NoteConfig("lr", config.lr);
-  kept.NoteConfig("weight_decay", config.weight_decay);
+  std::string type(zero::Name(zero::OptimizerType::kAdamW));
+  resolver.Take("optimizer", kConfig, TypeOf(config), &type);
   const std::optional<double> lr = flags.lr.has_value() ? flags.lr : config.lr;
   const std::optional<double> weight_decay =
       flags.weight_decay.has_value() ? flags.weight_decay : config.weight_decay;

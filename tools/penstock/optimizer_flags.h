@@ -19,6 +19,9 @@ struct OptimizerFlags {
   std::optional<std::string> states;
 };
 
+// What the config says of the optimizer, before anything fills its open places.
+void NoteOptimizer(const zero::OptimizerConfig& config, const RecordedOptions& kept);
+
 // What is not given has the defaults of DeepSpeed and LibTorch, but AdamW's rate is 3e-4 and its decay 0.01.
 // `record` takes everything that a resumed run must find again.
 absl::StatusOr<zero::OptimizerOptions> ResolveOptimizerOptions(const OptimizerFlags& flags,

@@ -96,13 +96,6 @@ absl::StatusOr<nlohmann::json> WeightsJson(const std::string& path) {
   return json;
 }
 
-nlohmann::json LossScaleJson(const zero::LossScaleOptions& scale) {
-  return {{"dynamic", scale.dynamic},       {"initial_scale", scale.initial_scale},
-          {"factor", scale.factor},         {"window", scale.window},
-          {"hysteresis", scale.hysteresis}, {"consecutive_hysteresis", scale.consecutive_hysteresis},
-          {"min_scale", scale.min_scale}};
-}
-
 nlohmann::json BoundsJson(const tiering::PlanBounds& bounds) {
   nlohmann::json json = {{"placement", static_cast<int>(bounds.placement)},
                          {"const_bytes", bounds.const_bytes},
@@ -206,11 +199,12 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   same["--eval-every"] = settings.eval_every;
   same["--checkpoint-every"] = engine.checkpoints.every;
   same["--checkpoint-keep"] = engine.checkpoints.keep;
+  if (engine.new_loss_scale.has_value()) same["new loss scale"] = engine.new_loss_scale->ToJson();
   same["goes on"] = settings.resumes;
   same["overwrites"] = engine.overwrite;
   same["changes"] = engine.run_changes;
   same["optimizer states"] = std::string(zero::StateTypeName(format->states));
-  same["loss scale"] = LossScaleJson(engine.loss_scale);
+  same["loss scale"] = engine.loss_scale.ToJson();
   if (engine.schedule.has_value()) same["scheduler"] = engine.schedule->ToJson();
   same["sync"] = static_cast<int>(engine.sync);
   same["durability"] = static_cast<int>(engine.durability);

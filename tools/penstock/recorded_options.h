@@ -4,9 +4,10 @@
 // One rule for every value of a run. What its state is made of (vocabulary, seed, types, the optimizer)
 // stays: asking for another is refused. Everything else may be changed on resume: by a flag, or by a key of
 // --config that says something else than it said before. A change holds from the next step on, is told, and
-// is recorded with the run, so that a later --resume without a flag goes on with it. What nobody changes
-// stays as recorded, whatever the defaults are by then, and a config that says what it said when a flag won
-// over it changes nothing.
+// is recorded with the run, so that a later --resume without a flag goes on with it. A key that --config no
+// longer has is what it is in a file that never had it. What nobody changes stays as recorded, whatever the
+// defaults are by then: without --config all of it, and a config that says what it said when a flag won over
+// it changes nothing.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_RECORDED_OPTIONS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_RECORDED_OPTIONS_H_
 
@@ -48,6 +49,9 @@ inline std::string ConfigKeyOf(const std::string& name) {
                                                             {"beta1", "optimizer.params.betas"},
                                                             {"beta2", "optimizer.params.betas"},
                                                             {"dtype", "fp16 or bf16"},
+                                                            {"loss_scale", "loss scale of fp16"},
+                                                            {"sync", "penstock.sync"},
+                                                            {"durability", "penstock.durability"},
                                                             {"scheduler", "scheduler"}};
   for (const auto& [of, key] : keys) {
     if (of == name) return key;
@@ -64,11 +68,14 @@ class RecordedOptions {
   bool by_flag(const char* name) const { return flags_.count(name) > 0; }
   // Where a value of this name comes from: "--lr", or "optimizer.params.lr in --config".
   std::string SourceOf(const char* name, const char* flag) const {
-    return by_flag(name) ? absl::StrCat("--", flag) : absl::StrCat(ConfigKeyOf(name), " in --config");
+    if (by_flag(name)) return absl::StrCat("--", flag);
+    return absl::StrCat(Removed(name) ? "no " : "", ConfigKeyOf(name),
+                        Removed(name) ? " in --config any more" : " in --config");
   }
 
-  // What the config itself says, whether or not a flag wins over it. Only what is noted is a change when it
-  // is another.
+  // Before any value is asked for, what the config itself says: as its file has it, before flags and defaults
+  // take its open places. Only what is noted is a change when it is another.
+  void BeginConfig() const { changes_->config[kAsWritten] = true; }
   template <typename T>
   void NoteConfig(const char* name, const std::optional<T>& says) const {
     if (says.has_value()) changes_->config[name] = *says;
@@ -86,21 +93,34 @@ class RecordedOptions {
     return recorded != says;
   }
 
+  // The config said something under `name` when the run was made or last resumed, and does not any more.
+  // (Records from before kAsWritten have flags among what the file said: nothing is known of those.)
+  bool Removed(const char* name) const {
+    const auto has = [name](const nlohmann::json& config) {
+      return config.is_object() && config.value(kAsWritten, false) && config.contains(name);
+    };
+    return changes_->config.contains(kAsWritten) && !changes_->config.contains(name) && run_.is_object() &&
+           run_.contains("config") && has(run_["config"]);
+  }
+
+  // `otherwise`: of a new run for which nobody says anything.
   template <typename T>
   absl::StatusOr<T> Of(const char* name, const char* flag, const std::optional<T>& given,
                        const T& otherwise) const {
     const bool there = run_.is_object() && run_.contains(name);
     const nlohmann::json recorded = there ? run_[name] : nlohmann::json();
-    const nlohmann::json says = given.has_value() ? nlohmann::json(*given) : nlohmann::json();
-    const bool changes = given.has_value() && (by_flag(name) || ConfigChanges(name, recorded));
-    if (!there) return given.value_or(otherwise);
+    const T wanted = given.value_or(otherwise);
+    const nlohmann::json says = wanted;
+    const bool changes = (given.has_value() && (by_flag(name) || ConfigChanges(name, recorded))) ||
+                         (!by_flag(name) && !IsFixed(name) && Removed(name));
+    if (!there) return wanted;
     const std::optional<T> read = zero::JsonField<T>(run_, name);
     if (!read.has_value()) {
       return absl::DataLossError(absl::StrCat("the run's record is damaged: its ", name, " is ",
                                               recorded.dump(), "; go on from a checkpoint"));
     }
     const T& kept = *read;
-    if (!changes || *given == kept) return kept;
+    if (!changes || wanted == kept) return kept;
     if (IsFixed(name)) {
       return absl::FailedPreconditionError(absl::StrCat(
           by_flag(name) ? absl::StrCat("--", flag, " ", says.dump())
@@ -108,12 +128,14 @@ class RecordedOptions {
           ": this run was created with ", recorded.dump(), ", and its state is made of that; leave it ",
           by_flag(name) ? "out" : "as it was", ", or start another run in another --state-dir"));
     }
-    changes_->run[name] = *given;
+    changes_->run[name] = wanted;
     changes_->Tell(name, recorded.dump(), says.dump(), SourceOf(name, flag));
-    return *given;
+    return wanted;
   }
 
  private:
+  static constexpr const char* kAsWritten = "as_written";  // among the config's flags in the record
+
   static bool IsFixed(const std::string& name) {
     return name == "vocab" || name == "seed" || name == "dtype" || name == "optimizer" ||
            name == "optimizer_states";

@@ -20,6 +20,7 @@
 #include "kernels/cpu_features.h"
 #include "models/weight_import.h"
 #include "swap/checkpoint.h"
+#include "swap/checkpoint_lock.h"
 #include "swap/inspect.h"
 #include "tools/base/size.h"
 #include "tools/penstock/device_flags.h"
@@ -34,6 +35,7 @@
 #include "zero/config/plan_bounds.h"
 #include "zero/engine/restore.h"
 #include "zero/memory/threads.h"
+#include "zero/ranks/agree.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::tools {
@@ -103,7 +105,7 @@ absl::Status CheckRun(const nlohmann::json& run, const std::string& dir) {
     if (value.has_value() && *value >= range.least && *value <= range.most) continue;
     return damaged(range.name);
   }
-  for (const char* name : {"dtype", "run_id"}) {
+  for (const char* name : {"dtype", "run_id", "sync", "durability", "data_order"}) {
     if (run.contains(name) && !run[name].is_string()) return damaged(name);
   }
   if (run.contains("lr") && !run["lr"].is_number()) return damaged("lr");
@@ -119,7 +121,11 @@ absl::Status CheckRun(const nlohmann::json& run, const std::string& dir) {
 absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   std::vector<std::string> dirs = given;
   // All ranks' records say the same about the run.
-  if (const auto parts = zero::FindShards(given); parts.ok()) dirs = parts->front();
+  if (const auto parts = zero::FindShards(given); parts.ok()) {
+    dirs = parts->front();
+  } else if (absl::IsDataLoss(parts.status())) {
+    return parts.status();
+  }
   const swap::Finding found = swap::Probe(dirs);
   switch (found.holding) {
     case swap::Holding::kNothing:
@@ -154,6 +160,7 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   const nlohmann::json identity = nlohmann::json::parse(inspection->shape.identity, nullptr, false);
   if (const auto dtype = zero::JsonField<std::string>(identity, "dtype")) run["dtype"] = *dtype;
   run["schedule"] = payload.value("schedule", nlohmann::json());
+  run["loss_scale"] = payload.value("loss_scale", nlohmann::json());
   // Runs from before there was a choice of optimizers.
   if (run.contains("adamw") && !run.contains("optimizer")) {
     run["optimizer"] = run["adamw"] == false ? "Adam" : "AdamW";
@@ -161,12 +168,45 @@ absl::StatusOr<nlohmann::json> FindRun(const std::vector<std::string>& given) {
   return run;
 }
 
-void ResolveDurability(const zero::Config& config, TrainSettings* settings) {
-  zero::EngineOptions& engine = settings->engine;
-  engine.durability = config.penstock.durability.value_or(zero::Durability::kStep);
-  engine.versions = static_cast<int>(config.penstock.versions.value_or(0));
-  engine.sync = config.penstock.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
-  if (engine.versions == 1) engine.durability = zero::Durability::kCheckpoint;
+// As config and record have them.
+constexpr const char *kSyncPower = "power", *kSyncProcess = "process";
+constexpr const char *kEachStep = "step", *kAtCheckpoints = "checkpoint";
+
+std::optional<std::string> SyncSaid(const zero::Config& config) {
+  if (!config.penstock.sync.has_value()) return std::nullopt;
+  return config.penstock.sync == zero::SyncMode::kPower ? kSyncPower : kSyncProcess;
+}
+
+std::optional<std::string> DurabilitySaid(const zero::Config& config) {
+  if (config.penstock.versions == 1) return kAtCheckpoints;
+  if (!config.penstock.durability.has_value()) return std::nullopt;
+  return config.penstock.durability == zero::Durability::kStep ? kEachStep : kAtCheckpoints;
+}
+
+void SetDurability(const std::string& sync, const std::string& durability, zero::EngineOptions* engine) {
+  engine->sync = sync == kSyncPower ? swap::Sync::kPower : swap::Sync::kProcess;
+  engine->durability = durability == kAtCheckpoints ? zero::Durability::kCheckpoint : zero::Durability::kStep;
+}
+
+// What a checkpoint's run is restored with: as it was made, but for what the config says.
+void RestoreDurability(const zero::Config& config, const nlohmann::json& run, zero::EngineOptions* engine) {
+  SetDurability(SyncSaid(config).value_or(run.value("sync", kSyncProcess)),
+                DurabilitySaid(config).value_or(run.value("durability", kEachStep)), engine);
+}
+
+absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& kept,
+                               TrainSettings* settings) {
+  ASSIGN_OR_RETURN(const std::string sync,
+                   kept.Of<std::string>("sync", "config", SyncSaid(config), kSyncProcess));
+  ASSIGN_OR_RETURN(const std::string durability,
+                   kept.Of<std::string>("durability", "config", DurabilitySaid(config), kEachStep));
+  SetDurability(sync, durability, &settings->engine);
+  settings->kept.update({{"sync", sync}, {"durability", durability}});
+  return absl::OkStatus();
+}
+
+void NoteDurability(const zero::Config& config, TrainSettings* settings) {
+  const zero::EngineOptions& engine = settings->engine;
   if (engine.offload == zero::OffloadDevice::kNvme) return;
   if (config.penstock.durability == zero::Durability::kStep) {
     settings->notes.push_back(
@@ -197,7 +237,7 @@ absl::Status CheckFree(const std::vector<std::string>& dirs) {
                    ": go on with it (--resume), replace it (--overwrite), or give another --state-dir"));
 }
 
-absl::Status ResolveCheckpoints(const TrainOptions& flags, bool trains, TrainSettings* settings) {
+absl::Status ResolveCheckpoints(const TrainOptions& flags, TrainSettings* settings) {
   zero::CheckpointSchedule& checkpoints = settings->engine.checkpoints;
   checkpoints.parent = flags.checkpoint_dir.value_or("");
   if (settings->engine.offload != zero::OffloadDevice::kNvme) {
@@ -224,7 +264,36 @@ absl::Status ResolveCheckpoints(const TrainOptions& flags, bool trains, TrainSet
                                 " is the state directory: give checkpoints one of their own"));
     }
   }
-  if (!trains || !checkpoints.any() || flags.resume) return absl::OkStatus();
+  return absl::OkStatus();
+}
+
+// "kept" of "kept/step-00000001".
+std::string ParentOf(const std::string& checkpoint) {
+  const size_t name = checkpoint.find_last_not_of('/');
+  const size_t slash = checkpoint.rfind('/', name);
+  return slash == std::string::npos ? "." : checkpoint.substr(0, std::max<size_t>(1, slash));
+}
+
+// The directory of checkpoints becomes this run's before it is looked at. All ranks wait for rank 0, which
+// has it for all.
+absl::Status TakeCheckpoints(TrainSettings* settings) {
+  zero::CheckpointSchedule& checkpoints = settings->engine.checkpoints;
+  if (!checkpoints.any()) return absl::OkStatus();
+  absl::Status taken;
+  if (settings->engine.rank() == 0) {
+    const bool one = IsOneCheckpoint(checkpoints.parent);
+    auto lock = swap::CheckpointLock::Take(one ? ParentOf(checkpoints.parent) : checkpoints.parent);
+    taken = lock.status();
+    if (lock.ok()) checkpoints.lock = *std::move(lock);
+  }
+  if (settings->engine.comm == nullptr) return taken;
+  return zero::AgreeOnStatus(*settings->engine.comm, zero::Channel::kSetup, taken);
+}
+
+// A new run replaces no checkpoints unless it is told to.
+absl::Status CheckNoCheckpoints(const TrainOptions& flags, const TrainSettings& settings) {
+  const zero::CheckpointSchedule& checkpoints = settings.engine.checkpoints;
+  if (!checkpoints.any() || flags.resume) return absl::OkStatus();
   if (IsOneCheckpoint(checkpoints.parent)) {
     return absl::FailedPreconditionError(
         absl::StrCat("--checkpoint-dir ", checkpoints.parent,
@@ -243,9 +312,7 @@ absl::Status ResolveCheckpoints(const TrainOptions& flags, bool trains, TrainSet
 absl::Status KeepBeside(const std::string& checkpoint, TrainSettings* settings) {
   zero::CheckpointSchedule& schedule = settings->engine.checkpoints;
   if (!schedule.any() || schedule.parent != checkpoint) return absl::OkStatus();
-  const size_t name = checkpoint.find_last_not_of('/');
-  const size_t slash = checkpoint.rfind('/', name);
-  schedule.parent = slash == std::string::npos ? "." : checkpoint.substr(0, std::max<size_t>(1, slash));
+  schedule.parent = ParentOf(checkpoint);
   const std::vector<swap::CheckpointEntry> there = swap::ListCheckpoints(schedule.parent);
   const int64_t step = StepIn({checkpoint});
   if (!schedule.at_end || there.empty() || static_cast<int64_t>(there.back().step) <= step)
@@ -290,15 +357,37 @@ bool IsDirectory(const std::string& path) {
   return std::filesystem::is_directory(path, error);
 }
 
+// Before the directory of checkpoints is taken, which makes it: that a run without a drive was in the place
+// that the flags name. One that was killed before it kept anything has left that directory.
+absl::Status CheckWasThere(const TrainOptions& flags, const zero::EngineOptions& engine) {
+  const std::string& checkpoints = engine.checkpoints.parent;
+  if (engine.offload == zero::OffloadDevice::kNvme || swap::FindCheckpoint(checkpoints).ok())
+    return absl::OkStatus();
+  if (flags.state_dirs.empty()) {
+    if (flags.checkpoint_dir.has_value() || IsDirectory(checkpoints)) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat("--resume with --offload none or cpu goes on from a checkpoint, and ", checkpoints,
+                     " holds none: say where with --checkpoint-dir"));
+  }
+  if (IsDirectory(DefaultCheckpoints(flags.state_dirs))) return absl::OkStatus();
+  const absl::Status found = FindRun(flags.state_dirs).status();
+  return absl::IsFailedPrecondition(found) ? found : absl::OkStatus();
+}
+
 // Finds what --resume goes on from; null if there is nothing yet. Where training `starts` it may make a run
-// of a checkpoint.
-absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, bool starts,
-                                             TrainSettings* settings) {
+// of a checkpoint; where it does not, *restores says that it would.
+absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const zero::Config& config,
+                                             bool starts, bool* restores, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const std::string& checkpoints = engine.checkpoints.parent;
   absl::StatusOr<std::string> newest = absl::NotFoundError("");
   if (!checkpoints.empty()) newest = swap::FindCheckpoint(checkpoints);
   if (!newest.ok() && !absl::IsNotFound(newest.status())) return newest.status();
+  if (!newest.ok() && !checkpoints.empty()) {
+    // Of several ranks, without the part of the first.
+    if (const absl::Status parts = zero::FindShards({checkpoints}).status(); absl::IsDataLoss(parts))
+      return parts;
+  }
   if (newest.ok()) {
     RETURN_IF_ERROR(KeepBeside(*newest, settings));
   }
@@ -307,12 +396,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, bool sta
     settings->goes_back = true;
     engine.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : flags.state_dirs;
     if (engine.state_dirs.empty()) {
-      if (!flags.checkpoint_dir.has_value() && !IsDirectory(checkpoints)) {
-        return absl::FailedPreconditionError(
-            absl::StrCat("--resume with --offload none or cpu goes on from a checkpoint, and ", checkpoints,
-                         " holds none: say where with --checkpoint-dir"));
-      }
-      settings->notes.push_back(absl::StrCat("no checkpoint in ", checkpoints, ": starting over"));
+      settings->decisions.push_back(absl::StrCat("no checkpoint in ", checkpoints, ": starting over"));
       return nlohmann::json();
     }
     absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
@@ -327,7 +411,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, bool sta
       return absl::DataLossError(absl::StrCat(
           *newest, " is damaged: move it away to go on from an older one, or start over with --overwrite"));
     } else if (run.ok()) {
-      settings->notes.push_back(
+      settings->decisions.push_back(
           absl::StrCat("nothing to go on from in ", engine.state_dirs.front(), ": starting over"));
       engine.state_dirs.clear();
     }
@@ -360,10 +444,13 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, bool sta
   if (from_checkpoint && !starts) {
     settings->notes.push_back(
         absl::StrCat("training restores ", engine.state_dirs.front(), " from ", *newest));
+    *restores = true;
     return FindRun({*newest});
   }
   if (from_checkpoint) {
     // The state is gone, and a checkpoint is left.
+    ASSIGN_OR_RETURN(const nlohmann::json kept, FindRun({*newest}));
+    RestoreDurability(config, kept, &engine);
     const absl::Status restored = zero::RestoreRun(*newest, engine);
     if (!restored.ok()) return restored;
     settings->notes.push_back(absl::StrCat("restored ", engine.state_dirs.front(), " from ", *newest));
@@ -371,7 +458,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, bool sta
     return FindRun(engine.state_dirs);
   }
   if (run->is_null()) {
-    settings->notes.push_back(
+    settings->decisions.push_back(
         absl::StrCat("no step was ever committed in ", engine.state_dirs.front(), ": starting over"));
     return run;
   }
@@ -430,9 +517,6 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& co
                              Check<int64_t>("--accumulate", request.accumulation.value_or(1), 1, 1 << 20)}) {
     if (!status.ok()) return status;
   }
-  kept.NoteConfig("train_batch", config.train_batch_size);
-  kept.NoteConfig("batch", config.micro_batch_per_rank);
-  kept.NoteConfig("accumulate", config.gradient_accumulation_steps);
   if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
     return SpreadBatch(request, run, settings);
   // What the product of a step was is in the record: the file's is of matter where it is another.
@@ -498,6 +582,88 @@ std::optional<nlohmann::json> SchedulerSaid(const zero::Config& config) {
   return schedule.ok() ? schedule->ToJson() : nlohmann::json();
 }
 
+// What --config says of fp16's loss scale, key by key.
+std::optional<nlohmann::json> LossScaleSaid(const zero::Fp16Config& config) {
+  nlohmann::json said = nlohmann::json::object();
+  const auto add = [&said](const char* key, const auto& value) {
+    if (value.has_value()) said[key] = *value;
+  };
+  add("loss_scale", config.loss_scale);
+  add("initial_scale_power", config.initial_scale_power);
+  add("loss_scale_window", config.loss_scale_window);
+  add("hysteresis", config.hysteresis);
+  add("consecutive_hysteresis", config.consecutive_hysteresis);
+  add("min_loss_scale", config.min_loss_scale);
+  if (said.empty()) return std::nullopt;
+  return said;
+}
+
+// All that the config says of a run, before flags and defaults take its open places.
+void NoteConfig(const zero::Config& config, const RecordedOptions& kept) {
+  kept.BeginConfig();
+  kept.NoteConfig("train_batch", config.train_batch_size);
+  kept.NoteConfig("batch", config.micro_batch_per_rank);
+  kept.NoteConfig("accumulate", config.gradient_accumulation_steps);
+  kept.NoteConfig("clip", config.gradient_clipping);
+  kept.NoteConfig("optimizer_states", config.penstock.optimizer_states);
+  kept.NoteConfig("sync", SyncSaid(config));
+  kept.NoteConfig("durability", DurabilitySaid(config));
+  kept.NoteConfig("scheduler", SchedulerSaid(config));
+  kept.NoteConfig("loss_scale", LossScaleSaid(config.fp16));
+  if (config.bf16.has_value())
+    kept.NoteConfig("dtype", std::optional<std::string>(*config.bf16 ? "bf16" : "fp32"));
+  if (config.fp16.enabled.value_or(false)) kept.NoteConfig("dtype", std::optional<std::string>("fp16"));
+  NoteOptimizer(config.optimizer, kept);
+}
+
+// Keys that the config has lost since the run was made are as in a file that never had them.
+void FillRemoved(const zero::ParsedConfig& parsed, const RecordedOptions& kept, int64_t steps,
+                 zero::Config* config) {
+  if (!parsed.deepspeeds) return;  // the program's own defaults
+  zero::Config filled = *config;
+  zero::FillDefaults(parsed.autos, steps, std::max<int64_t>(1, DefaultWarmup(steps)), &filled);
+  const auto take = [&kept](const char* name, auto& to, const auto& from) {
+    if (kept.Removed(name)) to = from;
+  };
+  take("clip", config->gradient_clipping, filled.gradient_clipping);
+  take("lr", config->optimizer.lr, filled.optimizer.lr);
+  take("weight_decay", config->optimizer.weight_decay, filled.optimizer.weight_decay);
+  take("beta1", config->optimizer.beta1, filled.optimizer.beta1);
+  take("beta2", config->optimizer.beta2, filled.optimizer.beta2);
+  take("eps", config->optimizer.eps, filled.optimizer.eps);
+  take("momentum", config->optimizer.momentum, filled.optimizer.momentum);
+}
+
+// The loss scale of a run that goes on, where its config says something else of it than before.
+absl::Status ReviseLossScale(const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                             zero::EngineOptions* engine) {
+  const nlohmann::json recorded = run.value("loss_scale", nlohmann::json());
+  if (engine->dtype != torch::kHalf || !recorded.is_object()) return absl::OkStatus();
+  if (!kept.ConfigChanges("loss_scale", nullptr) && !kept.Removed("loss_scale")) return absl::OkStatus();
+  const nlohmann::json asked = engine->loss_scale.ToJson();
+  for (const auto& [key, now] : asked.items()) {
+    const nlohmann::json before = recorded.value(key, nlohmann::json());
+    if (before == now) continue;
+    changes->Tell(absl::StrCat("loss scale: ", key), before.dump(), now.dump(),
+                  kept.SourceOf("loss_scale", ""));
+    engine->new_loss_scale = engine->loss_scale;
+  }
+  return absl::OkStatus();
+}
+
+// Of a run for whose schedule nobody gives a scheduler.
+absl::StatusOr<zero::LrSchedule> OwnSchedule(const TrainOptions& flags, const zero::ParsedConfig& parsed,
+                                             double lr, int64_t steps) {
+  // DeepSpeed's rate is constant then.
+  if (parsed.deepspeeds && !parsed.config.scheduler.has_value() && !flags.warmup.has_value()) {
+    return zero::LrSchedule::Create(zero::Constant{.lr = lr});
+  }
+  const int64_t warmup = flags.warmup.value_or(DefaultWarmup(steps));
+  RETURN_IF_ERROR(Check<int64_t>("--warmup", warmup, 0, int64_t{1} << 40));
+  return zero::LrSchedule::Create(
+      zero::WarmupThenCosine{.lr = lr, .min_lr = lr / 10, .warmup = warmup, .horizon = steps});
+}
+
 // The schedule of a run that goes on, where its user changes it: its own with another peak rate or warm-up,
 // its horizon as it was, or the one that the config has anew.
 absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig& parsed,
@@ -532,6 +698,11 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig&
       schedule = of_config;
       changed = true;
     }
+  }
+  if (kept.Removed("scheduler")) {
+    ASSIGN_OR_RETURN(schedule, OwnSchedule(flags, parsed, lr, settings->steps));
+    changes->Tell("scheduler", recorded.dump(), schedule->ToJson().dump(), kept.SourceOf("scheduler", ""));
+    changed = true;
   }
   // A flag also wins over a scheduler that the config has anew.
   const bool lr_changes = changed ? flags.lr.has_value() : changes->run.contains("lr");
@@ -654,8 +825,6 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
   given.weight_decay = flags.weight_decay;
   given.states =
       flags.optimizer_states.has_value() ? flags.optimizer_states : config.penstock.optimizer_states;
-  kept.NoteConfig("clip", config.gradient_clipping);
-  kept.NoteConfig("optimizer_states", config.penstock.optimizer_states);
   ASSIGN_OR_RETURN(engine.optimizer, ResolveOptimizerOptions(given, config.optimizer, kept, &settings->kept));
   ASSIGN_OR_RETURN(engine.optimizer_states, ResolveOptimizerStates(given, kept, &settings->kept));
   const std::optional<double> clip = flags.clip.has_value() ? flags.clip : config.gradient_clipping;
@@ -668,7 +837,10 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
     absl::Status valid = Check<int64_t>("--warmup", *flags.warmup, 0, int64_t{1} << 40);
     if (!valid.ok()) return valid;
   }
-  if (settings->resumes) return ReviseSchedule(flags, parsed, kept, run, changes, settings);
+  if (settings->resumes) {
+    RETURN_IF_ERROR(ReviseLossScale(kept, run, changes, &engine));
+    return ReviseSchedule(flags, parsed, kept, run, changes, settings);
+  }
 
   if (config.scheduler.has_value() && KeepsScheduler(flags, *config.scheduler)) {
     absl::StatusOr<zero::LrSchedule> schedule = zero::MakeSchedule(*config.scheduler, lr, settings->steps);
@@ -676,24 +848,13 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
     engine.schedule = *schedule;
     return absl::OkStatus();
   }
-  if (parsed.deepspeeds && !config.scheduler.has_value() && !flags.warmup.has_value()) {
-    absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(zero::Constant{.lr = lr});
-    if (!schedule.ok()) return schedule.status();
-    engine.schedule = *schedule;
-    return absl::OkStatus();
-  }
-  const int64_t warmup = flags.warmup.value_or(DefaultWarmup(settings->steps));
-  RETURN_IF_ERROR(Check<int64_t>("--warmup", warmup, 0, int64_t{1} << 40));
+  ASSIGN_OR_RETURN(engine.schedule, OwnSchedule(flags, parsed, lr, settings->steps));
   if (config.scheduler.has_value()) {
     settings->notes.push_back(absl::StrFormat(
         "%s takes the place of the config's scheduler: %d steps of warm-up, then a cosine to a "
         "tenth of the rate",
-        flags.lr.has_value() ? "--lr" : "--warmup", warmup));
+        flags.lr.has_value() ? "--lr" : "--warmup", flags.warmup.value_or(DefaultWarmup(settings->steps))));
   }
-  absl::StatusOr<zero::LrSchedule> schedule = zero::LrSchedule::Create(
-      zero::WarmupThenCosine{.lr = lr, .min_lr = lr / 10, .warmup = warmup, .horizon = settings->steps});
-  if (!schedule.ok()) return schedule.status();
-  engine.schedule = *schedule;
   return absl::OkStatus();
 }
 
@@ -874,18 +1035,28 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
     RETURN_IF_ERROR(CheckRankDirectories(engine.state_dirs, engine.world()));
     if (engine.comm != nullptr) engine.state_dirs = zero::RankDirectories(engine.state_dirs, engine.rank());
   }
-  ResolveDurability(config, &settings);
+  SetDurability(SyncSaid(config).value_or(kSyncProcess), DurabilitySaid(config).value_or(kEachStep), &engine);
+  engine.versions = static_cast<int>(config.penstock.versions.value_or(0));
+  NoteDurability(config, &settings);
   const bool starts = needs_data && !flags.resume && !flags.overwrite;
   if (starts && offload == zero::OffloadDevice::kNvme) {
     RETURN_IF_ERROR(CheckFree(engine.state_dirs));
   }
-  RETURN_IF_ERROR(ResolveCheckpoints(flags, needs_data, &settings));
-  nlohmann::json run;
+  RETURN_IF_ERROR(ResolveCheckpoints(flags, &settings));
   if (flags.resume) {
-    ASSIGN_OR_RETURN(run, FindResumable(flags, /*starts=*/needs_data, &settings));
+    RETURN_IF_ERROR(CheckWasThere(flags, engine));
+  }
+  if (needs_data) {
+    RETURN_IF_ERROR(TakeCheckpoints(&settings));
+    RETURN_IF_ERROR(CheckNoCheckpoints(flags, settings));
+  }
+  nlohmann::json run;
+  bool restores = false;
+  if (flags.resume) {
+    ASSIGN_OR_RETURN(run, FindResumable(flags, config, /*starts=*/needs_data, &restores, &settings));
     settings.resumes = !run.is_null();
   }
-  engine.resume = settings.resumes;
+  engine.resume = settings.resumes && !restores;  // there is no state to plan for yet
   // A run that was killed before its first commit is started over by --resume.
   engine.overwrite = flags.overwrite || (flags.resume && !settings.resumes);
   std::set<std::string> names;
@@ -902,9 +1073,9 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
     if (given) names.insert(name);
   }
   Changes changes;
-  const RecordedOptions kept(run, std::move(names), &changes);
+  const RecordedOptions kept(run, std::move(flags), &changes);
   // As the file has it: what fills its open places depends on the run's other flags.
-  kept.NoteConfig("scheduler", SchedulerSaid(config));
+  if (flags.config.has_value()) NoteConfig(config, kept);
 
   std::string model_name, dtype;
   if (settings.resumes && !flags.model.has_value()) {
@@ -916,14 +1087,14 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
       return Wrong(absl::StrCat("--init-from ", *flags.init_from,
                                 ": no config.json tells what model that is: give --model as well"));
     }
-    absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(published);
+    absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(published, &settings.notes);
     if (!model.ok()) {
       return Wrong(
           absl::StrCat("--init-from ", *flags.init_from, ": ", std::string(model.status().message())));
     }
     settings.model = *model;
   } else {
-    ASSIGN_OR_RETURN(settings.model, models::ParseGptConfig(flags.model.value_or("gpt-small")));
+    ASSIGN_OR_RETURN(settings.model, ParseGptConfig(flags.model.value_or("gpt-small"), &settings.notes));
     if (flags.init_from.has_value()) NoteAnotherFunction(*flags.init_from, &settings);
   }
   settings.data_path = flags.data.value_or("");
@@ -958,6 +1129,7 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
   settings.steps = flags.steps.value_or(settings.resumes ? run.value("steps", int64_t{100}) : 100);
   RETURN_IF_ERROR(Check<int64_t>("--steps", settings.steps, 1, int64_t{1} << 40));
   // On resume the record has what was filled when the run was created.
+  if (settings.resumes) FillRemoved(parsed, kept, settings.steps, &config);
   if (parsed.deepspeeds && !settings.resumes) FillFromFlagsAndDeepSpeed(flags, settings, &parsed, &filled);
   if (!filled.empty()) {
     settings.notes.push_back(absl::StrCat("what ", *flags.config,
@@ -993,15 +1165,19 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
   ASSIGN_OR_RETURN(dtype, ChooseDtype(flags, config, &settings.notes));
   std::optional<std::string> said = flags.dtype;
   if (said == "auto") said.reset();
-  if (config.bf16.has_value())
-    kept.NoteConfig("dtype", std::optional<std::string>(*config.bf16 ? "bf16" : "fp32"));
-  if (config.fp16.enabled.value_or(false)) kept.NoteConfig("dtype", std::optional<std::string>("fp16"));
   if (!said.has_value() && !flags.dtype.has_value() && changes.config.contains("dtype")) said = dtype;
   if (settings.resumes) {
     ASSIGN_OR_RETURN(dtype, kept.Of("dtype", "dtype", said, run.value("dtype", dtype)));
   }
   engine.dtype = zero::TorchDtype(*zero::ParseDType(dtype));
   RETURN_IF_ERROR(ResolveOptimizer(flags, parsed, kept, run, &changes, &settings));
+  RETURN_IF_ERROR(ResolveDurability(config, kept, &settings));
+  settings.kept["data_order"] = kSequenceOrder;
+  if (const std::string order = settings.resumes ? run.value("data_order", kSequenceOrder) : kSequenceOrder;
+      order != kSequenceOrder) {
+    changes.run["data_order"] = kSequenceOrder;
+    changes.Tell("the order of the data", order, kSequenceOrder, "this version of the program");
+  }
   RETURN_IF_ERROR(ResolveMemory(flags, config, &settings));
   RETURN_IF_ERROR(ResolveIo(config, &settings));
 
@@ -1049,12 +1225,14 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
   engine.run.update(settings.kept);
   if (flags.config.has_value()) {
     engine.run["config"] = changes.config;
-    nlohmann::json before = settings.resumes ? run.value("config", nlohmann::json::object()) : changes.config;
-    nlohmann::json now = before;
-    now.update(changes.config);
-    if (now != before) changes.run["config"] = std::move(now);
+    if (settings.resumes && run.value("config", nlohmann::json::object()) != changes.config)
+      changes.run["config"] = changes.config;
   }
   if (settings.resumes) {
+    // Of runs from before these were recorded.
+    for (const char* name : {"sync", "durability", "data_order"}) {
+      if (!run.contains(name)) changes.run[name] = settings.kept[name];
+    }
     if (settings.steps != run.value("steps", settings.steps)) changes.run["steps"] = settings.steps;
     engine.run_changes.update(changes.run);
     settings.changes = std::move(changes.told);

@@ -48,15 +48,16 @@ struct TrainSettings {
   nlohmann::json kept = nlohmann::json::object();  // of the optimizer: part of engine.run
   zero::EngineOptions engine;                      // complete but for what hooks into the run
   std::vector<std::string> notes;                  // lines for people: keys ignored, choices made
+  std::vector<std::string> decisions;              // those that they have to hear of, also with --quiet
   nlohmann::json recorded;                         // the record of a run that goes on; null: a new one
   std::vector<std::string> changes;  // of it, by its user, from the next step on: lines for people
   bool resumes = false;              // a run or a checkpoint is there and goes on
   bool goes_back = false;            // to a checkpoint or the beginning: logged steps come again
 };
 
-// kInvalidArgument for wrong flags, kFailedPrecondition for a state directory that is another's or in use.
-// `needs_data`: false where only shapes matter.
-// `comm`: the other ranks, null for none; all of them call this.
+// kInvalidArgument for wrong flags, kFailedPrecondition for a state directory or directory of checkpoints
+// that is another's or in use. `needs_data`: false where only shapes matter: then nothing is written
+// anywhere. `comm`: the other ranks, null for none; all of them call this.
 absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, bool needs_data,
                                                   std::shared_ptr<zero::Comm> comm = nullptr);
 

@@ -27,7 +27,9 @@ struct PlanFlags {
 
 absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(TrainSettings settings, ResolveTrainOptions(flags.train, /*needs_data=*/false));
-  for (const std::string& note : settings.notes) err << note << std::endl;
+  for (const auto* lines : {&settings.notes, &settings.decisions}) {
+    for (const std::string& line : *lines) err << line << std::endl;
+  }
   zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
   absl::StatusOr<Machine> machine = Machine();

@@ -353,6 +353,7 @@ class Training {
       Tell(absl::StrCat("changed from step ", engine_->step() + 1, " on: ", change));
     return absl::OkStatus();
   }
+    for (const std::string& decision : settings_.decisions) Tell(decision);
 
   // Where every step is durable, a log that is ahead of the state says that commits were lost: to a file that
   // was cut off, an old copy of the directory, a power cut.
@@ -769,7 +770,9 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
   if (!settings.ok() && comm != nullptr) comm->Abort(settings.status());
   if (!settings.ok()) return settings.status();
   if (flags.check) {
-    for (const std::string& note : settings->notes) out << note << "\n";
+    for (const auto* lines : {&settings->notes, &settings->decisions}) {
+      for (const std::string& line : *lines) out << line << "\n";
+    }
     return CheckBudget(flags, *std::move(settings), out);
   }
   return Training(of_rank, *std::move(settings), out).Run();
