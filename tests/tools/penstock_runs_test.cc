@@ -3,6 +3,7 @@
 #include <sys/statfs.h>
 
 #include <cmath>
+#include <map>
 #include <set>
 
 #include "tests/tools/penstock_state.h"
@@ -464,7 +465,6 @@ TEST_F(RunsTest, AConfigThatSaysSomethingElseChangesTheRunAndAFlagThatWonOverItD
   EXPECT_THAT(ran.err, AllOf(HasSubstr("optimizer.type \"Lion\""), HasSubstr("created with \"AdamW\"")));
 }
 
-TEST_F(RunsTest, GradientsThatStayNotFiniteEndTheRunAndHarmNothing) {
 // A key that the config has lost is what it is without it: told once, and recorded.
 TEST_F(RunsTest, WhatAConfigNoLongerSaysIsChangedAndTold) {
   const std::string state = dir_ + "/state", config = dir_ + "/config.json", log = dir_ + "/log";
@@ -568,6 +568,7 @@ TEST_F(RunsTest, ALossScaleThatTheConfigChangesIsTakenToldAndRecorded) {
   EXPECT_EQ(scale(), 65536);
 }
 
+TEST_F(RunsTest, GradientsThatStayNotFiniteEndTheRunAndHarmNothing) {
   for (const std::string offload : {"nvme", "cpu"}) {
     SCOPED_TRACE(offload);
     const std::string state = dir_ + "/" + offload, report = state + ".json";
@@ -607,6 +608,114 @@ TEST_F(RunsTest, AStateThatIsTrainedPointsToItsCheckpoints) {
   EXPECT_EQ(Run({"export", kept, dir_ + "/out", "--quiet"}).code, 0);
   training.Signal(SIGTERM);
   EXPECT_EQ(training.Wait().code, 0);
+}
+
+// One directory of checkpoints is one run's at a time, whichever way it keeps them.
+TEST_F(RunsTest, ADirectoryOfCheckpointsIsOneRunsAtATime) {
+  const std::string state = dir_ + "/state", kept = state + "/checkpoints", log = dir_ + "/log";
+  const Arguments in_memory = {"--offload", "cpu", "--steps", "1000000"};
+  Program first(dir_, Small(state, in_memory + Arguments{"--log", log}));
+  ASSERT_TRUE(WaitForLines(log, 1));
+  const Arguments on_drive = {"--checkpoint-dir", kept, "--checkpoint-every", "1", "--steps", "3"};
+  for (const Ran& ran :
+       RunAll({Small(state, {"--offload", "cpu", "--steps", "3"}),
+               Small(state, {"--offload", "none", "--steps", "3", "--resume"}),
+               Small(state, {"--offload", "cpu", "--steps", "3", "--overwrite"}),
+               Small(dir_ + "/drive", on_drive), Small(dir_ + "/drive", on_drive + Arguments{"--resume"}),
+               Small(dir_ + "/drive", on_drive + Arguments{"--overwrite"})})) {
+    EXPECT_EQ(ran.code, 2) << ran.err;
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+    EXPECT_THAT(ran.err, AllOf(HasSubstr("checkpoints go to " + kept), HasSubstr("in use by another process"),
+                               HasSubstr("give another --checkpoint-dir")));
+  }
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/drive"));
+  EXPECT_FALSE(first.EndsWithin(0.02)) << first.Wait().err;
+  // Reading needs no leave.
+  const Ran elsewhere = Run(Small(dir_ + "/other", {"--offload", "cpu", "--steps", "2"}));
+  EXPECT_EQ(elsewhere.code, 0) << elsewhere.err;
+  // A killed one keeps nobody out.
+  first.Signal(SIGKILL);
+  first.Wait();
+  const Ran next = Run(Small(state, {"--offload", "cpu", "--steps", "3", "--resume"}));
+  ASSERT_EQ(next.code, 0) << next.err;
+  EXPECT_EQ(Inspect(kept)["step"], 3);
+}
+
+// Whoever reads along may go: the run stays, and ends as if somebody had read to the end.
+TEST_F(RunsTest, AReaderThatGoesAwayStopsNoTraining) {
+  const std::string state = dir_ + "/state", log = dir_ + "/log";
+  Arguments arguments = Small(state, {"--steps", "6", "--log", log});
+  arguments.erase(std::find(arguments.begin(), arguments.end(), "--quiet"));
+  // stdout and stderr are a pipe that is read to its first byte.
+  const Arguments piped = {"bash", "-c", "set -o pipefail; \"$0\" \"$@\" 2>&1 | head -c 1"};
+  const Ran ran = Program(dir_, arguments, piped).Wait();
+  EXPECT_EQ(ran.code, 0) << "the program's, by pipefail; 141: ended by SIGPIPE";
+  EXPECT_EQ(ran.out.size(), 1u);
+  EXPECT_EQ(Lines(ReadFile(log)).size(), 6u);
+  EXPECT_EQ(Inspect(state)["step"], 6);
+  EXPECT_EQ(Run({"verify", state, "--quiet"}).code, 0);
+}
+
+// What only looks leaves nothing behind, and changes nothing that is there.
+TEST_F(RunsTest, PlansAndChecksOfAResumedRunWriteNothing) {
+  const auto everything = [&] {
+    std::map<std::string, std::string> files;
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(dir_)) {
+      const std::string path = entry.path();
+      if (path.rfind(dir_ + "/program.", 0) == 0) continue;  // what the programs say
+      files[path] = entry.is_regular_file() ? ReadFile(path) : "";
+    }
+    return files;
+  };
+  const std::string state = dir_ + "/state", gone = dir_ + "/gone", kept = dir_ + "/kept",
+                    memory = dir_ + "/memory";
+  const Arguments checkpoints = {"--checkpoint-dir", kept, "--checkpoint-every", "2"};
+  ASSERT_EQ(Run(Small(state, Arguments{"--steps", "2"} + checkpoints)).code, 0);
+  ASSERT_EQ(Run(Small(memory, {"--offload", "cpu", "--steps", "2"})).code, 0);
+  const auto before = everything();
+  ASSERT_GT(before.size(), 5u);
+  std::vector<Arguments> all;
+  for (const Arguments& arguments :
+       {Arguments{"--state-dir", state}, Arguments{"--state-dir", state, "--lr", "0.5"} + checkpoints,
+        // Training would restore it here.
+        Arguments{"--state-dir", gone} + checkpoints, Arguments{"--state-dir", memory, "--offload", "cpu"},
+        Arguments{"--state-dir", gone, "--offload", "cpu"}}) {
+    const Arguments resume = Arguments{"--resume", "--steps", "5", "--threads", "1"} + arguments;
+    all.push_back(Arguments{"plan", "--no-probe"} + resume);
+    all.push_back(Arguments{"train", "--check", "--data", text_} + resume);
+  }
+  for (const Ran& ran : RunAll(all)) EXPECT_EQ(ran.code, 0) << ran.err;
+  const auto after = everything();
+  for (const auto& [path, bytes] : after) {
+    const auto found = before.find(path);
+    EXPECT_TRUE(found != before.end() && found->second == bytes) << path;
+  }
+  EXPECT_EQ(after.size(), before.size());
+}
+
+// --overwrite replaces a run, and so its log; nothing that is no log.
+TEST_F(RunsTest, ReplacingARunReplacesItsLog) {
+  const std::string state = dir_ + "/state", log = dir_ + "/log";
+  const Arguments arguments = Small(state, {"--steps", "3", "--overwrite", "--log", log});
+  ASSERT_EQ(Run(arguments).code, 0);
+  const std::string first = Lines(ReadFile(log)).front();
+  const Ran again = Run(arguments);
+  ASSERT_EQ(again.code, 0) << again.err;
+  const std::vector<std::string> lines = Lines(ReadFile(log));
+  ASSERT_EQ(lines.size(), 3u);
+  EXPECT_NE(json::parse(lines.front())["run_id"], json::parse(first)["run_id"]);
+  EXPECT_EQ(json::parse(lines.front())["step"], 1);
+  // A refused one replaces nothing.
+  EXPECT_EQ(Run(arguments + Arguments{"--host-memory", "1M"}).code, 2);
+  EXPECT_EQ(Lines(ReadFile(log)), lines);
+  for (const std::string text : {"a thesis\n", "a thesis without an end"}) {
+    WriteFile(dir_ + "/thesis", text);
+    const Ran refused = Run(Small(state, {"--steps", "3", "--overwrite", "--log", dir_ + "/thesis"}));
+    EXPECT_EQ(refused.code, 2) << refused.err;
+    EXPECT_THAT(refused.err, HasSubstr("is no log of a training"));
+    EXPECT_EQ(ReadFile(dir_ + "/thesis"), text);
+  }
+  EXPECT_EQ(Inspect(state)["step"], 3);
 }
 
 // What the drive moved while it was saturated is not all that it moved.

@@ -26,12 +26,12 @@ class TrainLogTest : public testing::Test {
     text << std::ifstream(path_, std::ios::binary).rdbuf();
     return text.str();
   }
-  // What Open says, having changed nothing where it refuses.
+  // What Open says, having changed nothing.
   absl::Status Try(const LogOwner& owner) const {
     const std::string before = Read();
     const absl::Status status = TrainLog::Open(path_, owner).status();
+    EXPECT_EQ(Read(), before);
     if (!status.ok()) {
-      EXPECT_EQ(Read(), before);
       EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
     }
     return status;
@@ -61,8 +61,52 @@ TEST_F(TrainLogTest, ATornLineOfAnotherRunStaysAndOnesOwnGoes) {
   const std::string line = "{\"step\": 1, \"run_id\": \"mine\"}\n";
   Write(line + "{\"step\": 2, \"run_");
   EXPECT_FALSE(Try({.run_id = "other", .resumes = true}).ok());
-  EXPECT_TRUE(Try({.run_id = "mine", .resumes = true}).ok());
+  const LogOwner owner{.run_id = "mine", .resumes = true};
+  EXPECT_TRUE(Try(owner).ok());
+  ASSERT_TRUE((*TrainLog::Open(path_, owner))->Begin().ok());
   EXPECT_EQ(Read(), line);
+}
+
+// Another process may write to it until the run is this one's.
+TEST_F(TrainLogTest, WhatWasWrittenBetweenOpenAndBeginIsSeen) {
+  const LogOwner owner{.run_id = "mine", .resumes = true};
+  const auto line = [](int step) {
+    return "{\"step\": " + std::to_string(step) + ", \"run_id\": \"mine\"}\n";
+  };
+  Write(line(1) + "{\"step\": 2, ");  // it is just being written
+  auto log = TrainLog::Open(path_, owner);
+  ASSERT_TRUE(log.ok()) << log.status();
+  EXPECT_EQ((*log)->last_step(), 1);
+  Write(line(1) + line(2) + line(3));
+  ASSERT_TRUE((*log)->Begin().ok());
+  EXPECT_EQ((*log)->last_step(), 3);
+  ASSERT_TRUE((*log)->AddMissing({{"step", 3}}).ok());
+  ASSERT_TRUE((*log)->Append({{"step", 4}}).ok());
+  EXPECT_EQ(Read(), line(1) + line(2) + line(3) + line(4));
+  // Likewise one that was empty, of a new run.
+  std::filesystem::remove(path_);
+  log = TrainLog::Open(path_, {.run_id = "new"});
+  ASSERT_TRUE(log.ok()) << log.status();
+  Write(line(1));
+  EXPECT_TRUE(absl::IsFailedPrecondition((*log)->Begin()));
+  EXPECT_EQ(Read(), line(1));
+}
+
+TEST_F(TrainLogTest, TheLogOfARunThatIsReplacedGoesWhenTheNewOneBegins) {
+  const LogOwner owner{.run_id = "new", .overwrites = true};
+  const std::string old = "{\"step\": 1, \"run_id\": \"old\"}\n{\"step\": 2, ";
+  Write(old);
+  auto log = TrainLog::Open(path_, owner);
+  ASSERT_TRUE(log.ok()) << log.status();
+  EXPECT_EQ(Read(), old);
+  EXPECT_EQ((*log)->last_step(), 0);
+  ASSERT_TRUE((*log)->Begin().ok());
+  ASSERT_TRUE((*log)->Append({{"step", 1}}).ok());
+  EXPECT_EQ(Read(), "{\"step\": 1, \"run_id\": \"new\"}\n");
+  for (const char* text : {"what is this?\n", "what is this?", "{\"step\": 1}\nwhat is this?\n"}) {
+    Write(text);
+    EXPECT_FALSE(Try(owner).ok()) << text;
+  }
 }
 
 TEST_F(TrainLogTest, LinesWithoutAnIdAreThoseOfARunFromBeforeThereWereIds) {

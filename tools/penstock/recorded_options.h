@@ -134,7 +134,7 @@ class RecordedOptions {
   }
 
  private:
-  static constexpr const char* kAsWritten = "as_written";  // among the config's flags in the record
+  static constexpr const char* kAsWritten = "as_written";  // among what the config says, in the record
 
   static bool IsFixed(const std::string& name) {
     return name == "vocab" || name == "seed" || name == "dtype" || name == "optimizer" ||

@@ -64,15 +64,18 @@ off_t ForEachLine(const std::string& path, Take&& take) {
 absl::StatusOr<std::unique_ptr<TrainLog>> TrainLog::Open(const std::string& path, const LogOwner& owner) {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) return Failed("open", path);
-  std::unique_ptr<TrainLog> log(new TrainLog(path, fd, owner.run_id));
-  struct stat info {};
-  if (fstat(fd, &info) != 0) return Failed("look at", path);
-  if (!S_ISREG(info.st_mode) || info.st_size == 0) return log;
-  if (!owner.resumes) {
-    return Foreign(path, "holds a log already, and a new run needs one of its own");
-  }
-  RETURN_IF_ERROR(log->ReadOwn(owner));
+  std::unique_ptr<TrainLog> log(new TrainLog(path, fd, owner));
+  RETURN_IF_ERROR(log->Look().status());
   return log;
+}
+
+absl::Status TrainLog::Begin() {
+  ASSIGN_OR_RETURN(const off_t whole, Look());
+  if (whole < 0) return absl::OkStatus();
+  const off_t size = lseek(fd_, 0, SEEK_END);
+  if (size < 0) return Failed("seek", path_);
+  if (whole < size && ftruncate(fd_, whole) != 0) return Failed("cut off what is not the run's", path_);
+  return absl::OkStatus();
 }
 
 TrainLog::~TrainLog() { close(fd_); }
@@ -94,7 +97,16 @@ void TrainLog::Note(const nlohmann::json& entry) {
   if (entry.contains("windows")) last_evaluation_ = step;
 }
 
-absl::Status TrainLog::ReadOwn(const LogOwner& owner) {
+absl::StatusOr<off_t> TrainLog::Look() {
+  last_step_ = 0;
+  last_evaluation_ = -1;
+  struct stat info {};
+  if (fstat(fd_, &info) != 0) return Failed("look at", path_);
+  if (!S_ISREG(info.st_mode)) return -1;
+  if (info.st_size == 0) return 0;
+  if (!owner_.resumes && !owner_.overwrites) {
+    return Foreign(path_, "holds a log already, and a new run needs one of its own");
+  }
   absl::Status status;
   int64_t number = 0, nameless = 0;
   const off_t whole = ForEachLine(path_, [&](const std::string& line) {
@@ -102,30 +114,34 @@ absl::Status TrainLog::ReadOwn(const LogOwner& owner) {
     const Entry entry = Parse(line);
     if (entry.step < 0) {
       status = Foreign(path_, absl::StrCat("is no log of a training (line ", number, ")"));
-    } else if (entry.run_id.empty() && entry.step <= owner.nameless_until) {
+    } else if (owner_.overwrites) {
+      // Whose it was does not matter any more.
+    } else if (entry.run_id.empty() && entry.step <= owner_.nameless_until) {
       if (!entry.evaluates && entry.step <= nameless) {
         status = Foreign(path_, absl::StrCat("holds several runs (line ", number, " is of step ", entry.step,
                                              ", the one before of step ", nameless, ")"));
       }
       nameless = std::max(nameless, entry.step);
-    } else if (entry.run_id != owner.run_id) {
+    } else if (entry.run_id != owner_.run_id) {
       status = Foreign(
           path_, absl::StrCat("is of another run (line ", number, ": ",
                               entry.run_id.empty() ? "no run_id" : absl::StrCat("run_id ", entry.run_id),
-                              "; this one is ", owner.run_id, ")"));
+                              "; this one is ", owner_.run_id, ")"));
     }
-    if (status.ok()) Note(entry.json);
+    if (status.ok() && !owner_.overwrites) Note(entry.json);
     return status.ok();
   });
   if (!status.ok()) return status;
-  const off_t size = lseek(fd_, 0, SEEK_END);
-  if (size < 0) return Failed("seek", path_);
-  if (whole < size && ftruncate(fd_, whole) != 0) return Failed("cut off a torn line", path_);
-  return absl::OkStatus();
+  // All of it may be the beginning of a first line, and nothing else.
+  char first = 0;
+  if (whole == 0 && pread(fd_, &first, 1, 0) == 1 && first != '{') {
+    return Foreign(path_, "is no log of a training");
+  }
+  return owner_.overwrites ? 0 : whole;
 }
 
 absl::Status TrainLog::Append(nlohmann::json entry) {
-  if (!run_id_.empty()) entry["run_id"] = run_id_;
+  if (!owner_.run_id.empty()) entry["run_id"] = owner_.run_id;
   const std::string line = zero::LogLine(entry) + "\n";
   for (size_t done = 0; done < line.size();) {
     const ssize_t n = write(fd_, line.data() + done, line.size() - done);

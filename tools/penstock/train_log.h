@@ -2,16 +2,20 @@
 // run, complete across kills.
 //
 // A line is appended after its step's commit. A kill between the two leaves the line missing, a kill within
-// the write leaves it torn: Open cuts off a torn line, and AddMissing writes the one that the commit record
+// the write leaves it torn: Begin cuts off a torn line, and AddMissing writes the one that the commit record
 // still knows. Where a run goes back to a checkpoint, CutAfter takes away the lines of the steps that will
-// come again. A log belongs to one run: nothing is appended to another's, and nothing of it is cut.
+// come again. A log belongs to one run: nothing is appended to another's, and nothing of it is cut, but where
+// the user replaces a run and names its log again.
 #ifndef PENSTOCK_TOOLS_PENSTOCK_TRAIN_LOG_H_
 #define PENSTOCK_TOOLS_PENSTOCK_TRAIN_LOG_H_
+
+#include <sys/types.h>
 
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -20,8 +24,9 @@ namespace penstock::tools {
 
 // Whose lines a log may hold.
 struct LogOwner {
-  std::string run_id;    // of the run; every line that is appended has it
-  bool resumes = false;  // false: the log must hold nothing yet
+  std::string run_id;       // of the run; every line that is appended has it
+  bool resumes = false;     // what the log holds is the run's own
+  bool overwrites = false;  // or is of the run that is replaced, and goes; neither: it must hold nothing yet
   // Runs from before there were ids wrote lines without: those up to this step are taken for the run's own,
   // where their steps only rise.
   int64_t nameless_until = 0;
@@ -29,9 +34,8 @@ struct LogOwner {
 
 class TrainLog {
  public:
-  // Opens for appending; where `owner` resumes, cuts a torn last line off. kFailedPrecondition, and the file
-  // stays as it is: it holds lines of another run, or something else than a log. What is no regular file (a
-  // pipe, /dev/null) is written to and never looked at.
+  // Opens for appending, and changes nothing yet. kFailedPrecondition: it holds lines of another run, or
+  // something else than a log. What is no regular file (a pipe, /dev/null) is written to and never looked at.
   static absl::StatusOr<std::unique_ptr<TrainLog>> Open(const std::string& path, const LogOwner& owner);
   // The run that the last whole line is of; empty: no such file, no line, or one without an id.
   static std::string RunIdIn(const std::string& path);
@@ -39,6 +43,10 @@ class TrainLog {
   TrainLog(const TrainLog&) = delete;
   TrainLog& operator=(const TrainLog&) = delete;
 
+  // Once before the first line, when the run is this process's: looks at the log again, to which another
+  // process may have written until now, and cuts off a torn last line, or all that was of a run that is
+  // replaced. Errors as Open's.
+  absl::Status Begin();
   // A step's line, or an evaluation's (zero/engine/report.h).
   absl::Status Append(nlohmann::json entry);
   // Appends `step`, a line from a commit record, unless the log has its step already.
@@ -49,14 +57,15 @@ class TrainLog {
   int64_t last_evaluation() const { return last_evaluation_; }  // the step of it; -1: none yet
 
  private:
-  TrainLog(std::string path, int fd, std::string run_id)
-      : path_(std::move(path)), fd_(fd), run_id_(std::move(run_id)) {}
-  absl::Status ReadOwn(const LogOwner& owner);
+  TrainLog(std::string path, int fd, LogOwner owner)
+      : path_(std::move(path)), fd_(fd), owner_(std::move(owner)) {}
+  // What the owner may keep of it ends after `whole` bytes; -1: it is no file to look at.
+  absl::StatusOr<off_t> Look();
   void Note(const nlohmann::json& entry);
 
   const std::string path_;
   const int fd_;
-  const std::string run_id_;
+  const LogOwner owner_;
   int64_t last_step_ = 0;
   int64_t last_evaluation_ = -1;
 };

@@ -244,7 +244,7 @@ class Training {
     }
     options.run["run_id"] = run_id_;
     if (!flags_.log.has_value()) return absl::OkStatus();
-    LogOwner owner{.run_id = run_id_, .resumes = flags_.resume};
+    LogOwner owner{.run_id = run_id_, .resumes = flags_.resume, .overwrites = flags_.overwrite};
     // The record of a run from before there were ids says up to which step it had none.
     if (settings_.resumes) {
       owner.nameless_until =
@@ -337,6 +337,10 @@ class Training {
         static_cast<int64_t>(machine_.drives.saturating_bytes_in_flight));
     if (log_ != nullptr && flags_.resume) {
       absl::Status status = CheckLogged(*log_, engine_->plan(), engine_->step());
+    RETURN_IF_ERROR(CheckRecord());
+    if (log_ != nullptr) {
+      RETURN_IF_ERROR(log_->Begin());
+    }
       if (status.ok()) status = log_->CutAfter(engine_->step());
       const nlohmann::json& last = engine_->last_description();
       if (last.is_object() && last.contains("unlogged") && last["unlogged"].is_array()) {
@@ -353,7 +357,21 @@ class Training {
       Tell(absl::StrCat("changed from step ", engine_->step() + 1, " on: ", change));
     return absl::OkStatus();
   }
-    for (const std::string& decision : settings_.decisions) Tell(decision);
+
+  // What the flags were held against was read before the run was this process's: another may have gone on
+  // with it meanwhile, and have changed it.
+  absl::Status CheckRecord() const {
+    if (!settings_.resumes || !on_nvme()) return absl::OkStatus();
+    const nlohmann::json& now = engine_->run();
+    for (const auto& [key, before] : settings_.recorded.items()) {
+      const bool of_run = now.contains(key) && !settings_.engine.run_changes.contains(key);
+      if (!of_run || now[key] == before) continue;
+      return absl::FailedPreconditionError(
+          absl::StrCat(Place(), ": the run was changed by another process while this one started (its ", key,
+                       " was ", before.dump(), ", and is ", now[key].dump(), "): start this one again"));
+    }
+    return absl::OkStatus();
+  }
 
   // Where every step is durable, a log that is ahead of the state says that commits were lost: to a file that
   // was cut off, an old copy of the directory, a power cut.
