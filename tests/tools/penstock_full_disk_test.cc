@@ -122,7 +122,8 @@ TEST_F(FullDiskTest, WithoutADriveARunSaysWhatItCannotKeepAndKeepsWhatItCan) {
   EXPECT_LT(Inspect(state)["step"].get<int>(), kSteps);
   // Full at the start: refused before there is anything to lose.
   const std::string log = dir_ + "/log", kept = disk.directory() + "/kept";
-  const Arguments arguments = Steps(dir_ + "/unused", in_memory + Arguments{"--log", log, "--checkpoint-dir", kept});
+  const Arguments arguments =
+      Steps(dir_ + "/unused", in_memory + Arguments{"--log", log, "--checkpoint-dir", kept});
   ExpectOneLine(Run(arguments),
                 {"last step needs .* are free|cannot be (made|locked): .*No space left", "--checkpoint-dir"});
   EXPECT_EQ(ReadFile(log), "");

@@ -471,8 +471,8 @@ TEST_F(RunsTest, WhatAConfigNoLongerSaysIsChangedAndTold) {
   int64_t steps = 2;
   const auto go_on = [&](const std::string& text, const Arguments& more) {
     WriteFile(config, text);
-    const Ran ran = Run(Arguments{"train", "--data", text_, "--state-dir", state, "--resume", "--quiet", "--log",
-                              log, "--steps", std::to_string(++steps)} +
+    const Ran ran = Run(Arguments{"train", "--data", text_, "--state-dir", state, "--resume", "--quiet",
+                                  "--log", log, "--steps", std::to_string(++steps)} +
                         (text.empty() ? Arguments{} : Arguments{"--config", config}) + more);
     EXPECT_EQ(ran.code, 0) << ran.err;
     return ran.err;

@@ -41,6 +41,8 @@
 #include "zero/engine/engine.h"
 #include "zero/engine/report.h"
 #include "zero/memory/threads.h"
+#include "zero/ranks/agree.h"
+#include "zero/ranks/alike_ranks.h"
 
 namespace penstock::tools {
 namespace {
@@ -335,12 +337,12 @@ class Training {
     run_prediction_ = std::make_unique<tiering::RunPrediction>(
         engine_->plan().graph, engine_->plan().plan, machine_.model,
         static_cast<int64_t>(machine_.drives.saturating_bytes_in_flight));
-    if (log_ != nullptr && flags_.resume) {
-      absl::Status status = CheckLogged(*log_, engine_->plan(), engine_->step());
     RETURN_IF_ERROR(CheckRecord());
     if (log_ != nullptr) {
       RETURN_IF_ERROR(log_->Begin());
     }
+    if (log_ != nullptr && flags_.resume) {
+      absl::Status status = CheckLogged(*log_, engine_->plan(), engine_->step());
       if (status.ok()) status = log_->CutAfter(engine_->step());
       const nlohmann::json& last = engine_->last_description();
       if (last.is_object() && last.contains("unlogged") && last["unlogged"].is_array()) {
@@ -351,6 +353,7 @@ class Training {
       if (status.ok()) status = log_->AddMissing(last);
       if (!status.ok()) return status;
     }
+    for (const std::string& decision : settings_.decisions) Tell(decision);
     if (engine_->resumed_from().has_value())
       Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
     for (const std::string& change : settings_.changes)
@@ -448,7 +451,9 @@ class Training {
     return settings_.batch * settings_.accumulate * settings_.seq * settings_.engine.world();
   }
   // Several ranks stop after the same step: the one in which all of them heard of it.
-  bool Stops() const { return settings_.engine.world() > 1 ? newest_.stops : StopAsked(); }
+  bool Stops() const {
+    return settings_.engine.world() > 1 ? newest_.stops || evaluation_stopped_ : StopAsked();
+  }
   // By a signal, or because the log cannot be written and what is in memory alone is to be kept.
   bool StopAsked() const { return stop_signal.load() != 0 || !log_trouble_.ok(); }
 
@@ -573,6 +578,15 @@ class Training {
                         Place());
   }
 
+  // Whether any rank is asked to stop; all of them hear the same.
+  absl::StatusOr<bool> AnyStops() const {
+    zero::Comm* const comm = settings_.engine.comm.get();
+    if (comm == nullptr) return StopAsked();
+    ASSIGN_OR_RETURN(const std::vector<int64_t> all,
+                     zero::AllNumbers(*comm, "whether to stop", StopAsked() ? 1 : 0));
+    return std::count(all.begin(), all.end(), 1) > 0;
+  }
+
   // Every window is a batch of its own, and their losses are added up one by one: the bits of the mean depend
   // neither on --batch nor on how many pass through the model at once.
   absl::Status Evaluate() {
@@ -582,8 +596,9 @@ class Training {
     const int64_t at_once = engine_->EvaluatesAtOnce(ExampleBatch(1, settings_.seq));
     double sum = 0;
     for (int64_t first = 0; first < windows; first += at_once) {
-      // A long evaluation does not keep a stop waiting; --resume makes it again. Ranks only stop together.
-      if (settings_.engine.world() == 1 && StopAsked()) return absl::OkStatus();
+      // A long evaluation does not keep a stop waiting; --resume makes it again.
+      ASSIGN_OR_RETURN(evaluation_stopped_, AnyStops());
+      if (evaluation_stopped_) return absl::OkStatus();
       std::vector<zero::Batch> batches;
       for (int64_t w = first; w < std::min(windows, first + at_once); ++w) {
         batches.push_back(ExampleBatch(1, settings_.seq));
@@ -726,9 +741,10 @@ class Training {
   std::unique_ptr<Trace> trace_;
   std::unique_ptr<zero::Engine> engine_;
   std::string run_id_;
-  std::string kept_;        // the checkpoint of the last step, where there is no drive
-  std::string stopped_by_;  // a signal's name
-  int64_t not_finite_ = 0;  // steps in a row
+  std::string kept_;                 // the checkpoint of the last step, where there is no drive
+  std::string stopped_by_;           // a signal's name
+  bool evaluation_stopped_ = false;  // before its end, by a stop that all ranks heard of
+  int64_t not_finite_ = 0;           // steps in a row
   absl::Status log_trouble_;
   std::vector<nlohmann::json> unlogged_;  // steps since
   zero::StepResult newest_;
@@ -766,6 +782,10 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
   if (!flags.check) {
     ASSIGN_OR_RETURN(std::shared_ptr<zero::Comm> connected, ConnectRanks(flags));
     comm = std::move(connected);
+  } else {
+    // What one of several ranks would be told, whether or not the others are there.
+    ASSIGN_OR_RETURN(const zero::RankEnvironment environment, zero::ReadRankEnvironment());
+    if (environment.world > 1) comm = zero::AlikeRanks(environment);
   }
   TrainOptions of_rank = flags;
   if (comm != nullptr && comm->rank() > 0) {
