@@ -543,7 +543,7 @@ TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
   // Its last step is kept, though none was due.
   Ran ran = Run(Train("unused", Arguments{"--steps", "5", "--log", log} + in_memory));
   ASSERT_EQ(ran.code, 0) << ran.err;
-  EXPECT_FALSE(std::filesystem::exists("unused"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/unused"));
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator(kept))
     names.push_back(entry.path().filename());
@@ -574,9 +574,23 @@ TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
   long_losses.resize(losses.size());
   EXPECT_EQ(losses, long_losses);
 
-  ran = Run({"train", "--data", text_, "--resume", "--offload", "none", "--quiet"});
+  // Without a word where: only where such a run was.
+  const Arguments somewhere = {"train",   "--model", "gpt-tiny", "--data",  text_,
+                           "--quiet", "--seq",   "32",       "--resume"};
+  const Arguments two = {"--offload", "none", "--steps", "2"};
+  ran = Run(somewhere + two);
   EXPECT_EQ(ran.code, 2);
   EXPECT_THAT(ran.err, HasSubstr("--checkpoint-dir"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/penstock-state"));
+  std::filesystem::create_directories(dir_ + "/penstock-state/checkpoints");  // of one that was killed
+  ran = Run(somewhere + two);
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("no checkpoint in penstock-state/checkpoints: starting over"));
+  EXPECT_EQ(Inspect(dir_ + "/penstock-state")["step"], 2);
+  ran = Run(somewhere + Arguments{"--offload", "cpu", "--steps", "3"});
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, testing::Not(HasSubstr("starting over")));
+  EXPECT_EQ(Inspect(dir_ + "/penstock-state")["step"], 3);
 }
 
 TEST_F(CliTest, ATermSignalDuringACheckpointFinishesIt) {

@@ -140,7 +140,9 @@ TEST_F(FlagsTest, DirectoriesOfAnotherRun) {
        {resume({"--vocab", "300"}), 2, {"--vocab 300", "created with 0"}},
        {resume({"--seq", "129"}), 2, {"--seq 129", "context"}},
        {resume({"--lr", "-1"}), 2, {"--lr -1"}},
-       {{"train", "--data", text_, "--offload", "cpu", "--resume"}, 2, {"--resume"}}});
+       {{"train", "--model", "gpt-tiny", "--data", text_, "--offload", "cpu", "--steps", "2", "--resume"},
+        2,
+        {"penstock-state/checkpoints holds none", "--checkpoint-dir"}}});
   EXPECT_TRUE(ReadFile(state + "/penstock.store") == before) << "a refused run has changed the state";
 }
 

@@ -57,8 +57,8 @@ struct Ran {
   int64_t read_bytes = 0, written_bytes = 0;  // of drives, as the kernel counts
 };
 
-// A running program; its output goes to files in `directory`. `launcher`: arguments before it, of a program
-// that becomes it (exec).
+// A running program, in `directory`, which its output's files go to and what it makes by default. `launcher`:
+// arguments before it, of a program that becomes it (exec).
 class Program {
  public:
   Program(const std::string& directory, Arguments arguments, Arguments launcher = {}) {
@@ -71,6 +71,7 @@ class Program {
     argv.push_back(nullptr);
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_addchdir_np(&actions, directory.c_str());
     posix_spawn_file_actions_addopen(&actions, 0, "/dev/null", O_RDONLY, 0);
     posix_spawn_file_actions_addopen(&actions, 1, (prefix_ + ".out").c_str(), O_CREAT | O_WRONLY, 0600);
     posix_spawn_file_actions_addopen(&actions, 2, (prefix_ + ".err").c_str(), O_CREAT | O_WRONLY, 0600);
