@@ -557,6 +557,35 @@ TEST(Engine, AsMuchIsInFlightAsTheKneeAsksForUnlessThatIsLimited) {
   EXPECT_LE(peak[1], 4 * aio::kMiB);
 }
 
+TEST(TensorMemory, ALimitForAWhileGivesTheFormerOneBack) {
+  TensorMemory::Install();
+  TensorMemory::SetLimit(TensorMemory::Stats().live_bytes + (4 << 20));
+  const int64_t before = TensorMemory::Limit();
+  {
+    const TensorMemoryLimit more(before + (64 << 20));
+    EXPECT_NO_THROW(torch::empty({4 << 20}, torch::kFloat32));
+    const TensorMemoryLimit none(0);
+    EXPECT_NO_THROW(torch::empty({32 << 20}, torch::kFloat32));
+  }
+  EXPECT_EQ(TensorMemory::Limit(), before);
+  EXPECT_THROW(torch::empty({4 << 20}, torch::kFloat32), c10::Error);
+  TensorMemory::SetLimit(0);
+}
+
+// Planning beside an engine that trains takes nothing of its budget away.
+TEST(Engine, APlanBesideALivingEngineLeavesItsLimit) {
+  RunOptions run;
+  run.host_memory_bytes = 64 << 20;
+  const EngineOptions options = testing_support::OptionsOf(run);
+  auto engine = Engine::Create(tools::MakeGpt(run.model), options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const int64_t limit = TensorMemory::Limit();
+  EXPECT_GT(limit, 0);
+  const auto plan = Engine::MakePlan(tools::MakeGpt(run.model), options);
+  EXPECT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(TensorMemory::Limit(), limit);
+}
+
 TEST(TensorMemory, CountsPoolsAndRefuses) {
   TensorMemory::Install();
   TensorMemory::Trim();

@@ -80,6 +80,11 @@ class Pool {
     if (limit_ > 0) ReleaseOver(limit_ - live_);
   }
 
+  int64_t Limit() {
+    std::lock_guard lock(mutex_);
+    return limit_;
+  }
+
   void ResetPeak() {
     std::lock_guard lock(mutex_);
     peak_ = live_ + kept();
@@ -160,6 +165,7 @@ void TensorMemory::Install() {
 }
 
 void TensorMemory::SetLimit(int64_t bytes) { ThePool().SetLimit(bytes); }
+int64_t TensorMemory::Limit() { return ThePool().Limit(); }
 void TensorMemory::ResetPeak() { ThePool().ResetPeak(); }
 void TensorMemory::ResetLivePeak() { ThePool().ResetLivePeak(); }
 void TensorMemory::Trim() {

@@ -29,6 +29,7 @@ class TensorMemory {
   static void Install();
   // 0: no limit. What exceeds a new limit already is not taken back, but what is kept is.
   static void SetLimit(int64_t bytes);
+  static int64_t Limit();
   static void ResetPeak();
   static void ResetLivePeak();
   static TensorMemoryStats Stats();
@@ -36,13 +37,19 @@ class TensorMemory {
   static void Trim();
 };
 
-// Limits tensor memory for a scope; 0: there is no limit in it.
+// Limits tensor memory for a scope; 0: there is no limit in it. Whatever bounded it before does so again
+// after it: an engine may train meanwhile.
 class TensorMemoryLimit {
  public:
-  explicit TensorMemoryLimit(int64_t bytes) { TensorMemory::SetLimit(bytes); }
-  ~TensorMemoryLimit() { TensorMemory::SetLimit(0); }
+  explicit TensorMemoryLimit(int64_t bytes) : before_(TensorMemory::Limit()) {
+    TensorMemory::SetLimit(bytes);
+  }
+  ~TensorMemoryLimit() { TensorMemory::SetLimit(before_); }
   TensorMemoryLimit(const TensorMemoryLimit&) = delete;
   TensorMemoryLimit& operator=(const TensorMemoryLimit&) = delete;
+
+ private:
+  const int64_t before_;
 };
 
 }  // namespace penstock::zero
