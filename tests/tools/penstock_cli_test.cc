@@ -576,7 +576,7 @@ TEST_F(CliTest, WithoutADriveARunGoesOnFromItsNewestCheckpoint) {
 
   // Without a word where: only where such a run was.
   const Arguments somewhere = {"train",   "--model", "gpt-tiny", "--data",  text_,
-                           "--quiet", "--seq",   "32",       "--resume"};
+                               "--quiet", "--seq",   "32",       "--resume"};
   const Arguments two = {"--offload", "none", "--steps", "2"};
   ran = Run(somewhere + two);
   EXPECT_EQ(ran.code, 2);
