@@ -137,10 +137,13 @@ void Executor::Finish(OpId id) {
   }
 }
 
-Stall Executor::CauseOfStall() const {
+Stall Executor::CauseOfStall() {
   const std::deque<OpId>& computes = order_[Index(Lane::kCompute)];
   if (computes.empty()) return Stall::kNone;
   OpId id = computes.front();
+  // What it waited for last time is still what it waits for: everything between the two waits for that.
+  if (id == stalled_ && !complete(stalled_by_)) return CauseOf(stalled_by_);
+  stalled_ = id;
   // Follow the first unmet edge down to what is in flight or held back.
   for (OpId depth = base_; depth <= end_; ++depth) {
     if (progress(id).started || progress(id).waits == 0) break;
@@ -154,6 +157,11 @@ Stall Executor::CauseOfStall() const {
     if (next < 0) break;
     id = next;
   }
+  stalled_by_ = id;
+  return CauseOf(id);
+}
+
+Stall Executor::CauseOf(OpId id) const {
   const Lane lane = progress(id).lane;
   if (lane == Lane::kCopyIn || lane == Lane::kCopyOut) return Stall::kCopy;
   return TraitsOf(op(id).kind).stall;

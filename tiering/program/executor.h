@@ -94,10 +94,12 @@ class Executor {
   void StartReady();
   void Finish(OpId id);
   void WaitOnce();
-  Stall CauseOfStall() const;
+  Stall CauseOfStall();
+  Stall CauseOf(OpId id) const;
   // The compute lane waited from the end of its last operation until `end`.
   void CountStalls(double end);
 
+  OpId stalled_ = -1, stalled_by_ = -1;  // the compute operation that waits, and what it waits for in the end
   Lanes* const lanes_;
   Observer observer_;
   StallObserver stall_observer_;
