@@ -146,6 +146,13 @@ struct Plan {
   int64_t flat_elements(int block) const {
     return blocks[static_cast<size_t>(block)].elements * shards_in_memory();
   }
+  // What a rank gets from the others when it gathers a block's weights, or reduces its gradient.
+  int64_t gathered_bytes(int block) const {
+    return blocks[static_cast<size_t>(block)].elements * precision.weight_bytes() * (world - 1);
+  }
+  int64_t reduced_bytes(int block) const {
+    return blocks[static_cast<size_t>(block)].elements * accumulator_bytes(block) * (world - 1);
+  }
   // Where everything lives, a line per kind.
   Ledger ledger() const;
   // Offset of state segment `segment` (1-based in Precision::segment_bytes) in a tile slot of `elements`.

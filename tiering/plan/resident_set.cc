@@ -79,7 +79,7 @@ std::vector<char> ResidentSet::ChooseWeights(const Plan& plan, int64_t free) con
     if (members[c] <= cls.slots) continue;  // the class keeps all its blocks anyway
     const Replacement replacement =
         BeladyMisses(uses[c], static_cast<int>(graph_.blocks.size()), std::max(1, cls.slots), 3,
-                     /*keeps_previous=*/true);  // as ProgramBuilder::WorthGivingUp
+                     /*keeps_previous=*/true);  // as UseOrder::WorthGivingUp
     for (size_t b = 0; b < items.size(); ++b) {
       if (At(plan.blocks[b].weight_class) != c || stays[b] != 0 || plan.on_device(static_cast<int>(b)))
         continue;

@@ -1,0 +1,124 @@
+#include "tiering/program/device_gradients.h"
+
+#include "base/check.h"
+#include "base/index.h"
+
+namespace penstock::tiering {
+
+DeviceGradients::DeviceGradients(const ModelGraph& graph, const Plan& plan, OpList* ops)
+    : graph_(graph),
+      plan_(plan),
+      ops_(*ops),
+      gradient_users_(plan.device.gradient_slots.size()),
+      accumulator_users_(plan.device.accumulator_slots.size()),
+      next_gradient_(plan.device.weight_classes.size(), 0) {}
+
+void DeviceGradients::StartBackward() {
+  gradient_.assign(plan_.blocks.size(), -1);
+  accumulator_.assign(plan_.blocks.size(), -1);
+}
+
+int DeviceGradients::NextGradientSlot(const DevicePlan::Block& places) {
+  const size_t cls = At(places.weight_class);
+  return plan_.device.gradient_rings[cls].NextSlot(&next_gradient_[cls]);
+}
+
+void DeviceGradients::TakePlaces(int block, Edges* wait) {
+  const DevicePlan& device = plan_.device;
+  const DevicePlan::Block& places = device.blocks[At(block)];
+  if (gradient_[At(block)] >= 0 || accumulator_[At(block)] >= 0) return;  // taken by an earlier use
+  if (places.sums_apart) {
+    int slot = places.accumulator_slot;
+    if (slot < 0) slot = static_cast<int>(next_accumulator_++ % At(device.accumulator_ring));
+    accumulator_[At(block)] = slot;
+    AddAll(wait, accumulator_users_.Take(slot));
+    return;
+  }
+  // That of a block which lives here has room for what it is reduced to.
+  int slot = device.direct && plan_.on_device(block) ? -1 : places.gradient_slot;
+  if (slot < 0) slot = NextGradientSlot(places);
+  gradient_[At(block)] = slot;
+  AddAll(wait, gradient_users_.Take(slot));
+}
+
+void DeviceGradients::SetPlaces(int block, Op* op) const {
+  op->device_slot = gradient_[At(block)];
+  op->accumulator_slot = accumulator_[At(block)];
+}
+
+OpId DeviceGradients::EmitReduce(int block, OpId last, int64_t step) {
+  const OpId id = ops_.next_id();
+  Op& reduce = ops_.Emit(OpKind::kReduceScatter, Lane::kReduceScatter, step);
+  reduce.block = block;
+  SetPlaces(block, &reduce);
+  reduce.bytes = plan_.reduced_bytes(block);
+  reduce.after = {last};
+  if (!plan_.on_device(block)) return id;
+  // To where it waits for the update; what it was reduced from is free.
+  if (reduce.accumulator_slot >= 0) {
+    accumulator_users_.Replace(reduce.accumulator_slot, {id});
+  } else {
+    gradient_users_.Replace(reduce.device_slot, {id});
+  }
+  const int gradient = plan_.device.blocks[At(block)].gradient_slot;
+  AddAll(&reduce.after, gradient_users_.Take(gradient));
+  gradient_[At(block)] = gradient;
+  return id;
+}
+
+OpId DeviceGradients::EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
+                                  const Edges& wait, int64_t step) {
+  const DevicePlan::Block& places = plan_.device.blocks[At(block)];
+  const bool ranks = plan_.world > 1 && !plan_.device.direct;
+  if (places.sums_apart && plan_.world == 1) {
+    const int slot = places.gradient_slot >= 0 ? places.gradient_slot : NextGradientSlot(places);
+    gradient_[At(block)] = slot;
+    const OpId id = ops_.next_id();
+    Op& round = ops_.Emit(OpKind::kRoundOnDevice, Lane::kCompute, step);
+    round.block = block;
+    SetPlaces(block, &round);
+    round.after = {last};
+    AddAll(&round.after, gradient_users_.Take(slot));
+    accumulator_users_.Replace(round.accumulator_slot, {id});
+    last = id;
+  }
+  int64_t bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+  if (plan_.on_device(block)) {
+    if (!plan_.device.direct) {  // else by the reduction
+      const OpId squared = ops_.next_id();
+      Op& square = ops_.Emit(OpKind::kSquareGradient, Lane::kCompute, step);
+      square.block = block;
+      square.device_slot = gradient_[At(block)];
+      square.after = {last};
+      last = squared;
+    }
+    bytes = PartialSumBytes(plan_.blocks[At(block)].elements);
+  }
+  const OpId id = ops_.next_id();
+  Op& copy = ops_.Emit(OpKind::kCopyOut, Lane::kCopyOut, step);
+  copy.block = block;
+  if (ranks) {
+    copy.host_accumulator_slot = host_accumulator;
+    copy.bytes = graph_.blocks[At(block)].elements * plan_.accumulator_bytes(block);
+  } else {
+    copy.gradient_slot = gradient_slot;
+    copy.bytes = bytes;
+  }
+  copy.after = wait;
+  copy.after.push_back(last);
+  if (plan_.world > 1 && places.sums_apart && !plan_.on_device(block)) {
+    copy.accumulator_slot = accumulator_[At(block)];
+    accumulator_users_.Replace(copy.accumulator_slot, {id});
+  } else {
+    copy.device_slot = gradient_[At(block)];
+    gradient_users_.Replace(copy.device_slot, {id});
+  }
+  return id;
+}
+
+void DeviceGradients::UpdatedBy(int block, OpId update) {
+  PENSTOCK_CHECK(plan_.on_device(block), "an update on the device of a block that does not live there");
+  gradient_users_.Add(plan_.device.blocks[At(block)].gradient_slot, update);
+}
+
+}  // namespace penstock::tiering

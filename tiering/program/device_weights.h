@@ -1,0 +1,109 @@
+// The device's places for weights, where a device has memory of its own (tiering/plan/device_plan.h): copies
+// of weights to it, and all that happens to blocks that live there with their state.
+//
+// Invariants:
+//   what compute finds on the device is of the newest update: a tile's content there has a version, and is
+//   copied again when the version rises.
+//   a slot there is filled again only after everyone who computed with its former content.
+//   what host memory has of a block that lives on the device is old, and nobody looks for it.
+#ifndef PENSTOCK_TIERING_PROGRAM_DEVICE_WEIGHTS_H_
+#define PENSTOCK_TIERING_PROGRAM_DEVICE_WEIGHTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "base/index.h"
+#include "tiering/plan/plan.h"
+#include "tiering/program/device_gradients.h"
+#include "tiering/program/op.h"
+#include "tiering/program/op_list.h"
+#include "tiering/program/slot_allocator.h"
+#include "tiering/program/tile_writer.h"
+#include "tiering/program/update_emitter.h"
+#include "tiering/program/use_order.h"
+#include "tiering/program/weight_fetcher.h"
+
+namespace penstock::tiering {
+
+class DeviceWeights {
+ public:
+  // What it works with; all of it outlives it.
+  struct Parts {
+    const UseOrder& uses;
+    OpList& ops;
+    SlotAllocator& slots;
+    TileWriter& writer;
+    UpdateEmitter& updates;
+    WeightFetcher& fetcher;
+    DeviceGradients& gradients;
+  };
+  DeviceWeights(const ModelGraph& graph, const Plan& plan, const Parts& parts);
+
+  // Brings a block's weights for a use at `position`; returns their slot there. `weight_slot`: the one in
+  // host memory that they came through or that an update needs, -1: none. `updates`: an update in backward
+  // will need them in host memory.
+  int FetchForCompute(int block, size_t position, bool updates, int* weight_slot);
+  // The same of a block that lives there: brings it if it never was, and makes the update that is due.
+  int FetchResident(int block, size_t position);
+  // `last` is the last operation that computes with them in this use.
+  void ComputedWith(int device_slot, OpId last);
+  // Makes the update that is due of a block that lives there.
+  void Update(int block, size_t position);
+  // All of its tiles to the drive: after every update, or when a step is persisted.
+  void WriteBlock(int block, size_t position, int64_t step);
+
+  // [tile] complete when the content is there.
+  const std::vector<OpId>& ready(int device_slot) const { return held_[At(device_slot)].ready; }
+
+ private:
+  // What a slot holds.
+  struct Held {
+    int block = -1;
+    std::vector<OpId> ready;       // [tile] the copy that made the content
+    std::vector<int64_t> version;  // [tile] of the content, as UpdateEmitter counts them
+    OpId last_compute = -1;
+    bool whole = false;  // over several ranks: with the others' shards, as new as this one's
+    // Of a block that lives there: what filled it or updated it last, weights and state, and what has copied
+    // them out since.
+    Edges made, copies;
+  };
+
+  int Find(int block) const;  // the slot of a block that comes and goes; -1: it is not there
+  bool IsCurrent(int block, int device_slot) const;
+  bool IsInHostMemory(int block) const;
+  // Of a block that comes and goes, its former slot, an empty one, or the one most worth giving up; of one
+  // that lives there, its own.
+  int Acquire(int block, size_t position);
+  // Who still computes with the former content of a slot, and the uses that must be over.
+  void AddUsers(Edges* after, const Held& held) const;
+  // Copies what is not there; returns its slot there.
+  int CopyIn(int block, size_t position, int weight_slot);
+  // The same past host memory, from the drive.
+  int ReadPastHost(int block, size_t position);
+  // Among devices that exchange with each other: the other ranks' shards.
+  void Gather(int block, int device_slot);
+  // Weights and state of a block that will live there.
+  void Load(int block, size_t position);
+  OpId LoadState(int block, int tile);
+  // A tile on its way out, to be written: through the weight slot and a slot of the ring, which it returns.
+  // `former` must be over.
+  int EmitStateOut(int block, int tile, int weight_slot, const Edges& former, int64_t step);
+
+  const ModelGraph& graph_;
+  const Plan& plan_;
+  const UseOrder& uses_;
+  OpList& ops_;
+  SlotAllocator& slots_;
+  TileWriter& writer_;
+  UpdateEmitter& updates_;
+  WeightFetcher& fetcher_;
+  DeviceGradients& gradients_;
+  std::vector<Held> held_;  // [device weight slot]
+  std::deque<OpId> used_;   // the last operations of the newest uses, oldest first
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PROGRAM_DEVICE_WEIGHTS_H_

@@ -1,0 +1,113 @@
+#include "tiering/program/gradient_emitter.h"
+
+#include "base/check.h"
+
+namespace penstock::tiering {
+
+GradientEmitter::GradientEmitter(const Plan& plan, OpList* ops, SlotAllocator* slots, DeviceGradients* device)
+    : plan_(plan),
+      ops_(*ops),
+      slots_(*slots),
+      device_(*device),
+      final_slot_(plan.blocks.size(), -1),
+      spilled_(plan.blocks.size(), -1) {}
+
+void GradientEmitter::StartBackward() {
+  gradient_.assign(plan_.blocks.size(), -1);
+  accumulator_.assign(plan_.blocks.size(), -1);
+  device_.StartBackward();
+}
+
+Edges GradientEmitter::TakeGradientSlot(int block) {
+  const int slot = slots_.GradientSlotFor(block);
+  gradient_[At(block)] = slot;
+  return slots_.gradient_users().Take(slot);
+}
+
+Edges GradientEmitter::TakeAccumulatorSlot(int block) {
+  const int slot = slots_.AccumulatorSlotFor(block);
+  accumulator_[At(block)] = slot;
+  return slots_.accumulator_users().Take(slot);
+}
+
+Edges GradientEmitter::TakePlaces(int block) {
+  Edges users;
+  if (!plan_.blocks[At(block)].trains) return users;
+  if (plan_.device.has_own_memory) {
+    device_.TakePlaces(block, &users);
+  } else if (plan_.needs_accumulator(block)) {
+    if (accumulator_[At(block)] < 0) users = TakeAccumulatorSlot(block);
+  } else if (gradient_[At(block)] < 0) {
+    users = TakeGradientSlot(block);
+  }
+  return users;
+}
+
+void GradientEmitter::SetPlaces(int block, Op* op) const {
+  op->gradient_slot = gradient_[At(block)];
+  if (plan_.device.has_own_memory) {
+    device_.SetPlaces(block, op);
+  } else {
+    op->accumulator_slot = accumulator_[At(block)];
+  }
+}
+
+void GradientEmitter::UsedBy(int block, OpId last) {
+  if (const int slot = accumulator_[At(block)]; slot >= 0) slots_.accumulator_users().Add(slot, last);
+  if (const int slot = gradient_[At(block)]; slot >= 0) slots_.gradient_users().Add(slot, last);
+}
+
+OpId GradientEmitter::EmitFinal(int block, OpId last, int64_t step) {
+  const bool sums_apart = plan_.needs_accumulator(block);
+  Edges wait;  // for the gradient's place
+  if (sums_apart || plan_.device.has_own_memory) wait = TakeGradientSlot(block);
+  const int gradient = gradient_[At(block)];
+  PENSTOCK_CHECK(gradient >= 0, "a gradient without a place");
+  if (plan_.device.has_own_memory) {
+    if (plan_.device.direct) last = device_.EmitReduce(block, last, step);
+    // Otherwise over several ranks it goes to the sums, and the gradient's place waits for the reduction.
+    const Edges users = sums_apart ? TakeAccumulatorSlot(block) : TakeAll(&wait);
+    last = device_.EmitCopyOut(block, gradient, accumulator_[At(block)], last, users, step);
+  }
+  // What makes the gradient's place final, and frees the sums: rounding, or over several ranks the reduction.
+  OpId reduced = -1;
+  if (plan_.world > 1 && !plan_.device.direct) {
+    reduced = ops_.next_id();
+    Op& reduce = ops_.Emit(OpKind::kReduceScatter, Lane::kReduceScatter, step);
+    reduce.block = block;
+    reduce.gradient_slot = gradient;
+    reduce.accumulator_slot = accumulator_[At(block)];
+    reduce.bytes = plan_.reduced_bytes(block);
+    reduce.after = {last};
+    AddAll(&reduce.after, wait);
+    wait = {reduced};
+  }
+  const OpId final_id = ops_.next_id();
+  Op& round = ops_.Emit(OpKind::kRoundGradient, Lane::kUpdate, step);
+  round.block = block;
+  round.gradient_slot = gradient;
+  round.accumulator_slot = reduced >= 0 ? -1 : accumulator_[At(block)];
+  round.after = {last};
+  AddAll(&round.after, wait);
+  if (sums_apart) {
+    slots_.accumulator_users().Add(accumulator_[At(block)], reduced >= 0 ? reduced : final_id);
+  }
+  slots_.gradient_users().Replace(gradient, {last, final_id});
+  final_slot_[At(block)] = gradient;
+  spilled_[At(block)] = -1;
+  return final_id;
+}
+
+void GradientEmitter::EmitSpill(int block, OpId final_id, int64_t step) {
+  const int gradient = final_slot(block);
+  const OpId id = ops_.next_id();
+  Op& write = ops_.Emit(OpKind::kWriteGradient, Lane::kWrite, step);
+  write.block = block;
+  write.gradient_slot = gradient;
+  write.bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+  write.after = {final_id};
+  slots_.gradient_users().Add(gradient, id);
+  spilled_[At(block)] = id;
+}
+
+}  // namespace penstock::tiering

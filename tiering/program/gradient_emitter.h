@@ -1,0 +1,60 @@
+// A block's gradient, from what backward leaves to what waits for the update: summed, reduced over ranks,
+// rounded once, and spilled where it does not wait in memory.
+//
+// Invariants:
+//   a gradient has one place in a pass, from its first addend on; nobody of the pass before uses it by then.
+//   what makes it final waits for its last addend.
+#ifndef PENSTOCK_TIERING_PROGRAM_GRADIENT_EMITTER_H_
+#define PENSTOCK_TIERING_PROGRAM_GRADIENT_EMITTER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "base/index.h"
+#include "tiering/plan/plan.h"
+#include "tiering/program/device_gradients.h"
+#include "tiering/program/op.h"
+#include "tiering/program/op_list.h"
+#include "tiering/program/slot_allocator.h"
+
+namespace penstock::tiering {
+
+class GradientEmitter {
+ public:
+  GradientEmitter(const Plan& plan, OpList* ops, SlotAllocator* slots, DeviceGradients* device);
+
+  // No block has a place in the backward that begins.
+  void StartBackward();
+  // The places in this pass where a block's gradient is summed, or goes to where it is not, unless an earlier
+  // use has taken them; returns who still uses them.
+  Edges TakePlaces(int block);
+  // Those places, as an operation's.
+  void SetPlaces(int block, Op* op) const;
+  // `last` is the last operation of a use that is not the block's last.
+  void UsedBy(int block, OpId last);
+  // When `last`, its last addend, is taken: from there to a gradient that waits for the norm; returns what
+  // makes it final.
+  OpId EmitFinal(int block, OpId last, int64_t step);
+  // And, of one that does not wait in memory, its way to the drive.
+  void EmitSpill(int block, OpId final_id, int64_t step);
+
+  // Where the block's final gradient is, for its update: in memory until that is over, unless it is spilled.
+  int final_slot(int block) const { return final_slot_[At(block)]; }
+  OpId spilled(int block) const { return spilled_[At(block)]; }  // its way to the drive; -1: there was none
+
+ private:
+  Edges TakeGradientSlot(int block);
+  Edges TakeAccumulatorSlot(int block);
+
+  const Plan& plan_;
+  OpList& ops_;
+  SlotAllocator& slots_;
+  DeviceGradients& device_;
+  std::vector<int> gradient_, accumulator_;  // [block] its places in this pass, -1
+  std::vector<int> final_slot_;              // [block]
+  std::vector<OpId> spilled_;                // [block]
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PROGRAM_GRADIENT_EMITTER_H_

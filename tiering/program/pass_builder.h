@@ -1,0 +1,97 @@
+// Forward and backward of a pass, stage by stage and micro-batch by micro-batch.
+//
+// Invariants:
+//   a stage computes when its block's weights are where it reads them, as new as they can be.
+//   an input that backward needs stays in memory, or goes to the drive and comes back through a ring: an
+//   operation that fills the ring waits for the one that freed its place.
+//   the compute lane runs in program order: its last operation stands for those before it.
+#ifndef PENSTOCK_TIERING_PROGRAM_PASS_BUILDER_H_
+#define PENSTOCK_TIERING_PROGRAM_PASS_BUILDER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "base/index.h"
+#include "tiering/plan/plan.h"
+#include "tiering/program/device_weights.h"
+#include "tiering/program/gradient_emitter.h"
+#include "tiering/program/op.h"
+#include "tiering/program/op_list.h"
+#include "tiering/program/slot_allocator.h"
+#include "tiering/program/tile_writer.h"
+#include "tiering/program/update_emitter.h"
+#include "tiering/program/weight_fetcher.h"
+
+namespace penstock::tiering {
+
+class PassBuilder {
+ public:
+  // What it works with; all of it outlives it.
+  struct Parts {
+    OpList& ops;
+    SlotAllocator& slots;
+    GradientEmitter& gradients;
+    TileWriter& writer;
+    UpdateEmitter& updates;
+    WeightFetcher& fetcher;
+    DeviceWeights& device;
+  };
+  PassBuilder(const ModelGraph& graph, const Plan& plan, const Parts& parts);
+
+  // The order in which the stages run: a permutation of 0..S-1.
+  void SetOrder(std::vector<int> stages);
+  int block_at(int position) const { return stage_at(position).block; }
+  int positions() const { return static_cast<int>(stage_order_.size()); }
+
+  // All stages, or in training all but the last, which has only a backward. Returns the last operation that
+  // computes, or the batch.
+  OpId AppendForward(bool train, int micro_batches, int64_t step);
+  // `speculates`: the tiles that the plan updates in backward are; otherwise none. `before`: the last
+  // operation of forward. Afterwards the step is pending.
+  void AppendBackward(int64_t step, bool speculates, OpId before);
+  // Makes what is due of the block's update, outside of a use by compute.
+  void ApplyDue(int block, size_t position);
+
+ private:
+  // Where compute finds a block's weights.
+  struct Weights {
+    int weight_slot = -1;  // in host memory; -1: not needed there
+    int device_slot = -1;  // -1: the device is the host
+  };
+
+  const StageShape& stage_at(int position) const { return graph_.stages[At(stage_order_[At(position)])]; }
+  // `updates`: an update in backward will need them in host memory.
+  Weights FetchForCompute(int block, size_t position, bool updates);
+  // `op` computes with them, where they are, when they are there.
+  void SetWeights(const Weights& weights, Op* op) const;
+  // `last` is the last operation that computes with them in this use.
+  void ComputedWith(const Weights& weights, OpId last);
+  Op& EmitForStage(OpKind kind, Lane lane, int position, int micro_batch, int64_t step);
+  // The write or read of the input at a position that does not stay in memory.
+  Op& EmitInput(OpKind kind, int position, int micro_batch, int64_t step);
+  OpId EmitInputRead(int position, int micro_batch, int64_t step);
+  // One stage, all micro-batches; `wait`: who still uses the gradient's place. Returns the last operation.
+  OpId EmitBackward(int position, const Weights& weights, const Edges& wait, int64_t step);
+  // The block's gradient is final: spills it if it must, and makes the updates that are made in backward.
+  void EmitUpdates(int block, const Weights& weights, OpId final_id, int64_t step, bool speculates);
+  // The norm, when `finals` are done.
+  void EmitNorm(Edges finals, int64_t step);
+
+  const ModelGraph& graph_;
+  const Plan& plan_;
+  OpList& ops_;
+  SlotAllocator& slots_;
+  GradientEmitter& gradients_;
+  TileWriter& writer_;
+  UpdateEmitter& updates_;
+  WeightFetcher& fetcher_;
+  DeviceWeights& device_;
+  std::vector<int> stage_order_;                  // [position]
+  OpId batch_ = -1;                               // kBatch of the pass
+  std::vector<std::vector<OpId>> input_written_;  // [position][micro_batch] of this pass, -1
+  std::vector<OpId> input_used_;                  // [position] last backward of this pass, -1
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PROGRAM_PASS_BUILDER_H_

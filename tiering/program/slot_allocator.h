@@ -1,0 +1,95 @@
+// Who holds which slot of host memory, since when, and who still uses what it holds.
+//
+// Invariants:
+//   a slot is given up together with all operations that still use its content: those that read it from the
+//   drive, wrote it there, copied it, gathered into it or computed with it. Whoever fills it waits for them.
+//   a block's weights are in one slot at most, in its own one or in one of its class.
+//   what is recorded of a slot's content is recorded of what the slot holds, in the order of the program.
+#ifndef PENSTOCK_TIERING_PROGRAM_SLOT_ALLOCATOR_H_
+#define PENSTOCK_TIERING_PROGRAM_SLOT_ALLOCATOR_H_
+
+#include <cstddef>
+#include <vector>
+
+#include "base/index.h"
+#include "tiering/plan/plan.h"
+#include "tiering/program/op.h"
+#include "tiering/program/slot_users.h"
+#include "tiering/program/use_order.h"
+
+namespace penstock::tiering {
+
+class SlotAllocator {
+ public:
+  SlotAllocator(const Plan& plan, const UseOrder& uses);
+
+  // What a weight slot holds.
+  struct Weights {
+    int block = -1;            // whose weights it holds or will hold
+    std::vector<OpId> ready;   // [tile] complete when the content is there: verified or updated
+    std::vector<OpId> writes;  // [tile] that read the content to the drive, -1: none
+    std::vector<OpId> copies;  // [tile] the last that reads the content to the device, -1: none
+    OpId last_compute = -1;    // the compute lane runs in order: its last use stands for all
+    OpId gather = -1;          // the last of this content, -1: none
+    bool whole = false;        // no shard has changed since
+  };
+  const Weights& weights(int slot) const;
+
+  // The slot that has the block's weights; -1: none has.
+  int FindWeights(int block) const;
+  // Nothing but its first use ever brings the block's weights: no other block takes their slot.
+  bool stays(int block) const { return stays_[At(block)] != 0; }
+  // Gives the block a slot for the use at `position`: its own, an empty one, or the one most worth giving up.
+  // `former`: who uses it until then.
+  int TakeWeightSlot(int block, size_t position, Edges* former);
+  // What the slot holds is nobody's: its next content is the next block's that asks.
+  void ForgetWeights(int slot) { Held(slot).block = -1; }
+
+  // What happens to the weights in a slot.
+  void WeightsReady(int slot, int tile, OpId id) { Held(slot).ready[At(tile)] = id; }
+  void WeightsUpdated(int slot, int tile, OpId id);
+  void WeightsWritten(int slot, int tile, OpId id) { Held(slot).writes[At(tile)] = id; }
+  void WeightsCopied(int slot, int tile, OpId id) { Held(slot).copies[At(tile)] = id; }
+  void WeightsCopiedWhole(int slot, OpId id);
+  void WeightsGathered(int slot, OpId id);
+  void WeightsComputedWith(int slot, OpId id);
+
+  // The slot for a tile's update: its own, or one of the ring. Updates that are replayed have the last one of
+  // the ring to themselves: they wait for the norm, and what is read ahead of it must not wait with them.
+  int TileSlotFor(int block, int tile, bool replays);
+  int NextTileSlot() { return static_cast<int>(next_tile_slot_++ % rotating_tile_slots_); }
+  bool HoldsState(int slot, int block, int tile) const;
+  // The state stays there; only in the tile's own slot.
+  void KeepState(int slot, int block, int tile);
+  SlotUsers& tile_users() { return tile_users_; }
+
+  // The slot for a block's gradient, or for its sums: its own, or the next of the ring.
+  int GradientSlotFor(int block);
+  int AccumulatorSlotFor(int block);
+  SlotUsers& gradient_users() { return gradient_users_; }
+  SlotUsers& accumulator_users() { return accumulator_users_; }
+
+ private:
+  struct State {
+    int block = -1, tile = -1;
+  };
+
+  Weights& Held(int slot);
+
+  const Plan& plan_;
+  const UseOrder& uses_;
+  std::vector<Weights> weights_;  // [weight slot]
+  std::vector<char> stays_;       // [block]
+  std::vector<State> states_;     // [tile slot] what it keeps
+  SlotUsers tile_users_;
+  SlotUsers gradient_users_;
+  SlotUsers accumulator_users_;
+  size_t next_tile_slot_ = 0;
+  size_t rotating_tile_slots_ = 1;
+  std::vector<size_t> next_gradient_slot_;  // [weight class]
+  size_t next_accumulator_ = 0;
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PROGRAM_SLOT_ALLOCATOR_H_

@@ -1,0 +1,171 @@
+#include "tiering/program/update_emitter.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+
+namespace penstock::tiering {
+
+UpdateEmitter::UpdateEmitter(const Plan& plan, OpList* ops, SlotAllocator* slots, TileWriter* writer,
+                             const GradientEmitter& gradients)
+    : plan_(plan), ops_(*ops), slots_(*slots), writer_(*writer), gradients_(gradients) {
+  for (const BlockPlan& block : plan.blocks) {
+    due_.emplace_back(block.tiles.size(), Due::kNothing);
+    versions_.emplace_back(block.tiles.size(), 0);
+  }
+}
+
+void UpdateEmitter::GradientIsFinal(int block) {
+  std::vector<Due>& due = due_[At(block)];
+  PENSTOCK_CHECK(!IsDue(block), "a gradient over one that no update has used");
+  std::fill(due.begin(), due.end(), Due::kUpdate);
+}
+
+void UpdateEmitter::EmitSpeculative(const TilePlace& at, OpId final_id, int64_t step) {
+  Due& due = due_[At(at.block)][At(at.tile)];
+  PENSTOCK_CHECK(due == Due::kUpdate, "an update in backward without a gradient");
+  Emit({.at = at, .cause = {.step = step, .in_backward = true}, .decided = final_id});
+  due = Due::kReplay;
+}
+
+void UpdateEmitter::StartPending(int64_t step, OpId norm) {
+  PENSTOCK_CHECK(pending_step_ == 0, "a step over one that is not committed");
+  pending_step_ = step;
+  norm_ = norm;
+}
+
+void UpdateEmitter::EmitDue(int block, int weight_slot, const std::vector<OpId>& reads) {
+  std::vector<Due>& due = due_[At(block)];
+  for (size_t t = 0; t < due.size(); ++t) {
+    if (due[t] == Due::kNothing) continue;
+    // Whoever used the content before this update is done by the time of the norm, on which it waits.
+    Emit({.at = {.block = block, .tile = static_cast<int>(t), .weight_slot = weight_slot},
+          .cause = {.step = pending_step_, .replay = due[t] == Due::kReplay},
+          .decided = norm_,
+          .weights_read = due[t] == Due::kUpdate ? reads[t] : -1});
+    due[t] = Due::kNothing;
+  }
+}
+
+void UpdateEmitter::UpdatedOnDevice(int block, OpId update) {
+  for (int64_t& version : versions_[At(block)]) ++version;
+  std::fill(due_[At(block)].begin(), due_[At(block)].end(), Due::kNothing);
+  writer_.Await(update);
+}
+
+void UpdateEmitter::AssumptionHeld() {
+  for (std::vector<Due>& block : due_) std::replace(block.begin(), block.end(), Due::kReplay, Due::kNothing);
+}
+
+void UpdateEmitter::CommitPending() {
+  if (pending_step_ == 0) return;
+  writer_.Commit(pending_step_, plan_.commits_every_step, norm_);
+  unsaved_step_ = plan_.on_nvme && !plan_.commits_every_step ? pending_step_ : 0;
+  pending_step_ = 0;
+}
+
+int64_t UpdateEmitter::TakeUnsavedStep() { return std::exchange(unsaved_step_, 0); }
+
+bool UpdateEmitter::IsDue(int block) const {
+  const std::vector<Due>& due = due_[At(block)];
+  return std::any_of(due.begin(), due.end(), [](Due tile) { return tile != Due::kNothing; });
+}
+
+Op& UpdateEmitter::EmitPart(const Update& update, OpKind kind, Lane lane, int64_t bytes) {
+  Op& op = ops_.Emit(kind, lane, update.cause.step);
+  op.block = update.at.block;
+  op.tile = update.at.tile;
+  op.in_backward = update.cause.in_backward;
+  op.replay = update.cause.replay;
+  op.bytes = bytes;
+  return op;
+}
+
+OpId UpdateEmitter::EmitReplayRead(const Update& update) {
+  const TilePlace& at = update.at;
+  const SlotAllocator::Weights& weights = slots_.weights(at.weight_slot);
+  const int64_t elements = plan_.blocks[At(at.block)].tiles[At(at.tile)].elements;
+  const OpId id = ops_.next_id();
+  Op& read = EmitPart(update, OpKind::kReadWeights, Lane::kRead, elements * plan_.precision.weight_bytes());
+  read.weight_slot = at.weight_slot;
+  read.after = {update.decided};
+  AddIf(&read.after, weights.ready[At(at.tile)]);
+  AddIf(&read.after, weights.gather);
+  AddIf(&read.after, writer_.last_write(at.block, at.tile));
+  return id;
+}
+
+OpId UpdateEmitter::EmitStateRead(const Update& update, const Edges& former) {
+  const TilePlace& at = update.at;
+  const BlockPlan& block = plan_.blocks[At(at.block)];
+  const int64_t bytes = plan_.precision.StateBytes(block.tiles[At(at.tile)].elements);
+  if (bytes == 0 || (!update.cause.replay && slots_.HoldsState(at.tile_slot, at.block, at.tile))) return -1;
+  const OpId id = ops_.next_id();
+  Op& read = EmitPart(update, OpKind::kReadState, Lane::kRead, bytes);
+  read.tile_slot = at.tile_slot;
+  read.after = former;
+  AddIf(&read.after, writer_.last_write(at.block, at.tile));
+  if (update.cause.replay) read.after.push_back(update.decided);
+  slots_.tile_users().Add(at.tile_slot, id);
+  if (block.private_tile_slot[At(at.tile)] >= 0) slots_.KeepState(at.tile_slot, at.block, at.tile);
+  return id;
+}
+
+// In backward a gradient that will be spilled is still in memory. One that nothing spilled is not needed: the
+// update is made again only to leave the tile as it was.
+OpId UpdateEmitter::EmitGradientRead(const Update& update, const Edges& former) {
+  const TilePlace& at = update.at;
+  const BlockPlan& block = plan_.blocks[At(at.block)];
+  const OpId spilled = gradients_.spilled(at.block);
+  if (block.gradient_slot >= 0 || update.cause.in_backward || spilled < 0) return -1;
+  const int64_t elements = block.tiles[At(at.tile)].elements;
+  const OpId id = ops_.next_id();
+  Op& read = EmitPart(update, OpKind::kReadGradient, Lane::kRead, elements * plan_.precision.gradient_bytes);
+  read.tile_slot = at.tile_slot;
+  read.after = former;
+  read.after.push_back(spilled);
+  if (update.cause.replay) read.after.push_back(update.decided);
+  slots_.tile_users().Add(at.tile_slot, id);
+  return id;
+}
+
+void UpdateEmitter::Emit(const Update& wanted) {
+  Update of = wanted;
+  TilePlace& at = of.at;
+  at.tile_slot = slots_.TileSlotFor(at.block, at.tile, of.cause.replay);
+  const Edges former = slots_.tile_users().Take(at.tile_slot);
+  const OpId last_write = writer_.last_write(at.block, at.tile);
+  const OpId weights_read = of.cause.replay ? EmitReplayRead(of) : of.weights_read;
+  const OpId state_read = EmitStateRead(of, former);
+  const OpId gradient_read = EmitGradientRead(of, former);
+  const SlotAllocator::Weights& weights = slots_.weights(at.weight_slot);
+  PENSTOCK_CHECK(weights.block == at.block, "an update of weights that are not there");
+  const OpId id = ops_.next_id();
+  Op& update = EmitPart(of, OpKind::kUpdate, Lane::kUpdate, 0);
+  update.weight_slot = at.weight_slot;
+  update.tile_slot = at.tile_slot;
+  update.gradient_slot =
+      of.cause.in_backward ? gradients_.final_slot(at.block) : plan_.blocks[At(at.block)].gradient_slot;
+  update.checks_weights = weights_read >= 0;
+  update.checks_state = state_read >= 0;
+  update.after = former;
+  AddIf(&update.after, weights_read);
+  AddIf(&update.after, state_read);
+  AddIf(&update.after, gradient_read);
+  AddIf(&update.after, of.decided);
+  AddIf(&update.after, last_write);
+  AddIf(&update.after, weights.gather);
+  if (of.weights_read < 0) AddIf(&update.after, weights.ready[At(at.tile)]);
+  slots_.tile_users().Add(at.tile_slot, id);
+  slots_.WeightsUpdated(at.weight_slot, at.tile, id);
+  ++versions_[At(at.block)][At(at.tile)];
+  if (update.gradient_slot >= 0) slots_.gradient_users().Add(update.gradient_slot, id);
+  if (!plan_.on_nvme || plan_.written_at_checkpoint(at.block, at.tile)) {
+    writer_.Await(id);
+  } else {
+    writer_.WriteUpdated(at, of.cause, id);
+  }
+}
+
+}  // namespace penstock::tiering

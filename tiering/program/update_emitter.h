@@ -1,0 +1,88 @@
+// From gradients to state to weights: the updates of a step, tile by tile, in either order.
+//
+// Invariants:
+//   a tile is updated once with each gradient; what is still due of that is known tile by tile. Only a replay
+//   makes an update again, from the committed version.
+//   an update waits for what decided it: the norm, or in backward its block's final gradient.
+//   a step is committed when nothing of its updates is due.
+#ifndef PENSTOCK_TIERING_PROGRAM_UPDATE_EMITTER_H_
+#define PENSTOCK_TIERING_PROGRAM_UPDATE_EMITTER_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "base/index.h"
+#include "tiering/plan/plan.h"
+#include "tiering/program/gradient_emitter.h"
+#include "tiering/program/op.h"
+#include "tiering/program/op_list.h"
+#include "tiering/program/slot_allocator.h"
+#include "tiering/program/tile_writer.h"
+
+namespace penstock::tiering {
+
+// What is still to be appended of a tile's update.
+enum class Due : uint8_t { kNothing, kUpdate, kReplay };
+
+class UpdateEmitter {
+ public:
+  UpdateEmitter(const Plan& plan, OpList* ops, SlotAllocator* slots, TileWriter* writer,
+                const GradientEmitter& gradients);
+
+  // The block's gradient is final: its tiles are due with it.
+  void GradientIsFinal(int block);
+  // Updates a tile in backward, with the gradient that `final_id` made final. A replay is due then.
+  void EmitSpeculative(const TilePlace& at, OpId final_id, int64_t step);
+  // What was due of `step` is pending from now on, and `norm` decides it.
+  void StartPending(int64_t step, OpId norm);
+  // Makes what is due of the block, whose weights are in `weight_slot`. `reads`: [tile] of its weights, to be
+  // checked by an update; -1: they were in memory.
+  void EmitDue(int block, int weight_slot, const std::vector<OpId>& reads);
+  // The device makes what is due of a block that lives there. It waits for the norm by itself.
+  void UpdatedOnDevice(int block, OpId update);
+  // No update will have to be made again.
+  void AssumptionHeld();
+  // Commits the pending step, if there is one.
+  void CommitPending();
+  // What a restart would not find is going to be written.
+  int64_t TakeUnsavedStep();
+
+  bool IsDue(int block) const;
+  Due due(int block, size_t tile) const { return due_[At(block)][tile]; }
+  // [tile] updates appended: the versions of the block's weights.
+  const std::vector<int64_t>& versions(int block) const { return versions_[At(block)]; }
+  int64_t pending_step() const { return pending_step_; }  // 0: none
+  OpId norm() const { return norm_; }                     // of the pending step
+  int64_t unsaved_step() const { return unsaved_step_; }
+
+ private:
+  // One tile's. Reads what is not in memory, updates, and writes.
+  struct Update {
+    TilePlace at;  // its tile slot is found here
+    UpdateCause cause;
+    OpId decided = -1;       // the norm, or in backward the final gradient
+    OpId weights_read = -1;  // to be checked first; -1: they were in memory
+  };
+  void Emit(const Update& update);
+  // A part of it.
+  Op& EmitPart(const Update& update, OpKind kind, Lane lane, int64_t bytes);
+  // A replay reads everything, weights too, from the committed version.
+  OpId EmitReplayRead(const Update& update);
+  OpId EmitStateRead(const Update& update, const Edges& former);
+  OpId EmitGradientRead(const Update& update, const Edges& former);
+
+  const Plan& plan_;
+  OpList& ops_;
+  SlotAllocator& slots_;
+  TileWriter& writer_;
+  const GradientEmitter& gradients_;
+  std::vector<std::vector<Due>> due_;           // [block][tile]
+  std::vector<std::vector<int64_t>> versions_;  // [block][tile]
+  int64_t pending_step_ = 0;
+  OpId norm_ = -1;
+  int64_t unsaved_step_ = 0;
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PROGRAM_UPDATE_EMITTER_H_

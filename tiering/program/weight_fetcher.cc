@@ -1,0 +1,66 @@
+#include "tiering/program/weight_fetcher.h"
+
+#include "base/check.h"
+#include "base/index.h"
+
+namespace penstock::tiering {
+
+WeightFetcher::WeightFetcher(const Plan& plan, OpList* ops, SlotAllocator* slots, UpdateEmitter* updates,
+                             const TileWriter& writer)
+    : plan_(plan), ops_(*ops), slots_(*slots), updates_(*updates), writer_(writer) {}
+
+int WeightFetcher::Fetch(int block, size_t position) {
+  std::vector<OpId> reads(plan_.blocks[At(block)].tiles.size(), -1);
+  int slot = slots_.FindWeights(block);
+  if (slot < 0) slot = Read(block, position, &reads);
+  updates_.EmitDue(block, slot, reads);
+  return slot;
+}
+
+int WeightFetcher::Read(int block, size_t position, std::vector<OpId>* reads) {
+  Edges former;
+  const int slot = slots_.TakeWeightSlot(block, position, &former);
+  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
+  for (size_t t = 0; t < tiles.size(); ++t) {
+    const auto tile = static_cast<int>(t);
+    const bool updates = updates_.due(block, t) == Due::kUpdate;
+    (*reads)[t] = ops_.next_id();
+    // Weights that an update needs belong to its step; those that only compute needs, to the step that
+    // computes.
+    Op& read = ops_.Emit(OpKind::kReadWeights, Lane::kRead,
+                         updates ? updates_.pending_step() : ops_.computing_step());
+    read.block = block;
+    read.tile = tile;
+    read.weight_slot = slot;
+    read.bytes = tiles[t].elements * plan_.precision.weight_bytes();
+    read.after = former;
+    AddIf(&read.after, writer_.last_write(block, tile));
+    if (updates) continue;
+    slots_.WeightsReady(slot, tile, ops_.next_id());
+    Op& verify = ops_.Emit(OpKind::kVerify, Lane::kUpdate, ops_.computing_step());
+    verify.block = block;
+    verify.tile = tile;
+    verify.weight_slot = slot;
+    verify.after = {(*reads)[t]};
+  }
+  return slot;
+}
+
+void WeightFetcher::Gather(int block, int weight_slot) {
+  if (plan_.world == 1) return;
+  const SlotAllocator::Weights& weights = slots_.weights(weight_slot);
+  if (weights.whole) return;
+  PENSTOCK_CHECK(weights.block == block, "a gather of weights that are not there");
+  const OpId id = ops_.next_id();
+  Op& gather = ops_.Emit(OpKind::kAllGather, Lane::kAllGather, ops_.computing_step());
+  gather.block = block;
+  gather.weight_slot = weight_slot;
+  gather.bytes = plan_.gathered_bytes(block);
+  // Whoever used the slot before is done by the time that this rank's shard was read, where it was.
+  for (const OpId ready : weights.ready) AddIf(&gather.after, ready);
+  for (const OpId copy : weights.copies) AddIf(&gather.after, copy);
+  AddIf(&gather.after, weights.last_compute);
+  slots_.WeightsGathered(weight_slot, id);
+}
+
+}  // namespace penstock::tiering

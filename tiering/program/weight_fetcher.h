@@ -1,0 +1,44 @@
+// Brings a block's weights into host memory, as new as they can be: with what is due of its update made.
+//
+// Invariants:
+//   weights that are read from the drive are checked before anyone uses them: by the update that is due, or
+//   by an operation of their own. over several ranks the weights in a slot are whole before anyone computes
+//   with them or copies them whole.
+#ifndef PENSTOCK_TIERING_PROGRAM_WEIGHT_FETCHER_H_
+#define PENSTOCK_TIERING_PROGRAM_WEIGHT_FETCHER_H_
+
+#include <cstddef>
+#include <vector>
+
+#include "tiering/plan/plan.h"
+#include "tiering/program/op_list.h"
+#include "tiering/program/slot_allocator.h"
+#include "tiering/program/tile_writer.h"
+#include "tiering/program/update_emitter.h"
+
+namespace penstock::tiering {
+
+class WeightFetcher {
+ public:
+  WeightFetcher(const Plan& plan, OpList* ops, SlotAllocator* slots, UpdateEmitter* updates,
+                const TileWriter& writer);
+
+  // For a use at `position` of the pass's order of uses; returns the weight slot.
+  int Fetch(int block, size_t position);
+  // Over several ranks, for a use by compute: gathers what is not there or has changed.
+  void Gather(int block, int weight_slot);
+
+ private:
+  // Into a slot that it is given; `reads`: [tile].
+  int Read(int block, size_t position, std::vector<OpId>* reads);
+
+  const Plan& plan_;
+  OpList& ops_;
+  SlotAllocator& slots_;
+  UpdateEmitter& updates_;
+  const TileWriter& writer_;
+};
+
+}  // namespace penstock::tiering
+
+#endif  // PENSTOCK_TIERING_PROGRAM_WEIGHT_FETCHER_H_
