@@ -127,6 +127,21 @@ TEST_F(HostMemoryTest, AMountOfAForeignGroupBoundsNothing) {
   EXPECT_EQ(Find().hard_limit_bytes, 700 * kMiB);
 }
 
+TEST_F(HostMemoryTest, AQuotaOfTheProcessorsIsSeenInBothVersions) {
+  EXPECT_FALSE(HasProcessorQuota(root_));
+  Write("/proc/self/cgroup", "8:cpu,cpuacct:/y\n4:memory:/jobs/7\n0::/jobs/7\n");
+  Write("/proc/self/mountinfo",
+        std::string(kUnified) + "30 24 0:26 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n");
+  Write("/sys/fs/cgroup/jobs/7/cpu.max", "max 100000\n");
+  Write("/sys/fs/cgroup/cpu/y/cpu.cfs_quota_us", "-1\n");
+  EXPECT_FALSE(HasProcessorQuota(root_));
+  Write("/sys/fs/cgroup/jobs/cpu.max", "50000 100000\n");
+  EXPECT_TRUE(HasProcessorQuota(root_));
+  Write("/sys/fs/cgroup/jobs/cpu.max", "max 100000\n");
+  Write("/sys/fs/cgroup/cpu/y/cpu.cfs_quota_us", "40000\n");
+  EXPECT_TRUE(HasProcessorQuota(root_));
+}
+
 TEST_F(HostMemoryTest, ReservedHugePagesAreCounted) {
   EXPECT_EQ(Find().huge_page_bytes, 0);
   Write("/proc/meminfo",

@@ -1,7 +1,5 @@
 #include "tools/machine/machine_probe.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -18,15 +16,10 @@
 #include "zero/compute/machine_rates.h"
 #include "zero/config/nearest_name.h"
 #include "zero/engine/engine.h"
+#include "zero/memory/threads.h"
 
 namespace penstock::tools {
 namespace {
-
-int Cores() {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
-}
 
 // Bytes per second of checking what was read, from memory, on one core.
 double MeasureVerifyRate(int64_t memory_bytes) {
@@ -275,7 +268,7 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   Machine machine;
   tiering::MachineModel& model = machine.model;
   model.update_workers = request.update_workers;
-  model.cores = Cores();
+  model.cores = zero::DefaultIntraOpThreads();
   model.compute_threads = request.compute_threads;
   machine.drives.saturating_bytes_in_flight = 1;
   if (!request.directories.empty()) MeasureDrives(request, &machine);

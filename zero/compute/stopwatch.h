@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "zero/memory/host_memory.h"
 #include "zero/memory/threads.h"
 
 namespace penstock::zero {
@@ -22,9 +23,11 @@ class Stopwatch {
   }
   // Of work of this process's threads. Where it was disturbed, the time of the thread that worked the longest
   // counts: threads that share their work evenly, and sleep where they wait for each other, would have taken
-  // that long alone.
+  // that long alone. More threads than processors disturb each other, and a quota holds them up, in training
+  // too: then everything counts.
   Reading Read() const {
     const double passed = Passed();
+    if (IntraOpThreads() > DefaultIntraOpThreads() || HasProcessorQuota()) return {passed, false};
     const ThreadTimes now = ThreadTimes::Now();
     const double waited = now.LongestWaitSince(times_);
     if (waited <= passed / 20) return {passed, false};

@@ -60,11 +60,11 @@ const Version& OfVersion(bool second) {
   return second ? second_version : first_version;
 }
 
-// The groups of the process: of version 2, and of version 1's memory.
+// The groups of the process: of version 2, and of a controller of version 1.
 struct Paths {
   std::optional<std::string> first, second;
 };
-Paths PathsOf(const std::string& root) {
+Paths PathsOf(const std::string& root, const char* controller) {
   Paths paths;
   std::ifstream file(root + "/proc/self/cgroup");
   for (std::string line; std::getline(file, line);) {
@@ -72,7 +72,7 @@ Paths PathsOf(const std::string& root) {
     if (fields.size() != 3) continue;
     if (fields[1].empty()) paths.second = fields[2];
     const std::vector<std::string> controllers = absl::StrSplit(fields[1], ',');
-    if (std::find(controllers.begin(), controllers.end(), "memory") != controllers.end())
+    if (std::find(controllers.begin(), controllers.end(), controller) != controllers.end())
       paths.first = fields[2];
   }
   return paths;
@@ -100,7 +100,7 @@ struct Mount {
   bool second = false;
   std::string group, point;
 };
-std::vector<Mount> Mounts(const std::string& root) {
+std::vector<Mount> Mounts(const std::string& root, const char* controller) {
   std::vector<Mount> mounts;
   std::ifstream file(root + "/proc/self/mountinfo");
   for (std::string line; std::getline(file, line);) {
@@ -111,9 +111,9 @@ std::vector<Mount> Mounts(const std::string& root) {
     if (before.size() < 5 || after.size() < 3) continue;
     const std::vector<std::string> options = absl::StrSplit(after[2], ',');
     const bool second = after[0] == "cgroup2";
-    const bool of_memory =
-        after[0] == "cgroup" && std::find(options.begin(), options.end(), "memory") != options.end();
-    if (second || of_memory) mounts.push_back({second, Unescaped(before[3]), Unescaped(before[4])});
+    const bool of_controller =
+        after[0] == "cgroup" && std::find(options.begin(), options.end(), controller) != options.end();
+    if (second || of_controller) mounts.push_back({second, Unescaped(before[3]), Unescaped(before[4])});
   }
   return mounts;
 }
@@ -140,24 +140,44 @@ void Bound(int64_t free, int64_t limit, const std::string& by, HostMemory* memor
   memory->is_cgroup = true;
 }
 
-// Of the group `below` the mount point, and of all above it that are shown.
-void BoundByGroups(const std::string& root, const Mount& mount, std::string below, HostMemory* memory) {
-  const Version& version = OfVersion(mount.second);
-  for (;; below.resize(below.rfind('/'))) {
-    const std::string shown = mount.point + below;
-    const std::string directory = root + shown;
-    for (const char* const name : version.limits) {
-      const std::optional<int64_t> limit = NumberIn(absl::StrCat(directory, "/", name));
-      if (!limit.has_value() || *limit < 0 || *limit >= kNoLimit) continue;
-      if (!absl::EndsWith(name, ".high") && *limit < memory->hard_limit_bytes) {
-        memory->hard_limit_bytes = *limit;
-        memory->hard_limit_by = absl::StrCat(shown, "/", name);
-      }
-      const int64_t used = NumberIn(absl::StrCat(directory, "/", version.usage)).value_or(0);
-      const int64_t droppable = SumOf(directory + "/memory.stat", version.droppable);
-      Bound(*limit - std::max<int64_t>(used - droppable, 0), *limit, absl::StrCat(shown, "/", name), memory);
+// By the group that is shown there.
+void BoundByGroup(const std::string& root, bool second, const std::string& shown, HostMemory* memory) {
+  const Version& version = OfVersion(second);
+  const std::string directory = root + shown;
+  for (const char* const name : version.limits) {
+    const std::optional<int64_t> limit = NumberIn(absl::StrCat(directory, "/", name));
+    if (!limit.has_value() || *limit < 0 || *limit >= kNoLimit) continue;
+    if (!absl::EndsWith(name, ".high") && *limit < memory->hard_limit_bytes) {
+      memory->hard_limit_bytes = *limit;
+      memory->hard_limit_by = absl::StrCat(shown, "/", name);
     }
-    if (below.empty()) return;
+    const int64_t used = NumberIn(absl::StrCat(directory, "/", version.usage)).value_or(0);
+    const int64_t droppable = SumOf(directory + "/memory.stat", version.droppable);
+    Bound(*limit - std::max<int64_t>(used - droppable, 0), *limit, absl::StrCat(shown, "/", name), memory);
+  }
+}
+
+// Each group that the process is in and all above it, as far as they are shown: which version, and where.
+template <class Visit>
+void ForEachGroup(const std::string& root, const char* controller, const Visit& visit) {
+  const Paths paths = PathsOf(root, controller);
+  const std::vector<Mount> mounts = Mounts(root, controller);
+  for (const bool second : {false, true}) {
+    const std::optional<std::string>& path = second ? paths.second : paths.first;
+    if (!path.has_value()) continue;
+    // Where no mount has the path (a container that shares its host's view of paths), what is shown is all
+    // that there is to see; where one has it, the others show groups of somebody else.
+    bool has_path = false;
+    for (const Mount& mount : mounts) has_path |= mount.second == second && Below(mount, *path).has_value();
+    for (const Mount& mount : mounts) {
+      const std::optional<std::string> found = Below(mount, *path);
+      if (mount.second != second || (!found.has_value() && has_path)) continue;
+      std::string below = found.value_or("");
+      for (;; below.resize(below.rfind('/'))) {
+        visit(second, mount.point + below);
+        if (below.empty()) break;
+      }
+    }
   }
 }
 
@@ -186,22 +206,20 @@ HostMemory FindHostMemory(const std::string& root) {
     const std::vector<std::string> words = absl::StrSplit(line, absl::ByAnyChar(" \t"), absl::SkipEmpty());
     if (words.size() >= 2 && words[0] == "RssAnon:") memory.own_bytes = Number(words[1]).value_or(0) * 1024;
   }
-  const Paths paths = PathsOf(root);
-  const std::vector<Mount> mounts = Mounts(root);
-  for (const bool second : {false, true}) {
-    const std::optional<std::string>& path = second ? paths.second : paths.first;
-    if (!path.has_value()) continue;
-    // Where no mount has the path (a container that shares its host's view of paths), what is shown is all
-    // that there is to see; where one has it, the others show groups of somebody else.
-    bool has_path = false;
-    for (const Mount& mount : mounts) has_path |= mount.second == second && Below(mount, *path).has_value();
-    for (const Mount& mount : mounts) {
-      const std::optional<std::string> below = Below(mount, *path);
-      if (mount.second == second && (below.has_value() || !has_path))
-        BoundByGroups(root, mount, below.value_or(""), &memory);
-    }
-  }
+  ForEachGroup(root, "memory",
+               [&](bool second, const std::string& shown) { BoundByGroup(root, second, shown, &memory); });
   return memory;
+}
+
+bool HasProcessorQuota(const std::string& root) {
+  bool has = false;
+  ForEachGroup(root, "cpu", [&](bool second, const std::string& shown) {
+    // Version 2: "50000 100000", or "max 100000"; version 1: -1 is none.
+    const std::optional<int64_t> quota =
+        NumberIn(absl::StrCat(root, shown, second ? "/cpu.max" : "/cpu.cfs_quota_us"));
+    has |= quota.value_or(-1) > 0;
+  });
+  return has;
 }
 
 int64_t ProcessOverheadBytes(int threads) {

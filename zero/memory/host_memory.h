@@ -33,6 +33,9 @@ struct HostMemory {
 // free.
 HostMemory FindHostMemory(const std::string& root = "");
 
+// A control group above this process bounds its time on the processors (cpu.max, cpu.cfs_quota_us).
+bool HasProcessorQuota(const std::string& root = "");
+
 // What a process takes beside its budget, as a control group counts: code and LibTorch's tables, the heap,
 // stacks, scratch of BLAS and oneDNN (which grows with the threads), buffers of the rings.
 int64_t ProcessOverheadBytes(int threads);

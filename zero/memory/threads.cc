@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <dlfcn.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <charconv>
@@ -28,7 +29,14 @@ void SetIntraOpThreads(int threads) {
   if (auto set = Symbol<void (*)(int)>("openblas_set_num_threads")) set(threads);
 }
 
-int DefaultIntraOpThreads() { return static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
+int DefaultIntraOpThreads() {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0 && CPU_COUNT(&allowed) > 0)
+    return CPU_COUNT(&allowed);
+  return static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+}
+
+int IntraOpThreads() { return at::get_num_threads(); }
 
 ThreadTimes ThreadTimes::Now() {
   ThreadTimes now;

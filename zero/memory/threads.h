@@ -17,11 +17,14 @@ namespace penstock::zero {
 // For this thread and for OpenBLAS. LibTorch's number is per thread: the engine sets it on its compute thread
 // too.
 void SetIntraOpThreads(int threads);
-int DefaultIntraOpThreads();  // one per core
+// One for each processor that this process may use.
+int DefaultIntraOpThreads();
+int IntraOpThreads();  // what LibTorch computes with on this thread
 
 // How long each thread of this process has had a processor since it began, and how long it was ready to run
 // while other work had them all: Linux's schedstat, of which nothing is known where the kernel does not say
-// it. What a cgroup's quota or the host of a virtual machine takes away is no wait.
+// it. What the host of a virtual machine takes away is no wait; what a control group's quota takes away is
+// one (HasProcessorQuota in zero/memory/host_memory.h).
 class ThreadTimes {
  public:
   static ThreadTimes Now();
