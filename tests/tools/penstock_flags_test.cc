@@ -162,6 +162,16 @@ TEST_F(FlagsTest, BudgetTooSmallNamesTheLeastAndTheLeastWorks) {
   EXPECT_EQ(ran[1].code, 2) << ran[1].err;
 }
 
+// Updates and I/O need the cores that threads which only wait would spin on.
+TEST_F(FlagsTest, ThreadsThatWaitSleepUnlessTheUserSaysOtherwise) {
+  const auto shown = [this](const std::string& policy) {
+    Program program(dir_, {"--version"}, {"env", "-u", "OMP_WAIT_POLICY", "OMP_DISPLAY_ENV=verbose", policy});
+    return program.Wait().err;
+  };
+  EXPECT_THAT(shown("A=B"), HasSubstr("GOMP_SPINCOUNT = '0'"));
+  EXPECT_THAT(shown("OMP_WAIT_POLICY=active"), testing::Not(HasSubstr("GOMP_SPINCOUNT = '0'")));
+}
+
 TEST_F(FlagsTest, TwoRunsInOneDirectory) {
   const std::string state = dir_ + "/state", log = dir_ + "/log";
   Program first(dir_, Train(state, {"--steps", "1000000", "--log", log}));

@@ -1,5 +1,5 @@
 // `penstock`: a word, then the verb's own arguments.
-#include <stdlib.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstring>
@@ -21,10 +21,21 @@
 namespace penstock::tools {
 namespace {
 
-// libgomp reads its environment once, in its constructor, which runs before main and before our own
-// constructors; what stands in .preinit_array runs before it. Waiting threads must sleep: updates and I/O
-// need the cores.
-void PreferSleepingThreads(int, char**, char**) { setenv("OMP_WAIT_POLICY", "passive", /*overwrite=*/0); }
+// Waiting threads must sleep: updates and I/O need the cores. libgomp reads that from the environment, once,
+// in its constructor, which runs before ours; and what is set before it, in .preinit_array, glibc throws away
+// when it sets up its own. So the program begins anew with the variable, before any constructor has run.
+void PreferSleepingThreads(int, char** argv, char** environment) {
+  constexpr char kPolicy[] = "OMP_WAIT_POLICY=";
+  std::vector<char*> variables;
+  for (char** each = environment; *each != nullptr; ++each) {
+    if (std::strncmp(*each, kPolicy, sizeof(kPolicy) - 1) == 0) return;
+    variables.push_back(*each);
+  }
+  char passive[] = "OMP_WAIT_POLICY=passive";
+  variables.push_back(passive);
+  variables.push_back(nullptr);
+  (void)execve("/proc/self/exe", argv, variables.data());  // without it everything works, but slower
+}
 __attribute__((section(".preinit_array"),
                used)) void (*const prefer_sleeping_threads)(int, char**, char**) = PreferSleepingThreads;
 
