@@ -324,6 +324,18 @@ constexpr Alias kAliases[] = {{"hidden_size", "n_embd"},
                               {"num_attention_heads", "n_head"},
                               {"num_hidden_layers", "n_layer"}};
 
+// Some letters apart, or one of the names that people use for what `meant` is.
+bool IsMisspelt(const std::string& key, const std::string& meant) {
+  constexpr Alias kMeant[] = {{"resid_dropout", "resid_pdrop"},
+                              {"activation", "activation_function"},
+                              {"layer_norm_eps", "layer_norm_epsilon"},
+                              {"scale_attn_by_inverse_layer_index", "scale_attn_by_inverse_layer_idx"}};
+  for (const Alias& alias : kMeant) {
+    if (key == alias.name && meant == alias.of) return true;
+  }
+  return zero::EditDistance(key, meant) <= 2;
+}
+
 // Keys that nobody reads: misspelt ones are refused, the others told.
 void LookAtUnknownKeys(const nlohmann::json& json, ModelKeys* keys, std::vector<std::string>* notes) {
   const auto among = [](const std::vector<std::string_view>& names, const std::string& key) {
@@ -343,8 +355,11 @@ void LookAtUnknownKeys(const nlohmann::json& json, ModelKeys* keys, std::vector<
   for (const auto& [key, value] : json.items()) {
     // Those of transformers' own bookkeeping begin with an underscore: "_name_or_path".
     if (among(known, key) || key.starts_with('_')) continue;
+    // Nobody means anything by null. Whole words that are added or left out make another key, not a misspelt
+    // one: "model_name" is not "model_type".
+    if (value.is_null()) continue;
     const std::optional<std::string> nearest = zero::NearestName(key, known);
-    if (nearest.has_value() && among(FunctionKeys(), *nearest)) {
+    if (nearest.has_value() && among(FunctionKeys(), *nearest) && IsMisspelt(key, *nearest)) {
       keys->Fail(
           absl::StrCat("model: unknown key ", zero::ShowValue(key), " (did you mean \"", *nearest, "\"?)"));
     }
