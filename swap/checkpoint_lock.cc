@@ -74,8 +74,11 @@ absl::StatusOr<std::unique_ptr<CheckpointLock>> CheckpointLock::Take(const std::
 
 CheckpointLock::~CheckpointLock() {
   if (fd_ >= 0) {
-    // Before it is given up: nobody has locked a file of this name but the holder.
-    (void)::unlink(path_.c_str());
+    // Before it is given up: nobody has locked a file of this name but the holder. What somebody else put
+    // there, with something in it, stays.
+    struct stat file {};
+    if (::fstat(fd_, &file) == 0 && S_ISREG(file.st_mode) && file.st_size == 0 && IsFileAt(fd_, path_))
+      (void)::unlink(path_.c_str());
     ::close(fd_);
   }
   for (auto each = made_.rbegin(); each != made_.rend(); ++each) (void)::rmdir(each->c_str());
