@@ -93,7 +93,7 @@ TEST_F(TrainLogTest, WhatWasWrittenBetweenOpenAndBeginIsSeen) {
 }
 
 TEST_F(TrainLogTest, TheLogOfARunThatIsReplacedGoesWhenTheNewOneBegins) {
-  const LogOwner owner{.run_id = "new", .overwrites = true};
+  const LogOwner owner{.run_id = "new", .replaces = {"old"}};
   const std::string old = "{\"step\": 1, \"run_id\": \"old\"}\n{\"step\": 2, ";
   Write(old);
   auto log = TrainLog::Open(path_, owner);
@@ -103,9 +103,12 @@ TEST_F(TrainLogTest, TheLogOfARunThatIsReplacedGoesWhenTheNewOneBegins) {
   ASSERT_TRUE((*log)->Begin().ok());
   ASSERT_TRUE((*log)->Append({{"step", 1}}).ok());
   EXPECT_EQ(Read(), "{\"step\": 1, \"run_id\": \"new\"}\n");
-  for (const char* text : {"what is this?\n", "what is this?", "{\"step\": 1}\nwhat is this?\n"}) {
+  for (const char* text :
+       {"what is this?\n", "what is this?", "{\"step\": 1, \"run_id\": \"old\"}\nwhat is this?\n",
+        "{\"step\": 1, \"run_id\": \"third\"}\n", "{\"step\": 1}\n", "{\"optimizer\": {}}"}) {
     Write(text);
     EXPECT_FALSE(Try(owner).ok()) << text;
+    EXPECT_EQ(Read(), text);
   }
 }
 

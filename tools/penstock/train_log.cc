@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
+#include <string_view>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -104,7 +105,8 @@ absl::StatusOr<off_t> TrainLog::Look() {
   if (fstat(fd_, &info) != 0) return Failed("look at", path_);
   if (!S_ISREG(info.st_mode)) return -1;
   if (info.st_size == 0) return 0;
-  if (!owner_.resumes && !owner_.overwrites) {
+  const bool replaces = !owner_.replaces.empty();
+  if (!owner_.resumes && !replaces) {
     return Foreign(path_, "holds a log already, and a new run needs one of its own");
   }
   absl::Status status;
@@ -114,8 +116,11 @@ absl::StatusOr<off_t> TrainLog::Look() {
     const Entry entry = Parse(line);
     if (entry.step < 0) {
       status = Foreign(path_, absl::StrCat("is no log of a training (line ", number, ")"));
-    } else if (owner_.overwrites) {
-      // Whose it was does not matter any more.
+    } else if (replaces) {
+      if (owner_.replaces.count(entry.run_id) == 0) {
+        status = Foreign(path_, absl::StrCat("is of another run than the one that is replaced (line ", number,
+                                             ": ", entry.run_id.empty() ? "no run_id" : entry.run_id, ")"));
+      }
     } else if (entry.run_id.empty() && entry.step <= owner_.nameless_until) {
       if (!entry.evaluates && entry.step <= nameless) {
         status = Foreign(path_, absl::StrCat("holds several runs (line ", number, " is of step ", entry.step,
@@ -128,16 +133,17 @@ absl::StatusOr<off_t> TrainLog::Look() {
                               entry.run_id.empty() ? "no run_id" : absl::StrCat("run_id ", entry.run_id),
                               "; this one is ", owner_.run_id, ")"));
     }
-    if (status.ok() && !owner_.overwrites) Note(entry.json);
+    if (status.ok() && !replaces) Note(entry.json);
     return status.ok();
   });
   if (!status.ok()) return status;
   // All of it may be the beginning of a first line, and nothing else.
-  char first = 0;
-  if (whole == 0 && pread(fd_, &first, 1, 0) == 1 && first != '{') {
+  constexpr std::string_view kBegins = "{\"step\": ";
+  char first[kBegins.size()];
+  const ssize_t seen = whole == 0 ? pread(fd_, first, sizeof(first), 0) : 0;
+  if (seen > 0 && kBegins.compare(0, static_cast<size_t>(seen), first, static_cast<size_t>(seen)) != 0)
     return Foreign(path_, "is no log of a training");
-  }
-  return owner_.overwrites ? 0 : whole;
+  return replaces ? 0 : whole;
 }
 
 absl::Status TrainLog::Append(nlohmann::json entry) {

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -24,9 +25,11 @@ namespace penstock::tools {
 
 // Whose lines a log may hold.
 struct LogOwner {
-  std::string run_id;       // of the run; every line that is appended has it
-  bool resumes = false;     // what the log holds is the run's own
-  bool overwrites = false;  // or is of the run that is replaced, and goes; neither: it must hold nothing yet
+  std::string run_id;    // of the run; every line that is appended has it
+  bool resumes = false;  // what the log holds is the run's own
+  // Or it is of a run that is replaced, and goes: their ids, "" of one from before there were any. Neither:
+  // it must hold nothing yet.
+  std::set<std::string> replaces = {};
   // Runs from before there were ids wrote lines without: those up to this step are taken for the run's own,
   // where their steps only rise.
   int64_t nameless_until = 0;
