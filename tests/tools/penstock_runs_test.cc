@@ -693,6 +693,45 @@ TEST_F(RunsTest, PlansAndChecksOfAResumedRunWriteNothing) {
   EXPECT_EQ(after.size(), before.size());
 }
 
+// Batch sizes that the file has lost are those of a file that never had them; what a flag had said stays.
+TEST_F(RunsTest, WhatTheConfigLosesOfBatchSizesAndWhatAFlagHadWonOver) {
+  const std::string config = dir_ + "/ds.json", report = dir_ + "/report";
+  const auto run = [&](const std::string& state, const std::string& text, const Arguments& more) {
+    WriteFile(config, text);
+    const Ran ran = Run(Arguments{"train", "--model", "gpt-tiny", "--data", text_, "--state-dir", state,
+                                  "--seq", "16", "--config", config, "--report", report, "--quiet"} +
+                        more);
+    EXPECT_EQ(ran.code, 0) << ran.err;
+    return ran.err;
+  };
+  const auto recorded = [&](const std::string& state) { return Inspect(state)["run"]; };
+  const std::string state = dir_ + "/state";
+  run(state, R"({"train_batch_size": 8, "gradient_accumulation_steps": 4})", {"--steps", "2"});
+  EXPECT_EQ(recorded(state)["batch"], 2);
+  const std::string lost = run(state, R"({"train_batch_size": 8})", {"--steps", "3", "--resume"});
+  EXPECT_EQ(recorded(state)["batch"].get<int>() * recorded(state)["accumulate"].get<int>(), 8) << lost;
+
+  const std::string won = dir_ + "/won";
+  run(won, R"({"gradient_clipping": 0.5})", {"--steps", "2", "--clip", "0.25"});
+  EXPECT_EQ(run(won, "{}", {"--steps", "3", "--resume"}), "");
+  EXPECT_EQ(recorded(won)["clip"], 0.25);
+}
+
+TEST_F(RunsTest, AStoreOfOneVersionKeepsCheckpointsOnlyWhateverTheConfigSays) {
+  const std::string config = dir_ + "/ds.json", state = dir_ + "/state";
+  const auto arguments = [&](const std::string& text, const Arguments& more) {
+    WriteFile(config, text);
+    return Small(state, Arguments{"--config", config, "--checkpoint-dir", dir_ + "/kept"} + more);
+  };
+  ASSERT_EQ(Run(arguments(R"({"penstock": {"versions": 1}})", {"--steps", "2"})).code, 0);
+  const Ran gone = Run(arguments(R"({"penstock": {}})", {"--steps", "3", "--resume"}));
+  EXPECT_EQ(gone.code, 0) << gone.err;
+  EXPECT_THAT(gone.err, testing::Not(HasSubstr("durability")));
+  const Ran refused = Run(arguments(R"({"penstock": {"durability": "step"}})", {"--steps", "4", "--resume"}));
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("one version of everything"));
+}
+
 // --overwrite replaces a run, and so its log; nothing that is no log.
 TEST_F(RunsTest, ReplacingARunReplacesItsLog) {
   const std::string state = dir_ + "/state", log = dir_ + "/log";
@@ -705,6 +744,11 @@ TEST_F(RunsTest, ReplacingARunReplacesItsLog) {
   ASSERT_EQ(lines.size(), 3u);
   EXPECT_NE(json::parse(lines.front())["run_id"], json::parse(first)["run_id"]);
   EXPECT_EQ(json::parse(lines.front())["step"], 1);
+  // The log of a run that is not replaced is not this one's to empty.
+  ASSERT_EQ(Run(Small(dir_ + "/other", {"--steps", "2", "--log", dir_ + "/other.log"})).code, 0);
+  const std::string other = ReadFile(dir_ + "/other.log");
+  EXPECT_EQ(Run(Small(state, {"--steps", "3", "--overwrite", "--log", dir_ + "/other.log"})).code, 2);
+  EXPECT_EQ(ReadFile(dir_ + "/other.log"), other);
   // A refused one replaces nothing.
   EXPECT_EQ(Run(arguments + Arguments{"--host-memory", "1M"}).code, 2);
   EXPECT_EQ(Lines(ReadFile(log)), lines);

@@ -345,7 +345,7 @@ TEST_F(RanksTest, ACheckCountsTheRanks) {
   const Ran alone = check({}), three = check(meeting + Arguments{"WORLD_SIZE=3"});
   EXPECT_EQ(alone.code, 0) << alone.err;
   EXPECT_EQ(three.code, 0) << three.err;
-  EXPECT_THAT(three.out, HasSubstr("the arguments and the config are right"));
+  EXPECT_THAT(three.out, HasSubstr("the flags and the config are right"));
   EXPECT_NE(three.out, alone.out) << "a rank of three has a third of the state";
   const Ran two = check(meeting + Arguments{"WORLD_SIZE=2"});
   EXPECT_EQ(two.code, 2);

@@ -153,7 +153,7 @@ TEST_F(TrainOptionsTest, TheRatioOnAProcessorIsAnsweredForTheDeviceThatComputes)
 }
 
 // Where the state is gone and a checkpoint is left, its run is restored and goes on as it was made.
-TEST_F(TrainFlagsTest, ARestoredRunHasItsOwnSyncUnlessTheConfigSaysAnother) {
+TEST_F(TrainOptionsTest, ARestoredRunHasItsOwnSyncUnlessTheConfigSaysAnother) {
   const std::string config = dir_ + "/config.json", state = dir_ + "/state";
   testing_support::WriteFile(config, R"({"penstock": {"sync": "power", "durability": "checkpoint"}})");
   const auto ran = Run(Train(state, {"--seq", "16", "--steps", "2", "--config", config, "--checkpoint-dir",

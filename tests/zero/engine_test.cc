@@ -577,11 +577,11 @@ TEST(Engine, APlanBesideALivingEngineLeavesItsLimit) {
   RunOptions run;
   run.host_memory_bytes = 64 << 20;
   const EngineOptions options = testing_support::OptionsOf(run);
-  auto engine = Engine::Create(tools::MakeGpt(run.model), options);
+  auto engine = Engine::Create(models::MakeGpt(run.model), options);
   ASSERT_TRUE(engine.ok()) << engine.status();
   const int64_t limit = TensorMemory::Limit();
   EXPECT_GT(limit, 0);
-  const auto plan = Engine::MakePlan(tools::MakeGpt(run.model), options);
+  const auto plan = Engine::MakePlan(models::MakeGpt(run.model), options);
   EXPECT_TRUE(plan.ok()) << plan.status();
   EXPECT_EQ(TensorMemory::Limit(), limit);
 }

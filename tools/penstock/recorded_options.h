@@ -99,8 +99,11 @@ class RecordedOptions {
     const auto has = [name](const nlohmann::json& config) {
       return config.is_object() && config.value(kAsWritten, false) && config.contains(name);
     };
-    return changes_->config.contains(kAsWritten) && !changes_->config.contains(name) && run_.is_object() &&
-           run_.contains("config") && has(run_["config"]);
+    if (!changes_->config.contains(kAsWritten) || changes_->config.contains(name) || !run_.is_object() ||
+        !run_.contains("config") || !has(run_["config"]))
+      return false;
+    // A flag had won over it: the flag's value stays.
+    return !run_.contains(name) || !run_[name].is_primitive() || run_[name] == run_["config"][name];
   }
 
   // `otherwise`: of a new run for which nobody says anything.

@@ -35,7 +35,7 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
   }
   if (found.ok()) return std::vector<std::string>{*std::move(found)};
   if (!absl::IsNotFound(found.status())) return found.status();
-  if (const absl::Status parts = zero::FindShards(words).status(); absl::IsDataLoss(parts)) return parts;
+  if (const absl::Status parts = zero::FindShards(arguments).status(); absl::IsDataLoss(parts)) return parts;
   return absl::NotFoundError(absl::StrCat(
       arguments.front(), ": neither a state directory nor a checkpoint, nor a directory of them: no ",
       std::string(swap::kStoreFileName), " there"));

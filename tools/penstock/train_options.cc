@@ -194,12 +194,31 @@ void RestoreDurability(const zero::Config& config, const nlohmann::json& run, ze
                 DurabilitySaid(config).value_or(run.value("durability", kEachStep)), engine);
 }
 
+bool HasOneVersion(const zero::EngineOptions& engine) {
+  if (engine.offload != zero::OffloadDevice::kNvme) return false;
+  const auto shards = zero::FindShards(engine.state_dirs);
+  if (!shards.ok()) return false;
+  const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(shards->front());
+  return inspection.ok() && inspection->shape.slots == 1;
+}
+
 absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& kept,
                                TrainSettings* settings) {
   ASSIGN_OR_RETURN(const std::string sync,
                    kept.Of<std::string>("sync", "config", SyncSaid(config), kSyncProcess));
-  ASSIGN_OR_RETURN(const std::string durability,
-                   kept.Of<std::string>("durability", "config", DurabilitySaid(config), kEachStep));
+  // A store of one version commits with its checkpoints only, whatever the config says by now.
+  const bool one_version = settings->resumes && HasOneVersion(settings->engine);
+  if (one_version && config.penstock.durability == zero::Durability::kStep) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "--config: penstock.durability \"step\": ", settings->engine.state_dirs.front(),
+        " has one version of everything, and commits with its checkpoints only; leave it out, or "
+        "start another run with \"versions\": 2 in another --state-dir"));
+  }
+  std::string durability = kAtCheckpoints;
+  if (!one_version) {
+    ASSIGN_OR_RETURN(durability,
+                     kept.Of<std::string>("durability", "config", DurabilitySaid(config), kEachStep));
+  }
   SetDurability(sync, durability, &settings->engine);
   settings->kept.update({{"sync", sync}, {"durability", durability}});
   return absl::OkStatus();
@@ -272,6 +291,22 @@ std::string ParentOf(const std::string& checkpoint) {
   const size_t name = checkpoint.find_last_not_of('/');
   const size_t slash = checkpoint.rfind('/', name);
   return slash == std::string::npos ? "." : checkpoint.substr(0, std::max<size_t>(1, slash));
+}
+
+// The runs that --overwrite replaces, as far as they can be read.
+void NoteReplaced(TrainSettings* settings) {
+  const zero::EngineOptions& engine = settings->engine;
+  std::vector<std::vector<std::string>> places;
+  if (engine.offload == zero::OffloadDevice::kNvme) places.push_back(engine.state_dirs);
+  if (engine.checkpoints.any()) {
+    if (const auto newest = swap::FindCheckpoint(engine.checkpoints.parent); newest.ok())
+      places.push_back({*newest});
+  }
+  for (const std::vector<std::string>& place : places) {
+    const absl::StatusOr<nlohmann::json> run = FindRun(place);
+    if (run.ok() && run->is_object())
+      settings->replaces.insert(zero::JsonField<std::string>(*run, "run_id").value_or(""));
+  }
 }
 
 // The directory of checkpoints becomes this run's before it is looked at. All ranks wait for rank 0, which
@@ -519,6 +554,22 @@ absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& co
   }
   if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
     return SpreadBatch(request, run, settings);
+  // Without a key that was there, all three are as in a file that never had it.
+  if (settings->resumes &&
+      (kept.Removed("train_batch") || kept.Removed("batch") || kept.Removed("accumulate"))) {
+    ASSIGN_OR_RETURN(const zero::BatchSizes sizes,
+                     zero::ResolveBatch(request, settings->engine.world(), kDefaultBatch));
+    settings->batch = sizes.micro_batch;
+    settings->accumulate = sizes.accumulation;
+    const auto change = [&](const char* name, int64_t before, int64_t now) {
+      if (before == now) return;
+      changes->run[name] = now;
+      changes->Tell(name, absl::StrCat(before), absl::StrCat(now), "batch sizes that --config has lost");
+    };
+    change("batch", run.value("batch", kDefaultBatch), settings->batch);
+    change("accumulate", run.value("accumulate", int64_t{1}), settings->accumulate);
+    return absl::OkStatus();
+  }
   // What the product of a step was is in the record: the file's is of matter where it is another.
   const int64_t before = run.is_null() ? 0
                                        : run.value("batch", kDefaultBatch) *
@@ -1050,6 +1101,7 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
     RETURN_IF_ERROR(TakeCheckpoints(&settings));
     RETURN_IF_ERROR(CheckNoCheckpoints(flags, settings));
   }
+  if (needs_data && flags.overwrite) NoteReplaced(&settings);
   nlohmann::json run;
   bool restores = false;
   if (flags.resume) {
@@ -1073,7 +1125,7 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
     if (given) names.insert(name);
   }
   Changes changes;
-  const RecordedOptions kept(run, std::move(flags), &changes);
+  const RecordedOptions kept(run, std::move(names), &changes);
   // As the file has it: what fills its open places depends on the run's other flags.
   if (flags.config.has_value()) NoteConfig(config, kept);
 
@@ -1094,7 +1146,8 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
     }
     settings.model = *model;
   } else {
-    ASSIGN_OR_RETURN(settings.model, ParseGptConfig(flags.model.value_or("gpt-small"), &settings.notes));
+    ASSIGN_OR_RETURN(settings.model,
+                     models::ParseGptConfig(flags.model.value_or("gpt-small"), &settings.notes));
     if (flags.init_from.has_value()) NoteAnotherFunction(*flags.init_from, &settings);
   }
   settings.data_path = flags.data.value_or("");
@@ -1172,11 +1225,12 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
   engine.dtype = zero::TorchDtype(*zero::ParseDType(dtype));
   RETURN_IF_ERROR(ResolveOptimizer(flags, parsed, kept, run, &changes, &settings));
   RETURN_IF_ERROR(ResolveDurability(config, kept, &settings));
-  settings.kept["data_order"] = kSequenceOrder;
-  if (const std::string order = settings.resumes ? run.value("data_order", kSequenceOrder) : kSequenceOrder;
-      order != kSequenceOrder) {
-    changes.run["data_order"] = kSequenceOrder;
-    changes.Tell("the order of the data", order, kSequenceOrder, "this version of the program");
+  settings.kept["data_order"] = models::kSequenceOrder;
+  if (const std::string order =
+          settings.resumes ? run.value("data_order", models::kSequenceOrder) : models::kSequenceOrder;
+      order != models::kSequenceOrder) {
+    changes.run["data_order"] = models::kSequenceOrder;
+    changes.Tell("the order of the data", order, models::kSequenceOrder, "this version of the program");
   }
   RETURN_IF_ERROR(ResolveMemory(flags, config, &settings));
   RETURN_IF_ERROR(ResolveIo(config, &settings));

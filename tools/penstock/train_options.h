@@ -7,6 +7,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -48,11 +49,13 @@ struct TrainSettings {
   nlohmann::json kept = nlohmann::json::object();  // of the optimizer: part of engine.run
   zero::EngineOptions engine;                      // complete but for what hooks into the run
   std::vector<std::string> notes;                  // lines for people: keys ignored, choices made
-  std::vector<std::string> decisions;              // those that they have to hear of, also with --quiet
-  nlohmann::json recorded;                         // the record of a run that goes on; null: a new one
-  std::vector<std::string> changes;  // of it, by its user, from the next step on: lines for people
-  bool resumes = false;              // a run or a checkpoint is there and goes on
-  bool goes_back = false;            // to a checkpoint or the beginning: logged steps come again
+  // With --overwrite, the ids of the runs that go ("" of one that has none): their logs may go with them.
+  std::set<std::string> replaces;
+  std::vector<std::string> decisions;  // those that they have to hear of, also with --quiet
+  nlohmann::json recorded;             // the record of a run that goes on; null: a new one
+  std::vector<std::string> changes;    // of it, by its user, from the next step on: lines for people
+  bool resumes = false;                // a run or a checkpoint is there and goes on
+  bool goes_back = false;              // to a checkpoint or the beginning: logged steps come again
 };
 
 // kInvalidArgument for wrong flags, kFailedPrecondition for a state directory or directory of checkpoints

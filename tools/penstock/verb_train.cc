@@ -246,7 +246,7 @@ class Training {
     }
     options.run["run_id"] = run_id_;
     if (!flags_.log.has_value()) return absl::OkStatus();
-    LogOwner owner{.run_id = run_id_, .resumes = flags_.resume, .overwrites = flags_.overwrite};
+    LogOwner owner{.run_id = run_id_, .resumes = flags_.resume, .replaces = settings_.replaces};
     // The record of a run from before there were ids says up to which step it had none.
     if (settings_.resumes) {
       owner.nameless_until =
@@ -367,6 +367,7 @@ class Training {
     if (!settings_.resumes || !on_nvme()) return absl::OkStatus();
     const nlohmann::json& now = engine_->run();
     for (const auto& [key, before] : settings_.recorded.items()) {
+      if (key == "blas") continue;  // each rank's own
       const bool of_run = now.contains(key) && !settings_.engine.run_changes.contains(key);
       if (!of_run || now[key] == before) continue;
       return absl::FailedPreconditionError(
