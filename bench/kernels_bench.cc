@@ -93,8 +93,8 @@ class Block {
 
 // All arrays that any benchmark here uses, filled once with ordinary values.
 struct Memory {
-  Block p{4 * kN}, m{4 * kN}, v{4 * kN}, g{4 * kN}, hi{2 * kN}, lo{2 * kN}, g16{2 * kN}, m8{kN}, v8{kN},
-      scales{2 * 4 * kN / kernels::kStateBlock};
+  Block p{4 * kN}, m{4 * kN}, v{4 * kN}, g{4 * kN}, master_high{2 * kN}, master_low{2 * kN}, g16{2 * kN},
+      m8{kN}, v8{kN}, scales{2 * 4 * kN / kernels::kStateBlock};
   template <class T>
   static T* As(const Block& block) {
     return reinterpret_cast<T*>(block.data());
@@ -110,7 +110,7 @@ struct Memory {
         As<uint16_t>(g16)[i] = kernels::FloatToBf16(0.3f - x);
       }
     });
-    kernels::SplitMaster(As<float>(p), As<uint16_t>(hi), As<int16_t>(lo), kN, &Pool());
+    kernels::SplitMaster(As<float>(p), As<uint16_t>(master_high), As<int16_t>(master_low), kN, &Pool());
     auto* scale = As<float>(scales);
     kernels::Quantize8(kernels::Code8::kSigned, As<float>(m), m8.data(), scale, kN, {}, &Pool());
     kernels::Quantize8(kernels::Code8::kUnsigned, As<float>(v), v8.data(), scale + kN / kernels::kStateBlock,
@@ -118,10 +118,14 @@ struct Memory {
   }
   StreamSet Four() const { return {4, 3, {p.data(), m.data(), v.data(), g.data()}, {4, 4, 4, 4}, nullptr}; }
   StreamSet Mixed() const {
-    return {4, 3, {p.data(), m.data(), v.data(), g16.data()}, {4, 4, 4, 2}, hi.data()};
+    return {4, 3, {p.data(), m.data(), v.data(), g16.data()}, {4, 4, 4, 2}, master_high.data()};
   }
   StreamSet Split() const {
-    return {5, 4, {m.data(), v.data(), hi.data(), lo.data(), g16.data()}, {4, 4, 2, 2, 2}, nullptr};
+    return {5,
+            4,
+            {m.data(), v.data(), master_high.data(), master_low.data(), g16.data()},
+            {4, 4, 2, 2, 2},
+            nullptr};
   }
 };
 Memory& Mem() {
@@ -238,8 +242,8 @@ void AdamWSplit(benchmark::State& state) {
   Measure(
       state, 26.0 * kN,
       [&] {
-        kernels::AdamWSplit(Step(), a.As<uint16_t>(a.hi), a.As<int16_t>(a.lo), a.As<float>(a.m),
-                            a.As<float>(a.v), a.As<uint16_t>(a.g16), kN, &Pool());
+        kernels::AdamWSplit(Step(), a.As<uint16_t>(a.master_high), a.As<int16_t>(a.master_low),
+                            a.As<float>(a.m), a.As<float>(a.v), a.As<uint16_t>(a.g16), kN, &Pool());
       },
       &SplitLimit());
 }
@@ -250,7 +254,7 @@ kernels::UpdateArrays MixedArrays() {
   kernels::UpdateArrays arrays;
   arrays.n = kN;
   arrays.param = a.p.data();
-  arrays.copy_out = a.As<uint16_t>(a.hi);
+  arrays.copy_out = a.As<uint16_t>(a.master_high);
   arrays.grad_type = DType::kBf16;
   arrays.grad = a.g16.data();
   arrays.m = a.m.data();
@@ -278,7 +282,7 @@ void SeparatePasses() {
   kernels::AdamStep step = Step();
   step.grad_scale = 1.0f;
   kernels::AdamWFp32(step, a.As<float>(a.p), a.As<float>(a.m), a.As<float>(a.v), g, kN, &Pool());
-  kernels::Fp32ToBf16(a.As<float>(a.p), a.As<uint16_t>(a.hi), kN, &Pool());
+  kernels::Fp32ToBf16(a.As<float>(a.p), a.As<uint16_t>(a.master_high), kN, &Pool());
 }
 void AdamWMixed(benchmark::State& state) { Measure(state, 28.0 * kN, MixedPass, &MixedLimit()); }
 void Fused(benchmark::State& state) { Measure(state, 28.0 * kN, FusedPass, &MixedLimit()); }
@@ -304,8 +308,8 @@ void Update8Bit(benchmark::State& state) {
   kernels::UpdateArrays arrays;
   arrays.n = kN;
   arrays.param_type = ParamType::kSplit;
-  arrays.param = a.hi.data();
-  arrays.param_lo = a.As<int16_t>(a.lo);
+  arrays.param = a.master_high.data();
+  arrays.master_low = a.As<int16_t>(a.master_low);
   arrays.grad_type = DType::kBf16;
   arrays.grad = a.g16.data();
   arrays.state_type = StateType::k8Bit;
@@ -326,8 +330,8 @@ void UpdateBf16States(benchmark::State& state) {
   kernels::UpdateArrays arrays;
   arrays.n = kN;
   arrays.param_type = ParamType::kSplit;
-  arrays.param = a.hi.data();
-  arrays.param_lo = a.As<int16_t>(a.lo);
+  arrays.param = a.master_high.data();
+  arrays.master_low = a.As<int16_t>(a.master_low);
   arrays.grad_type = DType::kBf16;
   arrays.grad = a.g16.data();
   arrays.state_type = StateType::kBf16;
@@ -431,17 +435,19 @@ void Register() {
   convert("Fp32ToFp16/64Mi", 6,
           [](const Memory& a) { kernels::Fp32ToFp16(a.As<float>(a.g), a.As<uint16_t>(a.g16), kN, &Pool()); });
   convert("AccumulateBf16/64Mi", 10, [](const Memory& a) {
-    kernels::AccumulateBf16(a.As<uint16_t>(a.hi), a.As<float>(a.g), kN, &Pool());
+    kernels::AccumulateBf16(a.As<uint16_t>(a.master_high), a.As<float>(a.g), kN, &Pool());
   });
   convert("SplitMaster/64Mi", 8, [](const Memory& a) {
-    kernels::SplitMaster(a.As<float>(a.p), a.As<uint16_t>(a.hi), a.As<int16_t>(a.lo), kN, &Pool());
+    kernels::SplitMaster(a.As<float>(a.p), a.As<uint16_t>(a.master_high), a.As<int16_t>(a.master_low), kN,
+                         &Pool());
   });
   convert("JoinMaster/64Mi", 8, [](const Memory& a) {
-    kernels::JoinMaster(a.As<uint16_t>(a.hi), a.As<int16_t>(a.lo), a.As<float>(a.p), kN, &Pool());
+    kernels::JoinMaster(a.As<uint16_t>(a.master_high), a.As<int16_t>(a.master_low), a.As<float>(a.p), kN,
+                        &Pool());
   });
   convert("SumOfSquares/bf16/64Mi", 2, [](const Memory& a) {
     kernels::SumOfSquares squares;
-    kernels::AddSquaresBf16(a.As<uint16_t>(a.hi), kN, &squares, &Pool());
+    kernels::AddSquaresBf16(a.As<uint16_t>(a.master_high), kN, &squares, &Pool());
     benchmark::DoNotOptimize(squares.Value());
   });
   convert("SumOfSquares/fp32/64Mi", 4, [](const Memory& a) {

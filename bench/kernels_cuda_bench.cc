@@ -100,15 +100,15 @@ void Measure(benchmark::State& state, size_t bytes, const std::function<int()>& 
 }
 
 void AdamW(benchmark::State& state, ParamType param, DType grad, size_t bytes) {
-  const DeviceArray p(4 * kN), lo(2 * kN), g(4 * kN), m(4 * kN), v(4 * kN);
-  for (const DeviceArray* array : {&p, &lo, &g, &m, &v}) {
+  const DeviceArray p(4 * kN), master_low(2 * kN), g(4 * kN), m(4 * kN), v(4 * kN);
+  for (const DeviceArray* array : {&p, &master_low, &g, &m, &v}) {
     if (array->data() == nullptr) return state.SkipWithError("not enough device memory");
   }
   kernels::UpdateArrays arrays;
   arrays.n = kN;
   arrays.param_type = param;
   arrays.param = p.data();
-  arrays.param_lo = static_cast<int16_t*>(lo.data());
+  arrays.master_low = static_cast<int16_t*>(master_low.data());
   arrays.grad_type = grad;
   arrays.grad = g.data();
   arrays.m = m.data();

@@ -13,7 +13,7 @@ namespace {
 // The sets of streams that matter, each as one loop with everything known at compile time, so that
 // nothing but loads and stores is left. 4-byte arrays advance one register for two of 2-byte arrays.
 //   Four:  p, m, v written, g read; all 4 bytes wide
-//   Split: m, v written (4 bytes), hi, lo written and g read (2 bytes)
+//   Split: m, v written (4 bytes), master_high, master_low written and g read (2 bytes)
 //   Mixed: p, m, v written (4 bytes), g read (2 bytes), a 2-byte copy written only
 #if defined(__x86_64__)
 // Keeps a value in a register without computing anything with it.
@@ -47,12 +47,13 @@ __attribute__((target("avx512f"))) void FourAvx512(const StreamSet& set, size_t 
 
 template <bool kNonTemporal>
 __attribute__((target("avx512f"))) void SplitAvx512(const StreamSet& set, size_t begin, size_t end) {
-  unsigned char *const m = set.data[0], *const v = set.data[1], *const hi = set.data[2],
-                       *const lo = set.data[3], *const g = set.data[4];
+  unsigned char *const m = set.data[0], *const v = set.data[1], *const master_high = set.data[2],
+                       *const master_low = set.data[3], *const g = set.data[4];
   for (size_t i = 2 * begin; i < 2 * end; i += 64) {
     __m512i a = _mm512_load_si512(m + 2 * i), b = _mm512_load_si512(m + 2 * i + 64),
             c = _mm512_load_si512(v + 2 * i), d = _mm512_load_si512(v + 2 * i + 64),
-            e = _mm512_load_si512(hi + i), f = _mm512_load_si512(lo + i), h = _mm512_load_si512(g + i);
+            e = _mm512_load_si512(master_high + i), f = _mm512_load_si512(master_low + i),
+            h = _mm512_load_si512(g + i);
     PENSTOCK_KEEP(a);
     PENSTOCK_KEEP(b);
     PENSTOCK_KEEP(c);
@@ -64,8 +65,8 @@ __attribute__((target("avx512f"))) void SplitAvx512(const StreamSet& set, size_t
     Put(m + 2 * i + 64, b, kNonTemporal);
     Put(v + 2 * i, c, kNonTemporal);
     Put(v + 2 * i + 64, d, kNonTemporal);
-    Put(hi + i, e, kNonTemporal);
-    Put(lo + i, f, kNonTemporal);
+    Put(master_high + i, e, kNonTemporal);
+    Put(master_low + i, f, kNonTemporal);
   }
   if (kNonTemporal) _mm_sfence();
 }

@@ -36,7 +36,7 @@ void Run(UpdateFn kernel, const AdamStep& step, const UpdateChunk& all, size_t p
     UpdateChunk chunk = all;
     chunk.n = end - begin;
     chunk.param = static_cast<unsigned char*>(all.param) + begin * param_width;
-    if (all.param_lo != nullptr) chunk.param_lo = all.param_lo + begin;
+    if (all.master_low != nullptr) chunk.master_low = all.master_low + begin;
     chunk.grad = static_cast<const unsigned char*>(all.grad) + begin * grad_width;
     chunk.m = static_cast<float*>(all.m) + begin;
     chunk.v = static_cast<float*>(all.v) + begin;
@@ -50,11 +50,11 @@ UpdateFn AdamKernel(ParamType param, DType grad) {
 
 }  // namespace
 
-void AdamWSplit(const AdamStep& step, uint16_t* hi, int16_t* lo, float* m, float* v,
+void AdamWSplit(const AdamStep& step, uint16_t* master_high, int16_t* master_low, float* m, float* v,
                 const uint16_t* grad_bf16, size_t n, ThreadPool* pool) {
   const UpdateChunk all = {.n = n,
-                           .param = hi,
-                           .param_lo = lo,
+                           .param = master_high,
+                           .master_low = master_low,
                            .copy_out = nullptr,
                            .copy_is_fp16 = false,
                            .stream_copy = false,
@@ -71,7 +71,7 @@ void AdamWFp32(const AdamStep& step, float* p, float* m, float* v, const float* 
                ThreadPool* pool) {
   const UpdateChunk all = {.n = n,
                            .param = p,
-                           .param_lo = nullptr,
+                           .master_low = nullptr,
                            .copy_out = nullptr,
                            .copy_is_fp16 = false,
                            .stream_copy = false,

@@ -65,7 +65,7 @@ AdamStep MakeAdamStep(const AdamOptions& options, int64_t update, double grad_sc
 
 // bf16 parameters with split masters (kernels/split_master.h), fp32 moments, bf16 gradients.
 // Moves 14 bytes in and 12 out per element.
-void AdamWSplit(const AdamStep& step, uint16_t* hi, int16_t* lo, float* m, float* v,
+void AdamWSplit(const AdamStep& step, uint16_t* master_high, int16_t* master_low, float* m, float* v,
                 const uint16_t* grad_bf16, size_t n, ThreadPool* pool = nullptr);
 
 // fp32 parameters, moments and gradients. 16 bytes in and 12 out per element.

@@ -25,7 +25,7 @@ UpdateChunk ChunkAt(const UpdateArrays& a, size_t begin, size_t n) {
   UpdateChunk c = {};
   c.n = n;
   c.param = At(a.param, begin * ParamWidth(a.param_type));
-  c.param_lo = a.param_lo == nullptr ? nullptr : a.param_lo + begin;
+  c.master_low = a.master_low == nullptr ? nullptr : a.master_low + begin;
   c.copy_out = a.copy_out == nullptr ? nullptr : a.copy_out + begin;
   c.copy_is_fp16 = a.copy_type == DType::kFp16;
   // A large copy would leave the caches before anyone reads it: stored past them, it is not read in first.

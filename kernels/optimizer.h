@@ -35,7 +35,7 @@ class ThreadPool;
 
 enum class ParamType : uint8_t {
   kFp32,   // `param` is float*
-  kSplit,  // `param` is the bf16 part (uint16_t*), `param_lo` the remainder: kernels/split_master.h
+  kSplit,  // `param` is the bf16 part (uint16_t*), `master_low` the remainder: kernels/split_master.h
   kBf16,   // `param` is uint16_t*, no master: rounded to nearest even at each update
   kFp16,
 };
@@ -63,7 +63,7 @@ struct UpdateArrays {
 
   ParamType param_type = ParamType::kFp32;
   void* param = nullptr;
-  int16_t* param_lo = nullptr;  // kSplit only
+  int16_t* master_low = nullptr;  // kSplit only
 
   // Where the new parameter goes as well, rounded to nearest even; null: nowhere. Only with ParamType::kFp32.
   uint16_t* copy_out = nullptr;

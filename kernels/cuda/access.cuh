@@ -74,29 +74,29 @@ __device__ __forceinline__ void StoreAs(DType type, void* p, uint64_t i, bool ve
   Store4(static_cast<uint16_t*>(p) + i, vector, count, raw);
 }
 
-__device__ __forceinline__ void LoadSplit(const void* hi, const int16_t* lo, uint64_t i, bool vector,
-                                          int count, float (&x)[kVector]) {
+__device__ __forceinline__ void LoadSplit(const void* master_high, const int16_t* master_low, uint64_t i,
+                                          bool vector, int count, float (&x)[kVector]) {
   uint16_t high[kVector], low[kVector];
-  Load4(static_cast<const uint16_t*>(hi) + i, vector, count, high);
-  Load4(reinterpret_cast<const uint16_t*>(lo) + i, vector, count, low);
+  Load4(static_cast<const uint16_t*>(master_high) + i, vector, count, high);
+  Load4(reinterpret_cast<const uint16_t*>(master_low) + i, vector, count, low);
   for (int k = 0; k < kVector; ++k) x[k] = Join(high[k], static_cast<int16_t>(low[k]));
 }
-__device__ __forceinline__ void StoreSplit(void* hi, int16_t* lo, uint64_t i, bool vector, int count,
-                                           const float (&x)[kVector]) {
+__device__ __forceinline__ void StoreSplit(void* master_high, int16_t* master_low, uint64_t i, bool vector,
+                                           int count, const float (&x)[kVector]) {
   uint16_t high[kVector], low[kVector];
   for (int k = 0; k < kVector; ++k) {
     int16_t rest;
     Split(x[k], &high[k], &rest);
     low[k] = static_cast<uint16_t>(rest);
   }
-  Store4(static_cast<uint16_t*>(hi) + i, vector, count, high);
-  Store4(reinterpret_cast<uint16_t*>(lo) + i, vector, count, low);
+  Store4(static_cast<uint16_t*>(master_high) + i, vector, count, high);
+  Store4(reinterpret_cast<uint16_t*>(master_low) + i, vector, count, low);
 }
 
 // A tensor as the kernels see it.
 struct Tensor {
   void* param;
-  int16_t* param_lo;
+  int16_t* master_low;
   uint16_t* copy_out;
   const void* grad;
   void* m;
@@ -116,7 +116,7 @@ struct Tensor {
 __device__ __forceinline__ void LoadParam(const Tensor& t, uint64_t i, bool vector, int count,
                                           float (&p)[kVector]) {
   if (t.param_type == ParamType::kSplit) {
-    LoadSplit(t.param, t.param_lo, i, vector, count, p);
+    LoadSplit(t.param, t.master_low, i, vector, count, p);
   } else {
     const DType type = t.param_type == ParamType::kFp32   ? DType::kFp32
                        : t.param_type == ParamType::kBf16 ? DType::kBf16
@@ -127,7 +127,7 @@ __device__ __forceinline__ void LoadParam(const Tensor& t, uint64_t i, bool vect
 __device__ __forceinline__ void StoreParam(const Tensor& t, uint64_t i, bool vector, int count,
                                            const float (&p)[kVector]) {
   if (t.param_type == ParamType::kSplit) {
-    StoreSplit(t.param, t.param_lo, i, vector, count, p);
+    StoreSplit(t.param, t.master_low, i, vector, count, p);
     return;
   }
   const DType type = t.param_type == ParamType::kFp32   ? DType::kFp32

@@ -43,21 +43,21 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    SplitKernel(const float* master, uint16_t* hi, int16_t* lo, uint64_t n, bool aligned) {
+    SplitKernel(const float* master, uint16_t* master_high, int16_t* master_low, uint64_t n, bool aligned) {
   ForFours(n, [=](uint64_t i, int count) {
     const bool vector = aligned && count == kVector;
     float x[kVector];
     Load4(master + i, vector, count, x);
-    StoreSplit(hi, lo, i, vector, count, x);
+    StoreSplit(master_high, master_low, i, vector, count, x);
   });
 }
 
-__global__ void __launch_bounds__(kThreads)
-    JoinKernel(const uint16_t* hi, const int16_t* lo, float* master, uint64_t n, bool aligned) {
+__global__ void __launch_bounds__(kThreads) JoinKernel(const uint16_t* master_high, const int16_t* master_low,
+                                                       float* master, uint64_t n, bool aligned) {
   ForFours(n, [=](uint64_t i, int count) {
     const bool vector = aligned && count == kVector;
     float x[kVector];
-    LoadSplit(hi, lo, i, vector, count, x);
+    LoadSplit(master_high, master_low, i, vector, count, x);
     Store4(master + i, vector, count, x);
   });
 }
@@ -144,16 +144,19 @@ int Accumulate(DType type, const void* in, float* acc, size_t n, Stream stream) 
   return Enqueue(AccumulateKernel, GridFor(n / kVector + 1), kThreads, stream, type, in, acc, n, aligned);
 }
 
-int SplitMaster(const float* master, uint16_t* hi, int16_t* lo, size_t n, Stream stream) {
+int SplitMaster(const float* master, uint16_t* master_high, int16_t* master_low, size_t n, Stream stream) {
   if (n == 0) return cudaSuccess;
-  const bool aligned = Aligned(master, 16) && Aligned(hi, 8) && Aligned(lo, 8);
-  return Enqueue(SplitKernel, GridFor(n / kVector + 1), kThreads, stream, master, hi, lo, n, aligned);
+  const bool aligned = Aligned(master, 16) && Aligned(master_high, 8) && Aligned(master_low, 8);
+  return Enqueue(SplitKernel, GridFor(n / kVector + 1), kThreads, stream, master, master_high, master_low, n,
+                 aligned);
 }
 
-int JoinMaster(const uint16_t* hi, const int16_t* lo, float* master, size_t n, Stream stream) {
+int JoinMaster(const uint16_t* master_high, const int16_t* master_low, float* master, size_t n,
+               Stream stream) {
   if (n == 0) return cudaSuccess;
-  const bool aligned = Aligned(master, 16) && Aligned(hi, 8) && Aligned(lo, 8);
-  return Enqueue(JoinKernel, GridFor(n / kVector + 1), kThreads, stream, hi, lo, master, n, aligned);
+  const bool aligned = Aligned(master, 16) && Aligned(master_high, 8) && Aligned(master_low, 8);
+  return Enqueue(JoinKernel, GridFor(n / kVector + 1), kThreads, stream, master_high, master_low, master, n,
+                 aligned);
 }
 
 int Quantize8(Code8 code, const float* in, uint8_t* codes, float* scales, size_t n, const Rounding& rounding,

@@ -83,8 +83,10 @@ constexpr size_t PartialSums(size_t n) { return (n + 4096 - 1) / 4096; }
 [[nodiscard]] int Convert(DType from, const void* in, DType to, void* out, size_t n, Stream stream);
 // acc[i] += in[i].
 [[nodiscard]] int Accumulate(DType type, const void* in, float* acc, size_t n, Stream stream);
-[[nodiscard]] int SplitMaster(const float* master, uint16_t* hi, int16_t* lo, size_t n, Stream stream);
-[[nodiscard]] int JoinMaster(const uint16_t* hi, const int16_t* lo, float* master, size_t n, Stream stream);
+[[nodiscard]] int SplitMaster(const float* master, uint16_t* master_high, int16_t* master_low, size_t n,
+                              Stream stream);
+[[nodiscard]] int JoinMaster(const uint16_t* master_high, const int16_t* master_low, float* master, size_t n,
+                             Stream stream);
 [[nodiscard]] int Quantize8(Code8 code, const float* in, uint8_t* codes, float* scales, size_t n,
                             const Rounding& rounding, Stream stream);
 [[nodiscard]] int Dequantize8(Code8 code, const uint8_t* codes, const float* scales, float* out, size_t n,

@@ -92,14 +92,15 @@ PENSTOCK_HD uint16_t ToFp16(float x) {
   const __half_raw raw = __float2half_rn(x);
   return raw.x;
 }
-PENSTOCK_HD float Join(uint16_t hi, int16_t lo) {
-  return FromBits((static_cast<uint32_t>(hi) << 16) + static_cast<uint32_t>(static_cast<int32_t>(lo)));
+PENSTOCK_HD float Join(uint16_t master_high, int16_t master_low) {
+  return FromBits((static_cast<uint32_t>(master_high) << 16) +
+                  static_cast<uint32_t>(static_cast<int32_t>(master_low)));
 }
-PENSTOCK_HD void Split(float x, uint16_t* hi, int16_t* lo) {
+PENSTOCK_HD void Split(float x, uint16_t* master_high, int16_t* master_low) {
   const uint32_t bits = Bits(x);
   const bool nan = IsNan(bits);
-  *hi = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40u : (bits + 0x8000u) >> 16);
-  *lo = nan ? int16_t{0} : static_cast<int16_t>(static_cast<uint16_t>(bits));
+  *master_high = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40u : (bits + 0x8000u) >> 16);
+  *master_low = nan ? int16_t{0} : static_cast<int16_t>(static_cast<uint16_t>(bits));
 }
 
 // The random bits of stochastic rounding: low half for first moments, high half for second ones.

@@ -38,7 +38,7 @@ inline bool Aligned(const void* p, size_t bytes) { return reinterpret_cast<uintp
 inline Tensor MakeTensor(const UpdateArrays& a) {
   Tensor t = {};
   t.param = a.param;
-  t.param_lo = a.param_lo;
+  t.master_low = a.master_low;
   t.copy_out = a.param_type == ParamType::kFp32 ? a.copy_out : nullptr;
   t.grad = a.grad;
   t.m = a.m;
@@ -55,7 +55,7 @@ inline Tensor MakeTensor(const UpdateArrays& a) {
   const size_t param = a.param_type == ParamType::kFp32 ? 16 : 8;
   const size_t grad = a.grad_type == DType::kFp32 ? 16 : 8;
   const size_t state = a.state_type == StateType::kFp32 ? 16 : a.state_type == StateType::kBf16 ? 8 : 4;
-  t.vector = Aligned(a.param, param) && Aligned(a.param_lo, 8) && Aligned(a.copy_out, 8) &&
+  t.vector = Aligned(a.param, param) && Aligned(a.master_low, 8) && Aligned(a.copy_out, 8) &&
              Aligned(a.grad, grad) && Aligned(a.m, state) && Aligned(a.v, state);
   return t;
 }

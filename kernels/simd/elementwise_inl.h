@@ -101,14 +101,14 @@ void Scale(void* x, float factor, size_t n) {
   });
 }
 
-inline void Split(const float* master, uint16_t* hi, int16_t* lo, size_t n) {
+inline void Split(const float* master, uint16_t* master_high, int16_t* master_low, size_t n) {
   ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
-    StoreSplit<kTail>(hi + i, lo + i, LoadF<kTail>(master + i, count), count);
+    StoreSplit<kTail>(master_high + i, master_low + i, LoadF<kTail>(master + i, count), count);
   });
 }
-inline void Join(const uint16_t* hi, const int16_t* lo, float* master, size_t n) {
+inline void Join(const uint16_t* master_high, const int16_t* master_low, float* master, size_t n) {
   ForVectors(n, [=]<bool kTail>(size_t i, size_t count) {
-    StoreF<kTail>(master + i, LoadSplit<kTail>(hi + i, lo + i, count), count);
+    StoreF<kTail>(master + i, LoadSplit<kTail>(master_high + i, master_low + i, count), count);
   });
 }
 

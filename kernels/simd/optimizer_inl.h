@@ -36,11 +36,11 @@ template <>
 struct Param<1> {
   template <bool kTail>
   static F Load(const UpdateChunk& c, size_t i, size_t count) {
-    return LoadSplit<kTail>(static_cast<const uint16_t*>(c.param) + i, c.param_lo + i, count);
+    return LoadSplit<kTail>(static_cast<const uint16_t*>(c.param) + i, c.master_low + i, count);
   }
   template <bool kTail>
   static void Store(const UpdateChunk& c, size_t i, F p, size_t count) {
-    StoreSplit<kTail>(static_cast<uint16_t*>(c.param) + i, c.param_lo + i, p, count);
+    StoreSplit<kTail>(static_cast<uint16_t*>(c.param) + i, c.master_low + i, p, count);
   }
 };
 template <int kType>
@@ -219,7 +219,7 @@ void Update(const void* step, const UpdateChunk& chunk) {
   ForVectors(c.n, [=, &sums]<bool kTail>(size_t i, size_t count) {
     if constexpr (kMixedWidths && !kTail) {
       PrefetchAhead(c.param, kParamBytes * i);
-      if constexpr (kParam == 1) PrefetchAhead(c.param_lo, 2 * i);
+      if constexpr (kParam == 1) PrefetchAhead(c.master_low, 2 * i);
       PrefetchAhead(c.grad, (kGrad == 0 ? 4 : 2) * i);
       if constexpr (Opt::kM) PrefetchAhead(c.m, (kState == 0 ? 4 : 2) * i);
       if constexpr (Opt::kV) PrefetchAhead(c.v, (kState == 0 ? 4 : 2) * i);

@@ -23,7 +23,7 @@ inline constexpr int kDirectStateTypes = 2;
 struct UpdateChunk {
   size_t n;
   void* param;
-  int16_t* param_lo;
+  int16_t* master_low;
   uint16_t* copy_out;
   bool copy_is_fp16;
   // Store the copy around the caches: copy_out is aligned to 32 bytes, and nobody reads it soon. Whoever
@@ -51,8 +51,8 @@ struct KernelTable {
   void (*to_fp32[kDTypes])(const uint16_t* in, float* out, size_t n);
   void (*from_fp32[kDTypes])(const float* in, uint16_t* out, size_t n);
   void (*accumulate[kDTypes])(const void* in, float* acc, size_t n);
-  void (*split)(const float* master, uint16_t* hi, int16_t* lo, size_t n);
-  void (*join)(const uint16_t* hi, const int16_t* lo, float* master, size_t n);
+  void (*split)(const float* master, uint16_t* master_high, int16_t* master_low, size_t n);
+  void (*join)(const uint16_t* master_high, const int16_t* master_low, float* master, size_t n);
 
   // Partial sum of one reduction block (n <= kReduceBlock), by the definition in kernels/reduce.h.
   double (*block_squares[kDTypes])(const void* in, size_t n);

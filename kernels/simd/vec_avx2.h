@@ -232,17 +232,18 @@ inline void StoreBf16(uint16_t* p, F x, size_t count) {
 }
 inline void StreamBf16(uint16_t* p, F x) { Stream16Raw(p, RoundedBf16(x)); }
 
-// The master is (hi << 16) + lo with lo signed: hi - 1 in the upper half where lo is negative.
+// The master is (high << 16) + low with low signed: high - 1 in the upper half where low is negative.
 template <bool kTail>
-inline F LoadSplit(const uint16_t* hi, const int16_t* lo, size_t count) {
-  const __m256i low = Load16Raw<kTail>(lo, count);
-  const __m256i high = Spread(_mm256_add_epi16(Load16Raw<kTail>(hi, count), _mm256_srai_epi16(low, 15)));
+inline F LoadSplit(const uint16_t* master_high, const int16_t* master_low, size_t count) {
+  const __m256i low = Load16Raw<kTail>(master_low, count);
+  const __m256i high =
+      Spread(_mm256_add_epi16(Load16Raw<kTail>(master_high, count), _mm256_srai_epi16(low, 15)));
   const __m256i spread = Spread(low);
   return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(spread, high)),
           _mm256_castsi256_ps(_mm256_unpackhi_epi16(spread, high))};
 }
 template <bool kTail>
-inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
+inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t count) {
   const __m256i a = _mm256_castps_si256(x.a), b = _mm256_castps_si256(x.b);
   __m256i low = LowerWords(a, b);
   const __m256i cut = UpperWords(a, b);
@@ -252,8 +253,8 @@ inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
     low = _mm256_andnot_si256(nan, low);
     high = _mm256_blendv_epi8(high, _mm256_or_si256(cut, _mm256_set1_epi16(0x40)), nan);
   }
-  Store16Raw<kTail>(hi, high, count);
-  Store16Raw<kTail>(lo, low, count);
+  Store16Raw<kTail>(master_high, high, count);
+  Store16Raw<kTail>(master_low, low, count);
 }
 
 inline void Prefetch(uintptr_t address) {

@@ -169,16 +169,16 @@ inline void StreamHalf(uint16_t* p, F x) {
   Stream16Raw(p, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// The master is (hi << 16) + lo with lo signed: hi - 1 in the upper half where lo is negative.
+// The master is (high << 16) + low with low signed: high - 1 in the upper half where low is negative.
 template <bool kTail>
-inline F LoadSplit(const uint16_t* hi, const int16_t* lo, size_t count) {
-  const __m256i low = Load16Raw<kTail>(lo, count);
-  const __m256i high = _mm256_add_epi16(Load16Raw<kTail>(hi, count), _mm256_srai_epi16(low, 15));
+inline F LoadSplit(const uint16_t* master_high, const int16_t* master_low, size_t count) {
+  const __m256i low = Load16Raw<kTail>(master_low, count);
+  const __m256i high = _mm256_add_epi16(Load16Raw<kTail>(master_high, count), _mm256_srai_epi16(low, 15));
   return {_mm512_castsi512_ps(
       _mm512_permutex2var_epi16(_mm512_castsi256_si512(low), Interleave(), _mm512_castsi256_si512(high)))};
 }
 template <bool kTail>
-inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
+inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t count) {
   const __m512i bits = _mm512_castps_si512(x.v);
   __m256i low = Narrow(bits, LowWords());
   __m256i high = _mm256_sub_epi16(Narrow(bits, HighWords()), _mm256_srai_epi16(low, 15));
@@ -188,8 +188,8 @@ inline void StoreSplit(uint16_t* hi, int16_t* lo, F x, size_t count) {
     high =
         _mm256_mask_mov_epi16(high, nan, _mm256_or_si256(Narrow(bits, HighWords()), _mm256_set1_epi16(0x40)));
   }
-  Store16Raw<kTail>(hi, high, count);
-  Store16Raw<kTail>(lo, low, count);
+  Store16Raw<kTail>(master_high, high, count);
+  Store16Raw<kTail>(master_low, low, count);
 }
 
 inline void Prefetch(uintptr_t address) {

@@ -254,21 +254,21 @@ inline void StreamHalf(uint16_t* p, const F& x) { StoreHalf<false>(p, x, kLanes)
 inline void StreamFence() {}
 
 template <bool kTail>
-inline F LoadSplit(const uint16_t* hi, const int16_t* lo, size_t count) {
-  return FromBits(AddI(Shl<16>(LoadU16<kTail>(hi, count)), LoadS16<kTail>(lo, count)));
+inline F LoadSplit(const uint16_t* master_high, const int16_t* master_low, size_t count) {
+  return FromBits(AddI(Shl<16>(LoadU16<kTail>(master_high, count)), LoadS16<kTail>(master_low, count)));
 }
 template <bool kTail>
-inline void StoreSplit(uint16_t* hi, int16_t* lo, const F& x, size_t count) {
+inline void StoreSplit(uint16_t* master_high, int16_t* master_low, const F& x, size_t count) {
   const I bits = Bits(x);
   uint16_t high[kLanes], low[kLanes];
   for (int k = 0; k < kLanes; ++k) {
     const uint32_t b = bits.v[k];
     const bool nan = (b & 0x7FFFFFFFu) > 0x7F800000u;
     high[k] = static_cast<uint16_t>(nan ? (b >> 16) | 0x40u : (b + 0x8000u) >> 16);
-    low[k] = static_cast<uint16_t>(nan ? 0u : b);  // (bits - (hi << 16)) mod 2^16
+    low[k] = static_cast<uint16_t>(nan ? 0u : b);  // (bits - (high << 16)) mod 2^16
   }
-  StoreArray<kTail>(hi, high, count);
-  StoreArray<kTail>(lo, low, count);
+  StoreArray<kTail>(master_high, high, count);
+  StoreArray<kTail>(master_low, low, count);
 }
 
 // Asks for the cache line at an address, whether it is anyone's or not.

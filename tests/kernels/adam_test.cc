@@ -87,17 +87,18 @@ TEST(Adam, ExactBitsAtEveryLevelLengthAndAlignment) {
         ASSERT_TRUE(SameFloats(g.Get(), before.g));
         ASSERT_TRUE(p.GuardsIntact() && m.GuardsIntact() && v.GuardsIntact() && g.GuardsIntact());
 
-        Misaligned<uint16_t> hi(n, offset + 5), grad(Narrow(before.g), offset + 7);
-        Misaligned<int16_t> lo(n, offset + 6);
-        SplitMaster(before.p.data(), hi.data(), lo.data(), n);
+        Misaligned<uint16_t> master_high(n, offset + 5), grad(Narrow(before.g), offset + 7);
+        Misaligned<int16_t> master_low(n, offset + 6);
+        SplitMaster(before.p.data(), master_high.data(), master_low.data(), n);
         Misaligned<float> m2(before.m, offset), v2(before.v, offset + 9);
-        AdamWSplit(step, hi.data(), lo.data(), m2.data(), v2.data(), grad.data(), n);
+        AdamWSplit(step, master_high.data(), master_low.data(), m2.data(), v2.data(), grad.data(), n);
         std::vector<float> joined(n);
-        JoinMaster(hi.data(), lo.data(), joined.data(), n);
+        JoinMaster(master_high.data(), master_low.data(), joined.data(), n);
         ASSERT_TRUE(SameFloats(joined, after.p)) << SimdLevelName(level) << " n " << n;
         ASSERT_TRUE(SameFloats(m2.Get(), after.m));
         ASSERT_TRUE(SameFloats(v2.Get(), after.v));
-        ASSERT_TRUE(hi.GuardsIntact() && lo.GuardsIntact() && m2.GuardsIntact() && v2.GuardsIntact());
+        ASSERT_TRUE(master_high.GuardsIntact() && master_low.GuardsIntact() && m2.GuardsIntact() &&
+                    v2.GuardsIntact());
       }
     }
   }
@@ -151,24 +152,24 @@ TEST(Adam, NoCutAndNoThreadCountChangesABit) {
   const std::vector<uint16_t> grad = Narrow(before.g);
   const auto check = [&](auto&& run) {
     State s = before;
-    std::vector<uint16_t> hi(kN);
-    std::vector<int16_t> lo(kN);
-    SplitMaster(before.p.data(), hi.data(), lo.data(), kN);
+    std::vector<uint16_t> master_high(kN);
+    std::vector<int16_t> master_low(kN);
+    SplitMaster(before.p.data(), master_high.data(), master_low.data(), kN);
     std::vector<float> m = before.m, v = before.v;
-    run(&s, &hi, &lo, &m, &v);
+    run(&s, &master_high, &master_low, &m, &v);
     EXPECT_TRUE(SameFloats(s.p, after.p));
     EXPECT_TRUE(SameFloats(s.m, after.m));
     EXPECT_TRUE(SameFloats(s.v, after.v));
-    JoinMaster(hi.data(), lo.data(), s.p.data(), kN);
+    JoinMaster(master_high.data(), master_low.data(), s.p.data(), kN);
     EXPECT_TRUE(SameFloats(s.p, after.p));
     EXPECT_TRUE(SameFloats(m, after.m));
     EXPECT_TRUE(SameFloats(v, after.v));
   };
   for (int threads = 1; threads <= 4; ++threads) {
     ThreadPool pool(threads);
-    check([&](State* s, auto* hi, auto* lo, auto* m, auto* v) {
+    check([&](State* s, auto* master_high, auto* master_low, auto* m, auto* v) {
       AdamWFp32(step, s->p.data(), s->m.data(), s->v.data(), s->g.data(), kN, &pool);
-      AdamWSplit(step, hi->data(), lo->data(), m->data(), v->data(), grad.data(), kN, &pool);
+      AdamWSplit(step, master_high->data(), master_low->data(), m->data(), v->data(), grad.data(), kN, &pool);
     });
   }
   std::mt19937_64 random(3);
@@ -176,11 +177,12 @@ TEST(Adam, NoCutAndNoThreadCountChangesABit) {
     std::vector<size_t> cuts = {0, kN};
     for (int i = 0; i < 20; ++i) cuts.push_back(random() % kN);
     std::sort(cuts.begin(), cuts.end());
-    check([&](State* s, auto* hi, auto* lo, auto* m, auto* v) {
+    check([&](State* s, auto* master_high, auto* master_low, auto* m, auto* v) {
       for (size_t i = cuts.size() - 1; i-- > 0;) {
         const size_t b = cuts[i], n = cuts[i + 1] - cuts[i];
         AdamWFp32(step, s->p.data() + b, s->m.data() + b, s->v.data() + b, s->g.data() + b, n);
-        AdamWSplit(step, hi->data() + b, lo->data() + b, m->data() + b, v->data() + b, grad.data() + b, n);
+        AdamWSplit(step, master_high->data() + b, master_low->data() + b, m->data() + b, v->data() + b,
+                   grad.data() + b, n);
       }
     });
   }
@@ -235,16 +237,16 @@ TEST(Adam, NonFiniteGradientsSpoilOnlyTheirOwnElement) {
 TEST(Adam, FindsAMinimum) {
   constexpr size_t kN = 100;
   const std::vector<float> target = Random(kN, Values::kNormal, 1);
-  std::vector<uint16_t> hi(kN, 0), grad(kN);
-  std::vector<int16_t> lo(kN, 0);
+  std::vector<uint16_t> master_high(kN, 0), grad(kN);
+  std::vector<int16_t> master_low(kN, 0);
   std::vector<float> m(kN, 0), v(kN, 0), p(kN);
   for (int64_t t = 1; t <= 3000; ++t) {
-    JoinMaster(hi.data(), lo.data(), p.data(), kN);
+    JoinMaster(master_high.data(), master_low.data(), p.data(), kN);
     for (size_t i = 0; i < kN; ++i) grad[i] = FloatToBf16(p[i] - target[i]);
     const AdamStep step = MakeAdamStep({.lr = t < 2000 ? 1e-2 : 1e-4}, t);
-    AdamWSplit(step, hi.data(), lo.data(), m.data(), v.data(), grad.data(), kN);
+    AdamWSplit(step, master_high.data(), master_low.data(), m.data(), v.data(), grad.data(), kN);
   }
-  for (size_t i = 0; i < kN; ++i) EXPECT_NEAR(JoinOne(hi[i], lo[i]), target[i], 2e-3);
+  for (size_t i = 0; i < kN; ++i) EXPECT_NEAR(JoinOne(master_high[i], master_low[i]), target[i], 2e-3);
 }
 
 }  // namespace

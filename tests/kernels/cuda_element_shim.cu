@@ -43,19 +43,20 @@ void UpdateOnHost(const SgdStep& step, float* p, const float* g, float* m, float
   Update<SgdElement>(step, p, g, m, v, n);
 }
 
-void ConvertOnHost(const float* in, uint16_t* bf16, uint16_t* fp16, uint16_t* hi, int16_t* lo, size_t n) {
+void ConvertOnHost(const float* in, uint16_t* bf16, uint16_t* fp16, uint16_t* master_high,
+                   int16_t* master_low, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     bf16[i] = ToBf16(in[i]);
     fp16[i] = ToFp16(in[i]);
-    Split(in[i], &hi[i], &lo[i]);
+    Split(in[i], &master_high[i], &master_low[i]);
   }
 }
-void WidenOnHost(const uint16_t* bf16, const uint16_t* fp16, const uint16_t* hi, const int16_t* lo,
-                 float* from_bf16, float* from_fp16, float* joined, size_t n) {
+void WidenOnHost(const uint16_t* bf16, const uint16_t* fp16, const uint16_t* master_high,
+                 const int16_t* master_low, float* from_bf16, float* from_fp16, float* joined, size_t n) {
   for (size_t i = 0; i < n; ++i) {
     from_bf16[i] = FromBf16(bf16[i]);
     from_fp16[i] = FromFp16(fp16[i]);
-    joined[i] = Join(hi[i], lo[i]);
+    joined[i] = Join(master_high[i], master_low[i]);
   }
 }
 

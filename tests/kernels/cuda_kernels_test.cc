@@ -51,18 +51,18 @@ TEST(CudaElements, OptimizersGiveTheBitsOfTheCpu) {
 TEST(CudaElements, ConversionsGiveTheBitsOfTheCpu) {
   for (const Values kind : AllValues()) {
     const std::vector<float> in = Random(kHostN, kind, 5);
-    std::vector<uint16_t> bf16(kHostN), fp16(kHostN), hi(kHostN);
-    std::vector<int16_t> lo(kHostN);
-    cuda::ConvertOnHost(in.data(), bf16.data(), fp16.data(), hi.data(), lo.data(), kHostN);
+    std::vector<uint16_t> bf16(kHostN), fp16(kHostN), master_high(kHostN);
+    std::vector<int16_t> master_low(kHostN);
+    cuda::ConvertOnHost(in.data(), bf16.data(), fp16.data(), master_high.data(), master_low.data(), kHostN);
     std::vector<float> from_bf16(kHostN), from_fp16(kHostN), joined(kHostN);
-    cuda::WidenOnHost(bf16.data(), fp16.data(), hi.data(), lo.data(), from_bf16.data(), from_fp16.data(),
-                      joined.data(), kHostN);
+    cuda::WidenOnHost(bf16.data(), fp16.data(), master_high.data(), master_low.data(), from_bf16.data(),
+                      from_fp16.data(), joined.data(), kHostN);
     for (size_t i = 0; i < kHostN; ++i) {
       ASSERT_TRUE(SameFloat(from_bf16[i], Bf16ToFloat(FloatToBf16(in[i]))));
       ASSERT_TRUE(SameFloat(from_fp16[i], Fp16ToFloat(FloatToFp16(in[i]))));
-      ASSERT_EQ(hi[i], SplitOne(in[i]).hi);
-      ASSERT_EQ(lo[i], SplitOne(in[i]).lo);
-      ASSERT_TRUE(SameFloat(joined[i], JoinOne(hi[i], lo[i])));
+      ASSERT_EQ(master_high[i], SplitOne(in[i]).master_high);
+      ASSERT_EQ(master_low[i], SplitOne(in[i]).master_low);
+      ASSERT_TRUE(SameFloat(joined[i], JoinOne(master_high[i], master_low[i])));
     }
   }
 }
@@ -169,7 +169,7 @@ class DeviceBytes {
 // One tensor's arrays on the host, as bytes.
 struct HostTensor {
   UpdateArrays a;
-  std::vector<unsigned char> param, lo, copy, grad, m, v, m_scales, v_scales;
+  std::vector<unsigned char> param, master_low, copy, grad, m, v, m_scales, v_scales;
 
   HostTensor(size_t n, ParamType param_type, DType grad_type, StateType state, uint64_t seed,
              Values kind = Values::kNormal) {
@@ -185,7 +185,7 @@ struct HostTensor {
     for (float& x : v0) x = std::fabs(x);
     // To the byte, so that whoever goes beyond is seen.
     param.resize((param_type == ParamType::kFp32 ? 4 : 2) * n);
-    lo.resize(param_type == ParamType::kSplit ? 2 * n : 0);
+    master_low.resize(param_type == ParamType::kSplit ? 2 * n : 0);
     copy.resize(param_type == ParamType::kFp32 ? 2 * n : 0);
     grad.resize(BytesPerElement(grad_type) * n);
     m.resize(StateBytes(state, n));
@@ -194,7 +194,7 @@ struct HostTensor {
     v_scales.resize(4 * StateScales(state, n));
     Point();
     if (param_type == ParamType::kSplit) {
-      SplitMaster(p0.data(), reinterpret_cast<uint16_t*>(param.data()), a.param_lo, n);
+      SplitMaster(p0.data(), reinterpret_cast<uint16_t*>(param.data()), a.master_low, n);
     } else {
       Convert(DType::kFp32, p0.data(),
               param_type == ParamType::kFp32   ? DType::kFp32
@@ -213,7 +213,7 @@ struct HostTensor {
   }
   void Point() {
     a.param = param.data();
-    a.param_lo = reinterpret_cast<int16_t*>(lo.data());
+    a.master_low = reinterpret_cast<int16_t*>(master_low.data());
     a.copy_out = a.param_type == ParamType::kFp32 ? reinterpret_cast<uint16_t*>(copy.data()) : nullptr;
     a.grad = grad.data();
     a.m = m.data();
@@ -225,11 +225,11 @@ struct HostTensor {
 
 // Its copy on the device.
 struct DeviceTensor {
-  DeviceBytes param, lo, copy, grad, m, v, m_scales, v_scales;
+  DeviceBytes param, master_low, copy, grad, m, v, m_scales, v_scales;
   UpdateArrays a;
   explicit DeviceTensor(const HostTensor& t, size_t offset)
       : param(t.param.data(), t.param.size(), offset),
-        lo(t.lo.data(), t.lo.size(), offset),
+        master_low(t.master_low.data(), t.master_low.size(), offset),
         copy(t.copy.data(), t.copy.size(), offset),
         grad(t.grad.data(), t.grad.size(), offset),
         m(t.m.data(), t.m.size(), offset),
@@ -238,7 +238,7 @@ struct DeviceTensor {
         v_scales(t.v_scales.data(), t.v_scales.size()),
         a(t.a) {
     a.param = param.data();
-    a.param_lo = static_cast<int16_t*>(lo.data());
+    a.master_low = static_cast<int16_t*>(master_low.data());
     if (a.copy_out != nullptr) a.copy_out = static_cast<uint16_t*>(copy.data());
     a.grad = grad.data();
     a.m = m.data();
@@ -252,7 +252,7 @@ struct DeviceTensor {
                              : t.a.param_type == ParamType::kFp16 ? DType::kFp16
                                                                   : DType::kBf16,
                              param.Get(), t.param));
-    EXPECT_EQ(lo.Get(), t.lo);
+    EXPECT_EQ(master_low.Get(), t.master_low);
     EXPECT_TRUE(SameElements(t.a.copy_type, copy.Get(), t.copy));
     if (t.a.state_type == StateType::k8Bit) {
       EXPECT_EQ(m.Get(), t.m);
@@ -402,14 +402,15 @@ TEST_F(CudaDevice, CastsSumsAndMasters) {
   for (const size_t n : {size_t{1}, size_t{5}, size_t{1000}, size_t{70001}}) {
     for (const size_t offset : {0, 4}) {
       const std::vector<float> in = Random(n, Values::kNormal, n);
-      std::vector<uint16_t> bf16(n), hi(n);
-      std::vector<int16_t> lo(n);
+      std::vector<uint16_t> bf16(n), master_high(n);
+      std::vector<int16_t> master_low(n);
       std::vector<float> sum = in;
       Fp32ToBf16(in.data(), bf16.data(), n);
-      SplitMaster(in.data(), hi.data(), lo.data(), n);
+      SplitMaster(in.data(), master_high.data(), master_low.data(), n);
       AccumulateBf16(bf16.data(), sum.data(), n);
       DeviceBytes wide(in.data(), 4 * n, offset), narrow(bf16.data(), 2 * n, offset),
-          high(hi.data(), 2 * n, offset), low(lo.data(), 2 * n, offset), joined(in.data(), 4 * n, offset);
+          high(master_high.data(), 2 * n, offset), low(master_low.data(), 2 * n, offset),
+          joined(in.data(), 4 * n, offset);
       auto* w = static_cast<float*>(wide.data());
       ASSERT_EQ(cudaMemset(narrow.data(), 0, 2 * n), cudaSuccess);
       ASSERT_EQ(cuda::Convert(DType::kFp32, w, DType::kBf16, narrow.data(), n, nullptr), 0);
@@ -425,8 +426,8 @@ TEST_F(CudaDevice, CastsSumsAndMasters) {
         return std::memcmp(bytes.data(), expected, bytes.size()) == 0;
       };
       EXPECT_TRUE(same(narrow.Get(), bf16.data()));
-      EXPECT_TRUE(same(high.Get(), hi.data()));
-      EXPECT_TRUE(same(low.Get(), lo.data()));
+      EXPECT_TRUE(same(high.Get(), master_high.data()));
+      EXPECT_TRUE(same(low.Get(), master_low.data()));
       EXPECT_TRUE(same(joined.Get(), in.data()));
       EXPECT_TRUE(same(wide.Get(), sum.data()));
 
@@ -569,11 +570,11 @@ TEST_F(CudaDevice, UnusualValuesAreConvertedAndSummedAsOnTheCpu) {
         ASSERT_EQ(squares.Value(), own.Value());
         ASSERT_EQ(std::bit_cast<int>(results[1]), own.Finite() ? 0 : 1);
       }
-      std::vector<unsigned char> hi(2 * n), lo(2 * n), joined(4 * n);
-      DeviceBytes device_in(values.data(), 4 * n, offset), device_hi(hi.data(), 2 * n, offset),
-          device_lo(lo.data(), 2 * n, offset), device_joined(joined.data(), 4 * n, offset);
-      auto* const high = reinterpret_cast<uint16_t*>(hi.data());
-      auto* const low = reinterpret_cast<int16_t*>(lo.data());
+      std::vector<unsigned char> master_high(2 * n), master_low(2 * n), joined(4 * n);
+      DeviceBytes device_in(values.data(), 4 * n, offset), device_hi(master_high.data(), 2 * n, offset),
+          device_lo(master_low.data(), 2 * n, offset), device_joined(joined.data(), 4 * n, offset);
+      auto* const high = reinterpret_cast<uint16_t*>(master_high.data());
+      auto* const low = reinterpret_cast<int16_t*>(master_low.data());
       SplitMaster(values.data(), high, low, n);
       JoinMaster(high, low, reinterpret_cast<float*>(joined.data()), n);
       ASSERT_EQ(
@@ -584,8 +585,8 @@ TEST_F(CudaDevice, UnusualValuesAreConvertedAndSummedAsOnTheCpu) {
           cuda::JoinMaster(static_cast<uint16_t*>(device_hi.data()), static_cast<int16_t*>(device_lo.data()),
                            static_cast<float*>(device_joined.data()), n, nullptr),
           0);
-      ASSERT_TRUE(SameElements(DType::kBf16, device_hi.Get(), hi));
-      ASSERT_EQ(device_lo.Get(), lo);
+      ASSERT_TRUE(SameElements(DType::kBf16, device_hi.Get(), master_high));
+      ASSERT_EQ(device_lo.Get(), master_low);
       ASSERT_TRUE(SameElements(DType::kFp32, device_joined.Get(), joined));
     }
   }

@@ -40,7 +40,7 @@ struct Arrays {
   size_t n;
   UpdateArrays view;
   std::vector<unsigned char> param, copy, grad, m, v;
-  std::vector<int16_t> lo;
+  std::vector<int16_t> master_low;
   std::vector<float> m_scales, v_scales;
 
   Arrays(size_t size, ParamType param_type, DType grad_type, StateType state_type, bool copies, Values kind,
@@ -57,7 +57,7 @@ struct Arrays {
     grad.resize(n * 4 + 1);
     m.resize(n * 4 + 1);
     v.resize(n * 4 + 1);
-    lo.resize(n + 1);
+    master_low.resize(n + 1);
     m_scales.resize(n / kStateBlock + 1);
     v_scales.resize(n / kStateBlock + 1);
     Point(copies);
@@ -72,7 +72,7 @@ struct Arrays {
         std::copy_n(reinterpret_cast<const unsigned char*>(p0.data()), 4 * n, param.data() + 1);
         break;
       case ParamType::kSplit:
-        SplitMaster(p0.data(), static_cast<uint16_t*>(view.param), view.param_lo, n);
+        SplitMaster(p0.data(), static_cast<uint16_t*>(view.param), view.master_low, n);
         break;
       default:
         Convert(DType::kFp32, p0.data(), param_type == ParamType::kBf16 ? DType::kBf16 : DType::kFp16,
@@ -96,7 +96,7 @@ struct Arrays {
         grad(other.grad),
         m(other.m),
         v(other.v),
-        lo(other.lo),
+        master_low(other.master_low),
         m_scales(other.m_scales),
         v_scales(other.v_scales) {
     Point(other.view.copy_out != nullptr);
@@ -105,7 +105,7 @@ struct Arrays {
 
   void Point(bool copies) {
     view.param = param.data() + 1;
-    view.param_lo = lo.data() + 1;
+    view.master_low = master_low.data() + 1;
     view.copy_out = copies ? reinterpret_cast<uint16_t*>(copy.data() + 1) : nullptr;
     view.grad = grad.data() + 1;
     view.m = m.data() + 1;
@@ -121,7 +121,7 @@ struct Arrays {
         std::copy_n(param.data() + 1, 4 * n, reinterpret_cast<unsigned char*>(out.data()));
         break;
       case ParamType::kSplit:
-        JoinMaster(static_cast<const uint16_t*>(view.param), view.param_lo, out.data(), n);
+        JoinMaster(static_cast<const uint16_t*>(view.param), view.master_low, out.data(), n);
         break;
       default:
         Convert(view.param_type == ParamType::kBf16 ? DType::kBf16 : DType::kFp16, view.param, DType::kFp32,
@@ -300,7 +300,7 @@ TEST(Optimizer, ThreadsCutsAndStatisticsChangeNothing) {
         cut.view.n = n;
         cut.view.param =
             static_cast<unsigned char*>(saved.param) + begin * (param == ParamType::kFp32 ? 4 : 2);
-        cut.view.param_lo = saved.param_lo + begin;
+        cut.view.master_low = saved.master_low + begin;
         if (saved.copy_out != nullptr) cut.view.copy_out = saved.copy_out + begin;
         cut.view.grad = static_cast<const uint16_t*>(saved.grad) + begin;
         cut.view.m = static_cast<unsigned char*>(saved.m) + begin * width;
@@ -316,7 +316,7 @@ TEST(Optimizer, ThreadsCutsAndStatisticsChangeNothing) {
       EXPECT_EQ(pieces.Value(), expected.Value());
       for (const Arrays* other : {&pooled, &cut}) {
         EXPECT_EQ(other->param, alone.param) << c.name;
-        EXPECT_EQ(other->lo, alone.lo) << c.name;
+        EXPECT_EQ(other->master_low, alone.master_low) << c.name;
         EXPECT_EQ(other->copy, alone.copy) << c.name;
         EXPECT_EQ(other->m, alone.m) << c.name;
         EXPECT_EQ(other->v, alone.v) << c.name;

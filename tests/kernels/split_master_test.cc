@@ -9,15 +9,15 @@ namespace penstock::kernels {
 namespace {
 
 // Checks [first, first + n) bit patterns against the definition; returns the number that differ.
-size_t CountWrong(uint64_t first, size_t n, std::vector<float>* in, std::vector<uint16_t>* hi,
-                  std::vector<int16_t>* lo, std::vector<float>* back) {
+size_t CountWrong(uint64_t first, size_t n, std::vector<float>* in, std::vector<uint16_t>* master_high,
+                  std::vector<int16_t>* master_low, std::vector<float>* back) {
   auto* bits = reinterpret_cast<unsigned char*>(in->data());
   for (size_t i = 0; i < n; ++i) {
     const uint32_t pattern = static_cast<uint32_t>(first + i);
     std::memcpy(bits + 4 * i, &pattern, 4);
   }
-  SplitMaster(in->data(), hi->data(), lo->data(), n);
-  JoinMaster(hi->data(), lo->data(), back->data(), n);
+  SplitMaster(in->data(), master_high->data(), master_low->data(), n);
+  JoinMaster(master_high->data(), master_low->data(), back->data(), n);
   const auto* joined = reinterpret_cast<const unsigned char*>(back->data());
   size_t wrong = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -28,7 +28,8 @@ size_t CountWrong(uint64_t first, size_t n, std::vector<float>* in, std::vector<
     const uint32_t rounded = nan ? (pattern >> 16) | 0x40u : (pattern + 0x8000u) >> 16;
     const uint32_t rest = nan ? 0 : (pattern - (rounded << 16)) & 0xFFFFu;
     const uint32_t whole = nan ? rounded << 16 : pattern;
-    wrong += ((*hi)[i] != rounded) | (static_cast<uint16_t>((*lo)[i]) != rest) | (got != whole);
+    wrong +=
+        ((*master_high)[i] != rounded) | (static_cast<uint16_t>((*master_low)[i]) != rest) | (got != whole);
   }
   return wrong;
 }
@@ -47,10 +48,10 @@ TEST(SplitMaster, ExactForAllFourBillionFloats) {
   std::atomic<size_t> wrong = 0;
   const auto work = [&] {
     std::vector<float> in(kChunk), back(kChunk);
-    std::vector<uint16_t> hi(kChunk);
-    std::vector<int16_t> lo(kChunk);
+    std::vector<uint16_t> master_high(kChunk);
+    std::vector<int16_t> master_low(kChunk);
     for (uint64_t chunk = next.fetch_add(kStride); chunk < kChunks; chunk = next.fetch_add(kStride)) {
-      wrong += CountWrong(chunk * kChunk, kChunk, &in, &hi, &lo, &back);
+      wrong += CountWrong(chunk * kChunk, kChunk, &in, &master_high, &master_low, &back);
     }
   };
   std::thread second(work);
@@ -65,10 +66,10 @@ TEST(SplitMaster, EveryLevelLengthAndAlignment) {
     const AtLevel at(level);
     constexpr size_t kChunk = 4099;
     std::vector<float> in(kChunk), back(kChunk);
-    std::vector<uint16_t> hi(kChunk);
-    std::vector<int16_t> lo(kChunk);
+    std::vector<uint16_t> master_high(kChunk);
+    std::vector<int16_t> master_low(kChunk);
     for (uint64_t first = 0; first < uint64_t{1} << 32; first += (1u << 20) + 65537) {
-      ASSERT_EQ(CountWrong(first, kChunk, &in, &hi, &lo, &back), 0u)
+      ASSERT_EQ(CountWrong(first, kChunk, &in, &master_high, &master_low, &back), 0u)
           << SimdLevelName(level) << " from " << first;
     }
     for (size_t n = 0; n <= 257; ++n) {
@@ -85,9 +86,9 @@ TEST(SplitMaster, EveryLevelLengthAndAlignment) {
       const auto result = joined.Get();
       for (size_t i = 0; i < n; ++i) {
         const SplitValue expected = SplitOne(values[i]);
-        ASSERT_EQ(highs[i], expected.hi);
-        ASSERT_EQ(lows[i], expected.lo);
-        ASSERT_TRUE(SameFloat(result[i], JoinOne(expected.hi, expected.lo)));
+        ASSERT_EQ(highs[i], expected.master_high);
+        ASSERT_EQ(lows[i], expected.master_low);
+        ASSERT_TRUE(SameFloat(result[i], JoinOne(expected.master_high, expected.master_low)));
         ASSERT_TRUE(SameFloat(result[i], values[i]));
       }
     }
@@ -96,7 +97,7 @@ TEST(SplitMaster, EveryLevelLengthAndAlignment) {
 
 TEST(SplitMaster, HighPartIsTheNearestBf16) {
   for (const float x : Random(100000, Values::kNormal, 5)) {
-    const float high = Bf16ToFloat(SplitOne(x).hi);
+    const float high = Bf16ToFloat(SplitOne(x).master_high);
     const float other = Bf16ToFloat(FloatToBf16(x));
     // Nearest as well as round-to-even does it; the two differ on ties alone.
     EXPECT_EQ(std::fabs(static_cast<double>(high) - x), std::fabs(static_cast<double>(other) - x));

@@ -483,8 +483,8 @@ TEST_F(CliTest, ExportJoinsSplitMastersExactly) {
   const std::vector<uint16_t> half = Tensor<uint16_t>(**bf16, "transformer.h.1.mlp.c_fc.weight", {64, 256});
   ASSERT_EQ(full.size(), half.size());
   for (size_t i = 0; i < full.size(); ++i) {
-    ASSERT_EQ(half[i], kernels::SplitOne(full[i]).hi) << i;
-    with_remainder += kernels::SplitOne(full[i]).lo != 0 ? 1 : 0;
+    ASSERT_EQ(half[i], kernels::SplitOne(full[i]).master_high) << i;
+    with_remainder += kernels::SplitOne(full[i]).master_low != 0 ? 1 : 0;
   }
   EXPECT_GT(with_remainder, 1000) << "masters are finer than what forward sees";
   const int64_t at = 2 * 64 + 3 * 64 * 64 + 192 + 64 * 64 + 64 + 2 * 64;  // stored [256, 64]

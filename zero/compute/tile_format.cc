@@ -96,7 +96,7 @@ kernels::UpdateArrays ArraysOf(const TileFormat& format, const TileMemory& memor
     case DType::kBf16:
       arrays.param_type = kernels::ParamType::kSplit;
       arrays.param = ElementAt<uint16_t>(memory.weights, begin);
-      arrays.param_lo = ElementAt<int16_t>(memory.state[0], begin);
+      arrays.master_low = ElementAt<int16_t>(memory.state[0], begin);
       break;
     case DType::kFp16:
       arrays.param_type = kernels::ParamType::kFp32;
@@ -157,7 +157,7 @@ void ReadValues(const TileFormat& format, const TileMemory& memory, StateKind ki
   if (kind == StateKind::kParameter) {
     const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
     if (arrays.param_type == kernels::ParamType::kSplit) {
-      kernels::JoinMaster(static_cast<const uint16_t*>(arrays.param), arrays.param_lo, values, count);
+      kernels::JoinMaster(static_cast<const uint16_t*>(arrays.param), arrays.master_low, values, count);
     } else {
       kernels::Convert(DType::kFp32, arrays.param, DType::kFp32, values, count);
     }
@@ -182,7 +182,7 @@ void WriteValues(const TileFormat& format, const TileMemory& memory, StateKind k
   if (kind == StateKind::kParameter) {
     const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
     if (arrays.param_type == kernels::ParamType::kSplit) {
-      kernels::SplitMaster(values, static_cast<uint16_t*>(arrays.param), arrays.param_lo, count);
+      kernels::SplitMaster(values, static_cast<uint16_t*>(arrays.param), arrays.master_low, count);
     } else {
       kernels::Convert(DType::kFp32, values, DType::kFp32, arrays.param, count);
       if (arrays.copy_out != nullptr) kernels::Fp32ToFp16(values, arrays.copy_out, count);
