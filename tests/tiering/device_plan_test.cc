@@ -62,7 +62,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     options.commits_every_step = random() % 2 != 0;
     if (random() % 2 != 0) options.bounds.processor_share = 0.25 * static_cast<double>(random() % 4);
     options.device.has_own_memory = true;
-    options.device.direct = seed % 8 >= 4;
+    options.device.collectives = seed % 8 >= 4;
     options.device.gds = seed % 3 == 0;
     if (random() % 2 != 0) options.tile_bytes = 64 << 10;
     options.clips = random() % 4 != 0;
@@ -88,9 +88,9 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
                 (1 - *options.bounds.processor_share) * static_cast<double>(graph.elements()));
     }
     EXPECT_EQ(plan->device.least_bytes, least_device);
-    EXPECT_EQ(plan->accumulator_slots.empty(), options.world == 1 || options.device.direct)
+    EXPECT_EQ(plan->accumulator_slots.empty(), options.world == 1 || options.device.collectives)
         << "what is summed on the device needs no sums here";
-    EXPECT_EQ(plan->device.direct, options.world > 1 && options.device.direct);
+    EXPECT_EQ(plan->device.collectives, options.world > 1 && options.device.collectives);
     MachineModel machine;
     for (double* rate : {&machine.read_bytes_per_s, &machine.write_bytes_per_s, &machine.h2d_bytes_per_s,
                          &machine.d2h_bytes_per_s}) {
@@ -240,7 +240,7 @@ TEST(Device, RanksWhoseDevicesExchangeCopyTheirPartsAlone) {
   for (const int world : {2, 4}) {
     for (const int micro_batches : {1, 2}) {
       PlanOptions options;
-      options.device.has_own_memory = options.device.direct = true;
+      options.device.has_own_memory = options.device.collectives = true;
       options.world = world;
       options.micro_batches = micro_batches;
       options.device.budget_bytes = LeastDeviceMemory(graph, options);
@@ -257,7 +257,7 @@ TEST(Device, RanksWhoseDevicesExchangeCopyTheirPartsAlone) {
       // In host memory less than what ranks that meet there need.
       options.host_budget_bytes = 1;
       const int64_t least = LeastOf(MakePlan(graph, options).status());
-      options.device.direct = false;
+      options.device.collectives = false;
       options.device.budget_bytes = LeastDeviceMemory(graph, options);
       EXPECT_LT(least, LeastOf(MakePlan(graph, options).status()));
     }

@@ -98,7 +98,7 @@ TEST(DeviceState, OfSeveralRanksEachHasItsPart) {
     for (const bool on_nvme : {false, true}) {
       for (const int micro_batches : {1, 2}) {
         PlanOptions options = Options(on_nvme);
-        options.device.direct = true;
+        options.device.collectives = true;
         options.world = 3;
         options.bounds.processor_share = 0;
         options.micro_batches = micro_batches;
@@ -110,7 +110,7 @@ TEST(DeviceState, OfSeveralRanksEachHasItsPart) {
         EXPECT_EQ(plan.device.d2h_bytes, sums);
         EXPECT_EQ(plan.nvme_read_bytes + plan.nvme_write_bytes, 0);
         RunPasses(graph, plan, options.machine, nullptr);
-        options.device.direct = false;
+        options.device.collectives = false;
         EXPECT_EQ(MakePlan(graph, options)->on_device_share(), 0) << "host memory is where they meet";
       }
     }
@@ -122,7 +122,7 @@ TEST(DeviceState, OfSeveralRanksExchangesAreBesideCompute) {
   const ModelGraph graph = Chain(48, 1 << 20);
   for (const int micro_batches : {1, 2}) {
     PlanOptions options = Options(/*on_nvme=*/false);
-    options.device.direct = true;
+    options.device.collectives = true;
     options.world = 2;
     options.bounds.processor_share = 0;
     options.micro_batches = micro_batches;

@@ -117,7 +117,7 @@ class MeaningLanes : public Lanes {
 
  private:
   // Ranks gather and reduce in host memory, not on their devices.
-  bool RanksMeetInMemory() const { return plan_.world > 1 && !plan_.device.direct; }
+  bool RanksMeetInMemory() const { return plan_.world > 1 && !plan_.device.collectives; }
   // Whether its device slot is a run's (otherwise a gradient's).
   static bool OfRun(const Op& op) {
     return OfTile(op) || op.kind == OpKind::kCopyIn || op.kind == OpKind::kAllGather ||
@@ -183,7 +183,7 @@ class MeaningLanes : public Lanes {
         const Op& copy = op.kind == OpKind::kCopyOut ? op : other;
         const Op& reduce = op.kind == OpKind::kCopyOut ? other : op;
         // Sums are copied to where they are reduced, or from there.
-        const int meet = plan_.device.direct ? copy.accumulator_slot : copy.host_accumulator_slot;
+        const int meet = plan_.device.collectives ? copy.accumulator_slot : copy.host_accumulator_slot;
         EXPECT_FALSE(reduce.kind == OpKind::kReduceScatter && meet >= 0 && reduce.accumulator_slot == meet)
             << "copied while it is reduced";
       }
@@ -247,16 +247,16 @@ class MeaningLanes : public Lanes {
           if (plan_.world > 1 && !plan_.device.has_own_memory) {
             EXPECT_EQ(gathered_[op.weight_slot], held) << OpKindName(op.kind);
           }
-          if (plan_.device.direct) {
+          if (plan_.device.collectives) {
             EXPECT_EQ(device_gathered_[op.device_slot], held) << OpKindName(op.kind);
           }
         }
         break;
       }
       case OpKind::kAllGather:
-        EXPECT_EQ(plan_.device.direct, op.device_slot >= 0);
+        EXPECT_EQ(plan_.device.collectives, op.device_slot >= 0);
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
-          if (plan_.device.direct) {
+          if (plan_.device.collectives) {
             EXPECT_EQ((device_run_[{op.device_slot, static_cast<int>(t)}]).first, op.block);
             EXPECT_EQ((device_run_[{op.device_slot, static_cast<int>(t)}]),
                       (device_run_[{op.device_slot, 0}]))
@@ -268,7 +268,7 @@ class MeaningLanes : public Lanes {
         }
         break;
       case OpKind::kReduceScatter:
-        if (plan_.device.direct) {
+        if (plan_.device.collectives) {
           EXPECT_EQ(op.gradient_slot, -1);
           if (op.accumulator_slot >= 0) {
             CheckSums(op);
@@ -327,7 +327,7 @@ class MeaningLanes : public Lanes {
         CheckSums(op);
         break;
       case OpKind::kSquareGradient:
-        EXPECT_FALSE(plan_.device.direct) << "the reduction makes them";
+        EXPECT_FALSE(plan_.device.collectives) << "the reduction makes them";
         EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
         break;
       case OpKind::kUpdateOnDevice: {
@@ -353,7 +353,7 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(op.bytes, PartialSumBytes(plan_.blocks[op.block].elements));
         }
         EXPECT_EQ(RanksMeetInMemory(), op.host_accumulator_slot >= 0);
-        if (plan_.device.direct && !plan_.on_device(op.block)) {
+        if (plan_.device.collectives && !plan_.on_device(op.block)) {
           EXPECT_EQ(reduced_[op.block], op.step) << "a part that is not yet the sum of all ranks'";
           EXPECT_EQ(op.bytes, plan_.blocks[op.block].elements * plan_.precision.gradient_bytes);
         }
@@ -473,7 +473,7 @@ class MeaningLanes : public Lanes {
         if (op.accumulator_slot >= 0) adding_[op.accumulator_slot] = 0;
         if (RanksMeetInMemory()) {
           host_sums_[op.host_accumulator_slot] = {op.block, op.step};
-        } else if (plan_.device.direct) {
+        } else if (plan_.device.collectives) {
           gradient_[op.gradient_slot] = {op.block, op.step};
         } else {
           gradient_[op.gradient_slot] = device_gradient_[op.device_slot];
@@ -503,14 +503,14 @@ class MeaningLanes : public Lanes {
         ++finalized_;
         break;
       case OpKind::kAllGather:
-        if (plan_.device.direct) {
+        if (plan_.device.collectives) {
           device_gathered_[op.device_slot] = device_run_[{op.device_slot, 0}];
         } else {
           gathered_[op.weight_slot] = run_[{op.weight_slot, 0}];
         }
         break;
       case OpKind::kReduceScatter:
-        if (plan_.device.direct) {
+        if (plan_.device.collectives) {
           reduced_[op.block] = op.step;
           if (!plan_.on_device(op.block)) break;
           if (op.accumulator_slot >= 0) adding_[op.accumulator_slot] = 0;

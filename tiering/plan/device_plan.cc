@@ -38,7 +38,7 @@ class DevicePlanner {
         world_(world),
         trains_(trains),
         options_(options),
-        direct_(options.direct && world > 1),
+        collectives_(options.collectives && world > 1),
         positions_(static_cast<int>(graph.stages.size())),
         uses_(graph.blocks.size(), 0) {
     for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
@@ -90,7 +90,7 @@ class DevicePlanner {
       const int64_t elements = graph_.blocks[At(stage.block)].elements;
       if (std::exchange(seen[At(stage.block)], 1) != 0 || elements > left) continue;
       // Over several ranks what is summed in place from one use to the next has no place for the result.
-      if (direct_ && uses_[At(stage.block)] > 1 && precision_.gradient_bytes == 4) continue;
+      if (collectives_ && uses_[At(stage.block)] > 1 && precision_.gradient_bytes == 4) continue;
       lives[At(stage.block)] = 1;
       if (Build(level, saved_activations, lives).bytes() <= room) {
         left -= elements;
@@ -108,8 +108,8 @@ class DevicePlanner {
   DevicePlan Build(const Level& level, int saved_activations, const std::vector<char>& lives_here) const {
     DevicePlan plan;
     plan.has_own_memory = true;
-    plan.direct = direct_;
-    plan.gds = options_.gds && (world_ == 1 || direct_);
+    plan.collectives = collectives_;
+    plan.gds = options_.gds && (world_ == 1 || collectives_);
     plan.budget_bytes = options_.budget_bytes;
     plan.saved_activations = saved_activations;
     plan.tensor_bytes =
@@ -119,7 +119,7 @@ class DevicePlanner {
     for (size_t b = 0; b < graph_.blocks.size(); ++b) {
       sizes.push_back(Elements(b));
       // Over several ranks all gradients come and go: what stays is the part that they are reduced to.
-      if (lives_here[b] == 0 || direct_) come_and_go.push_back(sizes[b]);
+      if (lives_here[b] == 0 || collectives_) come_and_go.push_back(sizes[b]);
     }
     const std::vector<int64_t> classes =
         come_and_go.empty() ? std::vector<int64_t>() : ClassSizes(come_and_go, level.runs);
@@ -131,7 +131,7 @@ class DevicePlanner {
         block.weight_slot = block.state_slot = 0;  // numbered by LayOut
         plan.resident_elements += PartOf(b);
       }
-      if (lives_here[b] != 0 && !direct_) {
+      if (lives_here[b] != 0 && !collectives_) {
         block.weight_class = -1;
       } else {
         while (classes[At(block.weight_class)] < sizes[b]) ++block.weight_class;
@@ -143,7 +143,7 @@ class DevicePlanner {
       if (lives_here[b] != 0 || (uses_[b] > 1 && !block.sums_apart)) {
         block.gradient_slot = 0;  // numbered by LayOut
       }
-      const bool passes = block.gradient_slot < 0 || (direct_ && lives_here[b] != 0);
+      const bool passes = block.gradient_slot < 0 || (collectives_ && lives_here[b] != 0);
       const bool leaves_as_sums = world_ > 1 && block.sums_apart;
       if (passes && !leaves_as_sums) ++in_ring[At(block.weight_class)];
       if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
@@ -164,7 +164,7 @@ class DevicePlanner {
       plan.blocks[b].accumulator_slot = static_cast<int>(plan.accumulator_slots.size());
       plan.accumulator_slots.push_back({0, sizes[b] * 4});
     }
-    if (direct_ && trains_) {
+    if (collectives_ && trains_) {
       const int64_t largest_part = *std::max_element(sizes.begin(), sizes.end()) / world_;
       plan.network_piece = std::min(kDirectPiece, largest_part);
       plan.network.bytes = (2 * int64_t{world_} + 1) * plan.network_piece * 4;
@@ -178,7 +178,7 @@ class DevicePlanner {
   // Of a block's run, with what its parts have beyond its end where they lie here one after the other.
   int64_t Elements(size_t block) const {
     const int64_t elements = graph_.blocks[block].elements;
-    return direct_ ? ShardElements(elements, world_) * world_ : elements;
+    return collectives_ ? ShardElements(elements, world_) * world_ : elements;
   }
 
   static int Members(const DevicePlan& plan, size_t weight_class) {
@@ -248,7 +248,7 @@ class DevicePlanner {
   const int world_;
   const bool trains_;
   const DeviceOptions& options_;
-  const bool direct_;
+  const bool collectives_;
   const int positions_;
   std::vector<int> uses_;
 };

@@ -13,11 +13,11 @@
 // and written, by way of host memory, after every update, or where not every step is durable when one is
 // persisted (Plan::written_at_checkpoint).
 //
-// Over several ranks the device holds whole runs. Where devices exchange with each other (`direct`), a rank
-// copies in its own part and gathers the others' on the device; what backward leaves is reduced there, in the
-// order of the ranks, and this rank's part of the sum leaves: host memory never has more than parts. Where
-// they cannot, a run is copied in when the others' parts have been gathered into it in host memory, and sums
-// leave as they are, for the host to add those of the other ranks and round. The bits are the same.
+// Over several ranks the device holds whole runs. Where devices exchange with each other (`collectives`), a
+// rank copies in its own part and gathers the others' on the device; what backward leaves is reduced there,
+// in the order of the ranks, and this rank's part of the sum leaves: host memory never has more than parts.
+// Where they cannot, a run is copied in when the others' parts have been gathered into it in host memory, and
+// sums leave as they are, for the host to add those of the other ranks and round. The bits are the same.
 //
 // Weights that only the device needs, because no update is due that the processor makes, and that host memory
 // does not hold, may come to it from the drive past host memory (`gds`: GPUDirect Storage); they are checked
@@ -44,7 +44,7 @@ struct DeviceOptions {
   bool has_own_memory = false;     // has memory of its own
   int64_t budget_bytes = 0;        // 0: as much as is of use
   int64_t tensor_slack_bytes = 0;  // that LibTorch's allocator holds there beyond its tensors
-  bool direct = false;             // over several ranks: devices hand each other their parts without the host
+  bool collectives = false;        // over several ranks: devices hand each other their parts without the host
   bool gds = false;                // weights may come from the drive past host memory
   bool writes_state = false;       // what lives there is written to a drive after every update
   double state_share = 0;          // of the elements: at most so many are in blocks that live there
@@ -70,7 +70,7 @@ struct DevicePlan {
   };
 
   bool has_own_memory = false;  // everything below is empty where it is not
-  bool direct = false;          // DeviceOptions::direct, of several ranks
+  bool collectives = false;     // DeviceOptions::collectives, of several ranks
   bool gds = false;             // DeviceOptions::gds, where weights are not gathered in host memory
   std::vector<Block> blocks;
   std::vector<WeightClass> weight_classes;

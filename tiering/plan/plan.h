@@ -48,7 +48,8 @@ struct BlockPlan {
 // Over `world` ranks (ZeRO-3) all of them have one plan. A run in memory is whole, its parts in the order of
 // the ranks: a rank reads and updates its part in place, and gathers the others for compute. What backward
 // leaves of the whole run waits in an accumulator until it is reduced to this rank's part. Where devices
-// exchange with each other (DevicePlan::direct) whole runs are on the device alone, and in memory is a part.
+// exchange with each other (DevicePlan::collectives) whole runs are on the device alone, and in memory is a
+// part.
 struct Plan {
   Precision precision;
   int world = 1;
@@ -134,15 +135,15 @@ struct Plan {
     return micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1;
   }
   bool needs_accumulator(int block) const {
-    if (world > 1 && !device.direct) return true;  // what goes to the other ranks
-    if (device.has_own_memory) return false;       // the device sums, and rounds
+    if (world > 1 && !device.collectives) return true;  // what goes to the other ranks
+    if (device.has_own_memory) return false;            // the device sums, and rounds
     return precision.gradient_bytes < 4 && sums_gradients(block);
   }
   // Of an element in the block's accumulator: fp32 sums, or over several ranks a single addend as backward
   // leaves it.
   int accumulator_bytes(int block) const { return sums_gradients(block) ? 4 : precision.addend_bytes(); }
   // Of how many ranks a run in memory has the parts: of all, or of this one.
-  int shards_in_memory() const { return device.direct ? 1 : world; }
+  int shards_in_memory() const { return device.collectives ? 1 : world; }
   int64_t flat_elements(int block) const {
     return blocks[static_cast<size_t>(block)].elements * shards_in_memory();
   }

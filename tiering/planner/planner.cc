@@ -472,7 +472,7 @@ struct DeviceShares {
 };
 DeviceShares SharesToTry(const PlanOptions& options) {
   if (!options.device.has_own_memory || !options.trains) return {{0}, ""};
-  if (options.world > 1 && !options.device.direct) {
+  if (options.world > 1 && !options.device.collectives) {
     return {{0}, ": ranks that exchange through host memory keep their state there"};
   }
   if (options.bounds.processor_share) {

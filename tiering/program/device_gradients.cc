@@ -35,7 +35,7 @@ void DeviceGradients::TakePlaces(int block, Edges* wait) {
     return;
   }
   // That of a block which lives here has room for what it is reduced to.
-  int slot = device.direct && plan_.on_device(block) ? -1 : places.gradient_slot;
+  int slot = device.collectives && plan_.on_device(block) ? -1 : places.gradient_slot;
   if (slot < 0) slot = NextGradientSlot(places);
   gradient_[At(block)] = slot;
   AddAll(wait, gradient_users_.Take(slot));
@@ -69,7 +69,7 @@ OpId DeviceGradients::EmitReduce(int block, OpId last, int64_t step) {
 OpId DeviceGradients::EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
                                   const Edges& wait, int64_t step) {
   const DevicePlan::Block& places = plan_.device.blocks[At(block)];
-  const bool ranks = plan_.world > 1 && !plan_.device.direct;
+  const bool ranks = plan_.world > 1 && !plan_.device.collectives;
   if (places.sums_apart && plan_.world == 1) {
     const int slot = places.gradient_slot >= 0 ? places.gradient_slot : NextGradientSlot(places);
     gradient_[At(block)] = slot;
@@ -84,7 +84,7 @@ OpId DeviceGradients::EmitCopyOut(int block, int gradient_slot, int host_accumul
   }
   int64_t bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
   if (plan_.on_device(block)) {
-    if (!plan_.device.direct) {  // else by the reduction
+    if (!plan_.device.collectives) {  // else by the reduction
       const OpId squared = ops_.next_id();
       Op& square = ops_.Emit(OpKind::kSquareGradient, Lane::kCompute, step);
       square.block = block;

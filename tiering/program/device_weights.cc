@@ -46,7 +46,8 @@ int DeviceWeights::FetchForCompute(int block, size_t position, bool updates, int
   if (as_new_in_memory && there >= 0 && IsCurrent(block, there)) return there;
   if (as_new_in_memory && plan_.device.gds && !IsInHostMemory(block)) return ReadPastHost(block, position);
   *weight_slot = fetcher_.Fetch(block, position);
-  if (!plan_.device.direct && (there < 0 || !IsCurrent(block, there))) fetcher_.Gather(block, *weight_slot);
+  if (!plan_.device.collectives && (there < 0 || !IsCurrent(block, there)))
+    fetcher_.Gather(block, *weight_slot);
   return CopyIn(block, position, *weight_slot);
 }
 
@@ -79,7 +80,7 @@ int DeviceWeights::FetchResident(int block, size_t position) {
   const int slot = plan_.device.blocks[At(block)].weight_slot;
   if (held_[At(slot)].block != block) Load(block, position);
   if (updates_.IsDue(block)) Update(block, position);
-  if (plan_.device.direct && !held_[At(slot)].whole) Gather(block, slot);
+  if (plan_.device.collectives && !held_[At(slot)].whole) Gather(block, slot);
   return slot;
 }
 
@@ -221,7 +222,7 @@ int DeviceWeights::ReadPastHost(int block, size_t position) {
     held.version[t] = versions[t];
   }
   held.whole = plan_.world == 1;
-  if (plan_.device.direct) Gather(block, slot);
+  if (plan_.device.collectives) Gather(block, slot);
   return slot;
 }
 
@@ -243,7 +244,7 @@ int DeviceWeights::CopyIn(int block, size_t position, int weight_slot) {
     return copy;
   };
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
-  if (plan_.world > 1 && !plan_.device.direct) {
+  if (plan_.world > 1 && !plan_.device.collectives) {
     PENSTOCK_CHECK(host.whole, "a copy of weights that were not gathered");
     const OpId id = ops_.next_id();
     emit(-1, graph_.blocks[At(block)].elements).after.push_back(host.gather);
@@ -263,7 +264,7 @@ int DeviceWeights::CopyIn(int block, size_t position, int weight_slot) {
     held.version[t] = versions[t];
   }
   held.whole = plan_.world == 1;
-  if (plan_.device.direct && !plan_.on_device(block)) Gather(block, slot);
+  if (plan_.device.collectives && !plan_.on_device(block)) Gather(block, slot);
   return slot;
 }
 

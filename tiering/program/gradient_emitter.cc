@@ -64,14 +64,14 @@ OpId GradientEmitter::EmitFinal(int block, OpId last, int64_t step) {
   const int gradient = gradient_[At(block)];
   PENSTOCK_CHECK(gradient >= 0, "a gradient without a place");
   if (plan_.device.has_own_memory) {
-    if (plan_.device.direct) last = device_.EmitReduce(block, last, step);
+    if (plan_.device.collectives) last = device_.EmitReduce(block, last, step);
     // Otherwise over several ranks it goes to the sums, and the gradient's place waits for the reduction.
     const Edges users = sums_apart ? TakeAccumulatorSlot(block) : TakeAll(&wait);
     last = device_.EmitCopyOut(block, gradient, accumulator_[At(block)], last, users, step);
   }
   // What makes the gradient's place final, and frees the sums: rounding, or over several ranks the reduction.
   OpId reduced = -1;
-  if (plan_.world > 1 && !plan_.device.direct) {
+  if (plan_.world > 1 && !plan_.device.collectives) {
     reduced = ops_.next_id();
     Op& reduce = ops_.Emit(OpKind::kReduceScatter, Lane::kReduceScatter, step);
     reduce.block = block;

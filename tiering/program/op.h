@@ -57,7 +57,7 @@ enum class OpKind : uint8_t {
              // squares; where several ranks reduce in host memory what it has summed, or its only addend, to
              // an accumulator there
   kAllGather,  // the other ranks' parts of a block's weights into its run: in host memory, or where devices
-               // exchange with each other (DevicePlan::direct) on the device
+               // exchange with each other (DevicePlan::collectives) on the device
   kReduceScatter,  // a block's gradients of all ranks, summed and rounded: this rank's part. From an
                    // accumulator in host memory to a gradient's place; on a device in place there, where the
                    // sums have this part, or, of a block that lives there, to its gradient's place, with its

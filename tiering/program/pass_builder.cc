@@ -96,7 +96,7 @@ OpId PassBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
   input_written_.assign(At(stages), std::vector<OpId>(At(micro_batches), -1));
   for (int position = 0; position < (train ? stages - 1 : stages); ++position) {
     const Weights weights = FetchForCompute(block_at(position), At(position), /*updates=*/false);
-    if (plan_.device.direct && position + 1 < stages) {
+    if (plan_.device.collectives && position + 1 < stages) {
       // The next one's update before this one computes: the others' new shards come meanwhile.
       const int next = block_at(position + 1);
       if (plan_.on_device(next)) device_.FetchResident(next, At(position + 1));

@@ -189,14 +189,14 @@ class Preparation {
         } else {
           ASSIGN_OR_RETURN(prepared_.devices, ConnectDevices(options_.comm, *options_.device));
         }
-        device.direct = prepared_.devices.comm != nullptr;
+        device.collectives = prepared_.devices.comm != nullptr;
         ASSIGN_OR_RETURN(device.budget_bytes,
                          AgreeOnDeviceBudget(*comm(), *options_.device, options_.device_memory_bytes));
         prepared_.devices.budget_bytes = device.budget_bytes;
       }
     }
     ASSIGN_OR_RETURN(prepared_.storage, OpenDirectStorage(options_, std::move(device_storage_),
-                                                          plan_options_.world > 1 && !device.direct));
+                                                          plan_options_.world > 1 && !device.collectives));
     device.gds = prepared_.storage.transfers != nullptr;
     return absl::OkStatus();
   }

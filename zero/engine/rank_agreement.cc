@@ -200,7 +200,7 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
   numbers.push_back(static_cast<int64_t>(replay_rate));
   numbers.insert(numbers.end(),
                  {plan.device.arena_bytes, plan.device.tensor_bytes, plan.device.saved_activations,
-                  plan.device.accumulator_ring, plan.device.direct, plan.device.network_piece,
+                  plan.device.accumulator_ring, plan.device.collectives, plan.device.network_piece,
                   plan.device.resident_elements});
   for (const auto* slots : {&plan.weight_slots, &plan.tile_slots, &plan.gradient_slots,
                             &plan.accumulator_slots, &plan.input_slots, &plan.device.weight_slots,

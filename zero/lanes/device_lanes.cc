@@ -57,9 +57,9 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
     case OpKind::kCopyOut: {
       void* const to = op.host_accumulator_slot >= 0 ? residency_.accumulator(op.host_accumulator_slot)
                                                      : residency_.gradient(op.gradient_slot);
-      const void* const from = state_.has(op.block)  ? static_cast<void*>(state_.partial_sums(op.block))
-                               : plan_.device.direct ? own_part(op)
-                                                     : gradients(op);
+      const void* const from = state_.has(op.block)       ? static_cast<void*>(state_.partial_sums(op.block))
+                               : plan_.device.collectives ? own_part(op)
+                                                          : gradients(op);
       return device_.CopyOut(to, from, op.bytes, std::move(done));
     }
     case OpKind::kCopyStateIn:

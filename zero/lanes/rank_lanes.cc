@@ -67,7 +67,7 @@ absl::Status RankLanes::Run(const Op& op) {
       const auto bytes =
           static_cast<size_t>(plan_.blocks[At(op.block)].elements * plan_.precision.weight_bytes());
       const What what{.name = "the weights", .step = op.step, .block = op.block};
-      if (plan_.device.direct)
+      if (plan_.device.collectives)
         return options_.devices->AllGather(Channel::kAllGather, what, options_.device->run(op.device_slot),
                                            bytes);
       if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, residency_.run(op.weight_slot));
@@ -87,14 +87,14 @@ absl::Status RankLanes::Run(const Op& op) {
 
 // Where a block's reduced gradient goes.
 std::byte* RankLanes::Reduced(const Op& op) const {
-  if (!plan_.device.direct) return static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
+  if (!plan_.device.collectives) return static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
   if (!plan_.on_device(op.block)) return options_.device->own_part(op);
   return static_cast<std::byte*>(options_.device->state().block(op.block).gradient);
 }
 
 // In pieces, so that it takes little memory: while one is summed, the next is on its way.
 absl::Status RankLanes::RunReduce(const Op& op) {
-  const bool there = plan_.device.direct;
+  const bool there = plan_.device.collectives;
   Device& device = there ? options_.device->device() : *HostDevice();
   Comm& comm = there ? *options_.devices : *comm_;
   const auto world = At(plan_.world);
