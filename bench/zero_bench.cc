@@ -119,13 +119,13 @@ void Step(benchmark::State& state, zero::OffloadDevice offload) {
   zero::SetIntraOpThreads(zero::DefaultIntraOpThreads());
   const std::string directory = "zero_bench-state";
   zero::EngineOptions options;
-  options.offload = offload;
+  options.storage.offload = offload;
   options.example = {torch::zeros({4, 128}, torch::kInt64), torch::zeros({4, 128}, torch::kInt64)};
   options.intra_op_threads = zero::DefaultIntraOpThreads();
   if (offload == zero::OffloadDevice::kNvme) {
-    options.state_dirs = {directory};
-    options.overwrite = true;
-    options.host_memory_bytes = int64_t{96} << 20;
+    options.storage.state_dirs = {directory};
+    options.storage.overwrite = true;
+    options.memory.host_memory_budget_bytes = int64_t{96} << 20;
   }
   {
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
@@ -161,22 +161,22 @@ class DurableRun {
     zero::SetIntraOpThreads(zero::DefaultIntraOpThreads());
     zero::EngineOptions options;
     options.example = {torch::zeros({1, 256}, torch::kInt64), torch::zeros({1, 256}, torch::kInt64)};
-    options.clip = 0;
+    options.optimizer.clip = 0;
     options.intra_op_threads = zero::DefaultIntraOpThreads();
-    options.state_dirs = {kDirectory};
-    options.overwrite = true;
-    options.sync = sync;
-    options.host_memory_bytes = width * width * 400;
-    options.checkpoints = {std::string(kDirectory) + "/kept", checkpoint_every, 1};
-    options.checkpointed = [this](int64_t, const std::string&, const absl::Status& status) {
+    options.storage.state_dirs = {kDirectory};
+    options.storage.overwrite = true;
+    options.storage.sync = sync;
+    options.memory.host_memory_budget_bytes = width * width * 400;
+    options.storage.checkpoints = {std::string(kDirectory) + "/kept", checkpoint_every, 1};
+    options.hooks.checkpointed = [this](int64_t, const std::string&, const absl::Status& status) {
       ++ended_;  // perhaps when the next one begins
       if (!status.ok()) error_ = status;
     };
-    options.committed = [this, checkpoint_every](const zero::StepResult& result) {
+    options.hooks.committed = [this, checkpoint_every](const zero::StepResult& result) {
       if (checkpoint_every > 0 && result.step % checkpoint_every == 0) ++begun_;
       return absl::OkStatus();
     };
-    options.observer = [this](tiering::OpId, const tiering::Op& op, double start, double end) {
+    options.hooks.observer = [this](tiering::OpId, const tiering::Op& op, double start, double end) {
       if (op.kind == tiering::OpKind::kCommit) commit_seconds_.push_back(end - start);
     };
     example_ = options.example;

@@ -72,10 +72,10 @@ zero::Batch MakeBatch(int64_t step) {
 
 zero::EngineOptions Options() {
   zero::EngineOptions options;
-  options.host_memory_bytes = 64 << 20;
+  options.memory.host_memory_budget_bytes = 64 << 20;
   options.dtype = torch::kFloat32;
   options.example = MakeBatch(0);
-  options.optimizer = penstock::kernels::AdamOptions{.lr = 1e-3};
+  options.optimizer.algorithm = penstock::kernels::AdamOptions{.lr = 1e-3};
   return options;
 }
 
@@ -121,10 +121,10 @@ Result Train(const zero::EngineOptions& options, int64_t last) {
 int TrainAndDie(const std::string& directory) {
   bool kept = false;
   zero::EngineOptions options = Options();
-  options.state_dirs = {directory + "/state"};
-  options.overwrite = true;
-  options.checkpoints = {.parent = directory + "/checkpoints", .every = kCheckpointEvery, .keep = 2};
-  options.checkpointed = [&kept](int64_t step, const std::string& path, const absl::Status& status) {
+  options.storage.state_dirs = {directory + "/state"};
+  options.storage.overwrite = true;
+  options.storage.checkpoints = {.parent = directory + "/checkpoints", .every = kCheckpointEvery, .keep = 2};
+  options.hooks.checkpointed = [&kept](int64_t step, const std::string& path, const absl::Status& status) {
     if (!status.ok()) {
       std::fprintf(stderr, "checkpoints: no checkpoint of step %lld: %s\n", static_cast<long long>(step),
                    std::string(status.message()).c_str());
@@ -134,7 +134,7 @@ int TrainAndDie(const std::string& directory) {
     std::fflush(stdout);
     kept = true;
   };
-  options.committed = [&kept](const zero::StepResult& step) {
+  options.hooks.committed = [&kept](const zero::StepResult& step) {
     if (kept && step.step >= kKillAfter) ::raise(SIGKILL);
     return absl::OkStatus();
   };
@@ -185,8 +185,8 @@ int main(int argc, char** argv) {
   const std::string checkpoints = directory + "/checkpoints";
 
   zero::EngineOptions options = Options();
-  options.state_dirs = {directory + "/whole"};
-  options.overwrite = true;
+  options.storage.state_dirs = {directory + "/whole"};
+  options.storage.overwrite = true;
   const Result whole = Train(options, kSteps);
   if (!whole.ok) return 1;
   std::printf("without interruption: loss %.6f\n", whole.losses.at(kSteps));
@@ -203,8 +203,8 @@ int main(int argc, char** argv) {
   }
 
   options = Options();
-  options.state_dirs = {directory + "/state"};
-  options.resume = true;
+  options.storage.state_dirs = {directory + "/state"};
+  options.resume.enabled = true;
   const Result resumed = Train(options, kSteps);
   if (!resumed.ok) return 1;
   const bool resumed_same = Same(whole, resumed);
@@ -212,9 +212,10 @@ int main(int argc, char** argv) {
               resumed_same ? "the same bits" : "OTHER BITS");
 
   options = Options();
-  options.offload = zero::OffloadDevice::kCpu;  // needs no drive; any mode opens any other's checkpoint
-  options.state_dirs = {*newest};               // only read
-  options.resume = true;
+  options.storage.offload =
+      zero::OffloadDevice::kCpu;           // needs no drive; any mode opens any other's checkpoint
+  options.storage.state_dirs = {*newest};  // only read
+  options.resume.enabled = true;
   const Result restored = Train(options, kSteps);
   if (!restored.ok) return 1;
   const bool restored_same = Same(whole, restored);

@@ -79,14 +79,14 @@ zero::Batch MakeBatch(int64_t step) {
 // Trains up to step `last`; returns the loss of that step, or -1.
 double Train(const std::string& directory, bool resume, int64_t last) {
   zero::EngineOptions options;
-  options.state_dirs = {directory};  // several drives: several directories
-  options.host_memory_bytes = kBudget;
+  options.storage.state_dirs = {directory};  // several drives: several directories
+  options.memory.host_memory_budget_bytes = kBudget;
   options.dtype = torch::kFloat32;
   options.example = MakeBatch(0);  // the shapes to plan for
-  options.optimizer = penstock::kernels::AdamOptions{.lr = 1e-3};
-  options.resume = resume;
-  options.overwrite = !resume;
-  options.planned =
+  options.optimizer.algorithm = penstock::kernels::AdamOptions{.lr = 1e-3};
+  options.resume.enabled = resume;
+  options.storage.overwrite = !resume;
+  options.hooks.planned =
       [](const zero::EnginePlan& plan) {  // what it is going to take; an error here would end it
         std::printf("%lld parameters, %.1f MiB of state, a budget of %.1f MiB (%.1f would do)\n",
                     static_cast<long long>(plan.parameters),

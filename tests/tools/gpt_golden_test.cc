@@ -107,7 +107,7 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
     flags.warmup = 0;
     auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();
-    settings->engine.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.01});
+    settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.01});
     auto engine = zero::Engine::Create(models::MakeGpt(settings->model), settings->engine);
     ASSERT_TRUE(engine.ok()) << engine.status();
     const zero::Batch batch = TokensOf(c);

@@ -38,10 +38,10 @@ class TrainOptionsTest : public testing_support::ProgramTest {
     return settings.ok() ? *std::move(settings) : TrainSettings{};
   }
   static double RateAt(const TrainSettings& settings, int64_t update) {
-    return settings.engine.schedule->At(update).lr;
+    return settings.engine.optimizer.schedule->At(update).lr;
   }
   static kernels::AdamOptions AdamOf(const TrainSettings& settings) {
-    return std::get<kernels::AdamOptions>(settings.engine.optimizer);
+    return std::get<kernels::AdamOptions>(settings.engine.optimizer.algorithm);
   }
   // The one line of what the file leaves open.
   static std::string Open(const TrainSettings& settings) {
@@ -67,7 +67,7 @@ TEST_F(TrainOptionsTest, AWarmUpOfAutoStepsFitsTheRun) {
   EXPECT_EQ(RateAt(settings, 100), 5e-5);
   EXPECT_EQ(AdamOf(settings).weight_decay, 0.0);
   EXPECT_EQ(settings.batch, 8);
-  EXPECT_EQ(settings.engine.clip, 1.0);
+  EXPECT_EQ(settings.engine.optimizer.clip, 1.0);
   EXPECT_EQ(settings.engine.dtype, torch::kFloat32);
   EXPECT_THAT(Open(settings), AllOf(HasSubstr("optimizer.params.lr \"auto\": 5e-05"),
                                     HasSubstr("warmup_num_steps \"auto\": 10 (a tenth of --steps 100"),
@@ -81,12 +81,12 @@ TEST_F(TrainOptionsTest, AWarmUpOfAutoStepsFitsTheRun) {
   flags.clip = 0;
   flags.dtype = "fp16";
   const TrainSettings flagged = Resolve(config, flags);
-  EXPECT_EQ(flagged.engine.schedule->name(), "WarmupLR");
+  EXPECT_EQ(flagged.engine.optimizer.schedule->name(), "WarmupLR");
   EXPECT_LT(RateAt(flagged, 40), 0.25);
   EXPECT_EQ(RateAt(flagged, 42), 0.25);
   EXPECT_EQ(AdamOf(flagged).weight_decay, 0.5);
   EXPECT_EQ(flagged.batch, 3);
-  EXPECT_EQ(flagged.engine.clip, 0);
+  EXPECT_EQ(flagged.engine.optimizer.clip, 0);
   EXPECT_EQ(flagged.engine.dtype, torch::kFloat16);
   EXPECT_THAT(Open(flagged), AllOf(Not(HasSubstr("params.lr")), Not(HasSubstr("warmup_num_steps")),
                                    Not(HasSubstr("weight_decay")), Not(HasSubstr("gradient_clipping")),
@@ -97,7 +97,7 @@ TEST_F(TrainOptionsTest, WithoutASchedulerTheRateIsConstant) {
   const std::string config =
       R"({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.002}}})";
   const TrainSettings settings = Resolve(config);
-  EXPECT_EQ(settings.engine.schedule->name(), "Constant");
+  EXPECT_EQ(settings.engine.optimizer.schedule->name(), "Constant");
   EXPECT_EQ(RateAt(settings, 1), 0.002);
   EXPECT_EQ(RateAt(settings, 100), 0.002);
   EXPECT_EQ(AdamOf(settings).weight_decay, 0.0);
@@ -107,7 +107,7 @@ TEST_F(TrainOptionsTest, WithoutASchedulerTheRateIsConstant) {
   flags.lr = 0.004;
   EXPECT_EQ(RateAt(Resolve(config, flags), 50), 0.004);
   flags.warmup = 10;
-  EXPECT_EQ(Resolve(config, flags).engine.schedule->name(), "WarmupThenCosine");
+  EXPECT_EQ(Resolve(config, flags).engine.optimizer.schedule->name(), "WarmupThenCosine");
   EXPECT_THAT(Open(Resolve(config, flags)), Not(HasSubstr("scheduler")));
 }
 
@@ -122,23 +122,23 @@ TEST_F(TrainOptionsTest, AnAbsentWarmUpIsDeepSpeedsThousandSteps) {
 TEST_F(TrainOptionsTest, WithoutOffloadThereIsNoneButForAStateDir) {
   const std::string config = R"({"train_batch_size": 4, "fp16": {"enabled": false}})";
   const TrainSettings settings = Resolve(config);
-  EXPECT_EQ(settings.engine.offload, zero::OffloadDevice::kNone);
+  EXPECT_EQ(settings.engine.storage.offload, zero::OffloadDevice::kNone);
   EXPECT_EQ(settings.engine.dtype, torch::kFloat32);
   EXPECT_THAT(Open(settings), HasSubstr("zero_optimization.offload_optimizer: none (--offload nvme"));
   TrainOptions flags;
   flags.state_dirs = {dir_ + "/state"};
-  EXPECT_EQ(Resolve(config, flags).engine.offload, zero::OffloadDevice::kNvme);
+  EXPECT_EQ(Resolve(config, flags).engine.storage.offload, zero::OffloadDevice::kNvme);
   flags.state_dirs.clear();
   flags.offload = "cpu";
-  EXPECT_EQ(Resolve(config, flags).engine.offload, zero::OffloadDevice::kCpu);
+  EXPECT_EQ(Resolve(config, flags).engine.storage.offload, zero::OffloadDevice::kCpu);
   EXPECT_THAT(Open(Resolve(config, flags)), Not(HasSubstr("offload")));
 }
 
 // Penstock's own keys say nothing of DeepSpeed's: the program's defaults hold, as without a file.
 TEST_F(TrainOptionsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
   const TrainSettings settings = Resolve(R"({"penstock": {"host_memory": "64M"}})");
-  EXPECT_EQ(settings.engine.offload, zero::OffloadDevice::kNvme);
-  EXPECT_EQ(settings.engine.schedule->name(), "WarmupThenCosine");
+  EXPECT_EQ(settings.engine.storage.offload, zero::OffloadDevice::kNvme);
+  EXPECT_EQ(settings.engine.optimizer.schedule->name(), "WarmupThenCosine");
   EXPECT_EQ(AdamOf(settings).weight_decay, 0.01);
   EXPECT_EQ(Open(settings), "");
 }
@@ -171,11 +171,11 @@ TEST_F(TrainOptionsTest, ARestoredRunHasItsOwnSyncUnlessTheConfigSaysAnother) {
     EXPECT_TRUE(settings.ok()) << settings.status();
     return settings.ok() ? settings->engine : zero::EngineOptions{};
   };
-  EXPECT_EQ(restored(std::nullopt).sync, swap::Sync::kPower);
-  EXPECT_EQ(restored(std::nullopt).durability, zero::Durability::kCheckpoint);
+  EXPECT_EQ(restored(std::nullopt).storage.sync, swap::Sync::kPower);
+  EXPECT_EQ(restored(std::nullopt).storage.durability, zero::Durability::kCheckpoint);
   testing_support::WriteFile(config, R"({"penstock": {"sync": "process"}})");
-  EXPECT_EQ(restored(config).sync, swap::Sync::kProcess);
-  EXPECT_EQ(restored(config).durability, zero::Durability::kStep);
+  EXPECT_EQ(restored(config).storage.sync, swap::Sync::kProcess);
+  EXPECT_EQ(restored(config).storage.durability, zero::Durability::kStep);
 }
 
 // The other ranks' answers, as they were written down.

@@ -149,9 +149,9 @@ TEST_F(CheckpointingTest, OneThatAKillCutShortIsMadeUpForWhereTheRunGoesOn) {
     run_.state_dir = scratch_ + "/state";
     run_.keep_state = true;
     run_.adjust = [&](EngineOptions& options) {
-      options.versions = versions;
-      if (versions == 1) options.durability = Durability::kCheckpoint;
-      options.overwrite = !run_.resume;
+      options.storage.versions = versions;
+      if (versions == 1) options.storage.durability = Durability::kCheckpoint;
+      options.storage.overwrite = !run_.resume;
     };
     run_.resume = false;
     run_.stop_after = 4;
@@ -201,9 +201,9 @@ TEST_F(CheckpointingTest, HundredsLeaveNoDescriptorMemoryOrFile) {
     run_.steps = 100;
     tests::Held before;
     run_.adjust = [&](EngineOptions& options) {
-      options.versions = versions;
-      options.overwrite = true;
-      options.describe = [&](const StepResult& result) {
+      options.storage.versions = versions;
+      options.storage.overwrite = true;
+      options.hooks.describe = [&](const StepResult& result) {
         if (result.step == 20) before = {};
         if (result.step == 99) {
           const tests::Held now;

@@ -162,11 +162,11 @@ RunOptions DrawMode(Draw& draw, const RunOptions& training, const std::string& s
       draw.Of({tiering::Placement::kAuto, tiering::Placement::kAuto, tiering::Placement::kCpu});
   if (drive && draw.OneIn(3)) run.checkpoints = {.parent = scratch + "/kept", .every = 2, .keep = 1};
   run.adjust = [=](EngineOptions& options) {
-    options.gds = gds;
-    options.versions = versions;
-    if (by_checkpoints) options.durability = Durability::kCheckpoint;
-    options.bounds.processor_share = share;
-    options.bounds.placement = placement;
+    options.storage.gds = gds;
+    options.storage.versions = versions;
+    if (by_checkpoints) options.storage.durability = Durability::kCheckpoint;
+    options.memory.bounds.processor_share = share;
+    options.memory.bounds.placement = placement;
   };
   if (drive) run.state_dir = scratch + "/state";
   run.keep_state = true;

@@ -40,8 +40,8 @@ class DeviceStateTest : public testing_support::ScratchTest {
   static void Put(RunOptions* run, Home home, std::optional<double> ratio) {
     run->offload = home == Home::kMemory ? OffloadDevice::kCpu : OffloadDevice::kNvme;
     run->adjust = [home, ratio](EngineOptions& options) {
-      options.durability = home == Home::kDurable ? Durability::kStep : Durability::kCheckpoint;
-      options.bounds.processor_share = ratio;
+      options.storage.durability = home == Home::kDurable ? Durability::kStep : Durability::kCheckpoint;
+      options.memory.bounds.processor_share = ratio;
     };
   }
   // The least device memory that works for the run.
@@ -287,8 +287,8 @@ TEST_F(DeviceStateTest, AKillLosesNoStepThatWasReported) {
             own.resume = life > 0;
             own.adjust = [&, adjust = own.adjust](EngineOptions& options) {
               adjust(options);
-              options.observer = [&, count = operations](tiering::OpId, const tiering::Op& op, double,
-                                                         double) mutable {
+              options.hooks.observer = [&, count = operations](tiering::OpId, const tiering::Op& op, double,
+                                                               double) mutable {
                 if (op.kind == tiering::OpKind::kCommit) std::ofstream(reported) << op.step;
                 if (count-- == 0) kill(getpid(), SIGKILL);
               };
@@ -351,7 +351,7 @@ TEST_F(DeviceStateTest, StateIsReadAndWrittenByName) {
         }
         EngineOptions options = testing_support::OptionsOf(run);
         if (run.adjust) run.adjust(options);
-        options.overwrite = true;
+        options.storage.overwrite = true;
         absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
         ASSERT_TRUE(engine.ok()) << engine.status();
         auto step = [&] {

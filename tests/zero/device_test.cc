@@ -113,7 +113,9 @@ TEST(Device, UpdatesInBackwardStepsThatAreSkippedAndShuffledStagesChangeNoBit) {
     ASSERT_EQ(cpu.skipped, (std::vector<int64_t>{4}));
     run.offload = OffloadDevice::kNvme;
     run.update_order = tiering::UpdateOrder::kInBackward;
-    run.adjust = [](EngineOptions& options) { options.bounds.processor_share = 1; };  // which makes them
+    run.adjust = [](EngineOptions& options) {
+      options.memory.bounds.processor_share = 1;
+    };  // which makes them
     run.device = MakeTestDevice({.bytes_per_s = 2e9});
     for (const int64_t memory : {10 * kMiB, 64 * kMiB}) {
       run.device_memory_bytes = memory;
@@ -145,7 +147,7 @@ TEST(Device, ABatchThatTheDeviceDoesNotHoldEndsNoStepButItsOwn) {
   run.state_dir = testing_support::ScratchDirectory();
   EngineOptions options = testing_support::OptionsOf(run);
   std::vector<int64_t> committed;
-  options.committed = [&](const StepResult& step) {
+  options.hooks.committed = [&](const StepResult& step) {
     committed.push_back(step.step);
     return absl::OkStatus();
   };

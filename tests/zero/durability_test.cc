@@ -33,10 +33,10 @@ class DurabilityTest : public testing_support::ScratchTest {
     run.state_dir = scratch_ + "/state";
     run.keep_state = true;
     run.adjust = [&, durability, versions](EngineOptions& options) {
-      options.durability = durability;
-      options.versions = versions;
-      options.overwrite = !run_.resume;
-      options.planned = [&](const EnginePlan& plan) {
+      options.storage.durability = durability;
+      options.storage.versions = versions;
+      options.storage.overwrite = !run_.resume;
+      options.hooks.planned = [&](const EnginePlan& plan) {
         plan_ = plan;
         return absl::OkStatus();
       };

@@ -265,11 +265,11 @@ TEST(Engine, WritesThatWaitForBackwardAreThoseOfTheirStep) {
         run.tile_bytes = 128 << 10;
         int64_t in_parts = 0, whole = 0;
         run.adjust = [&](EngineOptions& options) {
-          options.versions = versions;
-          options.durability = versions == 1 ? Durability::kCheckpoint : Durability::kStep;
-          options.bounds.placement = tiering::Placement::kCuda;
-          options.bounds.state_fraction = state_stays;
-          options.observer = [&](tiering::OpId, const tiering::Op& op, double, double) {
+          options.storage.versions = versions;
+          options.storage.durability = versions == 1 ? Durability::kCheckpoint : Durability::kStep;
+          options.memory.bounds.placement = tiering::Placement::kCuda;
+          options.memory.bounds.state_fraction = state_stays;
+          options.hooks.observer = [&](tiering::OpId, const tiering::Op& op, double, double) {
             in_parts += op.kind == tiering::OpKind::kWriteWeights ? 1 : 0;
             whole += op.kind == tiering::OpKind::kWriteTile ? 1 : 0;
           };
@@ -328,13 +328,13 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
   };
   run.state_dir = testing_support::ScratchDirectory();
   EngineOptions options = testing_support::OptionsOf(run);
-  options.overwrite = true;
+  options.storage.overwrite = true;
   std::vector<StepResult> drive, memory;
   // A drive that keeps this machine's compute waiting a little: updates in backward are worth something.
   // Every plan measures compute anew, so a slower drive may do where a faster one did and then did not.
   for (int attempt = 0; attempt < 100 && drive.empty(); ++attempt) {
     const double bytes_per_s = 2e9 * std::pow(0.8, attempt % 24);
-    options.machine = [bytes_per_s](int64_t, const std::function<void()>&) {
+    options.hooks.machine = [bytes_per_s](int64_t, const std::function<void()>&) {
       tiering::MachineModel machine;
       machine.read_bytes_per_s = machine.write_bytes_per_s = machine.mixed_bytes_per_s = bytes_per_s;
       return machine;
@@ -533,11 +533,11 @@ TEST(Engine, AsMuchIsInFlightAsTheKneeAsksForUnlessThatIsLimited) {
   for (const bool is_limit : {false, true}) {
     const std::string directory = testing_support::ScratchDirectory();
     EngineOptions options;
-    options.state_dirs = {directory};
+    options.storage.state_dirs = {directory};
     options.dtype = torch::kFloat32;
     options.example = {torch::randn({2, 1024}), torch::zeros({2})};
-    options.io.max_read_bytes_in_flight = options.io.max_write_bytes_in_flight = aio::kMiB;
-    options.io_depth_is_limit = is_limit;
+    options.storage.io.max_read_bytes_in_flight = options.storage.io.max_write_bytes_in_flight = aio::kMiB;
+    options.storage.io_depth_is_limit = is_limit;
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(WideLayers(), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
     (*engine)->set_saturating_bytes_in_flight(4 * aio::kMiB);

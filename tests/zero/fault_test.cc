@@ -187,11 +187,11 @@ class FaultTest : public testing_support::ScratchTest {
       RunOptions run = run_;
       run.resume = resume;
       run.adjust = [&, plan](EngineOptions& options) {
-        options.sync = sync;
-        options.overwrite = !resume;
+        options.storage.sync = sync;
+        options.storage.overwrite = !resume;
         said.clear();
-        options.log = [&said](const std::string& line) { said += line + "\n"; };
-        options.io.backend_factory = [plan] { return std::make_unique<FaultyBackend>(plan); };
+        options.hooks.log = [&said](const std::string& line) { said += line + "\n"; };
+        options.storage.io.backend_factory = [plan] { return std::make_unique<FaultyBackend>(plan); };
       };
       return TrainGpt(run);
     };
@@ -269,7 +269,7 @@ TEST_F(FaultTest, AFullDriveStopsAtTheLastCommitAndRoomLetsItGoOn) {
   Plan plan, counted;
   const auto on = [](Plan* of) {
     return [of](EngineOptions& options) {
-      options.io.backend_factory = [of] { return std::make_unique<FaultyBackend>(of); };
+      options.storage.io.backend_factory = [of] { return std::make_unique<FaultyBackend>(of); };
     };
   };
   run_.state_dir = scratch_ + "/counted";

@@ -37,9 +37,9 @@ RunOptions OnTheDrive(const TestDeviceOptions& device) {
   run.device = MakeTestDevice(device);
   run.device_memory_bytes = 8 * kMiB;
   run.adjust = [](EngineOptions& options) {
-    options.gds = true;
-    options.bounds.processor_share = 1;
-    options.bounds.resident_elements = 0;
+    options.storage.gds = true;
+    options.memory.bounds.processor_share = 1;
+    options.memory.bounds.resident_elements = 0;
   };
   return run;
 }
@@ -153,8 +153,8 @@ TEST(Gds, ALineSaysWhichWayIsTaken) {
     run.steps = 1;
     run.adjust = [&, asked, adjust = run.adjust](EngineOptions& options) {
       adjust(options);
-      options.gds = asked;
-      options.log = [&](const std::string& line) { lines.push_back(line); };
+      options.storage.gds = asked;
+      options.hooks.log = [&](const std::string& line) { lines.push_back(line); };
     };
     const TrainedLosses trained = TrainGpt(run);
     EXPECT_TRUE(trained.status.ok()) << trained.status;

@@ -161,15 +161,15 @@ TEST_F(Gpu, GpuDirectStorageChangesNoBit) {
   run.evaluate_every = 2;
   run.device = device_;
   run.device_memory_bytes = 512 * kMiB;
-  run.adjust = [](EngineOptions& options) { options.bounds.processor_share = 1; };
+  run.adjust = [](EngineOptions& options) { options.memory.bounds.processor_share = 1; };
   const TrainedLosses by_host = TrainGpt(run);
   ASSERT_TRUE(by_host.status.ok()) << by_host.status;
   std::vector<std::string> lines;
   run.adjust = [&](EngineOptions& options) {
-    options.bounds.processor_share = 1;
-    options.bounds.resident_elements = 0;
-    options.gds = true;
-    options.log = [&](const std::string& line) { lines.push_back(line); };
+    options.memory.bounds.processor_share = 1;
+    options.memory.bounds.resident_elements = 0;
+    options.storage.gds = true;
+    options.hooks.log = [&](const std::string& line) { lines.push_back(line); };
   };
   const TrainedLosses straight = TrainGpt(run);
   ASSERT_TRUE(straight.status.ok()) << straight.status;

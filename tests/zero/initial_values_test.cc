@@ -152,8 +152,8 @@ TEST(InitialStream, ABlockBeginsInTheMemoryOfATile) {
 // Refused by arithmetic, before anything of its size is allocated.
 TEST(MeasureModel, WhatCouldNotFitAnywhereIsRefusedUnbuilt) {
   EngineOptions options;
-  options.offload = OffloadDevice::kCpu;
-  options.host_memory_bytes = 256 << 20;
+  options.storage.offload = OffloadDevice::kCpu;
+  options.memory.host_memory_budget_bytes = 256 << 20;
   options.example = {torch::zeros({1, 8}, torch::kInt64), torch::zeros({1, 8}, torch::kInt64)};
   TensorMemory::Install();
   TensorMemory::ResetLivePeak();
@@ -177,19 +177,19 @@ TEST(MeasureModel, TheBudgetHoldsWhileABlockIsBuilt) {
     return module.as<torch::nn::LinearImpl>()->forward(x).square().mean();
   });
   EngineOptions options;
-  options.offload = OffloadDevice::kCpu;
+  options.storage.offload = OffloadDevice::kCpu;
   options.dtype = torch::kFloat32;
   options.example = {torch::randn({2, 2048}), torch::zeros({2})};
-  options.host_memory_bytes = 8 << 20;  // its weights alone have 16 MiB
+  options.memory.host_memory_budget_bytes = 8 << 20;  // its weights alone have 16 MiB
   const absl::StatusOr<EnginePlan> refused = Engine::MakePlan(model, options);
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << refused.status();
   EXPECT_THAT(std::string(refused.status().message()), testing::HasSubstr("least that works is"));
-  options.host_memory_bytes = 512 << 20;
+  options.memory.host_memory_budget_bytes = 512 << 20;
   TensorMemory::Trim();
   TensorMemory::ResetPeak();
   const absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
-  EXPECT_LE(TensorMemory::Stats().peak_bytes, options.host_memory_bytes);
+  EXPECT_LE(TensorMemory::Stats().peak_bytes, options.memory.host_memory_budget_bytes);
 }
 
 }  // namespace

@@ -56,25 +56,25 @@ std::vector<std::string> Losses(const std::string& log) {
     _exit(kFailed);
   };
   EngineOptions options = testing_support::OptionsOf(run);
-  options.overwrite = true;
+  options.storage.overwrite = true;
   if (run.adjust) run.adjust(options);
-  if (options.durability == Durability::kCheckpoint) {
+  if (options.storage.durability == Durability::kCheckpoint) {
     // So that some tiles stay in memory and others do not.
     const absl::StatusOr<EnginePlan> roomy = Engine::MakePlan(models::MakeGpt(run.model), options);
     if (!roomy.ok()) fail(roomy.status());
-    options.host_memory_bytes = roomy->plan.least_host_memory_bytes + (5 << 19);
-    options.planned = [](const EnginePlan& plan) {
+    options.memory.host_memory_budget_bytes = roomy->plan.least_host_memory_bytes + (5 << 19);
+    options.hooks.planned = [](const EnginePlan& plan) {
       return plan.plan.late_write_bytes > 0 ? absl::OkStatus()
                                             : absl::InternalError("nothing stays in memory");
     };
   }
   int64_t left = operations;
-  options.observer = [&left](tiering::OpId, const tiering::Op&, double, double) {
+  options.hooks.observer = [&left](tiering::OpId, const tiering::Op&, double, double) {
     if (left-- == 0) kill(getpid(), SIGKILL);
   };
   std::unique_ptr<tools::TrainLog> log;
-  options.describe = [](const StepResult& result) { return StepJson(result, 1); };
-  options.committed = [&log](const StepResult& result) { return log->Append(StepJson(result, 1)); };
+  options.hooks.describe = [](const StepResult& result) { return StepJson(result, 1); };
+  options.hooks.committed = [&log](const StepResult& result) { return log->Append(StepJson(result, 1)); };
   const std::string& kept = run.checkpoints.parent;
   const absl::StatusOr<std::string> newest = swap::FindCheckpoint(kept.empty() ? "nowhere" : kept);
   if (run.offload == OffloadDevice::kNvme) {
@@ -86,14 +86,14 @@ std::vector<std::string> Losses(const std::string& log) {
     } else if (overwritten) {
       std::filesystem::remove_all(run.state_dir);
     }
-    options.resume = std::filesystem::exists(run.state_dir);
+    options.resume.enabled = std::filesystem::exists(run.state_dir);
   } else if (run.resume_from.empty() && newest.ok()) {
-    options.resume = true;
-    options.state_dirs = {*newest};
+    options.resume.enabled = true;
+    options.storage.state_dirs = {*newest};
   }
   absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
   if (absl::IsNotFound(engine.status())) {  // killed before its first commit: start over
-    options.resume = false;
+    options.resume.enabled = false;
     engine = Engine::Create(models::MakeGpt(run.model), options);
   }
   if (!engine.ok()) fail(engine.status());
@@ -190,9 +190,9 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
     if (kind >= 3) {
       run.tile_bytes = 48 << 10;
       run.adjust = [kind](EngineOptions& options) {
-        options.durability = Durability::kCheckpoint;
-        options.versions = kind == 4 ? 1 : 2;
-        options.update_order = tiering::UpdateOrder::kAuto;
+        options.storage.durability = Durability::kCheckpoint;
+        options.storage.versions = kind == 4 ? 1 : 2;
+        options.optimizer.order = tiering::UpdateOrder::kAuto;
       };
     }
     const uint64_t most = kind < 3 ? 120 : 800;  // operations: it must get from one checkpoint to the next

@@ -20,7 +20,7 @@ using testing_support::RunOptions;
 std::unique_ptr<Engine> Open(const RunOptions& run, bool resume = false) {
   EngineOptions options = testing_support::OptionsOf(run);
   if (run.adjust) run.adjust(options);
-  options.resume = resume;
+  options.resume.enabled = resume;
   absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
   EXPECT_TRUE(engine.ok()) << engine.status();
   return engine.ok() ? std::move(*engine) : nullptr;
@@ -106,9 +106,9 @@ class StateWrittenIn : public testing_support::ScratchTest, public testing::With
     run.keep_state = true;
     run.host_memory_bytes = 1;
     run.adjust = [home, kept = scratch_ + "/kept"](EngineOptions& options) {
-      options.durability = home.durability;
-      options.versions = home.versions;
-      if (home.keeps_checkpoints) options.checkpoints = {kept, 2, 0};
+      options.storage.durability = home.durability;
+      options.storage.versions = home.versions;
+      if (home.keeps_checkpoints) options.storage.checkpoints = {kept, 2, 0};
     };
     run.host_memory_bytes = testing_support::TrainGpt(run).least_host_memory_bytes + home.more_bytes;
     return run;

@@ -147,9 +147,10 @@ TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {
       const auto outcomes = TrainRanks(2, run, [&](int rank, RunOptions* own) {
         own->resume = life > 0;
         own->adjust = [&, rank](EngineOptions& options) {
-          options.durability = durability;
+          options.storage.durability = durability;
           if (rank != victim || operations < 0) return;
-          options.observer = [count = operations](tiering::OpId, const tiering::Op&, double, double) mutable {
+          options.hooks.observer = [count = operations](tiering::OpId, const tiering::Op&, double,
+                                                        double) mutable {
             if (count-- == 0) kill(getpid(), SIGKILL);
           };
         };

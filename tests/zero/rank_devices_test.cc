@@ -129,8 +129,8 @@ TEST(RankDevices, StateLivesOnLinkedDevices) {
           run.state_dir = offload == OffloadDevice::kNvme ? testing_support::ScratchDirectory() : "";
           run.offload = offload;
           run.adjust = [ratio, durability](EngineOptions& options) {
-            options.durability = durability;
-            options.bounds.processor_share = ratio;
+            options.storage.durability = durability;
+            options.memory.bounds.processor_share = ratio;
           };
           const std::vector<RankOutcome> ranks = TrainOnDevices(2, run, {.linked = true});
           ExpectSameLosses(processors.front().report, ranks);
@@ -160,7 +160,7 @@ TEST(RankDevices, CheckpointsGoFromDevicesToProcessorsAndBack) {
   for (const bool devices_first : {true, false}) {
     const std::string kept = testing_support::ScratchDirectory();
     run.adjust = [](EngineOptions& options) {
-      if (options.device->has_own_memory()) options.bounds.processor_share = 0;
+      if (options.device->has_own_memory()) options.memory.bounds.processor_share = 0;
     };
     run.checkpoints = {kept, 2, 0};
     run.stop_after = 4;
@@ -193,7 +193,7 @@ TEST(RankDevices, SameBitsAsOneProcessorWithTheirMicroBatchesInEveryOrderOfUpdat
     // Not linked, or linked with state on processors, or half of it on devices.
     for (const double ratio : {-1.0, 1.0, 0.5}) {
       run.adjust = [ratio](EngineOptions& options) {
-        if (ratio >= 0) options.bounds.processor_share = ratio;
+        if (ratio >= 0) options.memory.bounds.processor_share = ratio;
       };
       const std::vector<RankOutcome> ranks =
           TrainOnDevices(3, run, {.bytes_per_s = 2e9, .linked = ratio >= 0});
@@ -220,9 +220,9 @@ TEST(RankDevices, PartsComeStraightFromTheDriveWhereAllCan) {
   const int64_t least = LeastOf(TrainOnDevices(2, run)) + kSlack;
   const int64_t least_linked = LeastOf(TrainOnDevices(2, run, {.linked = true})) + kSlack;
   run.adjust = [](EngineOptions& options) {
-    options.gds = true;
-    options.bounds.processor_share = 1;
-    options.bounds.resident_elements = 0;
+    options.storage.gds = true;
+    options.memory.bounds.processor_share = 1;
+    options.memory.bounds.resident_elements = 0;
   };
   const auto straight = [&](const std::function<TestDeviceOptions(int rank)>& device) {
     run.state_dir = testing_support::ScratchDirectory();
@@ -278,9 +278,10 @@ TEST(RankDevices, OneThatIsKilledWhileDevicesExchangeIsNamed) {
     const std::vector<RankOutcome> ranks = TrainRanks(2, run, [kind](int rank, RunOptions* own) {
       own->device = MakeTestDevice({.linked = true});
       own->adjust = [kind, rank](EngineOptions& options) {
-        options.bounds.processor_share = 0;
+        options.memory.bounds.processor_share = 0;
         if (rank == 0) return;
-        options.observer = [kind, left = 20](tiering::OpId, const tiering::Op& op, double, double) mutable {
+        options.hooks.observer = [kind, left = 20](tiering::OpId, const tiering::Op& op, double,
+                                                   double) mutable {
           if (op.kind == kind && left-- == 0) kill(getpid(), SIGKILL);
         };
       };

@@ -73,8 +73,8 @@ TEST_F(RankStateTest, WhatIsWrittenIsThatOfOneRankInEveryMode) {
       RunOptions run = UntiedRun(mode.offload, torch::kFloat32);
       run.make_model = WithLargeHead;
       run.adjust = [mode](EngineOptions& options) {
-        options.versions = mode.versions;
-        if (mode.versions == 1) options.durability = Durability::kCheckpoint;
+        options.storage.versions = mode.versions;
+        if (mode.versions == 1) options.storage.durability = Durability::kCheckpoint;
       };
       run.after_step = [](Engine& engine) {
         return engine.step() == 2 ? HalveAll(engine) : absl::OkStatus();
@@ -134,7 +134,7 @@ TEST_F(RankStateTest, AWriteThatNotAllHaveCommittedIsTakenBack) {
   run.opened = nullptr;
   run.stop_after = 0;
   run.adjust = [](EngineOptions& options) {
-    options.log = [path = options.state_dirs.front() + "/../said"](const std::string& line) {
+    options.hooks.log = [path = options.storage.state_dirs.front() + "/../said"](const std::string& line) {
       std::ofstream(path, std::ios::app) << line << "\n";
     };
   };

@@ -76,8 +76,8 @@ TEST(Ranks, StagesOneAndTwoKeepWeightsWhole) {
     run.state_dir = testing_support::ScratchDirectory();
     run.host_memory_bytes = 64 << 20;
     run.adjust = [config](EngineOptions& options) {
-      options.bounds = PlanBoundsOf(config, options.world());
-      options.planned = [](const EnginePlan& plan) {
+      options.memory.bounds = PlanBoundsOf(config, options.world());
+      options.hooks.planned = [](const EnginePlan& plan) {
         const tiering::TierLine weights = tiering::TiersOf(plan.graph, plan.plan).front();
         return weights.read_bytes == 0 ? absl::OkStatus() : absl::InternalError("weights that do not stay");
       };
@@ -134,7 +134,7 @@ TEST(Ranks, MoveHalfTheBytesEach) {
     return model;
   };
   run.host_memory_bytes = 64 << 20;
-  run.adjust = [](EngineOptions& options) { options.bounds.placement = tiering::Placement::kCpu; };
+  run.adjust = [](EngineOptions& options) { options.memory.bounds.placement = tiering::Placement::kCpu; };
   run.update_order = tiering::UpdateOrder::kInNextForward;
   run.state_dir = testing_support::ScratchDirectory();
   const nlohmann::json one = Alone(run);
@@ -178,7 +178,7 @@ TEST(Ranks, KilledAndResumedTheLossesAreThoseOfARunLeftAlone) {
       own->resume = life > 0;
       own->adjust = [rank, victim, operations, left = operations](EngineOptions& options) {
         if (rank != victim || operations < 0) return;
-        options.observer = [count = left](tiering::OpId, const tiering::Op&, double, double) mutable {
+        options.hooks.observer = [count = left](tiering::OpId, const tiering::Op&, double, double) mutable {
           if (count-- == 0) kill(getpid(), SIGKILL);
         };
       };
@@ -244,25 +244,25 @@ TEST(Ranks, OneThatIsKilledWhileItSendsIsNamedAtOnce) {
 TEST(Ranks, OneThatHangsIsNamed) {
   RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
   run.steps = 1000;
-  const auto outcomes = TrainRanks(3, run,
-                                   [](int rank, RunOptions* own) {
-                                     if (rank != 2) return;
-                                     own->adjust = [](EngineOptions& options) {
-                                       options.committed = [](const StepResult&) { return absl::OkStatus(); };
-                                       options.observer = [count = 200](tiering::OpId, const tiering::Op&,
-                                                                        double, double) mutable {
-                                         if (count-- != 0) return;
-                                         // Continued, by its own child, when the others have given up.
-                                         if (const pid_t parent = getpid(); fork() == 0) {
-                                           sleep(7);
-                                           kill(parent, SIGCONT);
-                                           _exit(0);
-                                         }
-                                         raise(SIGSTOP);
-                                       };
-                                     };
-                                   },
-                                   {.patience_seconds = 3});
+  const auto outcomes = TrainRanks(
+      3, run,
+      [](int rank, RunOptions* own) {
+        if (rank != 2) return;
+        own->adjust = [](EngineOptions& options) {
+          options.hooks.committed = [](const StepResult&) { return absl::OkStatus(); };
+          options.hooks.observer = [count = 200](tiering::OpId, const tiering::Op&, double, double) mutable {
+            if (count-- != 0) return;
+            // Continued, by its own child, when the others have given up.
+            if (const pid_t parent = getpid(); fork() == 0) {
+              sleep(7);
+              kill(parent, SIGCONT);
+              _exit(0);
+            }
+            raise(SIGSTOP);
+          };
+        };
+      },
+      {.patience_seconds = 3});
   for (int rank : {0, 1}) {
     EXPECT_EQ(outcomes[static_cast<size_t>(rank)].exit_code, 0);
     EXPECT_NE(outcomes[static_cast<size_t>(rank)].text().find("rank 2 of 3 has not answered for 3 s"),
@@ -454,7 +454,7 @@ TEST(Ranks, OneThatLivesAndDoesNotGoOnIsNotWaitedForForEver) {
         [asked](int rank, RunOptions* own) {
           if (rank == 0 && asked) {
             own->adjust = [comm = own->comm](EngineOptions& engine) {
-              engine.stops = [comm] { return comm->calls() != 0; };  // once it trains
+              engine.hooks.stops = [comm] { return comm->calls() != 0; };  // once it trains
             };
           }
           if (rank != 1) return;
@@ -497,7 +497,8 @@ TEST(Ranks, KilledInAnyPhaseTheOtherEndsAndTheRunGoesOn) {
   using Adjust = std::function<void(EngineOptions&)>;
   const auto at = [](tiering::OpKind kind, int count) -> Adjust {
     return [=](EngineOptions& options) {
-      options.observer = [kind, left = count](tiering::OpId, const tiering::Op& op, double, double) mutable {
+      options.hooks.observer = [kind, left = count](tiering::OpId, const tiering::Op& op, double,
+                                                    double) mutable {
         if (op.kind == kind && left-- == 0) kill(getpid(), SIGKILL);
       };
     };
@@ -505,14 +506,14 @@ TEST(Ranks, KilledInAnyPhaseTheOtherEndsAndTheRunGoesOn) {
   const std::vector<std::pair<const char*, Adjust>> phases = {
       {"planned",
        [](EngineOptions& options) {
-         options.planned = [](const EnginePlan&) -> absl::Status {
+         options.hooks.planned = [](const EnginePlan&) -> absl::Status {
            kill(getpid(), SIGKILL);
            return absl::OkStatus();
          };
        }},
       {"initialised",
        [](EngineOptions& options) {
-         options.log = [](const std::string& line) {
+         options.hooks.log = [](const std::string& line) {
            if (line.find("initialised") == 0) kill(getpid(), SIGKILL);
          };
        }},
@@ -537,7 +538,7 @@ TEST(Ranks, KilledInAnyPhaseTheOtherEndsAndTheRunGoesOn) {
     const bool begun = i >= 2;
     const auto rest = TrainRanks(2, run, [&](int, RunOptions* own) {
       own->resume = begun;
-      own->adjust = [begun](EngineOptions& options) { options.overwrite = !begun; };
+      own->adjust = [begun](EngineOptions& options) { options.storage.overwrite = !begun; };
     });
     for (const RankOutcome& rank : rest) {
       ASSERT_EQ(rank.text(), "");

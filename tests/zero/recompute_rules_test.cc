@@ -20,11 +20,11 @@ constexpr int64_t kWidth = 16;
 
 EngineOptions Options() {
   EngineOptions options;
-  options.offload = OffloadDevice::kNone;
+  options.storage.offload = OffloadDevice::kNone;
   options.dtype = torch::kFloat32;
   torch::manual_seed(3);
   options.example = {torch::randn({8, kWidth}), torch::zeros({8})};
-  options.optimizer = kernels::AdamOptions{.lr = 1e-2};
+  options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-2};
   return options;
 }
 
@@ -137,7 +137,7 @@ struct TiedImpl : torch::nn::Module {
 TEST(RecomputeRules, OneTensorUnderTwoNamesIsOneParameter) {
   const Model model = Before([] { return std::make_shared<TiedImpl>(); }, Apply<TiedImpl>);
   EngineOptions options = Options();
-  options.clip = 0.1;  // the norm counts, once
+  options.optimizer.clip = 0.1;  // the norm counts, once
   // Plain LibTorch.
   std::vector<std::shared_ptr<torch::nn::Module>> modules;
   std::vector<torch::Tensor> parameters;
@@ -155,10 +155,10 @@ TEST(RecomputeRules, OneTensorUnderTwoNamesIsOneParameter) {
     for (size_t s = 0; s < 2; ++s) x = model.stages[s].forward(*modules[s], x, options.example);
     x.backward();
     losses.push_back(x.item<double>());
-    norms.push_back(torch::nn::utils::clip_grad_norm_(parameters, options.clip));
+    norms.push_back(torch::nn::utils::clip_grad_norm_(parameters, options.optimizer.clip));
     plain.step();
   }
-  options.optimizer = kernels::AdamOptions{.lr = 1e-2, .weight_decay = 0.01};
+  options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-2, .weight_decay = 0.01};
   absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model, options);
   ASSERT_TRUE(engine.ok()) << engine.status();
   EXPECT_EQ((*engine)->plan().parameters, 2 * kWidth * kWidth - kWidth * (kWidth - 4) + kWidth + 4);

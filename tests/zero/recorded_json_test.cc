@@ -98,18 +98,18 @@ class RecordedJson : public testing_support::ScratchTest {
     run_.state_dir = scratch_ + "/state";
     run_.keep_state = true;
     run_.adjust = [this](EngineOptions& options) {
-      options.run = {{"model", run_.model.ToJson()},
-                     {"steps", 3},
-                     {"batch", 1},
-                     {"accumulate", 1},
-                     {"seq", 8},
-                     {"vocab", 32},
-                     {"seed", 7},
-                     {"threads", 1},
-                     {"clip", 1.0},
-                     {"lr", 1e-3},
-                     {"optimizer", "AdamW"},
-                     {"ranks", 1}};
+      options.resume.run = {{"model", run_.model.ToJson()},
+                            {"steps", 3},
+                            {"batch", 1},
+                            {"accumulate", 1},
+                            {"seq", 8},
+                            {"vocab", 32},
+                            {"seed", 7},
+                            {"threads", 1},
+                            {"clip", 1.0},
+                            {"lr", 1e-3},
+                            {"optimizer", "AdamW"},
+                            {"ranks", 1}};
     };
     const testing_support::TrainedLosses trained = TrainGpt(run_);
     EXPECT_TRUE(trained.status.ok()) << trained.status;
@@ -157,13 +157,13 @@ class RecordedJson : public testing_support::ScratchTest {
 // Every way in which the engine and the flags look at a record.
 void Read(const std::string& directory, const std::string& scratch, const testing_support::RunOptions& run) {
   EngineOptions options;
-  options.state_dirs = {directory};
+  options.storage.state_dirs = {directory};
   options.example = MakeBatch(run, 0, 0);
   options.seed = run.seed;
-  options.resume = true;
+  options.resume.enabled = true;
   (void)Engine::Create(models::MakeGpt(run.model), options).status();
   options.trains = false;
-  options.resume = false;
+  options.resume.enabled = false;
   (void)Engine::MakePlan(models::MakeGpt(run.model), options).status();
   tools::TrainOptions flags;
   flags.resume = true;
@@ -171,7 +171,7 @@ void Read(const std::string& directory, const std::string& scratch, const testin
   flags.host_memory = "64M";
   (void)tools::ResolveTrainOptions(flags, /*needs_data=*/false).status();
   EngineOptions to;
-  to.state_dirs = {scratch + "/restored"};
+  to.storage.state_dirs = {scratch + "/restored"};
   (void)RestoreRun(directory, to);
 }
 
@@ -191,7 +191,7 @@ TEST_F(RecordedJson, WhateverStandsThereNothingThrows) {
 TEST_F(RecordedJson, NorDoesAPartOfSeveralRanks) {
   std::mt19937 random(7);
   EngineOptions to;
-  to.state_dirs = {scratch_ + "/restored"};
+  to.storage.state_dirs = {scratch_ + "/restored"};
   const auto restore = [&](const json& identity) {
     for (int rank : {0, 1}) {
       json own = identity;

@@ -27,7 +27,7 @@ tiering::Plan PlanThatOffers(double worthwhile_replay_rate) {
 class Steps {
  public:
   explicit Steps(double clip = 1) {
-    options_.clip = clip;
+    options_.optimizer.clip = clip;
     decisions_ = std::make_unique<StepOutcome>(options_);
   }
   StepOutcome::Decided& Add(double norm) {

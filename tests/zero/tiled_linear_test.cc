@@ -89,11 +89,11 @@ TEST(TiledLinear, TrainsFromTheDriveWithTheBitsOfMemory) {
   const std::string directory = testing_support::ScratchDirectory();
   for (int i = 0; i < 2; ++i) {
     EngineOptions options;
-    options.offload = i == 0 ? OffloadDevice::kNone : OffloadDevice::kNvme;
-    options.state_dirs = {directory};
+    options.storage.offload = i == 0 ? OffloadDevice::kNone : OffloadDevice::kNvme;
+    options.storage.state_dirs = {directory};
     options.dtype = torch::kFloat32;
     options.example = MakeRows(0);
-    options.optimizer = kernels::AdamOptions{.lr = 1e-2};
+    options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-2};
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeModel(5), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
     losses[i] = Train(**engine, MakeRows, 12);
@@ -130,13 +130,13 @@ TEST(TiledLinear, TrainsOnADeviceThatDoesNotHoldTheLayer) {
   std::vector<double> losses[2];
   for (int i = 0; i < 2; ++i) {
     EngineOptions options;
-    options.offload = i == 0 ? OffloadDevice::kNone : OffloadDevice::kNvme;
-    options.state_dirs = {directory};
+    options.storage.offload = i == 0 ? OffloadDevice::kNone : OffloadDevice::kNvme;
+    options.storage.state_dirs = {directory};
     options.example = MakeWideRows(0);
-    options.optimizer = kernels::AdamOptions{.lr = 1e-3};
+    options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-3};
     if (i == 1) {
       options.device = testing_support::MakeTestDevice();
-      options.device_memory_bytes = kLayerBytes;
+      options.memory.device_memory_budget_bytes = kLayerBytes;
     }
     absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeWide(16), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
@@ -145,7 +145,7 @@ TEST(TiledLinear, TrainsOnADeviceThatDoesNotHoldTheLayer) {
     if (i == 0) continue;
     EXPECT_LE((*engine)->peak_device_bytes(), kLayerBytes);
     EXPECT_GT((*engine)->peak_device_bytes(), 0);
-    options.state_dirs = {directory + "/whole"};
+    options.storage.state_dirs = {directory + "/whole"};
     const absl::StatusOr<std::unique_ptr<Engine>> whole = Engine::Create(MakeWide(1), options);
     EXPECT_EQ(whole.status().code(), absl::StatusCode::kFailedPrecondition) << "the layer in one piece fits";
   }
@@ -157,7 +157,7 @@ TEST(TiledLinear, TilesTakeLessMemoryThanTheLayer) {
   auto least = [](int64_t tiles) {
     const Model model = MakeWide(tiles);
     EngineOptions options;
-    options.state_dirs = {"nowhere"};
+    options.storage.state_dirs = {"nowhere"};
     options.example = MakeWideRows(0);
     absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model, options);
     EXPECT_TRUE(plan.ok()) << plan.status();

@@ -49,27 +49,27 @@ static std::vector<int> ShuffledLayers(int stages, uint64_t seed) {
 
 EngineOptions OptionsOf(const RunOptions& run) {
   EngineOptions options;
-  options.offload = run.state_dir.empty() ? run.offload : OffloadDevice::kNvme;
+  options.storage.offload = run.state_dir.empty() ? run.offload : OffloadDevice::kNvme;
   options.dtype = run.dtype;
   options.micro_batches = run.micro_batches;
   options.example = MakeBatch(run, 0, 0);
-  options.optimizer =
+  options.optimizer.algorithm =
       run.optimizer.value_or(kernels::AdamOptions{.lr = run.lr, .weight_decay = run.weight_decay});
-  options.optimizer_states = run.optimizer_states;
-  options.loss_scale = run.loss_scale;
-  options.clip = run.clip;
+  options.optimizer.states = run.optimizer_states;
+  options.optimizer.loss_scale = run.loss_scale;
+  options.optimizer.clip = run.clip;
   options.seed = run.seed;
-  options.host_memory_bytes = run.host_memory_bytes;
+  options.memory.host_memory_budget_bytes = run.host_memory_bytes;
   options.device = run.device;
-  options.device_memory_bytes = run.device_memory_bytes;
-  options.update_workers = run.update_workers;
-  options.tile_bytes = run.tile_bytes;
-  options.update_order = run.update_order;
-  options.resume = run.resume || !run.resume_from.empty();
-  options.checkpoints = run.checkpoints;
+  options.memory.device_memory_budget_bytes = run.device_memory_bytes;
+  options.optimizer.workers = run.update_workers;
+  options.memory.tile_bytes = run.tile_bytes;
+  options.optimizer.order = run.update_order;
+  options.resume.enabled = run.resume || !run.resume_from.empty();
+  options.storage.checkpoints = run.checkpoints;
   options.comm = run.comm;
-  if (!run.resume_from.empty()) options.state_dirs = {run.resume_from};
-  if (options.offload == OffloadDevice::kNvme) options.state_dirs = {run.state_dir};
+  if (!run.resume_from.empty()) options.storage.state_dirs = {run.resume_from};
+  if (options.storage.offload == OffloadDevice::kNvme) options.storage.state_dirs = {run.state_dir};
   return options;
 }
 
@@ -93,12 +93,12 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   if (run.state_dir.empty() && run.offload == OffloadDevice::kNvme) run.state_dir = ScratchDirectory();
   EngineOptions options = OptionsOf(run);
   if (run.adjust) run.adjust(options);
-  options.committed = [&](const StepResult& result) {
+  options.hooks.committed = [&](const StepResult& result) {
     trained.committed.push_back(result.step);
     return absl::OkStatus();
   };
   Engine* running = nullptr;
-  options.checkpointed = [&](int64_t step, const std::string& path, const absl::Status& status) {
+  options.hooks.checkpointed = [&](int64_t step, const std::string& path, const absl::Status& status) {
     trained.kept.push_back({step, running->step(), path, status});
   };
   Model model = run.make_model ? run.make_model() : models::MakeGpt(run.model);

@@ -252,12 +252,12 @@ nlohmann::json MachineJson(const tiering::MachineModel& model) {
 MachineRequest RequestFor(const zero::EngineOptions& options, int64_t state_bytes,
                           std::function<void()> compute) {
   MachineRequest request;
-  if (options.offload == zero::OffloadDevice::kNvme) request.directories = options.state_dirs;
-  request.memory_bytes = options.host_memory_bytes;
+  if (options.storage.offload == zero::OffloadDevice::kNvme) request.directories = options.storage.state_dirs;
+  request.memory_bytes = options.memory.host_memory_budget_bytes;
   request.file_bytes = std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
   if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
-  request.optimizer = options.optimizer;
-  request.update_workers = options.update_workers;
+  request.optimizer = options.optimizer.algorithm;
+  request.update_workers = options.optimizer.workers;
   request.compute_threads = options.intra_op_threads;
   request.compute = std::move(compute);
   request.device = options.device;

@@ -28,7 +28,7 @@ struct MachineRequest {
   zero::OptimizerOptions optimizer;
   int update_workers = 1;
   int compute_threads = 1;
-  // A sample of compute on the processor (zero::EngineOptions::machine), measured alone and beside the busy
+  // A sample of compute on the processor (zero::EngineHooks::machine), measured alone and beside the busy
   // drive; null: nothing is known of what they cost each other.
   std::function<void()> compute;
   std::shared_ptr<zero::Device> device;  // that computes; copies are measured where it is apart
@@ -46,7 +46,7 @@ struct Machine {
   bool drive_measured = false;  // here, now or at the time of a stored profile
 };
 
-// For what EngineOptions::machine is asked. Drives are those of the state, if any.
+// For what EngineHooks::machine is asked. Drives are those of the state, if any.
 MachineRequest RequestFor(const zero::EngineOptions& options, int64_t state_bytes,
                           std::function<void()> compute);
 

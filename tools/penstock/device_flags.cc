@@ -61,7 +61,7 @@ absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config
                               (*device)->capacity_bytes(), " (", (*device)->Describe(), ")"));
   }
   settings->engine.device = *std::move(device);
-  settings->engine.device_memory_bytes = budget;
+  settings->engine.memory.device_memory_budget_bytes = budget;
   return absl::OkStatus();
 }
 

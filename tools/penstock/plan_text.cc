@@ -21,7 +21,7 @@ double BytesPerParameter(const zero::EnginePlan& plan) {
 // "bf16", and what is not AdamW in fp32.
 std::string TypesText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
   std::string text = plan.plan.precision.name;
-  const std::string optimizer = zero::OptimizerName(options.optimizer);
+  const std::string optimizer = zero::OptimizerName(options.optimizer.algorithm);
   if (optimizer != "adam") absl::StrAppend(&text, ", ", optimizer);
   if (plan.format.states != kernels::StateType::kFp32) {
     absl::StrAppend(&text, ", ", std::string(zero::StateTypeName(plan.format.states)), " optimizer states");
@@ -30,7 +30,7 @@ std::string TypesText(const zero::EnginePlan& plan, const zero::EngineOptions& o
 }
 
 tiering::Wear WearOf(const PlanFacts& facts) {
-  const auto drives = static_cast<double>(std::max<size_t>(1, facts.options.state_dirs.size()));
+  const auto drives = static_cast<double>(std::max<size_t>(1, facts.options.storage.state_dirs.size()));
   return tiering::WearOf(facts.plan.plan.nvme_write_bytes, facts.prediction.step_seconds,
                          drives * facts.rated_bytes_written);
 }
@@ -138,7 +138,7 @@ std::string_view DurabilityName(const tiering::Plan& plan) {
 // What a kill will cost, where it costs more than the step under way.
 std::string DurabilityText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
   if (!plan.plan.on_nvme || !plan.plan.trains || plan.plan.commits_every_step) return "";
-  const int64_t every = options.checkpoints.every;
+  const int64_t every = options.storage.checkpoints.every;
   std::string text = absl::StrFormat(
       "durability: checkpoint: %s a step less to write, since what stays in memory is "
       "written %s and at the end; ",
@@ -151,18 +151,18 @@ std::string DurabilityText(const zero::EnginePlan& plan, const zero::EngineOptio
     return text;
   }
   absl::StrAppend(
-      &text, "with one version a kill leaves nothing in ", options.state_dirs.front(), ": ",
-      every > 0
-          ? absl::StrCat("--resume goes back to the newest checkpoint in ", options.checkpoints.parent, "\n")
-          : std::string("everything is lost, for there are no checkpoints (--checkpoint-dir, "
-                        "--checkpoint-every N)\n"));
+      &text, "with one version a kill leaves nothing in ", options.storage.state_dirs.front(), ": ",
+      every > 0 ? absl::StrCat("--resume goes back to the newest checkpoint in ",
+                               options.storage.checkpoints.parent, "\n")
+                : std::string("everything is lost, for there are no checkpoints (--checkpoint-dir, "
+                              "--checkpoint-every N)\n"));
   return text;
 }
 
 std::string WearText(const PlanFacts& facts) {
   if (facts.plan.plan.nvme_write_bytes == 0) return "";
   const tiering::Wear wear = WearOf(facts);
-  const size_t drives = std::max<size_t>(1, facts.options.state_dirs.size());
+  const size_t drives = std::max<size_t>(1, facts.options.storage.state_dirs.size());
   return absl::StrFormat("wear: %.3g TB written a day; %.3g days of training to the rating of %.0f TB%s\n",
                          wear.bytes_per_day * 1e-12, wear.days_to_rating,
                          static_cast<double>(drives) * facts.rated_bytes_written * 1e-12,
@@ -179,13 +179,13 @@ int64_t FreeBytes(const std::string& directory) {
 
 // ", 38.6 GiB free", of a run that is not there yet, and whether that is enough.
 std::string RoomText(const zero::EnginePlan& plan, const zero::EngineOptions& options) {
-  const int64_t free = FreeBytes(options.state_dirs.front());
-  if (free < 0 || options.resume) return "";
+  const int64_t free = FreeBytes(options.storage.state_dirs.front());
+  if (free < 0 || options.resume.enabled) return "";
   // Of one of several directories that is not known: they may lie on one drive.
-  const bool known = options.state_dirs.size() == 1 && !options.overwrite;
+  const bool known = options.storage.state_dirs.size() == 1 && !options.storage.overwrite;
   if (known && plan.disk_bytes > free) {
     return absl::StrFormat(", which does not fit: %s are free in %s, and %s are missing", FormatBytes(free),
-                           options.state_dirs.front(), FormatBytes(plan.disk_bytes - free));
+                           options.storage.state_dirs.front(), FormatBytes(plan.disk_bytes - free));
   }
   return absl::StrCat(", ", FormatBytes(free), " free");
 }
@@ -241,11 +241,12 @@ std::string PlanText(const PlanFacts& facts) {
   std::string text =
       absl::StrFormat("%d parameters in %d blocks, %s; state %s", plan.parameters, plan.graph.blocks.size(),
                       TypesText(plan, options), FormatBytes(plan.state_bytes));
-  if (options.host_memory_bytes > 0 && plan.state_bytes > options.host_memory_bytes) {
+  if (options.memory.host_memory_budget_bytes > 0 &&
+      plan.state_bytes > options.memory.host_memory_budget_bytes) {
     absl::StrAppend(&text, absl::StrFormat(", %.1f times the host memory budget of %s",
                                            static_cast<double>(plan.state_bytes) /
-                                               static_cast<double>(options.host_memory_bytes),
-                                           FormatBytes(options.host_memory_bytes)));
+                                               static_cast<double>(options.memory.host_memory_budget_bytes),
+                                           FormatBytes(options.memory.host_memory_budget_bytes)));
   }
   absl::StrAppend(&text, "\nhost memory:\n");
   const tiering::Ledger ledger = plan.plan.ledger();
@@ -348,15 +349,15 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
   return {{"params", plan.parameters},
           {"blocks", plan.graph.blocks.size()},
           {"dtype", plan.plan.precision.name},
-          {"optimizer", zero::OptimizerName(facts.options.optimizer)},
+          {"optimizer", zero::OptimizerName(facts.options.optimizer.algorithm)},
           {"optimizer_states", std::string(zero::StateTypeName(plan.format.states))},
-          {"offload", std::string(zero::Name(facts.options.offload))},
+          {"offload", std::string(zero::Name(facts.options.storage.offload))},
           {"order_of_update", std::string(plan.plan.order_of_update())},
           {"in_backward_share", plan.plan.in_backward_share()},
           {"worthwhile_redo_rate", plan.plan.worthwhile_replay_rate},
           {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},
           {"reasons", plan.plan.reasons},
-          {"host_memory_budget_bytes", facts.options.host_memory_bytes},
+          {"host_memory_budget_bytes", facts.options.memory.host_memory_budget_bytes},
           {"host_memory_bytes", plan.plan.host_bytes()},
           {"pinned_memory_bytes", plan.plan.arena_bytes},
           {"least_host_memory_bytes", plan.plan.least_host_memory_bytes},

@@ -71,10 +71,9 @@ nlohmann::json OptionsJson(const TrainOptions& flags) {
 constexpr uint64_t kPieceBytes = 64 << 10, kPieces = 1024;
 
 absl::StatusOr<nlohmann::json> TextJson(const models::Dataset& data) {
-  absl::StatusOr<uint64_t> digest = ContentDigest(data.path());
-  if (!digest.ok()) return digest.status();
+  ASSIGN_OR_RETURN(uint64_t digest, ContentDigest(data.path()));
   return nlohmann::json{
-      {"tokens", data.tokens()}, {"vocabulary", data.vocab()}, {"content", absl::StrCat(absl::Hex(*digest))}};
+      {"tokens", data.tokens()}, {"vocabulary", data.vocab()}, {"content", absl::StrCat(absl::Hex(digest))}};
 }
 
 // Of weights: a file, or those of a directory.
@@ -139,9 +138,8 @@ std::string StepText(int64_t step) { return step < 0 ? "nothing" : absl::StrCat(
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& flags) {
-  absl::StatusOr<zero::RankEnvironment> environment = zero::ReadRankEnvironment();
-  if (!environment.ok()) return environment.status();
-  if (environment->world == 1) return std::shared_ptr<zero::Comm>();
+  ASSIGN_OR_RETURN(zero::RankEnvironment environment, zero::ReadRankEnvironment());
+  if (environment.world == 1) return std::shared_ptr<zero::Comm>();
   zero::CommOptions options;
   if (flags.rank_timeout.has_value()) {
     if (!(*flags.rank_timeout >= 1)) {
@@ -151,7 +149,7 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& fla
     options.patience_seconds = *flags.rank_timeout;
     options.meeting_seconds = 10 * *flags.rank_timeout;
   }
-  ASSIGN_OR_RETURN(std::unique_ptr<zero::Comm> connected, zero::ConnectGloo(*environment, options));
+  ASSIGN_OR_RETURN(std::unique_ptr<zero::Comm> connected, zero::ConnectGloo(environment, options));
   std::shared_ptr<zero::Comm> comm = std::move(connected);
   if (absl::Status same = zero::AgreeOnOptions(*comm, OptionsJson(flags)); !same.ok()) {
     comm->Abort(same);
@@ -187,32 +185,32 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
                                                     const models::Dataset& data,
                                                     const models::Dataset* eval_data) {
   const zero::EngineOptions& engine = settings.engine;
-  nlohmann::json same = engine.run;
+  nlohmann::json same = engine.resume.run;
   // What a host has, and what the text below says better.
   same.erase("blas");
   same.erase("data_fingerprint");
-  absl::StatusOr<zero::TileFormat> format = zero::FormatOf(engine);
-  if (!format.ok()) return format.status();
-  same["--dtype"] = std::string(zero::DTypeName(format->weights));
+  ASSIGN_OR_RETURN(zero::TileFormat format, zero::FormatOf(engine));
+  same["--dtype"] = std::string(zero::DTypeName(format.weights));
   same["--threads"] = engine.intra_op_threads;
-  same["--offload"] = static_cast<int>(engine.offload);
+  same["--offload"] = static_cast<int>(engine.storage.offload);
   same["--eval-every"] = settings.eval_every;
-  same["--checkpoint-every"] = engine.checkpoints.every;
-  same["--checkpoint-keep"] = engine.checkpoints.keep;
-  if (engine.new_loss_scale.has_value()) same["new loss scale"] = engine.new_loss_scale->ToJson();
+  same["--checkpoint-every"] = engine.storage.checkpoints.every;
+  same["--checkpoint-keep"] = engine.storage.checkpoints.keep;
+  if (engine.optimizer.new_loss_scale.has_value())
+    same["new loss scale"] = engine.optimizer.new_loss_scale->ToJson();
   same["goes on"] = settings.resumes;
-  same["overwrites"] = engine.overwrite;
-  same["changes"] = engine.run_changes;
-  same["optimizer states"] = std::string(zero::StateTypeName(format->states));
-  same["loss scale"] = engine.loss_scale.ToJson();
-  if (engine.schedule.has_value()) same["scheduler"] = engine.schedule->ToJson();
-  same["sync"] = static_cast<int>(engine.sync);
-  same["durability"] = static_cast<int>(engine.durability);
-  same["versions"] = engine.versions;
-  same["tile_bytes"] = engine.tile_bytes;
-  same["update_order"] = static_cast<int>(engine.update_order);
-  same["bounds"] = BoundsJson(engine.bounds);
-  same["use_gds"] = engine.gds;
+  same["overwrites"] = engine.storage.overwrite;
+  same["changes"] = engine.resume.run_changes;
+  same["optimizer states"] = std::string(zero::StateTypeName(format.states));
+  same["loss scale"] = engine.optimizer.loss_scale.ToJson();
+  if (engine.optimizer.schedule.has_value()) same["scheduler"] = engine.optimizer.schedule->ToJson();
+  same["sync"] = static_cast<int>(engine.storage.sync);
+  same["durability"] = static_cast<int>(engine.storage.durability);
+  same["versions"] = engine.storage.versions;
+  same["tile_bytes"] = engine.memory.tile_bytes;
+  same["update_order"] = static_cast<int>(engine.optimizer.order);
+  same["bounds"] = BoundsJson(engine.memory.bounds);
+  same["use_gds"] = engine.storage.gds;
   ASSIGN_OR_RETURN(same["--data"], TextJson(data));
   if (eval_data != nullptr) {
     ASSIGN_OR_RETURN(same["--eval-data"], TextJson(*eval_data));
@@ -283,11 +281,10 @@ absl::StatusOr<GoOn> AgreeOnResume(zero::Comm& comm, const absl::StatusOr<nlohma
   constexpr int64_t kDamaged = -3, kOverwritten = -2, kNone = -1;  // in the place of a step
   int64_t step = run.ok() ? kNone : kOverwritten, ranks = comm.world(), versions = 0;
   if (run.ok() && !run->is_null()) {
-    absl::StatusOr<swap::Inspection> inspection = swap::Inspect(dirs);
-    if (!inspection.ok()) return inspection.status();
-    step = static_cast<int64_t>(inspection->record.step);
-    versions = inspection->shape.slots;
-    const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
+    ASSIGN_OR_RETURN(swap::Inspection inspection, swap::Inspect(dirs));
+    step = static_cast<int64_t>(inspection.record.step);
+    versions = inspection.shape.slots;
+    const nlohmann::json identity = ParseOrNull(inspection.shape.identity);
     ranks = zero::JsonField<int64_t>(identity, "ranks").value_or(1);
   }
   int64_t kept = checkpoint.empty() ? kNone : StepIn({checkpoint});

@@ -42,17 +42,14 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
 }
 
 absl::StatusOr<FoundState> FindState(const std::vector<std::string>& arguments) {
-  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(arguments);
-  if (!dirs.ok()) return dirs.status();
+  ASSIGN_OR_RETURN(std::vector<std::string> dirs, ResolveStateDirs(arguments));
   FoundState state;
-  absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(*dirs);
+  absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(dirs);
   // Whatever stands there, inspecting says it best.
-  state.parts = parts.ok() ? *std::move(parts) : zero::ShardDirectories{*dirs};
+  state.parts = parts.ok() ? *std::move(parts) : zero::ShardDirectories{dirs};
   const bool says_better = absl::IsNotFound(parts.status()) || absl::IsFailedPrecondition(parts.status());
   if (!parts.ok() && !says_better) return parts.status();
-  absl::StatusOr<std::vector<swap::Inspection>> inspections = zero::InspectShards(state.parts);
-  if (!inspections.ok()) return inspections.status();
-  state.inspections = *std::move(inspections);
+  ASSIGN_OR_RETURN(state.inspections, zero::InspectShards(state.parts));
   return state;
 }
 
@@ -83,16 +80,13 @@ absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const FoundState&
   auto reader = std::make_unique<StateReader>();
   aio::ArenaOptions arena_options;
   arena_options.bytes = memory_bytes;
-  absl::StatusOr<std::unique_ptr<aio::Arena>> arena = aio::Arena::Create(arena_options);
-  if (!arena.ok()) return arena.status();
-  reader->arena_ = *std::move(arena);
+  ASSIGN_OR_RETURN(reader->arena_, aio::Arena::Create(arena_options));
   ASSIGN_OR_RETURN(aio::Region memory, reader->arena_->Allocate(memory_bytes));
   reader->memory_ = std::move(memory);
   aio::EngineOptions engine_options;
   engine_options.arenas = {reader->arena_.get()};
   engine_options.log = [log](std::string_view line) { log(std::string(line)); };
-  ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> engine, aio::Engine::Create(std::move(engine_options)));
-  reader->engine_ = std::move(engine);
+  ASSIGN_OR_RETURN(reader->engine_, aio::Engine::Create(std::move(engine_options)));
   for (const std::vector<std::string>& part : state.parts) {
     swap::StoreOptions options;
     options.directories = part;

@@ -184,8 +184,9 @@ std::optional<std::string> DurabilitySaid(const zero::Config& config) {
 }
 
 void SetDurability(const std::string& sync, const std::string& durability, zero::EngineOptions* engine) {
-  engine->sync = sync == kSyncPower ? swap::Sync::kPower : swap::Sync::kProcess;
-  engine->durability = durability == kAtCheckpoints ? zero::Durability::kCheckpoint : zero::Durability::kStep;
+  engine->storage.sync = sync == kSyncPower ? swap::Sync::kPower : swap::Sync::kProcess;
+  engine->storage.durability =
+      durability == kAtCheckpoints ? zero::Durability::kCheckpoint : zero::Durability::kStep;
 }
 
 // What a checkpoint's run is restored with: as it was made, but for what the config says.
@@ -195,8 +196,8 @@ void RestoreDurability(const zero::Config& config, const nlohmann::json& run, ze
 }
 
 bool HasOneVersion(const zero::EngineOptions& engine) {
-  if (engine.offload != zero::OffloadDevice::kNvme) return false;
-  const auto shards = zero::FindShards(engine.state_dirs);
+  if (engine.storage.offload != zero::OffloadDevice::kNvme) return false;
+  const auto shards = zero::FindShards(engine.storage.state_dirs);
   if (!shards.ok()) return false;
   const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(shards->front());
   return inspection.ok() && inspection->shape.slots == 1;
@@ -210,7 +211,7 @@ absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions
   const bool one_version = settings->resumes && HasOneVersion(settings->engine);
   if (one_version && config.penstock.durability == zero::Durability::kStep) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "--config: penstock.durability \"step\": ", settings->engine.state_dirs.front(),
+        "--config: penstock.durability \"step\": ", settings->engine.storage.state_dirs.front(),
         " has one version of everything, and commits with its checkpoints only; leave it out, or "
         "start another run with \"versions\": 2 in another --state-dir"));
   }
@@ -226,13 +227,13 @@ absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions
 
 void NoteDurability(const zero::Config& config, TrainSettings* settings) {
   const zero::EngineOptions& engine = settings->engine;
-  if (engine.offload == zero::OffloadDevice::kNvme) return;
+  if (engine.storage.offload == zero::OffloadDevice::kNvme) return;
   if (config.penstock.durability == zero::Durability::kStep) {
     settings->notes.push_back(
         "penstock.durability \"step\": of no effect without offload to nvme: state in memory is kept by "
         "checkpoints");
   }
-  if (engine.versions > 0) {
+  if (engine.storage.versions > 0) {
     settings->notes.push_back("penstock.versions: of no effect without offload to nvme");
   }
 }
@@ -257,9 +258,9 @@ absl::Status CheckFree(const std::vector<std::string>& dirs) {
 }
 
 absl::Status ResolveCheckpoints(const TrainOptions& flags, TrainSettings* settings) {
-  zero::CheckpointSchedule& checkpoints = settings->engine.checkpoints;
+  zero::CheckpointSchedule& checkpoints = settings->engine.storage.checkpoints;
   checkpoints.parent = flags.checkpoint_dir.value_or("");
-  if (settings->engine.offload != zero::OffloadDevice::kNvme) {
+  if (settings->engine.storage.offload != zero::OffloadDevice::kNvme) {
     // Nothing else outlives the process.
     checkpoints.at_end = true;
     if (checkpoints.parent.empty()) checkpoints.parent = DefaultCheckpoints(flags.state_dirs);
@@ -267,14 +268,12 @@ absl::Status ResolveCheckpoints(const TrainOptions& flags, TrainSettings* settin
   if (flags.checkpoint_keep.has_value()) {
     if (!flags.checkpoint_every.has_value()) return Wrong("--checkpoint-keep needs --checkpoint-every N");
     checkpoints.keep = *flags.checkpoint_keep;
-    const absl::Status valid = Check<int64_t>("--checkpoint-keep", checkpoints.keep, 1, int64_t{1} << 31);
-    if (!valid.ok()) return valid;
+    RETURN_IF_ERROR(Check<int64_t>("--checkpoint-keep", checkpoints.keep, 1, int64_t{1} << 31));
   }
   if (flags.checkpoint_every.has_value()) {
     checkpoints.every = *flags.checkpoint_every;
     if (checkpoints.parent.empty()) return Wrong("--checkpoint-every needs --checkpoint-dir DIR");
-    absl::Status valid = Check<int64_t>("--checkpoint-every", checkpoints.every, 1, int64_t{1} << 40);
-    if (!valid.ok()) return valid;
+    RETURN_IF_ERROR(Check<int64_t>("--checkpoint-every", checkpoints.every, 1, int64_t{1} << 40));
   }
   for (const std::string& directory : flags.state_dirs) {
     std::error_code error;
@@ -297,9 +296,9 @@ std::string ParentOf(const std::string& checkpoint) {
 void NoteReplaced(TrainSettings* settings) {
   const zero::EngineOptions& engine = settings->engine;
   std::vector<std::vector<std::string>> places;
-  if (engine.offload == zero::OffloadDevice::kNvme) places.push_back(engine.state_dirs);
-  if (engine.checkpoints.any()) {
-    if (const auto newest = swap::FindCheckpoint(engine.checkpoints.parent); newest.ok())
+  if (engine.storage.offload == zero::OffloadDevice::kNvme) places.push_back(engine.storage.state_dirs);
+  if (engine.storage.checkpoints.any()) {
+    if (const auto newest = swap::FindCheckpoint(engine.storage.checkpoints.parent); newest.ok())
       places.push_back({*newest});
   }
   for (const std::vector<std::string>& place : places) {
@@ -312,7 +311,7 @@ void NoteReplaced(TrainSettings* settings) {
 // The directory of checkpoints becomes this run's before it is looked at. All ranks wait for rank 0, which
 // has it for all.
 absl::Status TakeCheckpoints(TrainSettings* settings) {
-  zero::CheckpointSchedule& checkpoints = settings->engine.checkpoints;
+  zero::CheckpointSchedule& checkpoints = settings->engine.storage.checkpoints;
   if (!checkpoints.any()) return absl::OkStatus();
   absl::Status taken;
   if (settings->engine.rank() == 0) {
@@ -327,7 +326,7 @@ absl::Status TakeCheckpoints(TrainSettings* settings) {
 
 // A new run replaces no checkpoints unless it is told to.
 absl::Status CheckNoCheckpoints(const TrainOptions& flags, const TrainSettings& settings) {
-  const zero::CheckpointSchedule& checkpoints = settings.engine.checkpoints;
+  const zero::CheckpointSchedule& checkpoints = settings.engine.storage.checkpoints;
   if (!checkpoints.any() || flags.resume) return absl::OkStatus();
   if (IsOneCheckpoint(checkpoints.parent)) {
     return absl::FailedPreconditionError(
@@ -345,7 +344,7 @@ absl::Status CheckNoCheckpoints(const TrainOptions& flags, const TrainSettings& 
 
 // Going on from the one checkpoint that --checkpoint-dir names: new ones go beside it.
 absl::Status KeepBeside(const std::string& checkpoint, TrainSettings* settings) {
-  zero::CheckpointSchedule& schedule = settings->engine.checkpoints;
+  zero::CheckpointSchedule& schedule = settings->engine.storage.checkpoints;
   if (!schedule.any() || schedule.parent != checkpoint) return absl::OkStatus();
   schedule.parent = ParentOf(checkpoint);
   const std::vector<swap::CheckpointEntry> there = swap::ListCheckpoints(schedule.parent);
@@ -395,8 +394,8 @@ bool IsDirectory(const std::string& path) {
 // Before the directory of checkpoints is taken, which makes it: that a run without a drive was in the place
 // that the flags name. One that was killed before it kept anything has left that directory.
 absl::Status CheckWasThere(const TrainOptions& flags, const zero::EngineOptions& engine) {
-  const std::string& checkpoints = engine.checkpoints.parent;
-  if (engine.offload == zero::OffloadDevice::kNvme || swap::FindCheckpoint(checkpoints).ok())
+  const std::string& checkpoints = engine.storage.checkpoints.parent;
+  if (engine.storage.offload == zero::OffloadDevice::kNvme || swap::FindCheckpoint(checkpoints).ok())
     return absl::OkStatus();
   if (flags.state_dirs.empty()) {
     if (flags.checkpoint_dir.has_value() || IsDirectory(checkpoints)) return absl::OkStatus();
@@ -414,7 +413,7 @@ absl::Status CheckWasThere(const TrainOptions& flags, const zero::EngineOptions&
 absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const zero::Config& config,
                                              bool starts, bool* restores, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  const std::string& checkpoints = engine.checkpoints.parent;
+  const std::string& checkpoints = engine.storage.checkpoints.parent;
   absl::StatusOr<std::string> newest = absl::NotFoundError("");
   if (!checkpoints.empty()) newest = swap::FindCheckpoint(checkpoints);
   if (!newest.ok() && !absl::IsNotFound(newest.status())) return newest.status();
@@ -426,59 +425,60 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ze
   if (newest.ok()) {
     RETURN_IF_ERROR(KeepBeside(*newest, settings));
   }
-  if (engine.offload != zero::OffloadDevice::kNvme) {
+  if (engine.storage.offload != zero::OffloadDevice::kNvme) {
     // Nothing outlives the process but what was kept: a checkpoint, or the state of a run with a drive.
     settings->goes_back = true;
-    engine.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : flags.state_dirs;
-    if (engine.state_dirs.empty()) {
+    engine.storage.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : flags.state_dirs;
+    if (engine.storage.state_dirs.empty()) {
       settings->decisions.push_back(absl::StrCat("no checkpoint in ", checkpoints, ": starting over"));
       return nlohmann::json();
     }
-    absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
-    if (absl::IsFailedPrecondition(run.status()) && !newest.ok() && !swap::Inspect(engine.state_dirs).ok() &&
-        IsDirectory(DefaultCheckpoints(engine.state_dirs))) {
+    absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
+    if (absl::IsFailedPrecondition(run.status()) && !newest.ok() &&
+        !swap::Inspect(engine.storage.state_dirs).ok() &&
+        IsDirectory(DefaultCheckpoints(engine.storage.state_dirs))) {
       run = nlohmann::json();  // of a run in memory that was killed before it kept anything
     }
     if (run.ok() && !run->is_null()) {
-      settings->notes.push_back(absl::StrCat("going on from ", engine.state_dirs.front()));
+      settings->notes.push_back(absl::StrCat("going on from ", engine.storage.state_dirs.front()));
     } else if (run.ok() && newest.ok()) {
       // It is there, and cannot be read as one: never a reason to start over, which removes those before it.
       return absl::DataLossError(absl::StrCat(
           *newest, " is damaged: move it away to go on from an older one, or start over with --overwrite"));
     } else if (run.ok()) {
       settings->decisions.push_back(
-          absl::StrCat("nothing to go on from in ", engine.state_dirs.front(), ": starting over"));
-      engine.state_dirs.clear();
+          absl::StrCat("nothing to go on from in ", engine.storage.state_dirs.front(), ": starting over"));
+      engine.storage.state_dirs.clear();
     }
     return run;
   }
-  const std::string in_memory = DefaultCheckpoints(engine.state_dirs);
+  const std::string in_memory = DefaultCheckpoints(engine.storage.state_dirs);
   if (checkpoints.empty() && engine.comm == nullptr && !swap::ListCheckpoints(in_memory).empty() &&
-      !swap::Inspect(engine.state_dirs).ok()) {
+      !swap::Inspect(engine.storage.state_dirs).ok()) {
     return absl::FailedPreconditionError(
         absl::StrCat(in_memory,
                      " holds the checkpoints of a run without a drive, and there is no state beside "
                      "them: go on with --offload cpu, or with --checkpoint-dir ",
                      in_memory, " and another --state-dir"));
   }
-  absl::StatusOr<nlohmann::json> run = FindRun(engine.state_dirs);
+  absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
   const bool overwritten = IsOverwritten(run.status());
   const bool alone = engine.comm == nullptr;
   if (!run.ok() && !(overwritten && (newest.ok() || !alone))) return run;
   bool from_checkpoint = newest.ok() && (overwritten || run->is_null());
   if (!alone) {
     GoOn from = GoOn::kState;
-    ASSIGN_OR_RETURN(from, AgreeOnResume(*engine.comm, run, engine.state_dirs, newest.value_or("")));
+    ASSIGN_OR_RETURN(from, AgreeOnResume(*engine.comm, run, engine.storage.state_dirs, newest.value_or("")));
     from_checkpoint = from == GoOn::kCheckpoint;
     if (from == GoOn::kStartOver) run = nlohmann::json();
     // What the run is told by the record that all go on from, which is the oldest of those that are there.
     if (from == GoOn::kState) {
-      ASSIGN_OR_RETURN(*run, OldestRecord(*engine.comm, *run, StepIn(engine.state_dirs)));
+      ASSIGN_OR_RETURN(*run, OldestRecord(*engine.comm, *run, StepIn(engine.storage.state_dirs)));
     }
   }
   if (from_checkpoint && !starts) {
     settings->notes.push_back(
-        absl::StrCat("training restores ", engine.state_dirs.front(), " from ", *newest));
+        absl::StrCat("training restores ", engine.storage.state_dirs.front(), " from ", *newest));
     *restores = true;
     return FindRun({*newest});
   }
@@ -488,21 +488,22 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ze
     RestoreDurability(config, kept, &engine);
     const absl::Status restored = zero::RestoreRun(*newest, engine);
     if (!restored.ok()) return restored;
-    settings->notes.push_back(absl::StrCat("restored ", engine.state_dirs.front(), " from ", *newest));
+    settings->notes.push_back(
+        absl::StrCat("restored ", engine.storage.state_dirs.front(), " from ", *newest));
     settings->goes_back = true;
-    return FindRun(engine.state_dirs);
+    return FindRun(engine.storage.state_dirs);
   }
   if (run->is_null()) {
     settings->decisions.push_back(
-        absl::StrCat("no step was ever committed in ", engine.state_dirs.front(), ": starting over"));
+        absl::StrCat("no step was ever committed in ", engine.storage.state_dirs.front(), ": starting over"));
     return run;
   }
   if (newest.ok()) {
-    const int64_t state = StepIn(engine.state_dirs);
+    const int64_t state = StepIn(engine.storage.state_dirs);
     if (StepIn({*newest}) > state) {
       settings->notes.push_back(
-          absl::StrCat(engine.state_dirs.front(), " goes on from its step ", state, ", though ", *newest,
-                       " is newer: to go on from that one, give a --state-dir that is empty"));
+          absl::StrCat(engine.storage.state_dirs.front(), " goes on from its step ", state, ", though ",
+                       *newest, " is newer: to go on from that one, give a --state-dir that is empty"));
     }
   }
   return run;
@@ -534,7 +535,7 @@ absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json
       settings->batch, " --accumulate ", settings->accumulate, " of each",
       now == sequences ? ", the same sequences in every step"
                        : absl::StrCat("; a step has ", now, " sequences from here on, not ", sequences)));
-  settings->engine.run_changes.update(
+  settings->engine.resume.run_changes.update(
       {{"ranks", world}, {"batch", settings->batch}, {"accumulate", settings->accumulate}});
   return absl::OkStatus();
 }
@@ -691,13 +692,13 @@ absl::Status ReviseLossScale(const RecordedOptions& kept, const nlohmann::json& 
   const nlohmann::json recorded = run.value("loss_scale", nlohmann::json());
   if (engine->dtype != torch::kHalf || !recorded.is_object()) return absl::OkStatus();
   if (!kept.ConfigChanges("loss_scale", nullptr) && !kept.Removed("loss_scale")) return absl::OkStatus();
-  const nlohmann::json asked = engine->loss_scale.ToJson();
+  const nlohmann::json asked = engine->optimizer.loss_scale.ToJson();
   for (const auto& [key, now] : asked.items()) {
     const nlohmann::json before = recorded.value(key, nlohmann::json());
     if (before == now) continue;
     changes->Tell(absl::StrCat("loss scale: ", key), before.dump(), now.dump(),
                   kept.SourceOf("loss_scale", ""));
-    engine->new_loss_scale = engine->loss_scale;
+    engine->optimizer.new_loss_scale = engine->optimizer.loss_scale;
   }
   return absl::OkStatus();
 }
@@ -722,7 +723,7 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig&
                             TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
   const zero::Config& config = parsed.config;
-  const double lr = zero::LearningRate(engine.optimizer);
+  const double lr = zero::LearningRate(engine.optimizer.algorithm);
   const nlohmann::json recorded = run.value("schedule", nlohmann::json());
   absl::StatusOr<zero::LrSchedule> schedule = absl::NotFoundError("it has none");
   if (!recorded.is_null()) {
@@ -798,7 +799,7 @@ absl::Status ReviseSchedule(const TrainOptions& flags, const zero::ParsedConfig&
   } else if (!schedule.ok() && flags.warmup.has_value()) {
     return Wrong("--warmup: this run trains at a constant rate: give a scheduler in --config");
   }
-  if (changed) engine.new_schedule = *schedule;
+  if (changed) engine.optimizer.new_schedule = *schedule;
   if (!schedule.ok()) return absl::OkStatus();
   const int64_t horizon = HorizonOf(*schedule);
   if (horizon > 0 && settings->steps > horizon) {
@@ -876,17 +877,17 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
   given.weight_decay = flags.weight_decay;
   given.states =
       flags.optimizer_states.has_value() ? flags.optimizer_states : config.penstock.optimizer_states;
-  ASSIGN_OR_RETURN(engine.optimizer, ResolveOptimizerOptions(given, config.optimizer, kept, &settings->kept));
-  ASSIGN_OR_RETURN(engine.optimizer_states, ResolveOptimizerStates(given, kept, &settings->kept));
+  ASSIGN_OR_RETURN(engine.optimizer.algorithm,
+                   ResolveOptimizerOptions(given, config.optimizer, kept, &settings->kept));
+  ASSIGN_OR_RETURN(engine.optimizer.states, ResolveOptimizerStates(given, kept, &settings->kept));
   const std::optional<double> clip = flags.clip.has_value() ? flags.clip : config.gradient_clipping;
-  ASSIGN_OR_RETURN(engine.clip, kept.Of("clip", "clip", clip, 1.0));
-  RETURN_IF_ERROR(Check("--clip", engine.clip, 0.0, 1e30));
+  ASSIGN_OR_RETURN(engine.optimizer.clip, kept.Of("clip", "clip", clip, 1.0));
+  RETURN_IF_ERROR(Check("--clip", engine.optimizer.clip, 0.0, 1e30));
   ASSIGN_OR_RETURN(zero::LossScaler scaler, zero::MakeLossScaler(config.fp16));
-  engine.loss_scale = scaler.options();
-  const double lr = zero::LearningRate(engine.optimizer);
+  engine.optimizer.loss_scale = scaler.options();
+  const double lr = zero::LearningRate(engine.optimizer.algorithm);
   if (flags.warmup.has_value()) {
-    absl::Status valid = Check<int64_t>("--warmup", *flags.warmup, 0, int64_t{1} << 40);
-    if (!valid.ok()) return valid;
+    RETURN_IF_ERROR(Check<int64_t>("--warmup", *flags.warmup, 0, int64_t{1} << 40));
   }
   if (settings->resumes) {
     RETURN_IF_ERROR(ReviseLossScale(kept, run, changes, &engine));
@@ -894,12 +895,11 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
   }
 
   if (config.scheduler.has_value() && KeepsScheduler(flags, *config.scheduler)) {
-    absl::StatusOr<zero::LrSchedule> schedule = zero::MakeSchedule(*config.scheduler, lr, settings->steps);
-    if (!schedule.ok()) return schedule.status();
-    engine.schedule = *schedule;
+    ASSIGN_OR_RETURN(zero::LrSchedule schedule, zero::MakeSchedule(*config.scheduler, lr, settings->steps));
+    engine.optimizer.schedule = schedule;
     return absl::OkStatus();
   }
-  ASSIGN_OR_RETURN(engine.schedule, OwnSchedule(flags, parsed, lr, settings->steps));
+  ASSIGN_OR_RETURN(engine.optimizer.schedule, OwnSchedule(flags, parsed, lr, settings->steps));
   if (config.scheduler.has_value()) {
     settings->notes.push_back(absl::StrFormat(
         "%s takes the place of the config's scheduler: %d steps of warm-up, then a cosine to a "
@@ -917,15 +917,15 @@ absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config
       return Wrong(
           absl::StrCat("--host-memory ", *flags.host_memory, ": ", std::string(bytes.status().message())));
     if (*bytes <= 0) return Wrong(absl::StrCat("--host-memory ", *flags.host_memory, ": must be above 0"));
-    engine.host_memory_bytes = *bytes;
+    engine.memory.host_memory_budget_bytes = *bytes;
   } else if (config.penstock.host_memory_bytes.has_value()) {
-    engine.host_memory_bytes = *config.penstock.host_memory_bytes;
-  } else if (engine.offload == zero::OffloadDevice::kNvme) {
+    engine.memory.host_memory_budget_bytes = *config.penstock.host_memory_bytes;
+  } else if (engine.storage.offload == zero::OffloadDevice::kNvme) {
     const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
-    engine.host_memory_bytes = DefaultHostMemory(sharing, engine.intra_op_threads);
+    engine.memory.host_memory_budget_bytes = DefaultHostMemory(sharing, engine.intra_op_threads);
     settings->notes.push_back(
         absl::StrCat("no --host-memory given: ", sharing == 1 ? "" : "a rank's share of ",
-                     "half of what is free, ", FormatBytes(engine.host_memory_bytes)));
+                     "half of what is free, ", FormatBytes(engine.memory.host_memory_budget_bytes)));
   }
   return ResolveDevice(flags, config, settings);
 }
@@ -939,16 +939,17 @@ int64_t UpdateThreads(const zero::EngineOptions& engine) {
 
 absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  engine.update_order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
-  engine.tile_bytes = config.penstock.tile_bytes.value_or(0);
+  engine.optimizer.order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
+  engine.memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
   const zero::ZeroConfig& zero_config = config.zero;
   if (zero_config.sub_group_size_elements.value_or(0) > 0) {
     // DeepSpeed's unit of an optimizer step is our tile.
     ASSIGN_OR_RETURN(zero::TileFormat format, zero::FormatOf(engine));
     const int64_t bytes = format.precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
-    engine.tile_bytes = engine.tile_bytes > 0 ? std::min(engine.tile_bytes, bytes) : bytes;
+    engine.memory.tile_bytes =
+        engine.memory.tile_bytes > 0 ? std::min(engine.memory.tile_bytes, bytes) : bytes;
   }
-  engine.bounds = zero::PlanBoundsOf(config, engine.world());
+  engine.memory.bounds = zero::PlanBoundsOf(config, engine.world());
   const zero::OffloadOptimizerConfig& offload_optimizer = zero_config.offload_optimizer;
   const bool no_ahead = offload_optimizer.pipeline_read == false;
   const bool no_behind = offload_optimizer.pipeline_write == false;
@@ -967,20 +968,22 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
          "one thread drives a device at its full speed"}}) {
     if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
   }
-  engine.update_workers = static_cast<int>(config.penstock.update_threads.value_or(UpdateThreads(engine)));
+  engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(UpdateThreads(engine)));
   if (config.aio.block_size_bytes.has_value()) {
-    engine.io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
+    engine.storage.io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
   }
   if (config.aio.queue_depth.has_value()) {
     const auto depth = static_cast<uint64_t>(*config.aio.queue_depth);
     // DeepSpeed's depth is per thread, for reads and for writes apart.
     const auto threads = static_cast<uint64_t>(config.aio.intra_op_parallelism.value_or(1));
-    const uint64_t bytes = std::max(depth * threads * engine.io.block_bytes, engine.io.block_bytes);
-    engine.io.max_read_bytes_in_flight = std::min(engine.io.max_read_bytes_in_flight, bytes);
-    engine.io.max_write_bytes_in_flight = std::min(engine.io.max_write_bytes_in_flight, bytes);
-    engine.io_depth_is_limit = true;
+    const uint64_t bytes =
+        std::max(depth * threads * engine.storage.io.block_bytes, engine.storage.io.block_bytes);
+    engine.storage.io.max_read_bytes_in_flight = std::min(engine.storage.io.max_read_bytes_in_flight, bytes);
+    engine.storage.io.max_write_bytes_in_flight =
+        std::min(engine.storage.io.max_write_bytes_in_flight, bytes);
+    engine.storage.io_depth_is_limit = true;
   }
-  engine.gds = config.aio.use_gds.value_or(false);
+  engine.storage.gds = config.aio.use_gds.value_or(false);
   return absl::OkStatus();
 }
 
@@ -1079,19 +1082,20 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
 
   zero::OffloadDevice offload = zero::OffloadDevice::kNvme;
   ASSIGN_OR_RETURN(offload, ChooseOffload(flags, parsed, &filled));
-  engine.offload = offload;
+  engine.storage.offload = offload;
   if (offload == zero::OffloadDevice::kNvme) {
-    engine.state_dirs = !flags.state_dirs.empty() ? flags.state_dirs : zero::NvmePaths(config.zero);
-    if (engine.state_dirs.empty()) engine.state_dirs = {kDefaultStateDir};
-    RETURN_IF_ERROR(CheckRankDirectories(engine.state_dirs, engine.world()));
-    if (engine.comm != nullptr) engine.state_dirs = zero::RankDirectories(engine.state_dirs, engine.rank());
+    engine.storage.state_dirs = !flags.state_dirs.empty() ? flags.state_dirs : zero::NvmePaths(config.zero);
+    if (engine.storage.state_dirs.empty()) engine.storage.state_dirs = {kDefaultStateDir};
+    RETURN_IF_ERROR(CheckRankDirectories(engine.storage.state_dirs, engine.world()));
+    if (engine.comm != nullptr)
+      engine.storage.state_dirs = zero::RankDirectories(engine.storage.state_dirs, engine.rank());
   }
   SetDurability(SyncSaid(config).value_or(kSyncProcess), DurabilitySaid(config).value_or(kEachStep), &engine);
-  engine.versions = static_cast<int>(config.penstock.versions.value_or(0));
+  engine.storage.versions = static_cast<int>(config.penstock.versions.value_or(0));
   NoteDurability(config, &settings);
   const bool starts = needs_data && !flags.resume && !flags.overwrite;
   if (starts && offload == zero::OffloadDevice::kNvme) {
-    RETURN_IF_ERROR(CheckFree(engine.state_dirs));
+    RETURN_IF_ERROR(CheckFree(engine.storage.state_dirs));
   }
   RETURN_IF_ERROR(ResolveCheckpoints(flags, &settings));
   if (flags.resume) {
@@ -1108,9 +1112,9 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
     ASSIGN_OR_RETURN(run, FindResumable(flags, config, /*starts=*/needs_data, &restores, &settings));
     settings.resumes = !run.is_null();
   }
-  engine.resume = settings.resumes && !restores;  // there is no state to plan for yet
+  engine.resume.enabled = settings.resumes && !restores;  // there is no state to plan for yet
   // A run that was killed before its first commit is started over by --resume.
-  engine.overwrite = flags.overwrite || (flags.resume && !settings.resumes);
+  engine.storage.overwrite = flags.overwrite || (flags.resume && !settings.resumes);
   std::set<std::string> names;
   for (const auto& [name, given] : {std::pair{"lr", flags.lr.has_value()},
                                     {"clip", flags.clip.has_value()},
@@ -1172,10 +1176,11 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
     const std::string difference =
         made.ok() ? zero::JsonDifference(made->ToJson(), settings.model.ToJson()) : std::string();
     if (!difference.empty()) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          "--model ", *flags.model, ": ", engine.state_dirs.empty() ? "" : engine.state_dirs.front(),
-          " holds a run of another model (", difference,
-          "); leave the flag out, or start another run in another --state-dir"));
+      return absl::FailedPreconditionError(
+          absl::StrCat("--model ", *flags.model, ": ",
+                       engine.storage.state_dirs.empty() ? "" : engine.storage.state_dirs.front(),
+                       " holds a run of another model (", difference,
+                       "); leave the flag out, or start another run in another --state-dir"));
     }
   }
 
@@ -1249,36 +1254,36 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
   engine.micro_batches = static_cast<int>(settings.accumulate);
   // Inputs and targets, as whole numbers of 64 bits: made before anything else is known of the run.
   int64_t tokens = 0;
-  const int64_t most = std::max(engine.host_memory_bytes, int64_t{64} << 20);
+  const int64_t most = std::max(engine.memory.host_memory_budget_bytes, int64_t{64} << 20);
   if (__builtin_mul_overflow(settings.batch, settings.seq, &tokens) || tokens > most / 16) {
     return absl::FailedPreconditionError(
         absl::StrCat("--batch ", settings.batch, " --seq ", settings.seq,
                      ": the tokens alone are more than the host memory budget of ",
-                     FormatBytes(engine.host_memory_bytes), " has room for"));
+                     FormatBytes(engine.memory.host_memory_budget_bytes), " has room for"));
   }
   engine.example = ExampleBatch(settings.batch, settings.seq);
-  engine.run = {{"model", settings.model.ToJson()},
-                {"steps", settings.steps},
-                {"batch", settings.batch},
-                {"accumulate", settings.accumulate},
-                {"seq", settings.seq},
-                {"vocab", settings.vocab},
-                {"seed", seed},
-                {"threads", engine.intra_op_threads},
-                {"clip", engine.clip},
-                {"blas", zero::DescribeBlas().name}};
-  if (engine.world() > 1) engine.run["ranks"] = engine.world();
-  if (engine.checkpoints.any()) {
+  engine.resume.run = {{"model", settings.model.ToJson()},
+                       {"steps", settings.steps},
+                       {"batch", settings.batch},
+                       {"accumulate", settings.accumulate},
+                       {"seq", settings.seq},
+                       {"vocab", settings.vocab},
+                       {"seed", seed},
+                       {"threads", engine.intra_op_threads},
+                       {"clip", engine.optimizer.clip},
+                       {"blas", zero::DescribeBlas().name}};
+  if (engine.world() > 1) engine.resume.run["ranks"] = engine.world();
+  if (engine.storage.checkpoints.any()) {
     // For whoever wants to read the model while it is trained.
     std::error_code error;
-    std::string parent = std::filesystem::absolute(engine.checkpoints.parent, error);
-    if (error) parent = engine.checkpoints.parent;
-    engine.run["checkpoint_dir"] = parent;
+    std::string parent = std::filesystem::absolute(engine.storage.checkpoints.parent, error);
+    if (error) parent = engine.storage.checkpoints.parent;
+    engine.resume.run["checkpoint_dir"] = parent;
     changes.run["checkpoint_dir"] = parent;
   }
-  engine.run.update(settings.kept);
+  engine.resume.run.update(settings.kept);
   if (flags.config.has_value()) {
-    engine.run["config"] = changes.config;
+    engine.resume.run["config"] = changes.config;
     if (settings.resumes && run.value("config", nlohmann::json::object()) != changes.config)
       changes.run["config"] = changes.config;
   }
@@ -1288,7 +1293,7 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
       if (!run.contains(name)) changes.run[name] = settings.kept[name];
     }
     if (settings.steps != run.value("steps", settings.steps)) changes.run["steps"] = settings.steps;
-    engine.run_changes.update(changes.run);
+    engine.resume.run_changes.update(changes.run);
     settings.changes = std::move(changes.told);
     settings.recorded = std::move(run);
   }

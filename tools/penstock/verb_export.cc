@@ -59,24 +59,23 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
   }
   ASSIGN_OR_RETURN(const std::optional<uint64_t> budget, SizeOf("--host-memory", flags.host_memory));
   ASSIGN_OR_RETURN(const std::optional<uint64_t> max_shard, SizeOf("--max-shard", flags.max_shard));
-  const absl::StatusOr<FoundState> state = FindState(flags.dirs);
-  if (!state.ok()) return state.status();
-  const swap::Inspection* const inspection = &state->inspections.front();
+  ASSIGN_OR_RETURN(const FoundState state, FindState(flags.dirs));
+  const swap::Inspection* const inspection = &state.inspections.front();
   std::vector<swap::Geometry> geometries;
-  for (const swap::Inspection& part : state->inspections) {
+  for (const swap::Inspection& part : state.inspections) {
     ASSIGN_OR_RETURN(swap::Geometry geometry, swap::Geometry::Make(part.shape));
     geometries.push_back(std::move(geometry));
   }
   const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
   const auto foreign = [&](const std::string& why) {
     return absl::FailedPreconditionError(
-        absl::StrCat(state->name(), ": not a GPT of penstock train (", why, "): cannot be exported"));
+        absl::StrCat(state.name(), ": not a GPT of penstock train (", why, "): cannot be exported"));
   };
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype") ||
       !identity.contains("block_elements")) {
     return foreign("its identity has no model");
   }
-  if (identity.contains("ranks") && state->parts.size() == 1)
+  if (identity.contains("ranks") && state.parts.size() == 1)
     return foreign("it is one rank's part of a run of several");
   const absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
@@ -111,7 +110,7 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
   }
   const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
   ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
-                   StateReader::Open(*state, memory, [&](const std::string& line) {
+                   StateReader::Open(state, memory, [&](const std::string& line) {
                      if (!flags.quiet) err << line << std::endl;
                    }));
   if (into_directory && !flags.overwrite) {

@@ -33,7 +33,7 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
   absl::StatusOr<Machine> machine = Machine();
-  options.machine = [&](int64_t state_bytes, const std::function<void()>& compute) {
+  options.hooks.machine = [&](int64_t state_bytes, const std::function<void()>& compute) {
     MachineRequest request = RequestFor(options, state_bytes, compute);
     request.probe_drive = !flags.no_probe;
     request.machine_file = flags.machine;
@@ -41,14 +41,14 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
     return machine.ok() ? machine->model : tiering::MachineModel();
   };
   Preparing preparing(/*quiet=*/false);
-  options.preparing = [&](const std::string& what) { preparing.Show(what); };
+  options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
   ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::Engine::MakePlan(models::MakeGpt(settings.model), options));
   if (!machine.ok()) return machine.status();
   ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
   const PlanFacts facts{plan, options, *machine, prediction, flags.terabytes_written * 1e12};
   preparing.Show("asking what if");
-  const std::vector<tiering::WhatIf> what_ifs =
-      tiering::AskWhatIf(plan.graph, plan.options, prediction, static_cast<int>(options.state_dirs.size()));
+  const std::vector<tiering::WhatIf> what_ifs = tiering::AskWhatIf(
+      plan.graph, plan.options, prediction, static_cast<int>(options.storage.state_dirs.size()));
   preparing.Clear();
   // A plan may be for another machine: what would not fit here is told, and no error.
   const absl::StatusOr<std::string> process = ProcessMemoryText(plan, options, zero::FindHostMemory());

@@ -71,9 +71,7 @@ struct Source {
 
 absl::StatusOr<Source> FindSource(const Flags& flags) {
   Source source;
-  absl::StatusOr<std::vector<std::string>> dirs = ResolveStateDirs(flags.dirs);
-  if (!dirs.ok()) return dirs.status();
-  source.dirs = *std::move(dirs);
+  ASSIGN_OR_RETURN(source.dirs, ResolveStateDirs(flags.dirs));
   ASSIGN_OR_RETURN(const FoundState state, FindState(flags.dirs));
   RETURN_IF_ERROR(CheckNotTrained(state));
   const swap::Inspection& inspection = state.inspections.front();
@@ -147,8 +145,8 @@ absl::StatusOr<int64_t> Budget(const Flags& flags) {
 // texts, in less than a short one can take in one piece.
 int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int64_t longest) {
   if (longest <= models::kWholeLength) return longest;
-  options.host_memory_bytes = 0;
-  options.log = nullptr;
+  options.memory.host_memory_budget_bytes = 0;
+  options.hooks.log = nullptr;
   const auto least = [&](int64_t length) -> int64_t {
     options.example = ExampleBatch(1, length);
     const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(model, options);
@@ -168,10 +166,10 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   zero::EngineOptions options;
   options.trains = false;
   options.dtype = source.dtype;
-  options.state_dirs = source.dirs;
-  options.host_memory_bytes = budget;
+  options.storage.state_dirs = source.dirs;
+  options.memory.host_memory_budget_bytes = budget;
   options.intra_op_threads = static_cast<int>(flags.threads.value_or(source.threads));
-  options.log = [&](const std::string& line) {
+  options.hooks.log = [&](const std::string& line) {
     if (flags.verbose) err << line << std::endl;
   };
   zero::SetIntraOpThreads(options.intra_op_threads);

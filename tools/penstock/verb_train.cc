@@ -163,8 +163,9 @@ absl::Status WriteWhole(const char* flag, const std::string& path, const std::st
 
 // What a run is, without what tells two of the same flags apart: its id begins with that.
 std::string WhatItIs(const zero::EngineOptions& options) {
-  nlohmann::json what = options.run;
-  what["schedule"] = options.schedule.has_value() ? options.schedule->ToJson() : nlohmann::json();
+  nlohmann::json what = options.resume.run;
+  what["schedule"] =
+      options.optimizer.schedule.has_value() ? options.optimizer.schedule->ToJson() : nlohmann::json();
   const std::string text = what.dump();
   return absl::StrFormat("%08x", static_cast<uint32_t>(kernels::Checksum(text.data(), text.size())));
 }
@@ -217,7 +218,7 @@ class Training {
     if (settings_.engine.rank() == 0) progress_.Print(text);
   }
 
-  bool on_nvme() const { return settings_.engine.offload == zero::OffloadDevice::kNvme; }
+  bool on_nvme() const { return settings_.engine.storage.offload == zero::OffloadDevice::kNvme; }
 
   // The run's id: as recorded, as its log has it, or a new one; the same on all ranks.
   absl::Status Identify() {
@@ -234,7 +235,7 @@ class Training {
       // A run from before there were ids takes that of the lines it has had since. One that left nothing to
       // go on from starts over, and its log with it, if it is the same run to the last word; where every step
       // is durable nothing can have been lost, and CheckLogged says what is wrong.
-      const bool durable = on_nvme() && options.durability == zero::Durability::kStep;
+      const bool durable = on_nvme() && options.storage.durability == zero::Durability::kStep;
       const bool same = logged.rfind(what + "-", 0) == 0;
       if (!logged.empty() && (settings_.resumes || durable || same)) run_id_ = logged;
       if (options.comm != nullptr) {
@@ -242,9 +243,9 @@ class Training {
                          options.comm->AllTexts(zero::Channel::kSetup, {"the run's id"}, run_id_));
         run_id_ = all.front();
       }
-      if (settings_.resumes) options.run_changes["run_id"] = run_id_;
+      if (settings_.resumes) options.resume.run_changes["run_id"] = run_id_;
     }
-    options.run["run_id"] = run_id_;
+    options.resume.run["run_id"] = run_id_;
     if (!flags_.log.has_value()) return absl::OkStatus();
     LogOwner owner{.run_id = run_id_, .resumes = flags_.resume, .replaces = settings_.replaces};
     // The record of a run from before there were ids says up to which step it had none.
@@ -254,7 +255,7 @@ class Training {
     }
     ASSIGN_OR_RETURN(std::unique_ptr<TrainLog> log, TrainLog::Open(*flags_.log, owner));
     log_ = std::move(log);
-    if (settings_.resumes && !known) options.run_changes["run_id_since"] = log_->last_step();
+    if (settings_.resumes && !known) options.resume.run_changes["run_id_since"] = log_->last_step();
     return absl::OkStatus();
   }
 
@@ -274,10 +275,10 @@ class Training {
     }
     zero::EngineOptions& options = settings_.engine;
     ASSIGN_OR_RETURN(uint64_t fingerprint, data_->Fingerprint());
-    options.run["data_fingerprint"] = fingerprint;
+    options.resume.run["data_fingerprint"] = fingerprint;
     if (const nlohmann::json& run = settings_.recorded;
         run.is_object() && run.value("data_fingerprint", fingerprint) != fingerprint) {
-      options.run_changes["data_fingerprint"] = fingerprint;
+      options.resume.run_changes["data_fingerprint"] = fingerprint;
       settings_.changes.push_back(absl::StrCat("the text: another one (--data ", settings_.data_path, ")"));
     }
     if (options.comm != nullptr) {
@@ -286,42 +287,42 @@ class Training {
       for (const std::string& line : agreed) Say(line);
     }
     RETURN_IF_ERROR(Identify());
-    options.stops = [this] { return StopAsked(); };
+    options.hooks.stops = [this] { return StopAsked(); };
 
     zero::SetIntraOpThreads(options.intra_op_threads);
-    options.log = [this](const std::string& line) {
+    options.hooks.log = [this](const std::string& line) {
       if (flags_.quiet) return;
       preparing_.Clear();
       progress_.Print(line);
     };
-    options.preparing = [this](const std::string& what) { preparing_.Show(what); };
-    options.machine = [this](int64_t state_bytes, const std::function<void()>& compute) {
+    options.hooks.preparing = [this](const std::string& what) { preparing_.Show(what); };
+    options.hooks.machine = [this](int64_t state_bytes, const std::function<void()>& compute) {
       return Probe(state_bytes, compute);
     };
-    options.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
-    options.describe = [this](const zero::StepResult& result) {
+    options.hooks.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
+    options.hooks.describe = [this](const zero::StepResult& result) {
       nlohmann::json description = zero::StepJson(result, TokensPerStep());
       if (!unlogged_.empty()) description["unlogged"] = unlogged_;
       return description;
     };
-    options.committed = [this](const zero::StepResult& result) { return Committed(result); };
-    options.checkpointed = [this](int64_t step, const std::string& path, const absl::Status& status) {
+    options.hooks.committed = [this](const zero::StepResult& result) { return Committed(result); };
+    options.hooks.checkpointed = [this](int64_t step, const std::string& path, const absl::Status& status) {
       if (settings_.engine.rank() > 0) return;  // it is one checkpoint of all
       progress_.Print(
           status.ok() ? absl::StrCat("checkpoint of step ", step, " in ", path)
                       : absl::StrCat("no checkpoint of step ", step, ": ", std::string(status.message())));
     };
-    options.tick = [this](tiering::Stall waiting) { Tick(waiting); };
+    options.hooks.tick = [this](tiering::Stall waiting) { Tick(waiting); };
     if (flags_.trace.has_value()) {
       ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(*flags_.trace));
       trace_ = std::move(trace);
     }
-    options.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
+    options.hooks.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
       if (run_prediction_ != nullptr && trains_) run_prediction_->Observe(op, start, end);
     };
     if (trace_ != nullptr) {
-      options.stall_observer = [this](tiering::Stall cause, double start, double end) {
+      options.hooks.stall_observer = [this](tiering::Stall cause, double start, double end) {
         trace_->AddStall(cause, start, end);
       };
     }
@@ -368,7 +369,7 @@ class Training {
     const nlohmann::json& now = engine_->run();
     for (const auto& [key, before] : settings_.recorded.items()) {
       if (key == "blas") continue;  // each rank's own
-      const bool of_run = now.contains(key) && !settings_.engine.run_changes.contains(key);
+      const bool of_run = now.contains(key) && !settings_.engine.resume.run_changes.contains(key);
       if (!of_run || now[key] == before) continue;
       return absl::FailedPreconditionError(
           absl::StrCat(Place(), ": the run was changed by another process while this one started (its ", key,
@@ -383,7 +384,7 @@ class Training {
     const bool durable = plan.plan.on_nvme && plan.plan.commits_every_step && !settings_.goes_back;
     if (!durable || log.last_step() <= step) return absl::OkStatus();
     return absl::DataLossError(absl::StrCat("--log ", *flags_.log, " has step ", log.last_step(), ", and ",
-                                            settings_.engine.state_dirs.front(),
+                                            settings_.engine.storage.state_dirs.front(),
                                             step == 0 ? " none" : absl::StrCat(" only step ", step),
                                             ": commits were lost; go on from a checkpoint (--checkpoint-dir, "
                                             "with a --state-dir that is empty), or move "
@@ -422,14 +423,14 @@ class Training {
     ASSIGN_OR_RETURN(std::string process, ProcessMemoryText(plan, options, zero::FindHostMemory()));
     Say(PlanText({plan, options, machine_, prediction_}));
     Say(process);
-    Say(absl::StrCat("threads: ", options.intra_op_threads, " for compute, ", options.update_workers,
+    Say(absl::StrCat("threads: ", options.intra_op_threads, " for compute, ", options.optimizer.workers,
                      " for updates; ", zero::DescribeBlas().name, "; kernels ", kernels::DescribeCpu()));
     if (!on_nvme()) {
       Say(absl::StrCat("checkpoints: the last step, at the end or at a signal to stop, ",
-                       FormatBytes(plan.state_bytes), " in ", options.checkpoints.parent, " (",
-                       FormatBytes(FreeBytes(options.checkpoints.parent)), " free)",
-                       options.checkpoints.every > 0
-                           ? absl::StrCat(", and every ", options.checkpoints.every, " steps")
+                       FormatBytes(plan.state_bytes), " in ", options.storage.checkpoints.parent, " (",
+                       FormatBytes(FreeBytes(options.storage.checkpoints.parent)), " free)",
+                       options.storage.checkpoints.every > 0
+                           ? absl::StrCat(", and every ", options.storage.checkpoints.every, " steps")
                            : "; a kill before that leaves nothing (--checkpoint-every N bounds that)"));
     }
     if (log_ != nullptr && flags_.resume && !settings_.resumes) {
@@ -462,28 +463,27 @@ class Training {
     std::vector<zero::Batch> batches;
     for (int64_t m = 0; m < settings_.accumulate; ++m) {
       zero::Batch batch = ExampleBatch(settings_.batch, settings_.seq);
-      const absl::Status filled =
-          data_->Fill({.step = step,
-                       .micro_batch = m,
-                       .rank = settings_.engine.rank(),
-                       .world = settings_.engine.world()},
-                      settings_.batch, settings_.engine.seed, batch.inputs.data_ptr<int64_t>(),
-                      batch.targets.data_ptr<int64_t>());
-      if (!filled.ok()) return filled;
+      RETURN_IF_ERROR(data_->Fill({.step = step,
+                                   .micro_batch = m,
+                                   .rank = settings_.engine.rank(),
+                                   .world = settings_.engine.world()},
+                                  settings_.batch, settings_.engine.seed, batch.inputs.data_ptr<int64_t>(),
+                                  batch.targets.data_ptr<int64_t>()));
       batches.push_back(std::move(batch));
     }
     return batches;
   }
 
   std::string Place() const {
-    return on_nvme() ? settings_.engine.state_dirs.front() : settings_.engine.checkpoints.parent;
+    return on_nvme() ? settings_.engine.storage.state_dirs.front()
+                     : settings_.engine.storage.checkpoints.parent;
   }
 
   // A run whose gradients stay what they are learns nothing more. The loss scale of fp16 that is sought makes
   // such steps on purpose, and gives up by itself.
   absl::Status CheckFinite(bool at_end) const {
     const zero::EngineOptions& options = settings_.engine;
-    const bool searches = options.dtype == torch::kHalf && options.loss_scale.dynamic;
+    const bool searches = options.dtype == torch::kHalf && options.optimizer.loss_scale.dynamic;
     const int64_t made = engine_->step() - engine_->resumed_from().value_or(0);
     if (not_finite_ == 0 || searches) return absl::OkStatus();
     if (not_finite_ < kMostNotFinite && !(at_end && not_finite_ == made)) return absl::OkStatus();
@@ -513,7 +513,8 @@ class Training {
     if (!kept.ok()) {
       const absl::Status& cause = trouble.ok() ? kept.status() : trouble;
       if (on_nvme()) return cause;
-      const absl::StatusOr<std::string> newest = swap::FindCheckpoint(settings_.engine.checkpoints.parent);
+      const absl::StatusOr<std::string> newest =
+          swap::FindCheckpoint(settings_.engine.storage.checkpoints.parent);
       return absl::Status(
           cause.code(), absl::StrCat("step ", engine_->step(), " is lost with this process",
                                      trouble.ok() ? ", because its checkpoint could not be written: " : ": ",
@@ -546,13 +547,12 @@ class Training {
     }
     while (engine_->step() < settings_.steps && !Stops() && trouble.ok()) {
       const int64_t step = engine_->step() + 1;
-      absl::StatusOr<std::vector<zero::Batch>> batches = Batches(step);
-      if (!batches.ok()) return batches.status();
+      ASSIGN_OR_RETURN(std::vector<zero::Batch> batches, Batches(step));
       const bool evaluates = settings_.eval_every > 0 && step % settings_.eval_every == 0;
       const bool last = step == settings_.steps;
       ASSIGN_OR_RETURN(
           zero::StepResult result,
-          engine_->Step(std::move(*batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain));
+          engine_->Step(std::move(batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain));
       report_.Stepped(*engine_, result, TokensPerStep());
       if (run_prediction_->Stepped()) Predicted();
       if (std::isnan(first_loss_)) first_loss_ = result.loss;
@@ -603,9 +603,8 @@ class Training {
       std::vector<zero::Batch> batches;
       for (int64_t w = first; w < std::min(windows, first + at_once); ++w) {
         batches.push_back(ExampleBatch(1, settings_.seq));
-        const absl::Status filled = eval_data_->FillEval(w, 1, batches.back().inputs.data_ptr<int64_t>(),
-                                                         batches.back().targets.data_ptr<int64_t>());
-        if (!filled.ok()) return filled;
+        RETURN_IF_ERROR(eval_data_->FillEval(w, 1, batches.back().inputs.data_ptr<int64_t>(),
+                                             batches.back().targets.data_ptr<int64_t>()));
       }
       trains_ = false;
       absl::StatusOr<std::vector<double>> losses = engine_->EvaluateEach(batches);
@@ -712,17 +711,18 @@ class Training {
                           report_.bytes_per_param_per_step(), report_.io_gbps(), report_.overlap_ratio()));
     }
     absl::StrAppend(&text, "memory: ", FormatBytes(engine_->peak_managed_bytes()), " managed at its peak");
-    if (settings_.engine.host_memory_bytes > 0) {
-      absl::StrAppend(&text, " of a budget of ", FormatBytes(settings_.engine.host_memory_bytes));
+    if (settings_.engine.memory.host_memory_budget_bytes > 0) {
+      absl::StrAppend(&text, " of a budget of ",
+                      FormatBytes(settings_.engine.memory.host_memory_budget_bytes));
     }
     absl::StrAppend(&text, "\n");
     if (engine_->plan().plan.on_nvme) {
-      absl::StrAppend(&text, "state: ", settings_.engine.state_dirs.front(), ", step ",
+      absl::StrAppend(&text, "state: ", settings_.engine.storage.state_dirs.front(), ", step ",
                       engine_->committed_step(), " committed; go on with --resume --steps N\n");
     } else if (!kept_.empty()) {
       absl::StrAppend(&text, "state: ", kept_, ", step ", engine_->step(),
-                      " kept; go on with --resume --checkpoint-dir ", settings_.engine.checkpoints.parent,
-                      " --steps N\n");
+                      " kept; go on with --resume --checkpoint-dir ",
+                      settings_.engine.storage.checkpoints.parent, " --steps N\n");
     }
     Say(text);
   }
@@ -764,14 +764,14 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
   Preparing preparing(flags.quiet);
-  options.preparing = [&](const std::string& what) { preparing.Show(what); };
+  options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
   options.measures_time = false;
   const absl::StatusOr<zero::EnginePlan> plan =
       zero::Engine::MakePlan(models::MakeGpt(settings.model), options);
   preparing.Clear();
   if (!plan.ok()) return plan.status();
   ASSIGN_OR_RETURN(const std::string process, ProcessMemoryText(*plan, options, zero::FindHostMemory()));
-  const int64_t budget = options.host_memory_bytes;
+  const int64_t budget = options.memory.host_memory_budget_bytes;
   out << "the flags and the config are right; host memory: the least that works is "
       << FormatBytes(plan->plan.least_host_memory_bytes)
       << (budget > 0 ? absl::StrCat(" of ", FormatBytes(budget), " given") : "") << std::endl;

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/status_macros.h"
 
 namespace penstock::zero {
 namespace {
@@ -304,14 +305,13 @@ absl::StatusOr<LrSchedule> Read(const nlohmann::json& params) {
 }  // namespace
 
 absl::StatusOr<LrSchedule> LrSchedule::Create(const LrScheduleSpec& spec) {
-  const absl::Status status = std::visit(
+  RETURN_IF_ERROR(std::visit(
       [](const auto& s) {
         Checker checker(TypeName(s));
         Check(s, checker);
         return checker.status();
       },
-      spec);
-  if (!status.ok()) return status;
+      spec));
   return LrSchedule(spec);
 }
 

@@ -15,7 +15,7 @@
 //   penstock.placement, placement_const_bytes    what stays at all: auto, cpu, cuda, const
 //   penstock.gpu_margin_mem_ratio                of what is left then, the share for resident state
 //   stage 1 and 2, over several ranks            all weights stay
-// (sub_group_size bounds a tile: EngineOptions::tile_bytes.)
+// (sub_group_size bounds a tile: MemoryOptions::tile_bytes.)
 #ifndef PENSTOCK_ZERO_CONFIG_PLAN_BOUNDS_H_
 #define PENSTOCK_ZERO_CONFIG_PLAN_BOUNDS_H_
 

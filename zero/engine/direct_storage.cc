@@ -59,10 +59,11 @@ absl::Status Try(const std::string& directory, uint64_t seed, Device& device, ai
 
 absl::Status TryAll(const EngineOptions& options, aio::DeviceTransfers& transfers) {
   Device& device = *options.device;
-  if (options.state_dirs.empty()) return absl::FailedPreconditionError("no state directory to try it beside");
+  if (options.storage.state_dirs.empty())
+    return absl::FailedPreconditionError("no state directory to try it beside");
   ASSIGN_OR_RETURN(std::byte * there, device.AllocateArena(kProbeBytes));
   uint64_t seed = 0;
-  for (const std::string& directory : options.state_dirs) {
+  for (const std::string& directory : options.storage.state_dirs) {
     RETURN_IF_ERROR(Try(directory, ++seed, device, transfers, there));
   }
   return absl::OkStatus();
@@ -75,8 +76,8 @@ absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options,
                                                 bool gathers_by_host) {
   DirectStorage storage;
   if (!options.device->has_own_memory()) return storage;
-  if (options.offload != OffloadDevice::kNvme) {
-    if (options.gds) storage.how = "no GPUDirect Storage: weights are in memory";
+  if (options.storage.offload != OffloadDevice::kNvme) {
+    if (options.storage.gds) storage.how = "no GPUDirect Storage: weights are in memory";
     return storage;
   }
   const std::string by_host = "weights go from the drive to the device by way of pinned host memory";
@@ -89,17 +90,16 @@ absl::StatusOr<DirectStorage> OpenDirectStorage(const EngineOptions& options,
   }
   std::string why = std::string(opened.status().message());
   if (options.comm != nullptr) {
-    const absl::StatusOr<std::vector<int64_t>> all =
-        AllNumbers(*options.comm, "direct storage", opened.ok() ? 1 : 0);
-    if (!all.ok()) return all.status();
-    const auto without = std::find(all->begin(), all->end(), 0);
-    if (opened.ok() && without != all->end()) {
-      why = absl::StrCat("rank ", without - all->begin(), " has none");
+    ASSIGN_OR_RETURN(const std::vector<int64_t> all,
+                     AllNumbers(*options.comm, "direct storage", opened.ok() ? 1 : 0));
+    const auto without = std::find(all.begin(), all.end(), 0);
+    if (opened.ok() && without != all.end()) {
+      why = absl::StrCat("rank ", without - all.begin(), " has none");
       opened = absl::FailedPreconditionError(why);
     }
   }
   if (!opened.ok()) {
-    storage.how = options.gds ? absl::StrCat(by_host, "; no GPUDirect Storage: ", why) : by_host;
+    storage.how = options.storage.gds ? absl::StrCat(by_host, "; no GPUDirect Storage: ", why) : by_host;
     return storage;
   }
   storage.transfers = *std::move(opened);

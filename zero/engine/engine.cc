@@ -55,8 +55,8 @@ class Engine::Impl {
   }
 
   absl::Status Create() {
-    if (options_.comm != nullptr) options_.comm->WatchStops(options_.stops);
-    CheckpointSchedule& checkpoints = options_.checkpoints;
+    if (options_.comm != nullptr) options_.comm->WatchStops(options_.hooks.stops);
+    CheckpointSchedule& checkpoints = options_.storage.checkpoints;
     if (options_.trains && checkpoints.any() && options_.rank() == 0 && checkpoints.lock == nullptr) {
       ASSIGN_OR_RETURN(checkpoints.lock, swap::CheckpointLock::Take(checkpoints.parent));
     }
@@ -71,20 +71,19 @@ class Engine::Impl {
     devices_ = std::move(prepared.devices);
     if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
     if (!prepared.storage.how.empty()) Log(prepared.storage.how);
-    options_.io.device_transfers = std::move(prepared.storage.transfers);
+    options_.storage.io.device_transfers = std::move(prepared.storage.transfers);
     for (const auto& module : modules_) module_pointers_.push_back(module.get());
-    if (options_.planned) {
-      RETURN_IF_ERROR(options_.planned(plan_));
+    if (options_.hooks.planned) {
+      RETURN_IF_ERROR(options_.hooks.planned(plan_));
     }
-    if (options_.trains && options_.checkpoints.at_end && !plan_.plan.on_nvme) {
-      absl::Status place = CheckPlace(options_.checkpoints.parent, plan_.state_bytes, options_.rank());
-      if (!place.ok()) return place;
+    if (options_.trains && options_.storage.checkpoints.at_end && !plan_.plan.on_nvme) {
+      RETURN_IF_ERROR(CheckPlace(options_.storage.checkpoints.parent, plan_.state_bytes, options_.rank()));
     }
 
     ASSIGN_OR_RETURN(std::unique_ptr<RunResources> resources,
                      RunResources::Create(plan_, options_, identity_.dump()));
     resources_ = std::move(resources);
-    if (options_.trains && options_.checkpoints.any()) {
+    if (options_.trains && options_.storage.checkpoints.any()) {
       RETURN_IF_ERROR(MakeCheckpointing());
     }
     if (plan_.format.weights == kernels::DType::kFp16) {
@@ -93,8 +92,7 @@ class Engine::Impl {
     if (options_.resumes()) {
       RETURN_IF_ERROR(Restore());
       if (checkpointing_ != nullptr && store() != nullptr) {
-        absl::Status status = checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step);
-        if (!status.ok()) return status;
+        RETURN_IF_ERROR(checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step));
       }
     } else if (absl::Status status = Initialize(); !status.ok()) {
       return status;
@@ -103,13 +101,13 @@ class Engine::Impl {
                                             *options_.device, options_.rank(), options_.world());
     RETURN_IF_ERROR(resources_->BoundDevice());
     HardwareLanes::Options lane_options;
-    lane_options.update_workers = options_.update_workers;
+    lane_options.update_workers = options_.optimizer.workers;
     lane_options.intra_op_threads = options_.intra_op_threads;
     lane_options.format = plan_.format;
     lane_options.comm = options_.comm.get();
     lane_options.devices = devices_.comm.get();
     lane_options.parts = resources_->others();
-    lane_options.stops = options_.stops;
+    lane_options.stops = options_.hooks.stops;
     lane_options.network_memory = resources_->network_memory();
     LaneHooks hooks;
     hooks.decide = [this](const Op& op) { return Decide(op); };
@@ -121,7 +119,7 @@ class Engine::Impl {
     executor_ = std::make_unique<tiering::Executor>(lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
-    executor_->set_stall_observer(options_.stall_observer);
+    executor_->set_stall_observer(options_.hooks.stall_observer);
     stage_order_.resize(model_.stages.size());
     std::iota(stage_order_.begin(), stage_order_.end(), 0);
     MakeBuilder(/*first_id=*/0);
@@ -274,10 +272,9 @@ class Engine::Impl {
   }
 
   absl::StatusOr<double> Evaluate(const std::vector<Batch>& batches) {
-    absl::StatusOr<std::vector<double>> losses = EvaluateEach(batches);
-    if (!losses.ok()) return losses.status();
+    ASSIGN_OR_RETURN(std::vector<double> losses, EvaluateEach(batches));
     // One by one: how many of them pass at once depends on the budget, and the sum must not.
-    return std::accumulate(losses->begin(), losses->end(), 0.0) / static_cast<double>(losses->size());
+    return std::accumulate(losses.begin(), losses.end(), 0.0) / static_cast<double>(losses.size());
   }
 
   // In the memory that was planned for batches like the example: more of smaller ones.
@@ -314,7 +311,8 @@ class Engine::Impl {
 
   absl::StatusOr<std::string> Keep() {
     RETURN_IF_ERROR(Flush());
-    if (!options_.checkpoints.at_end || store() != nullptr || last_result_.step == 0) return std::string();
+    if (!options_.storage.checkpoints.at_end || store() != nullptr || last_result_.step == 0)
+      return std::string();
     if (checkpointing_->kept_step() == step_) return checkpointing_->kept_path();
     absl::Status status = BeginOfMemory(step_);
     if (status.ok()) status = checkpointing_->Finish();
@@ -327,7 +325,7 @@ class Engine::Impl {
   // A disk that is full in the middle of it all: how much is missing, and what stands.
   absl::Status WithRoom(absl::Status status) const {
     const auto told_of = [&](const std::string& text) { return absl::StrContains(status.message(), text); };
-    const std::vector<std::string>& own = options_.state_dirs;  // and not another rank's
+    const std::vector<std::string>& own = options_.storage.state_dirs;  // and not another rank's
     if (store() == nullptr || !told_of(aio::ErrnoText(ENOSPC)) ||
         std::none_of(own.begin(), own.end(), told_of))
       return status;
@@ -370,19 +368,15 @@ class Engine::Impl {
   swap::Store* store() const { return resources_ != nullptr ? resources_->store() : nullptr; }
 
   absl::Status MakeCheckpointing() {
-    if (!options_.resumes() && options_.overwrite && options_.rank() == 0) {
-      absl::Status removed = swap::RemoveCheckpoints(options_.checkpoints.parent);
-      if (!removed.ok()) return removed;
+    if (!options_.resumes() && options_.storage.overwrite && options_.rank() == 0) {
+      RETURN_IF_ERROR(swap::RemoveCheckpoints(options_.storage.checkpoints.parent));
     }
-    checkpointing_ = std::make_unique<Checkpointing>(options_.checkpoints, resources_->tile_memory(),
-                                                     options_.comm.get(), options_.checkpointed);
+    checkpointing_ = std::make_unique<Checkpointing>(options_.storage.checkpoints, resources_->tile_memory(),
+                                                     options_.comm.get(), options_.hooks.checkpointed);
     if (options_.comm != nullptr) {
       // Nobody writes there before rank 0 has cleaned up.
-      absl::Status one = AgreeOnDirectory(*options_.comm, options_.checkpoints.parent);
-      if (!one.ok()) return one;
-      absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options_.comm);
-      if (!uuid.ok()) return uuid.status();
-      checkpoint_uuid_ = *uuid;
+      RETURN_IF_ERROR(AgreeOnDirectory(*options_.comm, options_.storage.checkpoints.parent));
+      ASSIGN_OR_RETURN(checkpoint_uuid_, AgreeOnUuid(*options_.comm));
     }
     return absl::OkStatus();
   }
@@ -398,7 +392,7 @@ class Engine::Impl {
   }
 
   absl::Status Initialize() {
-    run_ = options_.run;
+    run_ = options_.resume.run;
     absl::Status status =
         InitializeState(model_, options_, plan_, residency(), DeviceStateOrNull(), module_pointers_, store(),
                         [this](const std::string& line) { Log(line); });
@@ -422,12 +416,12 @@ class Engine::Impl {
         nlohmann::json::parse(recovered.payload, nullptr, /*allow_exceptions=*/false);
     const auto damaged = [&](absl::string_view what) {
       return absl::DataLossError(absl::StrCat("the commit record of step ", recovered.step, " in ",
-                                              options_.state_dirs.front(), " has no valid ", what));
+                                              options_.storage.state_dirs.front(), " has no valid ", what));
     };
     if (!payload.is_object() || !payload.contains("run") || !payload["run"].is_object())
       return damaged("payload");
     run_ = payload["run"];
-    run_.update(options_.run_changes);
+    run_.update(options_.resume.run_changes);
     last_description_ = payload.value("step", nlohmann::json());
     const absl::Status restored = decisions_.Restore(payload, static_cast<int64_t>(recovered.updates));
     if (!restored.ok()) return damaged(restored.message());
@@ -441,7 +435,7 @@ class Engine::Impl {
   std::string Payload(const StepOutcome::Decided* step) const {
     nlohmann::json payload = {{"run", run_}};
     decisions_.AddTo(&payload, step);
-    if (step != nullptr && options_.describe) payload["step"] = options_.describe(step->result);
+    if (step != nullptr && options_.hooks.describe) payload["step"] = options_.hooks.describe(step->result);
     return payload.dump();
   }
 
@@ -507,9 +501,8 @@ class Engine::Impl {
       int64_t taken = tokens(from);
       for (n = 1; from + n < batches.size() && taken + tokens(from + n) <= EvaluationRoom(); ++n)
         taken += tokens(from + n);
-      absl::Status begun = runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
-                                                  batches.begin() + static_cast<std::ptrdiff_t>(from + n)});
-      if (!begun.ok()) return begun;
+      RETURN_IF_ERROR(runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
+                                             batches.begin() + static_cast<std::ptrdiff_t>(from + n)}));
       std::vector<Op> ops = builder_->Append(Pass::kEvaluate, static_cast<int>(n));
       for (const Op& op : ops) {
         if (op.lane == tiering::Lane::kRead && op.step == builder_->next_step()) own_bytes += op.bytes;
@@ -562,9 +555,8 @@ class Engine::Impl {
     if (lasts) committed_step_ = step;
     if (decisions_.has(step)) {
       decisions_.Apply(step);
-      if (options_.committed) {
-        absl::Status status = options_.committed(decisions_.applied().result);
-        if (!status.ok()) return status;
+      if (options_.hooks.committed) {
+        RETURN_IF_ERROR(options_.hooks.committed(decisions_.applied().result));
       }
     }
     if (!lasts || checkpointing_ == nullptr) return absl::OkStatus();
@@ -590,11 +582,11 @@ class Engine::Impl {
   }
 
   void Observe(OpId id, const Op& op, double start, double end) {
-    if (options_.observer) options_.observer(id, op, start, end);
+    if (options_.hooks.observer) options_.hooks.observer(id, op, start, end);
     if (checkpointing_ != nullptr) checkpoint_status_.Update(checkpointing_->Advance(operations_));
-    if (!options_.tick || end - last_tick_ < 0.05) return;
+    if (!options_.hooks.tick || end - last_tick_ < 0.05) return;
     last_tick_ = end;
-    options_.tick(executor_->waiting_for());
+    options_.hooks.tick(executor_->waiting_for());
   }
 
   void AddUsage(const tiering::Usage& usage) {
@@ -608,7 +600,7 @@ class Engine::Impl {
   }
 
   void Log(const std::string& line) const {
-    if (options_.log) options_.log(line);
+    if (options_.hooks.log) options_.hooks.log(line);
   }
 
   nlohmann::json identity_;
@@ -639,9 +631,8 @@ class Engine::Impl {
 
 absl::StatusOr<EnginePlan> Engine::MakePlan(const Model& model, const EngineOptions& options) {
   TensorMemory::Install();
-  absl::StatusOr<PreparedModel> prepared = PrepareModel(model, options);
-  if (!prepared.ok()) return prepared.status();
-  return std::move(prepared->plan);
+  ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(model, options));
+  return std::move(prepared.plan);
 }
 
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(Model model, EngineOptions options) {
@@ -734,7 +725,7 @@ void Engine::set_saturating_bytes_in_flight(uint64_t bytes) {
   aio::Engine* io = impl_->resources_->io();
   if (io == nullptr) return;
   io->set_saturating_bytes_in_flight(bytes);
-  if (!impl_->options_.io_depth_is_limit) io->RaiseCapsToSaturation();
+  if (!impl_->options_.storage.io_depth_is_limit) io->RaiseCapsToSaturation();
 }
 
 }  // namespace penstock::zero

@@ -71,9 +71,7 @@ absl::Status ParameterAccess::ForEachTile(
     const int64_t begin = std::max(parameter.offset, tile.offset);
     const int64_t end = std::min(parameter.offset + parameter.elements, tile.offset + tile.elements);
     if (begin >= end) continue;
-    absl::Status status =
-        body(static_cast<int>(t), begin - tile.offset, end - begin, begin - parameter.offset);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(body(static_cast<int>(t), begin - tile.offset, end - begin, begin - parameter.offset));
   }
   return absl::OkStatus();
 }
@@ -129,9 +127,8 @@ absl::Status ParameterAccess::Share(const Found& found, float* gathered, float* 
     for (int k = 0; k < comm_->world(); ++k) any |= of_rank(k, [](float*, float*, int64_t) {});
     if (!any) continue;
     of_rank(comm_->rank(), [](float* own, float* to, int64_t count) { std::copy_n(own, count, to); });
-    const absl::Status status = comm_->AllGather(Channel::kSetup, {"a parameter's state"}, gathered,
-                                                 static_cast<size_t>(n) * sizeof(float));
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(comm_->AllGather(Channel::kSetup, {"a parameter's state"}, gathered,
+                                     static_cast<size_t>(n) * sizeof(float)));
     for (int k = 0; k < comm_->world(); ++k) {
       of_rank(k, [](float* to, const float* other, int64_t count) { std::copy_n(other, count, to); });
     }
@@ -142,11 +139,10 @@ absl::Status ParameterAccess::Share(const Found& found, float* gathered, float* 
 absl::Status ParameterAccess::CheckSame(std::string_view name, const torch::Tensor& values) const {
   if (comm_ == nullptr) return absl::OkStatus();
   const uint64_t checksum = kernels::Checksum(values.data_ptr(), values.nbytes());
-  absl::StatusOr<std::vector<std::string>> all =
-      comm_->AllTexts(Channel::kSetup, {"a parameter's values"}, absl::StrCat(checksum));
-  if (!all.ok()) return all.status();
-  for (size_t k = 1; k < all->size(); ++k) {
-    if ((*all)[k] == all->front()) continue;
+  ASSIGN_OR_RETURN(std::vector<std::string> all,
+                   comm_->AllTexts(Channel::kSetup, {"a parameter's values"}, absl::StrCat(checksum)));
+  for (size_t k = 1; k < all.size(); ++k) {
+    if (all[k] == all.front()) continue;
     return absl::InvalidArgumentError(absl::StrCat("ranks 0 and ", k, " were given different values for ",
                                                    std::string(name), ": all of them write the same"));
   }
@@ -162,9 +158,8 @@ absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(int block, int til
   }
   const int64_t elements = bp.tiles[At(tile)].elements;
   std::byte* place = nullptr;
-  absl::StatusOr<torch::Tensor> copy = Pages(plan_.precision.TotalBytes(elements), &place);
-  if (!copy.ok()) return copy.status();
-  loaded.copy = std::move(*copy);
+  ASSIGN_OR_RETURN(torch::Tensor copy, Pages(plan_.precision.TotalBytes(elements), &place));
+  loaded.copy = std::move(copy);
   loaded.memory.elements = elements;
   std::vector<void*> segments;
   for (size_t s = 0; s < plan_.precision.segment_bytes.size(); ++s) {
@@ -179,8 +174,7 @@ absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(int block, int til
     return loaded;
   }
   swap::TileIo io;
-  absl::Status status = store_->ReadTileNow(&io, StoreTile(block, tile), segments, aio::Priority::kDemand);
-  if (!status.ok()) return status;
+  RETURN_IF_ERROR(store_->ReadTileNow(&io, StoreTile(block, tile), segments, aio::Priority::kDemand));
   return loaded;
 }
 
@@ -202,11 +196,10 @@ absl::Status ParameterAccess::Store(int block, int tile, const Loaded& loaded) c
 }
 
 absl::StatusOr<torch::Tensor> ParameterAccess::Read(std::string_view name, StateKind kind) {
-  absl::StatusOr<Found> found = Find(name);
-  if (!found.ok()) return found.status();
+  ASSIGN_OR_RETURN(Found found, Find(name));
   RETURN_IF_ERROR(CheckKept(kind));
-  return ReadParts(*found, [&](int tile, int64_t begin, int64_t n, float* to) -> absl::Status {
-    ASSIGN_OR_RETURN(Loaded loaded, Load(found->block, tile));
+  return ReadParts(found, [&](int tile, int64_t begin, int64_t n, float* to) -> absl::Status {
+    ASSIGN_OR_RETURN(Loaded loaded, Load(found.block, tile));
     ReadValues(format_, loaded.memory, kind, begin, n, to);
     return absl::OkStatus();
   });
@@ -215,12 +208,11 @@ absl::StatusOr<torch::Tensor> ParameterAccess::Read(std::string_view name, State
 absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
     std::string_view name, double scale, bool in_backward,
     const std::function<uint64_t(int, int)>& gradient_checksum) {
-  absl::StatusOr<Found> found = Find(name);
-  if (!found.ok()) return found.status();
-  if (!found->parameter->trains) {
+  ASSIGN_OR_RETURN(Found found, Find(name));
+  if (!found.parameter->trains) {
     return absl::FailedPreconditionError(absl::StrCat(std::string(name), " is frozen: it has no gradient"));
   }
-  const tiering::BlockPlan& bp = plan_.blocks[At(found->block)];
+  const tiering::BlockPlan& bp = plan_.blocks[At(found.block)];
   const bool all_in_backward = std::count(bp.in_backward.begin(), bp.in_backward.end(), 0) == 0;
   if (in_backward && !plan_.clips && bp.gradient_slot < 0 && all_in_backward) {
     return absl::FailedPreconditionError(
@@ -232,12 +224,11 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
     const tiering::Tile& cut = bp.tiles[At(tile)];
     torch::Tensor copy;
     const std::byte* gradient = nullptr;
-    if (device_ != nullptr && device_->has(found->block)) {
+    if (device_ != nullptr && device_->has(found.block)) {
       std::byte* place = nullptr;
       ASSIGN_OR_RETURN(torch::Tensor memory, Pages(cut.elements * width, &place));
       copy = std::move(memory);
-      absl::Status read = device_->ReadGradient(found->block, cut.offset, cut.elements, place);
-      if (!read.ok()) return read;
+      RETURN_IF_ERROR(device_->ReadGradient(found.block, cut.offset, cut.elements, place));
       gradient = place;
     } else if (bp.gradient_slot >= 0) {
       gradient = static_cast<const std::byte*>(residency_.gradient(bp.gradient_slot)) + cut.offset * width;
@@ -248,11 +239,11 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
       copy = std::move(memory);
       swap::TileIo io;
       absl::Status read =
-          store_->ReadScratch(&io, StoreTile(found->block, tile), 0, place, bytes, aio::Priority::kDemand);
+          store_->ReadScratch(&io, StoreTile(found.block, tile), 0, place, bytes, aio::Priority::kDemand);
       if (read.ok()) read = store_->Wait(&io);
       if (!read.ok()) return read;
-      if (kernels::Checksum(place, bytes) != gradient_checksum(found->block, tile)) {
-        return absl::DataLossError(absl::StrCat("gradient of tile ", tile, " of block ", found->block, ", ",
+      if (kernels::Checksum(place, bytes) != gradient_checksum(found.block, tile)) {
+        return absl::DataLossError(absl::StrCat("gradient of tile ", tile, " of block ", found.block, ", ",
                                                 bytes, " bytes: what came back from the drive is not what ",
                                                 "was written"));
       }
@@ -262,10 +253,9 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
                      static_cast<size_t>(n));
     return absl::OkStatus();
   };
-  absl::StatusOr<torch::Tensor> values = ReadParts(*found, read_tile);
+  absl::StatusOr<torch::Tensor> values = ReadParts(found, read_tile);
   if (!values.ok() || scale == 1) return values;
-  absl::Status scaled = Guarded("gradient", [&] { values->mul_(1 / scale); });
-  if (!scaled.ok()) return scaled;
+  RETURN_IF_ERROR(Guarded("gradient", [&] { values->mul_(1 / scale); }));
   return values;
 }
 

@@ -27,14 +27,14 @@ namespace {
 // the budget was not kept.
 absl::StatusOr<MeasuredModel> MeasureWithin(const Model& model, const EngineOptions& options,
                                             kernels::DType weights, bool* beyond) {
-  const int64_t budget = options.host_memory_bytes;
+  const int64_t budget = options.memory.host_memory_budget_bytes;
   // What a killed process could not say.
   const int64_t free = std::max<int64_t>(1, FindHostMemory().free_bytes);  // 0 would be no bound
   MeasureOptions measure;
   measure.weights = weights;
   measure.trains = options.trains;
   measure.times = options.measures_time;
-  measure.doing = options.preparing;
+  measure.doing = options.hooks.preparing;
   // The tensors of a device apart may be the host's too, and are no part of the host's budget.
   const bool counts = !options.device->has_own_memory() || !options.device->tensors_are_host();
   const auto within = [&](int64_t bytes) {
@@ -74,7 +74,7 @@ class Preparation {
   Preparation(const Model& model, const EngineOptions& options)
       : model_(model),
         options_(options),
-        on_nvme_(options.offload == OffloadDevice::kNvme),
+        on_nvme_(options.storage.offload == OffloadDevice::kNvme),
         in_place_(on_nvme_ && options.trains) {}
 
   absl::StatusOr<PreparedModel> Run() {
@@ -92,7 +92,7 @@ class Preparation {
 
  private:
   void Doing(const std::string& what) const {
-    if (options_.preparing) options_.preparing(what);
+    if (options_.hooks.preparing) options_.hooks.preparing(what);
   }
   Comm* comm() const { return options_.comm.get(); }
 
@@ -102,9 +102,9 @@ class Preparation {
     ASSIGN_OR_RETURN(prepared_.plan.format, FormatOf(options_));
     if (model_.blocks.empty() || model_.stages.empty())
       return absl::InvalidArgumentError("a model needs at least one block and one stage");
-    if (on_nvme_ && options_.state_dirs.empty())
+    if (on_nvme_ && options_.storage.state_dirs.empty())
       return absl::InvalidArgumentError("state on NVMe needs a state directory");
-    if (options_.resumes() && options_.state_dirs.empty()) {
+    if (options_.resumes() && options_.storage.state_dirs.empty()) {
       return absl::FailedPreconditionError(
           "there is nothing to resume: state in memory is gone with its process, and no checkpoint was "
           "named");
@@ -112,12 +112,12 @@ class Preparation {
     plan_options_.micro_batches = options_.micro_batches;
     plan_options_.on_nvme = on_nvme_;
     plan_options_.trains = options_.trains;
-    plan_options_.host_budget_bytes = options_.host_memory_bytes;
-    plan_options_.tile_bytes = options_.tile_bytes;
-    plan_options_.bounds = options_.bounds;
-    plan_options_.update_order = options_.update_order;
-    plan_options_.clips = options_.clip > 0;
-    plan_options_.copies_checkpoints = options_.trains && options_.checkpoints.every > 0;
+    plan_options_.host_budget_bytes = options_.memory.host_memory_budget_bytes;
+    plan_options_.tile_bytes = options_.memory.tile_bytes;
+    plan_options_.bounds = options_.memory.bounds;
+    plan_options_.update_order = options_.optimizer.order;
+    plan_options_.clips = options_.optimizer.clip > 0;
+    plan_options_.copies_checkpoints = options_.trains && options_.storage.checkpoints.every > 0;
     return absl::OkStatus();
   }
 
@@ -126,16 +126,18 @@ class Preparation {
   absl::Status OpenDevice() {
     Device& device = *options_.device;
     if (!device.has_own_memory()) return absl::OkStatus();
-    if (options_.gds) device_storage_ = device.OpenStorage();
-    if (options_.device_memory_bytes > device.capacity_bytes()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("a device memory budget of ", options_.device_memory_bytes, " bytes is more than the ",
-                       device.capacity_bytes(), " bytes of the device (", device.Describe(), ")"));
+    if (options_.storage.gds) device_storage_ = device.OpenStorage();
+    if (options_.memory.device_memory_budget_bytes > device.capacity_bytes()) {
+      return absl::FailedPreconditionError(absl::StrCat("a device memory budget of ",
+                                                        options_.memory.device_memory_budget_bytes,
+                                                        " bytes is more than the ", device.capacity_bytes(),
+                                                        " bytes of the device (", device.Describe(), ")"));
     }
     plan_options_.device.has_own_memory = true;
     plan_options_.device.tensor_slack_bytes = device.tensor_slack_bytes();
-    plan_options_.device.budget_bytes =
-        options_.device_memory_bytes > 0 ? options_.device_memory_bytes : device.capacity_bytes();
+    plan_options_.device.budget_bytes = options_.memory.device_memory_budget_bytes > 0
+                                            ? options_.memory.device_memory_budget_bytes
+                                            : device.capacity_bytes();
     return absl::OkStatus();
   }
 
@@ -144,20 +146,21 @@ class Preparation {
   absl::Status FindState() {
     EnginePlan& plan = prepared_.plan;
     if (options_.resumes()) {
-      ASSIGN_OR_RETURN(plan.parts, FindShards(options_.state_dirs));
+      ASSIGN_OR_RETURN(plan.parts, FindShards(options_.storage.state_dirs));
       ASSIGN_OR_RETURN(std::vector<swap::Inspection> shards, InspectShards(plan.parts));
       const bool same = plan.parts.size() == static_cast<size_t>(options_.world());
       found_ = std::move(shards[same ? static_cast<size_t>(options_.rank()) : 0]);
       if (in_place_ && plan.parts.size() > 1) {
-        return absl::FailedPreconditionError(absl::StrCat(options_.state_dirs.front(), " holds a run of ",
-                                                          plan.parts.size(), " ranks, not of one"));
+        return absl::FailedPreconditionError(absl::StrCat(options_.storage.state_dirs.front(),
+                                                          " holds a run of ", plan.parts.size(),
+                                                          " ranks, not of one"));
       }
     }
     plan_options_.world = options_.trains ? options_.world() : static_cast<int>(plan.parts.size());
     // A step cannot be durable while the next is written over it.
-    const bool one_version = options_.resumes() ? found_.shape.slots == 1 : options_.versions == 1;
+    const bool one_version = options_.resumes() ? found_.shape.slots == 1 : options_.storage.versions == 1;
     plan_options_.commits_every_step =
-        !on_nvme_ || !options_.trains || (options_.durability == Durability::kStep && !one_version);
+        !on_nvme_ || !options_.trains || (options_.storage.durability == Durability::kStep && !one_version);
     return absl::OkStatus();
   }
 
@@ -180,18 +183,20 @@ class Preparation {
   absl::Status AgreeOnMemory() {
     tiering::DeviceOptions& device = plan_options_.device;
     if (comm() != nullptr) {
-      ASSIGN_OR_RETURN(plan_options_.host_budget_bytes, AgreeOnBudget(*comm(), options_.host_memory_bytes));
+      ASSIGN_OR_RETURN(plan_options_.host_budget_bytes,
+                       AgreeOnBudget(*comm(), options_.memory.host_memory_budget_bytes));
       if (device.has_own_memory) {
         // Where weights stay whole in host memory, they are gathered there, once a step. Connecting takes
         // memory.
-        if (options_.bounds.placement == tiering::Placement::kCuda) {
+        if (options_.memory.bounds.placement == tiering::Placement::kCuda) {
           prepared_.devices.how = "through host memory, where weights stay whole";
         } else {
           ASSIGN_OR_RETURN(prepared_.devices, ConnectDevices(options_.comm, *options_.device));
         }
         device.collectives = prepared_.devices.comm != nullptr;
-        ASSIGN_OR_RETURN(device.budget_bytes,
-                         AgreeOnDeviceBudget(*comm(), *options_.device, options_.device_memory_bytes));
+        ASSIGN_OR_RETURN(
+            device.budget_bytes,
+            AgreeOnDeviceBudget(*comm(), *options_.device, options_.memory.device_memory_budget_bytes));
         prepared_.devices.budget_bytes = device.budget_bytes;
       }
     }
@@ -217,8 +222,8 @@ class Preparation {
     plan_options_.precision = plan.format.precision();
     plan.state_bytes = plan_options_.precision.UnpaddedBytes(plan.graph.elements());
     if (recorded != ours) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(options_.state_dirs.front(), " holds another run: ", JsonDifference(recorded, ours)));
+      return absl::FailedPreconditionError(absl::StrCat(
+          options_.storage.state_dirs.front(), " holds another run: ", JsonDifference(recorded, ours)));
     }
     if (options_.trains) NameRank(options_, &ours);
     if (plan.parts.size() == static_cast<size_t>(plan_options_.world) || in_place_) {
@@ -230,7 +235,7 @@ class Preparation {
 
   // What plans are compared on. A budget that is too small is refused before anything is measured on a drive.
   absl::Status MeasureMachine() {
-    if (options_.machine) {
+    if (options_.hooks.machine) {
       tiering::PlanOptions any = plan_options_;
       any.compares_policies = false;
       RETURN_IF_ERROR(tiering::MakePlan(prepared_.plan.graph, any).status());
@@ -244,7 +249,7 @@ class Preparation {
 
   absl::Status AskForMachine() {
     Doing("measuring drive and processor");
-    const int64_t budget = options_.host_memory_bytes;
+    const int64_t budget = options_.memory.host_memory_budget_bytes;
     RETURN_IF_ERROR(Guarded("measuring the machine", [&] {
       const TensorMemoryLimit limit(budget);
       std::function<void()> compute;
@@ -253,7 +258,7 @@ class Preparation {
         compute = BusiestStage(model_, measured_, options_.example, prepared_.plan.format.weights,
                                *options_.device);
       }
-      plan_options_.machine = options_.machine(prepared_.plan.state_bytes, compute);
+      plan_options_.machine = options_.hooks.machine(prepared_.plan.state_bytes, compute);
     }));
     options_.device->TrimTensors();
     return absl::OkStatus();
@@ -266,7 +271,7 @@ class Preparation {
     if (beyond_budget_) {
       const int64_t least = std::max(plan.plan.least_host_memory_bytes, TensorMemory::Stats().peak_bytes);
       return absl::FailedPreconditionError(
-          absl::StrCat("a host memory budget of ", options_.host_memory_bytes,
+          absl::StrCat("a host memory budget of ", options_.memory.host_memory_budget_bytes,
                        " bytes is too small: the least that works is ", least,
                        " bytes (measuring takes that much); a smaller micro-batch or sequence takes less"));
     }
@@ -281,14 +286,15 @@ class Preparation {
     EnginePlan& plan = prepared_.plan;
     const std::string identity = prepared_.identity.dump();
     swap::StoreOptions store;
-    store.directories = options_.state_dirs;
-    store.overwrite = options_.overwrite;
+    store.directories = options_.storage.state_dirs;
+    store.overwrite = options_.storage.overwrite;
     const swap::Layout layout = LayoutOf(plan.plan);
     store.slots = found_.shape.slots;
     if (!options_.resumes()) {
-      ASSIGN_OR_RETURN(store.slots, AgreeOnVersions(options_, store, layout, identity,
-                                                    ActivationSpill::BytesIn(options_.state_dirs.size(),
-                                                                             plan.graph, plan.plan)));
+      ASSIGN_OR_RETURN(store.slots,
+                       AgreeOnVersions(options_, store, layout, identity,
+                                       ActivationSpill::BytesIn(options_.storage.state_dirs.size(),
+                                                                plan.graph, plan.plan)));
     }
     plan.versions = static_cast<int>(store.slots);
     ASSIGN_OR_RETURN(std::vector<uint64_t> bytes, swap::BytesOnDisk(store, layout, identity));
@@ -324,8 +330,8 @@ absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options) {
   } else {
     return absl::InvalidArgumentError("weights are bf16, fp16 or fp32");
   }
-  format.states = options.optimizer_states;
-  format.moments = MomentsOf(options.optimizer);
+  format.states = options.optimizer.states;
+  format.moments = MomentsOf(options.optimizer.algorithm);
   return format;
 }
 

@@ -23,9 +23,9 @@ struct PreparedModel {
   DirectStorage storage;    // of a device apart, with a drive
 };
 
-// Measures the model and plans it under the options. With options.resume (or without options.trains) the
-// state directories (without a drive of its own: the checkpoint's) must hold a run of this very model, type
-// and seed (kFailedPrecondition names what differs), whose tiles the plan takes over; without, the
+// Measures the model and plans it under the options. With options.resume.enabled (or without options.trains)
+// the state directories (without a drive of its own: the checkpoint's) must hold a run of this very model,
+// type and seed (kFailedPrecondition names what differs), whose tiles the plan takes over; without, the
 // directories must be free or options.overwrite set.
 absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options);
 

@@ -73,10 +73,9 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
     if (fd < 0) mine = absl::ErrnoToStatus(errno, absl::StrCat("create ", sign));
     if (fd >= 0) ::close(fd);
   }
-  absl::StatusOr<std::vector<std::string>> signs =
-      comm.AllTexts(Channel::kSetup, {"the checkpoints' directory"}, sign);
-  if (!signs.ok()) return signs.status();
-  if (comm.rank() > 0 && ::access(signs->front().c_str(), F_OK) != 0) {
+  ASSIGN_OR_RETURN(std::vector<std::string> signs,
+                   comm.AllTexts(Channel::kSetup, {"the checkpoints' directory"}, sign));
+  if (comm.rank() > 0 && ::access(signs.front().c_str(), F_OK) != 0) {
     mine = absl::FailedPreconditionError(
         absl::StrCat(path,
                      " is not what rank 0 has under this name: all ranks need one directory for "
@@ -88,36 +87,33 @@ absl::Status AgreeOnDirectory(Comm& comm, const std::string& path) {
 }
 
 absl::StatusOr<int64_t> AgreeOnBudget(Comm& comm, int64_t mine) {
-  absl::StatusOr<std::vector<int64_t>> budgets = AllNumbers(comm, "the budget", mine);
-  if (!budgets.ok()) return budgets.status();
+  ASSIGN_OR_RETURN(std::vector<int64_t> budgets, AllNumbers(comm, "the budget", mine));
   int64_t least = 0;
-  for (const int64_t budget : *budgets) {
+  for (const int64_t budget : budgets) {
     if (budget > 0 && (least == 0 || budget < least)) least = budget;
   }
   return least;
 }
 
 absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, int64_t mine) {
-  absl::StatusOr<std::vector<std::string>> identities =
-      comm.AllTexts(Channel::kSetup, {"the device"}, device.identity());
-  if (!identities.ok()) return identities.status();
-  const auto sharing = std::count(identities->begin(), identities->end(), device.identity());
+  ASSIGN_OR_RETURN(std::vector<std::string> identities,
+                   comm.AllTexts(Channel::kSetup, {"the device"}, device.identity()));
+  const auto sharing = std::count(identities.begin(), identities.end(), device.identity());
   const int64_t share =
       device.identity().empty() ? device.capacity_bytes() : device.capacity_bytes() / sharing;
   return AgreeOnBudget(comm, mine > 0 ? mine : share);
 }
 
 absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm, Device& device) {
-  absl::StatusOr<std::vector<std::string>> links =
-      comm->AllTexts(Channel::kSetup, {"the device's link"}, device.link());
-  if (!links.ok()) return links.status();
+  ASSIGN_OR_RETURN(std::vector<std::string> links,
+                   comm->AllTexts(Channel::kSetup, {"the device's link"}, device.link()));
   ASSIGN_OR_RETURN(std::vector<std::string> identities,
                    comm->AllTexts(Channel::kSetup, {"the device"}, device.identity()));
   DeviceExchange exchange;
   exchange.where = device.torch_device();
   std::string why;
-  for (size_t k = 0; k < links->size() && why.empty(); ++k) {
-    if ((*links)[k].empty() || (*links)[k] != links->front()) {
+  for (size_t k = 0; k < links.size() && why.empty(); ++k) {
+    if (links[k].empty() || links[k] != links.front()) {
       why = absl::StrCat("the device of rank ", k, " cannot exchange with others");
     }
     const auto first = std::find(identities.begin(), identities.end(), identities[k]);
@@ -138,7 +134,7 @@ absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm,
     return exchange;
   }
   exchange.comm = std::move(*connected);
-  exchange.how = absl::StrCat("between devices, over ", links->front());
+  exchange.how = absl::StrCat("between devices, over ", links.front());
   return exchange;
 }
 

@@ -83,12 +83,12 @@ std::string LogLine(const nlohmann::json& entry) {
 
 void Report::Start(const EngineOptions& options, const std::string& version, int world_size) {
   report_ = {{"version", version},
-             {"optimizer_states", std::string(StateTypeName(options.optimizer_states))},
+             {"optimizer_states", std::string(StateTypeName(options.optimizer.states))},
              {"device", std::string(options.device->name())},
              {"world_size", world_size},
              {"seed", options.seed},
-             {"host_memory_budget_bytes", options.host_memory_bytes},
-             {"device_memory_budget_bytes", options.device_memory_bytes},
+             {"host_memory_budget_bytes", options.memory.host_memory_budget_bytes},
+             {"device_memory_budget_bytes", options.memory.device_memory_budget_bytes},
              {"stopped_by", nullptr}};
 }
 

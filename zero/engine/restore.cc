@@ -26,8 +26,7 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
                          const std::vector<swap::Inspection>& inspections, const EngineOptions& options,
                          swap::StoreOptions to_options) {
   nlohmann::json identity = WholeIdentity(inspections.front().shape.identity);
-  absl::StatusOr<tiering::Precision> precision = PrecisionOf(identity, parts.front().front());
-  if (!precision.ok()) return precision.status();
+  ASSIGN_OR_RETURN(tiering::Precision precision, PrecisionOf(identity, parts.front().front()));
   ASSIGN_OR_RETURN(std::vector<int64_t> elements, BlockElementsOf(identity, parts.front().front()));
   const uint64_t source_bytes = ShardedState::MemoryBytes(inspections);
   aio::ArenaOptions arena_options;
@@ -36,7 +35,7 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
   ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> source, aio::Arena::Create(arena_options));
   ASSIGN_OR_RETURN(
       std::unique_ptr<ShardedState> from,
-      ShardedState::Open(io, parts, inspections, elements, *precision, {source->data(), source_bytes}));
+      ShardedState::Open(io, parts, inspections, elements, precision, {source->data(), source_bytes}));
 
   // Tiles of the size that they had.
   struct Place {
@@ -49,7 +48,7 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
     const int64_t part = tiering::ShardElements(elements[b], options.world());
     for (const tiering::Tile& tile : tiering::CutTiles(part, from->LargestTile(static_cast<int>(b)))) {
       places.push_back({static_cast<int>(b), {options.rank() * part + tile.offset, tile.elements}});
-      layout.tiles.push_back(TileLayoutOf(*precision, tile.elements));
+      layout.tiles.push_back(TileLayoutOf(precision, tile.elements));
     }
   }
   NameRank(options, &identity);
@@ -84,13 +83,11 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   io_options.log = [](std::string_view) {};
   ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> io, aio::Engine::Create(std::move(io_options)));
   swap::StoreOptions to_options;
-  to_options.directories = options.state_dirs;
-  to_options.sync = options.sync;
+  to_options.directories = options.storage.state_dirs;
+  to_options.sync = options.storage.sync;
   to_options.overwrite = true;  // of what was never committed, or is of no use any more
   if (options.comm != nullptr) {
-    absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options.comm);
-    if (!uuid.ok()) return uuid.status();
-    to_options.uuid = *uuid;
+    ASSIGN_OR_RETURN(to_options.uuid, AgreeOnUuid(*options.comm));
   }
   if (parts.size() != static_cast<size_t>(options.world()))
     return RestorePart(*io, parts, inspections, options, std::move(to_options));

@@ -9,9 +9,10 @@
 
 namespace penstock::zero {
 
-// Makes a run in options.state_dirs (which hold none, or one of no use) of the checkpoint `path`. As many
-// versions as a new run would have. The checkpoint may be of another number of ranks: each of options.comm
-// cuts its part out of it, in tiles of the size that it has. Memory: two tiles. Threads: the caller's.
+// Makes a run in options.storage.state_dirs (which hold none, or one of no use) of the checkpoint `path`. As
+// many versions as a new run would have. The checkpoint may be of another number of ranks: each of
+// options.comm cuts its part out of it, in tiles of the size that it has. Memory: two tiles. Threads: the
+// caller's.
 absl::Status RestoreRun(const std::string& path, const EngineOptions& options);
 
 }  // namespace penstock::zero

@@ -28,12 +28,12 @@ absl::StatusOr<std::unique_ptr<RunResources>> RunResources::Create(const EngineP
   auto made = std::unique_ptr<RunResources>(new RunResources(plan, options));
   absl::Status status = made->MakeMemory();
   if (status.ok()) status = made->MakeDevice();
-  const bool checkpoints = options.trains && options.checkpoints.any();
+  const bool checkpoints = options.trains && options.storage.checkpoints.any();
   if (status.ok() && (plan.plan.on_nvme || options.resumes() || checkpoints)) status = made->MakeIo();
   if (status.ok() && plan.plan.on_nvme) status = made->MakeStore(identity);
   if (status.ok() && plan.plan.input_scratch_bytes > 0) {
     absl::StatusOr<std::unique_ptr<ActivationSpill>> inputs =
-        ActivationSpill::Create(*made->io_, plan.graph, plan.plan, options.state_dirs);
+        ActivationSpill::Create(*made->io_, plan.graph, plan.plan, options.storage.state_dirs);
     status = inputs.status();
     if (status.ok()) made->inputs_ = std::move(*inputs);
   }
@@ -83,7 +83,7 @@ absl::Status RunResources::MakeMemory() {
   preparation_peak_ = TensorMemory::Stats().peak_bytes;
   TensorMemory::Trim();
   TensorMemory::ResetPeak();
-  const int64_t budget = options_.host_memory_bytes;
+  const int64_t budget = options_.memory.host_memory_budget_bytes;
   TensorMemory::SetLimit(budget > 0 ? budget - static_cast<int64_t>(arena_->bytes()) : 0);
   return absl::OkStatus();
 }
@@ -118,7 +118,7 @@ absl::Status RunResources::BoundDevice() {
 }
 
 absl::Status RunResources::MakeIo() {
-  aio::EngineOptions io_options = options_.io;
+  aio::EngineOptions io_options = options_.storage.io;
   // Without a drive of its own a run moves its state seldom, and its memory stays unpinned.
   if (plan_.plan.on_nvme) io_options.arenas = {arena_.get()};
   io_options.log = [this](std::string_view line) { Log(std::string(line)); };
@@ -130,19 +130,16 @@ absl::Status RunResources::MakeIo() {
 absl::Status RunResources::MakeStore(const std::string& identity) {
   swap::StoreOptions store_options;
   store_options.slots = static_cast<uint32_t>(plan_.versions);
-  store_options.directories = options_.resumes() ? plan_.parts.front() : options_.state_dirs;
-  store_options.sync = options_.sync;
-  store_options.overwrite = options_.overwrite;
+  store_options.directories = options_.resumes() ? plan_.parts.front() : options_.storage.state_dirs;
+  store_options.sync = options_.storage.sync;
+  store_options.overwrite = options_.storage.overwrite;
   store_options.read_only = !options_.trains;
   if (!options_.resumes()) {
-    absl::Status room =
-        swap::CheckSpace(store_options, LayoutOfThisHost(LayoutOf(plan_.plan), options_), identity,
-                         ActivationSpill::BytesIn(options_.state_dirs.size(), plan_.graph, plan_.plan));
-    if (!room.ok()) return room;
+    RETURN_IF_ERROR(swap::CheckSpace(
+        store_options, LayoutOfThisHost(LayoutOf(plan_.plan), options_), identity,
+        ActivationSpill::BytesIn(options_.storage.state_dirs.size(), plan_.graph, plan_.plan)));
     if (options_.comm != nullptr) {
-      absl::StatusOr<swap::Uuid> uuid = AgreeOnUuid(*options_.comm);
-      if (!uuid.ok()) return uuid.status();
-      store_options.uuid = *uuid;
+      ASSIGN_OR_RETURN(store_options.uuid, AgreeOnUuid(*options_.comm));
     }
   }
   if (plan_.parts.size() > 1) {

@@ -70,7 +70,7 @@ class RunResources {
   absl::Status OpenOthers(swap::StoreOptions* own);
   absl::Status GoBackTogether();
   void Log(const std::string& line) const {
-    if (options_.log) options_.log(line);
+    if (options_.hooks.log) options_.hooks.log(line);
   }
 
   const EnginePlan& plan_;

@@ -25,7 +25,7 @@ nlohmann::json IdentityOf(const Model& model, const EngineOptions& options, cons
   for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
   nlohmann::json identity = {{"model", model.identity},
                              {"dtype", std::string(DTypeName(format.weights))},
-                             {kOptimizer, OptimizerName(options.optimizer)},
+                             {kOptimizer, OptimizerName(options.optimizer.algorithm)},
                              {kOptimizerStates, std::string(StateTypeName(format.states))},
                              {"seed", options.seed},
                              {kBlockElements, std::move(elements)}};

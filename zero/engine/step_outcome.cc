@@ -9,7 +9,7 @@
 namespace penstock::zero {
 
 absl::Status StepOutcome::ScaleLoss() {
-  absl::StatusOr<LossScaler> scaler = LossScaler::Create(options_.loss_scale);
+  absl::StatusOr<LossScaler> scaler = LossScaler::Create(options_.optimizer.loss_scale);
   if (scaler.ok()) scaler_ = *scaler;
   return scaler.status();
 }
@@ -21,16 +21,15 @@ absl::Status StepOutcome::Restore(const nlohmann::json& payload, int64_t updates
     if (!schedule.ok()) return absl::DataLossError("schedule");
     schedule_ = *schedule;
   }
-  if (options_.new_schedule.has_value()) schedule_ = options_.new_schedule;
+  if (options_.optimizer.new_schedule.has_value()) schedule_ = options_.optimizer.new_schedule;
   if (payload.contains("loss_scale")) {
     absl::StatusOr<LossScaler> scaler = LossScaler::FromJson(payload["loss_scale"]);
     if (!scaler.ok()) return absl::DataLossError("loss scale");
     scaler_ = *scaler;
   }
-  if (options_.new_loss_scale.has_value()) {
-    absl::StatusOr<LossScaler> scaler = scaler_.With(*options_.new_loss_scale);
-    if (!scaler.ok()) return scaler.status();
-    scaler_ = *scaler;
+  if (options_.optimizer.new_loss_scale.has_value()) {
+    ASSIGN_OR_RETURN(LossScaler scaler, scaler_.With(*options_.optimizer.new_loss_scale));
+    scaler_ = scaler;
   }
   updates_ = updates;
   return absl::OkStatus();
@@ -45,7 +44,7 @@ bool StepOutcome::ChoosesInBackward(const tiering::Plan& plan) const {
   const auto replayed = static_cast<double>(std::count(replayed_.begin(), replayed_.end(), true));
   const auto steps = static_cast<double>(replayed_.size());
   // As if two had been, at first; gone when as many as are remembered have told.
-  const double doubt = options_.clip > 0 ? 2 * (1 - steps / kRemembered) : 0;
+  const double doubt = options_.optimizer.clip > 0 ? 2 * (1 - steps / kRemembered) : 0;
   const double rate = (replayed + doubt) / std::max(1.0, steps + doubt);
   return plan.speculates && rate <= plan.worthwhile_replay_rate;
 }
@@ -57,7 +56,8 @@ absl::StatusOr<UpdateDecision> StepOutcome::Decide(int64_t step, const kernels::
   const double scale = scaler_.scale();
   const double norm = std::sqrt(squares.Value()) / scale;
   // As torch.nn.utils.clip_grad_norm_.
-  const double factor = options_.clip > 0 ? std::min(1.0, options_.clip / (norm + 1e-6)) : 1.0;
+  const double factor =
+      options_.optimizer.clip > 0 ? std::min(1.0, options_.optimizer.clip / (norm + 1e-6)) : 1.0;
   UpdateDecision decision = DecisionOf(step, factor);
   decision.skip = !squares.Finite();
   decision.replay = decision.skip || factor < 1.0;
@@ -91,14 +91,14 @@ void StepOutcome::Apply(int64_t step) {
 
 // Of gradients as the loss scale left them, times `factor`.
 UpdateDecision StepOutcome::DecisionOf(int64_t step, double factor) {
-  ScheduledRates rates{.lr = LearningRate(options_.optimizer)};
+  ScheduledRates rates{.lr = LearningRate(options_.optimizer.algorithm)};
   if (schedule_.has_value()) rates = schedule_->At(updates_ + 1);
   lr_ = rates.lr;
   UpdateDecision decision;
   decision.step = step;
   decision.update = updates_ + 1;
   decision.optimizer =
-      MakeOptimizerStep(options_.optimizer, rates, decision.update, factor / scaler_.scale());
+      MakeOptimizerStep(options_.optimizer.algorithm, rates, decision.update, factor / scaler_.scale());
   return decision;
 }
 

@@ -38,7 +38,8 @@ class StepOutcome {
   };
 
   // `options` outlives this.
-  explicit StepOutcome(const EngineOptions& options) : options_(options), schedule_(options.schedule) {}
+  explicit StepOutcome(const EngineOptions& options)
+      : options_(options), schedule_(options.optimizer.schedule) {}
 
   // For a new run whose weights are fp16. kInvalidArgument: LossScaler::Create.
   absl::Status ScaleLoss();

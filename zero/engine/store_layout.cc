@@ -67,11 +67,11 @@ namespace {
 // Slots of a new store.
 uint32_t VersionsHere(const EngineOptions& options, swap::StoreOptions store, const swap::Layout& layout,
                       const std::string& identity, std::span<const uint64_t> besides) {
-  if (options.versions > 0) return static_cast<uint32_t>(options.versions);
+  if (options.storage.versions > 0) return static_cast<uint32_t>(options.storage.versions);
   // With a third version a checkpoint is copied at leisure; it is worth its space where there is any. Where
   // only checkpoints are commits, the second one is free meanwhile.
-  if (!options.trains || options.checkpoints.every == 0) return 2;
-  if (options.durability == Durability::kCheckpoint) return 2;
+  if (!options.trains || options.storage.checkpoints.every == 0) return 2;
+  if (options.storage.durability == Durability::kCheckpoint) return 2;
   store.slots = 3;
   return swap::CheckSpace(store, LayoutOfThisHost(layout, options), identity, besides).ok() ? 3 : 2;
 }
