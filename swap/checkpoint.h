@@ -26,6 +26,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "swap/checkpoint_lock.h"
 #include "swap/store.h"
 
 namespace penstock::swap {
@@ -35,6 +36,9 @@ struct CheckpointOptions {
   // Where tiles pass through, best from an arena: one padded tile.
   std::span<std::byte> memory;
   uint32_t keep = 0;  // after this one is done, remove all but the newest `keep`; 0: keep all
+  // Of `parent`, checked before anything there changes; null: nobody else is at work there. Outlives the
+  // copy.
+  CheckpointLock* lock = nullptr;
   bool allow_unaligned_file_system = false;
   // Of several ranks: which of them this is, and how their copies meet when this one's part is durable, or
   // could not be made. `meet` runs on the copy's thread; what it returns is the same on all ranks: an error

@@ -145,14 +145,18 @@ absl::Status RemoveStoreDirectory(std::string directory, int lock_patience_ms = 
   return absl::OkStatus();
 }
 
+absl::Status Held(CheckpointLock* lock) { return lock != nullptr ? lock->Check() : absl::OkStatus(); }
+
 // Removes all but the newest `keep` (0: none is removed), and not the one at `spare`.
-void KeepNewest(const std::string& parent, uint32_t keep, const std::string& spare, const Rest& rest) {
+void KeepNewest(const std::string& parent, uint32_t keep, const std::string& spare, CheckpointLock* lock,
+                const Rest& rest) {
   if (keep == 0) return;
   // The names of those that stay come first: one that a killed run gave may not be on the disk yet.
   if (!aio::SyncDirectory(parent).ok()) return;
   const auto all = ListCheckpoints(parent);
   for (size_t i = 0; i + keep < all.size(); ++i) {
     // One that somebody reads just now stays until next time.
+    if (!Held(lock).ok()) return;
     if (all[i].path != spare) (void)RemoveStoreDirectory(all[i].path, 0, rest);
   }
 }
@@ -219,7 +223,7 @@ void RemovePartialCheckpoints(const std::string& parent) {
 }
 
 void KeepNewestCheckpoints(const std::string& parent, uint32_t keep) {
-  KeepNewest(parent, keep, "", nullptr);
+  KeepNewest(parent, keep, "", nullptr, nullptr);
 }
 
 absl::Status RemoveCheckpoints(const std::string& parent) {
@@ -230,14 +234,16 @@ absl::Status RemoveCheckpoints(const std::string& parent) {
   return first;
 }
 
-PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step, int rank)
-    : parent_(std::move(parent)),
+PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock)
+    : lock_(lock),
+      parent_(std::move(parent)),
       name_(CheckpointName(step)),
       whole_(absl::StrCat(parent_, "/", PartialName(name_))),
       directory_(rank < 0 ? whole_ : RankDirectory(whole_, rank)) {}
 
 PartialCheckpoint::PartialCheckpoint(PartialCheckpoint&& other) noexcept
-    : parent_(std::move(other.parent_)),
+    : lock_(other.lock_),
+      parent_(std::move(other.parent_)),
       name_(std::move(other.name_)),
       whole_(std::move(other.whole_)),
       directory_(std::exchange(other.directory_, std::string())) {}
@@ -250,14 +256,15 @@ PartialCheckpoint::~PartialCheckpoint() {
 }
 
 absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& parent, uint64_t step,
-                                                            int rank) {
+                                                            int rank, CheckpointLock* lock) {
+  RETURN_IF_ERROR(Held(lock));
   RETURN_IF_ERROR(MakeDirectories(parent));
   const std::string path = absl::StrCat(parent, "/", CheckpointName(step));
   if (::access(path.c_str(), F_OK) == 0) {
     return absl::AlreadyExistsError(absl::StrCat(path, " is there already"));
   }
   if (rank < 0) RemovePartialCheckpoints(parent);
-  PartialCheckpoint partial(parent, step, rank);
+  PartialCheckpoint partial(parent, step, rank, lock);
   for (const std::string& directory : {partial.whole_, partial.directory_}) {
     if (!InTheWay(directory)) continue;
     partial.directory_.clear();
@@ -268,6 +275,10 @@ absl::StatusOr<PartialCheckpoint> PartialCheckpoint::Create(const std::string& p
 
 absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
   const std::string path = absl::StrCat(parent_, "/", name_);
+  if (absl::Status held = Held(lock_); !held.ok()) {
+    directory_.clear();  // it went with the directory: what has its name is somebody else's
+    return held;
+  }
   if (::rename(whole_.c_str(), path.c_str()) != 0) return ErrnoError(errno, "rename to", path);
   directory_.clear();
   RETURN_IF_ERROR(aio::SyncDirectory(parent_));
@@ -275,7 +286,7 @@ absl::Status PartialCheckpoint::Publish(uint32_t keep, const Rest& rest) {
   // where there is no room for it, there may be afterwards; none is better than one that names what is gone.
   const auto note = [&] { return WriteSmallFile(parent_, kLatest, name_ + "\n").ok(); };
   const bool noted = note();
-  KeepNewest(parent_, keep, path, rest);
+  KeepNewest(parent_, keep, path, lock_, rest);
   if (!noted && !note()) (void)::unlink(absl::StrCat(parent_, "/", kLatest).c_str());
   return absl::OkStatus();
 }

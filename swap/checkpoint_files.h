@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "swap/checkpoint_lock.h"
 #include "swap/format.h"
 
 namespace penstock::swap {
@@ -24,8 +25,9 @@ class PartialCheckpoint {
  public:
   // Makes the parent if it is missing, and, unless other ranks may be writing there as well, removes what
   // killed runs left. `rank`: whose part of it this is, -1 where there is one. kAlreadyExists: a checkpoint
-  // of this step.
-  static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, uint64_t step, int rank);
+  // of this step. `lock`: of the parent, checked before anything there changes; null: there is none.
+  static absl::StatusOr<PartialCheckpoint> Create(const std::string& parent, uint64_t step, int rank,
+                                                  CheckpointLock* lock = nullptr);
   PartialCheckpoint(PartialCheckpoint&& other) noexcept;
   PartialCheckpoint& operator=(PartialCheckpoint&&) = delete;
   ~PartialCheckpoint();
@@ -39,8 +41,9 @@ class PartialCheckpoint {
   void HandOver() { directory_.clear(); }
 
  private:
-  PartialCheckpoint(std::string parent, uint64_t step, int rank);
+  PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock);
 
+  CheckpointLock* lock_;
   std::string parent_;
   std::string name_;
   std::string whole_;      // the checkpoint's directory

@@ -8,7 +8,9 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
 #include <thread>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
@@ -20,6 +22,9 @@ namespace {
 // How long a killed run may hold its lock: the kernel still finishes its writes.
 constexpr auto kPatience = std::chrono::milliseconds(2000);
 
+constexpr int kFileFlags = O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+constexpr int kDirectoryFlags = O_RDONLY | O_DIRECTORY | O_CLOEXEC;
+
 constexpr const char* kWayOut = "give another --checkpoint-dir";
 
 absl::Status CannotLock(const std::string& parent, int error) {
@@ -29,15 +34,31 @@ absl::Status CannotLock(const std::string& parent, int error) {
                                    std::strerror(error), ": ", full ? "make room, or " : "", kWayOut));
 }
 
+// Opens the lock's file; `made`: it was not there.
+int OpenOrMake(const std::string& path, bool* made) {
+  const int fd = ::open(path.c_str(), kFileFlags | O_EXCL, 0600);
+  *made = fd >= 0;
+  return fd >= 0 || errno != EEXIST ? fd : ::open(path.c_str(), kFileFlags, 0600);
+}
+
+// The directory of this name is the open one.
+bool IsDirectoryAt(int fd, const std::string& path) {
+  struct stat mine, there;
+  return ::fstat(fd, &mine) == 0 && ::stat(path.c_str(), &there) == 0 && mine.st_dev == there.st_dev &&
+         mine.st_ino == there.st_ino;
+}
+
 }  // namespace
 
+CheckpointLock::CheckpointLock(std::string parent, std::vector<std::string> made)
+    : parent_(std::move(parent)), path_(absl::StrCat(parent_, "/", kName)), made_(std::move(made)) {}
+
 absl::StatusOr<std::unique_ptr<CheckpointLock>> CheckpointLock::Take(const std::string& parent) {
-  const std::string path = absl::StrCat(parent, "/", kName);
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   std::vector<std::string> made;
   for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
     const absl::Status there = MakeDirectories(parent, &made);
-    std::unique_ptr<CheckpointLock> lock(new CheckpointLock(path, made));  // which removes them again
+    std::unique_ptr<CheckpointLock> lock(new CheckpointLock(parent, made));  // which removes them again
     const bool late = std::chrono::steady_clock::now() >= deadline;
     // Whoever held it may have removed the directory just now.
     if (absl::IsNotFound(there) && !late) continue;
@@ -48,28 +69,61 @@ absl::StatusOr<std::unique_ptr<CheckpointLock>> CheckpointLock::Take(const std::
           absl::StrCat("checkpoints go to ", parent, ", which cannot be made: ", std::string(there.message()),
                        ": ", full ? "make room, or " : "", kWayOut));
     }
-    const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0600);
+    const std::string& path = lock->path_;
+    bool made_file = false;
+    const int fd = OpenOrMake(path, &made_file);
     if (fd < 0 && errno == ENOENT && !late) continue;
     if (fd < 0) return CannotLock(parent, errno);
     if (::flock(fd, LOCK_EX | LOCK_NB) == 0) {
       // Likewise the file.
-      if (IsFileAt(fd, path)) {
+      const int directory = ::open(parent.c_str(), kDirectoryFlags);
+      if (directory >= 0 && IsFileAt(fd, path)) {
         lock->fd_ = fd;
+        lock->directory_fd_ = directory;
         return lock;
       }
+      if (directory >= 0) ::close(directory);
       ::close(fd);
       if (late) return CannotLock(parent, EAGAIN);
       continue;
     }
     const int error = errno;
+    const bool held = error == EWOULDBLOCK || error == EINTR;
+    // Where none can be locked nobody holds it: what was made for nothing goes, and the directories with it.
+    if (!held && made_file && IsFileAt(fd, path)) (void)::unlink(path.c_str());
     ::close(fd);
-    if (error != EWOULDBLOCK && error != EINTR) return CannotLock(parent, error);
+    if (!held) return CannotLock(parent, error);
     if (late) {
       return absl::FailedPreconditionError(
           absl::StrCat("checkpoints go to ", parent, ", which is in use by another process, whose run keeps ",
                        "its own there: let that one end, or ", kWayOut));
     }
   }
+}
+
+absl::Status CheckpointLock::Lost(const std::string& why) const {
+  return absl::NotFoundError(absl::StrCat(
+      "the run's directory of checkpoints, ", parent_, ", was moved away while it trained, and ", why,
+      ": nothing is written or removed there; bring it back, and the next checkpoint goes there again"));
+}
+
+absl::Status CheckpointLock::Check() {
+  if (IsFileAt(fd_, path_)) return absl::OkStatus();
+  std::error_code error;
+  const bool own = IsDirectoryAt(directory_fd_, parent_);
+  if (!own && std::filesystem::exists(parent_, error) && !std::filesystem::is_empty(parent_, error)) {
+    return Lost("another has its place");
+  }
+  const absl::Status there = MakeDirectories(parent_);
+  if (!there.ok()) return Lost(absl::StrCat("cannot be made again: ", std::string(there.message())));
+  const int fd = ::open(path_.c_str(), kFileFlags | O_EXCL, 0600);
+  if (fd < 0) return Lost(absl::StrCat("cannot be taken again: ", std::strerror(errno)));
+  const int directory = ::open(parent_.c_str(), kDirectoryFlags);
+  const bool taken = ::flock(fd, LOCK_EX | LOCK_NB) == 0 && directory >= 0 && IsFileAt(fd, path_) &&
+                     ::dup3(fd, fd_, O_CLOEXEC) >= 0 && ::dup3(directory, directory_fd_, O_CLOEXEC) >= 0;
+  ::close(fd);
+  if (directory >= 0) ::close(directory);
+  return taken ? absl::OkStatus() : Lost("another process has taken the one in its place");
 }
 
 CheckpointLock::~CheckpointLock() {
@@ -80,6 +134,7 @@ CheckpointLock::~CheckpointLock() {
     if (::fstat(fd_, &file) == 0 && S_ISREG(file.st_mode) && file.st_size == 0 && IsFileAt(fd_, path_))
       (void)::unlink(path_.c_str());
     ::close(fd_);
+    ::close(directory_fd_);
   }
   for (auto each = made_.rbegin(); each != made_.rend(); ++each) (void)::rmdir(each->c_str());
 }

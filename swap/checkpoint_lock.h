@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace penstock::swap {
@@ -25,18 +26,24 @@ class CheckpointLock {
   // still after some seconds that a killed one may take to end, or no file can be locked there;
   // kResourceExhausted: the disk is full.
   static absl::StatusOr<std::unique_ptr<CheckpointLock>> Take(const std::string& parent);
+  // That the directory is still this process's, before anything in it is made or removed. Where it is gone
+  // (removed, or moved away), where another one without content has its place, or only the lock's file was
+  // removed, it is made and taken again. kNotFound: something else stands there, or another holds it. One
+  // thread at a time.
+  absl::Status Check();
   // Gives it up, and removes the directories that Take made, where nothing was kept in them.
   ~CheckpointLock();
   CheckpointLock(const CheckpointLock&) = delete;
   CheckpointLock& operator=(const CheckpointLock&) = delete;
 
  private:
-  CheckpointLock(std::string path, std::vector<std::string> made)
-      : path_(std::move(path)), made_(std::move(made)) {}
+  CheckpointLock(std::string parent, std::vector<std::string> made);
+  absl::Status Lost(const std::string& why) const;
 
-  const std::string path_;
+  const std::string parent_, path_;      // the directory, and the lock's file in it
   const std::vector<std::string> made_;  // directories, the outermost first
   int fd_ = -1;
+  int directory_fd_ = -1;  // so that no other directory has its inode
 };
 
 }  // namespace penstock::swap

@@ -4,13 +4,24 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/file.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 
 #include "tests/swap/scratch_directory.h"
+
+// In the place of the C library's: a file system that has no locks, while `flock_error` is not 0.
+static int flock_error = 0;
+extern "C" int flock(int fd, int operation) noexcept {
+  if (flock_error == 0) return static_cast<int>(::syscall(SYS_flock, fd, operation));
+  errno = flock_error;
+  return -1;
+}
 
 namespace penstock::swap {
 namespace {
@@ -88,6 +99,24 @@ TEST_F(CheckpointLockTest, WhereNoneCanBeLockedIsSaid) {
   fs::create_symlink(scratch_.Sub("target"), LockFile());
   EXPECT_FALSE(CheckpointLock::Take(parent_).ok());
   EXPECT_FALSE(fs::exists(scratch_.Sub("target"))) << "no link is followed";
+}
+
+TEST_F(CheckpointLockTest, WhereTheFileSystemHasNoLocksNothingIsLeftBehind) {
+  for (const int error : {ENOLCK, EOPNOTSUPP, EIO}) {
+    flock_error = error;
+    const auto lock = CheckpointLock::Take(parent_);
+    flock_error = 0;
+    EXPECT_TRUE(absl::IsFailedPrecondition(lock.status())) << lock.status();
+    EXPECT_THAT(std::string(lock.status().message()), HasSubstr("cannot be locked"));
+    EXPECT_FALSE(fs::exists(scratch_.Sub("run"))) << "made for nothing";
+  }
+  // What was there stays: a killed run's file, too.
+  fs::create_directories(parent_);
+  std::ofstream(LockFile()).close();
+  flock_error = ENOLCK;
+  EXPECT_FALSE(CheckpointLock::Take(parent_).ok());
+  flock_error = 0;
+  EXPECT_TRUE(fs::exists(LockFile()));
 }
 
 }  // namespace

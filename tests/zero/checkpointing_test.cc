@@ -239,6 +239,44 @@ TEST_F(CheckpointingTest, OneThatIsThereAlreadyIsToldAndTrainingGoesOn) {
   EXPECT_TRUE(absl::IsAlreadyExists(again.kept[0].status)) << again.kept[0].status;
 }
 
+// Somebody moves the directory away and makes another in its place, perhaps for a run of theirs: nothing is
+// written or removed there. Moved back, it is used again.
+TEST_F(CheckpointingTest, ADirectoryInThePlaceOfTheRunsOwnIsLeftAlone) {
+  namespace fs = std::filesystem;
+  const std::string kept = scratch_ + "/kept", away = scratch_ + "/away";
+  const std::string theirs = kept + "/" + swap::CheckpointName(1), half = kept + "/.step-00000003.partial";
+  run_.checkpoints = {kept, 2, 1};
+  run_.after_step = [&](Engine& engine) {
+    if (engine.step() != 3 && engine.step() != 7) return absl::OkStatus();
+    absl::Status over = engine.Flush();
+    if (engine.step() == 3) {
+      fs::rename(kept, away);
+      fs::create_directories(half);
+      fs::copy(away + "/" + swap::CheckpointName(2), theirs);
+    } else {
+      EXPECT_TRUE(fs::exists(half));
+      EXPECT_EQ(std::distance(fs::directory_iterator(kept), fs::directory_iterator()), 2);
+      EXPECT_TRUE(swap::Inspect({theirs}).ok());
+      fs::remove_all(kept);
+      fs::rename(away, kept);
+    }
+    return over;
+  };
+  const TrainedLosses trained = TrainGpt(run_);
+  ASSERT_TRUE(trained.status.ok()) << trained.status;
+  EXPECT_EQ(trained.losses, plain_.losses);
+  ASSERT_EQ(trained.kept.size(), 4u);
+  for (const size_t i : {0u, 3u}) EXPECT_TRUE(trained.kept[i].status.ok()) << trained.kept[i].status;
+  for (const size_t i : {1u, 2u}) {
+    EXPECT_THAT(std::string(trained.kept[i].status.message()),
+                testing::AllOf(testing::HasSubstr(kept), testing::HasSubstr("moved away"),
+                               testing::HasSubstr("bring it back")));
+  }
+  const auto all = swap::ListCheckpoints(kept);
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_EQ(all.front().step, 8u);
+}
+
 TEST_F(CheckpointingTest, AnotherRunsCheckpointIsRefused) {
   run_.checkpoints = {scratch_ + "/kept", 4, 0};
   ASSERT_TRUE(TrainGpt(run_).status.ok());

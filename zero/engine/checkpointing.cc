@@ -65,6 +65,7 @@ Checkpointing::Checkpointing(CheckpointSchedule schedule, std::span<std::byte> t
 swap::CheckpointOptions Checkpointing::Options() const {
   swap::CheckpointOptions options;
   options.parent = schedule_.parent;
+  options.lock = schedule_.lock.get();
   options.memory = tile_memory_;
   options.keep = static_cast<uint32_t>(std::max<int64_t>(0, schedule_.keep));
   if (comm_ != nullptr) {
@@ -153,7 +154,9 @@ absl::Status Checkpointing::Finish() {
     kept_path_ = copy->path();
   }
   if (report_) report_(static_cast<int64_t>(copy->step()), copy->path(), status);
-  return absl::IsResourceExhausted(status) || absl::IsAlreadyExists(status) ? absl::OkStatus() : status;
+  const bool goes_on = absl::IsResourceExhausted(status) || absl::IsAlreadyExists(status) ||
+                       absl::IsNotFound(status);  // the directory, which may come back
+  return goes_on ? absl::OkStatus() : status;
 }
 
 absl::Status CheckPlace(const std::string& parent, int64_t bytes, int rank) {

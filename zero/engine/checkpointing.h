@@ -71,8 +71,9 @@ class Checkpointing {
   void BeforeUpdate(int64_t step);
   // The same for whatever is being copied.
   void FinishTiles();
-  // Waits for the checkpoint that is being written. Without room or with one of this step there already,
-  // training goes on: that is reported and no error here. Damage in the run is.
+  // Waits for the checkpoint that is being written. Without room, with one of this step there already, or
+  // where the directory was moved away, training goes on: that is reported and no error here. Damage in the
+  // run is.
   absl::Status Finish();
   // Of this process: the newest that was written, and how the last one ended. Step 0: none.
   int64_t kept_step() const { return kept_step_; }

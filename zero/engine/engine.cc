@@ -368,6 +368,9 @@ class Engine::Impl {
   swap::Store* store() const { return resources_ != nullptr ? resources_->store() : nullptr; }
 
   absl::Status MakeCheckpointing() {
+    if (options_.storage.checkpoints.lock != nullptr) {
+      RETURN_IF_ERROR(options_.storage.checkpoints.lock->Check());  // it was taken before all that was measured
+    }
     if (!options_.resumes() && options_.storage.overwrite && options_.rank() == 0) {
       RETURN_IF_ERROR(swap::RemoveCheckpoints(options_.storage.checkpoints.parent));
     }
