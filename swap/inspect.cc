@@ -28,30 +28,6 @@ std::string FirstEntry(const std::string& directory) {
   return first;
 }
 
-absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
-  ASSIGN_OR_RETURN(const auto headers, file.Read(0, 2 * kSectorBytes));
-  const auto length = SuperblockBytesFromHeaders(headers);
-  if (absl::IsNotFound(length.status())) {
-    return WithoutHeaders([&](uint64_t offset, uint64_t bytes) { return file.Read(offset, bytes); });
-  }
-  if (!length.ok()) return length.status();
-  ASSIGN_OR_RETURN(const auto bytes, file.Read(0, *length));
-  return DecodeSuperblock(bytes);
-}
-
-absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid,
-                                       std::optional<uint64_t> sequence = std::nullopt) {
-  std::vector<std::vector<std::byte>> copies;
-  for (uint32_t place = 0; place < kRecordPlaces; ++place) {
-    for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
-      ASSIGN_OR_RETURN(auto bytes,
-                       file.Read(geometry.record_offset(place, copy), geometry.record_capacity()));
-      copies.push_back(std::move(bytes));
-    }
-  }
-  return RecordOfCommit(geometry, uuid, copies, sequence);
-}
-
 Finding Found(Holding holding, std::string text) {
   Finding finding;
   finding.holding = holding;

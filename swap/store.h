@@ -87,6 +87,13 @@ enum class CrashPoint : uint8_t {
 inline constexpr int kCrashPoints = 13;
 std::string_view CrashPointName(CrashPoint stage);  // "create-file", ..., "commit-done"
 
+// A commit of a store, for who decides by it and acts later. Sequence 0: there was none.
+struct CommitSeen {
+  Uuid uuid{};
+  uint64_t sequence = 0;
+  bool operator==(const CommitSeen&) const = default;
+};
+
 struct StoreOptions {
   // Where the store's files are: 1 to kMaxDirectories. Create makes missing directories (mode 0700); Open
   // takes them in any order, since each file knows its index. A directory that is a symbolic link is followed
@@ -104,7 +111,10 @@ struct StoreOptions {
   // committed once, a checkpoint, and for training where space is short (StartOverwriting).
   uint32_t slots = 2;
   uint64_t payload_capacity = kDefaultPayloadCapacity;
-  bool overwrite = false;    // remove the store files that are there, if they are ours and not in use
+  bool overwrite = false;  // remove the store files that are there, if they are ours and not in use
+  // With `overwrite`: only as long as this is the newest commit there. kFailedPrecondition where another run
+  // has committed meanwhile.
+  std::optional<CommitSeen> overwrites_only;
   std::optional<Uuid> uuid;  // else random; a checkpoint has its run's
 
   // Only for Open.

@@ -295,6 +295,17 @@ absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File&
   return decoded;
 }
 
+absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file) {
+  ASSIGN_OR_RETURN(const auto headers, file.Read(0, 2 * kSectorBytes));
+  const auto length = SuperblockBytesFromHeaders(headers);
+  if (absl::IsNotFound(length.status())) {
+    return WithoutHeaders([&](uint64_t offset, uint64_t bytes) { return file.Read(offset, bytes); });
+  }
+  if (!length.ok()) return length.status();
+  ASSIGN_OR_RETURN(const auto bytes, file.Read(0, *length));
+  return DecodeSuperblock(bytes);
+}
+
 FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
                          std::span<const std::vector<std::byte>> copies) {
   FoundRecord found;
@@ -338,6 +349,19 @@ FoundRecord RecordOfCommit(const Geometry& geometry, const Uuid& uuid,
   FoundRecord found = NewestRecord(geometry, uuid, before);
   const bool next = found.record.sequence + 1 == newest.record.sequence;
   return next && found.record.sequence == *sequence ? found : newest;
+}
+
+absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid,
+                                       std::optional<uint64_t> sequence) {
+  std::vector<std::vector<std::byte>> copies;
+  for (uint32_t place = 0; place < kRecordPlaces; ++place) {
+    for (uint32_t copy = 0; copy < kRecordCopies; ++copy) {
+      ASSIGN_OR_RETURN(auto bytes,
+                       file.Read(geometry.record_offset(place, copy), geometry.record_capacity()));
+      copies.push_back(std::move(bytes));
+    }
+  }
+  return RecordOfCommit(geometry, uuid, copies, sequence);
 }
 
 }  // namespace penstock::swap

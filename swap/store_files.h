@@ -95,6 +95,9 @@ absl::Status WithoutHeaders(const ReadBytes& read);
 // The superblock of an opened, locked file. kNotFound: there is none (a creation that was cut short).
 absl::StatusOr<DecodedSuperblock> ReadSuperblock(aio::Engine& engine, aio::File& file);
 
+// The same of one that is only looked at.
+absl::StatusOr<DecodedSuperblock> LoadSuperblock(const PlainFile& file);
+
 // Both places of the commit record; the newest that is whole.
 struct FoundRecord {
   Record record;                       // sequence 0: none is whole
@@ -112,6 +115,10 @@ FoundRecord RecordOfCommit(const Geometry& geometry, const Uuid& uuid,
 
 // A store file has no superblock, though the run's directory 0 has: `found` says so.
 std::string LostSuperblockText(const std::string& found);
+
+// Of a store's first file. `sequence`: as RecordOfCommit has it.
+absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid,
+                                       std::optional<uint64_t> sequence = std::nullopt);
 
 // What is left of a run of one version that was ended between two commits, for people.
 std::string OverwrittenText(uint64_t step);

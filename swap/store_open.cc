@@ -129,12 +129,32 @@ absl::StatusOr<std::optional<PlainFile>> TakeOldFile(const std::string& path, in
   }
 }
 
+// That what is about to be overwritten is what the caller has seen. The file is locked: it stays so.
+absl::Status CheckSeen(const CommitSeen& seen, const PlainFile& locked) {
+  // Anew: what it was when it was opened may be long ago.
+  ASSIGN_OR_RETURN(const PlainFile file, PlainFile::Open(locked.path()));
+  const auto super = LoadSuperblock(file);
+  if (!super.ok() || super->directory != 0) return absl::OkStatus();
+  const auto geometry = Geometry::Make(super->shape);
+  if (!geometry.ok()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const FoundRecord found, LoadRecord(file, *geometry, super->shape.uuid));
+  if (found.record.sequence == 0 || seen == CommitSeen{super->shape.uuid, found.record.sequence})
+    return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      file.path(), ": another process has trained there while this one started, and has come to ", "step ",
+      found.record.step, ", which is not overwritten: start this one again"));
+}
+
 // Removes the store files of an old run: only what is ours, and only if nobody uses any of them.
 absl::Status RemoveOldFiles(const StoreOptions& options) {
   std::vector<PlainFile> old;
   for (const std::string& directory : options.directories) {
     ASSIGN_OR_RETURN(auto file, TakeOldFile(StorePath(directory), options.lock_patience_ms));
     if (file.has_value()) old.push_back(*std::move(file));
+  }
+  for (const PlainFile& file : old) {
+    if (!options.overwrites_only.has_value()) break;
+    RETURN_IF_ERROR(CheckSeen(*options.overwrites_only, file));
   }
   // Emptied first, the one with the commit records before the others: whoever is killed in the midst of this
   // leaves what is recognised as a run that never was, not as one that lost a directory.

@@ -732,6 +732,29 @@ TEST_F(RunsTest, AStoreOfOneVersionKeepsCheckpointsOnlyWhateverTheConfigSays) {
   EXPECT_THAT(refused.err, HasSubstr("one version of everything"));
 }
 
+// Both find an empty directory. The one that comes to it later finds the other's run there, and leaves it.
+TEST_F(RunsTest, OfTwoThatResumeNothingTheLaterOneLeavesTheOthersRun) {
+  const std::string state = dir_ + "/state", wait = dir_ + "/wait";
+  ASSERT_EQ(mkfifo(wait.c_str(), 0600), 0);
+  // It has looked, and waits for who reads its trace.
+  Arguments arguments = Small(state, {"--steps", "3", "--resume", "--trace", wait});
+  arguments.erase(std::find(arguments.begin(), arguments.end(), "--quiet"));
+  Program later(dir_, arguments);
+  ASSERT_TRUE(WaitForLines(later.prefix() + ".out", 1));
+  const Ran first = Run(Small(state, {"--steps", "2", "--resume"}));
+  ASSERT_EQ(first.code, 0) << first.err;
+  const json before = Inspect(state);
+  const int trace = open(wait.c_str(), O_RDONLY | O_CLOEXEC);
+  const Ran refused = later.Wait();
+  close(trace);
+  EXPECT_EQ(refused.code, 2) << refused.out << refused.err;
+  EXPECT_THAT(refused.err, testing::AllOf(HasSubstr(state), HasSubstr("another"), HasSubstr("step 2"),
+                                          HasSubstr("start this one again")));
+  EXPECT_EQ(Inspect(state)["run"]["run_id"], before["run"]["run_id"]);
+  EXPECT_EQ(Inspect(state)["step"], 2);
+  EXPECT_EQ(Run(Small(state, {"--steps", "3", "--resume"})).code, 0);
+}
+
 // --overwrite replaces a run, and so its log; nothing that is no log.
 TEST_F(RunsTest, ReplacingARunReplacesItsLog) {
   const std::string state = dir_ + "/state", log = dir_ + "/log";

@@ -203,6 +203,13 @@ bool HasOneVersion(const zero::EngineOptions& engine) {
   return inspection.ok() && inspection->shape.slots == 1;
 }
 
+// The commit by which it is decided whether a run goes on from there: what is overwritten is that or nothing.
+swap::CommitSeen SeenIn(const std::vector<std::string>& dirs) {
+  const absl::StatusOr<swap::Inspection> found = swap::Inspect(dirs);
+  if (!found.ok()) return {};
+  return {found->shape.uuid, found->record.sequence};
+}
+
 absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& kept,
                                TrainSettings* settings) {
   ASSIGN_OR_RETURN(const std::string sync,
@@ -461,6 +468,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ze
                      "them: go on with --offload cpu, or with --checkpoint-dir ",
                      in_memory, " and another --state-dir"));
   }
+  engine.storage.overwrites_only = SeenIn(engine.storage.state_dirs);  // before it is looked at more closely
   absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
   const bool overwritten = IsOverwritten(run.status());
   const bool alone = engine.comm == nullptr;

@@ -72,6 +72,9 @@ struct StorageOptions {
   std::vector<std::string> state_dirs;
   // What stands in state_dirs and the checkpoints in checkpoints.parent may be replaced. Default: refused.
   bool overwrite = false;
+  // Of this rank's state_dirs: overwritten only as long as that is the newest commit there. Default: whatever
+  // it is.
+  std::optional<swap::CommitSeen> overwrites_only;
   // What a commit survives: the death of the process (the default), or power loss.
   swap::Sync sync = swap::Sync::kProcess;
   // Which steps a restart finds: each one (the default), or with kCheckpoint those that were kept as a

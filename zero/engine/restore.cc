@@ -86,6 +86,7 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   to_options.directories = options.storage.state_dirs;
   to_options.sync = options.storage.sync;
   to_options.overwrite = true;  // of what was never committed, or is of no use any more
+  to_options.overwrites_only = options.storage.overwrites_only;
   if (options.comm != nullptr) {
     ASSIGN_OR_RETURN(to_options.uuid, AgreeOnUuid(*options.comm));
   }

@@ -133,6 +133,7 @@ absl::Status RunResources::MakeStore(const std::string& identity) {
   store_options.directories = options_.resumes() ? plan_.parts.front() : options_.storage.state_dirs;
   store_options.sync = options_.storage.sync;
   store_options.overwrite = options_.storage.overwrite;
+  store_options.overwrites_only = options_.storage.overwrites_only;
   store_options.read_only = !options_.trains;
   if (!options_.resumes()) {
     RETURN_IF_ERROR(swap::CheckSpace(
