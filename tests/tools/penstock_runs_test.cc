@@ -732,6 +732,35 @@ TEST_F(RunsTest, AStoreOfOneVersionKeepsCheckpointsOnlyWhateverTheConfigSays) {
   EXPECT_THAT(refused.err, HasSubstr("one version of everything"));
 }
 
+// How many versions a store keeps is how its file is laid out: not a thing that --resume changes.
+TEST_F(RunsTest, AnotherNumberOfVersionsIsRefusedWhereTheStoreIsThere) {
+  const std::string config = dir_ + "/ds.json", state = dir_ + "/state", kept = dir_ + "/kept";
+  const auto arguments = [&](const std::string& penstock, const Arguments& more) {
+    WriteFile(config, R"({"penstock": )" + penstock + "}");
+    return Small(state, Arguments{"--config", config} + more);
+  };
+  ASSERT_EQ(Run(arguments("{}", {"--steps", "2"})).code, 0);
+  for (const int other : {1, 3}) {
+    const std::string said = R"({"versions": )" + std::to_string(other) + "}";
+    const Ran refused = Run(arguments(said, {"--steps", "3", "--resume"}));
+    EXPECT_EQ(refused.code, 2);
+    EXPECT_THAT(refused.err,
+                testing::AllOf(HasSubstr("penstock.versions"), HasSubstr("2 versions"), HasSubstr(state)));
+    EXPECT_EQ(Lines(refused.err).size(), 1u) << refused.err;
+  }
+  EXPECT_EQ(Inspect(state)["step"], 2);
+  const Ran same = Run(arguments(R"({"versions": 2})", {"--steps", "3", "--resume", "--checkpoint-dir", kept,
+                                                        "--checkpoint-every", "3"}));
+  EXPECT_EQ(same.code, 0) << same.err;
+  EXPECT_EQ(same.err.find("versions"), std::string::npos) << same.err;
+  // A checkpoint goes on in as many as the config says.
+  std::filesystem::remove_all(state);
+  const Ran restored =
+      Run(arguments(R"({"versions": 3})", {"--steps", "4", "--resume", "--checkpoint-dir", kept}));
+  EXPECT_EQ(restored.code, 0) << restored.err;
+  EXPECT_EQ(Inspect(state)["versions"], 3);
+}
+
 // Both find an empty directory. The one that comes to it later finds the other's run there, and leaves it.
 TEST_F(RunsTest, OfTwoThatResumeNothingTheLaterOneLeavesTheOthersRun) {
   const std::string state = dir_ + "/state", wait = dir_ + "/wait";

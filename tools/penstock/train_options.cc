@@ -210,8 +210,25 @@ swap::CommitSeen SeenIn(const std::vector<std::string>& dirs) {
   return {found->shape.uuid, found->record.sequence};
 }
 
+// A store keeps as many versions as it was made for.
+absl::Status CheckVersions(const zero::Config& config, const zero::EngineOptions& engine) {
+  if (!config.penstock.versions.has_value() || engine.storage.offload != zero::OffloadDevice::kNvme)
+    return absl::OkStatus();
+  const auto shards = zero::FindShards(engine.storage.state_dirs);
+  if (!shards.ok()) return absl::OkStatus();
+  const absl::StatusOr<swap::Inspection> found = swap::Inspect(shards->front());
+  if (!found.ok() || *config.penstock.versions == found->shape.slots) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "--config: penstock.versions ", *config.penstock.versions, ": ", engine.storage.state_dirs.front(),
+      " was made for ", found->shape.slots, found->shape.slots == 1 ? " version" : " versions",
+      " of everything; leave it as it was, or go on from a checkpoint with another --state-dir"));
+}
+
 absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& kept,
                                TrainSettings* settings) {
+  if (settings->resumes) {
+    RETURN_IF_ERROR(CheckVersions(config, settings->engine));
+  }
   ASSIGN_OR_RETURN(const std::string sync,
                    kept.Of<std::string>("sync", "config", SyncSaid(config), kSyncProcess));
   // A store of one version commits with its checkpoints only, whatever the config says by now.
