@@ -252,7 +252,7 @@ absl::Status WithoutHeaders(const ReadBytes& read) {
     for (size_t at = 0; at < bytes.size(); at += kSectorBytes) {
       const auto sector = std::span(bytes).subspan(at, std::min(bytes.size() - at, kSectorBytes));
       if (std::all_of(sector.begin(), sector.end(), [](std::byte b) { return b == std::byte{0}; })) continue;
-      bodies = bodies || offset + at < kPiece;
+      bodies = bodies || offset + at < kBeginOfFile;
       if (bodies && !StartsLikeRecord(sector)) continue;
       return absl::DataLossError(absl::StrCat(
           "its superblock is zero, and what a run has written stands behind it (offset ", offset + at,

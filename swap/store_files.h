@@ -87,6 +87,10 @@ absl::Status WriteFully(aio::Engine& engine, aio::File& file, uint64_t offset,
                         std::span<const std::byte> bytes);
 absl::Status SyncFully(aio::Engine& engine, aio::File& file);
 
+// What a creation writes first lies in here, behind the headers: with nothing but zeros in it, what stands
+// further behind is a run's.
+inline constexpr uint64_t kBeginOfFile = uint64_t{1} << 20;
+
 // Of a file without superblock headers, by what stands behind them: kNotFound: a creation that was cut short;
 // kDataLoss: a run whose headers were overwritten. `read` is short at the end of the file.
 using ReadBytes = std::function<absl::StatusOr<std::vector<std::byte>>(uint64_t offset, uint64_t bytes)>;
@@ -113,12 +117,12 @@ FoundRecord NewestRecord(const Geometry& geometry, const Uuid& uuid,
 FoundRecord RecordOfCommit(const Geometry& geometry, const Uuid& uuid,
                            std::span<const std::vector<std::byte>> copies, std::optional<uint64_t> sequence);
 
-// A store file has no superblock, though the run's directory 0 has: `found` says so.
-std::string LostSuperblockText(const std::string& found);
-
 // Of a store's first file. `sequence`: as RecordOfCommit has it.
 absl::StatusOr<FoundRecord> LoadRecord(const PlainFile& file, const Geometry& geometry, const Uuid& uuid,
                                        std::optional<uint64_t> sequence = std::nullopt);
+
+// A store file has no superblock, though the run's directory 0 has: `found` says so.
+std::string LostSuperblockText(const std::string& found);
 
 // What is left of a run of one version that was ended between two commits, for people.
 std::string OverwrittenText(uint64_t step);

@@ -334,10 +334,14 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
     std::copy(bytes.begin(), bytes.end(), aligned.data());
     aio::File& file = *store->files_[d];
     // Bodies, header copy 1, header copy 0, each durable before the next: cut short anywhere, it is known as
-    // that, and headers that are zero before a run's records are damage.
-    for (const auto& [from, to] : {std::pair{2 * kSectorBytes, bytes.size()},
+    // that, and headers that are zero before a run's records are damage. Of long bodies what tells them from
+    // a run comes first.
+    const uint64_t begin = std::min<uint64_t>(bytes.size(), kBeginOfFile);
+    for (const auto& [from, to] : {std::pair{2 * kSectorBytes, begin},
+                                   {begin, uint64_t{bytes.size()}},
                                    {kSectorBytes, 2 * kSectorBytes},
                                    {uint64_t{0}, kSectorBytes}}) {
+      if (from == to) continue;
       RETURN_IF_ERROR(WriteFully(engine, file, from, aligned.span().subspan(from, to - from)));
       store->At(CrashPoint::kCreateSuperblock);
       RETURN_IF_ERROR(file.SyncData());

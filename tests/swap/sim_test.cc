@@ -210,6 +210,31 @@ TEST_P(SimTest, ACutInTheMidstOfCreationIsARunThatNeverWas) {
   EXPECT_GT(cuts, 300);
 }
 
+// The bodies of a superblock may be longer than what tells a creation from a run. What is behind that is not
+// written before what is in it: else a creation that was cut short would pass for a run that was overwritten.
+TEST_P(SimTest, ALongSuperblockThatWasCutShortIsARunThatNeverWas) {
+  SimWorld world(1, GetParam(), /*directories=*/1);
+  const std::string path = world.Path(0), aside = "/sim/aside";
+  world.options().stage_context = &world;
+  // From the first write on, what it makes is beside its name, where nobody clears it away.
+  world.options().at_crash_point = [](CrashPoint stage, void* context) {
+    auto* in = static_cast<SimWorld*>(context);
+    if (stage == CrashPoint::kCreateReserved) (void)in->disk().Rename(in->Path(0), "/sim/aside");
+  };
+  // The first block fails, as if it had not come to its end when the process was killed.
+  for (const std::string& name : {path, aside}) world.disk().MarkBad(name, 2 * kSectorBytes, kSectorBytes);
+  const std::string identity = "{" + std::string(kMaxIdentityBytes - 2, ' ') + "}";
+  ASSERT_FALSE(Store::Create(world.engine(), world.options(), world.layout(), identity).ok());
+  world.disk().ClearBadRanges();
+  ASSERT_TRUE(world.disk().Rename(aside, path).ok());
+  // Nor had those that wait in the drive's queue with it.
+  const std::string zeros((uint64_t{1} << 20) - 2 * kSectorBytes, '\0');
+  ASSERT_TRUE(world.disk().Write(path, 2 * kSectorBytes, zeros).ok());
+  world.options().at_crash_point = nullptr;
+  const absl::Status opened = world.Open();
+  EXPECT_TRUE(absl::IsNotFound(opened)) << opened;
+}
+
 // Ranks that did not all commit take the last one back. Where the sync of that failed, whoever opens the
 // store next makes good for it before the slots of what was taken back are written to: else a power cut would
 // bring the record back, over tiles of another step.
