@@ -216,5 +216,31 @@ TEST(CommNccl, WhoWaitsForATurnHearsThatARankIsLost) {
   });
 }
 
+// What NCCL would take for each other's, or wait for: another block's exchange, one of another size.
+TEST(CommNccl, WhoExchangesSomethingElseThanTheOthersEndsAllOfIt) {
+  for (const bool of_size : {false, true}) {
+    for (const Channel channel : {Channel::kAllGather, Channel::kReduceScatter}) {
+      Hosts hosts;
+      AsRanks(&hosts, [&](int rank, Comm& comm) {
+        const bool odd = rank == 1;
+        const What what{.name = "the weights", .step = 4, .block = odd && !of_size ? 6 : 5};
+        std::array<int, 2 * kWorld> numbers{};
+        std::vector<const void*> send(kWorld, numbers.data());
+        std::vector<void*> receive(kWorld, numbers.data());
+        const absl::Status status =
+            comm.AllToAll(channel, what, send, receive, odd && of_size ? 4 : sizeof(int) * 2);
+        EXPECT_EQ(status.message(),
+                  of_size
+                      ? "rank 1 of 3 is at the weights of block 5, step 4 (4 bytes) between devices and "
+                        "rank 0 at the weights of block 5, step 4 (8 bytes): they do not do the same; give "
+                        "all ranks the same flags, data and calls"
+                      : "rank 1 of 3 is at the weights of block 6, step 4 (8 bytes) between devices and "
+                        "rank 0 at the weights of block 5, step 4 (8 bytes): they do not do the same; give "
+                        "all ranks the same flags, data and calls");
+      });
+    }
+  }
+}
+
 }  // namespace
 }  // namespace penstock::zero

@@ -6,11 +6,13 @@
 // differs from rank to rank: what a device has enqueued first would wait for what another has enqueued last,
 // for ever, be it in one communicator or in two whose kernels do not fit on the device together. So rank 0's
 // order is everybody's: before an exchange all ranks meet on the host and hear which lane's
-// is next. A rank's other lane waits for its turn. That ends: where rank 0 enqueued an exchange, all that it
-// depends on was over there, and came before it in the order; the other ranks run the same program, so that
-// theirs comes too. An exchange is one group of sends and receives, so that sums are the caller's, in the
-// order of the ranks, and the bytes are those of an all-gather or of a reduce-scatter. The communicator does
-// not block: whoever waits looks every few microseconds whether the exchange is over, has failed, or the
+// is next, and of what: whoever comes with another exchange than rank 0 ends all of it, since NCCL would take
+// the bytes of one for those of another, or wait for ever where their numbers differ. That costs no message
+// of its own. A rank's other lane waits for its turn. That ends: where rank 0 enqueued an exchange, all that
+// it depends on was over there, and came before it in the order; the other ranks run the same program, so
+// that theirs comes too. An exchange is one group of sends and receives, so that sums are the caller's, in
+// the order of the ranks, and the bytes are those of an all-gather or of a reduce-scatter. The communicator
+// does not block: whoever waits looks every few microseconds whether the exchange is over, has failed, or the
 // ranks have lost each other (`host`), in which case what is in flight is given up.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -141,7 +143,7 @@ class NcclComm final : public Comm {
 
   std::string name() const override { return absl::StrCat("NCCL beside ", host_->name()); }
 
-  absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, const What& /*what*/,
+  absl::StatusOr<std::unique_ptr<Exchange>> Begin(Channel channel, const What& what,
                                                   std::span<const void* const> send,
                                                   std::span<void* const> receive, size_t bytes) override {
     if (channel != Channel::kAllGather && channel != Channel::kReduceScatter)
@@ -150,7 +152,7 @@ class NcclComm final : public Comm {
     if (!status.ok()) return status;
     std::unique_lock turn(order_mutex_);
     // The first one of all is known, and whoever cannot connect is not there to say so.
-    if (connected_) status = Turn(channel, turn);
+    if (connected_) status = Turn(Asked(channel, what.Text(bytes)), turn);
     if (!status.ok()) {
       if (!host_->failure().ok()) GiveUp();
       return status;
@@ -172,6 +174,14 @@ class NcclComm final : public Comm {
   static constexpr std::chrono::microseconds kLongestPause{100};
   static constexpr std::chrono::seconds kMeeting{120}, kFarewell{5};
   static constexpr size_t kTrialBytes = 4096;
+
+  // What a rank would exchange next. The text fits in.
+  struct Asked {
+    Asked() = default;
+    Asked(Channel of, const std::string& what) : channel(of) { what.copy(text.data(), text.size() - 1); }
+    Channel channel = Channel::kSetup;
+    std::array<char, 127> text{};
+  };
 
   struct Lane {
     // Two may be under way at once (zero/lanes/rank_lanes.cc): a third waits for nobody else's event.
@@ -204,8 +214,8 @@ class NcclComm final : public Comm {
   }
 
   // Until the next exchange of all ranks is this channel's. One lane asks for both.
-  absl::Status Turn(Channel channel, std::unique_lock<std::mutex>& turn) {
-    while (next_ != channel) {
+  absl::Status Turn(const Asked& mine, std::unique_lock<std::mutex>& turn) {
+    while (!next_.has_value() || next_->channel != mine.channel) {
       RETURN_IF_ERROR(host_->failure());
       if (next_.has_value() || asking_) {
         turn_there_.wait_for(turn, kLongestPause);  // whether the ranks lose each other is told by nobody
@@ -213,17 +223,21 @@ class NcclComm final : public Comm {
       }
       asking_ = true;
       turn.unlock();
-      std::vector<Channel> wanted(static_cast<size_t>(world()));
-      wanted[static_cast<size_t>(rank())] = channel;
+      std::vector<Asked> wanted(static_cast<size_t>(world()));
+      wanted[static_cast<size_t>(rank())] = mine;
       const absl::Status asked =
-          host_->AllGather(kOrder, {"the order of device exchanges"}, wanted.data(), sizeof(Channel));
+          host_->AllGather(kOrder, {"the order of device exchanges"}, wanted.data(), sizeof(Asked));
       turn.lock();
       asking_ = false;
       if (asked.ok()) next_ = wanted.front();
       turn_there_.notify_all();
       if (!asked.ok()) return asked;
     }
-    return absl::OkStatus();
+    if (next_->text == mine.text) return absl::OkStatus();
+    host_->Abort(absl::UnavailableError(absl::StrCat(
+        RankName(rank(), world()), " is at ", mine.text.data(), " between devices and rank 0 at ",
+        next_->text.data(), ": they do not do the same; give all ranks the same flags, data and calls")));
+    return host_->failure();
   }
 
   absl::StatusOr<std::unique_ptr<Exchange>> Enqueue(Channel channel, std::span<const void* const> send,
@@ -321,7 +335,7 @@ class NcclComm final : public Comm {
   ncclComm_t comm_ = nullptr;
   std::mutex order_mutex_;  // held while an exchange is enqueued; of what follows
   std::condition_variable turn_there_;
-  std::optional<Channel> next_;  // whose exchange is the next; none: not asked yet
+  std::optional<Asked> next_;  // rank 0's, which is everybody's next exchange; none: not asked yet
   bool asking_ = false;
   std::array<Lane, 2> lanes_;  // gather, reduce
 };
