@@ -199,14 +199,31 @@ class Layer : public torch::nn::Module {
   std::shared_ptr<WeightAndBias> norm1_, qkv_, out_, norm2_, up_, down_;
 };
 
+// What transformers takes for others of its keys.
+struct Alias {
+  const char *name, *of;
+};
+constexpr Alias kAliases[] = {{"hidden_size", "n_embd"},
+                              {"max_position_embeddings", "n_positions"},
+                              {"num_attention_heads", "n_head"},
+                              {"num_hidden_layers", "n_layer"}};
+
 // One key of a model's JSON.
 class ModelKeys {
  public:
   explicit ModelKeys(const nlohmann::json& json) : json_(json) {}
 
   const nlohmann::json* Find(const char* key) const {
-    const auto it = json_.find(key);
+    const auto it = json_.find(NameOf(key));
     return it == json_.end() || it->is_null() ? nullptr : &*it;
+  }
+  // What stands there in place of `key`, if that is absent.
+  const char* NameOf(const char* key) const {
+    const auto there = [this](const char* name) { return json_.contains(name) && !json_[name].is_null(); };
+    for (const Alias& alias : kAliases) {
+      if (std::string_view(alias.of) == key && !there(key) && there(alias.name)) return alias.name;
+    }
+    return key;
   }
   void Whole(const char* key, int64_t* value) {
     const nlohmann::json* given = Find(key);
@@ -233,7 +250,7 @@ class ModelKeys {
     *value = given->get<bool>();
   }
   void Wrong(const char* key, const std::string& what) {
-    Fail(absl::StrCat("model: ", key, " is ", zero::ShowValue(*Find(key)), ", ", what));
+    Fail(absl::StrCat("model: ", NameOf(key), " is ", zero::ShowValue(*Find(key)), ", ", what));
   }
   void Fail(const std::string& line) { status_.Update(absl::InvalidArgumentError(line)); }
   const absl::Status& status() const { return status_; }
@@ -314,15 +331,6 @@ const std::vector<std::string_view>& OtherKeys() {
       "begin_suppress_tokens"};
   return keys;
 }
-
-// What transformers takes for others of its keys.
-struct Alias {
-  const char *name, *of;
-};
-constexpr Alias kAliases[] = {{"hidden_size", "n_embd"},
-                              {"max_position_embeddings", "n_positions"},
-                              {"num_attention_heads", "n_head"},
-                              {"num_hidden_layers", "n_layer"}};
 
 // Some letters apart, or one of the names that people use for what `meant` is.
 bool IsMisspelt(const std::string& key, const std::string& meant) {

@@ -206,6 +206,39 @@ TEST(GptConfigGolden, AMisspeltKeyIsRefusedWithTheOneThatWasMeantAndOthersAreANo
               HasSubstr("hidden_size is 24, and n_embd is 12"));
 }
 
+// As GPT2Config's attribute_map has them.
+TEST(GptConfigGolden, NamesThatOtherModelsHaveForTheShapeAreTaken) {
+  const json given = Golden("gpt2.json")["given"];
+  json config = given;
+  const std::vector<std::pair<std::string, std::string>> names = {{"hidden_size", "n_embd"},
+                                                                  {"max_position_embeddings", "n_positions"},
+                                                                  {"num_attention_heads", "n_head"},
+                                                                  {"num_hidden_layers", "n_layer"}};
+  for (const auto& [name, of] : names) {
+    config.erase(of);
+    config[name] = given[of];
+  }
+  std::vector<std::string> notes;
+  const auto parsed = models::GptConfigFromJson(config, &notes);
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_TRUE(notes.empty());
+  EXPECT_EQ(parsed->ToPublished(), models::GptConfigFromJson(given)->ToPublished());
+  for (const auto& [name, of] : names) {
+    json wrong = config;
+    wrong[name] = 2.5;
+    EXPECT_EQ(models::GptConfigFromJson(wrong).status().message(),
+              "model: " + name + " is 2.5, not a whole number");
+    wrong = config;
+    wrong.erase(name);
+    EXPECT_EQ(models::GptConfigFromJson(wrong).status().message(), "model: " + of + " is missing");
+    wrong = config;
+    wrong[of] = given[of].get<int64_t>() + 1;
+    EXPECT_THAT(
+        std::string(models::GptConfigFromJson(wrong).status().message()),
+        testing::AllOf(HasSubstr(name + " is "), HasSubstr(of + " is "), HasSubstr("the same thing")));
+  }
+}
+
 TEST(GptConfigGolden, WhatIsNotServedIsRefusedByName) {
   const json given = Golden("gpt2.json")["given"];
   for (const auto& [key, value, says] : std::vector<std::tuple<std::string, json, std::string>>{
