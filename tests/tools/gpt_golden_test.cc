@@ -121,6 +121,23 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
       EXPECT_NEAR(result->loss, c["losses"][step].get<double>(), 2e-5) << "step " << step;
       EXPECT_NEAR(result->grad_norm, norm, 1e-4 * norm) << "step " << step;
     }
+    if (c["config"].contains("reorder_and_upcast_attn")) {
+      engine->reset();  // one at a time
+      // In fp32 it changes nothing. Elsewhere scores and probabilities are fp32's: nothing like them without.
+      const auto in_bf16 = [&](bool upcast) {
+        zero::EngineOptions options = settings->engine;
+        options.dtype = torch::kBFloat16;
+        options.storage.checkpoints = {};
+        models::GptConfig config = settings->model;
+        config.attention_in_fp32 = upcast;
+        auto rounded = zero::Engine::Create(models::MakeGpt(config), options);
+        EXPECT_TRUE(rounded.ok()) << rounded.status();
+        return rounded.ok() ? *(*rounded)->Evaluate({batch}) : 0.0;
+      };
+      const double with = in_bf16(true), without = in_bf16(false);
+      EXPECT_NE(with, without);
+      EXPECT_NEAR(with, c["evaluation"].get<double>(), 0.03);
+    }
     // What is written for others asks for the same function.
     const auto again = models::GptConfigFromJson(json(settings->model.ToPublished()));
     ASSERT_TRUE(again.ok()) << again.status();

@@ -88,36 +88,45 @@ TEST(InitialStream, HasTheBitsOfParametersDrawnAsAWholeWhateverTheTiles) {
   }
 }
 
-// The losses that runs had before their blocks said what they begin with.
+// The losses that runs had before their blocks said what they begin with; and initializer_range as
+// transformers has it: tables and linear weights by it, c_proj by that over sqrt(2 n_layer), biases zero,
+// norms one.
 TEST(InitialStream, AGptBeginsAsItAlwaysDid) {
-  const models::GptConfig config{3, 48, 4, 40, 300, 0};
-  const Model model = models::MakeGpt(config);
-  const auto of = [&](size_t block) {
+  for (const double range : {0.02, 0.5}) {
+    models::GptConfig config{3, 48, 4, 40, 300, 0};
+    config.deviation = range;
+    const Model model = models::MakeGpt(config);
+    const auto of = [&](size_t block) {
+      torch::manual_seed(11);
+      return UniqueParameters(*BuildWhole(model.blocks[block]));
+    };
     torch::manual_seed(11);
-    return UniqueParameters(*BuildWhole(model.blocks[block]));
-  };
-  torch::manual_seed(11);
-  std::vector<torch::Tensor> embedding = {torch::normal(0, 0.02, {300, 48}), torch::normal(0, 0.02, {40, 48}),
-                                          torch::ones({48}), torch::zeros({48})};
-  torch::manual_seed(11);
-  const double projected = 0.02 / std::sqrt(6.0);
-  std::vector<torch::Tensor> layer = {torch::ones({48}), torch::zeros({48})};
-  for (const auto& [out, in, deviation] :
-       {std::tuple{144, 48, 0.02}, {48, 48, projected}, {0, 0, 0.0}, {192, 48, 0.02}, {48, 192, projected}}) {
-    if (out == 0) {
-      layer.push_back(torch::ones({48}));
-      layer.push_back(torch::zeros({48}));
-      continue;
+    std::vector<torch::Tensor> embedding = {torch::normal(0, range, {300, 48}),
+                                            torch::normal(0, range, {40, 48}), torch::ones({48}),
+                                            torch::zeros({48})};
+    torch::manual_seed(11);
+    const double projected = range / std::sqrt(6.0);
+    std::vector<torch::Tensor> layer = {torch::ones({48}), torch::zeros({48})};
+    for (const auto& [out, in, deviation] : {std::tuple{144, 48, range},
+                                             {48, 48, projected},
+                                             {0, 0, 0.0},
+                                             {192, 48, range},
+                                             {48, 192, projected}}) {
+      if (out == 0) {
+        layer.push_back(torch::ones({48}));
+        layer.push_back(torch::zeros({48}));
+        continue;
+      }
+      layer.push_back(torch::normal(0, deviation, {out, in}));
+      layer.push_back(torch::zeros({out}));
     }
-    layer.push_back(torch::normal(0, deviation, {out, in}));
-    layer.push_back(torch::zeros({out}));
-  }
-  for (const auto& [block, expected] :
-       {std::pair<size_t, std::vector<torch::Tensor>>{0, embedding}, {1, layer}}) {
-    const std::vector<torch::Tensor> begins = of(block);
-    ASSERT_EQ(begins.size(), expected.size());
-    for (size_t i = 0; i < begins.size(); ++i)
-      EXPECT_TRUE(torch::equal(begins[i], expected[i])) << block << " " << i;
+    for (const auto& [block, expected] :
+         {std::pair<size_t, std::vector<torch::Tensor>>{0, embedding}, {1, layer}}) {
+      const std::vector<torch::Tensor> begins = of(block);
+      ASSERT_EQ(begins.size(), expected.size());
+      for (size_t i = 0; i < begins.size(); ++i)
+        EXPECT_TRUE(torch::equal(begins[i], expected[i])) << range << " " << block << " " << i;
+    }
   }
 }
 
