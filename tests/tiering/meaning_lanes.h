@@ -74,15 +74,15 @@ class MeaningLanes : public Lanes {
     if (op.kind == OpKind::kUpdateOnDevice) {
       // Who computes comes behind it on its lane, and may start before it is over.
       for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
-        device_run_[{op.device_slot, static_cast<int>(t)}].second = 2 * op.step;
+        device_run_[{op.device_weight_slot, static_cast<int>(t)}].second = 2 * op.step;
         device_state_[{op.block, static_cast<int>(t)}] = 2 * op.step;
       }
     }
     if (op.kind == OpKind::kCopyIn) {
-      for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = {-1, 0};
+      for (const int tile : TilesOf(op)) device_run_[{op.device_weight_slot, tile}] = {-1, 0};
     }
     if (op.kind == OpKind::kCopyOut) {
-      (RanksMeetInMemory() ? host_sums_[op.host_accumulator_slot] : gradient_[op.gradient_slot]) = {-1, 0};
+      (RanksMeetInMemory() ? host_sums_[op.accumulator_slot] : gradient_[op.gradient_slot]) = {-1, 0};
     }
     sim_.Start(id, op);
   }
@@ -118,16 +118,12 @@ class MeaningLanes : public Lanes {
  private:
   // Ranks gather and reduce in host memory, not on their devices.
   bool RanksMeetInMemory() const { return plan_.world > 1 && !plan_.device.collectives; }
-  // Whether its device slot is a run's (otherwise a gradient's).
-  static bool OfRun(const Op& op) {
-    return OfTile(op) || op.kind == OpKind::kCopyIn || op.kind == OpKind::kAllGather ||
-           op.kind == OpKind::kForward || op.kind == OpKind::kBackward || op.kind == OpKind::kUpdateOnDevice;
-  }
   // Of one tile there.
   static bool OfTile(const Op& op) { return op.kind == OpKind::kReadWeights || op.kind == OpKind::kVerify; }
   // Where a tile's weights are read to and checked.
   std::pair<int, int64_t>& Run(const Op& op) {
-    return op.device_slot >= 0 ? device_run_[{op.device_slot, op.tile}] : run_[{op.weight_slot, op.tile}];
+    return op.device_weight_slot >= 0 ? device_run_[{op.device_weight_slot, op.tile}]
+                                      : run_[{op.weight_slot, op.tile}];
   }
   // What a copy to the device copies: one tile, or over several ranks the whole run.
   std::vector<int> TilesOf(const Op& op) const {
@@ -136,10 +132,23 @@ class MeaningLanes : public Lanes {
     std::iota(tiles.begin(), tiles.end(), 0);
     return tiles;
   }
-  // The sums of a block on the device or, where there is none, in host memory, are complete.
+  // A block's fp32 sums: {block, step}, and how many addends they have.
+  struct Sums {
+    std::pair<int, int64_t> of;
+    int addends = 0;
+  };
+  // Where backward adds: on the device or, where there is none, in host memory.
+  bool HasSums(const Op& op) const {
+    return (plan_.device.has_own_memory ? op.device_accumulator_slot : op.accumulator_slot) >= 0;
+  }
+  Sums& SumsOf(const Op& op) {
+    return plan_.device.has_own_memory ? device_sums_[op.device_accumulator_slot]
+                                       : sums_[op.accumulator_slot];
+  }
+  // They are complete.
   void CheckSums(const Op& op) {
-    EXPECT_EQ(accumulator_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
-    EXPECT_EQ(adding_[op.accumulator_slot], plan_.blocks[op.block].uses * plan_.micro_batches);
+    EXPECT_EQ(SumsOf(op).of, (std::pair<int, int64_t>{op.block, op.step}));
+    EXPECT_EQ(SumsOf(op).addends, plan_.blocks[op.block].uses * plan_.micro_batches);
   }
 
   // Nothing in flight may touch what this operation changes, nor change what it reads.
@@ -165,10 +174,15 @@ class MeaningLanes : public Lanes {
             << op.weight_slot;
       }
       const bool two_tiles = OfTile(op) && OfTile(other) && op.block == other.block && op.tile != other.tile;
-      if (op.device_slot >= 0 && op.device_slot == other.device_slot && OfRun(op) == OfRun(other) &&
+      if (op.device_weight_slot >= 0 && op.device_weight_slot == other.device_weight_slot &&
           op.lane != other.lane && !two_tiles) {
-        ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on device slot "
-                      << op.device_slot;
+        ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind)
+                      << " on the device's run slot " << op.device_weight_slot;
+      }
+      if (op.device_gradient_slot >= 0 && op.device_gradient_slot == other.device_gradient_slot &&
+          op.lane != other.lane) {
+        ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind)
+                      << " on the device's gradient slot " << op.device_gradient_slot;
       }
       const auto copies_state = [](const Op& one) {
         return one.kind == OpKind::kCopyStateIn || one.kind == OpKind::kCopyStateOut;
@@ -183,9 +197,12 @@ class MeaningLanes : public Lanes {
         const Op& copy = op.kind == OpKind::kCopyOut ? op : other;
         const Op& reduce = op.kind == OpKind::kCopyOut ? other : op;
         // Sums are copied to where they are reduced, or from there.
-        const int meet = plan_.device.collectives ? copy.accumulator_slot : copy.host_accumulator_slot;
-        EXPECT_FALSE(reduce.kind == OpKind::kReduceScatter && meet >= 0 && reduce.accumulator_slot == meet)
-            << "copied while it is reduced";
+        const bool meet =
+            plan_.device.collectives
+                ? copy.device_accumulator_slot >= 0 &&
+                      copy.device_accumulator_slot == reduce.device_accumulator_slot
+                : copy.accumulator_slot >= 0 && copy.accumulator_slot == reduce.accumulator_slot;
+        EXPECT_FALSE(reduce.kind == OpKind::kReduceScatter && meet) << "copied while it is reduced";
       }
       if (op.tile_slot >= 0 && op.tile_slot == other.tile_slot) {
         const bool both_read_in =
@@ -236,10 +253,11 @@ class MeaningLanes : public Lanes {
       }
       case OpKind::kForward:
       case OpKind::kBackward: {
-        EXPECT_EQ(plan_.device.has_own_memory, op.device_slot >= 0);
+        EXPECT_EQ(plan_.device.has_own_memory, op.device_weight_slot >= 0);
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
-          const auto held = plan_.device.has_own_memory ? device_run_[{op.device_slot, static_cast<int>(t)}]
-                                                        : run_[{op.weight_slot, static_cast<int>(t)}];
+          const auto held = plan_.device.has_own_memory
+                                ? device_run_[{op.device_weight_slot, static_cast<int>(t)}]
+                                : run_[{op.weight_slot, static_cast<int>(t)}];
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
           EXPECT_EQ(held.second, 2 * OfBlock(op, op.kind == OpKind::kBackward ? op.step - 1 : Updates(op)))
               << OpKindName(op.kind);
@@ -248,18 +266,18 @@ class MeaningLanes : public Lanes {
             EXPECT_EQ(gathered_[op.weight_slot], held) << OpKindName(op.kind);
           }
           if (plan_.device.collectives) {
-            EXPECT_EQ(device_gathered_[op.device_slot], held) << OpKindName(op.kind);
+            EXPECT_EQ(device_gathered_[op.device_weight_slot], held) << OpKindName(op.kind);
           }
         }
         break;
       }
       case OpKind::kAllGather:
-        EXPECT_EQ(plan_.device.collectives, op.device_slot >= 0);
+        EXPECT_EQ(plan_.device.collectives, op.device_weight_slot >= 0);
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
           if (plan_.device.collectives) {
-            EXPECT_EQ((device_run_[{op.device_slot, static_cast<int>(t)}]).first, op.block);
-            EXPECT_EQ((device_run_[{op.device_slot, static_cast<int>(t)}]),
-                      (device_run_[{op.device_slot, 0}]))
+            EXPECT_EQ((device_run_[{op.device_weight_slot, static_cast<int>(t)}]).first, op.block);
+            EXPECT_EQ((device_run_[{op.device_weight_slot, static_cast<int>(t)}]),
+                      (device_run_[{op.device_weight_slot, 0}]))
                 << "tiles of two versions";
             continue;
           }
@@ -270,10 +288,11 @@ class MeaningLanes : public Lanes {
       case OpKind::kReduceScatter:
         if (plan_.device.collectives) {
           EXPECT_EQ(op.gradient_slot, -1);
-          if (op.accumulator_slot >= 0) {
+          if (HasSums(op)) {
             CheckSums(op);
           } else {
-            EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
+            EXPECT_EQ(device_gradient_[op.device_gradient_slot],
+                      (std::pair<int, int64_t>{op.block, op.step}));
           }
           break;
         }
@@ -308,15 +327,15 @@ class MeaningLanes : public Lanes {
         break;
       }
       case OpKind::kAccumulateGradient: {
-        if (plan_.device.has_own_memory && op.accumulator_slot < 0) {
-          device_gradient_[op.device_slot] = {op.block, op.step};
-        } else if (op.accumulator_slot >= 0) {
-          auto& sum = accumulator_[op.accumulator_slot];
-          if (sum.first != op.block || sum.second != op.step) {
-            EXPECT_EQ(adding_[op.accumulator_slot], 0) << "sums taken while another block still adds";
-            sum = {op.block, op.step};
+        if (plan_.device.has_own_memory && !HasSums(op)) {
+          device_gradient_[op.device_gradient_slot] = {op.block, op.step};
+        } else if (HasSums(op)) {
+          Sums& sums = SumsOf(op);
+          if (sums.of != std::pair<int, int64_t>(op.block, op.step)) {
+            EXPECT_EQ(sums.addends, 0) << "sums taken while another block still adds";
+            sums.of = {op.block, op.step};
           }
-          ++adding_[op.accumulator_slot];
+          ++sums.addends;
         } else {
           gradient_[op.gradient_slot] = {op.block, op.step};
         }
@@ -328,17 +347,17 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kSquareGradient:
         EXPECT_FALSE(plan_.device.collectives) << "the reduction makes them";
-        EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        EXPECT_EQ(device_gradient_[op.device_gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
         break;
       case OpKind::kUpdateOnDevice: {
         const DevicePlan::Block& places = plan_.device.blocks[op.block];
         EXPECT_TRUE(plan_.on_device(op.block));
-        EXPECT_EQ(op.device_slot, places.weight_slot);
+        EXPECT_EQ(op.device_weight_slot, places.weight_slot);
         EXPECT_EQ(norms_, op.step) << "update before the norm of its step";
         EXPECT_EQ(device_gradient_[places.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
           const auto tile = static_cast<int>(t);
-          EXPECT_EQ((device_run_[{op.device_slot, tile}]),
+          EXPECT_EQ((device_run_[{op.device_weight_slot, tile}]),
                     (std::pair<int, int64_t>{op.block, 2 * (op.step - 1)}));
           EXPECT_EQ((device_state_[{op.block, tile}]), 2 * (op.step - 1));
         }
@@ -352,19 +371,19 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(squared_[op.block], op.step);
           EXPECT_EQ(op.bytes, PartialSumBytes(plan_.blocks[op.block].elements));
         }
-        EXPECT_EQ(RanksMeetInMemory(), op.host_accumulator_slot >= 0);
+        EXPECT_EQ(RanksMeetInMemory(), op.accumulator_slot >= 0);
         if (plan_.device.collectives && !plan_.on_device(op.block)) {
           EXPECT_EQ(reduced_[op.block], op.step) << "a part that is not yet the sum of all ranks'";
           EXPECT_EQ(op.bytes, plan_.blocks[op.block].elements * plan_.precision.gradient_bytes);
         }
-        if (op.accumulator_slot >= 0) {
+        if (HasSums(op)) {
           CheckSums(op);
         } else {
-          EXPECT_EQ(device_gradient_[op.device_slot], (std::pair<int, int64_t>{op.block, op.step}));
+          EXPECT_EQ(device_gradient_[op.device_gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
         }
         break;
       case OpKind::kRoundGradient:
-        if (op.accumulator_slot >= 0) {
+        if (HasSums(op)) {
           CheckSums(op);
         } else {
           EXPECT_EQ(gradient_[op.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
@@ -415,7 +434,7 @@ class MeaningLanes : public Lanes {
     switch (op.kind) {
       case OpKind::kReadWeights:
         Run(op) = {op.block, OnDrive(op)};
-        if (op.device_slot >= 0) {
+        if (op.device_weight_slot >= 0) {
           EXPECT_TRUE(plan_.device.gds);
           EXPECT_EQ(OnDrive(op) % 2, 0) << "weights that are yet to be made again went to the device";
           ++reads_past_host_;
@@ -446,7 +465,8 @@ class MeaningLanes : public Lanes {
         spilled_[op.block] = op.step;
         break;
       case OpKind::kCopyIn:
-        for (const int tile : TilesOf(op)) device_run_[{op.device_slot, tile}] = run_[{op.weight_slot, tile}];
+        for (const int tile : TilesOf(op))
+          device_run_[{op.device_weight_slot, tile}] = run_[{op.weight_slot, tile}];
         break;
       case OpKind::kSquareGradient:
         squared_[op.block] = op.step;
@@ -466,17 +486,17 @@ class MeaningLanes : public Lanes {
         state_[op.tile_slot] = {{op.block, op.tile}, device_state_[{op.block, op.tile}]};
         break;
       case OpKind::kRoundOnDevice:
-        adding_[op.accumulator_slot] = 0;
-        device_gradient_[op.device_slot] = {op.block, op.step};
+        SumsOf(op).addends = 0;
+        device_gradient_[op.device_gradient_slot] = {op.block, op.step};
         break;
       case OpKind::kCopyOut:
-        if (op.accumulator_slot >= 0) adding_[op.accumulator_slot] = 0;
+        if (HasSums(op)) SumsOf(op).addends = 0;
         if (RanksMeetInMemory()) {
-          host_sums_[op.host_accumulator_slot] = {op.block, op.step};
+          host_sums_[op.accumulator_slot] = {op.block, op.step};
         } else if (plan_.device.collectives) {
           gradient_[op.gradient_slot] = {op.block, op.step};
         } else {
-          gradient_[op.gradient_slot] = device_gradient_[op.device_slot];
+          gradient_[op.gradient_slot] = device_gradient_[op.device_gradient_slot];
         }
         break;
       case OpKind::kForward:
@@ -496,15 +516,15 @@ class MeaningLanes : public Lanes {
         written_inputs_.erase({op.position, op.micro_batch});
         break;
       case OpKind::kRoundGradient:
-        if (op.accumulator_slot >= 0) {
-          adding_[op.accumulator_slot] = 0;
+        if (HasSums(op)) {
+          SumsOf(op).addends = 0;
           gradient_[op.gradient_slot] = {op.block, op.step};
         }
         ++finalized_;
         break;
       case OpKind::kAllGather:
         if (plan_.device.collectives) {
-          device_gathered_[op.device_slot] = device_run_[{op.device_slot, 0}];
+          device_gathered_[op.device_weight_slot] = device_run_[{op.device_weight_slot, 0}];
         } else {
           gathered_[op.weight_slot] = run_[{op.weight_slot, 0}];
         }
@@ -513,12 +533,12 @@ class MeaningLanes : public Lanes {
         if (plan_.device.collectives) {
           reduced_[op.block] = op.step;
           if (!plan_.on_device(op.block)) break;
-          if (op.accumulator_slot >= 0) adding_[op.accumulator_slot] = 0;
+          if (HasSums(op)) SumsOf(op).addends = 0;
           squared_[op.block] = op.step;
           device_gradient_[plan_.device.blocks[op.block].gradient_slot] = {op.block, op.step};
           break;
         }
-        if (!plan_.device.has_own_memory) adding_[op.accumulator_slot] = 0;
+        if (!plan_.device.has_own_memory) SumsOf(op).addends = 0;
         gradient_[op.gradient_slot] = {op.block, op.step};
         break;
       case OpKind::kAgree:
@@ -574,17 +594,16 @@ class MeaningLanes : public Lanes {
   SimLanes sim_;
   const Replayed replayed_;
   std::map<OpId, Op> in_flight_;
-  std::map<std::pair<int, int>, std::pair<int, int64_t>> run_;    // {slot, tile} -> {block, version}
-  std::map<int, std::pair<std::pair<int, int>, int64_t>> state_;  // slot -> {tile, version}
-  std::map<int, std::pair<int, int64_t>> gradient_, accumulator_, spilled_read_;  // slot -> {block, step}
+  std::map<std::pair<int, int>, std::pair<int, int64_t>> run_;      // {slot, tile} -> {block, version}
+  std::map<int, std::pair<std::pair<int, int>, int64_t>> state_;    // slot -> {tile, version}
+  std::map<int, std::pair<int, int64_t>> gradient_, spilled_read_;  // slot -> {block, step}
   // Run slot, in memory or on the device -> {block, version} of the other ranks' parts.
   std::map<int, std::pair<int, int64_t>> gathered_, device_gathered_;
   std::map<int, int64_t> reduced_;  // block -> step whose sum over ranks is on the device
   std::map<Lane, OpId> last_started_ = {{Lane::kAllGather, -1}, {Lane::kReduceScatter, -1}};
   int64_t agreed_ = 0;
-  std::map<int, int> adding_;
-  // On a device apart; its sums are in accumulator_, and what it leaves of them to other ranks in
-  // host_sums_.
+  std::map<int, Sums> sums_, device_sums_;
+  // What a device apart leaves of its sums to other ranks.
   std::map<int, std::pair<int, int64_t>> host_sums_;
   std::map<std::pair<int, int>, std::pair<int, int64_t>> device_run_;
   std::map<int, std::pair<int, int64_t>> device_gradient_;

@@ -42,8 +42,8 @@ void DeviceGradients::TakePlaces(int block, Edges* wait) {
 }
 
 void DeviceGradients::SetPlaces(int block, Op* op) const {
-  op->device_slot = gradient_[At(block)];
-  op->accumulator_slot = accumulator_[At(block)];
+  op->device_gradient_slot = gradient_[At(block)];
+  op->device_accumulator_slot = accumulator_[At(block)];
 }
 
 OpId DeviceGradients::EmitReduce(int block, OpId last, int64_t step) {
@@ -55,10 +55,10 @@ OpId DeviceGradients::EmitReduce(int block, OpId last, int64_t step) {
   reduce.after = {last};
   if (!plan_.on_device(block)) return id;
   // To where it waits for the update; what it was reduced from is free.
-  if (reduce.accumulator_slot >= 0) {
-    accumulator_users_.Replace(reduce.accumulator_slot, {id});
+  if (reduce.device_accumulator_slot >= 0) {
+    accumulator_users_.Replace(reduce.device_accumulator_slot, {id});
   } else {
-    gradient_users_.Replace(reduce.device_slot, {id});
+    gradient_users_.Replace(reduce.device_gradient_slot, {id});
   }
   const int gradient = plan_.device.blocks[At(block)].gradient_slot;
   AddAll(&reduce.after, gradient_users_.Take(gradient));
@@ -79,7 +79,7 @@ OpId DeviceGradients::EmitCopyOut(int block, int gradient_slot, int host_accumul
     SetPlaces(block, &round);
     round.after = {last};
     AddAll(&round.after, gradient_users_.Take(slot));
-    accumulator_users_.Replace(round.accumulator_slot, {id});
+    accumulator_users_.Replace(round.device_accumulator_slot, {id});
     last = id;
   }
   int64_t bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
@@ -88,7 +88,7 @@ OpId DeviceGradients::EmitCopyOut(int block, int gradient_slot, int host_accumul
       const OpId squared = ops_.next_id();
       Op& square = ops_.Emit(OpKind::kSquareGradient, Lane::kCompute, step);
       square.block = block;
-      square.device_slot = gradient_[At(block)];
+      square.device_gradient_slot = gradient_[At(block)];
       square.after = {last};
       last = squared;
     }
@@ -98,7 +98,7 @@ OpId DeviceGradients::EmitCopyOut(int block, int gradient_slot, int host_accumul
   Op& copy = ops_.Emit(OpKind::kCopyOut, Lane::kCopyOut, step);
   copy.block = block;
   if (ranks) {
-    copy.host_accumulator_slot = host_accumulator;
+    copy.accumulator_slot = host_accumulator;
     copy.bytes = graph_.blocks[At(block)].elements * plan_.accumulator_bytes(block);
   } else {
     copy.gradient_slot = gradient_slot;
@@ -107,11 +107,11 @@ OpId DeviceGradients::EmitCopyOut(int block, int gradient_slot, int host_accumul
   copy.after = wait;
   copy.after.push_back(last);
   if (plan_.world > 1 && places.sums_apart && !plan_.on_device(block)) {
-    copy.accumulator_slot = accumulator_[At(block)];
-    accumulator_users_.Replace(copy.accumulator_slot, {id});
+    copy.device_accumulator_slot = accumulator_[At(block)];
+    accumulator_users_.Replace(copy.device_accumulator_slot, {id});
   } else {
-    copy.device_slot = gradient_[At(block)];
-    gradient_users_.Replace(copy.device_slot, {id});
+    copy.device_gradient_slot = gradient_[At(block)];
+    gradient_users_.Replace(copy.device_gradient_slot, {id});
   }
   return id;
 }

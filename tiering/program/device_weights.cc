@@ -130,7 +130,7 @@ void DeviceWeights::Update(int block, size_t position) {
   const OpId id = ops_.next_id();
   Op& update = ops_.Emit(OpKind::kUpdateOnDevice, Lane::kCompute, step);
   update.block = block;
-  update.device_slot = slot;
+  update.device_weight_slot = slot;
   update.after = {updates_.norm()};
   AddAll(&update.after, TakeAll(&held.made));
   AddAll(&update.after, TakeAll(&held.copies));
@@ -208,7 +208,7 @@ int DeviceWeights::ReadPastHost(int block, size_t position) {
     Op& op = ops_.Emit(kind, lane, ops_.computing_step());
     op.block = block;
     op.tile = static_cast<int>(tile);
-    op.device_slot = slot;
+    op.device_weight_slot = slot;
     return op;
   };
   for (size_t t = 0; t < tiles.size(); ++t) {
@@ -238,7 +238,7 @@ int DeviceWeights::CopyIn(int block, size_t position, int weight_slot) {
     copy.block = block;
     copy.tile = tile;
     copy.weight_slot = weight_slot;
-    copy.device_slot = slot;
+    copy.device_weight_slot = slot;
     copy.bytes = elements * plan_.precision.weight_bytes();
     AddUsers(&copy.after, held);
     return copy;
@@ -275,7 +275,7 @@ void DeviceWeights::Gather(int block, int device_slot) {
   const OpId id = ops_.next_id();
   Op& gather = ops_.Emit(OpKind::kAllGather, Lane::kAllGather, ops_.computing_step());
   gather.block = block;
-  gather.device_slot = device_slot;
+  gather.device_weight_slot = device_slot;
   gather.bytes = plan_.gathered_bytes(block);
   for (const OpId ready : held.ready) AddIf(&gather.after, ready);
   AddIf(&gather.after, held.last_compute);

@@ -115,15 +115,16 @@ struct Op {
   int weight_slot = -1;    // where the block's weights are
   int tile_slot = -1;      // where the tile's state is
   int gradient_slot = -1;  // where the block's gradient is
-  // With a device apart: its slot of the run (kReadWeights and kVerify past host memory, kCopyIn,
-  // kAllGather there, kForward, kBackward, kUpdateOnDevice) or of the gradient (kAccumulateGradient,
-  // kRoundOnDevice, kSquareGradient, kReduceScatter there, kCopyOut). kAccumulateGradient, kRoundOnDevice,
-  // kReduceScatter there and kCopyOut have the device's accumulator below.
-  int device_slot = -1;
-  int accumulator_slot = -1;  // where fp32 sums are (only where a gradient has more than one addend)
-  // kCopyOut of several ranks that reduce in host memory: the accumulator in host memory that the device's
-  // sums go to, or its gradient where that is a single addend (device_slot).
-  int host_accumulator_slot = -1;
+  // Where the block's fp32 sums are, in host memory (only where a gradient has more than one addend). Of
+  // kCopyOut, where several ranks reduce in host memory: where the device's sums go, or its only addend.
+  int accumulator_slot = -1;
+  // With a device apart, its slots. Of the run: kReadWeights and kVerify past host memory, kCopyIn,
+  // kAllGather there, kForward, kBackward, kUpdateOnDevice. Of the gradient or of its sums:
+  // kAccumulateGradient, kReduceScatter there and kCopyOut, which have one of the two; kRoundOnDevice, which
+  // has both; of the gradient alone: kSquareGradient.
+  int device_weight_slot = -1;
+  int device_gradient_slot = -1;
+  int device_accumulator_slot = -1;
   int64_t bytes = 0;   // moved (reads and writes) or touched (compute: 0)
   double seconds = 0;  // planned duration of compute and update operations, for the simulator
   Edges after;         // earlier operations that must be complete

@@ -43,7 +43,7 @@ void PassBuilder::SetWeights(const Weights& weights, Op* op) const {
     for (const OpId id : ready) AddIf(&op->after, id);
   };
   if (weights.device_slot >= 0) {
-    op->device_slot = weights.device_slot;
+    op->device_weight_slot = weights.device_slot;
     add(device_.ready(weights.device_slot));
     return;
   }

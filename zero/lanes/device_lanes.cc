@@ -20,13 +20,13 @@ absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::
 
 std::byte* DeviceLanes::weights(const Op& op) const {
   const tiering::Tile& cut = plan_.blocks[static_cast<size_t>(op.block)].tiles[static_cast<size_t>(op.tile)];
-  return static_cast<std::byte*>(run(op.device_slot)) +
+  return static_cast<std::byte*>(run(op.device_weight_slot)) +
          residency_.InRun(op.block, cut).offset * plan_.precision.weight_bytes();
 }
 
 std::byte* DeviceLanes::gradients(const Op& op) const {
-  return op.accumulator_slot >= 0 ? Place(plan_.device.accumulator_slots, op.accumulator_slot)
-                                  : Place(plan_.device.gradient_slots, op.device_slot);
+  return op.device_accumulator_slot >= 0 ? Place(plan_.device.accumulator_slots, op.device_accumulator_slot)
+                                         : Place(plan_.device.gradient_slots, op.device_gradient_slot);
 }
 
 std::byte* DeviceLanes::own_part(const Op& op) const {
@@ -36,7 +36,7 @@ std::byte* DeviceLanes::own_part(const Op& op) const {
 
 GradientPlace DeviceLanes::place(const Op& op) const {
   GradientPlace place;
-  if (op.accumulator_slot >= 0) {
+  if (op.device_accumulator_slot >= 0) {
     place.accumulator = reinterpret_cast<float*>(gradients(op));
   } else {
     place.gradient = gradients(op);
@@ -48,15 +48,15 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
   switch (op.kind) {
     case OpKind::kCopyIn: {
       if (op.tile < 0) {
-        return device_.CopyIn(run(op.device_slot), residency_.run(op.weight_slot), op.bytes,
+        return device_.CopyIn(run(op.device_weight_slot), residency_.run(op.weight_slot), op.bytes,
                               /*after_compute=*/false, std::move(done));
       }
       const TileMemory tile = residency_.tile(op.block, op.tile, op.weight_slot, -1);
       return device_.CopyIn(weights(op), tile.weights, op.bytes, /*after_compute=*/false, std::move(done));
     }
     case OpKind::kCopyOut: {
-      void* const to = op.host_accumulator_slot >= 0 ? residency_.accumulator(op.host_accumulator_slot)
-                                                     : residency_.gradient(op.gradient_slot);
+      void* const to = op.accumulator_slot >= 0 ? residency_.accumulator(op.accumulator_slot)
+                                                : residency_.gradient(op.gradient_slot);
       const void* const from = state_.has(op.block)       ? static_cast<void*>(state_.partial_sums(op.block))
                                : plan_.device.collectives ? own_part(op)
                                                           : gradients(op);

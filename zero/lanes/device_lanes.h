@@ -33,7 +33,7 @@ class DeviceLanes {
 
   Device& device() const { return device_; }
   void* run(int slot) const { return Place(plan_.device.weight_slots, slot); }
-  // Of the operation's tile, in its device slot.
+  // Of the operation's tile, in its slot of the run there.
   std::byte* weights(const tiering::Op& op) const;
   // Where kAccumulateGradient leaves what backward made, and kRoundOnDevice puts and finds it.
   GradientPlace place(const tiering::Op& op) const;

@@ -204,7 +204,7 @@ absl::Status HardwareLanes::StartTransfer(const Task& task) {
   const swap::Which which = op.replay ? swap::Which::kCommitted : swap::Which::kNewest;
   switch (op.kind) {
     case OpKind::kReadWeights: {
-      void* const destination[] = {op.device_slot >= 0 ? device_->weights(op) : memory.weights};
+      void* const destination[] = {op.device_weight_slot >= 0 ? device_->weights(op) : memory.weights};
       return store_->ReadSegments(begin(&WeightsTransfer(op)), tile, 0, 1, destination,
                                   aio::Priority::kDemand, which);
     }
@@ -310,7 +310,7 @@ absl::Status HardwareLanes::Settle(const Done& done) {
   switch (op.kind) {
     case OpKind::kReadWeights:
       status = WeightsTransfer(op).io.status();
-      if (op.device_slot < 0) return status;
+      if (op.device_weight_slot < 0) return status;
       if (status.ok()) past_host_bytes_ += op.bytes;
       return status.ok()
                  ? status
@@ -408,10 +408,10 @@ absl::Status HardwareLanes::Run(const Op& op) {
       return runner_->Backward(op.stage, op.position, op.micro_batch, WeightsOf(op));
     case OpKind::kRoundOnDevice:
       return runner_->RoundGradient(op.block, device_->place(op).accumulator,
-                                    device_->gradient(op.device_slot));
+                                    device_->gradient(op.device_gradient_slot));
     case OpKind::kSquareGradient:
       return Guarded("squares of a gradient", [&] {
-        device_->device().SquarePartials(options_.format.weights, device_->gradient(op.device_slot),
+        device_->device().SquarePartials(options_.format.weights, device_->gradient(op.device_gradient_slot),
                                          static_cast<size_t>(plan_.blocks[At(op.block)].elements),
                                          device_->state().partial_sums(op.block));
       });
@@ -445,7 +445,7 @@ absl::Status HardwareLanes::Run(const Op& op) {
 }
 
 absl::Status HardwareLanes::RunVerify(const Op& op) {
-  if (op.device_slot >= 0) {
+  if (op.device_weight_slot >= 0) {
     const swap::TileIo& io = transfers(op).there.io;
     const swap::Store::ChecksumOf of = store_->ChecksumFor(io, 0);
     absl::StatusOr<uint64_t> checksum = device_->device().Checksum(device_->weights(op), of.bytes, of.seed);

@@ -133,7 +133,7 @@ class HardwareLanes : public tiering::Lanes {
   }
   // Of weights that kReadWeights reads and kVerify checks.
   Transfer& WeightsTransfer(const tiering::Op& op) const {
-    return op.device_slot >= 0 ? transfers(op).there : transfers(op).weights;
+    return op.device_weight_slot >= 0 ? transfers(op).there : transfers(op).weights;
   }
   uint32_t StoreTile(int block, int tile) const {
     return first_tile_[static_cast<size_t>(block)] + static_cast<uint32_t>(tile);
@@ -153,7 +153,7 @@ class HardwareLanes : public tiering::Lanes {
   absl::Status StartCommit(const Task& task);
   // The run that a stage computes with, where it computes.
   void* WeightsOf(const tiering::Op& op) const {
-    return device_ != nullptr ? device_->run(op.device_slot) : residency_.run(op.weight_slot);
+    return device_ != nullptr ? device_->run(op.device_weight_slot) : residency_.run(op.weight_slot);
   }
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunVerify(const tiering::Op& op);

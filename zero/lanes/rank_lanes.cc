@@ -68,8 +68,8 @@ absl::Status RankLanes::Run(const Op& op) {
           static_cast<size_t>(plan_.blocks[At(op.block)].elements * plan_.precision.weight_bytes());
       const What what{.name = "the weights", .step = op.step, .block = op.block};
       if (plan_.device.collectives)
-        return options_.devices->AllGather(Channel::kAllGather, what, options_.device->run(op.device_slot),
-                                           bytes);
+        return options_.devices->AllGather(Channel::kAllGather, what,
+                                           options_.device->run(op.device_weight_slot), bytes);
       if (comm_ == nullptr) return parts_->ReadWeights(op.block, 1, residency_.run(op.weight_slot));
       return comm_->AllGather(Channel::kAllGather, what, residency_.run(op.weight_slot), bytes);
     }
