@@ -122,8 +122,8 @@ class MeaningLanes : public Lanes {
   static bool OfTile(const Op& op) { return op.kind == OpKind::kReadWeights || op.kind == OpKind::kVerify; }
   // Where a tile's weights are read to and checked.
   std::pair<int, int64_t>& Run(const Op& op) {
-    return op.device_weight_slot >= 0 ? device_run_[{op.device_weight_slot, op.tile}]
-                                      : run_[{op.weight_slot, op.tile}];
+    return op.device_weight_slot.valid() ? device_run_[{op.device_weight_slot, op.tile}]
+                                         : run_[{op.weight_slot, op.tile}];
   }
   // What a copy to the device copies: one tile, or over several ranks the whole run.
   std::vector<int> TilesOf(const Op& op) const {
@@ -139,7 +139,7 @@ class MeaningLanes : public Lanes {
   };
   // Where backward adds: on the device or, where there is none, in host memory.
   bool HasSums(const Op& op) const {
-    return (plan_.device.has_own_memory ? op.device_accumulator_slot : op.accumulator_slot) >= 0;
+    return plan_.device.has_own_memory ? op.device_accumulator_slot.valid() : op.accumulator_slot.valid();
   }
   Sums& SumsOf(const Op& op) {
     return plan_.device.has_own_memory ? device_sums_[op.device_accumulator_slot]
@@ -167,19 +167,20 @@ class MeaningLanes : public Lanes {
                              (reads_part(op) && other.kind == OpKind::kAllGather);
       const bool changes_run = changes(op) && !both_read;
       const bool other_changes_run = changes(other) && !both_read;
-      if (op.weight_slot >= 0 && op.weight_slot == other.weight_slot && (changes_run || other_changes_run)) {
+      if (op.weight_slot.valid() && op.weight_slot == other.weight_slot &&
+          (changes_run || other_changes_run)) {
         // Two tiles of one block may be filled at once.
         EXPECT_TRUE(op.block == other.block && op.tile != other.tile && op.tile >= 0 && other.tile >= 0)
             << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on run slot "
             << op.weight_slot;
       }
       const bool two_tiles = OfTile(op) && OfTile(other) && op.block == other.block && op.tile != other.tile;
-      if (op.device_weight_slot >= 0 && op.device_weight_slot == other.device_weight_slot &&
+      if (op.device_weight_slot.valid() && op.device_weight_slot == other.device_weight_slot &&
           op.lane != other.lane && !two_tiles) {
         ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind)
                       << " on the device's run slot " << op.device_weight_slot;
       }
-      if (op.device_gradient_slot >= 0 && op.device_gradient_slot == other.device_gradient_slot &&
+      if (op.device_gradient_slot.valid() && op.device_gradient_slot == other.device_gradient_slot &&
           op.lane != other.lane) {
         ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind)
                       << " on the device's gradient slot " << op.device_gradient_slot;
@@ -192,19 +193,20 @@ class MeaningLanes : public Lanes {
         ADD_FAILURE() << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on the device";
       }
       if (op.kind == OpKind::kCopyOut || other.kind == OpKind::kCopyOut) {
-        EXPECT_TRUE(op.lane == other.lane || op.gradient_slot < 0 || op.gradient_slot != other.gradient_slot)
+        EXPECT_TRUE(op.lane == other.lane || !op.gradient_slot.valid() ||
+                    op.gradient_slot != other.gradient_slot)
             << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on gradient slot";
         const Op& copy = op.kind == OpKind::kCopyOut ? op : other;
         const Op& reduce = op.kind == OpKind::kCopyOut ? other : op;
         // Sums are copied to where they are reduced, or from there.
         const bool meet =
             plan_.device.collectives
-                ? copy.device_accumulator_slot >= 0 &&
+                ? copy.device_accumulator_slot.valid() &&
                       copy.device_accumulator_slot == reduce.device_accumulator_slot
-                : copy.accumulator_slot >= 0 && copy.accumulator_slot == reduce.accumulator_slot;
+                : copy.accumulator_slot.valid() && copy.accumulator_slot == reduce.accumulator_slot;
         EXPECT_FALSE(reduce.kind == OpKind::kReduceScatter && meet) << "copied while it is reduced";
       }
-      if (op.tile_slot >= 0 && op.tile_slot == other.tile_slot) {
+      if (op.tile_slot.valid() && op.tile_slot == other.tile_slot) {
         const bool both_read_in =
             same_tile && op.kind != other.kind && op.lane == Lane::kRead && other.lane == Lane::kRead;
         EXPECT_TRUE(both_read_in) << OpKindName(op.kind) << " against " << OpKindName(other.kind)
@@ -244,7 +246,7 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(state_[op.tile_slot].second, 2 * (op.step - 1));
         }
         EXPECT_TRUE(op.in_backward || norms_ == op.step) << "update before the norm of its step";
-        if (op.gradient_slot >= 0) {
+        if (op.gradient_slot.valid()) {
           EXPECT_EQ(gradient_[op.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
         } else {
           EXPECT_EQ(spilled_read_[op.tile_slot], (std::pair<int, int64_t>{op.block, op.step}));
@@ -253,7 +255,7 @@ class MeaningLanes : public Lanes {
       }
       case OpKind::kForward:
       case OpKind::kBackward: {
-        EXPECT_EQ(plan_.device.has_own_memory, op.device_weight_slot >= 0);
+        EXPECT_EQ(plan_.device.has_own_memory, op.device_weight_slot.valid());
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
           const auto held = plan_.device.has_own_memory
                                 ? device_run_[{op.device_weight_slot, static_cast<int>(t)}]
@@ -272,7 +274,7 @@ class MeaningLanes : public Lanes {
         break;
       }
       case OpKind::kAllGather:
-        EXPECT_EQ(plan_.device.collectives, op.device_weight_slot >= 0);
+        EXPECT_EQ(plan_.device.collectives, op.device_weight_slot.valid());
         for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
           if (plan_.device.collectives) {
             EXPECT_EQ((device_run_[{op.device_weight_slot, static_cast<int>(t)}]).first, op.block);
@@ -287,7 +289,7 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kReduceScatter:
         if (plan_.device.collectives) {
-          EXPECT_EQ(op.gradient_slot, -1);
+          EXPECT_FALSE(op.gradient_slot.valid());
           if (HasSums(op)) {
             CheckSums(op);
           } else {
@@ -371,7 +373,7 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(squared_[op.block], op.step);
           EXPECT_EQ(op.bytes, PartialSumBytes(plan_.blocks[op.block].elements));
         }
-        EXPECT_EQ(RanksMeetInMemory(), op.accumulator_slot >= 0);
+        EXPECT_EQ(RanksMeetInMemory(), op.accumulator_slot.valid());
         if (plan_.device.collectives && !plan_.on_device(op.block)) {
           EXPECT_EQ(reduced_[op.block], op.step) << "a part that is not yet the sum of all ranks'";
           EXPECT_EQ(op.bytes, plan_.blocks[op.block].elements * plan_.precision.gradient_bytes);
@@ -406,7 +408,7 @@ class MeaningLanes : public Lanes {
         EXPECT_EQ((run_[{op.weight_slot, op.tile}]), (std::pair<int, int64_t>{op.block, VersionAfter(op)}));
         if (op.kind == OpKind::kWriteWeights) {
           EXPECT_EQ((state_written_[{op.block, op.tile}]), VersionAfter(op)) << "weights before the state";
-          EXPECT_EQ(op.tile_slot, -1);
+          EXPECT_FALSE(op.tile_slot.valid());
         } else if (plan_.precision.segment_bytes.size() > 1) {
           EXPECT_EQ(state_[op.tile_slot], (std::pair{std::pair{op.block, op.tile}, VersionAfter(op)}));
         }
@@ -434,7 +436,7 @@ class MeaningLanes : public Lanes {
     switch (op.kind) {
       case OpKind::kReadWeights:
         Run(op) = {op.block, OnDrive(op)};
-        if (op.device_weight_slot >= 0) {
+        if (op.device_weight_slot.valid()) {
           EXPECT_TRUE(plan_.device.gds);
           EXPECT_EQ(OnDrive(op) % 2, 0) << "weights that are yet to be made again went to the device";
           ++reads_past_host_;
@@ -594,19 +596,22 @@ class MeaningLanes : public Lanes {
   SimLanes sim_;
   const Replayed replayed_;
   std::map<OpId, Op> in_flight_;
-  std::map<std::pair<int, int>, std::pair<int, int64_t>> run_;      // {slot, tile} -> {block, version}
-  std::map<int, std::pair<std::pair<int, int>, int64_t>> state_;    // slot -> {tile, version}
-  std::map<int, std::pair<int, int64_t>> gradient_, spilled_read_;  // slot -> {block, step}
+  std::map<std::pair<WeightSlot, int>, std::pair<int, int64_t>> run_;  // {slot, tile} -> {block, version}
+  std::map<TileSlot, std::pair<std::pair<int, int>, int64_t>> state_;  // slot -> {tile, version}
+  std::map<GradientSlot, std::pair<int, int64_t>> gradient_;           // slot -> {block, step}
+  std::map<TileSlot, std::pair<int, int64_t>> spilled_read_;           // the same
   // Run slot, in memory or on the device -> {block, version} of the other ranks' parts.
-  std::map<int, std::pair<int, int64_t>> gathered_, device_gathered_;
+  std::map<WeightSlot, std::pair<int, int64_t>> gathered_;
+  std::map<DeviceWeightSlot, std::pair<int, int64_t>> device_gathered_;
   std::map<int, int64_t> reduced_;  // block -> step whose sum over ranks is on the device
   std::map<Lane, OpId> last_started_ = {{Lane::kAllGather, -1}, {Lane::kReduceScatter, -1}};
   int64_t agreed_ = 0;
-  std::map<int, Sums> sums_, device_sums_;
+  std::map<AccumulatorSlot, Sums> sums_;
+  std::map<DeviceAccumulatorSlot, Sums> device_sums_;
   // What a device apart leaves of its sums to other ranks.
-  std::map<int, std::pair<int, int64_t>> host_sums_;
-  std::map<std::pair<int, int>, std::pair<int, int64_t>> device_run_;
-  std::map<int, std::pair<int, int64_t>> device_gradient_;
+  std::map<AccumulatorSlot, std::pair<int, int64_t>> host_sums_;
+  std::map<std::pair<DeviceWeightSlot, int>, std::pair<int, int64_t>> device_run_;
+  std::map<DeviceGradientSlot, std::pair<int, int64_t>> device_gradient_;
   std::map<std::pair<int, int>, int64_t> device_state_;  // of blocks that live there: version by tile
   std::map<int, int64_t> squared_;                       // and the step whose squares are there, by block
   std::map<int, int64_t> spilled_;

@@ -48,14 +48,14 @@ inline void FreezeSome(uint64_t seed, ModelGraph* graph) {
 // Elements of the blocks whose weights have places of their own, and tiles whose state has.
 inline int64_t ResidentElements(const Plan& plan) {
   int64_t elements = 0;
-  for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot >= 0 ? block.elements : 0;
+  for (const BlockPlan& block : plan.blocks) elements += block.private_run_slot.valid() ? block.elements : 0;
   return elements;
 }
 inline int64_t ResidentTiles(const Plan& plan) {
   int64_t tiles = 0;
   for (const BlockPlan& block : plan.blocks) {
     tiles += std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
-                           [](int slot) { return slot >= 0; });
+                           [](TileSlot slot) { return slot.valid(); });
   }
   return tiles;
 }

@@ -216,14 +216,17 @@ TEST(Planner, SlotsDoNotOverlapAndLieInTheArena) {
   absl::StatusOr<Plan> plan = MakePlan(graph, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
   int64_t end = 0;
-  for (const auto* slots :
-       {&plan->weight_slots, &plan->tile_slots, &plan->gradient_slots, &plan->accumulator_slots}) {
-    for (const Slot& slot : *slots) {
+  const auto check = [&end](const auto& slots) {
+    for (const Slot& slot : slots) {
       EXPECT_GE(slot.offset, end);
       EXPECT_EQ(slot.offset % kPage, 0);
       end = slot.offset + slot.bytes;
     }
-  }
+  };
+  check(plan->weight_slots);
+  check(plan->tile_slots);
+  check(plan->gradient_slots);
+  check(plan->accumulator_slots);
   EXPECT_LE(end, plan->arena_bytes);
 }
 

@@ -7,9 +7,10 @@
 namespace penstock::tiering {
 namespace {
 
-int64_t Sum(const std::vector<Slot>& slots, size_t from, size_t to) {
+template <class Slots>
+int64_t Sum(const Slots& slots, size_t from, size_t to) {
   int64_t bytes = 0;
-  for (size_t i = from; i < to; ++i) bytes += AlignUp(slots[i].bytes, kPage);
+  for (size_t i = from; i < to; ++i) bytes += AlignUp(slots.begin()[static_cast<ptrdiff_t>(i)].bytes, kPage);
   return bytes;
 }
 
@@ -28,7 +29,7 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
 
   size_t shared_weight_slots = 0, ring_gradients = 0;
   for (const WeightClass& cls : plan.weight_classes) shared_weight_slots += static_cast<size_t>(cls.slots);
-  for (const WeightClass& ring : plan.gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
+  for (const GradientRing& ring : plan.gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
   const auto ring_tiles = static_cast<size_t>(plan.tile_ring);
   const size_t kept_gradients = plan.gradient_slots.size() - ring_gradients;
   weights.in_flight_bytes = Sum(plan.weight_slots, 0, shared_weight_slots);

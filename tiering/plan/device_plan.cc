@@ -128,7 +128,8 @@ class DevicePlanner {
     for (size_t b = 0; b < sizes.size(); ++b) {
       DevicePlan::Block& block = plan.blocks.emplace_back();
       if (lives_here[b] != 0) {
-        block.weight_slot = block.state_slot = 0;  // numbered by LayOut
+        block.weight_slot = DeviceWeightSlot(0);  // numbered by LayOut
+        block.state_slot = DeviceStateSlot(0);
         plan.resident_elements += PartOf(b);
       }
       if (lives_here[b] != 0 && !collectives_) {
@@ -141,9 +142,9 @@ class DevicePlanner {
       block.sums_apart =
           precision_.gradient_bytes < 4 && (micro_batches_ > 1 || uses_[b] > 1 || leaves_in_fp32);
       if (lives_here[b] != 0 || (uses_[b] > 1 && !block.sums_apart)) {
-        block.gradient_slot = 0;  // numbered by LayOut
+        block.gradient_slot = DeviceGradientSlot(0);  // numbered by LayOut
       }
-      const bool passes = block.gradient_slot < 0 || (collectives_ && lives_here[b] != 0);
+      const bool passes = !block.gradient_slot.valid() || (collectives_ && lives_here[b] != 0);
       const bool leaves_as_sums = world_ > 1 && block.sums_apart;
       if (passes && !leaves_as_sums) ++in_ring[At(block.weight_class)];
       if (block.sums_apart && uses_[b] == 1) largest_sum = std::max(largest_sum, sizes[b]);
@@ -151,9 +152,9 @@ class DevicePlanner {
     for (size_t c = 0; c < classes.size(); ++c) {
       const int members = Members(plan, c);
       plan.weight_classes.push_back(
-          {classes[c] * precision_.weight_bytes(), 0, std::min(level.runs, members)});
+          {.bytes = classes[c] * precision_.weight_bytes(), .slots = std::min(level.runs, members)});
       plan.gradient_rings.push_back(
-          {classes[c] * precision_.gradient_bytes, 0, std::min(level.gradients, in_ring[c])});
+          {.bytes = classes[c] * precision_.gradient_bytes, .slots = std::min(level.gradients, in_ring[c])});
     }
     if (largest_sum > 0) {
       plan.accumulator_ring = std::min(level.gradients, static_cast<int>(sizes.size()));
@@ -161,7 +162,7 @@ class DevicePlanner {
     }
     for (size_t b = 0; b < sizes.size(); ++b) {
       if (!plan.blocks[b].sums_apart || uses_[b] == 1) continue;
-      plan.blocks[b].accumulator_slot = static_cast<int>(plan.accumulator_slots.size());
+      plan.blocks[b].accumulator_slot = plan.accumulator_slots.end_index();
       plan.accumulator_slots.push_back({0, sizes[b] * 4});
     }
     if (collectives_ && trains_) {
@@ -183,7 +184,7 @@ class DevicePlanner {
 
   static int Members(const DevicePlan& plan, size_t weight_class) {
     return static_cast<int>(std::count_if(plan.blocks.begin(), plan.blocks.end(), [&](const auto& block) {
-      return block.weight_class == static_cast<int>(weight_class) && block.state_slot < 0;
+      return block.weight_class == static_cast<int>(weight_class) && !block.state_slot.valid();
     }));
   }
 
@@ -191,34 +192,37 @@ class DevicePlanner {
     plan->weight_slots.clear();
     plan->gradient_slots.clear();
     plan->state_slots.clear();
-    auto add_rings = [](std::vector<WeightClass>& rings, std::vector<Slot>* slots) {
-      for (WeightClass& ring : rings) {
-        ring.first_slot = static_cast<int>(slots->size());
-        slots->insert(slots->end(), At(ring.slots), {0, ring.bytes});
+    auto add_rings = [](auto& rings, auto* slots) {
+      for (auto& ring : rings) {
+        ring.first_slot = slots->end_index();
+        for (int i = 0; i < ring.slots; ++i) slots->push_back({0, ring.bytes});
       }
     };
     add_rings(plan->weight_classes, &plan->weight_slots);
     add_rings(plan->gradient_rings, &plan->gradient_slots);
-    auto add = [](int* number, std::vector<Slot>* slots, int64_t bytes) {
-      if (*number < 0) return;
-      *number = static_cast<int>(slots->size());
+    auto add = [](auto* number, auto* slots, int64_t bytes) {
+      if (!number->valid()) return;
+      *number = slots->end_index();
       slots->push_back({0, bytes});
     };
     for (size_t b = 0; b < plan->blocks.size(); ++b) {
       DevicePlan::Block& block = plan->blocks[b];
-      const int64_t part = PartOf(b), of_gradient = block.state_slot >= 0 ? part : Elements(b);
+      const int64_t part = PartOf(b), of_gradient = block.state_slot.valid() ? part : Elements(b);
       add(&block.weight_slot, &plan->weight_slots, Elements(b) * precision_.weight_bytes());
       add(&block.gradient_slot, &plan->gradient_slots, of_gradient * precision_.gradient_bytes);
       add(&block.state_slot, &plan->state_slots, precision_.StateBytes(part) + PartialSumBytes(part));
     }
     int64_t offset = 0;
-    for (std::vector<Slot>* slots :
-         {&plan->weight_slots, &plan->gradient_slots, &plan->accumulator_slots, &plan->state_slots}) {
-      for (Slot& slot : *slots) {
+    const auto place = [&offset](auto& slots) {
+      for (Slot& slot : slots) {
         slot.offset = offset;
         offset += AlignUp(slot.bytes, kPage);
       }
-    }
+    };
+    place(plan->weight_slots);
+    place(plan->gradient_slots);
+    place(plan->accumulator_slots);
+    place(plan->state_slots);
     plan->network.offset = offset;
     plan->arena_bytes = AlignUp(offset + AlignUp(plan->network.bytes, kPage), kGranule);
   }
@@ -228,7 +232,7 @@ class DevicePlanner {
     for (bool added = true; added;) {
       added = false;
       for (size_t c = 0; c < plan->weight_classes.size(); ++c) {
-        WeightClass& cls = plan->weight_classes[c];
+        DeviceWeightClass& cls = plan->weight_classes[c];
         if (cls.slots >= Members(*plan, c)) continue;
         ++cls.slots;
         LayOut(plan);
@@ -258,7 +262,7 @@ class DevicePlanner {
 Ledger DevicePlan::ledger() const {
   Ledger ledger;
   int64_t slots = 0;
-  auto add = [&](const char* what, const std::vector<Slot>& of) {
+  auto add = [&](const char* what, const auto& of) {
     int64_t bytes = 0;
     for (const Slot& slot : of) bytes += AlignUp(slot.bytes, kPage);
     ledger.Add(what, bytes, static_cast<int64_t>(of.size()));
@@ -268,7 +272,7 @@ Ledger DevicePlan::ledger() const {
   add("gradients on the device", gradient_slots);
   add("fp32 gradient sums on the device", accumulator_slots);
   add("optimizer state on the device", state_slots);
-  if (network.bytes > 0) add("gradients of other ranks on the device", {network});
+  if (network.bytes > 0) add("gradients of other ranks on the device", std::array{network});
   ledger.Add("rounding", arena_bytes - slots);
   ledger.Add("tensors of LibTorch on the device", tensor_bytes);
   return ledger;

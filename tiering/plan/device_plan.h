@@ -57,29 +57,30 @@ struct DevicePlan {
     // fp32 until theirs are added.
     bool sums_apart = false;
     // Of a block that several stages use: where its gradient is from the first use to the last, as fp32 sums
-    // or, where gradients are fp32 anyway, as it is. -1: the rings.
-    int accumulator_slot = -1;
-    int gradient_slot = -1;
+    // or, where gradients are fp32 anyway, as it is. None: the rings.
+    DeviceAccumulatorSlot accumulator_slot;
+    DeviceGradientSlot gradient_slot;
     // Of a block that lives here: its run, its gradient above, and its state, each for itself. Over several
     // ranks the run is whole, and gradient and state are this rank's part: what backward leaves passes
     // through the rings and is reduced from there. The state is that of one tile of the whole part: its
     // segments, each in whole pages (Plan::state_segment_offset), and behind them the partial sums of its
     // gradient's squares.
-    int weight_slot = -1;
-    int state_slot = -1;  // -1: its state is not here
+    DeviceWeightSlot weight_slot;
+    DeviceStateSlot state_slot;  // none: its state is not here
   };
 
   bool has_own_memory = false;  // everything below is empty where it is not
   bool collectives = false;     // DeviceOptions::collectives, of several ranks
   bool gds = false;             // DeviceOptions::gds, where weights are not gathered in host memory
   std::vector<Block> blocks;
-  std::vector<WeightClass> weight_classes;
-  std::vector<Slot> weight_slots;  // shared ones by class, of blocks that come and go; then single ones
-  std::vector<WeightClass> gradient_rings;  // parallel to weight_classes
-  std::vector<Slot> gradient_slots;         // the rings by class, then those of single blocks
+  std::vector<DeviceWeightClass> weight_classes;
+  IndexedVector<DeviceWeightSlot, Slot>
+      weight_slots;  // shared ones by class, of blocks that come and go; then single ones
+  std::vector<DeviceGradientRing> gradient_rings;          // parallel to weight_classes
+  IndexedVector<DeviceGradientSlot, Slot> gradient_slots;  // the rings by class, then those of single blocks
   int accumulator_ring = 0;
-  std::vector<Slot> accumulator_slots;  // the ring, then those of single blocks
-  std::vector<Slot> state_slots;
+  IndexedVector<DeviceAccumulatorSlot, Slot> accumulator_slots;  // the ring, then those of single blocks
+  IndexedVector<DeviceStateSlot, Slot> state_slots;
   // Where gradients are reduced on the device: the sums of one piece, then two pieces of every rank.
   Slot network;
   int64_t network_piece = 0;       // elements, 4 bytes each
@@ -98,7 +99,7 @@ struct DevicePlan {
   int64_t bytes() const { return arena_bytes + tensor_bytes; }
   int64_t resident_elements = 0;  // of the blocks, or of this rank's parts of them, that live here
   bool lives_here(int block) const {
-    return has_own_memory && blocks[static_cast<size_t>(block)].state_slot >= 0;
+    return has_own_memory && blocks[static_cast<size_t>(block)].state_slot.valid();
   }
   Ledger ledger() const;  // adds up to bytes()
 };

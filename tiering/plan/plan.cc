@@ -42,16 +42,17 @@ double Plan::on_device_share() const {
 
 Ledger Plan::ledger() const {
   Ledger ledger;
-  auto sum = [](const std::vector<Slot>& slots, size_t from, size_t to) {
+  auto sum = [](const auto& slots, size_t from, size_t to) {
     int64_t bytes = 0;
-    for (size_t i = from; i < to; ++i) bytes += AlignUp(slots[i].bytes, kPage);
+    for (size_t i = from; i < to; ++i)
+      bytes += AlignUp(slots.begin()[static_cast<ptrdiff_t>(i)].bytes, kPage);
     return bytes;
   };
   size_t shared_weight_slots = 0, ring_gradients = 0;
   for (const WeightClass& cls : weight_classes) shared_weight_slots += static_cast<size_t>(cls.slots);
-  for (const WeightClass& ring : gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
+  for (const GradientRing& ring : gradient_rings) ring_gradients += static_cast<size_t>(ring.slots);
   const size_t kept_gradients = gradient_slots.size() - ring_gradients;
-  auto add = [&](const char* what, const std::vector<Slot>& slots, size_t from, size_t to) {
+  auto add = [&](const char* what, const auto& slots, size_t from, size_t to) {
     ledger.Add(what, sum(slots, from, to), static_cast<int64_t>(to - from));
   };
   add("weights in flight", weight_slots, 0, shared_weight_slots);

@@ -31,18 +31,18 @@ struct BlockPlan {
   int64_t elements = 0;  // of a rank's part of the run: what its store, tiles, state and gradient hold
   std::vector<Tile> tiles;
   int weight_class = 0;
-  int uses = 0;                        // stages that use it
-  bool trains = true;                  // false: its weights are read, nothing else of it moves or is made
-  int private_run_slot = -1;           // its weights never leave host memory
-  std::vector<int> private_tile_slot;  // per tile, -1: streams. Its state never leaves host memory
+  int uses = 0;                 // stages that use it
+  bool trains = true;           // false: its weights are read, nothing else of it moves or is made
+  WeightSlot private_run_slot;  // its weights never leave host memory
+  std::vector<TileSlot> private_tile_slot;  // per tile, none: streams. Its state never leaves host memory
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
   // are finite, and made again if they are (see tiering/program/program.h). Otherwise in the next forward.
   std::vector<char> in_backward;
-  // Its gradient waits in host memory; -1: spilled to the drive as 16 bit (or fp32). Of a block that lives on
-  // a device: the partial sums of its squares.
-  int gradient_slot = -1;
-  int accumulator_slot =
-      -1;  // its own fp32 sums (a block that several stages use); -1: the shared ring, or none
+  // Its gradient waits in host memory; none: spilled to the drive as 16 bit (or fp32). Of a block that lives
+  // on a device: the partial sums of its squares.
+  GradientSlot gradient_slot;
+  // Its own fp32 sums (a block that several stages use); none: the shared ring, or it has no sums.
+  AccumulatorSlot accumulator_slot;
 };
 
 // Over `world` ranks (ZeRO-3) all of them have one plan. A run in memory is whole, its parts in the order of
@@ -63,13 +63,14 @@ struct Plan {
   std::vector<BlockPlan> blocks;
 
   std::vector<WeightClass> weight_classes;
-  std::vector<Slot> weight_slots;  // shared ones by class, then private ones
-  std::vector<Slot> tile_slots;    // the ring first, then private ones
+  IndexedVector<WeightSlot, Slot> weight_slots;  // shared ones by class, then private ones
+  IndexedVector<TileSlot, Slot> tile_slots;      // the ring first, then private ones
   int tile_ring = 0;
-  std::vector<Slot> gradient_slots;  // resident ones, then the ring of spilled ones by run class
-  std::vector<WeightClass>
+  IndexedVector<GradientSlot, Slot>
+      gradient_slots;  // resident ones, then the ring of spilled ones by run class
+  std::vector<GradientRing>
       gradient_rings;  // parallel to weight_classes; slots = 0 where no block of the class spills
-  std::vector<Slot> accumulator_slots;  // the ring first, then private ones
+  IndexedVector<AccumulatorSlot, Slot> accumulator_slots;  // the ring first, then private ones
   int accumulator_ring = 0;
 
   int64_t tile_state_bytes = 0;      // of a tile slot: state segments, each padded to a page
@@ -104,8 +105,10 @@ struct Plan {
   // Memory of a device apart; inputs that do not stay there wait in host memory, a place for each
   // position and micro-batch, instead of going to the drive.
   DevicePlan device;
-  std::vector<Slot> input_slots;
-  int input_slot(int position, int micro_batch) const { return (position - 1) * micro_batches + micro_batch; }
+  IndexedVector<InputSlot, Slot> input_slots;
+  InputSlot input_slot(int position, int micro_batch) const {
+    return InputSlot((position - 1) * micro_batches + micro_batch);
+  }
 
   // Of the arena, beyond the slots: one tile on its way into a checkpoint, or to or from the device that is
   // the only place of its state.
@@ -127,7 +130,8 @@ struct Plan {
   // The tile never leaves host memory, or the device, and is written only when a step is persisted.
   bool written_at_checkpoint(int block, int tile) const {
     const BlockPlan& of = blocks[static_cast<size_t>(block)];
-    const bool in_memory = of.private_run_slot >= 0 && of.private_tile_slot[static_cast<size_t>(tile)] >= 0;
+    const bool in_memory =
+        of.private_run_slot.valid() && of.private_tile_slot[static_cast<size_t>(tile)].valid();
     return on_nvme && !commits_every_step && (in_memory || on_device(block));
   }
   // What backward leaves of a block has more than one addend.

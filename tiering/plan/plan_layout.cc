@@ -84,7 +84,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     block.elements = sizes[b];
     block.tiles = options_.fixed_tiles.empty() ? CutTiles(block.elements, tile_elements)
                                                : FixedTiles(options_.fixed_tiles[b]);
-    block.private_tile_slot.assign(block.tiles.size(), -1);
+    block.private_tile_slot.assign(block.tiles.size(), TileSlot());
     block.in_backward.assign(block.tiles.size(), 0);
     block.uses = uses[b];
     block.trains = graph_.blocks[b].trains;
@@ -131,7 +131,7 @@ void PlanLayout::KeepInputs(Plan* plan, int kept) const {
     if (!plan->SpillsInput(position)) continue;
     scratch += AlignUp(largest, kPage) * plan->micro_batches;
     if (device_.has_own_memory)
-      plan->input_slots.insert(plan->input_slots.end(), At(plan->micro_batches), {0, largest});
+      for (int m = 0; m < plan->micro_batches; ++m) plan->input_slots.push_back({0, largest});
   }
   const int64_t initial = plan->trains ? InitialTensorBytes(graph_, plan->tile_elements) : 0;
   if (device_.has_own_memory) {
@@ -164,7 +164,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
     BlockPlan& block = plan->blocks[b];
     if (!block.trains) continue;
     if (plan->on_device(static_cast<int>(b))) {
-      block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
+      block.gradient_slot = plan->gradient_slots.end_index();
       plan->gradient_slots.push_back({0, PartialSumBytes(block.elements)});
       continue;
     }
@@ -172,7 +172,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
     const bool must_stay =
         !device_.has_own_memory && block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
     if (must_stay || resident < resident_gradients) {
-      block.gradient_slot = static_cast<int>(plan->gradient_slots.size());
+      block.gradient_slot = plan->gradient_slots.end_index();
       plan->gradient_slots.push_back({0, block.elements * plan->precision.gradient_bytes});
       ++resident;
     } else {
@@ -182,11 +182,11 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
     if (shares(block)) shares_accumulator = true;
   }
   for (size_t c = 0; c < spilled.size(); ++c) {
-    WeightClass& ring = plan->gradient_rings[c];
+    GradientRing& ring = plan->gradient_rings[c];
     ring.bytes = plan->weight_classes[c].bytes / plan->shards_in_memory() / plan->precision.weight_bytes() *
                  plan->precision.gradient_bytes;
     ring.slots = std::min(level.gradient_ring, spilled[c]);
-    ring.first_slot = static_cast<int>(plan->gradient_slots.size());
+    ring.first_slot = plan->gradient_slots.end_index();
     for (int i = 0; i < ring.slots; ++i) plan->gradient_slots.push_back({0, ring.bytes});
   }
   if (shares_accumulator) {
@@ -201,7 +201,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     BlockPlan& block = plan->blocks[b];
     if (block.trains && !shares(block) && plan->needs_accumulator(static_cast<int>(b))) {
-      block.accumulator_slot = static_cast<int>(plan->accumulator_slots.size());
+      block.accumulator_slot = plan->accumulator_slots.end_index();
       plan->accumulator_slots.push_back({0, AccumulatorBytes(*plan, static_cast<int>(b))});
     }
   }
@@ -210,18 +210,18 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
 void PlanLayout::LayOut(Plan* plan) const {
   plan->weight_slots.clear();
   for (WeightClass& cls : plan->weight_classes) {
-    cls.first_slot = static_cast<int>(plan->weight_slots.size());
+    cls.first_slot = plan->weight_slots.end_index();
     for (int i = 0; i < cls.slots; ++i) plan->weight_slots.push_back({0, cls.bytes});
   }
   for (BlockPlan& block : plan->blocks) {
-    if (block.private_run_slot < 0) continue;
-    block.private_run_slot = static_cast<int>(plan->weight_slots.size());
+    if (!block.private_run_slot.valid()) continue;
+    block.private_run_slot = plan->weight_slots.end_index();
     plan->weight_slots.push_back(
         {0, block.elements * plan->shards_in_memory() * plan->precision.weight_bytes()});
   }
   plan->tile_slots.clear();
   bool spills = false;
-  for (const WeightClass& ring : plan->gradient_rings) spills |= ring.slots > 0;
+  for (const GradientRing& ring : plan->gradient_rings) spills |= ring.slots > 0;
   plan->tile_state_bytes = StateBytes(*plan, plan->tile_elements);
   plan->tile_gradient_offset = plan->tile_state_bytes;
   const int64_t ring_bytes =
@@ -230,21 +230,26 @@ void PlanLayout::LayOut(Plan* plan) const {
   for (int i = 0; i < plan->tile_ring; ++i) plan->tile_slots.push_back({0, ring_bytes});
   for (BlockPlan& block : plan->blocks) {
     for (size_t t = 0; t < block.tiles.size(); ++t) {
-      if (block.private_tile_slot[t] < 0) continue;
-      block.private_tile_slot[t] = static_cast<int>(plan->tile_slots.size());
+      if (!block.private_tile_slot[t].valid()) continue;
+      block.private_tile_slot[t] = plan->tile_slots.end_index();
       // A spilled gradient is read beside the state, also where the state stays.
-      const int64_t extra = block.trains && block.gradient_slot < 0 ? ring_bytes - plan->tile_state_bytes : 0;
+      const int64_t extra =
+          block.trains && !block.gradient_slot.valid() ? ring_bytes - plan->tile_state_bytes : 0;
       plan->tile_slots.push_back({0, extra > 0 ? ring_bytes : StateBytes(*plan, block.tiles[t].elements)});
     }
   }
   int64_t offset = 0;
-  for (std::vector<Slot>* slots : {&plan->weight_slots, &plan->tile_slots, &plan->gradient_slots,
-                                   &plan->accumulator_slots, &plan->input_slots}) {
-    for (Slot& slot : *slots) {
+  const auto place = [&offset](auto& slots) {
+    for (Slot& slot : slots) {
       slot.offset = offset;
       offset += AlignUp(slot.bytes, kPage);
     }
-  }
+  };
+  place(plan->weight_slots);
+  place(plan->tile_slots);
+  place(plan->gradient_slots);
+  place(plan->accumulator_slots);
+  place(plan->input_slots);
   plan->slot_bytes = offset;
   if (plan->on_nvme ? options_.copies_checkpoints : plan->device.resident_elements > 0) {
     plan->checkpoint_bytes =
@@ -262,8 +267,8 @@ void PlanLayout::MakeAllPrivate(Plan* plan) {
   for (size_t b = 0; b < plan->blocks.size(); ++b) {
     if (plan->on_device(static_cast<int>(b))) continue;
     BlockPlan& block = plan->blocks[b];
-    block.private_run_slot = 0;  // numbered by LayOut
-    if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), 0);
+    block.private_run_slot = WeightSlot(0);  // numbered by LayOut
+    if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), TileSlot(0));
   }
   for (WeightClass& cls : plan->weight_classes) cls.slots = 0;
   plan->tile_ring = 0;

@@ -142,9 +142,9 @@ class Planner {
   static int64_t StayingBytes(const Plan& plan) {
     int64_t bytes = 0;
     for (const BlockPlan& block : plan.blocks) {
-      if (block.private_run_slot >= 0) bytes += plan.weight_slots[At(block.private_run_slot)].bytes;
-      for (const int slot : block.private_tile_slot) {
-        if (slot >= 0) bytes += plan.tile_slots[At(slot)].bytes;
+      if (block.private_run_slot.valid()) bytes += plan.weight_slots[block.private_run_slot].bytes;
+      for (const TileSlot slot : block.private_tile_slot) {
+        if (slot.valid()) bytes += plan.tile_slots[slot].bytes;
       }
     }
     return bytes;
@@ -290,10 +290,10 @@ class Planner {
     for (const WeightClass& cls : plan.weight_classes)
       signature.insert(signature.end(), {cls.bytes, cls.slots});
     for (const BlockPlan& block : plan.blocks) {
-      signature.push_back(block.private_run_slot >= 0);
-      signature.push_back(block.gradient_slot >= 0);
+      signature.push_back(block.private_run_slot.valid());
+      signature.push_back(block.gradient_slot.valid());
       signature.push_back(std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
-                                        [](int slot) { return slot >= 0; }));
+                                        [](TileSlot slot) { return slot.valid(); }));
     }
     return signature;
   }
@@ -352,10 +352,10 @@ class Planner {
     }
     for (size_t b = 0; b < plan.blocks.size(); ++b) {
       BlockPlan& block = plan.blocks[b];
-      if (weights[b] != 0) block.private_run_slot = 0;  // numbered by LayOut
+      if (weights[b] != 0) block.private_run_slot = WeightSlot(0);  // numbered by LayOut
       if (plan.on_device(static_cast<int>(b)) || !block.trains) continue;
-      for (int& slot : block.private_tile_slot) {
-        if (whole[b] != 0 || tiles-- > 0) slot = 0;
+      for (TileSlot& slot : block.private_tile_slot) {
+        if (whole[b] != 0 || tiles-- > 0) slot = TileSlot(0);
       }
     }
     layout_.LayOut(&plan);
@@ -367,9 +367,9 @@ class Planner {
     int gradients = 0, weights = 0;
     int64_t state = 0;
     for (const BlockPlan& block : plan.blocks) {
-      gradients += block.gradient_slot >= 0 ? 1 : 0;
-      weights += block.private_run_slot >= 0 ? 1 : 0;
-      for (const int slot : block.private_tile_slot) state += slot >= 0 ? 1 : 0;
+      gradients += block.gradient_slot.valid() ? 1 : 0;
+      weights += block.private_run_slot.valid() ? 1 : 0;
+      for (const TileSlot slot : block.private_tile_slot) state += slot.valid() ? 1 : 0;
     }
     int runs = 0;
     for (const WeightClass& cls : plan.weight_classes) runs += cls.slots;
@@ -519,7 +519,7 @@ absl::StatusOr<Plan> MakePlan(const ModelGraph& graph, const PlanOptions& option
   if (!best.has_value()) return refused;
   if (options.device.has_own_memory && options.trains) {
     const int64_t lives = std::count_if(best->device.blocks.begin(), best->device.blocks.end(),
-                                        [](const auto& block) { return block.state_slot >= 0; });
+                                        [](const auto& block) { return block.state_slot.valid(); });
     best->reasons.push_back(
         absl::StrFormat("of %d blocks %d live on the device with their state, %.0f%% of the elements, and "
                         "are updated there%s",

@@ -14,11 +14,11 @@ DeviceGradients::DeviceGradients(const ModelGraph& graph, const Plan& plan, OpLi
       next_gradient_(plan.device.weight_classes.size(), 0) {}
 
 void DeviceGradients::StartBackward() {
-  gradient_.assign(plan_.blocks.size(), -1);
-  accumulator_.assign(plan_.blocks.size(), -1);
+  gradient_.assign(plan_.blocks.size(), DeviceGradientSlot());
+  accumulator_.assign(plan_.blocks.size(), DeviceAccumulatorSlot());
 }
 
-int DeviceGradients::NextGradientSlot(const DevicePlan::Block& places) {
+DeviceGradientSlot DeviceGradients::NextGradientSlot(const DevicePlan::Block& places) {
   const size_t cls = At(places.weight_class);
   return plan_.device.gradient_rings[cls].NextSlot(&next_gradient_[cls]);
 }
@@ -26,17 +26,18 @@ int DeviceGradients::NextGradientSlot(const DevicePlan::Block& places) {
 void DeviceGradients::TakePlaces(int block, Edges* wait) {
   const DevicePlan& device = plan_.device;
   const DevicePlan::Block& places = device.blocks[At(block)];
-  if (gradient_[At(block)] >= 0 || accumulator_[At(block)] >= 0) return;  // taken by an earlier use
+  if (gradient_[At(block)].valid() || accumulator_[At(block)].valid()) return;  // taken by an earlier use
   if (places.sums_apart) {
-    int slot = places.accumulator_slot;
-    if (slot < 0) slot = static_cast<int>(next_accumulator_++ % At(device.accumulator_ring));
+    DeviceAccumulatorSlot slot = places.accumulator_slot;
+    if (!slot.valid()) slot = DeviceAccumulatorSlot(next_accumulator_++ % At(device.accumulator_ring));
     accumulator_[At(block)] = slot;
     AddAll(wait, accumulator_users_.Take(slot));
     return;
   }
   // That of a block which lives here has room for what it is reduced to.
-  int slot = device.collectives && plan_.on_device(block) ? -1 : places.gradient_slot;
-  if (slot < 0) slot = NextGradientSlot(places);
+  DeviceGradientSlot slot;
+  if (!device.collectives || !plan_.on_device(block)) slot = places.gradient_slot;
+  if (!slot.valid()) slot = NextGradientSlot(places);
   gradient_[At(block)] = slot;
   AddAll(wait, gradient_users_.Take(slot));
 }
@@ -55,23 +56,24 @@ OpId DeviceGradients::EmitReduce(int block, OpId last, int64_t step) {
   reduce.after = {last};
   if (!plan_.on_device(block)) return id;
   // To where it waits for the update; what it was reduced from is free.
-  if (reduce.device_accumulator_slot >= 0) {
+  if (reduce.device_accumulator_slot.valid()) {
     accumulator_users_.Replace(reduce.device_accumulator_slot, {id});
   } else {
     gradient_users_.Replace(reduce.device_gradient_slot, {id});
   }
-  const int gradient = plan_.device.blocks[At(block)].gradient_slot;
+  const DeviceGradientSlot gradient = plan_.device.blocks[At(block)].gradient_slot;
   AddAll(&reduce.after, gradient_users_.Take(gradient));
   gradient_[At(block)] = gradient;
   return id;
 }
 
-OpId DeviceGradients::EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last,
-                                  const Edges& wait, int64_t step) {
+OpId DeviceGradients::EmitCopyOut(int block, GradientSlot gradient_slot, AccumulatorSlot host_accumulator,
+                                  OpId last, const Edges& wait, int64_t step) {
   const DevicePlan::Block& places = plan_.device.blocks[At(block)];
   const bool ranks = plan_.world > 1 && !plan_.device.collectives;
   if (places.sums_apart && plan_.world == 1) {
-    const int slot = places.gradient_slot >= 0 ? places.gradient_slot : NextGradientSlot(places);
+    const DeviceGradientSlot slot =
+        places.gradient_slot.valid() ? places.gradient_slot : NextGradientSlot(places);
     gradient_[At(block)] = slot;
     const OpId id = ops_.next_id();
     Op& round = ops_.Emit(OpKind::kRoundOnDevice, Lane::kCompute, step);

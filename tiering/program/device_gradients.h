@@ -33,22 +33,24 @@ class DeviceGradients {
   // When `last`, its last addend, is taken: rounds sums and copies the gradient to its slot in host memory;
   // where several ranks reduce in host memory copies what there is to `host_accumulator`. `wait`: who still
   // uses that place.
-  OpId EmitCopyOut(int block, int gradient_slot, int host_accumulator, OpId last, const Edges& wait,
-                   int64_t step);
+  OpId EmitCopyOut(int block, GradientSlot gradient_slot, AccumulatorSlot host_accumulator, OpId last,
+                   const Edges& wait, int64_t step);
   // The device updates the block, which lives there, with its gradient.
   void UpdatedBy(int block, OpId update);
 
  private:
   // The next of the ring of the block's class.
-  int NextGradientSlot(const DevicePlan::Block& places);
+  DeviceGradientSlot NextGradientSlot(const DevicePlan::Block& places);
 
   const ModelGraph& graph_;
   const Plan& plan_;
   OpList& ops_;
-  SlotUsers gradient_users_, accumulator_users_;
+  SlotUsers<DeviceGradientSlot> gradient_users_;
+  SlotUsers<DeviceAccumulatorSlot> accumulator_users_;
   std::vector<size_t> next_gradient_;  // [weight class]
   size_t next_accumulator_ = 0;
-  std::vector<int> gradient_, accumulator_;  // [block] its places in this pass, -1
+  std::vector<DeviceGradientSlot> gradient_;  // [block] its places in this pass, or none
+  std::vector<DeviceAccumulatorSlot> accumulator_;
 };
 
 }  // namespace penstock::tiering

@@ -31,64 +31,65 @@ DeviceWeights::DeviceWeights(const ModelGraph& graph, const Plan& plan, const Pa
   // Without a drive everything is in place before the first pass.
   for (size_t b = 0; b < plan.blocks.size() && !plan.on_nvme; ++b) {
     if (!plan.on_device(static_cast<int>(b))) continue;
-    Held& held = held_[At(plan.device.blocks[b].weight_slot)];
+    Held& held = held_[plan.device.blocks[b].weight_slot];
     held.block = static_cast<int>(b);
     held.ready.assign(plan.blocks[b].tiles.size(), -1);
     held.version.assign(plan.blocks[b].tiles.size(), 0);
   }
 }
 
-int DeviceWeights::FetchForCompute(int block, size_t position, bool updates, int* weight_slot) {
-  *weight_slot = -1;
+DeviceWeightSlot DeviceWeights::FetchForCompute(int block, size_t position, bool updates,
+                                                WeightSlot* weight_slot) {
+  *weight_slot = WeightSlot();
   if (plan_.on_device(block)) return FetchResident(block, position);
-  const int there = Find(block);
+  const DeviceWeightSlot there = Find(block);
   const bool as_new_in_memory = !updates && !updates_.IsDue(block);
-  if (as_new_in_memory && there >= 0 && IsCurrent(block, there)) return there;
+  if (as_new_in_memory && there.valid() && IsCurrent(block, there)) return there;
   if (as_new_in_memory && plan_.device.gds && !IsInHostMemory(block)) return ReadPastHost(block, position);
   *weight_slot = fetcher_.Fetch(block, position);
-  if (!plan_.device.collectives && (there < 0 || !IsCurrent(block, there)))
+  if (!plan_.device.collectives && (!there.valid() || !IsCurrent(block, there)))
     fetcher_.Gather(block, *weight_slot);
   return CopyIn(block, position, *weight_slot);
 }
 
-void DeviceWeights::ComputedWith(int device_slot, OpId last) {
-  Held& held = held_[At(device_slot)];
+void DeviceWeights::ComputedWith(DeviceWeightSlot device_slot, OpId last) {
+  Held& held = held_[device_slot];
   PENSTOCK_CHECK(held.last_compute < last, "compute that is recorded out of its order");
   held.last_compute = last;
   used_.push_back(last);
   if (used_.size() > kUsesAhead) used_.pop_front();
 }
 
-int DeviceWeights::Find(int block) const {
-  const WeightClass& cls = plan_.device.weight_classes[At(plan_.device.blocks[At(block)].weight_class)];
-  for (int slot = cls.first_slot; slot < cls.first_slot + cls.slots; ++slot) {
-    if (held_[At(slot)].block == block) return slot;
+DeviceWeightSlot DeviceWeights::Find(int block) const {
+  const DeviceWeightClass& cls = plan_.device.weight_classes[At(plan_.device.blocks[At(block)].weight_class)];
+  for (const DeviceWeightSlot slot : cls.indices()) {
+    if (held_[slot].block == block) return slot;
   }
-  return -1;
+  return DeviceWeightSlot();
 }
 
-bool DeviceWeights::IsCurrent(int block, int device_slot) const {
-  return held_[At(device_slot)].version == updates_.versions(block);
+bool DeviceWeights::IsCurrent(int block, DeviceWeightSlot device_slot) const {
+  return held_[device_slot].version == updates_.versions(block);
 }
 
 bool DeviceWeights::IsInHostMemory(int block) const {
   // A place of its own has them from their first use on.
-  return plan_.blocks[At(block)].private_run_slot >= 0 || slots_.FindWeights(block) >= 0;
+  return plan_.blocks[At(block)].private_run_slot.valid() || slots_.FindWeights(block).valid();
 }
 
-int DeviceWeights::FetchResident(int block, size_t position) {
-  const int slot = plan_.device.blocks[At(block)].weight_slot;
-  if (held_[At(slot)].block != block) Load(block, position);
+DeviceWeightSlot DeviceWeights::FetchResident(int block, size_t position) {
+  const DeviceWeightSlot slot = plan_.device.blocks[At(block)].weight_slot;
+  if (held_[slot].block != block) Load(block, position);
   if (updates_.IsDue(block)) Update(block, position);
-  if (plan_.device.collectives && !held_[At(slot)].whole) Gather(block, slot);
+  if (plan_.device.collectives && !held_[slot].whole) Gather(block, slot);
   return slot;
 }
 
 // By way of a weight slot and the tile slots, whose content nobody looks for afterwards: what host memory has
 // of the block is old after its first update.
 void DeviceWeights::Load(int block, size_t position) {
-  const int weight_slot = fetcher_.Fetch(block, position);
-  Held& held = held_[At(CopyIn(block, position, weight_slot))];
+  const WeightSlot weight_slot = fetcher_.Fetch(block, position);
+  Held& held = held_[CopyIn(block, position, weight_slot)];
   held.made.clear();
   for (const OpId copied : held.ready) AddIf(&held.made, copied);
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
@@ -101,7 +102,7 @@ void DeviceWeights::Load(int block, size_t position) {
 
 OpId DeviceWeights::LoadState(int block, int tile) {
   const int64_t elements = plan_.blocks[At(block)].tiles[At(tile)].elements;
-  const int tile_slot = slots_.NextTileSlot();
+  const TileSlot tile_slot = slots_.NextTileSlot();
   OpId last = -1;
   const auto emit = [&](OpKind kind, Lane lane, int64_t bytes) -> Op& {
     const OpId before = std::exchange(last, ops_.next_id());
@@ -123,8 +124,8 @@ OpId DeviceWeights::LoadState(int block, int tile) {
 }
 
 void DeviceWeights::Update(int block, size_t position) {
-  const int slot = plan_.device.blocks[At(block)].weight_slot;
-  Held& held = held_[At(slot)];
+  const DeviceWeightSlot slot = plan_.device.blocks[At(block)].weight_slot;
+  Held& held = held_[slot];
   const int64_t step = updates_.pending_step();
   PENSTOCK_CHECK(held.block == block, "an update of weights that are not on the device");
   const OpId id = ops_.next_id();
@@ -148,18 +149,19 @@ void DeviceWeights::Update(int block, size_t position) {
 // By way of a weight slot that holds nothing else till all of the block is written, and the ring's slots.
 void DeviceWeights::WriteBlock(int block, size_t position, int64_t step) {
   Edges former;
-  const int weight_slot = slots_.TakeWeightSlot(block, position, &former);
+  const WeightSlot weight_slot = slots_.TakeWeightSlot(block, position, &former);
   slots_.ForgetWeights(weight_slot);
   const auto tiles = static_cast<int>(plan_.blocks[At(block)].tiles.size());
   for (int tile = 0; tile < tiles; ++tile) {
-    const int tile_slot = EmitStateOut(block, tile, weight_slot, former, step);
+    const TileSlot tile_slot = EmitStateOut(block, tile, weight_slot, former, step);
     writer_.WriteChecksummed({block, tile, weight_slot, tile_slot}, step);
   }
 }
 
-int DeviceWeights::EmitStateOut(int block, int tile, int weight_slot, const Edges& former, int64_t step) {
-  const int tile_slot = slots_.NextTileSlot();
-  Held& held = held_[At(plan_.device.blocks[At(block)].weight_slot)];
+TileSlot DeviceWeights::EmitStateOut(int block, int tile, WeightSlot weight_slot, const Edges& former,
+                                     int64_t step) {
+  const TileSlot tile_slot = slots_.NextTileSlot();
+  Held& held = held_[plan_.device.blocks[At(block)].weight_slot];
   const OpId id = ops_.next_id();
   Op& copy = ops_.Emit(OpKind::kCopyStateOut, Lane::kCopyOut, step);
   copy.block = block;
@@ -176,13 +178,13 @@ int DeviceWeights::EmitStateOut(int block, int tile, int weight_slot, const Edge
   return tile_slot;
 }
 
-int DeviceWeights::Acquire(int block, size_t position) {
-  int slot = plan_.on_device(block) ? plan_.device.blocks[At(block)].weight_slot : Find(block);
-  if (slot < 0) {
+DeviceWeightSlot DeviceWeights::Acquire(int block, size_t position) {
+  DeviceWeightSlot slot = plan_.on_device(block) ? plan_.device.blocks[At(block)].weight_slot : Find(block);
+  if (!slot.valid()) {
     slot = uses_.SlotToGiveUp(plan_.device.weight_classes[At(plan_.device.blocks[At(block)].weight_class)],
-                              position, [this](int of) { return held_[At(of)].block; });
+                              position, [this](DeviceWeightSlot of) { return held_[of].block; });
   }
-  Held& held = held_[At(slot)];
+  Held& held = held_[slot];
   if (held.block != block) {
     const size_t tiles = plan_.blocks[At(block)].tiles.size();
     held.block = block;
@@ -198,9 +200,9 @@ void DeviceWeights::AddUsers(Edges* after, const Held& held) const {
   if (used_.size() == kUsesAhead) after->push_back(used_.front());
 }
 
-int DeviceWeights::ReadPastHost(int block, size_t position) {
-  const int slot = Acquire(block, position);
-  Held& held = held_[At(slot)];
+DeviceWeightSlot DeviceWeights::ReadPastHost(int block, size_t position) {
+  const DeviceWeightSlot slot = Acquire(block, position);
+  Held& held = held_[slot];
   const std::vector<int64_t>& versions = updates_.versions(block);
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
   const auto emit = [&](OpKind kind, Lane lane, size_t tile) -> Op& {
@@ -226,9 +228,9 @@ int DeviceWeights::ReadPastHost(int block, size_t position) {
   return slot;
 }
 
-int DeviceWeights::CopyIn(int block, size_t position, int weight_slot) {
-  const int slot = Acquire(block, position);
-  Held& held = held_[At(slot)];
+DeviceWeightSlot DeviceWeights::CopyIn(int block, size_t position, WeightSlot weight_slot) {
+  const DeviceWeightSlot slot = Acquire(block, position);
+  Held& held = held_[slot];
   const std::vector<int64_t>& versions = updates_.versions(block);
   if (held.version == versions) return slot;
   const SlotAllocator::Weights& host = slots_.weights(weight_slot);
@@ -270,8 +272,8 @@ int DeviceWeights::CopyIn(int block, size_t position, int weight_slot) {
 
 // The other ranks' shards behind or before this one's, which has just been copied there. Whoever computed
 // with the former content was done before that.
-void DeviceWeights::Gather(int block, int device_slot) {
-  Held& held = held_[At(device_slot)];
+void DeviceWeights::Gather(int block, DeviceWeightSlot device_slot) {
+  Held& held = held_[device_slot];
   const OpId id = ops_.next_id();
   Op& gather = ops_.Emit(OpKind::kAllGather, Lane::kAllGather, ops_.computing_step());
   gather.block = block;

@@ -42,20 +42,20 @@ class DeviceWeights {
   DeviceWeights(const ModelGraph& graph, const Plan& plan, const Parts& parts);
 
   // Brings a block's weights for a use at `position`; returns their slot there. `weight_slot`: the one in
-  // host memory that they came through or that an update needs, -1: none. `updates`: an update in backward
+  // host memory that they came through or that an update needs, or none. `updates`: an update in backward
   // will need them in host memory.
-  int FetchForCompute(int block, size_t position, bool updates, int* weight_slot);
+  DeviceWeightSlot FetchForCompute(int block, size_t position, bool updates, WeightSlot* weight_slot);
   // The same of a block that lives there: brings it if it never was, and makes the update that is due.
-  int FetchResident(int block, size_t position);
+  DeviceWeightSlot FetchResident(int block, size_t position);
   // `last` is the last operation that computes with them in this use.
-  void ComputedWith(int device_slot, OpId last);
+  void ComputedWith(DeviceWeightSlot device_slot, OpId last);
   // Makes the update that is due of a block that lives there.
   void Update(int block, size_t position);
   // All of its tiles to the drive: after every update, or when a step is persisted.
   void WriteBlock(int block, size_t position, int64_t step);
 
   // [tile] complete when the content is there.
-  const std::vector<OpId>& ready(int device_slot) const { return held_[At(device_slot)].ready; }
+  const std::vector<OpId>& ready(DeviceWeightSlot device_slot) const { return held_[device_slot].ready; }
 
  private:
   // What a slot holds.
@@ -70,26 +70,26 @@ class DeviceWeights {
     Edges made, copies;
   };
 
-  int Find(int block) const;  // the slot of a block that comes and goes; -1: it is not there
-  bool IsCurrent(int block, int device_slot) const;
+  DeviceWeightSlot Find(int block) const;  // the slot of a block that comes and goes; none: it is not there
+  bool IsCurrent(int block, DeviceWeightSlot device_slot) const;
   bool IsInHostMemory(int block) const;
   // Of a block that comes and goes, its former slot, an empty one, or the one most worth giving up; of one
   // that lives there, its own.
-  int Acquire(int block, size_t position);
+  DeviceWeightSlot Acquire(int block, size_t position);
   // Who still computes with the former content of a slot, and the uses that must be over.
   void AddUsers(Edges* after, const Held& held) const;
   // Copies what is not there; returns its slot there.
-  int CopyIn(int block, size_t position, int weight_slot);
+  DeviceWeightSlot CopyIn(int block, size_t position, WeightSlot weight_slot);
   // The same past host memory, from the drive.
-  int ReadPastHost(int block, size_t position);
+  DeviceWeightSlot ReadPastHost(int block, size_t position);
   // Among devices that exchange with each other: the other ranks' shards.
-  void Gather(int block, int device_slot);
+  void Gather(int block, DeviceWeightSlot device_slot);
   // Weights and state of a block that will live there.
   void Load(int block, size_t position);
   OpId LoadState(int block, int tile);
   // A tile on its way out, to be written: through the weight slot and a slot of the ring, which it returns.
   // `former` must be over.
-  int EmitStateOut(int block, int tile, int weight_slot, const Edges& former, int64_t step);
+  TileSlot EmitStateOut(int block, int tile, WeightSlot weight_slot, const Edges& former, int64_t step);
 
   const ModelGraph& graph_;
   const Plan& plan_;
@@ -100,8 +100,8 @@ class DeviceWeights {
   UpdateEmitter& updates_;
   WeightFetcher& fetcher_;
   DeviceGradients& gradients_;
-  std::vector<Held> held_;  // [device weight slot]
-  std::deque<OpId> used_;   // the last operations of the newest uses, oldest first
+  IndexedVector<DeviceWeightSlot, Held> held_;
+  std::deque<OpId> used_;  // the last operations of the newest uses, oldest first
 };
 
 }  // namespace penstock::tiering

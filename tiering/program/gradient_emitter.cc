@@ -9,23 +9,23 @@ GradientEmitter::GradientEmitter(const Plan& plan, OpList* ops, SlotAllocator* s
       ops_(*ops),
       slots_(*slots),
       device_(*device),
-      final_slot_(plan.blocks.size(), -1),
+      final_slot_(plan.blocks.size()),
       spilled_(plan.blocks.size(), -1) {}
 
 void GradientEmitter::StartBackward() {
-  gradient_.assign(plan_.blocks.size(), -1);
-  accumulator_.assign(plan_.blocks.size(), -1);
+  gradient_.assign(plan_.blocks.size(), GradientSlot());
+  accumulator_.assign(plan_.blocks.size(), AccumulatorSlot());
   device_.StartBackward();
 }
 
 Edges GradientEmitter::TakeGradientSlot(int block) {
-  const int slot = slots_.GradientSlotFor(block);
+  const GradientSlot slot = slots_.GradientSlotFor(block);
   gradient_[At(block)] = slot;
   return slots_.gradient_users().Take(slot);
 }
 
 Edges GradientEmitter::TakeAccumulatorSlot(int block) {
-  const int slot = slots_.AccumulatorSlotFor(block);
+  const AccumulatorSlot slot = slots_.AccumulatorSlotFor(block);
   accumulator_[At(block)] = slot;
   return slots_.accumulator_users().Take(slot);
 }
@@ -36,8 +36,8 @@ Edges GradientEmitter::TakePlaces(int block) {
   if (plan_.device.has_own_memory) {
     device_.TakePlaces(block, &users);
   } else if (plan_.needs_accumulator(block)) {
-    if (accumulator_[At(block)] < 0) users = TakeAccumulatorSlot(block);
-  } else if (gradient_[At(block)] < 0) {
+    if (!accumulator_[At(block)].valid()) users = TakeAccumulatorSlot(block);
+  } else if (!gradient_[At(block)].valid()) {
     users = TakeGradientSlot(block);
   }
   return users;
@@ -53,16 +53,17 @@ void GradientEmitter::SetPlaces(int block, Op* op) const {
 }
 
 void GradientEmitter::UsedBy(int block, OpId last) {
-  if (const int slot = accumulator_[At(block)]; slot >= 0) slots_.accumulator_users().Add(slot, last);
-  if (const int slot = gradient_[At(block)]; slot >= 0) slots_.gradient_users().Add(slot, last);
+  if (const AccumulatorSlot slot = accumulator_[At(block)]; slot.valid())
+    slots_.accumulator_users().Add(slot, last);
+  if (const GradientSlot slot = gradient_[At(block)]; slot.valid()) slots_.gradient_users().Add(slot, last);
 }
 
 OpId GradientEmitter::EmitFinal(int block, OpId last, int64_t step) {
   const bool sums_apart = plan_.needs_accumulator(block);
   Edges wait;  // for the gradient's place
   if (sums_apart || plan_.device.has_own_memory) wait = TakeGradientSlot(block);
-  const int gradient = gradient_[At(block)];
-  PENSTOCK_CHECK(gradient >= 0, "a gradient without a place");
+  const GradientSlot gradient = gradient_[At(block)];
+  PENSTOCK_CHECK(gradient.valid(), "a gradient without a place");
   if (plan_.device.has_own_memory) {
     if (plan_.device.collectives) last = device_.EmitReduce(block, last, step);
     // Otherwise over several ranks it goes to the sums, and the gradient's place waits for the reduction.
@@ -86,7 +87,7 @@ OpId GradientEmitter::EmitFinal(int block, OpId last, int64_t step) {
   Op& round = ops_.Emit(OpKind::kRoundGradient, Lane::kUpdate, step);
   round.block = block;
   round.gradient_slot = gradient;
-  round.accumulator_slot = reduced >= 0 ? -1 : accumulator_[At(block)];
+  round.accumulator_slot = reduced >= 0 ? AccumulatorSlot() : accumulator_[At(block)];
   round.after = {last};
   AddAll(&round.after, wait);
   if (sums_apart) {
@@ -99,7 +100,7 @@ OpId GradientEmitter::EmitFinal(int block, OpId last, int64_t step) {
 }
 
 void GradientEmitter::EmitSpill(int block, OpId final_id, int64_t step) {
-  const int gradient = final_slot(block);
+  const GradientSlot gradient = final_slot(block);
   const OpId id = ops_.next_id();
   Op& write = ops_.Emit(OpKind::kWriteGradient, Lane::kWrite, step);
   write.block = block;

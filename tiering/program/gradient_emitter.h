@@ -39,7 +39,7 @@ class GradientEmitter {
   void EmitSpill(int block, OpId final_id, int64_t step);
 
   // Where the block's final gradient is, for its update: in memory until that is over, unless it is spilled.
-  int final_slot(int block) const { return final_slot_[At(block)]; }
+  GradientSlot final_slot(int block) const { return final_slot_[At(block)]; }
   OpId spilled(int block) const { return spilled_[At(block)]; }  // its way to the drive; -1: there was none
 
  private:
@@ -50,9 +50,10 @@ class GradientEmitter {
   OpList& ops_;
   SlotAllocator& slots_;
   DeviceGradients& device_;
-  std::vector<int> gradient_, accumulator_;  // [block] its places in this pass, -1
-  std::vector<int> final_slot_;              // [block]
-  std::vector<OpId> spilled_;                // [block]
+  std::vector<GradientSlot> gradient_;  // [block] its places in this pass, or none
+  std::vector<AccumulatorSlot> accumulator_;
+  std::vector<GradientSlot> final_slot_;  // [block]
+  std::vector<OpId> spilled_;             // [block]
 };
 
 }  // namespace penstock::tiering

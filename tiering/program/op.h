@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "absl/container/inlined_vector.h"
+#include "tiering/plan/slot.h"
 
 namespace penstock::tiering {
 
@@ -112,19 +113,19 @@ struct Op {
   int position = -1;  // of the stage in the pass's order
   int micro_batch = -1;
   int64_t step = 0;        // training step whose work this is (an update belongs to the step of its gradient)
-  int weight_slot = -1;    // where the block's weights are
-  int tile_slot = -1;      // where the tile's state is
-  int gradient_slot = -1;  // where the block's gradient is
+  WeightSlot weight_slot;  // where the block's weights are
+  TileSlot tile_slot;      // where the tile's state is
+  GradientSlot gradient_slot;  // where the block's gradient is
   // Where the block's fp32 sums are, in host memory (only where a gradient has more than one addend). Of
   // kCopyOut, where several ranks reduce in host memory: where the device's sums go, or its only addend.
-  int accumulator_slot = -1;
+  AccumulatorSlot accumulator_slot;
   // With a device apart, its slots. Of the run: kReadWeights and kVerify past host memory, kCopyIn,
   // kAllGather there, kForward, kBackward, kUpdateOnDevice. Of the gradient or of its sums:
   // kAccumulateGradient, kReduceScatter there and kCopyOut, which have one of the two; kRoundOnDevice, which
   // has both; of the gradient alone: kSquareGradient.
-  int device_weight_slot = -1;
-  int device_gradient_slot = -1;
-  int device_accumulator_slot = -1;
+  DeviceWeightSlot device_weight_slot;
+  DeviceGradientSlot device_gradient_slot;
+  DeviceAccumulatorSlot device_accumulator_slot;
   int64_t bytes = 0;   // moved (reads and writes) or touched (compute: 0)
   double seconds = 0;  // planned duration of compute and update operations, for the simulator
   Edges after;         // earlier operations that must be complete

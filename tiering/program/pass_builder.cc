@@ -42,7 +42,7 @@ void PassBuilder::SetWeights(const Weights& weights, Op* op) const {
   const auto add = [&](const std::vector<OpId>& ready) {
     for (const OpId id : ready) AddIf(&op->after, id);
   };
-  if (weights.device_slot >= 0) {
+  if (weights.device_slot.valid()) {
     op->device_weight_slot = weights.device_slot;
     add(device_.ready(weights.device_slot));
     return;
@@ -54,7 +54,7 @@ void PassBuilder::SetWeights(const Weights& weights, Op* op) const {
 }
 
 void PassBuilder::ComputedWith(const Weights& weights, OpId last) {
-  if (weights.device_slot >= 0) {
+  if (weights.device_slot.valid()) {
     device_.ComputedWith(weights.device_slot, last);
   } else {
     slots_.WeightsComputedWith(weights.weight_slot, last);
@@ -169,7 +169,7 @@ void PassBuilder::EmitUpdates(int block, const Weights& weights, OpId final_id, 
   const BlockPlan& bp = plan_.blocks[At(block)];
   const std::vector<char>& early = bp.in_backward;
   const bool all_early = speculates && std::count(early.begin(), early.end(), 0) == 0;
-  if (bp.gradient_slot < 0 && (plan_.clips || !all_early)) gradients_.EmitSpill(block, final_id, step);
+  if (!bp.gradient_slot.valid() && (plan_.clips || !all_early)) gradients_.EmitSpill(block, final_id, step);
   updates_.GradientIsFinal(block);
   for (size_t t = 0; t < early.size() && speculates; ++t) {
     if (early[t] == 0) continue;

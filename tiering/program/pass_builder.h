@@ -55,8 +55,8 @@ class PassBuilder {
  private:
   // Where compute finds a block's weights.
   struct Weights {
-    int weight_slot = -1;  // in host memory; -1: not needed there
-    int device_slot = -1;  // -1: the device is the host
+    WeightSlot weight_slot;        // in host memory; none: not needed there
+    DeviceWeightSlot device_slot;  // none: the device is the host
   };
 
   const StageShape& stage_at(int position) const { return graph_.stages[At(stage_order_[At(position)])]; }

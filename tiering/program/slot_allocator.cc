@@ -19,13 +19,13 @@ SlotAllocator::SlotAllocator(const Plan& plan, const UseOrder& uses)
   std::vector<int> sharing(plan.weight_classes.size(), 0);
   for (const BlockPlan& block : plan.blocks) {
     // Those that live on a device count: theirs pass through the shared slots on their way.
-    if (block.private_run_slot < 0) ++sharing[At(block.weight_class)];
+    if (!block.private_run_slot.valid()) ++sharing[At(block.weight_class)];
   }
   for (size_t b = 0; b < plan.blocks.size(); ++b) {
     const BlockPlan& block = plan.blocks[b];
     const size_t c = At(block.weight_class);
-    stays_.push_back(block.private_run_slot >= 0 || sharing[c] <= plan.weight_classes[c].slots ? 1 : 0);
-    if (block.private_run_slot < 0) continue;
+    stays_.push_back(block.private_run_slot.valid() || sharing[c] <= plan.weight_classes[c].slots ? 1 : 0);
+    if (!block.private_run_slot.valid()) continue;
     Weights& own = Held(block.private_run_slot);
     for (std::vector<OpId>* ids : {&own.ready, &own.writes, &own.copies}) ids->assign(block.tiles.size(), -1);
     // Without a drive everything is in place before the first pass.
@@ -33,42 +33,36 @@ SlotAllocator::SlotAllocator(const Plan& plan, const UseOrder& uses)
   }
   rotating_tile_slots_ = At(std::max(1, plan.tile_ring - (plan.speculates ? 1 : 0)));
   for (size_t b = 0; b < plan.blocks.size() && !plan.on_nvme; ++b) {
-    const std::vector<int>& own = plan.blocks[b].private_tile_slot;
+    const std::vector<TileSlot>& own = plan.blocks[b].private_tile_slot;
     for (size_t t = 0; t < own.size(); ++t) {
-      if (own[t] >= 0) KeepState(own[t], static_cast<int>(b), static_cast<int>(t));
+      if (own[t].valid()) KeepState(own[t], static_cast<int>(b), static_cast<int>(t));
     }
   }
 }
 
-const SlotAllocator::Weights& SlotAllocator::weights(int slot) const {
-  PENSTOCK_CHECK(At(slot) < weights_.size(), "a weight slot beyond the plan");
-  return weights_[At(slot)];
-}
+const SlotAllocator::Weights& SlotAllocator::weights(WeightSlot slot) const { return weights_[slot]; }
 
-SlotAllocator::Weights& SlotAllocator::Held(int slot) {
-  PENSTOCK_CHECK(At(slot) < weights_.size(), "a weight slot beyond the plan");
-  return weights_[At(slot)];
-}
+SlotAllocator::Weights& SlotAllocator::Held(WeightSlot slot) { return weights_[slot]; }
 
-int SlotAllocator::FindWeights(int block) const {
+WeightSlot SlotAllocator::FindWeights(int block) const {
   const BlockPlan& bp = plan_.blocks[At(block)];
-  if (bp.private_run_slot >= 0) {
-    return weights_[At(bp.private_run_slot)].block == block ? bp.private_run_slot : -1;
+  if (bp.private_run_slot.valid()) {
+    return weights_[bp.private_run_slot].block == block ? bp.private_run_slot : WeightSlot();
   }
   const WeightClass& cls = plan_.weight_classes[At(bp.weight_class)];
-  for (int slot = cls.first_slot; slot < cls.first_slot + cls.slots; ++slot) {
-    if (weights_[At(slot)].block == block) return slot;
+  for (const WeightSlot slot : cls.indices()) {
+    if (weights_[slot].block == block) return slot;
   }
-  return -1;
+  return WeightSlot();
 }
 
-int SlotAllocator::TakeWeightSlot(int block, size_t position, Edges* former) {
-  PENSTOCK_CHECK(FindWeights(block) < 0, "a second slot for the same weights");
+WeightSlot SlotAllocator::TakeWeightSlot(int block, size_t position, Edges* former) {
+  PENSTOCK_CHECK(!FindWeights(block).valid(), "a second slot for the same weights");
   const BlockPlan& bp = plan_.blocks[At(block)];
-  int slot = bp.private_run_slot;
-  if (slot < 0) {
+  WeightSlot slot = bp.private_run_slot;
+  if (!slot.valid()) {
     slot = uses_.SlotToGiveUp(plan_.weight_classes[At(bp.weight_class)], position,
-                              [this](int of) { return weights_[At(of)].block; });
+                              [this](WeightSlot of) { return weights_[of].block; });
   }
   Weights& held = Held(slot);
   for (std::vector<OpId>* ids : {&held.ready, &held.writes, &held.copies}) {
@@ -83,51 +77,51 @@ int SlotAllocator::TakeWeightSlot(int block, size_t position, Edges* former) {
   return slot;
 }
 
-void SlotAllocator::WeightsUpdated(int slot, int tile, OpId id) {
+void SlotAllocator::WeightsUpdated(WeightSlot slot, int tile, OpId id) {
   WeightsReady(slot, tile, id);
   Held(slot).whole = false;
 }
 
-void SlotAllocator::WeightsCopiedWhole(int slot, OpId id) {
+void SlotAllocator::WeightsCopiedWhole(WeightSlot slot, OpId id) {
   std::vector<OpId>& copies = Held(slot).copies;
   std::fill(copies.begin(), copies.end(), -1);
   copies.front() = id;  // stands for all
 }
 
-void SlotAllocator::WeightsGathered(int slot, OpId id) {
+void SlotAllocator::WeightsGathered(WeightSlot slot, OpId id) {
   Held(slot).gather = id;
   Held(slot).whole = true;
 }
 
-void SlotAllocator::WeightsComputedWith(int slot, OpId id) {
+void SlotAllocator::WeightsComputedWith(WeightSlot slot, OpId id) {
   PENSTOCK_CHECK(Held(slot).last_compute < id, "compute that is recorded out of its order");
   Held(slot).last_compute = id;
 }
 
-int SlotAllocator::TileSlotFor(int block, int tile, bool replays) {
-  const int own = plan_.blocks[At(block)].private_tile_slot[At(tile)];
-  if (own >= 0) return own;
-  return replays ? plan_.tile_ring - 1 : NextTileSlot();
+TileSlot SlotAllocator::TileSlotFor(int block, int tile, bool replays) {
+  const TileSlot own = plan_.blocks[At(block)].private_tile_slot[At(tile)];
+  if (own.valid()) return own;
+  return replays ? TileSlot(plan_.tile_ring - 1) : NextTileSlot();
 }
 
-bool SlotAllocator::HoldsState(int slot, int block, int tile) const {
-  return states_[At(slot)].block == block && states_[At(slot)].tile == tile;
+bool SlotAllocator::HoldsState(TileSlot slot, int block, int tile) const {
+  return states_[slot].block == block && states_[slot].tile == tile;
 }
 
-void SlotAllocator::KeepState(int slot, int block, int tile) {
+void SlotAllocator::KeepState(TileSlot slot, int block, int tile) {
   PENSTOCK_CHECK(plan_.blocks[At(block)].private_tile_slot[At(tile)] == slot, "state that stays in the ring");
-  states_[At(slot)] = {block, tile};
+  states_[slot] = {block, tile};
 }
 
-int SlotAllocator::GradientSlotFor(int block) {
+GradientSlot SlotAllocator::GradientSlotFor(int block) {
   const BlockPlan& bp = plan_.blocks[At(block)];
-  if (bp.gradient_slot >= 0) return bp.gradient_slot;
+  if (bp.gradient_slot.valid()) return bp.gradient_slot;
   return plan_.gradient_rings[At(bp.weight_class)].NextSlot(&next_gradient_slot_[At(bp.weight_class)]);
 }
 
-int SlotAllocator::AccumulatorSlotFor(int block) {
-  const int own = plan_.blocks[At(block)].accumulator_slot;
-  return own >= 0 ? own : static_cast<int>(next_accumulator_++ % At(plan_.accumulator_ring));
+AccumulatorSlot SlotAllocator::AccumulatorSlotFor(int block) {
+  const AccumulatorSlot own = plan_.blocks[At(block)].accumulator_slot;
+  return own.valid() ? own : AccumulatorSlot(next_accumulator_++ % At(plan_.accumulator_ring));
 }
 
 }  // namespace penstock::tiering

@@ -33,57 +33,57 @@ class SlotAllocator {
     OpId gather = -1;          // the last of this content, -1: none
     bool whole = false;        // no shard has changed since
   };
-  const Weights& weights(int slot) const;
+  const Weights& weights(WeightSlot slot) const;
 
-  // The slot that has the block's weights; -1: none has.
-  int FindWeights(int block) const;
+  // The slot that has the block's weights, or none.
+  WeightSlot FindWeights(int block) const;
   // Nothing but its first use ever brings the block's weights: no other block takes their slot.
   bool stays(int block) const { return stays_[At(block)] != 0; }
   // Gives the block a slot for the use at `position`: its own, an empty one, or the one most worth giving up.
   // `former`: who uses it until then.
-  int TakeWeightSlot(int block, size_t position, Edges* former);
+  WeightSlot TakeWeightSlot(int block, size_t position, Edges* former);
   // What the slot holds is nobody's: its next content is the next block's that asks.
-  void ForgetWeights(int slot) { Held(slot).block = -1; }
+  void ForgetWeights(WeightSlot slot) { Held(slot).block = -1; }
 
   // What happens to the weights in a slot.
-  void WeightsReady(int slot, int tile, OpId id) { Held(slot).ready[At(tile)] = id; }
-  void WeightsUpdated(int slot, int tile, OpId id);
-  void WeightsWritten(int slot, int tile, OpId id) { Held(slot).writes[At(tile)] = id; }
-  void WeightsCopied(int slot, int tile, OpId id) { Held(slot).copies[At(tile)] = id; }
-  void WeightsCopiedWhole(int slot, OpId id);
-  void WeightsGathered(int slot, OpId id);
-  void WeightsComputedWith(int slot, OpId id);
+  void WeightsReady(WeightSlot slot, int tile, OpId id) { Held(slot).ready[At(tile)] = id; }
+  void WeightsUpdated(WeightSlot slot, int tile, OpId id);
+  void WeightsWritten(WeightSlot slot, int tile, OpId id) { Held(slot).writes[At(tile)] = id; }
+  void WeightsCopied(WeightSlot slot, int tile, OpId id) { Held(slot).copies[At(tile)] = id; }
+  void WeightsCopiedWhole(WeightSlot slot, OpId id);
+  void WeightsGathered(WeightSlot slot, OpId id);
+  void WeightsComputedWith(WeightSlot slot, OpId id);
 
   // The slot for a tile's update: its own, or one of the ring. Updates that are replayed have the last one of
   // the ring to themselves: they wait for the norm, and what is read ahead of it must not wait with them.
-  int TileSlotFor(int block, int tile, bool replays);
-  int NextTileSlot() { return static_cast<int>(next_tile_slot_++ % rotating_tile_slots_); }
-  bool HoldsState(int slot, int block, int tile) const;
+  TileSlot TileSlotFor(int block, int tile, bool replays);
+  TileSlot NextTileSlot() { return TileSlot(next_tile_slot_++ % rotating_tile_slots_); }
+  bool HoldsState(TileSlot slot, int block, int tile) const;
   // The state stays there; only in the tile's own slot.
-  void KeepState(int slot, int block, int tile);
-  SlotUsers& tile_users() { return tile_users_; }
+  void KeepState(TileSlot slot, int block, int tile);
+  SlotUsers<TileSlot>& tile_users() { return tile_users_; }
 
   // The slot for a block's gradient, or for its sums: its own, or the next of the ring.
-  int GradientSlotFor(int block);
-  int AccumulatorSlotFor(int block);
-  SlotUsers& gradient_users() { return gradient_users_; }
-  SlotUsers& accumulator_users() { return accumulator_users_; }
+  GradientSlot GradientSlotFor(int block);
+  AccumulatorSlot AccumulatorSlotFor(int block);
+  SlotUsers<GradientSlot>& gradient_users() { return gradient_users_; }
+  SlotUsers<AccumulatorSlot>& accumulator_users() { return accumulator_users_; }
 
  private:
   struct State {
     int block = -1, tile = -1;
   };
 
-  Weights& Held(int slot);
+  Weights& Held(WeightSlot slot);
 
   const Plan& plan_;
   const UseOrder& uses_;
-  std::vector<Weights> weights_;  // [weight slot]
-  std::vector<char> stays_;       // [block]
-  std::vector<State> states_;     // [tile slot] what it keeps
-  SlotUsers tile_users_;
-  SlotUsers gradient_users_;
-  SlotUsers accumulator_users_;
+  IndexedVector<WeightSlot, Weights> weights_;
+  std::vector<char> stays_;                // [block]
+  IndexedVector<TileSlot, State> states_;  // what it keeps
+  SlotUsers<TileSlot> tile_users_;
+  SlotUsers<GradientSlot> gradient_users_;
+  SlotUsers<AccumulatorSlot> accumulator_users_;
   size_t next_tile_slot_ = 0;
   size_t rotating_tile_slots_ = 1;
   std::vector<size_t> next_gradient_slot_;  // [weight class]

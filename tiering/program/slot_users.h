@@ -15,33 +15,29 @@
 
 namespace penstock::tiering {
 
+template <class I>
 class SlotUsers {
  public:
   explicit SlotUsers(size_t slots) : users_(slots) {}
 
   // For whoever makes the next content, which starts without users.
-  Edges Take(int slot) { return TakeAll(&users(slot)); }
+  Edges Take(I slot) { return TakeAll(&users_[slot]); }
   // `id` uses the content, or makes it.
-  void Add(int slot, OpId id) {
-    Edges& of = users(slot);
+  void Add(I slot, OpId id) {
+    Edges& of = users_[slot];
     PENSTOCK_CHECK(of.empty() || of.back() < id, "a use of a slot that is recorded late");
     of.push_back(id);
   }
   // These wait for all users so far, and stand for them.
-  void Replace(int slot, Edges ids) {
-    Edges& of = users(slot);
+  void Replace(I slot, Edges ids) {
+    Edges& of = users_[slot];
     PENSTOCK_CHECK(of.empty() || of.back() < ids.back(), "users of a slot that earlier ones stand for");
     of = std::move(ids);
   }
-  const Edges& of(int slot) const { return users_.at(At(slot)); }
+  const Edges& of(I slot) const { return users_[slot]; }
 
  private:
-  Edges& users(int slot) {
-    PENSTOCK_CHECK(At(slot) < users_.size(), "a slot beyond the plan");
-    return users_[At(slot)];
-  }
-
-  std::vector<Edges> users_;  // [slot]
+  IndexedVector<I, Edges> users_;
 };
 
 }  // namespace penstock::tiering

@@ -30,14 +30,14 @@ double TileWriter::DeferredShare(const ModelGraph& graph) const {
     const auto gradient = static_cast<double>(block.elements * plan_.precision.gradient_bytes);
     for (double* pass : {&forward, &backward}) {
       if (!stays) *pass += weights;
-      if (block.trains && block.gradient_slot < 0) *pass += gradient;
+      if (block.trains && !block.gradient_slot.valid()) *pass += gradient;
     }
     for (size_t t = 0; block.trains && t < block.tiles.size(); ++t) {
       if (plan_.written_at_checkpoint(number, static_cast<int>(t))) continue;
       const auto state = static_cast<double>(plan_.precision.StateBytes(block.tiles[t].elements));
       double& write = stays ? either : forward;
       write += static_cast<double>(block.tiles[t].elements * plan_.precision.weight_bytes());
-      if (block.private_tile_slot[t] >= 0) {
+      if (block.private_tile_slot[t].valid()) {
         write += state;
       } else {
         forward += 2 * state;  // read, and written
@@ -71,7 +71,7 @@ void TileWriter::WriteUpdated(const TilePlace& at, const UpdateCause& cause, OpI
   TilePlace later = at;
   later.tile_slot = bp.private_tile_slot[At(at.tile)];
   const bool state_streams =
-      later.tile_slot < 0 && plan_.precision.StateBytes(bp.tiles[At(at.tile)].elements) > 0;
+      !later.tile_slot.valid() && plan_.precision.StateBytes(bp.tiles[At(at.tile)].elements) > 0;
   if (!state_streams) {
     // Of a tile without state the slot of the ring is free: only its weights are written.
     deferred_.push_back({OpKind::kWriteTile, later, cause.step, update});
@@ -122,7 +122,7 @@ Op& TileWriter::EmitWrite(OpKind kind, const TilePlace& at, const UpdateCause& c
   write.tile_slot = at.tile_slot;
   write.after = {ready};
   AddIf(&write.after, last_commit_);
-  if (at.tile_slot >= 0) slots_.tile_users().Add(at.tile_slot, id);
+  if (at.tile_slot.valid()) slots_.tile_users().Add(at.tile_slot, id);
   slots_.WeightsWritten(at.weight_slot, at.tile, id);
   last_write_[At(at.block)][At(at.tile)] = id;
   awaited_.push_back(id);

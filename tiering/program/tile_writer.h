@@ -22,8 +22,8 @@ namespace penstock::tiering {
 // A tile, and where it is in memory.
 struct TilePlace {
   int block = -1, tile = -1;
-  int weight_slot = -1;
-  int tile_slot = -1;  // -1: its state is not there
+  WeightSlot weight_slot = {};
+  TileSlot tile_slot = {};  // none: its state is not there
 };
 
 // Why a tile gets a new version: the step whose gradient it is of, and in which order it is updated.

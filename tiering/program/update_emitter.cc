@@ -35,7 +35,7 @@ void UpdateEmitter::StartPending(int64_t step, OpId norm) {
   norm_ = norm;
 }
 
-void UpdateEmitter::EmitDue(int block, int weight_slot, const std::vector<OpId>& reads) {
+void UpdateEmitter::EmitDue(int block, WeightSlot weight_slot, const std::vector<OpId>& reads) {
   std::vector<Due>& due = due_[At(block)];
   for (size_t t = 0; t < due.size(); ++t) {
     if (due[t] == Due::kNothing) continue;
@@ -108,7 +108,7 @@ OpId UpdateEmitter::EmitStateRead(const Update& update, const Edges& former) {
   AddIf(&read.after, writer_.last_write(at.block, at.tile));
   if (update.cause.replay) read.after.push_back(update.decided);
   slots_.tile_users().Add(at.tile_slot, id);
-  if (block.private_tile_slot[At(at.tile)] >= 0) slots_.KeepState(at.tile_slot, at.block, at.tile);
+  if (block.private_tile_slot[At(at.tile)].valid()) slots_.KeepState(at.tile_slot, at.block, at.tile);
   return id;
 }
 
@@ -118,7 +118,7 @@ OpId UpdateEmitter::EmitGradientRead(const Update& update, const Edges& former) 
   const TilePlace& at = update.at;
   const BlockPlan& block = plan_.blocks[At(at.block)];
   const OpId spilled = gradients_.spilled(at.block);
-  if (block.gradient_slot >= 0 || update.cause.in_backward || spilled < 0) return -1;
+  if (block.gradient_slot.valid() || update.cause.in_backward || spilled < 0) return -1;
   const int64_t elements = block.tiles[At(at.tile)].elements;
   const OpId id = ops_.next_id();
   Op& read = EmitPart(update, OpKind::kReadGradient, Lane::kRead, elements * plan_.precision.gradient_bytes);
@@ -160,7 +160,7 @@ void UpdateEmitter::Emit(const Update& wanted) {
   slots_.tile_users().Add(at.tile_slot, id);
   slots_.WeightsUpdated(at.weight_slot, at.tile, id);
   ++versions_[At(at.block)][At(at.tile)];
-  if (update.gradient_slot >= 0) slots_.gradient_users().Add(update.gradient_slot, id);
+  if (update.gradient_slot.valid()) slots_.gradient_users().Add(update.gradient_slot, id);
   if (!plan_.on_nvme || plan_.written_at_checkpoint(at.block, at.tile)) {
     writer_.Await(id);
   } else {

@@ -37,7 +37,7 @@ class UpdateEmitter {
   void StartPending(int64_t step, OpId norm);
   // Makes what is due of the block, whose weights are in `weight_slot`. `reads`: [tile] of its weights, to be
   // checked by an update; -1: they were in memory.
-  void EmitDue(int block, int weight_slot, const std::vector<OpId>& reads);
+  void EmitDue(int block, WeightSlot weight_slot, const std::vector<OpId>& reads);
   // The device makes what is due of a block that lives there. It waits for the norm by itself.
   void UpdatedOnDevice(int block, OpId update);
   // No update will have to be made again.

@@ -23,15 +23,15 @@ class UseOrder {
 
   // Of the class's slots the first empty one, or else the one whose content is most worth giving up when a
   // block is fetched for the use at `position`. `held(slot)`: the block whose content the slot has, -1: none.
-  template <class Held>
-  int SlotToGiveUp(const WeightClass& cls, size_t position, const Held& held) const {
-    int victim = -1;
+  template <class I, class Held>
+  I SlotToGiveUp(const SlotRing<I>& cls, size_t position, const Held& held) const {
+    I victim;
     GiveUp worth;
-    for (int slot = cls.first_slot; slot < cls.first_slot + cls.slots; ++slot) {
+    for (const I slot : cls.indices()) {
       const int block = held(slot);
       if (block < 0) return slot;
       const GiveUp of_slot = WorthGivingUp(block, position);
-      if (victim >= 0 && of_slot <= worth) continue;
+      if (victim.valid() && of_slot <= worth) continue;
       victim = slot;
       worth = of_slot;
     }

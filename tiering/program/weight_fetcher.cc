@@ -9,17 +9,17 @@ WeightFetcher::WeightFetcher(const Plan& plan, OpList* ops, SlotAllocator* slots
                              const TileWriter& writer)
     : plan_(plan), ops_(*ops), slots_(*slots), updates_(*updates), writer_(writer) {}
 
-int WeightFetcher::Fetch(int block, size_t position) {
+WeightSlot WeightFetcher::Fetch(int block, size_t position) {
   std::vector<OpId> reads(plan_.blocks[At(block)].tiles.size(), -1);
-  int slot = slots_.FindWeights(block);
-  if (slot < 0) slot = Read(block, position, &reads);
+  WeightSlot slot = slots_.FindWeights(block);
+  if (!slot.valid()) slot = Read(block, position, &reads);
   updates_.EmitDue(block, slot, reads);
   return slot;
 }
 
-int WeightFetcher::Read(int block, size_t position, std::vector<OpId>* reads) {
+WeightSlot WeightFetcher::Read(int block, size_t position, std::vector<OpId>* reads) {
   Edges former;
-  const int slot = slots_.TakeWeightSlot(block, position, &former);
+  const WeightSlot slot = slots_.TakeWeightSlot(block, position, &former);
   const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
   for (size_t t = 0; t < tiles.size(); ++t) {
     const auto tile = static_cast<int>(t);
@@ -46,7 +46,7 @@ int WeightFetcher::Read(int block, size_t position, std::vector<OpId>* reads) {
   return slot;
 }
 
-void WeightFetcher::Gather(int block, int weight_slot) {
+void WeightFetcher::Gather(int block, WeightSlot weight_slot) {
   if (plan_.world == 1) return;
   const SlotAllocator::Weights& weights = slots_.weights(weight_slot);
   if (weights.whole) return;

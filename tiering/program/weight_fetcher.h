@@ -24,13 +24,13 @@ class WeightFetcher {
                 const TileWriter& writer);
 
   // For a use at `position` of the pass's order of uses; returns the weight slot.
-  int Fetch(int block, size_t position);
+  WeightSlot Fetch(int block, size_t position);
   // Over several ranks, for a use by compute: gathers what is not there or has changed.
-  void Gather(int block, int weight_slot);
+  void Gather(int block, WeightSlot weight_slot);
 
  private:
   // Into a slot that it is given; `reads`: [tile].
-  int Read(int block, size_t position, std::vector<OpId>* reads);
+  WeightSlot Read(int block, size_t position, std::vector<OpId>* reads);
 
   const Plan& plan_;
   OpList& ops_;

@@ -7,7 +7,7 @@ int64_t UpdateWork(const Plan& plan, const Op& op) {
   if (op.kind == OpKind::kUpdateOnDevice) return block.elements;
   if (op.kind == OpKind::kRoundGradient)
     return plan.on_device(op.block) ? 0 : block.elements * plan.precision.gradient_bytes;
-  if (op.kind == OpKind::kVerify && op.device_weight_slot >= 0) return 0;  // there
+  if (op.kind == OpKind::kVerify && op.device_weight_slot.valid()) return 0;  // there
   const int64_t elements = block.tiles[static_cast<size_t>(op.tile)].elements;
   switch (op.kind) {
     case OpKind::kVerify:

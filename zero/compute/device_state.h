@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "base/index.h"
 #include "tiering/plan/plan.h"
 #include "zero/compute/device.h"
 #include "zero/memory/arena_view.h"
@@ -58,8 +59,9 @@ class DeviceState {
   std::vector<Piece> Pieces(int block, int tile, const TileMemory& here, bool with_weights) const;
   void Copy(bool in, std::vector<Piece> pieces, Device::Done done) const;
   absl::Status CopyNow(bool in, std::vector<Piece> pieces) const;
-  std::byte* Place(const std::vector<tiering::Slot>& slots, int slot) const {
-    return arena_ + slots[static_cast<size_t>(slot)].offset;
+  template <class I>
+  std::byte* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
+    return arena_ + slots[slot].offset;
   }
   const tiering::DevicePlan::Block& Places(int block) const {
     return plan_.device.blocks[static_cast<size_t>(block)];

@@ -60,9 +60,9 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
                     "its parameters differ from those of the others of kind ", model.blocks[b].kind);
         if (!model.blocks[b].initial.empty()) stream.emplace(model.blocks[b], layout);
       }
-      const int weight_slot = block.private_run_slot >= 0
-                                  ? block.private_run_slot
-                                  : plan.weight_classes[At(block.weight_class)].first_slot;
+      const tiering::WeightSlot weight_slot = block.private_run_slot.valid()
+                                                  ? block.private_run_slot
+                                                  : plan.weight_classes[At(block.weight_class)].first_slot;
       for (size_t t = 0; t < block.tiles.size(); ++t) {
         const tiering::Tile& tile = block.tiles[t];
         torch::Tensor masters = torch::empty({tile.elements}, torch::kFloat32);
@@ -84,8 +84,8 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
           const absl::Status settled = settle(slot);
           TORCH_CHECK(settled.ok(), std::string(settled.message()));
         }
-        const int tile_slot =
-            store != nullptr ? static_cast<int>(next % ring.size()) : block.private_tile_slot[t];
+        const tiering::TileSlot tile_slot =
+            store != nullptr ? tiering::TileSlot(next % ring.size()) : block.private_tile_slot[t];
         const auto number = static_cast<int>(b), of_block = static_cast<int>(t);
         const bool staged = store == nullptr && device != nullptr && device->has(number);
         const TileMemory memory = staged ? device->staged(number, of_block)

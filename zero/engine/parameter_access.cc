@@ -214,7 +214,7 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
   }
   const tiering::BlockPlan& bp = plan_.blocks[At(found.block)];
   const bool all_in_backward = std::count(bp.in_backward.begin(), bp.in_backward.end(), 0) == 0;
-  if (in_backward && !plan_.clips && bp.gradient_slot < 0 && all_in_backward) {
+  if (in_backward && !plan_.clips && !bp.gradient_slot.valid() && all_in_backward) {
     return absl::FailedPreconditionError(
         absl::StrCat("the gradient of ", std::string(name), " was used where it was made and kept nowhere: ",
                      "more host memory keeps it, and so does the order of update \"next_forward\""));
@@ -230,7 +230,7 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
       copy = std::move(memory);
       RETURN_IF_ERROR(device_->ReadGradient(found.block, cut.offset, cut.elements, place));
       gradient = place;
-    } else if (bp.gradient_slot >= 0) {
+    } else if (bp.gradient_slot.valid()) {
       gradient = static_cast<const std::byte*>(residency_.gradient(bp.gradient_slot)) + cut.offset * width;
     } else {
       const auto bytes = static_cast<size_t>(cut.elements * width);

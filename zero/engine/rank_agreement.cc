@@ -198,17 +198,23 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
                  {plan.device.arena_bytes, plan.device.tensor_bytes, plan.device.saved_activations,
                   plan.device.accumulator_ring, plan.device.collectives, plan.device.network_piece,
                   plan.device.resident_elements});
-  for (const auto* slots : {&plan.weight_slots, &plan.tile_slots, &plan.gradient_slots,
-                            &plan.accumulator_slots, &plan.input_slots, &plan.device.weight_slots,
-                            &plan.device.gradient_slots, &plan.device.accumulator_slots}) {
-    for (const tiering::Slot& slot : *slots) numbers.insert(numbers.end(), {slot.offset, slot.bytes});
-  }
+  const auto add = [&numbers](const auto& slots) {
+    for (const tiering::Slot& slot : slots) numbers.insert(numbers.end(), {slot.offset, slot.bytes});
+  };
+  add(plan.weight_slots);
+  add(plan.tile_slots);
+  add(plan.gradient_slots);
+  add(plan.accumulator_slots);
+  add(plan.input_slots);
+  add(plan.device.weight_slots);
+  add(plan.device.gradient_slots);
+  add(plan.device.accumulator_slots);
   for (const tiering::BlockPlan& block : plan.blocks) {
-    numbers.insert(numbers.end(), {block.elements, block.trains, block.private_run_slot, block.gradient_slot,
-                                   block.accumulator_slot});
+    numbers.insert(numbers.end(), {block.elements, block.trains, block.private_run_slot.value(),
+                                   block.gradient_slot.value(), block.accumulator_slot.value()});
     for (size_t t = 0; t < block.tiles.size(); ++t) {
       numbers.insert(numbers.end(),
-                     {block.tiles[t].elements, block.private_tile_slot[t], block.in_backward[t]});
+                     {block.tiles[t].elements, block.private_tile_slot[t].value(), block.in_backward[t]});
     }
   }
   const uint64_t digest = kernels::Checksum(numbers.data(), numbers.size() * sizeof(int64_t));

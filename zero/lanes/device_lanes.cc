@@ -25,8 +25,9 @@ std::byte* DeviceLanes::weights(const Op& op) const {
 }
 
 std::byte* DeviceLanes::gradients(const Op& op) const {
-  return op.device_accumulator_slot >= 0 ? Place(plan_.device.accumulator_slots, op.device_accumulator_slot)
-                                         : Place(plan_.device.gradient_slots, op.device_gradient_slot);
+  return op.device_accumulator_slot.valid()
+             ? Place(plan_.device.accumulator_slots, op.device_accumulator_slot)
+             : Place(plan_.device.gradient_slots, op.device_gradient_slot);
 }
 
 std::byte* DeviceLanes::own_part(const Op& op) const {
@@ -36,7 +37,7 @@ std::byte* DeviceLanes::own_part(const Op& op) const {
 
 GradientPlace DeviceLanes::place(const Op& op) const {
   GradientPlace place;
-  if (op.device_accumulator_slot >= 0) {
+  if (op.device_accumulator_slot.valid()) {
     place.accumulator = reinterpret_cast<float*>(gradients(op));
   } else {
     place.gradient = gradients(op);
@@ -51,19 +52,20 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
         return device_.CopyIn(run(op.device_weight_slot), residency_.run(op.weight_slot), op.bytes,
                               /*after_compute=*/false, std::move(done));
       }
-      const TileMemory tile = residency_.tile(op.block, op.tile, op.weight_slot, -1);
+      const TileMemory tile = residency_.tile(op.block, op.tile, op.weight_slot, tiering::TileSlot());
       return device_.CopyIn(weights(op), tile.weights, op.bytes, /*after_compute=*/false, std::move(done));
     }
     case OpKind::kCopyOut: {
-      void* const to = op.accumulator_slot >= 0 ? residency_.accumulator(op.accumulator_slot)
-                                                : residency_.gradient(op.gradient_slot);
+      void* const to = op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot)
+                                                   : residency_.gradient(op.gradient_slot);
       const void* const from = state_.has(op.block)       ? static_cast<void*>(state_.partial_sums(op.block))
                                : plan_.device.collectives ? own_part(op)
                                                           : gradients(op);
       return device_.CopyOut(to, from, op.bytes, std::move(done));
     }
     case OpKind::kCopyStateIn:
-      return state_.CopyStateIn(op.block, op.tile, residency_.tile(op.block, op.tile, -1, op.tile_slot),
+      return state_.CopyStateIn(op.block, op.tile,
+                                residency_.tile(op.block, op.tile, tiering::WeightSlot(), op.tile_slot),
                                 std::move(done));
     case OpKind::kCopyStateOut:
       return state_.CopyOut(op.block, op.tile,
@@ -79,8 +81,8 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
 }
 
 void DeviceLanes::StartInput(const Op& op, StageRunner& runner, Device::Done done) {
-  const int slot = plan_.input_slot(op.position, op.micro_batch);
-  Input& input = inputs_[static_cast<size_t>(slot)];
+  const tiering::InputSlot slot = plan_.input_slot(op.position, op.micro_batch);
+  Input& input = inputs_[slot];
   void* const place = residency_.input(slot);
   if (op.kind == OpKind::kReadInput) {
     absl::Status status = Guarded("memory for the input of a stage", [&] {
@@ -95,7 +97,7 @@ void DeviceLanes::StartInput(const Op& op, StageRunner& runner, Device::Done don
   input.sizes = input.tensor.sizes().vec();
   input.type = input.tensor.scalar_type();
   const auto bytes = static_cast<int64_t>(input.tensor.nbytes());
-  const int64_t room = plan_.input_slots[static_cast<size_t>(slot)].bytes;
+  const int64_t room = plan_.input_slots[slot].bytes;
   if (bytes > room || !input.tensor.is_contiguous()) {
     return done(absl::InvalidArgumentError(absl::StrCat(
         "the input at position ", op.position, " has ", bytes, " bytes, ", room,
@@ -106,8 +108,8 @@ void DeviceLanes::StartInput(const Op& op, StageRunner& runner, Device::Done don
 
 void DeviceLanes::Settle(const Op& op, StageRunner& runner) {
   if (op.kind != OpKind::kWriteInput && op.kind != OpKind::kReadInput) return;
-  torch::Tensor tensor = std::exchange(
-      inputs_[static_cast<size_t>(plan_.input_slot(op.position, op.micro_batch))].tensor, torch::Tensor());
+  torch::Tensor tensor =
+      std::exchange(inputs_[plan_.input_slot(op.position, op.micro_batch)].tensor, torch::Tensor());
   if (op.kind == OpKind::kReadInput) runner.PutInput(op.position, op.micro_batch, std::move(tensor));
 }
 

@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/index.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/op.h"
 #include "zero/compute/device.h"
@@ -32,12 +33,12 @@ class DeviceLanes {
                                                              std::span<std::byte> staging);
 
   Device& device() const { return device_; }
-  void* run(int slot) const { return Place(plan_.device.weight_slots, slot); }
+  void* run(tiering::DeviceWeightSlot slot) const { return Place(plan_.device.weight_slots, slot); }
   // Of the operation's tile, in its slot of the run there.
   std::byte* weights(const tiering::Op& op) const;
   // Where kAccumulateGradient leaves what backward made, and kRoundOnDevice puts and finds it.
   GradientPlace place(const tiering::Op& op) const;
-  void* gradient(int slot) const { return Place(plan_.device.gradient_slots, slot); }
+  void* gradient(tiering::DeviceGradientSlot slot) const { return Place(plan_.device.gradient_slots, slot); }
   const DeviceState& state() const { return state_; }
   // Where devices exchange with each other: what kReduceScatter reduces, this rank's part of it, which
   // becomes the result where the block does not live there, and the memory of DevicePlan::network.
@@ -66,8 +67,9 @@ class DeviceLanes {
         arena_(arena),
         state_(plan, device, arena, residency.rank(), staging),
         inputs_(plan.input_slots.size()) {}
-  std::byte* Place(const std::vector<tiering::Slot>& slots, int slot) const {
-    return arena_ + slots[static_cast<size_t>(slot)].offset;
+  template <class I>
+  std::byte* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
+    return arena_ + slots[slot].offset;
   }
   void StartInput(const tiering::Op& op, StageRunner& runner, Device::Done done);
 
@@ -76,7 +78,7 @@ class DeviceLanes {
   Device& device_;
   std::byte* const arena_;
   const DeviceState state_;
-  std::vector<Input> inputs_;  // [Plan::input_slot]
+  IndexedVector<tiering::InputSlot, Input> inputs_;
 };
 
 }  // namespace penstock::zero

@@ -204,7 +204,7 @@ absl::Status HardwareLanes::StartTransfer(const Task& task) {
   const swap::Which which = op.replay ? swap::Which::kCommitted : swap::Which::kNewest;
   switch (op.kind) {
     case OpKind::kReadWeights: {
-      void* const destination[] = {op.device_weight_slot >= 0 ? device_->weights(op) : memory.weights};
+      void* const destination[] = {op.device_weight_slot.valid() ? device_->weights(op) : memory.weights};
       return store_->ReadSegments(begin(&WeightsTransfer(op)), tile, 0, 1, destination,
                                   aio::Priority::kDemand, which);
     }
@@ -310,7 +310,7 @@ absl::Status HardwareLanes::Settle(const Done& done) {
   switch (op.kind) {
     case OpKind::kReadWeights:
       status = WeightsTransfer(op).io.status();
-      if (op.device_weight_slot < 0) return status;
+      if (!op.device_weight_slot.valid()) return status;
       if (status.ok()) past_host_bytes_ += op.bytes;
       return status.ok()
                  ? status
@@ -420,9 +420,9 @@ absl::Status HardwareLanes::Run(const Op& op) {
     case OpKind::kAccumulateGradient: {
       if (device_ != nullptr) return runner_->TakeGradient(op.stage, device_->place(op));
       GradientPlace place;
-      if (op.accumulator_slot >= 0 && plan_.accumulator_bytes(op.block) == 4) {
+      if (op.accumulator_slot.valid() && plan_.accumulator_bytes(op.block) == 4) {
         place.accumulator = residency_.accumulator(op.accumulator_slot);
-      } else if (op.accumulator_slot >= 0) {
+      } else if (op.accumulator_slot.valid()) {
         place.gradient =
             residency_.accumulator(op.accumulator_slot);  // one addend, on its way to other ranks
       } else {
@@ -445,7 +445,7 @@ absl::Status HardwareLanes::Run(const Op& op) {
 }
 
 absl::Status HardwareLanes::RunVerify(const Op& op) {
-  if (op.device_weight_slot >= 0) {
+  if (op.device_weight_slot.valid()) {
     const swap::TileIo& io = transfers(op).there.io;
     const swap::Store::ChecksumOf of = store_->ChecksumFor(io, 0);
     absl::StatusOr<uint64_t> checksum = device_->device().Checksum(device_->weights(op), of.bytes, of.seed);
@@ -482,7 +482,7 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
   }
   const UpdateDecision& decision = op.in_backward ? assumed_[op.step & 1] : DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
-  if (op.gradient_slot >= 0) {
+  if (op.gradient_slot.valid()) {
     memory.gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot)) +
                       tile.offset * plan_.precision.gradient_bytes;
   } else {
@@ -524,10 +524,10 @@ absl::Status HardwareLanes::RunFinalize(const Op& op) {
     for (const double partial : partials) squares.Add(partial);
     return absl::OkStatus();
   }
-  squares = FinishGradient(options_.format.weights,
-                           op.accumulator_slot >= 0 ? residency_.accumulator(op.accumulator_slot) : nullptr,
-                           gradient, n);
-  for (size_t t = 0; block.gradient_slot < 0 && t < block.tiles.size(); ++t) {
+  squares = FinishGradient(
+      options_.format.weights,
+      op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot) : nullptr, gradient, n);
+  for (size_t t = 0; !block.gradient_slot.valid() && t < block.tiles.size(); ++t) {
     const auto width = static_cast<size_t>(plan_.precision.gradient_bytes);
     tiles_[At(op.block)][t]->gradient_checksum = kernels::Checksum(
         static_cast<const std::byte*>(gradient) + static_cast<size_t>(block.tiles[t].offset) * width,

@@ -133,7 +133,7 @@ class HardwareLanes : public tiering::Lanes {
   }
   // Of weights that kReadWeights reads and kVerify checks.
   Transfer& WeightsTransfer(const tiering::Op& op) const {
-    return op.device_weight_slot >= 0 ? transfers(op).there : transfers(op).weights;
+    return op.device_weight_slot.valid() ? transfers(op).there : transfers(op).weights;
   }
   uint32_t StoreTile(int block, int tile) const {
     return first_tile_[static_cast<size_t>(block)] + static_cast<uint32_t>(tile);

@@ -33,31 +33,33 @@ class ArenaView {
     std::memset(region_.data(), 0, region_.bytes());
   }
 
-  void* run(int slot) const { return Place(plan_.weight_slots, slot); }
-  void* gradient(int slot) const { return Place(plan_.gradient_slots, slot); }
-  void* input(int slot) const { return Place(plan_.input_slots, slot); }
-  float* accumulator(int slot) const { return static_cast<float*>(Place(plan_.accumulator_slots, slot)); }
+  void* run(tiering::WeightSlot slot) const { return Place(plan_.weight_slots, slot); }
+  void* gradient(tiering::GradientSlot slot) const { return Place(plan_.gradient_slots, slot); }
+  void* input(tiering::InputSlot slot) const { return Place(plan_.input_slots, slot); }
+  float* accumulator(tiering::AccumulatorSlot slot) const {
+    return static_cast<float*>(Place(plan_.accumulator_slots, slot));
+  }
 
-  // Tile `tile` of `block` with the block's weights in `weight_slot` and its state in `tile_slot` (-1: none).
+  // Tile `tile` of `block` with the block's weights in `weight_slot` and its state in `tile_slot` (or none).
   // The gradient is where the block's gradient waits, or beside the state where it was spilled.
-  TileMemory tile(int block, int tile, int weight_slot, int tile_slot) const {
+  TileMemory tile(int block, int tile, tiering::WeightSlot weight_slot, tiering::TileSlot tile_slot) const {
     const tiering::BlockPlan& bp = plan_.blocks[static_cast<size_t>(block)];
     const tiering::Tile& cut = bp.tiles[static_cast<size_t>(tile)];
     TileMemory memory;
     memory.elements = cut.elements;
-    if (weight_slot >= 0) {
+    if (weight_slot.valid()) {
       // A run has the parts of all ranks, or this one's alone.
       const int64_t offset = plan_.shards_in_memory() == 1 ? cut.offset : InRun(block, cut).offset;
       memory.weights = static_cast<std::byte*>(run(weight_slot)) + offset * plan_.precision.weight_bytes();
     }
-    if (tile_slot >= 0) {
+    if (tile_slot.valid()) {
       auto* base = static_cast<std::byte*>(Place(plan_.tile_slots, tile_slot));
       for (size_t s = 1; s < plan_.precision.segment_bytes.size(); ++s) {
         memory.state.push_back(base + plan_.state_segment_offset(static_cast<int>(s), cut.elements));
       }
       memory.gradient = base + plan_.tile_gradient_offset;
     }
-    if (bp.gradient_slot >= 0) {
+    if (bp.gradient_slot.valid()) {
       memory.gradient =
           static_cast<std::byte*>(gradient(bp.gradient_slot)) + cut.offset * plan_.precision.gradient_bytes;
     }
@@ -71,8 +73,9 @@ class ArenaView {
   }
 
  private:
-  void* Place(const std::vector<tiering::Slot>& slots, int slot) const {
-    const tiering::Slot& place = slots[At(slot)];
+  template <class I>
+  void* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
+    const tiering::Slot& place = slots[slot];
     PENSTOCK_CHECK(place.offset + place.bytes <= static_cast<int64_t>(region_.bytes()),
                    "a slot beyond the arena");
     return region_.data() + place.offset;
