@@ -1,0 +1,387 @@
+#include "text/tokenizer.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "base/status_macros.h"
+#include "text/strings.h"
+#include "text/tokenizer_json.h"
+#include "text/utf8.h"
+
+namespace penstock::text {
+namespace {
+
+using nlohmann::json;
+
+constexpr size_t kLongestText = size_t{1} << 30;
+constexpr auto kLongestWord = static_cast<size_t>(std::numeric_limits<int32_t>::max());
+constexpr uintmax_t kLargestFile = uintmax_t{1} << 30;
+
+absl::StatusOr<std::string> ReadFile(const std::string& path) {
+  std::error_code error;
+  const uintmax_t bytes = std::filesystem::file_size(path, error);
+  if (error) {
+    const std::string what = Cat(path, ": cannot be read: ", error.message(), " (errno ", error.value(), ")");
+    return error == std::errc::no_such_file_or_directory ? absl::NotFoundError(what)
+                                                         : absl::InvalidArgumentError(what);
+  }
+  if (bytes > kLargestFile)
+    return absl::InvalidArgumentError(Cat(path, ": is ", bytes, " bytes long; such files have a few MB"));
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  std::string text(static_cast<size_t>(bytes), '\0');
+  if (!file.read(text.data(), static_cast<std::streamsize>(bytes))) {
+    const int number = errno;
+    return absl::InvalidArgumentError(
+        Cat(path, ": cannot be read: ", std::strerror(number), " (errno ", number, ")"));
+  }
+  return text;
+}
+
+}  // namespace
+
+struct Tokenizer::Impl {
+  // What a thread needs while it encodes. It goes back when it is done, with its cache of words.
+  struct Workspace {
+    RegexScratch scratch;
+    Bpe::Cache cache;
+    std::string normalized;
+  };
+  class Borrowed {
+   public:
+    explicit Borrowed(const Impl& impl) : impl_(impl) {
+      const std::lock_guard lock(impl_.mutex);
+      if (!impl_.idle.empty()) {
+        workspace_ = std::move(impl_.idle.back());
+        impl_.idle.pop_back();
+      }
+      if (workspace_ == nullptr) workspace_ = std::make_unique<Workspace>();
+    }
+    ~Borrowed() {
+      if (workspace_->normalized.capacity() > (1 << 20)) workspace_->normalized = {};
+      const std::lock_guard lock(impl_.mutex);
+      impl_.idle.push_back(std::move(workspace_));
+    }
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
+    Workspace& operator*() { return *workspace_; }
+
+   private:
+    const Impl& impl_;
+    std::unique_ptr<Workspace> workspace_;
+  };
+
+  explicit Impl(Bpe made) : bpe(std::move(made)) {}
+  static absl::StatusOr<std::unique_ptr<Impl>> Create(std::string_view text);
+  absl::Status EncodePiece(std::string_view piece, bool at_start, Workspace& work,
+                           std::vector<int32_t>& ids) const;
+  absl::Status ReadSpecialIds(const std::filesystem::path& directory);
+  absl::Status NameSpecialIds(const std::string& path, const json& names);
+  absl::Status NumberSpecialIds(const std::string& path, const json& config);
+
+  const Bpe bpe;
+  Normalizer normalizer;
+  PreTokenizer pre_tokenizer;
+  Decoder decoder;
+  AddedTokens raw_tokens;         // found in the text as it is
+  AddedTokens normalized_tokens;  // found in what the normalizer makes of it
+  std::vector<int32_t> prefix, suffix;
+  std::vector<std::string> tokens;  // by id; empty where there is none
+  std::vector<std::string> texts;   // what Decoder::TextOf makes of them, but for the first of a sequence
+  std::vector<bool> special;
+  TextMap<std::string, int32_t> ids;
+  SpecialIds special_ids;
+  mutable std::mutex mutex;
+  mutable std::vector<std::unique_ptr<Workspace>> idle;
+};
+
+absl::StatusOr<std::unique_ptr<Tokenizer::Impl>> Tokenizer::Impl::Create(std::string_view text) {
+  ASSIGN_OR_RETURN(TokenizerParts parts, ParseTokenizerJson(text));
+  ASSIGN_OR_RETURN(Bpe bpe, Bpe::Create(parts.model));
+  auto impl = std::make_unique<Impl>(std::move(bpe));
+  impl->normalizer = std::move(parts.normalizer);
+  impl->pre_tokenizer = std::move(parts.pre_tokenizer);
+  impl->decoder = std::move(parts.decoder);
+  impl->prefix = std::move(parts.prefix);
+  impl->suffix = std::move(parts.suffix);
+  const auto add = [&](const std::string& token, int32_t id) {
+    if (impl->tokens.size() <= static_cast<size_t>(id)) impl->tokens.resize(static_cast<size_t>(id) + 1);
+    impl->tokens[static_cast<size_t>(id)] = token;
+    impl->ids.emplace(token, id);
+  };
+  for (const auto& [token, id] : parts.model.vocab) add(token, id);
+  for (const AddedToken& token : parts.added_tokens) add(token.content, token.id);
+  for (const auto* fixed : {&impl->prefix, &impl->suffix}) {
+    for (const int32_t id : *fixed) {
+      if (static_cast<size_t>(id) >= impl->tokens.size())
+        return absl::InvalidArgumentError(Cat("post_processor adds the id ", id, ", which no token has"));
+    }
+  }
+  impl->special.resize(impl->tokens.size());
+  // Special tokens come first where two are spelled alike.
+  Borrowed work(*impl);
+  for (const bool special : {true, false}) {
+    for (const AddedToken& token : parts.added_tokens) {
+      if (token.special != special) continue;
+      impl->special[static_cast<size_t>(token.id)] = special;
+      if (!token.normalized) {
+        impl->raw_tokens.Add(token, token.content);
+        continue;
+      }
+      std::string spelling = token.content;
+      bool from_start = true;
+      RETURN_IF_ERROR(impl->normalizer.Apply(spelling, (*work).scratch, &from_start));
+      if (spelling.empty())
+        return absl::InvalidArgumentError(
+            Cat("added_tokens: the normalizer leaves nothing of ", Quoted(token.content)));
+      impl->normalized_tokens.Add(token, spelling);
+    }
+  }
+  for (const std::string& token : impl->tokens)
+    impl->texts.push_back(impl->decoder.TextOf(token, /*first=*/false));
+  return impl;
+}
+
+absl::Status Tokenizer::Impl::EncodePiece(std::string_view piece, bool at_start, Workspace& work,
+                                          std::vector<int32_t>& to) const {
+  std::string_view normal = piece;
+  if (!normalizer.empty()) {
+    work.normalized.assign(piece);
+    RETURN_IF_ERROR(normalizer.Apply(work.normalized, work.scratch, &at_start));
+    normal = work.normalized;
+  }
+  AddedTokens::Scan scan(normalized_tokens, normal, work.scratch);
+  AddedTokens::Piece found;
+  while (true) {
+    ASSIGN_OR_RETURN(const bool more, scan.Next(found));
+    if (!more) return absl::OkStatus();
+    if (found.id >= 0) {
+      to.push_back(found.id);
+      continue;
+    }
+    RETURN_IF_ERROR(pre_tokenizer.Run(normal.substr(found.begin, found.end - found.begin),
+                                      at_start && found.begin == 0, work.scratch, [&](std::string_view word) {
+                                        if (word.size() >= kLongestWord)
+                                          return absl::ResourceExhaustedError(
+                                              "a word of 2 GiB; cut the text into shorter documents");
+                                        bpe.Encode(word, work.cache, to);
+                                        return absl::OkStatus();
+                                      }));
+  }
+}
+
+absl::Status Tokenizer::Impl::NameSpecialIds(const std::string& path, const json& names) {
+  const auto id_of = [&](const char* key) -> absl::StatusOr<std::optional<int32_t>> {
+    auto named = names.find(key);
+    if (named == names.end() || named->is_null()) return std::nullopt;
+    const json* token = &*named;
+    if (token->is_object() && token->contains("content")) token = &(*token)["content"];
+    if (!token->is_string()) return absl::InvalidArgumentError(Cat(path, ": ", key, " names no token"));
+    const auto& content = token->get_ref<const std::string&>();
+    const auto found = ids.find(content);
+    if (found == ids.end())
+      return absl::InvalidArgumentError(
+          Cat(path, ": ", key, " is ", Quoted(content), ", which tokenizer.json has not"));
+    return found->second;
+  };
+  for (const auto& [key, to] :
+       {std::pair<const char*, std::optional<int32_t>*>{"bos_token", &special_ids.bos},
+        {"unk_token", &special_ids.unk},
+        {"pad_token", &special_ids.pad}}) {
+    ASSIGN_OR_RETURN(const std::optional<int32_t> id, id_of(key));
+    if (!to->has_value()) *to = id;
+  }
+  ASSIGN_OR_RETURN(const std::optional<int32_t> eos, id_of("eos_token"));
+  if (eos.has_value() && special_ids.eos.empty()) special_ids.eos.push_back(*eos);
+  return absl::OkStatus();
+}
+
+absl::Status Tokenizer::Impl::NumberSpecialIds(const std::string& path, const json& config) {
+  const auto ids_of = [&](const char* key) -> absl::StatusOr<std::vector<int32_t>> {
+    std::vector<int32_t> numbers;
+    const auto found = config.find(key);
+    if (found == config.end() || found->is_null()) return numbers;
+    const json list = found->is_array() ? *found : json::array({*found});
+    for (const json& number : list) {
+      if (!number.is_number_unsigned() || number.get<uint64_t>() > std::numeric_limits<int32_t>::max())
+        return absl::InvalidArgumentError(Cat(path, ": ", key, " is neither an id nor a list of ids"));
+      numbers.push_back(static_cast<int32_t>(number.get<uint64_t>()));
+    }
+    return numbers;
+  };
+  for (const auto& [key, to] :
+       {std::pair<const char*, std::optional<int32_t>*>{"bos_token_id", &special_ids.bos},
+        {"pad_token_id", &special_ids.pad}}) {
+    ASSIGN_OR_RETURN(const std::vector<int32_t> numbers, ids_of(key));
+    if (!to->has_value() && !numbers.empty()) *to = numbers.front();
+  }
+  ASSIGN_OR_RETURN(const std::vector<int32_t> eos, ids_of("eos_token_id"));
+  for (const int32_t id : eos) {
+    if (std::find(special_ids.eos.begin(), special_ids.eos.end(), id) == special_ids.eos.end())
+      special_ids.eos.push_back(id);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Tokenizer::Impl::ReadSpecialIds(const std::filesystem::path& directory) {
+  for (const char* const name :
+       {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}) {
+    const std::string path = (directory / name).string();
+    absl::StatusOr<std::string> text = ReadFile(path);
+    if (absl::IsNotFound(text.status())) continue;
+    RETURN_IF_ERROR(text.status());
+    const json parsed = json::parse(*text, nullptr, /*allow_exceptions=*/false);
+    if (!parsed.is_object()) return absl::InvalidArgumentError(Cat(path, ": is no JSON object"));
+    RETURN_IF_ERROR(name == std::string_view("generation_config.json") ? NumberSpecialIds(path, parsed)
+                                                                       : NameSpecialIds(path, parsed));
+  }
+  return absl::OkStatus();
+}
+
+Tokenizer::Tokenizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Tokenizer::~Tokenizer() = default;
+
+absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Open(const std::string& path) {
+  std::error_code error;
+  std::filesystem::path file = path;
+  if (std::filesystem::is_directory(file, error)) file /= "tokenizer.json";
+  ASSIGN_OR_RETURN(const std::string text, ReadFile(file.string()));
+  absl::StatusOr<std::unique_ptr<Impl>> impl = Impl::Create(text);
+  if (!impl.ok())
+    return absl::Status(impl.status().code(), Cat(file.string(), ": ", impl.status().message()));
+  RETURN_IF_ERROR((*impl)->ReadSpecialIds(file.parent_path()));
+  return std::unique_ptr<Tokenizer>(new Tokenizer(*std::move(impl)));
+}
+
+absl::StatusOr<std::unique_ptr<Tokenizer>> Tokenizer::Parse(std::string_view text) {
+  absl::StatusOr<std::unique_ptr<Impl>> impl = Impl::Create(text);
+  if (!impl.ok()) return absl::Status(impl.status().code(), Cat("tokenizer.json: ", impl.status().message()));
+  return std::unique_ptr<Tokenizer>(new Tokenizer(*std::move(impl)));
+}
+
+absl::StatusOr<std::vector<int32_t>> Tokenizer::Encode(std::string_view text,
+                                                       const EncodeOptions& options) const {
+  std::vector<int32_t> ids;
+  RETURN_IF_ERROR(Append(text, options, ids));
+  return ids;
+}
+
+absl::Status Tokenizer::Append(std::string_view text, const EncodeOptions& options,
+                               std::vector<int32_t>& ids) const {
+  if (text.size() > kLongestText)
+    return absl::ResourceExhaustedError(Cat("a text of ", text.size(), " bytes; the longest is ",
+                                            kLongestText, ": cut it into shorter documents"));
+  std::string repaired;
+  if (const size_t broken = FindBroken(text); broken != std::string_view::npos) {
+    if (!options.replace_broken_utf8)
+      return absl::InvalidArgumentError(
+          Cat("the text is no UTF-8 at byte ", broken, " (0x",
+              absl::Hex(static_cast<unsigned char>(text[broken]), absl::kZeroPad2),
+              "); convert it, or ask for U+FFFD in its place"));
+    AppendRepaired(text, repaired);
+    text = repaired;
+  }
+  const size_t before = ids.size();
+  const auto encode = [&]() -> absl::Status {
+    Impl::Borrowed work(*impl_);
+    if (options.add_special_tokens) ids.insert(ids.end(), impl_->prefix.begin(), impl_->prefix.end());
+    AddedTokens::Scan scan(impl_->raw_tokens, text, (*work).scratch);
+    AddedTokens::Piece piece;
+    while (true) {
+      ASSIGN_OR_RETURN(const bool more, scan.Next(piece));
+      if (!more) break;
+      if (piece.id >= 0) {
+        ids.push_back(piece.id);
+      } else if (piece.end > piece.begin) {
+        RETURN_IF_ERROR(impl_->EncodePiece(text.substr(piece.begin, piece.end - piece.begin),
+                                           piece.begin == 0, *work, ids));
+      }
+    }
+    if (options.add_special_tokens) ids.insert(ids.end(), impl_->suffix.begin(), impl_->suffix.end());
+    return absl::OkStatus();
+  };
+  absl::Status done = encode();
+  if (!done.ok()) ids.resize(before);
+  return done;
+}
+
+namespace {
+
+// The ids that decoding sees.
+bool IsShown(const std::vector<std::string>& tokens, const std::vector<bool>& special, int32_t id,
+             bool skip) {
+  const auto at = static_cast<size_t>(id);
+  return id >= 0 && at < tokens.size() && !tokens[at].empty() && !(skip && special[at]);
+}
+
+}  // namespace
+
+std::string Tokenizer::Decode(std::span<const int32_t> ids, bool skip_special_tokens) const {
+  DecodedText decoded(impl_->decoder, /*whole=*/true);
+  std::string text;
+  for (const int32_t id : ids) {
+    if (!IsShown(impl_->tokens, impl_->special, id, skip_special_tokens)) continue;
+    const auto at = static_cast<size_t>(id);
+    decoded.Take(decoded.first() ? impl_->decoder.TextOf(impl_->tokens[at], true) : impl_->texts[at], text);
+  }
+  decoded.Finish(text);
+  return text;
+}
+
+int32_t Tokenizer::vocab_size() const { return static_cast<int32_t>(impl_->tokens.size()); }
+
+std::optional<int32_t> Tokenizer::IdOf(std::string_view token) const {
+  const auto found = impl_->ids.find(token);
+  return found == impl_->ids.end() ? std::nullopt : std::optional<int32_t>(found->second);
+}
+
+std::string Tokenizer::TokenOf(int32_t id) const {
+  return id >= 0 && static_cast<size_t>(id) < impl_->tokens.size() ? impl_->tokens[static_cast<size_t>(id)]
+                                                                   : "";
+}
+
+bool Tokenizer::IsSpecial(int32_t id) const {
+  return id >= 0 && static_cast<size_t>(id) < impl_->special.size() &&
+         impl_->special[static_cast<size_t>(id)];
+}
+
+const SpecialIds& Tokenizer::special_ids() const { return impl_->special_ids; }
+
+struct TextDecoder::Impl {
+  const Tokenizer::Impl* tokenizer;
+  bool skip_special_tokens;
+  DecodedText decoded;
+};
+
+TextDecoder::TextDecoder(const Tokenizer& tokenizer, bool skip_special_tokens)
+    : impl_(new Impl{tokenizer.impl_.get(), skip_special_tokens,
+                     DecodedText(tokenizer.impl_->decoder, /*whole=*/false)}) {}
+TextDecoder::~TextDecoder() = default;
+
+std::string TextDecoder::Push(int32_t id) {
+  std::string text;
+  const Tokenizer::Impl& tokenizer = *impl_->tokenizer;
+  if (!IsShown(tokenizer.tokens, tokenizer.special, id, impl_->skip_special_tokens)) return text;
+  const auto at = static_cast<size_t>(id);
+  impl_->decoded.Take(
+      impl_->decoded.first() ? tokenizer.decoder.TextOf(tokenizer.tokens[at], true) : tokenizer.texts[at],
+      text);
+  return text;
+}
+
+std::string TextDecoder::Finish() {
+  std::string text;
+  impl_->decoded.Finish(text);
+  impl_->decoded = DecodedText(impl_->tokenizer->decoder, /*whole=*/false);
+  return text;
+}
+
+}  // namespace penstock::text
