@@ -24,6 +24,8 @@ void AddedTokens::Add(const AddedToken& token, std::string_view spelling) {
     PENSTOCK_CHECK(word.ok(), "the pattern of a word's character");
     word_.push_back(*std::move(word));
   }
+  plain_ = plain_ && !token.single_word && !token.lstrip && !token.rstrip;
+  longest_ = std::max(longest_, spelling.size());
   uint32_t node = 0;
   for (const char c : spelling) {
     const auto byte = static_cast<unsigned char>(c);
@@ -53,17 +55,27 @@ int32_t AddedTokens::LongestAt(std::string_view text, size_t at, size_t* end) co
   return best;
 }
 
+bool AddedTokens::MoveToFirstByte(std::string_view text, size_t* at) const {
+  if (only_first_ >= 0 && *at < text.size()) {
+    const void* const found = std::memchr(text.data() + *at, only_first_, text.size() - *at);
+    *at = found == nullptr ? text.size() : static_cast<size_t>(static_cast<const char*>(found) - text.data());
+  } else {
+    while (*at < text.size() && !first_[static_cast<unsigned char>(text[*at])]) ++*at;
+  }
+  return *at < text.size();
+}
+
+AddedTokens::Piece AddedTokens::FindFirst(std::string_view text, size_t from) const {
+  for (; MoveToFirstByte(text, &from); ++from) {
+    size_t end = 0;
+    const int32_t index = LongestAt(text, from, &end);
+    if (index >= 0) return {tokens_[static_cast<size_t>(index)].id, from, end};
+  }
+  return {-1, text.size(), text.size()};
+}
+
 absl::StatusOr<bool> AddedTokens::Scan::FindToken() {
-  while (search_ < text_.size()) {
-    if (tokens_.only_first_ >= 0) {
-      const void* const found =
-          std::memchr(text_.data() + search_, tokens_.only_first_, text_.size() - search_);
-      if (found == nullptr) break;
-      search_ = static_cast<size_t>(static_cast<const char*>(found) - text_.data());
-    } else if (!tokens_.first_[static_cast<unsigned char>(text_[search_])]) {
-      ++search_;
-      continue;
-    }
+  while (tokens_.MoveToFirstByte(text_, &search_)) {
     size_t begin = search_;
     size_t end = 0;
     const int32_t index = tokens_.LongestAt(text_, begin, &end);

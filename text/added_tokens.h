@@ -36,6 +36,9 @@ class AddedTokens {
   // `spelling` is what stands in the text for it. The first of two of one spelling counts.
   void Add(const AddedToken& token, std::string_view spelling);
   bool empty() const { return tokens_.empty(); }
+  // None looks at what stands beside it, so that the first match at or after a place is FindFirst's.
+  bool plain() const { return plain_; }
+  size_t longest() const { return longest_; }  // bytes of the longest spelling
 
   // A token, or a stretch of text between tokens (id -1), in turn; stretches may be empty, tokens may overlap
   // in the white space that they take.
@@ -44,6 +47,8 @@ class AddedTokens {
     size_t begin = 0;
     size_t end = 0;
   };
+  // The first token at or after `from`; id -1 where there is none. Only if plain().
+  Piece FindFirst(std::string_view text, size_t from) const;
   class Scan {
    public:
     Scan(const AddedTokens& tokens, std::string_view text, RegexScratch& scratch)
@@ -70,9 +75,13 @@ class AddedTokens {
     int32_t token = -1;
     absl::flat_hash_map<unsigned char, uint32_t> next;
   };
+  // Moves `at` on to a byte that a token begins with; false where there is none.
+  bool MoveToFirstByte(std::string_view text, size_t* at) const;
   // The longest token that begins at `at`; its index, or -1.
   int32_t LongestAt(std::string_view text, size_t at, size_t* end) const;
 
+  bool plain_ = true;
+  size_t longest_ = 0;
   std::vector<AddedToken> tokens_;
   std::vector<Node> nodes_;
   std::array<bool, 256> first_{};

@@ -141,6 +141,7 @@ absl::StatusOr<Bpe> Bpe::Create(const BpeModel& model) {
     bpe.vocab_.emplace(token, id);
     if (!token.empty() && CharacterBytes(token[0]) == token.size()) bpe.single_[ValidCharacter(token)] = id;
   }
+  for (const auto& [token, id] : bpe.vocab_) bpe.longest_token_ = std::max(bpe.longest_token_, token.size());
   if (model.byte_level) {
     const std::array<char32_t, 256> alphabet = Alphabet();
     bool all_known = true;
@@ -205,6 +206,14 @@ void Bpe::Encode(std::string_view word, Cache& cache, std::vector<int32_t>& to) 
       return;
     }
   }
+  EncodeRest(word, cache, to);
+}
+
+void Bpe::EncodeRest(std::string_view word, Cache& cache, std::vector<int32_t>& to) const {
+  EncodePart(word.substr(EncodeBegin(word, cache, to)), /*look_up=*/false, cache, to);
+}
+
+size_t Bpe::EncodeBegin(std::string_view word, Cache& cache, std::vector<int32_t>& to) const {
   size_t begin = 0;
   size_t at = 0;
   char32_t left = 0;
@@ -219,7 +228,7 @@ void Bpe::Encode(std::string_view word, Cache& cache, std::vector<int32_t>& to) 
     left = right;
     at += bytes;
   }
-  EncodePart(word.substr(begin), /*look_up=*/false, cache, to);
+  return begin;
 }
 
 void Bpe::EncodePart(std::string_view word, bool look_up, Cache& cache, std::vector<int32_t>& to) const {

@@ -77,6 +77,14 @@ class Bpe {
   // Appends the tokens of `word`, valid UTF-8 unless the model is byte-level, shorter than 2 GiB.
   void Encode(std::string_view word, Cache& cache, std::vector<int32_t>& to) const;
 
+  // A word that comes part by part, if it may be cut at seams. Appends the tokens of all parts but the last,
+  // which may go on, and gives the bytes that they take. `EncodeRest`: the last part, behind others.
+  bool cuts() const { return cuts_; }
+  size_t EncodeBegin(std::string_view word, Cache& cache, std::vector<int32_t>& to) const;
+  void EncodeRest(std::string_view word, Cache& cache, std::vector<int32_t>& to) const;
+  // Bytes; a longer word is no token.
+  size_t longest_token() const { return longest_token_; }
+
  private:
   struct Merge {
     int32_t rank;
@@ -102,6 +110,7 @@ class Bpe {
   bool fuse_unk_ = false;
   bool byte_fallback_ = false;
   bool cuts_ = false;
+  size_t longest_token_ = 0;
   int32_t unk_ = -1;
   TextMap<std::string, int32_t> vocab_;  // the keys are bytes if byte_level_
   absl::flat_hash_map<uint64_t, Merge> merges_;

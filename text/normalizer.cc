@@ -224,22 +224,57 @@ void ApplyLowerCase(std::string& text) {
   text = std::move(result);
 }
 
+absl::Status ApplyStep(const NormalizerStep& step, std::string& text, RegexScratch& scratch,
+                       bool* from_start) {
+  if (const auto* form = std::get_if<NormalForm>(&step)) {
+    ApplyNormalForm(*form, text);
+  } else if (const auto* prepend = std::get_if<PrependText>(&step)) {
+    if (!text.empty()) text.insert(0, prepend->text);
+  } else if (const auto* replace = std::get_if<ReplaceText>(&step)) {
+    return ApplyReplace(*replace, text, scratch);
+  } else if (const auto* strip = std::get_if<StripSpace>(&step)) {
+    ApplyStrip(*strip, text, from_start);
+  } else {
+    ApplyLowerCase(text);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
-absl::Status Normalizer::Apply(std::string& text, RegexScratch& scratch, bool* from_start) const {
+bool Normalizer::HasParts() const {
+  bool others = false;  // behind these, characters are not those of the text
   for (const NormalizerStep& step : steps_) {
-    if (const auto* form = std::get_if<NormalForm>(&step)) {
-      ApplyNormalForm(*form, text);
-    } else if (const auto* prepend = std::get_if<PrependText>(&step)) {
-      if (!text.empty()) text.insert(0, prepend->text);
-    } else if (const auto* replace = std::get_if<ReplaceText>(&step)) {
-      RETURN_IF_ERROR(ApplyReplace(*replace, text, scratch));
-    } else if (const auto* strip = std::get_if<StripSpace>(&step)) {
-      ApplyStrip(*strip, text, from_start);
-    } else {
-      ApplyLowerCase(text);
-    }
+    if (std::holds_alternative<StripSpace>(step) || (others && std::holds_alternative<NormalForm>(step)))
+      return false;
+    const auto* const replace = std::get_if<ReplaceText>(&step);
+    if (replace != nullptr && (replace->literal.empty() || replace->with.empty() ||
+                               CharacterBytes(replace->literal[0]) != replace->literal.size()))
+      return false;
+    others = others || !std::holds_alternative<NormalForm>(step);
   }
+  return true;
+}
+
+bool Normalizer::MayBeginPart(char32_t code) const {
+  for (const NormalizerStep& step : steps_) {
+    const auto* const form = std::get_if<NormalForm>(&step);
+    if (form != nullptr && code >= 0x80 && !StableUnder(*form).Has(code)) return false;
+  }
+  return true;
+}
+
+absl::Status Normalizer::ApplyToPart(bool first, std::string& part, RegexScratch& scratch) const {
+  for (const NormalizerStep& step : steps_) {
+    if (std::holds_alternative<PrependText>(step) && !first) continue;
+    bool unused = true;
+    RETURN_IF_ERROR(ApplyStep(step, part, scratch, &unused));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Normalizer::Apply(std::string& text, RegexScratch& scratch, bool* from_start) const {
+  for (const NormalizerStep& step : steps_) RETURN_IF_ERROR(ApplyStep(step, text, scratch, from_start));
   return absl::OkStatus();
 }
 

@@ -40,6 +40,12 @@ class Normalizer {
   // Makes valid UTF-8 of valid UTF-8. `from_start` becomes false where something is cut off at the left.
   absl::Status Apply(std::string& text, RegexScratch& scratch, bool* from_start) const;
 
+  // Whether a text may be normalized part by part, cut where MayBeginPart says.
+  bool HasParts() const;
+  bool MayBeginPart(char32_t code) const;
+  // As Apply; `first`: the part is the first of its text.
+  absl::Status ApplyToPart(bool first, std::string& part, RegexScratch& scratch) const;
+
  private:
   std::vector<NormalizerStep> steps_;
 };

@@ -1,5 +1,7 @@
 #include "text/pre_tokenizer.h"
 
+#include <algorithm>
+
 #include "base/status_macros.h"
 #include "text/strings.h"
 
@@ -66,6 +68,26 @@ absl::Status Split(const SplitText& split, std::string_view text, RegexScratch& 
 }
 
 }  // namespace
+
+bool PreTokenizer::HasParts() const {
+  const auto* const first = steps_.empty() ? nullptr : std::get_if<SplitText>(&steps_[0]);
+  if (first == nullptr || first->behavior != SplitBehavior::kIsolated || !first->pattern.LooksForwardOnly())
+    return false;
+  return std::none_of(steps_.begin(), steps_.end(),
+                      [](const PreTokenizerStep& step) { return std::holds_alternative<Metaspace>(step); });
+}
+
+absl::StatusOr<size_t> PreTokenizer::RunPart(std::string_view piece, RegexScratch& scratch, Sink sink) const {
+  const auto& split = std::get<SplitText>(steps_[0]);
+  size_t done = 0;
+  while (true) {
+    ASSIGN_OR_RETURN(const Regex::Match match, split.pattern.FindFinal(piece, done, scratch));
+    if (match.begin == std::string_view::npos) return done;
+    RETURN_IF_ERROR(RunFrom(1, piece.substr(done, match.begin - done), false, scratch, sink));
+    RETURN_IF_ERROR(RunFrom(1, piece.substr(match.begin, match.end - match.begin), false, scratch, sink));
+    done = match.end;
+  }
+}
 
 absl::Status PreTokenizer::RunFrom(size_t step, std::string_view piece, bool at_start, RegexScratch& scratch,
                                    Sink sink) const {

@@ -10,6 +10,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "text/regex.h"
 
 namespace penstock::text {
@@ -42,6 +43,19 @@ class PreTokenizer {
   // begins.
   absl::Status Run(std::string_view piece, bool at_start, RegexScratch& scratch, Sink sink) const {
     return RunFrom(0, piece, at_start, scratch, sink);
+  }
+
+  // Whether a piece may come part by part: its first step is a pattern whose matches stand alone, and no
+  // later one asks where a word stands.
+  bool HasParts() const;
+  // Hands on the words that are certain whatever follows `piece`, and gives the bytes that they take.
+  absl::StatusOr<size_t> RunPart(std::string_view piece, RegexScratch& scratch, Sink sink) const;
+
+  bool empty() const { return steps_.empty(); }
+  // The only step, if that is a Metaspace that does not split.
+  const Metaspace* OnlyMetaspace() const {
+    const auto* const only = steps_.size() == 1 ? std::get_if<Metaspace>(&steps_[0]) : nullptr;
+    return only != nullptr && !only->split ? only : nullptr;
   }
 
  private:

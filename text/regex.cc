@@ -297,7 +297,11 @@ absl::StatusOr<Regex> Regex::CompilePcre(std::string_view pattern, unsigned opti
     return absl::InvalidArgumentError(
         Cat("PCRE2 does not take the pattern ", Quoted(pattern), ", at byte ", at, ": ", PcreError(error)));
   }
-  regex.jit_ = pcre2_jit_compile(regex.code_.get(), PCRE2_JIT_COMPLETE) == 0;
+  regex.jit_ = pcre2_jit_compile(regex.code_.get(), PCRE2_JIT_COMPLETE | PCRE2_JIT_PARTIAL_HARD) == 0;
+  uint32_t behind = 1, empty = 1;
+  pcre2_pattern_info(regex.code_.get(), PCRE2_INFO_MAXLOOKBEHIND, &behind);
+  pcre2_pattern_info(regex.code_.get(), PCRE2_INFO_MATCHEMPTY, &empty);
+  regex.forward_only_ = behind == 0 && empty == 0 && pattern.find("\\A") == std::string_view::npos;
   return regex;
 }
 
@@ -315,12 +319,23 @@ absl::StatusOr<Regex> Regex::Literal(std::string_view text) {
 }
 
 absl::StatusOr<Regex::Match> Regex::Find(std::string_view text, size_t from, RegexScratch& scratch) const {
+  return Search(text, from, 0, scratch);
+}
+
+absl::StatusOr<Regex::Match> Regex::FindFinal(std::string_view text, size_t from,
+                                              RegexScratch& scratch) const {
+  return Search(text, from, PCRE2_PARTIAL_HARD, scratch);
+}
+
+absl::StatusOr<Regex::Match> Regex::Search(std::string_view text, size_t from, unsigned options,
+                                           RegexScratch& scratch) const {
   const auto* subject = reinterpret_cast<PCRE2_SPTR>(text.data() == nullptr ? "" : text.data());
-  const int found =
-      jit_ ? pcre2_jit_match(code_.get(), subject, text.size(), from, 0, scratch.data_, scratch.context_)
-           : pcre2_match(code_.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK, scratch.data_,
-                         scratch.context_);
-  if (found == PCRE2_ERROR_NOMATCH) return Match{std::string_view::npos, std::string_view::npos};
+  const int found = jit_ ? pcre2_jit_match(code_.get(), subject, text.size(), from, options, scratch.data_,
+                                           scratch.context_)
+                         : pcre2_match(code_.get(), subject, text.size(), from, PCRE2_NO_UTF_CHECK | options,
+                                       scratch.data_, scratch.context_);
+  if (found == PCRE2_ERROR_NOMATCH || found == PCRE2_ERROR_PARTIAL)
+    return Match{std::string_view::npos, std::string_view::npos};
   if (found < 0) {
     return absl::ResourceExhaustedError(Cat("the tokenizer's pattern failed at byte ", from, " of a text of ",
                                             text.size(), ": ", PcreError(found),

@@ -56,6 +56,11 @@ class Regex {
   // The first match at or after `from`; its begin is npos where there is none. kResourceExhausted: the
   // pattern wants more steps or memory than a text is worth.
   absl::StatusOr<Match> Find(std::string_view text, size_t from, RegexScratch& scratch) const;
+  // The same in the begin of a text: a match is found only if it is the same whatever follows.
+  absl::StatusOr<Match> FindFinal(std::string_view text, size_t from, RegexScratch& scratch) const;
+  // Whether matches depend on nothing that stands before them, and none is empty: what was matched may be
+  // forgotten.
+  bool LooksForwardOnly() const { return forward_only_; }
 
  private:
   struct Free {
@@ -65,7 +70,11 @@ class Regex {
   static absl::StatusOr<Regex> CompilePcre(std::string_view pattern, unsigned options);
 
   std::unique_ptr<pcre2_real_code_8, Free> code_;
+  absl::StatusOr<Match> Search(std::string_view text, size_t from, unsigned options,
+                               RegexScratch& scratch) const;
+
   bool jit_ = false;
+  bool forward_only_ = false;
 };
 
 // The pattern that PCRE2 is given for `pattern`. For tests.

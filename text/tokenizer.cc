@@ -13,6 +13,7 @@
 
 #include "base/status_macros.h"
 #include "text/strings.h"
+#include "text/tokenizer_impl.h"
 #include "text/tokenizer_json.h"
 #include "text/utf8.h"
 
@@ -22,7 +23,6 @@ namespace {
 using nlohmann::json;
 
 constexpr size_t kLongestText = size_t{1} << 30;
-constexpr auto kLongestWord = static_cast<size_t>(std::numeric_limits<int32_t>::max());
 constexpr uintmax_t kLargestFile = uintmax_t{1} << 30;
 
 absl::StatusOr<std::string> ReadFile(const std::string& path) {
@@ -47,61 +47,6 @@ absl::StatusOr<std::string> ReadFile(const std::string& path) {
 }
 
 }  // namespace
-
-struct Tokenizer::Impl {
-  // What a thread needs while it encodes. It goes back when it is done, with its cache of words.
-  struct Workspace {
-    RegexScratch scratch;
-    Bpe::Cache cache;
-    std::string normalized;
-  };
-  class Borrowed {
-   public:
-    explicit Borrowed(const Impl& impl) : impl_(impl) {
-      const std::lock_guard lock(impl_.mutex);
-      if (!impl_.idle.empty()) {
-        workspace_ = std::move(impl_.idle.back());
-        impl_.idle.pop_back();
-      }
-      if (workspace_ == nullptr) workspace_ = std::make_unique<Workspace>();
-    }
-    ~Borrowed() {
-      if (workspace_->normalized.capacity() > (1 << 20)) workspace_->normalized = {};
-      const std::lock_guard lock(impl_.mutex);
-      impl_.idle.push_back(std::move(workspace_));
-    }
-    Borrowed(const Borrowed&) = delete;
-    Borrowed& operator=(const Borrowed&) = delete;
-    Workspace& operator*() { return *workspace_; }
-
-   private:
-    const Impl& impl_;
-    std::unique_ptr<Workspace> workspace_;
-  };
-
-  explicit Impl(Bpe made) : bpe(std::move(made)) {}
-  static absl::StatusOr<std::unique_ptr<Impl>> Create(std::string_view text);
-  absl::Status EncodePiece(std::string_view piece, bool at_start, Workspace& work,
-                           std::vector<int32_t>& ids) const;
-  absl::Status ReadSpecialIds(const std::filesystem::path& directory);
-  absl::Status NameSpecialIds(const std::string& path, const json& names);
-  absl::Status NumberSpecialIds(const std::string& path, const json& config);
-
-  const Bpe bpe;
-  Normalizer normalizer;
-  PreTokenizer pre_tokenizer;
-  Decoder decoder;
-  AddedTokens raw_tokens;         // found in the text as it is
-  AddedTokens normalized_tokens;  // found in what the normalizer makes of it
-  std::vector<int32_t> prefix, suffix;
-  std::vector<std::string> tokens;  // by id; empty where there is none
-  std::vector<std::string> texts;   // what Decoder::TextOf makes of them, but for the first of a sequence
-  std::vector<bool> special;
-  TextMap<std::string, int32_t> ids;
-  SpecialIds special_ids;
-  mutable std::mutex mutex;
-  mutable std::vector<std::unique_ptr<Workspace>> idle;
-};
 
 absl::StatusOr<std::unique_ptr<Tokenizer::Impl>> Tokenizer::Impl::Create(std::string_view text) {
   ASSIGN_OR_RETURN(TokenizerParts parts, ParseTokenizerJson(text));
@@ -168,13 +113,8 @@ absl::Status Tokenizer::Impl::EncodePiece(std::string_view piece, bool at_start,
       continue;
     }
     RETURN_IF_ERROR(pre_tokenizer.Run(normal.substr(found.begin, found.end - found.begin),
-                                      at_start && found.begin == 0, work.scratch, [&](std::string_view word) {
-                                        if (word.size() >= kLongestWord)
-                                          return absl::ResourceExhaustedError(
-                                              "a word of 2 GiB; cut the text into shorter documents");
-                                        bpe.Encode(word, work.cache, to);
-                                        return absl::OkStatus();
-                                      }));
+                                      at_start && found.begin == 0, work.scratch,
+                                      [&](std::string_view word) { return EncodeWord(word, work, to); }));
   }
 }
 

@@ -14,7 +14,8 @@
 // `truncation` and `padding` are no part of what a text is: they are not applied.
 //
 // Memory: the vocabulary and its merges, some 40 MB for 128k tokens; a few MB for each thread that encodes
-// at the same time; besides, twice the longest text. Texts are at most 1 GiB long.
+// at the same time; besides, twice the longest text. Texts are at most 1 GiB long; longer ones, and those
+// that are not to be in memory at once, go through an Encoder.
 #ifndef PENSTOCK_TEXT_TOKENIZER_H_
 #define PENSTOCK_TEXT_TOKENIZER_H_
 
@@ -75,9 +76,35 @@ class Tokenizer {
   const SpecialIds& special_ids() const;
 
  private:
+  friend class Encoder;
   friend class TextDecoder;
   struct Impl;
   explicit Tokenizer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Encodes one text that comes in parts, of some MB best: the ids are those of the whole text, to the last.
+//
+//   Encoder encoder(tokenizer);
+//   while (ReadSome(&part)) { RETURN_IF_ERROR(encoder.Append(part, ids)); Write(ids); ids.clear(); }
+//   RETURN_IF_ERROR(encoder.Finish(ids));
+//
+// A part may end within a character. Memory: twice a part, and the word at its end. The forms of tokenizers
+// whose cuts depend on more than that (streams() is false: added tokens that look beside them, Strip,
+// patterns that look back) hold the whole text until Finish. For one thread; the tokenizer must outlive it.
+class Encoder {
+ public:
+  explicit Encoder(const Tokenizer& tokenizer, const EncodeOptions& options = {});
+  ~Encoder();
+
+  bool streams() const;
+  // Appends the ids that are certain now. Errors are Tokenizer::Append's; after one only destruction is left.
+  absl::Status Append(std::string_view part, std::vector<int32_t>& ids);
+  // Appends the rest; the next Append begins a new text.
+  absl::Status Finish(std::vector<int32_t>& ids);
+
+ private:
+  struct Impl;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -1,5 +1,7 @@
-// Texts through two tokenizers, of bytes and of characters: encoded, decoded at once and token by token.
+// Texts through two tokenizers, of bytes and of characters: encoded at once and in parts, decoded at
+// once and token by token.
 // Input: any bytes, as a text and as ids.
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -99,6 +101,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
       continue;
     }
     penstock::fuzz::Accepted();
+    penstock::text::Encoder encoder(tokenizer);
+    std::vector<int32_t> in_parts;
+    for (size_t at = 0; at < bytes;) {
+      const size_t part = std::min<size_t>(bytes - at, 1 + data[at] % 9);
+      FUZZ_CHECK(encoder.Append(text.substr(at, part), in_parts).ok());
+      at += part;
+    }
+    FUZZ_CHECK(encoder.Finish(in_parts).ok());
+    FUZZ_CHECK(in_parts == *ids);
     const std::string decoded = tokenizer.Decode(*ids, /*skip_special_tokens=*/false);
     FUZZ_CHECK(Streamed(tokenizer, *ids) == decoded);
     // Bytes come back as they were, but for white space that <s> takes.

@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -81,6 +83,40 @@ TEST_P(TextGoldenTest, DecodingTokenByTokenGivesTheSameTextInWholeCharacters) {
     EXPECT_EQ(Streamed(ids, false), tokenizer_->Decode(ids, false));
   }
   for (const json& c : golden_["decoded"]) Streamed(c["ids"].get<std::vector<int32_t>>(), true);
+}
+
+// All texts one after the other, and each alone, in parts of any length.
+TEST_P(TextGoldenTest, ATextInPartsHasTheIdsOfTheWhole) {
+  std::string all;
+  std::vector<std::string> texts;
+  for (const json& c : golden_["cases"]) {
+    texts.push_back(c["in"]);
+    all += texts.back();
+  }
+  texts.push_back(all);
+  std::minstd_rand random(11);
+  Encoder encoder(*tokenizer_);
+  for (const std::string& text : texts) {
+    const auto whole = tokenizer_->Encode(text);
+    ASSERT_TRUE(whole.ok()) << whole.status();
+    for (const size_t longest : {size_t{1}, size_t{7}, size_t{300}, size_t{5000}}) {
+      std::vector<int32_t> ids;
+      std::string_view rest = text;
+      while (!rest.empty()) {
+        const size_t bytes = std::min(rest.size(), 1 + random() % longest);
+        ASSERT_TRUE(encoder.Append(rest.substr(0, bytes), ids).ok());
+        rest.remove_prefix(bytes);
+      }
+      ASSERT_TRUE(encoder.Finish(ids).ok());
+      EXPECT_EQ(ids, *whole) << json(text);
+    }
+  }
+}
+
+TEST_P(TextGoldenTest, PublishedFormsNeedNotBeInMemoryAsAWhole) {
+  const std::set<std::string> published = {"gpt2",   "llama3",   "qwen2",  "o200k",
+                                           "smollm", "deepseek", "llama2", "mistral"};
+  EXPECT_EQ(Encoder(*tokenizer_).streams(), published.contains(GetParam()));
 }
 
 INSTANTIATE_TEST_SUITE_P(Forms, TextGoldenTest, testing::ValuesIn(Forms()),
