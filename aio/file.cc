@@ -114,6 +114,18 @@ std::string_view KindOf(mode_t mode) {
   return "of an unknown kind";
 }
 
+// The file of a descriptor once more, with flags of its own. -1 and errno where it fails.
+int OpenAgain(int descriptor, int flags) {
+  const int now = fcntl(descriptor, F_GETFL);
+  if (now < 0) return -1;
+  const bool reads = (flags & O_ACCMODE) == O_RDONLY;
+  if ((now & O_PATH) != 0 || (now & O_ACCMODE) == (reads ? O_WRONLY : O_RDONLY)) {
+    errno = EBADF;
+    return -1;
+  }
+  return open(absl::StrCat("/proc/self/fd/", descriptor).c_str(), flags);
+}
+
 bool IsFile(mode_t mode) { return S_ISREG(mode) || S_ISBLK(mode); }
 
 absl::Status NoFile(const std::string& path, mode_t mode) {
@@ -211,14 +223,18 @@ absl::Status File::OpenOnDisk(const FileOptions& options) {
   const auto open_with = [&](int direct) {
     int fd = -1;
     do {
-      fd = options.nameless ? OpenNameless(path_, (flags & ~O_NOFOLLOW) | direct)
-                            : open(path_.c_str(), flags | direct, 0600);
+      if (options.descriptor != -1) {
+        fd = OpenAgain(options.descriptor, (flags & ~(O_NOFOLLOW | O_CREAT | O_EXCL | O_TRUNC)) | direct);
+      } else {
+        fd = options.nameless ? OpenNameless(path_, (flags & ~O_NOFOLLOW) | direct)
+                              : open(path_.c_str(), flags | direct, 0600);
+      }
     } while (fd < 0 && errno == EINTR);
     return fd;
   };
   fd_ = open_with(direct_ ? O_DIRECT : 0);
   struct stat info {};
-  if (const int error = errno; fd_ < 0 && error != EEXIST && !options.nameless) {
+  if (const int error = errno; fd_ < 0 && error != EEXIST && !options.nameless && options.descriptor == -1) {
     // What an open of something else fails with tells little.
     if (lstat(path_.c_str(), &info) == 0 && !IsFile(info.st_mode)) return NoFile(path_, info.st_mode);
     errno = error;

@@ -41,6 +41,10 @@ struct FileOptions {
   // A new file in the directory of `path` that never has a name there: `path` is only what it is called in
   // errors. It goes with its File, however the process ends. Alone, or with size and direct.
   bool nameless = false;
+  // Not -1: the file that this descriptor has open, whatever its name is by now. It is opened anew, so the
+  // descriptor, its position and its flags remain its owner's; it must have been opened for what is asked
+  // (EBADF). `path` is only what the file is called in errors. Alone, or with read_only, size and direct.
+  int descriptor = -1;
   bool read_only = false;
   uint64_t size = 0;   // not 0: Preallocate(size) as part of opening
   bool direct = true;  // O_DIRECT; false reads and writes through the page cache (small metadata, tests)

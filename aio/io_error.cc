@@ -1,7 +1,9 @@
 #include "aio/io_error.h"
 
 #include <cerrno>
+#include <charconv>
 #include <cstring>
+#include <system_error>
 
 #include "absl/strings/str_cat.h"
 
@@ -108,6 +110,17 @@ absl::Status MakeIoError(const IoError& error) {
   // Whoever asks for an error gets one, also where errno was lost on the way.
   const absl::StatusCode code = IoErrorCode(error.error);
   return absl::Status(code != absl::StatusCode::kOk ? code : absl::StatusCode::kInternal, text);
+}
+
+int ErrnoOf(const absl::Status& status) {
+  const std::string_view text(status.message().data(), status.message().size());
+  constexpr std::string_view kMark = "(errno ";
+  const size_t at = text.rfind(kMark);
+  if (at == std::string_view::npos) return 0;
+  int error = 0;
+  const char* const begin = text.data() + at + kMark.size();
+  const auto [end, failure] = std::from_chars(begin, text.data() + text.size(), error);
+  return failure == std::errc() && end != text.data() + text.size() && *end == ')' ? error : 0;
 }
 
 std::string OneLine(std::string_view text, size_t most) {

@@ -35,6 +35,9 @@ absl::StatusCode IoErrorCode(int error);
 // out>".
 absl::Status MakeIoError(const IoError& error);
 
+// The errno that such a status names, the last one where there are several; 0 where it names none.
+int ErrnoOf(const absl::Status& status);
+
 // "Input/output error (errno 5)".
 std::string ErrnoText(int error);
 

@@ -305,6 +305,62 @@ TEST(FileTest, ANamelessFileLeavesAndTouchesNothingInItsDirectory) {
   EXPECT_TRUE(absl::IsNotFound(File::Open(options).status()));
 }
 
+TEST(FileTest, AnOpenDescriptorNamesItsFileAndRemainsItsOwners) {
+  ScratchDirectory directory;
+  const std::string path = directory / "file";
+  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  ASSERT_GE(fd, 0);
+  ASSERT_EQ(write(fd, "0123456789", 10), 10);
+  ASSERT_EQ(unlink(path.c_str()), 0);
+  FileOptions options;
+  options.path = "a name for errors";
+  options.descriptor = fd;
+  {
+    auto file = File::Open(options);
+    ASSERT_OK(file.status());
+    EXPECT_EQ(*(*file)->Size(), 10u);
+    EXPECT_TRUE((*file)->direct());
+    EXPECT_EQ((*file)->path(), options.path);
+    EXPECT_NE((*file)->fd(), fd);
+  }
+  EXPECT_EQ(lseek(fd, 0, SEEK_CUR), 10);
+  EXPECT_EQ(fcntl(fd, F_GETFL) & (O_DIRECT | O_APPEND), O_APPEND);
+  ASSERT_EQ(close(fd), 0);
+  const auto closed = File::Open(options);
+  EXPECT_TRUE(absl::IsFailedPrecondition(closed.status())) << closed.status();
+  EXPECT_EQ(ErrnoOf(closed.status()), EBADF);
+  EXPECT_THAT(std::string(closed.status().message()), testing::HasSubstr(options.path));
+}
+
+TEST(FileTest, ADescriptorGivesNoMoreThanItWasOpenedFor) {
+  ScratchDirectory directory;
+  const std::string path = directory / "file";
+  std::ofstream(path) << "bytes";
+  for (const int mode : {O_RDONLY, O_WRONLY, O_PATH}) {
+    const int fd = open(path.c_str(), mode | O_CLOEXEC);
+    ASSERT_GE(fd, 0);
+    for (const bool read_only : {false, true}) {
+      FileOptions options;
+      options.path = path;
+      options.descriptor = fd;
+      options.read_only = read_only;
+      const auto file = File::Open(options);
+      const bool allowed = mode == (read_only ? O_RDONLY : O_WRONLY);
+      EXPECT_EQ(file.ok(), allowed) << mode << " " << read_only << " " << file.status();
+      EXPECT_EQ(ErrnoOf(file.status()), allowed ? 0 : EBADF);
+    }
+    close(fd);
+  }
+}
+
+TEST(IoErrorTest, TheErrnoOfAStatusIsTheLastOneThatItNames) {
+  EXPECT_EQ(ErrnoOf(MakeIoError({.op = "write", .path = "/a", .bytes = 5, .error = ENOSPC})), ENOSPC);
+  EXPECT_EQ(ErrnoOf(MakeIoError({.op = "read", .path = "/(errno 3)/b", .error = EIO})), EIO);
+  EXPECT_EQ(ErrnoOf(absl::OkStatus()), 0);
+  EXPECT_EQ(ErrnoOf(absl::InternalError("no number (errno )")), 0);
+  EXPECT_EQ(ErrnoOf(absl::InternalError("cut off (errno 12")), 0);
+}
+
 TEST(IoErrorTest, AnErrorWithoutErrnoIsStillOne) {
   EXPECT_TRUE(absl::IsInternal(MakeIoError({.op = "write", .path = "/a", .error = 0})));
 }
