@@ -3,7 +3,7 @@ PRESET  ?= release
 BUILD   := build/$(PRESET)
 JOBS    ?= $(shell nproc)
 
-.PHONY: help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
+.PHONY: wheel test-python help train test check build gpu deps soak sanitize fuzz docs lint format clean asan ubsan tsan
 
 help:
 	@echo "make train   install what is missing, build, train a GPT whose state is several times its memory budget"
@@ -13,6 +13,7 @@ help:
 	@echo "make soak    the kill and fault tests, SOAK=20 times as long;  make asan|ubsan|tsan  the suite under a sanitizer"
 	@echo "make sanitize  I/O engine, store and what reads files, under ASan and UBSan, in minutes: part of every change's check"
 	@echo "make fuzz    what reads files and flags, with clang's libFuzzer, FUZZ_SECONDS=120 each"
+	@echo "make wheel   the Python package as wheels, in build/wheels (PYTHONS=\"python3.10 python3.12\");  make test-python  its tests"
 	@echo "make docs    a reference of the public headers, in build/docs/html (doxygen)"
 	@echo "make lint    the order of the rooms, clang-format and clang-tidy checks;  make format  rewrites in place"
 	@echo "make clean   remove build/"
@@ -70,6 +71,15 @@ fuzz:
 	  name=$${target##*/fuzz_}; echo "== $$name"; mkdir -p corpus-$$name; \
 	  $$target -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -timeout=20 -rss_limit_mb=4096 -verbosity=0 -print_funcs=0 \
 	    -print_final_stats=1 -artifact_prefix=$$name- corpus-$$name $(CURDIR)/tests/fuzz/corpus/$$name || exit 1; done
+
+# Wheels of the Python package, one for each of PYTHONS, in build/wheels; what has no static library goes into them.
+PYTHONS ?= python3
+wheel: deps
+	@scripts/python-wheel $(PYTHONS)
+
+# The Python package's tests in a virtual environment with PyPI's torch, in build/python/venv.
+test-python: deps
+	@scripts/python-test
 
 # A reference of the public headers, in build/docs/html.
 docs:

@@ -1,0 +1,126 @@
+"""What a buffer is: an address, its bytes, and an object that keeps both valid.
+
+A tensor never passes into the extension. torch is not imported here: who hands over a tensor has imported it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, Union
+
+PathLike = Union[str, bytes, "os.PathLike[str]", "os.PathLike[bytes]"]
+
+MAX_OFFSET = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Memory:
+    """``nbytes`` bytes of host memory at ``address``, valid as long as ``owner`` is referenced."""
+
+    address: int
+    nbytes: int
+    owner: Any
+
+    def view(self) -> memoryview:
+        """The bytes themselves."""
+        if self.nbytes == 0:
+            return memoryview(b"")
+        return memoryview((ctypes.c_char * self.nbytes).from_address(self.address)).cast("B")
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether this is a torch.Tensor; False where torch was never imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def check_tensor(tensor: Any, what: str) -> None:
+    """ValueError, with the way out, unless the tensor is dense, contiguous and in host memory."""
+    torch = sys.modules["torch"]
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} has the layout {tensor.layout}: only dense tensors have bytes; use {what}.to_dense()")
+    if tensor.device.type == "meta":
+        raise ValueError(f"{what} is on the meta device, where a tensor has no memory; use torch.empty_like(..., device='cpu')")
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"{what} is on {tensor.device}: only host memory is served; use {what}.cpu(), or copy_() between it and a "
+            "tensor from new_cpu_locked_tensor()"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{what} is not contiguous (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())}): a copy would lose "
+            f"what is read into it; use {what}.contiguous() and copy back"
+        )
+
+
+def memory_of(buffer: Any, what: str = "buffer", writable: bool = False) -> Memory:
+    """Address and bytes of a torch tensor (any dtype) or a numpy array.
+
+    buffer: contiguous, in host memory, of any shape.
+    writable: data will be read into it.
+    Raises ValueError (not contiguous, not in host memory, read-only) and TypeError (no tensor, no array, objects).
+    """
+    if is_tensor(buffer):
+        check_tensor(buffer, what)
+        return Memory(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer)
+    interface = getattr(buffer, "__array_interface__", None)
+    if not isinstance(interface, dict):
+        raise TypeError(f"{what} must be a torch tensor or a numpy array, not {type(buffer).__name__}")
+    if buffer.dtype.hasobject:
+        raise TypeError(f"{what} is an array of Python objects (dtype {buffer.dtype}), which are no bytes")
+    if not buffer.flags.c_contiguous:
+        raise ValueError(f"{what} is not contiguous; use numpy.ascontiguousarray() and copy back")
+    address, read_only = interface["data"]
+    if writable and read_only:
+        raise ValueError(f"{what} is a read-only array: nothing can be read into it")
+    return Memory(address, buffer.nbytes, buffer)
+
+
+def whole_number(value: Any, name: str, least: int, most: int = MAX_OFFSET) -> int:
+    """The value as an int of [least, most]; TypeError for what is no whole number, ValueError outside."""
+    if isinstance(value, (str, bytes, float)):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, not {type(value).__name__}") from None
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {number}, must be from {least} to {most}")
+    return number
+
+
+def truth(value: Any, name: str) -> bool:
+    """The value as a bool; TypeError for anything but True and False (the text "false" is true in Python)."""
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return bool(value)
+    raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def byte_size(value: Any, name: str) -> int:
+    """Bytes from a number, or from a text as the command line takes it: "512M", "4GiB", "1e9"."""
+    if isinstance(value, str):
+        text = value.strip().upper()
+        for ending in ("IB", "B"):
+            if text.endswith(ending):
+                text = text[: -len(ending)]
+                break
+        unit = text[-1:] if text[-1:] in "KMGT" else ""
+        try:
+            number = float(text[: len(text) - len(unit)])
+        except ValueError:
+            raise ValueError(f"{name} is {value!r}: write bytes, or a size like 512M or 4GiB") from None
+        if not 0 <= number < 2**62:
+            raise ValueError(f"{name} is {value!r}, must be 0 or more")
+        return int(number * _UNITS[unit])
+    if isinstance(value, float):
+        if value != int(value):
+            raise TypeError(f"{name} is {value!r}: bytes are whole")
+        value = int(value)
+    return whole_number(value, name, 0)

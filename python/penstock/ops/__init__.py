@@ -1,0 +1,1 @@
+"""DeepSpeed's operators, served by Penstock: ``aio``."""

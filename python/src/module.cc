@@ -1,0 +1,18 @@
+// penstock._core: the compiled half of the Python package. Everything here works on addresses and numbers;
+// what a tensor is, only Python knows (penstock/_buffers.py).
+#include <nanobind/nanobind.h>
+
+#include "aio/program.h"
+#include "errors.h"
+
+namespace nb = nanobind;
+
+namespace penstock::python {
+void BindAio(nb::module_& module);
+}  // namespace penstock::python
+
+NB_MODULE(_core, module) {
+  module.attr("__version__") = PENSTOCK_VERSION;
+  penstock::python::BindErrors(module);
+  penstock::python::BindAio(module);
+}
