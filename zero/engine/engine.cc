@@ -369,7 +369,8 @@ class Engine::Impl {
 
   absl::Status MakeCheckpointing() {
     if (options_.storage.checkpoints.lock != nullptr) {
-      RETURN_IF_ERROR(options_.storage.checkpoints.lock->Check());  // it was taken before all that was measured
+      // It was taken before all that was measured.
+      RETURN_IF_ERROR(options_.storage.checkpoints.lock->Check());
     }
     if (!options_.resumes() && options_.storage.overwrite && options_.rank() == 0) {
       RETURN_IF_ERROR(swap::RemoveCheckpoints(options_.storage.checkpoints.parent));
