@@ -16,7 +16,7 @@
 #include "models/weight_import.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/optimizer_flags.h"
-#include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
 #include "zero/compute/optimizer.h"
 #include "zero/engine/engine.h"
 

@@ -101,7 +101,7 @@ const std::map<std::string, std::function<void()>>& Obeyed() {
        }},
       {"zero_optimization.sub_group_size",
        [] {
-         // A tile's bound: tools/penstock/train_options.cc gives it to the planner as tile_bytes.
+         // A tile's bound: tools/penstock/resource_flags.cc gives it to the planner as tile_bytes.
          tiering::PlanOptions options;
          options.tile_bytes = 100'000 * 12;
          EXPECT_LE(tiering::MakePlan(Graph(), options)->tile_elements, 100'000);
@@ -187,7 +187,7 @@ TEST(PlanBounds, EveryKeyOfPlacementIsObeyed) {
 
 // Where the keys below are obeyed: stage means 3 at any value (a note says so), device and nvme_path choose
 // the offload and its directory, cpu_offload* are their old names, and buckets of collectives bound nothing
-// on one rank (a note of tools/penstock/train_options.cc says so).
+// on one rank (a note of tools/penstock/resource_flags.cc says so).
 TEST(PlanBounds, EveryKeyOfZeroIsObeyedHereOrElsewhereOrNamedWithAReason) {
   const std::set<std::string> elsewhere = {"stage",       "offload_param",     "offload_optimizer",
                                            "device",      "nvme_path",         "reduce_bucket_size",

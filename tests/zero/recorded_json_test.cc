@@ -11,7 +11,7 @@
 
 #include "swap/store.h"
 #include "tests/zero/training.h"
-#include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
 #include "zero/compute/tile_version.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/restore.h"

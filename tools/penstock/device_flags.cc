@@ -6,12 +6,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "tiering/plan/byte_size.h"
+#include "tools/penstock/flag_check.h"
 #include "zero/compute/test_device.h"
 
 namespace penstock::tools {
 namespace {
-
-absl::Status Wrong(const std::string& text) { return absl::InvalidArgumentError(text); }
 
 absl::StatusOr<std::shared_ptr<zero::Device>> Open(int local_rank) {
   const char* test = std::getenv("PENSTOCK_TEST_DEVICE");
@@ -22,13 +21,14 @@ absl::StatusOr<std::shared_ptr<zero::Device>> Open(int local_rank) {
 
 absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings) {
   const std::string name = flags.device.value_or("cpu");
-  if (name != "cpu" && name != "cuda") return Wrong(absl::StrCat("--device ", name, ": must be cpu or cuda"));
+  if (name != "cpu" && name != "cuda")
+    return WrongFlag(absl::StrCat("--device ", name, ": must be cpu or cuda"));
   int64_t budget = config.penstock.device_memory_bytes.value_or(0);
   if (flags.device_memory.has_value()) {
     const absl::StatusOr<int64_t> bytes = tiering::ParseSize(*flags.device_memory);
     if (!bytes.ok() || *bytes <= 0) {
-      return Wrong(absl::StrCat("--device-memory ", *flags.device_memory, ": ",
-                                bytes.ok() ? "must be above 0" : std::string(bytes.status().message())));
+      return WrongFlag(absl::StrCat("--device-memory ", *flags.device_memory, ": ",
+                                    bytes.ok() ? "must be above 0" : std::string(bytes.status().message())));
     }
     budget = *bytes;
   }
@@ -55,10 +55,10 @@ absl::Status ResolveDevice(const TrainOptions& flags, const zero::Config& config
   const auto& comm = settings->engine.comm;
   absl::StatusOr<std::shared_ptr<zero::Device>> device =
       Open(comm != nullptr ? comm->environment().local_rank : 0);
-  if (!device.ok()) return Wrong(absl::StrCat("--device cuda: ", std::string(device.status().message())));
+  if (!device.ok()) return WrongFlag(absl::StrCat("--device cuda: ", std::string(device.status().message())));
   if (budget > (*device)->capacity_bytes()) {
-    return Wrong(absl::StrCat("--device-memory ", budget, " bytes: the device has ",
-                              (*device)->capacity_bytes(), " (", (*device)->Describe(), ")"));
+    return WrongFlag(absl::StrCat("--device-memory ", budget, " bytes: the device has ",
+                                  (*device)->capacity_bytes(), " (", (*device)->Describe(), ")"));
   }
   settings->engine.device = *std::move(device);
   settings->engine.memory.device_memory_budget_bytes = budget;

@@ -4,6 +4,7 @@
 
 #include "absl/status/status.h"
 #include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
 #include "zero/config/config.h"
 
 namespace penstock::tools {

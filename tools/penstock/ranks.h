@@ -10,7 +10,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "models/dataset.h"
 #include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
 #include "zero/ranks/comm.h"
 
 namespace penstock::tools {

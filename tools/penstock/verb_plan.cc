@@ -10,6 +10,7 @@
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
 #include "zero/engine/engine.h"
 #include "zero/memory/threads.h"

@@ -15,7 +15,7 @@
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
 #include "tools/penstock/state_reader.h"
-#include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
 #include "zero/compute/block.h"
 #include "zero/config/json_field.h"

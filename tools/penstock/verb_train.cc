@@ -36,6 +36,7 @@
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_log.h"
 #include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/engine.h"

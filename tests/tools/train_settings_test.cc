@@ -1,5 +1,5 @@
 // Flags over the config over DeepSpeed's defaults: what `penstock train` makes of a file's open keys.
-#include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ using testing::Contains;
 using testing::HasSubstr;
 using testing::Not;
 
-class TrainOptionsTest : public testing_support::ProgramTest {
+class TrainSettingsTest : public testing_support::ProgramTest {
  protected:
   // A run of 100 steps on a new directory.
   TrainSettings Resolve(const std::string& config, TrainOptions flags = {}) {
@@ -55,7 +55,7 @@ class TrainOptionsTest : public testing_support::ProgramTest {
   }
 };
 
-TEST_F(TrainOptionsTest, AWarmUpOfAutoStepsFitsTheRun) {
+TEST_F(TrainSettingsTest, AWarmUpOfAutoStepsFitsTheRun) {
   const std::string config = R"({"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto",
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto",
@@ -93,7 +93,7 @@ TEST_F(TrainOptionsTest, AWarmUpOfAutoStepsFitsTheRun) {
                                    Not(HasSubstr("bf16")), Not(HasSubstr("micro_batch"))));
 }
 
-TEST_F(TrainOptionsTest, WithoutASchedulerTheRateIsConstant) {
+TEST_F(TrainSettingsTest, WithoutASchedulerTheRateIsConstant) {
   const std::string config =
       R"({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": {"lr": 0.002}}})";
   const TrainSettings settings = Resolve(config);
@@ -111,7 +111,7 @@ TEST_F(TrainOptionsTest, WithoutASchedulerTheRateIsConstant) {
   EXPECT_THAT(Open(Resolve(config, flags)), Not(HasSubstr("scheduler")));
 }
 
-TEST_F(TrainOptionsTest, AnAbsentWarmUpIsDeepSpeedsThousandSteps) {
+TEST_F(TrainSettingsTest, AnAbsentWarmUpIsDeepSpeedsThousandSteps) {
   const TrainSettings settings = Resolve(
       R"({"train_batch_size": 4, "optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})");
   EXPECT_LT(RateAt(settings, 100), 1e-3);
@@ -119,7 +119,7 @@ TEST_F(TrainOptionsTest, AnAbsentWarmUpIsDeepSpeedsThousandSteps) {
                                     HasSubstr("optimizer.params.lr: 0.001")));
 }
 
-TEST_F(TrainOptionsTest, WithoutOffloadThereIsNoneButForAStateDir) {
+TEST_F(TrainSettingsTest, WithoutOffloadThereIsNoneButForAStateDir) {
   const std::string config = R"({"train_batch_size": 4, "fp16": {"enabled": false}})";
   const TrainSettings settings = Resolve(config);
   EXPECT_EQ(settings.engine.storage.offload, zero::OffloadDevice::kNone);
@@ -135,7 +135,7 @@ TEST_F(TrainOptionsTest, WithoutOffloadThereIsNoneButForAStateDir) {
 }
 
 // Penstock's own keys say nothing of DeepSpeed's: the program's defaults hold, as without a file.
-TEST_F(TrainOptionsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
+TEST_F(TrainSettingsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
   const TrainSettings settings = Resolve(R"({"penstock": {"host_memory": "64M"}})");
   EXPECT_EQ(settings.engine.storage.offload, zero::OffloadDevice::kNvme);
   EXPECT_EQ(settings.engine.optimizer.schedule->name(), "WarmupThenCosine");
@@ -143,7 +143,7 @@ TEST_F(TrainOptionsTest, AFileOfPenstocksKeysAloneChangesNothingElse) {
   EXPECT_EQ(Open(settings), "");
 }
 
-TEST_F(TrainOptionsTest, TheRatioOnAProcessorIsAnsweredForTheDeviceThatComputes) {
+TEST_F(TrainSettingsTest, TheRatioOnAProcessorIsAnsweredForTheDeviceThatComputes) {
   const TrainSettings settings =
       Resolve(R"({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": ")" +
               dir_ + R"(", "ratio": 0.5}}})");
@@ -153,7 +153,7 @@ TEST_F(TrainOptionsTest, TheRatioOnAProcessorIsAnsweredForTheDeviceThatComputes)
 }
 
 // Where the state is gone and a checkpoint is left, its run is restored and goes on as it was made.
-TEST_F(TrainOptionsTest, ARestoredRunHasItsOwnSyncUnlessTheConfigSaysAnother) {
+TEST_F(TrainSettingsTest, ARestoredRunHasItsOwnSyncUnlessTheConfigSaysAnother) {
   const std::string config = dir_ + "/config.json", state = dir_ + "/state";
   testing_support::WriteFile(config, R"({"penstock": {"sync": "power", "durability": "checkpoint"}})");
   const auto ran = Run(Train(state, {"--seq", "16", "--steps", "2", "--config", config, "--checkpoint-dir",

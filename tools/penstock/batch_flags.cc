@@ -1,0 +1,108 @@
+#include "tools/penstock/batch_flags.h"
+
+#include <cstdint>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "tools/penstock/flag_check.h"
+
+namespace penstock::tools {
+namespace {
+
+// A run that goes on with another number of ranks: its steps have as many sequences as before, unless the
+// flags say what each rank does.
+absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json& run,
+                         TrainSettings* settings) {
+  const int64_t world = settings->engine.world(), before = run.value("ranks", int64_t{1});
+  const int64_t batch = run.value("batch", kDefaultBatch), accumulate = run.value("accumulate", int64_t{1});
+  const int64_t sequences = before * batch * accumulate;
+  settings->batch = request.micro_batch.value_or(batch);
+  settings->accumulate = request.accumulation.value_or(accumulate);
+  if (!request.accumulation.has_value() && sequences % (world * settings->batch) == 0) {
+    settings->accumulate = sequences / (world * settings->batch);
+  } else if (!request.micro_batch.has_value() && sequences % (world * settings->accumulate) == 0) {
+    settings->batch = sequences / (world * settings->accumulate);
+  }
+  const int64_t now = world * settings->batch * settings->accumulate;
+  const bool told = request.micro_batch.has_value() && request.accumulation.has_value();
+  if (now != sequences && !told) {
+    return WrongFlag(
+        absl::StrCat("a step of this run has ", sequences, " sequences (", before, " ranks, --batch ", batch,
+                     ", --accumulate ", accumulate, "), which ", world,
+                     " ranks cannot share evenly that way: say --batch and --accumulate of each"));
+  }
+  settings->notes.push_back(absl::StrCat(
+      "made by ", before, before == 1 ? " rank" : " ranks", ", goes on with ", world, ": --batch ",
+      settings->batch, " --accumulate ", settings->accumulate, " of each",
+      now == sequences ? ", the same sequences in every step"
+                       : absl::StrCat("; a step has ", now, " sequences from here on, not ", sequences)));
+  settings->engine.resume.run_changes.update(
+      {{"ranks", world}, {"batch", settings->batch}, {"accumulate", settings->accumulate}});
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,
+                               const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                               TrainSettings* settings) {
+  zero::BatchRequest request;
+  request.train_batch = config.train_batch_size;
+  request.micro_batch = flags.batch.has_value() ? flags.batch : config.micro_batch_per_rank;
+  request.accumulation = flags.accumulate.has_value() ? flags.accumulate : config.gradient_accumulation_steps;
+  // Flags win: with both of them the file's product has nothing left to say.
+  if (flags.batch.has_value() && flags.accumulate.has_value()) request.train_batch.reset();
+  for (const auto& status :
+       {CheckFlag<int64_t>("--batch", request.micro_batch.value_or(1), 1, 1 << 20),
+        CheckFlag<int64_t>("--accumulate", request.accumulation.value_or(1), 1, 1 << 20)}) {
+    if (!status.ok()) return status;
+  }
+  if (settings->resumes && run.value("ranks", int64_t{1}) != settings->engine.world())
+    return SpreadBatch(request, run, settings);
+  // Without a key that was there, all three are as in a file that never had it.
+  if (settings->resumes &&
+      (kept.Removed("train_batch") || kept.Removed("batch") || kept.Removed("accumulate"))) {
+    ASSIGN_OR_RETURN(const zero::BatchSizes sizes,
+                     zero::ResolveBatch(request, settings->engine.world(), kDefaultBatch));
+    settings->batch = sizes.micro_batch;
+    settings->accumulate = sizes.accumulation;
+    const auto change = [&](const char* name, int64_t before, int64_t now) {
+      if (before == now) return;
+      changes->run[name] = now;
+      changes->Tell(name, absl::StrCat(before), absl::StrCat(now), "batch sizes that --config has lost");
+    };
+    change("batch", run.value("batch", kDefaultBatch), settings->batch);
+    change("accumulate", run.value("accumulate", int64_t{1}), settings->accumulate);
+    return absl::OkStatus();
+  }
+  // What the product of a step was is in the record: the file's is of matter where it is another.
+  const int64_t before = run.is_null() ? 0
+                                       : run.value("batch", kDefaultBatch) *
+                                             run.value("accumulate", int64_t{1}) * settings->engine.world();
+  const bool derives = !settings->resumes || kept.ConfigChanges("train_batch", before);
+  if (!derives) request.train_batch.reset();
+  if (settings->resumes && request.train_batch.has_value() && !request.micro_batch.has_value() &&
+      !request.accumulation.has_value()) {
+    const int64_t batch = run.value("batch", kDefaultBatch);
+    if (*request.train_batch % (batch * settings->engine.world()) == 0) request.micro_batch = batch;
+  }
+  ASSIGN_OR_RETURN(zero::BatchSizes sizes,
+                   zero::ResolveBatch(request, settings->engine.world(),
+                                      settings->resumes ? run.value("batch", kDefaultBatch) : kDefaultBatch));
+  if (settings->resumes && derives && request.train_batch.has_value()) {
+    settings->batch = sizes.micro_batch;
+    settings->accumulate = sizes.accumulation;
+    changes->run.update({{"batch", settings->batch}, {"accumulate", settings->accumulate}});
+    changes->Tell("train_batch", absl::StrCat(before),
+                  absl::StrCat(sizes.train_batch, ", --batch ", settings->batch, " --accumulate ",
+                               settings->accumulate),
+                  "train_batch_size in --config");
+    return absl::OkStatus();
+  }
+  ASSIGN_OR_RETURN(settings->batch, kept.Of("batch", "batch", request.micro_batch, sizes.micro_batch));
+  ASSIGN_OR_RETURN(settings->accumulate,
+                   kept.Of("accumulate", "accumulate", request.accumulation, sizes.accumulation));
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,23 @@
+// --batch and --accumulate beside the three batch sizes of --config: flags over config over defaults; on
+// resume, the run's own.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_BATCH_FLAGS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_BATCH_FLAGS_H_
+
+#include <nlohmann/json.hpp>
+
+#include "absl/status/status.h"
+#include "tools/penstock/recorded_options.h"
+#include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
+#include "zero/config/config.h"
+
+namespace penstock::tools {
+
+// `run`: the record of a run that goes on, or null.
+absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,
+                               const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                               TrainSettings* settings);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_BATCH_FLAGS_H_

@@ -1,0 +1,105 @@
+#include "tools/penstock/durability_keys.h"
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "swap/inspect.h"
+#include "zero/ranks/sharded_state.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char *kSyncPower = "power", *kSyncProcess = "process";
+constexpr const char *kEachStep = "step", *kAtCheckpoints = "checkpoint";
+
+void SetDurability(const std::string& sync, const std::string& durability, zero::EngineOptions* engine) {
+  engine->storage.sync = sync == kSyncPower ? swap::Sync::kPower : swap::Sync::kProcess;
+  engine->storage.durability =
+      durability == kAtCheckpoints ? zero::Durability::kCheckpoint : zero::Durability::kStep;
+}
+
+bool HasOneVersion(const zero::EngineOptions& engine) {
+  if (engine.storage.offload != zero::OffloadDevice::kNvme) return false;
+  const auto shards = zero::FindShards(engine.storage.state_dirs);
+  if (!shards.ok()) return false;
+  const absl::StatusOr<swap::Inspection> inspection = swap::Inspect(shards->front());
+  return inspection.ok() && inspection->shape.slots == 1;
+}
+
+// A store keeps as many versions as it was made for.
+absl::Status CheckVersions(const zero::Config& config, const zero::EngineOptions& engine) {
+  if (!config.penstock.versions.has_value() || engine.storage.offload != zero::OffloadDevice::kNvme)
+    return absl::OkStatus();
+  const auto shards = zero::FindShards(engine.storage.state_dirs);
+  if (!shards.ok()) return absl::OkStatus();
+  const absl::StatusOr<swap::Inspection> found = swap::Inspect(shards->front());
+  if (!found.ok() || *config.penstock.versions == found->shape.slots) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      "--config: penstock.versions ", *config.penstock.versions, ": ", engine.storage.state_dirs.front(),
+      " was made for ", found->shape.slots, found->shape.slots == 1 ? " version" : " versions",
+      " of everything; leave it as it was, or go on from a checkpoint with another --state-dir"));
+}
+
+}  // namespace
+
+std::optional<std::string> SyncSaid(const zero::Config& config) {
+  if (!config.penstock.sync.has_value()) return std::nullopt;
+  return config.penstock.sync == zero::SyncMode::kPower ? kSyncPower : kSyncProcess;
+}
+
+std::optional<std::string> DurabilitySaid(const zero::Config& config) {
+  if (config.penstock.versions == 1) return kAtCheckpoints;
+  if (!config.penstock.durability.has_value()) return std::nullopt;
+  return config.penstock.durability == zero::Durability::kStep ? kEachStep : kAtCheckpoints;
+}
+
+void TakeDurability(const zero::Config& config, zero::EngineOptions* engine) {
+  SetDurability(SyncSaid(config).value_or(kSyncProcess), DurabilitySaid(config).value_or(kEachStep), engine);
+  engine->storage.versions = static_cast<int>(config.penstock.versions.value_or(0));
+}
+
+void RestoreDurability(const zero::Config& config, const nlohmann::json& run, zero::EngineOptions* engine) {
+  SetDurability(SyncSaid(config).value_or(run.value("sync", kSyncProcess)),
+                DurabilitySaid(config).value_or(run.value("durability", kEachStep)), engine);
+}
+
+absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& kept,
+                               TrainSettings* settings) {
+  if (settings->resumes) {
+    RETURN_IF_ERROR(CheckVersions(config, settings->engine));
+  }
+  ASSIGN_OR_RETURN(const std::string sync,
+                   kept.Of<std::string>("sync", "config", SyncSaid(config), kSyncProcess));
+  // A store of one version commits with its checkpoints only, whatever the config says by now.
+  const bool one_version = settings->resumes && HasOneVersion(settings->engine);
+  if (one_version && config.penstock.durability == zero::Durability::kStep) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "--config: penstock.durability \"step\": ", settings->engine.storage.state_dirs.front(),
+        " has one version of everything, and commits with its checkpoints only; leave it out, or "
+        "start another run with \"versions\": 2 in another --state-dir"));
+  }
+  std::string durability = kAtCheckpoints;
+  if (!one_version) {
+    ASSIGN_OR_RETURN(durability,
+                     kept.Of<std::string>("durability", "config", DurabilitySaid(config), kEachStep));
+  }
+  SetDurability(sync, durability, &settings->engine);
+  settings->kept.update({{"sync", sync}, {"durability", durability}});
+  return absl::OkStatus();
+}
+
+void NoteDurability(const zero::Config& config, TrainSettings* settings) {
+  const zero::EngineOptions& engine = settings->engine;
+  if (engine.storage.offload == zero::OffloadDevice::kNvme) return;
+  if (config.penstock.durability == zero::Durability::kStep) {
+    settings->notes.push_back(
+        "penstock.durability \"step\": of no effect without offload to nvme: state in memory is kept by "
+        "checkpoints");
+  }
+  if (engine.storage.versions > 0) {
+    settings->notes.push_back("penstock.versions: of no effect without offload to nvme");
+  }
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,33 @@
+// What of a run outlives what: penstock.sync, penstock.durability and penstock.versions of --config; a run
+// that goes on has its own.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_DURABILITY_KEYS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_DURABILITY_KEYS_H_
+
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "tools/penstock/recorded_options.h"
+#include "tools/penstock/train_settings.h"
+#include "zero/config/config.h"
+
+namespace penstock::tools {
+
+// As config and record have them; empty: the config does not say.
+std::optional<std::string> SyncSaid(const zero::Config& config);
+std::optional<std::string> DurabilitySaid(const zero::Config& config);
+
+// Of a new run.
+void TakeDurability(const zero::Config& config, zero::EngineOptions* engine);
+// What a checkpoint's run is restored with: as it was made, but for what the config says.
+void RestoreDurability(const zero::Config& config, const nlohmann::json& run, zero::EngineOptions* engine);
+// Of a run, once it is known whether it goes on. kFailedPrecondition: its store was made for something else.
+absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions& kept,
+                               TrainSettings* settings);
+// What is of no effect without a drive.
+void NoteDurability(const zero::Config& config, TrainSettings* settings);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_DURABILITY_KEYS_H_

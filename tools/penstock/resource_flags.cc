@@ -1,0 +1,101 @@
+#include "tools/penstock/resource_flags.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <tuple>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "tools/base/size.h"
+#include "tools/penstock/device_flags.h"
+#include "tools/penstock/flag_check.h"
+#include "tools/penstock/state_reader.h"
+#include "zero/config/plan_bounds.h"
+#include "zero/memory/threads.h"
+
+namespace penstock::tools {
+namespace {
+
+// Where a device computes the processor has little to do but updates: two cores are left to what moves.
+int64_t UpdateThreads(const zero::EngineOptions& engine) {
+  if (!engine.device->has_own_memory()) return 1;
+  const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
+  return std::max<int64_t>(1, int64_t{zero::DefaultIntraOpThreads()} / sharing - 2);
+}
+
+}  // namespace
+
+absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  if (flags.host_memory.has_value()) {
+    absl::StatusOr<int64_t> bytes = ParseSize(*flags.host_memory);
+    if (!bytes.ok())
+      return WrongFlag(
+          absl::StrCat("--host-memory ", *flags.host_memory, ": ", std::string(bytes.status().message())));
+    if (*bytes <= 0)
+      return WrongFlag(absl::StrCat("--host-memory ", *flags.host_memory, ": must be above 0"));
+    engine.memory.host_memory_budget_bytes = *bytes;
+  } else if (config.penstock.host_memory_bytes.has_value()) {
+    engine.memory.host_memory_budget_bytes = *config.penstock.host_memory_bytes;
+  } else if (engine.storage.offload == zero::OffloadDevice::kNvme) {
+    const int sharing = engine.comm != nullptr ? engine.comm->environment().local_world : 1;
+    engine.memory.host_memory_budget_bytes = DefaultHostMemory(sharing, engine.intra_op_threads);
+    settings->notes.push_back(
+        absl::StrCat("no --host-memory given: ", sharing == 1 ? "" : "a rank's share of ",
+                     "half of what is free, ", FormatBytes(engine.memory.host_memory_budget_bytes)));
+  }
+  return ResolveDevice(flags, config, settings);
+}
+
+absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  engine.optimizer.order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
+  engine.memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
+  const zero::ZeroConfig& zero_config = config.zero;
+  if (zero_config.sub_group_size_elements.value_or(0) > 0) {
+    // DeepSpeed's unit of an optimizer step is our tile.
+    ASSIGN_OR_RETURN(zero::TileFormat format, zero::FormatOf(engine));
+    const int64_t bytes = format.precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
+    engine.memory.tile_bytes =
+        engine.memory.tile_bytes > 0 ? std::min(engine.memory.tile_bytes, bytes) : bytes;
+  }
+  engine.memory.bounds = zero::PlanBoundsOf(config, engine.world());
+  const zero::OffloadOptimizerConfig& offload_optimizer = zero_config.offload_optimizer;
+  const bool no_ahead = offload_optimizer.pipeline_read == false;
+  const bool no_behind = offload_optimizer.pipeline_write == false;
+  if (no_ahead != no_behind) {
+    settings->notes.push_back(absl::StrCat(
+        "zero_optimization.offload_optimizer.pipeline_", no_ahead ? "read" : "write",
+        " false: at most two tiles of optimizer state are in flight at once, one of which may still be read ",
+        "ahead or written behind; with pipeline_read and pipeline_write false it is one at a time"));
+  }
+  for (const auto& [given, key, why] :
+       {std::tuple{zero_config.reduce_bucket_size_elements.has_value(),
+                   "zero_optimization.reduce_bucket_size", "a block is reduced as one, in small pieces"},
+        {zero_config.allgather_bucket_size_elements.has_value(), "zero_optimization.allgather_bucket_size",
+         "a block is gathered as one"},
+        {config.penstock.io_threads.has_value(), "penstock.io_threads",
+         "one thread drives a device at its full speed"}}) {
+    if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
+  }
+  engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(UpdateThreads(engine)));
+  if (config.aio.block_size_bytes.has_value()) {
+    engine.storage.io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
+  }
+  if (config.aio.queue_depth.has_value()) {
+    const auto depth = static_cast<uint64_t>(*config.aio.queue_depth);
+    // DeepSpeed's depth is per thread, for reads and for writes apart.
+    const auto threads = static_cast<uint64_t>(config.aio.intra_op_parallelism.value_or(1));
+    const uint64_t bytes =
+        std::max(depth * threads * engine.storage.io.block_bytes, engine.storage.io.block_bytes);
+    engine.storage.io.max_read_bytes_in_flight = std::min(engine.storage.io.max_read_bytes_in_flight, bytes);
+    engine.storage.io.max_write_bytes_in_flight =
+        std::min(engine.storage.io.max_write_bytes_in_flight, bytes);
+    engine.storage.io_depth_is_limit = true;
+  }
+  engine.storage.gds = config.aio.use_gds.value_or(false);
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::tools

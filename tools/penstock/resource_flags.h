@@ -1,0 +1,20 @@
+// What a run may use: --host-memory, and the keys of --config for tiles, transfers and updates.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_RESOURCE_FLAGS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_RESOURCE_FLAGS_H_
+
+#include "absl/status/status.h"
+#include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
+#include "zero/config/config.h"
+
+namespace penstock::tools {
+
+// The budget of host memory, and the device with its own (device_flags.h).
+absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config, TrainSettings* settings);
+
+// Tiles, their updates and their transfers. After ResolveMemory and the optimizer.
+absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_RESOURCE_FLAGS_H_

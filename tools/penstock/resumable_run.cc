@@ -1,0 +1,152 @@
+#include "tools/penstock/resumable_run.h"
+
+#include <cstdint>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "swap/checkpoint.h"
+#include "swap/inspect.h"
+#include "tools/penstock/checkpoint_flags.h"
+#include "tools/penstock/durability_keys.h"
+#include "tools/penstock/ranks.h"
+#include "tools/penstock/run_record.h"
+#include "zero/engine/restore.h"
+#include "zero/ranks/sharded_state.h"
+
+namespace penstock::tools {
+namespace {
+
+// The commit by which it is decided whether a run goes on from there: what is overwritten is that or nothing.
+swap::CommitSeen SeenIn(const std::vector<std::string>& dirs) {
+  const absl::StatusOr<swap::Inspection> found = swap::Inspect(dirs);
+  if (!found.ok()) return {};
+  return {found->shape.uuid, found->record.sequence};
+}
+
+// Without a drive: from a checkpoint, or from the state of a run with a drive.
+absl::StatusOr<nlohmann::json> FindWithoutDrive(const TrainOptions& flags,
+                                                const absl::StatusOr<std::string>& newest,
+                                                TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  // Nothing outlives the process but what was kept: a checkpoint, or the state of a run with a drive.
+  settings->goes_back = true;
+  engine.storage.state_dirs = newest.ok() ? std::vector<std::string>{*newest} : flags.state_dirs;
+  if (engine.storage.state_dirs.empty()) {
+    settings->decisions.push_back(
+        absl::StrCat("no checkpoint in ", engine.storage.checkpoints.parent, ": starting over"));
+    return nlohmann::json();
+  }
+  absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
+  if (absl::IsFailedPrecondition(run.status()) && !newest.ok() &&
+      !swap::Inspect(engine.storage.state_dirs).ok() &&
+      IsDirectory(DefaultCheckpoints(engine.storage.state_dirs))) {
+    run = nlohmann::json();  // of a run in memory that was killed before it kept anything
+  }
+  if (run.ok() && !run->is_null()) {
+    settings->notes.push_back(absl::StrCat("going on from ", engine.storage.state_dirs.front()));
+  } else if (run.ok() && newest.ok()) {
+    // It is there, and cannot be read as one: never a reason to start over, which removes those before it.
+    return absl::DataLossError(absl::StrCat(
+        *newest, " is damaged: move it away to go on from an older one, or start over with --overwrite"));
+  } else if (run.ok()) {
+    settings->decisions.push_back(
+        absl::StrCat("nothing to go on from in ", engine.storage.state_dirs.front(), ": starting over"));
+    engine.storage.state_dirs.clear();
+  }
+  return run;
+}
+
+// From the state on the drive, or, where that is gone, from the newest checkpoint.
+absl::StatusOr<nlohmann::json> FindOnDrive(const zero::Config& config,
+                                           const absl::StatusOr<std::string>& newest, bool starts,
+                                           bool* restores, TrainSettings* settings) {
+  zero::EngineOptions& engine = settings->engine;
+  const std::string in_memory = DefaultCheckpoints(engine.storage.state_dirs);
+  if (engine.storage.checkpoints.parent.empty() && engine.comm == nullptr &&
+      !swap::ListCheckpoints(in_memory).empty() && !swap::Inspect(engine.storage.state_dirs).ok()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(in_memory,
+                     " holds the checkpoints of a run without a drive, and there is no state beside "
+                     "them: go on with --offload cpu, or with --checkpoint-dir ",
+                     in_memory, " and another --state-dir"));
+  }
+  engine.storage.overwrites_only = SeenIn(engine.storage.state_dirs);  // before it is looked at more closely
+  absl::StatusOr<nlohmann::json> run = FindRun(engine.storage.state_dirs);
+  const bool overwritten = IsOverwritten(run.status());
+  const bool alone = engine.comm == nullptr;
+  if (!run.ok() && !(overwritten && (newest.ok() || !alone))) return run;
+  bool from_checkpoint = newest.ok() && (overwritten || run->is_null());
+  if (!alone) {
+    GoOn from = GoOn::kState;
+    ASSIGN_OR_RETURN(from, AgreeOnResume(*engine.comm, run, engine.storage.state_dirs, newest.value_or("")));
+    from_checkpoint = from == GoOn::kCheckpoint;
+    if (from == GoOn::kStartOver) run = nlohmann::json();
+    // What the run is told by the record that all go on from, which is the oldest of those that are there.
+    if (from == GoOn::kState) {
+      ASSIGN_OR_RETURN(*run, OldestRecord(*engine.comm, *run, StepIn(engine.storage.state_dirs)));
+    }
+  }
+  if (from_checkpoint && !starts) {
+    settings->notes.push_back(
+        absl::StrCat("training restores ", engine.storage.state_dirs.front(), " from ", *newest));
+    *restores = true;
+    return FindRun({*newest});
+  }
+  if (from_checkpoint) {
+    // The state is gone, and a checkpoint is left.
+    ASSIGN_OR_RETURN(const nlohmann::json kept, FindRun({*newest}));
+    RestoreDurability(config, kept, &engine);
+    RETURN_IF_ERROR(zero::RestoreRun(*newest, engine));
+    settings->notes.push_back(
+        absl::StrCat("restored ", engine.storage.state_dirs.front(), " from ", *newest));
+    settings->goes_back = true;
+    return FindRun(engine.storage.state_dirs);
+  }
+  if (run->is_null()) {
+    settings->decisions.push_back(
+        absl::StrCat("no step was ever committed in ", engine.storage.state_dirs.front(), ": starting over"));
+    return run;
+  }
+  if (newest.ok()) {
+    const int64_t state = StepIn(engine.storage.state_dirs);
+    if (StepIn({*newest}) > state) {
+      settings->notes.push_back(
+          absl::StrCat(engine.storage.state_dirs.front(), " goes on from its step ", state, ", though ",
+                       *newest, " is newer: to go on from that one, give a --state-dir that is empty"));
+    }
+  }
+  return run;
+}
+
+}  // namespace
+
+absl::Status CheckFree(const std::vector<std::string>& dirs) {
+  const swap::Finding found = swap::Probe(dirs);
+  if (found.holding == swap::Holding::kNothing || found.holding == swap::Holding::kForeign)
+    return absl::OkStatus();  // whoever makes the state says what is wrong with others
+  const bool in_use = found.holding == swap::Holding::kInUse;
+  return absl::AlreadyExistsError(
+      absl::StrCat(dirs.front(), " holds a run already", in_use ? ", which another process is training" : "",
+                   ": go on with it (--resume), replace it (--overwrite), or give another --state-dir"));
+}
+
+absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const zero::Config& config,
+                                             bool starts, bool* restores, TrainSettings* settings) {
+  const std::string& checkpoints = settings->engine.storage.checkpoints.parent;
+  absl::StatusOr<std::string> newest = absl::NotFoundError("");
+  if (!checkpoints.empty()) newest = swap::FindCheckpoint(checkpoints);
+  if (!newest.ok() && !absl::IsNotFound(newest.status())) return newest.status();
+  if (!newest.ok() && !checkpoints.empty()) {
+    // Of several ranks, without the part of the first.
+    if (const absl::Status parts = zero::FindShards({checkpoints}).status(); absl::IsDataLoss(parts))
+      return parts;
+  }
+  if (newest.ok()) {
+    RETURN_IF_ERROR(KeepBeside(*newest, settings));
+  }
+  return settings->engine.storage.offload == zero::OffloadDevice::kNvme
+             ? FindOnDrive(config, newest, starts, restores, settings)
+             : FindWithoutDrive(flags, newest, settings);
+}
+
+}  // namespace penstock::tools

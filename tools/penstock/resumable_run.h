@@ -1,0 +1,28 @@
+// What `--resume` goes on from: the state, the newest checkpoint, or nothing yet.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_RESUMABLE_RUN_H_
+#define PENSTOCK_TOOLS_PENSTOCK_RESUMABLE_RUN_H_
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
+#include "zero/config/config.h"
+
+namespace penstock::tools {
+
+// Of a start that does not resume: a run that would be replaced or refused is told of before anything is
+// measured.
+absl::Status CheckFree(const std::vector<std::string>& dirs);
+
+// Finds what --resume goes on from; null if there is nothing yet. Where training `starts` it may make a run
+// of a checkpoint; where it does not, *restores says that it would.
+absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const zero::Config& config,
+                                             bool starts, bool* restores, TrainSettings* settings);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_RESUMABLE_RUN_H_

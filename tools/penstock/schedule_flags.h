@@ -1,0 +1,39 @@
+// --lr, --warmup, --clip and the scheduler and loss scale of --config: of a new run, and where a run that
+// goes on is changed.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_SCHEDULE_FLAGS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_SCHEDULE_FLAGS_H_
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "absl/status/status.h"
+#include "tools/penstock/recorded_options.h"
+#include "tools/penstock/train_options.h"
+#include "tools/penstock/train_settings.h"
+#include "zero/config/config.h"
+
+namespace penstock::tools {
+
+// Steps of warm-up where nobody says how many.
+int64_t DefaultWarmup(int64_t steps);
+
+// The config's scheduler goes by the optimizer's rate, not by one that it names itself.
+bool GoesByOptimizersRate(const zero::SchedulerConfig& scheduler);
+
+// The flags leave the config's scheduler in force: they win, also over rates that the scheduler names itself.
+bool KeepsScheduler(const TrainOptions& flags, const zero::SchedulerConfig& scheduler);
+
+// The config's scheduler, apart from what the run's other flags make of it: to tell whether the file changed.
+std::optional<nlohmann::json> SchedulerSaid(const zero::Config& config);
+// What --config says of fp16's loss scale, key by key.
+std::optional<nlohmann::json> LossScaleSaid(const zero::Fp16Config& config);
+
+// The optimizer, its clipping, loss scale and schedule. `run`: the record of a run that goes on, or null.
+absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfig& parsed,
+                              const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
+                              TrainSettings* settings);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_SCHEDULE_FLAGS_H_

@@ -1,0 +1,425 @@
+#include "tools/penstock/train_settings.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <optional>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/status_macros.h"
+#include "kernels/cpu_features.h"
+#include "models/dataset.h"
+#include "models/weight_import.h"
+#include "swap/inspect.h"
+#include "tools/base/size.h"
+#include "tools/penstock/batch_flags.h"
+#include "tools/penstock/checkpoint_flags.h"
+#include "tools/penstock/config_flags.h"
+#include "tools/penstock/durability_keys.h"
+#include "tools/penstock/flag_check.h"
+#include "tools/penstock/ranks.h"
+#include "tools/penstock/recorded_options.h"
+#include "tools/penstock/resource_flags.h"
+#include "tools/penstock/resumable_run.h"
+#include "tools/penstock/run_record.h"
+#include "tools/penstock/schedule_flags.h"
+#include "zero/compute/block.h"
+#include "zero/config/config.h"
+#include "zero/config/json_difference.h"
+#include "zero/memory/threads.h"
+#include "zero/ranks/sharded_state.h"
+
+namespace penstock::tools {
+namespace {
+
+absl::StatusOr<zero::OffloadDevice> ParseOffload(const std::string& text) {
+  if (text == "none") return zero::OffloadDevice::kNone;
+  if (text == "cpu") return zero::OffloadDevice::kCpu;
+  if (text == "nvme") return zero::OffloadDevice::kNvme;
+  return WrongFlag(absl::StrCat("--offload ", text, ": must be none, cpu or nvme"));
+}
+
+// The type to compute in, as a name.
+absl::StatusOr<std::string> ChooseDtype(const TrainOptions& flags, const zero::Config& config,
+                                        std::vector<std::string>* notes) {
+  const bool fast_bf16 = kernels::GetCpuFeatures().avx512_bf16;
+  std::string dtype = flags.dtype.value_or("auto");
+  if (dtype == "auto" && config.fp16.enabled.value_or(false)) dtype = "fp16";
+  if (dtype == "auto" && config.bf16.has_value()) dtype = *config.bf16 ? "bf16" : "fp32";
+  if (dtype == "auto") dtype = fast_bf16 ? "bf16" : "fp32";
+  if (!zero::ParseDType(dtype).has_value()) {
+    return WrongFlag(absl::StrCat("--dtype ", dtype, ": must be bf16, fp16, fp32 or auto"));
+  }
+  if (dtype == "bf16" && !fast_bf16) {
+    notes->push_back(
+        "bf16 was asked for, but this processor has no bf16 instructions: fp32 is up to 200 times faster "
+        "here");
+  }
+  return dtype;
+}
+
+// DeepSpeed's answer to a file without offload is none; a --state-dir asks for a drive.
+absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& flags, const zero::ParsedConfig& parsed,
+                                                  std::vector<std::string>* filled) {
+  if (flags.offload.has_value()) return ParseOffload(*flags.offload);
+  const std::optional<zero::OffloadDevice> given = zero::CombinedOffload(parsed.config.zero);
+  if (given.has_value()) return *given;
+  if (!parsed.deepspeeds || !flags.state_dirs.empty()) return zero::OffloadDevice::kNvme;
+  // A run that is there goes on where it is.
+  if (flags.resume) {
+    const swap::Holding holding = swap::Probe(std::vector<std::string>{kDefaultStateDir}).holding;
+    if (holding == swap::Holding::kRun || holding == swap::Holding::kInUse) return zero::OffloadDevice::kNvme;
+  }
+  filled->push_back("zero_optimization.offload_optimizer: none (--offload nvme trains from a drive)");
+  return zero::OffloadDevice::kNone;
+}
+
+// --model says what the weights of --init-from are used for: said where they were made for another function.
+void NoteAnotherFunction(const std::string& weights, TrainSettings* settings) {
+  const absl::StatusOr<nlohmann::json> published = models::ConfigOfWeights(weights);
+  if (!published.ok() || published->is_null()) return;
+  const absl::StatusOr<models::GptConfig> theirs = models::GptConfigFromJson(*published);
+  if (!theirs.ok()) {
+    settings->notes.push_back(absl::StrCat("--init-from ", weights,
+                                           ": by its config.json these are weights of "
+                                           "another model (",
+                                           std::string(theirs.status().message()),
+                                           "); --model is taken at its word"));
+    return;
+  }
+  const nlohmann::ordered_json a = settings->model.ToPublished(), b = theirs->ToPublished();
+  std::vector<std::string> differences;
+  for (const char* key : {"activation_function", "layer_norm_epsilon", "scale_attn_weights",
+                          "scale_attn_by_inverse_layer_idx", "resid_pdrop", "embd_pdrop", "attn_pdrop"}) {
+    if (a[key] != b[key])
+      differences.push_back(absl::StrCat(key, " ", a[key].dump(), ", not ", b[key].dump()));
+  }
+  if (differences.empty()) return;
+  settings->notes.push_back(absl::StrCat("--init-from ", weights,
+                                         ": --model computes something else than its "
+                                         "config.json: ",
+                                         absl::StrJoin(differences, "; "),
+                                         "; without --model that one is taken"));
+}
+
+// The names of the record that the command line gives a value to.
+std::set<std::string> GivenByFlag(const TrainOptions& flags) {
+  std::set<std::string> names;
+  for (const auto& [name, given] : {std::pair{"lr", flags.lr.has_value()},
+                                    {"clip", flags.clip.has_value()},
+                                    {"weight_decay", flags.weight_decay.has_value()},
+                                    {"batch", flags.batch.has_value()},
+                                    {"accumulate", flags.accumulate.has_value()},
+                                    {"seq", flags.seq.has_value()},
+                                    {"vocab", flags.vocab.has_value()},
+                                    {"seed", flags.seed.has_value()},
+                                    {"dtype", flags.dtype.has_value()},
+                                    {"optimizer_states", flags.optimizer_states.has_value()}}) {
+    if (given) names.insert(name);
+  }
+  return names;
+}
+
+// Decides one thing after the other; each step may rest on those before it.
+class Resolver {
+ public:
+  Resolver(const TrainOptions& flags, bool needs_data, std::shared_ptr<zero::Comm> comm)
+      : flags_(flags), needs_data_(needs_data), kept_(run_, GivenByFlag(flags), &changes_) {
+    engine_.comm = std::move(comm);
+    parsed_.deepspeeds = false;  // without a file the program's own defaults hold
+  }
+  Resolver(const Resolver&) = delete;
+  Resolver& operator=(const Resolver&) = delete;
+
+  absl::StatusOr<TrainSettings> Resolve() {
+    if (flags_.config.has_value()) {
+      ASSIGN_OR_RETURN(parsed_, zero::LoadConfig(*flags_.config));
+      settings_.notes = parsed_.notes;
+    }
+    if (needs_data_ && !flags_.data.has_value()) return WrongFlag("--data FILE is needed: the text to learn");
+    if (flags_.resume && flags_.overwrite) return WrongFlag("--resume and --overwrite: one or the other");
+    RETURN_IF_ERROR(ChooseStorage());
+    RETURN_IF_ERROR(TakeRun());
+    RETURN_IF_ERROR(ChooseModel());
+    RETURN_IF_ERROR(ChooseEvaluation());
+    RETURN_IF_ERROR(ChooseVocabulary());
+    RETURN_IF_ERROR(ChooseSteps());
+    RETURN_IF_ERROR(ChooseSequences());
+    RETURN_IF_ERROR(ChooseSeedAndThreads());
+    RETURN_IF_ERROR(ChooseComputeType());
+    RETURN_IF_ERROR(ResolveOptimizer(flags_, parsed_, kept_, run_, &changes_, &settings_));
+    RETURN_IF_ERROR(ResolveDurability(config_, kept_, &settings_));
+    ChooseDataOrder();
+    RETURN_IF_ERROR(ResolveMemory(flags_, config_, &settings_));
+    RETURN_IF_ERROR(ResolveIo(config_, &settings_));
+    RETURN_IF_ERROR(ChooseInitialWeights());
+    RETURN_IF_ERROR(MakeExample());
+    Record();
+    return std::move(settings_);
+  }
+
+ private:
+  // Where state and checkpoints live, and that a start which does not resume replaces nothing unasked.
+  absl::Status ChooseStorage() {
+    ASSIGN_OR_RETURN(engine_.storage.offload, ChooseOffload(flags_, parsed_, &filled_));
+    const bool on_drive = engine_.storage.offload == zero::OffloadDevice::kNvme;
+    if (on_drive) {
+      engine_.storage.state_dirs =
+          !flags_.state_dirs.empty() ? flags_.state_dirs : zero::NvmePaths(config_.zero);
+      if (engine_.storage.state_dirs.empty()) engine_.storage.state_dirs = {kDefaultStateDir};
+      RETURN_IF_ERROR(CheckRankDirectories(engine_.storage.state_dirs, engine_.world()));
+      if (engine_.comm != nullptr)
+        engine_.storage.state_dirs = zero::RankDirectories(engine_.storage.state_dirs, engine_.rank());
+    }
+    TakeDurability(config_, &engine_);
+    NoteDurability(config_, &settings_);
+    if (needs_data_ && !flags_.resume && !flags_.overwrite && on_drive) {
+      RETURN_IF_ERROR(CheckFree(engine_.storage.state_dirs));
+    }
+    RETURN_IF_ERROR(ResolveCheckpoints(flags_, &settings_));
+    if (flags_.resume) {
+      RETURN_IF_ERROR(CheckWasThere(flags_, engine_));
+    }
+    if (needs_data_) {
+      RETURN_IF_ERROR(TakeCheckpoints(&settings_));
+      RETURN_IF_ERROR(CheckNoCheckpoints(flags_, settings_));
+    }
+    if (needs_data_ && flags_.overwrite) NoteReplaced(&settings_);
+    return absl::OkStatus();
+  }
+
+  // The record of the run that goes on.
+  absl::Status TakeRun() {
+    bool restores = false;
+    if (flags_.resume) {
+      ASSIGN_OR_RETURN(run_, FindResumable(flags_, config_, /*starts=*/needs_data_, &restores, &settings_));
+      settings_.resumes = !run_.is_null();
+    }
+    engine_.resume.enabled = settings_.resumes && !restores;  // there is no state to plan for yet
+    // A run that was killed before its first commit is started over by --resume.
+    engine_.storage.overwrite = flags_.overwrite || (flags_.resume && !settings_.resumes);
+    // As the file has it: what fills its open places depends on the run's other flags.
+    if (flags_.config.has_value()) NoteConfig(config_, kept_);
+    return absl::OkStatus();
+  }
+
+  absl::Status ChooseModel() {
+    if (settings_.resumes && !flags_.model.has_value()) {
+      ASSIGN_OR_RETURN(settings_.model, models::GptConfigFromJson(run_["model"]));
+      return absl::OkStatus();
+    }
+    if (flags_.model.has_value() || !flags_.init_from.has_value()) {
+      ASSIGN_OR_RETURN(settings_.model,
+                       models::ParseGptConfig(flags_.model.value_or("gpt-small"), &settings_.notes));
+      if (flags_.init_from.has_value()) NoteAnotherFunction(*flags_.init_from, &settings_);
+      return absl::OkStatus();
+    }
+    ASSIGN_OR_RETURN(const nlohmann::json published, models::ConfigOfWeights(*flags_.init_from));
+    if (published.is_null()) {
+      return WrongFlag(absl::StrCat("--init-from ", *flags_.init_from,
+                                    ": no config.json tells what model that is: give --model as well"));
+    }
+    absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(published, &settings_.notes);
+    if (!model.ok()) {
+      return WrongFlag(
+          absl::StrCat("--init-from ", *flags_.init_from, ": ", std::string(model.status().message())));
+    }
+    settings_.model = *model;
+    return absl::OkStatus();
+  }
+
+  absl::Status ChooseEvaluation() {
+    settings_.data_path = flags_.data.value_or("");
+    settings_.eval_path = flags_.eval_data.value_or("");
+    settings_.eval_every = flags_.eval_every.value_or(0);
+    settings_.eval_windows = flags_.eval_windows.value_or(0);
+    for (const auto& [flag, given] :
+         {std::pair{"--eval-every", flags_.eval_every}, {"--eval-windows", flags_.eval_windows}}) {
+      if (!given.has_value()) continue;
+      if (settings_.eval_path.empty()) return WrongFlag(absl::StrCat(flag, " needs --eval-data FILE"));
+      RETURN_IF_ERROR(CheckFlag<int64_t>(flag, *given, 1, int64_t{1} << 40));
+    }
+    return absl::OkStatus();
+  }
+
+  // After it the model is known whole: that of the record, where there is one.
+  absl::Status ChooseVocabulary() {
+    if (flags_.vocab.has_value()) {
+      RETURN_IF_ERROR(CheckFlag<int64_t>("--vocab", *flags_.vocab, 1, int64_t{1} << 32));
+    }
+    ASSIGN_OR_RETURN(settings_.vocab, kept_.Of<int64_t>("vocab", "vocab", flags_.vocab, 0));
+    if (settings_.vocab > 0) settings_.model.vocab = settings_.vocab;
+    if (!settings_.resumes || !flags_.model.has_value()) return absl::OkStatus();
+    const absl::StatusOr<models::GptConfig> made = models::GptConfigFromJson(run_["model"]);
+    const std::string difference =
+        made.ok() ? zero::JsonDifference(made->ToJson(), settings_.model.ToJson()) : std::string();
+    if (difference.empty()) return absl::OkStatus();
+    return absl::FailedPreconditionError(
+        absl::StrCat("--model ", *flags_.model, ": ",
+                     engine_.storage.state_dirs.empty() ? "" : engine_.storage.state_dirs.front(),
+                     " holds a run of another model (", difference,
+                     "); leave the flag out, or start another run in another --state-dir"));
+  }
+
+  // And what rests on them: what a config leaves open.
+  absl::Status ChooseSteps() {
+    settings_.steps = flags_.steps.value_or(settings_.resumes ? run_.value("steps", int64_t{100}) : 100);
+    RETURN_IF_ERROR(CheckFlag<int64_t>("--steps", settings_.steps, 1, int64_t{1} << 40));
+    // On resume the record has what was filled when the run was created.
+    if (settings_.resumes) FillRemoved(parsed_, kept_, settings_.steps, &config_);
+    if (parsed_.deepspeeds && !settings_.resumes)
+      FillFromFlagsAndDeepSpeed(flags_, settings_.steps, &parsed_, &filled_);
+    if (!filled_.empty()) {
+      settings_.notes.push_back(absl::StrCat("what ", *flags_.config,
+                                             " leaves open is as in DeepSpeed, and what is \"auto\" as in "
+                                             "Hugging Face's Trainer: ",
+                                             absl::StrJoin(filled_, ", ")));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ChooseSequences() {
+    RETURN_IF_ERROR(ResolveBatchSizes(flags_, config_, kept_, run_, &changes_, &settings_));
+    if (flags_.seq.has_value()) {
+      if (absl::Status status = CheckFlag<int64_t>("--seq", *flags_.seq, 1, settings_.model.context);
+          !status.ok()) {
+        return WrongFlag(absl::StrCat(std::string(status.message()), " (the model's context)"));
+      }
+    }
+    ASSIGN_OR_RETURN(settings_.seq, kept_.Of("seq", "seq", flags_.seq, settings_.model.context));
+    return absl::OkStatus();
+  }
+
+  absl::Status ChooseSeedAndThreads() {
+    ASSIGN_OR_RETURN(const int64_t seed, kept_.Of<int64_t>("seed", "seed", flags_.seed, 1));
+    RETURN_IF_ERROR(CheckFlag<int64_t>("--seed", seed, 0, int64_t{1} << 62));
+    engine_.seed = static_cast<uint64_t>(seed);
+    if (flags_.threads.has_value()) {
+      RETURN_IF_ERROR(CheckFlag<int64_t>("--threads", *flags_.threads, 1, kMostThreads));
+    }
+    const int sharing = engine_.comm != nullptr ? engine_.comm->environment().local_world : 1;
+    const int64_t threads =
+        flags_.threads.value_or(std::max<int64_t>(1, zero::DefaultIntraOpThreads() / sharing));
+    const int64_t kept_threads = run_.is_null() ? threads : run_.value("threads", threads);
+    if (flags_.threads.has_value() && kept_threads != threads) {
+      settings_.notes.push_back(absl::StrCat("--threads ", threads, ": the run goes on with the ",
+                                             kept_threads,
+                                             " that it was created with, so that its bits stay the same"));
+    }
+    engine_.intra_op_threads = static_cast<int>(kept_threads);
+    return absl::OkStatus();
+  }
+
+  absl::Status ChooseComputeType() {
+    ASSIGN_OR_RETURN(std::string dtype, ChooseDtype(flags_, config_, &settings_.notes));
+    std::optional<std::string> said = flags_.dtype;
+    if (said == "auto") said.reset();
+    if (!said.has_value() && !flags_.dtype.has_value() && changes_.config.contains("dtype")) said = dtype;
+    if (settings_.resumes) {
+      ASSIGN_OR_RETURN(dtype, kept_.Of("dtype", "dtype", said, run_.value("dtype", dtype)));
+    }
+    engine_.dtype = zero::TorchDtype(*zero::ParseDType(dtype));
+    return absl::OkStatus();
+  }
+
+  void ChooseDataOrder() {
+    settings_.kept["data_order"] = models::kSequenceOrder;
+    if (!settings_.resumes) return;
+    const std::string order = run_.value("data_order", models::kSequenceOrder);
+    if (order == models::kSequenceOrder) return;
+    changes_.run["data_order"] = models::kSequenceOrder;
+    changes_.Tell("the order of the data", order, models::kSequenceOrder, "this version of the program");
+  }
+
+  absl::Status ChooseInitialWeights() {
+    if (!flags_.init_from.has_value()) return absl::OkStatus();
+    if (settings_.resumes) {
+      settings_.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
+      return absl::OkStatus();
+    }
+    std::unique_ptr<models::WeightImport> opened;
+    ASSIGN_OR_RETURN(opened, models::WeightImport::Open(*flags_.init_from, settings_.model));
+    engine_.initial_values = [weights = std::shared_ptr<models::WeightImport>(std::move(opened))](
+                                 int block, int64_t first, int64_t elements, float* to) {
+      return weights->Read(block, first, elements, to);
+    };
+    return absl::OkStatus();
+  }
+
+  absl::Status MakeExample() {
+    engine_.micro_batches = static_cast<int>(settings_.accumulate);
+    // Inputs and targets, as whole numbers of 64 bits: made before anything else is known of the run.
+    int64_t tokens = 0;
+    const int64_t most = std::max(engine_.memory.host_memory_budget_bytes, int64_t{64} << 20);
+    if (__builtin_mul_overflow(settings_.batch, settings_.seq, &tokens) || tokens > most / 16) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("--batch ", settings_.batch, " --seq ", settings_.seq,
+                       ": the tokens alone are more than the host memory budget of ",
+                       FormatBytes(engine_.memory.host_memory_budget_bytes), " has room for"));
+    }
+    engine_.example = ExampleBatch(settings_.batch, settings_.seq);
+    return absl::OkStatus();
+  }
+
+  // What the run's record says from now on: all of a new run, the changes of one that goes on.
+  void Record() {
+    engine_.resume.run = {{"model", settings_.model.ToJson()},
+                          {"steps", settings_.steps},
+                          {"batch", settings_.batch},
+                          {"accumulate", settings_.accumulate},
+                          {"seq", settings_.seq},
+                          {"vocab", settings_.vocab},
+                          {"seed", static_cast<int64_t>(engine_.seed)},
+                          {"threads", engine_.intra_op_threads},
+                          {"clip", engine_.optimizer.clip},
+                          {"blas", zero::DescribeBlas().name}};
+    if (engine_.world() > 1) engine_.resume.run["ranks"] = engine_.world();
+    if (engine_.storage.checkpoints.any()) {
+      // For whoever wants to read the model while it is trained.
+      std::error_code error;
+      std::string parent = std::filesystem::absolute(engine_.storage.checkpoints.parent, error);
+      if (error) parent = engine_.storage.checkpoints.parent;
+      engine_.resume.run["checkpoint_dir"] = parent;
+      changes_.run["checkpoint_dir"] = parent;
+    }
+    engine_.resume.run.update(settings_.kept);
+    if (flags_.config.has_value()) engine_.resume.run["config"] = changes_.config;
+    if (!settings_.resumes) return;
+    if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
+      changes_.run["config"] = changes_.config;
+    // Of runs from before these were recorded.
+    for (const char* name : {"sync", "durability", "data_order"}) {
+      if (!run_.contains(name)) changes_.run[name] = settings_.kept[name];
+    }
+    if (settings_.steps != run_.value("steps", settings_.steps)) changes_.run["steps"] = settings_.steps;
+    engine_.resume.run_changes.update(changes_.run);
+    settings_.changes = std::move(changes_.told);
+    settings_.recorded = std::move(run_);
+  }
+
+  const TrainOptions& flags_;
+  const bool needs_data_;
+  zero::ParsedConfig parsed_;
+  zero::Config& config_ = parsed_.config;
+  std::vector<std::string> filled_;  // what the file leaves open, as DeepSpeed has it
+  nlohmann::json run_;               // the record of a run that goes on; null: a new one
+  Changes changes_;
+  const RecordedOptions kept_;  // of run_ and changes_
+  TrainSettings settings_;
+  zero::EngineOptions& engine_ = settings_.engine;
+};
+
+}  // namespace
+
+zero::Batch ExampleBatch(int64_t batch, int64_t seq) {
+  return {torch::zeros({batch, seq}, torch::kInt64), torch::zeros({batch, seq}, torch::kInt64)};
+}
+
+absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, bool needs_data,
+                                                  std::shared_ptr<zero::Comm> comm) {
+  return Resolver(flags, needs_data, std::move(comm)).Resolve();
+}
+
+}  // namespace penstock::tools

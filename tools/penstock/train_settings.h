@@ -1,0 +1,51 @@
+// What becomes of the flags of `penstock train` and `penstock plan`: flags over config file over defaults; on
+// resume, what the run was made with.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_TRAIN_SETTINGS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_TRAIN_SETTINGS_H_
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "models/gpt.h"
+#include "tools/penstock/train_options.h"
+#include "zero/engine/engine.h"
+
+namespace penstock::tools {
+
+inline constexpr int64_t kDefaultBatch = 2;
+
+// Everything decided.
+struct TrainSettings {
+  models::GptConfig model;
+  std::string data_path, eval_path;
+  int64_t steps = 100, batch = kDefaultBatch, accumulate = 1, seq = 0, vocab = 0, eval_every = 0;
+  int64_t eval_windows = 0;                        // at the most; 0: all
+  nlohmann::json kept = nlohmann::json::object();  // of the optimizer: part of engine.run
+  zero::EngineOptions engine;                      // complete but for what hooks into the run
+  std::vector<std::string> notes;                  // lines for people: keys ignored, choices made
+  // With --overwrite, the ids of the runs that go ("" of one that has none): their logs may go with them.
+  std::set<std::string> replaces;
+  std::vector<std::string> decisions;  // those that they have to hear of, also with --quiet
+  nlohmann::json recorded;             // the record of a run that goes on; null: a new one
+  std::vector<std::string> changes;    // of it, by its user, from the next step on: lines for people
+  bool resumes = false;                // a run or a checkpoint is there and goes on
+  bool goes_back = false;              // to a checkpoint or the beginning: logged steps come again
+};
+
+// kInvalidArgument for wrong flags, kFailedPrecondition for a state directory or directory of checkpoints
+// that is another's or in use. `needs_data`: false where only shapes matter: then nothing is written
+// anywhere. `comm`: the other ranks, null for none; all of them call this.
+absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, bool needs_data,
+                                                  std::shared_ptr<zero::Comm> comm = nullptr);
+
+// One micro-batch of the run's shapes, contents zero.
+zero::Batch ExampleBatch(int64_t batch, int64_t seq);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_TRAIN_SETTINGS_H_
