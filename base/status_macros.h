@@ -16,6 +16,8 @@
 #define PENSTOCK_CONCATENATE_(a, b) a##b
 #define PENSTOCK_CONCATENATE(a, b) PENSTOCK_CONCATENATE_(a, b)
 
+// Names and declarations cannot stand in parentheses. NOLINTBEGIN(bugprone-macro-parentheses)
+
 // Returns the absl::Status that the expression gives, unless it is OK.
 #define RETURN_IF_ERROR(...) \
   PENSTOCK_RETURN_IF_ERROR_(PENSTOCK_CONCATENATE(error_, __COUNTER__), (__VA_ARGS__))
@@ -33,5 +35,7 @@
   auto value_or = (expression);                              \
   if (!value_or.ok()) return std::move(value_or).status();   \
   to = *std::move(value_or)
+
+// NOLINTEND(bugprone-macro-parentheses)
 
 #endif  // PENSTOCK_BASE_STATUS_MACROS_H_

@@ -99,6 +99,16 @@ absl::Status NotServed(const Section& section, std::string_view type, std::strin
   return Bad(section.where(), Cat("is of type ", Quoted(type), ", which is not served; served are ", served));
 }
 
+// A "Sequence": each of its steps, one level deeper.
+template <typename Read, typename To>
+absl::Status ReadSteps(const Section& section, const char* key, int depth, Read read, To& to) {
+  RETURN_IF_ERROR(section.OnlyKeys({"type", key}));
+  if (depth == kDeepest) return Bad(section.where(), "is nested too deep");
+  ASSIGN_OR_RETURN(const std::vector<Section> steps, section.List(key));
+  for (const Section& step : steps) RETURN_IF_ERROR(read(step, depth + 1, to));
+  return absl::OkStatus();
+}
+
 // {"String": "..."} or {"Regex": "..."}; `literal` is the text of the former.
 absl::StatusOr<Regex> Pattern(const Section& section, std::string* literal) {
   const json* const pattern = section.Find("pattern");
@@ -119,13 +129,7 @@ absl::StatusOr<Regex> Pattern(const Section& section, std::string* literal) {
 absl::Status ReadNormalizer(const Section& section, int depth, Normalizer& to) {
   RETURN_IF_ERROR(section.CheckObject());
   ASSIGN_OR_RETURN(const std::string type, section.String("type"));
-  if (type == "Sequence") {
-    RETURN_IF_ERROR(section.OnlyKeys({"type", "normalizers"}));
-    if (depth == kDeepest) return Bad(section.where(), "is nested too deep");
-    ASSIGN_OR_RETURN(const std::vector<Section> steps, section.List("normalizers"));
-    for (const Section& step : steps) RETURN_IF_ERROR(ReadNormalizer(step, depth + 1, to));
-    return absl::OkStatus();
-  }
+  if (type == "Sequence") return ReadSteps(section, "normalizers", depth, ReadNormalizer, to);
   for (const auto& [name, form] : {std::pair<std::string_view, NormalForm>{"NFC", {true, false}},
                                    {"NFD", {false, false}},
                                    {"NFKC", {true, true}},
@@ -201,13 +205,7 @@ absl::StatusOr<Metaspace> ReadMetaspace(const Section& section) {
 absl::Status ReadPreTokenizer(const Section& section, int depth, TokenizerParts& to) {
   RETURN_IF_ERROR(section.CheckObject());
   ASSIGN_OR_RETURN(const std::string type, section.String("type"));
-  if (type == "Sequence") {
-    RETURN_IF_ERROR(section.OnlyKeys({"type", "pretokenizers"}));
-    if (depth == kDeepest) return Bad(section.where(), "is nested too deep");
-    ASSIGN_OR_RETURN(const std::vector<Section> steps, section.List("pretokenizers"));
-    for (const Section& step : steps) RETURN_IF_ERROR(ReadPreTokenizer(step, depth + 1, to));
-    return absl::OkStatus();
-  }
+  if (type == "Sequence") return ReadSteps(section, "pretokenizers", depth, ReadPreTokenizer, to);
   if (to.model.byte_level)
     return Bad(section.where(), Cat("is ", Quoted(type), " behind ByteLevel, which must be the last"));
   const auto add_pattern = [&](std::string_view pattern, SplitBehavior behavior) -> absl::Status {
@@ -395,13 +393,7 @@ absl::Status ReadTemplate(const Section& section, TokenizerParts& to) {
 absl::Status ReadPostProcessor(const Section& section, int depth, TokenizerParts& to) {
   RETURN_IF_ERROR(section.CheckObject());
   ASSIGN_OR_RETURN(const std::string type, section.String("type"));
-  if (type == "Sequence") {
-    RETURN_IF_ERROR(section.OnlyKeys({"type", "processors"}));
-    if (depth == kDeepest) return Bad(section.where(), "is nested too deep");
-    ASSIGN_OR_RETURN(const std::vector<Section> steps, section.List("processors"));
-    for (const Section& step : steps) RETURN_IF_ERROR(ReadPostProcessor(step, depth + 1, to));
-    return absl::OkStatus();
-  }
+  if (type == "Sequence") return ReadSteps(section, "processors", depth, ReadPostProcessor, to);
   if (type == "TemplateProcessing") return ReadTemplate(section, to);
   if (type == "ByteLevel") return absl::OkStatus();  // it trims offsets
   return NotServed(section, type, "TemplateProcessing, ByteLevel and Sequence");
@@ -417,10 +409,10 @@ absl::Status ReadDecoder(const Section& section, int depth, DecoderOrder& order,
   RETURN_IF_ERROR(section.CheckObject());
   ASSIGN_OR_RETURN(const std::string type, section.String("type"));
   if (type == "Sequence") {
-    RETURN_IF_ERROR(section.OnlyKeys({"type", "decoders"}));
-    if (depth == kDeepest) return Bad(section.where(), "is nested too deep");
-    ASSIGN_OR_RETURN(const std::vector<Section> steps, section.List("decoders"));
-    for (const Section& step : steps) RETURN_IF_ERROR(ReadDecoder(step, depth + 1, order, to));
+    const auto read = [&order](const Section& step, int deeper, Decoder& decoder) {
+      return ReadDecoder(step, deeper, order, decoder);
+    };
+    RETURN_IF_ERROR(ReadSteps(section, "decoders", depth, read, to));
     if (to.kind == Decoder::Kind::kNone) to.kind = Decoder::Kind::kSteps;
     return absl::OkStatus();
   }

@@ -50,9 +50,7 @@ std::string OfCharacters() {
     std::snprintf(token, sizeof(token), ",\"<0x%02X>\":%d", static_cast<unsigned>(byte), id++);
     vocab += token;
   }
-  for (const char* const token : {"a", "b", "\xE2\x96\x81", "ab",
-                                  "\xE2\x96\x81"
-                                  "a"})
+  for (const char* const token : {"a", "b", "▁", "ab", "▁a"})
     vocab += ",\"" + std::string(token) + "\":" + std::to_string(id++);
   return R"({"normalizer":{"type":"Sequence","normalizers":[{"type":"NFC"},{"type":"Prepend","prepend":"▁"},{"type":"Replace","pattern":{"String":" "},"content":"▁"}]},
     "decoder":{"type":"Sequence","decoders":[{"type":"Replace","pattern":{"String":"▁"},"content":" "},{"type":"ByteFallback"},{"type":"Fuse"},{"type":"Strip","content":" ","start":1,"stop":0}]},

@@ -6,6 +6,7 @@
 //   text_encode_lines TOKENIZER.json < LINES
 #include <algorithm>
 #include <cstdio>
+#include <exception>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -15,7 +16,7 @@
 
 #include "text/tokenizer.h"
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   using penstock::text::Tokenizer;
   if (argc != 2) {
     std::fprintf(stderr, "usage: %s TOKENIZER.json < LINES\n", argv[0]);
@@ -54,4 +55,7 @@ int main(int argc, char** argv) {
     std::cout << answer.dump() << '\n';
   }
   return 0;
+} catch (const std::exception& error) {
+  std::fprintf(stderr, "%s\n", error.what());
+  return 1;
 }

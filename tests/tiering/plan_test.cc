@@ -133,8 +133,9 @@ TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
 
 TEST(Tiers, AddUpToThePlanToTheByte) {
   bool spilled_some = false;
-  for (const auto& [precision, micro_batches] :
+  for (const auto& [type, micro_batches] :
        {std::pair{Precision::Bf16(), 1}, {Precision::Bf16(), 3}, {Precision::Fp32(), 2}}) {
+    const Precision& precision = type;  // clang 14 captures no structured binding
     const ModelGraph graph = Chain(12, 1 << 20);
     for (const int64_t extra : {0, 20, 60, 400}) {
       PlanOptions options;
