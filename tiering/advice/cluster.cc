@@ -51,7 +51,8 @@ class Timeline {
 // Seconds of one layer's share of one GPU on each of its ways.
 struct LayerTimes {
   double forward_read, forward_write, backward_read, backward_write, end_read, end_write;
-  double weights_up, gather, compute, scatter, gradient_down, checkpoint, checkpoint_io, update;
+  double weights_up, gather, compute, scatter, gradient_down, checkpoint, checkpoint_read, checkpoint_write,
+      update;
 };
 
 double Positive(double bytes, double bytes_per_s) { return bytes > 0 ? bytes / bytes_per_s : 0; }
@@ -148,78 +149,83 @@ double LargestModel(const ClusterMachine& machine, ClusterSchedule schedule, Clu
   return bytes / StateBytesPerParam(schedule, tier);
 }
 
-absl::StatusOr<ClusterPlan> PlanOnPaper(const ClusterMachine& machine, const ClusterModel& model,
-                                        ClusterSchedule schedule, int layers_ahead) {
-  const auto gpus = static_cast<double>(machine.gpus());
+namespace {
+
+// Where state and saved activations lie: what a tier has no room for goes to the one below it.
+absl::Status PlaceModel(const ClusterMachine& machine, const ClusterModel& model, ClusterSchedule schedule,
+                        ClusterPlan* plan) {
   const auto nodes = static_cast<double>(machine.nodes);
   const auto per_node = static_cast<double>(machine.gpus_per_node);
-  const auto layers = static_cast<double>(model.layers);
-  ClusterPlan plan;
-  plan.params = model.params();
-  const double share = plan.params / gpus;    // parameters whose state one GPU owns
-  const double layer = plan.params / layers;  // parameters of a layer
-
+  const double share =
+      plan->params / static_cast<double>(machine.gpus());  // parameters whose state one GPU owns
   const double kept = CheckpointBytes(model);
-  while (WorkingStateBytes(model) / static_cast<double>(plan.product_tiles) > machine.gpu_memory_bytes / 4) {
-    plan.product_tiles *= 2;
+  while (WorkingStateBytes(model) / static_cast<double>(plan->product_tiles) > machine.gpu_memory_bytes / 4) {
+    plan->product_tiles *= 2;
   }
-  const double working =
-      WorkingActivationBytes(model) + WorkingStateBytes(model) / static_cast<double>(plan.product_tiles);
-  auto state_bytes = [&](ClusterTier tier) { return StateBytesPerParam(schedule, tier) * share; };
   // One piece of a layer computes while the next arrives.
-  const double streamed = WorkingStateBytes(model) / static_cast<double>(plan.product_tiles);
+  const double streamed = WorkingStateBytes(model) / static_cast<double>(plan->product_tiles);
+  const double working = WorkingActivationBytes(model) + streamed;
+  const auto state_bytes = [&](ClusterTier tier) { return StateBytesPerParam(schedule, tier) * share; };
   double gpu_free = machine.gpu_memory_bytes - working;
   if (gpu_free < 0)
     return DoesNotFit("a layer's working memory", working, "GPU memory", machine.gpu_memory_bytes);
   double host_free = machine.host_memory_bytes;
 
   if (state_bytes(ClusterTier::kGpu) <= gpu_free) {
-    plan.state_on = ClusterTier::kGpu;
-    plan.gpu_bytes = state_bytes(ClusterTier::kGpu);
+    plan->state_on = ClusterTier::kGpu;
+    plan->gpu_bytes = state_bytes(ClusterTier::kGpu);
   } else if (state_bytes(ClusterTier::kHost) * per_node <= host_free) {
-    plan.state_on = ClusterTier::kHost;
-    plan.host_bytes = state_bytes(ClusterTier::kHost) * per_node;
+    plan->state_on = ClusterTier::kHost;
+    plan->host_bytes = state_bytes(ClusterTier::kHost) * per_node;
   } else {
-    plan.state_on = ClusterTier::kNvme;
-    plan.nvme_bytes = state_bytes(ClusterTier::kNvme) * per_node;
-    if (plan.nvme_bytes > machine.nvme_bytes) {
-      return DoesNotFit(absl::StrFormat("state of %.4g parameters", plan.params), plan.nvme_bytes,
+    plan->state_on = ClusterTier::kNvme;
+    plan->nvme_bytes = state_bytes(ClusterTier::kNvme) * per_node;
+    if (plan->nvme_bytes > machine.nvme_bytes) {
+      return DoesNotFit(absl::StrFormat("state of %.4g parameters", plan->params), plan->nvme_bytes,
                         "a node's drives", machine.nvme_bytes);
     }
     // Two layers' state on its way, in host memory.
-    plan.host_bytes = 2 * 12 * layer / nodes;
+    plan->host_bytes = 2 * 12 * (plan->params / static_cast<double>(model.layers)) / nodes;
   }
-  gpu_free -= plan.gpu_bytes + (plan.state_on == ClusterTier::kGpu ? 0 : streamed);
-  host_free -= plan.host_bytes;
+  const bool on_nvme = plan->state_on == ClusterTier::kNvme, on_gpu = plan->state_on == ClusterTier::kGpu;
+  gpu_free -= plan->gpu_bytes + (on_gpu ? 0 : streamed);
+  host_free -= plan->host_bytes;
   // Saved activations next: each of their bytes goes down and up once a step.
   if (kept <= gpu_free) {
-    plan.checkpoints_on = ClusterTier::kGpu;
-    plan.gpu_bytes += kept;
+    plan->checkpoints_on = ClusterTier::kGpu;
+    plan->gpu_bytes += kept;
   } else if (kept * per_node <= host_free) {
-    plan.checkpoints_on = ClusterTier::kHost;
-    plan.host_bytes += kept * per_node;
+    plan->checkpoints_on = ClusterTier::kHost;
+    plan->host_bytes += kept * per_node;
     host_free -= kept * per_node;
   } else {
-    plan.checkpoints_on = ClusterTier::kNvme;
-    plan.nvme_bytes += kept * per_node;
-    if (plan.nvme_bytes > machine.nvme_bytes) {
-      return DoesNotFit("kept inputs beside the state", plan.nvme_bytes, "a node's drives",
+    plan->checkpoints_on = ClusterTier::kNvme;
+    plan->nvme_bytes += kept * per_node;
+    if (plan->nvme_bytes > machine.nvme_bytes) {
+      return DoesNotFit("kept inputs beside the state", plan->nvme_bytes, "a node's drives",
                         machine.nvme_bytes);
     }
   }
   const double gradients = kWeight * share * per_node;
-  const bool on_nvme = plan.state_on == ClusterTier::kNvme, on_gpu = plan.state_on == ClusterTier::kGpu;
   const bool rides = schedule == ClusterSchedule::kPenstock;
-  plan.gradients_spill = on_nvme && rides && gradients > host_free;
-  if (on_nvme && rides && !plan.gradients_spill) plan.host_bytes += gradients;
-  plan.gpu_bytes += working + (on_gpu ? 0 : streamed);
-  plan.state_bytes = StateBytesPerParam(schedule, plan.state_on) * plan.params;
+  plan->gradients_spill = on_nvme && rides && gradients > host_free;
+  if (on_nvme && rides && !plan->gradients_spill) plan->host_bytes += gradients;
+  plan->gpu_bytes += working + (on_gpu ? 0 : streamed);
+  plan->state_bytes = StateBytesPerParam(schedule, plan->state_on) * plan->params;
+  return absl::OkStatus();
+}
 
-  // One layer on each way of one GPU.
-  const Traffic traffic = TrafficOf(schedule, plan.gradients_spill);
+LayerTimes TimesOfLayer(const ClusterMachine& machine, const ClusterModel& model, const Traffic& traffic,
+                        const ClusterPlan& plan) {
+  const auto gpus = static_cast<double>(machine.gpus());
+  const auto per_node = static_cast<double>(machine.gpus_per_node);
+  const auto layers = static_cast<double>(model.layers);
+  const bool on_nvme = plan.state_on == ClusterTier::kNvme, on_gpu = plan.state_on == ClusterTier::kGpu;
+  const double kept = CheckpointBytes(model);
   const double read = machine.nvme_read_bytes_per_s / per_node,
                write = machine.nvme_write_bytes_per_s / per_node;
-  const double own = layer / gpus;  // parameters of a layer that one GPU owns
+  const double layer = plan.params / layers;  // parameters of a layer
+  const double own = layer / gpus;            // of those, what one GPU owns
   const double others = (gpus - 1) / gpus;
   LayerTimes t{};
   if (on_nvme) {
@@ -236,77 +242,120 @@ absl::StatusOr<ClusterPlan> PlanOnPaper(const ClusterMachine& machine, const Clu
   t.gradient_down = t.weights_up;
   t.compute = 2 * model.tokens_per_gpu() * layer / machine.gpu_flops;
   t.checkpoint = plan.checkpoints_on == ClusterTier::kGpu ? 0 : kept / layers / machine.host_link_bytes_per_s;
-  const bool inputs_on_nvme = plan.checkpoints_on == ClusterTier::kNvme;
+  if (plan.checkpoints_on == ClusterTier::kNvme) {
+    t.checkpoint_write = Positive(kept / layers, write);
+    t.checkpoint_read = Positive(kept / layers, read);
+  }
   // On the GPU itself an update is a matter of its memory's bandwidth: nothing beside the rest.
   t.update = on_gpu ? 0 : own / (machine.update_parameters_per_s / per_node);
+  return t;
+}
 
-  Timeline line;
-  const auto count = static_cast<size_t>(model.layers);
-  std::vector<double> done(count, 0);     // when layer i was last computed with
-  std::vector<double> written(count, 0);  // when its state was last written
-  std::vector<double> kept_at(count, 0);
-  double norm = 0, before = 0, step = 0;
-  std::array<double, kClusterLanes> busy_before{};
-  constexpr int kSteps = 4;
-  std::vector<double> order(2 * count, 0);  // when the walk's i-th use was over
-  double walked_before = 0;
-  for (int s = 0; s < kSteps; ++s) {
-    if (s == kSteps - 1) {
-      before = norm;
-      busy_before = line.busy();
-    }
-    // Data may arrive `layers_ahead` uses before it is used.
-    auto room = [&](size_t use) {
-      const auto ahead = static_cast<size_t>(layers_ahead);
-      return use >= ahead ? order[use - ahead] : walked_before;
-    };
-    double computed = norm;
-    const double gradients_final = norm;
-    for (size_t i = 0; i < count; ++i) {
-      double ready = line.Add(ClusterLane::kNvmeRead, t.forward_read, std::max(room(i), written[i]));
-      if (rides && s > 0) {
-        ready = line.Add(ClusterLane::kUpdate, t.update, std::max(ready, gradients_final));
-        written[i] = line.Add(ClusterLane::kNvmeWrite, t.forward_write, ready);
+// Steps of one GPU, layer by layer. Data may arrive `layers_ahead` uses of a layer before it is used.
+class LayerWalk {
+ public:
+  LayerWalk(const LayerTimes& times, ClusterSchedule schedule, int gathers, size_t layers, int layers_ahead)
+      : t_(times),
+        rides_(schedule == ClusterSchedule::kPenstock),
+        gathers_(gathers),
+        ahead_(static_cast<size_t>(layers_ahead)),
+        done_(layers, 0),
+        written_(layers, 0),
+        kept_at_(layers, 0),
+        order_(2 * layers, 0) {}
+
+  // Returns when the step ends.
+  double Step() {
+    Forward();
+    Backward();
+    end_ = *std::max_element(done_.begin(), done_.end());
+    if (!rides_) UpdateAtTheEnd();
+    walked_before_ = order_.back();
+    first_ = false;
+    return end_;
+  }
+  const std::array<double, kClusterLanes>& busy() const { return line_.busy(); }
+
+ private:
+  // When what a use needs may begin to arrive.
+  double Room(size_t use) const { return use >= ahead_ ? order_[use - ahead_] : walked_before_; }
+
+  void Forward() {
+    computed_ = end_;
+    for (size_t i = 0; i < done_.size(); ++i) {
+      double ready = line_.Add(ClusterLane::kNvmeRead, t_.forward_read, std::max(Room(i), written_[i]));
+      if (rides_ && !first_) {
+        ready = line_.Add(ClusterLane::kUpdate, t_.update, std::max(ready, end_));  // gradients are final
+        written_[i] = line_.Add(ClusterLane::kNvmeWrite, t_.forward_write, ready);
       }
-      ready = line.Add(ClusterLane::kToGpu, t.weights_up, std::max(ready, written[i] * (rides ? 0 : 1)));
-      ready = line.Add(ClusterLane::kCollective, t.gather, ready);
-      computed = order[i] = line.Add(ClusterLane::kGpu, t.compute, std::max(ready, computed));
-      kept_at[i] = line.Add(ClusterLane::kFromGpu, t.checkpoint, computed);
-      if (inputs_on_nvme)
-        kept_at[i] = line.Add(ClusterLane::kNvmeWrite, Positive(kept / layers, write), kept_at[i]);
+      ready = line_.Add(ClusterLane::kToGpu, t_.weights_up, std::max(ready, rides_ ? 0 : written_[i]));
+      ready = line_.Add(ClusterLane::kCollective, t_.gather, ready);
+      computed_ = order_[i] = line_.Add(ClusterLane::kGpu, t_.compute, std::max(ready, computed_));
+      kept_at_[i] = line_.Add(ClusterLane::kFromGpu, t_.checkpoint, computed_);
+      kept_at_[i] = line_.Add(ClusterLane::kNvmeWrite, t_.checkpoint_write, kept_at_[i]);
     }
+  }
+
+  void Backward() {
+    const size_t count = done_.size();
     for (size_t n = 0; n < count; ++n) {
       const size_t i = count - 1 - n, use = count + n;
-      double ready = line.Add(ClusterLane::kNvmeRead, t.backward_read, std::max(room(use), written[i]));
-      ready = line.Add(ClusterLane::kToGpu, t.weights_up, ready);
+      double ready = line_.Add(ClusterLane::kNvmeRead, t_.backward_read, std::max(Room(use), written_[i]));
+      ready = line_.Add(ClusterLane::kToGpu, t_.weights_up, ready);
       // Weights for the recomputation and, as published, once more for backward.
-      ready = line.Add(ClusterLane::kCollective, t.gather * (traffic.gathers - 1), ready);
-      double input = kept_at[i];
-      if (inputs_on_nvme)
-        input = line.Add(ClusterLane::kNvmeRead, Positive(kept / layers, read), std::max(input, room(use)));
-      input = line.Add(ClusterLane::kToGpu, t.checkpoint, std::max(input, room(use)));
-      computed = order[use] = line.Add(ClusterLane::kGpu, 3 * t.compute, std::max({ready, input, computed}));
-      double gradient = line.Add(ClusterLane::kCollective, t.scatter, computed);
-      gradient = line.Add(ClusterLane::kFromGpu, t.gradient_down, gradient);
-      done[i] = line.Add(ClusterLane::kNvmeWrite, t.backward_write, gradient);
+      ready = line_.Add(ClusterLane::kCollective, t_.gather * (gathers_ - 1), ready);
+      double input = line_.Add(ClusterLane::kNvmeRead, t_.checkpoint_read, std::max(kept_at_[i], Room(use)));
+      input = line_.Add(ClusterLane::kToGpu, t_.checkpoint, input);
+      computed_ = order_[use] =
+          line_.Add(ClusterLane::kGpu, 3 * t_.compute, std::max({ready, input, computed_}));
+      double gradient = line_.Add(ClusterLane::kCollective, t_.scatter, computed_);
+      gradient = line_.Add(ClusterLane::kFromGpu, t_.gradient_down, gradient);
+      done_[i] = line_.Add(ClusterLane::kNvmeWrite, t_.backward_write, gradient);
     }
-    norm = *std::max_element(done.begin(), done.end());
-    if (!rides) {
-      double last = norm;
-      for (size_t i = 0; i < count; ++i) {
-        double ready = line.Add(ClusterLane::kNvmeRead, t.end_read, norm);
-        ready = line.Add(ClusterLane::kUpdate, t.update, ready);
-        written[i] = line.Add(ClusterLane::kNvmeWrite, t.end_write, ready);
-        last = std::max(last, written[i]);
-      }
-      norm = last;
-    }
-    walked_before = order.back();
-    step = norm - before;
   }
-  for (size_t l = 0; l < kClusterLanes; ++l) plan.busy_seconds[l] = line.busy()[l] - busy_before[l];
-  plan.step_seconds = step;
-  plan.flops_per_gpu = 8 * model.tokens_per_gpu() * plan.params / step;
+
+  // DeepSpeed's optimizer pass.
+  void UpdateAtTheEnd() {
+    const double begin = end_;
+    for (double& written : written_) {
+      double ready = line_.Add(ClusterLane::kNvmeRead, t_.end_read, begin);
+      ready = line_.Add(ClusterLane::kUpdate, t_.update, ready);
+      written = line_.Add(ClusterLane::kNvmeWrite, t_.end_write, ready);
+      end_ = std::max(end_, written);
+    }
+  }
+
+  const LayerTimes t_;
+  const bool rides_;
+  const int gathers_;
+  const size_t ahead_;
+  Timeline line_;
+  std::vector<double> done_;     // when layer i was last computed with
+  std::vector<double> written_;  // when its state was last written
+  std::vector<double> kept_at_;  // when its saved activations were
+  std::vector<double> order_;    // when the walk's i-th use was over
+  double computed_ = 0, walked_before_ = 0, end_ = 0;
+  bool first_ = true;
+};
+
+}  // namespace
+
+absl::StatusOr<ClusterPlan> PlanOnPaper(const ClusterMachine& machine, const ClusterModel& model,
+                                        ClusterSchedule schedule, int layers_ahead) {
+  ClusterPlan plan;
+  plan.params = model.params();
+  RETURN_IF_ERROR(PlaceModel(machine, model, schedule, &plan));
+  const Traffic traffic = TrafficOf(schedule, plan.gradients_spill);
+  LayerWalk walk(TimesOfLayer(machine, model, traffic, plan), schedule, traffic.gathers,
+                 static_cast<size_t>(model.layers), layers_ahead);
+  // The last of a few steps: the first ones have nothing of a step before them.
+  constexpr int kStepsBefore = 3;
+  double before = 0;
+  for (int step = 0; step < kStepsBefore; ++step) before = walk.Step();
+  const std::array<double, kClusterLanes> busy_before = walk.busy();
+  plan.step_seconds = walk.Step() - before;
+  for (size_t l = 0; l < kClusterLanes; ++l) plan.busy_seconds[l] = walk.busy()[l] - busy_before[l];
+  plan.flops_per_gpu = 8 * model.tokens_per_gpu() * plan.params / plan.step_seconds;
   const auto busiest = std::max_element(plan.busy_seconds.begin(), plan.busy_seconds.end());
   plan.bound_by = static_cast<ClusterLane>(busiest - plan.busy_seconds.begin());
   plan.written_bytes_per_step =
