@@ -164,14 +164,13 @@ class TileWeights {
     Settle(&slot);
     std::array<void*, 2> to{};
     for (uint32_t s = 0; s < segments_.count; ++s) to[s] = slot.memory + Offset(place, s);
-    absl::Status status =
-        StoreOf(place).ReadSegments(&slot.io, places_[place].tile, segments_.first, segments_.count,
-                                    std::span<void* const>(to.data(), segments_.count),
-                                    aio::Priority::kPrefetch, swap::Which::kCommitted);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(StoreOf(place).ReadSegments(&slot.io, places_[place].tile, segments_.first,
+                                                segments_.count,
+                                                std::span<void* const>(to.data(), segments_.count),
+                                                aio::Priority::kPrefetch, swap::Which::kCommitted));
     slot.place = place;
     slot.pending = true;
-    return status;
+    return absl::OkStatus();
   }
 
   const std::span<swap::Store* const> parts_;

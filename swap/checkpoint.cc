@@ -33,11 +33,10 @@ absl::Status RestoreCheckpoint(Store& from, Store& to, std::span<std::byte> memo
           absl::StrCat("tile ", tile, " of the checkpoint has other segments"));
     }
     const std::span<void* const> segments = g.SegmentPlaces(tile, memory.data(), &places);
-    absl::Status status = from.ReadTileNow(&io, tile, segments, aio::Priority::kDemand, Which::kCommitted);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(from.ReadTileNow(&io, tile, segments, aio::Priority::kDemand, Which::kCommitted));
     const std::vector<const void*> sources(segments.begin(), segments.end());
-    status = to.WriteTileNow(&io, tile, from.committed(tile).version, sources, aio::Priority::kWriteBehind);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(
+        to.WriteTileNow(&io, tile, from.committed(tile).version, sources, aio::Priority::kWriteBehind));
   }
   return to.CommitNow({from.committed_step(), from.committed_updates(), from.committed_payload()});
 }

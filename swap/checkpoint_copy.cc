@@ -50,13 +50,12 @@ class RetainedTiles {
     std::array<void*, kMaxSegments> places;
     const std::span<void* const> segments = g.SegmentPlaces(tile, memory_.data(), &places);
     // Checked: never a checkpoint of damage.
-    absl::Status status = store_.ReadTileNow(&io_, tile, segments, priority, Which::kRetained);
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(store_.ReadTileNow(&io_, tile, segments, priority, Which::kRetained));
     to->version = record_.tiles[tile].version;
     std::copy(segments.begin(), segments.end(), to->data.begin());
     std::copy_n(record_.checksums.begin() + static_cast<ptrdiff_t>(g.first_segment(tile)), segments.size(),
                 to->checksums.begin());
-    return status;
+    return absl::OkStatus();
   }
 
  private:

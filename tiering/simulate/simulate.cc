@@ -93,14 +93,13 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
 }
 
 absl::StatusOr<Prediction> Predict(const ModelGraph& graph, const Plan& plan, const MachineModel& machine) {
-  absl::StatusOr<Prediction> prediction = Simulate(graph, plan, machine);
-  if (!prediction.ok()) return prediction;
-  prediction->clipped_step_seconds = prediction->step_seconds;
+  ASSIGN_OR_RETURN(Prediction prediction, Simulate(graph, plan, machine));
+  prediction.clipped_step_seconds = prediction.step_seconds;
   if (!plan.speculates || !plan.clips) return prediction;
   Plan clipped = plan;
   for (BlockPlan& block : clipped.blocks) std::fill(block.in_backward.begin(), block.in_backward.end(), 0);
   ASSIGN_OR_RETURN(const Prediction later, Simulate(graph, clipped, machine));
-  prediction->clipped_step_seconds = later.step_seconds;
+  prediction.clipped_step_seconds = later.step_seconds;
   return prediction;
 }
 

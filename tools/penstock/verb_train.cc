@@ -262,17 +262,33 @@ class Training {
 
   absl::Status Prepare() {
     for (const std::string& note : settings_.notes) Say(note);
-    const models::TokenFormat format = models::InferTokenFormat(settings_.data_path, settings_.vocab);
-    absl::StatusOr<std::unique_ptr<models::Dataset>> data =
-        models::Dataset::Open(settings_.data_path, format, settings_.model.vocab, settings_.seq);
-    if (!data.ok()) return data.status();
-    data_ = std::move(*data);
+    RETURN_IF_ERROR(OpenTexts());
+    RETURN_IF_ERROR(Identify());
+    SetHooks();
+    if (flags_.trace.has_value()) {
+      ASSIGN_OR_RETURN(trace_, Trace::Open(*flags_.trace));
+    }
+    RETURN_IF_ERROR(MakeEngine());
+    RETURN_IF_ERROR(CheckRecord());
+    RETURN_IF_ERROR(BeginLog());
+    for (const std::string& decision : settings_.decisions) Tell(decision);
+    if (engine_->resumed_from().has_value())
+      Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
+    for (const std::string& change : settings_.changes)
+      Tell(absl::StrCat("changed from step ", engine_->step() + 1, " on: ", change));
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& path) const {
+    return models::Dataset::Open(path, models::InferTokenFormat(path, settings_.vocab), settings_.model.vocab,
+                                 settings_.seq);
+  }
+
+  // And agrees on them, and on all else, with the other ranks.
+  absl::Status OpenTexts() {
+    ASSIGN_OR_RETURN(data_, OpenText(settings_.data_path));
     if (!settings_.eval_path.empty()) {
-      data = models::Dataset::Open(settings_.eval_path,
-                                   models::InferTokenFormat(settings_.eval_path, settings_.vocab),
-                                   settings_.model.vocab, settings_.seq);
-      if (!data.ok()) return data.status();
-      eval_data_ = std::move(*data);
+      ASSIGN_OR_RETURN(eval_data_, OpenText(settings_.eval_path));
     }
     zero::EngineOptions& options = settings_.engine;
     ASSIGN_OR_RETURN(uint64_t fingerprint, data_->Fingerprint());
@@ -287,46 +303,49 @@ class Training {
                        AgreeOnRun(*options.comm, flags_, settings_, *data_, eval_data_.get()));
       for (const std::string& line : agreed) Say(line);
     }
-    RETURN_IF_ERROR(Identify());
-    options.hooks.stops = [this] { return StopAsked(); };
+    return absl::OkStatus();
+  }
 
-    zero::SetIntraOpThreads(options.intra_op_threads);
-    options.hooks.log = [this](const std::string& line) {
+  void SetHooks() {
+    zero::EngineHooks& hooks = settings_.engine.hooks;
+    hooks.stops = [this] { return StopAsked(); };
+    hooks.log = [this](const std::string& line) {
       if (flags_.quiet) return;
       preparing_.Clear();
       progress_.Print(line);
     };
-    options.hooks.preparing = [this](const std::string& what) { preparing_.Show(what); };
-    options.hooks.machine = [this](int64_t state_bytes, const std::function<void()>& compute) {
+    hooks.preparing = [this](const std::string& what) { preparing_.Show(what); };
+    hooks.machine = [this](int64_t state_bytes, const std::function<void()>& compute) {
       return Probe(state_bytes, compute);
     };
-    options.hooks.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
-    options.hooks.describe = [this](const zero::StepResult& result) {
+    hooks.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
+    hooks.describe = [this](const zero::StepResult& result) {
       nlohmann::json description = zero::StepJson(result, TokensPerStep());
       if (!unlogged_.empty()) description["unlogged"] = unlogged_;
       return description;
     };
-    options.hooks.committed = [this](const zero::StepResult& result) { return Committed(result); };
-    options.hooks.checkpointed = [this](int64_t step, const std::string& path, const absl::Status& status) {
+    hooks.committed = [this](const zero::StepResult& result) { return Committed(result); };
+    hooks.checkpointed = [this](int64_t step, const std::string& path, const absl::Status& status) {
       if (settings_.engine.rank() > 0) return;  // it is one checkpoint of all
       progress_.Print(
           status.ok() ? absl::StrCat("checkpoint of step ", step, " in ", path)
                       : absl::StrCat("no checkpoint of step ", step, ": ", std::string(status.message())));
     };
-    options.hooks.tick = [this](tiering::Stall waiting) { Tick(waiting); };
-    if (flags_.trace.has_value()) {
-      ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(*flags_.trace));
-      trace_ = std::move(trace);
-    }
-    options.hooks.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
+    hooks.tick = [this](tiering::Stall waiting) { Tick(waiting); };
+    hooks.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
       if (run_prediction_ != nullptr && trains_) run_prediction_->Observe(op, start, end);
     };
-    if (trace_ != nullptr) {
-      options.hooks.stall_observer = [this](tiering::Stall cause, double start, double end) {
+    if (flags_.trace.has_value()) {
+      hooks.stall_observer = [this](tiering::Stall cause, double start, double end) {
         trace_->AddStall(cause, start, end);
       };
     }
+  }
+
+  absl::Status MakeEngine() {
+    const zero::EngineOptions& options = settings_.engine;
+    zero::SetIntraOpThreads(options.intra_op_threads);
     report_.Start(options, kVersion, options.world());
     report_.Identify(run_id_);
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
@@ -339,28 +358,22 @@ class Training {
     run_prediction_ = std::make_unique<tiering::RunPrediction>(
         engine_->plan().graph, engine_->plan().plan, machine_.model,
         static_cast<int64_t>(machine_.drives.saturating_bytes_in_flight));
-    RETURN_IF_ERROR(CheckRecord());
-    if (log_ != nullptr) {
-      RETURN_IF_ERROR(log_->Begin());
-    }
-    if (log_ != nullptr && flags_.resume) {
-      absl::Status status = CheckLogged(*log_, engine_->plan(), engine_->step());
-      if (status.ok()) status = log_->CutAfter(engine_->step());
-      const nlohmann::json& last = engine_->last_description();
-      if (last.is_object() && last.contains("unlogged") && last["unlogged"].is_array()) {
-        for (const nlohmann::json& step : last["unlogged"]) {
-          if (status.ok()) status = log_->AddMissing(step);
-        }
-      }
-      if (status.ok()) status = log_->AddMissing(last);
-      if (!status.ok()) return status;
-    }
-    for (const std::string& decision : settings_.decisions) Tell(decision);
-    if (engine_->resumed_from().has_value())
-      Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
-    for (const std::string& change : settings_.changes)
-      Tell(absl::StrCat("changed from step ", engine_->step() + 1, " on: ", change));
     return absl::OkStatus();
+  }
+
+  // The log ends where the run goes on: lines behind that go, and steps that were committed without a line
+  // get one.
+  absl::Status BeginLog() {
+    if (log_ == nullptr) return absl::OkStatus();
+    RETURN_IF_ERROR(log_->Begin());
+    if (!flags_.resume) return absl::OkStatus();
+    RETURN_IF_ERROR(CheckLogged(*log_, engine_->plan(), engine_->step()));
+    RETURN_IF_ERROR(log_->CutAfter(engine_->step()));
+    const nlohmann::json& last = engine_->last_description();
+    if (last.is_object() && last.contains("unlogged") && last["unlogged"].is_array()) {
+      for (const nlohmann::json& step : last["unlogged"]) RETURN_IF_ERROR(log_->AddMissing(step));
+    }
+    return log_->AddMissing(last);
   }
 
   // What the flags were held against was read before the run was this process's: another may have gone on
