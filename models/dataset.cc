@@ -77,6 +77,22 @@ int64_t SequenceStart(uint64_t seed, int64_t step, int64_t row, int64_t places) 
   return static_cast<int64_t>((static_cast<UWide>(h) * static_cast<uint64_t>(places)) >> 64);
 }
 
+int64_t RowOfEpoch(uint64_t seed, int64_t epoch, int64_t index, int64_t rows) {
+  // Halves of equal width: at most four times as many numbers as there are rows.
+  int half = 1;
+  while ((uint64_t{1} << (2 * half)) < static_cast<uint64_t>(rows)) ++half;
+  const uint64_t mask = (uint64_t{1} << half) - 1;
+  const uint64_t key = Mix(Mix(seed + kGolden) ^ (static_cast<uint64_t>(epoch) + 4 * kGolden));
+  auto at = static_cast<uint64_t>(index);
+  do {
+    for (uint64_t round = 0; round < 6; ++round) {
+      const uint64_t left = at >> half, right = at & mask;
+      at = (right << half) | (left ^ (Mix(key ^ (right + round * kGolden)) & mask));
+    }
+  } while (at >= static_cast<uint64_t>(rows));
+  return static_cast<int64_t>(at);
+}
+
 TokenFormat InferTokenFormat(const std::string& path, int64_t vocab) {
   if (vocab <= 0 && !absl::EndsWith(path, ".bin")) return TokenFormat::kBytes;
   return vocab > 65536 ? TokenFormat::kUint32 : TokenFormat::kUint16;
@@ -136,6 +152,68 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::Open(const std::string& path, 
   return std::unique_ptr<Dataset>(new Dataset(path, fd, format, vocab == 0 ? range : vocab, seq, tokens));
 }
 
+absl::StatusOr<std::unique_ptr<Dataset>> Dataset::OpenExamples(const TokenFile& file, int64_t vocab,
+                                                               int64_t seq) {
+  struct stat info {};
+  if (::stat(file.tokens_path.c_str(), &info) != 0)
+    return BadData(file.tokens_path, absl::StrCat("cannot open: ", ErrnoText(errno)));
+  const bool wide = info.st_size == 4 * file.tokens;
+  const TokenFormat format = wide ? TokenFormat::kUint32 : TokenFormat::kUint16;
+  // Rows may be longer than all that is there.
+  ASSIGN_OR_RETURN(std::unique_ptr<Dataset> data,
+                   Open(file.tokens_path, format, vocab, file.is_stream() ? seq : 1));
+  if (file.is_stream()) return data;
+  data->seq_ = seq;
+  const int fd = ::open(file.examples_path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return BadData(file.examples_path, absl::StrCat("cannot open: ", ErrnoText(errno)));
+  TokenFileHeader header;
+  std::vector<uint64_t> starts(static_cast<size_t>(file.examples));
+  data->learned_.resize(static_cast<size_t>(file.tokens + 7) / 8);
+  int64_t at = 0;
+  absl::Status status;
+  for (const auto& [to, bytes] : {std::pair{reinterpret_cast<char*>(&header), sizeof(header)},
+                                  {reinterpret_cast<char*>(starts.data()), starts.size() * sizeof(uint64_t)},
+                                  {reinterpret_cast<char*>(data->learned_.data()), data->learned_.size()}}) {
+    if (status.ok()) status = ReadExactly(fd, file.examples_path, to, static_cast<int64_t>(bytes), at);
+    at += static_cast<int64_t>(bytes);
+  }
+  ::close(fd);
+  RETURN_IF_ERROR(status);
+  data->examples_digest_ = header.checksum;
+  data->Pack(starts);
+  if (data->rows_.empty()) {
+    return BadData(file.tokens_path, absl::StrCat("no example has a token to learn among its first ", seq + 1,
+                                                  " (--seq ", seq, ")"));
+  }
+  return data;
+}
+
+void Dataset::Pack(const std::vector<uint64_t>& starts) {
+  const auto learns = [this](const Row& row) {
+    for (int64_t token = row.first; token < row.first + row.count; ++token) {
+      if ((learned_[static_cast<size_t>(token) / 8] >> (token % 8) & 1) != 0) return true;
+    }
+    return false;
+  };
+  const auto add = [&](const Row& row) {
+    if (row.count > 0 && learns(row)) rows_.push_back(row);
+  };
+  Row row;
+  for (size_t i = 0; i < starts.size(); ++i) {
+    const auto first = static_cast<int64_t>(starts[i]);
+    const int64_t end = i + 1 < starts.size() ? static_cast<int64_t>(starts[i + 1]) : tokens_;
+    const int64_t count = std::min(end - first, seq_ + 1);
+    cut_ += end - first > count ? 1 : 0;
+    if (row.count > 0 && row.first + row.count == first && row.count + count <= seq_ + 1) {
+      row.count += count;
+      continue;
+    }
+    add(row);
+    row = {first, count};
+  }
+  add(row);
+}
+
 Dataset::Dataset(std::string path, int fd, TokenFormat format, int64_t vocab, int64_t seq, int64_t tokens)
     : path_(std::move(path)), fd_(fd), format_(format), vocab_(vocab), seq_(seq), tokens_(tokens) {}
 
@@ -145,7 +223,7 @@ absl::StatusOr<uint64_t> Dataset::Fingerprint() const {
   constexpr int64_t kSamples = 16;
   constexpr int64_t kSampleBytes = 4096;
   const int64_t bytes = tokens_ * TokenBytes(format_);
-  uint64_t digest = Mix(static_cast<uint64_t>(bytes) + kGolden);
+  uint64_t digest = Mix(static_cast<uint64_t>(bytes) + kGolden) ^ examples_digest_;
   std::vector<char> sample(kSampleBytes);
   for (int64_t i = 0; i < kSamples; ++i) {
     const int64_t size = std::min(kSampleBytes, bytes);
@@ -161,8 +239,7 @@ absl::StatusOr<uint64_t> Dataset::Fingerprint() const {
   return digest;
 }
 
-absl::Status Dataset::ReadRow(int64_t start, uint32_t* row) const {
-  const int64_t count = seq_ + 1;
+absl::Status Dataset::ReadRow(int64_t start, int64_t count, uint32_t* row) const {
   const int64_t width = TokenBytes(format_);
   // Read into the far end of the row itself, then widen from the front: the wide index never overtakes the
   // narrow one.
@@ -182,16 +259,27 @@ absl::Status Dataset::ReadRow(int64_t start, uint32_t* row) const {
 }
 
 absl::Status Dataset::FillRow(int64_t start, uint32_t* row, int64_t* tokens, int64_t* targets) const {
-  RETURN_IF_ERROR(ReadRow(start, row));
+  RETURN_IF_ERROR(ReadRow(start, seq_ + 1, row));
   std::copy(row, row + seq_, tokens);
   std::copy(row + 1, row + seq_ + 1, targets);
+  return absl::OkStatus();
+}
+
+absl::Status Dataset::FillExamples(const Row& of, uint32_t* row, int64_t* tokens, int64_t* targets) const {
+  RETURN_IF_ERROR(ReadRow(of.first, of.count, row));
+  for (int64_t i = 0; i < seq_; ++i) {
+    const auto target = static_cast<size_t>(of.first + i + 1);
+    const bool learned = i + 1 < of.count && (learned_[target / 8] >> (target % 8) & 1) != 0;
+    tokens[i] = i < of.count ? row[i] : 0;
+    targets[i] = learned ? row[i + 1] : kNotLearned;
+  }
   return absl::OkStatus();
 }
 
 absl::Status Dataset::Fill(const BatchPlace& place, int64_t batch, uint64_t seed, int64_t* tokens,
                            int64_t* targets) const {
   if (place.step < 1 || place.micro_batch < 0 || place.world < 1 || place.rank < 0 ||
-      place.rank >= place.world || batch < 1) {
+      place.rank >= place.world || batch < 1 || (!rows_.empty() && place.rows < place.world * batch)) {
     return absl::InvalidArgumentError(
         absl::StrCat("data file ", path_, ": no batch of ", batch, " rows at step ", place.step,
                      ", micro-batch ", place.micro_batch, ", rank ", place.rank, " of ", place.world));
@@ -200,8 +288,16 @@ absl::Status Dataset::Fill(const BatchPlace& place, int64_t batch, uint64_t seed
   const int64_t places = tokens_ - seq_;
   const int64_t first = (place.micro_batch * place.world + place.rank) * batch;
   for (int64_t i = 0; i < batch; ++i) {
-    const int64_t start = SequenceStart(seed, place.step, first + i, places);
-    RETURN_IF_ERROR(FillRow(start, row.data(), tokens + i * seq_, targets + i * seq_));
+    int64_t* const to = tokens + i * seq_;
+    int64_t* const learned = targets + i * seq_;
+    if (rows_.empty()) {
+      const int64_t start = SequenceStart(seed, place.step, first + i, places);
+      RETURN_IF_ERROR(FillRow(start, row.data(), to, learned));
+      continue;
+    }
+    const int64_t index = (place.step - 1) * place.rows + first + i;
+    const int64_t of = RowOfEpoch(seed, index / rows(), index % rows(), rows());
+    RETURN_IF_ERROR(FillExamples(rows_[static_cast<size_t>(of)], row.data(), to, learned));
   }
   return absl::OkStatus();
 }
@@ -213,7 +309,11 @@ absl::Status Dataset::FillEval(int64_t first, int64_t count, int64_t* tokens, in
   }
   std::vector<uint32_t> row(static_cast<size_t>(seq_ + 1));
   for (int64_t i = 0; i < count; ++i) {
-    RETURN_IF_ERROR(FillRow((first + i) * seq_, row.data(), tokens + i * seq_, targets + i * seq_));
+    int64_t* const to = tokens + i * seq_;
+    int64_t* const learned = targets + i * seq_;
+    RETURN_IF_ERROR(rows_.empty()
+                        ? FillRow((first + i) * seq_, row.data(), to, learned)
+                        : FillExamples(rows_[static_cast<size_t>(first + i)], row.data(), to, learned));
   }
   return absl::OkStatus();
 }

@@ -1,5 +1,9 @@
-// Training text as tokens: bytes of any file, or nanoGPT's .bin (little-endian uint16 or uint32 tokens, no
-// header).
+// Training text as tokens: bytes of any file, nanoGPT's .bin (little-endian uint16 or uint32 tokens, no
+// header), or what a tokenizer made of texts and of prompts (models/token_file.h).
+//
+// Of examples that are not learned whole, a row has as many as fit, whole and in the file's order; what is
+// left of it is padding. Longer ones are cut. Targets that are not learned are kNotLearned. Every row comes
+// once in an epoch: row r of a step is the next one of a permutation that is a function of seed and epoch.
 //
 // Which sequences a step sees is a pure function of (seed, step): nothing is stored but the step. Row r of a
 // step's accumulation * world * batch rows starts at hash(seed, step, r) modulo the number of places where a
@@ -15,11 +19,16 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "models/token_file.h"
 
 namespace penstock::models {
+
+// A target that no loss counts, as LibTorch's and transformers' losses have it.
+inline constexpr int64_t kNotLearned = -100;
 
 enum class TokenFormat { kBytes, kUint16, kUint32 };
 
@@ -34,6 +43,7 @@ struct BatchPlace {
   int64_t micro_batch = 0;
   int64_t rank = 0;
   int64_t world = 1;
+  int64_t rows = 0;  // of a whole step, all ranks and micro-batches: what an epoch of examples is counted by
 };
 
 class Dataset {
@@ -43,6 +53,9 @@ class Dataset {
   // token ids must be below it; 0 means 256 for bytes and the format's whole range otherwise.
   static absl::StatusOr<std::unique_ptr<Dataset>> Open(const std::string& path, TokenFormat format,
                                                        int64_t vocab, int64_t seq);
+  // Of a pair that MakeTokenFile made: a stream of all tokens, or rows of examples. Memory: 16 bytes a row.
+  static absl::StatusOr<std::unique_ptr<Dataset>> OpenExamples(const TokenFile& file, int64_t vocab,
+                                                               int64_t seq);
   ~Dataset();
   Dataset(const Dataset&) = delete;
   Dataset& operator=(const Dataset&) = delete;
@@ -52,6 +65,11 @@ class Dataset {
   int64_t vocab() const { return vocab_; }
   int64_t seq() const { return seq_; }
   int64_t tokens() const { return tokens_; }
+  // Of examples that are not learned whole; 0: a stream.
+  int64_t rows() const { return static_cast<int64_t>(rows_.size()); }
+  int64_t cut_examples() const { return cut_; }
+  // Of where examples begin and what of them is learned; 0: a stream.
+  uint64_t examples_digest() const { return examples_digest_; }
   // A digest of the file's length and 16 samples of 4 KiB, spread evenly: enough to refuse the resume of a
   // run with other data, at the cost of 16 small reads.
   absl::StatusOr<uint64_t> Fingerprint() const;
@@ -65,13 +83,19 @@ class Dataset {
 
   // Evaluation: windows of seq() tokens one after the other, window w at token w * seq(); none overlap but
   // for the one token that is the last target of a window and the first input of the next.
-  int64_t EvalWindows() const { return (tokens_ - 1) / seq_; }
+  // Of examples: their rows.
+  int64_t EvalWindows() const { return rows_.empty() ? (tokens_ - 1) / seq_ : rows(); }
   // As Fill, for windows first .. first + count - 1, which must exist.
   absl::Status FillEval(int64_t first, int64_t count, int64_t* tokens, int64_t* targets) const;
 
  private:
   Dataset(std::string path, int fd, TokenFormat format, int64_t vocab, int64_t seq, int64_t tokens);
-  absl::Status ReadRow(int64_t start, uint32_t* row) const;
+  struct Row {
+    int64_t first = 0, count = 0;  // tokens, seq + 1 at the most
+  };
+  void Pack(const std::vector<uint64_t>& starts);
+  absl::Status ReadRow(int64_t start, int64_t count, uint32_t* row) const;
+  absl::Status FillExamples(const Row& of, uint32_t* row, int64_t* tokens, int64_t* targets) const;
   absl::Status FillRow(int64_t start, uint32_t* row, int64_t* tokens, int64_t* targets) const;
 
   std::string path_;
@@ -80,6 +104,11 @@ class Dataset {
   int64_t vocab_;
   int64_t seq_;
   int64_t tokens_;
+  // Of examples.
+  std::vector<Row> rows_;
+  std::vector<uint8_t> learned_;  // a bit a token
+  uint64_t examples_digest_ = 0;
+  int64_t cut_ = 0;
 };
 
 // What decides which sequences a step sees, as a run's record names it.
@@ -89,6 +118,10 @@ inline constexpr const char* kSequenceOrder = "a hash of seed, step and row";
 // rounds of splitmix64's finalizer), mapped to the range by the high half of a 128-bit product. Part of what
 // a run's losses depend on: it never changes. Exposed for tests.
 int64_t SequenceStart(uint64_t seed, int64_t step, int64_t row, int64_t places);
+
+// The row that comes `index`-th in an epoch of `rows`: a permutation for each seed and epoch (a Feistel
+// network over the bits of a row, walked until it is one). Never changes either.
+int64_t RowOfEpoch(uint64_t seed, int64_t epoch, int64_t index, int64_t rows);
 
 }  // namespace penstock::models
 

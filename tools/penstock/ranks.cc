@@ -37,7 +37,8 @@ nlohmann::json OptionsJson(const TrainOptions& flags) {
   nlohmann::json json = {{"program", ProgramDigest()},
                          {"--state-dir", flags.state_dirs},
                          {"--resume", flags.resume},
-                         {"--overwrite", flags.overwrite}};
+                         {"--overwrite", flags.overwrite},
+                         {"--skip-broken-lines", flags.skip_broken_lines}};
   const auto add = [&json](const char* flag, const auto& value) {
     if (value.has_value()) json[flag] = *value;
   };
@@ -53,6 +54,7 @@ nlohmann::json OptionsJson(const TrainOptions& flags) {
   add("--accumulate", flags.accumulate);
   add("--seq", flags.seq);
   add("--vocab", flags.vocab);
+  add("--chat-template", flags.chat_template);
   add("--warmup", flags.warmup);
   add("--seed", flags.seed);
   add("--threads", flags.threads);
@@ -72,8 +74,10 @@ constexpr uint64_t kPieceBytes = 64 << 10, kPieces = 1024;
 
 absl::StatusOr<nlohmann::json> TextJson(const models::Dataset& data) {
   ASSIGN_OR_RETURN(uint64_t digest, ContentDigest(data.path()));
-  return nlohmann::json{
-      {"tokens", data.tokens()}, {"vocabulary", data.vocab()}, {"content", absl::StrCat(absl::Hex(digest))}};
+  return nlohmann::json{{"tokens", data.tokens()},
+                        {"vocabulary", data.vocab()},
+                        {"content", absl::StrCat(absl::Hex(digest))},
+                        {"examples", absl::StrCat(absl::Hex(data.examples_digest()))}};
 }
 
 // Of weights: a file, or those of a directory.
@@ -189,6 +193,7 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   // What a host has, and what the text below says better.
   same.erase("blas");
   same.erase("data_fingerprint");
+  if (same.contains("tokenizer")) same["tokenizer"].erase("path");
   ASSIGN_OR_RETURN(zero::TileFormat format, zero::FormatOf(engine));
   same["--dtype"] = std::string(zero::DTypeName(format.weights));
   same["--threads"] = engine.intra_op_threads;

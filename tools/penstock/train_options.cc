@@ -10,7 +10,16 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   app.add_option(
       "--model", flags.model,
       "A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...) or a config.json [gpt-small]");
-  app.add_option("--data", flags.data, "Text (its bytes are the tokens), or nanoGPT's .bin");
+  app.add_option(
+      "--data", flags.data,
+      "Text, or .jsonl with text, prompt and completion, or messages in its lines: tokens by the model's "
+      "tokenizer, or the bytes of a text where there is none; or tokens, as nanoGPT's .bin");
+  app.add_option("--tokenizer", flags.tokenizer,
+                 "A tokenizer.json or its directory [that of --model or --init-from, if it is a directory]");
+  app.add_option("--chat-template", flags.chat_template,
+                 "How messages become one text: chatml, llama3 or llama2");
+  app.add_flag("--skip-broken-lines", flags.skip_broken_lines,
+               "Pass over lines of .jsonl that cannot be used, and say how many [the first one is an error]");
   app.add_option("--eval-data", flags.eval_data, "Held-out text, in the same form");
   app.add_option("--eval-every", flags.eval_every, "Evaluate after every so many steps [at the end]");
   app.add_option("--eval-windows", flags.eval_windows,

@@ -19,14 +19,15 @@ inline constexpr const char* kDefaultStateDir = "penstock-state";
 // Empty: not given.
 struct TrainOptions {
   std::optional<std::string> model, data, eval_data, config, offload, host_memory, device_memory, device,
-      dtype;
+      dtype, tokenizer, chat_template;
   std::vector<std::string> state_dirs;
   std::optional<int64_t> eval_every, eval_windows, steps, batch, accumulate, seq, vocab, warmup, seed,
       threads, checkpoint_every, checkpoint_keep;
   std::optional<double> lr, clip, weight_decay, rank_timeout;
   std::optional<std::string> optimizer_states;
   std::optional<std::string> init_from, checkpoint_dir, report, log, trace;
-  bool resume = false, overwrite = false, check = false, quiet = false, json = false;
+  bool resume = false, overwrite = false, check = false, quiet = false, json = false,
+       skip_broken_lines = false;
 };
 
 // Adds the flags to `app`. `plans`: of the verb plan, which has --json and needs no data.

@@ -25,6 +25,7 @@
 #include "tools/penstock/resumable_run.h"
 #include "tools/penstock/run_record.h"
 #include "tools/penstock/schedule_flags.h"
+#include "tools/penstock/text_flags.h"
 #include "zero/compute/block.h"
 #include "zero/config/config.h"
 #include "zero/config/json_difference.h"
@@ -152,6 +153,7 @@ class Resolver {
     RETURN_IF_ERROR(ResolveOptimizer(flags_, parsed_, kept_, run_, &changes_, &settings_));
     RETURN_IF_ERROR(ResolveDurability(config_, kept_, &settings_));
     ChooseDataOrder();
+    RETURN_IF_ERROR(ResolveText(flags_, run_, &settings_));
     RETURN_IF_ERROR(ResolveMemory(flags_, config_, &settings_));
     RETURN_IF_ERROR(ResolveIo(config_, &settings_));
     RETURN_IF_ERROR(ChooseInitialWeights());
@@ -389,6 +391,10 @@ class Resolver {
     if (!settings_.resumes) return;
     if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
       changes_.run["config"] = changes_.config;
+    for (const char* name : {"tokenizer", "chat_template"}) {
+      if (settings_.kept.contains(name) && settings_.kept[name] != run_.value(name, nlohmann::json()))
+        changes_.run[name] = settings_.kept[name];
+    }
     // Of runs from before these were recorded.
     for (const char* name : {"sync", "durability", "data_order"}) {
       if (!run_.contains(name)) changes_.run[name] = settings_.kept[name];

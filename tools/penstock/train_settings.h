@@ -6,12 +6,14 @@
 #include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "models/gpt.h"
+#include "text/example.h"
 #include "tools/penstock/train_options.h"
 #include "zero/engine/engine.h"
 
@@ -24,8 +26,13 @@ struct TrainSettings {
   models::GptConfig model;
   std::string data_path, eval_path;
   int64_t steps = 100, batch = kDefaultBatch, accumulate = 1, seq = 0, vocab = 0, eval_every = 0;
-  int64_t eval_windows = 0;                        // at the most; 0: all
-  nlohmann::json kept = nlohmann::json::object();  // of the optimizer: part of engine.run
+  int64_t eval_windows = 0;  // at the most; 0: all
+  struct Text {
+    std::string tokenizer;  // where it lies; empty: none
+    std::optional<text::ChatTemplate> chat;
+    bool skip_broken = false;
+  } text;
+  nlohmann::json kept = nlohmann::json::object();  // part of the run's record
   zero::EngineOptions engine;                      // complete but for what hooks into the run
   std::vector<std::string> notes;                  // lines for people: keys ignored, choices made
   // With --overwrite, the ids of the runs that go ("" of one that has none): their logs may go with them.

@@ -2,6 +2,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
@@ -12,9 +13,11 @@
 #include "models/gpt.h"
 #include "models/text_sampler.h"
 #include "swap/inspect.h"
+#include "text/tokenizer.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
 #include "tools/penstock/state_reader.h"
+#include "tools/penstock/text_flags.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
 #include "zero/compute/block.h"
@@ -35,7 +38,7 @@ struct Flags {
   int64_t tokens = 200, top_k = 0, seed = 1, samples = 1;
   double temperature = 0.8;
   std::optional<int64_t> threads;
-  std::optional<std::string> host_memory;
+  std::optional<std::string> host_memory, tokenizer;
   bool verbose = false;
 };
 
@@ -67,9 +70,10 @@ struct Source {
   int64_t window = 0;   // longest sequence that the run was trained on
   bool bytes = true;    // tokens are the bytes of a text; else numbers of somebody's vocabulary
   int64_t threads = 1;  // of the run
+  std::shared_ptr<const text::Tokenizer> tokenizer;  // null: none, or it is not where it was
 };
 
-absl::StatusOr<Source> FindSource(const Flags& flags) {
+absl::StatusOr<Source> FindSource(const Flags& flags, std::ostream& err) {
   Source source;
   ASSIGN_OR_RETURN(source.dirs, ResolveStateDirs(flags.dirs));
   ASSIGN_OR_RETURN(const FoundState state, FindState(flags.dirs));
@@ -103,6 +107,18 @@ absl::StatusOr<Source> FindSource(const Flags& flags) {
     source.bytes = zero::JsonField<int64_t>(run, "vocab").value_or(0) == 0;
   }
   source.bytes = source.bytes && source.model.vocab == kBytes;
+  const std::string recorded =
+      payload.is_object() ? RecordedTokenizer(payload.value("run", nlohmann::json())) : std::string();
+  if (const std::string path = flags.tokenizer.value_or(recorded); !path.empty()) {
+    absl::StatusOr<std::unique_ptr<text::Tokenizer>> tokenizer = text::Tokenizer::Open(path);
+    if (!tokenizer.ok() && flags.tokenizer.has_value()) return tokenizer.status();
+    if (tokenizer.ok()) {
+      source.tokenizer = *std::move(tokenizer);
+    } else {
+      err << kName << ": " << tokenizer.status().message()
+          << ": tokens are shown as numbers (--tokenizer says where it is)" << std::endl;
+    }
+  }
   return source;
 }
 
@@ -111,6 +127,16 @@ absl::StatusOr<std::vector<int64_t>> PromptTokens(const Flags& flags, const Sour
   if (source.bytes) {
     for (const char c : flags.prompt) tokens.push_back(static_cast<unsigned char>(c));
     if (tokens.empty()) return absl::InvalidArgumentError("--prompt \"\": must have at least one byte");
+    return tokens;
+  }
+  if (source.tokenizer != nullptr) {
+    ASSIGN_OR_RETURN(const std::vector<int32_t> ids, source.tokenizer->Encode(flags.prompt));
+    tokens.assign(ids.begin(), ids.end());
+    for (const int64_t id : tokens) {
+      if (id >= source.model.vocab)
+        return absl::InvalidArgumentError("--prompt: the tokenizer is of another model: it has more tokens");
+    }
+    if (tokens.empty()) return absl::InvalidArgumentError("--prompt \"\": must have at least one token");
     return tokens;
   }
   std::istringstream text(flags.prompt);
@@ -157,7 +183,7 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
 
 absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   RETURN_IF_ERROR(CheckNumbers(flags));
-  ASSIGN_OR_RETURN(const Source source, FindSource(flags));
+  ASSIGN_OR_RETURN(const Source source, FindSource(flags, err));
   ASSIGN_OR_RETURN(const std::vector<int64_t> prompt, PromptTokens(flags, source));
   ASSIGN_OR_RETURN(const int64_t budget, Budget(flags));
 
@@ -180,8 +206,12 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   for (int64_t sample = 0; sample < flags.samples; ++sample) {
     models::TextSampler sampler(flags.temperature, flags.top_k, static_cast<uint64_t>(flags.seed + sample));
     std::vector<int64_t> tokens = prompt;
+    std::optional<text::TextDecoder> decoder;
+    if (source.tokenizer != nullptr) decoder.emplace(*source.tokenizer);
     const auto say = [&](int64_t token) {
-      if (source.bytes) {
+      if (decoder.has_value()) {
+        out << decoder->Push(static_cast<int32_t>(token));
+      } else if (source.bytes) {
         out << static_cast<char>(token);
       } else {
         out << token << ' ';
@@ -201,6 +231,7 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
       say(token);
       out.flush();
     }
+    if (decoder.has_value()) out << decoder->Finish();
     out << std::endl;
     if (!out) return StreamError("stdout: write");
   }
@@ -217,6 +248,8 @@ int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_option("--state-dir", flagged, "The same, as a flag");
   app.add_option("--prompt", flags.prompt,
                  "What the text begins with; token numbers where the tokens are no bytes [a line break]");
+  app.add_option("--tokenizer", flags.tokenizer,
+                 "A tokenizer.json or its directory [that of the run, where it is still there]");
   app.add_option("--tokens", flags.tokens, "Tokens to generate [200]");
   app.add_option("--temperature", flags.temperature, "0 takes the likeliest token each time [0.8]");
   app.add_option("--top-k", flags.top_k, "Choose among the likeliest so many, 0 for all [0]");

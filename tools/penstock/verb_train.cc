@@ -33,6 +33,7 @@
 #include "tools/machine/machine_probe.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
+#include "tools/penstock/text_flags.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_log.h"
 #include "tools/penstock/train_options.h"
@@ -279,13 +280,19 @@ class Training {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& path) const {
-    return models::Dataset::Open(path, models::InferTokenFormat(path, settings_.vocab), settings_.model.vocab,
-                                 settings_.seq);
+  absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& path) {
+    return tools::OpenText(path, settings_, tokenizer_.get(),
+                           {.preparing = [this](const std::string& what) { preparing_.Show(what); },
+                            .say = [this](const std::string& line) { Say(line); },
+                            .tell = [this](const std::string& line) { Tell(line); },
+                            .stops = [this] { return StopAsked(); }});
   }
 
   // And agrees on them, and on all else, with the other ranks.
   absl::Status OpenTexts() {
+    if (!settings_.text.tokenizer.empty()) {
+      ASSIGN_OR_RETURN(tokenizer_, text::Tokenizer::Open(settings_.text.tokenizer));
+    }
     ASSIGN_OR_RETURN(data_, OpenText(settings_.data_path));
     if (!settings_.eval_path.empty()) {
       ASSIGN_OR_RETURN(eval_data_, OpenText(settings_.eval_path));
@@ -480,7 +487,8 @@ class Training {
       RETURN_IF_ERROR(data_->Fill({.step = step,
                                    .micro_batch = m,
                                    .rank = settings_.engine.rank(),
-                                   .world = settings_.engine.world()},
+                                   .world = settings_.engine.world(),
+                                   .rows = settings_.batch * settings_.accumulate * settings_.engine.world()},
                                   settings_.batch, settings_.engine.seed, batch.inputs.data_ptr<int64_t>(),
                                   batch.targets.data_ptr<int64_t>()));
       batches.push_back(std::move(batch));
@@ -751,6 +759,7 @@ class Training {
   std::unique_ptr<tiering::RunPrediction> run_prediction_;
   bool trains_ = true;  // and does not evaluate just now
   tiering::Prediction prediction_;
+  std::unique_ptr<text::Tokenizer> tokenizer_;  // null: bytes, or tokens as they are
   std::unique_ptr<models::Dataset> data_, eval_data_;
   std::unique_ptr<TrainLog> log_;
   std::unique_ptr<Trace> trace_;

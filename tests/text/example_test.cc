@@ -1,0 +1,128 @@
+// Lines of JSONL as tokens, and which of them are learned.
+#include "text/example.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/text/byte_tokenizer.h"
+
+namespace penstock::text {
+namespace {
+
+using testing::HasSubstr;
+
+class ExampleTest : public testing::Test {
+ protected:
+  // With "</s>" as the end of a text, as tokenizer_config.json says it.
+  explicit ExampleTest(std::vector<std::string> specials = {"<s>", "</s>", "<|im_start|>", "<|im_end|>",
+                                                            "<|begin_of_text|>", "<|start_header_id|>",
+                                                            "<|end_header_id|>", "<|eot_id|>"}) {
+    std::string name = (std::filesystem::current_path() / "example_test.XXXXXX").string();
+    directory_ = ::mkdtemp(name.data());
+    std::ofstream(directory_ + "/tokenizer.json") << ByteTokenizer(specials);
+    std::ofstream(directory_ + "/tokenizer_config.json") << R"({"eos_token": "</s>"})";
+    auto tokenizer = Tokenizer::Open(directory_);
+    EXPECT_TRUE(tokenizer.ok()) << tokenizer.status();
+    tokenizer_ = *std::move(tokenizer);
+  }
+  ~ExampleTest() override { std::filesystem::remove_all(directory_); }
+
+  // The text of the tokens, those that are learned in brackets.
+  std::string Shown(const absl::StatusOr<Example>& example) const {
+    if (!example.ok()) return std::string(example.status().message());
+    EXPECT_EQ(example->ids.size(), example->learned.size());
+    std::string text;
+    bool inside = false;
+    for (size_t i = 0; i < example->ids.size(); ++i) {
+      if (example->learned[i] != inside) text += inside ? "]" : "[";
+      inside = example->learned[i];
+      const int32_t id = example->ids[i];
+      text += tokenizer_->Decode({&id, 1}, /*skip_special_tokens=*/false);
+    }
+    return inside ? text + "]" : text;
+  }
+  std::string Line(const std::string& line, std::optional<ChatTemplate> chat = std::nullopt) const {
+    return Shown(ExampleOfLine(line, *tokenizer_, chat));
+  }
+
+  std::string directory_;
+  std::unique_ptr<Tokenizer> tokenizer_;
+};
+
+TEST_F(ExampleTest, ATextIsLearnedWholeAndEnds) {
+  EXPECT_EQ(Line(R"({"text": "abba", "source": 7})"), "[abba</s>]");
+  EXPECT_EQ(Line(R"({"text": "abba</s>"})"), "[abba</s>]");  // ends already
+  EXPECT_EQ(Line(R"({"text": ""})"), "[</s>]");
+}
+
+TEST_F(ExampleTest, OfAPromptTheCompletionIsLearned) {
+  EXPECT_EQ(Line(R"({"prompt": "Say it: ", "completion": "yes"})"), "Say it: [yes</s>]");
+  EXPECT_EQ(Line(R"({"prompt": "", "completion": "yes"})"), "[yes</s>]");
+  EXPECT_EQ(Line(R"({"prompt": "yes", "completion": ""})"), "yes[</s>]");
+  // "a" + "b" is one token: what has characters of both is the completion's.
+  EXPECT_EQ(Line(R"({"prompt": "xa", "completion": "bx"})"), "x[abx</s>]");
+}
+
+TEST_F(ExampleTest, OfMessagesTheAssistantIsLearned) {
+  const std::string line = R"({"messages": [
+      {"role": "system", "content": " Be kind."}, {"role": "user", "content": "Hi"},
+      {"role": "assistant", "content": " Hello! "}, {"role": "user", "content": "Bye\n"},
+      {"role": "assistant", "content": "c"}]})";
+  EXPECT_EQ(Line(line, ChatTemplate::kChatMl),
+            "<|im_start|>system\n Be kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n[ Hello! <|im_end|>]\n<|im_start|>user\nBye\n<|im_end|>\n"
+            "<|im_start|>assistant[\nc<|im_end|>]\n");  // "\nc" is one token
+  EXPECT_EQ(Line(line, ChatTemplate::kLlama3),
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
+            "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n[Hello!<|eot_id|>]"
+            "<|start_header_id|>user<|end_header_id|>\n\nBye<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n[\nc<|eot_id|>]");
+  EXPECT_EQ(
+      Line(line, ChatTemplate::kLlama2),
+      "<s>[INST] <<SYS>>\n Be kind.\n<</SYS>>\n\nHi [/INST][ Hello! </s>]<s>[INST] Bye [/INST][ c </s>]");
+}
+
+TEST_F(ExampleTest, WhatIsWrongWithALineIsNamed) {
+  const std::pair<const char*, const char*> wrong[] = {
+      {"{", "no JSON"},
+      {"[1]", "no object"},
+      {R"({"txt": "x"})", "none of text, messages, or prompt and completion"},
+      {R"({"text": 7})", "text is no text"},
+      {R"({"prompt": "x"})", "no completion"},
+      {R"({"completion": "x"})", "no prompt"},
+      {R"({"prompt": ["x"], "completion": "x"})", "prompt is no text"},
+      {R"({"messages": []})", "not a list of messages"},
+      {R"({"messages": [{"role": "user"}]})", "messages[0] has no content"},
+      {R"({"messages": [{"role": "tool", "content": "x"}]})", "messages[0] is of role \"tool\""},
+      {R"({"messages": [{"role": "user", "content": "x"}]})", "nothing to learn"},
+      {"{\"text\": \"\xFF\"}", "no JSON"},
+  };
+  for (const auto& [line, text] : wrong) {
+    const auto example = ExampleOfLine(line, *tokenizer_, ChatTemplate::kChatMl);
+    EXPECT_TRUE(absl::IsInvalidArgument(example.status())) << line;
+    EXPECT_THAT(example.status().message(), HasSubstr(text)) << line;
+  }
+  EXPECT_THAT(Line(R"({"messages": [{"role": "assistant", "content": "x"}]})"), HasSubstr("--chat-template"));
+  EXPECT_THAT(Line(R"({"messages": [{"role": "assistant", "content": "x"}]})", ChatTemplate::kLlama2),
+              HasSubstr("user and assistant in turns"));
+}
+
+TEST_F(ExampleTest, ATemplateNeedsItsTokens) {
+  for (const ChatTemplate chat : {ChatTemplate::kChatMl, ChatTemplate::kLlama3, ChatTemplate::kLlama2})
+    EXPECT_TRUE(CheckChatTemplate(chat, *tokenizer_).ok());
+  const auto plain = Tokenizer::Parse(ByteTokenizer({"<|im_start|>"}));
+  ASSERT_TRUE(plain.ok()) << plain.status();
+  EXPECT_THAT(CheckChatTemplate(ChatTemplate::kChatMl, **plain).message(), HasSubstr("<|im_end|>"));
+  EXPECT_EQ(ParseChatTemplate("chatml"), ChatTemplate::kChatMl);
+  EXPECT_EQ(ParseChatTemplate("jinja"), std::nullopt);
+}
+
+}  // namespace
+}  // namespace penstock::text

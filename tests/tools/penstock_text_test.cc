@@ -1,0 +1,133 @@
+// Training on text that a tokenizer reads: prompts and messages in lines of JSON, going on without the flags,
+// and text from what was learned.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "tests/text/byte_tokenizer.h"
+#include "tests/tools/penstock_program.h"
+
+namespace penstock::tools {
+namespace {
+
+using testing::HasSubstr;
+using testing::Not;
+using testing_support::Arguments;
+using testing_support::Lines;
+using testing_support::ProgramTest;
+using testing_support::Ran;
+using testing_support::ReadFile;
+using testing_support::WriteFile;
+using testing_support::operator+;
+
+class PenstockTextTest : public ProgramTest {
+ protected:
+  PenstockTextTest() {
+    model_ = dir_ + "/model";
+    std::filesystem::create_directory(model_);
+    WriteFile(model_ + "/tokenizer.json", text::ByteTokenizer({"</s>", "<|im_start|>", "<|im_end|>"}));
+    WriteFile(model_ + "/tokenizer_config.json", R"({"eos_token": "</s>"})");
+    WriteFile(
+        dir_ + "/config.json",
+        R"({"model_type": "gpt2", "vocab_size": 264, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32})");
+    std::string lines;
+    for (int i = 0; i < 40; ++i) {
+      lines += nlohmann::json{{"prompt", "count: "}, {"completion", "abcabc"}}.dump() + "\n";
+      lines += nlohmann::json{{"messages",
+                               {{{"role", "user"}, {"content", "count"}},
+                                {{"role", "assistant"}, {"content", "abcabc"}}}}}
+                   .dump() +
+               "\n";
+    }
+    data_ = dir_ + "/prompts.jsonl";
+    WriteFile(data_, lines);
+  }
+  Arguments Flags(const std::string& state, const Arguments& more = {}) const {
+    return Arguments{"train",  "--model", dir_ + "/config.json", "--dtype",  "fp32",  "--threads", "1",
+                     "--data", data_,     "--state-dir",         state,      "--seq", "32",        "--batch",
+                     "4",      "--log",   state + ".log",        "--warmup", "1",     "--lr",      "0.01"} +
+           more;
+  }
+  Arguments Texts() const { return {"--tokenizer", model_, "--chat-template", "chatml"}; }
+  static std::string Losses(const std::string& log) {
+    std::string losses;
+    for (const std::string& line : Lines(ReadFile(log))) {
+      const auto entry = nlohmann::json::parse(line, nullptr, false);
+      if (entry.contains("loss")) losses += entry["step"].dump() + ":" + entry["loss"].dump() + " ";
+    }
+    return losses;
+  }
+
+  std::string model_, data_;
+};
+
+TEST_F(PenstockTextTest, PromptsAreLearnedAndSpoken) {
+  const Ran trained = Run(Flags("whole", Texts() + Arguments{"--steps", "60", "--eval-data", data_}));
+  ASSERT_EQ(trained.code, 0) << trained.err << trained.out;
+  EXPECT_THAT(trained.out, HasSubstr("of them learned"));
+  // What is not learned counts in no loss: what is left is known by heart.
+  double evaluated = 1;
+  for (const std::string& line : Lines(ReadFile(dir_ + "/whole.log"))) {
+    const auto entry = nlohmann::json::parse(line);
+    if (entry.contains("windows")) evaluated = entry.value("loss", 1.0);
+  }
+  EXPECT_LT(evaluated, 0.05);
+  const Ran sampled = Run({"sample", "whole", "--prompt", "count: ", "--temperature", "0", "--tokens", "5"});
+  ASSERT_EQ(sampled.code, 0) << sampled.err;
+  EXPECT_THAT(sampled.out, HasSubstr("count: abcabc"));
+
+  // Stopped somewhere, and going on without a word about tokens: the same losses.
+  testing_support::Program stopped(
+      dir_, Flags("parts", Texts() + Arguments{"--steps", "60", "--eval-data", data_}));
+  EXPECT_TRUE(WaitForLines(dir_ + "/parts.log", 10));
+  stopped.Signal(SIGTERM);
+  stopped.Wait();
+  const Ran resumed = Run(Flags("parts", {"--steps", "60", "--resume", "--eval-data", data_}));
+  ASSERT_EQ(resumed.code, 0) << resumed.err << resumed.out;
+  EXPECT_EQ(Losses(dir_ + "/whole.log"), Losses(dir_ + "/parts.log"));
+
+  // The tokenizer is part of the run.
+  WriteFile(model_ + "/tokenizer_config.json", R"({"eos_token": "<|im_end|>"})");
+  const Ran other = Run(Flags("parts", {"--steps", "61", "--resume"}));
+  EXPECT_NE(other.code, 0);
+  EXPECT_THAT(other.err, HasSubstr("another tokenizer"));
+  std::filesystem::remove_all(model_);
+  const Ran gone = Run({"sample", "whole", "--prompt", "1 2", "--temperature", "0", "--tokens", "2"});
+  EXPECT_EQ(gone.code, 0) << gone.err;
+  EXPECT_THAT(gone.err, HasSubstr("--tokenizer"));
+}
+
+TEST_F(PenstockTextTest, WhatIsWrongIsSaid) {
+  Ran ran = Run(Flags("a"));
+  EXPECT_NE(ran.code, 0);
+  EXPECT_THAT(ran.err, HasSubstr("--tokenizer DIR"));
+  ran = Run(Flags("a", {"--tokenizer", model_}));
+  EXPECT_NE(ran.code, 0);
+  EXPECT_THAT(ran.err, HasSubstr("prompts.jsonl: line 2: messages need a template"));
+  ran = Run(Flags("a", {"--tokenizer", model_, "--chat-template", "jinja"}));
+  EXPECT_THAT(ran.err, HasSubstr("must be chatml, llama3 or llama2"));
+  ran = Run(Flags("a", {"--tokenizer", model_, "--chat-template", "llama3"}));
+  EXPECT_THAT(ran.err, HasSubstr("<|begin_of_text|>"));
+  ran = Run(Flags("a", {"--tokenizer", dir_ + "/none"}));
+  EXPECT_NE(ran.code, 0);
+  EXPECT_THAT(ran.err, HasSubstr(dir_ + "/none"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ + "/a"));
+  // Lines that cannot be used, with --quiet too.
+  WriteFile(data_, ReadFile(data_) + "{\"text\": 1}\n");
+  ran = Run(Flags("a", Texts() + Arguments{"--steps", "1", "--skip-broken-lines", "--quiet"}));
+  EXPECT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.out + ran.err, HasSubstr("1 line passed over that cannot be used, the first is line 81"));
+  // A model of fewer tokens.
+  WriteFile(
+      dir_ + "/config.json",
+      R"({"model_type": "gpt2", "vocab_size": 200, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32})");
+  ran = Run(Flags("b", Texts()));
+  EXPECT_NE(ran.code, 0);
+  EXPECT_THAT(ran.err, HasSubstr("they do not belong together"));
+}
+
+}  // namespace
+}  // namespace penstock::tools

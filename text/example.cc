@@ -1,0 +1,221 @@
+#include "text/example.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "base/status_macros.h"
+#include "text/strings.h"
+
+namespace penstock::text {
+namespace {
+
+using nlohmann::json;
+
+absl::Status Bad(std::string text) { return absl::InvalidArgumentError(std::move(text)); }
+
+// A text in parts, each of which is learned or not.
+class Script {
+ public:
+  void Add(std::string_view text, bool learned) {
+    if (learned) spans_.emplace_back(text_.size(), text_.size() + text.size());
+    text_.append(text);
+  }
+  // The ids of the whole, not of its parts: a token may have characters of two of them, and then belongs to
+  // the later one.
+  absl::StatusOr<Example> Encode(const Tokenizer& tokenizer, const EncodeOptions& options) const {
+    Example example;
+    ASSIGN_OR_RETURN(example.ids, tokenizer.Encode(text_, options));
+    example.learned.assign(example.ids.size(), false);
+    for (const auto& [first, last] : spans_) {
+      ASSIGN_OR_RETURN(const size_t from, IdsUntil(first, tokenizer, options, example.ids));
+      ASSIGN_OR_RETURN(const size_t to, IdsUntil(last, tokenizer, options, example.ids));
+      for (size_t i = from; i < to; ++i) example.learned[i] = true;
+    }
+    return example;
+  }
+
+ private:
+  // How many of the whole's first ids are those of its first `bytes`.
+  absl::StatusOr<size_t> IdsUntil(size_t bytes, const Tokenizer& tokenizer, const EncodeOptions& options,
+                                  const std::vector<int32_t>& ids) const {
+    if (bytes == text_.size()) return ids.size();
+    ASSIGN_OR_RETURN(const std::vector<int32_t> first,
+                     tokenizer.Encode(std::string_view(text_).substr(0, bytes), options));
+    return static_cast<size_t>(std::mismatch(first.begin(), first.end(), ids.begin(), ids.end()).first -
+                               first.begin());
+  }
+
+  std::string text_;
+  std::vector<std::pair<size_t, size_t>> spans_;  // that are learned, in bytes
+};
+
+bool EndsText(const Tokenizer& tokenizer, int32_t id) {
+  const std::vector<int32_t>& ends = tokenizer.special_ids().eos;
+  return std::find(ends.begin(), ends.end(), id) != ends.end();
+}
+
+void AppendEnd(const Tokenizer& tokenizer, Example* example) {
+  const std::vector<int32_t>& ends = tokenizer.special_ids().eos;
+  if (ends.empty() || (!example->ids.empty() && EndsText(tokenizer, example->ids.back()))) return;
+  example->ids.push_back(ends.front());
+  example->learned.push_back(true);
+}
+
+struct Message {
+  std::string role, content;
+};
+
+absl::StatusOr<std::vector<Message>> MessagesOf(const json& list) {
+  if (!list.is_array() || list.empty()) return Bad("messages is not a list of messages");
+  std::vector<Message> messages;
+  for (size_t i = 0; i < list.size(); ++i) {
+    const json& entry = list[i];
+    for (const char* const key : {"role", "content"}) {
+      if (!entry.is_object() || !entry.contains(key) || !entry[key].is_string())
+        return Bad(Cat("messages[", i, "] has no ", key, " that is a text"));
+    }
+    messages.push_back({entry["role"].get<std::string>(), entry["content"].get<std::string>()});
+    const std::string& role = messages.back().role;
+    if (role != "system" && role != "user" && role != "assistant")
+      return Bad(
+          Cat("messages[", i, "] is of role ", Quoted(role), "; served are system, user and assistant"));
+  }
+  if (std::none_of(messages.begin(), messages.end(),
+                   [](const Message& message) { return message.role == "assistant"; }))
+    return Bad("messages has none of role assistant: there is nothing to learn");
+  return messages;
+}
+
+std::string Stripped(const std::string& text) { return std::string(absl::StripAsciiWhitespace(text)); }
+
+void WriteChatMl(const std::vector<Message>& messages, Script* to) {
+  for (const Message& message : messages) {
+    const bool learned = message.role == "assistant";
+    to->Add(Cat("<|im_start|>", message.role, "\n"), false);
+    to->Add(Cat(message.content, "<|im_end|>"), learned);
+    to->Add("\n", false);
+  }
+}
+
+void WriteLlama3(const std::vector<Message>& messages, Script* to) {
+  to->Add("<|begin_of_text|>", false);
+  for (const Message& message : messages) {
+    to->Add(Cat("<|start_header_id|>", message.role, "<|end_header_id|>\n\n"), false);
+    to->Add(Cat(Stripped(message.content), "<|eot_id|>"), message.role == "assistant");
+  }
+}
+
+absl::Status WriteLlama2(const std::vector<Message>& messages, Script* to) {
+  std::string system;
+  size_t i = 0;
+  if (messages[0].role == "system") {
+    system = Cat("<<SYS>>\n", messages[0].content, "\n<</SYS>>\n\n");
+    i = 1;
+  }
+  for (bool user = true; i < messages.size(); ++i, user = !user) {
+    if (messages[i].role != (user ? "user" : "assistant"))
+      return Bad(
+          Cat("messages[", i, "]: llama2 wants user and assistant in turns, after at most one system"));
+    if (user) {
+      to->Add(Cat("<s>[INST] ", Stripped(std::exchange(system, "") + messages[i].content), " [/INST]"),
+              false);
+    } else {
+      to->Add(Cat(" ", Stripped(messages[i].content), " </s>"), true);
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Example> OfMessages(const json& list, ChatTemplate chat, const Tokenizer& tokenizer) {
+  ASSIGN_OR_RETURN(const std::vector<Message> messages, MessagesOf(list));
+  Script script;
+  switch (chat) {
+    case ChatTemplate::kChatMl:
+      WriteChatMl(messages, &script);
+      break;
+    case ChatTemplate::kLlama3:
+      WriteLlama3(messages, &script);
+      break;
+    case ChatTemplate::kLlama2:
+      RETURN_IF_ERROR(WriteLlama2(messages, &script));
+      break;
+  }
+  // The template's own tokens stand in the text.
+  return script.Encode(tokenizer, {.add_special_tokens = false});
+}
+
+absl::StatusOr<std::string> TextAt(const json& line, const char* key) {
+  if (!line[key].is_string()) return Bad(Cat(key, " is no text"));
+  return line[key].get<std::string>();
+}
+
+}  // namespace
+
+std::optional<ChatTemplate> ParseChatTemplate(std::string_view name) {
+  if (name == "chatml") return ChatTemplate::kChatMl;
+  if (name == "llama3") return ChatTemplate::kLlama3;
+  if (name == "llama2") return ChatTemplate::kLlama2;
+  return std::nullopt;
+}
+
+absl::Status CheckChatTemplate(ChatTemplate chat, const Tokenizer& tokenizer) {
+  std::vector<const char*> tokens;
+  switch (chat) {
+    case ChatTemplate::kChatMl:
+      tokens = {"<|im_start|>", "<|im_end|>"};
+      break;
+    case ChatTemplate::kLlama3:
+      tokens = {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"};
+      break;
+    case ChatTemplate::kLlama2:
+      tokens = {"<s>", "</s>"};
+      break;
+  }
+  for (const char* const token : tokens) {
+    if (!tokenizer.IdOf(token).has_value())
+      return Bad(Cat("the tokenizer has no token ", token, ", which the template of the messages needs"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Example> ExampleOfText(std::string_view text, const Tokenizer& tokenizer) {
+  Example example;
+  ASSIGN_OR_RETURN(example.ids, tokenizer.Encode(text));
+  example.learned.assign(example.ids.size(), true);
+  AppendEnd(tokenizer, &example);
+  return example;
+}
+
+absl::StatusOr<Example> ExampleOfLine(std::string_view line, const Tokenizer& tokenizer,
+                                      std::optional<ChatTemplate> chat) {
+  const json parsed = json::parse(line, nullptr, /*allow_exceptions=*/false);
+  if (parsed.is_discarded()) return Bad("it is no JSON");
+  if (!parsed.is_object()) return Bad("it is no object");
+  if (parsed.contains("messages")) {
+    if (!chat.has_value())
+      return Bad("messages need a template: give --chat-template chatml, llama3 or llama2");
+    return OfMessages(parsed["messages"], *chat, tokenizer);
+  }
+  if (parsed.contains("prompt") || parsed.contains("completion")) {
+    for (const char* const key : {"prompt", "completion"}) {
+      if (!parsed.contains(key)) return Bad(Cat("it has no ", key));
+    }
+    Script script;
+    ASSIGN_OR_RETURN(const std::string prompt, TextAt(parsed, "prompt"));
+    ASSIGN_OR_RETURN(const std::string completion, TextAt(parsed, "completion"));
+    script.Add(prompt, false);
+    script.Add(completion, true);
+    ASSIGN_OR_RETURN(Example example, script.Encode(tokenizer, {}));
+    AppendEnd(tokenizer, &example);
+    return example;
+  }
+  if (!parsed.contains("text")) return Bad("it has none of text, messages, or prompt and completion");
+  ASSIGN_OR_RETURN(const std::string text, TextAt(parsed, "text"));
+  return ExampleOfText(text, tokenizer);
+}
+
+}  // namespace penstock::text

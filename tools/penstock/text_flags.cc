@@ -1,0 +1,138 @@
+#include "tools/penstock/text_flags.h"
+
+#include <filesystem>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/status_macros.h"
+#include "models/token_file.h"
+#include "tools/penstock/flag_check.h"
+#include "zero/config/json_field.h"
+
+namespace penstock::tools {
+namespace {
+
+// The directory's, if it has one.
+std::string TokenizerOf(const std::optional<std::string>& directory) {
+  std::error_code error;
+  if (!directory.has_value() || !std::filesystem::is_directory(*directory, error)) return "";
+  return std::filesystem::exists(std::filesystem::path(*directory) / "tokenizer.json", error) ? *directory
+                                                                                              : "";
+}
+
+std::string Absolute(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
+  return error ? path : absolute.lexically_normal().string();
+}
+
+absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings) {
+  const std::string recorded = RecordedTokenizer(run);
+  std::string& path = settings->text.tokenizer;
+  path = flags.tokenizer.value_or(recorded);
+  if (run.is_null() && path.empty()) path = TokenizerOf(flags.model);
+  if (run.is_null() && path.empty()) path = TokenizerOf(flags.init_from);
+  if (path.empty()) return absl::OkStatus();
+  if (flags.vocab.has_value()) {
+    if (flags.tokenizer.has_value()) return WrongFlag("--tokenizer and --vocab: one or the other");
+    path.clear();
+    return absl::OkStatus();
+  }
+  ASSIGN_OR_RETURN(const uint64_t digest, models::TokenizerDigest(path));
+  const nlohmann::json record = {{"path", Absolute(path)}, {"digest", digest}};
+  if (run.is_null()) {
+    settings->kept["tokenizer"] = record;
+    return absl::OkStatus();
+  }
+  if (recorded.empty())
+    return absl::FailedPreconditionError(
+        absl::StrCat("--tokenizer ", path,
+                     ": this run learns without one; leave it out, or start another run in another "
+                     "--state-dir"));
+  const nlohmann::json& before = run["tokenizer"];
+  if (zero::JsonField<uint64_t>(before, "digest") != digest) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        path,
+        ": this run was made with another tokenizer, and its weights are made of that; give the one it was "
+        "made with (--tokenizer), or start another run in another --state-dir"));
+  }
+  settings->kept["tokenizer"] = record;
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string RecordedTokenizer(const nlohmann::json& run) {
+  if (!run.is_object() || !run.contains("tokenizer") || !run["tokenizer"].is_object()) return "";
+  return zero::JsonField<std::string>(run["tokenizer"], "path").value_or("");
+}
+
+absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings) {
+  RETURN_IF_ERROR(TakeTokenizer(flags, run, settings));
+  const std::optional<std::string> recorded =
+      run.is_object() ? zero::JsonField<std::string>(run, "chat_template") : std::nullopt;
+  if (const std::optional<std::string> chat =
+          flags.chat_template.has_value() ? flags.chat_template : recorded;
+      chat.has_value()) {
+    settings->text.chat = text::ParseChatTemplate(*chat);
+    if (!settings->text.chat.has_value())
+      return WrongFlag(absl::StrCat("--chat-template ", *chat, ": must be chatml, llama3 or llama2"));
+    if (settings->text.tokenizer.empty())
+      return WrongFlag("--chat-template: messages become tokens by a tokenizer: give --tokenizer as well");
+    settings->kept["chat_template"] = *chat;
+  }
+  settings->text.skip_broken = flags.skip_broken_lines;
+  for (const std::string& path : {settings->data_path, settings->eval_path}) {
+    if (settings->text.tokenizer.empty() && absl::EndsWith(path, ".jsonl") && !flags.vocab.has_value()) {
+      return WrongFlag(absl::StrCat(path,
+                                    " has texts in lines of JSON, which become tokens by a tokenizer: give "
+                                    "--tokenizer DIR"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& path,
+                                                          const TrainSettings& settings,
+                                                          const text::Tokenizer* tokenizer,
+                                                          const TextHooks& hooks) {
+  if (tokenizer == nullptr || absl::EndsWith(path, ".bin")) {
+    const int64_t vocab = tokenizer == nullptr ? settings.vocab : settings.model.vocab;
+    return models::Dataset::Open(path, models::InferTokenFormat(path, vocab), settings.model.vocab,
+                                 settings.seq);
+  }
+  if (tokenizer->vocab_size() > settings.model.vocab) {
+    return absl::InvalidArgumentError(absl::StrCat(settings.text.tokenizer, ": the tokenizer has ",
+                                                   tokenizer->vocab_size(), " tokens, the model ",
+                                                   settings.model.vocab, ": they do not belong together"));
+  }
+  models::TokenFileOptions options;
+  options.chat = settings.text.chat;
+  options.skip_broken = settings.text.skip_broken;
+  options.progress = [&](double share) {
+    hooks.preparing(absl::StrFormat("making tokens of %s: %.0f%%", path, 100 * share));
+    return !hooks.stops();
+  };
+  ASSIGN_OR_RETURN(const models::TokenFile file,
+                   models::MakeTokenFile(path, *tokenizer, settings.text.tokenizer, options));
+  if (file.skipped > 0) {
+    hooks.tell(absl::StrCat(path, ": ", file.skipped, file.skipped == 1 ? " line" : " lines",
+                            " passed over that cannot be used, the first is line ", file.first_skipped_line));
+  }
+  ASSIGN_OR_RETURN(std::unique_ptr<models::Dataset> data,
+                   models::Dataset::OpenExamples(file, settings.model.vocab, settings.seq));
+  hooks.say(absl::StrCat(path, ": ", file.tokens, " tokens",
+                         file.is_stream() ? ""
+                                          : absl::StrCat(", ", file.learned, " of them learned, in ",
+                                                         data->rows(), " sequences of --seq ", settings.seq),
+                         file.was_there ? ", as they lie in " : ", kept in ", file.tokens_path));
+  if (data->cut_examples() > 0) {
+    hooks.tell(absl::StrCat(path, ": ", data->cut_examples(), " of ", file.examples,
+                            " examples are longer than --seq ", settings.seq, " and are cut there"));
+  }
+  return data;
+}
+
+}  // namespace penstock::tools
