@@ -449,6 +449,14 @@ absl::StatusOr<TokenFile> MakeTokenFile(const std::string& path, const text::Tok
   Writer writer(std::move(tokens), std::move(examples), wide);
   RETURN_IF_ERROR(lines ? EncodeLines(input, path, tokenizer, options, goes_on, &writer)
                         : EncodeText(input, path, tokenizer, options, goes_on, &writer));
+  // The pair's name stands for what the text was.
+  struct stat now {};
+  if (::stat(path.c_str(), &now) != 0 || now.st_size != input.info().st_size ||
+      now.st_mtim.tv_sec != input.info().st_mtim.tv_sec ||
+      now.st_mtim.tv_nsec != input.info().st_mtim.tv_nsec) {
+    return absl::AbortedError(
+        absl::StrCat(path, " changed while it was read: start again when nothing writes to it"));
+  }
   if (writer.learned() == 0)
     return absl::InvalidArgumentError(absl::StrCat(path, ": there is nothing in it to learn"));
   std::string directory = std::filesystem::path(path).parent_path();

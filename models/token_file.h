@@ -59,8 +59,9 @@ struct TokenFile {
 
 // The tokens of `path`: a file that ends in .jsonl has an example in each line that is not empty, any other
 // is one text. `tokenizer_path`: the file or directory that `tokenizer` was opened from. kInvalidArgument
-// names the line; kPermissionDenied, kResourceExhausted: the directory of `path` takes no files. Memory: a
-// few MB, the longest line, 8 bytes an example, and a bit a token where not all are learned.
+// names the line; kPermissionDenied, kResourceExhausted: the directory of `path` takes no files; kAborted:
+// the text changed meanwhile. Memory: a few MB, the longest line, 8 bytes an example, and a bit a token where
+// not all are learned.
 absl::StatusOr<TokenFile> MakeTokenFile(const std::string& path, const text::Tokenizer& tokenizer,
                                         const std::string& tokenizer_path, const TokenFileOptions& options);
 

@@ -254,6 +254,18 @@ TEST_F(TokenFileTest, WrongFilesAreRefused) {
   EXPECT_TRUE(absl::IsCancelled(Make(Write("text.txt", "text"), options).status()));
 }
 
+TEST_F(TokenFileTest, ATextThatChangesMeanwhileIsRefused) {
+  const std::string path = Write("data.txt", "old");
+  TokenFileOptions options;
+  options.progress = [&](double) {
+    Write("data.txt", "newer");
+    return true;
+  };
+  EXPECT_TRUE(absl::IsAborted(Make(path, options).status()));
+  EXPECT_EQ(Files().size(), 3U);
+  EXPECT_EQ(Make(path)->tokens, 6);
+}
+
 TEST_F(TokenFileTest, AFullDriveIsAnErrorThatLeavesNothing) {
   const std::string path = Write("data.txt", std::string(1 << 20, 'x'));
   const std::set<std::string> before = Files();
