@@ -1,0 +1,715 @@
+#include "models/torch_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+
+namespace penstock::models {
+
+static_assert(std::endian::native == std::endian::little, "files are read in place");
+
+// A value, or on the way to one: a name that is called, a storage of tensors.
+struct TorchFile::Node {
+  TorchValue::Kind kind = TorchValue::Kind::kNone;
+  bool is_name = false;     // of a class or a function
+  bool is_storage = false;  // of tensors: `integer` bytes at `tensor.offset`, untyped where `is_name`
+  int64_t integer = 0;      // of kBool too
+  double number = 0;
+  std::string text = {};  // of kObject: its name
+  std::vector<uint32_t> items = {};
+  std::vector<std::pair<uint32_t, uint32_t>> pairs = {};
+  TorchTensor tensor = {};
+};
+
+namespace {
+
+constexpr uint64_t kLargestPickle = uint64_t{256} << 20;
+constexpr size_t kMostValues = size_t{4} << 20;
+constexpr uint64_t kLargestDirectory = uint64_t{1} << 30;
+
+template <typename T>
+T Load(const char* from) {
+  T value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+absl::Status Bad(const std::string& path, std::string_view what) {
+  return absl::InvalidArgumentError(absl::StrCat(path, ": ", absl::string_view(what.data(), what.size())));
+}
+
+std::string Quoted(std::string_view text) {
+  return absl::StrCat(
+      "\"",
+      absl::CHexEscape(absl::string_view(text.substr(0, 100).data(), std::min<size_t>(text.size(), 100))),
+      "\"");
+}
+
+std::optional<swap::Dtype> DtypeOf(std::string_view name) {
+  using swap::Dtype;
+  static constexpr std::pair<std::string_view, Dtype> kNames[] = {
+      {"torch.FloatStorage", Dtype::kF32},   {"torch.DoubleStorage", Dtype::kF64},
+      {"torch.HalfStorage", Dtype::kF16},    {"torch.BFloat16Storage", Dtype::kBf16},
+      {"torch.LongStorage", Dtype::kI64},    {"torch.IntStorage", Dtype::kI32},
+      {"torch.ShortStorage", Dtype::kI16},   {"torch.CharStorage", Dtype::kI8},
+      {"torch.ByteStorage", Dtype::kU8},     {"torch.BoolStorage", Dtype::kBool},
+      {"torch.float32", Dtype::kF32},        {"torch.float64", Dtype::kF64},
+      {"torch.float16", Dtype::kF16},        {"torch.bfloat16", Dtype::kBf16},
+      {"torch.int64", Dtype::kI64},          {"torch.int32", Dtype::kI32},
+      {"torch.int16", Dtype::kI16},          {"torch.int8", Dtype::kI8},
+      {"torch.uint8", Dtype::kU8},           {"torch.bool", Dtype::kBool},
+      {"torch.uint16", Dtype::kU16},         {"torch.uint32", Dtype::kU32},
+      {"torch.uint64", Dtype::kU64},         {"torch.float8_e4m3fn", Dtype::kF8E4M3},
+      {"torch.float8_e5m2", Dtype::kF8E5M2},
+  };
+  for (const auto& [known, dtype] : kNames) {
+    if (known == name) return dtype;
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+// ---- The zip.
+
+struct TorchFile::Archive {
+  struct Member {
+    uint64_t header = 0, bytes = 0;  // of its local header; of its data
+  };
+
+  absl::Status Open() {
+    constexpr size_t kEnd = 22, kLongestComment = 65535;
+    const size_t tail = static_cast<size_t>(std::min<uint64_t>(file.bytes_, kEnd + kLongestComment));
+    std::vector<char> end(tail);
+    RETURN_IF_ERROR(file.ReadAt(file.bytes_ - tail, end.data(), tail));
+    char head[4] = {};
+    if (file.bytes_ >= sizeof(head)) {
+      RETURN_IF_ERROR(file.ReadAt(0, head, sizeof(head)));
+    }
+    if (Load<uint32_t>(head) != 0x04034b50U) {
+      return Bad(
+          file.path_,
+          "is no zip file: torch.save of torch 1.6 and later makes one; load and save an older file again");
+    }
+    size_t at = tail;
+    while (at >= kEnd && Load<uint32_t>(end.data() + at - kEnd) != 0x06054b50U) --at;
+    if (at < kEnd)
+      return absl::DataLossError(absl::StrCat(file.path_, ": has no zip directory: it was cut short"));
+    const char* const record = end.data() + at - kEnd;
+    uint64_t count = Load<uint16_t>(record + 10), size = Load<uint32_t>(record + 12),
+             first = Load<uint32_t>(record + 16);
+    const uint64_t record_offset = file.bytes_ - tail + (at - kEnd);
+    if (count == 0xFFFF || size == 0xFFFFFFFF || first == 0xFFFFFFFF) {
+      char locator[20], record64[56];
+      if (record_offset < sizeof(locator)) return Bad(file.path_, "its zip64 directory is not there");
+      RETURN_IF_ERROR(file.ReadAt(record_offset - sizeof(locator), locator, sizeof(locator)));
+      if (Load<uint32_t>(locator) != 0x07064b50U) return Bad(file.path_, "its zip64 directory is not there");
+      RETURN_IF_ERROR(file.ReadAt(Load<uint64_t>(locator + 8), record64, sizeof(record64)));
+      if (Load<uint32_t>(record64) != 0x06064b50U) return Bad(file.path_, "its zip64 directory is not there");
+      count = Load<uint64_t>(record64 + 32);
+      size = Load<uint64_t>(record64 + 40);
+      first = Load<uint64_t>(record64 + 48);
+    }
+    if (size > kLargestDirectory || size > file.bytes_ || first > file.bytes_ - size)
+      return absl::DataLossError(absl::StrCat(file.path_, ": its zip directory lies beyond its end"));
+    std::string directory(size, '\0');
+    RETURN_IF_ERROR(file.ReadAt(first, directory.data(), size));
+    return ReadDirectory(directory, count);
+  }
+
+  absl::Status ReadDirectory(const std::string& directory, uint64_t count) {
+    constexpr size_t kEntry = 46;
+    size_t at = 0;
+    for (uint64_t i = 0; i < count; ++i) {
+      if (directory.size() - at < kEntry || Load<uint32_t>(directory.data() + at) != 0x02014b50U)
+        return Bad(file.path_, "its zip directory is damaged");
+      const char* const entry = directory.data() + at;
+      const uint64_t name_bytes = Load<uint16_t>(entry + 28), extra_bytes = Load<uint16_t>(entry + 30),
+                     comment_bytes = Load<uint16_t>(entry + 32);
+      if (directory.size() - at - kEntry < name_bytes + extra_bytes + comment_bytes)
+        return Bad(file.path_, "its zip directory is damaged");
+      const std::string name(entry + kEntry, name_bytes);
+      uint64_t stored = Load<uint32_t>(entry + 20), bytes = Load<uint32_t>(entry + 24),
+               header = Load<uint32_t>(entry + 42);
+      // zip64's extra field has those of the three that are all ones, in this order.
+      const char* extra = entry + kEntry + name_bytes;
+      for (const char* const last = extra + extra_bytes; last - extra >= 4;) {
+        const uint16_t id = Load<uint16_t>(extra), length = Load<uint16_t>(extra + 2);
+        extra += 4;
+        if (last - extra < length) break;
+        const char* field = extra;
+        for (uint64_t* const wide : {&bytes, &stored, &header}) {
+          if (id != 1 || *wide != 0xFFFFFFFF || extra + length - field < 8) continue;
+          *wide = Load<uint64_t>(field);
+          field += 8;
+        }
+        extra += length;
+      }
+      if ((Load<uint16_t>(entry + 8) & 1) != 0)
+        return Bad(file.path_, absl::StrCat(Quoted(name), " is encrypted"));
+      if (Load<uint16_t>(entry + 10) != 0 || stored != bytes)
+        return Bad(file.path_, absl::StrCat(Quoted(name), " is compressed, which torch.save never does"));
+      if (!members.emplace(name, Member{header, bytes}).second)
+        return Bad(file.path_, absl::StrCat("has ", Quoted(name), " twice"));
+      at += kEntry + name_bytes + extra_bytes + comment_bytes;
+    }
+    return absl::OkStatus();
+  }
+
+  // Where a member's data begins.
+  absl::StatusOr<uint64_t> DataOf(const std::string& name, const Member& member) const {
+    char header[30];
+    RETURN_IF_ERROR(file.ReadAt(member.header, header, sizeof(header)));
+    if (Load<uint32_t>(header) != 0x04034b50U)
+      return Bad(file.path_, absl::StrCat(Quoted(name), " is not where the zip directory says"));
+    const uint64_t data =
+        member.header + sizeof(header) + Load<uint16_t>(header + 26) + Load<uint16_t>(header + 28);
+    if (data > file.bytes_ || member.bytes > file.bytes_ - data)
+      return absl::DataLossError(
+          absl::StrCat(file.path_, ": ", Quoted(name), " goes beyond the end of the file"));
+    return data;
+  }
+
+  // The whole of a member; "" where there is none.
+  absl::StatusOr<std::string> Text(const std::string& name, uint64_t most) const {
+    const auto found = members.find(name);
+    if (found == members.end()) return std::string();
+    if (found->second.bytes > most)
+      return Bad(file.path_,
+                 absl::StrCat(Quoted(name), " has ", found->second.bytes, " bytes, more than are read"));
+    ASSIGN_OR_RETURN(const uint64_t data, DataOf(name, found->second));
+    std::string text(found->second.bytes, '\0');
+    RETURN_IF_ERROR(file.ReadAt(data, text.data(), text.size()));
+    return text;
+  }
+
+  const TorchFile& file;
+  absl::flat_hash_map<std::string, Member> members;
+  std::string prefix;  // "archive/"
+};
+
+// ---- The pickle: a program for a stack, of which only what describes values is followed.
+
+class Unpickler {
+ public:
+  using Node = TorchFile::Node;
+  using Kind = TorchValue::Kind;
+
+  Unpickler(TorchFile& file, const TorchFile::Archive& archive, std::string_view pickle)
+      : file_(file), archive_(archive), nodes_(file.nodes_), left_(pickle), all_(pickle.size()) {}
+
+  absl::StatusOr<uint32_t> Run() {
+    while (true) {
+      ASSIGN_OR_RETURN(const std::string_view code, Take(1));
+      if (code[0] == '.') return Pop();
+      RETURN_IF_ERROR(Do(code[0]));
+      if (nodes_.size() > kMostValues) return Wrong("has more values than are read");
+    }
+  }
+
+ private:
+  absl::Status Wrong(std::string_view what) const {
+    return absl::InvalidArgumentError(absl::StrCat(file_.path_, ": its pickle, at byte ", all_ - left_.size(),
+                                                   ": ", absl::string_view(what.data(), what.size())));
+  }
+  absl::StatusOr<std::string_view> Take(uint64_t bytes) {
+    if (bytes > left_.size()) return Wrong("ends in the middle");
+    const std::string_view taken = left_.substr(0, bytes);
+    left_.remove_prefix(bytes);
+    return taken;
+  }
+  template <typename T>
+  absl::StatusOr<T> Number() {
+    ASSIGN_OR_RETURN(const std::string_view bytes, Take(sizeof(T)));
+    return Load<T>(bytes.data());
+  }
+  absl::StatusOr<std::string_view> Line() {
+    const size_t end = left_.find('\n');
+    if (end == std::string_view::npos) return Wrong("ends in the middle");
+    ASSIGN_OR_RETURN(const std::string_view line, Take(end + 1));
+    return line.substr(0, end);
+  }
+
+  uint32_t Make(Node node) {
+    nodes_.push_back(std::move(node));
+    return static_cast<uint32_t>(nodes_.size() - 1);
+  }
+  absl::Status Push(Node node) {
+    stack_.push_back(Make(std::move(node)));
+    return absl::OkStatus();
+  }
+  absl::Status PushText(absl::StatusOr<std::string_view> text) {
+    RETURN_IF_ERROR(text.status());
+    return Push({.kind = Kind::kText, .text = std::string(*text)});
+  }
+  absl::Status PushInt(int64_t value) { return Push({.kind = Kind::kInt, .integer = value}); }
+  absl::StatusOr<uint32_t> Pop() {
+    if (stack_.size() <= (marks_.empty() ? 0 : marks_.back())) return Wrong("takes more than there is");
+    const uint32_t top = stack_.back();
+    stack_.pop_back();
+    return top;
+  }
+  absl::StatusOr<std::vector<uint32_t>> PopToMark() {
+    if (marks_.empty()) return Wrong("has no mark to go back to");
+    const std::vector<uint32_t> items(stack_.begin() + static_cast<ptrdiff_t>(marks_.back()), stack_.end());
+    stack_.resize(marks_.back());
+    marks_.pop_back();
+    return items;
+  }
+  absl::StatusOr<Node*> Top() {
+    if (stack_.size() <= (marks_.empty() ? 0 : marks_.back())) return Wrong("takes more than there is");
+    return &nodes_[stack_.back()];
+  }
+  absl::Status PushList(std::vector<uint32_t> items) {
+    return Push({.kind = Kind::kList, .items = std::move(items)});
+  }
+
+  absl::Status Do(char code) {
+    switch (code) {
+      case '\x80':  // PROTO
+        return Take(1).status();
+      case '\x95':  // FRAME
+        return Take(8).status();
+      case 'N':
+        return Push({});
+      case '\x88':
+      case '\x89':
+        return Push({.kind = Kind::kBool, .integer = code == '\x88'});
+      case 'K': {
+        ASSIGN_OR_RETURN(const uint8_t value, Number<uint8_t>());
+        return PushInt(value);
+      }
+      case 'M': {
+        ASSIGN_OR_RETURN(const uint16_t value, Number<uint16_t>());
+        return PushInt(value);
+      }
+      case 'J': {
+        ASSIGN_OR_RETURN(const int32_t value, Number<int32_t>());
+        return PushInt(value);
+      }
+      case '\x8a': {  // LONG1
+        ASSIGN_OR_RETURN(const uint8_t bytes, Number<uint8_t>());
+        return Long(bytes);
+      }
+      case '\x8b': {  // LONG4
+        ASSIGN_OR_RETURN(const uint32_t bytes, Number<uint32_t>());
+        return Long(bytes);
+      }
+      case 'G': {
+        ASSIGN_OR_RETURN(const uint64_t bits, Number<uint64_t>());
+        return Push({.kind = Kind::kFloat, .number = std::bit_cast<double>(__builtin_bswap64(bits))});
+      }
+      case 'X':
+      case 'T':
+      case 'B': {
+        ASSIGN_OR_RETURN(const uint32_t bytes, Number<uint32_t>());
+        return PushText(Take(bytes));
+      }
+      case '\x8c':
+      case 'U':
+      case 'C': {
+        ASSIGN_OR_RETURN(const uint8_t bytes, Number<uint8_t>());
+        return PushText(Take(bytes));
+      }
+      case '\x8d':
+      case '\x8e': {
+        ASSIGN_OR_RETURN(const uint64_t bytes, Number<uint64_t>());
+        return PushText(Take(bytes));
+      }
+      case '(':
+        marks_.push_back(stack_.size());
+        return absl::OkStatus();
+      case '0': {  // POP
+        return Pop().status();
+      }
+      case '1':  // POP_MARK
+        return PopToMark().status();
+      case '2': {  // DUP
+        RETURN_IF_ERROR(Top().status());
+        stack_.push_back(stack_.back());
+        return absl::OkStatus();
+      }
+      case ']':
+      case ')':
+      case '\x8f':  // EMPTY_SET
+        return PushList({});
+      case '}':
+        return Push({.kind = Kind::kDict});
+      case 't':
+      case 'l':
+      case '\x91': {  // FROZENSET
+        ASSIGN_OR_RETURN(std::vector<uint32_t> items, PopToMark());
+        return PushList(std::move(items));
+      }
+      case '\x85':
+      case '\x86':
+      case '\x87':
+        return Tuple(static_cast<size_t>(static_cast<unsigned char>(code)) - 0x84);
+      case 'a': {
+        ASSIGN_OR_RETURN(const uint32_t item, Pop());
+        return Append({item});
+      }
+      case 'e':
+      case '\x90': {  // ADDITEMS
+        ASSIGN_OR_RETURN(const std::vector<uint32_t> items, PopToMark());
+        return Append(items);
+      }
+      case 's': {
+        ASSIGN_OR_RETURN(const uint32_t value, Pop());
+        ASSIGN_OR_RETURN(const uint32_t key, Pop());
+        return SetItems({key, value});
+      }
+      case 'u': {
+        ASSIGN_OR_RETURN(const std::vector<uint32_t> items, PopToMark());
+        return SetItems(items);
+      }
+      case 'd': {
+        ASSIGN_OR_RETURN(const std::vector<uint32_t> items, PopToMark());
+        RETURN_IF_ERROR(Push({.kind = Kind::kDict}));
+        return SetItems(items);
+      }
+      case 'q': {
+        ASSIGN_OR_RETURN(const uint8_t at, Number<uint8_t>());
+        return Remember(at);
+      }
+      case 'r': {
+        ASSIGN_OR_RETURN(const uint32_t at, Number<uint32_t>());
+        return Remember(at);
+      }
+      case '\x94':  // MEMOIZE
+        return Remember(static_cast<uint32_t>(memo_.size()));
+      case 'h': {
+        ASSIGN_OR_RETURN(const uint8_t at, Number<uint8_t>());
+        return Recall(at);
+      }
+      case 'j': {
+        ASSIGN_OR_RETURN(const uint32_t at, Number<uint32_t>());
+        return Recall(at);
+      }
+      case 'c': {
+        ASSIGN_OR_RETURN(const std::string_view module, Line());
+        ASSIGN_OR_RETURN(const std::string_view name, Line());
+        return Name(module, name);
+      }
+      case '\x93': {  // STACK_GLOBAL
+        ASSIGN_OR_RETURN(const uint32_t name, Pop());
+        ASSIGN_OR_RETURN(const uint32_t module, Pop());
+        if (nodes_[name].kind != Kind::kText || nodes_[module].kind != Kind::kText)
+          return Wrong("names something by what is no text");
+        return Name(std::string(nodes_[module].text), std::string(nodes_[name].text));
+      }
+      case 'Q': {  // BINPERSID
+        ASSIGN_OR_RETURN(const uint32_t id, Pop());
+        return PushStorage(id);
+      }
+      case 'R':
+      case '\x81': {  // NEWOBJ
+        ASSIGN_OR_RETURN(const uint32_t arguments, Pop());
+        ASSIGN_OR_RETURN(const uint32_t callee, Pop());
+        ASSIGN_OR_RETURN(const uint32_t made, Call(callee, arguments));
+        stack_.push_back(made);
+        return absl::OkStatus();
+      }
+      case '\x92': {  // NEWOBJ_EX: what it is made of, without names
+        RETURN_IF_ERROR(Pop().status());
+        return Do('\x81');
+      }
+      case 'b': {  // BUILD
+        ASSIGN_OR_RETURN(const uint32_t state, Pop());
+        return Build(state);
+      }
+      default:
+        return Wrong(absl::StrCat("has an instruction that torch.save never writes (",
+                                  static_cast<int>(static_cast<unsigned char>(code)), ")"));
+    }
+  }
+
+  absl::Status Long(uint64_t bytes) {
+    ASSIGN_OR_RETURN(const std::string_view digits, Take(bytes));
+    if (bytes > 8) return Push({.kind = Kind::kObject, .text = "a number of more than 64 bits"});
+    uint64_t value = bytes > 0 && (digits.back() & 0x80) != 0 ? ~uint64_t{0} : 0;
+    std::memcpy(&value, digits.data(), bytes);
+    return PushInt(static_cast<int64_t>(value));
+  }
+  absl::Status Tuple(size_t count) {
+    std::vector<uint32_t> items(count);
+    for (size_t i = count; i-- > 0;) {
+      ASSIGN_OR_RETURN(items[i], Pop());
+    }
+    return PushList(std::move(items));
+  }
+  absl::Status Append(const std::vector<uint32_t>& items) {
+    ASSIGN_OR_RETURN(Node* const to, Top());
+    if (to->kind != Kind::kList && to->kind != Kind::kObject) return Wrong("appends to what is no list");
+    to->items.insert(to->items.end(), items.begin(), items.end());
+    return absl::OkStatus();
+  }
+  absl::Status SetItems(const std::vector<uint32_t>& items) {
+    ASSIGN_OR_RETURN(Node* const to, Top());
+    if ((to->kind != Kind::kDict && to->kind != Kind::kObject) || items.size() % 2 != 0)
+      return Wrong("sets items of what is no dict");
+    for (size_t i = 0; i < items.size(); i += 2) to->pairs.emplace_back(items[i], items[i + 1]);
+    return absl::OkStatus();
+  }
+  absl::Status Remember(uint32_t at) {
+    RETURN_IF_ERROR(Top().status());
+    memo_[at] = stack_.back();
+    return absl::OkStatus();
+  }
+  absl::Status Recall(uint32_t at) {
+    const auto found = memo_.find(at);
+    if (found == memo_.end()) return Wrong("recalls what it has not remembered");
+    stack_.push_back(found->second);
+    return absl::OkStatus();
+  }
+  absl::Status Name(std::string_view module, std::string_view name) {
+    std::string text(module == "__builtin__" ? "builtins" : module);
+    return Push({.kind = Kind::kObject, .is_name = true, .text = text.append(".").append(name)});
+  }
+
+  // ("storage", class, key, device, elements)
+  absl::Status PushStorage(uint32_t id) {
+    const std::vector<uint32_t> parts = nodes_[id].items;
+    if (parts.size() < 5 || nodes_[parts[0]].text != "storage" || !nodes_[parts[1]].is_name ||
+        nodes_[parts[2]].kind != Kind::kText)
+      return Wrong("names something outside of it that is no storage");
+    const std::string member = absl::StrCat(archive_.prefix, "data/", nodes_[parts[2]].text);
+    const auto found = archive_.members.find(member);
+    if (found == archive_.members.end())
+      return absl::DataLossError(absl::StrCat(file_.path_, ": ", Quoted(member), " is missing"));
+    Node node{
+        .kind = Kind::kObject, .is_storage = true, .integer = static_cast<int64_t>(found->second.bytes)};
+    ASSIGN_OR_RETURN(node.tensor.offset, archive_.DataOf(member, found->second));
+    node.text = nodes_[parts[1]].text;
+    const std::optional<swap::Dtype> dtype = DtypeOf(node.text);
+    if (dtype.has_value()) node.tensor.dtype = *dtype;
+    node.is_name = !dtype.has_value();
+    return Push(std::move(node));
+  }
+
+  // Calls nothing: says what would come of it.
+  absl::StatusOr<uint32_t> Call(uint32_t callee, uint32_t arguments, int depth = 0) {
+    if (!nodes_[callee].is_name || nodes_[callee].kind != Kind::kObject ||
+        nodes_[arguments].kind != Kind::kList)
+      return Wrong("calls what has no name");
+    const std::string name = nodes_[callee].text;
+    const std::vector<uint32_t> given = nodes_[arguments].items;
+    if (name == "torch._utils._rebuild_tensor_v2" || name == "torch._utils._rebuild_tensor_v3" ||
+        name == "torch._utils._rebuild_tensor")
+      return Tensor(given, name.ends_with("_v3"));
+    if (name.starts_with("torch._utils._rebuild_parameter") && !given.empty()) return given[0];
+    if (name == "torch._tensor._rebuild_from_type_v2" && given.size() >= 3 && depth < 4)
+      return Call(given[0], given[2], depth + 1);
+    if (name == "collections.OrderedDict" || name == "builtins.dict") {
+      Node dict{.kind = Kind::kDict};
+      // Of a list of pairs, as protocol 2 has it.
+      if (!given.empty()) {
+        for (const uint32_t pair : nodes_[given[0]].items) {
+          if (nodes_[pair].items.size() == 2)
+            dict.pairs.emplace_back(nodes_[pair].items[0], nodes_[pair].items[1]);
+        }
+        if (nodes_[given[0]].kind == Kind::kDict) dict.pairs = nodes_[given[0]].pairs;
+      }
+      return Make(std::move(dict));
+    }
+    if (name == "torch.Size" || name == "builtins.set" || name == "builtins.frozenset" ||
+        name == "builtins.list" || name == "builtins.tuple") {
+      Node list{.kind = Kind::kList};
+      if (!given.empty()) list.items = nodes_[given[0]].items;
+      return Make(std::move(list));
+    }
+    return Make({.kind = Kind::kObject, .text = name, .items = given});
+  }
+
+  // (storage, offset, sizes, strides, ...), in elements.
+  absl::StatusOr<uint32_t> Tensor(const std::vector<uint32_t>& given, bool names_type) {
+    const auto whole = [&](uint32_t at) { return nodes_[at].kind == Kind::kInt ? nodes_[at].integer : -1; };
+    if (given.size() < (names_type ? 7U : 4U) || !nodes_[given[0]].is_storage || whole(given[1]) < 0 ||
+        nodes_[given[2]].kind != Kind::kList || nodes_[given[3]].kind != Kind::kList ||
+        nodes_[given[2]].items.size() != nodes_[given[3]].items.size())
+      return Wrong("has a tensor that is none");
+    const Node& storage = nodes_[given[0]];
+    TorchTensor tensor{.dtype = storage.tensor.dtype, .elements = 1};
+    if (names_type) {
+      const std::optional<swap::Dtype> dtype = DtypeOf(nodes_[given[6]].text);
+      if (!dtype.has_value())
+        return Wrong(
+            absl::StrCat("has a tensor of ", Quoted(nodes_[given[6]].text), ", which is not served"));
+      tensor.dtype = *dtype;
+    } else if (storage.is_name) {
+      return Wrong(absl::StrCat("has a tensor of ", Quoted(storage.text), ", which is not served"));
+    }
+    bool contiguous = true, empty = false;
+    for (const uint32_t size : nodes_[given[2]].items) {
+      if (whole(size) < 0) return Wrong("has a tensor that is none");
+      tensor.sizes.push_back(whole(size));
+      empty = empty || whole(size) == 0;
+    }
+    for (size_t d = tensor.sizes.size(); d-- > 0;) {
+      const int64_t stride = whole(nodes_[given[3]].items[d]);
+      contiguous = contiguous && (tensor.sizes[d] == 1 || stride == tensor.elements || empty);
+      if (__builtin_mul_overflow(tensor.elements, tensor.sizes[d], &tensor.elements))
+        return Wrong("has a tensor of more elements than there are numbers");
+    }
+    if (!contiguous) return Make({.kind = Kind::kObject, .text = "a tensor that is not contiguous"});
+    const auto width = static_cast<int64_t>(swap::DtypeBytes(tensor.dtype));
+    int64_t first = 0, bytes = 0;
+    if (__builtin_mul_overflow(whole(given[1]), width, &first) ||
+        __builtin_mul_overflow(tensor.elements, width, &bytes) || first > storage.integer ||
+        bytes > storage.integer - first)
+      return absl::DataLossError(absl::StrCat(file_.path_, ": a tensor goes beyond the end of its storage"));
+    tensor.offset = storage.tensor.offset + static_cast<uint64_t>(first);
+    return Make({.kind = Kind::kTensor, .tensor = std::move(tensor)});
+  }
+
+  // A state for what is on top: its attributes. Of dicts and tensors they are of no matter.
+  absl::Status Build(uint32_t state) {
+    const Node of = nodes_[state];
+    ASSIGN_OR_RETURN(Node* const to, Top());
+    if (to->kind != Kind::kObject) return absl::OkStatus();
+    to->pairs.insert(to->pairs.end(), of.pairs.begin(), of.pairs.end());
+    // (state, attributes of slots)
+    if (of.kind == Kind::kList && of.items.size() == 2) {
+      for (const uint32_t part : of.items)
+        to->pairs.insert(to->pairs.end(), nodes_[part].pairs.begin(), nodes_[part].pairs.end());
+    }
+    return absl::OkStatus();
+  }
+
+  TorchFile& file_;
+  const TorchFile::Archive& archive_;
+  std::vector<Node>& nodes_;
+  std::string_view left_;
+  const size_t all_;
+  std::vector<uint32_t> stack_;
+  std::vector<size_t> marks_;
+  absl::flat_hash_map<uint32_t, uint32_t> memo_;
+};
+
+// ---- The file.
+
+TorchFile::TorchFile(std::string path) : path_(std::move(path)) {}
+
+TorchFile::~TorchFile() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+absl::StatusOr<std::unique_ptr<TorchFile>> TorchFile::Open(const std::string& path) {
+  std::unique_ptr<TorchFile> file(new TorchFile(path));
+  // O_NONBLOCK: a FIFO is refused, not waited for.
+  file->fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  struct stat info {};
+  if (file->fd_ < 0 || ::fstat(file->fd_, &info) != 0) {
+    const int error = errno;
+    const std::string text =
+        absl::StrCat(path, ": cannot open: ", std::strerror(error), " (errno ", error, ")");
+    return error == ENOENT ? absl::NotFoundError(text) : absl::InvalidArgumentError(text);
+  }
+  if (!S_ISREG(info.st_mode)) return Bad(path, "is no regular file");
+  file->bytes_ = static_cast<uint64_t>(info.st_size);
+  Archive archive{.file = *file, .members = {}, .prefix = {}};
+  RETURN_IF_ERROR(archive.Open());
+  for (const auto& [name, member] : archive.members) {
+    if (!absl::EndsWith(name, "/data.pkl")) continue;
+    if (!archive.prefix.empty()) return Bad(path, "has more than one data.pkl");
+    archive.prefix = name.substr(0, name.size() - std::strlen("data.pkl"));
+  }
+  if (archive.prefix.empty()) return Bad(path, "is a zip file without data.pkl: torch.save has not made it");
+  ASSIGN_OR_RETURN(const std::string order, archive.Text(archive.prefix + "byteorder", 64));
+  if (!order.empty() && order != "little")
+    return Bad(path, absl::StrCat("its bytes are in the order ", Quoted(order)));
+  ASSIGN_OR_RETURN(const std::string pickle, archive.Text(archive.prefix + "data.pkl", kLargestPickle));
+  ASSIGN_OR_RETURN(file->root_, Unpickler(*file, archive, pickle).Run());
+  return file;
+}
+
+TorchValue TorchFile::root() const { return {this, root_}; }
+
+absl::Status TorchFile::ReadAt(uint64_t offset, void* to, size_t bytes) const {
+  for (size_t done = 0; done < bytes;) {
+    if (offset + done > static_cast<uint64_t>(std::numeric_limits<off_t>::max()))
+      return Bad(path_, "a place in it is beyond all files");
+    const ssize_t n =
+        ::pread(fd_, static_cast<char*>(to) + done, bytes - done, static_cast<off_t>(offset + done));
+    if (n > 0) {
+      done += static_cast<size_t>(n);
+    } else if (n == 0) {
+      return absl::DataLossError(absl::StrCat(path_, ": pread of ", bytes, " bytes at offset ", offset,
+                                              " met the end of the file: it was cut short"));
+    } else if (errno != EINTR) {
+      const int error = errno;
+      return absl::UnavailableError(absl::StrCat(path_, ": pread of ", bytes, " bytes at offset ", offset,
+                                                 ": ", std::strerror(error), " (errno ", error, ")"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TorchFile::Read(const TorchTensor& tensor, uint64_t first, std::span<std::byte> to) const {
+  const uint64_t bytes = static_cast<uint64_t>(tensor.elements) * swap::DtypeBytes(tensor.dtype);
+  if (first > bytes || to.size() > bytes - first)
+    return Bad(path_, absl::StrCat("bytes ", first, " to ", first + to.size(), " of a tensor of ", bytes));
+  return ReadAt(tensor.offset + first, to.data(), to.size());
+}
+
+TorchValue::Kind TorchValue::kind() const {
+  return file_ == nullptr ? Kind::kAbsent : file_->nodes_[index_].kind;
+}
+std::optional<bool> TorchValue::boolean() const {
+  if (kind() != Kind::kBool) return std::nullopt;
+  return file_->nodes_[index_].integer != 0;
+}
+std::optional<int64_t> TorchValue::integer() const {
+  if (kind() != Kind::kInt) return std::nullopt;
+  return file_->nodes_[index_].integer;
+}
+std::optional<double> TorchValue::number() const {
+  if (kind() == Kind::kInt) return static_cast<double>(file_->nodes_[index_].integer);
+  if (kind() != Kind::kFloat) return std::nullopt;
+  return file_->nodes_[index_].number;
+}
+std::string_view TorchValue::text() const {
+  return kind() == Kind::kText ? std::string_view(file_->nodes_[index_].text) : std::string_view();
+}
+const TorchTensor* TorchValue::tensor() const {
+  return kind() == Kind::kTensor ? &file_->nodes_[index_].tensor : nullptr;
+}
+std::string_view TorchValue::name() const {
+  return kind() == Kind::kObject ? std::string_view(file_->nodes_[index_].text) : std::string_view();
+}
+size_t TorchValue::size() const { return file_ == nullptr ? 0 : file_->nodes_[index_].items.size(); }
+TorchValue TorchValue::operator[](size_t i) const {
+  return i < size() ? TorchValue(file_, file_->nodes_[index_].items[i]) : TorchValue();
+}
+std::vector<std::pair<TorchValue, TorchValue>> TorchValue::entries() const {
+  std::vector<std::pair<TorchValue, TorchValue>> entries;
+  if (file_ == nullptr) return entries;
+  for (const auto& [key, value] : file_->nodes_[index_].pairs)
+    entries.emplace_back(TorchValue(file_, key), TorchValue(file_, value));
+  return entries;
+}
+TorchValue TorchValue::operator[](std::string_view key) const {
+  if (file_ == nullptr) return {};
+  const auto& pairs = file_->nodes_[index_].pairs;
+  // What is set later holds.
+  for (auto pair = pairs.rbegin(); pair != pairs.rend(); ++pair) {
+    const TorchFile::Node& node = file_->nodes_[pair->first];
+    if (node.kind == Kind::kText && node.text == key) return {file_, pair->second};
+  }
+  return {};
+}
+
+}  // namespace penstock::models
