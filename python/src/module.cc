@@ -9,10 +9,12 @@ namespace nb = nanobind;
 
 namespace penstock::python {
 void BindAio(nb::module_& module);
+void BindKernels(nb::module_& module);
 }  // namespace penstock::python
 
 NB_MODULE(_core, module) {
   module.attr("__version__") = PENSTOCK_VERSION;
   penstock::python::BindErrors(module);
   penstock::python::BindAio(module);
+  penstock::python::BindKernels(module);
 }

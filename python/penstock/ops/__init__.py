@@ -1,1 +1,1 @@
-"""DeepSpeed's operators, served by Penstock: ``aio``."""
+"""DeepSpeed's operators, served by Penstock: ``aio``, ``adam``, ``adagrad``, ``lion``."""
