@@ -10,6 +10,7 @@ namespace nb = nanobind;
 namespace penstock::python {
 void BindAio(nb::module_& module);
 void BindKernels(nb::module_& module);
+void BindOptim(nb::module_& module);
 }  // namespace penstock::python
 
 NB_MODULE(_core, module) {
@@ -17,4 +18,5 @@ NB_MODULE(_core, module) {
   penstock::python::BindErrors(module);
   penstock::python::BindAio(module);
   penstock::python::BindKernels(module);
+  penstock::python::BindOptim(module);
 }
