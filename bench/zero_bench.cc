@@ -24,11 +24,12 @@
 #include "tiering/program/executor.h"
 #include "tiering/program/program.h"
 #include "tiering/simulate/sim_lanes.h"
+#include "zero/compute/libtorch/tensor_memory.h"
+#include "zero/compute/libtorch/threads.h"
 #include "zero/compute/machine_rates.h"
 #include "zero/engine/checkpointing.h"
 #include "zero/engine/engine.h"
-#include "zero/memory/tensor_memory.h"
-#include "zero/memory/threads.h"
+#include "zero/memory/thread_times.h"
 
 namespace penstock {
 namespace {

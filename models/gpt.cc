@@ -16,7 +16,7 @@
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "models/causal_attention.h"
-#include "zero/compute/initial_values.h"
+#include "zero/compute/libtorch/initial_values.h"
 #include "zero/config/config_json.h"
 #include "zero/config/nearest_name.h"
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "zero/compute/model.h"
+#include "zero/compute/libtorch/model.h"
 
 namespace penstock::models {
 

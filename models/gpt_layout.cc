@@ -4,7 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "tiering/plan/model_graph.h"
-#include "zero/compute/block.h"
+#include "zero/compute/flat_layout.h"
 
 namespace penstock::models {
 namespace {

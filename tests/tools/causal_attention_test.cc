@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "zero/memory/tensor_memory.h"
+#include "zero/compute/libtorch/tensor_memory.h"
 
 namespace penstock::models {
 namespace {

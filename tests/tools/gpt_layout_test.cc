@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "zero/compute/block.h"
+#include "zero/compute/libtorch/block.h"
 
 namespace penstock::models {
 namespace {
@@ -15,7 +15,7 @@ void ExpectLikeModules(const GptConfig& config) {
   size_t next = 0;
   int64_t parameters = 0;
   for (size_t b = 0; b < model.blocks.size(); ++b) {
-    const zero::FlatLayout run = zero::FlatLayout::Of(*model.blocks[b].build());
+    const zero::FlatLayout run = zero::LayoutOf(*model.blocks[b].build());
     EXPECT_EQ(layout.block_elements[b], run.elements);
     for (const zero::Parameter& parameter : run.parameters) {
       ASSERT_LT(next, layout.tensors.size());

@@ -21,8 +21,8 @@
 #include "models/gpt.h"
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
-#include "zero/compute/block.h"
-#include "zero/memory/tensor_memory.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {

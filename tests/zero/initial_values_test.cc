@@ -1,4 +1,4 @@
-#include "zero/compute/initial_values.h"
+#include "zero/compute/libtorch/initial_values.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,8 +12,8 @@
 #include "absl/strings/str_cat.h"
 #include "models/gpt.h"
 #include "tests/zero/training.h"
+#include "zero/compute/libtorch/tensor_memory.h"
 #include "zero/engine/engine.h"
-#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -50,7 +50,7 @@ TEST(InitialStream, HasTheBitsOfParametersDrawnAsAWholeWhateverTheTiles) {
                                       : InitialValues{.mean = 0.25, .deviation = 0.02});
     }
     const std::shared_ptr<torch::nn::Module> module = OfSizes(sizes);
-    const FlatLayout layout = FlatLayout::Of(*module);
+    const FlatLayout layout = LayoutOf(*module);
     const auto seed = static_cast<uint64_t>(round) + 100;
     torch::manual_seed(seed);
     std::vector<torch::Tensor> whole;

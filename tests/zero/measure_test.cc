@@ -1,5 +1,5 @@
 // What a model's compute takes, measured while other work has the processors.
-#include "zero/compute/measure.h"
+#include "zero/compute/libtorch/measure.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -11,7 +11,8 @@
 #include <vector>
 
 #include "zero/compute/device.h"
-#include "zero/memory/threads.h"
+#include "zero/compute/libtorch/threads.h"
+#include "zero/memory/thread_times.h"
 
 namespace penstock::zero {
 namespace {

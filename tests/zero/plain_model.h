@@ -7,8 +7,8 @@
 
 #include "models/gpt.h"
 #include "tests/zero/training.h"
-#include "zero/compute/initial_values.h"
-#include "zero/compute/stage_runner.h"
+#include "zero/compute/libtorch/initial_values.h"
+#include "zero/compute/seed.h"
 
 namespace penstock::zero::testing_support {
 

@@ -13,8 +13,8 @@
 #include "models/gpt.h"
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
-#include "zero/compute/block.h"
-#include "zero/compute/stage_runner.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/seed.h"
 #include "zero/compute/update.h"
 #include "zero/engine/engine.h"
 
@@ -356,7 +356,7 @@ class HalfFrozen : public torch::nn::Module {
 
 TEST(Precision, FrozenParametersStayAsTheyAreBesideCompactStates) {
   const auto module = std::make_shared<HalfFrozen>();
-  const FlatLayout layout = FlatLayout::Of(*module);
+  const FlatLayout layout = LayoutOf(*module);
   for (const auto& [from, to] : layout.trained)
     EXPECT_EQ(from % tiering::kScaleBlock, 0) << from << " " << to;
   TileFormat format;

@@ -1,5 +1,5 @@
-// Modules of one's own that break a rule of zero/compute/model.h are refused where they are measured, with
-// the way out; what can be served is served with the bits of plain LibTorch.
+// Modules of one's own that break a rule of zero/compute/libtorch/model.h are refused where they are
+// measured, with the way out; what can be served is served with the bits of plain LibTorch.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -7,7 +7,7 @@
 #include <cmath>
 
 #include "tests/zero/training.h"
-#include "zero/compute/initial_values.h"
+#include "zero/compute/libtorch/initial_values.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::zero {

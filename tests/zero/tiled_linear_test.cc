@@ -1,5 +1,5 @@
 // A linear layer in tiles against the same layer whole, and trained in memory that does not hold it.
-#include "zero/compute/tiled_linear.h"
+#include "zero/compute/libtorch/tiled_linear.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "models/gpt.h"
-#include "zero/compute/stage_runner.h"
+#include "zero/compute/seed.h"
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
 

@@ -16,7 +16,7 @@
 #include "zero/compute/machine_rates.h"
 #include "zero/config/nearest_name.h"
 #include "zero/engine/engine.h"
-#include "zero/memory/threads.h"
+#include "zero/memory/thread_times.h"
 
 namespace penstock::tools {
 namespace {
@@ -85,11 +85,11 @@ absl::StatusOr<aio::DeviceProfile> Probe(const std::vector<std::string>& directo
   if (request.compute && request.file_bytes >= kWholeProbe) {
     request.compute();
     bool disturbed = false;
-    const double alone = zero::SecondsOfCompute(request.compute, &disturbed);
+    const double alone = zero::SecondsOfCompute(request.compute, request.compute_threads, &disturbed);
     // Beside other work there is no telling what the drive takes of it.
     if (!disturbed) {
       options.meanwhile = [&request, compute_speed, alone] {
-        const double speed = alone / zero::SecondsOfCompute(request.compute);
+        const double speed = alone / zero::SecondsOfCompute(request.compute, request.compute_threads);
         *compute_speed = std::min(*compute_speed, std::clamp(speed, 0.5, 1.0));
       };
     }
@@ -272,8 +272,8 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   model.compute_threads = request.compute_threads;
   machine.drives.saturating_bytes_in_flight = 1;
   if (!request.directories.empty()) MeasureDrives(request, &machine);
-  model.update_parameters_per_s =
-      zero::MeasureUpdateRate(request.format, request.optimizer, request.memory_bytes);
+  model.update_parameters_per_s = zero::MeasureUpdateRate(request.format, request.optimizer,
+                                                          request.memory_bytes, request.compute_threads);
   model.verify_bytes_per_s = MeasureVerifyRate(request.memory_bytes);
   std::string beside;
   if (model.compute_beside_drive < 1) {

@@ -16,8 +16,8 @@
 #include "tools/base/version.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/state_reader.h"
+#include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
-#include "zero/memory/threads.h"
 #include "zero/ranks/agree.h"
 #include "zero/ranks/sharded_state.h"
 

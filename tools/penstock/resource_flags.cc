@@ -12,7 +12,7 @@
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/state_reader.h"
 #include "zero/config/plan_bounds.h"
-#include "zero/memory/threads.h"
+#include "zero/memory/thread_times.h"
 
 namespace penstock::tools {
 namespace {

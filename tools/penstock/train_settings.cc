@@ -26,10 +26,11 @@
 #include "tools/penstock/run_record.h"
 #include "tools/penstock/schedule_flags.h"
 #include "tools/penstock/text_flags.h"
-#include "zero/compute/block.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/threads.h"
 #include "zero/config/config.h"
 #include "zero/config/json_difference.h"
-#include "zero/memory/threads.h"
+#include "zero/memory/thread_times.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::tools {

@@ -12,8 +12,8 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
+#include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
-#include "zero/memory/threads.h"
 
 namespace penstock::tools {
 namespace {

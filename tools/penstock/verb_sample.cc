@@ -20,10 +20,11 @@
 #include "tools/penstock/text_flags.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
-#include "zero/compute/block.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/threads.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/engine.h"
-#include "zero/memory/threads.h"
+#include "zero/memory/thread_times.h"
 
 namespace penstock::tools {
 namespace {

@@ -39,10 +39,10 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
+#include "zero/compute/libtorch/threads.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/engine.h"
 #include "zero/engine/report.h"
-#include "zero/memory/threads.h"
 #include "zero/ranks/agree.h"
 #include "zero/ranks/alike_ranks.h"
 

@@ -37,8 +37,8 @@
 #include "absl/status/statusor.h"
 #include "aio/device_transfers.h"
 #include "kernels/float16.h"
+#include "zero/compute/libtorch/tensor_memory.h"
 #include "zero/compute/optimizer.h"
-#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 

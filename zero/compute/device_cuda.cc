@@ -32,8 +32,8 @@
 #include "aio/cufile.h"
 #include "base/status_macros.h"
 #include "kernels/cuda/cuda_kernels.h"
-#include "zero/compute/block.h"
 #include "zero/compute/device.h"
+#include "zero/compute/libtorch/block.h"
 #include "zero/ranks/comm.h"
 
 namespace penstock::zero {

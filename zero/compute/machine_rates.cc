@@ -113,7 +113,8 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
   return static_cast<double>(elements) / std::max(best, 1e-9);
 }
 
-double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer, int64_t memory_bytes) {
+double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer, int64_t memory_bytes,
+                         int compute_threads) {
   const tiering::Precision precision = format.precision();
   const int64_t unit = tiering::kElementAlignment;
   const int64_t of_unit = precision.TotalBytes(unit) + unit * precision.gradient_bytes;
@@ -137,7 +138,7 @@ double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optim
   double best = 1e9;
   for (int repeat = 0; repeat < 4; ++repeat) {
     for (const torch::Tensor& bytes : held) kernels::EvictFromCaches(bytes.data_ptr(), bytes.nbytes());
-    const Stopwatch watch;
+    const Stopwatch watch(compute_threads);
     // As an update on the drive: what was read is checked, what is written is checksummed.
     for (int pass = 0; pass < 2; ++pass) {
       uint64_t sum = 0;
@@ -151,8 +152,8 @@ double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optim
   return static_cast<double>(elements) / std::max(best, 1e-9);
 }
 
-double SecondsOfCompute(const std::function<void()>& compute, bool* disturbed) {
-  const Stopwatch watch;
+double SecondsOfCompute(const std::function<void()>& compute, int threads, bool* disturbed) {
+  const Stopwatch watch(threads);
   int calls = 0;
   for (; calls < 1 || watch.Passed() < 0.25; ++calls) compute();
   const double seconds = watch.Passed() / calls;

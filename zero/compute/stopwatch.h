@@ -6,13 +6,16 @@
 #include <chrono>
 
 #include "zero/memory/host_memory.h"
-#include "zero/memory/threads.h"
+#include "zero/memory/thread_times.h"
 
 namespace penstock::zero {
 
 // Runs from its making on.
 class Stopwatch {
  public:
+  // `threads`: that work together.
+  explicit Stopwatch(int threads = 1) : threads_(threads) {}
+
   struct Reading {
     double seconds = 0;
     bool disturbed = false;  // by other work, for a twentieth of the time or more
@@ -27,7 +30,7 @@ class Stopwatch {
   // too: then everything counts.
   Reading Read() const {
     const double passed = Passed();
-    if (IntraOpThreads() > DefaultIntraOpThreads() || HasProcessorQuota()) return {passed, false};
+    if (threads_ > DefaultIntraOpThreads() || HasProcessorQuota()) return {passed, false};
     const ThreadTimes now = ThreadTimes::Now();
     const double waited = now.LongestWaitSince(times_);
     if (waited <= passed / 20) return {passed, false};
@@ -35,6 +38,7 @@ class Stopwatch {
   }
 
  private:
+  const int threads_;
   const ThreadTimes times_ = ThreadTimes::Now();
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };

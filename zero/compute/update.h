@@ -2,7 +2,7 @@
 //
 // Bits do not depend on how a block is cut into tiles, nor on which thread runs which tile
 // (kernels/optimizer.h): tiles start at multiples of tiering::kElementAlignment, ranges that train where
-// zero/compute/block.h puts them.
+// zero/compute/flat_layout.h puts them.
 #ifndef PENSTOCK_ZERO_COMPUTE_UPDATE_H_
 #define PENSTOCK_ZERO_COMPUTE_UPDATE_H_
 
@@ -13,7 +13,7 @@
 #include "kernels/float16.h"
 #include "kernels/reduce.h"
 #include "tiering/plan/plan.h"
-#include "zero/compute/block.h"
+#include "zero/compute/flat_layout.h"
 #include "zero/compute/optimizer.h"
 #include "zero/compute/tile_format.h"
 #include "zero/memory/arena_view.h"

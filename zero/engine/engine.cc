@@ -13,7 +13,8 @@
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/program/program.h"
-#include "zero/compute/measure.h"
+#include "zero/compute/libtorch/measure.h"
+#include "zero/compute/libtorch/tensor_memory.h"
 #include "zero/engine/checkpointing.h"
 #include "zero/engine/initialize.h"
 #include "zero/engine/parameter_access.h"
@@ -24,7 +25,6 @@
 #include "zero/lanes/device_lanes.h"
 #include "zero/lanes/hardware_lanes.h"
 #include "zero/memory/guarded.h"
-#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 

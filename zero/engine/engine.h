@@ -52,7 +52,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
 #include "zero/compute/device.h"
-#include "zero/compute/model.h"
+#include "zero/compute/libtorch/model.h"
 #include "zero/compute/tile_format.h"
 #include "zero/engine/engine_options.h"
 #include "zero/ranks/sharded_state.h"

@@ -21,7 +21,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
 #include "zero/compute/device.h"
-#include "zero/compute/model.h"
+#include "zero/compute/libtorch/model.h"
 #include "zero/compute/optimizer.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
@@ -174,8 +174,9 @@ struct EngineOptions {
   bool trains = true;
   // Of initial values and dropout. Default 1.
   uint64_t seed = 1;
-  // Initial values of elements [first, first + elements) of a block's flat parameters (zero/compute/block.h),
-  // as fp32 masters, padding 0; each tile is asked for once. Default: those that the blocks' factories make.
+  // Initial values of elements [first, first + elements) of a block's flat parameters
+  // (zero/compute/flat_layout.h), as fp32 masters, padding 0; each tile is asked for once. Default: those
+  // that the blocks' factories make.
   std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
   // What computes. Default: the processor.
   std::shared_ptr<Device> device = HostDevice();

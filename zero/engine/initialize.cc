@@ -7,8 +7,9 @@
 #include "absl/strings/str_cat.h"
 #include "base/index.h"
 #include "base/status_macros.h"
-#include "zero/compute/initial_values.h"
-#include "zero/compute/stage_runner.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/initial_values.h"
+#include "zero/compute/seed.h"
 #include "zero/compute/tile_version.h"
 #include "zero/memory/guarded.h"
 
@@ -56,7 +57,7 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
       if (!options.initial_values) {
         module = model.blocks[b].build();
         TORCH_CHECK(module != nullptr, "its factory returned nothing");
-        TORCH_CHECK(layout.SameShapes(FlatLayout::Of(*module)),
+        TORCH_CHECK(layout.SameShapes(LayoutOf(*module)),
                     "its parameters differ from those of the others of kind ", model.blocks[b].kind);
         if (!model.blocks[b].initial.empty()) stream.emplace(model.blocks[b], layout);
       }

@@ -8,8 +8,8 @@
 
 #include "absl/status/status.h"
 #include "swap/store.h"
-#include "zero/compute/block.h"
 #include "zero/compute/device_state.h"
+#include "zero/compute/libtorch/block.h"
 #include "zero/engine/engine.h"
 #include "zero/memory/arena_view.h"
 

@@ -10,14 +10,14 @@
 #include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "tiering/plan/plan_layout.h"
-#include "zero/compute/measure.h"
+#include "zero/compute/libtorch/measure.h"
+#include "zero/compute/libtorch/tensor_memory.h"
 #include "zero/config/json_difference.h"
 #include "zero/engine/state_identity.h"
 #include "zero/engine/store_layout.h"
 #include "zero/memory/activation_spill.h"
 #include "zero/memory/guarded.h"
 #include "zero/memory/host_memory.h"
-#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {

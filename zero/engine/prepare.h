@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "zero/compute/block.h"
+#include "zero/compute/libtorch/block.h"
 #include "zero/engine/direct_storage.h"
 #include "zero/engine/engine.h"
 #include "zero/engine/rank_agreement.h"

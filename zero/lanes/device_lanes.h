@@ -19,7 +19,7 @@
 #include "tiering/program/op.h"
 #include "zero/compute/device.h"
 #include "zero/compute/device_state.h"
-#include "zero/compute/stage_runner.h"
+#include "zero/compute/libtorch/stage_runner.h"
 #include "zero/memory/arena_view.h"
 
 namespace penstock::zero {

@@ -11,6 +11,7 @@
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/float16.h"
+#include "zero/compute/seed.h"
 #include "zero/compute/tile_version.h"
 #include "zero/memory/guarded.h"
 

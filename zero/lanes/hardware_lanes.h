@@ -26,7 +26,7 @@
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/lanes.h"
-#include "zero/compute/stage_runner.h"
+#include "zero/compute/libtorch/stage_runner.h"
 #include "zero/compute/tile_version.h"
 #include "zero/compute/update.h"
 #include "zero/lanes/device_lanes.h"

@@ -1,8 +1,6 @@
-// The border between LibTorch, which throws, and Penstock, which returns statuses.
+// The border between what throws, LibTorch among it, and Penstock, which returns statuses.
 #ifndef PENSTOCK_ZERO_MEMORY_GUARDED_H_
 #define PENSTOCK_ZERO_MEMORY_GUARDED_H_
-
-#include <c10/util/Exception.h>
 
 #include <exception>
 #include <string>
@@ -33,8 +31,6 @@ absl::Status Guarded(std::string_view what, Body&& body) {
   try {
     std::forward<Body>(body)();
     return absl::OkStatus();
-  } catch (const c10::Error& error) {
-    return failed(error.what_without_backtrace());
   } catch (const std::exception& error) {
     return failed(error.what());
   }

@@ -21,8 +21,8 @@
 // that changes (BatchNorm's statistics), two parameters in one memory. One tensor registered under two names
 // of a block is one parameter, by its first name. Parameters with requires_grad = false are kept and never
 // updated.
-#ifndef PENSTOCK_ZERO_COMPUTE_MODEL_H_
-#define PENSTOCK_ZERO_COMPUTE_MODEL_H_
+#ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_MODEL_H_
+#define PENSTOCK_ZERO_COMPUTE_LIBTORCH_MODEL_H_
 
 #include <torch/nn/module.h>
 
@@ -61,7 +61,8 @@ struct BlockSpec {
   std::function<std::shared_ptr<torch::nn::Module>()> build;
   // What the parameters begin with, in the order of named_parameters(), each drawn after the one before;
   // empty: what `build` gives them. Where it is given, only their shapes count in what `build` makes
-  // (zero/compute/initial_values.h: WithoutMemory), and a block of any size begins in the memory of a tile.
+  // (zero/compute/libtorch/initial_values.h: WithoutMemory), and a block of any size begins in the memory of
+  // a tile.
   std::vector<InitialValues> initial;
 };
 
@@ -94,4 +95,4 @@ torch::Tensor Apply(torch::nn::Module& module, const torch::Tensor& input, const
 
 }  // namespace penstock::zero
 
-#endif  // PENSTOCK_ZERO_COMPUTE_MODEL_H_
+#endif  // PENSTOCK_ZERO_COMPUTE_LIBTORCH_MODEL_H_

@@ -1,25 +1,14 @@
-#include "zero/compute/stage_runner.h"
+#include "zero/compute/libtorch/stage_runner.h"
 
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/index.h"
 #include "kernels/float16.h"
+#include "zero/compute/seed.h"
 #include "zero/memory/guarded.h"
 
 namespace penstock::zero {
-
-uint64_t MixSeed(uint64_t seed, uint64_t a, uint64_t b, uint64_t c) {
-  // splitmix64's finalizer over each number in turn.
-  uint64_t mixed = seed;
-  for (const uint64_t value : {a, b, c}) {
-    mixed += 0x9e3779b97f4a7c15 + value;
-    mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9;
-    mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111eb;
-    mixed ^= mixed >> 31;
-  }
-  return mixed;
-}
 
 StageRunner::StageRunner(const Model& model, std::vector<BlockModule*> modules, kernels::DType weights,
                          uint64_t seed, Device& device, int rank, int world)

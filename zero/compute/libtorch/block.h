@@ -1,55 +1,29 @@
-// A block at run time: the layout of its parameters in one contiguous run, and the module they are lent to.
+// A block at run time: a module that parameters in one contiguous run (zero/compute/flat_layout.h) are lent
+// to.
 //
-// The run has the parameters in the order of named_parameters(), a tensor with two names by its first, each
-// at a multiple of kParameterAlignment elements, zeros between them, padded to tiering::kElementAlignment.
 // Attach points the module's parameters into a run, Detach takes them away again; between the two lies one
 // computation whose graph must be gone by Detach (re-pointing a tensor under a live graph gives silently
 // wrong gradients). One thread at a time.
-#ifndef PENSTOCK_ZERO_COMPUTE_BLOCK_H_
-#define PENSTOCK_ZERO_COMPUTE_BLOCK_H_
+#ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_BLOCK_H_
+#define PENSTOCK_ZERO_COMPUTE_LIBTORCH_BLOCK_H_
 
 #include <torch/nn/module.h>
 
 #include <cstdint>
 #include <memory>
-#include <string>
-#include <utility>
 #include <vector>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "kernels/float16.h"
-#include "tiering/plan/plan.h"
 #include "zero/compute/device.h"
+#include "zero/compute/flat_layout.h"
 
 namespace penstock::zero {
-
-inline constexpr int64_t kParameterAlignment = 64;
 
 // The same type by LibTorch's name.
 torch::Dtype TorchDtype(kernels::DType type);
 
-struct Parameter {
-  std::string name;  // within the block
-  std::vector<int64_t> sizes;
-  int64_t offset = 0;  // in the run, in elements
-  int64_t elements = 0;
-  bool trains = true;
-};
-
-// Where a block's parameters lie. Blocks of one kind share it.
-struct FlatLayout {
-  std::vector<Parameter> parameters;
-  int64_t elements = 0;            // of the run, padding included
-  int64_t parameter_elements = 0;  // without padding
-  // Ranges of the run that the optimizer updates, merged, ascending. Padding counts as trained: it stays
-  // zero.
-  std::vector<std::pair<int64_t, int64_t>> trained;
-
-  static FlatLayout Of(const torch::nn::Module& module);
-  bool Trains() const;  // false: every parameter is frozen
-  bool SameShapes(const FlatLayout& other) const;
-};
+// Of the module's parameters in the order of named_parameters(), a tensor with two names by its first.
+FlatLayout LayoutOf(const torch::nn::Module& module);
 
 // The module's parameters in the order of named_parameters(), each once.
 std::vector<torch::Tensor> UniqueParameters(const torch::nn::Module& module);
@@ -86,4 +60,4 @@ void CopyParameters(const torch::nn::Module& module, const FlatLayout& layout, i
 
 }  // namespace penstock::zero
 
-#endif  // PENSTOCK_ZERO_COMPUTE_BLOCK_H_
+#endif  // PENSTOCK_ZERO_COMPUTE_LIBTORCH_BLOCK_H_

@@ -2,9 +2,9 @@
 //
 // Nothing is guessed: the bytes are those that LibTorch asked its allocator for, with the real batch and
 // sequence. Blocks that say what they begin with (BlockSpec::initial) are built without memory; whatever else
-// is made is bounded by the limit on tensors (zero/memory/tensor_memory.h), which the caller sets.
-#ifndef PENSTOCK_ZERO_COMPUTE_MEASURE_H_
-#define PENSTOCK_ZERO_COMPUTE_MEASURE_H_
+// is made is bounded by the limit on tensors (zero/compute/libtorch/tensor_memory.h), which the caller sets.
+#ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_MEASURE_H_
+#define PENSTOCK_ZERO_COMPUTE_LIBTORCH_MEASURE_H_
 
 #include <torch/nn/module.h>
 
@@ -16,9 +16,9 @@
 
 #include "absl/status/statusor.h"
 #include "tiering/plan/model_graph.h"
-#include "zero/compute/block.h"
 #include "zero/compute/device.h"
-#include "zero/compute/model.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/model.h"
 
 namespace penstock::zero {
 
@@ -49,7 +49,7 @@ struct MeasureOptions {
 
 // `example` is one micro-batch of the run's shapes. Stages are measured on the device that will compute them,
 // blocks are built in host memory. kResourceExhausted: it takes more than there is, and nothing of that size
-// was allocated. kInvalidArgument: a block breaks a rule of zero/compute/model.h.
+// was allocated. kInvalidArgument: a block breaks a rule of zero/compute/libtorch/model.h.
 absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example,
                                            const MeasureOptions& options, Device& device);
 
@@ -61,4 +61,4 @@ std::function<void()> BusiestStage(const Model& model, const MeasuredModel& meas
 
 }  // namespace penstock::zero
 
-#endif  // PENSTOCK_ZERO_COMPUTE_MEASURE_H_
+#endif  // PENSTOCK_ZERO_COMPUTE_LIBTORCH_MEASURE_H_

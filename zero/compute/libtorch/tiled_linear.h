@@ -8,14 +8,14 @@
 // by the parts of y that are done, [..., in + k * out / tiles]; it is what each stage keeps for backward. The
 // result is that of torch::nn::Linear up to the rounding of its products; the gradient of x is summed over
 // the tiles, last to first, in the compute type.
-#ifndef PENSTOCK_ZERO_COMPUTE_TILED_LINEAR_H_
-#define PENSTOCK_ZERO_COMPUTE_TILED_LINEAR_H_
+#ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_TILED_LINEAR_H_
+#define PENSTOCK_ZERO_COMPUTE_LIBTORCH_TILED_LINEAR_H_
 
 #include <cstdint>
 #include <string>
 
 #include "absl/status/status.h"
-#include "zero/compute/model.h"
+#include "zero/compute/libtorch/model.h"
 
 namespace penstock::zero {
 
@@ -33,4 +33,4 @@ absl::Status AddTiledLinear(Model* model, const std::string& name, const TiledLi
 
 }  // namespace penstock::zero
 
-#endif  // PENSTOCK_ZERO_COMPUTE_TILED_LINEAR_H_
+#endif  // PENSTOCK_ZERO_COMPUTE_LIBTORCH_TILED_LINEAR_H_

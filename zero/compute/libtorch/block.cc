@@ -1,4 +1,4 @@
-#include "zero/compute/block.h"
+#include "zero/compute/libtorch/block.h"
 
 #include <algorithm>
 #include <cstring>
@@ -28,58 +28,16 @@ std::vector<torch::Tensor> UniqueParameters(const torch::nn::Module& module) {
   return parameters;
 }
 
-FlatLayout FlatLayout::Of(const torch::nn::Module& module) {
-  FlatLayout layout;
-  int64_t offset = 0;
-  auto add_trained = [&](int64_t from, int64_t to) {
-    if (!layout.trained.empty() && layout.trained.back().second == from) {
-      layout.trained.back().second = to;
-    } else {
-      layout.trained.emplace_back(from, to);
-    }
-  };
+FlatLayout LayoutOf(const torch::nn::Module& module) {
+  std::vector<ParameterSpec> parameters;
   ForParameters(module, [&](const std::string& name, const torch::Tensor& tensor) {
-    const bool flips =
-        !layout.parameters.empty() && layout.parameters.back().trains != tensor.requires_grad();
-    // Those that train and those that do not share no block of 8-bit states.
-    if (flips) offset = tiering::AlignUp(offset, tiering::kScaleBlock);
-    Parameter& parameter = layout.parameters.emplace_back();
-    parameter.name = name;
-    parameter.sizes = tensor.sizes().vec();
-    parameter.offset = offset;
-    parameter.elements = tensor.numel();
-    parameter.trains = tensor.requires_grad();
-    layout.parameter_elements += parameter.elements;
-    const int64_t end = tiering::AlignUp(offset + parameter.elements, kParameterAlignment);
-    if (parameter.trains) add_trained(offset, end);
-    offset = end;
+    parameters.push_back({name, tensor.sizes().vec(), tensor.requires_grad()});
   });
-  layout.elements = tiering::AlignUp(std::max<int64_t>(offset, 1), tiering::kElementAlignment);
-  if (!layout.parameters.empty() && !layout.parameters.back().trains) {
-    offset = tiering::AlignUp(offset, tiering::kScaleBlock);
-  }
-  if (layout.elements > offset) add_trained(offset, layout.elements);
-  return layout;
-}
-
-bool FlatLayout::Trains() const {
-  return std::any_of(parameters.begin(), parameters.end(),
-                     [](const Parameter& parameter) { return parameter.trains; });
-}
-
-bool FlatLayout::SameShapes(const FlatLayout& other) const {
-  if (parameters.size() != other.parameters.size()) return false;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i].sizes != other.parameters[i].sizes ||
-        parameters[i].trains != other.parameters[i].trains) {
-      return false;
-    }
-  }
-  return true;
+  return FlatLayout::Of(parameters);
 }
 
 BlockModule::BlockModule(std::shared_ptr<torch::nn::Module> module)
-    : module_(std::move(module)), layout_(FlatLayout::Of(*module_)) {
+    : module_(std::move(module)), layout_(LayoutOf(*module_)) {
   parameters_ = UniqueParameters(*module_);
   buffers_ = module_->buffers();
   Detach();

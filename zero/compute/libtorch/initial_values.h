@@ -5,16 +5,16 @@
 // itself, however large the block. The bits are those of filling every parameter as a whole, one after the
 // other, with torch::normal_: LibTorch draws a contiguous tensor in groups of 16 numbers, so pieces of a
 // multiple of 16 continue one another, as long as the last has 16 or more.
-#ifndef PENSTOCK_ZERO_COMPUTE_INITIAL_VALUES_H_
-#define PENSTOCK_ZERO_COMPUTE_INITIAL_VALUES_H_
+#ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_INITIAL_VALUES_H_
+#define PENSTOCK_ZERO_COMPUTE_LIBTORCH_INITIAL_VALUES_H_
 
 #include <torch/types.h>
 
 #include <cstdint>
 #include <memory>
 
-#include "zero/compute/block.h"
-#include "zero/compute/model.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/model.h"
 
 namespace penstock::zero {
 
@@ -51,4 +51,4 @@ std::shared_ptr<torch::nn::Module> BuildWhole(const BlockSpec& spec);
 
 }  // namespace penstock::zero
 
-#endif  // PENSTOCK_ZERO_COMPUTE_INITIAL_VALUES_H_
+#endif  // PENSTOCK_ZERO_COMPUTE_LIBTORCH_INITIAL_VALUES_H_

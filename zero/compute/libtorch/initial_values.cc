@@ -1,4 +1,4 @@
-#include "zero/compute/initial_values.h"
+#include "zero/compute/libtorch/initial_values.h"
 
 #include <torch/utils.h>
 
@@ -64,7 +64,7 @@ std::shared_ptr<torch::nn::Module> BuildWhole(const BlockSpec& spec) {
   std::shared_ptr<torch::nn::Module> module = spec.build();
   TORCH_CHECK(module != nullptr, "its factory returned nothing");
   if (spec.initial.empty()) return module;
-  const FlatLayout layout = FlatLayout::Of(*module);
+  const FlatLayout layout = LayoutOf(*module);
   InitialStream stream(spec, layout);
   const std::vector<torch::Tensor> parameters = UniqueParameters(*module);
   for (size_t i = 0; i < parameters.size(); ++i) {

@@ -1,4 +1,4 @@
-#include "zero/compute/measure.h"
+#include "zero/compute/libtorch/measure.h"
 
 #include <algorithm>
 #include <cstring>
@@ -13,10 +13,10 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/cache.h"
-#include "zero/compute/stage_runner.h"
+#include "zero/compute/libtorch/tensor_memory.h"
+#include "zero/compute/libtorch/threads.h"
 #include "zero/compute/stopwatch.h"
 #include "zero/memory/guarded.h"
-#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -51,7 +51,7 @@ void Finish(Device& device) {
 template <typename Probe, typename Body>
 Stopwatch::Reading TimeOnce(Device& device, Probe& probe, Body&& body) {
   probe.Renew();
-  const Stopwatch watch;
+  const Stopwatch watch(IntraOpThreads());
   body();
   Finish(device);
   // The processor's threads do not say what a device apart takes.
@@ -90,7 +90,7 @@ bool SameBits(const torch::Tensor& before, const torch::Tensor& now) {
   return before.nbytes() == 0 || std::memcmp(before.data_ptr(), here.data_ptr(), before.nbytes()) == 0;
 }
 
-// What a stage must not change, as it was before the stage ran (zero/compute/model.h).
+// What a stage must not change, as it was before the stage ran (zero/compute/libtorch/model.h).
 class Untouched {
  public:
   Untouched(const torch::nn::Module& module, const torch::Tensor& input, const Batch& batch)

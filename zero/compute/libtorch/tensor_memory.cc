@@ -1,4 +1,4 @@
-#include "zero/memory/tensor_memory.h"
+#include "zero/compute/libtorch/tensor_memory.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>

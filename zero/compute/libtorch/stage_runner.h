@@ -9,8 +9,8 @@
 // All of it on one thread (LibTorch's intra-op threads beside it). Gradients leave as they are summed:
 // straight to their place where there is one addend, else into fp32 sums that are rounded once
 // (kernels/float16.h).
-#ifndef PENSTOCK_ZERO_COMPUTE_STAGE_RUNNER_H_
-#define PENSTOCK_ZERO_COMPUTE_STAGE_RUNNER_H_
+#ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_STAGE_RUNNER_H_
+#define PENSTOCK_ZERO_COMPUTE_LIBTORCH_STAGE_RUNNER_H_
 
 #include <torch/nn/module.h>
 
@@ -20,9 +20,9 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "zero/compute/block.h"
 #include "zero/compute/device.h"
-#include "zero/compute/model.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/model.h"
 
 namespace penstock::zero {
 
@@ -83,9 +83,6 @@ class StageRunner {
   std::vector<int> addends_;  // [block] added to its gradient so far
 };
 
-// Mixes numbers into a seed: the same on every machine.
-uint64_t MixSeed(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t c = 0);
-
 }  // namespace penstock::zero
 
-#endif  // PENSTOCK_ZERO_COMPUTE_STAGE_RUNNER_H_
+#endif  // PENSTOCK_ZERO_COMPUTE_LIBTORCH_STAGE_RUNNER_H_

@@ -9,8 +9,8 @@
 //
 // Thread-safe. Not counted, because LibTorch does not allocate it here: scratch inside oneDNN and OpenBLAS,
 // autograd's graph nodes, code.
-#ifndef PENSTOCK_ZERO_MEMORY_TENSOR_MEMORY_H_
-#define PENSTOCK_ZERO_MEMORY_TENSOR_MEMORY_H_
+#ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_TENSOR_MEMORY_H_
+#define PENSTOCK_ZERO_COMPUTE_LIBTORCH_TENSOR_MEMORY_H_
 
 #include <cstdint>
 
@@ -54,4 +54,4 @@ class TensorMemoryLimit {
 
 }  // namespace penstock::zero
 
-#endif  // PENSTOCK_ZERO_MEMORY_TENSOR_MEMORY_H_
+#endif  // PENSTOCK_ZERO_COMPUTE_LIBTORCH_TENSOR_MEMORY_H_

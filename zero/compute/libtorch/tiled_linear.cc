@@ -1,4 +1,4 @@
-#include "zero/compute/tiled_linear.h"
+#include "zero/compute/libtorch/tiled_linear.h"
 
 #include <torch/nn/modules/linear.h>
 

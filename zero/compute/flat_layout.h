@@ -1,0 +1,44 @@
+// Where a block's parameters lie in memory: one contiguous run, its flat parameters.
+//
+// The run has the parameters in their order, each at a multiple of kParameterAlignment elements, zeros
+// between them, padded to tiering::kElementAlignment.
+#ifndef PENSTOCK_ZERO_COMPUTE_FLAT_LAYOUT_H_
+#define PENSTOCK_ZERO_COMPUTE_FLAT_LAYOUT_H_
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "zero/compute/model_spec.h"
+
+namespace penstock::zero {
+
+inline constexpr int64_t kParameterAlignment = 64;
+
+struct Parameter {
+  std::string name;  // within the block
+  std::vector<int64_t> sizes;
+  int64_t offset = 0;  // in the run, in elements
+  int64_t elements = 0;
+  bool trains = true;
+};
+
+// Blocks of one kind share it.
+struct FlatLayout {
+  std::vector<Parameter> parameters;
+  int64_t elements = 0;            // of the run, padding included
+  int64_t parameter_elements = 0;  // without padding
+  // Ranges of the run that the optimizer updates, merged, ascending. Padding counts as trained: it stays
+  // zero.
+  std::vector<std::pair<int64_t, int64_t>> trained;
+
+  static FlatLayout Of(std::span<const ParameterSpec> parameters);
+  bool Trains() const;  // false: every parameter is frozen
+  bool SameShapes(const FlatLayout& other) const;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_COMPUTE_FLAT_LAYOUT_H_
