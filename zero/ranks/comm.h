@@ -112,7 +112,7 @@ struct CommOptions {
 // "rank 2 of 4"
 std::string RankName(int rank, int world);
 
-// Meets the other ranks over LibTorch's TCPStore and connects to each of them with Gloo. kUnavailable:
+// Meets the other ranks at a TcpStore (tcp_store.h) and connects to each of them with Gloo. kUnavailable:
 // somebody did not come, or another process has the port; kUnimplemented: built without Gloo.
 absl::StatusOr<std::unique_ptr<Comm>> ConnectGloo(const RankEnvironment& environment,
                                                   const CommOptions& options);

@@ -1,5 +1,5 @@
-// Ranks over Gloo: one connection to every other rank, messages without copies. LibTorch's TCPStore is where
-// they meet, where each leaves a sign of life every second, and where the first that fails writes why.
+// Ranks over Gloo: one connection to every other rank, messages without copies. A TcpStore is where they
+// meet, where each leaves a sign of life every second, and where the first that fails writes why.
 //
 // Gloo matches messages by a number alone, and takes whatever comes under it: a shorter one is received as if
 // it were whole, a longer one ends the process. So that number is made of what the message is and of its
@@ -25,14 +25,12 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <thread>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 #include <vector>
 
@@ -42,6 +40,7 @@
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "zero/memory/guarded.h"
+#include "zero/ranks/tcp_store.h"
 
 namespace penstock::zero {
 namespace {
@@ -87,46 +86,25 @@ std::string Coded(const absl::Status& why, std::string_view text) {
                       absl::string_view(text.data(), text.size()));
 }
 
-std::vector<uint8_t> Bytes(const std::string& text) { return {text.begin(), text.end()}; }
-std::string Text(const std::vector<uint8_t>& bytes) { return {bytes.begin(), bytes.end()}; }
-
-// This process's connections to so numbered a port of anybody.
-std::set<int> SocketsTo(int port) {
-  std::set<int> sockets;
-  std::error_code error;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", error)) {
-    const int fd = std::atoi(entry.path().filename().c_str());
-    sockaddr_storage peer{};
-    socklen_t length = sizeof(peer);
-    if (getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &length) != 0) continue;
-    uint16_t theirs = 0;
-    if (peer.ss_family == AF_INET) theirs = reinterpret_cast<const sockaddr_in&>(peer).sin_port;
-    if (peer.ss_family == AF_INET6) theirs = reinterpret_cast<const sockaddr_in6&>(peer).sin6_port;
-    if (theirs != 0 && ntohs(theirs) == port) sockets.insert(fd);
-  }
-  return sockets;
-}
-
 // The meeting point as Gloo wants it.
 class GlooStore : public gloo::rendezvous::Store {
  public:
-  GlooStore(c10d::TCPStore* store, std::string prefix, std::chrono::milliseconds patience)
+  GlooStore(TcpStore* store, std::string prefix, std::chrono::milliseconds patience)
       : store_(store), prefix_(std::move(prefix)), patience_(patience) {}
 
   void set(const std::string& key, const std::vector<char>& data) override {
-    store_->set(prefix_ + key, {data.begin(), data.end()});
+    store_->Set(prefix_ + key, {data.begin(), data.end()});
   }
   std::vector<char> get(const std::string& key) override {
     wait({key});
-    const std::vector<uint8_t> data = store_->get(prefix_ + key);
+    const std::string data = store_->Get(prefix_ + key);
     return {data.begin(), data.end()};
   }
   void wait(const std::vector<std::string>& keys) override { wait(keys, patience_); }
-  // Asks again and again, because a store that waits keeps the signs of life waiting.
   void wait(const std::vector<std::string>& keys, const std::chrono::milliseconds& timeout) override {
     const auto until = Clock::now() + std::min(timeout, patience_);
     for (const std::string& key : keys) {
-      while (!store_->check({prefix_ + key})) {
+      while (!store_->Has(prefix_ + key)) {
         if (Clock::now() > until) throw std::runtime_error("not all ranks are there");
         std::this_thread::sleep_for(std::chrono::milliseconds(5));
       }
@@ -134,7 +112,7 @@ class GlooStore : public gloo::rendezvous::Store {
   }
 
  private:
-  c10d::TCPStore* const store_;
+  TcpStore* const store_;
   const std::string prefix_;
   const std::chrono::milliseconds patience_;
 };
@@ -377,7 +355,7 @@ class GlooComm : public Comm {
     std::vector<int> missing = {first};
     try {
       for (int k = first + 1; k < world(); ++k) {
-        if (!store_->check({Key(absl::StrCat("here/", k))})) missing.push_back(k);
+        if (!store_->Has(Key(absl::StrCat("here/", k)))) missing.push_back(k);
       }
     } catch (const std::exception&) {  // rank 0, who keeps the list, has given up: the first is known
     }
@@ -394,14 +372,8 @@ class GlooComm : public Comm {
     const std::string where = absl::StrCat(env.master_address, ":", port);
     ASSIGN_OR_RETURN(std::string address, OwnAddress(env.master_address, port));
     address_ = address;
-    c10d::TCPStoreOptions store_options;
-    store_options.port = static_cast<uint16_t>(port);
-    store_options.isServer = rank() == 0;
-    store_options.waitWorkers = false;
-    store_options.timeout = Meeting();
-    const std::set<int> others = SocketsTo(port);
     try {
-      store_ = std::make_shared<c10d::TCPStore>(env.master_address, store_options);
+      store_ = std::make_unique<TcpStore>(env.master_address, port, /*serves=*/rank() == 0, Meeting());
     } catch (const std::exception& error) {
       const std::string why = FirstLine(error.what());
       return absl::UnavailableError(rank() == 0 ? absl::StrCat("cannot wait for the other ranks at ", where,
@@ -410,29 +382,26 @@ class GlooComm : public Comm {
                                                                " (MASTER_ADDR, MASTER_PORT) within ",
                                                                options_.meeting_seconds, " s: ", why));
     }
-    for (const int socket : SocketsTo(port)) {
-      if (others.count(socket) == 0) store_sockets_.push_back(socket);
-    }
-    if (store_->add(Key(absl::StrCat("came/", rank())), 1) > 1) {
+    if (store_->Add(Key(absl::StrCat("came/", rank())), 1) > 1) {
       return absl::InvalidArgumentError(absl::StrCat("two processes at ", where, " say that they are ",
                                                      RankName(rank(), world()),
                                                      ": each has a RANK of its own"));
     }
-    store_->set(BeatKey(rank()), Bytes("{}"));
-    store_->set(Key(absl::StrCat("here/", rank())), Bytes(std::to_string(world())));
+    store_->Set(BeatKey(rank()), "{}");
+    store_->Set(Key(absl::StrCat("here/", rank())), std::to_string(world()));
     const auto deadline = Clock::now() + Meeting();
     for (int k = 0; k < world(); ++k) {
       const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now());
       const std::string key = Key(absl::StrCat("here/", k));
       try {
-        store_->wait({key}, std::max(left, std::chrono::milliseconds(1)));
+        store_->Wait(key, std::max(left, std::chrono::milliseconds(1)));
       } catch (const std::exception&) {
         if (Clock::now() + std::chrono::seconds(1) < deadline && rank() > 0)
           return absl::UnavailableError(absl::StrCat(RankName(0, world()), " has gone"));
         return absl::UnavailableError(
             absl::StrCat(Missing(k), " did not come to ", where, " within ", options_.meeting_seconds, " s"));
       }
-      if (const std::string theirs = Text(store_->get(key)); theirs != std::to_string(world())) {
+      if (const std::string theirs = store_->Get(key); theirs != std::to_string(world())) {
         return absl::InvalidArgumentError(absl::StrCat("rank ", k, " was started as one of ", theirs, ", ",
                                                        RankName(rank(), world()),
                                                        ": all need one WORLD_SIZE"));
@@ -480,15 +449,15 @@ class GlooComm : public Comm {
   // The store may be gone with its rank: then nothing is known, and nobody is told.
   std::string Noted() {
     try {
-      if (store_ == nullptr || !store_->check({Key(kFailedKey)})) return "";
-      return Text(store_->get(Key(kFailedKey)));
+      if (store_ == nullptr || !store_->Has(Key(kFailedKey))) return "";
+      return store_->Get(Key(kFailedKey));
     } catch (const std::exception&) {
       return "";
     }
   }
   void Note(const std::string& text) {
     try {
-      if (store_ != nullptr && !store_->check({Key(kFailedKey)})) store_->set(Key(kFailedKey), Bytes(text));
+      if (store_ != nullptr && !store_->Has(Key(kFailedKey))) store_->Set(Key(kFailedKey), text);
     } catch (const std::exception&) {
       return;
     }
@@ -548,10 +517,10 @@ class GlooComm : public Comm {
     }
     if (!to_note.empty()) Note(to_note);
     if (only_tells) return;
-    store_->set(BeatKey(rank()), Bytes(Position()));
+    store_->Set(BeatKey(rank()), Position());
     std::vector<std::string> positions;
     for (int k = 0; k < (rank() == 0 ? world() : 1); ++k) {
-      std::string position = Text(store_->get(BeatKey(k)));
+      std::string position = store_->Get(BeatKey(k));
       std::lock_guard lock(mutex_);
       std::string& before = positions_[k];
       if (position != before) seen_[static_cast<size_t>(k)] = Clock::now();
@@ -696,7 +665,7 @@ class GlooComm : public Comm {
 
   // Whoever waits for the store is told that it is gone.
   void ShutStore() const {
-    for (const int socket : store_sockets_) shutdown(socket, SHUT_RDWR);
+    if (store_ != nullptr) store_->Shut();
   }
 
   bool Stopped() { return Waited(stopping_); }
@@ -709,9 +678,9 @@ class GlooComm : public Comm {
   void Leave() {
     if (store_ == nullptr) return;
     try {
-      store_->add(Key("left"), 1);
+      store_->Add(Key("left"), 1);
       const auto deadline = Clock::now() + std::chrono::seconds(2);
-      while (rank() == 0 && !failure().ok() && store_->add(Key("left"), 0) < world() &&
+      while (rank() == 0 && !failure().ok() && store_->Add(Key("left"), 0) < world() &&
              Clock::now() < deadline) {
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
       }
@@ -723,8 +692,7 @@ class GlooComm : public Comm {
   const CommOptions options_;
   const std::string prefix_;
   std::string address_;
-  std::shared_ptr<c10d::TCPStore> store_;
-  std::vector<int> store_sockets_;  // its own; shut where nobody answers on them: c10d waits for ever
+  std::unique_ptr<TcpStore> store_;
   std::shared_ptr<gloo::rendezvous::Context> context_;
   std::byte probed_{};
   std::vector<std::unique_ptr<Buffer>> probes_;  // [rank] a receive that waits for nothing; own: none
