@@ -26,9 +26,11 @@ inline constexpr int64_t kQueryRows = 128;
 inline constexpr int64_t kWholeLength = 256;
 
 // dropout(softmax(scale q k^T, position j of row i only where j <= i)) v. All three and the result are
-// [batch * heads, length, depth] of one floating type; the gradients of k and v are sums over blocks, of
-// products in that type, added up in fp32 or wider. Longer than kWholeLength: differentiable once.
-// The memory that it takes grows with the length, but for a step down at kWholeLength.
+// [batch * heads, length, depth] of one floating type. k and v may have fewer heads (grouped queries,
+// Ainslie et al. 2023): heads [g * n, g * n + n) of q then look at head g of k and v, which are not repeated.
+// The gradients of k and v are sums over blocks, of products in that type, added up in fp32 or wider. Longer
+// than kWholeLength: differentiable once. The memory that it takes grows with the length, but for a step down
+// at kWholeLength.
 //
 // `dropout` 0 draws nothing. Above, every probability is set to 0 with that chance and the rest grow by
 // 1 / (1 - dropout); what fell out is kept for backward, a byte for each position that a row may see.

@@ -64,6 +64,26 @@ TEST(CausalAttention, IsTheFormula) {
   }
 }
 
+// Heads that share keys: as if the keys were there for each of them.
+TEST(CausalAttention, GroupsOfQueriesShareTheirKeys) {
+  constexpr int64_t kGroup = 3;
+  const auto repeated = [](const Tensor& q, const Tensor& k, const Tensor& v) {
+    return InOnePiece(q, k.repeat_interleave(kGroup, 0), v.repeat_interleave(kGroup, 0));
+  };
+  for (const int64_t length : {int64_t{1}, int64_t{7}, kWholeLength, kWholeLength + 1, 3 * kQueryRows + 1}) {
+    SCOPED_TRACE(length);
+    torch::manual_seed(length);
+    std::vector<Tensor> inputs;
+    for (const int64_t heads : {2 * kGroup, int64_t{2}, int64_t{2}, 2 * kGroup})
+      inputs.push_back(torch::randn({heads, length, 8}, torch::kFloat64));
+    const Results ours = Differentiate(InBlocks, inputs, inputs[3], torch::kFloat64);
+    const Results whole = Differentiate(repeated, inputs, inputs[3], torch::kFloat64);
+    EXPECT_TRUE(torch::allclose(ours.out, whole.out, 1e-12, 1e-12));
+    for (size_t i = 0; i < 3; ++i)
+      EXPECT_TRUE(torch::allclose(ours.gradients[i], whole.gradients[i], 1e-11, 1e-11)) << i;
+  }
+}
+
 // With the same probabilities dropped the same results, forward and backward; and the share that is asked
 // for.
 TEST(CausalAttention, DropsOutTheSameForwardAndBackward) {
