@@ -2,6 +2,7 @@
 
 ``penstock.ops.aio``  DeepSpeed's ``aio_handle`` over Penstock's I/O engine
 ``penstock.optim``  torch optimizers whose states live on a drive
+``penstock.save``, ``penstock.load``  torch's files through the I/O engine, whole after any crash
 ``penstock.ops.adam``, ``.adagrad``, ``.lion``  DeepSpeed's CPU optimizers over Penstock's kernels
 
 ``penstock`` and ``penstock.ops.aio`` import no torch: who hands over a tensor has imported it.
@@ -15,8 +16,11 @@ __all__ = ["ShortFileError", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":  # imports torch, so only who asks for it does
-        import importlib
+    # These import torch, so only who asks for one of them does.
+    import importlib
 
+    if name == "optim":
         return importlib.import_module(".optim", __name__)
+    if name in ("load", "save"):
+        return getattr(importlib.import_module("._files", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,152 @@
+"""penstock.save and penstock.load: torch's files, whole or not at all."""
+
+import errno
+import io
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import penstock
+from penstock import _files
+
+
+def model():
+    torch.manual_seed(0)
+    big = torch.randn(5_000_000)
+    return {
+        "big": big, "view": big[10:20], "half": torch.randn(1000, 1001).to(torch.bfloat16), "empty": torch.empty(0, 3),
+        "odd": torch.arange(7, dtype=torch.uint8), "step": 3, "nested": [{"name": "x", "t": torch.randn(3, 3).t()}],
+    }  # fmt: skip
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+    return a == b
+
+
+def test_the_bytes_are_torchs_and_each_reads_the_others(directory):
+    given = model()
+    penstock.save(given, directory / "ours.pt")
+    memory = io.BytesIO()
+    torch.save(given, memory)
+    assert (directory / "ours.pt").read_bytes() == memory.getvalue()
+    assert same(torch.load(directory / "ours.pt"), given)
+    penstock.save(given, directory / "ours.pt", crc32=False)
+    assert same(torch.load(directory / "ours.pt"), given)
+    if hasattr(torch.serialization, "get_crc32_options"):
+        assert torch.serialization.get_crc32_options() is True
+    torch.save(given, directory / "torch.pt")
+    for name in ("ours.pt", "torch.pt"):
+        assert same(penstock.load(directory / name), given)
+        assert same(penstock.load(str(directory / name), map_location="cpu", weights_only=True), given)
+    assert sorted(os.listdir(directory)) == ["ours.pt", "torch.pt"]
+
+
+@pytest.mark.parametrize("elements", [0, 1, 1000, (4 << 20) // 4 - 300, (4 << 20) // 4, (40 << 20) // 4 + 13])
+def test_any_size(elements, directory):
+    given = {"t": torch.arange(elements, dtype=torch.int32)}
+    penstock.save(given, directory / "file")
+    assert same(torch.load(directory / "file"), given) and same(penstock.load(directory / "file"), given)
+
+
+def test_a_file_keeps_its_mode_and_a_link_its_place(directory):
+    penstock.save({"a": 1}, directory / "file")
+    plain = directory / "plain"
+    plain.touch()
+    assert (directory / "file").stat().st_mode == plain.stat().st_mode  # as the umask says
+    os.chmod(directory / "file", 0o640)
+    os.symlink("file", directory / "link")
+    penstock.save({"a": 2}, directory / "link")
+    assert os.path.islink(directory / "link") and torch.load(directory / "file") == {"a": 2}
+    assert (directory / "file").stat().st_mode & 0o7777 == 0o640
+
+
+def test_file_systems_without_nameless_files(directory, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *arguments, **keywords):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
+        return real(path, flags, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "open", refuse)
+    penstock.save({"a": torch.ones(10)}, directory / "file")
+    with pytest.raises(Exception, match="pickle"):
+        penstock.save({"a": lambda: 1}, directory / "file")
+    assert same(torch.load(directory / "file"), {"a": torch.ones(10)}) and os.listdir(directory) == ["file"]
+
+
+def test_what_goes_wrong_leaves_the_old_file(directory, in_child):
+    penstock.save({"a": 1}, directory / "file")
+    with pytest.raises(Exception, match="pickle"):
+        penstock.save({"big": torch.zeros(100_000), "bad": lambda: 1}, directory / "file")
+    with pytest.raises(FileNotFoundError):
+        penstock.save({}, directory / "none" / "file")
+    with pytest.raises(IsADirectoryError):
+        penstock.save({}, directory)
+    with pytest.raises(TypeError, match="torch.save"):
+        penstock.save({}, io.BytesIO())
+    with pytest.raises(FileNotFoundError):
+        penstock.load(directory / "none")
+    with pytest.raises(TypeError, match="torch.load"):
+        penstock.load(io.BytesIO())
+    status, out, error = in_child(
+        """
+        import errno, resource, sys, torch, penstock
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+        try:
+            penstock.save({"a": torch.zeros(10_000_000)}, sys.argv[1])
+        except OSError as failure:
+            assert failure.errno == errno.EFBIG, failure
+            print("told")
+        """,
+        directory / "file",
+    )
+    assert (status, out.strip()) == (0, "told"), error
+    assert torch.load(directory / "file") == {"a": 1} and os.listdir(directory) == ["file"]
+
+
+def test_an_interrupt_leaves_the_old_file(directory, monkeypatch):
+    penstock.save({"a": 1}, directory / "file")
+
+    def interrupted(transfer):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_files, "_wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        penstock.save({"a": torch.zeros(20_000_000)}, directory / "file")
+    monkeypatch.undo()
+    assert torch.load(directory / "file") == {"a": 1} and os.listdir(directory) == ["file"]
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_file(directory):
+    """The child saves one after another; whatever stands there when it is killed is one of them, whole."""
+    path = directory / "file"
+    text = f"""
+import torch, penstock
+for i in range(10**9):
+    penstock.save({{"i": i, "t": torch.full((3_000_000,), float(i))}}, {str(path)!r})
+    print(i, flush=True)
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    last = -1
+    for _ in range(3):
+        last = int(child.stdout.readline())
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    told = [last, *map(int, child.stdout.read().split())]
+    child.stdout.close()
+    found = torch.load(path)
+    assert found["i"] >= told[-1] and (found["t"] == found["i"]).all()
+    assert len([name for name in os.listdir(directory) if name != "file"]) <= 1  # killed between link and rename
