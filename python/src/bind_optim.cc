@@ -63,27 +63,28 @@ class PyDriveOptimizer {
       nb::gil_scoped_release release;
       first = optimizer_->get().Add(given);
     }
-    return ValueOrRaise(std::move(first), {.path = Failed().path});
+    const int number = ValueOrRaise(std::move(first), {.path = Failed().path});
+    updates_.resize(updates_.size() + given.size());
+    return number;
   }
 
-  // groups: hyperparameters; updates: (parameter, its address, gradient's address and type, group, which
-  // update it is, scale of the gradient).
-  void Step(
-      const std::string& name, const std::vector<std::vector<double>>& groups,
-      const std::vector<std::tuple<int, uint64_t, uint64_t, std::string, size_t, int64_t, double>>& updates) {
+  // groups: hyperparameters; updates: (parameter, its address, gradient's address and type, group, scale of
+  // the gradient). Updates are counted here, where no KeyboardInterrupt comes between a step and its count.
+  void Step(const std::string& name, const std::vector<std::vector<double>>& groups,
+            const std::vector<std::tuple<int, uint64_t, uint64_t, std::string, size_t, double>>& updates) {
     optimizer_->CheckHere();
     std::vector<Hyperparameters> options;
     options.reserve(groups.size());
     for (const std::vector<double>& group : groups) options.push_back(MakeHyperparameters(name, group));
     std::vector<optim::Update> given;
     given.reserve(updates.size());
-    for (const auto& [parameter, values, gradient, type, group, update, scale] : updates) {
+    for (const auto& [parameter, values, gradient, type, group, scale] : updates) {
       given.push_back({.parameter = parameter,
                        .values = Pointer<void>(values),
                        .gradient = Pointer<const void>(gradient),
                        .gradient_type = DTypeOf(type),
                        .options = options.at(group),
-                       .update = update,
+                       .update = updates_.at(static_cast<size_t>(parameter)) + 1,
                        .gradient_scale = scale});
     }
     absl::Status status;
@@ -92,14 +93,15 @@ class PyDriveOptimizer {
       status = optimizer_->get().Step(given);
     }
     Check(status);
+    for (const optim::Update& update : given) ++updates_[static_cast<size_t>(update.parameter)];
   }
 
-  // (parameter, addresses of master, m and v, 0 for none).
-  void SetStates(const std::vector<std::tuple<int, uint64_t, uint64_t, uint64_t>>& states) {
+  // (parameter, addresses of master, m and v, 0 for none, updates so far).
+  void SetStates(const std::vector<std::tuple<int, uint64_t, uint64_t, uint64_t, int64_t>>& states) {
     optimizer_->CheckHere();
     std::vector<optim::StateValues> given;
     given.reserve(states.size());
-    for (const auto& [parameter, master, m, v] : states) {
+    for (const auto& [parameter, master, m, v, updates] : states) {
       given.push_back({.parameter = parameter,
                        .master = Pointer<const float>(master),
                        .m = Pointer<const float>(m),
@@ -111,6 +113,7 @@ class PyDriveOptimizer {
       status = optimizer_->get().SetStates(given);
     }
     Check(status);
+    for (const auto& state : states) updates_[static_cast<size_t>(std::get<0>(state))] = std::get<4>(state);
   }
 
   // (parameter, its address, byte offsets of master, m and v in the file, below 0 for none).
@@ -131,6 +134,7 @@ class PyDriveOptimizer {
     Check(status);
   }
 
+  const std::vector<int64_t>& Updates() const { return updates_; }
   bool Broken() const { return !optimizer_->get().broken().ok(); }
   std::string Backend() const { return optimizer_->get().backend_name(); }
   int Descriptor() const { return optimizer_->get().descriptor(); }
@@ -172,6 +176,7 @@ class PyDriveOptimizer {
 
   std::shared_ptr<Log> log_;
   std::shared_ptr<Owned<optim::DriveOptimizer>> optimizer_;
+  std::vector<int64_t> updates_;  // of each parameter
 };
 
 }  // namespace
@@ -186,6 +191,7 @@ void BindOptim(nb::module_& module) {
       .def("step", &PyDriveOptimizer::Step, nb::arg("name"), nb::arg("groups"), nb::arg("updates"))
       .def("set_states", &PyDriveOptimizer::SetStates, nb::arg("states"))
       .def("copy_states", &PyDriveOptimizer::CopyStates, nb::arg("states"), nb::arg("descriptor"))
+      .def("updates", &PyDriveOptimizer::Updates, "How many updates each parameter has had.")
       .def("stats", &PyDriveOptimizer::Stats)
       .def("take_log", &PyDriveOptimizer::TakeLog, "What the engine had to say since the last call.")
       .def("fileno", &PyDriveOptimizer::Descriptor)

@@ -706,6 +706,63 @@ def test_a_failure_in_the_middle_breaks_the_optimizer_until_a_checkpoint_is_load
     assert same(ours, plain)
 
 
+def test_an_interrupt_does_not_part_a_step_from_its_count(in_child, directory):
+    """Ctrl-C while the extension works comes up when it returns: the step has been made, and is counted."""
+    status, out, error = in_child(
+        """
+        import os, signal, sys, torch, penstock.optim
+        p = [torch.nn.Parameter(torch.ones(3_000_000))]
+        q = [torch.nn.Parameter(torch.ones(3_000_000))]
+        optimizer = penstock.optim.AdamW(p, state_dir=sys.argv[1], host_memory="2M")
+        other = penstock.optim.AdamW(q, state_dir=sys.argv[1], nvme_offload_fraction=0.0)
+        p[0].grad = q[0].grad = torch.ones(3_000_000)
+        core = optimizer._core
+        class Interrupted:
+            def __getattr__(self, name):
+                return getattr(core, name)
+            def step(self, *arguments):
+                core.step(*arguments)
+                os.kill(os.getpid(), signal.SIGINT)
+        interrupts = 0
+        for _ in range(4):
+            optimizer._core = Interrupted()
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+            optimizer._core = core
+            other.step()
+        assert interrupts == 4
+        optimizer.step(), other.step()
+        assert torch.equal(p[0], q[0])
+        assert optimizer.state_dict()["state"][0]["step"] == 5
+        print("right")
+        """,
+        directory,
+    )
+    assert (status, out.strip()) == (0, "right"), error
+
+
+def test_a_load_that_was_interrupted_is_made_again(directory, monkeypatch):
+    p = parameters(SMALL)
+    optimizer = AdamW(p, state_dir=directory)
+    train(optimizer, p, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def interrupted(self, taken):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AdamW, "_set_states", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.load_state_dict(saved)
+    monkeypatch.undo()
+    for call in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="make it again"):
+            call()
+    optimizer.load_state_dict(saved)
+    assert same([s["exp_avg"] for s in optimizer.state_dict()["state"].values()], [s["exp_avg"] for s in saved["state"].values()])
+
+
 def test_a_failing_write_breaks_the_optimizer(in_child, directory):
     status, out, error = in_child(
         """

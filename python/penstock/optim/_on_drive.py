@@ -87,8 +87,7 @@ class OnDrive(torch.optim.Optimizer):
         self._core = _core.DriveOptimizer(self._directory, memory, share, threads())
         self._numbers_of: Dict[torch.Tensor, int] = {}  # the parameter's number in the extension
         self._shapes: Dict[torch.Tensor, Tuple[torch.dtype, torch.Size]] = {}
-        self._updates: Dict[torch.Tensor, int] = {}
-        self._closed = False
+        self._loaded = True  # False: in the middle of load_state_dict()
         try:
             super().__init__(params, defaults)
         except BaseException:
@@ -139,7 +138,6 @@ class OnDrive(torch.optim.Optimizer):
         for index, p in enumerate(group["params"]):
             self._numbers_of[p] = first + index
             self._shapes[p] = (p.dtype, p.shape)
-            self._updates[p] = 0
         self._say()
 
     def _check_group(self, group: Dict[str, Any]) -> None:
@@ -194,7 +192,7 @@ class OnDrive(torch.optim.Optimizer):
                 updates.append(
                     (
                         self._numbers_of[p], p.data_ptr(), gradient.data_ptr(), DTYPES[gradient.dtype], group_index,
-                        self._updates[p] + 1, group_scale,
+                        group_scale,
                     )
                 )  # fmt: skip
                 updated.append(p)
@@ -202,7 +200,6 @@ class OnDrive(torch.optim.Optimizer):
             return loss
         self._core.step(self._kind, groups, updates)  # type: ignore[union-attr]
         for p in updated:
-            self._updates[p] += 1
             mark_changed(p)
         self._say()
         return loss
@@ -257,13 +254,18 @@ class OnDrive(torch.optim.Optimizer):
         state_dict["state"] = states
         if hooks:  # they have run
             self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        whole, self._loaded = self._loaded, False
         try:
             super().load_state_dict(state_dict)
+        except ValueError:  # it did not fit, and was not taken
+            self._loaded = whole
+            raise
         finally:
             if hooks:
                 self._optimizer_load_state_dict_pre_hooks = hooks
         taken, self.state = self.state, type(self.state)(dict)  # type: ignore[has-type]
         self._set_states(taken)
+        self._loaded = True
         self._say()
 
     def _check_state(self, state: Dict[str, Any], p: torch.Tensor, group: Dict[str, Any], index: Any) -> None:
@@ -282,7 +284,6 @@ class OnDrive(torch.optim.Optimizer):
         """Puts the states on the drive; parameters without any begin anew."""
         states = []
         keep: List[torch.Tensor] = []
-        updates: Dict[torch.Tensor, int] = {}
         small = 0
 
         def flush() -> None:
@@ -309,24 +310,25 @@ class OnDrive(torch.optim.Optimizer):
                         small += whole.numel() * 4
                     keep.append(whole)
                     address[which] = whole.data_ptr()
-                updates[p] = int(state["step"]) if "step" in state else int(any_given)
-                states.append((self._numbers_of[p], address["master"], address["m"], address["v"]))
+                updates = int(state["step"]) if "step" in state else int(any_given)
+                states.append((self._numbers_of[p], address["master"], address["m"], address["v"], updates))
                 # Copies of states in another type or layout are not to fill the memory.
                 if small > 64 << 20 and not self._core.broken and len(states) < everything:  # type: ignore[union-attr]
                     flush()
         flush()
-        self._updates = updates
 
     @contextlib.contextmanager
     def _states_shown(self) -> Iterator[None]:
         """self.state as torch has it, for as long as torch packs it."""
+        counts = self._core.updates()  # type: ignore[union-attr]
+        updates = {p: counts[index] for p, index in self._numbers_of.items()}
         places = []
         wanted: List[Tuple[torch.Tensor, str, int]] = []
         end = 0
         for group in self.param_groups:
             keys = self._keys(group)
             for p in group["params"]:
-                if self._updates[p] == 0 and not self._state_from_the_start:
+                if updates[p] == 0 and not self._state_from_the_start:
                     continue
                 offset = {"master": -1, "m": -1, "v": -1}
                 given = [*keys, ("master", "master")] if p.dtype != torch.float32 else list(keys)
@@ -346,8 +348,8 @@ class OnDrive(torch.optim.Optimizer):
             shown[p][key] = torch.as_strided(flat, p.shape, p.stride())
         for group in self.param_groups:
             for p in group["params"]:
-                if self._counts_steps and (self._updates[p] != 0 or self._state_from_the_start):
-                    shown[p] = {"step": torch.tensor(float(self._updates[p])), **shown[p]}
+                if self._counts_steps and (updates[p] != 0 or self._state_from_the_start):
+                    shown[p] = {"step": torch.tensor(float(updates[p])), **shown[p]}
         kept, self.state = self.state, shown  # type: ignore[has-type]
         try:
             yield
@@ -374,7 +376,6 @@ class OnDrive(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Gives memory and drive back. Every call but this one raises afterwards."""
-        self._closed = True
         self._core = None
 
     def __enter__(self) -> "OnDrive":
@@ -407,6 +408,8 @@ class OnDrive(torch.optim.Optimizer):
                 f"a transfer failed in the middle of a step of this {self._who()}: parameters and states do not belong together "
                 "any more; load a checkpoint of both, model and optimizer"
             )
+        if not self._loaded:
+            raise RuntimeError(f"a load_state_dict() of this {self._who()} did not come to its end: make it again")
 
     def _say(self) -> None:
         for line in self._core.take_log():  # type: ignore[union-attr]
