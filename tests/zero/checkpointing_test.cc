@@ -116,7 +116,8 @@ TEST_F(CheckpointingTest, OfAStoreKeepsItsPaceWhereMostOperationsHaveNothingToDo
   ASSERT_GE(trained.kept.size(), 1u);
   EXPECT_TRUE(trained.kept[0].status.ok()) << trained.kept[0].status;
   EXPECT_GE(trained.kept[0].at, 40 + kSpreadSteps / 2);
-  EXPECT_LE(trained.kept[0].at, 40 + kSpreadSteps + 4);
+  // Its last sync has a thread of its own, which a busy machine lets wait for some steps.
+  EXPECT_LE(trained.kept[0].at, 40 + kSpreadSteps + 12);
 }
 
 TEST_F(CheckpointingTest, OfAStoreWithoutRoomForItEndsBeforeItsSlotIsNeeded) {
