@@ -38,6 +38,7 @@ namespace {
 
 constexpr uint64_t kLargestPickle = uint64_t{256} << 20;
 constexpr size_t kMostValues = size_t{4} << 20;
+constexpr int64_t kMostCopied = int64_t{64} << 20;  // bytes of texts, and 16 for each item of lists and dicts
 constexpr uint64_t kLargestDirectory = uint64_t{1} << 30;
 
 template <typename T>
@@ -247,7 +248,15 @@ class Unpickler {
     nodes_.push_back(std::move(node));
     return static_cast<uint32_t>(nodes_.size() - 1);
   }
+  // A short program can copy what it has again and again.
+  absl::Status Spend(size_t items, size_t text_bytes) {
+    if (items > static_cast<size_t>(left_to_copy_ / 16) || text_bytes > static_cast<size_t>(left_to_copy_))
+      return Wrong("makes more of it than is read");
+    left_to_copy_ -= static_cast<int64_t>(16 * items + text_bytes);
+    return left_to_copy_ < 0 ? Wrong("makes more of it than is read") : absl::OkStatus();
+  }
   absl::Status Push(Node node) {
+    RETURN_IF_ERROR(Spend(node.items.size() + node.pairs.size(), node.text.size()));
     stack_.push_back(Make(std::move(node)));
     return absl::OkStatus();
   }
@@ -409,6 +418,7 @@ class Unpickler {
         ASSIGN_OR_RETURN(const uint32_t module, Pop());
         if (nodes_[name].kind != Kind::kText || nodes_[module].kind != Kind::kText)
           return Wrong("names something by what is no text");
+        RETURN_IF_ERROR(Spend(0, 2 * (nodes_[module].text.size() + nodes_[name].text.size())));
         return Name(std::string(nodes_[module].text), std::string(nodes_[name].text));
       }
       case 'Q': {  // BINPERSID
@@ -454,6 +464,7 @@ class Unpickler {
   absl::Status Append(const std::vector<uint32_t>& items) {
     ASSIGN_OR_RETURN(Node* const to, Top());
     if (to->kind != Kind::kList && to->kind != Kind::kObject) return Wrong("appends to what is no list");
+    RETURN_IF_ERROR(Spend(items.size(), 0));
     to->items.insert(to->items.end(), items.begin(), items.end());
     return absl::OkStatus();
   }
@@ -461,6 +472,7 @@ class Unpickler {
     ASSIGN_OR_RETURN(Node* const to, Top());
     if ((to->kind != Kind::kDict && to->kind != Kind::kObject) || items.size() % 2 != 0)
       return Wrong("sets items of what is no dict");
+    RETURN_IF_ERROR(Spend(items.size(), 0));
     for (size_t i = 0; i < items.size(); i += 2) to->pairs.emplace_back(items[i], items[i + 1]);
     return absl::OkStatus();
   }
@@ -505,8 +517,14 @@ class Unpickler {
     if (!nodes_[callee].is_name || nodes_[callee].kind != Kind::kObject ||
         nodes_[arguments].kind != Kind::kList)
       return Wrong("calls what has no name");
+    RETURN_IF_ERROR(Spend(2 * nodes_[arguments].items.size(), 2 * nodes_[callee].text.size()));
     const std::string name = nodes_[callee].text;
     const std::vector<uint32_t> given = nodes_[arguments].items;
+    // What a list, a dict or a text is made of is copied.
+    if (!given.empty()) {
+      const Node& first = nodes_[given[0]];
+      RETURN_IF_ERROR(Spend(first.items.size() + first.pairs.size(), first.text.size()));
+    }
     if (name == "torch._utils._rebuild_tensor_v2" || name == "torch._utils._rebuild_tensor_v3" ||
         name == "torch._utils._rebuild_tensor")
       return Tensor(given, name.ends_with("_v3"));
@@ -531,10 +549,26 @@ class Unpickler {
       if (!given.empty()) list.items = nodes_[given[0]].items;
       return Make(std::move(list));
     }
+    // Bytes, as protocol 2 has them: a text in Latin-1.
+    if ((name == "_codecs.encode" || name == "builtins.bytes" || name == "builtins.bytearray") &&
+        (given.empty() || nodes_[given[0]].kind == Kind::kText))
+      return Make(
+          {.kind = Kind::kText, .text = given.empty() ? std::string() : Latin1(nodes_[given[0]].text)});
     return Make({.kind = Kind::kObject, .text = name, .items = given});
   }
 
-  // (storage, offset, sizes, strides, ...), in elements.
+  static std::string Latin1(const std::string& utf8) {
+    std::string bytes;
+    for (size_t i = 0; i < utf8.size(); ++i) {
+      const auto lead = static_cast<unsigned char>(utf8[i]);
+      const bool pair = (lead == 0xC2 || lead == 0xC3) && i + 1 < utf8.size();
+      bytes += pair ? static_cast<char>(((lead & 3) << 6) | (utf8[++i] & 0x3F)) : utf8[i];
+    }
+    return bytes;
+  }
+
+  // (storage, offset, sizes, strides, requires_grad, hooks, metadata), in elements; of _v3 the type before
+  // metadata.
   absl::StatusOr<uint32_t> Tensor(const std::vector<uint32_t>& given, bool names_type) {
     const auto whole = [&](uint32_t at) { return nodes_[at].kind == Kind::kInt ? nodes_[at].integer : -1; };
     if (given.size() < (names_type ? 7U : 4U) || !nodes_[given[0]].is_storage || whole(given[1]) < 0 ||
@@ -565,6 +599,11 @@ class Unpickler {
         return Wrong("has a tensor of more elements than there are numbers");
     }
     if (!contiguous) return Make({.kind = Kind::kObject, .text = "a tensor that is not contiguous"});
+    // Its elements are others than those in the file: negated or conjugate ones.
+    const size_t metadata = names_type ? 7 : 6;
+    if (given.size() > metadata && !nodes_[given[metadata]].pairs.empty())
+      return Make(
+          {.kind = Kind::kObject, .text = "a tensor that is a negative or a conjugate of its storage"});
     const auto width = static_cast<int64_t>(swap::DtypeBytes(tensor.dtype));
     int64_t first = 0, bytes = 0;
     if (__builtin_mul_overflow(whole(given[1]), width, &first) ||
@@ -577,14 +616,19 @@ class Unpickler {
 
   // A state for what is on top: its attributes. Of dicts and tensors they are of no matter.
   absl::Status Build(uint32_t state) {
+    RETURN_IF_ERROR(
+        Spend(2 * (nodes_[state].pairs.size() + nodes_[state].items.size()), nodes_[state].text.size()));
     const Node of = nodes_[state];
     ASSIGN_OR_RETURN(Node* const to, Top());
     if (to->kind != Kind::kObject) return absl::OkStatus();
     to->pairs.insert(to->pairs.end(), of.pairs.begin(), of.pairs.end());
     // (state, attributes of slots)
     if (of.kind == Kind::kList && of.items.size() == 2) {
-      for (const uint32_t part : of.items)
-        to->pairs.insert(to->pairs.end(), nodes_[part].pairs.begin(), nodes_[part].pairs.end());
+      for (const uint32_t part : of.items) {
+        RETURN_IF_ERROR(Spend(2 * nodes_[part].pairs.size(), 0));
+        const auto pairs = nodes_[part].pairs;
+        to->pairs.insert(to->pairs.end(), pairs.begin(), pairs.end());
+      }
     }
     return absl::OkStatus();
   }
@@ -596,6 +640,7 @@ class Unpickler {
   const size_t all_;
   std::vector<uint32_t> stack_;
   std::vector<size_t> marks_;
+  int64_t left_to_copy_ = kMostCopied;
   absl::flat_hash_map<uint32_t, uint32_t> memo_;
 };
 

@@ -12,50 +12,12 @@
 
 #include "models/torch_file.h"
 #include "tests/fuzz/fuzz.h"
+#include "tests/fuzz/torch_archive.h"
 
 namespace {
 
 using penstock::models::TorchFile;
 using penstock::models::TorchValue;
-
-void Number(std::string* to, uint64_t value, size_t bytes) {
-  to->append(reinterpret_cast<const char*>(&value), bytes);
-}
-
-// A zip of stored members, as torch makes it, without checksums.
-std::string Archive(const std::vector<std::pair<std::string, std::string_view>>& members) {
-  std::string zip, directory;
-  for (const auto& [name, data] : members) {
-    std::string sizes;
-    Number(&sizes, 0, 12);  // version, flags, method, time, date; the sum follows
-    sizes.resize(10);
-    Number(&sizes, 0, 4);
-    Number(&sizes, data.size(), 4);
-    Number(&sizes, data.size(), 4);
-    Number(&sizes, name.size(), 2);
-    Number(&sizes, 0, 2);
-    Number(&directory, 0x02014b50, 4);
-    Number(&directory, 0, 2);
-    directory += sizes;
-    Number(&directory, 0, 8);
-    Number(&directory, 0, 2);
-    Number(&directory, zip.size(), 4);
-    directory += name;
-    Number(&zip, 0x04034b50, 4);
-    zip += sizes + name;
-    zip += data;
-  }
-  const size_t first = zip.size();
-  zip += directory;
-  Number(&zip, 0x06054b50, 4);
-  Number(&zip, 0, 4);
-  Number(&zip, members.size(), 2);
-  Number(&zip, members.size(), 2);
-  Number(&zip, directory.size(), 4);
-  Number(&zip, first, 4);
-  Number(&zip, 0, 2);
-  return zip;
-}
 
 // Every tensor that is found can be read, and no walk over values ends the process.
 void Walk(const TorchFile& file, TorchValue value, int depth, int* left) {
@@ -75,9 +37,10 @@ void Walk(const TorchFile& file, TorchValue value, int depth, int* left) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   const std::string storage(64, '\1');
-  const std::string zip = Archive({{"archive/data.pkl", penstock::fuzz::TextOf(data, bytes)},
-                                   {"archive/byteorder", "little"},
-                                   {"archive/data/0", storage}});
+  const std::string zip =
+      penstock::fuzz::TorchArchive({{"archive/data.pkl", penstock::fuzz::TextOf(data, bytes)},
+                                    {"archive/byteorder", "little"},
+                                    {"archive/data/0", storage}});
   static const int fd = memfd_create("torch_pickle", MFD_CLOEXEC);
   FUZZ_CHECK(ftruncate(fd, 0) == 0);
   FUZZ_CHECK(pwrite(fd, zip.data(), zip.size(), 0) == static_cast<ssize_t>(zip.size()));

@@ -14,6 +14,7 @@
 
 #include "absl/strings/escaping.h"
 #include "kernels/float16.h"
+#include "tests/fuzz/torch_archive.h"
 
 namespace penstock::models {
 namespace {
@@ -95,6 +96,13 @@ class TorchFileTest : public testing::Test {
       EXPECT_EQ(value.number(), expected.get<double>());
     } else if (expected.is_string()) {
       EXPECT_EQ(value.text(), expected.get<std::string>());
+    } else if (expected.contains("bytes")) {
+      // As Latin-1 has it: "a", and the byte 255.
+      const std::string bytes = expected["bytes"] == "" ? "" : "a\xff";
+      EXPECT_EQ(value.text(), bytes);
+    } else if (expected.contains("refused")) {
+      EXPECT_EQ(value.tensor(), nullptr);
+      EXPECT_THAT(std::string(value.name()), HasSubstr(expected["refused"].get<std::string>()));
     } else if (expected.contains("tensor")) {
       CheckTensor(file, value, expected);
     } else if (expected.contains("dict")) {
@@ -178,6 +186,37 @@ TEST_F(TorchFileTest, OthersAreRefusedByName) {
   std::string renamed = Bytes("views");
   for (size_t at = 0; (at = renamed.find("data.pkl")) != std::string::npos;) renamed[at] = 'D';
   EXPECT_THAT(TorchFile::Open(Write(renamed)).status().message(), HasSubstr("without data.pkl"));
+}
+
+// Programs of a few bytes that would copy what they have again and again.
+TEST_F(TorchFileTest, AShortPickleMakesNoLongMemory) {
+  const auto refused = [&](const std::string& pickle) {
+    const auto file = TorchFile::Open(Write(fuzz::TorchArchive({{"archive/data.pkl", pickle}})));
+    EXPECT_TRUE(absl::IsInvalidArgument(file.status()));
+    EXPECT_THAT(file.status().message(), HasSubstr("makes more of it than is read"));
+  };
+  std::string doubled(
+      "\x80\x02"
+      "cfoo\nBar\n)Rq\0K\1K\1s",
+      20);
+  for (int i = 0; i < 33; ++i) doubled += std::string("h\0b", 3);
+  refused(doubled + ".");
+  std::string listed(
+      "\x80\x02"
+      "cbuiltins\nlist\nq\0(",
+      20);
+  for (int i = 0; i < 200'000; ++i) listed += 'N';
+  listed += std::string("lq\1", 3);
+  for (int i = 0; i < 20'000; ++i) listed += std::string("h\0h\1\x85R0", 7);
+  refused(listed + "N.");
+  std::string named = std::string("\x80\x04\x8d", 3) + std::string("\0\0\x10\0\0\0\0\0", 8) +
+                      std::string(1 << 20, 'x') + std::string("q\0", 2);
+  for (int i = 0; i < 10'000; ++i)
+    named += std::string(
+        "h\0h\0\x93"
+        "0",
+        6);
+  refused(named + "N.");
 }
 
 TEST_F(TorchFileTest, DamageNeverDoesMoreThanEndInALine) {
