@@ -17,6 +17,28 @@ using nlohmann::json;
 
 absl::Status Bad(std::string text) { return absl::InvalidArgumentError(std::move(text)); }
 
+// Where the text of each id ends, in bytes of what they were made of. Empty where that cannot be known: a
+// tokenizer that changes a text before it cuts it.
+std::vector<size_t> EndsOf(const std::vector<int32_t>& ids, std::string_view text,
+                           const Tokenizer& tokenizer) {
+  TextDecoder decoder(tokenizer, /*skip_special_tokens=*/false);
+  std::string all;
+  std::vector<size_t> ends;
+  ends.reserve(ids.size());
+  for (const int32_t id : ids) {
+    const std::string part = decoder.Push(id);
+    all += part;
+    // A part of a character, or what is held back, ends where the next id does.
+    ends.push_back(part.empty() ? 0 : all.size());
+  }
+  all += decoder.Finish();
+  if (all != text) return {};
+  size_t next = all.size();
+  for (size_t i = ends.size(); i-- > 0;) next = ends[i] = ends[i] == 0 ? next : ends[i];
+  if (!ends.empty()) ends.back() = all.size();
+  return ends;
+}
+
 // A text in parts, each of which is learned or not.
 class Script {
  public:
@@ -24,30 +46,53 @@ class Script {
     if (learned) spans_.emplace_back(text_.size(), text_.size() + text.size());
     text_.append(text);
   }
-  // The ids of the whole, not of its parts: a token may have characters of two of them, and then belongs to
-  // the later one.
-  absl::StatusOr<Example> Encode(const Tokenizer& tokenizer, const EncodeOptions& options) const {
+  // The ids of the whole, not of its parts. A token that has characters of two of them belongs to the later
+  // one.
+  absl::StatusOr<Example> Encode(const Tokenizer& tokenizer, bool add_special_tokens) const {
     Example example;
-    ASSIGN_OR_RETURN(example.ids, tokenizer.Encode(text_, options));
+    ASSIGN_OR_RETURN(example.ids, tokenizer.Encode(text_, {.add_special_tokens = add_special_tokens}));
     example.learned.assign(example.ids.size(), false);
+    ASSIGN_OR_RETURN(const std::vector<int32_t> plain,
+                     tokenizer.Encode(text_, {.add_special_tokens = false}));
+    // The template puts tokens before a text and behind it.
+    const auto at = std::search(example.ids.begin(), example.ids.end(), plain.begin(), plain.end());
+    const auto before = static_cast<size_t>(at - example.ids.begin());
+    const std::vector<size_t> ends = EndsOf(plain, text_, tokenizer);
+    if (ends.size() != plain.size()) {
+      RETURN_IF_ERROR(MarkByParts(plain, before, tokenizer, &example));
+      return example;
+    }
+    size_t i = 0;
     for (const auto& [first, last] : spans_) {
-      ASSIGN_OR_RETURN(const size_t from, IdsUntil(first, tokenizer, options, example.ids));
-      ASSIGN_OR_RETURN(const size_t to, IdsUntil(last, tokenizer, options, example.ids));
-      for (size_t i = from; i < to; ++i) example.learned[i] = true;
+      while (i < plain.size() && ends[i] <= first) ++i;
+      for (; i < plain.size() && ends[i] <= last; ++i) example.learned[before + i] = true;
     }
     return example;
   }
 
  private:
-  // How many of the whole's first ids are those of its first `bytes`.
-  absl::StatusOr<size_t> IdsUntil(size_t bytes, const Tokenizer& tokenizer, const EncodeOptions& options,
-                                  const std::vector<int32_t>& ids) const {
-    if (bytes == text_.size()) return ids.size();
-    ASSIGN_OR_RETURN(const std::vector<int32_t> first,
-                     tokenizer.Encode(std::string_view(text_).substr(0, bytes), options));
-    return static_cast<size_t>(std::mismatch(first.begin(), first.end(), ids.begin(), ids.end()).first -
-                               first.begin());
+  // By the ids that the text has up to each place: what they have in common with the whole's.
+  absl::Status MarkByParts(const std::vector<int32_t>& plain, size_t before, const Tokenizer& tokenizer,
+                           Example* example) const {
+    if (spans_.size() > kMostParts)
+      return Bad(Cat("it has more than ", kMostParts, " answers, for a tokenizer that changes texts"));
+    const auto ids_until = [&](size_t bytes) -> absl::StatusOr<size_t> {
+      if (bytes == text_.size()) return plain.size();
+      ASSIGN_OR_RETURN(
+          const std::vector<int32_t> first,
+          tokenizer.Encode(std::string_view(text_).substr(0, bytes), {.add_special_tokens = false}));
+      return static_cast<size_t>(std::mismatch(first.begin(), first.end(), plain.begin(), plain.end()).first -
+                                 first.begin());
+    };
+    for (const auto& [first, last] : spans_) {
+      ASSIGN_OR_RETURN(const size_t from, ids_until(first));
+      ASSIGN_OR_RETURN(const size_t to, ids_until(last));
+      for (size_t i = from; i < to; ++i) example->learned[before + i] = true;
+    }
+    return absl::OkStatus();
   }
+
+  static constexpr size_t kMostParts = 100;  // each is encoded with all before it
 
   std::string text_;
   std::vector<std::pair<size_t, size_t>> spans_;  // that are learned, in bytes
@@ -145,7 +190,7 @@ absl::StatusOr<Example> OfMessages(const json& list, ChatTemplate chat, const To
       break;
   }
   // The template's own tokens stand in the text.
-  return script.Encode(tokenizer, {.add_special_tokens = false});
+  return script.Encode(tokenizer, /*add_special_tokens=*/false);
 }
 
 absl::StatusOr<std::string> TextAt(const json& line, const char* key) {
@@ -209,7 +254,7 @@ absl::StatusOr<Example> ExampleOfLine(std::string_view line, const Tokenizer& to
     ASSIGN_OR_RETURN(const std::string completion, TextAt(parsed, "completion"));
     script.Add(prompt, false);
     script.Add(completion, true);
-    ASSIGN_OR_RETURN(Example example, script.Encode(tokenizer, {}));
+    ASSIGN_OR_RETURN(Example example, script.Encode(tokenizer, /*add_special_tokens=*/true));
     AppendEnd(tokenizer, &example);
     return example;
   }

@@ -43,7 +43,9 @@ struct Example {
 absl::StatusOr<Example> ExampleOfText(std::string_view text, const Tokenizer& tokenizer);
 
 // `chat`: of messages; without one they are refused. A prompt and its completion are encoded as one text: a
-// token that has characters of both belongs to the completion. The token that ends a text is learned.
+// token that has characters of both belongs to the completion, and so does, with tokenizers that change a
+// text before they cut it, one that the prompt alone would not have. The token that ends a text is learned.
+// Special tokens that stand in the text are tokens; of keys that stand twice the last one counts.
 // kInvalidArgument, one line: what is wrong with the line.
 absl::StatusOr<Example> ExampleOfLine(std::string_view line, const Tokenizer& tokenizer,
                                       std::optional<ChatTemplate> chat);

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -67,6 +68,42 @@ TEST_F(ExampleTest, OfAPromptTheCompletionIsLearned) {
   EXPECT_EQ(Line(R"({"prompt": "yes", "completion": ""})"), "yes[</s>]");
   // "a" + "b" is one token: what has characters of both is the completion's.
   EXPECT_EQ(Line(R"({"prompt": "xa", "completion": "bx"})"), "x[abx</s>]");
+}
+
+TEST_F(ExampleTest, APromptIsNotLearnedWhereItsEndIsCutOtherwise) {
+  // Alone the prompt ends in one token, "\n\n" or spaces; before a word the pattern cuts off the last of
+  // them.
+  nlohmann::json description = nlohmann::json::parse(ByteTokenizer({}));
+  description["pre_tokenizer"]["use_regex"] = true;
+  description["model"]["vocab"]["ĊĊ"] = 258;
+  description["model"]["vocab"]["ĠĠ"] = 259;
+  description["model"]["merges"].push_back("Ċ Ċ");
+  description["model"]["merges"].push_back("Ġ Ġ");
+  const auto tokenizer = Tokenizer::Parse(description.dump());
+  ASSERT_TRUE(tokenizer.ok()) << tokenizer.status();
+  const auto learned = [&](const char* line) {
+    const auto example = ExampleOfLine(line, **tokenizer, std::nullopt);
+    EXPECT_TRUE(example.ok()) << example.status();
+    std::vector<int32_t> ids;
+    for (size_t i = 0; i < example->ids.size(); ++i)
+      if (example->learned[i]) ids.push_back(example->ids[i]);
+    return (*tokenizer)->Decode(ids);
+  };
+  EXPECT_EQ(learned(R"({"prompt": "Q:\n\n", "completion": "answer"})"), "answer");
+  EXPECT_EQ(learned(R"({"prompt": "Q:  ", "completion": "xyz"})"), "xyz");
+  EXPECT_EQ(learned(R"({"prompt": "Größe: ", "completion": "€"})"), "€");
+}
+
+TEST_F(ExampleTest, ALongTalkTakesTimeInProportion) {
+  nlohmann::json messages = nlohmann::json::array();
+  for (int i = 0; i < 20'000; ++i) {
+    messages.push_back({{"role", "user"}, {"content", "count"}});
+    messages.push_back({{"role", "assistant"}, {"content", "abab"}});
+  }
+  const auto example =
+      ExampleOfLine(nlohmann::json{{"messages", messages}}.dump(), *tokenizer_, ChatTemplate::kChatMl);
+  ASSERT_TRUE(example.ok()) << example.status();
+  EXPECT_EQ(std::count(example->learned.begin(), example->learned.end(), true), 20'000 * 3);
 }
 
 TEST_F(ExampleTest, OfMessagesTheAssistantIsLearned) {
