@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cerrno>
 #include <cstring>
@@ -77,8 +78,21 @@ int64_t SequenceStart(uint64_t seed, int64_t step, int64_t row, int64_t places) 
   return static_cast<int64_t>((static_cast<UWide>(h) * static_cast<uint64_t>(places)) >> 64);
 }
 
+// Few rows are shuffled one by one (Fisher and Yates): the network below mixes them unevenly.
+constexpr int64_t kShuffled = 1024;
+int64_t ShuffledRow(uint64_t seed, int64_t epoch, int64_t index, int64_t rows) {
+  std::array<int16_t, kShuffled> order;
+  for (int64_t i = 0; i < rows; ++i) order[static_cast<size_t>(i)] = static_cast<int16_t>(i);
+  for (int64_t left = rows; left > 1; --left) {
+    const int64_t chosen = SequenceStart(seed, epoch + 1, left, left);
+    std::swap(order[static_cast<size_t>(left - 1)], order[static_cast<size_t>(chosen)]);
+  }
+  return order[static_cast<size_t>(index)];
+}
+
 int64_t RowOfEpoch(uint64_t seed, int64_t epoch, int64_t index, int64_t rows) {
   // Halves of equal width: at most four times as many numbers as there are rows.
+  if (rows <= kShuffled) return ShuffledRow(seed, epoch, index, rows);
   int half = 1;
   while ((uint64_t{1} << (2 * half)) < static_cast<uint64_t>(rows)) ++half;
   const uint64_t mask = (uint64_t{1} << half) - 1;
@@ -161,7 +175,8 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::OpenExamples(const TokenFile& 
   const TokenFormat format = wide ? TokenFormat::kUint32 : TokenFormat::kUint16;
   // Rows may be longer than all that is there.
   ASSIGN_OR_RETURN(std::unique_ptr<Dataset> data,
-                   Open(file.tokens_path, format, vocab, file.is_stream() ? seq : 1));
+                   Open(file.tokens_path, format, wide ? vocab : std::min<int64_t>(vocab, 65536),
+                        file.is_stream() ? seq : 1));
   if (file.is_stream()) return data;
   data->seq_ = seq;
   const int fd = ::open(file.examples_path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
@@ -189,14 +204,16 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::OpenExamples(const TokenFile& 
 }
 
 void Dataset::Pack(const std::vector<uint64_t>& starts) {
-  const auto learns = [this](const Row& row) {
-    for (int64_t token = row.first; token < row.first + row.count; ++token) {
-      if ((learned_[static_cast<size_t>(token) / 8] >> (token % 8) & 1) != 0) return true;
-    }
-    return false;
+  const auto learned = [this](const Row& row) {
+    int64_t count = 0;
+    for (int64_t token = row.first; token < row.first + row.count; ++token)
+      count += learned_[static_cast<size_t>(token) / 8] >> (token % 8) & 1;
+    return count;
   };
   const auto add = [&](const Row& row) {
-    if (row.count > 0 && learns(row)) rows_.push_back(row);
+    const int64_t count = learned(row);
+    if (count > 0) rows_.push_back(row);
+    learned_count_ += count;
   };
   Row row;
   for (size_t i = 0; i < starts.size(); ++i) {
@@ -204,6 +221,7 @@ void Dataset::Pack(const std::vector<uint64_t>& starts) {
     const int64_t end = i + 1 < starts.size() ? static_cast<int64_t>(starts[i + 1]) : tokens_;
     const int64_t count = std::min(end - first, seq_ + 1);
     cut_ += end - first > count ? 1 : 0;
+    lost_ += learned({first, count}) == 0 ? 1 : 0;
     if (row.count > 0 && row.first + row.count == first && row.count + count <= seq_ + 1) {
       row.count += count;
       continue;

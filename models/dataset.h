@@ -68,6 +68,8 @@ class Dataset {
   // Of examples that are not learned whole; 0: a stream.
   int64_t rows() const { return static_cast<int64_t>(rows_.size()); }
   int64_t cut_examples() const { return cut_; }
+  int64_t lost_examples() const { return lost_; }            // nothing of them is left to learn
+  int64_t learned_tokens() const { return learned_count_; }  // of all rows
   // Of where examples begin and what of them is learned; 0: a stream.
   uint64_t examples_digest() const { return examples_digest_; }
   // A digest of the file's length and 16 samples of 4 KiB, spread evenly: enough to refuse the resume of a
@@ -108,7 +110,7 @@ class Dataset {
   std::vector<Row> rows_;
   std::vector<uint8_t> learned_;  // a bit a token
   uint64_t examples_digest_ = 0;
-  int64_t cut_ = 0;
+  int64_t cut_ = 0, lost_ = 0, learned_count_ = 0;
 };
 
 // What decides which sequences a step sees, as a run's record names it.

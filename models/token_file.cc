@@ -191,12 +191,14 @@ absl::Status AddFile(const std::string& path, kernels::Checksummer* sum) {
 absl::StatusOr<uint64_t> Digest(const Input& data, bool lines, const std::string& tokenizer_path,
                                 const TokenFileOptions& options) {
   kernels::Checksummer sum;
-  const std::array<uint64_t, 7> facts = {
+  const std::array<uint64_t, 9> facts = {
       Header().version,
       lines,
       data.bytes(),
       static_cast<uint64_t>(data.info().st_mtim.tv_sec),
       static_cast<uint64_t>(data.info().st_mtim.tv_nsec),
+      static_cast<uint64_t>(data.info().st_ctim.tv_sec),
+      static_cast<uint64_t>(data.info().st_ctim.tv_nsec),
       options.chat.has_value() ? 1 + static_cast<uint64_t>(*options.chat) : 0,
       options.skip_broken};
   sum.Update(facts.data(), sizeof(facts));
