@@ -5,23 +5,22 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <fstream>
 #include <map>
-#include <memory>
-#include <optional>
-#include <sstream>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "models/causal_attention.h"
-#include "zero/compute/libtorch/initial_values.h"
-#include "zero/config/config_json.h"
-#include "zero/config/nearest_name.h"
+#include "models/described_module.h"
+#include "models/model_keys.h"
+#include "zero/compute/libtorch/model.h"
 
 namespace penstock::models {
 namespace {
+
+constexpr const char* kPrefix = "transformer.";
 
 struct NamedActivation {
   std::string_view name;
@@ -85,180 +84,115 @@ torch::Tensor Normalize(const torch::Tensor& x, const torch::Tensor& weight, con
       .to(x.scalar_type());
 }
 
-// A weight and a bias under one name, as checkpoints of this architecture have them.
-class WeightAndBias : public torch::nn::Module {
- public:
-  WeightAndBias(torch::Tensor weight_value, torch::Tensor bias_value)
-      : weight(register_parameter("weight", std::move(weight_value))),
-        bias(register_parameter("bias", std::move(bias_value))) {}
-
-  torch::Tensor Linear(const torch::Tensor& x) const { return torch::linear(x, weight, bias); }
-  torch::Tensor Norm(const torch::Tensor& x, double epsilon) const {
-    return Normalize(x, weight, bias, epsilon);
-  }
-
-  torch::Tensor weight, bias;
-};
-
-// Modules have shapes only; what they begin with stands in LayerValues and EmbeddingValues below.
-std::shared_ptr<WeightAndBias> MakeLinear(int64_t in, int64_t out) {
-  return std::make_shared<WeightAndBias>(zero::WithoutMemory({out, in}), zero::WithoutMemory({out}));
+// NAME.weight and NAME.bias.
+torch::Tensor Norm(const DescribedModule& block, const std::string& name, const torch::Tensor& x,
+                   double epsilon) {
+  return Normalize(x, block.Get(name + ".weight"), block.Get(name + ".bias"), epsilon);
 }
 
-std::shared_ptr<WeightAndBias> MakeNorm(int64_t width) {
-  return std::make_shared<WeightAndBias>(zero::WithoutMemory({width}), zero::WithoutMemory({width}));
+torch::Tensor Embed(const GptConfig& config, const DescribedModule& block, const torch::Tensor& ids) {
+  const torch::Tensor tokens = block.Get("wte"), positions = block.Get("wpe");
+  // In fp32, so that the gradients of a token that occurs often are not summed in bf16.
+  torch::Tensor x = torch::embedding(tokens.to(torch::kFloat32), ids);
+  x = (x + positions.slice(0, 0, ids.size(1)).to(torch::kFloat32)).to(tokens.scalar_type());
+  const double dropout = config.embedding_dropout;
+  return dropout > 0 ? torch::dropout(x, dropout, block.is_training()) : x;
 }
 
-constexpr zero::InitialValues kOnes{.mean = 1}, kZeros{.mean = 0};
-
-// wte, wpe, ln_f.
-std::vector<zero::InitialValues> EmbeddingValues(const GptConfig& config) {
-  const zero::InitialValues table{.deviation = config.deviation};
-  return {table, table, kOnes, kZeros};
+torch::Tensor Logits(const GptConfig& config, const DescribedModule& block, const torch::Tensor& x) {
+  return torch::linear(Norm(block, "ln_f", x, config.epsilon), block.Get("wte")).to(torch::kFloat32);
 }
 
-// ln_1, c_attn, c_proj, ln_2, c_fc, c_proj: weight and bias of each.
-std::vector<zero::InitialValues> LayerValues(const GptConfig& config) {
-  const zero::InitialValues linear{.deviation = config.deviation};
-  const zero::InitialValues projected{.deviation = config.deviation /
-                                                   std::sqrt(2.0 * static_cast<double>(config.layers))};
-  return {kOnes, kZeros, linear, kZeros, projected, kZeros, kOnes, kZeros, linear, kZeros, projected, kZeros};
+// `index`: of the layer, from 0. One module computes all of them in turn.
+torch::Tensor Attention(const GptConfig& config, const DescribedModule& block, const torch::Tensor& x,
+                        int64_t index) {
+  const int64_t heads = config.heads;
+  const int64_t batch = x.size(0), length = x.size(1), width = x.size(2), depth = width / heads;
+  torch::Tensor qkv = block.Linear("attn.c_attn", x).view({batch, length, 3, heads, depth});
+  if (config.attention_in_fp32) qkv = qkv.to(torch::kFloat32);
+  auto head = [&](int64_t i) {
+    return qkv.select(2, i).transpose(1, 2).reshape({batch * heads, length, depth});
+  };
+  double scale = config.scales_attention ? 1.0 / std::sqrt(static_cast<double>(depth)) : 1.0;
+  if (config.scales_attention_by_layer) scale /= static_cast<double>(index + 1);
+  const double dropout = block.is_training() ? config.attention_dropout : 0;
+  const torch::Tensor mixed =
+      CausalAttention(head(0), head(1), head(2), scale, dropout).view({batch, heads, length, depth});
+  return block.Linear("attn.c_proj",
+                      mixed.to(x.scalar_type()).transpose(1, 2).reshape({batch, length, width}));
 }
 
-class Embedding : public torch::nn::Module {
- public:
-  explicit Embedding(const GptConfig& config) : dropout_(config.embedding_dropout), epsilon_(config.epsilon) {
-    tokens_ = register_parameter("wte", zero::WithoutMemory({config.vocab, config.width}));
-    positions_ = register_parameter("wpe", zero::WithoutMemory({config.context, config.width}));
-    norm_ = register_module("ln_f", MakeNorm(config.width));
+torch::Tensor Layer(const GptConfig& config, const DescribedModule& block, const torch::Tensor& x,
+                    int64_t index) {
+  const auto dropped = [&](const torch::Tensor& t) {
+    return config.dropout > 0 ? torch::dropout(t, config.dropout, block.is_training()) : t;
+  };
+  const torch::Tensor y =
+      x + dropped(Attention(config, block, Norm(block, "ln_1", x, config.epsilon), index));
+  const torch::Tensor inner =
+      Activate(config.activation, block.Linear("mlp.c_fc", Norm(block, "ln_2", y, config.epsilon)));
+  return y + dropped(block.Linear("mlp.c_proj", inner));
+}
+
+// Every parameter of the model, once.
+std::vector<BlockDescription> Describe(const GptConfig& config) {
+  const int64_t d = config.width;
+  const double drawn = config.deviation;
+  const double projected = config.deviation / std::sqrt(2.0 * static_cast<double>(config.layers));
+  std::vector<BlockDescription> blocks;
+  std::vector<ParameterDescription>* to = nullptr;
+  std::string prefix;
+  const auto add_norm = [&](const std::string& name) {
+    to->push_back({.name = name + ".weight", .published = prefix + name + ".weight", .rows = d, .mean = 1});
+    to->push_back({.name = name + ".bias", .published = prefix + name + ".bias", .rows = d});
+  };
+  // Conv1D has them turned.
+  const auto add_linear = [&](const std::string& name, int64_t in, int64_t out, double deviation) {
+    to->push_back({.name = name + ".weight",
+                   .published = prefix + name + ".weight",
+                   .rows = out,
+                   .columns = in,
+                   .deviation = deviation,
+                   .transposed = true});
+    to->push_back({.name = name + ".bias", .published = prefix + name + ".bias", .rows = out});
+  };
+  const auto add_table = [&](const std::string& name, int64_t rows) {
+    to->push_back({.name = name,
+                   .published = prefix + name + ".weight",
+                   .rows = rows,
+                   .columns = d,
+                   .deviation = drawn});
+  };
+  blocks.push_back({.name = "embedding", .kind = "embedding", .parameters = {}});
+  to = &blocks.back().parameters;
+  prefix = kPrefix;
+  add_table("wte", config.vocab);
+  add_table("wpe", config.context);
+  add_norm("ln_f");
+  for (int64_t i = 0; i < config.layers; ++i) {
+    blocks.push_back({.name = absl::StrCat("h.", i), .kind = "layer", .parameters = {}});
+    to = &blocks.back().parameters;
+    prefix = absl::StrCat(kPrefix, "h.", i, ".");
+    add_norm("ln_1");
+    add_linear("attn.c_attn", d, 3 * d, drawn);
+    add_linear("attn.c_proj", d, d, projected);
+    add_norm("ln_2");
+    add_linear("mlp.c_fc", d, config.Inner(), drawn);
+    add_linear("mlp.c_proj", config.Inner(), d, projected);
   }
-
-  torch::Tensor Embed(const torch::Tensor& ids) {
-    // In fp32, so that the gradients of a token that occurs often are not summed in bf16.
-    torch::Tensor x = torch::embedding(tokens_.to(torch::kFloat32), ids);
-    x = (x + positions_.slice(0, 0, ids.size(1)).to(torch::kFloat32)).to(tokens_.scalar_type());
-    return dropout_ > 0 ? torch::dropout(x, dropout_, is_training()) : x;
-  }
-
-  torch::Tensor Logits(const torch::Tensor& x) {
-    return torch::linear(norm_->Norm(x, epsilon_), tokens_).to(torch::kFloat32);
-  }
-
- private:
-  torch::Tensor tokens_, positions_;
-  std::shared_ptr<WeightAndBias> norm_;
-  double dropout_, epsilon_;
-};
-
-class Layer : public torch::nn::Module {
- public:
-  explicit Layer(const GptConfig& config) : config_(config) {
-    const int64_t d = config.width;
-    norm1_ = register_module("ln_1", MakeNorm(d));
-    auto attention = register_module("attn", std::make_shared<torch::nn::Module>());
-    qkv_ = attention->register_module("c_attn", MakeLinear(d, 3 * d));
-    out_ = attention->register_module("c_proj", MakeLinear(d, d));
-    norm2_ = register_module("ln_2", MakeNorm(d));
-    auto mlp = register_module("mlp", std::make_shared<torch::nn::Module>());
-    up_ = mlp->register_module("c_fc", MakeLinear(d, config.Inner()));
-    down_ = mlp->register_module("c_proj", MakeLinear(config.Inner(), d));
-  }
-
-  // `index`: of the layer, from 0. One module computes all of them in turn.
-  torch::Tensor Forward(const torch::Tensor& x, int64_t index) {
-    torch::Tensor y = x + Dropped(Attention(norm1_->Norm(x, config_.epsilon), index));
-    return y + Dropped(Mlp(norm2_->Norm(y, config_.epsilon)));
-  }
-
- private:
-  torch::Tensor Attention(const torch::Tensor& x, int64_t index) {
-    const int64_t heads = config_.heads;
-    const int64_t batch = x.size(0), length = x.size(1), width = x.size(2), depth = width / heads;
-    torch::Tensor qkv = qkv_->Linear(x).view({batch, length, 3, heads, depth});
-    if (config_.attention_in_fp32) qkv = qkv.to(torch::kFloat32);
-    auto head = [&](int64_t i) {
-      return qkv.select(2, i).transpose(1, 2).reshape({batch * heads, length, depth});
-    };
-    double scale = config_.scales_attention ? 1.0 / std::sqrt(static_cast<double>(depth)) : 1.0;
-    if (config_.scales_attention_by_layer) scale /= static_cast<double>(index + 1);
-    const double dropout = is_training() ? config_.attention_dropout : 0;
-    const torch::Tensor mixed =
-        CausalAttention(head(0), head(1), head(2), scale, dropout).view({batch, heads, length, depth});
-    return out_->Linear(mixed.to(x.scalar_type()).transpose(1, 2).reshape({batch, length, width}));
-  }
-
-  torch::Tensor Mlp(const torch::Tensor& x) {
-    return down_->Linear(Activate(config_.activation, up_->Linear(x)));
-  }
-
-  torch::Tensor Dropped(const torch::Tensor& x) {
-    return config_.dropout > 0 ? torch::dropout(x, config_.dropout, is_training()) : x;
-  }
-
-  const GptConfig config_;
-  std::shared_ptr<WeightAndBias> norm1_, qkv_, out_, norm2_, up_, down_;
-};
+  return blocks;
+}
 
 // What transformers takes for others of its keys.
-struct Alias {
-  const char *name, *of;
-};
-constexpr Alias kAliases[] = {{"hidden_size", "n_embd"},
-                              {"max_position_embeddings", "n_positions"},
-                              {"num_attention_heads", "n_head"},
-                              {"num_hidden_layers", "n_layer"}};
-
-// One key of a model's JSON.
-class ModelKeys {
- public:
-  explicit ModelKeys(const nlohmann::json& json) : json_(json) {}
-
-  const nlohmann::json* Find(const char* key) const {
-    const auto it = json_.find(NameOf(key));
-    return it == json_.end() || it->is_null() ? nullptr : &*it;
-  }
-  // What stands there in place of `key`, if that is absent.
-  const char* NameOf(const char* key) const {
-    const auto there = [this](const char* name) { return json_.contains(name) && !json_[name].is_null(); };
-    for (const Alias& alias : kAliases) {
-      if (std::string_view(alias.of) == key && !there(key) && there(alias.name)) return alias.name;
-    }
-    return key;
-  }
-  void Whole(const char* key, int64_t* value) {
-    const nlohmann::json* given = Find(key);
-    if (given == nullptr) return;
-    const bool fits = given->is_number_integer() &&
-                      !(given->is_number_unsigned() && given->get<uint64_t>() > uint64_t{1} << 62);
-    if (!fits) return Wrong(key, "not a whole number");
-    *value = given->get<int64_t>();
-  }
-  void Needed(const char* key, int64_t* value) {
-    if (Find(key) == nullptr) return Fail(absl::StrCat("model: ", key, " is missing"));
-    Whole(key, value);
-  }
-  void Number(const char* key, double* value) {
-    const nlohmann::json* given = Find(key);
-    if (given == nullptr) return;
-    if (!given->is_number()) return Wrong(key, "not a number");
-    *value = given->get<double>();
-  }
-  void Switch(const char* key, bool* value) {
-    const nlohmann::json* given = Find(key);
-    if (given == nullptr) return;
-    if (!given->is_boolean()) return Wrong(key, "neither true nor false");
-    *value = given->get<bool>();
-  }
-  void Wrong(const char* key, const std::string& what) {
-    Fail(absl::StrCat("model: ", NameOf(key), " is ", zero::ShowValue(*Find(key)), ", ", what));
-  }
-  void Fail(const std::string& line) { status_.Update(absl::InvalidArgumentError(line)); }
-  const absl::Status& status() const { return status_; }
-
- private:
-  const nlohmann::json& json_;
-  absl::Status status_;
-};
+constexpr KeyAlias kAliases[] = {{"hidden_size", "n_embd"},
+                                 {"max_position_embeddings", "n_positions"},
+                                 {"num_attention_heads", "n_head"},
+                                 {"num_hidden_layers", "n_layer"}};
+// What people write for these.
+constexpr KeyAlias kMeant[] = {{"resid_dropout", "resid_pdrop"},
+                               {"activation", "activation_function"},
+                               {"layer_norm_eps", "layer_norm_epsilon"},
+                               {"scale_attn_by_inverse_layer_index", "scale_attn_by_inverse_layer_idx"}};
 
 // What asks for another model than this one.
 void RefuseOtherModels(ModelKeys* keys) {
@@ -273,12 +207,7 @@ void RefuseOtherModels(ModelKeys* keys) {
     keys->Wrong("tie_word_embeddings", "and this model has one embedding for input and output: tie them");
   keys->Switch("add_cross_attention", &crosses);
   if (crosses) keys->Wrong("add_cross_attention", "and this model has no encoder to look at");
-  for (const char* key : {"pruned_heads", "quantization_config"}) {
-    const nlohmann::json* given = keys->Find(key);
-    if (given != nullptr && !given->empty()) {
-      keys->Wrong(key, "which is not served: train from whole weights in fp32, bf16 or fp16");
-    }
-  }
+  keys->RefuseOtherForms();
 }
 
 // Keys of GPT2Config that change the function, served or refused.
@@ -304,77 +233,6 @@ const std::vector<std::string_view>& FunctionKeys() {
                                                                "add_cross_attention",
                                                                "quantization_config"};
   return keys;
-}
-
-// And those that do not: of tokenizers, of generation, of other heads than the language model's, of files and
-// of transformers itself, in this and former releases.
-const std::vector<std::string_view>& OtherKeys() {
-  static const auto& keys = *new std::vector<std::string_view>{
-      "architecture", "architectures", "n_ctx", "n_special", "predict_special_tokens",
-      // tokens
-      "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
-      "forced_bos_token_id", "forced_eos_token_id", "tokenizer_class", "prefix", "bad_words_ids",
-      // other heads
-      "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-      "summary_use_proj", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
-      "task_specific_params", "is_decoder", "is_encoder_decoder", "cross_attention_hidden_size",
-      // how it is run and kept
-      "use_cache", "torch_dtype", "dtype", "torchscript", "use_bfloat16", "tf_legacy_loss",
-      "transformers_version", "gradient_checkpointing", "attn_implementation", "output_past",
-      "output_attentions", "output_hidden_states", "output_scores", "return_dict", "return_dict_in_generate",
-      "chunk_size_feed_forward", "auto_map",
-      // generation
-      "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups",
-      "diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty",
-      "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences",
-      "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
-      "begin_suppress_tokens"};
-  return keys;
-}
-
-// Some letters apart, or one of the names that people use for what `meant` is.
-bool IsMisspelt(const std::string& key, const std::string& meant) {
-  constexpr Alias kMeant[] = {{"resid_dropout", "resid_pdrop"},
-                              {"activation", "activation_function"},
-                              {"layer_norm_eps", "layer_norm_epsilon"},
-                              {"scale_attn_by_inverse_layer_index", "scale_attn_by_inverse_layer_idx"}};
-  for (const Alias& alias : kMeant) {
-    if (key == alias.name && meant == alias.of) return true;
-  }
-  return zero::EditDistance(key, meant) <= 2;
-}
-
-// Keys that nobody reads: misspelt ones are refused, the others told.
-void LookAtUnknownKeys(const nlohmann::json& json, ModelKeys* keys, std::vector<std::string>* notes) {
-  const auto among = [](const std::vector<std::string_view>& names, const std::string& key) {
-    return std::find(names.begin(), names.end(), key) != names.end();
-  };
-  std::vector<std::string_view> known = FunctionKeys();
-  known.insert(known.end(), OtherKeys().begin(), OtherKeys().end());
-  for (const Alias& alias : kAliases) {
-    known.emplace_back(alias.name);
-    const nlohmann::json* given = keys->Find(alias.name);
-    const nlohmann::json* of = keys->Find(alias.of);
-    if (given == nullptr || of == nullptr || *given == *of) continue;
-    keys->Wrong(alias.name, absl::StrCat("and ", alias.of, " is ", zero::ShowValue(*of),
-                                         ", which is the same thing: leave one of them out"));
-  }
-  std::vector<std::string> unknown;
-  for (const auto& [key, value] : json.items()) {
-    // Those of transformers' own bookkeeping begin with an underscore: "_name_or_path".
-    if (among(known, key) || key.starts_with('_')) continue;
-    // Nobody means anything by null. Whole words that are added or left out make another key, not a misspelt
-    // one: "model_name" is not "model_type".
-    if (value.is_null()) continue;
-    const std::optional<std::string> nearest = zero::NearestName(key, known);
-    if (nearest.has_value() && among(FunctionKeys(), *nearest) && IsMisspelt(key, *nearest)) {
-      keys->Fail(
-          absl::StrCat("model: unknown key ", zero::ShowValue(key), " (did you mean \"", *nearest, "\"?)"));
-    }
-    unknown.push_back(zero::ShowValue(key));
-  }
-  if (notes == nullptr || unknown.empty()) return;
-  notes->push_back(absl::StrCat("model: unknown keys, of no effect: ", absl::StrJoin(unknown, ", ")));
 }
 
 }  // namespace
@@ -426,16 +284,11 @@ nlohmann::ordered_json GptConfig::ToPublished() const {
 }
 
 absl::Status ValidateGptConfig(const GptConfig& config) {
-  auto in_range = [](const char* name, int64_t value, int64_t most) {
-    if (value >= 1 && value <= most) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat("model: ", name, " is ", value, ", not between 1 and ", most));
-  };
   for (const absl::Status& status :
-       {in_range("n_layer", config.layers, 10'000), in_range("n_embd", config.width, 1 << 20),
-        in_range("n_head", config.heads, 1 << 16), in_range("n_positions", config.context, 1 << 24),
-        in_range("n_inner", config.Inner(), 1 << 24),
-        in_range("vocab_size", config.vocab, int64_t{1} << 32)}) {
+       {CheckSize("n_layer", config.layers, 10'000), CheckSize("n_embd", config.width, 1 << 20),
+        CheckSize("n_head", config.heads, 1 << 16), CheckSize("n_positions", config.context, 1 << 24),
+        CheckSize("n_inner", config.Inner(), 1 << 24),
+        CheckSize("vocab_size", config.vocab, int64_t{1} << 32)}) {
     if (!status.ok()) return status;
   }
   if (config.width % config.heads != 0) {
@@ -459,9 +312,9 @@ absl::Status ValidateGptConfig(const GptConfig& config) {
 absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json, std::vector<std::string>* notes) {
   if (!json.is_object()) return absl::InvalidArgumentError("model: not a JSON object");
   GptConfig config;
-  ModelKeys keys(json);
+  ModelKeys keys(json, kAliases);
   RefuseOtherModels(&keys);
-  LookAtUnknownKeys(json, &keys, notes);
+  keys.LookAtUnknown(FunctionKeys(), {"n_ctx", "n_special", "predict_special_tokens"}, kMeant, notes);
   const bool published = keys.Find("model_type") != nullptr;
   if (published) {
     config.activation = GptActivation::kGeluNew;
@@ -503,61 +356,83 @@ absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json, std::vec
   return config;
 }
 
-absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path, std::vector<std::string>* notes) {
-  if (const auto it = Presets().find(preset_or_path); it != Presets().end()) return it->second;
-  std::ifstream file(preset_or_path);
-  if (!file) {
-    std::string names;
-    for (const auto& [name, config] : Presets()) absl::StrAppend(&names, names.empty() ? "" : ", ", name);
-    return absl::InvalidArgumentError(
-        absl::StrCat("--model ", preset_or_path, ": neither a file that can be read nor one of ", names));
-  }
-  std::ostringstream text;
-  text << file.rdbuf();
-  const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) {
-    return absl::InvalidArgumentError(absl::StrCat("--model ", preset_or_path, ": not valid JSON"));
-  }
-  absl::StatusOr<GptConfig> config = GptConfigFromJson(json, notes);
-  if (!config.ok()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--model ", preset_or_path, ": ", std::string(config.status().message())));
-  }
-  return config;
+std::optional<GptConfig> GptPreset(const std::string& name) {
+  const auto it = Presets().find(name);
+  return it == Presets().end() ? std::nullopt : std::optional<GptConfig>(it->second);
 }
 
-zero::Model MakeGpt(const GptConfig& config, GptHead head) {
+std::string GptPresetNames() {
+  return absl::StrJoin(Presets(), ", ",
+                       [](std::string* out, const auto& preset) { out->append(preset.first); });
+}
+
+ModelLayout LayoutOfGpt(const GptConfig& config) {
+  ModelLayout layout = LayoutOf(Describe(config));
+  layout.prefix = kPrefix;
+  layout.passed_over = {".attn.bias", ".attn.masked_bias"};  // causal masks
+  return layout;
+}
+
+zero::Model MakeGpt(const GptConfig& config, Head head) {
   zero::Model model;
   model.identity = config.ToJson();
-  const int embedding = model.AddBlock(
-      "embedding", "embedding", [config] { return std::make_shared<Embedding>(config); },
-      EmbeddingValues(config));
+  const std::vector<BlockDescription> blocks = Describe(config);
+  const int embedding = AddBlock(blocks.front(), &model);
   model.AddStage("embed", embedding,
-                 [](torch::nn::Module& module, const torch::Tensor&, const zero::Batch& batch) {
-                   return module.as<Embedding>()->Embed(batch.inputs);
+                 [config](torch::nn::Module& module, const torch::Tensor&, const zero::Batch& batch) {
+                   return Embed(config, *module.as<DescribedModule>(), batch.inputs);
                  });
   for (int64_t i = 0; i < config.layers; ++i) {
-    const std::string name = absl::StrCat("h.", i);
-    const int layer = model.AddBlock(
-        name, "layer", [config] { return std::make_shared<Layer>(config); }, LayerValues(config));
-    model.AddStage(name, layer, [i](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch&) {
-      return module.as<Layer>()->Forward(x, i);
-    });
+    const BlockDescription& block = blocks[static_cast<size_t>(i) + 1];
+    model.AddStage(block.name, AddBlock(block, &model),
+                   [config, i](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch&) {
+                     return Layer(config, *module.as<DescribedModule>(), x, i);
+                   });
   }
-  if (head == GptHead::kLoss) {
+  if (head == Head::kLoss) {
     model.AddStage("loss", embedding,
-                   [](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch& batch) {
-                     const torch::Tensor logits = module.as<Embedding>()->Logits(x);
+                   [config](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch& batch) {
+                     const torch::Tensor logits = Logits(config, *module.as<DescribedModule>(), x);
                      return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
                                             batch.targets.view({-1}));
                    });
   } else {
     model.AddStage("logits", embedding,
-                   [](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch&) {
-                     return module.as<Embedding>()->Logits(x.slice(1, x.size(1) - 1)).squeeze(1);
+                   [config](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch&) {
+                     const torch::Tensor last = x.slice(1, x.size(1) - 1);
+                     return Logits(config, *module.as<DescribedModule>(), last).squeeze(1);
                    });
   }
   return model;
+}
+
+namespace {
+
+class Gpt : public LanguageModel {
+ public:
+  explicit Gpt(const GptConfig& config) : config_(config) {}
+
+  int64_t vocabulary() const override { return config_.vocab; }
+  int64_t context() const override { return config_.context; }
+  int64_t usual_length() const override { return config_.context; }
+  ModelLayout Layout() const override { return LayoutOfGpt(config_); }
+  zero::Model Make(Head head) const override { return MakeGpt(config_, head); }
+  nlohmann::json ToJson() const override { return config_.ToJson(); }
+  nlohmann::ordered_json ToPublished() const override { return config_.ToPublished(); }
+  std::shared_ptr<const LanguageModel> WithVocabulary(int64_t vocabulary) const override {
+    GptConfig config = config_;
+    config.vocab = vocabulary;
+    return DescribeGpt(config);
+  }
+
+ private:
+  const GptConfig config_;
+};
+
+}  // namespace
+
+std::shared_ptr<const LanguageModel> DescribeGpt(const GptConfig& config) {
+  return std::make_shared<Gpt>(config);
 }
 
 }  // namespace penstock::models

@@ -1,5 +1,5 @@
-// The example model: a GPT with pre-LayerNorm, causal attention, learned positions and a tied embedding
-// (Radford et al. 2019), as blocks for the engine.
+// The family of GPT-2, which is also the example model: a GPT with pre-LayerNorm, causal attention, learned
+// positions and a tied embedding (Radford et al. 2019), as blocks for the engine.
 //
 // Block 0 holds the token embedding, the positions and the last LayerNorm; it is the first stage (embed) and
 // the last (logits and loss). Blocks 1..L are the layers. Every function that Hugging Face's GPT2Config can
@@ -9,11 +9,14 @@
 #define PENSTOCK_MODELS_GPT_H_
 
 #include <cstdint>
+#include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "models/family.h"
 #include "zero/compute/libtorch/model.h"
 
 namespace penstock::models {
@@ -54,11 +57,8 @@ struct GptConfig {
   nlohmann::ordered_json ToPublished() const;
 };
 
-// A preset's name, or the path of a JSON file with Hugging Face's GPT-2 keys. kInvalidArgument: no such
-// preset (names the presets), an impossible shape, or a function that this model does not compute (names the
-// key). `notes`: as GptConfigFromJson's.
-absl::StatusOr<GptConfig> ParseGptConfig(const std::string& preset_or_path,
-                                         std::vector<std::string>* notes = nullptr);
+std::optional<GptConfig> GptPreset(const std::string& name);
+std::string GptPresetNames();  // "gpt-125m, gpt-13b, ..."
 
 // Every key of Hugging Face's GPT2Config that changes the function is served or refused. What is absent is
 // what transformers has where the JSON says "model_type": "gpt2" (gelu_new, dropouts of 0.1), and else the
@@ -68,12 +68,10 @@ absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json,
                                             std::vector<std::string>* notes = nullptr);
 absl::Status ValidateGptConfig(const GptConfig& config);
 
-enum class GptHead : uint8_t {
-  kLoss,        // the last stage is the mean cross-entropy against Batch::targets
-  kLastLogits,  // the last stage gives fp32 logits [batch, vocab] of the last position
-};
-
-zero::Model MakeGpt(const GptConfig& config, GptHead head = GptHead::kLoss);
+// Pure numbers; `config` must pass ValidateGptConfig.
+ModelLayout LayoutOfGpt(const GptConfig& config);
+zero::Model MakeGpt(const GptConfig& config, Head head = Head::kLoss);
+std::shared_ptr<const LanguageModel> DescribeGpt(const GptConfig& config);
 
 }  // namespace penstock::models
 

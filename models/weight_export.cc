@@ -66,7 +66,7 @@ struct TilePlace {
 };
 
 absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> parts,
-                                                  const GptLayout& layout, int64_t weight_bytes) {
+                                                  const ModelLayout& layout, int64_t weight_bytes) {
   std::vector<TilePlace> places;
   std::vector<uint32_t> next(parts.size(), 0);
   for (size_t block = 0; block < layout.block_elements.size(); ++block) {
@@ -187,7 +187,7 @@ class Exporter {
            std::function<void(uint64_t bytes)> appended)
       : weights_(*weights), places_(places), split_(split), strip_(strip), appended_(std::move(appended)) {}
 
-  absl::Status Write(const GptTensor& tensor, swap::SafetensorsWriter* writer) {
+  absl::Status Write(const PublishedTensor& tensor, swap::SafetensorsWriter* writer) {
     writer_ = writer;
     const int64_t room = static_cast<int64_t>(strip_.size() / sizeof(T));
     if (!tensor.transposed) {
@@ -231,7 +231,7 @@ class Exporter {
   T* strip() const { return reinterpret_cast<T*>(strip_.data()); }
 
   template <typename Use>
-  absl::Status ForTiles(const GptTensor& tensor, Use&& use) {
+  absl::Status ForTiles(const PublishedTensor& tensor, Use&& use) {
     const auto overlaps = [&](const TilePlace& place) {
       return place.block == tensor.block && place.first < tensor.offset + tensor.elements() &&
              place.first + place.elements > tensor.offset;
@@ -266,7 +266,7 @@ class Exporter {
   }
 
   // Puts what the piece has of columns [first, first + columns) into the strip, turned.
-  void Turn(const GptTensor& tensor, const Piece& piece, int64_t first, int64_t columns) const {
+  void Turn(const PublishedTensor& tensor, const Piece& piece, int64_t first, int64_t columns) const {
     const int64_t width = tensor.columns, height = tensor.rows;
     const int64_t end_row = (piece.to + width - 1) / width;
     std::array<T, kGroupRows * kGroupColumns> group;
@@ -312,13 +312,13 @@ class Exporter {
 // A file of the export: some of the layout's tensors, in its order.
 struct Shard {
   std::string path;
-  std::vector<const GptTensor*> tensors;
+  std::vector<const PublishedTensor*> tensors;
   uint64_t bytes = 0;
 };
 
-std::vector<Shard> CutIntoShards(const GptLayout& layout, const ExportOptions& options) {
+std::vector<Shard> CutIntoShards(const ModelLayout& layout, const ExportOptions& options) {
   std::vector<Shard> shards(1);
-  for (const GptTensor& tensor : layout.tensors) {
+  for (const PublishedTensor& tensor : layout.tensors) {
     const uint64_t bytes = static_cast<uint64_t>(tensor.elements()) * swap::DtypeBytes(options.dtype);
     const bool full = options.max_shard_bytes > 0 && shards.back().bytes + bytes > options.max_shard_bytes;
     if (full && !shards.back().tensors.empty()) shards.emplace_back();
@@ -345,7 +345,7 @@ absl::Status WriteIndex(const std::string& path, const std::vector<Shard>& shard
   nlohmann::ordered_json map = nlohmann::ordered_json::object();
   for (const Shard& shard : shards) {
     bytes += shard.bytes;
-    for (const GptTensor* tensor : shard.tensors) map[tensor->name] = NameOf(shard.path);
+    for (const PublishedTensor* tensor : shard.tensors) map[tensor->name] = NameOf(shard.path);
   }
   const nlohmann::ordered_json index = {{"metadata", {{"total_size", bytes}}},
                                         {"weight_map", std::move(map)}};
@@ -361,11 +361,11 @@ absl::Status WriteIndex(const std::string& path, const std::vector<Shard>& shard
 
 }  // namespace
 
-ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const GptLayout& layout,
+ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const ModelLayout& layout,
                              swap::Dtype dtype, DType weights) {
   const uint64_t slot = SlotBytes(parts, SegmentsRead(dtype, weights)), width = swap::DtypeBytes(dtype);
   uint64_t column = kLeastStripBytes, matrix = kLeastStripBytes;
-  for (const GptTensor& tensor : layout.tensors) {
+  for (const PublishedTensor& tensor : layout.tensors) {
     if (!tensor.transposed) continue;
     column = std::max(column, static_cast<uint64_t>(tensor.rows) * width);
     matrix = std::max(matrix, static_cast<uint64_t>(tensor.elements()) * width);
@@ -373,7 +373,7 @@ ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const GptLay
   return {slot + column, kMostSlots * slot + matrix};
 }
 
-absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const GptLayout& layout,
+absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const ModelLayout& layout,
                                   DType weight_type, std::span<std::byte> memory,
                                   const ExportOptions& options) {
   std::vector<swap::Geometry> geometries;
@@ -412,12 +412,12 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Gpt
   const auto write_all = [&](auto exporter) {
     for (const Shard& shard : shards) {
       std::vector<swap::TensorInfo> tensors;
-      for (const GptTensor* tensor : shard.tensors)
+      for (const PublishedTensor* tensor : shard.tensors)
         tensors.push_back({tensor->name, options.dtype, tensor->published_shape(), 0});
       ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsWriter> writer,
                        swap::SafetensorsWriter::Create(shard.path, std::move(tensors), options.metadata,
                                                        options.overwrite));
-      for (const GptTensor* tensor : shard.tensors) {
+      for (const PublishedTensor* tensor : shard.tensors) {
         RETURN_IF_ERROR(exporter.Write(*tensor, writer.get()));
       }
       RETURN_IF_ERROR(writer->Finish());

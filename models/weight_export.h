@@ -1,9 +1,10 @@
-// Streams a GPT's weights out of a store, or the stores of several ranks, into a safetensors file, in bounded
-// memory.
+// Streams a model's weights out of a store, or the stores of several ranks, into a safetensors file, in
+// bounded memory.
 //
-// The store keeps matrices as [out, in]; Hugging Face's GPT-2 wants [in, out]. A matrix is turned in strips
-// of its columns that fit into the memory given: where one strip does not hold it, its tiles are read once
-// for each. Reads run ahead by as many tiles as there is memory for. Every checksum is checked on the way.
+// The store keeps matrices as [out, in]; some are published as [in, out] (GPT-2's). Such a matrix is turned
+// in strips of its columns that fit into the memory given: where one strip does not hold it, its tiles are
+// read once for each. Reads run ahead by as many tiles as there is memory for. Every checksum is checked on
+// the way.
 //
 //   fp32   the masters, joined exactly from their halves where the run computes in bf16
 //   bf16   of a bf16 run the weights that forward and backward see; else the masters rounded to nearest even
@@ -22,7 +23,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
-#include "models/gpt_layout.h"
+#include "models/layout.h"
 #include "swap/format.h"
 #include "swap/safetensors.h"
 #include "swap/store.h"
@@ -47,13 +48,13 @@ struct ExportMemory {
 };
 
 // `weights`: the type of the run's weights, which says where its masters are (zero/compute/tile_format.h).
-ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const GptLayout& layout,
+ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const ModelLayout& layout,
                              swap::Dtype dtype, kernels::DType weights);
 
 // `parts`: by rank. `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index
 // after them; none stays where one of them fails. Returns the number of files with tensors. With `overwrite`
 // the index of an older export goes where there is one file now, and the one file where there is an index.
-absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const GptLayout& layout,
+absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const ModelLayout& layout,
                                   kernels::DType weights, std::span<std::byte> memory,
                                   const ExportOptions& options);
 

@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 
@@ -19,7 +20,6 @@ namespace penstock::models {
 namespace {
 
 constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB of fp32
-constexpr const char* kPrefix = "transformer.";
 constexpr const char* kOutput = "lm_head.weight";
 constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
@@ -69,15 +69,6 @@ absl::StatusOr<nlohmann::json> ReadJson(const std::string& given, const std::str
   return json;
 }
 
-std::string WithoutPrefix(const std::string& name) {
-  return absl::StartsWith(name, kPrefix) ? name.substr(std::strlen(kPrefix)) : name;
-}
-
-// Causal masks, which old files keep beside the weights.
-bool IsMask(const std::string& name) {
-  return absl::EndsWith(name, ".attn.bias") || absl::EndsWith(name, ".attn.masked_bias");
-}
-
 bool IsFloat(swap::Dtype dtype) {
   return dtype == swap::Dtype::kF32 || dtype == swap::Dtype::kBf16 || dtype == swap::Dtype::kF16;
 }
@@ -87,6 +78,10 @@ std::string ShapeText(const std::vector<uint64_t>& shape) {
 }
 
 }  // namespace
+
+bool HasWeights(const std::string& directory) {
+  return Exists(absl::StrCat(directory, "/", kIndex)) || Exists(absl::StrCat(directory, "/", kSingle));
+}
 
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
   ASSIGN_OR_RETURN(std::string file, MainFile(path));
@@ -101,8 +96,8 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
 }
 
 absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path,
-                                                                 const GptConfig& config) {
-  std::unique_ptr<WeightImport> import(new WeightImport(path, LayoutOfGpt(config)));
+                                                                 ModelLayout layout) {
+  std::unique_ptr<WeightImport> import(new WeightImport(path, std::move(layout)));
   ASSIGN_OR_RETURN(std::string main, MainFile(path));
   std::map<std::string, std::set<std::string>> names;  // by file; empty: whatever is in there
   if (absl::EndsWith(main, ".json")) {
@@ -129,7 +124,7 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::stri
     if (!reader.ok()) return reader.status();
     for (const swap::TensorInfo& info : (*reader)->tensors()) {
       if (!wanted.empty() && wanted.count(info.name) == 0) continue;
-      const bool added = there.emplace(WithoutPrefix(info.name), Source{reader->get(), &info}).second;
+      const bool added = there.emplace(import->WithoutPrefix(info.name), Source{reader->get(), &info}).second;
       if (!added) return Wrong(path, absl::StrCat("two tensors of the name ", info.name));
     }
     for (const std::string& name : wanted) {
@@ -141,15 +136,24 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::stri
   return import;
 }
 
+std::string WeightImport::WithoutPrefix(const std::string& name) const {
+  return std::string(absl::StripPrefix(name, layout_.prefix));
+}
+
+bool WeightImport::IsPassedOver(const std::string& name) const {
+  return std::any_of(layout_.passed_over.begin(), layout_.passed_over.end(),
+                     [&](const std::string& ending) { return absl::EndsWith(name, ending); });
+}
+
 absl::Status WeightImport::Find(const std::map<std::string, Source>& there) {
   std::set<std::string> known;
-  for (const GptTensor& tensor : layout_.tensors) {
+  for (const PublishedTensor& tensor : layout_.tensors) {
     const std::string name = WithoutPrefix(tensor.name);
     known.insert(name);
     const auto found = there.find(name);
     if (found == there.end()) {
-      return Wrong(path_,
-                   absl::StrCat("no tensor ", tensor.name, " (nor ", name, "): not weights of this model"));
+      const std::string nor = name == tensor.name ? "" : absl::StrCat(" (nor ", name, ")");
+      return Wrong(path_, absl::StrCat("no tensor ", tensor.name, nor, ": not weights of this model"));
     }
     const swap::TensorInfo& info = *found->second.info;
     if (info.shape != tensor.published_shape()) {
@@ -164,7 +168,7 @@ absl::Status WeightImport::Find(const std::map<std::string, Source>& there) {
     sources_.push_back(found->second);
   }
   for (const auto& [name, source] : there) {
-    if (known.count(name) > 0 || IsMask(name)) continue;
+    if (known.count(name) > 0 || IsPassedOver(name)) continue;
     if (name != kOutput) {
       return Wrong(path_, absl::StrCat(source.info->name,
                                        " has no place in this model: give the --model that the weights were "
@@ -176,7 +180,7 @@ absl::Status WeightImport::Find(const std::map<std::string, Source>& there) {
 }
 
 absl::Status WeightImport::CheckTied(const Source& output) {
-  const Source& input = sources_.front();  // wte.weight
+  const Source& input = sources_.front();  // the embedding
   const auto differs = [&] {
     return Wrong(path_, absl::StrCat(kOutput, " is not the input embedding: this model has one for both"));
   };
@@ -212,7 +216,7 @@ absl::Status WeightImport::Load(const Source& source, int64_t from, int64_t n) {
 absl::Status WeightImport::Read(int block, int64_t first, int64_t elements, float* to) {
   std::memset(to, 0, static_cast<size_t>(elements) * sizeof(float));
   for (size_t i = 0; i < layout_.tensors.size(); ++i) {
-    const GptTensor& tensor = layout_.tensors[i];
+    const PublishedTensor& tensor = layout_.tensors[i];
     if (tensor.block != block) continue;
     const int64_t from = std::max<int64_t>(0, first - tensor.offset);
     const int64_t end = std::min(tensor.elements(), first + elements - tensor.offset);
@@ -237,8 +241,8 @@ absl::Status WeightImport::ReadPlain(const Source& source, int64_t from, int64_t
 
 // Elements [from, to) of the tensor as it is stored here, row by row: [rows, columns]. In the file a column
 // is a row, so that a run of rows is a piece of every line there.
-absl::Status WeightImport::ReadTurned(const GptTensor& tensor, const Source& source, int64_t from, int64_t to,
-                                      float* out) {
+absl::Status WeightImport::ReadTurned(const PublishedTensor& tensor, const Source& source, int64_t from,
+                                      int64_t to, float* out) {
   const int64_t columns = tensor.columns, end_row = (to + columns - 1) / columns;
   for (int64_t row = from / columns; row < end_row; row += kBufferElements) {
     const int64_t rows = std::min(kBufferElements, end_row - row);

@@ -1,5 +1,5 @@
-// Initial weights from safetensors, in the names and shapes of Hugging Face's GPT-2: what `penstock export`
-// writes, and what is published under those names (with "transformer." before them or without).
+// Initial weights from safetensors, in Hugging Face's names and shapes: what `penstock export` writes, and
+// what is published under those names (with the family's prefix, as "transformer." or "model.", or without).
 //
 // A path is a .safetensors file, the .index.json of several, or a directory with model.safetensors or
 // model.safetensors.index.json. Values may be fp32, bf16 or fp16; they become the fp32 masters exactly.
@@ -7,8 +7,8 @@
 // model.
 //
 // Nothing is guessed: a tensor that is missing, of another shape, or without a place in the model is an error
-// that names it. Masks that old files carry are passed over, and an output embedding is, if it is the tied
-// one.
+// that names it. Masks and other constants that old files carry are passed over, and an output embedding is,
+// if it is the tied one.
 //
 // Threads: one. Errors: kInvalidArgument: not the weights of this model; kDataLoss: not what it says it is;
 // others as the operating system says.
@@ -25,8 +25,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/gpt.h"
-#include "models/gpt_layout.h"
+#include "models/layout.h"
 #include "swap/safetensors.h"
 
 namespace penstock::models {
@@ -35,10 +34,13 @@ namespace penstock::models {
 // into the file's header. Null where neither is there.
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path);
 
+// Whether a directory has weights that WeightImport takes.
+bool HasWeights(const std::string& directory);
+
 class WeightImport {
  public:
   // Opens every file and finds every tensor of the model; reads no weights but to compare a tied embedding.
-  static absl::StatusOr<std::unique_ptr<WeightImport>> Open(const std::string& path, const GptConfig& config);
+  static absl::StatusOr<std::unique_ptr<WeightImport>> Open(const std::string& path, ModelLayout layout);
 
   // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters.
   absl::Status Read(int block, int64_t first, int64_t elements, float* to);
@@ -48,17 +50,19 @@ class WeightImport {
     const swap::SafetensorsReader* file = nullptr;
     const swap::TensorInfo* info = nullptr;
   };
-  WeightImport(std::string path, GptLayout layout) : path_(std::move(path)), layout_(std::move(layout)) {}
+  WeightImport(std::string path, ModelLayout layout) : path_(std::move(path)), layout_(std::move(layout)) {}
+  std::string WithoutPrefix(const std::string& name) const;
+  bool IsPassedOver(const std::string& name) const;
   absl::Status Find(const std::map<std::string, Source>& there);
   absl::Status CheckTied(const Source& output);
   absl::Status ReadPlain(const Source& source, int64_t from, int64_t to, float* out);
-  absl::Status ReadTurned(const GptTensor& tensor, const Source& source, int64_t from, int64_t to,
+  absl::Status ReadTurned(const PublishedTensor& tensor, const Source& source, int64_t from, int64_t to,
                           float* out);
   // Elements [from, from + n) of the file's tensor into values().
   absl::Status Load(const Source& source, int64_t from, int64_t n);
 
   const std::string path_;
-  const GptLayout layout_;
+  const ModelLayout layout_;
   std::vector<std::unique_ptr<swap::SafetensorsReader>> files_;
   std::vector<Source> sources_;  // parallel to layout_.tensors
   std::vector<std::byte> raw_;

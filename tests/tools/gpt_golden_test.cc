@@ -3,17 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cmath>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <tuple>
 
-#include "absl/strings/match.h"
 #include "kernels/optimizer.h"
 #include "models/gpt.h"
-#include "models/weight_import.h"
+#include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/optimizer_flags.h"
 #include "tools/penstock/train_settings.h"
@@ -25,68 +22,9 @@ namespace {
 
 using nlohmann::json;
 using testing::HasSubstr;
+using testing_support::Golden;
 
-json Golden(const std::string& name) {
-  std::ifstream file(std::string(PENSTOCK_GOLDEN) + "/" + name);
-  const json golden = json::parse(file, nullptr, /*allow_exceptions=*/false);
-  EXPECT_TRUE(golden.is_object()) << name;
-  return golden;
-}
-
-// The weights of scripts/golden.py, exact in fp32.
-std::vector<float> Formula(const std::string& name, int64_t elements) {
-  uint64_t salt = 0;
-  for (size_t i = 0; i < name.size(); ++i) salt += (i + 1) * static_cast<unsigned char>(name[i]);
-  salt %= 65521;
-  std::vector<float> values;
-  for (int64_t e = 0; e < elements; ++e) {
-    const uint64_t x = (static_cast<uint64_t>(e) * 2654435761u + salt * 40503 + 12345) % (uint64_t{1} << 32);
-    double value = static_cast<double>(x / 65536) / 65536 - 0.5;
-    if (absl::EndsWith(name, "weight") && absl::StrContains(name, ".ln_")) value = 1 + value / 4;
-    values.push_back(static_cast<float>(value));
-  }
-  return values;
-}
-
-class GptGoldenTest : public testing_support::ProgramTest {
- protected:
-  // A directory as `from_pretrained` reads one.
-  std::string WriteModel(const std::string& name, const json& config) {
-    const std::string directory = dir_ + "/" + name;
-    std::filesystem::create_directory(directory);
-    testing_support::WriteFile(directory + "/config.json", config.dump());
-    const absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(config);
-    EXPECT_TRUE(model.ok()) << model.status();
-    const models::GptLayout layout = models::LayoutOfGpt(*model);
-    std::vector<swap::TensorInfo> infos;
-    for (const models::GptTensor& tensor : layout.tensors) {
-      infos.push_back({tensor.name, swap::Dtype::kF32, tensor.published_shape(), 0});
-    }
-    auto writer =
-        swap::SafetensorsWriter::Create(directory + "/model.safetensors", infos, {}, /*overwrite=*/true);
-    EXPECT_TRUE(writer.ok()) << writer.status();
-    for (const models::GptTensor& tensor : layout.tensors) {
-      const std::vector<float> values = Formula(tensor.name, tensor.elements());
-      EXPECT_TRUE((*writer)->Append(std::as_bytes(std::span(values))).ok());
-    }
-    EXPECT_TRUE((*writer)->Finish().ok());
-    return directory;
-  }
-};
-
-zero::Batch TokensOf(const json& c) {
-  const int64_t vocab = c["config"]["vocab_size"];
-  zero::Batch batch = ExampleBatch(c["batch"], c["length"]);
-  auto inputs = batch.inputs.accessor<int64_t, 2>(), targets = batch.targets.accessor<int64_t, 2>();
-  const auto token = [vocab](int64_t r, int64_t i) { return (7 * i + 5 * r + i * i * (r + 1)) % vocab; };
-  for (int64_t r = 0; r < inputs.size(0); ++r) {
-    for (int64_t i = 0; i < inputs.size(1); ++i) {
-      inputs[r][i] = token(r, i);
-      targets[r][i] = token(r, i + 1);
-    }
-  }
-  return batch;
-}
+class GptGoldenTest : public testing_support::ProgramTest {};
 
 // The whole way of a user: config.json and weights by --init-from, then the engine.
 TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
@@ -94,7 +32,8 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
   int number = 0;
   for (const json& c : golden["cases"]) {
     SCOPED_TRACE(c["config"].dump());
-    const std::string directory = WriteModel("model" + std::to_string(number++), c["config"]);
+    const std::string directory = dir_ + "/model" + std::to_string(number++);
+    testing_support::WriteModel(directory, c["config"]);
     TrainOptions flags;
     flags.init_from = directory;
     flags.offload = "none";
@@ -108,9 +47,10 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
     auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();
     settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.01});
-    auto engine = zero::Engine::Create(models::MakeGpt(settings->model), settings->engine);
+    auto engine = zero::Engine::Create(settings->model->Make(), settings->engine);
     ASSERT_TRUE(engine.ok()) << engine.status();
-    const zero::Batch batch = TokensOf(c);
+    const zero::Batch batch =
+        testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"]);
     const auto evaluation = (*engine)->Evaluate({batch});
     ASSERT_TRUE(evaluation.ok()) << evaluation.status();
     EXPECT_NEAR(*evaluation, c["evaluation"].get<double>(), 3e-6);
@@ -128,7 +68,7 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
         zero::EngineOptions options = settings->engine;
         options.dtype = torch::kBFloat16;
         options.storage.checkpoints = {};
-        models::GptConfig config = settings->model;
+        models::GptConfig config = *models::GptConfigFromJson(c["config"]);
         config.attention_in_fp32 = upcast;
         auto rounded = zero::Engine::Create(models::MakeGpt(config), options);
         EXPECT_TRUE(rounded.ok()) << rounded.status();
@@ -139,12 +79,12 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
       EXPECT_NEAR(with, c["evaluation"].get<double>(), 0.03);
     }
     // What is written for others asks for the same function.
-    const auto again = models::GptConfigFromJson(json(settings->model.ToPublished()));
+    const auto again = models::GptConfigFromJson(json(settings->model->ToPublished()));
     ASSERT_TRUE(again.ok()) << again.status();
-    EXPECT_EQ(again->ToJson(), settings->model.ToJson());
-    const auto recorded = models::GptConfigFromJson(settings->model.ToJson());
+    EXPECT_EQ(again->ToJson(), settings->model->ToJson());
+    const auto recorded = models::GptConfigFromJson(settings->model->ToJson());
     ASSERT_TRUE(recorded.ok()) << recorded.status();
-    EXPECT_EQ(recorded->ToPublished(), settings->model.ToPublished());
+    EXPECT_EQ(recorded->ToPublished(), settings->model->ToPublished());
   }
   EXPECT_GT(number, 15);
 }

@@ -7,6 +7,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/float16.h"
+#include "models/gpt.h"
 #include "tests/tools/penstock_program.h"
 
 namespace penstock::tools {
@@ -31,7 +32,7 @@ struct Written {
 class WeightImportTest : public testing_support::ProgramTest {
  protected:
   WeightImportTest() {
-    const models::GptLayout layout = models::LayoutOfGpt(kConfig);
+    const models::ModelLayout layout = models::LayoutOfGpt(kConfig);
     for (size_t t = 0; t < layout.tensors.size(); ++t) {
       Written written{layout.tensors[t].name, swap::Dtype::kF32, layout.tensors[t].published_shape(), {}};
       for (int64_t e = 0; e < layout.tensors[t].elements(); ++e) {
@@ -59,9 +60,9 @@ class WeightImportTest : public testing_support::ProgramTest {
 
   // Every element is where the model has it, however the blocks are cut.
   static void ExpectWhole(const std::string& path) {
-    auto import = models::WeightImport::Open(path, kConfig);
+    auto import = models::WeightImport::Open(path, models::LayoutOfGpt(kConfig));
     ASSERT_TRUE(import.ok()) << import.status();
-    const models::GptLayout layout = models::LayoutOfGpt(kConfig);
+    const models::ModelLayout layout = models::LayoutOfGpt(kConfig);
     for (const int64_t cut : {1, 5, 64, 1000, 100000}) {
       for (size_t b = 0; b < layout.block_elements.size(); ++b) {
         std::vector<float> run(static_cast<size_t>(layout.block_elements[b]), 9e9f);
@@ -71,7 +72,7 @@ class WeightImportTest : public testing_support::ProgramTest {
         }
         std::vector<float> expected(run.size(), 0.0f);
         for (size_t t = 0; t < layout.tensors.size(); ++t) {
-          const models::GptTensor& tensor = layout.tensors[t];
+          const models::PublishedTensor& tensor = layout.tensors[t];
           if (tensor.block != static_cast<int>(b)) continue;
           for (int64_t e = 0; e < tensor.elements(); ++e) {
             const int64_t published =
@@ -86,7 +87,7 @@ class WeightImportTest : public testing_support::ProgramTest {
   }
   static std::string Refusal(const std::string& path,
                              absl::StatusCode code = absl::StatusCode::kInvalidArgument) {
-    const auto import = models::WeightImport::Open(path, kConfig);
+    const auto import = models::WeightImport::Open(path, models::LayoutOfGpt(kConfig));
     EXPECT_EQ(import.status().code(), code) << import.status();
     const std::string message(import.status().message());
     EXPECT_EQ(message.find('\n'), std::string::npos);

@@ -4,13 +4,14 @@
 #include <csignal>
 #include <cstring>
 #include <iostream>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "aio/program.h"
 #include "base/status_macros.h"
-#include "models/gpt.h"
+#include "models/family.h"
 #include "tools/base/cli.h"
 #include "tools/base/version.h"
 #include "tools/penstock/verb_env.h"
@@ -41,8 +42,10 @@ __attribute__((section(".preinit_array"),
 
 int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   return RunEstimate(argc, argv, out, err, [](const std::string& name) -> absl::StatusOr<ModelSize> {
-    ASSIGN_OR_RETURN(models::GptConfig model, models::ParseGptConfig(name));
-    return GptSize(model.layers, model.width, model.context, model.vocab);
+    ASSIGN_OR_RETURN(const std::shared_ptr<const models::LanguageModel> model, models::OpenModel(name));
+    const models::ModelLayout layout = model->Layout();
+    return ModelSize{.params = layout.parameters(),
+                     .largest_layer_params = layout.largest_block_parameters()};
   });
 }
 

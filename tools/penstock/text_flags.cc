@@ -83,7 +83,10 @@ absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, T
       return WrongFlag("--chat-template: messages become tokens by a tokenizer: give --tokenizer as well");
     settings->kept["chat_template"] = *chat;
   }
-  settings->text.skip_broken = flags.skip_broken_lines;
+  settings->text.skip_broken =
+      flags.skip_broken_lines ||
+      (run.is_object() && zero::JsonField<bool>(run, "skip_broken_lines").value_or(false));
+  if (settings->text.skip_broken) settings->kept["skip_broken_lines"] = true;
   for (const std::string& path : {settings->data_path, settings->eval_path}) {
     if (settings->text.tokenizer.empty() && absl::EndsWith(path, ".jsonl") && !flags.vocab.has_value()) {
       return WrongFlag(absl::StrCat(path,
@@ -99,14 +102,18 @@ absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& pat
                                                           const text::Tokenizer* tokenizer,
                                                           const TextHooks& hooks) {
   if (tokenizer == nullptr || absl::EndsWith(path, ".bin")) {
-    const int64_t vocab = tokenizer == nullptr ? settings.vocab : settings.model.vocab;
-    return models::Dataset::Open(path, models::InferTokenFormat(path, vocab), settings.model.vocab,
+    // Of a .bin nobody says anything of, the model says how wide its tokens are.
+    const bool says = settings.vocab > 0 || !absl::EndsWith(path, ".bin");
+    const int64_t vocab = says                   ? settings.vocab
+                          : tokenizer != nullptr ? tokenizer->vocab_size()
+                                                 : settings.model->vocabulary();
+    return models::Dataset::Open(path, models::InferTokenFormat(path, vocab), settings.model->vocabulary(),
                                  settings.seq);
   }
-  if (tokenizer->vocab_size() > settings.model.vocab) {
-    return absl::InvalidArgumentError(absl::StrCat(settings.text.tokenizer, ": the tokenizer has ",
-                                                   tokenizer->vocab_size(), " tokens, the model ",
-                                                   settings.model.vocab, ": they do not belong together"));
+  if (tokenizer->vocab_size() > settings.model->vocabulary()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(settings.text.tokenizer, ": the tokenizer has ", tokenizer->vocab_size(),
+                     " tokens, the model ", settings.model->vocabulary(), ": they do not belong together"));
   }
   models::TokenFileOptions options;
   options.chat = settings.text.chat;
@@ -122,15 +129,20 @@ absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& pat
                             " passed over that cannot be used, the first is line ", file.first_skipped_line));
   }
   ASSIGN_OR_RETURN(std::unique_ptr<models::Dataset> data,
-                   models::Dataset::OpenExamples(file, settings.model.vocab, settings.seq));
+                   models::Dataset::OpenExamples(file, settings.model->vocabulary(), settings.seq));
   hooks.say(absl::StrCat(path, ": ", file.tokens, " tokens",
-                         file.is_stream() ? ""
-                                          : absl::StrCat(", ", file.learned, " of them learned, in ",
-                                                         data->rows(), " sequences of --seq ", settings.seq),
+                         file.is_stream()
+                             ? ""
+                             : absl::StrCat(", ", data->learned_tokens(), " of them learned, in ",
+                                            data->rows(), " sequences of --seq ", settings.seq),
                          file.was_there ? ", as they lie in " : ", kept in ", file.tokens_path));
   if (data->cut_examples() > 0) {
-    hooks.tell(absl::StrCat(path, ": ", data->cut_examples(), " of ", file.examples,
-                            " examples are longer than --seq ", settings.seq, " and are cut there"));
+    hooks.tell(absl::StrCat(
+        path, ": ", data->cut_examples(), " of ", file.examples, " examples are longer than --seq ",
+        settings.seq, " and are cut there",
+        data->lost_examples() == 0
+            ? ""
+            : absl::StrCat("; nothing is left to learn of ", data->lost_examples(), ", which are left out")));
   }
   return data;
 }

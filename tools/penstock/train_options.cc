@@ -9,7 +9,8 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.add_option(
       "--model", flags.model,
-      "A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...) or a config.json [gpt-small]");
+      "A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...), a config.json, or Hugging Face's "
+      "directory of a model: its weights, config and tokenizer [gpt-small]");
   app.add_option(
       "--data", flags.data,
       "Text, or .jsonl with text, prompt and completion, or messages in its lines: tokens by the model's "
@@ -37,7 +38,8 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   app.add_option("--steps", flags.steps, "Number of the last step, also on resume [100]");
   app.add_option("--batch", flags.batch, "Sequences in a micro-batch [2]");
   app.add_option("--accumulate", flags.accumulate, "Micro-batches in a step [1]");
-  app.add_option("--seq", flags.seq, "Tokens in a sequence [the model's context]");
+  app.add_option("--seq", flags.seq,
+                 "Tokens in a sequence [the model's context; of Llama and its kin 1024 at the most]");
   app.add_option("--lr", flags.lr, "Peak learning rate [3e-4]");
   app.add_option("--warmup", flags.warmup,
                  "Steps of linear warm-up before the cosine [a tenth of the steps, 100 at most]");
@@ -55,9 +57,8 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
       "so do changed keys of --config: that is told and recorded");
   app.add_flag("--overwrite", flags.overwrite,
                "Replace the run in --state-dir, and the checkpoints in --checkpoint-dir");
-  app.add_option(
-      "--init-from", flags.init_from,
-      "Initial weights: safetensors in Hugging Face's GPT-2 layout, a file, an index or a directory");
+  app.add_option("--init-from", flags.init_from,
+                 "Initial weights: safetensors in Hugging Face's layout, a file, an index or a directory");
   app.add_option("--checkpoint-dir", flags.checkpoint_dir,
                  "Where checkpoints are kept; with --offload none or cpu the last step always is "
                  "[checkpoints/ in --state-dir]");

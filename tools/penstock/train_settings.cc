@@ -82,7 +82,7 @@ absl::StatusOr<zero::OffloadDevice> ChooseOffload(const TrainOptions& flags, con
 void NoteAnotherFunction(const std::string& weights, TrainSettings* settings) {
   const absl::StatusOr<nlohmann::json> published = models::ConfigOfWeights(weights);
   if (!published.ok() || published->is_null()) return;
-  const absl::StatusOr<models::GptConfig> theirs = models::GptConfigFromJson(*published);
+  const auto theirs = models::ModelFromJson(*published);
   if (!theirs.ok()) {
     settings->notes.push_back(absl::StrCat("--init-from ", weights,
                                            ": by its config.json these are weights of "
@@ -91,12 +91,16 @@ void NoteAnotherFunction(const std::string& weights, TrainSettings* settings) {
                                            "); --model is taken at its word"));
     return;
   }
-  const nlohmann::ordered_json a = settings->model.ToPublished(), b = theirs->ToPublished();
+  const nlohmann::ordered_json a = settings->model->ToPublished(), b = (*theirs)->ToPublished();
+  // What is no part of the function, and shapes, which the weights themselves tell.
+  const std::set<std::string> others = {
+      "architectures", "initializer_range", "n_positions",  "n_ctx",       "max_position_embeddings",
+      "vocab_size",    "bos_token_id",      "eos_token_id", "pad_token_id"};
   std::vector<std::string> differences;
-  for (const char* key : {"activation_function", "layer_norm_epsilon", "scale_attn_weights",
-                          "scale_attn_by_inverse_layer_idx", "resid_pdrop", "embd_pdrop", "attn_pdrop"}) {
-    if (a[key] != b[key])
-      differences.push_back(absl::StrCat(key, " ", a[key].dump(), ", not ", b[key].dump()));
+  for (const auto& [key, value] : a.items()) {
+    const nlohmann::ordered_json their = b.value(key, nlohmann::ordered_json());
+    if (others.count(key) > 0 || value == their) continue;
+    differences.push_back(absl::StrCat(key, " ", value.dump(), ", not ", their.dump()));
   }
   if (differences.empty()) return;
   settings->notes.push_back(absl::StrCat("--init-from ", weights,
@@ -208,14 +212,32 @@ class Resolver {
     return absl::OkStatus();
   }
 
+  // The directory that the model came from: its weights, if they are asked for, and its tokenizer.
+  void ChooseModelDirectory() {
+    std::string path;
+    if (settings_.resumes) path = run_.value("model_directory", std::string());
+    if (flags_.model.has_value()) {
+      path = *flags_.model;
+    } else if (flags_.init_from.has_value() && !settings_.resumes) {
+      path = *flags_.init_from;
+    }
+    std::error_code error;
+    if (path.empty() || !std::filesystem::is_directory(path, error)) return;
+    settings_.model_directory = std::filesystem::absolute(path, error).lexically_normal();
+    settings_.kept["model_directory"] = settings_.model_directory;
+    if (settings_.resumes && run_.value("model_directory", std::string()) != settings_.model_directory)
+      changes_.run["model_directory"] = settings_.model_directory;
+  }
+
   absl::Status ChooseModel() {
+    ChooseModelDirectory();
     if (settings_.resumes && !flags_.model.has_value()) {
-      ASSIGN_OR_RETURN(settings_.model, models::GptConfigFromJson(run_["model"]));
+      ASSIGN_OR_RETURN(settings_.model, models::ModelFromJson(run_["model"]));
       return absl::OkStatus();
     }
     if (flags_.model.has_value() || !flags_.init_from.has_value()) {
       ASSIGN_OR_RETURN(settings_.model,
-                       models::ParseGptConfig(flags_.model.value_or("gpt-small"), &settings_.notes));
+                       models::OpenModel(flags_.model.value_or("gpt-small"), &settings_.notes));
       if (flags_.init_from.has_value()) NoteAnotherFunction(*flags_.init_from, &settings_);
       return absl::OkStatus();
     }
@@ -224,7 +246,7 @@ class Resolver {
       return WrongFlag(absl::StrCat("--init-from ", *flags_.init_from,
                                     ": no config.json tells what model that is: give --model as well"));
     }
-    absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(published, &settings_.notes);
+    const auto model = models::ModelFromJson(published, &settings_.notes);
     if (!model.ok()) {
       return WrongFlag(
           absl::StrCat("--init-from ", *flags_.init_from, ": ", std::string(model.status().message())));
@@ -253,11 +275,11 @@ class Resolver {
       RETURN_IF_ERROR(CheckFlag<int64_t>("--vocab", *flags_.vocab, 1, int64_t{1} << 32));
     }
     ASSIGN_OR_RETURN(settings_.vocab, kept_.Of<int64_t>("vocab", "vocab", flags_.vocab, 0));
-    if (settings_.vocab > 0) settings_.model.vocab = settings_.vocab;
+    if (settings_.vocab > 0) settings_.model = settings_.model->WithVocabulary(settings_.vocab);
     if (!settings_.resumes || !flags_.model.has_value()) return absl::OkStatus();
-    const absl::StatusOr<models::GptConfig> made = models::GptConfigFromJson(run_["model"]);
+    const auto made = models::ModelFromJson(run_["model"]);
     const std::string difference =
-        made.ok() ? zero::JsonDifference(made->ToJson(), settings_.model.ToJson()) : std::string();
+        made.ok() ? zero::JsonDifference((*made)->ToJson(), settings_.model->ToJson()) : std::string();
     if (difference.empty()) return absl::OkStatus();
     return absl::FailedPreconditionError(
         absl::StrCat("--model ", *flags_.model, ": ",
@@ -286,12 +308,12 @@ class Resolver {
   absl::Status ChooseSequences() {
     RETURN_IF_ERROR(ResolveBatchSizes(flags_, config_, kept_, run_, &changes_, &settings_));
     if (flags_.seq.has_value()) {
-      if (absl::Status status = CheckFlag<int64_t>("--seq", *flags_.seq, 1, settings_.model.context);
+      if (absl::Status status = CheckFlag<int64_t>("--seq", *flags_.seq, 1, settings_.model->context());
           !status.ok()) {
         return WrongFlag(absl::StrCat(std::string(status.message()), " (the model's context)"));
       }
     }
-    ASSIGN_OR_RETURN(settings_.seq, kept_.Of("seq", "seq", flags_.seq, settings_.model.context));
+    ASSIGN_OR_RETURN(settings_.seq, kept_.Of("seq", "seq", flags_.seq, settings_.model->usual_length()));
     return absl::OkStatus();
   }
 
@@ -337,16 +359,26 @@ class Resolver {
   }
 
   absl::Status ChooseInitialWeights() {
-    if (!flags_.init_from.has_value()) return absl::OkStatus();
     if (settings_.resumes) {
-      settings_.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
+      if (flags_.init_from.has_value())
+        settings_.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
       return absl::OkStatus();
     }
+    std::optional<std::string> weights = flags_.init_from;
+    if (!weights.has_value() && flags_.model.has_value() && !settings_.model_directory.empty()) {
+      if (models::HasWeights(*flags_.model)) {
+        weights = flags_.model;
+      } else {
+        settings_.notes.push_back(absl::StrCat(
+            "--model ", *flags_.model, ": no safetensors in there: training begins with random values"));
+      }
+    }
+    if (!weights.has_value()) return absl::OkStatus();
     std::unique_ptr<models::WeightImport> opened;
-    ASSIGN_OR_RETURN(opened, models::WeightImport::Open(*flags_.init_from, settings_.model));
-    engine_.initial_values = [weights = std::shared_ptr<models::WeightImport>(std::move(opened))](
+    ASSIGN_OR_RETURN(opened, models::WeightImport::Open(*weights, settings_.model->Layout()));
+    engine_.initial_values = [import = std::shared_ptr<models::WeightImport>(std::move(opened))](
                                  int block, int64_t first, int64_t elements, float* to) {
-      return weights->Read(block, first, elements, to);
+      return import->Read(block, first, elements, to);
     };
     return absl::OkStatus();
   }
@@ -368,7 +400,7 @@ class Resolver {
 
   // What the run's record says from now on: all of a new run, the changes of one that goes on.
   void Record() {
-    engine_.resume.run = {{"model", settings_.model.ToJson()},
+    engine_.resume.run = {{"model", settings_.model->ToJson()},
                           {"steps", settings_.steps},
                           {"batch", settings_.batch},
                           {"accumulate", settings_.accumulate},
@@ -392,7 +424,7 @@ class Resolver {
     if (!settings_.resumes) return;
     if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
       changes_.run["config"] = changes_.config;
-    for (const char* name : {"tokenizer", "chat_template"}) {
+    for (const char* name : {"tokenizer", "chat_template", "skip_broken_lines"}) {
       if (settings_.kept.contains(name) && settings_.kept[name] != run_.value(name, nlohmann::json()))
         changes_.run[name] = settings_.kept[name];
     }

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "models/gpt.h"
+#include "models/family.h"
 #include "text/example.h"
 #include "tools/penstock/train_options.h"
 #include "zero/engine/engine.h"
@@ -23,8 +23,10 @@ inline constexpr int64_t kDefaultBatch = 2;
 
 // Everything decided.
 struct TrainSettings {
-  models::GptConfig model;
+  std::shared_ptr<const models::LanguageModel> model;
   std::string data_path, eval_path;
+  // Hugging Face's directory that the model came from, absolute; empty: none. Its tokenizer reads the text.
+  std::string model_directory;
   int64_t steps = 100, batch = kDefaultBatch, accumulate = 1, seq = 0, vocab = 0, eval_every = 0;
   int64_t eval_windows = 0;  // at the most; 0: all
   struct Text {

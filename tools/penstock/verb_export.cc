@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "models/weight_export.h"
 #include "swap/inspect.h"
 #include "tools/base/cli.h"
@@ -17,6 +18,7 @@
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/verbs.h"
 #include "zero/compute/tile_format.h"
+#include "zero/config/json_field.h"
 
 namespace penstock::tools {
 namespace {
@@ -39,8 +41,8 @@ bool IsDirectory(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
-nlohmann::ordered_json PublishedConfig(const models::GptConfig& config, const std::string& dtype) {
-  nlohmann::ordered_json json = config.ToPublished();
+nlohmann::ordered_json PublishedConfig(const models::LanguageModel& model, const std::string& dtype) {
+  nlohmann::ordered_json json = model.ToPublished();
   json["torch_dtype"] = dtype == "fp32" ? "float32" : "bfloat16";
   return json;
 }
@@ -51,6 +53,19 @@ absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::opti
   if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
   return absl::InvalidArgumentError(
       absl::StrCat(flag, " ", *word, ": must be a size above 0, as 512M or 4GiB"));
+}
+
+// What others need besides weights and config: the tokenizer of the directory that the model came from.
+// Those that are there already stay.
+void CopyTokenizer(const std::string& from, const std::string& to) {
+  if (from.empty()) return;
+  for (const char* name :
+       {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
+        "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja"}) {
+    std::error_code error;  // a file that is not there, or cannot be read, is no part of the weights
+    std::filesystem::copy_file(std::filesystem::path(from) / name, std::filesystem::path(to) / name,
+                               std::filesystem::copy_options::skip_existing, error);
+  }
 }
 
 absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
@@ -69,7 +84,7 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
   const nlohmann::json identity = ParseOrNull(inspection->shape.identity);
   const auto foreign = [&](const std::string& why) {
     return absl::FailedPreconditionError(
-        absl::StrCat(state.name(), ": not a GPT of penstock train (", why, "): cannot be exported"));
+        absl::StrCat(state.name(), ": not a model of penstock train (", why, "): cannot be exported"));
   };
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype") ||
       !identity.contains("block_elements")) {
@@ -77,9 +92,10 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
   }
   if (identity.contains("ranks") && state.parts.size() == 1)
     return foreign("it is one rank's part of a run of several");
-  const absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(identity["model"]);
-  if (!model.ok()) return foreign(std::string(model.status().message()));
-  const models::GptLayout layout = models::LayoutOfGpt(*model);
+  const auto described = models::ModelFromJson(identity["model"]);
+  if (!described.ok()) return foreign(std::string(described.status().message()));
+  const models::LanguageModel& model = **described;
+  const models::ModelLayout layout = model.Layout();
   if (identity["block_elements"] != nlohmann::json(layout.block_elements)) {
     return foreign("its blocks have other sizes");
   }
@@ -91,13 +107,13 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
   options.dtype = flags.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
   options.overwrite = flags.overwrite;
   options.max_shard_bytes = max_shard.value_or(0);
-  const std::string config = PublishedConfig(*model, flags.dtype).dump(2);
+  const std::string config = PublishedConfig(model, flags.dtype).dump(2);
   const bool into_directory = IsDirectory(flags.out);
   options.path = into_directory ? absl::StrCat(flags.out, "/model.safetensors") : flags.out;
   options.metadata = {{"format", "pt"},
                       {"penstock_step", absl::StrCat(inspection->record.step)},
                       {"penstock_run", swap::UuidText(inspection->shape.uuid)},
-                      {"config", PublishedConfig(*model, flags.dtype).dump()}};
+                      {"config", PublishedConfig(model, flags.dtype).dump()}};
   const models::ExportMemory needs = models::MemoryForExport(geometries, layout, options.dtype, *weights);
   const uint64_t most = budget.value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
   // The arena takes whole huge pages.
@@ -137,12 +153,15 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
     file << config << "\n";
     file.close();
     if (!file) return StreamError(absl::StrCat(path, ": write"));
+    const nlohmann::json payload = ParseOrNull(inspection->record.payload);
+    if (payload.is_object() && payload.contains("run") && payload["run"].is_object())
+      CopyTokenizer(zero::JsonField<std::string>(payload["run"], "model_directory").value_or(""), flags.out);
   }
   if (!flags.quiet) {
     out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
                            files > 1 ? options.path + ".index.json" : options.path,
                            reader->parts().front()->committed_step(), layout.tensors.size(),
-                           model->Parameters(), flags.dtype,
+                           layout.parameters(), flags.dtype,
                            files > 1 ? absl::StrFormat(" in %d files", files) : "")
         << std::flush;
   }
@@ -153,14 +172,14 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
 
 int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
   CLI::App app(
-      "Streams the weights of a state directory or checkpoint to safetensors, in the names and shapes of "
-      "Hugging Face's GPT-2",
+      "Streams the weights of a state directory or checkpoint to safetensors, in Hugging Face's names and "
+      "shapes",
       kName);
   Flags flags;
   std::vector<std::string> paths;
   app.add_option("DIR... OUT", paths,
                  "State directory or checkpoint (all directories of a striped run), then the file to write; "
-                 "an existing directory gets model.safetensors and config.json")
+                 "an existing directory gets model.safetensors, config.json and the model's tokenizer")
       ->required()
       ->expected(2, 65);
   app.add_option("--dtype", flags.dtype,

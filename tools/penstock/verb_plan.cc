@@ -43,7 +43,7 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   };
   Preparing preparing(/*quiet=*/false);
   options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
-  ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::Engine::MakePlan(models::MakeGpt(settings.model), options));
+  ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::Engine::MakePlan(settings.model->Make(), options));
   if (!machine.ok()) return machine.status();
   ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
   const PlanFacts facts{plan, options, *machine, prediction, flags.terabytes_written * 1e12};

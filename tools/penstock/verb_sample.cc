@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "models/causal_attention.h"
-#include "models/gpt.h"
+#include "models/family.h"
 #include "models/text_sampler.h"
 #include "swap/inspect.h"
 #include "text/tokenizer.h"
@@ -66,7 +66,7 @@ absl::Status CheckNumbers(const Flags& flags) {
 // What a state directory holds, as far as sampling needs it.
 struct Source {
   std::vector<std::string> dirs;
-  models::GptConfig model;
+  std::shared_ptr<const models::LanguageModel> model;
   torch::Dtype dtype = torch::kFloat32;
   int64_t window = 0;   // longest sequence that the run was trained on
   bool bytes = true;    // tokens are the bytes of a text; else numbers of somebody's vocabulary
@@ -84,30 +84,30 @@ absl::StatusOr<Source> FindSource(const Flags& flags, std::ostream& err) {
   const nlohmann::json payload = ParseOrNull(inspection.record.payload);
   const auto foreign = [&](const std::string& why) {
     return absl::FailedPreconditionError(
-        absl::StrCat(source.dirs.front(), ": not a GPT of penstock train (", why, ")"));
+        absl::StrCat(source.dirs.front(), ": not a model of penstock train (", why, ")"));
   };
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype")) {
     return foreign("its identity has no model");
   }
   if (identity.contains("ranks") && state.parts.size() == 1)
     return foreign("it is one rank's part of a run of several");
-  const absl::StatusOr<models::GptConfig> model = models::GptConfigFromJson(identity["model"]);
+  const auto model = models::ModelFromJson(identity["model"]);
   if (!model.ok()) return foreign(std::string(model.status().message()));
   source.model = *model;
   const std::optional<kernels::DType> dtype =
       identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
   if (!dtype.has_value()) return foreign("its weights are of no known type");
   source.dtype = zero::TorchDtype(*dtype);
-  source.window = model->context;
+  const int64_t context = source.model->context();
+  source.window = context;
   source.threads = zero::DefaultIntraOpThreads();
   if (payload.is_object() && payload.contains("run") && payload["run"].is_object()) {
     const nlohmann::json& run = payload["run"];
     // Positions beyond those of training have never been trained.
-    source.window =
-        std::clamp<int64_t>(zero::JsonField<int64_t>(run, "seq").value_or(model->context), 1, model->context);
+    source.window = std::clamp<int64_t>(zero::JsonField<int64_t>(run, "seq").value_or(context), 1, context);
     source.bytes = zero::JsonField<int64_t>(run, "vocab").value_or(0) == 0;
   }
-  source.bytes = source.bytes && source.model.vocab == kBytes;
+  source.bytes = source.bytes && source.model->vocabulary() == kBytes;
   const std::string recorded =
       payload.is_object() ? RecordedTokenizer(payload.value("run", nlohmann::json())) : std::string();
   if (const std::string path = flags.tokenizer.value_or(recorded); !path.empty()) {
@@ -134,7 +134,7 @@ absl::StatusOr<std::vector<int64_t>> PromptTokens(const Flags& flags, const Sour
     ASSIGN_OR_RETURN(const std::vector<int32_t> ids, source.tokenizer->Encode(flags.prompt));
     tokens.assign(ids.begin(), ids.end());
     for (const int64_t id : tokens) {
-      if (id >= source.model.vocab)
+      if (id >= source.model->vocabulary())
         return absl::InvalidArgumentError("--prompt: the tokenizer is of another model: it has more tokens");
     }
     if (tokens.empty()) return absl::InvalidArgumentError("--prompt \"\": must have at least one token");
@@ -149,10 +149,10 @@ absl::StatusOr<std::vector<int64_t>> PromptTokens(const Flags& flags, const Sour
     } catch (const std::exception&) {
       used = 0;
     }
-    if (used != word.size() || token < 0 || token >= source.model.vocab) {
+    if (used != word.size() || token < 0 || token >= source.model->vocabulary()) {
       return absl::InvalidArgumentError(absl::StrCat(
           "--prompt \"", word, "\": this model has its own vocabulary: give token numbers from 0 to ",
-          source.model.vocab - 1));
+          source.model->vocabulary() - 1));
     }
     tokens.push_back(token);
   }
@@ -182,6 +182,11 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
   return least(models::kWholeLength) > least(longest) ? models::kWholeLength : longest;
 }
 
+bool EndsText(const text::Tokenizer& tokenizer, int64_t token) {
+  const std::vector<int32_t>& ends = tokenizer.special_ids().eos;
+  return std::find(ends.begin(), ends.end(), token) != ends.end();
+}
+
 absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   RETURN_IF_ERROR(CheckNumbers(flags));
   ASSIGN_OR_RETURN(const Source source, FindSource(flags, err));
@@ -200,7 +205,7 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
     if (flags.verbose) err << line << std::endl;
   };
   zero::SetIntraOpThreads(options.intra_op_threads);
-  const zero::Model model = models::MakeGpt(source.model, models::GptHead::kLastLogits);
+  const zero::Model model = source.model->Make(models::Head::kLastLogits);
   options.example = ExampleBatch(1, LargestLength(model, options, longest));
   ASSIGN_OR_RETURN(std::unique_ptr<zero::Engine> engine, zero::Engine::Create(model, options));
 
@@ -231,6 +236,7 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
       tokens.push_back(token);
       say(token);
       out.flush();
+      if (source.tokenizer != nullptr && EndsText(*source.tokenizer, token)) break;
     }
     if (decoder.has_value()) out << decoder->Finish();
     out << std::endl;

@@ -19,11 +19,13 @@
 #include <limits>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/cpu_features.h"
+#include "models/dataset.h"
 #include "swap/checkpoint.h"
 #include "tiering/simulate/run_prediction.h"
 #include "tools/base/cli.h"
@@ -288,15 +290,29 @@ class Training {
                             .stops = [this] { return StopAsked(); }});
   }
 
-  // And agrees on them, and on all else, with the other ranks.
-  absl::Status OpenTexts() {
-    if (!settings_.text.tokenizer.empty()) {
-      ASSIGN_OR_RETURN(tokenizer_, text::Tokenizer::Open(settings_.text.tokenizer));
-    }
+  absl::Status OpenEach() {
     ASSIGN_OR_RETURN(data_, OpenText(settings_.data_path));
     if (!settings_.eval_path.empty()) {
       ASSIGN_OR_RETURN(eval_data_, OpenText(settings_.eval_path));
     }
+    return absl::OkStatus();
+  }
+
+  // And agrees on them, and on all else, with the other ranks.
+  absl::Status OpenTexts() {
+    if (!settings_.text.tokenizer.empty()) {
+      ASSIGN_OR_RETURN(tokenizer_, text::Tokenizer::Open(settings_.text.tokenizer));
+      // Tokens take long to make; stopped, nothing is left of them.
+      ::signal(SIGINT, OnStopSignal);
+      ::signal(SIGTERM, OnStopSignal);
+    }
+    const absl::Status opened = OpenEach();
+    if (tokenizer_ != nullptr) {
+      ::signal(SIGINT, SIG_DFL);
+      ::signal(SIGTERM, SIG_DFL);
+    }
+    if (stop_signal.load() != 0) return absl::CancelledError("stopped before the first step");
+    RETURN_IF_ERROR(opened);
     zero::EngineOptions& options = settings_.engine;
     ASSIGN_OR_RETURN(uint64_t fingerprint, data_->Fingerprint());
     options.resume.run["data_fingerprint"] = fingerprint;
@@ -356,7 +372,7 @@ class Training {
     report_.Start(options, kVersion, options.world());
     report_.Identify(run_id_);
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-        zero::Engine::Create(models::MakeGpt(settings_.model), options);
+        zero::Engine::Create(settings_.model->Make(), options);
     preparing_.Clear();
     if (!engine.ok()) return engine.status();
     engine_ = std::move(*engine);
@@ -789,8 +805,7 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   Preparing preparing(flags.quiet);
   options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
   options.measures_time = false;
-  const absl::StatusOr<zero::EnginePlan> plan =
-      zero::Engine::MakePlan(models::MakeGpt(settings.model), options);
+  const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(settings.model->Make(), options);
   preparing.Clear();
   if (!plan.ok()) return plan.status();
   ASSIGN_OR_RETURN(const std::string process, ProcessMemoryText(*plan, options, zero::FindHostMemory()));

@@ -1,7 +1,9 @@
-#include "models/gpt_layout.h"
+// What a family says of its parameters, and the modules that follow from it.
+#include "models/family.h"
 
 #include <gtest/gtest.h>
 
+#include "models/gpt.h"
 #include "zero/compute/libtorch/block.h"
 
 namespace penstock::models {
@@ -9,7 +11,7 @@ namespace {
 
 // Where the numbers say that a tensor lies, the module has it.
 void ExpectLikeModules(const GptConfig& config) {
-  const GptLayout layout = LayoutOfGpt(config);
+  const ModelLayout layout = LayoutOfGpt(config);
   const zero::Model model = MakeGpt(config);
   ASSERT_EQ(layout.block_elements.size(), model.blocks.size());
   size_t next = 0;
@@ -19,7 +21,7 @@ void ExpectLikeModules(const GptConfig& config) {
     EXPECT_EQ(layout.block_elements[b], run.elements);
     for (const zero::Parameter& parameter : run.parameters) {
       ASSERT_LT(next, layout.tensors.size());
-      const GptTensor& tensor = layout.tensors[next++];
+      const PublishedTensor& tensor = layout.tensors[next++];
       SCOPED_TRACE(tensor.name);
       EXPECT_NE(tensor.name.find(parameter.name), std::string::npos) << parameter.name;
       EXPECT_EQ(tensor.block, static_cast<int>(b));
@@ -35,19 +37,19 @@ void ExpectLikeModules(const GptConfig& config) {
   EXPECT_EQ(parameters, config.Parameters());
 }
 
-TEST(GptLayoutTest, SaysWhatTheModulesAre) {
+TEST(ModelLayoutTest, SaysWhatTheModulesAre) {
   ExpectLikeModules({4, 64, 4, 128, 256, 0});
   ExpectLikeModules({2, 36, 3, 7, 11, 0.1});  // nothing is a multiple of the alignment
   ExpectLikeModules({1, 1, 1, 1, 1, 0});
   ExpectLikeModules({.layers = 2, .width = 36, .heads = 3, .context = 7, .vocab = 11, .inner = 50});
 }
 
-TEST(GptLayoutTest, NamesAndShapesAreThoseOfHuggingFace) {
-  const GptLayout layout = LayoutOfGpt({2, 8, 2, 16, 32, 0});
+TEST(ModelLayoutTest, NamesAndShapesAreThoseOfHuggingFace) {
+  const ModelLayout layout = LayoutOfGpt({2, 8, 2, 16, 32, 0});
   ASSERT_EQ(layout.tensors.size(), 4u + 2 * 12);
   EXPECT_EQ(layout.tensors[0].name, "transformer.wte.weight");
   EXPECT_EQ(layout.tensors[0].published_shape(), (std::vector<uint64_t>{32, 8}));
-  const GptTensor& qkv = layout.tensors[4 + 12 + 2];
+  const PublishedTensor& qkv = layout.tensors[4 + 12 + 2];
   EXPECT_EQ(qkv.name, "transformer.h.1.attn.c_attn.weight");
   EXPECT_TRUE(qkv.transposed);
   EXPECT_EQ(qkv.published_shape(), (std::vector<uint64_t>{8, 24}));

@@ -1,0 +1,63 @@
+#include "models/family.h"
+
+#include <sys/stat.h>
+
+#include <fstream>
+#include <optional>
+#include <sstream>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "models/gpt.h"
+#include "models/llama.h"
+#include "zero/config/config_json.h"
+
+namespace penstock::models {
+namespace {
+
+bool IsDirectory(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohmann::json& json,
+                                                                   std::vector<std::string>* notes) {
+  const nlohmann::json type =
+      json.is_object() ? json.value("model_type", nlohmann::json()) : nlohmann::json();
+  if (type.is_string() && IsLlamaType(type.get<std::string>())) {
+    ASSIGN_OR_RETURN(const LlamaConfig config, LlamaConfigFromJson(json, notes));
+    return DescribeLlama(config);
+  }
+  if (!type.is_null() && type != "gpt2") {
+    return absl::InvalidArgumentError(absl::StrCat("model: model_type is ", zero::ShowValue(type),
+                                                   ", none of gpt2, llama, mistral, qwen2, qwen3"));
+  }
+  ASSIGN_OR_RETURN(const GptConfig config, GptConfigFromJson(json, notes));
+  return DescribeGpt(config);
+}
+
+absl::StatusOr<std::shared_ptr<const LanguageModel>> OpenModel(const std::string& preset_or_path,
+                                                               std::vector<std::string>* notes) {
+  if (const std::optional<GptConfig> preset = GptPreset(preset_or_path); preset.has_value())
+    return DescribeGpt(*preset);
+  const bool directory = IsDirectory(preset_or_path);
+  const std::string path = directory ? absl::StrCat(preset_or_path, "/config.json") : preset_or_path;
+  const auto wrong = [&](const std::string& why) {
+    return absl::InvalidArgumentError(absl::StrCat("--model ", preset_or_path, ": ", why));
+  };
+  std::ifstream file(path);
+  if (!file && directory) return wrong("no config.json in there that can be read");
+  if (!file) return wrong(absl::StrCat("neither a file that can be read nor one of ", GptPresetNames()));
+  std::ostringstream text;
+  text << file.rdbuf();
+  const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
+  if (json.is_discarded()) return wrong("not valid JSON");
+  absl::StatusOr<std::shared_ptr<const LanguageModel>> model = ModelFromJson(json, notes);
+  if (!model.ok()) return wrong(std::string(model.status().message()));
+  return model;
+}
+
+}  // namespace penstock::models

@@ -1,0 +1,68 @@
+// Families of published language models, and one interface to them all: what programs use.
+//
+//   ASSIGN_OR_RETURN(std::shared_ptr<const LanguageModel> model, OpenModel("Llama-3.2-1B", &notes));
+//   engine = zero::Engine::Create(model->Make(), options);
+//
+// A family is one file: models/gpt.cc, models/llama.cc. It reads config.json, describes each parameter once
+// (models/layout.h: name, shape, first values, published name), and computes stages over modules that are
+// made from that description (models/described_module.h). Layout, import, export and plan follow from it. A
+// key of config.json that changes the function is served, or refused by name.
+#ifndef PENSTOCK_MODELS_FAMILY_H_
+#define PENSTOCK_MODELS_FAMILY_H_
+
+#include <cstdint>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "models/layout.h"
+
+namespace penstock::zero {
+struct Model;
+}  // namespace penstock::zero
+
+namespace penstock::models {
+
+enum class Head : uint8_t {
+  kLoss,        // the last stage is the mean cross-entropy against Batch::targets
+  kLastLogits,  // the last stage gives fp32 logits [batch, vocab] of the last position
+};
+
+// A model's description, whole and valid; it holds no weights. Immutable.
+class LanguageModel {
+ public:
+  virtual ~LanguageModel() = default;
+
+  virtual int64_t vocabulary() const = 0;
+  virtual int64_t context() const = 0;       // longest sequence
+  virtual int64_t usual_length() const = 0;  // of sequences, where nobody says
+  virtual ModelLayout Layout() const = 0;
+  virtual zero::Model Make(Head head = Head::kLoss) const = 0;
+
+  // What a run's record and identity say of it; ModelFromJson reads it back.
+  virtual nlohmann::json ToJson() const = 0;
+  // Hugging Face's config.json, complete but for the type of the weights.
+  virtual nlohmann::ordered_json ToPublished() const = 0;
+
+  virtual std::shared_ptr<const LanguageModel> WithVocabulary(int64_t vocabulary) const = 0;
+
+  // Same family, same function, same shapes.
+  bool operator==(const LanguageModel& other) const { return ToJson() == other.ToJson(); }
+};
+
+// A config.json or what ToJson gave, by its "model_type" (where it has none: GPT-2). kInvalidArgument: a
+// family that is not served, an impossible shape, a function that is not computed (names the key). `notes`
+// takes lines for people.
+absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohmann::json& json,
+                                                                   std::vector<std::string>* notes = nullptr);
+
+// A preset's name, the path of a config.json, or a directory that has one. kInvalidArgument: none of them
+// (names the presets), or as ModelFromJson.
+absl::StatusOr<std::shared_ptr<const LanguageModel>> OpenModel(const std::string& preset_or_path,
+                                                               std::vector<std::string>* notes = nullptr);
+
+}  // namespace penstock::models
+
+#endif  // PENSTOCK_MODELS_FAMILY_H_

@@ -1,0 +1,41 @@
+#include "models/layout.h"
+
+#include <algorithm>
+
+#include "tiering/plan/model_graph.h"
+
+namespace penstock::models {
+std::vector<uint64_t> PublishedTensor::published_shape() const {
+  const auto r = static_cast<uint64_t>(rows), c = static_cast<uint64_t>(columns);
+  if (columns == 0) return {r};
+  return transposed ? std::vector<uint64_t>{c, r} : std::vector<uint64_t>{r, c};
+}
+
+int64_t ModelLayout::parameters() const {
+  int64_t sum = 0;
+  for (const PublishedTensor& tensor : tensors) sum += tensor.elements();
+  return sum;
+}
+
+int64_t ModelLayout::largest_block_parameters() const {
+  std::vector<int64_t> of_block(block_elements.size());
+  for (const PublishedTensor& tensor : tensors)
+    of_block[static_cast<size_t>(tensor.block)] += tensor.elements();
+  return of_block.empty() ? 0 : *std::max_element(of_block.begin(), of_block.end());
+}
+
+ModelLayout LayoutOf(const std::vector<BlockDescription>& blocks) {
+  ModelLayout layout;
+  for (const BlockDescription& block : blocks) {
+    const int number = static_cast<int>(layout.block_elements.size());
+    int64_t offset = 0;
+    for (const ParameterDescription& p : block.parameters) {
+      layout.tensors.push_back({p.published, number, offset, p.rows, p.columns, p.transposed});
+      offset = tiering::AlignUp(offset + p.elements(), kParameterAlignment);
+    }
+    layout.block_elements.push_back(tiering::AlignUp(offset, tiering::kElementAlignment));
+  }
+  return layout;
+}
+
+}  // namespace penstock::models

@@ -1,0 +1,65 @@
+// What a model is made of, parameter by parameter: pure numbers and names, so that a model too large for
+// memory can be described, read and written without building a block of it.
+//
+// A family (models/family.h) describes every parameter once. Its modules, where it lies in the state, how it
+// is read from published files and written to them, and what a plan counts all follow from that.
+#ifndef PENSTOCK_MODELS_LAYOUT_H_
+#define PENSTOCK_MODELS_LAYOUT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace penstock::models {
+
+inline constexpr int64_t kParameterAlignment = 64;  // zero/compute/block.h's
+
+struct ParameterDescription {
+  std::string name;         // in its block: "attn.c_attn.weight"
+  std::string published;    // in Hugging Face's files, whole: "transformer.h.0.attn.c_attn.weight"
+  int64_t rows = 0;         // as kept, row by row: [rows, columns]
+  int64_t columns = 0;      // 0: a vector of `rows`
+  double mean = 0;          // what it begins with: normally distributed,
+  double deviation = 0;     // or where this is 0, the mean everywhere
+  bool transposed = false;  // published as [columns, rows]
+
+  int64_t elements() const { return columns == 0 ? rows : rows * columns; }
+};
+
+// In the order of zero::FlatLayout: what has no dot in its name first, parameters of one submodule together.
+struct BlockDescription {
+  std::string name;
+  std::string kind;  // blocks of one kind have the same shapes and compute the same function
+  std::vector<ParameterDescription> parameters;
+};
+
+// A parameter, and where it lies.
+struct PublishedTensor {
+  std::string name;  // Hugging Face's, whole
+  int block = 0;
+  int64_t offset = 0;  // in the block's run, in elements
+  int64_t rows = 0;
+  int64_t columns = 0;
+  bool transposed = false;
+
+  int64_t elements() const { return columns == 0 ? rows : rows * columns; }
+  std::vector<uint64_t> published_shape() const;
+};
+
+struct ModelLayout {
+  std::string prefix;                    // of names; published files may leave it out
+  std::vector<std::string> passed_over;  // endings of names that old files have beside the weights: constants
+  std::vector<PublishedTensor>
+      tensors;  // in the order of blocks and offsets; the input embedding is the first
+  std::vector<int64_t> block_elements;  // of each block's run, padding included
+
+  int64_t parameters() const;
+  int64_t largest_block_parameters() const;
+};
+
+// Places the parameters of each block one after the other, as zero::FlatLayout does.
+ModelLayout LayoutOf(const std::vector<BlockDescription>& blocks);
+
+}  // namespace penstock::models
+
+#endif  // PENSTOCK_MODELS_LAYOUT_H_

@@ -1,0 +1,551 @@
+#include "models/llama.h"
+
+#include <torch/types.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numbers>
+#include <string_view>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "models/causal_attention.h"
+#include "models/described_module.h"
+#include "models/model_keys.h"
+#include "zero/config/config_json.h"
+
+namespace penstock::models {
+namespace {
+
+using nlohmann::json;
+using torch::Tensor;
+
+constexpr const char* kPrefix = "model.";
+// Longest sequence of a training where nobody says: the contexts of these models are made for reading.
+constexpr int64_t kUsualLength = 1024;
+
+// What a model_type has where its config.json says nothing, as transformers.
+struct TypeDefaults {
+  std::string_view type;
+  const char* architecture;
+  int64_t key_heads, depth;  // 0: as many as heads; width / heads
+  int64_t positions;
+  int64_t window;          // of sliding_window
+  bool switches_window;    // use_sliding_window says whether it is used
+  bool attention_bias;     // the key is there; of all four maps
+  bool qkv_bias, qk_norm;  // always
+  bool mlp_bias;           // the key is there
+};
+constexpr auto kTypes = std::to_array<TypeDefaults>(
+    {{"llama", "LlamaForCausalLM", 0, 0, 2048, 0, false, true, false, false, true},
+     {"mistral", "MistralForCausalLM", 8, 0, 131072, 4096, false, false, false, false, false},
+     {"qwen2", "Qwen2ForCausalLM", 32, 0, 32768, 4096, true, false, true, false, false},
+     {"qwen3", "Qwen3ForCausalLM", 32, 128, 32768, 4096, true, true, false, true, false}});
+
+const TypeDefaults* DefaultsOf(std::string_view type) {
+  const auto found =
+      std::find_if(kTypes.begin(), kTypes.end(), [type](const TypeDefaults& t) { return t.type == type; });
+  return found == kTypes.end() ? nullptr : &*found;
+}
+
+constexpr const char* kKeptKeys[] = {"bos_token_id",   "eos_token_id",       "pad_token_id",
+                                     "sliding_window", "use_sliding_window", "max_window_layers",
+                                     "layer_types"};
+
+// ---- config.json.
+
+const std::vector<std::string_view>& FunctionKeys() {
+  static const auto& keys = *new std::vector<std::string_view>{"model_type",
+                                                               "vocab_size",
+                                                               "hidden_size",
+                                                               "intermediate_size",
+                                                               "num_hidden_layers",
+                                                               "num_attention_heads",
+                                                               "num_key_value_heads",
+                                                               "head_dim",
+                                                               "hidden_act",
+                                                               "max_position_embeddings",
+                                                               "initializer_range",
+                                                               "rms_norm_eps",
+                                                               "tie_word_embeddings",
+                                                               "rope_theta",
+                                                               "rope_scaling",
+                                                               "rope_parameters",
+                                                               "rope_interleaved",
+                                                               "partial_rotary_factor",
+                                                               "attention_bias",
+                                                               "attention_dropout",
+                                                               "mlp_bias",
+                                                               "sliding_window",
+                                                               "use_sliding_window",
+                                                               "max_window_layers",
+                                                               "layer_types",
+                                                               "pruned_heads",
+                                                               "quantization_config",
+                                                               "add_cross_attention"};
+  return keys;
+}
+
+constexpr KeyAlias kMeant[] = {{"layer_norm_eps", "rms_norm_eps"},
+                               {"n_layer", "num_hidden_layers"},
+                               {"n_embd", "hidden_size"},
+                               {"n_head", "num_attention_heads"},
+                               {"n_positions", "max_position_embeddings"}};
+
+// The keys of rope_parameters (transformers 5) or rope_scaling (4). What this kind does not compute is
+// refused; so is what nobody knows, since it may change the function.
+void ReadRopeKind(const json& given, const char* name, ModelKeys* all, Rope* rope) {
+  if (!given.is_object()) return all->Wrong(name, "not a JSON object");
+  const auto wrong = [&](const std::string& what) {
+    all->Fail(absl::StrCat("model: ", name, " is ", zero::ShowValue(given), ", ", what));
+  };
+  const json kind = given.contains("rope_type") ? given["rope_type"]
+                    : given.contains("type")    ? given["type"]
+                                                : json("default");
+  if (kind == "default") {
+    rope->kind = Rope::Kind::kDefault;
+  } else if (kind == "linear") {
+    rope->kind = Rope::Kind::kLinear;
+  } else if (kind == "llama3") {
+    rope->kind = Rope::Kind::kLlama3;
+  } else {
+    return wrong("and of the kinds of rotary positions default, linear and llama3 are served");
+  }
+  ModelKeys keys(given);
+  keys.Number("rope_theta", &rope->theta);
+  if (rope->kind != Rope::Kind::kDefault) {
+    if (keys.Find("factor") == nullptr) return wrong("without a factor");
+    keys.Number("factor", &rope->factor);
+    if (!(rope->factor >= 1)) return wrong("and a factor below 1 is none");
+  }
+  if (rope->kind == Rope::Kind::kLlama3) {
+    for (const char* key : {"low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}) {
+      if (keys.Find(key) == nullptr) return wrong(absl::StrCat("without ", key));
+    }
+    keys.Number("low_freq_factor", &rope->low);
+    keys.Number("high_freq_factor", &rope->high);
+    keys.Whole("original_max_position_embeddings", &rope->original_context);
+    if (!(rope->low > 0 && rope->high > rope->low && rope->original_context > 0))
+      return wrong("and its factors are not 0 < low < high, or the context is not above 0");
+  }
+  double part = 1;
+  keys.Number("partial_rotary_factor", &part);
+  if (part != 1) return wrong("and rotary positions of a part of a head are not computed");
+  for (const auto& [key, value] : given.items()) {
+    constexpr std::string_view kKnown[] = {"rope_type",
+                                           "type",
+                                           "rope_theta",
+                                           "factor",
+                                           "low_freq_factor",
+                                           "high_freq_factor",
+                                           "original_max_position_embeddings",
+                                           "partial_rotary_factor",
+                                           "finetuned"};
+    if (!value.is_null() && std::find(std::begin(kKnown), std::end(kKnown), key) == std::end(kKnown))
+      return wrong(absl::StrCat("and its key ", zero::ShowValue(key), " is not served"));
+  }
+  if (!keys.status().ok()) wrong("which is not as it should be");
+}
+
+void ReadRope(ModelKeys* keys, Rope* rope) {
+  keys->Number("rope_theta", &rope->theta);
+  const double theta = rope->theta;
+  const bool has_theta = keys->Find("rope_theta") != nullptr;
+  const json *parameters = keys->Find("rope_parameters"), *scaling = keys->Find("rope_scaling");
+  if (scaling != nullptr) ReadRopeKind(*scaling, "rope_scaling", keys, rope);
+  if (parameters != nullptr) {
+    if (scaling != nullptr && *scaling != *parameters)
+      keys->Wrong("rope_scaling", "and rope_parameters is not the same: leave one of them out");
+    ReadRopeKind(*parameters, "rope_parameters", keys, rope);
+  }
+  if (has_theta && rope->theta != theta)
+    keys->Wrong("rope_theta",
+                absl::StrCat("and in rope_parameters ", rope->theta, ": leave one of them out"));
+  if (!(rope->theta > 0)) keys->Fail(absl::StrCat("model: rope_theta ", rope->theta, " is not above 0"));
+  bool interleaved = false;
+  keys->Switch("rope_interleaved", &interleaved);
+  if (interleaved) keys->Wrong("rope_interleaved", "which is not computed");
+  double part = 1;
+  keys->Number("partial_rotary_factor", &part);
+  if (part != 1)
+    keys->Wrong("partial_rotary_factor", "and rotary positions of a part of a head are not computed");
+}
+
+// Whether some layer looks back over a part of the sequence alone, and how far.
+void ReadWindow(const TypeDefaults& defaults, const json& config, ModelKeys* keys, int64_t layers,
+                int64_t* window) {
+  int64_t width = defaults.window;
+  // Null switches it off, which is not what absence does.
+  if (config.contains("sliding_window") && config["sliding_window"].is_null()) width = 0;
+  keys->Whole("sliding_window", &width);
+  bool used = width > 0 && !defaults.switches_window && defaults.window > 0;
+  if (defaults.switches_window) {
+    keys->Switch("use_sliding_window", &used);
+    int64_t full = 28;
+    keys->Whole("max_window_layers", &full);
+    used = used && width > 0 && full < layers;
+    if (keys->Find("use_sliding_window") == nullptr) used = false;
+  } else if (const json* given = keys->Find("use_sliding_window"); given != nullptr && *given != false) {
+    keys->Wrong("use_sliding_window", absl::StrCat("which no ", std::string(defaults.type), " has"));
+  }
+  if (const json* types = keys->Find("layer_types"); types != nullptr) {
+    if (!types->is_array() || types->size() != static_cast<size_t>(std::max<int64_t>(layers, 0)))
+      return keys->Wrong("layer_types", "not a list with a word for each layer");
+    bool slides = false;
+    for (const json& type : *types) {
+      if (type == "sliding_attention") {
+        slides = true;
+      } else if (type != "full_attention") {
+        return keys->Wrong("layer_types", "and full_attention alone is computed");
+      }
+    }
+    if (defaults.switches_window) used = slides;
+    if (slides && width <= 0) return keys->Wrong("layer_types", "without a sliding_window");
+  }
+  *window = used ? width : 0;
+}
+
+absl::Status Validate(const LlamaConfig& c) {
+  for (const absl::Status& status :
+       {CheckSize("num_hidden_layers", c.layers, 10'000), CheckSize("hidden_size", c.width, 1 << 20),
+        CheckSize("num_attention_heads", c.heads, 1 << 16),
+        CheckSize("num_key_value_heads", c.key_heads, 1 << 16), CheckSize("head_dim", c.depth, 1 << 16),
+        CheckSize("intermediate_size", c.inner, 1 << 24),
+        CheckSize("max_position_embeddings", c.positions, 1 << 28),
+        CheckSize("vocab_size", c.vocab, int64_t{1} << 32)}) {
+    if (!status.ok()) return status;
+  }
+  if (c.heads % c.key_heads != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "model: num_attention_heads ", c.heads, " is not a multiple of num_key_value_heads ", c.key_heads));
+  }
+  if (c.depth % 2 != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("model: head_dim ", c.depth, " is odd: rotary positions turn pairs"));
+  }
+  if (!(c.attention_dropout >= 0 && c.attention_dropout < 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("model: attention_dropout ", c.attention_dropout, " is not in [0, 1)"));
+  }
+  for (const auto& [name, value] :
+       {std::pair{"rms_norm_eps", c.epsilon}, {"initializer_range", c.deviation}}) {
+    if (value >= 0 && value <= 1) continue;
+    return absl::InvalidArgumentError(absl::StrCat("model: ", name, " ", value, " is not in [0, 1]"));
+  }
+  return absl::OkStatus();
+}
+
+// ---- Parameters.
+
+std::vector<BlockDescription> Describe(const LlamaConfig& c) {
+  std::vector<BlockDescription> blocks;
+  std::string prefix;
+  const auto add = [&](const std::string& name, int64_t rows, int64_t columns, double mean) {
+    blocks.back().parameters.push_back({.name = name,
+                                        .published = prefix + name,
+                                        .rows = rows,
+                                        .columns = columns,
+                                        .mean = mean,
+                                        .deviation = columns > 0 ? c.deviation : 0});
+  };
+  const auto add_norm = [&](const std::string& name, int64_t width) { add(name + ".weight", width, 0, 1); };
+  const auto add_linear = [&](const std::string& name, int64_t in, int64_t out, bool bias) {
+    add(name + ".weight", out, in, 0);
+    if (bias) add(name + ".bias", out, 0, 0);
+  };
+  prefix = kPrefix;
+  blocks.push_back({.name = "embedding", .kind = "embedding", .parameters = {}});
+  add_linear("embed_tokens", c.width, c.vocab, false);
+  if (c.tied) add_norm("norm", c.width);
+  for (int64_t i = 0; i < c.layers; ++i) {
+    prefix = absl::StrCat(kPrefix, "layers.", i, ".");
+    blocks.push_back({.name = absl::StrCat("layers.", i), .kind = "layer", .parameters = {}});
+    add_norm("input_layernorm", c.width);
+    add_linear("self_attn.q_proj", c.width, c.heads * c.depth, c.qkv_bias);
+    add_linear("self_attn.k_proj", c.width, c.key_heads * c.depth, c.qkv_bias);
+    add_linear("self_attn.v_proj", c.width, c.key_heads * c.depth, c.qkv_bias);
+    add_linear("self_attn.o_proj", c.heads * c.depth, c.width, c.output_bias);
+    if (c.qk_norm) {
+      add_norm("self_attn.q_norm", c.depth);
+      add_norm("self_attn.k_norm", c.depth);
+    }
+    add_norm("post_attention_layernorm", c.width);
+    add_linear("mlp.gate_proj", c.width, c.inner, c.mlp_bias);
+    add_linear("mlp.up_proj", c.width, c.inner, c.mlp_bias);
+    add_linear("mlp.down_proj", c.inner, c.width, c.mlp_bias);
+  }
+  if (!c.tied) {
+    blocks.push_back({.name = "head", .kind = "head", .parameters = {}});
+    prefix = kPrefix;
+    add_norm("norm", c.width);
+    prefix.clear();
+    add_linear("lm_head", c.width, c.vocab, false);
+  }
+  return blocks;
+}
+
+// ---- What stages compute.
+
+struct Function {
+  LlamaConfig config;
+  std::vector<float> frequencies;
+};
+
+// In fp32, whatever the type of x; the weight is applied to the rounded result, as in transformers.
+Tensor Normalize(const Tensor& x, const Tensor& weight, double epsilon) {
+  const Tensor wide = x.to(torch::kFloat32);
+  const Tensor scale = torch::rsqrt(wide.pow(2).mean(-1, /*keepdim=*/true) + epsilon);
+  return weight * (wide * scale).to(x.scalar_type());
+}
+
+// Cosine and sine of every position's angles: [length, 1, depth / 2], of x's type.
+std::pair<Tensor, Tensor> Angles(const std::vector<float>& frequencies, const Tensor& x) {
+  const auto pairs = static_cast<int64_t>(frequencies.size());
+  Tensor each = torch::empty({1, pairs}, torch::kFloat32);
+  std::copy(frequencies.begin(), frequencies.end(), each.data_ptr<float>());
+  const auto fp32 = x.options().dtype(torch::kFloat32);
+  const Tensor angles = torch::arange(x.size(1), fp32).unsqueeze(1) * each.to(x.device());
+  return {angles.cos().unsqueeze(1).to(x.scalar_type()), angles.sin().unsqueeze(1).to(x.scalar_type())};
+}
+
+// x: [batch, length, heads, depth]. The halves of a head are the pairs' first and second elements.
+Tensor Turn(const Tensor& x, const std::pair<Tensor, Tensor>& angles) {
+  const int64_t half = x.size(3) / 2;
+  const Tensor a = x.narrow(3, 0, half), b = x.narrow(3, half, half);
+  const auto& [cosine, sine] = angles;
+  return torch::cat({a * cosine - b * sine, b * cosine + a * sine}, 3);
+}
+
+Tensor Attention(const Function& f, const DescribedModule& block, const Tensor& x) {
+  const LlamaConfig& c = f.config;
+  const int64_t batch = x.size(0), length = x.size(1);
+  const std::pair<Tensor, Tensor> angles = Angles(f.frequencies, x);
+  const auto heads = [&](const char* projection, int64_t count, const char* norm) {
+    Tensor y = block.Linear(projection, x).view({batch, length, count, c.depth});
+    if (norm != nullptr) {
+      if (c.qk_norm) y = Normalize(y, block.Get(norm), c.epsilon);
+      y = Turn(y, angles);
+    }
+    return y.transpose(1, 2).reshape({batch * count, length, c.depth});
+  };
+  const Tensor q = heads("self_attn.q_proj", c.heads, "self_attn.q_norm.weight");
+  const Tensor k = heads("self_attn.k_proj", c.key_heads, "self_attn.k_norm.weight");
+  const Tensor v = heads("self_attn.v_proj", c.key_heads, nullptr);
+  const double dropout = block.is_training() ? c.attention_dropout : 0;
+  const double scale = 1.0 / std::sqrt(static_cast<double>(c.depth));
+  const Tensor mixed = CausalAttention(q, k, v, scale, dropout).view({batch, c.heads, length, c.depth});
+  return block.Linear("self_attn.o_proj", mixed.transpose(1, 2).reshape({batch, length, c.heads * c.depth}));
+}
+
+Tensor Layer(const Function& f, const DescribedModule& block, const Tensor& x) {
+  const double epsilon = f.config.epsilon;
+  const Tensor y = x + Attention(f, block, Normalize(x, block.Get("input_layernorm.weight"), epsilon));
+  const Tensor z = Normalize(y, block.Get("post_attention_layernorm.weight"), epsilon);
+  const Tensor gated = torch::silu(block.Linear("mlp.gate_proj", z)) * block.Linear("mlp.up_proj", z);
+  return y + block.Linear("mlp.down_proj", gated);
+}
+
+Tensor Embed(const DescribedModule& block, const Tensor& ids) {
+  const Tensor tokens = block.Get("embed_tokens.weight");
+  // In fp32, so that the gradients of a token that occurs often are not summed in bf16.
+  return torch::embedding(tokens.to(torch::kFloat32), ids).to(tokens.scalar_type());
+}
+
+Tensor Logits(const LlamaConfig& c, const DescribedModule& block, const Tensor& x) {
+  const Tensor normal = Normalize(x, block.Get("norm.weight"), c.epsilon);
+  return block.Linear(c.tied ? "embed_tokens" : "lm_head", normal).to(torch::kFloat32);
+}
+
+class Llama : public LanguageModel {
+ public:
+  explicit Llama(LlamaConfig config) : config_(std::move(config)) {}
+
+  int64_t vocabulary() const override { return config_.vocab; }
+  int64_t context() const override { return config_.Context(); }
+  int64_t usual_length() const override { return std::min(config_.Context(), kUsualLength); }
+  nlohmann::json ToJson() const override { return config_.ToJson(); }
+  nlohmann::ordered_json ToPublished() const override { return config_.ToPublished(); }
+  std::shared_ptr<const LanguageModel> WithVocabulary(int64_t vocabulary) const override {
+    LlamaConfig config = config_;
+    config.vocab = vocabulary;
+    return DescribeLlama(config);
+  }
+
+  ModelLayout Layout() const override {
+    ModelLayout layout = LayoutOf(Describe(config_));
+    layout.prefix = kPrefix;
+    layout.passed_over = {".rotary_emb.inv_freq"};
+    return layout;
+  }
+
+  zero::Model Make(Head head) const override {
+    zero::Model model;
+    model.identity = ToJson();
+    const auto f =
+        std::make_shared<const Function>(Function{config_, config_.rope.Frequencies(config_.depth)});
+    const std::vector<BlockDescription> blocks = Describe(config_);
+    const int embedding = AddBlock(blocks.front(), &model);
+    model.AddStage("embed", embedding,
+                   [](torch::nn::Module& module, const Tensor&, const zero::Batch& batch) {
+                     return Embed(*module.as<DescribedModule>(), batch.inputs);
+                   });
+    for (int64_t i = 1; i <= config_.layers; ++i) {
+      const BlockDescription& block = blocks[static_cast<size_t>(i)];
+      model.AddStage(block.name, AddBlock(block, &model),
+                     [f](torch::nn::Module& module, const Tensor& x, const zero::Batch&) {
+                       return Layer(*f, *module.as<DescribedModule>(), x);
+                     });
+    }
+    const int last = config_.tied ? embedding : AddBlock(blocks.back(), &model);
+    if (head == Head::kLoss) {
+      model.AddStage("loss", last, [f](torch::nn::Module& module, const Tensor& x, const zero::Batch& batch) {
+        const Tensor logits = Logits(f->config, *module.as<DescribedModule>(), x);
+        return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
+                               batch.targets.view({-1}));
+      });
+    } else {
+      model.AddStage("logits", last, [f](torch::nn::Module& module, const Tensor& x, const zero::Batch&) {
+        return Logits(f->config, *module.as<DescribedModule>(), x.slice(1, x.size(1) - 1)).squeeze(1);
+      });
+    }
+    return model;
+  }
+
+ private:
+  const LlamaConfig config_;
+};
+
+}  // namespace
+
+// In LibTorch's fp32, operation by operation as transformers: a last bit of a frequency is a hundredth of a
+// turn at position 100,000.
+std::vector<float> Rope::Frequencies(int64_t depth) const {
+  const Tensor powers = torch::arange(0, depth, 2, torch::kInt64).to(torch::kFloat32) / depth;
+  Tensor each = 1.0 / torch::pow(theta, powers);
+  if (kind == Kind::kLinear) each = each / factor;
+  if (kind == Kind::kLlama3) {
+    const auto original = static_cast<double>(original_context);
+    const Tensor lengths = 2 * std::numbers::pi / each;
+    const Tensor slowed = torch::where(lengths > original / low, each / factor, each);
+    const Tensor smooth = (original / lengths - low) / (high - low);
+    const Tensor between = (1 - smooth) * slowed / factor + smooth * slowed;
+    const Tensor medium =
+        (lengths < original / high).logical_not() * (lengths > original / low).logical_not();
+    each = torch::where(medium, between, slowed);
+  }
+  each = each.contiguous();
+  return {each.data_ptr<float>(), each.data_ptr<float>() + each.numel()};
+}
+
+bool IsLlamaType(const std::string& model_type) { return DefaultsOf(model_type) != nullptr; }
+
+nlohmann::json LlamaConfig::ToJson() const {
+  nlohmann::json json = ToPublished();
+  json.erase("architectures");
+  json["architecture"] = "llama";
+  return json;
+}
+
+nlohmann::ordered_json LlamaConfig::ToPublished() const {
+  const TypeDefaults& defaults = *DefaultsOf(type);
+  nlohmann::ordered_json json = {{"architectures", {defaults.architecture}},
+                                 {"model_type", type},
+                                 {"vocab_size", vocab},
+                                 {"hidden_size", width},
+                                 {"intermediate_size", inner},
+                                 {"num_hidden_layers", layers},
+                                 {"num_attention_heads", heads},
+                                 {"num_key_value_heads", key_heads},
+                                 {"head_dim", depth},
+                                 {"hidden_act", "silu"},
+                                 {"max_position_embeddings", positions},
+                                 {"initializer_range", deviation},
+                                 {"rms_norm_eps", epsilon},
+                                 {"attention_dropout", attention_dropout},
+                                 {"tie_word_embeddings", tied},
+                                 {"rope_theta", rope.theta},
+                                 {"rope_scaling", nullptr}};
+  if (rope.kind == Rope::Kind::kLinear)
+    json["rope_scaling"] = {{"rope_type", "linear"}, {"factor", rope.factor}};
+  if (rope.kind == Rope::Kind::kLlama3) {
+    json["rope_scaling"] = {{"rope_type", "llama3"},
+                            {"factor", rope.factor},
+                            {"low_freq_factor", rope.low},
+                            {"high_freq_factor", rope.high},
+                            {"original_max_position_embeddings", rope.original_context}};
+  }
+  if (defaults.attention_bias) json["attention_bias"] = qkv_bias;
+  if (defaults.mlp_bias) json["mlp_bias"] = mlp_bias;
+  for (const auto& [key, value] : kept.items()) json[key] = value;
+  return json;
+}
+
+absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std::vector<std::string>* notes) {
+  if (!json.is_object()) return absl::InvalidArgumentError("model: not a JSON object");
+  ModelKeys keys(json);
+  const nlohmann::json* type = keys.Find("model_type");
+  const TypeDefaults* defaults =
+      type != nullptr && type->is_string() ? DefaultsOf(type->get<std::string>()) : nullptr;
+  if (defaults == nullptr) return absl::InvalidArgumentError("model: model_type is none of Llama's family");
+  keys.LookAtUnknown(FunctionKeys(), {"pretraining_tp", "is_llama_config", "transformers.js_config"}, kMeant,
+                     notes);
+  keys.RefuseOtherForms();
+  LlamaConfig c;
+  c.type = defaults->type;
+  keys.Needed("vocab_size", &c.vocab);
+  keys.Needed("hidden_size", &c.width);
+  keys.Needed("intermediate_size", &c.inner);
+  keys.Needed("num_hidden_layers", &c.layers);
+  keys.Needed("num_attention_heads", &c.heads);
+  c.key_heads = defaults->key_heads > 0 ? defaults->key_heads : c.heads;
+  keys.Whole("num_key_value_heads", &c.key_heads);
+  if (keys.status().ok() && c.heads < 1) keys.Wrong("num_attention_heads", "not 1 or more");
+  if (!keys.status().ok()) return keys.status();
+  c.depth = defaults->depth > 0 ? defaults->depth : c.width / c.heads;
+  keys.Whole("head_dim", &c.depth);
+  c.positions = defaults->positions;
+  keys.Whole("max_position_embeddings", &c.positions);
+  keys.Number("rms_norm_eps", &c.epsilon);
+  keys.Number("initializer_range", &c.deviation);
+  keys.Number("attention_dropout", &c.attention_dropout);
+  keys.Switch("tie_word_embeddings", &c.tied);
+  if (const nlohmann::json* act = keys.Find("hidden_act");
+      act != nullptr && *act != "silu" && *act != "swish")
+    keys.Wrong("hidden_act", "and silu alone is computed");
+  bool crosses = false;
+  keys.Switch("add_cross_attention", &crosses);
+  if (crosses) keys.Wrong("add_cross_attention", "and this model has no encoder to look at");
+  // Where the model_type has no such key, what it always has is the one answer.
+  c.qkv_bias = defaults->qkv_bias;
+  keys.Switch("attention_bias", &c.qkv_bias);
+  if (defaults->attention_bias) {
+    c.output_bias = c.qkv_bias;
+  } else if (c.qkv_bias != defaults->qkv_bias) {
+    keys.Wrong("attention_bias", absl::StrCat("which no ", c.type, " has"));
+  }
+  keys.Switch("mlp_bias", &c.mlp_bias);
+  if (c.mlp_bias && !defaults->mlp_bias) keys.Wrong("mlp_bias", absl::StrCat("which no ", c.type, " has"));
+  c.qk_norm = defaults->qk_norm;
+  ReadRope(&keys, &c.rope);
+  ReadWindow(*defaults, json, &keys, c.layers, &c.window);
+  for (const char* key : kKeptKeys) {
+    if (json.contains(key)) c.kept[key] = json[key];
+  }
+  if (!keys.status().ok()) return keys.status();
+  RETURN_IF_ERROR(Validate(c));
+  if (c.window > 0 && c.window < c.positions && notes != nullptr) {
+    notes->push_back(
+        absl::StrCat("model: sliding_window ", c.window,
+                     ": sequences are at most so long, where every position sees all before it"));
+  }
+  return c;
+}
+
+std::shared_ptr<const LanguageModel> DescribeLlama(const LlamaConfig& config) {
+  return std::make_shared<Llama>(config);
+}
+
+}  // namespace penstock::models
