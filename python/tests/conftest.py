@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -25,3 +26,11 @@ def in_child():
         return done.returncode, done.stdout, done.stderr
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Ctrl-C is an exception, also where the tests run in the background: there a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
