@@ -56,5 +56,5 @@ def round_trip(directory, kind, keys):
 
 for number, (kind, keys) in enumerate(CASES):
     torch.manual_seed(number)
-    with tempfile.TemporaryDirectory(dir=".") as directory:
+    with tempfile.TemporaryDirectory(dir="build") as directory:
         round_trip(directory, kind, keys)
