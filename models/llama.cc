@@ -348,10 +348,19 @@ Tensor Layer(const Function& f, const DescribedModule& block, const Tensor& x) {
   return y + block.Linear("mlp.down_proj", gated);
 }
 
-Tensor Embed(const DescribedModule& block, const Tensor& ids) {
+// The padding token's embedding is not learned, as in transformers; -1: there is none.
+int64_t PaddingOf(const LlamaConfig& c) {
+  const auto id = c.kept.find("pad_token_id");
+  if (id == c.kept.end() || !id->is_number_integer()) return -1;
+  const auto padding = id->get<int64_t>();
+  const int64_t row = padding < 0 ? padding + c.vocab : padding;  // as torch.nn.Embedding counts
+  return row >= 0 && row < c.vocab ? row : -1;
+}
+
+Tensor Embed(const DescribedModule& block, const Tensor& ids, int64_t padding) {
   const Tensor tokens = block.Get("embed_tokens.weight");
   // In fp32, so that the gradients of a token that occurs often are not summed in bf16.
-  return torch::embedding(tokens.to(torch::kFloat32), ids).to(tokens.scalar_type());
+  return torch::embedding(tokens.to(torch::kFloat32), ids, padding).to(tokens.scalar_type());
 }
 
 Tensor Logits(const LlamaConfig& c, const DescribedModule& block, const Tensor& x) {
@@ -388,10 +397,11 @@ class Llama : public LanguageModel {
         std::make_shared<const Function>(Function{config_, config_.rope.Frequencies(config_.depth)});
     const std::vector<BlockDescription> blocks = Describe(config_);
     const int embedding = AddBlock(blocks.front(), &model);
-    model.AddStage("embed", embedding,
-                   [](torch::nn::Module& module, const Tensor&, const zero::Batch& batch) {
-                     return Embed(*module.as<DescribedModule>(), batch.inputs);
-                   });
+    model.AddStage(
+        "embed", embedding,
+        [padding = PaddingOf(config_)](torch::nn::Module& module, const Tensor&, const zero::Batch& batch) {
+          return Embed(*module.as<DescribedModule>(), batch.inputs, padding);
+        });
     for (int64_t i = 1; i <= config_.layers; ++i) {
       const BlockDescription& block = blocks[static_cast<size_t>(i)];
       model.AddStage(block.name, AddBlock(block, &model),

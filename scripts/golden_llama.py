@@ -24,6 +24,7 @@ CASES = [
     ("llama", {"rope_theta": 50.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True, "num_key_value_heads": 1}),
     ("llama", {"rope_theta": 500.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, "attention_bias": True,
                "mlp_bias": True}),
+    ("llama", {"pad_token_id": 0, "tie_word_embeddings": True}),
     ("llama", {"max_position_embeddings": 400, "head_dim": 6}, 1, 300),
     ("mistral", {"sliding_window": None, "head_dim": 8}),
     ("mistral", {"sliding_window": 20}),
