@@ -364,6 +364,113 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(aio::Engine& engine, const 
   return store;
 }
 
+namespace {
+
+// Files of a store's directories, each locked.
+struct LockedFiles {
+  std::vector<std::unique_ptr<aio::File>> files;
+  std::vector<std::string> missing;  // directories that have none
+};
+
+absl::StatusOr<LockedFiles> LockAll(aio::Engine& engine, const StoreOptions& options, bool on_disk) {
+  LockedFiles locked;
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(options.lock_patience_ms);
+  for (const std::string& directory : options.directories) {
+    auto file = OpenFile(engine, options, StorePath(directory), /*create=*/false);
+    if (absl::IsNotFound(file.status())) {
+      locked.missing.push_back(directory);
+      continue;
+    }
+    if (!file.ok()) return file.status();
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
+    const int patience_ms = static_cast<int>(std::max<int64_t>(0, left.count()));
+    RETURN_IF_ERROR((*file)->Lock(patience_ms, options.read_only));
+    // While the lock was waited for another run may have replaced it.
+    if (on_disk && !IsFileAt((*file)->fd(), (*file)->path())) return Replaced((*file)->path());
+    locked.files.push_back(*std::move(file));
+  }
+  return locked;
+}
+
+// What the superblocks of a store's files say, and which file is which directory of it.
+struct Superblocks {
+  std::optional<StoreShape> shape;                    // none: no file has one
+  std::vector<std::unique_ptr<aio::File>> by_index =  // by directory, null: not given
+      std::vector<std::unique_ptr<aio::File>>(kMaxDirectories);
+  std::vector<std::string> damage;
+  std::string first_path;  // of a file that has one
+  std::string unfinished;  // path of a file that has none
+};
+
+absl::StatusOr<Superblocks> ReadSuperblocks(aio::Engine& engine,
+                                            std::vector<std::unique_ptr<aio::File>> files) {
+  Superblocks found;
+  for (auto& file : files) {
+    auto decoded = ReadSuperblock(engine, *file);
+    if (absl::IsNotFound(decoded.status())) {
+      found.unfinished = file->path();
+      continue;
+    }
+    if (absl::IsInvalidArgument(decoded.status())) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          decoded.status().message(), ": it was made by something else, or its superblock was overwritten"));
+    }
+    if (!decoded.ok()) return decoded.status();
+    for (const std::string& line : decoded->damage) {
+      found.damage.push_back(absl::StrCat(file->path(), ": ", line));
+    }
+    if (!found.shape.has_value()) {
+      found.shape = std::move(decoded->shape);
+      found.first_path = file->path();
+    } else if (found.shape->uuid != decoded->shape.uuid) {
+      return absl::DataLossError(
+          absl::StrCat(found.first_path, " belongs to run ", UuidText(found.shape->uuid), ", ", file->path(),
+                       " to run ", UuidText(decoded->shape.uuid), ": give the directories of one run"));
+    } else if (!(*found.shape == decoded->shape)) {
+      return absl::DataLossError(absl::StrCat(found.first_path, " and ", file->path(),
+                                              " have the same identity and different layouts"));
+    }
+    std::unique_ptr<aio::File>& place = found.by_index[decoded->directory];
+    if (place != nullptr) {
+      return absl::DataLossError(absl::StrCat(file->path(), " and ", place->path(), " are both directory ",
+                                              decoded->directory, " of one run"));
+    }
+    place = std::move(file);
+  }
+  return found;
+}
+
+// All directories of one finished run, and no others. `missing`: those that were given and have no file.
+absl::Status CheckComplete(const StoreOptions& options, const Superblocks& found,
+                           const std::vector<std::string>& missing) {
+  const bool unfinished = !found.unfinished.empty();
+  // Creation writes the superblock of directory 0 last.
+  if (!found.shape.has_value() || (found.by_index[0] == nullptr && unfinished)) {
+    return absl::NotFoundError(absl::StrCat(options.directories.front(),
+                                            ": the run was created and never committed: start it over"));
+  }
+  const StoreShape& shape = *found.shape;
+  for (uint32_t d = 0; d < shape.directories(); ++d) {
+    if (found.by_index[d] != nullptr) continue;
+    if (unfinished) {
+      return absl::DataLossError(LostSuperblockText(absl::StrCat(found.unfinished, " has no superblock")));
+    }
+    return absl::DataLossError(absl::StrCat(
+        "directory ", d, " of the ", shape.directories(), " of run ", UuidText(shape.uuid),
+        " is missing (it was ", shape.directory_paths[d], " when the run was created): give it as well"));
+  }
+  if (options.directories.size() != shape.directories()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the run has ", shape.directories(), " directories, ", options.directories.size(), " were given (",
+        missing.empty() ? found.unfinished : missing.front(), " is not one of them)"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const StoreOptions& options) {
   if (options.directories.empty() || options.directories.size() > kMaxDirectories) {
     return absl::InvalidArgumentError(
@@ -376,99 +483,26 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(aio::Engine& engine, const St
     }
     RETURN_IF_ERROR(CheckDistinct(options.directories));
   }
-
   // Lock first, look afterwards: a run that was killed may still be writing.
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::milliseconds(options.lock_patience_ms);
-  std::vector<std::unique_ptr<aio::File>> files;
-  std::vector<std::string> missing;
-  for (const std::string& directory : options.directories) {
-    auto file = OpenFile(engine, options, StorePath(directory), /*create=*/false);
-    if (absl::IsNotFound(file.status())) {
-      missing.push_back(directory);
-      continue;
-    }
-    if (!file.ok()) return file.status();
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
-    const int patience_ms = static_cast<int>(std::max<int64_t>(0, left.count()));
-    RETURN_IF_ERROR((*file)->Lock(patience_ms, options.read_only));
-    // While the lock was waited for another run may have replaced it.
-    if (on_disk && !IsFileAt((*file)->fd(), (*file)->path())) return Replaced((*file)->path());
-    files.push_back(*std::move(file));
-  }
-  if (files.empty()) {
+  ASSIGN_OR_RETURN(LockedFiles locked, LockAll(engine, options, on_disk));
+  if (locked.files.empty()) {
     return absl::NotFoundError(absl::StrCat(options.directories.front(), " holds no run"));
   }
+  ASSIGN_OR_RETURN(Superblocks found, ReadSuperblocks(engine, std::move(locked.files)));
+  RETURN_IF_ERROR(CheckComplete(options, found, locked.missing));
+  auto geometry = Geometry::Make(*found.shape);
+  if (!geometry.ok()) return Named(found.first_path, absl::DataLossError(geometry.status().message()));
 
-  std::vector<std::string> damage;
-  std::vector<std::unique_ptr<aio::File>> by_index(kMaxDirectories);
-  std::optional<StoreShape> shape;
-  std::string first_path;
-  std::string unfinished;
-  for (auto& file : files) {
-    auto decoded = ReadSuperblock(engine, *file);
-    if (absl::IsNotFound(decoded.status())) {
-      unfinished = file->path();
-      continue;
-    }
-    if (absl::IsInvalidArgument(decoded.status())) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          decoded.status().message(), ": it was made by something else, or its superblock was overwritten"));
-    }
-    if (!decoded.ok()) return decoded.status();
-    for (const std::string& line : decoded->damage) damage.push_back(absl::StrCat(file->path(), ": ", line));
-    if (!shape.has_value()) {
-      shape = std::move(decoded->shape);
-      first_path = file->path();
-    } else if (shape->uuid != decoded->shape.uuid) {
-      return absl::DataLossError(absl::StrCat(first_path, " belongs to run ", UuidText(shape->uuid), ", ",
-                                              file->path(), " to run ", UuidText(decoded->shape.uuid),
-                                              ": give the directories of one run"));
-    } else if (!(*shape == decoded->shape)) {
-      return absl::DataLossError(
-          absl::StrCat(first_path, " and ", file->path(), " have the same identity and different layouts"));
-    }
-    if (by_index[decoded->directory] != nullptr) {
-      return absl::DataLossError(absl::StrCat(file->path(), " and ", by_index[decoded->directory]->path(),
-                                              " are both directory ", decoded->directory, " of one run"));
-    }
-    by_index[decoded->directory] = std::move(file);
-  }
-  const auto never = [&] {
-    return absl::NotFoundError(absl::StrCat(options.directories.front(),
-                                            ": the run was created and never committed: start it over"));
-  };
-  if (!shape.has_value()) return never();
-  // Creation writes the superblock of directory 0 last.
-  if (by_index[0] == nullptr && !unfinished.empty()) return never();
-  for (uint32_t d = 0; d < shape->directories(); ++d) {
-    if (by_index[d] != nullptr) continue;
-    if (!unfinished.empty()) {
-      return absl::DataLossError(LostSuperblockText(absl::StrCat(unfinished, " has no superblock")));
-    }
-    return absl::DataLossError(absl::StrCat(
-        "directory ", d, " of the ", shape->directories(), " of run ", UuidText(shape->uuid),
-        " is missing (it was ", shape->directory_paths[d], " when the run was created): give it as well"));
-  }
-  if (options.directories.size() != shape->directories()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the run has ", shape->directories(), " directories, ", options.directories.size(), " were given (",
-        missing.empty() ? unfinished : missing.front(), " is not one of them)"));
-  }
-  auto geometry = Geometry::Make(*shape);
-  if (!geometry.ok()) return Named(first_path, absl::DataLossError(geometry.status().message()));
-
-  std::unique_ptr<Store> store(new Store(engine, options, *std::move(shape), *std::move(geometry)));
+  std::unique_ptr<Store> store(new Store(engine, options, *std::move(found.shape), *std::move(geometry)));
   for (uint32_t d = 0; d < store->geometry_.directories(); ++d) {
-    store->files_.push_back(std::move(by_index[d]));
+    store->files_.push_back(std::move(found.by_index[d]));
     ASSIGN_OR_RETURN(const auto size, store->files_[d]->Size());
     if (size < store->geometry_.file_bytes(d)) {
       return absl::DataLossError(absl::StrCat(store->files_[d]->path(), " has ", size, " bytes of ",
                                               store->geometry_.file_bytes(d), ": it was cut off"));
     }
   }
-  store->recovered_.damage = std::move(damage);
+  store->recovered_.damage = std::move(found.damage);
   RETURN_IF_ERROR(store->Recover());
   if (options.sync == Sync::kPower && !options.read_only) {
     RETURN_IF_ERROR(store->MakeDurable());

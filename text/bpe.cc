@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_format.h"
 #include "base/check.h"
+#include "base/status_macros.h"
 #include "text/strings.h"
 #include "text/utf8.h"
 
@@ -64,109 +65,138 @@ std::optional<std::string> BytesOfSpelling(std::string_view token) {
   return spelled;
 }
 
+// What a model's tokens are spelled like, and those that no text spells (<unk>, <0x0A>): they are what other
+// characters become, and where one is merged, the text's characters do not tell where merges reach.
+struct Bpe::Spelling {
+  TextMap<std::string_view, int32_t> ids;
+  std::vector<std::string> stand_ins;  // sorted
+  bool all_bytes = false;              // every byte has one
+  bool stand_in_merged = false;
+};
+
+Bpe::Spelling Bpe::SpellingOf(const BpeModel& model) {
+  Spelling spelling;
+  for (const auto& [token, id] : model.vocab) spelling.ids.emplace(token, id);
+  std::vector<std::string>& stand_ins = spelling.stand_ins;
+  if (model.byte_fallback) {
+    for (int byte = 0; byte < 256; ++byte) stand_ins.push_back(ByteToken(static_cast<unsigned char>(byte)));
+  }
+  spelling.all_bytes = model.byte_fallback &&
+                       std::all_of(stand_ins.begin(), stand_ins.end(),
+                                   [&](const std::string& token) { return spelling.ids.contains(token); });
+  if (model.unk_token.has_value()) stand_ins.push_back(*model.unk_token);
+  std::sort(stand_ins.begin(), stand_ins.end());
+  return spelling;
+}
+
+absl::Status Bpe::AddMerges(const BpeModel& model, Spelling& spelling) {
+  joints_.assign(kJointBits / 64, 0);
+  if (model.merges.size() >= static_cast<size_t>(kNoRank))
+    return absl::InvalidArgumentError("model.merges has more than 2^31 merges");
+  const auto is_stand_in = [&](const std::string& token) {
+    return std::binary_search(spelling.stand_ins.begin(), spelling.stand_ins.end(), token);
+  };
+  std::string joined;
+  for (size_t rank = 0; rank < model.merges.size(); ++rank) {
+    const auto& [left, right] = model.merges[rank];
+    joined.assign(left).append(right);
+    std::array<int32_t, 3> ids{};
+    const std::array<const std::string*, 3> tokens = {&left, &right, &joined};
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      const auto known = spelling.ids.find(*tokens[i]);
+      if (known == spelling.ids.end()) {
+        return absl::InvalidArgumentError(Cat("model.merges[", rank, "] is ", Quoted(left), " and ",
+                                              Quoted(right), ", and ", Quoted(*tokens[i]),
+                                              " is not in model.vocab"));
+      }
+      ids[i] = known->second;
+    }
+    // Of a pair that comes twice the last rank counts, as in Hugging Face's map of them.
+    merges_[PairKey(ids[0], ids[1])] = {static_cast<int32_t>(rank), ids[2]};
+    if (left.empty() || right.empty() || is_stand_in(left) || is_stand_in(right)) {
+      spelling.stand_in_merged = true;
+    }
+    AddJoint(left, right);
+  }
+  return absl::OkStatus();
+}
+
+// Between the last character of the one and the first of the other there is no seam.
+void Bpe::AddJoint(std::string_view left, std::string_view right) {
+  if (left.empty() || right.empty()) return;
+  char32_t last = 0, next = 0;
+  if (byte_level_) {
+    const auto left_bytes = BytesOfSpelling(left), right_bytes = BytesOfSpelling(right);
+    if (!left_bytes.has_value() || !right_bytes.has_value()) return;  // no text is spelled so
+    last = static_cast<unsigned char>(left_bytes->back());
+    next = static_cast<unsigned char>(right_bytes->front());
+  } else {
+    last = ValidCharacter(left.substr(left.size() - LastCharacterBytes(left)));
+    next = ValidCharacter(right);
+  }
+  const size_t bit = JointBit(last, next);
+  joints_[bit / 64] |= uint64_t{1} << (bit % 64);
+}
+
+void Bpe::AddVocabulary(const BpeModel& model) {
+  for (const auto& [token, id] : model.vocab) {
+    if (byte_level_) {
+      if (auto bytes = BytesOfSpelling(token)) vocab_.emplace(*std::move(bytes), id);
+      // Byte tokens of a fallback are looked up as they are spelled; they are bytes of their own spelling.
+      continue;
+    }
+    vocab_.emplace(token, id);
+    if (!token.empty() && CharacterBytes(token[0]) == token.size()) single_[ValidCharacter(token)] = id;
+  }
+  for (const auto& [token, id] : vocab_) longest_token_ = std::max(longest_token_, token.size());
+}
+
+// Of a byte-level model; returns whether every byte has a token of its own.
+bool Bpe::AddBytes(const Spelling& spelling) {
+  const std::array<char32_t, 256> alphabet = Alphabet();
+  bool all_known = true;
+  for (const char32_t letter : alphabet) {
+    Alone alone;
+    std::string character;
+    AppendCharacter(letter, character);
+    if (const auto known = spelling.ids.find(character); known != spelling.ids.end()) {
+      alone.ids.push_back(known->second);
+      alone.own_token = true;
+    } else {
+      all_known = false;
+      alone = MeaningOf(character);
+    }
+    bytes_.push_back(std::move(alone));
+  }
+  return all_known;
+}
+
 absl::StatusOr<Bpe> Bpe::Create(const BpeModel& model) {
   Bpe bpe;
   bpe.byte_level_ = model.byte_level;
   bpe.ignore_merges_ = model.ignore_merges;
   bpe.fuse_unk_ = model.fuse_unk;
   bpe.byte_fallback_ = model.byte_fallback;
-  TextMap<std::string_view, int32_t> spelled;
-  for (const auto& [token, id] : model.vocab) spelled.emplace(token, id);
+  Spelling spelling = SpellingOf(model);
   if (model.unk_token.has_value()) {
-    const auto unk = spelled.find(*model.unk_token);
-    if (unk == spelled.end()) {
+    const auto unk = spelling.ids.find(*model.unk_token);
+    if (unk == spelling.ids.end()) {
       return absl::InvalidArgumentError(
           Cat("model.unk_token is ", Quoted(*model.unk_token), ", which is not in model.vocab"));
     }
     bpe.unk_ = unk->second;
   }
-
-  // A token that no text spells (<unk>, <0x0A>) is what other characters become: where it is merged, the
-  // text's characters do not tell where merges reach.
-  std::vector<std::string> stand_ins;
-  if (model.byte_fallback) {
-    for (int byte = 0; byte < 256; ++byte) stand_ins.push_back(ByteToken(static_cast<unsigned char>(byte)));
-  }
-  const bool all_bytes =
-      model.byte_fallback && std::all_of(stand_ins.begin(), stand_ins.end(),
-                                         [&](const std::string& token) { return spelled.contains(token); });
-  if (model.unk_token.has_value()) stand_ins.push_back(*model.unk_token);
-  std::sort(stand_ins.begin(), stand_ins.end());
-  bool stand_in_merged = false;
-
-  bpe.joints_.assign(kJointBits / 64, 0);
-  if (model.merges.size() >= static_cast<size_t>(kNoRank))
-    return absl::InvalidArgumentError("model.merges has more than 2^31 merges");
-  std::string joined;
-  for (size_t rank = 0; rank < model.merges.size(); ++rank) {
-    const auto& [left, right] = model.merges[rank];
-    joined.assign(left).append(right);
-    const auto first = spelled.find(left), second = spelled.find(right), both = spelled.find(joined);
-    for (const auto* part : {&first, &second, &both}) {
-      if (*part != spelled.end()) continue;
-      const std::string& missing = part == &first ? left : part == &second ? right : joined;
-      return absl::InvalidArgumentError(Cat("model.merges[", rank, "] is ", Quoted(left), " and ",
-                                            Quoted(right), ", and ", Quoted(missing),
-                                            " is not in model.vocab"));
-    }
-    // Of a pair that comes twice the last rank counts, as in Hugging Face's map of them.
-    bpe.merges_[PairKey(first->second, second->second)] = {static_cast<int32_t>(rank), both->second};
-    stand_in_merged = stand_in_merged || std::binary_search(stand_ins.begin(), stand_ins.end(), left) ||
-                      std::binary_search(stand_ins.begin(), stand_ins.end(), right);
-    if (left.empty() || right.empty()) {
-      stand_in_merged = true;
-      continue;
-    }
-    char32_t last = 0, next = 0;
-    if (model.byte_level) {
-      const auto left_bytes = BytesOfSpelling(left), right_bytes = BytesOfSpelling(right);
-      if (!left_bytes.has_value() || !right_bytes.has_value()) continue;  // no text is spelled so
-      last = static_cast<unsigned char>(left_bytes->back());
-      next = static_cast<unsigned char>(right_bytes->front());
-    } else {
-      const std::string_view tail = left;
-      last = ValidCharacter(tail.substr(tail.size() - LastCharacterBytes(tail)));
-      next = ValidCharacter(right);
-    }
-    const size_t bit = JointBit(last, next);
-    bpe.joints_[bit / 64] |= uint64_t{1} << (bit % 64);
-  }
-
-  for (const auto& [token, id] : model.vocab) {
-    if (model.byte_level) {
-      if (auto bytes = BytesOfSpelling(token)) bpe.vocab_.emplace(*std::move(bytes), id);
-      // Byte tokens of a fallback are looked up as they are spelled; they are bytes of their own spelling.
-      continue;
-    }
-    bpe.vocab_.emplace(token, id);
-    if (!token.empty() && CharacterBytes(token[0]) == token.size()) bpe.single_[ValidCharacter(token)] = id;
-  }
-  for (const auto& [token, id] : bpe.vocab_) bpe.longest_token_ = std::max(bpe.longest_token_, token.size());
+  RETURN_IF_ERROR(bpe.AddMerges(model, spelling));
+  bpe.AddVocabulary(model);
   if (model.byte_level) {
-    const std::array<char32_t, 256> alphabet = Alphabet();
-    bool all_known = true;
-    for (size_t byte = 0; byte < 256; ++byte) {
-      Alone alone;
-      std::string character;
-      AppendCharacter(alphabet[byte], character);
-      if (const auto known = spelled.find(character); known != spelled.end()) {
-        alone.ids.push_back(known->second);
-        alone.own_token = true;
-      } else {
-        all_known = false;
-        alone = bpe.MeaningOf(character);
-      }
-      bpe.bytes_.push_back(std::move(alone));
-    }
-    bpe.cuts_ = all_known;
+    bpe.cuts_ = bpe.AddBytes(spelling);
   } else {
-    bpe.cuts_ = !stand_in_merged && (all_bytes || (bpe.unk_ >= 0 && !model.fuse_unk && !model.byte_fallback));
+    const bool all_known = spelling.all_bytes || (bpe.unk_ >= 0 && !model.fuse_unk && !model.byte_fallback);
+    bpe.cuts_ = all_known && !spelling.stand_in_merged;
   }
   return bpe;
 }
 
-// Of a character without a token: the tokens of its bytes if all are there, else the unknown token, else
-// nothing.
 Bpe::Alone Bpe::MeaningOf(std::string_view character) const {
   Alone alone;
   if (byte_fallback_) {

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "text/strings.h"
 
@@ -96,7 +97,14 @@ class Bpe {
     bool own_token = false;
   };
 
+  struct Spelling;
+
   Bpe() = default;
+  static Spelling SpellingOf(const BpeModel& model);
+  absl::Status AddMerges(const BpeModel& model, Spelling& spelling);
+  void AddJoint(std::string_view left, std::string_view right);
+  void AddVocabulary(const BpeModel& model);
+  bool AddBytes(const Spelling& spelling);
   const Merge* FindMerge(int32_t left, int32_t right) const;
   bool IsSeam(char32_t left, char32_t right) const;
   Alone MeaningOf(std::string_view character) const;
