@@ -35,7 +35,7 @@ namespace penstock::swap {
 namespace {
 
 constexpr uint32_t kTiles = 64;
-constexpr uint64_t kParams = (uint64_t{8} << 20) / 12;  // a tile of about 8 MiB: hi, lo, m, v
+constexpr uint64_t kParams = (uint64_t{8} << 20) / 12;  // a tile of about 8 MiB: high, low, m, v
 constexpr uint32_t kLanes = 6;  // tiles in memory: reads and writes of 16 MiB and more in flight
 
 double CpuSeconds() {

@@ -39,7 +39,7 @@ struct Segments {
 
 Segments SegmentsRead(swap::Dtype dtype, DType weights) {
   if (weights == DType::kFp16) return {1, 1};                                // the fp32 master
-  if (weights == DType::kBf16 && dtype == swap::Dtype::kF32) return {0, 2};  // hi, lo
+  if (weights == DType::kBf16 && dtype == swap::Dtype::kF32) return {0, 2};  // high, low
   return {0, 1};
 }
 

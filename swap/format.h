@@ -60,9 +60,9 @@ constexpr uint64_t PaddedBytes(uint64_t bytes) {
 // ----------------------------------------------------------------------------------------------------
 // Layout: what a store keeps.
 
-// One tile: a piece of one block's state. Its segments (for instance hi, lo, m, v of the same parameters) lie
-// one after the other in a slot, each padded to kSectorBytes, so that any run of consecutive segments is one
-// read.
+// One tile: a piece of one block's state. Its segments (for instance high, low, m, v of the same parameters)
+// lie one after the other in a slot, each padded to kSectorBytes, so that any run of consecutive segments is
+// one read.
 struct TileLayout {
   std::vector<uint64_t>
       segment_bytes;           // 1 to kMaxSegments lengths, each at least 1, together at most kMaxTileBytes

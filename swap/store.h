@@ -1,7 +1,7 @@
 // The state store: model state on disk that survives a kill at any moment.
 //
-// A store keeps *tiles*: pieces of a block's state of some MiB, each a list of *segments* (for instance hi,
-// lo, m, v of the same parameters). Every tile has two home slots in preallocated files. The live version
+// A store keeps *tiles*: pieces of a block's state of some MiB, each a list of *segments* (for instance high,
+// low, m, v of the same parameters). Every tile has two home slots in preallocated files. The live version
 // stands in one of them; a step writes the new version to the other; a commit record then makes all new
 // versions live at once (swap/commit.h). After a kill, opening finds the newest whole record and with it one
 // complete, unchanged version of everything. No allocator, no log, no fragmentation, no repair.

@@ -83,7 +83,7 @@ struct TierRow {
 // 12 + 4 bytes a parameter, 18 bytes on disk).
 //
 // Bytes read and written per parameter and step, exact (both orders of update move the same):
-//   bf16  2 in one pass; hi, lo, m, v in the other, written back                     14 + 12 = 26
+//   bf16  2 in one pass; high, low, m, v in the other, written back                     14 + 12 = 26
 //   fp32  4 in one pass; p, m, v in the other, written back                          16 + 12 = 28
 //   fp16  2 in each pass; p, m, v for the update, written back with a new fp16 copy  16 + 14 = 30
 // Compact states take as many bytes less in each direction as in m and v: bf16 with 8 bit 8 + 6 and 4/64.

@@ -1,7 +1,7 @@
 // What the segments of a tile hold: the types of a run's weights, masters and optimizer states.
 //
 //   fp32   p (fp32, weights and master in one), then the states
-//   bf16   hi (bf16, the weights), lo (16 bits; with hi the fp32 master: kernels/split_master.h), states
+//   bf16   high (bf16, the weights), low (16 bits; with high the fp32 master: kernels/split_master.h), states
 //   fp16   weights (fp16), p (fp32 master), states
 //
 // The states are m and v, those of them that the optimizer has, in fp32, bf16 or block-wise 8 bit (codes of
