@@ -108,6 +108,7 @@ class IndexedVector {
   IndexedVector() = default;
   explicit IndexedVector(size_t size) : values_(size) {}
   IndexedVector(size_t size, const T& value) : values_(size, value) {}
+  explicit IndexedVector(std::vector<T> values) : values_(std::move(values)) {}
 
   reference operator[](I index) { return values_[Checked(index)]; }
   const_reference operator[](I index) const { return values_[Checked(index)]; }
@@ -116,6 +117,7 @@ class IndexedVector {
   bool empty() const { return values_.empty(); }
   I end_index() const { return I(values_.size()); }  // that of the next one
   IndexRange<I> indices() const { return {I(0), end_index()}; }
+  const std::vector<T>& values() const { return values_; }  // for who counts by itself
   bool contains(I index) const { return index.valid() && static_cast<size_t>(index.value()) < size(); }
 
   auto begin() { return values_.begin(); }

@@ -38,7 +38,7 @@ tiering::ModelGraph Deep(int blocks) {
   tiering::ModelGraph graph;
   for (int b = 0; b < blocks; ++b) {
     graph.blocks.push_back({"layer", 12 << 20, 48 << 20});
-    graph.stages.push_back({"layer", b, 1 << 20, 4 << 20, 8 << 20, 1e-3, 3e-3});
+    graph.stages.push_back({"layer", tiering::BlockIndex(b), 1 << 20, 4 << 20, 8 << 20, 1e-3, 3e-3});
   }
   return graph;
 }

@@ -49,7 +49,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     if (random() % 3 == 0) {
       for (BlockShape& block : graph.blocks) block.elements = size(300);
     }
-    if (random() % 4 == 0) graph.stages.push_back(graph.stages[random() % graph.stages.size()]);
+    if (random() % 4 == 0) graph.stages.push_back(graph.stages[StageIndex(random() % graph.stages.size())]);
     FreezeSome(seed, &graph);
     PlanOptions options;
     options.compares_policies = false;  // any plan will do
@@ -99,8 +99,8 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     machine.update_parameters_per_s = 1e7 * static_cast<double>(1 + random() % 100);
     machine.update_workers = 1 + static_cast<int>(random() % 3);
     if (plan->speculates && random() % 2 != 0) {
-      for (size_t b = 0; b < plan->blocks.size(); ++b) {
-        if (plan->on_device(static_cast<int>(b))) continue;
+      for (const BlockIndex b : plan->blocks.indices()) {
+        if (plan->on_device(b)) continue;
         for (char& early : plan->blocks[b].in_backward) early = random() % 2 != 0 ? 1 : 0;
       }
     }

@@ -48,7 +48,7 @@ TEST(DeviceState, TheRatioIsTheProcessorsLeastShareInWholeBlocksThatFit) {
       const double whole = std::floor((1 - ratio) * 10) / 10;
       EXPECT_DOUBLE_EQ(Share(graph, plan), whole) << ratio;
       // The first in the order of their use.
-      for (int b = 0; b < 10; ++b) EXPECT_EQ(plan.on_device(b), b < whole * 10);
+      for (int b = 0; b < 10; ++b) EXPECT_EQ(plan.on_device(BlockIndex(b)), b < whole * 10);
       EXPECT_THAT(plan.reasons.back(), testing::HasSubstr("ratio"));
       // Half of it fits.
       options.device.budget_bytes = plan.device.least_bytes + static_cast<int64_t>(whole * 5 * 14) * kMiB;

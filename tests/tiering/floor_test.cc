@@ -29,11 +29,11 @@ double LowerBoundOf(const ModelGraph& graph, const Plan& plan, const Prediction&
                     const MachineModel& machine) {
   const auto tile = static_cast<double>(plan.tile_state_bytes);
   double turn = 0;
-  std::vector<int> uses(graph.blocks.size(), 0);
-  for (const StageShape& stage : graph.stages) ++uses[static_cast<size_t>(stage.block)];
-  for (size_t s = graph.stages.size(); s-- > 0;) {
+  PerBlock<int> uses(graph.blocks.size(), 0);
+  for (const StageShape& stage : graph.stages) ++uses[stage.block];
+  for (StageIndex s = graph.stages.end_index() - 1; s.valid(); --s) {
     turn += graph.stages[s].backward_seconds;
-    if (--uses[static_cast<size_t>(graph.stages[s].block)] == 0) break;
+    if (--uses[graph.stages[s].block] == 0) break;
   }
   const double filled = tile * plan.tile_ring / machine.read_bytes_per_s;
   const double ends = tile / machine.read_bytes_per_s + tile / machine.write_bytes_per_s +

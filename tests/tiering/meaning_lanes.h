@@ -27,13 +27,15 @@ namespace penstock::tiering {
 class MeaningLanes : public Lanes {
  public:
   using Replayed = std::function<bool(int64_t step)>;
+  using TileOfBlock = std::pair<BlockIndex, TileIndex>;
+  using OfBlockAt = std::pair<BlockIndex, int64_t>;  // whose, and its version or step
 
   MeaningLanes(const Plan& plan, const MachineModel& machine, Replayed replayed)
       : plan_(plan), sim_(plan, machine), replayed_(replayed) {
     sim_.set_replayed(std::move(replayed));
-    for (size_t b = 0; b < plan.blocks.size(); ++b) {
-      for (size_t t = 0; t < plan.blocks[b].tiles.size(); ++t) {
-        const std::pair<int, int> tile{static_cast<int>(b), static_cast<int>(t)};
+    for (const BlockIndex b : plan.blocks.indices()) {
+      for (const TileIndex t : plan.blocks[b].tiles.indices()) {
+        const TileOfBlock tile{b, t};
         drive_[tile] = 0;
         committed_[tile] = 0;
         if (plan.on_nvme) continue;
@@ -64,25 +66,25 @@ class MeaningLanes : public Lanes {
       last_started_[op.lane] = id;
     }
     in_flight_.emplace(id, op);
-    if (op.kind == OpKind::kReadWeights) Run(op) = {-1, 0};
-    if (op.kind == OpKind::kReadState) state_[op.tile_slot] = {{-1, -1}, 0};
+    if (op.kind == OpKind::kReadWeights) Run(op) = {};
+    if (op.kind == OpKind::kReadState) state_[op.tile_slot] = {};
     if (op.kind == OpKind::kCopyStateOut) {
-      run_[{op.weight_slot, op.tile}] = {-1, 0};
-      state_[op.tile_slot] = {{-1, -1}, 0};
+      run_[{op.weight_slot, op.tile}] = {};
+      state_[op.tile_slot] = {};
     }
     if (op.kind == OpKind::kCopyStateIn) device_state_[{op.block, op.tile}] = -1;
     if (op.kind == OpKind::kUpdateOnDevice) {
       // Who computes comes behind it on its lane, and may start before it is over.
-      for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
-        device_run_[{op.device_weight_slot, static_cast<int>(t)}].second = 2 * op.step;
-        device_state_[{op.block, static_cast<int>(t)}] = 2 * op.step;
+      for (const TileIndex t : plan_.blocks[op.block].tiles.indices()) {
+        device_run_[{op.device_weight_slot, t}].second = 2 * op.step;
+        device_state_[{op.block, t}] = 2 * op.step;
       }
     }
     if (op.kind == OpKind::kCopyIn) {
-      for (const int tile : TilesOf(op)) device_run_[{op.device_weight_slot, tile}] = {-1, 0};
+      for (const TileIndex tile : TilesOf(op)) device_run_[{op.device_weight_slot, tile}] = {};
     }
     if (op.kind == OpKind::kCopyOut) {
-      (RanksMeetInMemory() ? host_sums_[op.accumulator_slot] : gradient_[op.gradient_slot]) = {-1, 0};
+      (RanksMeetInMemory() ? host_sums_[op.accumulator_slot] : gradient_[op.gradient_slot]) = {};
     }
     sim_.Start(id, op);
   }
@@ -113,7 +115,7 @@ class MeaningLanes : public Lanes {
   int64_t updates_there() const { return updates_there_; }
   int64_t reads_past_host() const { return reads_past_host_; }
   int64_t writes_in_parts() const { return writes_in_parts_; }
-  const std::map<std::pair<int, int>, int64_t>& drive() const { return drive_; }
+  const std::map<TileOfBlock, int64_t>& drive() const { return drive_; }
 
  private:
   // Ranks gather and reduce in host memory, not on their devices.
@@ -121,20 +123,20 @@ class MeaningLanes : public Lanes {
   // Of one tile there.
   static bool OfTile(const Op& op) { return op.kind == OpKind::kReadWeights || op.kind == OpKind::kVerify; }
   // Where a tile's weights are read to and checked.
-  std::pair<int, int64_t>& Run(const Op& op) {
+  OfBlockAt& Run(const Op& op) {
     return op.device_weight_slot.valid() ? device_run_[{op.device_weight_slot, op.tile}]
                                          : run_[{op.weight_slot, op.tile}];
   }
   // What a copy to the device copies: one tile, or over several ranks the whole run.
-  std::vector<int> TilesOf(const Op& op) const {
-    if (op.tile >= 0) return {op.tile};
-    std::vector<int> tiles(plan_.blocks[op.block].tiles.size());
-    std::iota(tiles.begin(), tiles.end(), 0);
+  std::vector<TileIndex> TilesOf(const Op& op) const {
+    if (op.tile.valid()) return {op.tile};
+    std::vector<TileIndex> tiles(plan_.blocks[op.block].tiles.size());
+    std::iota(tiles.begin(), tiles.end(), TileIndex(0));
     return tiles;
   }
   // A block's fp32 sums: {block, step}, and how many addends they have.
   struct Sums {
-    std::pair<int, int64_t> of;
+    OfBlockAt of;
     int addends = 0;
   };
   // Where backward adds: on the device or, where there is none, in host memory.
@@ -147,7 +149,7 @@ class MeaningLanes : public Lanes {
   }
   // They are complete.
   void CheckSums(const Op& op) {
-    EXPECT_EQ(SumsOf(op).of, (std::pair<int, int64_t>{op.block, op.step}));
+    EXPECT_EQ(SumsOf(op).of, (OfBlockAt{op.block, op.step}));
     EXPECT_EQ(SumsOf(op).addends, plan_.blocks[op.block].uses * plan_.micro_batches);
   }
 
@@ -170,7 +172,7 @@ class MeaningLanes : public Lanes {
       if (op.weight_slot.valid() && op.weight_slot == other.weight_slot &&
           (changes_run || other_changes_run)) {
         // Two tiles of one block may be filled at once.
-        EXPECT_TRUE(op.block == other.block && op.tile != other.tile && op.tile >= 0 && other.tile >= 0)
+        EXPECT_TRUE(op.block == other.block && op.tile != other.tile && op.tile.valid() && other.tile.valid())
             << OpKindName(op.kind) << " against " << OpKindName(other.kind) << " on run slot "
             << op.weight_slot;
       }
@@ -229,7 +231,7 @@ class MeaningLanes : public Lanes {
         EXPECT_TRUE(op.kind == OpKind::kVerify || plan_.blocks[op.block].trains)
             << "update of a frozen block";
         if (op.kind == OpKind::kVerify && op.checks_state) {
-          EXPECT_EQ(state_[op.tile_slot].first, (std::pair<int, int>{op.block, op.tile}));
+          EXPECT_EQ(state_[op.tile_slot].first, (TileOfBlock{op.block, op.tile}));
           break;
         }
         EXPECT_FALSE(op.kind == OpKind::kUpdate && plan_.on_device(op.block));
@@ -242,24 +244,23 @@ class MeaningLanes : public Lanes {
         }
         EXPECT_EQ(held.second, 2 * (op.step - 1));
         if (plan_.precision.segment_bytes.size() > 1) {
-          EXPECT_EQ(state_[op.tile_slot].first, (std::pair<int, int>{op.block, op.tile}));
+          EXPECT_EQ(state_[op.tile_slot].first, (TileOfBlock{op.block, op.tile}));
           EXPECT_EQ(state_[op.tile_slot].second, 2 * (op.step - 1));
         }
         EXPECT_TRUE(op.in_backward || norms_ == op.step) << "update before the norm of its step";
         if (op.gradient_slot.valid()) {
-          EXPECT_EQ(gradient_[op.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
+          EXPECT_EQ(gradient_[op.gradient_slot], (OfBlockAt{op.block, op.step}));
         } else {
-          EXPECT_EQ(spilled_read_[op.tile_slot], (std::pair<int, int64_t>{op.block, op.step}));
+          EXPECT_EQ(spilled_read_[op.tile_slot], (OfBlockAt{op.block, op.step}));
         }
         break;
       }
       case OpKind::kForward:
       case OpKind::kBackward: {
         EXPECT_EQ(plan_.device.has_own_memory, op.device_weight_slot.valid());
-        for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
-          const auto held = plan_.device.has_own_memory
-                                ? device_run_[{op.device_weight_slot, static_cast<int>(t)}]
-                                : run_[{op.weight_slot, static_cast<int>(t)}];
+        for (const TileIndex t : plan_.blocks[op.block].tiles.indices()) {
+          const auto held = plan_.device.has_own_memory ? device_run_[{op.device_weight_slot, t}]
+                                                        : run_[{op.weight_slot, t}];
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
           EXPECT_EQ(held.second, 2 * OfBlock(op, op.kind == OpKind::kBackward ? op.step - 1 : Updates(op)))
               << OpKindName(op.kind);
@@ -275,15 +276,15 @@ class MeaningLanes : public Lanes {
       }
       case OpKind::kAllGather:
         EXPECT_EQ(plan_.device.collectives, op.device_weight_slot.valid());
-        for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
+        for (const TileIndex t : plan_.blocks[op.block].tiles.indices()) {
           if (plan_.device.collectives) {
-            EXPECT_EQ((device_run_[{op.device_weight_slot, static_cast<int>(t)}]).first, op.block);
-            EXPECT_EQ((device_run_[{op.device_weight_slot, static_cast<int>(t)}]),
-                      (device_run_[{op.device_weight_slot, 0}]))
+            EXPECT_EQ((device_run_[{op.device_weight_slot, t}]).first, op.block);
+            EXPECT_EQ((device_run_[{op.device_weight_slot, t}]),
+                      (device_run_[{op.device_weight_slot, TileIndex(0)}]))
                 << "tiles of two versions";
             continue;
           }
-          EXPECT_EQ((run_[{op.weight_slot, static_cast<int>(t)}]), (run_[{op.weight_slot, 0}]))
+          EXPECT_EQ((run_[{op.weight_slot, t}]), (run_[{op.weight_slot, TileIndex(0)}]))
               << "tiles of two versions";
         }
         break;
@@ -293,13 +294,12 @@ class MeaningLanes : public Lanes {
           if (HasSums(op)) {
             CheckSums(op);
           } else {
-            EXPECT_EQ(device_gradient_[op.device_gradient_slot],
-                      (std::pair<int, int64_t>{op.block, op.step}));
+            EXPECT_EQ(device_gradient_[op.device_gradient_slot], (OfBlockAt{op.block, op.step}));
           }
           break;
         }
         if (plan_.device.has_own_memory) {
-          EXPECT_EQ(host_sums_[op.accumulator_slot], (std::pair<int, int64_t>{op.block, op.step}));
+          EXPECT_EQ(host_sums_[op.accumulator_slot], (OfBlockAt{op.block, op.step}));
         } else {
           CheckSums(op);
         }
@@ -317,8 +317,8 @@ class MeaningLanes : public Lanes {
       case OpKind::kCopyIn: {
         // Also of weights that were updated on an assumption which may turn out wrong: never, it is made good
         // before.
-        EXPECT_EQ(op.tile < 0, RanksMeetInMemory());
-        for (const int tile : TilesOf(op)) {
+        EXPECT_EQ(!op.tile.valid(), RanksMeetInMemory());
+        for (const TileIndex tile : TilesOf(op)) {
           const auto held = run_[{op.weight_slot, tile}];
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
           EXPECT_EQ(held.second % 2, 0) << "weights that are yet to be made again went to the device";
@@ -333,7 +333,7 @@ class MeaningLanes : public Lanes {
           device_gradient_[op.device_gradient_slot] = {op.block, op.step};
         } else if (HasSums(op)) {
           Sums& sums = SumsOf(op);
-          if (sums.of != std::pair<int, int64_t>(op.block, op.step)) {
+          if (sums.of != OfBlockAt(op.block, op.step)) {
             EXPECT_EQ(sums.addends, 0) << "sums taken while another block still adds";
             sums.of = {op.block, op.step};
           }
@@ -349,24 +349,23 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kSquareGradient:
         EXPECT_FALSE(plan_.device.collectives) << "the reduction makes them";
-        EXPECT_EQ(device_gradient_[op.device_gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        EXPECT_EQ(device_gradient_[op.device_gradient_slot], (OfBlockAt{op.block, op.step}));
         break;
       case OpKind::kUpdateOnDevice: {
         const DevicePlan::Block& places = plan_.device.blocks[op.block];
         EXPECT_TRUE(plan_.on_device(op.block));
         EXPECT_EQ(op.device_weight_slot, places.weight_slot);
         EXPECT_EQ(norms_, op.step) << "update before the norm of its step";
-        EXPECT_EQ(device_gradient_[places.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
-        for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
-          const auto tile = static_cast<int>(t);
-          EXPECT_EQ((device_run_[{op.device_weight_slot, tile}]),
-                    (std::pair<int, int64_t>{op.block, 2 * (op.step - 1)}));
+        EXPECT_EQ(device_gradient_[places.gradient_slot], (OfBlockAt{op.block, op.step}));
+        for (const TileIndex t : plan_.blocks[op.block].tiles.indices()) {
+          const auto tile = t;
+          EXPECT_EQ((device_run_[{op.device_weight_slot, tile}]), (OfBlockAt{op.block, 2 * (op.step - 1)}));
           EXPECT_EQ((device_state_[{op.block, tile}]), 2 * (op.step - 1));
         }
         break;
       }
       case OpKind::kCopyStateIn:
-        EXPECT_EQ(state_[op.tile_slot].first, (std::pair<int, int>{op.block, op.tile}));
+        EXPECT_EQ(state_[op.tile_slot].first, (TileOfBlock{op.block, op.tile}));
         break;
       case OpKind::kCopyOut:
         if (plan_.on_device(op.block)) {
@@ -381,14 +380,14 @@ class MeaningLanes : public Lanes {
         if (HasSums(op)) {
           CheckSums(op);
         } else {
-          EXPECT_EQ(device_gradient_[op.device_gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
+          EXPECT_EQ(device_gradient_[op.device_gradient_slot], (OfBlockAt{op.block, op.step}));
         }
         break;
       case OpKind::kRoundGradient:
         if (HasSums(op)) {
           CheckSums(op);
         } else {
-          EXPECT_EQ(gradient_[op.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
+          EXPECT_EQ(gradient_[op.gradient_slot], (OfBlockAt{op.block, op.step}));
         }
         break;
       case OpKind::kWriteInput:
@@ -400,12 +399,12 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kChecksumTile:
         EXPECT_TRUE(plan_.written_at_checkpoint(op.block, op.tile) || plan_.on_device(op.block));
-        EXPECT_EQ((run_[{op.weight_slot, op.tile}]), (std::pair<int, int64_t>{op.block, 2 * op.step}));
+        EXPECT_EQ((run_[{op.weight_slot, op.tile}]), (OfBlockAt{op.block, 2 * op.step}));
         break;
       case OpKind::kWriteTile:
       case OpKind::kWriteState:
       case OpKind::kWriteWeights: {
-        EXPECT_EQ((run_[{op.weight_slot, op.tile}]), (std::pair<int, int64_t>{op.block, VersionAfter(op)}));
+        EXPECT_EQ((run_[{op.weight_slot, op.tile}]), (OfBlockAt{op.block, VersionAfter(op)}));
         if (op.kind == OpKind::kWriteWeights) {
           EXPECT_EQ((state_written_[{op.block, op.tile}]), VersionAfter(op)) << "weights before the state";
           EXPECT_FALSE(op.tile_slot.valid());
@@ -425,7 +424,7 @@ class MeaningLanes : public Lanes {
         break;
       }
       case OpKind::kWriteGradient:
-        EXPECT_EQ(gradient_[op.gradient_slot], (std::pair<int, int64_t>{op.block, op.step}));
+        EXPECT_EQ(gradient_[op.gradient_slot], (OfBlockAt{op.block, op.step}));
         break;
       default:
         break;
@@ -467,15 +466,15 @@ class MeaningLanes : public Lanes {
         spilled_[op.block] = op.step;
         break;
       case OpKind::kCopyIn:
-        for (const int tile : TilesOf(op))
+        for (const TileIndex tile : TilesOf(op))
           device_run_[{op.device_weight_slot, tile}] = run_[{op.weight_slot, tile}];
         break;
       case OpKind::kSquareGradient:
         squared_[op.block] = op.step;
         break;
       case OpKind::kUpdateOnDevice:
-        for (size_t t = 0; t < plan_.blocks[op.block].tiles.size(); ++t) {
-          const std::pair<int, int> tile{op.block, static_cast<int>(t)};
+        for (const TileIndex t : plan_.blocks[op.block].tiles.indices()) {
+          const TileOfBlock tile{op.block, t};
           if (!plan_.on_nvme) drive_.at(tile) = 2 * op.step;
           ++updates_there_;
         }
@@ -503,11 +502,13 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kForward:
         if (op.evaluates) break;
-        EXPECT_TRUE(op.position == 0 || inputs_.count({op.position, op.micro_batch}) == 1) << op.position;
+        EXPECT_TRUE(op.position == Position(0) || inputs_.count({op.position, op.micro_batch}) == 1)
+            << op.position;
         Keep(op.position + 1, op.micro_batch);
         break;
       case OpKind::kBackward:
-        EXPECT_TRUE(op.position == 0 || inputs_.count({op.position, op.micro_batch}) == 1) << op.position;
+        EXPECT_TRUE(op.position == Position(0) || inputs_.count({op.position, op.micro_batch}) == 1)
+            << op.position;
         inputs_.erase({op.position, op.micro_batch});
         break;
       case OpKind::kWriteInput:
@@ -526,9 +527,9 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kAllGather:
         if (plan_.device.collectives) {
-          device_gathered_[op.device_weight_slot] = device_run_[{op.device_weight_slot, 0}];
+          device_gathered_[op.device_weight_slot] = device_run_[{op.device_weight_slot, TileIndex(0)}];
         } else {
-          gathered_[op.weight_slot] = run_[{op.weight_slot, 0}];
+          gathered_[op.weight_slot] = run_[{op.weight_slot, TileIndex(0)}];
         }
         break;
       case OpKind::kReduceScatter:
@@ -567,9 +568,9 @@ class MeaningLanes : public Lanes {
     }
   }
 
-  void Keep(int position, int micro_batch) {
+  void Keep(Position position, int micro_batch) {
     inputs_.insert({position, micro_batch});
-    std::set<int> positions;
+    std::set<Position> positions;
     for (const auto& [at, m] : inputs_) positions.insert(at);
     EXPECT_LE(static_cast<int>(positions.size()), plan_.saved_activations)
         << "more inputs in memory than planned";
@@ -596,28 +597,29 @@ class MeaningLanes : public Lanes {
   SimLanes sim_;
   const Replayed replayed_;
   std::map<OpId, Op> in_flight_;
-  std::map<std::pair<WeightSlot, int>, std::pair<int, int64_t>> run_;  // {slot, tile} -> {block, version}
-  std::map<TileSlot, std::pair<std::pair<int, int>, int64_t>> state_;  // slot -> {tile, version}
-  std::map<GradientSlot, std::pair<int, int64_t>> gradient_;           // slot -> {block, step}
-  std::map<TileSlot, std::pair<int, int64_t>> spilled_read_;           // the same
+  std::map<std::pair<WeightSlot, TileIndex>, OfBlockAt> run_;  // {slot, tile} -> {block, version}
+  std::map<TileSlot, std::pair<TileOfBlock, int64_t>> state_;  // slot -> {tile, version}
+  std::map<GradientSlot, OfBlockAt> gradient_;                 // slot -> {block, step}
+  std::map<TileSlot, OfBlockAt> spilled_read_;                 // the same
   // Run slot, in memory or on the device -> {block, version} of the other ranks' parts.
-  std::map<WeightSlot, std::pair<int, int64_t>> gathered_;
-  std::map<DeviceWeightSlot, std::pair<int, int64_t>> device_gathered_;
-  std::map<int, int64_t> reduced_;  // block -> step whose sum over ranks is on the device
+  std::map<WeightSlot, OfBlockAt> gathered_;
+  std::map<DeviceWeightSlot, OfBlockAt> device_gathered_;
+  std::map<BlockIndex, int64_t> reduced_;  // block -> step whose sum over ranks is on the device
   std::map<Lane, OpId> last_started_ = {{Lane::kAllGather, -1}, {Lane::kReduceScatter, -1}};
   int64_t agreed_ = 0;
   std::map<AccumulatorSlot, Sums> sums_;
   std::map<DeviceAccumulatorSlot, Sums> device_sums_;
   // What a device apart leaves of its sums to other ranks.
-  std::map<AccumulatorSlot, std::pair<int, int64_t>> host_sums_;
-  std::map<std::pair<DeviceWeightSlot, int>, std::pair<int, int64_t>> device_run_;
-  std::map<DeviceGradientSlot, std::pair<int, int64_t>> device_gradient_;
-  std::map<std::pair<int, int>, int64_t> device_state_;  // of blocks that live there: version by tile
-  std::map<int, int64_t> squared_;                       // and the step whose squares are there, by block
-  std::map<int, int64_t> spilled_;
-  std::map<std::pair<int, int>, int64_t> drive_, committed_;
-  std::map<std::pair<int, int>, int64_t> state_written_;   // {block, tile} -> version, maybe ahead of drive_
-  std::set<std::pair<int, int>> inputs_, written_inputs_;  // {position, micro-batch} in memory, on the drive
+  std::map<AccumulatorSlot, OfBlockAt> host_sums_;
+  std::map<std::pair<DeviceWeightSlot, TileIndex>, OfBlockAt> device_run_;
+  std::map<DeviceGradientSlot, OfBlockAt> device_gradient_;
+  std::map<TileOfBlock, int64_t> device_state_;  // of blocks that live there: version by tile
+  std::map<BlockIndex, int64_t> squared_;        // and the step whose squares are there, by block
+  std::map<BlockIndex, int64_t> spilled_;
+  std::map<TileOfBlock, int64_t> drive_, committed_;
+  std::map<TileOfBlock, int64_t> state_written_;  // {block, tile} -> version, maybe ahead of drive_
+  std::set<std::pair<Position, int>> inputs_,
+      written_inputs_;  // {position, micro-batch} in memory, on the drive
   int64_t early_updates_ = 0, replayed_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0,
           writes_in_parts_ = 0;
   size_t finalized_ = 0;

@@ -75,7 +75,7 @@ TEST(Placement, CpuKeepsNothingCudaAllWeightsConstWhatItMayAndAutoIsTheFastest) 
 
 TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
   ModelGraph graph = Chain(12, 1 << 20, 1e-4);
-  graph.blocks[3].elements = graph.blocks[7].elements = 40 * kElementAlignment;
+  graph.blocks[BlockIndex(3)].elements = graph.blocks[BlockIndex(7)].elements = 40 * kElementAlignment;
   PlanOptions options;
   // Room for about half of the weights, so that it matters which.
   const PlanOptions roomy = options;
@@ -115,8 +115,8 @@ TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {
   options.bounds.placement = Placement::kCpu;
   options.bounds.persistent_block_elements = 100'000;
   Plan small = *MakePlan(graph, options);
-  EXPECT_TRUE(small.blocks[3].private_run_slot.valid());
-  EXPECT_TRUE(small.blocks[7].private_run_slot.valid());
+  EXPECT_TRUE(small.blocks[BlockIndex(3)].private_run_slot.valid());
+  EXPECT_TRUE(small.blocks[BlockIndex(7)].private_run_slot.valid());
   EXPECT_EQ(ResidentElements(small), 80 * kElementAlignment);
   options.bounds.persistent_elements = 40 * kElementAlignment;
   small = *MakePlan(graph, options);
@@ -262,7 +262,8 @@ TEST(Calibration, FindsTheMachineThatRan) {
                   [&](OpId, const Op& op, double start, double end) { calibration.Observe(op, start, end); });
     const Calibration::Result result = calibration.Calibrated();
     EXPECT_TRUE(result.drive_seen);
-    for (size_t s = 0; s + 1 < graph.stages.size(); ++s) {
+    for (const StageIndex s : graph.stages.indices()) {
+      if (s + 1 == graph.stages.end_index()) break;
       EXPECT_NEAR(result.graph.stages[s].forward_seconds, forward, 0.01 * forward);
     }
     EXPECT_NEAR(result.graph.stages.back().backward_seconds, 3 * forward, 0.03 * forward);

@@ -16,7 +16,7 @@ inline ModelGraph Chain(int layers, int64_t elements, double forward = 1e-3) {
   graph.batch_bytes = 1024;
   for (int b = 0; b < layers; ++b) graph.blocks.push_back({"layer", elements, elements * 4});
   for (int b = 0; b < layers; ++b) {
-    graph.stages.push_back({"stage", b, kMiB / 4, kMiB, 2 * kMiB, forward, 3 * forward});
+    graph.stages.push_back({"stage", BlockIndex(b), kMiB / 4, kMiB, 2 * kMiB, forward, 3 * forward});
     graph.stages.back().input_scratch_bytes = b == 0 ? 0 : kMiB / 4;
   }
   return graph;
@@ -28,11 +28,18 @@ inline const Precision kStateless = {"fp32", {4}, 4};
 // A GPT: the first block embeds and, as the last stage, gives the loss.
 inline ModelGraph Tied(int layers, int64_t elements, int64_t embedding) {
   constexpr int64_t kMiB = int64_t{1} << 20;
-  ModelGraph graph = Chain(layers, elements);
-  graph.blocks.insert(graph.blocks.begin(), {"embedding", embedding, embedding * 4});
-  for (StageShape& stage : graph.stages) ++stage.block;
-  graph.stages.insert(graph.stages.begin(), {"embed", 0, 0, kMiB, kMiB, 1e-4, 1e-4});
-  graph.stages.push_back({"loss", 0, kMiB / 4, kMiB, 2 * kMiB, 1e-3, 3e-3});
+  const ModelGraph chain = Chain(layers, elements);
+  const BlockIndex both(0);
+  ModelGraph graph;
+  graph.batch_bytes = chain.batch_bytes;
+  graph.blocks.push_back({"embedding", embedding, embedding * 4});
+  for (const BlockShape& block : chain.blocks) graph.blocks.push_back(block);
+  graph.stages.push_back({"embed", both, 0, kMiB, kMiB, 1e-4, 1e-4});
+  for (StageShape stage : chain.stages) {
+    ++stage.block;
+    graph.stages.push_back(stage);
+  }
+  graph.stages.push_back({"loss", both, kMiB / 4, kMiB, 2 * kMiB, 1e-3, 3e-3});
   for (StageShape& stage : graph.stages) stage.input_scratch_bytes = stage.input_bytes;
   return graph;
 }
@@ -42,7 +49,7 @@ inline void FreezeSome(uint64_t seed, ModelGraph* graph) {
   std::mt19937_64 random(seed);
   if (random() % 4 != 0) return;
   for (BlockShape& block : graph->blocks) block.trains = random() % 2 != 0;
-  graph->blocks[random() % graph->blocks.size()].trains = true;
+  graph->blocks[BlockIndex(random() % graph->blocks.size())].trains = true;
 }
 
 // Elements of the blocks whose weights have places of their own, and tiles whose state has.

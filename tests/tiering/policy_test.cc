@@ -41,11 +41,11 @@ ModelGraph Model(int layers, int64_t elements, bool tied, double seconds) {
   if (tied) graph.blocks.push_back({"embedding", 2 * elements, 8 * elements});
   for (int b = 0; b < layers; ++b) graph.blocks.push_back({"layer", elements, 4 * elements});
   const int first = tied ? 1 : 0;
-  if (tied) graph.stages.push_back({"embed", 0, 0, kMiB, kMiB, seconds / 10, seconds / 10});
+  if (tied) graph.stages.push_back({"embed", BlockIndex(0), 0, kMiB, kMiB, seconds / 10, seconds / 10});
   for (int b = 0; b < layers; ++b) {
-    graph.stages.push_back({"layer", first + b, kMiB / 4, kMiB, 2 * kMiB, seconds, 3 * seconds});
+    graph.stages.push_back({"layer", BlockIndex(first + b), kMiB / 4, kMiB, 2 * kMiB, seconds, 3 * seconds});
   }
-  if (tied) graph.stages.push_back({"loss", 0, kMiB / 4, kMiB, 2 * kMiB, seconds, 3 * seconds});
+  if (tied) graph.stages.push_back({"loss", BlockIndex(0), kMiB / 4, kMiB, 2 * kMiB, seconds, 3 * seconds});
   return graph;
 }
 

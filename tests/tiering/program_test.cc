@@ -39,7 +39,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
       for (BlockShape& block : graph.blocks)
         block.elements = kElementAlignment * (1 + static_cast<int64_t>(random() % 300));
     }
-    if (random() % 4 == 0) graph.stages.push_back(graph.stages[random() % graph.stages.size()]);
+    if (random() % 4 == 0) graph.stages.push_back(graph.stages[StageIndex(random() % graph.stages.size())]);
     FreezeSome(seed, &graph);
     PlanOptions options;
     options.compares_policies = false;  // any plan will do
@@ -280,7 +280,7 @@ TEST(Program, AFrozenBlockCostsNoMoreThanItsWeights) {
   options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
   const absl::StatusOr<Plan> all = MakePlan(graph, options);
   ASSERT_TRUE(all.ok()) << all.status();
-  for (size_t b = 1; b < 11; ++b) graph.blocks[b].trains = false;
+  for (int b = 1; b < 11; ++b) graph.blocks[BlockIndex(b)].trains = false;
   const absl::StatusOr<Plan> few = MakePlan(graph, options);
   ASSERT_TRUE(few.ok()) << few.status();
   EXPECT_LE(few->least_host_memory_bytes, all->least_host_memory_bytes);
@@ -314,7 +314,7 @@ TEST(Program, WhatStaysInMemoryIsWrittenWhileBackwardComputes) {
     const OpId first = builder.next_id() - static_cast<OpId>(ops.size());
     const auto computes_at = [&](OpId id) {  // its position, if that is an operation which computes
       const Op* op = id >= first ? &ops[static_cast<size_t>(id - first)] : nullptr;
-      return op != nullptr && op->lane == Lane::kCompute ? op->position : -1;
+      return op != nullptr && op->lane == Lane::kCompute ? op->position : Position();
     };
     int64_t at_once = 0, later = 0;
     std::set<OpId> writes;
@@ -322,10 +322,10 @@ TEST(Program, WhatStaysInMemoryIsWrittenWhileBackwardComputes) {
       const Op& op = ops[i];
       if (IsTileWrite(op.kind)) {
         writes.insert(first + static_cast<OpId>(i));
-        int position = -1;
+        Position position;
         for (const OpId id : op.after) position = std::max(position, computes_at(id));
-        EXPECT_TRUE(position < 0 || position > 12) << position;
-        (position >= 0 ? later : at_once) += op.bytes;
+        EXPECT_TRUE(!position.valid() || position > Position(12)) << position;
+        (position.valid() ? later : at_once) += op.bytes;
       }
       if (op.kind != OpKind::kCommit) continue;
       for (const OpId id : op.after) writes.erase(id);

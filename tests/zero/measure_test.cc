@@ -57,7 +57,7 @@ double BackwardSeconds(bool* disturbed) {
   EXPECT_TRUE(measured.ok()) << measured.status();
   if (!measured.ok()) return 0;
   *disturbed = measured->disturbed;
-  return measured->graph.stages[0].backward_seconds;
+  return measured->graph.stages.front().backward_seconds;
 }
 
 // Nine threads to two processors make everything 4 to 6 times as long; a plan must not be made for that.

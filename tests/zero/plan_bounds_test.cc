@@ -31,7 +31,7 @@ tiering::ModelGraph Graph() {
   tiering::ModelGraph graph;
   for (int b = 0; b < 12; ++b) {
     graph.blocks.push_back({"layer", b == 3 || b == 7 ? kSmall : kElements, 4 * kElements});
-    graph.stages.push_back({"stage", b, kMiB / 4, kMiB, 2 * kMiB, 1e-4, 3e-4});
+    graph.stages.push_back({"stage", tiering::BlockIndex(b), kMiB / 4, kMiB, 2 * kMiB, 1e-4, 3e-4});
   }
   return graph;
 }

@@ -96,9 +96,8 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
         weights.written_bytes += op.bytes;
         break;
       case OpKind::kWriteTile: {
-        const BlockPlan& block = plan.blocks[static_cast<size_t>(op.block)];
-        const int64_t of_weights =
-            block.tiles[static_cast<size_t>(op.tile)].elements * plan.precision.weight_bytes();
+        const BlockPlan& block = plan.blocks[op.block];
+        const int64_t of_weights = block.tiles[op.tile].elements * plan.precision.weight_bytes();
         weights.written_bytes += of_weights;
         state.written_bytes += op.bytes - of_weights;
         break;

@@ -41,7 +41,7 @@ class DevicePlanner {
         collectives_(options.collectives && world > 1),
         positions_(static_cast<int>(graph.stages.size())),
         uses_(graph.blocks.size(), 0) {
-    for (const StageShape& stage : graph.stages) ++uses_[At(stage.block)];
+    for (const StageShape& stage : graph.stages) ++uses_[stage.block];
   }
 
   absl::StatusOr<DevicePlan> Make() const {
@@ -79,33 +79,32 @@ class DevicePlanner {
   // Blocks that live on the device: in the order of their use, those that fit. What is used first has the
   // least time for its update when it waits for the processor. Where all of it is written afterwards the
   // order is the other one: at the end of forward, and behind it, the drive has least to read.
-  std::vector<char> Residents(const Level& level, int saved_activations, int64_t room) const {
-    std::vector<char> lives(graph_.blocks.size(), 0), seen(graph_.blocks.size(), 0);
+  PerBlock<char> Residents(const Level& level, int saved_activations, int64_t room) const {
+    PerBlock<char> lives(graph_.blocks.size(), 0), seen(graph_.blocks.size(), 0);
     if (!trains_ || options_.state_share <= 0) return lives;
     auto left =
         static_cast<int64_t>(std::min(options_.state_share, 1.0) * static_cast<double>(graph_.elements()));
-    for (int position = 0; position < positions_; ++position) {
-      const int used_at = options_.writes_state ? positions_ - 1 - position : position;
-      const StageShape& stage = graph_.stages[At(used_at)];
-      const int64_t elements = graph_.blocks[At(stage.block)].elements;
-      if (std::exchange(seen[At(stage.block)], 1) != 0 || elements > left) continue;
+    for (int nth = 0; nth < positions_; ++nth) {
+      const StageShape& stage = graph_.stages[StageIndex(options_.writes_state ? positions_ - 1 - nth : nth)];
+      const int64_t elements = graph_.blocks[stage.block].elements;
+      if (std::exchange(seen[stage.block], 1) != 0 || elements > left) continue;
       // Over several ranks what is summed in place from one use to the next has no place for the result.
-      if (collectives_ && uses_[At(stage.block)] > 1 && precision_.gradient_bytes == 4) continue;
-      lives[At(stage.block)] = 1;
+      if (collectives_ && uses_[stage.block] > 1 && precision_.gradient_bytes == 4) continue;
+      lives[stage.block] = 1;
       if (Build(level, saved_activations, lives).bytes() <= room) {
         left -= elements;
       } else {
-        lives[At(stage.block)] = 0;
+        lives[stage.block] = 0;
       }
     }
     return lives;
   }
 
   DevicePlan Build(const Level& level, int saved_activations) const {
-    return Build(level, saved_activations, std::vector<char>(graph_.blocks.size(), 0));
+    return Build(level, saved_activations, PerBlock<char>(graph_.blocks.size(), 0));
   }
 
-  DevicePlan Build(const Level& level, int saved_activations, const std::vector<char>& lives_here) const {
+  DevicePlan Build(const Level& level, int saved_activations, const PerBlock<char>& lives_here) const {
     DevicePlan plan;
     plan.has_own_memory = true;
     plan.collectives = collectives_;
@@ -115,8 +114,9 @@ class DevicePlanner {
     plan.tensor_bytes =
         ComputeTensorBytes(graph_, micro_batches_, trains_, saved_activations, &plan.evaluate_micro_batches) +
         options_.tensor_slack_bytes;
-    std::vector<int64_t> sizes, come_and_go;
-    for (size_t b = 0; b < graph_.blocks.size(); ++b) {
+    PerBlock<int64_t> sizes;
+    std::vector<int64_t> come_and_go;
+    for (const BlockIndex b : graph_.blocks.indices()) {
       sizes.push_back(Elements(b));
       // Over several ranks all gradients come and go: what stays is the part that they are reduced to.
       if (lives_here[b] == 0 || collectives_) come_and_go.push_back(sizes[b]);
@@ -125,7 +125,7 @@ class DevicePlanner {
         come_and_go.empty() ? std::vector<int64_t>() : ClassSizes(come_and_go, level.runs);
     std::vector<int> in_ring(classes.size(), 0);
     int64_t largest_sum = 0;
-    for (size_t b = 0; b < sizes.size(); ++b) {
+    for (const BlockIndex b : sizes.indices()) {
       DevicePlan::Block& block = plan.blocks.emplace_back();
       if (lives_here[b] != 0) {
         block.weight_slot = DeviceWeightSlot(0);  // numbered by LayOut
@@ -160,7 +160,7 @@ class DevicePlanner {
       plan.accumulator_ring = std::min(level.gradients, static_cast<int>(sizes.size()));
       plan.accumulator_slots.assign(At(plan.accumulator_ring), {0, largest_sum * 4});
     }
-    for (size_t b = 0; b < sizes.size(); ++b) {
+    for (const BlockIndex b : sizes.indices()) {
       if (!plan.blocks[b].sums_apart || uses_[b] == 1) continue;
       plan.blocks[b].accumulator_slot = plan.accumulator_slots.end_index();
       plan.accumulator_slots.push_back({0, sizes[b] * 4});
@@ -175,9 +175,9 @@ class DevicePlanner {
   }
 
   // What one rank updates of a block.
-  int64_t PartOf(size_t block) const { return ShardElements(graph_.blocks[block].elements, world_); }
+  int64_t PartOf(BlockIndex block) const { return ShardElements(graph_.blocks[block].elements, world_); }
   // Of a block's run, with what its parts have beyond its end where they lie here one after the other.
-  int64_t Elements(size_t block) const {
+  int64_t Elements(BlockIndex block) const {
     const int64_t elements = graph_.blocks[block].elements;
     return collectives_ ? ShardElements(elements, world_) * world_ : elements;
   }
@@ -205,7 +205,7 @@ class DevicePlanner {
       *number = slots->end_index();
       slots->push_back({0, bytes});
     };
-    for (size_t b = 0; b < plan->blocks.size(); ++b) {
+    for (const BlockIndex b : plan->blocks.indices()) {
       DevicePlan::Block& block = plan->blocks[b];
       const int64_t part = PartOf(b), of_gradient = block.state_slot.valid() ? part : Elements(b);
       add(&block.weight_slot, &plan->weight_slots, Elements(b) * precision_.weight_bytes());
@@ -254,7 +254,7 @@ class DevicePlanner {
   const DeviceOptions& options_;
   const bool collectives_;
   const int positions_;
-  std::vector<int> uses_;
+  PerBlock<int> uses_;
 };
 
 }  // namespace

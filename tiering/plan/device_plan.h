@@ -36,6 +36,7 @@
 #include "absl/status/statusor.h"
 #include "tiering/plan/ledger.h"
 #include "tiering/plan/model_graph.h"
+#include "tiering/plan/numbers.h"
 #include "tiering/plan/slot.h"
 
 namespace penstock::tiering {
@@ -72,7 +73,7 @@ struct DevicePlan {
   bool has_own_memory = false;  // everything below is empty where it is not
   bool collectives = false;     // DeviceOptions::collectives, of several ranks
   bool gds = false;             // DeviceOptions::gds, where weights are not gathered in host memory
-  std::vector<Block> blocks;
+  PerBlock<Block> blocks;
   std::vector<DeviceWeightClass> weight_classes;
   IndexedVector<DeviceWeightSlot, Slot>
       weight_slots;  // shared ones by class, of blocks that come and go; then single ones
@@ -98,9 +99,7 @@ struct DevicePlan {
 
   int64_t bytes() const { return arena_bytes + tensor_bytes; }
   int64_t resident_elements = 0;  // of the blocks, or of this rank's parts of them, that live here
-  bool lives_here(int block) const {
-    return has_own_memory && blocks[static_cast<size_t>(block)].state_slot.valid();
-  }
+  bool lives_here(BlockIndex block) const { return has_own_memory && blocks[block].state_slot.valid(); }
   Ledger ledger() const;  // adds up to bytes()
 };
 

@@ -12,6 +12,8 @@
 #include <string>
 #include <vector>
 
+#include "tiering/plan/numbers.h"
+
 namespace penstock::tiering {
 
 // Runs are padded to whole pages of the smallest segment, so that every tile of every segment is page-aligned
@@ -74,7 +76,7 @@ struct Precision {
     return AlignUp(SegmentBytes(0, elements), kPage) + StateBytes(elements);
   }
 
-  // bf16: the fp32 master is split into hi (bf16, what compute reads) and lo (int16); m and v are fp32. 12
+  // bf16: the fp32 master is split into high (bf16, what compute reads) and low (int16); m and v are fp32. 12
   // bytes.
   static Precision Bf16() { return {"bf16", {2, 2, 4, 4}, 2}; }
   // fp16: the weights, the fp32 master, m, v. 14 bytes.
@@ -100,7 +102,7 @@ struct BlockShape {
 
 struct StageShape {
   std::string name;
-  int block = 0;
+  BlockIndex block;
   // Tensor memory, per micro-batch: the input that is kept from forward to backward, and the most that is
   // live beyond the kept inputs while the stage computes (its output and the incoming gradient included).
   int64_t input_bytes = 0;
@@ -113,8 +115,8 @@ struct StageShape {
 };
 
 struct ModelGraph {
-  std::vector<BlockShape> blocks;
-  std::vector<StageShape> stages;
+  PerBlock<BlockShape> blocks;
+  PerStage<StageShape> stages;
   int64_t batch_bytes = 0;         // tensor memory of one micro-batch's inputs and targets
   int64_t fixed_tensor_bytes = 0;  // tensors that live as long as the run (buffers of modules)
 

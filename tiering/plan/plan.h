@@ -18,6 +18,7 @@
 #include "tiering/plan/ledger.h"
 #include "tiering/plan/machine.h"
 #include "tiering/plan/model_graph.h"
+#include "tiering/plan/numbers.h"
 #include "tiering/plan/slot.h"
 
 namespace penstock::tiering {
@@ -29,15 +30,15 @@ struct Tile {
 
 struct BlockPlan {
   int64_t elements = 0;  // of a rank's part of the run: what its store, tiles, state and gradient hold
-  std::vector<Tile> tiles;
+  PerTile<Tile> tiles;
   int weight_class = 0;
-  int uses = 0;                 // stages that use it
-  bool trains = true;           // false: its weights are read, nothing else of it moves or is made
-  WeightSlot private_run_slot;  // its weights never leave host memory
-  std::vector<TileSlot> private_tile_slot;  // per tile, none: streams. Its state never leaves host memory
+  int uses = 0;                         // stages that use it
+  bool trains = true;                   // false: its weights are read, nothing else of it moves or is made
+  WeightSlot private_run_slot;          // its weights never leave host memory
+  PerTile<TileSlot> private_tile_slot;  // per tile, none: streams. Its state never leaves host memory
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
   // are finite, and made again if they are (see tiering/program/program.h). Otherwise in the next forward.
-  std::vector<char> in_backward;
+  PerTile<char> in_backward;
   // Its gradient waits in host memory; none: spilled to the drive as 16 bit (or fp32). Of a block that lives
   // on a device: the partial sums of its squares.
   GradientSlot gradient_slot;
@@ -60,7 +61,7 @@ struct Plan {
   // (Pass::kPersist), and tiles that stay in host memory are written for them alone.
   bool commits_every_step = true;
   int64_t tile_elements = 0;  // of the largest tile
-  std::vector<BlockPlan> blocks;
+  PerBlock<BlockPlan> blocks;
 
   std::vector<WeightClass> weight_classes;
   IndexedVector<WeightSlot, Slot> weight_slots;  // shared ones by class, then private ones
@@ -89,7 +90,10 @@ struct Plan {
   int input_ring = 0;
   int positions = 0;
   int64_t input_scratch_bytes = 0;  // on the drive
-  bool SpillsInput(int position) const { return position > 0 && position < positions - saved_activations; }
+  IndexRange<Position> all_positions() const { return {Position(0), Position(positions)}; }
+  bool SpillsInput(Position position) const {
+    return position.value() > 0 && position.value() < positions - saved_activations;
+  }
 
   // Some tiles are updated in backward; `clips`: a gradient may still be needed after that.
   bool speculates = false;
@@ -106,8 +110,8 @@ struct Plan {
   // position and micro-batch, instead of going to the drive.
   DevicePlan device;
   IndexedVector<InputSlot, Slot> input_slots;
-  InputSlot input_slot(int position, int micro_batch) const {
-    return InputSlot((position - 1) * micro_batches + micro_batch);
+  InputSlot input_slot(Position position, int micro_batch) const {
+    return InputSlot((position.value() - 1) * micro_batches + micro_batch);
   }
 
   // Of the arena, beyond the slots: one tile on its way into a checkpoint, or to or from the device that is
@@ -125,38 +129,35 @@ struct Plan {
   // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
   std::string_view order_of_update() const;
   // Weights and state of the block live on a device apart, which updates them.
-  bool on_device(int block) const { return device.lives_here(block); }
+  bool on_device(BlockIndex block) const { return device.lives_here(block); }
   double on_device_share() const;  // of the elements, in such blocks
   // The tile never leaves host memory, or the device, and is written only when a step is persisted.
-  bool written_at_checkpoint(int block, int tile) const {
-    const BlockPlan& of = blocks[static_cast<size_t>(block)];
-    const bool in_memory =
-        of.private_run_slot.valid() && of.private_tile_slot[static_cast<size_t>(tile)].valid();
+  bool written_at_checkpoint(BlockIndex block, TileIndex tile) const {
+    const BlockPlan& of = blocks[block];
+    const bool in_memory = of.private_run_slot.valid() && of.private_tile_slot[tile].valid();
     return on_nvme && !commits_every_step && (in_memory || on_device(block));
   }
   // What backward leaves of a block has more than one addend.
-  bool sums_gradients(int block) const {
-    return micro_batches > 1 || blocks[static_cast<size_t>(block)].uses > 1;
-  }
-  bool needs_accumulator(int block) const {
+  bool sums_gradients(BlockIndex block) const { return micro_batches > 1 || blocks[block].uses > 1; }
+  bool needs_accumulator(BlockIndex block) const {
     if (world > 1 && !device.collectives) return true;  // what goes to the other ranks
     if (device.has_own_memory) return false;            // the device sums, and rounds
     return precision.gradient_bytes < 4 && sums_gradients(block);
   }
   // Of an element in the block's accumulator: fp32 sums, or over several ranks a single addend as backward
   // leaves it.
-  int accumulator_bytes(int block) const { return sums_gradients(block) ? 4 : precision.addend_bytes(); }
+  int accumulator_bytes(BlockIndex block) const {
+    return sums_gradients(block) ? 4 : precision.addend_bytes();
+  }
   // Of how many ranks a run in memory has the parts: of all, or of this one.
   int shards_in_memory() const { return device.collectives ? 1 : world; }
-  int64_t flat_elements(int block) const {
-    return blocks[static_cast<size_t>(block)].elements * shards_in_memory();
-  }
+  int64_t flat_elements(BlockIndex block) const { return blocks[block].elements * shards_in_memory(); }
   // What a rank gets from the others when it gathers a block's weights, or reduces its gradient.
-  int64_t gathered_bytes(int block) const {
-    return blocks[static_cast<size_t>(block)].elements * precision.weight_bytes() * (world - 1);
+  int64_t gathered_bytes(BlockIndex block) const {
+    return blocks[block].elements * precision.weight_bytes() * (world - 1);
   }
-  int64_t reduced_bytes(int block) const {
-    return blocks[static_cast<size_t>(block)].elements * accumulator_bytes(block) * (world - 1);
+  int64_t reduced_bytes(BlockIndex block) const {
+    return blocks[block].elements * accumulator_bytes(block) * (world - 1);
   }
   // Where everything lives, a line per kind.
   Ledger ledger() const;
@@ -229,7 +230,7 @@ struct PlanOptions {
   // to 1% of a step, for some searches more.
   bool compares_policies = true;
   // Elements of every tile of every block, where a store has fixed them; empty: chosen.
-  std::vector<std::vector<int64_t>> fixed_tiles;
+  PerBlock<std::vector<int64_t>> fixed_tiles;
 };
 
 // The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.

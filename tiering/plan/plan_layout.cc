@@ -8,8 +8,8 @@
 namespace penstock::tiering {
 namespace {
 
-std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
-  std::vector<Tile> tiles;
+PerTile<Tile> FixedTiles(const std::vector<int64_t>& elements) {
+  PerTile<Tile> tiles;
   int64_t offset = 0;
   for (const int64_t each : elements) {
     tiles.push_back({offset, each});
@@ -18,16 +18,16 @@ std::vector<Tile> FixedTiles(const std::vector<int64_t>& elements) {
   return tiles;
 }
 
-int64_t AccumulatorBytes(const Plan& plan, int block) {
+int64_t AccumulatorBytes(const Plan& plan, BlockIndex block) {
   return plan.flat_elements(block) * plan.accumulator_bytes(block);
 }
 
 }  // namespace
 
-std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
+PerTile<Tile> CutTiles(int64_t elements, int64_t tile_elements) {
   const int64_t count = (elements + tile_elements - 1) / tile_elements;
   const int64_t each = AlignUp((elements + count - 1) / count, kElementAlignment);
-  std::vector<Tile> tiles;
+  PerTile<Tile> tiles;
   for (int64_t offset = 0; offset < elements; offset += each) {
     tiles.push_back({offset, std::min(each, elements - offset)});
   }
@@ -71,15 +71,15 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     tile_elements -= kElementAlignment;
   }
 
-  std::vector<int> uses(graph_.blocks.size(), 0);
-  for (const StageShape& stage : graph_.stages) ++uses[At(stage.block)];
-  std::vector<int64_t> sizes;
+  PerBlock<int> uses(graph_.blocks.size(), 0);
+  for (const StageShape& stage : graph_.stages) ++uses[stage.block];
+  PerBlock<int64_t> sizes;
   for (const BlockShape& block : graph_.blocks)
     sizes.push_back(ShardElements(block.elements, options_.world));
-  const std::vector<int64_t> classes = ClassSizes(sizes, level.runs);
+  const std::vector<int64_t> classes = ClassSizes(sizes.values(), level.runs);
   std::vector<int> members(classes.size(), 0);
   int64_t tiles = 0;
-  for (size_t b = 0; b < graph_.blocks.size(); ++b) {
+  for (const BlockIndex b : graph_.blocks.indices()) {
     BlockPlan& block = plan.blocks.emplace_back();
     block.elements = sizes[b];
     block.tiles = options_.fixed_tiles.empty() ? CutTiles(block.elements, tile_elements)
@@ -127,7 +127,7 @@ void PlanLayout::KeepInputs(Plan* plan, int kept) const {
   int64_t largest = 0, scratch = 0;
   for (const StageShape& stage : graph_.stages) largest = std::max(largest, stage.input_scratch_bytes);
   plan->input_slots.clear();
-  for (int position = 0; position < plan->positions; ++position) {
+  for (const Position position : plan->all_positions()) {
     if (!plan->SpillsInput(position)) continue;
     scratch += AlignUp(largest, kPage) * plan->micro_batches;
     if (device_.has_own_memory)
@@ -160,17 +160,16 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   // What is summed elsewhere comes when it is complete, and needs no place from the first use to the last.
   const auto shares = [this](const BlockPlan& block) { return block.uses == 1 || device_.has_own_memory; };
   bool shares_accumulator = false;
-  for (size_t b = 0; b < plan->blocks.size(); ++b) {
+  for (const BlockIndex b : plan->blocks.indices()) {
     BlockPlan& block = plan->blocks[b];
     if (!block.trains) continue;
-    if (plan->on_device(static_cast<int>(b))) {
+    if (plan->on_device(b)) {
       block.gradient_slot = plan->gradient_slots.end_index();
       plan->gradient_slots.push_back({0, PartialSumBytes(block.elements)});
       continue;
     }
     // fp32 gradients are summed where they wait; one that several stages add to must stay in its place.
-    const bool must_stay =
-        !device_.has_own_memory && block.uses > 1 && !plan->needs_accumulator(static_cast<int>(b));
+    const bool must_stay = !device_.has_own_memory && block.uses > 1 && !plan->needs_accumulator(b);
     if (must_stay || resident < resident_gradients) {
       block.gradient_slot = plan->gradient_slots.end_index();
       plan->gradient_slots.push_back({0, block.elements * plan->precision.gradient_bytes});
@@ -178,7 +177,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
     } else {
       ++spilled[At(block.weight_class)];
     }
-    if (!plan->needs_accumulator(static_cast<int>(b))) continue;
+    if (!plan->needs_accumulator(b)) continue;
     if (shares(block)) shares_accumulator = true;
   }
   for (size_t c = 0; c < spilled.size(); ++c) {
@@ -191,18 +190,18 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   }
   if (shares_accumulator) {
     int64_t largest = 0;
-    for (int b = 0; b < Count(); ++b) {
-      if (plan->blocks[At(b)].trains && shares(plan->blocks[At(b)]))
+    for (const BlockIndex b : plan->blocks.indices()) {
+      if (plan->blocks[b].trains && shares(plan->blocks[b]))
         largest = std::max(largest, AccumulatorBytes(*plan, b));
     }
     plan->accumulator_ring = std::min(level.gradient_ring, Count());
     for (int i = 0; i < plan->accumulator_ring; ++i) plan->accumulator_slots.push_back({0, largest});
   }
-  for (size_t b = 0; b < plan->blocks.size(); ++b) {
+  for (const BlockIndex b : plan->blocks.indices()) {
     BlockPlan& block = plan->blocks[b];
-    if (block.trains && !shares(block) && plan->needs_accumulator(static_cast<int>(b))) {
+    if (block.trains && !shares(block) && plan->needs_accumulator(b)) {
       block.accumulator_slot = plan->accumulator_slots.end_index();
-      plan->accumulator_slots.push_back({0, AccumulatorBytes(*plan, static_cast<int>(b))});
+      plan->accumulator_slots.push_back({0, AccumulatorBytes(*plan, b)});
     }
   }
 }
@@ -229,7 +228,7 @@ void PlanLayout::LayOut(Plan* plan) const {
       (spills ? AlignUp(plan->tile_elements * plan->precision.gradient_bytes, kPage) : 0);
   for (int i = 0; i < plan->tile_ring; ++i) plan->tile_slots.push_back({0, ring_bytes});
   for (BlockPlan& block : plan->blocks) {
-    for (size_t t = 0; t < block.tiles.size(); ++t) {
+    for (const TileIndex t : block.tiles.indices()) {
       if (!block.private_tile_slot[t].valid()) continue;
       block.private_tile_slot[t] = plan->tile_slots.end_index();
       // A spilled gradient is read beside the state, also where the state stays.
@@ -264,8 +263,8 @@ int64_t PlanLayout::StateBytes(const Plan& plan, int64_t elements) {
 }
 
 void PlanLayout::MakeAllPrivate(Plan* plan) {
-  for (size_t b = 0; b < plan->blocks.size(); ++b) {
-    if (plan->on_device(static_cast<int>(b))) continue;
+  for (const BlockIndex b : plan->blocks.indices()) {
+    if (plan->on_device(b)) continue;
     BlockPlan& block = plan->blocks[b];
     block.private_run_slot = WeightSlot(0);  // numbered by LayOut
     if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), TileSlot(0));

@@ -26,7 +26,7 @@ struct Level {
 inline constexpr int64_t kHugePage = int64_t{2} << 20;
 
 // Tiles of at most `tile_elements`, as even as alignment lets them be.
-std::vector<Tile> CutTiles(int64_t elements, int64_t tile_elements);
+PerTile<Tile> CutTiles(int64_t elements, int64_t tile_elements);
 
 class PlanLayout {
  public:

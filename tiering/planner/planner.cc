@@ -306,7 +306,7 @@ class Planner {
   Plan FillBudget(const Level& level, const Spending& spending, int64_t budget) const {
     const PlanBounds& bounds = options_.bounds;
     Plan plan = WorkingSet(level, budget);
-    std::vector<char> weights(plan.blocks.size(), 0), whole(plan.blocks.size(), 0);
+    PerBlock<char> weights(plan.blocks.size(), 0), whole(plan.blocks.size(), 0);
     int64_t stay_bytes = 0;  // of weights and state, beyond what `plan` has
     int64_t tiles = 0, tile_bytes = 0;
     int64_t may_stay =
@@ -350,10 +350,10 @@ class Planner {
         may_stay -= tiles * tile_bytes;
       }
     }
-    for (size_t b = 0; b < plan.blocks.size(); ++b) {
+    for (const BlockIndex b : plan.blocks.indices()) {
       BlockPlan& block = plan.blocks[b];
       if (weights[b] != 0) block.private_run_slot = WeightSlot(0);  // numbered by LayOut
-      if (plan.on_device(static_cast<int>(b)) || !block.trains) continue;
+      if (plan.on_device(b) || !block.trains) continue;
       for (TileSlot& slot : block.private_tile_slot) {
         if (whole[b] != 0 || tiles-- > 0) slot = TileSlot(0);
       }
@@ -392,9 +392,9 @@ class Planner {
   // Counted from the program itself, in its steady state.
   void CountBytes(Plan* plan) const {
     if (!plan->trains) return;
-    for (size_t b = 0; b < plan->blocks.size(); ++b) {
-      for (size_t t = 0; t < plan->blocks[b].tiles.size(); ++t) {
-        if (plan->written_at_checkpoint(static_cast<int>(b), static_cast<int>(t)))
+    for (const BlockIndex b : plan->blocks.indices()) {
+      for (const TileIndex t : plan->blocks[b].tiles.indices()) {
+        if (plan->written_at_checkpoint(b, t))
           plan->late_write_bytes += plan->precision.TotalBytes(plan->blocks[b].tiles[t].elements);
       }
     }
@@ -427,11 +427,12 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
     return absl::InvalidArgumentError(absl::StrCat("tiles of ", options.fixed_tiles.size(),
                                                    " blocks for a model of ", graph.blocks.size()));
   }
-  std::set<int> used;
+  std::set<BlockIndex> used;
   for (const StageShape& stage : graph.stages) {
-    if (stage.block < 0 || At(stage.block) >= graph.blocks.size()) {
-      return absl::InvalidArgumentError(absl::StrCat("stage ", stage.name, " names block ", stage.block,
-                                                     " of a model of ", graph.blocks.size(), " blocks"));
+    if (!graph.blocks.contains(stage.block)) {
+      return absl::InvalidArgumentError(absl::StrCat("stage ", stage.name, " names block ",
+                                                     stage.block.value(), " of a model of ",
+                                                     graph.blocks.size(), " blocks"));
     }
     used.insert(stage.block);
   }
@@ -439,7 +440,7 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
                                      [](const BlockShape& block) { return block.trains; })) {
     return absl::InvalidArgumentError("every parameter of the model is frozen: there is nothing to train");
   }
-  for (size_t b = 0; b < graph.blocks.size(); ++b) {
+  for (const BlockIndex b : graph.blocks.indices()) {
     const BlockShape& block = graph.blocks[b];
     if (block.elements <= 0 || block.elements % kElementAlignment != 0) {
       return absl::InvalidArgumentError(absl::StrCat("block ", block.name, " has ", block.elements,
@@ -457,7 +458,7 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
             absl::StrCat("the tiles given for block ", block.name, " do not make its ", part, " elements"));
       }
     }
-    if (used.count(static_cast<int>(b)) == 0) {
+    if (used.count(b) == 0) {
       return absl::InvalidArgumentError(absl::StrCat("block ", block.name, " is used by no stage"));
     }
   }

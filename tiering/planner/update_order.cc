@@ -17,9 +17,9 @@ constexpr double kCautiousReplayRate = 0.2;
 void MarkInBackward(Plan* plan, double share) {
   double sum = 0;
   bool any = false;
-  for (size_t b = 0; b < plan->blocks.size(); ++b) {
+  for (const BlockIndex b : plan->blocks.indices()) {
     // A device updates what lives there when the norm is known.
-    const bool here = plan->blocks[b].trains && !plan->on_device(static_cast<int>(b));
+    const bool here = plan->blocks[b].trains && !plan->on_device(b);
     const double of_block = here ? share : 0;
     for (char& early : plan->blocks[b].in_backward) {
       sum += of_block;

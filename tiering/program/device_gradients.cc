@@ -23,14 +23,14 @@ DeviceGradientSlot DeviceGradients::NextGradientSlot(const DevicePlan::Block& pl
   return plan_.device.gradient_rings[cls].NextSlot(&next_gradient_[cls]);
 }
 
-void DeviceGradients::TakePlaces(int block, Edges* wait) {
+void DeviceGradients::TakePlaces(BlockIndex block, Edges* wait) {
   const DevicePlan& device = plan_.device;
-  const DevicePlan::Block& places = device.blocks[At(block)];
-  if (gradient_[At(block)].valid() || accumulator_[At(block)].valid()) return;  // taken by an earlier use
+  const DevicePlan::Block& places = device.blocks[block];
+  if (gradient_[block].valid() || accumulator_[block].valid()) return;  // taken by an earlier use
   if (places.sums_apart) {
     DeviceAccumulatorSlot slot = places.accumulator_slot;
     if (!slot.valid()) slot = DeviceAccumulatorSlot(next_accumulator_++ % At(device.accumulator_ring));
-    accumulator_[At(block)] = slot;
+    accumulator_[block] = slot;
     AddAll(wait, accumulator_users_.Take(slot));
     return;
   }
@@ -38,16 +38,16 @@ void DeviceGradients::TakePlaces(int block, Edges* wait) {
   DeviceGradientSlot slot;
   if (!device.collectives || !plan_.on_device(block)) slot = places.gradient_slot;
   if (!slot.valid()) slot = NextGradientSlot(places);
-  gradient_[At(block)] = slot;
+  gradient_[block] = slot;
   AddAll(wait, gradient_users_.Take(slot));
 }
 
-void DeviceGradients::SetPlaces(int block, Op* op) const {
-  op->device_gradient_slot = gradient_[At(block)];
-  op->device_accumulator_slot = accumulator_[At(block)];
+void DeviceGradients::SetPlaces(BlockIndex block, Op* op) const {
+  op->device_gradient_slot = gradient_[block];
+  op->device_accumulator_slot = accumulator_[block];
 }
 
-OpId DeviceGradients::EmitReduce(int block, OpId last, int64_t step) {
+OpId DeviceGradients::EmitReduce(BlockIndex block, OpId last, int64_t step) {
   const OpId id = ops_.next_id();
   Op& reduce = ops_.Emit(OpKind::kReduceScatter, Lane::kReduceScatter, step);
   reduce.block = block;
@@ -61,20 +61,21 @@ OpId DeviceGradients::EmitReduce(int block, OpId last, int64_t step) {
   } else {
     gradient_users_.Replace(reduce.device_gradient_slot, {id});
   }
-  const DeviceGradientSlot gradient = plan_.device.blocks[At(block)].gradient_slot;
+  const DeviceGradientSlot gradient = plan_.device.blocks[block].gradient_slot;
   AddAll(&reduce.after, gradient_users_.Take(gradient));
-  gradient_[At(block)] = gradient;
+  gradient_[block] = gradient;
   return id;
 }
 
-OpId DeviceGradients::EmitCopyOut(int block, GradientSlot gradient_slot, AccumulatorSlot host_accumulator,
-                                  OpId last, const Edges& wait, int64_t step) {
-  const DevicePlan::Block& places = plan_.device.blocks[At(block)];
+OpId DeviceGradients::EmitCopyOut(BlockIndex block, GradientSlot gradient_slot,
+                                  AccumulatorSlot host_accumulator, OpId last, const Edges& wait,
+                                  int64_t step) {
+  const DevicePlan::Block& places = plan_.device.blocks[block];
   const bool ranks = plan_.world > 1 && !plan_.device.collectives;
   if (places.sums_apart && plan_.world == 1) {
     const DeviceGradientSlot slot =
         places.gradient_slot.valid() ? places.gradient_slot : NextGradientSlot(places);
-    gradient_[At(block)] = slot;
+    gradient_[block] = slot;
     const OpId id = ops_.next_id();
     Op& round = ops_.Emit(OpKind::kRoundOnDevice, Lane::kCompute, step);
     round.block = block;
@@ -84,24 +85,24 @@ OpId DeviceGradients::EmitCopyOut(int block, GradientSlot gradient_slot, Accumul
     accumulator_users_.Replace(round.device_accumulator_slot, {id});
     last = id;
   }
-  int64_t bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+  int64_t bytes = plan_.blocks[block].elements * plan_.precision.gradient_bytes;
   if (plan_.on_device(block)) {
     if (!plan_.device.collectives) {  // else by the reduction
       const OpId squared = ops_.next_id();
       Op& square = ops_.Emit(OpKind::kSquareGradient, Lane::kCompute, step);
       square.block = block;
-      square.device_gradient_slot = gradient_[At(block)];
+      square.device_gradient_slot = gradient_[block];
       square.after = {last};
       last = squared;
     }
-    bytes = PartialSumBytes(plan_.blocks[At(block)].elements);
+    bytes = PartialSumBytes(plan_.blocks[block].elements);
   }
   const OpId id = ops_.next_id();
   Op& copy = ops_.Emit(OpKind::kCopyOut, Lane::kCopyOut, step);
   copy.block = block;
   if (ranks) {
     copy.accumulator_slot = host_accumulator;
-    copy.bytes = graph_.blocks[At(block)].elements * plan_.accumulator_bytes(block);
+    copy.bytes = graph_.blocks[block].elements * plan_.accumulator_bytes(block);
   } else {
     copy.gradient_slot = gradient_slot;
     copy.bytes = bytes;
@@ -109,18 +110,18 @@ OpId DeviceGradients::EmitCopyOut(int block, GradientSlot gradient_slot, Accumul
   copy.after = wait;
   copy.after.push_back(last);
   if (plan_.world > 1 && places.sums_apart && !plan_.on_device(block)) {
-    copy.device_accumulator_slot = accumulator_[At(block)];
+    copy.device_accumulator_slot = accumulator_[block];
     accumulator_users_.Replace(copy.device_accumulator_slot, {id});
   } else {
-    copy.device_gradient_slot = gradient_[At(block)];
+    copy.device_gradient_slot = gradient_[block];
     gradient_users_.Replace(copy.device_gradient_slot, {id});
   }
   return id;
 }
 
-void DeviceGradients::UpdatedBy(int block, OpId update) {
+void DeviceGradients::UpdatedBy(BlockIndex block, OpId update) {
   PENSTOCK_CHECK(plan_.on_device(block), "an update on the device of a block that does not live there");
-  gradient_users_.Add(plan_.device.blocks[At(block)].gradient_slot, update);
+  gradient_users_.Add(plan_.device.blocks[block].gradient_slot, update);
 }
 
 }  // namespace penstock::tiering

@@ -26,17 +26,17 @@ class DeviceGradients {
   void StartBackward();
   // The places for a block's gradient while it is summed, unless an earlier use has taken them; what still
   // uses them goes to `wait`.
-  void TakePlaces(int block, Edges* wait);
-  void SetPlaces(int block, Op* op) const;
+  void TakePlaces(BlockIndex block, Edges* wait);
+  void SetPlaces(BlockIndex block, Op* op) const;
   // Among devices that exchange with each other: reduces what backward left there, when `last` is taken.
-  OpId EmitReduce(int block, OpId last, int64_t step);
+  OpId EmitReduce(BlockIndex block, OpId last, int64_t step);
   // When `last`, its last addend, is taken: rounds sums and copies the gradient to its slot in host memory;
   // where several ranks reduce in host memory copies what there is to `host_accumulator`. `wait`: who still
   // uses that place.
-  OpId EmitCopyOut(int block, GradientSlot gradient_slot, AccumulatorSlot host_accumulator, OpId last,
+  OpId EmitCopyOut(BlockIndex block, GradientSlot gradient_slot, AccumulatorSlot host_accumulator, OpId last,
                    const Edges& wait, int64_t step);
   // The device updates the block, which lives there, with its gradient.
-  void UpdatedBy(int block, OpId update);
+  void UpdatedBy(BlockIndex block, OpId update);
 
  private:
   // The next of the ring of the block's class.
@@ -49,8 +49,8 @@ class DeviceGradients {
   SlotUsers<DeviceAccumulatorSlot> accumulator_users_;
   std::vector<size_t> next_gradient_;  // [weight class]
   size_t next_accumulator_ = 0;
-  std::vector<DeviceGradientSlot> gradient_;  // [block] its places in this pass, or none
-  std::vector<DeviceAccumulatorSlot> accumulator_;
+  PerBlock<DeviceGradientSlot> gradient_;  // its places in this pass, or none
+  PerBlock<DeviceAccumulatorSlot> accumulator_;
 };
 
 }  // namespace penstock::tiering

@@ -29,27 +29,27 @@ DeviceWeights::DeviceWeights(const ModelGraph& graph, const Plan& plan, const Pa
       gradients_(parts.gradients),
       held_(plan.device.weight_slots.size()) {
   // Without a drive everything is in place before the first pass.
-  for (size_t b = 0; b < plan.blocks.size() && !plan.on_nvme; ++b) {
-    if (!plan.on_device(static_cast<int>(b))) continue;
+  for (const BlockIndex b : plan.blocks.indices()) {
+    if (plan.on_nvme || !plan.on_device(b)) continue;
     Held& held = held_[plan.device.blocks[b].weight_slot];
-    held.block = static_cast<int>(b);
+    held.block = b;
     held.ready.assign(plan.blocks[b].tiles.size(), -1);
     held.version.assign(plan.blocks[b].tiles.size(), 0);
   }
 }
 
-DeviceWeightSlot DeviceWeights::FetchForCompute(int block, size_t position, bool updates,
+DeviceWeightSlot DeviceWeights::FetchForCompute(BlockIndex block, UseIndex use, bool updates,
                                                 WeightSlot* weight_slot) {
   *weight_slot = WeightSlot();
-  if (plan_.on_device(block)) return FetchResident(block, position);
+  if (plan_.on_device(block)) return FetchResident(block, use);
   const DeviceWeightSlot there = Find(block);
   const bool as_new_in_memory = !updates && !updates_.IsDue(block);
   if (as_new_in_memory && there.valid() && IsCurrent(block, there)) return there;
-  if (as_new_in_memory && plan_.device.gds && !IsInHostMemory(block)) return ReadPastHost(block, position);
-  *weight_slot = fetcher_.Fetch(block, position);
+  if (as_new_in_memory && plan_.device.gds && !IsInHostMemory(block)) return ReadPastHost(block, use);
+  *weight_slot = fetcher_.Fetch(block, use);
   if (!plan_.device.collectives && (!there.valid() || !IsCurrent(block, there)))
     fetcher_.Gather(block, *weight_slot);
-  return CopyIn(block, position, *weight_slot);
+  return CopyIn(block, use, *weight_slot);
 }
 
 void DeviceWeights::ComputedWith(DeviceWeightSlot device_slot, OpId last) {
@@ -60,48 +60,48 @@ void DeviceWeights::ComputedWith(DeviceWeightSlot device_slot, OpId last) {
   if (used_.size() > kUsesAhead) used_.pop_front();
 }
 
-DeviceWeightSlot DeviceWeights::Find(int block) const {
-  const DeviceWeightClass& cls = plan_.device.weight_classes[At(plan_.device.blocks[At(block)].weight_class)];
+DeviceWeightSlot DeviceWeights::Find(BlockIndex block) const {
+  const DeviceWeightClass& cls = plan_.device.weight_classes[At(plan_.device.blocks[block].weight_class)];
   for (const DeviceWeightSlot slot : cls.indices()) {
     if (held_[slot].block == block) return slot;
   }
   return DeviceWeightSlot();
 }
 
-bool DeviceWeights::IsCurrent(int block, DeviceWeightSlot device_slot) const {
+bool DeviceWeights::IsCurrent(BlockIndex block, DeviceWeightSlot device_slot) const {
   return held_[device_slot].version == updates_.versions(block);
 }
 
-bool DeviceWeights::IsInHostMemory(int block) const {
+bool DeviceWeights::IsInHostMemory(BlockIndex block) const {
   // A place of its own has them from their first use on.
-  return plan_.blocks[At(block)].private_run_slot.valid() || slots_.FindWeights(block).valid();
+  return plan_.blocks[block].private_run_slot.valid() || slots_.FindWeights(block).valid();
 }
 
-DeviceWeightSlot DeviceWeights::FetchResident(int block, size_t position) {
-  const DeviceWeightSlot slot = plan_.device.blocks[At(block)].weight_slot;
-  if (held_[slot].block != block) Load(block, position);
-  if (updates_.IsDue(block)) Update(block, position);
+DeviceWeightSlot DeviceWeights::FetchResident(BlockIndex block, UseIndex use) {
+  const DeviceWeightSlot slot = plan_.device.blocks[block].weight_slot;
+  if (held_[slot].block != block) Load(block, use);
+  if (updates_.IsDue(block)) Update(block, use);
   if (plan_.device.collectives && !held_[slot].whole) Gather(block, slot);
   return slot;
 }
 
 // By way of a weight slot and the tile slots, whose content nobody looks for afterwards: what host memory has
 // of the block is old after its first update.
-void DeviceWeights::Load(int block, size_t position) {
-  const WeightSlot weight_slot = fetcher_.Fetch(block, position);
-  Held& held = held_[CopyIn(block, position, weight_slot)];
+void DeviceWeights::Load(BlockIndex block, UseIndex use) {
+  const WeightSlot weight_slot = fetcher_.Fetch(block, use);
+  Held& held = held_[CopyIn(block, use, weight_slot)];
   held.made.clear();
   for (const OpId copied : held.ready) AddIf(&held.made, copied);
-  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
-  for (size_t t = 0; t < tiles.size(); ++t) {
+  const PerTile<Tile>& tiles = plan_.blocks[block].tiles;
+  for (const TileIndex t : tiles.indices()) {
     if (plan_.precision.StateBytes(tiles[t].elements) == 0) continue;
-    held.made.push_back(LoadState(block, static_cast<int>(t)));
+    held.made.push_back(LoadState(block, t));
   }
   slots_.ForgetWeights(weight_slot);
 }
 
-OpId DeviceWeights::LoadState(int block, int tile) {
-  const int64_t elements = plan_.blocks[At(block)].tiles[At(tile)].elements;
+OpId DeviceWeights::LoadState(BlockIndex block, TileIndex tile) {
+  const int64_t elements = plan_.blocks[block].tiles[tile].elements;
   const TileSlot tile_slot = slots_.NextTileSlot();
   OpId last = -1;
   const auto emit = [&](OpKind kind, Lane lane, int64_t bytes) -> Op& {
@@ -123,8 +123,8 @@ OpId DeviceWeights::LoadState(int block, int tile) {
   return last;
 }
 
-void DeviceWeights::Update(int block, size_t position) {
-  const DeviceWeightSlot slot = plan_.device.blocks[At(block)].weight_slot;
+void DeviceWeights::Update(BlockIndex block, UseIndex use) {
+  const DeviceWeightSlot slot = plan_.device.blocks[block].weight_slot;
   Held& held = held_[slot];
   const int64_t step = updates_.pending_step();
   PENSTOCK_CHECK(held.block == block, "an update of weights that are not on the device");
@@ -143,32 +143,31 @@ void DeviceWeights::Update(int block, size_t position) {
   gradients_.UpdatedBy(block, id);
   updates_.UpdatedOnDevice(block, id);
   held.version = updates_.versions(block);
-  if (plan_.on_nvme && plan_.commits_every_step) WriteBlock(block, position, step);
+  if (plan_.on_nvme && plan_.commits_every_step) WriteBlock(block, use, step);
 }
 
 // By way of a weight slot that holds nothing else till all of the block is written, and the ring's slots.
-void DeviceWeights::WriteBlock(int block, size_t position, int64_t step) {
+void DeviceWeights::WriteBlock(BlockIndex block, UseIndex use, int64_t step) {
   Edges former;
-  const WeightSlot weight_slot = slots_.TakeWeightSlot(block, position, &former);
+  const WeightSlot weight_slot = slots_.TakeWeightSlot(block, use, &former);
   slots_.ForgetWeights(weight_slot);
-  const auto tiles = static_cast<int>(plan_.blocks[At(block)].tiles.size());
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (const TileIndex tile : plan_.blocks[block].tiles.indices()) {
     const TileSlot tile_slot = EmitStateOut(block, tile, weight_slot, former, step);
     writer_.WriteChecksummed({block, tile, weight_slot, tile_slot}, step);
   }
 }
 
-TileSlot DeviceWeights::EmitStateOut(int block, int tile, WeightSlot weight_slot, const Edges& former,
-                                     int64_t step) {
+TileSlot DeviceWeights::EmitStateOut(BlockIndex block, TileIndex tile, WeightSlot weight_slot,
+                                     const Edges& former, int64_t step) {
   const TileSlot tile_slot = slots_.NextTileSlot();
-  Held& held = held_[plan_.device.blocks[At(block)].weight_slot];
+  Held& held = held_[plan_.device.blocks[block].weight_slot];
   const OpId id = ops_.next_id();
   Op& copy = ops_.Emit(OpKind::kCopyStateOut, Lane::kCopyOut, step);
   copy.block = block;
   copy.tile = tile;
   copy.weight_slot = weight_slot;
   copy.tile_slot = tile_slot;
-  copy.bytes = plan_.precision.UnpaddedBytes(plan_.blocks[At(block)].tiles[At(tile)].elements);
+  copy.bytes = plan_.precision.UnpaddedBytes(plan_.blocks[block].tiles[tile].elements);
   copy.after = former;
   AddAll(&copy.after, slots_.tile_users().Take(tile_slot));
   AddAll(&copy.after, held.made);
@@ -178,15 +177,15 @@ TileSlot DeviceWeights::EmitStateOut(int block, int tile, WeightSlot weight_slot
   return tile_slot;
 }
 
-DeviceWeightSlot DeviceWeights::Acquire(int block, size_t position) {
-  DeviceWeightSlot slot = plan_.on_device(block) ? plan_.device.blocks[At(block)].weight_slot : Find(block);
+DeviceWeightSlot DeviceWeights::Acquire(BlockIndex block, UseIndex use) {
+  DeviceWeightSlot slot = plan_.on_device(block) ? plan_.device.blocks[block].weight_slot : Find(block);
   if (!slot.valid()) {
-    slot = uses_.SlotToGiveUp(plan_.device.weight_classes[At(plan_.device.blocks[At(block)].weight_class)],
-                              position, [this](DeviceWeightSlot of) { return held_[of].block; });
+    slot = uses_.SlotToGiveUp(plan_.device.weight_classes[At(plan_.device.blocks[block].weight_class)], use,
+                              [this](DeviceWeightSlot of) { return held_[of].block; });
   }
   Held& held = held_[slot];
   if (held.block != block) {
-    const size_t tiles = plan_.blocks[At(block)].tiles.size();
+    const size_t tiles = plan_.blocks[block].tiles.size();
     held.block = block;
     held.ready.assign(tiles, -1);
     held.version.assign(tiles, -1);
@@ -200,25 +199,25 @@ void DeviceWeights::AddUsers(Edges* after, const Held& held) const {
   if (used_.size() == kUsesAhead) after->push_back(used_.front());
 }
 
-DeviceWeightSlot DeviceWeights::ReadPastHost(int block, size_t position) {
-  const DeviceWeightSlot slot = Acquire(block, position);
+DeviceWeightSlot DeviceWeights::ReadPastHost(BlockIndex block, UseIndex use) {
+  const DeviceWeightSlot slot = Acquire(block, use);
   Held& held = held_[slot];
-  const std::vector<int64_t>& versions = updates_.versions(block);
-  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
-  const auto emit = [&](OpKind kind, Lane lane, size_t tile) -> Op& {
+  const PerTile<int64_t>& versions = updates_.versions(block);
+  const PerTile<Tile>& tiles = plan_.blocks[block].tiles;
+  const auto emit = [&](OpKind kind, Lane lane, TileIndex tile) -> Op& {
     held.ready[tile] = ops_.next_id();
     Op& op = ops_.Emit(kind, lane, ops_.computing_step());
     op.block = block;
-    op.tile = static_cast<int>(tile);
+    op.tile = tile;
     op.device_weight_slot = slot;
     return op;
   };
-  for (size_t t = 0; t < tiles.size(); ++t) {
+  for (const TileIndex t : tiles.indices()) {
     if (held.version[t] == versions[t]) continue;
     Op& read = emit(OpKind::kReadWeights, Lane::kRead, t);
     read.bytes = tiles[t].elements * plan_.precision.weight_bytes();
     AddUsers(&read.after, held);
-    AddIf(&read.after, writer_.last_write(block, static_cast<int>(t)));
+    AddIf(&read.after, writer_.last_write(block, t));
     const OpId arrived = held.ready[t];
     emit(OpKind::kVerify, Lane::kUpdate, t).after = {arrived};
     held.version[t] = versions[t];
@@ -228,14 +227,14 @@ DeviceWeightSlot DeviceWeights::ReadPastHost(int block, size_t position) {
   return slot;
 }
 
-DeviceWeightSlot DeviceWeights::CopyIn(int block, size_t position, WeightSlot weight_slot) {
-  const DeviceWeightSlot slot = Acquire(block, position);
+DeviceWeightSlot DeviceWeights::CopyIn(BlockIndex block, UseIndex use, WeightSlot weight_slot) {
+  const DeviceWeightSlot slot = Acquire(block, use);
   Held& held = held_[slot];
-  const std::vector<int64_t>& versions = updates_.versions(block);
+  const PerTile<int64_t>& versions = updates_.versions(block);
   if (held.version == versions) return slot;
   const SlotAllocator::Weights& host = slots_.weights(weight_slot);
   PENSTOCK_CHECK(host.block == block, "a copy of weights that are not in host memory");
-  const auto emit = [&](int tile, int64_t elements) -> Op& {
+  const auto emit = [&](TileIndex tile, int64_t elements) -> Op& {
     Op& copy = ops_.Emit(OpKind::kCopyIn, Lane::kCopyIn, ops_.computing_step());
     copy.block = block;
     copy.tile = tile;
@@ -245,23 +244,22 @@ DeviceWeightSlot DeviceWeights::CopyIn(int block, size_t position, WeightSlot we
     AddUsers(&copy.after, held);
     return copy;
   };
-  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
+  const PerTile<Tile>& tiles = plan_.blocks[block].tiles;
   if (plan_.world > 1 && !plan_.device.collectives) {
     PENSTOCK_CHECK(host.whole, "a copy of weights that were not gathered");
     const OpId id = ops_.next_id();
-    emit(-1, graph_.blocks[At(block)].elements).after.push_back(host.gather);
+    emit(TileIndex(), graph_.blocks[block].elements).after.push_back(host.gather);
     slots_.WeightsCopiedWhole(weight_slot, id);
     held.ready.assign(tiles.size(), -1);
     held.ready.front() = id;  // stands for all
     held.version = versions;
     return slot;
   }
-  for (size_t t = 0; t < tiles.size(); ++t) {
+  for (const TileIndex t : tiles.indices()) {
     if (held.version[t] == versions[t]) continue;
-    const auto tile = static_cast<int>(t);
     const OpId id = ops_.next_id();
-    AddIf(&emit(tile, tiles[t].elements).after, host.ready[t]);
-    slots_.WeightsCopied(weight_slot, tile, id);
+    AddIf(&emit(t, tiles[t].elements).after, host.ready[t]);
+    slots_.WeightsCopied(weight_slot, t, id);
     held.ready[t] = id;
     held.version[t] = versions[t];
   }
@@ -272,7 +270,7 @@ DeviceWeightSlot DeviceWeights::CopyIn(int block, size_t position, WeightSlot we
 
 // The other ranks' shards behind or before this one's, which has just been copied there. Whoever computed
 // with the former content was done before that.
-void DeviceWeights::Gather(int block, DeviceWeightSlot device_slot) {
+void DeviceWeights::Gather(BlockIndex block, DeviceWeightSlot device_slot) {
   Held& held = held_[device_slot];
   const OpId id = ops_.next_id();
   Op& gather = ops_.Emit(OpKind::kAllGather, Lane::kAllGather, ops_.computing_step());

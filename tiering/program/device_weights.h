@@ -41,28 +41,28 @@ class DeviceWeights {
   };
   DeviceWeights(const ModelGraph& graph, const Plan& plan, const Parts& parts);
 
-  // Brings a block's weights for a use at `position`; returns their slot there. `weight_slot`: the one in
+  // Brings a block's weights for a use; returns their slot there. `weight_slot`: the one in
   // host memory that they came through or that an update needs, or none. `updates`: an update in backward
   // will need them in host memory.
-  DeviceWeightSlot FetchForCompute(int block, size_t position, bool updates, WeightSlot* weight_slot);
+  DeviceWeightSlot FetchForCompute(BlockIndex block, UseIndex use, bool updates, WeightSlot* weight_slot);
   // The same of a block that lives there: brings it if it never was, and makes the update that is due.
-  DeviceWeightSlot FetchResident(int block, size_t position);
+  DeviceWeightSlot FetchResident(BlockIndex block, UseIndex use);
   // `last` is the last operation that computes with them in this use.
   void ComputedWith(DeviceWeightSlot device_slot, OpId last);
   // Makes the update that is due of a block that lives there.
-  void Update(int block, size_t position);
+  void Update(BlockIndex block, UseIndex use);
   // All of its tiles to the drive: after every update, or when a step is persisted.
-  void WriteBlock(int block, size_t position, int64_t step);
+  void WriteBlock(BlockIndex block, UseIndex use, int64_t step);
 
-  // [tile] complete when the content is there.
-  const std::vector<OpId>& ready(DeviceWeightSlot device_slot) const { return held_[device_slot].ready; }
+  // Complete when the content is there.
+  const PerTile<OpId>& ready(DeviceWeightSlot device_slot) const { return held_[device_slot].ready; }
 
  private:
   // What a slot holds.
   struct Held {
-    int block = -1;
-    std::vector<OpId> ready;       // [tile] the copy that made the content
-    std::vector<int64_t> version;  // [tile] of the content, as UpdateEmitter counts them
+    BlockIndex block;
+    PerTile<OpId> ready;       // the copy that made the content
+    PerTile<int64_t> version;  // of the content, as UpdateEmitter counts them
     OpId last_compute = -1;
     bool whole = false;  // over several ranks: with the others' shards, as new as this one's
     // Of a block that lives there: what filled it or updated it last, weights and state, and what has copied
@@ -70,26 +70,28 @@ class DeviceWeights {
     Edges made, copies;
   };
 
-  DeviceWeightSlot Find(int block) const;  // the slot of a block that comes and goes; none: it is not there
-  bool IsCurrent(int block, DeviceWeightSlot device_slot) const;
-  bool IsInHostMemory(int block) const;
+  DeviceWeightSlot Find(
+      BlockIndex block) const;  // the slot of a block that comes and goes; none: it is not there
+  bool IsCurrent(BlockIndex block, DeviceWeightSlot device_slot) const;
+  bool IsInHostMemory(BlockIndex block) const;
   // Of a block that comes and goes, its former slot, an empty one, or the one most worth giving up; of one
   // that lives there, its own.
-  DeviceWeightSlot Acquire(int block, size_t position);
+  DeviceWeightSlot Acquire(BlockIndex block, UseIndex use);
   // Who still computes with the former content of a slot, and the uses that must be over.
   void AddUsers(Edges* after, const Held& held) const;
   // Copies what is not there; returns its slot there.
-  DeviceWeightSlot CopyIn(int block, size_t position, WeightSlot weight_slot);
+  DeviceWeightSlot CopyIn(BlockIndex block, UseIndex use, WeightSlot weight_slot);
   // The same past host memory, from the drive.
-  DeviceWeightSlot ReadPastHost(int block, size_t position);
+  DeviceWeightSlot ReadPastHost(BlockIndex block, UseIndex use);
   // Among devices that exchange with each other: the other ranks' shards.
-  void Gather(int block, DeviceWeightSlot device_slot);
+  void Gather(BlockIndex block, DeviceWeightSlot device_slot);
   // Weights and state of a block that will live there.
-  void Load(int block, size_t position);
-  OpId LoadState(int block, int tile);
+  void Load(BlockIndex block, UseIndex use);
+  OpId LoadState(BlockIndex block, TileIndex tile);
   // A tile on its way out, to be written: through the weight slot and a slot of the ring, which it returns.
   // `former` must be over.
-  TileSlot EmitStateOut(int block, int tile, WeightSlot weight_slot, const Edges& former, int64_t step);
+  TileSlot EmitStateOut(BlockIndex block, TileIndex tile, WeightSlot weight_slot, const Edges& former,
+                        int64_t step);
 
   const ModelGraph& graph_;
   const Plan& plan_;

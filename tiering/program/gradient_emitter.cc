@@ -18,57 +18,57 @@ void GradientEmitter::StartBackward() {
   device_.StartBackward();
 }
 
-Edges GradientEmitter::TakeGradientSlot(int block) {
+Edges GradientEmitter::TakeGradientSlot(BlockIndex block) {
   const GradientSlot slot = slots_.GradientSlotFor(block);
-  gradient_[At(block)] = slot;
+  gradient_[block] = slot;
   return slots_.gradient_users().Take(slot);
 }
 
-Edges GradientEmitter::TakeAccumulatorSlot(int block) {
+Edges GradientEmitter::TakeAccumulatorSlot(BlockIndex block) {
   const AccumulatorSlot slot = slots_.AccumulatorSlotFor(block);
-  accumulator_[At(block)] = slot;
+  accumulator_[block] = slot;
   return slots_.accumulator_users().Take(slot);
 }
 
-Edges GradientEmitter::TakePlaces(int block) {
+Edges GradientEmitter::TakePlaces(BlockIndex block) {
   Edges users;
-  if (!plan_.blocks[At(block)].trains) return users;
+  if (!plan_.blocks[block].trains) return users;
   if (plan_.device.has_own_memory) {
     device_.TakePlaces(block, &users);
   } else if (plan_.needs_accumulator(block)) {
-    if (!accumulator_[At(block)].valid()) users = TakeAccumulatorSlot(block);
-  } else if (!gradient_[At(block)].valid()) {
+    if (!accumulator_[block].valid()) users = TakeAccumulatorSlot(block);
+  } else if (!gradient_[block].valid()) {
     users = TakeGradientSlot(block);
   }
   return users;
 }
 
-void GradientEmitter::SetPlaces(int block, Op* op) const {
-  op->gradient_slot = gradient_[At(block)];
+void GradientEmitter::SetPlaces(BlockIndex block, Op* op) const {
+  op->gradient_slot = gradient_[block];
   if (plan_.device.has_own_memory) {
     device_.SetPlaces(block, op);
   } else {
-    op->accumulator_slot = accumulator_[At(block)];
+    op->accumulator_slot = accumulator_[block];
   }
 }
 
-void GradientEmitter::UsedBy(int block, OpId last) {
-  if (const AccumulatorSlot slot = accumulator_[At(block)]; slot.valid())
+void GradientEmitter::UsedBy(BlockIndex block, OpId last) {
+  if (const AccumulatorSlot slot = accumulator_[block]; slot.valid())
     slots_.accumulator_users().Add(slot, last);
-  if (const GradientSlot slot = gradient_[At(block)]; slot.valid()) slots_.gradient_users().Add(slot, last);
+  if (const GradientSlot slot = gradient_[block]; slot.valid()) slots_.gradient_users().Add(slot, last);
 }
 
-OpId GradientEmitter::EmitFinal(int block, OpId last, int64_t step) {
+OpId GradientEmitter::EmitFinal(BlockIndex block, OpId last, int64_t step) {
   const bool sums_apart = plan_.needs_accumulator(block);
   Edges wait;  // for the gradient's place
   if (sums_apart || plan_.device.has_own_memory) wait = TakeGradientSlot(block);
-  const GradientSlot gradient = gradient_[At(block)];
+  const GradientSlot gradient = gradient_[block];
   PENSTOCK_CHECK(gradient.valid(), "a gradient without a place");
   if (plan_.device.has_own_memory) {
     if (plan_.device.collectives) last = device_.EmitReduce(block, last, step);
     // Otherwise over several ranks it goes to the sums, and the gradient's place waits for the reduction.
     const Edges users = sums_apart ? TakeAccumulatorSlot(block) : TakeAll(&wait);
-    last = device_.EmitCopyOut(block, gradient, accumulator_[At(block)], last, users, step);
+    last = device_.EmitCopyOut(block, gradient, accumulator_[block], last, users, step);
   }
   // What makes the gradient's place final, and frees the sums: rounding, or over several ranks the reduction.
   OpId reduced = -1;
@@ -77,7 +77,7 @@ OpId GradientEmitter::EmitFinal(int block, OpId last, int64_t step) {
     Op& reduce = ops_.Emit(OpKind::kReduceScatter, Lane::kReduceScatter, step);
     reduce.block = block;
     reduce.gradient_slot = gradient;
-    reduce.accumulator_slot = accumulator_[At(block)];
+    reduce.accumulator_slot = accumulator_[block];
     reduce.bytes = plan_.reduced_bytes(block);
     reduce.after = {last};
     AddAll(&reduce.after, wait);
@@ -87,28 +87,28 @@ OpId GradientEmitter::EmitFinal(int block, OpId last, int64_t step) {
   Op& round = ops_.Emit(OpKind::kRoundGradient, Lane::kUpdate, step);
   round.block = block;
   round.gradient_slot = gradient;
-  round.accumulator_slot = reduced >= 0 ? AccumulatorSlot() : accumulator_[At(block)];
+  round.accumulator_slot = reduced >= 0 ? AccumulatorSlot() : accumulator_[block];
   round.after = {last};
   AddAll(&round.after, wait);
   if (sums_apart) {
-    slots_.accumulator_users().Add(accumulator_[At(block)], reduced >= 0 ? reduced : final_id);
+    slots_.accumulator_users().Add(accumulator_[block], reduced >= 0 ? reduced : final_id);
   }
   slots_.gradient_users().Replace(gradient, {last, final_id});
-  final_slot_[At(block)] = gradient;
-  spilled_[At(block)] = -1;
+  final_slot_[block] = gradient;
+  spilled_[block] = -1;
   return final_id;
 }
 
-void GradientEmitter::EmitSpill(int block, OpId final_id, int64_t step) {
+void GradientEmitter::EmitSpill(BlockIndex block, OpId final_id, int64_t step) {
   const GradientSlot gradient = final_slot(block);
   const OpId id = ops_.next_id();
   Op& write = ops_.Emit(OpKind::kWriteGradient, Lane::kWrite, step);
   write.block = block;
   write.gradient_slot = gradient;
-  write.bytes = plan_.blocks[At(block)].elements * plan_.precision.gradient_bytes;
+  write.bytes = plan_.blocks[block].elements * plan_.precision.gradient_bytes;
   write.after = {final_id};
   slots_.gradient_users().Add(gradient, id);
-  spilled_[At(block)] = id;
+  spilled_[block] = id;
 }
 
 }  // namespace penstock::tiering

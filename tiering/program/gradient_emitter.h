@@ -27,33 +27,35 @@ class GradientEmitter {
   void StartBackward();
   // The places in this pass where a block's gradient is summed, or goes to where it is not, unless an earlier
   // use has taken them; returns who still uses them.
-  Edges TakePlaces(int block);
+  Edges TakePlaces(BlockIndex block);
   // Those places, as an operation's.
-  void SetPlaces(int block, Op* op) const;
+  void SetPlaces(BlockIndex block, Op* op) const;
   // `last` is the last operation of a use that is not the block's last.
-  void UsedBy(int block, OpId last);
+  void UsedBy(BlockIndex block, OpId last);
   // When `last`, its last addend, is taken: from there to a gradient that waits for the norm; returns what
   // makes it final.
-  OpId EmitFinal(int block, OpId last, int64_t step);
+  OpId EmitFinal(BlockIndex block, OpId last, int64_t step);
   // And, of one that does not wait in memory, its way to the drive.
-  void EmitSpill(int block, OpId final_id, int64_t step);
+  void EmitSpill(BlockIndex block, OpId final_id, int64_t step);
 
   // Where the block's final gradient is, for its update: in memory until that is over, unless it is spilled.
-  GradientSlot final_slot(int block) const { return final_slot_[At(block)]; }
-  OpId spilled(int block) const { return spilled_[At(block)]; }  // its way to the drive; -1: there was none
+  GradientSlot final_slot(BlockIndex block) const { return final_slot_[block]; }
+  OpId spilled(BlockIndex block) const {
+    return spilled_[block];
+  }  // its way to the drive; -1: there was none
 
  private:
-  Edges TakeGradientSlot(int block);
-  Edges TakeAccumulatorSlot(int block);
+  Edges TakeGradientSlot(BlockIndex block);
+  Edges TakeAccumulatorSlot(BlockIndex block);
 
   const Plan& plan_;
   OpList& ops_;
   SlotAllocator& slots_;
   DeviceGradients& device_;
-  std::vector<GradientSlot> gradient_;  // [block] its places in this pass, or none
-  std::vector<AccumulatorSlot> accumulator_;
-  std::vector<GradientSlot> final_slot_;  // [block]
-  std::vector<OpId> spilled_;             // [block]
+  PerBlock<GradientSlot> gradient_;  // its places in this pass, or none
+  PerBlock<AccumulatorSlot> accumulator_;
+  PerBlock<GradientSlot> final_slot_;
+  PerBlock<OpId> spilled_;
 };
 
 }  // namespace penstock::tiering

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "absl/container/inlined_vector.h"
+#include "tiering/plan/numbers.h"
 #include "tiering/plan/slot.h"
 
 namespace penstock::tiering {
@@ -107,10 +108,10 @@ struct Op {
   bool durable = false;           // kCommit: a restart finds it
   bool evaluates = false;         // kBatch, kForward: of a forward-only pass
   bool last_micro_batch = false;  // kForward, kBackward, kAccumulateGradient: of this stage
-  int block = -1;
-  int tile = -1;  // within the block
-  int stage = -1;
-  int position = -1;  // of the stage in the pass's order
+  BlockIndex block;
+  TileIndex tile;  // within the block
+  StageIndex stage;
+  Position position;  // of the stage in the pass's order
   int micro_batch = -1;
   int64_t step = 0;        // training step whose work this is (an update belongs to the step of its gradient)
   WeightSlot weight_slot;  // where the block's weights are

@@ -19,27 +19,27 @@ PassBuilder::PassBuilder(const ModelGraph& graph, const Plan& plan, const Parts&
       fetcher_(parts.fetcher),
       device_(parts.device),
       stage_order_(graph.stages.size()) {
-  std::iota(stage_order_.begin(), stage_order_.end(), 0);
+  std::iota(stage_order_.begin(), stage_order_.end(), StageIndex(0));
 }
 
-void PassBuilder::SetOrder(std::vector<int> stages) {
+void PassBuilder::SetOrder(const std::vector<int>& stages) {
   PENSTOCK_CHECK(stages.size() == graph_.stages.size(), "an order of other stages than the model's");
-  stage_order_ = std::move(stages);
+  for (const Position position : positions()) stage_order_[position] = StageIndex(stages[At(position)]);
 }
 
-PassBuilder::Weights PassBuilder::FetchForCompute(int block, size_t position, bool updates) {
+PassBuilder::Weights PassBuilder::FetchForCompute(BlockIndex block, UseIndex use, bool updates) {
   Weights weights;
   if (plan_.device.has_own_memory) {
-    weights.device_slot = device_.FetchForCompute(block, position, updates, &weights.weight_slot);
+    weights.device_slot = device_.FetchForCompute(block, use, updates, &weights.weight_slot);
   } else {
-    weights.weight_slot = fetcher_.Fetch(block, position);
+    weights.weight_slot = fetcher_.Fetch(block, use);
     fetcher_.Gather(block, weights.weight_slot);
   }
   return weights;
 }
 
 void PassBuilder::SetWeights(const Weights& weights, Op* op) const {
-  const auto add = [&](const std::vector<OpId>& ready) {
+  const auto add = [&](const PerTile<OpId>& ready) {
     for (const OpId id : ready) AddIf(&op->after, id);
   };
   if (weights.device_slot.valid()) {
@@ -61,25 +61,25 @@ void PassBuilder::ComputedWith(const Weights& weights, OpId last) {
   }
 }
 
-void PassBuilder::ApplyDue(int block, size_t position) {
+void PassBuilder::ApplyDue(BlockIndex block, UseIndex use) {
   if (!updates_.IsDue(block)) return;
   if (plan_.on_device(block)) {
-    device_.Update(block, position);
+    device_.Update(block, use);
   } else {
-    fetcher_.Fetch(block, position);
+    fetcher_.Fetch(block, use);
   }
 }
 
-Op& PassBuilder::EmitForStage(OpKind kind, Lane lane, int position, int micro_batch, int64_t step) {
+Op& PassBuilder::EmitForStage(OpKind kind, Lane lane, Position position, int micro_batch, int64_t step) {
   Op& op = ops_.Emit(kind, lane, step);
   op.block = block_at(position);
-  op.stage = stage_order_[At(position)];
+  op.stage = stage_order_[position];
   op.position = position;
   op.micro_batch = micro_batch;
   return op;
 }
 
-Op& PassBuilder::EmitInput(OpKind kind, int position, int micro_batch, int64_t step) {
+Op& PassBuilder::EmitInput(OpKind kind, Position position, int micro_batch, int64_t step) {
   const bool leaves = kind == OpKind::kWriteInput;
   const Lane lane = plan_.device.has_own_memory ? (leaves ? Lane::kCopyOut : Lane::kCopyIn)
                                                 : (leaves ? Lane::kWrite : Lane::kRead);
@@ -91,15 +91,15 @@ Op& PassBuilder::EmitInput(OpKind kind, int position, int micro_batch, int64_t s
 OpId PassBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
   batch_ = ops_.next_id();
   ops_.Emit(OpKind::kBatch, Lane::kHost, step).evaluates = !train;
-  const int stages = positions();
   OpId last = batch_;
-  input_written_.assign(At(stages), std::vector<OpId>(At(micro_batches), -1));
-  for (int position = 0; position < (train ? stages - 1 : stages); ++position) {
-    const Weights weights = FetchForCompute(block_at(position), At(position), /*updates=*/false);
-    if (plan_.device.collectives && position + 1 < stages) {
+  input_written_.assign(stage_order_.size(), std::vector<OpId>(At(micro_batches), -1));
+  for (const Position position : positions()) {
+    if (train && position == last_position()) break;
+    const Weights weights = FetchForCompute(block_at(position), UseInForward(position), /*updates=*/false);
+    if (plan_.device.collectives && position < last_position()) {
       // The next one's update before this one computes: the others' new shards come meanwhile.
-      const int next = block_at(position + 1);
-      if (plan_.on_device(next)) device_.FetchResident(next, At(position + 1));
+      const BlockIndex next = block_at(position + 1);
+      if (plan_.on_device(next)) device_.FetchResident(next, UseInForward(position + 1));
     }
     for (int m = 0; m < micro_batches; ++m) {
       const OpId id = ops_.next_id();
@@ -108,16 +108,16 @@ OpId PassBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
       op.evaluates = !train;
       op.seconds = stage_at(position).forward_seconds;
       SetWeights(weights, &op);
-      if (position == 0) op.after.push_back(batch_);
+      if (position == Position(0)) op.after.push_back(batch_);
       last = id;
       if (!train) continue;
       // What it hands on must find room: inputs on their way to the drive are as many as the ring has.
-      const int leaving = position + 1 - plan_.input_ring;
-      if (leaving > 0 && plan_.SpillsInput(leaving)) {
-        for (const OpId written : input_written_[At(leaving)]) AddIf(&op.after, written);
+      const Position leaving = position + (1 - plan_.input_ring);
+      if (plan_.SpillsInput(leaving)) {
+        for (const OpId written : input_written_[leaving]) AddIf(&op.after, written);
       }
       if (!plan_.SpillsInput(position)) continue;
-      input_written_[At(position)][At(m)] = ops_.next_id();
+      input_written_[position][At(m)] = ops_.next_id();
       EmitInput(OpKind::kWriteInput, position, m, step).after = {id};
     }
     ComputedWith(weights, last);
@@ -126,16 +126,16 @@ OpId PassBuilder::AppendForward(bool train, int micro_batches, int64_t step) {
   return last;
 }
 
-OpId PassBuilder::EmitInputRead(int position, int micro_batch, int64_t step) {
+OpId PassBuilder::EmitInputRead(Position position, int micro_batch, int64_t step) {
   const OpId id = ops_.next_id();
   Op& read = EmitInput(OpKind::kReadInput, position, micro_batch, step);
-  read.after = {input_written_[At(position)][At(micro_batch)]};
-  const int freed = position + plan_.input_ring;
-  if (freed < positions()) read.after.push_back(input_used_[At(freed)]);
+  read.after = {input_written_[position][At(micro_batch)]};
+  const Position freed = position + plan_.input_ring;
+  if (freed <= last_position()) read.after.push_back(input_used_[freed]);
   return id;
 }
 
-OpId PassBuilder::EmitBackward(int position, const Weights& weights, const Edges& wait, int64_t step) {
+OpId PassBuilder::EmitBackward(Position position, const Weights& weights, const Edges& wait, int64_t step) {
   const StageShape& stage = stage_at(position);
   OpId last = -1;
   for (int m = 0; m < plan_.micro_batches; ++m) {
@@ -149,9 +149,9 @@ OpId PassBuilder::EmitBackward(int position, const Weights& weights, const Edges
     Op& backward = emit(OpKind::kBackward);
     backward.seconds = stage.backward_seconds;
     SetWeights(weights, &backward);
-    if (positions() == 1) backward.after.push_back(batch_);
+    if (stage_order_.size() == 1) backward.after.push_back(batch_);
     AddIf(&backward.after, input_read);
-    if (!plan_.blocks[At(stage.block)].trains) continue;
+    if (!plan_.blocks[stage.block].trains) continue;
     // Apart from it, because only this needs the gradient's place: it may still be in use while the block
     // computes.
     const OpId computed = last;
@@ -160,21 +160,21 @@ OpId PassBuilder::EmitBackward(int position, const Weights& weights, const Edges
     take.after = wait;
     take.after.push_back(computed);
   }
-  input_used_[At(position)] = last;
+  input_used_[position] = last;
   return last;
 }
 
-void PassBuilder::EmitUpdates(int block, const Weights& weights, OpId final_id, int64_t step,
+void PassBuilder::EmitUpdates(BlockIndex block, const Weights& weights, OpId final_id, int64_t step,
                               bool speculates) {
-  const BlockPlan& bp = plan_.blocks[At(block)];
-  const std::vector<char>& early = bp.in_backward;
+  const BlockPlan& bp = plan_.blocks[block];
+  const PerTile<char>& early = bp.in_backward;
   const bool all_early = speculates && std::count(early.begin(), early.end(), 0) == 0;
   if (!bp.gradient_slot.valid() && (plan_.clips || !all_early)) gradients_.EmitSpill(block, final_id, step);
   updates_.GradientIsFinal(block);
-  for (size_t t = 0; t < early.size() && speculates; ++t) {
-    if (early[t] == 0) continue;
-    updates_.EmitSpeculative(
-        {.block = block, .tile = static_cast<int>(t), .weight_slot = weights.weight_slot}, final_id, step);
+  for (const TileIndex tile : early.indices()) {
+    if (!speculates || early[tile] == 0) continue;
+    updates_.EmitSpeculative({.block = block, .tile = tile, .weight_slot = weights.weight_slot}, final_id,
+                             step);
   }
 }
 
@@ -193,24 +193,23 @@ void PassBuilder::EmitNorm(Edges finals, int64_t step) {
 }
 
 void PassBuilder::AppendBackward(int64_t step, bool speculates, OpId before) {
-  const int stages = positions();
-  std::vector<int> uses_left(graph_.blocks.size());
-  for (size_t b = 0; b < uses_left.size(); ++b) uses_left[b] = plan_.blocks[b].uses;
+  PerBlock<int> uses_left(graph_.blocks.size());
+  for (const BlockIndex b : uses_left.indices()) uses_left[b] = plan_.blocks[b].uses;
   // Deferred writes go beside the first half, so that gradients on their way out are not long behind them,
   // and the commit is over when the next forward writes.
-  const size_t first_half = At(std::max(1, stages / 2));
+  const size_t first_half = std::max<size_t>(1, stage_order_.size() / 2);
   const size_t written_with_each = (writer_.deferred() + first_half - 1) / first_half;
   Edges finals;
-  input_used_.assign(At(stages), -1);
+  input_used_.assign(stage_order_.size(), -1);
   gradients_.StartBackward();
-  for (int position = stages - 1; position >= 0; --position) {
-    const int block = block_at(position);
-    const BlockPlan& bp = plan_.blocks[At(block)];
-    const bool last_use = --uses_left[At(block)] == 0;
+  for (Position position = last_position(); position.valid(); --position) {
+    const BlockIndex block = block_at(position);
+    const BlockPlan& bp = plan_.blocks[block];
+    const bool last_use = --uses_left[block] == 0;
     const bool updates =
         speculates && last_use &&
         std::any_of(bp.in_backward.begin(), bp.in_backward.end(), [](char early) { return early != 0; });
-    const Weights weights = FetchForCompute(block, At(2 * stages - 2 - position), updates);
+    const Weights weights = FetchForCompute(block, UseInBackward(position), updates);
     if (writer_.deferred() > 0) {
       writer_.EmitDeferred(written_with_each, before);
       if (writer_.deferred() == 0) updates_.CommitPending();
@@ -219,7 +218,7 @@ void PassBuilder::AppendBackward(int64_t step, bool speculates, OpId before) {
     ComputedWith(weights, last);
     before = last;
     if (!bp.trains) {
-      if (position == 0) finals.push_back(last);  // the step ends when it does
+      if (position == Position(0)) finals.push_back(last);  // the step ends when it does
       continue;
     }
     if (!last_use) {

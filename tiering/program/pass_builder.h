@@ -39,9 +39,15 @@ class PassBuilder {
   PassBuilder(const ModelGraph& graph, const Plan& plan, const Parts& parts);
 
   // The order in which the stages run: a permutation of 0..S-1.
-  void SetOrder(std::vector<int> stages);
-  int block_at(int position) const { return stage_at(position).block; }
-  int positions() const { return static_cast<int>(stage_order_.size()); }
+  void SetOrder(const std::vector<int>& stages);
+  BlockIndex block_at(Position position) const { return stage_at(position).block; }
+  IndexRange<Position> positions() const { return stage_order_.indices(); }
+  Position last_position() const { return stage_order_.end_index() - 1; }
+  // Of its weights.
+  static UseIndex UseInForward(Position position) { return UseIndex(position.value()); }
+  UseIndex UseInBackward(Position position) const {
+    return UseIndex(2 * last_position().value() - position.value());
+  }
 
   // All stages, or in training all but the last, which has only a backward. Returns the last operation that
   // computes, or the batch.
@@ -50,7 +56,7 @@ class PassBuilder {
   // operation of forward. Afterwards the step is pending.
   void AppendBackward(int64_t step, bool speculates, OpId before);
   // Makes what is due of the block's update, outside of a use by compute.
-  void ApplyDue(int block, size_t position);
+  void ApplyDue(BlockIndex block, UseIndex use);
 
  private:
   // Where compute finds a block's weights.
@@ -59,21 +65,21 @@ class PassBuilder {
     DeviceWeightSlot device_slot;  // none: the device is the host
   };
 
-  const StageShape& stage_at(int position) const { return graph_.stages[At(stage_order_[At(position)])]; }
+  const StageShape& stage_at(Position position) const { return graph_.stages[stage_order_[position]]; }
   // `updates`: an update in backward will need them in host memory.
-  Weights FetchForCompute(int block, size_t position, bool updates);
+  Weights FetchForCompute(BlockIndex block, UseIndex use, bool updates);
   // `op` computes with them, where they are, when they are there.
   void SetWeights(const Weights& weights, Op* op) const;
   // `last` is the last operation that computes with them in this use.
   void ComputedWith(const Weights& weights, OpId last);
-  Op& EmitForStage(OpKind kind, Lane lane, int position, int micro_batch, int64_t step);
+  Op& EmitForStage(OpKind kind, Lane lane, Position position, int micro_batch, int64_t step);
   // The write or read of the input at a position that does not stay in memory.
-  Op& EmitInput(OpKind kind, int position, int micro_batch, int64_t step);
-  OpId EmitInputRead(int position, int micro_batch, int64_t step);
+  Op& EmitInput(OpKind kind, Position position, int micro_batch, int64_t step);
+  OpId EmitInputRead(Position position, int micro_batch, int64_t step);
   // One stage, all micro-batches; `wait`: who still uses the gradient's place. Returns the last operation.
-  OpId EmitBackward(int position, const Weights& weights, const Edges& wait, int64_t step);
+  OpId EmitBackward(Position position, const Weights& weights, const Edges& wait, int64_t step);
   // The block's gradient is final: spills it if it must, and makes the updates that are made in backward.
-  void EmitUpdates(int block, const Weights& weights, OpId final_id, int64_t step, bool speculates);
+  void EmitUpdates(BlockIndex block, const Weights& weights, OpId final_id, int64_t step, bool speculates);
   // The norm, when `finals` are done.
   void EmitNorm(Edges finals, int64_t step);
 
@@ -86,10 +92,10 @@ class PassBuilder {
   UpdateEmitter& updates_;
   WeightFetcher& fetcher_;
   DeviceWeights& device_;
-  std::vector<int> stage_order_;                  // [position]
+  PerPosition<StageIndex> stage_order_;
   OpId batch_ = -1;                               // kBatch of the pass
-  std::vector<std::vector<OpId>> input_written_;  // [position][micro_batch] of this pass, -1
-  std::vector<OpId> input_used_;                  // [position] last backward of this pass, -1
+  PerPosition<std::vector<OpId>> input_written_;  // [micro_batch] of this pass, -1
+  PerPosition<OpId> input_used_;                  // last backward of this pass, -1
 };
 
 }  // namespace penstock::tiering

@@ -58,7 +58,7 @@ ProgramBuilder::ProgramBuilder(const ModelGraph& graph, const Plan& plan, int64_
 
 ProgramBuilder::~ProgramBuilder() = default;
 
-void ProgramBuilder::SetOrder(std::vector<int> stages) { parts_->passes.SetOrder(std::move(stages)); }
+void ProgramBuilder::SetOrder(const std::vector<int>& stages) { parts_->passes.SetOrder(stages); }
 void ProgramBuilder::AssumptionHeld() { parts_->updates.AssumptionHeld(); }
 OpId ProgramBuilder::next_id() const { return parts_->ops.next_id(); }
 int64_t ProgramBuilder::next_step() const { return parts_->next_step; }
@@ -67,28 +67,29 @@ int64_t ProgramBuilder::unsaved_step() const { return parts_->updates.unsaved_st
 
 void ProgramBuilder::Parts::CountUses(Pass pass) {
   uses.Clear();
-  const int positions = passes.positions();
   if (pass == Pass::kFlush || pass == Pass::kPersist) {
-    for (size_t b = 0; b < graph.blocks.size(); ++b) uses.Add(static_cast<int>(b));
+    for (const BlockIndex b : graph.blocks.indices()) uses.Add(b);
   } else {
-    for (int position = 0; position < positions; ++position) uses.Add(passes.block_at(position));
+    for (const Position position : passes.positions()) uses.Add(passes.block_at(position));
   }
   if (pass == Pass::kTrain) {
     // The last stage runs forward and backward in one go: one use.
-    for (int position = positions - 2; position >= 0; --position) uses.Add(passes.block_at(position));
+    for (Position position = passes.last_position() - 1; position.valid(); --position) {
+      uses.Add(passes.block_at(position));
+    }
   }
   // What comes after is most often the next forward.
-  for (int position = 0; position < positions; ++position) uses.Add(passes.block_at(position));
+  for (const Position position : passes.positions()) uses.Add(passes.block_at(position));
 }
 
 void ProgramBuilder::Parts::Train(int64_t step, bool in_backward) {
-  const int last = passes.positions() - 1;
+  const Position last = passes.last_position();
   // A single stage has nothing to compute between its forward and the end of its backward.
-  if (last > 0 && (!in_backward || plan.in_backward_share() == 0)) writer.StartDeferring();
+  if (last > Position(0) && (!in_backward || plan.in_backward_share() == 0)) writer.StartDeferring();
   const OpId forward = passes.AppendForward(true, plan.micro_batches, step);
   // The last stage's block may carry the last part of the pending update; fetch it before the commit is
   // placed.
-  passes.ApplyDue(passes.block_at(last), At(last));
+  passes.ApplyDue(passes.block_at(last), PassBuilder::UseInForward(last));
   writer.StopDeferring();
   if (writer.deferred() == 0) updates.CommitPending();
   passes.AppendBackward(step, in_backward, forward);
@@ -99,18 +100,16 @@ void ProgramBuilder::Parts::Persist() {
   if (updates.unsaved_step() == 0) return;
   const int64_t step = updates.TakeUnsavedStep();
   const Edges pending = writer.TakeAwaited();  // of the pending step: for a commit of its own
-  for (size_t b = 0; b < plan.blocks.size(); ++b) {
+  for (const BlockIndex b : plan.blocks.indices()) {
     const BlockPlan& block = plan.blocks[b];
-    const auto number = static_cast<int>(b);
     if (!block.trains) continue;
-    if (plan.on_device(number)) {
-      device.WriteBlock(number, b, step);
+    if (plan.on_device(b)) {
+      device.WriteBlock(b, UseIndex(b.value()), step);
       continue;
     }
-    for (size_t t = 0; t < block.tiles.size(); ++t) {
-      const auto tile = static_cast<int>(t);
-      if (!plan.written_at_checkpoint(number, tile)) continue;
-      writer.WriteChecksummed({number, tile, block.private_run_slot, block.private_tile_slot[t]}, step);
+    for (const TileIndex t : block.tiles.indices()) {
+      if (!plan.written_at_checkpoint(b, t)) continue;
+      writer.WriteChecksummed({b, t, block.private_run_slot, block.private_tile_slot[t]}, step);
     }
   }
   writer.Commit(step, /*durable=*/true);
@@ -133,7 +132,7 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
       parts.Persist();
       break;
     case Pass::kFlush:
-      for (size_t b = 0; b < parts.graph.blocks.size(); ++b) parts.passes.ApplyDue(static_cast<int>(b), b);
+      for (const BlockIndex b : parts.graph.blocks.indices()) parts.passes.ApplyDue(b, UseIndex(b.value()));
       parts.updates.CommitPending();
       break;
   }

@@ -64,7 +64,7 @@ class ProgramBuilder {
 
   // The order in which the stages run from the next pass on: a permutation of 0..S-1, which is the order
   // until then. What is in memory stays of use.
-  void SetOrder(std::vector<int> stages);
+  void SetOrder(const std::vector<int>& stages);
 
   // The norm of the last step is known and asks for no update to be made again: the next pass need not
   // provide for it.

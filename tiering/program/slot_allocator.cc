@@ -21,21 +21,22 @@ SlotAllocator::SlotAllocator(const Plan& plan, const UseOrder& uses)
     // Those that live on a device count: theirs pass through the shared slots on their way.
     if (!block.private_run_slot.valid()) ++sharing[At(block.weight_class)];
   }
-  for (size_t b = 0; b < plan.blocks.size(); ++b) {
+  for (const BlockIndex b : plan.blocks.indices()) {
     const BlockPlan& block = plan.blocks[b];
     const size_t c = At(block.weight_class);
     stays_.push_back(block.private_run_slot.valid() || sharing[c] <= plan.weight_classes[c].slots ? 1 : 0);
     if (!block.private_run_slot.valid()) continue;
     Weights& own = Held(block.private_run_slot);
-    for (std::vector<OpId>* ids : {&own.ready, &own.writes, &own.copies}) ids->assign(block.tiles.size(), -1);
+    for (PerTile<OpId>* ids : {&own.ready, &own.writes, &own.copies}) ids->assign(block.tiles.size(), -1);
     // Without a drive everything is in place before the first pass.
-    if (!plan.on_nvme) own.block = static_cast<int>(b);
+    if (!plan.on_nvme) own.block = b;
   }
   rotating_tile_slots_ = At(std::max(1, plan.tile_ring - (plan.speculates ? 1 : 0)));
-  for (size_t b = 0; b < plan.blocks.size() && !plan.on_nvme; ++b) {
-    const std::vector<TileSlot>& own = plan.blocks[b].private_tile_slot;
-    for (size_t t = 0; t < own.size(); ++t) {
-      if (own[t].valid()) KeepState(own[t], static_cast<int>(b), static_cast<int>(t));
+  for (const BlockIndex b : plan.blocks.indices()) {
+    if (plan.on_nvme) break;
+    const PerTile<TileSlot>& own = plan.blocks[b].private_tile_slot;
+    for (const TileIndex t : own.indices()) {
+      if (own[t].valid()) KeepState(own[t], b, t);
     }
   }
 }
@@ -44,8 +45,8 @@ const SlotAllocator::Weights& SlotAllocator::weights(WeightSlot slot) const { re
 
 SlotAllocator::Weights& SlotAllocator::Held(WeightSlot slot) { return weights_[slot]; }
 
-WeightSlot SlotAllocator::FindWeights(int block) const {
-  const BlockPlan& bp = plan_.blocks[At(block)];
+WeightSlot SlotAllocator::FindWeights(BlockIndex block) const {
+  const BlockPlan& bp = plan_.blocks[block];
   if (bp.private_run_slot.valid()) {
     return weights_[bp.private_run_slot].block == block ? bp.private_run_slot : WeightSlot();
   }
@@ -56,16 +57,16 @@ WeightSlot SlotAllocator::FindWeights(int block) const {
   return WeightSlot();
 }
 
-WeightSlot SlotAllocator::TakeWeightSlot(int block, size_t position, Edges* former) {
+WeightSlot SlotAllocator::TakeWeightSlot(BlockIndex block, UseIndex use, Edges* former) {
   PENSTOCK_CHECK(!FindWeights(block).valid(), "a second slot for the same weights");
-  const BlockPlan& bp = plan_.blocks[At(block)];
+  const BlockPlan& bp = plan_.blocks[block];
   WeightSlot slot = bp.private_run_slot;
   if (!slot.valid()) {
-    slot = uses_.SlotToGiveUp(plan_.weight_classes[At(bp.weight_class)], position,
+    slot = uses_.SlotToGiveUp(plan_.weight_classes[At(bp.weight_class)], use,
                               [this](WeightSlot of) { return weights_[of].block; });
   }
   Weights& held = Held(slot);
-  for (std::vector<OpId>* ids : {&held.ready, &held.writes, &held.copies}) {
+  for (PerTile<OpId>* ids : {&held.ready, &held.writes, &held.copies}) {
     for (const OpId id : *ids) AddIf(former, id);
     ids->assign(bp.tiles.size(), -1);
   }
@@ -77,13 +78,13 @@ WeightSlot SlotAllocator::TakeWeightSlot(int block, size_t position, Edges* form
   return slot;
 }
 
-void SlotAllocator::WeightsUpdated(WeightSlot slot, int tile, OpId id) {
+void SlotAllocator::WeightsUpdated(WeightSlot slot, TileIndex tile, OpId id) {
   WeightsReady(slot, tile, id);
   Held(slot).whole = false;
 }
 
 void SlotAllocator::WeightsCopiedWhole(WeightSlot slot, OpId id) {
-  std::vector<OpId>& copies = Held(slot).copies;
+  PerTile<OpId>& copies = Held(slot).copies;
   std::fill(copies.begin(), copies.end(), -1);
   copies.front() = id;  // stands for all
 }
@@ -98,29 +99,29 @@ void SlotAllocator::WeightsComputedWith(WeightSlot slot, OpId id) {
   Held(slot).last_compute = id;
 }
 
-TileSlot SlotAllocator::TileSlotFor(int block, int tile, bool replays) {
-  const TileSlot own = plan_.blocks[At(block)].private_tile_slot[At(tile)];
+TileSlot SlotAllocator::TileSlotFor(BlockIndex block, TileIndex tile, bool replays) {
+  const TileSlot own = plan_.blocks[block].private_tile_slot[tile];
   if (own.valid()) return own;
   return replays ? TileSlot(plan_.tile_ring - 1) : NextTileSlot();
 }
 
-bool SlotAllocator::HoldsState(TileSlot slot, int block, int tile) const {
+bool SlotAllocator::HoldsState(TileSlot slot, BlockIndex block, TileIndex tile) const {
   return states_[slot].block == block && states_[slot].tile == tile;
 }
 
-void SlotAllocator::KeepState(TileSlot slot, int block, int tile) {
-  PENSTOCK_CHECK(plan_.blocks[At(block)].private_tile_slot[At(tile)] == slot, "state that stays in the ring");
+void SlotAllocator::KeepState(TileSlot slot, BlockIndex block, TileIndex tile) {
+  PENSTOCK_CHECK(plan_.blocks[block].private_tile_slot[tile] == slot, "state that stays in the ring");
   states_[slot] = {block, tile};
 }
 
-GradientSlot SlotAllocator::GradientSlotFor(int block) {
-  const BlockPlan& bp = plan_.blocks[At(block)];
+GradientSlot SlotAllocator::GradientSlotFor(BlockIndex block) {
+  const BlockPlan& bp = plan_.blocks[block];
   if (bp.gradient_slot.valid()) return bp.gradient_slot;
   return plan_.gradient_rings[At(bp.weight_class)].NextSlot(&next_gradient_slot_[At(bp.weight_class)]);
 }
 
-AccumulatorSlot SlotAllocator::AccumulatorSlotFor(int block) {
-  const AccumulatorSlot own = plan_.blocks[At(block)].accumulator_slot;
+AccumulatorSlot SlotAllocator::AccumulatorSlotFor(BlockIndex block) {
+  const AccumulatorSlot own = plan_.blocks[block].accumulator_slot;
   return own.valid() ? own : AccumulatorSlot(next_accumulator_++ % At(plan_.accumulator_ring));
 }
 

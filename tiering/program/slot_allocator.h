@@ -25,53 +25,54 @@ class SlotAllocator {
 
   // What a weight slot holds.
   struct Weights {
-    int block = -1;            // whose weights it holds or will hold
-    std::vector<OpId> ready;   // [tile] complete when the content is there: verified or updated
-    std::vector<OpId> writes;  // [tile] that read the content to the drive, -1: none
-    std::vector<OpId> copies;  // [tile] the last that reads the content to the device, -1: none
-    OpId last_compute = -1;    // the compute lane runs in order: its last use stands for all
-    OpId gather = -1;          // the last of this content, -1: none
-    bool whole = false;        // no shard has changed since
+    BlockIndex block;        // whose weights it holds or will hold
+    PerTile<OpId> ready;     // complete when the content is there: verified or updated
+    PerTile<OpId> writes;    // that read the content to the drive, -1: none
+    PerTile<OpId> copies;    // the last that reads the content to the device, -1: none
+    OpId last_compute = -1;  // the compute lane runs in order: its last use stands for all
+    OpId gather = -1;        // the last of this content, -1: none
+    bool whole = false;      // no shard has changed since
   };
   const Weights& weights(WeightSlot slot) const;
 
   // The slot that has the block's weights, or none.
-  WeightSlot FindWeights(int block) const;
+  WeightSlot FindWeights(BlockIndex block) const;
   // Nothing but its first use ever brings the block's weights: no other block takes their slot.
-  bool stays(int block) const { return stays_[At(block)] != 0; }
-  // Gives the block a slot for the use at `position`: its own, an empty one, or the one most worth giving up.
+  bool stays(BlockIndex block) const { return stays_[block] != 0; }
+  // Gives the block a slot for the use: its own, an empty one, or the one most worth giving up.
   // `former`: who uses it until then.
-  WeightSlot TakeWeightSlot(int block, size_t position, Edges* former);
+  WeightSlot TakeWeightSlot(BlockIndex block, UseIndex use, Edges* former);
   // What the slot holds is nobody's: its next content is the next block's that asks.
-  void ForgetWeights(WeightSlot slot) { Held(slot).block = -1; }
+  void ForgetWeights(WeightSlot slot) { Held(slot).block = BlockIndex(); }
 
   // What happens to the weights in a slot.
-  void WeightsReady(WeightSlot slot, int tile, OpId id) { Held(slot).ready[At(tile)] = id; }
-  void WeightsUpdated(WeightSlot slot, int tile, OpId id);
-  void WeightsWritten(WeightSlot slot, int tile, OpId id) { Held(slot).writes[At(tile)] = id; }
-  void WeightsCopied(WeightSlot slot, int tile, OpId id) { Held(slot).copies[At(tile)] = id; }
+  void WeightsReady(WeightSlot slot, TileIndex tile, OpId id) { Held(slot).ready[tile] = id; }
+  void WeightsUpdated(WeightSlot slot, TileIndex tile, OpId id);
+  void WeightsWritten(WeightSlot slot, TileIndex tile, OpId id) { Held(slot).writes[tile] = id; }
+  void WeightsCopied(WeightSlot slot, TileIndex tile, OpId id) { Held(slot).copies[tile] = id; }
   void WeightsCopiedWhole(WeightSlot slot, OpId id);
   void WeightsGathered(WeightSlot slot, OpId id);
   void WeightsComputedWith(WeightSlot slot, OpId id);
 
   // The slot for a tile's update: its own, or one of the ring. Updates that are replayed have the last one of
   // the ring to themselves: they wait for the norm, and what is read ahead of it must not wait with them.
-  TileSlot TileSlotFor(int block, int tile, bool replays);
+  TileSlot TileSlotFor(BlockIndex block, TileIndex tile, bool replays);
   TileSlot NextTileSlot() { return TileSlot(next_tile_slot_++ % rotating_tile_slots_); }
-  bool HoldsState(TileSlot slot, int block, int tile) const;
+  bool HoldsState(TileSlot slot, BlockIndex block, TileIndex tile) const;
   // The state stays there; only in the tile's own slot.
-  void KeepState(TileSlot slot, int block, int tile);
+  void KeepState(TileSlot slot, BlockIndex block, TileIndex tile);
   SlotUsers<TileSlot>& tile_users() { return tile_users_; }
 
   // The slot for a block's gradient, or for its sums: its own, or the next of the ring.
-  GradientSlot GradientSlotFor(int block);
-  AccumulatorSlot AccumulatorSlotFor(int block);
+  GradientSlot GradientSlotFor(BlockIndex block);
+  AccumulatorSlot AccumulatorSlotFor(BlockIndex block);
   SlotUsers<GradientSlot>& gradient_users() { return gradient_users_; }
   SlotUsers<AccumulatorSlot>& accumulator_users() { return accumulator_users_; }
 
  private:
   struct State {
-    int block = -1, tile = -1;
+    BlockIndex block;
+    TileIndex tile;
   };
 
   Weights& Held(WeightSlot slot);
@@ -79,7 +80,7 @@ class SlotAllocator {
   const Plan& plan_;
   const UseOrder& uses_;
   IndexedVector<WeightSlot, Weights> weights_;
-  std::vector<char> stays_;                // [block]
+  PerBlock<char> stays_;
   IndexedVector<TileSlot, State> states_;  // what it keeps
   SlotUsers<TileSlot> tile_users_;
   SlotUsers<GradientSlot> gradient_users_;

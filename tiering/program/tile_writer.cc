@@ -21,19 +21,18 @@ double TileWriter::DeferredShare(const ModelGraph& graph) const {
     backward_seconds += stage.backward_seconds;
   }
   double forward = 0, backward = 0, either = 0;  // bytes of the drive
-  for (size_t b = 0; b < plan_.blocks.size(); ++b) {
+  for (const BlockIndex b : plan_.blocks.indices()) {
     const BlockPlan& block = plan_.blocks[b];
-    const auto number = static_cast<int>(b);
-    if (plan_.on_device(number)) continue;
-    const bool stays = slots_.stays(number);
+    if (plan_.on_device(b)) continue;
+    const bool stays = slots_.stays(b);
     const auto weights = static_cast<double>(block.elements * plan_.precision.weight_bytes());
     const auto gradient = static_cast<double>(block.elements * plan_.precision.gradient_bytes);
     for (double* pass : {&forward, &backward}) {
       if (!stays) *pass += weights;
       if (block.trains && !block.gradient_slot.valid()) *pass += gradient;
     }
-    for (size_t t = 0; block.trains && t < block.tiles.size(); ++t) {
-      if (plan_.written_at_checkpoint(number, static_cast<int>(t))) continue;
+    for (const TileIndex t : block.tiles.indices()) {
+      if (!block.trains || plan_.written_at_checkpoint(b, t)) continue;
       const auto state = static_cast<double>(plan_.precision.StateBytes(block.tiles[t].elements));
       double& write = stays ? either : forward;
       write += static_cast<double>(block.tiles[t].elements * plan_.precision.weight_bytes());
@@ -57,7 +56,7 @@ void TileWriter::StartDeferring() {
 }
 
 void TileWriter::WriteUpdated(const TilePlace& at, const UpdateCause& cause, OpId update) {
-  const BlockPlan& bp = plan_.blocks[At(at.block)];
+  const BlockPlan& bp = plan_.blocks[at.block];
   bool defers = defers_ && !cause.replay && slots_.stays(at.block);
   if (defers) {
     deferred_due_ += deferred_share_;
@@ -69,9 +68,9 @@ void TileWriter::WriteUpdated(const TilePlace& at, const UpdateCause& cause, OpI
     return;
   }
   TilePlace later = at;
-  later.tile_slot = bp.private_tile_slot[At(at.tile)];
+  later.tile_slot = bp.private_tile_slot[at.tile];
   const bool state_streams =
-      !later.tile_slot.valid() && plan_.precision.StateBytes(bp.tiles[At(at.tile)].elements) > 0;
+      !later.tile_slot.valid() && plan_.precision.StateBytes(bp.tiles[at.tile].elements) > 0;
   if (!state_streams) {
     // Of a tile without state the slot of the ring is free: only its weights are written.
     deferred_.push_back({OpKind::kWriteTile, later, cause.step, update});
@@ -90,7 +89,7 @@ void TileWriter::WriteChecksummed(const TilePlace& at, int64_t step) {
   checksum.weight_slot = at.weight_slot;
   checksum.tile_slot = at.tile_slot;
   checksum.after = slots_.tile_users().of(at.tile_slot);
-  AddIf(&checksum.after, slots_.weights(at.weight_slot).ready[At(at.tile)]);
+  AddIf(&checksum.after, slots_.weights(at.weight_slot).ready[at.tile]);
   // Its checksums are the ones of the last write until that is over.
   AddIf(&checksum.after, last_write(at.block, at.tile));
   slots_.tile_users().Add(at.tile_slot, id);
@@ -107,7 +106,7 @@ void TileWriter::EmitDeferred(size_t most, OpId after) {
 }
 
 Op& TileWriter::EmitWrite(OpKind kind, const TilePlace& at, const UpdateCause& cause, OpId ready) {
-  const int64_t elements = plan_.blocks[At(at.block)].tiles[At(at.tile)].elements;
+  const int64_t elements = plan_.blocks[at.block].tiles[at.tile].elements;
   const Precision& precision = plan_.precision;
   const OpId id = ops_.next_id();
   Op& write = ops_.Emit(kind, Lane::kWrite, cause.step);
@@ -124,7 +123,7 @@ Op& TileWriter::EmitWrite(OpKind kind, const TilePlace& at, const UpdateCause& c
   AddIf(&write.after, last_commit_);
   if (at.tile_slot.valid()) slots_.tile_users().Add(at.tile_slot, id);
   slots_.WeightsWritten(at.weight_slot, at.tile, id);
-  last_write_[At(at.block)][At(at.tile)] = id;
+  last_write_[at.block][at.tile] = id;
   awaited_.push_back(id);
   return write;
 }

@@ -21,7 +21,8 @@ namespace penstock::tiering {
 
 // A tile, and where it is in memory.
 struct TilePlace {
-  int block = -1, tile = -1;
+  BlockIndex block;
+  TileIndex tile;
   WeightSlot weight_slot = {};
   TileSlot tile_slot = {};  // none: its state is not there
 };
@@ -60,7 +61,7 @@ class TileWriter {
   // agree on it.
   void Commit(int64_t step, bool durable, OpId decided = -1);
 
-  OpId last_write(int block, int tile) const { return last_write_[At(block)][At(tile)]; }  // -1: none
+  OpId last_write(BlockIndex block, TileIndex tile) const { return last_write_[block][tile]; }  // -1: none
   OpId last_commit() const { return last_commit_; }
 
  private:
@@ -79,7 +80,7 @@ class TileWriter {
   const Plan& plan_;
   OpList& ops_;
   SlotAllocator& slots_;
-  std::vector<std::vector<OpId>> last_write_;  // [block][tile]
+  PerBlock<PerTile<OpId>> last_write_;
   OpId last_commit_ = -1;
   Edges awaited_;  // by the next commit
   bool defers_ = false;

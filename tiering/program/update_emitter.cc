@@ -16,14 +16,14 @@ UpdateEmitter::UpdateEmitter(const Plan& plan, OpList* ops, SlotAllocator* slots
   }
 }
 
-void UpdateEmitter::GradientIsFinal(int block) {
-  std::vector<Due>& due = due_[At(block)];
+void UpdateEmitter::GradientIsFinal(BlockIndex block) {
+  PerTile<Due>& due = due_[block];
   PENSTOCK_CHECK(!IsDue(block), "a gradient over one that no update has used");
   std::fill(due.begin(), due.end(), Due::kUpdate);
 }
 
 void UpdateEmitter::EmitSpeculative(const TilePlace& at, OpId final_id, int64_t step) {
-  Due& due = due_[At(at.block)][At(at.tile)];
+  Due& due = due_[at.block][at.tile];
   PENSTOCK_CHECK(due == Due::kUpdate, "an update in backward without a gradient");
   Emit({.at = at, .cause = {.step = step, .in_backward = true}, .decided = final_id});
   due = Due::kReplay;
@@ -35,12 +35,12 @@ void UpdateEmitter::StartPending(int64_t step, OpId norm) {
   norm_ = norm;
 }
 
-void UpdateEmitter::EmitDue(int block, WeightSlot weight_slot, const std::vector<OpId>& reads) {
-  std::vector<Due>& due = due_[At(block)];
-  for (size_t t = 0; t < due.size(); ++t) {
+void UpdateEmitter::EmitDue(BlockIndex block, WeightSlot weight_slot, const PerTile<OpId>& reads) {
+  PerTile<Due>& due = due_[block];
+  for (const TileIndex t : due.indices()) {
     if (due[t] == Due::kNothing) continue;
     // Whoever used the content before this update is done by the time of the norm, on which it waits.
-    Emit({.at = {.block = block, .tile = static_cast<int>(t), .weight_slot = weight_slot},
+    Emit({.at = {.block = block, .tile = t, .weight_slot = weight_slot},
           .cause = {.step = pending_step_, .replay = due[t] == Due::kReplay},
           .decided = norm_,
           .weights_read = due[t] == Due::kUpdate ? reads[t] : -1});
@@ -48,14 +48,14 @@ void UpdateEmitter::EmitDue(int block, WeightSlot weight_slot, const std::vector
   }
 }
 
-void UpdateEmitter::UpdatedOnDevice(int block, OpId update) {
-  for (int64_t& version : versions_[At(block)]) ++version;
-  std::fill(due_[At(block)].begin(), due_[At(block)].end(), Due::kNothing);
+void UpdateEmitter::UpdatedOnDevice(BlockIndex block, OpId update) {
+  for (int64_t& version : versions_[block]) ++version;
+  std::fill(due_[block].begin(), due_[block].end(), Due::kNothing);
   writer_.Await(update);
 }
 
 void UpdateEmitter::AssumptionHeld() {
-  for (std::vector<Due>& block : due_) std::replace(block.begin(), block.end(), Due::kReplay, Due::kNothing);
+  for (PerTile<Due>& block : due_) std::replace(block.begin(), block.end(), Due::kReplay, Due::kNothing);
 }
 
 void UpdateEmitter::CommitPending() {
@@ -67,8 +67,8 @@ void UpdateEmitter::CommitPending() {
 
 int64_t UpdateEmitter::TakeUnsavedStep() { return std::exchange(unsaved_step_, 0); }
 
-bool UpdateEmitter::IsDue(int block) const {
-  const std::vector<Due>& due = due_[At(block)];
+bool UpdateEmitter::IsDue(BlockIndex block) const {
+  const PerTile<Due>& due = due_[block];
   return std::any_of(due.begin(), due.end(), [](Due tile) { return tile != Due::kNothing; });
 }
 
@@ -85,12 +85,12 @@ Op& UpdateEmitter::EmitPart(const Update& update, OpKind kind, Lane lane, int64_
 OpId UpdateEmitter::EmitReplayRead(const Update& update) {
   const TilePlace& at = update.at;
   const SlotAllocator::Weights& weights = slots_.weights(at.weight_slot);
-  const int64_t elements = plan_.blocks[At(at.block)].tiles[At(at.tile)].elements;
+  const int64_t elements = plan_.blocks[at.block].tiles[at.tile].elements;
   const OpId id = ops_.next_id();
   Op& read = EmitPart(update, OpKind::kReadWeights, Lane::kRead, elements * plan_.precision.weight_bytes());
   read.weight_slot = at.weight_slot;
   read.after = {update.decided};
-  AddIf(&read.after, weights.ready[At(at.tile)]);
+  AddIf(&read.after, weights.ready[at.tile]);
   AddIf(&read.after, weights.gather);
   AddIf(&read.after, writer_.last_write(at.block, at.tile));
   return id;
@@ -98,8 +98,8 @@ OpId UpdateEmitter::EmitReplayRead(const Update& update) {
 
 OpId UpdateEmitter::EmitStateRead(const Update& update, const Edges& former) {
   const TilePlace& at = update.at;
-  const BlockPlan& block = plan_.blocks[At(at.block)];
-  const int64_t bytes = plan_.precision.StateBytes(block.tiles[At(at.tile)].elements);
+  const BlockPlan& block = plan_.blocks[at.block];
+  const int64_t bytes = plan_.precision.StateBytes(block.tiles[at.tile].elements);
   if (bytes == 0 || (!update.cause.replay && slots_.HoldsState(at.tile_slot, at.block, at.tile))) return -1;
   const OpId id = ops_.next_id();
   Op& read = EmitPart(update, OpKind::kReadState, Lane::kRead, bytes);
@@ -108,7 +108,7 @@ OpId UpdateEmitter::EmitStateRead(const Update& update, const Edges& former) {
   AddIf(&read.after, writer_.last_write(at.block, at.tile));
   if (update.cause.replay) read.after.push_back(update.decided);
   slots_.tile_users().Add(at.tile_slot, id);
-  if (block.private_tile_slot[At(at.tile)].valid()) slots_.KeepState(at.tile_slot, at.block, at.tile);
+  if (block.private_tile_slot[at.tile].valid()) slots_.KeepState(at.tile_slot, at.block, at.tile);
   return id;
 }
 
@@ -116,10 +116,10 @@ OpId UpdateEmitter::EmitStateRead(const Update& update, const Edges& former) {
 // update is made again only to leave the tile as it was.
 OpId UpdateEmitter::EmitGradientRead(const Update& update, const Edges& former) {
   const TilePlace& at = update.at;
-  const BlockPlan& block = plan_.blocks[At(at.block)];
+  const BlockPlan& block = plan_.blocks[at.block];
   const OpId spilled = gradients_.spilled(at.block);
   if (block.gradient_slot.valid() || update.cause.in_backward || spilled < 0) return -1;
-  const int64_t elements = block.tiles[At(at.tile)].elements;
+  const int64_t elements = block.tiles[at.tile].elements;
   const OpId id = ops_.next_id();
   Op& read = EmitPart(update, OpKind::kReadGradient, Lane::kRead, elements * plan_.precision.gradient_bytes);
   read.tile_slot = at.tile_slot;
@@ -146,7 +146,7 @@ void UpdateEmitter::Emit(const Update& wanted) {
   update.weight_slot = at.weight_slot;
   update.tile_slot = at.tile_slot;
   update.gradient_slot =
-      of.cause.in_backward ? gradients_.final_slot(at.block) : plan_.blocks[At(at.block)].gradient_slot;
+      of.cause.in_backward ? gradients_.final_slot(at.block) : plan_.blocks[at.block].gradient_slot;
   update.checks_weights = weights_read >= 0;
   update.checks_state = state_read >= 0;
   update.after = former;
@@ -156,10 +156,10 @@ void UpdateEmitter::Emit(const Update& wanted) {
   AddIf(&update.after, of.decided);
   AddIf(&update.after, last_write);
   AddIf(&update.after, weights.gather);
-  if (of.weights_read < 0) AddIf(&update.after, weights.ready[At(at.tile)]);
+  if (of.weights_read < 0) AddIf(&update.after, weights.ready[at.tile]);
   slots_.tile_users().Add(at.tile_slot, id);
   slots_.WeightsUpdated(at.weight_slot, at.tile, id);
-  ++versions_[At(at.block)][At(at.tile)];
+  ++versions_[at.block][at.tile];
   if (update.gradient_slot.valid()) slots_.gradient_users().Add(update.gradient_slot, id);
   if (!plan_.on_nvme || plan_.written_at_checkpoint(at.block, at.tile)) {
     writer_.Await(id);

@@ -30,16 +30,16 @@ class UpdateEmitter {
                 const GradientEmitter& gradients);
 
   // The block's gradient is final: its tiles are due with it.
-  void GradientIsFinal(int block);
+  void GradientIsFinal(BlockIndex block);
   // Updates a tile in backward, with the gradient that `final_id` made final. A replay is due then.
   void EmitSpeculative(const TilePlace& at, OpId final_id, int64_t step);
   // What was due of `step` is pending from now on, and `norm` decides it.
   void StartPending(int64_t step, OpId norm);
-  // Makes what is due of the block, whose weights are in `weight_slot`. `reads`: [tile] of its weights, to be
+  // Makes what is due of the block, whose weights are in `weight_slot`. `reads`: of its weights, to be
   // checked by an update; -1: they were in memory.
-  void EmitDue(int block, WeightSlot weight_slot, const std::vector<OpId>& reads);
+  void EmitDue(BlockIndex block, WeightSlot weight_slot, const PerTile<OpId>& reads);
   // The device makes what is due of a block that lives there. It waits for the norm by itself.
-  void UpdatedOnDevice(int block, OpId update);
+  void UpdatedOnDevice(BlockIndex block, OpId update);
   // No update will have to be made again.
   void AssumptionHeld();
   // Commits the pending step, if there is one.
@@ -47,10 +47,10 @@ class UpdateEmitter {
   // What a restart would not find is going to be written.
   int64_t TakeUnsavedStep();
 
-  bool IsDue(int block) const;
-  Due due(int block, size_t tile) const { return due_[At(block)][tile]; }
-  // [tile] updates appended: the versions of the block's weights.
-  const std::vector<int64_t>& versions(int block) const { return versions_[At(block)]; }
+  bool IsDue(BlockIndex block) const;
+  Due due(BlockIndex block, TileIndex tile) const { return due_[block][tile]; }
+  // Updates appended: the versions of the block's weights.
+  const PerTile<int64_t>& versions(BlockIndex block) const { return versions_[block]; }
   int64_t pending_step() const { return pending_step_; }  // 0: none
   OpId norm() const { return norm_; }                     // of the pending step
   int64_t unsaved_step() const { return unsaved_step_; }
@@ -76,8 +76,8 @@ class UpdateEmitter {
   SlotAllocator& slots_;
   TileWriter& writer_;
   const GradientEmitter& gradients_;
-  std::vector<std::vector<Due>> due_;           // [block][tile]
-  std::vector<std::vector<int64_t>> versions_;  // [block][tile]
+  PerBlock<PerTile<Due>> due_;
+  PerBlock<PerTile<int64_t>> versions_;
   int64_t pending_step_ = 0;
   OpId norm_ = -1;
   int64_t unsaved_step_ = 0;

@@ -8,17 +8,20 @@
 namespace penstock::tiering {
 
 void UseOrder::Clear() {
-  for (std::vector<size_t>& uses : uses_) uses.clear();
-  next_ = 0;
+  for (std::vector<UseIndex>& uses : uses_) uses.clear();
+  next_ = UseIndex(0);
 }
 
-void UseOrder::Add(int block) { uses_[At(block)].push_back(next_++); }
+void UseOrder::Add(BlockIndex block) {
+  uses_[block].push_back(next_);
+  ++next_;
+}
 
-UseOrder::GiveUp UseOrder::WorthGivingUp(int block, size_t position) const {
-  constexpr size_t kNever = std::numeric_limits<size_t>::max();
-  const std::vector<size_t>& uses = uses_[At(block)];
-  const bool computes = position > 0 && std::binary_search(uses.begin(), uses.end(), position - 1);
-  const auto next = std::upper_bound(uses.begin(), uses.end(), position);
+UseOrder::GiveUp UseOrder::WorthGivingUp(BlockIndex block, UseIndex use) const {
+  constexpr UseIndex kNever(std::numeric_limits<int>::max());
+  const std::vector<UseIndex>& uses = uses_[block];
+  const bool computes = std::binary_search(uses.begin(), uses.end(), use - 1);
+  const auto next = std::upper_bound(uses.begin(), uses.end(), use);
   return {!computes, next != uses.end() ? *next : kNever};
 }
 

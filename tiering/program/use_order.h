@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "tiering/plan/numbers.h"
 #include "tiering/plan/slot.h"
 
 namespace penstock::tiering {
@@ -19,18 +20,18 @@ class UseOrder {
 
   void Clear();
   // The next use is one of `block`.
-  void Add(int block);
+  void Add(BlockIndex block);
 
   // Of the class's slots the first empty one, or else the one whose content is most worth giving up when a
-  // block is fetched for the use at `position`. `held(slot)`: the block whose content the slot has, -1: none.
+  // block is fetched for the use at `use`. `held(slot)`: the block whose content the slot has, or none.
   template <class I, class Held>
-  I SlotToGiveUp(const SlotRing<I>& cls, size_t position, const Held& held) const {
+  I SlotToGiveUp(const SlotRing<I>& cls, UseIndex use, const Held& held) const {
     I victim;
     GiveUp worth;
     for (const I slot : cls.indices()) {
-      const int block = held(slot);
-      if (block < 0) return slot;
-      const GiveUp of_slot = WorthGivingUp(block, position);
+      const BlockIndex block = held(slot);
+      if (!block.valid()) return slot;
+      const GiveUp of_slot = WorthGivingUp(block, use);
       if (victim.valid() && of_slot <= worth) continue;
       victim = slot;
       worth = of_slot;
@@ -39,14 +40,14 @@ class UseOrder {
   }
 
  private:
-  // Whether the block is not the one that computes while that at `position` is fetched, and its next use: the
+  // Whether the block is not the one that computes while that at `use` is fetched, and its next use: the
   // content that compares greatest is given up. Furthest in the future alone would keep, of two slots, the
   // one of an embedding that is used again at the other end, and leave every block to wait for the other.
-  using GiveUp = std::pair<bool, size_t>;
-  GiveUp WorthGivingUp(int block, size_t position) const;
+  using GiveUp = std::pair<bool, UseIndex>;
+  GiveUp WorthGivingUp(BlockIndex block, UseIndex use) const;
 
-  std::vector<std::vector<size_t>> uses_;  // [block]
-  size_t next_ = 0;
+  PerBlock<std::vector<UseIndex>> uses_;
+  UseIndex next_{0};
 };
 
 }  // namespace penstock::tiering

@@ -9,22 +9,21 @@ WeightFetcher::WeightFetcher(const Plan& plan, OpList* ops, SlotAllocator* slots
                              const TileWriter& writer)
     : plan_(plan), ops_(*ops), slots_(*slots), updates_(*updates), writer_(writer) {}
 
-WeightSlot WeightFetcher::Fetch(int block, size_t position) {
-  std::vector<OpId> reads(plan_.blocks[At(block)].tiles.size(), -1);
+WeightSlot WeightFetcher::Fetch(BlockIndex block, UseIndex use) {
+  PerTile<OpId> reads(plan_.blocks[block].tiles.size(), -1);
   WeightSlot slot = slots_.FindWeights(block);
-  if (!slot.valid()) slot = Read(block, position, &reads);
+  if (!slot.valid()) slot = Read(block, use, &reads);
   updates_.EmitDue(block, slot, reads);
   return slot;
 }
 
-WeightSlot WeightFetcher::Read(int block, size_t position, std::vector<OpId>* reads) {
+WeightSlot WeightFetcher::Read(BlockIndex block, UseIndex use, PerTile<OpId>* reads) {
   Edges former;
-  const WeightSlot slot = slots_.TakeWeightSlot(block, position, &former);
-  const std::vector<Tile>& tiles = plan_.blocks[At(block)].tiles;
-  for (size_t t = 0; t < tiles.size(); ++t) {
-    const auto tile = static_cast<int>(t);
-    const bool updates = updates_.due(block, t) == Due::kUpdate;
-    (*reads)[t] = ops_.next_id();
+  const WeightSlot slot = slots_.TakeWeightSlot(block, use, &former);
+  const PerTile<Tile>& tiles = plan_.blocks[block].tiles;
+  for (const TileIndex tile : tiles.indices()) {
+    const bool updates = updates_.due(block, tile) == Due::kUpdate;
+    (*reads)[tile] = ops_.next_id();
     // Weights that an update needs belong to its step; those that only compute needs, to the step that
     // computes.
     Op& read = ops_.Emit(OpKind::kReadWeights, Lane::kRead,
@@ -32,7 +31,7 @@ WeightSlot WeightFetcher::Read(int block, size_t position, std::vector<OpId>* re
     read.block = block;
     read.tile = tile;
     read.weight_slot = slot;
-    read.bytes = tiles[t].elements * plan_.precision.weight_bytes();
+    read.bytes = tiles[tile].elements * plan_.precision.weight_bytes();
     read.after = former;
     AddIf(&read.after, writer_.last_write(block, tile));
     if (updates) continue;
@@ -41,12 +40,12 @@ WeightSlot WeightFetcher::Read(int block, size_t position, std::vector<OpId>* re
     verify.block = block;
     verify.tile = tile;
     verify.weight_slot = slot;
-    verify.after = {(*reads)[t]};
+    verify.after = {(*reads)[tile]};
   }
   return slot;
 }
 
-void WeightFetcher::Gather(int block, WeightSlot weight_slot) {
+void WeightFetcher::Gather(BlockIndex block, WeightSlot weight_slot) {
   if (plan_.world == 1) return;
   const SlotAllocator::Weights& weights = slots_.weights(weight_slot);
   if (weights.whole) return;

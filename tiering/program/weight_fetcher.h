@@ -23,14 +23,14 @@ class WeightFetcher {
   WeightFetcher(const Plan& plan, OpList* ops, SlotAllocator* slots, UpdateEmitter* updates,
                 const TileWriter& writer);
 
-  // For a use at `position` of the pass's order of uses; returns the weight slot.
-  WeightSlot Fetch(int block, size_t position);
+  // Returns the weight slot.
+  WeightSlot Fetch(BlockIndex block, UseIndex use);
   // Over several ranks, for a use by compute: gathers what is not there or has changed.
-  void Gather(int block, WeightSlot weight_slot);
+  void Gather(BlockIndex block, WeightSlot weight_slot);
 
  private:
-  // Into a slot that it is given; `reads`: [tile].
-  WeightSlot Read(int block, size_t position, std::vector<OpId>* reads);
+  // Into a slot that it is given.
+  WeightSlot Read(BlockIndex block, UseIndex use, PerTile<OpId>* reads);
 
   const Plan& plan_;
   OpList& ops_;

@@ -72,7 +72,7 @@ void Calibration::CalibrateCpu(Result* result) const {
   const auto until = [&](double at) {
     return std::lower_bound(gone.begin(), gone.end(), at, [](const Gone& a, double b) { return a.at < b; });
   };
-  std::vector<std::vector<double>> forward(graph_.stages.size()), backward(graph_.stages.size());
+  PerStage<std::vector<double>> forward(graph_.stages.size()), backward(graph_.stages.size());
   std::vector<double> commits;
   double updated = 0, update_seconds = 0, checked = 0, check_seconds = 0;
   double updated_there = 0, update_there_seconds = 0;
@@ -84,10 +84,10 @@ void Calibration::CalibrateCpu(Result* result) const {
         span.lane == Lane::kCompute ? end->compute - begin->compute : end->updates - begin->updates;
     switch (span.kind) {
       case OpKind::kForward:
-        forward[static_cast<size_t>(span.stage)].push_back(work);
+        forward[span.stage].push_back(work);
         break;
       case OpKind::kBackward:
-        backward[static_cast<size_t>(span.stage)].push_back(work);
+        backward[span.stage].push_back(work);
         break;
       case OpKind::kUpdate:
         updated += static_cast<double>(span.amount);
@@ -104,7 +104,7 @@ void Calibration::CalibrateCpu(Result* result) const {
         break;
     }
   }
-  for (size_t s = 0; s < graph_.stages.size(); ++s) {
+  for (const StageIndex s : graph_.stages.indices()) {
     if (!forward[s].empty()) result->graph.stages[s].forward_seconds = Median(forward[s]);
     if (!backward[s].empty()) result->graph.stages[s].backward_seconds = Median(backward[s]);
   }

@@ -43,7 +43,7 @@ class Calibration {
   struct Span {
     OpKind kind;
     Lane lane;
-    int stage;
+    StageIndex stage;
     int64_t amount;  // bytes moved or looked at; parameters of an update
     double start, end;
   };

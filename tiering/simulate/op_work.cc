@@ -3,12 +3,12 @@
 namespace penstock::tiering {
 
 int64_t UpdateWork(const Plan& plan, const Op& op) {
-  const BlockPlan& block = plan.blocks[static_cast<size_t>(op.block)];
+  const BlockPlan& block = plan.blocks[op.block];
   if (op.kind == OpKind::kUpdateOnDevice) return block.elements;
   if (op.kind == OpKind::kRoundGradient)
     return plan.on_device(op.block) ? 0 : block.elements * plan.precision.gradient_bytes;
   if (op.kind == OpKind::kVerify && op.device_weight_slot.valid()) return 0;  // there
-  const int64_t elements = block.tiles[static_cast<size_t>(op.tile)].elements;
+  const int64_t elements = block.tiles[op.tile].elements;
   switch (op.kind) {
     case OpKind::kVerify:
       return op.checks_state ? plan.precision.StateBytes(elements) : elements * plan.precision.weight_bytes();

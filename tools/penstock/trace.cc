@@ -43,8 +43,9 @@ void Trace::Add(tiering::OpId id, const tiering::Op& op, double start_seconds, d
   if (file_ == nullptr) return;
   const double start = Since(start_seconds), end = Since(end_seconds);
   const std::string name(tiering::OpKindName(op.kind));
-  const std::string args = absl::StrCat("{\"step\":", op.step, ",\"block\":", op.block, ",\"tile\":", op.tile,
-                                        ",\"stage\":", op.stage, ",\"bytes\":", op.bytes, "}");
+  const std::string args =
+      absl::StrCat("{\"step\":", op.step, ",\"block\":", op.block.value(), ",\"tile\":", op.tile.value(),
+                   ",\"stage\":", op.stage.value(), ",\"bytes\":", op.bytes, "}");
   const int lane = static_cast<int>(op.lane);
   if (op.lane == tiering::Lane::kCompute || op.lane == tiering::Lane::kHost) {
     std::fprintf(file_,

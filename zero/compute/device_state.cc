@@ -11,10 +11,10 @@ namespace penstock::zero {
 
 static_assert(tiering::kPartAlignment == static_cast<int64_t>(kernels::kReduceBlock));
 
-TileMemory DeviceState::block(int block) const {
+TileMemory DeviceState::block(tiering::BlockIndex block) const {
   const tiering::DevicePlan::Block& places = Places(block);
   TileMemory memory;
-  memory.elements = plan_.blocks[static_cast<size_t>(block)].elements;
+  memory.elements = plan_.blocks[block].elements;
   memory.weights = Place(plan_.device.weight_slots, places.weight_slot) +
                    rank_ * memory.elements * plan_.precision.weight_bytes();
   memory.gradient = Place(plan_.device.gradient_slots, places.gradient_slot);
@@ -24,16 +24,15 @@ TileMemory DeviceState::block(int block) const {
   return memory;
 }
 
-double* DeviceState::partial_sums(int block) const {
+double* DeviceState::partial_sums(tiering::BlockIndex block) const {
   std::byte* const state = Place(plan_.device.state_slots, Places(block).state_slot);
-  return reinterpret_cast<double*>(
-      state + plan_.precision.StateBytes(plan_.blocks[static_cast<size_t>(block)].elements));
+  return reinterpret_cast<double*>(state + plan_.precision.StateBytes(plan_.blocks[block].elements));
 }
 
-std::vector<DeviceState::Piece> DeviceState::Pieces(int block, int tile, const TileMemory& here,
-                                                    bool with_weights) const {
-  const tiering::BlockPlan& of = plan_.blocks[static_cast<size_t>(block)];
-  const tiering::Tile& cut = of.tiles[static_cast<size_t>(tile)];
+std::vector<DeviceState::Piece> DeviceState::Pieces(tiering::BlockIndex block, tiering::TileIndex tile,
+                                                    const TileMemory& here, bool with_weights) const {
+  const tiering::BlockPlan& of = plan_.blocks[block];
+  const tiering::Tile& cut = of.tiles[tile];
   const TileMemory there = this->block(block);
   std::vector<Piece> pieces;
   auto add = [&](void* far, void* near, int64_t at, int64_t bytes) {
@@ -89,31 +88,36 @@ absl::Status DeviceState::CopyNow(bool in, std::vector<Piece> pieces) const {
   return over.get_future().get();
 }
 
-void DeviceState::CopyStateIn(int block, int tile, const TileMemory& from, Device::Done done) const {
+void DeviceState::CopyStateIn(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& from,
+                              Device::Done done) const {
   Copy(/*in=*/true, Pieces(block, tile, from, /*with_weights=*/false), std::move(done));
 }
 
-void DeviceState::CopyOut(int block, int tile, const TileMemory& to, Device::Done done) const {
+void DeviceState::CopyOut(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& to,
+                          Device::Done done) const {
   Copy(/*in=*/false, Pieces(block, tile, to, /*with_weights=*/true), std::move(done));
 }
 
-absl::Status DeviceState::Read(int block, int tile, const TileMemory& to) const {
+absl::Status DeviceState::Read(tiering::BlockIndex block, tiering::TileIndex tile,
+                               const TileMemory& to) const {
   return CopyNow(/*in=*/false, Pieces(block, tile, to, /*with_weights=*/true));
 }
 
-absl::Status DeviceState::Write(int block, int tile, const TileMemory& from) const {
+absl::Status DeviceState::Write(tiering::BlockIndex block, tiering::TileIndex tile,
+                                const TileMemory& from) const {
   return CopyNow(/*in=*/true, Pieces(block, tile, from, /*with_weights=*/true));
 }
 
-absl::Status DeviceState::ReadGradient(int block, int64_t first, int64_t count, void* to) const {
+absl::Status DeviceState::ReadGradient(tiering::BlockIndex block, int64_t first, int64_t count,
+                                       void* to) const {
   const int64_t width = plan_.precision.gradient_bytes;
   std::byte* const gradient = static_cast<std::byte*>(this->block(block).gradient);
   return CopyNow(/*in=*/false, {{gradient + first * width, static_cast<std::byte*>(to), count * width}});
 }
 
-TileMemory DeviceState::staged(int block, int tile) const {
+TileMemory DeviceState::staged(tiering::BlockIndex block, tiering::TileIndex tile) const {
   TileMemory memory;
-  memory.elements = plan_.blocks[static_cast<size_t>(block)].tiles[static_cast<size_t>(tile)].elements;
+  memory.elements = plan_.blocks[block].tiles[tile].elements;
   std::byte* place = staging_.data();
   memory.weights = place;
   for (size_t s = 0; s + 1 < plan_.precision.segment_bytes.size(); ++s) {

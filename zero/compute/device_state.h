@@ -30,25 +30,27 @@ class DeviceState {
               std::span<std::byte> staging)
       : plan_(plan), device_(device), arena_(arena), rank_(rank), staging_(staging) {}
 
-  bool has(int block) const { return plan_.on_device(block); }
+  bool has(tiering::BlockIndex block) const { return plan_.on_device(block); }
   // All of a block, over several ranks of this one's part, as one tile on the device: weights, state,
   // gradient.
-  TileMemory block(int block) const;
+  TileMemory block(tiering::BlockIndex block) const;
   // The partial sums of its gradient's squares there, one for each tiering::kPartAlignment elements.
-  double* partial_sums(int block) const;
+  double* partial_sums(tiering::BlockIndex block) const;
 
   // State alone, from a tile in host memory to the device; weights and state the other way.
-  void CopyStateIn(int block, int tile, const TileMemory& from, Device::Done done) const;
-  void CopyOut(int block, int tile, const TileMemory& to, Device::Done done) const;
+  void CopyStateIn(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& from,
+                   Device::Done done) const;
+  void CopyOut(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& to,
+               Device::Done done) const;
 
   // Weights and state of a tile, to and from host memory; they wait for the copy.
-  absl::Status Read(int block, int tile, const TileMemory& to) const;
-  absl::Status Write(int block, int tile, const TileMemory& from) const;
+  absl::Status Read(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& to) const;
+  absl::Status Write(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& from) const;
   // `count` of its gradient's elements from `first` (of the block) on, as they wait for the update.
-  absl::Status ReadGradient(int block, int64_t first, int64_t count, void* to) const;
+  absl::Status ReadGradient(tiering::BlockIndex block, int64_t first, int64_t count, void* to) const;
   // A tile's places in the staging memory, for whoever has the use of it: the engine before the first step,
   // then the checkpoint that is being copied.
-  TileMemory staged(int block, int tile) const;
+  TileMemory staged(tiering::BlockIndex block, tiering::TileIndex tile) const;
 
  private:
   struct Piece {
@@ -56,15 +58,16 @@ class DeviceState {
     std::byte* here;
     int64_t bytes;
   };
-  std::vector<Piece> Pieces(int block, int tile, const TileMemory& here, bool with_weights) const;
+  std::vector<Piece> Pieces(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& here,
+                            bool with_weights) const;
   void Copy(bool in, std::vector<Piece> pieces, Device::Done done) const;
   absl::Status CopyNow(bool in, std::vector<Piece> pieces) const;
   template <class I>
   std::byte* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
     return arena_ + slots[slot].offset;
   }
-  const tiering::DevicePlan::Block& Places(int block) const {
-    return plan_.device.blocks[static_cast<size_t>(block)];
+  const tiering::DevicePlan::Block& Places(tiering::BlockIndex block) const {
+    return plan_.device.blocks[block];
   }
 
   const tiering::Plan& plan_;

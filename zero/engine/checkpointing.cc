@@ -21,12 +21,10 @@ namespace penstock::zero {
 namespace {
 
 // Block and tile of every tile of a store, in the store's order.
-std::vector<std::pair<int, int>> TileNumbers(const tiering::Plan& plan) {
-  std::vector<std::pair<int, int>> numbers;
-  for (size_t b = 0; b < plan.blocks.size(); ++b) {
-    for (size_t t = 0; t < plan.blocks[b].tiles.size(); ++t) {
-      numbers.emplace_back(static_cast<int>(b), static_cast<int>(t));
-    }
+std::vector<std::pair<tiering::BlockIndex, tiering::TileIndex>> TileNumbers(const tiering::Plan& plan) {
+  std::vector<std::pair<tiering::BlockIndex, tiering::TileIndex>> numbers;
+  for (const tiering::BlockIndex b : plan.blocks.indices()) {
+    for (const tiering::TileIndex t : plan.blocks[b].tiles.indices()) numbers.emplace_back(b, t);
   }
   return numbers;
 }
@@ -39,15 +37,14 @@ std::vector<void*> PlacesIn(const TileMemory& memory) {
 
 // Of a plan that has everything in memory.
 std::vector<void*> PlacesOf(const tiering::Plan& plan, const ArenaView& residency, const DeviceState* device,
-                            int block, int tile) {
+                            tiering::BlockIndex block, tiering::TileIndex tile) {
   if (device != nullptr && device->has(block)) return PlacesIn(device->staged(block, tile));
-  const tiering::BlockPlan& of = plan.blocks[static_cast<size_t>(block)];
-  return PlacesIn(
-      residency.tile(block, tile, of.private_run_slot, of.private_tile_slot[static_cast<size_t>(tile)]));
+  const tiering::BlockPlan& of = plan.blocks[block];
+  return PlacesIn(residency.tile(block, tile, of.private_run_slot, of.private_tile_slot[tile]));
 }
 
 // A tile was read to its places: on to the device, where it lives there.
-absl::Status HandOn(const DeviceState* device, int block, int tile) {
+absl::Status HandOn(const DeviceState* device, tiering::BlockIndex block, tiering::TileIndex tile) {
   if (device == nullptr || !device->has(block)) return absl::OkStatus();
   return device->Write(block, tile, device->staged(block, tile));
 }
@@ -241,8 +238,7 @@ static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const ShardDir
                    ShardedState::Open(io, parts, inspections, elements, plan.precision,
                                       {static_cast<std::byte*>(start), bytes}));
   for (const auto& [block, tile] : TileNumbers(plan)) {
-    const tiering::Tile range =
-        residency.InRun(block, plan.blocks[static_cast<size_t>(block)].tiles[static_cast<size_t>(tile)]);
+    const tiering::Tile range = residency.InRun(block, plan.blocks[block].tiles[tile]);
     const std::vector<void*> places = PlacesOf(plan, residency, device, block, tile);
     absl::Status read = reader->Read(block, range.offset, range.elements, places);
     if (read.ok()) read = HandOn(device, block, tile);
@@ -265,7 +261,7 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirec
   options.read_only = true;
   options.sequence = inspections->front().record.sequence;
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> store, swap::Store::Open(io, options));
-  const std::vector<std::pair<int, int>> numbers = TileNumbers(plan);
+  const std::vector<std::pair<tiering::BlockIndex, tiering::TileIndex>> numbers = TileNumbers(plan);
   if (numbers.size() != store->geometry().tiles()) {
     return absl::DataLossError(absl::StrCat(directories.front(), " has ", store->geometry().tiles(),
                                             " tiles, its model ", numbers.size()));

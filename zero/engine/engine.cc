@@ -221,9 +221,10 @@ class Engine::Impl {
     if (last_result_.step == 0) {
       return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
     }
-    return Access().ReadGradient(
-        parameter, last_result_.loss_scale, last_result_.in_backward > 0,
-        [this](int block, int tile) { return lanes_->gradient_checksum(block, tile); });
+    return Access().ReadGradient(parameter, last_result_.loss_scale, last_result_.in_backward > 0,
+                                 [this](tiering::BlockIndex block, tiering::TileIndex tile) {
+                                   return lanes_->gradient_checksum(block, tile);
+                                 });
   }
 
   absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {

@@ -47,7 +47,8 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
   uint32_t store_tile = 0;
   size_t next = 0;
   for (size_t b = 0; b < model.blocks.size(); ++b) {
-    const tiering::BlockPlan& block = plan.blocks[b];
+    const tiering::BlockIndex number(b);
+    const tiering::BlockPlan& block = plan.blocks[number];
     const FlatLayout& layout = modules[b]->layout();
     absl::Status refused;  // by initial_values, or the device
     absl::Status status = Guarded(absl::StrCat("building block ", model.blocks[b].name), [&] {
@@ -64,11 +65,11 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
       const tiering::WeightSlot weight_slot = block.private_run_slot.valid()
                                                   ? block.private_run_slot
                                                   : plan.weight_classes[At(block.weight_class)].first_slot;
-      for (size_t t = 0; t < block.tiles.size(); ++t) {
+      for (const tiering::TileIndex t : block.tiles.indices()) {
         const tiering::Tile& tile = block.tiles[t];
         torch::Tensor masters = torch::empty({tile.elements}, torch::kFloat32);
         float* const values = masters.data_ptr<float>();
-        const int64_t first = residency.InRun(static_cast<int>(b), tile).offset;
+        const int64_t first = residency.InRun(number, tile).offset;
         if (stream.has_value()) {
           stream->Read(first, tile.elements, values);
         } else if (module != nullptr) {
@@ -77,7 +78,7 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
           // The parts of the last ranks may go beyond the run's end.
           const int64_t there = std::clamp<int64_t>(layout.elements - first, 0, tile.elements);
           std::fill(values + there, values + tile.elements, 0.0F);
-          if (there > 0) refused = options.initial_values(static_cast<int>(b), first, there, values);
+          if (there > 0) refused = options.initial_values(number.value(), first, there, values);
           if (!refused.ok()) return;
         }
         Slot& slot = ring[next % ring.size()];
@@ -87,12 +88,11 @@ absl::Status InitializeState(const Model& model, const EngineOptions& options, c
         }
         const tiering::TileSlot tile_slot =
             store != nullptr ? tiering::TileSlot(next % ring.size()) : block.private_tile_slot[t];
-        const auto number = static_cast<int>(b), of_block = static_cast<int>(t);
         const bool staged = store == nullptr && device != nullptr && device->has(number);
-        const TileMemory memory = staged ? device->staged(number, of_block)
-                                         : residency.tile(number, of_block, weight_slot, tile_slot);
+        const TileMemory memory =
+            staged ? device->staged(number, t) : residency.tile(number, t, weight_slot, tile_slot);
         FillTile(format, values, memory);
-        if (staged) refused = device->Write(number, of_block, memory);
+        if (staged) refused = device->Write(number, t, memory);
         if (!refused.ok()) return;
         if (store == nullptr) continue;
         std::vector<const void*> sources = {memory.weights};

@@ -47,7 +47,7 @@ absl::StatusOr<ParameterAccess::Found> ParameterAccess::Find(std::string_view na
   for (size_t b = 0; b < modules_.size(); ++b) {
     for (const Parameter& parameter : modules_[b]->layout().parameters) {
       if (absl::StrCat(model_.blocks[b].name, ".", parameter.name) == name)
-        return Found{static_cast<int>(b), &parameter};
+        return Found{tiering::BlockIndex(b), &parameter};
     }
   }
   const std::vector<std::string> names = Names();
@@ -56,22 +56,23 @@ absl::StatusOr<ParameterAccess::Found> ParameterAccess::Find(std::string_view na
                    DidYouMean(name, std::vector<std::string_view>(names.begin(), names.end()))));
 }
 
-uint32_t ParameterAccess::StoreTile(int block, int tile) const {
+uint32_t ParameterAccess::StoreTile(tiering::BlockIndex block, tiering::TileIndex tile) const {
   size_t before = 0;
-  for (int b = 0; b < block; ++b) before += plan_.blocks[At(b)].tiles.size();
+  for (tiering::BlockIndex b(0); b < block; ++b) before += plan_.blocks[b].tiles.size();
   return static_cast<uint32_t>(before + At(tile));
 }
 
 absl::Status ParameterAccess::ForEachTile(
-    const Found& found, const std::function<absl::Status(int, int64_t, int64_t, int64_t)>& body) const {
+    const Found& found,
+    const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, int64_t)>& body) const {
   const Parameter& parameter = *found.parameter;
-  const std::vector<tiering::Tile>& tiles = plan_.blocks[At(found.block)].tiles;
-  for (size_t t = 0; t < tiles.size(); ++t) {
+  const tiering::PerTile<tiering::Tile>& tiles = plan_.blocks[found.block].tiles;
+  for (const tiering::TileIndex t : tiles.indices()) {
     const tiering::Tile tile = residency_.InRun(found.block, tiles[t]);
     const int64_t begin = std::max(parameter.offset, tile.offset);
     const int64_t end = std::min(parameter.offset + parameter.elements, tile.offset + tile.elements);
     if (begin >= end) continue;
-    RETURN_IF_ERROR(body(static_cast<int>(t), begin - tile.offset, end - begin, begin - parameter.offset));
+    RETURN_IF_ERROR(body(t, begin - tile.offset, end - begin, begin - parameter.offset));
   }
   return absl::OkStatus();
 }
@@ -90,7 +91,8 @@ absl::Status ParameterAccess::OfAll(const absl::Status& mine) const {
 }
 
 absl::StatusOr<torch::Tensor> ParameterAccess::ReadParts(
-    const Found& found, const std::function<absl::Status(int, int64_t, int64_t, float*)>& read) const {
+    const Found& found,
+    const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, float*)>& read) const {
   torch::Tensor values, exchanged;
   absl::Status status = Guarded("memory for a parameter's state", [&] {
     values = torch::empty(found.parameter->sizes, torch::kFloat32);
@@ -98,8 +100,9 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadParts(
   });
   if (status.ok()) {
     float* const to = values.data_ptr<float>();
-    status = ForEachTile(
-        found, [&](int tile, int64_t begin, int64_t n, int64_t at) { return read(tile, begin, n, to + at); });
+    status = ForEachTile(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, int64_t at) {
+      return read(tile, begin, n, to + at);
+    });
   }
   status = OfAll(status);
   if (status.ok() && comm_ != nullptr)
@@ -110,7 +113,7 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadParts(
 
 absl::Status ParameterAccess::Share(const Found& found, float* gathered, float* values) const {
   const Parameter& parameter = *found.parameter;
-  const int64_t part = plan_.blocks[At(found.block)].elements;
+  const int64_t part = plan_.blocks[found.block].elements;
   const int64_t most = std::min(part, std::max<int64_t>(1, kSharedAtOnce / comm_->world()));
   for (int64_t from = 0; from < part; from += most) {
     const int64_t n = std::min(most, part - from);
@@ -149,14 +152,15 @@ absl::Status ParameterAccess::CheckSame(std::string_view name, const torch::Tens
   return absl::OkStatus();
 }
 
-absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(int block, int tile) const {
-  const tiering::BlockPlan& bp = plan_.blocks[At(block)];
+absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(tiering::BlockIndex block,
+                                                              tiering::TileIndex tile) const {
+  const tiering::BlockPlan& bp = plan_.blocks[block];
   Loaded loaded;
   if (store_ == nullptr && !OnDeviceAlone(block)) {
-    loaded.memory = residency_.tile(block, tile, bp.private_run_slot, bp.private_tile_slot[At(tile)]);
+    loaded.memory = residency_.tile(block, tile, bp.private_run_slot, bp.private_tile_slot[tile]);
     return loaded;
   }
-  const int64_t elements = bp.tiles[At(tile)].elements;
+  const int64_t elements = bp.tiles[tile].elements;
   std::byte* place = nullptr;
   ASSIGN_OR_RETURN(torch::Tensor copy, Pages(plan_.precision.TotalBytes(elements), &place));
   loaded.copy = std::move(copy);
@@ -178,7 +182,8 @@ absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(int block, int til
   return loaded;
 }
 
-absl::Status ParameterAccess::Store(int block, int tile, const Loaded& loaded) const {
+absl::Status ParameterAccess::Store(tiering::BlockIndex block, tiering::TileIndex tile,
+                                    const Loaded& loaded) const {
   if (OnDeviceAlone(block)) return device_->Write(block, tile, loaded.memory);
   if (store_ == nullptr) return absl::OkStatus();
   const uint32_t id = StoreTile(block, tile);
@@ -198,7 +203,7 @@ absl::Status ParameterAccess::Store(int block, int tile, const Loaded& loaded) c
 absl::StatusOr<torch::Tensor> ParameterAccess::Read(std::string_view name, StateKind kind) {
   ASSIGN_OR_RETURN(Found found, Find(name));
   RETURN_IF_ERROR(CheckKept(kind));
-  return ReadParts(found, [&](int tile, int64_t begin, int64_t n, float* to) -> absl::Status {
+  return ReadParts(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, float* to) -> absl::Status {
     ASSIGN_OR_RETURN(Loaded loaded, Load(found.block, tile));
     ReadValues(format_, loaded.memory, kind, begin, n, to);
     return absl::OkStatus();
@@ -207,12 +212,12 @@ absl::StatusOr<torch::Tensor> ParameterAccess::Read(std::string_view name, State
 
 absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
     std::string_view name, double scale, bool in_backward,
-    const std::function<uint64_t(int, int)>& gradient_checksum) {
+    const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum) {
   ASSIGN_OR_RETURN(Found found, Find(name));
   if (!found.parameter->trains) {
     return absl::FailedPreconditionError(absl::StrCat(std::string(name), " is frozen: it has no gradient"));
   }
-  const tiering::BlockPlan& bp = plan_.blocks[At(found.block)];
+  const tiering::BlockPlan& bp = plan_.blocks[found.block];
   const bool all_in_backward = std::count(bp.in_backward.begin(), bp.in_backward.end(), 0) == 0;
   if (in_backward && !plan_.clips && !bp.gradient_slot.valid() && all_in_backward) {
     return absl::FailedPreconditionError(
@@ -220,8 +225,8 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
                      "more host memory keeps it, and so does the order of update \"next_forward\""));
   }
   const int64_t width = plan_.precision.gradient_bytes;
-  const auto read_tile = [&](int tile, int64_t begin, int64_t n, float* to) -> absl::Status {
-    const tiering::Tile& cut = bp.tiles[At(tile)];
+  const auto read_tile = [&](tiering::TileIndex tile, int64_t begin, int64_t n, float* to) -> absl::Status {
+    const tiering::Tile& cut = bp.tiles[tile];
     torch::Tensor copy;
     const std::byte* gradient = nullptr;
     if (device_ != nullptr && device_->has(found.block)) {
@@ -243,9 +248,9 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
       if (read.ok()) read = store_->Wait(&io);
       if (!read.ok()) return read;
       if (kernels::Checksum(place, bytes) != gradient_checksum(found.block, tile)) {
-        return absl::DataLossError(absl::StrCat("gradient of tile ", tile, " of block ", found.block, ", ",
-                                                bytes, " bytes: what came back from the drive is not what ",
-                                                "was written"));
+        return absl::DataLossError(
+            absl::StrCat("gradient of tile ", tile.value(), " of block ", found.block.value(), ", ", bytes,
+                         " bytes: what came back from the drive is not what ", "was written"));
       }
       gradient = place;
     }
@@ -277,11 +282,12 @@ absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const
   if (status.ok()) status = CheckSame(name, values);
   if (status.ok()) status = OfAll(start());
   if (!status.ok()) return status;
-  return OfAll(ForEachTile(found, [&](int tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
-    ASSIGN_OR_RETURN(Loaded loaded, Load(found.block, tile));
-    WriteValues(format_, loaded.memory, kind, begin, n, values.data_ptr<float>() + at);
-    return Store(found.block, tile, loaded);
-  }));
+  return OfAll(
+      ForEachTile(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
+        ASSIGN_OR_RETURN(Loaded loaded, Load(found.block, tile));
+        WriteValues(format_, loaded.memory, kind, begin, n, values.data_ptr<float>() + at);
+        return Store(found.block, tile, loaded);
+      }));
 }
 
 }  // namespace penstock::zero

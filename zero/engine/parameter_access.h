@@ -54,8 +54,9 @@ class ParameterAccess {
   // `gradient_checksum(block, tile)`: of the part of a gradient that waits on the drive. Values are divided
   // by `scale`, the loss scale of their step; `in_backward`: that step was updated so, where the plan says
   // it.
-  absl::StatusOr<torch::Tensor> ReadGradient(std::string_view name, double scale, bool in_backward,
-                                             const std::function<uint64_t(int, int)>& gradient_checksum);
+  absl::StatusOr<torch::Tensor> ReadGradient(
+      std::string_view name, double scale, bool in_backward,
+      const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum);
   // kInvalidArgument: another shape, or values that differ between ranks. `start` is called, on all ranks,
   // when nothing is wrong with the call and before anything is changed.
   absl::Status Write(std::string_view name, StateKind kind, const torch::Tensor& value,
@@ -63,7 +64,7 @@ class ParameterAccess {
 
  private:
   struct Found {
-    int block = 0;
+    tiering::BlockIndex block;
     const Parameter* parameter = nullptr;
   };
   // A tile in memory: its own place, or a copy of what is on the drive or the device.
@@ -75,21 +76,23 @@ class ParameterAccess {
   // OK where the optimizer keeps it.
   absl::Status CheckKept(StateKind kind) const;
   // Its only place is the device's memory.
-  bool OnDeviceAlone(int block) const {
+  bool OnDeviceAlone(tiering::BlockIndex block) const {
     return store_ == nullptr && device_ != nullptr && device_->has(block);
   }
-  absl::StatusOr<Loaded> Load(int block, int tile) const;
-  absl::Status Store(int block, int tile, const Loaded& loaded) const;
-  uint32_t StoreTile(int block, int tile) const;
+  absl::StatusOr<Loaded> Load(tiering::BlockIndex block, tiering::TileIndex tile) const;
+  absl::Status Store(tiering::BlockIndex block, tiering::TileIndex tile, const Loaded& loaded) const;
+  uint32_t StoreTile(tiering::BlockIndex block, tiering::TileIndex tile) const;
   // Calls `body(tile, begin in tile, n, begin in parameter)` for each tile of this rank that the parameter
   // touches.
-  absl::Status ForEachTile(const Found& found,
-                           const std::function<absl::Status(int, int64_t, int64_t, int64_t)>& body) const;
+  absl::Status ForEachTile(
+      const Found& found,
+      const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, int64_t)>& body) const;
   // `mine`, or the error of another rank.
   absl::Status OfAll(const absl::Status& mine) const;
   // A parameter's values: this rank's by `read(tile, begin in tile, n, to)`, the others' from them.
   absl::StatusOr<torch::Tensor> ReadParts(
-      const Found& found, const std::function<absl::Status(int, int64_t, int64_t, float*)>& read) const;
+      const Found& found,
+      const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, float*)>& read) const;
   // Fills in the other ranks' parts of a parameter's values, by way of `gathered`.
   absl::Status Share(const Found& found, float* gathered, float* values) const;
   absl::Status CheckSame(std::string_view name, const torch::Tensor& values) const;

@@ -165,9 +165,10 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
           TakeRankZeros(comm, "the model's times", seconds.data(), seconds.size() * sizeof(double));
       !status.ok())
     return status;
-  for (size_t s = 0; s < graph->stages.size(); ++s) {
-    graph->stages[s].forward_seconds = seconds[2 * s];
-    graph->stages[s].backward_seconds = seconds[2 * s + 1];
+  auto agreed = seconds.begin();
+  for (tiering::StageShape& stage : graph->stages) {
+    stage.forward_seconds = *agreed++;
+    stage.backward_seconds = *agreed++;
   }
   return absl::OkStatus();
 }
@@ -212,7 +213,7 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
   for (const tiering::BlockPlan& block : plan.blocks) {
     numbers.insert(numbers.end(), {block.elements, block.trains, block.private_run_slot.value(),
                                    block.gradient_slot.value(), block.accumulator_slot.value()});
-    for (size_t t = 0; t < block.tiles.size(); ++t) {
+    for (const tiering::TileIndex t : block.tiles.indices()) {
       numbers.insert(numbers.end(),
                      {block.tiles[t].elements, block.private_tile_slot[t].value(), block.in_backward[t]});
     }

@@ -39,15 +39,16 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
 
   // Tiles of the size that they had.
   struct Place {
-    int block;
+    tiering::BlockIndex block;
     tiering::Tile range;  // of the run
   };
   std::vector<Place> places;
   swap::Layout layout;
   for (size_t b = 0; b < elements.size(); ++b) {
+    const tiering::BlockIndex block(b);
     const int64_t part = tiering::ShardElements(elements[b], options.world());
-    for (const tiering::Tile& tile : tiering::CutTiles(part, from->LargestTile(static_cast<int>(b)))) {
-      places.push_back({static_cast<int>(b), {options.rank() * part + tile.offset, tile.elements}});
+    for (const tiering::Tile& tile : tiering::CutTiles(part, from->LargestTile(block))) {
+      places.push_back({block, {options.rank() * part + tile.offset, tile.elements}});
       layout.tiles.push_back(TileLayoutOf(precision, tile.elements));
     }
   }

@@ -33,10 +33,10 @@ swap::Layout LayoutOfThisHost(const swap::Layout& layout, const EngineOptions& o
   return all;
 }
 
-absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape& shape,
-                                                          const tiering::ModelGraph& graph, int world,
-                                                          const tiering::Precision& precision) {
-  std::vector<std::vector<int64_t>> tiles;
+absl::StatusOr<tiering::PerBlock<std::vector<int64_t>>> TilesOf(const swap::StoreShape& shape,
+                                                                const tiering::ModelGraph& graph, int world,
+                                                                const tiering::Precision& precision) {
+  tiering::PerBlock<std::vector<int64_t>> tiles;
   size_t next = 0;
   for (const tiering::BlockShape& block : graph.blocks) {
     std::vector<int64_t>& of_block = tiles.emplace_back();

@@ -25,9 +25,9 @@ swap::Layout LayoutOf(const tiering::Plan& plan);
 swap::Layout LayoutOfThisHost(const swap::Layout& layout, const EngineOptions& options);
 
 // The tiles of a store that is there, as elements by block. kDataLoss: they are not those of the model.
-absl::StatusOr<std::vector<std::vector<int64_t>>> TilesOf(const swap::StoreShape& shape,
-                                                          const tiering::ModelGraph& graph, int world,
-                                                          const tiering::Precision& precision);
+absl::StatusOr<tiering::PerBlock<std::vector<int64_t>>> TilesOf(const swap::StoreShape& shape,
+                                                                const tiering::ModelGraph& graph, int world,
+                                                                const tiering::Precision& precision);
 
 // How many versions of everything a new store holds: what the options say, else three where checkpoints are
 // copied at leisure and there is room, else two; the same on all ranks, the least of theirs. `besides`: bytes

@@ -19,7 +19,7 @@ absl::StatusOr<std::unique_ptr<DeviceLanes>> DeviceLanes::Create(const tiering::
 }
 
 std::byte* DeviceLanes::weights(const Op& op) const {
-  const tiering::Tile& cut = plan_.blocks[static_cast<size_t>(op.block)].tiles[static_cast<size_t>(op.tile)];
+  const tiering::Tile& cut = plan_.blocks[op.block].tiles[op.tile];
   return static_cast<std::byte*>(run(op.device_weight_slot)) +
          residency_.InRun(op.block, cut).offset * plan_.precision.weight_bytes();
 }
@@ -31,7 +31,7 @@ std::byte* DeviceLanes::gradients(const Op& op) const {
 }
 
 std::byte* DeviceLanes::own_part(const Op& op) const {
-  const int64_t part = plan_.blocks[static_cast<size_t>(op.block)].elements;
+  const int64_t part = plan_.blocks[op.block].elements;
   return gradients(op) + residency_.rank() * part * plan_.accumulator_bytes(op.block);
 }
 
@@ -48,7 +48,7 @@ GradientPlace DeviceLanes::place(const Op& op) const {
 void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
   switch (op.kind) {
     case OpKind::kCopyIn: {
-      if (op.tile < 0) {
+      if (!op.tile.valid()) {
         return device_.CopyIn(run(op.device_weight_slot), residency_.run(op.weight_slot), op.bytes,
                               /*after_compute=*/false, std::move(done));
       }
@@ -93,14 +93,14 @@ void DeviceLanes::StartInput(const Op& op, StageRunner& runner, Device::Done don
     const auto bytes = static_cast<int64_t>(input.tensor.nbytes());
     return device_.CopyIn(input.tensor.data_ptr(), place, bytes, /*after_compute=*/true, std::move(done));
   }
-  input.tensor = runner.TakeInput(op.position, op.micro_batch);
+  input.tensor = runner.TakeInput(op.position.value(), op.micro_batch);
   input.sizes = input.tensor.sizes().vec();
   input.type = input.tensor.scalar_type();
   const auto bytes = static_cast<int64_t>(input.tensor.nbytes());
   const int64_t room = plan_.input_slots[slot].bytes;
   if (bytes > room || !input.tensor.is_contiguous()) {
     return done(absl::InvalidArgumentError(absl::StrCat(
-        "the input at position ", op.position, " has ", bytes, " bytes, ", room,
+        "the input at position ", op.position.value(), " has ", bytes, " bytes, ", room,
         " were planned for: a stage's output must keep the shape that the example batch gave it")));
   }
   device_.CopyOut(place, input.tensor.data_ptr(), bytes, std::move(done));
@@ -110,7 +110,7 @@ void DeviceLanes::Settle(const Op& op, StageRunner& runner) {
   if (op.kind != OpKind::kWriteInput && op.kind != OpKind::kReadInput) return;
   torch::Tensor tensor =
       std::exchange(inputs_[plan_.input_slot(op.position, op.micro_batch)].tensor, torch::Tensor());
-  if (op.kind == OpKind::kReadInput) runner.PutInput(op.position, op.micro_batch, std::move(tensor));
+  if (op.kind == OpKind::kReadInput) runner.PutInput(op.position.value(), op.micro_batch, std::move(tensor));
 }
 
 }  // namespace penstock::zero

@@ -57,7 +57,7 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
       transfers->spill.io.set_on_complete(&HardwareLanes::OnSpillDone, spill.get());
     }
   }
-  for (int position = 0; position < plan_.positions; ++position) {
+  for (const tiering::Position position : plan_.all_positions()) {
     auto& of_position = input_transfers_.emplace_back();
     for (int m = 0; plan_.SpillsInput(position) && m < plan_.micro_batches; ++m) {
       of_position.push_back(std::make_unique<InputTransfer>());
@@ -245,8 +245,8 @@ std::pair<uint32_t, uint32_t> HardwareLanes::WrittenSegments(const Op& op) const
 
 void HardwareLanes::StartSpill(const Task& task) {
   const Op& op = *task.op;
-  const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
-  Spill& spill = *spills_[At(op.block)];
+  const tiering::BlockPlan& block = plan_.blocks[op.block];
+  Spill& spill = *spills_[op.block];
   spill.task = task;
   spill.start = Now();
   // One more than the transfers, taken off at the end: none of them may report before all are submitted.
@@ -254,12 +254,12 @@ void HardwareLanes::StartSpill(const Task& task) {
   auto* gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
   spill.refused = absl::OkStatus();
   int submitted = 0;
-  for (size_t t = 0; t < block.tiles.size() && spill.refused.ok(); ++t) {
+  for (const tiering::TileIndex t : block.tiles.indices()) {
+    if (!spill.refused.ok()) break;
     const int64_t bytes = plan_.precision.gradient_bytes;
     spill.refused = store_->WriteScratch(
-        &tiles_[At(op.block)][t]->spill.io, StoreTile(op.block, static_cast<int>(t)), 0,
-        gradient + block.tiles[t].offset * bytes, static_cast<uint64_t>(block.tiles[t].elements * bytes),
-        aio::Priority::kWriteBehind);
+        &tiles_[op.block][t]->spill.io, StoreTile(op.block, t), 0, gradient + block.tiles[t].offset * bytes,
+        static_cast<uint64_t>(block.tiles[t].elements * bytes), aio::Priority::kWriteBehind);
     if (spill.refused.ok()) ++submitted;
   }
   const int missing = static_cast<int>(block.tiles.size()) - submitted;
@@ -268,13 +268,13 @@ void HardwareLanes::StartSpill(const Task& task) {
 
 absl::Status HardwareLanes::StartInput(const Task& task) {
   const Op& op = *task.op;
-  InputTransfer& transfer = *input_transfers_[At(op.position)][At(op.micro_batch)];
+  InputTransfer& transfer = *input_transfers_[op.position][At(op.micro_batch)];
   transfer.task = task;
   transfer.start = Now();
   if (op.kind == OpKind::kReadInput) {
     return inputs_->Read(op.position, op.micro_batch, &HardwareLanes::OnInputDone, &transfer);
   }
-  return inputs_->Write(op.position, op.micro_batch, runner_->TakeInput(op.position, op.micro_batch),
+  return inputs_->Write(op.position, op.micro_batch, runner_->TakeInput(op.position.value(), op.micro_batch),
                         &HardwareLanes::OnInputDone, &transfer);
 }
 
@@ -331,8 +331,8 @@ absl::Status HardwareLanes::Settle(const Done& done) {
                                  std::span(transfers(op).checksums).subspan(first, count));
     }
     case OpKind::kWriteGradient:
-      status = spills_[At(op.block)]->refused;  // the tiles that were not taken have their last status
-      for (const auto& tile : tiles_[At(op.block)]) status.Update(tile->spill.io.status());
+      status = spills_[op.block]->refused;  // the tiles that were not taken have their last status
+      for (const auto& tile : tiles_[op.block]) status.Update(tile->spill.io.status());
       return status;
     case OpKind::kWriteInput:
       if (device_ == nullptr) return inputs_->Written(op.position, op.micro_batch);
@@ -344,7 +344,7 @@ absl::Status HardwareLanes::Settle(const Done& done) {
         return status;
       }
       ASSIGN_OR_RETURN(torch::Tensor input, inputs_->Take(op.position, op.micro_batch));
-      runner_->PutInput(op.position, op.micro_batch, std::move(input));
+      runner_->PutInput(op.position.value(), op.micro_batch, std::move(input));
       return status;
     }
     case OpKind::kCommit:
@@ -355,7 +355,7 @@ absl::Status HardwareLanes::Settle(const Done& done) {
     case OpKind::kAgree:
       return hooks_.committed(op);
     case OpKind::kRoundGradient:
-      runner_->Taken(op.block);
+      runner_->Taken(op.block.value());
       return status;
     default:
       return status;
@@ -404,22 +404,23 @@ void HardwareLanes::Work(std::deque<Task>* queue, bool computes) {
 absl::Status HardwareLanes::Run(const Op& op) {
   switch (op.kind) {
     case OpKind::kForward:
-      return runner_->Forward(op.stage, op.position, op.micro_batch, op.evaluates, WeightsOf(op));
+      return runner_->Forward(op.stage.value(), op.position.value(), op.micro_batch, op.evaluates,
+                              WeightsOf(op));
     case OpKind::kBackward:
-      return runner_->Backward(op.stage, op.position, op.micro_batch, WeightsOf(op));
+      return runner_->Backward(op.stage.value(), op.position.value(), op.micro_batch, WeightsOf(op));
     case OpKind::kRoundOnDevice:
-      return runner_->RoundGradient(op.block, device_->place(op).accumulator,
+      return runner_->RoundGradient(op.block.value(), device_->place(op).accumulator,
                                     device_->gradient(op.device_gradient_slot));
     case OpKind::kSquareGradient:
       return Guarded("squares of a gradient", [&] {
         device_->device().SquarePartials(options_.format.weights, device_->gradient(op.device_gradient_slot),
-                                         static_cast<size_t>(plan_.blocks[At(op.block)].elements),
+                                         static_cast<size_t>(plan_.blocks[op.block].elements),
                                          device_->state().partial_sums(op.block));
       });
     case OpKind::kUpdateOnDevice:
       return RunUpdateOnDevice(op);
     case OpKind::kAccumulateGradient: {
-      if (device_ != nullptr) return runner_->TakeGradient(op.stage, device_->place(op));
+      if (device_ != nullptr) return runner_->TakeGradient(op.stage.value(), device_->place(op));
       GradientPlace place;
       if (op.accumulator_slot.valid() && plan_.accumulator_bytes(op.block) == 4) {
         place.accumulator = residency_.accumulator(op.accumulator_slot);
@@ -429,7 +430,7 @@ absl::Status HardwareLanes::Run(const Op& op) {
       } else {
         place.gradient = residency_.gradient(op.gradient_slot);
       }
-      return runner_->TakeGradient(op.stage, place);
+      return runner_->TakeGradient(op.stage.value(), place);
     }
     case OpKind::kVerify:
       return RunVerify(op);
@@ -455,8 +456,8 @@ absl::Status HardwareLanes::RunVerify(const Op& op) {
   return store_->VerifyRead(op.checks_state ? transfers(op).state.io : transfers(op).weights.io);
 }
 
-uint64_t HardwareLanes::SeedOf(const UpdateDecision& decision, int block) {
-  return MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(block));
+uint64_t HardwareLanes::SeedOf(const UpdateDecision& decision, tiering::BlockIndex block) {
+  return MixSeed(static_cast<uint64_t>(decision.update), static_cast<uint64_t>(block.value()));
 }
 
 absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
@@ -466,13 +467,13 @@ absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
   const tiering::Tile all = residency_.InRun(op.block, {0, memory.elements});
   return Guarded("update on the device", [&] {
     device_->device().Update(decision.optimizer, UpdatesOf(options_.format, SeedOf(decision, op.block),
-                                                           modules_[At(op.block)]->layout(), all, memory));
+                                                           modules_[op.block]->layout(), all, memory));
   });
 }
 
 absl::Status HardwareLanes::RunUpdate(const Op& op) {
   TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
-  const tiering::Tile& tile = plan_.blocks[At(op.block)].tiles[At(op.tile)];
+  const tiering::Tile& tile = plan_.blocks[op.block].tiles[op.tile];
   // What was read for this update is checked before it is changed. Weights or state that were in memory
   // already have been checked when they came, or were written from here.
   if (op.checks_weights) {
@@ -490,13 +491,13 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
     const auto bytes = static_cast<size_t>(memory.elements * plan_.precision.gradient_bytes);
     if (kernels::Checksum(memory.gradient, bytes) != transfers(op).gradient_checksum) {
       return absl::DataLossError(
-          absl::StrCat("gradient of tile ", op.tile, " of block ", op.block, ", ", bytes,
+          absl::StrCat("gradient of tile ", op.tile.value(), " of block ", op.block.value(), ", ", bytes,
                        " bytes: what came back from the drive is not what was written; the last "
                        "commit is whole: continue with --resume, and mistrust the drive"));
     }
   }
-  UpdateTile(options_.format, decision.optimizer, SeedOf(decision, op.block),
-             modules_[At(op.block)]->layout(), residency_.InRun(op.block, tile), memory);
+  UpdateTile(options_.format, decision.optimizer, SeedOf(decision, op.block), modules_[op.block]->layout(),
+             residency_.InRun(op.block, tile), memory);
   if (store_ != nullptr && !plan_.written_at_checkpoint(op.block, op.tile)) Seal(op);
   return absl::OkStatus();
 }
@@ -513,10 +514,10 @@ void HardwareLanes::Seal(const Op& op) {
 }
 
 absl::Status HardwareLanes::RunFinalize(const Op& op) {
-  const auto n = static_cast<size_t>(plan_.blocks[At(op.block)].elements);
+  const auto n = static_cast<size_t>(plan_.blocks[op.block].elements);
   void* gradient = residency_.gradient(op.gradient_slot);
-  kernels::SumOfSquares& squares = squares_[At(op.block)];
-  const tiering::BlockPlan& block = plan_.blocks[At(op.block)];
+  kernels::SumOfSquares& squares = squares_[op.block];
+  const tiering::BlockPlan& block = plan_.blocks[op.block];
   if (plan_.on_device(op.block)) {
     squares = kernels::SumOfSquares();
     const std::span<const double> partials(
@@ -528,9 +529,10 @@ absl::Status HardwareLanes::RunFinalize(const Op& op) {
   squares = FinishGradient(
       options_.format.weights,
       op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot) : nullptr, gradient, n);
-  for (size_t t = 0; !block.gradient_slot.valid() && t < block.tiles.size(); ++t) {
+  if (block.gradient_slot.valid()) return absl::OkStatus();
+  for (const tiering::TileIndex t : block.tiles.indices()) {
     const auto width = static_cast<size_t>(plan_.precision.gradient_bytes);
-    tiles_[At(op.block)][t]->gradient_checksum = kernels::Checksum(
+    tiles_[op.block][t]->gradient_checksum = kernels::Checksum(
         static_cast<const std::byte*>(gradient) + static_cast<size_t>(block.tiles[t].offset) * width,
         static_cast<size_t>(block.tiles[t].elements) * width);
   }

@@ -82,8 +82,8 @@ class HardwareLanes : public tiering::Lanes {
   // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
   void Abandon(int64_t step) { abandoned_step_ = step; }
   // Of a tile's part of a finished gradient that waits on the drive.
-  uint64_t gradient_checksum(int block, int tile) const {
-    return tiles_[static_cast<size_t>(block)][static_cast<size_t>(tile)]->gradient_checksum;
+  uint64_t gradient_checksum(tiering::BlockIndex block, tiering::TileIndex tile) const {
+    return tiles_[block][tile]->gradient_checksum;
   }
   // Of weights that were read to a device past host memory.
   int64_t past_host_bytes() const { return past_host_bytes_; }
@@ -128,15 +128,13 @@ class HardwareLanes : public tiering::Lanes {
     double start = 0;
   };
 
-  TileTransfers& transfers(const tiering::Op& op) const {
-    return *tiles_[static_cast<size_t>(op.block)][static_cast<size_t>(op.tile)];
-  }
+  TileTransfers& transfers(const tiering::Op& op) const { return *tiles_[op.block][op.tile]; }
   // Of weights that kReadWeights reads and kVerify checks.
   Transfer& WeightsTransfer(const tiering::Op& op) const {
     return op.device_weight_slot.valid() ? transfers(op).there : transfers(op).weights;
   }
-  uint32_t StoreTile(int block, int tile) const {
-    return first_tile_[static_cast<size_t>(block)] + static_cast<uint32_t>(tile);
+  uint32_t StoreTile(tiering::BlockIndex block, tiering::TileIndex tile) const {
+    return first_tile_[block] + static_cast<uint32_t>(tile.value());
   }
   // The newest of its parity: of `step` once its norm is known.
   const UpdateDecision& DecisionFor(int64_t step) const { return decisions_[step & 1]; }
@@ -162,7 +160,7 @@ class HardwareLanes : public tiering::Lanes {
   void Seal(const tiering::Op& op);  // the checksums that a tile is written with
   absl::Status RunFinalize(const tiering::Op& op);
   // What compact states of a block are rounded with in an update.
-  static uint64_t SeedOf(const UpdateDecision& decision, int block);
+  static uint64_t SeedOf(const UpdateDecision& decision, tiering::BlockIndex block);
   // What is left to do for a finished operation on the executor's thread.
   absl::Status Settle(const Done& done);
   void Work(std::deque<Task>* queue, bool computes);
@@ -173,7 +171,7 @@ class HardwareLanes : public tiering::Lanes {
 
   const tiering::Plan& plan_;
   const ArenaView& residency_;
-  const std::vector<BlockModule*> modules_;
+  const tiering::PerBlock<BlockModule*> modules_;
   StageRunner* const runner_;
   swap::Store* const store_;
   ActivationSpill* const inputs_;
@@ -187,11 +185,11 @@ class HardwareLanes : public tiering::Lanes {
   std::array<UpdateDecision, 2> decisions_;
   std::array<UpdateDecision, 2> assumed_;
   int64_t abandoned_step_ = 0;
-  std::vector<kernels::SumOfSquares> squares_;
-  std::vector<uint32_t> first_tile_;  // [block] number of its first tile in the store
-  std::vector<std::vector<std::unique_ptr<TileTransfers>>> tiles_;
-  std::vector<std::unique_ptr<Spill>> spills_;                                // [block]
-  std::vector<std::vector<std::unique_ptr<InputTransfer>>> input_transfers_;  // [position][micro_batch]
+  tiering::PerBlock<kernels::SumOfSquares> squares_;
+  tiering::PerBlock<uint32_t> first_tile_;  // number of its first tile in the store
+  tiering::PerBlock<tiering::PerTile<std::unique_ptr<TileTransfers>>> tiles_;
+  tiering::PerBlock<std::unique_ptr<Spill>> spills_;
+  tiering::PerPosition<std::vector<std::unique_ptr<InputTransfer>>> input_transfers_;  // [micro_batch]
   swap::CommitIo commit_;
   Task commit_task_;
   double commit_start_ = 0;

@@ -65,8 +65,8 @@ absl::Status RankLanes::Run(const Op& op) {
   switch (op.kind) {
     case OpKind::kAllGather: {
       const auto bytes =
-          static_cast<size_t>(plan_.blocks[At(op.block)].elements * plan_.precision.weight_bytes());
-      const What what{.name = "the weights", .step = op.step, .block = op.block};
+          static_cast<size_t>(plan_.blocks[op.block].elements * plan_.precision.weight_bytes());
+      const What what{.name = "the weights", .step = op.step, .block = op.block.value()};
       if (plan_.device.collectives)
         return options_.devices->AllGather(Channel::kAllGather, what,
                                            options_.device->run(op.device_weight_slot), bytes);
@@ -99,7 +99,7 @@ absl::Status RankLanes::RunReduce(const Op& op) {
   Comm& comm = there ? *options_.devices : *comm_;
   const auto world = At(plan_.world);
   const auto own = At(comm.rank());
-  const auto part = static_cast<size_t>(plan_.blocks[At(op.block)].elements);
+  const auto part = static_cast<size_t>(plan_.blocks[op.block].elements);
   const auto width = static_cast<size_t>(plan_.accumulator_bytes(op.block));
   const auto width_after = static_cast<size_t>(plan_.precision.gradient_bytes);
   const DType type = width == 4 ? DType::kFp32 : options_.weights;
@@ -108,7 +108,7 @@ absl::Status RankLanes::RunReduce(const Op& op) {
             : reinterpret_cast<std::byte*>(residency_.accumulator(op.accumulator_slot));
   // In place nobody else reads this part, and what is rounded lies before what is still to be summed.
   std::byte* const reduced = Reduced(op);
-  const auto elements = static_cast<size_t>(options_.layout_elements[At(op.block)]);
+  const auto elements = static_cast<size_t>(options_.layout_elements[op.block]);
   RETURN_IF_ERROR(device.Clear(gradients + elements * width, (world * part - elements) * width));
 
   double* const squares =
@@ -136,7 +136,7 @@ absl::Status RankLanes::RunReduce(const Op& op) {
       ASSIGN_OR_RETURN(std::unique_ptr<Exchange> begun, comm.Begin(Channel::kReduceScatter,
                                                                    {.name = "the gradient",
                                                                     .step = op.step,
-                                                                    .block = op.block,
+                                                                    .block = op.block.value(),
                                                                     .piece = static_cast<int64_t>(piece)},
                                                                    send, receive, n * width));
       next = std::move(begun);

@@ -53,8 +53,8 @@ class RankLanes {
 
   struct Options {
     kernels::DType weights = kernels::DType::kBf16;
-    std::vector<int64_t>
-        layout_elements;          // [block] of the run, without what its last parts have beyond its end
+    tiering::PerBlock<int64_t>
+        layout_elements;          // of the run, without what its last parts have beyond its end
     std::span<std::byte> memory;  // Plan::network_bytes
     // With DevicePlan::direct: what the devices exchange over, and where their slots are.
     Comm* devices = nullptr;

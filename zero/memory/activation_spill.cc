@@ -29,7 +29,7 @@ std::vector<uint64_t> ActivationSpill::BytesIn(size_t directories, const tiering
                                                const tiering::Plan& plan) {
   std::vector<uint64_t> bytes(directories, 0);
   size_t next = 0;
-  for (int position = 0; position < plan.positions; ++position) {
+  for (const tiering::Position position : plan.all_positions()) {
     if (!plan.SpillsInput(position)) continue;
     for (int m = 0; m < plan.micro_batches; ++m) bytes[next++ % directories] += RoomForAnInput(graph);
   }
@@ -44,10 +44,10 @@ absl::StatusOr<std::unique_ptr<ActivationSpill>> ActivationSpill::Create(
   spill->places_.resize(static_cast<size_t>(plan.positions));
   const uint64_t room = RoomForAnInput(graph);
   size_t next = 0;
-  for (int position = 0; position < plan.positions; ++position) {
+  for (const tiering::Position position : plan.all_positions()) {
     if (!plan.SpillsInput(position)) continue;
     for (int m = 0; m < plan.micro_batches; ++m) {
-      auto& place = spill->places_[static_cast<size_t>(position)].emplace_back(std::make_unique<Place>());
+      auto& place = spill->places_[position].emplace_back(std::make_unique<Place>());
       const size_t directory = next++ % directories.size();
       place->offset = std::exchange(sizes[directory], sizes[directory] + room);
       place->bytes = room;
@@ -76,13 +76,13 @@ ActivationSpill::~ActivationSpill() {
   }
 }
 
-absl::Status ActivationSpill::Write(int position, int micro_batch, torch::Tensor input, Done done,
-                                    void* context) {
+absl::Status ActivationSpill::Write(tiering::Position position, int micro_batch, torch::Tensor input,
+                                    Done done, void* context) {
   Place& to = place(position, micro_batch);
   to.tensor = std::move(input);
   const uint64_t bytes = BytesOf(to.tensor);
   if (bytes > to.bytes) {
-    return absl::InvalidArgumentError(absl::StrCat("the input at position ", position, " has ", bytes,
+    return absl::InvalidArgumentError(absl::StrCat("the input at position ", position.value(), " has ", bytes,
                                                    " bytes, more than the ", to.bytes,
                                                    " of the example that was planned for"));
   }
@@ -95,13 +95,13 @@ absl::Status ActivationSpill::Write(int position, int micro_batch, torch::Tensor
   return engine_.Submit(&to.request);
 }
 
-absl::Status ActivationSpill::Written(int position, int micro_batch) {
+absl::Status ActivationSpill::Written(tiering::Position position, int micro_batch) {
   Place& from = place(position, micro_batch);
   from.tensor = torch::Tensor();
   return from.request.status();
 }
 
-absl::Status ActivationSpill::Read(int position, int micro_batch, Done done, void* context) {
+absl::Status ActivationSpill::Read(tiering::Position position, int micro_batch, Done done, void* context) {
   Place& from = place(position, micro_batch);
   absl::Status status = Guarded("memory for the input of a stage", [&] {
     from.tensor = torch::empty(from.sizes, torch::TensorOptions().dtype(from.type));
@@ -113,15 +113,15 @@ absl::Status ActivationSpill::Read(int position, int micro_batch, Done done, voi
   return engine_.Submit(&from.request);
 }
 
-absl::StatusOr<torch::Tensor> ActivationSpill::Take(int position, int micro_batch) {
+absl::StatusOr<torch::Tensor> ActivationSpill::Take(tiering::Position position, int micro_batch) {
   Place& from = place(position, micro_batch);
   torch::Tensor tensor = std::exchange(from.tensor, torch::Tensor());
   RETURN_IF_ERROR(from.request.status());
   const uint64_t bytes = BytesOf(tensor);
   if (kernels::Checksum(tensor.data_ptr(), bytes) != from.checksum) {
     return absl::DataLossError(
-        absl::StrCat("input at position ", position, ", micro-batch ", micro_batch, ", offset ", from.offset,
-                     ", ", bytes, " bytes of ", from.file->path(),
+        absl::StrCat("input at position ", position.value(), ", micro-batch ", micro_batch, ", offset ",
+                     from.offset, ", ", bytes, " bytes of ", from.file->path(),
                      ": what came back from the drive is not what was written; the last "
                      "commit is whole: continue with --resume, and mistrust the drive"));
   }

@@ -40,13 +40,14 @@ class ActivationSpill {
   // Waits for what is in flight.
   ~ActivationSpill();
 
-  absl::Status Write(int position, int micro_batch, torch::Tensor input, Done done, void* context);
+  absl::Status Write(tiering::Position position, int micro_batch, torch::Tensor input, Done done,
+                     void* context);
   // How it ended; the tensor is let go.
-  absl::Status Written(int position, int micro_batch);
+  absl::Status Written(tiering::Position position, int micro_batch);
   // Into a new tensor of the same shape.
-  absl::Status Read(int position, int micro_batch, Done done, void* context);
+  absl::Status Read(tiering::Position position, int micro_batch, Done done, void* context);
   // The tensor that was read. kDataLoss: it is not what was written.
-  absl::StatusOr<torch::Tensor> Take(int position, int micro_batch);
+  absl::StatusOr<torch::Tensor> Take(tiering::Position position, int micro_batch);
 
  private:
   struct Place {
@@ -61,13 +62,13 @@ class ActivationSpill {
   };
 
   explicit ActivationSpill(aio::Engine& engine) : engine_(engine) {}
-  Place& place(int position, int micro_batch) {
-    return *places_[static_cast<size_t>(position)][static_cast<size_t>(micro_batch)];
+  Place& place(tiering::Position position, int micro_batch) {
+    return *places_[position][static_cast<size_t>(micro_batch)];
   }
 
   aio::Engine& engine_;
   std::vector<std::unique_ptr<aio::File>> files_;
-  std::vector<std::vector<std::unique_ptr<Place>>> places_;  // [position][micro_batch], empty where kept
+  tiering::PerPosition<std::vector<std::unique_ptr<Place>>> places_;  // [micro_batch], empty where kept
 };
 
 }  // namespace penstock::zero

@@ -42,9 +42,10 @@ class ArenaView {
 
   // Tile `tile` of `block` with the block's weights in `weight_slot` and its state in `tile_slot` (or none).
   // The gradient is where the block's gradient waits, or beside the state where it was spilled.
-  TileMemory tile(int block, int tile, tiering::WeightSlot weight_slot, tiering::TileSlot tile_slot) const {
-    const tiering::BlockPlan& bp = plan_.blocks[static_cast<size_t>(block)];
-    const tiering::Tile& cut = bp.tiles[static_cast<size_t>(tile)];
+  TileMemory tile(tiering::BlockIndex block, tiering::TileIndex tile, tiering::WeightSlot weight_slot,
+                  tiering::TileSlot tile_slot) const {
+    const tiering::BlockPlan& bp = plan_.blocks[block];
+    const tiering::Tile& cut = bp.tiles[tile];
     TileMemory memory;
     memory.elements = cut.elements;
     if (weight_slot.valid()) {
@@ -68,8 +69,8 @@ class ArenaView {
 
   int rank() const { return rank_; }
   // Where a tile of this rank's part of a block lies in the whole run.
-  tiering::Tile InRun(int block, const tiering::Tile& tile) const {
-    return {rank_ * plan_.blocks[static_cast<size_t>(block)].elements + tile.offset, tile.elements};
+  tiering::Tile InRun(tiering::BlockIndex block, const tiering::Tile& tile) const {
+    return {rank_ * plan_.blocks[block].elements + tile.offset, tile.elements};
   }
 
  private:

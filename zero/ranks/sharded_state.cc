@@ -173,7 +173,7 @@ absl::Status ShardedState::PlaceTiles(const std::vector<int64_t>& block_elements
               static_cast<int64_t>(geometry.segment_bytes(next, s)) == precision_.SegmentBytes(s, elements);
         }
         if (!fits) return not_its_models(next);
-        blocks_[b].push_back({k, next++, static_cast<int64_t>(k) * part + at, elements});
+        blocks_[tiering::BlockIndex(b)].push_back({k, next++, static_cast<int64_t>(k) * part + at, elements});
         at += elements;
       }
     }
@@ -182,9 +182,9 @@ absl::Status ShardedState::PlaceTiles(const std::vector<int64_t>& block_elements
   return absl::OkStatus();
 }
 
-int64_t ShardedState::LargestTile(int block) const {
+int64_t ShardedState::LargestTile(tiering::BlockIndex block) const {
   int64_t most = 0;
-  for (const Tile& tile : blocks_[static_cast<size_t>(block)]) most = std::max(most, tile.elements);
+  for (const Tile& tile : blocks_[block]) most = std::max(most, tile.elements);
   return most;
 }
 
@@ -202,9 +202,9 @@ absl::Status ShardedState::Load(const Tile& tile) {
   return status;
 }
 
-absl::Status ShardedState::ReadWeights(int block, size_t from, void* run) {
+absl::Status ShardedState::ReadWeights(tiering::BlockIndex block, size_t from, void* run) {
   std::vector<const Tile*> tiles;
-  for (const Tile& tile : blocks_[static_cast<size_t>(block)]) {
+  for (const Tile& tile : blocks_[block]) {
     if (tile.store >= from) tiles.push_back(&tile);
   }
   const auto read = [&](size_t i) {
@@ -228,12 +228,13 @@ absl::Status ShardedState::ReadWeights(int block, size_t from, void* run) {
   return status;
 }
 
-absl::Status ShardedState::Read(int block, int64_t first, int64_t elements, std::span<void* const> places) {
+absl::Status ShardedState::Read(tiering::BlockIndex block, int64_t first, int64_t elements,
+                                std::span<void* const> places) {
   const size_t segments = precision_.segment_bytes.size();
   for (size_t s = 0; s < segments; ++s) {
     std::memset(places[s], 0, static_cast<size_t>(precision_.SegmentBytes(s, elements)));
   }
-  for (const Tile& tile : blocks_[static_cast<size_t>(block)]) {
+  for (const Tile& tile : blocks_[block]) {
     const int64_t from = std::max(first, tile.first),
                   to = std::min(first + elements, tile.first + tile.elements);
     if (from >= to) continue;

@@ -61,12 +61,13 @@ class ShardedState {
 
   // All segments of elements [first, first + elements) of a block, as a tile of that many has them, to
   // `places`. What lies beyond the block's end is zero. Best asked for in ascending order.
-  absl::Status Read(int block, int64_t first, int64_t elements, std::span<void* const> places);
+  absl::Status Read(tiering::BlockIndex block, int64_t first, int64_t elements,
+                    std::span<void* const> places);
   // The weights of a block that lie in the parts of ranks `from` and later, each to its place in the whole
   // run at `run`, which has room for all parts.
-  absl::Status ReadWeights(int block, size_t from, void* run);
+  absl::Status ReadWeights(tiering::BlockIndex block, size_t from, void* run);
   // Elements of the largest tile that the block has anywhere.
-  int64_t LargestTile(int block) const;
+  int64_t LargestTile(tiering::BlockIndex block) const;
   const swap::Recovered& recovered() const { return stores_.front()->recovered(); }
 
  private:
@@ -84,7 +85,7 @@ class ShardedState {
   tiering::Precision precision_;
   std::span<std::byte> memory_;
   std::vector<std::unique_ptr<swap::Store>> stores_;
-  std::vector<std::vector<Tile>> blocks_;  // [block] in ascending order
+  tiering::PerBlock<std::vector<Tile>> blocks_;  // in ascending order
   swap::TileIo ios_[2];
   const Tile* loaded_ = nullptr;
 };

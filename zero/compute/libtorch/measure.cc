@@ -290,7 +290,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
     const BlockSpec& spec = model.blocks[b];
     const auto known = spec.kind.empty() ? first_of_kind.end() : first_of_kind.find(spec.kind);
     if (known != first_of_kind.end()) {
-      graph.blocks.push_back(graph.blocks[known->second]);
+      graph.blocks.push_back(graph.blocks[tiering::BlockIndex(known->second)]);
       graph.blocks.back().name = spec.name;
       measured.modules.push_back(measured.modules[known->second]);
     } else {
@@ -382,7 +382,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
       of_kind = known.find(key.str());
       inputs[key.str()] = {static_cast<int>(s), input.sizes().vec(), input.scalar_type(),
                            /*forward_only=*/shape.backward_seconds > 2 * kLongRun};
-      samples[key.str()] = Rounded(graph.blocks[static_cast<size_t>(spec.block)].elements *
+      samples[key.str()] = Rounded(graph.blocks[tiering::BlockIndex(spec.block)].elements *
                                    static_cast<int64_t>(kernels::BytesPerElement(options.weights))) +
                            shape.input_bytes + graph.batch_bytes +
                            std::max(shape.forward_peak_bytes, shape.backward_peak_bytes);
@@ -390,7 +390,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
     }
     of_kind->second.backward_seconds += shape.backward_seconds;
     shape.name = spec.name;
-    shape.block = spec.block;
+    shape.block = tiering::BlockIndex(spec.block);
     graph.stages.push_back(std::move(shape));
   }
   const auto busiest = std::max_element(known.begin(), known.end(), [](const auto& a, const auto& b) {
