@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "zero/compute/device.h"
+#include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/machine_rates.h"
 
 namespace penstock::bench {

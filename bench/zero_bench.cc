@@ -24,11 +24,13 @@
 #include "tiering/program/executor.h"
 #include "tiering/program/program.h"
 #include "tiering/simulate/sim_lanes.h"
-#include "zero/compute/libtorch/tensor_memory.h"
+#include "zero/compute/libtorch/create_engine.h"
+#include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/compute/machine_rates.h"
 #include "zero/engine/checkpointing.h"
 #include "zero/engine/engine.h"
+#include "zero/memory/tensor_memory.h"
 #include "zero/memory/thread_times.h"
 
 namespace penstock {
@@ -81,8 +83,10 @@ BENCHMARK(Execute)->Arg(1000)->Unit(benchmark::kMillisecond);
 void UpdateTile(benchmark::State& state, kernels::DType weights, kernels::StateType states) {
   const zero::TileFormat format = {.weights = weights, .states = states, .moments = {}};
   for (auto _ : state) {
-    const double parameters_per_s = zero::MeasureUpdateRate(format, kernels::AdamOptions());
-    state.SetIterationTime(1e6 / parameters_per_s);
+    const absl::StatusOr<double> parameters_per_s = zero::MeasureUpdateRate(format, kernels::AdamOptions());
+    if (!parameters_per_s.ok())
+      return state.SkipWithError(std::string(parameters_per_s.status().message()).c_str());
+    state.SetIterationTime(1e6 / *parameters_per_s);
   }
   const tiering::Precision precision = format.precision();
   constexpr int64_t kElements = 1'000'000;
@@ -103,7 +107,7 @@ BENCHMARK_CAPTURE(UpdateTile, fp32, kernels::DType::kFp32, kernels::StateType::k
     ->Iterations(20);
 
 void Tensor(benchmark::State& state, bool kept) {
-  zero::TensorMemory::Install();
+  zero::InstallTensorAllocator();
   constexpr int64_t kBytes = int64_t{24} << 20;
   for (auto _ : state) {
     torch::Tensor tensor = torch::empty({kBytes}, torch::kUInt8);
@@ -121,7 +125,8 @@ void Step(benchmark::State& state, zero::OffloadDevice offload) {
   const std::string directory = "zero_bench-state";
   zero::EngineOptions options;
   options.storage.offload = offload;
-  options.example = {torch::zeros({4, 128}, torch::kInt64), torch::zeros({4, 128}, torch::kInt64)};
+  options.example =
+      zero::TensorBatch{torch::zeros({4, 128}, torch::kInt64), torch::zeros({4, 128}, torch::kInt64)};
   options.intra_op_threads = zero::DefaultIntraOpThreads();
   if (offload == zero::OffloadDevice::kNvme) {
     options.storage.state_dirs = {directory};
@@ -130,7 +135,7 @@ void Step(benchmark::State& state, zero::OffloadDevice offload) {
   }
   {
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-        zero::Engine::Create(models::MakeGpt({8, 384, 6, 512, 256, 0}), options);
+        zero::CreateEngine(models::MakeGpt({8, 384, 6, 512, 256, 0}), options);
     if (!engine.ok()) return state.SkipWithError(std::string(engine.status().message()).c_str());
     for (auto _ : state) {
       absl::StatusOr<zero::StepResult> result = (*engine)->Step({options.example}, zero::Next::kTrain);
@@ -161,7 +166,8 @@ class DurableRun {
   DurableRun(int64_t width, swap::Sync sync, int64_t checkpoint_every) {
     zero::SetIntraOpThreads(zero::DefaultIntraOpThreads());
     zero::EngineOptions options;
-    options.example = {torch::zeros({1, 256}, torch::kInt64), torch::zeros({1, 256}, torch::kInt64)};
+    options.example =
+        zero::TensorBatch{torch::zeros({1, 256}, torch::kInt64), torch::zeros({1, 256}, torch::kInt64)};
     options.optimizer.clip = 0;
     options.intra_op_threads = zero::DefaultIntraOpThreads();
     options.storage.state_dirs = {kDirectory};
@@ -182,7 +188,7 @@ class DurableRun {
     };
     example_ = options.example;
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-        zero::Engine::Create(models::MakeGpt({8, width, 8, 512, 256, 0}), options);
+        zero::CreateEngine(models::MakeGpt({8, width, 8, 512, 256, 0}), options);
     if (engine.ok()) engine_ = std::move(*engine);
     error_ = engine.status();
   }

@@ -7,7 +7,7 @@ include(CMakePackageConfigHelpers)
 set(penstock_package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/Penstock")
 
 # In the order in which they depend on each other.
-set(penstock_rooms options base kernels kernels_cuda aio optim swap tiering zero_config zero_memory zero_parts zero)
+set(penstock_rooms options base kernels kernels_cuda aio optim swap tiering zero_config zero_memory zero_parts zero libtorch)
 set(penstock_installed "")
 foreach(room ${penstock_rooms})
   if(NOT TARGET penstock_${room})
@@ -24,6 +24,8 @@ foreach(room ${penstock_rooms})
   elseif(room STREQUAL "kernels_cuda")
     set(component kernels)
     set(header_room "")  # below kernels/, installed with it
+  elseif(room STREQUAL "libtorch")
+    set(header_room "zero/compute/libtorch")
   elseif(room MATCHES "^zero_")
     set(component zero)
     set(header_room "")
@@ -34,7 +36,8 @@ foreach(room ${penstock_rooms})
   if(header_room)
     install(DIRECTORY "${PROJECT_SOURCE_DIR}/${header_room}/" COMPONENT ${component}
             DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/penstock/${header_room}"
-            FILES_MATCHING PATTERN "*.h" PATTERN "simd" EXCLUDE)
+            FILES_MATCHING PATTERN "*.h" PATTERN "simd" EXCLUDE
+            PATTERN "${header_room}/compute/libtorch" EXCLUDE)
   endif()
   list(APPEND penstock_installed ${room})
 endforeach()

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "swap/checkpoint.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/engine/engine.h"
 
 namespace zero = penstock::zero;
@@ -50,7 +51,7 @@ zero::Model MakeModel() {
       model.AddStage(name, block, zero::Apply<LayerImpl>);
     } else {
       model.AddStage(name, block,
-                     [](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch& batch) {
+                     [](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch& batch) {
                        return torch::mse_loss(module.as<LayerImpl>()->forward(x), batch.targets);
                      });
     }
@@ -59,8 +60,8 @@ zero::Model MakeModel() {
 }
 
 // A function of the step: a resumed run sees what it would have seen.
-zero::Batch MakeBatch(int64_t step) {
-  zero::Batch batch{torch::empty({kRows, kWidth}), torch::empty({kRows, kWidth})};
+zero::TensorBatch MakeBatch(int64_t step) {
+  zero::TensorBatch batch{torch::empty({kRows, kWidth}), torch::empty({kRows, kWidth})};
   float* inputs = batch.inputs.data_ptr<float>();
   float* targets = batch.targets.data_ptr<float>();
   for (int64_t i = 0; i < kRows * kWidth; ++i) {
@@ -73,7 +74,7 @@ zero::Batch MakeBatch(int64_t step) {
 zero::EngineOptions Options() {
   zero::EngineOptions options;
   options.memory.host_memory_budget_bytes = 64 << 20;
-  options.dtype = torch::kFloat32;
+  options.dtype = penstock::kernels::DType::kFp32;
   options.example = MakeBatch(0);
   options.optimizer.algorithm = penstock::kernels::AdamOptions{.lr = 1e-3};
   return options;
@@ -94,7 +95,7 @@ Result Fail(const absl::Status& status) {
 
 // Trains to step `last`.
 Result Train(const zero::EngineOptions& options, int64_t last) {
-  absl::StatusOr<std::unique_ptr<zero::Engine>> engine = zero::Engine::Create(MakeModel(), options);
+  absl::StatusOr<std::unique_ptr<zero::Engine>> engine = zero::CreateEngine(MakeModel(), options);
   if (!engine.ok()) return Fail(engine.status());
   Result result;
   result.resumed_from = (*engine)->resumed_from().value_or(0);
@@ -108,7 +109,7 @@ Result Train(const zero::EngineOptions& options, int64_t last) {
   // Applies and commits the last update, and waits for a checkpoint that is being written.
   if (const absl::Status flushed = (*engine)->Flush(); !flushed.ok()) return Fail(flushed);
   for (const std::string& name : (*engine)->ParameterNames()) {
-    absl::StatusOr<torch::Tensor> value = (*engine)->ReadState(name, zero::StateKind::kParameter);
+    absl::StatusOr<torch::Tensor> value = zero::ReadStateTensor(**engine, name, zero::StateKind::kParameter);
     if (!value.ok()) return Fail(value.status());
     result.parameters.push_back(*std::move(value));
   }

@@ -14,6 +14,7 @@
 #include <random>
 #include <string>
 
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/engine/engine.h"
 
 namespace zero = penstock::zero;
@@ -53,7 +54,7 @@ zero::Model MakeModel() {
       model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kWidth, kKinds); });
   // The last stage returns the loss. Stages see the batch, and are any function of module, input and batch.
   model.AddStage(
-      "loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch& batch) {
+      "loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch& batch) {
         return torch::cross_entropy_loss(module.as<torch::nn::LinearImpl>()->forward(x), batch.targets);
       });
   return model;
@@ -61,10 +62,10 @@ zero::Model MakeModel() {
 
 // The pictures of a step: a pattern for each kind, in noise. The same step always gives the same pictures, so
 // that a resumed run sees what it would have seen.
-zero::Batch MakeBatch(int64_t step) {
+zero::TensorBatch MakeBatch(int64_t step) {
   std::mt19937 random(static_cast<uint32_t>(step));
   std::normal_distribution<float> noise(0, 1);
-  zero::Batch batch{torch::empty({kPictures, kPixels}), torch::empty({kPictures}, torch::kInt64)};
+  zero::TensorBatch batch{torch::empty({kPictures, kPixels}), torch::empty({kPictures}, torch::kInt64)};
   for (int64_t i = 0; i < kPictures; ++i) {
     const int64_t kind = static_cast<int64_t>(random() % kKinds);
     batch.targets.data_ptr<int64_t>()[i] = kind;
@@ -81,7 +82,7 @@ double Train(const std::string& directory, bool resume, int64_t last) {
   zero::EngineOptions options;
   options.storage.state_dirs = {directory};  // several drives: several directories
   options.memory.host_memory_budget_bytes = kBudget;
-  options.dtype = torch::kFloat32;
+  options.dtype = penstock::kernels::DType::kFp32;
   options.example = MakeBatch(0);  // the shapes to plan for
   options.optimizer.algorithm = penstock::kernels::AdamOptions{.lr = 1e-3};
   options.resume.enabled = resume;
@@ -95,7 +96,7 @@ double Train(const std::string& directory, bool resume, int64_t last) {
                     static_cast<double>(plan.plan.least_host_memory_bytes) / (1 << 20));
         return absl::OkStatus();
       };
-  absl::StatusOr<std::unique_ptr<zero::Engine>> engine = zero::Engine::Create(MakeModel(), options);
+  absl::StatusOr<std::unique_ptr<zero::Engine>> engine = zero::CreateEngine(MakeModel(), options);
   if (!engine.ok()) {
     std::fprintf(stderr, "own_model: %s\n", std::string(engine.status().message()).c_str());
     return -1;

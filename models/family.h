@@ -1,7 +1,7 @@
 // Families of published language models, and one interface to them all: what programs use.
 //
 //   ASSIGN_OR_RETURN(std::shared_ptr<const LanguageModel> model, OpenModel("Llama-3.2-1B", &notes));
-//   engine = zero::Engine::Create(model->Make(), options);
+//   engine = zero::CreateEngine(model->Make(), options);
 //
 // A family is one file: models/gpt.cc, models/llama.cc. It reads config.json, describes each parameter once
 // (models/layout.h: name, shape, first values, published name), and computes stages over modules that are

@@ -379,26 +379,27 @@ zero::Model MakeGpt(const GptConfig& config, Head head) {
   const std::vector<BlockDescription> blocks = Describe(config);
   const int embedding = AddBlock(blocks.front(), &model);
   model.AddStage("embed", embedding,
-                 [config](torch::nn::Module& module, const torch::Tensor&, const zero::Batch& batch) {
+                 [config](torch::nn::Module& module, const torch::Tensor&, const zero::TensorBatch& batch) {
                    return Embed(config, *module.as<DescribedModule>(), batch.inputs);
                  });
   for (int64_t i = 0; i < config.layers; ++i) {
     const BlockDescription& block = blocks[static_cast<size_t>(i) + 1];
     model.AddStage(block.name, AddBlock(block, &model),
-                   [config, i](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch&) {
+                   [config, i](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
                      return Layer(config, *module.as<DescribedModule>(), x, i);
                    });
   }
   if (head == Head::kLoss) {
-    model.AddStage("loss", embedding,
-                   [config](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch& batch) {
-                     const torch::Tensor logits = Logits(config, *module.as<DescribedModule>(), x);
-                     return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
-                                            batch.targets.view({-1}));
-                   });
+    model.AddStage(
+        "loss", embedding,
+        [config](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch& batch) {
+          const torch::Tensor logits = Logits(config, *module.as<DescribedModule>(), x);
+          return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
+                                 batch.targets.view({-1}));
+        });
   } else {
     model.AddStage("logits", embedding,
-                   [config](torch::nn::Module& module, const torch::Tensor& x, const zero::Batch&) {
+                   [config](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
                      const torch::Tensor last = x.slice(1, x.size(1) - 1);
                      return Logits(config, *module.as<DescribedModule>(), last).squeeze(1);
                    });

@@ -397,29 +397,31 @@ class Llama : public LanguageModel {
         std::make_shared<const Function>(Function{config_, config_.rope.Frequencies(config_.depth)});
     const std::vector<BlockDescription> blocks = Describe(config_);
     const int embedding = AddBlock(blocks.front(), &model);
-    model.AddStage(
-        "embed", embedding,
-        [padding = PaddingOf(config_)](torch::nn::Module& module, const Tensor&, const zero::Batch& batch) {
-          return Embed(*module.as<DescribedModule>(), batch.inputs, padding);
-        });
+    model.AddStage("embed", embedding,
+                   [padding = PaddingOf(config_)](torch::nn::Module& module, const Tensor&,
+                                                  const zero::TensorBatch& batch) {
+                     return Embed(*module.as<DescribedModule>(), batch.inputs, padding);
+                   });
     for (int64_t i = 1; i <= config_.layers; ++i) {
       const BlockDescription& block = blocks[static_cast<size_t>(i)];
       model.AddStage(block.name, AddBlock(block, &model),
-                     [f](torch::nn::Module& module, const Tensor& x, const zero::Batch&) {
+                     [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
                        return Layer(*f, *module.as<DescribedModule>(), x);
                      });
     }
     const int last = config_.tied ? embedding : AddBlock(blocks.back(), &model);
     if (head == Head::kLoss) {
-      model.AddStage("loss", last, [f](torch::nn::Module& module, const Tensor& x, const zero::Batch& batch) {
-        const Tensor logits = Logits(f->config, *module.as<DescribedModule>(), x);
-        return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
-                               batch.targets.view({-1}));
-      });
+      model.AddStage("loss", last,
+                     [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch& batch) {
+                       const Tensor logits = Logits(f->config, *module.as<DescribedModule>(), x);
+                       return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
+                                              batch.targets.view({-1}));
+                     });
     } else {
-      model.AddStage("logits", last, [f](torch::nn::Module& module, const Tensor& x, const zero::Batch&) {
-        return Logits(f->config, *module.as<DescribedModule>(), x.slice(1, x.size(1) - 1)).squeeze(1);
-      });
+      model.AddStage(
+          "logits", last, [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
+            return Logits(f->config, *module.as<DescribedModule>(), x.slice(1, x.size(1) - 1)).squeeze(1);
+          });
     }
     return model;
   }

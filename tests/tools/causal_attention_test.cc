@@ -8,7 +8,8 @@
 #include <limits>
 #include <vector>
 
-#include "zero/compute/libtorch/tensor_memory.h"
+#include "zero/compute/libtorch/tensor_allocator.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::models {
 namespace {
@@ -141,7 +142,7 @@ TEST(CausalAttention, RoundsLittleMoreThanInOnePiece) {
 
 // Memory grows with the length, not with its square.
 TEST(CausalAttention, NeverHoldsTheScoresOfAWholeSequence) {
-  zero::TensorMemory::Install();
+  zero::InstallTensorAllocator();
   constexpr int64_t kLength = 16 * kQueryRows, kHeads = 2, kDepth = 8;
   const auto options = torch::TensorOptions(torch::kFloat32).requires_grad(true);
   const Tensor q = torch::randn({kHeads, kLength, kDepth}, options), k = torch::randn_like(q, options),

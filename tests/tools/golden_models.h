@@ -72,8 +72,8 @@ inline void WriteModel(const std::string& directory, const nlohmann::json& confi
 }
 
 // The batch that the scripts train on.
-inline zero::Batch GoldenTokens(int64_t batch, int64_t length, int64_t vocabulary) {
-  zero::Batch tokens = ExampleBatch(batch, length);
+inline zero::TensorBatch GoldenTokens(int64_t batch, int64_t length, int64_t vocabulary) {
+  zero::TensorBatch tokens = ExampleBatch(batch, length);
   auto inputs = tokens.inputs.accessor<int64_t, 2>(), targets = tokens.targets.accessor<int64_t, 2>();
   const auto token = [vocabulary](int64_t r, int64_t i) {
     return (7 * i + 5 * r + i * i * (r + 1)) % vocabulary;

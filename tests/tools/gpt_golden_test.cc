@@ -14,6 +14,7 @@
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/optimizer_flags.h"
 #include "tools/penstock/train_settings.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/optimizer.h"
 #include "zero/engine/engine.h"
 
@@ -47,9 +48,9 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
     auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();
     settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.01});
-    auto engine = zero::Engine::Create(settings->model->Make(), settings->engine);
+    auto engine = zero::CreateEngine(settings->model->Make(), settings->engine);
     ASSERT_TRUE(engine.ok()) << engine.status();
-    const zero::Batch batch =
+    const zero::TensorBatch batch =
         testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"]);
     const auto evaluation = (*engine)->Evaluate({batch});
     ASSERT_TRUE(evaluation.ok()) << evaluation.status();
@@ -66,11 +67,11 @@ TEST_F(GptGoldenTest, EvaluatesAndTrainsAsTransformers) {
       // In fp32 it changes nothing. Elsewhere scores and probabilities are fp32's: nothing like them without.
       const auto in_bf16 = [&](bool upcast) {
         zero::EngineOptions options = settings->engine;
-        options.dtype = torch::kBFloat16;
+        options.dtype = kernels::DType::kBf16;
         options.storage.checkpoints = {};
         models::GptConfig config = *models::GptConfigFromJson(c["config"]);
         config.attention_in_fp32 = upcast;
-        auto rounded = zero::Engine::Create(models::MakeGpt(config), options);
+        auto rounded = zero::CreateEngine(models::MakeGpt(config), options);
         EXPECT_TRUE(rounded.ok()) << rounded.status();
         return rounded.ok() ? *(*rounded)->Evaluate({batch}) : 0.0;
       };

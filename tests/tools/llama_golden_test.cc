@@ -13,6 +13,7 @@
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_settings.h"
 #include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/initial_values.h"
 #include "zero/engine/engine.h"
 
@@ -40,7 +41,7 @@ class WholeModel {
       modules_.back()->eval();
     }
   }
-  torch::Tensor Run(const zero::Batch& batch) const {
+  torch::Tensor Run(const zero::TensorBatch& batch) const {
     torch::NoGradGuard no_grad;
     torch::Tensor x = batch.inputs;
     for (const zero::StageSpec& stage : model_.stages)
@@ -54,8 +55,8 @@ class WholeModel {
   std::vector<std::shared_ptr<torch::nn::Module>> modules_;
 };
 
-zero::Batch BatchOf(const std::vector<int64_t>& tokens) {
-  zero::Batch batch = ExampleBatch(1, static_cast<int64_t>(tokens.size()));
+zero::TensorBatch BatchOf(const std::vector<int64_t>& tokens) {
+  zero::TensorBatch batch = ExampleBatch(1, static_cast<int64_t>(tokens.size()));
   std::copy(tokens.begin(), tokens.end(), batch.inputs.data_ptr<int64_t>());
   return batch;
 }
@@ -69,7 +70,7 @@ TEST_F(LlamaGoldenTest, LogitsAndGreedyTokensAreThoseOfTransformers) {
     const auto description = models::ModelFromJson(c["config"]);
     ASSERT_TRUE(description.ok()) << description.status();
     const WholeModel model(**description, models::Head::kLastLogits);
-    const zero::Batch batch = testing_support::GoldenTokens(1, 18, c["config"]["vocab_size"]);
+    const zero::TensorBatch batch = testing_support::GoldenTokens(1, 18, c["config"]["vocab_size"]);
     const std::vector<int64_t> row(batch.inputs.data_ptr<int64_t>(), batch.inputs.data_ptr<int64_t>() + 18);
     for (size_t i = 0; i < c["positions"].size(); ++i) {
       const auto position = c["positions"][i].get<int64_t>();
@@ -111,9 +112,9 @@ TEST_F(LlamaGoldenTest, TrainsAsTransformers) {
     auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
     ASSERT_TRUE(settings.ok()) << settings.status();
     settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.002});
-    auto engine = zero::Engine::Create(settings->model->Make(), settings->engine);
+    auto engine = zero::CreateEngine(settings->model->Make(), settings->engine);
     ASSERT_TRUE(engine.ok()) << engine.status();
-    const zero::Batch batch =
+    const zero::TensorBatch batch =
         testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"]);
     const auto evaluation = (*engine)->Evaluate({batch});
     ASSERT_TRUE(evaluation.ok()) << evaluation.status();

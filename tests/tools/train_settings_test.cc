@@ -68,7 +68,7 @@ TEST_F(TrainSettingsTest, AWarmUpOfAutoStepsFitsTheRun) {
   EXPECT_EQ(AdamOf(settings).weight_decay, 0.0);
   EXPECT_EQ(settings.batch, 8);
   EXPECT_EQ(settings.engine.optimizer.clip, 1.0);
-  EXPECT_EQ(settings.engine.dtype, torch::kFloat32);
+  EXPECT_EQ(settings.engine.dtype, kernels::DType::kFp32);
   EXPECT_THAT(Open(settings), AllOf(HasSubstr("optimizer.params.lr \"auto\": 5e-05"),
                                     HasSubstr("warmup_num_steps \"auto\": 10 (a tenth of --steps 100"),
                                     HasSubstr("bf16.enabled: false (fp32)")));
@@ -87,7 +87,7 @@ TEST_F(TrainSettingsTest, AWarmUpOfAutoStepsFitsTheRun) {
   EXPECT_EQ(AdamOf(flagged).weight_decay, 0.5);
   EXPECT_EQ(flagged.batch, 3);
   EXPECT_EQ(flagged.engine.optimizer.clip, 0);
-  EXPECT_EQ(flagged.engine.dtype, torch::kFloat16);
+  EXPECT_EQ(flagged.engine.dtype, kernels::DType::kFp16);
   EXPECT_THAT(Open(flagged), AllOf(Not(HasSubstr("params.lr")), Not(HasSubstr("warmup_num_steps")),
                                    Not(HasSubstr("weight_decay")), Not(HasSubstr("gradient_clipping")),
                                    Not(HasSubstr("bf16")), Not(HasSubstr("micro_batch"))));
@@ -123,7 +123,7 @@ TEST_F(TrainSettingsTest, WithoutOffloadThereIsNoneButForAStateDir) {
   const std::string config = R"({"train_batch_size": 4, "fp16": {"enabled": false}})";
   const TrainSettings settings = Resolve(config);
   EXPECT_EQ(settings.engine.storage.offload, zero::OffloadDevice::kNone);
-  EXPECT_EQ(settings.engine.dtype, torch::kFloat32);
+  EXPECT_EQ(settings.engine.dtype, kernels::DType::kFp32);
   EXPECT_THAT(Open(settings), HasSubstr("zero_optimization.offload_optimizer: none (--offload nvme"));
   TrainOptions flags;
   flags.state_dirs = {dir_ + "/state"};

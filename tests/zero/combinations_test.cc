@@ -61,8 +61,9 @@ Model MakeOdd(const models::GptConfig& config, const Oddities& odd) {
   if (odd.frozen_embedding) Freeze(&model.blocks[0], 1);
   if (odd.transposed) {
     for (size_t s = 1; s + 1 < model.stages.size(); ++s) {
-      model.stages[s].forward = [forward = model.stages[s].forward](
-                                    torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+      model.stages[s].forward = [forward = model.stages[s].forward](torch::nn::Module& module,
+                                                                    const torch::Tensor& x,
+                                                                    const TensorBatch& batch) {
         return forward(module, x, batch).transpose(0, 1).contiguous().transpose(0, 1);
       };
     }
@@ -104,7 +105,8 @@ RunOptions DrawTraining(Draw& draw, std::string* said) {
   run.seq = long_inputs ? 64 : 16;
   run.seed = static_cast<uint64_t>(draw.Below(1000));
   run.steps = 6;
-  run.dtype = draw.Of({torch::kBFloat16, torch::kBFloat16, torch::kFloat32, torch::kHalf});
+  run.dtype =
+      draw.Of({kernels::DType::kBf16, kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16});
   run.optimizer_states =
       draw.Of({kernels::StateType::kFp32, kernels::StateType::kBf16, kernels::StateType::k8Bit});
   run.optimizer = draw.Of<OptimizerOptions>(
@@ -134,7 +136,7 @@ RunOptions DrawTraining(Draw& draw, std::string* said) {
   }
   std::sort(norms.begin(), norms.end());
   if (!norms.empty()) run.clip = draw.Of({0.0, norms.front() / 2, norms[norms.size() / 2], norms.back() * 2});
-  *said = absl::StrCat(c10::toString(run.dtype), ", states ", static_cast<int>(run.optimizer_states),
+  *said = absl::StrCat(std::string(DTypeName(run.dtype)), ", states ", static_cast<int>(run.optimizer_states),
                        ", optimizer ", run.optimizer->index(), ", ", run.micro_batches,
                        " micro-batches, poison ", run.poison_step, run.shuffles ? ", shuffles" : "",
                        ", evaluates every ", run.evaluate_every, ", clip ", run.clip, ", dropout ",

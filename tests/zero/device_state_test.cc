@@ -67,7 +67,7 @@ class DeviceStateTest : public testing_support::ScratchTest {
 
 TEST_F(DeviceStateTest, EveryShareGivesTheBitsOfTheProcessor) {
   int none = 0, some = 0, all = 0;
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     for (const int micro_batches : {1, 3}) {
       RunOptions run;
       run.dtype = dtype;
@@ -127,7 +127,7 @@ TEST_F(DeviceStateTest, EveryTypeOfStateAndOptimizer) {
       RunOptions run;
       run.optimizer = optimizer;
       run.optimizer_states = states;
-      run.dtype = states == kernels::StateType::kFp32 ? torch::kFloat32 : torch::kBFloat16;
+      run.dtype = states == kernels::StateType::kFp32 ? kernels::DType::kFp32 : kernels::DType::kBf16;
       run.steps = 4;
       run.tile_bytes = 64 << 10;
       const TrainedLosses plain = TrainGpt(run);
@@ -166,7 +166,7 @@ TEST_F(DeviceStateTest, BytesCopiedAreThePlans) {
         h2d[more] = run.device->traffic().h2d_bytes;
         d2h[more] = run.device->traffic().d2h_bytes;
       }
-      const Batch batch = testing_support::MakeBatch(run, 1, 0);
+      const TensorBatch batch = testing_support::MakeBatch(run, 1, 0);
       const auto batches = static_cast<int64_t>(2 * (batch.inputs.nbytes() + batch.targets.nbytes()));
       const tiering::DevicePlan& plan = trained.plan.device;
       EXPECT_EQ(h2d[1] - h2d[0], plan.h2d_bytes + batches);
@@ -194,7 +194,7 @@ TEST_F(DeviceStateTest, BytesCopiedAreThePlans) {
 // From any share to any other, and to none: the processor alone.
 TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
   RunOptions run;
-  run.dtype = torch::kHalf;  // its loss scale is part of a checkpoint
+  run.dtype = kernels::DType::kFp16;  // its loss scale is part of a checkpoint
   run.loss_scale = {.dynamic = true, .initial_scale = 0x1p26, .window = 3, .hysteresis = 1};
   run.steps = 9;
   run.tile_bytes = 64 << 10;
@@ -352,7 +352,7 @@ TEST_F(DeviceStateTest, StateIsReadAndWrittenByName) {
         EngineOptions options = testing_support::OptionsOf(run);
         if (run.adjust) run.adjust(options);
         options.storage.overwrite = true;
-        absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
+        absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(models::MakeGpt(run.model), options);
         ASSERT_TRUE(engine.ok()) << engine.status();
         auto step = [&] {
           absl::StatusOr<StepResult> result =
@@ -366,13 +366,13 @@ TEST_F(DeviceStateTest, StateIsReadAndWrittenByName) {
         for (size_t i = 0; i < names.size(); i += 5) {
           for (const StateKind kind : {StateKind::kGradient, StateKind::kParameter, StateKind::kFirstMoment,
                                        StateKind::kSecondMoment}) {
-            absl::StatusOr<torch::Tensor> values = (*engine)->ReadState(names[i], kind);
+            absl::StatusOr<torch::Tensor> values = ReadStateTensor(**engine, names[i], kind);
             ASSERT_TRUE(values.ok()) << values.status();
             read[home].push_back(*values);
             if (kind == StateKind::kGradient) continue;
-            const absl::Status written = (*engine)->WriteState(names[i], kind, *values * 1.25);
+            const absl::Status written = WriteStateTensor(**engine, names[i], kind, *values * 1.25);
             ASSERT_TRUE(written.ok()) << written;
-            read[home].push_back(*(*engine)->ReadState(names[i], kind));
+            read[home].push_back(*ReadStateTensor(**engine, names[i], kind));
           }
         }
         step();
@@ -381,8 +381,8 @@ TEST_F(DeviceStateTest, StateIsReadAndWrittenByName) {
           absl::StatusOr<double> loss = (*engine)->Evaluate({testing_support::MakeBatch(run, -1, 0)});
           ASSERT_TRUE(loss.ok()) << loss.status();
           losses[home].push_back(*loss);
-          const torch::Tensor value = *(*engine)->ReadState(names.back(), StateKind::kParameter);
-          ASSERT_TRUE((*engine)->WriteState(names.back(), StateKind::kParameter, value * factor).ok());
+          const torch::Tensor value = *ReadStateTensor(**engine, names.back(), StateKind::kParameter);
+          ASSERT_TRUE(WriteStateTensor(**engine, names.back(), StateKind::kParameter, value * factor).ok());
         }
         losses[home].push_back(*(*engine)->Evaluate({testing_support::MakeBatch(run, -1, 0)}));
         EXPECT_NE(losses[home].back(), losses[home][losses[home].size() - 2]);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "tests/zero/training.h"
+#include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
 
@@ -24,12 +25,12 @@ using testing_support::TrainGpt;
 
 constexpr int64_t kMiB = int64_t{1} << 20;
 
-int64_t BytesOf(const Batch& batch) {
+int64_t BytesOf(const TensorBatch& batch) {
   return static_cast<int64_t>(batch.inputs.nbytes() + batch.targets.nbytes());
 }
 
 TEST(Device, EveryOffloadModeAndBudgetGivesTheBitsOfTheProcessor) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     for (const int micro_batches : {1, 3}) {
       for (const double clip : {0.0, 0.3}) {
         SCOPED_TRACE(testing::Message() << dtype << ", " << micro_batches << " micro-batches, clip " << clip);
@@ -151,10 +152,10 @@ TEST(Device, ABatchThatTheDeviceDoesNotHoldEndsNoStepButItsOwn) {
     committed.push_back(step.step);
     return absl::OkStatus();
   };
-  auto engine = Engine::Create(models::MakeGpt(run.model), options);
+  auto engine = CreateEngine(models::MakeGpt(run.model), options);
   ASSERT_TRUE(engine.ok()) << engine.status();
   ASSERT_TRUE((*engine)->Step({testing_support::MakeBatch(run, 1, 0)}, Next::kTrain).ok());
-  Batch large = testing_support::MakeBatch(run, 2, 0);
+  TensorBatch large = testing_support::MakeBatch(run, 2, 0);
   std::vector<uint8_t> bytes(static_cast<size_t>(64 * kMiB));  // not LibTorch's, which counts its own here
   large.inputs = torch::from_blob(bytes.data(), {64 * kMiB}, torch::kByte);
   EXPECT_FALSE((*engine)->Step({large}, Next::kTrain).ok());

@@ -96,7 +96,7 @@ TEST_F(DurabilityTest, TheBitsAreTheSameWhateverIsWrittenWhen) {
 }
 
 TEST_F(DurabilityTest, SkippedStepsAndEveryTypeOfStateToo) {
-  run_.dtype = torch::kHalf;
+  run_.dtype = kernels::DType::kFp16;
   run_.loss_scale = {.dynamic = true, .initial_scale = 0x1p26, .window = 3, .hysteresis = 1};
   run_.steps = 12;
   for (const kernels::StateType states : {kernels::StateType::kFp32, kernels::StateType::k8Bit}) {

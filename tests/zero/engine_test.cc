@@ -22,7 +22,8 @@
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/block.h"
-#include "zero/compute/libtorch/tensor_memory.h"
+#include "zero/compute/libtorch/tensor_allocator.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -49,7 +50,7 @@ std::vector<double> PlainLosses(const RunOptions& run) {
 TEST(Engine, LossesInFp32AgreeWithPlainLibTorchOverTwentySteps) {
   for (const int micro_batches : {1, 2}) {
     RunOptions run;
-    run.dtype = torch::kFloat32;
+    run.dtype = kernels::DType::kFp32;
     run.micro_batches = micro_batches;
     run.steps = 20;
     run.clip = 0.5;
@@ -68,7 +69,7 @@ TEST(Engine, LossesInFp32AgreeWithPlainLibTorchOverTwentySteps) {
 
 // Attention by blocks, also where a batch of one makes its inputs strided views.
 TEST(Engine, LongSequencesAgreeWithPlainLibTorchAndHaveTheSameBitsInTheLeastMemory) {
-  for (const torch::Dtype dtype : {torch::kFloat32, torch::kBFloat16, torch::kFloat16}) {
+  for (const kernels::DType dtype : {kernels::DType::kFp32, kernels::DType::kBf16, kernels::DType::kFp16}) {
     for (const int64_t batch : {1, 2}) {
       RunOptions run;
       run.model = {2, 64, 4, 300, 256, 0.1};
@@ -80,7 +81,7 @@ TEST(Engine, LongSequencesAgreeWithPlainLibTorchAndHaveTheSameBitsInTheLeastMemo
       run.evaluate_every = 2;
       const TrainedLosses none = TrainGpt(run);
       ASSERT_TRUE(none.status.ok()) << none.status;
-      if (dtype == torch::kFloat32) {
+      if (dtype == kernels::DType::kFp32) {
         const std::vector<double> plain = PlainLosses(run);
         ASSERT_EQ(none.losses.size(), plain.size());
         for (size_t i = 0; i < plain.size(); ++i)
@@ -102,7 +103,7 @@ TEST(Engine, LongSequencesAgreeWithPlainLibTorchAndHaveTheSameBitsInTheLeastMemo
 // A mask is made again in backward, from the seed of its step, micro-batch and stage.
 TEST(Engine, DropoutIsThatOfPlainLibTorchWithTheSameSeeds) {
   RunOptions run;
-  run.dtype = torch::kFloat32;
+  run.dtype = kernels::DType::kFp32;
   run.model.dropout = run.model.embedding_dropout = run.model.attention_dropout = 0.2;
   run.micro_batches = 2;
   run.steps = 6;
@@ -126,16 +127,16 @@ TEST(Engine, DropoutIsThatOfPlainLibTorchWithTheSameSeeds) {
 TEST(Engine, LossesInBf16StayWithinTheirBoundOfFp32) {
   RunOptions run;
   run.steps = 20;
-  run.dtype = torch::kFloat32;
+  run.dtype = kernels::DType::kFp32;
   const std::vector<double> exact = PlainLosses(run);
-  run.dtype = torch::kBFloat16;
+  run.dtype = kernels::DType::kBf16;
   const TrainedLosses ours = TrainGpt(run);
   ASSERT_TRUE(ours.status.ok()) << ours.status;
   for (size_t i = 0; i < exact.size(); ++i) EXPECT_NEAR(ours.losses[i], exact[i], 0.03) << "step " << i + 1;
 }
 
 TEST(Engine, EveryOffloadModeAndBudgetGivesTheSameBits) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32}) {
     for (const int micro_batches : {1, 3}) {
       for (const double clip : {0.0, 0.3}) {
         RunOptions run;
@@ -177,7 +178,7 @@ TEST(Engine, EveryOffloadModeAndBudgetGivesTheSameBits) {
 // The order of update is nobody's business but the plan's: also where clipping or a value that is not finite
 // asks for what was updated in backward to be made again or undone.
 TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     for (const int micro_batches : {1, 2}) {
       RunOptions run;
       run.dtype = dtype;
@@ -215,9 +216,9 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
               if (i + 1 == 4) continue;  // not a number, which equals nothing
               EXPECT_EQ(nvme.losses[i], none.losses[i]) << "step " << i + 1 << ", clip " << clip;
               EXPECT_EQ(nvme.norms[i], none.norms[i]) << "step " << i + 1;
-              EXPECT_EQ(nvme.loss_scales[i], dtype != torch::kHalf ? 1
-                                             : i < 4               ? 256
-                                                                   : 128)
+              EXPECT_EQ(nvme.loss_scales[i], dtype != kernels::DType::kFp16 ? 1
+                                             : i < 4                        ? 256
+                                                                            : 128)
                   << "step " << i + 1;
             }
             EXPECT_EQ(nvme.in_backward, 1.0);
@@ -301,8 +302,9 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
   auto model = [&run] {
     Model large = models::MakeGpt(run.model);
     // The loss of a batch whose first target is repeated is large, and so is its gradient.
-    large.stages.back().forward = [loss = large.stages.back().forward](
-                                      torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+    large.stages.back().forward = [loss = large.stages.back().forward](torch::nn::Module& module,
+                                                                       const torch::Tensor& x,
+                                                                       const TensorBatch& batch) {
       const bool marked = batch.targets[0][0].item<int64_t>() == batch.targets[0][1].item<int64_t>();
       return loss(module, x, batch) * (marked ? 1e5 : 1.0);
     };
@@ -314,11 +316,11 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
     return plan.speculates && plan.worthwhile_replay_rate > 0.01 && plan.worthwhile_replay_rate < 1.0 / 6;
   };
   auto train = [&](EngineOptions options, std::vector<StepResult>* steps) -> absl::Status {
-    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model(), std::move(options));
+    absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model(), std::move(options));
     if (!engine.ok()) return engine.status();
     if (!run.state_dir.empty() && !offers((*engine)->plan().plan)) return absl::OkStatus();
     for (int64_t step = 1; step <= kSteps; ++step) {
-      Batch batch = testing_support::MakeBatch(run, step, 0);
+      TensorBatch batch = testing_support::MakeBatch(run, step, 0);
       if (is_large(step)) batch.targets[0][0] = batch.targets[0][1];
       absl::StatusOr<StepResult> result = (*engine)->Step({batch}, Next::kTrain);
       if (!result.ok()) return result.status();
@@ -339,7 +341,7 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
       machine.read_bytes_per_s = machine.write_bytes_per_s = machine.mixed_bytes_per_s = bytes_per_s;
       return machine;
     };
-    const absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model(), options);
+    const absl::StatusOr<EnginePlan> plan = PlanEngine(model(), options);
     ASSERT_TRUE(plan.ok()) << plan.status();
     if (!offers(plan->plan)) continue;
     ASSERT_EQ(train(options, &drive), absl::OkStatus());
@@ -441,11 +443,11 @@ TEST(Engine, AnOrderForAnEngineThatIsDoneForIsRefused) {
   Model model = models::MakeGpt(run.model);
   const StageFunction layer = model.stages[2].forward;
   bool fails = false;
-  model.stages[2].forward = [&](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+  model.stages[2].forward = [&](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch& batch) {
     TORCH_CHECK(!fails, "the layer is gone");
     return layer(module, x, batch);
   };
-  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model, testing_support::OptionsOf(run));
+  absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model, testing_support::OptionsOf(run));
   ASSERT_TRUE(engine.ok()) << engine.status();
   EXPECT_TRUE((*engine)->SetOrder({0, 2, 1, 3, 4, 5}).ok());
   fails = true;
@@ -488,7 +490,7 @@ TEST(Engine, EveryStepIsCommittedInOrderAndResumeGoesOnWithTheSameBits) {
   other.model.layers += 1;
   EXPECT_EQ(TrainGpt(other).status.code(), absl::StatusCode::kFailedPrecondition);
   other = run;
-  other.dtype = torch::kFloat32;
+  other.dtype = kernels::DType::kFp32;
   EXPECT_EQ(TrainGpt(other).status.code(), absl::StatusCode::kFailedPrecondition);
   std::filesystem::remove_all(run.state_dir);
 }
@@ -518,7 +520,7 @@ Model WideLayers() {
     const int block =
         model.AddBlock(name, "wide", [] { return std::make_shared<torch::nn::LinearImpl>(1024, 1024); });
     if (*name == 'c') {
-      model.AddStage(name, block, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+      model.AddStage(name, block, [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
         return module.as<torch::nn::LinearImpl>()->forward(x).square().mean();
       });
     } else {
@@ -534,11 +536,11 @@ TEST(Engine, AsMuchIsInFlightAsTheKneeAsksForUnlessThatIsLimited) {
     const std::string directory = testing_support::ScratchDirectory();
     EngineOptions options;
     options.storage.state_dirs = {directory};
-    options.dtype = torch::kFloat32;
-    options.example = {torch::randn({2, 1024}), torch::zeros({2})};
+    options.dtype = kernels::DType::kFp32;
+    options.example = TensorBatch{torch::randn({2, 1024}), torch::zeros({2})};
     options.storage.io.max_read_bytes_in_flight = options.storage.io.max_write_bytes_in_flight = aio::kMiB;
     options.storage.io_depth_is_limit = is_limit;
-    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(WideLayers(), options);
+    absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(WideLayers(), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
     (*engine)->set_saturating_bytes_in_flight(4 * aio::kMiB);
     for (int step = 0; step < 3; ++step) {
@@ -558,7 +560,7 @@ TEST(Engine, AsMuchIsInFlightAsTheKneeAsksForUnlessThatIsLimited) {
 }
 
 TEST(TensorMemory, ALimitForAWhileGivesTheFormerOneBack) {
-  TensorMemory::Install();
+  InstallTensorAllocator();
   TensorMemory::SetLimit(TensorMemory::Stats().live_bytes + (4 << 20));
   const int64_t before = TensorMemory::Limit();
   {
@@ -577,17 +579,17 @@ TEST(Engine, APlanBesideALivingEngineLeavesItsLimit) {
   RunOptions run;
   run.host_memory_bytes = 64 << 20;
   const EngineOptions options = testing_support::OptionsOf(run);
-  auto engine = Engine::Create(models::MakeGpt(run.model), options);
+  auto engine = CreateEngine(models::MakeGpt(run.model), options);
   ASSERT_TRUE(engine.ok()) << engine.status();
   const int64_t limit = TensorMemory::Limit();
   EXPECT_GT(limit, 0);
-  const auto plan = Engine::MakePlan(models::MakeGpt(run.model), options);
+  const auto plan = PlanEngine(models::MakeGpt(run.model), options);
   EXPECT_TRUE(plan.ok()) << plan.status();
   EXPECT_EQ(TensorMemory::Limit(), limit);
 }
 
 TEST(TensorMemory, CountsPoolsAndRefuses) {
-  TensorMemory::Install();
+  InstallTensorAllocator();
   TensorMemory::Trim();
   const TensorMemoryStats before = TensorMemory::Stats();
   {

@@ -56,7 +56,7 @@ RunOptions AtLeast(RunOptions run, const TestDeviceOptions& device) {
 }
 
 TEST(Gds, EveryTypeOrderAndBudgetGivesTheBitsOfTheProcessor) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     for (const auto order : {tiering::UpdateOrder::kInNextForward, tiering::UpdateOrder::kInBackward}) {
       for (const bool least : {false, true}) {
         SCOPED_TRACE(testing::Message() << dtype << ", order " << static_cast<int>(order) << ", " << least);

@@ -5,7 +5,7 @@
 #include <filesystem>
 
 #include "tests/zero/ranks.h"
-#include "zero/compute/device.h"
+#include "zero/compute/libtorch/cuda_device.h"
 
 namespace penstock::zero {
 namespace {
@@ -33,7 +33,7 @@ std::vector<RankOutcome> TrainOnCuda(const RunOptions& run) {
 // bounds as in gpu_test.cc.
 TEST(GpuRanks, LossesAreTheProcessorsWithinRoundingAndTheSameInEveryOffloadMode) {
   if (const std::string why = WhyNot(); !why.empty()) GTEST_SKIP() << why;
-  for (const auto& [dtype, bound] : {std::pair{torch::kFloat32, 2e-3}, {torch::kBFloat16, 0.03}}) {
+  for (const auto& [dtype, bound] : {std::pair{kernels::DType::kFp32, 2e-3}, {kernels::DType::kBf16, 0.03}}) {
     RunOptions run;
     run.dtype = dtype;
     run.batch = 2;

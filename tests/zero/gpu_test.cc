@@ -14,7 +14,7 @@
 
 #include "kernels/checksum.h"
 #include "tests/zero/training.h"
-#include "zero/compute/device.h"
+#include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/machine_rates.h"
 
 #ifdef PENSTOCK_TORCH_CUDA
@@ -100,14 +100,14 @@ TEST_F(Gpu, CopiesReachNineTenthsOfABarePinnedOne) {
 // more than bf16.
 TEST_F(Gpu, LossesAreTheProcessorsWithinRoundingAndTheSameInEveryOffloadMode) {
   struct Case {
-    torch::ScalarType dtype;
+    kernels::DType dtype;
     double bound;
     int64_t seq;
   };
-  for (const auto& [dtype, bound, seq] : {Case{torch::kFloat32, 2e-3, 32},
-                                          {torch::kBFloat16, 0.03, 32},
-                                          {torch::kHalf, 0.01, 32},
-                                          {torch::kBFloat16, 0.03, 300}}) {  // attention goes by blocks
+  for (const auto& [dtype, bound, seq] : {Case{kernels::DType::kFp32, 2e-3, 32},
+                                          {kernels::DType::kBf16, 0.03, 32},
+                                          {kernels::DType::kFp16, 0.01, 32},
+                                          {kernels::DType::kBf16, 0.03, 300}}) {  // attention goes by blocks
     RunOptions run;
     run.dtype = dtype;
     run.model.context = run.seq = seq;

@@ -12,8 +12,9 @@
 #include "absl/strings/str_cat.h"
 #include "models/gpt.h"
 #include "tests/zero/training.h"
-#include "zero/compute/libtorch/tensor_memory.h"
+#include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/engine/engine.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -147,7 +148,7 @@ TEST(InitialStream, ABlockBeginsInTheMemoryOfATile) {
   EXPECT_EQ(least.losses, none.losses);
   EXPECT_LE(least.peak_managed_bytes, run.host_memory_bytes);
   // A layer has 3.15 M parameters, 12.6 MB in fp32, and none of them is in memory to begin with.
-  const absl::StatusOr<EnginePlan> plan = Engine::MakePlan(models::MakeGpt(run.model), [&] {
+  const absl::StatusOr<EnginePlan> plan = PlanEngine(models::MakeGpt(run.model), [&] {
     testing_support::RunOptions in_memory = run;
     in_memory.offload = OffloadDevice::kCpu;
     in_memory.host_memory_bytes = 0;
@@ -163,12 +164,11 @@ TEST(MeasureModel, WhatCouldNotFitAnywhereIsRefusedUnbuilt) {
   EngineOptions options;
   options.storage.offload = OffloadDevice::kCpu;
   options.memory.host_memory_budget_bytes = 256 << 20;
-  options.example = {torch::zeros({1, 8}, torch::kInt64), torch::zeros({1, 8}, torch::kInt64)};
-  TensorMemory::Install();
+  options.example = TensorBatch{torch::zeros({1, 8}, torch::kInt64), torch::zeros({1, 8}, torch::kInt64)};
+  InstallTensorAllocator();
   TensorMemory::ResetLivePeak();
   const int64_t before = TensorMemory::Stats().live_bytes;
-  const absl::StatusOr<EnginePlan> plan =
-      Engine::MakePlan(models::MakeGpt({4, 1 << 17, 8, 16, 256, 0}), options);
+  const absl::StatusOr<EnginePlan> plan = PlanEngine(models::MakeGpt({4, 1 << 17, 8, 16, 256, 0}), options);
   EXPECT_EQ(plan.status().code(), absl::StatusCode::kFailedPrecondition) << plan.status();
   EXPECT_THAT(std::string(plan.status().message()),
               testing::AllOf(testing::HasSubstr("268435456 bytes is too small"),
@@ -182,21 +182,21 @@ TEST(MeasureModel, TheBudgetHoldsWhileABlockIsBuilt) {
   model.identity = {{"model", "wide"}};
   const int wide =
       model.AddBlock("wide", "", [] { return std::make_shared<torch::nn::LinearImpl>(2048, 2048); });
-  model.AddStage("wide", wide, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+  model.AddStage("wide", wide, [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
     return module.as<torch::nn::LinearImpl>()->forward(x).square().mean();
   });
   EngineOptions options;
   options.storage.offload = OffloadDevice::kCpu;
-  options.dtype = torch::kFloat32;
-  options.example = {torch::randn({2, 2048}), torch::zeros({2})};
+  options.dtype = kernels::DType::kFp32;
+  options.example = TensorBatch{torch::randn({2, 2048}), torch::zeros({2})};
   options.memory.host_memory_budget_bytes = 8 << 20;  // its weights alone have 16 MiB
-  const absl::StatusOr<EnginePlan> refused = Engine::MakePlan(model, options);
+  const absl::StatusOr<EnginePlan> refused = PlanEngine(model, options);
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kFailedPrecondition) << refused.status();
   EXPECT_THAT(std::string(refused.status().message()), testing::HasSubstr("least that works is"));
   options.memory.host_memory_budget_bytes = 512 << 20;
   TensorMemory::Trim();
   TensorMemory::ResetPeak();
-  const absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model, options);
+  const absl::StatusOr<EnginePlan> plan = PlanEngine(model, options);
   ASSERT_TRUE(plan.ok()) << plan.status();
   EXPECT_LE(TensorMemory::Stats().peak_bytes, options.memory.host_memory_budget_bytes);
 }

@@ -60,7 +60,7 @@ std::vector<std::string> Losses(const std::string& log) {
   if (run.adjust) run.adjust(options);
   if (options.storage.durability == Durability::kCheckpoint) {
     // So that some tiles stay in memory and others do not.
-    const absl::StatusOr<EnginePlan> roomy = Engine::MakePlan(models::MakeGpt(run.model), options);
+    const absl::StatusOr<EnginePlan> roomy = PlanEngine(models::MakeGpt(run.model), options);
     if (!roomy.ok()) fail(roomy.status());
     options.memory.host_memory_budget_bytes = roomy->plan.least_host_memory_bytes + (5 << 19);
     options.hooks.planned = [](const EnginePlan& plan) {
@@ -91,10 +91,10 @@ std::vector<std::string> Losses(const std::string& log) {
     options.resume.enabled = true;
     options.storage.state_dirs = {*newest};
   }
-  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
+  absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(models::MakeGpt(run.model), options);
   if (absl::IsNotFound(engine.status())) {  // killed before its first commit: start over
     options.resume.enabled = false;
-    engine = Engine::Create(models::MakeGpt(run.model), options);
+    engine = CreateEngine(models::MakeGpt(run.model), options);
   }
   if (!engine.ok()) fail(engine.status());
   absl::StatusOr<std::unique_ptr<tools::TrainLog>> opened =
@@ -170,7 +170,8 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
     run.seq = 16;
     run.steps = 24;
     run.micro_batches = 1 + round % 2;
-    const torch::Dtype dtypes[] = {torch::kHalf, torch::kBFloat16, torch::kFloat32, torch::kBFloat16};
+    const kernels::DType dtypes[] = {kernels::DType::kFp16, kernels::DType::kBf16, kernels::DType::kFp32,
+                                     kernels::DType::kBf16};
     run.dtype = dtypes[round % 4];
     if (round % 4 == 1) run.optimizer_states = kernels::StateType::k8Bit;
     // Of fp16: overflows at first, and then goes up and down.

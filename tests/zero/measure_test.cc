@@ -43,7 +43,7 @@ Model Wide() {
   Model model;
   const int wide =
       model.AddBlock("wide", "", [] { return std::make_shared<torch::nn::LinearImpl>(1024, 1024); });
-  model.AddStage("wide", wide, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+  model.AddStage("wide", wide, [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
     return module.as<torch::nn::LinearImpl>()->forward(x).square().mean();
   });
   return model;
@@ -51,9 +51,8 @@ Model Wide() {
 
 double BackwardSeconds(bool* disturbed) {
   MeasureOptions options;
-  options.weights = kernels::DType::kFp32;
-  const absl::StatusOr<MeasuredModel> measured =
-      MeasureModel(Wide(), {torch::randn({2048, 1024}), torch::zeros({2})}, options, *HostDevice());
+  const absl::StatusOr<MeasuredModel> measured = MeasureModel(
+      Wide(), {torch::randn({2048, 1024}), torch::zeros({2})}, kernels::DType::kFp32, options, *HostDevice());
   EXPECT_TRUE(measured.ok()) << measured.status();
   if (!measured.ok()) return 0;
   *disturbed = measured->disturbed;

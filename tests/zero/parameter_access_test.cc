@@ -21,7 +21,7 @@ std::unique_ptr<Engine> Open(const RunOptions& run, bool resume = false) {
   EngineOptions options = testing_support::OptionsOf(run);
   if (run.adjust) run.adjust(options);
   options.resume.enabled = resume;
-  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(models::MakeGpt(run.model), options);
+  absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(models::MakeGpt(run.model), options);
   EXPECT_TRUE(engine.ok()) << engine.status();
   return engine.ok() ? std::move(*engine) : nullptr;
 }
@@ -44,7 +44,7 @@ std::string NameOfAWeight(const Engine& engine) {
 
 // The same values in memory and on the drive, of every kind; AdamW's first step by hand.
 TEST(ParameterAccess, ReadsWhatTheUpdateMadeInEveryHome) {
-  for (const torch::Dtype dtype : {torch::kFloat32, torch::kBFloat16}) {
+  for (const kernels::DType dtype : {kernels::DType::kFp32, kernels::DType::kBf16}) {
     std::vector<torch::Tensor> read[3];
     for (int home = 0; home < 3; ++home) {
       RunOptions run;
@@ -62,13 +62,13 @@ TEST(ParameterAccess, ReadsWhatTheUpdateMadeInEveryHome) {
       std::unique_ptr<Engine> engine = Open(run);
       ASSERT_NE(engine, nullptr);
       const std::string name = NameOfAWeight(*engine);
-      EXPECT_EQ(engine->ReadState(name, StateKind::kGradient).status().code(),
+      EXPECT_EQ(ReadStateTensor(*engine, name, StateKind::kGradient).status().code(),
                 absl::StatusCode::kFailedPrecondition);
-      const torch::Tensor before = *engine->ReadState(name, StateKind::kParameter);
+      const torch::Tensor before = *ReadStateTensor(*engine, name, StateKind::kParameter);
       Step(*engine, run);
       for (const StateKind kind :
            {StateKind::kGradient, StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment}) {
-        absl::StatusOr<torch::Tensor> values = engine->ReadState(name, kind);
+        absl::StatusOr<torch::Tensor> values = ReadStateTensor(*engine, name, kind);
         ASSERT_TRUE(values.ok()) << values.status();
         read[home].push_back(*values);
       }
@@ -95,7 +95,8 @@ struct Home {
   bool keeps_checkpoints = false;
 };
 
-class StateWrittenIn : public testing_support::ScratchTest, public testing::WithParamInterface<torch::Dtype> {
+class StateWrittenIn : public testing_support::ScratchTest,
+                       public testing::WithParamInterface<kernels::DType> {
  protected:
   RunOptions RunOf(const Home& home) const {
     RunOptions run;
@@ -124,9 +125,9 @@ class StateWrittenIn : public testing_support::ScratchTest, public testing::With
     }
     const std::string name = NameOfAWeight(*engine);
     std::vector<double> losses = {Step(*engine, run), Step(*engine, run)};
-    const torch::Tensor written = *engine->ReadState(name, StateKind::kParameter) * 1.5 + 0.01;
+    const torch::Tensor written = *ReadStateTensor(*engine, name, StateKind::kParameter) * 1.5 + 0.01;
     const auto write = [&](StateKind kind, const torch::Tensor& value) {
-      const absl::Status status = engine->WriteState(name, kind, value);
+      const absl::Status status = WriteStateTensor(*engine, name, kind, value);
       EXPECT_TRUE(status.ok()) << status;
     };
     write(StateKind::kParameter, written);
@@ -134,13 +135,13 @@ class StateWrittenIn : public testing_support::ScratchTest, public testing::With
     // Twice: each is a version of its own.
     write(StateKind::kSecondMoment, torch::ones_like(written));
     write(StateKind::kSecondMoment, torch::ones_like(written) * 1e-4);
-    EXPECT_TRUE(torch::equal(*engine->ReadState(name, StateKind::kParameter), written));
+    EXPECT_TRUE(torch::equal(*ReadStateTensor(*engine, name, StateKind::kParameter), written));
     for (int i = 0; i < 3; ++i) losses.push_back(Step(*engine, run));
-    EXPECT_EQ(engine->WriteState(name, StateKind::kParameter, torch::zeros({3})).code(),
+    EXPECT_EQ(WriteStateTensor(*engine, name, StateKind::kParameter, torch::zeros({3})).code(),
               absl::StatusCode::kInvalidArgument);
-    EXPECT_EQ(engine->WriteState(name, StateKind::kGradient, written).code(),
+    EXPECT_EQ(WriteStateTensor(*engine, name, StateKind::kGradient, written).code(),
               absl::StatusCode::kFailedPrecondition);
-    const absl::Status unknown = engine->ReadState(name + "x", StateKind::kParameter).status();
+    const absl::Status unknown = ReadStateTensor(*engine, name + "x", StateKind::kParameter).status();
     EXPECT_EQ(unknown.code(), absl::StatusCode::kNotFound);
     EXPECT_THAT(std::string(unknown.message()), testing::HasSubstr("did you mean \"" + name));
     write(StateKind::kParameter, written);
@@ -153,7 +154,7 @@ class StateWrittenIn : public testing_support::ScratchTest, public testing::With
       EXPECT_EQ(engine->step(), 5);
       EXPECT_EQ(engine->plan().versions, home.versions);
     }
-    EXPECT_TRUE(torch::equal(*engine->ReadState(name, StateKind::kParameter), written));
+    EXPECT_TRUE(torch::equal(*ReadStateTensor(*engine, name, StateKind::kParameter), written));
     for (int i = 0; i < 3; ++i) losses.push_back(Step(*engine, run));
     const absl::Status flushed = engine->Flush();
     EXPECT_TRUE(flushed.ok()) << flushed;
@@ -184,8 +185,10 @@ TEST_P(StateWrittenIn, EveryHomeIsTrainedOnAndSurvives) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Types, StateWrittenIn, testing::Values(torch::kFloat32, torch::kBFloat16),
-                         [](const auto& type) { return type.param == torch::kFloat32 ? "fp32" : "bf16"; });
+INSTANTIATE_TEST_SUITE_P(Types, StateWrittenIn, testing::Values(kernels::DType::kFp32, kernels::DType::kBf16),
+                         [](const auto& type) {
+                           return type.param == kernels::DType::kFp32 ? "fp32" : "bf16";
+                         });
 
 }  // namespace
 }  // namespace penstock::zero

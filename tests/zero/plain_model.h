@@ -30,7 +30,7 @@ struct PlainModel {
     for (torch::Tensor& parameter : parameters) parameter.mutable_grad() = torch::Tensor();
     double loss_sum = 0;
     for (int m = 0; m < run.micro_batches; ++m) {
-      const Batch batch = MakeBatch(run, step, m);
+      const TensorBatch batch = MakeBatch(run, step, m);
       torch::Tensor x = batch.inputs;
       for (size_t s = 0; s < model.stages.size(); ++s) {
         torch::manual_seed(MixSeed(run.seed, static_cast<uint64_t>(step), static_cast<uint64_t>(m), s));

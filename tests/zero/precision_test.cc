@@ -59,7 +59,7 @@ std::vector<double> PlainFp16Losses(const RunOptions& run, double scale) {
 TEST(Fp16, LossesAgreeWithLibTorchWhereItRoundsAtTheSamePlaces) {
   for (const int micro_batches : {1, 2}) {
     RunOptions run;
-    run.dtype = torch::kHalf;
+    run.dtype = kernels::DType::kFp16;
     run.micro_batches = micro_batches;
     run.steps = 20;
     run.clip = 0.5;
@@ -77,7 +77,7 @@ TEST(Fp16, LossesAgreeWithLibTorchWhereItRoundsAtTheSamePlaces) {
 
 TEST(Fp16, OverflowSkipsStepsUntilTheScaleFitsInEveryModeAndAcrossAResume) {
   RunOptions run;
-  run.dtype = torch::kHalf;
+  run.dtype = kernels::DType::kFp16;
   run.steps = 14;
   // Nothing of the loss survives a factor of 2^40 in fp16; with hysteresis 1 every overflow halves it.
   run.loss_scale = {.dynamic = true, .initial_scale = 0x1p24, .window = 2, .hysteresis = 1};
@@ -129,7 +129,7 @@ TEST(Fp16, OverflowSkipsStepsUntilTheScaleFitsInEveryModeAndAcrossAResume) {
 
 TEST(Fp16, OverflowAtTheSmallestScaleEndsTrainingInWords) {
   RunOptions run;
-  run.dtype = torch::kHalf;
+  run.dtype = kernels::DType::kFp16;
   run.loss_scale = {.dynamic = true, .initial_scale = 0x1p40, .min_scale = 0x1p39, .hysteresis = 1};
   const TrainedLosses trained = TrainGpt(run);
   EXPECT_EQ(trained.status.code(), absl::StatusCode::kOutOfRange) << trained.status;
@@ -137,7 +137,7 @@ TEST(Fp16, OverflowAtTheSmallestScaleEndsTrainingInWords) {
 }
 
 struct Types {
-  torch::Dtype dtype;
+  kernels::DType dtype;
   kernels::StateType states;
   std::optional<OptimizerOptions> optimizer;
 };
@@ -149,12 +149,12 @@ std::vector<Types> AllTypes() {
   const OptimizerOptions momentum = kernels::SgdOptions{.lr = 1e-2, .momentum = 0.9};
   const OptimizerOptions sgd = kernels::SgdOptions{.lr = 1e-2};
   return {
-      {torch::kHalf, StateType::kFp32, {}},       {torch::kHalf, StateType::k8Bit, {}},
-      {torch::kBFloat16, StateType::k8Bit, {}},   {torch::kBFloat16, StateType::kBf16, {}},
-      {torch::kFloat32, StateType::k8Bit, {}},    {torch::kFloat32, StateType::kBf16, adagrad},
-      {torch::kBFloat16, StateType::kFp32, lion}, {torch::kBFloat16, StateType::k8Bit, lion},
-      {torch::kHalf, StateType::kFp32, adagrad},  {torch::kBFloat16, StateType::kFp32, momentum},
-      {torch::kFloat32, StateType::kFp32, sgd},   {torch::kBFloat16, StateType::kFp32, sgd},
+      {kernels::DType::kFp16, StateType::kFp32, {}},      {kernels::DType::kFp16, StateType::k8Bit, {}},
+      {kernels::DType::kBf16, StateType::k8Bit, {}},      {kernels::DType::kBf16, StateType::kBf16, {}},
+      {kernels::DType::kFp32, StateType::k8Bit, {}},      {kernels::DType::kFp32, StateType::kBf16, adagrad},
+      {kernels::DType::kBf16, StateType::kFp32, lion},    {kernels::DType::kBf16, StateType::k8Bit, lion},
+      {kernels::DType::kFp16, StateType::kFp32, adagrad}, {kernels::DType::kBf16, StateType::kFp32, momentum},
+      {kernels::DType::kFp32, StateType::kFp32, sgd},     {kernels::DType::kBf16, StateType::kFp32, sgd},
   };
 }
 
@@ -248,7 +248,7 @@ void ExpectAsLibTorch(
     const std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<torch::Tensor>&)>& theirs,
     int64_t steps = 20, double tolerance = 1e-5) {
   RunOptions run;
-  run.dtype = torch::kFloat32;
+  run.dtype = kernels::DType::kFp32;
   run.steps = steps;
   run.clip = 0.5;
   run.optimizer = ours;

@@ -78,18 +78,18 @@ TEST_F(RankCheckpointsTest, GoOnWithAnyNumberOfRanks) {
   struct Case {
     int from, to;
     OffloadDevice first, then;
-    torch::Dtype dtype;
+    kernels::DType dtype;
     kernels::StateType states;
   };
   using kernels::StateType;
   const OffloadDevice none = OffloadDevice::kNone, nvme = OffloadDevice::kNvme;
-  for (const Case& c : {Case{2, 1, nvme, none, torch::kBFloat16, StateType::k8Bit},
-                        Case{1, 3, none, nvme, torch::kBFloat16, StateType::k8Bit},
-                        Case{2, 3, nvme, nvme, torch::kBFloat16, StateType::k8Bit},
-                        Case{3, 2, none, none, torch::kFloat32, StateType::kFp32},
-                        Case{4, 3, nvme, none, torch::kHalf, StateType::kBf16},
-                        Case{3, 4, nvme, nvme, torch::kFloat32, StateType::kFp32},
-                        Case{2, 2, none, nvme, torch::kBFloat16, StateType::kFp32}}) {
+  for (const Case& c : {Case{2, 1, nvme, none, kernels::DType::kBf16, StateType::k8Bit},
+                        Case{1, 3, none, nvme, kernels::DType::kBf16, StateType::k8Bit},
+                        Case{2, 3, nvme, nvme, kernels::DType::kBf16, StateType::k8Bit},
+                        Case{3, 2, none, none, kernels::DType::kFp32, StateType::kFp32},
+                        Case{4, 3, nvme, none, kernels::DType::kFp16, StateType::kBf16},
+                        Case{3, 4, nvme, nvme, kernels::DType::kFp32, StateType::kFp32},
+                        Case{2, 2, none, nvme, kernels::DType::kBf16, StateType::kFp32}}) {
     SCOPED_TRACE(testing::Message() << c.from << " to " << c.to);
     std::vector<nlohmann::json> ends;
     for (const bool on_one : {true, false}) {
@@ -124,7 +124,7 @@ TEST_F(RankCheckpointsTest, GoOnWithAnyNumberOfRanks) {
 TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {
   for (const Durability durability : {Durability::kStep, Durability::kCheckpoint}) {
     SCOPED_TRACE(static_cast<int>(durability));
-    RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+    RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
     run.evaluate_every = 0;
     run.steps = 12;
     run.tile_bytes = 1 << 15;
@@ -198,7 +198,7 @@ TEST_F(RankCheckpointsTest, KilledAnyTimeTheyAreWholeOrNotThere) {
 
 // What several ranks keep is evaluated by one process, block by block.
 TEST_F(RankCheckpointsTest, OneProcessEvaluatesTheStateOfSeveral) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32}) {
     RunOptions run = UntiedRun(OffloadDevice::kNvme, dtype);
     run.steps = run.evaluate_every = 3;
     run.tile_bytes = 1 << 16;
@@ -209,7 +209,7 @@ TEST_F(RankCheckpointsTest, OneProcessEvaluatesTheStateOfSeveral) {
     const auto evaluated = testing_support::RunProcesses(1, [&](int, int) {
       EngineOptions options = testing_support::OptionsOf(run);
       options.trains = false;
-      absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(run.make_model(), options);
+      absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(run.make_model(), options);
       if (!engine.ok()) return nlohmann::json{{"status", std::string(engine.status().message())}};
       std::vector<Batch> held_out;
       for (int m = 0; m < 5; ++m) held_out.push_back(testing_support::MakeBatch(run, -1, m));
@@ -224,7 +224,7 @@ TEST_F(RankCheckpointsTest, OneProcessEvaluatesTheStateOfSeveral) {
 
 // A part that is another run's, or not there, is named.
 TEST_F(RankCheckpointsTest, PartsThatDoNotBelongTogetherAreNamed) {
-  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.steps = 2;
   run.evaluate_every = 0;
   for (const char* name : {"/a", "/b"}) {

@@ -43,7 +43,7 @@ int64_t LeastOf(const std::vector<RankOutcome>& refused) {
 }
 
 // A GPT: its embedding has two addends in every micro-batch.
-RunOptions SmallRun(torch::Dtype dtype, int micro_batches) {
+RunOptions SmallRun(kernels::DType dtype, int micro_batches) {
   RunOptions run;
   run.dtype = dtype;
   run.batch = 2;
@@ -69,7 +69,7 @@ void ExpectWithinBudgets(const RunOptions& run, const nlohmann::json& processors
 }
 
 TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     for (const int micro_batches : {1, 2}) {
       SCOPED_TRACE(testing::Message() << dtype << ", " << micro_batches << " micro-batches");
       RunOptions run = SmallRun(dtype, micro_batches);
@@ -112,7 +112,7 @@ TEST(RankDevices, EveryOffloadModeAndBudgetGivesTheBitsOfProcessors) {
 
 // State on devices that exchange with each other: each has its part, wherever else it is kept.
 TEST(RankDevices, StateLivesOnLinkedDevices) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     for (const int micro_batches : {1, 2}) {
       RunOptions run = SmallRun(dtype, micro_batches);
       run.poison_step = 3;
@@ -179,7 +179,7 @@ TEST(RankDevices, CheckpointsGoFromDevicesToProcessorsAndBack) {
 
 // Where a gradient has one addend a rank, also those of one rank with all micro-batches.
 TEST(RankDevices, SameBitsAsOneProcessorWithTheirMicroBatchesInEveryOrderOfUpdate) {
-  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kBf16);
   run.clip = 0.12;  // of norms below and above it: updates made in backward are made again in some steps
   run.micro_batches = 3;
   const nlohmann::json one = Alone(run);
@@ -209,7 +209,7 @@ TEST(RankDevices, SameBitsAsOneProcessorWithTheirMicroBatchesInEveryOrderOfUpdat
 
 // Each rank's part from its own drive past host memory, where devices exchange and all of them can.
 TEST(RankDevices, PartsComeStraightFromTheDriveWhereAllCan) {
-  RunOptions run = SmallRun(torch::kBFloat16, 1);
+  RunOptions run = SmallRun(kernels::DType::kBf16, 1);
   run.model.layers = 12;
   run.model.width = 128;
   run.update_order = tiering::UpdateOrder::kInNextForward;
@@ -256,7 +256,7 @@ TEST(RankDevices, PartsComeStraightFromTheDriveWhereAllCan) {
 }
 
 TEST(RankDevices, ACopyThatFailsOnOneEndsAllInItsWords) {
-  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kFp32);
   run.steps = 1000;
   for (const bool linked : {false, true}) {
     const std::vector<RankOutcome> ranks = TrainRanks(2, run, [linked](int rank, RunOptions* own) {
@@ -272,7 +272,7 @@ TEST(RankDevices, ACopyThatFailsOnOneEndsAllInItsWords) {
 
 // One that is killed while the devices exchange: the other ends and names it.
 TEST(RankDevices, OneThatIsKilledWhileDevicesExchangeIsNamed) {
-  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kBf16);
   run.steps = 1000;
   for (const tiering::OpKind kind : {tiering::OpKind::kAllGather, tiering::OpKind::kReduceScatter}) {
     const std::vector<RankOutcome> ranks = TrainRanks(2, run, [kind](int rank, RunOptions* own) {

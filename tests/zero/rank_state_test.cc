@@ -37,11 +37,11 @@ const char* const kNames[] = {"layer.2.up.weight", "layer.1.down.bias", "head.we
 absl::Status HalveAll(Engine& engine) {
   for (const char* name : kNames) {
     for (const StateKind kind : {StateKind::kParameter, StateKind::kFirstMoment}) {
-      absl::StatusOr<torch::Tensor> value = engine.ReadState(name, kind);
+      absl::StatusOr<torch::Tensor> value = ReadStateTensor(engine, name, kind);
       if (!value.ok()) return value.status();
       const torch::Tensor half = *value * 0.5;
-      if (absl::Status status = engine.WriteState(name, kind, half); !status.ok()) return status;
-      absl::StatusOr<torch::Tensor> now = engine.ReadState(name, kind);
+      if (absl::Status status = WriteStateTensor(engine, name, kind, half); !status.ok()) return status;
+      absl::StatusOr<torch::Tensor> now = ReadStateTensor(engine, name, kind);
       if (!now.ok()) return now.status();
       if (!torch::equal(*now, half))
         return absl::InternalError(name + std::string(" is not what was written"));
@@ -70,7 +70,7 @@ TEST_F(RankStateTest, WhatIsWrittenIsThatOfOneRankInEveryMode) {
                            Mode{"devices", OffloadDevice::kCpu, 0, true}}) {
     for (const int world : {2, 3}) {
       SCOPED_TRACE(testing::Message() << mode.name << ", " << world << " ranks");
-      RunOptions run = UntiedRun(mode.offload, torch::kFloat32);
+      RunOptions run = UntiedRun(mode.offload, kernels::DType::kFp32);
       run.make_model = WithLargeHead;
       run.adjust = [mode](EngineOptions& options) {
         options.storage.versions = mode.versions;
@@ -97,7 +97,7 @@ TEST_F(RankStateTest, WhatIsWrittenIsThatOfOneRankInEveryMode) {
 }
 
 TEST_F(RankStateTest, AWriteThatNotAllHaveCommittedIsTakenBack) {
-  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.evaluate_every = 0;
   run.steps = 5;
   run.state_dir = scratch_ + "/alone";
@@ -109,9 +109,9 @@ TEST_F(RankStateTest, AWriteThatNotAllHaveCommittedIsTakenBack) {
   std::filesystem::copy(of_rank_1, before, std::filesystem::copy_options::recursive);
   run.resume = true;
   run.opened = [](Engine& engine) -> absl::Status {
-    absl::StatusOr<torch::Tensor> value = engine.ReadState("head.weight", StateKind::kParameter);
+    absl::StatusOr<torch::Tensor> value = ReadStateTensor(engine, "head.weight", StateKind::kParameter);
     if (!value.ok()) return value.status();
-    return engine.WriteState("head.weight", StateKind::kParameter, *value * 0.5);
+    return WriteStateTensor(engine, "head.weight", StateKind::kParameter, *value * 0.5);
   };
   for (const RankOutcome& rank : TrainRanks(2, run)) ASSERT_EQ(rank.text(), "");
   // As if rank 1 had been killed before it could commit.
@@ -153,7 +153,7 @@ TEST_F(RankStateTest, AWriteThatNotAllHaveCommittedIsTakenBack) {
 
 // One process that evaluates what two have kept has a part: it must not be given for the whole.
 TEST_F(RankStateTest, APartIsNotReadAsTheWhole) {
-  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.steps = 2;
   run.evaluate_every = 0;
   run.state_dir = scratch_ + "/run";
@@ -161,34 +161,37 @@ TEST_F(RankStateTest, APartIsNotReadAsTheWhole) {
   run.hashes_state = false;
   run.keep_state = true;
   run.adjust = [](EngineOptions& options) { options.trains = false; };
-  run.opened = [](Engine& engine) { return engine.ReadState("head.weight", StateKind::kParameter).status(); };
+  run.opened = [](Engine& engine) {
+    return ReadStateTensor(engine, "head.weight", StateKind::kParameter).status();
+  };
   const nlohmann::json read = Alone(run);
   EXPECT_EQ(read["code"], static_cast<int>(absl::StatusCode::kFailedPrecondition)) << read;
   EXPECT_THAT(read["status"].get<std::string>(), HasSubstr("one rank's part"));
 }
 
 TEST_F(RankStateTest, WhatIsWrongIsToldToAllAndEndsNothing) {
-  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.state_dir = scratch_ + "/plain";
   const std::vector<RankOutcome> plain = TrainRanks(2, run);
   run.state_dir = scratch_ + "/run";
   const auto outcomes = TrainRanks(2, run, [](int rank, RunOptions* own) {
     own->after_step = [rank](Engine& engine) -> absl::Status {
       if (engine.step() != 2) return absl::OkStatus();
-      absl::StatusOr<torch::Tensor> value = engine.ReadState("head.weight", StateKind::kParameter);
+      absl::StatusOr<torch::Tensor> value = ReadStateTensor(engine, "head.weight", StateKind::kParameter);
       if (!value.ok()) return value.status();
-      const absl::Status differs = engine.WriteState("head.weight", StateKind::kParameter, *value + rank);
+      const absl::Status differs =
+          WriteStateTensor(engine, "head.weight", StateKind::kParameter, *value + rank);
       if (!absl::IsInvalidArgument(differs)) return absl::InternalError(differs.ToString());
       if (differs.message().find("ranks 0 and 1 were given different values for head.weight") ==
           std::string::npos)
         return absl::InternalError(differs.ToString());
       // Of one rank alone: the other hears of it.
       const torch::Tensor wrong = rank == 1 ? torch::ones(3) : *value;
-      const absl::Status shape = engine.WriteState("head.weight", StateKind::kParameter, wrong);
+      const absl::Status shape = WriteStateTensor(engine, "head.weight", StateKind::kParameter, wrong);
       if (!absl::IsInvalidArgument(shape)) return absl::InternalError(shape.ToString());
-      const absl::Status name = engine.WriteState("haed.weight", StateKind::kParameter, *value);
+      const absl::Status name = WriteStateTensor(engine, "haed.weight", StateKind::kParameter, *value);
       if (!absl::IsNotFound(name)) return absl::InternalError(name.ToString());
-      const absl::Status gradient = engine.WriteState("head.weight", StateKind::kGradient, *value);
+      const absl::Status gradient = WriteStateTensor(engine, "head.weight", StateKind::kGradient, *value);
       if (!absl::IsFailedPrecondition(gradient)) return absl::InternalError(gradient.ToString());
       return absl::OkStatus();
     };

@@ -114,9 +114,10 @@ Model Untied() {
   model.identity = {{"model", "untied"}};
   const int embedding = model.AddBlock(
       "embedding", "embedding", [] { return std::make_shared<torch::nn::EmbeddingImpl>(kWords, kWidth); });
-  model.AddStage("embed", embedding, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
-    return module.as<torch::nn::EmbeddingImpl>()->forward(x);
-  });
+  model.AddStage("embed", embedding,
+                 [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
+                   return module.as<torch::nn::EmbeddingImpl>()->forward(x);
+                 });
   for (int i = 0; i < 4; ++i) {
     const std::string name = "layer." + std::to_string(i);
     const int64_t width = i == 1 ? 8 : 160;
@@ -125,22 +126,24 @@ Model Untied() {
     const int down = model.AddBlock(
         name + ".down", "", [width] { return std::make_shared<torch::nn::LinearImpl>(width, kWidth); });
     // Dropout: ranks draw other numbers, those of their micro-batch.
-    model.AddStage(name + ".up", up, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
-      return torch::dropout(torch::tanh(module.as<torch::nn::LinearImpl>()->forward(x)), 0.1,
-                            module.is_training());
-    });
+    model.AddStage(name + ".up", up,
+                   [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
+                     return torch::dropout(torch::tanh(module.as<torch::nn::LinearImpl>()->forward(x)), 0.1,
+                                           module.is_training());
+                   });
     model.AddStage(name + ".down", down, Apply<torch::nn::LinearImpl>);
   }
   const int head =
       model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kWidth, kWords); });
-  model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
-    const torch::Tensor logits = module.as<torch::nn::LinearImpl>()->forward(x).to(torch::kFloat32);
-    return torch::cross_entropy_loss(logits.flatten(0, 1), batch.targets.flatten());
-  });
+  model.AddStage(
+      "loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch& batch) {
+        const torch::Tensor logits = module.as<torch::nn::LinearImpl>()->forward(x).to(torch::kFloat32);
+        return torch::cross_entropy_loss(logits.flatten(0, 1), batch.targets.flatten());
+      });
   return model;
 }
 
-RunOptions UntiedRun(OffloadDevice offload, torch::Dtype dtype) {
+RunOptions UntiedRun(OffloadDevice offload, kernels::DType dtype) {
   RunOptions run;
   run.make_model = Untied;
   run.offload = offload;

@@ -44,7 +44,7 @@ std::vector<RankOutcome> TrainRanks(int world, const RunOptions& run,
 // No block is used twice, so every gradient has one addend a rank: the sum over W ranks is that of W
 // micro-batches, to the bit. Sizes that no number of ranks divides, and one that is smaller than their parts.
 Model Untied();
-RunOptions UntiedRun(OffloadDevice offload, torch::Dtype dtype);
+RunOptions UntiedRun(OffloadDevice offload, kernels::DType dtype);
 
 // One rank, in a process of its own like the others.
 nlohmann::json Alone(const RunOptions& run);

@@ -35,7 +35,7 @@ using testing_support::Untied;
 using testing_support::UntiedRun;
 
 TEST(Ranks, SameBitsAsOneRankWithTheirMicroBatches) {
-  for (const torch::Dtype dtype : {torch::kBFloat16, torch::kFloat32, torch::kHalf}) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
     RunOptions run = UntiedRun(OffloadDevice::kNone, dtype);
     run.micro_batches = 3;
     const nlohmann::json one = Alone(run);
@@ -45,7 +45,7 @@ TEST(Ranks, SameBitsAsOneRankWithTheirMicroBatches) {
 }
 
 TEST(Ranks, SameBitsInEveryOffloadModeAndOrderOfUpdate) {
-  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kBf16);
   run.clip = 0.15;  // of norms below and above it: updates made in backward are made again in some steps
   run.micro_batches = 2;
   const nlohmann::json one = Alone(run);
@@ -68,7 +68,7 @@ TEST(Ranks, StagesOneAndTwoKeepWeightsWhole) {
   for (const int64_t stage : {1, 2}) {
     Config config;
     config.zero.stage = stage;
-    RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+    RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
     run.micro_batches = 2;
     run.state_dir = testing_support::ScratchDirectory();
     const nlohmann::json one = Alone(run);
@@ -91,7 +91,7 @@ TEST(Ranks, StagesOneAndTwoKeepWeightsWhole) {
 // additions may round differently, so the losses agree to the precision of the sums and not to the bit.
 TEST(Ranks, AGptHasTheLossesOfOneRank) {
   RunOptions run;
-  run.dtype = torch::kFloat32;
+  run.dtype = kernels::DType::kFp32;
   run.batch = 2;
   run.micro_batches = 4;
   run.steps = 4;
@@ -114,23 +114,25 @@ TEST(Ranks, AGptHasTheLossesOfOneRank) {
 
 // One of two ranks moves half the bytes: exactly, where the blocks' sizes are multiples of all parts.
 TEST(Ranks, MoveHalfTheBytesEach) {
-  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.evaluate_every = 0;
   run.make_model = [] {
     Model model;
     model.identity = {{"model", "even"}};
     const int embedding =
         model.AddBlock("embedding", "", [] { return std::make_shared<torch::nn::EmbeddingImpl>(256, 128); });
-    model.AddStage("embed", embedding, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
-      return module.as<torch::nn::EmbeddingImpl>()->forward(x);
-    });
+    model.AddStage("embed", embedding,
+                   [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
+                     return module.as<torch::nn::EmbeddingImpl>()->forward(x);
+                   });
     const int head = model.AddBlock("head", "", [] {
       return std::make_shared<torch::nn::LinearImpl>(torch::nn::LinearOptions(128, 256).bias(false));
     });
-    model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
-      const torch::Tensor logits = module.as<torch::nn::LinearImpl>()->forward(x).to(torch::kFloat32);
-      return torch::cross_entropy_loss(logits.flatten(0, 1), batch.targets.flatten());
-    });
+    model.AddStage(
+        "loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch& batch) {
+          const torch::Tensor logits = module.as<torch::nn::LinearImpl>()->forward(x).to(torch::kFloat32);
+          return torch::cross_entropy_loss(logits.flatten(0, 1), batch.targets.flatten());
+        });
     return model;
   };
   run.host_memory_bytes = 64 << 20;
@@ -153,7 +155,7 @@ TEST(Ranks, MoveHalfTheBytesEach) {
 // A run of two ranks whose processes die at random moments, each time started again with --resume, has the
 // losses of one that was left alone.
 TEST(Ranks, KilledAndResumedTheLossesAreThoseOfARunLeftAlone) {
-  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.evaluate_every = 0;
   run.steps = 14;
   run.host_memory_bytes = 48 << 20;
@@ -242,7 +244,7 @@ TEST(Ranks, OneThatIsKilledWhileItSendsIsNamedAtOnce) {
 
 // A process that is stopped answers nobody: it is named, and the others end.
 TEST(Ranks, OneThatHangsIsNamed) {
-  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kFp32);
   run.steps = 1000;
   const auto outcomes = TrainRanks(
       3, run,
@@ -273,7 +275,7 @@ TEST(Ranks, OneThatHangsIsNamed) {
 
 // An error of one rank ends all, and all say whose it was.
 TEST(Ranks, AnErrorOfOneIsToldToAll) {
-  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kFp32);
   run.steps = 1000;
   const auto outcomes = TrainRanks(3, run, [](int rank, RunOptions* own) {
     if (rank != 1) return;
@@ -281,7 +283,7 @@ TEST(Ranks, AnErrorOfOneIsToldToAll) {
       Model model = Untied();
       const StageFunction loss = model.stages.back().forward;
       model.stages.back().forward = [loss, count = 0](torch::nn::Module& module, const torch::Tensor& x,
-                                                      const Batch& batch) mutable {
+                                                      const TensorBatch& batch) mutable {
         TORCH_CHECK(++count < 12, "the twelfth loss is bad");
         return loss(module, x, batch);
       };
@@ -298,7 +300,7 @@ TEST(Ranks, AnErrorOfOneIsToldToAll) {
 // Ranks with different orders would wait for each other's blocks for ever; all are told, and go on as they
 // were.
 TEST(Ranks, OneOrderOfStagesOfAll) {
-  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kFp32);
   run.steps = 3;
   const auto outcomes = TrainRanks(2, run, [](int rank, RunOptions* own) {
     own->opened = [rank](Engine& engine) -> absl::Status {
@@ -414,7 +416,7 @@ TEST(Ranks, DifferentExchangesEndOnAllRanksAndBothAreNamed) {
 // The same through the engine: one rank evaluates, or goes another way through the layers, and the others do
 // not. No step is updated with what does not belong together.
 TEST(Ranks, DifferentCallsOfTheEngineEndOnAllRanks) {
-  RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+  RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kFp32);
   run.steps = 40;
   run.evaluate_every = 0;
   const auto expect = [&](const char* named, const std::function<void(RunOptions*)>& odd) {
@@ -436,7 +438,7 @@ TEST(Ranks, DifferentCallsOfTheEngineEndOnAllRanks) {
   });
   expect("reading head.weight", [](RunOptions* own) {
     own->after_step = [](Engine& engine) {
-      return engine.step() == 3 ? engine.ReadState("head.weight", StateKind::kParameter).status()
+      return engine.step() == 3 ? ReadStateTensor(engine, "head.weight", StateKind::kParameter).status()
                                 : absl::OkStatus();
     };
   });
@@ -445,7 +447,7 @@ TEST(Ranks, DifferentCallsOfTheEngineEndOnAllRanks) {
 // A rank that gives signs of life and does not go on: the others end, at once where they are asked to.
 TEST(Ranks, OneThatLivesAndDoesNotGoOnIsNotWaitedForForEver) {
   for (const bool asked : {false, true}) {
-    RunOptions run = UntiedRun(OffloadDevice::kNone, torch::kFloat32);
+    RunOptions run = UntiedRun(OffloadDevice::kNone, kernels::DType::kFp32);
     run.steps = 1000;
     const CommOptions options = {.patience_seconds = asked ? 3.0 : 60.0,
                                  .longest_wait_seconds = asked ? 0.0 : 8.0};
@@ -462,7 +464,7 @@ TEST(Ranks, OneThatLivesAndDoesNotGoOnIsNotWaitedForForEver) {
             Model model = Untied();
             const StageFunction loss = model.stages.back().forward;
             model.stages.back().forward = [loss, comm](torch::nn::Module& module, const torch::Tensor& x,
-                                                       const Batch& batch) {
+                                                       const TensorBatch& batch) {
               // Not where the model is measured, which is before the first exchange of a step.
               if (comm->calls() != 0) {
                 while (comm->failure().ok()) usleep(10000);
@@ -484,7 +486,7 @@ TEST(Ranks, OneThatLivesAndDoesNotGoOnIsNotWaitedForForEver) {
 
 // Killed in each of its phases: the other ends, and the run goes on with the losses of one left alone.
 TEST(Ranks, KilledInAnyPhaseTheOtherEndsAndTheRunGoesOn) {
-  RunOptions run = UntiedRun(OffloadDevice::kNvme, torch::kBFloat16);
+  RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.steps = 6;
   run.evaluate_every = 3;
   run.host_memory_bytes = 48 << 20;

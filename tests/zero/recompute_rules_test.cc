@@ -21,14 +21,14 @@ constexpr int64_t kWidth = 16;
 EngineOptions Options() {
   EngineOptions options;
   options.storage.offload = OffloadDevice::kNone;
-  options.dtype = torch::kFloat32;
+  options.dtype = kernels::DType::kFp32;
   torch::manual_seed(3);
-  options.example = {torch::randn({8, kWidth}), torch::zeros({8})};
+  options.example = TensorBatch{torch::randn({8, kWidth}), torch::zeros({8})};
   options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-2};
   return options;
 }
 
-torch::Tensor Loss(torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+torch::Tensor Loss(torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
   return module.as<torch::nn::LinearImpl>()->forward(x).square().mean();
 }
 
@@ -49,13 +49,13 @@ std::shared_ptr<torch::nn::Module> Linear() {
 }
 
 void ExpectRefused(const Model& model, const testing::Matcher<std::string>& words) {
-  const absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model, Options());
+  const absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model, Options());
   EXPECT_EQ(engine.status().code(), absl::StatusCode::kInvalidArgument) << engine.status();
   EXPECT_THAT(std::string(engine.status().message()), words);
 }
 
 TEST(RecomputeRules, AStageThatChangesItsInputIsRefused) {
-  const auto in_place = [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+  const auto in_place = [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
     x.mul_(1.5);
     return module.as<torch::nn::LinearImpl>()->forward(x);
   };
@@ -63,20 +63,20 @@ TEST(RecomputeRules, AStageThatChangesItsInputIsRefused) {
                 AllOf(HasSubstr("stage odd stage changes its input in place"), HasSubstr("clone()")));
   // Through a view, and of the batch that a later stage looks at.
   ExpectRefused(Before(Linear,
-                       [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+                       [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
                          x.view({-1}).narrow(0, 0, 3).relu_();
                          return module.as<torch::nn::LinearImpl>()->forward(x);
                        }),
                 HasSubstr("its input in place"));
   ExpectRefused(Before(Linear,
-                       [](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+                       [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch& batch) {
                          torch::Tensor targets = batch.targets;
                          targets.add_(1);
                          return module.as<torch::nn::LinearImpl>()->forward(x);
                        }),
                 HasSubstr("the batch's targets in place"));
   Model later = Before(Linear, Apply<torch::nn::LinearImpl>);
-  later.stages[1].forward = [](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
+  later.stages[1].forward = [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch& batch) {
     torch::Tensor changed = x;
     changed.relu_();
     return Loss(module, changed, batch);
@@ -85,10 +85,11 @@ TEST(RecomputeRules, AStageThatChangesItsInputIsRefused) {
 }
 
 TEST(RecomputeRules, ACopyThatIsChangedInPlaceIsServed) {
-  const Model model = Before(Linear, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
-    return module.as<torch::nn::LinearImpl>()->forward(x.clone().mul_(1.5)).relu_();
-  });
-  EXPECT_TRUE(Engine::Create(model, Options()).ok());
+  const Model model =
+      Before(Linear, [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
+        return module.as<torch::nn::LinearImpl>()->forward(x.clone().mul_(1.5)).relu_();
+      });
+  EXPECT_TRUE(CreateEngine(model, Options()).ok());
 }
 
 TEST(RecomputeRules, ABufferThatChangesIsRefused) {
@@ -101,7 +102,7 @@ TEST(RecomputeRules, ABufferThatChangesIsRefused) {
   ExpectRefused(Before(norm(true), Apply<torch::nn::BatchNorm1dImpl>),
                 AllOf(HasSubstr("block odd changes its buffer running_mean"), HasSubstr("LayerNorm"),
                       HasSubstr("track_running_stats(false)")));
-  EXPECT_TRUE(Engine::Create(Before(norm(false), Apply<torch::nn::BatchNorm1dImpl>), Options()).ok());
+  EXPECT_TRUE(CreateEngine(Before(norm(false), Apply<torch::nn::BatchNorm1dImpl>), Options()).ok());
 }
 
 // A buffer that is a constant.
@@ -117,8 +118,7 @@ struct ScaledImpl : torch::nn::Module {
 
 TEST(RecomputeRules, AConstantBufferIsServed) {
   EXPECT_TRUE(
-      Engine::Create(Before([] { return std::make_shared<ScaledImpl>(); }, Apply<ScaledImpl>), Options())
-          .ok());
+      CreateEngine(Before([] { return std::make_shared<ScaledImpl>(); }, Apply<ScaledImpl>), Options()).ok());
 }
 
 // One matrix, there and back again, under two names.
@@ -151,15 +151,16 @@ TEST(RecomputeRules, OneTensorUnderTwoNamesIsOneParameter) {
   std::vector<double> losses, norms;
   for (int step = 0; step < 5; ++step) {
     plain.zero_grad();
-    torch::Tensor x = options.example.inputs;
-    for (size_t s = 0; s < 2; ++s) x = model.stages[s].forward(*modules[s], x, options.example);
+    const TensorBatch example = TensorsOf(options.example);
+    torch::Tensor x = example.inputs;
+    for (size_t s = 0; s < 2; ++s) x = model.stages[s].forward(*modules[s], x, example);
     x.backward();
     losses.push_back(x.item<double>());
     norms.push_back(torch::nn::utils::clip_grad_norm_(parameters, options.optimizer.clip));
     plain.step();
   }
   options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-2, .weight_decay = 0.01};
-  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model, options);
+  absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model, options);
   ASSERT_TRUE(engine.ok()) << engine.status();
   EXPECT_EQ((*engine)->plan().parameters, 2 * kWidth * kWidth - kWidth * (kWidth - 4) + kWidth + 4);
   EXPECT_THAT((*engine)->ParameterNames(),
@@ -180,7 +181,7 @@ TEST(RecomputeRules, MemoryThatParametersShareIsRefused) {
     module->register_parameter("lower", whole.select(0, 1));
     return module;
   };
-  const StageFunction apply = [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+  const StageFunction apply = [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
     return torch::linear(torch::linear(x, module.parameters()[0]), module.parameters()[1]);
   };
   ExpectRefused(Before(halves, apply), AllOf(HasSubstr("block odd: its parameters upper and lower"),

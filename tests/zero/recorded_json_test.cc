@@ -12,6 +12,7 @@
 #include "swap/store.h"
 #include "tests/zero/training.h"
 #include "tools/penstock/train_settings.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/tile_version.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/restore.h"
@@ -161,10 +162,10 @@ void Read(const std::string& directory, const std::string& scratch, const testin
   options.example = MakeBatch(run, 0, 0);
   options.seed = run.seed;
   options.resume.enabled = true;
-  (void)Engine::Create(models::MakeGpt(run.model), options).status();
+  (void)CreateEngine(models::MakeGpt(run.model), options).status();
   options.trains = false;
   options.resume.enabled = false;
-  (void)Engine::MakePlan(models::MakeGpt(run.model), options).status();
+  (void)PlanEngine(models::MakeGpt(run.model), options).status();
   tools::TrainOptions flags;
   flags.resume = true;
   flags.state_dirs = {directory};

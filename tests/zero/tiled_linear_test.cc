@@ -23,21 +23,22 @@ Model MakeModel(int64_t tiles) {
   EXPECT_TRUE(AddTiledLinear(&model, "wide", {.in = kIn, .out = kOut, .tiles = tiles}).ok());
   const int head =
       model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kOut, 4); });
-  model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch& batch) {
-    return torch::cross_entropy_loss(module.as<torch::nn::LinearImpl>()->forward(torch::relu(x)),
-                                     batch.targets);
-  });
+  model.AddStage("loss", head,
+                 [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch& batch) {
+                   return torch::cross_entropy_loss(
+                       module.as<torch::nn::LinearImpl>()->forward(torch::relu(x)), batch.targets);
+                 });
   return model;
 }
 
-Batch MakeRows(int64_t step) {
+TensorBatch MakeRows(int64_t step) {
   torch::manual_seed(1000 + step);
   const torch::Tensor inputs = torch::randn({kRows, 16});
   return {inputs, inputs.narrow(1, 0, 4).argmax(1)};
 }
 
 // The losses of so many steps, which are then flushed.
-std::vector<double> Train(Engine& engine, Batch (*rows)(int64_t step), int64_t steps) {
+std::vector<double> Train(Engine& engine, TensorBatch (*rows)(int64_t step), int64_t steps) {
   std::vector<double> losses;
   for (int64_t step = 1; step <= steps; ++step) {
     absl::StatusOr<StepResult> result = engine.Step({rows(step)}, Next::kTrain);
@@ -69,7 +70,8 @@ TEST(TiledLinear, ForwardAndGradientsAreThoseOfTheWholeLayer) {
     const torch::Tensor same = x.detach().clone().set_requires_grad(true);
     torch::Tensor tiled = x;
     for (int64_t t = 0; t < tiles; ++t) {
-      tiled = model.stages[static_cast<size_t>(t)].forward(*parts[static_cast<size_t>(t)], tiled, Batch());
+      tiled =
+          model.stages[static_cast<size_t>(t)].forward(*parts[static_cast<size_t>(t)], tiled, TensorBatch());
     }
     const torch::Tensor y = whole->forward(same);
     EXPECT_TRUE(torch::allclose(tiled, y, 1e-6, 1e-6));
@@ -91,10 +93,10 @@ TEST(TiledLinear, TrainsFromTheDriveWithTheBitsOfMemory) {
     EngineOptions options;
     options.storage.offload = i == 0 ? OffloadDevice::kNone : OffloadDevice::kNvme;
     options.storage.state_dirs = {directory};
-    options.dtype = torch::kFloat32;
+    options.dtype = kernels::DType::kFp32;
     options.example = MakeRows(0);
     options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-2};
-    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeModel(5), options);
+    absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(MakeModel(5), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
     losses[i] = Train(**engine, MakeRows, 12);
     ASSERT_EQ(losses[i].size(), 12u);
@@ -112,13 +114,13 @@ Model MakeWide(int64_t tiles) {
   EXPECT_TRUE(AddTiledLinear(&model, "wide", {.in = kWideIn, .out = kWideOut, .tiles = tiles}).ok());
   const int head =
       model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kWideOut, 1); });
-  model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const Batch&) {
+  model.AddStage("loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch&) {
     return module.as<torch::nn::LinearImpl>()->forward(x).to(torch::kFloat32).square().mean();
   });
   return model;
 }
 
-Batch MakeWideRows(int64_t step) {
+TensorBatch MakeWideRows(int64_t step) {
   torch::manual_seed(step);
   return {torch::randn({2, kWideIn}).to(torch::kBFloat16), torch::zeros({1})};
 }
@@ -138,7 +140,7 @@ TEST(TiledLinear, TrainsOnADeviceThatDoesNotHoldTheLayer) {
       options.device = testing_support::MakeTestDevice();
       options.memory.device_memory_budget_bytes = kLayerBytes;
     }
-    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(MakeWide(16), options);
+    absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(MakeWide(16), options);
     ASSERT_TRUE(engine.ok()) << engine.status();
     losses[i] = Train(**engine, MakeWideRows, 3);
     ASSERT_EQ(losses[i].size(), 3u);
@@ -146,7 +148,7 @@ TEST(TiledLinear, TrainsOnADeviceThatDoesNotHoldTheLayer) {
     EXPECT_LE((*engine)->peak_device_bytes(), kLayerBytes);
     EXPECT_GT((*engine)->peak_device_bytes(), 0);
     options.storage.state_dirs = {directory + "/whole"};
-    const absl::StatusOr<std::unique_ptr<Engine>> whole = Engine::Create(MakeWide(1), options);
+    const absl::StatusOr<std::unique_ptr<Engine>> whole = CreateEngine(MakeWide(1), options);
     EXPECT_EQ(whole.status().code(), absl::StatusCode::kFailedPrecondition) << "the layer in one piece fits";
   }
   EXPECT_EQ(losses[0], losses[1]);
@@ -159,7 +161,7 @@ TEST(TiledLinear, TilesTakeLessMemoryThanTheLayer) {
     EngineOptions options;
     options.storage.state_dirs = {"nowhere"};
     options.example = MakeWideRows(0);
-    absl::StatusOr<EnginePlan> plan = Engine::MakePlan(model, options);
+    absl::StatusOr<EnginePlan> plan = PlanEngine(model, options);
     EXPECT_TRUE(plan.ok()) << plan.status();
     return plan->plan.least_host_memory_bytes;
   };

@@ -13,8 +13,8 @@
 
 namespace penstock::zero::testing_support {
 
-Batch MakeBatch(const RunOptions& run, int64_t step, int micro_batch) {
-  Batch batch;
+TensorBatch MakeBatch(const RunOptions& run, int64_t step, int micro_batch) {
+  TensorBatch batch;
   batch.inputs = torch::empty({run.batch, run.seq}, torch::kInt64);
   batch.targets = torch::empty({run.batch, run.seq}, torch::kInt64);
   auto inputs = batch.inputs.accessor<int64_t, 2>();
@@ -78,10 +78,11 @@ static absl::StatusOr<std::vector<uint64_t>> HashState(Engine& engine) {
   for (const std::string& name : engine.ParameterNames()) {
     for (const StateKind kind :
          {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment, StateKind::kGradient}) {
-      const absl::StatusOr<torch::Tensor> value = engine.ReadState(name, kind);
+      const absl::StatusOr<HostTensor> value = engine.ReadState(name, kind);
       if (!value.ok() && value.status().code() != absl::StatusCode::kFailedPrecondition)
         return value.status();
-      hashes.push_back(value.ok() ? kernels::Checksum(value->data_ptr(), value->nbytes()) : 0);
+      hashes.push_back(
+          value.ok() ? kernels::Checksum(value->view.data, static_cast<size_t>(value->view.bytes())) : 0);
     }
   }
   return hashes;
@@ -105,7 +106,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   if (run.poison_step != 0) {
     StageFunction loss = model.stages.back().forward;
     model.stages.back().forward = [loss](torch::nn::Module& module, const torch::Tensor& x,
-                                         const Batch& batch) {
+                                         const TensorBatch& batch) {
       torch::Tensor value = loss(module, x, batch);
       // A row whose first target is repeated marks the batch: see below.
       const bool poisoned = batch.targets[0][0].item<int64_t>() == batch.targets[0][1].item<int64_t>();
@@ -114,7 +115,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   }
   const int stages = static_cast<int>(model.stages.size());
   trained.status = [&]() -> absl::Status {
-    absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(std::move(model), options);
+    absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(std::move(model), options);
     if (!engine.ok()) return engine.status();
     trained.plan = (*engine)->plan().plan;
     trained.input_scratch_bytes = (*engine)->plan().plan.input_scratch_bytes;
@@ -128,8 +129,9 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       const int64_t step = (*engine)->step() + 1;
       std::vector<Batch> batches;
       for (int m = 0; m < run.micro_batches; ++m) {
-        batches.push_back(MakeBatch(run, step, m * options.world() + options.rank()));
-        if (step == run.poison_step) batches.back().targets[0][0] = batches.back().targets[0][1];
+        TensorBatch batch = MakeBatch(run, step, m * options.world() + options.rank());
+        if (step == run.poison_step) batch.targets[0][0] = batch.targets[0][1];
+        batches.push_back(batch);
       }
       // A process that goes on with a run starts with the order that the run had.
       if (const int64_t since = step - step % 2; run.shuffles && since > 0) {

@@ -8,19 +8,27 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <ostream>
 #include <string>
 #include <vector>
 
 #include "models/gpt.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/seed.h"
 #include "zero/compute/test_device.h"
+#include "zero/compute/tile_format.h"
 #include "zero/engine/engine.h"
+
+namespace penstock::kernels {
+// For messages.
+inline std::ostream& operator<<(std::ostream& to, DType type) { return to << zero::DTypeName(type); }
+}  // namespace penstock::kernels
 
 namespace penstock::zero::testing_support {
 
 struct RunOptions {
   models::GptConfig model{4, 64, 4, 32, 256, 0};
-  torch::Dtype dtype = torch::kBFloat16;
+  kernels::DType dtype = kernels::DType::kBf16;
   OffloadDevice offload = OffloadDevice::kNone;
   int64_t host_memory_bytes = 0;
   std::shared_ptr<Device> device = HostDevice();
@@ -78,7 +86,7 @@ struct TrainedLosses {
 };
 
 // Learnable, not random: each row counts up from a start by a stride.
-Batch MakeBatch(const RunOptions& run, int64_t step, int micro_batch);
+TensorBatch MakeBatch(const RunOptions& run, int64_t step, int micro_batch);
 std::string ScratchDirectory();
 // A test with such a directory of its own, removed with all that is in it.
 class ScratchTest : public testing::Test {

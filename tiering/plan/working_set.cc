@@ -63,7 +63,7 @@ int64_t ComputeTensorBytes(const ModelGraph& graph, int micro_batches, bool trai
     return fixed + m * (graph.batch_bytes + 2 * largest_input) + forward;
   }
   // A forward-only pass keeps one input and one output per micro-batch instead of one input per stage.
-  const int64_t per_evaluation = 2 * largest_input + graph.batch_bytes;
+  const int64_t per_evaluation = std::max<int64_t>(1, 2 * largest_input + graph.batch_bytes);
   const int64_t training = m * (kept + graph.batch_bytes) + std::max(forward, backward);
   *evaluate_micro_batches =
       static_cast<int>(std::max<int64_t>(1, std::min<int64_t>((training - forward) / per_evaluation, 256)));

@@ -255,7 +255,7 @@ MachineRequest RequestFor(const zero::EngineOptions& options, int64_t state_byte
   if (options.storage.offload == zero::OffloadDevice::kNvme) request.directories = options.storage.state_dirs;
   request.memory_bytes = options.memory.host_memory_budget_bytes;
   request.file_bytes = std::clamp<int64_t>(state_bytes, int64_t{16} << 20, int64_t{128} << 20);
-  if (const auto format = zero::FormatOf(options); format.ok()) request.format = *format;
+  request.format = zero::FormatOf(options);
   request.optimizer = options.optimizer.algorithm;
   request.update_workers = options.optimizer.workers;
   request.compute_threads = options.intra_op_threads;
@@ -272,8 +272,9 @@ absl::StatusOr<Machine> ProbeMachine(const MachineRequest& request) {
   model.compute_threads = request.compute_threads;
   machine.drives.saturating_bytes_in_flight = 1;
   if (!request.directories.empty()) MeasureDrives(request, &machine);
-  model.update_parameters_per_s = zero::MeasureUpdateRate(request.format, request.optimizer,
-                                                          request.memory_bytes, request.compute_threads);
+  ASSIGN_OR_RETURN(model.update_parameters_per_s,
+                   zero::MeasureUpdateRate(request.format, request.optimizer, request.memory_bytes,
+                                           request.compute_threads));
   model.verify_bytes_per_s = MeasureVerifyRate(request.memory_bytes);
   std::string beside;
   if (model.compute_beside_drive < 1) {

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "tiering/plan/byte_size.h"
 #include "tools/penstock/flag_check.h"
+#include "zero/compute/libtorch/cuda_device.h"
 #include "zero/compute/test_device.h"
 
 namespace penstock::tools {

@@ -195,7 +195,7 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   same.erase("data_fingerprint");
   if (same.contains("tokenizer")) same["tokenizer"].erase("path");
   same.erase("model_directory");
-  ASSIGN_OR_RETURN(zero::TileFormat format, zero::FormatOf(engine));
+  const zero::TileFormat format = zero::FormatOf(engine);
   same["--dtype"] = std::string(zero::DTypeName(format.weights));
   same["--threads"] = engine.intra_op_threads;
   same["--offload"] = static_cast<int>(engine.storage.offload);

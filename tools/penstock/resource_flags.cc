@@ -55,7 +55,7 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   const zero::ZeroConfig& zero_config = config.zero;
   if (zero_config.sub_group_size_elements.value_or(0) > 0) {
     // DeepSpeed's unit of an optimizer step is our tile.
-    ASSIGN_OR_RETURN(zero::TileFormat format, zero::FormatOf(engine));
+    const zero::TileFormat format = zero::FormatOf(engine);
     const int64_t bytes = format.precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
     engine.memory.tile_bytes =
         engine.memory.tile_bytes > 0 ? std::min(engine.memory.tile_bytes, bytes) : bytes;

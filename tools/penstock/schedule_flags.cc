@@ -27,7 +27,7 @@ int64_t HorizonOf(const zero::LrSchedule& schedule) {
 absl::Status ReviseLossScale(const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,
                              zero::EngineOptions* engine) {
   const nlohmann::json recorded = run.value("loss_scale", nlohmann::json());
-  if (engine->dtype != torch::kHalf || !recorded.is_object()) return absl::OkStatus();
+  if (engine->dtype != kernels::DType::kFp16 || !recorded.is_object()) return absl::OkStatus();
   if (!kept.ConfigChanges("loss_scale", nullptr) && !kept.Removed("loss_scale")) return absl::OkStatus();
   const nlohmann::json asked = engine->optimizer.loss_scale.ToJson();
   for (const auto& [key, now] : asked.items()) {

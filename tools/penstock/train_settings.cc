@@ -26,7 +26,6 @@
 #include "tools/penstock/run_record.h"
 #include "tools/penstock/schedule_flags.h"
 #include "tools/penstock/text_flags.h"
-#include "zero/compute/libtorch/block.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/config/config.h"
 #include "zero/config/json_difference.h"
@@ -345,7 +344,7 @@ class Resolver {
     if (settings_.resumes) {
       ASSIGN_OR_RETURN(dtype, kept_.Of("dtype", "dtype", said, run_.value("dtype", dtype)));
     }
-    engine_.dtype = zero::TorchDtype(*zero::ParseDType(dtype));
+    engine_.dtype = *zero::ParseDType(dtype);
     return absl::OkStatus();
   }
 
@@ -452,7 +451,7 @@ class Resolver {
 
 }  // namespace
 
-zero::Batch ExampleBatch(int64_t batch, int64_t seq) {
+zero::TensorBatch ExampleBatch(int64_t batch, int64_t seq) {
   return {torch::zeros({batch, seq}, torch::kInt64), torch::zeros({batch, seq}, torch::kInt64)};
 }
 

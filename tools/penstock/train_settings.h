@@ -15,6 +15,7 @@
 #include "models/family.h"
 #include "text/example.h"
 #include "tools/penstock/train_options.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/engine/engine.h"
 
 namespace penstock::tools {
@@ -53,7 +54,7 @@ absl::StatusOr<TrainSettings> ResolveTrainOptions(const TrainOptions& flags, boo
                                                   std::shared_ptr<zero::Comm> comm = nullptr);
 
 // One micro-batch of the run's shapes, contents zero.
-zero::Batch ExampleBatch(int64_t batch, int64_t seq);
+zero::TensorBatch ExampleBatch(int64_t batch, int64_t seq);
 
 }  // namespace penstock::tools
 

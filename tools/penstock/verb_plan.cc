@@ -12,6 +12,7 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
 
@@ -43,7 +44,7 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   };
   Preparing preparing(/*quiet=*/false);
   options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
-  ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::Engine::MakePlan(settings.model->Make(), options));
+  ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::PlanEngine(settings.model->Make(), options));
   if (!machine.ok()) return machine.status();
   ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
   const PlanFacts facts{plan, options, *machine, prediction, flags.terabytes_written * 1e12};

@@ -20,7 +20,7 @@
 #include "tools/penstock/text_flags.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
-#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/engine.h"
@@ -67,7 +67,7 @@ absl::Status CheckNumbers(const Flags& flags) {
 struct Source {
   std::vector<std::string> dirs;
   std::shared_ptr<const models::LanguageModel> model;
-  torch::Dtype dtype = torch::kFloat32;
+  kernels::DType dtype = kernels::DType::kFp32;
   int64_t window = 0;   // longest sequence that the run was trained on
   bool bytes = true;    // tokens are the bytes of a text; else numbers of somebody's vocabulary
   int64_t threads = 1;  // of the run
@@ -97,7 +97,7 @@ absl::StatusOr<Source> FindSource(const Flags& flags, std::ostream& err) {
   const std::optional<kernels::DType> dtype =
       identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
   if (!dtype.has_value()) return foreign("its weights are of no known type");
-  source.dtype = zero::TorchDtype(*dtype);
+  source.dtype = *dtype;
   const int64_t context = source.model->context();
   source.window = context;
   source.threads = zero::DefaultIntraOpThreads();
@@ -176,7 +176,7 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
   options.hooks.log = nullptr;
   const auto least = [&](int64_t length) -> int64_t {
     options.example = ExampleBatch(1, length);
-    const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(model, options);
+    const absl::StatusOr<zero::EnginePlan> plan = zero::PlanEngine(model, options);
     return plan.ok() ? plan->plan.least_host_memory_bytes : 0;  // Create says why there is none
   };
   return least(models::kWholeLength) > least(longest) ? models::kWholeLength : longest;
@@ -207,7 +207,7 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   zero::SetIntraOpThreads(options.intra_op_threads);
   const zero::Model model = source.model->Make(models::Head::kLastLogits);
   options.example = ExampleBatch(1, LargestLength(model, options, longest));
-  ASSIGN_OR_RETURN(std::unique_ptr<zero::Engine> engine, zero::Engine::Create(model, options));
+  ASSIGN_OR_RETURN(std::unique_ptr<zero::Engine> engine, zero::CreateEngine(model, options));
 
   for (int64_t sample = 0; sample < flags.samples; ++sample) {
     models::TextSampler sampler(flags.temperature, flags.top_k, static_cast<uint64_t>(flags.seed + sample));
@@ -226,11 +226,11 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
     for (const int64_t token : tokens) say(token);
     for (int64_t i = 0; i < flags.tokens; ++i) {
       const auto length = std::min(static_cast<int64_t>(tokens.size()), source.window);
-      zero::Batch batch;
+      zero::TensorBatch batch;
       batch.inputs = torch::empty({1, length}, torch::kInt64);
       std::copy(tokens.end() - length, tokens.end(), batch.inputs.data_ptr<int64_t>());
       batch.targets = batch.inputs;
-      ASSIGN_OR_RETURN(const std::vector<torch::Tensor> outputs, engine->Infer({batch}));
+      ASSIGN_OR_RETURN(const std::vector<torch::Tensor> outputs, zero::InferTensors(*engine, {batch}));
       const torch::Tensor logits = outputs.front().contiguous();
       const int64_t token = sampler.Next({logits.data_ptr<float>(), static_cast<size_t>(logits.numel())});
       tokens.push_back(token);

@@ -41,6 +41,7 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/engine.h"
@@ -372,7 +373,7 @@ class Training {
     report_.Start(options, kVersion, options.world());
     report_.Identify(run_id_);
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
-        zero::Engine::Create(settings_.model->Make(), options);
+        zero::CreateEngine(settings_.model->Make(), options);
     preparing_.Clear();
     if (!engine.ok()) return engine.status();
     engine_ = std::move(*engine);
@@ -499,7 +500,7 @@ class Training {
   absl::StatusOr<std::vector<zero::Batch>> Batches(int64_t step) const {
     std::vector<zero::Batch> batches;
     for (int64_t m = 0; m < settings_.accumulate; ++m) {
-      zero::Batch batch = ExampleBatch(settings_.batch, settings_.seq);
+      const zero::TensorBatch batch = ExampleBatch(settings_.batch, settings_.seq);
       RETURN_IF_ERROR(data_->Fill({.step = step,
                                    .micro_batch = m,
                                    .rank = settings_.engine.rank(),
@@ -507,7 +508,7 @@ class Training {
                                    .rows = settings_.batch * settings_.accumulate * settings_.engine.world()},
                                   settings_.batch, settings_.engine.seed, batch.inputs.data_ptr<int64_t>(),
                                   batch.targets.data_ptr<int64_t>()));
-      batches.push_back(std::move(batch));
+      batches.push_back(batch);
     }
     return batches;
   }
@@ -521,7 +522,7 @@ class Training {
   // such steps on purpose, and gives up by itself.
   absl::Status CheckFinite(bool at_end) const {
     const zero::EngineOptions& options = settings_.engine;
-    const bool searches = options.dtype == torch::kHalf && options.optimizer.loss_scale.dynamic;
+    const bool searches = options.dtype == kernels::DType::kFp16 && options.optimizer.loss_scale.dynamic;
     const int64_t made = engine_->step() - engine_->resumed_from().value_or(0);
     if (not_finite_ == 0 || searches) return absl::OkStatus();
     if (not_finite_ < kMostNotFinite && !(at_end && not_finite_ == made)) return absl::OkStatus();
@@ -640,9 +641,10 @@ class Training {
       if (evaluation_stopped_) return absl::OkStatus();
       std::vector<zero::Batch> batches;
       for (int64_t w = first; w < std::min(windows, first + at_once); ++w) {
-        batches.push_back(ExampleBatch(1, settings_.seq));
-        RETURN_IF_ERROR(eval_data_->FillEval(w, 1, batches.back().inputs.data_ptr<int64_t>(),
-                                             batches.back().targets.data_ptr<int64_t>()));
+        const zero::TensorBatch batch = ExampleBatch(1, settings_.seq);
+        RETURN_IF_ERROR(
+            eval_data_->FillEval(w, 1, batch.inputs.data_ptr<int64_t>(), batch.targets.data_ptr<int64_t>()));
+        batches.push_back(batch);
       }
       trains_ = false;
       absl::StatusOr<std::vector<double>> losses = engine_->EvaluateEach(batches);
@@ -805,7 +807,7 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   Preparing preparing(flags.quiet);
   options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
   options.measures_time = false;
-  const absl::StatusOr<zero::EnginePlan> plan = zero::Engine::MakePlan(settings.model->Make(), options);
+  const absl::StatusOr<zero::EnginePlan> plan = zero::PlanEngine(settings.model->Make(), options);
   preparing.Clear();
   if (!plan.ok()) return plan.status();
   ASSIGN_OR_RETURN(const std::string process, ProcessMemoryText(*plan, options, zero::FindHostMemory()));

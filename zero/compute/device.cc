@@ -1,11 +1,7 @@
 #include "zero/compute/device.h"
 
-#include <ATen/CPUGeneratorImpl.h>
-#include <torch/version.h>
-
 #include <algorithm>
 #include <cstring>
-#include <mutex>
 #include <utility>
 #include <variant>
 
@@ -20,10 +16,6 @@ using kernels::DType;
 
 absl::StatusOr<std::shared_ptr<Comm>> Device::Connect(const std::shared_ptr<Comm>&) {
   return absl::UnimplementedError(absl::StrCat(Describe(), " exchanges with others through host memory"));
-}
-
-torch::Dtype CpuDevice::compute_dtype(DType weights) const {
-  return weights == DType::kBf16 ? torch::kBFloat16 : torch::kFloat32;
 }
 
 absl::StatusOr<std::byte*> CpuDevice::AllocateArena(int64_t) {
@@ -83,12 +75,6 @@ absl::StatusOr<uint64_t> CpuDevice::Checksum(const void* data, size_t bytes, uin
 
 void CpuDevice::Zero(void* memory, size_t bytes) { std::memset(memory, 0, bytes); }
 
-void CpuDevice::Seed(uint64_t seed) {
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  std::lock_guard lock(generator.mutex());
-  generator.set_current_seed(seed);
-}
-
 absl::Status CpuDevice::SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to,
                                    void* out, size_t n, double* partials) {
   Convert(type, addends.front(), DType::kFp32, sums, n);
@@ -107,14 +93,5 @@ const std::shared_ptr<Device>& HostDevice() {
   static const auto& device = *new std::shared_ptr<Device>(std::make_shared<CpuDevice>());
   return device;
 }
-
-#ifndef PENSTOCK_TORCH_CUDA
-absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int) {
-  return absl::FailedPreconditionError(
-      absl::StrCat("this Penstock was built with LibTorch ", TORCH_VERSION,
-                   ", which has no CUDA; build it with one that has (docs/internals/device.md), or use "
-                   "--device cpu"));
-}
-#endif
 
 }  // namespace penstock::zero

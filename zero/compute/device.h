@@ -5,24 +5,21 @@
 // gives gradients back by CopyOut, or keeps both, and optimizer state with them, which it updates itself
 // (zero/compute/device_state.h); `cpu` computes where the weights lie and copies nothing. Three
 // implementations:
-//   CpuDevice   (device.cc)       the processor, in host memory
-//   CUDA        (device_cuda.cc)  where LibTorch was built with CUDA: OpenCudaDevice below
-//   TestDevice  (test_device.h)   on the processor, with memory, copy engine and latency of its own: the
-//   logic of
-//                                 three tiers where there is no GPU
+//   CpuDevice   (device.cc)      the processor, in host memory
+//   CUDA        (libtorch/cuda_device.h)  where LibTorch was built with CUDA
+//   TestDevice  (test_device.h)  on the processor, with memory, copy engine and latency of its own: the logic
+//                                of three tiers where there is no GPU
 //
 // Order: copies in one direction run one after the other, beside those in the other direction and beside
 // compute. Nothing waits for anything else by itself: whoever starts a copy has waited until its source is
-// complete and its target free (the program's edges do that). Compute is what LibTorch's functions and the
-// functions under "in the order of compute" enqueue, from any thread.
+// complete and its target free (the program's edges do that). Compute is what the Compute
+// (zero/compute/compute.h) and the functions under "in the order of compute" enqueue, from any thread.
 //
 // Threads: copies and AfterCompute from any thread; `done` runs on a thread of the device's, or, where the
-// device is the host, at once. SumInOrder, Clear, Connect and Checksum from any, beside compute. The rest as
-// LibTorch: one thread at a time. Errors of compute surface in AfterCompute.
+// device is the host, at once. SumInOrder, Clear, Connect and Checksum from any, beside compute. The rest one
+// thread at a time. Errors of compute surface in AfterCompute.
 #ifndef PENSTOCK_ZERO_COMPUTE_DEVICE_H_
 #define PENSTOCK_ZERO_COMPUTE_DEVICE_H_
-
-#include <torch/types.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -37,8 +34,8 @@
 #include "absl/status/statusor.h"
 #include "aio/device_transfers.h"
 #include "kernels/float16.h"
-#include "zero/compute/libtorch/tensor_memory.h"
 #include "zero/compute/optimizer.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 
@@ -63,16 +60,18 @@ class Device {
   virtual std::string Describe() const = 0;   // for people: model and memory
   // The same for all who share its memory, and for nobody else on any host; empty: nobody does.
   virtual std::string identity() const { return ""; }
-  virtual bool has_own_memory() const = 0;                               // has memory of its own
-  virtual torch::Device torch_device() const = 0;                        // where LibTorch's tensors are
-  virtual torch::Dtype compute_dtype(kernels::DType weights) const = 0;  // of forward and backward
+  virtual bool has_own_memory() const = 0;
+  // Its number among those of its kind; -1: it computes where the host does.
+  virtual int ordinal() const { return -1; }
+  // In what weights of this type are computed with, forward and backward.
+  virtual kernels::DType compute_type(kernels::DType weights) const = 0;
 
   // Memory. Of a device apart: what it has in all, a budget's upper bound.
   virtual int64_t capacity_bytes() const = 0;
   // The plan's slots, in one piece, until the device is closed or asks again. kResourceExhausted.
   virtual absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) = 0;
-  // Of LibTorch's tensors on the device. Where tensors_are_host() they come from the host's counting
-  // allocator, whose limit and peak are then the device's.
+  // Of the tensors of who computes there. Where tensors_are_host() they come from the host's counting
+  // allocator (zero/memory/tensor_memory.h), whose limit and peak are then the device's.
   virtual bool tensors_are_host() const = 0;
   virtual absl::Status LimitTensors(int64_t bytes) = 0;  // 0: no limit
   virtual TensorMemoryStats tensors() const = 0;
@@ -87,12 +86,14 @@ class Device {
   virtual absl::Status RegisterHost(void* memory, int64_t bytes) = 0;
   virtual void UnregisterHost(void* memory) = 0;
 
-  // `after_compute`: the copy waits for what has been enqueued to compute, because its target was LibTorch's.
+  // `after_compute`: the copy waits for what has been enqueued to compute, because its target was a tensor's.
   virtual void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) = 0;
   virtual void CopyOut(void* to, const void* from, int64_t bytes, Done done) = 0;
   // When everything enqueued so far has been computed.
   virtual void AfterCompute(Done done) = 0;
   virtual Traffic traffic() const = 0;
+  // What the Compute has copied by itself: batches, outputs.
+  virtual void CountCopied(const Traffic& copied) = 0;
   // Between files and its arena, past host memory (GPUDirect Storage); one and the same each time, and of the
   // arena that there is. kFailedPrecondition: it has none here, and why.
   virtual absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() = 0;
@@ -100,18 +101,13 @@ class Device {
   // waits.
   virtual absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) = 0;
 
-  // A tensor there, and back in host memory; waits.
-  virtual torch::Tensor ToDevice(const torch::Tensor& host) = 0;
-  virtual torch::Tensor ToHost(const torch::Tensor& tensor) = 0;
-
-  // In the order of compute; errors are thrown as LibTorch throws them. As kernels/float16.h, reduce.h and
+  // In the order of compute; errors are thrown as a std::exception. As kernels/float16.h, reduce.h and
   // optimizer.h; `partials`: a double for each kernels::kReduceBlock elements.
   virtual void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) = 0;
   virtual void Accumulate(kernels::DType type, const void* in, float* sums, size_t n) = 0;
   virtual void SquarePartials(kernels::DType type, const void* in, size_t n, double* partials) = 0;
   virtual void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) = 0;
   virtual void Zero(void* memory, size_t bytes) = 0;
-  virtual void Seed(uint64_t seed) = 0;  // LibTorch's generator
 
   // For several ranks. Beside compute, in an order of its own; waits. `n` elements: the sum of `addends` in
   // fp32, the first one first, in `sums`, and rounded once to `out`, which may lie before or on one of them.
@@ -131,10 +127,11 @@ class CpuDevice : public Device {
   std::string_view name() const override { return "cpu"; }
   std::string Describe() const override { return "the processor"; }
   bool has_own_memory() const override { return false; }
-  torch::Device torch_device() const override { return torch::kCPU; }
   // LibTorch 1.13 has no fp16 products on the CPU: fp16 weights compute in fp32, and their gradients are
   // rounded to fp16 once they are summed.
-  torch::Dtype compute_dtype(kernels::DType weights) const override;
+  kernels::DType compute_type(kernels::DType weights) const override {
+    return weights == kernels::DType::kBf16 ? weights : kernels::DType::kFp32;
+  }
   int64_t capacity_bytes() const override { return 0; }
   absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override;
   bool tensors_are_host() const override { return true; }
@@ -149,16 +146,14 @@ class CpuDevice : public Device {
   void CopyOut(void* to, const void* from, int64_t bytes, Done done) override;
   void AfterCompute(Done done) override { done(absl::OkStatus()); }
   Traffic traffic() const override { return {}; }
+  void CountCopied(const Traffic&) override {}
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override;
   absl::StatusOr<uint64_t> Checksum(const void* data, size_t bytes, uint64_t seed) override;
-  torch::Tensor ToDevice(const torch::Tensor& host) override { return host; }
-  torch::Tensor ToHost(const torch::Tensor& tensor) override { return tensor; }
   void Convert(kernels::DType from, const void* in, kernels::DType to, void* out, size_t n) override;
   void Accumulate(kernels::DType type, const void* in, float* sums, size_t n) override;
   void SquarePartials(kernels::DType type, const void* in, size_t n, double* partials) override;
   void Update(const OptimizerStep& step, const std::vector<kernels::UpdateArrays>& arrays) override;
   void Zero(void* memory, size_t bytes) override;
-  void Seed(uint64_t seed) override;
   absl::Status SumInOrder(kernels::DType type, std::span<const void* const> addends, float* sums,
                           kernels::DType to, void* out, size_t n, double* partials) override;
   absl::Status Clear(void* memory, size_t bytes) override;
@@ -166,12 +161,6 @@ class CpuDevice : public Device {
 
 // The processor, which everybody shares.
 const std::shared_ptr<Device>& HostDevice();
-
-// Of the CUDA devices that this process sees (all, or those in CUDA_VISIBLE_DEVICES) the one numbered
-// `local_rank` (LOCAL_RANK: a rank's number on its host) modulo how many there are: each rank of a host has
-// one to itself as long as there are enough, whether its launcher shows it all of them or only its own.
-// kFailedPrecondition says what is missing, a LibTorch with CUDA or a device, and the way out.
-absl::StatusOr<std::shared_ptr<Device>> OpenCudaDevice(int local_rank = 0);
 
 }  // namespace penstock::zero
 

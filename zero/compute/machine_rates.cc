@@ -17,6 +17,7 @@
 #include "zero/compute/stopwatch.h"
 #include "zero/compute/update.h"
 #include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -113,8 +114,8 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
   return static_cast<double>(elements) / std::max(best, 1e-9);
 }
 
-double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer, int64_t memory_bytes,
-                         int compute_threads) {
+absl::StatusOr<double> MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer,
+                                         int64_t memory_bytes, int compute_threads) {
   const tiering::Precision precision = format.precision();
   const int64_t unit = tiering::kElementAlignment;
   const int64_t of_unit = precision.TotalBytes(unit) + unit * precision.gradient_bytes;
@@ -125,25 +126,32 @@ double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optim
   layout.trained = {{0, elements}};
   TileMemory memory;
   memory.elements = elements;
-  std::vector<torch::Tensor> held;
-  auto take = [&](int64_t bytes) {
-    held.push_back(torch::zeros({bytes}, torch::kUInt8));
-    return held.back().data_ptr();
+  std::vector<HostBuffer> held;
+  absl::Status refused;
+  auto take = [&](int64_t bytes) -> void* {
+    absl::StatusOr<HostBuffer> buffer = HostBuffer::Of(bytes, "memory to measure updates with");
+    refused.Update(buffer.status());
+    if (!buffer.ok()) return nullptr;
+    held.push_back(*std::move(buffer));
+    std::memset(held.back().data(), 0, static_cast<size_t>(bytes));
+    return held.back().data();
   };
   memory.weights = take(precision.SegmentBytes(0, elements));
   for (size_t s = 1; s < precision.segment_bytes.size(); ++s)
     memory.state.push_back(take(precision.SegmentBytes(s, elements)));
   memory.gradient = take(elements * precision.gradient_bytes);
+  if (!refused.ok()) return refused;
   const OptimizerStep step = MakeOptimizerStep(optimizer, {.lr = 1e-3}, 1, 1.0);
   double best = 1e9;
   for (int repeat = 0; repeat < 4; ++repeat) {
-    for (const torch::Tensor& bytes : held) kernels::EvictFromCaches(bytes.data_ptr(), bytes.nbytes());
+    for (const HostBuffer& each : held)
+      kernels::EvictFromCaches(each.data(), static_cast<size_t>(each.bytes()));
     const Stopwatch watch(compute_threads);
     // As an update on the drive: what was read is checked, what is written is checksummed.
     for (int pass = 0; pass < 2; ++pass) {
       uint64_t sum = 0;
-      for (const torch::Tensor& bytes : held)
-        sum += kernels::Checksum(bytes.data_ptr(), static_cast<size_t>(bytes.numel()));
+      for (const HostBuffer& each : held)
+        sum += kernels::Checksum(each.data(), static_cast<size_t>(each.bytes()));
       if (sum == 1) best = 0;  // the sums must not be optimised away
       if (pass == 0) UpdateTile(format, step, /*seed=*/1, layout, {0, elements}, memory);
     }

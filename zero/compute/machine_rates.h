@@ -26,8 +26,8 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
 
 // Parameters per second that one update worker gets through, checksums included, from memory: of a tile's
 // size, or of half of `memory_bytes` where that is less (0: no bound). Beside it `compute_threads` compute.
-double MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer,
-                         int64_t memory_bytes = 0, int compute_threads = 1);
+absl::StatusOr<double> MeasureUpdateRate(const TileFormat& format, const OptimizerOptions& optimizer,
+                                         int64_t memory_bytes = 0, int compute_threads = 1);
 
 // Seconds of a call of `compute`, over a quarter of a second or one call, everything in them that passed. So
 // many `threads` share it. *disturbed (where it is given): other work had the processors meanwhile.

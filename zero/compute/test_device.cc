@@ -36,10 +36,6 @@ class LinkedDevices final : public Comm {
   const std::shared_ptr<Comm> host_;
 };
 
-int64_t BytesOf(const torch::Tensor& tensor) {
-  return tensor.numel() * static_cast<int64_t>(tensor.element_size());
-}
-
 }  // namespace
 
 // Knows the arena, not the device, which it may outlive.
@@ -195,18 +191,6 @@ void TestDevice::Work(int direction) {
     if (seconds > 0) std::this_thread::sleep_until(end);
     copy.done(absl::OkStatus());
   }
-}
-
-torch::Tensor TestDevice::ToDevice(const torch::Tensor& host) {
-  if (!host.defined()) return host;
-  bytes_[kIn] += BytesOf(host);
-  return host.clone();
-}
-
-torch::Tensor TestDevice::ToHost(const torch::Tensor& tensor) {
-  if (!tensor.defined()) return tensor;
-  bytes_[kOut] += BytesOf(tensor);
-  return tensor.clone();
 }
 
 }  // namespace penstock::zero

@@ -2,8 +2,8 @@
 //
 //   memory     an arena apart from the host's, filled with NaNs at first, so that weights which were
 //   never
-//              copied in show; capacity is checked at every allocation. LibTorch's tensors are the host's
-//              counting allocator's (Device::tensors_are_host).
+//              copied in show; capacity is checked at every allocation. Tensors are the host's counting
+//              allocator's (Device::tensors_are_host).
 //   copies     one thread for each direction, in order, each copy no faster than bandwidth and latency allow
 //   compute    the processor's own: the same bits as `cpu`
 //   storage    reads of files straight into the arena, where it is told to have them
@@ -58,9 +58,11 @@ class TestDevice : public CpuDevice {
   void CopyIn(void* to, const void* from, int64_t bytes, bool after_compute, Done done) override;
   void CopyOut(void* to, const void* from, int64_t bytes, Done done) override;
   Traffic traffic() const override { return {bytes_[0].load(), bytes_[1].load()}; }
+  void CountCopied(const Traffic& copied) override {
+    bytes_[0] += copied.h2d_bytes;
+    bytes_[1] += copied.d2h_bytes;
+  }
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override;
-  torch::Tensor ToDevice(const torch::Tensor& host) override;
-  torch::Tensor ToHost(const torch::Tensor& tensor) override;
   std::string link() const override { return options_.linked ? "test" : ""; }
   absl::StatusOr<std::shared_ptr<Comm>> Connect(const std::shared_ptr<Comm>& host) override;
 

@@ -226,12 +226,9 @@ static absl::StatusOr<swap::Recovered> LoadParts(aio::Engine& io, const ShardDir
   for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
   // A tensor's memory, so that it is counted and bounded like any other.
   const uint64_t bytes = ShardedState::MemoryBytes(inspections);
-  torch::Tensor memory;
-  const absl::Status taken = Guarded("memory for a tile of the checkpoint", [&] {
-    memory = torch::empty({static_cast<int64_t>(bytes + swap::kSectorBytes)}, torch::kUInt8);
-  });
-  if (!taken.ok()) return taken;
-  void* start = memory.data_ptr();
+  ASSIGN_OR_RETURN(const HostBuffer memory, HostBuffer::Of(static_cast<int64_t>(bytes + swap::kSectorBytes),
+                                                           "memory for a tile of the checkpoint"));
+  void* start = memory.data();
   size_t room = bytes + swap::kSectorBytes;
   std::align(swap::kSectorBytes, bytes, start, room);
   ASSIGN_OR_RETURN(std::unique_ptr<ShardedState> reader,

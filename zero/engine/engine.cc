@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -13,8 +14,6 @@
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/program/program.h"
-#include "zero/compute/libtorch/measure.h"
-#include "zero/compute/libtorch/tensor_memory.h"
 #include "zero/engine/checkpointing.h"
 #include "zero/engine/initialize.h"
 #include "zero/engine/parameter_access.h"
@@ -24,7 +23,7 @@
 #include "zero/engine/step_outcome.h"
 #include "zero/lanes/device_lanes.h"
 #include "zero/lanes/hardware_lanes.h"
-#include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 
@@ -35,8 +34,8 @@ using tiering::Pass;
 
 class Engine::Impl {
  public:
-  Impl(Model model, EngineOptions options)
-      : model_(std::move(model)), options_(std::move(options)), decisions_(options_) {}
+  Impl(std::shared_ptr<Compute> compute, EngineOptions options)
+      : compute_(std::move(compute)), options_(std::move(options)), decisions_(options_) {}
 
   ~Impl() {
     if (executor_ != nullptr && executor_->in_flight() > 0 && options_.comm != nullptr) {
@@ -60,19 +59,17 @@ class Engine::Impl {
     if (options_.trains && checkpoints.any() && options_.rank() == 0 && checkpoints.lock == nullptr) {
       ASSIGN_OR_RETURN(checkpoints.lock, swap::CheckpointLock::Take(checkpoints.parent));
     }
-    TensorMemory::Install();
     TensorMemory::Trim();
     TensorMemory::SetLimit(0);
     TensorMemory::ResetPeak();
-    ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(model_, options_));
+    ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(*compute_, options_));
     plan_ = std::move(prepared.plan);
-    modules_ = std::move(prepared.modules);
+    layouts_ = std::move(prepared.layouts);
     identity_ = std::move(prepared.identity);
     devices_ = std::move(prepared.devices);
     if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
     if (!prepared.storage.how.empty()) Log(prepared.storage.how);
     options_.storage.io.device_transfers = std::move(prepared.storage.transfers);
-    for (const auto& module : modules_) module_pointers_.push_back(module.get());
     if (options_.hooks.planned) {
       RETURN_IF_ERROR(options_.hooks.planned(plan_));
     }
@@ -97,13 +94,13 @@ class Engine::Impl {
     } else if (absl::Status status = Initialize(); !status.ok()) {
       return status;
     }
-    runner_ = std::make_unique<StageRunner>(model_, module_pointers_, plan_.format.weights, options_.seed,
-                                            *options_.device, options_.rank(), options_.world());
     RETURN_IF_ERROR(resources_->BoundDevice());
     HardwareLanes::Options lane_options;
     lane_options.update_workers = options_.optimizer.workers;
-    lane_options.intra_op_threads = options_.intra_op_threads;
     lane_options.format = plan_.format;
+    lane_options.seed = options_.seed;
+    lane_options.rank = options_.rank();
+    lane_options.world = options_.world();
     lane_options.comm = options_.comm.get();
     lane_options.devices = devices_.comm.get();
     lane_options.parts = resources_->others();
@@ -113,14 +110,14 @@ class Engine::Impl {
     hooks.decide = [this](const Op& op) { return Decide(op); };
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
     hooks.committed = [this](const Op& op) { return Applied(op); };
-    lanes_ = std::make_unique<HardwareLanes>(plan_.plan, residency(), module_pointers_, runner_.get(),
-                                             store(), resources_->inputs(), resources_->device_lanes(),
-                                             lane_options, std::move(hooks));
+    lanes_ = std::make_unique<HardwareLanes>(plan_.plan, residency(), layouts_, compute_.get(),
+                                             options_.device.get(), store(), resources_->inputs(),
+                                             resources_->device_lanes(), lane_options, std::move(hooks));
     executor_ = std::make_unique<tiering::Executor>(lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
     executor_->set_stall_observer(options_.hooks.stall_observer);
-    stage_order_.resize(model_.stages.size());
+    stage_order_.resize(plan_.graph.stages.size());
     std::iota(stage_order_.begin(), stage_order_.end(), 0);
     MakeBuilder(/*first_id=*/0);
     last_end_ = lanes_->Now();
@@ -137,7 +134,9 @@ class Engine::Impl {
     }
     if (ahead_norm_ < 0) AppendTraining();
     const OpId norm = std::exchange(ahead_norm_, -1);
-    absl::Status begun = runner_->Begin(step_ + 1, std::move(batches), decisions_.loss_scale());
+    // The step's loss is the mean over its micro-batches, of all ranks.
+    const double share = decisions_.loss_scale() / (options_.micro_batches * options_.world());
+    absl::Status begun = compute_->Begin({.step = step_ + 1, .loss_gradient = share}, std::move(batches));
     if (!begun.ok()) {
       ahead_norm_ = norm;  // the pass still waits for a batch: Flush ends it, and commits the step before
       return begun;
@@ -150,6 +149,7 @@ class Engine::Impl {
     StepResult& result = decisions_.at(step_).result;
     if (ahead_norm_ < 0 && !decisions_.last_is_replayed()) builder_->AssumptionHeld();
     const StepTotals totals = lanes_->totals();
+    RETURN_IF_ERROR(totals.failure);
     result.loss = std::accumulate(totals.losses.begin(), totals.losses.end(), 0.0) /
                   static_cast<double>(totals.losses.size());
     result.stops = totals.stops;
@@ -176,7 +176,7 @@ class Engine::Impl {
     RETURN_IF_ERROR(AgreeOnOrder(stages));
     std::vector<int> sorted = stages;
     std::sort(sorted.begin(), sorted.end());
-    const auto count = static_cast<int>(model_.stages.size());
+    const auto count = static_cast<int>(plan_.graph.stages.size());
     bool valid = static_cast<int>(stages.size()) == count && stages.back() == count - 1;
     for (int s = 0; valid && s < count; ++s) valid = sorted[static_cast<size_t>(s)] == s;
     if (!valid) {
@@ -214,7 +214,7 @@ class Engine::Impl {
 
   std::vector<std::string> ParameterNames() const { return Access().Names(); }
 
-  absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind) {
+  absl::StatusOr<HostTensor> ReadState(std::string_view parameter, StateKind kind) {
     if (resources_->others() != nullptr) return OnePartOnly();
     RETURN_IF_ERROR(BroadcastError(Flush()));
     if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
@@ -227,7 +227,7 @@ class Engine::Impl {
                                  });
   }
 
-  absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
+  absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
     absl::Status status = BroadcastError(Flush());
     if (!status.ok()) return status;
@@ -265,10 +265,11 @@ class Engine::Impl {
 
   absl::StatusOr<std::vector<double>> EvaluateEach(const std::vector<Batch>& batches) {
     std::vector<double> losses;
-    absl::Status status = ForwardAll(batches, [&](size_t) {
-      for (const double loss : runner_->losses()) losses.push_back(loss);
-    });
-    if (!status.ok()) return status;
+    RETURN_IF_ERROR(ForwardAll(batches, [&]() -> absl::Status {
+      ASSIGN_OR_RETURN(const std::vector<double> group, compute_->Losses());
+      losses.insert(losses.end(), group.begin(), group.end());
+      return absl::OkStatus();
+    }));
     return losses;
   }
 
@@ -280,19 +281,16 @@ class Engine::Impl {
 
   // In the memory that was planned for batches like the example: more of smaller ones.
   int64_t EvaluatesAtOnce(const Batch& batch) const {
-    return std::max<int64_t>(1, EvaluationRoom() / std::max<int64_t>(1, batch.inputs.numel()));
+    return std::max<int64_t>(1, EvaluationRoom() / std::max<int64_t>(1, batch.elements()));
   }
 
-  absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches) {
-    std::vector<torch::Tensor> outputs;
-    absl::Status fetched;
-    absl::Status status = ForwardAll(batches, [&](size_t) {
-      absl::StatusOr<std::vector<torch::Tensor>> group = runner_->Outputs();
-      fetched.Update(group.status());
-      if (group.ok()) outputs.insert(outputs.end(), group->begin(), group->end());
-    });
-    status.Update(fetched);
-    if (!status.ok()) return status;
+  absl::StatusOr<std::vector<std::vector<HostTensor>>> Infer(const std::vector<Batch>& batches) {
+    std::vector<std::vector<HostTensor>> outputs;
+    RETURN_IF_ERROR(ForwardAll(batches, [&]() -> absl::Status {
+      ASSIGN_OR_RETURN(std::vector<std::vector<HostTensor>> group, compute_->Outputs());
+      std::move(group.begin(), group.end(), std::back_inserter(outputs));
+      return absl::OkStatus();
+    }));
     return outputs;
   }
 
@@ -350,7 +348,7 @@ class Engine::Impl {
     return BroadcastError(result.status());
   }
 
-  Model model_;
+  const std::shared_ptr<Compute> compute_;
   EngineOptions options_;
   StepOutcome decisions_;
   EnginePlan plan_;
@@ -388,7 +386,7 @@ class Engine::Impl {
 
   // Input elements of a forward-only pass.
   int64_t EvaluationRoom() const {
-    return std::max(1, plan_.plan.evaluate_micro_batches) * options_.example.inputs.numel();
+    return std::max(1, plan_.plan.evaluate_micro_batches) * options_.example.elements();
   }
 
   static absl::Status OnePartOnly() {
@@ -398,9 +396,8 @@ class Engine::Impl {
 
   absl::Status Initialize() {
     run_ = options_.resume.run;
-    absl::Status status =
-        InitializeState(model_, options_, plan_, residency(), DeviceStateOrNull(), module_pointers_, store(),
-                        [this](const std::string& line) { Log(line); });
+    absl::Status status = InitializeState(*compute_, options_, plan_, residency(), DeviceStateOrNull(),
+                                          layouts_, store(), [this](const std::string& line) { Log(line); });
     if (!status.ok() || store() == nullptr) return status;
     const std::string payload = Payload(nullptr);
     return store()->CommitNow({.step = 0, .updates = 0, .payload = payload});
@@ -469,8 +466,8 @@ class Engine::Impl {
   }
 
   ParameterAccess Access() const {
-    return {model_,      module_pointers_, plan_.plan,          plan_.format,
-            residency(), store(),          DeviceStateOrNull(), options_.comm.get()};
+    return {plan_.graph, layouts_, plan_.plan,          plan_.format,
+            residency(), store(),  DeviceStateOrNull(), options_.comm.get()};
   }
   const DeviceState* DeviceStateOrNull() const {
     return resources_->device_lanes() != nullptr ? &resources_->device_lanes()->state() : nullptr;
@@ -499,15 +496,16 @@ class Engine::Impl {
     if (!broken_.ok()) return broken_;
     if (batches.empty()) return absl::InvalidArgumentError("nothing to evaluate: no batches given");
     RETURN_IF_ERROR(AbandonAhead());
-    const auto tokens = [&](size_t i) { return batches[i].inputs.numel(); };
+    const auto tokens = [&](size_t i) { return batches[i].elements(); };
     int64_t own_bytes = 0;
     size_t n = 0;
     for (size_t from = 0; from < batches.size(); from += n) {
       int64_t taken = tokens(from);
       for (n = 1; from + n < batches.size() && taken + tokens(from + n) <= EvaluationRoom(); ++n)
         taken += tokens(from + n);
-      RETURN_IF_ERROR(runner_->Begin(step_, {batches.begin() + static_cast<std::ptrdiff_t>(from),
-                                             batches.begin() + static_cast<std::ptrdiff_t>(from + n)}));
+      RETURN_IF_ERROR(compute_->Begin({.step = step_, .trains = false},
+                                      {batches.begin() + static_cast<std::ptrdiff_t>(from),
+                                       batches.begin() + static_cast<std::ptrdiff_t>(from + n)}));
       std::vector<Op> ops = builder_->Append(Pass::kEvaluate, static_cast<int>(n));
       for (const Op& op : ops) {
         if (op.lane == tiering::Lane::kRead && op.step == builder_->next_step()) own_bytes += op.bytes;
@@ -516,7 +514,7 @@ class Engine::Impl {
       AppendPersistIfDue();
       executor_->OpenGate(++gates_);
       RETURN_IF_ERROR(executor_->RunUntilIdle());
-      take(n);
+      RETURN_IF_ERROR(take());
     }
     const tiering::Usage usage = executor_->TakeUsage();
     AddUsage(usage);
@@ -609,9 +607,7 @@ class Engine::Impl {
   }
 
   nlohmann::json identity_;
-  std::vector<std::shared_ptr<BlockModule>> modules_;
-  std::vector<BlockModule*> module_pointers_;
-  std::unique_ptr<StageRunner> runner_;
+  GradientSums::Layouts layouts_;
   std::unique_ptr<HardwareLanes> lanes_;
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
@@ -634,14 +630,14 @@ class Engine::Impl {
   absl::Status broken_;  // a written value that is there in part
 };
 
-absl::StatusOr<EnginePlan> Engine::MakePlan(const Model& model, const EngineOptions& options) {
-  TensorMemory::Install();
-  ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(model, options));
+absl::StatusOr<EnginePlan> Engine::MakePlan(Compute& compute, const EngineOptions& options) {
+  ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(compute, options));
   return std::move(prepared.plan);
 }
 
-absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(Model model, EngineOptions options) {
-  auto impl = std::make_unique<Impl>(std::move(model), std::move(options));
+absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(std::shared_ptr<Compute> compute,
+                                                       EngineOptions options) {
+  auto impl = std::make_unique<Impl>(std::move(compute), std::move(options));
   if (absl::Status status = impl->Create(); !status.ok()) return impl->BroadcastError(std::move(status));
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
@@ -666,16 +662,16 @@ absl::StatusOr<std::vector<double>> Engine::EvaluateEach(const std::vector<Batch
   return impl_->BroadcastError(impl_->EvaluateEach(batches));
 }
 int64_t Engine::EvaluatesAtOnce(const Batch& batch) const { return impl_->EvaluatesAtOnce(batch); }
-absl::StatusOr<std::vector<torch::Tensor>> Engine::Infer(const std::vector<Batch>& batches) {
+absl::StatusOr<std::vector<std::vector<HostTensor>>> Engine::Infer(const std::vector<Batch>& batches) {
   impl_->Enter(absl::StrCat("an inference of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Infer(batches));
 }
 std::vector<std::string> Engine::ParameterNames() const { return impl_->ParameterNames(); }
-absl::StatusOr<torch::Tensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
+absl::StatusOr<HostTensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
   impl_->Enter(absl::StrCat("reading ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->ReadState(parameter, kind);
 }
-absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value) {
+absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
   impl_->Enter(absl::StrCat("writing ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->WriteState(parameter, kind, value);
 }

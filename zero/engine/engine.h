@@ -1,14 +1,17 @@
-// The engine: trains a Model whose state lives where a plan puts it, and never loses a committed step.
+// The engine: trains a model whose state lives where a plan puts it, and never loses a committed step.
 //
 //   EngineOptions options;
 //   options.storage.state_dirs = {"/nvme/run"};
 //   options.memory.host_memory_budget_bytes = 1 << 30;
 //   options.example = one_micro_batch;
-//   absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(model, options);
+//   absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(compute, options);
 //   while ((*engine)->step() < steps) {
 //     absl::StatusOr<StepResult> result = (*engine)->Step({micro_batch, ...}, Next::kTrain);
 //   }
 //   absl::Status done = (*engine)->Flush();
+//
+// What computes the model is a Compute (zero/compute/compute.h); for torch::nn::Modules CreateEngine makes
+// both (zero/compute/libtorch/create_engine.h).
 //
 // Step(t) applies what is left of the update of step t-1 to each block as its forward first needs it, commits
 // step t-1 when the last of its tiles is on the drive, computes forward and backward of step t, and returns
@@ -21,8 +24,8 @@
 // nothing, and is committed like any other. kOutOfRange: they overflow at the smallest scale.
 //
 // The bits of every loss are the same for every offload mode, budget, tile size, backend and number of update
-// workers; they depend on the model, the data, the seed, the number of intra-op threads and LibTorch's choice
-// of kernels.
+// workers; they depend on the model, the data, the seed, the number of intra-op threads and the Compute's
+// choice of kernels.
 //
 // Over several ranks (EngineOptions::comm) each process has an engine of its own, and all of them are given
 // the same calls in the same order: each trains on its own micro-batches and keeps its part of the state, and
@@ -31,7 +34,7 @@
 // error of one rank ends the others' next call as well.
 //
 // Threads: everything is called from one thread, on which the callbacks run as well. The counting allocator
-// and the limit on LibTorch's tensors are the process's: one engine that trains at a time. Errors:
+// and the limit on tensors are the process's: one engine that trains at a time. Errors:
 // kFailedPrecondition (budget too small, run locked, directory in use), kInvalidArgument (the caller's
 // numbers), kDataLoss, kResourceExhausted, ... After an error of Step, Evaluate or Flush the engine is done
 // for: the last commit stands, and a new engine resumes from it.
@@ -51,8 +54,8 @@
 #include "aio/engine.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
+#include "zero/compute/compute.h"
 #include "zero/compute/device.h"
-#include "zero/compute/libtorch/model.h"
 #include "zero/compute/tile_format.h"
 #include "zero/engine/engine_options.h"
 #include "zero/ranks/sharded_state.h"
@@ -104,9 +107,11 @@ class Engine {
   // Measures and plans only. With options.resume.enabled the tiles are those of the run that is there.
   // Neither this nor Create takes more than the budget, unless it is going to be refused: to say what would
   // do, as much is measured as the machine has free.
-  static absl::StatusOr<EnginePlan> MakePlan(const Model& model, const EngineOptions& options);
+  static absl::StatusOr<EnginePlan> MakePlan(Compute& compute, const EngineOptions& options);
 
-  static absl::StatusOr<std::unique_ptr<Engine>> Create(Model model, EngineOptions options);
+  // kInvalidArgument: the model breaks a rule of its Compute.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(std::shared_ptr<Compute> compute,
+                                                        EngineOptions options);
   // Stops without a commit: what was not committed is as if it had never been.
   ~Engine();
   Engine(const Engine&) = delete;
@@ -127,18 +132,19 @@ class Engine {
   // How many batches of this shape an evaluation passes through the model at once: each such group reads the
   // model once.
   int64_t EvaluatesAtOnce(const Batch& batch) const;
-  // Outputs of the last stage, for models whose last stage is no loss.
-  absl::StatusOr<std::vector<torch::Tensor>> Infer(const std::vector<Batch>& batches);
-  // One parameter's fp32 master, moment or gradient, wherever it lives, by the name of its block, a dot and
-  // its name there; what DeepSpeed's safe_get_* and safe_set_* do. Between steps; every update is applied
+  // What the last stage returns, for models whose last stage is no loss: for each batch its values.
+  absl::StatusOr<std::vector<std::vector<HostTensor>>> Infer(const std::vector<Batch>& batches);
+  // One parameter's master, moment or gradient, wherever it lives, by the name of its block, a dot and
+  // its name there; what DeepSpeed's safe_get_* and safe_set_* do. In fp32, of the
+  // parameter's shape, in host memory. Between steps; every update is applied
   // first, and a step that was announced starts over. A written value is committed when WriteState returns,
   // as part of the step that was the last. The gradient is that of the last step of this process, before
-  // clipping. kNotFound: no such parameter; kInvalidArgument: another shape; kFailedPrecondition: no such
-  // state. Over several ranks all of them make these calls, with the same value, and all are given the whole
-  // of what they read; a value that was written is committed on all of them or on none.
+  // clipping. kNotFound: no such parameter; kInvalidArgument: another shape or type; kFailedPrecondition: no
+  // such state. Over several ranks all of them make these calls, with the same value, and all are given the
+  // whole of what they read; a value that was written is committed on all of them or on none.
   std::vector<std::string> ParameterNames() const;
-  absl::StatusOr<torch::Tensor> ReadState(std::string_view parameter, StateKind kind);
-  absl::Status WriteState(std::string_view parameter, StateKind kind, const torch::Tensor& value);
+  absl::StatusOr<HostTensor> ReadState(std::string_view parameter, StateKind kind);
+  absl::Status WriteState(std::string_view parameter, StateKind kind, const TensorView& value);
   // Applies and commits what is pending, and waits for the checkpoint that is being written.
   absl::Status Flush();
   // Flush, and with CheckpointSchedule::at_end a checkpoint of the last step, unless this process made no

@@ -3,8 +3,6 @@
 #ifndef PENSTOCK_ZERO_ENGINE_ENGINE_OPTIONS_H_
 #define PENSTOCK_ZERO_ENGINE_ENGINE_OPTIONS_H_
 
-#include <torch/nn/module.h>
-
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -16,17 +14,18 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
+#include "kernels/float16.h"
 #include "swap/checkpoint_lock.h"
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
 #include "zero/compute/device.h"
-#include "zero/compute/libtorch/model.h"
 #include "zero/compute/optimizer.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
 #include "zero/config/loss_scale.h"
 #include "zero/config/lr_schedule.h"
+#include "zero/memory/values.h"
 #include "zero/ranks/comm.h"
 
 namespace penstock::zero {
@@ -36,7 +35,7 @@ struct StepResult;
 
 // How much memory the engine may take, and how it is divided.
 struct MemoryOptions {
-  // Of arena and LibTorch's tensors together. Default 0: no bound.
+  // Of arena and tensors together. Default 0: no bound.
   int64_t host_memory_budget_bytes = 0;
   // Of the device, where it has memory of its own. Default 0: all that it has.
   int64_t device_memory_budget_bytes = 0;
@@ -164,8 +163,8 @@ struct EngineHooks {
 };
 
 struct EngineOptions {
-  // Of weights and gradients: kBFloat16 (the default), kHalf or kFloat32.
-  torch::Dtype dtype = torch::kBFloat16;
+  // Of weights and gradients. Default: bf16.
+  kernels::DType dtype = kernels::DType::kBf16;
   // Micro-batches a step: gradient accumulation. Default 1.
   int micro_batches = 1;
   // One micro-batch of the run's shapes; only shapes and types matter.
@@ -175,12 +174,12 @@ struct EngineOptions {
   // Of initial values and dropout. Default 1.
   uint64_t seed = 1;
   // Initial values of elements [first, first + elements) of a block's flat parameters
-  // (zero/compute/flat_layout.h), as fp32 masters, padding 0; each tile is asked for once. Default: those
-  // that the blocks' factories make.
+  // (zero/compute/flat_layout.h), as fp32 masters, padding 0; each tile is asked for once. Default: the
+  // Compute's (zero/compute/compute.h).
   std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
   // What computes. Default: the processor.
   std::shared_ptr<Device> device = HostDevice();
-  // Threads of LibTorch on the processor; the number changes the bits of some sums. Default 1.
+  // Threads of one operation on the processor; the number changes the bits of some sums. Default 1.
   int intra_op_threads = 1;
   // false: a plan's stages are measured for their memory only, which is faster; for whoever asks what fits.
   bool measures_time = true;
@@ -200,8 +199,8 @@ struct EngineOptions {
   bool resumes() const { return resume.enabled || !trains; }
 };
 
-// The types that the options ask for; kInvalidArgument: weights of a type that is not served.
-absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options);
+// The types that the options ask for.
+TileFormat FormatOf(const EngineOptions& options);
 
 }  // namespace penstock::zero
 

@@ -1,122 +1,167 @@
 #include "zero/engine/initialize.h"
 
 #include <algorithm>
-#include <optional>
+#include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/index.h"
 #include "base/status_macros.h"
-#include "zero/compute/libtorch/block.h"
-#include "zero/compute/libtorch/initial_values.h"
 #include "zero/compute/seed.h"
 #include "zero/compute/tile_version.h"
-#include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
 
 constexpr uint64_t kInitializationSalt = 0x696e6974;  // keeps initial values apart from dropout's seeds
 
-}  // namespace
+// Writes tiles to the store from the slots of the plan's tile ring, as many at once as it has.
+class TileRing {
+ public:
+  TileRing(swap::Store& store, int slots) : store_(store), slots_(static_cast<size_t>(std::max(1, slots))) {}
 
-absl::Status InitializeState(const Model& model, const EngineOptions& options, const EnginePlan& engine_plan,
-                             const ArenaView& residency, const DeviceState* device,
-                             const std::vector<BlockModule*>& modules, swap::Store* store,
-                             const std::function<void(const std::string&)>& log) {
-  const tiering::Plan& plan = engine_plan.plan;
-  const TileFormat& format = engine_plan.format;
-  // One transfer per ring slot; a slot is filled again when its write is done.
+  // The slot that the next tile goes by way of; what was in it is written.
+  absl::StatusOr<tiering::TileSlot> Next() {
+    const size_t number = next_ % slots_.size();
+    RETURN_IF_ERROR(Settle(slots_[number]));
+    return tiering::TileSlot(number);
+  }
+
+  // That tile begins to be written; `memory` is in the slot.
+  absl::Status Write(const TileMemory& memory) {
+    Slot& slot = slots_[next_++ % slots_.size()];
+    std::vector<const void*> sources = {memory.weights};
+    sources.insert(sources.end(), memory.state.begin(), memory.state.end());
+    slot.checksums.clear();
+    for (size_t s = 0; s < sources.size(); ++s) {
+      slot.checksums.push_back(
+          store_.SegmentChecksum(tile_, static_cast<uint32_t>(s), VersionAfter(0), sources[s]));
+    }
+    RETURN_IF_ERROR(store_.WriteTile(&slot.io, tile_, VersionAfter(0), sources, aio::Priority::kWriteBehind));
+    slot.busy = true;
+    ++tile_;
+    return absl::OkStatus();
+  }
+
+  absl::Status SettleAll() {
+    absl::Status first;
+    for (Slot& slot : slots_) first.Update(Settle(slot));
+    return first;
+  }
+
+ private:
   struct Slot {
     swap::TileIo io;
     std::vector<uint64_t> checksums;
     bool busy = false;
   };
-  std::vector<Slot> ring(static_cast<size_t>(std::max(1, plan.tile_ring)));
-  auto settle = [&](Slot& slot) {
+
+  absl::Status Settle(Slot& slot) {
     if (!slot.busy) return absl::OkStatus();
     slot.busy = false;
-    RETURN_IF_ERROR(store->Wait(&slot.io));
-    return store->NoteWritten(&slot.io, slot.checksums);
-  };
-  auto settle_all = [&] {
-    absl::Status first;
-    for (Slot& slot : ring) first.Update(settle(slot));
-    return first;
-  };
-  uint32_t store_tile = 0;
-  size_t next = 0;
-  for (size_t b = 0; b < model.blocks.size(); ++b) {
-    const tiering::BlockIndex number(b);
-    const tiering::BlockPlan& block = plan.blocks[number];
-    const FlatLayout& layout = modules[b]->layout();
-    absl::Status refused;  // by initial_values, or the device
-    absl::Status status = Guarded(absl::StrCat("building block ", model.blocks[b].name), [&] {
-      torch::manual_seed(MixSeed(options.seed, kInitializationSalt, b));
-      std::shared_ptr<torch::nn::Module> module;
-      std::optional<InitialStream> stream;  // of a block that says what it begins with
-      if (!options.initial_values) {
-        module = model.blocks[b].build();
-        TORCH_CHECK(module != nullptr, "its factory returned nothing");
-        TORCH_CHECK(layout.SameShapes(LayoutOf(*module)),
-                    "its parameters differ from those of the others of kind ", model.blocks[b].kind);
-        if (!model.blocks[b].initial.empty()) stream.emplace(model.blocks[b], layout);
-      }
-      const tiering::WeightSlot weight_slot = block.private_run_slot.valid()
-                                                  ? block.private_run_slot
-                                                  : plan.weight_classes[At(block.weight_class)].first_slot;
-      for (const tiering::TileIndex t : block.tiles.indices()) {
-        const tiering::Tile& tile = block.tiles[t];
-        torch::Tensor masters = torch::empty({tile.elements}, torch::kFloat32);
-        float* const values = masters.data_ptr<float>();
-        const int64_t first = residency.InRun(number, tile).offset;
-        if (stream.has_value()) {
-          stream->Read(first, tile.elements, values);
-        } else if (module != nullptr) {
-          CopyParameters(*module, layout, first, tile.elements, values);
-        } else {
-          // The parts of the last ranks may go beyond the run's end.
-          const int64_t there = std::clamp<int64_t>(layout.elements - first, 0, tile.elements);
-          std::fill(values + there, values + tile.elements, 0.0F);
-          if (there > 0) refused = options.initial_values(number.value(), first, there, values);
-          if (!refused.ok()) return;
-        }
-        Slot& slot = ring[next % ring.size()];
-        if (store != nullptr) {
-          const absl::Status settled = settle(slot);
-          TORCH_CHECK(settled.ok(), std::string(settled.message()));
-        }
-        const tiering::TileSlot tile_slot =
-            store != nullptr ? tiering::TileSlot(next % ring.size()) : block.private_tile_slot[t];
-        const bool staged = store == nullptr && device != nullptr && device->has(number);
-        const TileMemory memory =
-            staged ? device->staged(number, t) : residency.tile(number, t, weight_slot, tile_slot);
-        FillTile(format, values, memory);
-        if (staged) refused = device->Write(number, t, memory);
-        if (!refused.ok()) return;
-        if (store == nullptr) continue;
-        std::vector<const void*> sources = {memory.weights};
-        sources.insert(sources.end(), memory.state.begin(), memory.state.end());
-        slot.checksums.clear();
-        for (size_t s = 0; s < sources.size(); ++s) {
-          slot.checksums.push_back(
-              store->SegmentChecksum(store_tile, static_cast<uint32_t>(s), VersionAfter(0), sources[s]));
-        }
-        const absl::Status written =
-            store->WriteTile(&slot.io, store_tile, VersionAfter(0), sources, aio::Priority::kWriteBehind);
-        TORCH_CHECK(written.ok(), std::string(written.message()));
-        slot.busy = true;
-        ++store_tile;
-        ++next;
-      }
-    });
-    status.Update(refused);
-    // The next block may use the same run slot.
-    if (store != nullptr) status.Update(settle_all());
-    if (!status.ok()) return status;
-    if (b + 1 == model.blocks.size() || (b + 1) % 16 == 0) {
-      log(absl::StrCat("initialised ", b + 1, " of ", model.blocks.size(), " blocks"));
+    RETURN_IF_ERROR(store_.Wait(&slot.io));
+    return store_.NoteWritten(&slot.io, slot.checksums);
+  }
+
+  swap::Store& store_;
+  std::vector<Slot> slots_;
+  size_t next_ = 0;
+  uint32_t tile_ = 0;  // number of the next one in the store
+};
+
+class Initialization {
+ public:
+  Initialization(Compute& compute, const EngineOptions& options, const EnginePlan& plan,
+                 const ArenaView& residency, const DeviceState* device, const GradientSums::Layouts& layouts,
+                 swap::Store* store)
+      : compute_(compute),
+        options_(options),
+        plan_(plan.plan),
+        format_(plan.format),
+        residency_(residency),
+        device_(device),
+        layouts_(layouts) {
+    if (store != nullptr) ring_ = std::make_unique<TileRing>(*store, plan_.tile_ring);
+  }
+
+  absl::Status Block(tiering::BlockIndex number) {
+    const tiering::BlockPlan& block = plan_.blocks[number];
+    std::unique_ptr<InitialReader> reader;
+    if (!options_.initial_values) {
+      const uint64_t seed =
+          MixSeed(options_.seed, kInitializationSalt, static_cast<uint64_t>(number.value()));
+      ASSIGN_OR_RETURN(reader, compute_.Initial(number, seed));
     }
+    absl::Status status;
+    for (const tiering::TileIndex t : block.tiles.indices()) {
+      status = Tile(number, t, reader.get());
+      if (!status.ok()) break;
+    }
+    // The next block may use the same weight slot.
+    if (ring_ != nullptr) status.Update(ring_->SettleAll());
+    return status;
+  }
+
+ private:
+  // Elements [first, first + elements) of the block's flat parameters; the shards of the last ranks may go
+  // beyond their end.
+  absl::Status Values(tiering::BlockIndex block, int64_t first, int64_t elements, InitialReader* reader,
+                      float* to) const {
+    if (reader != nullptr) return reader->Read(first, elements, to);
+    const int64_t there = std::clamp<int64_t>(layouts_[block]->elements - first, 0, elements);
+    std::fill(to + there, to + elements, 0.0F);
+    return there > 0 ? options_.initial_values(block.value(), first, there, to) : absl::OkStatus();
+  }
+
+  absl::Status Tile(tiering::BlockIndex number, tiering::TileIndex t, InitialReader* reader) {
+    const tiering::BlockPlan& block = plan_.blocks[number];
+    const tiering::Tile& tile = block.tiles[t];
+    ASSIGN_OR_RETURN(const HostBuffer masters,
+                     HostBuffer::Of(tile.elements * static_cast<int64_t>(sizeof(float)),
+                                    "memory for a tile's initial values"));
+    auto* const values = reinterpret_cast<float*>(masters.data());
+    RETURN_IF_ERROR(Values(number, residency_.InRun(number, tile).offset, tile.elements, reader, values));
+    const tiering::WeightSlot weight_slot = block.private_run_slot.valid()
+                                                ? block.private_run_slot
+                                                : plan_.weight_classes[At(block.weight_class)].first_slot;
+    if (ring_ != nullptr) {
+      ASSIGN_OR_RETURN(const tiering::TileSlot slot, ring_->Next());
+      const TileMemory memory = residency_.tile(number, t, weight_slot, slot);
+      FillTile(format_, values, memory);
+      return ring_->Write(memory);
+    }
+    const bool staged = device_ != nullptr && device_->has(number);
+    const TileMemory memory = staged ? device_->staged(number, t)
+                                     : residency_.tile(number, t, weight_slot, block.private_tile_slot[t]);
+    FillTile(format_, values, memory);
+    return staged ? device_->Write(number, t, memory) : absl::OkStatus();
+  }
+
+  Compute& compute_;
+  const EngineOptions& options_;
+  const tiering::Plan& plan_;
+  const TileFormat& format_;
+  const ArenaView& residency_;
+  const DeviceState* const device_;
+  const GradientSums::Layouts& layouts_;
+  std::unique_ptr<TileRing> ring_;  // null: nothing lives on a drive
+};
+
+}  // namespace
+
+absl::Status InitializeState(Compute& compute, const EngineOptions& options, const EnginePlan& plan,
+                             const ArenaView& residency, const DeviceState* device,
+                             const GradientSums::Layouts& layouts, swap::Store* store,
+                             const std::function<void(const std::string&)>& log) {
+  Initialization initialization(compute, options, plan, residency, device, layouts, store);
+  const size_t blocks = plan.graph.blocks.size();
+  for (const tiering::BlockIndex block : plan.graph.blocks.indices()) {
+    RETURN_IF_ERROR(initialization.Block(block));
+    const size_t done = At(block) + 1;
+    if (done == blocks || done % 16 == 0) log(absl::StrCat("initialised ", done, " of ", blocks, " blocks"));
   }
   return absl::OkStatus();
 }

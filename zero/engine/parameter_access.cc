@@ -1,9 +1,11 @@
 #include "zero/engine/parameter_access.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/index.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
@@ -11,8 +13,7 @@
 #include "zero/compute/tile_version.h"
 #include "zero/config/nearest_name.h"
 #include "zero/engine/rank_agreement.h"
-#include "zero/lanes/hardware_lanes.h"
-#include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -20,34 +21,35 @@ namespace {
 constexpr int64_t kSharedAtOnce = int64_t{1} << 17;  // elements of all ranks together
 
 // Memory for direct I/O of that many bytes, padded to pages.
-absl::StatusOr<torch::Tensor> Pages(int64_t bytes, std::byte** aligned) {
-  torch::Tensor memory;
-  absl::Status status = Guarded("memory for a tile of state", [&] {
-    memory = torch::zeros({tiering::AlignUp(bytes, tiering::kPage) + tiering::kPage}, torch::kUInt8);
-  });
-  if (!status.ok()) return status;
-  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data_ptr()));
-  *aligned =
-      static_cast<std::byte*>(memory.data_ptr()) + (tiering::AlignUp(address, tiering::kPage) - address);
+absl::StatusOr<HostBuffer> Pages(int64_t bytes, std::byte** aligned) {
+  const int64_t padded = tiering::AlignUp(bytes, tiering::kPage) + tiering::kPage;
+  ASSIGN_OR_RETURN(HostBuffer memory, HostBuffer::Of(padded, "memory for a tile of state"));
+  std::memset(memory.data(), 0, static_cast<size_t>(padded));
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory.data()));
+  *aligned = memory.data() + (tiering::AlignUp(address, tiering::kPage) - address);
   return memory;
+}
+
+absl::Status Take(int64_t bytes, absl::string_view what, HostBuffer* to) {
+  ASSIGN_OR_RETURN(*to, HostBuffer::Of(bytes, what));
+  return absl::OkStatus();
 }
 
 }  // namespace
 
 std::vector<std::string> ParameterAccess::Names() const {
   std::vector<std::string> names;
-  for (size_t b = 0; b < modules_.size(); ++b) {
-    for (const Parameter& parameter : modules_[b]->layout().parameters)
-      names.push_back(absl::StrCat(model_.blocks[b].name, ".", parameter.name));
+  for (const tiering::BlockIndex b : layouts_.indices()) {
+    for (const Parameter& parameter : layouts_[b]->parameters)
+      names.push_back(absl::StrCat(graph_.blocks[b].name, ".", parameter.name));
   }
   return names;
 }
 
 absl::StatusOr<ParameterAccess::Found> ParameterAccess::Find(std::string_view name) const {
-  for (size_t b = 0; b < modules_.size(); ++b) {
-    for (const Parameter& parameter : modules_[b]->layout().parameters) {
-      if (absl::StrCat(model_.blocks[b].name, ".", parameter.name) == name)
-        return Found{tiering::BlockIndex(b), &parameter};
+  for (const tiering::BlockIndex b : layouts_.indices()) {
+    for (const Parameter& parameter : layouts_[b]->parameters) {
+      if (absl::StrCat(graph_.blocks[b].name, ".", parameter.name) == name) return Found{b, &parameter};
     }
   }
   const std::vector<std::string> names = Names();
@@ -90,23 +92,24 @@ absl::Status ParameterAccess::OfAll(const absl::Status& mine) const {
   return comm_ == nullptr ? mine : AgreeOnStatus(*comm_, Channel::kSetup, mine);
 }
 
-absl::StatusOr<torch::Tensor> ParameterAccess::ReadParts(
+absl::StatusOr<HostTensor> ParameterAccess::ReadParts(
     const Found& found,
     const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, float*)>& read) const {
-  torch::Tensor values, exchanged;
-  absl::Status status = Guarded("memory for a parameter's state", [&] {
-    values = torch::empty(found.parameter->sizes, torch::kFloat32);
-    if (comm_ != nullptr) exchanged = torch::empty({kSharedAtOnce}, torch::kFloat32);
-  });
+  constexpr auto kWidth = static_cast<int64_t>(sizeof(float));
+  constexpr const char* kWhat = "memory for a parameter's state";
+  HostTensor values;
+  HostBuffer exchanged;
+  absl::Status status = Take(found.parameter->elements * kWidth, kWhat, &values.memory);
+  if (comm_ != nullptr) status.Update(Take(kSharedAtOnce * kWidth, kWhat, &exchanged));
+  values.view = {values.memory.data(), ElementType::kFp32, found.parameter->sizes};
+  auto* const to = static_cast<float*>(values.view.data);
   if (status.ok()) {
-    float* const to = values.data_ptr<float>();
     status = ForEachTile(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, int64_t at) {
       return read(tile, begin, n, to + at);
     });
   }
   status = OfAll(status);
-  if (status.ok() && comm_ != nullptr)
-    status = Share(found, exchanged.data_ptr<float>(), values.data_ptr<float>());
+  if (status.ok() && comm_ != nullptr) status = Share(found, reinterpret_cast<float*>(exchanged.data()), to);
   if (!status.ok()) return status;
   return values;
 }
@@ -139,9 +142,19 @@ absl::Status ParameterAccess::Share(const Found& found, float* gathered, float* 
   return absl::OkStatus();
 }
 
-absl::Status ParameterAccess::CheckSame(std::string_view name, const torch::Tensor& values) const {
+absl::Status ParameterAccess::CheckShape(const Found& found, std::string_view name,
+                                         const TensorView& value) const {
+  const std::vector<int64_t>& sizes = found.parameter->sizes;
+  if (value.sizes == sizes && value.type == ElementType::kFp32 && !value.on_device) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "value of a parameter's state: a tensor of shape [", absl::StrJoin(value.sizes, ", "), "] in ",
+      std::string(NameOf(value.type)), value.on_device ? " on a device" : "", " for the [",
+      absl::StrJoin(sizes, ", "), "] of ", std::string(name), ", which is set in fp32 from host memory"));
+}
+
+absl::Status ParameterAccess::CheckSame(std::string_view name, const TensorView& values) const {
   if (comm_ == nullptr) return absl::OkStatus();
-  const uint64_t checksum = kernels::Checksum(values.data_ptr(), values.nbytes());
+  const uint64_t checksum = kernels::Checksum(values.data, static_cast<size_t>(values.bytes()));
   ASSIGN_OR_RETURN(std::vector<std::string> all,
                    comm_->AllTexts(Channel::kSetup, {"a parameter's values"}, absl::StrCat(checksum)));
   for (size_t k = 1; k < all.size(); ++k) {
@@ -162,7 +175,7 @@ absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(tiering::BlockInde
   }
   const int64_t elements = bp.tiles[tile].elements;
   std::byte* place = nullptr;
-  ASSIGN_OR_RETURN(torch::Tensor copy, Pages(plan_.precision.TotalBytes(elements), &place));
+  ASSIGN_OR_RETURN(HostBuffer copy, Pages(plan_.precision.TotalBytes(elements), &place));
   loaded.copy = std::move(copy);
   loaded.memory.elements = elements;
   std::vector<void*> segments;
@@ -200,7 +213,7 @@ absl::Status ParameterAccess::Store(tiering::BlockIndex block, tiering::TileInde
   return store_->WriteTileNow(&io, id, version, sources, aio::Priority::kDemand);
 }
 
-absl::StatusOr<torch::Tensor> ParameterAccess::Read(std::string_view name, StateKind kind) {
+absl::StatusOr<HostTensor> ParameterAccess::Read(std::string_view name, StateKind kind) {
   ASSIGN_OR_RETURN(Found found, Find(name));
   RETURN_IF_ERROR(CheckKept(kind));
   return ReadParts(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, float* to) -> absl::Status {
@@ -210,7 +223,7 @@ absl::StatusOr<torch::Tensor> ParameterAccess::Read(std::string_view name, State
   });
 }
 
-absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
+absl::StatusOr<HostTensor> ParameterAccess::ReadGradient(
     std::string_view name, double scale, bool in_backward,
     const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum) {
   ASSIGN_OR_RETURN(Found found, Find(name));
@@ -227,11 +240,11 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
   const int64_t width = plan_.precision.gradient_bytes;
   const auto read_tile = [&](tiering::TileIndex tile, int64_t begin, int64_t n, float* to) -> absl::Status {
     const tiering::Tile& cut = bp.tiles[tile];
-    torch::Tensor copy;
+    HostBuffer copy;
     const std::byte* gradient = nullptr;
     if (device_ != nullptr && device_->has(found.block)) {
       std::byte* place = nullptr;
-      ASSIGN_OR_RETURN(torch::Tensor memory, Pages(cut.elements * width, &place));
+      ASSIGN_OR_RETURN(HostBuffer memory, Pages(cut.elements * width, &place));
       copy = std::move(memory);
       RETURN_IF_ERROR(device_->ReadGradient(found.block, cut.offset, cut.elements, place));
       gradient = place;
@@ -240,7 +253,7 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
     } else {
       const auto bytes = static_cast<size_t>(cut.elements * width);
       std::byte* place = nullptr;
-      ASSIGN_OR_RETURN(torch::Tensor memory, Pages(cut.elements * width, &place));
+      ASSIGN_OR_RETURN(HostBuffer memory, Pages(cut.elements * width, &place));
       copy = std::move(memory);
       swap::TileIo io;
       absl::Status read =
@@ -258,34 +271,27 @@ absl::StatusOr<torch::Tensor> ParameterAccess::ReadGradient(
                      static_cast<size_t>(n));
     return absl::OkStatus();
   };
-  absl::StatusOr<torch::Tensor> values = ReadParts(found, read_tile);
-  if (!values.ok() || scale == 1) return values;
-  RETURN_IF_ERROR(Guarded("gradient", [&] { values->mul_(1 / scale); }));
+  ASSIGN_OR_RETURN(HostTensor values, ReadParts(found, read_tile));
+  if (scale == 1) return values;
+  // A loss scale is a power of two: exact.
+  auto* const of = static_cast<float*>(values.view.data);
+  const auto by = static_cast<float>(1 / scale);
+  std::for_each(of, of + found.parameter->elements, [by](float& value) { value *= by; });
   return values;
 }
 
-absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const torch::Tensor& value,
+absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const TensorView& value,
                                     const std::function<absl::Status()>& start) {
   ASSIGN_OR_RETURN(Found found, Find(name));
   RETURN_IF_ERROR(CheckKept(kind));
-  torch::Tensor values;
-  absl::Status status = Guarded("value of a parameter's state", [&] {
-    TORCH_CHECK(value.defined() && value.sizes().vec() == found.parameter->sizes, "a tensor of shape ",
-                value.defined() ? value.sizes() : torch::IntArrayRef(), " for the ",
-                torch::IntArrayRef(found.parameter->sizes), " of ", std::string(name));
-    values = value.detach().to(torch::kCPU, torch::kFloat32).contiguous();
-  });
-  if (!status.ok()) {
-    if (!absl::IsResourceExhausted(status)) status = absl::InvalidArgumentError(status.message());
-  }
-  status = OfAll(status);
-  if (status.ok()) status = CheckSame(name, values);
+  absl::Status status = OfAll(CheckShape(found, name, value));
+  if (status.ok()) status = CheckSame(name, value);
   if (status.ok()) status = OfAll(start());
   if (!status.ok()) return status;
   return OfAll(
       ForEachTile(found, [&](tiering::TileIndex tile, int64_t begin, int64_t n, int64_t at) -> absl::Status {
         ASSIGN_OR_RETURN(Loaded loaded, Load(found.block, tile));
-        WriteValues(format_, loaded.memory, kind, begin, n, values.data_ptr<float>() + at);
+        WriteValues(format_, loaded.memory, kind, begin, n, static_cast<const float*>(value.data) + at);
         return Store(found.block, tile, loaded);
       }));
 }

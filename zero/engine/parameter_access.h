@@ -9,8 +9,6 @@
 #ifndef PENSTOCK_ZERO_ENGINE_PARAMETER_ACCESS_H_
 #define PENSTOCK_ZERO_ENGINE_PARAMETER_ACCESS_H_
 
-#include <torch/types.h>
-
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -22,10 +20,10 @@
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "zero/compute/device_state.h"
-#include "zero/compute/libtorch/block.h"
-#include "zero/compute/libtorch/model.h"
+#include "zero/compute/gradient_sums.h"
 #include "zero/compute/tile_format.h"
 #include "zero/memory/arena_view.h"
+#include "zero/memory/values.h"
 #include "zero/ranks/comm.h"
 
 namespace penstock::zero {
@@ -34,11 +32,11 @@ class ParameterAccess {
  public:
   // Everything passed in outlives this. `store` is null where nothing lives on a drive, `device` where none
   // is apart, `comm` where there is one rank.
-  ParameterAccess(const Model& model, const std::vector<BlockModule*>& modules, const tiering::Plan& plan,
-                  const TileFormat& format, const ArenaView& residency, swap::Store* store,
-                  const DeviceState* device, Comm* comm)
-      : model_(model),
-        modules_(modules),
+  ParameterAccess(const tiering::ModelGraph& graph, const GradientSums::Layouts& layouts,
+                  const tiering::Plan& plan, const TileFormat& format, const ArenaView& residency,
+                  swap::Store* store, const DeviceState* device, Comm* comm)
+      : graph_(graph),
+        layouts_(layouts),
         plan_(plan),
         format_(format),
         residency_(residency),
@@ -50,16 +48,16 @@ class ParameterAccess {
   std::vector<std::string> Names() const;
   // kNotFound: no such parameter (says which name is nearest). kFailedPrecondition: the optimizer has no such
   // state.
-  absl::StatusOr<torch::Tensor> Read(std::string_view name, StateKind kind);
+  absl::StatusOr<HostTensor> Read(std::string_view name, StateKind kind);
   // `gradient_checksum(block, tile)`: of the part of a gradient that waits on the drive. Values are divided
   // by `scale`, the loss scale of their step; `in_backward`: that step was updated so, where the plan says
   // it.
-  absl::StatusOr<torch::Tensor> ReadGradient(
+  absl::StatusOr<HostTensor> ReadGradient(
       std::string_view name, double scale, bool in_backward,
       const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum);
-  // kInvalidArgument: another shape, or values that differ between ranks. `start` is called, on all ranks,
-  // when nothing is wrong with the call and before anything is changed.
-  absl::Status Write(std::string_view name, StateKind kind, const torch::Tensor& value,
+  // kInvalidArgument: another shape or type than fp32 in host memory, or values that differ between ranks.
+  // `start` is called, on all ranks, when nothing is wrong with the call and before anything is changed.
+  absl::Status Write(std::string_view name, StateKind kind, const TensorView& value,
                      const std::function<absl::Status()>& start);
 
  private:
@@ -69,7 +67,7 @@ class ParameterAccess {
   };
   // A tile in memory: its own place, or a copy of what is on the drive or the device.
   struct Loaded {
-    torch::Tensor copy;
+    HostBuffer copy;
     TileMemory memory;
   };
   absl::StatusOr<Found> Find(std::string_view name) const;
@@ -90,15 +88,16 @@ class ParameterAccess {
   // `mine`, or the error of another rank.
   absl::Status OfAll(const absl::Status& mine) const;
   // A parameter's values: this rank's by `read(tile, begin in tile, n, to)`, the others' from them.
-  absl::StatusOr<torch::Tensor> ReadParts(
+  absl::StatusOr<HostTensor> ReadParts(
       const Found& found,
       const std::function<absl::Status(tiering::TileIndex, int64_t, int64_t, float*)>& read) const;
   // Fills in the other ranks' parts of a parameter's values, by way of `gathered`.
   absl::Status Share(const Found& found, float* gathered, float* values) const;
-  absl::Status CheckSame(std::string_view name, const torch::Tensor& values) const;
+  absl::Status CheckShape(const Found& found, std::string_view name, const TensorView& value) const;
+  absl::Status CheckSame(std::string_view name, const TensorView& values) const;
 
-  const Model& model_;
-  const std::vector<BlockModule*>& modules_;
+  const tiering::ModelGraph& graph_;
+  const GradientSums::Layouts& layouts_;
   const tiering::Plan& plan_;
   const TileFormat format_;
   const ArenaView& residency_;

@@ -10,14 +10,13 @@
 #include "base/status_macros.h"
 #include "swap/inspect.h"
 #include "tiering/plan/plan_layout.h"
-#include "zero/compute/libtorch/measure.h"
-#include "zero/compute/libtorch/tensor_memory.h"
 #include "zero/config/json_difference.h"
 #include "zero/engine/state_identity.h"
 #include "zero/engine/store_layout.h"
 #include "zero/memory/activation_spill.h"
 #include "zero/memory/guarded.h"
 #include "zero/memory/host_memory.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -25,13 +24,12 @@ namespace {
 // Measured within the budget, and within what is free. A budget that is too small for that is refused; how
 // much would do is known if it can be found out in the memory that the machine has free. *beyond: it was, and
 // the budget was not kept.
-absl::StatusOr<MeasuredModel> MeasureWithin(const Model& model, const EngineOptions& options,
-                                            kernels::DType weights, bool* beyond) {
+absl::StatusOr<Measured> MeasureWithin(Compute& compute, const EngineOptions& options, bool* beyond) {
   const int64_t budget = options.memory.host_memory_budget_bytes;
   // What a killed process could not say.
   const int64_t free = std::max<int64_t>(1, FindHostMemory().free_bytes);  // 0 would be no bound
+  const ComputeSetup setup = {options.device.get(), options.dtype, options.intra_op_threads};
   MeasureOptions measure;
-  measure.weights = weights;
   measure.trains = options.trains;
   measure.times = options.measures_time;
   measure.doing = options.hooks.preparing;
@@ -40,10 +38,10 @@ absl::StatusOr<MeasuredModel> MeasureWithin(const Model& model, const EngineOpti
   const auto within = [&](int64_t bytes) {
     measure.host_memory_bytes = bytes;
     const TensorMemoryLimit limit(counts ? bytes : 0);
-    return MeasureModel(model, options.example, measure, *options.device);
+    return compute.Measure(setup, options.example, measure);
   };
   *beyond = false;
-  absl::StatusOr<MeasuredModel> measured = within(budget > 0 ? std::min(budget, free) : free);
+  absl::StatusOr<Measured> measured = within(budget > 0 ? std::min(budget, free) : free);
   if (!absl::IsResourceExhausted(measured.status())) return measured;
   const std::string why(measured.status().message());
   const std::string here = absl::StrCat(free, " bytes are free here");
@@ -71,8 +69,8 @@ absl::StatusOr<MeasuredModel> MeasureWithin(const Model& model, const EngineOpti
 // all of them take the same steps, since some are exchanges.
 class Preparation {
  public:
-  Preparation(const Model& model, const EngineOptions& options)
-      : model_(model),
+  Preparation(Compute& compute, const EngineOptions& options)
+      : compute_(compute),
         options_(options),
         on_nvme_(options.storage.offload == OffloadDevice::kNvme),
         in_place_(on_nvme_ && options.trains) {}
@@ -99,9 +97,7 @@ class Preparation {
   // What the caller says, as far as it is wrong whatever the model; and the plan's options that follow from
   // it.
   absl::Status CheckOptions() {
-    ASSIGN_OR_RETURN(prepared_.plan.format, FormatOf(options_));
-    if (model_.blocks.empty() || model_.stages.empty())
-      return absl::InvalidArgumentError("a model needs at least one block and one stage");
+    prepared_.plan.format = FormatOf(options_);
     if (on_nvme_ && options_.storage.state_dirs.empty())
       return absl::InvalidArgumentError("state on NVMe needs a state directory");
     if (options_.resumes() && options_.storage.state_dirs.empty()) {
@@ -166,7 +162,12 @@ class Preparation {
 
   absl::Status Measure() {
     EnginePlan& plan = prepared_.plan;
-    ASSIGN_OR_RETURN(measured_, MeasureWithin(model_, options_, plan.format.weights, &beyond_budget_));
+    ASSIGN_OR_RETURN(measured_, MeasureWithin(compute_, options_, &beyond_budget_));
+    if (measured_.graph.blocks.empty() || measured_.graph.stages.empty() ||
+        measured_.layouts.size() != measured_.graph.blocks.size()) {
+      return absl::InvalidArgumentError(
+          "a model needs at least one block and one stage, and a layout for each block");
+    }
     if (options_.initial_values || options_.resumes()) {
       // Nothing is built: its values come from elsewhere.
       for (tiering::BlockShape& block : measured_.graph.blocks) block.init_bytes = 0;
@@ -174,7 +175,7 @@ class Preparation {
     plan.graph = std::move(measured_.graph);
     plan.parameters = measured_.parameters;
     plan.compute_disturbed = measured_.disturbed;
-    prepared_.modules = measured_.modules;
+    prepared_.layouts = measured_.layouts;
     if (comm() != nullptr) RETURN_IF_ERROR(AgreeOnGraph(*comm(), &plan.graph));
     return absl::OkStatus();
   }
@@ -210,7 +211,7 @@ class Preparation {
   absl::Status Identify() {
     EnginePlan& plan = prepared_.plan;
     nlohmann::json& ours = prepared_.identity;
-    ours = IdentityOf(model_, options_, plan.format, plan.graph);
+    ours = IdentityOf(measured_.identity, options_, plan.format, plan.graph);
     if (!options_.resumes()) {
       plan_options_.precision = plan.format.precision();
       plan.state_bytes = plan_options_.precision.UnpaddedBytes(plan.graph.elements());
@@ -243,7 +244,7 @@ class Preparation {
       if (options_.rank() == 0) RETURN_IF_ERROR(AskForMachine());
     }
     if (comm() == nullptr) return absl::OkStatus();
-    return AgreeOnMachine(*comm(), prepared_.devices, plan_options_.host_budget_bytes,
+    return AgreeOnMachine(*comm(), prepared_.devices, *options_.device, plan_options_.host_budget_bytes,
                           &plan_options_.machine);
   }
 
@@ -252,12 +253,9 @@ class Preparation {
     const int64_t budget = options_.memory.host_memory_budget_bytes;
     RETURN_IF_ERROR(Guarded("measuring the machine", [&] {
       const TensorMemoryLimit limit(budget);
-      std::function<void()> compute;
+      std::function<void()> compute = std::exchange(measured_.sample, nullptr);
       const bool has_room = budget == 0 || measured_.sample_bytes + budget / 4 <= budget;
-      if (measured_.busiest.stage >= 0 && !options_.device->has_own_memory() && has_room) {
-        compute = BusiestStage(model_, measured_, options_.example, prepared_.plan.format.weights,
-                               *options_.device);
-      }
+      if (options_.device->has_own_memory() || !has_room) compute = nullptr;
       plan_options_.machine = options_.hooks.machine(prepared_.plan.state_bytes, compute);
     }));
     options_.device->TrimTensors();
@@ -303,7 +301,7 @@ class Preparation {
     return absl::OkStatus();
   }
 
-  const Model& model_;
+  Compute& compute_;
   const EngineOptions& options_;
   const bool on_nvme_;
   const bool in_place_;
@@ -313,30 +311,22 @@ class Preparation {
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> device_storage_ =
       absl::FailedPreconditionError("not asked for");
   swap::Inspection found_;  // of what is resumed: this rank's shard, or the first
-  MeasuredModel measured_;
+  Measured measured_;
   bool beyond_budget_ = false;  // measuring took more than it
 };
 
 }  // namespace
 
-absl::StatusOr<TileFormat> FormatOf(const EngineOptions& options) {
+TileFormat FormatOf(const EngineOptions& options) {
   TileFormat format;
-  if (options.dtype == torch::kBFloat16) {
-    format.weights = kernels::DType::kBf16;
-  } else if (options.dtype == torch::kHalf) {
-    format.weights = kernels::DType::kFp16;
-  } else if (options.dtype == torch::kFloat32) {
-    format.weights = kernels::DType::kFp32;
-  } else {
-    return absl::InvalidArgumentError("weights are bf16, fp16 or fp32");
-  }
+  format.weights = options.dtype;
   format.states = options.optimizer.states;
   format.moments = MomentsOf(options.optimizer.algorithm);
   return format;
 }
 
-absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options) {
-  return Preparation(model, options).Run();
+absl::StatusOr<PreparedModel> PrepareModel(Compute& compute, const EngineOptions& options) {
+  return Preparation(compute, options).Run();
 }
 
 }  // namespace penstock::zero

@@ -3,12 +3,11 @@
 #ifndef PENSTOCK_ZERO_ENGINE_PREPARE_H_
 #define PENSTOCK_ZERO_ENGINE_PREPARE_H_
 
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <vector>
 
 #include "absl/status/statusor.h"
-#include "zero/compute/libtorch/block.h"
+#include "zero/compute/compute.h"
+#include "zero/compute/gradient_sums.h"
 #include "zero/engine/direct_storage.h"
 #include "zero/engine/engine.h"
 #include "zero/engine/rank_agreement.h"
@@ -17,7 +16,7 @@ namespace penstock::zero {
 
 struct PreparedModel {
   EnginePlan plan;
-  std::vector<std::shared_ptr<BlockModule>> modules;
+  GradientSums::Layouts layouts;
   nlohmann::json identity;  // what a store is made with, and what it must have to be resumed
   DeviceExchange devices;   // of several ranks
   DirectStorage storage;    // of a device apart, with a drive
@@ -27,7 +26,7 @@ struct PreparedModel {
 // the state directories (without a drive of its own: the checkpoint's) must hold a run of this very model,
 // type and seed (kFailedPrecondition names what differs), whose tiles the plan takes over; without, the
 // directories must be free or options.overwrite set.
-absl::StatusOr<PreparedModel> PrepareModel(const Model& model, const EngineOptions& options);
+absl::StatusOr<PreparedModel> PrepareModel(Compute& compute, const EngineOptions& options);
 
 }  // namespace penstock::zero
 

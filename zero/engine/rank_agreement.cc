@@ -16,26 +16,24 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
-#include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
 
 constexpr int64_t kProbeBytes = 4 << 20;
 
-// What a rank receives in a second while all of them hand each other `bytes`, in memory at `where`; of the
-// second of two exchanges, since the first one opens the windows of the connections. 0: too fast to tell.
-absl::StatusOr<double> ProbeNetwork(Comm& comm, Channel channel, const torch::Device& where, int64_t bytes) {
-  torch::Tensor memory;
-  absl::Status status = Guarded("memory to measure the network with", [&] {
-    memory = torch::empty({bytes * comm.world()}, torch::TensorOptions().dtype(torch::kUInt8).device(where));
-  });
+// What a rank receives in a second while all of them hand each other `bytes`, in `memory`, which has room for
+// those of all; of the second of two exchanges, since the first one opens the windows of the connections. 0:
+// too fast to tell.
+absl::StatusOr<double> ProbeNetwork(Comm& comm, Channel channel, absl::StatusOr<std::byte*> memory,
+                                    int64_t bytes) {
+  absl::Status status = memory.status();
   double seconds = 0;
   for (int i = 0; i < 2; ++i) {
     const auto begin = std::chrono::steady_clock::now();
     if (status.ok())
-      status = comm.AllGather(channel, {"a measurement of the network"}, memory.data_ptr(),
-                              static_cast<size_t>(bytes));
+      status = comm.AllGather(channel, {"a measurement of the network"}, *memory, static_cast<size_t>(bytes));
     if (!status.ok()) return status;
     seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   }
@@ -110,7 +108,6 @@ absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm,
   ASSIGN_OR_RETURN(std::vector<std::string> identities,
                    comm->AllTexts(Channel::kSetup, {"the device"}, device.identity()));
   DeviceExchange exchange;
-  exchange.where = device.torch_device();
   std::string why;
   for (size_t k = 0; k < links.size() && why.empty(); ++k) {
     if (links[k].empty() || links[k] != links.front()) {
@@ -173,17 +170,31 @@ absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph) {
   return absl::OkStatus();
 }
 
-absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, int64_t host_budget_bytes,
-                            tiering::MachineModel* machine) {
+absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& device,
+                            int64_t host_budget_bytes, tiering::MachineModel* machine) {
   static_assert(std::is_trivially_copyable_v<tiering::MachineModel>);
   const bool there = devices.comm != nullptr;
   // Within the budget of where it is.
   const int64_t budget = there ? devices.budget_bytes : host_budget_bytes;
   const int64_t bytes =
       budget > 0 ? std::clamp<int64_t>(budget / 4 / comm.world(), 4096, kProbeBytes) : kProbeBytes;
+  HostBuffer host;
+  absl::StatusOr<std::byte*> memory = nullptr;
+  if (there) {
+    memory = device.AllocateArena(bytes * comm.world());  // the plan's slots take its place
+  } else {
+    absl::StatusOr<HostBuffer> taken =
+        HostBuffer::Of(bytes * comm.world(), "memory to measure the network with");
+    if (taken.ok()) {
+      host = *std::move(taken);
+      memory = host.data();
+    } else {
+      memory = taken.status();
+    }
+  }
   ASSIGN_OR_RETURN(const double rate,
-                   there ? ProbeNetwork(*devices.comm, Channel::kAllGather, devices.where, bytes)
-                         : ProbeNetwork(comm, Channel::kSetup, torch::kCPU, bytes));
+                   there ? ProbeNetwork(*devices.comm, Channel::kAllGather, std::move(memory), bytes)
+                         : ProbeNetwork(comm, Channel::kSetup, std::move(memory), bytes));
   if (rate > 0) machine->network_bytes_per_s = rate;
   return TakeRankZeros(comm, "the machine", machine, sizeof(*machine));
 }

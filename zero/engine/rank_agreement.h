@@ -36,9 +36,8 @@ absl::StatusOr<int64_t> AgreeOnDeviceBudget(Comm& comm, const Device& device, in
 // How the ranks' devices exchange weights and gradients.
 struct DeviceExchange {
   std::shared_ptr<Comm> comm;  // whose memory is the devices'; null: through host memory
-  torch::Device where = torch::kCPU;
-  int64_t budget_bytes = 0;  // of the device, once it is agreed on
-  std::string how;           // a line about it; empty where no device is apart
+  int64_t budget_bytes = 0;    // of the device, once it is agreed on
+  std::string how;             // a line about it; empty where no device is apart
 };
 
 // Over a comm of their own, where every rank has a device of its own and all are of a kind that exchanges
@@ -49,8 +48,8 @@ absl::StatusOr<DeviceExchange> ConnectDevices(const std::shared_ptr<Comm>& comm,
 // with the network as measured here, between devices where they exchange; what a stage takes is the most that
 // it takes anywhere.
 absl::Status AgreeOnGraph(Comm& comm, tiering::ModelGraph* graph);
-absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, int64_t host_budget_bytes,
-                            tiering::MachineModel* machine);
+absl::Status AgreeOnMachine(Comm& comm, const DeviceExchange& devices, Device& device,
+                            int64_t host_budget_bytes, tiering::MachineModel* machine);
 
 // kInternal: the plans differ after all.
 absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan);

@@ -31,7 +31,7 @@
 // d2h_bytes are what the run copied: weights, gradients, inputs and batches, and state that is loaded or
 // written; single numbers (losses) apart. peak_device_bytes is the device's slots and LibTorch's
 // tensors there, 0 where the host computes. Managed memory is the arena and every tensor
-// (zero/compute/libtorch/tensor_memory.h). Not counted, because nobody can bound it from here: code,
+// (zero/memory/tensor_memory.h). Not counted, because nobody can bound it from here: code,
 // LibTorch's and BLAS's scratch, the kernel's page cache, threads' stacks, and the tables that describe
 // blocks and tiles (some hundred bytes for each).
 #ifndef PENSTOCK_ZERO_ENGINE_REPORT_H_

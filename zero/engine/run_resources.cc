@@ -7,9 +7,9 @@
 #include "aio/numa.h"
 #include "base/status_macros.h"
 #include "swap/inspect.h"
-#include "zero/compute/libtorch/tensor_memory.h"
 #include "zero/engine/rank_agreement.h"
 #include "zero/engine/store_layout.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {

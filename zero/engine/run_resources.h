@@ -37,7 +37,7 @@ class RunResources {
   RunResources(const RunResources&) = delete;
   RunResources& operator=(const RunResources&) = delete;
 
-  // Bounds LibTorch on a device apart. Called when the model is built: what tensors took on the host
+  // Bounds the tensors on a device apart. Called when the model is built: what tensors took on the host
   // till then is no part of what they may take there.
   absl::Status BoundDevice();
 

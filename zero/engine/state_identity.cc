@@ -19,11 +19,11 @@ constexpr const char* kBlockElements = "block_elements";
 
 }  // namespace
 
-nlohmann::json IdentityOf(const Model& model, const EngineOptions& options, const TileFormat& format,
+nlohmann::json IdentityOf(const nlohmann::json& model, const EngineOptions& options, const TileFormat& format,
                           const tiering::ModelGraph& graph) {
   nlohmann::json elements = nlohmann::json::array();
   for (const tiering::BlockShape& block : graph.blocks) elements.push_back(block.elements);
-  nlohmann::json identity = {{"model", model.identity},
+  nlohmann::json identity = {{"model", model},
                              {"dtype", std::string(DTypeName(format.weights))},
                              {kOptimizer, OptimizerName(options.optimizer.algorithm)},
                              {kOptimizerStates, std::string(StateTypeName(format.states))},

@@ -19,7 +19,7 @@ namespace penstock::zero {
 
 // Of the whole run, whatever the rank; NameRank says whose shard it is. One rank's state is named as it
 // always was.
-nlohmann::json IdentityOf(const Model& model, const EngineOptions& options, const TileFormat& format,
+nlohmann::json IdentityOf(const nlohmann::json& model, const EngineOptions& options, const TileFormat& format,
                           const tiering::ModelGraph& graph);
 void NameRank(const EngineOptions& options, nlohmann::json* identity);
 

@@ -1,10 +1,11 @@
 #include "zero/lanes/device_lanes.h"
 
+#include <memory>
+#include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
-#include "zero/memory/guarded.h"
 
 namespace penstock::zero {
 
@@ -45,7 +46,7 @@ GradientPlace DeviceLanes::place(const Op& op) const {
   return place;
 }
 
-void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
+void DeviceLanes::Start(const Op& op, Compute& compute, Device::Done done) {
   switch (op.kind) {
     case OpKind::kCopyIn: {
       if (!op.tile.valid()) {
@@ -73,44 +74,55 @@ void DeviceLanes::Start(const Op& op, StageRunner& runner, Device::Done done) {
                             std::move(done));
     case OpKind::kWriteInput:
     case OpKind::kReadInput:
-      return StartInput(op, runner, std::move(done));
+      if (absl::Status status = StartInput(op, compute, done); !status.ok()) done(std::move(status));
+      return;
     default:
       return done(
           absl::InternalError(absl::StrCat("not a copy: ", std::string(tiering::OpKindName(op.kind)))));
   }
 }
 
-void DeviceLanes::StartInput(const Op& op, StageRunner& runner, Device::Done done) {
+absl::Status DeviceLanes::StartInput(const Op& op, Compute& compute, const Device::Done& done) {
+  const bool reads = op.kind == OpKind::kReadInput;
   const tiering::InputSlot slot = plan_.input_slot(op.position, op.micro_batch);
-  Input& input = inputs_[slot];
-  void* const place = residency_.input(slot);
-  if (op.kind == OpKind::kReadInput) {
-    absl::Status status = Guarded("memory for the input of a stage", [&] {
-      input.tensor =
-          torch::empty(input.sizes, torch::TensorOptions().dtype(input.type).device(device_.torch_device()));
-    });
-    if (!status.ok()) return done(std::move(status));
-    const auto bytes = static_cast<int64_t>(input.tensor.nbytes());
-    return device_.CopyIn(input.tensor.data_ptr(), place, bytes, /*after_compute=*/true, std::move(done));
-  }
-  input.tensor = runner.TakeInput(op.position.value(), op.micro_batch);
-  input.sizes = input.tensor.sizes().vec();
-  input.type = input.tensor.scalar_type();
-  const auto bytes = static_cast<int64_t>(input.tensor.nbytes());
-  const int64_t room = plan_.input_slots[slot].bytes;
-  if (bytes > room || !input.tensor.is_contiguous()) {
-    return done(absl::InvalidArgumentError(absl::StrCat(
+  ASSIGN_OR_RETURN(const std::span<const TensorView> values,
+                   reads ? compute.RestoreInputs(op.position, op.micro_batch)
+                         : compute.SavedInputs(op.position, op.micro_batch));
+  int64_t bytes = 0;
+  for (const TensorView& value : values) bytes += value.bytes();
+  if (const int64_t room = plan_.input_slots[slot].bytes; bytes > room) {
+    return absl::InvalidArgumentError(absl::StrCat(
         "the input at position ", op.position.value(), " has ", bytes, " bytes, ", room,
-        " were planned for: a stage's output must keep the shape that the example batch gave it")));
+        " were planned for: a stage's output must keep the shape that the example batch gave it"));
   }
-  device_.CopyOut(place, input.tensor.data_ptr(), bytes, std::move(done));
-}
-
-void DeviceLanes::Settle(const Op& op, StageRunner& runner) {
-  if (op.kind != OpKind::kWriteInput && op.kind != OpKind::kReadInput) return;
-  torch::Tensor tensor =
-      std::exchange(inputs_[plan_.input_slot(op.position, op.micro_batch)].tensor, torch::Tensor());
-  if (op.kind == OpKind::kReadInput) runner.PutInput(op.position.value(), op.micro_batch, std::move(tensor));
+  if (values.empty()) done(absl::OkStatus());
+  // Of several copies the last to end reports, with the first error.
+  struct Joined {
+    std::mutex mutex;
+    size_t outstanding = 0;
+    absl::Status status;
+  };
+  auto joined = std::make_shared<Joined>();
+  joined->outstanding = values.size();
+  const auto one_done = [joined, done](const absl::Status& status) {
+    {
+      std::lock_guard lock(joined->mutex);
+      joined->status.Update(status);
+      if (--joined->outstanding > 0) return;
+    }
+    done(joined->status);
+  };
+  auto* place = static_cast<std::byte*>(residency_.input(slot));
+  for (const TensorView& value : values) {
+    const int64_t size = value.bytes();
+    if (reads) {
+      device_.CopyIn(value.data, place, size, /*after_compute=*/true, one_done);
+    } else {
+      device_.CopyOut(place, value.data, size, one_done);
+    }
+    place += size;
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace penstock::zero

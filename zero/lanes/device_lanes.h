@@ -1,11 +1,9 @@
 // A device apart behind the lanes: where the plan's slots are in its memory, and the copies to and
 // from it.
 //
-// Threads: Start and Settle on the executor's thread; the places from any.
+// Threads: Start on the executor's thread; the places from any.
 #ifndef PENSTOCK_ZERO_LANES_DEVICE_LANES_H_
 #define PENSTOCK_ZERO_LANES_DEVICE_LANES_H_
-
-#include <torch/types.h>
 
 #include <cstddef>
 #include <memory>
@@ -17,9 +15,10 @@
 #include "base/index.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/op.h"
+#include "zero/compute/compute.h"
 #include "zero/compute/device.h"
 #include "zero/compute/device_state.h"
-#include "zero/compute/libtorch/stage_runner.h"
+#include "zero/compute/gradient_sums.h"
 #include "zero/memory/arena_view.h"
 
 namespace penstock::zero {
@@ -47,38 +46,28 @@ class DeviceLanes {
   std::byte* network() const { return arena_ + plan_.device.network.offset; }
 
   // An operation of kCopyIn or kCopyOut; `done` is called when it is over, or at once if it cannot begin.
-  void Start(const tiering::Op& op, StageRunner& runner, Device::Done done);
-  // What is left to do for it then.
-  void Settle(const tiering::Op& op, StageRunner& runner);
+  void Start(const tiering::Op& op, Compute& compute, Device::Done done);
 
  private:
-  // The input of a position and micro-batch on its way from or to the device, and its shape while it is away.
-  struct Input {
-    torch::Tensor tensor;
-    std::vector<int64_t> sizes;
-    torch::ScalarType type = torch::kFloat32;
-  };
-
   DeviceLanes(const tiering::Plan& plan, const ArenaView& residency, Device& device, std::byte* arena,
               std::span<std::byte> staging)
       : plan_(plan),
         residency_(residency),
         device_(device),
         arena_(arena),
-        state_(plan, device, arena, residency.rank(), staging),
-        inputs_(plan.input_slots.size()) {}
+        state_(plan, device, arena, residency.rank(), staging) {}
   template <class I>
   std::byte* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
     return arena_ + slots[slot].offset;
   }
-  void StartInput(const tiering::Op& op, StageRunner& runner, Device::Done done);
+  // The inputs of a position and micro-batch, one after the other in its slot.
+  absl::Status StartInput(const tiering::Op& op, Compute& compute, const Device::Done& done);
 
   const tiering::Plan& plan_;
   const ArenaView& residency_;
   Device& device_;
   std::byte* const arena_;
   const DeviceState state_;
-  IndexedVector<tiering::InputSlot, Input> inputs_;
 };
 
 }  // namespace penstock::zero

@@ -1,7 +1,5 @@
 #include "zero/lanes/hardware_lanes.h"
 
-#include <ATen/Parallel.h>
-
 #include <chrono>
 #include <cstring>
 #include <utility>
@@ -25,16 +23,17 @@ using tiering::OpKind;
 }  // namespace
 
 HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residency,
-                             const std::vector<BlockModule*>& modules, StageRunner* runner,
-                             swap::Store* store, ActivationSpill* inputs, DeviceLanes* device,
+                             GradientSums::Layouts layouts, Compute* compute, Device* device,
+                             swap::Store* store, ActivationSpill* inputs, DeviceLanes* lanes,
                              const Options& options, LaneHooks hooks)
     : plan_(plan),
       residency_(residency),
-      modules_(modules),
-      runner_(runner),
+      layouts_(std::move(layouts)),
+      compute_(compute),
+      sums_(layouts_, options.format.weights, *device),
       store_(store),
       inputs_(inputs),
-      device_(device),
+      device_(lanes),
       options_(options),
       hooks_(std::move(hooks)),
       squares_(plan.blocks.size()) {
@@ -72,8 +71,7 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
   if (options_.comm == nullptr && options_.parts == nullptr) return;
   RankLanes::Options rank_options;
   rank_options.weights = options_.format.weights;
-  for (const BlockModule* module : modules_)
-    rank_options.layout_elements.push_back(module->layout().elements);
+  for (const auto& layout : layouts_) rank_options.layout_elements.push_back(layout->elements);
   rank_options.memory = options_.network_memory;
   rank_options.devices = options_.devices;
   rank_options.device = device_;
@@ -89,7 +87,9 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
 StepTotals HardwareLanes::OwnTotals() const {
   StepTotals totals;
   for (const kernels::SumOfSquares& squares : squares_) totals.squares.Merge(squares);
-  totals.losses = runner_->losses();
+  absl::StatusOr<std::vector<double>> losses = compute_->Losses();
+  totals.failure = losses.status();
+  if (losses.ok()) totals.losses = *std::move(losses);
   totals.stops = options_.stops && options_.stops();
   return totals;
 }
@@ -175,7 +175,7 @@ void HardwareLanes::Start(tiering::OpId id, const Op& op) {
     case Lane::kCopyIn:
     case Lane::kCopyOut: {
       const double start = Now();
-      return device_->Start(op, *runner_, [this, task, start](absl::Status status) {
+      return device_->Start(op, *compute_, [this, task, start](absl::Status status) {
         ReportInOrder(task, std::move(status), start);
       });
     }
@@ -272,13 +272,16 @@ absl::Status HardwareLanes::StartInput(const Task& task) {
   transfer.task = task;
   transfer.start = Now();
   if (op.kind == OpKind::kReadInput) {
-    return inputs_->Read(op.position, op.micro_batch, &HardwareLanes::OnInputDone, &transfer);
+    ASSIGN_OR_RETURN(const std::span<const TensorView> to,
+                     compute_->RestoreInputs(op.position, op.micro_batch));
+    return inputs_->Read(op.position, op.micro_batch, to, &HardwareLanes::OnInputDone, &transfer);
   }
-  return inputs_->Write(op.position, op.micro_batch, runner_->TakeInput(op.position.value(), op.micro_batch),
-                        &HardwareLanes::OnInputDone, &transfer);
+  ASSIGN_OR_RETURN(const std::span<const TensorView> from,
+                   compute_->SavedInputs(op.position, op.micro_batch));
+  return inputs_->Write(op.position, op.micro_batch, from, &HardwareLanes::OnInputDone, &transfer);
 }
 
-void HardwareLanes::OnInputDone(aio::Request&, void* context) {
+void HardwareLanes::OnInputDone(void* context) {
   auto* transfer = static_cast<InputTransfer*>(context);
   transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
 }
@@ -335,18 +338,10 @@ absl::Status HardwareLanes::Settle(const Done& done) {
       for (const auto& tile : tiles_[op.block]) status.Update(tile->spill.io.status());
       return status;
     case OpKind::kWriteInput:
-      if (device_ == nullptr) return inputs_->Written(op.position, op.micro_batch);
-      device_->Settle(op, *runner_);
-      return status;
-    case OpKind::kReadInput: {
-      if (device_ != nullptr) {
-        device_->Settle(op, *runner_);
-        return status;
-      }
-      ASSIGN_OR_RETURN(torch::Tensor input, inputs_->Take(op.position, op.micro_batch));
-      runner_->PutInput(op.position.value(), op.micro_batch, std::move(input));
-      return status;
-    }
+      compute_->DropInputs(op.position, op.micro_batch);
+      return device_ == nullptr ? inputs_->Written(op.position, op.micro_batch) : status;
+    case OpKind::kReadInput:
+      return device_ == nullptr ? inputs_->TakeRead(op.position, op.micro_batch) : status;
     case OpKind::kCommit:
       if (store_ != nullptr && op.durable) status = store_->FinishCommit(&commit_);
       // Over several ranks a step is committed when all have.
@@ -355,7 +350,7 @@ absl::Status HardwareLanes::Settle(const Done& done) {
     case OpKind::kAgree:
       return hooks_.committed(op);
     case OpKind::kRoundGradient:
-      runner_->Taken(op.block.value());
+      sums_.Taken(op.block);
       return status;
     default:
       return status;
@@ -379,7 +374,7 @@ void HardwareLanes::Wait(std::vector<tiering::Completion>* completions) {
 }
 
 void HardwareLanes::Work(std::deque<Task>* queue, bool computes) {
-  if (computes) at::set_num_threads(options_.intra_op_threads);
+  if (computes) compute_->ThreadBegins();
   for (;;) {
     Task task;
     {
@@ -401,16 +396,56 @@ void HardwareLanes::Work(std::deque<Task>* queue, bool computes) {
   }
 }
 
+StageUse HardwareLanes::UseOf(const Op& op) const {
+  const auto number = static_cast<uint64_t>(op.micro_batch) * static_cast<uint64_t>(options_.world) +
+                      static_cast<uint64_t>(options_.rank);
+  return {.stage = op.stage,
+          .position = op.position,
+          .micro_batch = op.micro_batch,
+          .last = op.position + 1 == tiering::Position(plan_.positions),
+          .trains = !op.evaluates,
+          .seed = MixSeed(options_.seed, static_cast<uint64_t>(op.step), number,
+                          static_cast<uint64_t>(op.stage.value()))};
+}
+
+// Of a block that is trained, kAccumulateGradient takes what it leaves.
+absl::Status HardwareLanes::RunBackward(const Op& op) {
+  const Weights weights = WeightsOf(op);
+  absl::Status status = compute_->Backward(UseOf(op), {&weights, 1});
+  if (!plan_.blocks[op.block].trains) compute_->Release(UseOf(op));
+  return status;
+}
+
+absl::Status HardwareLanes::RunAccumulate(const Op& op) {
+  GradientPlace place;
+  if (device_ != nullptr) {
+    place = device_->place(op);
+  } else if (op.accumulator_slot.valid() && plan_.accumulator_bytes(op.block) == 4) {
+    place.accumulator = residency_.accumulator(op.accumulator_slot);
+  } else if (op.accumulator_slot.valid()) {
+    place.gradient = residency_.accumulator(op.accumulator_slot);  // one addend, on its way to other ranks
+  } else {
+    place.gradient = residency_.gradient(op.gradient_slot);
+  }
+  const StageUse use = UseOf(op);
+  const absl::StatusOr<std::span<const Gradient>> gradients = compute_->Gradients(use, op.block);
+  absl::Status status = gradients.status();
+  if (status.ok()) status = sums_.Add(op.block, *gradients, place);
+  compute_->Release(use);
+  return status;
+}
+
 absl::Status HardwareLanes::Run(const Op& op) {
   switch (op.kind) {
-    case OpKind::kForward:
-      return runner_->Forward(op.stage.value(), op.position.value(), op.micro_batch, op.evaluates,
-                              WeightsOf(op));
+    case OpKind::kForward: {
+      const Weights weights = WeightsOf(op);
+      return compute_->Forward(UseOf(op), {&weights, 1});
+    }
     case OpKind::kBackward:
-      return runner_->Backward(op.stage.value(), op.position.value(), op.micro_batch, WeightsOf(op));
+      return RunBackward(op);
     case OpKind::kRoundOnDevice:
-      return runner_->RoundGradient(op.block.value(), device_->place(op).accumulator,
-                                    device_->gradient(op.device_gradient_slot));
+      return sums_.Round(op.block, device_->place(op).accumulator,
+                         device_->gradient(op.device_gradient_slot));
     case OpKind::kSquareGradient:
       return Guarded("squares of a gradient", [&] {
         device_->device().SquarePartials(options_.format.weights, device_->gradient(op.device_gradient_slot),
@@ -419,19 +454,8 @@ absl::Status HardwareLanes::Run(const Op& op) {
       });
     case OpKind::kUpdateOnDevice:
       return RunUpdateOnDevice(op);
-    case OpKind::kAccumulateGradient: {
-      if (device_ != nullptr) return runner_->TakeGradient(op.stage.value(), device_->place(op));
-      GradientPlace place;
-      if (op.accumulator_slot.valid() && plan_.accumulator_bytes(op.block) == 4) {
-        place.accumulator = residency_.accumulator(op.accumulator_slot);
-      } else if (op.accumulator_slot.valid()) {
-        place.gradient =
-            residency_.accumulator(op.accumulator_slot);  // one addend, on its way to other ranks
-      } else {
-        place.gradient = residency_.gradient(op.gradient_slot);
-      }
-      return runner_->TakeGradient(op.stage.value(), place);
-    }
+    case OpKind::kAccumulateGradient:
+      return RunAccumulate(op);
     case OpKind::kVerify:
       return RunVerify(op);
     case OpKind::kUpdate:
@@ -467,7 +491,7 @@ absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
   const tiering::Tile all = residency_.InRun(op.block, {0, memory.elements});
   return Guarded("update on the device", [&] {
     device_->device().Update(decision.optimizer, UpdatesOf(options_.format, SeedOf(decision, op.block),
-                                                           modules_[op.block]->layout(), all, memory));
+                                                           *layouts_[op.block], all, memory));
   });
 }
 
@@ -496,7 +520,7 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
                        "commit is whole: continue with --resume, and mistrust the drive"));
     }
   }
-  UpdateTile(options_.format, decision.optimizer, SeedOf(decision, op.block), modules_[op.block]->layout(),
+  UpdateTile(options_.format, decision.optimizer, SeedOf(decision, op.block), *layouts_[op.block],
              residency_.InRun(op.block, tile), memory);
   if (store_ != nullptr && !plan_.written_at_checkpoint(op.block, op.tile)) Seal(op);
   return absl::OkStatus();

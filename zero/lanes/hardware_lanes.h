@@ -1,6 +1,6 @@
 // The lanes of a real machine: a compute thread, update workers, and the drive behind the state store.
 //
-//   kCompute  one thread that runs LibTorch, in the order of the program (its intra-op threads help)
+//   kCompute  one thread that calls the Compute, in the order of the program
 //   kUpdate   workers that check, update and checksum tiles, and finish gradients
 //   kCopyIn, kCopyOut       asynchronous copies of a device apart
 //   kAllGather, kReduceScatter, and kAgree of kCommit  where there are more ranks (zero/lanes/rank_lanes.h)
@@ -26,7 +26,9 @@
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/lanes.h"
-#include "zero/compute/libtorch/stage_runner.h"
+#include "zero/compute/compute.h"
+#include "zero/compute/device.h"
+#include "zero/compute/gradient_sums.h"
 #include "zero/compute/tile_version.h"
 #include "zero/compute/update.h"
 #include "zero/lanes/device_lanes.h"
@@ -48,8 +50,9 @@ class HardwareLanes : public tiering::Lanes {
  public:
   struct Options {
     int update_workers = 1;
-    int intra_op_threads = 1;  // of the compute thread
     TileFormat format;
+    uint64_t seed = 1;  // of StageUse::seed
+    int rank = 0, world = 1;
     // Where there are more ranks: what they talk over, Plan::network_bytes of memory, whether this one was
     // asked to stop.
     Comm* comm = nullptr;
@@ -59,11 +62,11 @@ class HardwareLanes : public tiering::Lanes {
     std::function<bool()> stops;
   };
 
-  // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `device` where the
-  // host computes. Everything passed in outlives the lanes.
-  HardwareLanes(const tiering::Plan& plan, const ArenaView& residency,
-                const std::vector<BlockModule*>& modules, StageRunner* runner, swap::Store* store,
-                ActivationSpill* inputs, DeviceLanes* device, const Options& options, LaneHooks hooks);
+  // `store` is null where nothing lives on a drive, `inputs` where no input goes there, `lanes` where the
+  // host computes; `device` is what computes. Everything passed in outlives the lanes.
+  HardwareLanes(const tiering::Plan& plan, const ArenaView& residency, GradientSums::Layouts layouts,
+                Compute* compute, Device* device, swap::Store* store, ActivationSpill* inputs,
+                DeviceLanes* lanes, const Options& options, LaneHooks hooks);
   // Waits for what is in flight.
   ~HardwareLanes() override;
 
@@ -149,10 +152,15 @@ class HardwareLanes : public tiering::Lanes {
   void StartSpill(const Task& task);
   absl::Status StartInput(const Task& task);
   absl::Status StartCommit(const Task& task);
-  // The run that a stage computes with, where it computes.
-  void* WeightsOf(const tiering::Op& op) const {
-    return device_ != nullptr ? device_->run(op.device_weight_slot) : residency_.run(op.weight_slot);
+  // What a stage computes with, where it computes.
+  Weights WeightsOf(const tiering::Op& op) const {
+    void* const run =
+        device_ != nullptr ? device_->run(op.device_weight_slot) : residency_.run(op.weight_slot);
+    return {op.block, static_cast<std::byte*>(run)};
   }
+  StageUse UseOf(const tiering::Op& op) const;
+  absl::Status RunBackward(const tiering::Op& op);
+  absl::Status RunAccumulate(const tiering::Op& op);
   absl::Status Run(const tiering::Op& op);  // on a worker
   absl::Status RunVerify(const tiering::Op& op);
   absl::Status RunUpdate(const tiering::Op& op);
@@ -167,12 +175,13 @@ class HardwareLanes : public tiering::Lanes {
   static void OnTransferDone(swap::TileIo& io, void* context);
   static void OnSpillDone(swap::TileIo& io, void* context);
   static void OnCommitDone(swap::CommitIo& io, void* context);
-  static void OnInputDone(aio::Request& request, void* context);
+  static void OnInputDone(void* context);
 
   const tiering::Plan& plan_;
   const ArenaView& residency_;
-  const tiering::PerBlock<BlockModule*> modules_;
-  StageRunner* const runner_;
+  const GradientSums::Layouts layouts_;
+  Compute* const compute_;
+  GradientSums sums_;
   swap::Store* const store_;
   ActivationSpill* const inputs_;
   DeviceLanes* const device_;

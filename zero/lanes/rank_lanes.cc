@@ -157,6 +157,7 @@ absl::Status RankLanes::RunReduce(const Op& op) {
 
 absl::Status RankLanes::RunExchange(const Op& op) {
   const StepTotals own = own_totals_();
+  RETURN_IF_ERROR(own.failure);
   const auto world = At(plan_.world);
   const auto micro_batches = At(plan_.micro_batches);
   const size_t bytes = sizeof(kernels::SumOfSquares) + (micro_batches + 1) * sizeof(double);

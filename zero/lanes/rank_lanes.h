@@ -38,6 +38,7 @@ namespace penstock::zero {
 
 // What a rank knows at the end of a step, and what all of them know together.
 struct StepTotals {
+  absl::Status failure;           // why the losses are not known
   kernels::SumOfSquares squares;  // of its parts of all gradients
   std::vector<double> losses;     // by micro-batch; of all: by micro-batch, then rank
   bool stops = false;             // it was asked to stop

@@ -6,14 +6,9 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
-#include "zero/memory/guarded.h"
 
 namespace penstock::zero {
 namespace {
-
-uint64_t BytesOf(const torch::Tensor& tensor) {
-  return static_cast<uint64_t>(tensor.numel()) * tensor.element_size();
-}
 
 // At every position room for the largest: the order of the stages may change.
 uint64_t RoomForAnInput(const tiering::ModelGraph& graph) {
@@ -71,61 +66,106 @@ absl::StatusOr<std::unique_ptr<ActivationSpill>> ActivationSpill::Create(
 ActivationSpill::~ActivationSpill() {
   for (auto& position : places_) {
     for (auto& place : position) {
-      if (place->request.pending()) (void)engine_.Wait(&place->request);
+      for (auto& value : place->values) {
+        if (value->request.pending()) (void)engine_.Wait(&value->request);
+      }
     }
   }
 }
 
-absl::Status ActivationSpill::Write(tiering::Position position, int micro_batch, torch::Tensor input,
-                                    Done done, void* context) {
+void ActivationSpill::OnValueDone(aio::Request&, void* context) {
+  auto* place = static_cast<Place*>(context);
+  if (place->outstanding.fetch_sub(1) == 1) place->done(place->context);
+}
+
+template <typename Prepare>
+absl::Status ActivationSpill::Submit(Place& place, aio::Priority priority, Done done, void* context,
+                                     Prepare&& prepare) {
+  place.done = done;
+  place.context = context;
+  place.refused = absl::OkStatus();
+  // One more than the values, taken off at the end: none of them may report before all are submitted.
+  const auto count = static_cast<int>(place.values.size());
+  place.outstanding.store(count + 1, std::memory_order_relaxed);
+  int submitted = 0;
+  for (auto& value : place.values) {
+    value->request.set_priority(priority);
+    value->request.set_on_complete(&ActivationSpill::OnValueDone, &place);
+    prepare(*value);
+    place.refused = engine_.Submit(&value->request);
+    if (!place.refused.ok()) break;
+    ++submitted;
+  }
+  if (submitted == 0 && count > 0) return place.refused;
+  const int missing = count - submitted;
+  if (place.outstanding.fetch_sub(missing + 1) == missing + 1) done(context);
+  return absl::OkStatus();
+}
+
+absl::Status ActivationSpill::StatusOf(const Place& place) {
+  absl::Status status = place.refused;
+  if (!status.ok()) return status;  // the values behind it have their last status
+  for (const auto& value : place.values) status.Update(value->request.status());
+  return status;
+}
+
+absl::Status ActivationSpill::Write(tiering::Position position, int micro_batch,
+                                    std::span<const TensorView> values, Done done, void* context) {
   Place& to = place(position, micro_batch);
-  to.tensor = std::move(input);
-  const uint64_t bytes = BytesOf(to.tensor);
-  if (bytes > to.bytes) {
-    return absl::InvalidArgumentError(absl::StrCat("the input at position ", position.value(), " has ", bytes,
+  uint64_t at = 0;
+  while (to.values.size() < values.size()) to.values.push_back(std::make_unique<Value>());
+  to.values.resize(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    Value& value = *to.values[i];
+    value.data = values[i].data;
+    value.bytes = static_cast<uint64_t>(values[i].bytes());
+    value.offset = to.offset + at;
+    at += i + 1 < values.size() ? tiering::AlignUp(static_cast<int64_t>(value.bytes), tiering::kPage)
+                                : value.bytes;
+  }
+  if (at > to.bytes) {
+    return absl::InvalidArgumentError(absl::StrCat("the input at position ", position.value(), " has ", at,
                                                    " bytes, more than the ", to.bytes,
                                                    " of the example that was planned for"));
   }
-  to.sizes = to.tensor.sizes().vec();
-  to.type = to.tensor.scalar_type();
-  to.checksum = kernels::Checksum(to.tensor.data_ptr(), bytes);
-  to.request.set_priority(aio::Priority::kWriteBehind);
-  to.request.set_on_complete(done, context);
-  to.request.PrepareWrite(*to.file, to.offset, to.tensor.data_ptr(), bytes);
-  return engine_.Submit(&to.request);
+  for (auto& value : to.values) value->checksum = kernels::Checksum(value->data, value->bytes);
+  return Submit(to, aio::Priority::kWriteBehind, done, context, [&](Value& value) {
+    value.request.PrepareWrite(*to.file, value.offset, value.data, value.bytes);
+  });
 }
 
 absl::Status ActivationSpill::Written(tiering::Position position, int micro_batch) {
-  Place& from = place(position, micro_batch);
-  from.tensor = torch::Tensor();
-  return from.request.status();
+  return StatusOf(place(position, micro_batch));
 }
 
-absl::Status ActivationSpill::Read(tiering::Position position, int micro_batch, Done done, void* context) {
+absl::Status ActivationSpill::Read(tiering::Position position, int micro_batch,
+                                   std::span<const TensorView> values, Done done, void* context) {
   Place& from = place(position, micro_batch);
-  absl::Status status = Guarded("memory for the input of a stage", [&] {
-    from.tensor = torch::empty(from.sizes, torch::TensorOptions().dtype(from.type));
+  bool same = values.size() == from.values.size();
+  for (size_t i = 0; same && i < values.size(); ++i)
+    same = static_cast<uint64_t>(values[i].bytes()) == from.values[i]->bytes;
+  if (!same) {
+    return absl::InternalError(absl::StrCat("the input at position ", position.value(),
+                                            " is to be restored to values of other sizes than it had"));
+  }
+  for (size_t i = 0; i < values.size(); ++i) from.values[i]->data = values[i].data;
+  return Submit(from, aio::Priority::kPrefetch, done, context, [&](Value& value) {
+    value.request.PrepareRead(*from.file, value.offset, value.data, value.bytes);
   });
-  if (!status.ok()) return status;
-  from.request.set_priority(aio::Priority::kPrefetch);
-  from.request.set_on_complete(done, context);
-  from.request.PrepareRead(*from.file, from.offset, from.tensor.data_ptr(), BytesOf(from.tensor));
-  return engine_.Submit(&from.request);
 }
 
-absl::StatusOr<torch::Tensor> ActivationSpill::Take(tiering::Position position, int micro_batch) {
-  Place& from = place(position, micro_batch);
-  torch::Tensor tensor = std::exchange(from.tensor, torch::Tensor());
-  RETURN_IF_ERROR(from.request.status());
-  const uint64_t bytes = BytesOf(tensor);
-  if (kernels::Checksum(tensor.data_ptr(), bytes) != from.checksum) {
+absl::Status ActivationSpill::TakeRead(tiering::Position position, int micro_batch) {
+  const Place& from = place(position, micro_batch);
+  RETURN_IF_ERROR(StatusOf(from));
+  for (const auto& value : from.values) {
+    if (kernels::Checksum(value->data, value->bytes) == value->checksum) continue;
     return absl::DataLossError(
         absl::StrCat("input at position ", position.value(), ", micro-batch ", micro_batch, ", offset ",
-                     from.offset, ", ", bytes, " bytes of ", from.file->path(),
+                     value->offset, ", ", value->bytes, " bytes of ", from.file->path(),
                      ": what came back from the drive is not what was written; the last "
                      "commit is whole: continue with --resume, and mistrust the drive"));
   }
-  return tensor;
+  return absl::OkStatus();
 }
 
 }  // namespace penstock::zero

@@ -4,15 +4,16 @@
 // the run ends. An input has a place of its own by position and micro-batch, used again every step. What
 // comes back is checked against the checksum of what went.
 //
-// Threads: Write, Read, Written and Take on the executor's thread; `done` runs on the I/O engine's.
-// Ownership: tensors are held from Write until Written and from Read until Take.
+// Threads: everything on the executor's thread; `done` runs on the I/O engine's.
+// Ownership: the caller's memory throughout, which stays where it is from Write until Written and from Read
+// until TakeRead.
 #ifndef PENSTOCK_ZERO_MEMORY_ACTIVATION_SPILL_H_
 #define PENSTOCK_ZERO_MEMORY_ACTIVATION_SPILL_H_
 
-#include <torch/types.h>
-
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -22,12 +23,13 @@
 #include "aio/file.h"
 #include "aio/request.h"
 #include "tiering/plan/plan.h"
+#include "zero/memory/values.h"
 
 namespace penstock::zero {
 
 class ActivationSpill {
  public:
-  using Done = void (*)(aio::Request& request, void* context);
+  using Done = void (*)(void* context);
 
   // Bytes in each of so many directories.
   static std::vector<uint64_t> BytesIn(size_t directories, const tiering::ModelGraph& graph,
@@ -40,31 +42,47 @@ class ActivationSpill {
   // Waits for what is in flight.
   ~ActivationSpill();
 
-  absl::Status Write(tiering::Position position, int micro_batch, torch::Tensor input, Done done,
-                     void* context);
-  // How it ended; the tensor is let go.
+  // The values of an input, in host memory. `done(context)` when all have gone; not after an error.
+  absl::Status Write(tiering::Position position, int micro_batch, std::span<const TensorView> values,
+                     Done done, void* context);
+  // How it ended.
   absl::Status Written(tiering::Position position, int micro_batch);
-  // Into a new tensor of the same shape.
-  absl::Status Read(tiering::Position position, int micro_batch, Done done, void* context);
-  // The tensor that was read. kDataLoss: it is not what was written.
-  absl::StatusOr<torch::Tensor> Take(tiering::Position position, int micro_batch);
+  // As many values of the same sizes.
+  absl::Status Read(tiering::Position position, int micro_batch, std::span<const TensorView> values,
+                    Done done, void* context);
+  // How it ended. kDataLoss: they are not what was written.
+  absl::Status TakeRead(tiering::Position position, int micro_batch);
 
  private:
+  // One value of an input.
+  struct Value {
+    aio::Request request;
+    void* data = nullptr;
+    uint64_t offset = 0;  // in the file
+    uint64_t bytes = 0;
+    uint64_t checksum = 0;  // as it was written
+  };
   struct Place {
     aio::File* file = nullptr;
     uint64_t offset = 0;
     uint64_t bytes = 0;  // reserved
-    aio::Request request;
-    torch::Tensor tensor;
-    std::vector<int64_t> sizes;
-    torch::ScalarType type = torch::kFloat32;
-    uint64_t checksum = 0;
+    std::vector<std::unique_ptr<Value>> values;
+    std::atomic<int> outstanding{0};
+    absl::Status refused;  // of what the I/O engine did not take
+    Done done = nullptr;
+    void* context = nullptr;
   };
 
   explicit ActivationSpill(aio::Engine& engine) : engine_(engine) {}
   Place& place(tiering::Position position, int micro_batch) {
     return *places_[position][static_cast<size_t>(micro_batch)];
   }
+
+  // Submits what `prepare` has prepared of each value.
+  template <typename Prepare>
+  absl::Status Submit(Place& place, aio::Priority priority, Done done, void* context, Prepare&& prepare);
+  static void OnValueDone(aio::Request& request, void* context);
+  static absl::Status StatusOf(const Place& place);
 
   aio::Engine& engine_;
   std::vector<std::unique_ptr<aio::File>> files_;

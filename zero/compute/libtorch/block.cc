@@ -5,6 +5,7 @@
 #include <set>
 
 #include "kernels/float16.h"
+#include "zero/compute/libtorch/tensors.h"
 
 namespace penstock::zero {
 
@@ -37,37 +38,32 @@ FlatLayout LayoutOf(const torch::nn::Module& module) {
 }
 
 BlockModule::BlockModule(std::shared_ptr<torch::nn::Module> module)
-    : module_(std::move(module)), layout_(LayoutOf(*module_)) {
+    : module_(std::move(module)), layout_(std::make_shared<const FlatLayout>(LayoutOf(*module_))) {
   parameters_ = UniqueParameters(*module_);
   buffers_ = module_->buffers();
   Detach();
 }
 
-torch::Dtype TorchDtype(kernels::DType type) {
-  return type == kernels::DType::kBf16   ? torch::kBFloat16
-         : type == kernels::DType::kFp16 ? torch::kHalf
-                                         : torch::kFloat32;
-}
-
 void BlockModule::Attach(void* run, kernels::DType weights, Device& device) {
-  const torch::Dtype computes = device.compute_dtype(weights);
-  const auto options = torch::TensorOptions().dtype(computes).device(device.torch_device());
+  const torch::Dtype computes = TorchDtype(device.compute_type(weights));
+  const torch::Device there = TorchDeviceOf(device);
+  const auto options = torch::TensorOptions().dtype(computes).device(there);
   for (torch::Tensor& buffer : buffers_) {
-    if (buffer.device().type() != device.torch_device().type()) buffer.set_data(device.ToDevice(buffer));
+    if (buffer.device().type() != there.type()) buffer.set_data(ToDevice(device, buffer));
   }
   if (computes != TorchDtype(weights)) {
-    const torch::Tensor cast = torch::empty({layout_.elements}, options);
+    const torch::Tensor cast = torch::empty({layout().elements}, options);
     device.Convert(weights, run, kernels::DType::kFp32, cast.data_ptr(),
-                   static_cast<size_t>(layout_.elements));
+                   static_cast<size_t>(layout().elements));
     for (size_t i = 0; i < parameters_.size(); ++i) {
-      const Parameter& parameter = layout_.parameters[i];
+      const Parameter& parameter = layout().parameters[i];
       parameters_[i].set_data(cast.narrow(0, parameter.offset, parameter.elements).view(parameter.sizes));
     }
     return;
   }
   const auto width = static_cast<int64_t>(kernels::BytesPerElement(weights));
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const Parameter& parameter = layout_.parameters[i];
+    const Parameter& parameter = layout().parameters[i];
     char* place = static_cast<char*>(run) + parameter.offset * width;
     parameters_[i].set_data(torch::from_blob(place, parameter.sizes, options));
   }

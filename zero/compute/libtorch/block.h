@@ -19,9 +19,6 @@
 
 namespace penstock::zero {
 
-// The same type by LibTorch's name.
-torch::Dtype TorchDtype(kernels::DType type);
-
 // Of the module's parameters in the order of named_parameters(), a tensor with two names by its first.
 FlatLayout LayoutOf(const torch::nn::Module& module);
 
@@ -33,7 +30,8 @@ class BlockModule {
   // Keeps the module's structure and lets go of its parameters' memory.
   explicit BlockModule(std::shared_ptr<torch::nn::Module> module);
 
-  const FlatLayout& layout() const { return layout_; }
+  const FlatLayout& layout() const { return *layout_; }
+  const std::shared_ptr<const FlatLayout>& shared_layout() const { return layout_; }
   torch::nn::Module& module() { return *module_; }
   const std::vector<torch::Tensor>& parameters() const { return parameters_; }
 
@@ -50,7 +48,7 @@ class BlockModule {
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<torch::Tensor> parameters_;
   std::vector<torch::Tensor> buffers_;  // the module's constants, where it computes
-  FlatLayout layout_;
+  std::shared_ptr<const FlatLayout> layout_;
 };
 
 // Copies the module's parameters, as fp32, into `elements` floats of its run from element `offset` on (a

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/cache.h"
-#include "zero/compute/libtorch/tensor_memory.h"
+#include "zero/compute/libtorch/tensors.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/compute/stopwatch.h"
 #include "zero/memory/guarded.h"
@@ -93,7 +93,7 @@ bool SameBits(const torch::Tensor& before, const torch::Tensor& now) {
 // What a stage must not change, as it was before the stage ran (zero/compute/libtorch/model.h).
 class Untouched {
  public:
-  Untouched(const torch::nn::Module& module, const torch::Tensor& input, const Batch& batch)
+  Untouched(const torch::nn::Module& module, const torch::Tensor& input, const TensorBatch& batch)
       : module_(module),
         tensors_{{"its input", input},
                  {"the batch's inputs", batch.inputs},
@@ -166,11 +166,11 @@ class OwnMemory {
 
 // Weights, and gradients as backward leaves them, of the largest block: computing it takes that much,
 // whatever the batch. Where that is more than there is, nothing is run.
-absl::Status CheckLargest(const tiering::ModelGraph& graph, const MeasureOptions& options,
-                          const Device& device) {
+absl::Status CheckLargest(const tiering::ModelGraph& graph, kernels::DType weights,
+                          const MeasureOptions& options, const Device& device) {
   if (options.host_memory_bytes == 0 || device.has_own_memory()) return absl::OkStatus();
-  const auto width = static_cast<int64_t>(kernels::BytesPerElement(options.weights));
-  const int64_t addend = device.compute_dtype(options.weights) == torch::kBFloat16 ? 2 : 4;
+  const auto width = static_cast<int64_t>(kernels::BytesPerElement(weights));
+  const auto addend = static_cast<int64_t>(kernels::BytesPerElement(device.compute_type(weights)));
   for (const tiering::BlockShape& block : graph.blocks) {
     const int64_t bytes = block.elements * (width + (options.trains && block.trains ? addend : 0));
     if (bytes <= options.host_memory_bytes) continue;
@@ -202,7 +202,7 @@ void FillLikeWeights(torch::Tensor tensor, double scale) {
 class StageProbe {
  public:
   StageProbe(const StageSpec& spec, bool first, bool last, std::shared_ptr<BlockModule> block,
-             torch::Tensor input, Batch batch, kernels::DType weights, Device& device)
+             torch::Tensor input, TensorBatch batch, kernels::DType weights, Device& device)
       : spec_(spec),
         first_(first),
         last_(last),
@@ -213,7 +213,7 @@ class StageProbe {
         width_(static_cast<int64_t>(kernels::BytesPerElement(weights))),
         device_(device),
         run_(torch::empty({block_->layout().elements},
-                          torch::TensorOptions().device(device.torch_device()).dtype(TorchDtype(weights)))) {
+                          torch::TensorOptions().device(TorchDeviceOf(device)).dtype(TorchDtype(weights)))) {
     Renew();
   }
 
@@ -239,15 +239,15 @@ class StageProbe {
     TORCH_CHECK(!last_ || y.dim() == 0, "the last stage must return a scalar loss, not ", y.sizes());
     if (y.requires_grad()) y.backward(torch::full_like(y, 1e-3));
     // Taken to where it waits, for which the run itself will do.
-    const torch::Dtype computes = device_.compute_dtype(weights_);
+    std::vector<torch::Tensor> gradients;
     for (size_t i = 0; i < block_->layout().parameters.size(); ++i) {
-      const torch::Tensor gradient = block_->Gradient(i);
+      const torch::Tensor& gradient = gradients.emplace_back(block_->Gradient(i));
       if (!gradient.defined()) continue;
-      device_.Convert(computes == torch::kFloat32 ? kernels::DType::kFp32 : weights_, gradient.data_ptr(),
-                      weights_,
+      device_.Convert(device_.compute_type(weights_), gradient.data_ptr(), weights_,
                       static_cast<char*>(run_.data_ptr()) + block_->layout().parameters[i].offset * width_,
                       static_cast<size_t>(gradient.numel()));
     }
+    gradients.clear();
     y = torch::Tensor();  // the graph goes before what it computed with
     block_->Detach();
   }
@@ -259,7 +259,7 @@ class StageProbe {
   const bool first_, last_;
   const std::shared_ptr<BlockModule> block_;
   const torch::Tensor input_;
-  const Batch batch_;
+  const TensorBatch batch_;
   const kernels::DType weights_;
   const int64_t width_;
   Device& device_;
@@ -275,8 +275,9 @@ struct StageMeasure {
 
 }  // namespace
 
-absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example,
-                                           const MeasureOptions& options, Device& device) {
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const TensorBatch& example,
+                                           kernels::DType weights, const MeasureOptions& options,
+                                           Device& device) {
   const bool trains = options.trains;
   const auto doing = [&options](const std::string& what) {
     if (options.doing) options.doing(what);
@@ -316,14 +317,14 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
     }
     measured.parameters += measured.modules.back()->layout().parameter_elements;
   }
-  RETURN_IF_ERROR(CheckLargest(graph, options, device));
+  RETURN_IF_ERROR(CheckLargest(graph, weights, options, device));
 
   std::map<std::string, StageMeasure> known;
   std::map<std::string, MeasuredModel::Busiest> inputs;
   std::map<std::string, int64_t> samples;  // bytes
-  Batch batch;
+  TensorBatch batch;
   const absl::Status moved = Guarded("the example batch", [&] {
-    batch = {device.ToDevice(example.inputs), device.ToDevice(example.targets)};
+    batch = {ToDevice(device, example.inputs), ToDevice(device, example.targets)};
   });
   if (!moved.ok()) return moved;
   torch::Tensor input = batch.inputs;
@@ -352,7 +353,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
         block->module().train(trains);
         // Nothing is kept from the stage before, so that measuring takes no more than what it measures.
         device.TrimTensors();
-        StageProbe probe(spec, s == 0, last, block, input, batch, options.weights, device);
+        StageProbe probe(spec, s == 0, last, block, input, batch, weights, device);
         shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
         shape.input_scratch_bytes = s == 0 ? 0 : BytesOf(input);
         const Untouched untouched(block->module(), input, batch);
@@ -383,7 +384,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
       inputs[key.str()] = {static_cast<int>(s), input.sizes().vec(), input.scalar_type(),
                            /*forward_only=*/shape.backward_seconds > 2 * kLongRun};
       samples[key.str()] = Rounded(graph.blocks[tiering::BlockIndex(spec.block)].elements *
-                                   static_cast<int64_t>(kernels::BytesPerElement(options.weights))) +
+                                   static_cast<int64_t>(kernels::BytesPerElement(weights))) +
                            shape.input_bytes + graph.batch_bytes +
                            std::max(shape.forward_peak_bytes, shape.backward_peak_bytes);
       input = output;
@@ -401,7 +402,7 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
     measured.sample_bytes = samples.at(busiest->first);
   }
   input = torch::Tensor();
-  batch = Batch();
+  batch = TensorBatch();
   known.clear();
   device.TrimTensors();
   // What is left over is the modules' own: buffers, and whatever the caller holds.
@@ -409,17 +410,17 @@ absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& exam
   return measured;
 }
 
-std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
-                                   kernels::DType weights, Device& device) {
-  const auto make = [&model, &measured, &example, weights, &device] {
+std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured,
+                                   const TensorBatch& example, kernels::DType weights, Device& device) {
+  const auto make = [&model, &measured, example, weights, &device] {
     const MeasuredModel::Busiest& busiest = measured.busiest;
     const StageSpec& spec = model.stages[static_cast<size_t>(busiest.stage)];
     const bool first = busiest.stage == 0;
     const bool last = static_cast<size_t>(busiest.stage) + 1 == model.stages.size();
-    const Batch batch = {device.ToDevice(example.inputs), device.ToDevice(example.targets)};
+    const TensorBatch batch = {ToDevice(device, example.inputs), ToDevice(device, example.targets)};
     torch::Tensor input = batch.inputs;
     if (!first) {
-      const auto options = torch::TensorOptions().device(device.torch_device()).dtype(busiest.input_type);
+      const auto options = torch::TensorOptions().device(TorchDeviceOf(device)).dtype(busiest.input_type);
       input = torch::zeros(busiest.input_sizes, options);
       if (torch::isFloatingType(busiest.input_type)) FillLikeWeights(input, 1);
     }

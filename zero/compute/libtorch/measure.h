@@ -2,7 +2,7 @@
 //
 // Nothing is guessed: the bytes are those that LibTorch asked its allocator for, with the real batch and
 // sequence. Blocks that say what they begin with (BlockSpec::initial) are built without memory; whatever else
-// is made is bounded by the limit on tensors (zero/compute/libtorch/tensor_memory.h), which the caller sets.
+// is made is bounded by the limit on tensors (zero/memory/tensor_memory.h), which the caller sets.
 #ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_MEASURE_H_
 #define PENSTOCK_ZERO_COMPUTE_LIBTORCH_MEASURE_H_
 
@@ -16,6 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "tiering/plan/model_graph.h"
+#include "zero/compute/compute.h"
 #include "zero/compute/device.h"
 #include "zero/compute/libtorch/block.h"
 #include "zero/compute/libtorch/model.h"
@@ -39,25 +40,18 @@ struct MeasuredModel {
   } busiest;
 };
 
-struct MeasureOptions {
-  kernels::DType weights = kernels::DType::kBf16;
-  bool trains = true;                                  // false: forward only
-  bool times = true;                                   // false: memory only, a pass of each kind of stage
-  int64_t host_memory_bytes = 0;                       // that there is for it; 0: no bound
-  std::function<void(const std::string& what)> doing;  // what takes its time just now, for people
-};
-
 // `example` is one micro-batch of the run's shapes. Stages are measured on the device that will compute them,
 // blocks are built in host memory. kResourceExhausted: it takes more than there is, and nothing of that size
 // was allocated. kInvalidArgument: a block breaks a rule of zero/compute/libtorch/model.h.
-absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const Batch& example,
-                                           const MeasureOptions& options, Device& device);
+absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const TensorBatch& example,
+                                           kernels::DType weights, const MeasureOptions& options,
+                                           Device& device);
 
 // The busiest stage, once a call, on the caller's thread: a sample of compute, for measuring it beside other
 // work. Its backward, or where that is long its forward. Takes the memory that the stage takes, from the
 // first call on. Throws as LibTorch does; all that is given outlives it. `measured` has a busiest stage.
-std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured, const Batch& example,
-                                   kernels::DType weights, Device& device);
+std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured,
+                                   const TensorBatch& example, kernels::DType weights, Device& device);
 
 }  // namespace penstock::zero
 

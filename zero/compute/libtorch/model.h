@@ -1,14 +1,16 @@
 // A model as the engine sees it: blocks that are built one at a time, and stages that use them.
 //
 //   Model model;
-//   const int embedding = model.AddBlock("embedding", "embedding", [&] { return
-//   std::make_shared<Embedding>(config); }); model.AddStage("embed", embedding, [](torch::nn::Module& m,
-//   const torch::Tensor&, const Batch& batch) {
-//     return m.as<Embedding>()->Embed(batch.inputs);
-//   });
+//   const int embedding =
+//       model.AddBlock("embedding", "embedding", [&] { return std::make_shared<Embedding>(config); });
+//   model.AddStage("embed", embedding,
+//                  [](torch::nn::Module& m, const torch::Tensor&, const TensorBatch& batch) {
+//                    return m.as<Embedding>()->Embed(batch.inputs);
+//                  });
 //   for (int i = 0; i < layers; ++i) {
-//     const int layer = model.AddBlock("layer." + std::to_string(i), "layer", [&] { return
-//     std::make_shared<Layer>(config); }); model.AddStage("layer." + std::to_string(i), layer, Apply<Layer>);
+//     const std::string name = "layer." + std::to_string(i);
+//     const int layer = model.AddBlock(name, "layer", [&] { return std::make_shared<Layer>(config); });
+//     model.AddStage(name, layer, Apply<Layer>);
 //   }
 //   model.AddStage("loss", embedding, ...);   // the last stage returns the loss of its micro-batch, a scalar
 //
@@ -33,16 +35,12 @@
 #include <utility>
 #include <vector>
 
+#include "zero/compute/libtorch/tensors.h"
+
 namespace penstock::zero {
 
-// One micro-batch. `inputs` goes to the first stage; both are there for every stage.
-struct Batch {
-  torch::Tensor inputs;
-  torch::Tensor targets;
-};
-
-using StageFunction =
-    std::function<torch::Tensor(torch::nn::Module& module, const torch::Tensor& input, const Batch& batch)>;
+using StageFunction = std::function<torch::Tensor(torch::nn::Module& module, const torch::Tensor& input,
+                                                  const TensorBatch& batch)>;
 
 // What a parameter begins with: normally distributed numbers, or where the deviation is 0, the mean
 // everywhere.
@@ -89,7 +87,7 @@ struct Model {
 
 // The stage function of a module whose forward takes and returns one tensor.
 template <typename Module>
-torch::Tensor Apply(torch::nn::Module& module, const torch::Tensor& input, const Batch&) {
+torch::Tensor Apply(torch::nn::Module& module, const torch::Tensor& input, const TensorBatch&) {
   return module.as<Module>()->forward(input);
 }
 

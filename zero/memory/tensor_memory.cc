@@ -1,22 +1,22 @@
-#include "zero/compute/libtorch/tensor_memory.h"
+#include "zero/memory/tensor_memory.h"
 
-#include <c10/core/CPUAllocator.h>
-#include <c10/util/Exception.h>
 #include <malloc.h>
-#include <torch/version.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <mutex>
 
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
 #include "zero/memory/tensor_region.h"
 
 namespace penstock::zero {
 namespace {
 
-constexpr int64_t kHeader = 64;  // before every buffer; keeps the 64-byte alignment that LibTorch expects
-constexpr int64_t kRegionFrom = 64 << 10;  // smaller buffers are malloc's business
+constexpr int64_t kHeader = 64;  // before every buffer; keeps the alignment of 64 bytes that LibTorch expects
+constexpr int64_t kRegionFrom = 64 << 10;
 constexpr int64_t kGranule = TensorRegion::kGranule;
 constexpr uint64_t kMagic = 0x70656e73746f636b;
 
@@ -26,18 +26,22 @@ struct Header {
 };
 static_assert(sizeof(Header) <= kHeader);
 
+// Smaller buffers are malloc's business, and exact.
+bool IsSmall(int64_t asked) { return asked + kHeader < kRegionFrom; }
+int64_t GranulesOf(int64_t asked) { return (asked + kHeader + kGranule - 1) / kGranule; }
+
 class Pool {
  public:
   Pool() { SetLimit(0); }
 
-  void* Allocate(int64_t asked) {
-    const bool small = asked + kHeader < kRegionFrom;
-    const int64_t granules = (asked + kHeader + kGranule - 1) / kGranule;
-    const int64_t bytes = small ? asked + kHeader : granules * kGranule;
+  absl::StatusOr<void*> Allocate(int64_t asked) {
+    const bool small = IsSmall(asked);
+    const int64_t granules = GranulesOf(asked);
+    const int64_t bytes = TensorMemory::Counted(asked);
     std::lock_guard lock(mutex_);
     if (limit_ > 0 && live_ + bytes > limit_) {
-      C10_THROW_ERROR(Error, "tensor memory budget: " + std::to_string(asked) + " bytes asked, " +
-                                 std::to_string(live_) + " of " + std::to_string(limit_) + " bytes in use");
+      return absl::ResourceExhaustedError(absl::StrCat("tensor memory budget: ", asked, " bytes asked, ",
+                                                       live_, " of ", limit_, " bytes in use"));
     }
     void* base = nullptr;
     if (TensorRegion::Place place; !small && (place = region_.Find(granules)).at >= 0) {
@@ -47,7 +51,7 @@ class Pool {
     if (base == nullptr) {
       if (limit_ > 0) ReleaseOver(limit_ - live_ - bytes);
       if (posix_memalign(&base, kHeader, static_cast<size_t>(bytes)) != 0) {
-        C10_THROW_ERROR(Error, "out of memory: " + std::to_string(asked) + " bytes for a tensor");
+        return absl::ResourceExhaustedError(absl::StrCat("out of memory: ", asked, " bytes for a tensor"));
       }
     }
     const Header header{kMagic, bytes};
@@ -62,7 +66,7 @@ class Pool {
     void* base = static_cast<char*>(data) - kHeader;
     Header header;
     std::memcpy(&header, base, sizeof(header));
-    TORCH_INTERNAL_ASSERT(header.magic == kMagic, "a tensor's memory was overwritten from below");
+    PENSTOCK_CHECK(header.magic == kMagic, "a tensor's memory was overwritten from below");
     std::lock_guard lock(mutex_);
     live_ -= header.bytes;
     if (!region_.Owns(base)) {
@@ -119,51 +123,21 @@ class Pool {
   int64_t limit_ = 0;
 };
 
-// Lives as long as the process: LibTorch's own statics may free tensors after ours are gone.
+// Lives as long as the process: others' statics may free tensors after ours are gone.
 Pool& ThePool() {
   static Pool* pool = new Pool;  // NOLINT(cppcoreguidelines-owning-memory)
   return *pool;
 }
 
-// LibTorch's users of raw allocations free null as well.
-void Delete(void* data) {
-  if (data != nullptr) ThePool().Free(data);
-}
-
-class Allocator final : public at::Allocator {
- public:
-#if TORCH_VERSION_MAJOR >= 2 && (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 1)
-  at::DataPtr allocate(size_t n) override { return Make(n); }
-  void copy_data(void* to, const void* from, std::size_t count) const override {
-    std::memcpy(to, from, count);
-  }
-#else
-  at::DataPtr allocate(size_t n) const override { return Make(n); }
-#endif
-  at::DeleterFnPtr raw_deleter() const override { return &Delete; }
-
- private:
-  static at::DataPtr Make(size_t n) {
-    if (n == 0) return {nullptr, nullptr, &Delete, at::Device(at::DeviceType::CPU)};
-    void* data = ThePool().Allocate(static_cast<int64_t>(n));
-    return {data, data, &Delete, at::Device(at::DeviceType::CPU)};
-  }
-};
-
 }  // namespace
 
-void TensorMemory::Install() {
-  static Allocator* allocator = [] {
-    // Buffers go back to the system when they are freed. By default glibc raises this threshold to the size
-    // of what is freed, and keeps the next buffers of that size in a heap that never shrinks.
-    mallopt(M_MMAP_THRESHOLD, 256 << 10);
-    auto* made = new Allocator;  // NOLINT(cppcoreguidelines-owning-memory): as long as the process
-    c10::SetCPUAllocator(made, /*priority=*/255);
-    return made;
-  }();
-  (void)allocator;
+int64_t TensorMemory::Counted(int64_t bytes) {
+  return IsSmall(bytes) ? bytes + kHeader : GranulesOf(bytes) * kGranule;
 }
-
+absl::StatusOr<void*> TensorMemory::Allocate(int64_t bytes) { return ThePool().Allocate(bytes); }
+void TensorMemory::Free(void* data) {
+  if (data != nullptr) ThePool().Free(data);
+}
 void TensorMemory::SetLimit(int64_t bytes) { ThePool().SetLimit(bytes); }
 int64_t TensorMemory::Limit() { return ThePool().Limit(); }
 void TensorMemory::ResetPeak() { ThePool().ResetPeak(); }
@@ -173,5 +147,17 @@ void TensorMemory::Trim() {
   malloc_trim(0);
 }
 TensorMemoryStats TensorMemory::Stats() { return ThePool().Stats(); }
+
+absl::StatusOr<HostBuffer> HostBuffer::Of(int64_t bytes, absl::string_view what) {
+  HostBuffer buffer;
+  if (bytes == 0) return buffer;
+  absl::StatusOr<void*> data = TensorMemory::Allocate(bytes);
+  if (!data.ok()) {
+    return absl::Status(data.status().code(), absl::StrCat(what, ": ", data.status().message()));
+  }
+  buffer.data_ = *data;
+  buffer.bytes_ = bytes;
+  return buffer;
+}
 
 }  // namespace penstock::zero

@@ -1,14 +1,7 @@
-// The CUDA device: compiled where LibTorch has CUDA, and only there.
-//
-// Five streams: copies in, copies out, what several ranks exchange, checksums of what came past host memory,
-// and compute, which is LibTorch's default stream, so that every thread's tensors and kernels are in one
-// order. The others are non-blocking: nothing on them waits for the default stream unless it is told to. What
-// is over is told by events: for each stream a thread waits for the next one and calls whoever started it, so
-// that neither the executor nor the compute thread ever waits for the device. Host memory is the arena,
-// registered as portable: NVMe to the arena to the device is two transfers by DMA.
+#include "zero/compute/libtorch/cuda_device.h"
+
 #include <ATen/Context.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
@@ -33,7 +26,6 @@
 #include "base/status_macros.h"
 #include "kernels/cuda/cuda_kernels.h"
 #include "zero/compute/device.h"
-#include "zero/compute/libtorch/block.h"
 #include "zero/ranks/comm.h"
 
 namespace penstock::zero {
@@ -55,8 +47,6 @@ absl::Status Check(cudaError_t error, absl::string_view call) {
       absl::StrCat(call, ": ", cudaGetErrorString(error), " (", static_cast<int>(error), ")");
   return error == cudaErrorMemoryAllocation ? absl::ResourceExhaustedError(text) : absl::InternalError(text);
 }
-
-int64_t BytesOf(const torch::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 // Calls back when what was enqueued on a stream up to a moment is over, in order, from a thread of its own.
 class Completions {
@@ -233,8 +223,8 @@ class CudaDevice : public Device {
   std::string Describe() const override { return description_; }
   std::string identity() const override { return identity_; }
   bool has_own_memory() const override { return true; }
-  torch::Device torch_device() const override { return {torch::kCUDA, index_}; }
-  torch::Dtype compute_dtype(DType weights) const override { return TorchDtype(weights); }
+  int ordinal() const override { return index_; }
+  DType compute_type(DType weights) const override { return weights; }
   int64_t capacity_bytes() const override { return capacity_; }
 
   absl::StatusOr<std::byte*> AllocateArena(int64_t bytes) override {
@@ -312,6 +302,10 @@ class CudaDevice : public Device {
     computed_all_.Add(ComputeStream(), std::move(done));
   }
   Traffic traffic() const override { return {bytes_in_.load(), bytes_out_.load()}; }
+  void CountCopied(const Traffic& copied) override {
+    bytes_in_ += copied.h2d_bytes;
+    bytes_out_ += copied.d2h_bytes;
+  }
 
   absl::StatusOr<std::shared_ptr<aio::DeviceTransfers>> OpenStorage() override {
     if (cufile_ == nullptr) {
@@ -334,17 +328,6 @@ class CudaDevice : public Device {
     if (status.ok()) status = Check(cudaEventSynchronize(checked_), "checksum");
     if (!status.ok()) return status;
     return *checksum_;
-  }
-
-  torch::Tensor ToDevice(const torch::Tensor& host) override {
-    if (!host.defined()) return host;
-    bytes_in_ += BytesOf(host);
-    return host.to(torch_device());
-  }
-  torch::Tensor ToHost(const torch::Tensor& tensor) override {
-    if (!tensor.defined()) return tensor;
-    bytes_out_ += BytesOf(tensor);
-    return tensor.cpu();
   }
 
   void Convert(DType from, const void* in, DType to, void* out, size_t n) override {
@@ -370,15 +353,6 @@ class CudaDevice : public Device {
   void Zero(void* memory, size_t bytes) override {
     Use();
     Throw(static_cast<int>(cudaMemsetAsync(memory, 0, bytes, ComputeStream())));
-  }
-  void Seed(uint64_t seed) override {
-    Use();  // the first call before anything is computed, on whichever thread computes
-    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(index_);
-    {
-      std::lock_guard lock(generator.mutex());
-      generator.set_current_seed(seed);
-    }
-    HostDevice()->Seed(seed);  // a module may draw on the host as well
   }
 
   absl::Status SumInOrder(DType type, std::span<const void* const> addends, float* sums, DType to, void* out,

@@ -1,0 +1,102 @@
+#include "zero/compute/gradient_sums.h"
+
+#include <cstddef>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "zero/memory/guarded.h"
+
+namespace penstock::zero {
+namespace {
+
+using kernels::DType;
+
+DType KernelType(ElementType type) {
+  return type == ElementType::kBf16   ? DType::kBf16
+         : type == ElementType::kFp16 ? DType::kFp16
+                                      : DType::kFp32;
+}
+
+}  // namespace
+
+absl::Status GradientSums::Check(const FlatLayout& layout, std::span<const Gradient> gradients) const {
+  int before = -1;
+  for (const Gradient& gradient : gradients) {
+    const TensorView& value = gradient.value;
+    if (gradient.parameter <= before || gradient.parameter >= static_cast<int>(layout.parameters.size())) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("a gradient of parameter ", gradient.parameter, " after that of ", before, ", of ",
+                       layout.parameters.size(), ": each comes once, in ascending order"));
+    }
+    before = gradient.parameter;
+    const Parameter& parameter = layout.parameters[static_cast<size_t>(before)];
+    const bool typed = value.type == ElementType::kFp32 ||
+                       (KernelType(value.type) == weights_ && KernelType(value.type) != DType::kFp32);
+    if (!typed || value.elements() != parameter.elements) {
+      return absl::InvalidArgumentError(absl::StrCat("gradient of ", parameter.name, " has type ",
+                                                     std::string(NameOf(value.type)), " and ",
+                                                     value.elements(), " elements"));
+    }
+    if (value.on_device != device_.has_own_memory()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "gradient of ", parameter.name, " is in the memory of ", value.on_device ? "a device" : "the host",
+          ", and its sums are in that of ", device_.has_own_memory() ? device_.Describe() : "the host"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Zeros where no gradient is.
+void GradientSums::Place(const FlatLayout& layout, std::span<const Gradient> gradients, DType waits,
+                         std::byte* to) {
+  const size_t width = kernels::BytesPerElement(waits);
+  int64_t filled = 0;
+  const auto zero_to = [&](int64_t element) {
+    if (element <= filled) return;
+    device_.Zero(to + static_cast<size_t>(filled) * width, static_cast<size_t>(element - filled) * width);
+  };
+  for (const Gradient& gradient : gradients) {
+    const Parameter& parameter = layout.parameters[static_cast<size_t>(gradient.parameter)];
+    zero_to(parameter.offset);
+    device_.Convert(KernelType(gradient.value.type), gradient.value.data, waits,
+                    to + static_cast<size_t>(parameter.offset) * width,
+                    static_cast<size_t>(parameter.elements));
+    filled = parameter.offset + parameter.elements;
+  }
+  zero_to(layout.elements);
+}
+
+void GradientSums::Accumulate(const FlatLayout& layout, std::span<const Gradient> gradients, float* sums) {
+  for (const Gradient& gradient : gradients) {
+    const Parameter& parameter = layout.parameters[static_cast<size_t>(gradient.parameter)];
+    device_.Accumulate(KernelType(gradient.value.type), gradient.value.data, sums + parameter.offset,
+                       static_cast<size_t>(parameter.elements));
+  }
+}
+
+absl::Status GradientSums::Add(tiering::BlockIndex block, std::span<const Gradient> gradients,
+                               const GradientPlace& place) {
+  const FlatLayout& layout = *layouts_[block];
+  RETURN_IF_ERROR(Check(layout, gradients));
+  const bool first = addends_[block]++ == 0;
+  const DType waits = place.accumulator != nullptr ? DType::kFp32 : weights_;
+  if (!first && waits != DType::kFp32)
+    return absl::InternalError("a second addend for a gradient that has no place to be summed");
+  void* const to = place.accumulator != nullptr ? place.accumulator : place.gradient;
+  return Guarded("summing a gradient", [&] {
+    if (first) {
+      Place(layout, gradients, waits, static_cast<std::byte*>(to));
+    } else {
+      Accumulate(layout, gradients, static_cast<float*>(to));
+    }
+  });
+}
+
+absl::Status GradientSums::Round(tiering::BlockIndex block, const float* sums, void* gradient) {
+  Taken(block);
+  return Guarded("rounding a gradient", [&] {
+    device_.Convert(DType::kFp32, sums, weights_, gradient, static_cast<size_t>(layouts_[block]->elements));
+  });
+}
+
+}  // namespace penstock::zero

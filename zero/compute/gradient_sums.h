@@ -1,0 +1,57 @@
+// Gradients as they are summed over a block's uses and micro-batches: straight to their place where there is
+// one addend, else into fp32 sums that are rounded once (kernels/float16.h).
+#ifndef PENSTOCK_ZERO_COMPUTE_GRADIENT_SUMS_H_
+#define PENSTOCK_ZERO_COMPUTE_GRADIENT_SUMS_H_
+
+#include <memory>
+#include <span>
+
+#include "absl/status/status.h"
+#include "kernels/float16.h"
+#include "tiering/plan/numbers.h"
+#include "zero/compute/compute.h"
+#include "zero/compute/device.h"
+#include "zero/compute/flat_layout.h"
+
+namespace penstock::zero {
+
+// Where a backward pass leaves a block's gradient. Exactly one is set.
+struct GradientPlace {
+  void* gradient =
+      nullptr;  // the flat parameters' elements in the type of the weights: one addend, or fp32 sums
+  float* accumulator = nullptr;  // the flat parameters' elements in fp32
+};
+
+// One thread at a time, that which computes; Taken also on another one while the block does not compute.
+class GradientSums {
+ public:
+  using Layouts = tiering::PerBlock<std::shared_ptr<const FlatLayout>>;
+  // The device outlives it.
+  GradientSums(const Layouts& layouts, kernels::DType weights, Device& device)
+      : layouts_(layouts), weights_(weights), device_(device), addends_(layouts.size(), 0) {}
+
+  // Moves the gradients of one backward to their place, or adds them, in the order of compute. Parameters
+  // that are missing count as zero. kInvalidArgument: they are no gradients of this block; kInternal: a
+  // second addend for a place that has none.
+  absl::Status Add(tiering::BlockIndex block, std::span<const Gradient> gradients,
+                   const GradientPlace& place);
+  // Rounds a block's sums, on the device, to the type of the weights; the next Add starts new ones.
+  absl::Status Round(tiering::BlockIndex block, const float* sums, void* gradient);
+  // The block's gradient has been taken over: its next Add starts a new sum.
+  void Taken(tiering::BlockIndex block) { addends_[block] = 0; }
+
+ private:
+  absl::Status Check(const FlatLayout& layout, std::span<const Gradient> gradients) const;
+  void Place(const FlatLayout& layout, std::span<const Gradient> gradients, kernels::DType waits,
+             std::byte* to);
+  void Accumulate(const FlatLayout& layout, std::span<const Gradient> gradients, float* sums);
+
+  const Layouts layouts_;
+  const kernels::DType weights_;
+  Device& device_;
+  tiering::PerBlock<int> addends_;  // to each block's gradient so far
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_COMPUTE_GRADIENT_SUMS_H_

@@ -1,0 +1,52 @@
+// The engine's values as LibTorch's tensors, and back; and where tensors are on a device of the engine's.
+//
+// Functions that make or move tensors throw as LibTorch does.
+#ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_TENSORS_H_
+#define PENSTOCK_ZERO_COMPUTE_LIBTORCH_TENSORS_H_
+
+#include <torch/types.h>
+
+#include <cstdint>
+
+#include "absl/status/statusor.h"
+#include "kernels/float16.h"
+#include "zero/compute/device.h"
+#include "zero/memory/values.h"
+
+namespace penstock::zero {
+
+// The same types by the other's names. ElementTypeOf throws where the engine has no such type.
+torch::Dtype TorchDtype(kernels::DType type);
+torch::Dtype TorchDtype(ElementType type);
+ElementType ElementTypeOf(torch::Dtype type);
+
+// One micro-batch in LibTorch's tensors. `inputs` goes to the first stage; both are there for every stage. As
+// the engine's Batch it has them by these names, and holds them.
+struct TensorBatch {
+  torch::Tensor inputs;
+  torch::Tensor targets;
+
+  operator Batch() const;  // NOLINT(google-explicit-constructor): it is one
+};
+// Views of the batch's tensors, in host memory: they live as long as the batch's owner.
+TensorBatch TensorsOf(const Batch& batch);
+
+// Of a contiguous tensor, which outlives it.
+TensorView ViewOf(const torch::Tensor& tensor);
+// Of memory on the host; lives as long as that.
+torch::Tensor TensorOf(const TensorView& view);
+// A tensor of its own with the same values.
+torch::Tensor CopyOf(const HostTensor& value);
+absl::StatusOr<HostTensor> HostTensorOf(const torch::Tensor& tensor);
+
+// Where LibTorch's tensors of a device are.
+torch::Device TorchDeviceOf(const Device& device);
+// A tensor there, and back in host memory; waits. Counted as the device's traffic. Undefined ones stay so.
+torch::Tensor ToDevice(Device& device, const torch::Tensor& host);
+torch::Tensor ToHost(Device& device, const torch::Tensor& tensor);
+// LibTorch's generators, of the device and of the host: a module may draw on either.
+void SeedGenerators(const Device& device, uint64_t seed);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_COMPUTE_LIBTORCH_TENSORS_H_
