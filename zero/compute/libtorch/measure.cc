@@ -267,10 +267,182 @@ class StageProbe {
   torch::Tensor output_;
 };
 
-struct StageMeasure {
-  tiering::StageShape shape;
-  torch::Tensor output;         // shape and type, no data of interest
-  double backward_seconds = 0;  // of all stages like it
+// The steps of MeasureModel.
+class Measurement {
+ public:
+  Measurement(const Model& model, kernels::DType weights, const MeasureOptions& options, Device& device)
+      : model_(model), weights_(weights), options_(options), device_(device) {}
+
+  absl::StatusOr<MeasuredModel> Run(const TensorBatch& example) {
+    graph().batch_bytes = Rounded(BytesOf(example.inputs)) + Rounded(BytesOf(example.targets));
+    for (size_t b = 0; b < model_.blocks.size(); ++b) RETURN_IF_ERROR(Block(b));
+    RETURN_IF_ERROR(CheckLargest(graph(), weights_, options_, device_));
+    RETURN_IF_ERROR(Guarded("the example batch", [&] {
+      batch_ = {ToDevice(device_, example.inputs), ToDevice(device_, example.targets)};
+    }));
+    input_ = batch_.inputs;
+    for (size_t s = 0; s < model_.stages.size(); ++s) RETURN_IF_ERROR(Stage(s));
+    ChooseBusiest();
+    input_ = torch::Tensor();
+    batch_ = TensorBatch();
+    kinds_.clear();
+    device_.TrimTensors();
+    // What is left over is the modules' own: buffers, and whatever the caller holds.
+    graph().fixed_tensor_bytes = device_.tensors().live_bytes;
+    return std::move(measured_);
+  }
+
+ private:
+  // Of all stages that compute the same.
+  struct Kind {
+    tiering::StageShape shape;
+    torch::Tensor output;         // shape and type, no data of interest
+    double backward_seconds = 0;  // of all of them
+    MeasuredModel::Busiest input;
+    int64_t sample_bytes = 0;
+  };
+
+  tiering::ModelGraph& graph() { return measured_.graph; }
+  void Doing(const std::string& what) const {
+    if (options_.doing) options_.doing(what);
+  }
+
+  // One of each kind is built.
+  absl::Status Block(size_t b) {
+    const BlockSpec& spec = model_.blocks[b];
+    const auto known = spec.kind.empty() ? first_of_kind_.end() : first_of_kind_.find(spec.kind);
+    if (known != first_of_kind_.end()) {
+      graph().blocks.push_back(graph().blocks[tiering::BlockIndex(known->second)]);
+      graph().blocks.back().name = spec.name;
+      measured_.modules.push_back(measured_.modules[known->second]);
+    } else {
+      RETURN_IF_ERROR(Build(spec));
+      if (!spec.kind.empty()) first_of_kind_[spec.kind] = b;
+    }
+    measured_.parameters += measured_.modules.back()->layout().parameter_elements;
+    return absl::OkStatus();
+  }
+
+  absl::Status Build(const BlockSpec& spec) {
+    const std::string what = absl::StrCat("building block ", spec.name);
+    Doing(what);
+    std::shared_ptr<torch::nn::Module> module;
+    int64_t peak = 0;
+    RETURN_IF_ERROR(Guarded(what, [&] {
+      HostDevice()->TrimTensors();
+      peak = PeakOf(*HostDevice(), [&] { module = spec.build(); });
+      TORCH_CHECK(module != nullptr, "its factory returned nothing");
+    }));
+    RETURN_IF_ERROR(own_.Check(spec, *module));
+    measured_.modules.push_back(std::make_shared<BlockModule>(std::move(module)));
+    const FlatLayout& layout = measured_.modules.back()->layout();
+    if (!spec.initial.empty() && spec.initial.size() != layout.parameters.size()) {
+      return absl::InvalidArgumentError(absl::StrCat("block ", spec.name, " says what ", spec.initial.size(),
+                                                     " parameters begin with, and has ",
+                                                     layout.parameters.size()));
+    }
+    graph().blocks.push_back({spec.name, layout.elements, peak, layout.Trains()});
+    return absl::OkStatus();
+  }
+
+  // One of each kind is run; the next one's input is what it returned.
+  absl::Status Stage(size_t s) {
+    const StageSpec& spec = model_.stages[s];
+    if (spec.block < 0 || static_cast<size_t>(spec.block) >= model_.blocks.size()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("stage ", spec.name, " uses block ", spec.block, " of ", model_.blocks.size()));
+    }
+    const std::string& kind = model_.blocks[static_cast<size_t>(spec.block)].kind;
+    std::ostringstream key;
+    key << kind << '/' << input_.sizes() << input_.scalar_type() << (s + 1 == model_.stages.size())
+        << (s == 0);
+    if (kind.empty()) key << '#' << s;  // like no other
+    auto of_kind = kinds_.find(key.str());
+    torch::Tensor output;
+    if (of_kind == kinds_.end()) {
+      Kind made;
+      RETURN_IF_ERROR(RunStage(s, &made, &output));
+      made.output = kind.empty() ? torch::Tensor() : output;
+      of_kind = kinds_.emplace(key.str(), std::move(made)).first;
+    } else {
+      output = of_kind->second.output;
+    }
+    tiering::StageShape shape = of_kind->second.shape;
+    of_kind->second.backward_seconds += shape.backward_seconds;
+    shape.name = spec.name;
+    shape.block = tiering::BlockIndex(spec.block);
+    graph().stages.push_back(std::move(shape));
+    input_ = std::move(output);
+    return absl::OkStatus();
+  }
+
+  absl::Status RunStage(size_t s, Kind* kind, torch::Tensor* output) {
+    const StageSpec& spec = model_.stages[s];
+    const std::string what = absl::StrCat("measuring stage ", spec.name);
+    Doing(what);
+    absl::Status broken;
+    RETURN_IF_ERROR(Guarded(what, [&] { broken = Probe(s, &kind->shape, output); }));
+    RETURN_IF_ERROR(broken);
+    kind->input = {static_cast<int>(s), input_.sizes().vec(), input_.scalar_type(),
+                   /*forward_only=*/kind->shape.backward_seconds > 2 * kLongRun};
+    kind->sample_bytes = Rounded(graph().blocks[tiering::BlockIndex(spec.block)].elements *
+                                 static_cast<int64_t>(kernels::BytesPerElement(weights_))) +
+                         kind->shape.input_bytes + graph().batch_bytes +
+                         std::max(kind->shape.forward_peak_bytes, kind->shape.backward_peak_bytes);
+    return absl::OkStatus();
+  }
+
+  // Throws as LibTorch does; an error is a rule that the block breaks.
+  absl::Status Probe(size_t s, tiering::StageShape* shape, torch::Tensor* output) {
+    const StageSpec& spec = model_.stages[s];
+    const std::string& block_name = model_.blocks[static_cast<size_t>(spec.block)].name;
+    const auto& block = measured_.modules[static_cast<size_t>(spec.block)];
+    block->module().train(options_.trains);
+    // Nothing is kept from the stage before, so that measuring takes no more than what it measures.
+    device_.TrimTensors();
+    StageProbe probe(spec, s == 0, s + 1 == model_.stages.size(), block, input_, batch_, weights_, device_);
+    shape->input_bytes = s == 0 ? 0 : Rounded(BytesOf(input_));
+    shape->input_scratch_bytes = s == 0 ? 0 : BytesOf(input_);
+    const Untouched untouched(block->module(), input_, batch_);
+    const auto forward = [&] { probe.Forward(); };
+    const auto time = [&](auto& pass, Stopwatch::Reading first) {
+      const Stopwatch::Reading timing = TimeOf(device_, probe, pass, first);
+      measured_.disturbed |= timing.disturbed;
+      return timing.seconds;
+    };
+    shape->forward_peak_bytes = PeakOf(device_, forward) + Rounded(BytesOf(probe.output()));
+    *output = probe.output();
+    if (options_.trains) {
+      RETURN_IF_ERROR(untouched.Check(spec.name, block_name));
+      const auto backward = [&] { probe.Backward(); };
+      Stopwatch::Reading first;  // the pool's buffers are there from forward, most of them
+      shape->backward_peak_bytes = PeakOf(device_, [&] { first = TimeOnce(device_, probe, backward); });
+      RETURN_IF_ERROR(untouched.Check(spec.name, block_name));
+      if (options_.times) shape->backward_seconds = time(backward, first);
+    }
+    if (options_.times) shape->forward_seconds = time(forward, {});
+    return absl::OkStatus();
+  }
+
+  void ChooseBusiest() {
+    const auto busiest = std::max_element(kinds_.begin(), kinds_.end(), [](const auto& a, const auto& b) {
+      return a.second.backward_seconds < b.second.backward_seconds;
+    });
+    if (!options_.trains || busiest == kinds_.end()) return;
+    measured_.busiest = busiest->second.input;
+    measured_.sample_bytes = busiest->second.sample_bytes;
+  }
+
+  const Model& model_;
+  const kernels::DType weights_;
+  const MeasureOptions& options_;
+  Device& device_;
+  MeasuredModel measured_;
+  std::map<std::string, size_t> first_of_kind_;
+  OwnMemory own_;
+  TensorBatch batch_;
+  torch::Tensor input_;  // of the next stage
+  std::map<std::string, Kind> kinds_;
 };
 
 }  // namespace
@@ -278,136 +450,7 @@ struct StageMeasure {
 absl::StatusOr<MeasuredModel> MeasureModel(const Model& model, const TensorBatch& example,
                                            kernels::DType weights, const MeasureOptions& options,
                                            Device& device) {
-  const bool trains = options.trains;
-  const auto doing = [&options](const std::string& what) {
-    if (options.doing) options.doing(what);
-  };
-  MeasuredModel measured;
-  tiering::ModelGraph& graph = measured.graph;
-  graph.batch_bytes = Rounded(BytesOf(example.inputs)) + Rounded(BytesOf(example.targets));
-  std::map<std::string, size_t> first_of_kind;
-  OwnMemory own;
-  for (size_t b = 0; b < model.blocks.size(); ++b) {
-    const BlockSpec& spec = model.blocks[b];
-    const auto known = spec.kind.empty() ? first_of_kind.end() : first_of_kind.find(spec.kind);
-    if (known != first_of_kind.end()) {
-      graph.blocks.push_back(graph.blocks[tiering::BlockIndex(known->second)]);
-      graph.blocks.back().name = spec.name;
-      measured.modules.push_back(measured.modules[known->second]);
-    } else {
-      doing(absl::StrCat("building block ", spec.name));
-      std::shared_ptr<torch::nn::Module> module;
-      int64_t peak = 0;
-      const absl::Status built = Guarded(absl::StrCat("building block ", spec.name), [&] {
-        HostDevice()->TrimTensors();
-        peak = PeakOf(*HostDevice(), [&] { module = spec.build(); });
-        TORCH_CHECK(module != nullptr, "its factory returned nothing");
-      });
-      if (!built.ok()) return built;
-      RETURN_IF_ERROR(own.Check(spec, *module));
-      measured.modules.push_back(std::make_shared<BlockModule>(std::move(module)));
-      const FlatLayout& layout = measured.modules.back()->layout();
-      if (!spec.initial.empty() && spec.initial.size() != layout.parameters.size()) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("block ", spec.name, " says what ", spec.initial.size(),
-                         " parameters begin with, and has ", layout.parameters.size()));
-      }
-      graph.blocks.push_back({spec.name, layout.elements, peak, layout.Trains()});
-      if (!spec.kind.empty()) first_of_kind[spec.kind] = b;
-    }
-    measured.parameters += measured.modules.back()->layout().parameter_elements;
-  }
-  RETURN_IF_ERROR(CheckLargest(graph, weights, options, device));
-
-  std::map<std::string, StageMeasure> known;
-  std::map<std::string, MeasuredModel::Busiest> inputs;
-  std::map<std::string, int64_t> samples;  // bytes
-  TensorBatch batch;
-  const absl::Status moved = Guarded("the example batch", [&] {
-    batch = {ToDevice(device, example.inputs), ToDevice(device, example.targets)};
-  });
-  if (!moved.ok()) return moved;
-  torch::Tensor input = batch.inputs;
-  for (size_t s = 0; s < model.stages.size(); ++s) {
-    const StageSpec& spec = model.stages[s];
-    if (spec.block < 0 || static_cast<size_t>(spec.block) >= model.blocks.size()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("stage ", spec.name, " uses block ", spec.block, " of ", model.blocks.size()));
-    }
-    const bool last = s + 1 == model.stages.size();
-    const std::string& kind = model.blocks[static_cast<size_t>(spec.block)].kind;
-    std::ostringstream key;
-    key << kind << '/' << input.sizes() << input.scalar_type() << last << (s == 0);
-    tiering::StageShape shape;
-    if (kind.empty()) key << '#' << s;  // like no other
-    auto of_kind = known.find(key.str());
-    if (of_kind != known.end()) {
-      shape = of_kind->second.shape;
-      input = of_kind->second.output;
-    } else {
-      torch::Tensor output;
-      absl::Status broken;
-      doing(absl::StrCat("measuring stage ", spec.name));
-      const absl::Status ran = Guarded(absl::StrCat("measuring stage ", spec.name), [&] {
-        const auto& block = measured.modules[static_cast<size_t>(spec.block)];
-        block->module().train(trains);
-        // Nothing is kept from the stage before, so that measuring takes no more than what it measures.
-        device.TrimTensors();
-        StageProbe probe(spec, s == 0, last, block, input, batch, weights, device);
-        shape.input_bytes = s == 0 ? 0 : Rounded(BytesOf(input));
-        shape.input_scratch_bytes = s == 0 ? 0 : BytesOf(input);
-        const Untouched untouched(block->module(), input, batch);
-        auto forward = [&] { probe.Forward(); };
-        const auto time = [&](auto& pass, Stopwatch::Reading first) {
-          const Stopwatch::Reading timing = TimeOf(device, probe, pass, first);
-          measured.disturbed |= timing.disturbed;
-          return timing.seconds;
-        };
-        shape.forward_peak_bytes = PeakOf(device, forward) + Rounded(BytesOf(probe.output()));
-        output = probe.output();
-        if (trains) {
-          broken = untouched.Check(spec.name, model.blocks[static_cast<size_t>(spec.block)].name);
-          if (!broken.ok()) return;
-          auto backward = [&] { probe.Backward(); };
-          Stopwatch::Reading first;  // the pool's buffers are there from forward, most of them
-          shape.backward_peak_bytes = PeakOf(device, [&] { first = TimeOnce(device, probe, backward); });
-          broken = untouched.Check(spec.name, model.blocks[static_cast<size_t>(spec.block)].name);
-          if (!broken.ok()) return;
-          if (options.times) shape.backward_seconds = time(backward, first);
-        }
-        if (options.times) shape.forward_seconds = time(forward, {});
-      });
-      if (!broken.ok()) return broken;
-      if (!ran.ok()) return ran;
-      known[key.str()] = {shape, kind.empty() ? torch::Tensor() : output, 0};
-      of_kind = known.find(key.str());
-      inputs[key.str()] = {static_cast<int>(s), input.sizes().vec(), input.scalar_type(),
-                           /*forward_only=*/shape.backward_seconds > 2 * kLongRun};
-      samples[key.str()] = Rounded(graph.blocks[tiering::BlockIndex(spec.block)].elements *
-                                   static_cast<int64_t>(kernels::BytesPerElement(weights))) +
-                           shape.input_bytes + graph.batch_bytes +
-                           std::max(shape.forward_peak_bytes, shape.backward_peak_bytes);
-      input = output;
-    }
-    of_kind->second.backward_seconds += shape.backward_seconds;
-    shape.name = spec.name;
-    shape.block = tiering::BlockIndex(spec.block);
-    graph.stages.push_back(std::move(shape));
-  }
-  const auto busiest = std::max_element(known.begin(), known.end(), [](const auto& a, const auto& b) {
-    return a.second.backward_seconds < b.second.backward_seconds;
-  });
-  if (trains && busiest != known.end()) {
-    measured.busiest = inputs.at(busiest->first);
-    measured.sample_bytes = samples.at(busiest->first);
-  }
-  input = torch::Tensor();
-  batch = TensorBatch();
-  known.clear();
-  device.TrimTensors();
-  // What is left over is the modules' own: buffers, and whatever the caller holds.
-  graph.fixed_tensor_bytes = device.tensors().live_bytes;
-  return measured;
+  return Measurement(model, weights, options, device).Run(example);
 }
 
 std::function<void()> BusiestStage(const Model& model, const MeasuredModel& measured,
