@@ -64,6 +64,7 @@ OpId ProgramBuilder::next_id() const { return parts_->ops.next_id(); }
 int64_t ProgramBuilder::next_step() const { return parts_->next_step; }
 bool ProgramBuilder::has_pending_update() const { return parts_->updates.pending_step() != 0; }
 int64_t ProgramBuilder::unsaved_step() const { return parts_->updates.unsaved_step(); }
+void ProgramBuilder::SetBackUnsavedStep(int64_t step) { parts_->updates.SetBackUnsavedStep(step); }
 
 void ProgramBuilder::Parts::CountUses(Pass pass) {
   uses.Clear();

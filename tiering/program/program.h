@@ -73,8 +73,10 @@ class ProgramBuilder {
   OpId next_id() const;
   int64_t next_step() const;
   bool has_pending_update() const;
-  // The step whose updates the passes so far apply and whose commit no restart would find; 0: none.
+  // The step whose updates the passes so far apply and whose commit no restart would find; 0: none. Where the
+  // passes behind it came to nothing, it is set back.
   int64_t unsaved_step() const;
+  void SetBackUnsavedStep(int64_t step);
 
  private:
   struct Parts;  // each owns one idea: slots, writes, updates, gradients, the device's copies, passes

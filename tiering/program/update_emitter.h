@@ -54,6 +54,7 @@ class UpdateEmitter {
   int64_t pending_step() const { return pending_step_; }  // 0: none
   OpId norm() const { return norm_; }                     // of the pending step
   int64_t unsaved_step() const { return unsaved_step_; }
+  void SetBackUnsavedStep(int64_t step) { unsaved_step_ = step; }
 
  private:
   // One tile's. Reads what is not in memory, updates, and writes.

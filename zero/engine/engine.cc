@@ -110,6 +110,7 @@ class Engine::Impl {
     hooks.decide = [this](const Op& op) { return Decide(op); };
     hooks.describe_commit = [this](const Op& op) { return DescribeCommit(op.step); };
     hooks.committed = [this](const Op& op) { return Applied(op); };
+    hooks.failed = [this](const Op& op, const absl::Status& why) { return PassFailed(op, why); };
     lanes_ = std::make_unique<HardwareLanes>(plan_.plan, residency(), layouts_, compute_.get(),
                                              options_.device.get(), store(), resources_->inputs(),
                                              resources_->device_lanes(), lane_options, std::move(hooks));
@@ -144,6 +145,7 @@ class Engine::Impl {
     if (next == Next::kTrain) AppendTraining();
     executor_->OpenGate(++gates_);
     RETURN_IF_ERROR(executor_->RunUntil(norm));
+    if (!pass_failure_.ok()) return GiveUpStep();
     if (!checkpoint_status_.ok()) return checkpoint_status_;
     ++step_;
     StepResult& result = decisions_.at(step_).result;
@@ -167,6 +169,7 @@ class Engine::Impl {
     result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead) + std::exchange(owed_read_bytes_, 0);
     result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite) + std::exchange(owed_write_bytes_, 0);
     last_result_ = result;
+    gradients_lost_ = false;
     return result;
   }
 
@@ -218,6 +221,9 @@ class Engine::Impl {
     if (resources_->others() != nullptr) return OnePartOnly();
     RETURN_IF_ERROR(BroadcastError(Flush()));
     if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
+    if (gradients_lost_) {
+      return absl::FailedPreconditionError("the last step failed, and its gradients are gone with it");
+    }
     if (last_result_.step == 0) {
       return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
     }
@@ -361,6 +367,7 @@ class Engine::Impl {
   std::unique_ptr<tiering::Executor> executor_;
   std::unique_ptr<RunResources> resources_;
   DeviceExchange devices_;
+  absl::Status broken_;  // a written value, or a step that failed, is there in part
 
  private:
   ArenaView& residency() const { return resources_->residency(); }
@@ -491,6 +498,52 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
+  // The Compute failed. Over several ranks the others would wait for this one: it is everybody's error.
+  bool PassFailed(const Op& op, const absl::Status& why) {
+    const bool computes =
+        op.kind == OpKind::kForward || op.kind == OpKind::kBackward || op.kind == OpKind::kAccumulateGradient;
+    if (!computes || options_.comm != nullptr) return false;
+    pass_failure_.Update(why);
+    if (!op.evaluates) abandoned_step_ = op.step;
+    lanes_->FailPass(op);
+    return true;
+  }
+
+  // The step that failed becomes as if it had never begun: what belongs to the step before is applied and
+  // committed, what was made of this one is forgotten. Returns why it failed.
+  absl::Status GiveUpStep() {
+    const absl::Status why = std::exchange(pass_failure_, absl::OkStatus());
+    absl::Status status;
+    decisions_.Abandon(step_ + 1);
+    if (ahead_norm_ >= 0) {
+      decisions_.Abandon(ahead_step_);
+      executor_->OpenGate(++gates_);
+      status = executor_->RunUntil(std::exchange(ahead_norm_, -1));
+    }
+    if (status.ok()) status = executor_->RunUntilIdle();
+    abandoned_step_ = 0;
+    lanes_->ForgetFailedPass();
+    AddUsage(executor_->TakeUsage());
+    if (status.ok() && store() != nullptr) {
+      if (static_cast<int64_t>(store()->committed_step()) != step_) {
+        builder_->SetBackUnsavedStep(step_);
+        AppendPersist();
+        status = executor_->RunUntilIdle();
+      } else {
+        status = store()->DropAllWritten();  // updates in backward, of the step that failed
+      }
+    }
+    if (!status.ok()) {
+      broken_ = absl::Status(
+          status.code(),
+          absl::StrCat(why.message(), "; and the step could not be given up: ", status.message()));
+      return broken_;
+    }
+    gradients_lost_ = true;
+    MakeBuilder(builder_->next_id());
+    return why;
+  }
+
   template <typename Take>
   absl::Status ForwardAll(const std::vector<Batch>& batches, Take&& take) {
     if (!broken_.ok()) return broken_;
@@ -514,6 +567,10 @@ class Engine::Impl {
       AppendPersistIfDue();
       executor_->OpenGate(++gates_);
       RETURN_IF_ERROR(executor_->RunUntilIdle());
+      if (!pass_failure_.ok()) {
+        lanes_->ForgetFailedPass();
+        return std::exchange(pass_failure_, absl::OkStatus());
+      }
       RETURN_IF_ERROR(take());
     }
     const tiering::Usage usage = executor_->TakeUsage();
@@ -527,7 +584,7 @@ class Engine::Impl {
   }
 
   absl::Status Decide(const Op& op) {
-    if (op.step == abandoned_step_) return absl::OkStatus();
+    if (abandoned_step_ != 0 && op.step >= abandoned_step_) return absl::OkStatus();
     if (op.kind == OpKind::kBatch && !op.evaluates) {
       if (checkpointing_ != nullptr && decisions_.is_in_backward(op.step))
         checkpointing_->BeforeUpdate(op.step);
@@ -627,7 +684,8 @@ class Engine::Impl {
   double evaluation_seconds_ = 0;
   int64_t owed_read_bytes_ = 0, owed_write_bytes_ = 0;
   double last_tick_ = 0;
-  absl::Status broken_;  // a written value that is there in part
+  absl::Status pass_failure_;    // of the Compute, in the pass that is under way
+  bool gradients_lost_ = false;  // the last step failed
 };
 
 absl::StatusOr<EnginePlan> Engine::MakePlan(Compute& compute, const EngineOptions& options) {
@@ -682,6 +740,9 @@ absl::Status Engine::Flush() {
 absl::StatusOr<std::string> Engine::Keep() {
   impl_->Enter(absl::StrCat("keeping step ", impl_->step_));
   return impl_->BroadcastError(impl_->Keep());
+}
+absl::Status Engine::usable() const {
+  return impl_->broken_.ok() ? impl_->executor_->status() : impl_->broken_;
 }
 int64_t Engine::step() const { return impl_->step_; }
 int64_t Engine::committed_step() const { return impl_->committed_step_; }

@@ -36,8 +36,10 @@
 // Threads: everything is called from one thread, on which the callbacks run as well. The counting allocator
 // and the limit on tensors are the process's: one engine that trains at a time. Errors:
 // kFailedPrecondition (budget too small, run locked, directory in use), kInvalidArgument (the caller's
-// numbers), kDataLoss, kResourceExhausted, ... After an error of Step, Evaluate or Flush the engine is done
-// for: the last commit stands, and a new engine resumes from it.
+// numbers), kDataLoss, kResourceExhausted, ... An error of the Compute ends the
+// step or the evaluation and no more, with one rank: the engine is as it was before the call, and the step
+// may be made again. After any other error of Step, Evaluate or Flush the engine is done for: the last commit
+// stands, and a new engine resumes from it. usable() tells which it was.
 #ifndef PENSTOCK_ZERO_ENGINE_ENGINE_H_
 #define PENSTOCK_ZERO_ENGINE_ENGINE_H_
 
@@ -152,6 +154,8 @@ class Engine {
   // is an error. Returns its path; empty where none is needed.
   absl::StatusOr<std::string> Keep();
 
+  // OK: a call may follow, also after an error. Else why the engine is done for.
+  absl::Status usable() const;
   int64_t step() const;            // last step that Step has finished, or that the resumed run had committed
   int64_t committed_step() const;  // that a restart would find
   std::optional<int64_t> resumed_from() const;

@@ -116,7 +116,23 @@ double HardwareLanes::Now() const {
 
 bool HardwareLanes::HasRoom(Lane lane) const { return lane != Lane::kCompute || computes_ < 2; }
 
+void HardwareLanes::FailPass(const Op& op) {
+  if (op.evaluates) {
+    evaluation_failed_ = true;
+  } else {
+    failed_step_ = op.step;
+  }
+}
+
+void HardwareLanes::ForgetFailedPass() {
+  failed_step_ = 0;
+  evaluation_failed_ = false;
+  for (const tiering::BlockIndex block : layouts_.indices()) sums_.Taken(block);
+}
+
 bool HardwareLanes::Skips(const Op& op) const {
+  if (evaluation_failed_ && op.evaluates && op.lane == Lane::kCompute) return true;
+  if (failed_step_ != 0 && op.step >= failed_step_ && !op.evaluates) return true;
   if (abandoned_step_ != 0 && op.step == abandoned_step_) {
     return op.in_backward || tiering::TraitsOf(op.kind).ends_with_its_step;
   }
@@ -367,6 +383,9 @@ void HardwareLanes::Wait(std::vector<tiering::Completion>* completions) {
   for (const Done& one : done) {
     if (one.task.op->lane == Lane::kCompute) --computes_;
     absl::Status status = Settle(one);
+    if (!status.ok() && one.task.op->lane == Lane::kCompute && hooks_.failed &&
+        hooks_.failed(*one.task.op, status))
+      status = absl::OkStatus();
     // What waits for the others must not wait for a rank that has failed.
     if (!status.ok() && ranks_ != nullptr) ranks_->Fail(status);
     completions->push_back({one.task.id, std::move(status), one.start, one.end});
@@ -412,7 +431,7 @@ StageUse HardwareLanes::UseOf(const Op& op) const {
 absl::Status HardwareLanes::RunBackward(const Op& op) {
   const Weights weights = WeightsOf(op);
   absl::Status status = compute_->Backward(UseOf(op), {&weights, 1});
-  if (!plan_.blocks[op.block].trains) compute_->Release(UseOf(op));
+  if (!status.ok() || !plan_.blocks[op.block].trains) compute_->Release(UseOf(op));
   return status;
 }
 

@@ -44,6 +44,9 @@ struct LaneHooks {
   std::function<swap::CommitInfo(const tiering::Op&)>
       describe_commit;                                        // its payload lives until the commit is done
   std::function<absl::Status(const tiering::Op&)> committed;  // after it; Op::durable says what it is worth
+  // The Compute failed at this operation. True: its pass is given up (FailPass), and the lanes go on; false:
+  // the error is the executor's.
+  std::function<bool(const tiering::Op&, const absl::Status&)> failed;
 };
 
 class HardwareLanes : public tiering::Lanes {
@@ -84,6 +87,12 @@ class HardwareLanes : public tiering::Lanes {
   void set_assumption(const UpdateDecision& assumed) { assumed_[assumed.step & 1] = assumed; }
   // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
   void Abandon(int64_t step) { abandoned_step_ = step; }
+  // The pass of this operation has failed. Of an evaluation: what is left of its compute becomes nothing. Of
+  // a training step: everything of that step and of those behind it that has not begun, compute, reads,
+  // updates, writes and commits; what belongs to the steps before goes on.
+  void FailPass(const tiering::Op& op);
+  // It is over, and nothing is in flight.
+  void ForgetFailedPass();
   // Of a tile's part of a finished gradient that waits on the drive.
   uint64_t gradient_checksum(tiering::BlockIndex block, tiering::TileIndex tile) const {
     return tiles_[block][tile]->gradient_checksum;
@@ -194,6 +203,8 @@ class HardwareLanes : public tiering::Lanes {
   std::array<UpdateDecision, 2> decisions_;
   std::array<UpdateDecision, 2> assumed_;
   int64_t abandoned_step_ = 0;
+  int64_t failed_step_ = 0;  // from which on nothing is made any more
+  bool evaluation_failed_ = false;
   tiering::PerBlock<kernels::SumOfSquares> squares_;
   tiering::PerBlock<uint32_t> first_tile_;  // number of its first tile in the store
   tiering::PerBlock<tiering::PerTile<std::unique_ptr<TileTransfers>>> tiles_;

@@ -114,7 +114,7 @@ BlockModule& LibTorchCompute::module(const StageUse& use) const {
 absl::Status LibTorchCompute::Forward(const StageUse& use, std::span<const Weights> weights) {
   const StageSpec& spec = stage(use);
   BlockModule& block = module(use);
-  return Guarded(absl::StrCat("forward of ", spec.name), [&] {
+  absl::Status status = Guarded(absl::StrCat("forward of ", spec.name), [&] {
     torch::NoGradGuard no_grad;
     block.Attach(weights.front().data, setup_.weights, *setup_.device);
     block.module().train(use.trains);
@@ -133,6 +133,8 @@ absl::Status LibTorchCompute::Forward(const StageUse& use, std::span<const Weigh
       outputs_[At(use.micro_batch)] = std::move(output);
     }
   });
+  if (!status.ok()) block.Detach();  // its weights are the engine's again
+  return status;
 }
 
 absl::Status LibTorchCompute::Backward(const StageUse& use, std::span<const Weights> weights) {
