@@ -148,6 +148,7 @@ void PlanLayout::KeepInputs(Plan* plan, int kept) const {
 // Sends as few inputs to the drive as the budget asks for: like a gradient, one costs a write and a read of
 // itself, and gradients go first.
 void PlanLayout::SpillInputs(Plan* plan, int64_t budget) const {
+  if (graph_.saved_activation_bytes(plan->positions) == 0) return;  // whoever computes keeps them itself
   for (int kept = plan->positions - 1; kept >= kInputRing && plan->host_bytes() > budget; --kept)
     KeepInputs(plan, kept);
 }

@@ -1,0 +1,106 @@
+// What it costs that a model's owner drives it (zero/compute/driven_compute.h): steps of the hand-written
+// model of examples/plain_model, so small that little is computed, with all state in memory; the same as a
+// Compute and driven from a thread of its owner's. `uses` is the number of times that a stage is computed in
+// a step.
+#include <benchmark/benchmark.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plain_compute.h"
+#include "zero/compute/device.h"
+#include "zero/engine/driven_engine.h"
+#include "zero/engine/engine.h"
+
+namespace penstock {
+namespace {
+
+constexpr plain::Shape kShape = {.layers = 64, .width = 16};
+constexpr int kUses = 2 * kShape.layers - 1;
+
+zero::Batch MakeBatch() {
+  auto values = std::make_shared<std::vector<float>>(static_cast<size_t>(kShape.width), 0.1F);
+  const zero::TensorView view = {values->data(), zero::ElementType::kFp32, {1, kShape.width}};
+  zero::Batch batch;
+  batch.tensors = {{"inputs", view}, {"targets", view}};
+  batch.owner = values;
+  return batch;
+}
+
+zero::EngineOptions Options() {
+  zero::EngineOptions options;
+  options.dtype = kernels::DType::kFp32;
+  options.storage.offload = zero::OffloadDevice::kNone;
+  options.example = MakeBatch();
+  return options;
+}
+
+void Report(benchmark::State& state) {
+  state.SetItemsProcessed(state.iterations() * kUses);
+  state.counters["uses"] = kUses;
+}
+
+void StepOfACompute(benchmark::State& state) {
+  auto engine = zero::Engine::Create(std::make_shared<plain::PlainCompute>(kShape), Options());
+  if (!engine.ok()) return state.SkipWithError(std::string(engine.status().message()).c_str());
+  const zero::Batch batch = MakeBatch();
+  for (auto _ : state) {
+    if (!(*engine)->Step({batch}, zero::Next::kTrain).ok()) return state.SkipWithError("a step failed");
+  }
+  Report(state);
+}
+BENCHMARK(StepOfACompute)->UseRealTime()->Unit(benchmark::kMicrosecond);
+
+// One use, on the owner's thread.
+absl::Status One(zero::DrivenCompute& driven, plain::PlainCompute& plain, zero::Direction direction,
+                 int stage) {
+  auto entered = driven.Enter(direction, tiering::StageIndex(stage), 0);
+  if (!entered.ok()) return entered.status();
+  const zero::StageUse use = entered->use();
+  if (direction == zero::Direction::kForward) {
+    const absl::Status status = plain.Forward(use, entered->weights());
+    return status.ok() ? driven.Leave(*std::move(entered), {}) : status;
+  }
+  absl::Status status = plain.Backward(use, entered->weights());
+  if (!status.ok()) return status;
+  const auto gradients = plain.Gradients(use, tiering::BlockIndex(stage));
+  zero::DrivenCompute::Result result;
+  result.gradients = {{tiering::BlockIndex(stage), {gradients->begin(), gradients->end()}}};
+  status = driven.Leave(*std::move(entered), std::move(result));
+  plain.Release(use);
+  return status;
+}
+
+void StepOfADrivenModel(benchmark::State& state) {
+  plain::PlainCompute plain(kShape);
+  zero::EngineOptions options = Options();
+  std::unique_ptr<zero::InitialReader> reader;
+  options.initial_values = [&](int block, int64_t first, int64_t n, float* to) {
+    if (first == 0) reader = *plain.Initial(tiering::BlockIndex(block), 1);
+    return reader->Read(first, n, to);
+  };
+  auto measured = plain.Measure({zero::HostDevice().get(), kernels::DType::kFp32, 1}, MakeBatch(), {});
+  for (tiering::StageShape& stage : measured->graph.stages) stage.input_bytes = 0;
+  auto engine = zero::DrivenEngine::Create(*std::move(measured), std::move(options));
+  if (!engine.ok()) return state.SkipWithError(std::string(engine.status().message()).c_str());
+  zero::DrivenCompute& driven = (*engine)->compute();
+  for (auto _ : state) {
+    absl::Status status = (*engine)->Begin(zero::Next::kTrain);
+    if (status.ok()) status = plain.Begin({}, {MakeBatch()});
+    for (int s = 0; s + 1 < kShape.layers && status.ok(); ++s)
+      status = One(driven, plain, zero::Direction::kForward, s);
+    for (int s = kShape.layers - 1; s >= 0 && status.ok(); --s)
+      status = One(driven, plain, zero::Direction::kBackward, s);
+    if (status.ok()) status = (*engine)->Finish().status();
+    if (!status.ok()) return state.SkipWithError(std::string(status.message()).c_str());
+  }
+  Report(state);
+}
+BENCHMARK(StepOfADrivenModel)->UseRealTime()->Unit(benchmark::kMicrosecond);
+
+}  // namespace
+}  // namespace penstock
+
+BENCHMARK_MAIN();

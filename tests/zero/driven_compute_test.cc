@@ -1,0 +1,300 @@
+// A model that its owner drives, against the same model as a Compute: bits, and what is done wrong.
+#include "zero/compute/driven_compute.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "plain_compute.h"
+#include "tests/zero/plain_batch.h"
+#include "zero/compute/device.h"
+#include "zero/engine/driven_engine.h"
+
+namespace penstock::zero {
+namespace {
+
+using testing_support::PlainBatch;
+using tiering::BlockIndex;
+using tiering::StageIndex;
+
+// The owner of a plain model: computes it where it is told to, with the engine's weights.
+class Owner {
+ public:
+  Owner(const plain::Shape& shape, int micro_batches)
+      : shape_(shape), micro_batches_(micro_batches), plain_(shape) {}
+
+  absl::StatusOr<Measured> Measure() {
+    absl::StatusOr<Measured> measured =
+        plain_.Measure({HostDevice().get(), kernels::DType::kFp32, 1}, PlainBatch(shape_, 0), {});
+    if (!measured.ok()) return measured;
+    for (tiering::StageShape& stage : measured->graph.stages) stage.input_bytes = 0;
+    return measured;
+  }
+  EngineOptions Options(const std::string& directory) {
+    EngineOptions options;
+    options.dtype = kernels::DType::kFp32;
+    options.micro_batches = micro_batches_;
+    options.storage.state_dirs = {directory};
+    options.storage.overwrite = true;
+    options.initial_values = [this](int block, int64_t first, int64_t n, float* to) {
+      if (first == 0) reader_ = *plain_.Initial(BlockIndex(block), 100 + static_cast<uint64_t>(block));
+      return reader_->Read(first, n, to);
+    };
+    return options;
+  }
+
+  // One training pass, in vertical order.
+  absl::Status Compute(DrivenCompute& driven, std::vector<Batch> batches) {
+    for (int s = 0; s + 1 < shape_.layers; ++s) {
+      for (int m = 0; m < micro_batches_; ++m) {
+        absl::Status status = One(driven, Direction::kForward, s, m, &batches);
+        if (!status.ok()) return status;
+      }
+    }
+    for (int s = shape_.layers - 1; s >= 0; --s) {
+      for (int m = 0; m < micro_batches_; ++m) {
+        absl::Status status = One(driven, Direction::kBackward, s, m, &batches);
+        if (!status.ok()) return status;
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status One(DrivenCompute& driven, Direction direction, int stage, int m,
+                   std::vector<Batch>* batches) {
+    absl::StatusOr<DrivenCompute::Entered> entered = driven.Enter(direction, StageIndex(stage), m);
+    if (!entered.ok()) return entered.status();
+    if (!batches->empty()) {
+      absl::Status begun = plain_.Begin(driven.pass(), std::exchange(*batches, {}));
+      if (!begun.ok()) return begun;
+    }
+    DrivenCompute::Result result;
+    if (direction == Direction::kForward) {
+      absl::Status status = plain_.Forward(entered->use(), entered->weights());
+      if (!status.ok()) return status;
+      return driven.Leave(*std::move(entered), {});
+    }
+    const StageUse use = entered->use();
+    absl::Status status = plain_.Backward(use, entered->weights());
+    if (!status.ok()) return status;
+    const auto gradients = plain_.Gradients(use, BlockIndex(stage));
+    result.gradients = {{BlockIndex(stage), {gradients->begin(), gradients->end()}}};
+    result.loss = (*plain_.Losses())[static_cast<size_t>(m)];
+    status = driven.Leave(*std::move(entered), std::move(result));
+    plain_.Release(use);
+    return status;
+  }
+
+ private:
+  const plain::Shape shape_;
+  const int micro_batches_;
+  plain::PlainCompute plain_;
+  std::unique_ptr<InitialReader> reader_;
+};
+
+class DrivenComputeTest : public testing::Test {
+ protected:
+  ~DrivenComputeTest() override { std::filesystem::remove_all(directory_); }
+
+  std::vector<Batch> Batches(int64_t step) const {
+    std::vector<Batch> batches;
+    for (int m = 0; m < kMicroBatches; ++m) batches.push_back(PlainBatch(shape_, kMicroBatches * step + m));
+    return batches;
+  }
+  std::unique_ptr<DrivenEngine> Open(Owner& owner, const EngineOptions& options) {
+    absl::StatusOr<Measured> measured = owner.Measure();
+    EXPECT_TRUE(measured.ok()) << measured.status();
+    auto engine = DrivenEngine::Create(*std::move(measured), options);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    return engine.ok() ? *std::move(engine) : nullptr;
+  }
+  static absl::Status State(Engine& engine, std::vector<float>* state) {
+    for (const std::string& name : engine.ParameterNames()) {
+      for (const StateKind kind : {StateKind::kParameter, StateKind::kSecondMoment}) {
+        const auto value = engine.ReadState(name, kind);
+        if (!value.ok()) return value.status();
+        const auto* const values = static_cast<const float*>(value->view.data);
+        state->insert(state->end(), values, values + value->view.elements());
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  static constexpr int kMicroBatches = 2;
+  const plain::Shape shape_ = {.layers = 5, .width = 80};
+  const std::string directory_ =
+      (std::filesystem::current_path() / ("driven-" + std::to_string(getpid()))).string();
+};
+
+TEST_F(DrivenComputeTest, TheBitsAreThoseOfTheSameModelAsACompute) {
+  Owner owner(shape_, kMicroBatches);
+  EngineOptions options = owner.Options(directory_);
+  std::vector<double> losses, expected;
+  std::vector<float> state, expected_state;
+  {
+    options.example = PlainBatch(shape_, 0);
+    auto engine = Engine::Create(std::make_shared<plain::PlainCompute>(shape_), options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    for (int64_t step = 1; step <= 6; ++step) {
+      const auto result = (*engine)->Step(Batches(step), step < 6 ? Next::kTrain : Next::kUnknown);
+      ASSERT_TRUE(result.ok()) << result.status();
+      expected.push_back(result->loss);
+    }
+    ASSERT_TRUE(State(**engine, &expected_state).ok());
+    options.memory.host_memory_budget_bytes = (*engine)->plan().plan.least_host_memory_bytes;
+  }
+  const auto driven = Open(owner, options);
+  ASSERT_NE(driven, nullptr);
+  for (int64_t step = 1; step <= 6; ++step) {
+    ASSERT_TRUE(driven->Begin(step < 6 ? Next::kTrain : Next::kUnknown).ok());
+    const absl::Status computed = owner.Compute(driven->compute(), Batches(step));
+    ASSERT_TRUE(computed.ok()) << computed;
+    const auto result = driven->Finish();
+    ASSERT_TRUE(result.ok()) << result.status();
+    losses.push_back(result->loss);
+  }
+  ASSERT_TRUE(driven->Call([&](Engine& engine) { return State(engine, &state); }).ok());
+  EXPECT_EQ(losses, expected);
+  EXPECT_EQ(state, expected_state);
+}
+
+TEST_F(DrivenComputeTest, WhatIsAskedForOutOfOrderEndsThePassAndNamesBoth) {
+  Owner owner(shape_, kMicroBatches);
+  const auto driven = Open(owner, owner.Options(directory_));
+  ASSERT_NE(driven, nullptr);
+  ASSERT_TRUE(driven->Begin().ok());
+  const auto wrong = driven->compute().Enter(Direction::kForward, StageIndex(3), 0);
+  EXPECT_EQ(wrong.status().code(), absl::StatusCode::kAborted) << wrong.status();
+  EXPECT_NE(wrong.status().message().find("stage 0"), std::string::npos) << wrong.status();
+  EXPECT_NE(wrong.status().message().find("stage 3"), std::string::npos) << wrong.status();
+  EXPECT_EQ(driven->Finish().status().code(), absl::StatusCode::kAborted);
+}
+
+TEST_F(DrivenComputeTest, AForwardWithoutABackwardIsNamedAndNothingHangs) {
+  Owner owner(shape_, kMicroBatches);
+  const auto driven = Open(owner, owner.Options(directory_));
+  ASSERT_NE(driven, nullptr);
+  ASSERT_TRUE(driven->Begin().ok());
+  EXPECT_FALSE(driven->Begin().ok());
+  EXPECT_FALSE(driven->Call([](Engine&) { return absl::OkStatus(); }).ok());
+  std::vector<Batch> batches = Batches(1);
+  for (int m = 0; m < kMicroBatches; ++m)
+    ASSERT_TRUE(owner.One(driven->compute(), Direction::kForward, 0, m, &batches).ok());
+  const absl::Status finished = driven->Finish().status();
+  EXPECT_EQ(finished.code(), absl::StatusCode::kFailedPrecondition) << finished;
+  EXPECT_NE(finished.message().find("forward of stage 1, micro-batch 0"), std::string::npos) << finished;
+  EXPECT_EQ(driven->Finish().status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(driven->compute().Enter(Direction::kForward, StageIndex(1), 0).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(DrivenComputeTest, AUseThatIsDroppedAnErrorAndAnInterruptEndThePass) {
+  const auto ends = [&](absl::StatusCode code, const std::function<void(DrivenCompute&)>& how) {
+    Owner owner(shape_, kMicroBatches);
+    absl::StatusOr<Measured> measured = owner.Measure();
+    ASSERT_TRUE(measured.ok());
+    auto driven = DrivenEngine::Create(*std::move(measured), owner.Options(directory_), /*drivers=*/2);
+    ASSERT_TRUE(driven.ok()) << driven.status();
+    ASSERT_TRUE((*driven)->Begin().ok());
+    how((*driven)->compute());
+    EXPECT_EQ((*driven)->Finish().status().code(), code);
+  };
+  ends(absl::StatusCode::kCancelled, [](DrivenCompute& compute) {
+    const auto entered = compute.Enter(Direction::kForward, StageIndex(0), 0);
+    EXPECT_TRUE(entered.ok());
+  });
+  ends(absl::StatusCode::kDataLoss, [](DrivenCompute& compute) {
+    compute.Fail(absl::DataLossError("the owner's data"));
+    EXPECT_EQ(compute.Enter(Direction::kForward, StageIndex(0), 0).status().code(),
+              absl::StatusCode::kDataLoss);
+  });
+  ends(absl::StatusCode::kCancelled, [](DrivenCompute& compute) {
+    std::atomic<int> asked{0};
+    compute.set_interrupted([&] { return ++asked == 3; });
+    EXPECT_EQ(compute.Enter(Direction::kForward, StageIndex(4), 0).status().code(),
+              absl::StatusCode::kCancelled);
+    EXPECT_EQ(asked, 3);
+    compute.set_interrupted(nullptr);
+  });
+}
+
+TEST_F(DrivenComputeTest, AUseThatIsNotLeftBeforeTheNextIsNamed) {
+  Owner owner(shape_, kMicroBatches);
+  const auto driven = Open(owner, owner.Options(directory_));
+  ASSERT_NE(driven, nullptr);
+  ASSERT_TRUE(driven->Begin().ok());
+  {
+    const auto entered = driven->compute().Enter(Direction::kForward, StageIndex(0), 0);
+    ASSERT_TRUE(entered.ok());
+    const absl::Status second = driven->compute().Enter(Direction::kForward, StageIndex(0), 1).status();
+    EXPECT_EQ(second.code(), absl::StatusCode::kAborted) << second;
+    EXPECT_NE(second.message().find("micro-batch 0 is entered"), std::string::npos) << second;
+  }
+  EXPECT_FALSE(driven->Finish().ok());
+}
+
+TEST_F(DrivenComputeTest, ItIsClosedInTheMiddleOfAPassAndTheRunGoesOn) {
+  Owner owner(shape_, kMicroBatches);
+  EngineOptions options = owner.Options(directory_);
+  for (int64_t last = 1; last <= 3; ++last) {
+    const auto driven = Open(owner, options);
+    ASSERT_NE(driven, nullptr);
+    ASSERT_TRUE(driven->Begin(Next::kTrain).ok());
+    ASSERT_TRUE(owner.Compute(driven->compute(), Batches(last)).ok());
+    const auto result = driven->Finish();
+    ASSERT_TRUE(result.ok()) << result.status();
+    EXPECT_EQ(result->step, last);
+    ASSERT_TRUE(driven->Call([](Engine& engine) { return engine.Flush(); }).ok());
+    ASSERT_TRUE(driven->Begin().ok());
+    auto entered = driven->compute().Enter(Direction::kForward, StageIndex(0), 0);
+    ASSERT_TRUE(entered.ok());
+    ASSERT_TRUE(driven->compute().Leave(*std::move(entered), {}).ok());
+    options.storage.overwrite = false;
+    options.resume.enabled = true;
+  }
+}
+
+// Each of two threads has a micro-batch of its own.
+TEST_F(DrivenComputeTest, DriversEnterTheirOwnMicroBatches) {
+  constexpr int kDrivers = 2;
+  Owner owner(shape_, kDrivers);
+  absl::StatusOr<Measured> measured = owner.Measure();
+  ASSERT_TRUE(measured.ok());
+  auto driven = DrivenEngine::Create(*std::move(measured), owner.Options(directory_), kDrivers);
+  ASSERT_TRUE(driven.ok()) << driven.status();
+  ASSERT_TRUE((*driven)->Begin().ok());
+  std::vector<absl::Status> ended(kDrivers);
+  std::vector<std::thread> drivers;
+  for (int m = 0; m < kDrivers; ++m) {
+    drivers.emplace_back([&, m] {
+      DrivenCompute& compute = (*driven)->compute();
+      const auto use = [&](Direction direction, int stage) {
+        auto entered = compute.Enter(direction, StageIndex(stage), m);
+        if (!entered.ok()) return entered.status();
+        EXPECT_EQ(entered->use().micro_batch, m);
+        return compute.Leave(*std::move(entered), {});  // no gradients: zeros
+      };
+      for (int s = 0; s + 1 < shape_.layers && ended[At(m)].ok(); ++s)
+        ended[At(m)] = use(Direction::kForward, s);
+      for (int s = shape_.layers - 1; s >= 0 && ended[At(m)].ok(); --s)
+        ended[At(m)] = use(Direction::kBackward, s);
+    });
+  }
+  for (std::thread& driver : drivers) driver.join();
+  for (const absl::Status& status : ended) EXPECT_TRUE(status.ok()) << status;
+  const auto result = (*driven)->Finish();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->grad_norm, 0);
+}
+
+}  // namespace
+}  // namespace penstock::zero

@@ -1,0 +1,220 @@
+#include "zero/compute/driven_compute.h"
+
+#include <algorithm>
+#include <chrono>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "zero/compute/device.h"
+
+namespace penstock::zero {
+namespace {
+
+// How often a waiting thread asks whether it was interrupted.
+constexpr std::chrono::milliseconds kPatience{50};
+
+std::string Text(Direction direction, tiering::StageIndex stage, int micro_batch) {
+  return absl::StrCat(direction == Direction::kForward ? "forward" : "backward", " of stage ", stage.value(),
+                      ", micro-batch ", micro_batch);
+}
+
+}  // namespace
+
+DrivenCompute::DrivenCompute(Measured given, int drivers)
+    : given_(std::move(given)), drivers_(static_cast<size_t>(std::max(1, drivers))) {}
+
+DrivenCompute::Entered::~Entered() {
+  if (compute_ == nullptr) return;
+  std::lock_guard lock(compute_->mutex_);
+  compute_->FailLocked(absl::CancelledError(
+      absl::StrCat(Text(compute_->direction_, compute_->use_.stage, compute_->use_.micro_batch),
+                   " was entered and not left")));
+  compute_->state_ = State::kNone;
+  compute_->changed_.notify_all();
+}
+
+void DrivenCompute::FailLocked(const absl::Status& why) {
+  if (!open_ || !failure_.ok()) return;
+  failure_ = why;
+  changed_.notify_all();
+}
+
+void DrivenCompute::Fail(const absl::Status& why) {
+  std::lock_guard lock(mutex_);
+  FailLocked(why);
+}
+
+void DrivenCompute::Open() {
+  std::lock_guard lock(mutex_);
+  open_ = true;
+  enters_no_more_ = false;
+  failure_ = absl::OkStatus();
+}
+
+void DrivenCompute::EntersNoMore() {
+  std::lock_guard lock(mutex_);
+  enters_no_more_ = true;
+  FailIfNeverEntered();
+}
+
+void DrivenCompute::FailIfNeverEntered() {
+  if (!enters_no_more_ || state_ != State::kOffered) return;
+  FailLocked(absl::FailedPreconditionError(absl::StrCat(
+      "the pass was finished before ", Text(direction_, use_.stage, use_.micro_batch), " was computed")));
+}
+
+void DrivenCompute::Close(const absl::Status& ended) {
+  std::lock_guard lock(mutex_);
+  if (!ended.ok() && failure_.ok()) failure_ = ended;
+  open_ = false;
+  changed_.notify_all();
+}
+
+bool DrivenCompute::IsOffered(const Wanted& wanted) const {
+  return state_ == State::kOffered && direction_ == wanted.direction && use_.stage == wanted.stage &&
+         use_.micro_batch == wanted.micro_batch;
+}
+
+absl::Status DrivenCompute::Deadlock() const {
+  if (state_ == State::kNone || state_ == State::kLeft || waiting_.size() < drivers_) return absl::OkStatus();
+  std::string wanted;
+  for (const Wanted* each : waiting_) {
+    if (IsOffered(*each)) return absl::OkStatus();
+    absl::StrAppend(&wanted, wanted.empty() ? "" : " and ",
+                    Text(each->direction, each->stage, each->micro_batch));
+  }
+  if (state_ == State::kEntered) {
+    return absl::AbortedError(absl::StrCat(Text(direction_, use_.stage, use_.micro_batch),
+                                           " is entered and was not left before ", wanted, " is asked for"));
+  }
+  return absl::AbortedError(absl::StrCat(
+      "the engine is at ", Text(direction_, use_.stage, use_.micro_batch), ", and ", wanted,
+      " is asked for: a pass goes through the stages in ", "their order, and backward in the reverse"));
+}
+
+absl::Status DrivenCompute::WhyNot() {
+  if (!failure_.ok()) return failure_;
+  if (!open_) return absl::FailedPreconditionError("no pass is open: nothing can be computed");
+  FailLocked(Deadlock());
+  return failure_;
+}
+
+absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction, tiering::StageIndex stage,
+                                                            int micro_batch) {
+  const Wanted wanted{direction, stage, micro_batch};
+  std::unique_lock lock(mutex_);
+  waiting_.push_back(&wanted);
+  absl::Status why;
+  while ((why = WhyNot()).ok() && !IsOffered(wanted)) {
+    changed_.wait_for(lock, kPatience);
+    if (!interrupted_) continue;
+    lock.unlock();  // it may take a lock of its caller's
+    const bool interrupted = interrupted_();
+    lock.lock();
+    if (interrupted) FailLocked(absl::CancelledError("interrupted"));
+  }
+  waiting_.erase(std::find(waiting_.begin(), waiting_.end(), &wanted));
+  if (!why.ok()) return why;
+  state_ = State::kEntered;
+  return Entered(this);
+}
+
+absl::Status DrivenCompute::Leave(Entered entered, Result result) {
+  entered.compute_ = nullptr;
+  std::unique_lock lock(mutex_);
+  const bool waits = direction_ == Direction::kBackward && given_.graph.blocks[weights_.front().block].trains;
+  if (result.loss.has_value()) losses_[static_cast<size_t>(use_.micro_batch)] = *result.loss;
+  result_ = std::move(result);
+  state_ = State::kLeft;
+  taken_ = !waits;
+  changed_.notify_all();
+  // Until the engine has them, or will never read them.
+  changed_.wait(lock, [&] { return taken_ || (!failure_.ok() && !taking_); });
+  taken_ = true;
+  return failure_;
+}
+
+absl::Status DrivenCompute::Offer(Direction direction, const StageUse& use,
+                                  std::span<const Weights> weights) {
+  std::unique_lock lock(mutex_);
+  if (!failure_.ok()) return failure_;
+  direction_ = direction;
+  use_ = use;
+  weights_.assign(weights.begin(), weights.end());
+  state_ = State::kOffered;
+  FailIfNeverEntered();
+  changed_.notify_all();
+  // A driver that is inside still reads the weights.
+  changed_.wait(lock,
+                [&] { return state_ == State::kLeft || (!failure_.ok() && state_ != State::kEntered); });
+  const bool left = state_ == State::kLeft;
+  state_ = State::kNone;
+  return left ? absl::OkStatus() : failure_;
+}
+
+absl::StatusOr<Measured> DrivenCompute::Measure(const ComputeSetup& setup, const Batch&,
+                                                const MeasureOptions&) {
+  if (setup.device->has_own_memory()) {
+    return absl::UnimplementedError(
+        "a model that is driven from outside computes in host memory: weights on a device are not served");
+  }
+  return given_;
+}
+
+absl::StatusOr<std::unique_ptr<InitialReader>> DrivenCompute::Initial(tiering::BlockIndex, uint64_t) {
+  return absl::FailedPreconditionError(
+      "a model that is driven from outside begins with EngineOptions::initial_values");
+}
+
+absl::Status DrivenCompute::Begin(const PassInfo& pass, std::vector<Batch> batches) {
+  std::lock_guard lock(mutex_);
+  pass_ = pass;
+  losses_.assign(batches.size(), 0);
+  return failure_;
+}
+
+absl::Status DrivenCompute::Forward(const StageUse& use, std::span<const Weights> weights) {
+  return Offer(Direction::kForward, use, weights);
+}
+
+absl::Status DrivenCompute::Backward(const StageUse& use, std::span<const Weights> weights) {
+  return Offer(Direction::kBackward, use, weights);
+}
+
+absl::StatusOr<std::span<const Gradient>> DrivenCompute::Gradients(const StageUse&,
+                                                                   tiering::BlockIndex block) {
+  std::lock_guard lock(mutex_);
+  if (!failure_.ok()) return failure_;
+  taking_ = true;
+  for (const auto& [of, gradients] : result_.gradients) {
+    if (of == block) return std::span<const Gradient>(gradients);
+  }
+  return std::span<const Gradient>();
+}
+
+void DrivenCompute::Release(const StageUse&) {
+  std::lock_guard lock(mutex_);
+  taking_ = false;
+  taken_ = true;
+  result_ = Result();
+  changed_.notify_all();
+}
+
+absl::StatusOr<std::span<const TensorView>> DrivenCompute::SavedInputs(tiering::Position, int) {
+  return absl::InternalError("the inputs of a model that is driven from outside were planned to be moved");
+}
+
+absl::StatusOr<std::span<const TensorView>> DrivenCompute::RestoreInputs(tiering::Position, int) {
+  return absl::InternalError("the inputs of a model that is driven from outside were planned to be moved");
+}
+
+absl::StatusOr<std::vector<double>> DrivenCompute::Losses() {
+  std::lock_guard lock(mutex_);
+  return losses_;
+}
+
+absl::StatusOr<std::vector<std::vector<HostTensor>>> DrivenCompute::Outputs() {
+  return absl::FailedPreconditionError("outputs of a model that is driven from outside are its owner's");
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,148 @@
+// Computation from outside: whoever owns the model also owns the thread and the order of calls. The engine
+// says when a stage's weights are there, and takes what the stage leaves.
+//
+//   drivers                                   the engine's compute thread
+//   Enter(kForward, stage, micro_batch)  <-   Forward offers the use and waits
+//   ... computes with the weights ...
+//   Leave(entered, result)               ->   goes on
+//   Enter(kBackward, ...)                <-   Backward offers, waits
+//   Leave(entered, gradients)            ->   sums them; Leave returns when it has
+//
+// Every use of a pass is entered once, in the program's order: of a training pass forward of all stages but
+// the last; then backward from the last to the first, of which the last one's has its forward too. Before
+// Enter returns the weights have arrived.
+//
+// Threads: Enter, Leave and Fail from any; each driver is a thread that is inside one use at a time. The
+// overrides are the engine's. Two drivers enter uses of different micro-batches; a use is entered by one.
+#ifndef PENSTOCK_ZERO_COMPUTE_DRIVEN_COMPUTE_H_
+#define PENSTOCK_ZERO_COMPUTE_DRIVEN_COMPUTE_H_
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "zero/compute/compute.h"
+
+namespace penstock::zero {
+
+enum class Direction : uint8_t { kForward, kBackward };
+
+class DrivenCompute final : public Compute {
+ public:
+  // `given`: the model's sizes, and the bytes and times that its owner has measured. Inputs that the owner
+  // keeps for backward are its own: StageShape::input_bytes is 0, and the plan sends none to the drive.
+  // `drivers`: threads that enter, as many as micro-batches are under way at once.
+  explicit DrivenCompute(Measured given, int drivers = 1);
+
+  // The right to compute one use. Dropped without Leave, it fails the pass.
+  class Entered {
+   public:
+    Entered(Entered&& other) noexcept : compute_(std::exchange(other.compute_, nullptr)) {}
+    Entered& operator=(Entered&& other) noexcept {
+      std::swap(compute_, other.compute_);
+      return *this;
+    }
+    ~Entered();
+    const StageUse& use() const { return compute_->use_; }
+    std::span<const Weights> weights() const { return compute_->weights_; }  // until Leave
+
+   private:
+    friend class DrivenCompute;
+    explicit Entered(DrivenCompute* compute) : compute_(compute) {}
+    DrivenCompute* compute_;
+  };
+
+  // Waits until the engine offers exactly this. kFailedPrecondition: no pass is open. kCancelled: the caller
+  // was interrupted. kAborted: all drivers wait, and none for what is offered; says both. Else why the pass
+  // failed.
+  absl::StatusOr<Entered> Enter(Direction direction, tiering::StageIndex stage, int micro_batch);
+
+  struct Result {
+    // Of each block that trains, after backward. Their memory is the caller's again when Leave returns.
+    std::vector<std::pair<tiering::BlockIndex, std::vector<Gradient>>> gradients;
+    std::optional<double> loss;  // of the use's micro-batch
+  };
+  // The use is computed. After backward of a block that trains it returns when the gradients have been copied
+  // or added. An error is why the pass failed.
+  absl::Status Leave(Entered entered, Result result);
+
+  // The pass cannot go on, for this reason. Outside of a pass it does nothing.
+  void Fail(const absl::Status& why);
+
+  // Asked on the waiting thread every 50 ms: true ends the wait and the pass. Set while no pass is open.
+  void set_interrupted(std::function<bool()> interrupted) { interrupted_ = std::move(interrupted); }
+
+  // A pass may be entered from here on, before the engine has begun it. Its drivers enter no more: what the
+  // engine still offers fails it (kFailedPrecondition names the use). It is over, and this is how.
+  void Open();
+  void EntersNoMore();
+  void Close(const absl::Status& ended);
+
+  absl::StatusOr<Measured> Measure(const ComputeSetup& setup, const Batch& example,
+                                   const MeasureOptions& options) override;
+  // kFailedPrecondition: the values come from EngineOptions::initial_values.
+  absl::StatusOr<std::unique_ptr<InitialReader>> Initial(tiering::BlockIndex block, uint64_t seed) override;
+  absl::Status Begin(const PassInfo& pass, std::vector<Batch> batches) override;
+  absl::Status Forward(const StageUse& use, std::span<const Weights> weights) override;
+  absl::Status Backward(const StageUse& use, std::span<const Weights> weights) override;
+  absl::StatusOr<std::span<const Gradient>> Gradients(const StageUse& use,
+                                                      tiering::BlockIndex block) override;
+  void Release(const StageUse& use) override;
+  absl::StatusOr<std::span<const TensorView>> SavedInputs(tiering::Position position,
+                                                          int micro_batch) override;
+  void DropInputs(tiering::Position, int) override {}
+  absl::StatusOr<std::span<const TensorView>> RestoreInputs(tiering::Position position,
+                                                            int micro_batch) override;
+  absl::StatusOr<std::vector<double>> Losses() override;
+  absl::StatusOr<std::vector<std::vector<HostTensor>>> Outputs() override;
+
+  const PassInfo& pass() const { return pass_; }  // of the use that is entered
+
+ private:
+  // What a driver waits for.
+  struct Wanted {
+    Direction direction;
+    tiering::StageIndex stage;
+    int micro_batch;
+  };
+  // Of the use that the engine waits with, under mutex_.
+  enum class State : uint8_t { kNone, kOffered, kEntered, kLeft };
+
+  absl::Status Offer(Direction direction, const StageUse& use, std::span<const Weights> weights);
+  bool IsOffered(const Wanted& wanted) const;
+  absl::Status Deadlock() const;
+  void FailIfNeverEntered();
+  // Why Enter must wait no longer; OK: it is offered, or may yet be.
+  absl::Status WhyNot();
+  void FailLocked(const absl::Status& why);
+
+  const Measured given_;
+  const size_t drivers_;
+  std::function<bool()> interrupted_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = false, enters_no_more_ = false;
+  absl::Status failure_;
+  PassInfo pass_;
+  State state_ = State::kNone;
+  Direction direction_ = Direction::kForward;
+  StageUse use_;
+  std::vector<Weights> weights_;
+  Result result_;
+  bool taken_ = true;    // the gradients of the last backward are no longer needed
+  bool taking_ = false;  // the engine reads them
+  std::vector<const Wanted*> waiting_;
+  std::vector<double> losses_;
+};
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_COMPUTE_DRIVEN_COMPUTE_H_

@@ -1,0 +1,143 @@
+#include "zero/engine/driven_engine.h"
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "base/status_macros.h"
+
+namespace penstock::zero {
+
+// Runs what it is given, one after the other.
+class DrivenEngine::Thread {
+ public:
+  Thread() : thread_([this] { Work(); }) {}
+  // After all that it was given.
+  ~Thread() {
+    Add(nullptr);
+    thread_.join();
+  }
+  Thread(const Thread&) = delete;
+  Thread& operator=(const Thread&) = delete;
+
+  void Add(std::function<void()> work) {
+    {
+      std::lock_guard lock(mutex_);
+      queue_.push_back(std::move(work));
+    }
+    there_.notify_one();
+  }
+
+  // And waits until it has run.
+  template <typename T>
+  T Run(const std::function<T()>& work) {
+    std::promise<T> promise;
+    Add([&] { promise.set_value(work()); });
+    return promise.get_future().get();
+  }
+
+ private:
+  void Work() {
+    for (;;) {
+      std::function<void()> work;
+      {
+        std::unique_lock lock(mutex_);
+        there_.wait(lock, [&] { return !queue_.empty(); });
+        work = std::move(queue_.front());
+        queue_.pop_front();
+      }
+      if (!work) return;
+      work();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable there_;
+  std::deque<std::function<void()>> queue_;
+  std::thread thread_;
+};
+
+namespace {
+
+// What stands for a micro-batch that only its owner sees: one element, so that a pass has as many as it is
+// given.
+Batch Unseen() {
+  static float value = 0;
+  Batch batch;
+  batch.tensors = {{"unseen", {&value, ElementType::kFp32, {1}}}};
+  return batch;
+}
+
+}  // namespace
+
+DrivenEngine::DrivenEngine(std::shared_ptr<DrivenCompute> compute, std::unique_ptr<Thread> thread)
+    : compute_(std::move(compute)), thread_(std::move(thread)) {}
+
+absl::StatusOr<std::unique_ptr<DrivenEngine>> DrivenEngine::Create(Measured given, EngineOptions options,
+                                                                   int drivers) {
+  auto compute = std::make_shared<DrivenCompute>(std::move(given), drivers);
+  auto made = std::unique_ptr<DrivenEngine>(new DrivenEngine(std::move(compute), std::make_unique<Thread>()));
+  made->micro_batches_ = options.micro_batches;
+  options.example = Unseen();
+  RETURN_IF_ERROR(made->thread_->Run<absl::Status>([&]() -> absl::Status {
+    ASSIGN_OR_RETURN(made->engine_, Engine::Create(made->compute_, std::move(options)));
+    return absl::OkStatus();
+  }));
+  return made;
+}
+
+DrivenEngine::~DrivenEngine() {
+  if (pass_.has_value()) {
+    compute_->Fail(absl::CancelledError("the engine was closed in the middle of a pass"));
+    pass_->wait();
+  }
+  thread_->Run<bool>([this] {
+    engine_.reset();
+    return true;
+  });
+  thread_.reset();
+}
+
+absl::Status DrivenEngine::Start(std::function<absl::StatusOr<StepResult>(Engine&)> pass) {
+  if (pass_.has_value()) return absl::FailedPreconditionError("a pass is open: Finish ends it");
+  compute_->Open();
+  auto promise = std::make_shared<std::promise<absl::StatusOr<StepResult>>>();
+  pass_ = promise->get_future();
+  thread_->Add([this, promise, pass = std::move(pass)] {
+    absl::StatusOr<StepResult> result = pass(*engine_);
+    compute_->Close(result.status());
+    promise->set_value(std::move(result));
+  });
+  return absl::OkStatus();
+}
+
+absl::Status DrivenEngine::Begin(Next next) {
+  return Start([batches = micro_batches_, next](Engine& engine) {
+    return engine.Step(std::vector<Batch>(static_cast<size_t>(batches), Unseen()), next);
+  });
+}
+
+absl::Status DrivenEngine::BeginEvaluation() {
+  return Start([](Engine& engine) -> absl::StatusOr<StepResult> {
+    StepResult result;
+    ASSIGN_OR_RETURN(result.loss, engine.Evaluate({Unseen()}));
+    return result;
+  });
+}
+
+absl::StatusOr<StepResult> DrivenEngine::Finish() {
+  if (!pass_.has_value()) return absl::FailedPreconditionError("no pass is open: Begin opens one");
+  compute_->EntersNoMore();
+  absl::StatusOr<StepResult> result = pass_->get();
+  pass_.reset();
+  return result;
+}
+
+absl::Status DrivenEngine::Call(const std::function<absl::Status(Engine&)>& call) {
+  if (pass_.has_value()) return absl::FailedPreconditionError("a pass is open: Finish ends it");
+  return thread_->Run<absl::Status>([&] { return call(*engine_); });
+}
+
+}  // namespace penstock::zero
