@@ -274,7 +274,7 @@ Ledger DevicePlan::ledger() const {
   add("optimizer state on the device", state_slots);
   if (network.bytes > 0) add("gradients of other ranks on the device", std::array{network});
   ledger.Add("rounding", arena_bytes - slots);
-  ledger.Add("tensors of LibTorch on the device", tensor_bytes);
+  ledger.Add("tensors on the device", tensor_bytes);
   return ledger;
 }
 

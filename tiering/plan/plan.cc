@@ -66,7 +66,7 @@ Ledger Plan::ledger() const {
   ledger.Add(on_nvme ? "checkpoint in flight" : "state on its way from the device", checkpoint_bytes);
   ledger.Add("gradients of other ranks", network_bytes);
   ledger.Add("huge page rounding", arena_bytes - slot_bytes - checkpoint_bytes - network_bytes);
-  ledger.Add("tensors of LibTorch", tensor_bytes);
+  ledger.Add("tensors", tensor_bytes);
   return ledger;
 }
 
