@@ -263,6 +263,49 @@ TEST_F(DrivenComputeTest, ItIsClosedInTheMiddleOfAPassAndTheRunGoesOn) {
   }
 }
 
+// What is left with something else than its use has made is refused, and the next pass is as if nothing had
+// been.
+TEST_F(DrivenComputeTest, AResultThatIsNotOfItsUseFailsThePassAndTheNextOneGoesOn) {
+  Owner owner(shape_, kMicroBatches);
+  const auto driven = Open(owner, owner.Options(directory_));
+  ASSERT_NE(driven, nullptr);
+  DrivenCompute& compute = driven->compute();
+  for (int round = 0; round < 4; ++round) {
+    ASSERT_TRUE(driven->Begin().ok());
+    std::vector<Batch> batches = Batches(1);
+    for (int s = 0; s + 1 < shape_.layers; ++s) {
+      for (int m = 0; m < kMicroBatches; ++m)
+        ASSERT_TRUE(owner.One(compute, Direction::kForward, s, m, &batches).ok());
+    }
+    auto entered = compute.Enter(Direction::kBackward, StageIndex(shape_.layers - 1), 0);
+    ASSERT_TRUE(entered.ok());
+    const BlockIndex block(shape_.layers - 1);
+    DrivenCompute::Result result;
+    if (round != 0) result.gradients = {{round == 1 ? BlockIndex(0) : block, {}}};
+    if (round != 2) result.loss = 1;
+    const absl::Status left = compute.Leave(*std::move(entered), std::move(result));
+    EXPECT_EQ(left.code(), round == 3 ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument) << left;
+    EXPECT_FALSE(driven->Finish().ok());
+  }
+  // An evaluation is a pass of its own, not a call.
+  const absl::Status evaluated = driven->Call([](Engine& engine) {
+    return engine.Evaluate({testing_support::PlainBatch({.layers = 1, .width = 4}, 0)}).status();
+  });
+  EXPECT_EQ(evaluated.code(), absl::StatusCode::kFailedPrecondition) << evaluated;
+  ASSERT_TRUE(driven->Begin().ok());
+  auto entered = compute.Enter(Direction::kForward, StageIndex(0), 0);
+  ASSERT_TRUE(entered.ok());
+  EXPECT_EQ(driven->Finish().status().code(), absl::StatusCode::kFailedPrecondition);
+  compute.Fail(absl::AbortedError("no more of it"));
+  EXPECT_FALSE(compute.Leave(*std::move(entered), {}).ok());
+  EXPECT_EQ(driven->Finish().status().code(), absl::StatusCode::kAborted);
+  ASSERT_TRUE(driven->Begin().ok());
+  ASSERT_TRUE(owner.Compute(compute, Batches(1)).ok());
+  const auto result = driven->Finish();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->step, 1);
+}
+
 // Each of two threads has a micro-batch of its own.
 TEST_F(DrivenComputeTest, DriversEnterTheirOwnMicroBatches) {
   constexpr int kDrivers = 2;
@@ -281,7 +324,10 @@ TEST_F(DrivenComputeTest, DriversEnterTheirOwnMicroBatches) {
         auto entered = compute.Enter(direction, StageIndex(stage), m);
         if (!entered.ok()) return entered.status();
         EXPECT_EQ(entered->use().micro_batch, m);
-        return compute.Leave(*std::move(entered), {});  // no gradients: zeros
+        DrivenCompute::Result result;  // without gradients of parameters: zeros
+        if (direction == Direction::kBackward) result.gradients = {{BlockIndex(stage), {}}};
+        if (entered->use().last) result.loss = 1;
+        return compute.Leave(*std::move(entered), std::move(result));
       };
       for (int s = 0; s + 1 < shape_.layers && ended[At(m)].ok(); ++s)
         ended[At(m)] = use(Direction::kForward, s);

@@ -440,6 +440,21 @@ TEST(Engine, AnOrderOfLayersThatChangesBetweenStepsIsAMissAndNoError) {
 // What has failed stays failed: an order that nobody will go through is no success.
 TEST(Engine, AnOrderForAnEngineThatIsDoneForIsRefused) {
   RunOptions run;
+  EngineOptions options = testing_support::OptionsOf(run);
+  options.hooks.committed = [](const StepResult&) { return absl::InternalError("nobody wants it"); };
+  auto engine = CreateEngine(models::MakeGpt(run.model), options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  EXPECT_TRUE((*engine)->SetOrder({0, 2, 1, 3, 4, 5}).ok());
+  absl::Status failed = (*engine)->Step({testing_support::MakeBatch(run, 1, 0)}).status();
+  if (failed.ok()) failed = (*engine)->Flush();
+  ASSERT_FALSE(failed.ok());
+  EXPECT_EQ((*engine)->usable(), failed);
+  EXPECT_EQ((*engine)->SetOrder({0, 1, 2, 3, 4, 5}), failed);
+}
+
+// An exception in a stage is the step's alone: another order, and the step is made as if nothing had been.
+TEST(Engine, AStageThatThrowsEndsItsStepAndNoMore) {
+  RunOptions run;
   Model model = models::MakeGpt(run.model);
   const StageFunction layer = model.stages[2].forward;
   bool fails = false;
@@ -447,13 +462,31 @@ TEST(Engine, AnOrderForAnEngineThatIsDoneForIsRefused) {
     TORCH_CHECK(!fails, "the layer is gone");
     return layer(module, x, batch);
   };
-  absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model, testing_support::OptionsOf(run));
-  ASSERT_TRUE(engine.ok()) << engine.status();
-  EXPECT_TRUE((*engine)->SetOrder({0, 2, 1, 3, 4, 5}).ok());
-  fails = true;
-  const absl::StatusOr<StepResult> result = (*engine)->Step({testing_support::MakeBatch(run, 1, 0)});
-  ASSERT_FALSE(result.ok());
-  EXPECT_EQ((*engine)->SetOrder({0, 1, 2, 3, 4, 5}), result.status());
+  std::vector<double> losses[2];
+  for (const bool throws : {false, true}) {
+    fails = false;
+    auto engine = CreateEngine(model, testing_support::OptionsOf(run));
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    for (int64_t step = 1; step <= 4; ++step) {
+      const Batch batch = testing_support::MakeBatch(run, step, 0);
+      if (throws && step % 2 == 0) {
+        fails = true;
+        const absl::Status status = (*engine)->Step({batch}).status();
+        EXPECT_NE(status.message().find("the layer is gone"), std::string::npos) << status;
+        fails = false;
+        ASSERT_TRUE((*engine)->usable().ok()) << (*engine)->usable();
+        EXPECT_EQ((*engine)->ReadState("h.1.ln_1.weight", StateKind::kGradient).status().code(),
+                  absl::StatusCode::kFailedPrecondition);
+      }
+      if (step == 2) {
+        ASSERT_TRUE((*engine)->SetOrder({0, 2, 1, 3, 4, 5}).ok());
+      }
+      const absl::StatusOr<StepResult> result = (*engine)->Step({batch}, Next::kTrain);
+      ASSERT_TRUE(result.ok()) << result.status();
+      losses[throws ? 1 : 0].push_back(result->loss);
+    }
+  }
+  EXPECT_EQ(losses[1], losses[0]);
 }
 
 TEST(Engine, EveryStepIsCommittedInOrderAndResumeGoesOnWithTheSameBits) {

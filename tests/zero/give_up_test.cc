@@ -6,10 +6,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <string>
 #include <thread>
@@ -25,11 +27,18 @@ namespace {
 
 using testing_support::PlainBatch;
 
-// Fails at its n-th call from when it is told to.
+// Fails at its n-th call from when it is told to, and must then be asked nothing by that thread until the
+// next pass; another one may have begun to ask.
 class Failing final : public plain::PlainCompute {
  public:
   using PlainCompute::PlainCompute;
   int calls_left = -1;  // none
+  int asked_after_failure = 0;
+
+  absl::Status Begin(const PassInfo& pass, std::vector<Batch> batches) override {
+    failed_ = false;
+    return PlainCompute::Begin(pass, std::move(batches));
+  }
 
   absl::Status Forward(const StageUse& use, std::span<const Weights> weights) override {
     const absl::Status why = Why("forward", use);
@@ -48,12 +57,38 @@ class Failing final : public plain::PlainCompute {
     if (!why.ok()) return why;
     return PlainCompute::Gradients(use, block);
   }
+  absl::StatusOr<std::span<const TensorView>> SavedInputs(tiering::Position position,
+                                                          int micro_batch) override {
+    const absl::Status why = Why("saved inputs", StageUse());
+    if (!why.ok()) return why;
+    return PlainCompute::SavedInputs(position, micro_batch);
+  }
+  absl::StatusOr<std::span<const TensorView>> RestoreInputs(tiering::Position position,
+                                                            int micro_batch) override {
+    const absl::Status why = Why("restored inputs", StageUse());
+    if (!why.ok()) return why;
+    return PlainCompute::RestoreInputs(position, micro_batch);
+  }
+  absl::StatusOr<std::vector<double>> Losses() override {
+    const absl::Status why = failed_ ? absl::OkStatus() : Why("losses", StageUse());
+    if (!why.ok()) return why;
+    return PlainCompute::Losses();
+  }
 
  private:
   absl::Status Why(const char* call, const StageUse& use) {
+    const std::lock_guard lock(mutex_);  // inputs are moved beside compute
+    if (failed_ && std::this_thread::get_id() == failed_on_) ++asked_after_failure;
+    if (failed_) return absl::InternalError("asked after it had failed");
     if (calls_left < 0 || calls_left-- > 0) return absl::OkStatus();
+    failed_ = true;
+    failed_on_ = std::this_thread::get_id();
     return absl::AbortedError(absl::StrCat(call, " of stage ", use.stage.value(), " was made to fail"));
   }
+
+  std::mutex mutex_;
+  std::atomic<bool> failed_{false};
+  std::thread::id failed_on_;
 };
 
 struct Mode {
@@ -65,6 +100,7 @@ struct Mode {
   int versions = 0;
   int64_t checkpoint_every = 0;
   bool least = false;  // of memory
+  int micro_batches = 2;
 };
 
 class GiveUpTest : public testing::TestWithParam<Mode> {
@@ -75,7 +111,7 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
     const Mode& mode = GetParam();
     EngineOptions options;
     options.dtype = kernels::DType::kFp32;
-    options.micro_batches = 2;
+    options.micro_batches = GetParam().micro_batches;
     options.example = PlainBatch(shape_, 0);
     options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-3, .weight_decay = 0.01};
     options.optimizer.order = mode.order;
@@ -95,7 +131,9 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
     return options;
   }
   std::vector<Batch> Batches(int64_t step) const {
-    return {PlainBatch(shape_, 2 * step), PlainBatch(shape_, 2 * step + 1)};
+    std::vector<Batch> batches = {PlainBatch(shape_, 2 * step)};
+    if (GetParam().micro_batches == 2) batches.push_back(PlainBatch(shape_, 2 * step + 1));
+    return batches;
   }
   absl::Status State(Engine& engine, std::vector<float>* state) const {
     for (const std::string& name : engine.ParameterNames()) {
@@ -123,7 +161,7 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
     auto compute = std::make_shared<Failing>(shape_);
     auto engine = Engine::Create(compute, Options());
     ASSERT_TRUE(engine.ok()) << engine.status();
-    const int calls = 2 * shape_.layers * 4;  // about as many as a step makes
+    const int calls = GetParam().micro_batches * shape_.layers * 4;  // about as many as a step makes
     while ((*engine)->step() < kSteps) {
       const int64_t step = (*engine)->step() + 1;
       const bool fails = seed != 0 && draw(2) == 0;
@@ -160,6 +198,7 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
       ASSERT_TRUE(evaluated.ok()) << evaluated.status();
       run->evaluations.push_back(*evaluated);
     }
+    ASSERT_EQ(compute->asked_after_failure, 0);
     ASSERT_TRUE((*engine)->Flush().ok());
     const absl::Status read = State(**engine, &run->state);
     ASSERT_TRUE(read.ok()) << read;
@@ -256,6 +295,9 @@ INSTANTIATE_TEST_SUITE_P(
     Modes, GiveUpTest,
     testing::Values(
         Mode{"InMemory", OffloadDevice::kNone}, Mode{"StatesInMemory", OffloadDevice::kCpu},
+        Mode{.name = "InMemoryOne", .offload = OffloadDevice::kNone, .micro_batches = 1},
+        Mode{.name = "LeastOne", .least = true, .micro_batches = 1},
+        Mode{.name = "InBackwardOne", .order = tiering::UpdateOrder::kInBackward, .micro_batches = 1},
         Mode{"OnDrive", OffloadDevice::kNvme}, Mode{.name = "Least", .least = true},
         Mode{.name = "InBackward", .order = tiering::UpdateOrder::kInBackward},
         Mode{.name = "InBackwardLeast", .order = tiering::UpdateOrder::kInBackward, .least = true},

@@ -14,8 +14,8 @@
 // DropInputs) and have them back (RestoreInputs).
 //
 // Threads: each call says whose it is; no two of them run at once unless they say so. Errors: a call that
-// fails ends the engine's own call with its status. Of a pass it then hears no more but Release, after a
-// Backward, and the next Begin; with one rank the engine is as it was before that pass. No exception may
+// fails ends the engine's own call with its status. Of that pass it hears no more but Release, DropInputs
+// and what another thread had begun to ask; with one rank the engine is as it was before. No exception may
 // leave any of them.
 #ifndef PENSTOCK_ZERO_COMPUTE_COMPUTE_H_
 #define PENSTOCK_ZERO_COMPUTE_COMPUTE_H_

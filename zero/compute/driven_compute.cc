@@ -51,10 +51,15 @@ void DrivenCompute::Open() {
   failure_ = absl::OkStatus();
 }
 
-void DrivenCompute::EntersNoMore() {
+absl::Status DrivenCompute::EntersNoMore() {
   std::lock_guard lock(mutex_);
+  if (state_ == State::kEntered) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(Text(direction_, use_.stage, use_.micro_batch), " is entered and was not left"));
+  }
   enters_no_more_ = true;
   FailIfNeverEntered();
+  return absl::OkStatus();
 }
 
 void DrivenCompute::FailIfNeverEntered() {
@@ -119,10 +124,34 @@ absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction,
   return Entered(this);
 }
 
+absl::Status DrivenCompute::CheckResult(const Result& result) const {
+  const tiering::BlockIndex block = weights_.front().block;
+  const bool backward = direction_ == Direction::kBackward;
+  const bool trains = backward && given_.graph.blocks[block].trains;
+  const std::string use = Text(direction_, use_.stage, use_.micro_batch);
+  for (const auto& [of, gradients] : result.gradients) {
+    if (of != block || !trains)
+      return absl::InvalidArgumentError(
+          absl::StrCat(use, " was left with gradients of block ", of.value(), ", which are not asked for"));
+  }
+  if (trains && result.gradients.size() != 1)
+    return absl::InvalidArgumentError(
+        absl::StrCat(use, " was left without gradients of block ", block.value()));
+  if (backward && use_.last && !result.loss.has_value())
+    return absl::InvalidArgumentError(absl::StrCat(use, " was left without a loss"));
+  return absl::OkStatus();
+}
+
 absl::Status DrivenCompute::Leave(Entered entered, Result result) {
   entered.compute_ = nullptr;
   std::unique_lock lock(mutex_);
   const bool waits = direction_ == Direction::kBackward && given_.graph.blocks[weights_.front().block].trains;
+  if (absl::Status wrong = CheckResult(result); !wrong.ok()) {
+    FailLocked(wrong);
+    state_ = State::kNone;
+    changed_.notify_all();
+    return wrong;
+  }
   if (result.loss.has_value()) losses_[static_cast<size_t>(use_.micro_batch)] = *result.loss;
   result_ = std::move(result);
   state_ = State::kLeft;
@@ -138,6 +167,7 @@ absl::Status DrivenCompute::Offer(Direction direction, const StageUse& use,
                                   std::span<const Weights> weights) {
   std::unique_lock lock(mutex_);
   if (!failure_.ok()) return failure_;
+  if (!open_) return absl::FailedPreconditionError("a pass of a driven model is begun by DrivenEngine");
   direction_ = direction;
   use_ = use;
   weights_.assign(weights.begin(), weights.end());

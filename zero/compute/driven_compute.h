@@ -65,12 +65,14 @@ class DrivenCompute final : public Compute {
   absl::StatusOr<Entered> Enter(Direction direction, tiering::StageIndex stage, int micro_batch);
 
   struct Result {
-    // Of each block that trains, after backward. Their memory is the caller's again when Leave returns.
+    // Of the use's block, if it trains, after backward: without any, none took part. Their memory is the
+    // caller's again when Leave returns.
     std::vector<std::pair<tiering::BlockIndex, std::vector<Gradient>>> gradients;
-    std::optional<double> loss;  // of the use's micro-batch
+    std::optional<double> loss;  // of the use's micro-batch; wanted of the last stage's backward
   };
-  // The use is computed. After backward of a block that trains it returns when the gradients have been copied
-  // or added. An error is why the pass failed.
+  // The use is computed. After backward of a block that trains it returns when the gradients have been
+  // copied, added or refused: what the engine has against them is how the pass ends. kInvalidArgument: the
+  // result is not of this use, which fails the pass. Other errors are why it had failed.
   absl::Status Leave(Entered entered, Result result);
 
   // The pass cannot go on, for this reason. Outside of a pass it does nothing.
@@ -82,7 +84,7 @@ class DrivenCompute final : public Compute {
   // A pass may be entered from here on, before the engine has begun it. Its drivers enter no more: what the
   // engine still offers fails it (kFailedPrecondition names the use). It is over, and this is how.
   void Open();
-  void EntersNoMore();
+  absl::Status EntersNoMore();  // kFailedPrecondition: a use is entered and not left
   void Close(const absl::Status& ended);
 
   absl::StatusOr<Measured> Measure(const ComputeSetup& setup, const Batch& example,
@@ -119,6 +121,7 @@ class DrivenCompute final : public Compute {
   bool IsOffered(const Wanted& wanted) const;
   absl::Status Deadlock() const;
   void FailIfNeverEntered();
+  absl::Status CheckResult(const Result& result) const;
   // Why Enter must wait no longer; OK: it is offered, or may yet be.
   absl::Status WhyNot();
   void FailLocked(const absl::Status& why);

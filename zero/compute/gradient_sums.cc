@@ -12,9 +12,7 @@ namespace {
 using kernels::DType;
 
 DType KernelType(ElementType type) {
-  return type == ElementType::kBf16   ? DType::kBf16
-         : type == ElementType::kFp16 ? DType::kFp16
-                                      : DType::kFp32;
+  return type == ElementType::kBf16 ? DType::kBf16 : type == ElementType::kFp16 ? DType::kFp16 : DType::kFp32;
 }
 
 }  // namespace

@@ -129,7 +129,7 @@ absl::Status DrivenEngine::BeginEvaluation() {
 
 absl::StatusOr<StepResult> DrivenEngine::Finish() {
   if (!pass_.has_value()) return absl::FailedPreconditionError("no pass is open: Begin opens one");
-  compute_->EntersNoMore();
+  RETURN_IF_ERROR(compute_->EntersNoMore());
   absl::StatusOr<StepResult> result = pass_->get();
   pass_.reset();
   return result;

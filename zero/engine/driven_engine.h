@@ -42,10 +42,12 @@ class DrivenEngine {
   // An evaluation of one micro-batch begins.
   absl::Status BeginEvaluation();
   // The pass is over: no driver is inside a use, and none enters any more. Waits for the engine.
-  // kFailedPrecondition: none is open; or a use was not entered, which fails the pass.
+  // kFailedPrecondition: none is open; a use is entered, and the pass stays open; or a use was not entered,
+  // which fails the pass. After an error of the pass the next one may begin where Engine::usable is OK.
   absl::StatusOr<StepResult> Finish();  // of an evaluation only the loss is set
 
-  // `call` on the engine's thread, while no pass is open: everything else that an Engine does.
+  // `call` on the engine's thread, while no pass is open: everything else that an Engine does, steps and
+  // evaluations excepted (kFailedPrecondition).
   absl::Status Call(const std::function<absl::Status(Engine&)>& call);
   // Of what does not change.
   const EnginePlan& plan() const { return engine_->plan(); }

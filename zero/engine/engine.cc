@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "aio/io_error.h"
+#include "base/check.h"
 #include "base/status_macros.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
@@ -127,6 +128,7 @@ class Engine::Impl {
 
   absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next) {
     if (!broken_.ok()) return broken_;
+    PENSTOCK_CHECK(pass_failure_.ok(), "a failure of a pass that is over");
     if (!options_.trains)
       return absl::FailedPreconditionError("this engine was made for evaluation, not for training");
     if (static_cast<int>(batches.size()) != options_.micro_batches) {
@@ -150,11 +152,9 @@ class Engine::Impl {
     ++step_;
     StepResult& result = decisions_.at(step_).result;
     if (ahead_norm_ < 0 && !decisions_.last_is_replayed()) builder_->AssumptionHeld();
-    const StepTotals totals = lanes_->totals();
-    RETURN_IF_ERROR(totals.failure);
-    result.loss = std::accumulate(totals.losses.begin(), totals.losses.end(), 0.0) /
-                  static_cast<double>(totals.losses.size());
-    result.stops = totals.stops;
+    result.loss = std::accumulate(totals_.losses.begin(), totals_.losses.end(), 0.0) /
+                  static_cast<double>(totals_.losses.size());
+    result.stops = totals_.stops;
     const double now = lanes_->Now();
     result.seconds = now - std::exchange(last_end_, now);
     result.evaluation_seconds = std::exchange(evaluation_seconds_, 0);
@@ -500,9 +500,7 @@ class Engine::Impl {
 
   // The Compute failed. Over several ranks the others would wait for this one: it is everybody's error.
   bool PassFailed(const Op& op, const absl::Status& why) {
-    const bool computes =
-        op.kind == OpKind::kForward || op.kind == OpKind::kBackward || op.kind == OpKind::kAccumulateGradient;
-    if (!computes || options_.comm != nullptr) return false;
+    if (options_.comm != nullptr) return false;
     pass_failure_.Update(why);
     if (!op.evaluates) abandoned_step_ = op.step;
     lanes_->FailPass(op);
@@ -521,6 +519,7 @@ class Engine::Impl {
       status = executor_->RunUntil(std::exchange(ahead_norm_, -1));
     }
     if (status.ok()) status = executor_->RunUntilIdle();
+    pass_failure_ = absl::OkStatus();  // of what had begun behind it
     abandoned_step_ = 0;
     lanes_->ForgetFailedPass();
     AddUsage(executor_->TakeUsage());
@@ -569,6 +568,7 @@ class Engine::Impl {
       RETURN_IF_ERROR(executor_->RunUntilIdle());
       if (!pass_failure_.ok()) {
         lanes_->ForgetFailedPass();
+        AddUsage(executor_->TakeUsage());
         return std::exchange(pass_failure_, absl::OkStatus());
       }
       RETURN_IF_ERROR(take());
@@ -593,8 +593,10 @@ class Engine::Impl {
     }
     if (op.kind != OpKind::kNorm) return absl::OkStatus();
     if (checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
+    totals_ = lanes_->totals();
+    if (!totals_.failure.ok()) return PassFailed(op, totals_.failure) ? absl::OkStatus() : totals_.failure;
     ASSIGN_OR_RETURN(UpdateDecision decision,
-                     decisions_.Decide(op.step, lanes_->totals().squares, plan_.plan.in_backward_share()));
+                     decisions_.Decide(op.step, totals_.squares, plan_.plan.in_backward_share()));
     lanes_->set_decision(decision);
     return absl::OkStatus();
   }
@@ -684,6 +686,7 @@ class Engine::Impl {
   double evaluation_seconds_ = 0;
   int64_t owed_read_bytes_ = 0, owed_write_bytes_ = 0;
   double last_tick_ = 0;
+  StepTotals totals_;            // of the step whose norm was the last to be known
   absl::Status pass_failure_;    // of the Compute, in the pass that is under way
   bool gradients_lost_ = false;  // the last step failed
 };

@@ -46,7 +46,7 @@ GradientPlace DeviceLanes::place(const Op& op) const {
   return place;
 }
 
-void DeviceLanes::Start(const Op& op, Compute& compute, Device::Done done) {
+void DeviceLanes::Start(const Op& op, Device::Done done) {
   switch (op.kind) {
     case OpKind::kCopyIn: {
       if (!op.tile.valid()) {
@@ -72,22 +72,16 @@ void DeviceLanes::Start(const Op& op, Compute& compute, Device::Done done) {
       return state_.CopyOut(op.block, op.tile,
                             residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot),
                             std::move(done));
-    case OpKind::kWriteInput:
-    case OpKind::kReadInput:
-      if (absl::Status status = StartInput(op, compute, done); !status.ok()) done(std::move(status));
-      return;
     default:
       return done(
           absl::InternalError(absl::StrCat("not a copy: ", std::string(tiering::OpKindName(op.kind)))));
   }
 }
 
-absl::Status DeviceLanes::StartInput(const Op& op, Compute& compute, const Device::Done& done) {
+absl::Status DeviceLanes::StartInput(const Op& op, std::span<const TensorView> values,
+                                     const Device::Done& done) {
   const bool reads = op.kind == OpKind::kReadInput;
   const tiering::InputSlot slot = plan_.input_slot(op.position, op.micro_batch);
-  ASSIGN_OR_RETURN(const std::span<const TensorView> values,
-                   reads ? compute.RestoreInputs(op.position, op.micro_batch)
-                         : compute.SavedInputs(op.position, op.micro_batch));
   int64_t bytes = 0;
   for (const TensorView& value : values) bytes += value.bytes();
   if (const int64_t room = plan_.input_slots[slot].bytes; bytes > room) {

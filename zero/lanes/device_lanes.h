@@ -46,7 +46,11 @@ class DeviceLanes {
   std::byte* network() const { return arena_ + plan_.device.network.offset; }
 
   // An operation of kCopyIn or kCopyOut; `done` is called when it is over, or at once if it cannot begin.
-  void Start(const tiering::Op& op, Compute& compute, Device::Done done);
+  void Start(const tiering::Op& op, Device::Done done);
+  // What a position keeps, on its way from or to the device: these values, one after the other in its slot.
+  // After an error `done` is not called.
+  absl::Status StartInput(const tiering::Op& op, std::span<const TensorView> values,
+                          const Device::Done& done);
 
  private:
   DeviceLanes(const tiering::Plan& plan, const ArenaView& residency, Device& device, std::byte* arena,
@@ -60,8 +64,6 @@ class DeviceLanes {
   std::byte* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
     return arena_ + slots[slot].offset;
   }
-  // The inputs of a position and micro-batch, one after the other in its slot.
-  absl::Status StartInput(const tiering::Op& op, Compute& compute, const Device::Done& done);
 
   const tiering::Plan& plan_;
   const ArenaView& residency_;

@@ -125,6 +125,7 @@ void HardwareLanes::FailPass(const Op& op) {
 }
 
 void HardwareLanes::ForgetFailedPass() {
+  compute_failed_ = false;
   failed_step_ = 0;
   evaluation_failed_ = false;
   for (const tiering::BlockIndex block : layouts_.indices()) sums_.Taken(block);
@@ -191,9 +192,13 @@ void HardwareLanes::Start(tiering::OpId id, const Op& op) {
     case Lane::kCopyIn:
     case Lane::kCopyOut: {
       const double start = Now();
-      return device_->Start(op, *compute_, [this, task, start](absl::Status status) {
-        ReportInOrder(task, std::move(status), start);
-      });
+      if (op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput) {
+        if (absl::Status status = StartInput(task); !status.ok())
+          ReportInOrder(task, std::move(status), start);
+        return;
+      }
+      return device_->Start(
+          op, [this, task, start](absl::Status status) { ReportInOrder(task, std::move(status), start); });
     }
     case Lane::kCommit: {
       const double start = Now();
@@ -213,8 +218,11 @@ absl::Status HardwareLanes::StartTransfer(const Task& task) {
   const TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
   const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
   auto begin = [&](Transfer* transfer) {
-    transfer->task = task;
-    transfer->start = Now();
+    // The store refuses one that is in flight, whose task must stay what it is.
+    if (!transfer->io.pending()) {
+      transfer->task = task;
+      transfer->start = Now();
+    }
     return &transfer->io;
   };
   // An update that is made again starts from what the last commit holds.
@@ -287,14 +295,24 @@ absl::Status HardwareLanes::StartInput(const Task& task) {
   InputTransfer& transfer = *input_transfers_[op.position][At(op.micro_batch)];
   transfer.task = task;
   transfer.start = Now();
-  if (op.kind == OpKind::kReadInput) {
-    ASSIGN_OR_RETURN(const std::span<const TensorView> to,
-                     compute_->RestoreInputs(op.position, op.micro_batch));
-    return inputs_->Read(op.position, op.micro_batch, to, &HardwareLanes::OnInputDone, &transfer);
+  const bool reads = op.kind == OpKind::kReadInput;
+  absl::StatusOr<std::span<const TensorView>> values = absl::CancelledError("of a pass that has failed");
+  if (!compute_failed_) {
+    values = reads ? compute_->RestoreInputs(op.position, op.micro_batch)
+                   : compute_->SavedInputs(op.position, op.micro_batch);
   }
-  ASSIGN_OR_RETURN(const std::span<const TensorView> from,
-                   compute_->SavedInputs(op.position, op.micro_batch));
-  return inputs_->Write(op.position, op.micro_batch, from, &HardwareLanes::OnInputDone, &transfer);
+  transfer.refused = !values.ok();
+  if (transfer.refused) {
+    compute_failed_ = true;
+    return values.status();
+  }
+  if (device_ != nullptr) {
+    return device_->StartInput(op, *values, [this, task, start = transfer.start](absl::Status status) {
+      ReportInOrder(task, std::move(status), start);
+    });
+  }
+  return reads ? inputs_->Read(op.position, op.micro_batch, *values, &HardwareLanes::OnInputDone, &transfer)
+               : inputs_->Write(op.position, op.micro_batch, *values, &HardwareLanes::OnInputDone, &transfer);
 }
 
 void HardwareLanes::OnInputDone(void* context) {
@@ -383,8 +401,7 @@ void HardwareLanes::Wait(std::vector<tiering::Completion>* completions) {
   for (const Done& one : done) {
     if (one.task.op->lane == Lane::kCompute) --computes_;
     absl::Status status = Settle(one);
-    if (!status.ok() && one.task.op->lane == Lane::kCompute && hooks_.failed &&
-        hooks_.failed(*one.task.op, status))
+    if (!status.ok() && IsOfCompute(*one.task.op) && hooks_.failed && hooks_.failed(*one.task.op, status))
       status = absl::OkStatus();
     // What waits for the others must not wait for a rank that has failed.
     if (!status.ok() && ranks_ != nullptr) ranks_->Fail(status);
@@ -454,14 +471,39 @@ absl::Status HardwareLanes::RunAccumulate(const Op& op) {
   return status;
 }
 
+bool HardwareLanes::IsOfCompute(const Op& op) const {
+  switch (op.kind) {
+    case OpKind::kForward:
+    case OpKind::kBackward:
+    case OpKind::kAccumulateGradient:
+      return true;
+    case OpKind::kWriteInput:
+    case OpKind::kReadInput:
+      return input_transfers_[op.position][At(op.micro_batch)]->refused;
+    default:
+      return false;
+  }
+}
+
+absl::Status HardwareLanes::RunCompute(const Op& op) {
+  if (compute_failed_) return absl::CancelledError("of a pass that has failed");
+  absl::Status status;
+  if (op.kind == OpKind::kForward) {
+    const Weights weights = WeightsOf(op);
+    status = compute_->Forward(UseOf(op), {&weights, 1});
+  } else {
+    status = op.kind == OpKind::kBackward ? RunBackward(op) : RunAccumulate(op);
+  }
+  if (!status.ok()) compute_failed_ = true;
+  return status;
+}
+
 absl::Status HardwareLanes::Run(const Op& op) {
   switch (op.kind) {
-    case OpKind::kForward: {
-      const Weights weights = WeightsOf(op);
-      return compute_->Forward(UseOf(op), {&weights, 1});
-    }
+    case OpKind::kForward:
     case OpKind::kBackward:
-      return RunBackward(op);
+    case OpKind::kAccumulateGradient:
+      return RunCompute(op);
     case OpKind::kRoundOnDevice:
       return sums_.Round(op.block, device_->place(op).accumulator,
                          device_->gradient(op.device_gradient_slot));
@@ -473,8 +515,6 @@ absl::Status HardwareLanes::Run(const Op& op) {
       });
     case OpKind::kUpdateOnDevice:
       return RunUpdateOnDevice(op);
-    case OpKind::kAccumulateGradient:
-      return RunAccumulate(op);
     case OpKind::kVerify:
       return RunVerify(op);
     case OpKind::kUpdate:

@@ -12,6 +12,7 @@
 #define PENSTOCK_ZERO_LANES_HARDWARE_LANES_H_
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -130,6 +131,7 @@ class HardwareLanes : public tiering::Lanes {
     HardwareLanes* lanes = nullptr;
     Task task;
     double start = 0;
+    bool refused = false;  // by the Compute: nothing was transferred
   };
   // A block's gradient on its way to the drive: one transfer per tile.
   struct Spill {
@@ -160,6 +162,8 @@ class HardwareLanes : public tiering::Lanes {
   absl::Status StartTransfer(const Task& task);
   void StartSpill(const Task& task);
   absl::Status StartInput(const Task& task);
+  // An error of this operation is one that the Compute has returned.
+  bool IsOfCompute(const tiering::Op& op) const;
   absl::Status StartCommit(const Task& task);
   // What a stage computes with, where it computes.
   Weights WeightsOf(const tiering::Op& op) const {
@@ -171,6 +175,7 @@ class HardwareLanes : public tiering::Lanes {
   absl::Status RunBackward(const tiering::Op& op);
   absl::Status RunAccumulate(const tiering::Op& op);
   absl::Status Run(const tiering::Op& op);  // on a worker
+  absl::Status RunCompute(const tiering::Op& op);
   absl::Status RunVerify(const tiering::Op& op);
   absl::Status RunUpdate(const tiering::Op& op);
   absl::Status RunUpdateOnDevice(const tiering::Op& op);
@@ -205,6 +210,9 @@ class HardwareLanes : public tiering::Lanes {
   int64_t abandoned_step_ = 0;
   int64_t failed_step_ = 0;  // from which on nothing is made any more
   bool evaluation_failed_ = false;
+  // The Compute has failed: of this pass it is asked nothing any more. Set by the thread that heard of it
+  // first, since the next operation may be queued behind the one that failed.
+  std::atomic<bool> compute_failed_{false};
   tiering::PerBlock<kernels::SumOfSquares> squares_;
   tiering::PerBlock<uint32_t> first_tile_;  // number of its first tile in the store
   tiering::PerBlock<tiering::PerTile<std::unique_ptr<TileTransfers>>> tiles_;

@@ -8,6 +8,18 @@
 
 namespace penstock::zero {
 
+namespace {
+
+// Of the value's own memory, which it takes over.
+torch::Tensor Adopt(HostTensor value) {
+  const auto options = torch::TensorOptions().dtype(TorchDtype(value.view.type));
+  auto held = std::make_shared<HostTensor>(std::move(value));
+  return torch::from_blob(
+      held->view.data, held->view.sizes, [held](void*) {}, options);
+}
+
+}  // namespace
+
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(Model model, EngineOptions options) {
   return Engine::Create(std::make_shared<LibTorchCompute>(std::move(model)), std::move(options));
 }
@@ -18,28 +30,36 @@ absl::StatusOr<EnginePlan> PlanEngine(const Model& model, const EngineOptions& o
 }
 
 absl::StatusOr<std::vector<torch::Tensor>> InferTensors(Engine& engine, const std::vector<Batch>& batches) {
-  ASSIGN_OR_RETURN(const std::vector<std::vector<HostTensor>> outputs, engine.Infer(batches));
+  ASSIGN_OR_RETURN(std::vector<std::vector<HostTensor>> outputs, engine.Infer(batches));
   std::vector<torch::Tensor> tensors;
   RETURN_IF_ERROR(Guarded("outputs", [&] {
-    for (const std::vector<HostTensor>& output : outputs) tensors.push_back(CopyOf(output.front()));
+    for (std::vector<HostTensor>& output : outputs) tensors.push_back(Adopt(std::move(output.front())));
   }));
   return tensors;
 }
 
 absl::StatusOr<torch::Tensor> ReadStateTensor(Engine& engine, std::string_view parameter, StateKind kind) {
-  ASSIGN_OR_RETURN(const HostTensor value, engine.ReadState(parameter, kind));
+  ASSIGN_OR_RETURN(HostTensor value, engine.ReadState(parameter, kind));
   torch::Tensor tensor;
-  RETURN_IF_ERROR(Guarded("a parameter's state", [&] { tensor = CopyOf(value); }));
+  RETURN_IF_ERROR(Guarded("a parameter's state", [&] { tensor = Adopt(std::move(value)); }));
   return tensor;
 }
 
 absl::Status WriteStateTensor(Engine& engine, std::string_view parameter, StateKind kind,
                               const torch::Tensor& value) {
   torch::Tensor values;
-  RETURN_IF_ERROR(Guarded("value of a parameter's state", [&] {
+  const absl::Status converted = Guarded("value of a parameter's state", [&] {
     TORCH_CHECK(value.defined(), "an undefined tensor");
     values = value.detach().to(torch::kCPU, torch::kFloat32).contiguous();
-  }));
+  });
+  if (!converted.ok()) {
+    // The other ranks make this call as well, and must hear of it.
+    TensorView none;
+    none.type = ElementType::kBool;
+    const absl::Status refused = engine.WriteState(parameter, kind, none);
+    const bool wrong = absl::IsInvalidArgument(refused) && !absl::IsResourceExhausted(converted);
+    return wrong ? absl::InvalidArgumentError(converted.message()) : converted;
+  }
   return engine.WriteState(parameter, kind, ViewOf(values));
 }
 

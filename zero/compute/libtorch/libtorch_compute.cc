@@ -55,8 +55,10 @@ absl::StatusOr<Measured> LibTorchCompute::Measure(const ComputeSetup& setup, con
   if (model_.blocks.empty() || model_.stages.empty())
     return absl::InvalidArgumentError("a model needs at least one block and one stage");
   setup_ = setup;
-  ASSIGN_OR_RETURN(measured_,
-                   MeasureModel(model_, TensorsOf(example), setup.weights, options, *setup.device));
+  measured_ = MeasuredModel();  // of a call before
+  TensorBatch tensors;
+  RETURN_IF_ERROR(Guarded("the example batch", [&] { tensors = TensorsOf(example); }));
+  ASSIGN_OR_RETURN(measured_, MeasureModel(model_, tensors, setup.weights, options, *setup.device));
   Measured measured;
   measured.identity = model_.identity;
   measured.graph = measured_.graph;
@@ -65,9 +67,10 @@ absl::StatusOr<Measured> LibTorchCompute::Measure(const ComputeSetup& setup, con
   measured.disturbed = measured_.disturbed;
   measured.sample_bytes = measured_.sample_bytes;
   if (measured_.busiest.stage >= 0) {
-    measured.sample =
-        [this, example,
-         run = BusiestStage(model_, measured_, TensorsOf(example), setup.weights, *setup.device)] { run(); };
+    measured.sample = [this, example,
+                       run = BusiestStage(model_, measured_, tensors, setup.weights, *setup.device)] {
+      run();
+    };
   }
   return measured;
 }
@@ -86,6 +89,9 @@ absl::StatusOr<std::unique_ptr<InitialReader>> LibTorchCompute::Initial(tiering:
 absl::Status LibTorchCompute::Begin(const PassInfo& pass, std::vector<Batch> batches) {
   pass_ = pass;
   const size_t count = batches.size();
+  // What a pass that failed has left goes before the new batches come.
+  for (auto& saved : saved_) saved.clear();
+  flowing_.clear();
   batches_.clear();
   held_ = std::move(batches);
   const absl::Status status = Guarded("batches", [&] {
@@ -94,6 +100,7 @@ absl::Status LibTorchCompute::Begin(const PassInfo& pass, std::vector<Batch> bat
       batches_.push_back({ToDevice(*setup_.device, host.inputs), ToDevice(*setup_.device, host.targets)});
     }
   });
+  if (setup_.device->has_own_memory()) held_.clear();
   batches_.resize(count);
   for (auto& saved : saved_) saved.assign(count, Saved());
   flowing_.assign(count, torch::Tensor());
@@ -225,8 +232,9 @@ absl::StatusOr<std::vector<std::vector<HostTensor>>> LibTorchCompute::Outputs() 
   std::vector<std::vector<HostTensor>> outputs;
   absl::Status copied;
   RETURN_IF_ERROR(Guarded("outputs", [&] {
-    for (const torch::Tensor& output : outputs_) {
+    for (torch::Tensor& output : outputs_) {
       absl::StatusOr<HostTensor> value = HostTensorOf(ToHost(*setup_.device, output));
+      output = torch::Tensor();
       copied.Update(value.status());
       if (value.ok()) outputs.emplace_back().push_back(*std::move(value));
     }
