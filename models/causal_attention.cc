@@ -127,4 +127,11 @@ Tensor CausalAttention(const Tensor& q, const Tensor& k, const Tensor& v, double
   return group == 1 ? out.squeeze(1) : out.reshape({q.size(0), length, v.size(2)});
 }
 
+Tensor AttentionOfLast(const Tensor& q, const Tensor& k, const Tensor& v, double scale) {
+  const int64_t rows = q.size(1), key_heads = k.size(0), group = q.size(0) / key_heads;
+  const Tensor scaled = (q * scale).reshape({key_heads, group * rows, q.size(2)});
+  const Tensor out = InOnePiece(scaled, k, v, group, /*dropout=*/0);
+  return out.reshape({q.size(0), rows, v.size(2)});
+}
+
 }  // namespace penstock::models

@@ -37,6 +37,10 @@ inline constexpr int64_t kWholeLength = 256;
 at::Tensor CausalAttention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,
                            double dropout = 0);
 
+// The same of the last positions alone, without gradients: q is [heads, rows, depth] of the last `rows` of
+// the positions that k and v [key heads, seen, depth] have, in any strides; the result [heads, rows, depth].
+at::Tensor AttentionOfLast(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale);
+
 }  // namespace penstock::models
 
 #endif  // PENSTOCK_MODELS_CAUSAL_ATTENTION_H_

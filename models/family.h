@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "models/decoder.h"
 #include "models/layout.h"
 
 namespace penstock::zero {
@@ -47,6 +48,9 @@ class LanguageModel {
   virtual nlohmann::ordered_json ToPublished() const = 0;
 
   virtual std::shared_ptr<const LanguageModel> WithVocabulary(int64_t vocabulary) const = 0;
+
+  // The same function, for generation with a cache.
+  virtual std::unique_ptr<const Decoder> MakeDecoder() const = 0;
 
   // Same family, same function, same shapes.
   bool operator==(const LanguageModel& other) const { return ToJson() == other.ToJson(); }

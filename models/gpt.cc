@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <map>
+#include <memory>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -85,16 +86,20 @@ torch::Tensor Normalize(const torch::Tensor& x, const torch::Tensor& weight, con
 }
 
 // NAME.weight and NAME.bias.
-torch::Tensor Norm(const DescribedModule& block, const std::string& name, const torch::Tensor& x,
-                   double epsilon) {
+template <typename Block>
+torch::Tensor Norm(const Block& block, const std::string& name, const torch::Tensor& x, double epsilon) {
   return Normalize(x, block.Get(name + ".weight"), block.Get(name + ".bias"), epsilon);
+}
+
+torch::Tensor AtPositions(const torch::Tensor& tokens, const torch::Tensor& positions, torch::Dtype type) {
+  return (tokens.to(torch::kFloat32) + positions.to(torch::kFloat32)).to(type);
 }
 
 torch::Tensor Embed(const GptConfig& config, const DescribedModule& block, const torch::Tensor& ids) {
   const torch::Tensor tokens = block.Get("wte"), positions = block.Get("wpe");
   // In fp32, so that the gradients of a token that occurs often are not summed in bf16.
-  torch::Tensor x = torch::embedding(tokens.to(torch::kFloat32), ids);
-  x = (x + positions.slice(0, 0, ids.size(1)).to(torch::kFloat32)).to(tokens.scalar_type());
+  const torch::Tensor rows = torch::embedding(tokens.to(torch::kFloat32), ids);
+  const torch::Tensor x = AtPositions(rows, positions.slice(0, 0, ids.size(1)), tokens.scalar_type());
   const double dropout = config.embedding_dropout;
   return dropout > 0 ? torch::dropout(x, dropout, block.is_training()) : x;
 }
@@ -104,34 +109,43 @@ torch::Tensor Logits(const GptConfig& config, const DescribedModule& block, cons
 }
 
 // `index`: of the layer, from 0. One module computes all of them in turn.
-torch::Tensor Attention(const GptConfig& config, const DescribedModule& block, const torch::Tensor& x,
-                        int64_t index) {
-  const int64_t heads = config.heads;
-  const int64_t batch = x.size(0), length = x.size(1), width = x.size(2), depth = width / heads;
-  torch::Tensor qkv = block.Linear("attn.c_attn", x).view({batch, length, 3, heads, depth});
-  if (config.attention_in_fp32) qkv = qkv.to(torch::kFloat32);
-  auto head = [&](int64_t i) {
-    return qkv.select(2, i).transpose(1, 2).reshape({batch * heads, length, depth});
-  };
-  double scale = config.scales_attention ? 1.0 / std::sqrt(static_cast<double>(depth)) : 1.0;
-  if (config.scales_attention_by_layer) scale /= static_cast<double>(index + 1);
-  const double dropout = block.is_training() ? config.attention_dropout : 0;
-  const torch::Tensor mixed =
-      CausalAttention(head(0), head(1), head(2), scale, dropout).view({batch, heads, length, depth});
-  return block.Linear("attn.c_proj",
-                      mixed.to(x.scalar_type()).transpose(1, 2).reshape({batch, length, width}));
+double ScaleOf(const GptConfig& config, int64_t index) {
+  const auto depth = static_cast<double>(config.width / config.heads);
+  const double scale = config.scales_attention ? 1.0 / std::sqrt(depth) : 1.0;
+  return config.scales_attention_by_layer ? scale / static_cast<double>(index + 1) : scale;
 }
 
-torch::Tensor Layer(const GptConfig& config, const DescribedModule& block, const torch::Tensor& x,
-                    int64_t index) {
-  const auto dropped = [&](const torch::Tensor& t) {
-    return config.dropout > 0 ? torch::dropout(t, config.dropout, block.is_training()) : t;
-  };
-  const torch::Tensor y =
-      x + dropped(Attention(config, block, Norm(block, "ln_1", x, config.epsilon), index));
+// One layer, in training and in generation. `block` has the weights, in the order of their description;
+// `attend` makes [..., width] of the queries, keys and values in [..., 3 * width]; `dropped` is dropout.
+template <typename Block, typename Attend, typename Dropped>
+torch::Tensor Layer(const GptConfig& config, Block& block, const torch::Tensor& x, Attend attend,
+                    Dropped dropped) {
+  const torch::Tensor mixed = attend(block.Linear("attn.c_attn", Norm(block, "ln_1", x, config.epsilon)));
+  const torch::Tensor y = x + dropped(block.Linear("attn.c_proj", mixed));
   const torch::Tensor inner =
       Activate(config.activation, block.Linear("mlp.c_fc", Norm(block, "ln_2", y, config.epsilon)));
   return y + dropped(block.Linear("mlp.c_proj", inner));
+}
+
+// Of whole sequences: x is [batch, length, width].
+torch::Tensor TrainedLayer(const GptConfig& config, const DescribedModule& block, const torch::Tensor& x,
+                           int64_t index) {
+  const int64_t heads = config.heads;
+  const int64_t batch = x.size(0), length = x.size(1), width = x.size(2), depth = width / heads;
+  const auto attend = [&](const torch::Tensor& joined) {
+    torch::Tensor qkv = joined.view({batch, length, 3, heads, depth});
+    if (config.attention_in_fp32) qkv = qkv.to(torch::kFloat32);
+    const auto head = [&](int64_t i) {
+      return qkv.select(2, i).transpose(1, 2).reshape({batch * heads, length, depth});
+    };
+    const double dropout = block.is_training() ? config.attention_dropout : 0;
+    const torch::Tensor mixed = CausalAttention(head(0), head(1), head(2), ScaleOf(config, index), dropout)
+                                    .view({batch, heads, length, depth});
+    return mixed.to(x.scalar_type()).transpose(1, 2).reshape({batch, length, width});
+  };
+  return Layer(config, block, x, attend, [&](const torch::Tensor& t) {
+    return config.dropout > 0 ? torch::dropout(t, config.dropout, block.is_training()) : t;
+  });
 }
 
 // Every parameter of the model, once.
@@ -386,7 +400,7 @@ zero::Model MakeGpt(const GptConfig& config, Head head) {
     const BlockDescription& block = blocks[static_cast<size_t>(i) + 1];
     model.AddStage(block.name, AddBlock(block, &model),
                    [config, i](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
-                     return Layer(config, *module.as<DescribedModule>(), x, i);
+                     return TrainedLayer(config, *module.as<DescribedModule>(), x, i);
                    });
   }
   if (head == Head::kLoss) {
@@ -409,6 +423,46 @@ zero::Model MakeGpt(const GptConfig& config, Head head) {
 
 namespace {
 
+class GptDecoder : public Decoder {
+ public:
+  explicit GptDecoder(const GptConfig& config) : config_(config) {}
+
+  DecoderShape shape() const override {
+    return {.layers = config_.layers,
+            .width = config_.width,
+            .inner = config_.Inner(),
+            .vocab = config_.vocab,
+            .heads = config_.heads,
+            .key_heads = config_.heads,
+            .depth = config_.width / config_.heads,
+            .token_table = "wte",
+            .position_table = "wpe",
+            .matrices_before_attention = 1,
+            .head_block = 0,
+            .head = "wte"};
+  }
+  std::vector<BlockDescription> Blocks() const override { return Describe(config_); }
+
+  torch::Tensor Embed(const torch::Tensor& tokens, const torch::Tensor& positions) const override {
+    return AtPositions(tokens, positions, tokens.scalar_type());
+  }
+  torch::Tensor Layer(int64_t layer, BlockAccess& block, const torch::Tensor& x,
+                      const torch::Tensor& /*positions*/) const override {
+    const auto attend = [&](const torch::Tensor& joined) {
+      const torch::Tensor qkv = joined.view({x.size(0), 3, config_.heads, config_.width / config_.heads});
+      return block.Attend(qkv.select(1, 0), qkv.select(1, 1), qkv.select(1, 2), ScaleOf(config_, layer),
+                          config_.attention_in_fp32);
+    };
+    return models::Layer(config_, block, x, attend, [](const torch::Tensor& t) { return t; });
+  }
+  torch::Tensor Logits(BlockAccess& block, const torch::Tensor& x) const override {
+    return block.Linear("wte", Norm(block, "ln_f", x, config_.epsilon)).to(torch::kFloat32);
+  }
+
+ private:
+  const GptConfig config_;
+};
+
 class Gpt : public LanguageModel {
  public:
   explicit Gpt(const GptConfig& config) : config_(config) {}
@@ -416,6 +470,9 @@ class Gpt : public LanguageModel {
   int64_t vocabulary() const override { return config_.vocab; }
   int64_t context() const override { return config_.context; }
   int64_t usual_length() const override { return config_.context; }
+  std::unique_ptr<const Decoder> MakeDecoder() const override {
+    return std::make_unique<GptDecoder>(config_);
+  }
   ModelLayout Layout() const override { return LayoutOfGpt(config_); }
   zero::Model Make(Head head) const override { return MakeGpt(config_, head); }
   nlohmann::json ToJson() const override { return config_.ToJson(); }

@@ -301,51 +301,79 @@ Tensor Normalize(const Tensor& x, const Tensor& weight, double epsilon) {
   return weight * (wide * scale).to(x.scalar_type());
 }
 
-// Cosine and sine of every position's angles: [length, 1, depth / 2], of x's type.
-std::pair<Tensor, Tensor> Angles(const std::vector<float>& frequencies, const Tensor& x) {
+// Cosine and sine of the angles of each position [n]: [n, 1, depth / 2], of x's type.
+std::pair<Tensor, Tensor> Angles(const std::vector<float>& frequencies, const Tensor& positions,
+                                 const Tensor& x) {
   const auto pairs = static_cast<int64_t>(frequencies.size());
   Tensor each = torch::empty({1, pairs}, torch::kFloat32);
   std::copy(frequencies.begin(), frequencies.end(), each.data_ptr<float>());
-  const auto fp32 = x.options().dtype(torch::kFloat32);
-  const Tensor angles = torch::arange(x.size(1), fp32).unsqueeze(1) * each.to(x.device());
+  const Tensor angles = positions.to(torch::kFloat32).unsqueeze(1) * each.to(x.device());
   return {angles.cos().unsqueeze(1).to(x.scalar_type()), angles.sin().unsqueeze(1).to(x.scalar_type())};
 }
 
-// x: [batch, length, heads, depth]. The halves of a head are the pairs' first and second elements.
+// x: [..., n, heads, depth]. The halves of a head are the pairs' first and second elements.
 Tensor Turn(const Tensor& x, const std::pair<Tensor, Tensor>& angles) {
-  const int64_t half = x.size(3) / 2;
-  const Tensor a = x.narrow(3, 0, half), b = x.narrow(3, half, half);
+  const int64_t half = x.size(-1) / 2;
+  const Tensor a = x.narrow(-1, 0, half), b = x.narrow(-1, half, half);
   const auto& [cosine, sine] = angles;
-  return torch::cat({a * cosine - b * sine, b * cosine + a * sine}, 3);
+  return torch::cat({a * cosine - b * sine, b * cosine + a * sine}, -1);
 }
 
-Tensor Attention(const Function& f, const DescribedModule& block, const Tensor& x) {
+// One layer, in training and in generation. `block` has the weights, in the order of their description.
+// `arrange` is applied to queries, keys and values [..., heads, depth]; `attend` makes [..., heads * depth]
+// of the three.
+template <typename Block, typename Arrange, typename Attend>
+Tensor Attention(const Function& f, Block& block, const Tensor& x, const Tensor& positions, Arrange arrange,
+                 Attend attend) {
   const LlamaConfig& c = f.config;
-  const int64_t batch = x.size(0), length = x.size(1);
-  const std::pair<Tensor, Tensor> angles = Angles(f.frequencies, x);
+  const std::pair<Tensor, Tensor> angles = Angles(f.frequencies, positions, x);
   const auto heads = [&](const char* projection, int64_t count, const char* norm) {
-    Tensor y = block.Linear(projection, x).view({batch, length, count, c.depth});
+    std::vector<int64_t> sizes = x.sizes().vec();
+    sizes.back() = count;
+    sizes.push_back(c.depth);
+    Tensor y = block.Linear(projection, x).view(sizes);
     if (norm != nullptr) {
       if (c.qk_norm) y = Normalize(y, block.Get(norm), c.epsilon);
       y = Turn(y, angles);
     }
-    return y.transpose(1, 2).reshape({batch * count, length, c.depth});
+    return arrange(y);
   };
   const Tensor q = heads("self_attn.q_proj", c.heads, "self_attn.q_norm.weight");
   const Tensor k = heads("self_attn.k_proj", c.key_heads, "self_attn.k_norm.weight");
   const Tensor v = heads("self_attn.v_proj", c.key_heads, nullptr);
-  const double dropout = block.is_training() ? c.attention_dropout : 0;
-  const double scale = 1.0 / std::sqrt(static_cast<double>(c.depth));
-  const Tensor mixed = CausalAttention(q, k, v, scale, dropout).view({batch, c.heads, length, c.depth});
-  return block.Linear("self_attn.o_proj", mixed.transpose(1, 2).reshape({batch, length, c.heads * c.depth}));
+  return block.Linear("self_attn.o_proj", attend(q, k, v));
 }
 
-Tensor Layer(const Function& f, const DescribedModule& block, const Tensor& x) {
+template <typename Block, typename Arrange, typename Attend>
+Tensor Layer(const Function& f, Block& block, const Tensor& x, const Tensor& positions, Arrange arrange,
+             Attend attend) {
   const double epsilon = f.config.epsilon;
-  const Tensor y = x + Attention(f, block, Normalize(x, block.Get("input_layernorm.weight"), epsilon));
+  const Tensor input = Normalize(x, block.Get("input_layernorm.weight"), epsilon);
+  const Tensor y = x + Attention(f, block, input, positions, arrange, attend);
   const Tensor z = Normalize(y, block.Get("post_attention_layernorm.weight"), epsilon);
-  const Tensor gated = torch::silu(block.Linear("mlp.gate_proj", z)) * block.Linear("mlp.up_proj", z);
+  // Matrices may come one by one: each is asked for in a statement of its own.
+  Tensor gated = torch::silu(block.Linear("mlp.gate_proj", z));
+  gated = gated * block.Linear("mlp.up_proj", z);
   return y + block.Linear("mlp.down_proj", gated);
+}
+
+double ScaleOf(const LlamaConfig& c) { return 1.0 / std::sqrt(static_cast<double>(c.depth)); }
+
+// Of whole sequences: x is [batch, length, width].
+Tensor TrainedLayer(const Function& f, const DescribedModule& block, const Tensor& x) {
+  const LlamaConfig& c = f.config;
+  const int64_t batch = x.size(0), length = x.size(1);
+  const Tensor positions = torch::arange(length, x.options().dtype(torch::kFloat32));
+  const auto arrange = [&](const Tensor& y) {
+    return y.transpose(1, 2).reshape({batch * y.size(2), length, c.depth});
+  };
+  const auto attend = [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+    const double dropout = block.is_training() ? c.attention_dropout : 0;
+    const Tensor mixed =
+        CausalAttention(q, k, v, ScaleOf(c), dropout).view({batch, c.heads, length, c.depth});
+    return mixed.transpose(1, 2).reshape({batch, length, c.heads * c.depth});
+  };
+  return Layer(f, block, x, positions, arrange, attend);
 }
 
 // The padding token's embedding is not learned, as in transformers; -1: there is none.
@@ -363,10 +391,50 @@ Tensor Embed(const DescribedModule& block, const Tensor& ids, int64_t padding) {
   return torch::embedding(tokens.to(torch::kFloat32), ids, padding).to(tokens.scalar_type());
 }
 
-Tensor Logits(const LlamaConfig& c, const DescribedModule& block, const Tensor& x) {
+template <typename Block>
+Tensor Logits(const LlamaConfig& c, Block& block, const Tensor& x) {
   const Tensor normal = Normalize(x, block.Get("norm.weight"), c.epsilon);
   return block.Linear(c.tied ? "embed_tokens" : "lm_head", normal).to(torch::kFloat32);
 }
+
+class LlamaDecoder : public Decoder {
+ public:
+  explicit LlamaDecoder(const LlamaConfig& config)
+      : function_{config, config.rope.Frequencies(config.depth)} {}
+
+  DecoderShape shape() const override {
+    const LlamaConfig& c = function_.config;
+    return {.layers = c.layers,
+            .width = c.width,
+            .inner = c.inner,
+            .vocab = c.vocab,
+            .heads = c.heads,
+            .key_heads = c.key_heads,
+            .depth = c.depth,
+            .token_table = "embed_tokens.weight",
+            .position_table = "",
+            .matrices_before_attention = 3,
+            .head_block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
+            .head = c.tied ? "embed_tokens.weight" : "lm_head.weight"};
+  }
+  std::vector<BlockDescription> Blocks() const override { return Describe(function_.config); }
+
+  Tensor Embed(const Tensor& tokens, const Tensor& /*positions*/) const override { return tokens; }
+  Tensor Layer(int64_t /*layer*/, BlockAccess& block, const Tensor& x,
+               const Tensor& positions) const override {
+    return models::Layer(
+        function_, block, x, positions, [](const Tensor& y) { return y; },
+        [&](const Tensor& q, const Tensor& k, const Tensor& v) {
+          return block.Attend(q, k, v, ScaleOf(function_.config), /*wide=*/false);
+        });
+  }
+  Tensor Logits(BlockAccess& block, const Tensor& x) const override {
+    return models::Logits(function_.config, block, x);
+  }
+
+ private:
+  const Function function_;
+};
 
 class Llama : public LanguageModel {
  public:
@@ -383,6 +451,9 @@ class Llama : public LanguageModel {
     return DescribeLlama(config);
   }
 
+  std::unique_ptr<const Decoder> MakeDecoder() const override {
+    return std::make_unique<LlamaDecoder>(config_);
+  }
   ModelLayout Layout() const override {
     ModelLayout layout = LayoutOf(Describe(config_));
     layout.prefix = kPrefix;
@@ -406,7 +477,7 @@ class Llama : public LanguageModel {
       const BlockDescription& block = blocks[static_cast<size_t>(i)];
       model.AddStage(block.name, AddBlock(block, &model),
                      [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
-                       return Layer(*f, *module.as<DescribedModule>(), x);
+                       return TrainedLayer(*f, *module.as<DescribedModule>(), x);
                      });
     }
     const int last = config_.tied ? embedding : AddBlock(blocks.back(), &model);
