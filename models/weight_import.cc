@@ -25,8 +25,13 @@ constexpr const char* kSingle = "model.safetensors";
 constexpr const char* kIndex = "model.safetensors.index.json";
 constexpr uint64_t kMostIndexBytes = uint64_t{64} << 20;
 
-absl::Status Wrong(const std::string& path, const std::string& why) {
-  return absl::InvalidArgumentError(absl::StrCat("--init-from ", path, ": ", why));
+// `given`: the flag and the path.
+absl::Status Wrong(const std::string& given, const std::string& why) {
+  return absl::InvalidArgumentError(absl::StrCat(given, ": ", why));
+}
+
+std::string Given(const std::string& label, const std::string& path) {
+  return absl::StrCat(label, " ", path);
 }
 
 bool IsDirectory(const std::string& path) {
@@ -46,14 +51,14 @@ std::string DirectoryOf(const std::string& path) {
 }
 
 // The file that `path` means.
-absl::StatusOr<std::string> MainFile(const std::string& path) {
-  if (!Exists(path)) return Wrong(path, "no such file or directory");
+absl::StatusOr<std::string> MainFile(const std::string& path, const std::string& given) {
+  if (!Exists(path)) return Wrong(given, "no such file or directory");
   if (!IsDirectory(path)) return path;
   for (const char* name : {kIndex, kSingle}) {
     const std::string file = absl::StrCat(path, "/", name);
     if (Exists(file)) return file;
   }
-  return Wrong(path, absl::StrCat("neither ", kSingle, " nor ", kIndex, " in there"));
+  return Wrong(given, absl::StrCat("neither ", kSingle, " nor ", kIndex, " in there"));
 }
 
 absl::StatusOr<nlohmann::json> ReadJson(const std::string& given, const std::string& path) {
@@ -84,9 +89,10 @@ bool HasWeights(const std::string& directory) {
 }
 
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
-  ASSIGN_OR_RETURN(std::string file, MainFile(path));
+  const std::string given = Given("--init-from", path);
+  ASSIGN_OR_RETURN(std::string file, MainFile(path, given));
   const std::string beside = absl::StrCat(DirectoryOf(path), "/config.json");
-  if (Exists(beside)) return ReadJson(path, beside);
+  if (Exists(beside)) return ReadJson(given, beside);
   if (absl::EndsWith(file, ".json")) return nlohmann::json();
   ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsReader> reader, swap::SafetensorsReader::Open(file));
   const auto config = reader->metadata().find("config");
@@ -97,20 +103,26 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
 
 absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path,
                                                                  ModelLayout layout) {
-  std::unique_ptr<WeightImport> import(new WeightImport(path, std::move(layout)));
-  ASSIGN_OR_RETURN(std::string main, MainFile(path));
+  return Open(path, std::move(layout), "--init-from");
+}
+
+absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path, ModelLayout layout,
+                                                                 const std::string& label) {
+  const std::string given = Given(label, path);
+  std::unique_ptr<WeightImport> import(new WeightImport(given, std::move(layout)));
+  ASSIGN_OR_RETURN(std::string main, MainFile(path, given));
   std::map<std::string, std::set<std::string>> names;  // by file; empty: whatever is in there
   if (absl::EndsWith(main, ".json")) {
-    ASSIGN_OR_RETURN(const nlohmann::json index, ReadJson(path, main));
+    ASSIGN_OR_RETURN(const nlohmann::json index, ReadJson(given, main));
     const auto map = index.find("weight_map");
     if (map == index.end() || !map->is_object() || map->empty()) {
-      return Wrong(path, absl::StrCat(main, " has no weight_map"));
+      return Wrong(given, absl::StrCat(main, " has no weight_map"));
     }
     for (const auto& [name, file] : map->items()) {
       // Files beside the index and nowhere else, whoever wrote it.
       if (!file.is_string() || file.get<std::string>().empty() ||
           file.get<std::string>().find('/') != std::string::npos) {
-        return Wrong(path, absl::StrCat("weight_map has no file name for ", name));
+        return Wrong(given, absl::StrCat("weight_map has no file name for ", name));
       }
       names[absl::StrCat(DirectoryOf(main), "/", file.get<std::string>())].insert(name);
     }
@@ -120,15 +132,15 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::stri
   std::map<std::string, Source> there;
   for (const auto& [file, wanted] : names) {
     absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(file);
-    if (absl::IsNotFound(reader.status())) return Wrong(path, absl::StrCat(file, " is missing"));
+    if (absl::IsNotFound(reader.status())) return Wrong(given, absl::StrCat(file, " is missing"));
     if (!reader.ok()) return reader.status();
     for (const swap::TensorInfo& info : (*reader)->tensors()) {
       if (!wanted.empty() && wanted.count(info.name) == 0) continue;
       const bool added = there.emplace(import->WithoutPrefix(info.name), Source{reader->get(), &info}).second;
-      if (!added) return Wrong(path, absl::StrCat("two tensors of the name ", info.name));
+      if (!added) return Wrong(given, absl::StrCat("two tensors of the name ", info.name));
     }
     for (const std::string& name : wanted) {
-      if ((*reader)->Find(name) == nullptr) return Wrong(path, absl::StrCat(file, " has no tensor ", name));
+      if ((*reader)->Find(name) == nullptr) return Wrong(given, absl::StrCat(file, " has no tensor ", name));
     }
     import->files_.push_back(std::move(*reader));
   }

@@ -41,9 +41,23 @@ class WeightImport {
  public:
   // Opens every file and finds every tensor of the model; reads no weights but to compare a tied embedding.
   static absl::StatusOr<std::unique_ptr<WeightImport>> Open(const std::string& path, ModelLayout layout);
+  // `label`: the words that errors begin with, instead of --init-from.
+  static absl::StatusOr<std::unique_ptr<WeightImport>> Open(const std::string& path, ModelLayout layout,
+                                                            const std::string& label);
 
   // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters.
   absl::Status Read(int block, int64_t first, int64_t elements, float* to);
+
+  // Where tensor `i` of the layout lies, for who reads it in place.
+  struct Place {
+    std::string path;
+    uint64_t offset = 0;  // in the file
+    swap::Dtype dtype = swap::Dtype::kF32;
+  };
+  Place PlaceOf(size_t i) const {
+    return {sources_[i].file->path(), sources_[i].file->data_start() + sources_[i].info->offset,
+            sources_[i].info->dtype};
+  }
 
  private:
   struct Source {
@@ -61,7 +75,7 @@ class WeightImport {
   // Elements [from, from + n) of the file's tensor into values().
   absl::Status Load(const Source& source, int64_t from, int64_t n);
 
-  const std::string path_;
+  const std::string path_;  // with the label before it
   const ModelLayout layout_;
   std::vector<std::unique_ptr<swap::SafetensorsReader>> files_;
   std::vector<Source> sources_;  // parallel to layout_.tensors

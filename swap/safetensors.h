@@ -108,6 +108,9 @@ class SafetensorsReader {
   const std::vector<TensorInfo>& tensors() const { return tensors_; }  // in the order of their data
   const TensorInfo* Find(std::string_view name) const;                 // null if there is none
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  const std::string& path() const { return path_; }
+  // Where the first byte behind the header is, in the file.
+  uint64_t data_start() const { return data_start_; }
 
   // Bytes [offset, offset + out.size()) of a tensor. kInvalidArgument if that is beyond its end.
   absl::Status Read(const TensorInfo& tensor, uint64_t offset, std::span<std::byte> out) const;
