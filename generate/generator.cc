@@ -1,0 +1,403 @@
+#include "generate/generator.h"
+
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <chrono>
+#include <list>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
+#include "base/status_macros.h"
+#include "generate/pass.h"
+#include "generate/stream.h"
+#include "zero/compute/libtorch/tensor_allocator.h"
+#include "zero/memory/tensor_memory.h"
+
+namespace penstock::generate {
+namespace {
+
+using kernels::DType;
+
+constexpr size_t kMeasuredUnits = 24;
+constexpr int kMeasuredTurns = 3;
+constexpr uint64_t kTableShare = 64;  // a table of at most this part of the budget is kept
+
+double Now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+absl::StatusOr<std::unique_ptr<aio::Engine>> MakeEngine(const aio::Arena* arena,
+                                                        const std::function<void(const std::string&)>& log) {
+  aio::EngineOptions options;
+  options.arenas = {arena};
+  options.log = [log](std::string_view line) {
+    if (log) log(std::string(line));
+  };
+  return aio::Engine::Create(std::move(options));
+}
+
+absl::StatusOr<std::unique_ptr<aio::Arena>> MakeArena(uint64_t bytes) {
+  aio::ArenaOptions options;
+  options.bytes = bytes;
+  return aio::Arena::Create(options);
+}
+
+GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayout& layout,
+                        const MatrixOrder& order, const WeightSource& source, uint64_t budget) {
+  GenerationSizes sizes;
+  sizes.decoder = decoder.shape();
+  const DType type = ComputeType(source, order.all);
+  sizes.element_bytes = type == DType::kFp32 ? 4 : 2;
+  sizes.cache = {.layers = sizes.decoder.layers,
+                 .record_bytes = static_cast<uint64_t>(2 * sizes.decoder.key_heads * sizes.decoder.depth *
+                                                       sizes.element_bytes)};
+  for (const WeightUnit& unit : source.units()) {
+    sizes.units.push_back(unit.bytes);
+    for (const WeightPart& part : unit.parts) {
+      const models::PublishedTensor& matrix = layout.tensors[static_cast<size_t>(part.tensor)];
+      sizes.largest_part = std::max(sizes.largest_part, part.elements);
+      sizes.largest_part_rows =
+          std::max(sizes.largest_part_rows,
+                   source.turned(part.tensor) ? matrix.rows : part.elements / matrix.columns + 1);
+      sizes.converts = sizes.converts || source.type(part.tensor) != type;
+    }
+  }
+  sizes.kept_bytes = KeptTensors::BytesOf(decoder, layout, type, budget / kTableShare);
+  sizes.scratch_bytes = source.scratch_bytes();
+  return sizes;
+}
+
+// How fast the units come, and how long a group's products take.
+absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::span<std::byte> memory,
+                     GenerationWish* wish) {
+  const size_t units = std::min(kMeasuredUnits, sizes.units.size());
+  const uint64_t slot = source->largest_unit_bytes();
+  const size_t slots = std::max<size_t>(1, memory.size() / slot);
+  std::vector<UnitRead> reads(slots);
+  absl::Status status;
+  uint64_t bytes = 0;
+  const double begin = Now();
+  for (size_t i = 0; i < units + slots; ++i) {
+    UnitRead& read = reads[i % slots];
+    if (read.pending) status.Update(source->Finish(&read));
+    if (i >= units || !status.ok()) continue;
+    // Spread over the model, so that no cache of the drive has them.
+    const size_t unit = i * sizes.units.size() / units;
+    status.Update(source->Start(unit, memory.data() + i % slots * slot, &read));
+    bytes += sizes.units[unit];
+  }
+  if (!status.ok()) return status;
+  wish->drive_bytes_per_second = static_cast<double>(bytes) / std::max(Now() - begin, 1e-6);
+
+  const torch::NoGradGuard no_grad;
+  const int64_t rows = wish->batch.value_or(wish->sequences) == 1 ? 1 : kGroupRows;
+  const int64_t columns = sizes.decoder.width;
+  const auto type = sizes.element_bytes == 2 ? torch::kBFloat16 : torch::kFloat32;
+  const int64_t outs = std::max<int64_t>(
+      1, static_cast<int64_t>(std::min<uint64_t>(slot, uint64_t{8} << 20)) / (columns * sizes.element_bytes));
+  try {
+    const torch::Tensor x = torch::ones({rows, columns}, type), w = torch::ones({outs, columns}, type);
+    double best = 1e9;
+    for (int turn = 0; turn < kMeasuredTurns; ++turn) {
+      const double from = Now();
+      (void)torch::linear(x, w);
+      best = std::min(best, Now() - from);
+    }
+    uint64_t all = 0;
+    for (const uint64_t unit : sizes.units) all += unit;
+    wish->group_seconds = best * static_cast<double>(all) / static_cast<double>(w.nbytes());
+  } catch (const c10::Error& error) {
+    return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
+  }
+  return absl::OkStatus();
+}
+
+struct Sequence {
+  GenerationRequest request;
+  std::vector<int64_t> tokens;  // prompt, then text
+  int64_t past = 0;             // positions in the cache
+  int slot = 0;
+  models::TextSampler sampler;
+
+  Sequence(GenerationRequest from, int of_slot, const models::SamplingOptions& sampling)
+      : request(std::move(from)), tokens(request.prompt), slot(of_slot), sampler(sampling, request.seed) {}
+  int64_t prompt() const { return static_cast<int64_t>(request.prompt.size()); }
+  int64_t made() const { return static_cast<int64_t>(tokens.size()) - prompt(); }
+  bool decodes() const { return past >= prompt(); }
+};
+
+}  // namespace
+
+const char* FinishName(Finish finish) {
+  return finish == Finish::kEnd ? "end" : finish == Finish::kStop ? "stop" : "length";
+}
+
+class Generator::Impl {
+ public:
+  Impl(std::shared_ptr<const models::LanguageModel> model, GeneratorOptions options)
+      : model_(std::move(model)),
+        options_(std::move(options)),
+        decoder_(model_->MakeDecoder()),
+        layout_(model_->Layout()),
+        order_(OrderOf(*decoder_, layout_)) {}
+
+  absl::Status Open(const OpenWeights& open) {
+    ASSIGN_OR_RETURN(plan_, Generator::Plan(*model_, open, &options_));
+    const uint64_t arena = plan_.ring_bytes + plan_.scratch_bytes + plan_.cache_bytes + plan_.resident_bytes;
+    ASSIGN_OR_RETURN(arena_, MakeArena(arena));
+    ASSIGN_OR_RETURN(engine_, MakeEngine(arena_.get(), options_.log));
+    ASSIGN_OR_RETURN(source_, open(engine_.get(), order_.all));
+    limit_.emplace(static_cast<int64_t>(plan_.tensor_bytes));
+    zero::TensorMemory::ResetPeak();
+    const DType type = ComputeType(*source_, order_.all);
+    ASSIGN_OR_RETURN(ring_, arena_->Allocate(plan_.ring_bytes));
+    ASSIGN_OR_RETURN(scratch_, arena_->Allocate(plan_.scratch_bytes));
+    std::vector<std::byte*> homes(plan_.resident.size(), nullptr);
+    if (plan_.resident_bytes > 0) {
+      ASSIGN_OR_RETURN(resident_, arena_->Allocate(plan_.resident_bytes));
+      std::byte* next = resident_.data();
+      for (size_t i = 0; i < homes.size(); ++i) {
+        if (!plan_.resident[i]) continue;
+        homes[i] = next;
+        next += source_->units()[i].bytes;
+      }
+    }
+    const GenerationSizes sizes = SizesOf(*decoder_, layout_, order_, *source_, options_.wish.budget_bytes);
+    if (plan_.cache == CachePlace::kHost) {
+      cache_ = KvCache::InHostMemory(sizes.cache, arena_.get(), plan_.cache_bytes);
+    } else {
+      ASSIGN_OR_RETURN(cache_,
+                       KvCache::OnDrive(sizes.cache, engine_.get(), arena_.get(), options_.cache_directory,
+                                        static_cast<int>(plan_.batch), options_.wish.positions));
+    }
+    ASSIGN_OR_RETURN(kept_, KeptTensors::Load(*decoder_, layout_, source_.get(), type,
+                                              options_.wish.budget_bytes / kTableShare,
+                                              {scratch_.data(), scratch_.bytes()}));
+    stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
+                                       std::span(ring_.data(), ring_.bytes()), std::move(homes));
+    runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
+                                           stream_.get(), cache_.get(), type, plan_.group_rows);
+    return absl::OkStatus();
+  }
+
+  absl::Status Run(const GenerationCallbacks& callbacks) {
+    const double begin = Now() - stats_.seconds;
+    while (true) {
+      if (callbacks.cancelled && callbacks.cancelled()) return absl::CancelledError("generate: interrupted");
+      RETURN_IF_ERROR(Admit(callbacks));
+      if (active_.empty()) return absl::OkStatus();
+      const double pass_begin = Now();
+      const uint64_t read_before = ReadBytes();
+      const int64_t tokens_before = stats_.tokens;
+      const bool decodes = std::all_of(active_.begin(), active_.end(),
+                                       [](const Sequence& sequence) { return sequence.decodes(); });
+      RETURN_IF_ERROR(Pass(callbacks));
+      stats_.seconds = Now() - begin;
+      if (decodes && stats_.passes > 1) {
+        stats_.decode_seconds += Now() - pass_begin;
+        stats_.decode_tokens += stats_.tokens - tokens_before;
+        stats_.decode_read_bytes += ReadBytes() - read_before;
+        ++stats_.decode_passes;
+      }
+      if (callbacks.progress) callbacks.progress(stats());
+    }
+  }
+
+  GenerationStats stats() const {
+    GenerationStats stats = stats_;
+    stats.active = static_cast<int64_t>(active_.size());
+    stats.weight_read_bytes = stream_->stats().weight_bytes + source_->rows_bytes();
+    stats.cache_read_bytes = cache_->read_bytes();
+    stats.cache_written_bytes = cache_->written_bytes();
+    stats.wait_seconds = stream_->stats().wait_seconds;
+    stats.peak_tensor_bytes = zero::TensorMemory::Stats().peak_bytes;
+    return stats;
+  }
+  const GenerationPlan& plan() const { return plan_; }
+  const GenerationWish& wish() const { return options_.wish; }
+  std::string backend_name() const { return engine_->backend_name(); }
+
+ private:
+  uint64_t ReadBytes() const {
+    return stream_->stats().weight_bytes + source_->rows_bytes() + cache_->read_bytes();
+  }
+
+  // Fills the places that are free with sequences that wait.
+  absl::Status Admit(const GenerationCallbacks& callbacks) {
+    while (static_cast<int64_t>(active_.size()) < plan_.batch) {
+      if (!waiting_.has_value() && !exhausted_) {
+        ASSIGN_OR_RETURN(waiting_, callbacks.next());
+        exhausted_ = !waiting_.has_value();
+        if (waiting_.has_value()) RETURN_IF_ERROR(Check(*waiting_));
+      }
+      if (!waiting_.has_value()) return absl::OkStatus();
+      const int64_t positions = static_cast<int64_t>(waiting_->prompt.size()) + waiting_->tokens;
+      const std::optional<int> slot = cache_->Take(positions);
+      if (!slot.has_value()) {
+        PENSTOCK_CHECK(!active_.empty(), "the cache is planned for the longest sequence");
+        return absl::OkStatus();
+      }
+      active_.emplace_back(*std::move(waiting_), *slot, options_.sampling);
+      waiting_.reset();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Check(const GenerationRequest& request) const {
+    const auto prompt = static_cast<int64_t>(request.prompt.size());
+    const bool fits = prompt >= 1 && prompt <= options_.wish.prompt && request.tokens >= 1 &&
+                      prompt + request.tokens <= options_.wish.positions;
+    for (const int64_t token : request.prompt) {
+      if (token >= 0 && token < model_->vocabulary()) continue;
+      return absl::InvalidArgumentError(absl::StrCat("sequence ", request.id, ": token ", token,
+                                                     " is not one of the model's ", model_->vocabulary()));
+    }
+    if (fits) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat("sequence ", request.id, ": ", prompt, " tokens and ",
+                                                   request.tokens, " more do not fit into the ",
+                                                   options_.wish.positions, " positions planned for"));
+  }
+
+  // The shares of the next pass: those that decode first, then prompts in the order of their coming, as much
+  // as a pass takes. `of`: the sequence of each share.
+  std::vector<Share> NextShares(std::vector<Sequence*>* of) {
+    std::vector<Share> shares;
+    for (Sequence& sequence : active_) {
+      if (!sequence.decodes()) continue;
+      shares.push_back({sequence.slot, sequence.past, {sequence.tokens.back()}, true, true});
+      of->push_back(&sequence);
+    }
+    int64_t room = plan_.prompt_rows;
+    for (Sequence& sequence : active_) {
+      if (sequence.decodes() || room <= 0) continue;
+      const int64_t left = sequence.prompt() - sequence.past;
+      const int64_t count = left <= room ? left : room / kChunkRows * kChunkRows;
+      if (count == 0) break;
+      const auto from = sequence.tokens.begin() + sequence.past;
+      shares.push_back({sequence.slot, sequence.past, {from, from + count}, false, count == left});
+      of->push_back(&sequence);
+      room -= count;
+    }
+    return shares;
+  }
+
+  // Whether a pass comes after this one, as far as can be known before its tokens are.
+  bool GoesOn(const std::vector<Sequence*>& of, const std::vector<Share>& shares) const {
+    if (waiting_.has_value() || of.size() < active_.size()) return true;
+    for (size_t i = 0; i < of.size(); ++i) {
+      if (!shares[i].wants_logits || of[i]->made() + 1 < of[i]->request.tokens) return true;
+    }
+    return false;
+  }
+
+  absl::Status Pass(const GenerationCallbacks& callbacks) {
+    std::vector<Sequence*> of;
+    const std::vector<Share> shares = NextShares(&of);
+    if (!start_appended_) runner_->AppendStart();
+    runner_->AppendRest(shares);
+    // The drive goes on over the end of this pass: the weights that the next one begins with do not depend on
+    // the tokens that this one makes.
+    start_appended_ = GoesOn(of, shares);
+    if (start_appended_) runner_->AppendStart();
+    ASSIGN_OR_RETURN(torch::Tensor logits, runner_->Run(shares));
+    logits = logits.contiguous();
+    const auto vocabulary = static_cast<size_t>(logits.size(1));
+    const float* row = logits.data_ptr<float>();
+    ++stats_.passes;
+    for (size_t i = 0; i < shares.size(); ++i) {
+      const auto count = static_cast<int64_t>(shares[i].tokens.size());
+      of[i]->past += count;
+      if (!shares[i].decodes) stats_.prompt_tokens += count;
+      if (!shares[i].wants_logits) continue;
+      RETURN_IF_ERROR(Take(callbacks, of[i], {row, vocabulary}));
+      row += vocabulary;
+    }
+    return absl::OkStatus();
+  }
+
+  // One more token of a sequence, which may be its last.
+  absl::Status Take(const GenerationCallbacks& callbacks, Sequence* sequence, std::span<const float> logits) {
+    const int64_t token = sequence->sampler.Next(logits, sequence->tokens);
+    sequence->tokens.push_back(token);
+    ++stats_.tokens;
+    std::optional<Finish> finish;
+    if (std::find(options_.ends.begin(), options_.ends.end(), token) != options_.ends.end()) {
+      finish = Finish::kEnd;
+    } else if (callbacks.token(sequence->request.id, token)) {
+      finish = Finish::kStop;
+    } else if (sequence->made() >= sequence->request.tokens) {
+      finish = Finish::kLength;
+    }
+    if (!finish.has_value()) return absl::OkStatus();
+    const int64_t id = sequence->request.id;
+    cache_->Give(sequence->slot);
+    active_.remove_if([sequence](const Sequence& each) { return &each == sequence; });
+    ++stats_.finished;
+    return callbacks.finished(id, *finish);
+  }
+
+  // Destroyed from the last to the first.
+  const std::shared_ptr<const models::LanguageModel> model_;
+  GeneratorOptions options_;
+  const std::unique_ptr<const models::Decoder> decoder_;
+  const models::ModelLayout layout_;
+  const MatrixOrder order_;
+  GenerationPlan plan_;
+  std::unique_ptr<aio::Arena> arena_;
+  std::unique_ptr<aio::Engine> engine_;
+  std::unique_ptr<WeightSource> source_;
+  std::optional<zero::TensorMemoryLimit> limit_;
+  aio::Region ring_, scratch_, resident_;
+  std::unique_ptr<KvCache> cache_;
+  std::unique_ptr<KeptTensors> kept_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<PassRunner> runner_;
+
+  std::list<Sequence> active_;
+  std::optional<GenerationRequest> waiting_;
+  bool exhausted_ = false;
+  bool start_appended_ = false;
+  GenerationStats stats_;
+};
+
+Generator::Generator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Generator::~Generator() = default;
+
+absl::StatusOr<GenerationPlan> Generator::Plan(const models::LanguageModel& model, const OpenWeights& open,
+                                               GeneratorOptions* options) {
+  zero::InstallTensorAllocator();
+  const std::unique_ptr<const models::Decoder> decoder = model.MakeDecoder();
+  const models::ModelLayout layout = model.Layout();
+  const MatrixOrder order = OrderOf(*decoder, layout);
+  // As much as the least ring has, or as much of the budget as measuring may take.
+  constexpr uint64_t kMeasuringBytes = uint64_t{32} << 20;
+  ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> arena,
+                   MakeArena(std::clamp<uint64_t>(options->wish.budget_bytes / 2, 4096, kMeasuringBytes)));
+  ASSIGN_OR_RETURN(const std::unique_ptr<aio::Engine> engine, MakeEngine(arena.get(), options->log));
+  ASSIGN_OR_RETURN(const std::unique_ptr<WeightSource> source, open(engine.get(), order.all));
+  const GenerationSizes sizes = SizesOf(*decoder, layout, order, *source, options->wish.budget_bytes);
+  // Whether the budget holds it at all, before anything is read.
+  RETURN_IF_ERROR(PlanGeneration(sizes, options->wish).status());
+  if (source->largest_unit_bytes() <= arena->bytes()) {
+    RETURN_IF_ERROR(Measure(source.get(), sizes, {arena->data(), arena->bytes()}, &options->wish));
+  }
+  return PlanGeneration(sizes, options->wish);
+}
+
+absl::StatusOr<std::unique_ptr<Generator>> Generator::Create(
+    std::shared_ptr<const models::LanguageModel> model, const OpenWeights& open, GeneratorOptions options) {
+  auto impl = std::make_unique<Impl>(std::move(model), std::move(options));
+  RETURN_IF_ERROR(impl->Open(open));
+  return std::unique_ptr<Generator>(new Generator(std::move(impl)));
+}
+
+const GenerationPlan& Generator::plan() const { return impl_->plan(); }
+const GenerationWish& Generator::wish() const { return impl_->wish(); }
+std::string Generator::backend_name() const { return impl_->backend_name(); }
+absl::Status Generator::Run(const GenerationCallbacks& callbacks) { return impl_->Run(callbacks); }
+GenerationStats Generator::stats() const { return impl_->stats(); }
+
+}  // namespace penstock::generate

@@ -1,0 +1,108 @@
+// Text from a model larger than memory: many sequences at once, each weight read once a pass for all of them.
+//
+//   ASSIGN_OR_RETURN(auto generator, Generator::Create(model, open_weights, options));
+//   callbacks.next = ...;  callbacks.token = ...;  callbacks.finished = ...;
+//   RETURN_IF_ERROR(generator->Run(callbacks));
+//
+// A pass takes the next token of each sequence that decodes, and pieces of the prompts of those that begin.
+// Between passes, sequences that ended give their places to those that wait. The tokens of a sequence depend
+// on its prompt, its seed and the options for sampling; not on the budget, on what is resident, on where keys
+// and values live, or on the others (one exception: GeneratorOptions::wish.batch).
+//
+// Memory: the budget bounds the arena and LibTorch's tensors together. Not counted: code, stacks, scratch of
+// oneDNN and BLAS, what the callbacks hold, the tokens themselves.
+//
+// Threads: one; LibTorch's own compute. Errors: kFailedPrecondition: the budget is too small; as
+// generate/weight_source.h and aio/engine.h.
+#ifndef PENSTOCK_GENERATE_GENERATOR_H_
+#define PENSTOCK_GENERATE_GENERATOR_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/engine.h"
+#include "generate/memory_plan.h"
+#include "generate/weight_source.h"
+#include "models/family.h"
+#include "models/text_sampler.h"
+
+namespace penstock::generate {
+
+// Opens the weights over an engine, for the matrices of a pass.
+using OpenWeights =
+    std::function<absl::StatusOr<std::unique_ptr<WeightSource>>(aio::Engine*, std::span<const int> uses)>;
+
+struct GeneratorOptions {
+  // Budget, batch, place of the cache, and what is known of the sequences: positions and prompt are limits.
+  // The rates are measured. A batch of 1, or a single sequence, computes products of one row: its last bits
+  // may differ from those of a larger batch.
+  GenerationWish wish;
+  models::SamplingOptions sampling;
+  std::vector<int64_t> ends;  // tokens that end a text
+  std::string cache_directory = ".";
+  std::function<void(const std::string&)> log;  // fallbacks of the I/O engine; one line each
+};
+
+struct GenerationRequest {
+  int64_t id = 0;
+  std::vector<int64_t> prompt;  // at least one, at most wish.prompt
+  int64_t tokens = 1;           // to be made, at most; prompt and these at most wish.positions
+  uint64_t seed = 0;
+};
+
+enum class Finish : uint8_t { kEnd, kStop, kLength };  // a token that ends; the caller; as many as asked for
+const char* FinishName(Finish finish);                 // "end", "stop", "length"
+
+struct GenerationStats {
+  int64_t passes = 0, prompt_tokens = 0, tokens = 0, finished = 0, active = 0;
+  uint64_t weight_read_bytes = 0, cache_read_bytes = 0, cache_written_bytes = 0;
+  double seconds = 0;         // in Run
+  double wait_seconds = 0;    // of those, for the drive
+  double decode_seconds = 0;  // in passes without prompts, but for the first pass
+  int64_t decode_tokens = 0, decode_passes = 0;
+  uint64_t decode_read_bytes = 0;
+  int64_t peak_tensor_bytes = 0, io_errors_retried = 0;
+};
+
+struct GenerationCallbacks {
+  // The next sequence; nullopt: there is none any more.
+  std::function<absl::StatusOr<std::optional<GenerationRequest>>()> next;
+  // A token was made, which is not one of `ends`; true: the text is to end with it.
+  std::function<bool(int64_t id, int64_t token)> token;
+  std::function<absl::Status(int64_t id, Finish finish)> finished;
+  std::function<void(const GenerationStats&)> progress;  // after each pass; may be empty
+  std::function<bool()> cancelled;                       // asked before each pass; may be empty
+};
+
+class Generator {
+ public:
+  // Opens, measures and plans; reads what stays in memory. kFailedPrecondition: the budget.
+  static absl::StatusOr<std::unique_ptr<Generator>> Create(std::shared_ptr<const models::LanguageModel> model,
+                                                           const OpenWeights& open, GeneratorOptions options);
+  // The same without memory for it: what Create would plan.
+  static absl::StatusOr<GenerationPlan> Plan(const models::LanguageModel& model, const OpenWeights& open,
+                                             GeneratorOptions* options);
+  ~Generator();
+
+  const GenerationPlan& plan() const;
+  const GenerationWish& wish() const;  // with the rates measured
+  std::string backend_name() const;
+  // Until there is no next sequence and all are finished. kCancelled: callbacks.cancelled said so.
+  absl::Status Run(const GenerationCallbacks& callbacks);
+  GenerationStats stats() const;
+
+ private:
+  class Impl;
+  explicit Generator(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace penstock::generate
+
+#endif  // PENSTOCK_GENERATE_GENERATOR_H_

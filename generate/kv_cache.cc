@@ -1,0 +1,198 @@
+#include "generate/kv_cache.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "base/check.h"
+#include "base/status_macros.h"
+
+namespace penstock::generate {
+namespace {
+
+constexpr uint64_t kSector = 4096;
+constexpr uint64_t kLeastPageBytes = uint64_t{32} << 10;
+constexpr uint64_t kWriteBytes = uint64_t{256} << 10;  // of one write, where a page is not longer
+constexpr uint64_t kWrites = 8;                        // in flight at once
+
+uint64_t Padded(uint64_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
+
+uint64_t WriteBytes(const CacheGeometry& geometry) {
+  const uint64_t page = geometry.page_bytes();
+  return std::max(kWriteBytes / page, uint64_t{1}) * page;
+}
+
+}  // namespace
+
+int64_t CacheGeometry::page_records() const {
+  const uint64_t whole = kSector / std::gcd(kSector, record_bytes);  // records that fill whole sectors
+  const uint64_t bytes = whole * record_bytes;
+  return static_cast<int64_t>(whole * ((kLeastPageBytes + bytes - 1) / bytes));
+}
+
+uint64_t CacheGeometry::host_bytes(int64_t positions) const {
+  return Padded(static_cast<uint64_t>(positions) * record_bytes) * static_cast<uint64_t>(layers);
+}
+
+uint64_t CacheGeometry::file_bytes(int64_t positions) const {
+  return static_cast<uint64_t>(positions / page_records()) * page_bytes() * static_cast<uint64_t>(layers);
+}
+
+uint64_t CacheGeometry::tail_bytes() const { return page_bytes() * static_cast<uint64_t>(layers); }
+
+uint64_t KvCache::StagingBytes(const CacheGeometry& geometry) { return kWrites * WriteBytes(geometry); }
+
+std::unique_ptr<KvCache> KvCache::InHostMemory(const CacheGeometry& geometry, aio::Arena* arena,
+                                               uint64_t bytes) {
+  std::unique_ptr<KvCache> cache(new KvCache(geometry));
+  cache->arena_ = arena;
+  cache->host_limit_ = bytes;
+  return cache;
+}
+
+absl::StatusOr<std::unique_ptr<KvCache>> KvCache::OnDrive(const CacheGeometry& geometry, aio::Engine* engine,
+                                                          aio::Arena* arena, const std::string& directory,
+                                                          int slots, int64_t positions) {
+  std::unique_ptr<KvCache> cache(new KvCache(geometry));
+  cache->engine_ = engine;
+  cache->arena_ = arena;
+  cache->file_positions_ = positions;
+  cache->slots_.resize(static_cast<size_t>(slots));
+  aio::FileOptions options;
+  options.path = directory + "/keys and values";
+  options.nameless = true;
+  options.size = std::max(geometry.file_bytes(positions) * static_cast<uint64_t>(slots), kSector);
+  ASSIGN_OR_RETURN(cache->file_, aio::File::Open(options));
+  ASSIGN_OR_RETURN(cache->tails_, arena->Allocate(geometry.tail_bytes() * static_cast<uint64_t>(slots)));
+  ASSIGN_OR_RETURN(cache->staging_, arena->Allocate(StagingBytes(geometry)));
+  for (uint64_t i = 0; i < kWrites; ++i)
+    cache->writes_.emplace_back().memory = cache->staging_.data() + i * WriteBytes(geometry);
+  return cache;
+}
+
+KvCache::~KvCache() {
+  // Nobody reads it any more: how the last writes ended is of no matter.
+  for (Write& write : writes_) Settle(&write).IgnoreError();
+}
+
+std::optional<int> KvCache::Take(int64_t positions) {
+  if (on_drive()) {
+    PENSTOCK_CHECK(positions <= file_positions_, "a sequence longer than its cache's slots");
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (slots_[i].taken) continue;
+      slots_[i].taken = true;
+      return static_cast<int>(i);
+    }
+    return std::nullopt;
+  }
+  const uint64_t bytes = geometry_.host_bytes(positions);
+  if (host_used_ + bytes > host_limit_) return std::nullopt;
+  absl::StatusOr<aio::Region> region = arena_->Allocate(bytes);
+  if (!region.ok()) return std::nullopt;  // in pieces now: what is given back joins them
+  auto free = std::find_if(slots_.begin(), slots_.end(), [](const Slot& slot) { return !slot.taken; });
+  if (free == slots_.end()) free = slots_.insert(slots_.end(), Slot{});
+  free->taken = true;
+  free->positions = positions;
+  free->host = *std::move(region);
+  host_used_ += bytes;
+  return static_cast<int>(free - slots_.begin());
+}
+
+void KvCache::Give(int slot) {
+  Slot& given = slots_[static_cast<size_t>(slot)];
+  PENSTOCK_CHECK(given.taken, "a cache's slot is given back twice");
+  given.taken = false;
+  if (on_drive()) return;
+  host_used_ -= geometry_.host_bytes(given.positions);
+  given.host.Release();
+}
+
+std::byte* KvCache::Records(int slot, int64_t layer) const {
+  const Slot& of = slots_[static_cast<size_t>(slot)];
+  const uint64_t layer_bytes = geometry_.host_bytes(of.positions) / static_cast<uint64_t>(geometry_.layers);
+  return of.host.data() + layer_bytes * static_cast<uint64_t>(layer);
+}
+
+uint64_t KvCache::OffsetOf(int slot, int64_t layer, int64_t position) const {
+  const uint64_t slot_bytes = geometry_.file_bytes(file_positions_);
+  return slot_bytes * static_cast<uint64_t>(slot) +
+         slot_bytes / static_cast<uint64_t>(geometry_.layers) * static_cast<uint64_t>(layer) +
+         static_cast<uint64_t>(position) * geometry_.record_bytes;
+}
+
+std::byte* KvCache::Tail(int slot, int64_t layer) const {
+  return tails_.data() + geometry_.tail_bytes() * static_cast<uint64_t>(slot) +
+         geometry_.page_bytes() * static_cast<uint64_t>(layer);
+}
+
+CacheRead KvCache::ReadOf(int slot, int64_t layer, int64_t past, int64_t count) const {
+  const auto all = static_cast<uint64_t>(past + count);
+  return {slot, layer, past, count, Padded(all * geometry_.record_bytes)};
+}
+
+absl::StatusOr<bool> KvCache::StartRead(const CacheRead& read, std::byte* memory, aio::Request* request) {
+  const int64_t whole = read.past / geometry_.page_records() * geometry_.page_records();
+  if (whole == 0) return false;
+  for (Write& write : writes_) {
+    if (write.slot == read.slot && write.layer == read.layer) RETURN_IF_ERROR(Settle(&write));
+  }
+  const uint64_t bytes = static_cast<uint64_t>(whole) * geometry_.record_bytes;
+  request->PrepareRead(*file_, OffsetOf(read.slot, read.layer, 0), memory, bytes);
+  request->set_priority(aio::Priority::kPrefetch);
+  RETURN_IF_ERROR(engine_->Submit(request));
+  read_bytes_ += bytes;
+  return true;
+}
+
+void KvCache::Complete(const CacheRead& read, std::byte* memory) const {
+  const int64_t whole = read.past / geometry_.page_records() * geometry_.page_records();
+  std::memcpy(memory + static_cast<uint64_t>(whole) * geometry_.record_bytes, Tail(read.slot, read.layer),
+              static_cast<uint64_t>(read.past - whole) * geometry_.record_bytes);
+}
+
+absl::Status KvCache::Settle(Write* write) {
+  if (!write->pending) return absl::OkStatus();
+  write->pending = false;
+  return engine_->Wait(&write->request);
+}
+
+absl::Status KvCache::Keep(const CacheRead& read, const std::byte* memory) {
+  const int64_t page = geometry_.page_records(), all = read.past + read.count;
+  const int64_t from = read.past / page * page, whole = all / page * page;
+  const auto at = [&](int64_t position) {
+    return memory + static_cast<uint64_t>(position) * geometry_.record_bytes;
+  };
+  const auto run = static_cast<int64_t>(WriteBytes(geometry_) / geometry_.record_bytes);
+  for (int64_t first = from; first < whole; first += run)
+    RETURN_IF_ERROR(WritePages(read, first, std::min(first + run, whole), at(first)));
+  std::memcpy(Tail(read.slot, read.layer), at(whole),
+              static_cast<uint64_t>(all - whole) * geometry_.record_bytes);
+  return absl::OkStatus();
+}
+
+absl::Status KvCache::WritePages(const CacheRead& read, int64_t first, int64_t end,
+                                 const std::byte* records) {
+  Write& write = writes_[next_write_];
+  next_write_ = (next_write_ + 1) % writes_.size();
+  RETURN_IF_ERROR(Settle(&write));
+  const uint64_t bytes = static_cast<uint64_t>(end - first) * geometry_.record_bytes;
+  const uint64_t offset = OffsetOf(read.slot, read.layer, first);
+  // Of the sequence that had this slot before: two writes of one place have no order.
+  for (Write& other : writes_) {
+    if (other.pending && other.request.offset() < offset + bytes &&
+        offset < other.request.offset() + other.request.bytes())
+      RETURN_IF_ERROR(Settle(&other));
+  }
+  std::memcpy(write.memory, records, bytes);
+  write.slot = read.slot;
+  write.layer = read.layer;
+  write.request.PrepareWrite(*file_, offset, write.memory, bytes);
+  write.request.set_priority(aio::Priority::kWriteBehind);
+  RETURN_IF_ERROR(engine_->Submit(&write.request));
+  write.pending = true;
+  written_bytes_ += bytes;
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::generate

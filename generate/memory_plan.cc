@@ -1,0 +1,171 @@
+#include "generate/memory_plan.h"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <numeric>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tiering/plan/byte_size.h"
+
+namespace penstock::generate {
+namespace {
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+constexpr uint64_t kPages = 2 * kMiB;  // that an arena is rounded to
+constexpr uint64_t kComfortableRing = 64 * kMiB;
+constexpr int64_t kMostPromptRows = 512;  // beyond which processors, not drives, bound a pass
+constexpr int64_t kMostBatch = 256;
+constexpr uint64_t kTensorSlack = 4 * kMiB;
+
+uint64_t U(int64_t n) { return static_cast<uint64_t>(n); }
+int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What a pass of so many rows takes of LibTorch's memory, from above.
+uint64_t TensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64_t decoded, int64_t prompted,
+                     int64_t group) {
+  const models::DecoderShape& d = s.decoder;
+  const uint64_t e = U(s.element_bytes);
+  const uint64_t mixed = U(d.heads * d.depth), kept = U(d.key_heads * d.depth);
+  const uint64_t row = e * (6 * U(d.width) + 4 * mixed + 6 * kept + 4 * U(d.inner)) + 16 * U(d.width) +
+                       8 * std::max(mixed, U(d.inner));
+  const uint64_t rows = U(decoded + prompted) * row;
+  const int64_t at_once = std::max(group, std::min(kChunkRows, prompted));
+  const uint64_t product = 2 * e * U(at_once) * U(std::max(s.largest_part_rows, d.inner));
+  const uint64_t logits = U(decoded + group) * (U(d.vocab) * (e + 4) + 2 * e * U(d.width) + 8 * U(d.width));
+  const uint64_t attending = U(std::min(kAttentionRows, std::max<int64_t>(prompted, 1)));
+  const uint64_t wide = 4;  // scores may be in fp32
+  const uint64_t attention = U(wish.positions) * (attending * U(d.heads) * 3 * wide + 2 * kept * (e + wide)) +
+                             4 * attending * mixed * 4;
+  const uint64_t converted = s.converts ? 4 * U(s.largest_part) : 0;
+  return (rows + product + std::max(logits, attention) + converted) * 9 / 8 + s.kept_bytes + kTensorSlack;
+}
+
+uint64_t LargestUnit(const GenerationSizes& s) {
+  return s.units.empty() ? 0 : *std::max_element(s.units.begin(), s.units.end());
+}
+
+struct Candidate {
+  int64_t batch = 1;
+  CachePlace place = CachePlace::kHost;
+};
+
+GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const Candidate& candidate,
+                     uint64_t ring, int64_t prompt_rows) {
+  GenerationPlan plan;
+  plan.batch = candidate.batch;
+  plan.cache = candidate.place;
+  // By what was asked for, not by what fits: the same rows for every budget.
+  plan.group_rows = wish.batch.value_or(wish.sequences) == 1 || wish.sequences == 1 ? 1 : kGroupRows;
+  plan.prompt_rows = prompt_rows;
+  plan.ring_bytes = ring;
+  plan.scratch_bytes = s.scratch_bytes;
+  plan.cache_bytes = plan.cache == CachePlace::kHost
+                         ? U(plan.batch) * s.cache.host_bytes(wish.positions)
+                         : U(plan.batch) * s.cache.tail_bytes() + KvCache::StagingBytes(s.cache);
+  plan.tensor_bytes =
+      TensorBytes(s, wish, RoundUp(plan.batch, plan.group_rows), prompt_rows, plan.group_rows);
+  const uint64_t arena = plan.ring_bytes + plan.scratch_bytes + plan.cache_bytes;
+  plan.total_bytes = (arena + kPages - 1) / kPages * kPages + plan.tensor_bytes;
+  return plan;
+}
+
+// Spread evenly, so that the drive is as busy in every part of a pass.
+void ChooseResident(const GenerationSizes& s, uint64_t room, GenerationPlan* plan) {
+  const uint64_t all = std::accumulate(s.units.begin(), s.units.end(), uint64_t{0});
+  plan->resident.assign(s.units.size(), false);
+  plan->resident_bytes = 0;
+  const double share = all == 0 ? 1.0 : std::min(1.0, static_cast<double>(room) / static_cast<double>(all));
+  double due = 0;
+  for (size_t i = 0; i < s.units.size(); ++i) {
+    due += share * static_cast<double>(s.units[i]);
+    const bool fits = plan->resident_bytes + s.units[i] <= room;
+    if (!fits || (share < 1 && due < static_cast<double>(s.units[i]))) continue;
+    due -= static_cast<double>(s.units[i]);
+    plan->resident[i] = true;
+    plan->resident_bytes += s.units[i];
+  }
+  plan->pass_bytes = all - plan->resident_bytes;
+}
+
+void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPlan* plan) {
+  plan->cache_pass_bytes =
+      plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.file_bytes(wish.positions) : 0;
+  const double drive =
+      static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
+  const auto groups = static_cast<double>((plan->batch + plan->group_rows - 1) / plan->group_rows);
+  const double compute = groups * wish.group_seconds;
+  plan->drive_bound = drive >= compute;
+  plan->pass_seconds = std::max({drive, compute, 1e-6});
+}
+
+// The plan of one candidate; nullopt where the budget does not hold it.
+std::optional<GenerationPlan> PlanOf(const GenerationSizes& s, const GenerationWish& wish,
+                                     const Candidate& candidate) {
+  const uint64_t cache_item = candidate.place == CachePlace::kDrive
+                                  ? (U(wish.positions) * s.cache.record_bytes + 4095) / 4096 * 4096
+                                  : 0;
+  // With one place held in its middle, the next finds room at its end or its beginning.
+  const uint64_t least_ring = 3 * std::max(LargestUnit(s), cache_item);
+  const int64_t least_rows = std::min(kChunkRows, wish.prompt);
+  const int64_t most_rows =
+      std::min(kMostPromptRows, RoundUp(wish.prompt, kChunkRows) * std::min<int64_t>(candidate.batch, 4));
+  const GenerationPlan least = Fixed(s, wish, candidate, least_ring, least_rows);
+  if (least.total_bytes > wish.budget_bytes) return std::nullopt;
+  GenerationPlan plan = least;
+  // More rows and a longer ring as long as they take no more than a quarter of the budget each.
+  for (int64_t rows = std::max(most_rows, kChunkRows); rows >= kChunkRows; rows -= kChunkRows) {
+    const GenerationPlan more = Fixed(s, wish, candidate, least_ring, rows);
+    if (more.total_bytes > wish.budget_bytes ||
+        more.tensor_bytes - least.tensor_bytes > wish.budget_bytes / 4)
+      continue;
+    plan = more;
+    break;
+  }
+  const uint64_t left = wish.budget_bytes - plan.total_bytes;
+  const uint64_t longer = std::min(std::max(kComfortableRing, least_ring) - least_ring, left / 4);
+  plan = Fixed(s, wish, candidate, least_ring + longer / 4096 * 4096, plan.prompt_rows);
+  if (plan.total_bytes > wish.budget_bytes) plan = Fixed(s, wish, candidate, least_ring, plan.prompt_rows);
+  const uint64_t room = wish.budget_bytes - plan.total_bytes;
+  ChooseResident(s, room > kPages ? room - kPages : 0, &plan);
+  plan.total_bytes += plan.resident_bytes == 0 ? 0 : (plan.resident_bytes + kPages - 1) / kPages * kPages;
+  plan.least_bytes = least.total_bytes;
+  Predict(s, wish, &plan);
+  return plan;
+}
+
+}  // namespace
+
+absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, const GenerationWish& wish) {
+  std::vector<int64_t> batches;
+  if (wish.batch.has_value()) {
+    batches = {std::min(*wish.batch, std::max<int64_t>(wish.sequences, 1))};
+  } else {
+    for (int64_t b = 1; b < std::min(wish.sequences, kMostBatch); b *= 2) batches.push_back(b);
+    batches.push_back(std::max<int64_t>(1, std::min(wish.sequences, kMostBatch)));
+  }
+  std::optional<GenerationPlan> best;
+  uint64_t least = std::numeric_limits<uint64_t>::max();
+  for (const CachePlace place : {CachePlace::kHost, CachePlace::kDrive}) {
+    if (wish.cache != CachePlace::kAuto && wish.cache != place) continue;
+    for (const int64_t batch : batches) {
+      const std::optional<GenerationPlan> plan = PlanOf(sizes, wish, {batch, place});
+      if (!plan.has_value()) {
+        GenerationWish unbounded = wish;
+        unbounded.budget_bytes = std::numeric_limits<uint64_t>::max() / 8;
+        least = std::min(least, PlanOf(sizes, unbounded, {batch, place})->least_bytes);
+        continue;
+      }
+      // A larger batch, or a cache on the drive, has to gain something.
+      if (!best.has_value() || plan->tokens_per_second() > 1.02 * best->tokens_per_second()) best = plan;
+    }
+  }
+  if (best.has_value()) return *std::move(best);
+  const auto bytes = [](uint64_t n) { return tiering::FormatBytes(static_cast<int64_t>(n)); };
+  return absl::FailedPreconditionError(absl::StrCat("--host-memory ", bytes(wish.budget_bytes),
+                                                    " is too small: the least that works here is ",
+                                                    bytes(least), " (", least, " bytes)"));
+}
+
+}  // namespace penstock::generate

@@ -1,0 +1,81 @@
+// How a budget of host memory is divided for generation, and how many sequences are generated at once.
+//
+// A pass reads every weight that is not resident, and every sequence's keys and values that are not in
+// memory: it takes the longer of those reads and of what is computed. With a batch that is given, memory that
+// is left keeps weights. Else it goes to sequences until that gains no tokens a second: all weights are read
+// once for all of them.
+//
+// Pure numbers.
+#ifndef PENSTOCK_GENERATE_MEMORY_PLAN_H_
+#define PENSTOCK_GENERATE_MEMORY_PLAN_H_
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "generate/kv_cache.h"
+#include "models/decoder.h"
+
+namespace penstock::generate {
+
+// Rows of a product in decoding where there are several sequences: always so many, the last ones empty, so
+// that a sequence's bits do not depend on how many others there are.
+inline constexpr int64_t kGroupRows = 16;
+// Positions of a prompt that are computed at once: a prompt is cut at multiples of this, whatever the budget.
+inline constexpr int64_t kChunkRows = 128;
+// Of those, that attend at once.
+inline constexpr int64_t kAttentionRows = 32;
+
+enum class CachePlace : uint8_t { kAuto, kHost, kDrive };
+
+struct GenerationSizes {
+  models::DecoderShape decoder;
+  CacheGeometry cache;
+  int64_t element_bytes = 2;    // of the compute type
+  std::vector<uint64_t> units;  // bytes of each, in the order of use
+  uint64_t kept_bytes = 0;      // vectors and small tables, in the compute type
+  uint64_t scratch_bytes = 0;   // to read rows through
+  int64_t largest_part = 0;     // elements of a matrix that are used at once
+  int64_t largest_part_rows = 0;
+  bool converts = false;  // the compute type is not the stored one
+};
+
+struct GenerationWish {
+  uint64_t budget_bytes = 0;
+  std::optional<int64_t> batch;
+  CachePlace cache = CachePlace::kAuto;
+  int64_t sequences = 1;  // to be generated in all
+  int64_t positions = 1;  // of the longest, prompt and text
+  int64_t prompt = 1;     // positions of the longest prompt
+  double drive_bytes_per_second = 2e9;
+  double group_seconds = 0;  // that the products of one group of rows take in a whole pass
+};
+
+struct GenerationPlan {
+  int64_t batch = 1;
+  int64_t group_rows = 1;   // 1 or kGroupRows
+  int64_t prompt_rows = 0;  // of prompts in one pass, at most
+  CachePlace cache = CachePlace::kHost;
+  uint64_t ring_bytes = 0;
+  uint64_t cache_bytes = 0;  // in memory: of the cache, or of what a cache on a drive needs
+  uint64_t scratch_bytes = 0;
+  uint64_t tensor_bytes = 0;  // LibTorch's, at most
+  uint64_t resident_bytes = 0;
+  std::vector<bool> resident;     // by unit
+  uint64_t total_bytes = 0;       // all of these
+  uint64_t least_bytes = 0;       // the least budget for this batch and place
+  uint64_t pass_bytes = 0;        // of weights, read in each pass
+  uint64_t cache_pass_bytes = 0;  // of keys and values, read in each pass at the longest
+  double pass_seconds = 0;        // predicted, of decoding
+  bool drive_bound = true;
+
+  double tokens_per_second() const { return static_cast<double>(batch) / pass_seconds; }
+};
+
+// kFailedPrecondition: the budget is too small (says the least).
+absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, const GenerationWish& wish);
+
+}  // namespace penstock::generate
+
+#endif  // PENSTOCK_GENERATE_MEMORY_PLAN_H_

@@ -1,0 +1,477 @@
+#include "generate/pass.h"
+
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <numeric>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
+#include "base/status_macros.h"
+#include "models/causal_attention.h"
+
+namespace penstock::generate {
+namespace {
+
+using kernels::DType;
+using torch::Tensor;
+
+torch::Dtype TorchType(DType type) {
+  return type == DType::kFp32 ? torch::kFloat32 : type == DType::kBf16 ? torch::kBFloat16 : torch::kFloat16;
+}
+
+// A status on its way out through LibTorch's interfaces.
+struct StatusError : std::exception {
+  explicit StatusError(absl::Status what) : status(std::move(what)) {}
+  absl::Status status;
+};
+void OrThrow(absl::Status status) {
+  if (!status.ok()) throw StatusError(std::move(status));
+}
+template <typename T>
+T OrThrow(absl::StatusOr<T> value) {
+  if (!value.ok()) throw StatusError(value.status());
+  return *std::move(value);
+}
+
+int64_t Padded(int64_t rows, int64_t group) { return (rows + group - 1) / group * group; }
+
+bool IsMatrix(const models::ParameterDescription& parameter) { return parameter.columns > 0; }
+
+}  // namespace
+
+MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& layout) {
+  const models::DecoderShape shape = decoder.shape();
+  MatrixOrder order;
+  int number = 0, head = -1;
+  size_t block_number = 0;
+  for (const models::BlockDescription& block : decoder.Blocks()) {
+    const bool layer = block_number >= 1 && block_number <= static_cast<size_t>(shape.layers);
+    const size_t first = order.all.size();
+    for (const models::ParameterDescription& parameter : block.parameters) {
+      if (layer && IsMatrix(parameter)) order.all.push_back(number);
+      if (block_number == static_cast<size_t>(shape.head_block) && parameter.name == shape.head)
+        head = number;
+      ++number;
+    }
+    if (layer) order.before_attention.push_back(first + static_cast<size_t>(shape.matrices_before_attention));
+    ++block_number;
+  }
+  PENSTOCK_CHECK(head >= 0 && static_cast<size_t>(number) == layout.tensors.size(),
+                 "a decoder's description is its layout's");
+  order.all.push_back(head);
+  return order;
+}
+
+DType ComputeType(const WeightSource& source, std::span<const int> uses) {
+  const bool narrow =
+      std::all_of(uses.begin(), uses.end(), [&](int tensor) { return source.type(tensor) == DType::kBf16; });
+  return narrow ? DType::kBf16 : DType::kFp32;
+}
+
+// ---- What is kept.
+
+namespace {
+
+// Vectors, and tables of block 0 that are small; not the matrices that are only multiplied with.
+bool IsKept(const models::DecoderShape& shape, size_t block, const models::ParameterDescription& parameter,
+            uint64_t width, uint64_t table_bytes) {
+  if (!IsMatrix(parameter)) return true;
+  const bool table =
+      block == 0 && (parameter.name == shape.token_table || parameter.name == shape.position_table);
+  return table && static_cast<uint64_t>(parameter.elements()) * width <= table_bytes;
+}
+
+template <typename Visit>
+void ForKept(const models::Decoder& decoder, DType type, uint64_t table_bytes, Visit visit) {
+  const models::DecoderShape shape = decoder.shape();
+  const uint64_t width = type == DType::kFp32 ? 4 : 2;
+  int number = 0;
+  size_t block_number = 0;
+  for (const models::BlockDescription& block : decoder.Blocks()) {
+    for (const models::ParameterDescription& parameter : block.parameters) {
+      visit(static_cast<int>(block_number), parameter, number++,
+            IsKept(shape, block_number, parameter, width, table_bytes), width);
+    }
+    ++block_number;
+  }
+}
+
+}  // namespace
+
+uint64_t KeptTensors::BytesOf(const models::Decoder& decoder, const models::ModelLayout& /*layout*/,
+                              DType type, uint64_t table_bytes) {
+  uint64_t sum = 0;
+  ForKept(decoder, type, table_bytes,
+          [&](int, const models::ParameterDescription& parameter, int, bool kept, uint64_t width) {
+            // An allocation is rounded to whole cache lines.
+            if (kept) sum += (static_cast<uint64_t>(parameter.elements()) * width + 127) / 64 * 64;
+          });
+  return sum;
+}
+
+absl::StatusOr<std::unique_ptr<KeptTensors>> KeptTensors::Load(const models::Decoder& decoder,
+                                                               const models::ModelLayout& layout,
+                                                               WeightSource* source, DType type,
+                                                               uint64_t table_bytes,
+                                                               std::span<std::byte> scratch) {
+  auto result = std::make_unique<KeptTensors>();
+  result->layout_ = &layout;
+  result->source_ = source;
+  result->type_ = type;
+  result->scratch_ = scratch;
+  absl::Status status;
+  ForKept(decoder, type, table_bytes,
+          [&](int block, const models::ParameterDescription& parameter, int number, bool kept, uint64_t) {
+            result->numbers_.emplace(std::pair(block, parameter.name), number);
+            if (!kept || !status.ok()) return;
+            std::vector<int64_t> rows(IsMatrix(parameter) ? static_cast<size_t>(parameter.rows) : 1);
+            std::iota(rows.begin(), rows.end(), int64_t{0});
+            std::vector<int64_t> sizes = {parameter.rows};
+            if (IsMatrix(parameter)) sizes.push_back(parameter.columns);
+            absl::StatusOr<Tensor> read = result->Read(number, rows, std::move(sizes));
+            if (read.ok()) {
+              result->kept_.emplace(number, *std::move(read));
+            } else {
+              status = read.status();
+            }
+          });
+  if (!status.ok()) return status;
+  return result;
+}
+
+int KeptTensors::tensor(int block, std::string_view name) const {
+  const auto found = numbers_.find(std::pair(block, std::string(name)));
+  return found == numbers_.end() ? -1 : found->second;
+}
+
+absl::StatusOr<Tensor> KeptTensors::Read(int tensor, std::span<const int64_t> rows,
+                                         std::vector<int64_t> sizes) {
+  const DType stored = source_->type(tensor);
+  try {
+    Tensor raw = torch::empty(sizes, TorchType(stored));
+    RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, static_cast<std::byte*>(raw.data_ptr())));
+    return raw.to(TorchType(type_));
+  } catch (const c10::Error& error) {
+    return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
+  }
+}
+
+absl::StatusOr<Tensor> KeptTensors::Rows(int table, std::span<const int64_t> rows) {
+  if (const auto kept = kept_.find(table); kept != kept_.end()) {
+    const Tensor index = torch::from_blob(const_cast<int64_t*>(rows.data()),
+                                          {static_cast<int64_t>(rows.size())}, torch::kInt64);
+    return kept->second.index_select(0, index);
+  }
+  // Each row once, in order.
+  std::vector<int64_t> unique(rows.begin(), rows.end());
+  std::sort(unique.begin(), unique.end());
+  unique.erase(std::unique(unique.begin(), unique.end()), unique.end());
+  const int64_t columns = layout_->tensors[static_cast<size_t>(table)].columns;
+  ASSIGN_OR_RETURN(const Tensor read, Read(table, unique, {static_cast<int64_t>(unique.size()), columns}));
+  std::vector<int64_t> at;
+  for (const int64_t row : rows)
+    at.push_back(std::lower_bound(unique.begin(), unique.end(), row) - unique.begin());
+  return read.index_select(0, torch::tensor(at, torch::kInt64));
+}
+
+// ---- A pass.
+
+// Where the rows of a pass are, and which are multiplied together.
+struct PassRunner::Rows {
+  std::vector<int64_t> first;  // by share
+  int64_t decoded = 0;         // rows of those that decode, padded
+  int64_t all = 0;
+  std::vector<std::pair<int64_t, int64_t>> groups;  // first row and rows
+
+  Rows(const std::vector<Share>& shares, int64_t group) {
+    for (const Share& share : shares) {
+      if (share.decodes) first.push_back(decoded++);
+    }
+    decoded = Padded(decoded, group);
+    for (int64_t row = 0; row < decoded; row += group) groups.emplace_back(row, group);
+    all = decoded;
+    for (const Share& share : shares) {
+      if (share.decodes) continue;
+      first.push_back(all);
+      const auto count = static_cast<int64_t>(share.tokens.size());
+      // At multiples of kChunkRows of the sequence, wherever this piece of the prompt begins.
+      for (int64_t at = 0; at < count;) {
+        const int64_t rows = std::min(count - at, kChunkRows - (share.past + at) % kChunkRows);
+        groups.emplace_back(all + at, rows);
+        at += rows;
+      }
+      all += count;
+    }
+  }
+};
+
+// The weights of one block, as they come from the stream, and its layer's part of the cache.
+class PassRunner::Block : public models::BlockAccess {
+ public:
+  Block(PassRunner* runner, const std::vector<Share>* shares, const Rows* rows)
+      : runner_(*runner), shares_(*shares), rows_(*rows) {}
+
+  // `layer` -1: none.
+  void Enter(int block, int64_t layer) {
+    block_ = block;
+    layer_ = layer;
+  }
+  // Rows that are multiplied together from here on.
+  void set_groups(std::vector<std::pair<int64_t, int64_t>> groups) { groups_ = std::move(groups); }
+
+  Tensor Get(std::string_view name) const override {
+    const int tensor = runner_.kept_.tensor(block_, name);
+    TORCH_CHECK(tensor >= 0, "the block has no parameter ", std::string(name));
+    return runner_.kept_.vector(tensor);
+  }
+
+  Tensor Linear(std::string_view name, const Tensor& x) override {
+    int tensor = runner_.kept_.tensor(block_, absl::StrCat(std::string(name), ".weight"));
+    if (tensor < 0) tensor = runner_.kept_.tensor(block_, name);
+    TORCH_CHECK(tensor >= 0, "the block has no matrix ", std::string(name));
+    const models::PublishedTensor& matrix = runner_.layout_.tensors[static_cast<size_t>(tensor)];
+    Tensor y = torch::empty({x.size(0), matrix.rows}, x.options());
+    carried_ = 0;
+    for (int64_t done = 0; done < matrix.elements();) {
+      const WeightPart part = NextPart();
+      PENSTOCK_CHECK(part.tensor == tensor && part.first == done, "matrices come in the order of their use");
+      Multiply(part, matrix, x, &y);
+      done += part.elements;
+      OrThrow(DonePart());
+    }
+    const int bias = runner_.kept_.tensor(block_, absl::StrCat(std::string(name), ".bias"));
+    if (bias >= 0) y.add_(runner_.kept_.vector(bias));
+    return y;
+  }
+
+  Tensor Attend(const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool wide) override {
+    const int64_t heads = q.size(1), depth = q.size(2);
+    Tensor mixed = torch::zeros({q.size(0), heads * depth}, q.options());
+    for (size_t i = 0; i < shares_.size(); ++i) {
+      const Share& share = shares_[i];
+      const int64_t row = rows_.first[i], count = static_cast<int64_t>(share.tokens.size());
+      Stream::Item item;
+      std::byte* records = nullptr;
+      if (runner_.cache_.on_drive()) {
+        item = OrThrow(runner_.stream_.Next());
+        PENSTOCK_CHECK(item.is_cache && item.cache.slot == share.slot && item.cache.layer == layer_,
+                       "records come in the order of their use");
+        records = item.memory;
+      } else {
+        records = runner_.cache_.Records(share.slot, layer_);
+      }
+      const Tensor all = torch::from_blob(records, {share.past + count, 2, k.size(1), depth}, k.options());
+      const Tensor fresh = all.narrow(0, share.past, count);
+      fresh.select(1, 0).copy_(k.narrow(0, row, count));
+      fresh.select(1, 1).copy_(v.narrow(0, row, count));
+      AttendShare(share, q.narrow(0, row, count), all, scale, wide, mixed.narrow(0, row, count));
+      if (runner_.cache_.on_drive()) {
+        OrThrow(runner_.cache_.Keep(item.cache, records));
+        OrThrow(runner_.stream_.Release(item));
+      }
+    }
+    return mixed;
+  }
+
+ private:
+  // Pieces of at most kAttentionRows, cut at multiples of it.
+  static void AttendShare(const Share& share, const Tensor& q, const Tensor& records, double scale, bool wide,
+                          const Tensor& to) {
+    const auto type = wide ? torch::kFloat32 : q.scalar_type();
+    const auto count = static_cast<int64_t>(share.tokens.size());
+    for (int64_t at = 0; at < count;) {
+      const int64_t rows =
+          share.decodes ? 1 : std::min(count - at, kAttentionRows - (share.past + at) % kAttentionRows);
+      const Tensor seen = records.narrow(0, 0, share.past + at + rows);
+      const Tensor keys = seen.select(1, 0).transpose(0, 1).to(type);
+      const Tensor values = seen.select(1, 1).transpose(0, 1).to(type);
+      const Tensor queries = q.narrow(0, at, rows).transpose(0, 1).to(type);
+      const Tensor out = models::AttentionOfLast(queries, keys, values, scale);
+      to.narrow(0, at, rows).copy_(out.transpose(0, 1).reshape({rows, to.size(1)}));
+      at += rows;
+    }
+  }
+
+  WeightPart NextPart() {
+    if (!held_) {
+      unit_ = OrThrow(runner_.stream_.Next());
+      PENSTOCK_CHECK(!unit_.is_cache, "weights come in the order of their use");
+      held_ = true;
+      part_ = 0;
+    }
+    return runner_.source_.units()[unit_.unit].parts[part_];
+  }
+  absl::Status DonePart() {
+    if (++part_ < runner_.source_.units()[unit_.unit].parts.size()) return absl::OkStatus();
+    held_ = false;
+    return runner_.stream_.Release(unit_);
+  }
+
+  // The elements of a part in the compute type; in place where they are stored so.
+  Tensor Elements(const WeightPart& part) const {
+    const DType stored = runner_.source_.type(part.tensor);
+    const Tensor raw = torch::from_blob(unit_.memory + part.at, {part.elements}, TorchType(stored));
+    return stored == runner_.type_ ? raw : raw.to(TorchType(runner_.type_));
+  }
+
+  void Multiply(const WeightPart& part, const models::PublishedTensor& matrix, const Tensor& x, Tensor* y) {
+    const Tensor elements = Elements(part);
+    if (runner_.source_.turned(part.tensor)) {
+      PENSTOCK_CHECK(part.elements == matrix.elements(), "a turned matrix comes whole");
+      const Tensor whole = elements.view({matrix.columns, matrix.rows});
+      for (const auto& [first, rows] : groups_)
+        y->narrow(0, first, rows).copy_(torch::mm(x.narrow(0, first, rows), whole));
+      return;
+    }
+    const int64_t columns = matrix.columns;
+    int64_t at = 0;
+    if (carried_ > 0) {  // the rest of a row that the part before began
+      at = std::min(columns - carried_, part.elements);
+      carry_.narrow(0, carried_, at).copy_(elements.narrow(0, 0, at));
+      carried_ += at;
+      if (carried_ < columns) return;
+      MultiplyRows(carry_.view({1, columns}), (part.first + at) / columns - 1, x, y);
+      carried_ = 0;
+    }
+    const int64_t whole = (part.elements - at) / columns;
+    if (whole > 0) {
+      MultiplyRows(elements.narrow(0, at, whole * columns).view({whole, columns}),
+                   (part.first + at) / columns, x, y);
+    }
+    at += whole * columns;
+    if (at == part.elements) return;
+    carried_ = part.elements - at;
+    if (!carry_.defined() || carry_.size(0) != columns) carry_ = torch::empty({columns}, elements.options());
+    carry_.narrow(0, 0, carried_).copy_(elements.narrow(0, at, carried_));
+  }
+
+  void MultiplyRows(const Tensor& weights, int64_t first_row, const Tensor& x, Tensor* y) const {
+    for (const auto& [first, rows] : groups_) {
+      y->narrow(0, first, rows)
+          .narrow(1, first_row, weights.size(0))
+          .copy_(torch::linear(x.narrow(0, first, rows), weights));
+    }
+  }
+
+  PassRunner& runner_;
+  const std::vector<Share>& shares_;
+  const PassRunner::Rows& rows_;
+  std::vector<std::pair<int64_t, int64_t>> groups_;
+  int block_ = 0;
+  int64_t layer_ = -1;
+  Stream::Item unit_;
+  bool held_ = false;
+  size_t part_ = 0;
+  Tensor carry_;
+  int64_t carried_ = 0;
+};
+
+PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout,
+                       const MatrixOrder* order, WeightSource* source, KeptTensors* kept, Stream* stream,
+                       KvCache* cache, DType type, int64_t group_rows)
+    : decoder_(*decoder),
+      shape_(decoder->shape()),
+      layout_(*layout),
+      order_(*order),
+      source_(*source),
+      kept_(*kept),
+      stream_(*stream),
+      cache_(*cache),
+      type_(type),
+      group_rows_(group_rows) {}
+
+PassRunner::~PassRunner() = default;
+
+// Units that hold a part of one of the first `matrix` matrices.
+size_t PassRunner::UnitsBefore(size_t matrix) const {
+  const int last = order_.all[matrix - 1];
+  size_t units = source_.units().size();
+  const auto holds = [&](const WeightUnit& unit) {
+    return std::any_of(unit.parts.begin(), unit.parts.end(),
+                       [last](const WeightPart& part) { return part.tensor == last; });
+  };
+  while (units > 0 && !holds(source_.units()[units - 1])) --units;
+  return units;
+}
+
+void PassRunner::AppendStart() {
+  stream_.AppendUnits(
+      0, cache_.on_drive() ? UnitsBefore(order_.before_attention.front()) : source_.units().size());
+}
+
+void PassRunner::AppendRest(const std::vector<Share>& shares) {
+  if (!cache_.on_drive()) return;
+  size_t from = UnitsBefore(order_.before_attention.front());
+  for (int64_t layer = 0; layer < shape_.layers; ++layer) {
+    for (const Share& share : shares) {
+      stream_.AppendCache(
+          cache_.ReadOf(share.slot, layer, share.past, static_cast<int64_t>(share.tokens.size())));
+    }
+    const auto next = static_cast<size_t>(layer) + 1;
+    const size_t end = next < order_.before_attention.size() ? UnitsBefore(order_.before_attention[next])
+                                                             : source_.units().size();
+    stream_.AppendUnits(from, end);
+    from = end;
+  }
+}
+
+absl::StatusOr<Tensor> PassRunner::Embed(const std::vector<Share>& shares, const Rows& rows) {
+  std::vector<int64_t> tokens(static_cast<size_t>(rows.all), 0), positions(tokens);
+  for (size_t i = 0; i < shares.size(); ++i) {
+    for (size_t t = 0; t < shares[i].tokens.size(); ++t) {
+      const size_t row = static_cast<size_t>(rows.first[i]) + t;
+      tokens[row] = shares[i].tokens[t];
+      positions[row] = shares[i].past + static_cast<int64_t>(t);
+    }
+  }
+  ASSIGN_OR_RETURN(const Tensor of_tokens, kept_.Rows(kept_.tensor(0, shape_.token_table), tokens));
+  Tensor of_positions;
+  if (!shape_.position_table.empty()) {
+    ASSIGN_OR_RETURN(of_positions, kept_.Rows(kept_.tensor(0, shape_.position_table), positions));
+  }
+  return decoder_.Embed(of_tokens, of_positions);
+}
+
+absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
+  const torch::NoGradGuard no_grad;
+  const Rows rows(shares, group_rows_);
+  ASSIGN_OR_RETURN(Tensor x, Embed(shares, rows));
+  std::vector<int64_t> at(static_cast<size_t>(rows.all), 0), wanted;
+  for (size_t i = 0; i < shares.size(); ++i) {
+    const auto count = static_cast<int64_t>(shares[i].tokens.size());
+    for (int64_t t = 0; t < count; ++t) at[static_cast<size_t>(rows.first[i] + t)] = shares[i].past + t;
+    if (shares[i].wants_logits) wanted.push_back(rows.first[i] + count - 1);
+  }
+  const Tensor positions = torch::tensor(at, torch::kInt64);
+  Block block(this, &shares, &rows);
+  block.set_groups(rows.groups);
+  for (int64_t layer = 0; layer < shape_.layers; ++layer) {
+    block.Enter(static_cast<int>(layer) + 1, layer);
+    x = decoder_.Layer(layer, block, x, positions);
+  }
+  const auto logits = static_cast<int64_t>(wanted.size());
+  wanted.resize(static_cast<size_t>(std::max(Padded(logits, group_rows_), group_rows_)), 0);
+  x = x.index_select(0, torch::tensor(wanted, torch::kInt64));
+  std::vector<std::pair<int64_t, int64_t>> groups;
+  for (int64_t row = 0; row < x.size(0); row += group_rows_) groups.emplace_back(row, group_rows_);
+  block.set_groups(std::move(groups));
+  block.Enter(shape_.head_block, -1);
+  return decoder_.Logits(block, x).narrow(0, 0, logits);
+}
+
+absl::StatusOr<Tensor> PassRunner::Run(const std::vector<Share>& shares) {
+  try {
+    return Compute(shares);
+  } catch (const StatusError& error) {
+    return error.status;
+  } catch (const c10::Error& error) {
+    return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
+  }
+}
+
+}  // namespace penstock::generate

@@ -1,0 +1,127 @@
+// One pass over the model: every layer once, for tokens of several sequences side by side, its weights taken
+// from a stream as they come.
+//
+//   rows     the sequences that decode, one token each, in groups of group_rows rows (the last one padded);
+//            then pieces of prompts
+//   order    of the stream: the matrices of a layer, the records of its sequences (cache on a drive), the
+//            rest of the layer; then the head
+//
+// A sequence's values depend on its own tokens alone: products have the same rows whatever else is in the
+// pass, and attention is made for each sequence by itself.
+//
+// Threads: one. Errors: of the stream; kResourceExhausted: LibTorch's memory is at its limit.
+#ifndef PENSTOCK_GENERATE_PASS_H_
+#define PENSTOCK_GENERATE_PASS_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "generate/kv_cache.h"
+#include "generate/memory_plan.h"
+#include "generate/stream.h"
+#include "generate/weight_source.h"
+#include "models/decoder.h"
+#include "models/layout.h"
+
+namespace penstock::generate {
+
+// What a sequence has in a pass.
+struct Share {
+  int slot = 0;                 // of the cache
+  int64_t past = 0;             // positions that are cached
+  std::vector<int64_t> tokens;  // of the next positions; one where it decodes
+  bool decodes = false;
+  bool wants_logits = false;  // of its last position
+};
+
+// The matrices that a pass uses, in the order of use: numbers of layout.tensors.
+struct MatrixOrder {
+  std::vector<int> all;
+  std::vector<size_t> before_attention;  // by layer: how many of `all` are used before it attends
+};
+MatrixOrder OrderOf(const models::Decoder& decoder, const models::ModelLayout& layout);
+
+// bf16 where all matrices are, else fp32, to which all types convert exactly.
+kernels::DType ComputeType(const WeightSource& source, std::span<const int> uses);
+
+// What stays in memory besides the resident units: vectors and small tables, in the compute type.
+class KeptTensors {
+ public:
+  // Tables of at most `table_bytes` are kept; `scratch`: source->scratch_bytes(), used here and in Rows.
+  static absl::StatusOr<std::unique_ptr<KeptTensors>> Load(const models::Decoder& decoder,
+                                                           const models::ModelLayout& layout,
+                                                           WeightSource* source, kernels::DType type,
+                                                           uint64_t table_bytes,
+                                                           std::span<std::byte> scratch);
+  // What Load would keep, in bytes.
+  static uint64_t BytesOf(const models::Decoder& decoder, const models::ModelLayout& layout,
+                          kernels::DType type, uint64_t table_bytes);
+
+  int tensor(int block, std::string_view name) const;  // -1: the block has none of this name
+  at::Tensor vector(int tensor) const { return kept_.at(tensor); }
+  // Rows of a table: [rows, columns].
+  absl::StatusOr<at::Tensor> Rows(int table, std::span<const int64_t> rows);
+
+ private:
+  absl::StatusOr<at::Tensor> Read(int tensor, std::span<const int64_t> rows, std::vector<int64_t> sizes);
+
+  std::map<std::pair<int, std::string>, int, std::less<>> numbers_;  // of (block, name)
+  std::map<int, at::Tensor> kept_;
+  const models::ModelLayout* layout_ = nullptr;
+  WeightSource* source_ = nullptr;
+  kernels::DType type_ = kernels::DType::kBf16;
+  std::span<std::byte> scratch_;
+};
+
+struct PassStats {
+  double compute_seconds = 0;  // of passes, without waits for the drive
+};
+
+class PassRunner {
+ public:
+  // All outlive it.
+  PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout, const MatrixOrder* order,
+             WeightSource* source, KeptTensors* kept, Stream* stream, KvCache* cache, kernels::DType type,
+             int64_t group_rows);
+  ~PassRunner();
+
+  // Tells the stream what the pass of `shares` reads. With the cache in memory that is the same for every
+  // pass, so it may be told before the shares are known; `known` 0: the units before the first layer's
+  // records, the rest when they are known.
+  void AppendStart();
+  void AppendRest(const std::vector<Share>& shares);
+
+  // fp32 [wanted, vocab]: a row for each share that wants logits, in order. The shares that decode come
+  // first.
+  absl::StatusOr<at::Tensor> Run(const std::vector<Share>& shares);
+
+ private:
+  class Block;
+  struct Rows;
+  size_t UnitsBefore(size_t matrix) const;
+  absl::StatusOr<at::Tensor> Embed(const std::vector<Share>& shares, const Rows& rows);
+  absl::StatusOr<at::Tensor> Compute(const std::vector<Share>& shares);
+
+  const models::Decoder& decoder_;
+  const models::DecoderShape shape_;
+  const models::ModelLayout& layout_;
+  const MatrixOrder& order_;
+  WeightSource& source_;
+  KeptTensors& kept_;
+  Stream& stream_;
+  KvCache& cache_;
+  const kernels::DType type_;
+  const int64_t group_rows_;
+};
+
+}  // namespace penstock::generate
+
+#endif  // PENSTOCK_GENERATE_PASS_H_

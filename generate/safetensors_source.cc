@@ -1,0 +1,196 @@
+// Weights read where they lie in safetensors: past the page cache, at whatever offset they begin.
+//
+// A file's data begins behind a header of any length, so a unit's bytes begin anywhere. The whole sectors
+// around them are read, and the part says where in them the elements are.
+#include <limits.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <map>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "generate/weight_source.h"
+#include "models/weight_import.h"
+
+namespace penstock::generate {
+namespace {
+
+using kernels::DType;
+
+constexpr uint64_t kSector = 4096;
+constexpr uint64_t kRowReads = 64;  // in flight at once
+constexpr uint64_t kLeastScratch = uint64_t{1} << 20;
+
+uint64_t WidthOf(DType type) { return type == DType::kFp32 ? 4 : 2; }
+
+// The whole sectors around [from, to), within a file of `size` bytes.
+struct Sectors {
+  uint64_t begin = 0, end = 0;
+  Sectors(uint64_t from, uint64_t to, uint64_t size)
+      : begin(from / kSector * kSector), end(std::min((to + kSector - 1) / kSector * kSector, size)) {}
+  uint64_t padded() const { return (end - begin + kSector - 1) / kSector * kSector; }
+};
+
+class SafetensorsSource : public WeightSource {
+ public:
+  SafetensorsSource(aio::Engine* engine, const models::ModelLayout& layout)
+      : WeightSource(engine), layout_(layout) {}
+
+  absl::Status Open(const std::string& path, std::span<const int> uses, const std::string& label) {
+    ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
+                     models::WeightImport::Open(path, layout_, label));
+    for (size_t i = 0; i < layout_.tensors.size(); ++i) {
+      const models::WeightImport::Place place = import->PlaceOf(i);
+      const DType type = place.dtype == swap::Dtype::kF32    ? DType::kFp32
+                         : place.dtype == swap::Dtype::kBf16 ? DType::kBf16
+                                                             : DType::kFp16;
+      tensors_.push_back({type, layout_.tensors[i].transposed});
+      ASSIGN_OR_RETURN(const size_t file, FileOf(place.path));
+      places_.push_back({file, place.offset});
+      uint64_t row = WidthOf(type) * static_cast<uint64_t>(RowElements(i));
+      largest_row_ = std::max(largest_row_, row);
+    }
+    for (const int tensor : uses) Cut(tensor);
+    return absl::OkStatus();
+  }
+
+  absl::Status Start(size_t unit, std::byte* memory, UnitRead* read) override {
+    const Extent& extent = extents_[unit];
+    read->store = nullptr;
+    read->request.PrepareRead(*files_[extent.file], extent.offset, memory, extent.bytes);
+    read->request.set_priority(aio::Priority::kPrefetch);
+    RETURN_IF_ERROR(engine_.Submit(&read->request));
+    read->pending = true;
+    return absl::OkStatus();
+  }
+
+  uint64_t scratch_bytes() const override {
+    const uint64_t row = (largest_row_ + 2 * kSector) / kSector * kSector;
+    return std::max(kLeastScratch / row, uint64_t{1}) * row;
+  }
+
+  absl::Status ReadRows(int tensor, std::span<const int64_t> rows, std::span<std::byte> memory,
+                        std::byte* to) override {
+    const auto index = static_cast<size_t>(tensor);
+    const uint64_t row_bytes = WidthOf(type(tensor)) * static_cast<uint64_t>(RowElements(index));
+    const uint64_t slot = (row_bytes + 2 * kSector) / kSector * kSector;
+    const size_t at_once = std::min<size_t>(kRowReads, memory.size() / slot);
+    if (at_once == 0) return absl::InvalidArgumentError("weights: less scratch than scratch_bytes()");
+    for (size_t from = 0; from < rows.size(); from += at_once) {
+      const size_t n = std::min(at_once, rows.size() - from);
+      RETURN_IF_ERROR(
+          ReadSome(index, rows.subspan(from, n), row_bytes, slot, memory.data(), to + from * row_bytes));
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  struct Place {
+    size_t file = 0;
+    uint64_t offset = 0;
+  };
+  struct Extent {
+    size_t file = 0;
+    uint64_t offset = 0, bytes = 0;
+  };
+
+  // A row as it is stored; a vector is one row.
+  int64_t RowElements(size_t i) const {
+    const models::PublishedTensor& t = layout_.tensors[i];
+    return t.columns == 0 ? t.rows : t.transposed ? t.rows : t.columns;
+  }
+
+  absl::StatusOr<size_t> FileOf(const std::string& path) {
+    const auto [at, added] = by_path_.emplace(path, files_.size());
+    if (!added) return at->second;
+    aio::FileOptions options;
+    options.path = path;
+    options.read_only = true;
+    options.allow_unaligned_file_system = true;  // read-only weights may lie anywhere
+    absl::StatusOr<std::unique_ptr<aio::File>> file = aio::File::Open(options);
+    // Hugging Face's cache links to its files, and aio::File follows no links: this one is the user's.
+    if (absl::IsFailedPrecondition(file.status())) {
+      std::array<char, PATH_MAX> real{};
+      if (::realpath(path.c_str(), real.data()) != nullptr) {
+        options.path = real.data();
+        file = aio::File::Open(options);
+      }
+    }
+    if (!file.ok()) return file.status();
+    ASSIGN_OR_RETURN(const uint64_t size, (*file)->Size());
+    sizes_.push_back(size);
+    files_.push_back(*std::move(file));
+    return at->second;
+  }
+
+  void Add(int tensor, int64_t first, int64_t elements) {
+    const Place& place = places_[static_cast<size_t>(tensor)];
+    const uint64_t width = WidthOf(type(tensor));
+    const uint64_t from = place.offset + width * static_cast<uint64_t>(first);
+    const Sectors sectors(from, from + width * static_cast<uint64_t>(elements), sizes_[place.file]);
+    extents_.push_back({place.file, sectors.begin, sectors.end - sectors.begin});
+    units_.push_back({sectors.padded(), {{tensor, first, elements, from - sectors.begin}}});
+  }
+
+  // Whole rows; a turned matrix stays whole, since its product is a sum over its rows.
+  void Cut(int tensor) {
+    const models::PublishedTensor& t = layout_.tensors[static_cast<size_t>(tensor)];
+    if (t.transposed) return Add(tensor, 0, t.elements());
+    const auto row = static_cast<uint64_t>(t.columns) * WidthOf(type(tensor));
+    const auto rows = static_cast<int64_t>(std::max(kUnitBytes / row, uint64_t{1}));
+    for (int64_t at = 0; at < t.rows; at += rows)
+      Add(tensor, at * t.columns, std::min(rows, t.rows - at) * t.columns);
+  }
+
+  absl::Status ReadSome(size_t tensor, std::span<const int64_t> rows, uint64_t row_bytes, uint64_t slot,
+                        std::byte* memory, std::byte* to) {
+    const Place& place = places_[tensor];
+    std::array<aio::Request*, kRowReads> submitted{};
+    const auto sectors = [&](size_t i) {
+      const uint64_t from = place.offset + row_bytes * static_cast<uint64_t>(rows[i]);
+      return Sectors(from, from + row_bytes, sizes_[place.file]);
+    };
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const Sectors around = sectors(i);
+      requests_[i].PrepareRead(*files_[place.file], around.begin, memory + i * slot,
+                               around.end - around.begin);
+      requests_[i].set_priority(aio::Priority::kDemand);
+      submitted[i] = &requests_[i];
+      rows_bytes_ += around.padded();
+    }
+    const std::span<aio::Request* const> all(submitted.data(), rows.size());
+    RETURN_IF_ERROR(engine_.Submit(all));
+    RETURN_IF_ERROR(engine_.WaitAll(all));
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const uint64_t from = place.offset + row_bytes * static_cast<uint64_t>(rows[i]);
+      std::memcpy(to + i * row_bytes, memory + i * slot + (from - sectors(i).begin), row_bytes);
+    }
+    return absl::OkStatus();
+  }
+
+  const models::ModelLayout layout_;
+  std::map<std::string, size_t> by_path_;
+  std::vector<std::unique_ptr<aio::File>> files_;
+  std::vector<uint64_t> sizes_;  // parallel to files_
+  std::vector<Place> places_;    // parallel to layout_.tensors
+  std::vector<Extent> extents_;  // parallel to units_
+  std::array<aio::Request, kRowReads> requests_;
+  uint64_t largest_row_ = kSector;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<WeightSource>> OpenSafetensors(aio::Engine* engine, const std::string& path,
+                                                              const models::ModelLayout& layout,
+                                                              std::span<const int> uses,
+                                                              const std::string& label) {
+  auto source = std::make_unique<SafetensorsSource>(engine, layout);
+  RETURN_IF_ERROR(source->Open(path, uses, label));
+  return source;
+}
+
+}  // namespace penstock::generate

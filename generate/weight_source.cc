@@ -1,0 +1,28 @@
+#include "generate/weight_source.h"
+
+#include <algorithm>
+
+namespace penstock::generate {
+
+uint64_t WeightSource::pass_bytes() const {
+  uint64_t sum = 0;
+  for (const WeightUnit& unit : units_) sum += unit.bytes;
+  return sum;
+}
+
+uint64_t WeightSource::largest_unit_bytes() const {
+  uint64_t most = 0;
+  for (const WeightUnit& unit : units_) most = std::max(most, unit.bytes);
+  return most;
+}
+
+absl::Status WeightSource::Finish(UnitRead* read) {
+  if (!read->pending) return absl::FailedPreconditionError("weights: no read to finish");
+  read->pending = false;
+  if (read->store == nullptr) return engine_.Wait(&read->request);
+  absl::Status status = read->store->Wait(&read->tile);
+  if (status.ok()) status = read->store->VerifyRead(read->tile);
+  return status;
+}
+
+}  // namespace penstock::generate

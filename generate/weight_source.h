@@ -1,0 +1,114 @@
+// Where generation reads weights: a Hugging Face directory, in place, or a state directory or checkpoint.
+//
+// A source cuts the matrices that a pass uses into *units*, in the order in which the pass uses them. A unit
+// is what one read brings: rows of one matrix (safetensors), or a tile (a store). Its *parts* say which
+// elements of which matrix stand where in its memory. Vectors, and rows of tables, are read when asked for.
+//
+//   ASSIGN_OR_RETURN(auto source, OpenSafetensors(&engine, directory, layout, uses));
+//   UnitRead read;
+//   RETURN_IF_ERROR(source->Start(unit, memory, &read));     // memory: units()[unit].bytes, at 4096
+//   RETURN_IF_ERROR(source->Finish(&read));                   // waits, and verifies what has a checksum
+//
+// Threads: one. Ownership: the engine outlives the source; memory and UnitRead belong to the caller, and stay
+// until the read is finished. Errors: as aio/engine.h and swap/store.h; kDataLoss: damage.
+#ifndef PENSTOCK_GENERATE_WEIGHT_SOURCE_H_
+#define PENSTOCK_GENERATE_WEIGHT_SOURCE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/engine.h"
+#include "aio/request.h"
+#include "kernels/float16.h"
+#include "models/layout.h"
+#include "swap/store.h"
+#include "zero/ranks/sharded_state.h"
+
+namespace penstock::generate {
+
+// Units of safetensors are cut to this: small against a ring, long enough for the drive. It is the same for
+// every budget, since products of other shapes may have other bits.
+inline constexpr uint64_t kUnitBytes = uint64_t{8} << 20;
+
+// Elements [first, first + elements) of a matrix, row by row as stored.
+struct WeightPart {
+  int tensor = 0;  // of ModelLayout::tensors
+  int64_t first = 0;
+  int64_t elements = 0;
+  uint64_t at = 0;  // byte in the unit's memory
+};
+
+struct WeightUnit {
+  uint64_t bytes = 0;  // of memory: a multiple of 4096
+  std::vector<WeightPart> parts;
+};
+
+// One read in flight.
+struct UnitRead {
+  aio::Request request;
+  swap::TileIo tile;
+  swap::Store* store = nullptr;  // null: `request`
+  bool pending = false;
+};
+
+class WeightSource {
+ public:
+  virtual ~WeightSource() = default;
+
+  // In the order of use.
+  const std::vector<WeightUnit>& units() const { return units_; }
+  // How the elements of a tensor are stored, and whether a matrix is stored as [columns, rows].
+  kernels::DType type(int tensor) const { return tensors_[static_cast<size_t>(tensor)].type; }
+  bool turned(int tensor) const { return tensors_[static_cast<size_t>(tensor)].turned; }
+  // Bytes that a pass over all units moves, by what reads them.
+  uint64_t pass_bytes() const;
+  uint64_t largest_unit_bytes() const;
+
+  // Reads begin at once and end in any order; several may be in flight.
+  virtual absl::Status Start(size_t unit, std::byte* memory, UnitRead* read) = 0;
+  absl::Status Finish(UnitRead* read);
+
+  // Rows of a table, or with rows 0..n all of it, as they are stored, row by row into `to`. Waits. `memory`:
+  // scratch_bytes(), at 4096.
+  virtual absl::Status ReadRows(int tensor, std::span<const int64_t> rows, std::span<std::byte> memory,
+                                std::byte* to) = 0;
+  virtual uint64_t scratch_bytes() const = 0;
+  uint64_t rows_bytes() const { return rows_bytes_; }  // that ReadRows has read from the drive
+
+ protected:
+  struct Stored {
+    kernels::DType type = kernels::DType::kBf16;
+    bool turned = false;
+  };
+  explicit WeightSource(aio::Engine* engine) : engine_(*engine) {}
+
+  aio::Engine& engine_;
+  std::vector<WeightUnit> units_;
+  std::vector<Stored> tensors_;  // parallel to ModelLayout::tensors
+  uint64_t rows_bytes_ = 0;
+};
+
+// `uses`: the matrices of a pass, numbers of layout.tensors, in the order of use. `label`: the words of the
+// command line that errors begin with.
+absl::StatusOr<std::unique_ptr<WeightSource>> OpenSafetensors(aio::Engine* engine, const std::string& path,
+                                                              const models::ModelLayout& layout,
+                                                              std::span<const int> uses,
+                                                              const std::string& label);
+
+// The committed weights of a run whose weights are of type `type`. `parts`, by rank, at commit `sequence`:
+// held open and locked, so that nobody trains there meanwhile.
+absl::StatusOr<std::unique_ptr<WeightSource>> OpenState(aio::Engine* engine,
+                                                        const zero::ShardDirectories& parts,
+                                                        uint64_t sequence, kernels::DType type,
+                                                        const models::ModelLayout& layout,
+                                                        std::span<const int> uses);
+
+}  // namespace penstock::generate
+
+#endif  // PENSTOCK_GENERATE_WEIGHT_SOURCE_H_

@@ -1,0 +1,321 @@
+// Generation: the tokens of transformers (tests/golden/llama.json), and the same tokens whatever the budget,
+// wherever keys and values live, and whoever else is generated beside.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <set>
+
+#include "generate/generator.h"
+#include "generate/ring.h"
+#include "tests/tools/golden_models.h"
+#include "tests/tools/penstock_program.h"
+#include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/initial_values.h"
+
+namespace penstock::generate {
+namespace {
+
+using nlohmann::json;
+using testing::HasSubstr;
+using tools::testing_support::Formula;
+using tools::testing_support::Golden;
+
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+TEST(RingTest, PlacesNeverOverlapAndComeBackInAnyOrder) {
+  std::mt19937_64 random(7);
+  for (int round = 0; round < 200; ++round) {
+    const uint64_t size = 100 + random() % 100;
+    Ring ring(size);
+    struct Held {
+      uint64_t number, begin, end;
+    };
+    std::vector<Held> held;
+    uint64_t taken = 0, gone = 0;
+    for (int step = 0; step < 400; ++step) {
+      const uint64_t bytes = 1 + random() % 30;
+      if (const std::optional<uint64_t> at = ring.Take(bytes); at.has_value()) {
+        ASSERT_LE(*at + bytes, size);
+        for (const Held& other : held) ASSERT_TRUE(*at + bytes <= other.begin || *at >= other.end);
+        held.push_back({taken++, *at, *at + bytes});
+      } else {
+        ASSERT_FALSE(held.empty());
+      }
+      while (!held.empty() && random() % 3 == 0) {
+        const size_t which = random() % std::min<size_t>(held.size(), 2);
+        gone += ring.Give(held[which].number - gone);
+        held.erase(held.begin() + static_cast<std::ptrdiff_t>(which));
+      }
+    }
+  }
+}
+
+// With one place held anywhere, three times the largest leaves room for the next.
+TEST(RingTest, ThreeTimesTheLargestNeverBlocksBehindOne) {
+  std::mt19937_64 random(3);
+  Ring ring(90);
+  uint64_t taken = 0, gone = 0;
+  ASSERT_TRUE(ring.Take(30).has_value());
+  ++taken;
+  for (int step = 0; step < 10'000; ++step) {
+    ASSERT_TRUE(ring.Take(1 + random() % 30).has_value()) << step;
+    ++taken;
+    gone += ring.Give(taken - 2 - gone);
+  }
+}
+
+struct Asked {
+  std::vector<int64_t> prompt;
+  int64_t tokens = 8;
+};
+
+struct Setting {
+  uint64_t budget = 256 * kMiB;
+  std::optional<int64_t> batch = std::nullopt;
+  CachePlace cache = CachePlace::kAuto;
+};
+
+class GenerateTest : public tools::testing_support::ProgramTest {
+ protected:
+  std::unique_ptr<Generator> Make(const std::string& directory, const std::vector<Asked>& asked,
+                                  const Setting& setting, const models::SamplingOptions& sampling = {}) {
+    const auto model = models::OpenModel(directory);
+    EXPECT_TRUE(model.ok()) << model.status();
+    const models::ModelLayout layout = (*model)->Layout();
+    GeneratorOptions options;
+    options.wish.budget_bytes = setting.budget;
+    options.wish.batch = setting.batch;
+    options.wish.cache = setting.cache;
+    options.wish.sequences = static_cast<int64_t>(asked.size());
+    for (const Asked& each : asked) {
+      const auto prompt = static_cast<int64_t>(each.prompt.size());
+      options.wish.prompt = std::max(options.wish.prompt, prompt);
+      options.wish.positions = std::max(options.wish.positions, prompt + each.tokens);
+    }
+    options.sampling = sampling;
+    options.cache_directory = dir_;
+    const auto open = [&](aio::Engine* engine, std::span<const int> uses) {
+      return OpenSafetensors(engine, directory, layout, uses, "weights");
+    };
+    auto generator = Generator::Create(*model, open, std::move(options));
+    EXPECT_TRUE(generator.ok()) << generator.status();
+    return generator.ok() ? *std::move(generator) : nullptr;
+  }
+
+  std::vector<std::vector<int64_t>> Texts(Generator* generator, const std::vector<Asked>& asked) {
+    std::vector<std::vector<int64_t>> texts(asked.size());
+    size_t next = 0;
+    std::set<int64_t> finished;
+    GenerationCallbacks callbacks;
+    callbacks.next = [&]() -> absl::StatusOr<std::optional<GenerationRequest>> {
+      if (next == asked.size()) return std::nullopt;
+      const auto id = static_cast<int64_t>(next);
+      const Asked& each = asked[next++];
+      return GenerationRequest{id, each.prompt, each.tokens, static_cast<uint64_t>(100 + id)};
+    };
+    callbacks.token = [&](int64_t id, int64_t token) {
+      texts[static_cast<size_t>(id)].push_back(token);
+      return false;
+    };
+    callbacks.finished = [&](int64_t id, Finish) {
+      EXPECT_TRUE(finished.insert(id).second);
+      return absl::OkStatus();
+    };
+    const absl::Status status = generator->Run(callbacks);
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_EQ(finished.size(), asked.size());
+    return texts;
+  }
+};
+
+TEST_F(GenerateTest, GreedyTokensAreThoseOfTransformers) {
+  const json golden = Golden("llama.json");
+  int number = 0;
+  for (const json& c : golden["cases"]) {
+    SCOPED_TRACE(c["old"].dump());
+    const std::string directory = dir_ + "/model" + std::to_string(number);
+    tools::testing_support::WriteModel(directory, c["config"], number % 3 == 0 ? 3 : 1);
+    const auto greedy = c["greedy"].get<std::vector<int64_t>>();
+    const Asked asked{{greedy.begin(), greedy.begin() + 4}, static_cast<int64_t>(greedy.size()) - 4};
+    const std::vector<int64_t> expected(greedy.begin() + 4, greedy.end());
+    const CachePlace place = number % 2 == 0 ? CachePlace::kHost : CachePlace::kDrive;
+    ++number;
+    // Alone, and as one of several of other lengths.
+    const auto alone = Make(directory, {asked}, {.cache = place});
+    ASSERT_NE(alone, nullptr);
+    EXPECT_EQ(Texts(alone.get(), {asked}).front(), expected);
+    const std::vector<Asked> several = {{{1, 2}, 5}, asked, {{3}, 9}, asked, {{4, 5, 6, 7, 8, 9}, 2}};
+    const auto together = Make(directory, several, {.batch = 3, .cache = place});
+    ASSERT_NE(together, nullptr);
+    const auto texts = Texts(together.get(), several);
+    EXPECT_EQ(texts[1], expected);
+    EXPECT_EQ(texts[3], expected);
+    EXPECT_EQ(texts[4].size(), 2u);
+  }
+}
+
+// A GPT-2 whose weights take many units, with matrices that are stored turned.
+json GptConfigOf() {
+  return {{"model_type", "gpt2"}, {"n_layer", 3},       {"n_embd", 96},
+          {"n_head", 4},          {"n_positions", 512}, {"vocab_size", 300},
+          {"resid_pdrop", 0.0},   {"attn_pdrop", 0.0},  {"embd_pdrop", 0.0}};
+}
+json LlamaConfigOf() {
+  return {{"model_type", "llama"},      {"hidden_size", 96},
+          {"intermediate_size", 224},   {"num_hidden_layers", 3},
+          {"num_attention_heads", 4},   {"num_key_value_heads", 2},
+          {"vocab_size", 300},          {"max_position_embeddings", 512},
+          {"tie_word_embeddings", true}};
+}
+
+std::vector<Asked> ManyPrompts() {
+  std::mt19937_64 random(11);
+  std::vector<Asked> asked;
+  for (const size_t length : {1, 3, 31, 32, 33, 127, 128, 129, 200, 300, 5, 64}) {
+    Asked each;
+    for (size_t i = 0; i < length; ++i) each.prompt.push_back(static_cast<int64_t>(random() % 300));
+    each.tokens = 3 + static_cast<int64_t>(random() % 30);
+    asked.push_back(std::move(each));
+  }
+  return asked;
+}
+
+TEST_F(GenerateTest, TokensDependOnNeitherBudgetNorResidencyNorPlaceNorBatch) {
+  const std::vector<Asked> asked = ManyPrompts();
+  int number = 0;
+  for (const json& config : {GptConfigOf(), LlamaConfigOf()}) {
+    SCOPED_TRACE(config.dump());
+    const std::string directory = dir_ + "/same" + std::to_string(number++);
+    tools::testing_support::WriteModel(directory, config);
+    const models::SamplingOptions sampling{
+        .temperature = 0.9, .top_k = 200, .top_p = 0.95, .repetition_penalty = 1.1};
+    const auto first = Make(directory, asked, {.batch = 12, .cache = CachePlace::kHost}, sampling);
+    ASSERT_NE(first, nullptr);
+    ASSERT_EQ(first->plan().pass_bytes, 0u) << "all of it is resident";
+    const auto expected = Texts(first.get(), asked);
+    for (const int64_t batch : {2, 5}) {
+      for (const CachePlace place : {CachePlace::kHost, CachePlace::kDrive}) {
+        const auto large = Make(directory, asked, {.batch = batch, .cache = place}, sampling);
+        ASSERT_NE(large, nullptr);
+        const uint64_t least = large->plan().least_bytes;
+        EXPECT_EQ(Texts(large.get(), asked), expected);
+        for (const uint64_t budget : {least, least + 2 * kMiB + kMiB / 4}) {
+          const auto small = Make(directory, asked, {budget, batch, place}, sampling);
+          ASSERT_NE(small, nullptr);
+          EXPECT_LE(small->plan().total_bytes, budget);
+          EXPECT_GT(small->plan().pass_bytes, 0u);
+          EXPECT_EQ(Texts(small.get(), asked), expected)
+              << "batch " << batch << ", budget " << budget << ", on drive " << (place == CachePlace::kDrive);
+          const GenerationStats stats = small->stats();
+          EXPECT_LE(stats.peak_tensor_bytes, static_cast<int64_t>(small->plan().tensor_bytes));
+          EXPECT_EQ(stats.cache_read_bytes > 0, place == CachePlace::kDrive);
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GenerateTest, GptMakesTheTokensOfTheWholeModel) {
+  const json config = GptConfigOf();
+  tools::testing_support::WriteModel(dir_ + "/gpt", config);
+  const auto model = models::ModelFromJson(config);
+  ASSERT_TRUE(model.ok());
+  const zero::Model whole = (*model)->Make(models::Head::kLastLogits);
+  const models::ModelLayout layout = (*model)->Layout();
+  std::vector<std::shared_ptr<torch::nn::Module>> modules;
+  const torch::NoGradGuard no_grad;
+  size_t next = 0;
+  for (const zero::BlockSpec& block : whole.blocks) {
+    modules.push_back(zero::BuildWhole(block));
+    for (torch::Tensor parameter : zero::UniqueParameters(*modules.back())) {
+      const models::PublishedTensor& tensor = layout.tensors[next++];
+      std::vector<float> values = Formula(tensor.name, tensor.elements());
+      torch::Tensor from = torch::from_blob(values.data(), {tensor.elements()});
+      from = tensor.transposed ? from.view({tensor.columns, tensor.rows}).t() : from.view(parameter.sizes());
+      parameter.copy_(from);
+    }
+    modules.back()->eval();
+  }
+  const Asked asked{{5, 17, 250, 3, 99}, 20};
+  std::vector<int64_t> tokens = asked.prompt;
+  while (tokens.size() < 25) {
+    zero::TensorBatch batch = tools::ExampleBatch(1, static_cast<int64_t>(tokens.size()));
+    std::copy(tokens.begin(), tokens.end(), batch.inputs.data_ptr<int64_t>());
+    torch::Tensor x = batch.inputs;
+    for (const zero::StageSpec& stage : whole.stages)
+      x = stage.forward(*modules[static_cast<size_t>(stage.block)], x, batch);
+    tokens.push_back(x[0].argmax().item<int64_t>());
+  }
+  const auto generator = Make(dir_ + "/gpt", {asked}, {.budget = 64 * kMiB});
+  ASSERT_NE(generator, nullptr);
+  EXPECT_EQ(Texts(generator.get(), {asked}).front(), std::vector<int64_t>(tokens.begin() + 5, tokens.end()));
+}
+
+TEST(PlanTest, ABudgetThatIsTooSmallIsRefusedWithTheLeastThatWorks) {
+  GenerationSizes sizes;
+  sizes.decoder = {.layers = 24,
+                   .width = 2048,
+                   .inner = 5504,
+                   .vocab = 32000,
+                   .heads = 16,
+                   .key_heads = 16,
+                   .depth = 128,
+                   .token_table = "",
+                   .position_table = "",
+                   .head = ""};
+  sizes.cache = {.layers = 24, .record_bytes = 2 * 16 * 128 * 2};
+  sizes.units.assign(300, 8 * kMiB);
+  sizes.scratch_bytes = kMiB;
+  sizes.largest_part_rows = 2048;
+  GenerationWish wish;
+  wish.positions = 640;
+  wish.prompt = 512;
+  wish.budget_bytes = 10 * kMiB;
+  const absl::Status refused = PlanGeneration(sizes, wish).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("the least that works here is"));
+  // What is said to work does, and a byte less does not.
+  wish.budget_bytes = uint64_t{1} << 40;
+  const uint64_t host = (wish.cache = CachePlace::kHost, PlanGeneration(sizes, wish)->least_bytes);
+  const uint64_t drive = (wish.cache = CachePlace::kDrive, PlanGeneration(sizes, wish)->least_bytes);
+  wish.cache = CachePlace::kAuto;
+  wish.budget_bytes = std::min(host, drive);
+  EXPECT_TRUE(PlanGeneration(sizes, wish).ok());
+  EXPECT_LE(PlanGeneration(sizes, wish)->total_bytes, wish.budget_bytes);
+  --wish.budget_bytes;
+  EXPECT_FALSE(PlanGeneration(sizes, wish).ok());
+}
+
+TEST(PlanTest, ResidentUnitsAreSpreadAndFillTheBudget) {
+  GenerationSizes sizes;
+  sizes.decoder = {.layers = 1,
+                   .width = 64,
+                   .inner = 64,
+                   .vocab = 64,
+                   .heads = 1,
+                   .key_heads = 1,
+                   .depth = 64,
+                   .token_table = "",
+                   .position_table = "",
+                   .head = ""};
+  sizes.cache = {.layers = 1, .record_bytes = 256};
+  sizes.units.assign(100, kMiB);
+  GenerationWish wish;
+  wish.budget_bytes = 80 * kMiB;
+  const auto plan = PlanGeneration(sizes, wish);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_LE(plan->total_bytes, wish.budget_bytes);
+  EXPECT_GT(plan->total_bytes, wish.budget_bytes - 8 * kMiB);
+  EXPECT_EQ(plan->pass_bytes + plan->resident_bytes, 100 * kMiB);
+  const auto share = static_cast<double>(plan->resident_bytes) / (100.0 * kMiB);
+  for (size_t from = 0; from < 100; from += 25) {
+    const auto some = std::count(plan->resident.begin() + static_cast<std::ptrdiff_t>(from),
+                                 plan->resident.begin() + static_cast<std::ptrdiff_t>(from) + 25, true);
+    EXPECT_NEAR(static_cast<double>(some), 25 * share, 2);
+  }
+}
+
+}  // namespace
+}  // namespace penstock::generate
