@@ -59,6 +59,7 @@ constexpr Verb kVerbs[] = {
     {"train", "train a model whose state may be many times larger than memory", RunTrain},
     {"plan", "show where everything would live and what a step would take", RunPlan},
     {"estimate", "DeepSpeed-compatible memory estimates, and the NVMe tier beyond them", Estimate},
+    {"generate", "generate text with a model larger than memory", RunGenerate},
     {"sample", "generate text from a state directory or checkpoint", RunSample},
     {"export", "stream weights out to safetensors", RunExport},
     {"inspect", "what a state directory or checkpoint holds", RunInspect},

@@ -12,6 +12,7 @@ int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& 
 int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 
 }  // namespace penstock::tools

@@ -1,0 +1,195 @@
+// `penstock generate` as a user runs it: directories and states, lists of prompts that are killed and gone on
+// with, wrong words.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <random>
+
+#include "absl/strings/match.h"
+#include "tests/tools/golden_models.h"
+#include "tests/tools/penstock_program.h"
+
+namespace penstock::tools {
+namespace {
+
+using nlohmann::json;
+using testing::HasSubstr;
+using testing_support::operator+;
+using testing_support::Arguments;
+using testing_support::Lines;
+using testing_support::Program;
+using testing_support::Ran;
+using testing_support::ReadFile;
+using testing_support::WriteFile;
+
+class GenerateCliTest : public testing_support::ProgramTest {
+ protected:
+  // A model of bytes: text in, text out.
+  std::string Model() {
+    const std::string directory = dir_ + "/model";
+    if (!std::filesystem::exists(directory)) {
+      testing_support::WriteModel(directory, {{"model_type", "llama"},
+                                              {"hidden_size", 64},
+                                              {"intermediate_size", 128},
+                                              {"num_hidden_layers", 4},
+                                              {"num_attention_heads", 4},
+                                              {"num_key_value_heads", 2},
+                                              {"vocab_size", 256},
+                                              {"max_position_embeddings", 256}});
+    }
+    return directory;
+  }
+  Arguments Generate(const Arguments& more) {
+    return Arguments{"generate", Model(), "--threads", "1", "--quiet"} + more;
+  }
+  std::string Prompts(int count) {
+    std::string lines;
+    for (int i = 0; i < count; ++i)
+      lines +=
+          json({{"id", "p" + std::to_string(i)}, {"prompt", std::string(1 + i % 40, 'a' + i % 26)}}).dump() +
+          "\n";
+    WriteFile(dir_ + "/prompts.jsonl", lines);
+    return dir_ + "/prompts.jsonl";
+  }
+  // By index; each there once, and nothing else.
+  static std::map<int64_t, json> Made(const std::string& path) {
+    std::map<int64_t, json> made;
+    for (const std::string& line : Lines(ReadFile(path))) {
+      json parsed = json::parse(line, nullptr, false);
+      EXPECT_TRUE(parsed.is_object()) << line;
+      if (!parsed.is_object()) continue;
+      const auto index = parsed["index"].get<int64_t>();
+      EXPECT_TRUE(made.emplace(index, std::move(parsed)).second) << index << " is there twice";
+    }
+    return made;
+  }
+};
+
+TEST_F(GenerateCliTest, AListThatIsKilledIsGoneOnWithAndNothingIsLostOrMadeTwice) {
+  const std::string prompts = Prompts(60);
+  const Arguments list = Generate({"--prompts", prompts, "--tokens", "40", "--batch", "8", "--temperature",
+                                   "0.8", "--kv", "nvme", "--host-memory", "48M"});
+  const Ran whole = Run(list + Arguments{"--out", dir_ + "/whole.jsonl"});
+  ASSERT_EQ(whole.code, 0) << whole.err;
+  const auto expected = Made(dir_ + "/whole.jsonl");
+  ASSERT_EQ(expected.size(), 60u);
+
+  const std::string out = dir_ + "/killed.jsonl";
+  std::mt19937 random(std::random_device{}());
+  int kills = 0;
+  for (int turn = 0; turn < 40; ++turn) {
+    const size_t before = Lines(ReadFile(out)).size();
+    if (before == 60) break;
+    Program program(dir_, list + Arguments{"--out", out});
+    // Until some more are there, then at any moment.
+    WaitForLines(out, std::min<size_t>(before + 5, 60));
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 30000));
+    program.Signal(SIGKILL);
+    kills += program.Wait().code == 1000 + SIGKILL ? 1 : 0;
+    // What was there stays there, but for a torn line.
+    const std::string text = ReadFile(out);
+    if (turn == 1) WriteFile(out, text + "{\"index\": 59, \"te");
+  }
+  EXPECT_GT(kills, 0);
+  const Ran rest = Run(list + Arguments{"--out", out});
+  ASSERT_EQ(rest.code, 0) << rest.err;
+  EXPECT_EQ(Made(out), expected);
+  // Once more there is nothing to do, and with other options it is another list.
+  const std::string bytes = ReadFile(out);
+  EXPECT_EQ(Run(list + Arguments{"--out", out}).code, 0);
+  EXPECT_EQ(ReadFile(out), bytes);
+  const Ran other = Run(list + Arguments{"--out", out, "--seed", "5"});
+  EXPECT_EQ(other.code, 2);
+  EXPECT_THAT(other.err, HasSubstr("--overwrite"));
+  EXPECT_EQ(ReadFile(out), bytes);
+}
+
+TEST_F(GenerateCliTest, TextEndsAtItsLengthOrAtAStopWord) {
+  const Ran plain = Run(Generate({"--prompt", "hello", "--tokens", "60"}));
+  ASSERT_EQ(plain.code, 0) << plain.err;
+  const Ran streamed = Run(Generate({"--prompt", "hello", "--tokens", "60", "--stream", "--kv", "nvme"}));
+  EXPECT_EQ(streamed.out, plain.out);
+  ASSERT_GE(plain.out.size(), 30u);
+  const std::string stop = plain.out.substr(20, 2);
+  const std::string before = plain.out.substr(0, plain.out.find(stop));
+  for (const Arguments& more : {Arguments{}, Arguments{"--stream"}}) {
+    const Ran stopped =
+        Run(Generate(Arguments{"--prompt", "hello", "--tokens", "60", "--stop", stop} + more));
+    EXPECT_EQ(stopped.code, 0) << stopped.err;
+    EXPECT_EQ(stopped.out, before + "\n");
+  }
+}
+
+TEST_F(GenerateCliTest, AStateMakesTheTextsOfSample) {
+  for (const std::string dtype : {"fp32", "bf16"}) {
+    const std::string state = dir_ + "/state-" + dtype;
+    const Ran trained = Run({"train", "--model", "gpt-tiny", "--dtype", dtype, "--threads", "1", "--quiet",
+                             "--data", text_, "--state-dir", state, "--steps", "12"});
+    ASSERT_EQ(trained.code, 0) << trained.err;
+    const Ran sampled = Run(
+        {"sample", state, "--prompt", "the gate", "--tokens", "40", "--temperature", "0", "--threads", "1"});
+    ASSERT_EQ(sampled.code, 0) << sampled.err;
+    for (const std::string kv : {"host", "nvme"}) {
+      const Ran generated = Run({"generate", state, "--prompt", "the gate", "--tokens", "40", "--kv", kv,
+                                 "--threads", "1", "--quiet", "--report", dir_ + "/report.json"});
+      ASSERT_EQ(generated.code, 0) << generated.err;
+      EXPECT_EQ("the gate" + generated.out, sampled.out) << dtype << " " << kv;
+    }
+    const json report = json::parse(ReadFile(dir_ + "/report.json"));
+    EXPECT_EQ(report["status"], "ok");
+    EXPECT_EQ(report["tokens"], 40);
+    EXPECT_EQ(report["kv"], "nvme");
+  }
+}
+
+TEST_F(GenerateCliTest, DamageOfAStateIsFound) {
+  const std::string state = dir_ + "/state";
+  ASSERT_EQ(Run({"train", "--model", "gpt-tiny", "--dtype", "bf16", "--threads", "1", "--quiet", "--data",
+                 text_, "--state-dir", state, "--steps", "2"})
+                .code,
+            0);
+  const Ran inspected = Run({"inspect", state, "--json"});
+  ASSERT_EQ(inspected.code, 0) << inspected.err;
+  const json tile = json::parse(inspected.out)["tiles"][2];
+  std::fstream file(tile["path"].get<std::string>(), std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(tile["segments"][0]["offset"].get<int64_t>() + 100);
+  file.write("damage", 6);
+  file.close();
+  const Ran generated = Run({"generate", state, "--prompt", "a", "--tokens", "4", "--quiet"});
+  EXPECT_EQ(generated.code, 1);
+  EXPECT_THAT(generated.err, HasSubstr("checksum"));
+}
+
+TEST_F(GenerateCliTest, WrongWordsAreNamedAndWhatWouldDoIsSaid) {
+  const std::vector<std::pair<Arguments, std::string>> wrong = {
+      {{"generate", Model()}, "--prompt"},
+      {{"generate"}, "is needed"},
+      {{"generate", dir_ + "/nowhere", "--prompt", "a"}, "nowhere"},
+      {Generate({"--prompt", "a", "--batch", "none"}), "--batch none"},
+      {Generate({"--prompt", "a", "--kv", "gpu"}), "--kv gpu"},
+      {Generate({"--prompt", "a", "--top-p", "0"}), "--top-p 0"},
+      {Generate({"--prompt", "a", "--tokens", "0"}), "--tokens 0"},
+      {Generate({"--prompt", std::string(300, 'a')}), "300 tokens"},
+      {Generate({"--prompt", "a", "--host-memory", "1M"}), "the least that works here is"},
+      {Generate({"--prompts", dir_ + "/none.jsonl"}), "none.jsonl"},
+      {Generate({"--prompt", "a", "--stream", "--out", dir_ + "/x"}), "--stream"},
+  };
+  for (const auto& [arguments, says] : wrong) {
+    const Ran ran = Run(arguments);
+    EXPECT_EQ(ran.code, absl::StrContains(says, "nowhere") ? 1 : 2) << says << ": " << ran.err;
+    EXPECT_THAT(ran.err, HasSubstr(says));
+    EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  }
+  WriteFile(dir_ + "/bad.jsonl", "{\"prompt\": \"a\"}\n{\"text\": \"a\"}\n");
+  const Ran bad = Run(Generate({"--prompts", dir_ + "/bad.jsonl"}));
+  EXPECT_EQ(bad.code, 2);
+  EXPECT_THAT(bad.err, HasSubstr("bad.jsonl, line 2"));
+  const Ran nowhere = Run(Generate({"--prompt", "a", "--kv", "nvme", "--kv-dir", dir_ + "/nowhere"}));
+  EXPECT_EQ(nowhere.code, 1);
+  EXPECT_THAT(nowhere.err, HasSubstr("nowhere"));
+}
+
+}  // namespace
+}  // namespace penstock::tools

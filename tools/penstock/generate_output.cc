@@ -1,0 +1,88 @@
+#include "tools/penstock/generate_output.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+
+namespace penstock::tools {
+namespace {
+
+absl::Status Failed(const std::string& what, const std::string& path, int error) {
+  return absl::ErrnoToStatus(error, absl::StrCat("--out ", path, ": ", what));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<GenerateOutput>> GenerateOutput::Open(const std::string& path,
+                                                                     bool overwrite) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  if (fd < 0) return Failed("open", path, errno);
+  std::unique_ptr<GenerateOutput> output(new GenerateOutput(path, fd));
+  if (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK) return Failed("lock", path, errno);
+    return absl::FailedPreconditionError(absl::StrCat("--out ", path, ": another process writes it"));
+  }
+  if (overwrite && ::ftruncate(fd, 0) != 0) return Failed("truncate", path, errno);
+  RETURN_IF_ERROR(output->ReadDone());
+  return output;
+}
+
+GenerateOutput::~GenerateOutput() { ::close(fd_); }
+
+absl::Status GenerateOutput::ReadDone() {
+  std::ifstream file(path_, std::ios::binary);
+  int64_t number = 0;
+  for (std::string line; std::getline(file, line);) {
+    if (file.eof()) break;  // without a line break: torn
+    ++number;
+    const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const bool ours = json.is_object() && json.contains("index") && json["index"].is_number_integer() &&
+                      json.contains("key") && json["key"].is_string();
+    if (!ours) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--out ", path_, ", line ", number,
+                       ": not a line of penstock generate: give another file, or --overwrite"));
+    }
+    keys_[json["index"].get<int64_t>()] = json["key"].get<std::string>();
+    bytes_ += line.size() + 1;
+  }
+  if (file.bad()) return Failed("read", path_, EIO);
+  if (::ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) return Failed("truncate", path_, errno);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> GenerateOutput::Has(int64_t index, const std::string& key) const {
+  const auto found = keys_.find(index);
+  if (found == keys_.end()) return false;
+  if (found->second == key) return true;
+  return absl::FailedPreconditionError(absl::StrCat(
+      "--out ", path_, ": prompt ", index,
+      " is there from another model, prompt, seed or option: give another file, or --overwrite"));
+}
+
+absl::Status GenerateOutput::Append(const nlohmann::ordered_json& line) {
+  // Texts of bytes may be no UTF-8.
+  const std::string text = line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+  for (size_t written = 0; written < text.size();) {
+    const ssize_t n = ::write(fd_, text.data() + written, text.size() - written);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      const int error = n == 0 ? ENOSPC : errno;
+      // A torn line would be cut off at the next start all the same.
+      if (::ftruncate(fd_, static_cast<off_t>(bytes_)) != 0) return Failed("truncate", path_, errno);
+      return Failed(absl::StrCat("write of ", text.size(), " bytes at offset ", bytes_), path_, error);
+    }
+    written += static_cast<size_t>(n);
+  }
+  bytes_ += text.size();
+  keys_[line["index"].get<int64_t>()] = line["key"].get<std::string>();
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::tools

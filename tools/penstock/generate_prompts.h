@@ -1,0 +1,57 @@
+// The prompts of `penstock generate`: those of --prompt, or the lines of a JSONL file, one after the other.
+//
+//   {"prompt": "Once upon a time", "id": "a7"}      "id" is copied to what is written; anything will do
+//   {"tokens": [1, 15043], "max_tokens": 20}        tokens instead of a text; fewer than --tokens
+//
+// Other keys are passed over. The file is read twice, so that a wrong line is known before anything is
+// computed; one line is in memory at a time.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_GENERATE_PROMPTS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_GENERATE_PROMPTS_H_
+
+#include <cstdint>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tools/penstock/text_model.h"
+
+namespace penstock::tools {
+
+struct Prompt {
+  int64_t index = 0;  // of all prompts, from 0
+  nlohmann::json id;  // null: none
+  std::vector<int64_t> tokens;
+  int64_t max_tokens = 0;  // 0: as many as --tokens says
+};
+
+class Prompts {
+ public:
+  Prompts(const TextModel* model, std::vector<std::string> texts)
+      : model_(*model), texts_(std::move(texts)) {}
+  // Of a file.
+  Prompts(const TextModel* model, std::string path) : model_(*model), path_(std::move(path)) {}
+
+  // The next one; nullopt: there is none any more. kInvalidArgument names file and line.
+  absl::StatusOr<std::optional<Prompt>> Next();
+  // Begins again.
+  absl::Status Rewind();
+  int64_t lines() const { return line_; }
+
+ private:
+  absl::StatusOr<Prompt> Parse(const std::string& line) const;
+
+  const TextModel& model_;
+  const std::vector<std::string> texts_;
+  const std::string path_;
+  std::ifstream file_;
+  bool open_ = false;
+  int64_t line_ = 0, next_ = 0;
+};
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_GENERATE_PROMPTS_H_

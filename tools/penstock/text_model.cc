@@ -1,0 +1,167 @@
+#include "tools/penstock/text_model.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <charconv>
+#include <sstream>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "models/weight_import.h"
+#include "swap/inspect.h"
+#include "tools/penstock/state_reader.h"
+#include "tools/penstock/text_flags.h"
+#include "zero/compute/tile_format.h"
+#include "zero/config/json_field.h"
+#include "zero/memory/thread_times.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr int64_t kBytes = 256;  // tokens of a model of plain text
+
+bool Exists(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0;
+}
+
+absl::Status OpenDirectory(const std::string& directory, std::string_view program, std::ostream& err,
+                           TextModel* text) {
+  std::vector<std::string> notes;
+  absl::StatusOr<std::shared_ptr<const models::LanguageModel>> model = models::OpenModel(directory, &notes);
+  if (!model.ok()) return model.status();
+  for (const std::string& note : notes) err << program << ": " << note << std::endl;
+  text->directory = directory;
+  text->model = *std::move(model);
+  text->window = text->model->context();
+  text->bytes = text->model->vocabulary() == kBytes;
+  text->threads = zero::DefaultIntraOpThreads();
+  text->identity = {{"model", text->model->ToJson()}};
+  // The tokens that end a text, where config.json says so.
+  const nlohmann::json published = text->model->ToPublished();
+  const auto end = published.find("eos_token_id");
+  if (end != published.end() && end->is_number_integer()) text->ends.push_back(end->get<int64_t>());
+  if (end != published.end() && end->is_array()) {
+    for (const nlohmann::json& id : *end) {
+      if (id.is_number_integer()) text->ends.push_back(id.get<int64_t>());
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, TextModel* text) {
+  ASSIGN_OR_RETURN(const FoundState state, FindState(arguments));
+  RETURN_IF_ERROR(CheckNotTrained(state));
+  const swap::Inspection& inspection = state.inspections.front();
+  const nlohmann::json identity = ParseOrNull(inspection.shape.identity);
+  const nlohmann::json payload = ParseOrNull(inspection.record.payload);
+  const auto foreign = [&](const std::string& why) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(state.name(), ": not a model of penstock train (", why, ")"));
+  };
+  if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype"))
+    return foreign("its identity has no model");
+  if (identity.contains("ranks") && state.parts.size() == 1)
+    return foreign("it is one rank's part of a run of several");
+  const auto model = models::ModelFromJson(identity["model"]);
+  if (!model.ok()) return foreign(std::string(model.status().message()));
+  text->model = *model;
+  const std::optional<kernels::DType> dtype =
+      identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
+  if (!dtype.has_value()) return foreign("its weights are of no known type");
+  text->dtype = *dtype;
+  text->parts = state.parts;
+  text->sequence = inspection.record.sequence;
+  const int64_t context = text->model->context();
+  text->window = context;
+  text->bytes = true;
+  text->threads = zero::DefaultIntraOpThreads();
+  nlohmann::json run;
+  if (payload.is_object() && payload.contains("run") && payload["run"].is_object()) run = payload["run"];
+  if (run.is_object()) {
+    // Positions beyond those of training have never been trained.
+    text->window = std::clamp<int64_t>(zero::JsonField<int64_t>(run, "seq").value_or(context), 1, context);
+    text->bytes = zero::JsonField<int64_t>(run, "vocab").value_or(0) == 0;
+  }
+  text->bytes = text->bytes && text->model->vocabulary() == kBytes;
+  text->identity = {{"model", identity["model"]}, {"step", inspection.record.step}};
+  return RecordedTokenizer(run);
+}
+
+}  // namespace
+
+absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& arguments,
+                                        const std::optional<std::string>& tokenizer, std::string_view program,
+                                        std::ostream& err) {
+  if (arguments.empty())
+    return absl::InvalidArgumentError(
+        "a Hugging Face directory, a state directory or a checkpoint is needed");
+  TextModel text;
+  std::string recorded;
+  const std::string& first = arguments.front();
+  const bool published = arguments.size() == 1 && Exists(first + "/config.json");
+  if (published && !models::HasWeights(first)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(first,
+                     ": a config.json without weights: neither model.safetensors nor "
+                     "model.safetensors.index.json is there"));
+  }
+  if (published) {
+    RETURN_IF_ERROR(OpenDirectory(first, program, err, &text));
+    if (Exists(first + "/tokenizer.json")) recorded = first;
+  } else {
+    ASSIGN_OR_RETURN(recorded, OpenRun(arguments, &text));
+  }
+  if (const std::string path = tokenizer.value_or(recorded); !path.empty()) {
+    absl::StatusOr<std::unique_ptr<text::Tokenizer>> opened = text::Tokenizer::Open(path);
+    if (!opened.ok() && (published || tokenizer.has_value())) return opened.status();
+    if (opened.ok()) {
+      text.tokenizer = *std::move(opened);
+      text.bytes = false;
+      const std::vector<int32_t>& ends = text.tokenizer->special_ids().eos;
+      text.ends.insert(text.ends.end(), ends.begin(), ends.end());
+    } else {
+      err << program << ": " << opened.status().message()
+          << ": tokens are shown as numbers (--tokenizer says where it is)" << std::endl;
+    }
+  }
+  return text;
+}
+
+absl::Status TextModel::CheckTokens(const std::vector<int64_t>& tokens) const {
+  if (tokens.empty()) return absl::InvalidArgumentError("a prompt must have at least one token");
+  for (const int64_t token : tokens) {
+    if (token >= 0 && token < model->vocabulary()) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("token ", token, " is not one of the model's ", model->vocabulary(),
+                     tokenizer != nullptr ? ": the tokenizer is of another model" : ""));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::vector<int64_t>> TextModel::TokensOf(const std::string& prompt) const {
+  std::vector<int64_t> tokens;
+  if (bytes) {
+    for (const char c : prompt) tokens.push_back(static_cast<unsigned char>(c));
+  } else if (tokenizer != nullptr) {
+    ASSIGN_OR_RETURN(const std::vector<int32_t> ids, tokenizer->Encode(prompt));
+    tokens.assign(ids.begin(), ids.end());
+  } else {
+    std::istringstream words(prompt);
+    for (std::string word; words >> word;) {
+      int64_t token = -1;
+      const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), token);
+      if (error != std::errc() || end != word.data() + word.size()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("\"", word, "\": this model has no tokenizer: give token numbers from 0 to ",
+                         model->vocabulary() - 1, ", or --tokenizer"));
+      }
+      tokens.push_back(token);
+    }
+  }
+  RETURN_IF_ERROR(CheckTokens(tokens));
+  return tokens;
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,479 @@
+// `penstock generate`: text from a model larger than memory, for one prompt or a long list of them.
+#include <signal.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/status_macros.h"
+#include "generate/generator.h"
+#include "kernels/checksum.h"
+#include "tools/base/cli.h"
+#include "tools/base/progress.h"
+#include "tools/base/size.h"
+#include "tools/penstock/generate_output.h"
+#include "tools/penstock/generate_prompts.h"
+#include "tools/penstock/generate_text.h"
+#include "tools/penstock/state_reader.h"
+#include "tools/penstock/text_model.h"
+#include "tools/penstock/verbs.h"
+#include "zero/compute/libtorch/threads.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock generate";
+constexpr int64_t kMostThreads = 1024;
+
+struct Flags {
+  std::vector<std::string> dirs, prompt, stop;
+  std::optional<std::string> prompts, out, report, tokenizer, host_memory, kv_dir;
+  std::string batch = "auto", kv = "auto";
+  int64_t tokens = 128, seed = 1;
+  std::optional<int64_t> threads;
+  models::SamplingOptions sampling;
+  bool stream = false, json = false, overwrite = false, quiet = false, verbose = false;
+};
+
+std::atomic<int> stop_signal{0};
+void OnSignal(int signal) { stop_signal.store(signal); }
+
+absl::Status Wrong(const std::string& what) { return absl::InvalidArgumentError(what); }
+
+absl::Status CheckFlags(const Flags& flags) {
+  const auto whole = [](const char* flag, int64_t value, int64_t least, int64_t most) {
+    return value >= least && value <= most
+               ? absl::OkStatus()
+               : Wrong(absl::StrCat(flag, " ", value, ": must be between ", least, " and ", most));
+  };
+  RETURN_IF_ERROR(whole("--tokens", flags.tokens, 1, int64_t{1} << 40));
+  RETURN_IF_ERROR(whole("--top-k", flags.sampling.top_k, 0, int64_t{1} << 32));
+  RETURN_IF_ERROR(whole("--seed", flags.seed, 0, int64_t{1} << 62));
+  RETURN_IF_ERROR(whole("--threads", flags.threads.value_or(1), 1, kMostThreads));
+  const models::SamplingOptions& s = flags.sampling;
+  if (!(s.temperature >= 0 && s.temperature <= 1e6))
+    return Wrong(
+        absl::StrCat("--temperature ", s.temperature, ": must be between 0 (the likeliest token) and 1e6"));
+  if (!(s.top_p > 0 && s.top_p <= 1))
+    return Wrong(absl::StrCat("--top-p ", s.top_p, ": must be above 0 and at most 1"));
+  if (!(s.repetition_penalty > 0 && s.repetition_penalty <= 1e6))
+    return Wrong(absl::StrCat("--repetition-penalty ", s.repetition_penalty, ": must be above 0"));
+  if (flags.prompt.empty() == !flags.prompts.has_value())
+    return Wrong("either --prompt TEXT or --prompts FILE.jsonl is needed");
+  if (flags.stream && (flags.prompts.has_value() || flags.out.has_value() || flags.prompt.size() > 1))
+    return Wrong("--stream writes one text as it comes: it goes with one --prompt and without --out");
+  if (flags.json && (flags.stream || flags.out.has_value()))
+    return Wrong("--json writes to stdout: it goes without --out and --stream");
+  if (flags.overwrite && !flags.out.has_value()) return Wrong("--overwrite is of --out");
+  for (const std::string& stop : flags.stop) {
+    if (stop.empty()) return Wrong("--stop \"\": must have at least one character");
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::optional<int64_t>> BatchOf(const Flags& flags) {
+  if (flags.batch == "auto") return std::optional<int64_t>();
+  const absl::StatusOr<int64_t> batch = ParseCount(flags.batch);
+  if (batch.ok() && *batch >= 1 && *batch <= 1 << 20) return std::optional<int64_t>(*batch);
+  return Wrong(absl::StrCat("--batch ", flags.batch, ": must be auto, or a number from 1 on"));
+}
+
+absl::StatusOr<generate::CachePlace> PlaceOf(const Flags& flags) {
+  if (flags.kv == "auto") return generate::CachePlace::kAuto;
+  if (flags.kv == "host") return generate::CachePlace::kHost;
+  if (flags.kv == "nvme") return generate::CachePlace::kDrive;
+  return Wrong(absl::StrCat("--kv ", flags.kv, ": must be auto, host or nvme"));
+}
+
+absl::StatusOr<uint64_t> BudgetOf(const Flags& flags, int threads) {
+  if (!flags.host_memory.has_value()) return static_cast<uint64_t>(DefaultHostMemory(1, threads));
+  const absl::StatusOr<int64_t> bytes = ParseSize(*flags.host_memory);
+  if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
+  return Wrong(
+      absl::StrCat("--host-memory ", *flags.host_memory, ": must be a size above 0, as 512M or 4GiB"));
+}
+
+// Beside what is written, or where the program runs.
+std::string CacheDirectory(const Flags& flags) {
+  if (flags.kv_dir.has_value()) return *flags.kv_dir;
+  if (!flags.out.has_value()) return ".";
+  const size_t slash = flags.out->rfind('/');
+  return slash == std::string::npos ? "." : flags.out->substr(0, std::max<size_t>(slash, 1));
+}
+
+// A run of the verb: what is asked for, what is done, what is under way.
+class Generation {
+ public:
+  Generation(const Flags& flags, std::ostream& out, std::ostream& err)
+      : flags_(flags), out_(out), err_(err), terminal_(::isatty(STDERR_FILENO) == 1) {}
+
+  absl::Status Run() {
+    RETURN_IF_ERROR(CheckFlags(flags_));
+    ASSIGN_OR_RETURN(model_, OpenTextModel(flags_.dirs, flags_.tokenizer, kName, err_));
+    if (flags_.prompts.has_value()) {
+      prompts_.emplace(&model_, *flags_.prompts);
+    } else {
+      prompts_.emplace(&model_, flags_.prompt);
+    }
+    threads_ = static_cast<int>(flags_.threads.value_or(model_.threads));
+    zero::SetIntraOpThreads(threads_);
+    generate::GeneratorOptions options;
+    ASSIGN_OR_RETURN(options.wish.batch, BatchOf(flags_));
+    ASSIGN_OR_RETURN(options.wish.cache, PlaceOf(flags_));
+    ASSIGN_OR_RETURN(options.wish.budget_bytes, BudgetOf(flags_, threads_));
+    options.sampling = flags_.sampling;
+    options.ends = model_.ends;
+    options.cache_directory = CacheDirectory(flags_);
+    options.log = [this](const std::string& line) {
+      if (flags_.verbose) err_ << line << std::endl;
+    };
+    if (flags_.out.has_value()) {
+      ASSIGN_OR_RETURN(output_, GenerateOutput::Open(*flags_.out, flags_.overwrite));
+    }
+    RETURN_IF_ERROR(Survey(options.wish.batch, &options.wish));
+    if (left_ == 0) {
+      Say(absl::StrCat(*flags_.out, ": all ", total_, " are there"));
+      return absl::OkStatus();
+    }
+    const absl::Status status = Generate(std::move(options));
+    if (flags_.report.has_value()) {
+      const absl::Status reported = WriteReport(status);
+      if (status.ok()) return reported;
+    }
+    return status;
+  }
+
+ private:
+  void Say(const std::string& line) {
+    if (!flags_.quiet) err_ << line << std::endl;
+  }
+
+  int64_t TokensOf(const Prompt& prompt) const {
+    const int64_t asked = prompt.max_tokens > 0 ? std::min(prompt.max_tokens, flags_.tokens) : flags_.tokens;
+    return std::min(asked, model_.window - static_cast<int64_t>(prompt.tokens.size()));
+  }
+
+  // Of all that a text depends on.
+  std::string KeyOf(const Prompt& prompt) const {
+    const models::SamplingOptions& s = flags_.sampling;
+    nlohmann::json all = {{"model", model_.identity},     {"ends", model_.ends},
+                          {"prompt", prompt.tokens},      {"tokens", TokensOf(prompt)},
+                          {"stop", flags_.stop},          {"rows", single_ ? 1 : generate::kGroupRows},
+                          {"temperature", s.temperature}, {"repetition_penalty", s.repetition_penalty}};
+    if (s.temperature > 0)
+      all.update({{"seed", flags_.seed + prompt.index}, {"top_k", s.top_k}, {"top_p", s.top_p}});
+    const std::string text = all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+    return absl::StrFormat("%016x", kernels::Checksum(text.data(), text.size()));
+  }
+
+  // Reads all prompts once: whether they are right, how many and how long they are, which are done.
+  absl::Status Survey(const std::optional<int64_t>& batch, generate::GenerationWish* wish) {
+    total_ = 0;
+    while (true) {
+      ASSIGN_OR_RETURN(const std::optional<Prompt> prompt, prompts_->Next());
+      if (!prompt.has_value()) break;
+      ++total_;
+      const auto length = static_cast<int64_t>(prompt->tokens.size());
+      if (length >= model_.window) {
+        return Wrong(absl::StrCat("prompt ", prompt->index, " has ", length, " tokens: the model takes ",
+                                  model_.window, ", prompt and text together"));
+      }
+      wish->prompt = std::max(wish->prompt, length);
+      wish->positions = std::max(wish->positions, length + TokensOf(*prompt));
+    }
+    if (total_ == 0) return Wrong(absl::StrCat("--prompts ", *flags_.prompts, ": no prompt in it"));
+    single_ = batch.value_or(total_) == 1 || total_ == 1;
+    wish->sequences = total_;
+    left_ = 0;
+    RETURN_IF_ERROR(prompts_->Rewind());
+    while (true) {
+      ASSIGN_OR_RETURN(const std::optional<Prompt> prompt, prompts_->Next());
+      if (!prompt.has_value()) break;
+      bool done = false;
+      if (output_ != nullptr) {
+        ASSIGN_OR_RETURN(done, output_->Has(prompt->index, KeyOf(*prompt)));
+      }
+      if (!done) ++left_;
+      tokens_left_ += done ? 0 : TokensOf(*prompt);
+    }
+    if (left_ < total_ && left_ > 0)
+      Say(absl::StrCat(*flags_.out, ": ", total_ - left_, " of ", total_, " are there; going on"));
+    return prompts_->Rewind();
+  }
+
+  absl::Status Generate(generate::GeneratorOptions options) {
+    const auto open = [this](aio::Engine* engine, std::span<const int> uses) {
+      return model_.directory.empty() ? generate::OpenState(engine, model_.parts, model_.sequence,
+                                                            model_.dtype, model_.model->Layout(), uses)
+                                      : generate::OpenSafetensors(engine, model_.directory,
+                                                                  model_.model->Layout(), uses, "weights");
+    };
+    ASSIGN_OR_RETURN(generator_, generate::Generator::Create(model_.model, open, std::move(options)));
+    if (!flags_.quiet) err_ << PlanText() << std::flush;
+    struct sigaction action {};
+    action.sa_handler = OnSignal;
+    action.sa_flags = SA_RESETHAND;  // a second one ends the process
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+    generate::GenerationCallbacks callbacks;
+    callbacks.next = [this] { return NextRequest(); };
+    callbacks.token = [this](int64_t id, int64_t token) { return TakeToken(id, token); };
+    callbacks.finished = [this](int64_t id, generate::Finish finish) { return Finished(id, finish); };
+    callbacks.progress = [this](const generate::GenerationStats& stats) { Show(stats); };
+    callbacks.cancelled = [] { return stop_signal.load() != 0; };
+    const absl::Status status = generator_->Run(callbacks);
+    signal(SIGINT, SIG_DFL);
+    signal(SIGTERM, SIG_DFL);
+    const generate::GenerationStats stats = generator_->stats();
+    EndLine();
+    if (absl::IsCancelled(status) && stop_signal.load() != 0) {
+      Say(absl::StrCat("stopped by a signal: ", total_ - left_ + stats.finished, " of ", total_, " are done",
+                       output_ != nullptr ? "; the same command goes on" : ""));
+      return absl::OkStatus();
+    }
+    RETURN_IF_ERROR(status);
+    Say(absl::StrFormat("%d texts, %d tokens in %s: %.2f tokens/s; read %s, %s", stats.finished, stats.tokens,
+                        FormatDuration(stats.seconds),
+                        static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9),
+                        FormatBytes(static_cast<int64_t>(stats.weight_read_bytes + stats.cache_read_bytes)),
+                        FormatBandwidth(Rate(stats))));
+    if (!out_) return StreamError("stdout: write");
+    return absl::OkStatus();
+  }
+
+  static double Rate(const generate::GenerationStats& stats) {
+    return static_cast<double>(stats.weight_read_bytes + stats.cache_read_bytes) /
+           std::max(stats.seconds, 1e-9);
+  }
+
+  absl::StatusOr<std::optional<generate::GenerationRequest>> NextRequest() {
+    while (true) {
+      ASSIGN_OR_RETURN(std::optional<Prompt> prompt, prompts_->Next());
+      if (!prompt.has_value()) return std::nullopt;
+      std::string key = KeyOf(*prompt);
+      if (output_ != nullptr) {
+        ASSIGN_OR_RETURN(const bool done, output_->Has(prompt->index, key));
+        if (done) continue;
+      }
+      generate::GenerationRequest request{prompt->index, prompt->tokens, TokensOf(*prompt),
+                                          static_cast<uint64_t>(flags_.seed + prompt->index)};
+      active_.emplace(prompt->index, Active{*std::move(prompt), std::move(key),
+                                            std::make_unique<GrowingText>(&model_, &flags_.stop)});
+      return request;
+    }
+  }
+
+  bool TakeToken(int64_t id, int64_t token) {
+    GrowingText& text = *active_.at(id).text;
+    const bool stops = text.Push(token);
+    if (flags_.stream) out_ << text.TakeCertain() << std::flush;
+    return stops;
+  }
+
+  absl::Status Finished(int64_t id, generate::Finish finish) {
+    const auto at = active_.find(id);
+    Active& active = at->second;
+    active.text->Finish();
+    tokens_left_ -= TokensOf(active.prompt);
+    nlohmann::ordered_json line = {{"index", id}};
+    if (!active.prompt.id.is_null()) line["id"] = active.prompt.id;
+    line["text"] = active.text->text();
+    line["tokens"] = active.text->tokens();
+    line["prompt_tokens"] = active.prompt.tokens.size();
+    line["finish"] = generate::FinishName(finish);
+    line["key"] = active.key;
+    if (output_ != nullptr) {
+      RETURN_IF_ERROR(output_->Append(line));
+    } else if (flags_.prompts.has_value() || flags_.json) {
+      out_ << line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << std::endl;
+    } else if (flags_.stream) {
+      out_ << active.text->TakeCertain() << std::endl;
+    } else {
+      texts_[id] = active.text->text();
+      // In the order of the prompts.
+      for (auto next = texts_.find(shown_); next != texts_.end(); next = texts_.find(++shown_))
+        out_ << next->second << std::endl;
+    }
+    active_.erase(at);
+    if (!out_) return StreamError("stdout: write");
+    return absl::OkStatus();
+  }
+
+  static double Now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+  void Show(const generate::GenerationStats& stats) {
+    const double now = Now();
+    if (flags_.quiet || flags_.stream || now - shown_at_ < (terminal_ ? 0.1 : 5.0)) return;
+    shown_at_ = now;
+    const double rate = static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9);
+    // At most: texts may end before their length.
+    int64_t left = tokens_left_;
+    for (const auto& [id, active] : active_) left -= static_cast<int64_t>(active.text->tokens().size());
+    const std::string line = absl::StrFormat(
+        "pass %d  %d of %d done, %d under way  %.2f tok/s  read %s  left %s at most", stats.passes,
+        total_ - left_ + stats.finished, total_, stats.active, rate, FormatBandwidth(Rate(stats)),
+        FormatDuration(static_cast<double>(left) / std::max(rate, 1e-9)));
+    std::fprintf(stderr, terminal_ ? "\r\x1b[K%s" : "%s\n", line.c_str());
+    std::fflush(stderr);
+    line_open_ = terminal_;
+  }
+
+  void EndLine() {
+    if (line_open_) std::fputc('\n', stderr);
+    line_open_ = false;
+  }
+
+  std::string PlanText() const {
+    const generate::GenerationPlan& plan = generator_->plan();
+    const generate::GenerationWish& wish = generator_->wish();
+    const auto size = [](uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); };
+    const bool host = plan.cache == generate::CachePlace::kHost;
+    return absl::StrFormat(
+        "%d at once; host memory %s: weights resident %s, in flight %s; keys and values %s (%s); tensors %s; "
+        "the least that works here %s\n"
+        "each pass reads %s of weights and up to %s of keys and values; drive %s: about %.3f s a pass, %.2f "
+        "tokens/s, bound by %s\n",
+        plan.batch, size(plan.total_bytes), size(plan.resident_bytes), size(plan.ring_bytes),
+        size(plan.cache_bytes), host ? "all in memory" : "the rest on the drive", size(plan.tensor_bytes),
+        size(plan.least_bytes), size(plan.pass_bytes), size(plan.cache_pass_bytes),
+        FormatBandwidth(wish.drive_bytes_per_second), plan.pass_seconds, plan.tokens_per_second(),
+        plan.drive_bound ? "read" : "compute");
+  }
+
+  absl::Status WriteReport(const absl::Status& status) const {
+    nlohmann::ordered_json report = {{"version", 1},
+                                     {"status", status.ok() ? "ok" : "failed"},
+                                     {"error", status.ok() ? "" : std::string(status.message())},
+                                     {"params", model_.model->Layout().parameters()},
+                                     {"prompts", total_},
+                                     {"prompts_done_before", total_ - left_},
+                                     {"threads", threads_},
+                                     {"stopped_by", nullptr}};
+    if (stop_signal.load() != 0) report["stopped_by"] = stop_signal.load() == SIGINT ? "SIGINT" : "SIGTERM";
+    rusage usage{};
+    ::getrusage(RUSAGE_SELF, &usage);
+    report["peak_rss_bytes"] = int64_t{1024} * usage.ru_maxrss;
+    if (generator_ != nullptr) AddRun(&report);
+    std::ofstream file(*flags_.report, std::ios::binary | std::ios::trunc);
+    file << report.dump(2) << std::endl;
+    if (!file) return StreamError(absl::StrCat("--report ", *flags_.report, ": write"));
+    return absl::OkStatus();
+  }
+
+  void AddRun(nlohmann::ordered_json* report) const {
+    const generate::GenerationPlan& plan = generator_->plan();
+    const generate::GenerationStats stats = generator_->stats();
+    const double decode = std::max(stats.decode_seconds, 1e-9);
+    report->update({{"batch", plan.batch},
+                    {"kv", plan.cache == generate::CachePlace::kHost ? "host" : "nvme"},
+                    {"host_memory_budget_bytes", generator_->wish().budget_bytes},
+                    {"least_host_memory_bytes", plan.least_bytes},
+                    {"planned_bytes", plan.total_bytes},
+                    {"resident_bytes", plan.resident_bytes},
+                    {"ring_bytes", plan.ring_bytes},
+                    {"kv_memory_bytes", plan.cache_bytes},
+                    {"peak_tensor_bytes", stats.peak_tensor_bytes},
+                    {"tensor_limit_bytes", plan.tensor_bytes},
+                    {"io_backend", generator_->backend_name()},
+                    {"io_read_bandwidth_bytes_per_s", generator_->wish().drive_bytes_per_second},
+                    {"predicted_pass_seconds", plan.pass_seconds},
+                    {"bound_by", plan.drive_bound ? "read" : "compute"}});
+    report->update({{"finished", stats.finished},
+                    {"passes", stats.passes},
+                    {"prompt_tokens", stats.prompt_tokens},
+                    {"tokens", stats.tokens},
+                    {"seconds", stats.seconds},
+                    {"stall_io_seconds", stats.wait_seconds},
+                    {"tokens_per_second", static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9)},
+                    {"weight_pass_bytes", plan.pass_bytes},
+                    {"weight_read_bytes", stats.weight_read_bytes},
+                    {"kv_read_bytes", stats.cache_read_bytes},
+                    {"kv_write_bytes", stats.cache_written_bytes},
+                    {"decode_passes", stats.decode_passes},
+                    {"decode_seconds", stats.decode_seconds},
+                    {"decode_read_bytes", stats.decode_read_bytes},
+                    {"decode_tokens_per_second", static_cast<double>(stats.decode_tokens) / decode},
+                    {"decode_read_bytes_per_s", static_cast<double>(stats.decode_read_bytes) / decode}});
+  }
+
+  struct Active {
+    Prompt prompt;
+    std::string key;
+    std::unique_ptr<GrowingText> text;
+  };
+
+  const Flags& flags_;
+  std::ostream &out_, &err_;
+  const bool terminal_;
+  TextModel model_;
+  int threads_ = 1;
+  std::optional<Prompts> prompts_;
+  std::unique_ptr<GenerateOutput> output_;
+  std::unique_ptr<generate::Generator> generator_;
+  int64_t total_ = 0, left_ = 0;  // prompts; those not done when this began
+  int64_t tokens_left_ = 0;       // of prompts that are not finished, at most
+  bool single_ = false;           // products of one row
+  std::map<int64_t, Active> active_;
+  std::map<int64_t, std::string> texts_;  // of --prompt, finished
+  int64_t shown_ = 0;                     // of texts_, on stdout
+  double shown_at_ = 0;
+  bool line_open_ = false;
+};
+
+}  // namespace
+
+int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app(
+      "Generates text with a model larger than memory: weights stream from the drive, each once for all "
+      "texts",
+      kName);
+  Flags flags;
+  app.add_option("DIR", flags.dirs,
+                 "Hugging Face directory, state directory or checkpoint; all directories of a striped run");
+  app.add_option("--prompt", flags.prompt, "What a text begins with; several make several texts")
+      ->take_all()
+      ->allow_extra_args(false);
+  app.add_option("--prompts", flags.prompts,
+                 "JSONL: {\"prompt\": ...} or {\"tokens\": [...]}, with an \"id\"");
+  app.add_option("--out", flags.out, "JSONL of finished texts; what is there already is not made again");
+  app.add_flag("--overwrite", flags.overwrite, "Begin --out anew");
+  app.add_option("--tokens", flags.tokens, "Tokens of each text, at most [128]");
+  app.add_option("--stop", flags.stop, "End a text before this; may be given several times")
+      ->take_all()
+      ->allow_extra_args(false);
+  app.add_option("--batch", flags.batch, "Texts at once, or auto [auto]");
+  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_option("--kv", flags.kv, "Where keys and values live: auto, host or nvme [auto]");
+  app.add_option("--kv-dir", flags.kv_dir, "Directory of theirs on a drive [that of --out, or this one]");
+  app.add_option("--temperature", flags.sampling.temperature, "0 takes the likeliest token each time [0]");
+  app.add_option("--top-k", flags.sampling.top_k, "Choose among the likeliest so many, 0 for all [0]");
+  app.add_option("--top-p", flags.sampling.top_p, "Of those, among the likeliest that have this much [1]");
+  app.add_option("--repetition-penalty", flags.sampling.repetition_penalty,
+                 "Makes tokens that were there less likely; 1: does not [1]");
+  app.add_option("--seed", flags.seed, "Of the choices; each prompt has one of its own [1]");
+  app.add_option("--tokenizer", flags.tokenizer, "A tokenizer.json or its directory [the model's own]");
+  app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
+  app.add_option("--report", flags.report, "JSON of what was done and how fast");
+  app.add_flag("--json", flags.json, "Write texts as lines of JSON, as --out and --prompts have them");
+  app.add_flag("--stream", flags.stream, "Write the text as it comes");
+  app.add_flag("--quiet", flags.quiet, "No progress, no plan");
+  app.add_flag("--verbose", flags.verbose, "Say on stderr what the I/O engine falls back to");
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
+  const absl::Status status = Generation(flags, out, err).Run();
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools
