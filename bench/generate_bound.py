@@ -3,54 +3,29 @@
 
     bench/generate_bound.py DIR [--pairs 7] [--batch 1] [--host-memory 400M] [--tokens 8] [--kv auto] [--penstock PATH]
 
-In turns, since drives drift: a raw pass reads the model's safetensors past the page cache with nothing else to
-do (8 threads, 8 MiB a read), then `penstock generate` makes --tokens tokens for each of --batch prompts. The
-bound is what a pass of it reads from the drive, at the rate of the raw passes before and after. Prints a line
-for each pair and the medians, as JSON with --json.
+In turns, since drives drift: ds_io reads as many bytes as the model has past the page cache, with nothing else
+to do, from a file of its own (made once, in --directory, which is to be on the model's drive); then `penstock
+generate` makes --tokens tokens for each of --batch prompts. The bound is what a pass of it reads, at the rate of
+the raw passes before and after. On an idle machine: who else computes takes time from one of the two. Prints a
+line for each pair and the medians, as JSON with --json.
 """
 
 import argparse
 import json
-import mmap
 import os
 import pathlib
 import statistics
 import subprocess
 import tempfile
-import threading
-import time
-
-READ = 8 << 20
-THREADS = 8
 
 
-def raw_pass(files):
-    """Bytes a second over whole files, past the page cache."""
-    pieces = [(path, at) for path in files for at in range(0, os.path.getsize(path) // READ * READ, READ)]
-    lock, total = threading.Lock(), [0]
-
-    def work():
-        buffer = mmap.mmap(-1, READ)
-        handles = {path: os.open(path, os.O_RDONLY | os.O_DIRECT) for path in files}
-        done = 0
-        while True:
-            with lock:
-                if not pieces:
-                    break
-                path, at = pieces.pop()
-            done += os.preadv(handles[path], [buffer], at)
-        for handle in handles.values():
-            os.close(handle)
-        with lock:
-            total[0] += done
-
-    begin = time.monotonic()
-    threads = [threading.Thread(target=work) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return total[0] / (time.monotonic() - begin)
+def raw_pass(args, directory, size):
+    """Bytes a second of ds_io over a file of so many bytes on the same drive."""
+    result = pathlib.Path(directory) / "raw.json"
+    command = [args.ds_io, "--folder", directory, "--io_size", size, "--read", "--loops", 1, "--warmup_loops", 0,
+               "--json", result]
+    subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
+    return json.loads(result.read_text())["gbps_median"] * 1e9
 
 
 def generate(args, directory):
@@ -76,17 +51,20 @@ def main():
     parser.add_argument("--host-memory", default="400M")
     parser.add_argument("--kv", default="auto")
     parser.add_argument("--penstock", default="build/release/bin/penstock")
+    parser.add_argument("--ds-io", default="build/release/bin/ds_io")
+    parser.add_argument("--directory", default=".", help="of the raw file and of keys and values")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     files = sorted(str(path) for path in pathlib.Path(args.model).glob("*.safetensors"))
     if not files:
         parser.error(f"{args.model}: no safetensors there")
     rows = []
-    with tempfile.TemporaryDirectory(dir=".") as directory:
-        before = raw_pass(files)
+    size = sum(os.path.getsize(path) for path in files) >> 20 << 20
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        before = raw_pass(args, directory, size)
         for _ in range(args.pairs):
             report = generate(args, directory)
-            after = raw_pass(files)
+            after = raw_pass(args, directory, size)
             raw = (before + after) / 2
             before = after
             if report["decode_passes"] == 0:

@@ -37,6 +37,30 @@ TEST(TextSamplerTest, TemperatureSharpensAndTopKCutsOff) {
   EXPECT_NEAR(of_two[1], 30'000 * 2 / 7, 433);
 }
 
+TEST(TextSamplerTest, TopPKeepsTheFewestThatReachIt) {
+  const auto chosen = [](const SamplingOptions& options) {
+    TextSampler sampler(options, 3);
+    std::map<int64_t, int> counts;
+    for (int i = 0; i < 30'000; ++i) ++counts[sampler.Next(kLogits)];
+    return counts;
+  };
+  EXPECT_EQ(chosen({.temperature = 1, .top_p = 0.6}).size(), 1u);
+  auto two = chosen({.temperature = 1, .top_p = 0.7});
+  EXPECT_EQ(two.count(0), 0u);
+  EXPECT_NEAR(two[1], 30'000 * 2 / 7, 433);
+  EXPECT_EQ(chosen({.temperature = 1, .top_p = 0.9}).size(), 3u);
+  // Of what top_k leaves: 5 of 7 are enough.
+  EXPECT_EQ(chosen({.temperature = 1, .top_k = 2, .top_p = 0.7}).size(), 1u);
+}
+
+TEST(TextSamplerTest, ThePenaltyCountsATokenOnceAndWorksOnBothSidesOfZero) {
+  TextSampler sampler({.repetition_penalty = 2}, 1);
+  EXPECT_EQ(sampler.Next(std::vector<float>{2.0f, 1.5f}), 0);
+  EXPECT_EQ(sampler.Next(std::vector<float>{2.0f, 1.5f}, std::vector<int64_t>{0}), 1);
+  EXPECT_EQ(sampler.Next(std::vector<float>{2.0f, 0.9f}, std::vector<int64_t>{0, 0, 0}), 0);
+  EXPECT_EQ(sampler.Next(std::vector<float>{-1.0f, -1.5f}, std::vector<int64_t>{0}), 1);
+}
+
 TEST(TextSamplerTest, IsRepeatableAndGreedyTakesTheFirstOfEquals) {
   TextSampler a(1.0, 0, 8), b(1.0, 0, 8);
   for (int i = 0; i < 100; ++i) EXPECT_EQ(a.Next(kLogits), b.Next(kLogits));
