@@ -38,6 +38,8 @@ def generate(args, directory):
     command = [args.penstock, "generate", args.model, "--prompts", prompts, "--tokens", args.tokens,
                "--batch", args.batch, "--host-memory", args.host_memory, "--kv", args.kv, "--kv-dir", directory,
                "--report", report, "--quiet"]
+    if args.threads:
+        command += ["--threads", args.threads]
     subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
     return json.loads(report.read_text())
 
@@ -50,6 +52,7 @@ def main():
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--host-memory", default="400M")
     parser.add_argument("--kv", default="auto")
+    parser.add_argument("--threads", type=int)
     parser.add_argument("--penstock", default="build/release/bin/penstock")
     parser.add_argument("--ds-io", default="build/release/bin/ds_io")
     parser.add_argument("--directory", default=".", help="of the raw file and of keys and values")
