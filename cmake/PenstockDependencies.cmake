@@ -16,6 +16,7 @@ if(PENSTOCK_BENCH)
   find_package(benchmark REQUIRED)
 endif()
 find_package(CLI11 REQUIRED)
+find_package(ZLIB REQUIRED)  # checksums inside of torch.save's files
 if(PENSTOCK_PYTHON)
   include(PenstockStatic)
 endif()

@@ -62,6 +62,9 @@ constexpr Verb kVerbs[] = {
     {"generate", "generate text with a model larger than memory", RunGenerate},
     {"sample", "generate text from a state directory or checkpoint", RunSample},
     {"export", "stream weights out to safetensors", RunExport},
+    {"zero_to_fp32", "export, by the name that users of DeepSpeed look for", RunExport},
+    {"export-checkpoint", "write a universal checkpoint that DeepSpeed goes on from", RunExportCheckpoint},
+    {"import-checkpoint", "go on with a run of DeepSpeed's: ZeRO-1, 2, 3 or universal", RunImportCheckpoint},
     {"inspect", "what a state directory or checkpoint holds", RunInspect},
     {"verify", "read a state directory or checkpoint back and check every checksum", RunVerify},
     {"env", "what this machine offers, and what its lack costs", RunEnv},
@@ -71,7 +74,7 @@ void Help(std::ostream& out) {
   out << "penstock " << kVersion
       << ": trains models larger than GPU and host memory\n\nusage: penstock VERB [arguments]\n\n";
   for (const Verb& verb : kVerbs)
-    out << "  " << verb.name << std::string(10 - std::strlen(verb.name), ' ') << verb.what << "\n";
+    out << "  " << verb.name << std::string(19 - std::strlen(verb.name), ' ') << verb.what << "\n";
   out << "\npenstock VERB --help tells a verb's arguments; penstock --version the version.\n";
 }
 

@@ -13,6 +13,8 @@ int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostrea
 int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+int RunExportCheckpoint(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+int RunImportCheckpoint(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 
 }  // namespace penstock::tools

@@ -1,0 +1,496 @@
+#include "models/deepspeed_checkpoint.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+#include "base/status_macros.h"
+
+namespace penstock::models {
+namespace {
+
+using Kind = TorchValue::Kind;
+
+constexpr const char* kOptimizerEnding = "_optim_states.pt";
+constexpr const char* kModelEnding = "_model_states.pt";
+// Of the moments in the optimizer's state, by StateKind; the masters have names of their own.
+constexpr const char* kMoments[] = {"", "exp_avg", "exp_avg_sq"};
+constexpr const char* kUniversal[] = {"fp32", "exp_avg", "exp_avg_sq"};
+constexpr int kDeepestJson = 32;
+constexpr uint64_t kMostNameBytes = uint64_t{16} << 20;
+
+bool Exists(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0;
+}
+
+bool IsDirectory(const std::string& path) {
+  struct stat info {};
+  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+// A dict's value of an integer key.
+TorchValue AtNumber(const TorchValue& dict, int64_t key) {
+  for (const auto& [k, v] : dict.entries()) {
+    if (k.integer() == key) return v;
+  }
+  return {};
+}
+
+std::string Text(std::string_view text) { return std::string(text); }
+
+std::vector<int64_t> SizesOf(const TorchValue& shape) {
+  std::vector<int64_t> sizes;
+  for (size_t d = 0; d < shape.size(); ++d) sizes.push_back(shape[d].integer().value_or(-1));
+  return sizes;
+}
+
+// -1: none that a parameter has.
+int64_t ElementsOf(const std::vector<int64_t>& sizes) {
+  int64_t elements = 1;
+  for (const int64_t size : sizes) {
+    if (size < 0 || __builtin_mul_overflow(elements, size, &elements)) return -1;
+  }
+  return elements;
+}
+
+nlohmann::json JsonOf(const TorchValue& value, int depth) {
+  if (depth > kDeepestJson) return nullptr;
+  switch (value.kind()) {
+    case Kind::kBool:
+      return *value.boolean();
+    case Kind::kInt:
+      return *value.integer();
+    case Kind::kFloat:
+      return *value.number();
+    case Kind::kText:
+      return Text(value.text());
+    case Kind::kList: {
+      nlohmann::json list = nlohmann::json::array();
+      for (size_t i = 0; i < value.size(); ++i) list.push_back(JsonOf(value[i], depth + 1));
+      return list;
+    }
+    case Kind::kObject:
+    case Kind::kDict: {
+      nlohmann::json dict = nlohmann::json::object();
+      for (const auto& [k, v] : value.entries()) {
+        const std::string key = k.integer().has_value() ? absl::StrCat(*k.integer()) : Text(k.text());
+        dict[key] = JsonOf(v, depth + 1);
+      }
+      return dict;
+    }
+    default:
+      return nullptr;
+  }
+}
+
+// Rank of "[bf16_]zero_pp_rank_3_mp_rank_00_optim_states.pt"; nullopt: not such a name.
+std::optional<int64_t> RankOf(const std::string& name) {
+  constexpr absl::string_view kRank = "zero_pp_rank_";
+  const size_t at = name.find(kRank.data(), 0, kRank.size());
+  int64_t rank = 0;
+  if (at == std::string::npos) return std::nullopt;
+  const absl::string_view rest = absl::string_view(name).substr(at + kRank.size());
+  if (!absl::SimpleAtoi(rest.substr(0, rest.find('_')), &rank) || rank < 0) return std::nullopt;
+  return rank;
+}
+
+// The directory of the tag that `path` means.
+absl::StatusOr<std::string> TagOf(const std::string& path) {
+  if (!IsDirectory(path)) return absl::NotFoundError(absl::StrCat(path, ": no such directory"));
+  for (const char* name : {"latest", "latest_universal"}) {
+    std::ifstream file(absl::StrCat(path, "/", name));
+    std::string tag;
+    if (!file || !std::getline(file, tag)) continue;
+    tag = std::string(absl::StripAsciiWhitespace(tag));
+    // A tag beside the file and nowhere else, whoever wrote it.
+    if (tag.empty() || tag == ".." || tag.find('/') != std::string::npos) continue;
+    if (IsDirectory(absl::StrCat(path, "/", tag))) return absl::StrCat(path, "/", tag);
+  }
+  return path;
+}
+
+struct Listing {
+  std::vector<std::string> optimizer;  // by rank
+  std::string model;                   // of the first rank
+  bool universal = false;
+};
+
+absl::StatusOr<Listing> ListTag(const std::string& directory) {
+  const auto wrong = [&](const std::string& why) {
+    return absl::InvalidArgumentError(absl::StrCat(directory, ": ", why));
+  };
+  Listing listing;
+  std::map<int64_t, std::string> by_rank;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename();
+    if (name == "offloaded_tensors")
+      return wrong("the optimizer's state was left on an NVMe drive by DeepSpeed (offloaded_tensors): its files "
+                   "have no names; save with offload_optimizer on cpu, or use ds_to_universal there");
+    if (absl::StartsWith(name, "layer_") || absl::StrContains(name, "expert_"))
+      return wrong(absl::StrCat(name, ": pipeline and expert parallelism are not served"));
+    const bool optimizer = absl::EndsWith(name, kOptimizerEnding), model = absl::EndsWith(name, kModelEnding);
+    if (!optimizer && !model) continue;
+    if (!absl::StrContains(name, "mp_rank_00"))
+      return wrong(absl::StrCat(name, ": tensor parallelism is not served; use ds_to_universal there"));
+    if (model && (listing.model.empty() || name < listing.model)) listing.model = name;
+    if (!optimizer) continue;
+    const std::optional<int64_t> rank = RankOf(name);
+    if (!rank.has_value()) return wrong(absl::StrCat(name, ": of no rank"));
+    if (!by_rank.emplace(*rank, name).second)
+      return wrong(absl::StrCat(name, " and ", by_rank[*rank], " are of one rank: which counts?"));
+  }
+  if (error) return wrong(absl::StrCat("cannot be listed: ", error.message()));
+  listing.universal = IsDirectory(absl::StrCat(directory, "/zero"));
+  for (const auto& [rank, name] : by_rank) {
+    if (rank != static_cast<int64_t>(listing.optimizer.size()))
+      return wrong(absl::StrCat("the optimizer's state of rank ", listing.optimizer.size(), " is missing"));
+    listing.optimizer.push_back(name);
+  }
+  if (!listing.universal && (listing.model.empty() || listing.optimizer.empty()))
+    return wrong(absl::StrCat("no checkpoint of DeepSpeed with ZeRO: no *", kModelEnding, " and *", kOptimizerEnding,
+                              ", no zero/, and no `latest` that names a directory of them"));
+  return listing;
+}
+
+}  // namespace
+
+nlohmann::json ToJson(const TorchValue& value) { return JsonOf(value, 0); }
+
+absl::StatusOr<NameMap> ReadNames(const std::string& path) {
+  const auto wrong = [&](const std::string& why) {
+    return absl::InvalidArgumentError(absl::StrCat("--names ", path, ": ", why));
+  };
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0 || !S_ISREG(info.st_mode)) return wrong("no such file");
+  if (static_cast<uint64_t>(info.st_size) > kMostNameBytes) return wrong("too long for a list of names");
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  text << file.rdbuf();
+  const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
+  const char* const what = "must be a JSON object of texts: {\"transformer.wte.weight\": \"embedding.weight\", ...}";
+  if (!file || !json.is_object()) return wrong(what);
+  NameMap names;
+  for (const auto& [published, theirs] : json.items()) {
+    if (!theirs.is_string()) return wrong(what);
+    names[published] = theirs.get<std::string>();
+  }
+  return names;
+}
+
+absl::Status DeepSpeedCheckpoint::Wrong(const std::string& why) const {
+  return absl::InvalidArgumentError(absl::StrCat(directory_, ": ", why));
+}
+
+absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> DeepSpeedCheckpoint::Open(const std::string& path,
+                                                                               ModelLayout layout,
+                                                                               const NameMap& names) {
+  ASSIGN_OR_RETURN(std::string directory, TagOf(path));
+  std::unique_ptr<DeepSpeedCheckpoint> checkpoint(
+      new DeepSpeedCheckpoint(std::move(directory), std::move(layout)));
+  RETURN_IF_ERROR(checkpoint->Load(names));
+  return checkpoint;
+}
+
+absl::Status DeepSpeedCheckpoint::Load(const NameMap& names) {
+  ASSIGN_OR_RETURN(const Listing listing, ListTag(directory_));
+  Parameters parameters;
+  if (listing.model.empty())
+    return Wrong(absl::StrCat("no *", kModelEnding, ": it says at which step the run was"));
+  ASSIGN_OR_RETURN(const TorchFile* const model, OpenFile(listing.model));
+  RETURN_IF_ERROR(ReadModelStates(*model, &parameters));
+  if (listing.universal) {
+    RETURN_IF_ERROR(ReadUniversal(&parameters));
+  } else {
+    RETURN_IF_ERROR(ReadPartitions(listing.optimizer, &parameters));
+  }
+  // The optimizer counts its own steps; where its state does not say, skipped ones are not counted.
+  const int64_t counted = progress_.updates;
+  progress_.updates = optimizer_step_.value_or(counted);
+  if (progress_.updates < 1 || progress_.updates > progress_.step)
+    return Wrong(absl::StrCat("its optimizer is at step ", progress_.updates, ", the run at ", progress_.step,
+                              ": a checkpoint from before the first step has no moments"));
+  return Match(names, &parameters);
+}
+
+absl::StatusOr<const TorchFile*> DeepSpeedCheckpoint::OpenFile(const std::string& name) {
+  ASSIGN_OR_RETURN(std::unique_ptr<TorchFile> file, TorchFile::Open(absl::StrCat(directory_, "/", name)));
+  files_.push_back(std::move(file));
+  return files_.back().get();
+}
+
+absl::Status DeepSpeedCheckpoint::ReadModelStates(const TorchFile& file, Parameters* parameters) {
+  const TorchValue root = file.root();
+  const std::optional<int64_t> step = root["global_steps"].integer();
+  if (!step.has_value() || *step < 0) return Wrong(absl::StrCat(file.path(), " has no global_steps"));
+  if (root["mp_world_size"].integer().value_or(1) != 1)
+    return Wrong("tensor parallelism is not served; use ds_to_universal there");
+  progress_.ranks = std::max<int64_t>(1, root["dp_world_size"].integer().value_or(1));
+  progress_.step = *step;
+  progress_.updates = *step - root["skipped_steps"].integer().value_or(0);
+  progress_.version = Text(root["ds_version"].text());
+  progress_.lr_scheduler = ToJson(root["lr_scheduler"]);
+  progress_.config = ToJson(root["ds_config"]);
+  if (!root["frozen_param_shapes"].entries().empty())
+    return Wrong(absl::StrCat(Text(root["frozen_param_shapes"].entries().front().first.text()),
+                              " is frozen, which is not served: all parameters must be trained"));
+  for (const auto& [name, holder] : root["shared_params"].entries())
+    shared_[Text(name.text())] = Text(holder.text());
+  const TorchValue groups = root["param_shapes"];
+  for (size_t g = 0; g < groups.size(); ++g) {
+    std::vector<std::string>& order = order_.emplace_back();
+    for (const auto& [name, shape] : groups[g].entries()) {
+      Values values;
+      values.sizes = SizesOf(shape);
+      if (ElementsOf(values.sizes) < 0)
+        return Wrong(absl::StrCat(file.path(), ": ", Text(name.text()), " has no shape"));
+      order.push_back(Text(name.text()));
+      if (!parameters->emplace(order.back(), std::move(values)).second)
+        return Wrong(absl::StrCat(file.path(), ": ", order.back(), " is there twice"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The optimizer's options, which all parameters share here; the loss scale.
+absl::Status DeepSpeedCheckpoint::TakeOptions(const TorchFile& file, const TorchValue& optimizer,
+                                              const TorchValue& base) {
+  if (optimizer["loss_scaler"]) progress_.loss_scaler = ToJson(optimizer["loss_scaler"]);
+  nlohmann::json groups = ToJson(base["param_groups"]);
+  if (!groups.is_array() || groups.empty()) return absl::OkStatus();  // older ones keep the steps alone
+  for (nlohmann::json& group : groups) {
+    if (group.is_object()) group.erase("params");
+  }
+  for (const nlohmann::json& group : groups) {
+    for (const char* key : {"lr", "betas", "eps", "weight_decay"}) {
+      if (group.value(key, nlohmann::json()) != groups[0].value(key, nlohmann::json()))
+        return Wrong(absl::StrCat(file.path(), ": its parameter groups have different ", key, " (",
+                                  groups[0].value(key, nlohmann::json()).dump(), ", ",
+                                  group.value(key, nlohmann::json()).dump(),
+                                  "): one for all parameters is served"));
+    }
+  }
+  progress_.optimizer = groups[0];
+  return absl::OkStatus();
+}
+
+// The optimizer's count, the same wherever it is said: a number, or a tensor of one.
+absl::Status DeepSpeedCheckpoint::TakeSteps(const TorchFile& file, const TorchValue& state) {
+  std::optional<int64_t> step = state.integer();
+  if (const TorchTensor* const tensor = state.tensor(); tensor != nullptr && tensor->elements == 1) {
+    ScatteredTensor one;
+    float value = 0;
+    RETURN_IF_ERROR(one.Add(file, *tensor, 0, 1));
+    RETURN_IF_ERROR(one.Read(0, 1, &value, &buffer_));
+    step = static_cast<int64_t>(value);
+    progress_.step_is_tensor = true;
+  }
+  if (!step.has_value()) return absl::OkStatus();
+  if (optimizer_step_.value_or(*step) != *step)
+    return Wrong(absl::StrCat(file.path(), ": parameters have had ", *step, " and ", *optimizer_step_,
+                              " updates: one count for all is served"));
+  optimizer_step_ = step;
+  return absl::OkStatus();
+}
+
+absl::Status DeepSpeedCheckpoint::ReadPartitions(const std::vector<std::string>& names, Parameters* parameters) {
+  const auto ranks = static_cast<int64_t>(names.size());
+  int64_t stage = 0;
+  for (int64_t rank = 0; rank < ranks; ++rank) {
+    ASSIGN_OR_RETURN(const TorchFile* const file, OpenFile(names[static_cast<size_t>(rank)]));
+    const TorchValue optimizer = file->root()["optimizer_state_dict"];
+    if (optimizer.kind() != Kind::kDict) return Wrong(absl::StrCat(file->path(), " has no optimizer_state_dict"));
+    const TorchValue zero_stage = optimizer["zero_stage"];
+    stage = zero_stage.integer().value_or(zero_stage.size() > 0 ? zero_stage[0].integer().value_or(1) : 1);
+    const int64_t count = optimizer["partition_count"].size() > 0 ? optimizer["partition_count"][0].integer().value_or(ranks)
+                                                                  : optimizer["partition_count"].integer().value_or(ranks);
+    if (count != ranks)
+      return Wrong(absl::StrCat(file->path(), " is of a run of ", count, " ranks, of which ", ranks, " are here"));
+    RETURN_IF_ERROR(stage == 3 ? ReadRank3(*file, optimizer, rank, ranks, parameters)
+                               : ReadRank12(*file, optimizer, parameters));
+  }
+  progress_.format = absl::StrCat("ZeRO-", stage, " of ", ranks, ranks == 1 ? " rank" : " ranks");
+  return absl::OkStatus();
+}
+
+// A rank's flat tensor of each group has pieces of parameters, as its mappings say.
+absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchValue& optimizer,
+                                             Parameters* parameters) {
+  const TorchValue masters = optimizer["single_partition_of_fp32_groups"];
+  const TorchValue mappings = optimizer["param_slice_mappings"], base = optimizer["base_optimizer_state"];
+  if (masters.size() == 0 || mappings.size() != masters.size())
+    return Wrong(absl::StrCat(file.path(), " does not say where its parameters are (param_slice_mappings): load and "
+                                           "save it with a newer DeepSpeed"));
+  RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
+  RETURN_IF_ERROR(TakeSteps(file, optimizer["base_optimizer_state_step"]));
+  for (size_t group = 0; group < masters.size(); ++group) {
+    const TorchValue state =
+        base.kind() == Kind::kDict ? AtNumber(base["state"], static_cast<int64_t>(group)) : base[group];
+    RETURN_IF_ERROR(TakeSteps(file, state["step"]));
+    const TorchTensor* const flat[kKinds] = {masters[group].tensor(), state[kMoments[1]].tensor(),
+                                             state[kMoments[2]].tensor()};
+    for (size_t k = 0; k < kKinds; ++k) {
+      if (flat[k] == nullptr)
+        return Wrong(absl::StrCat(file.path(), " has no ", kUniversal[k], " of parameter group ", group,
+                                  ": Adam and AdamW are served"));
+    }
+    for (const auto& [name, address] : mappings[group].entries()) {
+      const auto found = parameters->find(Text(name.text()));
+      const std::optional<int64_t> start = address["start"].integer(), count = address["numel"].integer();
+      if (found == parameters->end() || !start.has_value() || !count.has_value())
+        return Wrong(absl::StrCat(file.path(), ": ", Text(name.text()), " is in no list of parameters"));
+      for (size_t k = 0; k < kKinds; ++k)
+        RETURN_IF_ERROR(found->second.of[k].Add(file, *flat[k], *start, *count));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Every parameter is cut evenly over the ranks; a rank's flat tensors have its parts in the order of parameters.
+absl::Status DeepSpeedCheckpoint::ReadRank3(const TorchFile& file, const TorchValue& optimizer, int64_t rank,
+                                            int64_t ranks, Parameters* parameters) {
+  const TorchValue masters = optimizer["fp32_flat_groups"], base = optimizer["optimizer_state_dict"];
+  if (optimizer["ds_zero_partition_groups"].size() > 0)
+    return Wrong(absl::StrCat(file.path(), ": expert parallelism is not served"));
+  if (masters.size() == 0 || masters.size() != order_.size())
+    return Wrong(absl::StrCat(file.path(), " has ", masters.size(), " flat tensors, and the list of parameters has ",
+                              order_.size(), " groups"));
+  RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
+  for (size_t group = 0; group < masters.size(); ++group) {
+    const TorchValue state = AtNumber(base["state"], static_cast<int64_t>(group));
+    RETURN_IF_ERROR(TakeSteps(file, state["step"]));
+    const TorchTensor* const flat[kKinds] = {masters[group].tensor(), state[kMoments[1]].tensor(),
+                                             state[kMoments[2]].tensor()};
+    for (size_t k = 0; k < kKinds; ++k) {
+      if (flat[k] == nullptr)
+        return Wrong(absl::StrCat(file.path(), " has no ", kUniversal[k], " of parameter group ", group,
+                                  ": Adam and AdamW are served, with their state in memory"));
+    }
+    int64_t at = 0;
+    for (const std::string& name : order_[group]) {
+      Values& values = (*parameters)[name];
+      const int64_t elements = ElementsOf(values.sizes), part = (elements + ranks - 1) / ranks;
+      const int64_t mine = std::clamp<int64_t>(elements - rank * part, 0, part);
+      for (size_t k = 0; k < kKinds; ++k) RETURN_IF_ERROR(values.of[k].Add(file, *flat[k], at, mine));
+      at += part;
+    }
+  }
+  return absl::OkStatus();
+}
+
+// zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt: a tensor, or a dict with it.
+absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
+  progress_.format = "universal";
+  RETURN_IF_ERROR(ReadUniversalState());
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(directory_ + "/zero", error)) {
+    if (!entry.is_directory(error)) continue;
+    const std::string name = entry.path().filename();
+    Values& values = (*parameters)[name];
+    for (size_t k = 0; k < kKinds; ++k) {
+      const absl::StatusOr<const TorchFile*> file =
+          OpenFile(absl::StrCat("zero/", name, "/", kUniversal[k], ".pt"));
+      if (!file.ok()) return file.status();
+      const TorchValue root = (*file)->root();
+      const TorchTensor* const tensor = root.tensor() != nullptr ? root.tensor() : root["param"].tensor();
+      if (tensor == nullptr) return Wrong(absl::StrCat((*file)->path(), " has no tensor"));
+      RETURN_IF_ERROR(values.of[k].Add(**file, *tensor, 0, tensor->elements));
+      if (values.sizes.empty() && tensor->sizes.size() != 1) values.sizes = tensor->sizes;
+    }
+    if (Exists(absl::StrCat(directory_, "/zero/", name, "/step.pt"))) {
+      ASSIGN_OR_RETURN(const TorchFile* const step, OpenFile(absl::StrCat("zero/", name, "/step.pt")));
+      RETURN_IF_ERROR(TakeSteps(*step, step->root()));
+      files_.pop_back();
+    }
+  }
+  if (error) return Wrong(absl::StrCat("zero/ cannot be listed: ", error.message()));
+  return absl::OkStatus();
+}
+
+absl::Status DeepSpeedCheckpoint::ReadUniversalState() {
+  if (!Exists(directory_ + "/zero/optimizer_state.pt")) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const TorchFile* const file, OpenFile("zero/optimizer_state.pt"));
+  const TorchValue root = file->root();
+  // Of stage 3 the optimizer's own dict, of stages 1 and 2 what it has beside the state.
+  const TorchValue base = root["optimizer_state_dict"] ? root["optimizer_state_dict"] : root;
+  RETURN_IF_ERROR(TakeOptions(*file, root, base));
+  return TakeSteps(*file, AtNumber(base["state"], 0)["step"]);
+}
+
+// Finds what each parameter of the model has become, and that nothing is left over.
+absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parameters) {
+  std::set<std::string> left;
+  for (const auto& [name, values] : *parameters) left.insert(name);
+  for (const auto& [published, theirs] : names) {
+    const bool known = std::any_of(layout_.tensors.begin(), layout_.tensors.end(),
+                                   [&](const PublishedTensor& tensor) { return tensor.name == published; });
+    if (!known) return Wrong(absl::StrCat("--names has ", published, ", which is no parameter of this model"));
+  }
+  for (const PublishedTensor& tensor : layout_.tensors) {
+    const std::string bare(absl::StripPrefix(tensor.name, layout_.prefix));
+    std::vector<std::string> candidates;
+    if (const auto named = names.find(tensor.name); named != names.end()) {
+      candidates = {named->second};
+    } else {
+      candidates = {tensor.name, bare, "module." + tensor.name, "module." + bare};
+    }
+    auto found = parameters->end();
+    for (const std::string& name : candidates) {
+      const auto holder = shared_.find(name);
+      found = parameters->find(holder != shared_.end() ? holder->second : name);
+      if (found != parameters->end()) break;
+    }
+    if (found == parameters->end())
+      return Wrong(absl::StrCat("no parameter ", candidates.front(),
+                                ": not of this model, or under another name (--names FILE says which)"));
+    const std::vector<uint64_t> shape = tensor.published_shape();
+    const std::vector<int64_t>& sizes = found->second.sizes;
+    const bool same = sizes.empty() || std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(),
+                                                  [](int64_t a, uint64_t b) { return a == static_cast<int64_t>(b); });
+    if (!same)
+      return Wrong(absl::StrCat(found->first, " is [", absl::StrJoin(sizes, ", "), "] there and [",
+                                absl::StrJoin(shape, ", "), "] in this model: give the --model that it is of"));
+    for (const ScatteredTensor& values : found->second.of) {
+      if (values.elements() != tensor.elements())
+        return Wrong(absl::StrCat(found->first, " has ", values.elements(), " elements there and ",
+                                  tensor.elements(), " in this model"));
+    }
+    sources_.push_back(found->second.of);
+    left.erase(found->first);
+  }
+  if (!left.empty())
+    return Wrong(absl::StrCat(*left.begin(), " has no place in this model: give the --model that it is of"));
+  return absl::OkStatus();
+}
+
+absl::Status DeepSpeedCheckpoint::Read(zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {
+  std::memset(to, 0, static_cast<size_t>(elements) * sizeof(float));
+  const auto k = static_cast<size_t>(kind);
+  if (k >= kKinds) return absl::InvalidArgumentError("a checkpoint has masters and moments");
+  for (size_t i = 0; i < layout_.tensors.size(); ++i) {
+    const PublishedTensor& tensor = layout_.tensors[i];
+    if (tensor.block != block) continue;
+    const int64_t from = std::max<int64_t>(0, first - tensor.offset);
+    const int64_t end = std::min(tensor.elements(), first + elements - tensor.offset);
+    if (from >= end) continue;
+    RETURN_IF_ERROR(
+        sources_[i][k].ReadParameter(tensor, from, end, to + (tensor.offset + from - first), &buffer_));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::models

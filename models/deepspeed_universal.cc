@@ -1,0 +1,248 @@
+#include "models/deepspeed_universal.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "models/torch_writer.h"
+
+namespace penstock::models {
+namespace {
+
+constexpr size_t kKinds = 3;
+constexpr const char* kFiles[kKinds] = {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"};
+
+using Buffers = std::array<std::vector<float>, kKinds>;
+
+absl::Status MakeDirectory(const std::string& path) {
+  std::error_code error;
+  std::filesystem::create_directories(path, error);
+  if (!error) return absl::OkStatus();
+  return absl::ErrnoToStatus(error.value(), absl::StrCat(path, ": cannot be made"));
+}
+
+class UniversalWriter {
+ public:
+  UniversalWriter(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
+                  const UniversalOptions& options)
+      : run_(run), layout_(layout), read_(read), options_(options), tag_(options.directory + "/" + options.tag) {
+    total_ = static_cast<uint64_t>(layout.parameters()) * kKinds * sizeof(float);
+  }
+
+  absl::Status Run() {
+    std::error_code error;
+    if (std::filesystem::exists(tag_, error)) {
+      if (!options_.overwrite)
+        return absl::AlreadyExistsError(absl::StrCat(tag_, " is there already: use --overwrite to replace it"));
+      std::filesystem::remove_all(tag_, error);
+    }
+    absl::Status status = MakeDirectory(tag_ + "/zero");
+    for (const PublishedTensor& tensor : layout_.tensors) {
+      if (status.ok()) status = WriteParameter(tensor);
+    }
+    if (status.ok()) status = WriteOptimizer();
+    for (const char* name : {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"}) {
+      if (status.ok()) status = WriteModelStates(absl::StrCat(tag_, "/", name));
+    }
+    if (status.ok()) status = WriteLatest();
+    if (!status.ok()) std::filesystem::remove_all(tag_, error);
+    return status;
+  }
+
+ private:
+  std::string NameOf(const PublishedTensor& tensor) const {
+    const auto named = options_.names.find(tensor.name);
+    return named == options_.names.end() ? tensor.name : named->second;
+  }
+
+  absl::Status WriteParameter(const PublishedTensor& tensor) {
+    const std::string name = NameOf(tensor);
+    if (name.empty() || name == ".." || absl::StrContains(name, "/"))
+      return absl::InvalidArgumentError(absl::StrCat("--names: \"", name, "\" is no name of a parameter"));
+    const std::string directory = absl::StrCat(tag_, "/zero/", name);
+    RETURN_IF_ERROR(MakeDirectory(directory));
+    TorchPickle pickle;
+    pickle.BeginDict();
+    pickle.Text("cat_dim");
+    pickle.Int(0);
+    pickle.Text("param");
+    pickle.Tensor(swap::Dtype::kF32, tensor.published_shape());
+    pickle.EndDict();
+    std::array<std::unique_ptr<TorchWriter>, kKinds> files;
+    for (size_t k = 0; k < kKinds; ++k) {
+      ASSIGN_OR_RETURN(files[k], TorchWriter::Create(absl::StrCat(directory, "/", kFiles[k]), pickle));
+    }
+    RETURN_IF_ERROR(tensor.transposed ? WriteTurned(tensor, files) : WritePlain(tensor, files));
+    for (const std::unique_ptr<TorchWriter>& file : files) RETURN_IF_ERROR(file->Finish());
+    return WriteStep(directory + "/step.pt");
+  }
+
+  absl::Status Append(std::span<const std::unique_ptr<TorchWriter>> files, const Buffers& values, int64_t n) {
+    for (size_t k = 0; k < kKinds; ++k)
+      RETURN_IF_ERROR(
+          files[k]->Append(0, std::as_bytes(std::span(values[k].data(), static_cast<size_t>(n)))));
+    done_ += static_cast<uint64_t>(n) * kKinds * sizeof(float);
+    if (options_.progress) options_.progress(done_, total_);
+    return absl::OkStatus();
+  }
+
+  absl::Status Read(const PublishedTensor& tensor, int64_t from, int64_t n) {
+    for (std::vector<float>& values : chunk_) values.resize(std::max(values.size(), static_cast<size_t>(n)));
+    return read_(tensor.block, tensor.offset + from, n, chunk_[0].data(), chunk_[1].data(), chunk_[2].data());
+  }
+
+  // An eighth of the memory for what is read, the rest for strips.
+  int64_t ChunkElements() const {
+    return std::max<int64_t>(4096, static_cast<int64_t>(options_.memory_bytes / 8 / kKinds / sizeof(float)));
+  }
+
+  absl::Status WritePlain(const PublishedTensor& tensor, std::span<const std::unique_ptr<TorchWriter>> files) {
+    for (int64_t from = 0; from < tensor.elements();) {
+      const int64_t n = std::min(ChunkElements(), tensor.elements() - from);
+      RETURN_IF_ERROR(Read(tensor, from, n));
+      RETURN_IF_ERROR(Append(files, chunk_, n));
+      from += n;
+    }
+    return absl::OkStatus();
+  }
+
+  // Kept as [rows, columns], published as [columns, rows]: so many of its columns at once as there is room for.
+  absl::Status WriteTurned(const PublishedTensor& tensor, std::span<const std::unique_ptr<TorchWriter>> files) {
+    const int64_t rows = tensor.rows, columns = tensor.columns;
+    const int64_t wide = std::clamp<int64_t>(7 * ChunkElements() / rows, 1, columns);
+    const int64_t high = std::max<int64_t>(1, ChunkElements() / columns);
+    for (int64_t first = 0; first < columns; first += wide) {
+      const int64_t width = std::min(wide, columns - first);
+      for (std::vector<float>& values : strip_) values.resize(static_cast<size_t>(width * rows));
+      for (int64_t row = 0; row < rows; row += high) {
+        const int64_t height = std::min(high, rows - row);
+        RETURN_IF_ERROR(Read(tensor, row * columns, height * columns));
+        for (size_t k = 0; k < kKinds; ++k) {
+          for (int64_t c = 0; c < width; ++c) {
+            for (int64_t r = 0; r < height; ++r) {
+              strip_[k][static_cast<size_t>(c * rows + row + r)] =
+                  chunk_[k][static_cast<size_t>(r * columns + first + c)];
+            }
+          }
+        }
+      }
+      RETURN_IF_ERROR(Append(files, strip_, width * rows));
+    }
+    return absl::OkStatus();
+  }
+
+  // The optimizer's count of updates, as the next loader wants it. Returns whether it is a tensor.
+  bool Step(TorchPickle* pickle) const {
+    if (options_.step_is_tensor) {
+      pickle->Tensor(swap::Dtype::kF32, {});
+    } else {
+      pickle->Int(run_.updates);
+    }
+    return options_.step_is_tensor;
+  }
+
+  absl::Status Finish(const std::string& path, const TorchPickle& pickle, bool has_step) const {
+    ASSIGN_OR_RETURN(std::unique_ptr<TorchWriter> file, TorchWriter::Create(path, pickle));
+    const auto step = static_cast<float>(run_.updates);
+    if (has_step) RETURN_IF_ERROR(file->Append(0, std::as_bytes(std::span(&step, 1))));
+    return file->Finish();
+  }
+
+  absl::Status WriteStep(const std::string& path) const {
+    TorchPickle pickle;
+    const bool tensor = Step(&pickle);
+    return Finish(path, pickle, tensor);
+  }
+
+  void Groups(TorchPickle* pickle) const {
+    pickle->Text("param_groups");
+    nlohmann::json group = run_.optimizer;
+    group["params"] = nlohmann::json::array({0});
+    pickle->Json(nlohmann::json::array({group}));
+  }
+
+  // What stages 1 and 2 look for at the top, and stage 3 one level below.
+  absl::Status WriteOptimizer() const {
+    TorchPickle pickle;
+    pickle.BeginDict();
+    pickle.Text("ds_version");
+    pickle.Text(run_.version);
+    pickle.Text("overflow");
+    pickle.Bool(false);
+    if (run_.loss_scaler.is_object()) {
+      const bool dynamic = run_.loss_scaler.value("dynamic", false);
+      pickle.Text("dynamic_loss_scale");
+      pickle.Bool(dynamic);
+      pickle.Text("loss_scaler");
+      pickle.BeginObject("deepspeed.runtime.fp16.loss_scaler", dynamic ? "DynamicLossScaler" : "LossScaler");
+      pickle.Json(run_.loss_scaler);
+      pickle.EndObject();
+    }
+    Groups(&pickle);
+    pickle.Text("optimizer_state_dict");
+    pickle.BeginDict();
+    Groups(&pickle);
+    pickle.Text("state");
+    pickle.BeginDict();
+    pickle.Int(0);
+    pickle.BeginDict();
+    pickle.Text("step");
+    const bool tensor = Step(&pickle);
+    pickle.EndDict();
+    pickle.EndDict();
+    pickle.EndDict();
+    pickle.EndDict();
+    return Finish(tag_ + "/zero/optimizer_state.pt", pickle, tensor);
+  }
+
+  absl::Status WriteModelStates(const std::string& path) const {
+    TorchPickle pickle;
+    const nlohmann::json values = {{"module", nlohmann::json::object()},
+                                   {"optimizer", nullptr},
+                                   {"lr_scheduler", run_.lr_scheduler},
+                                   {"skipped_steps", run_.step - run_.updates},
+                                   {"global_steps", run_.step},
+                                   {"dp_world_size", run_.ranks},
+                                   {"mp_world_size", 1},
+                                   {"ds_config", run_.config},
+                                   {"ds_version", run_.version}};
+    pickle.Json(values);
+    return Finish(path, pickle, /*has_step=*/false);
+  }
+
+  absl::Status WriteLatest() const {
+    const std::string path = options_.directory + "/latest_universal";
+    std::ofstream file(path, std::ios::trunc);
+    file << options_.tag;
+    file.close();
+    if (!file) return absl::UnavailableError(absl::StrCat(path, ": cannot be written"));
+    return absl::OkStatus();
+  }
+
+  const DeepSpeedProgress& run_;
+  const ModelLayout& layout_;
+  const ReadMoments& read_;
+  const UniversalOptions& options_;
+  const std::string tag_;
+  uint64_t done_ = 0, total_ = 0;
+  Buffers chunk_, strip_;
+};
+
+}  // namespace
+
+absl::Status WriteUniversal(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
+                            const UniversalOptions& options) {
+  return UniversalWriter(run, layout, read, options).Run();
+}
+
+}  // namespace penstock::models

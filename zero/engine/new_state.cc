@@ -1,0 +1,174 @@
+#include "zero/engine/new_state.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "aio/arena.h"
+#include "aio/engine.h"
+#include "base/status_macros.h"
+#include "tiering/plan/plan_layout.h"
+#include "zero/compute/tile_version.h"
+#include "zero/engine/store_layout.h"
+#include "zero/memory/arena_view.h"
+
+namespace penstock::zero {
+namespace {
+
+constexpr int64_t kTileBytes = int64_t{4} << 20;
+
+struct Place {
+  int block = 0;
+  int64_t first = 0, elements = 0;
+};
+
+// Elements of a tile that takes no more than `bytes`.
+int64_t TileElements(const tiering::Precision& precision, int64_t bytes) {
+  int64_t elements = bytes / precision.UnpaddedBytes(tiering::kElementAlignment) * tiering::kElementAlignment;
+  while (elements > tiering::kElementAlignment && precision.TotalBytes(elements) > bytes)
+    elements -= tiering::kElementAlignment;
+  return std::max(elements, tiering::kElementAlignment);
+}
+
+class Writer {
+ public:
+  Writer(const NewState& state, const ReadState& read) : state_(state), read_(read) {
+    const tiering::Precision precision = state.format.precision();
+    const int64_t most =
+        TileElements(precision, state.tile_bytes > 0 ? std::min(state.tile_bytes, kTileBytes) : kTileBytes);
+    for (size_t block = 0; block < state.block_elements.size(); ++block) {
+      for (const tiering::Tile& tile : tiering::CutTiles(state.block_elements[block], most)) {
+        places_.push_back({static_cast<int>(block), tile.offset, tile.elements});
+        layout_.tiles.push_back(TileLayoutOf(precision, tile.elements));
+      }
+    }
+  }
+
+  absl::Status Run(const std::function<void(uint64_t, uint64_t)>& progress) {
+    ASSIGN_OR_RETURN(swap::StoreOptions options, Checked());
+    aio::EngineOptions io_options;
+    io_options.log = [](std::string_view) {};
+    ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> io, aio::Engine::Create(std::move(io_options)));
+    ASSIGN_OR_RETURN(store_, swap::Store::Create(*io, options, layout_, state_.identity));
+    const uint64_t slot_bytes = store_->geometry().largest_slot_bytes();
+    aio::ArenaOptions arena_options;
+    arena_options.lock = false;
+    arena_options.bytes = 2 * slot_bytes;
+    ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> arena, aio::Arena::Create(arena_options));
+    uint64_t done = 0;
+    absl::Status status;
+    for (uint32_t t = 0; t < places_.size() && status.ok(); ++t) {
+      std::byte* const memory = arena->data() + (t % 2) * slot_bytes;
+      status = Settle(t % 2);
+      if (status.ok()) status = Fill(t, memory);
+      if (status.ok()) status = Submit(t, memory);
+      done += store_->geometry().slot_bytes(t);
+      if (status.ok()) progress(done, total_);
+    }
+    for (const size_t slot : {0, 1}) {
+      const absl::Status settled = Settle(slot);  // also after an error: the memory is still written from
+      if (status.ok()) status = settled;
+    }
+    if (status.ok()) {
+      status = store_->CommitNow({.step = static_cast<uint64_t>(state_.step),
+                                  .updates = static_cast<uint64_t>(state_.updates),
+                                  .payload = state_.payload});
+    }
+    store_.reset();
+    if (!status.ok()) Remove();
+    return status;
+  }
+
+ private:
+  // That there is room, before anything is made.
+  absl::StatusOr<swap::StoreOptions> Checked() {
+    RETURN_IF_ERROR(swap::CheckSpace(state_.store, layout_, state_.identity));
+    for (const swap::TileLayout& tile : layout_.tiles) {
+      for (const uint64_t bytes : tile.segment_bytes) total_ += swap::PaddedBytes(bytes);
+    }
+    return state_.store;
+  }
+
+  // Values of one tile, as the run keeps them.
+  absl::Status Fill(uint32_t tile, std::byte* memory) {
+    const Place& place = places_[tile];
+    std::memset(memory, 0, store_->geometry().slot_bytes(tile));
+    std::array<void*, swap::kMaxSegments> segments{};
+    const auto there = store_->geometry().SegmentPlaces(tile, memory, &segments);
+    TileMemory of_tile;
+    of_tile.weights = there[0];
+    of_tile.state.assign(there.begin() + 1, there.end());
+    of_tile.elements = place.elements;
+    values_.resize(std::max(values_.size(), static_cast<size_t>(place.elements)));
+    for (const StateKind kind : {StateKind::kParameter, StateKind::kFirstMoment, StateKind::kSecondMoment}) {
+      if (!Keeps(state_.format, kind)) continue;
+      RETURN_IF_ERROR(read_(kind, place.block, place.first, place.elements, values_.data()));
+      if (kind == StateKind::kParameter) {
+        FillTile(state_.format, values_.data(), of_tile);
+      } else {
+        WriteValues(state_.format, of_tile, kind, 0, place.elements, values_.data());
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status Submit(uint32_t tile, std::byte* memory) {
+    InFlight& slot = slots_[tile % 2];
+    std::array<void*, swap::kMaxSegments> segments{};
+    const auto there = store_->geometry().SegmentPlaces(tile, memory, &segments);
+    const uint64_t version = VersionAfter(state_.step);
+    slot.checksums.clear();
+    for (uint32_t s = 0; s < there.size(); ++s)
+      slot.checksums.push_back(store_->SegmentChecksum(tile, s, version, there[s]));
+    const std::vector<const void*> sources(there.begin(), there.end());
+    RETURN_IF_ERROR(store_->WriteTile(&slot.io, tile, version, sources, aio::Priority::kWriteBehind));
+    slot.pending = true;
+    return absl::OkStatus();
+  }
+
+  absl::Status Settle(size_t which) {
+    InFlight& slot = slots_[which];
+    if (!slot.pending) return absl::OkStatus();
+    slot.pending = false;
+    absl::Status written = store_->Wait(&slot.io);
+    written.Update(store_->NoteWritten(&slot.io, slot.checksums));
+    return written;
+  }
+
+  // A store without a commit is of no use to anybody.
+  void Remove() const {
+    for (const std::string& directory : state_.store.directories) {
+      std::error_code error;  // the first error has been said
+      std::filesystem::remove(std::filesystem::path(directory) / swap::kStoreFileName, error);
+    }
+  }
+
+  struct InFlight {
+    swap::TileIo io;
+    std::vector<uint64_t> checksums;
+    bool pending = false;
+  };
+
+  const NewState& state_;
+  const ReadState& read_;
+  std::vector<Place> places_;
+  swap::Layout layout_;
+  uint64_t total_ = 0;
+  std::unique_ptr<swap::Store> store_;
+  std::array<InFlight, 2> slots_;
+  std::vector<float> values_;
+};
+
+}  // namespace
+
+absl::Status WriteNewState(const NewState& state, const ReadState& read,
+                           const std::function<void(uint64_t done, uint64_t total)>& progress) {
+  return Writer(state, read).Run(progress);
+}
+
+}  // namespace penstock::zero

@@ -1,0 +1,40 @@
+// A new run's state made of values that come from elsewhere, tile by tile: what `penstock train --resume`
+// goes on with.
+#ifndef PENSTOCK_ZERO_ENGINE_NEW_STATE_H_
+#define PENSTOCK_ZERO_ENGINE_NEW_STATE_H_
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "swap/store.h"
+#include "zero/compute/tile_format.h"
+
+namespace penstock::zero {
+
+struct NewState {
+  swap::StoreOptions store;  // directories, sync, slots, overwrite
+  std::string identity;      // of the run (zero/engine/state_identity.h)
+  TileFormat format;
+  std::vector<int64_t> block_elements;
+  int64_t tile_bytes = 0;  // of all segments, at the most; 0: 4 MiB
+  int64_t step = 0, updates = 0;
+  std::string payload;  // of the first commit
+};
+
+// Elements [first, first + elements) of a block's masters or moments, as fp32.
+using ReadState =
+    std::function<absl::Status(StateKind kind, int block, int64_t first, int64_t elements, float* to)>;
+
+// Makes the store, writes every tile and commits `step`. One tile is on its way to the drive while the next
+// is read. Memory: two tiles, and the fp32 values of one. A store that could not be finished is removed.
+// `progress`: bytes. Threads: the caller's. Errors: as swap::Store and `read`.
+absl::Status WriteNewState(const NewState& state, const ReadState& read,
+                           const std::function<void(uint64_t done, uint64_t total)>& progress);
+
+}  // namespace penstock::zero
+
+#endif  // PENSTOCK_ZERO_ENGINE_NEW_STATE_H_
