@@ -139,8 +139,9 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
   for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
     const std::string name = entry.path().filename();
     if (name == "offloaded_tensors")
-      return wrong("the optimizer's state was left on an NVMe drive by DeepSpeed (offloaded_tensors): its files "
-                   "have no names; save with offload_optimizer on cpu, or use ds_to_universal there");
+      return wrong(
+          "the optimizer's state was left on an NVMe drive by DeepSpeed (offloaded_tensors): its files "
+          "have no names; save with offload_optimizer on cpu, or use ds_to_universal there");
     if (absl::StartsWith(name, "layer_") || absl::StrContains(name, "expert_"))
       return wrong(absl::StrCat(name, ": pipeline and expert parallelism are not served"));
     const bool optimizer = absl::EndsWith(name, kOptimizerEnding), model = absl::EndsWith(name, kModelEnding);
@@ -162,7 +163,8 @@ absl::StatusOr<Listing> ListTag(const std::string& directory) {
     listing.optimizer.push_back(name);
   }
   if (!listing.universal && (listing.model.empty() || listing.optimizer.empty()))
-    return wrong(absl::StrCat("no checkpoint of DeepSpeed with ZeRO: no *", kModelEnding, " and *", kOptimizerEnding,
+    return wrong(absl::StrCat("no checkpoint of DeepSpeed with ZeRO: no *", kModelEnding, " and *",
+                              kOptimizerEnding,
                               ", no zero/, and no `latest` that names a directory of them"));
   return listing;
 }
@@ -182,7 +184,8 @@ absl::StatusOr<NameMap> ReadNames(const std::string& path) {
   std::ostringstream text;
   text << file.rdbuf();
   const nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  const char* const what = "must be a JSON object of texts: {\"transformer.wte.weight\": \"embedding.weight\", ...}";
+  const char* const what =
+      "must be a JSON object of texts: {\"transformer.wte.weight\": \"embedding.weight\", ...}";
   if (!file || !json.is_object()) return wrong(what);
   NameMap names;
   for (const auto& [published, theirs] : json.items()) {
@@ -307,19 +310,23 @@ absl::Status DeepSpeedCheckpoint::TakeSteps(const TorchFile& file, const TorchVa
   return absl::OkStatus();
 }
 
-absl::Status DeepSpeedCheckpoint::ReadPartitions(const std::vector<std::string>& names, Parameters* parameters) {
+absl::Status DeepSpeedCheckpoint::ReadPartitions(const std::vector<std::string>& names,
+                                                 Parameters* parameters) {
   const auto ranks = static_cast<int64_t>(names.size());
   int64_t stage = 0;
   for (int64_t rank = 0; rank < ranks; ++rank) {
     ASSIGN_OR_RETURN(const TorchFile* const file, OpenFile(names[static_cast<size_t>(rank)]));
     const TorchValue optimizer = file->root()["optimizer_state_dict"];
-    if (optimizer.kind() != Kind::kDict) return Wrong(absl::StrCat(file->path(), " has no optimizer_state_dict"));
+    if (optimizer.kind() != Kind::kDict)
+      return Wrong(absl::StrCat(file->path(), " has no optimizer_state_dict"));
     const TorchValue zero_stage = optimizer["zero_stage"];
     stage = zero_stage.integer().value_or(zero_stage.size() > 0 ? zero_stage[0].integer().value_or(1) : 1);
-    const int64_t count = optimizer["partition_count"].size() > 0 ? optimizer["partition_count"][0].integer().value_or(ranks)
-                                                                  : optimizer["partition_count"].integer().value_or(ranks);
+    const int64_t count = optimizer["partition_count"].size() > 0
+                              ? optimizer["partition_count"][0].integer().value_or(ranks)
+                              : optimizer["partition_count"].integer().value_or(ranks);
     if (count != ranks)
-      return Wrong(absl::StrCat(file->path(), " is of a run of ", count, " ranks, of which ", ranks, " are here"));
+      return Wrong(
+          absl::StrCat(file->path(), " is of a run of ", count, " ranks, of which ", ranks, " are here"));
     RETURN_IF_ERROR(stage == 3 ? ReadRank3(*file, optimizer, rank, ranks, parameters)
                                : ReadRank12(*file, optimizer, parameters));
   }
@@ -333,8 +340,9 @@ absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchV
   const TorchValue masters = optimizer["single_partition_of_fp32_groups"];
   const TorchValue mappings = optimizer["param_slice_mappings"], base = optimizer["base_optimizer_state"];
   if (masters.size() == 0 || mappings.size() != masters.size())
-    return Wrong(absl::StrCat(file.path(), " does not say where its parameters are (param_slice_mappings): load and "
-                                           "save it with a newer DeepSpeed"));
+    return Wrong(absl::StrCat(file.path(),
+                              " does not say where its parameters are (param_slice_mappings): load and "
+                              "save it with a newer DeepSpeed"));
   RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
   RETURN_IF_ERROR(TakeSteps(file, optimizer["base_optimizer_state_step"]));
   for (size_t group = 0; group < masters.size(); ++group) {
@@ -360,15 +368,16 @@ absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchV
   return absl::OkStatus();
 }
 
-// Every parameter is cut evenly over the ranks; a rank's flat tensors have its parts in the order of parameters.
+// Every parameter is cut evenly over the ranks; a rank's flat tensors have its parts in the order of
+// parameters.
 absl::Status DeepSpeedCheckpoint::ReadRank3(const TorchFile& file, const TorchValue& optimizer, int64_t rank,
                                             int64_t ranks, Parameters* parameters) {
   const TorchValue masters = optimizer["fp32_flat_groups"], base = optimizer["optimizer_state_dict"];
   if (optimizer["ds_zero_partition_groups"].size() > 0)
     return Wrong(absl::StrCat(file.path(), ": expert parallelism is not served"));
   if (masters.size() == 0 || masters.size() != order_.size())
-    return Wrong(absl::StrCat(file.path(), " has ", masters.size(), " flat tensors, and the list of parameters has ",
-                              order_.size(), " groups"));
+    return Wrong(absl::StrCat(file.path(), " has ", masters.size(),
+                              " flat tensors, and the list of parameters has ", order_.size(), " groups"));
   RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
   for (size_t group = 0; group < masters.size(); ++group) {
     const TorchValue state = AtNumber(base["state"], static_cast<int64_t>(group));
@@ -400,6 +409,7 @@ absl::Status DeepSpeedCheckpoint::ReadUniversal(Parameters* parameters) {
   for (const auto& entry : std::filesystem::directory_iterator(directory_ + "/zero", error)) {
     if (!entry.is_directory(error)) continue;
     const std::string name = entry.path().filename();
+    if (shared_.count(name) > 0) continue;  // a tied parameter's values, without moments: the holder has both
     Values& values = (*parameters)[name];
     for (size_t k = 0; k < kKinds; ++k) {
       const absl::StatusOr<const TorchFile*> file =
@@ -438,7 +448,8 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
   for (const auto& [published, theirs] : names) {
     const bool known = std::any_of(layout_.tensors.begin(), layout_.tensors.end(),
                                    [&](const PublishedTensor& tensor) { return tensor.name == published; });
-    if (!known) return Wrong(absl::StrCat("--names has ", published, ", which is no parameter of this model"));
+    if (!known)
+      return Wrong(absl::StrCat("--names has ", published, ", which is no parameter of this model"));
   }
   for (const PublishedTensor& tensor : layout_.tensors) {
     const std::string bare(absl::StripPrefix(tensor.name, layout_.prefix));
@@ -459,11 +470,13 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
                                 ": not of this model, or under another name (--names FILE says which)"));
     const std::vector<uint64_t> shape = tensor.published_shape();
     const std::vector<int64_t>& sizes = found->second.sizes;
-    const bool same = sizes.empty() || std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(),
-                                                  [](int64_t a, uint64_t b) { return a == static_cast<int64_t>(b); });
+    const bool same =
+        sizes.empty() || std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(),
+                                    [](int64_t a, uint64_t b) { return a == static_cast<int64_t>(b); });
     if (!same)
       return Wrong(absl::StrCat(found->first, " is [", absl::StrJoin(sizes, ", "), "] there and [",
-                                absl::StrJoin(shape, ", "), "] in this model: give the --model that it is of"));
+                                absl::StrJoin(shape, ", "),
+                                "] in this model: give the --model that it is of"));
     for (const ScatteredTensor& values : found->second.of) {
       if (values.elements() != tensor.elements())
         return Wrong(absl::StrCat(found->first, " has ", values.elements(), " elements there and ",
@@ -477,7 +490,8 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
   return absl::OkStatus();
 }
 
-absl::Status DeepSpeedCheckpoint::Read(zero::StateKind kind, int block, int64_t first, int64_t elements, float* to) {
+absl::Status DeepSpeedCheckpoint::Read(zero::StateKind kind, int block, int64_t first, int64_t elements,
+                                       float* to) {
   std::memset(to, 0, static_cast<size_t>(elements) * sizeof(float));
   const auto k = static_cast<size_t>(kind);
   if (k >= kKinds) return absl::InvalidArgumentError("a checkpoint has masters and moments");

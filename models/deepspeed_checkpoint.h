@@ -1,21 +1,23 @@
-// A checkpoint of DeepSpeed's, read in place: the fp32 masters and Adam's moments of every parameter of a model, and
-// where the run stood.
+// A checkpoint of DeepSpeed's, read in place: the fp32 masters and Adam's moments of every parameter of a
+// model, and where the run stood.
 //
 //   ASSIGN_OR_RETURN(auto checkpoint, DeepSpeedCheckpoint::Open("ckpt", model->Layout(), names));
 //   checkpoint->progress().step;                                  // 1000
 //   status = checkpoint->Read(StateKind::kFirstMoment, block, first, elements, values);
 //
-// Served are ZeRO-1, 2 and 3 of any number of data-parallel ranks, in fp32, bf16 or fp16, and the universal format
-// (ds_to_universal). A path is the directory of save_checkpoint (its `latest` or `latest_universal` says which
-// tag), or that of a tag. Parameters have Hugging Face's names, with the family's prefix or without, or `module.`
-// before them; or those of `names`. Nothing is executed (models/torch_file.h), and nothing is guessed: a
-// parameter that is missing, of another shape, or without a place in the model is an error that names it.
+// Served are ZeRO-1, 2 and 3 of any number of data-parallel ranks, in fp32, bf16 or fp16, and the universal
+// format (ds_to_universal). A path is the directory of save_checkpoint (its `latest` or `latest_universal`
+// says which tag), or that of a tag. Parameters have Hugging Face's names, with the family's prefix or
+// without, or `module.` before them; or those of `names`. Nothing is executed (models/torch_file.h), and
+// nothing is guessed: a parameter that is missing, of another shape, or without a place in the model is an
+// error that names it.
 //
 // Refused by name: pipeline, tensor and expert parallelism, frozen parameters, states that DeepSpeed left on
 // an NVMe drive, runs without ZeRO, optimizers without Adam's moments, parameter groups of different options.
 //
-// Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and a buffer of 512 KiB. Threads:
-// one. Errors: kNotFound, kInvalidArgument: not such a checkpoint, or not of this model; kDataLoss: cut short.
+// Memory: what the files' pickles describe (some hundred bytes a tensor and rank) and a buffer of 512 KiB.
+// Threads: one. Errors: kNotFound, kInvalidArgument: not such a checkpoint, or not of this model; kDataLoss:
+// cut short.
 #ifndef PENSTOCK_MODELS_DEEPSPEED_CHECKPOINT_H_
 #define PENSTOCK_MODELS_DEEPSPEED_CHECKPOINT_H_
 
@@ -43,17 +45,17 @@ using NameMap = std::map<std::string, std::string>;
 // A JSON object of them. kInvalidArgument: the file cannot be read, or is none.
 absl::StatusOr<NameMap> ReadNames(const std::string& path);
 
-// A value of a file of torch.save as JSON: dicts with keys that are texts or integers, lists, numbers, texts, truth
-// values; what is none of these is null.
+// A value of a file of torch.save as JSON: dicts with keys that are texts or integers, lists, numbers, texts,
+// truth values; what is none of these is null.
 nlohmann::json ToJson(const TorchValue& value);
 
 // Where a run stood, and with what it was trained.
 struct DeepSpeedProgress {
-  std::string format;   // "ZeRO-2 of 4 ranks", "universal"
-  std::string version;  // of DeepSpeed
-  int64_t ranks = 1;    // data-parallel ones
-  int64_t step = 0;     // global_steps
-  int64_t updates = 0;  // of the optimizer: without those that were skipped
+  std::string format;           // "ZeRO-2 of 4 ranks", "universal"
+  std::string version;          // of DeepSpeed
+  int64_t ranks = 1;            // data-parallel ones
+  int64_t step = 0;             // global_steps
+  int64_t updates = 0;          // of the optimizer: without those that were skipped
   nlohmann::json config;        // what deepspeed.initialize was given; null: not recorded
   nlohmann::json lr_scheduler;  // its state; null: none
   bool step_is_tensor = false;  // as torch's own optimizers keep it; DeepSpeed's keep a number
@@ -63,13 +65,14 @@ struct DeepSpeedProgress {
 
 class DeepSpeedCheckpoint {
  public:
-  static absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> Open(const std::string& path, ModelLayout layout,
-                                                                   const NameMap& names);
+  static absl::StatusOr<std::unique_ptr<DeepSpeedCheckpoint>> Open(const std::string& path,
+                                                                   ModelLayout layout, const NameMap& names);
 
   const DeepSpeedProgress& progress() const { return progress_; }
   const std::string& directory() const { return directory_; }  // of the tag
 
-  // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters. Masters or moments.
+  // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters. Masters or
+  // moments.
   absl::Status Read(zero::StateKind kind, int block, int64_t first, int64_t elements, float* to);
 
  private:
@@ -101,8 +104,9 @@ class DeepSpeedCheckpoint {
   const std::string directory_;
   const ModelLayout layout_;
   DeepSpeedProgress progress_;
-  std::vector<std::vector<std::string>> order_;  // names by parameter group, in the order of their flat tensors
-  std::map<std::string, std::string> shared_;    // name of a tied parameter -> the one that holds it
+  std::vector<std::vector<std::string>>
+      order_;                                  // names by parameter group, in the order of their flat tensors
+  std::map<std::string, std::string> shared_;  // name of a tied parameter -> the one that holds it
   std::optional<int64_t> optimizer_step_;
   std::vector<std::unique_ptr<TorchFile>> files_;
   std::vector<std::array<ScatteredTensor, kKinds>> sources_;  // parallel to layout_.tensors

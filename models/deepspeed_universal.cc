@@ -35,7 +35,11 @@ class UniversalWriter {
  public:
   UniversalWriter(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
                   const UniversalOptions& options)
-      : run_(run), layout_(layout), read_(read), options_(options), tag_(options.directory + "/" + options.tag) {
+      : run_(run),
+        layout_(layout),
+        read_(read),
+        options_(options),
+        tag_(options.directory + "/" + options.tag) {
     total_ = static_cast<uint64_t>(layout.parameters()) * kKinds * sizeof(float);
   }
 
@@ -43,7 +47,8 @@ class UniversalWriter {
     std::error_code error;
     if (std::filesystem::exists(tag_, error)) {
       if (!options_.overwrite)
-        return absl::AlreadyExistsError(absl::StrCat(tag_, " is there already: use --overwrite to replace it"));
+        return absl::AlreadyExistsError(
+            absl::StrCat(tag_, " is there already: use --overwrite to replace it"));
       std::filesystem::remove_all(tag_, error);
     }
     absl::Status status = MakeDirectory(tag_ + "/zero");
@@ -106,7 +111,8 @@ class UniversalWriter {
     return std::max<int64_t>(4096, static_cast<int64_t>(options_.memory_bytes / 8 / kKinds / sizeof(float)));
   }
 
-  absl::Status WritePlain(const PublishedTensor& tensor, std::span<const std::unique_ptr<TorchWriter>> files) {
+  absl::Status WritePlain(const PublishedTensor& tensor,
+                          std::span<const std::unique_ptr<TorchWriter>> files) {
     for (int64_t from = 0; from < tensor.elements();) {
       const int64_t n = std::min(ChunkElements(), tensor.elements() - from);
       RETURN_IF_ERROR(Read(tensor, from, n));
@@ -116,8 +122,10 @@ class UniversalWriter {
     return absl::OkStatus();
   }
 
-  // Kept as [rows, columns], published as [columns, rows]: so many of its columns at once as there is room for.
-  absl::Status WriteTurned(const PublishedTensor& tensor, std::span<const std::unique_ptr<TorchWriter>> files) {
+  // Kept as [rows, columns], published as [columns, rows]: so many of its columns at once as there is room
+  // for.
+  absl::Status WriteTurned(const PublishedTensor& tensor,
+                           std::span<const std::unique_ptr<TorchWriter>> files) {
     const int64_t rows = tensor.rows, columns = tensor.columns;
     const int64_t wide = std::clamp<int64_t>(7 * ChunkElements() / rows, 1, columns);
     const int64_t high = std::max<int64_t>(1, ChunkElements() / columns);

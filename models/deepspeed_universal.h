@@ -1,13 +1,14 @@
-// Writes a checkpoint in DeepSpeed's universal format: masters and Adam's moments by parameter, whole, so that a run
-// goes on from it with any stage of ZeRO and any number of ranks ("checkpoint": {"load_universal": true}).
+// Writes a checkpoint in DeepSpeed's universal format: masters and Adam's moments by parameter, whole, so
+// that a run goes on from it with any stage of ZeRO and any number of ranks ("checkpoint": {"load_universal":
+// true}).
 //
 //   OUT/TAG/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt, step.pt
 //   OUT/TAG/zero/optimizer_state.pt           options of the parameter group, loss scale
 //   OUT/TAG/mp_rank_00_model_states.pt        steps, scheduler; once more under ZeRO-3's name for it
 //   OUT/latest_universal                      TAG; written last
 //
-// Each element is read once, but for matrices that are published transposed and larger than the memory given: those are
-// read once for each strip.
+// Each element is read once, but for matrices that are published transposed and larger than the memory given:
+// those are read once for each strip.
 #ifndef PENSTOCK_MODELS_DEEPSPEED_UNIVERSAL_H_
 #define PENSTOCK_MODELS_DEEPSPEED_UNIVERSAL_H_
 
@@ -25,7 +26,7 @@ namespace penstock::models {
 struct UniversalOptions {
   std::string directory;  // OUT
   std::string tag;
-  bool overwrite = false;       // of the tag
+  bool overwrite = false;                       // of the tag
   uint64_t memory_bytes = uint64_t{128} << 20;  // of buffers
   NameMap names;                // published name -> DeepSpeed's; those that are not there are the same
   bool step_is_tensor = false;  // as torch's own optimizers keep it; DeepSpeed's keep a number
@@ -33,12 +34,12 @@ struct UniversalOptions {
 };
 
 // Elements [first, first + elements) of a block's run: masters, first and second moments.
-using ReadMoments =
-    std::function<absl::Status(int block, int64_t first, int64_t elements, float* master, float* m, float* v)>;
+using ReadMoments = std::function<absl::Status(int block, int64_t first, int64_t elements, float* master,
+                                               float* m, float* v)>;
 
-// Of `run`: step, updates, version, optimizer (one group's options), lr_scheduler, loss_scaler (null: none), config.
-// Errors: kAlreadyExists: the tag is there; kResourceExhausted: disk full; others as the operating system says. A tag
-// that could not be finished is removed.
+// Of `run`: step, updates, version, optimizer (one group's options), lr_scheduler, loss_scaler (null: none),
+// config. Errors: kAlreadyExists: the tag is there; kResourceExhausted: disk full; others as the operating
+// system says. A tag that could not be finished is removed.
 absl::Status WriteUniversal(const DeepSpeedProgress& run, const ModelLayout& layout, const ReadMoments& read,
                             const UniversalOptions& options);
 

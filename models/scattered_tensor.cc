@@ -33,9 +33,9 @@ absl::Status ScatteredTensor::Add(const TorchFile& file, const TorchTensor& tens
                                                    ": F32, BF16 or F16 can be taken"));
   }
   if (first < 0 || elements < 0 || first > tensor.elements || elements > tensor.elements - first) {
-    return absl::InvalidArgumentError(absl::StrCat(file.path(), ": elements ", first, " to ", first + elements,
-                                                   " are asked of a tensor of ", tensor.elements,
-                                                   ": it is not what the list of parameters says"));
+    return absl::InvalidArgumentError(absl::StrCat(
+        file.path(), ": elements ", first, " to ", first + elements, " are asked of a tensor of ",
+        tensor.elements, ": it is not what the list of parameters says"));
   }
   if (elements == 0) return absl::OkStatus();
   pieces_.push_back({&file, tensor, first, elements_, elements});
@@ -47,8 +47,9 @@ absl::Status ScatteredTensor::Read(int64_t from, int64_t n, float* to, ReadBuffe
   if (from < 0 || n < 0 || from > elements_ || n > elements_ - from)
     return absl::InvalidArgumentError(
         absl::StrCat("elements ", from, " to ", from + n, " of a tensor of ", elements_));
-  auto piece = std::upper_bound(pieces_.begin(), pieces_.end(), from,
-                                [](int64_t at, const Piece& each) { return at < each.start + each.elements; });
+  auto piece = std::upper_bound(pieces_.begin(), pieces_.end(), from, [](int64_t at, const Piece& each) {
+    return at < each.start + each.elements;
+  });
   while (n > 0) {
     const int64_t within = from - piece->start;
     const int64_t count = std::min({n, piece->elements - within, kBufferElements});
@@ -66,8 +67,8 @@ absl::Status ScatteredTensor::Read(int64_t from, int64_t n, float* to, ReadBuffe
   return absl::OkStatus();
 }
 
-// As it is stored here, row by row: [rows, columns]. In the file a column is a row, so that a run of rows is a
-// piece of every line there.
+// As it is stored here, row by row: [rows, columns]. In the file a column is a row, so that a run of rows is
+// a piece of every line there.
 absl::Status ScatteredTensor::ReadParameter(const PublishedTensor& parameter, int64_t from, int64_t to,
                                             float* out, ReadBuffer* buffer) const {
   if (!parameter.transposed) return Read(from, to - from, out, buffer);

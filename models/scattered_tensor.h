@@ -1,13 +1,13 @@
-// A tensor of a foreign checkpoint whose elements lie in several files of torch.save, one run after the other:
-// what ZeRO leaves of a parameter that its ranks share.
+// A tensor of a foreign checkpoint whose elements lie in several files of torch.save, one run after the
+// other: what ZeRO leaves of a parameter that its ranks share.
 //
 //   ScatteredTensor weight;
 //   weight.Add(file_of_rank_0, partition, /*first=*/96, /*elements=*/32);  // in the order of its elements
 //   weight.Add(file_of_rank_1, partition_1, 0, 96);
 //   status = weight.Read(/*from=*/0, /*n=*/128, values);
 //
-// Files outlive it. Values may be fp32, bf16 or fp16; they are read as fp32, exactly. Memory: a few hundred bytes a
-// piece; reads go through a buffer that the caller keeps. Any thread, one buffer for each.
+// Files outlive it. Values may be fp32, bf16 or fp16; they are read as fp32, exactly. Memory: a few hundred
+// bytes a piece; reads go through a buffer that the caller keeps. Any thread, one buffer for each.
 #ifndef PENSTOCK_MODELS_SCATTERED_TENSOR_H_
 #define PENSTOCK_MODELS_SCATTERED_TENSOR_H_
 
@@ -29,8 +29,8 @@ struct ReadBuffer {
 
 class ScatteredTensor {
  public:
-  // Elements [first, first + elements) of `tensor` come next. kInvalidArgument: it has fewer, or is no tensor of
-  // fp32, bf16 or fp16.
+  // Elements [first, first + elements) of `tensor` come next. kInvalidArgument: it has fewer, or is no tensor
+  // of fp32, bf16 or fp16.
   absl::Status Add(const TorchFile& file, const TorchTensor& tensor, int64_t first, int64_t elements);
 
   int64_t elements() const { return elements_; }
@@ -38,7 +38,8 @@ class ScatteredTensor {
   // Elements [from, from + n), in the order of the file.
   absl::Status Read(int64_t from, int64_t n, float* to, ReadBuffer* buffer) const;
 
-  // Elements [from, to) of a parameter of a model as it is kept: turned on the way if it is published transposed.
+  // Elements [from, to) of a parameter of a model as it is kept: turned on the way if it is published
+  // transposed.
   absl::Status ReadParameter(const PublishedTensor& parameter, int64_t from, int64_t to, float* out,
                              ReadBuffer* buffer) const;
 
@@ -46,8 +47,8 @@ class ScatteredTensor {
   struct Piece {
     const TorchFile* file = nullptr;
     TorchTensor tensor = {};
-    int64_t first = 0;     // in `tensor`
-    int64_t start = 0;     // in the whole
+    int64_t first = 0;  // in `tensor`
+    int64_t start = 0;  // in the whole
     int64_t elements = 0;
   };
   std::vector<Piece> pieces_;

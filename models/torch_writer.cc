@@ -148,7 +148,7 @@ std::string TorchWriter::LocalHeader(const Member& member) const {
   const uint64_t padding = member.data - member.header - kLocalBytes - member.name.size() - kWideBytes - 4;
   const bool wide = member.bytes >= kLong;
   Number<uint32_t>(&header, 0x04034b50);
-  Number<uint16_t>(&header, 45);  // zip64
+  Number<uint16_t>(&header, 45);                                         // zip64
   for (int zeros = 0; zeros < 4; ++zeros) Number<uint16_t>(&header, 0);  // flags, stored, time, date
   Number(&header, member.crc);
   for (int both = 0; both < 2; ++both) Number(&header, wide ? kLong : static_cast<uint32_t>(member.bytes));
@@ -189,13 +189,13 @@ TorchWriter::~TorchWriter() {
 
 absl::Status TorchWriter::WriteAt(uint64_t offset, const void* data, uint64_t bytes) const {
   for (uint64_t done = 0; done < bytes;) {
-    const ssize_t n = ::pwrite(fd_, static_cast<const char*>(data) + done, bytes - done,
-                               static_cast<off_t>(offset + done));
+    const ssize_t n =
+        ::pwrite(fd_, static_cast<const char*>(data) + done, bytes - done, static_cast<off_t>(offset + done));
     if (n >= 0) {
       done += static_cast<uint64_t>(n);
     } else if (errno != EINTR) {
-      return absl::ErrnoToStatus(
-          errno, absl::StrCat(path_, ": pwrite of ", bytes, " bytes at offset ", offset));
+      return absl::ErrnoToStatus(errno,
+                                 absl::StrCat(path_, ": pwrite of ", bytes, " bytes at offset ", offset));
     }
   }
   return absl::OkStatus();
@@ -203,8 +203,8 @@ absl::Status TorchWriter::WriteAt(uint64_t offset, const void* data, uint64_t by
 
 absl::Status TorchWriter::Put(Member* member, std::span<const std::byte> bytes) {
   if (bytes.size() > member->bytes - member->written)
-    return absl::InvalidArgumentError(absl::StrCat(path_, ": ", member->name, " has ", member->bytes,
-                                                   " bytes, and more are given"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(path_, ": ", member->name, " has ", member->bytes, " bytes, and more are given"));
   RETURN_IF_ERROR(WriteAt(member->data + member->written, bytes.data(), bytes.size()));
   member->crc = static_cast<uint32_t>(
       ::crc32_z(member->crc, reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()));
@@ -223,8 +223,8 @@ absl::Status TorchWriter::Finish() {
   std::string directory;
   for (const Member& member : members_) {
     if (member.written != member.bytes)
-      return absl::FailedPreconditionError(absl::StrCat(path_, ": ", member.name, " has ", member.written, " of ",
-                                                        member.bytes, " bytes"));
+      return absl::FailedPreconditionError(
+          absl::StrCat(path_, ": ", member.name, " has ", member.written, " of ", member.bytes, " bytes"));
     const std::string header = LocalHeader(member);
     RETURN_IF_ERROR(WriteAt(member.header, header.data(), header.size()));
     Number<uint32_t>(&directory, 0x02014b50);
@@ -234,7 +234,7 @@ absl::Status TorchWriter::Finish() {
     Number(&directory, member.crc);
     for (int all = 0; all < 2; ++all) Number(&directory, kLong);
     Number(&directory, static_cast<uint16_t>(member.name.size()));
-    Number<uint16_t>(&directory, 28);  // the extra field
+    Number<uint16_t>(&directory, 28);                                         // the extra field
     for (int zeros = 0; zeros < 3; ++zeros) Number<uint16_t>(&directory, 0);  // comment, disk, attributes
     Number<uint32_t>(&directory, 0);
     Number(&directory, kLong);

@@ -11,8 +11,9 @@
 //   status = file->Append(0, bytes);           // as often as it takes, each storage in its own order
 //   status = file->Finish();
 //
-// The file is a zip with stored members, protocol 2, little-endian; a storage begins at a multiple of 64 bytes.
-// Memory: the pickle. Threads: one. Errors: what the operating system said, with path, offset, length and errno.
+// The file is a zip with stored members, protocol 2, little-endian; a storage begins at a multiple of 64
+// bytes. Memory: the pickle. Threads: one. Errors: what the operating system said, with path, offset, length
+// and errno.
 #ifndef PENSTOCK_MODELS_TORCH_WRITER_H_
 #define PENSTOCK_MODELS_TORCH_WRITER_H_
 
@@ -31,8 +32,8 @@
 
 namespace penstock::models {
 
-// The description of a file's values, one after the other; what is between Begin and End belongs to the dict (key,
-// value, key, value, ...) or list.
+// The description of a file's values, one after the other; what is between Begin and End belongs to the dict
+// (key, value, key, value, ...) or list.
 class TorchPickle {
  public:
   TorchPickle();
@@ -47,8 +48,8 @@ class TorchPickle {
   void EndList() { code_ += 'e'; }
   // Objects become dicts, with their keys as texts.
   void Json(const nlohmann::json& value);
-  // What `__new__` of a class makes, with a dict of attributes that follows: BeginObject("deepspeed.x", "Y"), a dict,
-  // EndObject.
+  // What `__new__` of a class makes, with a dict of attributes that follows: BeginObject("deepspeed.x", "Y"),
+  // a dict, EndObject.
   void BeginObject(std::string_view module, std::string_view name);
   void EndObject() { code_ += 'b'; }
   // A tensor of a storage of its own. Returns the storage's number.
@@ -64,7 +65,8 @@ class TorchPickle {
 class TorchWriter {
  public:
   // Makes the file, or empties the one that is there.
-  static absl::StatusOr<std::unique_ptr<TorchWriter>> Create(const std::string& path, const TorchPickle& pickle);
+  static absl::StatusOr<std::unique_ptr<TorchWriter>> Create(const std::string& path,
+                                                             const TorchPickle& pickle);
   ~TorchWriter();
   TorchWriter(const TorchWriter&) = delete;
   TorchWriter& operator=(const TorchWriter&) = delete;

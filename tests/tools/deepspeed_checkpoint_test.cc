@@ -1,5 +1,5 @@
-// Runs of DeepSpeed's that go on here, and ours as its checkpoints. tests/golden/deepspeed.json has what DeepSpeed wrote
-// and with which losses it went on (scripts/golden-deepspeed).
+// Runs of DeepSpeed's that go on here, and ours as its checkpoints. tests/golden/deepspeed.json has what
+// DeepSpeed wrote and with which losses it went on (scripts/golden-deepspeed).
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -55,18 +55,28 @@ class DeepSpeedCheckpointTest : public ProgramTest {
     return directory;
   }
 
-  Arguments Import(const std::string& checkpoint, const std::string& state, const Arguments& more = {}) const {
-    return Arguments{"import-checkpoint", checkpoint, "--state-dir", state, "--model", dir_ + "/config.json",
-                     "--seq", std::to_string(Golden()["seq"].get<int>()), "--vocab",
-                     std::to_string(Golden()["model"]["vocab_size"].get<int>()), "--threads", "1"} +
+  Arguments Import(const std::string& checkpoint, const std::string& state,
+                   const Arguments& more = {}) const {
+    return Arguments{"import-checkpoint",
+                     checkpoint,
+                     "--state-dir",
+                     state,
+                     "--model",
+                     dir_ + "/config.json",
+                     "--seq",
+                     std::to_string(Golden()["seq"].get<int>()),
+                     "--vocab",
+                     std::to_string(Golden()["model"]["vocab_size"].get<int>()),
+                     "--threads",
+                     "1"} +
            more;
   }
 
   // Losses of the steps that follow, by step.
   std::map<int, double> GoOn(const std::string& state, int last) {
     const std::string log = state + ".log";
-    const Ran ran = Run({"train", "--resume", "--state-dir", state, "--data", dir_ + "/tokens.bin", "--host-memory", "300M",
-                         "--steps", std::to_string(last), "--log", log, "--quiet"});
+    const Ran ran = Run({"train", "--resume", "--state-dir", state, "--data", dir_ + "/tokens.bin",
+                         "--host-memory", "300M", "--steps", std::to_string(last), "--log", log, "--quiet"});
     EXPECT_EQ(ran.code, 0) << ran.err;
     std::map<int, double> losses;
     for (const std::string& line : Lines(ReadFile(log))) {
@@ -90,7 +100,8 @@ TEST_F(DeepSpeedCheckpointTest, ARunGoesOnWithTheLossesOfDeepSpeed) {
       if (step["step"] <= Golden()["saved"]) continue;
       ASSERT_EQ(losses.count(step["step"].get<int>()), 1u);
       // bf16 arithmetic goes in another order.
-      EXPECT_NEAR(losses.at(step["step"].get<int>()), step["loss"].get<double>(), c["dtype"] == "fp32" ? 1e-5 : 0.02);
+      EXPECT_NEAR(losses.at(step["step"].get<int>()), step["loss"].get<double>(),
+                  c["dtype"] == "fp32" ? 1e-5 : 0.02);
       ++compared;
     }
     EXPECT_GE(compared, 4);
@@ -109,7 +120,8 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   ASSERT_EQ(imported.code, 2);  // what the run was made with is DeepSpeed's to know
   EXPECT_THAT(imported.err, HasSubstr("--config"));
   WriteFile(dir_ + "/ds_config.json", Golden()["cases"]["zero3"]["config"].dump());
-  const Ran again = Run(Import(out, second, {"--config", dir_ + "/ds_config.json", "--batch", "2", "--accumulate", "1"}));
+  const Ran again =
+      Run(Import(out, second, {"--config", dir_ + "/ds_config.json", "--batch", "2", "--accumulate", "1"}));
   ASSERT_EQ(again.code, 0) << again.err;
   const std::map<int, double> losses = GoOn(first, 8);
   EXPECT_EQ(GoOn(second, 8), losses);
@@ -117,7 +129,8 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
 }
 
 TEST_F(DeepSpeedCheckpointTest, WhatDoesNotFitIsNamedAndLeavesNothing) {
-  const std::string checkpoint = Checkpoint("zero1"), tag = checkpoint + "/global_step4", state = dir_ + "/state";
+  const std::string checkpoint = Checkpoint("zero1"), tag = checkpoint + "/global_step4",
+                    state = dir_ + "/state";
   const auto refused = [&](const Arguments& arguments, const std::string& why) {
     const Ran ran = Run(arguments);
     EXPECT_EQ(ran.code, 2) << ran.err;
@@ -140,7 +153,8 @@ TEST_F(DeepSpeedCheckpointTest, WhatDoesNotFitIsNamedAndLeavesNothing) {
   WriteFile(dir_ + "/names.json", R"({"transformer.wte.weight": "embedding"})");
   refused(Import(checkpoint, state, {"--names", dir_ + "/names.json"}), "no parameter embedding");
   WriteFile(dir_ + "/names.json", R"({"wte": "embedding"})");
-  refused(Import(checkpoint, state, {"--names", dir_ + "/names.json"}), "wte, which is no parameter of this model");
+  refused(Import(checkpoint, state, {"--names", dir_ + "/names.json"}),
+          "wte, which is no parameter of this model");
   refused(Import(checkpoint, state, {"--names", dir_ + "/none.json"}), "no such file");
   refused(Import(dir_, state), "no checkpoint of DeepSpeed");
   std::filesystem::remove(tag + "/zero_pp_rank_1_mp_rank_00_optim_states.pt");

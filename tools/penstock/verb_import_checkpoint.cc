@@ -21,6 +21,7 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
+#include "zero/compute/libtorch/model.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/new_state.h"
 #include "zero/engine/state_identity.h"
@@ -233,6 +234,7 @@ int RunImportCheckpoint(int argc, const char* const* argv, std::ostream& out, st
   app.add_option("--names", flags.names,
                  "JSON: Hugging Face's name of a parameter -> its name in the checkpoint, where they differ");
   DeclareTrainOptions(app, flags.train, /*plans=*/true);
+  app.add_flag("--quiet", flags.train.quiet, "No progress, no notes, no summary");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Import(flags, out, err);
   return status.ok() ? kExitOk : Fail(kName, status, err);
