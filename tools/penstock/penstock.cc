@@ -58,6 +58,7 @@ struct Verb {
 constexpr Verb kVerbs[] = {
     {"train", "train a model whose state may be many times larger than memory", RunTrain},
     {"plan", "show where everything would live and what a step would take", RunPlan},
+    {"report", "draw trainings from report, log and trace as one page", RunReport},
     {"estimate", "DeepSpeed-compatible memory estimates, and the NVMe tier beyond them", Estimate},
     {"generate", "generate text with a model larger than memory", RunGenerate},
     {"sample", "generate text from a state directory or checkpoint", RunSample},

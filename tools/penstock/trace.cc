@@ -10,6 +10,17 @@ namespace {
 
 constexpr int kStallTrack = tiering::kLanes;  // beside those of the lanes
 
+// Names of tiers, kinds and contents are our own and need no quoting.
+std::string PlacesText(const std::vector<Place>& places) {
+  std::string text;
+  for (const Place& place : places) {
+    absl::StrAppend(&text, text.empty() ? ",\"places\":[" : ",", "{\"tier\":\"", place.tier, "\",\"kind\":\"",
+                    place.kind, "\",\"slot\":", place.slot, ",\"bytes\":", place.bytes, ",\"content\":\"",
+                    place.content, "\"}");
+  }
+  return text.empty() ? text : text + "]";
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Trace>> Trace::Open(const std::string& path) {
@@ -43,9 +54,9 @@ void Trace::Add(tiering::OpId id, const tiering::Op& op, double start_seconds, d
   if (file_ == nullptr) return;
   const double start = Since(start_seconds), end = Since(end_seconds);
   const std::string name(tiering::OpKindName(op.kind));
-  const std::string args =
-      absl::StrCat("{\"step\":", op.step, ",\"block\":", op.block.value(), ",\"tile\":", op.tile.value(),
-                   ",\"stage\":", op.stage.value(), ",\"bytes\":", op.bytes, "}");
+  const std::string args = absl::StrCat("{\"step\":", op.step, ",\"block\":", op.block.value(),
+                                        ",\"tile\":", op.tile.value(), ",\"stage\":", op.stage.value(),
+                                        ",\"bytes\":", op.bytes, PlacesText(sizes_.PlacesOf(op)), "}");
   const int lane = static_cast<int>(op.lane);
   if (op.lane == tiering::Lane::kCompute || op.lane == tiering::Lane::kHost) {
     std::fprintf(file_,

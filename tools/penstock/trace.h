@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "tiering/program/executor.h"
+#include "tools/pages/op_places.h"
 
 namespace penstock::tools {
 
@@ -25,6 +26,8 @@ class Trace {
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
 
+  // From here on operations tell the slots that they use, by the sizes of this plan.
+  void Planned(const tiering::Plan& plan) { sizes_ = SlotSizes(plan); }
   // Seconds by any clock that does not go back; the first one is the trace's zero.
   void Add(tiering::OpId id, const tiering::Op& op, double start_seconds, double end_seconds);
   void AddStall(tiering::Stall cause, double start_seconds, double end_seconds);
@@ -39,6 +42,7 @@ class Trace {
   const std::string path_;
   std::FILE* file_;
   double zero_ = -1;
+  SlotSizes sizes_;
 };
 
 }  // namespace penstock::tools

@@ -6,6 +6,8 @@
 #include "tiering/advice/what_if.h"
 #include "tools/base/cli.h"
 #include "tools/base/progress.h"
+#include "tools/base/whole_file.h"
+#include "tools/pages/plan_page.h"
 #include "tools/penstock/cluster_flags.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/trace.h"
@@ -22,10 +24,54 @@ namespace {
 struct PlanFlags {
   TrainOptions train;
   std::string machine, cluster;
-  std::string trace;
+  std::string trace, html;
   double terabytes_written = 600;
   bool no_probe = false;
 };
+
+absl::Status WriteTrace(const PlanFlags& flags, const zero::EnginePlan& plan,
+                        const tiering::MachineModel& machine) {
+  if (flags.trace.empty()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(flags.trace));
+  trace->Planned(plan.plan);
+  const auto simulated = tiering::Simulate(
+      plan.graph, plan.plan, machine, /*steps=*/2,
+      [&](tiering::OpId id, const tiering::Op& op, double start, double end) {
+        trace->Add(id, op, start, end);
+      },
+      [&](tiering::Stall cause, double start, double end) { trace->AddStall(cause, start, end); });
+  absl::Status status = simulated.status();
+  status.Update(trace->Close());
+  return status;
+}
+
+// The step that the page draws: one that has another before and behind it.
+absl::StatusOr<TraceView> SimulatedStep(const zero::EnginePlan& plan, const tiering::MachineModel& machine) {
+  const SlotSizes sizes(plan.plan);
+  std::vector<TraceEvent> events;
+  RETURN_IF_ERROR(tiering::Simulate(
+                      plan.graph, plan.plan, machine, /*steps=*/3,
+                      [&](tiering::OpId, const tiering::Op& op, double start, double end) {
+                        events.push_back({.lane = std::string(tiering::LaneName(op.lane)),
+                                          .name = std::string(tiering::OpKindName(op.kind)),
+                                          .start_seconds = start,
+                                          .end_seconds = end,
+                                          .step = op.step,
+                                          .block = op.block.value(),
+                                          .tile = op.tile.value(),
+                                          .stage = op.stage.value(),
+                                          .bytes = op.bytes,
+                                          .places = sizes.PlacesOf(op)});
+                      },
+                      [&](tiering::Stall cause, double start, double end) {
+                        events.push_back({.lane = kWaitsTrack,
+                                          .name = std::string(tiering::StallName(cause)),
+                                          .start_seconds = start,
+                                          .end_seconds = end});
+                      })
+                      .status());
+  return StepOf(std::move(events));
+}
 
 absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(TrainSettings settings, ResolveTrainOptions(flags.train, /*needs_data=*/false));
@@ -60,17 +106,11 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   } else {
     out << PlanText(facts) << of_process << "\n" << PlanDetails(facts, what_ifs) << std::flush;
   }
-  if (flags.trace.empty()) return absl::OkStatus();
-  ASSIGN_OR_RETURN(std::unique_ptr<Trace> trace, Trace::Open(flags.trace));
-  const auto simulated = tiering::Simulate(
-      plan.graph, plan.plan, machine->model, /*steps=*/2,
-      [&](tiering::OpId id, const tiering::Op& op, double start, double end) {
-        trace->Add(id, op, start, end);
-      },
-      [&](tiering::Stall cause, double start, double end) { trace->AddStall(cause, start, end); });
-  absl::Status status = simulated.status();
-  status.Update(trace->Close());
-  return status;
+  RETURN_IF_ERROR(WriteTrace(flags, plan, machine->model));
+  if (flags.html.empty()) return absl::OkStatus();
+  ASSIGN_OR_RETURN(const TraceView step, SimulatedStep(plan, machine->model));
+  return WriteWholeFile("--html", flags.html,
+                        PlanPage(flags.train.model.value_or("gpt-small"), PlanJson(facts, what_ifs), step));
 }
 
 }  // namespace
@@ -84,6 +124,7 @@ int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& 
                  "Terabytes (10^12) that one drive is rated to be written [600]")
       ->check(CLI::Range(0.001, 1e9));
   app.add_option("--trace", flags.trace, "Write the predicted lanes for Perfetto or chrome://tracing");
+  app.add_option("--html", flags.html, "Draw the plan as one page, which asks the network for nothing");
   app.add_option(
       "--machine", flags.machine,
       "JSON with figures of another machine, such as read_bytes_per_s; they stand above measured ones");

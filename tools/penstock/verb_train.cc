@@ -454,6 +454,7 @@ class Training {
 
   absl::Status Planned(const zero::EnginePlan& plan) {
     const zero::EngineOptions& options = settings_.engine;
+    if (trace_ != nullptr) trace_->Planned(plan.plan);
     machine_.model = plan.options.machine;  // of all ranks
     ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine_.model));
     prediction_ = prediction;

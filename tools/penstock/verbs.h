@@ -9,6 +9,8 @@ namespace penstock::tools {
 
 int RunTrain(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+// Needs no model, no state and no LibTorch.
+int RunReport(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err);

@@ -1,0 +1,210 @@
+#include "tools/pages/run_files.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <set>
+#include <sstream>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "base/status_macros.h"
+#include "zero/config/json_field.h"
+
+namespace penstock::tools {
+namespace {
+
+using nlohmann::json;
+
+absl::Status Wrong(const std::string& path, const std::string& what) {
+  return absl::InvalidArgumentError(
+      absl::StrCat(path, ": ", what, ": give files that --report, --log or --trace wrote"));
+}
+
+double NumberOf(const json& object, const char* key) {
+  return zero::JsonField<double>(object, key).value_or(kMissing);
+}
+
+bool IsEvaluation(const json& line) { return line.is_object() && line.contains("windows"); }
+
+void AddLine(const json& line, Run* run) {
+  const std::optional<int64_t> step = zero::JsonField<int64_t>(line, "step");
+  if (!step.has_value()) return;
+  if (IsEvaluation(line)) {
+    run->evaluations.push_back({*step, NumberOf(line, "loss")});
+    return;
+  }
+  run->steps.push_back({.step = *step,
+                        .loss = NumberOf(line, "loss"),
+                        .grad_norm = NumberOf(line, "grad_norm"),
+                        .lr = NumberOf(line, "lr"),
+                        .tokens = NumberOf(line, "tokens"),
+                        .seconds = NumberOf(line, "seconds"),
+                        .stall_io_seconds = NumberOf(line, "stall_io_seconds"),
+                        .compute_seconds = NumberOf(line, "compute_seconds"),
+                        .nvme_read_bytes = NumberOf(line, "nvme_read_bytes"),
+                        .nvme_write_bytes = NumberOf(line, "nvme_write_bytes")});
+}
+
+// Steps and evaluations in order, one of each.
+template <typename Entries>
+void InOrder(Entries* entries) {
+  std::stable_sort(entries->begin(), entries->end(),
+                   [](const auto& a, const auto& b) { return a.step < b.step; });
+  entries->erase(std::unique(entries->begin(), entries->end(),
+                             [](const auto& a, const auto& b) { return a.step == b.step; }),
+                 entries->end());
+}
+
+Run RunOf(json report) {
+  Run run;
+  run.run_id = zero::JsonField<std::string>(report, "run_id").value_or("");
+  for (const char* key : {"steps", "evaluations"}) {
+    if (report.contains(key) && report[key].is_array()) {
+      for (const json& line : report[key]) AddLine(line, &run);
+    }
+    report.erase(key);
+  }
+  if (!run.steps.empty()) run.first_reported_step = run.steps.front().step;
+  run.report = std::move(report);
+  return run;
+}
+
+// A log's lines; the last one may be torn.
+absl::StatusOr<Run> ReadLog(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  Run run;
+  int64_t number = 0;
+  for (std::string line; std::getline(file, line);) {
+    ++number;
+    const json entry = json::parse(line, nullptr, /*allow_exceptions=*/false);
+    const bool torn = file.eof();
+    if (!entry.is_object() || !entry.contains("step")) {
+      if (torn || line.empty()) continue;
+      return Wrong(path, absl::StrCat("line ", number, " is no line of a log"));
+    }
+    if (run.run_id.empty()) run.run_id = zero::JsonField<std::string>(entry, "run_id").value_or("");
+    AddLine(entry, &run);
+  }
+  if (run.steps.empty() && run.evaluations.empty()) return Wrong(path, "it is empty, or no log");
+  return run;
+}
+
+enum class FileKind { kReport, kLog, kTrace };
+struct Content {
+  FileKind kind;
+  json report;
+};
+
+absl::StatusOr<Content> Look(const std::string& path) {
+  struct stat info {};
+  std::ifstream file(path, std::ios::binary);
+  if (stat(path.c_str(), &info) != 0 || !file) return Wrong(path, std::strerror(errno));
+  if (S_ISDIR(info.st_mode)) return Wrong(path, "it is a directory");
+  std::string first;
+  std::getline(file, first);
+  const size_t begin = first.find_first_not_of(" \t\r\xef\xbb\xbf");
+  if (begin != std::string::npos && first[begin] == '[') return Content{FileKind::kTrace, {}};
+  const json line = json::parse(first, nullptr, /*allow_exceptions=*/false);
+  if (line.is_object() && line.contains("step")) return Content{FileKind::kLog, {}};
+  // A report has at most 10,000 steps of some hundred bytes; what is far larger is none.
+  constexpr off_t kLargest = off_t{256} << 20;
+  if (info.st_size > kLargest) return Wrong(path, "it is too large for a report, and no log or trace");
+  std::ostringstream rest;
+  rest << first << "\n" << file.rdbuf();
+  json whole = json::parse(rest.str(), nullptr, /*allow_exceptions=*/false);
+  if (whole.is_object() && (whole.contains("status") || whole.contains("steps")))
+    return Content{FileKind::kReport, std::move(whole)};
+  return Wrong(path, "it is no report, log or trace of Penstock");
+}
+
+// The file's name, and as much of its directories as tells it from the others.
+void NameRuns(const std::vector<std::string>& paths, std::vector<Run>* runs) {
+  for (int parts = 1; parts <= 8; ++parts) {
+    std::map<std::string, int> seen;
+    for (size_t i = 0; i < runs->size(); ++i) {
+      std::filesystem::path path = paths[i], name = path.filename();
+      for (int up = 1; up < parts && path.has_parent_path() && path.parent_path() != path; ++up) {
+        path = path.parent_path();
+        name = path.filename() / name;
+      }
+      (*runs)[i].name = name.string();
+      ++seen[(*runs)[i].name];
+    }
+    if (seen.size() == runs->size()) return;
+  }
+  for (size_t i = 0; i < runs->size(); ++i) absl::StrAppend(&(*runs)[i].name, " (", i + 1, ")");
+}
+
+// The log's steps where it has more of them than the report.
+void Join(Run log, Run* run) {
+  if (log.steps.size() > run->steps.size()) run->steps = std::move(log.steps);
+  if (log.evaluations.size() > run->evaluations.size()) run->evaluations = std::move(log.evaluations);
+}
+
+}  // namespace
+
+double Run::Figure(const char* path) const {
+  const json* at = &report;
+  const std::vector<std::string> keys = absl::StrSplit(path, '.');
+  for (size_t i = 0; i + 1 < keys.size(); ++i) {
+    const auto it = at->is_object() ? at->find(keys[i]) : at->end();
+    if (it == at->end()) return kMissing;
+    at = &*it;
+  }
+  return NumberOf(*at, keys.back().c_str());
+}
+
+std::string Run::Text(const char* key) const {
+  return zero::JsonField<std::string>(report, key).value_or("");
+}
+
+absl::StatusOr<std::vector<Run>> ReadRuns(const std::vector<std::string>& paths) {
+  std::vector<Run> runs;
+  std::vector<std::string> names;
+  std::vector<std::pair<std::string, Run>> logs;
+  for (const std::string& path : paths) {
+    ASSIGN_OR_RETURN(Content content, Look(path));
+    if (content.kind == FileKind::kReport) {
+      runs.push_back(RunOf(std::move(content.report)));
+      names.push_back(path);
+    } else if (content.kind == FileKind::kTrace) {
+      if (runs.empty()) return Wrong(path, "a trace stands behind the report that it belongs to");
+      ASSIGN_OR_RETURN(runs.back().trace, ReadTrace(path));
+    } else {
+      ASSIGN_OR_RETURN(Run log, ReadLog(path));
+      // A report that comes later may be this log's too.
+      if (!log.run_id.empty()) {
+        logs.emplace_back(path, std::move(log));
+      } else {
+        runs.push_back(std::move(log));
+        names.push_back(path);
+      }
+    }
+  }
+  for (auto& [path, log] : logs) {
+    bool joined = false;
+    for (Run& run : runs) {
+      if (run.run_id != log.run_id) continue;
+      Join(log, &run);
+      joined = true;
+    }
+    if (joined) continue;
+    runs.push_back(std::move(log));
+    names.push_back(path);
+  }
+  for (Run& run : runs) {
+    InOrder(&run.steps);
+    InOrder(&run.evaluations);
+  }
+  NameRuns(names, &runs);
+  return runs;
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,44 @@
+// `penstock report`: what trainings left in files, as one page to look at.
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+#include "base/status_macros.h"
+#include "tools/base/cli.h"
+#include "tools/base/whole_file.h"
+#include "tools/pages/report_page.h"
+#include "tools/pages/run_files.h"
+#include "tools/penstock/verbs.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr const char* kName = "penstock report";
+
+absl::Status Report(const std::vector<std::string>& files, const std::string& html, double rated_bytes) {
+  ASSIGN_OR_RETURN(const std::vector<Run> runs, ReadRuns(files));
+  return WriteWholeFile("--html", html, ReportPage(runs, rated_bytes));
+}
+
+}  // namespace
+
+int RunReport(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app("Draws trainings from their files as one page, several of them side by side", kName);
+  std::vector<std::string> files;
+  std::string html;
+  double terabytes_written = 600;
+  app.add_option(
+         "FILE", files,
+         "Files of --report, --log or --trace, told by what is in them: a log joins the report of its "
+         "run, a trace the report before it")
+      ->required();
+  app.add_option("--html", html, "Where the page is written: one file, which asks the network for nothing")
+      ->required();
+  app.add_option("--tbw", terabytes_written, "Terabytes (10^12) that one drive is rated to be written [600]")
+      ->check(CLI::Range(0.001, 1e9));
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
+  const absl::Status status = Report(files, html, terabytes_written * 1e12);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools
