@@ -42,7 +42,7 @@ foreach(room ${penstock_rooms})
   list(APPEND penstock_installed ${room})
 endforeach()
 
-foreach(program penstock ds_io ds_nvme_tune)
+foreach(program penstock ds_io ds_nvme_tune ds_report)
   if(TARGET ${program})
     install(TARGETS ${program} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT tools)
   endif()

@@ -3,12 +3,16 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "tools/machine/env_probe.h"
@@ -145,6 +149,27 @@ TEST(EnvParts, MappedFile) {
   EXPECT_EQ(MappedFile(kMaps, "openblas"), "/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3");
   EXPECT_EQ(MappedFile(kMaps, "mkl"), "");
   EXPECT_EQ(MappedFile(kMaps, "fe:01"), "");  // names only
+}
+
+// Exit code and output of the program of DeepSpeed's name.
+std::pair<int, std::string> DsReport(const std::string& flags) {
+  FILE* const pipe = popen((std::string(DS_REPORT) + " " + flags + " 2>&1").c_str(), "r");
+  std::string text;
+  char buffer[4096];
+  for (size_t n = 0; pipe != nullptr && (n = fread(buffer, 1, sizeof(buffer), pipe)) > 0;)
+    text.append(buffer, n);
+  return {pipe == nullptr ? -1 : WEXITSTATUS(pclose(pipe)), text};
+}
+
+TEST(DsReport, TellsWhatEnvTellsAndTakesDeepSpeedsFlags) {
+  const auto [code, text] = DsReport("--hide_operator_status --json --hide_errors_and_warnings");
+  EXPECT_EQ(code, 0) << text;
+  const nlohmann::json json = nlohmann::json::parse(text, nullptr, false);
+  ASSERT_TRUE(json.is_object()) << text;
+  EXPECT_GT(json.size(), 2u);
+  const auto [wrong, line] = DsReport("--hide_operators");
+  EXPECT_EQ(wrong, 2);
+  EXPECT_THAT(line, HasSubstr("--hide_operators"));
 }
 
 }  // namespace
