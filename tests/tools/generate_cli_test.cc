@@ -8,6 +8,7 @@
 #include <random>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
 
@@ -48,7 +49,7 @@ class GenerateCliTest : public testing_support::ProgramTest {
     std::string lines;
     for (int i = 0; i < count; ++i)
       lines +=
-          json({{"id", "p" + std::to_string(i)}, {"prompt", std::string(1 + i % 40, 'a' + i % 26)}}).dump() +
+          json({{"id", absl::StrCat("p", i)}, {"prompt", std::string(1 + i % 40, 'a' + i % 26)}}).dump() +
           "\n";
     WriteFile(dir_ + "/prompts.jsonl", lines);
     return dir_ + "/prompts.jsonl";
