@@ -66,7 +66,11 @@ class MeaningLanes : public Lanes {
       last_started_[op.lane] = id;
     }
     in_flight_.emplace(id, op);
-    if (op.kind == OpKind::kReadWeights) Run(op) = {};
+    if (op.kind == OpKind::kReadWeights) {
+      Run(op) = {};
+      EXPECT_TRUE(unchecked_.insert({op.block, op.tile}).second)
+          << "two reads of weights, tile " << op.tile << " of block " << op.block << ", by one transfer";
+    }
     if (op.kind == OpKind::kReadState) state_[op.tile_slot] = {};
     if (op.kind == OpKind::kCopyStateOut) {
       run_[{op.weight_slot, op.tile}] = {};
@@ -447,7 +451,11 @@ class MeaningLanes : public Lanes {
       case OpKind::kReadGradient:
         spilled_read_[op.tile_slot] = {op.block, spilled_.at(op.block)};
         break;
+      case OpKind::kVerify:
+        unchecked_.erase({op.block, op.tile});
+        break;
       case OpKind::kUpdate:
+        if (op.checks_weights) unchecked_.erase({op.block, op.tile});
         run_[{op.weight_slot, op.tile}].second = VersionAfter(op);
         state_[op.tile_slot].second = VersionAfter(op);
         if (!plan_.on_nvme) drive_.at({op.block, op.tile}) = VersionAfter(op);
@@ -623,6 +631,7 @@ class MeaningLanes : public Lanes {
   int64_t early_updates_ = 0, replayed_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0,
           writes_in_parts_ = 0;
   size_t finalized_ = 0;
+  std::set<TileOfBlock> unchecked_;  // weights that were read, by the transfer that every tile has
   int64_t norms_ = 0;
   int64_t commits_ = 0, persisted_ = 0;
 };

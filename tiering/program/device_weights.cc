@@ -218,8 +218,10 @@ DeviceWeightSlot DeviceWeights::ReadPastHost(BlockIndex block, UseIndex use) {
     read.bytes = tiles[t].elements * plan_.precision.weight_bytes();
     AddUsers(&read.after, held);
     AddIf(&read.after, writer_.last_write(block, t));
+    AddIf(&read.after, writer_.last_check(block, t));
     const OpId arrived = held.ready[t];
     emit(OpKind::kVerify, Lane::kUpdate, t).after = {arrived};
+    writer_.Checks(block, t, held.ready[t]);
     held.version[t] = versions[t];
   }
   held.whole = plan_.world == 1;

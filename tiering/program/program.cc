@@ -30,7 +30,7 @@ struct ProgramBuilder::Parts {
         gradients(of, &ops, &slots, &device_gradients),
         writer(model, of, &ops, &slots),
         updates(of, &ops, &slots, &writer, gradients),
-        fetcher(of, &ops, &slots, &updates, writer),
+        fetcher(of, &ops, &slots, &updates, &writer),
         device(model, of, {uses, ops, slots, writer, updates, fetcher, device_gradients}),
         passes(model, of, {ops, slots, gradients, writer, updates, fetcher, device}) {}
 

@@ -11,6 +11,7 @@ TileWriter::TileWriter(const ModelGraph& graph, const Plan& plan, OpList* ops, S
     : plan_(plan), ops_(*ops), slots_(*slots) {
   last_write_.reserve(plan.blocks.size());
   for (const BlockPlan& block : plan.blocks) last_write_.emplace_back(block.tiles.size(), -1);
+  last_check_ = last_write_;
   deferred_share_ = DeferredShare(graph);
 }
 

@@ -62,6 +62,10 @@ class TileWriter {
   void Commit(int64_t step, bool durable, OpId decided = -1);
 
   OpId last_write(BlockIndex block, TileIndex tile) const { return last_write_[block][tile]; }  // -1: none
+  // The last check of weights that compute has read: a tile is read by one transfer at a time, to be checked
+  // by what that one knows, so that the next read follows it, wherever the weights go. -1: none.
+  OpId last_check(BlockIndex block, TileIndex tile) const { return last_check_[block][tile]; }
+  void Checks(BlockIndex block, TileIndex tile, OpId check) { last_check_[block][tile] = check; }
   OpId last_commit() const { return last_commit_; }
 
  private:
@@ -80,7 +84,7 @@ class TileWriter {
   const Plan& plan_;
   OpList& ops_;
   SlotAllocator& slots_;
-  PerBlock<PerTile<OpId>> last_write_;
+  PerBlock<PerTile<OpId>> last_write_, last_check_;
   OpId last_commit_ = -1;
   Edges awaited_;  // by the next commit
   bool defers_ = false;

@@ -93,6 +93,7 @@ OpId UpdateEmitter::EmitReplayRead(const Update& update) {
   AddIf(&read.after, weights.ready[at.tile]);
   AddIf(&read.after, weights.gather);
   AddIf(&read.after, writer_.last_write(at.block, at.tile));
+  AddIf(&read.after, writer_.last_check(at.block, at.tile));
   return id;
 }
 

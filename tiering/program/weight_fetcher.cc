@@ -6,8 +6,8 @@
 namespace penstock::tiering {
 
 WeightFetcher::WeightFetcher(const Plan& plan, OpList* ops, SlotAllocator* slots, UpdateEmitter* updates,
-                             const TileWriter& writer)
-    : plan_(plan), ops_(*ops), slots_(*slots), updates_(*updates), writer_(writer) {}
+                             TileWriter* writer)
+    : plan_(plan), ops_(*ops), slots_(*slots), updates_(*updates), writer_(*writer) {}
 
 WeightSlot WeightFetcher::Fetch(BlockIndex block, UseIndex use) {
   PerTile<OpId> reads(plan_.blocks[block].tiles.size(), -1);
@@ -34,7 +34,9 @@ WeightSlot WeightFetcher::Read(BlockIndex block, UseIndex use, PerTile<OpId>* re
     read.bytes = tiles[tile].elements * plan_.precision.weight_bytes();
     read.after = former;
     AddIf(&read.after, writer_.last_write(block, tile));
+    AddIf(&read.after, writer_.last_check(block, tile));
     if (updates) continue;
+    writer_.Checks(block, tile, ops_.next_id());
     slots_.WeightsReady(slot, tile, ops_.next_id());
     Op& verify = ops_.Emit(OpKind::kVerify, Lane::kUpdate, ops_.computing_step());
     verify.block = block;

@@ -21,7 +21,7 @@ namespace penstock::tiering {
 class WeightFetcher {
  public:
   WeightFetcher(const Plan& plan, OpList* ops, SlotAllocator* slots, UpdateEmitter* updates,
-                const TileWriter& writer);
+                TileWriter* writer);
 
   // Returns the weight slot.
   WeightSlot Fetch(BlockIndex block, UseIndex use);
@@ -36,7 +36,7 @@ class WeightFetcher {
   OpList& ops_;
   SlotAllocator& slots_;
   UpdateEmitter& updates_;
-  const TileWriter& writer_;
+  TileWriter& writer_;
 };
 
 }  // namespace penstock::tiering
