@@ -443,8 +443,10 @@ absl::Status DeepSpeedCheckpoint::ReadUniversalState() {
 
 // Finds what each parameter of the model has become, and that nothing is left over.
 absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parameters) {
-  std::set<std::string> left;
-  for (const auto& [name, values] : *parameters) left.insert(name);
+  std::set<std::string> left;  // without those of which there is a shape alone
+  for (const auto& [name, values] : *parameters) {
+    if (values.of.front().elements() > 0) left.insert(name);
+  }
   for (const auto& [published, theirs] : names) {
     const bool known = std::any_of(layout_.tensors.begin(), layout_.tensors.end(),
                                    [&](const PublishedTensor& tensor) { return tensor.name == published; });

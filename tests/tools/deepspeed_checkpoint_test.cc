@@ -116,13 +116,10 @@ TEST_F(DeepSpeedCheckpointTest, WhatIsExportedIsImportedBitForBit) {
   const Ran exported = Run({"export-checkpoint", first, out, "--host-memory", "1M"});
   ASSERT_EQ(exported.code, 0) << exported.err;
   EXPECT_THAT(exported.out, HasSubstr("global_step4_universal: step 4, 16 tensors"));
-  const Ran imported = Run(Import(out, second));
-  ASSERT_EQ(imported.code, 2);  // what the run was made with is DeepSpeed's to know
-  EXPECT_THAT(imported.err, HasSubstr("--config"));
   WriteFile(dir_ + "/ds_config.json", Golden()["cases"]["zero3"]["config"].dump());
-  const Ran again =
+  const Ran imported =
       Run(Import(out, second, {"--config", dir_ + "/ds_config.json", "--batch", "2", "--accumulate", "1"}));
-  ASSERT_EQ(again.code, 0) << again.err;
+  ASSERT_EQ(imported.code, 0) << imported.err;
   const std::map<int, double> losses = GoOn(first, 8);
   EXPECT_EQ(GoOn(second, 8), losses);
   EXPECT_EQ(losses.size(), 4u);
