@@ -68,6 +68,7 @@ absl::Status One(zero::DrivenCompute& driven, plain::PlainCompute& plain, zero::
   const auto gradients = plain.Gradients(use, tiering::BlockIndex(stage));
   zero::DrivenCompute::Result result;
   result.gradients = {{tiering::BlockIndex(stage), {gradients->begin(), gradients->end()}}};
+  if (use.last) result.loss = plain.Losses()->front();
   status = driven.Leave(*std::move(entered), std::move(result));
   plain.Release(use);
   return status;
