@@ -2,8 +2,10 @@
 // nothing outside is touched and everything goes with them.
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -50,6 +52,25 @@ class HostsTest : public ProgramTest {
   std::string Switch() const { return name_ + "sw"; }
   static std::string Port(int k) { return "port" + std::to_string(k); }
   static std::string Address(int k) { return "10.77.0." + std::to_string(k + 1); }
+
+  // After a cable is back, a host may still hold that there is no way to another (a neighbour that failed to
+  // answer while it was out), and its next connection is refused with "No route to host".
+  void WaitUntilAllReachEachOther() const {
+    const auto refused = [&](int from, int to) {  // by the host itself: it answers
+      return std::system(("ip netns exec " + Host(from) + " bash -c '</dev/tcp/" + Address(to) +
+                          "/9' 2>&1 | grep -q refused")
+                             .c_str()) == 0;
+    };
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    for (int from = 0; from < kHosts; ++from) {
+      for (int to = 0; to < kHosts; ++to) {
+        while (!refused(from, to)) {
+          ASSERT_LT(std::chrono::steady_clock::now(), deadline) << Host(from) << " cannot reach " << Host(to);
+          std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        }
+      }
+    }
+  }
 
   std::vector<Program> Start(const Arguments& arguments, int hosts) const {
     RankHosts where{.master_address = Address(0), .master_port = "29500", .launchers = {}};
@@ -100,6 +121,7 @@ TEST_F(HostsTest, AHostThatIsCutOffIsNamedAllEndAndTheRunGoesOn) {
       }
     }
     ASSERT_TRUE(Ip("-n " + Switch() + " link set " + Port(cut) + " up"));
+    ASSERT_NO_FATAL_FAILURE(WaitUntilAllReachEachOther());
     const size_t lines = Lines(ReadFile(log)).size();
     const std::string steps = std::to_string(lines + 3);
     for (const Ran& ran : WaitForAll(Start(arguments + Arguments{"--resume", "--steps", steps}, kHosts)))
