@@ -10,67 +10,13 @@
 #include "base/index.h"
 #include "base/status_macros.h"
 #include "zero/compute/seed.h"
-#include "zero/compute/tile_version.h"
+#include "zero/engine/tile_ring.h"
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
 
 constexpr uint64_t kInitializationSalt = 0x696e6974;  // keeps initial values apart from dropout's seeds
-
-// Writes tiles to the store from the slots of the plan's tile ring, as many at once as it has.
-class TileRing {
- public:
-  TileRing(swap::Store& store, int slots) : store_(store), slots_(static_cast<size_t>(std::max(1, slots))) {}
-
-  // The slot that the next tile goes by way of; what was in it is written.
-  absl::StatusOr<tiering::TileSlot> Next() {
-    const size_t number = next_ % slots_.size();
-    RETURN_IF_ERROR(Settle(slots_[number]));
-    return tiering::TileSlot(number);
-  }
-
-  // That tile begins to be written; `memory` is in the slot.
-  absl::Status Write(const TileMemory& memory) {
-    Slot& slot = slots_[next_++ % slots_.size()];
-    std::vector<const void*> sources = {memory.weights};
-    sources.insert(sources.end(), memory.state.begin(), memory.state.end());
-    slot.checksums.clear();
-    for (size_t s = 0; s < sources.size(); ++s) {
-      slot.checksums.push_back(
-          store_.SegmentChecksum(tile_, static_cast<uint32_t>(s), VersionAfter(0), sources[s]));
-    }
-    RETURN_IF_ERROR(store_.WriteTile(&slot.io, tile_, VersionAfter(0), sources, aio::Priority::kWriteBehind));
-    slot.busy = true;
-    ++tile_;
-    return absl::OkStatus();
-  }
-
-  absl::Status SettleAll() {
-    absl::Status first;
-    for (Slot& slot : slots_) first.Update(Settle(slot));
-    return first;
-  }
-
- private:
-  struct Slot {
-    swap::TileIo io;
-    std::vector<uint64_t> checksums;
-    bool busy = false;
-  };
-
-  absl::Status Settle(Slot& slot) {
-    if (!slot.busy) return absl::OkStatus();
-    slot.busy = false;
-    RETURN_IF_ERROR(store_.Wait(&slot.io));
-    return store_.NoteWritten(&slot.io, slot.checksums);
-  }
-
-  swap::Store& store_;
-  std::vector<Slot> slots_;
-  size_t next_ = 0;
-  uint32_t tile_ = 0;  // number of the next one in the store
-};
 
 class Initialization {
  public:
@@ -84,7 +30,9 @@ class Initialization {
         residency_(residency),
         device_(device),
         layouts_(layouts) {
-    if (store != nullptr) ring_ = std::make_unique<TileRing>(*store, plan_.tile_ring);
+    if (store != nullptr)
+      ring_ =
+          std::make_unique<TileRing>(*store, static_cast<size_t>(std::max(1, plan_.tile_ring)), /*step=*/0);
   }
 
   absl::Status Block(tiering::BlockIndex number) {
@@ -128,10 +76,12 @@ class Initialization {
                                                 ? block.private_run_slot
                                                 : plan_.weight_classes[At(block.weight_class)].first_slot;
     if (ring_ != nullptr) {
-      ASSIGN_OR_RETURN(const tiering::TileSlot slot, ring_->Next());
-      const TileMemory memory = residency_.tile(number, t, weight_slot, slot);
+      ASSIGN_OR_RETURN(const size_t slot, ring_->Next());
+      const TileMemory memory = residency_.tile(number, t, weight_slot, tiering::TileSlot(slot));
       FillTile(format_, values, memory);
-      return ring_->Write(memory);
+      std::vector<const void*> segments = {memory.weights};
+      segments.insert(segments.end(), memory.state.begin(), memory.state.end());
+      return ring_->Write(segments);
     }
     const bool staged = device_ != nullptr && device_->has(number);
     const TileMemory memory = staged ? device_->staged(number, t)

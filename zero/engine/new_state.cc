@@ -13,14 +13,15 @@
 #include "aio/engine.h"
 #include "base/status_macros.h"
 #include "tiering/plan/plan_layout.h"
-#include "zero/compute/tile_version.h"
 #include "zero/engine/store_layout.h"
+#include "zero/engine/tile_ring.h"
 #include "zero/memory/arena_view.h"
 
 namespace penstock::zero {
 namespace {
 
 constexpr int64_t kTileBytes = int64_t{4} << 20;
+constexpr size_t kTilesAtOnce = 2;
 
 struct Place {
   int block = 0;
@@ -55,25 +56,20 @@ class Writer {
     io_options.log = [](std::string_view) {};
     ASSIGN_OR_RETURN(std::unique_ptr<aio::Engine> io, aio::Engine::Create(std::move(io_options)));
     ASSIGN_OR_RETURN(store_, swap::Store::Create(*io, options, layout_, state_.identity));
-    const uint64_t slot_bytes = store_->geometry().largest_slot_bytes();
     aio::ArenaOptions arena_options;
     arena_options.lock = false;
-    arena_options.bytes = 2 * slot_bytes;
+    arena_options.bytes = kTilesAtOnce * store_->geometry().largest_slot_bytes();
     ASSIGN_OR_RETURN(std::unique_ptr<aio::Arena> arena, aio::Arena::Create(arena_options));
+    TileRing ring(*store_, kTilesAtOnce, state_.step);
     uint64_t done = 0;
     absl::Status status;
     for (uint32_t t = 0; t < places_.size() && status.ok(); ++t) {
-      std::byte* const memory = arena->data() + (t % 2) * slot_bytes;
-      status = Settle(t % 2);
-      if (status.ok()) status = Fill(t, memory);
-      if (status.ok()) status = Submit(t, memory);
+      status = WriteTile(t, arena->data(), &ring);
       done += store_->geometry().slot_bytes(t);
       if (status.ok()) progress(done, total_);
     }
-    for (const size_t slot : {0, 1}) {
-      const absl::Status settled = Settle(slot);  // also after an error: the memory is still written from
-      if (status.ok()) status = settled;
-    }
+    const absl::Status settled = ring.SettleAll();  // also after an error: the memory is still written from
+    if (status.ok()) status = settled;
     if (status.ok()) {
       status = store_->CommitNow({.step = static_cast<uint64_t>(state_.step),
                                   .updates = static_cast<uint64_t>(state_.updates),
@@ -95,8 +91,10 @@ class Writer {
   }
 
   // Values of one tile, as the run keeps them.
-  absl::Status Fill(uint32_t tile, std::byte* memory) {
+  absl::Status WriteTile(uint32_t tile, std::byte* memory, TileRing* ring) {
     const Place& place = places_[tile];
+    ASSIGN_OR_RETURN(const size_t slot, ring->Next());
+    memory += slot * store_->geometry().largest_slot_bytes();
     std::memset(memory, 0, store_->geometry().slot_bytes(tile));
     std::array<void*, swap::kMaxSegments> segments{};
     const auto there = store_->geometry().SegmentPlaces(tile, memory, &segments);
@@ -114,30 +112,7 @@ class Writer {
         WriteValues(state_.format, of_tile, kind, 0, place.elements, values_.data());
       }
     }
-    return absl::OkStatus();
-  }
-
-  absl::Status Submit(uint32_t tile, std::byte* memory) {
-    InFlight& slot = slots_[tile % 2];
-    std::array<void*, swap::kMaxSegments> segments{};
-    const auto there = store_->geometry().SegmentPlaces(tile, memory, &segments);
-    const uint64_t version = VersionAfter(state_.step);
-    slot.checksums.clear();
-    for (uint32_t s = 0; s < there.size(); ++s)
-      slot.checksums.push_back(store_->SegmentChecksum(tile, s, version, there[s]));
-    const std::vector<const void*> sources(there.begin(), there.end());
-    RETURN_IF_ERROR(store_->WriteTile(&slot.io, tile, version, sources, aio::Priority::kWriteBehind));
-    slot.pending = true;
-    return absl::OkStatus();
-  }
-
-  absl::Status Settle(size_t which) {
-    InFlight& slot = slots_[which];
-    if (!slot.pending) return absl::OkStatus();
-    slot.pending = false;
-    absl::Status written = store_->Wait(&slot.io);
-    written.Update(store_->NoteWritten(&slot.io, slot.checksums));
-    return written;
+    return ring->Write(std::vector<const void*>(there.begin(), there.end()));
   }
 
   // A store without a commit is of no use to anybody.
@@ -148,19 +123,12 @@ class Writer {
     }
   }
 
-  struct InFlight {
-    swap::TileIo io;
-    std::vector<uint64_t> checksums;
-    bool pending = false;
-  };
-
   const NewState& state_;
   const ReadState& read_;
   std::vector<Place> places_;
   swap::Layout layout_;
   uint64_t total_ = 0;
   std::unique_ptr<swap::Store> store_;
-  std::array<InFlight, 2> slots_;
   std::vector<float> values_;
 };
 
