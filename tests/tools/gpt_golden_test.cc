@@ -251,7 +251,7 @@ TEST(OptimizersGolden, UpdateAsLibTorchAndDeepSpeed) {
       arrays.m = m.data();
       arrays.v = v.data();
       std::visit([&](const auto& s) { kernels::ApplyUpdate(s, arrays); },
-                 zero::MakeOptimizerStep(*options, {.lr = zero::LearningRate(*options)},
+                 zero::MakeOptimizerStep(*options, {{.lr = zero::LearningRate(*options)}},
                                          static_cast<int64_t>(step) + 1, 1.0));
       for (size_t i = 0; i < weights.size(); ++i) {
         EXPECT_NEAR(weights[i], c["weights"][step][i].get<double>(), 1e-6) << "step " << step << ", " << i;

@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -304,6 +305,56 @@ TEST_F(DrivenComputeTest, AResultThatIsNotOfItsUseFailsThePassAndTheNextOneGoesO
   const auto result = driven->Finish();
   ASSERT_TRUE(result.ok()) << result.status();
   EXPECT_EQ(result->step, 1);
+}
+
+// Rates that are given with a step hold in the place of the schedule's, for each group of parameters.
+TEST_F(DrivenComputeTest, AStepGoesByTheRatesOfItsGroups) {
+  const auto train = [&](const std::vector<std::vector<GroupRates>>& steps, std::vector<float>* state) {
+    Owner owner(shape_, kMicroBatches);
+    absl::StatusOr<Measured> measured = owner.Measure();
+    ASSERT_TRUE(measured.ok()) << measured.status();
+    const auto layout = std::make_shared<const FlatLayout>(FlatLayout::Of(std::vector<ParameterSpec>{
+        {"weight", {shape_.width, shape_.width}}, {"bias", {shape_.width}, true, /*group=*/1}}));
+    for (auto& each : measured->layouts) each = layout;
+    auto driven = DrivenEngine::Create(*std::move(measured), owner.Options(directory_));
+    ASSERT_TRUE(driven.ok()) << driven.status();
+    for (size_t t = 0; t < steps.size(); ++t) {
+      StepOptions options(Next::kTrain);
+      options.groups = steps[t];
+      ASSERT_TRUE((*driven)->Begin(options).ok());
+      const absl::Status computed = owner.Compute((*driven)->compute(), Batches(static_cast<int64_t>(t)));
+      const auto result = (*driven)->Finish();
+      ASSERT_TRUE(result.ok()) << result.status() << computed;
+      EXPECT_EQ(result->lr, steps[t].empty() ? 1e-3 : steps[t].front().rates.lr);
+    }
+    ASSERT_TRUE((*driven)->Call([&](Engine& engine) { return State(engine, state); }).ok());
+  };
+  const GroupRates own = {{.lr = 1e-3}}, none = {{.lr = 0.0}}, other = {{.lr = 5e-4}, 0.1};
+  std::vector<float> schedule, one, two, halved;
+  train({{}, {}, {}}, &schedule);
+  train({{own}, {own}, {}}, &one);
+  train({{own, own}, {own, own}, {own}}, &two);
+  train({{own, none}, {own, none}, {other, none}}, &halved);
+  EXPECT_EQ(one, schedule);
+  EXPECT_EQ(two, schedule);
+  EXPECT_NE(halved, schedule);
+  ASSERT_EQ(halved.size(), schedule.size());
+}
+
+TEST_F(DrivenComputeTest, RatesThatNoOptimizerHasAreRefusedAndTheNextStepGoesOn) {
+  Owner owner(shape_, kMicroBatches);
+  const auto driven = Open(owner, owner.Options(directory_));
+  ASSERT_NE(driven, nullptr);
+  for (const std::vector<GroupRates>& wrong :
+       {std::vector<GroupRates>{{{.lr = -1}}}, {{{.lr = std::nan("")}}}, {{{.lr = 1}, -0.1}}, {{}, {}, {}}}) {
+    StepOptions options;
+    options.groups = wrong;
+    ASSERT_TRUE(driven->Begin(options).ok());
+    EXPECT_EQ(driven->Finish().status().code(), absl::StatusCode::kInvalidArgument);
+  }
+  ASSERT_TRUE(driven->Begin().ok());
+  ASSERT_TRUE(owner.Compute(driven->compute(), Batches(1)).ok());
+  EXPECT_TRUE(driven->Finish().ok());
 }
 
 // Each of two threads has a micro-batch of its own.

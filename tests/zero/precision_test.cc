@@ -357,7 +357,7 @@ class HalfFrozen : public torch::nn::Module {
 TEST(Precision, FrozenParametersStayAsTheyAreBesideCompactStates) {
   const auto module = std::make_shared<HalfFrozen>();
   const FlatLayout layout = LayoutOf(*module);
-  for (const auto& [from, to] : layout.trained)
+  for (const auto& [from, to, group] : layout.trained)
     EXPECT_EQ(from % tiering::kScaleBlock, 0) << from << " " << to;
   TileFormat format;
   format.states = kernels::StateType::k8Bit;
@@ -374,9 +374,9 @@ TEST(Precision, FrozenParametersStayAsTheyAreBesideCompactStates) {
   FillTile(format, before.data(), memory);
   std::vector<uint16_t> gradient(before.size(), kernels::FloatToBf16(0.25f));
   memory.gradient = gradient.data();
-  const OptimizerStep step =
-      MakeOptimizerStep(kernels::AdamOptions{.weight_decay = 0.5}, {.lr = 1e-2}, 1, 1.0);
-  UpdateTile(format, step, 1, layout, {0, layout.elements}, memory);
+  UpdateDecision decision;
+  decision.groups = {MakeOptimizerStep(kernels::AdamOptions{.weight_decay = 0.5}, {{.lr = 1e-2}}, 1, 1.0)};
+  UpdateTile(format, decision, 1, layout, {0, layout.elements}, memory);
   ReadMasters(format, memory, after.data());
   for (const Parameter& parameter : layout.parameters) {
     for (int64_t i = parameter.offset; i < parameter.offset + parameter.elements; ++i) {

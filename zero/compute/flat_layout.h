@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "zero/compute/model_spec.h"
@@ -23,6 +22,13 @@ struct Parameter {
   int64_t offset = 0;  // in the run, in elements
   int64_t elements = 0;
   bool trains = true;
+  int group = 0;
+};
+
+// Elements [from, to) of the run, of one group.
+struct TrainedRange {
+  int64_t from = 0, to = 0;
+  int group = 0;
 };
 
 // Blocks of one kind share it.
@@ -30,12 +36,13 @@ struct FlatLayout {
   std::vector<Parameter> parameters;
   int64_t elements = 0;            // of the run, padding included
   int64_t parameter_elements = 0;  // without padding
-  // Ranges of the run that the optimizer updates, merged, ascending. Padding counts as trained: it stays
-  // zero.
-  std::vector<std::pair<int64_t, int64_t>> trained;
+  // What the optimizer updates, ascending; neighbours of one group are one range. Padding counts as trained:
+  // it stays zero.
+  std::vector<TrainedRange> trained;
 
   static FlatLayout Of(std::span<const ParameterSpec> parameters);
   bool Trains() const;  // false: every parameter is frozen
+  int groups() const;   // one more than the highest
   bool SameShapes(const FlatLayout& other) const;
 };
 

@@ -94,9 +94,9 @@ absl::StatusOr<double> MeasureUpdateRateThere(Device& device, const TileFormat& 
   memory.gradient = place;
   FlatLayout layout;
   layout.elements = elements;
-  layout.trained = {{0, elements}};
-  const auto updates = UpdatesOf(format, /*seed=*/1, layout, {0, elements}, memory);
-  const OptimizerStep step = MakeOptimizerStep(optimizer, {.lr = 1e-3}, 1, 1.0);
+  layout.trained = {{.from = 0, .to = elements}};
+  const auto updates = UpdatesOf(format, /*seed=*/1, layout, /*group=*/0, {0, elements}, memory);
+  const OptimizerStep step = MakeOptimizerStep(optimizer, {{.lr = 1e-3}}, 1, 1.0);
   double best = 1e9;
   for (int repeat = 0; repeat < 3; ++repeat) {
     const double begin = Seconds();
@@ -123,7 +123,7 @@ absl::StatusOr<double> MeasureUpdateRate(const TileFormat& format, const Optimiz
   if (memory_bytes > 0) elements = std::clamp(memory_bytes / 2 / of_unit * unit, unit, elements);
   FlatLayout layout;
   layout.elements = elements;
-  layout.trained = {{0, elements}};
+  layout.trained = {{.from = 0, .to = elements}};
   TileMemory memory;
   memory.elements = elements;
   std::vector<HostBuffer> held;
@@ -141,7 +141,8 @@ absl::StatusOr<double> MeasureUpdateRate(const TileFormat& format, const Optimiz
     memory.state.push_back(take(precision.SegmentBytes(s, elements)));
   memory.gradient = take(elements * precision.gradient_bytes);
   if (!refused.ok()) return refused;
-  const OptimizerStep step = MakeOptimizerStep(optimizer, {.lr = 1e-3}, 1, 1.0);
+  UpdateDecision decision;
+  decision.groups = {MakeOptimizerStep(optimizer, {{.lr = 1e-3}}, 1, 1.0)};
   double best = 1e9;
   for (int repeat = 0; repeat < 4; ++repeat) {
     for (const HostBuffer& each : held)
@@ -153,7 +154,7 @@ absl::StatusOr<double> MeasureUpdateRate(const TileFormat& format, const Optimiz
       for (const HostBuffer& each : held)
         sum += kernels::Checksum(each.data(), static_cast<size_t>(each.bytes()));
       if (sum == 1) best = 0;  // the sums must not be optimised away
-      if (pass == 0) UpdateTile(format, step, /*seed=*/1, layout, {0, elements}, memory);
+      if (pass == 0) UpdateTile(format, decision, /*seed=*/1, layout, {0, elements}, memory);
     }
     best = std::min(best, watch.Read().seconds);
   }

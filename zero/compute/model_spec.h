@@ -12,6 +12,7 @@ struct ParameterSpec {
   std::string name;  // within the block
   std::vector<int64_t> sizes;
   bool trains = true;
+  int group = 0;  // of those whose rates are given together (GroupRates, zero/compute/optimizer.h)
 };
 
 }  // namespace penstock::zero

@@ -34,12 +34,14 @@ double LearningRate(const OptimizerOptions& options) {
   return std::visit([](const auto& of) { return of.lr; }, options);
 }
 
-OptimizerStep MakeOptimizerStep(const OptimizerOptions& options, const ScheduledRates& rates, int64_t update,
+OptimizerStep MakeOptimizerStep(const OptimizerOptions& options, const GroupRates& group, int64_t update,
                                 double grad_scale) {
   return std::visit(
       [&](auto of) -> OptimizerStep {
         using Options = decltype(of);
+        const ScheduledRates& rates = group.rates;
         of.lr = rates.lr;
+        of.weight_decay = group.weight_decay.value_or(of.weight_decay);
         if constexpr (std::is_same_v<Options, kernels::AdamOptions> ||
                       std::is_same_v<Options, kernels::LionOptions>) {
           of.beta1 = rates.beta1.value_or(of.beta1);

@@ -40,9 +40,15 @@ std::optional<Moments> MomentsByName(std::string_view name);
 
 double LearningRate(const OptimizerOptions& options);
 
-// Update number `update` (1 for the first) at the scheduled rates, with gradients multiplied by `grad_scale`
+// What a step says of the updates of a group of parameters.
+struct GroupRates {
+  ScheduledRates rates;
+  std::optional<double> weight_decay = std::nullopt;  // default: the algorithm's
+};
+
+// Update number `update` (1 for the first) at these rates, with gradients multiplied by `grad_scale`
 // (the clip factor over the loss scale). Betas that a schedule cycles are those of Adam and Lion.
-OptimizerStep MakeOptimizerStep(const OptimizerOptions& options, const ScheduledRates& rates, int64_t update,
+OptimizerStep MakeOptimizerStep(const OptimizerOptions& options, const GroupRates& group, int64_t update,
                                 double grad_scale);
 
 }  // namespace penstock::zero

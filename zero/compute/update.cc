@@ -6,10 +6,11 @@
 namespace penstock::zero {
 
 std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed,
-                                             const FlatLayout& layout, const tiering::Tile& tile,
+                                             const FlatLayout& layout, int group, const tiering::Tile& tile,
                                              const TileMemory& memory) {
   std::vector<kernels::UpdateArrays> updates;
-  for (const auto& [from, to] : layout.trained) {
+  for (const auto& [from, to, of_group] : layout.trained) {
+    if (of_group != group) continue;
     const int64_t begin = std::max(from, tile.offset) - tile.offset;
     const int64_t end = std::min(to, tile.offset + tile.elements) - tile.offset;
     if (begin >= end) continue;
@@ -20,10 +21,12 @@ std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t 
   return updates;
 }
 
-void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
+void UpdateTile(const TileFormat& format, const UpdateDecision& decision, uint64_t seed,
                 const FlatLayout& layout, const tiering::Tile& tile, const TileMemory& memory) {
-  for (const kernels::UpdateArrays& arrays : UpdatesOf(format, seed, layout, tile, memory))
-    std::visit([&](const auto& step) { kernels::ApplyUpdate(step, arrays); }, optimizer);
+  for (int group = 0; group < layout.groups(); ++group) {
+    for (const kernels::UpdateArrays& arrays : UpdatesOf(format, seed, layout, group, tile, memory))
+      std::visit([&](const auto& step) { kernels::ApplyUpdate(step, arrays); }, decision.of(group));
+  }
 }
 
 kernels::SumOfSquares FinishGradient(kernels::DType type, const float* sums, void* gradient, size_t n) {

@@ -26,16 +26,20 @@ struct UpdateDecision {
   bool skip = false;    // a gradient was not finite: everything stays as it was
   bool replay = false;  // what was updated in backward is not what this says: made again, or undone
   int64_t update = 0;   // its number, 1 for the first
-  OptimizerStep optimizer{};
+  std::vector<OptimizerStep> groups = {OptimizerStep{}};  // one for all, or one for each group
+
+  const OptimizerStep& of(int group) const {
+    return groups.size() == 1 ? groups.front() : groups[static_cast<size_t>(group)];
+  }
 };
 
-// The arrays of the tile's ranges that train. `seed` is what compact states are rounded with: another one for
-// every block and update. `memory` may be a device's.
+// The arrays of the tile's ranges of that group that train. `seed` is what compact states are rounded with:
+// another one for every block and update. `memory` may be a device's.
 std::vector<kernels::UpdateArrays> UpdatesOf(const TileFormat& format, uint64_t seed,
-                                             const FlatLayout& layout, const tiering::Tile& tile,
+                                             const FlatLayout& layout, int group, const tiering::Tile& tile,
                                              const TileMemory& memory);
-// Updates them, by the processor in host memory.
-void UpdateTile(const TileFormat& format, const OptimizerStep& optimizer, uint64_t seed,
+// Updates those of all groups, by the processor in host memory.
+void UpdateTile(const TileFormat& format, const UpdateDecision& decision, uint64_t seed,
                 const FlatLayout& layout, const tiering::Tile& tile, const TileMemory& memory);
 
 // What is left to do for a block's gradient once its last addend is there: rounds the fp32 `sums` of n

@@ -113,9 +113,9 @@ absl::Status DrivenEngine::Start(std::function<absl::StatusOr<StepResult>(Engine
   return absl::OkStatus();
 }
 
-absl::Status DrivenEngine::Begin(Next next) {
-  return Start([batches = micro_batches_, next](Engine& engine) {
-    return engine.Step(std::vector<Batch>(static_cast<size_t>(batches), Unseen()), next);
+absl::Status DrivenEngine::Begin(StepOptions options) {
+  return Start([batches = micro_batches_, options = std::move(options)](Engine& engine) {
+    return engine.Step(std::vector<Batch>(static_cast<size_t>(batches), Unseen()), options);
   });
 }
 

@@ -36,9 +36,8 @@ class DrivenEngine {
 
   DrivenCompute& compute() { return *compute_; }
 
-  // A training step begins: its uses may be entered. `next` as Engine::Step. kFailedPrecondition: one is
-  // open.
-  absl::Status Begin(Next next = Next::kUnknown);
+  // A training step begins: its uses may be entered. kFailedPrecondition: one is open.
+  absl::Status Begin(StepOptions options = {});
   // An evaluation of one micro-batch begins.
   absl::Status BeginEvaluation();
   // The pass is over: no driver is inside a use, and none enters any more. Waits for the engine.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <iterator>
 #include <numeric>
 #include <utility>
@@ -126,7 +127,28 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next) {
+  // Rates that an optimizer may have, for all groups of the model.
+  absl::Status CheckRates(const std::vector<GroupRates>& groups) const {
+    int needed = 1;
+    for (const auto& layout : layouts_) needed = std::max(needed, layout->groups());
+    if (groups.size() > 1 && static_cast<int>(groups.size()) != needed) {
+      return absl::InvalidArgumentError(absl::StrCat("rates of ", groups.size(),
+                                                     " groups given, the model's "
+                                                     "parameters are in ",
+                                                     needed));
+    }
+    for (const GroupRates& group : groups) {
+      const double decay = group.weight_decay.value_or(0);
+      if (std::isfinite(group.rates.lr) && group.rates.lr >= 0 && std::isfinite(decay) && decay >= 0)
+        continue;
+      return absl::InvalidArgumentError(absl::StrCat("a group's learning rate of ", group.rates.lr,
+                                                     " and weight decay of ", decay,
+                                                     ": both must be numbers of 0 or more"));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, const StepOptions& step) {
     if (!broken_.ok()) return broken_;
     PENSTOCK_CHECK(pass_failure_.ok(), "a failure of a pass that is over");
     if (!options_.trains)
@@ -135,6 +157,8 @@ class Engine::Impl {
       return absl::InvalidArgumentError(
           absl::StrCat(batches.size(), " micro-batches given, ", options_.micro_batches, " planned for"));
     }
+    RETURN_IF_ERROR(CheckRates(step.groups));
+    decisions_.SetRates(step.groups);
     if (ahead_norm_ < 0) AppendTraining();
     const OpId norm = std::exchange(ahead_norm_, -1);
     // The step's loss is the mean over its micro-batches, of all ranks.
@@ -144,7 +168,7 @@ class Engine::Impl {
       ahead_norm_ = norm;  // the pass still waits for a batch: Flush ends it, and commits the step before
       return begun;
     }
-    if (next == Next::kTrain) AppendTraining();
+    if (step.next == Next::kTrain) AppendTraining();
     executor_->OpenGate(++gates_);
     RETURN_IF_ERROR(executor_->RunUntil(norm));
     if (!pass_failure_.ok()) return GiveUpStep();
@@ -706,9 +730,9 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(std::shared_ptr<Compute> 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Engine::~Engine() = default;
 
-absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, Next next) {
+absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, StepOptions options) {
   impl_->Enter(absl::StrCat("step ", impl_->step_ + 1));
-  return impl_->BroadcastError(impl_->Step(std::move(batches), next));
+  return impl_->BroadcastError(impl_->Step(std::move(batches), options));
 }
 absl::Status Engine::SetOrder(std::vector<int> stages) {
   impl_->Enter("an order of stages");

@@ -68,7 +68,7 @@ struct StepResult {
   int64_t step = 0;
   double loss = 0;
   double grad_norm = 0;  // global, before clipping
-  double lr = 0;         // of this step's update
+  double lr = 0;         // of this step's update; of the first group
   double loss_scale = 1;
   bool skipped = false;  // a gradient was not finite
   bool stops = false;    // EngineHooks::stops was true, on this rank or another
@@ -104,6 +104,17 @@ struct EnginePlan {
 
 enum class Next : uint8_t { kUnknown, kTrain };
 
+// What a step is made with.
+struct StepOptions {
+  StepOptions(Next ahead = Next::kUnknown) : next(ahead) {}  // NOLINT(google-explicit-constructor)
+
+  // kTrain lets the reads of the step after it start now.
+  Next next;
+  // What its updates go by: for each group of parameters (ParameterSpec::group), or one for all. Default: the
+  // schedule.
+  std::vector<GroupRates> groups;
+};
+
 class Engine {
  public:
   // Measures and plans only. With options.resume.enabled the tiles are those of the run that is there.
@@ -119,9 +130,9 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // One training step over options.micro_batches micro-batches. kTrain lets the reads of the step after it
-  // start now.
-  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, Next next = Next::kUnknown);
+  // One training step over EngineOptions::micro_batches micro-batches. kInvalidArgument: other numbers of
+  // them or of groups, or rates that no optimizer has.
+  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, StepOptions options = {});
   // The stages run in this order from the next step on: a permutation of the model's, which keeps its last
   // one, since that gives the loss. Reads that were made ahead for another order are dropped, which costs
   // their time and no more. Over several ranks all of them make this call, with the same order.

@@ -91,14 +91,20 @@ void StepOutcome::Apply(int64_t step) {
 
 // Of gradients as the loss scale left them, times `factor`.
 UpdateDecision StepOutcome::DecisionOf(int64_t step, double factor) {
-  ScheduledRates rates{.lr = LearningRate(options_.optimizer.algorithm)};
-  if (schedule_.has_value()) rates = schedule_->At(updates_ + 1);
-  lr_ = rates.lr;
+  std::vector<GroupRates> groups = groups_;
+  if (groups.empty()) {
+    groups.push_back({.rates = {.lr = LearningRate(options_.optimizer.algorithm)}});
+    if (schedule_.has_value()) groups.front().rates = schedule_->At(updates_ + 1);
+  }
+  lr_ = groups.front().rates.lr;
   UpdateDecision decision;
   decision.step = step;
   decision.update = updates_ + 1;
-  decision.optimizer =
-      MakeOptimizerStep(options_.optimizer.algorithm, rates, decision.update, factor / scaler_.scale());
+  decision.groups.clear();
+  for (const GroupRates& group : groups) {
+    decision.groups.push_back(
+        MakeOptimizerStep(options_.optimizer.algorithm, group, decision.update, factor / scaler_.scale()));
+  }
   return decision;
 }
 

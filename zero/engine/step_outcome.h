@@ -14,6 +14,8 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -47,6 +49,10 @@ class StepOutcome {
   absl::Status Restore(const nlohmann::json& payload, int64_t updates);
   // The keys "schedule" and "loss_scale" of the payload of a commit of `step`; null: of the run's beginning.
   void AddTo(nlohmann::json* payload, const Decided* step) const;
+
+  // What the updates of the next step go by, for each group or one for all of them, in the place of the
+  // schedule; empty: the schedule.
+  void SetRates(std::vector<GroupRates> groups) { groups_ = std::move(groups); }
 
   // Of the newest decision: 1 but for fp16.
   double loss_scale() const { return scaler_.scale(); }
@@ -83,7 +89,8 @@ class StepOutcome {
   std::optional<LrSchedule> schedule_;
   LossScaler scaler_;
   int64_t updates_ = 0;
-  double lr_ = 0;              // of the last decision
+  std::vector<GroupRates> groups_;
+  double lr_ = 0;              // of the last decision, of its first group
   std::deque<bool> replayed_;  // of the last steps
   std::set<int64_t> in_backward_;
   std::map<int64_t, Decided> decided_;

@@ -549,8 +549,11 @@ absl::Status HardwareLanes::RunUpdateOnDevice(const Op& op) {
   const TileMemory memory = device_->state().block(op.block);
   const tiering::Tile all = residency_.InRun(op.block, {0, memory.elements});
   return Guarded("update on the device", [&] {
-    device_->device().Update(decision.optimizer, UpdatesOf(options_.format, SeedOf(decision, op.block),
-                                                           *layouts_[op.block], all, memory));
+    const FlatLayout& layout = *layouts_[op.block];
+    for (int group = 0; group < layout.groups(); ++group) {
+      const auto updates = UpdatesOf(options_.format, SeedOf(decision, op.block), layout, group, all, memory);
+      if (!updates.empty()) device_->device().Update(decision.of(group), updates);
+    }
   });
 }
 
@@ -579,7 +582,7 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
                        "commit is whole: continue with --resume, and mistrust the drive"));
     }
   }
-  UpdateTile(options_.format, decision.optimizer, SeedOf(decision, op.block), *layouts_[op.block],
+  UpdateTile(options_.format, decision, SeedOf(decision, op.block), *layouts_[op.block],
              residency_.InRun(op.block, tile), memory);
   if (store_ != nullptr && !plan_.written_at_checkpoint(op.block, op.tile)) Seal(op);
   return absl::OkStatus();

@@ -1,0 +1,136 @@
+// Groups of parameters that go by rates of their own: against each group's rates over everything.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "zero/compute/flat_layout.h"
+#include "zero/compute/tile_format.h"
+#include "zero/compute/update.h"
+
+namespace penstock::zero {
+namespace {
+
+// A block's weights, states and gradient in host memory.
+class Held {
+ public:
+  Held(const TileFormat& format, int64_t elements) : precision_(format.precision()), elements_(elements) {
+    for (size_t s = 0; s < precision_.segment_bytes.size(); ++s)
+      segments_.emplace_back(static_cast<size_t>(precision_.SegmentBytes(s, elements)));
+    gradient_.resize(static_cast<size_t>(elements * precision_.gradient_bytes));
+  }
+
+  // The part from `first` on. Segments of 8 bit have their scales behind all codes: they are cut nowhere.
+  TileMemory Part(int64_t first, int64_t elements) {
+    TileMemory memory;
+    memory.elements = elements;
+    for (size_t s = 0; s < segments_.size(); ++s) {
+      char* const at = segments_[s].data() + first * precision_.segment_bytes[s];
+      (s == 0 ? memory.weights : memory.state.emplace_back()) = at;
+    }
+    memory.gradient = gradient_.data() + first * precision_.gradient_bytes;
+    return memory;
+  }
+  void Fill(const TileFormat& format, std::mt19937_64& random) {
+    std::normal_distribution<float> normal(0, 0.3F);
+    std::vector<float> values(static_cast<size_t>(elements_));
+    for (float& value : values) value = normal(random);
+    FillTile(format, values.data(), Part(0, elements_));
+    for (float& value : values) value = normal(random);
+    kernels::Convert(kernels::DType::kFp32, values.data(),
+                     precision_.gradient_bytes == 2 ? kernels::DType::kBf16 : kernels::DType::kFp32,
+                     gradient_.data(), values.size());
+  }
+  std::vector<float> Masters(const TileFormat& format) {
+    std::vector<float> values(static_cast<size_t>(elements_));
+    ReadMasters(format, Part(0, elements_), values.data());
+    return values;
+  }
+  std::vector<float> Moments(const TileFormat& format) {
+    std::vector<float> values(static_cast<size_t>(elements_));
+    ReadValues(format, Part(0, elements_), StateKind::kSecondMoment, 0, elements_, values.data());
+    return values;
+  }
+
+ private:
+  tiering::Precision precision_;
+  int64_t elements_;
+  std::vector<std::vector<char>> segments_;
+  std::vector<char> gradient_;
+};
+
+TEST(ParameterGroups, EachParameterIsUpdatedByItsOwnGroup) {
+  for (uint64_t seed = 1; seed <= 60; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto below = [&](int64_t n) { return static_cast<int64_t>(random() % static_cast<uint64_t>(n)); };
+    TileFormat format;
+    format.weights = below(2) == 0 ? kernels::DType::kFp32 : kernels::DType::kBf16;
+    format.states = std::vector{kernels::StateType::kFp32, kernels::StateType::kBf16,
+                                kernels::StateType::k8Bit}[static_cast<size_t>(below(3))];
+    const int groups = 1 + static_cast<int>(below(4));
+    std::vector<ParameterSpec> specs;
+    for (int64_t p = 0, n = 1 + below(9); p < n; ++p) {
+      specs.push_back({.name = std::to_string(p),
+                       .sizes = {1 + below(900)},
+                       .trains = below(4) != 0,
+                       .group = static_cast<int>(below(groups))});
+    }
+    specs.back().group = groups - 1;
+    const FlatLayout layout = FlatLayout::Of(specs);
+    ASSERT_EQ(layout.groups(), groups);
+    UpdateDecision decision{.step = 1, .update = 3};
+    decision.groups.clear();
+    for (int g = 0; g < groups; ++g) {
+      decision.groups.push_back(MakeOptimizerStep(kernels::AdamOptions{},
+                                                  {{.lr = 1e-3 * (g + 1), .beta1 = 0.8 + 0.01 * g}, 0.1 * g},
+                                                  decision.update, 1.0));
+    }
+    Held held(format, layout.elements);
+    held.Fill(format, random);
+    std::vector<Held> by_group(static_cast<size_t>(groups), held);
+    const std::vector<float> before = held.Masters(format);
+    // In two tiles, where the states can be cut.
+    const int64_t cut =
+        format.states == kernels::StateType::k8Bit || layout.elements <= tiering::kElementAlignment
+            ? layout.elements
+            : tiering::kElementAlignment;
+    UpdateTile(format, decision, seed, layout, {0, cut}, held.Part(0, cut));
+    if (cut < layout.elements) {
+      UpdateTile(format, decision, seed, layout, {cut, layout.elements - cut},
+                 held.Part(cut, layout.elements - cut));
+    }
+    const std::vector<float> masters = held.Masters(format), moments = held.Moments(format);
+    for (int g = 0; g < groups; ++g) {
+      UpdateDecision of_all = decision;
+      of_all.groups = {decision.of(g)};
+      Held& expected = by_group[static_cast<size_t>(g)];
+      UpdateTile(format, of_all, seed, layout, {0, layout.elements}, expected.Part(0, layout.elements));
+      const std::vector<float> their_masters = expected.Masters(format), theirs = expected.Moments(format);
+      for (const Parameter& parameter : layout.parameters) {
+        if (parameter.group != g) continue;
+        for (int64_t i = parameter.offset; i < parameter.offset + parameter.elements; ++i) {
+          const auto at = static_cast<size_t>(i);
+          ASSERT_EQ(masters[at], parameter.trains ? their_masters[at] : before[at]) << "seed " << seed;
+          ASSERT_EQ(moments[at], theirs[at]) << "seed " << seed;
+        }
+      }
+    }
+  }
+}
+
+// What was there before there were groups lies where it lay.
+TEST(ParameterGroups, OneGroupChangesNoPlace) {
+  const std::vector<ParameterSpec> specs = {{"a", {3, 5}}, {"b", {70}, false}, {"c", {1000}}, {"d", {1}}};
+  const FlatLayout layout = FlatLayout::Of(specs);
+  std::vector<int64_t> offsets;
+  for (const Parameter& parameter : layout.parameters) offsets.push_back(parameter.offset);
+  EXPECT_EQ(offsets, (std::vector<int64_t>{0, 256, 512, 1536}));
+  EXPECT_EQ(layout.elements, 2048);
+  EXPECT_EQ(layout.trained.size(), 2U);
+}
+
+}  // namespace
+}  // namespace penstock::zero
