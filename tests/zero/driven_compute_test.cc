@@ -19,6 +19,7 @@
 #include "tests/zero/plain_batch.h"
 #include "zero/compute/device.h"
 #include "zero/engine/driven_engine.h"
+#include "zero/engine/restore.h"
 
 namespace penstock::zero {
 namespace {
@@ -355,6 +356,53 @@ TEST_F(DrivenComputeTest, RatesThatNoOptimizerHasAreRefusedAndTheNextStepGoesOn)
   ASSERT_TRUE(driven->Begin().ok());
   ASSERT_TRUE(owner.Compute(driven->compute(), Batches(1)).ok());
   EXPECT_TRUE(driven->Finish().ok());
+}
+
+// Of a run on a drive, and of one in memory: what is gone on with from there has the same losses.
+TEST_F(DrivenComputeTest, ACheckpointThatIsAskedForIsGoneOnWithElsewhere) {
+  for (const OffloadDevice offload : {OffloadDevice::kNvme, OffloadDevice::kCpu}) {
+    const std::string parent = directory_ + "/kept", again = directory_ + "/again";
+    std::filesystem::remove_all(directory_);
+    std::string path;
+    std::vector<double> expected;
+    const auto step = [&](Owner& owner, DrivenEngine& driven, int64_t number) {
+      EXPECT_TRUE(driven.Begin(Next::kTrain).ok());
+      EXPECT_TRUE(owner.Compute(driven.compute(), Batches(number)).ok());
+      const auto result = driven.Finish();
+      EXPECT_TRUE(result.ok()) << result.status();
+      return result.ok() ? result->loss : -1;
+    };
+    {
+      Owner owner(shape_, kMicroBatches);
+      EngineOptions options = owner.Options(directory_ + "/run");
+      options.storage.offload = offload;
+      if (offload != OffloadDevice::kNvme) options.storage.state_dirs.clear();
+      const auto driven = Open(owner, options);
+      ASSERT_NE(driven, nullptr);
+      for (int64_t number = 1; number <= 3; ++number) step(owner, *driven, number);
+      const auto keep = [&](const std::string& where) {
+        return driven->Call([&](Engine& engine) -> absl::Status {
+          const absl::StatusOr<std::string> kept = engine.Checkpoint(where);
+          if (kept.ok()) path = *kept;
+          return kept.status();
+        });
+      };
+      ASSERT_TRUE(keep(parent).ok());
+      EXPECT_EQ(keep(parent).code(), absl::StatusCode::kAlreadyExists);
+      EXPECT_FALSE(keep("/proc/nowhere").ok());
+      for (int64_t number = 4; number <= 6; ++number) expected.push_back(step(owner, *driven, number));
+    }
+    Owner owner(shape_, kMicroBatches);
+    EngineOptions options = owner.Options(again);
+    ASSERT_TRUE(RestoreRun(path, options).ok());
+    options.storage.overwrite = false;
+    options.resume.enabled = true;
+    const auto driven = Open(owner, options);
+    ASSERT_NE(driven, nullptr);
+    std::vector<double> losses;
+    for (int64_t number = 4; number <= 6; ++number) losses.push_back(step(owner, *driven, number));
+    EXPECT_EQ(losses, expected);
+  }
 }
 
 // Each of two threads has a micro-batch of its own.

@@ -10,6 +10,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "aio/arena.h"
+#include "aio/engine.h"
 #include "aio/io_error.h"
 #include "base/check.h"
 #include "base/status_macros.h"
@@ -350,6 +352,35 @@ class Engine::Impl {
     return checkpointing_->kept_path();
   }
 
+  absl::StatusOr<std::string> Checkpoint(const std::string& parent) {
+    if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
+    RETURN_IF_ERROR(Flush());
+    std::shared_ptr<swap::CheckpointLock> lock = options_.storage.checkpoints.lock;
+    if (options_.rank() == 0 && (lock == nullptr || parent != options_.storage.checkpoints.parent)) {
+      ASSIGN_OR_RETURN(lock, swap::CheckpointLock::Take(parent));
+    }
+    aio::ArenaOptions of_tile;
+    of_tile.lock = false;
+    of_tile.bytes = store() != nullptr ? store()->geometry().largest_slot_bytes() : 1;
+    ASSIGN_OR_RETURN(const std::unique_ptr<aio::Arena> tile, aio::Arena::Create(of_tile));
+    std::unique_ptr<aio::Engine> own_io;
+    Checkpointing once({.parent = parent, .lock = lock}, {tile->data(), of_tile.bytes}, options_.comm.get(),
+                       options_.hooks.checkpointed);
+    if (store() != nullptr) {
+      RETURN_IF_ERROR(once.BeginOfStore(*store(), plan_.plan.commits_every_step));
+    } else {
+      aio::Engine* io = resources_->io();
+      if (io == nullptr) {
+        ASSIGN_OR_RETURN(own_io, aio::Engine::Create({}));
+        io = own_io.get();
+      }
+      RETURN_IF_ERROR(once.BeginOfMemory(*io, SourceOf(step_)));
+    }
+    RETURN_IF_ERROR(once.Finish());
+    RETURN_IF_ERROR(once.last_status());
+    return once.kept_path();
+  }
+
   const Device& device() const { return *options_.device; }
   // A disk that is full in the middle of it all: how much is missing, and what stands.
   absl::Status WithRoom(absl::Status status) const {
@@ -659,12 +690,15 @@ class Engine::Impl {
 
   // A checkpoint of `step`, whose updates were the last to be applied.
   absl::Status BeginOfMemory(int64_t step) {
+    return checkpointing_->BeginOfMemory(*resources_->io(), SourceOf(step));
+  }
+  swap::CheckpointSource SourceOf(int64_t step) {
     const StepOutcome::Decided& applied = decisions_.applied();
     commit_payload_ = Payload(&applied);
     swap::CheckpointSource source = SourceOfMemory(plan_.plan, residency(), DeviceStateOrNull(),
                                                    identity_.dump(), step, applied.updates, commit_payload_);
     source.uuid = checkpoint_uuid_;
-    return checkpointing_->BeginOfMemory(*resources_->io(), std::move(source));
+    return source;
   }
 
   void Observe(OpId id, const Op& op, double start, double end) {
@@ -764,6 +798,11 @@ absl::Status Engine::Flush() {
   impl_->Enter(absl::StrCat("a flush after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Flush());
 }
+absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {
+  impl_->Enter("Checkpoint");
+  return impl_->BroadcastError(impl_->Checkpoint(parent));
+}
+
 absl::StatusOr<std::string> Engine::Keep() {
   impl_->Enter(absl::StrCat("keeping step ", impl_->step_));
   return impl_->BroadcastError(impl_->Keep());
