@@ -377,9 +377,12 @@ TEST_F(DrivenComputeTest, ACheckpointThatIsAskedForIsGoneOnWithElsewhere) {
       EngineOptions options = owner.Options(directory_ + "/run");
       options.storage.offload = offload;
       if (offload != OffloadDevice::kNvme) options.storage.state_dirs.clear();
+      const auto said = std::make_shared<std::string>("before");
+      options.hooks.describe = [said](const StepResult&) { return nlohmann::json(*said); };
       const auto driven = Open(owner, options);
       ASSERT_NE(driven, nullptr);
       for (int64_t number = 1; number <= 3; ++number) step(owner, *driven, number);
+      ASSERT_TRUE(driven->Call([](Engine& engine) { return engine.Flush(); }).ok());
       const auto keep = [&](const std::string& where) {
         return driven->Call([&](Engine& engine) -> absl::Status {
           const absl::StatusOr<std::string> kept = engine.Checkpoint(where);
@@ -387,6 +390,7 @@ TEST_F(DrivenComputeTest, ACheckpointThatIsAskedForIsGoneOnWithElsewhere) {
           return kept.status();
         });
       };
+      *said = "after";  // what a commit says may be known only when it is made
       ASSERT_TRUE(keep(parent).ok());
       EXPECT_EQ(keep(parent).code(), absl::StatusCode::kAlreadyExists);
       EXPECT_FALSE(keep("/proc/nowhere").ok());
@@ -399,6 +403,12 @@ TEST_F(DrivenComputeTest, ACheckpointThatIsAskedForIsGoneOnWithElsewhere) {
     options.resume.enabled = true;
     const auto driven = Open(owner, options);
     ASSERT_NE(driven, nullptr);
+    ASSERT_TRUE(driven
+                    ->Call([](Engine& engine) {
+                      EXPECT_EQ(engine.last_description(), "after");
+                      return absl::OkStatus();
+                    })
+                    .ok());
     std::vector<double> losses;
     for (int64_t number = 4; number <= 6; ++number) losses.push_back(step(owner, *driven, number));
     EXPECT_EQ(losses, expected);

@@ -352,9 +352,22 @@ class Engine::Impl {
     return checkpointing_->kept_path();
   }
 
+  absl::Status CommitDescription() {
+    RETURN_IF_ERROR(Flush());
+    if (store() == nullptr || last_result_.step != step_ || !options_.hooks.describe) return absl::OkStatus();
+    const std::string payload = Payload(&decisions_.applied());
+    if (payload == store()->committed_payload()) return absl::OkStatus();
+    return store()->CommitNow(
+        {.step = store()->committed_step(), .updates = store()->committed_updates(), .payload = payload});
+  }
+
   absl::StatusOr<std::string> Checkpoint(const std::string& parent) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
-    RETURN_IF_ERROR(Flush());
+    RETURN_IF_ERROR(CommitDescription());
+    if (store() == nullptr && last_result_.step == 0) {
+      return absl::FailedPreconditionError(
+          "no step has been made since the run was opened: what it was opened from is the checkpoint");
+    }
     std::shared_ptr<swap::CheckpointLock> lock = options_.storage.checkpoints.lock;
     if (options_.rank() == 0 && (lock == nullptr || parent != options_.storage.checkpoints.parent)) {
       ASSIGN_OR_RETURN(lock, swap::CheckpointLock::Take(parent));
@@ -798,6 +811,11 @@ absl::Status Engine::Flush() {
   impl_->Enter(absl::StrCat("a flush after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Flush());
 }
+absl::Status Engine::CommitDescription() {
+  impl_->Enter(absl::StrCat("describing step ", impl_->step_));
+  return impl_->BroadcastError(impl_->CommitDescription());
+}
+
 absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {
   impl_->Enter("Checkpoint");
   return impl_->BroadcastError(impl_->Checkpoint(parent));

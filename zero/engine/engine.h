@@ -164,9 +164,12 @@ class Engine {
   // step or it was kept already. Without it the step is lost with the process: any reason why there is none
   // is an error. Returns its path; empty where none is needed.
   absl::StatusOr<std::string> Keep();
-  // Flush, and a checkpoint of the last step in the directory `parent`, now: written by this thread, at the
-  // drive's speed. Memory: one tile beyond the budget. Returns its path. kAlreadyExists: one of this step is
-  // there; kFailedPrecondition: another run has `parent`, or nothing was committed yet.
+  // Flush, and what EngineHooks::describe says of the last step just now is committed with it, where that is
+  // something else than when it was committed. Nothing where this process made no step.
+  absl::Status CommitDescription();
+  // The same, and a checkpoint of the last step in the directory `parent`, now: written by this thread, at
+  // the drive's speed. Memory: one tile beyond the budget. Returns its path. kAlreadyExists: one of this step
+  // is there; kFailedPrecondition: another run has `parent`, or nothing was committed yet.
   absl::StatusOr<std::string> Checkpoint(const std::string& parent);
 
   // OK: a call may follow, also after an error. Else why the engine is done for.
