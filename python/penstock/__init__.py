@@ -1,5 +1,6 @@
 """Penstock: files on NVMe drives, for PyTorch.
 
+``penstock.initialize``  an engine for any torch module whose weights and states are larger than memory
 ``penstock.ops.aio``  DeepSpeed's ``aio_handle`` over Penstock's I/O engine
 ``penstock.optim``  torch optimizers whose states live on a drive
 ``penstock.save``, ``penstock.load``  torch's files through the I/O engine, whole after any crash
@@ -21,6 +22,8 @@ def __getattr__(name: str) -> Any:
 
     if name == "optim":
         return importlib.import_module(".optim", __name__)
+    if name in ("Engine", "initialize"):
+        return getattr(importlib.import_module("._engine._engine", __name__), name)
     if name in ("load", "save"):
         return getattr(importlib.import_module("._files", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,14 +9,18 @@ namespace nb = nanobind;
 
 namespace penstock::python {
 void BindAio(nb::module_& module);
+void BindEngine(nb::module_& module);
 void BindKernels(nb::module_& module);
 void BindOptim(nb::module_& module);
 }  // namespace penstock::python
 
 NB_MODULE(_core, module) {
+  // Objects that live until the interpreter ends are closed by penstock/__init__.py, and are no leak.
+  nb::set_leak_warnings(false);
   module.attr("__version__") = PENSTOCK_VERSION;
   penstock::python::BindErrors(module);
   penstock::python::BindAio(module);
+  penstock::python::BindEngine(module);
   penstock::python::BindKernels(module);
   penstock::python::BindOptim(module);
 }

@@ -1,0 +1,1 @@
+"""Training of unmodified torch modules whose weights, gradients and states live where the engine keeps them."""

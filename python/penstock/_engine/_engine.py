@@ -1,0 +1,618 @@
+"""The engine as Python sees it: DeepSpeed's calls over an unmodified torch module."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import os
+import warnings
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import nn
+
+from .. import _core
+from ._blocks import Block, find_blocks
+from ._optimizer import ConfigScheduler, EngineOptimizer, describe
+from ._runtime import Runtime
+from ._settings import DTYPES, PathLike, Settings, resolve
+from ._trace import trace
+from ._tree import map_tensors
+from ._weights import Weights, offsets
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_LATEST = "latest"
+
+
+class Engine:
+    """Trains a torch module whose weights, gradients and optimizer states are larger than memory.
+
+    Made by ``penstock.initialize``. The module keeps its class, its names and its code; its parameters keep shape and dtype and
+    have values only while they are used. ``module(...)`` and ``engine(...)`` are the same call.
+
+    The first forward shows the order of the blocks; with it the state is written to ``state_dir`` and the parameters leave memory.
+
+    Threads: one at a time. A forked child makes an engine of its own. Errors: an exception in a forward or backward gives up that
+    step and no more; the next one may begin.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any,
+        blocks: Optional[Sequence[str]],
+        resume: Union[bool, str],
+        overwrite: bool,
+        seed: int,
+    ) -> None:
+        self.module = model
+        self._settings = settings
+        self._given = optimizer
+        self._described = {**describe(optimizer)}
+        self._blocks: List[Block] = find_blocks(model, blocks)
+        self._dtypes = {id(p): p.dtype for _, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            if parameter.dtype not in _NAMES:
+                raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served")
+        self._resume = resume
+        self._overwrite = overwrite
+        self._seed = seed
+        self._core: Any = None
+        self._runtime: Optional[Runtime] = None
+        self._restore_from: Optional[str] = None
+        self.optimizer = EngineOptimizer([dict(group) for group in optimizer.param_groups], self._step)
+        self.lr_scheduler = scheduler(self.optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
+        if self.lr_scheduler is None and settings.schedule is not None:
+            self.lr_scheduler = ConfigScheduler(_core, settings.schedule, self.optimizer)
+        #: Kept with every commit, and there again after a resume: anything that is JSON.
+        self.client_state: Dict[str, Any] = {}
+        self.global_steps = 0
+        self.skipped_steps = 0
+        self._result: Dict[str, Any] = {}
+        self._begun_rates: List[Any] = []
+        self._closed = False
+        self._own_forward = model.forward
+        self._wait_for_a_batch()
+
+    # --- the first forward
+
+    def _wait_for_a_batch(self) -> None:
+        @functools.wraps(self._own_forward)
+        def first_forward(*args: Any, **kwargs: Any) -> Any:
+            self._materialize(args, kwargs)
+            return self.module(*args, **kwargs)
+
+        self.module.forward = first_forward  # type: ignore[method-assign]
+
+    def _group_of(self) -> Dict[int, int]:
+        return {
+            id(parameter): number
+            for number, group in enumerate(self.optimizer.param_groups)
+            for parameter in group["params"]
+        }
+
+    def _materialize(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+        """Finds the order of the blocks, and hands the parameters over to the engine."""
+        self.module.__dict__.pop("forward", None)
+        try:
+            kwargs = dict(kwargs)
+            if "use_cache" in _arguments(self._own_forward) and self.module.training:
+                kwargs["use_cache"] = False
+            uses = trace(self.module, self._blocks, lambda: self.module(*args, **kwargs))
+            self._make_core(uses)
+        except BaseException:
+            self._wait_for_a_batch()
+            raise
+
+    def _make_core(self, uses: Sequence[Any]) -> None:
+        groups = self._group_of()
+        settings = self._settings
+        described, marks, held = [], [], []
+        for block in self._blocks:
+            parameters = []
+            for name, parameter in block.parameters:
+                group = groups.get(id(parameter), 0)
+                trains = parameter.requires_grad and id(parameter) in groups
+                values = parameter.detach().contiguous()
+                held.append(values)
+                kind = _NAMES[values.dtype]
+                parameters.append(
+                    (block.short_name(name), list(values.shape), trains, group, values.data_ptr(), kind)
+                )
+            described.append((block.name or type(self.module).__name__, parameters))
+            marks.append([(trains, group) for _, _, trains, group, _, _ in parameters])
+        stages = [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
+        resume = self._may_resume()
+        options = {
+            "config": settings.config,
+            "dtype": settings.dtype,
+            "offload": settings.offload,
+            "state_dirs": settings.state_dirs,
+            "host_memory": settings.host_memory,
+            "micro_batches": settings.micro_batches,
+            "clip": settings.clip,
+            "optimizer": self._described,
+            "optimizer_states": settings.optimizer_states,
+            "resume": resume,
+            "overwrite": self._overwrite and not resume,
+            "restore_from": self._restore_from,
+            "seed": self._seed,
+        }
+        try:
+            core = _core.TrainingEngine(described, stages, json.dumps(options))
+        except FileExistsError as error:
+            raise FileExistsError(
+                error.errno,
+                "a run is there already: go on with it (resume=True, or resume='auto'), replace it (overwrite=True), or use another "
+                "directory",
+                settings.state_dirs[0],
+            ) from error
+        del held
+        places = [
+            offsets([parameter.numel() for _, parameter in block.parameters], mark)
+            for block, mark in zip(self._blocks, marks)
+        ]
+        self._names = {
+            id(parameter): f"{block_name}.{short}"
+            for (block_name, parameters), block in zip(described, self._blocks)
+            for (short, *_), (_, parameter) in zip(parameters, block.parameters)
+        }
+        weights = Weights(self._blocks, DTYPES[settings.dtype], places)
+        self._core = core
+        weights.hide_all()
+        self._runtime = Runtime(core, self.module, self._blocks, uses, weights)
+        self._runtime.on_training_forward = self._training_forward
+        self._runtime.dtype = DTYPES[settings.dtype]
+        self._patch_state_dict()
+        if resume or self._restore_from:
+            self._restored()
+
+    def _may_resume(self) -> bool:
+        if self._resume == "auto":
+            return bool(self._settings.state_dirs) and _core.holds_run(self._settings.state_dirs)
+        return bool(self._resume)
+
+    def _restored(self) -> None:
+        info = self._info()
+        self.global_steps = info["step"]
+        kept = json.loads(self._core.description()) or {}
+        self.client_state = kept.get("client", {})
+        self.skipped_steps = kept.get("skipped", 0)
+        if self.lr_scheduler is not None and kept.get("scheduler") is not None:
+            self.lr_scheduler.load_state_dict(kept["scheduler"])
+        for group, lr in zip(self.optimizer.param_groups, kept.get("lr", [])):
+            group["lr"] = lr
+        if kept.get("torch_rng"):
+            state = bytearray(base64.b64decode(kept["torch_rng"]))
+            torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())
+
+    # --- training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward. In training mode, with gradients, it begins a step: backward and step follow."""
+        return self.module(*args, **kwargs)
+
+    forward = __call__
+
+    def _training_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        if self._settings.micro_batches != 1:
+            raise RuntimeError(
+                f"gradient_accumulation_steps is {self._settings.micro_batches}: call engine.train_batch([...]) with as many "
+                "micro-batches, which fetches every block once for all of them; a forward for each would fetch it as often"
+            )
+        self._begin()
+        return self._runtime.train_forward(args, kwargs)  # type: ignore[union-attr]
+
+    def _begin(self) -> None:
+        self._begun_rates = self.optimizer.rates()
+        self._runtime.begin(True, self._begun_rates, self._settings.micro_batches)  # type: ignore[union-attr]
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Backward from the loss of the forward before. loss: a tensor of one element. Scales it where fp16 asks for that."""
+        self._ready().backward(loss, retain_graph)
+        return loss
+
+    def step(self) -> None:
+        """Clips and updates by the gradients of the backward before; the scheduler makes its step too.
+
+        The update is applied while the next step runs, and committed then: ``flush()`` commits it now.
+        """
+        self.optimizer.step()
+        if self.lr_scheduler is not None and not self._result["skipped"]:
+            self.lr_scheduler.step()
+        self._describe()
+
+    def _step(self) -> None:
+        runtime = self._ready()
+        if not runtime.is_open:
+            raise RuntimeError("no step is open: forward and backward come first")
+        if self.optimizer.rates() != self._begun_rates:
+            runtime.give_up("rates changed")
+            raise RuntimeError(
+                "a learning rate (or betas, or weight decay) was changed between the forward and step(): part of the update may "
+                "have been made in backward. Change it after step()"
+            )
+        try:
+            self._result = runtime.finish()
+        except BaseException:
+            runtime.give_up("the step failed")
+            raise
+        self.global_steps = self._result["step"]
+        self.skipped_steps += bool(self._result["skipped"])
+        self._describe()
+
+    def _describe(self) -> None:
+        kept: Dict[str, Any] = {
+            "client": self.client_state,
+            "skipped": self.skipped_steps,
+            "lr": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "torch_rng": base64.b64encode(bytes(torch.get_rng_state().numpy())).decode(),
+        }
+        if self.lr_scheduler is not None:
+            state = self.lr_scheduler.state_dict()
+            kept["scheduler"] = {name: value for name, value in state.items() if _is_json(value)}
+        self._core.describe(self.global_steps, json.dumps(kept))
+
+    def train_batch(
+        self,
+        batches: Union[Sequence[Any], Iterator[Any], None] = None,
+        loss: Optional[Callable[[nn.Module, Any], torch.Tensor]] = None,
+        data_iter: Optional[Iterator[Any]] = None,
+    ) -> torch.Tensor:
+        """A whole step over ``gradient_accumulation_steps`` micro-batches. Returns the mean of their losses.
+
+        batches: a list of them, or an iterator. A mapping is passed to the model by name, a tuple or list in order, anything else
+        as it is. loss: from the module and a micro-batch to its loss; by default the model's own (``.loss``, ``["loss"]``, the
+        first of a tuple, or what it returns).
+        """
+        source = data_iter if batches is None else batches
+        if source is None:
+            raise TypeError("train_batch needs its micro-batches")
+        count = self._settings.micro_batches
+        if isinstance(source, (list, tuple)):
+            given = list(source)
+        else:
+            given = [next(source) for _ in range(count)]  # type: ignore[call-overload]
+        if len(given) != count:
+            raise ValueError(f"{len(given)} micro-batches given, gradient_accumulation_steps is {count}")
+        of = loss or _loss_of
+        if self._runtime is None:
+            args, kwargs = _arguments_of(given[0])
+            self._materialize(args, kwargs)
+        runtime = self._ready()
+        if not self.module.training:
+            raise RuntimeError("the module is in evaluation mode: call engine.train() first")
+        self._begin()
+        try:
+            losses = runtime.train_batch([functools.partial(of, self.module, batch) for batch in given])
+        except BaseException:
+            runtime.give_up("the step failed")
+            raise
+        self.step()
+        return torch.tensor(sum(losses) / len(losses))
+
+    def train(self, mode: bool = True) -> "Engine":
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "Engine":
+        self.module.eval()
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: a step's gradients end with it."""
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return True
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._settings.micro_batches
+
+    def get_global_grad_norm(self) -> Optional[float]:
+        """Of the last step, before clipping; None before the first."""
+        return self._result.get("grad_norm")
+
+    def get_lr(self) -> List[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    @property
+    def last_step(self) -> Dict[str, Any]:
+        """What the engine says of the last step: loss, grad_norm, seconds, stall_io_seconds, bytes moved."""
+        return dict(self._result)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's ``generate``: each pass fetches its blocks."""
+        return self.module.generate(*args, **kwargs)  # type: ignore[operator]
+
+    # --- state
+
+    def flush(self) -> None:
+        """The last step is applied and committed when this returns."""
+        self._ready()
+        self._core.flush()
+
+    def parameter_names(self) -> List[str]:
+        return [name for block in self._blocks for name, _ in block.parameters]
+
+    def read_state(self, parameter: nn.Parameter, kind: str = "parameter") -> torch.Tensor:
+        """One parameter's fp32 master, "first moment", "second moment" or "gradient" (of the last step, before clipping)."""
+        self._ready()
+        value = torch.empty(parameter.shape, dtype=torch.float32)
+        self._core.read(self._names[id(parameter)], kind, value.data_ptr(), value.numel() * 4)
+        return value
+
+    def write_state(self, parameter: nn.Parameter, value: torch.Tensor, kind: str = "parameter") -> None:
+        """Writes it, and commits that."""
+        self._ready()
+        if tuple(value.shape) != tuple(parameter.shape):
+            raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
+        value = value.detach().to("cpu", torch.float32).contiguous()
+        self._core.write(self._names[id(parameter)], kind, value.data_ptr(), list(value.shape))
+
+    @contextmanager
+    def gathered(self, parameters: Optional[Sequence[nn.Parameter]] = None, write_back: bool = False) -> Iterator[None]:
+        """All of these parameters (default: all) have their values, in the dtype that they came in.
+
+        write_back: what was changed within is written to the engine at the end. They must fit into memory.
+        """
+        runtime = self._ready()
+        if runtime.is_open:
+            raise RuntimeError("a step is open: its weights are gathered between step() and the next forward")
+        wanted = list(parameters) if parameters is not None else [p for b in self._blocks for _, p in b.parameters]
+        hidden = [parameter.data for parameter in wanted]
+        read = []
+        for parameter in wanted:
+            value = self.read_state(parameter).to(self._dtypes[id(parameter)])
+            read.append(value.clone() if write_back else value)
+            parameter.data = value
+        try:
+            yield
+            if write_back:
+                for parameter, before in zip(wanted, read):
+                    if not torch.equal(parameter.data, before):
+                        self.write_state(parameter, parameter.data)
+        finally:
+            for parameter, data in zip(wanted, hidden):
+                parameter.data = data
+
+    def _patch_state_dict(self) -> None:
+        own, load = self.module.state_dict, self.module.load_state_dict
+        engine = self
+
+        @functools.wraps(own)
+        def state_dict(*args: Any, **kwargs: Any) -> Any:
+            with engine.gathered():
+                return own(*args, **kwargs)
+
+        @functools.wraps(load)
+        def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            with engine.gathered(write_back=True):
+                return load(*args, **kwargs)
+
+        self.module.state_dict = state_dict  # type: ignore[method-assign]
+        self.module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, whole: every parameter with its values, in the dtype that it came in."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def save_checkpoint(
+        self, save_dir: PathLike, tag: Optional[str] = None, client_state: Optional[Mapping[str, Any]] = None, **_: Any
+    ) -> str:
+        """A whole copy of the run in ``save_dir``, which stays as it is while training goes on. Returns its path.
+
+        tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``.
+        """
+        self._ready()
+        if client_state is not None:
+            self.client_state = dict(client_state)
+            self._describe()
+        path = self._core.checkpoint(os.fspath(save_dir))
+        name = os.path.basename(path)
+        if tag is not None and tag != name:
+            link = os.path.join(os.fspath(save_dir), tag)
+            if os.path.islink(link):
+                os.unlink(link)
+            os.symlink(name, link)
+        temporary = os.path.join(os.fspath(save_dir), f".{_LATEST}.{os.getpid()}")
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(name)
+        os.replace(temporary, os.path.join(os.fspath(save_dir), _LATEST))
+        return str(path)
+
+    def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
+        """Goes on from a checkpoint: before the first forward. Returns its path and the client state.
+
+        The state directory must hold no run, or ``overwrite=True`` was given.
+        """
+        if self._runtime is not None:
+            raise RuntimeError("the engine has made its state already: load a checkpoint before the first forward")
+        directory = os.fspath(load_dir)
+        if tag is None:
+            try:
+                with open(os.path.join(directory, _LATEST), encoding="utf-8") as file:
+                    tag = file.read().strip()
+            except FileNotFoundError:
+                return None, {}
+        path = os.path.realpath(os.path.join(directory, tag))
+        if not os.path.isdir(path):
+            raise FileNotFoundError(f"no checkpoint {path}")
+        self._restore_from = path
+        return path, self.client_state
+
+    # --- looking at it
+
+    def _info(self) -> Dict[str, Any]:
+        return dict(json.loads(self._core.info()))
+
+    def plan(self) -> Dict[str, Any]:
+        """What was planned and used so far: bytes of state, of the drive, of the budget, and the least that would do."""
+        self._ready()
+        return self._info()
+
+    def log(self) -> List[str]:
+        """What the engine had to say since the last call."""
+        return list(self._core.take_log()) if self._core is not None else []
+
+    def _ready(self) -> Runtime:
+        if self._closed:
+            raise RuntimeError("this engine was closed")
+        if self._runtime is None:
+            raise RuntimeError("the engine has not seen the model yet: call it on a batch first")
+        return self._runtime
+
+    def close(self) -> None:
+        """Ends it: the last step is committed, and the parameters stay without values (``state_dict()`` before)."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._runtime is None:
+            self.module.__dict__.pop("forward", None)
+            return
+        try:
+            self._runtime.close()
+            self._core.flush()
+        finally:
+            self._core.close()
+            for name in ("state_dict", "load_state_dict"):
+                self.module.__dict__.pop(name, None)
+            self.module.forward = _closed_forward  # type: ignore[method-assign]
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _closed_forward(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("this model's engine was closed: its weights are in the state directory; make an engine with resume=True")
+
+
+def _arguments(function: Callable[..., Any]) -> Mapping[str, Any]:
+    import inspect
+
+    return inspect.signature(function).parameters
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _arguments_of(batch: Any) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    return (batch,), {}
+
+
+def _loss_of(module: nn.Module, batch: Any) -> torch.Tensor:
+    args, kwargs = _arguments_of(batch)
+    out = module(*args, **kwargs)
+    if isinstance(out, torch.Tensor):
+        return out
+    if isinstance(out, Mapping) and "loss" in out:
+        return out["loss"]  # type: ignore[no-any-return]
+    if getattr(out, "loss", None) is not None:
+        return out.loss  # type: ignore[no-any-return]
+    if isinstance(out, (tuple, list)) and out:
+        return out[0]  # type: ignore[no-any-return]
+    raise TypeError("the model returned no loss: give it labels, or train_batch a loss= that computes one")
+
+
+def initialize(
+    model: Optional[nn.Module] = None,
+    config: Any = None,
+    optimizer: Union[torch.optim.Optimizer, Callable[[Any], torch.optim.Optimizer], None] = None,
+    model_parameters: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    config_params: Any = None,
+    state_dir: Union[None, PathLike, Sequence[PathLike]] = None,
+    host_memory: Union[None, int, str] = None,
+    dtype: Any = None,
+    offload: Optional[str] = None,
+    gradient_accumulation_steps: Optional[int] = None,
+    gradient_clipping: Optional[float] = None,
+    blocks: Optional[Sequence[str]] = None,
+    resume: Union[bool, str] = False,
+    overwrite: bool = False,
+    seed: int = 1,
+    **unknown: Any,
+) -> Tuple[Engine, EngineOptimizer, None, Any]:
+    """An engine for an unmodified torch module, after ``deepspeed.initialize``.
+
+    model: in host memory, with its values.
+    config: a DeepSpeed configuration, as a dictionary or the path of a JSON file. What it gives and the engine does otherwise is a
+        warning; what it cannot do is a ValueError. Arguments win over it.
+    optimizer: a new torch.optim.AdamW, Adam, SGD or Adagrad (or a function from parameters to one): its groups and values are taken.
+        Without it, the configuration's; without that, AdamW with torch's defaults.
+    model_parameters: parameters, or groups of them, for the configuration's optimizer; the default is all that require gradients.
+    lr_scheduler: of ``engine.optimizer``, or a function that makes one of it; ``engine.step()`` makes its steps.
+    state_dir: a directory, or one for each drive, for weights and states; made where it is missing.
+    host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
+        activations comes on top. 0: as much as it likes.
+    dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
+    gradient_accumulation_steps: micro-batches of a step, all given to ``engine.train_batch``.
+    blocks: names of modules that are fetched as one, which together hold all parameters; by default they are found.
+    resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
+    overwrite: what ``state_dir`` holds may be replaced.
+
+    Returns (engine, engine.optimizer, None, the scheduler), as DeepSpeed does.
+    """
+    if model is None:
+        raise TypeError("initialize needs model=")
+    for name in ("args", "dist_init_required", "collate_fn", "mpu", "training_data"):
+        if unknown.pop(name, None) and name in ("mpu", "training_data"):
+            raise ValueError(f"{name} is not served: one process trains, and the caller loads its data")
+    if unknown:
+        raise TypeError(f"initialize has no argument {sorted(unknown)[0]!r}")
+    settings = resolve(
+        config if config is not None else config_params,
+        state_dir,
+        host_memory,
+        dtype,
+        offload,
+        gradient_accumulation_steps,
+        gradient_clipping,
+    )
+    for note in settings.notes:
+        warnings.warn(note, stacklevel=2)
+    parameters = model_parameters
+    if parameters is None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = list(parameters)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
+    if optimizer is None:
+        optimizer = _optimizer_of(settings.optimizer, parameters)
+    engine = Engine(model, settings, optimizer, lr_scheduler, blocks, resume, overwrite, seed)
+    return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def _optimizer_of(described: Optional[Dict[str, Any]], parameters: List[Any]) -> torch.optim.Optimizer:
+    if described is None:
+        return torch.optim.AdamW(parameters)
+    options = {name: value for name, value in described.items() if name != "type"}
+    if "beta1" in options:
+        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    if described["type"] == "Lion":
+        return _Groups("Lion", parameters, {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, **options})
+    return getattr(torch.optim, described["type"])(parameters, **options)  # type: ignore[no-any-return]
+
+
+class _Groups(torch.optim.Optimizer):
+    """Groups and values of an optimizer that torch has not."""
+
+    def __init__(self, kind: str, parameters: List[Any], defaults: Dict[str, Any]) -> None:
+        super().__init__(parameters, defaults)
+        self.__class__ = type(kind, (_Groups,), {})

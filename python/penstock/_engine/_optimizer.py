@@ -1,0 +1,142 @@
+"""The optimizer of an engine, as schedulers and trainers see it: its groups, and what their values are just now.
+
+The states are the engine's. What a group says when a forward begins is what that step's update goes by.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+
+from .. import _tensors
+
+# Which values a group may have of its own, step by step; the others are the same for all.
+_BY_GROUP = ("lr", "betas", "weight_decay", "momentum")
+_IGNORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "maximize", "amsgrad")
+
+
+def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
+    """The engine's description of a torch optimizer: {"type": "AdamW", "lr": ..., ...} of its first group.
+
+    Raises TypeError for one that the engine does not have, ValueError for what it would do otherwise.
+    """
+    kind = type(optimizer).__name__
+    names = {
+        "AdamW": "AdamW",
+        "Adam": "Adam",
+        "SGD": "SGD",
+        "Adagrad": "Adagrad",
+        "Lion": "Lion",
+        "DeepSpeedCPUAdam": "AdamW",
+        "FusedAdam": "AdamW",
+        "DeepSpeedCPUAdagrad": "Adagrad",
+        "DeepSpeedCPULion": "Lion",
+    }
+    if kind not in names:
+        raise TypeError(f"the engine has no {kind}: it updates by AdamW, Adam, Adagrad, Lion and SGD")
+    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+        raise ValueError(f"this {kind} has made steps already: its states would be lost. Hand over a new one")
+    groups = optimizer.param_groups
+    if not groups:
+        raise ValueError(f"this {kind} has no parameters")
+    for option in ("amsgrad", "maximize"):
+        if any(group.get(option) for group in groups):
+            raise ValueError(f"{kind} with {option}=True is not served")
+    first = groups[0]
+    result: Dict[str, Any] = {"type": names[kind], "lr": _tensors.number(first["lr"], "lr")}
+    if "adam_w_mode" in first or hasattr(optimizer, "adam_w_mode"):
+        decoupled = bool(first.get("adam_w_mode", getattr(optimizer, "adam_w_mode", True)))
+        result["type"] = "AdamW" if decoupled else "Adam"
+    if kind == "Adam" and first.get("decoupled_weight_decay"):
+        result["type"] = "AdamW"
+    if "betas" in first:
+        result["beta1"], result["beta2"] = (float(beta) for beta in first["betas"])
+    for option in ("eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"):
+        if option in first:
+            result[option] = first[option] if option == "nesterov" else float(first[option])
+    if result["type"] == "Adagrad" and float(first.get("initial_accumulator_value", 0)) != 0:
+        raise ValueError("Adagrad with an initial_accumulator_value is not served: its sums begin at 0")
+    if result["type"] == "Lion":
+        result.pop("eps", None)
+    for index, group in enumerate(groups):
+        for option, value in group.items():
+            if option in _BY_GROUP or option in _IGNORED or value == first.get(option):
+                continue
+            raise ValueError(f"group {index} has another {option} than group 0: groups differ in lr, betas and weight_decay")
+        if group.get("momentum", 0) != first.get("momentum", 0):
+            raise ValueError(f"group {index} has another momentum than group 0: groups differ in lr, betas and weight_decay")
+    return result
+
+
+class EngineOptimizer(torch.optim.Optimizer):
+    """The groups of an engine's optimizer: what a scheduler sets here, the next step goes by.
+
+    ``step()`` is the engine's step. ``zero_grad()`` has nothing to do: gradients are the engine's. ``state_dict()`` is of the groups;
+    the states are saved with ``engine.save_checkpoint``.
+    """
+
+    def __init__(self, groups: List[Dict[str, Any]], step: Callable[[], Any]) -> None:
+        self._engine_step = step
+        super().__init__(groups, {"lr": 0.0})
+
+    def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        pass
+
+    def rates(self) -> List[Tuple[float, Optional[float], Optional[float], Optional[float]]]:
+        """Of each group: lr, beta1, beta2, weight decay."""
+        result = []
+        for group in self.param_groups:
+            beta1, beta2 = group.get("betas", (None, None))
+            decay = group.get("weight_decay")
+            result.append(
+                (
+                    _tensors.number(group["lr"], "lr"),
+                    None if beta1 is None else float(beta1),
+                    None if beta2 is None else float(beta2),
+                    None if decay is None else float(decay),
+                )
+            )
+        return result
+
+
+class ConfigScheduler:
+    """The scheduler of a DeepSpeed configuration: the learning rate (and betas) of each update."""
+
+    def __init__(self, core: Any, schedule: str, optimizer: torch.optim.Optimizer) -> None:
+        self._core = core
+        self._schedule = schedule
+        self._optimizer = optimizer
+        self.last_update = 0
+        self._apply()
+
+    def _apply(self) -> None:
+        lr, beta1, beta2 = self._core.scheduled_rates(self._schedule, self.last_update + 1)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+            if beta1 is not None and "betas" in group:
+                group["betas"] = (beta1, group["betas"][1] if beta2 is None else beta2)
+
+    def step(self) -> None:
+        self.last_update += 1
+        self._apply()
+
+    def get_last_lr(self) -> List[float]:
+        return [group["lr"] for group in self._optimizer.param_groups]
+
+    get_lr = get_last_lr
+
+    def state_dict(self) -> Dict[str, Any]:
+        return {"last_update": self.last_update}
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        self.last_update = int(state["last_update"])
+        self._apply()

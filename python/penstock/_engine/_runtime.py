@@ -1,0 +1,473 @@
+"""Drives the engine from a model's own forward and backward.
+
+Every block's module gets a forward that enters the block's use in the engine (its weights have arrived then), computes, and
+leaves it. In training each block is computed under torch's checkpointing: forward keeps the block's inputs, and backward enters
+the block once more and computes it again. Rules that this rests on:
+
+- Backward of a block begins when a gradient reaches its outputs (a hook on them), or when its first saved tensor is asked for.
+- autograd runs what it can of a block before it goes on to the one before it, so a block is left when the next is entered.
+- The last use is entered once, as backward: it is computed with its graph, and nothing is computed again.
+- Uses that a pass does not come to are entered and left without computing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ._blocks import Block
+from ._trace import Use
+from ._tree import map_tensors, tensors_of
+from ._weights import Weights
+
+_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class PassFailed(RuntimeError):
+    """The pass was given up; nothing of it counts, and the next one may begin."""
+
+
+class Driver:
+    """One micro-batch on its way through the model."""
+
+    def __init__(self, number: int, stages: int, trains: bool) -> None:
+        self.number = number
+        self.trains = trains
+        self.calls: Dict[int, int] = {}  # of each module so far
+        self.forward_at = 0  # the next use of forward
+        self.backward_at = stages - 1  # the next use of backward
+        self.inside: Optional[int] = None  # the use of backward that is entered
+        self.loss: Optional[float] = None
+        self.loss_gradient = 1.0
+        self.came = threading.Event()  # to its first use, or to its end
+
+
+class Runtime:
+    """The model's modules, patched, and the pass that is open."""
+
+    def __init__(self, core: Any, model: nn.Module, blocks: Sequence[Block], uses: Sequence[Use], weights: Weights) -> None:
+        self._core = core
+        self._model = model
+        self._blocks = blocks
+        self._uses = uses
+        self._weights = weights
+        self._last = len(uses) - 1
+        self._places: Dict[int, List[int]] = {}
+        for number, use in enumerate(uses):
+            self._places.setdefault(id(use.module), []).append(number)
+        self._trains = [any(parameter.requires_grad for _, parameter in block.parameters) for block in blocks]
+        self._local = threading.local()
+        self._open: Optional[bool] = None  # trains; None: no pass is open
+        self._drivers: List[Driver] = []
+        self._baton: Optional[threading.Lock] = None
+        self._patched: List[nn.Module] = []
+        self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self.dtype = torch.float32
+        for block in blocks:
+            for name, module in block.modules:
+                self._patch(module, self._block_forward(name, module.forward, id(module)))
+        self._original = model.forward
+        self._patch(model, self._model_forward)
+
+    def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        own = module.forward
+
+        @functools.wraps(own)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return forward(*args, **kwargs)
+
+        module.forward = patched  # type: ignore[method-assign]
+        self._patched.append(module)
+
+    # --- passes
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    @property
+    def trains(self) -> bool:
+        return bool(self._open)
+
+    def begin(self, trains: bool, rates: Sequence[Any] = (), micro_batches: int = 1) -> None:
+        """A pass begins. One that was left open (a forward whose backward never came) is given up."""
+        if self._open is not None:
+            self.give_up("another forward began before its backward was over")
+        if trains:
+            self._core.begin(True, list(rates))
+        else:
+            self._core.begin_evaluation()
+        self._open = trains
+        self._drivers = [Driver(number, len(self._uses), trains) for number in range(micro_batches)]
+        self._local.driver = self._drivers[0]
+
+    def finish(self) -> Dict[str, Any]:
+        """The pass is over: what it has not come to is passed by. Returns the engine's result."""
+        if self._open is None:
+            raise RuntimeError("no forward of a training step is open: call the engine on a batch first")
+        for driver in self._drivers:
+            if driver.trains:
+                self._end_backward(driver)
+            else:
+                self._pass_by(driver, len(self._uses))
+        self._open = None
+        self._drivers = []
+        self._local.driver = None
+        return self._core.finish()
+
+    def give_up(self, why: str) -> None:
+        """The pass that is open fails; the engine is as it was before it."""
+        if self._open is None:
+            return
+        self._open = None
+        self._drivers = []
+        self._local.driver = None
+        self._core.fail(why)
+        self._weights.hide_all()
+        for block in self._blocks:
+            for _, parameter in block.parameters:
+                parameter.grad = None
+        try:
+            self._core.finish()
+        except (OSError, RuntimeError, ValueError):
+            pass  # what failed it; the next pass says whether the engine can go on
+
+    # --- the model's forward
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        driver = getattr(self._local, "driver", None)
+        if driver is not None and getattr(self._local, "inside_model", False):
+            return self._original(*args, **kwargs)  # the model calls itself
+        if driver is not None and driver.trains and driver.forward_at == 0 and getattr(self._local, "awaited", False):
+            self._local.awaited = False
+            return self._inside(args, self._without_cache(kwargs))
+        raise_on_train = self._model.training and torch.is_grad_enabled()
+        if raise_on_train:
+            return self.on_training_forward(args, kwargs)
+        return self.evaluate(args, kwargs)
+
+    # Set by the engine: begins the pass, then calls train_forward.
+    on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any]
+
+    def train_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        """The model's forward of the training pass that has begun."""
+        try:
+            return self._inside(args, self._without_cache(kwargs))
+        except BaseException as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        """A forward by itself, without gradients."""
+        self.begin(trains=False)
+        try:
+            with torch.no_grad():
+                out = self._inside(args, kwargs)
+            self.finish()
+            return out
+        except BaseException as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
+        self._local.inside_model = True
+        if self.dtype != torch.float32:
+            args, kwargs = map_tensors((args, kwargs), self._cast)
+        try:
+            return self._original(*args, **kwargs)
+        finally:
+            self._local.inside_model = False
+
+    # As DeepSpeed does with 16-bit weights: what comes in is of their type.
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+    # A cache of keys and values is filled by forward, and would be filled again when a block is computed again.
+    def _without_cache(self, kwargs: Dict[str, Any]) -> Dict[str, Any]:
+        if not self._takes_cache:
+            return kwargs
+        return {**kwargs, "use_cache": False}
+
+    # --- blocks
+
+    def _block_forward(self, name: str, original: Callable[..., Any], key: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            driver = getattr(self._local, "driver", None)
+            if driver is None:
+                return self._by_itself(original, key, name, args, kwargs)
+            stage = self._stage_of(driver, key, name)
+            if not driver.trains:
+                with self._entered_forward(driver, stage), torch.no_grad():
+                    return original(*args, **kwargs)
+            if not torch.is_grad_enabled() and stage != self._last:
+                with self._entered_forward(driver, stage):
+                    return original(*args, **kwargs)
+            if stage == self._last:
+                self._enter_backward(driver, stage)
+                return original(*args, **kwargs)
+            return self._checkpointed(driver, stage, original, args, kwargs)
+
+        return forward
+
+    def _stage_of(self, driver: Driver, key: int, name: str) -> int:
+        places = self._places.get(key, [])
+        for place in places[driver.calls.get(key, 0) :]:
+            if place >= driver.forward_at:
+                driver.calls[key] = places.index(place) + 1
+                return place
+        raise PassFailed(
+            f"{name} is called more often, or later, than in the first forward: the order of blocks must be the same in every "
+            "pass (blocks may be left out). Give blocks=[...] with a module around those whose order changes"
+        )
+
+    # A block that is called without the model (an encoder, in generate): an evaluation of its own.
+    def _by_itself(self, original: Callable[..., Any], key: int, name: str, args: Any, kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._model.training:
+            raise RuntimeError(
+                f"{name} was called outside of the model's forward: gradients are known of whole forwards only; call the model, "
+                "or this under torch.no_grad()"
+            )
+        self.begin(trains=False)
+        try:
+            driver = self._drivers[0]
+            with self._entered_forward(driver, self._stage_of(driver, key, name)), torch.no_grad():
+                out = original(*args, **kwargs)
+            self.finish()
+            return out
+        except BaseException as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    @contextlib.contextmanager
+    def _entered_forward(self, driver: Driver, stage: int) -> Iterator[None]:
+        self._pass_by(driver, stage)
+        block = self._enter(driver, False, stage)
+        try:
+            yield
+        finally:
+            self._weights.hide(block)
+        driver.forward_at = stage + 1
+        self._core.leave(driver.number, block, None, None)
+
+    # Uses of forward before `stage` that the pass did not come to.
+    def _pass_by(self, driver: Driver, stage: int) -> None:
+        while driver.forward_at < min(stage, len(self._uses) if not driver.trains else self._last):
+            block = self._enter(driver, False, driver.forward_at)
+            self._weights.hide(block)
+            self._core.leave(driver.number, block, None, None)
+            driver.forward_at += 1
+
+    def _enter(self, driver: Driver, backward: bool, stage: int) -> int:
+        if self._open is None:
+            raise PassFailed("this pass is over: its forward was given up")
+        baton = self._baton
+        if baton is not None:
+            driver.came.set()
+            baton.release()
+        try:
+            weights, driver.loss_gradient = self._core.enter(backward, stage, driver.number)
+        finally:
+            if baton is not None:
+                baton.acquire()
+        for block, address in weights:
+            self._weights.attach(block, address)
+        return self._uses[stage].block
+
+    def _checkpointed(self, driver: Driver, stage: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        given = tensors_of((args, kwargs))
+        versions = [tensor._version for tensor in given]
+        first = [True]
+
+        def compute(*a: Any, **k: Any) -> Any:
+            if first[0]:
+                first[0] = False
+                with self._entered_forward(driver, stage):
+                    return _computed(original, a, k)
+            self._enter_backward(driver, stage)
+            return _computed(original, a, k)
+
+        out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False, **kwargs)
+        if any(tensor._version != version for tensor, version in zip(given, versions)):
+            raise PassFailed(
+                f"{self._uses[stage].name} changes one of its inputs in place: backward computes the block again and would be "
+                "given the changed input. Let its forward work on a copy"
+            )
+        return _gated(out, lambda: self._enter_backward(driver, stage))
+
+    # --- backward
+
+    def _enter_backward(self, driver: Driver, stage: int) -> None:
+        if driver.inside == stage:
+            return
+        if driver not in self._drivers:
+            raise PassFailed("this forward is over: another one began before its backward. One backward for each forward, in turn")
+        self._pass_by(driver, self._last)
+        self._leave_backward(driver)
+        while driver.backward_at > stage:
+            self._enter_now(driver, driver.backward_at)
+            self._leave_backward(driver)
+        if driver.backward_at != stage:
+            raise PassFailed(f"backward of {self._uses[stage].name} was over: a second backward needs a second forward")
+        self._enter_now(driver, stage)
+
+    def _enter_now(self, driver: Driver, stage: int) -> None:
+        self._enter(driver, True, stage)
+        driver.inside = stage
+
+    def _leave_backward(self, driver: Driver) -> None:
+        stage = driver.inside
+        if stage is None:
+            return
+        block = self._uses[stage].block
+        gradients: Optional[List[Tuple[int, int, str]]] = None
+        held = []
+        if self._trains[block]:
+            gradients = []
+            for number, (_, parameter) in enumerate(self._blocks[block].parameters):
+                if parameter.grad is None:
+                    continue
+                gradient = parameter.grad.detach().contiguous()
+                held.append(gradient)
+                gradients.append((number, gradient.data_ptr(), _TYPES[gradient.dtype]))
+        for _, parameter in self._blocks[block].parameters:
+            parameter.grad = None
+        loss = None
+        if stage == self._last:
+            if driver.loss is None and driver.loss_gradient != 1.0:
+                raise PassFailed("backward was called on the loss itself: call engine.backward(loss), which scales it")
+            loss = float("nan") if driver.loss is None else driver.loss
+        driver.inside = None
+        driver.backward_at = stage - 1
+        self._weights.hide(block)
+        self._core.leave(driver.number, block, gradients, loss)
+        del held
+
+    def _end_backward(self, driver: Driver) -> None:
+        self._pass_by(driver, self._last)
+        self._leave_backward(driver)
+        while driver.backward_at >= 0:
+            self._enter_now(driver, driver.backward_at)
+            self._leave_backward(driver)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Backward of the pass that is open, from the loss of its (only) micro-batch."""
+        if not self._open:
+            raise RuntimeError("no training forward is open: its loss was of an evaluation, or its pass was given up")
+        self._backward_of(self._drivers[0], loss, retain_graph)
+
+    def _backward_of(self, driver: Driver, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        try:
+            if loss.numel() != 1:
+                raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
+            driver.loss = float(loss.detach())
+            if driver.inside is None and driver.backward_at == self._last:
+                self._pass_by(driver, self._last)
+                self._enter_now(driver, self._last)
+            gradient = torch.full_like(loss, driver.loss_gradient)
+            loss.backward(gradient=gradient, retain_graph=retain_graph)
+            self._end_backward(driver)
+        except BaseException as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    # --- several micro-batches, block by block
+
+    def train_batch(self, batches: Sequence[Callable[[], torch.Tensor]]) -> List[float]:
+        """Each of `batches` computes a loss with the model; a thread for each, of which one runs at a time.
+
+        They change places where they enter a use, so every block is fetched once for all of them. The pass has begun.
+        """
+        drivers = list(self._drivers)
+        baton = threading.Lock()
+        errors: List[BaseException] = []
+        settings = _AutogradSettings()
+
+        def run(driver: Driver, batch: Callable[[], torch.Tensor]) -> None:
+            if driver.number > 0:
+                drivers[driver.number - 1].came.wait()
+            with baton:
+                try:
+                    self._local.driver, self._local.awaited = driver, True
+                    with settings.applied():
+                        self._backward_of(driver, batch())
+                except BaseException as error:  # noqa: B902
+                    errors.append(error)
+                    if len(errors) == 1:
+                        self._core.fail(f"{type(error).__name__}: {error}")
+                finally:
+                    driver.came.set()
+
+        self._baton = baton
+        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(drivers, batches)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.1)  # in slices, so that Ctrl-C is seen
+        except BaseException as error:
+            self._core.fail(f"{type(error).__name__}: {error}")
+            for thread in threads:
+                thread.join()
+            self._baton = None
+            self.give_up(f"{type(error).__name__}: {error}")
+            raise
+        self._baton = None
+        if errors:
+            self.give_up(f"{type(errors[0]).__name__}: {errors[0]}")
+            raise errors[0]
+        return [float("nan") if driver.loss is None else driver.loss for driver in drivers]
+
+    def close(self) -> None:
+        """The modules' forwards are their own again."""
+        self.give_up("the engine was closed")
+        for module in self._patched:
+            module.__dict__.pop("forward", None)
+
+
+class _AutogradSettings:
+    """What of torch's state belongs to a thread and is wanted in another."""
+
+    def __init__(self) -> None:
+        self._autocast = _autocasts()
+        self._dtype = torch.get_autocast_cpu_dtype() if self._autocast else torch.bfloat16
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        with torch.autograd.set_grad_enabled(True), torch.autocast("cpu", dtype=self._dtype, enabled=self._autocast):
+            yield
+
+
+def _autocasts() -> bool:
+    try:
+        return bool(torch.is_autocast_enabled("cpu"))  # type: ignore[call-arg]
+    except TypeError:  # before torch 2.4
+        return bool(torch.is_autocast_cpu_enabled())
+
+
+# Autocast would keep a copy of every weight until its context ends: there is one weight at a time here.
+def _computed(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if not _autocasts():
+        return original(*args, **kwargs)
+    was = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        torch.set_autocast_cache_enabled(was)
+
+
+# A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that to outputs.
+def _gated(out: Any, enter: Callable[[], None]) -> Any:
+    """When the first gradient comes back to the outputs, `enter` is called."""
+    for tensor in tensors_of(out):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: enter())
+    return out

@@ -1,0 +1,108 @@
+"""What a training is made with: arguments, a DeepSpeed configuration, and what neither says."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+import torch
+
+from .. import _core
+from .._buffers import byte_size, whole_number
+
+PathLike = Union[str, "os.PathLike[str]"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Settings:
+    """Resolved. Sizes in bytes; ``optimizer`` as the engine describes one, None where a torch optimizer will tell."""
+
+    config: str = ""
+    dtype: str = "fp32"
+    offload: str = "nvme"
+    state_dirs: List[str] = field(default_factory=list)
+    host_memory: int = 0
+    micro_batches: int = 1
+    clip: float = 0.0
+    optimizer: Optional[Dict[str, Any]] = None
+    optimizer_states: str = "fp32"
+    schedule: Optional[str] = None
+    notes: List[str] = field(default_factory=list)
+
+
+def _config_text(config: Any) -> str:
+    if config is None:
+        return ""
+    if isinstance(config, (str, os.PathLike)):
+        with open(config, encoding="utf-8") as file:
+            return file.read()
+    if isinstance(config, dict):
+        return json.dumps(config)
+    raise TypeError(f"config is a dictionary or the path of a JSON file, not {type(config).__name__}")
+
+
+def _dtype_name(dtype: Any) -> str:
+    if isinstance(dtype, torch.dtype):
+        for name, known in DTYPES.items():
+            if known == dtype:
+                return name
+    elif dtype in DTYPES:
+        return str(dtype)
+    raise ValueError(f"dtype is {dtype!r}: fp32, bf16 and fp16 are served")
+
+
+def resolve(
+    config: Any,
+    state_dir: Union[None, PathLike, Sequence[PathLike]],
+    host_memory: Union[None, int, str],
+    dtype: Any,
+    offload: Optional[str],
+    micro_batches: Optional[int],
+    clip: Optional[float],
+) -> Settings:
+    """Arguments win over the configuration. Raises ValueError naming what is missing or contradictory."""
+    text = _config_text(config)
+    settings = Settings(config=text)
+    if text:
+        parsed = json.loads(_core.parse_config(text))
+        settings.notes = parsed["notes"] + parsed["filled"]
+        settings.dtype = parsed["dtype"]
+        settings.micro_batches = parsed["gradient_accumulation_steps"]
+        settings.clip = parsed["clip"] or 0.0
+        settings.optimizer = parsed["optimizer"]
+        settings.optimizer_states = parsed["optimizer_states"] or "fp32"
+        settings.host_memory = parsed["host_memory"] or 0
+        settings.state_dirs = parsed["state_dirs"]
+        settings.offload = parsed["offload"] or ("nvme" if parsed["state_dirs"] or state_dir else "none")
+        settings.schedule = None if parsed["schedule"] is None else json.dumps(parsed["schedule"])
+    if dtype is not None:
+        settings.dtype = _dtype_name(dtype)
+    if offload is not None:
+        if offload not in ("nvme", "cpu", "none"):
+            raise ValueError(f"offload is {offload!r}: nvme, cpu or none")
+        settings.offload = offload
+    if state_dir is not None:
+        given = [state_dir] if isinstance(state_dir, (str, os.PathLike)) else list(state_dir)
+        settings.state_dirs = [os.fspath(directory) for directory in given]
+        if offload is None:
+            settings.offload = "nvme"
+    if host_memory is not None:
+        settings.host_memory = byte_size(host_memory, "host_memory")
+    if micro_batches is not None:
+        settings.micro_batches = whole_number(micro_batches, "gradient_accumulation_steps", 1, 2**20)
+    if clip is not None:
+        settings.clip = float(clip)
+    if not settings.clip >= 0.0:
+        raise ValueError(f"gradient_clipping is {settings.clip}: a bound of the norm, or 0 for none")
+    if settings.offload == "nvme" and not settings.state_dirs:
+        raise ValueError(
+            "no directory for the states: give state_dir=, or offload_optimizer.nvme_path in the configuration (or offload='none' "
+            "to keep all of it in memory)"
+        )
+    if settings.offload != "nvme":
+        settings.state_dirs = []
+    return settings

@@ -1,0 +1,39 @@
+"""Tensors in what modules take and give: tuples, lists, dictionaries, data classes of transformers."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def tensors_of(value: Any) -> List[torch.Tensor]:
+    """All tensors within, in their order; what is no known container has none."""
+    leaves, _ = pytree.tree_flatten(value)
+    found = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif _is_mapping(leaf):
+            found.extend(tensors_of(list(leaf.values())))
+    return found
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same structure with each tensor changed."""
+    leaves, spec = pytree.tree_flatten(value)
+    changed = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            leaf = change(leaf)
+        elif _is_mapping(leaf):
+            for key in list(leaf.keys()):
+                leaf[key] = map_tensors(leaf[key], change)
+        changed.append(leaf)
+    return pytree.tree_unflatten(changed, spec)
+
+
+# transformers' ModelOutput is a dictionary that torch knows as a container only in new versions.
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, dict) and type(value) is not dict

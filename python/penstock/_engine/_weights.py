@@ -1,0 +1,72 @@
+"""Parameters as views of the engine's memory, while it is theirs.
+
+A parameter that is not in memory has its own shape and dtype, takes four bytes and is NaN throughout: numel() and shape tell the
+truth, a write is refused by torch, and whoever computes with it notices.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Dict, List, Sequence, Tuple
+
+import torch
+
+from ._blocks import Block
+
+# The engine's alignment of parameters within a block, in elements (zero/compute/flat_layout.h).
+ALIGNMENT = 64
+SCALE_BLOCK = 256
+
+
+def offsets(sizes: Sequence[int], marks: Sequence[Tuple[bool, int]]) -> List[int]:
+    """Where each parameter begins in its block's flat parameters, in elements: FlatLayout::Of."""
+    places, at = [], 0
+    for index, size in enumerate(sizes):
+        if index and marks[index] != marks[index - 1]:
+            at = -(-at // SCALE_BLOCK) * SCALE_BLOCK
+        places.append(at)
+        at = -(-(at + size) // ALIGNMENT) * ALIGNMENT
+    return places
+
+
+class Weights:
+    """Attaches and hides the parameters of all blocks, in the engine's type."""
+
+    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, places: Sequence[Sequence[int]]) -> None:
+        self._parameters = [[parameter for _, parameter in block.parameters] for block in blocks]
+        self._dtype = dtype
+        self._places = places
+        self._shapes = [[tuple(parameter.shape) for parameter in block] for block in self._parameters]
+        self._nan = torch.full((1,), float("nan"), dtype=dtype)
+        self._hidden = [[self._nan.expand(shape) for shape in shapes] for shapes in self._shapes]
+        self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
+
+    def attach(self, block: int, address: int) -> None:
+        """The block's parameters are what lies at `address` from here on."""
+        views = self._views.get((block, address))
+        if views is None:
+            views = self._views[block, address] = self._cut(block, address)
+        for parameter, view in zip(self._parameters[block], views):
+            parameter.data = view
+
+    def hide(self, block: int) -> None:
+        for parameter, hidden in zip(self._parameters[block], self._hidden[block]):
+            parameter.data = hidden
+
+    def hide_all(self) -> None:
+        for block in range(len(self._parameters)):
+            self.hide(block)
+
+    def _cut(self, block: int, address: int) -> List[torch.Tensor]:
+        width = torch.empty((), dtype=self._dtype).element_size()
+        views = []
+        for place, shape in zip(self._places[block], self._shapes[block]):
+            count = 1
+            for size in shape:
+                count *= size
+            if count == 0:
+                views.append(torch.empty(shape, dtype=self._dtype))
+                continue
+            memory = (ctypes.c_char * (count * width)).from_address(address + place * width)
+            views.append(torch.frombuffer(memory, dtype=self._dtype, count=count).view(shape))
+        return views

@@ -1,0 +1,385 @@
+// The training engine, for Python: a model that its owner drives (zero/engine/driven_engine.h). Weights go
+// out by address, gradients come in by address; what computes is Python's alone.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "aio/io_error.h"
+#include "engine_options.h"
+#include "errors.h"
+#include "kernels/float16.h"
+#include "owned.h"
+#include "swap/inspect.h"
+#include "zero/engine/driven_engine.h"
+#include "zero/engine/restore.h"
+
+namespace nb = nanobind;
+
+namespace penstock::python {
+namespace {
+
+using zero::DrivenCompute;
+using zero::DrivenEngine;
+
+zero::ElementType ElementTypeOf(const std::string& name) {
+  for (const zero::ElementType type :
+       {zero::ElementType::kFp32, zero::ElementType::kBf16, zero::ElementType::kFp16}) {
+    if (zero::NameOf(type) == name) return type;
+  }
+  throw nb::value_error(("no element type of gradients: " + name).c_str());
+}
+
+// Out of turn, or of no use any more: no fault of a file.
+[[noreturn]] void RaiseEngine(const absl::Status& status, const Place& place = {}) {
+  switch (status.code()) {
+    case absl::StatusCode::kAborted:
+    case absl::StatusCode::kCancelled:
+    case absl::StatusCode::kFailedPrecondition:
+    case absl::StatusCode::kInternal:
+    case absl::StatusCode::kNotFound:
+    case absl::StatusCode::kUnknown:
+      if (aio::ErrnoOf(status) == 0) throw std::runtime_error(std::string(status.message()));
+      [[fallthrough]];
+    default:
+      Raise(status, place);
+  }
+}
+void CheckEngine(const absl::Status& status, const Place& place = {}) {
+  if (!status.ok()) RaiseEngine(status, place);
+}
+template <class T>
+T ValueOfEngine(absl::StatusOr<T> value, const Place& place = {}) {
+  if (!value.ok()) RaiseEngine(value.status(), place);
+  return *std::move(value);
+}
+
+zero::StateKind StateKindOf(const std::string& name) {
+  if (name == "parameter") return zero::StateKind::kParameter;
+  if (name == "first moment") return zero::StateKind::kFirstMoment;
+  if (name == "second moment") return zero::StateKind::kSecondMoment;
+  if (name == "gradient") return zero::StateKind::kGradient;
+  throw nb::value_error(("no kind of state: " + name).c_str());
+}
+
+class PyTrainingEngine {
+ public:
+  PyTrainingEngine(const std::vector<GivenBlock>& blocks, const std::vector<GivenStage>& stages,
+                   const std::string& options)
+      : heard_(std::make_shared<Heard>()) {
+    GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
+    for (const auto& layout : model.measured.layouts) layouts_.push_back(layout);
+    zero::EngineOptions made = ValueOrRaise(MakeEngineOptions(options));
+    made.initial_values = std::move(model.initial_values);
+    made.hooks.log = [heard = heard_](const std::string& line) { heard->Line(line); };
+    made.hooks.describe = [heard = heard_](const zero::StepResult& result) {
+      return heard->Description(result.step);
+    };
+    const std::string checkpoint = RestoredFrom(options);
+    if (!checkpoint.empty()) {
+      absl::Status restored;
+      {
+        nb::gil_scoped_release release;
+        restored = zero::RestoreRun(checkpoint, made);
+      }
+      CheckEngine(restored, {.path = checkpoint});
+      made.resume.enabled = true;
+    }
+    drivers_ = made.micro_batches;
+    const std::string directory = made.storage.state_dirs.empty() ? "" : made.storage.state_dirs.front();
+    absl::StatusOr<std::unique_ptr<DrivenEngine>> engine;
+    {
+      nb::gil_scoped_release release;
+      engine = DrivenEngine::Create(std::move(model.measured), std::move(made), drivers_);
+    }
+    engine_ = MakeOwned(ValueOfEngine(std::move(engine), {.path = directory}));
+    engine_->get().compute().set_interrupted([] {
+      nb::gil_scoped_acquire gil;
+      return PyErr_CheckSignals() != 0;
+    });
+  }
+
+  // rates: of each group lr, betas and weight decay; none: the schedule.
+  void Begin(bool next, const std::vector<GivenRates>& rates) {
+    zero::StepOptions options(next ? zero::Next::kTrain : zero::Next::kUnknown);
+    for (const auto& [lr, beta1, beta2, weight_decay] : rates) {
+      options.groups.push_back(
+          {.rates = {.lr = lr, .beta1 = beta1, .beta2 = beta2}, .weight_decay = weight_decay});
+    }
+    CheckEngine(Held()->get().Begin(std::move(options)));
+  }
+  void BeginEvaluation() { CheckEngine(Held()->get().BeginEvaluation()); }
+
+  // Waits until the engine offers the use; (block, address of its weights) of each, and what backward of the
+  // loss begins with.
+  std::tuple<std::vector<std::pair<int, uint64_t>>, double> Enter(bool backward, int stage, int micro_batch) {
+    const auto held = Held();
+    DrivenEngine& of = held->get();
+    absl::StatusOr<DrivenCompute::Entered> entered;
+    {
+      nb::gil_scoped_release release;
+      entered = of.compute().Enter(backward ? zero::Direction::kBackward : zero::Direction::kForward,
+                                   tiering::StageIndex(stage), micro_batch);
+    }
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    DrivenCompute::Entered use = ValueOfEngine(std::move(entered));
+    std::vector<std::pair<int, uint64_t>> weights;
+    for (const zero::Weights& each : use.weights())
+      weights.emplace_back(each.block.value(), reinterpret_cast<uint64_t>(each.data));
+    const std::lock_guard lock(mutex_);
+    entered_.insert_or_assign(micro_batch, std::move(use));
+    return {std::move(weights), of.compute().pass().loss_gradient};
+  }
+
+  // gradients: of a backward whose block trains, (parameter's number in the block, address, element type);
+  // without any the block took no part.
+  void Leave(int micro_batch, int block,
+             const std::optional<std::vector<std::tuple<int, uint64_t, std::string>>>& gradients,
+             std::optional<double> loss) {
+    const auto held = Held();
+    DrivenEngine& of = held->get();
+    std::optional<DrivenCompute::Entered> use;
+    {
+      const std::lock_guard lock(mutex_);
+      auto found = entered_.extract(micro_batch);
+      if (!found.empty()) use = std::move(found.mapped());
+    }
+    if (!use.has_value()) throw std::runtime_error("no use of this micro-batch is entered");
+    DrivenCompute::Result result;
+    result.loss = loss;
+    if (gradients.has_value()) {
+      const zero::FlatLayout& layout = *layouts_.at(static_cast<size_t>(block));
+      std::vector<zero::Gradient> of_block;
+      for (const auto& [parameter, address, type] : *gradients) {
+        of_block.push_back({parameter,
+                            {.data = reinterpret_cast<void*>(address),
+                             .type = ElementTypeOf(type),
+                             .sizes = layout.parameters.at(static_cast<size_t>(parameter)).sizes}});
+      }
+      result.gradients.emplace_back(tiering::BlockIndex(block), std::move(of_block));
+    }
+    absl::Status status;
+    {
+      nb::gil_scoped_release release;
+      status = of.compute().Leave(*std::move(use), std::move(result));
+    }
+    CheckEngine(status);
+  }
+
+  void Fail(const std::string& why) {
+    const std::lock_guard lock(mutex_);
+    Held()->get().compute().Fail(absl::CancelledError(why));
+    entered_.clear();
+  }
+
+  nb::dict Finish() {
+    const auto held = Held();
+    DrivenEngine& of = held->get();
+    absl::StatusOr<zero::StepResult> result;
+    {
+      nb::gil_scoped_release release;
+      result = of.Finish();
+    }
+    const zero::StepResult step = ValueOfEngine(std::move(result));
+    nb::dict out;
+    out["step"] = step.step;
+    out["loss"] = step.loss;
+    out["grad_norm"] = step.grad_norm;
+    out["lr"] = step.lr;
+    out["loss_scale"] = step.loss_scale;
+    out["skipped"] = step.skipped;
+    out["seconds"] = step.seconds;
+    out["stall_io_seconds"] = step.stall_io_seconds;
+    out["compute_seconds"] = step.compute_seconds;
+    out["optimizer_seconds"] = step.optimizer_seconds;
+    out["nvme_read_bytes"] = step.nvme_read_bytes;
+    out["nvme_write_bytes"] = step.nvme_write_bytes;
+    return out;
+  }
+
+  void Flush() {
+    Call([](zero::Engine& of) { return of.Flush(); });
+  }
+  // The checkpoint's path.
+  std::string Checkpoint(const std::string& parent) {
+    std::string path;
+    Call([&](zero::Engine& of) -> absl::Status {
+      absl::StatusOr<std::string> made = of.Checkpoint(parent);
+      if (made.ok()) path = *std::move(made);
+      return made.status();
+    });
+    return path;
+  }
+  // Of a parameter by its full name, in fp32, to `address`, which has room for its elements.
+  void Read(const std::string& name, const std::string& kind, uint64_t address, uint64_t bytes) {
+    const zero::StateKind which = StateKindOf(kind);
+    Call([&](zero::Engine& of) -> absl::Status {
+      absl::StatusOr<zero::HostTensor> value = of.ReadState(name, which);
+      if (!value.ok()) return value.status();
+      if (static_cast<uint64_t>(value->view.bytes()) != bytes)
+        return absl::InvalidArgumentError(name + " has another size");
+      std::memcpy(reinterpret_cast<void*>(address), value->view.data, bytes);
+      return absl::OkStatus();
+    });
+  }
+  void Write(const std::string& name, const std::string& kind, uint64_t address,
+             const std::vector<int64_t>& sizes) {
+    const zero::StateKind which = StateKindOf(kind);
+    Call([&](zero::Engine& of) {
+      return of.WriteState(name, which, {.data = reinterpret_cast<void*>(address), .sizes = sizes});
+    });
+  }
+
+  // What the commit of `step` says besides; what that of the last one said when the run was resumed.
+  void Describe(int64_t step, const std::string& json) { heard_->Describe(step, ParseJson(json)); }
+  std::string Description() {
+    std::string text;
+    Call([&](zero::Engine& of) {
+      text = of.last_description().dump();
+      return absl::OkStatus();
+    });
+    return text;
+  }
+  // JSON: what was planned, and what was used so far.
+  std::string Info() {
+    nlohmann::json info;
+    Call([&](zero::Engine& of) {
+      info = InfoOf(of);
+      return absl::OkStatus();
+    });
+    return info.dump();
+  }
+  std::vector<std::string> TakeLog() { return heard_->TakeLines(); }
+
+  void Close() {
+    if (engine_ == nullptr) return;
+    if (engine_->here()) {
+      const std::lock_guard lock(mutex_);
+      engine_->get().compute().Fail(absl::CancelledError("the engine was closed"));
+      entered_.clear();
+    }
+    engine_.reset();
+  }
+  bool Closed() const { return engine_ == nullptr; }
+
+ private:
+  // What the engine's thread says and asks: it never calls Python.
+  class Heard {
+   public:
+    void Line(const std::string& line) {
+      const std::lock_guard lock(mutex_);
+      if (lines_.size() < 1000) lines_.push_back(line);
+    }
+    std::vector<std::string> TakeLines() {
+      const std::lock_guard lock(mutex_);
+      return std::exchange(lines_, {});
+    }
+    void Describe(int64_t step, nlohmann::json what) {
+      const std::lock_guard lock(mutex_);
+      descriptions_[step] = std::move(what);
+      descriptions_.erase(descriptions_.begin(), descriptions_.lower_bound(step - 8));
+    }
+    nlohmann::json Description(int64_t step) {
+      const std::lock_guard lock(mutex_);
+      const auto found = descriptions_.find(step);
+      return found == descriptions_.end() ? nlohmann::json() : found->second;
+    }
+
+   private:
+    std::mutex mutex_;
+    std::vector<std::string> lines_;
+    std::map<int64_t, nlohmann::json> descriptions_;
+  };
+
+  // Held as long as a call lasts: another thread may close the engine meanwhile.
+  std::shared_ptr<Owned<DrivenEngine>> Held() const {
+    if (engine_ == nullptr) throw std::runtime_error("this engine was closed");
+    engine_->CheckHere();
+    return engine_;
+  }
+  void Call(const std::function<absl::Status(zero::Engine&)>& call) {
+    const auto held = Held();
+    DrivenEngine& of = held->get();
+    absl::Status status;
+    {
+      nb::gil_scoped_release release;
+      status = of.Call(call);
+    }
+    CheckEngine(status);
+  }
+
+  std::shared_ptr<Heard> heard_;
+  std::shared_ptr<Owned<DrivenEngine>> engine_;
+  std::vector<std::shared_ptr<const zero::FlatLayout>> layouts_;
+  int drivers_ = 1;
+  std::mutex mutex_;
+  std::map<int, DrivenCompute::Entered> entered_;  // by micro-batch
+};
+
+}  // namespace
+
+void BindEngine(nb::module_& module) {
+  module.def(
+      "holds_run",
+      [](const std::vector<std::string>& directories) {
+        const swap::Holding holding = swap::Probe(directories).holding;
+        return holding == swap::Holding::kRun || holding == swap::Holding::kInUse;
+      },
+      nb::arg("directories"), "Whether state directories hold a run, also one that is in use just now.");
+  module.def(
+      "scheduled_rates",
+      [](const std::string& schedule, int64_t update) {
+        const zero::LrSchedule made = ValueOrRaise(zero::LrSchedule::FromJson(ParseJson(schedule)));
+        const zero::ScheduledRates rates = made.At(update);
+        return std::make_tuple(rates.lr, rates.beta1, rates.beta2);
+      },
+      nb::arg("schedule"), nb::arg("update"),
+      "Learning rate and betas (None: the optimizer's own) of an update, 1 for the first.");
+  module.def(
+      "parse_config",
+      [](const std::string& text, int64_t total_steps) {
+        return ValueOrRaise(ConfigAsJson(text, total_steps)).dump();
+      },
+      nb::arg("text"), nb::arg("total_steps") = 0,
+      "What a DeepSpeed configuration asks for, with DeepSpeed's values in open places, as JSON.");
+  nb::class_<PyTrainingEngine>(
+      module, "TrainingEngine", nb::is_weak_referenceable(),
+      "Trains a model that its owner drives: enter and leave for each use of a block.")
+      .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const std::string&>(),
+           nb::arg("blocks"), nb::arg("stages"), nb::arg("options"))
+      .def("begin", &PyTrainingEngine::Begin, nb::arg("next"), nb::arg("rates"))
+      .def("begin_evaluation", &PyTrainingEngine::BeginEvaluation)
+      .def("enter", &PyTrainingEngine::Enter, nb::arg("backward"), nb::arg("stage"), nb::arg("micro_batch"))
+      .def("leave", &PyTrainingEngine::Leave, nb::arg("micro_batch"), nb::arg("block"),
+           nb::arg("gradients").none(), nb::arg("loss").none())
+      .def("fail", &PyTrainingEngine::Fail, nb::arg("why"))
+      .def("finish", &PyTrainingEngine::Finish)
+      .def("flush", &PyTrainingEngine::Flush)
+      .def("checkpoint", &PyTrainingEngine::Checkpoint, nb::arg("parent"))
+      .def("read", &PyTrainingEngine::Read, nb::arg("name"), nb::arg("kind"), nb::arg("address"),
+           nb::arg("bytes"))
+      .def("write", &PyTrainingEngine::Write, nb::arg("name"), nb::arg("kind"), nb::arg("address"),
+           nb::arg("sizes"))
+      .def("describe", &PyTrainingEngine::Describe, nb::arg("step"), nb::arg("json"))
+      .def("description", &PyTrainingEngine::Description)
+      .def("info", &PyTrainingEngine::Info)
+      .def("take_log", &PyTrainingEngine::TakeLog)
+      .def("close", &PyTrainingEngine::Close)
+      .def_prop_ro("closed", &PyTrainingEngine::Closed);
+}
+
+}  // namespace penstock::python

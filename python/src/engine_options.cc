@@ -1,0 +1,369 @@
+#include "engine_options.h"
+
+#include <nanobind/nanobind.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "kernels/checksum.h"
+#include "kernels/float16.h"
+#include "zero/compute/tile_format.h"
+#include "zero/config/config.h"
+#include "zero/config/plan_bounds.h"
+
+namespace penstock::python {
+namespace {
+
+using Json = nlohmann::json;
+
+// Where a parameter's values are, of what type.
+struct Source {
+  const std::byte* data = nullptr;
+  kernels::DType type = kernels::DType::kFp32;
+};
+
+// The values of a block's flat parameters, from where Python has them.
+class Values {
+ public:
+  Values(std::shared_ptr<const zero::FlatLayout> layout, std::vector<Source> sources)
+      : layout_(std::move(layout)), sources_(std::move(sources)) {}
+
+  void Read(int64_t first, int64_t elements, float* to) const {
+    std::fill_n(to, elements, 0.0F);
+    for (size_t p = 0; p < sources_.size(); ++p) {
+      const zero::Parameter& parameter = layout_->parameters[p];
+      const int64_t begin = std::max(first, parameter.offset);
+      const int64_t end = std::min(first + elements, parameter.offset + parameter.elements);
+      if (begin >= end) continue;
+      const auto bytes = static_cast<int64_t>(kernels::BytesPerElement(sources_[p].type));
+      kernels::Convert(sources_[p].type, sources_[p].data + (begin - parameter.offset) * bytes,
+                       kernels::DType::kFp32, to + (begin - first), static_cast<size_t>(end - begin));
+    }
+  }
+
+ private:
+  std::shared_ptr<const zero::FlatLayout> layout_;
+  std::vector<Source> sources_;
+};
+
+// Looks keys up and knows which were asked for: one that nobody wants is an error.
+class Options {
+ public:
+  explicit Options(Json values) : values_(std::move(values)) {}
+
+  template <typename T>
+  void Take(const std::string& key, T* to) {
+    const auto found = values_.find(key);
+    if (found == values_.end()) return;
+    if (!found->is_null()) {
+      try {
+        *to = found->get<T>();
+      } catch (const nlohmann::json::exception&) {
+        Refuse(absl::StrCat(key, ": ", found->dump(), " is of another kind"));
+      }
+    }
+    values_.erase(found);
+  }
+  void Refuse(const std::string& why) { status_.Update(absl::InvalidArgumentError(why)); }
+  absl::Status Done() {
+    if (status_.ok() && !values_.empty())
+      Refuse(absl::StrCat("the engine has no option ", values_.begin().key()));
+    return status_;
+  }
+
+ private:
+  Json values_;
+  absl::Status status_;
+};
+
+std::string Lower(std::string_view text) {
+  std::string lower(text);
+  for (char& c : lower) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return lower;
+}
+
+// By the word that JSON has for it; `values` are all there are.
+template <typename T>
+void TakeWord(Options& options, const std::string& key, std::initializer_list<T> values, T* to) {
+  std::string word;
+  options.Take(key, &word);
+  if (word.empty()) return;
+  for (const T value : values) {
+    if (Lower(zero::Name(value)) != Lower(word)) continue;
+    *to = value;
+    return;
+  }
+  options.Refuse(absl::StrCat(key, ": there is no ", word));
+}
+
+absl::StatusOr<zero::OptimizerOptions> MakeOptimizer(const Json& given) {
+  Options options(given);
+  std::string type = "AdamW";
+  options.Take("type", &type);
+  zero::OptimizerOptions made;
+  const auto betas = [&](auto* to) {
+    options.Take("beta1", &to->beta1);
+    options.Take("beta2", &to->beta2);
+  };
+  const auto common = [&](auto* to) {
+    options.Take("lr", &to->lr);
+    options.Take("weight_decay", &to->weight_decay);
+  };
+  if (type == "AdamW" || type == "Adam") {
+    kernels::AdamOptions adam = {.lr = 1e-3};
+    adam.mode = type == "Adam" ? kernels::AdamMode::kAdam : kernels::AdamMode::kAdamW;
+    common(&adam);
+    betas(&adam);
+    options.Take("eps", &adam.eps);
+    made = adam;
+  } else if (type == "Adagrad") {
+    kernels::AdagradOptions adagrad;
+    common(&adagrad);
+    options.Take("lr_decay", &adagrad.lr_decay);
+    options.Take("eps", &adagrad.eps);
+    made = adagrad;
+  } else if (type == "Lion") {
+    kernels::LionOptions lion;
+    common(&lion);
+    betas(&lion);
+    made = lion;
+  } else if (type == "SGD") {
+    kernels::SgdOptions sgd;
+    common(&sgd);
+    options.Take("momentum", &sgd.momentum);
+    options.Take("dampening", &sgd.dampening);
+    options.Take("nesterov", &sgd.nesterov);
+    made = sgd;
+  } else {
+    options.Refuse(absl::StrCat("optimizer: there is no ", type));
+  }
+  RETURN_IF_ERROR(options.Done());
+  return made;
+}
+
+// As MakeOptimizer reads it.
+Json OptimizerJson(const zero::OptimizerConfig& config) {
+  if (!config.type.has_value()) return nullptr;
+  const bool adam = config.type == zero::OptimizerType::kAdam || config.type == zero::OptimizerType::kAdamW;
+  Json json = {{"type", std::string(zero::Name(!adam                     ? *config.type
+                                               : config.DecoupledDecay() ? zero::OptimizerType::kAdamW
+                                                                         : zero::OptimizerType::kAdam))}};
+  const auto add = [&](const char* name, const auto& value) {
+    if (value.has_value()) json[name] = *value;
+  };
+  add("lr", config.lr);
+  add("beta1", config.beta1);
+  add("beta2", config.beta2);
+  add("weight_decay", config.weight_decay);
+  const bool has_eps = adam || config.type == zero::OptimizerType::kAdagrad;
+  if (has_eps) add("eps", config.eps);
+  if (config.type == zero::OptimizerType::kAdagrad) add("lr_decay", config.lr_decay);
+  if (config.type == zero::OptimizerType::kSgd) {
+    add("momentum", config.momentum);
+    add("dampening", config.dampening);
+    add("nesterov", config.nesterov);
+  }
+  return json;
+}
+
+// What DeepSpeed's keys say of memory and of transfers.
+void ApplyConfig(const zero::Config& config, zero::EngineOptions* options) {
+  options->memory.bounds = zero::PlanBoundsOf(config);
+  options->memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
+  if (config.zero.sub_group_size_elements.has_value()) {
+    const int64_t bytes =
+        *config.zero.sub_group_size_elements * static_cast<int64_t>(kernels::BytesPerElement(options->dtype));
+    options->memory.tile_bytes =
+        options->memory.tile_bytes > 0 ? std::min(options->memory.tile_bytes, bytes) : bytes;
+  }
+  options->storage.durability = config.penstock.durability.value_or(zero::Durability::kStep);
+  options->storage.sync =
+      config.penstock.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
+  options->storage.versions = static_cast<int>(config.penstock.versions.value_or(0));
+  options->optimizer.order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
+  options->optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(1));
+  aio::EngineOptions& io = options->storage.io;
+  if (config.aio.block_size_bytes.has_value())
+    io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
+  if (config.aio.queue_depth.has_value()) {
+    // DeepSpeed's depth is per thread, for reads and for writes apart.
+    const auto requests =
+        static_cast<uint64_t>(*config.aio.queue_depth * config.aio.intra_op_parallelism.value_or(1));
+    const uint64_t bytes = std::max(requests * io.block_bytes, io.block_bytes);
+    io.max_read_bytes_in_flight = std::min(io.max_read_bytes_in_flight, bytes);
+    io.max_write_bytes_in_flight = std::min(io.max_write_bytes_in_flight, bytes);
+    options->storage.io_depth_is_limit = true;
+  }
+}
+
+absl::StatusOr<zero::ParsedConfig> ParseAndFill(const std::string& text, int64_t total_steps,
+                                                std::vector<std::string>* filled) {
+  ASSIGN_OR_RETURN(zero::ParsedConfig parsed, zero::ParseConfig(text));
+  const int64_t steps = total_steps > 0 ? total_steps : std::numeric_limits<int32_t>::max();
+  *filled = zero::FillDefaults(parsed.autos, steps, std::min<int64_t>(100, steps / 10), &parsed.config);
+  return parsed;
+}
+
+}  // namespace
+
+nlohmann::json ParseJson(const std::string& text) {
+  Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (json.is_discarded()) throw nanobind::value_error("not JSON");
+  return json;
+}
+
+absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
+                                     const std::vector<GivenStage>& stages) {
+  GivenModel model;
+  zero::Measured& measured = model.measured;
+  std::vector<Values> values;
+  std::string described;
+  for (const auto& [block_name, parameters] : blocks) {
+    std::vector<zero::ParameterSpec> specs;
+    std::vector<Source> sources;
+    for (const auto& [name, sizes, trains, group, address, type] : parameters) {
+      const auto dtype = zero::ParseDType(type);
+      if (!dtype.has_value()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(block_name, ".", name, " is ", type, ": fp32, bf16 and fp16 have a master in fp32"));
+      }
+      specs.push_back({.name = name, .sizes = sizes, .trains = trains, .group = group});
+      sources.push_back({reinterpret_cast<const std::byte*>(address), *dtype});
+      absl::StrAppend(&described, block_name, ".", name, trains ? " " : " frozen ");
+      for (const int64_t size : sizes) absl::StrAppend(&described, size, ",");
+    }
+    const auto layout = std::make_shared<const zero::FlatLayout>(zero::FlatLayout::Of(specs));
+    measured.graph.blocks.push_back(
+        {.name = block_name, .elements = layout->elements, .trains = layout->Trains()});
+    measured.layouts.push_back(layout);
+    measured.parameters += layout->parameter_elements;
+    values.emplace_back(layout, std::move(sources));
+  }
+  for (const auto& [name, block, forward_seconds, backward_seconds] : stages) {
+    measured.graph.stages.push_back({.name = name,
+                                     .block = tiering::BlockIndex(block),
+                                     .forward_seconds = forward_seconds,
+                                     .backward_seconds = backward_seconds});
+    absl::StrAppend(&described, ";", block);
+  }
+  const uint64_t fingerprint = kernels::Checksum(described.data(), described.size());
+  measured.identity = {{"architecture", "driven"},
+                       {"parameters", measured.parameters},
+                       {"fingerprint", absl::StrCat(absl::Hex(fingerprint, absl::kZeroPad16))}};
+  model.initial_values = [values = std::move(values)](int block, int64_t first, int64_t elements, float* to) {
+    values[static_cast<size_t>(block)].Read(first, elements, to);
+    return absl::OkStatus();
+  };
+  return model;
+}
+
+absl::StatusOr<zero::EngineOptions> MakeEngineOptions(const std::string& text) {
+  Options given(ParseJson(text));
+  zero::EngineOptions options;
+  std::string dtype = "fp32", states = "fp32", config;
+  Json optimizer = Json::object();
+  given.Take("dtype", &dtype);
+  if (const auto type = zero::ParseDType(dtype); type.has_value()) {
+    options.dtype = *type;
+  } else {
+    given.Refuse(absl::StrCat("dtype: there is no ", dtype));
+  }
+  given.Take("config", &config);
+  if (!config.empty()) {
+    std::vector<std::string> filled;
+    ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(config, 0, &filled));
+    ApplyConfig(parsed.config, &options);
+    ASSIGN_OR_RETURN(const zero::LossScaler scaler, zero::MakeLossScaler(parsed.config.fp16));
+    options.optimizer.loss_scale = scaler.options();
+  }
+  given.Take("micro_batches", &options.micro_batches);
+  given.Take("seed", &options.seed);
+  given.Take("host_memory", &options.memory.host_memory_budget_bytes);
+  given.Take("tile_bytes", &options.memory.tile_bytes);
+  TakeWord(given, "offload",
+           {zero::OffloadDevice::kNone, zero::OffloadDevice::kCpu, zero::OffloadDevice::kNvme},
+           &options.storage.offload);
+  given.Take("state_dirs", &options.storage.state_dirs);
+  given.Take("overwrite", &options.storage.overwrite);
+  given.Take("resume", &options.resume.enabled);
+  given.Take("run", &options.resume.run);
+  given.Take("clip", &options.optimizer.clip);
+  given.Take("update_threads", &options.optimizer.workers);
+  given.Take("optimizer_states", &states);
+  if (const auto type = zero::ParseStateType(states); type.has_value()) {
+    options.optimizer.states = *type;
+  } else {
+    given.Refuse(absl::StrCat("optimizer_states: there is no ", states));
+  }
+  given.Take("optimizer", &optimizer);
+  std::string restored;
+  given.Take("restore_from", &restored);
+  RETURN_IF_ERROR(given.Done());
+  ASSIGN_OR_RETURN(options.optimizer.algorithm, MakeOptimizer(optimizer));
+  return options;
+}
+
+std::string RestoredFrom(const std::string& options) {
+  const Json json = ParseJson(options);
+  const auto found = json.find("restore_from");
+  return found == json.end() || found->is_null() ? std::string() : found->get<std::string>();
+}
+
+absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps) {
+  std::vector<std::string> filled;
+  ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(text, total_steps, &filled));
+  const zero::Config& config = parsed.config;
+  Json json = {{"notes", parsed.notes}, {"filled", filled}, {"optimizer", OptimizerJson(config.optimizer)}};
+  const auto add = [&](const char* name, const auto& value) {
+    json[name] = value.has_value() ? Json(*value) : Json();
+  };
+  add("train_batch_size", config.train_batch_size);
+  add("micro_batch_size", config.micro_batch_per_rank);
+  ASSIGN_OR_RETURN(const zero::BatchSizes sizes,
+                   zero::ResolveBatch({.train_batch = config.train_batch_size,
+                                       .micro_batch = config.micro_batch_per_rank,
+                                       .accumulation = config.gradient_accumulation_steps},
+                                      /*world=*/1, /*default_micro_batch=*/1));
+  json["gradient_accumulation_steps"] = sizes.accumulation;
+  add("clip", config.gradient_clipping);
+  add("host_memory", config.penstock.host_memory_bytes);
+  add("optimizer_states", config.penstock.optimizer_states);
+  json["dtype"] = config.bf16.value_or(false)           ? "bf16"
+                  : config.fp16.enabled.value_or(false) ? "fp16"
+                                                        : "fp32";
+  const auto offload = zero::CombinedOffload(config.zero);
+  json["offload"] = offload.has_value() ? Json(std::string(zero::Name(*offload))) : Json();
+  json["state_dirs"] = zero::NvmePaths(config.zero);
+  json["schedule"] = nullptr;
+  if (config.scheduler.has_value()) {
+    ASSIGN_OR_RETURN(const zero::LrSchedule schedule,
+                     zero::MakeSchedule(*config.scheduler, config.optimizer.lr.value_or(1e-3),
+                                        total_steps > 0 ? total_steps : std::numeric_limits<int32_t>::max()));
+    json["schedule"] = schedule.ToJson();
+  }
+  return json;
+}
+
+nlohmann::json InfoOf(const zero::Engine& engine) {
+  const zero::EnginePlan& plan = engine.plan();
+  return {{"step", engine.step()},
+          {"committed_step", engine.committed_step()},
+          {"resumed_from", engine.resumed_from().has_value() ? Json(*engine.resumed_from()) : Json()},
+          {"parameters", plan.parameters},
+          {"state_bytes", plan.state_bytes},
+          {"disk_bytes", plan.disk_bytes},
+          {"host_memory_bytes", plan.plan.host_budget_bytes},
+          {"least_host_memory_bytes", plan.plan.least_host_memory_bytes},
+          {"peak_managed_bytes", engine.peak_managed_bytes()},
+          {"on_nvme", plan.plan.on_nvme},
+          {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},
+          {"nvme_write_bytes_per_step", plan.plan.nvme_write_bytes},
+          {"io_backend", engine.io_backend()},
+          {"run", engine.run()}};
+}
+
+}  // namespace penstock::python

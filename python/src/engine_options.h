@@ -1,0 +1,55 @@
+// What Python says of a model and of its training, as the engine wants it. Structure goes as tuples, options
+// as JSON: names and numbers, checked here.
+#ifndef PENSTOCK_PYTHON_ENGINE_OPTIONS_H_
+#define PENSTOCK_PYTHON_ENGINE_OPTIONS_H_
+
+#include <cstdint>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "zero/engine/engine.h"
+
+namespace penstock::python {
+
+// name within the block, sizes, trains, group, address of its values, their element type ("fp32", ...).
+using GivenParameter = std::tuple<std::string, std::vector<int64_t>, bool, int, uint64_t, std::string>;
+// name, parameters
+using GivenBlock = std::pair<std::string, std::vector<GivenParameter>>;
+// name, block, seconds of forward and of backward
+using GivenStage = std::tuple<std::string, int, double, double>;
+// lr, beta1, beta2, weight decay of a group
+using GivenRates = std::tuple<double, std::optional<double>, std::optional<double>, std::optional<double>>;
+
+struct GivenModel {
+  zero::Measured measured;
+  // Reads the values where they are: they stay there until the engine is made.
+  std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
+};
+// kInvalidArgument: an element type that has no fp32 master.
+absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
+                                     const std::vector<GivenStage>& stages);
+
+// Throws nanobind's value_error.
+nlohmann::json ParseJson(const std::string& text);
+
+// From a JSON object; the keys are python/penstock/_settings.py's. kInvalidArgument names one that is wrong.
+absl::StatusOr<zero::EngineOptions> MakeEngineOptions(const std::string& options);
+
+// "restore_from" of the same object: the checkpoint that the run is made of; empty: none.
+std::string RestoredFrom(const std::string& options);
+
+// The same keys, as far as a DeepSpeed configuration gives them; and "notes" and "filled", for people.
+absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps);
+
+// Of a live engine, for people and tests.
+nlohmann::json InfoOf(const zero::Engine& engine);
+
+}  // namespace penstock::python
+
+#endif  // PENSTOCK_PYTHON_ENGINE_OPTIONS_H_

@@ -1,0 +1,702 @@
+"""penstock.initialize: an unmodified module trains as in plain PyTorch, and nothing that goes wrong leaves it broken."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import penstock  # noqa: E402
+from engine_models import Net, all_names, batches, net, plain_losses  # noqa: E402
+from torch import nn  # noqa: E402
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
+
+
+def make(model, directory, **options):
+    options.setdefault("optimizer", adamw(model))
+    options.setdefault("gradient_clipping", 1.0)
+    return penstock.initialize(model=model, state_dir=str(directory), **options)[0]
+
+
+def run(engine, steps):
+    losses = []
+    for number, batch in enumerate(steps):
+        torch.manual_seed(number)
+        loss = engine(**batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_losses_are_plain_pytorchs(tmp_path, tied, dropout):
+    model = net(tied=tied, dropout=dropout)
+    data = batches(12)
+    expected, trained = plain_losses(model, all_names(model), [[batch] for batch in data])
+    with make(model, tmp_path) as engine:
+        assert run(engine, data) == pytest.approx(expected, abs=1e-5)
+        state = engine.state_dict()
+        for name, value in trained.state_dict().items():
+            assert state[name].shape == value.shape
+            torch.testing.assert_close(state[name], value, atol=2e-4, rtol=0)
+
+
+def test_at_the_least_budget_the_bits_are_the_same(tmp_path):
+    data = batches(6)
+    with make(net(layers=32, width=128), tmp_path / "free") as engine:
+        expected = run(engine, data)
+        plan = engine.plan()
+    with make(net(layers=32, width=128), tmp_path / "least", host_memory=plan["least_host_memory_bytes"]) as engine:
+        assert run(engine, data) == expected
+        info = engine.plan()
+        assert info["peak_managed_bytes"] <= info["host_memory_bytes"] < info["state_bytes"]
+    with pytest.raises(RuntimeError, match="memory"):
+        with make(net(layers=32, width=128), tmp_path / "less", host_memory=plan["least_host_memory_bytes"] // 2) as engine:
+            run(engine, data)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "none"])
+def test_state_in_memory(tmp_path, offload):
+    model, data = net(), batches(5)
+    expected, _ = plain_losses(model, all_names(model), [[batch] for batch in data])
+    engine = penstock.initialize(model=model, optimizer=adamw(model), offload=offload, gradient_clipping=1.0)[0]
+    with engine:
+        assert run(engine, data) == pytest.approx(expected, abs=1e-5)
+
+
+def test_groups_and_schedulers_are_torchs(tmp_path):
+    model, data = net(), batches(10)
+    decayed = [name for name, p in model.named_parameters() if p.dim() > 1]
+    others = [name for name, p in model.named_parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.3, "lr": 2e-2}, {"params": others, "weight_decay": 0.0}]
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 1 / (1 + s), lambda s: 0.9**s])
+
+    expected, _ = plain_losses(model, groups, [[batch] for batch in data], schedule=schedule)
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([{**group, "params": [named[name] for name in group["params"]]} for group in groups], lr=1e-2)
+    with make(model, tmp_path, optimizer=optimizer, lr_scheduler=schedule) as engine:
+        assert run(engine, data) == pytest.approx(expected, abs=1e-5)
+        assert engine.get_lr() == pytest.approx([2e-2 / 11, 1e-2 * 0.9**10])
+
+
+def test_micro_batches_in_vertical_order(tmp_path):
+    model = net()
+    data = batches(12)
+    steps = [data[at : at + 3] for at in range(0, 12, 3)]
+    expected, _ = plain_losses(model, all_names(model), steps)
+    with make(model, tmp_path, gradient_accumulation_steps=3) as engine:
+        losses = [engine.train_batch(step).item() for step in steps]
+        assert losses == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(ValueError, match="2 micro-batches given"):
+            engine.train_batch(data[:2])
+        with pytest.raises(RuntimeError, match="train_batch"):
+            engine(**data[0])
+        assert engine.train_batch(data_iter=iter(data)).item() > 0
+
+
+def test_other_optimizers(tmp_path):
+    makers = {
+        "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+        "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    }
+    data = batches(6)
+    for name, maker in makers.items():
+        model = net()
+        plain = copy.deepcopy(model)
+        optimizer = maker(plain.parameters())
+        expected = []
+        for batch in data:
+            optimizer.zero_grad()
+            loss = plain(**batch)
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+        with make(model, tmp_path / name, optimizer=maker, gradient_clipping=0) as engine:
+            assert run(engine, data) == pytest.approx(expected, abs=1e-5), name
+
+
+def test_what_an_optimizer_cannot_be(tmp_path):
+    model = net()
+    used = adamw(model)
+    model(**batches(1)[0]).backward()
+    used.step()
+    with pytest.raises(ValueError, match="has made steps"):
+        make(model, tmp_path, optimizer=used)
+    with pytest.raises(TypeError, match="has no RMSprop"):
+        make(model, tmp_path, optimizer=torch.optim.RMSprop(model.parameters()))
+    with pytest.raises(ValueError, match="amsgrad"):
+        make(model, tmp_path, optimizer=adamw(model, amsgrad=True))
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:1], "eps": 1e-3}, {"params": parameters[1:]}]
+    with pytest.raises(ValueError, match="group 1 has another eps"):
+        make(model, tmp_path, optimizer=torch.optim.AdamW(groups))
+
+
+def test_a_rate_may_not_change_within_a_step(tmp_path):
+    model, data = net(), batches(3)
+    with make(model, tmp_path) as engine:
+        run(engine, data[:1])
+        engine.backward(engine(**data[1]))
+        engine.optimizer.param_groups[0]["lr"] = 1.0
+        with pytest.raises(RuntimeError, match="changed between the forward and step"):
+            engine.step()
+        engine.optimizer.param_groups[0]["lr"] = 1e-2
+        run(engine, data[1:])
+
+
+def test_evaluation_between_steps_changes_nothing(tmp_path):
+    data = batches(6)
+    with make(net(dropout=0.1), tmp_path / "a") as engine:
+        expected = run(engine, data)
+    model = net(dropout=0.1)
+    plain = copy.deepcopy(model)
+    with make(model, tmp_path / "b") as engine:
+        losses = run(engine, data[:2])
+        engine.eval()
+        with torch.no_grad():
+            first = engine(data[0]["x"])
+        assert not first.requires_grad and not torch.equal(first, plain.eval()(data[0]["x"]))
+        engine.train()
+        for number, batch in enumerate(data[2:], 2):
+            torch.manual_seed(number)
+            loss = engine(**batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert losses == expected
+
+
+def test_parameters_keep_their_shape_and_have_no_values(tmp_path):
+    model, data = net(), batches(2)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    with make(model, tmp_path) as engine:
+        run(engine, data)
+        for name, p in model.named_parameters():
+            assert p.shape == shapes[name] and p.numel() == shapes[name].numel() and p.grad is None
+            assert torch.isnan(p).all() and p.untyped_storage().nbytes() == 4 if hasattr(p, "untyped_storage") else True
+        with engine.gathered():
+            assert not any(torch.isnan(p).any() for p in model.parameters())
+        assert all(torch.isnan(p).all() for p in model.parameters())
+
+
+def test_a_value_that_is_written_is_trained_on(tmp_path):
+    model, data = net(), batches(4)
+    other = net(seed=5)
+    expected, _ = plain_losses(other, all_names(other), [[batch] for batch in data[1:2]])
+    with make(model, tmp_path) as engine:
+        run(engine, data[:1])
+        model.load_state_dict(other.state_dict())
+        loss = engine(**data[1])
+        assert loss.item() == pytest.approx(expected[0], abs=1e-5)
+        engine.backward(loss)
+        engine.step()
+        before = engine.read_state(model.norm.weight)
+        with engine.gathered([model.norm.weight], write_back=True):
+            with torch.no_grad():
+                model.norm.weight.zero_()
+        assert torch.count_nonzero(before) and not torch.count_nonzero(engine.read_state(model.norm.weight))
+        assert engine.read_state(model.head.weight, "second moment").abs().sum() > 0
+        with pytest.raises(ValueError, match="shape"):
+            engine.write_state(model.norm.weight, torch.zeros(3))
+
+
+class Interrupting(nn.Module):
+    """Raises where it is told to: in forward, when it is computed again, or in backward."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.raises = None
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.raises == self.calls:
+            raise KeyError("the model's own")
+        out = self.inner(x)
+        if self.raises == "backward" and out.requires_grad:
+            out.register_hook(lambda gradient: 1 // 0)
+        return out
+
+
+@pytest.mark.parametrize("when", [1, 2, "backward"])
+@pytest.mark.parametrize("layer", [0, 2, 3])
+def test_an_exception_gives_up_its_step_and_no_more(tmp_path, when, layer):
+    data = batches(6)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    model = net()
+    model.layers[layer] = Interrupting(model.layers[layer])
+    with make(model, tmp_path) as engine:
+        losses = run(engine, data[:2])
+        model.layers[layer].calls, model.layers[layer].raises = 0, when
+        with pytest.raises(ZeroDivisionError if when == "backward" else KeyError):
+            engine.backward(engine(**data[3]))
+        model.layers[layer].raises = None
+        assert losses + run(engine, data[2:]) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_forward_without_backward_is_given_up(tmp_path):
+    data = batches(4)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    model = net()
+    with make(model, tmp_path) as engine:
+        losses = run(engine, data[:1])
+        abandoned = engine(**data[3])
+        losses += run(engine, data[1:2])
+        with pytest.raises(RuntimeError, match="no training forward is open"):
+            engine.backward(abandoned)
+        first = engine(**data[2])
+        engine(**data[2])
+        with pytest.raises(RuntimeError, match="another one began"):
+            engine.backward(first)
+        with pytest.raises(RuntimeError, match="no step is open"):
+            engine.step()
+        losses += run(engine, data[2:])
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_second_backward_of_one_forward_is_refused(tmp_path):
+    model, data = net(), batches(2)
+    with make(model, tmp_path) as engine:
+        loss = engine(**data[0])
+        engine.backward(loss, retain_graph=True)
+        with pytest.raises(RuntimeError):
+            engine.backward(loss)
+        run(engine, data)
+
+
+def test_an_input_that_is_changed_in_place_is_refused(tmp_path):
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            x += 1
+            return x * self.weight
+
+    for first in (nn.Identity(), nn.Linear(8, 8)):
+        model = nn.Sequential(first, Adds(), nn.Linear(8, 8))
+        with make(model, tmp_path / type(first).__name__) as engine:
+            with pytest.raises(RuntimeError, match="1 changes one of its inputs in place"):
+                engine(torch.ones(2, 8))
+
+
+def test_an_output_may_be_changed_in_place_outside(tmp_path):
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+                x += 1
+                x.mul_(0.5)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model = Adds()
+    data = [{"x": torch.randn(4, 8)} for _ in range(4)]
+    expected = plain_losses(model, all_names(model), [[batch] for batch in data])[0]
+    with make(model, tmp_path) as engine:
+        assert run(engine, data) == pytest.approx(expected, abs=1e-6)
+
+
+def test_parameters_around_blocks_are_named(tmp_path):
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.position = nn.Parameter(torch.zeros(8))
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    with pytest.raises(TypeError, match="position"):
+        make(Around(), tmp_path)
+    model = net()
+    with pytest.raises(ValueError, match="no module 'body'"):
+        make(model, tmp_path, blocks=["body"])
+    with pytest.raises(TypeError, match="outside of all blocks: norm.weight"):
+        make(model, tmp_path, blocks=["embed", "layers", "head"])
+
+
+def test_blocks_that_are_never_called_are_named(tmp_path):
+    model = net()
+    model.spare = nn.Linear(3, 3)
+    engine = make(model, tmp_path)
+    with pytest.raises(TypeError, match="never calls: spare"):
+        engine(**batches(1)[0])
+    engine.close()
+
+
+def test_given_blocks(tmp_path):
+    model, data = net(tied=False), batches(5)
+    expected = plain_losses(model, all_names(model), [[batch] for batch in data])[0]
+    names = ["embed", "layers.0", "layers.1.norm", "layers.1.up", "layers.1.down", "layers.2", "layers.3", "norm", "head"]
+    with make(model, tmp_path, blocks=names) as engine:
+        assert run(engine, data) == pytest.approx(expected, abs=1e-5)
+
+
+class Skipping(Net):
+    """Leaves out layers, as layer drop does."""
+
+    skip = ()
+
+    def forward(self, x, targets=None):
+        x = self.embed(x)
+        for number, layer in enumerate(self.layers):
+            if number not in self.skip:
+                x = layer(x)
+        logits = self.head(self.norm(x))
+        return logits if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def test_layers_that_a_step_leaves_out(tmp_path):
+    torch.manual_seed(0)
+    model = Skipping(tied=False)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    skips = [(), (1,), (0, 2), (3,), (0, 1, 2, 3), ()]
+    with make(model, tmp_path, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), gradient_clipping=0) as engine:
+        for skip, batch in zip(skips, batches(6)):
+            model.skip = plain.skip = skip
+            optimizer.zero_grad()
+            expected = plain(**batch)
+            expected.backward()
+            optimizer.step()
+            loss = engine(**batch)
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_frozen_parameters_stay_as_they_are(tmp_path):
+    model, data = net(tied=False), batches(5)
+    for p in list(model.embed.parameters()) + list(model.layers[1].parameters()) + [model.layers[2].up.weight]:
+        p.requires_grad_(False)
+    frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
+    names = [{"params": [name for name, p in model.named_parameters() if p.requires_grad]}]
+    expected = plain_losses(model, names, [[batch] for batch in data])[0]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with make(model, tmp_path, optimizer=optimizer) as engine:
+        assert run(engine, data) == pytest.approx(expected, abs=1e-5)
+        state = engine.state_dict()
+        for name, value in frozen.items():
+            assert torch.equal(state[name], value), name
+
+
+def test_bf16_masters_are_fp32(tmp_path):
+    model, data = net(), batches(20)
+    expected = plain_losses(model, all_names(model), [[batch] for batch in data])[0]
+    with make(model, tmp_path, dtype=torch.bfloat16) as engine:
+        losses = run(engine, data)
+        assert losses[-1] == pytest.approx(expected[-1], abs=0.1) and losses[-1] < losses[0]
+        assert model.norm.weight.dtype == torch.bfloat16
+        assert engine.read_state(model.norm.weight).dtype == torch.float32
+        assert engine.state_dict()["norm.weight"].dtype == torch.float32  # as it came in
+
+
+def test_fp16_scales_its_loss(tmp_path):
+    model, data = net(), batches(12)
+    config = {"train_micro_batch_size_per_gpu": 4, "fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 1.0}
+    with pytest.warns(UserWarning):
+        engine = make(model, tmp_path, config=config)
+    with engine:
+        losses = run(engine, data)
+        assert engine.last_step["loss_scale"] == 256 and losses[-1] < losses[0]
+        loss = engine(**data[0])
+        with pytest.raises(RuntimeError, match="engine.backward"):
+            loss.backward()
+        run(engine, data[:1])
+
+
+def test_autocast(tmp_path):
+    model, data = net(), batches(8)
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    with make(model, tmp_path, gradient_clipping=0) as engine:
+        for batch in data:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                expected = plain(**batch)
+            expected.backward()
+            optimizer.step()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = engine(**batch)
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected.item(), abs=2e-3)
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.8, 0.99], "eps": 1e-7, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"}},
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"}},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_deepspeed_configuration(tmp_path):
+    config = copy.deepcopy(CONFIG)
+    for key in ("offload_param", "offload_optimizer"):
+        config["zero_optimization"][key]["nvme_path"] = str(tmp_path)
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(config))
+    model, data = net(), batches(12)
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0, betas=(0.8, 0.99), eps=1e-7, weight_decay=0.1)
+    expected, rates = [], []
+    for number in range(6):
+        rate = 1e-2 * min(1, max(0, number - 1) / 4)  # as DeepSpeed: two steps at 0
+        optimizer.param_groups[0]["lr"] = rate
+        rates.append(rate)
+        optimizer.zero_grad()
+        total = 0
+        for batch in data[2 * number : 2 * number + 2]:
+            loss = plain(**batch) / 2
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        expected.append(total)
+    engine, optimizer, loader, scheduler = penstock.initialize(model=model, config=str(path))
+    assert loader is None and scheduler is engine.lr_scheduler and optimizer is engine.optimizer
+    with engine:
+        seen = []
+        for number in range(6):
+            seen.append(engine.get_lr()[0])
+            assert engine.train_batch(data[2 * number : 2 * number + 2]).item() == pytest.approx(expected[number], abs=1e-5)
+        assert seen == pytest.approx(rates)
+    with pytest.raises(ValueError, match="zero_optimisation|train_micro"):
+        penstock.initialize(model=net(), config={"train_micro_batch_size_per_gpu": "many"})
+    with pytest.raises(ValueError, match="state_dir"):
+        penstock.initialize(model=net())
+
+
+def test_resume_goes_on_with_the_same_bits(tmp_path):
+    data = batches(8)
+    options = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-2)}
+
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def go_on(engine, given):
+        losses = []
+        for batch in given:
+            loss = engine(**batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    with make(net(dropout=0.3), tmp_path / "whole", lr_scheduler=schedule, **options) as engine:
+        torch.manual_seed(3)
+        expected = go_on(engine, data)
+    with make(net(dropout=0.3), tmp_path / "parts", lr_scheduler=schedule, **options) as engine:
+        torch.manual_seed(3)
+        losses = go_on(engine, data[:3])
+        engine.client_state = {"epoch": 7}
+        losses += go_on(engine, data[3:5])
+    with pytest.raises(FileExistsError, match="resume=True"):  # what is there is not overwritten unasked
+        with make(net(), tmp_path / "parts") as engine:
+            engine(**data[0])
+    torch.manual_seed(99)
+    with make(net(seed=42, dropout=0.3), tmp_path / "parts", lr_scheduler=schedule, resume=True, **options) as engine:
+        engine.eval()
+        with torch.no_grad():
+            engine(**data[0])
+        engine.train()
+        assert engine.global_steps == 5 and engine.client_state == {"epoch": 7}
+        losses += go_on(engine, data[5:])
+    assert losses == expected
+
+
+def test_checkpoints_go_to_another_directory_and_back(tmp_path):
+    data = batches(6)
+    with make(net(), tmp_path / "run") as engine:
+        run(engine, data[:3])
+        path = engine.save_checkpoint(tmp_path / "kept", tag="good", client_state={"epoch": 2})
+        assert os.path.isdir(path)
+        expected = run(engine, data[3:])
+    model = net(seed=9)
+    with make(model, tmp_path / "again") as engine:
+        found, _ = engine.load_checkpoint(tmp_path / "kept", tag="good")
+        assert found == os.path.realpath(path)
+        losses = run(engine, data[3:])
+        assert engine.client_state == {"epoch": 2} and engine.global_steps == 6
+    assert losses == expected
+    with make(net(), tmp_path / "third") as engine:
+        assert engine.load_checkpoint(tmp_path / "nothing") == (None, {})
+        with pytest.raises(FileNotFoundError):
+            engine.load_checkpoint(tmp_path / "kept", tag="better")
+
+
+KILLED = """
+import os, sys, torch, penstock
+sys.path.insert(0, {tests!r})
+from engine_models import batches, net
+data = batches(40)
+engine = penstock.initialize(model=net(dropout=0.1), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), state_dir={directory!r},
+                             gradient_clipping=1.0, resume="auto")[0]
+with torch.no_grad():
+    engine.eval()(data[0]["x"])
+engine.train()
+if engine.global_steps == 0:
+    torch.manual_seed(3)
+for batch in data[engine.global_steps:]:
+    loss = engine(**batch)
+    engine.backward(loss)
+    engine.step()
+    print(engine.global_steps, repr(loss.item()), flush=True)
+engine.close()
+"""
+
+
+def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path):
+    def program(directory):
+        text = KILLED.format(tests=os.path.dirname(__file__), directory=str(directory))
+        return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+
+    def lines(process, most=None):
+        found = {}
+        for line in process.stdout:
+            step, loss = line.split()
+            found[int(step)] = loss
+            if most is not None and len(found) == most:
+                process.send_signal(signal.SIGKILL)
+                break
+        process.stdout.close()
+        process.wait()
+        return found
+
+    whole = program(tmp_path / "whole")
+    expected = lines(whole)
+    assert whole.returncode == 0 and len(expected) == 40
+    seen = {}
+    for most in (1, 5, 9, 13, None):
+        process = program(tmp_path / "killed")
+        for step, loss in lines(process, most).items():
+            assert expected[step] == loss, f"step {step}"
+            seen[step] = loss
+    assert process.returncode == 0 and seen == expected
+
+
+def test_ctrl_c_is_heard_while_the_engine_waits(tmp_path):
+    text = """
+import os, signal, sys, threading, torch, penstock
+sys.path.insert(0, {tests!r})
+from engine_models import batches, net
+engine = penstock.initialize(model=net(), state_dir={directory!r}, gradient_accumulation_steps=2)[0]
+data = batches(2)
+engine.train_batch(data)
+runtime = engine._runtime
+runtime.begin(True, engine.optimizer.rates(), 2)
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+try:
+    runtime._core.enter(False, 0, 1)  # the first micro-batch comes first
+except KeyboardInterrupt:
+    print("heard")
+runtime.give_up("interrupted")
+engine.train_batch(data)
+print("goes on", engine.global_steps)
+engine.close()
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", text.format(tests=os.path.dirname(__file__), directory=str(tmp_path / "s"))],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert out.stdout.split("\n")[:2] == ["heard", "goes on 2"], out.stderr
+
+
+def test_loader_workers_and_children_leave_nothing_broken(tmp_path):
+    model, data = net(), batches(6)
+    expected = plain_losses(model, all_names(model), [[batch] for batch in data])[0]
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=2)
+    with make(model, tmp_path) as engine:
+        losses = []
+        for number, batch in enumerate(loader):
+            torch.manual_seed(number)
+            loss = engine(**batch)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                engine(**data[0])
+            except RuntimeError as error:
+                code = 0 if "parent process" in str(error) else 2
+            os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert losses == pytest.approx(expected, abs=1e-5)
+        run(engine, data[:1])
+
+
+def test_a_closed_engine_says_so(tmp_path):
+    model, data = net(), batches(2)
+    engine = make(model, tmp_path)
+    run(engine, data)
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        engine(**data[0])
+    with pytest.raises(RuntimeError, match="was closed"):
+        model(**data[0])
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.step()
+
+
+def test_two_engines_train_at_once(tmp_path):
+    data = batches(10)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data], per_step_seed=False)[0]
+    results = {}
+
+    def train(name):
+        with make(net_of[name], tmp_path / name) as engine:
+            losses = []
+            for batch in data:
+                loss = engine(**batch)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            results[name] = losses
+
+    net_of = {name: net() for name in ("a", "b")}
+    threads = [threading.Thread(target=train, args=(name,)) for name in net_of]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results["a"] == results["b"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_missing_directory_and_a_full_one(tmp_path):
+    model, data = net(), batches(1)
+    with make(model, tmp_path / "a" / "b" / "c") as engine:
+        run(engine, data)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    engine = make(net(), blocked / "state")
+    with pytest.raises((OSError, RuntimeError), match="Not a directory"):
+        engine(**data[0])
+    engine.close()
