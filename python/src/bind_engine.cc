@@ -212,7 +212,7 @@ class PyTrainingEngine {
   }
 
   void Flush() {
-    Call([](zero::Engine& of) { return of.Flush(); });
+    Call([](zero::Engine& of) { return of.CommitDescription(); });
   }
   // The checkpoint's path.
   std::string Checkpoint(const std::string& parent) {

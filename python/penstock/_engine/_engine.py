@@ -74,6 +74,7 @@ class Engine:
         self.skipped_steps = 0
         self._result: Dict[str, Any] = {}
         self._begun_rates: List[Any] = []
+        self._rng = ""
         self._closed = False
         self._own_forward = model.forward
         self._wait_for_a_batch()
@@ -167,6 +168,7 @@ class Engine:
         self._runtime = Runtime(core, self.module, self._blocks, uses, weights)
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
+        self._runtime.before_pass = self._describe
         self._patch_state_dict()
         if resume or self._restore_from:
             self._restored()
@@ -186,8 +188,9 @@ class Engine:
             self.lr_scheduler.load_state_dict(kept["scheduler"])
         for group, lr in zip(self.optimizer.param_groups, kept.get("lr", [])):
             group["lr"] = lr
-        if kept.get("torch_rng"):
-            state = bytearray(base64.b64decode(kept["torch_rng"]))
+        self._rng = kept.get("torch_rng", "")
+        if self._rng:
+            state = bytearray(base64.b64decode(self._rng))
             torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())
 
     # --- training
@@ -243,14 +246,19 @@ class Engine:
             raise
         self.global_steps = self._result["step"]
         self.skipped_steps += bool(self._result["skipped"])
+        self._rng = base64.b64encode(bytes(torch.get_rng_state().numpy())).decode()
         self._describe()
 
+    # What the commit of the last step says: torch's random state as the step left it, the rest as it is when the next pass
+    # begins, since schedulers of others make their steps in between.
     def _describe(self) -> None:
+        if self.global_steps == 0:
+            return
         kept: Dict[str, Any] = {
             "client": self.client_state,
             "skipped": self.skipped_steps,
             "lr": [float(group["lr"]) for group in self.optimizer.param_groups],
-            "torch_rng": base64.b64encode(bytes(torch.get_rng_state().numpy())).decode(),
+            "torch_rng": self._rng,
         }
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
@@ -333,6 +341,7 @@ class Engine:
     def flush(self) -> None:
         """The last step is applied and committed when this returns."""
         self._ready()
+        self._describe()
         self._core.flush()
 
     def parameter_names(self) -> List[str]:
@@ -341,6 +350,7 @@ class Engine:
     def read_state(self, parameter: nn.Parameter, kind: str = "parameter") -> torch.Tensor:
         """One parameter's fp32 master, "first moment", "second moment" or "gradient" (of the last step, before clipping)."""
         self._ready()
+        self._describe()
         value = torch.empty(parameter.shape, dtype=torch.float32)
         self._core.read(self._names[id(parameter)], kind, value.data_ptr(), value.numel() * 4)
         return value
@@ -410,7 +420,7 @@ class Engine:
         self._ready()
         if client_state is not None:
             self.client_state = dict(client_state)
-            self._describe()
+        self._describe()
         path = self._core.checkpoint(os.fspath(save_dir))
         name = os.path.basename(path)
         if tag is not None and tag != name:
@@ -458,6 +468,15 @@ class Engine:
         """What the engine had to say since the last call."""
         return list(self._core.take_log()) if self._core is not None else []
 
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether this very parameter is of the engine's model."""
+        return any(parameter is each for block in self._blocks for _, each in block.parameters)
+
+    @property
+    def started(self) -> bool:
+        """Whether the parameters are the engine's: from the first forward on."""
+        return self._runtime is not None
+
     def _ready(self) -> Runtime:
         if self._closed:
             raise RuntimeError("this engine was closed")
@@ -475,6 +494,7 @@ class Engine:
             return
         try:
             self._runtime.close()
+            self._describe()
             self._core.flush()
         finally:
             self._core.close()

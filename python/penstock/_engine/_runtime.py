@@ -100,6 +100,7 @@ class Runtime:
         """A pass begins. One that was left open (a forward whose backward never came) is given up."""
         if self._open is not None:
             self.give_up("another forward began before its backward was over")
+        self.before_pass()
         if trains:
             self._core.begin(True, list(rates))
         else:
@@ -153,6 +154,8 @@ class Runtime:
             return self.on_training_forward(args, kwargs)
         return self.evaluate(args, kwargs)
 
+    # Set by the engine: called before a pass begins.
+    before_pass: Callable[[], None]
     # Set by the engine: begins the pass, then calls train_forward.
     on_training_forward: Callable[[Tuple[Any, ...], Dict[str, Any]], Any]
 
@@ -299,7 +302,12 @@ class Runtime:
                 f"{self._uses[stage].name} changes one of its inputs in place: backward computes the block again and would be "
                 "given the changed input. Let its forward work on a copy"
             )
-        return _gated(out, lambda: self._enter_backward(driver, stage))
+        passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
+        for tensor in tensors_of(out):
+            # A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that.
+            if tensor.requires_grad and id(tensor) not in passed:
+                tensor.register_hook(lambda gradient: self._enter_backward(driver, stage))
+        return out
 
     # --- backward
 
@@ -462,12 +470,3 @@ def _computed(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return original(*args, **kwargs)
     finally:
         torch.set_autocast_cache_enabled(was)
-
-
-# A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that to outputs.
-def _gated(out: Any, enter: Callable[[], None]) -> Any:
-    """When the first gradient comes back to the outputs, `enter` is called."""
-    for tensor in tensors_of(out):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: enter())
-    return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Optional, Sequence, Union
@@ -41,7 +42,9 @@ def _config_text(config: Any) -> str:
         with open(config, encoding="utf-8") as file:
             return file.read()
     if isinstance(config, dict):
-        return json.dumps(config)
+        # accelerate gives steps_per_print as inf, which JSON has no word for.
+        never = {key for key, value in config.items() if isinstance(value, float) and math.isinf(value)}
+        return json.dumps({key: value for key, value in config.items() if key not in never})
     raise TypeError(f"config is a dictionary or the path of a JSON file, not {type(config).__name__}")
 
 

@@ -1,0 +1,262 @@
+"""DeepSpeed's calls as Hugging Face's libraries make them: the engine in the shape that they expect.
+
+Here and not in the shim, so that it has one place whatever name it is imported by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import weakref
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import nn
+
+from ._engine._engine import Engine
+from ._engine._engine import initialize as _initialize
+from ._engine._settings import PathLike
+
+logger = logging.getLogger("penstock")
+
+_SCRATCH = "penstock-swap-"
+# By the parameter's id: a tensor is no key, since == compares its elements. Engines go with their models.
+_owners: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionary()
+
+
+def init_distributed(dist_backend: Optional[str] = None, *_: Any, **__: Any) -> None:
+    """torch.distributed's process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; one process trains."""
+    import torch.distributed as dist
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise NotImplementedError("several ranks from Python are not served: start one process (penstock train has ranks)")
+    if dist.is_available() and not dist.is_initialized():
+        dist.init_process_group(backend="gloo")
+
+
+class DeepSpeedEngine(nn.Module):
+    """DeepSpeed's engine over Penstock's: ``engine`` is the latter, ``module`` the model."""
+
+    def __init__(self, engine: Engine, config: Dict[str, Any], scratch: Sequence[str]) -> None:
+        super().__init__()
+        self.module = engine.module
+        object.__setattr__(self, "engine", engine)
+        self._config = config
+        self.optimizer = engine.optimizer
+        self.optimizer.overflow = False  # type: ignore[attr-defined]
+        self.lr_scheduler = engine.lr_scheduler
+        self._remove_scratch = weakref.finalize(self, _remove, list(scratch), os.getpid())
+        for parameter in self.module.parameters():
+            _owners[id(parameter)] = engine
+
+    @property
+    def config(self) -> Dict[str, Any]:
+        return self._config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> torch.Tensor:
+        return self.engine.backward(loss, retain_graph)
+
+    def step(self, *_: Any, **__: Any) -> None:
+        self.engine.step()
+        self.optimizer.overflow = bool(self.engine.last_step["skipped"])  # type: ignore[attr-defined]
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        if not is_boundary:
+            raise NotImplementedError(_NO_ACCUMULATION)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return True
+
+    def gradient_accumulation_steps(self) -> int:
+        return 1
+
+    def no_sync(self) -> Any:
+        return contextlib.nullcontext()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.engine.zero_grad()
+
+    def get_global_grad_norm(self) -> Optional[float]:
+        return self.engine.get_global_grad_norm()
+
+    def get_lr(self) -> List[float]:
+        return self.engine.get_lr()
+
+    @property
+    def global_steps(self) -> int:
+        return self.engine.global_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.engine.skipped_steps
+
+    def zero_optimization_stage(self) -> int:
+        return 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        return True
+
+    def compile(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("torch.compile over the engine is not served: compile modules of the model by themselves")
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Mapping[str, torch.Tensor]:
+        state = self.module.state_dict()
+        if exclude_frozen_parameters:
+            frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+            state = {name: value for name, value in state.items() if name not in frozen}
+        return state  # type: ignore[no-any-return]
+
+    def save_checkpoint(
+        self, save_dir: PathLike, tag: Optional[str] = None, client_state: Optional[Mapping[str, Any]] = None, **_: Any
+    ) -> bool:
+        self.engine.save_checkpoint(save_dir, tag or f"global_step{self.global_steps}", client_state or {})
+        return True
+
+    def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
+        return self.engine.load_checkpoint(load_dir, tag)
+
+    def destroy(self) -> None:
+        self.engine.close()
+        self._remove_scratch()
+
+
+_NO_ACCUMULATION = (
+    "gradient_accumulation_steps above 1 with a forward for each micro-batch is not served: set it to 1 and give larger batches, or "
+    "use penstock.initialize and engine.train_batch([...]), which fetches every block once for all micro-batches"
+)
+
+
+def _remove(directories: Sequence[str], process: int) -> None:
+    if os.getpid() == process:
+        for directory in directories:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+# DeepSpeed's nvme_path is a place for many runs: each has a directory of its own there, which goes with its process. What a killed
+# one has left is removed by the next.
+def _scratch_in(parent: str) -> str:
+    os.makedirs(parent, exist_ok=True)
+    for name in os.listdir(parent):
+        process = name[len(_SCRATCH) :].split("-")[0]
+        if name.startswith(_SCRATCH) and process.isdigit() and not os.path.exists(f"/proc/{process}"):
+            shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
+    number = sum(name.startswith(f"{_SCRATCH}{os.getpid()}-") for name in os.listdir(parent))
+    return os.path.join(parent, f"{_SCRATCH}{os.getpid()}-{number}")
+
+
+def _config_of(config: Any) -> Dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return dict(config)
+    with open(config, encoding="utf-8") as file:
+        return dict(json.load(file))
+
+
+def _with_scratch(config: Dict[str, Any], scratch: List[str]) -> Dict[str, Any]:
+    """The configuration with nvme_path in directories of this process."""
+    changed = json.loads(json.dumps(config))
+    made: Dict[str, str] = {}
+    for key in ("offload_param", "offload_optimizer"):
+        part = (changed.get("zero_optimization") or {}).get(key)
+        if isinstance(part, dict) and part.get("device") == "nvme" and part.get("nvme_path"):
+            path = os.path.abspath(part["nvme_path"])
+            if path not in made:
+                made[path] = _scratch_in(path)
+                scratch.append(made[path])
+            part["nvme_path"] = made[path]
+    return changed  # type: ignore[no-any-return]
+
+
+def initialize(
+    args: Any = None,
+    model: Optional[nn.Module] = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    distributed_port: int = 29500,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    dist_init_required: Optional[bool] = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    **_: Any,
+) -> Tuple[DeepSpeedEngine, Any, None, Any]:
+    """deepspeed.initialize. nvme_path is scratch, as in DeepSpeed: what lasts is what save_checkpoint writes."""
+    given = config if config is not None else config_params
+    if given is None and args is not None:
+        given = getattr(args, "deepspeed_config", None)
+    described = _config_of(given)
+    if described.get("gradient_accumulation_steps", 1) not in (1, "auto"):
+        raise NotImplementedError(_NO_ACCUMULATION)
+    if training_data is not None or mpu is not None or mesh_param is not None:
+        raise NotImplementedError("training_data, mpu and mesh_param are not served: one process trains, and the caller loads its data")
+    scratch: List[str] = []
+    engine, _, _, scheduler = _initialize(
+        model=model,
+        config=_with_scratch(described, scratch),
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+        overwrite=True,
+    )
+    made = DeepSpeedEngine(engine, described, scratch)
+    return made, made.optimizer, None, scheduler
+
+
+class Init(contextlib.AbstractContextManager):  # type: ignore[type-arg]
+    """deepspeed.zero.Init: the model is built in memory, as without it. penstock.initialize then moves it out."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def GatheredParameters(  # noqa: N802
+    params: Union[nn.Parameter, Sequence[nn.Parameter]], modifier_rank: Optional[int] = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[Any]:
+    """deepspeed.zero.GatheredParameters: the values are there within; with a modifier_rank changes are written back."""
+    wanted = [params] if isinstance(params, nn.Parameter) else list(params)
+    engine = next((_owners[id(each)] for each in wanted if id(each) in _owners and _owners[id(each)].has(each)), None)
+    if not enabled or engine is None or not engine.started:
+        yield params
+        return
+    with engine.gathered(wanted, write_back=modifier_rank is not None):
+        yield params
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing to do where the module that uses it is in its block; else the model is refused at its first forward."""
+
+
+def _owner_of(parameter: nn.Parameter) -> Engine:
+    engine = _owners.get(id(parameter))
+    if engine is None or not engine.has(parameter):
+        raise ValueError("this parameter belongs to no engine")
+    return engine
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor:
+    return _owner_of(param).read_state(param)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor:
+    return _owner_of(param).read_state(param, "gradient")
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor:
+    kinds = {"exp_avg": "first moment", "exp_avg_sq": "second moment", "sum": "second moment", "momentum_buffer": "first moment"}
+    if optim_state_key not in kinds:
+        raise ValueError(f"no optimizer state {optim_state_key!r}: {', '.join(kinds)}")
+    return _owner_of(param).read_state(param, kinds[optim_state_key])

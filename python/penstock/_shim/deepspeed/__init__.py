@@ -1,0 +1,37 @@
+"""DeepSpeed's name, answered by Penstock: what transformers, accelerate and usual scripts ask of it.
+
+It is found instead of DeepSpeed after ``import penstock.deepspeed`` or under ``python -m penstock.run``. What is not here is not
+served; an attribute that is missing says so.
+"""
+
+from typing import Any, Optional
+
+from penstock._deepspeed import DeepSpeedEngine, init_distributed, initialize
+
+from . import accelerator, checkpoint, comm, ops, runtime, utils, zero
+
+__version__ = "0.18.9+penstock"
+__git_hash__: Optional[str] = None
+__git_branch__: Optional[str] = None
+
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "init_inference", "initialize", "tp_model_init", "zero"]
+
+
+def add_config_arguments(parser: Any) -> Any:
+    """DeepSpeed's: adds --deepspeed and --deepspeed_config."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true")
+    group.add_argument("--deepspeed_config", default=None, type=str)
+    return parser
+
+
+def tp_model_init(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("tensor parallelism is not served: Penstock trains with ZeRO's data parallelism")
+
+
+def init_inference(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("init_inference is not served: `penstock generate`, or penstock.initialize and engine.generate")
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"deepspeed.{name} is not served by Penstock, which answers to DeepSpeed's name in this process")

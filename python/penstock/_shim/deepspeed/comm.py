@@ -1,0 +1,26 @@
+"""torch.distributed under DeepSpeed's name."""
+
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock._deepspeed import init_distributed
+
+__all__ = ["barrier", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
+
+
+def is_initialized() -> bool:
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def get_rank(group: Any = None) -> int:
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def barrier(*args: Any, **kwargs: Any) -> None:
+    if is_initialized():
+        dist.barrier(*args, **kwargs)

@@ -1,0 +1,1 @@
+from penstock.ops.adagrad import DeepSpeedCPUAdagrad as DeepSpeedCPUAdagrad

@@ -1,0 +1,1 @@
+from penstock.ops.adam import DeepSpeedCPUAdam as DeepSpeedCPUAdam

@@ -1,0 +1,1 @@
+from penstock.ops.aio import *  # noqa: F403

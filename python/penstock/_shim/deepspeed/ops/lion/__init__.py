@@ -1,0 +1,1 @@
+from penstock.ops.lion import DeepSpeedCPULion as DeepSpeedCPULion

@@ -1,0 +1,2 @@
+from . import lr_schedules as lr_schedules
+from . import zero as zero

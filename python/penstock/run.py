@@ -1,0 +1,46 @@
+"""``python -m penstock.run script.py ...``: a script that imports deepspeed, or a Trainer with ``deepspeed=``, on Penstock's engine.
+
+It runs the script in this process, as one rank. ``-m MODULE`` runs a module.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+
+
+def _free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: python -m penstock.run SCRIPT [ARGUMENTS]\n       python -m penstock.run -m MODULE [ARGUMENTS]\n\n" + (__doc__ or ""))
+        sys.exit(0 if arguments else 2)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.exit("penstock.run: several ranks from Python are not served: start one process")
+    from . import deepspeed  # noqa: F401
+
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("MASTER_PORT", _free_port())
+    if arguments[0] == "-m":
+        if len(arguments) < 2:
+            sys.exit("penstock.run: -m needs a module")
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    if not os.path.exists(arguments[0]):
+        sys.exit(f"penstock.run: no script {arguments[0]}")
+    sys.argv = arguments
+    sys.path.insert(1, os.path.dirname(os.path.abspath(arguments[0])))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Hugging Face's Trainer and accelerate on Penstock's engine: scripts that name DeepSpeed run as they are."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+TRAINER = """
+import json, os, signal, sys, torch, transformers
+transformers.logging.set_verbosity_error()
+deepspeed, out, resume, kill = json.loads(sys.argv[1])
+torch.manual_seed(0)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64,
+                                                               num_hidden_layers=2, num_attention_heads=4))
+data = [{"input_ids": torch.randint(3, 99, (16,))} for _ in range(64)]
+for each in data:
+    each["labels"] = each["input_ids"].clone()
+class Watch(transformers.TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **_):
+        if "loss" in logs:
+            print("RESULT", json.dumps([state.global_step, float(logs["loss"]), float(logs["grad_norm"])]), flush=True)
+        if state.global_step == kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+args = transformers.TrainingArguments(output_dir=out, per_device_train_batch_size=4, max_steps=10, logging_steps=1, save_steps=3,
+                                      report_to=[], deepspeed=deepspeed, learning_rate=1e-2, lr_scheduler_type="cosine",
+                                      weight_decay=0.1, use_cpu=True, disable_tqdm=True)
+trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=[Watch()])
+trainer.train(resume_from_checkpoint=resume)
+print("RESULT", json.dumps(["eval", trainer.evaluate(data[:8])["eval_loss"]]))
+trainer.save_model(out + "/final")
+loaded = transformers.LlamaForCausalLM.from_pretrained(out + "/final").eval()
+x = torch.stack([each["input_ids"] for each in data[:8]])
+with torch.no_grad():
+    print("RESULT", json.dumps(["loaded", loaded(input_ids=x, labels=x).loss.item()]))
+"""
+
+
+def config(directory):
+    offload = {"device": "nvme", "nvme_path": str(directory)}
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
+
+
+def run(tmp_path, out, deepspeed=None, resume=None, kill=0, status=0):
+    script = tmp_path / "train.py"
+    script.write_text(TRAINER)
+    launcher = ["-m", "penstock.run"] if deepspeed else []
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script), json.dumps([deepspeed, str(out), resume and str(resume), kill])],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == status, done.stderr[-3000:]
+    found = [json.loads(line[len("RESULT ") :]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return {step: values for step, *values in found}
+
+
+def test_trainer(tmp_path):
+    plain = run(tmp_path, tmp_path / "plain")
+    nvme = tmp_path / "nvme"
+    ours = run(tmp_path, tmp_path / "ours", config(nvme))
+    assert list(ours) == list(plain) == [*range(1, 11), "eval", "loaded"]
+    for step, values in plain.items():
+        assert ours[step] == pytest.approx(values, abs=1e-5), step
+    assert os.listdir(nvme) == []  # what is there goes with the process
+    # Killed in mid-run, and gone on with from the last checkpoint: the same bits.
+    killed = run(tmp_path, tmp_path / "killed", config(nvme), kill=8, status=-signal.SIGKILL)
+    assert [ours[step] for step in killed] == list(killed.values())
+    resumed = run(tmp_path, tmp_path / "killed", config(nvme), resume=tmp_path / "killed" / "checkpoint-6")
+    assert list(resumed) == [7, 8, 9, 10, "eval", "loaded"]
+    for step, values in resumed.items():
+        assert values == ours[step], step
+    assert os.listdir(nvme) == []  # nor does what the killed process left stay
+
+
+def test_a_script_for_deepspeed_changes_one_line(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import sys, torch
+import penstock.deepspeed as deepspeed
+sys.path.insert(0, sys.argv[1])
+from engine_models import batches, net, plain_losses, all_names
+model, data = net(), batches(6)
+expected = plain_losses(model, [{**all_names(model)[0], "weight_decay": 0.1}], [[batch] for batch in data])[0]
+config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0,
+          "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+          "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": sys.argv[2]}}}
+engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+for number, batch in enumerate(data):
+    torch.manual_seed(number)
+    loss = engine(**batch)
+    engine.backward(loss)
+    engine.step()
+    assert abs(loss.item() - expected[number]) < 1e-5
+with deepspeed.zero.GatheredParameters(list(model.norm.parameters()), modifier_rank=0):
+    model.norm.weight.data.fill_(2.0)
+assert deepspeed.utils.safe_get_full_fp32_param(model.norm.weight).eq(2).all()
+assert deepspeed.utils.safe_get_full_optimizer_state(model.norm.weight, "exp_avg_sq").abs().sum() > 0
+engine.save_checkpoint(sys.argv[2] + "/kept")
+import deepspeed as by_name
+assert by_name.initialize is deepspeed.initialize and by_name.DeepSpeedEngine is type(engine)
+try:
+    by_name.tp_model_init()
+except NotImplementedError as error:
+    assert "tensor parallelism" in str(error)
+try:
+    by_name.pipe
+except AttributeError as error:
+    assert "not served" in str(error)
+try:
+    deepspeed.initialize(model=net(), config={**config, "gradient_accumulation_steps": 4})
+except NotImplementedError as error:
+    assert "train_batch" in str(error)
+print("done")
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), os.path.dirname(__file__), str(tmp_path / "nvme")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.stdout == "done\n", done.stderr[-3000:]
+
+
+def test_run_without_a_script(tmp_path):
+    def call(*arguments, **environment):
+        return subprocess.run(
+            [sys.executable, "-m", "penstock.run", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        )
+
+    assert call().returncode == 2 and "usage" in call().stdout
+    assert "no script" in call(str(tmp_path / "nowhere.py")).stderr
+    assert "one process" in call("x.py", WORLD_SIZE="2").stderr
