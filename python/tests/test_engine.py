@@ -244,7 +244,8 @@ def test_an_exception_gives_up_its_step_and_no_more(tmp_path, when, layer):
     with make(model, tmp_path) as engine:
         losses = run(engine, data[:2])
         model.layers[layer].calls, model.layers[layer].raises = 0, when
-        with pytest.raises(ZeroDivisionError if when == "backward" else KeyError):
+        # torch 1.13 makes a RuntimeError of what is raised while a block is computed again.
+        with pytest.raises(ZeroDivisionError if when == "backward" else (KeyError, RuntimeError)):
             engine.backward(engine(**data[3]))
         model.layers[layer].raises = None
         assert losses + run(engine, data[2:]) == pytest.approx(expected, abs=1e-5)
@@ -410,6 +411,15 @@ def test_bf16_masters_are_fp32(tmp_path):
         assert engine.state_dict()["norm.weight"].dtype == torch.float32  # as it came in
 
 
+def computes_in_fp16():
+    try:
+        nn.functional.layer_norm(torch.ones(2, 2, dtype=torch.float16), (2,))
+        return True
+    except RuntimeError:
+        return False
+
+
+@pytest.mark.skipif(not computes_in_fp16(), reason="this torch does not compute in float16 on the processor")
 def test_fp16_scales_its_loss(tmp_path):
     model, data = net(), batches(12)
     config = {"train_micro_batch_size_per_gpu": 4, "fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 1.0}
@@ -440,6 +450,26 @@ def test_autocast(tmp_path):
             engine.backward(loss)
             engine.step()
             assert loss.item() == pytest.approx(expected.item(), abs=2e-3)
+
+
+def test_one_autocast_around_everything(tmp_path):
+    model, data = net(tied=False), batches(4)
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    with make(model, tmp_path, gradient_clipping=0) as engine:
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # what it keeps of weights must not be taken for the next ones
+            for batch in data:
+                with torch.no_grad():
+                    engine(**batch)
+                loss = engine(**batch)
+                engine.backward(loss)
+                engine.step()
+                with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                    optimizer.zero_grad()
+                    expected = plain(**batch)
+                    expected.backward()
+                    optimizer.step()
+                assert loss.item() == pytest.approx(expected.item(), abs=2e-3)
 
 
 CONFIG = {

@@ -18,3 +18,20 @@ def test_example(name, directory):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert os.listdir(directory) == []
+
+
+@pytest.mark.skipif(not os.path.isdir(EXAMPLES), reason="needs examples/python of the repository")
+def test_the_engine_goes_on(directory):
+    pytest.importorskip("transformers")
+
+    def run(steps):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", os.path.join(EXAMPLES, "engine.py"), str(directory), str(steps)], capture_output=True,
+            text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+
+    assert len(run(3)) == 3
+    later = run(5)
+    assert [line.split(":")[0] for line in later] == ["step 4", "step 5"]

@@ -206,15 +206,16 @@ class Runtime:
             if driver is None:
                 return self._by_itself(original, key, name, args, kwargs)
             stage = self._stage_of(driver, key, name)
+            settings = _AutogradSettings()
             if not driver.trains:
                 with self._entered_forward(driver, stage), torch.no_grad():
-                    return original(*args, **kwargs)
+                    return _computed(original, settings, args, kwargs)
             if not torch.is_grad_enabled() and stage != self._last:
                 with self._entered_forward(driver, stage):
-                    return original(*args, **kwargs)
+                    return _computed(original, settings, args, kwargs)
             if stage == self._last:
                 self._enter_backward(driver, stage)
-                return original(*args, **kwargs)
+                return _computed(original, settings, args, kwargs)
             return self._checkpointed(driver, stage, original, args, kwargs)
 
         return forward
@@ -241,7 +242,7 @@ class Runtime:
         try:
             driver = self._drivers[0]
             with self._entered_forward(driver, self._stage_of(driver, key, name)), torch.no_grad():
-                out = original(*args, **kwargs)
+                out = _computed(original, _AutogradSettings(), args, kwargs)
             self.finish()
             return out
         except BaseException as error:
@@ -287,14 +288,15 @@ class Runtime:
         given = tensors_of((args, kwargs))
         versions = [tensor._version for tensor in given]
         first = [True]
+        settings = _AutogradSettings()
 
         def compute(*a: Any, **k: Any) -> Any:
             if first[0]:
                 first[0] = False
                 with self._entered_forward(driver, stage):
-                    return _computed(original, a, k)
+                    return _computed(original, settings, a, k)
             self._enter_backward(driver, stage)
-            return _computed(original, a, k)
+            return _computed(original, settings, a, k)
 
         out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False, **kwargs)
         if any(tensor._version != version for tensor, version in zip(given, versions)):
@@ -363,6 +365,18 @@ class Runtime:
         while driver.backward_at >= 0:
             self._enter_now(driver, driver.backward_at)
             self._leave_backward(driver)
+        if self._baton is None:
+            self._refuse_late_gradients()
+
+    # Everything was left, so a gradient that is there came after its block was: it would be lost.
+    def _refuse_late_gradients(self) -> None:
+        for block in self._blocks:
+            for name, parameter in block.parameters:
+                if parameter.grad is not None:
+                    raise PassFailed(
+                        f"the gradient of {name} came after its block's backward was over: the model uses it outside of the forward "
+                        "of its module. Give blocks=[...] with a module around all its uses"
+                    )
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of the pass that is open, from the loss of its (only) micro-batch."""
@@ -428,6 +442,11 @@ class Runtime:
             self.give_up(f"{type(error).__name__}: {error}")
             raise
         self._baton = None
+        if not errors:
+            try:
+                self._refuse_late_gradients()
+            except PassFailed as error:
+                errors.append(error)
         if errors:
             self.give_up(f"{type(errors[0]).__name__}: {errors[0]}")
             raise errors[0]
@@ -444,12 +463,12 @@ class _AutogradSettings:
     """What of torch's state belongs to a thread and is wanted in another."""
 
     def __init__(self) -> None:
-        self._autocast = _autocasts()
-        self._dtype = torch.get_autocast_cpu_dtype() if self._autocast else torch.bfloat16
+        self.autocasts = _autocasts()
+        self.dtype = torch.get_autocast_cpu_dtype() if self.autocasts else torch.bfloat16
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        with torch.autograd.set_grad_enabled(True), torch.autocast("cpu", dtype=self._dtype, enabled=self._autocast):
+        with torch.autograd.set_grad_enabled(True), torch.autocast("cpu", dtype=self.dtype, enabled=self.autocasts):
             yield
 
 
@@ -460,13 +479,10 @@ def _autocasts() -> bool:
         return bool(torch.is_autocast_cpu_enabled())
 
 
-# Autocast would keep a copy of every weight until its context ends: there is one weight at a time here.
-def _computed(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if not _autocasts():
+# Autocast would keep a copy of every weight until its context ends, and give it back when the weight is another: no cache. Its
+# settings are those of forward, in backward as well.
+def _computed(original: Callable[..., Any], settings: "_AutogradSettings", args: Any, kwargs: Any) -> Any:
+    if not settings.autocasts:
         return original(*args, **kwargs)
-    was = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
+    with torch.autocast("cpu", dtype=settings.dtype, enabled=True, cache_enabled=False):
         return original(*args, **kwargs)
-    finally:
-        torch.set_autocast_cache_enabled(was)

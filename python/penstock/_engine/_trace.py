@@ -46,10 +46,13 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
             handles.append(module.register_forward_hook(after))
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.numel()]
     state = torch.get_rng_state()
+    caches = torch.is_autocast_cache_enabled()
     try:
+        torch.set_autocast_cache_enabled(False)  # what it kept would have no graph, and be taken for the weight later on
         with torch.no_grad():
             forward()
     finally:
+        torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()
         torch.set_rng_state(state)
