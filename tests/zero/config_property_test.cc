@@ -27,6 +27,7 @@ Json Example(const KeySpec& spec) {
     case KeyType::kNumber:
       return within(0.5);
     case KeyType::kText:
+    case KeyType::kPath:
       return "/somewhere";
     case KeyType::kChoice:
       return std::string(spec.choices.substr(0, spec.choices.find('|')));
@@ -126,7 +127,8 @@ TEST(ConfigTable, ServedKeysRefuseEveryOtherType) {
               << parsed.status();
         }
       }
-      const bool takes_one = spec.type == KeyType::kBool || spec.type == KeyType::kText;
+      const bool takes_one =
+          spec.type == KeyType::kBool || spec.type == KeyType::kText || spec.type == KeyType::kPath;
       EXPECT_EQ(accepted, takes_one ? 1 : 0) << section << "." << spec.name;
     }
   }

@@ -163,6 +163,7 @@ class Resolver {
     RETURN_IF_ERROR(ChooseInitialWeights());
     RETURN_IF_ERROR(MakeExample());
     Record();
+    settings_.config = config_;
     return std::move(settings_);
   }
 

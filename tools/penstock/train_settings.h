@@ -35,6 +35,7 @@ struct TrainSettings {
     std::optional<text::ChatTemplate> chat;
     bool skip_broken = false;
   } text;
+  zero::Config config;  // of --config, with what flags and defaults filled; empty: there is none
   nlohmann::json kept = nlohmann::json::object();  // part of the run's record
   zero::EngineOptions engine;                      // complete but for what hooks into the run
   std::vector<std::string> notes;                  // lines for people: keys ignored, choices made

@@ -33,6 +33,7 @@
 #include "tools/base/size.h"
 #include "tools/base/version.h"
 #include "tools/machine/machine_probe.h"
+#include "tools/monitor/monitors.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/text_flags.h"
@@ -251,6 +252,7 @@ class Training {
       if (settings_.resumes) options.resume.run_changes["run_id"] = run_id_;
     }
     options.resume.run["run_id"] = run_id_;
+    RETURN_IF_ERROR(OpenMonitors());
     if (!flags_.log.has_value()) return absl::OkStatus();
     LogOwner owner{.run_id = run_id_, .resumes = flags_.resume, .replaces = settings_.replaces};
     // The record of a run from before there were ids says up to which step it had none.
@@ -261,6 +263,14 @@ class Training {
     ASSIGN_OR_RETURN(std::unique_ptr<TrainLog> log, TrainLog::Open(*flags_.log, owner));
     log_ = std::move(log);
     if (settings_.resumes && !known) options.resume.run_changes["run_id_since"] = log_->last_step();
+    return absl::OkStatus();
+  }
+
+  absl::Status OpenMonitors() {
+    if (settings_.engine.rank() > 0) return absl::OkStatus();
+    const MonitorOwner owner{.run_id = run_id_, .resumes = flags_.resume, .replaces = settings_.replaces};
+    const bool scales_loss = settings_.engine.dtype == kernels::DType::kFp16;
+    ASSIGN_OR_RETURN(monitors_, Monitors::Open(settings_.config, owner, scales_loss));
     return absl::OkStatus();
   }
 
@@ -344,7 +354,7 @@ class Training {
     };
     hooks.planned = [this](const zero::EnginePlan& plan) { return Planned(plan); };
     hooks.describe = [this](const zero::StepResult& result) {
-      nlohmann::json description = zero::StepJson(result, TokensPerStep());
+      nlohmann::json description = EntryOf(result);
       if (!unlogged_.empty()) description["unlogged"] = unlogged_;
       return description;
     };
@@ -388,16 +398,34 @@ class Training {
   // The log ends where the run goes on: lines behind that go, and steps that were committed without a line
   // get one.
   absl::Status BeginLog() {
-    if (log_ == nullptr) return absl::OkStatus();
-    RETURN_IF_ERROR(log_->Begin());
-    if (!flags_.resume) return absl::OkStatus();
-    RETURN_IF_ERROR(CheckLogged(*log_, engine_->plan(), engine_->step()));
-    RETURN_IF_ERROR(log_->CutAfter(engine_->step()));
     const nlohmann::json& last = engine_->last_description();
-    if (last.is_object() && last.contains("unlogged") && last["unlogged"].is_array()) {
-      for (const nlohmann::json& step : last["unlogged"]) RETURN_IF_ERROR(log_->AddMissing(step));
+    begins_at_ = engine_->step();
+    // Records from before samples were counted are of runs whose steps are taken to have had the same size.
+    begins_with_samples_ = zero::JsonField<int64_t>(last, "samples").value_or(begins_at_ * SamplesPerStep());
+    if (log_ != nullptr) {
+      RETURN_IF_ERROR(log_->Begin());
+      if (flags_.resume) {
+        RETURN_IF_ERROR(CheckLogged(*log_, engine_->plan(), engine_->step()));
+        RETURN_IF_ERROR(log_->CutAfter(engine_->step()));
+      }
     }
-    return log_->AddMissing(last);
+    RETURN_IF_ERROR(monitors_.Begin(SamplesAt(engine_->step())));
+    if (!flags_.resume) return absl::OkStatus();
+    if (last.is_object() && last.contains("unlogged") && last["unlogged"].is_array()) {
+      for (const nlohmann::json& step : last["unlogged"]) RETURN_IF_ERROR(AddMissing(step));
+    }
+    return AddMissing(last);
+  }
+
+  // A step that a commit record knows, wherever it is not written yet.
+  absl::Status AddMissing(nlohmann::json step) {
+    if (!step.is_object()) return absl::OkStatus();
+    if (log_ != nullptr) {
+      RETURN_IF_ERROR(log_->AddMissing(step));
+    }
+    if (!step.contains("samples"))
+      step["samples"] = SamplesAt(zero::JsonField<int64_t>(step, "step").value_or(0));
+    return monitors_.Append(step);
   }
 
   // What the flags were held against was read before the run was this process's: another may have gone on
@@ -490,6 +518,17 @@ class Training {
 
   int64_t TokensPerStep() const {
     return settings_.batch * settings_.accumulate * settings_.seq * settings_.engine.world();
+  }
+  int64_t SamplesPerStep() const { return settings_.batch * settings_.accumulate * settings_.engine.world(); }
+  // That were trained on up to a step of this process, and those before it.
+  int64_t SamplesAt(int64_t step) const {
+    return begins_with_samples_ + (step - begins_at_) * SamplesPerStep();
+  }
+  // What log, monitors and commit record say of a step.
+  nlohmann::json EntryOf(const zero::StepResult& result) const {
+    nlohmann::json entry = zero::StepJson(result, TokensPerStep());
+    entry["samples"] = SamplesAt(result.step);
+    return entry;
   }
   // Several ranks stop after the same step: the one in which all of them heard of it.
   bool Stops() const {
@@ -663,14 +702,14 @@ class Training {
       progress_.Print(absl::StrFormat("step %d  eval loss %.4f over %d sequences", evaluation.step,
                                       evaluation.loss, windows));
     }
-    // One line for a step, also where the end of a finished run is looked at again.
-    if (log_ == nullptr || log_->last_evaluation() >= evaluation.step) return absl::OkStatus();
-    return Log(zero::EvaluationJson(evaluation));
+    nlohmann::json entry = zero::EvaluationJson(evaluation);
+    entry["samples"] = SamplesAt(evaluation.step);
+    return Log(entry);
   }
 
   absl::Status Committed(const zero::StepResult& result) {
-    if (log_ == nullptr) return absl::OkStatus();
-    const nlohmann::json step = zero::StepJson(result, TokensPerStep());
+    if (log_ == nullptr && !monitors_.any()) return absl::OkStatus();
+    const nlohmann::json step = EntryOf(result);
     absl::Status status = Log(step);
     if (!log_trouble_.ok()) unlogged_.push_back(step);
     return status;
@@ -680,10 +719,20 @@ class Training {
   // and its line with it.
   absl::Status Log(const nlohmann::json& entry) {
     if (!log_trouble_.ok()) return absl::OkStatus();
-    absl::Status status = log_->Append(entry);
+    absl::Status status = Write(entry);
     if (on_nvme()) return status;
     log_trouble_ = std::move(status);
     return absl::OkStatus();
+  }
+
+  absl::Status Write(const nlohmann::json& entry) {
+    // One line for an evaluation, also where the end of a finished run is looked at again.
+    const bool again = entry.contains("windows") && log_ != nullptr &&
+                       log_->last_evaluation() >= zero::JsonField<int64_t>(entry, "step").value_or(0);
+    if (log_ != nullptr && !again) {
+      RETURN_IF_ERROR(log_->Append(entry));
+    }
+    return monitors_.Append(entry);
   }
 
   void Tick(tiering::Stall waiting) {
@@ -781,6 +830,7 @@ class Training {
   std::unique_ptr<text::Tokenizer> tokenizer_;  // null: bytes, or tokens as they are
   std::unique_ptr<models::Dataset> data_, eval_data_;
   std::unique_ptr<TrainLog> log_;
+  Monitors monitors_;
   std::unique_ptr<Trace> trace_;
   std::unique_ptr<zero::Engine> engine_;
   std::string run_id_;
@@ -789,7 +839,8 @@ class Training {
   bool evaluation_stopped_ = false;  // before its end, by a stop that all ranks heard of
   int64_t not_finite_ = 0;           // steps in a row
   absl::Status log_trouble_;
-  std::vector<nlohmann::json> unlogged_;  // steps since
+  std::vector<nlohmann::json> unlogged_;             // steps since
+  int64_t begins_at_ = 0, begins_with_samples_ = 0;  // the step, and its samples
   zero::StepResult newest_;
   double first_loss_ = std::numeric_limits<double>::quiet_NaN();
   double evaluation_ = std::numeric_limits<double>::quiet_NaN();

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -127,6 +128,12 @@ void FillScheduler(const Filler& f, std::optional<SchedulerConfig>& to) {
   to = s;
 }
 
+void FillMonitor(const Filler& f, const std::string& section, MonitorConfig& to) {
+  f.Get((section + ".enabled").c_str(), to.enabled);
+  f.Get((section + ".output_path").c_str(), to.output_path);
+  f.Get((section + ".job_name").c_str(), to.job_name);
+}
+
 void FillZero(const Filler& f, ZeroConfig& z) {
   f.Get("zero_optimization.stage", z.stage);
   f.Get("zero_optimization.sub_group_size", z.sub_group_size_elements);
@@ -185,6 +192,9 @@ Config Fill(const Filler& f) {
   f.Get("aio.intra_op_parallelism", c.aio.intra_op_parallelism);
   f.Get("aio.use_gds", c.aio.use_gds);
   f.Get("activation_checkpointing.cpu_checkpointing", c.activation_checkpointing.cpu_checkpointing);
+
+  FillMonitor(f, "csv_monitor", c.csv_monitor);
+  FillMonitor(f, "tensorboard", c.tensorboard);
 
   f.Get("penstock.host_memory", c.penstock.host_memory_bytes);
   f.Get("penstock.device_memory", c.penstock.device_memory_bytes);
@@ -317,6 +327,12 @@ std::string_view Name(SchedulerType value) { return NameIn(kSchedulerTypes, valu
 std::string_view Name(Durability value) { return NameIn(kDurabilities, value); }
 std::string_view Name(SyncMode value) { return NameIn(kSyncModes, value); }
 std::string_view Name(UpdateOrder value) { return NameIn(kUpdateOrders, value); }
+
+std::string MonitorConfig::directory() const {
+  const std::string path = output_path.value_or("");
+  const std::string job = job_name.value_or("DeepSpeedJobName");
+  return path.empty() ? job : (std::filesystem::path(path) / job).string();
+}
 
 absl::StatusOr<ParsedConfig> ParseConfig(std::string_view json_text) {
   ASSIGN_OR_RETURN(nlohmann::ordered_json json, ParseHjson(json_text));

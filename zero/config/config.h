@@ -156,6 +156,17 @@ struct ActivationCheckpointingConfig {
   std::optional<bool> cpu_checkpointing;  // saved inputs may leave the device for host memory
 };
 
+// csv_monitor and tensorboard: scalars of every step, in DeepSpeed's files and under its names.
+struct MonitorConfig {
+  std::optional<bool> enabled;
+  std::optional<std::string> output_path;  // may be empty: the working directory
+  std::optional<std::string> job_name;     // a directory below it
+
+  bool on() const { return enabled.value_or(false); }
+  // output_path/job_name, with DeepSpeed's defaults.
+  std::string directory() const;
+};
+
 // "penstock": {}.
 struct PenstockConfig {
   std::optional<int64_t> host_memory_bytes;    // "host_memory": bytes or "4GiB"
@@ -185,6 +196,8 @@ struct Config {
   ZeroConfig zero;
   AioConfig aio;
   ActivationCheckpointingConfig activation_checkpointing;
+  MonitorConfig csv_monitor;
+  MonitorConfig tensorboard;
   PenstockConfig penstock;
 };
 

@@ -134,6 +134,9 @@ class Walker {
         return absl::InvalidArgumentError(absl::StrCat(shown, ": not served: ", std::string(spec->why)));
       case KeyUse::kNeedless:
       case KeyUse::kIgnored: {
+        // Of a feature that is switched off there is nothing to say.
+        if (value.is_object() && value.contains("enabled") && value["enabled"] == false)
+          return absl::OkStatus();
         // Checked all the same: what DeepSpeed would refuse is a slip of the pen.
         if (spec->type != KeyType::kAny) {
           ASSIGN_OR_RETURN(const nlohmann::json checked, Value(*spec, shown, value));
@@ -214,6 +217,9 @@ class Walker {
       case KeyType::kText:
         if (!value.is_string()) return Wrong(shown, "text", value);
         if (value.get_ref<const std::string&>().empty()) return Wrong(shown, "text that is not empty", value);
+        return nlohmann::json(value.get<std::string>());
+      case KeyType::kPath:
+        if (!value.is_string()) return Wrong(shown, "text", value);
         return nlohmann::json(value.get<std::string>());
       case KeyType::kChoice:
         return ChoiceValue(spec, shown, value);

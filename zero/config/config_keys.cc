@@ -20,6 +20,9 @@ constexpr KeySpec Bool(std::string_view name) {
 constexpr KeySpec Text(std::string_view name) {
   return {.name = name, .use = kServed, .type = KeyType::kText};
 }
+constexpr KeySpec Path(std::string_view name) {
+  return {.name = name, .use = kServed, .type = KeyType::kPath};
+}
 constexpr KeySpec Object(std::string_view name) {
   return {.name = name, .use = kServed, .type = KeyType::kObject};
 }
@@ -56,6 +59,10 @@ constexpr KeySpec OnceCalled(KeySpec spec, std::string_view old) {
 }
 
 constexpr std::string_view kOwnReports = "Penstock has its own: --report, --log and --trace, always complete";
+constexpr std::string_view kPythonsClient =
+    "its client is Python's; give --log, whose lines are objects that wandb.log and comet's log_metrics "
+    "take, or "
+    "switch tensorboard on";
 constexpr std::string_view kRankOrderSum =
     "gradients cross ranks as bytes and are summed in fp32 in the order of ranks";
 
@@ -87,10 +94,10 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Needless("comms_logger", KeyType::kObject, kOwnReports),
     Needless("flops_profiler", KeyType::kObject, kOwnReports),
     Needless("monitor_config", KeyType::kObject, kOwnReports),
-    Needless("tensorboard", KeyType::kObject, kOwnReports),
-    Needless("wandb", KeyType::kObject, kOwnReports),
-    Needless("comet", KeyType::kObject, kOwnReports),
-    Needless("csv_monitor", KeyType::kObject, kOwnReports),
+    Object("tensorboard"),
+    Ignored("wandb", KeyType::kObject, kPythonsClient),
+    Ignored("comet", KeyType::kObject, kPythonsClient),
+    Object("csv_monitor"),
     Needless("autotuning", KeyType::kObject, "the planner chooses; penstock plan shows what and why"),
     Needless("zero_allow_untested_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
     Needless("zero_force_ds_cpu_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
@@ -433,6 +440,12 @@ constexpr auto kCheckpoint = std::to_array<KeySpec>({
             "Penstock does not read DeepSpeed's checkpoints; --init-from takes safetensors weights"),
 });
 
+constexpr auto kMonitor = std::to_array<KeySpec>({
+    Bool("enabled"),
+    Path("output_path"),
+    Text("job_name"),
+});
+
 constexpr auto kPenstock = std::to_array<KeySpec>({
     Size("host_memory", 1),
     Size("device_memory", 1),
@@ -476,6 +489,8 @@ constexpr auto kSections = std::to_array<Section>({
     {"aio", kAio},
     {"activation_checkpointing", kActivationCheckpointing},
     {"checkpoint", kCheckpoint},
+    {"csv_monitor", kMonitor},
+    {"tensorboard", kMonitor},
     {"penstock", kPenstock},
 });
 

@@ -27,6 +27,7 @@ enum class KeyType {
   kWhole,   // a whole number, also written as 5e8
   kNumber,  // any finite number
   kText,
+  kPath,    // text that may be empty
   kChoice,  // one of `choices`, in any case
   kSize,    // bytes, or text such as "4GiB"
   kPair,    // two numbers below 1: Adam's betas

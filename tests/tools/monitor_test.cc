@@ -1,0 +1,221 @@
+// The files of csv_monitor and tensorboard, byte for byte, and what becomes of them when a run goes on.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "tools/monitor/csv_monitor.h"
+#include "tools/monitor/event_file.h"
+#include "tools/monitor/monitors.h"
+
+namespace penstock::tools {
+namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using testing::SizeIs;
+
+constexpr const char* kLr = "Train/Samples/lr";
+
+class MonitorTest : public testing::Test {
+ protected:
+  MonitorTest() {
+    std::string name = (std::filesystem::temp_directory_path() / "monitor_test.XXXXXX").string();
+    dir_ = ::mkdtemp(name.data());
+  }
+  ~MonitorTest() override { std::filesystem::remove_all(dir_); }
+  static std::string Read(const std::string& path) {
+    std::ostringstream text;
+    text << std::ifstream(path, std::ios::binary).rdbuf();
+    return text.str();
+  }
+  static void Write(const std::string& path, const std::string& text) {
+    std::ofstream(path, std::ios::binary) << text;
+  }
+  std::string Lr() const { return dir_ + "/Train_Samples_lr.csv"; }
+  // Opens, begins and appends one value for each of `samples`.
+  template <typename Sink>
+  absl::Status Run(const MonitorOwner& owner, int64_t begin, const std::vector<int64_t>& samples) const {
+    auto sink = Sink::Open(dir_, owner);
+    if (!sink.ok()) return sink.status();
+    if (absl::Status status = (*sink)->Begin(begin); !status.ok()) return status;
+    for (const int64_t x : samples) {
+      if (absl::Status status = (*sink)->Append(x, {{kLr, static_cast<double>(x) / 8}}); !status.ok())
+        return status;
+    }
+    return absl::OkStatus();
+  }
+  std::vector<std::string> EventFiles() const {
+    std::vector<std::string> paths;
+    for (const auto& entry : std::filesystem::directory_iterator(dir_)) {
+      if (entry.path().filename().string().find("tfevents") != std::string::npos)
+        paths.push_back(entry.path());
+    }
+    return paths;
+  }
+  std::vector<int64_t> Steps() const {
+    std::vector<int64_t> steps;
+    const std::string all = Read(EventFiles().at(0));
+    for (std::string_view rest = all; !rest.empty();) {
+      const auto record = ReadEventRecord(rest);
+      EXPECT_TRUE(record.ok()) << record.status();
+      if (!record.ok()) break;
+      const auto event = ReadEvent(record->message);
+      EXPECT_TRUE(event.ok());
+      if (event->second == kLr) steps.push_back(event->first);
+      rest.remove_prefix(record->bytes);
+    }
+    return steps;
+  }
+  std::string dir_;
+};
+
+TEST_F(MonitorTest, CsvFilesAreDeepSpeeds) {
+  auto csv = CsvMonitor::Open(dir_ + "/job", {.run_id = "mine"});
+  ASSERT_TRUE(csv.ok()) << csv.status();
+  ASSERT_TRUE((*csv)->Begin(0).ok());
+  ASSERT_TRUE((*csv)->Append(8, {{"Train/Samples/train_loss", 5.5}, {kLr, 3e-4}}).ok());
+  ASSERT_TRUE((*csv)->Append(16, {{"Train/Samples/train_loss", std::nan("")}, {kLr, 1e-5}}).ok());
+  ASSERT_TRUE((*csv)->Append(16, {{"Train/Samples/eval loss", 2}}).ok());
+  EXPECT_EQ(Read(dir_ + "/job/Train_Samples_train_loss.csv"), "step,train_loss\r\n8,5.5\r\n16,nan\r\n");
+  EXPECT_EQ(Read(dir_ + "/job/Train_Samples_lr.csv"), "step,lr\r\n8,0.0003\r\n16,1e-05\r\n");
+  EXPECT_EQ(Read(dir_ + "/job/Train_Samples_eval_loss.csv"), "step,eval loss\r\n16,2.0\r\n");
+}
+
+TEST_F(MonitorTest, AResumedRunAppendsAndRepeatsNoSample) {
+  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
+  Write(Lr(), Read(Lr()) + "32,4");  // torn by a kill
+  // It goes on from 16: 24 comes again, and 16 is handed over once more.
+  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {16, 24, 32}).ok());
+  EXPECT_EQ(Read(Lr()), "step,lr\r\n8,1.0\r\n16,2.0\r\n24,3.0\r\n32,4.0\r\n");
+}
+
+TEST_F(MonitorTest, AnotherRunsSamplesAreLeftAloneUnlessItIsReplaced) {
+  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "first"}, 0, {8}).ok());
+  const std::string before = Read(Lr());
+  for (const MonitorOwner& owner :
+       {MonitorOwner{.run_id = "new"}, MonitorOwner{.run_id = "other", .resumes = true}}) {
+    const absl::Status status = Run<CsvMonitor>(owner, 0, {4});
+    EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr("first"));
+    EXPECT_EQ(Read(Lr()), before);
+  }
+  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "new", .replaces = {"first"}}, 0, {4}).ok());
+  EXPECT_EQ(Read(Lr()), "step,lr\r\n4,0.5\r\n");
+}
+
+TEST_F(MonitorTest, WhatDeepSpeedWroteIsGoneOnWith) {
+  const std::string theirs = "step,lr\r\n8,0.1\r\nstep,lr\r\n16,0.2\r\n";  // of two of its processes
+  Write(Lr(), theirs);
+  EXPECT_FALSE(Run<CsvMonitor>({.run_id = "mine"}, 0, {8}).ok()) << "a new run does not go on";
+  EXPECT_FALSE(Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 8, {16}).ok()) << "16 is not to be cut";
+  EXPECT_EQ(Read(Lr()), theirs);
+  ASSERT_TRUE(Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {24}).ok());
+  EXPECT_EQ(Read(Lr()), theirs + "24,3.0\r\n");
+  Write(Lr(), "a diary\n");
+  EXPECT_FALSE(Run<CsvMonitor>({.run_id = "mine", .resumes = true}, 16, {24}).ok());
+  EXPECT_EQ(Read(Lr()), "a diary\n");
+}
+
+std::string Hex(const std::string& bytes) {
+  std::ostringstream hex;
+  for (const char c : bytes) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    hex << kDigits[static_cast<uint8_t>(c) >> 4] << kDigits[static_cast<uint8_t>(c) & 15];
+  }
+  return hex.str();
+}
+
+// As tensorboard 2.21 writes these three events (its RecordWriter and protobuf's SerializeToString).
+TEST(EventFile, RecordsAreTensorBoards) {
+  EXPECT_EQ(Hex(EventRecord(FileVersionEvent(1700000000.25))),
+            "1800000000000000a37f4b220900001040fc54d9411a0d627261696e2e4576656e743a32338d2fe9");
+  EXPECT_EQ(
+      Hex(EventRecord(ScalarEvent(1700000000.5, 300, {"Train/Samples/train_loss", 2.5}))),
+      "2f000000000000006d5d1d500900002040fc54d94110ac022a210a1f0a18547261696e2f53616d706c65732f747261696e5f"
+      "6c6f737315000020400bca208e");
+  EXPECT_EQ(
+      Hex(EventRecord(ScalarEvent(1700000001.0, int64_t{1} << 40, {kLr, 3e-4}))),
+      "2b00000000000000861bc34b0900004040fc54d941108080808080202a190a170a10547261696e2f53616d706c65732f6c72"
+      "1552499d390fdda947");
+}
+
+TEST(EventFile, DamageIsSeen) {
+  const std::string record = EventRecord(ScalarEvent(1, 7, {kLr, 1}));
+  ASSERT_TRUE(ReadEventRecord(record).ok());
+  EXPECT_EQ(*ReadEvent(ReadEventRecord(record)->message), (std::pair<int64_t, std::string>{7, kLr}));
+  for (size_t i = 0; i < record.size(); ++i) {
+    std::string damaged = record;
+    damaged[i] = static_cast<char>(damaged[i] ^ 0x10);
+    EXPECT_TRUE(absl::IsDataLoss(ReadEventRecord(damaged).status())) << i;
+    EXPECT_TRUE(absl::IsDataLoss(ReadEventRecord(record.substr(0, i)).status())) << i;
+    // Whatever the message is, it is read or refused.
+    (void)ReadEvent(std::string_view(damaged).substr(12, damaged.size() - 16));
+    (void)ReadEvent(std::string_view(record).substr(12, i));
+  }
+}
+
+TEST_F(MonitorTest, AnEventFileIsGoneOnWithFromItsLastWholeRecord) {
+  ASSERT_TRUE(Run<EventFile>({.run_id = "mine"}, 0, {8, 16, 24}).ok());
+  ASSERT_THAT(EventFiles(), SizeIs(1));
+  const std::string path = EventFiles()[0];
+  Write(path, Read(path) + EventRecord(ScalarEvent(1, 32, {kLr, 4})).substr(0, 30));
+  ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 16, {16, 24, 32}).ok());
+  EXPECT_THAT(EventFiles(), ElementsAre(path));
+  EXPECT_THAT(Steps(), ElementsAre(8, 16, 24, 32));
+}
+
+TEST_F(MonitorTest, ALongEventFileIsReadInPieces) {
+  std::vector<int64_t> samples;
+  for (int64_t x = 1; x <= 3000; ++x) samples.push_back(x);  // 200 KB
+  ASSERT_TRUE(Run<EventFile>({.run_id = "mine"}, 0, samples).ok());
+  ASSERT_TRUE(Run<EventFile>({.run_id = "mine", .resumes = true}, 2999, {2999, 3000}).ok());
+  EXPECT_EQ(Steps(), samples);
+}
+
+TEST_F(MonitorTest, EventFilesOfOtherRunsStayAndThoseOfAReplacedOneGo) {
+  ASSERT_TRUE(Run<EventFile>({.run_id = "first"}, 0, {8}).ok());
+  ASSERT_TRUE(Run<EventFile>({.run_id = "second"}, 0, {8}).ok());
+  EXPECT_THAT(EventFiles(), SizeIs(2));
+  ASSERT_TRUE(Run<EventFile>({.run_id = "third", .replaces = {"first", "second"}}, 0, {4}).ok());
+  ASSERT_THAT(EventFiles(), ElementsAre(HasSubstr(".third")));
+  EXPECT_THAT(Steps(), ElementsAre(4));
+}
+
+TEST_F(MonitorTest, WhatCannotBeADirectoryIsRefused) {
+  Write(dir_ + "/file", "");
+  const absl::Status status = CsvMonitor::Open(dir_ + "/file/job", {.run_id = "mine"}).status();
+  EXPECT_TRUE(absl::IsInvalidArgument(status));
+  EXPECT_THAT(std::string(status.message()),
+              testing::AllOf(HasSubstr("csv_monitor"), HasSubstr("/file/job")));
+  EXPECT_FALSE(EventFile::Open(dir_ + "/file/job", {.run_id = "mine"}).ok());
+}
+
+TEST(Monitors, NamesAreDeepSpeeds) {
+  const auto tags = [](const nlohmann::json& entry, bool scales_loss) {
+    std::vector<std::string> names;
+    for (const Scalar& scalar : ScalarsOf(entry, scales_loss)) names.push_back(scalar.tag);
+    return names;
+  };
+  const nlohmann::json step = {{"step", 1}, {"loss", nullptr}, {"lr", 0.5}, {"loss_scale", 4}};
+  EXPECT_THAT(tags(step, false), ElementsAre("Train/Samples/train_loss", "Train/Samples/lr"));
+  EXPECT_THAT(tags(step, true),
+              ElementsAre("Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/loss_scale"));
+  EXPECT_TRUE(std::isnan(ScalarsOf(step, false)[0].value));
+  EXPECT_THAT(tags({{"step", 1}, {"loss", 2}, {"windows", 3}}, true), ElementsAre("Train/Samples/eval_loss"));
+}
+
+TEST(Monitors, NoneIsOnUnlessTheConfigSaysSo) {
+  const auto monitors = Monitors::Open(zero::Config{}, {.run_id = "mine"}, false);
+  ASSERT_TRUE(monitors.ok());
+  EXPECT_FALSE(monitors->any());
+}
+
+}  // namespace
+}  // namespace penstock::tools
