@@ -51,6 +51,7 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
 }
 
 absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, TextModel* text) {
+  ASSIGN_OR_RETURN(text->state_dirs, ResolveStateDirs(arguments));
   ASSIGN_OR_RETURN(const FoundState state, FindState(arguments));
   RETURN_IF_ERROR(CheckNotTrained(state));
   const swap::Inspection& inspection = state.inspections.front();
@@ -58,7 +59,7 @@ absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, T
   const nlohmann::json payload = ParseOrNull(inspection.record.payload);
   const auto foreign = [&](const std::string& why) {
     return absl::FailedPreconditionError(
-        absl::StrCat(state.name(), ": not a model of penstock train (", why, ")"));
+        absl::StrCat(text->state_dirs.front(), ": not a model of penstock train (", why, ")"));
   };
   if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype"))
     return foreign("its identity has no model");
@@ -89,6 +90,25 @@ absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, T
   return RecordedTokenizer(run);
 }
 
+// `tokenizer`: what was asked for, which must be there; else `recorded`, which may be gone if it is
+// `optional`.
+absl::Status OpenTokenizer(const std::optional<std::string>& tokenizer, const std::string& recorded,
+                           bool optional, std::string_view program, std::ostream& err, TextModel* text) {
+  const std::string path = tokenizer.value_or(recorded);
+  if (path.empty()) return absl::OkStatus();
+  absl::StatusOr<std::unique_ptr<text::Tokenizer>> opened = text::Tokenizer::Open(path);
+  if (opened.ok()) {
+    text->tokenizer = *std::move(opened);
+    const std::vector<int32_t>& ends = text->tokenizer->special_ids().eos;
+    text->ends.insert(text->ends.end(), ends.begin(), ends.end());
+    return absl::OkStatus();
+  }
+  if (!optional || tokenizer.has_value()) return opened.status();
+  err << program << ": " << opened.status().message()
+      << ": tokens are shown as numbers (--tokenizer says where it is)" << std::endl;
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& arguments,
@@ -113,19 +133,17 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
   } else {
     ASSIGN_OR_RETURN(recorded, OpenRun(arguments, &text));
   }
-  if (const std::string path = tokenizer.value_or(recorded); !path.empty()) {
-    absl::StatusOr<std::unique_ptr<text::Tokenizer>> opened = text::Tokenizer::Open(path);
-    if (!opened.ok() && (published || tokenizer.has_value())) return opened.status();
-    if (opened.ok()) {
-      text.tokenizer = *std::move(opened);
-      text.bytes = false;
-      const std::vector<int32_t>& ends = text.tokenizer->special_ids().eos;
-      text.ends.insert(text.ends.end(), ends.begin(), ends.end());
-    } else {
-      err << program << ": " << opened.status().message()
-          << ": tokens are shown as numbers (--tokenizer says where it is)" << std::endl;
-    }
-  }
+  RETURN_IF_ERROR(OpenTokenizer(tokenizer, recorded, /*optional=*/!published, program, err, &text));
+  if (text.tokenizer != nullptr) text.bytes = false;
+  return text;
+}
+
+absl::StatusOr<TextModel> OpenTrainedText(const std::vector<std::string>& arguments,
+                                          const std::optional<std::string>& tokenizer,
+                                          std::string_view program, std::ostream& err) {
+  TextModel text;
+  ASSIGN_OR_RETURN(const std::string recorded, OpenRun(arguments, &text));
+  RETURN_IF_ERROR(OpenTokenizer(tokenizer, recorded, /*optional=*/true, program, err, &text));
   return text;
 }
 
@@ -140,13 +158,21 @@ absl::Status TextModel::CheckTokens(const std::vector<int64_t>& tokens) const {
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::vector<int64_t>> TextModel::TokensOf(const std::string& prompt) const {
+absl::StatusOr<std::vector<int64_t>> TextModel::Encode(const std::string& prompt) const {
   std::vector<int64_t> tokens;
   if (bytes) {
     for (const char c : prompt) tokens.push_back(static_cast<unsigned char>(c));
-  } else if (tokenizer != nullptr) {
-    ASSIGN_OR_RETURN(const std::vector<int32_t> ids, tokenizer->Encode(prompt));
-    tokens.assign(ids.begin(), ids.end());
+    return tokens;
+  }
+  ASSIGN_OR_RETURN(const std::vector<int32_t> ids, tokenizer->Encode(prompt));
+  tokens.assign(ids.begin(), ids.end());
+  return tokens;
+}
+
+absl::StatusOr<std::vector<int64_t>> TextModel::TokensOf(const std::string& prompt) const {
+  std::vector<int64_t> tokens;
+  if (bytes || tokenizer != nullptr) {
+    ASSIGN_OR_RETURN(tokens, Encode(prompt));
   } else {
     std::istringstream words(prompt);
     for (std::string word; words >> word;) {

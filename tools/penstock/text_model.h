@@ -28,12 +28,15 @@ struct TextModel {
   std::vector<int64_t> ends;                         // tokens that end a text
 
   std::string directory;                         // Hugging Face's; empty: a state
+  std::vector<std::string> state_dirs;           // of a state: what an engine opens
   zero::ShardDirectories parts;                  // of a state, by rank
   uint64_t sequence = 0;                         // its commit
   kernels::DType dtype = kernels::DType::kFp32;  // of its weights
   int64_t threads = 1;
   nlohmann::json identity;  // of model and weights, as far as they tell: what a text depends on
 
+  // The bytes of a text, or its tokens where there is a tokenizer: one or the other is needed. Not checked.
+  absl::StatusOr<std::vector<int64_t>> Encode(const std::string& prompt) const;
   // The tokens of a prompt: bytes, by the tokenizer, or numbers. kInvalidArgument says what is wrong.
   absl::StatusOr<std::vector<int64_t>> TokensOf(const std::string& prompt) const;
   // kInvalidArgument: none, or one that the model does not have.
@@ -45,6 +48,11 @@ struct TextModel {
 absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& arguments,
                                         const std::optional<std::string>& tokenizer, std::string_view program,
                                         std::ostream& err);
+
+// The same for states alone. A model of bytes stays one beside a tokenizer: its prompts are bytes.
+absl::StatusOr<TextModel> OpenTrainedText(const std::vector<std::string>& arguments,
+                                          const std::optional<std::string>& tokenizer,
+                                          std::string_view program, std::ostream& err);
 
 // Text as its tokens come: bytes, a tokenizer's, or numbers with blanks.
 class TokenText {

@@ -3,26 +3,23 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <sstream>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "models/causal_attention.h"
 #include "models/family.h"
 #include "models/text_sampler.h"
-#include "swap/inspect.h"
-#include "text/tokenizer.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
 #include "tools/penstock/state_reader.h"
-#include "tools/penstock/text_flags.h"
+#include "tools/penstock/text_model.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
-#include "zero/config/json_field.h"
 #include "zero/engine/engine.h"
 #include "zero/memory/thread_times.h"
 
@@ -30,7 +27,6 @@ namespace penstock::tools {
 namespace {
 
 constexpr const char* kName = "penstock sample";
-constexpr int64_t kBytes = 256;  // tokens of a model of plain text
 constexpr int64_t kMostThreads = 1024;
 
 struct Flags {
@@ -63,100 +59,33 @@ absl::Status CheckNumbers(const Flags& flags) {
   return absl::OkStatus();
 }
 
-// What a state directory holds, as far as sampling needs it.
-struct Source {
-  std::vector<std::string> dirs;
-  std::shared_ptr<const models::LanguageModel> model;
-  kernels::DType dtype = kernels::DType::kFp32;
-  int64_t window = 0;   // longest sequence that the run was trained on
-  bool bytes = true;    // tokens are the bytes of a text; else numbers of somebody's vocabulary
-  int64_t threads = 1;  // of the run
-  std::shared_ptr<const text::Tokenizer> tokenizer;  // null: none, or it is not where it was
-};
-
-absl::StatusOr<Source> FindSource(const Flags& flags, std::ostream& err) {
-  Source source;
-  ASSIGN_OR_RETURN(source.dirs, ResolveStateDirs(flags.dirs));
-  ASSIGN_OR_RETURN(const FoundState state, FindState(flags.dirs));
-  RETURN_IF_ERROR(CheckNotTrained(state));
-  const swap::Inspection& inspection = state.inspections.front();
-  const nlohmann::json identity = ParseOrNull(inspection.shape.identity);
-  const nlohmann::json payload = ParseOrNull(inspection.record.payload);
-  const auto foreign = [&](const std::string& why) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(source.dirs.front(), ": not a model of penstock train (", why, ")"));
-  };
-  if (!identity.is_object() || !identity.contains("model") || !identity.contains("dtype")) {
-    return foreign("its identity has no model");
-  }
-  if (identity.contains("ranks") && state.parts.size() == 1)
-    return foreign("it is one rank's part of a run of several");
-  const auto model = models::ModelFromJson(identity["model"]);
-  if (!model.ok()) return foreign(std::string(model.status().message()));
-  source.model = *model;
-  const std::optional<kernels::DType> dtype =
-      identity["dtype"].is_string() ? zero::ParseDType(identity["dtype"].get<std::string>()) : std::nullopt;
-  if (!dtype.has_value()) return foreign("its weights are of no known type");
-  source.dtype = *dtype;
-  const int64_t context = source.model->context();
-  source.window = context;
-  source.threads = zero::DefaultIntraOpThreads();
-  if (payload.is_object() && payload.contains("run") && payload["run"].is_object()) {
-    const nlohmann::json& run = payload["run"];
-    // Positions beyond those of training have never been trained.
-    source.window = std::clamp<int64_t>(zero::JsonField<int64_t>(run, "seq").value_or(context), 1, context);
-    source.bytes = zero::JsonField<int64_t>(run, "vocab").value_or(0) == 0;
-  }
-  source.bytes = source.bytes && source.model->vocabulary() == kBytes;
-  const std::string recorded =
-      payload.is_object() ? RecordedTokenizer(payload.value("run", nlohmann::json())) : std::string();
-  if (const std::string path = flags.tokenizer.value_or(recorded); !path.empty()) {
-    absl::StatusOr<std::unique_ptr<text::Tokenizer>> tokenizer = text::Tokenizer::Open(path);
-    if (!tokenizer.ok() && flags.tokenizer.has_value()) return tokenizer.status();
-    if (tokenizer.ok()) {
-      source.tokenizer = *std::move(tokenizer);
-    } else {
-      err << kName << ": " << tokenizer.status().message()
-          << ": tokens are shown as numbers (--tokenizer says where it is)" << std::endl;
-    }
-  }
-  return source;
-}
-
-absl::StatusOr<std::vector<int64_t>> PromptTokens(const Flags& flags, const Source& source) {
+// Of a model with its own vocabulary: numbers with blanks between; none is token 0.
+absl::StatusOr<std::vector<int64_t>> TokenNumbers(const std::string& prompt, int64_t vocabulary) {
   std::vector<int64_t> tokens;
-  if (source.bytes) {
-    for (const char c : flags.prompt) tokens.push_back(static_cast<unsigned char>(c));
-    if (tokens.empty()) return absl::InvalidArgumentError("--prompt \"\": must have at least one byte");
-    return tokens;
-  }
-  if (source.tokenizer != nullptr) {
-    ASSIGN_OR_RETURN(const std::vector<int32_t> ids, source.tokenizer->Encode(flags.prompt));
-    tokens.assign(ids.begin(), ids.end());
-    for (const int64_t id : tokens) {
-      if (id >= source.model->vocabulary())
-        return absl::InvalidArgumentError("--prompt: the tokenizer is of another model: it has more tokens");
-    }
-    if (tokens.empty()) return absl::InvalidArgumentError("--prompt \"\": must have at least one token");
-    return tokens;
-  }
-  std::istringstream text(flags.prompt);
-  for (std::string word; text >> word;) {
-    size_t used = 0;
+  std::istringstream words(prompt);
+  for (std::string word; words >> word;) {
     int64_t token = -1;
-    try {
-      token = std::stoll(word, &used);
-    } catch (const std::exception&) {
-      used = 0;
-    }
-    if (used != word.size() || token < 0 || token >= source.model->vocabulary()) {
+    if (!absl::SimpleAtoi(word, &token) || token < 0 || token >= vocabulary) {
       return absl::InvalidArgumentError(absl::StrCat(
           "--prompt \"", word, "\": this model has its own vocabulary: give token numbers from 0 to ",
-          source.model->vocabulary() - 1));
+          vocabulary - 1));
     }
     tokens.push_back(token);
   }
   if (tokens.empty()) tokens.push_back(0);
+  return tokens;
+}
+
+absl::StatusOr<std::vector<int64_t>> PromptTokens(const Flags& flags, const TextModel& text) {
+  const int64_t vocabulary = text.model->vocabulary();
+  if (!text.bytes && text.tokenizer == nullptr) return TokenNumbers(flags.prompt, vocabulary);
+  ASSIGN_OR_RETURN(std::vector<int64_t> tokens, text.Encode(flags.prompt));
+  if (std::any_of(tokens.begin(), tokens.end(), [&](int64_t id) { return id >= vocabulary; }))
+    return absl::InvalidArgumentError("--prompt: the tokenizer is of another model: it has more tokens");
+  if (tokens.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--prompt \"\": must have at least one ", text.bytes ? "byte" : "token"));
+  }
   return tokens;
 }
 
@@ -182,14 +111,9 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
   return least(models::kWholeLength) > least(longest) ? models::kWholeLength : longest;
 }
 
-bool EndsText(const text::Tokenizer& tokenizer, int64_t token) {
-  const std::vector<int32_t>& ends = tokenizer.special_ids().eos;
-  return std::find(ends.begin(), ends.end(), token) != ends.end();
-}
-
 absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   RETURN_IF_ERROR(CheckNumbers(flags));
-  ASSIGN_OR_RETURN(const Source source, FindSource(flags, err));
+  ASSIGN_OR_RETURN(const TextModel source, OpenTrainedText(flags.dirs, flags.tokenizer, kName, err));
   ASSIGN_OR_RETURN(const std::vector<int64_t> prompt, PromptTokens(flags, source));
   ASSIGN_OR_RETURN(const int64_t budget, Budget(flags));
 
@@ -198,7 +122,7 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   zero::EngineOptions options;
   options.trains = false;
   options.dtype = source.dtype;
-  options.storage.state_dirs = source.dirs;
+  options.storage.state_dirs = source.state_dirs;
   options.memory.host_memory_budget_bytes = budget;
   options.intra_op_threads = static_cast<int>(flags.threads.value_or(source.threads));
   options.hooks.log = [&](const std::string& line) {
@@ -212,18 +136,8 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   for (int64_t sample = 0; sample < flags.samples; ++sample) {
     models::TextSampler sampler(flags.temperature, flags.top_k, static_cast<uint64_t>(flags.seed + sample));
     std::vector<int64_t> tokens = prompt;
-    std::optional<text::TextDecoder> decoder;
-    if (source.tokenizer != nullptr) decoder.emplace(*source.tokenizer);
-    const auto say = [&](int64_t token) {
-      if (decoder.has_value()) {
-        out << decoder->Push(static_cast<int32_t>(token));
-      } else if (source.bytes) {
-        out << static_cast<char>(token);
-      } else {
-        out << token << ' ';
-      }
-    };
-    for (const int64_t token : tokens) say(token);
+    TokenText text(source);
+    for (const int64_t token : tokens) out << text.Push(token);
     for (int64_t i = 0; i < flags.tokens; ++i) {
       const auto length = std::min(static_cast<int64_t>(tokens.size()), source.window);
       zero::TensorBatch batch;
@@ -234,12 +148,10 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
       const torch::Tensor logits = outputs.front().contiguous();
       const int64_t token = sampler.Next({logits.data_ptr<float>(), static_cast<size_t>(logits.numel())});
       tokens.push_back(token);
-      say(token);
-      out.flush();
-      if (source.tokenizer != nullptr && EndsText(*source.tokenizer, token)) break;
+      out << text.Push(token) << std::flush;
+      if (std::find(source.ends.begin(), source.ends.end(), token) != source.ends.end()) break;
     }
-    if (decoder.has_value()) out << decoder->Finish();
-    out << std::endl;
+    out << text.Finish() << std::endl;
     if (!out) return StreamError("stdout: write");
   }
   return absl::OkStatus();
