@@ -1,7 +1,4 @@
 // Weights of a training state: the first segment of its tiles, each checked against its checksum.
-//
-// A tile is a run of a block's elements, cut where the plan of the training wanted; a matrix may begin and
-// end anywhere in one, and two matrices may share one.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -11,7 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "generate/weight_source.h"
-#include "tiering/plan/model_graph.h"
+#include "models/tile_places.h"
 
 namespace penstock::generate {
 namespace {
@@ -39,7 +36,9 @@ class StateSource : public WeightSource {
       }
       stores_.push_back(std::move(store));
     }
-    RETURN_IF_ERROR(PlaceTiles());
+    std::vector<swap::Store*> ranks;
+    for (const auto& store : stores_) ranks.push_back(store.get());
+    ASSIGN_OR_RETURN(tiles_, models::PlaceTiles(ranks, layout_, static_cast<int64_t>(width_)));
     for (const int tensor : uses) {
       for (size_t t = 0; t < tiles_.size(); ++t) {
         const std::optional<WeightPart> part = PartOf(tensor, tiles_[t]);
@@ -100,24 +99,19 @@ class StateSource : public WeightSource {
   }
 
  private:
-  struct Tile {
-    int block = 0;
-    int64_t first = 0, elements = 0;
-    size_t store = 0;
-    uint32_t number = 0;  // in its store
-  };
+  using Tile = models::TilePlace;
 
   uint64_t BytesOf(const Tile& tile) const {
-    return swap::PaddedBytes(stores_[tile.store]->geometry().segment_bytes(tile.number, 0));
+    return swap::PaddedBytes(stores_[tile.part]->geometry().segment_bytes(tile.tile, 0));
   }
 
   // What a tile has of a tensor.
   std::optional<WeightPart> PartOf(int tensor, const Tile& tile) const {
-    const models::PublishedTensor& t = layout_.tensors[static_cast<size_t>(tensor)];
-    const int64_t from = std::max(t.offset, tile.first);
-    const int64_t to = std::min(t.offset + t.elements(), tile.first + tile.elements);
-    if (t.block != tile.block || from >= to) return std::nullopt;
-    return WeightPart{tensor, from - t.offset, to - from, static_cast<uint64_t>(from - tile.first) * width_};
+    const std::optional<models::TensorPiece> piece =
+        models::PieceOf(layout_.tensors[static_cast<size_t>(tensor)], tile.block, tile.first, tile.elements);
+    if (!piece.has_value()) return std::nullopt;
+    return WeightPart{tensor, piece->from, piece->to - piece->from,
+                      static_cast<uint64_t>(piece->at) * width_};
   }
 
   void CopyRows(const WeightPart& part, std::span<const int64_t> rows, int64_t row, const std::byte* memory,
@@ -134,43 +128,11 @@ class StateSource : public WeightSource {
   }
 
   absl::Status Ask(const Tile& tile, std::byte* memory, aio::Priority priority, UnitRead* read) {
-    read->store = stores_[tile.store].get();
+    read->store = stores_[tile.part].get();
     void* const place = memory;
-    RETURN_IF_ERROR(read->store->ReadSegments(&read->tile, tile.number, 0, 1,
-                                              std::span<void* const>(&place, 1), priority,
-                                              swap::Which::kCommitted));
+    RETURN_IF_ERROR(read->store->ReadSegments(&read->tile, tile.tile, 0, 1, std::span<void* const>(&place, 1),
+                                              priority, swap::Which::kCommitted));
     read->pending = true;
-    return absl::OkStatus();
-  }
-
-  // In the order of blocks, elements ascending; what is not a tile of this model is damage.
-  absl::Status PlaceTiles() {
-    std::vector<uint32_t> next(stores_.size(), 0);
-    const auto world = static_cast<int>(stores_.size());
-    for (size_t block = 0; block < layout_.block_elements.size(); ++block) {
-      const int64_t run = layout_.block_elements[block];
-      const int64_t share = tiering::ShardElements(run, world);
-      for (size_t s = 0; s < stores_.size(); ++s) {
-        const swap::Geometry& geometry = stores_[s]->geometry();
-        for (int64_t at = 0; at < share;) {
-          const uint32_t number = next[s]++;
-          const auto elements = number < geometry.tiles()
-                                    ? static_cast<int64_t>(geometry.segment_bytes(number, 0) / width_)
-                                    : int64_t{0};
-          if (elements <= 0 || at + elements > share) {
-            return absl::DataLossError(absl::StrCat("tile ", number, " of ", stores_[s]->path(0),
-                                                    " is missing, or is not one of its model's"));
-          }
-          const int64_t first = static_cast<int64_t>(s) * share + at;
-          if (first < run) tiles_.push_back({static_cast<int>(block), first, elements, s, number});
-          at += elements;
-        }
-      }
-    }
-    for (size_t s = 0; s < stores_.size(); ++s) {
-      if (next[s] != stores_[s]->geometry().tiles())
-        return absl::DataLossError(absl::StrCat(stores_[s]->path(0), " has more tiles than its model needs"));
-    }
     return absl::OkStatus();
   }
 

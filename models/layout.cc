@@ -5,6 +5,7 @@
 #include "tiering/plan/model_graph.h"
 
 namespace penstock::models {
+
 std::vector<uint64_t> PublishedTensor::published_shape() const {
   const auto r = static_cast<uint64_t>(rows), c = static_cast<uint64_t>(columns);
   if (columns == 0) return {r};
@@ -22,6 +23,14 @@ int64_t ModelLayout::largest_block_parameters() const {
   for (const PublishedTensor& tensor : tensors)
     of_block[static_cast<size_t>(tensor.block)] += tensor.elements();
   return of_block.empty() ? 0 : *std::max_element(of_block.begin(), of_block.end());
+}
+
+std::optional<TensorPiece> PieceOf(const PublishedTensor& tensor, int block, int64_t first,
+                                   int64_t elements) {
+  const int64_t from = std::max(tensor.offset, first);
+  const int64_t end = std::min(tensor.offset + tensor.elements(), first + elements);
+  if (tensor.block != block || from >= end) return std::nullopt;
+  return TensorPiece{from - tensor.offset, end - tensor.offset, from - first};
 }
 
 ModelLayout LayoutOf(const std::vector<BlockDescription>& blocks) {

@@ -7,6 +7,7 @@
 #define PENSTOCK_MODELS_LAYOUT_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -56,6 +57,14 @@ struct ModelLayout {
   int64_t parameters() const;
   int64_t largest_block_parameters() const;
 };
+
+// What elements [first, first + elements) of a block have of a tensor.
+struct TensorPiece {
+  int64_t from = 0, to = 0;  // elements of the tensor
+  int64_t at = 0;            // where `from` is, counted from `first`
+};
+// nullopt: nothing.
+std::optional<TensorPiece> PieceOf(const PublishedTensor& tensor, int block, int64_t first, int64_t elements);
 
 // Places the parameters of each block one after the other, as zero::FlatLayout does.
 ModelLayout LayoutOf(const std::vector<BlockDescription>& blocks);

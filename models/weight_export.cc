@@ -18,8 +18,8 @@
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "kernels/split_master.h"
+#include "models/tile_places.h"
 #include "tiering/plan/byte_size.h"
-#include "tiering/plan/model_graph.h"
 
 namespace penstock::models {
 namespace {
@@ -54,49 +54,6 @@ uint64_t SlotBytes(std::span<const swap::Geometry> parts, const Segments& segmen
     }
   }
   return most;
-}
-
-// Where the elements of the blocks are: tiles in the order of blocks, each a run of elements.
-struct TilePlace {
-  int block = 0;
-  int64_t first = 0;  // element of the block
-  int64_t elements = 0;
-  size_t part = 0;
-  uint32_t tile = 0;  // of its part
-};
-
-absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> parts,
-                                                  const ModelLayout& layout, int64_t weight_bytes) {
-  std::vector<TilePlace> places;
-  std::vector<uint32_t> next(parts.size(), 0);
-  for (size_t block = 0; block < layout.block_elements.size(); ++block) {
-    const int64_t run = layout.block_elements[block];
-    const int64_t part = tiering::ShardElements(run, static_cast<int>(parts.size()));
-    for (size_t p = 0; p < parts.size(); ++p) {
-      const swap::Geometry& geometry = parts[p]->geometry();
-      for (int64_t at = 0; at < part;) {
-        const uint32_t t = next[p]++;
-        if (t >= geometry.tiles()) {
-          return absl::DataLossError(
-              absl::StrCat(parts[p]->path(0), " has fewer tiles than its model needs"));
-        }
-        const int64_t elements = static_cast<int64_t>(geometry.segment_bytes(t, 0)) / weight_bytes;
-        if (elements <= 0 || at + elements > part) {
-          return absl::DataLossError(
-              absl::StrCat("tile ", t, " of ", parts[p]->path(0), " is not one of its model's"));
-        }
-        // The last parts may go beyond the run's end.
-        const int64_t first = static_cast<int64_t>(p) * part + at;
-        if (first < run) places.push_back({static_cast<int>(block), first, elements, p, t});
-        at += elements;
-      }
-    }
-  }
-  for (size_t p = 0; p < parts.size(); ++p) {
-    if (next[p] != parts[p]->geometry().tiles())
-      return absl::DataLossError(absl::StrCat(parts[p]->path(0), " has more tiles than its model needs"));
-  }
-  return places;
 }
 
 // The weights of places in ascending order, read ahead and verified.
@@ -233,20 +190,15 @@ class Exporter {
   template <typename Use>
   absl::Status ForTiles(const PublishedTensor& tensor, Use&& use) {
     const auto overlaps = [&](const TilePlace& place) {
-      return place.block == tensor.block && place.first < tensor.offset + tensor.elements() &&
-             place.first + place.elements > tensor.offset;
+      return PieceOf(tensor, place.block, place.first, place.elements).has_value();
     };
     const auto begin = std::find_if(places_.begin(), places_.end(), overlaps);
     const auto end = std::find_if_not(begin, places_.end(), overlaps);
     const auto last = static_cast<uint32_t>(end - places_.begin() - 1);
     for (auto it = begin; it != end; ++it) {
       ASSIGN_OR_RETURN(auto data, weights_.Get(static_cast<uint32_t>(it - places_.begin()), last));
-      Piece piece;
-      piece.from = std::max<int64_t>(0, it->first - tensor.offset);
-      piece.to = std::min(tensor.elements(), it->first + it->elements - tensor.offset);
-      piece.shift = tensor.offset - it->first;
-      piece.data = data;
-      RETURN_IF_ERROR(use(piece));
+      const TensorPiece held = *PieceOf(tensor, it->block, it->first, it->elements);
+      RETURN_IF_ERROR(use(Piece{held.from, held.to, held.at - held.from, data}));
     }
     return absl::OkStatus();
   }
