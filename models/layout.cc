@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/status_macros.h"
 #include "tiering/plan/model_graph.h"
 
 namespace penstock::models {
@@ -31,6 +32,15 @@ std::optional<TensorPiece> PieceOf(const PublishedTensor& tensor, int block, int
   const int64_t end = std::min(tensor.offset + tensor.elements(), first + elements);
   if (tensor.block != block || from >= end) return std::nullopt;
   return TensorPiece{from - tensor.offset, end - tensor.offset, from - first};
+}
+
+absl::Status ForTensorsIn(const ModelLayout& layout, int block, int64_t first, int64_t elements,
+                          absl::FunctionRef<absl::Status(size_t tensor, const TensorPiece& piece)> use) {
+  for (size_t i = 0; i < layout.tensors.size(); ++i) {
+    const std::optional<TensorPiece> piece = PieceOf(layout.tensors[i], block, first, elements);
+    if (piece.has_value()) RETURN_IF_ERROR(use(i, *piece));
+  }
+  return absl::OkStatus();
 }
 
 ModelLayout LayoutOf(const std::vector<BlockDescription>& blocks) {

@@ -11,6 +11,9 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+
 namespace penstock::models {
 
 inline constexpr int64_t kParameterAlignment = 64;  // zero/compute/block.h's
@@ -65,6 +68,11 @@ struct TensorPiece {
 };
 // nullopt: nothing.
 std::optional<TensorPiece> PieceOf(const PublishedTensor& tensor, int block, int64_t first, int64_t elements);
+
+// Calls use(i, piece) for each tensor i of the layout that has some of those elements, in its order, to the
+// first error.
+absl::Status ForTensorsIn(const ModelLayout& layout, int block, int64_t first, int64_t elements,
+                          absl::FunctionRef<absl::Status(size_t tensor, const TensorPiece& piece)> use);
 
 // Places the parameters of each block one after the other, as zero::FlatLayout does.
 ModelLayout LayoutOf(const std::vector<BlockDescription>& blocks);

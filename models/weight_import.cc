@@ -227,17 +227,11 @@ absl::Status WeightImport::Load(const Source& source, int64_t from, int64_t n) {
 
 absl::Status WeightImport::Read(int block, int64_t first, int64_t elements, float* to) {
   std::memset(to, 0, static_cast<size_t>(elements) * sizeof(float));
-  for (size_t i = 0; i < layout_.tensors.size(); ++i) {
+  return ForTensorsIn(layout_, block, first, elements, [&](size_t i, const TensorPiece& piece) {
     const PublishedTensor& tensor = layout_.tensors[i];
-    if (tensor.block != block) continue;
-    const int64_t from = std::max<int64_t>(0, first - tensor.offset);
-    const int64_t end = std::min(tensor.elements(), first + elements - tensor.offset);
-    if (from >= end) continue;
-    float* const out = to + (tensor.offset + from - first);
-    RETURN_IF_ERROR(tensor.transposed ? ReadTurned(tensor, sources_[i], from, end, out)
-                                      : ReadPlain(sources_[i], from, end, out));
-  }
-  return absl::OkStatus();
+    return tensor.transposed ? ReadTurned(tensor, sources_[i], piece.from, piece.to, to + piece.at)
+                             : ReadPlain(sources_[i], piece.from, piece.to, to + piece.at);
+  });
 }
 
 absl::Status WeightImport::ReadPlain(const Source& source, int64_t from, int64_t to, float* out) {
