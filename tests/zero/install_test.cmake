@@ -1,28 +1,9 @@
 # Installs penstock::zero, without LibTorch, into an empty prefix, builds the hand-written model there against it, and
 # trains it.
 #   cmake -DBUILD=... -DSOURCE=... -DCXX=... -P install_test.cmake
+include("${CMAKE_CURRENT_LIST_DIR}/../installed.cmake")
 set(work "${BUILD}/zero-install-test")
-file(REMOVE_RECURSE "${work}")
-function(run)
-  execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
-  message("${output}")
-  if(NOT result EQUAL 0)
-    string(REPLACE ";" " " command "${ARGN}")
-    message(FATAL_ERROR "failed (${result}): ${command}")
-  endif()
-endfunction()
-foreach(component core kernels aio swap tiering zero)
-  run(${CMAKE_COMMAND} --install "${BUILD}" --prefix "${work}/prefix" --component ${component})
-endforeach()
-# Only what was installed may be used: the example is built from a copy, with the prefix as its only way to Penstock.
-file(COPY "${SOURCE}/examples/plain_model" DESTINATION "${work}")
-run(${CMAKE_COMMAND} -S "${work}/plain_model" -B "${work}/build" -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_COMPILER=${CXX}
-    "-DCMAKE_PREFIX_PATH=${work}/prefix" -DCMAKE_CXX_FLAGS=-Wall\ -Wextra\ -Werror)
-run(${CMAKE_COMMAND} --build "${work}/build")
-execute_process(COMMAND ldd "${work}/build/plain_model" OUTPUT_VARIABLE libraries)
-if(libraries MATCHES "torch|c10")
-  message(FATAL_ERROR "penstock::zero drags LibTorch in: ${libraries}")
-endif()
+build_installed("${work}" plain_model core kernels aio swap tiering zero)
 if(EXISTS "${work}/prefix/include/penstock/zero/compute/libtorch")
   message(FATAL_ERROR "the component zero has LibTorch's headers")
 endif()
