@@ -334,6 +334,27 @@ absl::Status DeepSpeedCheckpoint::ReadPartitions(const std::vector<std::string>&
   return absl::OkStatus();
 }
 
+absl::StatusOr<DeepSpeedCheckpoint::FlatTensors> DeepSpeedCheckpoint::TakeGroup(const TorchFile& file,
+                                                                                size_t group,
+                                                                                const TorchValue& masters,
+                                                                                const TorchValue& state,
+                                                                                const char* where) {
+  RETURN_IF_ERROR(TakeSteps(file, state["step"]));
+  const FlatTensors flat = {masters.tensor(), state[kMoments[1]].tensor(), state[kMoments[2]].tensor()};
+  for (size_t k = 0; k < kKinds; ++k) {
+    if (flat[k] == nullptr)
+      return Wrong(absl::StrCat(file.path(), " has no ", kUniversal[k], " of parameter group ", group,
+                                ": Adam and AdamW are served", where));
+  }
+  return flat;
+}
+
+absl::Status DeepSpeedCheckpoint::AddPart(const TorchFile& file, const FlatTensors& flat, int64_t first,
+                                          int64_t elements, Values* values) {
+  for (size_t k = 0; k < kKinds; ++k) RETURN_IF_ERROR(values->of[k].Add(file, *flat[k], first, elements));
+  return absl::OkStatus();
+}
+
 // A rank's flat tensor of each group has pieces of parameters, as its mappings say.
 absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchValue& optimizer,
                                              Parameters* parameters) {
@@ -348,21 +369,13 @@ absl::Status DeepSpeedCheckpoint::ReadRank12(const TorchFile& file, const TorchV
   for (size_t group = 0; group < masters.size(); ++group) {
     const TorchValue state =
         base.kind() == Kind::kDict ? AtNumber(base["state"], static_cast<int64_t>(group)) : base[group];
-    RETURN_IF_ERROR(TakeSteps(file, state["step"]));
-    const TorchTensor* const flat[kKinds] = {masters[group].tensor(), state[kMoments[1]].tensor(),
-                                             state[kMoments[2]].tensor()};
-    for (size_t k = 0; k < kKinds; ++k) {
-      if (flat[k] == nullptr)
-        return Wrong(absl::StrCat(file.path(), " has no ", kUniversal[k], " of parameter group ", group,
-                                  ": Adam and AdamW are served"));
-    }
+    ASSIGN_OR_RETURN(const FlatTensors flat, TakeGroup(file, group, masters[group], state, ""));
     for (const auto& [name, address] : mappings[group].entries()) {
       const auto found = parameters->find(Text(name.text()));
       const std::optional<int64_t> start = address["start"].integer(), count = address["numel"].integer();
       if (found == parameters->end() || !start.has_value() || !count.has_value())
         return Wrong(absl::StrCat(file.path(), ": ", Text(name.text()), " is in no list of parameters"));
-      for (size_t k = 0; k < kKinds; ++k)
-        RETURN_IF_ERROR(found->second.of[k].Add(file, *flat[k], *start, *count));
+      RETURN_IF_ERROR(AddPart(file, flat, *start, *count, &found->second));
     }
   }
   return absl::OkStatus();
@@ -381,20 +394,14 @@ absl::Status DeepSpeedCheckpoint::ReadRank3(const TorchFile& file, const TorchVa
   RETURN_IF_ERROR(TakeOptions(file, optimizer, base));
   for (size_t group = 0; group < masters.size(); ++group) {
     const TorchValue state = AtNumber(base["state"], static_cast<int64_t>(group));
-    RETURN_IF_ERROR(TakeSteps(file, state["step"]));
-    const TorchTensor* const flat[kKinds] = {masters[group].tensor(), state[kMoments[1]].tensor(),
-                                             state[kMoments[2]].tensor()};
-    for (size_t k = 0; k < kKinds; ++k) {
-      if (flat[k] == nullptr)
-        return Wrong(absl::StrCat(file.path(), " has no ", kUniversal[k], " of parameter group ", group,
-                                  ": Adam and AdamW are served, with their state in memory"));
-    }
+    ASSIGN_OR_RETURN(const FlatTensors flat,
+                     TakeGroup(file, group, masters[group], state, ", with their state in memory"));
     int64_t at = 0;
     for (const std::string& name : order_[group]) {
       Values& values = (*parameters)[name];
       const int64_t elements = ElementsOf(values.sizes), part = (elements + ranks - 1) / ranks;
       const int64_t mine = std::clamp<int64_t>(elements - rank * part, 0, part);
-      for (size_t k = 0; k < kKinds; ++k) RETURN_IF_ERROR(values.of[k].Add(file, *flat[k], at, mine));
+      RETURN_IF_ERROR(AddPart(file, flat, at, mine, &values));
       at += part;
     }
   }
@@ -441,11 +448,23 @@ absl::Status DeepSpeedCheckpoint::ReadUniversalState() {
   return TakeSteps(*file, AtNumber(base["state"], 0)["step"]);
 }
 
+std::vector<std::string> DeepSpeedCheckpoint::OwnNames(const std::string& published) const {
+  const std::string bare(absl::StripPrefix(published, layout_.prefix));
+  return {published, bare, "module." + published, "module." + bare};
+}
+
 // Finds what each parameter of the model has become, and that nothing is left over.
 absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parameters) {
-  std::set<std::string> left;  // without those of which there is a shape alone
+  // The list of shapes may have names of the model under which there are no values, since --names says where
+  // they are; and a tied parameter's, which are its holder's.
+  std::set<std::string> elsewhere;
+  for (const auto& [published, theirs] : names) {
+    for (const std::string& name : OwnNames(published)) elsewhere.insert(name);
+  }
+  std::set<std::string> left;
   for (const auto& [name, values] : *parameters) {
-    if (values.of.front().elements() > 0) left.insert(name);
+    const bool empty = values.of.front().elements() == 0;
+    if (!empty || (elsewhere.count(name) == 0 && shared_.count(name) == 0)) left.insert(name);
   }
   for (const auto& [published, theirs] : names) {
     const bool known = std::any_of(layout_.tensors.begin(), layout_.tensors.end(),
@@ -454,13 +473,9 @@ absl::Status DeepSpeedCheckpoint::Match(const NameMap& names, Parameters* parame
       return Wrong(absl::StrCat("--names has ", published, ", which is no parameter of this model"));
   }
   for (const PublishedTensor& tensor : layout_.tensors) {
-    const std::string bare(absl::StripPrefix(tensor.name, layout_.prefix));
-    std::vector<std::string> candidates;
-    if (const auto named = names.find(tensor.name); named != names.end()) {
-      candidates = {named->second};
-    } else {
-      candidates = {tensor.name, bare, "module." + tensor.name, "module." + bare};
-    }
+    const auto named = names.find(tensor.name);
+    const std::vector<std::string> candidates =
+        named != names.end() ? std::vector<std::string>{named->second} : OwnNames(tensor.name);
     auto found = parameters->end();
     for (const std::string& name : candidates) {
       const auto holder = shared_.find(name);
@@ -497,16 +512,9 @@ absl::Status DeepSpeedCheckpoint::Read(zero::StateKind kind, int block, int64_t 
   std::memset(to, 0, static_cast<size_t>(elements) * sizeof(float));
   const auto k = static_cast<size_t>(kind);
   if (k >= kKinds) return absl::InvalidArgumentError("a checkpoint has masters and moments");
-  for (size_t i = 0; i < layout_.tensors.size(); ++i) {
-    const PublishedTensor& tensor = layout_.tensors[i];
-    if (tensor.block != block) continue;
-    const int64_t from = std::max<int64_t>(0, first - tensor.offset);
-    const int64_t end = std::min(tensor.elements(), first + elements - tensor.offset);
-    if (from >= end) continue;
-    RETURN_IF_ERROR(
-        sources_[i][k].ReadParameter(tensor, from, end, to + (tensor.offset + from - first), &buffer_));
-  }
-  return absl::OkStatus();
+  return ForTensorsIn(layout_, block, first, elements, [&](size_t i, const TensorPiece& piece) {
+    return sources_[i][k].ReadParameter(layout_.tensors[i], piece.from, piece.to, to + piece.at, &buffer_);
+  });
 }
 
 }  // namespace penstock::models

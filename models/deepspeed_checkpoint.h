@@ -82,7 +82,8 @@ class DeepSpeedCheckpoint {
     std::vector<int64_t> sizes;  // empty: nobody says
     std::array<ScatteredTensor, kKinds> of;
   };
-  using Parameters = std::map<std::string, Values>;  // by DeepSpeed's name
+  using Parameters = std::map<std::string, Values>;            // by DeepSpeed's name
+  using FlatTensors = std::array<const TorchTensor*, kKinds>;  // of a parameter group, one rank's
 
   DeepSpeedCheckpoint(std::string directory, ModelLayout layout)
       : directory_(std::move(directory)), layout_(std::move(layout)) {}
@@ -91,6 +92,12 @@ class DeepSpeedCheckpoint {
   absl::StatusOr<const TorchFile*> OpenFile(const std::string& name);
   absl::Status ReadModelStates(const TorchFile& file, Parameters* parameters);
   absl::Status ReadPartitions(const std::vector<std::string>& names, Parameters* parameters);
+  // The count of steps, and the flat tensors, none of which is null. `where`: what an error adds.
+  absl::StatusOr<FlatTensors> TakeGroup(const TorchFile& file, size_t group, const TorchValue& masters,
+                                        const TorchValue& state, const char* where);
+  // Elements [first, first + elements) of each come next in a parameter.
+  static absl::Status AddPart(const TorchFile& file, const FlatTensors& flat, int64_t first, int64_t elements,
+                              Values* values);
   absl::Status ReadRank12(const TorchFile& file, const TorchValue& optimizer, Parameters* parameters);
   absl::Status ReadRank3(const TorchFile& file, const TorchValue& optimizer, int64_t rank, int64_t ranks,
                          Parameters* parameters);
@@ -98,6 +105,8 @@ class DeepSpeedCheckpoint {
   absl::Status ReadUniversalState();
   absl::Status TakeOptions(const TorchFile& file, const TorchValue& optimizer, const TorchValue& base);
   absl::Status TakeSteps(const TorchFile& file, const TorchValue& state);
+  // What a published name is called there unless --names says it.
+  std::vector<std::string> OwnNames(const std::string& published) const;
   absl::Status Match(const NameMap& names, Parameters* parameters);
   absl::Status Wrong(const std::string& why) const;
 

@@ -176,6 +176,31 @@ TEST_F(DeepSpeedCheckpointTest, NamesOfAnotherModelAreMapped) {
   EXPECT_NEAR(GoOn(state, 5).at(5), step["loss"].get<double>(), 1e-5);
 }
 
+TEST_F(DeepSpeedCheckpointTest, AShapeThatIsNobodysIsRefusedUnlessItsValuesAreElsewhere) {
+  const std::string checkpoint = Checkpoint("universal"), state = dir_ + "/state";
+  const std::string tag = checkpoint + "/global_step4_universal", file = tag + "/mp_rank_00_model_states.pt";
+  // The list of shapes has a parameter that the model does not have, and that has no values.
+  const std::string name = "transformer.wpe.weight", other = "transformer.wpx.weight";
+  std::string bytes = ReadFile(file);
+  int replaced = 0;
+  for (size_t at = bytes.find(name); at != std::string::npos; at = bytes.find(name, at)) {
+    bytes.replace(at, name.size(), other);
+    ++replaced;
+  }
+  ASSERT_GT(replaced, 0);
+  WriteFile(file, bytes);
+  const Ran ran = Run(Import(checkpoint, state));
+  EXPECT_EQ(ran.code, 2) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("transformer.wpx.weight has no place in this model"));
+  EXPECT_FALSE(std::filesystem::exists(state + "/penstock.store"));
+  // Nor does it help that --names maps another one.
+  std::filesystem::rename(tag + "/zero/transformer.wte.weight", tag + "/zero/words");
+  WriteFile(dir_ + "/names.json", R"({"transformer.wte.weight": "words"})");
+  const Ran mapped = Run(Import(checkpoint, state, {"--names", dir_ + "/names.json"}));
+  EXPECT_EQ(mapped.code, 2) << mapped.err;
+  EXPECT_THAT(mapped.err, HasSubstr("transformer.wpx.weight has no place in this model"));
+}
+
 TEST_F(DeepSpeedCheckpointTest, ADamagedFileIsRefusedAndTheOldRunStays) {
   const std::string checkpoint = Checkpoint("zero1"), state = dir_ + "/state";
   ASSERT_EQ(Run(Import(checkpoint, state)).code, 0);
