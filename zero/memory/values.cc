@@ -1,52 +1,31 @@
 #include "zero/memory/values.h"
 
+#include <cstddef>
+#include <iterator>
+
 namespace penstock::zero {
+namespace {
 
-int64_t BytesOf(ElementType type) {
-  switch (type) {
-    case ElementType::kFp64:
-    case ElementType::kInt64:
-      return 8;
-    case ElementType::kFp32:
-    case ElementType::kInt32:
-      return 4;
-    case ElementType::kBf16:
-    case ElementType::kFp16:
-    case ElementType::kInt16:
-      return 2;
-    case ElementType::kInt8:
-    case ElementType::kUInt8:
-    case ElementType::kBool:
-      return 1;
-  }
-  return 0;
+struct TypeRow {
+  std::string_view name;
+  int64_t bytes = 0;
+};
+
+// By ElementType.
+constexpr TypeRow kTypes[] = {{"fp32", 4},  {"bf16", 2},  {"fp16", 2}, {"fp64", 8},  {"int64", 8},
+                              {"int32", 4}, {"int16", 2}, {"int8", 1}, {"uint8", 1}, {"bool", 1}};
+static_assert(std::size(kTypes) == static_cast<size_t>(ElementType::kBool) + 1);
+
+TypeRow RowOf(ElementType type) {
+  const auto row = static_cast<size_t>(type);
+  return row < std::size(kTypes) ? kTypes[row] : TypeRow{"?", 0};
 }
 
-std::string_view NameOf(ElementType type) {
-  switch (type) {
-    case ElementType::kFp64:
-      return "fp64";
-    case ElementType::kFp32:
-      return "fp32";
-    case ElementType::kBf16:
-      return "bf16";
-    case ElementType::kFp16:
-      return "fp16";
-    case ElementType::kInt64:
-      return "int64";
-    case ElementType::kInt32:
-      return "int32";
-    case ElementType::kInt16:
-      return "int16";
-    case ElementType::kInt8:
-      return "int8";
-    case ElementType::kUInt8:
-      return "uint8";
-    case ElementType::kBool:
-      return "bool";
-  }
-  return "?";
-}
+}  // namespace
+
+int64_t BytesOf(ElementType type) { return RowOf(type).bytes; }
+
+std::string_view NameOf(ElementType type) { return RowOf(type).name; }
 
 int64_t TensorView::elements() const {
   int64_t product = 1;

@@ -67,10 +67,8 @@ absl::StatusOr<Measured> LibTorchCompute::Measure(const ComputeSetup& setup, con
   measured.disturbed = measured_.disturbed;
   measured.sample_bytes = measured_.sample_bytes;
   if (measured_.busiest.stage >= 0) {
-    measured.sample = [this, example,
-                       run = BusiestStage(model_, measured_, tensors, setup.weights, *setup.device)] {
-      run();
-    };
+    measured.sample =
+        [example, run = BusiestStage(model_, measured_, tensors, setup.weights, *setup.device)] { run(); };
   }
   return measured;
 }

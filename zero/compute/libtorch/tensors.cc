@@ -20,6 +20,13 @@ namespace {
 constexpr const char* kInputs = "inputs";
 constexpr const char* kTargets = "targets";
 
+constexpr std::pair<ElementType, torch::Dtype> kTypes[] = {
+    {ElementType::kFp32, torch::kFloat32}, {ElementType::kBf16, torch::kBFloat16},
+    {ElementType::kFp16, torch::kHalf},    {ElementType::kFp64, torch::kFloat64},
+    {ElementType::kInt64, torch::kInt64},  {ElementType::kInt32, torch::kInt32},
+    {ElementType::kInt16, torch::kInt16},  {ElementType::kInt8, torch::kInt8},
+    {ElementType::kUInt8, torch::kUInt8},  {ElementType::kBool, torch::kBool}};
+
 int64_t Bytes(const torch::Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 void SeedGenerator(const torch::Device& device, uint64_t seed) {
@@ -37,37 +44,15 @@ torch::Dtype TorchDtype(kernels::DType type) {
 }
 
 torch::Dtype TorchDtype(ElementType type) {
-  switch (type) {
-    case ElementType::kFp32:
-      return torch::kFloat32;
-    case ElementType::kBf16:
-      return torch::kBFloat16;
-    case ElementType::kFp16:
-      return torch::kHalf;
-    case ElementType::kFp64:
-      return torch::kFloat64;
-    case ElementType::kInt64:
-      return torch::kInt64;
-    case ElementType::kInt32:
-      return torch::kInt32;
-    case ElementType::kInt16:
-      return torch::kInt16;
-    case ElementType::kInt8:
-      return torch::kInt8;
-    case ElementType::kUInt8:
-      return torch::kUInt8;
-    case ElementType::kBool:
-      return torch::kBool;
+  for (const auto& [ours, torchs] : kTypes) {
+    if (ours == type) return torchs;
   }
   return torch::kFloat32;
 }
 
 ElementType ElementTypeOf(torch::Dtype type) {
-  for (const ElementType each :
-       {ElementType::kFp32, ElementType::kBf16, ElementType::kFp16, ElementType::kFp64, ElementType::kInt64,
-        ElementType::kInt32, ElementType::kInt16, ElementType::kInt8, ElementType::kUInt8,
-        ElementType::kBool}) {
-    if (TorchDtype(each) == type) return each;
+  for (const auto& [ours, torchs] : kTypes) {
+    if (torchs == type) return ours;
   }
   TORCH_CHECK(false, "tensors of type ", type, " are not served");
 }
@@ -105,8 +90,6 @@ torch::Tensor TensorOf(const TensorView& view) {
   TORCH_CHECK(!view.on_device, "a view of host memory is wanted");
   return torch::from_blob(view.data, view.sizes, torch::TensorOptions().dtype(TorchDtype(view.type)));
 }
-
-torch::Tensor CopyOf(const HostTensor& value) { return TensorOf(value.view).clone(); }
 
 absl::StatusOr<HostTensor> HostTensorOf(const torch::Tensor& tensor) {
   HostTensor value;

@@ -35,8 +35,6 @@ TensorBatch TensorsOf(const Batch& batch);
 TensorView ViewOf(const torch::Tensor& tensor);
 // Of memory on the host; lives as long as that.
 torch::Tensor TensorOf(const TensorView& view);
-// A tensor of its own with the same values.
-torch::Tensor CopyOf(const HostTensor& value);
 absl::StatusOr<HostTensor> HostTensorOf(const torch::Tensor& tensor);
 
 // Where LibTorch's tensors of a device are.
