@@ -352,6 +352,106 @@ def test_given_blocks(tmp_path):
         assert run(engine, data) == pytest.approx(expected, abs=1e-5)
 
 
+def test_running_means_count_each_batch_once(tmp_path):
+    def model():
+        torch.manual_seed(0)
+        # No bias before the norm: its gradient is rounding, and Adam makes steps of it.
+        part = lambda: nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh())  # noqa: E731
+        return nn.Sequential(part(), part(), part(), nn.Linear(8, 1))
+
+    plain, ours = model(), model()
+    optimizer = adamw(plain)
+    with make(ours, tmp_path, gradient_clipping=0, blocks=["0", "1", "2", "3"]) as engine:
+        for number in range(5):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(number))
+            optimizer.zero_grad()
+            expected = plain(x).square().mean()
+            expected.backward()
+            optimizer.step()
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+        for (name, value), other in zip(ours.named_buffers(), plain.buffers()):
+            torch.testing.assert_close(value, other, msg=name)
+
+
+def test_a_step_without_backward_is_refused(tmp_path):
+    data = batches(4)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    with make(net(), tmp_path) as engine:
+        losses = run(engine, data[:1])
+        engine(**data[1])
+        with pytest.raises(RuntimeError, match="without a backward"):
+            engine.step()
+        engine(**data[1]).backward()  # without engine.backward: the same, where no loss is scaled
+        engine.step()
+        losses += run(engine, data[2:])
+    assert losses == pytest.approx(expected[:1] + expected[2:], abs=1e-5)
+
+
+def test_what_is_decided_before_the_first_forward(tmp_path):
+    model, data = net(tied=False), batches(3)
+    with make(model, tmp_path) as engine:
+        run(engine, data[:1])
+        model.layers[1].up.weight.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="requires_grad of layers.1.up.weight"):
+            engine(**data[1])
+        model.layers[1].up.weight.requires_grad_(True)
+        run(engine, data[1:])
+        with pytest.raises(ValueError, match="has an engine already"):
+            make(model, tmp_path / "second")
+    with pytest.raises(ValueError, match="values went with its engine"):
+        make(model, tmp_path / "third")(**data[0])
+    model = net(tied=False)
+    model.head.weight = nn.Parameter(model.embed.weight.data)  # one memory, two parameters
+    with pytest.raises(ValueError, match="share memory"):
+        make(model, tmp_path / "fourth")
+
+
+def test_parameters_that_no_group_has_stay(tmp_path):
+    model, data = net(tied=False), batches(4)
+    names = [{"params": [name for name, _ in model.named_parameters() if "layers.1" not in name and "bias" not in name]}]
+    named = dict(model.named_parameters())
+    kept = {name: value.detach().clone() for name, value in named.items() if name not in names[0]["params"]}
+    expected = plain_losses(model, names, [[batch] for batch in data], clip=0)[0]
+    optimizer = torch.optim.AdamW([named[name] for name in names[0]["params"]], lr=1e-2)
+    with make(model, tmp_path, optimizer=optimizer, gradient_clipping=0) as engine:
+        assert run(engine, data) == pytest.approx(expected, abs=1e-5)
+        state = engine.state_dict()
+        for name, value in kept.items():
+            assert torch.equal(state[name], value), name
+
+
+def test_odd_shapes(tmp_path):
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+            self.none = nn.Parameter(torch.zeros(0, 4))
+            self.turned = nn.Parameter(torch.randn(8, 8).t())
+
+        def forward(self, x):
+            return self.scale * (x @ self.turned) + self.none.sum()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Odd(), Odd())
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    with make(model, tmp_path, gradient_clipping=0) as engine:
+        for number in range(4):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(number))
+            optimizer.zero_grad()
+            expected = plain(x).square().mean()
+            expected.backward()
+            optimizer.step()
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert engine.state_dict()["0.scale"].shape == ()
+
+
 class Skipping(Net):
     """Leaves out layers, as layer drop does."""
 

@@ -119,6 +119,24 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_checkpointing_of_transformers_is_the_engines(tmp_path):
+    model, data = make("llama")
+    expected = plain_losses(copy.deepcopy(model), data[:4])
+    engine = penstock.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), state_dir=str(tmp_path), gradient_clipping=1.0
+    )[0]
+    with engine:
+        losses = []
+        for batch in data[:4]:
+            model.gradient_checkpointing_enable()
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_lengths_vary(tmp_path):
     model, _ = make("llama")
     plain = copy.deepcopy(model)

@@ -8,7 +8,7 @@ a parameter share a block.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 from torch import nn
 
@@ -88,10 +88,10 @@ def _given(model: nn.Module, names: Sequence[str]) -> Iterable[Tuple[str, nn.Mod
         yield name, modules[name]
 
 
-def find_blocks(model: nn.Module, names: Optional[Sequence[str]] = None) -> List[Block]:
+def find_blocks(model: nn.Module, names: Optional[Sequence[str]] = None, has_values: bool = True) -> List[Block]:
     """All parameters of the model in blocks, in its own order.
 
-    names: of the modules that are blocks; None finds them.
+    names: of the modules that are blocks; None finds them. has_values: False after an engine has had them.
     Raises TypeError naming parameters that are in none, and ValueError for names that are wrong.
     """
     found = list(_found(model) if names is None else _given(model, names))
@@ -124,7 +124,23 @@ def find_blocks(model: nn.Module, names: Optional[Sequence[str]] = None) -> List
         raise TypeError(f"parameters outside of all blocks: {', '.join(stray[:5])}{', ...' if len(stray) > 5 else ''}")
     for block in blocks.values():
         _check(block)
+    if has_values:
+        _check_memory([each for block in blocks.values() for each in block.parameters])
     return list(blocks.values())
+
+
+# Parameters that are one object are tied, and stay so; others that share memory would part.
+def _check_memory(parameters: Sequence[Tuple[str, nn.Parameter]]) -> None:
+    places = []
+    for name, parameter in parameters:
+        if parameter.numel():
+            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride()))
+            begin = parameter.data_ptr()
+            places.append((begin, begin + (last + 1) * parameter.element_size(), name))
+    places.sort()
+    for (_, end, name), (begin, _, other) in zip(places, places[1:]):
+        if begin < end:
+            raise ValueError(f"{name} and {other} share memory and are two parameters: tie them by making them one")
 
 
 def _check(block: Block) -> None:
@@ -133,13 +149,3 @@ def _check(block: Block) -> None:
             raise ValueError(f"{name} is on the meta device, where it has no values: load or initialise the model first")
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}: hand the model over in host memory, with model.cpu()")
-
-
-def names_of(blocks: Sequence[Block]) -> Dict[int, str]:
-    """The full name of each parameter by its id."""
-    return {id(parameter): name for block in blocks for name, parameter in block.parameters}
-
-
-def kind_of(value: Any) -> str:
-    """How a module is called in messages."""
-    return type(value).__name__

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import functools
 import json
 import os
+import sys
 import warnings
+import weakref
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -24,6 +27,21 @@ from ._weights import Weights, offsets
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LATEST = "latest"
+_MARK = "_penstock_engine"
+
+_engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all(process: int = os.getpid()) -> None:
+    """The last step of an engine that nobody closed is committed, and its threads end before the interpreter does."""
+    if os.getpid() != process:
+        return
+    for engine in list(_engines):
+        try:
+            engine.close()
+        except Exception as error:  # noqa: B902
+            print(f"penstock: an engine could not be closed: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 class Engine:
@@ -53,7 +71,11 @@ class Engine:
         self._settings = settings
         self._given = optimizer
         self._described = {**describe(optimizer)}
-        self._blocks: List[Block] = find_blocks(model, blocks)
+        state = getattr(model, _MARK, "")
+        if state == "open":
+            raise ValueError("this model has an engine already: close that one first")
+        self._values_are_gone = state == "closed"
+        self._blocks: List[Block] = find_blocks(model, blocks, has_values=not self._values_are_gone)
         self._dtypes = {id(p): p.dtype for _, p in model.named_parameters()}
         for name, parameter in model.named_parameters():
             if parameter.dtype not in _NAMES:
@@ -78,6 +100,8 @@ class Engine:
         self._closed = False
         self._own_forward = model.forward
         self._wait_for_a_batch()
+        setattr(model, _MARK, "open")
+        _engines.add(self)
 
     # --- the first forward
 
@@ -101,6 +125,9 @@ class Engine:
         self.module.__dict__.pop("forward", None)
         try:
             kwargs = dict(kwargs)
+            for module in self.module.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module.gradient_checkpointing = False  # type: ignore[assignment]
             if "use_cache" in _arguments(self._own_forward) and self.module.training:
                 kwargs["use_cache"] = False
             uses = trace(self.module, self._blocks, lambda: self.module(*args, **kwargs))
@@ -128,6 +155,8 @@ class Engine:
             marks.append([(trains, group) for _, _, trains, group, _, _ in parameters])
         stages = [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
         resume = self._may_resume()
+        if self._values_are_gone and not resume and not self._restore_from:
+            raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
         options = {
             "config": settings.config,
             "dtype": settings.dtype,
@@ -165,7 +194,8 @@ class Engine:
         weights = Weights(self._blocks, DTYPES[settings.dtype], places)
         self._core = core
         weights.hide_all()
-        self._runtime = Runtime(core, self.module, self._blocks, uses, weights)
+        trains = [[trains for trains, _ in mark] for mark in marks]
+        self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains)
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
         self._runtime.before_pass = self._describe
@@ -233,6 +263,9 @@ class Engine:
         runtime = self._ready()
         if not runtime.is_open:
             raise RuntimeError("no step is open: forward and backward come first")
+        if not runtime.backward_came:
+            runtime.give_up("no backward")
+            raise RuntimeError("step() without a backward: engine.backward(loss) comes first; the forward is given up")
         if self.optimizer.rates() != self._begun_rates:
             runtime.give_up("rates changed")
             raise RuntimeError(
@@ -489,6 +522,8 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        _engines.discard(self)
+        setattr(self.module, _MARK, "" if self._runtime is None and not self._values_are_gone else "closed")
         if self._runtime is None:
             self.module.__dict__.pop("forward", None)
             return

@@ -52,7 +52,10 @@ class Driver:
 class Runtime:
     """The model's modules, patched, and the pass that is open."""
 
-    def __init__(self, core: Any, model: nn.Module, blocks: Sequence[Block], uses: Sequence[Use], weights: Weights) -> None:
+    def __init__(
+        self, core: Any, model: nn.Module, blocks: Sequence[Block], uses: Sequence[Use], weights: Weights, trains: Sequence[Sequence[bool]]
+    ) -> None:
+        """trains: of each parameter of each block, whether it is updated."""
         self._core = core
         self._model = model
         self._blocks = blocks
@@ -62,7 +65,9 @@ class Runtime:
         self._places: Dict[int, List[int]] = {}
         for number, use in enumerate(uses):
             self._places.setdefault(id(use.module), []).append(number)
-        self._trains = [any(parameter.requires_grad for _, parameter in block.parameters) for block in blocks]
+        self._trains = trains
+        self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
+        self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._local = threading.local()
         self._open: Optional[bool] = None  # trains; None: no pass is open
         self._drivers: List[Driver] = []
@@ -102,12 +107,35 @@ class Runtime:
             self.give_up("another forward began before its backward was over")
         self.before_pass()
         if trains:
+            self._check_requires_grad()
+            # A block is computed again already, by the engine's own rule.
+            for module in self._checkpointing:
+                module.gradient_checkpointing = False  # type: ignore[assignment]
             self._core.begin(True, list(rates))
         else:
             self._core.begin_evaluation()
         self._open = trains
         self._drivers = [Driver(number, len(self._uses), trains) for number in range(micro_batches)]
         self._local.driver = self._drivers[0]
+
+    def _check_requires_grad(self) -> None:
+        for block, flags in zip(self._blocks, self._requires_grad):
+            for (name, parameter), flag in zip(block.parameters, flags):
+                if parameter.requires_grad != flag:
+                    raise RuntimeError(
+                        f"requires_grad of {name} has changed since the first forward, when it was decided what has states. Set it "
+                        "before penstock.initialize, and make a new engine for another choice"
+                    )
+
+    @property
+    def backward_came(self) -> bool:
+        """Whether any gradient has come to the pass that is open."""
+        for driver in self._drivers:
+            if driver.loss is not None or driver.backward_at != self._last:
+                return True
+            if any(parameter.grad is not None for _, parameter in self._blocks[self._uses[self._last].block].parameters):
+                return True
+        return False
 
     def finish(self) -> Dict[str, Any]:
         """The pass is over: what it has not come to is passed by. Returns the engine's result."""
@@ -289,14 +317,25 @@ class Runtime:
         versions = [tensor._version for tensor in given]
         first = [True]
         settings = _AutogradSettings()
+        changed: List[torch.Tensor] = []  # buffers, by forward: running means, which count each batch once
 
         def compute(*a: Any, **k: Any) -> Any:
             if first[0]:
                 first[0] = False
+                buffers = [(buffer, buffer._version) for buffer in self._uses[stage].module.buffers()]
+                changed.extend(_running_means(self._uses[stage].module))
                 with self._entered_forward(driver, stage):
-                    return _computed(original, settings, a, k)
+                    out = _computed(original, settings, a, k)
+                known = set(map(id, changed))
+                changed.extend(each for each, version in buffers if each._version != version and id(each) not in known)
+                return out
             self._enter_backward(driver, stage)
-            return _computed(original, settings, a, k)
+            before = [buffer.detach().clone() for buffer in changed]
+            try:
+                return _computed(original, settings, a, k)
+            finally:
+                for buffer, value in zip(changed, before):
+                    buffer.data.copy_(value)
 
         out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False, **kwargs)
         if any(tensor._version != version for tensor, version in zip(given, versions)):
@@ -338,10 +377,10 @@ class Runtime:
         block = self._uses[stage].block
         gradients: Optional[List[Tuple[int, int, str]]] = None
         held = []
-        if self._trains[block]:
+        if any(self._trains[block]):
             gradients = []
             for number, (_, parameter) in enumerate(self._blocks[block].parameters):
-                if parameter.grad is None:
+                if parameter.grad is None or not self._trains[block][number]:
                     continue
                 gradient = parameter.grad.detach().contiguous()
                 held.append(gradient)
@@ -459,17 +498,28 @@ class Runtime:
             module.__dict__.pop("forward", None)
 
 
+# torch changes these in place and counts no version.
+def _running_means(module: nn.Module) -> List[torch.Tensor]:
+    norms = [each for each in module.modules() if isinstance(each, nn.modules.batchnorm._NormBase) and each.training]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
 class _AutogradSettings:
     """What of torch's state belongs to a thread and is wanted in another."""
 
     def __init__(self) -> None:
         self.autocasts = _autocasts()
-        self.dtype = torch.get_autocast_cpu_dtype() if self.autocasts else torch.bfloat16
+        self.dtype = _autocast_dtype() if self.autocasts else torch.bfloat16
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         with torch.autograd.set_grad_enabled(True), torch.autocast("cpu", dtype=self.dtype, enabled=self.autocasts):
             yield
+
+
+def _autocast_dtype() -> torch.dtype:
+    known = getattr(torch, "get_autocast_dtype", None)  # since torch 2.4
+    return known("cpu") if known is not None else torch.get_autocast_cpu_dtype()
 
 
 def _autocasts() -> bool:

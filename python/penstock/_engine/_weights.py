@@ -38,7 +38,7 @@ class Weights:
         self._places = places
         self._shapes = [[tuple(parameter.shape) for parameter in block] for block in self._parameters]
         self._nan = torch.full((1,), float("nan"), dtype=dtype)
-        self._hidden = [[self._nan.expand(shape) for shape in shapes] for shapes in self._shapes]
+        self._hidden = [[self._nan.expand(shape) if shape else self._nan[0] for shape in shapes] for shapes in self._shapes]
         self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
 
     def attach(self, block: int, address: int) -> None:
