@@ -70,24 +70,30 @@ def plain_losses(model, data):
     return losses
 
 
+def engine_losses(engine, data):
+    losses = []
+    for number, batch in enumerate(data):
+        torch.manual_seed(number)
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def on_drive(model, directory):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    return penstock.initialize(model=model, optimizer=optimizer, state_dir=str(directory), gradient_clipping=1.0)[0]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_losses_logits_and_tokens(tmp_path, name):
     model, data = make(name)
     plain = copy.deepcopy(model)
     expected = plain_losses(plain, data)
-    engine = penstock.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), state_dir=str(tmp_path), gradient_clipping=1.0
-    )[0]
-    with engine:
-        losses = []
-        for number, batch in enumerate(data):
-            torch.manual_seed(number)
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        assert losses == pytest.approx(expected, abs=1e-5)
+    with on_drive(model, tmp_path) as engine:
+        assert engine_losses(engine, data) == pytest.approx(expected, abs=1e-5)
         engine.eval()
         plain.eval()
         with torch.no_grad():
@@ -103,10 +109,7 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path):
     model, data = make("llama")
     plain = copy.deepcopy(model)
     plain_losses(plain, data[:5])
-    engine = penstock.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), state_dir=str(tmp_path / "state"), gradient_clipping=1.0
-    )[0]
-    with engine:
+    with on_drive(model, tmp_path / "state") as engine:
         for batch in data[:5]:
             engine.backward(engine(**batch).loss)
             engine.step()
@@ -122,10 +125,7 @@ def test_what_is_saved_is_what_transformers_loads(tmp_path):
 def test_checkpointing_of_transformers_is_the_engines(tmp_path):
     model, data = make("llama")
     expected = plain_losses(copy.deepcopy(model), data[:4])
-    engine = penstock.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), state_dir=str(tmp_path), gradient_clipping=1.0
-    )[0]
-    with engine:
+    with on_drive(model, tmp_path) as engine:
         losses = []
         for batch in data[:4]:
             model.gradient_checkpointing_enable()
@@ -145,17 +145,8 @@ def test_lengths_vary(tmp_path):
         x = torch.randint(3, WORDS, (3, length))
         data.append({"input_ids": x, "labels": x})
     expected = plain_losses(plain, data)
-    engine = penstock.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), state_dir=str(tmp_path), gradient_clipping=1.0
-    )[0]
-    with engine:
-        losses = []
-        for batch in data:
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-    assert losses == pytest.approx(expected, abs=1e-5)
+    with on_drive(model, tmp_path) as engine:
+        assert engine_losses(engine, data) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -167,21 +158,8 @@ def test_adapters_of_peft_train_beside_a_frozen_base(tmp_path):
     model = peft.get_peft_model(model, config)
     plain = copy.deepcopy(model)
     expected = plain_losses(plain, data)
-    engine = penstock.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3),
-        state_dir=str(tmp_path / "state"),
-        gradient_clipping=1.0,
-    )[0]
-    with engine:
-        losses = []
-        for number, batch in enumerate(data):
-            torch.manual_seed(number)
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        assert losses == pytest.approx(expected, abs=1e-5)
+    with on_drive(model, tmp_path / "state") as engine:
+        assert engine_losses(engine, data) == pytest.approx(expected, abs=1e-5)
         state = engine.state_dict()
         for name, value in plain.state_dict().items():
             if "lora_" in name:
