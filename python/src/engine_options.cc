@@ -318,6 +318,12 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
   ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(text, total_steps, &filled));
   const zero::Config& config = parsed.config;
   Json json = {{"notes", parsed.notes}, {"filled", filled}, {"optimizer", OptimizerJson(config.optimizer)}};
+  for (const auto& [on, name] :
+       {std::pair{config.csv_monitor.on(), "csv_monitor"}, {config.tensorboard.on(), "tensorboard"}}) {
+    if (on)
+      json["notes"].push_back(
+          absl::StrCat(name, ": not written from Python: engine.last_step has the values"));
+  }
   const auto add = [&](const char* name, const auto& value) {
     json[name] = value.has_value() ? Json(*value) : Json();
   };
