@@ -421,7 +421,7 @@ class Training {
   absl::Status AddMissing(nlohmann::json step) {
     if (!step.is_object()) return absl::OkStatus();
     if (log_ != nullptr) {
-      RETURN_IF_ERROR(log_->AddMissing(step));
+      RETURN_IF_ERROR(log_->AddMissing(LineOf(step)));
     }
     if (!step.contains("samples"))
       step["samples"] = SamplesAt(zero::JsonField<int64_t>(step, "step").value_or(0));
@@ -524,10 +524,15 @@ class Training {
   int64_t SamplesAt(int64_t step) const {
     return begins_with_samples_ + (step - begins_at_) * SamplesPerStep();
   }
-  // What log, monitors and commit record say of a step.
+  // What monitors and commit record say of a step.
   nlohmann::json EntryOf(const zero::StepResult& result) const {
     nlohmann::json entry = zero::StepJson(result, TokensPerStep());
     entry["samples"] = SamplesAt(result.step);
+    return entry;
+  }
+  // What the log says of it: what the report does.
+  static nlohmann::json LineOf(nlohmann::json entry) {
+    entry.erase("samples");
     return entry;
   }
   // Several ranks stop after the same step: the one in which all of them heard of it.
@@ -730,7 +735,7 @@ class Training {
     const bool again = entry.contains("windows") && log_ != nullptr &&
                        log_->last_evaluation() >= zero::JsonField<int64_t>(entry, "step").value_or(0);
     if (log_ != nullptr && !again) {
-      RETURN_IF_ERROR(log_->Append(entry));
+      RETURN_IF_ERROR(log_->Append(LineOf(entry)));
     }
     return monitors_.Append(entry);
   }
