@@ -234,6 +234,7 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
       specs.push_back({.name = name, .sizes = sizes, .trains = trains, .group = group});
       sources.push_back({reinterpret_cast<const std::byte*>(address), *dtype});
       absl::StrAppend(&described, block_name, ".", name, trains ? " " : " frozen ");
+      if (group != 0) absl::StrAppend(&described, "group ", group, " ");  // it moves what follows
       for (const int64_t size : sizes) absl::StrAppend(&described, size, ",");
     }
     const auto layout = std::make_shared<const zero::FlatLayout>(zero::FlatLayout::Of(specs));

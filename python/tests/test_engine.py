@@ -452,6 +452,251 @@ def test_odd_shapes(tmp_path):
         assert engine.state_dict()["0.scale"].shape == ()
 
 
+def test_dropout_of_micro_batches_is_the_same_in_backward(tmp_path):
+    model = net(dropout=0.3)
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain)
+    data = batches(12)
+    with make(model, tmp_path, gradient_accumulation_steps=2, gradient_clipping=0) as engine:
+        for number in range(6):
+            step = data[2 * number : 2 * number + 2]
+            torch.manual_seed(number)
+            seed = torch.randint(2**62, (1,)).item()
+            optimizer.zero_grad()
+            total = 0.0
+            for batch, begins in zip(step, (number, seed)):  # each micro-batch has random numbers of its own
+                torch.manual_seed(begins)
+                loss = plain(**batch) / 2
+                loss.backward()
+                total += loss.item()
+            optimizer.step()
+            torch.manual_seed(number)
+            assert engine.train_batch(step).item() == pytest.approx(total, abs=1e-5)
+
+
+def test_a_backward_whose_step_is_not_made_counts_for_nothing(tmp_path):
+    data = batches(6)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    with make(net(), tmp_path) as engine:
+        losses = run(engine, data[:2])
+        engine.backward(engine(**data[5]))  # no step: a loss that its owner does not like
+        losses += run(engine, data[2:4])
+        engine.backward(engine(**data[5]))
+        assert engine.global_steps == 4
+    with make(net(seed=3), tmp_path, resume=True) as engine:
+        losses += run(engine, data[4:])
+        assert engine.global_steps == 6
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_forward_within_gathered_is_refused(tmp_path):
+    model, data = net(), batches(3)
+    with make(model, tmp_path) as engine:
+        run(engine, data[:1])
+        before = engine.state_dict()
+        with pytest.raises(RuntimeError, match="within engine.gathered"):
+            with engine.gathered(write_back=True):
+                with torch.no_grad():
+                    engine(**data[1])
+        for name, value in engine.state_dict().items():
+            assert torch.equal(value, before[name])
+        model.norm.weight.data = torch.ones(32)
+        with pytest.raises(RuntimeError, match="norm.weight was given a value outside"):
+            engine(**data[1])
+
+
+def test_schedulers_of_the_optimizer_that_was_given(tmp_path):
+    data = batches(8)
+
+    def made(model):
+        optimizer = adamw(model)
+        return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.1)
+
+    plain = net()
+    optimizer, scheduler = made(plain)
+    expected = []
+    for batch in data:
+        optimizer.zero_grad()
+        loss = plain(**batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        expected.append(loss.item())
+    losses = []
+    for part in (data[:3], data[3:]):  # the scheduler's state goes on too
+        model = net()
+        optimizer, scheduler = made(model)
+        with make(model, tmp_path, optimizer=optimizer, lr_scheduler=scheduler, resume="auto") as engine:
+            losses += run(engine, part)
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_what_is_kept_comes_back_as_it_was(tmp_path):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+    state = {"t": (1, 2.5), 3: float("inf"), "x": torch.arange(3), "n": None, "l": [1, {"a": "b"}]}
+    with make(model(), tmp_path) as engine:
+        for number in range(3):
+            engine.backward(engine(torch.randn(16, 8, generator=torch.Generator().manual_seed(number))).square().mean())
+            engine.step()
+        engine.client_state = state
+        means = engine.module[1].running_mean.clone()
+    again = model()
+    with make(again, tmp_path, resume=True) as engine:
+        engine.eval()
+        engine(torch.zeros(2, 8))
+        kept = engine.client_state
+        assert torch.equal(kept.pop("x"), state["x"]) and kept == {key: each for key, each in state.items() if key != "x"}
+        assert torch.equal(again[1].running_mean, means) and again[1].num_batches_tracked == 3
+        engine.client_state = {"f": lambda: 0}
+        with pytest.raises(TypeError, match="function cannot be kept"):
+            engine.flush()
+        engine.client_state = {}
+
+
+def test_another_grouping_is_refused_on_resume(tmp_path):
+    data = batches(2)
+    with make(net(), tmp_path) as engine:
+        run(engine, data)
+    model = net()
+    biases = [p for p in model.parameters() if p.dim() == 1]
+    others = [p for p in model.parameters() if p.dim() > 1]
+    engine = make(model, tmp_path, optimizer=torch.optim.AdamW([{"params": others}, {"params": biases}], lr=1e-2), resume=True)
+    with pytest.raises((OSError, RuntimeError, ValueError)):
+        engine(**data[0])
+    engine.close()
+
+
+class Odd(nn.Module):
+    """A block that does what computing again makes hard."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x, debug=None):
+        if self.how == "buffer":
+            self.count += 1
+            return self.linear(x) * self.count
+        if self.how == "reassigned":
+            self.scale = self.scale * 1.5
+            return self.linear(x) * self.scale
+        if self.how == "keyword":
+            return self.linear(x) * (debug if debug is not None else 0)
+        return self.linear(x) + self.weight[:4], self.weight  # and its own weights
+
+
+@pytest.mark.parametrize("how", ["buffer", "reassigned", "keyword", "weights"])
+def test_odd_blocks(tmp_path, how):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Odd(how) for _ in range(3)])
+            self.out = nn.Linear(8, 1)
+
+        def forward(self, x):
+            more = 0.0
+            for layer in self.layers:
+                if how == "keyword":
+                    x = layer(x, debug=torch.tensor(2.0))
+                elif how == "weights":
+                    x, weight = layer(x)
+                    more = more + weight.sum() * 1e-2
+                else:
+                    x = layer(x)
+            return self.out(x).square().mean() + more
+
+    torch.manual_seed(0)
+    model = Model()
+    plain = copy.deepcopy(model)
+    for each in (*model.layers, *plain.layers):  # parameters that a step does not use are another matter
+        each.weight.requires_grad_(how == "weights")
+    optimizer = adamw(plain)
+    with make(model, tmp_path, gradient_clipping=0) as engine:
+        for number in range(5):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+            optimizer.zero_grad()
+            expected = plain(x)
+            expected.backward()
+            optimizer.step()
+            loss = engine(x)
+            engine.backward(loss)
+            engine.step()
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        for (name, value), other in zip(model.named_buffers(), plain.buffers()):
+            torch.testing.assert_close(value, other, msg=name)
+
+
+def test_an_optimizer_with_another_ones_parameters(tmp_path):
+    model = net()
+    extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="is none of the model's"):
+        make(model, tmp_path, optimizer=torch.optim.AdamW([*model.parameters(), extra]))
+
+
+INTERRUPTED = """
+import os, random, signal, sys, threading, time, torch, penstock
+sys.path.insert(0, {tests!r})
+from engine_models import batches, net
+engine = penstock.initialize(model=net(), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), state_dir={directory!r})[0]
+data = batches(60)
+with torch.no_grad():
+    engine.eval()(data[0]["x"])
+engine.train()
+stop = threading.Event()
+def interrupt():
+    random.seed(1)
+    while not stop.wait(random.random() * 0.02):
+        os.kill(os.getpid(), signal.SIGINT)
+thread = threading.Thread(target=interrupt)
+losses, heard = {{}}, 0
+thread.start()
+while len(losses) < 60:
+    step = engine.global_steps
+    try:
+        loss = engine(**data[step])
+        engine.backward(loss)
+        value = loss.item()
+        engine.step()
+    except KeyboardInterrupt:
+        heard += 1
+    try:
+        if engine.global_steps == step + 1:
+            losses[step] = value
+    except KeyboardInterrupt:
+        losses[step] = value
+while not stop.is_set():
+    try:
+        stop.set()
+    except KeyboardInterrupt:
+        pass
+while thread.is_alive():
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        pass
+print(heard, [losses[step] for step in range(60)])
+engine.close()
+"""
+
+
+def test_ctrl_c_at_random_moments(tmp_path):
+    text = INTERRUPTED.format(tests=os.path.dirname(__file__), directory=str(tmp_path / "s"))
+    out = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr[-3000:]
+    heard, losses = out.stdout.split(" ", 1)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in batches(60)], clip=0)[0]
+    assert int(heard) > 0
+    assert json.loads(losses) == pytest.approx(expected, abs=2e-3)
+
+
 class Skipping(Net):
     """Leaves out layers, as layer drop does."""
 

@@ -81,6 +81,9 @@ def _found(model: nn.Module) -> Iterable[Tuple[str, nn.Module]]:
 def _given(model: nn.Module, names: Sequence[str]) -> Iterable[Tuple[str, nn.Module]]:
     modules = dict(model.named_modules())
     for name in names:
+        inside = next((other for other in names if other != name and name.startswith(other + ".")), None)
+        if inside is not None:
+            raise ValueError(f"blocks: {name!r} is inside of {inside!r}")
         if name not in modules:
             raise ValueError(f"blocks: the model has no module {name!r}")
         if not _owns_parameters(modules[name], recurse=True):

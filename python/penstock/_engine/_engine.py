@@ -18,6 +18,8 @@ from torch import nn
 
 from .. import _core
 from ._blocks import Block, find_blocks
+from ._interrupts import deferred
+from ._json import decode, encode
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
 from ._runtime import Runtime
 from ._settings import DTYPES, PathLike, Settings, resolve
@@ -28,6 +30,7 @@ from ._weights import Weights, offsets
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LATEST = "latest"
 _MARK = "_penstock_engine"
+_MOST_BUFFERS = 24 << 10  # bytes, in every commit
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
@@ -75,6 +78,8 @@ class Engine:
         if state == "open":
             raise ValueError("this model has an engine already: close that one first")
         self._values_are_gone = state == "closed"
+        if model.__dict__.get("forward") is _closed_forward:
+            model.__dict__.pop("forward")
         self._blocks: List[Block] = find_blocks(model, blocks, has_values=not self._values_are_gone)
         self._dtypes = {id(p): p.dtype for _, p in model.named_parameters()}
         for name, parameter in model.named_parameters():
@@ -86,7 +91,7 @@ class Engine:
         self._core: Any = None
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
-        self.optimizer = EngineOptimizer([dict(group) for group in optimizer.param_groups], self._step)
+        self.optimizer = EngineOptimizer(optimizer.param_groups, self._step)  # its very groups, which schedulers may know
         self.lr_scheduler = scheduler(self.optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
         if self.lr_scheduler is None and settings.schedule is not None:
             self.lr_scheduler = ConfigScheduler(_core, settings.schedule, self.optimizer)
@@ -97,8 +102,15 @@ class Engine:
         self._result: Dict[str, Any] = {}
         self._begun_rates: List[Any] = []
         self._rng = ""
+        self._told_of_buffers = False
+        self._gathered = False
         self._closed = False
-        self._own_forward = model.forward
+        self._own_forward, self._instance_forward = model.forward, model.__dict__.get("forward")
+        known = {id(parameter) for parameter in model.parameters()}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise ValueError(f"parameter {index} of group {number} is none of the model's: give it an optimizer of its own")
         self._wait_for_a_batch()
         setattr(model, _MARK, "open")
         _engines.add(self)
@@ -120,9 +132,15 @@ class Engine:
             for parameter in group["params"]
         }
 
-    def _materialize(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
-        """Finds the order of the blocks, and hands the parameters over to the engine."""
-        self.module.__dict__.pop("forward", None)
+    def _restore_forward(self) -> None:
+        if self._instance_forward is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.forward = self._instance_forward  # type: ignore[method-assign]
+
+    def _materialize(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], call: Optional[Callable[[], Any]] = None) -> None:
+        """Finds the order of the blocks, and hands the parameters over to the engine. call: instead of module(*args, **kwargs)."""
+        self._restore_forward()
         try:
             kwargs = dict(kwargs)
             for module in self.module.modules():
@@ -130,7 +148,7 @@ class Engine:
                     module.gradient_checkpointing = False  # type: ignore[assignment]
             if "use_cache" in _arguments(self._own_forward) and self.module.training:
                 kwargs["use_cache"] = False
-            uses = trace(self.module, self._blocks, lambda: self.module(*args, **kwargs))
+            uses = trace(self.module, self._blocks, call or (lambda: self.module(*args, **kwargs)))
             self._make_core(uses)
         except BaseException:
             self._wait_for_a_batch()
@@ -199,9 +217,17 @@ class Engine:
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
         self._runtime.before_pass = self._describe
+        self._buffers_at_first = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
         self._patch_state_dict()
         if resume or self._restore_from:
-            self._restored()
+            try:
+                self._restored()
+            except BaseException:
+                self._runtime.close()
+                core.close()  # or the state stays locked, by ourselves
+                self._closed = True
+                setattr(self.module, _MARK, "closed")
+                raise
 
     def _may_resume(self) -> bool:
         if self._resume == "auto":
@@ -211,7 +237,11 @@ class Engine:
     def _restored(self) -> None:
         info = self._info()
         self.global_steps = info["step"]
-        kept = json.loads(self._core.description()) or {}
+        kept = decode(json.loads(self._core.description())) or {}
+        for name, value in kept.get("buffers", {}).items():
+            module, _, short = name.rpartition(".")
+            with torch.no_grad():
+                self.module.get_submodule(module)._buffers[short].copy_(value)  # type: ignore[union-attr]
         self.client_state = kept.get("client", {})
         self.skipped_steps = kept.get("skipped", 0)
         if self.lr_scheduler is not None and kept.get("scheduler") is not None:
@@ -272,19 +302,25 @@ class Engine:
                 "a learning rate (or betas, or weight decay) was changed between the forward and step(): part of the update may "
                 "have been made in backward. Change it after step()"
             )
-        try:
-            self._result = runtime.finish()
-        except BaseException:
-            runtime.give_up("the step failed")
-            raise
-        self.global_steps = self._result["step"]
-        self.skipped_steps += bool(self._result["skipped"])
-        self._rng = base64.b64encode(bytes(torch.get_rng_state().numpy())).decode()
-        self._describe()
+        with deferred():
+            try:
+                self._result = runtime.finish()
+            except BaseException:
+                runtime.give_up("the step failed")
+                raise
+            self.global_steps = self._result["step"]
+            self.skipped_steps += bool(self._result["skipped"])
+            self._rng = base64.b64encode(bytes(torch.get_rng_state().numpy())).decode()
+            for name in ("_opt_called", "_step_count"):  # what a scheduler of the optimizer that was given looks at
+                if name == "_opt_called" or hasattr(self._given, name):
+                    setattr(self._given, name, True if name == "_opt_called" else getattr(self._given, name) + 1)
+            self._describe()
 
     # What the commit of the last step says: torch's random state as the step left it, the rest as it is when the next pass
     # begins, since schedulers of others make their steps in between.
     def _describe(self) -> None:
+        if self._gathered:
+            raise RuntimeError("a forward within engine.gathered(): its parameters are for looking at, and the engine has them otherwise")
         if self.global_steps == 0:
             return
         kept: Dict[str, Any] = {
@@ -295,8 +331,33 @@ class Engine:
         }
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
-            kept["scheduler"] = {name: value for name, value in state.items() if _is_json(value)}
-        self._core.describe(self.global_steps, json.dumps(kept))
+            kept["scheduler"] = {name: value for name, value in state.items() if _is_kept(value)}
+        kept["buffers"] = self._changed_buffers()
+        self._core.describe(self.global_steps, json.dumps(encode(kept), allow_nan=False))
+
+    # Persistent buffers that training changes (running means): a state_dict has them, and so has a commit.
+    def _changed_buffers(self) -> Dict[str, torch.Tensor]:
+        names = {
+            (f"{prefix}.{name}" if prefix else name): buffer
+            for prefix, module in self.module.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        }
+        changed = {name: names[name] for name in names if self._is_volatile(name, names[name])}
+        size = sum(buffer.numel() * buffer.element_size() for buffer in changed.values())
+        if size > _MOST_BUFFERS:
+            if not self._told_of_buffers:
+                self._told_of_buffers = True
+                warnings.warn(f"{size} bytes of buffers change: too much for every commit; save model.state_dict() yourself", stacklevel=2)
+            return {}
+        return changed
+
+    def _is_volatile(self, name: str, buffer: torch.Tensor) -> bool:
+        if name not in self._buffers_at_first:
+            return True
+        first, version = self._buffers_at_first[name]
+        module = self.module.get_submodule(name.rpartition(".")[0])
+        return first is not buffer or buffer._version != version or isinstance(module, nn.modules.batchnorm._NormBase)
 
     def train_batch(
         self,
@@ -322,8 +383,7 @@ class Engine:
             raise ValueError(f"{len(given)} micro-batches given, gradient_accumulation_steps is {count}")
         of = loss or _loss_of
         if self._runtime is None:
-            args, kwargs = _arguments_of(given[0])
-            self._materialize(args, kwargs)
+            self._materialize((), {}, lambda: of(self.module, given[0]))
         runtime = self._ready()
         if not self.module.training:
             raise RuntimeError("the module is in evaluation mode: call engine.train() first")
@@ -408,17 +468,22 @@ class Engine:
         wanted = list(parameters) if parameters is not None else [p for b in self._blocks for _, p in b.parameters]
         hidden = [parameter.data for parameter in wanted]
         read = []
+        if self._gathered:
+            raise RuntimeError("engine.gathered() within itself")
         for parameter in wanted:
             value = self.read_state(parameter).to(self._dtypes[id(parameter)])
             read.append(value.clone() if write_back else value)
             parameter.data = value
+        self._gathered = True
         try:
             yield
+            self._gathered = False
             if write_back:
                 for parameter, before in zip(wanted, read):
                     if not torch.equal(parameter.data, before):
                         self.write_state(parameter, parameter.data)
         finally:
+            self._gathered = False
             for parameter, data in zip(wanted, hidden):
                 parameter.data = data
 
@@ -433,6 +498,8 @@ class Engine:
 
         @functools.wraps(load)
         def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.pop("assign", False):
+                raise ValueError("load_state_dict(assign=True) would put other parameters in the place of the engine's")
             with engine.gathered(write_back=True):
                 return load(*args, **kwargs)
 
@@ -468,7 +535,7 @@ class Engine:
         return str(path)
 
     def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
-        """Goes on from a checkpoint: before the first forward. Returns its path and the client state.
+        """Goes on from a checkpoint: before the first forward, after which ``client_state`` is there. Returns its path.
 
         The state directory must hold no run, or ``overwrite=True`` was given.
         """
@@ -525,12 +592,14 @@ class Engine:
         _engines.discard(self)
         setattr(self.module, _MARK, "" if self._runtime is None and not self._values_are_gone else "closed")
         if self._runtime is None:
-            self.module.__dict__.pop("forward", None)
+            self._restore_forward()
             return
         try:
             self._runtime.close()
-            self._describe()
-            self._core.flush()
+            try:
+                self._describe()
+            finally:
+                self._core.flush()
         finally:
             self._core.close()
             for name in ("state_dict", "load_state_dict"):
@@ -554,10 +623,11 @@ def _arguments(function: Callable[..., Any]) -> Mapping[str, Any]:
     return inspect.signature(function).parameters
 
 
-def _is_json(value: Any) -> bool:
+# Functions of a scheduler are its program's, and not kept.
+def _is_kept(value: Any) -> bool:
     try:
-        json.dumps(value)
-    except (TypeError, ValueError):
+        encode(value)
+    except TypeError:
         return False
     return True
 

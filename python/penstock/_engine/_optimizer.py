@@ -13,6 +13,7 @@ from .. import _tensors
 
 # Which values a group may have of its own, step by step; the others are the same for all.
 _BY_GROUP = ("lr", "betas", "weight_decay", "momentum")
+_FIXED = ("eps", "momentum", "dampening", "nesterov", "lr_decay")
 _IGNORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "maximize", "amsgrad")
 
 
@@ -79,6 +80,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def __init__(self, groups: List[Dict[str, Any]], step: Callable[[], Any]) -> None:
         self._engine_step = step
         super().__init__(groups, {"lr": 0.0})
+        self._fixed = [{name: group.get(name) for name in _FIXED} for group in self.param_groups]
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         loss = None
@@ -91,10 +93,18 @@ class EngineOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         pass
 
+    def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
+        if state_dict.get("state"):
+            raise ValueError("states of a torch optimizer are not taken: the engine's go with engine.save_checkpoint and load_checkpoint")
+        super().load_state_dict(state_dict)
+
     def rates(self) -> List[Tuple[float, Optional[float], Optional[float], Optional[float]]]:
         """Of each group: lr, beta1, beta2, weight decay."""
         result = []
-        for group in self.param_groups:
+        for number, group in enumerate(self.param_groups):
+            for name, value in self._fixed[number].items():
+                if group.get(name) != value:
+                    raise RuntimeError(f"{name} of group {number} is {group.get(name)} and was {value}: lr, betas and weight_decay may change")
             beta1, beta2 = group.get("betas", (None, None))
             decay = group.get("weight_decay")
             result.append(

@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ._blocks import Block
+from ._interrupts import deferred
 from ._trace import Use
 from ._tree import map_tensors, tensors_of
 from ._weights import Weights
@@ -47,6 +48,7 @@ class Driver:
         self.loss: Optional[float] = None
         self.loss_gradient = 1.0
         self.came = threading.Event()  # to its first use, or to its end
+        self.random: Optional[torch.Tensor] = None  # torch's random state while another driver computes
 
 
 class Runtime:
@@ -72,7 +74,8 @@ class Runtime:
         self._open: Optional[bool] = None  # trains; None: no pass is open
         self._drivers: List[Driver] = []
         self._baton: Optional[threading.Lock] = None
-        self._patched: List[nn.Module] = []
+        self._patched: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []  # with a forward of the instance's own
+        self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self.dtype = torch.float32
         for block in blocks:
@@ -82,14 +85,14 @@ class Runtime:
         self._patch(model, self._model_forward)
 
     def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        own = module.forward
+        previous = module.__dict__.get("forward")
 
-        @functools.wraps(own)
+        @functools.wraps(module.forward)
         def patched(*args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
         module.forward = patched  # type: ignore[method-assign]
-        self._patched.append(module)
+        self._patched.append((module, previous))
 
     # --- passes
 
@@ -106,17 +109,23 @@ class Runtime:
         if self._open is not None:
             self.give_up("another forward began before its backward was over")
         self.before_pass()
+        self._weights.check_hidden(self._blocks)
         if trains:
             self._check_requires_grad()
+            for block in self._blocks:
+                for _, parameter in block.parameters:
+                    parameter.grad = None  # of a graph whose pass was given up
             # A block is computed again already, by the engine's own rule.
             for module in self._checkpointing:
                 module.gradient_checkpointing = False  # type: ignore[assignment]
-            self._core.begin(True, list(rates))
-        else:
-            self._core.begin_evaluation()
-        self._open = trains
-        self._drivers = [Driver(number, len(self._uses), trains) for number in range(micro_batches)]
-        self._local.driver = self._drivers[0]
+        with deferred():
+            if trains:
+                self._core.begin(True, list(rates))
+            else:
+                self._core.begin_evaluation()
+            self._open = trains
+            self._drivers = [Driver(number, len(self._uses), trains) for number in range(micro_batches)]
+            self._local.driver = self._drivers[0]
 
     def _check_requires_grad(self) -> None:
         for block, flags in zip(self._blocks, self._requires_grad):
@@ -146,6 +155,9 @@ class Runtime:
                 self._end_backward(driver)
             else:
                 self._pass_by(driver, len(self._uses))
+        # The last use of a training pass is left here and not before: what was not finished is never applied.
+        for driver in self._drivers:
+            self._leave_backward(driver)
         self._open = None
         self._drivers = []
         self._local.driver = None
@@ -155,6 +167,10 @@ class Runtime:
         """The pass that is open fails; the engine is as it was before it."""
         if self._open is None:
             return
+        with deferred():
+            self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
         self._open = None
         self._drivers = []
         self._local.driver = None
@@ -237,13 +253,13 @@ class Runtime:
             settings = _AutogradSettings()
             if not driver.trains:
                 with self._entered_forward(driver, stage), torch.no_grad():
-                    return _computed(original, settings, args, kwargs)
+                    return self._apart(stage, _computed(original, settings, args, kwargs))
             if not torch.is_grad_enabled() and stage != self._last:
                 with self._entered_forward(driver, stage):
-                    return _computed(original, settings, args, kwargs)
+                    return self._apart(stage, _computed(original, settings, args, kwargs))
             if stage == self._last:
                 self._enter_backward(driver, stage)
-                return _computed(original, settings, args, kwargs)
+                return self._apart(stage, _computed(original, settings, args, kwargs))
             return self._checkpointed(driver, stage, original, args, kwargs)
 
         return forward
@@ -269,8 +285,9 @@ class Runtime:
         self.begin(trains=False)
         try:
             driver = self._drivers[0]
-            with self._entered_forward(driver, self._stage_of(driver, key, name)), torch.no_grad():
-                out = _computed(original, _AutogradSettings(), args, kwargs)
+            stage = self._stage_of(driver, key, name)
+            with self._entered_forward(driver, stage), torch.no_grad():
+                out = self._apart(stage, _computed(original, _AutogradSettings(), args, kwargs))
             self.finish()
             return out
         except BaseException as error:
@@ -301,6 +318,7 @@ class Runtime:
             raise PassFailed("this pass is over: its forward was given up")
         baton = self._baton
         if baton is not None:
+            driver.random = torch.get_rng_state()
             driver.came.set()
             baton.release()
         try:
@@ -308,47 +326,53 @@ class Runtime:
         finally:
             if baton is not None:
                 baton.acquire()
+                torch.set_rng_state(driver.random)
         for block, address in weights:
             self._weights.attach(block, address)
         return self._uses[stage].block
 
     def _checkpointed(self, driver: Driver, stage: int, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor)  # containers of our own: theirs may grow later
         given = tensors_of((args, kwargs))
         versions = [tensor._version for tensor in given]
         first = [True]
         settings = _AutogradSettings()
-        changed: List[torch.Tensor] = []  # buffers, by forward: running means, which count each batch once
+        buffers = _Buffers(self._uses[stage].module, self._volatile.get(stage))
 
-        def compute(*a: Any, **k: Any) -> Any:
+        def check_inputs() -> None:
+            if any(tensor._version != version for tensor, version in zip(given, versions)):
+                raise PassFailed(
+                    f"{self._uses[stage].name} changes one of its inputs in place, or it was changed after it: backward computes the "
+                    "block again and would be given the changed input. Work on a copy"
+                )
+
+        def compute(*a: Any) -> Any:
             if first[0]:
                 first[0] = False
-                buffers = [(buffer, buffer._version) for buffer in self._uses[stage].module.buffers()]
-                changed.extend(_running_means(self._uses[stage].module))
                 with self._entered_forward(driver, stage):
-                    out = _computed(original, settings, a, k)
-                known = set(map(id, changed))
-                changed.extend(each for each, version in buffers if each._version != version and id(each) not in known)
+                    out = self._apart(stage, _computed(original, settings, a, kwargs))
+                check_inputs()
+                self._volatile[stage] = buffers.changed()
                 return out
             self._enter_backward(driver, stage)
-            before = [buffer.detach().clone() for buffer in changed]
-            try:
-                return _computed(original, settings, a, k)
-            finally:
-                for buffer, value in zip(changed, before):
-                    buffer.data.copy_(value)
+            check_inputs()
+            with buffers.as_in_forward():
+                return self._apart(stage, _computed(original, settings, a, kwargs))
 
-        out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False, **kwargs)
-        if any(tensor._version != version for tensor, version in zip(given, versions)):
-            raise PassFailed(
-                f"{self._uses[stage].name} changes one of its inputs in place: backward computes the block again and would be "
-                "given the changed input. Let its forward work on a copy"
-            )
+        out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
         passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
         for tensor in tensors_of(out):
             # A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that.
             if tensor.requires_grad and id(tensor) not in passed:
                 tensor.register_hook(lambda gradient: self._enter_backward(driver, stage))
         return out
+
+    # What a block returns of its weights themselves would be other weights soon.
+    def _apart(self, stage: int, out: Any) -> Any:
+        block = self._uses[stage].block
+        if not any(self._weights.owned(block, tensor) for tensor in tensors_of(out)):
+            return out
+        return map_tensors(out, lambda tensor: tensor.clone() if self._weights.owned(block, tensor) else tensor)
 
     # --- backward
 
@@ -398,18 +422,24 @@ class Runtime:
         self._core.leave(driver.number, block, gradients, loss)
         del held
 
+    # To the last use, which stays entered until the pass is finished; another micro-batch may have to follow it there.
     def _end_backward(self, driver: Driver) -> None:
         self._pass_by(driver, self._last)
-        self._leave_backward(driver)
-        while driver.backward_at >= 0:
-            self._enter_now(driver, driver.backward_at)
+        while driver.backward_at > 0 or (driver.backward_at == 0 and driver.inside is None):
+            self._leave_backward(driver)
+            if driver.backward_at >= 0:
+                self._enter_now(driver, driver.backward_at)
+        if driver.number + 1 < len(self._drivers):
             self._leave_backward(driver)
         if self._baton is None:
             self._refuse_late_gradients()
 
-    # Everything was left, so a gradient that is there came after its block was: it would be lost.
+    # All but the last was left, so a gradient that is there came after its block was: it would be lost.
     def _refuse_late_gradients(self) -> None:
-        for block in self._blocks:
+        inside = {self._uses[driver.inside].block for driver in self._drivers if driver.inside is not None}
+        for number, block in enumerate(self._blocks):
+            if number in inside:
+                continue
             for name, parameter in block.parameters:
                 if parameter.grad is not None:
                     raise PassFailed(
@@ -446,6 +476,12 @@ class Runtime:
         They change places where they enter a use, so every block is fetched once for all of them. The pass has begun.
         """
         drivers = list(self._drivers)
+        # Each has random numbers of its own, whatever the others draw in between; the first has those of one micro-batch alone.
+        begun = torch.get_rng_state()
+        for driver, seed in zip(drivers[1:], torch.randint(2**62, (max(1, len(drivers) - 1),)).tolist()):
+            driver.random = torch.Generator().manual_seed(seed).get_state()
+        torch.set_rng_state(begun)
+        drivers[0].random = begun
         baton = threading.Lock()
         errors: List[BaseException] = []
         settings = _AutogradSettings()
@@ -455,6 +491,7 @@ class Runtime:
                 drivers[driver.number - 1].came.wait()
             with baton:
                 try:
+                    torch.set_rng_state(driver.random)
                     self._local.driver, self._local.awaited = driver, True
                     with settings.applied():
                         self._backward_of(driver, batch())
@@ -463,6 +500,7 @@ class Runtime:
                     if len(errors) == 1:
                         self._core.fail(f"{type(error).__name__}: {error}")
                 finally:
+                    driver.random = torch.get_rng_state()
                     driver.came.set()
 
         self._baton = baton
@@ -474,13 +512,16 @@ class Runtime:
                 while thread.is_alive():
                     thread.join(0.1)  # in slices, so that Ctrl-C is seen
         except BaseException as error:
-            self._core.fail(f"{type(error).__name__}: {error}")
-            for thread in threads:
-                thread.join()
-            self._baton = None
+            with deferred():
+                self._core.fail(f"{type(error).__name__}: {error}")
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+                self._baton = None
             self.give_up(f"{type(error).__name__}: {error}")
             raise
         self._baton = None
+        torch.set_rng_state(drivers[0].random)
         if not errors:
             try:
                 self._refuse_late_gradients()
@@ -494,14 +535,44 @@ class Runtime:
     def close(self) -> None:
         """The modules' forwards are their own again."""
         self.give_up("the engine was closed")
-        for module in self._patched:
-            module.__dict__.pop("forward", None)
+        for module, previous in reversed(self._patched):
+            if previous is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = previous  # type: ignore[method-assign]
 
 
-# torch changes these in place and counts no version.
-def _running_means(module: nn.Module) -> List[torch.Tensor]:
-    norms = [each for each in module.modules() if isinstance(each, nn.modules.batchnorm._NormBase) and each.training]
-    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+class _Buffers:
+    """The buffers of a block that its forward changes (running means): as they were, when it is computed again.
+
+    known: which ones, from the use's forward before; None: not seen yet, so all are kept this once.
+    """
+
+    def __init__(self, module: nn.Module, known: Optional[List[Tuple[nn.Module, str]]]) -> None:
+        self._places = known if known is not None else [
+            (part, name) for part in module.modules() for name, buffer in part._buffers.items() if buffer is not None
+        ]
+        self._before = [(part._buffers[name], part._buffers[name].detach().clone()) for part, name in self._places]
+
+    def changed(self) -> List[Tuple[nn.Module, str]]:
+        """Those that are not as they were."""
+        found = []
+        for (part, name), (buffer, value) in zip(self._places, self._before):
+            now = part._buffers[name]
+            if now is not buffer or now.shape != value.shape or not torch.equal(now, value):
+                found.append((part, name))
+        return found
+
+    @contextlib.contextmanager
+    def as_in_forward(self) -> Iterator[None]:
+        now = [part._buffers[name] for part, name in self._places]
+        for (part, name), (_, value) in zip(self._places, self._before):
+            part._buffers[name] = value.clone()
+        try:
+            yield
+        finally:
+            for (part, name), buffer in zip(self._places, now):
+                part._buffers[name] = buffer
 
 
 class _AutogradSettings:

@@ -44,7 +44,12 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
 
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after))
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.numel()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     state = torch.get_rng_state()
     caches = torch.is_autocast_cache_enabled()
     try:
@@ -57,7 +62,8 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
             handle.remove()
         torch.set_rng_state(state)
         with torch.no_grad():
-            for buffer, was in buffers:
+            for module, name, buffer, was in buffers:
+                module._buffers[name] = buffer  # also one that forward puts another in the place of
                 if buffer.shape == was.shape:
                     buffer.copy_(was)
     called = {use.block for use in uses}

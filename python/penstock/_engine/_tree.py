@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable, List
 
 import torch
@@ -28,6 +29,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
         if isinstance(leaf, torch.Tensor):
             leaf = change(leaf)
         elif _is_mapping(leaf):
+            leaf = copy.copy(leaf)
             for key in list(leaf.keys()):
                 leaf[key] = map_tensors(leaf[key], change)
         changed.append(leaf)

@@ -39,15 +39,38 @@ class Weights:
         self._shapes = [[tuple(parameter.shape) for parameter in block] for block in self._parameters]
         self._nan = torch.full((1,), float("nan"), dtype=dtype)
         self._hidden = [[self._nan.expand(shape) if shape else self._nan[0] for shape in shapes] for shapes in self._shapes]
+        width = torch.empty((), dtype=dtype).element_size()
+        self._bytes = [
+            max((place + parameter.numel() for place, parameter in zip(places_of, parameters)), default=0) * width
+            for places_of, parameters in zip(places, self._parameters)
+        ]
+        self._spans: Dict[int, Tuple[int, int]] = {}
         self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
 
     def attach(self, block: int, address: int) -> None:
         """The block's parameters are what lies at `address` from here on."""
+        self._spans[block] = (address, address + self._bytes[block])
         views = self._views.get((block, address))
         if views is None:
             views = self._views[block, address] = self._cut(block, address)
         for parameter, view in zip(self._parameters[block], views):
             parameter.data = view
+
+    def owned(self, block: int, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in the memory of the block's weights, which is the engine's again when the block is left."""
+        span = self._spans.get(block)
+        return span is not None and span[0] <= tensor.data_ptr() < span[1]
+
+    def check_hidden(self, blocks: Sequence[Block]) -> None:
+        """RuntimeError naming a parameter that was given a value where the engine does not see it."""
+        if not bool(torch.isnan(self._nan).all()):
+            self._nan.fill_(float("nan"))
+            raise RuntimeError("a parameter was written to outside of engine.gathered(write_back=True): the value is lost")
+        place = self._nan.data_ptr()
+        for block in blocks:
+            for name, parameter in block.parameters:
+                if parameter.data_ptr() != place and parameter.numel():
+                    raise RuntimeError(f"{name} was given a value outside of engine.gathered(write_back=True): the engine has another")
 
     def hide(self, block: int) -> None:
         for parameter, hidden in zip(self._parameters[block], self._hidden[block]):
