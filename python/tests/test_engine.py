@@ -657,9 +657,10 @@ def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
 thread = threading.Thread(target=interrupt)
 losses, heard = {{}}, 0
-thread.start()
 while True:
     try:
+        if thread.ident is None:
+            thread.start()
         while engine.global_steps < 60:
             step = engine.global_steps
             loss = engine(**data[step])
