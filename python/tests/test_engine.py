@@ -650,25 +650,29 @@ data = batches(60)
 with torch.no_grad():
     engine.eval()(data[0]["x"])
 engine.train()
-stop = threading.Event()
+# One interrupt for each time that it is armed, so that none comes where nobody waits for it.
+stop, armed, lock = threading.Event(), [False], threading.Lock()
 def interrupt():
     random.seed(1)
     while not stop.wait(random.random() * 0.02):
-        os.kill(os.getpid(), signal.SIGINT)
+        with lock:
+            if armed[0]:
+                armed[0] = False
+                os.kill(os.getpid(), signal.SIGINT)
 thread = threading.Thread(target=interrupt)
 losses, heard = {{}}, 0
-while True:
+thread.start()
+while engine.global_steps < 60:
     try:
-        if thread.ident is None:
-            thread.start()
-        while engine.global_steps < 60:
-            step = engine.global_steps
-            loss = engine(**data[step])
-            engine.backward(loss)
-            losses[step] = loss.item()  # again, where the step was given up
-            engine.step()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        break
+        armed[0] = True
+        step = engine.global_steps
+        loss = engine(**data[step])
+        engine.backward(loss)
+        losses[step] = loss.item()  # again, where the step was given up
+        engine.step()
+        armed[0] = False
+        with lock:
+            time.sleep(0)
     except KeyboardInterrupt:
         heard += 1
     except RuntimeError as error:  # torch 1.13 makes one of it within a hook
