@@ -5,11 +5,38 @@ From here on ``import deepspeed`` finds the same, for transformers and accelerat
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
-from typing import Any
+from typing import Any, Iterator, Optional
 
 _SHIM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_shim")
+
+
+VERSION = "0.18.9+penstock"
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """What libraries that look for an installed package named deepspeed are told."""
+
+    def read_text(self, filename: str) -> Optional[str]:
+        if filename not in ("METADATA", "PKG-INFO"):
+            return None
+        return f"Metadata-Version: 2.1\nName: deepspeed\nVersion: {VERSION}\nSummary: Penstock under DeepSpeed's name\n"
+
+    def locate_file(self, path: Any) -> Any:
+        return os.path.join(_SHIM, path)
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(*_: Any) -> None:
+        return None
+
+    @staticmethod
+    def find_distributions(context: Any = None) -> Iterator[_Distribution]:
+        if context is None or getattr(context, "name", None) in (None, "deepspeed"):
+            yield _Distribution()
 
 
 def install() -> None:
@@ -19,6 +46,7 @@ def install() -> None:
         raise RuntimeError("deepspeed was imported already: import penstock.deepspeed before it")
     if _SHIM not in sys.path:
         sys.path.insert(0, _SHIM)
+        sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
 
 
 install()

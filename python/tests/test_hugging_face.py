@@ -117,7 +117,10 @@ with deepspeed.zero.GatheredParameters(list(model.norm.parameters()), modifier_r
 assert deepspeed.utils.safe_get_full_fp32_param(model.norm.weight).eq(2).all()
 assert deepspeed.utils.safe_get_full_optimizer_state(model.norm.weight, "exp_avg_sq").abs().sum() > 0
 engine.save_checkpoint(sys.argv[2] + "/kept")
+import importlib.metadata, importlib.util
 import deepspeed as by_name
+assert importlib.metadata.version("deepspeed") == by_name.__version__ == "0.18.9+penstock"
+assert importlib.metadata.version("torch") and importlib.util.find_spec("deepspeed") is not None
 assert by_name.initialize is deepspeed.initialize and by_name.DeepSpeedEngine is type(engine)
 try:
     by_name.tp_model_init()

@@ -7,10 +7,11 @@ served; an attribute that is missing says so.
 from typing import Any, Optional
 
 from penstock._deepspeed import DeepSpeedEngine, init_distributed, initialize
+from penstock.deepspeed import VERSION
 
 from . import accelerator, checkpoint, comm, ops, runtime, utils, zero
 
-__version__ = "0.18.9+penstock"
+__version__ = VERSION
 __git_hash__: Optional[str] = None
 __git_branch__: Optional[str] = None
 
