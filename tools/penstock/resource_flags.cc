@@ -11,7 +11,7 @@
 #include "tools/penstock/device_flags.h"
 #include "tools/penstock/flag_check.h"
 #include "tools/penstock/state_reader.h"
-#include "zero/config/plan_bounds.h"
+#include "zero/engine/config_options.h"
 #include "zero/memory/thread_times.h"
 
 namespace penstock::tools {
@@ -50,17 +50,8 @@ absl::Status ResolveMemory(const TrainOptions& flags, const zero::Config& config
 
 absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
   zero::EngineOptions& engine = settings->engine;
-  engine.optimizer.order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
-  engine.memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
+  zero::ApplyConfig(config, &engine);
   const zero::ZeroConfig& zero_config = config.zero;
-  if (zero_config.sub_group_size_elements.value_or(0) > 0) {
-    // DeepSpeed's unit of an optimizer step is our tile.
-    const zero::TileFormat format = zero::FormatOf(engine);
-    const int64_t bytes = format.precision().UnpaddedBytes(*zero_config.sub_group_size_elements);
-    engine.memory.tile_bytes =
-        engine.memory.tile_bytes > 0 ? std::min(engine.memory.tile_bytes, bytes) : bytes;
-  }
-  engine.memory.bounds = zero::PlanBoundsOf(config, engine.world());
   const zero::OffloadOptimizerConfig& offload_optimizer = zero_config.offload_optimizer;
   const bool no_ahead = offload_optimizer.pipeline_read == false;
   const bool no_behind = offload_optimizer.pipeline_write == false;
@@ -80,21 +71,6 @@ absl::Status ResolveIo(const zero::Config& config, TrainSettings* settings) {
     if (given) settings->notes.push_back(absl::StrCat(key, ": accepted and ignored: ", why));
   }
   engine.optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(UpdateThreads(engine)));
-  if (config.aio.block_size_bytes.has_value()) {
-    engine.storage.io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
-  }
-  if (config.aio.queue_depth.has_value()) {
-    const auto depth = static_cast<uint64_t>(*config.aio.queue_depth);
-    // DeepSpeed's depth is per thread, for reads and for writes apart.
-    const auto threads = static_cast<uint64_t>(config.aio.intra_op_parallelism.value_or(1));
-    const uint64_t bytes =
-        std::max(depth * threads * engine.storage.io.block_bytes, engine.storage.io.block_bytes);
-    engine.storage.io.max_read_bytes_in_flight = std::min(engine.storage.io.max_read_bytes_in_flight, bytes);
-    engine.storage.io.max_write_bytes_in_flight =
-        std::min(engine.storage.io.max_write_bytes_in_flight, bytes);
-    engine.storage.io_depth_is_limit = true;
-  }
-  engine.storage.gds = config.aio.use_gds.value_or(false);
   return absl::OkStatus();
 }
 

@@ -84,8 +84,9 @@ class InitialReader {
 struct PassInfo {
   int64_t step = 0;
   bool trains = true;  // false: an evaluation, forward only
-  double loss_gradient =
-      1;  // what backward of a loss starts from: the loss scale over the step's micro-batches
+  // What backward of a loss starts from: the loss scale over the step's micro-batches. Of an evaluation: what
+  // that of the next training pass will.
+  double loss_gradient = 1;
 };
 
 // One use of a stage's block.

@@ -163,9 +163,8 @@ class Engine::Impl {
     decisions_.SetRates(step.groups);
     if (ahead_norm_ < 0) AppendTraining();
     const OpId norm = std::exchange(ahead_norm_, -1);
-    // The step's loss is the mean over its micro-batches, of all ranks.
-    const double share = decisions_.loss_scale() / (options_.micro_batches * options_.world());
-    absl::Status begun = compute_->Begin({.step = step_ + 1, .loss_gradient = share}, std::move(batches));
+    absl::Status begun =
+        compute_->Begin({.step = step_ + 1, .loss_gradient = LossGradient()}, std::move(batches));
     if (!begun.ok()) {
       ahead_norm_ = norm;  // the pass still waits for a batch: Flush ends it, and commits the step before
       return begun;
@@ -272,11 +271,7 @@ class Engine::Impl {
     if (!begun) return status;
     // What the builder believes to be in memory, or on a device, is of the version before.
     MakeBuilder(builder_->next_id());
-    const auto commit = [this] {
-      const std::string payload = store()->committed_payload();
-      return store()->CommitNow(
-          {.step = store()->committed_step(), .updates = store()->committed_updates(), .payload = payload});
-    };
+    const auto commit = [this] { return CommitAgain(std::string(store()->committed_payload())); };
     if (status.ok()) {
       if (store() == nullptr) return status;
       status = commit();
@@ -357,8 +352,7 @@ class Engine::Impl {
     if (store() == nullptr || last_result_.step != step_ || !options_.hooks.describe) return absl::OkStatus();
     const std::string payload = Payload(&decisions_.applied());
     if (payload == store()->committed_payload()) return absl::OkStatus();
-    return store()->CommitNow(
-        {.step = store()->committed_step(), .updates = store()->committed_updates(), .payload = payload});
+    return CommitAgain(payload);
   }
 
   absl::StatusOr<std::string> Checkpoint(const std::string& parent) {
@@ -440,6 +434,17 @@ class Engine::Impl {
  private:
   ArenaView& residency() const { return resources_->residency(); }
   swap::Store* store() const { return resources_ != nullptr ? resources_->store() : nullptr; }
+
+  // The step's loss is the mean over its micro-batches, of all ranks.
+  double LossGradient() const {
+    return decisions_.loss_scale() / (options_.micro_batches * options_.world());
+  }
+
+  // The last step once more, with what was written or is said of it since.
+  absl::Status CommitAgain(const std::string& payload) const {
+    return store()->CommitNow(
+        {.step = store()->committed_step(), .updates = store()->committed_updates(), .payload = payload});
+  }
 
   absl::Status MakeCheckpointing() {
     if (options_.storage.checkpoints.lock != nullptr) {
@@ -623,7 +628,7 @@ class Engine::Impl {
       int64_t taken = tokens(from);
       for (n = 1; from + n < batches.size() && taken + tokens(from + n) <= EvaluationRoom(); ++n)
         taken += tokens(from + n);
-      RETURN_IF_ERROR(compute_->Begin({.step = step_, .trains = false},
+      RETURN_IF_ERROR(compute_->Begin({.step = step_, .trains = false, .loss_gradient = LossGradient()},
                                       {batches.begin() + static_cast<std::ptrdiff_t>(from),
                                        batches.begin() + static_cast<std::ptrdiff_t>(from + n)}));
       std::vector<Op> ops = builder_->Append(Pass::kEvaluate, static_cast<int>(n));

@@ -1,0 +1,35 @@
+#include "zero/engine/config_options.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "zero/config/plan_bounds.h"
+
+namespace penstock::zero {
+
+void ApplyConfig(const Config& config, EngineOptions* options) {
+  options->optimizer.order = config.penstock.order.value_or(UpdateOrder::kAuto);
+  MemoryOptions& memory = options->memory;
+  memory.bounds = PlanBoundsOf(config, options->world());
+  memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
+  if (config.zero.sub_group_size_elements.value_or(0) > 0) {
+    // DeepSpeed's unit of an optimizer step is our tile.
+    const int64_t bytes = FormatOf(*options).precision().UnpaddedBytes(*config.zero.sub_group_size_elements);
+    memory.tile_bytes = memory.tile_bytes > 0 ? std::min(memory.tile_bytes, bytes) : bytes;
+  }
+  aio::EngineOptions& io = options->storage.io;
+  if (config.aio.block_size_bytes.has_value())
+    io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
+  if (config.aio.queue_depth.has_value()) {
+    const auto depth = static_cast<uint64_t>(*config.aio.queue_depth);
+    // DeepSpeed's depth is per thread, for reads and for writes apart.
+    const auto threads = static_cast<uint64_t>(config.aio.intra_op_parallelism.value_or(1));
+    const uint64_t bytes = std::max(depth * threads * io.block_bytes, io.block_bytes);
+    io.max_read_bytes_in_flight = std::min(io.max_read_bytes_in_flight, bytes);
+    io.max_write_bytes_in_flight = std::min(io.max_write_bytes_in_flight, bytes);
+    options->storage.io_depth_is_limit = true;
+  }
+  options->storage.gds = config.aio.use_gds.value_or(false);
+}
+
+}  // namespace penstock::zero
