@@ -60,21 +60,24 @@ class DeepSpeedEngine(nn.Module):
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **_: Any) -> torch.Tensor:
-        return self.engine.backward(loss, retain_graph)
+        return self.engine.backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, *_: Any, **__: Any) -> None:
         self.engine.step()
-        self.optimizer.overflow = bool(self.engine.last_step["skipped"])  # type: ignore[attr-defined]
+        self.optimizer.overflow = bool(self.engine.last_step.get("skipped"))  # type: ignore[attr-defined]
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        if not is_boundary:
-            raise NotImplementedError(_NO_ACCUMULATION)
+        self.engine.set_gradient_accumulation_boundary(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        return True
+        return self.engine.is_gradient_accumulation_boundary()
 
     def gradient_accumulation_steps(self) -> int:
-        return 1
+        return self.engine.gradient_accumulation_steps()
+
+    @property
+    def micro_steps(self) -> int:
+        return self.engine.micro_steps
 
     def no_sync(self) -> Any:
         return contextlib.nullcontext()
@@ -124,12 +127,6 @@ class DeepSpeedEngine(nn.Module):
     def destroy(self) -> None:
         self.engine.close()
         self._remove_scratch()
-
-
-_NO_ACCUMULATION = (
-    "gradient_accumulation_steps above 1 with a forward for each micro-batch is not served: set it to 1 and give larger batches, or "
-    "use penstock.initialize and engine.train_batch([...]), which fetches every block once for all micro-batches"
-)
 
 
 def _remove(directories: Sequence[str], process: int) -> None:
@@ -195,8 +192,6 @@ def initialize(
     if given is None and args is not None:
         given = getattr(args, "deepspeed_config", None)
     described = _config_of(given)
-    if described.get("gradient_accumulation_steps", 1) not in (1, "auto"):
-        raise NotImplementedError(_NO_ACCUMULATION)
     if training_data is not None or mpu is not None or mesh_param is not None:
         raise NotImplementedError("training_data, mpu and mesh_param are not served: one process trains, and the caller loads its data")
     scratch: List[str] = []

@@ -83,28 +83,28 @@ class PyTrainingEngine {
       : heard_(std::make_shared<Heard>()) {
     GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
     for (const auto& layout : model.measured.layouts) layouts_.push_back(layout);
-    zero::EngineOptions made = ValueOrRaise(MakeEngineOptions(options));
+    GivenOptions given = ValueOrRaise(MakeOptions(options));
+    zero::EngineOptions& made = given.engine;
     made.initial_values = std::move(model.initial_values);
     made.hooks.log = [heard = heard_](const std::string& line) { heard->Line(line); };
     made.hooks.describe = [heard = heard_](const zero::StepResult& result) {
       return heard->Description(result.step);
     };
-    const std::string checkpoint = RestoredFrom(options);
-    if (!checkpoint.empty()) {
+    if (!given.restore_from.empty()) {
       absl::Status restored;
       {
         nb::gil_scoped_release release;
-        restored = zero::RestoreRun(checkpoint, made);
+        restored = zero::RestoreRun(given.restore_from, made);
       }
-      CheckEngine(restored, {.path = checkpoint});
+      CheckEngine(restored, {.path = given.restore_from});
       made.resume.enabled = true;
     }
-    drivers_ = made.micro_batches;
+    const int drivers = made.micro_batches;
     const std::string directory = made.storage.state_dirs.empty() ? "" : made.storage.state_dirs.front();
     absl::StatusOr<std::unique_ptr<DrivenEngine>> engine;
     {
       nb::gil_scoped_release release;
-      engine = DrivenEngine::Create(std::move(model.measured), std::move(made), drivers_);
+      engine = DrivenEngine::Create(std::move(model.measured), std::move(made), drivers);
     }
     engine_ = MakeOwned(ValueOfEngine(std::move(engine), {.path = directory}));
     engine_->get().compute().set_interrupted([] {
@@ -216,25 +216,23 @@ class PyTrainingEngine {
   }
   // The checkpoint's path.
   std::string Checkpoint(const std::string& parent) {
-    std::string path;
-    Call([&](zero::Engine& of) -> absl::Status {
-      absl::StatusOr<std::string> made = of.Checkpoint(parent);
-      if (made.ok()) path = *std::move(made);
-      return made.status();
-    });
-    return path;
+    return Ask<std::string>([&](zero::Engine& of) { return of.Checkpoint(parent); });
+  }
+  // Where the parameters of a block begin in its weights, in elements.
+  std::vector<int64_t> Offsets(int block) const {
+    std::vector<int64_t> offsets;
+    for (const zero::Parameter& parameter : layouts_.at(static_cast<size_t>(block))->parameters)
+      offsets.push_back(parameter.offset);
+    return offsets;
   }
   // Of a parameter by its full name, in fp32, to `address`, which has room for its elements.
   void Read(const std::string& name, const std::string& kind, uint64_t address, uint64_t bytes) {
     const zero::StateKind which = StateKindOf(kind);
-    Call([&](zero::Engine& of) -> absl::Status {
-      absl::StatusOr<zero::HostTensor> value = of.ReadState(name, which);
-      if (!value.ok()) return value.status();
-      if (static_cast<uint64_t>(value->view.bytes()) != bytes)
-        return absl::InvalidArgumentError(name + " has another size");
-      std::memcpy(reinterpret_cast<void*>(address), value->view.data, bytes);
-      return absl::OkStatus();
-    });
+    const zero::HostTensor value =
+        Ask<zero::HostTensor>([&](zero::Engine& of) { return of.ReadState(name, which); });
+    if (static_cast<uint64_t>(value.view.bytes()) != bytes)
+      throw nb::value_error((name + " has another size").c_str());
+    std::memcpy(reinterpret_cast<void*>(address), value.view.data, bytes);
   }
   void Write(const std::string& name, const std::string& kind, uint64_t address,
              const std::vector<int64_t>& sizes) {
@@ -247,21 +245,11 @@ class PyTrainingEngine {
   // What the commit of `step` says besides; what that of the last one said when the run was resumed.
   void Describe(int64_t step, const std::string& json) { heard_->Describe(step, ParseJson(json)); }
   std::string Description() {
-    std::string text;
-    Call([&](zero::Engine& of) {
-      text = of.last_description().dump();
-      return absl::OkStatus();
-    });
-    return text;
+    return Ask<std::string>([](zero::Engine& of) { return of.last_description().dump(); });
   }
   // JSON: what was planned, and what was used so far.
   std::string Info() {
-    nlohmann::json info;
-    Call([&](zero::Engine& of) {
-      info = InfoOf(of);
-      return absl::OkStatus();
-    });
-    return info.dump();
+    return Ask<std::string>([](zero::Engine& of) { return InfoOf(of).dump(); });
   }
   std::vector<std::string> TakeLog() { return heard_->TakeLines(); }
 
@@ -321,11 +309,20 @@ class PyTrainingEngine {
     }
     CheckEngine(status);
   }
+  // What the engine answers.
+  template <class T>
+  T Ask(const std::function<absl::StatusOr<T>(zero::Engine&)>& question) {
+    absl::StatusOr<T> answer;
+    Call([&](zero::Engine& of) {
+      answer = question(of);
+      return answer.status();
+    });
+    return *std::move(answer);
+  }
 
   std::shared_ptr<Heard> heard_;
   std::shared_ptr<Owned<DrivenEngine>> engine_;
   std::vector<std::shared_ptr<const zero::FlatLayout>> layouts_;
-  int drivers_ = 1;
   std::mutex mutex_;
   std::map<int, DrivenCompute::Entered> entered_;  // by micro-batch
 };
@@ -370,6 +367,7 @@ void BindEngine(nb::module_& module) {
       .def("finish", &PyTrainingEngine::Finish)
       .def("flush", &PyTrainingEngine::Flush)
       .def("checkpoint", &PyTrainingEngine::Checkpoint, nb::arg("parent"))
+      .def("offsets", &PyTrainingEngine::Offsets, nb::arg("block"))
       .def("read", &PyTrainingEngine::Read, nb::arg("name"), nb::arg("kind"), nb::arg("address"),
            nb::arg("bytes"))
       .def("write", &PyTrainingEngine::Write, nb::arg("name"), nb::arg("kind"), nb::arg("address"),

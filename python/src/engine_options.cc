@@ -13,7 +13,7 @@
 #include "kernels/float16.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
-#include "zero/config/plan_bounds.h"
+#include "zero/engine/config_options.h"
 
 namespace penstock::python {
 namespace {
@@ -170,36 +170,6 @@ Json OptimizerJson(const zero::OptimizerConfig& config) {
   return json;
 }
 
-// What DeepSpeed's keys say of memory and of transfers.
-void ApplyConfig(const zero::Config& config, zero::EngineOptions* options) {
-  options->memory.bounds = zero::PlanBoundsOf(config);
-  options->memory.tile_bytes = config.penstock.tile_bytes.value_or(0);
-  if (config.zero.sub_group_size_elements.has_value()) {
-    const int64_t bytes =
-        *config.zero.sub_group_size_elements * static_cast<int64_t>(kernels::BytesPerElement(options->dtype));
-    options->memory.tile_bytes =
-        options->memory.tile_bytes > 0 ? std::min(options->memory.tile_bytes, bytes) : bytes;
-  }
-  options->storage.durability = config.penstock.durability.value_or(zero::Durability::kStep);
-  options->storage.sync =
-      config.penstock.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
-  options->storage.versions = static_cast<int>(config.penstock.versions.value_or(0));
-  options->optimizer.order = config.penstock.order.value_or(zero::UpdateOrder::kAuto);
-  options->optimizer.workers = static_cast<int>(config.penstock.update_threads.value_or(1));
-  aio::EngineOptions& io = options->storage.io;
-  if (config.aio.block_size_bytes.has_value())
-    io.block_bytes = static_cast<uint64_t>(*config.aio.block_size_bytes);
-  if (config.aio.queue_depth.has_value()) {
-    // DeepSpeed's depth is per thread, for reads and for writes apart.
-    const auto requests =
-        static_cast<uint64_t>(*config.aio.queue_depth * config.aio.intra_op_parallelism.value_or(1));
-    const uint64_t bytes = std::max(requests * io.block_bytes, io.block_bytes);
-    io.max_read_bytes_in_flight = std::min(io.max_read_bytes_in_flight, bytes);
-    io.max_write_bytes_in_flight = std::min(io.max_write_bytes_in_flight, bytes);
-    options->storage.io_depth_is_limit = true;
-  }
-}
-
 absl::StatusOr<zero::ParsedConfig> ParseAndFill(const std::string& text, int64_t total_steps,
                                                 std::vector<std::string>* filled) {
   ASSIGN_OR_RETURN(zero::ParsedConfig parsed, zero::ParseConfig(text));
@@ -262,9 +232,10 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
   return model;
 }
 
-absl::StatusOr<zero::EngineOptions> MakeEngineOptions(const std::string& text) {
+absl::StatusOr<GivenOptions> MakeOptions(const std::string& text) {
   Options given(ParseJson(text));
-  zero::EngineOptions options;
+  GivenOptions made;
+  zero::EngineOptions& options = made.engine;
   std::string dtype = "fp32", states = "fp32", config;
   Json optimizer = Json::object();
   given.Take("dtype", &dtype);
@@ -274,26 +245,16 @@ absl::StatusOr<zero::EngineOptions> MakeEngineOptions(const std::string& text) {
     given.Refuse(absl::StrCat("dtype: there is no ", dtype));
   }
   given.Take("config", &config);
-  if (!config.empty()) {
-    std::vector<std::string> filled;
-    ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(config, 0, &filled));
-    ApplyConfig(parsed.config, &options);
-    ASSIGN_OR_RETURN(const zero::LossScaler scaler, zero::MakeLossScaler(parsed.config.fp16));
-    options.optimizer.loss_scale = scaler.options();
-  }
   given.Take("micro_batches", &options.micro_batches);
   given.Take("seed", &options.seed);
   given.Take("host_memory", &options.memory.host_memory_budget_bytes);
-  given.Take("tile_bytes", &options.memory.tile_bytes);
   TakeWord(given, "offload",
            {zero::OffloadDevice::kNone, zero::OffloadDevice::kCpu, zero::OffloadDevice::kNvme},
            &options.storage.offload);
   given.Take("state_dirs", &options.storage.state_dirs);
   given.Take("overwrite", &options.storage.overwrite);
   given.Take("resume", &options.resume.enabled);
-  given.Take("run", &options.resume.run);
   given.Take("clip", &options.optimizer.clip);
-  given.Take("update_threads", &options.optimizer.workers);
   given.Take("optimizer_states", &states);
   if (const auto type = zero::ParseStateType(states); type.has_value()) {
     options.optimizer.states = *type;
@@ -301,17 +262,22 @@ absl::StatusOr<zero::EngineOptions> MakeEngineOptions(const std::string& text) {
     given.Refuse(absl::StrCat("optimizer_states: there is no ", states));
   }
   given.Take("optimizer", &optimizer);
-  std::string restored;
-  given.Take("restore_from", &restored);
+  given.Take("restore_from", &made.restore_from);
   RETURN_IF_ERROR(given.Done());
   ASSIGN_OR_RETURN(options.optimizer.algorithm, MakeOptimizer(optimizer));
-  return options;
-}
-
-std::string RestoredFrom(const std::string& options) {
-  const Json json = ParseJson(options);
-  const auto found = json.find("restore_from");
-  return found == json.end() || found->is_null() ? std::string() : found->get<std::string>();
+  if (!config.empty()) {
+    std::vector<std::string> filled;
+    ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(config, 0, &filled));
+    zero::ApplyConfig(parsed.config, &options);
+    const zero::PenstockConfig& own = parsed.config.penstock;
+    options.storage.durability = own.durability.value_or(zero::Durability::kStep);
+    options.storage.sync = own.sync == zero::SyncMode::kPower ? swap::Sync::kPower : swap::Sync::kProcess;
+    options.storage.versions = static_cast<int>(own.versions.value_or(0));
+    options.optimizer.workers = static_cast<int>(own.update_threads.value_or(1));
+    ASSIGN_OR_RETURN(const zero::LossScaler scaler, zero::MakeLossScaler(parsed.config.fp16));
+    options.optimizer.loss_scale = scaler.options();
+  }
+  return made;
 }
 
 absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps) {

@@ -38,11 +38,13 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
 // Throws nanobind's value_error.
 nlohmann::json ParseJson(const std::string& text);
 
-// From a JSON object; the keys are python/penstock/_settings.py's. kInvalidArgument names one that is wrong.
-absl::StatusOr<zero::EngineOptions> MakeEngineOptions(const std::string& options);
-
-// "restore_from" of the same object: the checkpoint that the run is made of; empty: none.
-std::string RestoredFrom(const std::string& options);
+struct GivenOptions {
+  zero::EngineOptions engine;
+  std::string restore_from;  // the checkpoint that the run is made of; empty: none
+};
+// From a JSON object; the keys are python/penstock/_engine/_engine.py's. kInvalidArgument names one that is
+// wrong.
+absl::StatusOr<GivenOptions> MakeOptions(const std::string& options);
 
 // The same keys, as far as a DeepSpeed configuration gives them; and "notes" and "filled", for people.
 absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps);

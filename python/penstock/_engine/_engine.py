@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from .. import _core
+from ._accumulation import Accumulation
 from ._blocks import Block, find_blocks
 from ._interrupts import deferred
 from ._json import decode, encode
+from ._modules import counts_no_versions, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
 from ._runtime import Runtime
-from ._settings import DTYPES, PathLike, Settings, resolve
+from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve
 from ._trace import trace
-from ._tree import map_tensors
-from ._weights import Weights, offsets
+from ._weights import Weights
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _LATEST = "latest"
 _MARK = "_penstock_engine"
 _MOST_BUFFERS = 24 << 10  # bytes, in every commit
@@ -73,7 +73,7 @@ class Engine:
         self.module = model
         self._settings = settings
         self._given = optimizer
-        self._described = {**describe(optimizer)}
+        self._described = describe(optimizer)
         state = getattr(model, _MARK, "")
         if state == "open":
             raise ValueError("this model has an engine already: close that one first")
@@ -83,7 +83,7 @@ class Engine:
         self._blocks: List[Block] = find_blocks(model, blocks, has_values=not self._values_are_gone)
         self._dtypes = {id(p): p.dtype for _, p in model.named_parameters()}
         for name, parameter in model.named_parameters():
-            if parameter.dtype not in _NAMES:
+            if parameter.dtype not in DTYPE_NAMES:
                 raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served")
         self._resume = resume
         self._overwrite = overwrite
@@ -91,7 +91,7 @@ class Engine:
         self._core: Any = None
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
-        self.optimizer = EngineOptimizer(optimizer.param_groups, self._step)  # its very groups, which schedulers may know
+        self.optimizer = EngineOptimizer(optimizer.param_groups, self._step, self.zero_grad)  # its very groups, which schedulers may know
         self.lr_scheduler = scheduler(self.optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
         if self.lr_scheduler is None and settings.schedule is not None:
             self.lr_scheduler = ConfigScheduler(_core, settings.schedule, self.optimizer)
@@ -105,7 +105,11 @@ class Engine:
         self._told_of_buffers = False
         self._gathered = False
         self._closed = False
-        self._own_forward, self._instance_forward = model.forward, model.__dict__.get("forward")
+        # Of forwards that come one by one; None where each step is of one forward.
+        self._accumulation = Accumulation(model, settings.forwards) if settings.forwards > 1 else None
+        self._boundary: Optional[bool] = None  # as the caller has said it
+        self._scale = 1.0  # of gradients
+        self.micro_steps = 0
         known = {id(parameter) for parameter in model.parameters()}
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
@@ -118,12 +122,11 @@ class Engine:
     # --- the first forward
 
     def _wait_for_a_batch(self) -> None:
-        @functools.wraps(self._own_forward)
         def first_forward(*args: Any, **kwargs: Any) -> Any:
             self._materialize(args, kwargs)
             return self.module(*args, **kwargs)
 
-        self.module.forward = first_forward  # type: ignore[method-assign]
+        self._previous_forward = replace_forward(self.module, first_forward)
 
     def _group_of(self) -> Dict[int, int]:
         return {
@@ -132,22 +135,13 @@ class Engine:
             for parameter in group["params"]
         }
 
-    def _restore_forward(self) -> None:
-        if self._instance_forward is None:
-            self.module.__dict__.pop("forward", None)
-        else:
-            self.module.forward = self._instance_forward  # type: ignore[method-assign]
-
     def _materialize(self, args: Tuple[Any, ...], kwargs: Dict[str, Any], call: Optional[Callable[[], Any]] = None) -> None:
         """Finds the order of the blocks, and hands the parameters over to the engine. call: instead of module(*args, **kwargs)."""
-        self._restore_forward()
+        restore_forward(self.module, self._previous_forward)
         try:
-            kwargs = dict(kwargs)
-            for module in self.module.modules():
-                if getattr(module, "gradient_checkpointing", False):
-                    module.gradient_checkpointing = False  # type: ignore[assignment]
-            if "use_cache" in _arguments(self._own_forward) and self.module.training:
-                kwargs["use_cache"] = False
+            switch_off_checkpointing(self.module.modules())
+            if self.module.training:
+                kwargs = without_cache(self.module.forward, kwargs)
             uses = trace(self.module, self._blocks, call or (lambda: self.module(*args, **kwargs)))
             self._make_core(uses)
         except BaseException:
@@ -165,7 +159,7 @@ class Engine:
                 trains = parameter.requires_grad and id(parameter) in groups
                 values = parameter.detach().contiguous()
                 held.append(values)
-                kind = _NAMES[values.dtype]
+                kind = DTYPE_NAMES[values.dtype]
                 parameters.append(
                     (block.short_name(name), list(values.shape), trains, group, values.data_ptr(), kind)
                 )
@@ -181,7 +175,7 @@ class Engine:
             "offload": settings.offload,
             "state_dirs": settings.state_dirs,
             "host_memory": settings.host_memory,
-            "micro_batches": settings.micro_batches,
+            "micro_batches": settings.forwards,
             "clip": settings.clip,
             "optimizer": self._described,
             "optimizer_states": settings.optimizer_states,
@@ -200,10 +194,7 @@ class Engine:
                 settings.state_dirs[0],
             ) from error
         del held
-        places = [
-            offsets([parameter.numel() for _, parameter in block.parameters], mark)
-            for block, mark in zip(self._blocks, marks)
-        ]
+        places = [core.offsets(number) for number in range(len(self._blocks))]
         self._names = {
             id(parameter): f"{block_name}.{short}"
             for (block_name, parameters), block in zip(described, self._blocks)
@@ -216,8 +207,9 @@ class Engine:
         self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains)
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
+        self._runtime.loss_factor = settings.forwards / settings.micro_batches
         self._runtime.before_pass = self._describe
-        self._buffers_at_first = {name: (buffer, buffer._version) for name, buffer in self.module.named_buffers()}
+        self._buffers = persistent_buffers(self.module)
         self._patch_state_dict()
         if resume or self._restore_from:
             try:
@@ -239,9 +231,9 @@ class Engine:
         self.global_steps = info["step"]
         kept = decode(json.loads(self._core.description())) or {}
         for name, value in kept.get("buffers", {}).items():
-            module, _, short = name.rpartition(".")
+            module, short, _, _ = self._buffers[name]
             with torch.no_grad():
-                self.module.get_submodule(module)._buffers[short].copy_(value)  # type: ignore[union-attr]
+                module._buffers[short].copy_(value)  # type: ignore[union-attr]
         self.client_state = kept.get("client", {})
         self.skipped_steps = kept.get("skipped", 0)
         if self.lr_scheduler is not None and kept.get("scheduler") is not None:
@@ -256,34 +248,68 @@ class Engine:
     # --- training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward. In training mode, with gradients, it begins a step: backward and step follow."""
+        """The model's forward. In training mode, with gradients, it belongs to a step: backward and step follow.
+
+        With ``gradient_accumulation_steps`` above 1 (or ``forwards_per_step``) it is computed without a graph, and once more at the
+        step, in one pass over all forwards of the step: each block is fetched once for all of them.
+        """
         return self.module(*args, **kwargs)
 
     forward = __call__
 
     def _training_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
-        if self._settings.micro_batches != 1:
-            raise RuntimeError(
-                f"gradient_accumulation_steps is {self._settings.micro_batches}: call engine.train_batch([...]) with as many "
-                "micro-batches, which fetches every block once for all of them; a forward for each would fetch it as often"
-            )
-        self._begin()
-        return self._runtime.train_forward(args, kwargs)  # type: ignore[union-attr]
+        runtime = self._ready()
+        if self._accumulation is None:
+            self._begin()
+            return runtime.train_forward(args, kwargs)
+        forward, outputs, gradient = runtime.forward_of_accumulation(args, kwargs)
+        self._scale = gradient * self._settings.micro_batches
+        self._accumulation.add(forward)
+        return outputs
 
-    def _begin(self) -> None:
+    def _begin(self, reads_ahead: bool = True) -> None:
         self._begun_rates = self.optimizer.rates()
-        self._runtime.begin(True, self._begun_rates, self._settings.micro_batches)  # type: ignore[union-attr]
+        self._runtime.begin(True, self._begun_rates, self._settings.forwards, reads_ahead)  # type: ignore[union-attr]
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Backward from the loss of the forward before. loss: a tensor of one element. Scales it where fp16 asks for that."""
-        self._ready().backward(loss, retain_graph)
+        """Backward from a loss of the forwards before: a tensor of one element. Scales it where fp16 asks for that.
+
+        scale_wrt_gas: it is divided by ``gradient_accumulation_steps``. False: the caller has done so.
+        """
+        runtime = self._ready()
+        if self._accumulation is None:
+            runtime.backward(loss, retain_graph)
+        else:
+            share = 1 / self._settings.micro_batches if scale_wrt_gas else 1.0
+            self._accumulation.backward(loss, self._scale, share, retain_graph)
         return loss
 
-    def step(self) -> None:
-        """Clips and updates by the gradients of the backward before; the scheduler makes its step too.
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step()`` updates: the last micro-batch of a step is under way, or was."""
+        if self._boundary is not None or self._accumulation is None:
+            return self._boundary is not False
+        count = self._settings.micro_batches
+        return self.micro_steps + 1 >= count or self._accumulation.backwards >= count
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Whether the next ``step()`` updates, in the place of counting micro-batches."""
+        if not is_boundary and self._accumulation is None:
+            raise RuntimeError("each step is of one forward: give gradient_accumulation_steps (or forwards_per_step) to initialize")
+        self._boundary = is_boundary
+
+    def step(self) -> None:
+        """Clips and updates by the gradients of the backwards before; the scheduler makes its step too.
+
+        Where ``gradient_accumulation_steps`` is above 1 it does so for the last of as many micro-batches, counted by calls of
+        ``step()`` or of ``backward()``, or when ``set_gradient_accumulation_boundary`` says so; else it only counts.
         The update is applied while the next step runs, and committed then: ``flush()`` commits it now.
         """
+        if not self.is_gradient_accumulation_boundary():
+            self.micro_steps += 1
+            return
+        self._update()
+
+    def _update(self) -> None:
         self.optimizer.step()
         if self.lr_scheduler is not None and not self._result["skipped"]:
             self.lr_scheduler.step()
@@ -291,6 +317,8 @@ class Engine:
 
     def _step(self) -> None:
         runtime = self._ready()
+        if self._accumulation is not None and not runtime.is_open:
+            self._repeat(self._accumulation)
         if not runtime.is_open:
             raise RuntimeError("no step is open: forward and backward come first")
         if not runtime.backward_came:
@@ -310,11 +338,32 @@ class Engine:
                 raise
             self.global_steps = self._result["step"]
             self.skipped_steps += bool(self._result["skipped"])
+            self.micro_steps = 0
+            if self._accumulation is not None:
+                self._accumulation.end()
             self._rng = base64.b64encode(bytes(torch.get_rng_state().numpy())).decode()
-            for name in ("_opt_called", "_step_count"):  # what a scheduler of the optimizer that was given looks at
-                if name == "_opt_called" or hasattr(self._given, name):
-                    setattr(self._given, name, True if name == "_opt_called" else getattr(self._given, name) + 1)
+            # What a scheduler of the optimizer that was given looks at, and warns without.
+            self._given._opt_called = True  # type: ignore[attr-defined]
+            if hasattr(self._given, "_step_count"):
+                self._given._step_count += 1
             self._describe()
+
+    # The pass over all forwards of the step. Whatever goes wrong in it, they are given up with it.
+    def _repeat(self, accumulation: Accumulation) -> None:
+        runtime = self._ready()
+        forwards = accumulation.forwards()
+        if not forwards:
+            accumulation.end()
+            raise RuntimeError("step() without a backward: engine.backward(loss) comes first; the forwards are given up")
+        try:
+            with accumulation.modes_of(forwards):
+                self._begin(reads_ahead=False)
+                runtime.repeat(forwards, accumulation.loss)
+        except BaseException:
+            runtime.give_up("the step failed")
+            accumulation.end()
+            self.micro_steps = 0
+            raise
 
     # What the commit of the last step says: torch's random state as the step left it, the rest as it is when the next pass
     # begins, since schedulers of others make their steps in between.
@@ -337,13 +386,11 @@ class Engine:
 
     # Persistent buffers that training changes (running means): a state_dict has them, and so has a commit.
     def _changed_buffers(self) -> Dict[str, torch.Tensor]:
-        names = {
-            (f"{prefix}.{name}" if prefix else name): buffer
-            for prefix, module in self.module.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
-        }
-        changed = {name: names[name] for name in names if self._is_volatile(name, names[name])}
+        changed = {}
+        for name, (module, short, first, version) in self._buffers.items():
+            buffer = module._buffers[short]
+            if buffer is not None and (buffer is not first or buffer._version != version or counts_no_versions(module)):
+                changed[name] = buffer
         size = sum(buffer.numel() * buffer.element_size() for buffer in changed.values())
         if size > _MOST_BUFFERS:
             if not self._told_of_buffers:
@@ -351,13 +398,6 @@ class Engine:
                 warnings.warn(f"{size} bytes of buffers change: too much for every commit; save model.state_dict() yourself", stacklevel=2)
             return {}
         return changed
-
-    def _is_volatile(self, name: str, buffer: torch.Tensor) -> bool:
-        if name not in self._buffers_at_first:
-            return True
-        first, version = self._buffers_at_first[name]
-        module = self.module.get_submodule(name.rpartition(".")[0])
-        return first is not buffer or buffer._version != version or isinstance(module, nn.modules.batchnorm._NormBase)
 
     def train_batch(
         self,
@@ -387,13 +427,15 @@ class Engine:
         runtime = self._ready()
         if not self.module.training:
             raise RuntimeError("the module is in evaluation mode: call engine.train() first")
+        if self._accumulation is not None and self._accumulation.backwards:
+            raise RuntimeError("a step of forwards one by one is under way: step() ends it, zero_grad() gives it up")
         self._begin()
         try:
             losses = runtime.train_batch([functools.partial(of, self.module, batch) for batch in given])
         except BaseException:
             runtime.give_up("the step failed")
             raise
-        self.step()
+        self._update()
         return torch.tensor(sum(losses) / len(losses))
 
     def train(self, mode: bool = True) -> "Engine":
@@ -405,10 +447,10 @@ class Engine:
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: a step's gradients end with it."""
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        return True
+        """Backwards since the last step count for nothing. After a step there is nothing to do: its gradients end with it."""
+        if self._accumulation is not None:
+            self._accumulation.drop_gradients()
+            self.micro_steps = 0
 
     def gradient_accumulation_steps(self) -> int:
         return self._settings.micro_batches
@@ -592,7 +634,7 @@ class Engine:
         _engines.discard(self)
         setattr(self.module, _MARK, "" if self._runtime is None and not self._values_are_gone else "closed")
         if self._runtime is None:
-            self._restore_forward()
+            restore_forward(self.module, self._previous_forward)
             return
         try:
             self._runtime.close()
@@ -615,12 +657,6 @@ class Engine:
 
 def _closed_forward(*_: Any, **__: Any) -> Any:
     raise RuntimeError("this model's engine was closed: its weights are in the state directory; make an engine with resume=True")
-
-
-def _arguments(function: Callable[..., Any]) -> Mapping[str, Any]:
-    import inspect
-
-    return inspect.signature(function).parameters
 
 
 # Functions of a scheduler are its program's, and not kept.
@@ -667,6 +703,7 @@ def initialize(
     dtype: Any = None,
     offload: Optional[str] = None,
     gradient_accumulation_steps: Optional[int] = None,
+    forwards_per_step: Optional[int] = None,
     gradient_clipping: Optional[float] = None,
     blocks: Optional[Sequence[str]] = None,
     resume: Union[bool, str] = False,
@@ -687,7 +724,9 @@ def initialize(
     host_memory: bytes, or "4GiB", that the engine may take for weights, gradients, states and transfers. What torch takes for
         activations comes on top. 0: as much as it likes.
     dtype: torch.float32, bfloat16 or float16 (masters and states are fp32).
-    gradient_accumulation_steps: micro-batches of a step, all given to ``engine.train_batch``.
+    gradient_accumulation_steps: micro-batches of a step, given all to ``engine.train_batch``, or one by one.
+    forwards_per_step: of the model, where a loss is made of several (a pair of answers, two views of an image). Default: one for
+        each micro-batch.
     blocks: names of modules that are fetched as one, which together hold all parameters; by default they are found.
     resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
     overwrite: what ``state_dir`` holds may be replaced.
@@ -708,6 +747,7 @@ def initialize(
         dtype,
         offload,
         gradient_accumulation_steps,
+        forwards_per_step,
         gradient_clipping,
     )
     for note in settings.notes:

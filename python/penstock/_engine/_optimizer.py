@@ -12,7 +12,7 @@ import torch
 from .. import _tensors
 
 # Which values a group may have of its own, step by step; the others are the same for all.
-_BY_GROUP = ("lr", "betas", "weight_decay", "momentum")
+_BY_GROUP = ("lr", "betas", "weight_decay")
 _FIXED = ("eps", "momentum", "dampening", "nesterov", "lr_decay")
 _IGNORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "maximize", "amsgrad")
 
@@ -65,20 +65,19 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
             if option in _BY_GROUP or option in _IGNORED or value == first.get(option):
                 continue
             raise ValueError(f"group {index} has another {option} than group 0: groups differ in lr, betas and weight_decay")
-        if group.get("momentum", 0) != first.get("momentum", 0):
-            raise ValueError(f"group {index} has another momentum than group 0: groups differ in lr, betas and weight_decay")
     return result
 
 
 class EngineOptimizer(torch.optim.Optimizer):
     """The groups of an engine's optimizer: what a scheduler sets here, the next step goes by.
 
-    ``step()`` is the engine's step. ``zero_grad()`` has nothing to do: gradients are the engine's. ``state_dict()`` is of the groups;
-    the states are saved with ``engine.save_checkpoint``.
+    ``step()`` and ``zero_grad()`` are the engine's, which has the gradients. ``state_dict()`` is of the groups; the states are saved
+    with ``engine.save_checkpoint``.
     """
 
-    def __init__(self, groups: List[Dict[str, Any]], step: Callable[[], Any]) -> None:
+    def __init__(self, groups: List[Dict[str, Any]], step: Callable[[], Any], zero_grad: Callable[[], Any]) -> None:
         self._engine_step = step
+        self._engine_zero_grad = zero_grad
         super().__init__(groups, {"lr": 0.0})
         self._fixed = [{name: group.get(name) for name in _FIXED} for group in self.param_groups]
 
@@ -91,7 +90,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        pass
+        self._engine_zero_grad()
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         if state_dict.get("state"):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import threading
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
@@ -22,13 +21,21 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from ._accumulation import Forward
 from ._blocks import Block
 from ._interrupts import deferred
+from ._modules import replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._random import RandomState
+from ._settings import DTYPE_NAMES
 from ._trace import Use
 from ._tree import map_tensors, tensors_of
 from ._weights import Weights
 
-_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+#: Tensors that backward of a micro-batch begins at, the gradients there, and its loss.
+Root = Tuple[List[torch.Tensor], List[torch.Tensor], float]
+#: Computes a micro-batch's forward.
+Work = Callable[["Driver"], Root]
 
 
 class PassFailed(RuntimeError):
@@ -48,7 +55,8 @@ class Driver:
         self.loss: Optional[float] = None
         self.loss_gradient = 1.0
         self.came = threading.Event()  # to its first use, or to its end
-        self.random: Optional[torch.Tensor] = None  # torch's random state while another driver computes
+        self.random: Optional[RandomState] = None  # while another driver computes
+        self.forward: Optional[Forward] = None  # of an accumulation: computed now, to be computed again, or that again
 
 
 class Runtime:
@@ -74,25 +82,20 @@ class Runtime:
         self._open: Optional[bool] = None  # trains; None: no pass is open
         self._drivers: List[Driver] = []
         self._baton: Optional[threading.Lock] = None
-        self._patched: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []  # with a forward of the instance's own
+        self._replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []  # with a forward of the instance's own
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
-        self._takes_cache = "use_cache" in inspect.signature(model.forward).parameters
         self.dtype = torch.float32
+        #: What the engine's share of a micro-batch in the loss is multiplied by.
+        self.loss_factor = 1.0
+        self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
         for block in blocks:
             for name, module in block.modules:
-                self._patch(module, self._block_forward(name, module.forward, id(module)))
+                self._replace(module, self._block_forward(name, module.forward, id(module)))
         self._original = model.forward
-        self._patch(model, self._model_forward)
+        self._replace(model, self._model_forward)
 
-    def _patch(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        previous = module.__dict__.get("forward")
-
-        @functools.wraps(module.forward)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            return forward(*args, **kwargs)
-
-        module.forward = patched  # type: ignore[method-assign]
-        self._patched.append((module, previous))
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._replaced.append((module, replace_forward(module, forward)))
 
     # --- passes
 
@@ -100,12 +103,11 @@ class Runtime:
     def is_open(self) -> bool:
         return self._open is not None
 
-    @property
-    def trains(self) -> bool:
-        return bool(self._open)
+    def begin(self, trains: bool, rates: Sequence[Any] = (), micro_batches: int = 1, reads_ahead: bool = True) -> None:
+        """A pass begins. One that was left open (a forward whose backward never came) is given up.
 
-    def begin(self, trains: bool, rates: Sequence[Any] = (), micro_batches: int = 1) -> None:
-        """A pass begins. One that was left open (a forward whose backward never came) is given up."""
+        reads_ahead: for a training pass that follows this one.
+        """
         if self._open is not None:
             self.give_up("another forward began before its backward was over")
         self.before_pass()
@@ -115,12 +117,10 @@ class Runtime:
             for block in self._blocks:
                 for _, parameter in block.parameters:
                     parameter.grad = None  # of a graph whose pass was given up
-            # A block is computed again already, by the engine's own rule.
-            for module in self._checkpointing:
-                module.gradient_checkpointing = False  # type: ignore[assignment]
+            switch_off_checkpointing(self._checkpointing)
         with deferred():
             if trains:
-                self._core.begin(True, list(rates))
+                self._core.begin(reads_ahead, list(rates))
             else:
                 self._core.begin_evaluation()
             self._open = trains
@@ -184,6 +184,23 @@ class Runtime:
         except (OSError, RuntimeError, ValueError):
             pass  # what failed it; the next pass says whether the engine can go on
 
+    @contextlib.contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(f"{type(error).__name__}: {error}")
+            raise
+
+    @contextlib.contextmanager
+    def _evaluation(self) -> Iterator[Driver]:
+        """A pass by itself, without gradients."""
+        self.begin(trains=False)
+        with self._given_up_on_error():
+            with torch.no_grad():
+                yield self._drivers[0]
+            self.finish()
+
     # --- the model's forward
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -192,9 +209,8 @@ class Runtime:
             return self._original(*args, **kwargs)  # the model calls itself
         if driver is not None and driver.trains and driver.forward_at == 0 and getattr(self._local, "awaited", False):
             self._local.awaited = False
-            return self._inside(args, self._without_cache(kwargs))
-        raise_on_train = self._model.training and torch.is_grad_enabled()
-        if raise_on_train:
+            return self._inside(args, without_cache(self._original, kwargs))
+        if self._model.training and torch.is_grad_enabled():
             return self.on_training_forward(args, kwargs)
         return self.evaluate(args, kwargs)
 
@@ -205,23 +221,22 @@ class Runtime:
 
     def train_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """The model's forward of the training pass that has begun."""
-        try:
-            return self._inside(args, self._without_cache(kwargs))
-        except BaseException as error:
-            self.give_up(f"{type(error).__name__}: {error}")
-            raise
+        with self._given_up_on_error():
+            return self._inside(args, without_cache(self._original, kwargs))
 
     def evaluate(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """A forward by itself, without gradients."""
-        self.begin(trains=False)
-        try:
-            with torch.no_grad():
-                out = self._inside(args, kwargs)
-            self.finish()
-            return out
-        except BaseException as error:
-            self.give_up(f"{type(error).__name__}: {error}")
-            raise
+        with self._evaluation():
+            return self._inside(args, kwargs)
+
+    def forward_of_accumulation(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Tuple[Forward, Any, float]:
+        """A training forward whose backward is made by ``repeat``: (it, its outputs, the scale of gradients)."""
+        forward = Forward(self._model, args, without_cache(self._original, kwargs), AutogradSettings())
+        switch_off_checkpointing(self._checkpointing)
+        with self._evaluation() as driver:
+            driver.forward = forward
+            out = self._inside(forward.args, forward.kwargs)
+        return forward, forward.outputs(out), driver.loss_gradient
 
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         self._local.inside_model = True
@@ -236,12 +251,6 @@ class Runtime:
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    # A cache of keys and values is filled by forward, and would be filled again when a block is computed again.
-    def _without_cache(self, kwargs: Dict[str, Any]) -> Dict[str, Any]:
-        if not self._takes_cache:
-            return kwargs
-        return {**kwargs, "use_cache": False}
-
     # --- blocks
 
     def _block_forward(self, name: str, original: Callable[..., Any], key: int) -> Callable[..., Any]:
@@ -250,19 +259,36 @@ class Runtime:
             if driver is None:
                 return self._by_itself(original, key, name, args, kwargs)
             stage = self._stage_of(driver, key, name)
-            settings = _AutogradSettings()
+            settings = AutogradSettings()
             if not driver.trains:
-                with self._entered_forward(driver, stage), torch.no_grad():
+                with self._entered_forward(driver, stage), self._buffers_noted(driver, stage), torch.no_grad():
                     return self._apart(stage, _computed(original, settings, args, kwargs))
             if not torch.is_grad_enabled() and stage != self._last:
-                with self._entered_forward(driver, stage):
+                with self._entered_forward(driver, stage), self._as_before(driver, stage):
                     return self._apart(stage, _computed(original, settings, args, kwargs))
             if stage == self._last:
                 self._enter_backward(driver, stage)
-                return self._apart(stage, _computed(original, settings, args, kwargs))
+                with self._as_before(driver, stage):
+                    return self._apart(stage, _computed(original, settings, args, kwargs))
             return self._checkpointed(driver, stage, original, args, kwargs)
 
         return forward
+
+    # A forward that will be computed again: its buffers as they are before it.
+    @contextlib.contextmanager
+    def _buffers_noted(self, driver: Driver, stage: int) -> Iterator[None]:
+        if driver.forward is None:
+            yield
+            return
+        buffers = driver.forward.buffers[stage] = _Buffers(self._uses[stage].module, self._volatile.get(stage))
+        yield
+        self._volatile[stage] = buffers.keep_changed()
+
+    # And as they were, when it is.
+    def _as_before(self, driver: Driver, stage: int) -> Any:
+        if driver.forward is None or stage not in driver.forward.buffers:
+            return contextlib.nullcontext()
+        return driver.forward.buffers[stage].as_in_forward()
 
     def _stage_of(self, driver: Driver, key: int, name: str) -> int:
         places = self._places.get(key, [])
@@ -282,17 +308,10 @@ class Runtime:
                 f"{name} was called outside of the model's forward: gradients are known of whole forwards only; call the model, "
                 "or this under torch.no_grad()"
             )
-        self.begin(trains=False)
-        try:
-            driver = self._drivers[0]
+        with self._evaluation() as driver:
             stage = self._stage_of(driver, key, name)
-            with self._entered_forward(driver, stage), torch.no_grad():
-                out = self._apart(stage, _computed(original, _AutogradSettings(), args, kwargs))
-            self.finish()
-            return out
-        except BaseException as error:
-            self.give_up(f"{type(error).__name__}: {error}")
-            raise
+            with self._entered_forward(driver, stage):
+                return self._apart(stage, _computed(original, AutogradSettings(), args, kwargs))
 
     @contextlib.contextmanager
     def _entered_forward(self, driver: Driver, stage: int) -> Iterator[None]:
@@ -318,15 +337,16 @@ class Runtime:
             raise PassFailed("this pass is over: its forward was given up")
         baton = self._baton
         if baton is not None:
-            driver.random = torch.get_rng_state()
+            driver.random = RandomState.now()
             driver.came.set()
             baton.release()
         try:
-            weights, driver.loss_gradient = self._core.enter(backward, stage, driver.number)
+            weights, gradient = self._core.enter(backward, stage, driver.number)
         finally:
             if baton is not None:
                 baton.acquire()
-                torch.set_rng_state(driver.random)
+                driver.random.restore()
+        driver.loss_gradient = gradient * self.loss_factor
         for block, address in weights:
             self._weights.attach(block, address)
         return self._uses[stage].block
@@ -336,8 +356,11 @@ class Runtime:
         given = tensors_of((args, kwargs))
         versions = [tensor._version for tensor in given]
         first = [True]
-        settings = _AutogradSettings()
-        buffers = _Buffers(self._uses[stage].module, self._volatile.get(stage))
+        settings = AutogradSettings()
+        # Noted when the use is entered: until then other micro-batches change them.
+        buffers: List[_Buffers] = []
+        if driver.forward is not None and stage in driver.forward.buffers:
+            buffers.append(driver.forward.buffers[stage])
 
         def check_inputs() -> None:
             if any(tensor._version != version for tensor, version in zip(given, versions)):
@@ -350,13 +373,18 @@ class Runtime:
             if first[0]:
                 first[0] = False
                 with self._entered_forward(driver, stage):
-                    out = self._apart(stage, _computed(original, settings, a, kwargs))
+                    if buffers:
+                        with buffers[0].as_in_forward():
+                            out = self._apart(stage, _computed(original, settings, a, kwargs))
+                    else:
+                        buffers.append(_Buffers(self._uses[stage].module, self._volatile.get(stage)))
+                        out = self._apart(stage, _computed(original, settings, a, kwargs))
+                        self._volatile[stage] = buffers[0].keep_changed()
                 check_inputs()
-                self._volatile[stage] = buffers.changed()
                 return out
             self._enter_backward(driver, stage)
             check_inputs()
-            with buffers.as_in_forward():
+            with buffers[0].as_in_forward():
                 return self._apart(stage, _computed(original, settings, a, kwargs))
 
         out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
@@ -380,7 +408,10 @@ class Runtime:
         if driver.inside == stage:
             return
         if driver not in self._drivers:
-            raise PassFailed("this forward is over: another one began before its backward. One backward for each forward, in turn")
+            raise PassFailed(
+                "this forward is over: another one began before its backward. Where a loss is made of several forwards, give "
+                "penstock.initialize forwards_per_step=, their number"
+            )
         self._pass_by(driver, self._last)
         self._leave_backward(driver)
         while driver.backward_at > stage:
@@ -408,7 +439,7 @@ class Runtime:
                     continue
                 gradient = parameter.grad.detach().contiguous()
                 held.append(gradient)
-                gradients.append((number, gradient.data_ptr(), _TYPES[gradient.dtype]))
+                gradients.append((number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]))
         for _, parameter in self._blocks[block].parameters:
             parameter.grad = None
         loss = None
@@ -451,60 +482,105 @@ class Runtime:
         """Backward of the pass that is open, from the loss of its (only) micro-batch."""
         if not self._open:
             raise RuntimeError("no training forward is open: its loss was of an evaluation, or its pass was given up")
-        self._backward_of(self._drivers[0], loss, retain_graph)
+        driver = self._drivers[0]
+        with self._given_up_on_error():
+            self._backward_of(driver, self._root_of(driver, loss), retain_graph)
 
-    def _backward_of(self, driver: Driver, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        try:
-            if loss.numel() != 1:
-                raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
-            driver.loss = float(loss.detach())
-            if driver.inside is None and driver.backward_at == self._last:
-                self._pass_by(driver, self._last)
-                self._enter_now(driver, self._last)
-            gradient = torch.full_like(loss, driver.loss_gradient)
-            loss.backward(gradient=gradient, retain_graph=retain_graph)
-            self._end_backward(driver)
-        except BaseException as error:
-            self.give_up(f"{type(error).__name__}: {error}")
-            raise
+    # Where backward of a micro-batch begins, and what is told of its loss.
+    def _root_of(self, driver: Driver, loss: torch.Tensor) -> Root:
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
+        value = float(loss.detach()) * self.loss_factor
+        driver.loss = value
+        if driver.inside is None and driver.backward_at == self._last:
+            self._pass_by(driver, self._last)
+            self._enter_now(driver, self._last)
+        return [loss], [torch.full_like(loss, driver.loss_gradient)], value
+
+    def _backward_of(self, driver: Driver, root: Root, retain_graph: bool = False) -> None:
+        tensors, gradients, driver.loss = root
+        if tensors:
+            torch.autograd.backward(tensors, gradients, retain_graph)
+        self._end_backward(driver)
 
     # --- several micro-batches, block by block
 
     def train_batch(self, batches: Sequence[Callable[[], torch.Tensor]]) -> List[float]:
-        """Each of `batches` computes a loss with the model; a thread for each, of which one runs at a time.
+        """Each of `batches` computes a loss with the model. The pass has begun."""
+        settings = AutogradSettings()
+        # Each has random numbers of its own, whatever the others draw in between; the first has those of one micro-batch alone.
+        begun = RandomState.now()
+        seeds = torch.randint(2**62, (max(1, len(self._drivers) - 1),)).tolist()
+        begun.restore()
+        states = [begun, *(begun.seeded(seed) for seed in seeds)]
 
-        They change places where they enter a use, so every block is fetched once for all of them. The pass has begun.
+        def work(driver: Driver, batch: Callable[[], torch.Tensor]) -> Root:
+            with settings.applied():
+                return self._root_of(driver, batch())
+
+        self._in_vertical_order([functools.partial(work, batch=batch) for batch in batches], states, idle=0.0)
+        self._random_after.restore()  # type: ignore[union-attr]
+        return [float("nan") if driver.loss is None else driver.loss / self.loss_factor for driver in self._drivers[: len(batches)]]
+
+    def repeat(self, forwards: Sequence[Forward], loss: float) -> None:
+        """Computes these forwards again and goes on from the gradients at their outputs. The pass has begun. loss: of the step."""
+        now = RandomState.now()
+
+        def again(driver: Driver, forward: Forward) -> Root:
+            forward.check_inputs()
+            driver.forward = forward
+            with forward.settings.applied():
+                tensors, gradients = forward.roots(self._model(*forward.args, **forward.kwargs))
+            return tensors, gradients, loss
+
+        work: List[Work] = [functools.partial(again, forward=forward) for forward in forwards]
+        outside = self._outside_buffers()
+        try:
+            self._in_vertical_order(work, [forward.random for forward in forwards], idle=loss)
+        finally:
+            now.restore()
+            for buffer, value in outside:
+                buffer.copy_(value)
+
+    # Buffers of no block, which each forward has changed once already.
+    def _outside_buffers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+        inside = {id(part) for block in self._blocks for _, module in block.modules for part in module.modules()}
+        outside = [module for module in self._model.modules() if id(module) not in inside]
+        buffers = [buffer for module in outside for buffer in module._buffers.values() if buffer is not None]
+        return [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+    def _in_vertical_order(self, work: Sequence[Work], states: Sequence[RandomState], idle: float) -> None:
+        """A thread for each micro-batch, of which one runs at a time.
+
+        They change places where they enter a use, so every block is fetched once for all of them. states: random numbers of each.
+        idle: what is told to be the loss of micro-batches that the pass has and `work` has not.
         """
         drivers = list(self._drivers)
-        # Each has random numbers of its own, whatever the others draw in between; the first has those of one micro-batch alone.
-        begun = torch.get_rng_state()
-        for driver, seed in zip(drivers[1:], torch.randint(2**62, (max(1, len(drivers) - 1),)).tolist()):
-            driver.random = torch.Generator().manual_seed(seed).get_state()
-        torch.set_rng_state(begun)
-        drivers[0].random = begun
+        missing = len(drivers) - len(work)
+        work = [*work, *[lambda _: ([], [], idle)] * missing]
+        for driver, state in zip(drivers, [*states, *states[:1] * missing]):
+            driver.random = state
         baton = threading.Lock()
         errors: List[BaseException] = []
-        settings = _AutogradSettings()
 
-        def run(driver: Driver, batch: Callable[[], torch.Tensor]) -> None:
+        def run(driver: Driver, begin: Work) -> None:
             if driver.number > 0:
                 drivers[driver.number - 1].came.wait()
             with baton:
                 try:
-                    torch.set_rng_state(driver.random)
+                    driver.random.restore()  # type: ignore[union-attr]
                     self._local.driver, self._local.awaited = driver, True
-                    with settings.applied():
-                        self._backward_of(driver, batch())
+                    self._backward_of(driver, begin(driver))
                 except BaseException as error:  # noqa: B902
                     errors.append(error)
                     if len(errors) == 1:
                         self._core.fail(f"{type(error).__name__}: {error}")
                 finally:
-                    driver.random = torch.get_rng_state()
+                    driver.random = RandomState.now()
                     driver.came.set()
 
         self._baton = baton
-        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(drivers, batches)]
+        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in zip(drivers, work)]
         try:
             for thread in threads:
                 thread.start()
@@ -521,7 +597,7 @@ class Runtime:
             self.give_up(f"{type(error).__name__}: {error}")
             raise
         self._baton = None
-        torch.set_rng_state(drivers[0].random)
+        self._random_after = drivers[0].random or states[0]
         if not errors:
             try:
                 self._refuse_late_gradients()
@@ -530,16 +606,12 @@ class Runtime:
         if errors:
             self.give_up(f"{type(errors[0]).__name__}: {errors[0]}")
             raise errors[0]
-        return [float("nan") if driver.loss is None else driver.loss for driver in drivers]
 
     def close(self) -> None:
         """The modules' forwards are their own again."""
         self.give_up("the engine was closed")
-        for module, previous in reversed(self._patched):
-            if previous is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.forward = previous  # type: ignore[method-assign]
+        for module, previous in reversed(self._replaced):
+            restore_forward(module, previous)
 
 
 class _Buffers:
@@ -554,14 +626,16 @@ class _Buffers:
         ]
         self._before = [(part._buffers[name], part._buffers[name].detach().clone()) for part, name in self._places]
 
-    def changed(self) -> List[Tuple[nn.Module, str]]:
-        """Those that are not as they were."""
+    def keep_changed(self) -> List[Tuple[nn.Module, str]]:
+        """Those that are not as they were; the others are let go."""
         found = []
-        for (part, name), (buffer, value) in zip(self._places, self._before):
-            now = part._buffers[name]
+        for place, (buffer, value) in zip(self._places, self._before):
+            now = place[0]._buffers[place[1]]
             if now is not buffer or now.shape != value.shape or not torch.equal(now, value):
-                found.append((part, name))
-        return found
+                found.append((place, (buffer, value)))
+        self._places = [place for place, _ in found]
+        self._before = [before for _, before in found]
+        return self._places
 
     @contextlib.contextmanager
     def as_in_forward(self) -> Iterator[None]:
@@ -575,7 +649,7 @@ class _Buffers:
                 part._buffers[name] = buffer
 
 
-class _AutogradSettings:
+class AutogradSettings:
     """What of torch's state belongs to a thread and is wanted in another."""
 
     def __init__(self) -> None:
@@ -602,7 +676,7 @@ def _autocasts() -> bool:
 
 # Autocast would keep a copy of every weight until its context ends, and give it back when the weight is another: no cache. Its
 # settings are those of forward, in backward as well.
-def _computed(original: Callable[..., Any], settings: "_AutogradSettings", args: Any, kwargs: Any) -> Any:
+def _computed(original: Callable[..., Any], settings: "AutogradSettings", args: Any, kwargs: Any) -> Any:
     if not settings.autocasts:
         return original(*args, **kwargs)
     with torch.autocast("cpu", dtype=settings.dtype, enabled=True, cache_enabled=False):

@@ -15,7 +15,9 @@ from .._buffers import byte_size, whole_number
 
 PathLike = Union[str, "os.PathLike[str]"]
 
+# Types of weights and gradients, by the engine's names; and the other way.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Settings:
     state_dirs: List[str] = field(default_factory=list)
     host_memory: int = 0
     micro_batches: int = 1
+    forwards: int = 1  # that a step's losses may come from; micro_batches at least
     clip: float = 0.0
     optimizer: Optional[Dict[str, Any]] = None
     optimizer_states: str = "fp32"
@@ -49,12 +52,9 @@ def _config_text(config: Any) -> str:
 
 
 def _dtype_name(dtype: Any) -> str:
-    if isinstance(dtype, torch.dtype):
-        for name, known in DTYPES.items():
-            if known == dtype:
-                return name
-    elif dtype in DTYPES:
-        return str(dtype)
+    name = DTYPE_NAMES.get(dtype, dtype)
+    if name in DTYPES:
+        return str(name)
     raise ValueError(f"dtype is {dtype!r}: fp32, bf16 and fp16 are served")
 
 
@@ -65,6 +65,7 @@ def resolve(
     dtype: Any,
     offload: Optional[str],
     micro_batches: Optional[int],
+    forwards: Optional[int],
     clip: Optional[float],
 ) -> Settings:
     """Arguments win over the configuration. Raises ValueError naming what is missing or contradictory."""
@@ -97,6 +98,9 @@ def resolve(
         settings.host_memory = byte_size(host_memory, "host_memory")
     if micro_batches is not None:
         settings.micro_batches = whole_number(micro_batches, "gradient_accumulation_steps", 1, 2**20)
+    if forwards is not None:
+        settings.forwards = whole_number(forwards, "forwards_per_step", 1, 2**20)
+    settings.forwards = max(settings.forwards, settings.micro_batches)
     if clip is not None:
         settings.clip = float(clip)
     if not settings.clip >= 0.0:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ._blocks import Block
+from ._random import RandomState
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Use:
 def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any]) -> List[Use]:
     """Runs `forward` and records every call of a block's module.
 
-    torch's random state and the modules' training flags are as before; buffers that a forward changes (running means) are put
+    The random state and the modules' training flags are as before; buffers that a forward changes (running means) are put
     back. Raises TypeError naming blocks that were never called.
     """
     uses: List[Use] = []
@@ -50,7 +51,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    state = torch.get_rng_state()
+    random = RandomState.now()
     caches = torch.is_autocast_cache_enabled()
     try:
         torch.set_autocast_cache_enabled(False)  # what it kept would have no graph, and be taken for the weight later on
@@ -60,7 +61,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
         torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()
-        torch.set_rng_state(state)
+        random.restore()
         with torch.no_grad():
             for module, name, buffer, was in buffers:
                 module._buffers[name] = buffer  # also one that forward puts another in the place of

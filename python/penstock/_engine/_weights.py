@@ -13,35 +13,21 @@ import torch
 
 from ._blocks import Block
 
-# The engine's alignment of parameters within a block, in elements (zero/compute/flat_layout.h).
-ALIGNMENT = 64
-SCALE_BLOCK = 256
-
-
-def offsets(sizes: Sequence[int], marks: Sequence[Tuple[bool, int]]) -> List[int]:
-    """Where each parameter begins in its block's flat parameters, in elements: FlatLayout::Of."""
-    places, at = [], 0
-    for index, size in enumerate(sizes):
-        if index and marks[index] != marks[index - 1]:
-            at = -(-at // SCALE_BLOCK) * SCALE_BLOCK
-        places.append(at)
-        at = -(-(at + size) // ALIGNMENT) * ALIGNMENT
-    return places
-
-
 class Weights:
     """Attaches and hides the parameters of all blocks, in the engine's type."""
 
     def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, places: Sequence[Sequence[int]]) -> None:
+        """places: where each parameter begins in its block's weights, in elements (zero/compute/flat_layout.h)."""
         self._parameters = [[parameter for _, parameter in block.parameters] for block in blocks]
         self._dtype = dtype
+        self._width = torch.empty((), dtype=dtype).element_size()
         self._places = places
-        self._shapes = [[tuple(parameter.shape) for parameter in block] for block in self._parameters]
         self._nan = torch.full((1,), float("nan"), dtype=dtype)
-        self._hidden = [[self._nan.expand(shape) if shape else self._nan[0] for shape in shapes] for shapes in self._shapes]
-        width = torch.empty((), dtype=dtype).element_size()
+        self._hidden = [
+            [self._nan.expand(parameter.shape) if parameter.dim() else self._nan[0] for parameter in block] for block in self._parameters
+        ]
         self._bytes = [
-            max((place + parameter.numel() for place, parameter in zip(places_of, parameters)), default=0) * width
+            max((place + parameter.numel() for place, parameter in zip(places_of, parameters)), default=0) * self._width
             for places_of, parameters in zip(places, self._parameters)
         ]
         self._spans: Dict[int, Tuple[int, int]] = {}
@@ -81,15 +67,12 @@ class Weights:
             self.hide(block)
 
     def _cut(self, block: int, address: int) -> List[torch.Tensor]:
-        width = torch.empty((), dtype=self._dtype).element_size()
         views = []
-        for place, shape in zip(self._places[block], self._shapes[block]):
-            count = 1
-            for size in shape:
-                count *= size
+        for place, parameter in zip(self._places[block], self._parameters[block]):
+            count, shape = parameter.numel(), parameter.shape
             if count == 0:
                 views.append(torch.empty(shape, dtype=self._dtype))
                 continue
-            memory = (ctypes.c_char * (count * width)).from_address(address + place * width)
+            memory = (ctypes.c_char * (count * self._width)).from_address(address + place * self._width)
             views.append(torch.frombuffer(memory, dtype=self._dtype, count=count).view(shape))
         return views

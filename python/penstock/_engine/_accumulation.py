@@ -1,0 +1,188 @@
+"""Forwards whose backward the engine makes later, all in one pass: micro-batches that a script gives one by one.
+
+A forward that comes alone would have every block fetched for it alone, twice, and its gradients kept until the others are there.
+So it is only a forward: the outputs are leaves, and the caller's graph begins at them. Backward of the caller's losses leaves
+gradients at these leaves. When the step is due, all of its forwards are computed again in one pass, which fetches each block once
+for all of them, and backward goes on from the gradients that were left.
+
+What a forward computes again is what it computed before: it has the same inputs, random numbers, autocast settings and buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ._random import RandomState
+from ._tree import map_tensors, tensors_of
+
+_SAMPLE = 4096  # elements of an output that are compared when it is computed again
+_COPIED = 1 << 18  # elements; larger outputs are the leaves themselves, which cannot be changed in place
+
+
+class Forward:
+    """One forward, as it was called, and the gradients at its outputs that have come so far."""
+
+    def __init__(self, model: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], settings: Any) -> None:
+        """settings: torch's of the calling thread (_runtime.AutogradSettings)."""
+        # Containers of our own: the caller's may be filled with the next batch.
+        self.args, self.kwargs = map_tensors((args, kwargs), lambda tensor: tensor)
+        self._versions = [(tensor, tensor._version) for tensor in tensors_of((self.args, self.kwargs))]
+        self.random = RandomState.now()
+        self.settings = settings
+        self.modes = [module.training for module in model.modules()]
+        #: By use: the buffers that it changes, as they were before it.
+        self.buffers: Dict[int, Any] = {}
+        self._leaves: List["weakref.ref[torch.Tensor]"] = []
+        self._gradients: Dict[int, torch.Tensor] = {}
+        self._samples: Dict[int, Tuple[torch.Size, torch.Tensor]] = {}
+
+    def outputs(self, out: Any) -> Any:
+        """What the caller gets for `out`: the same, with floating tensors that tell of their gradients."""
+        return map_tensors(out, self._leaf)
+
+    def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
+        number = len(self._leaves)
+        if not tensor.is_floating_point():
+            self._leaves.append(weakref.ref(tensor))
+            return tensor
+        leaf = tensor.detach().requires_grad_()
+        self._leaves.append(weakref.ref(leaf))
+        shape, sample = leaf.shape, _sample(leaf)
+        leaf.register_hook(lambda gradient: self._collect(number, gradient, shape, sample))
+        return leaf.clone() if leaf.numel() <= _COPIED else leaf
+
+    def _collect(self, number: int, gradient: torch.Tensor, shape: torch.Size, sample: torch.Tensor) -> None:
+        known = self._gradients.get(number)
+        self._gradients[number] = gradient.detach().clone() if known is None else known + gradient.detach()
+        self._samples[number] = (shape, sample)
+
+    @property
+    def has_gradients(self) -> bool:
+        return bool(self._gradients)
+
+    @property
+    def may_get_gradients(self) -> bool:
+        """Whether anybody holds an output still."""
+        return any(leaf() is not None for leaf in self._leaves)
+
+    def forget_gradients(self) -> None:
+        self._gradients.clear()
+        self._samples.clear()
+
+    def check_inputs(self) -> None:
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise RuntimeError(
+                "an input of a forward was changed in place before step(): the forwards of an accumulation are computed again there, and "
+                "this one would be given the changed input. Give each forward tensors of its own"
+            )
+
+    def roots(self, again: Any) -> Tuple[List[torch.Tensor], List[torch.Tensor]]:
+        """Where backward begins: the outputs of the repeated forward, and the gradients that were left at them.
+
+        RuntimeError where they are not the outputs that they were.
+        """
+        found = tensors_of(again)
+        tensors, gradients = [], []
+        for number, gradient in self._gradients.items():
+            shape, sample = self._samples[number]
+            tensor = found[number] if number < len(found) else None
+            if tensor is None or tensor.shape != shape or not _alike(_sample(tensor.detach()), sample):
+                raise RuntimeError(
+                    "the model's forward gave something else when it was computed again for backward: it keeps something between "
+                    "calls, or draws random numbers that are not torch's, Python's or numpy's. Use engine.train_batch([...]), which "
+                    "computes each forward once"
+                )
+            if tensor.requires_grad:
+                tensors.append(tensor)
+                gradients.append(gradient)
+        return tensors, gradients
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)].clone()
+
+
+# The same arithmetic with a graph and without it may end in other last bits.
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if torch.equal(first, second):
+        return True
+    tolerance = 1e-4 if first.dtype == torch.float32 else 2e-2
+    return torch.allclose(first.float(), second.float(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+class Accumulation:
+    """The forwards of the step that is being made."""
+
+    def __init__(self, model: nn.Module, most: int) -> None:
+        """most: forwards that a step's losses may come from."""
+        self._model = model
+        self._most = most
+        self._forwards: List[Forward] = []
+        #: Backwards so far, and what they began from, each with its share of the step's loss.
+        self.backwards = 0
+        self.loss = 0.0
+
+    def add(self, forward: Forward) -> None:
+        self._forwards = [each for each in self._forwards if each.has_gradients or each.may_get_gradients]
+        self._forwards.append(forward)
+
+    def backward(self, loss: torch.Tensor, scale: float, share: float, retain_graph: bool) -> None:
+        """scale: of gradients, so that 16 bits hold them. share: of this loss in the step's."""
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
+        if not loss.requires_grad:
+            raise RuntimeError("this loss depends on no output of a training forward: backward has nothing to begin with")
+        loss.backward(gradient=torch.full_like(loss, scale * share), retain_graph=retain_graph)
+        self.loss += float(loss.detach()) * share
+        self.backwards += 1
+        taking_part = len(self.forwards())
+        if taking_part > self._most:
+            raise RuntimeError(
+                f"{taking_part} forwards take part in this step, and the engine was made for {self._most}: call step() earlier, or give "
+                f"initialize forwards_per_step={taking_part} (or gradient_accumulation_steps)"
+            )
+
+    def forwards(self) -> List[Forward]:
+        """Those that a backward has come to."""
+        return [each for each in self._forwards if each.has_gradients]
+
+    def drop_gradients(self) -> None:
+        """As zero_grad: what backward left counts for nothing; a forward whose backward comes later stays."""
+        for forward in self.forwards():
+            forward.forget_gradients()
+        self._forwards = [each for each in self._forwards if each.may_get_gradients]
+        self.backwards = 0
+        self.loss = 0.0
+
+    def end(self) -> None:
+        """The step was made."""
+        self._forwards = []
+        self.backwards = 0
+        self.loss = 0.0
+
+    @contextlib.contextmanager
+    def modes_of(self, forwards: Sequence[Forward]) -> Iterator[None]:
+        """The modules are in training or evaluation mode as they were in these forwards."""
+        modules = list(self._model.modules())
+        wanted = forwards[0].modes
+        if any(forward.modes != wanted for forward in forwards) or len(modules) != len(wanted):
+            raise RuntimeError("modules were switched between train() and eval() within the forwards of one step: that is not served")
+        now = [module.training for module in modules]
+        _set_modes(modules, wanted)
+        try:
+            yield
+        finally:
+            _set_modes(modules, now)
+
+
+def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    for module, training in zip(modules, modes):
+        module.training = training

@@ -1,0 +1,59 @@
+"""What is changed of modules while an engine has them, and put back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Callable, Dict, Iterable, Optional, Tuple
+
+import torch
+from torch import nn
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Optional[Callable[..., Any]]:
+    """The module's forward is another from here on, with the signature of its own. Returns what restore_forward wants."""
+    previous = module.__dict__.get("forward")
+
+    @functools.wraps(module.forward)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    module.forward = replaced  # type: ignore[method-assign]
+    return previous
+
+
+def restore_forward(module: nn.Module, previous: Optional[Callable[..., Any]]) -> None:
+    """The class's forward again, or the instance's own."""
+    if previous is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.forward = previous  # type: ignore[method-assign]
+
+
+def switch_off_checkpointing(modules: Iterable[nn.Module]) -> None:
+    """transformers' gradient_checkpointing: blocks are computed again already, by the engine's own rule."""
+    for module in modules:
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def without_cache(forward: Callable[..., Any], kwargs: Dict[str, Any]) -> Dict[str, Any]:
+    """A cache of keys and values is filled by forward, and would be filled again when a block is computed again."""
+    if "use_cache" not in inspect.signature(forward).parameters:
+        return kwargs
+    return {**kwargs, "use_cache": False}
+
+
+def persistent_buffers(model: nn.Module) -> Dict[str, Tuple[nn.Module, str, torch.Tensor, int]]:
+    """Those that a state_dict has, by name: their module, their name there, the tensor, and its version just now."""
+    return {
+        f"{prefix}.{name}" if prefix else name: (module, name, buffer, buffer._version)
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def counts_no_versions(module: nn.Module) -> bool:
+    """torch changes the running means of these in place without telling."""
+    return isinstance(module, nn.modules.batchnorm._NormBase)
