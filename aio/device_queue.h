@@ -58,6 +58,7 @@ class DeviceQueue final : public FileUser {
   void Describe(size_t limit, std::vector<std::string>& lines) const;
   DeviceStats Snapshot() const;
   std::string_view backend_name() const { return backend_->name(); }
+  uint64_t moved_bytes() const { return device_read_bytes_.Get() + device_write_bytes_.Get(); }
 
  private:
   enum class Sleep : uint8_t {

@@ -467,6 +467,13 @@ EngineStats Engine::stats() const {
   return stats;
 }
 
+uint64_t Engine::moved_bytes() const {
+  uint64_t bytes = 0;
+  const size_t count = impl_->lane_count.load(std::memory_order_acquire);
+  for (size_t i = 0; i < count; ++i) bytes += impl_->lanes[i]->moved_bytes();
+  return bytes;
+}
+
 const EngineOptions& Engine::options() const { return impl_->core.options; }
 const Clock& Engine::clock() const { return *impl_->core.clock; }
 

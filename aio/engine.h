@@ -147,6 +147,8 @@ class Engine {
   void set_max_in_flight(uint64_t read_bytes, uint64_t write_bytes);
 
   EngineStats stats() const;
+  // That all devices have handed over and taken so far: of the statistics the one that waits for no lock.
+  uint64_t moved_bytes() const;
   const EngineOptions& options() const;
   const Clock& clock() const;
   // The backend in use: what was asked for, or what the ladder came down to.

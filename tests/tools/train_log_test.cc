@@ -57,6 +57,25 @@ TEST_F(TrainLogTest, EveryLineHasTheRunsIdAndAnotherRunsLogIsLeftAlone) {
   EXPECT_TRUE(Try({.run_id = "mine", .resumes = true}).ok());
 }
 
+TEST_F(TrainLogTest, WhatStandsAsideIsNoStepAndIsCutWithTheStepsBehindIt) {
+  const LogOwner owner{.run_id = "mine", .resumes = true};
+  auto log = TrainLog::Open(path_, owner);
+  ASSERT_TRUE(log.ok()) << log.status();
+  ASSERT_TRUE((*log)->Append({{"step", 1}, {"loss", 0.5}}).ok());
+  (*log)->AppendAside({{"step", 1}, {"seconds", 60.5}, {"stuck", "stuck: a"}});
+  ASSERT_TRUE((*log)->Append({{"step", 2}, {"loss", 0.5}}).ok());
+  (*log)->AppendAside({{"step", 2}, {"seconds", 61.5}, {"stuck", "stuck: b"}});
+  const std::string kept =
+      "{\"step\": 1, \"loss\": 0.5, \"run_id\": \"mine\"}\n"
+      "{\"step\": 1, \"seconds\": 60.5, \"stuck\": \"stuck: a\", \"run_id\": \"mine\"}\n";
+  EXPECT_EQ(Read().substr(0, kept.size()), kept);
+  EXPECT_EQ((*log)->last_step(), 2);
+  EXPECT_EQ((*log)->last_evaluation(), -1);
+  EXPECT_TRUE(Try(owner).ok());
+  ASSERT_TRUE((*log)->CutAfter(1).ok());
+  EXPECT_EQ(Read(), kept);
+}
+
 TEST_F(TrainLogTest, ATornLineOfAnotherRunStaysAndOnesOwnGoes) {
   const std::string line = "{\"step\": 1, \"run_id\": \"mine\"}\n";
   Write(line + "{\"step\": 2, \"run_");

@@ -122,6 +122,18 @@ TEST(ParseConfig, DurabilityVersionsAndOrderMustAgree) {
               StartsWith("penstock.order \"in_backward\""));
 }
 
+TEST(ParseConfig, WhatEndsARunIsNamedBefore) {
+  const PenstockConfig c =
+      Parse(R"({"penstock": {"watchdog_seconds": 0.5, "watchdog_abort_seconds": 30}})").config.penstock;
+  EXPECT_EQ(c.watchdog_seconds, 0.5);
+  EXPECT_EQ(c.watchdog_abort_seconds, 30);
+  EXPECT_EQ(Parse(R"({"penstock": {"watchdog_seconds": 0}})").config.penstock.watchdog_seconds, 0);
+  EXPECT_THAT(Refusal(R"({"penstock": {"watchdog_seconds": 60, "watchdog_abort_seconds": 30}})"),
+              StartsWith("penstock.watchdog_abort_seconds: 30 beside penstock.watchdog_seconds 60"));
+  EXPECT_THAT(Refusal(R"({"penstock": {"watchdog_abort_seconds": 0}})"),
+              StartsWith("penstock.watchdog_abort_seconds: "));
+}
+
 TEST(ParseConfig, KeysThatChangeNoResultAreOneNoteTogether) {
   EXPECT_THAT(
       Parse(kInfinity).notes,

@@ -35,7 +35,7 @@ bool IsEvaluation(const json& line) { return line.is_object() && line.contains("
 
 void AddLine(const json& line, Run* run) {
   const std::optional<int64_t> step = zero::JsonField<int64_t>(line, "step");
-  if (!step.has_value()) return;
+  if (!step.has_value() || line.contains("stuck")) return;
   if (IsEvaluation(line)) {
     run->evaluations.push_back({*step, NumberOf(line, "loss")});
     return;

@@ -165,6 +165,13 @@ absl::Status TrainLog::Append(nlohmann::json entry) {
   return absl::OkStatus();
 }
 
+void TrainLog::AppendAside(nlohmann::json entry) const {
+  if (!owner_.run_id.empty()) entry["run_id"] = owner_.run_id;
+  // By one write, so that it never stands in the midst of another line.
+  const std::string line = zero::LogLine(entry) + "\n";
+  (void)!write(fd_, line.data(), line.size());
+}
+
 absl::Status TrainLog::CutAfter(int64_t step) {
   if (last_step_ <= step) return absl::OkStatus();
   last_step_ = 0;

@@ -52,6 +52,9 @@ class TrainLog {
   absl::Status Begin();
   // A step's line, or an evaluation's (zero/engine/report.h).
   absl::Status Append(nlohmann::json entry);
+  // A line that belongs to no step: {"step": S, "seconds": T, "stuck": TEXT}, where S is the last that has a
+  // line. From any thread; a disk that does not take it is none of its business.
+  void AppendAside(nlohmann::json entry) const;
   // Appends `step`, a line from a commit record, unless the log has its step already.
   absl::Status AddMissing(const nlohmann::json& step);
   // Cuts off the lines of steps after `step`.

@@ -24,6 +24,7 @@
 #include "tools/penstock/resource_flags.h"
 #include "tools/penstock/resumable_run.h"
 #include "tools/penstock/run_record.h"
+#include "tools/penstock/run_watch.h"
 #include "tools/penstock/schedule_flags.h"
 #include "tools/penstock/text_flags.h"
 #include "zero/compute/libtorch/threads.h"
@@ -160,6 +161,7 @@ class Resolver {
     RETURN_IF_ERROR(ResolveText(flags_, run_, &settings_));
     RETURN_IF_ERROR(ResolveMemory(flags_, config_, &settings_));
     RETURN_IF_ERROR(ResolveIo(config_, &settings_));
+    engine_.watch = WatchOf(config_);
     RETURN_IF_ERROR(ChooseInitialWeights());
     RETURN_IF_ERROR(MakeExample());
     Record();

@@ -36,6 +36,7 @@
 #include "tools/monitor/monitors.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
+#include "tools/penstock/run_watch.h"
 #include "tools/penstock/text_flags.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_log.h"
@@ -190,7 +191,8 @@ class Training {
         settings_(std::move(settings)),
         out_(out),
         progress_(ProgressOptions(flags_)),
-        preparing_(flags_.quiet) {}
+        preparing_(flags_.quiet),
+        watch_(settings_.engine.watch, RankName(settings_.engine), &progress_) {}
 
   absl::Status Run() {
     absl::Status status = Prepare();
@@ -209,6 +211,9 @@ class Training {
   static Progress::Options ProgressOptions(const TrainOptions& flags) {
     Progress::Options options;
     options.quiet = flags.quiet;
+  static std::string RankName(const zero::EngineOptions& options) {
+    return options.world() > 1 ? absl::StrCat("rank ", options.rank(), ": ") : std::string();
+  }
     return options;
   }
 
@@ -366,6 +371,7 @@ class Training {
                       : absl::StrCat("no checkpoint of step ", step, ": ", std::string(status.message())));
     };
     hooks.tick = [this](tiering::Stall waiting) { Tick(waiting); };
+    hooks.stuck = [this](const zero::StuckOperation& operation) { watch_.Tell(operation); };
     hooks.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
       if (run_prediction_ != nullptr && trains_) run_prediction_->Observe(op, start, end);
@@ -582,10 +588,12 @@ class Training {
   }
 
   absl::Status Loop() {
-    CatchStopSignals(on_nvme() ? (engine_->plan().plan.commits_every_step ? "the last committed step"
-                                                                          : "the last checkpoint")
-                               : "the newest checkpoint, if there is one",
-                     settings_.engine.rank() == 0);
+    const char* const stands =
+        on_nvme()
+            ? (engine_->plan().plan.commits_every_step ? "the last committed step" : "the last checkpoint")
+            : "the newest checkpoint, if there is one";
+    CatchStopSignals(stands, settings_.engine.rank() == 0);
+    watch_.Begin(log_.get(), stands, engine_->step());
     begin_ = Seconds();
     bool evaluated = false;
     absl::Status trouble = Steps(&evaluated);
@@ -749,6 +757,7 @@ class Training {
     constexpr double kOften = 0.1;
     if (moved_.empty() || now - moved_.back().at > kOften) {
       const aio::EngineStats io = engine_->io_stats();
+    if (log_trouble_.ok()) watch_.Logged(result.step);
       moved_.push_back({now, io.DeviceReadBytes(), io.DeviceWriteBytes()});
     }
     // Over the last step at least: within one, forward and backward move different things.
@@ -859,6 +868,7 @@ class Training {
 
 // The last of --check: whether it fits. Nothing is written, and no time is measured.
 absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std::ostream& out) {
+  RunWatch watch_;
   zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
   Preparing preparing(flags.quiet);

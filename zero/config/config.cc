@@ -210,6 +210,8 @@ Config Fill(const Filler& f) {
   f.Get("penstock.placement_const_bytes", c.penstock.placement_const_bytes);
   f.Get("penstock.gpu_margin_mem_ratio", c.penstock.state_fraction);
   return c;
+  f.Get("penstock.watchdog_seconds", c.penstock.watchdog_seconds);
+  f.Get("penstock.watchdog_abort_seconds", c.penstock.watchdog_abort_seconds);
 }
 
 // Stages 1 and 2, where DeepSpeed does not look at offload_param.
@@ -250,6 +252,13 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
         "starts from the version before, which is not there; leave the order to the planner");
   }
   if (c.penstock.placement_const_bytes && c.penstock.placement != ConfigPlacement::kConst) {
+  if (c.penstock.watchdog_abort_seconds &&
+      *c.penstock.watchdog_abort_seconds < c.penstock.watchdog_seconds.value_or(0)) {
+    return absl::InvalidArgumentError(
+        absl::StrFormat("penstock.watchdog_abort_seconds: %g beside penstock.watchdog_seconds %g: what ends "
+                        "the run is named before; give a larger one",
+                        *c.penstock.watchdog_abort_seconds, *c.penstock.watchdog_seconds));
+  }
     notes.push_back(
         "penstock.placement_const_bytes: accepted and ignored: it is the bound of placement \"const\"");
   }

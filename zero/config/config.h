@@ -182,6 +182,8 @@ struct PenstockConfig {
   std::optional<ConfigPlacement> placement;
   std::optional<int64_t> placement_const_bytes;  // of "const": what may stay; ColossalAI's default is 512 MiB
   std::optional<double> state_fraction;          // "gpu_margin_mem_ratio": of the margin, for resident state
+  std::optional<double> watchdog_seconds;        // 0: off
+  std::optional<double> watchdog_abort_seconds;  // not below the other
 };
 
 struct Config {

@@ -460,6 +460,8 @@ constexpr auto kPenstock = std::to_array<KeySpec>({
     Choice("placement", "auto|cpu|cuda|const"),
     Size("placement_const_bytes", 0),
     Number("gpu_margin_mem_ratio", 0, 1),
+    Number("watchdog_seconds", 0, 1e9),
+    Number("watchdog_abort_seconds", 0.001, 1e9),
 });
 
 struct Section {

@@ -27,6 +27,7 @@
 #include "zero/engine/step_outcome.h"
 #include "zero/lanes/device_lanes.h"
 #include "zero/lanes/hardware_lanes.h"
+#include "zero/lanes/watchdog.h"
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
@@ -48,6 +49,7 @@ class Engine::Impl {
     }
     if (executor_ != nullptr) executor_->Quiesce();
     checkpointing_.reset();
+    watched_.reset();
     lanes_.reset();
     if (options_.comm != nullptr) options_.comm->WatchStops(nullptr);
   }
@@ -118,7 +120,9 @@ class Engine::Impl {
     lanes_ = std::make_unique<HardwareLanes>(plan_.plan, residency(), layouts_, compute_.get(),
                                              options_.device.get(), store(), resources_->inputs(),
                                              resources_->device_lanes(), lane_options, std::move(hooks));
-    executor_ = std::make_unique<tiering::Executor>(lanes_.get());
+    WatchLanes();
+    executor_ = std::make_unique<tiering::Executor>(
+        watched_ != nullptr ? static_cast<tiering::Lanes*>(watched_.get()) : lanes_.get());
     executor_->set_observer(
         [this](OpId id, const Op& op, double start, double end) { Observe(id, op, start, end); });
     executor_->set_stall_observer(options_.hooks.stall_observer);
@@ -727,6 +731,29 @@ class Engine::Impl {
     options_.hooks.tick(executor_->waiting_for());
   }
 
+  void WatchLanes() {
+    if (!options_.watch.any() || !options_.hooks.stuck) return;
+    Watchdog::Sources sources;
+    sources.what = [this](const Op& op) { return NameOf(op); };
+    sources.where = [this](const Op& op) { return lanes_->PlaceOf(op); };
+    if (aio::Engine* const io = resources_->io(); io != nullptr)
+      sources.drive_bytes = [io] { return io->moved_bytes(); };
+    watched_ = std::make_unique<WatchedLanes>(lanes_.get(), options_.watch, std::move(sources),
+                                              options_.hooks.stuck);
+  }
+  // "read weights of block 3 (layer.2), tile 1, step 17".
+  std::string NameOf(const Op& op) const {
+    std::string name(tiering::OpKindName(op.kind));
+    if (op.block.valid()) {
+      absl::StrAppend(&name, " of block ", op.block.value(), " (", plan_.graph.blocks[op.block].name, ")");
+    }
+    if (op.tile.valid()) absl::StrAppend(&name, ", tile ", op.tile.value());
+    if (op.micro_batch >= 0) absl::StrAppend(&name, ", micro-batch ", op.micro_batch);
+    absl::StrAppend(&name, op.evaluates ? ", in an evaluation after step " : ", step ",
+                    op.evaluates ? op.step - 1 : op.step);
+    return name;
+  }
+
   void AddUsage(const tiering::Usage& usage) {
     usage_.compute_union_seconds += usage.compute_union_seconds;
     for (size_t i = 0; i < usage.busy_seconds.size(); ++i) {
@@ -744,6 +771,7 @@ class Engine::Impl {
   nlohmann::json identity_;
   GradientSums::Layouts layouts_;
   std::unique_ptr<HardwareLanes> lanes_;
+  std::unique_ptr<WatchedLanes> watched_;  // null: nobody is told what is stuck
   std::unique_ptr<tiering::ProgramBuilder> builder_;
   std::vector<int> stage_order_;
   bool told_of_misses_ = false;

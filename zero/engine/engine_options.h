@@ -25,6 +25,7 @@
 #include "zero/config/config.h"
 #include "zero/config/loss_scale.h"
 #include "zero/config/lr_schedule.h"
+#include "zero/lanes/stuck_operation.h"
 #include "zero/memory/values.h"
 #include "zero/ranks/comm.h"
 
@@ -156,6 +157,9 @@ struct EngineHooks {
   // step. Over several ranks it is asked on other threads as well, now and then while this rank waits for
   // others: it then waits for them no longer than for one that is silent.
   std::function<bool()> stops;
+  // An operation is stuck, or hopeless, as `watch` says; one that was stuck has ended. The former are told on
+  // threads of their own, one for each, while the caller's waits for the operation.
+  std::function<void(const StuckOperation&)> stuck;
   // Lines for people: what was chosen and why, fallbacks.
   std::function<void(const std::string&)> log;
   // Called between completions while a step runs, at most every 50 ms or so: for live progress.
@@ -191,6 +195,8 @@ struct EngineOptions {
   StorageOptions storage;
   UpdateOptions optimizer;
   ResumeOptions resume;
+  // Which operations are told to be stuck. Default: none.
+  WatchOptions watch;
   EngineHooks hooks;
 
   int rank() const { return comm != nullptr ? comm->rank() : 0; }

@@ -72,6 +72,7 @@ std::string LogLine(const nlohmann::json& entry) {
                                     "optimizer_seconds",
                                     "nvme_read_bytes",
                                     "nvme_write_bytes",
+                                    "stuck",
                                     "run_id"};
   std::string line = "{";
   for (const char* key : kOrder) {

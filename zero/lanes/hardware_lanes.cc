@@ -114,6 +114,16 @@ double HardwareLanes::Now() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+std::string HardwareLanes::PlaceOf(const Op& op) const {
+  const bool drive = op.lane == Lane::kRead || op.lane == Lane::kWrite || op.lane == Lane::kCommit;
+  if (drive && store_ != nullptr) {
+    const bool of_tile = op.block.valid() && op.tile.valid();
+    return store_->path(of_tile ? StoreTile(op.block, op.tile) : 0);
+  }
+  const bool host = drive || op.lane == Lane::kUpdate || device_ == nullptr;
+  return host ? "the processor" : device_->device().Describe();
+}
+
 bool HardwareLanes::HasRoom(Lane lane) const { return lane != Lane::kCompute || computes_ < 2; }
 
 void HardwareLanes::FailPass(const Op& op) {

@@ -82,6 +82,9 @@ class HardwareLanes : public tiering::Lanes {
   void Wait(std::vector<tiering::Completion>* completions) override;
   double Now() const override;
 
+  // Where an operation runs, for people: the file of its tile, the device, the processor.
+  std::string PlaceOf(const tiering::Op& op) const;
+
   // What updates go by from now on; set when the norm of their step is known.
   void set_decision(const UpdateDecision& decision) { decisions_[decision.step & 1] = decision; }
   // What the updates in backward of its step assume; set before the step computes.

@@ -1,0 +1,53 @@
+// What a training tells of operations that are stuck (zero/lanes/watchdog.h): a line on stderr, a line in its
+// log, and where penstock.watchdog_abort_seconds says so, its end.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_RUN_WATCH_H_
+#define PENSTOCK_TOOLS_PENSTOCK_RUN_WATCH_H_
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "tools/base/progress.h"
+#include "tools/penstock/train_log.h"
+#include "zero/config/config.h"
+#include "zero/lanes/stuck_operation.h"
+
+namespace penstock::tools {
+
+// Of a run whose config says nothing. Linux gives a request to a drive 30 seconds (nvme_core.io_timeout, SCSI
+// the same) before it resets the drive and tries again: what is named after a minute has outlived that.
+inline constexpr double kWatchdogSeconds = 60;
+
+// What the config asks for: no run is ended unasked, and one that is is told of before.
+zero::WatchOptions WatchOf(const zero::Config& config);
+
+class RunWatch {
+ public:
+  // `rank`: who speaks, empty where there is only one.
+  RunWatch(const zero::WatchOptions& options, std::string rank, Progress* progress)
+      : options_(options), rank_(std::move(rank)), progress_(*progress) {}
+
+  // Before the first step, from the caller's thread. `log` may be null. `what_stands`: "the last committed
+  // step".
+  void Begin(const TrainLog* log, std::string what_stands, int64_t step);
+  // The log has its line.
+  void Logged(int64_t step) { step_ = step; }
+  // From any thread. Does not return where the operation is hopeless.
+  void Tell(const zero::StuckOperation& operation);
+
+ private:
+  std::string LineOf(const zero::StuckOperation& operation) const;
+  void Log(const zero::StuckOperation& operation, const std::string& line) const;
+  [[noreturn]] void End(const zero::StuckOperation& operation);
+
+  const zero::WatchOptions options_;
+  const std::string rank_;
+  Progress& progress_;
+  const TrainLog* log_ = nullptr;
+  std::string what_stands_;
+  std::atomic<int64_t> step_{0};
+};
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_RUN_WATCH_H_
