@@ -12,6 +12,7 @@
 #include "tools/monitor/csv_monitor.h"
 #include "tools/monitor/event_file.h"
 #include "tools/monitor/monitors.h"
+#include "tools/monitor/prometheus_file.h"
 
 namespace penstock::tools {
 namespace {
@@ -215,6 +216,42 @@ TEST(Monitors, NoneIsOnUnlessTheConfigSaysSo) {
   const auto monitors = Monitors::Open(zero::Config{}, {.run_id = "mine"}, false);
   ASSERT_TRUE(monitors.ok());
   EXPECT_FALSE(monitors->any());
+}
+
+// The text exposition format of Prometheus, as its manual has it.
+TEST(PrometheusText, LabelsAreEscapedAndNumbersWritten) {
+  const double inf = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(PrometheusText({{.name = "a_total",
+                             .help = "Of all.",
+                             .type = Metric::Type::kCounter,
+                             .samples = {{.labels = {{"cause", "read"}}, .value = 0.1},
+                                         {.labels = {{"cause", "x\"\\\n"}}, .value = 12345678901}}},
+                            {.name = "b", .help = "H", .samples = {{.labels = {}, .value = -inf}}},
+                            {.name = "c", .help = "H", .samples = {{.labels = {}, .value = std::nan("")}}}},
+                           {{"run_id", "r"}}),
+            "# HELP a_total Of all.\n# TYPE a_total counter\n"
+            "a_total{run_id=\"r\",cause=\"read\"} 0.10000000000000001\n"
+            "a_total{run_id=\"r\",cause=\"x\\\"\\\\\\n\"} 12345678901\n"
+            "# HELP b H\n# TYPE b gauge\nb{run_id=\"r\"} -Inf\n"
+            "# HELP c H\n# TYPE c gauge\nc{run_id=\"r\"} NaN\n");
+}
+
+TEST(PrometheusFile, WhatCannotBeWrittenIsToldOnceUntilItCan) {
+  std::string directory = (std::filesystem::temp_directory_path() / "prometheus_test.XXXXXX").string();
+  ASSERT_NE(mkdtemp(directory.data()), nullptr);
+  PrometheusFile file(directory + "/run.prom", {});
+  const std::vector<Metric> metrics = {{.name = "a", .help = "H", .samples = {{.labels = {}, .value = 1}}}};
+  EXPECT_TRUE(file.Write(metrics).ok());
+  for (int i = 0; i < 2; ++i) {
+    std::filesystem::remove_all(directory);
+    EXPECT_FALSE(file.Write(metrics).ok());
+    EXPECT_TRUE(file.Write(metrics).ok()) << "told already";
+    EXPECT_FALSE(std::filesystem::exists(directory));
+    std::filesystem::create_directory(directory);
+    EXPECT_TRUE(file.Write(metrics).ok());
+    EXPECT_TRUE(std::filesystem::exists(directory + "/run.prom"));
+  }
+  std::filesystem::remove_all(directory);
 }
 
 }  // namespace

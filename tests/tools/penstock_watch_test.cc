@@ -1,5 +1,8 @@
 // What a training says of itself while it runs, seen from outside: operations that hang, on a file system
-// that is frozen.
+// that is frozen; figures for Prometheus; where the time went.
+#include <map>
+#include <set>
+
 #include "tests/aio/loop_device.h"
 #include "tests/tools/penstock_state.h"
 
@@ -105,6 +108,125 @@ TEST_F(WatchCliTest, ARunThatHangsInTheKernelEndsItselfAndItsLastCommitStands) {
       arguments + Arguments{"--resume", "--steps", std::to_string(logged + 3), "--report", dir_ + "/report"});
   ASSERT_EQ(rest.code, 0) << rest.err;
   EXPECT_GE(json::parse(ReadFile(dir_ + "/report"))["resumed_from_step"].get<size_t>(), logged);
+}
+
+// The samples of a page: name and labels -> value.
+std::map<std::string, double> Samples(const std::string& page) {
+  std::map<std::string, double> samples;
+  for (const std::string& line : Lines(page)) {
+    if (line.empty() || line[0] == '#') continue;
+    const size_t end = line.rfind(' ');
+    EXPECT_TRUE(samples.emplace(line.substr(0, end), std::stod(line.substr(end + 1))).second) << line;
+  }
+  return samples;
+}
+
+TEST_F(WatchCliTest, ThePrometheusFileHasTheFiguresOfTheLastCommit) {
+  const std::string page = dir_ + "/run.prom", log = dir_ + "/log", report = dir_ + "/report";
+  const Arguments arguments = Train(dir_ + "/state", {"--seq", "32", "--prometheus", page, "--log", log});
+  ASSERT_EQ(Run(arguments + Arguments{"--steps", "5", "--report", report}).code, 0);
+  const json last = json::parse(Lines(ReadFile(log)).back()), ran = json::parse(ReadFile(report));
+  const std::string labels = "{run_id=\"" + last["run_id"].get<std::string>() + "\",rank=\"0\"";
+  const auto sample = [&](const char* name) {
+    const auto all = Samples(ReadFile(page));
+    const auto found = all.find(name + labels + "}");
+    EXPECT_NE(found, all.end()) << name;
+    return found == all.end() ? -1 : found->second;
+  };
+  EXPECT_EQ(sample("penstock_step"), 5);
+  EXPECT_EQ(sample("penstock_loss"), last["loss"].get<double>());
+  EXPECT_EQ(sample("penstock_learning_rate"), last["lr"].get<double>());
+  EXPECT_EQ(sample("penstock_gradient_norm"), last["grad_norm"].get<double>());
+  EXPECT_EQ(sample("penstock_tokens_total"), 5 * 2 * 32);
+  EXPECT_GT(sample("penstock_seconds_total"), sample("penstock_step_seconds"));
+  EXPECT_GT(sample("penstock_written_bytes_total"), 0);
+  EXPECT_LE(sample("penstock_written_bytes_total"), ran["totals"]["nvme_write_bytes"].get<double>());
+  EXPECT_GT(sample("penstock_peak_managed_bytes"), 0);
+  EXPECT_EQ(Samples(ReadFile(page)).count("penstock_stall_seconds_total" + labels + ",cause=\"read\"}"), 1u);
+  // Each figure is told with what it is, before its samples.
+  std::set<std::string> told;
+  for (const std::string& line : Lines(ReadFile(page))) {
+    if (line.rfind("# TYPE ", 0) == 0) told.insert(line.substr(7, line.rfind(' ') - 7));
+    if (line[0] != '#') {
+      EXPECT_EQ(told.count(line.substr(0, line.find('{'))), 1u) << line;
+    }
+  }
+  // Wear is counted across processes; what is of a process begins anew.
+  const double before = sample("penstock_run_written_bytes_total");
+  ASSERT_EQ(Run(arguments + Arguments{"--steps", "6", "--resume"}).code, 0);
+  EXPECT_EQ(sample("penstock_step"), 6);
+  EXPECT_EQ(sample("penstock_tokens_total"), 2 * 32);
+  EXPECT_GT(sample("penstock_run_written_bytes_total"), before);
+  EXPECT_GE(sample("penstock_run_written_bytes_total"), sample("penstock_written_bytes_total"));
+}
+
+TEST_F(WatchCliTest, WithoutTheFiguresPlaceTrainingGoesOnAndSaysSoOnce) {
+  const std::string place = dir_ + "/place", log = dir_ + "/log";
+  std::filesystem::create_directory(place);
+  const Arguments arguments = Train(dir_ + "/state", {"--seq", "32", "--log", log, "--prometheus"});
+  EXPECT_EQ(Run(arguments + Arguments{dir_ + "/nowhere/run.prom", "--steps", "1"}).code, 2);
+  Program program(dir_, arguments + Arguments{place + "/run.prom", "--steps", "60"});
+  ASSERT_TRUE(WaitForLines(log, 2));
+  program.Signal(SIGSTOP);
+  EXPECT_LT(Lines(ReadFile(log)).size(), 50u) << "it was too fast";
+  std::filesystem::remove_all(place);
+  program.Signal(SIGCONT);
+  const Ran ran = program.Wait();
+  EXPECT_EQ(ran.code, 0);
+  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  EXPECT_THAT(ran.err, ContainsRegex("--prometheus .*/place/run.prom: .*; training goes on"));
+  EXPECT_EQ(Lines(ReadFile(log)).size(), 60u);
+}
+
+TEST_F(WatchCliTest, OnAFullDiskTheOldFiguresStandAndTrainingGoesOn) {
+  const aio::LoopDevice disk({.bytes = 8 << 20, .journal = false});
+  if (!disk.skip().empty()) GTEST_SKIP() << disk.skip();
+  const std::string page = disk.directory() + "/run.prom", log = dir_ + "/log";
+  Program program(
+      dir_, Train(dir_ + "/state", {"--seq", "32", "--log", log, "--prometheus", page, "--steps", "60"}));
+  ASSERT_TRUE(WaitForLines(log, 2));
+  program.Signal(SIGSTOP);
+  ASSERT_TRUE(disk.Fill());
+  EXPECT_LT(Lines(ReadFile(log)).size(), 50u) << "it was too fast";
+  program.Signal(SIGCONT);
+  const Ran ran = program.Wait();
+  EXPECT_EQ(ran.code, 0);
+  EXPECT_EQ(Lines(ran.err).size(), 1u) << ran.err;
+  EXPECT_THAT(ran.err, ContainsRegex("--prometheus .*No space left on device.*; training goes on"));
+  EXPECT_THAT(Samples(ReadFile(page)), testing::SizeIs(testing::Gt(20u))) << "whole, of an earlier step";
+  EXPECT_EQ(Lines(ReadFile(log)).size(), 60u);
+}
+
+TEST_F(WatchCliTest, TheBreakdownOfEachStepAddsUpToIt) {
+  const std::string state = dir_ + "/state";
+  const Ran ran =
+      Run(Small(state, R"({"wall_clock_breakdown": true, "zero_optimization": {"offload_optimizer":
+                                   {"device": "nvme", "nvme_path": "nvme"}}})",
+                {"--steps", "6", "--dtype", "fp32"}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::vector<std::string> lines = Lines(ran.err);
+  ASSERT_EQ(lines.size(), 6u) << ran.err;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    std::smatch found;
+    ASSERT_TRUE(
+        std::regex_match(lines[i], found,
+                         std::regex("step ([0-9]+) time \\(ms\\) \\| fwd: ([0-9.]+) \\| bwd: ([0-9.]+) \\| "
+                                    "step: ([0-9.]+)(.*) \\| all: ([0-9.]+)")))
+        << lines[i];
+    EXPECT_EQ(std::stoul(found[1]), i + 1);
+    double sum = std::stod(found[2]) + std::stod(found[3]);
+    EXPECT_GT(std::stod(found[2]), 0);
+    EXPECT_GT(std::stod(found[3]), 0);
+    const std::string waits = found[5];
+    const std::regex wait(" \\| wait [a-z]+: ([0-9.]+)");
+    for (std::sregex_iterator it(waits.begin(), waits.end(), wait), end; it != end; ++it)
+      sum += std::stod((*it)[1]);
+    // The first step also made the engine's first buffers; what is behind the last backward is no wait yet.
+    EXPECT_LE(sum, std::stod(found[6]) * 1.02 + 20) << lines[i];
+    EXPECT_GE(sum, std::stod(found[6]) * 0.1) << lines[i];
+  }
+  EXPECT_THAT(Run(Small(dir_ + "/other", R"({"wall_clock_breakdown": false})", {"--steps", "2"})).err,
+              testing::Not(HasSubstr("time (ms)")));
 }
 
 }  // namespace

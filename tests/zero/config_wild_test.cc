@@ -79,7 +79,7 @@ TEST(WildConfigs, HuggingFacesZero2AllAuto) {
   EXPECT_THAT(
       answer.notes,
       ElementsAre(StartsWith("accepted and ignored, the results are the same without: steps_per_print, "
-                             "wall_clock_breakdown, zero_optimization.offload_optimizer.pin_memory, "
+                             "zero_optimization.offload_optimizer.pin_memory, "
                              "zero_optimization.allgather_partitions, "),
                   StartsWith("zero_optimization.stage: 2 is accepted")));
 }

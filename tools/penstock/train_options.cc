@@ -80,6 +80,8 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
       "state in rank-K/ of --state-dir; rank 0 writes report, log and progress.");
   app.add_option("--report", flags.report, "Write the run's report, a JSON file");
   app.add_option("--log", flags.log, "Append a JSON line for every committed step and every evaluation");
+  app.add_option("--prometheus", flags.prometheus,
+                 "Replace this file, FILE.prom, with the figures of each committed step, for node_exporter");
   app.add_option("--trace", flags.trace, "Write a trace for Perfetto or chrome://tracing");
   app.add_flag("--check", flags.check, "Only check the flags and the config");
   app.add_flag("--quiet", flags.quiet, "No progress");

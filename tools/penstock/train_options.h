@@ -25,7 +25,7 @@ struct TrainOptions {
       threads, checkpoint_every, checkpoint_keep;
   std::optional<double> lr, clip, weight_decay, rank_timeout;
   std::optional<std::string> optimizer_states;
-  std::optional<std::string> init_from, checkpoint_dir, report, log, trace;
+  std::optional<std::string> init_from, checkpoint_dir, report, log, trace, prometheus;
   bool resume = false, overwrite = false, check = false, quiet = false, json = false,
        skip_broken_lines = false;
 };

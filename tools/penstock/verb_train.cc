@@ -36,7 +36,9 @@
 #include "tools/monitor/monitors.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
+#include "tools/penstock/run_metrics.h"
 #include "tools/penstock/run_watch.h"
+#include "tools/penstock/step_breakdown.h"
 #include "tools/penstock/text_flags.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_log.h"
@@ -208,12 +210,12 @@ class Training {
   }
 
  private:
-  static Progress::Options ProgressOptions(const TrainOptions& flags) {
-    Progress::Options options;
-    options.quiet = flags.quiet;
   static std::string RankName(const zero::EngineOptions& options) {
     return options.world() > 1 ? absl::StrCat("rank ", options.rank(), ": ") : std::string();
   }
+  static Progress::Options ProgressOptions(const TrainOptions& flags) {
+    Progress::Options options;
+    options.quiet = flags.quiet;
     return options;
   }
 
@@ -375,12 +377,15 @@ class Training {
     hooks.observer = [this](tiering::OpId id, const tiering::Op& op, double start, double end) {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
       if (run_prediction_ != nullptr && trains_) run_prediction_->Observe(op, start, end);
+      if (breakdown_.has_value() && trains_) breakdown_->Observe(op, start, end);
     };
-    if (flags_.trace.has_value()) {
-      hooks.stall_observer = [this](tiering::Stall cause, double start, double end) {
-        trace_->AddStall(cause, start, end);
-      };
-    }
+    if (settings_.config.wall_clock_breakdown.value_or(false) && settings_.engine.rank() == 0)
+      breakdown_.emplace();
+    if (!flags_.trace.has_value() && !breakdown_.has_value()) return;
+    hooks.stall_observer = [this](tiering::Stall cause, double start, double end) {
+      if (trace_ != nullptr) trace_->AddStall(cause, start, end);
+      if (breakdown_.has_value() && trains_) breakdown_->ObserveStall(cause, start, end);
+    };
   }
 
   absl::Status MakeEngine() {
@@ -407,6 +412,9 @@ class Training {
     const nlohmann::json& last = engine_->last_description();
     begins_at_ = engine_->step();
     // Records from before samples were counted are of runs whose steps are taken to have had the same size.
+    begins_with_written_bytes_ = zero::JsonField<int64_t>(last, "written_bytes").value_or(0);
+    if (flags_.prometheus.has_value())
+      metrics_ = std::make_unique<RunMetrics>(*flags_.prometheus, run_id_, settings_.engine.rank());
     begins_with_samples_ = zero::JsonField<int64_t>(last, "samples").value_or(begins_at_ * SamplesPerStep());
     if (log_ != nullptr) {
       RETURN_IF_ERROR(log_->Begin());
@@ -472,6 +480,7 @@ class Training {
     absl::StatusOr<Machine> machine = ProbeMachine(request);
     const auto [read, written] = BytesByKernel();
     report_.Probed(read - read_before, written - written_before);
+    probe_written_bytes_ = written - written_before;
     if (machine.ok())
       machine_ = *std::move(machine);  // it only fails where a file is wrong, and there is none
     if (options.comm != nullptr) {
@@ -530,15 +539,22 @@ class Training {
   int64_t SamplesAt(int64_t step) const {
     return begins_with_samples_ + (step - begins_at_) * SamplesPerStep();
   }
+  // To drives, by this process and those before it that committed something.
+  int64_t WrittenBytes() const {
+    return begins_with_written_bytes_ + probe_written_bytes_ +
+           static_cast<int64_t>(engine_->io_stats().DeviceWriteBytes());
+  }
   // What monitors and commit record say of a step.
   nlohmann::json EntryOf(const zero::StepResult& result) const {
     nlohmann::json entry = zero::StepJson(result, TokensPerStep());
     entry["samples"] = SamplesAt(result.step);
+    entry["written_bytes"] = WrittenBytes();
     return entry;
   }
   // What the log says of it: what the report does.
   static nlohmann::json LineOf(nlohmann::json entry) {
     entry.erase("samples");
+    entry.erase("written_bytes");
     return entry;
   }
   // Several ranks stop after the same step: the one in which all of them heard of it.
@@ -647,6 +663,7 @@ class Training {
           engine_->Step(std::move(batches), last || evaluates ? zero::Next::kUnknown : zero::Next::kTrain));
       report_.Stepped(*engine_, result, TokensPerStep());
       if (run_prediction_->Stepped()) Predicted();
+      if (breakdown_.has_value()) Tell(breakdown_->Line(step, result.seconds));
       if (std::isnan(first_loss_)) first_loss_ = result.loss;
       newest_ = result;
       if (result.skipped) Tell(absl::StrCat("step ", step, ": gradients are not finite, update skipped"));
@@ -721,10 +738,20 @@ class Training {
   }
 
   absl::Status Committed(const zero::StepResult& result) {
+    if (metrics_ != nullptr) {
+      const absl::Status written =
+          metrics_->Committed(result, *engine_,
+                              {.last_step = settings_.steps,
+                               .tokens_per_step = TokensPerStep(),
+                               .written_bytes = WrittenBytes(),
+                               .budget_bytes = settings_.engine.memory.host_memory_budget_bytes});
+      if (!written.ok()) progress_.Print(absl::StrCat(std::string(written.message()), "; training goes on"));
+    }
     if (log_ == nullptr && !monitors_.any()) return absl::OkStatus();
     const nlohmann::json step = EntryOf(result);
     absl::Status status = Log(step);
     if (!log_trouble_.ok()) unlogged_.push_back(step);
+    if (log_trouble_.ok()) watch_.Logged(result.step);
     return status;
   }
 
@@ -757,7 +784,6 @@ class Training {
     constexpr double kOften = 0.1;
     if (moved_.empty() || now - moved_.back().at > kOften) {
       const aio::EngineStats io = engine_->io_stats();
-    if (log_trouble_.ok()) watch_.Logged(result.step);
       moved_.push_back({now, io.DeviceReadBytes(), io.DeviceWriteBytes()});
     }
     // Over the last step at least: within one, forward and backward move different things.
@@ -836,6 +862,7 @@ class Training {
   std::ostream& out_;
   Progress progress_;
   Preparing preparing_;
+  RunWatch watch_;
   zero::Report report_;
   Machine machine_;
   std::unique_ptr<tiering::RunPrediction> run_prediction_;
@@ -855,6 +882,9 @@ class Training {
   absl::Status log_trouble_;
   std::vector<nlohmann::json> unlogged_;             // steps since
   int64_t begins_at_ = 0, begins_with_samples_ = 0;  // the step, and its samples
+  int64_t begins_with_written_bytes_ = 0, probe_written_bytes_ = 0;
+  std::unique_ptr<RunMetrics> metrics_;     // null: nobody asked
+  std::optional<StepBreakdown> breakdown_;  // empty: the same
   zero::StepResult newest_;
   double first_loss_ = std::numeric_limits<double>::quiet_NaN();
   double evaluation_ = std::numeric_limits<double>::quiet_NaN();
@@ -868,7 +898,6 @@ class Training {
 
 // The last of --check: whether it fits. Nothing is written, and no time is measured.
 absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std::ostream& out) {
-  RunWatch watch_;
   zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
   Preparing preparing(flags.quiet);
@@ -903,10 +932,12 @@ absl::Status Train(const TrainOptions& flags, std::ostream& out) {
     of_rank.log.reset();
     of_rank.trace.reset();
   }
+  if (comm != nullptr && flags.prometheus.has_value())
+    of_rank.prometheus = PrometheusPath(*flags.prometheus, comm->rank(), comm->world());
   if (!flags.check) {
     for (const absl::Status& status :
          {CheckWritable("--report", of_rank.report), CheckWritable("--log", of_rank.log),
-          CheckWritable("--trace", of_rank.trace)}) {
+          CheckWritable("--trace", of_rank.trace), CheckWritable("--prometheus", of_rank.prometheus)}) {
       if (status.ok()) continue;
       if (comm != nullptr) comm->Abort(status);
       return status;

@@ -193,6 +193,7 @@ Config Fill(const Filler& f) {
   f.Get("aio.use_gds", c.aio.use_gds);
   f.Get("activation_checkpointing.cpu_checkpointing", c.activation_checkpointing.cpu_checkpointing);
 
+  f.Get("wall_clock_breakdown", c.wall_clock_breakdown);
   FillMonitor(f, "csv_monitor", c.csv_monitor);
   FillMonitor(f, "tensorboard", c.tensorboard);
 
@@ -209,9 +210,9 @@ Config Fill(const Filler& f) {
   f.Get("penstock.placement", kPlacements, c.penstock.placement);
   f.Get("penstock.placement_const_bytes", c.penstock.placement_const_bytes);
   f.Get("penstock.gpu_margin_mem_ratio", c.penstock.state_fraction);
-  return c;
   f.Get("penstock.watchdog_seconds", c.penstock.watchdog_seconds);
   f.Get("penstock.watchdog_abort_seconds", c.penstock.watchdog_abort_seconds);
+  return c;
 }
 
 // Stages 1 and 2, where DeepSpeed does not look at offload_param.
@@ -251,7 +252,6 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
         "again "
         "starts from the version before, which is not there; leave the order to the planner");
   }
-  if (c.penstock.placement_const_bytes && c.penstock.placement != ConfigPlacement::kConst) {
   if (c.penstock.watchdog_abort_seconds &&
       *c.penstock.watchdog_abort_seconds < c.penstock.watchdog_seconds.value_or(0)) {
     return absl::InvalidArgumentError(
@@ -259,6 +259,7 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
                         "the run is named before; give a larger one",
                         *c.penstock.watchdog_abort_seconds, *c.penstock.watchdog_seconds));
   }
+  if (c.penstock.placement_const_bytes && c.penstock.placement != ConfigPlacement::kConst) {
     notes.push_back(
         "penstock.placement_const_bytes: accepted and ignored: it is the bound of placement \"const\"");
   }

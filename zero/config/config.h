@@ -198,6 +198,7 @@ struct Config {
   ZeroConfig zero;
   AioConfig aio;
   ActivationCheckpointingConfig activation_checkpointing;
+  std::optional<bool> wall_clock_breakdown;
   MonitorConfig csv_monitor;
   MonitorConfig tensorboard;
   PenstockConfig penstock;

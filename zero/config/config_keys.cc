@@ -81,9 +81,9 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Object("activation_checkpointing"),
     Object("checkpoint"),
     Object("penstock"),
+    Bool("wall_clock_breakdown"),
 
     Needless("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step"),
-    Needless("wall_clock_breakdown", KeyType::kBool, "every report has the breakdown"),
     Needless("memory_breakdown", KeyType::kBool,
              "every report has the peaks, and penstock plan the bytes of each tier"),
     Needless("dump_state", KeyType::kBool, "penstock inspect shows the state"),

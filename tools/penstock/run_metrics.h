@@ -1,0 +1,42 @@
+// The figures of a training for Prometheus, replaced after each commit.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_RUN_METRICS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_RUN_METRICS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "tools/monitor/prometheus_file.h"
+#include "zero/engine/engine.h"
+
+namespace penstock::tools {
+
+// Where rank `rank` of `world` writes: `path`, and with more ranks "NAME-rank-K.prom" for those behind the
+// first.
+std::string PrometheusPath(const std::string& path, int rank, int world);
+
+class RunMetrics {
+ public:
+  RunMetrics(std::string path, const std::string& run_id, int rank)
+      : file_(std::move(path), {{"run_id", run_id}, {"rank", std::to_string(rank)}}) {}
+
+  struct Totals {
+    int64_t last_step = 0;        // of the run, as it is planned
+    int64_t tokens_per_step = 0;  // of all ranks
+    int64_t written_bytes = 0;    // to drives, by all processes of this run
+    int64_t budget_bytes = 0;     // of host memory; 0: none
+  };
+  // Of a step that was committed. What cannot be written is returned once (PrometheusFile).
+  absl::Status Committed(const zero::StepResult& result, const zero::Engine& engine, const Totals& totals);
+
+ private:
+  PrometheusFile file_;
+  // Of this process's steps.
+  double tokens_ = 0, seconds_ = 0;
+  int64_t skipped_ = 0;
+};
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_RUN_METRICS_H_
