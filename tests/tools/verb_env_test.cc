@@ -5,6 +5,9 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -16,6 +19,7 @@
 #include <vector>
 
 #include "tools/machine/env_probe.h"
+#include "tools/machine/nvme_health.h"
 
 namespace penstock::tools {
 namespace {
@@ -50,6 +54,39 @@ class EnvTest : public testing::Test {
   ~EnvTest() override { std::filesystem::remove_all(dir_); }
   std::string dir_;
 };
+
+// The page as NVMe 1.4 lays it out, figure 194.
+TEST(NvmeHealth, ASmartLogSaysWhatWasWritten) {
+  std::array<std::byte, 512> log{};
+  log[3] = std::byte{100};
+  log[5] = std::byte{7};
+  log[32] = std::byte{2};         // data units read
+  log[48 + 2] = std::byte{0x01};  // 65,536 of them written
+  log[160] = std::byte{3};
+  NvmeHealth health = ParseSmartLog(log);
+  EXPECT_EQ(health.read_bytes, 2 * 512'000.0);
+  EXPECT_EQ(health.written_bytes, 65'536 * 512'000.0);
+  EXPECT_EQ(WearText(health),
+            "0.03355 TB written, 7% of its life used, 100% of its spare left, 3 media errors");
+  log[48 + 8] = std::byte{1};  // of 128 bits
+  EXPECT_EQ(ParseSmartLog(log).written_bytes, (std::ldexp(1.0, 64) + 65'536) * 512'000);
+}
+
+TEST(NvmeHealth, WhatIsNoControllerIsAnError) {
+  EXPECT_FALSE(ReadNvmeHealth("/nowhere/nvme0").ok());
+  EXPECT_FALSE(ReadNvmeHealth("/dev/null").ok());
+}
+
+TEST_F(EnvTest, TheDrivesOwnCountOfWearIsOneQuietLine) {
+  const nlohmann::json json = nlohmann::json::parse(Env({"--dir", dir_, "--json"}).out);
+  int lines = 0;
+  for (const auto& [name, item] : json["io"].items()) {
+    if (name.find("_wear") == std::string::npos) continue;
+    ++lines;
+    EXPECT_EQ(item["state"], "ok") << item;
+  }
+  EXPECT_EQ(lines, std::max<int>(1, static_cast<int>(NvmeControllers().size())));
+}
 
 TEST_F(EnvTest, JsonHasEverySectionAndLeavesNothingBehind) {
   const Result result = Env({"--dir", dir_, "--json"});

@@ -31,6 +31,7 @@
 #include "base/status_macros.h"
 #include "kernels/cpu_features.h"
 #include "tools/base/size.h"
+#include "tools/machine/nvme_health.h"
 
 namespace penstock::tools {
 namespace {
@@ -446,6 +447,22 @@ std::string MappedFile(std::string_view maps, std::string_view part) {
   return "";
 }
 
+namespace {
+
+// What the drives themselves count. A machine without them, or a user without the right, lacks nothing else.
+void Wear(Report& r) {
+  const std::vector<std::string> controllers = NvmeControllers();
+  if (controllers.empty()) r.Ok("nvme_wear", "not known: no NVMe controller is seen here");
+  for (const std::string& controller : controllers) {
+    const std::string name = controller.substr(controller.rfind('/') + 1) + "_wear";
+    const absl::StatusOr<NvmeHealth> health = ReadNvmeHealth(controller);
+    r.Ok(name, health.ok() ? WearText(*health)
+                           : absl::StrCat("not known: ", std::string(health.status().message())));
+  }
+}
+
+}  // namespace
+
 absl::StatusOr<std::vector<EnvItem>> ProbeEnvironment(const std::string& directory) {
   const auto wrong = [&directory](std::string_view what) {
     return absl::InvalidArgumentError(absl::StrCat("directory ", directory, ": ", std::string(what)));
@@ -475,6 +492,7 @@ absl::StatusOr<std::vector<EnvItem>> ProbeEnvironment(const std::string& directo
   Cpu(report);
   Memory(report);
   Io(report, file.ok() ? file->get() : nullptr);
+  Wear(report);
   if (absl::Status status = Directory(report, directory); !status.ok())
     return wrong(std::string(status.message()));
   Torch(report);
