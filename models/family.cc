@@ -23,6 +23,12 @@ bool IsDirectory(const std::string& path) {
 
 }  // namespace
 
+double StageProducts::ForwardFlops(int64_t sequences, int64_t length) const {
+  const auto rows = static_cast<double>(sequences), tokens = rows * static_cast<double>(length);
+  const double pairs = rows * static_cast<double>(length) * static_cast<double>(length + 1) / 2;
+  return 2 * static_cast<double>(parameters) * tokens + 4 * static_cast<double>(attention_width) * pairs;
+}
+
 absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohmann::json& json,
                                                                    std::vector<std::string>* notes) {
   const nlohmann::json type =

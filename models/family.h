@@ -31,6 +31,20 @@ enum class Head : uint8_t {
   kLastLogits,  // the last stage gives fp32 logits [batch, vocab] of the last position
 };
 
+// What a stage multiplies, in matrix products, which are nearly all that it computes: norms, activations,
+// softmax and the look-up of embeddings are not in it. A multiply-add is two operations.
+struct StageProducts {
+  std::string stage;
+  int block = 0;                // index of its block
+  int64_t parameters = 0;       // of the block's matrices that a token is multiplied with
+  int64_t attention_width = 0;  // heads times depth of a head; 0: no attention
+
+  // Of a forward pass over so many sequences: 2 * parameters for each token, and in attention 2 * width for
+  // each of two products (queries with keys, probabilities with values) and each pair of a position with one
+  // that it may see, itself included.
+  double ForwardFlops(int64_t sequences, int64_t length) const;
+};
+
 // A model's description, whole and valid; it holds no weights. Immutable.
 class LanguageModel {
  public:
@@ -40,6 +54,8 @@ class LanguageModel {
   virtual int64_t context() const = 0;       // longest sequence
   virtual int64_t usual_length() const = 0;  // of sequences, where nobody says
   virtual ModelLayout Layout() const = 0;
+  // One of each stage of Make(Head::kLoss), in their order.
+  virtual std::vector<StageProducts> Products() const = 0;
   virtual zero::Model Make(Head head = Head::kLoss) const = 0;
 
   // What a run's record and identity say of it; ModelFromJson reads it back.

@@ -463,6 +463,21 @@ class GptDecoder : public Decoder {
   const GptConfig config_;
 };
 
+// The embedding is looked up first and multiplied with last.
+std::vector<StageProducts> ProductsOf(const GptConfig& config) {
+  std::vector<StageProducts> products = {{.stage = "embed"}};
+  for (int64_t i = 0; i < config.layers; ++i) {
+    const int64_t in_attention = 4 * config.width * config.width,
+                  in_between = 2 * config.width * config.Inner();
+    products.push_back({.stage = absl::StrCat("h.", i),
+                        .block = static_cast<int>(i) + 1,
+                        .parameters = in_attention + in_between,
+                        .attention_width = config.width});
+  }
+  products.push_back({.stage = "loss", .parameters = config.vocab * config.width});
+  return products;
+}
+
 class Gpt : public LanguageModel {
  public:
   explicit Gpt(const GptConfig& config) : config_(config) {}
@@ -475,6 +490,7 @@ class Gpt : public LanguageModel {
   }
   ModelLayout Layout() const override { return LayoutOfGpt(config_); }
   zero::Model Make(Head head) const override { return MakeGpt(config_, head); }
+  std::vector<StageProducts> Products() const override { return ProductsOf(config_); }
   nlohmann::json ToJson() const override { return config_.ToJson(); }
   nlohmann::ordered_json ToPublished() const override { return config_.ToPublished(); }
   std::shared_ptr<const LanguageModel> WithVocabulary(int64_t vocabulary) const override {

@@ -461,6 +461,23 @@ class Llama : public LanguageModel {
     return layout;
   }
 
+  std::vector<StageProducts> Products() const override {
+    const LlamaConfig& c = config_;
+    std::vector<StageProducts> products = {{.stage = "embed"}};
+    for (int64_t i = 0; i < c.layers; ++i) {
+      const int64_t in_attention = 2 * c.width * (c.heads + c.key_heads) * c.depth,
+                    in_between = 3 * c.width * c.inner;
+      products.push_back({.stage = absl::StrCat("layers.", i),
+                          .block = static_cast<int>(i) + 1,
+                          .parameters = in_attention + in_between,
+                          .attention_width = c.heads * c.depth});
+    }
+    products.push_back({.stage = "loss",
+                        .block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
+                        .parameters = c.vocab * c.width});
+    return products;
+  }
+
   zero::Model Make(Head head) const override {
     zero::Model model;
     model.identity = ToJson();

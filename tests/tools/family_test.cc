@@ -37,6 +37,50 @@ void ExpectLikeModules(const GptConfig& config) {
   EXPECT_EQ(parameters, config.Parameters());
 }
 
+// The products of a family are those of its matrices, by another way: all of a layer's, and the head's.
+void ExpectProductsOfMatrices(const LanguageModel& model, const std::string& head) {
+  const std::vector<StageProducts> products = model.Products();
+  const zero::Model made = model.Make();
+  ASSERT_EQ(products.size(), made.stages.size());
+  const ModelLayout layout = model.Layout();
+  for (size_t s = 0; s < products.size(); ++s) {
+    EXPECT_EQ(products[s].stage, made.stages[s].name);
+    EXPECT_EQ(products[s].block, made.stages[s].block);
+    int64_t matrices = 0;
+    for (const PublishedTensor& tensor : layout.tensors) {
+      const bool multiplied = s + 1 == products.size() ? tensor.name == head : s > 0;
+      if (tensor.block == products[s].block && multiplied && tensor.columns > 0)
+        matrices += tensor.elements();
+    }
+    EXPECT_EQ(products[s].parameters, matrices) << products[s].stage;
+    EXPECT_EQ(products[s].attention_width > 0, s > 0 && s + 1 < products.size());
+  }
+}
+
+TEST(ModelLayoutTest, ProductsAreThoseOfTheMatrices) {
+  std::vector<std::string> notes;
+  ExpectProductsOfMatrices(
+      *DescribeGpt({.layers = 2, .width = 24, .heads = 2, .context = 32, .vocab = 96, .inner = 40}),
+      "transformer.wte.weight");
+  for (const bool tied : {false, true}) {
+    const auto llama = ModelFromJson({{"model_type", "llama"},
+                                      {"num_hidden_layers", 2},
+                                      {"hidden_size", 32},
+                                      {"num_attention_heads", 4},
+                                      {"num_key_value_heads", 2},
+                                      {"head_dim", 12},
+                                      {"intermediate_size", 56},
+                                      {"vocab_size", 80},
+                                      {"tie_word_embeddings", tied}},
+                                     &notes);
+    ASSERT_TRUE(llama.ok()) << llama.status();
+    ExpectProductsOfMatrices(**llama, tied ? "model.embed_tokens.weight" : "lm_head.weight");
+  }
+  // 3 sequences of 4: 12 tokens, and 10 pairs a sequence of a position with one that it may see.
+  const StageProducts stage{.stage = "layer", .parameters = 100, .attention_width = 8};
+  EXPECT_EQ(stage.ForwardFlops(3, 4), 2 * 100 * 12 + 4 * 8 * 3 * 10);
+}
+
 TEST(ModelLayoutTest, SaysWhatTheModulesAre) {
   ExpectLikeModules({4, 64, 4, 128, 256, 0});
   ExpectLikeModules({2, 36, 3, 7, 11, 0.1});  // nothing is a multiple of the alignment

@@ -1,10 +1,12 @@
 // What a training says of itself while it runs, seen from outside: operations that hang, on a file system
-// that is frozen; figures for Prometheus; where the time went.
+// that is frozen; figures for Prometheus; where the time went; what was computed, exchanged and
+// written.
 #include <map>
 #include <set>
 
 #include "tests/aio/loop_device.h"
 #include "tests/tools/penstock_state.h"
+#include "tests/tools/rank_programs.h"
 
 namespace penstock::tools {
 namespace {
@@ -227,6 +229,129 @@ TEST_F(WatchCliTest, TheBreakdownOfEachStepAddsUpToIt) {
   }
   EXPECT_THAT(Run(Small(dir_ + "/other", R"({"wall_clock_breakdown": false})", {"--steps", "2"})).err,
               testing::Not(HasSubstr("time (ms)")));
+}
+
+TEST_F(WatchCliTest, TheProfileOfAStepCountsItsMatrixProducts) {
+  const std::string profile = dir_ + "/profile", report = dir_ + "/report";
+  const Ran ran = Run(Small(dir_ + "/state",
+                            R"({"zero_optimization": {}, "train_micro_batch_size_per_gpu": 2,
+      "gradient_accumulation_steps": 2,
+      "flops_profiler": {"enabled": true, "profile_step": 2, "top_modules": 2, "output_file": ")" +
+                                profile + R"("}})",
+                            {"--steps", "3", "--report", report}));
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ran.err, HasSubstr("flops profile of step 2 in " + profile));
+  // gpt-tiny: 4 layers of 64, 256 tokens. 4 sequences of 32.
+  const int64_t matrices = 4 * (4 * 64 * 64 + 2 * 64 * 256) + 256 * 64, tokens = 4 * 32;
+  const int64_t forward = 2 * matrices * tokens + 4 * (4 * 64 * (4 * 32 * 33 / 2));
+  EXPECT_EQ(forward, 56'688'640);
+  const std::string text = ReadFile(profile);
+  EXPECT_THAT(text, ContainsRegex("flops profile of step 2: .* parameters, 128 tokens in sequences of 32"));
+  EXPECT_THAT(text, ContainsRegex("  forward +56.69 MFLOP: "));
+  EXPECT_THAT(text, ContainsRegex("  backward +113.4 MFLOP: "));
+  EXPECT_THAT(text, ContainsRegex("  that is [0-9.]+% of the [0-9.]+ [GT]FLOP/s that a product of matrices"));
+  EXPECT_THAT(text, ContainsRegex("  most time +[a-z0-9.]+ [0-9.e-]+ s, [a-z0-9.]+ "));
+  for (const char* stage : {"embed", "h.0", "h.3", "loss"})
+    EXPECT_THAT(text, ContainsRegex(std::string("\n  ") + stage + " +[0-9]+ +[0-9.]+ [M]*FLOP +[0-9]"))
+        << text;
+  EXPECT_THAT(text, ContainsRegex("\n  h.1 +49152 +13.12 MFLOP ")) << "2 x 49152 x 128 and its attention";
+  const json said = json::parse(ReadFile(report));
+  EXPECT_EQ(said["model_flops_per_step"].get<int64_t>(), 3 * forward);
+  EXPECT_GT(said["model_flops_per_second"].get<double>(), 0);
+
+  // Without a file it is told; module_depth 0 is the model alone.
+  const std::string brief =
+      Run(Small(dir_ + "/other", R"({"flops_profiler": {"enabled": true, "module_depth": 0}})",
+                {"--steps", "2"}))
+          .err;
+  EXPECT_THAT(brief, HasSubstr("flops profile of step 1: "));
+  EXPECT_THAT(brief, testing::Not(HasSubstr("h.1")));
+}
+
+TEST_F(WatchCliTest, WhatRanksExchangedIsATableAtTheEnd) {
+  const Arguments arguments = Small(
+      dir_ + "/state", R"({"zero_optimization": {}, "comms_logger": {"enabled": true}})", {"--steps", "2"});
+  const std::vector<Ran> ranks = WaitForAll(StartRanks(dir_, {arguments, arguments}));
+  for (const Ran& ran : ranks) ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_THAT(ranks[0].err, ContainsRegex("exchanges of this rank +count +bytes +seconds"));
+  EXPECT_THAT(ranks[0].err,
+              ContainsRegex("all-gather weights +[1-9][0-9]* +[0-9.]+ [KM]iB +[0-9.e-]+ .*B/s"));
+  EXPECT_THAT(ranks[0].err, ContainsRegex("reduce-scatter gradient +[1-9]"));
+  EXPECT_THAT(ranks[0].err, ContainsRegex("exchange norms +2 +-"));
+  EXPECT_THAT(ranks[1].err, testing::Not(HasSubstr("exchanges"))) << "one speaks for all";
+  EXPECT_THAT(Run(Small(dir_ + "/alone", R"({"comms_logger": {"enabled": true}})", {"--steps", "1"})).err,
+              HasSubstr("exchanges between ranks: none"));
+}
+
+TEST_F(WatchCliTest, AnElasticBatchIsToldAndTrainedByAnyNumberOfRanksThatCanShareIt) {
+  const std::string elastic = R"({"elasticity": {"enabled": true, "max_train_batch_size": 13,
+      "micro_batch_sizes": [2, 3], "max_gpus": 4}, "zero_optimization": {"offload_optimizer": {"device": "nvme",
+      "nvme_path": "state"}}})";
+  const std::string told = "elasticity: 12 sequences a step, for 1, 2, 3, 4 ranks; each of ";
+  const Ran check = Run(Small("state", elastic, {"--check"}));
+  EXPECT_EQ(check.code, 0) << check.err;
+  EXPECT_THAT(check.out, HasSubstr(told + "1 has --batch 3 --accumulate 4"));
+  const std::string log = dir_ + "/log";
+  Arguments arguments = {
+      "train",  "--model", "gpt-tiny", "--dtype", "fp32",     "--threads",           "1",     "--quiet",
+      "--data", text_,     "--seq",    "32",      "--config", dir_ + "/config.json", "--log", log};
+  for (const Ran& ran : WaitForAll(StartRanks(
+           dir_, std::vector<Arguments>(2, arguments + Arguments{"--steps", "2", "--offload", "none",
+                                                                 "--checkpoint-dir", dir_ + "/kept"}))))
+    ASSERT_EQ(ran.code, 0) << ran.err;
+  EXPECT_EQ(json::parse(Lines(ReadFile(log)).back())["tokens"], 12 * 32);
+  // Goes on with one rank, and the same steps.
+  const Ran one = Run(arguments + Arguments{"--steps", "3", "--resume", "--offload", "none",
+                                            "--checkpoint-dir", dir_ + "/kept"});
+  ASSERT_EQ(one.code, 0) << one.err;
+  EXPECT_EQ(json::parse(Lines(ReadFile(log)).back())["tokens"], 12 * 32);
+  const Ran flag = Run(arguments + Arguments{"--batch", "2", "--check"});
+  EXPECT_EQ(flag.code, 2);
+  EXPECT_THAT(flag.err, HasSubstr("--batch: elasticity of --config chooses it"));
+  // So many ranks cannot share it; whoever only plans is told what others would have.
+  std::string four = elastic;
+  four.replace(four.find("\"max_gpus\": 4"), 13, "\"min_gpus\": 4");
+  const Ran refused = Run(Small(dir_ + "/four", four, {"--steps", "1"}));
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("elasticity: 1 rank cannot share the batch of 12 evenly; start 4, 6"));
+  EXPECT_THAT(Run(Small(dir_ + "/four", four, {"--check"})).out,
+              HasSubstr("each of 4 (1 cannot share it) has --batch 3"));
+}
+
+TEST_F(WatchCliTest, ARunThatWouldWearItsDrivesTooMuchIsToldAndStopsInGoodOrder) {
+  const std::string state = dir_ + "/state", report = dir_ + "/report";
+  ASSERT_EQ(Run(Train(dir_ + "/plain", {"--seq", "32", "--steps", "4", "--report", report})).code, 0);
+  const json plain = json::parse(ReadFile(report));
+  const double all = plain["totals"]["nvme_write_bytes"], a_step = plain["steps"][2]["nvme_write_bytes"];
+  ASSERT_GT(a_step, 0);
+  // Room for about six steps of twenty.
+  const auto budget = [&](double bytes) {
+    return R"({"penstock": {"wear_budget_tb": )" + std::to_string(bytes * 1e-12) + "}}";
+  };
+  char number[64];
+  std::snprintf(number, sizeof(number), R"({"penstock": {"wear_budget_tb": %.9e}})",
+                (all + 2 * a_step) * 1e-12);
+  const Arguments arguments = Small(state, number, {"--steps", "20", "--log", dir_ + "/log"});
+  const Ran ran = Run(arguments);
+  EXPECT_EQ(ran.code, 1) << ran.err;
+  EXPECT_THAT(
+      ran.err,
+      ContainsRegex("wear_budget_tb: [0-9.e-]+ TB will have been written by the last step, more than"));
+  EXPECT_THAT(ran.err, HasSubstr("--optimizer-states 8bit, of a new run: "));
+  EXPECT_THAT(ran.err, HasSubstr("and half the --steps: "));
+  EXPECT_THAT(ran.err, ContainsRegex(
+                           "after step [0-9]+, which is committed in .*: penstock.wear_budget_tb: the run has"
+                           " written [0-9.e-]+ TB to its drives, of [0-9.e-]+ TB that it may"));
+  const size_t made = Lines(ReadFile(dir_ + "/log")).size();
+  EXPECT_GE(made, 3u);
+  EXPECT_LT(made, 20u);
+  // What was written counts for those who go on, too: nothing is trained, and nothing is lost.
+  const Ran again = Run(arguments + Arguments{"--resume"});
+  EXPECT_EQ(again.code, 1);
+  EXPECT_EQ(Lines(ReadFile(dir_ + "/log")).size(), made);
+  WriteFile(dir_ + "/config.json", budget(1e12));
+  EXPECT_EQ(Run(arguments + Arguments{"--resume", "--steps", std::to_string(made + 2)}).code, 0);
+  EXPECT_EQ(Lines(ReadFile(dir_ + "/log")).size(), made + 2);
 }
 
 }  // namespace

@@ -2,13 +2,17 @@
 // scripts/golden asks them.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <numeric>
 #include <string>
+#include <vector>
 
 #include "zero/config/config.h"
 #include "zero/config/config_json.h"
 #include "zero/config/config_keys.h"
+#include "zero/config/elasticity.h"
 
 namespace penstock::zero {
 namespace {
@@ -112,6 +116,40 @@ TEST(ConfigGolden, EveryKeyOfDeepSpeedIsKnown) {
     }
   }
   EXPECT_GT(known, 180);
+}
+
+TEST(ConfigGolden, ElasticBatchesAreDeepSpeeds) {
+  int answered = 0, refused = 0;
+  const json golden = Golden("elasticity.json");
+  for (const json& c : golden["cases"]) {
+    SCOPED_TRACE(c.dump());
+    json section = c["config"];
+    section["enabled"] = true;
+    section["version"] = 0.1;
+    const auto parsed = ParseConfig(json{{"elasticity", section}}.dump());
+    ASSERT_EQ(parsed.ok(), !c.contains("refused")) << parsed.status();
+    if (!parsed.ok()) {
+      EXPECT_EQ(std::string(parsed.status().message()).rfind("elasticity", 0), 0u) << parsed.status();
+      ++refused;
+      continue;
+    }
+    const ElasticityConfig& config = parsed->config.elasticity;
+    const auto batch = ComputeElasticBatch(config);
+    ASSERT_TRUE(batch.ok()) << batch.status();
+    EXPECT_EQ(batch->train_batch, c["batch"].get<int64_t>());
+    ASSERT_EQ(batch->ranks.size(), c["ranks"].get<size_t>());
+    EXPECT_EQ(std::accumulate(batch->ranks.begin(), batch->ranks.end(), int64_t{0}), c["sum"].get<int64_t>());
+    const auto first = c["first"].get<std::vector<int64_t>>();
+    EXPECT_TRUE(std::equal(first.begin(), first.end(), batch->ranks.begin()));
+    for (const json& micro : c["micro"]) {
+      const auto ours = ElasticMicroBatch(config, *batch, micro[0].get<int64_t>());
+      ASSERT_TRUE(ours.ok()) << ours.status();
+      EXPECT_EQ(*ours, micro[1].get<int64_t>());
+    }
+    ++answered;
+  }
+  EXPECT_GT(answered, 60);
+  EXPECT_GT(refused, 0);
 }
 
 TEST(ConfigGolden, TextsAreReadAsByHjson) {

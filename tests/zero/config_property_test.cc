@@ -35,6 +35,8 @@ Json Example(const KeySpec& spec) {
       return "1GiB";
     case KeyType::kPair:
       return Json::array({0.9, 0.99});
+    case KeyType::kWholes:
+      return Json::array({2, 4});
     case KeyType::kObject:
       return Json::object();
     case KeyType::kAny:
@@ -62,6 +64,10 @@ Json Around(const std::string& section, const std::string& key, const Json& valu
   Json inner = {{key, value}};
   if (section == "optimizer" && key != "type") inner["type"] = "Adam";
   if (section == "scheduler" && key != "type") inner["type"] = "WarmupLR";
+  if (section == "elasticity" && key == "enabled") {
+    inner["max_train_batch_size"] = 16;
+    inner["micro_batch_sizes"] = {2, 4};
+  }
   const size_t dot = section.find('.');
   if (dot == std::string::npos) return {{section, inner}};
   return {{section.substr(0, dot), {{section.substr(dot + 1), inner}}}};
@@ -127,8 +133,8 @@ TEST(ConfigTable, ServedKeysRefuseEveryOtherType) {
               << parsed.status();
         }
       }
-      const bool takes_one =
-          spec.type == KeyType::kBool || spec.type == KeyType::kText || spec.type == KeyType::kPath;
+      const bool takes_one = spec.type == KeyType::kBool || spec.type == KeyType::kText ||
+                             spec.type == KeyType::kPath || spec.type == KeyType::kWholes;
       EXPECT_EQ(accepted, takes_one ? 1 : 0) << section << "." << spec.name;
     }
   }

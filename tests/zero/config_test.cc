@@ -122,6 +122,57 @@ TEST(ParseConfig, DurabilityVersionsAndOrderMustAgree) {
               StartsWith("penstock.order \"in_backward\""));
 }
 
+TEST(ParseConfig, ElasticityNeedsItsTwoKeysAndNoOtherBatch) {
+  const std::string good = R"("elasticity": {"enabled": true, "max_train_batch_size": 2000,
+                              "micro_batch_sizes": [2, 4, 6])";
+  const ElasticityConfig c =
+      Parse("{" + good + R"(, "min_gpus": 2, "max_gpus": 8, "min_time": 20}})").config.elasticity;
+  EXPECT_TRUE(c.on());
+  EXPECT_THAT(c.micro_batch_sizes, ElementsAre(2, 4, 6));
+  EXPECT_EQ(c.min_gpus, 2);
+  EXPECT_THAT(Refusal("{" + good + R"(}, "train_batch_size": 8})"),
+              HasSubstr("ignore_non_elastic_batch_info"));
+  Parse("{" + good + R"(, "ignore_non_elastic_batch_info": true}, "train_batch_size": 8})");
+  EXPECT_THAT(Refusal("{" + good + R"(, "min_gpus": 9, "max_gpus": 8}})"),
+              StartsWith("elasticity.max_gpus: 8 is less than min_gpus, 9"));
+  EXPECT_THAT(Refusal("{" + good + R"(, "num_gpus_per_node": 8}})"),
+              StartsWith("elasticity.num_gpus_per_node: not served: "));
+  EXPECT_THAT(Refusal(R"({"elasticity": {"enabled": true, "micro_batch_sizes": [2]}})"),
+              StartsWith("elasticity.max_train_batch_size: missing"));
+  EXPECT_THAT(Refusal(R"({"elasticity": {"enabled": true, "max_train_batch_size": 8}})"),
+              StartsWith("elasticity.micro_batch_sizes: missing"));
+  for (const char* wrong : {"[]", "4", "[0]", "[1.5]", "[\"a\"]"}) {
+    EXPECT_THAT(Refusal(std::string(R"({"elasticity": {"enabled": true, "max_train_batch_size": 8,
+                                     "micro_batch_sizes": )") +
+                        wrong + "}}"),
+                StartsWith("elasticity.micro_batch_sizes: must be "))
+        << wrong;
+  }
+  EXPECT_FALSE(Parse(R"({"elasticity": {"enabled": false, "num_gpus_per_node": 8}})").config.elasticity.on());
+}
+
+TEST(ParseConfig, WhatAStepIsAskedToTellOfItself) {
+  const Config c = Parse(R"({"flops_profiler": {"enabled": true, "profile_step": 3, "module_depth": -1,
+                             "top_modules": 2, "detailed": false, "output_file": "f"},
+                             "comms_logger": {"enabled": true}, "wall_clock_breakdown": true,
+                             "penstock": {"wear_budget_tb": 1.5}})")
+                       .config;
+  EXPECT_TRUE(c.flops_profiler.on());
+  EXPECT_EQ(c.flops_profiler.profile_step, 3);
+  EXPECT_EQ(c.flops_profiler.module_depth, -1);
+  EXPECT_EQ(c.flops_profiler.top_modules, 2);
+  EXPECT_EQ(c.flops_profiler.detailed, false);
+  EXPECT_EQ(c.flops_profiler.output_file, "f");
+  EXPECT_EQ(c.comms_logger, true);
+  EXPECT_EQ(c.wall_clock_breakdown, true);
+  EXPECT_EQ(c.penstock.wear_budget_tb, 1.5);
+  EXPECT_THAT(Refusal(R"({"penstock": {"wear_budget_tb": 0}})"), StartsWith("penstock.wear_budget_tb: "));
+  EXPECT_THAT(Parse(R"({"autotuning": {"enabled": true}})").notes,
+              ElementsAre(HasSubstr("penstock plan with the same flags shows what and why")));
+  EXPECT_THAT(Refusal(R"({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}})"),
+              HasSubstr("which changes the result"));
+}
+
 TEST(ParseConfig, WhatEndsARunIsNamedBefore) {
   const PenstockConfig c =
       Parse(R"({"penstock": {"watchdog_seconds": 0.5, "watchdog_abort_seconds": 30}})").config.penstock;
@@ -337,10 +388,13 @@ TEST(ParseConfig, AdamMeansAdamWUnlessToldOtherwise) {
 TEST(ParseConfig, WhatIsRefusedMayBeSwitchedOff) {
   EXPECT_EQ(Refusal(R"({"amp": {"enabled": true}})"),
             "amp: not served: Apex's mixed precision is not served; use bf16 or fp16");
-  EXPECT_TRUE(Parse(R"({"amp": {"enabled": false}, "elasticity": {}, "sequence_parallel_size": 1,
+  EXPECT_TRUE(
+      Parse(
+          R"({"amp": {"enabled": false}, "elasticity": {}, "comms_logger": {"enabled": false, "verbose": true},
+                        "sequence_parallel_size": 1,
                         "zero_optimization": {"zero_hpz_partition_size": 1, "mics_shard_size": -1,
                                               "zero_quantized_weights": false}})")
-                  .notes.empty());
+          .notes.empty());
   EXPECT_THAT(Refusal(R"({"zero_optimization": {"mics_shard_size": 8}})"), HasSubstr("not over groups"));
   EXPECT_THAT(Refusal(R"({"sparse_attention": {"mode": "fixed"}})"), HasSubstr("not served"));
 }

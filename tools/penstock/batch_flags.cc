@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "tools/penstock/flag_check.h"
+#include "zero/config/elasticity.h"
 
 namespace penstock::tools {
 namespace {
@@ -42,6 +43,30 @@ absl::Status SpreadBatch(const zero::BatchRequest& request, const nlohmann::json
 }
 
 }  // namespace
+
+absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool starts, zero::Config* config,
+                               std::vector<std::string>* notes) {
+  if (!config->elasticity.on()) return absl::OkStatus();
+  if (flags.batch.has_value() || flags.accumulate.has_value()) {
+    return WrongFlag(
+        absl::StrCat(flags.batch.has_value() ? "--batch" : "--accumulate",
+                     ": elasticity of --config chooses it; leave it out, or set elasticity.enabled "
+                     "to false"));
+  }
+  ASSIGN_OR_RETURN(const zero::ElasticBatch batch, zero::ComputeElasticBatch(config->elasticity));
+  // What only looks may be another number of processes than will train.
+  const int64_t ranks = !starts && !batch.Allows(world) ? batch.ranks.front() : world;
+  ASSIGN_OR_RETURN(const int64_t micro, zero::ElasticMicroBatch(config->elasticity, batch, ranks));
+  const bool here = ranks == world;
+  config->train_batch_size = here ? std::optional(batch.train_batch) : std::nullopt;
+  config->micro_batch_per_rank = micro;
+  config->gradient_accumulation_steps = batch.train_batch / ranks / micro;
+  notes->push_back(absl::StrCat("elasticity: ", batch.train_batch, " sequences a step, for ",
+                                batch.RanksText(), " ranks; each of ", ranks,
+                                here ? "" : absl::StrCat(" (", world, " cannot share it)"), " has --batch ",
+                                micro, " --accumulate ", *config->gradient_accumulation_steps));
+  return absl::OkStatus();
+}
 
 absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,
                                const RecordedOptions& kept, const nlohmann::json& run, Changes* changes,

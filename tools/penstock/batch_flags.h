@@ -3,7 +3,10 @@
 #ifndef PENSTOCK_TOOLS_PENSTOCK_BATCH_FLAGS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_BATCH_FLAGS_H_
 
+#include <cstdint>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "tools/penstock/recorded_options.h"
@@ -12,6 +15,12 @@
 #include "zero/config/config.h"
 
 namespace penstock::tools {
+
+// What elasticity chooses goes into `config`, in the place of its batch sizes, and is told. `starts`: a run
+// that does; else an impossible number of ranks is told what a possible one would have. kInvalidArgument: so
+// many ranks cannot share the batch.
+absl::Status ResolveElasticity(const TrainOptions& flags, int64_t world, bool starts, zero::Config* config,
+                               std::vector<std::string>* notes);
 
 // `run`: the record of a run that goes on, or null.
 absl::Status ResolveBatchSizes(const TrainOptions& flags, const zero::Config& config,

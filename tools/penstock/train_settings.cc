@@ -143,6 +143,8 @@ class Resolver {
     if (flags_.config.has_value()) {
       ASSIGN_OR_RETURN(parsed_, zero::LoadConfig(*flags_.config));
       settings_.notes = parsed_.notes;
+      RETURN_IF_ERROR(
+          ResolveElasticity(flags_, engine_.world(), /*starts=*/needs_data_, &config_, &settings_.notes));
     }
     if (needs_data_ && !flags_.data.has_value()) return WrongFlag("--data FILE is needed: the text to learn");
     if (flags_.resume && flags_.overwrite) return WrongFlag("--resume and --overwrite: one or the other");

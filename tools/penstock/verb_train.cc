@@ -32,8 +32,12 @@
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
 #include "tools/base/version.h"
+#include "tools/base/whole_file.h"
 #include "tools/machine/machine_probe.h"
+#include "tools/machine/product_rate.h"
 #include "tools/monitor/monitors.h"
+#include "tools/penstock/comms_log.h"
+#include "tools/penstock/flops_profile.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/run_metrics.h"
@@ -45,6 +49,7 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
+#include "tools/penstock/wear_budget.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/config/json_field.h"
@@ -194,7 +199,8 @@ class Training {
         out_(out),
         progress_(ProgressOptions(flags_)),
         preparing_(flags_.quiet),
-        watch_(settings_.engine.watch, RankName(settings_.engine), &progress_) {}
+        watch_(settings_.engine.watch, RankName(settings_.engine), &progress_),
+        wear_(settings_.config.penstock.wear_budget_tb) {}
 
   absl::Status Run() {
     absl::Status status = Prepare();
@@ -204,6 +210,10 @@ class Training {
     progress_.Finish();
     if (trace_ != nullptr) status.Update(trace_->Close());
     if (run_prediction_ != nullptr && run_prediction_->Finish()) Predicted();
+    if (started && comms_.has_value()) {
+      const std::string text = comms_->Text();
+      Tell(text.substr(0, text.size() - 1));
+    }
     if (started) status.Update(WriteReport(status));
     if (status.ok()) Summarize();
     return status;
@@ -378,9 +388,12 @@ class Training {
       if (trace_ != nullptr) trace_->Add(id, op, start, end);
       if (run_prediction_ != nullptr && trains_) run_prediction_->Observe(op, start, end);
       if (breakdown_.has_value() && trains_) breakdown_->Observe(op, start, end);
+      if (profile_.has_value() && trains_) profile_->Observe(op, start, end);
+      if (comms_.has_value()) comms_->Observe(op, start, end);
     };
     if (settings_.config.wall_clock_breakdown.value_or(false) && settings_.engine.rank() == 0)
       breakdown_.emplace();
+    if (settings_.config.comms_logger.value_or(false) && settings_.engine.rank() == 0) comms_.emplace();
     if (!flags_.trace.has_value() && !breakdown_.has_value()) return;
     hooks.stall_observer = [this](tiering::Stall cause, double start, double end) {
       if (trace_ != nullptr) trace_->AddStall(cause, start, end);
@@ -393,6 +406,7 @@ class Training {
     zero::SetIntraOpThreads(options.intra_op_threads);
     report_.Start(options, kVersion, options.world());
     report_.Identify(run_id_);
+    PrepareProfile();
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
         zero::CreateEngine(settings_.model->Make(), options);
     preparing_.Clear();
@@ -404,6 +418,39 @@ class Training {
         engine_->plan().graph, engine_->plan().plan, machine_.model,
         static_cast<int64_t>(machine_.drives.saturating_bytes_in_flight));
     return absl::OkStatus();
+  }
+
+  // What the model computes, and what of that is told.
+  void PrepareProfile() {
+    const zero::EngineOptions& options = settings_.engine;
+    std::vector<models::StageProducts> products = settings_.model->Products();
+    const int64_t sequences = settings_.batch * settings_.accumulate;
+    report_.Computes(ModelFlopsPerStep(products, sequences, settings_.seq) * options.world());
+    const zero::FlopsProfilerConfig& config = settings_.config.flops_profiler;
+    if (!config.on() || options.rank() > 0) return;
+    FlopsProfile::Step step{.sequences = sequences,
+                            .length = settings_.seq,
+                            .parameters = settings_.model->Layout().parameters(),
+                            .ranks = options.world()};
+    if (!options.device->has_own_memory()) {
+      const ProductRate rate = MeasureProductRate(options.dtype);
+      step.product_flops_per_second = rate.flops_per_second;
+      step.product = absl::StrCat(rate.of, ", threads: ", options.intra_op_threads);
+    }
+    profile_.emplace(config, std::move(products), step);
+  }
+
+  void TellProfile(const zero::StepResult& result) {
+    if (!profile_.has_value() || result.step != profile_->profile_step()) return;
+    const std::string text = profile_->Text(result);
+    const std::optional<std::string>& path = settings_.config.flops_profiler.output_file;
+    if (!path.has_value()) {
+      Tell(text.substr(0, text.size() - 1));
+      return;
+    }
+    const absl::Status written = WriteWholeFile("flops_profiler.output_file", *path, text);
+    Tell(written.ok() ? absl::StrCat("flops profile of step ", result.step, " in ", *path)
+                      : absl::StrCat(std::string(written.message()), "; training goes on"));
   }
 
   // The log ends where the run goes on: lines behind that go, and steps that were committed without a line
@@ -561,8 +608,9 @@ class Training {
   bool Stops() const {
     return settings_.engine.world() > 1 ? newest_.stops || evaluation_stopped_ : StopAsked();
   }
-  // By a signal, or because the log cannot be written and what is in memory alone is to be kept.
-  bool StopAsked() const { return stop_signal.load() != 0 || !log_trouble_.ok(); }
+  // By a signal, because the log cannot be written and what is in memory alone is to be kept, or because the
+  // drives are not to be written more.
+  bool StopAsked() const { return stop_signal.load() != 0 || !log_trouble_.ok() || !wear_trouble_.ok(); }
 
   absl::StatusOr<std::vector<zero::Batch>> Batches(int64_t step) const {
     std::vector<zero::Batch> batches;
@@ -603,6 +651,22 @@ class Training {
         std::isfinite(newest_.loss) ? absl::StrCat(newest_.loss) : "not either"));
   }
 
+  // Of all ranks, as far as this one knows: they write alike.
+  double WrittenByAll() const { return static_cast<double>(WrittenBytes()) * settings_.engine.world(); }
+  // Before the first step. One rank speaks and decides for all: the others hear of it as of a stop.
+  absl::Status CheckWear() {
+    if (!wear_.any() || settings_.engine.rank() > 0) return absl::OkStatus();
+    const zero::EngineOptions& options = settings_.engine;
+    const int64_t steps = std::max<int64_t>(0, settings_.steps - engine_->step());
+    const int64_t every = options.storage.checkpoints.every;
+    const std::vector<std::string> lines = wear_.Warnings(
+        engine_->plan(), options,
+        {.written_bytes = WrittenByAll(), .steps = steps, .checkpoints = every > 0 ? steps / every : 0});
+    for (const std::string& line : lines) Tell(line);
+    wear_trouble_ = steps > 0 ? wear_.Check(WrittenByAll()) : absl::OkStatus();
+    return options.world() == 1 ? wear_trouble_ : absl::OkStatus();
+  }
+
   absl::Status Loop() {
     const char* const stands =
         on_nvme()
@@ -610,6 +674,7 @@ class Training {
             : "the newest checkpoint, if there is one";
     CatchStopSignals(stands, settings_.engine.rank() == 0);
     watch_.Begin(log_.get(), stands, engine_->step());
+    RETURN_IF_ERROR(CheckWear());
     begin_ = Seconds();
     bool evaluated = false;
     absl::Status trouble = Steps(&evaluated);
@@ -632,7 +697,7 @@ class Training {
     }
     kept_ = *std::move(kept);
     if (eval_data_ != nullptr && !evaluated && !Stops() && trouble.ok()) trouble = Evaluate();
-    if (const int signal = stop_signal.load(); Stops() && log_trouble_.ok()) {
+    if (const int signal = stop_signal.load(); Stops() && log_trouble_.ok() && wear_trouble_.ok()) {
       // Another rank may be the one that heard it.
       stopped_by_ = signal != 0 ? SignalName(signal) : "a signal to another rank";
       report_.Stopped(stopped_by_);
@@ -640,6 +705,11 @@ class Training {
                         engine_->step() > 0 ? "; go on with --resume" : ""));
     }
     trouble.Update(log_trouble_);
+    if (!wear_trouble_.ok()) {
+      trouble.Update(
+          absl::Status(wear_trouble_.code(), absl::StrCat("after step ", engine_->step(), WhereItIs(), ": ",
+                                                          std::string(wear_trouble_.message()))));
+    }
     return trouble;
   }
 
@@ -664,6 +734,8 @@ class Training {
       report_.Stepped(*engine_, result, TokensPerStep());
       if (run_prediction_->Stepped()) Predicted();
       if (breakdown_.has_value()) Tell(breakdown_->Line(step, result.seconds));
+      TellProfile(result);
+      wear_trouble_ = wear_.Check(WrittenByAll());
       if (std::isnan(first_loss_)) first_loss_ = result.loss;
       newest_ = result;
       if (result.skipped) Tell(absl::StrCat("step ", step, ": gradients are not finite, update skipped"));
@@ -863,6 +935,8 @@ class Training {
   Progress progress_;
   Preparing preparing_;
   RunWatch watch_;
+  const WearBudget wear_;
+  absl::Status wear_trouble_;  // it is used up
   zero::Report report_;
   Machine machine_;
   std::unique_ptr<tiering::RunPrediction> run_prediction_;
@@ -885,6 +959,8 @@ class Training {
   int64_t begins_with_written_bytes_ = 0, probe_written_bytes_ = 0;
   std::unique_ptr<RunMetrics> metrics_;     // null: nobody asked
   std::optional<StepBreakdown> breakdown_;  // empty: the same
+  std::optional<FlopsProfile> profile_;
+  std::optional<CommsLog> comms_;
   zero::StepResult newest_;
   double first_loss_ = std::numeric_limits<double>::quiet_NaN();
   double evaluation_ = std::numeric_limits<double>::quiet_NaN();

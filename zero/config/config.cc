@@ -19,6 +19,7 @@
 #include "base/status_macros.h"
 #include "zero/config/config_json.h"
 #include "zero/config/config_keys.h"
+#include "zero/config/elasticity.h"
 
 namespace penstock::zero {
 namespace {
@@ -134,6 +135,27 @@ void FillMonitor(const Filler& f, const std::string& section, MonitorConfig& to)
   f.Get((section + ".job_name").c_str(), to.job_name);
 }
 
+void FillFlopsProfiler(const Filler& f, FlopsProfilerConfig& to) {
+  f.Get("flops_profiler.enabled", to.enabled);
+  f.Get("flops_profiler.profile_step", to.profile_step);
+  f.Get("flops_profiler.module_depth", to.module_depth);
+  f.Get("flops_profiler.top_modules", to.top_modules);
+  f.Get("flops_profiler.detailed", to.detailed);
+  f.Get("flops_profiler.output_file", to.output_file);
+}
+
+void FillElasticity(const Filler& f, ElasticityConfig& to) {
+  f.Get("elasticity.enabled", to.enabled);
+  f.Get("elasticity.max_train_batch_size", to.max_train_batch_size);
+  std::optional<std::vector<int64_t>> micro_batches;
+  f.Get("elasticity.micro_batch_sizes", micro_batches);
+  to.micro_batch_sizes = micro_batches.value_or(std::vector<int64_t>());
+  f.Get("elasticity.min_gpus", to.min_gpus);
+  f.Get("elasticity.max_gpus", to.max_gpus);
+  f.Get("elasticity.prefer_larger_batch", to.prefer_larger_batch);
+  f.Get("elasticity.ignore_non_elastic_batch_info", to.ignore_non_elastic_batch_info);
+}
+
 void FillZero(const Filler& f, ZeroConfig& z) {
   f.Get("zero_optimization.stage", z.stage);
   f.Get("zero_optimization.sub_group_size", z.sub_group_size_elements);
@@ -194,6 +216,9 @@ Config Fill(const Filler& f) {
   f.Get("activation_checkpointing.cpu_checkpointing", c.activation_checkpointing.cpu_checkpointing);
 
   f.Get("wall_clock_breakdown", c.wall_clock_breakdown);
+  f.Get("comms_logger.enabled", c.comms_logger);
+  FillFlopsProfiler(f, c.flops_profiler);
+  FillElasticity(f, c.elasticity);
   FillMonitor(f, "csv_monitor", c.csv_monitor);
   FillMonitor(f, "tensorboard", c.tensorboard);
 
@@ -210,6 +235,7 @@ Config Fill(const Filler& f) {
   f.Get("penstock.placement", kPlacements, c.penstock.placement);
   f.Get("penstock.placement_const_bytes", c.penstock.placement_const_bytes);
   f.Get("penstock.gpu_margin_mem_ratio", c.penstock.state_fraction);
+  f.Get("penstock.wear_budget_tb", c.penstock.wear_budget_tb);
   f.Get("penstock.watchdog_seconds", c.penstock.watchdog_seconds);
   f.Get("penstock.watchdog_abort_seconds", c.penstock.watchdog_abort_seconds);
   return c;
@@ -251,6 +277,16 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
         "penstock.order \"in_backward\" beside durability \"checkpoint\": an update that has to be made "
         "again "
         "starts from the version before, which is not there; leave the order to the planner");
+  }
+  if (c.elasticity.on()) {
+    if (const auto batch = ComputeElasticBatch(c.elasticity); !batch.ok()) return batch.status();
+    const bool given = c.train_batch_size || c.micro_batch_per_rank || c.gradient_accumulation_steps;
+    if (given && !c.elasticity.ignore_non_elastic_batch_info.value_or(false)) {
+      return absl::InvalidArgumentError(
+          "elasticity: beside a batch size of the file's own; leave train_batch_size, "
+          "train_micro_batch_size_per_gpu and gradient_accumulation_steps out, or set "
+          "elasticity.ignore_non_elastic_batch_info");
+    }
   }
   if (c.penstock.watchdog_abort_seconds &&
       *c.penstock.watchdog_abort_seconds < c.penstock.watchdog_seconds.value_or(0)) {

@@ -167,6 +167,30 @@ struct MonitorConfig {
   std::string directory() const;
 };
 
+// What a step computes, told once: at the end of one step (tools/penstock/flops_profile.h).
+struct FlopsProfilerConfig {
+  std::optional<bool> enabled;
+  std::optional<int64_t> profile_step;  // 1
+  std::optional<int64_t> module_depth;  // 0: the model alone; else its blocks, which are the deepest there is
+  std::optional<int64_t> top_modules;   // 1: blocks that take most time
+  std::optional<bool> detailed;         // true: a line for each block
+  std::optional<std::string> output_file;  // empty: stderr
+
+  bool on() const { return enabled.value_or(false); }
+};
+
+// See zero/config/elasticity.h.
+struct ElasticityConfig {
+  std::optional<bool> enabled;
+  std::optional<int64_t> max_train_batch_size;
+  std::vector<int64_t> micro_batch_sizes;
+  std::optional<int64_t> min_gpus, max_gpus;  // 1, 10,000: ranks
+  std::optional<bool> prefer_larger_batch;    // true
+  std::optional<bool> ignore_non_elastic_batch_info;
+
+  bool on() const { return enabled.value_or(false); }
+};
+
 // "penstock": {}.
 struct PenstockConfig {
   std::optional<int64_t> host_memory_bytes;    // "host_memory": bytes or "4GiB"
@@ -184,6 +208,7 @@ struct PenstockConfig {
   std::optional<double> state_fraction;          // "gpu_margin_mem_ratio": of the margin, for resident state
   std::optional<double> watchdog_seconds;        // 0: off
   std::optional<double> watchdog_abort_seconds;  // not below the other
+  std::optional<double> wear_budget_tb;          // terabytes that the run is to write to drives at the most
 };
 
 struct Config {
@@ -199,6 +224,9 @@ struct Config {
   AioConfig aio;
   ActivationCheckpointingConfig activation_checkpointing;
   std::optional<bool> wall_clock_breakdown;
+  std::optional<bool> comms_logger;  // "enabled"
+  FlopsProfilerConfig flops_profiler;
+  ElasticityConfig elasticity;
   MonitorConfig csv_monitor;
   MonitorConfig tensorboard;
   PenstockConfig penstock;

@@ -159,6 +159,9 @@ class Walker {
 
   absl::Status Object(const std::string& shown, const std::string& path, const Json& value) {
     if (!value.is_object()) return Wrong(shown, "an object", value);
+    // Of a feature that is switched off nothing is said; its keys may be some that are refused.
+    const bool feature = path == "elasticity" || path == "flops_profiler" || path == "comms_logger";
+    if (feature && value.contains("enabled") && value["enabled"] == false) return absl::OkStatus();
     if (path != "optimizer.params" && path != "scheduler.params") {
       RETURN_IF_ERROR(Walk(path, shown, path, value));
       // What has parameters must say whose they are.
@@ -247,6 +250,17 @@ class Walker {
           return Wrong(shown, "two numbers, each at least 0 and below 1", value);
         }
         return nlohmann::json::array({value[0].get<double>(), value[1].get<double>()});
+      }
+      case KeyType::kWholes: {
+        constexpr size_t kMost = 64;
+        if (!value.is_array() || value.empty() || value.size() > kMost)
+          return Wrong(shown, absl::StrCat("a list of whole numbers, at most ", kMost), value);
+        nlohmann::json wholes = nlohmann::json::array();
+        for (const Json& each : value) {
+          ASSIGN_OR_RETURN(nlohmann::json whole, WholeValue(spec, shown, each));
+          wholes.push_back(std::move(whole));
+        }
+        return wholes;
       }
       case KeyType::kObject:
         if (!value.is_object()) return Wrong(shown, "an object", value);

@@ -82,6 +82,9 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Object("checkpoint"),
     Object("penstock"),
     Bool("wall_clock_breakdown"),
+    Object("flops_profiler"),
+    Object("comms_logger"),
+    Object("elasticity"),
 
     Needless("steps_per_print", KeyType::kAny, "progress is one live line, and --log has every step"),
     Needless("memory_breakdown", KeyType::kBool,
@@ -91,14 +94,15 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Needless("timers", KeyType::kAny, kOwnReports),
     Needless("comms_config", KeyType::kObject, kOwnReports),
     Needless("disable_python_gc", KeyType::kBool, "there is no Python"),
-    Needless("comms_logger", KeyType::kObject, kOwnReports),
-    Needless("flops_profiler", KeyType::kObject, kOwnReports),
     Needless("monitor_config", KeyType::kObject, kOwnReports),
     Object("tensorboard"),
     Ignored("wandb", KeyType::kObject, kPythonsClient),
     Ignored("comet", KeyType::kObject, kPythonsClient),
     Object("csv_monitor"),
-    Needless("autotuning", KeyType::kObject, "the planner chooses; penstock plan shows what and why"),
+    Ignored(
+        "autotuning", KeyType::kObject,
+        "the planner chooses tiles, buffers and order on this machine at every start; penstock plan with the "
+        "same flags shows what and why, and what another batch or memory would bring"),
     Needless("zero_allow_untested_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
     Needless("zero_force_ds_cpu_optimizer", KeyType::kBool, "the optimizer is always Penstock's own"),
     Ignored("communication_data_type", KeyType::kAny, kRankOrderSum),
@@ -125,7 +129,6 @@ constexpr auto kTop = std::to_array<KeySpec>({
     Refused("amp", "Apex's mixed precision is not served; use bf16 or fp16"),
     Refused("torch_autocast", "autocast is not served; use bf16 or fp16"),
     Refused("gradient_allreduce_op", "gradients are averaged over ranks", "\"mean\""),
-    Refused("elasticity", "the batch size does not change by itself; give train_batch_size"),
     Refused("pipeline", "there is no pipeline parallelism; all ranks are data-parallel"),
     Refused("tensor_parallel", "there is no tensor parallelism; all ranks are data-parallel"),
     Refused("expert_parallel", "there is no expert parallelism; all ranks are data-parallel"),
@@ -367,7 +370,10 @@ constexpr auto kZero = std::to_array<KeySpec>({
     Needless("save_muon_momentum_buffer_in_memory", KeyType::kBool, "it only concerns Muon"),
 
     Refused("elastic_checkpoint", "DeepSpeed has dropped it; Penstock's checkpoints need no such key"),
-    Refused("zenflow", "gradients are applied in the step that made them"),
+    Refused(
+        "zenflow",
+        "it applies most gradients steps after they were made, which changes the result; here updates hide "
+        "behind reads and backward and wait for nothing"),
     Refused("zero_hpz_partition_size", "there is no secondary partition of ZeRO++", "1"),
     Refused("zero_quantized_weights",
             "blocks are gathered unchanged: losses are bit-identical to an unsharded run"),
@@ -399,7 +405,9 @@ constexpr auto kOffloadOptimizer = std::to_array<KeySpec>({
     Bool("pipeline_write"),
     Needless("fast_init", KeyType::kBool, "blocks go straight to their tier as they are built"),
     Number("ratio", 0, 1),
-    Needless("super_offload", KeyType::kBool, "updates run beside backward where the plan has them there"),
+    Needless(
+        "super_offload", KeyType::kBool,
+        "updates run beside backward, on an assumption that is made good, where the plan has them there"),
     Needless("convert_grad_on_cpu", KeyType::kBool, "the cast is fused into the update"),
     Needless("cpuadam_cores_perc", KeyType::kNumber, "give penstock.update_threads"),
 });
@@ -446,6 +454,44 @@ constexpr auto kMonitor = std::to_array<KeySpec>({
     Text("job_name"),
 });
 
+constexpr auto kFlopsProfiler = std::to_array<KeySpec>({
+    Bool("enabled"),
+    Whole("profile_step", 1),
+    Whole("module_depth", -1),
+    Whole("top_modules", 0),
+    Bool("detailed"),
+    Text("output_file"),
+    Needless("recompute_fwd_factor", KeyType::kNumber,
+             "every stage is computed once more in backward, and the profile says so"),
+});
+
+constexpr auto kCommsLogger = std::to_array<KeySpec>({
+    Bool("enabled"),
+    Needless("verbose", KeyType::kBool, "the table at the end has all exchanges; --trace has each"),
+    Needless("prof_all", KeyType::kBool, "the table at the end has all exchanges"),
+    Needless("prof_ops", KeyType::kAny, "the table at the end has all exchanges"),
+    Needless("debug", KeyType::kBool, "who calls is the plan"),
+});
+
+constexpr KeySpec kMicroBatches = {
+    .name = "micro_batch_sizes", .use = kServed, .type = KeyType::kWholes, .least = 1, .most = 1 << 20};
+constexpr std::string_view kNodesOfRanks =
+    "version 0.2 counts whole nodes and tensor parallelism; leave it at 1, and every rank counts";
+
+constexpr auto kElasticity = std::to_array<KeySpec>({
+    Bool("enabled"),
+    Whole("max_train_batch_size", 1, 0x1p30),
+    kMicroBatches,
+    Whole("min_gpus", 1, 0x1p31),
+    Whole("max_gpus", 1, 0x1p31),
+    Bool("prefer_larger_batch"),
+    Bool("ignore_non_elastic_batch_info"),
+    Needless("min_time", KeyType::kNumber, "it is for the scheduler that starts the ranks"),
+    Needless("version", KeyType::kNumber, "0.1, and 0.2 with one rank a node and no tensor parallelism"),
+    Refused("model_parallel_size", kNodesOfRanks, "1"),
+    Refused("num_gpus_per_node", kNodesOfRanks, "1"),
+});
+
 constexpr auto kPenstock = std::to_array<KeySpec>({
     Size("host_memory", 1),
     Size("device_memory", 1),
@@ -460,6 +506,7 @@ constexpr auto kPenstock = std::to_array<KeySpec>({
     Choice("placement", "auto|cpu|cuda|const"),
     Size("placement_const_bytes", 0),
     Number("gpu_margin_mem_ratio", 0, 1),
+    Number("wear_budget_tb", 1e-9, 1e9),
     Number("watchdog_seconds", 0, 1e9),
     Number("watchdog_abort_seconds", 0.001, 1e9),
 });
@@ -493,6 +540,9 @@ constexpr auto kSections = std::to_array<Section>({
     {"checkpoint", kCheckpoint},
     {"csv_monitor", kMonitor},
     {"tensorboard", kMonitor},
+    {"flops_profiler", kFlopsProfiler},
+    {"comms_logger", kCommsLogger},
+    {"elasticity", kElasticity},
     {"penstock", kPenstock},
 });
 

@@ -31,6 +31,7 @@ enum class KeyType {
   kChoice,  // one of `choices`, in any case
   kSize,    // bytes, or text such as "4GiB"
   kPair,    // two numbers below 1: Adam's betas
+  kWholes,  // a list of whole numbers, in any order and not empty
   kObject,  // served: a section of its own; else its contents are not looked at
   kAny,     // not looked at
 };
@@ -62,7 +63,8 @@ std::span<const KeySpec> SectionKeys(std::string_view section);
 std::vector<std::string_view> SectionPaths();
 
 // What a configuration says, by canonical path ("aio.block_size"): booleans, int64 for kWhole and kSize,
-// double for kNumber, the canonical spelling for kChoice, an array of two doubles for kPair. Keys whose value
+// double for kNumber, the canonical spelling for kChoice, an array of two doubles for kPair, of int64 for
+// kWholes. Keys whose value
 // is null or "auto" are absent.
 struct CheckedKeys {
   std::map<std::string, nlohmann::json> served;

@@ -192,6 +192,10 @@ std::string Report::Finish(const Engine* engine, const absl::Status& status) {
   report_["io_saturated_seconds"] = saturated;
   report_["compute_union_seconds"] = computed;
   report_["overlap_ratio"] = overlap_ratio_;
+  if (flops_per_step_ > 0) {
+    report_["model_flops_per_step"] = flops_per_step_;
+    report_["model_flops_per_second"] = seconds > 0 ? flops_per_step_ * steps / seconds : 0;
+  }
   report_["io_gbps_achieved"] = io_gbps_;
   report_["peak_rss_bytes"] = PeakRssBytes();
   nlohmann::json stalls = nlohmann::json::object();

@@ -21,6 +21,8 @@
 //                                  are any with what was measured at the start ("start");
 //                                  predicted_at_start_step_seconds and
 //                                  predicted_at_start_clipped_step_seconds are the latter
+//   model_flops_per_second         of matrix products, forward and twice that for backward, of all ranks
+//                                  (model_flops_per_step), over its seconds
 // A step's seconds, and those of totals, are without evaluation_seconds, which are of the evaluations after
 // the step before. evaluations has every one of this process, with its windows: sequences of the held-out
 // text, each a batch of its own. stopped_by is the signal that stopped the run, else null.
@@ -78,6 +80,8 @@ class Report {
     probe_read_bytes_ += read_bytes;
     probe_write_bytes_ += write_bytes;
   }
+  // What a step of the model computes: forward and backward, as the caller counts.
+  void Computes(double flops_per_step) { flops_per_step_ = flops_per_step; }
   void Identify(const std::string& run_id) { report_["run_id"] = run_id; }
   // The run ends before its last step.
   void Stopped(const std::string& signal) { report_["stopped_by"] = signal; }
@@ -114,6 +118,7 @@ class Report {
   int64_t stepped_ = 0;
   int64_t probe_read_bytes_ = 0, probe_write_bytes_ = 0;
   int64_t tokens_ = 0;
+  double flops_per_step_ = 0;  // 0: not known
   int64_t parameters_ = 0;
   tiering::Prediction prediction_;
   // Of the steady state: steps that left all updates to the next forward, and steps some of whose updates

@@ -1,0 +1,45 @@
+// penstock.wear_budget_tb: how much a run may write to drives in all. A plan that will write more is told
+// before the first step, with what would write less; a run that has written as much stops after its step.
+//
+// It stops rather than warns: wear cannot be undone, and a stop loses nothing, since --resume with a larger
+// budget goes on.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_WEAR_BUDGET_H_
+#define PENSTOCK_TOOLS_PENSTOCK_WEAR_BUDGET_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "zero/engine/engine.h"
+
+namespace penstock::tools {
+
+class WearBudget {
+ public:
+  // `terabytes`: of 10^12 bytes; empty: no bound.
+  explicit WearBudget(std::optional<double> terabytes)
+      : bytes_(terabytes.has_value() ? *terabytes * 1e12 : 0) {}
+
+  bool any() const { return bytes_ > 0; }
+  // Of all ranks, with what was written before this process. kResourceExhausted: it is used up.
+  absl::Status Check(double written_bytes) const;
+
+  struct Future {
+    double written_bytes = 0;  // by now, of all ranks
+    int64_t steps = 0;         // to come
+    int64_t checkpoints = 0;   // to come
+  };
+  // What the run will have written by its end. Where that is more than the budget, lines that say so and what
+  // would write less; else none.
+  std::vector<std::string> Warnings(const zero::EnginePlan& plan, const zero::EngineOptions& options,
+                                    const Future& future) const;
+
+ private:
+  const double bytes_;
+};
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_WEAR_BUDGET_H_
