@@ -233,6 +233,34 @@ void Decode8(const uint8_t* codes, float scale, float* out, size_t n) {
   });
 }
 
+// Rows of coded weights, by the layout in kernels/weight_code.h. Padding is read with the last block.
+template <int kBits, int kType>
+void DecodeWeightRow(const uint8_t* scales, const uint8_t* codes, size_t group, void* out, size_t n) {
+  for (size_t begin = 0; begin < n; begin += group, scales += 2) {
+    uint16_t half;
+    __builtin_memcpy(&half, scales, 2);
+    const F scale = FromBits(SetI(static_cast<uint32_t>(half) << 16));
+    const size_t end = n - begin < group ? n : begin + group;
+    const auto put = [=](I code, size_t i) {
+      const F value = Mul(ToFloat(SubI(code, SetI(kBits == 8 ? 128 : 8))), scale);
+      if (i + 16 <= end) {
+        Element<kType>::template Store<false>(out, i, value, 16);
+      } else if (i < end) {
+        Element<kType>::template Store<true>(out, i, value, end - i);
+      }
+    };
+    if constexpr (kBits == 8) {
+      for (size_t i = begin; i < end; i += 16) put(LoadU8<false>(codes + i, 16), i);
+    } else {
+      for (size_t i = begin; i < end; i += 32) {
+        const I both = LoadU8<false>(codes + i / 2, 16);
+        put(And(both, SetI(15)), i);
+        put(Shr<4>(both), i + 16);
+      }
+    }
+  }
+}
+
 // NOLINTEND(clang-analyzer-optin.performance.Padding)
 
 }  // namespace penstock::kernels::PENSTOCK_SIMD_NAMESPACE

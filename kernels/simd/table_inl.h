@@ -37,6 +37,8 @@ constexpr KernelTable kTable = {
     .scale = {Scale<0>, Scale<1>, Scale<2>},
     .encode8 = {Encode8<0>, Encode8<1>},
     .decode8 = {Decode8<0>, Decode8<1>},
+    .decode_weights = {{DecodeWeightRow<8, 0>, DecodeWeightRow<8, 1>},
+                       {DecodeWeightRow<4, 0>, DecodeWeightRow<4, 1>}},
     .update = {PENSTOCK_UPDATES(Adam), PENSTOCK_UPDATES(Adagrad), PENSTOCK_UPDATES(Lion),
                PENSTOCK_UPDATES(Sgd)},
     .lamb_moments = {{LambMoments<0, 0>, LambMoments<0, 1>},
