@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "generate/decode.h"
 #include "generate/pass.h"
 #include "generate/stream.h"
 #include "zero/compute/libtorch/tensor_allocator.h"
@@ -63,11 +64,34 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
           std::max(sizes.largest_part_rows,
                    source.turned(part.tensor) ? matrix.rows : part.elements / matrix.columns + 1);
       sizes.converts = sizes.converts || source.type(part.tensor) != type;
+      sizes.matrix_elements += part.elements;
+      if (!source.code(part.tensor).has_value()) continue;
+      sizes.coded_elements += part.elements;
+      sizes.decoded_elements = std::max(sizes.decoded_elements, DecodedRows(matrix.columns) * matrix.columns);
     }
   }
   sizes.kept_bytes = KeptTensors::BytesOf(decoder, layout, type, budget / kTableShare);
   sizes.scratch_bytes = source.scratch_bytes();
   return sizes;
+}
+
+// How long all coded weights take to be decoded.
+double DecodeSeconds(const GenerationSizes& sizes) {
+  if (sizes.coded_elements == 0) return 0;
+  const int64_t columns = sizes.decoder.width, rows = DecodedRows(columns);
+  const kernels::WeightCode code;
+  const DType type = sizes.element_bytes == 2 ? DType::kBf16 : DType::kFp32;
+  const torch::Tensor coded = torch::zeros(
+      {rows * static_cast<int64_t>(code.row_bytes(static_cast<size_t>(columns)))}, torch::kUInt8);
+  const torch::Tensor out =
+      torch::empty({rows * columns}, sizes.element_bytes == 2 ? torch::kBFloat16 : torch::kFloat32);
+  double best = 1e9;
+  for (int turn = 0; turn < kMeasuredTurns; ++turn) {
+    const double from = Now();
+    DecodeRows(code, static_cast<const std::byte*>(coded.data_ptr()), rows, columns, type, out.data_ptr());
+    best = std::min(best, Now() - from);
+  }
+  return best * static_cast<double>(sizes.coded_elements) / static_cast<double>(rows * columns);
 }
 
 // How fast the units come, and how long a group's products take.
@@ -106,9 +130,9 @@ absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::sp
       (void)torch::linear(x, w);
       best = std::min(best, Now() - from);
     }
-    uint64_t all = 0;
-    for (const uint64_t unit : sizes.units) all += unit;
-    wish->group_seconds = best * static_cast<double>(all) / static_cast<double>(w.nbytes());
+    wish->group_seconds =
+        best * static_cast<double>(sizes.matrix_elements) / static_cast<double>(outs * columns);
+    wish->decode_seconds = DecodeSeconds(sizes);
   } catch (const c10::Error& error) {
     return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
   }

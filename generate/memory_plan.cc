@@ -38,7 +38,7 @@ uint64_t TensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64
   const uint64_t wide = 4;  // scores may be in fp32
   const uint64_t attention = U(wish.positions) * (attending * U(d.heads) * 3 * wide + 2 * kept * (e + wide)) +
                              4 * attending * mixed * 4;
-  const uint64_t converted = s.converts ? 4 * U(s.largest_part) : 0;
+  const uint64_t converted = (s.converts ? 4 * U(s.largest_part) : 0) + e * U(s.decoded_elements);
   return (rows + product + std::max(logits, attention) + converted) * 9 / 8 + s.kept_bytes + kTensorSlack;
 }
 
@@ -95,7 +95,7 @@ void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPla
   const double drive =
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
   const auto groups = static_cast<double>((plan->batch + plan->group_rows - 1) / plan->group_rows);
-  const double compute = groups * wish.group_seconds;
+  const double compute = groups * wish.group_seconds + wish.decode_seconds;
   plan->drive_bound = drive >= compute;
   plan->pass_seconds = std::max({drive, compute, 1e-6});
 }

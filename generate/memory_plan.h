@@ -38,7 +38,10 @@ struct GenerationSizes {
   uint64_t scratch_bytes = 0;   // to read rows through
   int64_t largest_part = 0;     // elements of a matrix that are used at once
   int64_t largest_part_rows = 0;
-  bool converts = false;  // the compute type is not the stored one
+  bool converts = false;         // the compute type is not the stored one
+  int64_t matrix_elements = 0;   // of all units
+  int64_t coded_elements = 0;    // of those, coded
+  int64_t decoded_elements = 0;  // that are decoded at once, at most
 };
 
 struct GenerationWish {
@@ -49,7 +52,8 @@ struct GenerationWish {
   int64_t positions = 1;  // of the longest, prompt and text
   int64_t prompt = 1;     // positions of the longest prompt
   double drive_bytes_per_second = 2e9;
-  double group_seconds = 0;  // that the products of one group of rows take in a whole pass
+  double group_seconds = 0;   // that the products of one group of rows take in a whole pass
+  double decode_seconds = 0;  // that coded weights take to be decoded, once a pass
 };
 
 struct GenerationPlan {

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "generate/decode.h"
 #include "models/causal_attention.h"
 
 namespace penstock::generate {
@@ -152,7 +153,18 @@ int KeptTensors::tensor(int block, std::string_view name) const {
 absl::StatusOr<Tensor> KeptTensors::Read(int tensor, std::span<const int64_t> rows,
                                          std::vector<int64_t> sizes) {
   const DType stored = source_->type(tensor);
+  const std::optional<kernels::WeightCode>& code = source_->code(tensor);
   try {
+    if (code.has_value()) {
+      const int64_t columns = sizes.back(), count = static_cast<int64_t>(rows.size());
+      const Tensor raw = torch::empty(
+          {count * static_cast<int64_t>(code->row_bytes(static_cast<size_t>(columns)))}, torch::kUInt8);
+      RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, static_cast<std::byte*>(raw.data_ptr())));
+      Tensor decoded = torch::empty(sizes, TorchType(type_));
+      DecodeRows(*code, static_cast<const std::byte*>(raw.data_ptr()), count, columns, type_,
+                 decoded.data_ptr());
+      return decoded;
+    }
     Tensor raw = torch::empty(sizes, TorchType(stored));
     RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, static_cast<std::byte*>(raw.data_ptr())));
     return raw.to(TorchType(type_));
@@ -319,7 +331,28 @@ class PassRunner::Block : public models::BlockAccess {
     return stored == runner_.type_ ? raw : raw.to(TorchType(runner_.type_));
   }
 
+  // Rows are decoded as many as caches hold, and multiplied at once.
+  void MultiplyCoded(const kernels::WeightCode& code, const WeightPart& part, int64_t columns,
+                     const Tensor& x, Tensor* y) {
+    PENSTOCK_CHECK(part.first % columns == 0 && part.elements % columns == 0, "coded parts are whole rows");
+    const int64_t rows = part.elements / columns, at_once = DecodedRows(columns);
+    const size_t row_bytes = code.row_bytes(static_cast<size_t>(columns));
+    if (!decoded_.defined() || decoded_.numel() < at_once * columns) {
+      decoded_ = Tensor();  // before the next is there
+      decoded_ = torch::empty({at_once * columns}, TorchType(runner_.type_));
+    }
+    for (int64_t row = 0; row < rows; row += at_once) {
+      const int64_t count = std::min(at_once, rows - row);
+      DecodeRows(code, unit_.memory + part.at + static_cast<size_t>(row) * row_bytes, count, columns,
+                 runner_.type_, decoded_.data_ptr());
+      MultiplyRows(decoded_.narrow(0, 0, count * columns).view({count, columns}), part.first / columns + row,
+                   x, y);
+    }
+  }
+
   void Multiply(const WeightPart& part, const models::PublishedTensor& matrix, const Tensor& x, Tensor* y) {
+    if (const auto& code = runner_.source_.code(part.tensor); code.has_value())
+      return MultiplyCoded(*code, part, matrix.columns, x, y);
     const Tensor elements = Elements(part);
     if (runner_.source_.turned(part.tensor)) {
       PENSTOCK_CHECK(part.elements == matrix.elements(), "a turned matrix comes whole");
@@ -367,6 +400,7 @@ class PassRunner::Block : public models::BlockAccess {
   Stream::Item unit_;
   bool held_ = false;
   size_t part_ = 0;
+  Tensor decoded_;  // of coded weights
   Tensor carry_;
   int64_t carried_ = 0;
 };

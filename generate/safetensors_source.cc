@@ -42,17 +42,17 @@ class SafetensorsSource : public WeightSource {
 
   absl::Status Open(const std::string& path, std::span<const int> uses, const std::string& label) {
     ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
-                     models::WeightImport::Open(path, layout_, label));
+                     models::WeightImport::OpenAnyCode(path, layout_, label));
     for (size_t i = 0; i < layout_.tensors.size(); ++i) {
       const models::WeightImport::Place place = import->PlaceOf(i);
-      const DType type = place.dtype == swap::Dtype::kF32    ? DType::kFp32
+      const DType type = place.code.has_value()              ? import->packed()->compute
+                         : place.dtype == swap::Dtype::kF32  ? DType::kFp32
                          : place.dtype == swap::Dtype::kBf16 ? DType::kBf16
                                                              : DType::kFp16;
-      tensors_.push_back({type, layout_.tensors[i].transposed});
+      tensors_.push_back({type, layout_.tensors[i].transposed && !place.code.has_value(), place.code});
       ASSIGN_OR_RETURN(const size_t file, FileOf(place.path));
       places_.push_back({file, place.offset});
-      uint64_t row = WidthOf(type) * static_cast<uint64_t>(RowElements(i));
-      largest_row_ = std::max(largest_row_, row);
+      largest_row_ = std::max(largest_row_, RowBytes(i));
     }
     for (const int tensor : uses) Cut(tensor);
     return absl::OkStatus();
@@ -76,7 +76,7 @@ class SafetensorsSource : public WeightSource {
   absl::Status ReadRows(int tensor, std::span<const int64_t> rows, std::span<std::byte> memory,
                         std::byte* to) override {
     const auto index = static_cast<size_t>(tensor);
-    const uint64_t row_bytes = WidthOf(type(tensor)) * static_cast<uint64_t>(RowElements(index));
+    const uint64_t row_bytes = RowBytes(index);
     const uint64_t slot = (row_bytes + 2 * kSector) / kSector * kSector;
     const size_t at_once = std::min<size_t>(kRowReads, memory.size() / slot);
     if (at_once == 0) return absl::InvalidArgumentError("weights: less scratch than scratch_bytes()");
@@ -101,7 +101,13 @@ class SafetensorsSource : public WeightSource {
   // A row as it is stored; a vector is one row.
   int64_t RowElements(size_t i) const {
     const models::PublishedTensor& t = layout_.tensors[i];
-    return t.columns == 0 ? t.rows : t.transposed ? t.rows : t.columns;
+    return t.columns == 0 || tensors_[i].turned ? t.rows : t.columns;
+  }
+
+  uint64_t RowBytes(size_t i) const {
+    const Stored& stored = tensors_[i];
+    const auto elements = static_cast<uint64_t>(RowElements(i));
+    return stored.code.has_value() ? stored.code->row_bytes(elements) : WidthOf(stored.type) * elements;
   }
 
   absl::StatusOr<size_t> FileOf(const std::string& path) {
@@ -129,9 +135,12 @@ class SafetensorsSource : public WeightSource {
 
   void Add(int tensor, int64_t first, int64_t elements) {
     const Place& place = places_[static_cast<size_t>(tensor)];
-    const uint64_t width = WidthOf(type(tensor));
-    const uint64_t from = place.offset + width * static_cast<uint64_t>(first);
-    const Sectors sectors(from, from + width * static_cast<uint64_t>(elements), sizes_[place.file]);
+    const auto index = static_cast<size_t>(tensor);
+    const auto bytes = [&](int64_t n) {  // of whole rows
+      return RowBytes(index) * static_cast<uint64_t>(n / RowElements(index));
+    };
+    const uint64_t from = place.offset + bytes(first);
+    const Sectors sectors(from, from + bytes(elements), sizes_[place.file]);
     extents_.push_back({place.file, sectors.begin, sectors.end - sectors.begin});
     units_.push_back({sectors.padded(), {{tensor, first, elements, from - sectors.begin}}});
   }
@@ -139,8 +148,8 @@ class SafetensorsSource : public WeightSource {
   // Whole rows; a turned matrix stays whole, since its product is a sum over its rows.
   void Cut(int tensor) {
     const models::PublishedTensor& t = layout_.tensors[static_cast<size_t>(tensor)];
-    if (t.transposed) return Add(tensor, 0, t.elements());
-    const auto row = static_cast<uint64_t>(t.columns) * WidthOf(type(tensor));
+    if (turned(tensor)) return Add(tensor, 0, t.elements());
+    const uint64_t row = RowBytes(static_cast<size_t>(tensor));
     const auto rows = static_cast<int64_t>(std::max(kUnitBytes / row, uint64_t{1}));
     for (int64_t at = 0; at < t.rows; at += rows)
       Add(tensor, at * t.columns, std::min(rows, t.rows - at) * t.columns);

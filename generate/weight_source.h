@@ -1,4 +1,5 @@
-// Where generation reads weights: a Hugging Face directory, in place, or a state directory or checkpoint.
+// Where generation reads weights: a Hugging Face directory, in place, packed or not, or a state directory or
+// checkpoint.
 //
 // A source cuts the matrices that a pass uses into *units*, in the order in which the pass uses them. A unit
 // is what one read brings: rows of one matrix (safetensors), or a tile (a store). Its *parts* say which
@@ -17,6 +18,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -26,6 +28,7 @@
 #include "aio/engine.h"
 #include "aio/request.h"
 #include "kernels/float16.h"
+#include "kernels/weight_code.h"
 #include "models/layout.h"
 #include "swap/store.h"
 #include "zero/ranks/sharded_state.h"
@@ -63,9 +66,14 @@ class WeightSource {
 
   // In the order of use.
   const std::vector<WeightUnit>& units() const { return units_; }
-  // How the elements of a tensor are stored, and whether a matrix is stored as [columns, rows].
+  // How the elements of a tensor are stored (coded ones: what they are decoded to), and whether a matrix is
+  // stored as [columns, rows].
   kernels::DType type(int tensor) const { return tensors_[static_cast<size_t>(tensor)].type; }
   bool turned(int tensor) const { return tensors_[static_cast<size_t>(tensor)].turned; }
+  // Of a matrix whose rows are stored coded (kernels/weight_code.h); its parts are whole rows.
+  const std::optional<kernels::WeightCode>& code(int tensor) const {
+    return tensors_[static_cast<size_t>(tensor)].code;
+  }
   // Bytes that a pass over all units moves, by what reads them.
   uint64_t pass_bytes() const;
   uint64_t largest_unit_bytes() const;
@@ -85,6 +93,7 @@ class WeightSource {
   struct Stored {
     kernels::DType type = kernels::DType::kBf16;
     bool turned = false;
+    std::optional<kernels::WeightCode> code = std::nullopt;
   };
   explicit WeightSource(aio::Engine* engine) : engine_(*engine) {}
 

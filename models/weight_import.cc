@@ -101,6 +101,21 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
   return json.is_object() ? json : nlohmann::json();
 }
 
+std::optional<PackedWeights> PackingOf(const std::string& path) {
+  absl::StatusOr<std::string> file = MainFile(path, path);
+  if (file.ok() && absl::EndsWith(*file, ".json")) {
+    const absl::StatusOr<nlohmann::json> index = ReadJson(path, *file);
+    if (!index.ok() || !index->contains("weight_map")) return std::nullopt;
+    const nlohmann::json& map = (*index)["weight_map"];
+    if (!map.is_object() || map.empty() || !map.begin()->is_string()) return std::nullopt;
+    file = absl::StrCat(DirectoryOf(*file), "/", map.begin()->get<std::string>());
+  }
+  if (!file.ok()) return std::nullopt;
+  const auto reader = swap::SafetensorsReader::Open(*file);
+  if (!reader.ok()) return std::nullopt;
+  return PackedWeights::Of((*reader)->metadata()).value_or(std::nullopt);
+}
+
 absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::string& path,
                                                                  ModelLayout layout) {
   return Open(path, std::move(layout), "--init-from");
@@ -110,6 +125,20 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::stri
                                                                  const std::string& label) {
   const std::string given = Given(label, path);
   std::unique_ptr<WeightImport> import(new WeightImport(given, std::move(layout)));
+  RETURN_IF_ERROR(import->OpenFiles(path, given, /*coded=*/false));
+  return import;
+}
+
+absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::OpenAnyCode(const std::string& path,
+                                                                        ModelLayout layout,
+                                                                        const std::string& label) {
+  const std::string given = Given(label, path);
+  std::unique_ptr<WeightImport> import(new WeightImport(given, std::move(layout)));
+  RETURN_IF_ERROR(import->OpenFiles(path, given, /*coded=*/true));
+  return import;
+}
+
+absl::Status WeightImport::OpenFiles(const std::string& path, const std::string& given, bool coded) {
   ASSIGN_OR_RETURN(std::string main, MainFile(path, given));
   std::map<std::string, std::set<std::string>> names;  // by file; empty: whatever is in there
   if (absl::EndsWith(main, ".json")) {
@@ -136,16 +165,52 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::Open(const std::stri
     if (!reader.ok()) return reader.status();
     for (const swap::TensorInfo& info : (*reader)->tensors()) {
       if (!wanted.empty() && wanted.count(info.name) == 0) continue;
-      const bool added = there.emplace(import->WithoutPrefix(info.name), Source{reader->get(), &info}).second;
+      const bool added = there.emplace(WithoutPrefix(info.name), Source{reader->get(), &info}).second;
       if (!added) return Wrong(given, absl::StrCat("two tensors of the name ", info.name));
     }
     for (const std::string& name : wanted) {
       if ((*reader)->Find(name) == nullptr) return Wrong(given, absl::StrCat(file, " has no tensor ", name));
     }
-    import->files_.push_back(std::move(*reader));
+    RETURN_IF_ERROR(TakePacked(**reader, coded));
+    files_.push_back(std::move(*reader));
   }
-  RETURN_IF_ERROR(import->Find(there));
-  return import;
+  return Find(there);
+}
+
+// All files of packed weights say the same.
+absl::Status WeightImport::TakePacked(const swap::SafetensorsReader& file, bool coded) {
+  absl::StatusOr<std::optional<PackedWeights>> packed = PackedWeights::Of(file.metadata());
+  if (!packed.ok()) return Wrong(path_, absl::StrCat(file.path(), ": ", packed.status().message()));
+  if (packed->has_value() && !coded) {
+    return Wrong(path_, absl::StrCat(file.path(), " is packed in ", (*packed)->bits,
+                                     " bit, which only `penstock generate` reads: give the directory that it "
+                                     "was made of"));
+  }
+  if (!files_.empty() && packed_ != *packed)
+    return Wrong(path_, absl::StrCat(file.path(), " is packed in another way than the files before it"));
+  packed_ = *packed;
+  return absl::OkStatus();
+}
+
+// A coded matrix is rows of bytes, whose number tells its code.
+absl::Status WeightImport::CheckCoded(const PublishedTensor& tensor, const swap::TensorInfo& info) const {
+  const auto rows = static_cast<uint64_t>(tensor.rows), columns = static_cast<uint64_t>(tensor.columns);
+  for (const int bits : {8, 4}) {
+    const kernels::WeightCode code{bits, packed_->group};
+    if (info.shape == std::vector<uint64_t>{rows, code.row_bytes(columns)}) return absl::OkStatus();
+  }
+  return Wrong(
+      path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " bytes there: no code of this model's [",
+                          rows, ", ", columns, "] in groups of ", packed_->group));
+}
+
+std::optional<kernels::WeightCode> WeightImport::CodeOf(size_t i) const {
+  const swap::TensorInfo& info = *sources_[i].info;
+  if (info.dtype != swap::Dtype::kU8) return std::nullopt;
+  const kernels::WeightCode eight{8, packed_->group};
+  return info.shape[1] == eight.row_bytes(static_cast<uint64_t>(layout_.tensors[i].columns))
+             ? eight
+             : kernels::WeightCode{4, packed_->group};
 }
 
 std::string WeightImport::WithoutPrefix(const std::string& name) const {
@@ -168,6 +233,11 @@ absl::Status WeightImport::Find(const std::map<std::string, Source>& there) {
       return Wrong(path_, absl::StrCat("no tensor ", tensor.name, nor, ": not weights of this model"));
     }
     const swap::TensorInfo& info = *found->second.info;
+    if (packed_.has_value() && tensor.columns > 0 && info.dtype == swap::Dtype::kU8) {
+      RETURN_IF_ERROR(CheckCoded(tensor, info));
+      sources_.push_back(found->second);
+      continue;
+    }
     if (info.shape != tensor.published_shape()) {
       return Wrong(path_, absl::StrCat(info.name, " is ", ShapeText(info.shape), " there and ",
                                        ShapeText(tensor.published_shape()),

@@ -10,6 +10,8 @@
 // that names it. Masks and other constants that old files carry are passed over, and an output embedding is,
 // if it is the tied one.
 //
+// What `penstock pack` wrote (models/weight_pack.h) is taken where the caller asks for it, and read in place.
+//
 // Threads: one. Errors: kInvalidArgument: not the weights of this model; kDataLoss: not what it says it is;
 // others as the operating system says.
 #ifndef PENSTOCK_MODELS_WEIGHT_IMPORT_H_
@@ -20,12 +22,15 @@
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/weight_code.h"
 #include "models/layout.h"
+#include "models/packed_weights.h"
 #include "swap/safetensors.h"
 
 namespace penstock::models {
@@ -33,6 +38,10 @@ namespace penstock::models {
 // The model that the weights at `path` were made for: config.json beside them, or what `penstock export` put
 // into the file's header. Null where neither is there.
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path);
+
+// How the weights at `path` are packed, by the header of one of its files; nullopt: they are not, or cannot
+// be read, which opening them tells.
+std::optional<PackedWeights> PackingOf(const std::string& path);
 
 // Whether a directory has weights that WeightImport takes.
 bool HasWeights(const std::string& directory);
@@ -45,7 +54,14 @@ class WeightImport {
   static absl::StatusOr<std::unique_ptr<WeightImport>> Open(const std::string& path, ModelLayout layout,
                                                             const std::string& label);
 
-  // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters.
+  // The same, but the weights may be packed: packed() says so. Coded tensors are read in place, by PlaceOf
+  // alone.
+  static absl::StatusOr<std::unique_ptr<WeightImport>> OpenAnyCode(const std::string& path,
+                                                                   ModelLayout layout,
+                                                                   const std::string& label);
+
+  // Elements [first, first + elements) of a block's run, as fp32; zeros between the parameters. Not of coded
+  // weights.
   absl::Status Read(int block, int64_t first, int64_t elements, float* to);
 
   // Where tensor `i` of the layout lies, for who reads it in place.
@@ -53,11 +69,15 @@ class WeightImport {
     std::string path;
     uint64_t offset = 0;  // in the file
     swap::Dtype dtype = swap::Dtype::kF32;
+    // Of a coded matrix, which is row by row as kept, even where it is published turned.
+    std::optional<kernels::WeightCode> code;
   };
   Place PlaceOf(size_t i) const {
     return {sources_[i].file->path(), sources_[i].file->data_start() + sources_[i].info->offset,
-            sources_[i].info->dtype};
+            sources_[i].info->dtype, CodeOf(i)};
   }
+  // Null: not packed.
+  const std::optional<PackedWeights>& packed() const { return packed_; }
 
  private:
   struct Source {
@@ -65,6 +85,10 @@ class WeightImport {
     const swap::TensorInfo* info = nullptr;
   };
   WeightImport(std::string path, ModelLayout layout) : path_(std::move(path)), layout_(std::move(layout)) {}
+  absl::Status OpenFiles(const std::string& path, const std::string& given, bool coded);
+  absl::Status TakePacked(const swap::SafetensorsReader& file, bool coded);
+  absl::Status CheckCoded(const PublishedTensor& tensor, const swap::TensorInfo& info) const;
+  std::optional<kernels::WeightCode> CodeOf(size_t i) const;
   std::string WithoutPrefix(const std::string& name) const;
   bool IsPassedOver(const std::string& name) const;
   absl::Status Find(const std::map<std::string, Source>& there);
@@ -79,6 +103,7 @@ class WeightImport {
   const ModelLayout layout_;
   std::vector<std::unique_ptr<swap::SafetensorsReader>> files_;
   std::vector<Source> sources_;  // parallel to layout_.tensors
+  std::optional<PackedWeights> packed_;
   std::vector<std::byte> raw_;
   std::vector<float> values_;
 };

@@ -61,6 +61,7 @@ constexpr Verb kVerbs[] = {
     {"report", "draw trainings from report, log and trace as one page", RunReport},
     {"estimate", "DeepSpeed-compatible memory estimates, and the NVMe tier beyond them", Estimate},
     {"generate", "generate text with a model larger than memory", RunGenerate},
+    {"pack", "code a model's weights in 8 or 4 bit for generate", RunPack},
     {"sample", "generate text from a state directory or checkpoint", RunSample},
     {"export", "stream weights out to safetensors", RunExport},
     {"zero_to_fp32", "export, by the name that users of DeepSpeed look for", RunExport},

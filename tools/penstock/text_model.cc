@@ -38,6 +38,9 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
   text->bytes = text->model->vocabulary() == kBytes;
   text->threads = zero::DefaultIntraOpThreads();
   text->identity = {{"model", text->model->ToJson()}};
+  text->packed = models::PackingOf(directory);
+  if (text->packed.has_value())
+    text->identity.update({{"bits", text->packed->bits}, {"group", text->packed->group}});
   // The tokens that end a text, where config.json says so.
   const nlohmann::json published = text->model->ToPublished();
   const auto end = published.find("eos_token_id");

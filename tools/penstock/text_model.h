@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
 #include "models/family.h"
+#include "models/packed_weights.h"
 #include "text/tokenizer.h"
 #include "zero/ranks/sharded_state.h"
 
@@ -28,6 +29,7 @@ struct TextModel {
   std::vector<int64_t> ends;                         // tokens that end a text
 
   std::string directory;                         // Hugging Face's; empty: a state
+  std::optional<models::PackedWeights> packed;   // of a directory, if `penstock pack` wrote it
   std::vector<std::string> state_dirs;           // of a state: what an engine opens
   zero::ShardDirectories parts;                  // of a state, by rank
   uint64_t sequence = 0;                         // its commit

@@ -15,6 +15,7 @@
 #include "swap/inspect.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/model_files.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/verbs.h"
 #include "zero/compute/tile_format.h"
@@ -59,9 +60,7 @@ absl::StatusOr<std::optional<uint64_t>> SizeOf(const char* flag, const std::opti
 // Those that are there already stay.
 void CopyTokenizer(const std::string& from, const std::string& to) {
   if (from.empty()) return;
-  for (const char* name :
-       {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-        "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja"}) {
+  for (const char* name : kTokenizerFiles) {
     std::error_code error;  // a file that is not there, or cannot be read, is no part of the weights
     std::filesystem::copy_file(std::filesystem::path(from) / name, std::filesystem::path(to) / name,
                                std::filesystem::copy_options::skip_existing, error);

@@ -41,7 +41,7 @@ struct Flags {
   std::optional<std::string> prompts, out, report, tokenizer, host_memory, kv_dir;
   std::string batch = "auto", kv = "auto";
   int64_t tokens = 128, seed = 1;
-  std::optional<int64_t> threads;
+  std::optional<int64_t> threads, weights;
   models::SamplingOptions sampling;
   bool stream = false, json = false, overwrite = false, quiet = false, verbose = false;
 };
@@ -121,6 +121,7 @@ class Generation {
   absl::Status Run() {
     RETURN_IF_ERROR(CheckFlags(flags_));
     ASSIGN_OR_RETURN(model_, OpenTextModel(flags_.dirs, flags_.tokenizer, kName, err_));
+    RETURN_IF_ERROR(CheckWeights());
     if (flags_.prompts.has_value()) {
       prompts_.emplace(&model_, *flags_.prompts);
     } else {
@@ -157,6 +158,23 @@ class Generation {
  private:
   void Say(const std::string& line) {
     if (!flags_.quiet) err_ << line << std::endl;
+  }
+
+  int64_t WeightBits() const { return model_.packed.has_value() ? model_.packed->bits : 16; }
+
+  absl::Status CheckWeights() const {
+    const int64_t there = WeightBits(), asked = flags_.weights.value_or(there);
+    if (asked != 16 && asked != 8 && asked != 4)
+      return Wrong(absl::StrCat("--weights ", asked, ": must be 16, 8 or 4"));
+    if (asked == there) return absl::OkStatus();
+    const std::string& directory = flags_.dirs.front();
+    if (there == 16) {
+      return Wrong(absl::StrCat("--weights ", asked, ": ", directory, " is not packed; `penstock pack ",
+                                directory, " OUT --weights ", asked, "` makes a directory that is"));
+    }
+    return Wrong(absl::StrCat("--weights ", asked, ": ", directory, " is packed in ", there,
+                              " bit; give the directory that it was made of",
+                              asked == 16 ? "" : ", packed in the other way by `penstock pack`"));
   }
 
   int64_t TokensOf(const Prompt& prompt) const {
@@ -361,6 +379,7 @@ class Generation {
                                      {"prompts", total_},
                                      {"prompts_done_before", total_ - left_},
                                      {"threads", threads_},
+                                     {"weights", WeightBits()},
                                      {"stopped_by", nullptr}};
     if (stop_signal.load() != 0) report["stopped_by"] = stop_signal.load() == SIGINT ? "SIGINT" : "SIGTERM";
     rusage usage{};
@@ -442,7 +461,8 @@ int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostre
       kName);
   Flags flags;
   app.add_option("DIR", flags.dirs,
-                 "Hugging Face directory, state directory or checkpoint; all directories of a striped run");
+                 "Hugging Face directory, packed or not, state directory or checkpoint; all directories of a "
+                 "striped run");
   app.add_option("--prompt", flags.prompt, "What a text begins with; several make several texts")
       ->take_all()
       ->allow_extra_args(false);
@@ -456,6 +476,8 @@ int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostre
       ->allow_extra_args(false);
   app.add_option("--batch", flags.batch, "Texts at once, or auto [auto]");
   app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_option("--weights", flags.weights,
+                 "Bits of a weight: 16 (as they are), 8 or 4 (packed); must be what DIR has [what DIR has]");
   app.add_option("--kv", flags.kv, "Where keys and values live: auto, host or nvme [auto]");
   app.add_option("--kv-dir", flags.kv_dir, "Directory of theirs on a drive [that of --out, or this one]");
   app.add_option("--temperature", flags.sampling.temperature, "0 takes the likeliest token each time [0]");

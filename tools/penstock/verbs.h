@@ -14,6 +14,7 @@ int RunReport(int argc, const char* const* argv, std::ostream& out, std::ostream
 int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+int RunPack(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunExportCheckpoint(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
 int RunImportCheckpoint(int argc, const char* const* argv, std::ostream& out, std::ostream& err);

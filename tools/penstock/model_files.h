@@ -1,0 +1,20 @@
+// The files of a Hugging Face directory that stand beside its weights.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_MODEL_FILES_H_
+#define PENSTOCK_TOOLS_PENSTOCK_MODEL_FILES_H_
+
+namespace penstock::tools {
+
+// What others need besides weights and config.json.
+inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
+                                                  "tokenizer_config.json",
+                                                  "special_tokens_map.json",
+                                                  "generation_config.json",
+                                                  "tokenizer.model",
+                                                  "vocab.json",
+                                                  "merges.txt",
+                                                  "added_tokens.json",
+                                                  "chat_template.jinja"};
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_MODEL_FILES_H_

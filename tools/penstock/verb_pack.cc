@@ -1,0 +1,234 @@
+// `penstock pack`: a model's weights in 8 or 4 bit.
+//
+// The directory is written beside its name and takes it when all of it is on the drive: a kill leaves
+// OUT.partial, which the next pack to OUT replaces.
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/status_macros.h"
+#include "kernels/weight_code.h"
+#include "models/family.h"
+#include "models/weight_import.h"
+#include "models/weight_pack.h"
+#include "tools/base/cli.h"
+#include "tools/base/size.h"
+#include "tools/penstock/model_files.h"
+#include "tools/penstock/state_reader.h"
+#include "tools/penstock/verbs.h"
+
+namespace penstock::tools {
+namespace {
+
+namespace fs = std::filesystem;
+constexpr const char* kName = "penstock pack";
+
+struct Flags {
+  std::string from, out;
+  int64_t weights = 8, group = 64;
+  std::string max_shard = "4GiB";
+  bool overwrite = false, quiet = false;
+};
+
+absl::Status Errno(const std::string& what) { return absl::ErrnoToStatus(errno, what); }
+
+bool IsOurs(const std::string& name) {
+  if (name == "config.json") return true;
+  if (absl::StartsWith(name, "model") && absl::StrContains(name, ".safetensors")) return true;
+  return std::find(std::begin(kTokenizerFiles), std::end(kTokenizerFiles), name) != std::end(kTokenizerFiles);
+}
+
+// kAlreadyExists: it holds what pack did not write.
+absl::Status CheckOnlyOurs(const std::string& directory) {
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename();
+    if (IsOurs(name) && entry.is_regular_file(error)) continue;
+    return absl::AlreadyExistsError(
+        absl::StrCat(directory, " holds ", name, ", which is not of a packed model: it is not replaced"));
+  }
+  return error ? absl::ErrnoToStatus(error.value(), absl::StrCat("list ", directory)) : absl::OkStatus();
+}
+
+absl::Status Sync(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return Errno(absl::StrCat("open ", path));
+  const bool synced = ::fsync(fd) == 0;
+  const int error = errno;
+  ::close(fd);
+  return synced ? absl::OkStatus() : absl::ErrnoToStatus(error, absl::StrCat("fsync ", path));
+}
+
+std::string ParentOf(const std::string& path) {
+  const std::string parent = fs::path(path).parent_path();
+  return parent.empty() ? "." : parent;
+}
+
+absl::Status CopyFile(const std::string& from, const std::string& to) {
+  std::error_code error;
+  fs::copy_file(from, to, error);
+  if (error) return absl::ErrnoToStatus(error.value(), absl::StrCat("copy ", from, " to ", to));
+  return Sync(to);
+}
+
+// A directory that becomes another: this process's alone, empty, gone again unless it was published.
+class Partial {
+ public:
+  explicit Partial(std::string out) : out_(std::move(out)), path_(out_ + ".partial") {}
+  ~Partial() {
+    if (fd_ < 0) return;
+    if (owned_) Clear();
+    ::close(fd_);
+  }
+  Partial(const Partial&) = delete;
+  Partial& operator=(const Partial&) = delete;
+  const std::string& path() const { return path_; }
+
+  absl::Status Begin() {
+    if (::mkdir(path_.c_str(), 0777) != 0 && errno != EEXIST) return Errno(absl::StrCat("mkdir ", path_));
+    fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd_ < 0) return Errno(absl::StrCat("open ", path_));
+    if (::flock(fd_, LOCK_EX | LOCK_NB) != 0)
+      return absl::FailedPreconditionError(absl::StrCat(path_, ": another pack is writing there"));
+    RETURN_IF_ERROR(CheckOnlyOurs(path_));
+    owned_ = true;
+    std::error_code error;
+    for (const fs::directory_entry& entry : fs::directory_iterator(path_, error)) fs::remove(entry, error);
+    return absl::OkStatus();
+  }
+
+  // Takes the name, and what had it before is gone.
+  absl::Status Publish(bool replace) {
+    RETURN_IF_ERROR(Sync(path_));
+    const unsigned flags = replace ? RENAME_EXCHANGE : RENAME_NOREPLACE;
+    if (::renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, out_.c_str(), flags) != 0)
+      return Errno(absl::StrCat("rename ", path_, " to ", out_));
+    RETURN_IF_ERROR(Sync(ParentOf(out_)));
+    owned_ = replace;  // the old one has the other name now
+    return absl::OkStatus();
+  }
+
+ private:
+  void Clear() {
+    std::error_code error;  // what cannot be removed is replaced by the next pack
+    for (const fs::directory_entry& entry : fs::directory_iterator(path_, error)) fs::remove(entry, error);
+    fs::remove(path_, error);
+  }
+
+  const std::string out_, path_;
+  int fd_ = -1;
+  bool owned_ = false;
+};
+
+absl::StatusOr<models::PackOptions> OptionsOf(const Flags& flags) {
+  const auto wrong = [](const std::string& what) { return absl::InvalidArgumentError(what); };
+  if (flags.weights != 8 && flags.weights != 4)
+    return wrong(absl::StrCat("--weights ", flags.weights, ": must be 8 or 4"));
+  if (flags.group <= 0 || flags.group % static_cast<int64_t>(kernels::kCodeBlock) != 0 ||
+      flags.group > static_cast<int64_t>(kernels::kMostCodeGroup)) {
+    return wrong(absl::StrCat("--group ", flags.group, ": must be a multiple of ", kernels::kCodeBlock,
+                              " up to ", kernels::kMostCodeGroup));
+  }
+  const absl::StatusOr<int64_t> shard = ParseSize(flags.max_shard);
+  if (!shard.ok() || *shard <= 0)
+    return wrong(absl::StrCat("--max-shard ", flags.max_shard, ": must be a size above 0, as 4GiB"));
+  models::PackOptions options;
+  options.bits = static_cast<int>(flags.weights);
+  options.group = static_cast<size_t>(flags.group);
+  options.max_shard_bytes = static_cast<uint64_t>(*shard);
+  return options;
+}
+
+// Whether OUT is there, and may be replaced.
+absl::StatusOr<bool> CheckOut(const Flags& flags) {
+  struct stat info {};
+  if (::lstat(flags.out.c_str(), &info) != 0) {
+    return errno == ENOENT ? absl::StatusOr<bool>(false) : Errno(absl::StrCat("stat ", flags.out));
+  }
+  if (!flags.overwrite)
+    return absl::AlreadyExistsError(absl::StrCat(flags.out, " is there already (--overwrite replaces it)"));
+  if (!S_ISDIR(info.st_mode) || !models::PackingOf(flags.out).has_value())
+    return absl::AlreadyExistsError(absl::StrCat(flags.out, " is not a packed model: it is not replaced"));
+  RETURN_IF_ERROR(CheckOnlyOurs(flags.out));
+  return true;
+}
+
+absl::Status Pack(Flags flags, std::ostream& out, std::ostream& err) {
+  ASSIGN_OR_RETURN(models::PackOptions options, OptionsOf(flags));
+  while (flags.out.size() > 1 && flags.out.back() == '/') flags.out.pop_back();
+  const std::string config = absl::StrCat(flags.from, "/config.json");
+  std::error_code error;
+  if (!fs::exists(config, error) || !models::HasWeights(flags.from)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        flags.from,
+        ": not a Hugging Face directory (config.json and model.safetensors or its index); `penstock "
+        "export` makes one of a state"));
+  }
+  if (const auto packed = models::PackingOf(flags.from); packed.has_value()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        flags.from, " is packed in ", packed->bits, " bit already: pack the directory that it was made of"));
+  }
+  std::vector<std::string> notes;
+  ASSIGN_OR_RETURN(const std::shared_ptr<const models::LanguageModel> model,
+                   models::OpenModel(flags.from, &notes));
+  for (const std::string& note : notes) err << kName << ": " << note << std::endl;
+  const models::ModelLayout layout = model->Layout();
+  ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
+                   models::WeightImport::Open(flags.from, layout, "weights"));
+  ASSIGN_OR_RETURN(const bool replace, CheckOut(flags));
+  Partial partial(flags.out);
+  RETURN_IF_ERROR(partial.Begin());
+  models::PackResult result;
+  {
+    ByteProgress progress("packing", flags.quiet);
+    options.progress = [&](uint64_t done, uint64_t total) { progress.Update(done, total); };
+    ASSIGN_OR_RETURN(result, models::PackWeights(import.get(), layout, partial.path(), options));
+  }
+  for (const char* name : kTokenizerFiles) {
+    const std::string from = absl::StrCat(flags.from, "/", name);
+    if (fs::exists(from, error)) RETURN_IF_ERROR(CopyFile(from, absl::StrCat(partial.path(), "/", name)));
+  }
+  RETURN_IF_ERROR(CopyFile(config, absl::StrCat(partial.path(), "/config.json")));
+  RETURN_IF_ERROR(partial.Publish(replace));
+  if (!flags.quiet) {
+    out << absl::StrFormat("%s: %d parameters in %s, %.2f bits each; error of the weights %.3f%%\n",
+                           flags.out, layout.parameters(), FormatBytes(static_cast<int64_t>(result.bytes)),
+                           8.0 * static_cast<double>(result.bytes) / static_cast<double>(layout.parameters()),
+                           100 * result.mean_error)
+        << std::flush;
+  }
+  return out ? absl::OkStatus() : StreamError("stdout: write");
+}
+
+}  // namespace
+
+int RunPack(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  CLI::App app(
+      "Codes the weights of a Hugging Face directory in 8 or 4 bit, with a scale for each group of a row. "
+      "`penstock generate` reads the result as it reads the original, with less from the drive",
+      kName);
+  Flags flags;
+  app.add_option("DIR", flags.from, "Hugging Face directory")->required();
+  app.add_option("OUT", flags.out, "The directory to write, whole or not at all")->required();
+  app.add_option("--weights", flags.weights,
+                 "Bits of a weight: 8 or 4; embeddings and output have 8, vectors stay as they are [8]");
+  app.add_option("--group", flags.group, "Weights that share a scale: a multiple of 32 [64]");
+  app.add_option("--max-shard", flags.max_shard, "Bytes of a file, at the most [4GiB]");
+  app.add_flag("--overwrite", flags.overwrite, "Replace OUT, if it is a packed model");
+  app.add_flag("--quiet", flags.quiet, "No progress, no summary");
+  if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
+  const absl::Status status = Pack(std::move(flags), out, err);
+  return status.ok() ? kExitOk : Fail(kName, status, err);
+}
+
+}  // namespace penstock::tools
