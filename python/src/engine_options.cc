@@ -208,8 +208,10 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
       for (const int64_t size : sizes) absl::StrAppend(&described, size, ",");
     }
     const auto layout = std::make_shared<const zero::FlatLayout>(zero::FlatLayout::Of(specs));
-    measured.graph.blocks.push_back(
-        {.name = block_name, .elements = layout->elements, .trains = layout->Trains()});
+    measured.graph.blocks.push_back({.name = block_name,
+                                     .elements = layout->elements,
+                                     .trains = layout->Trains(),
+                                     .trained_from = layout->trained_from});
     measured.layouts.push_back(layout);
     measured.parameters += layout->parameter_elements;
     values.emplace_back(layout, std::move(sources));

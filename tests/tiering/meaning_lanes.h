@@ -45,7 +45,8 @@ class MeaningLanes : public Lanes {
           continue;
         }
         run_[{plan.blocks[b].private_run_slot, tile.second}] = {tile.first, 0};
-        if (plan.trains) state_[plan.blocks[b].private_tile_slot[t]] = {tile, 0};
+        if (plan.trains && !plan.blocks[b].weights_alone(t))
+          state_[plan.blocks[b].private_tile_slot[t]] = {tile, 0};
       }
     }
   }
@@ -232,8 +233,8 @@ class MeaningLanes : public Lanes {
     switch (op.kind) {
       case OpKind::kVerify:
       case OpKind::kUpdate: {
-        EXPECT_TRUE(op.kind == OpKind::kVerify || plan_.blocks[op.block].trains)
-            << "update of a frozen block";
+        EXPECT_TRUE(op.kind == OpKind::kVerify || plan_.blocks[op.block].updates(op.tile))
+            << "update of what is frozen";
         if (op.kind == OpKind::kVerify && op.checks_state) {
           EXPECT_EQ(state_[op.tile_slot].first, (TileOfBlock{op.block, op.tile}));
           break;
@@ -243,7 +244,7 @@ class MeaningLanes : public Lanes {
         EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
         if (op.kind == OpKind::kVerify) {
           // Possibly ahead of the norm, after an update in backward that may have to be made again.
-          EXPECT_EQ(held.second / 2, OfBlock(op, op.step - 1)) << OpKindName(op.kind);
+          EXPECT_EQ(held.second / 2, UpdatesOf(op.block, op.tile, op.step - 1)) << OpKindName(op.kind);
           break;
         }
         EXPECT_EQ(held.second, 2 * (op.step - 1));
@@ -266,8 +267,8 @@ class MeaningLanes : public Lanes {
           const auto held = plan_.device.has_own_memory ? device_run_[{op.device_weight_slot, t}]
                                                         : run_[{op.weight_slot, t}];
           EXPECT_EQ(held.first, op.block) << OpKindName(op.kind);
-          EXPECT_EQ(held.second, 2 * OfBlock(op, op.kind == OpKind::kBackward ? op.step - 1 : Updates(op)))
-              << OpKindName(op.kind);
+          const int64_t updates = op.kind == OpKind::kBackward ? op.step - 1 : Updates(op);
+          EXPECT_EQ(held.second, 2 * UpdatesOf(op.block, t, updates)) << OpKindName(op.kind);
           // The other ranks' parts are as new as this one's.
           if (plan_.world > 1 && !plan_.device.has_own_memory) {
             EXPECT_EQ(gathered_[op.weight_slot], held) << OpKindName(op.kind);
@@ -408,6 +409,7 @@ class MeaningLanes : public Lanes {
       case OpKind::kWriteTile:
       case OpKind::kWriteState:
       case OpKind::kWriteWeights: {
+        EXPECT_TRUE(plan_.blocks[op.block].updates(op.tile)) << "a write of what is frozen";
         EXPECT_EQ((run_[{op.weight_slot, op.tile}]), (OfBlockAt{op.block, VersionAfter(op)}));
         if (op.kind == OpKind::kWriteWeights) {
           EXPECT_EQ((state_written_[{op.block, op.tile}]), VersionAfter(op)) << "weights before the state";
@@ -429,9 +431,34 @@ class MeaningLanes : public Lanes {
       }
       case OpKind::kWriteGradient:
         EXPECT_EQ(gradient_[op.gradient_slot], (OfBlockAt{op.block, op.step}));
+        EXPECT_EQ(op.bytes, plan_.blocks[op.block].gradient_elements() * plan_.precision.gradient_bytes);
         break;
       default:
         break;
+    }
+    CheckRoom(op);
+  }
+
+  // What the operation puts into a slot of host memory has room there.
+  void CheckRoom(const Op& op) const {
+    const BlockPlan& block = plan_.blocks[BlockIndex(std::max(0, op.block.value()))];
+    if (op.tile_slot.valid()) {
+      const int64_t elements = block.tiles[op.tile].elements;
+      const int64_t bytes =
+          op.kind == OpKind::kReadGradient
+              ? plan_.tile_gradient_offset + elements * plan_.precision.gradient_bytes
+              : plan_.state_segment_offset(static_cast<int>(plan_.precision.segment_bytes.size()), elements);
+      EXPECT_LE(bytes, plan_.tile_slots[op.tile_slot].bytes) << OpKindName(op.kind);
+    }
+    if (op.gradient_slot.valid() && !plan_.on_device(op.block)) {
+      EXPECT_LE(block.gradient_elements() * plan_.precision.gradient_bytes,
+                plan_.gradient_slots[op.gradient_slot].bytes)
+          << OpKindName(op.kind);
+    }
+    if (op.accumulator_slot.valid()) {
+      EXPECT_LE(plan_.summed_elements(op.block) * plan_.accumulator_bytes(op.block),
+                plan_.accumulator_slots[op.accumulator_slot].bytes)
+          << OpKindName(op.kind);
     }
   }
 
@@ -558,8 +585,8 @@ class MeaningLanes : public Lanes {
       case OpKind::kCommit:
         for (const auto& [tile, version] : drive_) {
           const bool comes_later = !op.durable && plan_.written_at_checkpoint(tile.first, tile.second);
-          const bool trains = plan_.blocks[tile.first].trains;
-          EXPECT_TRUE(comes_later || version == (trains ? 2 * op.step : 0)) << "commit of a partial step";
+          EXPECT_TRUE(comes_later || version == 2 * UpdatesOf(tile.first, tile.second, op.step))
+              << "commit of a partial step";
         }
         if (op.durable || !plan_.on_nvme) committed_ = drive_;
         if (op.durable && !plan_.commits_every_step) {
@@ -594,8 +621,10 @@ class MeaningLanes : public Lanes {
     return static_cast<size_t>(std::count_if(plan_.blocks.begin(), plan_.blocks.end(),
                                              [](const BlockPlan& block) { return block.trains; }));
   }
-  // Of so many updates that were made, those that its block had: a frozen one has none.
-  int64_t OfBlock(const Op& op, int64_t updates) const { return plan_.blocks[op.block].trains ? updates : 0; }
+  // Of so many updates that were made, those that a tile had: a frozen one has none.
+  int64_t UpdatesOf(BlockIndex block, TileIndex tile, int64_t updates) const {
+    return plan_.blocks[block].updates(tile) ? updates : 0;
+  }
   // Updates that weights must have seen when a forward of this pass uses them.
   int64_t Updates(const Op& op) const {
     return op.kind == OpKind::kForward && norms_ < op.step ? op.step - 1 : norms_;
@@ -693,7 +722,7 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   EXPECT_EQ(lanes.norms(), steps);
   EXPECT_EQ(lanes.commits(), steps);
   for (const auto& [tile, version] : lanes.drive())
-    EXPECT_EQ(version, plan.blocks[tile.first].trains ? 2 * steps : 0);
+    EXPECT_EQ(version, plan.blocks[tile.first].updates(tile.second) ? 2 * steps : 0);
   return {lanes.early_updates(), lanes.replayed_updates(), lanes.persisted(),
           lanes.updates_there(), lanes.reads_past_host(),  lanes.writes_in_parts()};
 }

@@ -44,12 +44,24 @@ inline ModelGraph Tied(int layers, int64_t elements, int64_t embedding) {
   return graph;
 }
 
-// Now and then, some blocks and never all of them.
+// Freezes the block's first `elements`, or as many as leave something to train.
+inline void FreezeFirst(int64_t elements, BlockShape* block) {
+  const int64_t most = (block->elements - 1) / kPartAlignment * kPartAlignment;
+  block->trained_from = std::min(elements / kPartAlignment * kPartAlignment, most);
+}
+
+// Now and then, some blocks and never all of them; and some of them in part.
 inline void FreezeSome(uint64_t seed, ModelGraph* graph) {
   std::mt19937_64 random(seed);
-  if (random() % 4 != 0) return;
-  for (BlockShape& block : graph->blocks) block.trains = random() % 2 != 0;
-  graph->blocks[BlockIndex(random() % graph->blocks.size())].trains = true;
+  if (random() % 4 == 0) {
+    for (BlockShape& block : graph->blocks) block.trains = random() % 2 != 0;
+    graph->blocks[BlockIndex(random() % graph->blocks.size())].trains = true;
+  }
+  if (random() % 2 != 0) return;
+  for (BlockShape& block : graph->blocks) {
+    const auto part = static_cast<int64_t>(random() % static_cast<uint64_t>(block.elements));
+    if (block.trains && random() % 3 != 0) FreezeFirst(part, &block);
+  }
 }
 
 // Elements of the blocks whose weights have places of their own, and tiles whose state has.

@@ -70,7 +70,8 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
     if (plan->speculates && random() % 2 != 0) {
       // Any tile of any block may be the one that is updated in backward.
       for (BlockPlan& block : plan->blocks) {
-        for (char& early : block.in_backward) early = random() % 2 != 0 ? 1 : 0;
+        for (const TileIndex t : block.tiles.indices())
+          block.in_backward[t] = random() % 2 != 0 && block.updates(t) ? 1 : 0;
       }
     }
     const Counted run = RunPasses(graph, *plan, machine, &random);
@@ -291,6 +292,75 @@ TEST(Program, AFrozenBlockCostsNoMoreThanItsWeights) {
   EXPECT_THAT(MakePlan(graph, options).status().message(), testing::HasSubstr("nothing to train"));
   options.trains = false;
   EXPECT_TRUE(MakePlan(graph, options).ok());
+}
+
+// A large base that is frozen and a small part beside it that trains, as with LoRA: the base is read for
+// forward and for backward, and that is all; memory for state and gradients is that of the small part.
+TEST(Program, WhatIsFrozenBesideWhatTrainsCostsItsTwoReadsAlone) {
+  constexpr int64_t kBase = 512 * kElementAlignment, kAdapters = 8 * kElementAlignment;
+  constexpr int kLayers = 12;
+  const ModelGraph whole = Chain(kLayers, kBase + kAdapters), small = Chain(kLayers, kAdapters);
+  ModelGraph graph = whole;
+  for (BlockShape& block : graph.blocks) FreezeFirst(kBase, &block);
+  for (const UpdateOrder order : {UpdateOrder::kInNextForward, UpdateOrder::kInBackward}) {
+    SCOPED_TRACE(static_cast<int>(order));
+    PlanOptions options;
+    options.update_order = order;
+    options.bounds.placement = Placement::kCpu;
+    options.host_budget_bytes = MakePlan(graph, options)->least_host_memory_bytes;
+    const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_LE(plan->nvme_write_bytes, kLayers * kAdapters * (12 + 2) + kLayers * kMiB / 4);
+    EXPECT_LE(plan->nvme_read_bytes,
+              kLayers * (2 * kBase * 2 + kAdapters * (12 + 2 + 2)) + kLayers * kMiB / 4);
+    EXPECT_GT(plan->nvme_read_bytes, (2 * kLayers - 3) * kBase * 2);  // the ends of the walk stay
+    PlanOptions of_whole = options;
+    of_whole.host_budget_bytes = 0;
+    of_whole.host_budget_bytes = MakePlan(whole, of_whole)->least_host_memory_bytes;
+    EXPECT_LT(options.host_budget_bytes, of_whole.host_budget_bytes);
+    EXPECT_LT(12 * plan->nvme_write_bytes, MakePlan(whole, of_whole)->nvme_write_bytes);
+    const Plan of_small = *MakePlan(small, options);
+    EXPECT_LE(plan->tile_state_bytes, of_small.tile_state_bytes);
+    for (const Slot& slot : plan->gradient_slots) EXPECT_LE(slot.bytes, kAdapters * 2);
+    RunPasses(graph, *plan, MachineModel(), nullptr);
+  }
+  // Where everything is in memory, state is that of the small part.
+  PlanOptions in_memory;
+  in_memory.on_nvme = false;
+  const Plan plan = *MakePlan(graph, in_memory);
+  int64_t state = 0, gradients = 0;
+  for (const Slot& slot : plan.tile_slots) state += slot.bytes;
+  for (const Slot& slot : plan.gradient_slots) gradients += slot.bytes;
+  EXPECT_EQ(state, kLayers * kAdapters * 10);
+  EXPECT_EQ(gradients, kLayers * kAdapters * 2);
+}
+
+// Over several ranks what is frozen of a block has a part in every shard, and state as it always had.
+TEST(Program, OverSeveralRanksAPartOfABlockIsNotFrozenApart) {
+  const ModelGraph whole = Chain(6, 64 * kElementAlignment);
+  ModelGraph graph = whole;
+  for (BlockShape& block : graph.blocks) FreezeFirst(40 * kElementAlignment, &block);
+  PlanOptions options;
+  options.world = 2;
+  const Plan in_part = *MakePlan(graph, options), all = *MakePlan(whole, options);
+  EXPECT_EQ(in_part.nvme_write_bytes, all.nvme_write_bytes);
+  EXPECT_EQ(in_part.host_bytes(), all.host_bytes());
+}
+
+TEST(Planner, TilesThatAreGivenAreCutWhereTheFrozenPartEnds) {
+  ModelGraph graph = Chain(2, 8 * kElementAlignment);
+  FreezeFirst(4 * kElementAlignment, &graph.blocks[BlockIndex(0)]);
+  PlanOptions options;
+  options.fixed_tiles.push_back({6 * kElementAlignment, 2 * kElementAlignment});
+  options.fixed_tiles.push_back({8 * kElementAlignment});
+  EXPECT_THAT(MakePlan(graph, options).status().message(), testing::HasSubstr("not cut at element 8192"));
+  options.frozen_apart = false;
+  EXPECT_TRUE(MakePlan(graph, options).ok());
+  options.frozen_apart = true;
+  options.fixed_tiles[BlockIndex(0)] = {4 * kElementAlignment, 4 * kElementAlignment};
+  EXPECT_TRUE(MakePlan(graph, options).ok());
+  graph.blocks[BlockIndex(0)].trained_from = kElementAlignment;
+  EXPECT_THAT(MakePlan(graph, options).status().message(), testing::HasSubstr("not a multiple of 4096"));
 }
 
 // Where all updates wait for the next forward, it reads 10 bytes of a parameter whose weights stay in memory

@@ -123,13 +123,27 @@ TEST(ParameterGroups, EachParameterIsUpdatedByItsOwnGroup) {
 
 // What was there before there were groups lies where it lay.
 TEST(ParameterGroups, OneGroupChangesNoPlace) {
+  const std::vector<ParameterSpec> specs = {{"a", {3, 5}}, {"b", {70}}, {"c", {1000}}, {"d", {1}}};
+  const FlatLayout layout = FlatLayout::Of(specs);
+  std::vector<int64_t> offsets;
+  for (const Parameter& parameter : layout.parameters) offsets.push_back(parameter.offset);
+  EXPECT_EQ(offsets, (std::vector<int64_t>{0, 64, 192, 1216}));
+  EXPECT_EQ(layout.elements, 2048);
+  EXPECT_EQ(layout.trained.size(), 1U);
+  EXPECT_EQ(layout.trained_from, 0);
+}
+
+TEST(ParameterGroups, WhatIsFrozenLiesFirstAndTheRestBeginsApart) {
   const std::vector<ParameterSpec> specs = {{"a", {3, 5}}, {"b", {70}, false}, {"c", {1000}}, {"d", {1}}};
   const FlatLayout layout = FlatLayout::Of(specs);
   std::vector<int64_t> offsets;
   for (const Parameter& parameter : layout.parameters) offsets.push_back(parameter.offset);
-  EXPECT_EQ(offsets, (std::vector<int64_t>{0, 256, 512, 1536}));
-  EXPECT_EQ(layout.elements, 2048);
-  EXPECT_EQ(layout.trained.size(), 2U);
+  EXPECT_EQ(offsets, (std::vector<int64_t>{4096, 0, 4160, 5184}));
+  EXPECT_EQ(layout.trained_from, 4096);
+  EXPECT_EQ(layout.elements, 6144);
+  ASSERT_EQ(layout.trained.size(), 1U);
+  EXPECT_EQ(layout.trained.front().from, 4096);
+  EXPECT_EQ(layout.InOrder(), (std::vector<size_t>{1, 0, 2, 3}));
 }
 
 }  // namespace

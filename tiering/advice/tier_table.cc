@@ -51,9 +51,11 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
   if (!plan.on_nvme) return lines;
 
   for (const BlockPlan& block : plan.blocks) {
-    for (const Tile& tile : block.tiles) {
+    for (const TileIndex t : block.tiles.indices()) {
+      const Tile& tile = block.tiles[t];
       const int64_t of_weights = plan.precision.SegmentBytes(0, tile.elements);
       weights.nvme_bytes += drives.versions * of_weights;
+      if (block.weights_alone(t)) continue;
       state.nvme_bytes += drives.versions * (plan.precision.UnpaddedBytes(tile.elements) - of_weights);
       // A place for each, whether it spills or not.
       gradients.nvme_bytes += tile.elements * plan.precision.gradient_bytes;

@@ -98,6 +98,9 @@ struct BlockShape {
   int64_t init_bytes =
       0;  // tensor memory that building the block takes (fp32 parameters and what its factory needs)
   bool trains = true;  // false: all of it is frozen
+  // Of a block that trains: its elements before this one are frozen. A multiple of kPartAlignment, so that no
+  // cut there changes a norm; 0: none are.
+  int64_t trained_from = 0;
 };
 
 struct StageShape {

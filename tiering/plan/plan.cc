@@ -17,7 +17,9 @@ int64_t Plan::tile_count() const {
 
 int64_t Plan::trained_tiles() const {
   int64_t tiles = 0;
-  for (const BlockPlan& block : blocks) tiles += block.trains ? static_cast<int64_t>(block.tiles.size()) : 0;
+  for (const BlockPlan& block : blocks) {
+    for (const TileIndex t : block.tiles.indices()) tiles += block.updates(t) ? 1 : 0;
+  }
   return tiles;
 }
 

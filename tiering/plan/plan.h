@@ -32,8 +32,11 @@ struct BlockPlan {
   int64_t elements = 0;  // of a rank's part of the run: what its store, tiles, state and gradient hold
   PerTile<Tile> tiles;
   int weight_class = 0;
-  int uses = 0;                         // stages that use it
-  bool trains = true;                   // false: its weights are read, nothing else of it moves or is made
+  int uses = 0;        // stages that use it
+  bool trains = true;  // false: its weights are read, nothing else of it moves or is made
+  // Its elements before this one are frozen and have tiles of their own, of which the weights are read and
+  // nothing else is kept: neither state nor gradient. 0: all of it has both.
+  int64_t trained_from = 0;
   WeightSlot private_run_slot;          // its weights never leave host memory
   PerTile<TileSlot> private_tile_slot;  // per tile, none: streams. Its state never leaves host memory
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
@@ -44,6 +47,18 @@ struct BlockPlan {
   GradientSlot gradient_slot;
   // Its own fp32 sums (a block that several stages use); none: the shared ring, or it has no sums.
   AccumulatorSlot accumulator_slot;
+
+  bool weights_alone(TileIndex tile) const { return tiles[tile].offset < trained_from; }
+  bool updates(TileIndex tile) const { return trains && !weights_alone(tile); }
+  // All updates of its tiles are made in backward.
+  bool all_in_backward() const {
+    for (const TileIndex t : tiles.indices()) {
+      if (!weights_alone(t) && in_backward[t] == 0) return false;
+    }
+    return true;
+  }
+  // What its gradient, its sums and their places hold, from `trained_from` on.
+  int64_t gradient_elements() const { return elements - trained_from; }
 };
 
 // Over `world` ranks (ZeRO-3) all of them have one plan. A run in memory is whole, its parts in the order of
@@ -60,7 +75,8 @@ struct Plan {
   // Every step is one that a restart finds. Otherwise only those are that the program is told to persist
   // (Pass::kPersist), and tiles that stay in host memory are written for them alone.
   bool commits_every_step = true;
-  int64_t tile_elements = 0;  // of the largest tile
+  int64_t tile_elements = 0;        // of the largest tile
+  int64_t state_tile_elements = 0;  // of the largest one that has state
   PerBlock<BlockPlan> blocks;
 
   std::vector<WeightClass> weight_classes;
@@ -152,6 +168,10 @@ struct Plan {
   // Of how many ranks a run in memory has the parts: of all, or of this one.
   int shards_in_memory() const { return device.collectives ? 1 : world; }
   int64_t flat_elements(BlockIndex block) const { return blocks[block].elements * shards_in_memory(); }
+  // What an accumulator holds of the block: the whole run, or what trains of it.
+  int64_t summed_elements(BlockIndex block) const {
+    return flat_elements(block) - blocks[block].trained_from;
+  }
   // What a rank gets from the others when it gathers a block's weights, or reduces its gradient.
   int64_t gathered_bytes(BlockIndex block) const {
     return blocks[block].elements * precision.weight_bytes() * (world - 1);
@@ -218,7 +238,10 @@ struct PlanOptions {
   bool clips = true;  // gradients are clipped by their global norm
   bool on_nvme = true;
   bool trains = true;
-  bool commits_every_step = true;   // see Plan
+  bool commits_every_step = true;  // see Plan
+  // What is frozen of a block that trains has its weights alone. false: it has state like the rest, as a
+  // store that is there may want it.
+  bool frozen_apart = true;
   int world = 1;                    // ranks
   int64_t host_budget_bytes = 0;    // 0: as much as the comfortable plan takes
   bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
@@ -231,6 +254,9 @@ struct PlanOptions {
   bool compares_policies = true;
   // Elements of every tile of every block, where a store has fixed them; empty: chosen.
   PerBlock<std::vector<int64_t>> fixed_tiles;
+
+  // Shards are cut evenly, whatever trains in them, and a device updates whole blocks.
+  bool keeps_frozen_apart() const { return frozen_apart && world == 1 && !(device.has_own_memory && trains); }
 };
 
 // The best plan within the budget. kFailedPrecondition (a budget too small) names the least that would do.

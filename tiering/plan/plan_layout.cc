@@ -19,7 +19,18 @@ PerTile<Tile> FixedTiles(const std::vector<int64_t>& elements) {
 }
 
 int64_t AccumulatorBytes(const Plan& plan, BlockIndex block) {
-  return plan.flat_elements(block) * plan.accumulator_bytes(block);
+  return plan.summed_elements(block) * plan.accumulator_bytes(block);
+}
+
+// What is frozen and what trains are cut apart.
+PerTile<Tile> TilesOfBlock(const BlockPlan& block, int64_t tile_elements) {
+  if (block.trained_from == 0) return CutTiles(block.elements, tile_elements);
+  PerTile<Tile> tiles = CutTiles(block.trained_from, tile_elements);
+  for (Tile tile : CutTiles(block.gradient_elements(), tile_elements)) {
+    tile.offset += block.trained_from;
+    tiles.push_back(tile);
+  }
+  return tiles;
 }
 
 }  // namespace
@@ -82,16 +93,22 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   for (const BlockIndex b : graph_.blocks.indices()) {
     BlockPlan& block = plan.blocks.emplace_back();
     block.elements = sizes[b];
-    block.tiles = options_.fixed_tiles.empty() ? CutTiles(block.elements, tile_elements)
+    block.trains = graph_.blocks[b].trains;
+    if (block.trains && options_.keeps_frozen_apart()) block.trained_from = graph_.blocks[b].trained_from;
+    block.tiles = options_.fixed_tiles.empty() ? TilesOfBlock(block, tile_elements)
                                                : FixedTiles(options_.fixed_tiles[b]);
     block.private_tile_slot.assign(block.tiles.size(), TileSlot());
     block.in_backward.assign(block.tiles.size(), 0);
     block.uses = uses[b];
-    block.trains = graph_.blocks[b].trains;
     while (classes[At(block.weight_class)] < block.elements) ++block.weight_class;
     ++members[At(block.weight_class)];
-    tiles += static_cast<int64_t>(block.tiles.size());
-    for (const Tile& tile : block.tiles) plan.tile_elements = std::max(plan.tile_elements, tile.elements);
+    for (const TileIndex t : block.tiles.indices()) {
+      const int64_t elements = block.tiles[t].elements;
+      plan.tile_elements = std::max(plan.tile_elements, elements);
+      if (block.weights_alone(t)) continue;
+      plan.state_tile_elements = std::max(plan.state_tile_elements, elements);
+      ++tiles;
+    }
   }
   plan.positions = static_cast<int>(graph_.stages.size());
   plan.device = device_;
@@ -104,7 +121,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   }
   if (plan.trains) {
     // SGD without momentum has no state beside fp32 weights.
-    const int64_t tile_bytes = std::max(plan.precision.StateBytes(plan.tile_elements), kPage);
+    const int64_t tile_bytes = std::max(plan.precision.StateBytes(plan.state_tile_elements), kPage);
     plan.tile_ring =
         static_cast<int>(std::clamp<int64_t>(level.ring_bytes / tile_bytes, level.least_ring, 64));
     plan.tile_ring = static_cast<int>(std::min<int64_t>(plan.tile_ring, tiles));
@@ -153,6 +170,19 @@ void PlanLayout::SpillInputs(Plan* plan, int64_t budget) const {
     KeepInputs(plan, kept);
 }
 
+// Of a gradient of the class that is spilled: where a block is frozen in part, the largest that there is.
+int64_t PlanLayout::GradientElements(const Plan& plan, size_t weight_class) {
+  int64_t largest = 0;
+  bool in_part = false;
+  for (const BlockPlan& block : plan.blocks) {
+    if (At(block.weight_class) != weight_class || !block.trains) continue;
+    in_part |= block.trained_from > 0;
+    if (!block.gradient_slot.valid()) largest = std::max(largest, block.gradient_elements());
+  }
+  if (in_part) return largest;
+  return plan.weight_classes[weight_class].bytes / plan.shards_in_memory() / plan.precision.weight_bytes();
+}
+
 void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gradients) const {
   plan->gradient_rings.resize(plan->weight_classes.size());
   if (!plan->trains) return;
@@ -173,7 +203,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
     const bool must_stay = !device_.has_own_memory && block.uses > 1 && !plan->needs_accumulator(b);
     if (must_stay || resident < resident_gradients) {
       block.gradient_slot = plan->gradient_slots.end_index();
-      plan->gradient_slots.push_back({0, block.elements * plan->precision.gradient_bytes});
+      plan->gradient_slots.push_back({0, block.gradient_elements() * plan->precision.gradient_bytes});
       ++resident;
     } else {
       ++spilled[At(block.weight_class)];
@@ -183,8 +213,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   }
   for (size_t c = 0; c < spilled.size(); ++c) {
     GradientRing& ring = plan->gradient_rings[c];
-    ring.bytes = plan->weight_classes[c].bytes / plan->shards_in_memory() / plan->precision.weight_bytes() *
-                 plan->precision.gradient_bytes;
+    ring.bytes = GradientElements(*plan, c) * plan->precision.gradient_bytes;
     ring.slots = std::min(level.gradient_ring, spilled[c]);
     ring.first_slot = plan->gradient_slots.end_index();
     for (int i = 0; i < ring.slots; ++i) plan->gradient_slots.push_back({0, ring.bytes});
@@ -222,11 +251,11 @@ void PlanLayout::LayOut(Plan* plan) const {
   plan->tile_slots.clear();
   bool spills = false;
   for (const GradientRing& ring : plan->gradient_rings) spills |= ring.slots > 0;
-  plan->tile_state_bytes = StateBytes(*plan, plan->tile_elements);
+  plan->tile_state_bytes = StateBytes(*plan, plan->state_tile_elements);
   plan->tile_gradient_offset = plan->tile_state_bytes;
   const int64_t ring_bytes =
       plan->tile_state_bytes +
-      (spills ? AlignUp(plan->tile_elements * plan->precision.gradient_bytes, kPage) : 0);
+      (spills ? AlignUp(plan->state_tile_elements * plan->precision.gradient_bytes, kPage) : 0);
   for (int i = 0; i < plan->tile_ring; ++i) plan->tile_slots.push_back({0, ring_bytes});
   for (BlockPlan& block : plan->blocks) {
     for (const TileIndex t : block.tiles.indices()) {
@@ -268,7 +297,9 @@ void PlanLayout::MakeAllPrivate(Plan* plan) {
     if (plan->on_device(b)) continue;
     BlockPlan& block = plan->blocks[b];
     block.private_run_slot = WeightSlot(0);  // numbered by LayOut
-    if (plan->trains) std::fill(block.private_tile_slot.begin(), block.private_tile_slot.end(), TileSlot(0));
+    for (const TileIndex t : block.tiles.indices()) {
+      if (plan->trains && !block.weights_alone(t)) block.private_tile_slot[t] = TileSlot(0);
+    }
   }
   for (WeightClass& cls : plan->weight_classes) cls.slots = 0;
   plan->tile_ring = 0;

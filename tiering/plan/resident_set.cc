@@ -117,9 +117,9 @@ int64_t ResidentSet::KeepBlocks(const Plan& plan, int64_t free, PerBlock<char>* 
     const BlockPlan& block = plan.blocks[b];
     if (plan.on_device(b)) continue;
     int64_t bytes = (*weights)[b] != 0 ? 0 : WeightBytes(plan, block);
-    for (const Tile& tile : block.tiles) {
-      if (!block.trains) break;  // its weights are all that moves
-      bytes += AlignUp(spills ? ring : PlanLayout::StateBytes(plan, tile.elements), kPage);
+    for (const TileIndex t : block.tiles.indices()) {
+      if (!block.updates(t)) continue;  // its weights are all that moves
+      bytes += AlignUp(spills ? ring : PlanLayout::StateBytes(plan, block.tiles[t].elements), kPage);
     }
     if (bytes > free - taken || block.elements > elements) continue;
     taken += bytes;

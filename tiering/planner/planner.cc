@@ -353,9 +353,9 @@ class Planner {
     for (const BlockIndex b : plan.blocks.indices()) {
       BlockPlan& block = plan.blocks[b];
       if (weights[b] != 0) block.private_run_slot = WeightSlot(0);  // numbered by LayOut
-      if (plan.on_device(b) || !block.trains) continue;
-      for (TileSlot& slot : block.private_tile_slot) {
-        if (whole[b] != 0 || tiles-- > 0) slot = TileSlot(0);
+      if (plan.on_device(b)) continue;
+      for (const TileIndex t : block.tiles.indices()) {
+        if (block.updates(t) && (whole[b] != 0 || tiles-- > 0)) block.private_tile_slot[t] = TileSlot(0);
       }
     }
     layout_.LayOut(&plan);
@@ -447,15 +447,29 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
                                                      " elements: not a positive multiple of ",
                                                      kElementAlignment));
     }
+    if (block.trained_from < 0 || block.trained_from >= block.elements ||
+        block.trained_from % kPartAlignment != 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("block ", block.name, " trains from element ", block.trained_from, " of ",
+                       block.elements, " on: not a multiple of ", kPartAlignment, " within it"));
+    }
+    const bool apart = block.trains && block.trained_from > 0 && options.keeps_frozen_apart();
     if (!options.fixed_tiles.empty()) {
       int64_t sum = 0;
+      bool cut = !apart;
       for (const int64_t elements : options.fixed_tiles[b]) {
         if (elements <= 0 || elements % kElementAlignment != 0) sum = -1;
         if (sum >= 0) sum += elements;
+        cut |= sum == block.trained_from;
       }
       if (const int64_t part = ShardElements(block.elements, options.world); sum != part) {
         return absl::InvalidArgumentError(
             absl::StrCat("the tiles given for block ", block.name, " do not make its ", part, " elements"));
+      }
+      if (!cut) {
+        return absl::InvalidArgumentError(absl::StrCat("the tiles given for block ", block.name,
+                                                       " are not cut at element ", block.trained_from,
+                                                       ", where what trains begins"));
       }
     }
     if (used.count(b) == 0) {

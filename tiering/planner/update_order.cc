@@ -20,10 +20,11 @@ void MarkInBackward(Plan* plan, double share) {
   for (const BlockIndex b : plan->blocks.indices()) {
     // A device updates what lives there when the norm is known.
     const bool here = plan->blocks[b].trains && !plan->on_device(b);
-    const double of_block = here ? share : 0;
-    for (char& early : plan->blocks[b].in_backward) {
-      sum += of_block;
-      early = of_block > 0 && sum >= 1 - 1e-9 ? 1 : 0;
+    for (const TileIndex t : plan->blocks[b].tiles.indices()) {
+      char& early = plan->blocks[b].in_backward[t];
+      const double of_tile = here && plan->blocks[b].updates(t) ? share : 0;
+      sum += of_tile;
+      early = of_tile > 0 && sum >= 1 - 1e-9 ? 1 : 0;
       if (early != 0) sum -= 1;
       any |= early != 0;
     }
@@ -38,6 +39,13 @@ double StepSeconds(const ModelGraph& graph, const MachineModel& machine, const P
   return prediction.ok() ? prediction->step_seconds : std::numeric_limits<double>::max();
 }
 
+// Of what has state.
+int64_t TrainedElements(const ModelGraph& graph, const Plan& plan) {
+  int64_t elements = graph.trained_elements();
+  for (const BlockPlan& block : plan.blocks) elements -= block.trained_from;
+  return elements;
+}
+
 // The share of tiles whose update in backward gives the drive as much to do in backward as the processor has.
 double EvenShare(const ModelGraph& graph, const Plan& plan) {
   double forward = 0, backward = 0;
@@ -48,9 +56,9 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
   if (forward + backward <= 0) return 0;
   const double weights = plan.precision.weight_bytes();
   const double update = 2.0 * static_cast<double>(plan.precision.UnpaddedBytes(kSample)) / kSample;
-  // Of frozen blocks the weights are read in both.
+  // Of what is frozen the weights are read in both.
   const double trained =
-      static_cast<double>(graph.trained_elements()) / static_cast<double>(graph.elements());
+      static_cast<double>(TrainedElements(graph, plan)) / static_cast<double>(graph.elements());
   // What a device writes of its own updates falls into forward, and is borne by the others' tiles.
   const double there = plan.on_device_share();
   const double written_there = there < 1 ? there * update / 2 / (1 - there) : 0;
@@ -102,7 +110,7 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machi
   MarkInBackward(plan, best_share);
   if (best_share == 0) return {later, later};
   const double replayed = best_share * (1 - plan->on_device_share()) *
-                          static_cast<double>(plan->precision.UnpaddedBytes(graph.trained_elements()));
+                          static_cast<double>(plan->precision.UnpaddedBytes(TrainedElements(graph, *plan)));
   const double replay_seconds = machine.drive_seconds(replayed, replayed);
   plan->worthwhile_replay_rate = free ? std::clamp((later - best) / replay_seconds, 0.0, 1.0) : 1;
   return {best, plan->clips ? later : best};

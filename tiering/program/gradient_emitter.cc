@@ -105,7 +105,7 @@ void GradientEmitter::EmitSpill(BlockIndex block, OpId final_id, int64_t step) {
   Op& write = ops_.Emit(OpKind::kWriteGradient, Lane::kWrite, step);
   write.block = block;
   write.gradient_slot = gradient;
-  write.bytes = plan_.blocks[block].elements * plan_.precision.gradient_bytes;
+  write.bytes = plan_.blocks[block].gradient_elements() * plan_.precision.gradient_bytes;
   write.after = {final_id};
   slots_.gradient_users().Add(gradient, id);
   spilled_[block] = id;

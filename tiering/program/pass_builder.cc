@@ -168,7 +168,7 @@ void PassBuilder::EmitUpdates(BlockIndex block, const Weights& weights, OpId fin
                               bool speculates) {
   const BlockPlan& bp = plan_.blocks[block];
   const PerTile<char>& early = bp.in_backward;
-  const bool all_early = speculates && std::count(early.begin(), early.end(), 0) == 0;
+  const bool all_early = speculates && bp.all_in_backward();
   if (!bp.gradient_slot.valid() && (plan_.clips || !all_early)) gradients_.EmitSpill(block, final_id, step);
   updates_.GradientIsFinal(block);
   for (const TileIndex tile : early.indices()) {

@@ -27,13 +27,13 @@ double TileWriter::DeferredShare(const ModelGraph& graph) const {
     if (plan_.on_device(b)) continue;
     const bool stays = slots_.stays(b);
     const auto weights = static_cast<double>(block.elements * plan_.precision.weight_bytes());
-    const auto gradient = static_cast<double>(block.elements * plan_.precision.gradient_bytes);
+    const auto gradient = static_cast<double>(block.gradient_elements() * plan_.precision.gradient_bytes);
     for (double* pass : {&forward, &backward}) {
       if (!stays) *pass += weights;
       if (block.trains && !block.gradient_slot.valid()) *pass += gradient;
     }
     for (const TileIndex t : block.tiles.indices()) {
-      if (!block.trains || plan_.written_at_checkpoint(b, t)) continue;
+      if (!block.updates(t) || plan_.written_at_checkpoint(b, t)) continue;
       const auto state = static_cast<double>(plan_.precision.StateBytes(block.tiles[t].elements));
       double& write = stays ? either : forward;
       write += static_cast<double>(block.tiles[t].elements * plan_.precision.weight_bytes());

@@ -19,7 +19,9 @@ UpdateEmitter::UpdateEmitter(const Plan& plan, OpList* ops, SlotAllocator* slots
 void UpdateEmitter::GradientIsFinal(BlockIndex block) {
   PerTile<Due>& due = due_[block];
   PENSTOCK_CHECK(!IsDue(block), "a gradient over one that no update has used");
-  std::fill(due.begin(), due.end(), Due::kUpdate);
+  for (const TileIndex t : due.indices()) {
+    if (plan_.blocks[block].updates(t)) due[t] = Due::kUpdate;
+  }
 }
 
 void UpdateEmitter::EmitSpeculative(const TilePlace& at, OpId final_id, int64_t step) {

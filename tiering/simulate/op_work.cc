@@ -6,7 +6,7 @@ int64_t UpdateWork(const Plan& plan, const Op& op) {
   const BlockPlan& block = plan.blocks[op.block];
   if (op.kind == OpKind::kUpdateOnDevice) return block.elements;
   if (op.kind == OpKind::kRoundGradient)
-    return plan.on_device(op.block) ? 0 : block.elements * plan.precision.gradient_bytes;
+    return plan.on_device(op.block) ? 0 : block.gradient_elements() * plan.precision.gradient_bytes;
   if (op.kind == OpKind::kVerify && op.device_weight_slot.valid()) return 0;  // there
   const int64_t elements = block.tiles[op.tile].elements;
   switch (op.kind) {

@@ -1,46 +1,83 @@
 #include "zero/compute/flat_layout.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "tiering/plan/plan.h"
 
 namespace penstock::zero {
+namespace {
 
-FlatLayout FlatLayout::Of(std::span<const ParameterSpec> parameters) {
-  FlatLayout layout;
-  int64_t offset = 0;
-  auto add_trained = [&](int64_t from, int64_t to, int group) {
-    TrainedRange* const last = layout.trained.empty() ? nullptr : &layout.trained.back();
+// Lays parameters one behind the other.
+class Cursor {
+ public:
+  explicit Cursor(FlatLayout* layout) : layout_(*layout) {}
+
+  void Place(Parameter* parameter) {
+    // Those that train and those that do not, and those of different groups, share no block of 8-bit states.
+    const bool flips =
+        last_ != nullptr && (last_->trains != parameter->trains || last_->group != parameter->group);
+    if (flips) offset_ = tiering::AlignUp(offset_, tiering::kScaleBlock);
+    parameter->offset = offset_;
+    offset_ = tiering::AlignUp(offset_ + parameter->elements, kParameterAlignment);
+    if (parameter->trains) AddTrained(parameter->offset, offset_, parameter->group);
+    last_ = parameter;
+  }
+
+  // What comes next begins a part of its own.
+  void StartTrained() {
+    offset_ = tiering::AlignUp(offset_, tiering::kPartAlignment);
+    layout_.trained_from = offset_;
+  }
+
+  void End() {
+    // Also of parameters without elements there is something.
+    const int64_t least = layout_.trained_from + 1;
+    layout_.elements = tiering::AlignUp(std::max(offset_, least), tiering::kElementAlignment);
+    if (last_ != nullptr && !last_->trains) offset_ = tiering::AlignUp(offset_, tiering::kScaleBlock);
+    if (layout_.elements > offset_)
+      AddTrained(offset_, layout_.elements, last_ == nullptr ? 0 : last_->group);
+  }
+
+ private:
+  void AddTrained(int64_t from, int64_t to, int group) {
+    TrainedRange* const last = layout_.trained.empty() ? nullptr : &layout_.trained.back();
     if (last != nullptr && last->to == from && last->group == group) {
       last->to = to;
     } else {
-      layout.trained.push_back({from, to, group});
+      layout_.trained.push_back({from, to, group});
     }
-  };
+  }
+
+  FlatLayout& layout_;
+  const Parameter* last_ = nullptr;
+  int64_t offset_ = 0;
+};
+
+}  // namespace
+
+FlatLayout FlatLayout::Of(std::span<const ParameterSpec> parameters) {
+  FlatLayout layout;
+  bool any_trains = false, any_frozen = false;
   for (const ParameterSpec& spec : parameters) {
-    const Parameter* const before = layout.parameters.empty() ? nullptr : &layout.parameters.back();
-    const bool flips = before != nullptr && (before->trains != spec.trains || before->group != spec.group);
-    // Those that train and those that do not, and those of different groups, share no block of 8-bit states.
-    if (flips) offset = tiering::AlignUp(offset, tiering::kScaleBlock);
     Parameter& parameter = layout.parameters.emplace_back();
     parameter.name = spec.name;
     parameter.sizes = spec.sizes;
-    parameter.offset = offset;
     parameter.elements = 1;
     for (const int64_t size : spec.sizes) parameter.elements *= size;
     parameter.trains = spec.trains;
     parameter.group = spec.group;
     layout.parameter_elements += parameter.elements;
-    const int64_t end = tiering::AlignUp(offset + parameter.elements, kParameterAlignment);
-    if (parameter.trains) add_trained(offset, end, parameter.group);
-    offset = end;
+    (spec.trains ? any_trains : any_frozen) = true;
   }
-  layout.elements = tiering::AlignUp(std::max<int64_t>(offset, 1), tiering::kElementAlignment);
-  if (!layout.parameters.empty() && !layout.parameters.back().trains) {
-    offset = tiering::AlignUp(offset, tiering::kScaleBlock);
+  Cursor cursor(&layout);
+  for (const bool trains : {false, true}) {
+    if (trains && any_trains && any_frozen) cursor.StartTrained();
+    for (Parameter& parameter : layout.parameters) {
+      if (parameter.trains == trains) cursor.Place(&parameter);
+    }
   }
-  if (layout.elements > offset)
-    add_trained(offset, layout.elements, parameters.empty() ? 0 : parameters.back().group);
+  cursor.End();
   return layout;
 }
 
@@ -53,6 +90,14 @@ int FlatLayout::groups() const {
   int most = 0;
   for (const Parameter& parameter : parameters) most = std::max(most, parameter.group);
   return most + 1;
+}
+
+std::vector<size_t> FlatLayout::InOrder() const {
+  std::vector<size_t> numbers(parameters.size());
+  std::iota(numbers.begin(), numbers.end(), size_t{0});
+  std::stable_sort(numbers.begin(), numbers.end(),
+                   [this](size_t x, size_t y) { return parameters[x].offset < parameters[y].offset; });
+  return numbers;
 }
 
 bool FlatLayout::SameShapes(const FlatLayout& other) const {

@@ -1,7 +1,9 @@
 // Where a block's parameters lie in memory: one contiguous run, its flat parameters.
 //
 // The run has the parameters in their order, each at a multiple of kParameterAlignment elements, zeros
-// between them, padded to tiering::kElementAlignment.
+// between them, padded to tiering::kElementAlignment. Where some train and some are frozen, the frozen ones
+// come first, and the others begin at a multiple of tiering::kPartAlignment: apart, they are stored and
+// updated apart. `parameters` has the order in which they were given all the same.
 #ifndef PENSTOCK_ZERO_COMPUTE_FLAT_LAYOUT_H_
 #define PENSTOCK_ZERO_COMPUTE_FLAT_LAYOUT_H_
 
@@ -36,6 +38,7 @@ struct FlatLayout {
   std::vector<Parameter> parameters;
   int64_t elements = 0;            // of the run, padding included
   int64_t parameter_elements = 0;  // without padding
+  int64_t trained_from = 0;        // where those that train begin; 0: all train, or none
   // What the optimizer updates, ascending; neighbours of one group are one range. Padding counts as trained:
   // it stays zero.
   std::vector<TrainedRange> trained;
@@ -44,6 +47,8 @@ struct FlatLayout {
   bool Trains() const;  // false: every parameter is frozen
   int groups() const;   // one more than the highest
   bool SameShapes(const FlatLayout& other) const;
+  // The numbers of the parameters in the order in which they lie in the run.
+  std::vector<size_t> InOrder() const;
 };
 
 }  // namespace penstock::zero

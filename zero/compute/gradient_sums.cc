@@ -28,6 +28,10 @@ absl::Status GradientSums::Check(const FlatLayout& layout, std::span<const Gradi
     }
     before = gradient.parameter;
     const Parameter& parameter = layout.parameters[static_cast<size_t>(before)];
+    if (!parameter.trains) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("a gradient of ", parameter.name, ", which is frozen: none is asked for"));
+    }
     const bool typed = value.type == ElementType::kFp32 ||
                        (KernelType(value.type) == weights_ && KernelType(value.type) != DType::kFp32);
     if (!typed || value.elements() != parameter.elements) {
@@ -45,30 +49,30 @@ absl::Status GradientSums::Check(const FlatLayout& layout, std::span<const Gradi
 }
 
 // Zeros where no gradient is.
-void GradientSums::Place(const FlatLayout& layout, std::span<const Gradient> gradients, DType waits,
-                         std::byte* to) {
+void GradientSums::Place(const FlatLayout& layout, std::span<const Gradient> gradients, int64_t first,
+                         DType waits, std::byte* to) {
   const size_t width = kernels::BytesPerElement(waits);
-  int64_t filled = 0;
+  int64_t filled = first;
+  const auto place = [&](int64_t element) { return to + static_cast<size_t>(element - first) * width; };
   const auto zero_to = [&](int64_t element) {
-    if (element <= filled) return;
-    device_.Zero(to + static_cast<size_t>(filled) * width, static_cast<size_t>(element - filled) * width);
+    if (element > filled) device_.Zero(place(filled), static_cast<size_t>(element - filled) * width);
   };
   for (const Gradient& gradient : gradients) {
     const Parameter& parameter = layout.parameters[static_cast<size_t>(gradient.parameter)];
     zero_to(parameter.offset);
-    device_.Convert(KernelType(gradient.value.type), gradient.value.data, waits,
-                    to + static_cast<size_t>(parameter.offset) * width,
+    device_.Convert(KernelType(gradient.value.type), gradient.value.data, waits, place(parameter.offset),
                     static_cast<size_t>(parameter.elements));
     filled = parameter.offset + parameter.elements;
   }
   zero_to(layout.elements);
 }
 
-void GradientSums::Accumulate(const FlatLayout& layout, std::span<const Gradient> gradients, float* sums) {
+void GradientSums::Accumulate(const FlatLayout& layout, std::span<const Gradient> gradients, int64_t first,
+                              float* sums) {
   for (const Gradient& gradient : gradients) {
     const Parameter& parameter = layout.parameters[static_cast<size_t>(gradient.parameter)];
-    device_.Accumulate(KernelType(gradient.value.type), gradient.value.data, sums + parameter.offset,
-                       static_cast<size_t>(parameter.elements));
+    device_.Accumulate(KernelType(gradient.value.type), gradient.value.data,
+                       sums + (parameter.offset - first), static_cast<size_t>(parameter.elements));
   }
 }
 
@@ -83,9 +87,9 @@ absl::Status GradientSums::Add(tiering::BlockIndex block, std::span<const Gradie
   void* const to = place.accumulator != nullptr ? place.accumulator : place.gradient;
   return Guarded("summing a gradient", [&] {
     if (first) {
-      Place(layout, gradients, waits, static_cast<std::byte*>(to));
+      Place(layout, gradients, place.first, waits, static_cast<std::byte*>(to));
     } else {
-      Accumulate(layout, gradients, static_cast<float*>(to));
+      Accumulate(layout, gradients, place.first, static_cast<float*>(to));
     }
   });
 }

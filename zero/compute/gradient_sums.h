@@ -15,11 +15,12 @@
 
 namespace penstock::zero {
 
-// Where a backward pass leaves a block's gradient. Exactly one is set.
+// Where a backward pass leaves a block's gradient: the flat parameters' elements from `first` on, which no
+// frozen part has. Exactly one of the two is set.
 struct GradientPlace {
-  void* gradient =
-      nullptr;  // the flat parameters' elements in the type of the weights: one addend, or fp32 sums
-  float* accumulator = nullptr;  // the flat parameters' elements in fp32
+  void* gradient = nullptr;      // in the type of the weights: one addend, or fp32 sums
+  float* accumulator = nullptr;  // in fp32
+  int64_t first = 0;
 };
 
 // One thread at a time, that which computes; Taken also on another one while the block does not compute.
@@ -31,8 +32,8 @@ class GradientSums {
       : layouts_(layouts), weights_(weights), device_(device), addends_(layouts.size(), 0) {}
 
   // Moves the gradients of one backward to their place, or adds them, in the order of compute. Parameters
-  // that are missing count as zero. kInvalidArgument: they are no gradients of this block; kInternal: a
-  // second addend for a place that has none.
+  // that are missing count as zero. kInvalidArgument: they are no gradients of what trains in this block;
+  // kInternal: a second addend for a place that has none.
   absl::Status Add(tiering::BlockIndex block, std::span<const Gradient> gradients,
                    const GradientPlace& place);
   // Rounds a block's sums, on the device, to the type of the weights; the next Add starts new ones.
@@ -42,9 +43,9 @@ class GradientSums {
 
  private:
   absl::Status Check(const FlatLayout& layout, std::span<const Gradient> gradients) const;
-  void Place(const FlatLayout& layout, std::span<const Gradient> gradients, kernels::DType waits,
-             std::byte* to);
-  void Accumulate(const FlatLayout& layout, std::span<const Gradient> gradients, float* sums);
+  void Place(const FlatLayout& layout, std::span<const Gradient> gradients, int64_t first,
+             kernels::DType waits, std::byte* to);
+  void Accumulate(const FlatLayout& layout, std::span<const Gradient> gradients, int64_t first, float* sums);
 
   const Layouts layouts_;
   const kernels::DType weights_;

@@ -42,6 +42,11 @@ std::string_view NameIn(const Table& table, Value value) {
 // Segments of a tile before the first state, the weights not counted.
 size_t Masters(const TileFormat& format) { return format.weights == DType::kFp32 ? 0 : 1; }
 
+// The run's tiles have more than weights, and this one has not.
+bool WeightsAlone(const TileFormat& format, const TileMemory& memory) {
+  return memory.state.empty() && format.precision().segment_bytes.size() > 1;
+}
+
 template <typename T>
 T* ElementAt(void* base, int64_t element) {
   return static_cast<T*>(base) + element;
@@ -62,6 +67,34 @@ void Decode8(const TileFormat& format, const TileMemory& memory, bool first, int
   const kernels::UpdateArrays arrays = ArraysOf(format, memory, from, static_cast<int64_t>(values->size()));
   kernels::Dequantize8(CodeOf(first), static_cast<const uint8_t*>(first ? arrays.m : arrays.v),
                        first ? arrays.m_scales : arrays.v_scales, values->data(), values->size());
+}
+
+void ReadWeights(const TileFormat& format, const TileMemory& memory, int64_t begin, size_t n, float* values) {
+  const auto width = static_cast<int64_t>(kernels::BytesPerElement(format.weights));
+  kernels::Convert(format.weights, ElementAt<std::byte>(memory.weights, begin * width), DType::kFp32, values,
+                   n);
+}
+
+// Rounded as they are where they have masters.
+void WriteWeights(const TileFormat& format, const TileMemory& memory, int64_t begin, size_t n,
+                  const float* values) {
+  switch (format.weights) {
+    case DType::kFp32:
+      kernels::Convert(DType::kFp32, values, DType::kFp32, ElementAt<float>(memory.weights, begin), n);
+      break;
+    case DType::kBf16: {
+      std::array<int16_t, 4096> low;
+      for (size_t at = 0; at < n; at += low.size()) {
+        kernels::SplitMaster(values + at,
+                             ElementAt<uint16_t>(memory.weights, begin + static_cast<int64_t>(at)),
+                             low.data(), std::min(n - at, low.size()));
+      }
+      break;
+    }
+    case DType::kFp16:
+      kernels::Fp32ToFp16(values, ElementAt<uint16_t>(memory.weights, begin), n);
+      break;
+  }
 }
 
 }  // namespace
@@ -154,6 +187,11 @@ bool Keeps(const TileFormat& format, StateKind kind) {
 void ReadValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
                 float* values) {
   const auto count = static_cast<size_t>(n);
+  if (WeightsAlone(format, memory)) {
+    if (kind == StateKind::kParameter) return ReadWeights(format, memory, begin, count, values);
+    std::fill_n(values, n, 0.0F);
+    return;
+  }
   if (kind == StateKind::kParameter) {
     const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
     if (arrays.param_type == kernels::ParamType::kSplit) {
@@ -179,6 +217,10 @@ void ReadValues(const TileFormat& format, const TileMemory& memory, StateKind ki
 void WriteValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
                  const float* values) {
   const auto count = static_cast<size_t>(n);
+  if (WeightsAlone(format, memory)) {
+    if (kind == StateKind::kParameter) WriteWeights(format, memory, begin, count, values);
+    return;
+  }
   if (kind == StateKind::kParameter) {
     const kernels::UpdateArrays arrays = ArraysOf(format, memory, begin, n);
     if (arrays.param_type == kernels::ParamType::kSplit) {
@@ -207,6 +249,7 @@ void WriteValues(const TileFormat& format, const TileMemory& memory, StateKind k
 
 void FillTile(const TileFormat& format, const float* masters, const TileMemory& memory) {
   const auto n = static_cast<size_t>(memory.elements);
+  if (WeightsAlone(format, memory)) return WriteWeights(format, memory, 0, n, masters);
   switch (format.weights) {
     case DType::kFp32:
       kernels::Convert(DType::kFp32, masters, DType::kFp32, memory.weights, n);
@@ -228,6 +271,7 @@ void FillTile(const TileFormat& format, const float* masters, const TileMemory& 
 
 void ReadMasters(const TileFormat& format, const TileMemory& memory, float* masters) {
   const auto n = static_cast<size_t>(memory.elements);
+  if (WeightsAlone(format, memory)) return ReadWeights(format, memory, 0, n, masters);
   if (format.weights == DType::kBf16) {
     kernels::JoinMaster(static_cast<const uint16_t*>(memory.weights),
                         static_cast<const int16_t*>(memory.state[0]), masters, n);

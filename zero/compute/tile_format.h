@@ -35,6 +35,9 @@ std::string_view StateTypeName(kernels::StateType type);  // "fp32", "bf16", "8b
 std::optional<kernels::DType> ParseDType(std::string_view name);
 std::optional<kernels::StateType> ParseStateType(std::string_view name);
 
+// Of a tile that is frozen, its weights may be all that there is (TileMemory::state is empty): they stand for
+// the masters then, and its moments are zero.
+
 // A tile's arrays, as the kernels take them, from element `begin` on: a multiple of kernels::kStateBlock
 // where states are 8 bit. The gradient is the tile's.
 kernels::UpdateArrays ArraysOf(const TileFormat& format, const TileMemory& memory, int64_t begin, int64_t n);
@@ -53,7 +56,8 @@ bool Keeps(const TileFormat& format, StateKind kind);
 // `n` values from element `begin` of a tile's masters or moments on, as fp32; of a kind that it keeps.
 void ReadValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
                 float* values);
-// The other way. Values that share a scale with written ones (8 bit) may be rounded anew.
+// The other way. Values that share a scale with written ones (8 bit) may be rounded anew. Where weights are
+// all that there is, only they are written.
 void WriteValues(const TileFormat& format, const TileMemory& memory, StateKind kind, int64_t begin, int64_t n,
                  const float* values);
 

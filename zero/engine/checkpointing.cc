@@ -263,6 +263,13 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirec
     return absl::DataLossError(absl::StrCat(directories.front(), " has ", store->geometry().tiles(),
                                             " tiles, its model ", numbers.size()));
   }
+  for (uint32_t tile = 0; tile < numbers.size(); ++tile) {
+    const size_t places = PlacesOf(plan, residency, device, numbers[tile].first, numbers[tile].second).size();
+    // What is frozen has its weights alone there, and more here.
+    if (store->geometry().segments(tile) >= places) continue;
+    store.reset();
+    return LoadParts(io, parts, graph, plan, residency, device);
+  }
   // One ahead: the next tile is on its way while this one is checked.
   swap::TileIo ios[2];
   const auto read = [&](uint32_t tile) {

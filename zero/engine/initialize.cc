@@ -1,6 +1,7 @@
 #include "zero/engine/initialize.h"
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
@@ -64,6 +65,18 @@ class Initialization {
     return there > 0 ? options_.initial_values(block.value(), first, there, to) : absl::OkStatus();
   }
 
+  void RoundToWeights(float* values, int64_t n) const {
+    if (format_.weights == kernels::DType::kFp32) return;
+    std::array<uint16_t, 4096> weights;
+    for (int64_t at = 0; at < n; at += std::ssize(weights)) {
+      TileMemory alone;
+      alone.weights = weights.data();
+      alone.elements = std::min<int64_t>(n - at, std::ssize(weights));
+      FillTile(format_, values + at, alone);
+      ReadMasters(format_, alone, values + at);
+    }
+  }
+
   absl::Status Tile(tiering::BlockIndex number, tiering::TileIndex t, InitialReader* reader) {
     const tiering::BlockPlan& block = plan_.blocks[number];
     const tiering::Tile& tile = block.tiles[t];
@@ -71,13 +84,18 @@ class Initialization {
                      HostBuffer::Of(tile.elements * static_cast<int64_t>(sizeof(float)),
                                     "memory for a tile's initial values"));
     auto* const values = reinterpret_cast<float*>(masters.data());
-    RETURN_IF_ERROR(Values(number, residency_.InRun(number, tile).offset, tile.elements, reader, values));
+    const int64_t first = residency_.InRun(number, tile).offset;
+    RETURN_IF_ERROR(Values(number, first, tile.elements, reader, values));
+    // The same values wherever they are kept: also where what is frozen has a master.
+    RoundToWeights(values, std::clamp<int64_t>(layouts_[number]->trained_from - first, 0, tile.elements));
     const tiering::WeightSlot weight_slot = block.private_run_slot.valid()
                                                 ? block.private_run_slot
                                                 : plan_.weight_classes[At(block.weight_class)].first_slot;
     if (ring_ != nullptr) {
       ASSIGN_OR_RETURN(const size_t slot, ring_->Next());
-      const TileMemory memory = residency_.tile(number, t, weight_slot, tiering::TileSlot(slot));
+      const tiering::TileSlot tile_slot =
+          block.weights_alone(t) ? tiering::TileSlot() : tiering::TileSlot(slot);
+      const TileMemory memory = residency_.tile(number, t, weight_slot, tile_slot);
       FillTile(format_, values, memory);
       std::vector<const void*> segments = {memory.weights};
       segments.insert(segments.end(), memory.state.begin(), memory.state.end());

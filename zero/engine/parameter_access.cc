@@ -179,7 +179,8 @@ absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(tiering::BlockInde
   loaded.copy = std::move(copy);
   loaded.memory.elements = elements;
   std::vector<void*> segments;
-  for (size_t s = 0; s < plan_.precision.segment_bytes.size(); ++s) {
+  const size_t count = bp.weights_alone(tile) ? 1 : plan_.precision.segment_bytes.size();
+  for (size_t s = 0; s < count; ++s) {
     segments.push_back(place);
     place += tiering::AlignUp(plan_.precision.SegmentBytes(s, elements), tiering::kPage);
   }
@@ -231,8 +232,7 @@ absl::StatusOr<HostTensor> ParameterAccess::ReadGradient(
     return absl::FailedPreconditionError(absl::StrCat(std::string(name), " is frozen: it has no gradient"));
   }
   const tiering::BlockPlan& bp = plan_.blocks[found.block];
-  const bool all_in_backward = std::count(bp.in_backward.begin(), bp.in_backward.end(), 0) == 0;
-  if (in_backward && !plan_.clips && !bp.gradient_slot.valid() && all_in_backward) {
+  if (in_backward && !plan_.clips && !bp.gradient_slot.valid() && bp.all_in_backward()) {
     return absl::FailedPreconditionError(
         absl::StrCat("the gradient of ", std::string(name), " was used where it was made and kept nowhere: ",
                      "more host memory keeps it, and so does the order of update \"next_forward\""));
@@ -249,7 +249,7 @@ absl::StatusOr<HostTensor> ParameterAccess::ReadGradient(
       RETURN_IF_ERROR(device_->ReadGradient(found.block, cut.offset, cut.elements, place));
       gradient = place;
     } else if (bp.gradient_slot.valid()) {
-      gradient = static_cast<const std::byte*>(residency_.gradient(bp.gradient_slot)) + cut.offset * width;
+      gradient = residency_.GradientOf(found.block, tile, bp.gradient_slot);
     } else {
       const auto bytes = static_cast<size_t>(cut.elements * width);
       std::byte* place = nullptr;
@@ -284,6 +284,11 @@ absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const
                                     const std::function<absl::Status()>& start) {
   ASSIGN_OR_RETURN(Found found, Find(name));
   RETURN_IF_ERROR(CheckKept(kind));
+  if (kind != StateKind::kParameter && KeepsWeightsAlone(found)) {
+    return absl::FailedPreconditionError(absl::StrCat(std::string(name),
+                                                      " is frozen beside others that train: it has no ",
+                                                      std::string(StateKindName(kind))));
+  }
   absl::Status status = OfAll(CheckShape(found, name, value));
   if (status.ok()) status = CheckSame(name, value);
   if (status.ok()) status = OfAll(start());

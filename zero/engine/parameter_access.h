@@ -73,6 +73,10 @@ class ParameterAccess {
   absl::StatusOr<Found> Find(std::string_view name) const;
   // OK where the optimizer keeps it.
   absl::Status CheckKept(StateKind kind) const;
+  // It is frozen, and neither master nor moments of it are kept.
+  bool KeepsWeightsAlone(const Found& found) const {
+    return !found.parameter->trains && plan_.blocks[found.block].trained_from > 0;
+  }
   // Its only place is the device's memory.
   bool OnDeviceAlone(tiering::BlockIndex block) const {
     return store_ == nullptr && device_ != nullptr && device_->has(block);

@@ -214,24 +214,49 @@ class Preparation {
     ours = IdentityOf(measured_.identity, options_, plan.format, plan.graph);
     if (!options_.resumes()) {
       plan_options_.precision = plan.format.precision();
-      plan.state_bytes = plan_options_.precision.UnpaddedBytes(plan.graph.elements());
+      plan.state_bytes = StateBytes();
       return absl::OkStatus();
     }
     const nlohmann::json recorded = RecordedIdentity(found_, /*with_rank=*/in_place_);
     if (!in_place_) ours = WholeIdentity(ours.dump());
     if (!options_.trains) AdoptOptimizer(recorded, &plan.format, &ours);
     plan_options_.precision = plan.format.precision();
-    plan.state_bytes = plan_options_.precision.UnpaddedBytes(plan.graph.elements());
+    RETURN_IF_ERROR(CheckFrozenParts(recorded, ours, options_.storage.state_dirs.front()));
     if (recorded != ours) {
       return absl::FailedPreconditionError(absl::StrCat(
           options_.storage.state_dirs.front(), " holds another run: ", JsonDifference(recorded, ours)));
     }
     if (options_.trains) NameRank(options_, &ours);
     if (plan.parts.size() == static_cast<size_t>(plan_options_.world) || in_place_) {
-      ASSIGN_OR_RETURN(plan_options_.fixed_tiles,
+      ASSIGN_OR_RETURN(StoreTiles tiles,
                        TilesOf(found_.shape, plan.graph, plan_options_.world, plan_options_.precision));
+      plan_options_.fixed_tiles = std::move(tiles.elements);
+      plan_options_.frozen_apart = tiles.frozen_apart;
+      if (in_place_ && tiles.frozen_apart && FrozenElements() > 0 && !plan_options_.keeps_frozen_apart() &&
+          plan_options_.precision.segment_bytes.size() > 1) {
+        return absl::FailedPreconditionError(
+            absl::StrCat(options_.storage.state_dirs.front(),
+                         " has no state for what is frozen of a block, which a device with memory of its own "
+                         "keeps: go on without the device"));
+      }
     }
+    plan.state_bytes = StateBytes();
     return absl::OkStatus();
+  }
+
+  // Of blocks that train.
+  int64_t FrozenElements() const {
+    int64_t elements = 0;
+    for (const tiering::BlockShape& block : prepared_.plan.graph.blocks) elements += block.trained_from;
+    return elements;
+  }
+
+  // Of one version: all segments, and of what is frozen apart the weights.
+  int64_t StateBytes() const {
+    const int64_t apart = plan_options_.keeps_frozen_apart() ? FrozenElements() : 0;
+    const tiering::Precision& precision = plan_options_.precision;
+    return precision.UnpaddedBytes(prepared_.plan.graph.elements() - apart) +
+           precision.SegmentBytes(0, apart);
   }
 
   // What plans are compared on. A budget that is too small is refused before anything is measured on a drive.

@@ -222,8 +222,9 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
   add(plan.device.gradient_slots);
   add(plan.device.accumulator_slots);
   for (const tiering::BlockPlan& block : plan.blocks) {
-    numbers.insert(numbers.end(), {block.elements, block.trains, block.private_run_slot.value(),
-                                   block.gradient_slot.value(), block.accumulator_slot.value()});
+    numbers.insert(numbers.end(),
+                   {block.elements, block.trains, block.trained_from, block.private_run_slot.value(),
+                    block.gradient_slot.value(), block.accumulator_slot.value()});
     for (const tiering::TileIndex t : block.tiles.indices()) {
       numbers.insert(numbers.end(),
                      {block.tiles[t].elements, block.private_tile_slot[t].value(), block.in_backward[t]});

@@ -16,6 +16,7 @@ namespace {
 constexpr const char* kOptimizer = "optimizer";
 constexpr const char* kOptimizerStates = "optimizer_states";
 constexpr const char* kBlockElements = "block_elements";
+constexpr const char* kTrainedFrom = "trained_from";
 
 }  // namespace
 
@@ -29,8 +30,26 @@ nlohmann::json IdentityOf(const nlohmann::json& model, const EngineOptions& opti
                              {kOptimizerStates, std::string(StateTypeName(format.states))},
                              {"seed", options.seed},
                              {kBlockElements, std::move(elements)}};
+  // Where the frozen part of each block ends, if any has one: their parameters lie in another order then.
+  nlohmann::json trained_from = nlohmann::json::array();
+  for (const tiering::BlockShape& block : graph.blocks) trained_from.push_back(block.trained_from);
+  if (std::any_of(graph.blocks.begin(), graph.blocks.end(),
+                  [](const tiering::BlockShape& block) { return block.trained_from > 0; })) {
+    identity[kTrainedFrom] = std::move(trained_from);
+  }
   NameRank(options, &identity);
   return identity;
+}
+
+absl::Status CheckFrozenParts(const nlohmann::json& recorded, const nlohmann::json& ours,
+                              const std::string& path) {
+  if (!recorded.is_object() || !ours.contains(kTrainedFrom) || recorded.contains(kTrainedFrom))
+    return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat(path,
+                   " holds a run whose blocks have what is frozen among what trains, as an older "
+                   "Penstock laid them out or as other parameters were frozen: it goes on with that "
+                   "one, or write its values out there and start a new run with them"));
 }
 
 void NameRank(const EngineOptions& options, nlohmann::json* identity) {

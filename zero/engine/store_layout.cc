@@ -16,11 +16,19 @@ swap::TileLayout TileLayoutOf(const tiering::Precision& precision, int64_t eleme
   return layout;
 }
 
+swap::TileLayout WeightsAloneLayoutOf(const tiering::Precision& precision, int64_t elements) {
+  swap::TileLayout layout;
+  layout.segment_bytes = {static_cast<uint64_t>(precision.SegmentBytes(0, elements))};
+  return layout;
+}
+
 swap::Layout LayoutOf(const tiering::Plan& plan) {
   swap::Layout layout;
   for (const tiering::BlockPlan& block : plan.blocks) {
-    for (const tiering::Tile& tile : block.tiles) {
-      layout.tiles.push_back(TileLayoutOf(plan.precision, tile.elements));
+    for (const tiering::TileIndex t : block.tiles.indices()) {
+      const int64_t elements = block.tiles[t].elements;
+      layout.tiles.push_back(block.weights_alone(t) ? WeightsAloneLayoutOf(plan.precision, elements)
+                                                    : TileLayoutOf(plan.precision, elements));
     }
   }
   return layout;
@@ -33,32 +41,68 @@ swap::Layout LayoutOfThisHost(const swap::Layout& layout, const EngineOptions& o
   return all;
 }
 
-absl::StatusOr<tiering::PerBlock<std::vector<int64_t>>> TilesOf(const swap::StoreShape& shape,
-                                                                const tiering::ModelGraph& graph, int world,
-                                                                const tiering::Precision& precision) {
-  tiering::PerBlock<std::vector<int64_t>> tiles;
+namespace {
+
+// Elements of a tile that is all there, or has its weights alone; 0: of neither kind.
+struct FoundTile {
+  int64_t elements = 0;
+  bool weights_alone = false;
+};
+FoundTile Find(const swap::TileLayout& tile, const tiering::Precision& precision) {
+  FoundTile found;
+  if (tile.segment_bytes.empty()) return found;
+  const int64_t elements = static_cast<int64_t>(tile.segment_bytes[0]) / precision.weight_bytes();
+  const size_t segments = tile.segment_bytes.size();
+  found.weights_alone = segments == 1 && precision.segment_bytes.size() > 1;
+  if (!found.weights_alone && segments != precision.segment_bytes.size()) return found;
+  for (size_t s = 0; s < segments; ++s) {
+    if (static_cast<int64_t>(tile.segment_bytes[s]) != precision.SegmentBytes(s, elements)) return found;
+  }
+  found.elements = elements;
+  return found;
+}
+
+// Whether what is frozen of a block lies in tiles of its own.
+bool CutWhereItTrains(const std::vector<int64_t>& tiles, int64_t trained_from) {
+  int64_t at = 0;
+  for (size_t t = 0; t < tiles.size() && at < trained_from; ++t) at += tiles[t];
+  return at == trained_from;
+}
+
+}  // namespace
+
+absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering::ModelGraph& graph, int world,
+                                   const tiering::Precision& precision) {
+  StoreTiles tiles;
   size_t next = 0;
+  int64_t apart = 0, in_part = 0;  // elements that have their weights alone, and those that may
+  bool cut = true;
+  const auto not_its_models = [&next] {
+    return absl::DataLossError(absl::StrCat("tile ", next - 1, " of the store is not one of its model's"));
+  };
   for (const tiering::BlockShape& block : graph.blocks) {
-    std::vector<int64_t>& of_block = tiles.emplace_back();
+    std::vector<int64_t>& of_block = tiles.elements.emplace_back();
+    const int64_t frozen = block.trains ? block.trained_from : 0;
     for (int64_t elements = 0; elements < tiering::ShardElements(block.elements, world);) {
       if (next == shape.tiles.size())
         return absl::DataLossError("the store has fewer tiles than its model needs");
-      const swap::TileLayout& tile = shape.tiles[next++].layout;
-      const auto of_tile = tile.segment_bytes.empty()
-                               ? 0
-                               : static_cast<int64_t>(tile.segment_bytes[0]) / precision.weight_bytes();
-      bool fits = of_tile > 0 && tile.segment_bytes.size() == precision.segment_bytes.size();
-      for (size_t s = 0; fits && s < tile.segment_bytes.size(); ++s) {
-        fits = static_cast<int64_t>(tile.segment_bytes[s]) == precision.SegmentBytes(s, of_tile);
-      }
-      if (!fits)
-        return absl::DataLossError(
-            absl::StrCat("tile ", next - 1, " of the store is not one of its model's"));
-      of_block.push_back(of_tile);
-      elements += of_tile;
+      const FoundTile tile = Find(shape.tiles[next++].layout, precision);
+      if (tile.elements == 0) return not_its_models();
+      of_block.push_back(tile.elements);
+      elements += tile.elements;
+      if (!tile.weights_alone) continue;
+      if (elements > frozen || world > 1) return not_its_models();
+      apart += tile.elements;
     }
+    in_part += frozen;
+    cut &= CutWhereItTrains(of_block, frozen);
   }
   if (next != shape.tiles.size()) return absl::DataLossError("the store has more tiles than its model needs");
+  if (apart != 0 && apart != in_part) {
+    return absl::DataLossError("some tiles of the store have state for what is frozen, and some have none");
+  }
+  // Without any state the two kinds are one.
+  tiles.frozen_apart = apart > 0 || (precision.segment_bytes.size() == 1 && cut);
   return tiles;
 }
 

@@ -17,17 +17,23 @@
 
 namespace penstock::zero {
 
-// Of one tile, with scratch for a spilled gradient.
+// Of one tile, with scratch for a spilled gradient; frozen beside others that train, its weights alone.
 swap::TileLayout TileLayoutOf(const tiering::Precision& precision, int64_t elements);
+swap::TileLayout WeightsAloneLayoutOf(const tiering::Precision& precision, int64_t elements);
 swap::Layout LayoutOf(const tiering::Plan& plan);
 
 // What the ranks of this host take together, for asking whether there is room.
 swap::Layout LayoutOfThisHost(const swap::Layout& layout, const EngineOptions& options);
 
-// The tiles of a store that is there, as elements by block. kDataLoss: they are not those of the model.
-absl::StatusOr<tiering::PerBlock<std::vector<int64_t>>> TilesOf(const swap::StoreShape& shape,
-                                                                const tiering::ModelGraph& graph, int world,
-                                                                const tiering::Precision& precision);
+// The tiles of a store that is there, as elements by block.
+struct StoreTiles {
+  tiering::PerBlock<std::vector<int64_t>> elements;
+  // What is frozen of a block that trains has its weights alone (PlanOptions::frozen_apart).
+  bool frozen_apart = false;
+};
+// kDataLoss: they are not those of the model.
+absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering::ModelGraph& graph, int world,
+                                   const tiering::Precision& precision);
 
 // How many versions of everything a new store holds: what the options say, else three where checkpoints are
 // copied at leisure and there is room, else two; the same on all ranks, the least of theirs. `besides`: bytes

@@ -283,20 +283,21 @@ void HardwareLanes::StartSpill(const Task& task) {
   Spill& spill = *spills_[op.block];
   spill.task = task;
   spill.start = Now();
+  int tiles = 0, submitted = 0;
+  for (const tiering::TileIndex t : block.tiles.indices()) tiles += block.updates(t) ? 1 : 0;
   // One more than the transfers, taken off at the end: none of them may report before all are submitted.
-  spill.outstanding.store(static_cast<int>(block.tiles.size()) + 1, std::memory_order_relaxed);
-  auto* gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot));
+  spill.outstanding.store(tiles + 1, std::memory_order_relaxed);
   spill.refused = absl::OkStatus();
-  int submitted = 0;
   for (const tiering::TileIndex t : block.tiles.indices()) {
     if (!spill.refused.ok()) break;
-    const int64_t bytes = plan_.precision.gradient_bytes;
-    spill.refused = store_->WriteScratch(
-        &tiles_[op.block][t]->spill.io, StoreTile(op.block, t), 0, gradient + block.tiles[t].offset * bytes,
-        static_cast<uint64_t>(block.tiles[t].elements * bytes), aio::Priority::kWriteBehind);
+    if (!block.updates(t)) continue;
+    const int64_t bytes = block.tiles[t].elements * plan_.precision.gradient_bytes;
+    spill.refused = store_->WriteScratch(&tiles_[op.block][t]->spill.io, StoreTile(op.block, t), 0,
+                                         residency_.GradientOf(op.block, t, op.gradient_slot),
+                                         static_cast<uint64_t>(bytes), aio::Priority::kWriteBehind);
     if (spill.refused.ok()) ++submitted;
   }
-  const int missing = static_cast<int>(block.tiles.size()) - submitted;
+  const int missing = tiles - submitted;
   if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, absl::OkStatus(), spill.start);
 }
 
@@ -379,7 +380,9 @@ absl::Status HardwareLanes::Settle(const Done& done) {
     }
     case OpKind::kWriteGradient:
       status = spills_[op.block]->refused;  // the tiles that were not taken have their last status
-      for (const auto& tile : tiles_[op.block]) status.Update(tile->spill.io.status());
+      for (const tiering::TileIndex t : tiles_[op.block].indices()) {
+        if (plan_.blocks[op.block].updates(t)) status.Update(tiles_[op.block][t]->spill.io.status());
+      }
       return status;
     case OpKind::kWriteInput:
       compute_->DropInputs(op.position, op.micro_batch);
@@ -473,6 +476,7 @@ absl::Status HardwareLanes::RunAccumulate(const Op& op) {
   } else {
     place.gradient = residency_.gradient(op.gradient_slot);
   }
+  place.first = plan_.blocks[op.block].trained_from;
   const StageUse use = UseOf(op);
   const absl::StatusOr<std::span<const Gradient>> gradients = compute_->Gradients(use, op.block);
   absl::Status status = gradients.status();
@@ -581,8 +585,7 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
   const UpdateDecision& decision = op.in_backward ? assumed_[op.step & 1] : DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
   if (op.gradient_slot.valid()) {
-    memory.gradient = static_cast<std::byte*>(residency_.gradient(op.gradient_slot)) +
-                      tile.offset * plan_.precision.gradient_bytes;
+    memory.gradient = residency_.GradientOf(op.block, op.tile, op.gradient_slot);
   } else {
     const auto bytes = static_cast<size_t>(memory.elements * plan_.precision.gradient_bytes);
     if (kernels::Checksum(memory.gradient, bytes) != transfers(op).gradient_checksum) {
@@ -610,7 +613,7 @@ void HardwareLanes::Seal(const Op& op) {
 }
 
 absl::Status HardwareLanes::RunFinalize(const Op& op) {
-  const auto n = static_cast<size_t>(plan_.blocks[op.block].elements);
+  const auto n = static_cast<size_t>(plan_.blocks[op.block].gradient_elements());
   void* gradient = residency_.gradient(op.gradient_slot);
   kernels::SumOfSquares& squares = squares_[op.block];
   const tiering::BlockPlan& block = plan_.blocks[op.block];
@@ -627,10 +630,11 @@ absl::Status HardwareLanes::RunFinalize(const Op& op) {
       op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot) : nullptr, gradient, n);
   if (block.gradient_slot.valid()) return absl::OkStatus();
   for (const tiering::TileIndex t : block.tiles.indices()) {
+    if (!block.updates(t)) continue;
     const auto width = static_cast<size_t>(plan_.precision.gradient_bytes);
-    tiles_[op.block][t]->gradient_checksum = kernels::Checksum(
-        static_cast<const std::byte*>(gradient) + static_cast<size_t>(block.tiles[t].offset) * width,
-        static_cast<size_t>(block.tiles[t].elements) * width);
+    tiles_[op.block][t]->gradient_checksum =
+        kernels::Checksum(residency_.GradientOf(op.block, t, op.gradient_slot),
+                          static_cast<size_t>(block.tiles[t].elements) * width);
   }
   return absl::OkStatus();
 }

@@ -19,7 +19,7 @@ namespace penstock::zero {
 // tile slot.
 struct TileMemory {
   void* weights = nullptr;
-  std::vector<void*> state;  // segment 1.. of the precision
+  std::vector<void*> state;  // segment 1.. of the precision; none: frozen, its weights are all that is kept
   void* gradient = nullptr;
   int64_t elements = 0;
 };
@@ -60,11 +60,17 @@ class ArenaView {
       }
       memory.gradient = base + plan_.tile_gradient_offset;
     }
-    if (bp.gradient_slot.valid()) {
-      memory.gradient =
-          static_cast<std::byte*>(gradient(bp.gradient_slot)) + cut.offset * plan_.precision.gradient_bytes;
+    if (bp.gradient_slot.valid() && !bp.weights_alone(tile)) {
+      memory.gradient = GradientOf(block, tile, bp.gradient_slot);
     }
     return memory;
+  }
+  // A tile's part of its block's gradient, which is in `slot`.
+  std::byte* GradientOf(tiering::BlockIndex block, tiering::TileIndex tile,
+                        tiering::GradientSlot slot) const {
+    const tiering::BlockPlan& of = plan_.blocks[block];
+    const int64_t first = of.tiles[tile].offset - of.trained_from;
+    return static_cast<std::byte*>(gradient(slot)) + first * plan_.precision.gradient_bytes;
   }
 
   int rank() const { return rank_; }

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "kernels/float16.h"
 #include "swap/checkpoint.h"
 #include "zero/config/json_field.h"
 
@@ -166,8 +167,9 @@ absl::Status ShardedState::PlaceTiles(const std::vector<int64_t>& block_elements
         if (next == geometry.tiles()) return not_its_models(next);
         const int64_t elements =
             static_cast<int64_t>(geometry.segment_bytes(next, 0)) / precision_.weight_bytes();
-        bool fits = elements > 0 && elements <= part - at && elements % tiering::kScaleBlock == 0 &&
-                    geometry.segments(next) == precision_.segment_bytes.size();
+        bool fits =
+            elements > 0 && elements <= part - at && elements % tiering::kScaleBlock == 0 &&
+            (geometry.segments(next) == precision_.segment_bytes.size() || geometry.segments(next) == 1);
         for (uint32_t s = 0; fits && s < geometry.segments(next); ++s) {
           fits =
               static_cast<int64_t>(geometry.segment_bytes(next, s)) == precision_.SegmentBytes(s, elements);
@@ -230,7 +232,7 @@ absl::Status ShardedState::ReadWeights(tiering::BlockIndex block, size_t from, v
 
 absl::Status ShardedState::Read(tiering::BlockIndex block, int64_t first, int64_t elements,
                                 std::span<void* const> places) {
-  const size_t segments = precision_.segment_bytes.size();
+  const size_t segments = std::min(precision_.segment_bytes.size(), places.size());
   for (size_t s = 0; s < segments; ++s) {
     std::memset(places[s], 0, static_cast<size_t>(precision_.SegmentBytes(s, elements)));
   }
@@ -240,7 +242,8 @@ absl::Status ShardedState::Read(tiering::BlockIndex block, int64_t first, int64_
     if (from >= to) continue;
     RETURN_IF_ERROR(Load(tile));
     const swap::Geometry& geometry = stores_[tile.store]->geometry();
-    for (size_t s = 0; s < segments; ++s) {
+    const size_t there = std::min<size_t>(segments, geometry.segments(tile.number));
+    for (size_t s = 0; s < there; ++s) {
       const std::byte* source =
           memory_.data() + geometry.segment_start(tile.number, static_cast<uint32_t>(s));
       auto* target = static_cast<std::byte*>(places[s]);
@@ -255,6 +258,12 @@ absl::Status ShardedState::Read(tiering::BlockIndex block, int64_t first, int64_
       copy(elements + (from - first) / tiering::kScaleBlock * kScaleBytes,
            tile.elements + (from - tile.first) / tiering::kScaleBlock * kScaleBytes,
            (to - from) / tiering::kScaleBlock * kScaleBytes);
+    }
+    // Weights that are all that there is stand for their masters; of bf16 the low halves are zero then.
+    if (there < segments && precision_.name == "fp16") {
+      kernels::Convert(kernels::DType::kFp16, static_cast<const uint16_t*>(places[0]) + (from - first),
+                       kernels::DType::kFp32, static_cast<float*>(places[1]) + (from - first),
+                       static_cast<size_t>(to - from));
     }
   }
   return absl::OkStatus();

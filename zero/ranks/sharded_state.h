@@ -60,7 +60,9 @@ class ShardedState {
   static uint64_t MemoryBytes(const std::vector<swap::Inspection>& inspections);
 
   // All segments of elements [first, first + elements) of a block, as a tile of that many has them, to
-  // `places`. What lies beyond the block's end is zero. Best asked for in ascending order.
+  // `places`, or the first of them, for as many as there are. What was frozen and has its weights alone has
+  // masters equal to them, and moments of zero. What lies beyond the block's end is zero. Best asked for in
+  // ascending order.
   absl::Status Read(tiering::BlockIndex block, int64_t first, int64_t elements,
                     std::span<void* const> places);
   // The weights of a block that lie in the parts of ranks `from` and later, each to its place in the whole

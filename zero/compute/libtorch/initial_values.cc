@@ -12,7 +12,8 @@ constexpr int64_t kPiece = 64 << 10;  // elements; a multiple of 16
 
 }  // namespace
 
-InitialStream::InitialStream(const BlockSpec& spec, const FlatLayout& layout) : spec_(spec), layout_(layout) {
+InitialStream::InitialStream(const BlockSpec& spec, const FlatLayout& layout)
+    : spec_(spec), layout_(layout), order_(layout.InOrder()) {
   TORCH_CHECK(spec.initial.size() == layout.parameters.size(), "it says what ", spec.initial.size(),
               " parameters begin with, and has ", layout.parameters.size());
 }
@@ -20,14 +21,14 @@ InitialStream::InitialStream(const BlockSpec& spec, const FlatLayout& layout) : 
 // A piece of a parameter; the last one has what is left, up to twice as much, so that it never has too
 // little.
 void InitialStream::DrawNext() {
-  while (parameter_ < layout_.parameters.size() && done_ == layout_.parameters[parameter_].elements) {
-    ++parameter_;
+  while (next_ < order_.size() && done_ == layout_.parameters[order_[next_]].elements) {
+    ++next_;
     done_ = 0;
   }
   drawn_first_ = drawn_end_ = layout_.elements;
-  if (parameter_ == layout_.parameters.size()) return;
-  const Parameter& parameter = layout_.parameters[parameter_];
-  const InitialValues& values = spec_.initial[parameter_];
+  if (next_ == order_.size()) return;
+  const Parameter& parameter = layout_.parameters[order_[next_]];
+  const InitialValues& values = spec_.initial[order_[next_]];
   const int64_t left = parameter.elements - done_;
   const int64_t count = left < 2 * kPiece ? left : kPiece;
   if (!buffer_.defined() || buffer_.numel() < count) buffer_ = torch::empty({count}, torch::kFloat32);
@@ -67,7 +68,7 @@ std::shared_ptr<torch::nn::Module> BuildWhole(const BlockSpec& spec) {
   const FlatLayout layout = LayoutOf(*module);
   InitialStream stream(spec, layout);
   const std::vector<torch::Tensor> parameters = UniqueParameters(*module);
-  for (size_t i = 0; i < parameters.size(); ++i) {
+  for (const size_t i : layout.InOrder()) {
     torch::Tensor whole = torch::empty(layout.parameters[i].sizes, torch::kFloat32);
     stream.Read(layout.parameters[i].offset, layout.parameters[i].elements, whole.data_ptr<float>());
     torch::Tensor parameter = parameters[i];

@@ -37,7 +37,8 @@ class InitialStream {
   torch::Tensor buffer_;
   const float* drawn_ = nullptr;
   int64_t drawn_first_ = 0, drawn_end_ = 0;  // of the run, in drawn_
-  size_t parameter_ = 0;                     // that the next piece is of,
+  std::vector<size_t> order_;                // of the parameters in the run
+  size_t next_ = 0;                          // in it, that the next piece is of,
   int64_t done_ = 0;                         // and how much of it has been drawn
 };
 

@@ -172,11 +172,12 @@ absl::Status CheckLargest(const tiering::ModelGraph& graph, kernels::DType weigh
   const auto width = static_cast<int64_t>(kernels::BytesPerElement(weights));
   const auto addend = static_cast<int64_t>(kernels::BytesPerElement(device.compute_type(weights)));
   for (const tiering::BlockShape& block : graph.blocks) {
-    const int64_t bytes = block.elements * (width + (options.trains && block.trains ? addend : 0));
+    const int64_t gradients = options.trains && block.trains ? block.elements - block.trained_from : 0;
+    const int64_t bytes = block.elements * width + gradients * addend;
     if (bytes <= options.host_memory_bytes) continue;
     return absl::ResourceExhaustedError(absl::StrCat("block ", block.name, " alone has ", bytes,
                                                      " bytes of weights",
-                                                     options.trains && block.trains ? " and gradients" : ""));
+                                                     gradients > 0 ? " and gradients" : ""));
   }
   return absl::OkStatus();
 }
@@ -341,7 +342,7 @@ class Measurement {
                                                      " parameters begin with, and has ",
                                                      layout.parameters.size()));
     }
-    graph().blocks.push_back({spec.name, layout.elements, peak, layout.Trains()});
+    graph().blocks.push_back({spec.name, layout.elements, peak, layout.Trains(), layout.trained_from});
     return absl::OkStatus();
   }
 
