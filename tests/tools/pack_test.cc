@@ -220,6 +220,34 @@ TEST_F(PackTest, TokensAreThoseOfTheDecodedWeightsForEveryBudgetAndPlaceAndBatch
   }
 }
 
+// The same where products are computed in bf16, by a header that says so: tiles and units are cut alike.
+TEST_F(PackTest, TokensInBf16DependOnNeitherBudgetNorPlace) {
+  const std::string from = Model("model", LlamaConfig()), to = dir_ + "/to";
+  ASSERT_EQ(Pack(from, to, {"--weights", "4"}).code, 0);
+  std::string bytes = ReadFile(to + "/model.safetensors");
+  const std::string wide = R"("penstock.compute":"fp32")", narrow = R"("penstock.compute":"bf16")";
+  ASSERT_NE(bytes.find(wide), std::string::npos);
+  WriteFile(to + "/model.safetensors", bytes.replace(bytes.find(wide), wide.size(), narrow));
+  const Made all = Texts(to, 512 * kMiB, 5, CachePlace::kHost);
+  for (const CachePlace place : {CachePlace::kHost, CachePlace::kDrive}) {
+    const uint64_t least = Texts(to, 512 * kMiB, 2, place).plan.least_bytes;
+    const Made small = Texts(to, least, 2, place);
+    EXPECT_EQ(small.texts, all.texts);
+    EXPECT_GT(small.plan.pass_bytes, 0u);
+    EXPECT_LE(small.stats.peak_tensor_bytes, static_cast<int64_t>(small.plan.tensor_bytes));
+  }
+}
+
+TEST_F(PackTest, AFileThatCannotGrowEndsInOneLineAndNothingIsLeft) {
+  const std::string from = Model("from", LlamaConfig()), to = dir_ + "/to";
+  const Ran ran = testing_support::Program(dir_, {"pack", from, to, "--quiet"},
+                                           {"bash", "-c", "ulimit -f 50; exec \"$@\"", "bash"})
+                      .Wait();
+  EXPECT_EQ(ran.code, 1) << ran.err;
+  EXPECT_EQ(testing_support::Lines(ran.err).size(), 1u) << ran.err;
+  EXPECT_FALSE(std::filesystem::exists(to) || std::filesystem::exists(to + ".partial"));
+}
+
 TEST_F(PackTest, GenerateKnowsAPackedDirectoryAndSaysWhatAnotherNumberOfBitsNeeds) {
   const std::string from = Model("from", LlamaConfig()), to = dir_ + "/to";
   WriteFile(from + "/generation_config.json", "{}");
