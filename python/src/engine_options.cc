@@ -293,6 +293,20 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
       json["notes"].push_back(
           absl::StrCat(name, ": not written from Python: engine.last_step has the values"));
   }
+  if (config.elasticity.on()) {
+    return absl::InvalidArgumentError(
+        "elasticity: not served from Python, where the script makes the batches; give train_batch_size");
+  }
+  for (const auto& [on, name] :
+       {std::pair{config.wall_clock_breakdown.value_or(false), "wall_clock_breakdown"},
+        {config.flops_profiler.on(), "flops_profiler"},
+        {config.comms_logger.value_or(false), "comms_logger"},
+        {config.penstock.wear_budget_tb.has_value(), "penstock.wear_budget_tb"},
+        {config.penstock.watchdog_seconds.has_value() || config.penstock.watchdog_abort_seconds.has_value(),
+         "penstock.watchdog_seconds"}}) {
+    if (on)
+      json["notes"].push_back(absl::StrCat(name, ": of no effect from Python; penstock train serves it"));
+  }
   const auto add = [&](const char* name, const auto& value) {
     json[name] = value.has_value() ? Json(*value) : Json();
   };
