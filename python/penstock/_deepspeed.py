@@ -83,7 +83,7 @@ class DeepSpeedEngine(nn.Module):
         return contextlib.nullcontext()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.engine.zero_grad()
+        """Nothing to do: as DeepSpeed's, which keeps what was accumulated apart from the parameters' grad."""
 
     def get_global_grad_norm(self) -> Optional[float]:
         return self.engine.get_global_grad_norm()

@@ -318,3 +318,78 @@ def test_forwards_that_nobody_holds_cost_nothing(tmp_path):
         with pytest.raises(RuntimeError, match="without a backward"):
             engine.optimizer.step()
         assert train(engine, steps)[0] > 0
+
+
+def test_a_loss_whose_backward_is_called_itself(tmp_path):
+    """As in plain PyTorch where nothing is scaled; refused where 16 bits ask for that."""
+    steps = in_threes(3)
+    with make(net(), tmp_path / "engine", gradient_accumulation_steps=3) as engine:
+        expected = train(engine, steps)
+    with make(net(), tmp_path / "loss", gradient_accumulation_steps=3) as engine:
+        for number, step in enumerate(steps):
+            torch.manual_seed(number)
+            losses = [engine(**batch) / 3 for batch in step]
+            assert sum(loss.item() for loss in losses) == pytest.approx(expected[number], abs=1e-6)
+            for loss in losses:
+                loss.backward()
+            engine.step()
+            assert engine.last_step["loss"] != engine.last_step["loss"]  # not known
+    with make(net(), tmp_path / "fp16", gradient_accumulation_steps=3, dtype=torch.float16) as engine:
+        with pytest.raises(RuntimeError, match=r"engine.backward\(loss\)"):
+            engine(**steps[0][0]).backward()
+
+
+def test_more_forwards_than_planned_never_lose_one(tmp_path):
+    data = batches(3)
+    with make(net(), tmp_path, forwards_per_step=2) as engine:
+        for batch in data:
+            engine(**batch).backward()
+        with pytest.raises(RuntimeError, match="3 forwards take part"):
+            engine.step()
+        assert engine.global_steps == 0
+
+
+def test_two_backwards_of_a_forward_are_one_micro_batch(tmp_path):
+    data = batches(2)
+    with make(net(), tmp_path, gradient_accumulation_steps=2) as engine:
+        for batch in data:
+            loss = engine(**batch)
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+        assert engine.global_steps == 1
+
+
+def test_a_forward_that_the_step_has_left_behind_is_refused(tmp_path):
+    data = batches(3)
+    with make(net(), tmp_path, gradient_accumulation_steps=2) as engine:
+        early, late = engine(**data[0]), engine(**data[1])
+        engine.backward(early)
+        engine.optimizer.step()
+        with pytest.raises(RuntimeError, match="backward comes before step"):
+            engine.backward(late)
+
+
+class Hidden(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.first(x)
+        self.aux = h.square().mean()
+        return self.second(torch.tanh(h))
+
+
+def test_what_has_no_gradient_is_told_or_refused(tmp_path):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    with make(Hidden(), tmp_path / "kept", gradient_accumulation_steps=2) as engine:
+        with pytest.warns(UserWarning, match="keeps aux in modules"):
+            engine(x)
+    with make(Hidden(), tmp_path / "fed back", forwards_per_step=2) as engine:
+        with pytest.warns(UserWarning):
+            loss = engine(engine(x)).square().mean()
+        engine.backward(loss)
+        with pytest.raises(RuntimeError, match="input of another one"):
+            engine.step()
+        assert engine.global_steps == 0

@@ -20,8 +20,15 @@ from torch import nn
 from ._random import RandomState
 from ._tree import map_tensors, tensors_of
 
+_ON_THE_LOSS = "backward was called on the loss itself: call engine.backward(loss), which scales it"
+_FED_BACK = (
+    "an output of one forward is an input of another one of the same step, and its gradient comes too late: detach it, or make one "
+    "model of both"
+)
+_OVER = "the step that this forward was made for is over, and the weights are others: backward comes before step()"
+
 _SAMPLE = 4096  # elements of an output that are compared when it is computed again
-_COPIED = 1 << 18  # elements; larger outputs are the leaves themselves, which cannot be changed in place
+_COPIED = 1 << 18  # elements; larger outputs are views of the leaves, which cannot be changed in place
 
 
 class Forward:
@@ -35,6 +42,8 @@ class Forward:
         self.random = RandomState.now()
         self.settings = settings
         self.modes = [module.training for module in model.modules()]
+        #: Why no gradient may come to it (any more); empty: it may.
+        self.closed = ""
         #: By use: the buffers that it changes, as they were before it.
         self.buffers: Dict[int, Any] = {}
         self._leaves: List["weakref.ref[torch.Tensor]"] = []
@@ -54,9 +63,11 @@ class Forward:
         self._leaves.append(weakref.ref(leaf))
         shape, sample = leaf.shape, _sample(leaf)
         leaf.register_hook(lambda gradient: self._collect(number, gradient, shape, sample))
-        return leaf.clone() if leaf.numel() <= _COPIED else leaf
+        return leaf.clone() if leaf.numel() <= _COPIED else leaf.view_as(leaf)
 
     def _collect(self, number: int, gradient: torch.Tensor, shape: torch.Size, sample: torch.Tensor) -> None:
+        if self.closed:
+            raise RuntimeError(self.closed)
         known = self._gradients.get(number)
         self._gradients[number] = gradient.detach().clone() if known is None else known + gradient.detach()
         self._samples[number] = (shape, sample)
@@ -126,29 +137,53 @@ class Accumulation:
         self._model = model
         self._most = most
         self._forwards: List[Forward] = []
-        #: Backwards so far, and what they began from, each with its share of the step's loss.
         self.backwards = 0
-        self.loss = 0.0
+        self._loss = 0.0
+        self._scale = 1.0
 
-    def add(self, forward: Forward) -> None:
+    def add(self, forward: Forward, scale: float) -> None:
+        """scale: of gradients, so that 16 bits hold them."""
+        self._scale = scale
+        if scale != 1.0:
+            forward.closed = _ON_THE_LOSS
         self._forwards = [each for each in self._forwards if each.has_gradients or each.may_get_gradients]
         self._forwards.append(forward)
 
-    def backward(self, loss: torch.Tensor, scale: float, share: float, retain_graph: bool) -> None:
-        """scale: of gradients, so that 16 bits hold them. share: of this loss in the step's."""
+    def backward(self, loss: torch.Tensor, share: float, retain_graph: bool) -> None:
+        """share: of this loss in the step's."""
         if loss.numel() != 1:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
         if not loss.requires_grad:
             raise RuntimeError("this loss depends on no output of a training forward: backward has nothing to begin with")
-        loss.backward(gradient=torch.full_like(loss, scale * share), retain_graph=retain_graph)
-        self.loss += float(loss.detach()) * share
+        scaled = [forward for forward in self._forwards if forward.closed == _ON_THE_LOSS]
+        for forward in scaled:
+            forward.closed = ""
+        try:
+            loss.backward(gradient=torch.full_like(loss, self._scale * share), retain_graph=retain_graph)
+        finally:
+            for forward in scaled:
+                forward.closed = _ON_THE_LOSS
+        self._loss += float(loss.detach()) * share
         self.backwards += 1
+        self.check_count()
+
+    def check_count(self) -> None:
         taking_part = len(self.forwards())
         if taking_part > self._most:
             raise RuntimeError(
                 f"{taking_part} forwards take part in this step, and the engine was made for {self._most}: call step() earlier, or give "
                 f"initialize forwards_per_step={taking_part} (or gradient_accumulation_steps)"
             )
+
+    @property
+    def loss(self) -> float:
+        """Of the step; NaN where backward was called on losses themselves."""
+        return self._loss if self.backwards else float("nan")
+
+    def repeats(self) -> None:
+        """Forwards are computed again: what comes to an output now came from the input of another one."""
+        for forward in self._forwards:
+            forward.closed = _FED_BACK
 
     def forwards(self) -> List[Forward]:
         """Those that a backward has come to."""
@@ -160,13 +195,15 @@ class Accumulation:
             forward.forget_gradients()
         self._forwards = [each for each in self._forwards if each.may_get_gradients]
         self.backwards = 0
-        self.loss = 0.0
+        self._loss = 0.0
 
     def end(self) -> None:
-        """The step was made."""
+        """The step was made, and the weights are others: a forward that was left over has no backward any more."""
+        for forward in self._forwards:
+            forward.closed = _OVER
         self._forwards = []
         self.backwards = 0
-        self.loss = 0.0
+        self._loss = 0.0
 
     @contextlib.contextmanager
     def modes_of(self, forwards: Sequence[Forward]) -> Iterator[None]:

@@ -108,7 +108,6 @@ class Engine:
         # Of forwards that come one by one; None where each step is of one forward.
         self._accumulation = Accumulation(model, settings.forwards) if settings.forwards > 1 else None
         self._boundary: Optional[bool] = None  # as the caller has said it
-        self._scale = 1.0  # of gradients
         self.micro_steps = 0
         known = {id(parameter) for parameter in model.parameters()}
         for number, group in enumerate(optimizer.param_groups):
@@ -263,8 +262,8 @@ class Engine:
             self._begin()
             return runtime.train_forward(args, kwargs)
         forward, outputs, gradient = runtime.forward_of_accumulation(args, kwargs)
-        self._scale = gradient * self._settings.micro_batches
-        self._accumulation.add(forward)
+        scale = gradient * self._settings.micro_batches
+        self._accumulation.add(forward, round(scale) if abs(scale - round(scale)) < 1e-9 * scale else scale)
         return outputs
 
     def _begin(self, reads_ahead: bool = True) -> None:
@@ -281,15 +280,15 @@ class Engine:
             runtime.backward(loss, retain_graph)
         else:
             share = 1 / self._settings.micro_batches if scale_wrt_gas else 1.0
-            self._accumulation.backward(loss, self._scale, share, retain_graph)
+            self._accumulation.backward(loss, share, retain_graph)
         return loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next ``step()`` updates: the last micro-batch of a step is under way, or was."""
         if self._boundary is not None or self._accumulation is None:
             return self._boundary is not False
-        count = self._settings.micro_batches
-        return self.micro_steps + 1 >= count or self._accumulation.backwards >= count
+        all_came = len(self._accumulation.forwards()) >= self._settings.forwards
+        return all_came or self.micro_steps + 1 >= self._settings.micro_batches
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Whether the next ``step()`` updates, in the place of counting micro-batches."""
@@ -301,7 +300,7 @@ class Engine:
         """Clips and updates by the gradients of the backwards before; the scheduler makes its step too.
 
         Where ``gradient_accumulation_steps`` is above 1 it does so for the last of as many micro-batches, counted by calls of
-        ``step()`` or of ``backward()``, or when ``set_gradient_accumulation_boundary`` says so; else it only counts.
+        ``step()`` or by forwards that a backward has come to, or when ``set_gradient_accumulation_boundary`` says so; else it only counts.
         The update is applied while the next step runs, and committed then: ``flush()`` commits it now.
         """
         if not self.is_gradient_accumulation_boundary():
@@ -356,8 +355,10 @@ class Engine:
             accumulation.end()
             raise RuntimeError("step() without a backward: engine.backward(loss) comes first; the forwards are given up")
         try:
+            accumulation.check_count()
             with accumulation.modes_of(forwards):
                 self._begin(reads_ahead=False)
+                accumulation.repeats()
                 runtime.repeat(forwards, accumulation.loss)
         except BaseException:
             runtime.give_up("the step failed")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 from ._accumulation import Forward
 from ._blocks import Block
 from ._interrupts import deferred
-from ._modules import replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._modules import kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._random import RandomState
 from ._settings import DTYPE_NAMES
 from ._trace import Use
@@ -87,6 +88,7 @@ class Runtime:
         self.dtype = torch.float32
         #: What the engine's share of a micro-batch in the loss is multiplied by.
         self.loss_factor = 1.0
+        self._looked_at_kept = False
         self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
         for block in blocks:
             for name, module in block.modules:
@@ -233,9 +235,18 @@ class Runtime:
         """A training forward whose backward is made by ``repeat``: (it, its outputs, the scale of gradients)."""
         forward = Forward(self._model, args, without_cache(self._original, kwargs), AutogradSettings())
         switch_off_checkpointing(self._checkpointing)
+        looks, self._looked_at_kept = not self._looked_at_kept, True
+        before = kept_tensors(self._model) if looks else {}
         with self._evaluation() as driver:
             driver.forward = forward
             out = self._inside(forward.args, forward.kwargs)
+        kept = [name for name, which in kept_tensors(self._model).items() if before.get(name) != which] if looks else []
+        if kept:
+            warnings.warn(
+                f"forward keeps {', '.join(kept[:3])} in modules: a loss that is made of that has no gradient there, since only what "
+                "forward returns has one. Return it, or use engine.train_batch([...])",
+                stacklevel=2,
+            )
         return forward, forward.outputs(out), driver.loss_gradient
 
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
@@ -539,15 +550,16 @@ class Runtime:
             self._in_vertical_order(work, [forward.random for forward in forwards], idle=loss)
         finally:
             now.restore()
-            for buffer, value in outside:
+            for module, name, buffer, value in outside:
+                module._buffers[name] = buffer
                 buffer.copy_(value)
 
     # Buffers of no block, which each forward has changed once already.
-    def _outside_buffers(self) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    def _outside_buffers(self) -> List[Tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
         inside = {id(part) for block in self._blocks for _, module in block.modules for part in module.modules()}
         outside = [module for module in self._model.modules() if id(module) not in inside]
-        buffers = [buffer for module in outside for buffer in module._buffers.values() if buffer is not None]
-        return [(buffer, buffer.detach().clone()) for buffer in buffers]
+        buffers = [(module, name, buffer) for module in outside for name, buffer in module._buffers.items() if buffer is not None]
+        return [(module, name, buffer, buffer.detach().clone()) for module, name, buffer in buffers]
 
     def _in_vertical_order(self, work: Sequence[Work], states: Sequence[RandomState], idle: float) -> None:
         """A thread for each micro-batch, of which one runs at a time.
