@@ -136,10 +136,8 @@ class Accumulation:
         """most: forwards that a step's losses may come from."""
         self._model = model
         self._most = most
-        self._forwards: List[Forward] = []
-        self.backwards = 0
-        self._loss = 0.0
         self._scale = 1.0
+        self._begin_with([])
 
     def add(self, forward: Forward, scale: float) -> None:
         """scale: of gradients, so that 16 bits hold them."""
@@ -193,15 +191,16 @@ class Accumulation:
         """As zero_grad: what backward left counts for nothing; a forward whose backward comes later stays."""
         for forward in self.forwards():
             forward.forget_gradients()
-        self._forwards = [each for each in self._forwards if each.may_get_gradients]
-        self.backwards = 0
-        self._loss = 0.0
+        self._begin_with([each for each in self._forwards if each.may_get_gradients])
 
     def end(self) -> None:
         """The step was made, and the weights are others: a forward that was left over has no backward any more."""
         for forward in self._forwards:
             forward.closed = _OVER
-        self._forwards = []
+        self._begin_with([])
+
+    def _begin_with(self, forwards: List[Forward]) -> None:
+        self._forwards = forwards
         self.backwards = 0
         self._loss = 0.0
 

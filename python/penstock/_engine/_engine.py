@@ -334,6 +334,8 @@ class Engine:
                 self._result = runtime.finish()
             except BaseException:
                 runtime.give_up("the step failed")
+                if self._accumulation is not None:
+                    self._accumulation.end()
                 raise
             self.global_steps = self._result["step"]
             self.skipped_steps += bool(self._result["skipped"])
