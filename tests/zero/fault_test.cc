@@ -14,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "aio/backend.h"
 #include "tests/soak.h"
+#include "tests/zero/inline_backend.h"
 #include "tests/zero/training.h"
 
 namespace penstock::zero {
@@ -46,38 +47,12 @@ struct Plan {
 };
 
 // pread and pwrite on the lane's thread, but for the one fault.
-class FaultyBackend final : public aio::Backend {
+class FaultyBackend final : public InlineBackend {
  public:
   explicit FaultyBackend(Plan* plan) : plan_(*plan) {}
   std::string_view name() const override { return "faulty"; }
-  absl::Status Start(const aio::BackendConfig&) override { return absl::OkStatus(); }
-
-  void Queue(aio::Piece& piece) override { done_.push_back({&piece, Transfer(piece)}); }
-
-  int64_t Run(std::span<aio::Completion> out, uint32_t, int64_t timeout_ns) override {
-    if (done_.empty() && timeout_ns != 0) {
-      std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns < 0 ? 1'000'000'000 : timeout_ns),
-                        [&] { return woken_; });
-      woken_ = false;
-    }
-    const size_t count = std::min(out.size(), done_.size());
-    std::copy_n(done_.begin(), count, out.begin());
-    done_.erase(done_.begin(), done_.begin() + static_cast<ptrdiff_t>(count));
-    return static_cast<int64_t>(count);
-  }
-
-  void Wake() override {
-    {
-      const std::lock_guard lock(mutex_);
-      woken_ = true;
-    }
-    changed_.notify_one();
-  }
 
  private:
-  static int64_t Result(ssize_t moved) { return moved >= 0 ? moved : -errno; }
-
   bool Strikes(const aio::Piece& piece) {
     if (plan_.struck) {
       return (plan_.fault == Fault::kError || plan_.fault == Fault::kFull) && plan_.victim == &piece;
@@ -93,18 +68,15 @@ class FaultyBackend final : public aio::Backend {
     return true;
   }
 
-  int64_t Transfer(aio::Piece& piece) {
+  int64_t Transfer(aio::Piece& piece) override {
     const bool strikes = Strikes(piece);
     const auto offset = static_cast<off_t>(piece.device_offset());
     const uint64_t bytes = piece.device_bytes();
     std::byte* const data = piece.device_data();
     const auto whole = static_cast<int64_t>(bytes);
     const uint64_t part = bytes / 4096 > 1 ? plan_.salt % (bytes / 4096) * 4096 : 0;
-    if (piece.op == aio::Op::kSync) return strikes ? -EIO : fdatasync(piece.fd()) == 0 ? 0 : -errno;
-    if (!strikes) {
-      return Result(piece.op == aio::Op::kRead ? pread(piece.fd(), data, bytes, offset)
-                                               : pwrite(piece.fd(), data, bytes, offset));
-    }
+    if (!strikes) return Whole(piece);
+    if (piece.op == aio::Op::kSync) return -EIO;
     switch (plan_.fault) {
       case Fault::kError:
         return -EIO;
@@ -142,10 +114,6 @@ class FaultyBackend final : public aio::Backend {
   }
 
   Plan& plan_;
-  std::vector<aio::Completion> done_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool woken_ = false;
 };
 
 size_t OpenFiles() {

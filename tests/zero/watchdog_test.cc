@@ -21,6 +21,7 @@
 
 #include "aio/backend.h"
 #include "plain_compute.h"
+#include "tests/zero/inline_backend.h"
 #include "tests/zero/plain_batch.h"
 #include "zero/engine/engine.h"
 
@@ -174,7 +175,7 @@ TEST_F(VirtualWatch, ExchangesWithOtherRanksHaveTheirOwnBound) {
 
 // pread and pwrite, but for one transfer, which hangs in read(2) of an empty pipe until somebody writes to
 // it.
-class HangingBackend final : public aio::Backend {
+class HangingBackend final : public InlineBackend {
  public:
   struct Plan {
     std::atomic<int64_t> until{-1};  // transfers before it; -1: none hangs
@@ -189,48 +190,18 @@ class HangingBackend final : public aio::Backend {
   };
   explicit HangingBackend(Plan* plan) : plan_(*plan) {}
   std::string_view name() const override { return "hanging"; }
-  absl::Status Start(const aio::BackendConfig&) override { return absl::OkStatus(); }
-  void Queue(aio::Piece& piece) override { done_.push_back({&piece, Transfer(piece)}); }
-  int64_t Run(std::span<aio::Completion> out, uint32_t, int64_t timeout_ns) override {
-    if (done_.empty() && timeout_ns != 0) {
-      std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns < 0 ? 1'000'000'000 : timeout_ns),
-                        [&] { return woken_; });
-      woken_ = false;
-    }
-    const size_t count = std::min(out.size(), done_.size());
-    std::copy_n(done_.begin(), count, out.begin());
-    done_.erase(done_.begin(), done_.begin() + static_cast<ptrdiff_t>(count));
-    return static_cast<int64_t>(count);
-  }
-  void Wake() override {
-    {
-      const std::lock_guard lock(mutex_);
-      woken_ = true;
-    }
-    changed_.notify_one();
-  }
 
  private:
-  int64_t Transfer(aio::Piece& piece) {
+  int64_t Transfer(aio::Piece& piece) override {
     if (plan_.until >= 0 && plan_.until-- == 0) {
       ++plan_.hung;
       char byte = 0;
       (void)!read(plan_.pipe[0], &byte, 1);
     }
-    if (piece.op == aio::Op::kSync) return fdatasync(piece.fd()) == 0 ? 0 : -errno;
-    const auto offset = static_cast<off_t>(piece.device_offset());
-    const ssize_t moved = piece.op == aio::Op::kRead
-                              ? pread(piece.fd(), piece.device_data(), piece.device_bytes(), offset)
-                              : pwrite(piece.fd(), piece.device_data(), piece.device_bytes(), offset);
-    return moved >= 0 ? moved : -errno;
+    return Whole(piece);
   }
 
   Plan& plan_;
-  std::vector<aio::Completion> done_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool woken_ = false;
 };
 
 class WatchedTraining : public testing::Test {
