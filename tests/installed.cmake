@@ -1,13 +1,12 @@
 # What the tests of installing share: an example outside of the tree, built against what was installed.
 #   cmake -DBUILD=... -DSOURCE=... -DCXX=... -P install_test.cmake, which includes this file.
 
-# Runs a command and says what it said; the test fails with it.
+# Runs a command; the test fails with it, and says then what it said.
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE result OUTPUT_VARIABLE output ERROR_VARIABLE output)
-  message("${output}")
   if(NOT result EQUAL 0)
     string(REPLACE ";" " " command "${ARGN}")
-    message(FATAL_ERROR "failed (${result}): ${command}")
+    message(FATAL_ERROR "failed (${result}): ${command}\n${output}")
   endif()
 endfunction()
 
@@ -24,7 +23,7 @@ function(build_installed work example)
       "-DCMAKE_PREFIX_PATH=${work}/prefix" -DCMAKE_CXX_FLAGS=-Wall\ -Wextra\ -Werror)
   run(${CMAKE_COMMAND} --build "${work}/build")
   execute_process(COMMAND ldd "${work}/build/${example}" OUTPUT_VARIABLE libraries)
-  if(libraries MATCHES "torch|c10")
+  if(libraries MATCHES "libtorch|libc10")  # not "c10" alone: addresses have it now and then
     message(FATAL_ERROR "${ARGN}: LibTorch is dragged in: ${libraries}")
   endif()
 endfunction()
