@@ -170,6 +170,15 @@ class ProgramTest : public testing::Test {
     return false;
   }
 
+  // Blocks until the file is there, which may be for a moment only; false after a minute.
+  static bool WaitForFile(const std::string& path) {
+    for (int i = 0; i < 300000; ++i) {
+      if (std::filesystem::exists(path)) return true;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    return false;
+  }
+
   std::string dir_;
   std::string text_;
 };
