@@ -183,12 +183,13 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::OpenExamples(const TokenFile& 
   if (fd < 0) return BadData(file.examples_path, absl::StrCat("cannot open: ", ErrnoText(errno)));
   TokenFileHeader header;
   std::vector<uint64_t> starts(static_cast<size_t>(file.examples));
-  data->learned_.resize(static_cast<size_t>(file.tokens + 7) / 8);
+  data->learned_ = std::make_shared<std::vector<uint8_t>>(static_cast<size_t>(file.tokens + 7) / 8);
   int64_t at = 0;
   absl::Status status;
-  for (const auto& [to, bytes] : {std::pair{reinterpret_cast<char*>(&header), sizeof(header)},
-                                  {reinterpret_cast<char*>(starts.data()), starts.size() * sizeof(uint64_t)},
-                                  {reinterpret_cast<char*>(data->learned_.data()), data->learned_.size()}}) {
+  for (const auto& [to, bytes] :
+       {std::pair{reinterpret_cast<char*>(&header), sizeof(header)},
+        {reinterpret_cast<char*>(starts.data()), starts.size() * sizeof(uint64_t)},
+        {reinterpret_cast<char*>(data->learned_->data()), data->learned_->size()}}) {
     if (status.ok()) status = ReadExactly(fd, file.examples_path, to, static_cast<int64_t>(bytes), at);
     at += static_cast<int64_t>(bytes);
   }
@@ -203,15 +204,16 @@ absl::StatusOr<std::unique_ptr<Dataset>> Dataset::OpenExamples(const TokenFile& 
   return data;
 }
 
+int64_t Dataset::LearnedOf(const Row& row) const {
+  int64_t count = 0;
+  for (int64_t token = row.first; token < row.first + row.count; ++token)
+    count += (*learned_)[static_cast<size_t>(token) / 8] >> (token % 8) & 1;
+  return count;
+}
+
 void Dataset::Pack(const std::vector<uint64_t>& starts) {
-  const auto learned = [this](const Row& row) {
-    int64_t count = 0;
-    for (int64_t token = row.first; token < row.first + row.count; ++token)
-      count += learned_[static_cast<size_t>(token) / 8] >> (token % 8) & 1;
-    return count;
-  };
   const auto add = [&](const Row& row) {
-    const int64_t count = learned(row);
+    const int64_t count = LearnedOf(row);
     if (count > 0) rows_.push_back(row);
     learned_count_ += count;
   };
@@ -221,7 +223,7 @@ void Dataset::Pack(const std::vector<uint64_t>& starts) {
     const int64_t end = i + 1 < starts.size() ? static_cast<int64_t>(starts[i + 1]) : tokens_;
     const int64_t count = std::min(end - first, seq_ + 1);
     cut_ += end - first > count ? 1 : 0;
-    lost_ += learned({first, count}) == 0 ? 1 : 0;
+    lost_ += LearnedOf({first, count}) == 0 ? 1 : 0;
     if (row.count > 0 && row.first + row.count == first && row.count + count <= seq_ + 1) {
       row.count += count;
       continue;
@@ -233,15 +235,54 @@ void Dataset::Pack(const std::vector<uint64_t>& starts) {
 }
 
 Dataset::Dataset(std::string path, int fd, TokenFormat format, int64_t vocab, int64_t seq, int64_t tokens)
-    : path_(std::move(path)), fd_(fd), format_(format), vocab_(vocab), seq_(seq), tokens_(tokens) {}
+    : path_(std::move(path)),
+      fd_(fd),
+      format_(format),
+      vocab_(vocab),
+      seq_(seq),
+      tokens_(tokens),
+      file_tokens_(tokens) {}
 
 Dataset::~Dataset() { ::close(fd_); }
+
+absl::StatusOr<std::unique_ptr<Dataset>> Dataset::HoldOut(double share) {
+  const int64_t all = rows_.empty() ? tokens_ : rows();
+  const int64_t least = rows_.empty() ? seq_ + 1 : 1;
+  const int64_t held = std::max(least, static_cast<int64_t>(static_cast<double>(all) * share));
+  if (all - held < least) {
+    return BadData(path_,
+                   absl::StrCat("has ", rows_.empty() ? tokens_ / seq_ : rows(), " sequences of --seq ", seq_,
+                                ": not enough to hold some of them out; give a file of them (--eval-data)"));
+  }
+  const int fd = ::fcntl(fd_, F_DUPFD_CLOEXEC, 0);
+  if (fd < 0) return BadData(path_, absl::StrCat("fcntl(F_DUPFD_CLOEXEC) failed: ", ErrnoText(errno)));
+  std::unique_ptr<Dataset> out(new Dataset(path_, fd, format_, vocab_, seq_, tokens_));
+  out->file_tokens_ = file_tokens_;
+  out->is_part_ = is_part_ = true;
+  out->examples_digest_ = examples_digest_;
+  out->learned_ = learned_;
+  if (rows_.empty()) {
+    out->first_token_ = first_token_ + tokens_ - held;
+    out->tokens_ = held;
+    tokens_ -= held;
+    return out;
+  }
+  out->rows_.assign(rows_.end() - held, rows_.end());
+  rows_.resize(static_cast<size_t>(all - held));
+  for (const Row& row : out->rows_) out->learned_count_ += LearnedOf(row);
+  learned_count_ -= out->learned_count_;
+  return out;
+}
 
 absl::StatusOr<uint64_t> Dataset::Fingerprint() const {
   constexpr int64_t kSamples = 16;
   constexpr int64_t kSampleBytes = 4096;
-  const int64_t bytes = tokens_ * TokenBytes(format_);
+  const int64_t bytes = file_tokens_ * TokenBytes(format_);
   uint64_t digest = Mix(static_cast<uint64_t>(bytes) + kGolden) ^ examples_digest_;
+  if (is_part_) {
+    for (const int64_t number : {first_token_, tokens_, rows()})
+      digest = Mix(digest ^ static_cast<uint64_t>(number)) + kGolden;
+  }
   std::vector<char> sample(kSampleBytes);
   for (int64_t i = 0; i < kSamples; ++i) {
     const int64_t size = std::min(kSampleBytes, bytes);
@@ -262,14 +303,14 @@ absl::Status Dataset::ReadRow(int64_t start, int64_t count, uint32_t* row) const
   // Read into the far end of the row itself, then widen from the front: the wide index never overtakes the
   // narrow one.
   char* raw = reinterpret_cast<char*>(row) + count * (4 - width);
-  RETURN_IF_ERROR(ReadExactly(fd_, path_, raw, count * width, start * width));
+  RETURN_IF_ERROR(ReadExactly(fd_, path_, raw, count * width, (first_token_ + start) * width));
   for (int64_t i = 0; i < count; ++i) {
     uint32_t token = 0;
     std::memcpy(&token, raw + i * width, static_cast<size_t>(width));
     row[i] = token;
     if (static_cast<int64_t>(token) >= vocab_) {
       return absl::OutOfRangeError(absl::StrCat(
-          "data file ", path_, ": token ", token, " at offset ", (start + i) * width,
+          "data file ", path_, ": token ", token, " at offset ", (first_token_ + start + i) * width,
           " is not below the vocabulary of ", vocab_, "; give the right --vocab, or the data that fits it"));
     }
   }
@@ -287,35 +328,39 @@ absl::Status Dataset::FillExamples(const Row& of, uint32_t* row, int64_t* tokens
   RETURN_IF_ERROR(ReadRow(of.first, of.count, row));
   for (int64_t i = 0; i < seq_; ++i) {
     const auto target = static_cast<size_t>(of.first + i + 1);
-    const bool learned = i + 1 < of.count && (learned_[target / 8] >> (target % 8) & 1) != 0;
+    const bool learned = i + 1 < of.count && ((*learned_)[target / 8] >> (target % 8) & 1) != 0;
     tokens[i] = i < of.count ? row[i] : 0;
     targets[i] = learned ? row[i + 1] : kNotLearned;
   }
   return absl::OkStatus();
 }
 
-absl::Status Dataset::Fill(const BatchPlace& place, int64_t batch, uint64_t seed, int64_t* tokens,
-                           int64_t* targets) const {
+absl::Status Dataset::CheckPlace(const BatchPlace& place, int64_t batch, bool needs_rows) const {
   if (place.step < 1 || place.micro_batch < 0 || place.world < 1 || place.rank < 0 ||
-      place.rank >= place.world || batch < 1 || (!rows_.empty() && place.rows < place.world * batch)) {
+      place.rank >= place.world || batch < 1 || (needs_rows && place.rows < place.world * batch)) {
     return absl::InvalidArgumentError(
         absl::StrCat("data file ", path_, ": no batch of ", batch, " rows at step ", place.step,
                      ", micro-batch ", place.micro_batch, ", rank ", place.rank, " of ", place.world));
   }
+  return absl::OkStatus();
+}
+
+absl::Status Dataset::FillSequence(const SequencePlace& place, uint64_t seed, int64_t* tokens,
+                                   int64_t* targets) const {
   std::vector<uint32_t> row(static_cast<size_t>(seq_ + 1));
-  const int64_t places = tokens_ - seq_;
+  if (rows_.empty())
+    return FillRow(SequenceStart(seed, place.step, place.row, tokens_ - seq_), row.data(), tokens, targets);
+  const int64_t of = RowOfEpoch(seed, place.index / rows(), place.index % rows(), rows());
+  return FillExamples(rows_[static_cast<size_t>(of)], row.data(), tokens, targets);
+}
+
+absl::Status Dataset::Fill(const BatchPlace& place, int64_t batch, uint64_t seed, int64_t* tokens,
+                           int64_t* targets) const {
+  RETURN_IF_ERROR(CheckPlace(place, batch, !rows_.empty()));
   const int64_t first = (place.micro_batch * place.world + place.rank) * batch;
   for (int64_t i = 0; i < batch; ++i) {
-    int64_t* const to = tokens + i * seq_;
-    int64_t* const learned = targets + i * seq_;
-    if (rows_.empty()) {
-      const int64_t start = SequenceStart(seed, place.step, first + i, places);
-      RETURN_IF_ERROR(FillRow(start, row.data(), to, learned));
-      continue;
-    }
-    const int64_t index = (place.step - 1) * place.rows + first + i;
-    const int64_t of = RowOfEpoch(seed, index / rows(), index % rows(), rows());
-    RETURN_IF_ERROR(FillExamples(rows_[static_cast<size_t>(of)], row.data(), to, learned));
+    const SequencePlace of = {place.step, first + i, (place.step - 1) * place.rows + first + i};
+    RETURN_IF_ERROR(FillSequence(of, seed, tokens + i * seq_, targets + i * seq_));
   }
   return absl::OkStatus();
 }

@@ -72,8 +72,12 @@ class Dataset {
   int64_t learned_tokens() const { return learned_count_; }  // of all rows
   // Of where examples begin and what of them is learned; 0: a stream.
   uint64_t examples_digest() const { return examples_digest_; }
+  // Takes the last `share` (above 0, below 1) away, and returns it as a dataset of its own: of a stream its
+  // last tokens, of examples the last rows, at least one sequence. Before the first Fill. kInvalidArgument:
+  // not even one sequence would be left.
+  absl::StatusOr<std::unique_ptr<Dataset>> HoldOut(double share);
   // A digest of the file's length and 16 samples of 4 KiB, spread evenly: enough to refuse the resume of a
-  // run with other data, at the cost of 16 small reads.
+  // run with other data, at the cost of 16 small reads. Of a part also where it begins and ends.
   absl::StatusOr<uint64_t> Fingerprint() const;
 
   // Fills `batch` rows of seq() token ids and, shifted by one, their targets; both arrays hold batch * seq()
@@ -82,6 +86,16 @@ class Dataset {
   // outputs are then unspecified.
   absl::Status Fill(const BatchPlace& place, int64_t batch, uint64_t seed, int64_t* tokens,
                     int64_t* targets) const;
+
+  // One row of Fill: row `row` of step `step` (of a stream), or the `index`-th from 0 of all epochs (of
+  // examples).
+  struct SequencePlace {
+    int64_t step = 1, row = 0, index = 0;
+  };
+  absl::Status FillSequence(const SequencePlace& place, uint64_t seed, int64_t* tokens,
+                            int64_t* targets) const;
+  // kInvalidArgument where no batch is at `place`.
+  absl::Status CheckPlace(const BatchPlace& place, int64_t batch, bool needs_rows) const;
 
   // Evaluation: windows of seq() tokens one after the other, window w at token w * seq(); none overlap but
   // for the one token that is the last target of a window and the first input of the next.
@@ -97,6 +111,7 @@ class Dataset {
   };
   void Pack(const std::vector<uint64_t>& starts);
   absl::Status ReadRow(int64_t start, int64_t count, uint32_t* row) const;
+  int64_t LearnedOf(const Row& row) const;
   absl::Status FillExamples(const Row& of, uint32_t* row, int64_t* tokens, int64_t* targets) const;
   absl::Status FillRow(int64_t start, uint32_t* row, int64_t* tokens, int64_t* targets) const;
 
@@ -106,9 +121,12 @@ class Dataset {
   int64_t vocab_;
   int64_t seq_;
   int64_t tokens_;
+  // Of a part of a file (HoldOut): its first token, and how many the file has.
+  int64_t first_token_ = 0, file_tokens_ = 0;
+  bool is_part_ = false;
   // Of examples.
   std::vector<Row> rows_;
-  std::vector<uint8_t> learned_;  // a bit a token
+  std::shared_ptr<std::vector<uint8_t>> learned_;  // a bit a token of the file
   uint64_t examples_digest_ = 0;
   int64_t cut_ = 0, lost_ = 0, learned_count_ = 0;
 };

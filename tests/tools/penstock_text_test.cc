@@ -100,6 +100,38 @@ TEST_F(PenstockTextTest, PromptsAreLearnedAndSpoken) {
   EXPECT_THAT(gone.err, HasSubstr("--tokenizer"));
 }
 
+// Weights and what is held out belong to the run: it goes on with them when nothing is said.
+TEST_F(PenstockTextTest, SeveralTextsAreMixedAndTheirEndsHeldOut) {
+  WriteFile(dir_ + "/more.jsonl", nlohmann::json{{"text", std::string(2000, 'z')}}.dump() + "\n");
+  const Arguments texts = Texts() + Arguments{"--data", dir_ + "/more.jsonl", "--eval-every", "4"};
+  const Arguments mixed = texts + Arguments{"--data-weights", "3,1", "--eval-split", "0.2"};
+  const Ran whole = Run(Flags(dir_ + "/whole", mixed) + Arguments{"--steps", "8"});
+  ASSERT_EQ(whole.code, 0) << whole.err;
+  EXPECT_THAT(whole.out, HasSubstr("prompts.jsonl: 750 of every 1000 sequences"));
+  EXPECT_THAT(whole.out, HasSubstr("more.jsonl: 250 of every 1000 sequences"));
+  ASSERT_EQ(Run(Flags(dir_ + "/cut", mixed) + Arguments{"--steps", "4", "--quiet"}).code, 0);
+  const Ran on = Run(Flags(dir_ + "/cut", texts) + Arguments{"--steps", "8", "--resume"});
+  ASSERT_EQ(on.code, 0) << on.err;
+  EXPECT_THAT(on.out + on.err, Not(HasSubstr("changed from step")));
+  EXPECT_EQ(Losses(dir_ + "/cut.log").substr(0, 30), Losses(dir_ + "/whole.log").substr(0, 30));
+  EXPECT_EQ(Lines(ReadFile(dir_ + "/whole.log")).size(), 10u) << "8 steps and 2 evaluations";
+  // Other weights are another text from then on, and said.
+  const Ran other =
+      Run(Flags(dir_ + "/cut", texts) + Arguments{"--steps", "9", "--resume", "--data-weights", "1,1"});
+  ASSERT_EQ(other.code, 0) << other.err;
+  EXPECT_THAT(other.err, HasSubstr("the text: another one"));
+  for (const auto& [words, line] : std::vector<std::pair<Arguments, std::string>>{
+           {{"--data-weights", "1"}, "--data-weights has 1 numbers for 2 --data"},
+           {{"--data-weights", "1,-1"}, "a weight is above 0"},
+           {{"--eval-split", "1"}, "--eval-split 1: a share below 1"},
+           {{"--eval-split", "0.1", "--eval-data", data_}, "one or the other"}}) {
+    const Ran refused = Run(Flags(dir_ + "/refused", texts) + words);
+    EXPECT_EQ(refused.code, 2);
+    EXPECT_THAT(refused.err, HasSubstr(line));
+    EXPECT_EQ(Lines(refused.err).size(), 1u);
+  }
+}
+
 TEST_F(PenstockTextTest, WhatIsWrongIsSaid) {
   Ran ran = Run(Flags("a"));
   EXPECT_NE(ran.code, 0);

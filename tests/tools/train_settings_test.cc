@@ -163,7 +163,7 @@ TEST_F(TrainSettingsTest, ARestoredRunHasItsOwnSyncUnlessTheConfigSaysAnother) {
     std::filesystem::remove_all(state);
     TrainOptions arguments;
     arguments.resume = true;
-    arguments.data = text_;
+    arguments.data = {text_};
     arguments.state_dirs = {state};
     arguments.checkpoint_dir = dir_ + "/kept";
     arguments.config = said;

@@ -66,6 +66,9 @@ nlohmann::json OptionsJson(const TrainOptions& flags) {
   add("--weight-decay", flags.weight_decay);
   add("--optimizer-states", flags.optimizer_states);
   add("--init-from", flags.init_from);
+  json["--data"] = flags.data.size();
+  json["--data-weights"] = flags.data_weights;
+  add("--eval-split", flags.eval_split);
   json["--eval-data"] = flags.eval_data.has_value();
   return json;
 }
@@ -78,6 +81,17 @@ absl::StatusOr<nlohmann::json> TextJson(const models::Dataset& data) {
                         {"vocabulary", data.vocab()},
                         {"content", absl::StrCat(absl::Hex(digest))},
                         {"examples", absl::StrCat(absl::Hex(data.examples_digest()))}};
+}
+
+absl::StatusOr<nlohmann::json> TextsJson(const models::DataMixture& data) {
+  if (data.texts().size() == 1) return TextJson(*data.texts().front());
+  nlohmann::json json = nlohmann::json::array();
+  for (size_t i = 0; i < data.texts().size(); ++i) {
+    ASSIGN_OR_RETURN(nlohmann::json text, TextJson(*data.texts()[i]));
+    text["sequences of a thousand"] = data.sequences_in_cycle()[i];
+    json.push_back(std::move(text));
+  }
+  return json;
 }
 
 // Of weights: a file, or those of a directory.
@@ -186,8 +200,8 @@ absl::StatusOr<uint64_t> ContentDigest(const std::string& path) {
 
 absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& flags,
                                                     const TrainSettings& settings,
-                                                    const models::Dataset& data,
-                                                    const models::Dataset* eval_data) {
+                                                    const models::DataMixture& data,
+                                                    const models::DataMixture* eval_data) {
   const zero::EngineOptions& engine = settings.engine;
   nlohmann::json same = engine.resume.run;
   // What a host has, and what the text below says better.
@@ -217,9 +231,9 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   same["update_order"] = static_cast<int>(engine.optimizer.order);
   same["bounds"] = BoundsJson(engine.memory.bounds);
   same["use_gds"] = engine.storage.gds;
-  ASSIGN_OR_RETURN(same["--data"], TextJson(data));
+  ASSIGN_OR_RETURN(same["--data"], TextsJson(data));
   if (eval_data != nullptr) {
-    ASSIGN_OR_RETURN(same["--eval-data"], TextJson(*eval_data));
+    ASSIGN_OR_RETURN(same["--eval-data"]["texts"], TextsJson(*eval_data));
     same["--eval-data"]["windows"] = eval_data->EvalWindows();
   }
   if (flags.init_from.has_value() && !settings.resumes) {

@@ -10,7 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/dataset.h"
+#include "models/data_mixture.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "zero/ranks/comm.h"
@@ -30,8 +30,8 @@ absl::StatusOr<std::shared_ptr<zero::Comm>> ConnectRanks(const TrainOptions& fla
 // order.
 absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const TrainOptions& flags,
                                                     const TrainSettings& settings,
-                                                    const models::Dataset& data,
-                                                    const models::Dataset* eval_data);
+                                                    const models::DataMixture& data,
+                                                    const models::DataMixture* eval_data);
 
 // Of a file's length and content: all of it up to 64 MiB; beyond, 1024 pieces of 64 KiB, spread evenly, the
 // first and the last among them. Files of one length that differ only between those are taken for the same.

@@ -62,41 +62,6 @@ absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run,
   return absl::OkStatus();
 }
 
-}  // namespace
-
-std::string RecordedTokenizer(const nlohmann::json& run) {
-  if (!run.is_object() || !run.contains("tokenizer") || !run["tokenizer"].is_object()) return "";
-  return zero::JsonField<std::string>(run["tokenizer"], "path").value_or("");
-}
-
-absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings) {
-  RETURN_IF_ERROR(TakeTokenizer(flags, run, settings));
-  const std::optional<std::string> recorded =
-      run.is_object() ? zero::JsonField<std::string>(run, "chat_template") : std::nullopt;
-  if (const std::optional<std::string> chat =
-          flags.chat_template.has_value() ? flags.chat_template : recorded;
-      chat.has_value()) {
-    settings->text.chat = text::ParseChatTemplate(*chat);
-    if (!settings->text.chat.has_value())
-      return WrongFlag(absl::StrCat("--chat-template ", *chat, ": must be chatml, llama3 or llama2"));
-    if (settings->text.tokenizer.empty())
-      return WrongFlag("--chat-template: messages become tokens by a tokenizer: give --tokenizer as well");
-    settings->kept["chat_template"] = *chat;
-  }
-  settings->text.skip_broken =
-      flags.skip_broken_lines ||
-      (run.is_object() && zero::JsonField<bool>(run, "skip_broken_lines").value_or(false));
-  if (settings->text.skip_broken) settings->kept["skip_broken_lines"] = true;
-  for (const std::string& path : {settings->data_path, settings->eval_path}) {
-    if (settings->text.tokenizer.empty() && absl::EndsWith(path, ".jsonl") && !flags.vocab.has_value()) {
-      return WrongFlag(absl::StrCat(path,
-                                    " has texts in lines of JSON, which become tokens by a tokenizer: give "
-                                    "--tokenizer DIR"));
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& path,
                                                           const TrainSettings& settings,
                                                           const text::Tokenizer* tokenizer,
@@ -145,6 +110,66 @@ absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& pat
             : absl::StrCat("; nothing is left to learn of ", data->lost_examples(), ", which are left out")));
   }
   return data;
+}
+
+}  // namespace
+
+std::string RecordedTokenizer(const nlohmann::json& run) {
+  if (!run.is_object() || !run.contains("tokenizer") || !run["tokenizer"].is_object()) return "";
+  return zero::JsonField<std::string>(run["tokenizer"], "path").value_or("");
+}
+
+absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, TrainSettings* settings) {
+  RETURN_IF_ERROR(TakeTokenizer(flags, run, settings));
+  const std::optional<std::string> recorded =
+      run.is_object() ? zero::JsonField<std::string>(run, "chat_template") : std::nullopt;
+  if (const std::optional<std::string> chat =
+          flags.chat_template.has_value() ? flags.chat_template : recorded;
+      chat.has_value()) {
+    settings->text.chat = text::ParseChatTemplate(*chat);
+    if (!settings->text.chat.has_value())
+      return WrongFlag(absl::StrCat("--chat-template ", *chat, ": must be chatml, llama3 or llama2"));
+    if (settings->text.tokenizer.empty())
+      return WrongFlag("--chat-template: messages become tokens by a tokenizer: give --tokenizer as well");
+    settings->kept["chat_template"] = *chat;
+  }
+  settings->text.skip_broken =
+      flags.skip_broken_lines ||
+      (run.is_object() && zero::JsonField<bool>(run, "skip_broken_lines").value_or(false));
+  if (settings->text.skip_broken) settings->kept["skip_broken_lines"] = true;
+  std::vector<std::string> paths = settings->data_paths;
+  paths.push_back(settings->eval_path);
+  for (const std::string& path : paths) {
+    if (settings->text.tokenizer.empty() && absl::EndsWith(path, ".jsonl") && !flags.vocab.has_value()) {
+      return WrongFlag(absl::StrCat(path,
+                                    " has texts in lines of JSON, which become tokens by a tokenizer: give "
+                                    "--tokenizer DIR"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Texts> OpenTexts(const TrainSettings& settings, const text::Tokenizer* tokenizer,
+                                const TextHooks& hooks) {
+  Texts texts;
+  std::vector<std::unique_ptr<models::Dataset>> opened;
+  for (const std::string& path : settings.data_paths) {
+    ASSIGN_OR_RETURN(opened.emplace_back(), OpenText(path, settings, tokenizer, hooks));
+  }
+  ASSIGN_OR_RETURN(texts.training, models::DataMixture::Of(std::move(opened), settings.data_weights));
+  if (settings.eval_split > 0) {
+    ASSIGN_OR_RETURN(texts.evaluation, texts.training->HoldOut(settings.eval_split));
+  } else if (!settings.eval_path.empty()) {
+    std::vector<std::unique_ptr<models::Dataset>> held;
+    ASSIGN_OR_RETURN(held.emplace_back(), OpenText(settings.eval_path, settings, tokenizer, hooks));
+    ASSIGN_OR_RETURN(texts.evaluation, models::DataMixture::Of(std::move(held), {}));
+  }
+  const auto& parts = texts.training->texts();
+  for (size_t i = 0; parts.size() > 1 && i < parts.size(); ++i) {
+    hooks.say(absl::StrFormat("%s: %d of every %d sequences", settings.data_paths[i],
+                              texts.training->sequences_in_cycle()[i], models::DataMixture::kCycle));
+  }
+  return texts;
 }
 
 }  // namespace penstock::tools

@@ -10,7 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "models/dataset.h"
+#include "models/data_mixture.h"
 #include "text/tokenizer.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
@@ -26,17 +26,21 @@ absl::Status ResolveText(const TrainOptions& flags, const nlohmann::json& run, T
 // What a record says of its tokenizer, or "" where it says nothing.
 std::string RecordedTokenizer(const nlohmann::json& run);
 
-// Opens a text for training. Where it has to be made into tokens first: `preparing` shows how far that is,
+// Where a text has to be made into tokens first: `preparing` shows how far that is,
 // and `stops` ends it with kCancelled; `say` gets a line about what became of it, `tell` one that must be
 // heard.
 struct TextHooks {
   std::function<void(const std::string&)> preparing, say, tell;
   std::function<bool()> stops;
 };
-absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& path,
-                                                          const TrainSettings& settings,
-                                                          const text::Tokenizer* tokenizer,
-                                                          const TextHooks& hooks);
+
+// All that a training reads: its texts, and what it is evaluated on (--eval-data, or the ends that
+// --eval-split holds out); null: nothing.
+struct Texts {
+  std::unique_ptr<models::DataMixture> training, evaluation;
+};
+absl::StatusOr<Texts> OpenTexts(const TrainSettings& settings, const text::Tokenizer* tokenizer,
+                                const TextHooks& hooks);
 
 }  // namespace penstock::tools
 

@@ -12,9 +12,14 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
       "A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...), a config.json, or Hugging Face's "
       "directory of a model: its weights, config and tokenizer [gpt-small]");
   app.add_option(
-      "--data", flags.data,
-      "Text, or .jsonl with text, prompt and completion, or messages in its lines: tokens by the model's "
-      "tokenizer, or the bytes of a text where there is none; or tokens, as nanoGPT's .bin");
+         "--data", flags.data,
+         "Text, or .jsonl with text, prompt and completion, or messages in its lines: tokens by the model's "
+         "tokenizer, or the bytes of a text where there is none; or tokens, as nanoGPT's .bin; several are "
+         "mixed")
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  app.add_option("--data-weights", flags.data_weights,
+                 "One number for each --data, as 3,1: their shares of the sequences [by their tokens]")
+      ->delimiter(',');
   app.add_option("--tokenizer", flags.tokenizer,
                  "A tokenizer.json or its directory [that of --model or --init-from, if it is a directory]");
   app.add_option("--chat-template", flags.chat_template,
@@ -22,6 +27,8 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
   app.add_flag("--skip-broken-lines", flags.skip_broken_lines,
                "Pass over lines of .jsonl that cannot be used, and say how many [the first one is an error]");
   app.add_option("--eval-data", flags.eval_data, "Held-out text, in the same form");
+  app.add_option("--eval-split", flags.eval_split,
+                 "Hold out this share of each --data from its end, as 0.01, and evaluate on it [none]");
   app.add_option("--eval-every", flags.eval_every, "Evaluate after every so many steps [at the end]");
   app.add_option("--eval-windows", flags.eval_windows,
                  "Evaluate on so many sequences of the held-out text at the most [all of it]");

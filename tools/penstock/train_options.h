@@ -18,12 +18,14 @@ inline constexpr const char* kDefaultStateDir = "penstock-state";
 
 // Empty: not given.
 struct TrainOptions {
-  std::optional<std::string> model, data, eval_data, config, offload, host_memory, device_memory, device,
-      dtype, tokenizer, chat_template;
+  std::vector<std::string> data;
+  std::optional<std::string> model, eval_data, config, offload, host_memory, device_memory, device, dtype,
+      tokenizer, chat_template;
   std::vector<std::string> state_dirs;
   std::optional<int64_t> eval_every, eval_windows, steps, batch, accumulate, seq, vocab, warmup, seed,
       threads, checkpoint_every, checkpoint_keep;
-  std::optional<double> lr, clip, weight_decay, rank_timeout;
+  std::vector<double> data_weights;
+  std::optional<double> lr, clip, weight_decay, rank_timeout, eval_split;
   std::optional<std::string> optimizer_states;
   std::optional<std::string> init_from, checkpoint_dir, report, log, trace, prometheus;
   bool resume = false, overwrite = false, check = false, quiet = false, json = false,

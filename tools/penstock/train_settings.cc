@@ -1,6 +1,7 @@
 #include "tools/penstock/train_settings.h"
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <optional>
 #include <utility>
@@ -146,11 +147,12 @@ class Resolver {
       RETURN_IF_ERROR(
           ResolveElasticity(flags_, engine_.world(), /*starts=*/needs_data_, &config_, &settings_.notes));
     }
-    if (needs_data_ && !flags_.data.has_value()) return WrongFlag("--data FILE is needed: the text to learn");
+    if (needs_data_ && flags_.data.empty()) return WrongFlag("--data FILE is needed: the text to learn");
     if (flags_.resume && flags_.overwrite) return WrongFlag("--resume and --overwrite: one or the other");
     RETURN_IF_ERROR(ChooseStorage());
     RETURN_IF_ERROR(TakeRun());
     RETURN_IF_ERROR(ChooseModel());
+    RETURN_IF_ERROR(ChooseData());
     RETURN_IF_ERROR(ChooseEvaluation());
     RETURN_IF_ERROR(ChooseVocabulary());
     RETURN_IF_ERROR(ChooseSteps());
@@ -259,15 +261,54 @@ class Resolver {
     return absl::OkStatus();
   }
 
+  absl::Status CheckDataFlags() const {
+    if (!flags_.data_weights.empty() && flags_.data_weights.size() != flags_.data.size()) {
+      return WrongFlag(absl::StrCat("--data-weights has ", flags_.data_weights.size(), " numbers for ",
+                                    flags_.data.size(), " --data: give one for each"));
+    }
+    for (const double weight : flags_.data_weights) {
+      if (!std::isfinite(weight) || weight <= 0)
+        return WrongFlag(absl::StrCat("--data-weights ", weight, ": a weight is above 0"));
+    }
+    if (!flags_.eval_split.has_value()) return absl::OkStatus();
+    if (!(*flags_.eval_split >= 0 && *flags_.eval_split < 1))
+      return WrongFlag(absl::StrCat("--eval-split ", *flags_.eval_split, ": a share below 1; 0 is none"));
+    if (*flags_.eval_split > 0 && flags_.eval_data.has_value())
+      return WrongFlag("--eval-split and --eval-data: one or the other");
+    return absl::OkStatus();
+  }
+
+  // A run that goes on keeps its weights, as long as its texts are as many, and what it holds out.
+  absl::Status ChooseData() {
+    RETURN_IF_ERROR(CheckDataFlags());
+    settings_.data_paths = flags_.data;
+    settings_.data_weights = flags_.data_weights;
+    settings_.eval_split = flags_.eval_split.value_or(0);
+    if (!run_.is_object()) {
+      if (!settings_.data_weights.empty()) settings_.kept["data_weights"] = settings_.data_weights;
+      if (settings_.eval_split > 0) settings_.kept["eval_split"] = settings_.eval_split;
+      return absl::OkStatus();
+    }
+    const auto weights = run_.value("data_weights", std::vector<double>());
+    if (settings_.data_weights.empty() && weights.size() == flags_.data.size())
+      settings_.data_weights = weights;
+    if (!flags_.eval_split.has_value() && !flags_.eval_data.has_value())
+      settings_.eval_split = run_.value("eval_split", 0.0);
+    if (settings_.data_weights != weights) settings_.kept["data_weights"] = settings_.data_weights;
+    if (settings_.eval_split != run_.value("eval_split", 0.0))
+      settings_.kept["eval_split"] = settings_.eval_split;
+    return absl::OkStatus();
+  }
+
   absl::Status ChooseEvaluation() {
-    settings_.data_path = flags_.data.value_or("");
     settings_.eval_path = flags_.eval_data.value_or("");
     settings_.eval_every = flags_.eval_every.value_or(0);
     settings_.eval_windows = flags_.eval_windows.value_or(0);
     for (const auto& [flag, given] :
          {std::pair{"--eval-every", flags_.eval_every}, {"--eval-windows", flags_.eval_windows}}) {
       if (!given.has_value()) continue;
-      if (settings_.eval_path.empty()) return WrongFlag(absl::StrCat(flag, " needs --eval-data FILE"));
+      if (settings_.eval_path.empty() && settings_.eval_split == 0)
+        return WrongFlag(absl::StrCat(flag, " needs --eval-data FILE or --eval-split SHARE"));
       RETURN_IF_ERROR(CheckFlag<int64_t>(flag, *given, 1, int64_t{1} << 40));
     }
     return absl::OkStatus();
@@ -428,7 +469,8 @@ class Resolver {
     if (!settings_.resumes) return;
     if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
       changes_.run["config"] = changes_.config;
-    for (const char* name : {"tokenizer", "chat_template", "skip_broken_lines"}) {
+    for (const char* name :
+         {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split"}) {
       if (settings_.kept.contains(name) && settings_.kept[name] != run_.value(name, nlohmann::json()))
         changes_.run[name] = settings_.kept[name];
     }

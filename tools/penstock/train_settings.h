@@ -25,7 +25,10 @@ inline constexpr int64_t kDefaultBatch = 2;
 // Everything decided.
 struct TrainSettings {
   std::shared_ptr<const models::LanguageModel> model;
-  std::string data_path, eval_path;
+  std::vector<std::string> data_paths;
+  std::vector<double> data_weights;  // one for each path; empty: by their tokens
+  std::string eval_path;
+  double eval_split = 0;  // of the ends of data_paths; 0: none
   // Hugging Face's directory that the model came from, absolute; empty: none. Its tokenizer reads the text.
   std::string model_directory;
   int64_t steps = 100, batch = kDefaultBatch, accumulate = 1, seq = 0, vocab = 0, eval_every = 0;

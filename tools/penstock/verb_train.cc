@@ -22,10 +22,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "kernels/checksum.h"
 #include "kernels/cpu_features.h"
-#include "models/dataset.h"
+#include "models/data_mixture.h"
 #include "swap/checkpoint.h"
 #include "tiering/simulate/run_prediction.h"
 #include "tools/base/cli.h"
@@ -310,19 +311,13 @@ class Training {
     return absl::OkStatus();
   }
 
-  absl::StatusOr<std::unique_ptr<models::Dataset>> OpenText(const std::string& path) {
-    return tools::OpenText(path, settings_, tokenizer_.get(),
-                           {.preparing = [this](const std::string& what) { preparing_.Show(what); },
-                            .say = [this](const std::string& line) { Say(line); },
-                            .tell = [this](const std::string& line) { Tell(line); },
-                            .stops = [this] { return StopAsked(); }});
-  }
-
   absl::Status OpenEach() {
-    ASSIGN_OR_RETURN(data_, OpenText(settings_.data_path));
-    if (!settings_.eval_path.empty()) {
-      ASSIGN_OR_RETURN(eval_data_, OpenText(settings_.eval_path));
-    }
+    ASSIGN_OR_RETURN(
+        texts_, tools::OpenTexts(settings_, tokenizer_.get(),
+                                 {.preparing = [this](const std::string& what) { preparing_.Show(what); },
+                                  .say = [this](const std::string& line) { Say(line); },
+                                  .tell = [this](const std::string& line) { Tell(line); },
+                                  .stops = [this] { return StopAsked(); }}));
     return absl::OkStatus();
   }
 
@@ -342,16 +337,18 @@ class Training {
     if (stop_signal.load() != 0) return absl::CancelledError("stopped before the first step");
     RETURN_IF_ERROR(opened);
     zero::EngineOptions& options = settings_.engine;
-    ASSIGN_OR_RETURN(uint64_t fingerprint, data_->Fingerprint());
+    ASSIGN_OR_RETURN(uint64_t fingerprint, texts_.training->Fingerprint());
     options.resume.run["data_fingerprint"] = fingerprint;
     if (const nlohmann::json& run = settings_.recorded;
         run.is_object() && run.value("data_fingerprint", fingerprint) != fingerprint) {
       options.resume.run_changes["data_fingerprint"] = fingerprint;
-      settings_.changes.push_back(absl::StrCat("the text: another one (--data ", settings_.data_path, ")"));
+      settings_.changes.push_back(absl::StrCat("the text: another one (--data ",
+                                               absl::StrJoin(settings_.data_paths, " --data "), ")"));
     }
     if (options.comm != nullptr) {
-      ASSIGN_OR_RETURN(std::vector<std::string> agreed,
-                       AgreeOnRun(*options.comm, flags_, settings_, *data_, eval_data_.get()));
+      ASSIGN_OR_RETURN(
+          std::vector<std::string> agreed,
+          AgreeOnRun(*options.comm, flags_, settings_, *texts_.training, texts_.evaluation.get()));
       for (const std::string& line : agreed) Say(line);
     }
     return absl::OkStatus();
@@ -616,13 +613,14 @@ class Training {
     std::vector<zero::Batch> batches;
     for (int64_t m = 0; m < settings_.accumulate; ++m) {
       const zero::TensorBatch batch = ExampleBatch(settings_.batch, settings_.seq);
-      RETURN_IF_ERROR(data_->Fill({.step = step,
-                                   .micro_batch = m,
-                                   .rank = settings_.engine.rank(),
-                                   .world = settings_.engine.world(),
-                                   .rows = settings_.batch * settings_.accumulate * settings_.engine.world()},
-                                  settings_.batch, settings_.engine.seed, batch.inputs.data_ptr<int64_t>(),
-                                  batch.targets.data_ptr<int64_t>()));
+      RETURN_IF_ERROR(
+          texts_.training->Fill({.step = step,
+                                 .micro_batch = m,
+                                 .rank = settings_.engine.rank(),
+                                 .world = settings_.engine.world(),
+                                 .rows = settings_.batch * settings_.accumulate * settings_.engine.world()},
+                                settings_.batch, settings_.engine.seed, batch.inputs.data_ptr<int64_t>(),
+                                batch.targets.data_ptr<int64_t>()));
       batches.push_back(batch);
     }
     return batches;
@@ -696,7 +694,7 @@ class Training {
                                                  : "there is no older one"));
     }
     kept_ = *std::move(kept);
-    if (eval_data_ != nullptr && !evaluated && !Stops() && trouble.ok()) trouble = Evaluate();
+    if (texts_.evaluation != nullptr && !evaluated && !Stops() && trouble.ok()) trouble = Evaluate();
     if (const int signal = stop_signal.load(); Stops() && log_trouble_.ok() && wear_trouble_.ok()) {
       // Another rank may be the one that heard it.
       stopped_by_ = signal != 0 ? SignalName(signal) : "a signal to another rank";
@@ -716,7 +714,7 @@ class Training {
   // All steps that are left, with the evaluations between them. `evaluated`: after the last of them too.
   absl::Status Steps(bool* evaluated) {
     absl::Status trouble;
-    if (eval_data_ != nullptr && settings_.eval_every > 0 && log_ != nullptr && engine_->step() > 0 &&
+    if (texts_.evaluation != nullptr && settings_.eval_every > 0 && log_ != nullptr && engine_->step() > 0 &&
         engine_->step() % settings_.eval_every == 0 && log_->last_evaluation() < engine_->step() &&
         settings_.engine.world() == 1) {
       // A kill came between the step and its evaluation. (Of several ranks only one knows the log.)
@@ -773,7 +771,7 @@ class Training {
   // neither on --batch nor on how many pass through the model at once.
   absl::Status Evaluate() {
     const double start = Seconds();
-    const int64_t all = eval_data_->EvalWindows();
+    const int64_t all = texts_.evaluation->EvalWindows();
     const int64_t windows = settings_.eval_windows > 0 ? std::min(all, settings_.eval_windows) : all;
     const int64_t at_once = engine_->EvaluatesAtOnce(ExampleBatch(1, settings_.seq));
     double sum = 0;
@@ -784,8 +782,8 @@ class Training {
       std::vector<zero::Batch> batches;
       for (int64_t w = first; w < std::min(windows, first + at_once); ++w) {
         const zero::TensorBatch batch = ExampleBatch(1, settings_.seq);
-        RETURN_IF_ERROR(
-            eval_data_->FillEval(w, 1, batch.inputs.data_ptr<int64_t>(), batch.targets.data_ptr<int64_t>()));
+        RETURN_IF_ERROR(texts_.evaluation->FillEval(w, batch.inputs.data_ptr<int64_t>(),
+                                                    batch.targets.data_ptr<int64_t>()));
         batches.push_back(batch);
       }
       trains_ = false;
@@ -943,7 +941,7 @@ class Training {
   bool trains_ = true;  // and does not evaluate just now
   tiering::Prediction prediction_;
   std::unique_ptr<text::Tokenizer> tokenizer_;  // null: bytes, or tokens as they are
-  std::unique_ptr<models::Dataset> data_, eval_data_;
+  Texts texts_;
   std::unique_ptr<TrainLog> log_;
   Monitors monitors_;
   std::unique_ptr<Trace> trace_;
