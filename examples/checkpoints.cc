@@ -15,8 +15,8 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <bit>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <memory>
@@ -165,7 +165,8 @@ bool RunUntilKilled(const std::string& directory) {
 bool Same(const Result& a, const Result& b) {
   for (const auto& [step, loss] : b.losses) {
     const auto other = a.losses.find(step);
-    if (other == a.losses.end() || std::memcmp(&other->second, &loss, sizeof(loss)) != 0) return false;
+    if (other == a.losses.end() || std::bit_cast<uint64_t>(other->second) != std::bit_cast<uint64_t>(loss))
+      return false;
   }
   if (a.parameters.size() != b.parameters.size()) return false;
   for (size_t i = 0; i < a.parameters.size(); ++i) {

@@ -94,8 +94,8 @@ void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPla
       plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.file_bytes(wish.positions) : 0;
   const double drive =
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
-  const auto groups = static_cast<double>((plan->batch + plan->group_rows - 1) / plan->group_rows);
-  const double compute = groups * wish.group_seconds + wish.decode_seconds;
+  const int64_t groups = (plan->batch + plan->group_rows - 1) / plan->group_rows;
+  const double compute = static_cast<double>(groups) * wish.group_seconds + wish.decode_seconds;
   plan->drive_bound = drive >= compute;
   plan->pass_seconds = std::max({drive, compute, 1e-6});
 }

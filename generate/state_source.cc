@@ -37,6 +37,7 @@ class StateSource : public WeightSource {
       stores_.push_back(std::move(store));
     }
     std::vector<swap::Store*> ranks;
+    ranks.reserve(stores_.size());
     for (const auto& store : stores_) ranks.push_back(store.get());
     ASSIGN_OR_RETURN(tiles_, models::PlaceTiles(ranks, layout_, static_cast<int64_t>(width_)));
     for (const int tensor : uses) {

@@ -54,6 +54,7 @@ std::string Text(std::string_view text) { return std::string(text); }
 
 std::vector<int64_t> SizesOf(const TorchValue& shape) {
   std::vector<int64_t> sizes;
+  sizes.reserve(shape.size());
   for (size_t d = 0; d < shape.size(); ++d) sizes.push_back(shape[d].integer().value_or(-1));
   return sizes;
 }

@@ -54,6 +54,7 @@ torch::Tensor DescribedModule::Linear(std::string_view name, const torch::Tensor
 
 int AddBlock(const BlockDescription& block, zero::Model* model) {
   std::vector<zero::InitialValues> initial;
+  initial.reserve(block.parameters.size());
   for (const ParameterDescription& p : block.parameters)
     initial.push_back({.mean = p.mean, .deviation = p.deviation});
   return model->AddBlock(

@@ -110,8 +110,8 @@ torch::Tensor Logits(const GptConfig& config, const DescribedModule& block, cons
 
 // `index`: of the layer, from 0. One module computes all of them in turn.
 double ScaleOf(const GptConfig& config, int64_t index) {
-  const auto depth = static_cast<double>(config.width / config.heads);
-  const double scale = config.scales_attention ? 1.0 / std::sqrt(depth) : 1.0;
+  const int64_t depth = config.width / config.heads;
+  const double scale = config.scales_attention ? 1.0 / std::sqrt(static_cast<double>(depth)) : 1.0;
   return config.scales_attention_by_layer ? scale / static_cast<double>(index + 1) : scale;
 }
 

@@ -273,7 +273,7 @@ class Unpickler {
   }
   absl::StatusOr<std::vector<uint32_t>> PopToMark() {
     if (marks_.empty()) return Wrong("has no mark to go back to");
-    const std::vector<uint32_t> items(stack_.begin() + static_cast<ptrdiff_t>(marks_.back()), stack_.end());
+    std::vector<uint32_t> items(stack_.begin() + static_cast<ptrdiff_t>(marks_.back()), stack_.end());
     stack_.resize(marks_.back());
     marks_.pop_back();
     return items;

@@ -364,6 +364,7 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
   const auto write_all = [&](auto exporter) {
     for (const Shard& shard : shards) {
       std::vector<swap::TensorInfo> tensors;
+      tensors.reserve(shard.tensors.size());
       for (const PublishedTensor* tensor : shard.tensors)
         tensors.push_back({tensor->name, options.dtype, tensor->published_shape(), 0});
       ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsWriter> writer,
@@ -378,9 +379,9 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
     return shards.size() > 1 ? WriteIndex(index, shards) : absl::OkStatus();
   };
   const std::span<std::byte> strip = memory.subspan(slots * slot_bytes);
-  const absl::Status status = options.dtype == swap::Dtype::kF32
-                                  ? write_all(Exporter<float>(&weights, places, split, strip, appended))
-                                  : write_all(Exporter<uint16_t>(&weights, places, split, strip, appended));
+  absl::Status status = options.dtype == swap::Dtype::kF32
+                            ? write_all(Exporter<float>(&weights, places, split, strip, appended))
+                            : write_all(Exporter<uint16_t>(&weights, places, split, strip, appended));
   if (!status.ok()) {
     for (size_t i = 0; i < finished; ++i) (void)::unlink(shards[i].path.c_str());
     return status;

@@ -55,7 +55,7 @@ absl::StatusOr<std::string> MainFile(const std::string& path, const std::string&
   if (!Exists(path)) return Wrong(given, "no such file or directory");
   if (!IsDirectory(path)) return path;
   for (const char* name : {kIndex, kSingle}) {
-    const std::string file = absl::StrCat(path, "/", name);
+    std::string file = absl::StrCat(path, "/", name);
     if (Exists(file)) return file;
   }
   return Wrong(given, absl::StrCat("neither ", kSingle, " nor ", kIndex, " in there"));

@@ -216,6 +216,7 @@ absl::StatusOr<std::vector<uint64_t>> BytesOnDisk(const StoreOptions& options, c
   ASSIGN_OR_RETURN(const auto shape, MakeShape(options, layout, identity));
   ASSIGN_OR_RETURN(const auto geometry, Geometry::Make(shape));
   std::vector<uint64_t> bytes;
+  bytes.reserve(geometry.directories());
   for (uint32_t d = 0; d < geometry.directories(); ++d) bytes.push_back(geometry.file_bytes(d));
   return bytes;
 }

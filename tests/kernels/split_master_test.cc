@@ -28,8 +28,9 @@ size_t CountWrong(uint64_t first, size_t n, std::vector<float>* in, std::vector<
     const uint32_t rounded = nan ? (pattern >> 16) | 0x40u : (pattern + 0x8000u) >> 16;
     const uint32_t rest = nan ? 0 : (pattern - (rounded << 16)) & 0xFFFFu;
     const uint32_t whole = nan ? rounded << 16 : pattern;
-    wrong +=
-        ((*master_high)[i] != rounded) | (static_cast<uint16_t>((*master_low)[i]) != rest) | (got != whole);
+    const bool same =
+        (*master_high)[i] == rounded && static_cast<uint16_t>((*master_low)[i]) == rest && got == whole;
+    wrong += same ? 0 : 1;
   }
   return wrong;
 }

@@ -291,7 +291,7 @@ TEST_F(CheckpointTest, HundredsOfThemLeaveNoDescriptorMemoryOrFile) {
   Start();
   checkpoints_.keep = 3;
   tests::Held before;
-  const auto last = static_cast<uint64_t>(400 * tests::Soak());
+  const auto last = 400 * static_cast<uint64_t>(tests::Soak());
   for (uint64_t step = 1; step <= last; ++step) {
     Step(step);
     auto copy = CheckpointCopy::OfStore(*store_, checkpoints_);

@@ -22,9 +22,9 @@ using testing_support::Arguments;
 using testing_support::Lines;
 using testing_support::ProgramTest;
 using testing_support::Ran;
+using testing_support::operator+;
 using testing_support::ReadFile;
 using testing_support::WriteFile;
-using testing_support::operator+;
 
 const json& Golden() {
   static const json& golden = *new json(json::parse(ReadFile(PENSTOCK_GOLDEN "/deepspeed.json")));

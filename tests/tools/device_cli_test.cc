@@ -16,9 +16,9 @@ using testing_support::Arguments;
 using testing_support::Lines;
 using testing_support::ProgramTest;
 using testing_support::Ran;
+using testing_support::operator+;
 using testing_support::ReadFile;
 using testing_support::WaitForAll;
-using testing_support::operator+;
 
 class DeviceFlags : public ProgramTest {
  protected:

@@ -389,7 +389,7 @@ TEST_F(ProgramTest, AnUnwritableJsonCostsNoMeasurement) {
 
 // A file with holes is read at the speed of memory: that is said.
 TEST_F(ProgramTest, ReadsThatReachNoDeviceAreSaid) {
-  std::ofstream(directory_ + "/_aio_read_16777216.pt.0_0");
+  std::ofstream{directory_ + "/_aio_read_16777216.pt.0_0"}.flush();
   std::filesystem::resize_file(directory_ + "/_aio_read_16777216.pt.0_0", 16 << 20);
   const Outcome run = Run(std::string(DS_IO) + " --folder " + directory_ + " --io_size 16M --read");
   ASSERT_EQ(run.code, 0) << run.err;

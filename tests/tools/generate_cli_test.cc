@@ -17,11 +17,11 @@ namespace {
 
 using nlohmann::json;
 using testing::HasSubstr;
-using testing_support::operator+;
 using testing_support::Arguments;
 using testing_support::Lines;
 using testing_support::Program;
 using testing_support::Ran;
+using testing_support::operator+;
 using testing_support::ReadFile;
 using testing_support::WriteFile;
 

@@ -38,7 +38,7 @@ inline std::vector<float> Formula(const std::string& name, int64_t elements) {
   std::vector<float> values;
   for (int64_t e = 0; e < elements; ++e) {
     const uint64_t x = (static_cast<uint64_t>(e) * 2654435761u + salt * 40503 + 12345) % (uint64_t{1} << 32);
-    double value = static_cast<double>(x / 65536) / 65536 - 0.5;
+    double value = static_cast<double>(x >> 16) / 65536 - 0.5;
     if (norm) value = 1 + value / 4;
     values.push_back(static_cast<float>(value));
   }

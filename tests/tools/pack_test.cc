@@ -20,8 +20,8 @@ namespace {
 using generate::CachePlace;
 using nlohmann::json;
 using testing::HasSubstr;
-using testing_support::operator+;
 using testing_support::Ran;
+using testing_support::operator+;
 using testing_support::ReadFile;
 using testing_support::WriteFile;
 using testing_support::WriteModel;

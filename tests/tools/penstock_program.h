@@ -22,8 +22,6 @@
 #include <utility>
 #include <vector>
 
-extern char** environ;
-
 namespace penstock::tools::testing_support {
 
 using Arguments = std::vector<std::string>;
