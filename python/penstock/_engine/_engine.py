@@ -7,11 +7,12 @@ import base64
 import functools
 import json
 import os
+import shutil
 import sys
 import warnings
 import weakref
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
 from torch import nn
@@ -26,9 +27,13 @@ from ._optimizer import ConfigScheduler, EngineOptimizer, describe
 from ._runtime import Runtime
 from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve
 from ._trace import trace
+from ._tree import map_tensors
 from ._weights import Weights
+from ._whole import Whole
 
 _LATEST = "latest"
+_STEP = "step-%08d"  # a checkpoint's name (swap/checkpoint_files.cc)
+_REPLACED = ".%s.replaced"
 _MARK = "_penstock_engine"
 _MOST_BUFFERS = 24 << 10  # bytes, in every commit
 
@@ -103,6 +108,7 @@ class Engine:
         self._begun_rates: List[Any] = []
         self._rng = ""
         self._told_of_buffers = False
+        self._written: Set[str] = set()  # checkpoints of this engine
         self._gathered = False
         self._closed = False
         # Of forwards that come one by one; None where each step is of one forward.
@@ -141,11 +147,32 @@ class Engine:
             switch_off_checkpointing(self.module.modules())
             if self.module.training:
                 kwargs = without_cache(self.module.forward, kwargs)
-            uses = trace(self.module, self._blocks, call or (lambda: self.module(*args, **kwargs)))
+            with self._inputs_of_the_models_type():
+                uses = trace(self.module, self._blocks, call or (lambda: self.module(*args, **kwargs)))
             self._make_core(uses)
         except BaseException:
             self._wait_for_a_batch()
             raise
+
+    # As later forwards cast them to the engine's (Runtime._cast). A model of several types does what it does with them.
+    @contextmanager
+    def _inputs_of_the_models_type(self) -> Iterator[None]:
+        types = set(self._dtypes.values())
+        cast_to = types.pop() if len(types) == 1 else None
+        own = self.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(cast_to) if tensor.is_floating_point() else tensor)
+            return own(*args, **kwargs)
+
+        if cast_to is None or self._settings.dtype == "fp32":
+            yield
+            return
+        previous = replace_forward(self.module, forward)
+        try:
+            yield
+        finally:
+            restore_forward(self.module, previous)
 
     def _make_core(self, uses: Sequence[Any]) -> None:
         groups = self._group_of()
@@ -210,6 +237,7 @@ class Engine:
         self._runtime.before_pass = self._describe
         self._buffers = persistent_buffers(self.module)
         self._patch_state_dict()
+        Whole(self.module, self._blocks, self._runtime.replaced, self._value_of)
         if resume or self._restore_from:
             try:
                 self._restored()
@@ -532,6 +560,14 @@ class Engine:
             for parameter, data in zip(wanted, hidden):
                 parameter.data = data
 
+    # As it came in; None where the parameter has it just now.
+    def _value_of(self, parameter: nn.Parameter) -> Optional[torch.Tensor]:
+        if self._gathered:
+            return None
+        if self._ready().is_open:
+            raise RuntimeError("a step is open: its weights are read between step() and the next forward")
+        return self.read_state(parameter).to(self._dtypes[id(parameter)])
+
     def _patch_state_dict(self) -> None:
         own, load = self.module.state_dict, self.module.load_state_dict
         engine = self
@@ -560,13 +596,14 @@ class Engine:
     ) -> str:
         """A whole copy of the run in ``save_dir``, which stays as it is while training goes on. Returns its path.
 
-        tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``.
+        tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. A second one of the same
+        step takes the place of the first.
         """
         self._ready()
         if client_state is not None:
             self.client_state = dict(client_state)
         self._describe()
-        path = self._core.checkpoint(os.fspath(save_dir))
+        path = self._checkpoint(os.fspath(save_dir))
         name = os.path.basename(path)
         if tag is not None and tag != name:
             link = os.path.join(os.fspath(save_dir), tag)
@@ -577,6 +614,28 @@ class Engine:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(name)
         os.replace(temporary, os.path.join(os.fspath(save_dir), _LATEST))
+        return str(path)
+
+    # One of this engine's that is there already stands until the new one does.
+    def _checkpoint(self, parent: str) -> str:
+        try:
+            path = self._core.checkpoint(parent)
+        except FileExistsError as error:
+            name = _STEP % self.global_steps
+            old, aside = os.path.join(parent, name), os.path.join(parent, _REPLACED % name)
+            if os.path.realpath(old) not in self._written:
+                raise FileExistsError(
+                    error.errno, "a checkpoint of this step is there that this engine has not written: remove it, or use another directory", old
+                ) from error
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(old, aside)
+            try:
+                path = self._core.checkpoint(parent)
+            except BaseException:
+                os.rename(aside, old)
+                raise
+            shutil.rmtree(aside, ignore_errors=True)
+        self._written.add(os.path.realpath(path))
         return str(path)
 
     def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
@@ -594,6 +653,9 @@ class Engine:
             except FileNotFoundError:
                 return None, {}
         path = os.path.realpath(os.path.join(directory, tag))
+        aside = os.path.join(os.path.dirname(path), _REPLACED % os.path.basename(path))
+        if not os.path.isdir(path) and os.path.isdir(aside):
+            path = aside  # it was about to be replaced when its process was killed
         if not os.path.isdir(path):
             raise FileNotFoundError(f"no checkpoint {path}")
         self._restore_from = path

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import warnings
+import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
@@ -39,6 +41,12 @@ Root = Tuple[List[torch.Tensor], List[torch.Tensor], float]
 Work = Callable[["Driver"], Root]
 
 
+_OUTSIDE = (
+    "{} is used outside of the forward of its module, by the model or the loss: it has no values there. Give blocks=[...] with a module "
+    "around all its uses; for decay there is weight_decay"
+)
+
+
 class PassFailed(RuntimeError):
     """The pass was given up; nothing of it counts, and the next one may begin."""
 
@@ -57,6 +65,7 @@ class Driver:
         self.loss_gradient = 1.0
         self.came = threading.Event()  # to its first use, or to its end
         self.random: Optional[RandomState] = None  # while another driver computes
+        self.graph: Dict[Any, List[Any]] = {}  # from nodes of autograd that a block's outputs have to those of its inputs
         self.forward: Optional[Forward] = None  # of an accumulation: computed now, to be computed again, or that again
 
 
@@ -83,7 +92,8 @@ class Runtime:
         self._open: Optional[bool] = None  # trains; None: no pass is open
         self._drivers: List[Driver] = []
         self._baton: Optional[threading.Lock] = None
-        self._replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []  # with a forward of the instance's own
+        #: Modules whose forward is another, and the forward of their own instance before.
+        self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self.dtype = torch.float32
         #: What the engine's share of a micro-batch in the loss is multiplied by.
@@ -95,9 +105,15 @@ class Runtime:
                 self._replace(module, self._block_forward(name, module.forward, id(module)))
         self._original = model.forward
         self._replace(model, self._model_forward)
+        self._gradient_hooks = [
+            parameter.register_hook(_refuses_outside(weakref.ref(self), number, name))
+            for number, block in enumerate(blocks)
+            for name, parameter in block.parameters
+            if parameter.requires_grad
+        ]
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._replaced.append((module, replace_forward(module, forward)))
+        self.replaced.append((module, replace_forward(module, forward)))
 
     # --- passes
 
@@ -280,7 +296,9 @@ class Runtime:
             if stage == self._last:
                 self._enter_backward(driver, stage)
                 with self._as_before(driver, stage):
-                    return self._apart(stage, _computed(original, settings, args, kwargs))
+                    out = self._apart(stage, _computed(original, settings, args, kwargs))
+                _note_graph(driver, tensors_of((args, kwargs)), out)
+                return out
             return self._checkpointed(driver, stage, original, args, kwargs)
 
         return forward
@@ -307,6 +325,11 @@ class Runtime:
             if place >= driver.forward_at:
                 driver.calls[key] = places.index(place) + 1
                 return place
+        if driver.loss is not None or driver.inside not in (None, self._last):
+            raise PassFailed(
+                f"{name} is computed once more in backward, by a torch.utils.checkpoint of the model's own around it: the engine computes "
+                "blocks again already, so leave it out"
+            )
         raise PassFailed(
             f"{name} is called more often, or later, than in the first forward: the order of blocks must be the same in every "
             "pass (blocks may be left out). Give blocks=[...] with a module around those whose order changes"
@@ -399,6 +422,7 @@ class Runtime:
                 return self._apart(stage, _computed(original, settings, a, kwargs))
 
         out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
+        _note_graph(driver, given, out)
         passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
         for tensor in tensors_of(out):
             # A hook and no autograd.Function: what a Function returns may not be changed in place, and models do that.
@@ -489,6 +513,26 @@ class Runtime:
                         "of its module. Give blocks=[...] with a module around all its uses"
                     )
 
+    # Where a weight is used outside of its block, it is NaN, and its gradient becomes part of the block's. Looked for where a loss is NaN.
+    def _refuse_outside_uses(self, driver: Driver, roots: Sequence[torch.Tensor]) -> None:
+        names = {id(parameter): name for block in self._blocks for name, parameter in block.parameters}
+        nodes, seen = [root.grad_fn for root in roots], set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in names:
+                raise PassFailed(_OUTSIDE.format(names[id(variable)]))
+            nodes.extend(driver.graph[node] if node in driver.graph else [each for each, _ in node.next_functions])
+
+    def computes(self, block: int) -> bool:
+        """Whether backward of this block is being computed, by this thread where it is known."""
+        known = getattr(self._local, "driver", None)
+        drivers = self._drivers if known is None else [known]
+        return any(driver.inside is not None and self._uses[driver.inside].block == block for driver in drivers)
+
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Backward of the pass that is open, from the loss of its (only) micro-batch."""
         if not self._open:
@@ -503,6 +547,8 @@ class Runtime:
             raise ValueError(f"the loss has the shape {tuple(loss.shape)}: backward begins at one number")
         value = float(loss.detach()) * self.loss_factor
         driver.loss = value
+        if math.isnan(value):
+            self._refuse_outside_uses(driver, [loss])
         if driver.inside is None and driver.backward_at == self._last:
             self._pass_by(driver, self._last)
             self._enter_now(driver, self._last)
@@ -542,6 +588,8 @@ class Runtime:
             driver.forward = forward
             with forward.settings.applied():
                 tensors, gradients = forward.roots(self._model(*forward.args, **forward.kwargs))
+            if math.isnan(loss):
+                self._refuse_outside_uses(driver, tensors)
             return tensors, gradients, loss
 
         work: List[Work] = [functools.partial(again, forward=forward) for forward in forwards]
@@ -622,8 +670,28 @@ class Runtime:
     def close(self) -> None:
         """The modules' forwards are their own again."""
         self.give_up("the engine was closed")
-        for module, previous in reversed(self._replaced):
+        for module, previous in reversed(self.replaced):
             restore_forward(module, previous)
+        for handle in self._gradient_hooks:
+            handle.remove()
+
+
+def _note_graph(driver: Driver, given: Sequence[torch.Tensor], out: Any) -> None:
+    passed = set(map(id, given))
+    inputs = [tensor.grad_fn for tensor in given]
+    for tensor in tensors_of(out):
+        if tensor.grad_fn is not None and id(tensor) not in passed:
+            driver.graph[tensor.grad_fn] = inputs
+
+
+# A gradient that comes to a weight while its block is not computed would be of a value that is none, and lost.
+def _refuses_outside(runtime: "weakref.ref[Runtime]", block: int, name: str) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
+        known = runtime()
+        if known is not None and not known.computes(block):
+            raise PassFailed(_OUTSIDE.format(name))
+
+    return hook
 
 
 class _Buffers:

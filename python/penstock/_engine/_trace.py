@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._blocks import Block
 from ._random import RandomState
+from ._tree import tensors_of
+
+# Of a tensor that is given, these look at shape and type alone.
+_WITHOUT_VALUES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
 
 @dataclass
@@ -23,12 +28,58 @@ class Use:
     seconds: float = 0.0
 
 
+class _Outside(TorchDispatchMode):
+    """Active where no block computes: TypeError for a weight that is computed with there, since later on it has no value there."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        super().__init__()
+        self._names = {id(parameter): name for block in blocks for name, parameter in block.parameters}
+        self._returned: Set[int] = set()  # by a block's forward
+        self._inside = 0
+        self._active = False
+
+    def enter_block(self) -> None:
+        self._inside += 1
+        self._switch(False)
+
+    def leave_block(self, returned: Any) -> None:
+        self._returned.update(id(tensor) for tensor in tensors_of(returned))
+        self._inside -= 1
+        self._switch(self._inside == 0)
+
+    def _switch(self, on: bool) -> None:
+        if on and not self._active:
+            self.__enter__()
+        if not on and self._active:
+            self.__exit__(None, None, None)
+        self._active = on
+
+    def begin(self) -> None:
+        self._switch(True)
+
+    def end(self) -> None:
+        self._switch(False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Tuple[Any, ...] = (), kwargs: Optional[Dict[str, Any]] = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func).split(".")[1] if "." in str(func) else str(func)
+        if name not in _WITHOUT_VALUES and not name.startswith("new_"):
+            for tensor in tensors_of((args, kwargs)):
+                if id(tensor) in self._names and id(tensor) not in self._returned:
+                    raise TypeError(
+                        f"{self._names[id(tensor)]} is used ({name}) outside of the forward of its module, where it will have no values: give "
+                        "blocks=[...] with a module around all its uses, or use it within its module's forward"
+                    )
+        return func(*args, **kwargs)
+
+
 def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any]) -> List[Use]:
     """Runs `forward` and records every call of a block's module.
 
     The random state and the modules' training flags are as before; buffers that a forward changes (running means) are put
-    back. Raises TypeError naming blocks that were never called.
+    back. Raises TypeError naming blocks that were never called, and a weight that is used outside of them.
     """
+    outside = _Outside(blocks)
     uses: List[Use] = []
     begun: Dict[int, float] = {}
     handles = []
@@ -36,12 +87,14 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
         for name, module in block.modules:
 
             def before(called: nn.Module, _: Any, name: str = name, number: int = number) -> None:
+                outside.enter_block()
                 uses.append(Use(called, name, number))
                 begun[id(called)] = time.perf_counter()
 
-            def after(called: nn.Module, *_: Any) -> None:
+            def after(called: nn.Module, _: Any, returned: Any) -> None:
                 last = next(use for use in reversed(uses) if use.module is called)
                 last.seconds = time.perf_counter() - begun[id(called)]
+                outside.leave_block(returned)
 
             handles.append(module.register_forward_pre_hook(before))
             handles.append(module.register_forward_hook(after))
@@ -56,8 +109,10 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
     try:
         torch.set_autocast_cache_enabled(False)  # what it kept would have no graph, and be taken for the weight later on
         with torch.no_grad():
+            outside.begin()
             forward()
     finally:
+        outside.end()
         torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()
