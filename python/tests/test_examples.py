@@ -10,7 +10,7 @@ EXAMPLES = os.path.join(os.path.dirname(__file__), "..", "..", "examples", "pyth
 
 
 @pytest.mark.skipif(not os.path.isdir(EXAMPLES), reason="needs examples/python of the repository")
-@pytest.mark.parametrize("name", ["optim.py"])
+@pytest.mark.parametrize("name", ["optim.py", "offload.py"])
 def test_example(name, directory):
     done = subprocess.run(
         [sys.executable, os.path.join(EXAMPLES, name), str(directory)], capture_output=True, text=True, timeout=300,
