@@ -18,6 +18,7 @@ from torch import nn
 
 from ._engine._engine import Engine
 from ._engine._engine import initialize as _initialize
+from ._engine._on_disk import init_on_disk
 from ._engine._settings import PathLike
 
 logger = logging.getLogger("penstock")
@@ -208,13 +209,21 @@ def initialize(
 
 
 class Init(contextlib.AbstractContextManager):  # type: ignore[type-arg]
-    """deepspeed.zero.Init: the model is built in memory, as without it. penstock.initialize then moves it out."""
+    """deepspeed.zero.Init: with ``offload_param.nvme_path`` in the configuration the model is built there (penstock.init_on_disk), else
+    in memory. penstock.initialize then moves it out."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, *_: Any, config_dict_or_path: Any = None, config: Any = None, enabled: bool = True, **__: Any) -> None:
+        described = _config_of(config_dict_or_path if config_dict_or_path is not None else config) if enabled else {}
+        part = (described.get("zero_optimization") or {}).get("offload_param") or {}
+        place = part.get("nvme_path") if part.get("device") == "nvme" else None
+        self._context = init_on_disk(place) if place else contextlib.nullcontext()
 
-    def __exit__(self, *_: Any) -> None:
-        pass
+    def __enter__(self) -> "Init":
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 #include "engine_options.h"
 
 #include <nanobind/nanobind.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <limits>
@@ -24,7 +26,16 @@ using Json = nlohmann::json;
 struct Source {
   const std::byte* data = nullptr;
   kernels::DType type = kernels::DType::kFp32;
+  bool mapped = false;  // a shared mapping of a file
 };
+
+// The whole pages of a shared mapping of a file leave this process; the file has them.
+void GiveBack(const std::byte* data, int64_t bytes) {
+  const auto page = static_cast<uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + static_cast<uintptr_t>(bytes)) / page * page;
+  if (begin < end) (void)::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_DONTNEED);
+}
 
 // The values of a block's flat parameters, from where Python has them.
 class Values {
@@ -40,8 +51,10 @@ class Values {
       const int64_t end = std::min(first + elements, parameter.offset + parameter.elements);
       if (begin >= end) continue;
       const auto bytes = static_cast<int64_t>(kernels::BytesPerElement(sources_[p].type));
-      kernels::Convert(sources_[p].type, sources_[p].data + (begin - parameter.offset) * bytes,
-                       kernels::DType::kFp32, to + (begin - first), static_cast<size_t>(end - begin));
+      const std::byte* from = sources_[p].data + (begin - parameter.offset) * bytes;
+      kernels::Convert(sources_[p].type, from, kernels::DType::kFp32, to + (begin - first),
+                       static_cast<size_t>(end - begin));
+      if (sources_[p].mapped) GiveBack(from, (end - begin) * bytes);
     }
   }
 
@@ -195,14 +208,14 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
   for (const auto& [block_name, parameters] : blocks) {
     std::vector<zero::ParameterSpec> specs;
     std::vector<Source> sources;
-    for (const auto& [name, sizes, trains, group, address, type] : parameters) {
+    for (const auto& [name, sizes, trains, group, address, type, mapped] : parameters) {
       const auto dtype = zero::ParseDType(type);
       if (!dtype.has_value()) {
         return absl::InvalidArgumentError(
             absl::StrCat(block_name, ".", name, " is ", type, ": fp32, bf16 and fp16 have a master in fp32"));
       }
       specs.push_back({.name = name, .sizes = sizes, .trains = trains, .group = group});
-      sources.push_back({reinterpret_cast<const std::byte*>(address), *dtype});
+      sources.push_back({reinterpret_cast<const std::byte*>(address), *dtype, mapped});
       absl::StrAppend(&described, block_name, ".", name, trains ? " " : " frozen ");
       if (group != 0) absl::StrAppend(&described, "group ", group, " ");  // it moves what follows
       for (const int64_t size : sizes) absl::StrAppend(&described, size, ",");

@@ -17,8 +17,9 @@
 
 namespace penstock::python {
 
-// name within the block, sizes, trains, group, address of its values, their element type ("fp32", ...).
-using GivenParameter = std::tuple<std::string, std::vector<int64_t>, bool, int, uint64_t, std::string>;
+// name within the block, sizes, trains, group, address of its values, their element type ("fp32", ...),
+// whether they are a shared mapping of a file, whose pages go back once they were read.
+using GivenParameter = std::tuple<std::string, std::vector<int64_t>, bool, int, uint64_t, std::string, bool>;
 // name, parameters
 using GivenBlock = std::pair<std::string, std::vector<GivenParameter>>;
 // name, block, seconds of forward and of backward

@@ -23,6 +23,7 @@ from ._blocks import Block, find_blocks
 from ._interrupts import deferred
 from ._json import decode, encode
 from ._modules import counts_no_versions, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._on_disk import is_on_disk
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
 from ._runtime import Runtime
 from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve
@@ -187,10 +188,10 @@ class Engine:
                 held.append(values)
                 kind = DTYPE_NAMES[values.dtype]
                 parameters.append(
-                    (block.short_name(name), list(values.shape), trains, group, values.data_ptr(), kind)
+                    (block.short_name(name), list(values.shape), trains, group, values.data_ptr(), kind, is_on_disk(parameter))
                 )
             described.append((block.name or type(self.module).__name__, parameters))
-            marks.append([(trains, group) for _, _, trains, group, _, _ in parameters])
+            marks.append([(trains, group) for _, _, trains, group, _, _, _ in parameters])
         stages = [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
         resume = self._may_resume()
         if self._values_are_gone and not resume and not self._restore_from:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ._blocks import Block
+from ._on_disk import give_back
 from ._random import RandomState
 from ._tree import tensors_of
 
@@ -81,6 +82,7 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
     """
     outside = _Outside(blocks)
     uses: List[Use] = []
+    uses_of = {id(module): number for number, block in enumerate(blocks) for _, module in block.modules}
     begun: Dict[int, float] = {}
     handles = []
     for number, block in enumerate(blocks):
@@ -94,6 +96,8 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
             def after(called: nn.Module, _: Any, returned: Any) -> None:
                 last = next(use for use in reversed(uses) if use.module is called)
                 last.seconds = time.perf_counter() - begun[id(called)]
+                for _, parameter in blocks[uses_of[id(called)]].parameters:
+                    give_back(parameter)
                 outside.leave_block(returned)
 
             handles.append(module.register_forward_pre_hook(before))
