@@ -203,6 +203,7 @@ def initialize(
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
         overwrite=True,
+        progress=False,  # these scripts, and Trainer, say themselves how it goes
     )
     made = DeepSpeedEngine(engine, described, scratch)
     return made, made.optimizer, None, scheduler

@@ -24,7 +24,9 @@
 #include "errors.h"
 #include "kernels/float16.h"
 #include "owned.h"
+#include "run_watch.h"
 #include "swap/inspect.h"
+#include "zero/config/json_field.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
 
@@ -80,7 +82,7 @@ class PyTrainingEngine {
  public:
   PyTrainingEngine(const std::vector<GivenBlock>& blocks, const std::vector<GivenStage>& stages,
                    const std::string& options)
-      : heard_(std::make_shared<Heard>()) {
+      : heard_(std::make_shared<Heard>()), watch_(std::make_shared<RunWatch>()) {
     GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
     for (const auto& layout : model.measured.layouts) layouts_.push_back(layout);
     GivenOptions given = ValueOrRaise(MakeOptions(options));
@@ -99,6 +101,7 @@ class PyTrainingEngine {
       CheckEngine(restored, {.path = given.restore_from});
       made.resume.enabled = true;
     }
+    watch_->Attach(&made);
     const int drivers = made.micro_batches;
     const std::string directory = made.storage.state_dirs.empty() ? "" : made.storage.state_dirs.front();
     absl::StatusOr<std::unique_ptr<DrivenEngine>> engine;
@@ -111,6 +114,10 @@ class PyTrainingEngine {
       nb::gil_scoped_acquire gil;
       return PyErr_CheckSignals() != 0;
     });
+    Call([&](zero::Engine& of) {
+      watch_->Planned(of, zero::JsonField<std::string>(of.run(), "run_id").value_or(""));
+      return absl::OkStatus();
+    });
   }
 
   // rates: of each group lr, betas and weight decay; none: the schedule.
@@ -121,8 +128,12 @@ class PyTrainingEngine {
           {.rates = {.lr = lr, .beta1 = beta1, .beta2 = beta2}, .weight_decay = weight_decay});
     }
     CheckEngine(Held()->get().Begin(std::move(options)));
+    trains_ = true;
   }
-  void BeginEvaluation() { CheckEngine(Held()->get().BeginEvaluation()); }
+  void BeginEvaluation() {
+    CheckEngine(Held()->get().BeginEvaluation());
+    trains_ = false;
+  }
 
   // Waits until the engine offers the use; (block, address of its weights) of each, and what backward of the
   // loss begins with.
@@ -186,7 +197,8 @@ class PyTrainingEngine {
     entered_.clear();
   }
 
-  nb::dict Finish() {
+  // tokens, flops: of a training step, for the report; 0 where they are not known.
+  nb::dict Finish(int64_t tokens, double flops) {
     const auto held = Held();
     DrivenEngine& of = held->get();
     absl::StatusOr<zero::StepResult> result;
@@ -195,6 +207,12 @@ class PyTrainingEngine {
       result = of.Finish();
     }
     const zero::StepResult step = ValueOfEngine(std::move(result));
+    if (trains_) {
+      Call([&](zero::Engine& engine) {
+        watch_->Stepped(engine, step, tokens, flops);
+        return absl::OkStatus();
+      });
+    }
     nb::dict out;
     out["step"] = step.step;
     out["loss"] = step.loss;
@@ -206,6 +224,7 @@ class PyTrainingEngine {
     out["stall_io_seconds"] = step.stall_io_seconds;
     out["compute_seconds"] = step.compute_seconds;
     out["optimizer_seconds"] = step.optimizer_seconds;
+    out["evaluation_seconds"] = step.evaluation_seconds;
     out["nvme_read_bytes"] = step.nvme_read_bytes;
     out["nvme_write_bytes"] = step.nvme_write_bytes;
     return out;
@@ -251,6 +270,11 @@ class PyTrainingEngine {
   std::string Info() {
     return Ask<std::string>([](zero::Engine& of) { return InfoOf(of).dump(); });
   }
+  // JSON, after docs/report.md.
+  std::string Report() {
+    return Ask<std::string>([this](zero::Engine& of) { return watch_->Report(of); });
+  }
+  int64_t CommittedStep() const { return watch_->committed(); }
   std::vector<std::string> TakeLog() { return heard_->TakeLines(); }
 
   void Close() {
@@ -321,7 +345,9 @@ class PyTrainingEngine {
   }
 
   std::shared_ptr<Heard> heard_;
+  std::shared_ptr<RunWatch> watch_;  // the engine's hooks point there: it goes last
   std::shared_ptr<Owned<DrivenEngine>> engine_;
+  bool trains_ = false;  // the pass that is open, or was the last
   std::vector<std::shared_ptr<const zero::FlatLayout>> layouts_;
   std::mutex mutex_;
   std::map<int, DrivenCompute::Entered> entered_;  // by micro-batch
@@ -364,7 +390,7 @@ void BindEngine(nb::module_& module) {
       .def("leave", &PyTrainingEngine::Leave, nb::arg("micro_batch"), nb::arg("block"),
            nb::arg("gradients").none(), nb::arg("loss").none())
       .def("fail", &PyTrainingEngine::Fail, nb::arg("why"))
-      .def("finish", &PyTrainingEngine::Finish)
+      .def("finish", &PyTrainingEngine::Finish, nb::arg("tokens") = 0, nb::arg("flops") = 0.0)
       .def("flush", &PyTrainingEngine::Flush)
       .def("checkpoint", &PyTrainingEngine::Checkpoint, nb::arg("parent"))
       .def("offsets", &PyTrainingEngine::Offsets, nb::arg("block"))
@@ -375,6 +401,8 @@ void BindEngine(nb::module_& module) {
       .def("describe", &PyTrainingEngine::Describe, nb::arg("step"), nb::arg("json"))
       .def("description", &PyTrainingEngine::Description)
       .def("info", &PyTrainingEngine::Info)
+      .def("report", &PyTrainingEngine::Report)
+      .def_prop_ro("committed_step", &PyTrainingEngine::CommittedStep)
       .def("take_log", &PyTrainingEngine::TakeLog)
       .def("close", &PyTrainingEngine::Close)
       .def_prop_ro("closed", &PyTrainingEngine::Closed);

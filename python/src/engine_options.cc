@@ -269,6 +269,8 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text) {
   given.Take("state_dirs", &options.storage.state_dirs);
   given.Take("overwrite", &options.storage.overwrite);
   given.Take("resume", &options.resume.enabled);
+  given.Take("run", &options.resume.run);
+  given.Take("run_changes", &options.resume.run_changes);
   given.Take("clip", &options.optimizer.clip);
   given.Take("optimizer_states", &states);
   if (const auto type = zero::ParseStateType(states); type.has_value()) {
@@ -300,19 +302,16 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
   ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(text, total_steps, &filled));
   const zero::Config& config = parsed.config;
   Json json = {{"notes", parsed.notes}, {"filled", filled}, {"optimizer", OptimizerJson(config.optimizer)}};
-  for (const auto& [on, name] :
-       {std::pair{config.csv_monitor.on(), "csv_monitor"}, {config.tensorboard.on(), "tensorboard"}}) {
-    if (on)
-      json["notes"].push_back(
-          absl::StrCat(name, ": not written from Python: engine.last_step has the values"));
-  }
+  json["monitors"] = config.csv_monitor.on() || config.tensorboard.on();
+  json["flops_profiler"] = {{"enabled", config.flops_profiler.on()},
+                            {"profile_step", config.flops_profiler.profile_step.value_or(1)},
+                            {"output_file", config.flops_profiler.output_file.value_or("")}};
   if (config.elasticity.on()) {
     return absl::InvalidArgumentError(
         "elasticity: not served from Python, where the script makes the batches; give train_batch_size");
   }
   for (const auto& [on, name] :
        {std::pair{config.wall_clock_breakdown.value_or(false), "wall_clock_breakdown"},
-        {config.flops_profiler.on(), "flops_profiler"},
         {config.comms_logger.value_or(false), "comms_logger"},
         {config.penstock.wear_budget_tb.has_value(), "penstock.wear_budget_tb"},
         {config.penstock.watchdog_seconds.has_value() || config.penstock.watchdog_abort_seconds.has_value(),

@@ -12,6 +12,8 @@ void BindAio(nb::module_& module);
 void BindEngine(nb::module_& module);
 void BindKernels(nb::module_& module);
 void BindOptim(nb::module_& module);
+void BindPrograms(nb::module_& module);
+void BindWatch(nb::module_& module);
 }  // namespace penstock::python
 
 NB_MODULE(_core, module) {
@@ -23,4 +25,6 @@ NB_MODULE(_core, module) {
   penstock::python::BindEngine(module);
   penstock::python::BindKernels(module);
   penstock::python::BindOptim(module);
+  penstock::python::BindPrograms(module);
+  penstock::python::BindWatch(module);
 }

@@ -7,6 +7,7 @@ import base64
 import functools
 import json
 import os
+import secrets
 import shutil
 import sys
 import warnings
@@ -25,10 +26,12 @@ from ._json import decode, encode
 from ._modules import counts_no_versions, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._on_disk import is_on_disk
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
+from ._report import Report
 from ._runtime import Runtime
 from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve
 from ._trace import trace
-from ._tree import map_tensors
+from ._tree import counted, map_tensors
+from ._watch import Watch
 from ._weights import Weights
 from ._whole import Whole
 
@@ -95,6 +98,9 @@ class Engine:
         self._overwrite = overwrite
         self._seed = seed
         self._core: Any = None
+        self._watch: Optional[Watch] = None
+        self._watched: Optional[Dict[str, Any]] = None  # what monitors are told of the last step
+        self._last_report: Optional[Report] = None  # of a closed engine
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
         self.optimizer = EngineOptimizer(optimizer.param_groups, self._step, self.zero_grad)  # its very groups, which schedulers may know
@@ -105,6 +111,7 @@ class Engine:
         self.client_state: Dict[str, Any] = {}
         self.global_steps = 0
         self.skipped_steps = 0
+        self._samples = 0  # before this process
         self._result: Dict[str, Any] = {}
         self._begun_rates: List[Any] = []
         self._rng = ""
@@ -149,11 +156,38 @@ class Engine:
             if self.module.training:
                 kwargs = without_cache(self.module.forward, kwargs)
             with self._inputs_of_the_models_type():
-                uses = trace(self.module, self._blocks, call or (lambda: self.module(*args, **kwargs)))
+                forward = call or (lambda: self.module(*args, **kwargs))
+                uses = trace(self.module, self._blocks, forward)
+                flops = self._flops_of(forward) if self._settings.flops_profiler["enabled"] else None
             self._make_core(uses)
+            if flops is not None and self._watch is not None:
+                self._watch.counts_flops(*flops)
         except BaseException:
             self._wait_for_a_batch()
             raise
+
+    # Of the first forward: (matrix products' FLOPs, tokens or samples); None where torch does not count.
+    def _flops_of(self, forward: Callable[[], Any]) -> Optional[Tuple[float, int]]:
+        try:
+            from torch.utils.flop_counter import FlopCounterMode
+        except ImportError:
+            warnings.warn("flops_profiler: this torch counts no FLOPs (2.1 and newer do)", stacklevel=2)
+            return None
+        units = []
+        own = self.module.forward
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            tokens, samples = counted(args, kwargs)
+            units.append(tokens or samples)
+            return own(*args, **kwargs)
+
+        previous = replace_forward(self.module, counting)
+        try:
+            with FlopCounterMode(display=False) as counter:
+                trace(self.module, self._blocks, forward)
+        finally:
+            restore_forward(self.module, previous)
+        return float(counter.get_total_flops()), sum(units)
 
     # As later forwards cast them to the engine's (Runtime._cast). A model of several types does what it does with them.
     @contextmanager
@@ -196,7 +230,13 @@ class Engine:
         resume = self._may_resume()
         if self._values_are_gone and not resume and not self._restore_from:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
+        where = [self._restore_from] if self._restore_from else settings.state_dirs
+        goes_on = resume or bool(self._restore_from)
+        known = (json.loads(_core.record_of(where)) or {}).get("run_id", "") if where else ""
+        run_id = known if goes_on and known else f"python-{secrets.token_hex(6)}"
         options = {
+            "run": {"run_id": run_id},
+            "run_changes": {} if not goes_on or known else {"run_id": run_id},
             "config": settings.config,
             "dtype": settings.dtype,
             "offload": settings.offload,
@@ -239,7 +279,7 @@ class Engine:
         self._buffers = persistent_buffers(self.module)
         self._patch_state_dict()
         Whole(self.module, self._blocks, self._runtime.replaced, self._value_of)
-        if resume or self._restore_from:
+        if goes_on:
             try:
                 self._restored()
             except BaseException:
@@ -248,6 +288,9 @@ class Engine:
                 self._closed = True
                 setattr(self.module, _MARK, "closed")
                 raise
+        self._watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples)
+        self._watch.again(self._watched)
+        self._runtime.flops_of = self._watch.flops
 
     def _may_resume(self) -> bool:
         if self._resume == "auto":
@@ -264,6 +307,8 @@ class Engine:
                 module._buffers[short].copy_(value)  # type: ignore[union-attr]
         self.client_state = kept.get("client", {})
         self.skipped_steps = kept.get("skipped", 0)
+        self._watched = kept.get("watched")
+        self._samples = kept.get("samples", 0)
         if self.lr_scheduler is not None and kept.get("scheduler") is not None:
             self.lr_scheduler.load_state_dict(kept["scheduler"])
         for group, lr in zip(self.optimizer.param_groups, kept.get("lr", [])):
@@ -376,6 +421,8 @@ class Engine:
             self._given._opt_called = True  # type: ignore[attr-defined]
             if hasattr(self._given, "_step_count"):
                 self._given._step_count += 1
+            if self._watch is not None:
+                self._watched = self._watch.stepped(self._result, *runtime.counts)
             self._describe()
 
     # The pass over all forwards of the step. Whatever goes wrong in it, they are given up with it.
@@ -409,6 +456,8 @@ class Engine:
             "skipped": self.skipped_steps,
             "lr": [float(group["lr"]) for group in self.optimizer.param_groups],
             "torch_rng": self._rng,
+            "watched": self._watched,
+            "samples": self._samples if self._watch is None else self._watch.samples,
         }
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
@@ -672,6 +721,17 @@ class Engine:
         self._ready()
         return self._info()
 
+    def report(self) -> Report:
+        """What this process has trained: losses, bytes, seconds, peaks, what bounds a step, a list of steps; of a closed engine the last.
+
+        A dictionary; ``report().html(path)`` is a page, and a notebook shows it as one. Between steps only.
+        """
+        if self._last_report is not None:
+            return Report(self._last_report)
+        if self._ready().is_open:
+            raise RuntimeError("a step is open: the report is given between step() and the next forward")
+        return Report.of(self._core.report())
+
     def log(self) -> List[str]:
         """What the engine had to say since the last call."""
         return list(self._core.take_log()) if self._core is not None else []
@@ -708,6 +768,9 @@ class Engine:
                 self._describe()
             finally:
                 self._core.flush()
+            if self._watch is not None:
+                self._watch.close()
+            self._last_report = Report.of(self._core.report())
         finally:
             self._core.close()
             for name in ("state_dict", "load_state_dict"):
@@ -775,6 +838,7 @@ def initialize(
     resume: Union[bool, str] = False,
     overwrite: bool = False,
     seed: int = 1,
+    progress: Optional[bool] = None,
     **unknown: Any,
 ) -> Tuple[Engine, EngineOptimizer, None, Any]:
     """An engine for an unmodified torch module, after ``deepspeed.initialize``.
@@ -796,6 +860,8 @@ def initialize(
     blocks: names of modules that are fetched as one, which together hold all parameters; by default they are found.
     resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
     overwrite: what ``state_dir`` holds may be replaced.
+    progress: a line on stderr, or in a notebook's cell, with step, loss, tokens and bytes a second. Default: where a terminal or a
+        notebook shows it, and no bar of tqdm is open.
 
     Returns (engine, engine.optimizer, None, the scheduler), as DeepSpeed does.
     """
@@ -816,6 +882,7 @@ def initialize(
         forwards_per_step,
         gradient_clipping,
     )
+    settings.progress = progress
     for note in settings.notes:
         warnings.warn(note, stacklevel=2)
     parameters = model_parameters

@@ -31,7 +31,7 @@ from ._modules import kept_tensors, replace_forward, restore_forward, switch_off
 from ._random import RandomState
 from ._settings import DTYPE_NAMES
 from ._trace import Use
-from ._tree import map_tensors, tensors_of
+from ._tree import counted, map_tensors, tensors_of
 from ._weights import Weights
 
 
@@ -65,6 +65,7 @@ class Driver:
         self.loss_gradient = 1.0
         self.came = threading.Event()  # to its first use, or to its end
         self.random: Optional[RandomState] = None  # while another driver computes
+        self.counts = (0, 0)  # tokens and samples
         self.graph: Dict[Any, List[Any]] = {}  # from nodes of autograd that a block's outputs have to those of its inputs
         self.forward: Optional[Forward] = None  # of an accumulation: computed now, to be computed again, or that again
 
@@ -96,6 +97,9 @@ class Runtime:
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self.dtype = torch.float32
+        #: Tokens and samples of the pass that was finished last; and what such a step computes, 0 where that is not known.
+        self.counts = (0, 0)
+        self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
         #: What the engine's share of a micro-batch in the loss is multiplied by.
         self.loss_factor = 1.0
         self._looked_at_kept = False
@@ -176,10 +180,11 @@ class Runtime:
         # The last use of a training pass is left here and not before: what was not finished is never applied.
         for driver in self._drivers:
             self._leave_backward(driver)
+        self.counts = (sum(driver.counts[0] for driver in self._drivers), sum(driver.counts[1] for driver in self._drivers))
         self._open = None
         self._drivers = []
         self._local.driver = None
-        return self._core.finish()
+        return self._core.finish(self.counts[0], self.flops_of(*self.counts))
 
     def give_up(self, why: str) -> None:
         """The pass that is open fails; the engine is as it was before it."""
@@ -227,6 +232,7 @@ class Runtime:
             return self._original(*args, **kwargs)  # the model calls itself
         if driver is not None and driver.trains and driver.forward_at == 0 and getattr(self._local, "awaited", False):
             self._local.awaited = False
+            driver.counts = counted(args, kwargs)
             return self._inside(args, without_cache(self._original, kwargs))
         if self._model.training and torch.is_grad_enabled():
             return self.on_training_forward(args, kwargs)
@@ -239,6 +245,7 @@ class Runtime:
 
     def train_forward(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         """The model's forward of the training pass that has begun."""
+        self._drivers[0].counts = counted(args, kwargs)
         with self._given_up_on_error():
             return self._inside(args, without_cache(self._original, kwargs))
 

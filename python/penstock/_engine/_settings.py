@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -35,6 +36,11 @@ class Settings:
     optimizer: Optional[Dict[str, Any]] = None
     optimizer_states: str = "fp32"
     schedule: Optional[str] = None
+    train_batch_size: int = 0  # samples of a step, where the configuration says it
+    monitors: bool = False  # csv_monitor or tensorboard
+    wandb: Optional[Dict[str, Any]] = None
+    flops_profiler: Dict[str, Any] = field(default_factory=lambda: {"enabled": False})
+    progress: Optional[bool] = None  # whether a line is drawn; None: where somebody sees it
     notes: List[str] = field(default_factory=list)
 
 
@@ -58,6 +64,27 @@ def _dtype_name(dtype: Any) -> str:
     raise ValueError(f"dtype is {dtype!r}: fp32, bf16 and fp16 are served")
 
 
+_WANDB_KEYS = ("enabled", "group", "team", "project")
+
+
+def _without_wandb(text: str) -> Tuple[str, Optional[Dict[str, Any]]]:
+    """The configuration without its wandb, which Python serves, and that, where it is switched on."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return text, None  # the parser says what is wrong, and where
+    wandb = config.get("wandb") if isinstance(config, dict) else None
+    if not isinstance(wandb, dict) or not wandb.get("enabled"):
+        return text, None
+    unknown = [key for key in wandb if key not in _WANDB_KEYS]
+    if unknown:
+        raise ValueError(f"wandb.{unknown[0]}: there is no such key; there are {', '.join(_WANDB_KEYS)}")
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError("wandb.enabled: wandb is not installed (pip install wandb), or switch on csv_monitor or tensorboard, which need nothing")
+    del config["wandb"]
+    return json.dumps(config), wandb
+
+
 def resolve(
     config: Any,
     state_dir: Union[None, PathLike, Sequence[PathLike]],
@@ -69,8 +96,8 @@ def resolve(
     clip: Optional[float],
 ) -> Settings:
     """Arguments win over the configuration. Raises ValueError naming what is missing or contradictory."""
-    text = _config_text(config)
-    settings = Settings(config=text)
+    text, wandb = _without_wandb(_config_text(config))
+    settings = Settings(config=text, wandb=wandb)
     if text:
         parsed = json.loads(_core.parse_config(text))
         settings.notes = parsed["notes"] + parsed["filled"]
@@ -82,6 +109,9 @@ def resolve(
         settings.host_memory = parsed["host_memory"] or 0
         settings.state_dirs = parsed["state_dirs"]
         settings.offload = parsed["offload"] or ("nvme" if parsed["state_dirs"] or state_dir else "none")
+        settings.train_batch_size = parsed["train_batch_size"] or 0
+        settings.monitors = parsed["monitors"]
+        settings.flops_profiler = parsed["flops_profiler"]
         settings.schedule = None if parsed["schedule"] is None else json.dumps(parsed["schedule"])
     if dtype is not None:
         settings.dtype = _dtype_name(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Tuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -39,3 +39,13 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 # transformers' ModelOutput is a dictionary that torch knows as a container only in new versions.
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, dict) and type(value) is not dict
+
+
+def counted(args: Any, kwargs: Any) -> Tuple[int, int]:
+    """(tokens, samples) of a batch: the elements of its ids, and the rows of these, or else of the first tensor. 0 tokens: not known."""
+    tensors = tensors_of((args, kwargs))
+    named = kwargs.get("input_ids")
+    whole = (torch.int64, torch.int32)
+    ids = named if isinstance(named, torch.Tensor) else next((each for each in tensors if each.dim() == 2 and each.dtype in whole), None)
+    first = ids if ids is not None else next(iter(tensors), None)
+    return 0 if ids is None else ids.numel(), 1 if first is None or not first.dim() else first.shape[0]

@@ -1,0 +1,57 @@
+"""What a training tells of itself, as a dictionary and as a page."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from html import escape
+from typing import Any, Dict, Optional
+
+from .. import _core
+from ._settings import PathLike
+
+# Of a machine that was measured before the run: the engine of a module measures none.
+_UNMEASURED = (
+    "io_read_bandwidth_bytes_per_s",
+    "io_write_bandwidth_bytes_per_s",
+    "predicted_at_start_step_seconds",
+    "predicted_at_start_clipped_step_seconds",
+)
+_PREDICTED = ("predicted_step_seconds", "predicted_unclipped_step_seconds", "predicted_clipped_step_seconds", "prediction_from", "bound_by")
+
+
+class Report(Dict[str, Any]):
+    """A dictionary with the keys of ``penstock train --report`` (docs/report.md) that mean something here.
+
+    Bytes, seconds, and for each step of this process loss, norm, bytes, seconds and tokens. What is predicted is None until the first
+    steps are over. A notebook shows it as the page of ``html()``.
+    """
+
+    @staticmethod
+    def of(text: str) -> "Report":
+        told = json.loads(text)
+        for name in _UNMEASURED:
+            told.pop(name, None)
+        if told.get("prediction_from") != "steps":
+            told.update(dict.fromkeys(_PREDICTED))
+        return Report(told)
+
+    def html(self, path: Optional[PathLike] = None, rated_bytes_written: float = 600e12) -> str:
+        """The page that ``penstock report`` makes: one file of HTML that asks nobody for anything.
+
+        path: where it is written as well. rated_bytes_written: what one drive may be written, for its wear.
+        """
+        with tempfile.TemporaryDirectory() as directory:
+            file = os.path.join(directory, "report.json")
+            with open(file, "w", encoding="utf-8") as out:
+                json.dump({name: value for name, value in self.items() if value is not None or name == "resumed_from_step"}, out)
+            page = str(_core.report_page([file], rated_bytes_written))
+        if path is not None:
+            with open(path, "w", encoding="utf-8") as out:
+                out.write(page)
+        return page
+
+    # The page has styles of its own, which are not the notebook's.
+    def _repr_html_(self) -> str:
+        return f'<iframe srcdoc="{escape(self.html(), quote=True)}" style="width: 100%; height: 40em; border: 0"></iframe>'

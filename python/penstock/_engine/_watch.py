@@ -1,0 +1,158 @@
+"""Who looks on while a model trains: the progress line, DeepSpeed's monitors, the count of FLOPs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+import warnings
+from collections import deque
+from typing import Any, Deque, Dict, List, Optional, Sequence
+
+import torch
+
+from .. import _core
+from ._progress import Progress, count
+from ._settings import DTYPES, Settings
+
+
+def _product_rate(dtype: torch.dtype) -> float:
+    """FLOPs a second of the best product of two matrices of 1024 x 1024, in a third of a second."""
+    first, second = torch.ones(1024, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+    best, end = math.inf, time.perf_counter() + 0.3
+    with torch.no_grad():
+        while time.perf_counter() < end:
+            begin = time.perf_counter()
+            torch.mm(first, second)
+            best = min(best, time.perf_counter() - begin)
+    return 2 * 1024**3 / best
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+class Wandb:
+    """Weights & Biases, under DeepSpeed's names."""
+
+    def __init__(self, config: Dict[str, Any]) -> None:
+        import wandb  # type: ignore[import-not-found]
+
+        self._own = wandb.run is None
+        self._run = wandb.run or wandb.init(project=config.get("project", "deepspeed"), group=config.get("group"), entity=config.get("team"))
+
+    def append(self, entry: Dict[str, Any], scales_loss: bool) -> None:
+        names = {"train_loss": "loss", "lr": "lr", **({"loss_scale": "loss_scale"} if scales_loss else {})}
+        self._run.log({f"Train/Samples/{name}": _number(entry[key]) for name, key in names.items()}, step=entry["samples"])
+
+    def close(self) -> None:
+        if self._own:
+            self._run.finish()
+
+
+class Watch:
+    """Of one engine. `samples`: that were trained on before this process."""
+
+    def __init__(self, core: Any, settings: Settings, run_id: str, resumes: bool, replaces: Sequence[str], samples: int) -> None:
+        self._core = core
+        self._settings = settings
+        self._scales_loss = settings.dtype == "fp16"
+        self.samples = samples
+        self._pending: Deque[Dict[str, Any]] = deque()  # of steps that are not committed yet
+        self._failing = False
+        self._monitors = None
+        if settings.monitors:
+            self._monitors = _core.Monitors(settings.config, run_id, resumes, list(replaces), self._scales_loss)
+            self._monitors.begin(samples)
+        self._wandb = Wandb(settings.wandb) if settings.wandb is not None else None
+        self._progress = Progress(settings.progress)
+        self._ended = time.perf_counter()
+        #: Of a forward, by the unit that batches are counted in; None: not known.
+        self.forward_flops: Optional[float] = None
+        self._rate = 0.0
+
+    def counts_flops(self, flops: float, units: int) -> None:
+        """flops: of a forward's matrix products over `units` (tokens where they are known, else samples)."""
+        self.forward_flops = flops / max(1, units)
+        self._rate = _product_rate(DTYPES[self._settings.dtype])
+
+    def flops(self, tokens: int, samples: int) -> float:
+        """Of a step: its forwards, and twice that for backward. 0: not known."""
+        return 3 * (self.forward_flops or 0.0) * (tokens or samples)
+
+    def again(self, entry: Optional[Dict[str, Any]]) -> None:
+        """A step whose commit another process has made: who was to be told may not have heard of it."""
+        if entry is not None:
+            self._pending.append(entry)
+            self._tell(entry["step"])
+
+    def stepped(self, result: Dict[str, Any], tokens: int, samples: int) -> Dict[str, Any]:
+        """Returns the step's entry, for its commit."""
+        self.samples += self._settings.train_batch_size or samples
+        entry = {name: result[name] for name in ("step", "loss", "lr", "loss_scale")}
+        entry["loss"] = entry["loss"] if math.isfinite(entry["loss"]) else None
+        entry["samples"] = self.samples
+        if self._monitors is not None or self._wandb is not None:
+            self._pending.append(entry)
+            self._tell(self._core.committed_step)
+        now = time.perf_counter()
+        seconds, self._ended = now - self._ended, now
+        self._show(result, tokens, self.flops(tokens, samples), seconds)
+        self._profile(result, self.flops(tokens, samples), seconds)
+        return entry
+
+    def _show(self, result: Dict[str, Any], tokens: int, flops: float, seconds: float) -> None:
+        if not self._progress.on:
+            return
+        parts = [(0, f"step {result['step']}"), (1, f"loss {result['loss']:.4f}")]
+        if tokens:
+            parts.append((2, f"{count(tokens / seconds)} tok/s"))
+        if flops and self._rate:
+            parts.append((3, f"MFU {flops / seconds / self._rate:.0%}"))
+        for name, key in (("read", "nvme_read_bytes"), ("write", "nvme_write_bytes")):
+            if result[key]:
+                parts.append((4, f"{name} {count(result[key] / seconds)}B/s"))
+        if result["stall_io_seconds"] > 0.1 * seconds:
+            parts.append((5, f"waits for the drive {result['stall_io_seconds'] / seconds:.0%}"))
+        self._progress.show(parts)
+
+    def _profile(self, result: Dict[str, Any], flops: float, seconds: float) -> None:
+        wanted = self._settings.flops_profiler
+        if not flops or result["step"] != wanted["profile_step"]:
+            return
+        text = (
+            f"flops_profiler: step {result['step']}: {count(flops)}FLOP in matrix products (forward, and twice that for backward) in "
+            f"{seconds:.3f} s: {count(flops / seconds)}FLOP/s, {flops / seconds / self._rate:.1%} of a product of 1024 x 1024 in "
+            f"{self._settings.dtype} ({count(self._rate)}FLOP/s)\n"
+        )
+        if wanted["output_file"]:
+            with open(wanted["output_file"], "a", encoding="utf-8") as file:
+                file.write(text)
+        else:
+            sys.stderr.write(text)
+
+    # Monitors hold a step when it is committed, and each once: what could not be written comes again with the next.
+    def _tell(self, committed: int) -> None:
+        told: List[str] = []
+        while self._pending and self._pending[0]["step"] <= committed:
+            entry = self._pending[0]
+            try:
+                if self._monitors is not None:
+                    self._monitors.append(json.dumps(entry))
+                if self._wandb is not None:
+                    self._wandb.append(entry, self._scales_loss)
+            except (OSError, ValueError, RuntimeError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+                break
+            self._pending.popleft()
+        if told and not self._failing:
+            warnings.warn(f"a monitor could not be written, which is tried again with every step: {told[0]}", stacklevel=2)
+        self._failing = bool(told)
+
+    def close(self) -> None:
+        """The last step is committed."""
+        self._tell(self._core.committed_step)
+        self._progress.finish()
+        if self._wandb is not None:
+            self._wandb.close()

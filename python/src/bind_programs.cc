@@ -1,0 +1,126 @@
+// The programs that need no LibTorch, for the wheel's console scripts: each takes the words after its name
+// and returns the exit code.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <iostream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "tools/base/cli.h"
+#include "tools/ds/ds_io_bench.h"
+#include "tools/ds/ds_io_tune.h"
+#include "tools/penstock/verb_env.h"
+#include "tools/penstock/verb_estimate.h"
+#include "tools/penstock/verbs.h"
+#include "zero/config/nearest_name.h"
+
+namespace nb = nanobind;
+
+namespace penstock::python {
+namespace {
+
+struct Verb {
+  const char* name;
+  const char* what;
+  int (*run)(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+};
+
+int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  return tools::RunEstimate(argc, argv, out, err);
+}
+
+constexpr Verb kVerbs[] = {
+    {"report", "draw trainings from report, log and trace as one page", tools::RunReport},
+    {"estimate", "DeepSpeed-compatible memory estimates, and the NVMe tier beyond them", Estimate},
+    {"inspect", "what a state directory or checkpoint holds", tools::RunInspect},
+    {"verify", "read a state directory or checkpoint back and check every checksum", tools::RunVerify},
+    {"env", "what this machine offers, and what its lack costs", tools::RunEnv},
+};
+// Verbs of the program that is built with LibTorch.
+constexpr std::string_view kElsewhere[] = {"train",
+                                           "plan",
+                                           "generate",
+                                           "pack",
+                                           "sample",
+                                           "export",
+                                           "zero_to_fp32",
+                                           "export-checkpoint",
+                                           "import-checkpoint"};
+
+void Help(std::ostream& out) {
+  out << "penstock " << PENSTOCK_VERSION << ", of the Python package\n\nusage: penstock VERB [arguments]\n\n";
+  for (const Verb& verb : kVerbs)
+    out << "  " << verb.name << std::string(12 - std::string_view(verb.name).size(), ' ') << verb.what
+        << "\n";
+  out << "\nWith LibTorch, built from source, there are also:";
+  for (const std::string_view name : kElsewhere) out << " " << name;
+  out << "\n";
+}
+
+int Penstock(const std::vector<std::string>& words) {
+  if (words.empty()) {
+    Help(std::cerr);
+    return tools::kExitWrong;
+  }
+  const std::string& word = words.front();
+  if (word == "--help" || word == "-h" || word == "help") {
+    Help(std::cout);
+    return tools::kExitOk;
+  }
+  if (word == "--version") {
+    std::cout << "penstock " << PENSTOCK_VERSION << "\n";
+    return tools::kExitOk;
+  }
+  std::vector<const char*> argv;
+  for (const std::string& each : words) argv.push_back(each.c_str());
+  std::vector<std::string_view> names;
+  for (const Verb& verb : kVerbs) {
+    if (word == verb.name) return verb.run(static_cast<int>(argv.size()), argv.data(), std::cout, std::cerr);
+    names.emplace_back(verb.name);
+  }
+  if (std::count(std::begin(kElsewhere), std::end(kElsewhere), word) > 0) {
+    std::cerr << "penstock: " << word
+              << " needs LibTorch, which the Python package does not carry: build penstock from source (make "
+                 "build); from Python, penstock.initialize trains\n";
+    return tools::kExitWrong;
+  }
+  std::cerr << "penstock: unknown verb \"" << tools::OneLine(word) << "\"" << zero::DidYouMean(word, names)
+            << "; see penstock --help\n";
+  return tools::kExitWrong;
+}
+
+// The streams that C++ writes are not Python's: what is in them is out before Python goes on.
+int Flushed(int code) {
+  std::cout.flush();
+  std::cerr.flush();
+  return std::fflush(stdout) == 0 && std::cout.good() ? code : std::max(code, tools::kExitFailed);
+}
+
+}  // namespace
+
+void BindPrograms(nb::module_& module) {
+  module.def(
+      "run_ds_io",
+      [](const std::vector<std::string>& words) { return Flushed(tools::DsIoMain(words, stdout, stderr)); },
+      nb::arg("words"));
+  module.def(
+      "run_ds_nvme_tune",
+      [](const std::vector<std::string>& words) { return Flushed(tools::TuneMain(words, stdout, stderr)); },
+      nb::arg("words"));
+  module.def(
+      "run_penstock",
+      [](const std::vector<std::string>& words) {
+        std::string arguments;
+        for (const std::string& word : words) arguments += (arguments.empty() ? "" : " ") + word;
+        return Flushed(tools::OrBug([&] { return Penstock(words); },
+                                    std::string("penstock ") + PENSTOCK_VERSION, arguments, std::cerr));
+      },
+      nb::arg("words"));
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,78 @@
+// What trainings leave for people, for Python: pages, DeepSpeed's monitors, whose run a directory holds.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine_options.h"
+#include "errors.h"
+#include "swap/inspect.h"
+#include "tools/monitor/monitors.h"
+#include "tools/pages/report_page.h"
+#include "tools/pages/run_files.h"
+#include "zero/config/config.h"
+
+namespace nb = nanobind;
+
+namespace penstock::python {
+namespace {
+
+// csv_monitor and tensorboard of a configuration.
+class PyMonitors {
+ public:
+  PyMonitors(const std::string& config, const std::string& run_id, bool resumes,
+             const std::vector<std::string>& replaces, bool scales_loss)
+      : monitors_(Open(config, run_id, resumes, replaces, scales_loss)) {}
+  PyMonitors(const PyMonitors&) = delete;
+  PyMonitors& operator=(const PyMonitors&) = delete;
+  bool Any() const { return monitors_.any(); }
+  void Begin(int64_t samples) { RaiseUnlessOk(monitors_.Begin(samples)); }
+  void Append(const std::string& entry) { RaiseUnlessOk(monitors_.Append(ParseJson(entry))); }
+
+ private:
+  static tools::Monitors Open(const std::string& config, const std::string& run_id, bool resumes,
+                              const std::vector<std::string>& replaces, bool scales_loss) {
+    const zero::ParsedConfig parsed = ValueOrRaise(zero::ParseConfig(config));
+    const tools::MonitorOwner owner{.run_id = run_id,
+                                    .resumes = resumes,
+                                    .replaces = std::set<std::string>(replaces.begin(), replaces.end())};
+    return ValueOrRaise(tools::Monitors::Open(parsed.config, owner, scales_loss));
+  }
+  tools::Monitors monitors_;
+};
+
+// "null" where there is no run, or none that can be read.
+std::string RecordOf(const std::vector<std::string>& directories) {
+  const auto found = swap::Inspect(directories);
+  if (!found.ok()) return "null";
+  const auto payload = nlohmann::json::parse(found->record.payload, nullptr, /*allow_exceptions=*/false);
+  return payload.is_object() && payload.contains("run") ? payload["run"].dump() : "null";
+}
+
+}  // namespace
+
+void BindWatch(nb::module_& module) {
+  module.def(
+      "report_page",
+      [](const std::vector<std::string>& files, double rated_bytes_written) {
+        return tools::ReportPage(ValueOrRaise(tools::ReadRuns(files)), rated_bytes_written);
+      },
+      nb::arg("files"), nb::arg("rated_bytes_written") = 600e12,
+      "Reports and logs as one page of HTML. rated_bytes_written: of one drive.");
+  module.def(
+      "record_of", &RecordOf, nb::arg("directories"),
+      "What the run in state directories or a checkpoint was made with, as JSON; null where there is none.");
+  nb::class_<PyMonitors>(module, "Monitors", "csv_monitor and tensorboard of a DeepSpeed configuration.")
+      .def(nb::init<const std::string&, const std::string&, bool, const std::vector<std::string>&, bool>(),
+           nb::arg("config"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),
+           nb::arg("scales_loss"))
+      .def("any", &PyMonitors::Any)
+      .def("begin", &PyMonitors::Begin, nb::arg("samples"))
+      .def("append", &PyMonitors::Append, nb::arg("entry"));
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,44 @@
+#include "run_watch.h"
+
+#include <algorithm>
+
+#include "absl/status/status.h"
+#include "aio/profile.h"
+
+namespace penstock::python {
+
+void RunWatch::Attach(zero::EngineOptions* options) {
+  report_.Start(*options, PENSTOCK_VERSION, options->world());
+  options->hooks.committed = [this](const zero::StepResult& result) {
+    committed_.store(result.step);
+    return absl::OkStatus();
+  };
+  options->hooks.observer = [this](tiering::OpId, const tiering::Op& op, double start_seconds,
+                                   double end_seconds) {
+    if (prediction_ != nullptr) prediction_->Observe(op, start_seconds, end_seconds);
+  };
+}
+
+void RunWatch::Planned(const zero::Engine& engine, const std::string& run_id) {
+  committed_.store(engine.committed_step());
+  report_.Identify(run_id);
+  aio::DeviceProfile unmeasured;
+  // Without a drive there are none in flight.
+  unmeasured.saturating_bytes_in_flight = std::max<uint64_t>(1, engine.io_stats().saturating_bytes_in_flight);
+  report_.Planned(engine, unmeasured, {});
+  const zero::EnginePlan& plan = engine.plan();
+  prediction_ =
+      std::make_unique<tiering::RunPrediction>(plan.graph, plan.plan, plan.options.machine,
+                                               static_cast<int64_t>(unmeasured.saturating_bytes_in_flight));
+}
+
+void RunWatch::Stepped(const zero::Engine& engine, const zero::StepResult& result, int64_t tokens,
+                       double flops) {
+  report_.Stepped(engine, result, tokens);
+  report_.Computes(flops);
+  if (prediction_->Stepped()) report_.Predicted(prediction_->prediction());
+}
+
+std::string RunWatch::Report(const zero::Engine& engine) { return report_.Finish(&engine, absl::OkStatus()); }
+
+}  // namespace penstock::python

@@ -1,0 +1,312 @@
+"""What an engine tells: report, progress line, DeepSpeed's monitors, FLOPs."""
+
+import csv
+import io
+import json
+import os
+import sys
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import penstock  # noqa: E402
+from engine_models import batches, net  # noqa: E402
+from penstock._engine import _progress  # noqa: E402
+
+
+def make(model, directory, **options):
+    options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return penstock.initialize(model=model, state_dir=str(directory), **options)[0]
+
+
+def run(engine, data):
+    losses = []
+    for batch in data:
+        loss = engine(**batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_report_has_what_the_programs_has(tmp_path):
+    data = batches(8)
+    with make(net(), tmp_path) as engine:
+        with pytest.raises(RuntimeError, match="has not seen the model"):
+            engine.report()
+        losses = run(engine, data[:1])
+        assert engine.report()["predicted_step_seconds"] is None  # of nothing but assumptions
+        losses += run(engine, data[1:])
+        report = engine.report()
+        assert [step["loss"] for step in report["steps"]] == losses  # to the bit
+        assert [step["step"] for step in report["steps"]] == list(range(1, 9))
+        assert all(step["tokens"] == 4 * 8 for step in report["steps"]) and report["totals"]["tokens"] == 8 * 32
+        plan = engine.plan()
+        assert report["params"] == plan["parameters"] and report["state_bytes_total"] == plan["state_bytes"]
+        assert report["peak_managed_bytes"] == plan["peak_managed_bytes"] and report["peak_rss_bytes"] > 0
+        assert report["totals"]["nvme_read_bytes"] > 0 and report["nvme_bytes_per_param_per_step"] > 0
+        assert report["predicted_step_seconds"] > 0 and report["prediction_from"] == "steps"
+        assert report["bound_by"] in ("read", "write", "copy", "compute", "optimizer", "network")
+        assert report["run_id"].startswith("python-") and report["status"] == "ok" and report["dtype"] == "fp32"
+        assert "io_read_bandwidth_bytes_per_s" not in report
+        loss = engine(**data[0])
+        with pytest.raises(RuntimeError, match="a step is open"):
+            engine.report()
+        engine.backward(loss)
+        engine.step()
+    closed = engine.report()
+    assert len(closed["steps"]) == 9 and json.loads(json.dumps(closed)) == closed
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_tokens_of_all_micro_batches_count(tmp_path, together):
+    data = batches(6)
+    with make(net(), tmp_path, gradient_accumulation_steps=3) as engine:
+        if together:
+            for at in (0, 3):
+                engine.train_batch(data[at : at + 3])
+        else:
+            run(engine, data)
+        with torch.no_grad():
+            engine(**data[0])
+        assert [step["tokens"] for step in engine.report()["steps"]] == [3 * 32] * 2
+
+
+def test_a_model_without_tokens(tmp_path):
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+    with make(model, tmp_path) as engine:
+        for _ in range(3):
+            engine.backward(engine(torch.randn(5, 16)).pow(2).mean())
+            engine.step()
+        assert [step["tokens"] for step in engine.report()["steps"]] == [0] * 3
+        assert "<svg" in engine.report().html()
+
+
+def test_the_report_is_a_page(tmp_path):
+    with make(net(), tmp_path / "run") as engine:
+        run(engine, batches(5))
+        report = engine.report()
+    page = report.html(tmp_path / "run.html")
+    assert page.lstrip().lower().startswith("<!doctype html") and "<svg" in page and report["run_id"] in page
+    assert (tmp_path / "run.html").read_text() == page
+    shown = report._repr_html_()
+    assert shown.startswith("<iframe srcdoc=") and "<svg" not in shown  # quoted, in a page of its own
+
+
+def test_a_resumed_run_has_the_same_id(tmp_path):
+    with make(net(), tmp_path) as engine:
+        run(engine, batches(2))
+        first = engine.report()
+    with make(net(), tmp_path, resume=True) as engine:
+        run(engine, batches(2))
+        second = engine.report()
+    assert second["run_id"] == first["run_id"] and second["resumed_from_step"] == 2
+    with make(net(), tmp_path, overwrite=True) as engine:
+        run(engine, batches(1))
+        assert engine.report()["run_id"] != first["run_id"]
+
+
+def configuration(tmp_path, **keys):
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"},
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path / "events"), "job_name": "job"},
+        **keys,
+    }
+
+
+def lines(tmp_path, tag="train_loss"):
+    with open(tmp_path / "csv" / "job" / f"Train_Samples_{tag}.csv", newline="") as file:
+        return [row for row in csv.reader(file)]
+
+
+def test_monitors_have_deepspeeds_files(tmp_path):
+    data = batches(6)
+    config = configuration(tmp_path)
+    with make(net(), tmp_path / "run", config=config) as engine:
+        losses = run(engine, data[:3])
+        assert len(lines(tmp_path)) - 1 in (1, 2, 3)  # the last ones are not committed yet, or just
+    rows = lines(tmp_path)
+    assert rows[0] == ["step", "train_loss"]
+    assert [(int(samples), float(loss)) for samples, loss in rows[1:]] == [(4 * (n + 1), losses[n]) for n in range(3)]
+    assert [float(rate) for _, rate in lines(tmp_path, "lr")[1:]] == [1e-2] * 3
+    with make(net(), tmp_path / "run", config=config, resume=True) as engine:
+        losses += run(engine, data[3:])
+    assert [(int(samples), float(loss)) for samples, loss in lines(tmp_path)[1:]] == [(4 * (n + 1), losses[n]) for n in range(6)]
+    events = list((tmp_path / "events" / "job").iterdir())
+    assert len(events) == 1 and events[0].stat().st_size > 0
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    told = reader.EventAccumulator(str(tmp_path / "events" / "job")).Reload().Scalars("Train/Samples/train_loss")
+    assert [event.step for event in told] == [4 * (n + 1) for n in range(6)]
+
+
+def test_a_run_that_is_killed_has_every_committed_step_once(tmp_path, in_child):
+    script = """
+        import os, sys
+        import torch
+        import penstock
+        sys.path.insert(0, sys.argv[2])
+        from engine_models import batches, net
+        from test_watch import configuration, make, run
+        import pathlib
+        place = pathlib.Path(sys.argv[1])
+        engine = make(net(), place / "run", config=configuration(place), resume="auto")
+        run(engine, batches(5))
+        os._exit(9)
+    """
+    for _ in range(2):
+        status, _, err = in_child(script, tmp_path, os.path.dirname(__file__))
+        assert status == 9, err
+    with make(net(), tmp_path / "run", config=configuration(tmp_path), resume=True) as engine:
+        run(engine, batches(2))
+        steps = engine.global_steps
+    assert [int(samples) for samples, _ in lines(tmp_path)[1:]] == [4 * (n + 1) for n in range(steps)]
+
+
+def test_a_directory_of_another_run_is_refused_in_a_line(tmp_path):
+    with make(net(), tmp_path / "run", config=configuration(tmp_path)) as engine:
+        run(engine, batches(2))
+    other = make(net(), tmp_path / "other", config=configuration(tmp_path))
+    with pytest.raises((OSError, RuntimeError, ValueError), match="csv_monitor"):
+        run(other, batches(1))
+    with make(net(), tmp_path / "run", config=configuration(tmp_path), overwrite=True) as engine:
+        run(engine, batches(1))
+    assert len(lines(tmp_path)) == 2
+
+
+def test_what_cannot_be_written_is_told_once_and_made_up_for(tmp_path):
+    with make(net(), tmp_path / "run", config=configuration(tmp_path)) as engine:
+        run(engine, batches(1))
+        real = engine._watch._monitors
+
+        class Full:
+            def append(self, entry):
+                raise OSError(28, "No space left on device")
+
+        engine._watch._monitors = Full()
+        with pytest.warns(UserWarning, match="No space") as told:
+            run(engine, batches(4))
+        assert len(told) == 1 and engine.global_steps == 5
+        engine._watch._monitors = real
+        run(engine, batches(1))
+    assert len(lines(tmp_path)) - 1 == 6
+
+
+def test_wandb(tmp_path, monkeypatch):
+    config = {"train_micro_batch_size_per_gpu": 4, "wandb": {"enabled": True, "project": "mine", "group": "g"}}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="wandb.enabled.*pip install wandb"):
+        make(net(), tmp_path / "none", config=config)
+    logged, ended = [], []
+
+    class Run:
+        def log(self, values, step):
+            logged.append((step, values))
+
+        def finish(self):
+            ended.append(True)
+
+    fake = types.ModuleType("wandb")
+    fake.run, fake.init = None, lambda **given: logged.append(given) or Run()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(ValueError, match="wandb.projet"):
+        make(net(), tmp_path / "none", config={"wandb": {"enabled": True, "projet": "mine"}})
+    with make(net(), tmp_path / "run", config=config) as engine:
+        losses = run(engine, batches(3))
+    assert logged[0] == {"project": "mine", "group": "g", "entity": None} and ended == [True]
+    assert [(step, values["Train/Samples/train_loss"]) for step, values in logged[1:]] == [(4 * (n + 1), losses[n]) for n in range(3)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_has_one_line(tmp_path, monkeypatch):
+    for wanted in (None, False):
+        screen = Terminal()
+        monkeypatch.setattr(sys, "stderr", screen)
+        with make(net(), tmp_path / f"run-{wanted}", progress=wanted) as engine:
+            losses = run(engine, batches(4))
+        if wanted is False:
+            assert screen.getvalue() == ""
+            continue
+        assert screen.getvalue().count("\n") == 1 and screen.getvalue().endswith("\n")
+        last = screen.getvalue().split("\r")[-1]
+        assert "step 4" in last and f"loss {losses[-1]:.4f}" in last and "tok/s" in last
+
+
+def test_no_terminal_no_line_and_no_second_rank(tmp_path, monkeypatch):
+    quiet = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", quiet)
+    with make(net(), tmp_path / "quiet") as engine:
+        run(engine, batches(2))
+    assert quiet.getvalue() == ""
+    with make(net(), tmp_path / "asked", progress=True) as engine:
+        run(engine, batches(2))
+    assert quiet.getvalue().startswith("step 1") and quiet.getvalue().endswith("\n") and "\r" not in quiet.getvalue()
+    monkeypatch.setenv("RANK", "1")
+    assert not _progress.Progress(True).on
+
+
+def test_the_line_fits_and_lets_tqdm_be(monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("COLUMNS", "20")
+    bar = _progress.Progress(None)
+    bar.show([(0, "step 12"), (1, "loss 1.0000"), (2, "a very long text")])
+    assert screen.getvalue() == "\rstep 12\x1b[K"
+    tqdm = types.ModuleType("tqdm.std")
+    tqdm.tqdm = type("tqdm", (), {"_instances": {1}})
+    monkeypatch.setitem(sys.modules, "tqdm.std", tqdm)
+    bar = _progress.Progress(None)
+    before = screen.getvalue()
+    bar.show([(0, "step 13")])
+    bar.finish()
+    assert screen.getvalue() == before
+
+
+def test_a_notebook_has_a_cell(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, value):
+            shown.append(value.data)
+
+    class Pretty:
+        def __init__(self, data):
+            self.data = data
+
+    def display(value, display_id=False):
+        shown.append(value.data)
+        return Handle()
+
+    python = types.ModuleType("IPython")
+    python.get_ipython = lambda: type("ZMQInteractiveShell", (), {})()
+    module = types.ModuleType("IPython.display")
+    module.Pretty, module.display = Pretty, display
+    monkeypatch.setitem(sys.modules, "IPython", python)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    monkeypatch.setattr(_progress, "_REDRAW_SECONDS", 0.0)
+    bar = _progress.Progress(None)
+    assert bar.on
+    bar.show([(0, "step 1")])
+    bar.show([(0, "step 2"), (1, "loss 3")])
+    bar.finish()
+    assert shown == ["step 1", "step 2  loss 3"]
+
+
+def test_flops_are_counted_where_they_are_asked_for(tmp_path, capsys):
+    pytest.importorskip("torch.utils.flop_counter")
+    config = {"train_micro_batch_size_per_gpu": 4, "flops_profiler": {"enabled": True, "profile_step": 2}}
+    with make(net(width=64), tmp_path, config=config) as engine:
+        run(engine, batches(3))
+        report = engine.report()
+    # Of a layer 2 x (64 x 128 + 128 x 64) a token, four layers, and the head of 50 words; backward is twice that.
+    assert report["model_flops_per_step"] == 3 * 32 * (4 * 2 * 2 * 64 * 128 + 2 * 64 * 50)
+    assert report["model_flops_per_second"] > 0
+    told = capsys.readouterr().err
+    assert told.count("flops_profiler: step 2") == 1 and "of a product of 1024 x 1024" in told
