@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <list>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +15,7 @@
 #include "generate/decode.h"
 #include "generate/pass.h"
 #include "generate/stream.h"
+#include "kernels/cache.h"
 #include "zero/compute/libtorch/tensor_allocator.h"
 #include "zero/memory/tensor_memory.h"
 
@@ -55,6 +57,7 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
   sizes.cache = {.layers = sizes.decoder.layers,
                  .record_bytes = static_cast<uint64_t>(2 * sizes.decoder.key_heads * sizes.decoder.depth *
                                                        sizes.element_bytes)};
+  int64_t eight = 0, four = 0;  // elements in each code
   for (const WeightUnit& unit : source.units()) {
     sizes.units.push_back(unit.bytes);
     for (const WeightPart& part : unit.parts) {
@@ -65,8 +68,11 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
                    source.turned(part.tensor) ? matrix.rows : part.elements / matrix.columns + 1);
       sizes.converts = sizes.converts || source.type(part.tensor) != type;
       sizes.matrix_elements += part.elements;
-      if (!source.code(part.tensor).has_value()) continue;
+      const std::optional<kernels::WeightCode> code = source.code(part.tensor);
+      if (!code.has_value()) continue;
       sizes.coded_elements += part.elements;
+      (code->bits == 8 ? eight : four) += part.elements;
+      if (code->bits == (eight > four ? 8 : 4)) sizes.code = *code;
       sizes.decoded_elements = std::max(sizes.decoded_elements, DecodedRows(matrix.columns) * matrix.columns);
     }
   }
@@ -75,20 +81,21 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
   return sizes;
 }
 
-// How long all coded weights take to be decoded.
+// How long all coded weights take to be decoded. They come from memory, not from a cache.
 double DecodeSeconds(const GenerationSizes& sizes) {
   if (sizes.coded_elements == 0) return 0;
   const int64_t columns = sizes.decoder.width, rows = DecodedRows(columns);
-  const kernels::WeightCode code;
   const DType type = sizes.element_bytes == 2 ? DType::kBf16 : DType::kFp32;
   const torch::Tensor coded = torch::zeros(
-      {rows * static_cast<int64_t>(code.row_bytes(static_cast<size_t>(columns)))}, torch::kUInt8);
+      {rows * static_cast<int64_t>(sizes.code.row_bytes(static_cast<size_t>(columns)))}, torch::kUInt8);
   const torch::Tensor out =
       torch::empty({rows * columns}, sizes.element_bytes == 2 ? torch::kBFloat16 : torch::kFloat32);
   double best = 1e9;
   for (int turn = 0; turn < kMeasuredTurns; ++turn) {
+    kernels::EvictFromCaches(coded.data_ptr(), coded.nbytes());
     const double from = Now();
-    DecodeRows(code, static_cast<const std::byte*>(coded.data_ptr()), rows, columns, type, out.data_ptr());
+    DecodeRows(sizes.code, static_cast<const std::byte*>(coded.data_ptr()), rows, columns, type,
+               out.data_ptr());
     best = std::min(best, Now() - from);
   }
   return best * static_cast<double>(sizes.coded_elements) / static_cast<double>(rows * columns);
@@ -126,6 +133,8 @@ absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::sp
     const torch::Tensor x = torch::ones({rows, columns}, type), w = torch::ones({outs, columns}, type);
     double best = 1e9;
     for (int turn = 0; turn < kMeasuredTurns; ++turn) {
+      // Weights come from memory, unless they have just been decoded.
+      if (sizes.coded_elements == 0) kernels::EvictFromCaches(w.data_ptr(), w.nbytes());
       const double from = Now();
       (void)torch::linear(x, w);
       best = std::min(best, Now() - from);
@@ -169,7 +178,8 @@ class Generator::Impl {
         order_(OrderOf(*decoder_, layout_)) {}
 
   absl::Status Open(const OpenWeights& open) {
-    ASSIGN_OR_RETURN(plan_, Generator::Plan(*model_, open, &options_));
+    ASSIGN_OR_RETURN(const GenerationSizes surveyed, Generator::Survey(*model_, open, &options_));
+    ASSIGN_OR_RETURN(plan_, PlanGeneration(surveyed, options_.wish));
     const uint64_t arena = plan_.ring_bytes + plan_.scratch_bytes + plan_.cache_bytes + plan_.resident_bytes;
     ASSIGN_OR_RETURN(arena_, MakeArena(arena));
     ASSIGN_OR_RETURN(engine_, MakeEngine(arena_.get(), options_.log));
@@ -390,8 +400,22 @@ class Generator::Impl {
 Generator::Generator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 Generator::~Generator() = default;
 
-absl::StatusOr<GenerationPlan> Generator::Plan(const models::LanguageModel& model, const OpenWeights& open,
-                                               GeneratorOptions* options) {
+void PlanAsPacked(const kernels::WeightCode& code, GenerationSizes* sizes, GenerationWish* wish) {
+  const auto row = static_cast<size_t>(sizes->decoder.width);
+  const auto stored =
+      static_cast<double>(std::accumulate(sizes->units.begin(), sizes->units.end(), uint64_t{0}));
+  const double coded = static_cast<double>(sizes->matrix_elements) *
+                       static_cast<double>(code.row_bytes(row)) / static_cast<double>(row);
+  const double share = stored > 0 ? coded / stored : 1;
+  for (uint64_t& unit : sizes->units) unit = static_cast<uint64_t>(static_cast<double>(unit) * share);
+  sizes->code = code;
+  sizes->coded_elements = sizes->matrix_elements;
+  sizes->decoded_elements = DecodedRows(sizes->decoder.width) * sizes->decoder.width;
+  wish->decode_seconds = DecodeSeconds(*sizes);
+}
+
+absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& model, const OpenWeights& open,
+                                                  GeneratorOptions* options) {
   zero::InstallTensorAllocator();
   const std::unique_ptr<const models::Decoder> decoder = model.MakeDecoder();
   const models::ModelLayout layout = model.Layout();
@@ -408,7 +432,7 @@ absl::StatusOr<GenerationPlan> Generator::Plan(const models::LanguageModel& mode
   if (source->largest_unit_bytes() <= arena->bytes()) {
     RETURN_IF_ERROR(Measure(source.get(), sizes, {arena->data(), arena->bytes()}, &options->wish));
   }
-  return PlanGeneration(sizes, options->wish);
+  return sizes;
 }
 
 absl::StatusOr<std::unique_ptr<Generator>> Generator::Create(

@@ -80,14 +80,19 @@ struct GenerationCallbacks {
   std::function<bool()> cancelled;                       // asked before each pass; may be empty
 };
 
+// Makes of weights that are not coded what `penstock pack` would make of them, for a plan: bytes, and the
+// seconds that decoding takes here.
+void PlanAsPacked(const kernels::WeightCode& code, GenerationSizes* sizes, GenerationWish* wish);
+
 class Generator {
  public:
   // Opens, measures and plans; reads what stays in memory. kFailedPrecondition: the budget.
   static absl::StatusOr<std::unique_ptr<Generator>> Create(std::shared_ptr<const models::LanguageModel> model,
                                                            const OpenWeights& open, GeneratorOptions options);
-  // The same without memory for it: what Create would plan.
-  static absl::StatusOr<GenerationPlan> Plan(const models::LanguageModel& model, const OpenWeights& open,
-                                             GeneratorOptions* options);
+  // Opens and measures without memory for the model: what PlanGeneration goes by. The rates go to
+  // options->wish.
+  static absl::StatusOr<GenerationSizes> Survey(const models::LanguageModel& model, const OpenWeights& open,
+                                                GeneratorOptions* options);
   ~Generator();
 
   const GenerationPlan& plan() const;

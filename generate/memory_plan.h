@@ -15,6 +15,7 @@
 
 #include "absl/status/statusor.h"
 #include "generate/kv_cache.h"
+#include "kernels/weight_code.h"
 #include "models/decoder.h"
 
 namespace penstock::generate {
@@ -41,6 +42,7 @@ struct GenerationSizes {
   bool converts = false;         // the compute type is not the stored one
   int64_t matrix_elements = 0;   // of all units
   int64_t coded_elements = 0;    // of those, coded
+  kernels::WeightCode code;      // in which most of them are
   int64_t decoded_elements = 0;  // that are decoded at once, at most
 };
 

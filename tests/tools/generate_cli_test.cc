@@ -163,6 +163,42 @@ TEST_F(GenerateCliTest, DamageOfAStateIsFound) {
   EXPECT_THAT(generated.err, HasSubstr("checksum"));
 }
 
+TEST_F(GenerateCliTest, APlanSaysWhatGeneratingWouldTakeAndWhatWouldChangeIt) {
+  const Arguments plan = {"plan", "--generate", Model(), "--threads", "1", "--prompt-tokens",
+                          "20",   "--tokens",   "8"};
+  const Ran ran = Run(plan + Arguments{"--json", "--batch", "1", "--host-memory", "64M"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const json told = json::parse(ran.out);
+  EXPECT_EQ(told["weights"], 16);
+  EXPECT_EQ(told["batch"], 1);
+  EXPECT_GT(told["predicted_tokens_per_second"].get<double>(), 0);
+  EXPECT_LE(told["planned_bytes"].get<int64_t>(), int64_t{64} << 20);
+  std::vector<std::string> changes;
+  for (const json& what : told["what_if"]) changes.push_back(what["change"]);
+  EXPECT_THAT(changes,
+              testing::ElementsAre("twice the memory", "half of the memory", "a drive of twice the speed",
+                                   "packed in 8 bit", "packed in 4 bit", "1 text at once"));
+  // In the least memory, which is what generate asks for, too.
+  const std::string least = told["least_host_memory_bytes"].dump();
+  const Ran tight = Run(plan + Arguments{"--batch", "1", "--host-memory", least});
+  ASSERT_EQ(tight.code, 0) << tight.err;
+  EXPECT_THAT(tight.out, HasSubstr("half of the memory"));
+  EXPECT_THAT(tight.out, HasSubstr("is too small: the least that works here is"));
+  EXPECT_EQ(Run(Generate({"--prompt", "twenty letters of it", "--tokens", "8", "--batch", "1",
+                          "--host-memory", least}))
+                .code,
+            0);
+  for (const auto& [words, line] :
+       std::vector<std::pair<Arguments, std::string>>{{{"--tokens", "4000"}, "the model takes 256"},
+                                                      {{"--host-memory", "1K"}, "is too small"},
+                                                      {{"--kv", "floppy"}, "must be auto, host or nvme"},
+                                                      {{"--sequences", "0"}, "must be 1 or more"}}) {
+    const Ran refused = Run(plan + words);
+    EXPECT_EQ(refused.code, 2) << line;
+    EXPECT_THAT(refused.err, HasSubstr(line));
+  }
+}
+
 TEST_F(GenerateCliTest, WrongWordsAreNamedAndWhatWouldDoIsSaid) {
   const std::vector<std::pair<Arguments, std::string>> wrong = {
       {{"generate", Model()}, "--prompt"},

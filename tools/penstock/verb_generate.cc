@@ -22,10 +22,10 @@
 #include "tools/base/cli.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
+#include "tools/penstock/generate_flags.h"
 #include "tools/penstock/generate_output.h"
 #include "tools/penstock/generate_prompts.h"
 #include "tools/penstock/generate_text.h"
-#include "tools/penstock/state_reader.h"
 #include "tools/penstock/text_model.h"
 #include "tools/penstock/verbs.h"
 #include "zero/compute/libtorch/threads.h"
@@ -34,14 +34,13 @@ namespace penstock::tools {
 namespace {
 
 constexpr const char* kName = "penstock generate";
-constexpr int64_t kMostThreads = 1024;
 
 struct Flags {
   std::vector<std::string> dirs, prompt, stop;
-  std::optional<std::string> prompts, out, report, tokenizer, host_memory, kv_dir;
-  std::string batch = "auto", kv = "auto";
+  std::optional<std::string> prompts, out, report, tokenizer, kv_dir;
+  GenerateMemoryFlags memory;
   int64_t tokens = 128, seed = 1;
-  std::optional<int64_t> threads, weights;
+  std::optional<int64_t> weights;
   models::SamplingOptions sampling;
   bool stream = false, json = false, overwrite = false, quiet = false, verbose = false;
 };
@@ -60,7 +59,6 @@ absl::Status CheckFlags(const Flags& flags) {
   RETURN_IF_ERROR(whole("--tokens", flags.tokens, 1, int64_t{1} << 40));
   RETURN_IF_ERROR(whole("--top-k", flags.sampling.top_k, 0, int64_t{1} << 32));
   RETURN_IF_ERROR(whole("--seed", flags.seed, 0, int64_t{1} << 62));
-  RETURN_IF_ERROR(whole("--threads", flags.threads.value_or(1), 1, kMostThreads));
   const models::SamplingOptions& s = flags.sampling;
   if (!(s.temperature >= 0 && s.temperature <= 1e6))
     return Wrong(
@@ -80,28 +78,6 @@ absl::Status CheckFlags(const Flags& flags) {
     if (stop.empty()) return Wrong("--stop \"\": must have at least one character");
   }
   return absl::OkStatus();
-}
-
-absl::StatusOr<std::optional<int64_t>> BatchOf(const Flags& flags) {
-  if (flags.batch == "auto") return std::optional<int64_t>();
-  const absl::StatusOr<int64_t> batch = ParseCount(flags.batch);
-  if (batch.ok() && *batch >= 1 && *batch <= 1 << 20) return std::optional<int64_t>(*batch);
-  return Wrong(absl::StrCat("--batch ", flags.batch, ": must be auto, or a number from 1 on"));
-}
-
-absl::StatusOr<generate::CachePlace> PlaceOf(const Flags& flags) {
-  if (flags.kv == "auto") return generate::CachePlace::kAuto;
-  if (flags.kv == "host") return generate::CachePlace::kHost;
-  if (flags.kv == "nvme") return generate::CachePlace::kDrive;
-  return Wrong(absl::StrCat("--kv ", flags.kv, ": must be auto, host or nvme"));
-}
-
-absl::StatusOr<uint64_t> BudgetOf(const Flags& flags, int threads) {
-  if (!flags.host_memory.has_value()) return static_cast<uint64_t>(DefaultHostMemory(1, threads));
-  const absl::StatusOr<int64_t> bytes = ParseSize(*flags.host_memory);
-  if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
-  return Wrong(
-      absl::StrCat("--host-memory ", *flags.host_memory, ": must be a size above 0, as 512M or 4GiB"));
 }
 
 // Beside what is written, or where the program runs.
@@ -127,12 +103,10 @@ class Generation {
     } else {
       prompts_.emplace(&model_, flags_.prompt);
     }
-    threads_ = static_cast<int>(flags_.threads.value_or(model_.threads));
-    zero::SetIntraOpThreads(threads_);
+    threads_ = static_cast<int>(flags_.memory.threads.value_or(model_.threads));
     generate::GeneratorOptions options;
-    ASSIGN_OR_RETURN(options.wish.batch, BatchOf(flags_));
-    ASSIGN_OR_RETURN(options.wish.cache, PlaceOf(flags_));
-    ASSIGN_OR_RETURN(options.wish.budget_bytes, BudgetOf(flags_, threads_));
+    RETURN_IF_ERROR(ResolveGenerateMemory(flags_.memory, threads_, &options.wish));
+    zero::SetIntraOpThreads(threads_);
     options.sampling = flags_.sampling;
     options.ends = model_.ends;
     options.cache_directory = CacheDirectory(flags_);
@@ -160,10 +134,8 @@ class Generation {
     if (!flags_.quiet) err_ << line << std::endl;
   }
 
-  int64_t WeightBits() const { return model_.packed.has_value() ? model_.packed->bits : 16; }
-
   absl::Status CheckWeights() const {
-    const int64_t there = WeightBits(), asked = flags_.weights.value_or(there);
+    const int64_t there = WeightBits(model_), asked = flags_.weights.value_or(there);
     if (asked != 16 && asked != 8 && asked != 4)
       return Wrong(absl::StrCat("--weights ", asked, ": must be 16, 8 or 4"));
     if (asked == there) return absl::OkStatus();
@@ -231,14 +203,9 @@ class Generation {
   }
 
   absl::Status Generate(generate::GeneratorOptions options) {
-    const auto open = [this](aio::Engine* engine, std::span<const int> uses) {
-      return model_.directory.empty() ? generate::OpenState(engine, model_.parts, model_.sequence,
-                                                            model_.dtype, model_.model->Layout(), uses)
-                                      : generate::OpenSafetensors(engine, model_.directory,
-                                                                  model_.model->Layout(), uses, "weights");
-    };
-    ASSIGN_OR_RETURN(generator_, generate::Generator::Create(model_.model, open, std::move(options)));
-    if (!flags_.quiet) err_ << PlanText() << std::flush;
+    ASSIGN_OR_RETURN(generator_,
+                     generate::Generator::Create(model_.model, OpenWeightsOf(model_), std::move(options)));
+    if (!flags_.quiet) err_ << GenerationPlanText(generator_->plan(), generator_->wish()) << std::flush;
     struct sigaction action {};
     action.sa_handler = OnSignal;
     action.sa_flags = SA_RESETHAND;  // a second one ends the process
@@ -354,23 +321,6 @@ class Generation {
     line_open_ = false;
   }
 
-  std::string PlanText() const {
-    const generate::GenerationPlan& plan = generator_->plan();
-    const generate::GenerationWish& wish = generator_->wish();
-    const auto size = [](uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); };
-    const bool host = plan.cache == generate::CachePlace::kHost;
-    return absl::StrFormat(
-        "%d at once; host memory %s: weights resident %s, in flight %s; keys and values %s (%s); tensors %s; "
-        "the least that works here %s\n"
-        "each pass reads %s of weights and up to %s of keys and values; drive %s: about %.3f s a pass, %.2f "
-        "tokens/s, bound by %s\n",
-        plan.batch, size(plan.total_bytes), size(plan.resident_bytes), size(plan.ring_bytes),
-        size(plan.cache_bytes), host ? "all in memory" : "the rest on the drive", size(plan.tensor_bytes),
-        size(plan.least_bytes), size(plan.pass_bytes), size(plan.cache_pass_bytes),
-        FormatBandwidth(wish.drive_bytes_per_second), plan.pass_seconds, plan.tokens_per_second(),
-        plan.drive_bound ? "read" : "compute");
-  }
-
   absl::Status WriteReport(const absl::Status& status) const {
     nlohmann::ordered_json report = {{"version", 1},
                                      {"status", status.ok() ? "ok" : "failed"},
@@ -379,7 +329,7 @@ class Generation {
                                      {"prompts", total_},
                                      {"prompts_done_before", total_ - left_},
                                      {"threads", threads_},
-                                     {"weights", WeightBits()},
+                                     {"weights", WeightBits(model_)},
                                      {"stopped_by", nullptr}};
     if (stop_signal.load() != 0) report["stopped_by"] = stop_signal.load() == SIGINT ? "SIGINT" : "SIGTERM";
     rusage usage{};
@@ -396,20 +346,9 @@ class Generation {
     const generate::GenerationPlan& plan = generator_->plan();
     const generate::GenerationStats stats = generator_->stats();
     const double decode = std::max(stats.decode_seconds, 1e-9);
-    report->update({{"batch", plan.batch},
-                    {"kv", plan.cache == generate::CachePlace::kHost ? "host" : "nvme"},
-                    {"host_memory_budget_bytes", generator_->wish().budget_bytes},
-                    {"least_host_memory_bytes", plan.least_bytes},
-                    {"planned_bytes", plan.total_bytes},
-                    {"resident_bytes", plan.resident_bytes},
-                    {"ring_bytes", plan.ring_bytes},
-                    {"kv_memory_bytes", plan.cache_bytes},
-                    {"peak_tensor_bytes", stats.peak_tensor_bytes},
-                    {"tensor_limit_bytes", plan.tensor_bytes},
-                    {"io_backend", generator_->backend_name()},
-                    {"io_read_bandwidth_bytes_per_s", generator_->wish().drive_bytes_per_second},
-                    {"predicted_pass_seconds", plan.pass_seconds},
-                    {"bound_by", plan.drive_bound ? "read" : "compute"}});
+    report->update(GenerationPlanJson(plan, generator_->wish()));
+    report->update(
+        {{"peak_tensor_bytes", stats.peak_tensor_bytes}, {"io_backend", generator_->backend_name()}});
     report->update({{"finished", stats.finished},
                     {"passes", stats.passes},
                     {"prompt_tokens", stats.prompt_tokens},
@@ -417,7 +356,6 @@ class Generation {
                     {"seconds", stats.seconds},
                     {"stall_io_seconds", stats.wait_seconds},
                     {"tokens_per_second", static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9)},
-                    {"weight_pass_bytes", plan.pass_bytes},
                     {"weight_read_bytes", stats.weight_read_bytes},
                     {"kv_read_bytes", stats.cache_read_bytes},
                     {"kv_write_bytes", stats.cache_written_bytes},
@@ -474,11 +412,9 @@ int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostre
   app.add_option("--stop", flags.stop, "End a text before this; may be given several times")
       ->take_all()
       ->allow_extra_args(false);
-  app.add_option("--batch", flags.batch, "Texts at once, or auto [auto]");
-  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  DeclareGenerateMemory(app, flags.memory);
   app.add_option("--weights", flags.weights,
                  "Bits of a weight: 16 (as they are), 8 or 4 (packed); must be what DIR has [what DIR has]");
-  app.add_option("--kv", flags.kv, "Where keys and values live: auto, host or nvme [auto]");
   app.add_option("--kv-dir", flags.kv_dir, "Directory of theirs on a drive [that of --out, or this one]");
   app.add_option("--temperature", flags.sampling.temperature, "0 takes the likeliest token each time [0]");
   app.add_option("--top-k", flags.sampling.top_k, "Choose among the likeliest so many, 0 for all [0]");
@@ -487,7 +423,6 @@ int RunGenerate(int argc, const char* const* argv, std::ostream& out, std::ostre
                  "Makes tokens that were there less likely; 1: does not [1]");
   app.add_option("--seed", flags.seed, "Of the choices; each prompt has one of its own [1]");
   app.add_option("--tokenizer", flags.tokenizer, "A tokenizer.json or its directory [the model's own]");
-  app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
   app.add_option("--report", flags.report, "JSON of what was done and how fast");
   app.add_flag("--json", flags.json, "Write texts as lines of JSON, as --out and --prompts have them");
   app.add_flag("--stream", flags.stream, "Write the text as it comes");

@@ -9,6 +9,7 @@
 #include "tools/base/whole_file.h"
 #include "tools/pages/plan_page.h"
 #include "tools/penstock/cluster_flags.h"
+#include "tools/penstock/plan_generate.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_options.h"
@@ -116,6 +117,7 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
 }  // namespace
 
 int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
+  if (AsksForGeneration(argc, argv)) return RunPlanGenerate(argc, argv, out, err);
   CLI::App app("Shows where everything would live, what would move, and what a step would take",
                "penstock plan");
   PlanFlags flags;
@@ -133,6 +135,7 @@ int RunPlan(int argc, const char* const* argv, std::ostream& out, std::ostream& 
   app.add_option(
       "--cluster", flags.cluster,
       "JSON with nodes, GPUs, drives and a model: plans them on paper, without other flags but --json");
+  app.footer("`penstock plan --generate DIR` plans generation, with flags of its own (--help).");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status =
       flags.cluster.empty() ? Plan(flags, out, err) : PlanCluster(flags.cluster, flags.train.json, out);

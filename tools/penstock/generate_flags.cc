@@ -1,0 +1,104 @@
+#include "tools/penstock/generate_flags.h"
+
+#include <CLI/CLI.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/status_macros.h"
+#include "tools/base/cli.h"
+#include "tools/base/size.h"
+#include "tools/penstock/state_reader.h"
+
+namespace penstock::tools {
+namespace {
+
+constexpr int64_t kMostThreads = 1024;
+
+absl::Status Wrong(const std::string& what) { return absl::InvalidArgumentError(what); }
+
+absl::StatusOr<std::optional<int64_t>> BatchOf(const std::string& text) {
+  if (text == "auto") return std::optional<int64_t>();
+  const absl::StatusOr<int64_t> batch = ParseCount(text);
+  if (batch.ok() && *batch >= 1 && *batch <= 1 << 20) return std::optional<int64_t>(*batch);
+  return Wrong(absl::StrCat("--batch ", text, ": must be auto, or a number from 1 on"));
+}
+
+absl::StatusOr<generate::CachePlace> PlaceOf(const std::string& text) {
+  if (text == "auto") return generate::CachePlace::kAuto;
+  if (text == "host") return generate::CachePlace::kHost;
+  if (text == "nvme") return generate::CachePlace::kDrive;
+  return Wrong(absl::StrCat("--kv ", text, ": must be auto, host or nvme"));
+}
+
+absl::StatusOr<uint64_t> BudgetOf(const std::optional<std::string>& text, int threads) {
+  if (!text.has_value()) return static_cast<uint64_t>(DefaultHostMemory(1, threads));
+  const absl::StatusOr<int64_t> bytes = ParseSize(*text);
+  if (bytes.ok() && *bytes > 0) return static_cast<uint64_t>(*bytes);
+  return Wrong(absl::StrCat("--host-memory ", *text, ": must be a size above 0, as 512M or 4GiB"));
+}
+
+}  // namespace
+
+void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
+  app.add_option("--batch", flags.batch, "Texts at once, or auto [auto]");
+  app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
+  app.add_option("--kv", flags.kv, "Where keys and values live: auto, host or nvme [auto]");
+  app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
+}
+
+absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
+                                   generate::GenerationWish* wish) {
+  if (threads < 1 || threads > kMostThreads)
+    return Wrong(absl::StrCat("--threads ", threads, ": must be between 1 and ", kMostThreads));
+  ASSIGN_OR_RETURN(wish->batch, BatchOf(flags.batch));
+  ASSIGN_OR_RETURN(wish->cache, PlaceOf(flags.kv));
+  ASSIGN_OR_RETURN(wish->budget_bytes, BudgetOf(flags.host_memory, threads));
+  return absl::OkStatus();
+}
+
+generate::OpenWeights OpenWeightsOf(const TextModel& model) {
+  return [&model](aio::Engine* engine, std::span<const int> uses) {
+    return model.directory.empty()
+               ? generate::OpenState(engine, model.parts, model.sequence, model.dtype, model.model->Layout(),
+                                     uses)
+               : generate::OpenSafetensors(engine, model.directory, model.model->Layout(), uses, "weights");
+  };
+}
+
+int64_t WeightBits(const TextModel& model) { return model.packed.has_value() ? model.packed->bits : 16; }
+
+std::string GenerationPlanText(const generate::GenerationPlan& plan, const generate::GenerationWish& wish) {
+  const auto size = [](uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); };
+  const bool host = plan.cache == generate::CachePlace::kHost;
+  return absl::StrFormat(
+      "%d at once; host memory %s: weights resident %s, in flight %s; keys and values %s (%s); tensors %s; "
+      "the least that works here %s\n"
+      "each pass reads %s of weights and up to %s of keys and values; drive %s: about %.3f s a pass, %.2f "
+      "tokens/s, bound by %s\n",
+      plan.batch, size(plan.total_bytes), size(plan.resident_bytes), size(plan.ring_bytes),
+      size(plan.cache_bytes), host ? "all in memory" : "the rest on the drive", size(plan.tensor_bytes),
+      size(plan.least_bytes), size(plan.pass_bytes), size(plan.cache_pass_bytes),
+      FormatBandwidth(wish.drive_bytes_per_second), plan.pass_seconds, plan.tokens_per_second(),
+      plan.drive_bound ? "read" : "compute");
+}
+
+nlohmann::ordered_json GenerationPlanJson(const generate::GenerationPlan& plan,
+                                          const generate::GenerationWish& wish) {
+  return {{"batch", plan.batch},
+          {"kv", plan.cache == generate::CachePlace::kHost ? "host" : "nvme"},
+          {"host_memory_budget_bytes", wish.budget_bytes},
+          {"least_host_memory_bytes", plan.least_bytes},
+          {"planned_bytes", plan.total_bytes},
+          {"resident_bytes", plan.resident_bytes},
+          {"ring_bytes", plan.ring_bytes},
+          {"kv_memory_bytes", plan.cache_bytes},
+          {"tensor_limit_bytes", plan.tensor_bytes},
+          {"weight_pass_bytes", plan.pass_bytes},
+          {"kv_pass_bytes", plan.cache_pass_bytes},
+          {"io_read_bandwidth_bytes_per_s", wish.drive_bytes_per_second},
+          {"predicted_pass_seconds", plan.pass_seconds},
+          {"predicted_tokens_per_second", plan.tokens_per_second()},
+          {"bound_by", plan.drive_bound ? "read" : "compute"}};
+}
+
+}  // namespace penstock::tools

@@ -1,0 +1,46 @@
+// The flags that say how generation divides its memory, and the text of the plan that comes of them: what
+// `generate` and `plan --generate` share.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_GENERATE_FLAGS_H_
+#define PENSTOCK_TOOLS_PENSTOCK_GENERATE_FLAGS_H_
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "generate/generator.h"
+#include "tools/penstock/text_model.h"
+
+namespace CLI {
+class App;
+}  // namespace CLI
+
+namespace penstock::tools {
+
+struct GenerateMemoryFlags {
+  std::optional<std::string> host_memory;
+  std::string batch = "auto", kv = "auto";
+  std::optional<int64_t> threads;
+};
+
+void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags);
+
+// wish->batch, cache and budget_bytes. `threads`: that will compute. kInvalidArgument names the flag.
+absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
+                                   generate::GenerationWish* wish);
+
+// Opens the weights of `model`, which must outlive what is returned.
+generate::OpenWeights OpenWeightsOf(const TextModel& model);
+
+// Bits of a weight as it is stored: 16 (of what is not coded), 8 or 4.
+int64_t WeightBits(const TextModel& model);
+
+// Two lines for people, and the keys that reports and --json have of a plan.
+std::string GenerationPlanText(const generate::GenerationPlan& plan, const generate::GenerationWish& wish);
+nlohmann::ordered_json GenerationPlanJson(const generate::GenerationPlan& plan,
+                                          const generate::GenerationWish& wish);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_GENERATE_FLAGS_H_

@@ -1,0 +1,15 @@
+// `penstock plan --generate`: a plan of `penstock generate`, with flags of its own.
+#ifndef PENSTOCK_TOOLS_PENSTOCK_PLAN_GENERATE_H_
+#define PENSTOCK_TOOLS_PENSTOCK_PLAN_GENERATE_H_
+
+#include <ostream>
+
+namespace penstock::tools {
+
+// Whether the arguments of `plan` have --generate.
+bool AsksForGeneration(int argc, const char* const* argv);
+int RunPlanGenerate(int argc, const char* const* argv, std::ostream& out, std::ostream& err);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_PENSTOCK_PLAN_GENERATE_H_
