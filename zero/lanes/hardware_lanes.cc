@@ -136,6 +136,10 @@ void HardwareLanes::FailPass(const Op& op) {
 
 void HardwareLanes::ForgetFailedPass() {
   compute_failed_ = false;
+  {
+    const std::lock_guard<std::mutex> lock(compute_error_mutex_);
+    compute_error_ = absl::OkStatus();
+  }
   failed_step_ = 0;
   evaluation_failed_ = false;
   for (const tiering::BlockIndex block : layouts_.indices()) sums_.Taken(block);
@@ -307,16 +311,15 @@ absl::Status HardwareLanes::StartInput(const Task& task) {
   transfer.task = task;
   transfer.start = Now();
   const bool reads = op.kind == OpKind::kReadInput;
-  absl::StatusOr<std::span<const TensorView>> values = absl::CancelledError("of a pass that has failed");
-  if (!compute_failed_) {
+  absl::StatusOr<std::span<const TensorView>> values = std::span<const TensorView>();
+  if (compute_failed_) {
+    values = ComputeError();
+  } else {
     values = reads ? compute_->RestoreInputs(op.position, op.micro_batch)
                    : compute_->SavedInputs(op.position, op.micro_batch);
   }
   transfer.refused = !values.ok();
-  if (transfer.refused) {
-    compute_failed_ = true;
-    return values.status();
-  }
+  if (transfer.refused) return FailCompute(values.status());
   if (device_ != nullptr) {
     return device_->StartInput(op, *values, [this, task, start = transfer.start](absl::Status status) {
       ReportInOrder(task, std::move(status), start);
@@ -500,7 +503,7 @@ bool HardwareLanes::IsOfCompute(const Op& op) const {
 }
 
 absl::Status HardwareLanes::RunCompute(const Op& op) {
-  if (compute_failed_) return absl::CancelledError("of a pass that has failed");
+  if (compute_failed_) return ComputeError();
   absl::Status status;
   if (op.kind == OpKind::kForward) {
     const Weights weights = WeightsOf(op);
@@ -508,8 +511,19 @@ absl::Status HardwareLanes::RunCompute(const Op& op) {
   } else {
     status = op.kind == OpKind::kBackward ? RunBackward(op) : RunAccumulate(op);
   }
-  if (!status.ok()) compute_failed_ = true;
-  return status;
+  return status.ok() ? status : FailCompute(std::move(status));
+}
+
+absl::Status HardwareLanes::FailCompute(absl::Status status) {
+  const std::lock_guard<std::mutex> lock(compute_error_mutex_);
+  compute_error_.Update(status);
+  compute_failed_ = true;
+  return compute_error_;
+}
+
+absl::Status HardwareLanes::ComputeError() {
+  const std::lock_guard<std::mutex> lock(compute_error_mutex_);
+  return compute_error_;
 }
 
 absl::Status HardwareLanes::Run(const Op& op) {

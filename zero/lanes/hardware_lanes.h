@@ -167,6 +167,8 @@ class HardwareLanes : public tiering::Lanes {
   absl::Status StartInput(const Task& task);
   // An error of this operation is one that the Compute has returned.
   bool IsOfCompute(const tiering::Op& op) const;
+  absl::Status FailCompute(absl::Status status);  // returns the first error
+  absl::Status ComputeError();
   absl::Status StartCommit(const Task& task);
   // What a stage computes with, where it computes.
   Weights WeightsOf(const tiering::Op& op) const {
@@ -216,6 +218,8 @@ class HardwareLanes : public tiering::Lanes {
   // The Compute has failed: of this pass it is asked nothing any more. Set by the thread that heard of it
   // first, since the next operation may be queued behind the one that failed.
   std::atomic<bool> compute_failed_{false};
+  absl::Status compute_error_;  // the first: who finds the flag may report before who set it
+  std::mutex compute_error_mutex_;
   tiering::PerBlock<kernels::SumOfSquares> squares_;
   tiering::PerBlock<uint32_t> first_tile_;  // number of its first tile in the store
   tiering::PerBlock<tiering::PerTile<std::unique_ptr<TileTransfers>>> tiles_;
