@@ -193,7 +193,7 @@ TEST_F(GenerateCliTest, APlanSaysWhatGeneratingWouldTakeAndWhatWouldChangeIt) {
                                                       {{"--host-memory", "1K"}, "is too small"},
                                                       {{"--kv", "floppy"}, "must be auto, host or nvme"},
                                                       {{"--sequences", "0"}, "must be 1 or more"}}) {
-    const Ran refused = Run(plan + words);
+    const Ran refused = Run(Arguments{"plan", "--generate", Model(), "--threads", "1"} + words);
     EXPECT_EQ(refused.code, 2) << line;
     EXPECT_THAT(refused.err, HasSubstr(line));
   }
