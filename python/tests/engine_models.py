@@ -2,6 +2,7 @@
 
 import copy
 
+import penstock
 import torch
 from torch import nn
 
@@ -52,6 +53,21 @@ def batches(count, size=4, length=8, words=50, seed=1):
         x = torch.randint(0, words, (size, length), generator=generator)
         made.append({"x": x, "targets": (x * 7 + 3) % words})
     return made
+
+
+def make(model, directory, **options):
+    """An engine of the model, clipped and with AdamW unless `options` say otherwise."""
+    options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=1e-2))
+    options.setdefault("gradient_clipping", 1.0)
+    return penstock.initialize(model=model, state_dir=str(directory), **options)[0]
+
+
+def step(engine, batch):
+    """One step of one batch, as scripts make it; returns the loss."""
+    loss = engine(**batch)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
 
 
 def plain_losses(model, groups, steps, clip=1.0, schedule=None, per_step_seed=True):

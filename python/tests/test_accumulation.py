@@ -7,15 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import penstock  # noqa: E402
-from engine_models import all_names, batches, net, plain_losses  # noqa: E402
+from engine_models import all_names, batches, make, net, plain_losses  # noqa: E402
 from torch import nn  # noqa: E402
-
-
-def make(model, directory, **options):
-    options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=1e-2))
-    options.setdefault("gradient_clipping", 1.0)
-    return penstock.initialize(model=model, state_dir=str(directory), **options)[0]
 
 
 def in_threes(count):

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import penstock  # noqa: E402
-from engine_models import Net, all_names, batches, net, plain_losses  # noqa: E402
+from engine_models import Net, all_names, batches, make, net, plain_losses, step  # noqa: E402
 from torch import nn  # noqa: E402
 
 
@@ -22,20 +22,11 @@ def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **options})
 
 
-def make(model, directory, **options):
-    options.setdefault("optimizer", adamw(model))
-    options.setdefault("gradient_clipping", 1.0)
-    return penstock.initialize(model=model, state_dir=str(directory), **options)[0]
-
-
 def run(engine, steps):
     losses = []
     for number, batch in enumerate(steps):
         torch.manual_seed(number)
-        loss = engine(**batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses.append(step(engine, batch))
     return losses
 
 
@@ -856,13 +847,7 @@ def test_resume_goes_on_with_the_same_bits(tmp_path):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
     def go_on(engine, given):
-        losses = []
-        for batch in given:
-            loss = engine(**batch)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        return losses
+        return [step(engine, batch) for batch in given]
 
     with make(net(dropout=0.3), tmp_path / "whole", lr_scheduler=schedule, **options) as engine:
         torch.manual_seed(3)

@@ -7,23 +7,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import engine_models  # noqa: E402
 import penstock  # noqa: E402
 import torch.utils.checkpoint  # noqa: E402
-from engine_models import Layer, all_names, batches, net, plain_losses  # noqa: E402
+from engine_models import Layer, all_names, batches, make, net, plain_losses  # noqa: E402
 from torch import nn  # noqa: E402
-
-
-def make(model, directory, **options):
-    options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return penstock.initialize(model=model, state_dir=str(directory), gradient_clipping=1.0, **options)[0]
 
 
 def step(engine, batch, number=0):
     torch.manual_seed(number)
-    loss = engine(**batch)
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
+    return engine_models.step(engine, batch)
 
 
 class Outside(nn.Module):

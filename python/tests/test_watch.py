@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import penstock  # noqa: E402
-from engine_models import batches, net  # noqa: E402
+from engine_models import batches, net, step  # noqa: E402
 from penstock._engine import _progress  # noqa: E402
 
 
@@ -22,13 +22,7 @@ def make(model, directory, **options):
 
 
 def run(engine, data):
-    losses = []
-    for batch in data:
-        loss = engine(**batch)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return [step(engine, batch) for batch in data]
 
 
 def test_the_report_has_what_the_programs_has(tmp_path):
