@@ -196,6 +196,18 @@ class FrozenPartsTest : public testing::Test {
     if (const auto driven = Open(owner, options); driven != nullptr) Train(owner, *driven, 1, &result);
     return result;
   }
+  // The run that `options` names had three steps: resumed, it ends as one that was never stopped.
+  static void ExpectGoesOn(EngineOptions options, const Result& expected) {
+    options.storage.overwrite = false;
+    options.resume.enabled = true;
+    Owner owner(true, options.dtype);
+    const auto driven = Open(owner, options);
+    ASSERT_NE(driven, nullptr);
+    Result rest;
+    Train(owner, *driven, 4, &rest);
+    EXPECT_EQ(rest.values, expected.values);
+    EXPECT_EQ(rest.moments, expected.moments);
+  }
   static void ExpectSame(const Result& result, const Result& expected) {
     EXPECT_EQ(result.losses, expected.losses);
     EXPECT_EQ(result.norms, expected.norms);
@@ -291,15 +303,7 @@ TEST_F(FrozenPartsTest, ARunThatIsKilledGoesOnFromItsLastCommit) {
   int how = 0;
   ASSERT_EQ(waitpid(child, &how, 0), child);
   ASSERT_TRUE(WIFSIGNALED(how));
-  options.storage.overwrite = false;
-  options.resume.enabled = true;
-  Owner owner(true, options.dtype);
-  const auto driven = Open(owner, options);
-  ASSERT_NE(driven, nullptr);
-  Result rest;
-  Train(owner, *driven, 4, &rest);
-  EXPECT_EQ(rest.values, expected.values);
-  EXPECT_EQ(rest.moments, expected.moments);
+  ExpectGoesOn(options, expected);
 }
 
 // Made of a run on a drive and of one in memory, gone on with on a drive and in memory.
@@ -326,15 +330,7 @@ TEST_F(FrozenPartsTest, ACheckpointIsGoneOnWithElsewhere) {
       if (goes_on_in == OffloadDevice::kNvme) {
         ASSERT_TRUE(RestoreRun(path, again).ok());
       }
-      again.storage.overwrite = false;
-      again.resume.enabled = true;
-      Owner owner(true, options.dtype);
-      const auto driven = Open(owner, again);
-      ASSERT_NE(driven, nullptr);
-      Result rest;
-      Train(owner, *driven, 4, &rest);
-      EXPECT_EQ(rest.values, expected.values);
-      EXPECT_EQ(rest.moments, expected.moments);
+      ExpectGoesOn(again, expected);
     }
     std::filesystem::remove_all(directory_);
   }
