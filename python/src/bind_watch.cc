@@ -29,7 +29,6 @@ class PyMonitors {
       : monitors_(Open(config, run_id, resumes, replaces, scales_loss)) {}
   PyMonitors(const PyMonitors&) = delete;
   PyMonitors& operator=(const PyMonitors&) = delete;
-  bool Any() const { return monitors_.any(); }
   void Begin(int64_t samples) { RaiseUnlessOk(monitors_.Begin(samples)); }
   void Append(const std::string& entry) { RaiseUnlessOk(monitors_.Append(ParseJson(entry))); }
 
@@ -70,7 +69,6 @@ void BindWatch(nb::module_& module) {
       .def(nb::init<const std::string&, const std::string&, bool, const std::vector<std::string>&, bool>(),
            nb::arg("config"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),
            nb::arg("scales_loss"))
-      .def("any", &PyMonitors::Any)
       .def("begin", &PyMonitors::Begin, nb::arg("samples"))
       .def("append", &PyMonitors::Append, nb::arg("entry"));
 }
