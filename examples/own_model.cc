@@ -5,8 +5,9 @@
 // The model is a residual network that tells ten kinds of small noisy pictures apart: 6.4 million
 // parameters, so 73 MiB of weights, momenta and variances, in 20 MiB of memory. Its modules are plain
 // torch::nn modules: they know nothing of Penstock. What it takes is a list of blocks (what is fetched and
-// released as one) and a list of stages (in which order they are used). The program trains 20 steps, lets go
-// of everything, and resumes from the drive to step 40, as if a kill had come between.
+// released as one) and a list of stages (in which order they are used). Batches have names, inner stages have
+// losses of their own, and BatchNorm's statistics are kept. The program trains 20 steps, lets go of
+// everything, and resumes from the drive to step 40, as if a kill had come between.
 #include <torch/torch.h>
 
 #include <cstdio>
@@ -22,7 +23,18 @@ namespace zero = penstock::zero;
 constexpr int64_t kPixels = 16 * 16, kWidth = 256, kLayers = 12, kKinds = 10, kPictures = 64;
 constexpr int64_t kBudget = 20 << 20;
 
-// A module as you would write it anyway.
+// Modules as you would write them anyway. BatchNorm's statistics are buffers that training changes.
+struct StemImpl : torch::nn::Module {
+  StemImpl() {
+    linear = register_module("linear", torch::nn::Linear(kPixels, kWidth));
+    norm = register_module("norm", torch::nn::BatchNorm1d(kWidth));
+  }
+  torch::Tensor forward(const torch::Tensor& pictures) { return norm(linear(pictures)); }
+
+  torch::nn::Linear linear{nullptr};
+  torch::nn::BatchNorm1d norm{nullptr};
+};
+
 struct ResidualImpl : torch::nn::Module {
   ResidualImpl() {
     norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
@@ -40,23 +52,35 @@ zero::Model MakeModel() {
   // What a resumed run must agree on; a state directory of another model is refused.
   model.identity = {{"model", "residual"}, {"layers", kLayers}, {"width", kWidth}};
 
+  // A stage is a function of the list that the stage before it returns; it sees its block and the batch.
+  const int stem = model.AddBlock("stem", "stem", [] { return std::make_shared<StemImpl>(); });
+  model.AddStage("stem", stem, [](zero::StageCall& call, const zero::Values&) -> zero::Values {
+    return {call.module<StemImpl>().forward(call.batch()["pictures"])};
+  });
   // A ready-made module is a block too.
-  const int stem =
-      model.AddBlock("stem", "stem", [] { return std::make_shared<torch::nn::LinearImpl>(kPixels, kWidth); });
-  model.AddStage("stem", stem, zero::Apply<torch::nn::LinearImpl>);
+  const auto head = [] { return std::make_shared<torch::nn::LinearImpl>(kWidth, kKinds); };
+  const auto loss = [](zero::StageCall& call, const torch::Tensor& x) {
+    return torch::cross_entropy_loss(call.module<torch::nn::LinearImpl>().forward(x), call.batch()["kinds"]);
+  };
   for (int64_t i = 0; i < kLayers; ++i) {
+    if (i == kLayers / 2) {
+      // In the middle a head of its own, whose loss counts a little.
+      const int middle = model.AddBlock("middle", "", head);
+      model.AddStage("middle", middle, [loss](zero::StageCall& call, const zero::Values& x) {
+        call.AddLoss("middle", 0.1 * loss(call, x[0]));
+        return x;
+      });
+    }
     const std::string name = "layer." + std::to_string(i);
     // Blocks of one kind ("layer") have the same shapes: one is measured for all of them.
     const int layer = model.AddBlock(name, "layer", [] { return std::make_shared<ResidualImpl>(); });
-    model.AddStage(name, layer, zero::Apply<ResidualImpl>);
+    model.AddStage(name, layer, zero::Apply<ResidualImpl>);  // of one tensor
   }
-  const int head =
-      model.AddBlock("head", "head", [] { return std::make_shared<torch::nn::LinearImpl>(kWidth, kKinds); });
-  // The last stage returns the loss. Stages see the batch, and are any function of module, input and batch.
-  model.AddStage(
-      "loss", head, [](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch& batch) {
-        return torch::cross_entropy_loss(module.as<torch::nn::LinearImpl>()->forward(x), batch.targets);
-      });
+  // The last stage returns the loss.
+  const int last = model.AddBlock("head", "", head);
+  model.AddStage("loss", last, [loss](zero::StageCall& call, const zero::Values& x) -> zero::Values {
+    return {loss(call, x[0])};
+  });
   return model;
 }
 
@@ -65,15 +89,18 @@ zero::Model MakeModel() {
 zero::TensorBatch MakeBatch(int64_t step) {
   std::mt19937 random(static_cast<uint32_t>(step));
   std::normal_distribution<float> noise(0, 1);
-  zero::TensorBatch batch{torch::empty({kPictures, kPixels}), torch::empty({kPictures}, torch::kInt64)};
+  torch::Tensor pictures = torch::empty({kPictures, kPixels});
+  torch::Tensor kinds = torch::empty({kPictures}, torch::kInt64);
   for (int64_t i = 0; i < kPictures; ++i) {
     const int64_t kind = static_cast<int64_t>(random() % kKinds);
-    batch.targets.data_ptr<int64_t>()[i] = kind;
-    float* picture = batch.inputs.data_ptr<float>() + i * kPixels;
+    kinds.data_ptr<int64_t>()[i] = kind;
+    float* picture = pictures.data_ptr<float>() + i * kPixels;
     for (int64_t p = 0; p < kPixels; ++p) {
       picture[p] = noise(random) + ((p / 16) % kKinds == kind || (p % 16) % kKinds == kind ? 1.0f : 0.0f);
     }
   }
+  zero::TensorBatch batch;
+  batch.named = {{"pictures", pictures}, {"kinds", kinds}};
   return batch;
 }
 

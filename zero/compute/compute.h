@@ -70,6 +70,7 @@ struct Measured {
   // throw.
   std::function<void()> sample;
   int64_t sample_bytes = 0;
+  int64_t buffer_bytes = 0;  // the most that Compute::Buffers has, as text; 0: there are none
 };
 
 // The values that a block begins with, as fp32 masters, over its flat parameters.
@@ -148,6 +149,18 @@ class Compute {
   virtual void DropInputs(tiering::Position position, int micro_batch) = 0;
   virtual absl::StatusOr<std::span<const TensorView>> RestoreInputs(tiering::Position position,
                                                                     int micro_batch) = 0;
+
+  // Small state beside the parameters that training passes change (BatchNorm's statistics), as JSON; null:
+  // there is none. It is committed with the step. Asked before the first pass of a new run, and of each
+  // training pass once, when it has finished computing and stands; waits for a device. What a pass of which
+  // it was not asked has changed is undone by the next Begin. On the engine's caller's thread.
+  virtual absl::StatusOr<nlohmann::json> Buffers() { return nlohmann::json(); }
+  // What it was at the commit that the engine goes on from, before the first pass. kDataLoss: it is not this
+  // model's.
+  virtual absl::Status RestoreBuffers(const nlohmann::json& buffers) {
+    if (buffers.is_null()) return absl::OkStatus();
+    return absl::DataLossError("the commit has buffers, and who computes this model keeps none");
+  }
 
   // Of the pass that has finished computing, by micro-batch; waits for a device. On any one thread.
   virtual absl::StatusOr<std::vector<double>> Losses() = 0;

@@ -482,7 +482,9 @@ class Engine::Impl {
     run_ = options_.resume.run;
     absl::Status status = InitializeState(*compute_, options_, plan_, residency(), DeviceStateOrNull(),
                                           layouts_, store(), [this](const std::string& line) { Log(line); });
-    if (!status.ok() || store() == nullptr) return status;
+    if (!status.ok()) return status;
+    ASSIGN_OR_RETURN(first_buffers_, compute_->Buffers());
+    if (store() == nullptr) return status;
     const std::string payload = Payload(nullptr);
     return store()->CommitNow({.step = 0, .updates = 0, .payload = payload});
   }
@@ -511,6 +513,7 @@ class Engine::Impl {
     last_description_ = payload.value("step", nlohmann::json());
     const absl::Status restored = decisions_.Restore(payload, static_cast<int64_t>(recovered.updates));
     if (!restored.ok()) return damaged(restored.message());
+    RETURN_IF_ERROR(compute_->RestoreBuffers(payload.value("buffers", nlohmann::json())));
     step_ = static_cast<int64_t>(recovered.step);
     committed_step_ = step_;
     resumed_from_ = step_;
@@ -521,6 +524,8 @@ class Engine::Impl {
   std::string Payload(const StepOutcome::Decided* step) const {
     nlohmann::json payload = {{"run", run_}};
     decisions_.AddTo(&payload, step);
+    const nlohmann::json& buffers = step != nullptr ? step->buffers : first_buffers_;
+    if (!buffers.is_null()) payload["buffers"] = buffers;
     if (step != nullptr && options_.hooks.describe) payload["step"] = options_.hooks.describe(step->result);
     return payload.dump();
   }
@@ -672,8 +677,11 @@ class Engine::Impl {
     if (checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
     totals_ = lanes_->totals();
     if (!totals_.failure.ok()) return PassFailed(op, totals_.failure) ? absl::OkStatus() : totals_.failure;
+    absl::StatusOr<nlohmann::json> buffers = compute_->Buffers();
+    if (!buffers.ok()) return PassFailed(op, buffers.status()) ? absl::OkStatus() : buffers.status();
     ASSIGN_OR_RETURN(UpdateDecision decision,
                      decisions_.Decide(op.step, totals_.squares, plan_.plan.in_backward_share()));
+    decisions_.at(op.step).buffers = *std::move(buffers);
     lanes_->set_decision(decision);
     return absl::OkStatus();
   }
@@ -784,8 +792,9 @@ class Engine::Impl {
   int64_t ahead_step_ = 0;
   int64_t abandoned_step_ = 0;  // while it is run through
   std::string commit_payload_;
-  StepResult last_result_;  // of this process; step 0: none
-  double last_end_ = 0;     // of a step or an evaluation
+  nlohmann::json first_buffers_;  // of a new run
+  StepResult last_result_;        // of this process; step 0: none
+  double last_end_ = 0;           // of a step or an evaluation
   // Since the last step.
   double evaluation_seconds_ = 0;
   int64_t owed_read_bytes_ = 0, owed_write_bytes_ = 0;

@@ -96,6 +96,7 @@ struct EnginePlan {
   int64_t disk_bytes = 0;          // of the state directories, all versions
   int versions = 0;                // of everything, that these hold
   int64_t state_bytes = 0;         // one version
+  int64_t buffer_bytes = 0;        // of the model's buffers that change, in each commit
   bool compute_disturbed = false;  // compute was measured beside other work (MeasuredModel::disturbed)
   ShardDirectories parts;          // of what is resumed or evaluated: by rank
   // What it was planned under: for those who ask what another machine or budget would do.

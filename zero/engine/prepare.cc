@@ -168,6 +168,8 @@ class Preparation {
       return absl::InvalidArgumentError(
           "a model needs at least one block and one stage, and a layout for each block");
     }
+    RETURN_IF_ERROR(CheckBuffers());
+    plan.buffer_bytes = measured_.buffer_bytes;
     if (options_.initial_values || options_.resumes()) {
       // Nothing is built: its values come from elsewhere.
       for (tiering::BlockShape& block : measured_.graph.blocks) block.init_bytes = 0;
@@ -178,6 +180,23 @@ class Preparation {
     prepared_.layouts = measured_.layouts;
     if (comm() != nullptr) RETURN_IF_ERROR(AgreeOnGraph(*comm(), &plan.graph));
     return absl::OkStatus();
+  }
+
+  // Buffers that change are part of each commit's record.
+  absl::Status CheckBuffers() const {
+    if (measured_.buffer_bytes == 0) return absl::OkStatus();
+    if (options_.world() > 1) {
+      return absl::InvalidArgumentError(
+          "the model has buffers that training changes (BatchNorm's statistics), which ranks would change "
+          "each in its own way: train it with one rank, or use a layer without (LayerNorm, GroupNorm, "
+          "BatchNorm with track_running_stats(false))");
+    }
+    constexpr auto kMost = static_cast<int64_t>(swap::kMaxPayloadBytes - swap::kDefaultPayloadCapacity);
+    if (measured_.buffer_bytes <= kMost) return absl::OkStatus();
+    return absl::InvalidArgumentError(
+        absl::StrCat("the buffers of the model that training changes take ", measured_.buffer_bytes,
+                     " bytes of each commit, and there is room for ", kMost,
+                     ": make parameters of what is large, or use layers without running statistics"));
   }
 
   // Budgets of host and devices, and how devices exchange, which takes some of theirs.
@@ -311,6 +330,7 @@ class Preparation {
     swap::StoreOptions store;
     store.directories = options_.storage.state_dirs;
     store.overwrite = options_.storage.overwrite;
+    store.payload_capacity += static_cast<uint64_t>(plan.buffer_bytes);
     const swap::Layout layout = LayoutOf(plan.plan);
     store.slots = found_.shape.slots;
     if (!options_.resumes()) {

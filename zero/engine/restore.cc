@@ -53,6 +53,7 @@ absl::Status RestorePart(aio::Engine& io, const ShardDirectories& parts,
     }
   }
   NameRank(options, &identity);
+  to_options.payload_capacity += from->recovered().payload.size();  // it may have a model's buffers
   ASSIGN_OR_RETURN(to_options.slots, AgreeOnVersions(options, to_options, layout, identity.dump()));
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,
                    swap::Store::Create(io, to_options, layout, identity.dump()));
@@ -100,6 +101,7 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> from, swap::Store::Open(*io, from_options));
   swap::Layout layout;
   for (const swap::TilePlacement& tile : from->shape().tiles) layout.tiles.push_back(tile.layout);
+  to_options.payload_capacity += from->committed_payload().size();  // it may have a model's buffers
   const uint64_t tile_bytes = std::max<uint64_t>(kMiB, from->geometry().largest_slot_bytes());
   ASSIGN_OR_RETURN(to_options.slots, AgreeOnVersions(options, to_options, layout, from->identity()));
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> to,

@@ -34,9 +34,10 @@ class StepOutcome {
 
   // A step whose norm is known.
   struct Decided {
-    StepResult result;    // as far as the norm tells, and what the engine adds
-    int64_t updates = 0;  // applied when this step's is
-    LossScaler scaler;    // after it
+    StepResult result;       // as far as the norm tells, and what the engine adds
+    int64_t updates = 0;     // applied when this step's is
+    LossScaler scaler;       // after it
+    nlohmann::json buffers;  // as it left them (Compute::Buffers)
   };
 
   // `options` outlives this.

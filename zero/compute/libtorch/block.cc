@@ -40,7 +40,10 @@ FlatLayout LayoutOf(const torch::nn::Module& module) {
 BlockModule::BlockModule(std::shared_ptr<torch::nn::Module> module)
     : module_(std::move(module)), layout_(std::make_shared<const FlatLayout>(LayoutOf(*module_))) {
   parameters_ = UniqueParameters(*module_);
-  buffers_ = module_->buffers();
+  for (const auto& item : module_->named_buffers()) {
+    buffers_.push_back(item.value());
+    buffer_names_.push_back(item.key());
+  }
   Detach();
 }
 

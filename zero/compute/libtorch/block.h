@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "kernels/float16.h"
@@ -34,6 +35,10 @@ class BlockModule {
   const std::shared_ptr<const FlatLayout>& shared_layout() const { return layout_; }
   torch::nn::Module& module() { return *module_; }
   const std::vector<torch::Tensor>& parameters() const { return parameters_; }
+  const std::vector<torch::Tensor>& buffers() const { return buffers_; }
+  const std::vector<std::string>& buffer_names() const { return buffer_names_; }
+  // The module computes with this one's memory, and changes it: of the same type and sizes.
+  void SetBuffer(size_t i, const torch::Tensor& value) { buffers_[i].set_data(value); }
 
   // Parameters become views of `run` (layout().elements of that type, in the device's memory), without
   // gradients. Where the device computes in another type (fp16 weights on the processor) they are cast,
@@ -47,7 +52,8 @@ class BlockModule {
  private:
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<torch::Tensor> parameters_;
-  std::vector<torch::Tensor> buffers_;  // the module's constants, where it computes
+  std::vector<torch::Tensor> buffers_;  // where it computes: constants, or lent to it
+  std::vector<std::string> buffer_names_;
   std::shared_ptr<const FlatLayout> layout_;
 };
 

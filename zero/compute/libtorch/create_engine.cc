@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "zero/compute/libtorch/libtorch_compute.h"
 #include "zero/memory/guarded.h"
@@ -30,12 +31,28 @@ absl::StatusOr<EnginePlan> PlanEngine(const Model& model, const EngineOptions& o
 }
 
 absl::StatusOr<std::vector<torch::Tensor>> InferTensors(Engine& engine, const std::vector<Batch>& batches) {
-  ASSIGN_OR_RETURN(std::vector<std::vector<HostTensor>> outputs, engine.Infer(batches));
+  ASSIGN_OR_RETURN(std::vector<Values> outputs, InferValues(engine, batches));
   std::vector<torch::Tensor> tensors;
-  RETURN_IF_ERROR(Guarded("outputs", [&] {
-    for (std::vector<HostTensor>& output : outputs) tensors.push_back(Adopt(std::move(output.front())));
-  }));
+  for (Values& output : outputs) {
+    if (output.size() != 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("the last stage returns ", output.size(), " values: InferValues gives them all"));
+    }
+    tensors.push_back(std::move(output.front()));
+  }
   return tensors;
+}
+
+absl::StatusOr<std::vector<Values>> InferValues(Engine& engine, const std::vector<Batch>& batches) {
+  ASSIGN_OR_RETURN(std::vector<std::vector<HostTensor>> outputs, engine.Infer(batches));
+  std::vector<Values> values;
+  RETURN_IF_ERROR(Guarded("outputs", [&] {
+    for (std::vector<HostTensor>& output : outputs) {
+      values.emplace_back();
+      for (HostTensor& value : output) values.back().push_back(Adopt(std::move(value)));
+    }
+  }));
+  return values;
 }
 
 absl::StatusOr<torch::Tensor> ReadStateTensor(Engine& engine, std::string_view parameter, StateKind kind) {

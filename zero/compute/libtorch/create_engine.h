@@ -20,8 +20,9 @@ namespace penstock::zero {
 absl::StatusOr<std::unique_ptr<Engine>> CreateEngine(Model model, EngineOptions options);
 absl::StatusOr<EnginePlan> PlanEngine(const Model& model, const EngineOptions& options);
 
-// Engine::Infer of a last stage that returns one tensor.
+// Engine::Infer of a last stage that returns one tensor, or a list.
 absl::StatusOr<std::vector<torch::Tensor>> InferTensors(Engine& engine, const std::vector<Batch>& batches);
+absl::StatusOr<std::vector<Values>> InferValues(Engine& engine, const std::vector<Batch>& batches);
 
 // Engine::ReadState and WriteState; a value of any type and device is converted.
 absl::StatusOr<torch::Tensor> ReadStateTensor(Engine& engine, std::string_view parameter, StateKind kind);

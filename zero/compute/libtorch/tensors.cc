@@ -3,10 +3,10 @@
 #include <ATen/Context.h>
 #include <torch/version.h>
 
-#include <array>
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -57,14 +57,34 @@ ElementType ElementTypeOf(torch::Dtype type) {
   TORCH_CHECK(false, "tensors of type ", type, " are not served");
 }
 
+const torch::Tensor& TensorBatch::operator[](std::string_view name) const {
+  if (name == kInputs && inputs.defined()) return inputs;
+  if (name == kTargets && targets.defined()) return targets;
+  for (const auto& [known, tensor] : named) {
+    if (known == name) return tensor;
+  }
+  std::string there;
+  for (const auto& [known, tensor] : All()) absl::StrAppend(&there, there.empty() ? "" : ", ", known);
+  TORCH_CHECK(false, "the batch has no ", std::string(name), "; it has ", there.empty() ? "nothing" : there);
+}
+
+std::vector<std::pair<std::string, torch::Tensor>> TensorBatch::All() const {
+  std::vector<std::pair<std::string, torch::Tensor>> all;
+  if (inputs.defined()) all.emplace_back(kInputs, inputs);
+  if (targets.defined()) all.emplace_back(kTargets, targets);
+  for (const auto& [name, tensor] : named) {
+    TORCH_CHECK(tensor.defined(), "the batch's ", name, " is undefined");
+    all.emplace_back(name, tensor);
+  }
+  return all;
+}
+
 TensorBatch::operator Batch() const {
-  auto held = std::make_shared<std::array<torch::Tensor, 2>>();
+  auto held = std::make_shared<std::vector<torch::Tensor>>();
   Batch batch;
-  for (const auto& [name, tensor, i] : {std::tuple{kInputs, inputs, 0}, std::tuple{kTargets, targets, 1}}) {
-    if (!tensor.defined()) continue;
-    torch::Tensor& kept = (*held)[static_cast<size_t>(i)];
-    kept = tensor.contiguous();
-    batch.tensors.emplace_back(name, ViewOf(kept));
+  for (const auto& [name, tensor] : All()) {
+    held->push_back(tensor.contiguous());
+    batch.tensors.emplace_back(name, ViewOf(held->back()));
   }
   batch.owner = std::move(held);
   return batch;
@@ -72,12 +92,22 @@ TensorBatch::operator Batch() const {
 
 TensorBatch TensorsOf(const Batch& batch) {
   TensorBatch tensors;
+  std::set<std::string_view> seen;
   for (const auto& [name, view] : batch.tensors) {
-    TORCH_CHECK(name == kInputs || name == kTargets, "a batch of LibTorch's has ", kInputs, " and ", kTargets,
-                ", not ", name);
-    (name == kInputs ? tensors.inputs : tensors.targets) = TensorOf(view);
+    TORCH_CHECK(seen.insert(name).second, "the batch has two tensors of the name ", name);
+    if (name == kInputs || name == kTargets) {
+      (name == kInputs ? tensors.inputs : tensors.targets) = TensorOf(view);
+    } else {
+      tensors.named.emplace_back(name, TensorOf(view));
+    }
   }
   return tensors;
+}
+
+TensorBatch ToDevice(Device& device, const TensorBatch& host) {
+  TensorBatch there = {ToDevice(device, host.inputs), ToDevice(device, host.targets)};
+  for (const auto& [name, tensor] : host.named) there.named.emplace_back(name, ToDevice(device, tensor));
+  return there;
 }
 
 TensorView ViewOf(const torch::Tensor& tensor) {

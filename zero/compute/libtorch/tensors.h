@@ -7,6 +7,10 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "kernels/float16.h"
@@ -20,16 +24,23 @@ torch::Dtype TorchDtype(kernels::DType type);
 torch::Dtype TorchDtype(ElementType type);
 ElementType ElementTypeOf(torch::Dtype type);
 
-// One micro-batch in LibTorch's tensors. `inputs` goes to the first stage; both are there for every stage. As
+// One micro-batch in LibTorch's tensors. Every stage sees all of it; `inputs` is what the first one takes. As
 // the engine's Batch it has them by these names, and holds them.
 struct TensorBatch {
-  torch::Tensor inputs;
-  torch::Tensor targets;
+  torch::Tensor inputs = {};
+  torch::Tensor targets = {};
+  std::vector<std::pair<std::string, torch::Tensor>> named = {};  // whatever else: input_ids, attention_mask
 
+  // The tensor of this name, "inputs" and "targets" among them; throws where the batch has none.
+  const torch::Tensor& operator[](std::string_view name) const;
+  // Of all that are there, by name.
+  std::vector<std::pair<std::string, torch::Tensor>> All() const;
   operator Batch() const;  // NOLINT(google-explicit-constructor): it is one
 };
 // Views of the batch's tensors, in host memory: they live as long as the batch's owner.
 TensorBatch TensorsOf(const Batch& batch);
+// Copies in the device's memory; where the host is the device, the same tensors.
+TensorBatch ToDevice(Device& device, const TensorBatch& host);
 
 // Of a contiguous tensor, which outlives it.
 TensorView ViewOf(const torch::Tensor& tensor);

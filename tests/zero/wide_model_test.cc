@@ -1,0 +1,205 @@
+// Models of lists, named batches and inner losses: gradients are those of LibTorch's autograd over the whole
+// model, to the bit, and so are losses wherever the state and the inputs of stages are.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/zero/wide_training.h"
+#include "zero/compute/libtorch/libtorch_compute.h"
+
+namespace penstock::zero {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing_support::MakeWideBatch;
+using testing_support::MakeWideModel;
+using testing_support::TrainWide;
+using testing_support::WholeModel;
+using testing_support::WideBatches;
+using testing_support::WideLosses;
+using testing_support::WideOnADrive;
+using testing_support::WideOptions;
+using testing_support::WideShape;
+
+using WideModelTest = testing_support::ScratchTest;
+
+void ExpectGradientsOf(WholeModel& whole, Engine& engine) {
+  for (size_t b = 0; b < whole.modules.size(); ++b) {
+    for (const auto& parameter : whole.modules[b]->named_parameters()) {
+      const std::string name = whole.model.blocks[b].name + "." + parameter.key();
+      const absl::StatusOr<torch::Tensor> ours = ReadStateTensor(engine, name, StateKind::kGradient);
+      ASSERT_TRUE(ours.ok()) << ours.status();
+      EXPECT_TRUE(torch::equal(*ours, parameter.value().grad())) << name;
+      EXPECT_GT(ours->abs().max().item<float>(), 0) << name;
+    }
+  }
+}
+
+TEST_F(WideModelTest, GradientsOfListsAreThoseOfTheWholeModel) {
+  const WideShape shape;
+  absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(MakeWideModel(shape), WideOptions(shape));
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const absl::StatusOr<StepResult> result = (*engine)->Step(WideBatches(shape, 1));
+  ASSERT_TRUE(result.ok()) << result.status();
+  WholeModel whole(MakeWideModel(shape), EngineOptions().seed);
+  EXPECT_EQ(result->loss, whole.Backward({MakeWideBatch(shape, 1, 0), MakeWideBatch(shape, 1, 1)},
+                                         EngineOptions().seed, 1));
+  ExpectGradientsOf(whole, **engine);
+}
+
+TEST_F(WideModelTest, LossesOfInnerStagesCountWithTheirGradientAndAreShownApart) {
+  WideShape shape;
+  shape.inner_losses = true;
+  const auto compute = std::make_shared<LibTorchCompute>(MakeWideModel(shape));
+  absl::StatusOr<std::unique_ptr<Engine>> engine = Engine::Create(compute, WideOptions(shape));
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const absl::StatusOr<StepResult> result = (*engine)->Step(WideBatches(shape, 1));
+  ASSERT_TRUE(result.ok()) << result.status();
+  const absl::StatusOr<std::map<std::string, double>> inner = compute->InnerLosses();
+  ASSERT_TRUE(inner.ok()) << inner.status();
+  WholeModel whole(MakeWideModel(shape), EngineOptions().seed);
+  const double loss =
+      whole.Backward({MakeWideBatch(shape, 1, 0), MakeWideBatch(shape, 1, 1)}, EngineOptions().seed, 1);
+  EXPECT_EQ(result->loss, loss);
+  ASSERT_EQ(inner->size(), 2u);
+  for (const auto& [name, value] : whole.inner_losses) {
+    ASSERT_EQ(inner->count(name), 1u) << name;
+    EXPECT_NEAR(inner->at(name), value, 1e-12) << name;
+    EXPECT_GT(value, 0) << name;
+  }
+  ExpectGradientsOf(whole, **engine);
+  // An evaluation has them too.
+  torch::NoGradGuard no_grad;
+  const TensorBatch held_out = MakeWideBatch(shape, 1000, 0);
+  for (size_t b = 0; b < whole.modules.size(); ++b) {
+    whole.modules[b]->eval();
+    for (auto& parameter : whole.modules[b]->named_parameters()) {
+      const auto now = ReadStateTensor(**engine, whole.model.blocks[b].name + "." + parameter.key(),
+                                       StateKind::kParameter);
+      ASSERT_TRUE(now.ok()) << now.status();
+      parameter.value().set_data(*now);
+    }
+  }
+  double expected = 0;
+  whole.Loss(held_out, 1, 1, 0, &expected);
+  const absl::StatusOr<double> evaluated = (*engine)->Evaluate({held_out});
+  ASSERT_TRUE(evaluated.ok()) << evaluated.status();
+  EXPECT_EQ(*evaluated, expected);
+}
+
+TEST_F(WideModelTest, LossesAreTheSameInMemoryAndOnADriveInTheLeastMemory) {
+  WideShape shape;
+  shape.inner_losses = true;
+  shape.layers = 6;
+  const Model model = MakeWideModel(shape);
+  absl::StatusOr<std::unique_ptr<Engine>> in_memory = CreateEngine(model, WideOptions(shape));
+  ASSERT_TRUE(in_memory.ok()) << in_memory.status();
+  const WideLosses expected = TrainWide(**in_memory, shape, 6);
+  EXPECT_LT(expected.losses.back(), expected.losses.front());
+  in_memory->reset();
+  EngineOptions options = WideOnADrive(shape, model, scratch_ + "/state");
+  WideLosses ours;
+  {
+    absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model, options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    EXPECT_GT((*engine)->plan().plan.input_scratch_bytes, 0);
+    ours = TrainWide(**engine, shape, 3);
+    EXPECT_LE((*engine)->peak_managed_bytes(), options.memory.host_memory_budget_bytes);
+    ASSERT_TRUE((*engine)->Flush().ok());
+  }
+  options.resume.enabled = true;
+  absl::StatusOr<std::unique_ptr<Engine>> resumed = CreateEngine(model, options);
+  ASSERT_TRUE(resumed.ok()) << resumed.status();
+  EXPECT_EQ((*resumed)->resumed_from(), 3);
+  const WideLosses rest = TrainWide(**resumed, shape, 6);
+  ours.Append(rest);
+  EXPECT_EQ(ours, expected);
+}
+
+TEST_F(WideModelTest, AnotherOrderOfLayersHasTheSameBitsEverywhere) {
+  WideShape shape;
+  shape.layers = 4;
+  const Model model = MakeWideModel(shape);
+  std::vector<WideLosses> all;
+  for (const bool on_a_drive : {false, true}) {
+    absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(
+        model, on_a_drive ? WideOnADrive(shape, model, scratch_ + "/state") : WideOptions(shape));
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    WideLosses losses = TrainWide(**engine, shape, 2);
+    ASSERT_TRUE((*engine)->SetOrder({0, 3, 1, 4, 2, 5}).ok());
+    losses.Append(TrainWide(**engine, shape, 4));
+    all.push_back(losses);
+  }
+  EXPECT_EQ(all[0], all[1]);
+}
+
+TEST_F(WideModelTest, WhatNeedsNoGradientGetsNone) {
+  WideShape shape;
+  Model model = MakeWideModel(shape);
+  // A mask of floats that no parameter leads to, and what a stage has cut off.
+  model.stages[0].compute = [](StageCall& call, const Values&) -> Values {
+    auto& module = call.module<testing_support::WideEmbeddingImpl>();
+    return {module.words(call.batch()["input_ids"]), module.places.detach(),
+            call.batch()["attention_mask"].to(torch::kFloat32)};
+  };
+  int wanted = 0, refused = 0;
+  model.stages[2].compute = [&](StageCall& call, const Values& inputs) {
+    if (torch::GradMode::is_enabled()) {
+      (inputs[0].requires_grad() ? wanted : refused) += 1;
+      EXPECT_FALSE(inputs[1].requires_grad());
+      EXPECT_FALSE(inputs[2].requires_grad());
+    }
+    return testing_support::WideLayer(call, inputs, false);
+  };
+  absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model, WideOptions(shape));
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  wanted = 0;
+  ASSERT_TRUE((*engine)->Step(WideBatches(shape, 1)).ok());
+  EXPECT_EQ(wanted, testing_support::kWideMicroBatches);
+  EXPECT_EQ(refused, 0);
+}
+
+TEST_F(WideModelTest, WhatIsWrongWithAListIsSaid) {
+  const WideShape shape;
+  const auto refusal = [&](const std::function<void(Model&)>& change) {
+    Model model = MakeWideModel(shape);
+    change(model);
+    return std::string(CreateEngine(model, WideOptions(shape)).status().message());
+  };
+  EXPECT_THAT(refusal([](Model& model) {
+                model.stages[0].compute = [](StageCall& call, const Values&) -> Values {
+                  return {call.batch()["input_idz"]};
+                };
+              }),
+              AllOf(HasSubstr("the batch has no input_idz"), HasSubstr("attention_mask")));
+  EXPECT_THAT(refusal([](Model& model) {
+                model.stages[1].compute = nullptr;
+                model.stages[1].forward = [](torch::nn::Module&, const torch::Tensor& x, const TensorBatch&) {
+                  return x;
+                };
+              }),
+              AllOf(HasSubstr("stage layer.0"), HasSubstr("takes one tensor, and is given 3")));
+  EXPECT_THAT(refusal([](Model& model) {
+                model.stages[1].compute = [](StageCall&, const Values& inputs) -> Values {
+                  return {inputs[0], torch::Tensor()};
+                };
+              }),
+              HasSubstr("value 1 of what it returned is undefined"));
+  EXPECT_THAT(refusal([](Model& model) {
+                model.stages[1].compute = [](StageCall& call, const Values& inputs) -> Values {
+                  call.AddLoss("balance", inputs[0]);
+                  return inputs;
+                };
+              }),
+              HasSubstr("the inner loss balance must be a scalar"));
+  EXPECT_THAT(refusal([](Model& model) {
+                model.stages[1].compute = [](StageCall& call, const Values& inputs) {
+                  inputs[1].add_(1);
+                  return testing_support::WideLayer(call, inputs, false);
+                };
+              }),
+              HasSubstr("stage layer.0 changes its input 1 of 3 in place"));
+}
+
+}  // namespace
+}  // namespace penstock::zero
