@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "zero/compute/device.h"
 
 namespace penstock::zero {
@@ -24,7 +25,7 @@ DrivenCompute::DrivenCompute(Measured given, int drivers)
     : given_(std::move(given)), drivers_(static_cast<size_t>(std::max(1, drivers))) {}
 
 DrivenCompute::Entered::~Entered() {
-  if (compute_ == nullptr) return;
+  if (compute_ == nullptr || !compute_->made_in_.here()) return;
   std::lock_guard lock(compute_->mutex_);
   compute_->FailLocked(absl::CancelledError(
       absl::StrCat(Text(compute_->direction_, compute_->use_.stage, compute_->use_.micro_batch),
@@ -40,6 +41,7 @@ void DrivenCompute::FailLocked(const absl::Status& why) {
 }
 
 void DrivenCompute::Fail(const absl::Status& why) {
+  if (!made_in_.here()) return;
   std::lock_guard lock(mutex_);
   FailLocked(why);
 }
@@ -52,6 +54,7 @@ void DrivenCompute::Open() {
 }
 
 absl::Status DrivenCompute::EntersNoMore() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   std::lock_guard lock(mutex_);
   if (state_ == State::kEntered) {
     return absl::FailedPreconditionError(
@@ -106,6 +109,7 @@ absl::Status DrivenCompute::WhyNot() {
 
 absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction, tiering::StageIndex stage,
                                                             int micro_batch) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   const Wanted wanted{direction, stage, micro_batch};
   std::unique_lock lock(mutex_);
   waiting_.push_back(&wanted);
@@ -144,6 +148,7 @@ absl::Status DrivenCompute::CheckResult(const Result& result) const {
 
 absl::Status DrivenCompute::Leave(Entered entered, Result result) {
   entered.compute_ = nullptr;
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   std::unique_lock lock(mutex_);
   const bool waits = direction_ == Direction::kBackward && given_.graph.blocks[weights_.front().block].trains;
   if (absl::Status wrong = CheckResult(result); !wrong.ok()) {

@@ -28,6 +28,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/process_mark.h"
 #include "zero/compute/compute.h"
 
 namespace penstock::zero {
@@ -126,6 +127,7 @@ class DrivenCompute final : public Compute {
   absl::Status WhyNot();
   void FailLocked(const absl::Status& why);
 
+  const ProcessMark made_in_;
   const Measured given_;
   const size_t drivers_;
   std::function<bool()> interrupted_;

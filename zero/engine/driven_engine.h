@@ -18,6 +18,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/process_mark.h"
 #include "zero/compute/driven_compute.h"
 #include "zero/engine/engine.h"
 
@@ -56,7 +57,8 @@ class DrivenEngine {
   DrivenEngine(std::shared_ptr<DrivenCompute> compute, std::unique_ptr<Thread> thread);
   absl::Status Start(std::function<absl::StatusOr<StepResult>(Engine&)> pass);
 
-  const std::shared_ptr<DrivenCompute> compute_;
+  const ProcessMark made_in_;
+  std::shared_ptr<DrivenCompute> compute_;
   std::unique_ptr<Engine> engine_;  // made, used and destroyed on the thread
   int micro_batches_ = 1;
   std::optional<std::future<absl::StatusOr<StepResult>>> pass_;

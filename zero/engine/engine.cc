@@ -808,57 +808,71 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(std::shared_ptr<Compute> 
 }
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (!made_in_.here()) (void)impl_.release();  // threads, files and locks are the parent's
+}
 
 absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, StepOptions options) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("step ", impl_->step_ + 1));
   return impl_->BroadcastError(impl_->Step(std::move(batches), options));
 }
 absl::Status Engine::SetOrder(std::vector<int> stages) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter("an order of stages");
   return impl_->SetOrder(std::move(stages));
 }
 absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("an evaluation of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Evaluate(batches));
 }
 absl::StatusOr<std::vector<double>> Engine::EvaluateEach(const std::vector<Batch>& batches) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("an evaluation of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->EvaluateEach(batches));
 }
 int64_t Engine::EvaluatesAtOnce(const Batch& batch) const { return impl_->EvaluatesAtOnce(batch); }
 absl::StatusOr<std::vector<std::vector<HostTensor>>> Engine::Infer(const std::vector<Batch>& batches) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("an inference of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Infer(batches));
 }
 std::vector<std::string> Engine::ParameterNames() const { return impl_->ParameterNames(); }
 absl::StatusOr<HostTensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("reading ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->ReadState(parameter, kind);
 }
 absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("writing ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->WriteState(parameter, kind, value);
 }
 absl::Status Engine::Flush() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("a flush after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Flush());
 }
 absl::Status Engine::CommitDescription() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("describing step ", impl_->step_));
   return impl_->BroadcastError(impl_->CommitDescription());
 }
 
 absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter("Checkpoint");
   return impl_->BroadcastError(impl_->Checkpoint(parent));
 }
 
 absl::StatusOr<std::string> Engine::Keep() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   impl_->Enter(absl::StrCat("keeping step ", impl_->step_));
   return impl_->BroadcastError(impl_->Keep());
 }
 absl::Status Engine::usable() const {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   return impl_->broken_.ok() ? impl_->executor_->status() : impl_->broken_;
 }
 int64_t Engine::step() const { return impl_->step_; }

@@ -54,6 +54,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
+#include "base/process_mark.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
 #include "zero/compute/compute.h"
@@ -201,6 +202,7 @@ class Engine {
  private:
   class Impl;
   explicit Engine(std::unique_ptr<Impl> impl);
+  const ProcessMark made_in_;
   std::unique_ptr<Impl> impl_;
 };
 

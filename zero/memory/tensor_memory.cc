@@ -1,6 +1,7 @@
 #include "zero/memory/tensor_memory.h"
 
 #include <malloc.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -104,6 +105,9 @@ class Pool {
     region_.Release(region_.kept());
   }
 
+  void Hold() { mutex_.lock(); }
+  void LetGo() { mutex_.unlock(); }
+
   TensorMemoryStats Stats() {
     std::lock_guard lock(mutex_);
     return {live_, kept(), peak_live_, peak_};
@@ -123,9 +127,17 @@ class Pool {
   int64_t limit_ = 0;
 };
 
+Pool& ThePool();
+
+// A child that is forked while another thread allocates would wait for that one for ever.
+void HoldForFork() { ThePool().Hold(); }
+void LetGoAfterFork() { ThePool().LetGo(); }
+
 // Lives as long as the process: others' statics may free tensors after ours are gone.
 Pool& ThePool() {
   static Pool* pool = new Pool;  // NOLINT(cppcoreguidelines-owning-memory)
+  static const bool heard = pthread_atfork(&HoldForFork, &LetGoAfterFork, &LetGoAfterFork) == 0;
+  PENSTOCK_CHECK(heard, "there is no memory to hear of forks");
   return *pool;
 }
 

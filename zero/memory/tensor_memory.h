@@ -7,7 +7,8 @@
 // first when the limit is near.
 //
 // The engine's own buffers come from here (HostBuffer), and LibTorch's CPU tensors where its allocator is
-// this one (zero/compute/libtorch/tensor_allocator.h). One for the process. Thread-safe.
+// this one (zero/compute/libtorch/tensor_allocator.h). One for the process. Thread-safe; a forked child goes
+// on with a copy of its own.
 #ifndef PENSTOCK_ZERO_MEMORY_TENSOR_MEMORY_H_
 #define PENSTOCK_ZERO_MEMORY_TENSOR_MEMORY_H_
 
