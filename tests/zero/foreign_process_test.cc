@@ -188,6 +188,62 @@ TEST_F(ForeignProcessTest, AForkInTheMiddleOfADrivenPassIsTheChildsAffairAlone) 
   EXPECT_TRUE(driven->Finish().ok());
 }
 
+// Other directories, other options, each on a thread: the bits, and the budgets, of each alone.
+TEST_F(ForeignProcessTest, TwoEnginesTrainAtOnceAsEachDoesAlone) {
+  constexpr int64_t kSteps = 16;
+  const auto options_of = [&](const std::string& name, bool second) {
+    EngineOptions options = Options(name);
+    options.seed = second ? 5 : 1;
+    options.optimizer.clip = second ? 0 : 1;
+    options.optimizer.workers = second ? 2 : 1;
+    if (second) options.optimizer.algorithm = kernels::LionOptions{};
+    if (second) options.memory.tile_bytes = 8 << 10;
+    options.memory.host_memory_budget_bytes = 1 << 30;
+    auto plan = Engine::MakePlan(*std::make_unique<plain::PlainCompute>(shape_), options);
+    EXPECT_TRUE(plan.ok()) << plan.status();
+    options.memory.host_memory_budget_bytes = plan->plan.least_host_memory_bytes + (second ? 1 << 20 : 0);
+    return options;
+  };
+  std::vector<std::vector<double>> expected;
+  for (const bool second : {false, true})
+    expected.push_back(Train(*Open(options_of("alone", second)), kSteps));
+  EXPECT_NE(expected[0], expected[1]);
+  for (int round = 0; round < 3; ++round) {
+    std::vector<std::vector<double>> losses(2);
+    std::vector<std::thread> threads;
+    for (const bool second : {false, true}) {
+      threads.emplace_back([&, second] {
+        const EngineOptions options = options_of(second ? "b" : "a", second);
+        const auto engine = Open(options);
+        ASSERT_NE(engine, nullptr);
+        losses[second ? 1 : 0] = Train(*engine, kSteps);
+        EXPECT_LE(engine->peak_managed_bytes(), options.memory.host_memory_budget_bytes);
+        EXPECT_GT(engine->peak_managed_bytes(), 0);
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(losses, expected);
+  }
+}
+
+// What is given back later than its engine, and engines that go in the order in which they came.
+TEST_F(ForeignProcessTest, EnginesAndTheirMemoryGoInAnyOrder) {
+  auto first = Open(Options("a")), second = Open(Options("b"));
+  ASSERT_TRUE(first != nullptr && second != nullptr);
+  EXPECT_EQ(Train(*first, 2).size(), 2U);
+  EXPECT_EQ(Train(*second, 2).size(), 2U);
+  auto value = first->ReadState(first->ParameterNames().front(), StateKind::kParameter);
+  ASSERT_TRUE(value.ok()) << value.status();
+  const float weight = *static_cast<const float*>(value->view.data);
+  const int64_t before = TensorMemory::Stats().live_bytes;
+  first.reset();
+  EXPECT_EQ(*static_cast<const float*>(value->view.data), weight);
+  EXPECT_EQ(Train(*second, 4).size(), 2U);
+  *value = HostTensor();
+  second.reset();
+  EXPECT_EQ(TensorMemory::Stats().live_bytes, before);
+}
+
 TEST_F(ForeignProcessTest, WhatSignalsDoIsWhatItWas) {
   constexpr std::array kSignals = {SIGINT, SIGTERM, SIGPIPE, SIGXFSZ, SIGCHLD, SIGSEGV, SIGBUS, SIGUSR1};
   const auto handlers = [&] {

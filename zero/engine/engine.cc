@@ -43,6 +43,7 @@ class Engine::Impl {
       : compute_(std::move(compute)), options_(std::move(options)), decisions_(options_) {}
 
   ~Impl() {
+    const TensorScope scope(tensors_.pool());
     if (executor_ != nullptr && executor_->in_flight() > 0 && options_.comm != nullptr) {
       // Closed in the middle of a step: what waits for the other ranks would wait for ever.
       options_.comm->Abort(absl::CancelledError("the engine was closed in the middle of a step"));
@@ -51,6 +52,9 @@ class Engine::Impl {
     checkpointing_.reset();
     watched_.reset();
     lanes_.reset();
+    executor_.reset();
+    resources_.reset();
+    compute_.reset();
     if (options_.comm != nullptr) options_.comm->WatchStops(nullptr);
   }
 
@@ -229,15 +233,21 @@ class Engine::Impl {
 
   // Ranks that go through their stages in different orders would wait for each other's blocks for ever.
   absl::Status AgreeOnOrder(const std::vector<int>& stages) const {
+    const absl::Status agreed =
+        AgreeOn("order of stages", absl::StrCat("[", absl::StrJoin(stages, ", "), "]"));
+    if (!absl::IsInvalidArgument(agreed)) return agreed;
+    return absl::InvalidArgumentError(absl::StrCat(agreed.message(), "; the order stays as it was"));
+  }
+
+  // kInvalidArgument: another rank has another.
+  absl::Status AgreeOn(const char* what, const std::string& mine) const {
     if (options_.comm == nullptr) return absl::OkStatus();
-    const std::string mine = absl::StrJoin(stages, ", ");
-    ASSIGN_OR_RETURN(std::vector<std::string> all,
-                     options_.comm->AllTexts(Channel::kSetup, {"the order of stages"}, mine));
+    ASSIGN_OR_RETURN(std::vector<std::string> all, options_.comm->AllTexts(Channel::kSetup, {what}, mine));
     for (size_t k = 1; k < all.size(); ++k) {
       if (all[k] == all.front()) continue;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "all ranks need one order of stages: rank 0 has [", all.front(), "], ",
-          RankName(static_cast<int>(k), options_.world()), " [", all[k], "]; the order stays as it was"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("all ranks need one ", what, ": rank 0 has ", all.front(), ", ",
+                       RankName(static_cast<int>(k), options_.world()), " ", all[k]));
     }
     return absl::OkStatus();
   }
@@ -420,7 +430,8 @@ class Engine::Impl {
     return BroadcastError(result.status());
   }
 
-  const std::shared_ptr<Compute> compute_;
+  TensorAccount tensors_;  // the Compute's, and what is measured
+  std::shared_ptr<Compute> compute_;
   EngineOptions options_;
   StepOutcome decisions_;
   EnginePlan plan_;
@@ -803,6 +814,7 @@ absl::StatusOr<EnginePlan> Engine::MakePlan(Compute& compute, const EngineOption
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(std::shared_ptr<Compute> compute,
                                                        EngineOptions options) {
   auto impl = std::make_unique<Impl>(std::move(compute), std::move(options));
+  const TensorScope scope(impl->tensors_.pool());
   if (absl::Status status = impl->Create(); !status.ok()) return impl->BroadcastError(std::move(status));
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
@@ -814,60 +826,71 @@ Engine::~Engine() {
 
 absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, StepOptions options) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("step ", impl_->step_ + 1));
   return impl_->BroadcastError(impl_->Step(std::move(batches), options));
 }
 absl::Status Engine::SetOrder(std::vector<int> stages) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter("an order of stages");
   return impl_->SetOrder(std::move(stages));
 }
 absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("an evaluation of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Evaluate(batches));
 }
 absl::StatusOr<std::vector<double>> Engine::EvaluateEach(const std::vector<Batch>& batches) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("an evaluation of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->EvaluateEach(batches));
 }
 int64_t Engine::EvaluatesAtOnce(const Batch& batch) const { return impl_->EvaluatesAtOnce(batch); }
 absl::StatusOr<std::vector<std::vector<HostTensor>>> Engine::Infer(const std::vector<Batch>& batches) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("an inference of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Infer(batches));
 }
 std::vector<std::string> Engine::ParameterNames() const { return impl_->ParameterNames(); }
 absl::StatusOr<HostTensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("reading ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->ReadState(parameter, kind);
 }
 absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("writing ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->WriteState(parameter, kind, value);
 }
 absl::Status Engine::Flush() {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("a flush after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Flush());
 }
 absl::Status Engine::CommitDescription() {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("describing step ", impl_->step_));
   return impl_->BroadcastError(impl_->CommitDescription());
 }
 
 absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter("Checkpoint");
   return impl_->BroadcastError(impl_->Checkpoint(parent));
 }
 
 absl::StatusOr<std::string> Engine::Keep() {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("keeping step ", impl_->step_));
   return impl_->BroadcastError(impl_->Keep());
 }
@@ -898,7 +921,7 @@ int64_t Engine::peak_managed_bytes() const {
       device.has_own_memory() && device.tensors_are_host();  // what the host's allocator counts
   return std::max(impl_->resources_->preparation_peak(),
                   static_cast<int64_t>(impl_->resources_->arena().bytes()) +
-                      (elsewhere ? 0 : TensorMemory::Stats().peak_bytes));
+                      (elsewhere ? 0 : impl_->tensors_.Stats().peak_bytes));
 }
 const Device& Engine::device() const { return impl_->device(); }
 Device::Traffic Engine::copied() const {
@@ -909,6 +932,7 @@ bool Engine::gds() const { return impl_->plan_.plan.device.gds; }
 int64_t Engine::gds_read_bytes() const { return impl_->gds_read_bytes(); }
 int64_t Engine::peak_device_bytes() const {
   if (!impl_->device().has_own_memory()) return 0;
+  const TensorScope scope(impl_->tensors_.pool());
   return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;
 }
 int64_t Engine::peak_pinned_bytes() const {

@@ -33,8 +33,11 @@
 // goes on from the newest commit of which that is true. Evaluate is given the same batches everywhere. An
 // error of one rank ends the others' next call as well.
 //
-// Threads: everything is called from one thread, on which the callbacks run as well. The counting allocator
-// and the limit on tensors are the process's: one engine that trains at a time. Errors:
+// Threads: everything is called from one thread, on which the callbacks run as well. Engines in one process,
+// each called from its own thread, do not meet: memory, limits, directories and options are each one's. They
+// share the processors, and with LibTorch its number of threads. A forked child makes an engine of its own:
+// calls of its parent's are kFailedPrecondition there, and to destroy that one does nothing. No signal is
+// handled and no allocator replaced here. Errors:
 // kFailedPrecondition (budget too small, run locked, directory in use), kInvalidArgument (the caller's
 // numbers), kDataLoss, kResourceExhausted, ... An error of the Compute ends the
 // step or the evaluation and no more, with one rank: the engine is as it was before the call, and the step

@@ -12,6 +12,7 @@
 #include "zero/compute/seed.h"
 #include "zero/compute/tile_version.h"
 #include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -64,9 +65,16 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
     }
   }
   commit_.set_on_complete(&HardwareLanes::OnCommitDone, this);
-  threads_.emplace_back([this] { Work(&compute_queue_, /*computes=*/true); });
+  TensorPool* const tensors = TensorMemory::Here();  // of the engine whose lanes these are
+  threads_.emplace_back([this, tensors] {
+    const TensorScope scope(tensors);
+    Work(&compute_queue_, /*computes=*/true);
+  });
   for (int i = 0; i < std::max(1, options_.update_workers); ++i) {
-    threads_.emplace_back([this] { Work(&update_queue_, /*computes=*/false); });
+    threads_.emplace_back([this, tensors] {
+      const TensorScope scope(tensors);
+      Work(&update_queue_, /*computes=*/false);
+    });
   }
   if (options_.comm == nullptr && options_.parts == nullptr) return;
   RankLanes::Options rank_options;
