@@ -9,6 +9,7 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -154,6 +155,31 @@ TEST_F(DrivenComputeTest, AUseThatIsDroppedAnErrorAndAnInterruptEndThePass) {
     EXPECT_EQ(asked, 3);
     compute.set_interrupted(nullptr);
   });
+}
+
+// The wait for the engine ends, and the pass goes on: it is there when it is asked for again.
+TEST_F(DrivenComputeTest, AnInterruptedFinishMayBeCalledAgain) {
+  Owner owner(shape_, kMicroBatches);
+  EngineOptions options = owner.Options(directory_);
+  std::promise<void> goes_on;
+  options.hooks.stops = [held = goes_on.get_future().share()] {  // towards the end of a step
+    held.wait();
+    return false;
+  };
+  const auto driven = Open(owner, options);
+  ASSERT_NE(driven, nullptr);
+  std::atomic<bool> interrupted{false};
+  driven->compute().set_interrupted([&] { return interrupted.load(); });
+  ASSERT_TRUE(driven->Begin().ok());
+  ASSERT_TRUE(owner.Compute(driven->compute(), Batches(1)).ok());
+  interrupted = true;
+  EXPECT_EQ(driven->Finish().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(driven->Begin().code(), absl::StatusCode::kFailedPrecondition);
+  goes_on.set_value();
+  interrupted = false;
+  const auto result = driven->Finish();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->step, 1);
 }
 
 TEST_F(DrivenComputeTest, AUseThatIsNotLeftBeforeTheNextIsNamed) {

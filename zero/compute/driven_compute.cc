@@ -1,7 +1,6 @@
 #include "zero/compute/driven_compute.h"
 
 #include <algorithm>
-#include <chrono>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -10,9 +9,6 @@
 
 namespace penstock::zero {
 namespace {
-
-// How often a waiting thread asks whether it was interrupted.
-constexpr std::chrono::milliseconds kPatience{50};
 
 std::string Text(Direction direction, tiering::StageIndex stage, int micro_batch) {
   return absl::StrCat(direction == Direction::kForward ? "forward" : "backward", " of stage ", stage.value(),
@@ -118,7 +114,7 @@ absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction,
     changed_.wait_for(lock, kPatience);
     if (!interrupted_) continue;
     lock.unlock();  // it may take a lock of its caller's
-    const bool interrupted = interrupted_();
+    const bool interrupted = Interrupted();
     lock.lock();
     if (interrupted) FailLocked(absl::CancelledError("interrupted"));
   }

@@ -140,6 +140,10 @@ absl::StatusOr<StepResult> DrivenEngine::Finish() {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   if (!pass_.has_value()) return absl::FailedPreconditionError("no pass is open: Begin opens one");
   RETURN_IF_ERROR(compute_->EntersNoMore());
+  while (pass_->wait_for(DrivenCompute::kPatience) != std::future_status::ready) {
+    if (compute_->Interrupted())
+      return absl::CancelledError("interrupted: the pass goes on to its end, for which Finish waits again");
+  }
   absl::StatusOr<StepResult> result = pass_->get();
   pass_.reset();
   return result;
