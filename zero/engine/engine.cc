@@ -87,6 +87,7 @@ class Engine::Impl {
       RETURN_IF_ERROR(CheckPlace(options_.storage.checkpoints.parent, plan_.state_bytes, options_.rank()));
     }
 
+    if (!options_.resumes()) RETURN_IF_ERROR(GroupParameters());  // before any file is there
     ASSIGN_OR_RETURN(std::unique_ptr<RunResources> resources,
                      RunResources::Create(plan_, options_, identity_.dump()));
     resources_ = std::move(resources);
@@ -98,6 +99,7 @@ class Engine::Impl {
     }
     if (options_.resumes()) {
       RETURN_IF_ERROR(Restore());
+      RETURN_IF_ERROR(GroupParameters());
       if (checkpointing_ != nullptr && store() != nullptr) {
         RETURN_IF_ERROR(checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step));
       }
@@ -137,9 +139,17 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
+  absl::Status GroupParameters() {
+    const std::vector<ParameterGroup>& groups = decisions_.named_groups();
+    RETURN_IF_ERROR(AgreeOn("list of groups of parameters", ToJson(groups).dump()));
+    if (groups.empty() || !options_.trains) return absl::OkStatus();
+    ASSIGN_OR_RETURN(layouts_, LayoutsWithGroups(plan_.graph, layouts_, groups, plan_.format.states));
+    return absl::OkStatus();
+  }
+
   // Rates that an optimizer may have, for all groups of the model.
   absl::Status CheckRates(const std::vector<GroupRates>& groups) const {
-    int needed = 1;
+    auto needed = static_cast<int>(decisions_.named_groups().size()) + 1;
     for (const auto& layout : layouts_) needed = std::max(needed, layout->groups());
     if (groups.size() > 1 && static_cast<int>(groups.size()) != needed) {
       return absl::InvalidArgumentError(absl::StrCat("rates of ", groups.size(),

@@ -21,6 +21,7 @@
 #include "tiering/program/executor.h"
 #include "zero/compute/device.h"
 #include "zero/compute/optimizer.h"
+#include "zero/compute/parameter_groups.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
 #include "zero/config/loss_scale.h"
@@ -110,8 +111,13 @@ struct UpdateOptions {
   // The learning rate by step, of a new run; a resumed one has its own. Default: the algorithm's lr
   // throughout.
   std::optional<LrSchedule> schedule;
+  // Parameters that go by other rates than the rest, by their names (zero/compute/parameter_groups.h), of a
+  // new run; a resumed one has its own. Rates that are given with a step (StepOptions::groups) come first.
+  // Default: none do.
+  std::vector<ParameterGroup> groups;
   // Of a resumed run, in the place of its own from here on. Default: its own.
   std::optional<LrSchedule> new_schedule;
+  std::optional<std::vector<ParameterGroup>> new_groups;
   std::optional<LossScaleOptions> new_loss_scale;
   // Whether tiles are updated in backward or in the next forward. Default: the planner's choice.
   tiering::UpdateOrder order = tiering::UpdateOrder::kAuto;
