@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/check.h"
 #include "plain_compute.h"
 #include "tests/leaks.h"
 #include "tests/soak.h"
@@ -94,12 +95,11 @@ class Fickle {
   DrivenEngine& driven() { return *driven_; }
   int64_t step() {
     int64_t step = 0;
-    EXPECT_TRUE(driven_
-                    ->Call([&](Engine& engine) {
-                      step = engine.step();
-                      return engine.usable();
-                    })
-                    .ok());
+    const absl::Status usable = driven_->Call([&](Engine& engine) {
+      step = engine.step();
+      return engine.usable();
+    });
+    PENSTOCK_CHECK(usable.ok(), usable.ToString().c_str());
     return step;
   }
 
@@ -119,8 +119,8 @@ class Fickle {
     Compute(Batches(next), kind, moment);
     if (other.joinable()) other.join();
     if (kind == 6) return false;  // its engine is closed in the middle of it
+    interrupted_ = false;         // or Finish would not wait either
     const auto result = driven_->Finish();
-    interrupted_ = false;
     EXPECT_TRUE(result.ok() || kind != kKinds) << result.status();
     return result.ok();
   }
