@@ -116,6 +116,7 @@ class Engine::Impl {
     lane_options.comm = options_.comm.get();
     lane_options.devices = devices_.comm.get();
     lane_options.parts = resources_->others();
+    lane_options.sums = resources_->sums();
     lane_options.stops = options_.hooks.stops;
     lane_options.network_memory = resources_->network_memory();
     LaneHooks hooks;
@@ -177,26 +178,58 @@ class Engine::Impl {
       return absl::InvalidArgumentError(
           absl::StrCat(batches.size(), " micro-batches given, ", options_.micro_batches, " planned for"));
     }
+    if (!step.update && calls_ + 1 >= options_.calls_per_step) {
+      return absl::InvalidArgumentError(absl::StrCat("call ", calls_ + 1, " of a step of ",
+                                                     options_.calls_per_step,
+                                                     " must update: EngineOptions::calls_per_step says how "
+                                                     "many calls make one"));
+    }
     RETURN_IF_ERROR(CheckRates(step.groups));
     decisions_.SetRates(step.groups);
-    if (ahead_norm_ < 0) AppendTraining();
+    if (ahead_norm_ >= 0 && ahead_updates_ != step.update) RETURN_IF_ERROR(AbandonAhead());
+    if (ahead_norm_ < 0) AppendTraining(step.update, calls_);
     const OpId norm = std::exchange(ahead_norm_, -1);
-    absl::Status begun =
-        compute_->Begin({.step = step_ + 1, .loss_gradient = LossGradient()}, std::move(batches));
+    const int first = calls_ * options_.micro_batches;
+    lanes_->set_first_micro_batch(first);
+    absl::Status begun = compute_->Begin(
+        {.step = step_ + 1, .first_micro_batch = first, .loss_gradient = LossGradient()}, std::move(batches));
     if (!begun.ok()) {
       ahead_norm_ = norm;  // the pass still waits for a batch: Flush ends it, and commits the step before
       return begun;
     }
-    if (step.next == Next::kTrain) AppendTraining();
+    const int calls_then = step.update ? 0 : calls_ + 1;
+    if (step.next == Next::kTrain) AppendTraining(calls_then + 1 >= options_.calls_per_step, calls_then);
     executor_->OpenGate(++gates_);
     RETURN_IF_ERROR(executor_->RunUntil(norm));
     if (!pass_failure_.ok()) return GiveUpStep();
     if (!checkpoint_status_.ok()) return checkpoint_status_;
+    calls_ = calls_then;
+    losses_.insert(losses_.end(), totals_.losses.begin(), totals_.losses.end());
+    if (!step.update) {
+      StepResult summed;
+      summed.step = step_ + 1;
+      summed.updated = false;
+      summed.loss = MeanOf(totals_.losses);
+      Account(&summed);
+      return summed;
+    }
     ++step_;
     StepResult& result = decisions_.at(step_).result;
     if (ahead_norm_ < 0 && !decisions_.last_is_replayed()) builder_->AssumptionHeld();
-    result.loss = std::accumulate(totals_.losses.begin(), totals_.losses.end(), 0.0) /
-                  static_cast<double>(totals_.losses.size());
+    result.loss = MeanOf(std::exchange(losses_, {}));
+    Account(&result);
+    last_result_ = result;
+    gradients_lost_ = false;
+    return result;
+  }
+
+  static double MeanOf(const std::vector<double>& losses) {
+    return std::accumulate(losses.begin(), losses.end(), 0.0) / static_cast<double>(losses.size());
+  }
+
+  // What a call took.
+  void Account(StepResult* of_call) {
+    StepResult& result = *of_call;
     result.stops = totals_.stops;
     const double now = lanes_->Now();
     result.seconds = now - std::exchange(last_end_, now);
@@ -211,9 +244,6 @@ class Engine::Impl {
     result.optimizer_seconds = of(usage.busy_seconds, tiering::Lane::kUpdate);
     result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead) + std::exchange(owed_read_bytes_, 0);
     result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite) + std::exchange(owed_write_bytes_, 0);
-    last_result_ = result;
-    gradients_lost_ = false;
-    return result;
   }
 
   absl::Status SetOrder(std::vector<int> stages) {
@@ -270,6 +300,10 @@ class Engine::Impl {
     if (resources_->others() != nullptr) return OnePartOnly();
     RETURN_IF_ERROR(BroadcastError(Flush()));
     if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
+    if (calls_ > 0) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("step ", step_ + 1, " has more calls to come: its gradients are not final"));
+    }
     if (gradients_lost_) {
       return absl::FailedPreconditionError("the last step failed, and its gradients are gone with it");
     }
@@ -462,7 +496,7 @@ class Engine::Impl {
 
   // The step's loss is the mean over its micro-batches, of all ranks.
   double LossGradient() const {
-    return decisions_.loss_scale() / (options_.micro_batches * options_.world());
+    return decisions_.loss_scale() / (options_.micro_batches * options_.calls_per_step * options_.world());
   }
 
   // The last step once more, with what was written or is said of it since.
@@ -546,14 +580,17 @@ class Engine::Impl {
     return payload.dump();
   }
 
-  void AppendTraining() {
-    const bool in_backward = decisions_.ChoosesInBackward(plan_.plan);
-    std::vector<Op> ops = builder_->Append(Pass::kTrain, 0, in_backward);
+  // The next call, after so many of its step.
+  void AppendTraining(bool update, int calls) {
+    const bool in_backward = update && decisions_.ChoosesInBackward(plan_.plan);
+    std::vector<Op> ops = builder_->Append(update ? Pass::kTrain : Pass::kSum, 0, in_backward,
+                                           /*continues=*/calls > 0);
     operations_ = static_cast<int64_t>(ops.size());
     executor_->Append(std::move(ops));
-    if (in_backward) decisions_.InBackward(builder_->next_step() - 1);
     ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
-    ahead_step_ = builder_->next_step() - 1;
+    ahead_step_ = builder_->next_step() - (update ? 1 : 0);
+    ahead_updates_ = update;
+    if (in_backward) decisions_.InBackward(ahead_step_);
     AppendPersistIfDue();
   }
 
@@ -620,6 +657,9 @@ class Engine::Impl {
     pass_failure_ = absl::OkStatus();  // of what had begun behind it
     abandoned_step_ = 0;
     lanes_->ForgetFailedPass();
+    lanes_->ForgetSums();
+    calls_ = 0;
+    losses_.clear();
     AddUsage(executor_->TakeUsage());
     if (status.ok() && store() != nullptr) {
       if (static_cast<int64_t>(store()->committed_step()) != step_) {
@@ -689,10 +729,11 @@ class Engine::Impl {
       lanes_->set_assumption(decisions_.Assume(op.step));
       return absl::OkStatus();
     }
-    if (op.kind != OpKind::kNorm) return absl::OkStatus();
-    if (checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
+    if (op.kind != OpKind::kNorm && op.kind != OpKind::kSummed) return absl::OkStatus();
+    if (op.kind == OpKind::kNorm && checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
     totals_ = lanes_->totals();
     if (!totals_.failure.ok()) return PassFailed(op, totals_.failure) ? absl::OkStatus() : totals_.failure;
+    if (op.kind == OpKind::kSummed) return absl::OkStatus();
     ASSIGN_OR_RETURN(UpdateDecision decision,
                      decisions_.Decide(op.step, totals_.squares, plan_.plan.in_backward_share()));
     lanes_->set_decision(decision);
@@ -803,6 +844,9 @@ class Engine::Impl {
   int64_t gates_ = 0;
   OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
   int64_t ahead_step_ = 0;
+  bool ahead_updates_ = true;   // it is its step's last call
+  int calls_ = 0;               // of the step under way that were made,
+  std::vector<double> losses_;  // and their losses
   int64_t abandoned_step_ = 0;  // while it is run through
   std::string commit_payload_;
   StepResult last_result_;  // of this process; step 0: none

@@ -76,6 +76,9 @@ struct StepResult {
   double loss_scale = 1;
   bool skipped = false;  // a gradient was not finite
   bool stops = false;    // EngineHooks::stops was true, on this rank or another
+  // false: a call that only summed (StepOptions::update); `step` is the one that it is part of, `loss` that
+  // of its own micro-batches.
+  bool updated = true;
   // Share of the tiles whose update was made in backward, and whether it then had to be made again.
   double in_backward = 0;
   bool replayed = false;
@@ -114,6 +117,9 @@ struct StepOptions {
 
   // kTrain lets the reads of the step after it start now.
   Next next;
+  // false: the call's gradients are added to those of its step's calls before, and wait for more
+  // (EngineOptions::calls_per_step). A step may be ended earlier than with its last call.
+  bool update = true;
   // What its updates go by: for each group of parameters (ParameterSpec::group), or one for all. Default: the
   // schedule.
   std::vector<GroupRates> groups;
@@ -134,8 +140,11 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // One training step over EngineOptions::micro_batches micro-batches. kInvalidArgument: other numbers of
-  // them or of groups, or rates that no optimizer has.
+  // One training step, or call of one, over EngineOptions::micro_batches micro-batches. Losses and updates of
+  // a step of several calls have the bits of one call with all micro-batches, where each block has one use.
+  // After an error of a call its step begins again, with its first call; so it does in a resumed run.
+  // kInvalidArgument: other numbers of micro-batches or of groups, more calls without update than a step has,
+  // or rates that no optimizer has.
   absl::StatusOr<StepResult> Step(std::vector<Batch> batches, StepOptions options = {});
   // The stages run in this order from the next step on: a permutation of the model's, which keeps its last
   // one, since that gives the loss. Reads that were made ahead for another order are dropped, which costs

@@ -175,8 +175,13 @@ struct EngineHooks {
 struct EngineOptions {
   // Of weights and gradients. Default: bf16.
   kernels::DType dtype = kernels::DType::kBf16;
-  // Micro-batches a step: gradient accumulation. Default 1.
+  // Micro-batches of one call of Step, which go through the model together: gradient accumulation. Default 1.
   int micro_batches = 1;
+  // Calls of Step that make one step, all but the last with StepOptions::update false. A loss's gradient is
+  // divided by the micro-batches of so many. Between calls fp32 sums wait: with state in memory there, with
+  // state on a drive in a file without a name, which costs 8 bytes a trained parameter and call. One call
+  // with all micro-batches costs none of that. Default 1.
+  int calls_per_step = 1;
   // One micro-batch of the run's shapes; only shapes and types matter.
   Batch example;
   // false: Evaluate only (sampling, evaluation of a finished run). Default: trains.
