@@ -109,6 +109,8 @@ absl::Status Arena::Map(const ArenaOptions& options) {
     }
   }
   mapping_ = static_cast<std::byte*>(mapped);
+  if (madvise(mapped, mapping_bytes_, MADV_DONTFORK) != 0)
+    notes_.push_back(absl::StrCat("forked children share the arena's memory: ", ErrnoText(errno)));
   const auto address = reinterpret_cast<uint64_t>(mapping_);
   data_ = mapping_ + (AlignUp(address, kHugePageBytes) - address);
   if (options.numa_node >= 0) {
@@ -164,7 +166,8 @@ void Arena::CheckHugePages() {
 }
 
 Arena::~Arena() {
-  if (mapping_ != nullptr) munmap(mapping_, mapping_bytes_);
+  // In a forked child the addresses may be those of something else by now.
+  if (mapping_ != nullptr && made_in_.here()) munmap(mapping_, mapping_bytes_);
 }
 
 bool Arena::Contains(const void* pointer, uint64_t bytes) const {
@@ -173,6 +176,7 @@ bool Arena::Contains(const void* pointer, uint64_t bytes) const {
 }
 
 absl::StatusOr<Region> Arena::Allocate(uint64_t bytes, uint64_t alignment) {
+  RETURN_IF_ERROR(made_in_.Check("this arena"));
   if (bytes == 0) return absl::InvalidArgumentError("arena: a region of 0 bytes asked for");
   if (!IsPowerOfTwo(alignment) || alignment > kHugePageBytes) {
     return absl::InvalidArgumentError(
@@ -228,6 +232,7 @@ absl::StatusOr<Region> Arena::Allocate(uint64_t bytes, uint64_t alignment) {
 }
 
 void Arena::Free(uint64_t offset, uint64_t held_bytes, uint64_t asked_bytes) {
+  if (!made_in_.here()) return;  // a thread that the child does not have may hold the lock
   const std::lock_guard<std::mutex> lock(mutex_);
   auto next = std::lower_bound(free_.begin(), free_.end(), offset,
                                [](const FreeRun& run, uint64_t at) { return run.offset < at; });
@@ -251,6 +256,7 @@ void Arena::Free(uint64_t offset, uint64_t held_bytes, uint64_t asked_bytes) {
 }
 
 ArenaStats Arena::stats() const {
+  if (!made_in_.here()) return {};
   const std::lock_guard<std::mutex> lock(mutex_);
   ArenaStats stats;
   stats.bytes = bytes_;

@@ -12,7 +12,9 @@
 //   again */ }
 //
 // The size is a hard limit: the arena never grows. Threads: everything is thread-safe. Ownership: a Region
-// gives its bytes back when it is destroyed and must not outlive its arena.
+// gives its bytes back when it is destroyed and must not outlive its arena. A forked child has none of its
+// memory (MADV_DONTFORK), so that a fork neither copies it nor moves it away from a transfer in flight: to
+// touch it there ends the child.
 #ifndef PENSTOCK_AIO_ARENA_H_
 #define PENSTOCK_AIO_ARENA_H_
 
@@ -27,6 +29,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/bytes.h"
+#include "base/process_mark.h"
 
 namespace penstock::aio {
 
@@ -103,7 +106,7 @@ class Arena {
   // default is what direct I/O wants). Best fit; O(number of free runs), no heap allocation once the free
   // list has grown to its working size. kResourceExhausted is back-pressure: it says how much was asked, is
   // free, and is free in one piece. kInvalidArgument: more than the whole arena, 0 bytes or a bad alignment;
-  // waiting would never help.
+  // waiting would never help. kFailedPrecondition: in a forked child.
   absl::StatusOr<Region> Allocate(uint64_t bytes, uint64_t alignment = kSectorBytes);
 
   std::byte* data() const { return data_; }
@@ -130,6 +133,7 @@ class Arena {
   void CheckHugePages();
   void Free(uint64_t offset, uint64_t held_bytes, uint64_t asked_bytes);
 
+  const ProcessMark made_in_;
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
   std::byte* mapping_ = nullptr;  // data_ is the first 2 MiB boundary within the mapping

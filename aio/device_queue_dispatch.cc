@@ -157,6 +157,7 @@ bool DeviceQueue::MakeBounceBuffers() {
   void* const mapped = mmap(nullptr, bounce_bytes_ * core_.options.bounce_buffers, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return false;
+  (void)madvise(mapped, bounce_bytes_ * core_.options.bounce_buffers, MADV_DONTFORK);  // as arenas
   bounce_memory_ = static_cast<std::byte*>(mapped);
   for (uint32_t i = 0; i < core_.options.bounce_buffers; ++i) free_bounces_.push_back(static_cast<int>(i));
   return true;

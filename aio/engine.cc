@@ -230,6 +230,10 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(EngineOptions options) {
 }
 
 Engine::~Engine() {
+  if (!made_in_.here()) {
+    (void)impl_.release();  // its threads, and what they hold, are the parent's
+    return;
+  }
   impl_->shutting_down = true;
   const size_t count = impl_->lane_count;
   for (size_t i = 0; i < count; ++i) {
@@ -299,6 +303,7 @@ void Engine::Impl::Reset(Request& request) const {
 absl::Status Engine::Submit(Request* request) { return Submit(std::span<Request* const>(&request, 1)); }
 
 absl::Status Engine::Submit(std::span<Request* const> requests) {
+  RETURN_IF_ERROR(made_in_.Check("this I/O engine"));
   if (impl_->shutting_down.load(std::memory_order_acquire)) {
     return absl::FailedPreconditionError("submit: the engine is shutting down");
   }
@@ -390,6 +395,7 @@ absl::Status Engine::Wait(Request* request, int64_t timeout_ms) {
 }
 
 absl::Status Engine::WaitAll(std::span<Request* const> requests, int64_t timeout_ms) {
+  RETURN_IF_ERROR(made_in_.Check("this I/O engine"));
   if (DeviceQueue::InCallback(&impl_->core)) return RefuseWaitInCallback();
   const int64_t deadline_ns = impl_->Deadline(timeout_ms);
   // The last first: it is likely to be the last to finish, and then the others cost no wake-up.
@@ -410,7 +416,7 @@ size_t Engine::WaitSome(std::span<Request* const> requests, size_t count, int64_
     return static_cast<size_t>(
         std::count_if(requests.begin(), requests.end(), [&](const Request* r) { return impl_->Over(r); }));
   };
-  if (!DeviceQueue::InCallback(&impl_->core)) {
+  if (made_in_.here() && !DeviceQueue::InCallback(&impl_->core)) {
     const size_t wanted = std::min(count, requests.size());
     impl_->WaitUntil([&] { return finished() >= wanted; }, nullptr, impl_->Deadline(timeout_ms));
   }
@@ -418,6 +424,7 @@ size_t Engine::WaitSome(std::span<Request* const> requests, size_t count, int64_
 }
 
 absl::Status Engine::Drain(int64_t timeout_ms) {
+  RETURN_IF_ERROR(made_in_.Check("this I/O engine"));
   if (DeviceQueue::InCallback(&impl_->core)) return RefuseWaitInCallback();
   const auto over = [&] { return impl_->core.pending.load(std::memory_order_seq_cst) == 0; };
   if (impl_->WaitUntil(over, nullptr, impl_->Deadline(timeout_ms))) return absl::OkStatus();
@@ -426,7 +433,7 @@ absl::Status Engine::Drain(int64_t timeout_ms) {
 }
 
 void Engine::Cancel(Request* request) {
-  if (request->file_ == nullptr || !request->pending()) return;
+  if (!made_in_.here() || request->file_ == nullptr || !request->pending()) return;
   DeviceQueue* const lane = impl_->FindQueue(*request->file_);
   if (lane == nullptr) return;
   request->cancel_.store(true, std::memory_order_relaxed);
@@ -450,6 +457,7 @@ void Engine::set_max_in_flight(uint64_t read_bytes, uint64_t write_bytes) {
 }
 
 EngineStats Engine::stats() const {
+  if (!made_in_.here()) return {};
   EngineStats stats;
   stats.backend = backend_name();
   {
@@ -480,6 +488,7 @@ const Clock& Engine::clock() const { return *impl_->core.clock; }
 std::string Engine::backend_name() const { return std::string(impl_->lanes[0]->backend_name()); }
 
 std::string Engine::DescribePending(size_t limit) const {
+  if (!made_in_.here()) return "";
   std::vector<std::string> lines;
   const size_t count = impl_->lane_count.load(std::memory_order_acquire);
   for (size_t i = 0; i < count; ++i) impl_->lanes[i]->Describe(limit, lines);
@@ -489,19 +498,19 @@ std::string Engine::DescribePending(size_t limit) const {
 bool Engine::virtual_time() const { return impl_->virtual_time; }
 
 size_t Engine::Poll() {
-  if (!impl_->virtual_time || DeviceQueue::InCallback(&impl_->core)) return 0;
+  if (!made_in_.here() || !impl_->virtual_time || DeviceQueue::InCallback(&impl_->core)) return 0;
   const std::lock_guard<std::recursive_mutex> lock(impl_->core.turn_mutex);
   return impl_->PollLocked();
 }
 
 int64_t Engine::NextEventNs() const {
-  if (!impl_->virtual_time) return kNever;
+  if (!made_in_.here() || !impl_->virtual_time) return kNever;
   const std::lock_guard<std::recursive_mutex> lock(impl_->core.turn_mutex);
   return impl_->NextEventNs();
 }
 
 void Engine::RunUntil(int64_t ns) {
-  if (!impl_->virtual_time || DeviceQueue::InCallback(&impl_->core)) return;
+  if (!made_in_.here() || !impl_->virtual_time || DeviceQueue::InCallback(&impl_->core)) return;
   const std::lock_guard<std::recursive_mutex> lock(impl_->core.turn_mutex);
   VirtualClock& clock = impl_->core.options.sim->clock();
   impl_->PollLocked();

@@ -33,6 +33,8 @@
 // reported done that is not.
 //
 // Threads: everything is thread-safe. Callbacks run on the lane's thread. No heap allocation per request.
+// A forked child has an engine without threads: what would submit or wait there is kFailedPrecondition at
+// once, and to destroy it leaves everything to the parent.
 #ifndef PENSTOCK_AIO_ENGINE_H_
 #define PENSTOCK_AIO_ENGINE_H_
 
@@ -52,6 +54,7 @@
 #include "aio/file.h"
 #include "aio/request.h"
 #include "aio/stats.h"
+#include "base/process_mark.h"
 
 namespace penstock::aio {
 
@@ -173,6 +176,7 @@ class Engine {
  private:
   class Impl;
   explicit Engine(std::unique_ptr<Impl> impl);
+  const ProcessMark made_in_;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -299,6 +299,11 @@ absl::Status File::OpenSimulated(const FileOptions& options) {
 }
 
 File::~File() {
+  if (!made_in_.here()) {
+    // The child's own descriptor goes, and with its last one the parent's lock. The lanes are not here.
+    if (fd_ >= 0) close(fd_);
+    return;
+  }
   std::vector<FileUser*> users;
   {
     const std::lock_guard<std::mutex> lock(users_mutex_);
@@ -306,6 +311,8 @@ File::~File() {
   }
   for (FileUser* user : users) user->ForgetFile(*this);
   if (sim_ != nullptr) sim_->Unlock(*sim_file_, this);
+  // A forked child that has a copy of the descriptor does not keep the lock.
+  if (locked_) (void)flock(fd_, LOCK_UN);
   if (fd_ >= 0) close(fd_);
 }
 
@@ -322,6 +329,7 @@ absl::StatusOr<uint64_t> File::Size() const {
 }
 
 absl::Status File::Preallocate(uint64_t bytes) {
+  RETURN_IF_ERROR(made_in_.Check(path_));
   ASSIGN_OR_RETURN(const uint64_t now, Size());
   if (is_block_device_) {
     if (bytes <= now) return absl::OkStatus();
@@ -365,6 +373,7 @@ absl::Status File::Preallocate(uint64_t bytes) {
 }
 
 absl::Status File::Resize(uint64_t bytes) {
+  RETURN_IF_ERROR(made_in_.Check(path_));
   if (sim_ != nullptr) return sim_->Resize(*sim_file_, bytes);
   int result = 0;
   do {
@@ -383,6 +392,7 @@ absl::Status File::SyncData() const {
 }
 
 absl::Status File::Lock(int patience_ms, bool shared) {
+  RETURN_IF_ERROR(made_in_.Check(path_));
   if (sim_ != nullptr) return sim_->Lock(*sim_file_, this);
   const auto give_up = std::chrono::steady_clock::now() + std::chrono::milliseconds(patience_ms);
   while (flock(fd_, (shared ? LOCK_SH : LOCK_EX) | LOCK_NB) != 0) {
@@ -395,6 +405,7 @@ absl::Status File::Lock(int patience_ms, bool shared) {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
+  locked_ = true;
   return absl::OkStatus();
 }
 

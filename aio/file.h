@@ -25,6 +25,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/process_mark.h"
 
 namespace penstock::aio {
 
@@ -120,11 +121,13 @@ class File {
   absl::Status OpenOnDisk(const FileOptions& options);
   absl::Status OpenSimulated(const FileOptions& options);
 
+  const ProcessMark made_in_;
   std::string path_;
   int fd_ = -1;
   bool read_only_ = false;
   bool direct_ = true;
   bool preallocated_ = false;
+  bool locked_ = false;
   bool is_block_device_ = false;
   uint64_t device_ = 0;
   std::string device_name_;

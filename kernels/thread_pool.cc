@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -42,7 +43,8 @@ void SetFloatMode(uint32_t mode) {
 }  // namespace
 
 struct ThreadPool::Impl {
-  std::mutex turn;  // held by the caller whose work runs
+  const pid_t process = getpid();  // whose the helpers are: a forked child has none
+  std::mutex turn;                 // held by the caller whose work runs
   std::vector<std::thread> helpers;
 
   // The work in flight. Written by the caller before `generation` moves, read by helpers after.
@@ -118,6 +120,10 @@ ThreadPool::ThreadPool(int threads, std::vector<int> cpus) : impl_(std::make_uni
 }
 
 ThreadPool::~ThreadPool() {
+  if (impl_->process != getpid()) {
+    (void)impl_.release();  // threads that are not here cannot be joined
+    return;
+  }
   {
     const std::lock_guard<std::mutex> lock(impl_->turn);
     impl_->stop = true;
@@ -135,7 +141,7 @@ void ThreadPool::ParallelFor(size_t n, size_t grain,
   grain = std::max<size_t>(grain, 1);
   Impl& impl = *impl_;
   const size_t threads = impl.helpers.size() + 1;
-  if (threads == 1 || n <= grain || current_pool == &impl) {
+  if (threads == 1 || n <= grain || current_pool == &impl || impl.process != getpid()) {
     work(0, n);
     return;
   }

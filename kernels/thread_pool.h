@@ -35,7 +35,8 @@ class ThreadPool {
   // each (a thread that is done takes the next piece: a busy core slows only its own), and returns when all
   // are done. `work` must not throw. Any thread may call; calls from several threads take turns, and a call
   // from inside `work` runs on the spot. The helpers take over the caller's floating-point mode (rounding,
-  // flush-to-zero), so that it cannot make a piece differ.
+  // flush-to-zero), so that it cannot make a piece differ. In a forked child, which has no helpers, the
+  // calling thread does it all.
   void ParallelFor(size_t n, size_t grain, const std::function<void(size_t begin, size_t end)>& work);
 
  private:

@@ -763,7 +763,9 @@ absl::Status DriveOptimizer::Impl::CopyStates(std::span<const StatePlaces> state
 }
 
 DriveOptimizer::DriveOptimizer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-DriveOptimizer::~DriveOptimizer() = default;
+DriveOptimizer::~DriveOptimizer() {
+  if (!made_in_.here()) (void)impl_.release();
+}
 
 absl::StatusOr<std::unique_ptr<DriveOptimizer>> DriveOptimizer::Create(DriveOptimizerOptions options) {
   auto impl = std::make_unique<Impl>(std::move(options));
@@ -772,13 +774,19 @@ absl::StatusOr<std::unique_ptr<DriveOptimizer>> DriveOptimizer::Create(DriveOpti
 }
 
 absl::StatusOr<int> DriveOptimizer::Add(std::span<const Parameter> parameters) {
+  RETURN_IF_ERROR(made_in_.Check("this optimizer"));
   return impl_->Add(parameters);
 }
-absl::Status DriveOptimizer::Step(std::span<const Update> updates) { return impl_->Step(updates); }
+absl::Status DriveOptimizer::Step(std::span<const Update> updates) {
+  RETURN_IF_ERROR(made_in_.Check("this optimizer"));
+  return impl_->Step(updates);
+}
 absl::Status DriveOptimizer::SetStates(std::span<const StateValues> states) {
+  RETURN_IF_ERROR(made_in_.Check("this optimizer"));
   return impl_->SetStates(states);
 }
 absl::Status DriveOptimizer::CopyStates(std::span<const StatePlaces> states, int descriptor) {
+  RETURN_IF_ERROR(made_in_.Check("this optimizer"));
   return impl_->CopyStates(states, descriptor);
 }
 const absl::Status& DriveOptimizer::broken() const { return impl_->broken(); }

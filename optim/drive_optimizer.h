@@ -32,7 +32,7 @@
 // any more; every call but SetStates of everything is then refused (kFailedPrecondition, with the first
 // error).
 //
-// Threads: one call at a time.
+// Threads: one call at a time. A forked child makes its own: each call there is kFailedPrecondition.
 #ifndef PENSTOCK_OPTIM_DRIVE_OPTIMIZER_H_
 #define PENSTOCK_OPTIM_DRIVE_OPTIMIZER_H_
 
@@ -49,6 +49,7 @@
 #include "absl/status/statusor.h"
 #include "aio/bytes.h"
 #include "aio/engine.h"
+#include "base/process_mark.h"
 #include "kernels/optimizer.h"
 
 namespace penstock::optim {
@@ -157,6 +158,7 @@ class DriveOptimizer {
  private:
   class Impl;
   explicit DriveOptimizer(std::unique_ptr<Impl> impl);
+  const ProcessMark made_in_;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -242,7 +242,8 @@ PartialCheckpoint::PartialCheckpoint(std::string parent, uint64_t step, int rank
       directory_(rank < 0 ? whole_ : RankDirectory(whole_, rank)) {}
 
 PartialCheckpoint::PartialCheckpoint(PartialCheckpoint&& other) noexcept
-    : lock_(other.lock_),
+    : made_in_(other.made_in_),
+      lock_(other.lock_),
       parent_(std::move(other.parent_)),
       name_(std::move(other.name_)),
       whole_(std::move(other.whole_)),
@@ -250,7 +251,7 @@ PartialCheckpoint::PartialCheckpoint(PartialCheckpoint&& other) noexcept
 
 PartialCheckpoint::~PartialCheckpoint() {
   // Should this fail too, the next checkpoint or the next start tries again.
-  if (directory_.empty()) return;
+  if (directory_.empty() || !made_in_.here()) return;
   (void)RemoveStoreDirectory(directory_);
   if (directory_ != whole_) (void)::rmdir(whole_.c_str());  // the last rank's succeeds
 }

@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/process_mark.h"
 #include "swap/checkpoint_lock.h"
 #include "swap/format.h"
 
@@ -43,6 +44,7 @@ class PartialCheckpoint {
  private:
   PartialCheckpoint(std::string parent, uint64_t step, int rank, CheckpointLock* lock);
 
+  ProcessMark made_in_;
   CheckpointLock* lock_;
   std::string parent_;
   std::string name_;

@@ -127,12 +127,20 @@ absl::Status CheckpointLock::Check() {
 }
 
 CheckpointLock::~CheckpointLock() {
+  if (!made_in_.here()) {
+    if (fd_ >= 0) {
+      ::close(fd_);
+      ::close(directory_fd_);
+    }
+    return;
+  }
   if (fd_ >= 0) {
     // Before it is given up: nobody has locked a file of this name but the holder. What somebody else put
     // there, with something in it, stays.
     struct stat file {};
     if (::fstat(fd_, &file) == 0 && S_ISREG(file.st_mode) && file.st_size == 0 && IsFileAt(fd_, path_))
       (void)::unlink(path_.c_str());
+    (void)::flock(fd_, LOCK_UN);  // a forked child may have a copy of the descriptor
     ::close(fd_);
     ::close(directory_fd_);
   }

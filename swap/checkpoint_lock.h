@@ -14,6 +14,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/process_mark.h"
 
 namespace penstock::swap {
 
@@ -31,7 +32,8 @@ class CheckpointLock {
   // removed, it is made and taken again. kNotFound: something else stands there, or another holds it. One
   // thread at a time.
   absl::Status Check();
-  // Gives it up, and removes the directories that Take made, where nothing was kept in them.
+  // Gives it up, and removes the directories that Take made, where nothing was kept in them. In a forked
+  // child neither: it is the parent's.
   ~CheckpointLock();
   CheckpointLock(const CheckpointLock&) = delete;
   CheckpointLock& operator=(const CheckpointLock&) = delete;
@@ -40,6 +42,7 @@ class CheckpointLock {
   CheckpointLock(std::string parent, std::vector<std::string> made);
   absl::Status Lost(const std::string& why) const;
 
+  const ProcessMark made_in_;
   const std::string parent_, path_;      // the directory, and the lock's file in it
   const std::vector<std::string> made_;  // directories, the outermost first
   int fd_ = -1;

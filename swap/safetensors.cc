@@ -207,7 +207,7 @@ absl::StatusOr<std::unique_ptr<SafetensorsWriter>> SafetensorsWriter::Create(
 
 SafetensorsWriter::~SafetensorsWriter() {
   if (fd_ >= 0) ::close(fd_);
-  if (!temporary_.empty()) (void)::unlink(temporary_.c_str());
+  if (!temporary_.empty() && made_in_.here()) (void)::unlink(temporary_.c_str());
 }
 
 absl::Status SafetensorsWriter::WriteFully(const void* data, uint64_t bytes) {

@@ -24,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/process_mark.h"
 
 namespace penstock::swap {
 
@@ -87,6 +88,7 @@ class SafetensorsWriter {
   SafetensorsWriter() = default;
   absl::Status WriteFully(const void* data, uint64_t bytes);
 
+  const ProcessMark made_in_;
   std::string path_;
   std::string temporary_;  // empty: the file has no name yet
   int fd_ = -1;

@@ -55,6 +55,7 @@
 #include "aio/engine.h"
 #include "aio/file.h"
 #include "aio/request.h"
+#include "base/process_mark.h"
 #include "swap/aligned_buffer.h"
 #include "swap/commit.h"
 #include "swap/format.h"
@@ -380,6 +381,7 @@ class Store {
   void StartCommitStage(CommitIo* io, CommitIo::Step stage);
   void EndCommit(CommitIo* io);
 
+  const ProcessMark made_in_;
   aio::Engine& engine_;
   StoreOptions options_;
   StoreShape shape_;

@@ -206,6 +206,7 @@ class PyTrainingEngine {
       nb::gil_scoped_release release;
       result = of.Finish();
     }
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();
     const zero::StepResult step = ValueOfEngine(std::move(result));
     if (trains_) {
       Call([&](zero::Engine& engine) {

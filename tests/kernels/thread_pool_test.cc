@@ -1,8 +1,11 @@
 #include "kernels/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <atomic>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -71,6 +74,22 @@ TEST(ThreadPool, PinningToAnyCpuListWorks) {
   std::atomic<size_t> total = 0;
   pool.ParallelFor(100, 1, [&](size_t begin, size_t end) { total += end - begin; });
   EXPECT_EQ(total, 100u);
+}
+
+TEST(ThreadPool, AForkedChildDoesTheWorkAlone) {
+  auto pool = std::make_unique<ThreadPool>(3);
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    alarm(20);
+    std::atomic<size_t> total = 0;
+    pool->ParallelFor(1000, 1, [&](size_t begin, size_t end) { total += end - begin; });
+    pool.reset();
+    _exit(total == 1000 ? 0 : 1);
+  }
+  int how = 0;
+  ASSERT_EQ(waitpid(child, &how, 0), child);
+  EXPECT_TRUE(WIFEXITED(how) && WEXITSTATUS(how) == 0) << how;
 }
 
 #if defined(__x86_64__)

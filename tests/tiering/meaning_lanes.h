@@ -98,7 +98,12 @@ class MeaningLanes : public Lanes {
     if (op.kind == OpKind::kNorm) {
       EXPECT_EQ(finalized_, TrainedBlocks()) << "norm before every gradient was final";
       finalized_ = 0;
+      calls_ = 0;
       ++norms_;
+    }
+    if (op.kind == OpKind::kSummed) {
+      EXPECT_EQ(finalized_, 0U) << "a gradient that is final before the step's last call";
+      ++calls_;
     }
     return absl::OkStatus();
   }
@@ -115,6 +120,7 @@ class MeaningLanes : public Lanes {
   int64_t norms() const { return norms_; }
   int64_t commits() const { return commits_; }
   int64_t persisted() const { return persisted_; }
+  int64_t sums_read() const { return sums_read_; }
   int64_t early_updates() const { return early_updates_; }
   int64_t replayed_updates() const { return replayed_updates_; }
   int64_t updates_there() const { return updates_there_; }
@@ -155,8 +161,12 @@ class MeaningLanes : public Lanes {
   // They are complete.
   void CheckSums(const Op& op) {
     EXPECT_EQ(SumsOf(op).of, (OfBlockAt{op.block, op.step}));
-    EXPECT_EQ(SumsOf(op).addends, plan_.blocks[op.block].uses * plan_.micro_batches);
+    EXPECT_EQ(SumsOf(op).addends, AddendsOf(op.block) * (calls_ + 1));
   }
+  // Of one call.
+  int AddendsOf(BlockIndex block) const { return plan_.blocks[block].uses * plan_.micro_batches; }
+  // fp32 gradients are summed where they wait.
+  Sums& SummedAt(const Op& op) { return HasSums(op) ? SumsOf(op) : sums_in_place_[op.gradient_slot]; }
 
   // Nothing in flight may touch what this operation changes, nor change what it reads.
   void Check(const Op& op) {
@@ -344,6 +354,9 @@ class MeaningLanes : public Lanes {
           }
           ++sums.addends;
         } else {
+          Sums& sums = sums_in_place_[op.gradient_slot];
+          if (sums.of != OfBlockAt(op.block, op.step)) sums = {{op.block, op.step}, 0};
+          ++sums.addends;
           gradient_[op.gradient_slot] = {op.block, op.step};
         }
         break;
@@ -393,7 +406,22 @@ class MeaningLanes : public Lanes {
           CheckSums(op);
         } else {
           EXPECT_EQ(gradient_[op.gradient_slot], (OfBlockAt{op.block, op.step}));
+          if (plan_.world == 1 && !plan_.device.has_own_memory) {
+            EXPECT_EQ(SummedAt(op).addends, AddendsOf(op.block) * (calls_ + 1));
+          }
         }
+        break;
+      case OpKind::kWriteSums:
+        EXPECT_EQ(SummedAt(op).of, (OfBlockAt{op.block, op.step}));
+        EXPECT_EQ(SummedAt(op).addends, AddendsOf(op.block) * (calls_ + 1));
+        EXPECT_FALSE(plan_.keeps_sums(op.block));
+        break;
+      case OpKind::kReadSums:
+        EXPECT_EQ(written_sums_[op.block].of, (OfBlockAt{op.block, op.step}));
+        // Maybe before the call that wrote them is over, in which other blocks still compute.
+        EXPECT_EQ(written_sums_[op.block].addends, AddendsOf(op.block) * written_calls_[op.block]);
+        EXPECT_GT(written_calls_[op.block], 0);
+        SummedAt(op) = {};
         break;
       case OpKind::kWriteInput:
         EXPECT_EQ(inputs_.count({op.position, op.micro_batch}), 1u);
@@ -546,6 +574,14 @@ class MeaningLanes : public Lanes {
             << op.position;
         inputs_.erase({op.position, op.micro_batch});
         break;
+      case OpKind::kWriteSums:
+        written_sums_[op.block] = std::exchange(SummedAt(op), {});
+        ++written_calls_[op.block];
+        break;
+      case OpKind::kReadSums:
+        SummedAt(op) = written_sums_[op.block];
+        ++sums_read_;
+        break;
       case OpKind::kWriteInput:
         written_inputs_.insert({op.position, op.micro_batch});
         inputs_.erase({op.position, op.micro_batch});
@@ -558,6 +594,7 @@ class MeaningLanes : public Lanes {
           SumsOf(op).addends = 0;
           gradient_[op.gradient_slot] = {op.block, op.step};
         }
+        written_calls_[op.block] = 0;
         ++finalized_;
         break;
       case OpKind::kAllGather:
@@ -660,7 +697,12 @@ class MeaningLanes : public Lanes {
   int64_t early_updates_ = 0, replayed_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0,
           writes_in_parts_ = 0;
   size_t finalized_ = 0;
-  std::set<TileOfBlock> unchecked_;  // weights that were read, by the transfer that every tile has
+  int calls_ = 0;  // of the step under way that are over
+  int64_t sums_read_ = 0;
+  std::map<GradientSlot, Sums> sums_in_place_;
+  std::map<BlockIndex, Sums> written_sums_;
+  std::map<BlockIndex, int> written_calls_;  // that are in those
+  std::set<TileOfBlock> unchecked_;          // weights that were read, by the transfer that every tile has
   int64_t norms_ = 0;
   int64_t commits_ = 0, persisted_ = 0;
 };
@@ -673,6 +715,7 @@ struct Counted {
   int64_t there = 0;      // updates of tiles on a device
   int64_t past_host = 0;  // tiles' weights read to a device past host memory
   int64_t in_parts = 0;   // tiles written in two parts
+  int64_t sums_read = 0;  // blocks' sums, from the drive
 };
 
 // Some passes of every kind, in a random order unless `random` is null: training only.
@@ -701,7 +744,14 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
       executor.Append(builder.Append(Pass::kFlush));
     } else {
       const bool in_backward = random == nullptr || (*random)() % 4 != 0;
-      executor.Append(builder.Append(Pass::kTrain, 0, in_backward));
+      for (int call = 1; call < plan.calls; ++call) {
+        executor.Append(builder.Append(Pass::kSum, 0, in_backward, /*continues=*/call > 1));
+        ++gates;
+        if (random == nullptr || (*random)() % 3 != 0) continue;
+        executor.Append(builder.Append(Pass::kEvaluate, 1));
+        ++gates;
+      }
+      executor.Append(builder.Append(Pass::kTrain, 0, in_backward, /*continues=*/plan.calls > 1));
       ++gates;
       ++steps;
     }
@@ -723,8 +773,8 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   EXPECT_EQ(lanes.commits(), steps);
   for (const auto& [tile, version] : lanes.drive())
     EXPECT_EQ(version, plan.blocks[tile.first].updates(tile.second) ? 2 * steps : 0);
-  return {lanes.early_updates(), lanes.replayed_updates(), lanes.persisted(),
-          lanes.updates_there(), lanes.reads_past_host(),  lanes.writes_in_parts()};
+  return {lanes.early_updates(),   lanes.replayed_updates(), lanes.persisted(), lanes.updates_there(),
+          lanes.reads_past_host(), lanes.writes_in_parts(),  lanes.sums_read()};
 }
 
 }  // namespace penstock::tiering

@@ -89,6 +89,45 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
   EXPECT_GT(late, 20);
 }
 
+// Sums wait for the calls behind them in memory, or on the drive, and are final with the last.
+TEST(Program, EachCallOfAStepAddsToWhatThoseBeforeHaveLeft) {
+  int64_t read = 0;
+  for (uint64_t seed = 1; seed <= 120; ++seed) {
+    SCOPED_TRACE(testing::Message() << "seed " << seed);
+    std::mt19937_64 random(seed);
+    const int layers = 1 + static_cast<int>(random() % 7);
+    ModelGraph graph = random() % 2 != 0
+                           ? Tied(layers, kElementAlignment * (1 + static_cast<int64_t>(random() % 100)),
+                                  kElementAlignment * (1 + static_cast<int64_t>(random() % 200)))
+                           : Chain(layers, kElementAlignment * (1 + static_cast<int64_t>(random() % 100)));
+    FreezeSome(seed, &graph);
+    PlanOptions options;
+    options.compares_policies = false;
+    const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16()};
+    options.precision = precisions[random() % std::size(precisions)];
+    options.micro_batches = 1 + static_cast<int>(random() % 2);
+    options.calls = 2 + static_cast<int>(random() % 2);
+    options.on_nvme = random() % 4 != 0;
+    options.clips = random() % 2 != 0;
+    options.commits_every_step = !options.on_nvme || random() % 3 != 0;
+    options.update_order = static_cast<UpdateOrder>(random() % 3);
+    absl::StatusOr<Plan> plan = MakePlan(graph, options);
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    if (options.on_nvme && random() % 4 != 0) {
+      options.host_budget_bytes =
+          plan->least_host_memory_bytes +
+          static_cast<int64_t>(random() % static_cast<uint64_t>(graph.elements() * 8));
+      plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+    }
+    const Counted run = RunPasses(graph, *plan, MachineModel(), &random);
+    EXPECT_TRUE(options.on_nvme || run.sums_read == 0);
+    read += run.sums_read;
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(read, 1'000);
+}
+
 TEST(Ranks, EachMovesItsShareOfTheBytes) {
   const ModelGraph graph = Chain(8, 24 * kPartAlignment);
   for (const Precision& precision : {Precision::Bf16(), Precision::Fp32(), Precision::Fp16()}) {

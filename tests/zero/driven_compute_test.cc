@@ -9,6 +9,7 @@
 #include <cmath>
 #include <filesystem>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
 #include <thread>
@@ -17,6 +18,7 @@
 
 #include "plain_compute.h"
 #include "tests/zero/plain_batch.h"
+#include "tests/zero/plain_owner.h"
 #include "zero/compute/device.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
@@ -24,84 +26,10 @@
 namespace penstock::zero {
 namespace {
 
+using testing_support::Owner;
 using testing_support::PlainBatch;
 using tiering::BlockIndex;
 using tiering::StageIndex;
-
-// The owner of a plain model: computes it where it is told to, with the engine's weights.
-class Owner {
- public:
-  Owner(const plain::Shape& shape, int micro_batches)
-      : shape_(shape), micro_batches_(micro_batches), plain_(shape) {}
-
-  absl::StatusOr<Measured> Measure() {
-    absl::StatusOr<Measured> measured =
-        plain_.Measure({HostDevice().get(), kernels::DType::kFp32, 1}, PlainBatch(shape_, 0), {});
-    if (!measured.ok()) return measured;
-    for (tiering::StageShape& stage : measured->graph.stages) stage.input_bytes = 0;
-    return measured;
-  }
-  EngineOptions Options(const std::string& directory) {
-    EngineOptions options;
-    options.dtype = kernels::DType::kFp32;
-    options.micro_batches = micro_batches_;
-    options.storage.state_dirs = {directory};
-    options.storage.overwrite = true;
-    options.initial_values = [this](int block, int64_t first, int64_t n, float* to) {
-      if (first == 0) reader_ = *plain_.Initial(BlockIndex(block), 100 + static_cast<uint64_t>(block));
-      return reader_->Read(first, n, to);
-    };
-    return options;
-  }
-
-  // One training pass, in vertical order.
-  absl::Status Compute(DrivenCompute& driven, std::vector<Batch> batches) {
-    for (int s = 0; s + 1 < shape_.layers; ++s) {
-      for (int m = 0; m < micro_batches_; ++m) {
-        absl::Status status = One(driven, Direction::kForward, s, m, &batches);
-        if (!status.ok()) return status;
-      }
-    }
-    for (int s = shape_.layers - 1; s >= 0; --s) {
-      for (int m = 0; m < micro_batches_; ++m) {
-        absl::Status status = One(driven, Direction::kBackward, s, m, &batches);
-        if (!status.ok()) return status;
-      }
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status One(DrivenCompute& driven, Direction direction, int stage, int m,
-                   std::vector<Batch>* batches) {
-    absl::StatusOr<DrivenCompute::Entered> entered = driven.Enter(direction, StageIndex(stage), m);
-    if (!entered.ok()) return entered.status();
-    if (!batches->empty()) {
-      absl::Status begun = plain_.Begin(driven.pass(), std::exchange(*batches, {}));
-      if (!begun.ok()) return begun;
-    }
-    DrivenCompute::Result result;
-    if (direction == Direction::kForward) {
-      absl::Status status = plain_.Forward(entered->use(), entered->weights());
-      if (!status.ok()) return status;
-      return driven.Leave(*std::move(entered), {});
-    }
-    const StageUse use = entered->use();
-    absl::Status status = plain_.Backward(use, entered->weights());
-    if (!status.ok()) return status;
-    const auto gradients = plain_.Gradients(use, BlockIndex(stage));
-    result.gradients = {{BlockIndex(stage), {gradients->begin(), gradients->end()}}};
-    result.loss = (*plain_.Losses())[static_cast<size_t>(m)];
-    status = driven.Leave(*std::move(entered), std::move(result));
-    plain_.Release(use);
-    return status;
-  }
-
- private:
-  const plain::Shape shape_;
-  const int micro_batches_;
-  plain::PlainCompute plain_;
-  std::unique_ptr<InitialReader> reader_;
-};
 
 class DrivenComputeTest : public testing::Test {
  protected:
@@ -227,6 +155,31 @@ TEST_F(DrivenComputeTest, AUseThatIsDroppedAnErrorAndAnInterruptEndThePass) {
     EXPECT_EQ(asked, 3);
     compute.set_interrupted(nullptr);
   });
+}
+
+// The wait for the engine ends, and the pass goes on: it is there when it is asked for again.
+TEST_F(DrivenComputeTest, AnInterruptedFinishMayBeCalledAgain) {
+  Owner owner(shape_, kMicroBatches);
+  EngineOptions options = owner.Options(directory_);
+  std::promise<void> goes_on;
+  options.hooks.stops = [held = goes_on.get_future().share()] {  // towards the end of a step
+    held.wait();
+    return false;
+  };
+  const auto driven = Open(owner, options);
+  ASSERT_NE(driven, nullptr);
+  std::atomic<bool> interrupted{false};
+  driven->compute().set_interrupted([&] { return interrupted.load(); });
+  ASSERT_TRUE(driven->Begin().ok());
+  ASSERT_TRUE(owner.Compute(driven->compute(), Batches(1)).ok());
+  interrupted = true;
+  EXPECT_EQ(driven->Finish().status().code(), absl::StatusCode::kCancelled);
+  EXPECT_EQ(driven->Begin().code(), absl::StatusCode::kFailedPrecondition);
+  goes_on.set_value();
+  interrupted = false;
+  const auto result = driven->Finish();
+  ASSERT_TRUE(result.ok()) << result.status();
+  EXPECT_EQ(result->step, 1);
 }
 
 TEST_F(DrivenComputeTest, AUseThatIsNotLeftBeforeTheNextIsNamed) {

@@ -1,15 +1,26 @@
 // Groups of parameters that go by rates of their own: against each group's rates over everything.
-#include <gtest/gtest.h>
+#include "zero/compute/parameter_groups.h"
 
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
+#include <map>
+#include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "plain_compute.h"
+#include "tests/zero/plain_batch.h"
 #include "zero/compute/flat_layout.h"
 #include "zero/compute/tile_format.h"
 #include "zero/compute/update.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::zero {
 namespace {
@@ -144,6 +155,139 @@ TEST(ParameterGroups, WhatIsFrozenLiesFirstAndTheRestBeginsApart) {
   ASSERT_EQ(layout.trained.size(), 1U);
   EXPECT_EQ(layout.trained.front().from, 4096);
   EXPECT_EQ(layout.InOrder(), (std::vector<size_t>{1, 0, 2, 3}));
+}
+
+TEST(ParameterGroups, AStarStandsForAnyCharacters) {
+  for (const auto& [pattern, name] :
+       std::vector<std::pair<std::string, std::string>>{{"h.0.bias", "h.0.bias"},
+                                                        {"*.bias", "h.0.bias"},
+                                                        {"*norm*", "h.0.norm.weight"},
+                                                        {"*", ""},
+                                                        {"*", "x"},
+                                                        {"h.*.bias", "h.0.attn.bias"},
+                                                        {"a*a", "aa"},
+                                                        {"*ab*ab", "abab"},
+                                                        {"*aab", "aaab"},
+                                                        {"**b", "b"}})
+    EXPECT_TRUE(NameMatches(pattern, name)) << pattern << " " << name;
+  for (const auto& [pattern, name] :
+       std::vector<std::pair<std::string, std::string>>{{"bias", "h.0.bias"},
+                                                        {"*.bias", "bias"},
+                                                        {"*.bias", "h.0.biases"},
+                                                        {"a*a", "a"},
+                                                        {"", "x"},
+                                                        {"*ab*ab", "ab"},
+                                                        {"h.*", "wte"}})
+    EXPECT_FALSE(NameMatches(pattern, name)) << pattern << " " << name;
+}
+
+// Groups by name, in the engine: a model whose layers have a "weight" and a "bias" each.
+class GroupsByNameTest : public testing::Test {
+ protected:
+  ~GroupsByNameTest() override { std::filesystem::remove_all(directory_); }
+
+  EngineOptions Options(const std::vector<ParameterGroup>& groups = {}) const {
+    EngineOptions options;
+    options.dtype = kernels::DType::kFp32;
+    options.example = testing_support::PlainBatch(shape_, 0);
+    options.storage.state_dirs = {directory_};
+    options.storage.overwrite = true;
+    options.memory.tile_bytes = 16 << 10;
+    options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-3, .weight_decay = 0.1};
+    options.optimizer.clip = 0;
+    options.optimizer.groups = groups;
+    return options;
+  }
+  absl::StatusOr<std::unique_ptr<Engine>> Open(const EngineOptions& options) const {
+    return Engine::Create(std::make_shared<plain::PlainCompute>(shape_), options);
+  }
+  using Values = std::map<std::string, std::vector<float>>;
+  // Trains to `step`, with these rates if there are any; the parameters.
+  Values Train(const EngineOptions& options, int64_t step, const std::vector<GroupRates>& rates = {}) const {
+    Values values;
+    auto engine = Open(options);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    if (!engine.ok()) return values;
+    while ((*engine)->step() < step) {
+      StepOptions with((*engine)->step() + 1 < step ? Next::kTrain : Next::kUnknown);
+      with.groups = rates;
+      const auto result = (*engine)->Step({testing_support::PlainBatch(shape_, (*engine)->step())}, with);
+      EXPECT_TRUE(result.ok()) << result.status();
+      if (!result.ok()) return values;
+    }
+    EXPECT_TRUE((*engine)->Flush().ok());
+    for (const std::string& name : (*engine)->ParameterNames()) {
+      const auto value = (*engine)->ReadState(name, StateKind::kParameter);
+      EXPECT_TRUE(value.ok()) << value.status();
+      const auto* const first = static_cast<const float*>(value->view.data);
+      values[name].assign(first, first + value->view.elements());
+    }
+    return values;
+  }
+
+  const plain::Shape shape_ = {.layers = 4, .width = 72};
+  const std::string directory_ =
+      (std::filesystem::current_path() / ("groups-" + std::to_string(getpid()))).string();
+  const std::vector<ParameterGroup> biases_ = {{.names = {"*.bias"}, .lr_factor = 0.5, .weight_decay = 0.0}};
+};
+
+TEST_F(GroupsByNameTest, EachGoesByItsOwnRates) {
+  const Values rest = Train(Options(), 1);
+  const Values half = Train(Options(), 1, {{{.lr = 0.5e-3}, 0.0}});
+  const Values grouped = Train(Options(biases_), 1);
+  ASSERT_EQ(grouped.size(), 8U);
+  for (const auto& [name, values] : grouped) {
+    const bool bias = name.ends_with(".bias");
+    EXPECT_EQ(values, (bias ? half : rest).at(name)) << name;
+    EXPECT_NE(values, (bias ? rest : half).at(name)) << name;
+  }
+  // The same, step by step, from who trains.
+  const std::vector<GroupRates> by_hand = {{{.lr = 1e-3}, 0.1}, {{.lr = 0.5e-3}, 0.0}};
+  EXPECT_EQ(Train(Options(biases_), 4, by_hand), Train(Options(biases_), 4));
+  // Groups that go by what all go by change nothing.
+  EXPECT_EQ(Train(Options({{.names = {"*.bias"}}}), 4), Train(Options(), 4));
+}
+
+TEST_F(GroupsByNameTest, ARunRecordsThemAndMayHaveOthersFromAnyStepOn) {
+  const Values whole = Train(Options(biases_), 6);
+  (void)Train(Options(biases_), 3);
+  EngineOptions resumed = Options();
+  resumed.storage.overwrite = false;
+  resumed.resume.enabled = true;
+  EXPECT_EQ(Train(resumed, 6), whole);
+  (void)Train(Options(), 3);
+  EngineOptions changed = resumed;
+  changed.optimizer.new_groups = biases_;
+  const Values later = Train(changed, 4);
+  EXPECT_NE(later, Train(Options(), 4));
+  (void)Train(Options(), 3);
+  (void)Train(changed, 4);
+  const Values recorded = Train(resumed, 6);
+  (void)Train(Options(), 3);
+  EXPECT_EQ(Train(changed, 6), recorded);
+}
+
+TEST_F(GroupsByNameTest, WhatNamesNothingAndWhatNoOptimizerHasIsRefusedBeforeAnythingIsMade) {
+  const auto refused = [&](const std::vector<ParameterGroup>& groups, const std::string& why,
+                           kernels::StateType states = kernels::StateType::kFp32) {
+    EngineOptions options = Options(groups);
+    options.optimizer.states = states;
+    const absl::Status status = Open(options).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_NE(std::string(status.message()).find(why), std::string::npos) << status;
+    EXPECT_FALSE(std::filesystem::exists(directory_));
+  };
+  refused({{.names = {"*.bias", "*.bais"}}}, "\"*.bais\" stands for no parameter");
+  refused({{.names = {}}}, "names none");
+  refused({{.names = {"*"}, .lr_factor = -1}}, "0 or more");
+  refused({{.names = {"*"}, .weight_decay = std::nan("")}}, "0 or more");
+  refused(biases_, "shares a scale", kernels::StateType::k8Bit);
+  auto engine = Open(Options(biases_));
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  StepOptions wrong;
+  wrong.groups = {{}, {}, {}};
+  EXPECT_EQ((*engine)->Step({testing_support::PlainBatch(shape_, 0)}, wrong).status().code(),
+            absl::StatusCode::kInvalidArgument);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "tests/zero/plain_model.h"
 #include "tests/zero/training.h"
 #include "zero/compute/libtorch/block.h"
+#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/seed.h"
 #include "zero/compute/update.h"
 #include "zero/engine/engine.h"
@@ -192,6 +193,70 @@ TEST(Precision, EveryModeBudgetAndCutGivesTheSameBits) {
       EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
     }
   }
+}
+
+// Sums in fp32 wait for the calls behind them, and are rounded once; dropout draws what it draws in one call.
+TEST(Precision, TheCallsOfAStepHaveTheBitsOfOneWithEveryType) {
+  const auto make = [] {
+    Model model;
+    model.identity = {{"model", "chain"}};
+    for (int i = 0; i < 3; ++i) {
+      const int block = model.AddBlock("layer." + std::to_string(i), "linear",
+                                       [] { return std::make_shared<torch::nn::LinearImpl>(96, 96); });
+      model.AddStage(
+          "layer", block, [i](torch::nn::Module& module, const torch::Tensor& x, const TensorBatch& batch) {
+            const torch::Tensor in = i == 0 ? batch.inputs.to(module.parameters().front().dtype()) : x;
+            const torch::Tensor y =
+                torch::dropout(module.as<torch::nn::LinearImpl>()->forward(in), 0.2, module.is_training());
+            return i < 2 ? torch::tanh(y) : y.to(torch::kFloat32).square().mean();
+          });
+    }
+    return model;
+  };
+  const std::string directory = testing_support::ScratchDirectory();
+  const auto train = [&](const EngineOptions& options) {
+    std::vector<double> numbers;
+    auto engine = CreateEngine(make(), options);
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    for (int number = 0; engine.ok() && number < 16;) {
+      for (int call = 0; call < options.calls_per_step; ++call) {
+        std::vector<Batch> batches;
+        for (int m = 0; m < options.micro_batches; ++m, ++number) {
+          torch::manual_seed(number);
+          batches.push_back(TensorBatch{torch::randn({4, 96}), torch::zeros({1})});
+        }
+        StepOptions with(Next::kTrain);
+        with.update = call + 1 == options.calls_per_step;
+        const auto result = (*engine)->Step(batches, with);
+        EXPECT_TRUE(result.ok()) << result.status();
+        if (!result.ok()) return numbers;
+        if (result->updated) numbers.insert(numbers.end(), {result->loss, result->grad_norm});
+      }
+    }
+    return numbers;
+  };
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp16, kernels::DType::kFp32}) {
+    EngineOptions options;
+    options.dtype = dtype;
+    options.example = TensorBatch{torch::randn({4, 96}), torch::zeros({1})};
+    options.storage.offload = OffloadDevice::kNone;
+    options.optimizer.loss_scale = {.dynamic = false, .initial_scale = 128};
+    options.micro_batches = 4;
+    const std::vector<double> whole = train(options);
+    for (const bool on_drive : {false, true}) {
+      options.storage.offload = on_drive ? OffloadDevice::kNvme : OffloadDevice::kNone;
+      options.storage.state_dirs = {directory};
+      options.storage.overwrite = true;
+      options.micro_batches = 1;
+      options.calls_per_step = 4;
+      options.memory.host_memory_budget_bytes = 1 << 30;
+      const auto plan = PlanEngine(make(), options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      options.memory.host_memory_budget_bytes = plan->plan.least_host_memory_bytes;
+      EXPECT_EQ(train(options), whole) << on_drive;
+    }
+  }
+  std::filesystem::remove_all(directory);
 }
 
 // 300 steps of a small model on made-up text: compact states must learn it as fp32 ones do.

@@ -70,6 +70,7 @@ struct Plan {
   Precision precision;
   int world = 1;
   int micro_batches = 1;
+  int calls = 1;         // of a step, each over so many micro-batches
   bool on_nvme = false;  // state has its home on the drive; otherwise everything is resident
   bool trains = true;    // false: forward only, no state, no gradients
   // Every step is one that a restart finds. Otherwise only those are that the program is told to persist
@@ -154,7 +155,14 @@ struct Plan {
     return on_nvme && !commits_every_step && (in_memory || on_device(block));
   }
   // What backward leaves of a block has more than one addend.
-  bool sums_gradients(BlockIndex block) const { return micro_batches > 1 || blocks[block].uses > 1; }
+  bool sums_gradients(BlockIndex block) const {
+    return micro_batches > 1 || blocks[block].uses > 1 || calls > 1;
+  }
+  // Between the calls of a step its sums stay where they are made; else they go to the drive and back.
+  bool keeps_sums(BlockIndex block) const {
+    const BlockPlan& of = blocks[block];
+    return needs_accumulator(block) ? of.accumulator_slot.valid() : of.gradient_slot.valid();
+  }
   bool needs_accumulator(BlockIndex block) const {
     if (world > 1 && !device.collectives) return true;  // what goes to the other ranks
     if (device.has_own_memory) return false;            // the device sums, and rounds
@@ -234,6 +242,8 @@ enum class UpdateOrder : uint8_t { kAuto, kInNextForward, kInBackward };
 struct PlanOptions {
   Precision precision = Precision::Bf16();
   int micro_batches = 1;
+  // Of the engine's, in each of which so many micro-batches are summed, to make one step.
+  int calls = 1;
   UpdateOrder update_order = UpdateOrder::kAuto;
   bool clips = true;  // gradients are clipped by their global norm
   bool on_nvme = true;

@@ -64,6 +64,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   plan.precision = options_.precision;
   plan.world = options_.world;
   plan.micro_batches = options_.micro_batches;
+  plan.calls = options_.calls;
   plan.on_nvme = options_.on_nvme;
   plan.trains = options_.trains;
   plan.commits_every_step = options_.commits_every_step;
@@ -189,7 +190,11 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   int resident = 0;
   std::vector<int> spilled(plan->weight_classes.size(), 0);
   // What is summed elsewhere comes when it is complete, and needs no place from the first use to the last.
-  const auto shares = [this](const BlockPlan& block) { return block.uses == 1 || device_.has_own_memory; };
+  // Nor one from a step's first call to its last, where the drive has one.
+  const bool stays = plan->calls > 1 && !plan->on_nvme;
+  const auto shares = [this, stays](const BlockPlan& block) {
+    return (block.uses == 1 && !stays) || device_.has_own_memory;
+  };
   bool shares_accumulator = false;
   for (const BlockIndex b : plan->blocks.indices()) {
     BlockPlan& block = plan->blocks[b];

@@ -10,11 +10,14 @@ GradientEmitter::GradientEmitter(const Plan& plan, OpList* ops, SlotAllocator* s
       slots_(*slots),
       device_(*device),
       final_slot_(plan.blocks.size()),
-      spilled_(plan.blocks.size(), -1) {}
+      spilled_(plan.blocks.size(), -1),
+      sums_written_(plan.blocks.size(), -1),
+      sums_fetched_(plan.blocks.size(), 0) {}
 
 void GradientEmitter::StartBackward() {
   gradient_.assign(plan_.blocks.size(), GradientSlot());
   accumulator_.assign(plan_.blocks.size(), AccumulatorSlot());
+  sums_fetched_.assign(plan_.blocks.size(), 0);
   device_.StartBackward();
 }
 
@@ -41,6 +44,36 @@ Edges GradientEmitter::TakePlaces(BlockIndex block) {
     users = TakeGradientSlot(block);
   }
   return users;
+}
+
+Edges GradientEmitter::FetchSums(BlockIndex block, const Edges& users, int64_t step) {
+  if (!plan_.blocks[block].trains || plan_.keeps_sums(block) || sums_fetched_[block] != 0) return users;
+  sums_fetched_[block] = 1;
+  const OpId id = ops_.next_id();
+  Op& read = EmitSumsMove(OpKind::kReadSums, Lane::kRead, block, step);
+  read.after = users;
+  AddIf(&read.after, sums_written_[block]);
+  UsedBy(block, id);
+  return {id};
+}
+
+Op& GradientEmitter::EmitSumsMove(OpKind kind, Lane lane, BlockIndex block, int64_t step) {
+  Op& op = ops_.Emit(kind, lane, step);
+  op.block = block;
+  op.gradient_slot = gradient_[block];
+  op.accumulator_slot = accumulator_[block];
+  op.bytes = plan_.summed_elements(block) * int64_t{sizeof(float)};
+  return op;
+}
+
+OpId GradientEmitter::EmitSums(BlockIndex block, OpId last, int64_t step) {
+  UsedBy(block, last);
+  if (plan_.keeps_sums(block)) return last;
+  const OpId id = ops_.next_id();
+  EmitSumsMove(OpKind::kWriteSums, Lane::kWrite, block, step).after = {last};
+  UsedBy(block, id);
+  sums_written_[block] = id;
+  return id;
 }
 
 void GradientEmitter::SetPlaces(BlockIndex block, Op* op) const {

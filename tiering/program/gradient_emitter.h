@@ -28,6 +28,9 @@ class GradientEmitter {
   // The places in this pass where a block's gradient is summed, or goes to where it is not, unless an earlier
   // use has taken them; returns who still uses them.
   Edges TakePlaces(BlockIndex block);
+  // Once in a pass that goes on with a step: after `users`, the sums of its calls before come there, if they
+  // did not stay. Returns what the first addend waits for.
+  Edges FetchSums(BlockIndex block, const Edges& users, int64_t step);
   // Those places, as an operation's.
   void SetPlaces(BlockIndex block, Op* op) const;
   // `last` is the last operation of a use that is not the block's last.
@@ -35,6 +38,9 @@ class GradientEmitter {
   // When `last`, its last addend, is taken: from there to a gradient that waits for the norm; returns what
   // makes it final.
   OpId EmitFinal(BlockIndex block, OpId last, int64_t step);
+  // When `last`, its last addend of this call, is taken, and more calls of the step come: its sums stay, or
+  // go to the drive. Returns what they are safe after.
+  OpId EmitSums(BlockIndex block, OpId last, int64_t step);
   // And, of one that does not wait in memory, its way to the drive.
   void EmitSpill(BlockIndex block, OpId final_id, int64_t step);
 
@@ -45,6 +51,7 @@ class GradientEmitter {
   }  // its way to the drive; -1: there was none
 
  private:
+  Op& EmitSumsMove(OpKind kind, Lane lane, BlockIndex block, int64_t step);
   Edges TakeGradientSlot(BlockIndex block);
   Edges TakeAccumulatorSlot(BlockIndex block);
 
@@ -56,6 +63,8 @@ class GradientEmitter {
   PerBlock<AccumulatorSlot> accumulator_;
   PerBlock<GradientSlot> final_slot_;
   PerBlock<OpId> spilled_;
+  PerBlock<OpId> sums_written_;  // in the call before, -1
+  PerBlock<char> sums_fetched_;  // in this pass
 };
 
 }  // namespace penstock::tiering

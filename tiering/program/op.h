@@ -43,6 +43,8 @@ enum class OpKind : uint8_t {
   kWriteGradient,       // a block's gradient, rounded, to its scratch on the drive
   kWriteInput,          // the input that a stage keeps for backward, to its scratch on the drive
   kReadInput,           // and back
+  kReadSums,            // a block's fp32 sums of the step's calls before, from their scratch on the drive
+  kWriteSums,           // and of this call's and those before, to there: more calls of the step come
   kForward,             // one stage, one micro-batch, without autograd: keep the input, hand on the output
   kBackward,            // one stage, one micro-batch: recompute with autograd
   kAccumulateGradient,  // its gradient from LibTorch's tensors to where it waits, or onto the sums there
@@ -52,6 +54,7 @@ enum class OpKind : uint8_t {
   kCommit,         // the update of a step is applied; Op::durable: and on the drive, write the commit record
   kBatch,          // the step's batch is there (opened by the engine)
   kEvaluated,      // an evaluation pass is complete
+  kSummed,         // a pass whose gradients wait for those of more calls is complete
   kCopyIn,         // a tile's weights from the block's run in host memory to its run on the device; where
                    // several ranks gather in host memory (tile -1) the whole run's, once it is gathered
   kRoundOnDevice,  // a block's fp32 sums on the device, rounded once, to its gradient's place there
@@ -72,7 +75,7 @@ enum class OpKind : uint8_t {
   kCopyStateIn,     // a tile's state from a tile slot to its place there
   kCopyStateOut,    // a tile's weights and state from there to a run and a tile slot
 };
-inline constexpr int kOpKinds = 31;
+inline constexpr int kOpKinds = 34;
 
 // What the compute lane waits for between two of its operations. kHost: for the executor's own thread, which
 // hands operations over, runs callbacks, and belongs to the caller between steps. kNone: it does not wait.

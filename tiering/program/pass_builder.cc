@@ -192,7 +192,7 @@ void PassBuilder::EmitNorm(Edges finals, int64_t step) {
   updates_.StartPending(step, id);
 }
 
-void PassBuilder::AppendBackward(int64_t step, bool speculates, OpId before) {
+void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool speculates, OpId before) {
   PerBlock<int> uses_left(graph_.blocks.size());
   for (const BlockIndex b : uses_left.indices()) uses_left[b] = plan_.blocks[b].uses;
   // Deferred writes go beside the first half, so that gradients on their way out are not long behind them,
@@ -214,7 +214,9 @@ void PassBuilder::AppendBackward(int64_t step, bool speculates, OpId before) {
       writer_.EmitDeferred(written_with_each, before);
       if (writer_.deferred() == 0) updates_.CommitPending();
     }
-    const OpId last = EmitBackward(position, weights, gradients_.TakePlaces(block), step);
+    Edges wait = gradients_.TakePlaces(block);
+    if (!call.first) wait = gradients_.FetchSums(block, wait, step);
+    const OpId last = EmitBackward(position, weights, wait, step);
     ComputedWith(weights, last);
     before = last;
     if (!bp.trains) {
@@ -225,10 +227,18 @@ void PassBuilder::AppendBackward(int64_t step, bool speculates, OpId before) {
       gradients_.UsedBy(block, last);
       continue;
     }
+    if (!call.last) {
+      finals.push_back(gradients_.EmitSums(block, last, step));
+      continue;
+    }
     finals.push_back(gradients_.EmitFinal(block, last, step));
     EmitUpdates(block, weights, finals.back(), step, speculates);
   }
-  EmitNorm(std::move(finals), step);
+  if (call.last) {
+    EmitNorm(std::move(finals), step);
+  } else {
+    ops_.Emit(OpKind::kSummed, Lane::kHost, step).after = std::move(finals);
+  }
 }
 
 }  // namespace penstock::tiering

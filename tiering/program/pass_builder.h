@@ -24,6 +24,11 @@
 
 namespace penstock::tiering {
 
+// Which of the calls that make a step.
+struct CallOfStep {
+  bool first = true, last = true;
+};
+
 class PassBuilder {
  public:
   // What it works with; all of it outlives it.
@@ -52,9 +57,10 @@ class PassBuilder {
   // All stages, or in training all but the last, which has only a backward. Returns the last operation that
   // computes, or the batch.
   OpId AppendForward(bool train, int micro_batches, int64_t step);
-  // `speculates`: the tiles that the plan updates in backward are; otherwise none. `before`: the last
-  // operation of forward. Afterwards the step is pending.
-  void AppendBackward(int64_t step, bool speculates, OpId before);
+  // `call`: which of its step's. `speculates`: the tiles that the plan updates in backward are; otherwise
+  // none. `before`: the last operation of forward. Afterwards, if that was the last call, the step is
+  // pending.
+  void AppendBackward(int64_t step, const CallOfStep& call, bool speculates, OpId before);
   // Makes what is due of the block's update, outside of a use by compute.
   void ApplyDue(BlockIndex block, UseIndex use);
 

@@ -35,7 +35,7 @@ struct ProgramBuilder::Parts {
         passes(model, of, {ops, slots, gradients, writer, updates, fetcher, device}) {}
 
   void CountUses(Pass pass);
-  void Train(int64_t step, bool in_backward);
+  void Train(int64_t step, const CallOfStep& call, bool in_backward);
   void Persist();
 
   const ModelGraph& graph;
@@ -73,7 +73,7 @@ void ProgramBuilder::Parts::CountUses(Pass pass) {
   } else {
     for (const Position position : passes.positions()) uses.Add(passes.block_at(position));
   }
-  if (pass == Pass::kTrain) {
+  if (pass == Pass::kTrain || pass == Pass::kSum) {
     // The last stage runs forward and backward in one go: one use.
     for (Position position = passes.last_position() - 1; position.valid(); --position) {
       uses.Add(passes.block_at(position));
@@ -83,7 +83,7 @@ void ProgramBuilder::Parts::CountUses(Pass pass) {
   for (const Position position : passes.positions()) uses.Add(passes.block_at(position));
 }
 
-void ProgramBuilder::Parts::Train(int64_t step, bool in_backward) {
+void ProgramBuilder::Parts::Train(int64_t step, const CallOfStep& call, bool in_backward) {
   const Position last = passes.last_position();
   // A single stage has nothing to compute between its forward and the end of its backward.
   if (last > Position(0) && (!in_backward || plan.in_backward_share() == 0)) writer.StartDeferring();
@@ -93,7 +93,7 @@ void ProgramBuilder::Parts::Train(int64_t step, bool in_backward) {
   passes.ApplyDue(passes.block_at(last), PassBuilder::UseInForward(last));
   writer.StopDeferring();
   if (writer.deferred() == 0) updates.CommitPending();
-  passes.AppendBackward(step, in_backward, forward);
+  passes.AppendBackward(step, call, in_backward, forward);
 }
 
 // What makes the unsaved step one that a restart finds.
@@ -117,13 +117,17 @@ void ProgramBuilder::Parts::Persist() {
   writer.Await(pending);
 }
 
-std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bool in_backward) {
+std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bool in_backward,
+                                       bool continues) {
   Parts& parts = *parts_;
   parts.ops.StartPass(parts.next_step);
   parts.CountUses(pass);
   switch (pass) {
     case Pass::kTrain:
-      parts.Train(parts.next_step++, in_backward);
+      parts.Train(parts.next_step++, {.first = !continues, .last = true}, in_backward);
+      break;
+    case Pass::kSum:
+      parts.Train(parts.next_step, {.first = !continues, .last = false}, /*in_backward=*/false);
       break;
     case Pass::kEvaluate:
       parts.passes.AppendForward(false, evaluate_micro_batches, parts.next_step - 1);

@@ -44,6 +44,7 @@ namespace penstock::tiering {
 // What to append next.
 enum class Pass : uint8_t {
   kTrain,     // forward and backward of one step, applying pending updates on the way
+  kSum,       // the same, but that more calls of the step come: its gradients are summed and wait for them
   kEvaluate,  // forward only, applying pending updates on the way
   kFlush,     // pending updates only
   kPersist,   // where not every step is durable: tiles that are written late, and a commit of the step whose
@@ -59,8 +60,10 @@ class ProgramBuilder {
   ~ProgramBuilder();
 
   // Operations of the next pass, numbered on from the last. `evaluate_micro_batches` counts for kEvaluate;
-  // `in_backward` for kTrain: the tiles that the plan updates in backward are; otherwise none.
-  std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0, bool in_backward = true);
+  // `in_backward` for kTrain: the tiles that the plan updates in backward are; otherwise none. `continues`: a
+  // kSum of the same step was before, and what it has left is added to.
+  std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0, bool in_backward = true,
+                         bool continues = false);
 
   // The order in which the stages run from the next pass on: a permutation of 0..S-1, which is the order
   // until then. What is in memory stays of use.

@@ -84,7 +84,8 @@ class InitialReader {
 
 struct PassInfo {
   int64_t step = 0;
-  bool trains = true;  // false: an evaluation, forward only
+  bool trains = true;         // false: an evaluation, forward only
+  int first_micro_batch = 0;  // in the step, of a call of several
   // What backward of a loss starts from: the loss scale over the step's micro-batches. Of an evaluation: what
   // that of the next training pass will.
   double loss_gradient = 1;

@@ -1,17 +1,14 @@
 #include "zero/compute/driven_compute.h"
 
 #include <algorithm>
-#include <chrono>
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "zero/compute/device.h"
 
 namespace penstock::zero {
 namespace {
-
-// How often a waiting thread asks whether it was interrupted.
-constexpr std::chrono::milliseconds kPatience{50};
 
 std::string Text(Direction direction, tiering::StageIndex stage, int micro_batch) {
   return absl::StrCat(direction == Direction::kForward ? "forward" : "backward", " of stage ", stage.value(),
@@ -24,7 +21,7 @@ DrivenCompute::DrivenCompute(Measured given, int drivers)
     : given_(std::move(given)), drivers_(static_cast<size_t>(std::max(1, drivers))) {}
 
 DrivenCompute::Entered::~Entered() {
-  if (compute_ == nullptr) return;
+  if (compute_ == nullptr || !compute_->made_in_.here()) return;
   std::lock_guard lock(compute_->mutex_);
   compute_->FailLocked(absl::CancelledError(
       absl::StrCat(Text(compute_->direction_, compute_->use_.stage, compute_->use_.micro_batch),
@@ -40,6 +37,7 @@ void DrivenCompute::FailLocked(const absl::Status& why) {
 }
 
 void DrivenCompute::Fail(const absl::Status& why) {
+  if (!made_in_.here()) return;
   std::lock_guard lock(mutex_);
   FailLocked(why);
 }
@@ -52,6 +50,7 @@ void DrivenCompute::Open() {
 }
 
 absl::Status DrivenCompute::EntersNoMore() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   std::lock_guard lock(mutex_);
   if (state_ == State::kEntered) {
     return absl::FailedPreconditionError(
@@ -106,6 +105,7 @@ absl::Status DrivenCompute::WhyNot() {
 
 absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction, tiering::StageIndex stage,
                                                             int micro_batch) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   const Wanted wanted{direction, stage, micro_batch};
   std::unique_lock lock(mutex_);
   waiting_.push_back(&wanted);
@@ -114,7 +114,7 @@ absl::StatusOr<DrivenCompute::Entered> DrivenCompute::Enter(Direction direction,
     changed_.wait_for(lock, kPatience);
     if (!interrupted_) continue;
     lock.unlock();  // it may take a lock of its caller's
-    const bool interrupted = interrupted_();
+    const bool interrupted = Interrupted();
     lock.lock();
     if (interrupted) FailLocked(absl::CancelledError("interrupted"));
   }
@@ -144,6 +144,7 @@ absl::Status DrivenCompute::CheckResult(const Result& result) const {
 
 absl::Status DrivenCompute::Leave(Entered entered, Result result) {
   entered.compute_ = nullptr;
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   std::unique_lock lock(mutex_);
   const bool waits = direction_ == Direction::kBackward && given_.graph.blocks[weights_.front().block].trains;
   if (absl::Status wrong = CheckResult(result); !wrong.ok()) {

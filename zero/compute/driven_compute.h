@@ -17,6 +17,7 @@
 #ifndef PENSTOCK_ZERO_COMPUTE_DRIVEN_COMPUTE_H_
 #define PENSTOCK_ZERO_COMPUTE_DRIVEN_COMPUTE_H_
 
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -28,6 +29,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/process_mark.h"
 #include "zero/compute/compute.h"
 
 namespace penstock::zero {
@@ -78,8 +80,11 @@ class DrivenCompute final : public Compute {
   // The pass cannot go on, for this reason. Outside of a pass it does nothing.
   void Fail(const absl::Status& why);
 
-  // Asked on the waiting thread every 50 ms: true ends the wait and the pass. Set while no pass is open.
+  // Asked on the waiting thread every 50 ms: true ends the wait, and that of Enter the pass too. Set while no
+  // pass is open.
+  static constexpr std::chrono::milliseconds kPatience{50};
   void set_interrupted(std::function<bool()> interrupted) { interrupted_ = std::move(interrupted); }
+  bool Interrupted() const { return interrupted_ && interrupted_(); }
 
   // A pass may be entered from here on, before the engine has begun it. Its drivers enter no more: what the
   // engine still offers fails it (kFailedPrecondition names the use). It is over, and this is how.
@@ -126,6 +131,7 @@ class DrivenCompute final : public Compute {
   absl::Status WhyNot();
   void FailLocked(const absl::Status& why);
 
+  const ProcessMark made_in_;
   const Measured given_;
   const size_t drivers_;
   std::function<bool()> interrupted_;

@@ -89,6 +89,14 @@ absl::StatusOr<std::unique_ptr<DrivenEngine>> DrivenEngine::Create(Measured give
 }
 
 DrivenEngine::~DrivenEngine() {
+  if (!made_in_.here()) {
+    // Their thread and their waiters are the parent's: nothing of them may even be destroyed.
+    (void)engine_.release();
+    (void)thread_.release();
+    (void)new auto(std::move(pass_));
+    (void)new auto(std::move(compute_));  // NOLINT(cppcoreguidelines-owning-memory)
+    return;
+  }
   if (pass_.has_value()) {
     compute_->Fail(absl::CancelledError("the engine was closed in the middle of a pass"));
     pass_->wait();
@@ -101,6 +109,7 @@ DrivenEngine::~DrivenEngine() {
 }
 
 absl::Status DrivenEngine::Start(std::function<absl::StatusOr<StepResult>(Engine&)> pass) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   if (pass_.has_value()) return absl::FailedPreconditionError("a pass is open: Finish ends it");
   compute_->Open();
   auto promise = std::make_shared<std::promise<absl::StatusOr<StepResult>>>();
@@ -128,14 +137,20 @@ absl::Status DrivenEngine::BeginEvaluation() {
 }
 
 absl::StatusOr<StepResult> DrivenEngine::Finish() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   if (!pass_.has_value()) return absl::FailedPreconditionError("no pass is open: Begin opens one");
   RETURN_IF_ERROR(compute_->EntersNoMore());
+  while (pass_->wait_for(DrivenCompute::kPatience) != std::future_status::ready) {
+    if (compute_->Interrupted())
+      return absl::CancelledError("interrupted: the pass goes on to its end, for which Finish waits again");
+  }
   absl::StatusOr<StepResult> result = pass_->get();
   pass_.reset();
   return result;
 }
 
 absl::Status DrivenEngine::Call(const std::function<absl::Status(Engine&)>& call) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   if (pass_.has_value()) return absl::FailedPreconditionError("a pass is open: Finish ends it");
   return thread_->Run<absl::Status>([&] { return call(*engine_); });
 }

@@ -18,6 +18,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/process_mark.h"
 #include "zero/compute/driven_compute.h"
 #include "zero/engine/engine.h"
 
@@ -42,7 +43,9 @@ class DrivenEngine {
   absl::Status BeginEvaluation();
   // The pass is over: no driver is inside a use, and none enters any more. Waits for the engine.
   // kFailedPrecondition: none is open; a use is entered, and the pass stays open; or a use was not entered,
-  // which fails the pass. After an error of the pass the next one may begin where Engine::usable is OK.
+  // which fails the pass. kCancelled: the caller was interrupted (DrivenCompute::set_interrupted) while the
+  // engine was at work; the pass stays open, and Finish may be called again. After an error of the pass the
+  // next one may begin where Engine::usable is OK.
   absl::StatusOr<StepResult> Finish();  // of an evaluation only the loss is set
 
   // `call` on the engine's thread, while no pass is open: everything else that an Engine does, steps and
@@ -56,7 +59,8 @@ class DrivenEngine {
   DrivenEngine(std::shared_ptr<DrivenCompute> compute, std::unique_ptr<Thread> thread);
   absl::Status Start(std::function<absl::StatusOr<StepResult>(Engine&)> pass);
 
-  const std::shared_ptr<DrivenCompute> compute_;
+  const ProcessMark made_in_;
+  std::shared_ptr<DrivenCompute> compute_;
   std::unique_ptr<Engine> engine_;  // made, used and destroyed on the thread
   int micro_batches_ = 1;
   std::optional<std::future<absl::StatusOr<StepResult>>> pass_;

@@ -43,6 +43,7 @@ class Engine::Impl {
       : compute_(std::move(compute)), options_(std::move(options)), decisions_(options_) {}
 
   ~Impl() {
+    const TensorScope scope(tensors_.pool());
     if (executor_ != nullptr && executor_->in_flight() > 0 && options_.comm != nullptr) {
       // Closed in the middle of a step: what waits for the other ranks would wait for ever.
       options_.comm->Abort(absl::CancelledError("the engine was closed in the middle of a step"));
@@ -51,6 +52,9 @@ class Engine::Impl {
     checkpointing_.reset();
     watched_.reset();
     lanes_.reset();
+    executor_.reset();
+    resources_.reset();
+    compute_.reset();
     if (options_.comm != nullptr) options_.comm->WatchStops(nullptr);
   }
 
@@ -83,6 +87,7 @@ class Engine::Impl {
       RETURN_IF_ERROR(CheckPlace(options_.storage.checkpoints.parent, plan_.state_bytes, options_.rank()));
     }
 
+    if (!options_.resumes()) RETURN_IF_ERROR(GroupParameters());  // before any file is there
     ASSIGN_OR_RETURN(std::unique_ptr<RunResources> resources,
                      RunResources::Create(plan_, options_, identity_.dump()));
     resources_ = std::move(resources);
@@ -94,6 +99,7 @@ class Engine::Impl {
     }
     if (options_.resumes()) {
       RETURN_IF_ERROR(Restore());
+      RETURN_IF_ERROR(GroupParameters());
       if (checkpointing_ != nullptr && store() != nullptr) {
         RETURN_IF_ERROR(checkpointing_->MakeUpFor(*store(), plan_.plan.commits_every_step));
       }
@@ -110,6 +116,7 @@ class Engine::Impl {
     lane_options.comm = options_.comm.get();
     lane_options.devices = devices_.comm.get();
     lane_options.parts = resources_->others();
+    lane_options.sums = resources_->sums();
     lane_options.stops = options_.hooks.stops;
     lane_options.network_memory = resources_->network_memory();
     LaneHooks hooks;
@@ -133,9 +140,17 @@ class Engine::Impl {
     return absl::OkStatus();
   }
 
+  absl::Status GroupParameters() {
+    const std::vector<ParameterGroup>& groups = decisions_.named_groups();
+    RETURN_IF_ERROR(AgreeOn("list of groups of parameters", ToJson(groups).dump()));
+    if (groups.empty() || !options_.trains) return absl::OkStatus();
+    ASSIGN_OR_RETURN(layouts_, LayoutsWithGroups(plan_.graph, layouts_, groups, plan_.format.states));
+    return absl::OkStatus();
+  }
+
   // Rates that an optimizer may have, for all groups of the model.
   absl::Status CheckRates(const std::vector<GroupRates>& groups) const {
-    int needed = 1;
+    auto needed = static_cast<int>(decisions_.named_groups().size()) + 1;
     for (const auto& layout : layouts_) needed = std::max(needed, layout->groups());
     if (groups.size() > 1 && static_cast<int>(groups.size()) != needed) {
       return absl::InvalidArgumentError(absl::StrCat("rates of ", groups.size(),
@@ -163,26 +178,58 @@ class Engine::Impl {
       return absl::InvalidArgumentError(
           absl::StrCat(batches.size(), " micro-batches given, ", options_.micro_batches, " planned for"));
     }
+    if (!step.update && calls_ + 1 >= options_.calls_per_step) {
+      return absl::InvalidArgumentError(absl::StrCat("call ", calls_ + 1, " of a step of ",
+                                                     options_.calls_per_step,
+                                                     " must update: EngineOptions::calls_per_step says how "
+                                                     "many calls make one"));
+    }
     RETURN_IF_ERROR(CheckRates(step.groups));
     decisions_.SetRates(step.groups);
-    if (ahead_norm_ < 0) AppendTraining();
+    if (ahead_norm_ >= 0 && ahead_updates_ != step.update) RETURN_IF_ERROR(AbandonAhead());
+    if (ahead_norm_ < 0) AppendTraining(step.update, calls_);
     const OpId norm = std::exchange(ahead_norm_, -1);
-    absl::Status begun =
-        compute_->Begin({.step = step_ + 1, .loss_gradient = LossGradient()}, std::move(batches));
+    const int first = calls_ * options_.micro_batches;
+    lanes_->set_first_micro_batch(first);
+    absl::Status begun = compute_->Begin(
+        {.step = step_ + 1, .first_micro_batch = first, .loss_gradient = LossGradient()}, std::move(batches));
     if (!begun.ok()) {
       ahead_norm_ = norm;  // the pass still waits for a batch: Flush ends it, and commits the step before
       return begun;
     }
-    if (step.next == Next::kTrain) AppendTraining();
+    const int calls_then = step.update ? 0 : calls_ + 1;
+    if (step.next == Next::kTrain) AppendTraining(calls_then + 1 >= options_.calls_per_step, calls_then);
     executor_->OpenGate(++gates_);
     RETURN_IF_ERROR(executor_->RunUntil(norm));
     if (!pass_failure_.ok()) return GiveUpStep();
     if (!checkpoint_status_.ok()) return checkpoint_status_;
+    calls_ = calls_then;
+    losses_.insert(losses_.end(), totals_.losses.begin(), totals_.losses.end());
+    if (!step.update) {
+      StepResult summed;
+      summed.step = step_ + 1;
+      summed.updated = false;
+      summed.loss = MeanOf(totals_.losses);
+      Account(&summed);
+      return summed;
+    }
     ++step_;
     StepResult& result = decisions_.at(step_).result;
     if (ahead_norm_ < 0 && !decisions_.last_is_replayed()) builder_->AssumptionHeld();
-    result.loss = std::accumulate(totals_.losses.begin(), totals_.losses.end(), 0.0) /
-                  static_cast<double>(totals_.losses.size());
+    result.loss = MeanOf(std::exchange(losses_, {}));
+    Account(&result);
+    last_result_ = result;
+    gradients_lost_ = false;
+    return result;
+  }
+
+  static double MeanOf(const std::vector<double>& losses) {
+    return std::accumulate(losses.begin(), losses.end(), 0.0) / static_cast<double>(losses.size());
+  }
+
+  // What a call took.
+  void Account(StepResult* of_call) {
+    StepResult& result = *of_call;
     result.stops = totals_.stops;
     const double now = lanes_->Now();
     result.seconds = now - std::exchange(last_end_, now);
@@ -197,9 +244,6 @@ class Engine::Impl {
     result.optimizer_seconds = of(usage.busy_seconds, tiering::Lane::kUpdate);
     result.nvme_read_bytes = of(usage.bytes, tiering::Lane::kRead) + std::exchange(owed_read_bytes_, 0);
     result.nvme_write_bytes = of(usage.bytes, tiering::Lane::kWrite) + std::exchange(owed_write_bytes_, 0);
-    last_result_ = result;
-    gradients_lost_ = false;
-    return result;
   }
 
   absl::Status SetOrder(std::vector<int> stages) {
@@ -229,15 +273,21 @@ class Engine::Impl {
 
   // Ranks that go through their stages in different orders would wait for each other's blocks for ever.
   absl::Status AgreeOnOrder(const std::vector<int>& stages) const {
+    const absl::Status agreed =
+        AgreeOn("order of stages", absl::StrCat("[", absl::StrJoin(stages, ", "), "]"));
+    if (!absl::IsInvalidArgument(agreed)) return agreed;
+    return absl::InvalidArgumentError(absl::StrCat(agreed.message(), "; the order stays as it was"));
+  }
+
+  // kInvalidArgument: another rank has another.
+  absl::Status AgreeOn(const char* what, const std::string& mine) const {
     if (options_.comm == nullptr) return absl::OkStatus();
-    const std::string mine = absl::StrJoin(stages, ", ");
-    ASSIGN_OR_RETURN(std::vector<std::string> all,
-                     options_.comm->AllTexts(Channel::kSetup, {"the order of stages"}, mine));
+    ASSIGN_OR_RETURN(std::vector<std::string> all, options_.comm->AllTexts(Channel::kSetup, {what}, mine));
     for (size_t k = 1; k < all.size(); ++k) {
       if (all[k] == all.front()) continue;
-      return absl::InvalidArgumentError(absl::StrCat(
-          "all ranks need one order of stages: rank 0 has [", all.front(), "], ",
-          RankName(static_cast<int>(k), options_.world()), " [", all[k], "]; the order stays as it was"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("all ranks need one ", what, ": rank 0 has ", all.front(), ", ",
+                       RankName(static_cast<int>(k), options_.world()), " ", all[k]));
     }
     return absl::OkStatus();
   }
@@ -250,6 +300,10 @@ class Engine::Impl {
     if (resources_->others() != nullptr) return OnePartOnly();
     RETURN_IF_ERROR(BroadcastError(Flush()));
     if (kind != StateKind::kGradient) return Access().Read(parameter, kind);
+    if (calls_ > 0) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("step ", step_ + 1, " has more calls to come: its gradients are not final"));
+    }
     if (gradients_lost_) {
       return absl::FailedPreconditionError("the last step failed, and its gradients are gone with it");
     }
@@ -420,7 +474,8 @@ class Engine::Impl {
     return BroadcastError(result.status());
   }
 
-  const std::shared_ptr<Compute> compute_;
+  TensorAccount tensors_;  // the Compute's, and what is measured
+  std::shared_ptr<Compute> compute_;
   EngineOptions options_;
   StepOutcome decisions_;
   EnginePlan plan_;
@@ -441,7 +496,7 @@ class Engine::Impl {
 
   // The step's loss is the mean over its micro-batches, of all ranks.
   double LossGradient() const {
-    return decisions_.loss_scale() / (options_.micro_batches * options_.world());
+    return decisions_.loss_scale() / (options_.micro_batches * options_.calls_per_step * options_.world());
   }
 
   // The last step once more, with what was written or is said of it since.
@@ -530,14 +585,17 @@ class Engine::Impl {
     return payload.dump();
   }
 
-  void AppendTraining() {
-    const bool in_backward = decisions_.ChoosesInBackward(plan_.plan);
-    std::vector<Op> ops = builder_->Append(Pass::kTrain, 0, in_backward);
+  // The next call, after so many of its step.
+  void AppendTraining(bool update, int calls) {
+    const bool in_backward = update && decisions_.ChoosesInBackward(plan_.plan);
+    std::vector<Op> ops = builder_->Append(update ? Pass::kTrain : Pass::kSum, 0, in_backward,
+                                           /*continues=*/calls > 0);
     operations_ = static_cast<int64_t>(ops.size());
     executor_->Append(std::move(ops));
-    if (in_backward) decisions_.InBackward(builder_->next_step() - 1);
     ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
-    ahead_step_ = builder_->next_step() - 1;
+    ahead_step_ = builder_->next_step() - (update ? 1 : 0);
+    ahead_updates_ = update;
+    if (in_backward) decisions_.InBackward(ahead_step_);
     AppendPersistIfDue();
   }
 
@@ -604,6 +662,9 @@ class Engine::Impl {
     pass_failure_ = absl::OkStatus();  // of what had begun behind it
     abandoned_step_ = 0;
     lanes_->ForgetFailedPass();
+    lanes_->ForgetSums();
+    calls_ = 0;
+    losses_.clear();
     AddUsage(executor_->TakeUsage());
     if (status.ok() && store() != nullptr) {
       if (static_cast<int64_t>(store()->committed_step()) != step_) {
@@ -673,12 +734,13 @@ class Engine::Impl {
       lanes_->set_assumption(decisions_.Assume(op.step));
       return absl::OkStatus();
     }
-    if (op.kind != OpKind::kNorm) return absl::OkStatus();
-    if (checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
+    if (op.kind != OpKind::kNorm && op.kind != OpKind::kSummed) return absl::OkStatus();
+    if (op.kind == OpKind::kNorm && checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
     totals_ = lanes_->totals();
     if (!totals_.failure.ok()) return PassFailed(op, totals_.failure) ? absl::OkStatus() : totals_.failure;
     absl::StatusOr<nlohmann::json> buffers = compute_->Buffers();
     if (!buffers.ok()) return PassFailed(op, buffers.status()) ? absl::OkStatus() : buffers.status();
+    if (op.kind == OpKind::kSummed) return absl::OkStatus();
     ASSIGN_OR_RETURN(UpdateDecision decision,
                      decisions_.Decide(op.step, totals_.squares, plan_.plan.in_backward_share()));
     decisions_.at(op.step).buffers = *std::move(buffers);
@@ -790,6 +852,9 @@ class Engine::Impl {
   int64_t gates_ = 0;
   OpId ahead_norm_ = -1;  // of a training pass that was appended and whose batch has not come
   int64_t ahead_step_ = 0;
+  bool ahead_updates_ = true;   // it is its step's last call
+  int calls_ = 0;               // of the step under way that were made,
+  std::vector<double> losses_;  // and their losses
   int64_t abandoned_step_ = 0;  // while it is run through
   std::string commit_payload_;
   nlohmann::json first_buffers_;  // of a new run
@@ -812,62 +877,88 @@ absl::StatusOr<EnginePlan> Engine::MakePlan(Compute& compute, const EngineOption
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(std::shared_ptr<Compute> compute,
                                                        EngineOptions options) {
   auto impl = std::make_unique<Impl>(std::move(compute), std::move(options));
+  const TensorScope scope(impl->tensors_.pool());
   if (absl::Status status = impl->Create(); !status.ok()) return impl->BroadcastError(std::move(status));
   return std::unique_ptr<Engine>(new Engine(std::move(impl)));
 }
 
 Engine::Engine(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (!made_in_.here()) (void)impl_.release();  // threads, files and locks are the parent's
+}
 
 absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, StepOptions options) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("step ", impl_->step_ + 1));
   return impl_->BroadcastError(impl_->Step(std::move(batches), options));
 }
 absl::Status Engine::SetOrder(std::vector<int> stages) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter("an order of stages");
   return impl_->SetOrder(std::move(stages));
 }
 absl::StatusOr<double> Engine::Evaluate(const std::vector<Batch>& batches) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("an evaluation of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Evaluate(batches));
 }
 absl::StatusOr<std::vector<double>> Engine::EvaluateEach(const std::vector<Batch>& batches) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("an evaluation of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->EvaluateEach(batches));
 }
 int64_t Engine::EvaluatesAtOnce(const Batch& batch) const { return impl_->EvaluatesAtOnce(batch); }
 absl::StatusOr<std::vector<std::vector<HostTensor>>> Engine::Infer(const std::vector<Batch>& batches) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("an inference of ", batches.size(), " batches after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Infer(batches));
 }
 std::vector<std::string> Engine::ParameterNames() const { return impl_->ParameterNames(); }
 absl::StatusOr<HostTensor> Engine::ReadState(std::string_view parameter, StateKind kind) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("reading ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->ReadState(parameter, kind);
 }
 absl::Status Engine::WriteState(std::string_view parameter, StateKind kind, const TensorView& value) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("writing ", std::string(parameter), " (", std::string(StateKindName(kind)), ")"));
   return impl_->WriteState(parameter, kind, value);
 }
 absl::Status Engine::Flush() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("a flush after step ", impl_->step_));
   return impl_->BroadcastError(impl_->Flush());
 }
 absl::Status Engine::CommitDescription() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("describing step ", impl_->step_));
   return impl_->BroadcastError(impl_->CommitDescription());
 }
 
 absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter("Checkpoint");
   return impl_->BroadcastError(impl_->Checkpoint(parent));
 }
 
 absl::StatusOr<std::string> Engine::Keep() {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("keeping step ", impl_->step_));
   return impl_->BroadcastError(impl_->Keep());
 }
 absl::Status Engine::usable() const {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
   return impl_->broken_.ok() ? impl_->executor_->status() : impl_->broken_;
 }
 int64_t Engine::step() const { return impl_->step_; }
@@ -893,7 +984,7 @@ int64_t Engine::peak_managed_bytes() const {
       device.has_own_memory() && device.tensors_are_host();  // what the host's allocator counts
   return std::max(impl_->resources_->preparation_peak(),
                   static_cast<int64_t>(impl_->resources_->arena().bytes()) +
-                      (elsewhere ? 0 : TensorMemory::Stats().peak_bytes));
+                      (elsewhere ? 0 : impl_->tensors_.Stats().peak_bytes));
 }
 const Device& Engine::device() const { return impl_->device(); }
 Device::Traffic Engine::copied() const {
@@ -904,6 +995,7 @@ bool Engine::gds() const { return impl_->plan_.plan.device.gds; }
 int64_t Engine::gds_read_bytes() const { return impl_->gds_read_bytes(); }
 int64_t Engine::peak_device_bytes() const {
   if (!impl_->device().has_own_memory()) return 0;
+  const TensorScope scope(impl_->tensors_.pool());
   return impl_->plan_.plan.device.arena_bytes + impl_->device().tensors().peak_bytes;
 }
 int64_t Engine::peak_pinned_bytes() const {

@@ -33,8 +33,11 @@
 // goes on from the newest commit of which that is true. Evaluate is given the same batches everywhere. An
 // error of one rank ends the others' next call as well.
 //
-// Threads: everything is called from one thread, on which the callbacks run as well. The counting allocator
-// and the limit on tensors are the process's: one engine that trains at a time. Errors:
+// Threads: everything is called from one thread, on which the callbacks run as well. Engines in one process,
+// each called from its own thread, do not meet: memory, limits, directories and options are each one's. They
+// share the processors, and with LibTorch its number of threads. A forked child makes an engine of its own:
+// calls of its parent's are kFailedPrecondition there, and to destroy that one does nothing. No signal is
+// handled and no allocator replaced here. Errors:
 // kFailedPrecondition (budget too small, run locked, directory in use), kInvalidArgument (the caller's
 // numbers), kDataLoss, kResourceExhausted, ... An error of the Compute ends the
 // step or the evaluation and no more, with one rank: the engine is as it was before the call, and the step
@@ -54,6 +57,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/engine.h"
+#include "base/process_mark.h"
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
 #include "zero/compute/compute.h"
@@ -72,6 +76,9 @@ struct StepResult {
   double loss_scale = 1;
   bool skipped = false;  // a gradient was not finite
   bool stops = false;    // EngineHooks::stops was true, on this rank or another
+  // false: a call that only summed (StepOptions::update); `step` is the one that it is part of, `loss` that
+  // of its own micro-batches.
+  bool updated = true;
   // Share of the tiles whose update was made in backward, and whether it then had to be made again.
   double in_backward = 0;
   bool replayed = false;
@@ -111,6 +118,9 @@ struct StepOptions {
 
   // kTrain lets the reads of the step after it start now.
   Next next;
+  // false: the call's gradients are added to those of its step's calls before, and wait for more
+  // (EngineOptions::calls_per_step). A step may be ended earlier than with its last call.
+  bool update = true;
   // What its updates go by: for each group of parameters (ParameterSpec::group), or one for all. Default: the
   // schedule.
   std::vector<GroupRates> groups;
@@ -131,8 +141,11 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // One training step over EngineOptions::micro_batches micro-batches. kInvalidArgument: other numbers of
-  // them or of groups, or rates that no optimizer has.
+  // One training step, or call of one, over EngineOptions::micro_batches micro-batches. Losses and updates of
+  // a step of several calls have the bits of one call with all micro-batches, where each block has one use.
+  // After an error of a call its step begins again, with its first call; so it does in a resumed run.
+  // kInvalidArgument: other numbers of micro-batches or of groups, more calls without update than a step has,
+  // or rates that no optimizer has.
   absl::StatusOr<StepResult> Step(std::vector<Batch> batches, StepOptions options = {});
   // The stages run in this order from the next step on: a permutation of the model's, which keeps its last
   // one, since that gives the loss. Reads that were made ahead for another order are dropped, which costs
@@ -202,6 +215,7 @@ class Engine {
  private:
   class Impl;
   explicit Engine(std::unique_ptr<Impl> impl);
+  const ProcessMark made_in_;
   std::unique_ptr<Impl> impl_;
 };
 

@@ -21,6 +21,7 @@
 #include "tiering/program/executor.h"
 #include "zero/compute/device.h"
 #include "zero/compute/optimizer.h"
+#include "zero/compute/parameter_groups.h"
 #include "zero/compute/tile_format.h"
 #include "zero/config/config.h"
 #include "zero/config/loss_scale.h"
@@ -110,8 +111,13 @@ struct UpdateOptions {
   // The learning rate by step, of a new run; a resumed one has its own. Default: the algorithm's lr
   // throughout.
   std::optional<LrSchedule> schedule;
+  // Parameters that go by other rates than the rest, by their names (zero/compute/parameter_groups.h), of a
+  // new run; a resumed one has its own. Rates that are given with a step (StepOptions::groups) come first.
+  // Default: none do.
+  std::vector<ParameterGroup> groups;
   // Of a resumed run, in the place of its own from here on. Default: its own.
   std::optional<LrSchedule> new_schedule;
+  std::optional<std::vector<ParameterGroup>> new_groups;
   std::optional<LossScaleOptions> new_loss_scale;
   // Whether tiles are updated in backward or in the next forward. Default: the planner's choice.
   tiering::UpdateOrder order = tiering::UpdateOrder::kAuto;
@@ -169,8 +175,13 @@ struct EngineHooks {
 struct EngineOptions {
   // Of weights and gradients. Default: bf16.
   kernels::DType dtype = kernels::DType::kBf16;
-  // Micro-batches a step: gradient accumulation. Default 1.
+  // Micro-batches of one call of Step, which go through the model together: gradient accumulation. Default 1.
   int micro_batches = 1;
+  // Calls of Step that make one step, all but the last with StepOptions::update false. A loss's gradient is
+  // divided by the micro-batches of so many. Between calls fp32 sums wait: with state in memory there, with
+  // state on a drive in a file without a name, which costs 8 bytes a trained parameter and call. One call
+  // with all micro-batches costs none of that. Default 1.
+  int calls_per_step = 1;
   // One micro-batch of the run's shapes; only shapes and types matter.
   Batch example;
   // false: Evaluate only (sampling, evaluation of a finished run). Default: trains.

@@ -16,6 +16,7 @@
 #include "zero/memory/activation_spill.h"
 #include "zero/memory/guarded.h"
 #include "zero/memory/host_memory.h"
+#include "zero/memory/sums_spill.h"
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
@@ -105,7 +106,9 @@ class Preparation {
           "there is nothing to resume: state in memory is gone with its process, and no checkpoint was "
           "named");
     }
+    RETURN_IF_ERROR(CheckCalls());
     plan_options_.micro_batches = options_.micro_batches;
+    plan_options_.calls = options_.calls_per_step;
     plan_options_.on_nvme = on_nvme_;
     plan_options_.trains = options_.trains;
     plan_options_.host_budget_bytes = options_.memory.host_memory_budget_bytes;
@@ -115,6 +118,22 @@ class Preparation {
     plan_options_.clips = options_.optimizer.clip > 0;
     plan_options_.copies_checkpoints = options_.trains && options_.storage.checkpoints.every > 0;
     return absl::OkStatus();
+  }
+
+  absl::Status CheckCalls() const {
+    const int calls = options_.calls_per_step;
+    if (calls < 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("calls_per_step is ", calls, ": a step is made by one call or more"));
+    }
+    if (calls == 1) return absl::OkStatus();
+    const char* const where = options_.world() > 1                ? "one rank"
+                              : options_.device->has_own_memory() ? "the processor"
+                                                                  : nullptr;
+    if (where == nullptr) return absl::OkStatus();
+    return absl::UnimplementedError(absl::StrCat("a step of ", calls, " calls is made on ", where,
+                                                 " only: give all its micro-batches to one call "
+                                                 "(EngineOptions::micro_batches)"));
   }
 
   // The budget of a device apart. Its own way to the drive is opened first: that takes memory which is not in
@@ -342,7 +361,7 @@ class Preparation {
     plan.versions = static_cast<int>(store.slots);
     ASSIGN_OR_RETURN(std::vector<uint64_t> bytes, swap::BytesOnDisk(store, layout, identity));
     for (const uint64_t each : bytes) plan.disk_bytes += static_cast<int64_t>(each);
-    plan.disk_bytes += plan.plan.input_scratch_bytes;
+    plan.disk_bytes += plan.plan.input_scratch_bytes + static_cast<int64_t>(SumsSpill::Bytes(plan.plan));
     return absl::OkStatus();
   }
 

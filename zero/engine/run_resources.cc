@@ -37,6 +37,10 @@ absl::StatusOr<std::unique_ptr<RunResources>> RunResources::Create(const EngineP
     status = inputs.status();
     if (status.ok()) made->inputs_ = std::move(*inputs);
   }
+  if (status.ok() && plan.plan.on_nvme && SumsSpill::Bytes(plan.plan) > 0) {
+    ASSIGN_OR_RETURN(made->sums_,
+                     SumsSpill::Create(*made->io_, plan.plan, options.storage.state_dirs.front()));
+  }
   if (!status.ok()) return status;
   return made;
 }

@@ -20,6 +20,7 @@
 #include "zero/lanes/device_lanes.h"
 #include "zero/memory/activation_spill.h"
 #include "zero/memory/arena_view.h"
+#include "zero/memory/sums_spill.h"
 #include "zero/ranks/sharded_state.h"
 
 namespace penstock::zero {
@@ -54,6 +55,7 @@ class RunResources {
     return others_.get();
   }  // null but where a run of several ranks is evaluated
   ActivationSpill* inputs() const { return inputs_.get(); }  // null: none are spilled
+  SumsSpill* sums() const { return sums_.get(); }            // the same
 
   // Managed bytes while the model was measured and built.
   int64_t preparation_peak() const { return preparation_peak_; }
@@ -84,6 +86,7 @@ class RunResources {
   std::unique_ptr<swap::Store> store_;
   std::unique_ptr<ShardedState> others_;
   std::unique_ptr<ActivationSpill> inputs_;
+  std::unique_ptr<SumsSpill> sums_;
   int64_t preparation_peak_ = 0;
   Device::Traffic traffic_before_;
 };

@@ -22,6 +22,11 @@ absl::Status StepOutcome::Restore(const nlohmann::json& payload, int64_t updates
     schedule_ = *schedule;
   }
   if (options_.optimizer.new_schedule.has_value()) schedule_ = options_.optimizer.new_schedule;
+  named_.clear();
+  if (payload.contains("groups")) {
+    ASSIGN_OR_RETURN(named_, GroupsFromJson(payload["groups"]));
+  }
+  if (options_.optimizer.new_groups.has_value()) named_ = *options_.optimizer.new_groups;
   if (payload.contains("loss_scale")) {
     absl::StatusOr<LossScaler> scaler = LossScaler::FromJson(payload["loss_scale"]);
     if (!scaler.ok()) return absl::DataLossError("loss scale");
@@ -37,6 +42,7 @@ absl::Status StepOutcome::Restore(const nlohmann::json& payload, int64_t updates
 
 void StepOutcome::AddTo(nlohmann::json* payload, const Decided* step) const {
   (*payload)["schedule"] = schedule_.has_value() ? schedule_->ToJson() : nlohmann::json();
+  if (!named_.empty()) (*payload)["groups"] = ToJson(named_);
   (*payload)["loss_scale"] = (step != nullptr ? step->scaler : scaler_).ToJson();
 }
 
@@ -95,6 +101,7 @@ UpdateDecision StepOutcome::DecisionOf(int64_t step, double factor) {
   if (groups.empty()) {
     groups.push_back({.rates = {.lr = LearningRate(options_.optimizer.algorithm)}});
     if (schedule_.has_value()) groups.front().rates = schedule_->At(updates_ + 1);
+    groups = RatesOfGroups(groups.front(), named_);
   }
   lr_ = groups.front().rates.lr;
   UpdateDecision decision;

@@ -42,13 +42,16 @@ class StepOutcome {
 
   // `options` outlives this.
   explicit StepOutcome(const EngineOptions& options)
-      : options_(options), schedule_(options.optimizer.schedule) {}
+      : options_(options), schedule_(options.optimizer.schedule), named_(options.optimizer.groups) {}
 
   // For a new run whose weights are fp16. kInvalidArgument: LossScaler::Create.
   absl::Status ScaleLoss();
   // What a commit's payload says (AddTo), and how many updates it has; kDataLoss names what is not valid.
   absl::Status Restore(const nlohmann::json& payload, int64_t updates);
-  // The keys "schedule" and "loss_scale" of the payload of a commit of `step`; null: of the run's beginning.
+  // Of the run: those of its options, or those that it was resumed with.
+  const std::vector<ParameterGroup>& named_groups() const { return named_; }
+  // The keys "schedule", "groups" and "loss_scale" of the payload of a commit of `step`; null: of the run's
+  // beginning.
   void AddTo(nlohmann::json* payload, const Decided* step) const;
 
   // What the updates of the next step go by, for each group or one for all of them, in the place of the
@@ -88,6 +91,7 @@ class StepOutcome {
 
   const EngineOptions& options_;
   std::optional<LrSchedule> schedule_;
+  std::vector<ParameterGroup> named_;
   LossScaler scaler_;
   int64_t updates_ = 0;
   std::vector<GroupRates> groups_;

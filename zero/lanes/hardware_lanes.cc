@@ -12,6 +12,7 @@
 #include "zero/compute/seed.h"
 #include "zero/compute/tile_version.h"
 #include "zero/memory/guarded.h"
+#include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
 namespace {
@@ -44,6 +45,7 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
     auto& of_block = tiles_.emplace_back();
     auto& spill = spills_.emplace_back(std::make_unique<Spill>());
     spill->lanes = this;
+    sums_transfers_.emplace_back().lanes = this;
     if (store_ == nullptr) continue;
     for (size_t t = 0; t < block.tiles.size(); ++t) {
       auto& transfers = of_block.emplace_back(std::make_unique<TileTransfers>());
@@ -64,9 +66,16 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
     }
   }
   commit_.set_on_complete(&HardwareLanes::OnCommitDone, this);
-  threads_.emplace_back([this] { Work(&compute_queue_, /*computes=*/true); });
+  TensorPool* const tensors = TensorMemory::Here();  // of the engine whose lanes these are
+  threads_.emplace_back([this, tensors] {
+    const TensorScope scope(tensors);
+    Work(&compute_queue_, /*computes=*/true);
+  });
   for (int i = 0; i < std::max(1, options_.update_workers); ++i) {
-    threads_.emplace_back([this] { Work(&update_queue_, /*computes=*/false); });
+    threads_.emplace_back([this, tensors] {
+      const TensorScope scope(tensors);
+      Work(&update_queue_, /*computes=*/false);
+    });
   }
   if (options_.comm == nullptr && options_.parts == nullptr) return;
   RankLanes::Options rank_options;
@@ -142,6 +151,9 @@ void HardwareLanes::ForgetFailedPass() {
   }
   failed_step_ = 0;
   evaluation_failed_ = false;
+}
+
+void HardwareLanes::ForgetSums() {
   for (const tiering::BlockIndex block : layouts_.indices()) sums_.Taken(block);
 }
 
@@ -199,7 +211,8 @@ void HardwareLanes::Start(tiering::OpId id, const Op& op) {
       if (UndoesWrite(op)) return Report(task, store_->DropWritten(StoreTile(op.block, op.tile)), Now());
       const double start = Now();
       const bool input = op.kind == OpKind::kWriteInput || op.kind == OpKind::kReadInput;
-      absl::Status status = input ? StartInput(task) : StartTransfer(task);
+      const bool sums = op.kind == OpKind::kWriteSums || op.kind == OpKind::kReadSums;
+      absl::Status status = input ? StartInput(task) : sums ? StartSums(task) : StartTransfer(task);
       if (!status.ok()) Report(task, std::move(status), start);
       return;
     }
@@ -305,6 +318,23 @@ void HardwareLanes::StartSpill(const Task& task) {
   if (spill.outstanding.fetch_sub(missing + 1) == missing + 1) Report(task, absl::OkStatus(), spill.start);
 }
 
+absl::Status HardwareLanes::StartSums(const Task& task) {
+  const Op& op = *task.op;
+  SumsTransfer& transfer = sums_transfers_[op.block];
+  transfer.task = task;
+  transfer.start = Now();
+  void* const sums = op.accumulator_slot.valid() ? residency_.accumulator(op.accumulator_slot)
+                                                 : residency_.gradient(op.gradient_slot);
+  return op.kind == OpKind::kReadSums
+             ? options_.sums->Read(op.block, sums, &HardwareLanes::OnSumsDone, &transfer)
+             : options_.sums->Write(op.block, sums, &HardwareLanes::OnSumsDone, &transfer);
+}
+
+void HardwareLanes::OnSumsDone(void* context) {
+  auto* const transfer = static_cast<SumsTransfer*>(context);
+  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
+}
+
 absl::Status HardwareLanes::StartInput(const Task& task) {
   const Op& op = *task.op;
   InputTransfer& transfer = *input_transfers_[op.position][At(op.micro_batch)];
@@ -392,6 +422,9 @@ absl::Status HardwareLanes::Settle(const Done& done) {
       return device_ == nullptr ? inputs_->Written(op.position, op.micro_batch) : status;
     case OpKind::kReadInput:
       return device_ == nullptr ? inputs_->TakeRead(op.position, op.micro_batch) : status;
+    case OpKind::kWriteSums:
+    case OpKind::kReadSums:
+      return options_.sums->Ended(op.block);
     case OpKind::kCommit:
       if (store_ != nullptr && op.durable) status = store_->FinishCommit(&commit_);
       // Over several ranks a step is committed when all have.
@@ -449,7 +482,8 @@ void HardwareLanes::Work(std::deque<Task>* queue, bool computes) {
 }
 
 StageUse HardwareLanes::UseOf(const Op& op) const {
-  const auto number = static_cast<uint64_t>(op.micro_batch) * static_cast<uint64_t>(options_.world) +
+  const int in_step = op.micro_batch + (op.evaluates ? 0 : first_micro_batch_);
+  const auto number = static_cast<uint64_t>(in_step) * static_cast<uint64_t>(options_.world) +
                       static_cast<uint64_t>(options_.rank);
   return {.stage = op.stage,
           .position = op.position,

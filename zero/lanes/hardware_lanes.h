@@ -36,6 +36,7 @@
 #include "zero/lanes/rank_lanes.h"
 #include "zero/memory/activation_spill.h"
 #include "zero/memory/arena_view.h"
+#include "zero/memory/sums_spill.h"
 #include "zero/ranks/comm.h"
 
 namespace penstock::zero {
@@ -62,6 +63,7 @@ class HardwareLanes : public tiering::Lanes {
     Comm* comm = nullptr;
     Comm* devices = nullptr;        // and what their devices exchange over, with DevicePlan::direct
     ShardedState* parts = nullptr;  // in the place of comm (RankLanes)
+    SumsSpill* sums = nullptr;      // null: no sums go to the drive
     std::span<std::byte> network_memory;
     std::function<bool()> stops;
   };
@@ -91,6 +93,10 @@ class HardwareLanes : public tiering::Lanes {
   void set_assumption(const UpdateDecision& assumed) { assumed_[assumed.step & 1] = assumed; }
   // Compute, and the reads only it needs, of `step` become nothing: its batch will never come. 0: of none.
   void Abandon(int64_t step) { abandoned_step_ = step; }
+  // Of the micro-batches of the call that comes, in their step. Set while nothing computes.
+  void set_first_micro_batch(int number) { first_micro_batch_ = number; }
+  // Sums that wait for more calls of their step are of no use any more. Set while nothing computes.
+  void ForgetSums();
   // The pass of this operation has failed. Of an evaluation: what is left of its compute becomes nothing. Of
   // a training step: everything of that step and of those behind it that has not begun, compute, reads,
   // updates, writes and commits; what belongs to the steps before goes on.
@@ -136,6 +142,12 @@ class HardwareLanes : public tiering::Lanes {
     double start = 0;
     bool refused = false;  // by the Compute: nothing was transferred
   };
+  // A block's sums between the calls of a step.
+  struct SumsTransfer {
+    HardwareLanes* lanes = nullptr;
+    Task task;
+    double start = 0;
+  };
   // A block's gradient on its way to the drive: one transfer per tile.
   struct Spill {
     std::atomic<int> outstanding{0};
@@ -165,6 +177,7 @@ class HardwareLanes : public tiering::Lanes {
   absl::Status StartTransfer(const Task& task);
   void StartSpill(const Task& task);
   absl::Status StartInput(const Task& task);
+  absl::Status StartSums(const Task& task);
   // An error of this operation is one that the Compute has returned.
   bool IsOfCompute(const tiering::Op& op) const;
   absl::Status FailCompute(absl::Status status);  // returns the first error
@@ -195,6 +208,7 @@ class HardwareLanes : public tiering::Lanes {
   static void OnSpillDone(swap::TileIo& io, void* context);
   static void OnCommitDone(swap::CommitIo& io, void* context);
   static void OnInputDone(void* context);
+  static void OnSumsDone(void* context);
 
   const tiering::Plan& plan_;
   const ArenaView& residency_;
@@ -212,6 +226,7 @@ class HardwareLanes : public tiering::Lanes {
   // which then writes what there was.
   std::array<UpdateDecision, 2> decisions_;
   std::array<UpdateDecision, 2> assumed_;
+  int first_micro_batch_ = 0;
   int64_t abandoned_step_ = 0;
   int64_t failed_step_ = 0;  // from which on nothing is made any more
   bool evaluation_failed_ = false;
@@ -224,6 +239,7 @@ class HardwareLanes : public tiering::Lanes {
   tiering::PerBlock<uint32_t> first_tile_;  // number of its first tile in the store
   tiering::PerBlock<tiering::PerTile<std::unique_ptr<TileTransfers>>> tiles_;
   tiering::PerBlock<std::unique_ptr<Spill>> spills_;
+  tiering::PerBlock<SumsTransfer> sums_transfers_;
   tiering::PerPosition<std::vector<std::unique_ptr<InputTransfer>>> input_transfers_;  // [micro_batch]
   swap::CommitIo commit_;
   Task commit_task_;

@@ -7,7 +7,12 @@
 // first when the limit is near.
 //
 // The engine's own buffers come from here (HostBuffer), and LibTorch's CPU tensors where its allocator is
-// this one (zero/compute/libtorch/tensor_allocator.h). One for the process. Thread-safe.
+// this one (zero/compute/libtorch/tensor_allocator.h).
+//
+// There is a pool for the process, and one for each TensorAccount: every engine has one, with a limit and a
+// peak of its own, so that engines in one process do not meet. A thread allocates, and is bounded and
+// counted, in the pool of the scope that it is in (TensorScope); what is freed goes back to its pool, by
+// whichever thread. Thread-safe; a forked child goes on with copies of its own.
 #ifndef PENSTOCK_ZERO_MEMORY_TENSOR_MEMORY_H_
 #define PENSTOCK_ZERO_MEMORY_TENSOR_MEMORY_H_
 
@@ -27,6 +32,9 @@ struct TensorMemoryStats {
   int64_t peak_bytes = 0;       // most that was live or kept at once, since ResetPeak
 };
 
+class TensorPool;
+
+// Each of these is about the pool of the calling thread's scope.
 class TensorMemory {
  public:
   // So many bytes at a multiple of 64. kResourceExhausted: beyond the limit, or the system has no more.
@@ -43,6 +51,34 @@ class TensorMemory {
   static TensorMemoryStats Stats();
   // Gives what is kept back to the system. Huge pages are used again after the next SetLimit.
   static void Trim();
+  // That pool, for a TensorScope on another thread. It lives as long as its account.
+  static TensorPool* Here();
+};
+
+// A pool of its own. What was allocated in it may be freed later than it.
+class TensorAccount {
+ public:
+  TensorAccount();
+  ~TensorAccount();
+  TensorAccount(const TensorAccount&) = delete;
+  TensorAccount& operator=(const TensorAccount&) = delete;
+  TensorPool* pool() const { return pool_; }
+  TensorMemoryStats Stats() const;
+
+ private:
+  TensorPool* const pool_;
+};
+
+// What this thread allocates is the pool's from here to the end of the scope. Scopes nest.
+class TensorScope {
+ public:
+  explicit TensorScope(TensorPool* pool);
+  ~TensorScope();
+  TensorScope(const TensorScope&) = delete;
+  TensorScope& operator=(const TensorScope&) = delete;
+
+ private:
+  TensorPool* const before_;
 };
 
 // Limits tensor memory for a scope; 0: there is no limit in it. Whatever bounded it before does so again

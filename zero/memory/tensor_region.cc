@@ -3,6 +3,7 @@
 #include <sanitizer/asan_interface.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -15,9 +16,17 @@ namespace {
 constexpr int64_t kGranule = TensorRegion::kGranule;
 constexpr int64_t kHugePage = (int64_t{2} << 20) / kGranule;  // granules
 constexpr int64_t kStride = (int64_t{64} << 20) / kGranule;   // at once, when more addresses are needed
-constexpr int64_t kMost = int64_t{1} << 40, kLeast = int64_t{1} << 30;
+constexpr int64_t kMost = int64_t{1} << 40, kEnough = int64_t{1} << 36, kLeast = int64_t{1} << 30;
 
 size_t Bytes(int64_t granules) { return static_cast<size_t>(granules * kGranule); }
+
+// Some times the machine's memory: fragments need addresses. Not all that there are: others have regions too.
+int64_t MostBytes() {
+  const int64_t memory = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  return std::clamp(
+      static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max<int64_t>(memory, 1)))) * 8, kEnough,
+      kMost);
+}
 
 }  // namespace
 
@@ -26,7 +35,7 @@ TensorRegion::TensorRegion() {
   rlimit limit{};
   const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
   const int64_t most =
-      limited ? std::min(kMost, static_cast<int64_t>(std::bit_floor(limit.rlim_cur / 4))) : kMost;
+      limited ? std::min(MostBytes(), static_cast<int64_t>(std::bit_floor(limit.rlim_cur / 4))) : MostBytes();
   for (int64_t bytes = most; bytes >= kLeast && base_ == nullptr; bytes /= 2) {
     // Without access nothing is charged to anybody, however the system counts what it has promised.
     void* mapped = mmap(nullptr, static_cast<size_t>(bytes), PROT_NONE,

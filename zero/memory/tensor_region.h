@@ -18,7 +18,7 @@ class TensorRegion {
  public:
   static constexpr int64_t kGranule = int64_t{16} << 10;
 
-  // Reserves as many addresses as the system gives, a tebibyte at most; none is no error, but nothing is
+  // Reserves several times the addresses that the machine has memory for; none is no error, but nothing is
   // found then.
   TensorRegion();
   ~TensorRegion();
