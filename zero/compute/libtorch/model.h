@@ -42,11 +42,12 @@ namespace penstock::zero {
 using StageFunction = std::function<torch::Tensor(torch::nn::Module& module, const torch::Tensor& input,
                                                   const TensorBatch& batch)>;
 
-// What a parameter begins with: normally distributed numbers, or where the deviation is 0, the mean
-// everywhere.
+// What a parameter begins with: numbers distributed uniformly within a bound above 0, or normally, or where
+// the deviation is 0, the mean everywhere.
 struct InitialValues {
   double mean = 0;
   double deviation = 0;
+  double bound = 0;
 };
 
 struct BlockSpec {
