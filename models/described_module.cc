@@ -11,8 +11,8 @@ namespace penstock::models {
 
 static_assert(kParameterAlignment == zero::kParameterAlignment);
 
-DescribedModule::DescribedModule(const std::vector<ParameterDescription>& parameters) {
-  for (const ParameterDescription& p : parameters) {
+DescribedModule::DescribedModule(const BlockDescription& block) : adapters_(block.adapters) {
+  for (const ParameterDescription& p : block.parameters) {
     torch::nn::Module* module = this;
     std::string_view name = p.name;
     for (size_t dot = name.find('.'); dot != std::string_view::npos; dot = name.find('.')) {
@@ -26,8 +26,8 @@ DescribedModule::DescribedModule(const std::vector<ParameterDescription>& parame
     }
     const std::vector<int64_t> sizes =
         p.columns == 0 ? std::vector<int64_t>{p.rows} : std::vector<int64_t>{p.rows, p.columns};
-    parameters_.emplace_back(p.name,
-                             module->register_parameter(std::string(name), zero::WithoutMemory(sizes)));
+    parameters_.emplace_back(p.name, module->register_parameter(std::string(name), zero::WithoutMemory(sizes),
+                                                                /*requires_grad=*/!p.frozen));
   }
   const auto named = named_parameters();
   for (size_t i = 0; i < parameters_.size(); ++i)
@@ -49,18 +49,25 @@ torch::Tensor DescribedModule::Get(std::string_view name) const {
 
 torch::Tensor DescribedModule::Linear(std::string_view name, const torch::Tensor& x) const {
   const std::string of(name);
-  return torch::linear(x, Get(of + ".weight"), Find(of + ".bias"));
+  torch::Tensor y = torch::linear(x, Get(of + ".weight"), Find(of + ".bias"));
+  const torch::Tensor down = Find(AdapterDown(of));
+  if (!down.defined()) return y;
+  const torch::Tensor in = adapters_.dropout > 0 ? torch::dropout(x, adapters_.dropout, is_training()) : x;
+  return y + torch::linear(torch::linear(in, down), Get(AdapterUp(of))) * adapters_.scaling;
 }
 
-int AddBlock(const BlockDescription& block, zero::Model* model) {
+zero::BlockSpec SpecOf(const BlockDescription& block) {
   std::vector<zero::InitialValues> initial;
   initial.reserve(block.parameters.size());
   for (const ParameterDescription& p : block.parameters)
-    initial.push_back({.mean = p.mean, .deviation = p.deviation});
-  return model->AddBlock(
-      block.name, block.kind,
-      [parameters = block.parameters] { return std::make_shared<DescribedModule>(parameters); },
-      std::move(initial));
+    initial.push_back({.mean = p.mean, .deviation = p.deviation, .bound = p.bound});
+  return {block.name, block.kind, [block] { return std::make_shared<DescribedModule>(block); },
+          std::move(initial), /*own_module=*/false};
+}
+
+int AddBlock(const BlockDescription& block, zero::Model* model) {
+  model->blocks.push_back(SpecOf(block));
+  return static_cast<int>(model->blocks.size()) - 1;
 }
 
 }  // namespace penstock::models

@@ -11,6 +11,7 @@
 #include "base/status_macros.h"
 #include "models/gpt.h"
 #include "models/llama.h"
+#include "models/lora.h"
 #include "zero/config/config_json.h"
 
 namespace penstock::models {
@@ -29,8 +30,23 @@ double StageProducts::ForwardFlops(int64_t sequences, int64_t length) const {
   return 2 * static_cast<double>(parameters) * tokens + 4 * static_cast<double>(attention_width) * pairs;
 }
 
+double StageProducts::BackwardFlops(int64_t sequences, int64_t length) const {
+  const double frozen = 2 * static_cast<double>(frozen_parameters) * static_cast<double>(sequences * length);
+  return 2 * ForwardFlops(sequences, length) - frozen;
+}
+
 absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohmann::json& json,
                                                                    std::vector<std::string>* notes) {
+  if (json.is_object() && json.contains(kLoraKey)) {
+    ASSIGN_OR_RETURN(LoraOptions lora, LoraOptionsFromJson(json[kLoraKey]));
+    nlohmann::json of_base = json;
+    of_base.erase(kLoraKey);
+    ASSIGN_OR_RETURN(std::shared_ptr<const LanguageModel> base, ModelFromJson(of_base, notes));
+    auto adapted = WithLora(std::move(base), std::move(lora));
+    if (adapted.ok()) return adapted;
+    return absl::InvalidArgumentError(
+        absl::StrCat("model: its ", kLoraKey, ": ", std::string(adapted.status().message())));
+  }
   const nlohmann::json type =
       json.is_object() ? json.value("model_type", nlohmann::json()) : nlohmann::json();
   if (type.is_string() && IsLlamaType(type.get<std::string>())) {

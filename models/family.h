@@ -26,6 +26,11 @@ struct Model;
 
 namespace penstock::models {
 
+struct LoraOptions;  // models/lora.h
+
+// Where ToJson says what adapters a model has.
+inline constexpr const char* kLoraKey = "penstock_lora";
+
 enum class Head : uint8_t {
   kLoss,        // the last stage is the mean cross-entropy against Batch::targets
   kLastLogits,  // the last stage gives fp32 logits [batch, vocab] of the last position
@@ -35,14 +40,17 @@ enum class Head : uint8_t {
 // softmax and the look-up of embeddings are not in it. A multiply-add is two operations.
 struct StageProducts {
   std::string stage;
-  int block = 0;                // index of its block
-  int64_t parameters = 0;       // of the block's matrices that a token is multiplied with
-  int64_t attention_width = 0;  // heads times depth of a head; 0: no attention
+  int block = 0;                  // index of its block
+  int64_t parameters = 0;         // of the block's matrices that a token is multiplied with
+  int64_t attention_width = 0;    // heads times depth of a head; 0: no attention
+  int64_t frozen_parameters = 0;  // of those, that backward makes no gradient of
 
   // Of a forward pass over so many sequences: 2 * parameters for each token, and in attention 2 * width for
   // each of two products (queries with keys, probabilities with values) and each pair of a position with one
   // that it may see, itself included.
   double ForwardFlops(int64_t sequences, int64_t length) const;
+  // Of the backward pass: a gradient of what goes into each product, and of the parameters that train.
+  double BackwardFlops(int64_t sequences, int64_t length) const;
 };
 
 // A model's description, whole and valid; it holds no weights. Immutable.
@@ -53,6 +61,8 @@ class LanguageModel {
   virtual int64_t vocabulary() const = 0;
   virtual int64_t context() const = 0;       // longest sequence
   virtual int64_t usual_length() const = 0;  // of sequences, where nobody says
+  // Every parameter, once; the input embedding is block 0.
+  virtual std::vector<BlockDescription> Blocks() const = 0;
   virtual ModelLayout Layout() const = 0;
   // One of each stage of Make(Head::kLoss), in their order.
   virtual std::vector<StageProducts> Products() const = 0;
@@ -67,6 +77,12 @@ class LanguageModel {
 
   // The same function, for generation with a cache.
   virtual std::unique_ptr<const Decoder> MakeDecoder() const = 0;
+
+  // What adapters go to where nobody says (models/lora.h), as in PEFT.
+  virtual std::vector<std::string> AdapterTargets() const = 0;
+  // Of a model with adapters, what they are, and the model without them. Null: it has none.
+  virtual const LoraOptions* lora() const { return nullptr; }
+  virtual std::shared_ptr<const LanguageModel> base() const { return nullptr; }
 
   // Same family, same function, same shapes.
   bool operator==(const LanguageModel& other) const { return ToJson() == other.ToJson(); }

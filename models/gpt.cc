@@ -488,6 +488,8 @@ class Gpt : public LanguageModel {
   std::unique_ptr<const Decoder> MakeDecoder() const override {
     return std::make_unique<GptDecoder>(config_);
   }
+  std::vector<std::string> AdapterTargets() const override { return {"c_attn"}; }
+  std::vector<BlockDescription> Blocks() const override { return Describe(config_); }
   ModelLayout Layout() const override { return LayoutOfGpt(config_); }
   zero::Model Make(Head head) const override { return MakeGpt(config_, head); }
   std::vector<StageProducts> Products() const override { return ProductsOf(config_); }

@@ -48,7 +48,10 @@ ModelLayout LayoutOf(const std::vector<BlockDescription>& blocks) {
   for (const BlockDescription& block : blocks) {
     const int number = static_cast<int>(layout.block_elements.size());
     int64_t offset = 0;
+    bool after_frozen = false;
     for (const ParameterDescription& p : block.parameters) {
+      if (after_frozen && !p.frozen) offset = tiering::AlignUp(offset, tiering::kPartAlignment);
+      after_frozen = p.frozen;
       layout.tensors.push_back({p.published, number, offset, p.rows, p.columns, p.transposed});
       offset = tiering::AlignUp(offset + p.elements(), kParameterAlignment);
     }

@@ -24,18 +24,32 @@ struct ParameterDescription {
   int64_t rows = 0;         // as kept, row by row: [rows, columns]
   int64_t columns = 0;      // 0: a vector of `rows`
   double mean = 0;          // what it begins with: normally distributed,
-  double deviation = 0;     // or where this is 0, the mean everywhere
+  double deviation = 0;     // or where this is 0, the mean everywhere;
+  double bound = 0;         // or where this is above 0, uniformly within it
   bool transposed = false;  // published as [columns, rows]
+  bool frozen = false;      // training leaves it as it is
 
   int64_t elements() const { return columns == 0 ? rows : rows * columns; }
 };
 
-// In the order of zero::FlatLayout: what has no dot in its name first, parameters of one submodule together.
+// What adapters (models/lora.h) add to their matrices' products.
+struct AdapterFunction {
+  double scaling = 1;
+  double dropout = 0;  // of what goes into them, in training
+};
+
+// In the order of zero::FlatLayout: what has no dot in its name first, parameters of one submodule together,
+// what is frozen before what trains.
 struct BlockDescription {
   std::string name;
   std::string kind;  // blocks of one kind have the same shapes and compute the same function
   std::vector<ParameterDescription> parameters;
+  AdapterFunction adapters = {};  // of those among them
 };
+
+// Names in its block of what adapts the matrix of this name: [rank, in] and [out, rank].
+inline std::string AdapterDown(const std::string& matrix) { return "lora." + matrix + ".A"; }
+inline std::string AdapterUp(const std::string& matrix) { return "lora." + matrix + ".B"; }
 
 // A parameter, and where it lies.
 struct PublishedTensor {
@@ -56,6 +70,8 @@ struct ModelLayout {
   std::vector<PublishedTensor>
       tensors;  // in the order of blocks and offsets; the input embedding is the first
   std::vector<int64_t> block_elements;  // of each block's run, padding included
+  // Where what a state has of each block begins; empty: it has all of it.
+  std::vector<int64_t> state_from;
 
   int64_t parameters() const;
   int64_t largest_block_parameters() const;

@@ -454,8 +454,10 @@ class Llama : public LanguageModel {
   std::unique_ptr<const Decoder> MakeDecoder() const override {
     return std::make_unique<LlamaDecoder>(config_);
   }
+  std::vector<std::string> AdapterTargets() const override { return {"q_proj", "v_proj"}; }
+  std::vector<BlockDescription> Blocks() const override { return Describe(config_); }
   ModelLayout Layout() const override {
-    ModelLayout layout = LayoutOf(Describe(config_));
+    ModelLayout layout = LayoutOf(Blocks());
     layout.prefix = kPrefix;
     layout.passed_over = {".rotary_emb.inv_freq"};
     return layout;

@@ -11,10 +11,11 @@ absl::StatusOr<std::vector<TilePlace>> PlaceTiles(std::span<swap::Store* const> 
   std::vector<uint32_t> next(parts.size(), 0);
   for (size_t block = 0; block < layout.block_elements.size(); ++block) {
     const int64_t run = layout.block_elements[block];
+    const int64_t from = layout.state_from.empty() ? 0 : layout.state_from[block];
     const int64_t share = tiering::ShardElements(run, static_cast<int>(parts.size()));
     for (size_t p = 0; p < parts.size(); ++p) {
       const swap::Geometry& geometry = parts[p]->geometry();
-      for (int64_t at = 0; at < share;) {
+      for (int64_t at = from; at < share;) {
         const uint32_t t = next[p]++;
         if (t >= geometry.tiles()) {
           return absl::DataLossError(

@@ -28,6 +28,8 @@ constexpr uint64_t kMostSlots = 4;
 constexpr uint64_t kLeastStripBytes = uint64_t{64} << 10;
 constexpr int64_t kGroupRows = 16;  // turned together: sixteen fp32 values of a column fill a cache line
 constexpr int64_t kGroupColumns = 256;
+constexpr int64_t kElsewhereElements = 256 << 10;
+constexpr int64_t kMergedElements = 4096;  // of a matrix, whose adapter is added at once
 
 using kernels::DType;
 
@@ -43,11 +45,21 @@ Segments SegmentsRead(swap::Dtype dtype, DType weights) {
   return {0, 1};
 }
 
+// What is frozen beside others that train has its weights and no master.
+bool WeightsAlone(const swap::Geometry& geometry, uint32_t tile, DType weights) {
+  return geometry.segments(tile) == 1 && weights != DType::kFp32;
+}
+
+Segments SegmentsOf(const swap::Geometry& geometry, uint32_t tile, const Segments& wanted, DType weights) {
+  return WeightsAlone(geometry, tile, weights) ? Segments{0, 1} : wanted;
+}
+
 // Most that a tile's segments take in memory, each padded.
-uint64_t SlotBytes(std::span<const swap::Geometry> parts, const Segments& segments) {
+uint64_t SlotBytes(std::span<const swap::Geometry> parts, const Segments& wanted, DType weights) {
   uint64_t most = swap::kSectorBytes;
   for (const swap::Geometry& geometry : parts) {
     for (uint32_t t = 0; t < geometry.tiles(); ++t) {
+      const Segments segments = SegmentsOf(geometry, t, wanted, weights);
       const uint32_t first = std::min(segments.first, geometry.segments(t));
       const uint32_t end = std::min(first + segments.count, geometry.segments(t));
       most = std::max(most, geometry.segment_start(t, end) - geometry.segment_start(t, first));
@@ -56,12 +68,17 @@ uint64_t SlotBytes(std::span<const swap::Geometry> parts, const Segments& segmen
   return most;
 }
 
+// Of what adapters add, the high and the low part of a master count.
+Segments SegmentsFor(const ExportOptions& options, DType weights) {
+  return SegmentsRead(options.adapters.empty() ? options.dtype : swap::Dtype::kF32, weights);
+}
+
 // The weights of places in ascending order, read ahead and verified.
 class TileWeights {
  public:
   TileWeights(std::span<swap::Store* const> parts, const std::vector<TilePlace>& places,
-              const Segments& segments, std::byte* memory, uint64_t slots, uint64_t slot_bytes)
-      : parts_(parts), places_(places), segments_(segments), slots_(slots) {
+              const Segments& segments, DType weights, std::byte* memory, uint64_t slots, uint64_t slot_bytes)
+      : parts_(parts), places_(places), segments_(segments), weights_(weights), slots_(slots) {
     for (uint64_t i = 0; i < slots; ++i) slots_[i].memory = memory + i * slot_bytes;
   }
   ~TileWeights() {
@@ -70,8 +87,13 @@ class TileWeights {
   TileWeights(const TileWeights&) = delete;
   TileWeights& operator=(const TileWeights&) = delete;
 
-  // The segments of place `place`, valid until the next call; reads on to `last` may run ahead.
-  absl::StatusOr<std::array<const std::byte*, 2>> Get(uint32_t place, uint32_t last) {
+  // The segments of a place, valid until the next call.
+  struct Tile {
+    std::array<const std::byte*, 2> segments{};  // the second: where it is read
+    bool weights_alone = false;                  // the first is the weights, and there is no other
+  };
+  // Reads on to `last` may run ahead.
+  absl::StatusOr<Tile> Get(uint32_t place, uint32_t last) {
     for (uint32_t p = place; p <= last && p < place + slots_.size(); ++p) {
       RETURN_IF_ERROR(Ask(p));
     }
@@ -86,8 +108,9 @@ class TileWeights {
         return status;
       }
     }
-    return std::array<const std::byte*, 2>{slot.memory,
-                                           segments_.count > 1 ? slot.memory + Offset(place, 1) : nullptr};
+    const Segments read = Of(place);
+    return Tile{{slot.memory, read.count > 1 ? slot.memory + Offset(place, 1) : nullptr},
+                WeightsAlone(StoreOf(place).geometry(), places_[place].tile, weights_)};
   }
 
  private:
@@ -108,22 +131,26 @@ class TileWeights {
 
   swap::Store& StoreOf(uint32_t place) const { return *parts_[places_[place].part]; }
 
+  Segments Of(uint32_t place) const {
+    return SegmentsOf(StoreOf(place).geometry(), places_[place].tile, segments_, weights_);
+  }
+
   // Of the i-th segment that is read, from where the first one is.
   uint64_t Offset(uint32_t place, uint32_t i) const {
     const swap::Geometry& geometry = StoreOf(place).geometry();
-    const uint32_t tile = places_[place].tile;
-    return geometry.segment_start(tile, segments_.first + i) - geometry.segment_start(tile, segments_.first);
+    const uint32_t tile = places_[place].tile, first = Of(place).first;
+    return geometry.segment_start(tile, first + i) - geometry.segment_start(tile, first);
   }
 
   absl::Status Ask(uint32_t place) {
     Slot& slot = slots_[place % slots_.size()];
     if (slot.place == place) return absl::OkStatus();
     Settle(&slot);
+    const Segments read = Of(place);
     std::array<void*, 2> to{};
-    for (uint32_t s = 0; s < segments_.count; ++s) to[s] = slot.memory + Offset(place, s);
-    RETURN_IF_ERROR(StoreOf(place).ReadSegments(&slot.io, places_[place].tile, segments_.first,
-                                                segments_.count,
-                                                std::span<void* const>(to.data(), segments_.count),
+    for (uint32_t s = 0; s < read.count; ++s) to[s] = slot.memory + Offset(place, s);
+    RETURN_IF_ERROR(StoreOf(place).ReadSegments(&slot.io, places_[place].tile, read.first, read.count,
+                                                std::span<void* const>(to.data(), read.count),
                                                 aio::Priority::kPrefetch, swap::Which::kCommitted));
     slot.place = place;
     slot.pending = true;
@@ -133,6 +160,7 @@ class TileWeights {
   const std::span<swap::Store* const> parts_;
   const std::vector<TilePlace>& places_;
   const Segments segments_;
+  const DType weights_;
   std::vector<Slot> slots_;
 };
 
@@ -140,12 +168,21 @@ class TileWeights {
 template <typename T>
 class Exporter {
  public:
-  Exporter(TileWeights* weights, const std::vector<TilePlace>& places, bool split, std::span<std::byte> strip,
-           std::function<void(uint64_t bytes)> appended)
-      : weights_(*weights), places_(places), split_(split), strip_(strip), appended_(std::move(appended)) {}
+  Exporter(TileWeights* weights, const std::vector<TilePlace>& places, const ExportOptions& options,
+           DType type, std::span<std::byte> strip, std::function<void(uint64_t bytes)> appended)
+      : weights_(*weights),
+        places_(places),
+        options_(options),
+        type_(type),
+        strip_(strip),
+        appended_(std::move(appended)) {}
 
-  absl::Status Write(const PublishedTensor& tensor, swap::SafetensorsWriter* writer) {
+  // `adapter`: what is added to it; null: nothing.
+  absl::Status Write(const PublishedTensor& tensor, const MatrixAdapter* adapter,
+                     swap::SafetensorsWriter* writer) {
     writer_ = writer;
+    RETURN_IF_ERROR(TakeAdapter(adapter));
+    if (options_.elsewhere && !InState(tensor)) return WriteFromElsewhere(tensor);
     const int64_t room = static_cast<int64_t>(strip_.size() / sizeof(T));
     if (!tensor.transposed) {
       int64_t filled = 0;
@@ -182,7 +219,7 @@ class Exporter {
   struct Piece {
     int64_t from = 0, to = 0;
     int64_t shift = 0;  // element e of the tensor is element e + shift of the tile
-    std::array<const std::byte*, 2> data{};
+    TileWeights::Tile data;
   };
 
   T* strip() const { return reinterpret_cast<T*>(strip_.data()); }
@@ -203,18 +240,95 @@ class Exporter {
     return absl::OkStatus();
   }
 
+  bool InState(const PublishedTensor& tensor) const {
+    return std::any_of(places_.begin(), places_.end(), [&](const TilePlace& place) {
+      return PieceOf(tensor, place.block, place.first, place.elements).has_value();
+    });
+  }
+
+  absl::Status WriteFromElsewhere(const PublishedTensor& tensor) {
+    const int64_t all = tensor.elements(), room = static_cast<int64_t>(strip_.size() / sizeof(T));
+    const int64_t at_once = tensor.transposed ? all : std::min(all, kElsewhereElements);
+    elsewhere_.resize(static_cast<size_t>(at_once));
+    for (int64_t from = 0; from < all; from += at_once) {
+      const int64_t n = std::min(at_once, all - from);
+      RETURN_IF_ERROR(options_.elsewhere(tensor.block, tensor.offset + from, n, elsewhere_.data()));
+      if (adapter_ != nullptr) AddAdapter(from, n, elsewhere_.data());
+      for (int64_t at = 0; at < n; at += room) {
+        const int64_t count = std::min(room, n - at);
+        if (tensor.transposed) {
+          for (int64_t i = 0; i < count; ++i) {
+            const int64_t e = at + i;  // as it is published
+            const float value =
+                elsewhere_[static_cast<size_t>(e % tensor.rows * tensor.columns + e / tensor.rows)];
+            kernels::Convert(DType::kFp32, &value, kTo, strip() + i, 1);
+          }
+        } else {
+          kernels::Convert(DType::kFp32, elsewhere_.data() + at, kTo, strip(), static_cast<size_t>(count));
+        }
+        RETURN_IF_ERROR(Append(count));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  static constexpr DType kTo = sizeof(T) == 4 ? DType::kFp32 : DType::kBf16;
+
   void Convert(const Piece& piece, int64_t from, int64_t elements, T* to) const {
+    if (adapter_ == nullptr) return ConvertAlone(piece, from, elements, kTo, to);
+    for (int64_t done = 0; done < elements; done += kMergedElements) {
+      const int64_t n = std::min(kMergedElements, elements - done);
+      std::array<float, kMergedElements> values;
+      ConvertAlone(piece, from + done, n, DType::kFp32, values.data());
+      AddAdapter(from + done, n, values.data());
+      kernels::Convert(DType::kFp32, values.data(), kTo, to + done, static_cast<size_t>(n));
+    }
+  }
+
+  void ConvertAlone(const Piece& piece, int64_t from, int64_t elements, DType type, void* to) const {
+    const auto [segments, weights_alone] = piece.data;
     const int64_t at = from + piece.shift;
     const auto n = static_cast<size_t>(elements);
-    if (!split_) {
-      kernels::Convert(DType::kFp32, reinterpret_cast<const float*>(piece.data[0]) + at,
-                       sizeof(T) == 4 ? DType::kFp32 : DType::kBf16, to, n);
-    } else if constexpr (sizeof(T) == 4) {
-      kernels::JoinMaster(reinterpret_cast<const uint16_t*>(piece.data[0]) + at,
-                          reinterpret_cast<const int16_t*>(piece.data[1]) + at, to, n);
+    // The weights are halves of a master, or its rounding.
+    const DType stored = weights_alone || type_ == DType::kBf16 ? type_ : DType::kFp32;
+    const auto width = static_cast<int64_t>(kernels::BytesPerElement(stored));
+    if (segments[1] != nullptr && type == DType::kFp32) {
+      kernels::JoinMaster(reinterpret_cast<const uint16_t*>(segments[0]) + at,
+                          reinterpret_cast<const int16_t*>(segments[1]) + at, static_cast<float*>(to), n);
     } else {
-      std::memcpy(to, reinterpret_cast<const uint16_t*>(piece.data[0]) + at, n * sizeof(T));
+      kernels::Convert(stored, segments[0] + at * width, type, to, n);
     }
+  }
+
+  // Elements [from, from + n) of the matrix that is written.
+  void AddAdapter(int64_t from, int64_t n, float* to) const {
+    const int64_t columns = adapter_->down->columns, rank = adapter_->down->rows;
+    for (int64_t e = from; e < from + n;) {
+      const int64_t row = e / columns, column = e % columns, end = std::min(from + n, (row + 1) * columns);
+      sums_.assign(static_cast<size_t>(end - e), 0);
+      for (int64_t k = 0; k < rank; ++k) {
+        const float up = up_[static_cast<size_t>(row * rank + k)];
+        const float* const down = down_.data() + k * columns + column;
+        for (size_t i = 0; i < sums_.size(); ++i) sums_[i] += up * down[i];
+      }
+      for (size_t i = 0; i < sums_.size(); ++i)
+        to[e - from + static_cast<int64_t>(i)] += sums_[i] * static_cast<float>(adapter_->scaling);
+      e = end;
+    }
+  }
+
+  absl::Status TakeAdapter(const MatrixAdapter* adapter) {
+    adapter_ = nullptr;  // of no effect on its own tensors
+    if (adapter == nullptr) return absl::OkStatus();
+    for (const auto& [tensor, to] : {std::pair{adapter->down, &down_}, {adapter->up, &up_}}) {
+      to->resize(static_cast<size_t>(tensor->elements()));
+      RETURN_IF_ERROR(ForTiles(*tensor, [&, values = to->data()](const Piece& piece) {
+        ConvertAlone(piece, piece.from, piece.to - piece.from, DType::kFp32, values + piece.from);
+        return absl::OkStatus();
+      }));
+    }
+    adapter_ = adapter;
+    return absl::OkStatus();
   }
 
   // Puts what the piece has of columns [first, first + columns) into the strip, turned.
@@ -256,7 +370,12 @@ class Exporter {
   swap::SafetensorsWriter* writer_ = nullptr;
   TileWeights& weights_;
   const std::vector<TilePlace>& places_;
-  const bool split_;
+  const ExportOptions& options_;
+  const DType type_;  // of the run's weights
+  std::vector<float> elsewhere_;
+  const MatrixAdapter* adapter_ = nullptr;
+  std::vector<float> down_, up_;     // its matrices, whole
+  mutable std::vector<float> sums_;  // of a row
   const std::span<std::byte> strip_;
   const std::function<void(uint64_t bytes)> appended_;
 };
@@ -314,15 +433,29 @@ absl::Status WriteIndex(const std::string& path, const std::vector<Shard>& shard
 }  // namespace
 
 ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const ModelLayout& layout,
-                             swap::Dtype dtype, DType weights) {
-  const uint64_t slot = SlotBytes(parts, SegmentsRead(dtype, weights)), width = swap::DtypeBytes(dtype);
+                             const ExportOptions& options, DType weights) {
+  const uint64_t slot = SlotBytes(parts, SegmentsFor(options, weights), weights);
+  const uint64_t width = swap::DtypeBytes(options.dtype);
   uint64_t column = kLeastStripBytes, matrix = kLeastStripBytes;
   for (const PublishedTensor& tensor : layout.tensors) {
     if (!tensor.transposed) continue;
     column = std::max(column, static_cast<uint64_t>(tensor.rows) * width);
     matrix = std::max(matrix, static_cast<uint64_t>(tensor.elements()) * width);
   }
-  return {slot + column, kMostSlots * slot + matrix};
+  ExportMemory memory{slot + column, kMostSlots * slot + matrix};
+  for (const auto& [name, adapter] : options.adapters) {
+    memory.beside_bytes = std::max(
+        memory.beside_bytes,
+        static_cast<uint64_t>(adapter.down->elements() + adapter.up->elements() + adapter.down->columns) *
+            sizeof(float));
+  }
+  if (options.elsewhere) {
+    int64_t most = kElsewhereElements;
+    for (const PublishedTensor& tensor : layout.tensors)
+      most = std::max(most, tensor.transposed ? tensor.elements() : 0);
+    memory.beside_bytes += static_cast<uint64_t>(most) * sizeof(float);
+  }
+  return memory;
 }
 
 absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const ModelLayout& layout,
@@ -332,10 +465,9 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
   for (const swap::Store* part : parts) geometries.push_back(part->geometry());
   ASSIGN_OR_RETURN(const std::vector<TilePlace> places,
                    PlaceTiles(parts, layout, static_cast<int64_t>(kernels::BytesPerElement(weight_type))));
-  const bool split = weight_type == DType::kBf16;
-  const Segments segments = SegmentsRead(options.dtype, weight_type);
-  const ExportMemory needs = MemoryForExport(geometries, layout, options.dtype, weight_type);
-  const uint64_t slot_bytes = SlotBytes(geometries, segments);
+  const Segments segments = SegmentsFor(options, weight_type);
+  const ExportMemory needs = MemoryForExport(geometries, layout, options, weight_type);
+  const uint64_t slot_bytes = SlotBytes(geometries, segments, weight_type);
   if (memory.size() < needs.least_bytes) {
     return absl::FailedPreconditionError(absl::StrCat(
         "exporting needs at least ", tiering::FormatBytes(static_cast<int64_t>(needs.least_bytes)), " (",
@@ -344,7 +476,7 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
   // Half of what a strip does not have to have goes to tiles in flight.
   const uint64_t spare = memory.size() - needs.least_bytes;
   const uint64_t slots = std::min(kMostSlots, 1 + spare / 2 / slot_bytes);
-  TileWeights weights(parts, places, segments, memory.data(), slots, slot_bytes);
+  TileWeights weights(parts, places, segments, weight_type, memory.data(), slots, slot_bytes);
 
   const std::vector<Shard> shards = CutIntoShards(layout, options);
   const std::string index = options.path + ".index.json";
@@ -371,7 +503,9 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
                        swap::SafetensorsWriter::Create(shard.path, std::move(tensors), options.metadata,
                                                        options.overwrite));
       for (const PublishedTensor* tensor : shard.tensors) {
-        RETURN_IF_ERROR(exporter.Write(*tensor, writer.get()));
+        const auto adapter = options.adapters.find(tensor->name);
+        RETURN_IF_ERROR(exporter.Write(
+            *tensor, adapter == options.adapters.end() ? nullptr : &adapter->second, writer.get()));
       }
       RETURN_IF_ERROR(writer->Finish());
       ++finished;
@@ -379,9 +513,10 @@ absl::StatusOr<int> ExportWeights(std::span<swap::Store* const> parts, const Mod
     return shards.size() > 1 ? WriteIndex(index, shards) : absl::OkStatus();
   };
   const std::span<std::byte> strip = memory.subspan(slots * slot_bytes);
-  absl::Status status = options.dtype == swap::Dtype::kF32
-                            ? write_all(Exporter<float>(&weights, places, split, strip, appended))
-                            : write_all(Exporter<uint16_t>(&weights, places, split, strip, appended));
+  absl::Status status =
+      options.dtype == swap::Dtype::kF32
+          ? write_all(Exporter<float>(&weights, places, options, weight_type, strip, appended))
+          : write_all(Exporter<uint16_t>(&weights, places, options, weight_type, strip, appended));
   if (!status.ok()) {
     for (size_t i = 0; i < finished; ++i) (void)::unlink(shards[i].path.c_str());
     return status;

@@ -30,6 +30,13 @@
 
 namespace penstock::models {
 
+// What is merged into a matrix as it is written: W + scaling * up * down, in fp32. Tensors of the state.
+struct MatrixAdapter {
+  const PublishedTensor* down = nullptr;  // [rank, in]
+  const PublishedTensor* up = nullptr;    // [out, rank]
+  double scaling = 1;
+};
+
 struct ExportOptions {
   std::string path;  // of the one file; of shards, what their names and the index's are made of
   // Not 0: files with so many bytes of tensors at the most (a larger tensor has one of its own),
@@ -39,17 +46,22 @@ struct ExportOptions {
   swap::Dtype dtype = swap::Dtype::kF32;  // or kBf16
   bool overwrite = false;
   std::map<std::string, std::string> metadata;
+  std::map<std::string, MatrixAdapter> adapters;  // by the matrix's published name
+  // Elements of a block's run that are no part of the state; null: there are none. A matrix that is published
+  // turned is read whole.
+  std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> elsewhere;
   std::function<void(uint64_t done, uint64_t total)> progress;  // bytes of all files
 };
 
 struct ExportMemory {
   uint64_t least_bytes = 0;        // of `memory`
   uint64_t comfortable_bytes = 0;  // four tiles ahead and the largest matrix in one strip
+  uint64_t beside_bytes = 0;       // beside `memory`: the adapter of one matrix, in fp32
 };
 
 // `weights`: the type of the run's weights, which says where its masters are (zero/compute/tile_format.h).
 ExportMemory MemoryForExport(std::span<const swap::Geometry> parts, const ModelLayout& layout,
-                             swap::Dtype dtype, kernels::DType weights);
+                             const ExportOptions& options, kernels::DType weights);
 
 // `parts`: by rank. `memory`: pinned, at a multiple of 4096. Shards appear one after the other and the index
 // after them; none stays where one of them fails. Returns the number of files with tensors. With `overwrite`

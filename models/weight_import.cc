@@ -182,9 +182,10 @@ absl::Status WeightImport::TakePacked(const swap::SafetensorsReader& file, bool 
   absl::StatusOr<std::optional<PackedWeights>> packed = PackedWeights::Of(file.metadata());
   if (!packed.ok()) return Wrong(path_, absl::StrCat(file.path(), ": ", packed.status().message()));
   if (packed->has_value() && !coded) {
-    return Wrong(path_, absl::StrCat(file.path(), " is packed in ", (*packed)->bits,
-                                     " bit, which only `penstock generate` reads: give the directory that it "
-                                     "was made of"));
+    return Wrong(path_,
+                 absl::StrCat(file.path(), " is packed in ", (*packed)->bits,
+                              " bit, which `penstock generate` reads, and `penstock train --lora-rank` "
+                              "with its state on a drive: give the directory that it was made of"));
   }
   if (!files_.empty() && packed_ != *packed)
     return Wrong(path_, absl::StrCat(file.path(), " is packed in another way than the files before it"));

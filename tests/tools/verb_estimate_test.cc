@@ -71,8 +71,11 @@ TEST(Estimate, JsonInBytes) {
 }
 
 TEST(Estimate, ModelIsAskedOfTheSizer) {
-  const ModelSizer sizer = [](const std::string& model) -> absl::StatusOr<ModelSize> {
+  const ModelSizer sizer = [](const std::string& model,
+                              const AdapterWish& wish) -> absl::StatusOr<ModelSize> {
     if (model != "gpt-x") return absl::InvalidArgumentError("no model \"" + model + "\"");
+    if (wish.rank == 4 && wish.targets == "q_proj")
+      return ModelSize{.params = 1'010'000, .largest_layer_params = 1000, .frozen_params = 1'000'000};
     return ModelSize{.params = 1'000'000, .largest_layer_params = 1000};
   };
   const Result result = Estimate({"--model", "gpt-x", "--json"}, sizer);
@@ -81,6 +84,25 @@ TEST(Estimate, ModelIsAskedOfTheSizer) {
   const Result wrong = Estimate({"--model", "gpt-y"}, sizer);
   EXPECT_EQ(wrong.code, 2);
   EXPECT_EQ(wrong.err, "penstock estimate: no model \"gpt-y\"\n");
+  // Of what is frozen the weights are read, twice a step; nothing of it is written or copied.
+  const Result adapted =
+      Estimate({"--model", "gpt-x", "--json", "--lora-rank", "4", "--lora-targets", "q_proj"}, sizer);
+  ASSERT_EQ(adapted.code, 0) << adapted.err;
+  const auto rows = nlohmann::json::parse(adapted.out)["penstock"];
+  ASSERT_EQ(rows.size(), 4u);
+  EXPECT_EQ(rows[2]["write_bytes_per_step"], 12 * 10'000);
+  EXPECT_EQ(rows[2]["read_bytes_per_step"], 14 * 10'000 + 2 * 2 * 1'000'000);
+  EXPECT_EQ(rows[2]["nvme_bytes"], 2 * 12 * 10'000);
+  EXPECT_EQ(rows[1]["host_bytes"], 14 * 10'000 + 2 * 1'000'000);
+  for (const std::vector<const char*>& words :
+       {std::vector<const char*>{"--params", "7B", "--lora-rank", "4"},
+        {"--model", "gpt-x", "--lora-rank", "0"},
+        {"--model", "gpt-x", "--lora-targets", "q_proj"},
+        {"--model", "gpt-x", "--lora-rank", "4", "--nodes", "2"}}) {
+    const Result refused = Estimate(words, sizer);
+    EXPECT_EQ(refused.code, 2);
+    EXPECT_THAT(refused.err, HasSubstr("--lora-rank"));
+  }
 }
 
 TEST(Estimate, GptSizesAreThePresets) {

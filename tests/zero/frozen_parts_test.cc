@@ -16,6 +16,7 @@
 
 #include "kernels/float16.h"
 #include "swap/inspect.h"
+#include "zero/compute/frozen_source.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
 
@@ -141,6 +142,34 @@ class Owner {
   static size_t At(int64_t i) { return static_cast<size_t>(i); }
   const kernels::DType dtype_;
   std::vector<std::shared_ptr<const FlatLayout>> layouts_;
+};
+
+// What is frozen, as files would bring it.
+class ValuesSource : public FrozenSource {
+ public:
+  ValuesSource(const Owner& owner, kernels::DType dtype) : owner_(owner), dtype_(dtype) {}
+  int64_t BytesOf(BlockIndex, int64_t elements) const override { return elements / 2; }
+  std::string PlaceOf(BlockIndex) const override { return "elsewhere"; }
+  std::unique_ptr<Read> MakeRead() const override { return std::make_unique<Read>(); }
+  absl::Status Start(aio::Engine&, Read*, BlockIndex block, int64_t first, int64_t elements, std::byte* to,
+                     Done done, void* context) override {
+    if (fails) return absl::DataLossError("elsewhere: lost");
+    std::vector<float> values(static_cast<size_t>(elements));
+    absl::Status status = owner_.Values(static_cast<int>(block.value()), first, elements, values.data());
+    if (!status.ok()) return status;
+    kernels::Convert(kernels::DType::kFp32, values.data(), dtype_, to, values.size());
+    ++reads;
+    done(context);
+    return absl::OkStatus();
+  }
+  absl::Status Finish(Read*) override { return absl::OkStatus(); }
+
+  int reads = 0;
+  bool fails = false;
+
+ private:
+  const Owner& owner_;
+  const kernels::DType dtype_;
 };
 
 class FrozenPartsTest : public testing::Test {
@@ -358,6 +387,58 @@ TEST_F(FrozenPartsTest, WhatHasNoStateIsRefusedByNameAndItsValueCanBeWritten) {
   const absl::Status step = owner.Step(*driven, 1).status();
   EXPECT_EQ(step.code(), absl::StatusCode::kInvalidArgument) << step;
   EXPECT_THAT(step.message(), HasSubstr("base.0, which is frozen"));
+}
+
+TEST_F(FrozenPartsTest, WhatIsFrozenMayComeFromElsewhereAndIsThenNoPartOfTheState) {
+  for (const kernels::DType dtype : {kernels::DType::kBf16, kernels::DType::kFp32, kernels::DType::kFp16}) {
+    const Result expected = TrainAll(true, Options(dtype, OffloadDevice::kNone));
+    EngineOptions options = Options(dtype, OffloadDevice::kNvme);
+    Owner owner(true, dtype);
+    const auto source = std::make_shared<ValuesSource>(owner, dtype);
+    options.frozen = source;
+    options.memory.host_memory_budget_bytes = Open(owner, options)->plan().plan.least_host_memory_bytes;
+    {
+      const auto driven = Open(owner, options);
+      ASSERT_NE(driven, nullptr);
+      int64_t trained = 0;
+      for (const tiering::BlockShape& block : owner.Given().graph.blocks)
+        trained += block.elements - block.trained_from;
+      EXPECT_EQ(driven->plan().state_bytes, driven->plan().format.precision().UnpaddedBytes(trained));
+      Result whole;
+      Train(owner, *driven, 1, &whole);
+      ExpectSame(whole, expected);
+      EXPECT_GT(source->reads, 10);
+      std::vector<float> values(90 * 50, 0.25F);
+      const TensorView view = {values.data(), ElementType::kFp32, {90, 50}};
+      const absl::Status written = driven->Call(
+          [&](Engine& engine) { return engine.WriteState("block.0.base.1", StateKind::kParameter, view); });
+      EXPECT_THAT(written.message(), HasSubstr("is frozen and read from elsewhere, which is not written"));
+    }
+    // Its tiles are those of what trains, and a run goes on with them.
+    {
+      const auto driven = Open(owner, options);
+      for (int64_t step = 1; step <= 3; ++step) ASSERT_TRUE(owner.Step(*driven, step).ok());
+      ASSERT_TRUE(driven->Call([](Engine& engine) { return engine.Flush(); }).ok());
+    }
+    options.storage.overwrite = false;
+    options.resume.enabled = true;
+    EngineOptions without = options;
+    without.frozen = nullptr;
+    EXPECT_THAT(std::string(DrivenEngine::Create(owner.Given(), without).status().message()),
+                HasSubstr("frozen_elsewhere"));
+    options.memory.host_memory_budget_bytes = 0;  // what is frozen is cut anew
+    const auto driven = Open(owner, options);
+    ASSERT_NE(driven, nullptr);
+    Result rest;
+    Train(owner, *driven, 4, &rest);
+    EXPECT_EQ(rest.values, expected.values);
+    EXPECT_EQ(rest.moments, expected.moments);
+    source->fails = true;
+    EngineOptions in_memory = Options(dtype, OffloadDevice::kCpu);
+    in_memory.frozen = source;
+    EXPECT_EQ(DrivenEngine::Create(owner.Given(), in_memory).status().code(),
+              absl::StatusCode::kInvalidArgument);
+  }
 }
 
 // As an older Penstock left them too: what is frozen lies among what trains.

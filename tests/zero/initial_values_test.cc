@@ -46,9 +46,16 @@ TEST(InitialStream, HasTheBitsOfParametersDrawnAsAWholeWhateverTheTiles) {
     for (int i = 0; i < 6; ++i) {
       const int64_t n = odd[random() % odd.size()];
       sizes.push_back(n % 3 == 0 ? std::vector<int64_t>{3, n / 3} : std::vector<int64_t>{n});
-      const bool constant = random() % 4 == 0;
-      spec.initial.push_back(constant ? InitialValues{.mean = 1.5}
-                                      : InitialValues{.mean = 0.25, .deviation = 0.02});
+      switch (random() % 4) {
+        case 0:
+          spec.initial.push_back({.mean = 1.5});
+          break;
+        case 1:
+          spec.initial.push_back({.bound = 0.125});
+          break;
+        default:
+          spec.initial.push_back({.mean = 0.25, .deviation = 0.02});
+      }
     }
     const std::shared_ptr<torch::nn::Module> module = OfSizes(sizes);
     const FlatLayout layout = LayoutOf(*module);
@@ -57,8 +64,9 @@ TEST(InitialStream, HasTheBitsOfParametersDrawnAsAWholeWhateverTheTiles) {
     std::vector<torch::Tensor> whole;
     for (size_t i = 0; i < sizes.size(); ++i) {
       const InitialValues& values = spec.initial[i];
-      whole.push_back(values.deviation > 0 ? torch::normal(values.mean, values.deviation, sizes[i])
-                                           : torch::full(sizes[i], values.mean));
+      whole.push_back(values.bound > 0       ? torch::empty(sizes[i]).uniform_(-values.bound, values.bound)
+                      : values.deviation > 0 ? torch::normal(values.mean, values.deviation, sizes[i])
+                                             : torch::full(sizes[i], values.mean));
     }
     const torch::Tensor after = torch::rand({4});
     torch::manual_seed(seed);

@@ -67,6 +67,8 @@ absl::Status CheckEstimate(const EstimateInput& in) {
     return absl::InvalidArgumentError(absl::StrCat("largest layer: ", in.largest_layer_params,
                                                    " parameters, but the model has ", in.params));
   }
+  if (in.frozen_params < 0 || in.frozen_params >= in.params)
+    return absl::InvalidArgumentError("frozen parameters: not fewer than there are");
   for (const int64_t count : {in.gpus_per_node, in.nodes}) {
     if (count < 1 || count > 1'000'000) {
       return absl::InvalidArgumentError(
@@ -129,29 +131,33 @@ std::vector<TierRow> EstimateTiers(const EstimateInput& in, const DriveInput& dr
   const int64_t device = (2 * precision.weight_bytes() + precision.gradient_bytes) * layer;
   // Two blocks' cuts on their way: one read ahead, one being updated or written.
   const int64_t streaming = 2 * precision.UnpaddedBytes((layer + ranks - 1) / ranks) * in.gpus_per_node;
-  const int64_t state = precision.UnpaddedBytes(per_rank), gradient = precision.gradient_bytes * per_rank;
+  const int64_t trained = per_rank - in.frozen_params;
+  const int64_t state = precision.UnpaddedBytes(trained), gradient = precision.gradient_bytes * trained;
+  const int64_t frozen = precision.weight_bytes() * in.frozen_params;
 
-  std::vector<TierRow> rows(5);
+  std::vector<TierRow> rows(in.frozen_params > 0 ? 4 : 5);
   rows[0].options = "offload=none";
-  rows[0].device_bytes = state + gradient + (ranks > 1 ? device : 0);
+  rows[0].device_bytes = state + gradient + frozen + (ranks > 1 ? device : 0);
   rows[1].options = "offload=cpu";
   rows[1].device_bytes = device;
-  rows[1].host_bytes = (state + gradient) * in.gpus_per_node;
+  rows[1].host_bytes = (state + gradient + frozen) * in.gpus_per_node;
   rows[2].options = "offload=nvme, order=next_forward";
   rows[3].options = "offload=nvme, order=in_backward";
   for (TierRow* row : {&rows[2], &rows[3]}) {
     row->device_bytes = device;
     row->host_bytes = streaming + (row == &rows[2] ? gradient * in.gpus_per_node : 0);
     row->nvme_bytes = 2 * state * in.gpus_per_node;
-    row->read_bytes_per_step = state * in.gpus_per_node + precision.weight_bytes() * per_node;
+    row->read_bytes_per_step = state * in.gpus_per_node + precision.weight_bytes() * per_node + frozen;
     row->write_bytes_per_step = state * in.gpus_per_node;
   }
-  rows[4].options = "DeepSpeed 0.9, all on NVMe";
-  rows[4].device_bytes = 4 * layer;
-  rows[4].host_bytes = 2 * per_node;  // 16-bit gradients, which it also writes to NVMe as fp32
-  rows[4].nvme_bytes = 18 * per_node;
-  rows[4].read_bytes_per_step = 20 * per_node;
-  rows[4].write_bytes_per_step = 18 * per_node;
+  if (in.frozen_params == 0) {
+    rows[4].options = "DeepSpeed 0.9, all on NVMe";
+    rows[4].device_bytes = 4 * layer;
+    rows[4].host_bytes = 2 * per_node;  // 16-bit gradients, which it also writes to NVMe as fp32
+    rows[4].nvme_bytes = 18 * per_node;
+    rows[4].read_bytes_per_step = 20 * per_node;
+    rows[4].write_bytes_per_step = 18 * per_node;
+  }
   for (TierRow& row : rows) Finish(row, per_node, drives);
   return rows;
 }
@@ -208,6 +214,7 @@ nlohmann::json EstimateJson(const EstimateInput& in, const DriveInput& drives) {
   return {{"input",
            {{"params", in.params},
             {"largest_layer_params", in.largest_layer_params},
+            {"frozen_params", in.frozen_params},
             {"gpus_per_node", in.gpus_per_node},
             {"nodes", in.nodes},
             {"buffer_factor", in.buffer_factor},

@@ -28,6 +28,9 @@ struct EstimateInput {
   int64_t gpus_per_node = 1;         // ranks on one node
   int64_t nodes = 1;
   double buffer_factor = 1.5;  // DeepSpeed's additional_buffer_factor, on host memory
+  // Of `params`, that stay as they are beside adapters that train, and are read where they lie; in Penstock's
+  // rows, of one rank. DeepSpeed's formulas know no such thing.
+  int64_t frozen_params = 0;
 };
 
 // kInvalidArgument, one line, for counts below 1, a layer larger than the model, and numbers that would
@@ -80,7 +83,7 @@ struct TierRow {
 
 // Rows: none, cpu, nvme with the update in the next forward, nvme with the update in backward; and last, for
 // comparison, what DeepSpeed 0.9's full NVMe path moves (reference figures: reads 2 + 2 + 12 + 4, writes 2 +
-// 12 + 4 bytes a parameter, 18 bytes on disk).
+// 12 + 4 bytes a parameter, 18 bytes on disk); not where parameters are frozen.
 //
 // Bytes read and written per parameter and step, exact (both orders of update move the same):
 //   bf16  2 in one pass; high, low, m, v in the other, written back                     14 + 12 = 26

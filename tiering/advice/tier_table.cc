@@ -52,6 +52,7 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
 
   for (const BlockPlan& block : plan.blocks) {
     for (const TileIndex t : block.tiles.indices()) {
+      if (!block.in_store(t)) continue;
       const Tile& tile = block.tiles[t];
       const int64_t of_weights = plan.precision.SegmentBytes(0, tile.elements);
       weights.nvme_bytes += drives.versions * of_weights;

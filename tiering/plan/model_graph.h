@@ -101,6 +101,9 @@ struct BlockShape {
   // Of a block that trains: its elements before this one are frozen. A multiple of kPartAlignment, so that no
   // cut there changes a norm; 0: none are.
   int64_t trained_from = 0;
+  // What reading all that is frozen of it moves, where that is no part of the store
+  // (PlanOptions::frozen_elsewhere).
+  int64_t elsewhere_bytes = 0;
 };
 
 struct StageShape {

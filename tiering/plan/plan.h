@@ -37,6 +37,10 @@ struct BlockPlan {
   // Its elements before this one are frozen and have tiles of their own, of which the weights are read and
   // nothing else is kept: neither state nor gradient. 0: all of it has both.
   int64_t trained_from = 0;
+  // Its elements before this one are frozen and no part of the store: they are read from elsewhere, which
+  // moves so many bytes for all of them. 0: all of it is in the store.
+  int64_t elsewhere_to = 0;
+  int64_t elsewhere_bytes = 0;
   WeightSlot private_run_slot;          // its weights never leave host memory
   PerTile<TileSlot> private_tile_slot;  // per tile, none: streams. Its state never leaves host memory
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
@@ -48,7 +52,20 @@ struct BlockPlan {
   // Its own fp32 sums (a block that several stages use); none: the shared ring, or it has no sums.
   AccumulatorSlot accumulator_slot;
 
-  bool weights_alone(TileIndex tile) const { return tiles[tile].offset < trained_from; }
+  bool in_store(TileIndex tile) const { return tiles[tile].offset >= elsewhere_to; }
+  int64_t tiles_elsewhere() const {
+    int64_t count = 0;
+    for (const TileIndex t : tiles.indices()) count += in_store(t) ? 0 : 1;
+    return count;
+  }
+  // That reading a tile's weights moves.
+  int64_t read_bytes(TileIndex tile, int64_t weight_bytes) const {
+    const int64_t of_tile = tiles[tile].elements;
+    if (in_store(tile)) return of_tile * weight_bytes;
+    return static_cast<int64_t>(static_cast<double>(elsewhere_bytes) * static_cast<double>(of_tile) /
+                                static_cast<double>(elsewhere_to));
+  }
+  bool weights_alone(TileIndex tile) const { return tiles[tile].offset < trained_from || !in_store(tile); }
   bool updates(TileIndex tile) const { return trains && !weights_alone(tile); }
   // All updates of its tiles are made in backward.
   bool all_in_backward() const {
@@ -252,6 +269,9 @@ struct PlanOptions {
   // What is frozen of a block that trains has its weights alone. false: it has state like the rest, as a
   // store that is there may want it.
   bool frozen_apart = true;
+  // What is frozen, also whole blocks, is no part of the store and is read from elsewhere. One rank, on the
+  // processor, with frozen_apart.
+  bool frozen_elsewhere = false;
   int world = 1;                    // ranks
   int64_t host_budget_bytes = 0;    // 0: as much as the comfortable plan takes
   bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
@@ -262,7 +282,7 @@ struct PlanOptions {
   // A model of few tiles is also planned under the bounds that users like to set, and the best is taken: up
   // to 1% of a step, for some searches more.
   bool compares_policies = true;
-  // Elements of every tile of every block, where a store has fixed them; empty: chosen.
+  // Elements of every tile of every block that is in the store, where it has fixed them; empty: chosen.
   PerBlock<std::vector<int64_t>> fixed_tiles;
 
   // Shards are cut evenly, whatever trains in them, and a device updates whole blocks.

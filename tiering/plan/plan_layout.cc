@@ -8,9 +8,12 @@
 namespace penstock::tiering {
 namespace {
 
-PerTile<Tile> FixedTiles(const std::vector<int64_t>& elements) {
+// What is no part of the store is cut anew.
+PerTile<Tile> FixedTiles(const BlockPlan& block, const std::vector<int64_t>& elements,
+                         int64_t tile_elements) {
   PerTile<Tile> tiles;
-  int64_t offset = 0;
+  if (block.elsewhere_to > 0) tiles = CutTiles(block.elsewhere_to, tile_elements);
+  int64_t offset = block.elsewhere_to;
   for (const int64_t each : elements) {
     tiles.push_back({offset, each});
     offset += each;
@@ -96,8 +99,12 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     block.elements = sizes[b];
     block.trains = graph_.blocks[b].trains;
     if (block.trains && options_.keeps_frozen_apart()) block.trained_from = graph_.blocks[b].trained_from;
+    if (options_.frozen_elsewhere) {
+      block.elsewhere_to = block.trains ? block.trained_from : block.elements;
+      block.elsewhere_bytes = graph_.blocks[b].elsewhere_bytes;
+    }
     block.tiles = options_.fixed_tiles.empty() ? TilesOfBlock(block, tile_elements)
-                                               : FixedTiles(options_.fixed_tiles[b]);
+                                               : FixedTiles(block, options_.fixed_tiles[b], tile_elements);
     block.private_tile_slot.assign(block.tiles.size(), TileSlot());
     block.in_backward.assign(block.tiles.size(), 0);
     block.uses = uses[b];

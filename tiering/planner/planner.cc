@@ -456,7 +456,8 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
     const bool apart = block.trains && block.trained_from > 0 && options.keeps_frozen_apart();
     if (!options.fixed_tiles.empty()) {
       int64_t sum = 0;
-      bool cut = !apart;
+      if (options.frozen_elsewhere) sum = block.trains ? block.trained_from : block.elements;
+      bool cut = !apart || sum > 0;
       for (const int64_t elements : options.fixed_tiles[b]) {
         if (elements <= 0 || elements % kElementAlignment != 0) sum = -1;
         if (sum >= 0) sum += elements;

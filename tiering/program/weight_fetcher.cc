@@ -31,7 +31,7 @@ WeightSlot WeightFetcher::Read(BlockIndex block, UseIndex use, PerTile<OpId>* re
     read.block = block;
     read.tile = tile;
     read.weight_slot = slot;
-    read.bytes = tiles[tile].elements * plan_.precision.weight_bytes();
+    read.bytes = plan_.blocks[block].read_bytes(tile, plan_.precision.weight_bytes());
     read.after = former;
     AddIf(&read.after, writer_.last_write(block, tile));
     AddIf(&read.after, writer_.last_check(block, tile));

@@ -25,9 +25,10 @@ double PerSecond(double flops, double seconds) { return seconds > 0 ? flops / se
 
 double ModelFlopsPerStep(const std::vector<models::StageProducts>& products, int64_t sequences,
                          int64_t length) {
-  double forward = 0;
-  for (const models::StageProducts& stage : products) forward += stage.ForwardFlops(sequences, length);
-  return 3 * forward;
+  double flops = 0;
+  for (const models::StageProducts& stage : products)
+    flops += stage.ForwardFlops(sequences, length) + stage.BackwardFlops(sequences, length);
+  return flops;
 }
 
 FlopsProfile::FlopsProfile(const zero::FlopsProfilerConfig& config,
@@ -36,6 +37,7 @@ FlopsProfile::FlopsProfile(const zero::FlopsProfilerConfig& config,
   for (const models::StageProducts& stage : products) {
     stages_.push_back({.name = stage.stage,
                        .flops = stage.ForwardFlops(step.sequences, step.length),
+                       .backward_flops = stage.BackwardFlops(step.sequences, step.length),
                        .parameters = stage.parameters});
   }
 }
@@ -49,13 +51,14 @@ void FlopsProfile::Observe(const tiering::Op& op, double start_seconds, double e
 }
 
 std::string FlopsProfile::Summary(const zero::StepResult& result) const {
-  double forward = 0, forward_seconds = 0, backward_seconds = 0;
+  double forward = 0, backward = 0, forward_seconds = 0, backward_seconds = 0;
   for (const Block& stage : stages_) {
     forward += stage.flops;
+    backward += stage.backward_flops;
     forward_seconds += stage.forward_seconds;
     backward_seconds += stage.backward_seconds;
   }
-  const double model = 3 * forward, achieved = PerSecond(model, result.seconds);
+  const double model = forward + backward, achieved = PerSecond(model, result.seconds);
   const auto tokens = static_cast<double>(step_.sequences * step_.length);
   std::string text = absl::StrFormat(
       "flops profile of step %d%s: %s parameters, %s tokens in sequences of %d\n"
@@ -63,7 +66,7 @@ std::string FlopsProfile::Summary(const zero::StepResult& result) const {
       "are not\n"
       "  forward              %s: 2 x parameters of matrices x tokens, and attention over what a position "
       "may see\n"
-      "  backward             %s: twice forward\n"
+      "  backward             %s: twice forward%s\n"
       "  computed in all      %s: with every stage once more in backward, from its kept input\n"
       "  forward took         %.4g s, %s/s\n"
       "  backward took        %.4g s, %s/s with the second forward\n"
@@ -71,8 +74,9 @@ std::string FlopsProfile::Summary(const zero::StepResult& result) const {
       "  model_flops_per_second %.6g: forward and backward over the step\n",
       result.step, step_.ranks > 1 ? absl::StrFormat(" (of one rank of %d)", step_.ranks) : "",
       FormatCount(static_cast<double>(step_.parameters)), FormatCount(tokens), step_.length, Flops(forward),
-      Flops(2 * forward), Flops(4 * forward), forward_seconds, Flops(PerSecond(forward, forward_seconds)),
-      backward_seconds, Flops(PerSecond(3 * forward, backward_seconds)), result.seconds, achieved);
+      Flops(backward), backward < 2 * forward ? ", without gradients of what is frozen" : "",
+      Flops(2 * forward + backward), forward_seconds, Flops(PerSecond(forward, forward_seconds)),
+      backward_seconds, Flops(PerSecond(forward + backward, backward_seconds)), result.seconds, achieved);
   if (step_.product_flops_per_second > 0) {
     absl::StrAppend(
         &text, absl::StrFormat("  that is %.1f%% of the %s/s that a product of matrices reaches here (%s, "
@@ -103,10 +107,11 @@ std::string FlopsProfile::Table() const {
   std::string text = absl::StrFormat("  %-16s %12s %14s %12s %12s %8s %14s\n", "stage", "parameters",
                                      "forward", "forward s", "backward s", "of time", "per second");
   for (const Block& stage : stages_) {
-    absl::StrAppend(&text, absl::StrFormat("  %-16s %12d %14s %12.4g %12.4g %7.1f%% %14s\n", stage.name,
-                                           stage.parameters, Flops(stage.flops), stage.forward_seconds,
-                                           stage.backward_seconds, 100 * PerSecond(stage.seconds(), all),
-                                           Flops(PerSecond(4 * stage.flops, stage.seconds()))));
+    absl::StrAppend(
+        &text, absl::StrFormat("  %-16s %12d %14s %12.4g %12.4g %7.1f%% %14s\n", stage.name, stage.parameters,
+                               Flops(stage.flops), stage.forward_seconds, stage.backward_seconds,
+                               100 * PerSecond(stage.seconds(), all),
+                               Flops(PerSecond(2 * stage.flops + stage.backward_flops, stage.seconds()))));
   }
   return text +
          "  (parameters of matrices that tokens are multiplied with; per second: all that is computed)\n";

@@ -45,7 +45,7 @@ class FlopsProfile {
  private:
   struct Block {
     std::string name;  // of its first stage
-    double flops = 0, forward_seconds = 0, backward_seconds = 0;
+    double flops = 0, backward_flops = 0, forward_seconds = 0, backward_seconds = 0;
     int64_t parameters = 0;  // of matrices, once for each use
     double seconds() const { return forward_seconds + backward_seconds; }
   };

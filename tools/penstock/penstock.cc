@@ -12,8 +12,10 @@
 #include "aio/program.h"
 #include "base/status_macros.h"
 #include "models/family.h"
+#include "models/lora.h"
 #include "tools/base/cli.h"
 #include "tools/base/version.h"
+#include "tools/penstock/lora_flags.h"
 #include "tools/penstock/verb_env.h"
 #include "tools/penstock/verb_estimate.h"
 #include "tools/penstock/verbs.h"
@@ -41,12 +43,20 @@ __attribute__((section(".preinit_array"),
                used)) void (*const prefer_sleeping_threads)(int, char**, char**) = PreferSleepingThreads;
 
 int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  return RunEstimate(argc, argv, out, err, [](const std::string& name) -> absl::StatusOr<ModelSize> {
-    ASSIGN_OR_RETURN(const std::shared_ptr<const models::LanguageModel> model, models::OpenModel(name));
+  const auto size = [](const std::string& name, const AdapterWish& wish) -> absl::StatusOr<ModelSize> {
+    ASSIGN_OR_RETURN(std::shared_ptr<const models::LanguageModel> model, models::OpenModel(name));
+    if (wish.rank > 0) {
+      TrainOptions flags;
+      flags.lora_rank = wish.rank;
+      if (!wish.targets.empty()) flags.lora_targets = wish.targets;
+      ASSIGN_OR_RETURN(model, Adapted(std::move(model), flags, std::nullopt));
+    }
     const models::ModelLayout layout = model->Layout();
     return ModelSize{.params = layout.parameters(),
-                     .largest_layer_params = layout.largest_block_parameters()};
-  });
+                     .largest_layer_params = layout.largest_block_parameters(),
+                     .frozen_params = wish.rank > 0 ? models::WithoutAdapters(layout).parameters() : 0};
+  };
+  return RunEstimate(argc, argv, out, err, size);
 }
 
 struct Verb {

@@ -51,6 +51,7 @@ class StateReader {
   static absl::StatusOr<std::unique_ptr<StateReader>> Open(const FoundState& state, uint64_t memory_bytes,
                                                            std::function<void(const std::string&)> log);
   std::span<swap::Store* const> parts() const { return parts_; }  // by rank
+  aio::Engine& engine() const { return *engine_; }
   std::span<std::byte> memory() const { return {memory_.data(), memory_.bytes()}; }
 
  private:

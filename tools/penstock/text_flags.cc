@@ -34,6 +34,7 @@ absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run,
   path = flags.tokenizer.value_or(recorded);
   if (run.is_null() && path.empty()) path = TokenizerOf(flags.model);
   if (run.is_null() && path.empty()) path = TokenizerOf(flags.init_from);
+  if (run.is_null() && path.empty()) path = TokenizerOf(settings->model_directory);
   if (path.empty()) return absl::OkStatus();
   if (flags.vocab.has_value()) {
     if (flags.tokenizer.has_value()) return WrongFlag("--tokenizer and --vocab: one or the other");

@@ -10,6 +10,7 @@
 #include "base/status_macros.h"
 #include "models/weight_import.h"
 #include "swap/inspect.h"
+#include "tools/penstock/lora_base.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/text_flags.h"
 #include "zero/compute/tile_format.h"
@@ -84,6 +85,7 @@ absl::StatusOr<std::string> OpenRun(const std::vector<std::string>& arguments, T
   nlohmann::json run;
   if (payload.is_object() && payload.contains("run") && payload["run"].is_object()) run = payload["run"];
   if (run.is_object()) {
+    if (run.contains(kBaseKey)) text->base = run[kBaseKey];
     // Positions beyond those of training have never been trained.
     text->window = std::clamp<int64_t>(zero::JsonField<int64_t>(run, "seq").value_or(context), 1, context);
     text->bytes = zero::JsonField<int64_t>(run, "vocab").value_or(0) == 0;
@@ -135,6 +137,11 @@ absl::StatusOr<TextModel> OpenTextModel(const std::vector<std::string>& argument
     if (Exists(first + "/tokenizer.json")) recorded = first;
   } else {
     ASSIGN_OR_RETURN(recorded, OpenRun(arguments, &text));
+    if (text.model->lora() != nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          text.state_dirs.front(), ": its model is weights and adapters: `penstock export --merge ", first,
+          " OUT` makes one model of them, for generate; sample takes it as it is"));
+    }
   }
   RETURN_IF_ERROR(OpenTokenizer(tokenizer, recorded, /*optional=*/!published, program, err, &text));
   if (text.tokenizer != nullptr) text.bytes = false;

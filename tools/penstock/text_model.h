@@ -35,6 +35,7 @@ struct TextModel {
   uint64_t sequence = 0;                         // its commit
   kernels::DType dtype = kernels::DType::kFp32;  // of its weights
   int64_t threads = 1;
+  nlohmann::json base;  // of adapters: what a run's record says of weights that it reads in place, or null
   nlohmann::json identity;  // of model and weights, as far as they tell: what a text depends on
 
   // The bytes of a text, or its tokens where there is a tokenizer: one or the other is needed. Not checked.

@@ -11,6 +11,14 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
       "--model", flags.model,
       "A preset (gpt-tiny, gpt-small, gpt-125m, gpt-350m, gpt-1b, ...), a config.json, or Hugging Face's "
       "directory of a model: its weights, config and tokenizer [gpt-small]");
+  app.add_option("--lora-rank", flags.lora_rank,
+                 "Train adapters of this rank beside the model's weights, which stay as they are (LoRA)");
+  app.add_option("--lora-alpha", flags.lora_alpha,
+                 "Adapters are scaled by this over their rank [8, as PEFT]");
+  app.add_option("--lora-dropout", flags.lora_dropout, "Dropout of what goes into adapters [0]");
+  app.add_option("--lora-targets", flags.lora_targets,
+                 "Matrices that are adapted, with commas between, or all-linear [as PEFT: q_proj,v_proj; of "
+                 "GPT-2 c_attn]");
   app.add_option(
          "--data", flags.data,
          "Text, or .jsonl with text, prompt and completion, or messages in its lines: tokens by the model's "
@@ -64,8 +72,10 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
       "so do changed keys of --config: that is told and recorded");
   app.add_flag("--overwrite", flags.overwrite,
                "Replace the run in --state-dir, and the checkpoints in --checkpoint-dir");
-  app.add_option("--init-from", flags.init_from,
-                 "Initial weights: safetensors in Hugging Face's layout, a file, an index or a directory");
+  app.add_option(
+      "--init-from", flags.init_from,
+      "Initial weights: safetensors in Hugging Face's layout, a file, an index or a directory; or an "
+      "adapter of PEFT's, a directory, for the weights of --model");
   app.add_option("--checkpoint-dir", flags.checkpoint_dir,
                  "Where checkpoints are kept; with --offload none or cpu the last step always is "
                  "[checkpoints/ in --state-dir]");

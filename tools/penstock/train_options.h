@@ -23,10 +23,10 @@ struct TrainOptions {
       tokenizer, chat_template;
   std::vector<std::string> state_dirs;
   std::optional<int64_t> eval_every, eval_windows, steps, batch, accumulate, seq, vocab, warmup, seed,
-      threads, checkpoint_every, checkpoint_keep;
+      threads, checkpoint_every, checkpoint_keep, lora_rank;
   std::vector<double> data_weights;
-  std::optional<double> lr, clip, weight_decay, rank_timeout, eval_split;
-  std::optional<std::string> optimizer_states;
+  std::optional<double> lr, clip, weight_decay, rank_timeout, eval_split, lora_alpha, lora_dropout;
+  std::optional<std::string> optimizer_states, lora_targets;
   std::optional<std::string> init_from, checkpoint_dir, report, log, trace, prometheus;
   bool resume = false, overwrite = false, check = false, quiet = false, json = false,
        skip_broken_lines = false;

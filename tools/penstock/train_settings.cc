@@ -20,6 +20,8 @@
 #include "tools/penstock/config_flags.h"
 #include "tools/penstock/durability_keys.h"
 #include "tools/penstock/flag_check.h"
+#include "tools/penstock/lora_base.h"
+#include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/recorded_options.h"
 #include "tools/penstock/resource_flags.h"
@@ -225,7 +227,7 @@ class Resolver {
     if (flags_.model.has_value()) {
       path = *flags_.model;
     } else if (flags_.init_from.has_value() && !settings_.resumes) {
-      path = *flags_.init_from;
+      path = adapter_.has_value() ? adapter_->base : *flags_.init_from;
     }
     std::error_code error;
     if (path.empty() || !std::filesystem::is_directory(path, error)) return;
@@ -236,15 +238,51 @@ class Resolver {
   }
 
   absl::Status ChooseModel() {
+    if (!settings_.resumes) {
+      ASSIGN_OR_RETURN(adapter_, AdapterIn(flags_));
+    }
     ChooseModelDirectory();
+    RETURN_IF_ERROR(ChooseBase());
+    if (settings_.resumes) return TakeRecordedAdapters();
+    ASSIGN_OR_RETURN(settings_.model, Adapted(settings_.model, flags_, adapter_));
+    if (settings_.model->lora() == nullptr) return absl::OkStatus();
+    if (engine_.world() > 1)
+      return WrongFlag("--lora-rank: adapters are trained by one process: start it without other ranks");
+    settings_.notes.push_back(DescribeAdapters(*settings_.model));
+    return absl::OkStatus();
+  }
+
+  // Of a run that goes on: its model has what the run has, whatever --model says of the rest.
+  absl::Status TakeRecordedAdapters() {
+    ASSIGN_OR_RETURN(const std::shared_ptr<const models::LanguageModel> made,
+                     models::ModelFromJson(run_["model"]));
+    RETURN_IF_ERROR(CheckSameAdapters(*made, flags_));
+    if (made->lora() == nullptr || settings_.model->lora() != nullptr) return absl::OkStatus();
+    auto adapted = models::WithLora(settings_.model, *made->lora());
+    // A model without these matrices is another one, which is said where it is compared.
+    if (adapted.ok()) settings_.model = *std::move(adapted);
+    return absl::OkStatus();
+  }
+
+  absl::Status ChooseBase() {
     if (settings_.resumes && !flags_.model.has_value()) {
       ASSIGN_OR_RETURN(settings_.model, models::ModelFromJson(run_["model"]));
+      return absl::OkStatus();
+    }
+    if (adapter_.has_value() && !flags_.model.has_value()) {
+      if (settings_.model_directory.empty()) {
+        return WrongFlag(absl::StrCat("--init-from ", *flags_.init_from,
+                                      " is an adapter, and the model that it was made for (\"",
+                                      adapter_->base, "\") is no directory here: give --model DIR"));
+      }
+      ASSIGN_OR_RETURN(settings_.model, models::OpenModel(settings_.model_directory, &settings_.notes));
       return absl::OkStatus();
     }
     if (flags_.model.has_value() || !flags_.init_from.has_value()) {
       ASSIGN_OR_RETURN(settings_.model,
                        models::OpenModel(flags_.model.value_or("gpt-small"), &settings_.notes));
-      if (flags_.init_from.has_value()) NoteAnotherFunction(*flags_.init_from, &settings_);
+      if (flags_.init_from.has_value() && !adapter_.has_value())
+        NoteAnotherFunction(*flags_.init_from, &settings_);
       return absl::OkStatus();
     }
     ASSIGN_OR_RETURN(const nlohmann::json published, models::ConfigOfWeights(*flags_.init_from));
@@ -407,24 +445,93 @@ class Resolver {
     if (settings_.resumes) {
       if (flags_.init_from.has_value())
         settings_.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
-      return absl::OkStatus();
+      return ReopenRecordedBase();
     }
-    std::optional<std::string> weights = flags_.init_from;
-    if (!weights.has_value() && flags_.model.has_value() && !settings_.model_directory.empty()) {
-      if (models::HasWeights(*flags_.model)) {
-        weights = flags_.model;
-      } else {
+    const bool adapts = settings_.model->lora() != nullptr;
+    std::optional<std::string> weights;
+    if (!adapter_.has_value()) weights = flags_.init_from;
+    const std::string& directory = settings_.model_directory;
+    if (!weights.has_value() && (flags_.model.has_value() || adapter_.has_value()) && !directory.empty()) {
+      if (models::HasWeights(directory)) {
+        weights = flags_.model.value_or(directory);
+      } else if (!adapts) {
         settings_.notes.push_back(absl::StrCat(
             "--model ", *flags_.model, ": no safetensors in there: training begins with random values"));
       }
     }
+    if (!weights.has_value() && adapts && needs_data_) {
+      return WrongFlag(
+          "--lora-rank: adapters go to weights that are there: give --model DIR with safetensors in it, or "
+          "--init-from WEIGHTS");
+    }
     if (!weights.has_value()) return absl::OkStatus();
-    std::unique_ptr<models::WeightImport> opened;
-    ASSIGN_OR_RETURN(opened, models::WeightImport::Open(*weights, settings_.model->Layout()));
-    engine_.initial_values = [import = std::shared_ptr<models::WeightImport>(std::move(opened))](
-                                 int block, int64_t first, int64_t elements, float* to) {
-      return import->Read(block, first, elements, to);
+    RETURN_IF_ERROR(ReadBaseInPlace(*weights));
+    const models::LanguageModel& base = adapts ? *settings_.model->base() : *settings_.model;
+    std::shared_ptr<models::WeightImport> opened, adapter;
+    ASSIGN_OR_RETURN(opened, engine_.frozen != nullptr
+                                 ? models::WeightImport::OpenAnyCode(*weights, base.Layout(), "--model")
+                                 : models::WeightImport::Open(*weights, base.Layout()));
+    if (adapter_.has_value()) {
+      ASSIGN_OR_RETURN(
+          adapter, models::WeightImport::Open(absl::StrCat(*flags_.init_from, "/", models::kAdapterWeights),
+                                              models::AdaptersOf(settings_.model->Layout())));
+    }
+    if (adapts) {
+      engine_.initial_values = models::AdaptedValues(*settings_.model, opened, adapter, engine_.seed);
+      return absl::OkStatus();
+    }
+    engine_.initial_values = [opened](int block, int64_t first, int64_t elements, float* to) {
+      return opened->Read(block, first, elements, to);
     };
+    return absl::OkStatus();
+  }
+
+  // What adapters leave frozen is read where it lies, if it can be.
+  absl::Status ReadBaseInPlace(const std::string& weights) {
+    if (settings_.model->lora() == nullptr) return absl::OkStatus();
+    const bool on_drive = engine_.storage.offload == zero::OffloadDevice::kNvme;
+    std::string why = "without a drive it stays in memory";
+    if (on_drive) why = "a device with memory of its own reads from there";
+    if (on_drive && !engine_.device->has_own_memory()) {
+      absl::StatusOr<LoraBase> base =
+          OpenBase(weights, *settings_.model, engine_.dtype, /*checks=*/needs_data_, flags_.quiet);
+      if (base.ok()) {
+        TakeBase(*std::move(base));
+        settings_.kept[kBaseKey] = base_record_;
+        return absl::OkStatus();
+      }
+      if (!absl::IsUnimplemented(base.status())) return base.status();
+      why = std::string(base.status().message());
+    }
+    settings_.notes.push_back(absl::StrCat("lora: the model's weights are copied into the state: ", why));
+    return absl::OkStatus();
+  }
+
+  void TakeBase(LoraBase base) {
+    base_record_ = std::move(base.record);
+    int64_t bytes = 0;
+    for (const nlohmann::json& file : base_record_["files"]) bytes += file.value("bytes", int64_t{0});
+    settings_.notes.push_back(absl::StrCat(
+        "lora: the model's weights, ", FormatBytes(bytes),
+        base.weights->bits() > 0 ? absl::StrCat(" in ", base.weights->bits(), " bit") : "",
+        ", are read where they lie, in ", base_record_.value("path", std::string()), ", and copied nowhere"));
+    engine_.frozen = std::move(base.weights);
+  }
+
+  absl::Status ReopenRecordedBase() {
+    if (!run_.contains(kBaseKey)) return absl::OkStatus();
+    if (engine_.storage.offload != zero::OffloadDevice::kNvme || engine_.device->has_own_memory()) {
+      return WrongFlag(
+          "this run reads the weights that its adapters go to where they lie, for a state on a drive and the "
+          "processor: go on with --offload nvme and --device cpu");
+    }
+    const std::string& directory = settings_.model_directory;
+    const bool moved = flags_.model.has_value() && !directory.empty() && models::HasWeights(directory);
+    const std::string path = moved ? directory : "";
+    ASSIGN_OR_RETURN(LoraBase base,
+                     ReopenBase(run_[kBaseKey], path, *settings_.model, engine_.dtype, flags_.quiet));
+    TakeBase(std::move(base));
+    if (base_record_ != run_[kBaseKey]) changes_.run[kBaseKey] = base_record_;
     return absl::OkStatus();
   }
 
@@ -488,8 +595,10 @@ class Resolver {
   const bool needs_data_;
   zero::ParsedConfig parsed_;
   zero::Config& config_ = parsed_.config;
-  std::vector<std::string> filled_;  // what the file leaves open, as DeepSpeed has it
-  nlohmann::json run_;               // the record of a run that goes on; null: a new one
+  std::vector<std::string> filled_;                  // what the file leaves open, as DeepSpeed has it
+  std::optional<models::PublishedAdapter> adapter_;  // of --init-from
+  nlohmann::json base_record_;                       // of what is read in place
+  nlohmann::json run_;                               // the record of a run that goes on; null: a new one
   Changes changes_;
   const RecordedOptions kept_;  // of run_ and changes_
   TrainSettings settings_;

@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
@@ -18,6 +19,8 @@ struct Flags {
   std::string params;
   std::string largest_layer;
   std::string model;
+  std::optional<int64_t> lora_rank;
+  std::string lora_targets;
   int64_t layers = 0;
   int64_t width = 0;
   int64_t context = 1024;
@@ -37,7 +40,12 @@ struct Flags {
 
 void Declare(CLI::App& app, Flags& flags, bool with_model) {
   app.option_defaults()->always_capture_default();
-  if (with_model) app.add_option("--model", flags.model, "A preset, or a model's config.json");
+  if (with_model) {
+    app.add_option("--model", flags.model, "A preset, or a model's config.json");
+    app.add_option("--lora-rank", flags.lora_rank,
+                   "Of --model, adapters of this rank train and the rest stays as it is: in Penstock's rows");
+    app.add_option("--lora-targets", flags.lora_targets, "Matrices that are adapted, as train has them");
+  }
   app.add_option("--params", flags.params, "Parameters in all, such as 7B or 2851e6 (shared ones once)");
   app.add_option("--largest-layer", flags.largest_layer,
                  "Parameters of the largest layer [all, where not given]");
@@ -75,7 +83,18 @@ absl::StatusOr<ModelSize> Size(const Flags& flags, const ModelSizer& sizer) {
                                                    sizer ? "--model NAME, " : "",
                                                    "or --layers L and --width W"));
   }
-  if (!flags.model.empty()) return sizer(flags.model);
+  if (flags.lora_rank.has_value() || !flags.lora_targets.empty()) {
+    if (flags.model.empty() || !flags.lora_rank.has_value())
+      return absl::InvalidArgumentError("--lora-rank and --lora-targets: give --model, and --lora-rank");
+    if (*flags.lora_rank < 1)
+      return absl::InvalidArgumentError(
+          absl::StrCat("--lora-rank ", *flags.lora_rank, ": must be 1 or more"));
+    if (flags.gpus * flags.nodes > 1)
+      return absl::InvalidArgumentError(
+          "--lora-rank: adapters are trained by one process: one GPU of one node");
+  }
+  if (!flags.model.empty())
+    return sizer(flags.model, {.rank = flags.lora_rank.value_or(0), .targets = flags.lora_targets});
   if (shape) {
     if (flags.layers == 0 || flags.width == 0)
       return absl::InvalidArgumentError("--layers and --width go together");
@@ -99,6 +118,7 @@ absl::Status Run(const Flags& flags, const ModelSizer& sizer, std::ostream& out)
   tiering::EstimateInput input;
   input.params = size.params;
   input.largest_layer_params = size.largest_layer_params;
+  input.frozen_params = size.frozen_params;
   input.gpus_per_node = flags.gpus;
   input.nodes = flags.nodes;
   input.buffer_factor = flags.buffer_factor;

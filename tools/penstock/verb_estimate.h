@@ -15,9 +15,16 @@ namespace penstock::tools {
 struct ModelSize {
   int64_t params = 0;
   int64_t largest_layer_params = 0;
+  int64_t frozen_params = 0;  // of them, beside adapters
 };
-// The size of what --model names: a preset or a config.json.
-using ModelSizer = std::function<absl::StatusOr<ModelSize>(const std::string& model)>;
+// Adapters that are asked for.
+struct AdapterWish {
+  int64_t rank = 0;     // 0: none
+  std::string targets;  // as --lora-targets has them; empty: the usual ones
+};
+// The size of what --model names: a preset, a config.json or a directory with one.
+using ModelSizer =
+    std::function<absl::StatusOr<ModelSize>(const std::string& model, const AdapterWish& adapters)>;
 
 // A GPT as the presets describe it: learned positions, tied embedding, pre-LayerNorm blocks with biases. 12
 // w^2 + 13 w parameters a layer, (vocab + context) w for the embeddings, 2 w for the last norm.

@@ -4,17 +4,21 @@
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
 #include "models/family.h"
+#include "models/lora.h"
 #include "models/weight_export.h"
 #include "swap/inspect.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/lora_base.h"
 #include "tools/penstock/model_files.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/verbs.h"
@@ -33,6 +37,7 @@ struct Flags {
   std::string dtype = "fp32";
   std::optional<std::string> host_memory;
   std::optional<std::string> max_shard;
+  bool merge = false;
   bool overwrite = false;
   bool quiet = false;
 };
@@ -67,7 +72,57 @@ void CopyTokenizer(const std::string& from, const std::string& to) {
   }
 }
 
-absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
+// What is written of a run's model, and under which names.
+struct Export {
+  models::ModelLayout all;      // of the run
+  models::ModelLayout written;  // of it
+  std::string weights, config;  // file names
+  bool adapters_alone = false;
+};
+
+// The adapters of a run that has some, as PEFT keeps them; with --merge the whole model, as of any other run.
+absl::StatusOr<Export> Choose(const Flags& flags, const models::LanguageModel& model, bool apart) {
+  Export what;
+  what.all = model.Layout();
+  what.weights = "model.safetensors";
+  what.config = "config.json";
+  const bool adapted = model.lora() != nullptr;
+  if (flags.merge && !adapted)
+    return absl::InvalidArgumentError(
+        absl::StrCat("--merge: ", flags.dirs.front(), " has no adapters: leave the flag out"));
+  what.written = adapted && !flags.merge ? models::AdaptersOf(what.all) : models::WithoutAdapters(what.all);
+  if (apart) what.written = models::KeptApart(model, what.written);
+  if (!adapted || flags.merge) return what;
+  what.adapters_alone = true;
+  what.weights = models::kAdapterWeights;
+  what.config = models::kAdapterConfig;
+  if (flags.max_shard.has_value())
+    return absl::InvalidArgumentError("--max-shard: adapters are one file: leave it out, or give --merge");
+  if (IsDirectory(flags.out)) return what;
+  std::error_code error;
+  if (std::filesystem::exists(flags.out, error) || absl::EndsWith(flags.out, ".safetensors")) {
+    return absl::InvalidArgumentError(absl::StrCat(flags.out, ": adapters are two files, ", what.weights,
+                                                   " and ", what.config,
+                                                   ": give a directory, or --merge for a whole model"));
+  }
+  return what;
+}
+
+// By the name of the matrix that each is merged into.
+std::map<std::string, models::MatrixAdapter> AdaptersIn(const models::ModelLayout& layout, double scaling) {
+  std::map<std::string, const models::PublishedTensor*> by_name;
+  for (const models::PublishedTensor& tensor : layout.tensors) by_name[tensor.name] = &tensor;
+  std::map<std::string, models::MatrixAdapter> adapters;
+  for (const models::PublishedTensor& tensor : layout.tensors) {
+    const auto down = by_name.find(models::PublishedDown(tensor.name));
+    const auto up = by_name.find(models::PublishedUp(tensor.name));
+    if (down != by_name.end() && up != by_name.end())
+      adapters[tensor.name] = {down->second, up->second, scaling};
+  }
+  return adapters;
+}
+
+absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
   if (flags.dtype != "fp32" && flags.dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--dtype ", flags.dtype, ": must be fp32 or bf16"));
   }
@@ -94,7 +149,10 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
   const auto described = models::ModelFromJson(identity["model"]);
   if (!described.ok()) return foreign(std::string(described.status().message()));
   const models::LanguageModel& model = **described;
-  const models::ModelLayout layout = model.Layout();
+  const bool apart = zero::JsonField<bool>(identity, "frozen_elsewhere").value_or(false);
+  if (apart && model.lora() == nullptr) return foreign("its weights lie elsewhere, and it has no adapters");
+  ASSIGN_OR_RETURN(const Export what, Choose(flags, model, apart));
+  const models::ModelLayout& layout = what.written;
   if (identity["block_elements"] != nlohmann::json(layout.block_elements)) {
     return foreign("its blocks have other sizes");
   }
@@ -106,30 +164,60 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
   options.dtype = flags.dtype == "fp32" ? swap::Dtype::kF32 : swap::Dtype::kBf16;
   options.overwrite = flags.overwrite;
   options.max_shard_bytes = max_shard.value_or(0);
-  const std::string config = PublishedConfig(model, flags.dtype).dump(2);
-  const bool into_directory = IsDirectory(flags.out);
-  options.path = into_directory ? absl::StrCat(flags.out, "/model.safetensors") : flags.out;
+  const nlohmann::json payload = ParseOrNull(inspection->record.payload);
+  std::string model_directory;
+  if (payload.is_object() && payload.contains("run"))
+    model_directory = zero::JsonField<std::string>(payload["run"], "model_directory").value_or("");
+  const nlohmann::ordered_json published = what.adapters_alone
+                                               ? models::AdapterConfigOf(model, model_directory)
+                                               : PublishedConfig(model, flags.dtype);
+  const std::string config = published.dump(2);
+  const bool into_directory = what.adapters_alone || IsDirectory(flags.out);
+  options.path = into_directory ? absl::StrCat(flags.out, "/", what.weights) : flags.out;
   options.metadata = {{"format", "pt"},
                       {"penstock_step", absl::StrCat(inspection->record.step)},
-                      {"penstock_run", swap::UuidText(inspection->shape.uuid)},
-                      {"config", PublishedConfig(model, flags.dtype).dump()}};
-  const models::ExportMemory needs = models::MemoryForExport(geometries, layout, options.dtype, *weights);
-  const uint64_t most = budget.value_or(std::max(kDefaultMemoryBytes, needs.least_bytes));
+                      {"penstock_run", swap::UuidText(inspection->shape.uuid)}};
+  if (!what.adapters_alone) options.metadata["config"] = published.dump();
+  if (flags.merge) options.adapters = AdaptersIn(what.all, model.lora()->scaling());
+  LoraBase base;
+  aio::Engine* engine = nullptr;  // there before anything is read
+  if (apart && flags.merge) {
+    const nlohmann::json record =
+        payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
+    if (!record.is_object() || !record.contains(kBaseKey))
+      return foreign("it does not say what its adapters go to");
+    ASSIGN_OR_RETURN(base, ReopenBase(record[kBaseKey], "", model, kernels::DType::kFp32, flags.quiet));
+    options.elsewhere = [&](int block, int64_t first, int64_t elements, float* to) {
+      return zero::ReadFrozenNow(*base.weights, *engine, tiering::BlockIndex(block), first, elements,
+                                 reinterpret_cast<std::byte*>(to));
+    };
+  }
+  const models::ExportMemory needs = models::MemoryForExport(geometries, layout, options, *weights);
   // The arena takes whole huge pages.
   constexpr uint64_t kHugePage = uint64_t{2} << 20;
   const uint64_t least = (needs.least_bytes + kHugePage - 1) / kHugePage * kHugePage;
-  if (most < least) {
+  const uint64_t given = budget.value_or(std::max(kDefaultMemoryBytes, least + needs.beside_bytes));
+  if (given < least + needs.beside_bytes) {
     return absl::FailedPreconditionError(
         absl::StrCat("--host-memory ", *flags.host_memory, ": needs at least ",
-                     FormatBytes(static_cast<int64_t>(least)), " (", least, " bytes)"));
+                     FormatBytes(static_cast<int64_t>(least + needs.beside_bytes)), " (",
+                     least + needs.beside_bytes, " bytes)"));
   }
+  const uint64_t most = given - needs.beside_bytes;
   const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
   ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
                    StateReader::Open(state, memory, [&](const std::string& line) {
                      if (!flags.quiet) err << line << std::endl;
                    }));
+  engine = &reader->engine();
+  if (what.adapters_alone) {
+    std::error_code error;
+    std::filesystem::create_directory(flags.out, error);
+    if (error)
+      return absl::InvalidArgumentError(absl::StrCat(flags.out, ": cannot be made: ", error.message()));
+  }
   if (into_directory && !flags.overwrite) {
-    const std::string path = absl::StrCat(flags.out, "/config.json");
+    const std::string path = absl::StrCat(flags.out, "/", what.config);
     std::error_code error;
     // Of the weights ExportWeights says so itself.
     const bool weights_there = std::filesystem::exists(options.path, error) ||
@@ -147,20 +235,18 @@ absl::Status Export(const Flags& flags, std::ostream& out, std::ostream& err) {
     files = written;
   }
   if (into_directory) {
-    const std::string path = absl::StrCat(flags.out, "/config.json");
+    const std::string path = absl::StrCat(flags.out, "/", what.config);
     std::ofstream file(path, std::ios::trunc);
     file << config << "\n";
     file.close();
     if (!file) return StreamError(absl::StrCat(path, ": write"));
-    const nlohmann::json payload = ParseOrNull(inspection->record.payload);
-    if (payload.is_object() && payload.contains("run") && payload["run"].is_object())
-      CopyTokenizer(zero::JsonField<std::string>(payload["run"], "model_directory").value_or(""), flags.out);
+    if (!what.adapters_alone) CopyTokenizer(model_directory, flags.out);
   }
   if (!flags.quiet) {
     out << absl::StrFormat("%s: step %u, %u tensors, %d parameters as %s%s\n",
                            files > 1 ? options.path + ".index.json" : options.path,
                            reader->parts().front()->committed_step(), layout.tensors.size(),
-                           layout.parameters(), flags.dtype,
+                           layout.parameters(), flags.dtype + (flags.merge ? ", adapters merged" : ""),
                            files > 1 ? absl::StrFormat(" in %d files", files) : "")
         << std::flush;
   }
@@ -181,6 +267,9 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
                  "an existing directory gets model.safetensors, config.json and the model's tokenizer")
       ->required()
       ->expected(2, 65);
+  app.add_flag("--merge", flags.merge,
+               "Of a run with --lora-rank, the whole model with its adapters merged [the adapters alone, as "
+               "PEFT keeps them, into the directory OUT]");
   app.add_option("--dtype", flags.dtype,
                  "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
   app.add_option("--max-shard", flags.max_shard,
@@ -191,7 +280,7 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   flags.out = paths.back();
   flags.dirs.assign(paths.begin(), paths.end() - 1);
-  const absl::Status status = Export(flags, out, err);
+  const absl::Status status = Run(flags, out, err);
   return status.ok() ? kExitOk : Fail(kName, status, err);
 }
 

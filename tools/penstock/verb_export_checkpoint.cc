@@ -62,6 +62,11 @@ absl::StatusOr<Run> FindRun(const Flags& flags) {
       models::ModelFromJson(run.identity["model"]);
   if (!model.ok()) return refused(std::string(model.status().message()));
   run.model = *std::move(model);
+  if (run.model->lora() != nullptr)
+    return refused(
+        "it trains adapters beside frozen weights, which have no moments: `penstock export` writes the "
+        "adapters, "
+        "and with --merge the whole model");
   const auto text = [&](const char* key) {
     return zero::JsonField<std::string>(run.identity, key).value_or("");
   };

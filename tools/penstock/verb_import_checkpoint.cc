@@ -167,6 +167,8 @@ absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
   if (flags.train.state_dirs.empty())
     return absl::InvalidArgumentError("--state-dir is needed: where the run goes on");
   if (flags.train.resume) return absl::InvalidArgumentError("--resume: an import begins a run");
+  if (flags.train.lora_rank.has_value())
+    return absl::InvalidArgumentError("--lora-rank: an imported run trains all of its weights: leave it out");
   AllowManyFiles();
   ASSIGN_OR_RETURN(std::shared_ptr<const models::LanguageModel> model, models::OpenModel(*flags.train.model));
   if (flags.train.vocab.has_value()) model = model->WithVocabulary(*flags.train.vocab);

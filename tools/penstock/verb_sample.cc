@@ -14,6 +14,7 @@
 #include "models/text_sampler.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/lora_base.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/text_model.h"
 #include "tools/penstock/train_settings.h"
@@ -123,6 +124,11 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   options.trains = false;
   options.dtype = source.dtype;
   options.storage.state_dirs = source.state_dirs;
+  if (!source.base.is_null()) {
+    ASSIGN_OR_RETURN(const LoraBase base,
+                     ReopenBase(source.base, "", *source.model, source.dtype, /*quiet=*/false));
+    options.frozen = base.weights;
+  }
   options.memory.host_memory_budget_bytes = budget;
   options.intra_op_threads = static_cast<int>(flags.threads.value_or(source.threads));
   options.hooks.log = [&](const std::string& line) {

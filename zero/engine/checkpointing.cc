@@ -24,7 +24,9 @@ namespace {
 std::vector<std::pair<tiering::BlockIndex, tiering::TileIndex>> TileNumbers(const tiering::Plan& plan) {
   std::vector<std::pair<tiering::BlockIndex, tiering::TileIndex>> numbers;
   for (const tiering::BlockIndex b : plan.blocks.indices()) {
-    for (const tiering::TileIndex t : plan.blocks[b].tiles.indices()) numbers.emplace_back(b, t);
+    for (const tiering::TileIndex t : plan.blocks[b].tiles.indices()) {
+      if (plan.blocks[b].in_store(t)) numbers.emplace_back(b, t);
+    }
   }
   return numbers;
 }

@@ -113,6 +113,7 @@ class Engine::Impl {
     lane_options.seed = options_.seed;
     lane_options.rank = options_.rank();
     lane_options.world = options_.world();
+    lane_options.frozen = options_.frozen.get();
     lane_options.comm = options_.comm.get();
     lane_options.devices = devices_.comm.get();
     lane_options.parts = resources_->others();
@@ -613,8 +614,9 @@ class Engine::Impl {
   }
 
   ParameterAccess Access() const {
-    return {plan_.graph, layouts_, plan_.plan,          plan_.format,
-            residency(), store(),  DeviceStateOrNull(), options_.comm.get()};
+    return {plan_.graph,          layouts_, plan_.plan,          plan_.format,
+            residency(),          store(),  DeviceStateOrNull(), options_.comm.get(),
+            options_.frozen.get()};
   }
   const DeviceState* DeviceStateOrNull() const {
     return resources_->device_lanes() != nullptr ? &resources_->device_lanes()->state() : nullptr;

@@ -20,6 +20,7 @@
 #include "tiering/plan/plan.h"
 #include "tiering/program/executor.h"
 #include "zero/compute/device.h"
+#include "zero/compute/frozen_source.h"
 #include "zero/compute/optimizer.h"
 #include "zero/compute/parameter_groups.h"
 #include "zero/compute/tile_format.h"
@@ -192,6 +193,9 @@ struct EngineOptions {
   // (zero/compute/flat_layout.h), as fp32 masters, padding 0; each tile is asked for once. Default: the
   // Compute's (zero/compute/compute.h).
   std::function<absl::Status(int block, int64_t first, int64_t elements, float* to)> initial_values;
+  // Where what is frozen is read from, and kept nowhere else: state on a drive, one rank, the processor. A
+  // run that has one goes on with one. Default: none, it is part of the state.
+  std::shared_ptr<FrozenSource> frozen;
   // What computes. Default: the processor.
   std::shared_ptr<Device> device = HostDevice();
   // Threads of one operation on the processor; the number changes the bits of some sums. Default 1.

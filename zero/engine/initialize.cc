@@ -46,6 +46,7 @@ class Initialization {
     }
     absl::Status status;
     for (const tiering::TileIndex t : block.tiles.indices()) {
+      if (!block.in_store(t)) continue;
       status = Tile(number, t, reader.get());
       if (!status.ok()) break;
     }

@@ -59,9 +59,10 @@ absl::StatusOr<ParameterAccess::Found> ParameterAccess::Find(std::string_view na
 }
 
 uint32_t ParameterAccess::StoreTile(tiering::BlockIndex block, tiering::TileIndex tile) const {
-  size_t before = 0;
-  for (tiering::BlockIndex b(0); b < block; ++b) before += plan_.blocks[b].tiles.size();
-  return static_cast<uint32_t>(before + At(tile));
+  int64_t before = -plan_.blocks[block].tiles_elsewhere();
+  for (tiering::BlockIndex b(0); b < block; ++b)
+    before += std::ssize(plan_.blocks[b].tiles) - plan_.blocks[b].tiles_elsewhere();
+  return static_cast<uint32_t>(before + tile.value());
 }
 
 absl::Status ParameterAccess::ForEachTile(
@@ -191,6 +192,11 @@ absl::StatusOr<ParameterAccess::Loaded> ParameterAccess::Load(tiering::BlockInde
     RETURN_IF_ERROR(device_->Read(block, tile, loaded.memory));
     return loaded;
   }
+  if (!bp.in_store(tile)) {
+    RETURN_IF_ERROR(ReadFrozenNow(*frozen_, store_->engine(), block, bp.tiles[tile].offset, elements,
+                                  static_cast<std::byte*>(loaded.memory.weights)));
+    return loaded;
+  }
   swap::TileIo io;
   RETURN_IF_ERROR(store_->ReadTileNow(&io, StoreTile(block, tile), segments, aio::Priority::kDemand));
   return loaded;
@@ -288,6 +294,11 @@ absl::Status ParameterAccess::Write(std::string_view name, StateKind kind, const
     return absl::FailedPreconditionError(absl::StrCat(std::string(name),
                                                       " is frozen beside others that train: it has no ",
                                                       std::string(StateKindName(kind))));
+  }
+  if (!found.parameter->trains && plan_.blocks[found.block].elsewhere_to > 0) {
+    return absl::FailedPreconditionError(absl::StrCat(std::string(name), " is frozen and read from ",
+                                                      frozen_->PlaceOf(found.block),
+                                                      ", which is not written"));
   }
   absl::Status status = OfAll(CheckShape(found, name, value));
   if (status.ok()) status = CheckSame(name, value);

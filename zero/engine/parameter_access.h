@@ -20,6 +20,7 @@
 #include "swap/store.h"
 #include "tiering/plan/plan.h"
 #include "zero/compute/device_state.h"
+#include "zero/compute/frozen_source.h"
 #include "zero/compute/gradient_sums.h"
 #include "zero/compute/tile_format.h"
 #include "zero/memory/arena_view.h"
@@ -31,10 +32,10 @@ namespace penstock::zero {
 class ParameterAccess {
  public:
   // Everything passed in outlives this. `store` is null where nothing lives on a drive, `device` where none
-  // is apart, `comm` where there is one rank.
+  // is apart, `comm` where there is one rank, `frozen` where the state has all that is frozen.
   ParameterAccess(const tiering::ModelGraph& graph, const GradientSums::Layouts& layouts,
                   const tiering::Plan& plan, const TileFormat& format, const ArenaView& residency,
-                  swap::Store* store, const DeviceState* device, Comm* comm)
+                  swap::Store* store, const DeviceState* device, Comm* comm, FrozenSource* frozen = nullptr)
       : graph_(graph),
         layouts_(layouts),
         plan_(plan),
@@ -42,7 +43,8 @@ class ParameterAccess {
         residency_(residency),
         store_(store),
         device_(device),
-        comm_(comm) {}
+        comm_(comm),
+        frozen_(frozen) {}
 
   // Names of all parameters: the block's, a dot, the parameter's within it.
   std::vector<std::string> Names() const;
@@ -108,6 +110,7 @@ class ParameterAccess {
   swap::Store* const store_;
   const DeviceState* const device_;
   Comm* const comm_;
+  FrozenSource* const frozen_;
 };
 
 }  // namespace penstock::zero

@@ -107,6 +107,12 @@ class Preparation {
           "named");
     }
     RETURN_IF_ERROR(CheckCalls());
+    if (options_.frozen != nullptr &&
+        (!on_nvme_ || options_.world() > 1 || options_.device->has_own_memory())) {
+      return absl::InvalidArgumentError(
+          "what is frozen is read from elsewhere where state is on a drive, of one rank, on the processor");
+    }
+    plan_options_.frozen_elsewhere = options_.frozen != nullptr;
     plan_options_.micro_batches = options_.micro_batches;
     plan_options_.calls = options_.calls_per_step;
     plan_options_.on_nvme = on_nvme_;
@@ -194,6 +200,12 @@ class Preparation {
       for (tiering::BlockShape& block : measured_.graph.blocks) block.init_bytes = 0;
     }
     plan.graph = std::move(measured_.graph);
+    for (const tiering::BlockIndex b : plan.graph.blocks.indices()) {
+      tiering::BlockShape& block = plan.graph.blocks[b];
+      if (options_.frozen != nullptr)
+        block.elsewhere_bytes =
+            options_.frozen->BytesOf(b, block.trains ? block.trained_from : block.elements);
+    }
     plan.parameters = measured_.parameters;
     plan.compute_disturbed = measured_.disturbed;
     prepared_.layouts = measured_.layouts;
@@ -266,8 +278,8 @@ class Preparation {
     }
     if (options_.trains) NameRank(options_, &ours);
     if (plan.parts.size() == static_cast<size_t>(plan_options_.world) || in_place_) {
-      ASSIGN_OR_RETURN(StoreTiles tiles,
-                       TilesOf(found_.shape, plan.graph, plan_options_.world, plan_options_.precision));
+      ASSIGN_OR_RETURN(StoreTiles tiles, TilesOf(found_.shape, plan.graph, plan_options_.world,
+                                                 plan_options_.precision, plan_options_.frozen_elsewhere));
       plan_options_.fixed_tiles = std::move(tiles.elements);
       plan_options_.frozen_apart = tiles.frozen_apart;
       if (in_place_ && tiles.frozen_apart && FrozenElements() > 0 && !plan_options_.keeps_frozen_apart() &&
@@ -293,6 +305,12 @@ class Preparation {
   int64_t StateBytes() const {
     const int64_t apart = plan_options_.keeps_frozen_apart() ? FrozenElements() : 0;
     const tiering::Precision& precision = plan_options_.precision;
+    if (plan_options_.frozen_elsewhere) {
+      int64_t trained = 0;
+      for (const tiering::BlockShape& block : prepared_.plan.graph.blocks)
+        trained += block.trains ? block.elements - block.trained_from : 0;
+      return precision.UnpaddedBytes(trained);
+    }
     return precision.UnpaddedBytes(prepared_.plan.graph.elements() - apart) +
            precision.SegmentBytes(0, apart);
   }

@@ -17,6 +17,7 @@ constexpr const char* kOptimizer = "optimizer";
 constexpr const char* kOptimizerStates = "optimizer_states";
 constexpr const char* kBlockElements = "block_elements";
 constexpr const char* kTrainedFrom = "trained_from";
+constexpr const char* kFrozenElsewhere = "frozen_elsewhere";
 
 }  // namespace
 
@@ -37,6 +38,7 @@ nlohmann::json IdentityOf(const nlohmann::json& model, const EngineOptions& opti
                   [](const tiering::BlockShape& block) { return block.trained_from > 0; })) {
     identity[kTrainedFrom] = std::move(trained_from);
   }
+  if (options.frozen != nullptr) identity[kFrozenElsewhere] = true;
   NameRank(options, &identity);
   return identity;
 }

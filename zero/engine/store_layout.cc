@@ -26,6 +26,7 @@ swap::Layout LayoutOf(const tiering::Plan& plan) {
   swap::Layout layout;
   for (const tiering::BlockPlan& block : plan.blocks) {
     for (const tiering::TileIndex t : block.tiles.indices()) {
+      if (!block.in_store(t)) continue;
       const int64_t elements = block.tiles[t].elements;
       layout.tiles.push_back(block.weights_alone(t) ? WeightsAloneLayoutOf(plan.precision, elements)
                                                     : TileLayoutOf(plan.precision, elements));
@@ -72,7 +73,7 @@ bool CutWhereItTrains(const std::vector<int64_t>& tiles, int64_t trained_from) {
 }  // namespace
 
 absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering::ModelGraph& graph, int world,
-                                   const tiering::Precision& precision) {
+                                   const tiering::Precision& precision, bool frozen_elsewhere) {
   StoreTiles tiles;
   size_t next = 0;
   int64_t apart = 0, in_part = 0;  // elements that have their weights alone, and those that may
@@ -83,7 +84,8 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
   for (const tiering::BlockShape& block : graph.blocks) {
     std::vector<int64_t>& of_block = tiles.elements.emplace_back();
     const int64_t frozen = block.trains ? block.trained_from : 0;
-    for (int64_t elements = 0; elements < tiering::ShardElements(block.elements, world);) {
+    const int64_t elsewhere = !frozen_elsewhere ? 0 : block.trains ? frozen : block.elements;
+    for (int64_t elements = elsewhere; elements < tiering::ShardElements(block.elements, world);) {
       if (next == shape.tiles.size())
         return absl::DataLossError("the store has fewer tiles than its model needs");
       const FoundTile tile = Find(shape.tiles[next++].layout, precision);
@@ -91,9 +93,10 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
       of_block.push_back(tile.elements);
       elements += tile.elements;
       if (!tile.weights_alone) continue;
-      if (elements > frozen || world > 1) return not_its_models();
+      if (elements > frozen || world > 1 || elsewhere > 0) return not_its_models();
       apart += tile.elements;
     }
+    if (elsewhere > 0) continue;
     in_part += frozen;
     cut &= CutWhereItTrains(of_block, frozen);
   }
@@ -102,7 +105,7 @@ absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering:
     return absl::DataLossError("some tiles of the store have state for what is frozen, and some have none");
   }
   // Without any state the two kinds are one.
-  tiles.frozen_apart = apart > 0 || (precision.segment_bytes.size() == 1 && cut);
+  tiles.frozen_apart = apart > 0 || frozen_elsewhere || (precision.segment_bytes.size() == 1 && cut);
   return tiles;
 }
 

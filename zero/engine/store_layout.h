@@ -31,9 +31,9 @@ struct StoreTiles {
   // What is frozen of a block that trains has its weights alone (PlanOptions::frozen_apart).
   bool frozen_apart = false;
 };
-// kDataLoss: they are not those of the model.
+// kDataLoss: they are not those of the model. `frozen_elsewhere`: as PlanOptions has it.
 absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering::ModelGraph& graph, int world,
-                                   const tiering::Precision& precision);
+                                   const tiering::Precision& precision, bool frozen_elsewhere = false);
 
 // How many versions of everything a new store holds: what the options say, else three where checkpoints are
 // copied at leisure and there is room, else two; the same on all ranks, the least of theirs. `besides`: bytes

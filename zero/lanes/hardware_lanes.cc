@@ -38,10 +38,10 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
       options_(options),
       hooks_(std::move(hooks)),
       squares_(plan.blocks.size()) {
-  uint32_t tiles = 0;
+  int64_t tiles = 0;
   for (const tiering::BlockPlan& block : plan_.blocks) {
-    first_tile_.push_back(tiles);
-    tiles += static_cast<uint32_t>(block.tiles.size());
+    first_tile_.push_back(tiles - block.tiles_elsewhere());
+    tiles += std::ssize(block.tiles) - block.tiles_elsewhere();
     auto& of_block = tiles_.emplace_back();
     auto& spill = spills_.emplace_back(std::make_unique<Spill>());
     spill->lanes = this;
@@ -56,6 +56,7 @@ HardwareLanes::HardwareLanes(const tiering::Plan& plan, const ArenaView& residen
         transfer->io.set_on_complete(&HardwareLanes::OnTransferDone, transfer);
       }
       transfers->spill.io.set_on_complete(&HardwareLanes::OnSpillDone, spill.get());
+      if (!block.in_store(tiering::TileIndex(t))) transfers->frozen = options_.frozen->MakeRead();
     }
   }
   for (const tiering::Position position : plan_.all_positions()) {
@@ -126,6 +127,7 @@ double HardwareLanes::Now() const {
 std::string HardwareLanes::PlaceOf(const Op& op) const {
   const bool drive = op.lane == Lane::kRead || op.lane == Lane::kWrite || op.lane == Lane::kCommit;
   if (drive && store_ != nullptr) {
+    if (op.block.valid() && IsElsewhere(op)) return options_.frozen->PlaceOf(op.block);
     const bool of_tile = op.block.valid() && op.tile.valid();
     return store_->path(of_tile ? StoreTile(op.block, op.tile) : 0);
   }
@@ -241,6 +243,16 @@ void HardwareLanes::Start(tiering::OpId id, const Op& op) {
 absl::Status HardwareLanes::StartTransfer(const Task& task) {
   const Op& op = *task.op;
   TileTransfers& transfers = this->transfers(op);
+  if (IsElsewhere(op)) {
+    const tiering::Tile& place = plan_.blocks[op.block].tiles[op.tile];
+    Transfer& transfer = transfers.weights;
+    transfer.task = task;
+    transfer.start = Now();
+    const TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
+    return options_.frozen->Start(store_->engine(), transfers.frozen.get(), op.block, place.offset,
+                                  place.elements, static_cast<std::byte*>(memory.weights),
+                                  &HardwareLanes::OnFrozenDone, &transfer);
+  }
   const uint32_t tile = StoreTile(op.block, op.tile);
   const TileMemory memory = residency_.tile(op.block, op.tile, op.weight_slot, op.tile_slot);
   const auto segments = static_cast<uint32_t>(plan_.precision.segment_bytes.size());
@@ -375,6 +387,11 @@ void HardwareLanes::OnTransferDone(swap::TileIo&, void* context) {
   transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
 }
 
+void HardwareLanes::OnFrozenDone(void* context) {
+  auto* transfer = static_cast<Transfer*>(context);
+  transfer->lanes->Report(transfer->task, absl::OkStatus(), transfer->start);
+}
+
 void HardwareLanes::OnSpillDone(swap::TileIo&, void* context) {
   auto* spill = static_cast<Spill*>(context);
   if (spill->outstanding.fetch_sub(1) == 1) spill->lanes->Report(spill->task, absl::OkStatus(), spill->start);
@@ -391,6 +408,7 @@ absl::Status HardwareLanes::Settle(const Done& done) {
   if (!status.ok()) return status;
   switch (op.kind) {
     case OpKind::kReadWeights:
+      if (IsElsewhere(op)) return status;  // kVerify says how it ended
       status = WeightsTransfer(op).io.status();
       if (!op.device_weight_slot.valid()) return status;
       if (status.ok()) past_host_bytes_ += op.bytes;
@@ -592,6 +610,7 @@ absl::Status HardwareLanes::Run(const Op& op) {
 }
 
 absl::Status HardwareLanes::RunVerify(const Op& op) {
+  if (IsElsewhere(op)) return options_.frozen->Finish(transfers(op).frozen.get());
   if (op.device_weight_slot.valid()) {
     const swap::TileIo& io = transfers(op).there.io;
     const swap::Store::ChecksumOf of = store_->ChecksumFor(io, 0);

@@ -29,6 +29,7 @@
 #include "tiering/program/lanes.h"
 #include "zero/compute/compute.h"
 #include "zero/compute/device.h"
+#include "zero/compute/frozen_source.h"
 #include "zero/compute/gradient_sums.h"
 #include "zero/compute/tile_version.h"
 #include "zero/compute/update.h"
@@ -60,6 +61,7 @@ class HardwareLanes : public tiering::Lanes {
     int rank = 0, world = 1;
     // Where there are more ranks: what they talk over, Plan::network_bytes of memory, whether this one was
     // asked to stop.
+    FrozenSource* frozen = nullptr;  // of tiles that are not in the store
     Comm* comm = nullptr;
     Comm* devices = nullptr;        // and what their devices exchange over, with DevicePlan::direct
     ShardedState* parts = nullptr;  // in the place of comm (RankLanes)
@@ -133,8 +135,9 @@ class HardwareLanes : public tiering::Lanes {
   struct TileTransfers {
     // `there`: weights past host memory to the device, maybe while they come to host memory for an update.
     Transfer weights, there, state, gradient, write, spill;
-    std::vector<uint64_t> checksums;  // of the new version, by segment
-    uint64_t gradient_checksum = 0;   // of the tile's part of a spilled gradient
+    std::unique_ptr<FrozenSource::Read> frozen;  // of one that is not in the store
+    std::vector<uint64_t> checksums;             // of the new version, by segment
+    uint64_t gradient_checksum = 0;              // of the tile's part of a spilled gradient
   };
   struct InputTransfer {
     HardwareLanes* lanes = nullptr;
@@ -162,8 +165,12 @@ class HardwareLanes : public tiering::Lanes {
   Transfer& WeightsTransfer(const tiering::Op& op) const {
     return op.device_weight_slot.valid() ? transfers(op).there : transfers(op).weights;
   }
+  // Of one that is there.
   uint32_t StoreTile(tiering::BlockIndex block, tiering::TileIndex tile) const {
-    return first_tile_[block] + static_cast<uint32_t>(tile.value());
+    return static_cast<uint32_t>(first_tile_[block] + tile.value());
+  }
+  bool IsElsewhere(const tiering::Op& op) const {
+    return op.tile.valid() && !plan_.blocks[op.block].in_store(op.tile);
   }
   // The newest of its parity: of `step` once its norm is known.
   const UpdateDecision& DecisionFor(int64_t step) const { return decisions_[step & 1]; }
@@ -205,6 +212,7 @@ class HardwareLanes : public tiering::Lanes {
   absl::Status Settle(const Done& done);
   void Work(std::deque<Task>* queue, bool computes);
   static void OnTransferDone(swap::TileIo& io, void* context);
+  static void OnFrozenDone(void* transfer);
   static void OnSpillDone(swap::TileIo& io, void* context);
   static void OnCommitDone(swap::CommitIo& io, void* context);
   static void OnInputDone(void* context);
@@ -236,7 +244,7 @@ class HardwareLanes : public tiering::Lanes {
   absl::Status compute_error_;  // the first: who finds the flag may report before who set it
   std::mutex compute_error_mutex_;
   tiering::PerBlock<kernels::SumOfSquares> squares_;
-  tiering::PerBlock<uint32_t> first_tile_;  // number of its first tile in the store
+  tiering::PerBlock<int64_t> first_tile_;  // number in the store that its tile 0 has, or would
   tiering::PerBlock<tiering::PerTile<std::unique_ptr<TileTransfers>>> tiles_;
   tiering::PerBlock<std::unique_ptr<Spill>> spills_;
   tiering::PerBlock<SumsTransfer> sums_transfers_;

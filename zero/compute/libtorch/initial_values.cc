@@ -34,7 +34,9 @@ void InitialStream::DrawNext() {
   if (!buffer_.defined() || buffer_.numel() < count) buffer_ = torch::empty({count}, torch::kFloat32);
   torch::NoGradGuard no_grad;
   const torch::Tensor piece = buffer_.narrow(0, 0, count);
-  if (values.deviation > 0) {
+  if (values.bound > 0) {
+    piece.uniform_(-values.bound, values.bound);
+  } else if (values.deviation > 0) {
     piece.normal_(values.mean, values.deviation);
   } else {
     piece.fill_(values.mean);

@@ -88,11 +88,12 @@ class StageCall {
 // stage that keeps it. Integers, and what no trained parameter leads to, have no gradient.
 using ValuesFunction = std::function<Values(StageCall& call, const Values& inputs)>;
 
-// What a parameter begins with: normally distributed numbers, or where the deviation is 0, the mean
-// everywhere.
+// What a parameter begins with: numbers distributed uniformly within a bound above 0, or normally, or where
+// the deviation is 0, the mean everywhere.
 struct InitialValues {
   double mean = 0;
   double deviation = 0;
+  double bound = 0;
 };
 
 struct BlockSpec {
