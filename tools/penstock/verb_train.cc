@@ -41,7 +41,8 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   const int64_t budget = options.memory.host_memory_budget_bytes;
   out << "the flags and the config are right; host memory: the least that works is "
       << FormatBytes(plan->plan.least_host_memory_bytes)
-      << (budget > 0 ? absl::StrCat(" of ", FormatBytes(budget), " given") : "") << std::endl;
+      << (budget > 0 ? absl::StrCat(" of ", FormatBytes(budget), " given") : "") << "\n"
+      << std::flush;
   return absl::OkStatus();
 }
 
