@@ -383,6 +383,7 @@ std::string ResultLines(const DsIoOptions& options, const DsIoResult& result) {
 
 std::string ResultJson(const DsIoOptions& options, const DsIoResult& result) {
   std::vector<double> gbps;
+  gbps.reserve(result.e2e_seconds.size());
   for (const double seconds : result.e2e_seconds) {
     gbps.push_back(static_cast<double>(result.bytes) / static_cast<double>(result.e2e_seconds.size()) /
                    seconds * 1e-9);
@@ -421,6 +422,7 @@ const char* PythonBool(bool value) { return value ? "True" : "False"; }
 // The flags as the original's `args = Namespace(...)` line has them.
 std::string Namespace(const DsIoOptions& o) {
   std::vector<std::string> mapping;
+  mapping.reserve(o.folder_to_device_mapping.size());
   for (const std::string& entry : o.folder_to_device_mapping) mapping.push_back(PythonString(entry));
   return absl::StrCat(
       "Namespace(folder=", o.folder.empty() ? "None" : PythonString(o.folder), ", folder_to_device_mapping=[",

@@ -119,9 +119,9 @@ absl::StatusOr<aio::DeviceProfile> Stored(const std::vector<std::string>& direct
 // All directories, or none: a sum of measured and assumed would be neither. Those on one device are one.
 void MeasureDrives(const MachineRequest& request, Machine* machine) {
   std::vector<std::string> directories;
-  for (const std::string& directory : request.directories) {
+  directories.reserve(request.directories.size());
+  for (const std::string& directory : request.directories)
     directories.push_back(aio::NearestExisting(directory));
-  }
   directories = aio::OnePerDevice(directories);
   absl::StatusOr<aio::DeviceProfile> profile =
       request.stored_profile ? Stored(directories) : absl::NotFoundError("no stored profile wanted");

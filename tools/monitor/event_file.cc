@@ -161,13 +161,13 @@ std::string ScalarEvent(double wall_time, int64_t step, const Scalar& scalar) {
 }
 
 absl::StatusOr<ReadRecord> ReadEventRecord(std::string_view bytes) {
-  const absl::Status torn = absl::DataLossError("tensorboard: a record is torn or damaged");
-  if (bytes.size() < kFrame) return torn;
+  const auto torn = [] { return absl::DataLossError("tensorboard: a record is torn or damaged"); };
+  if (bytes.size() < kFrame) return torn();
   const auto length = FromRaw<uint64_t>(bytes);
-  if (FromRaw<uint32_t>(bytes.substr(8)) != Masked(Crc32c(bytes.substr(0, 8)))) return torn;
-  if (length > bytes.size() - kFrame) return torn;
+  if (FromRaw<uint32_t>(bytes.substr(8)) != Masked(Crc32c(bytes.substr(0, 8)))) return torn();
+  if (length > bytes.size() - kFrame) return torn();
   const std::string_view message = bytes.substr(12, length);
-  if (FromRaw<uint32_t>(bytes.substr(12 + length)) != Masked(Crc32c(message))) return torn;
+  if (FromRaw<uint32_t>(bytes.substr(12 + length)) != Masked(Crc32c(message))) return torn();
   return ReadRecord{message, static_cast<size_t>(length) + kFrame};
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <map>
 
@@ -83,10 +84,12 @@ class Frame {
  private:
   std::vector<double> LogTicks() const {
     std::vector<double> ticks;
-    for (double decade = std::pow(10, std::floor(std::log10(y_.low))); decade <= y_.high; decade *= 10) {
+    double decade = std::pow(10, std::floor(std::log10(y_.low)));
+    while (decade <= y_.high) {
       for (const double by : {1.0, 2.0, 5.0}) {
         if (decade * by >= y_.low && decade * by <= y_.high) ticks.push_back(decade * by);
       }
+      decade *= 10;
     }
     if (ticks.size() < 2) return Ticks(y_.low, y_.high, 4, Unit::kPlain);
     // No more than there is room for.
@@ -233,8 +236,9 @@ std::vector<double> Ticks(double low, double high, int most, Unit unit) {
   }
   if (unit == Unit::kCount || unit == Unit::kBytes) step = std::max(step, base == 1 ? 1.0 : 0.0);
   step *= base;
-  for (double at = std::ceil(low / step - 1e-9); at * step <= high + step * 1e-9; ++at)
-    ticks.push_back(at * step + 0.0);  // no -0
+  const double first = std::ceil(low / step - 1e-9);
+  for (int64_t i = 0; (first + static_cast<double>(i)) * step <= high + step * 1e-9; ++i)
+    ticks.push_back((first + static_cast<double>(i)) * step + 0.0);  // no -0
   return ticks;
 }
 
@@ -301,7 +305,7 @@ std::string Draw(const LayerChart& chart) {
       const double until = i + 1 < layer.points.size() ? frame.X(layer.points[i + 1].x) : at;
       const double low = frame.Y(below[i]), high = frame.Y(below[i] += height(layer.points[i]));
       absl::StrAppendFormat(&up, "%s%.1f %.1fH%.1f", i == 0 ? "M" : "L", at, high, until);
-      down = absl::StrFormat("L%.1f %.1fH%.1f", until, low, at) + down;
+      down.insert(0, absl::StrFormat("L%.1f %.1fH%.1f", until, low, at));
     }
     absl::StrAppendFormat(&areas, "<path class=\"f%d\" d=\"%s%sZ\"><title>%s</title></path>\n",
                           StyleOf(layer.style), up, down, Escape(layer.name));
