@@ -122,6 +122,7 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
   Parts& parts = *parts_;
   parts.ops.StartPass(parts.next_step);
   parts.CountUses(pass);
+  parts.slots.ReserveForReplays(parts.updates.ReplaysAreDue());
   switch (pass) {
     case Pass::kTrain:
       parts.Train(parts.next_step++, {.first = !continues, .last = true}, in_backward);

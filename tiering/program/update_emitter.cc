@@ -74,6 +74,12 @@ bool UpdateEmitter::IsDue(BlockIndex block) const {
   return std::any_of(due.begin(), due.end(), [](Due tile) { return tile != Due::kNothing; });
 }
 
+bool UpdateEmitter::ReplaysAreDue() const {
+  return std::any_of(due_.begin(), due_.end(), [](const PerTile<Due>& block) {
+    return std::find(block.begin(), block.end(), Due::kReplay) != block.end();
+  });
+}
+
 Op& UpdateEmitter::EmitPart(const Update& update, OpKind kind, Lane lane, int64_t bytes) {
   Op& op = ops_.Emit(kind, lane, update.cause.step);
   op.block = update.at.block;

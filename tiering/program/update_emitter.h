@@ -48,6 +48,7 @@ class UpdateEmitter {
   int64_t TakeUnsavedStep();
 
   bool IsDue(BlockIndex block) const;
+  bool ReplaysAreDue() const;
   Due due(BlockIndex block, TileIndex tile) const { return due_[block][tile]; }
   // Updates appended: the versions of the block's weights.
   const PerTile<int64_t>& versions(BlockIndex block) const { return versions_[block]; }
