@@ -86,7 +86,7 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
       // While every step is clipped, most of what the drive moves waits for a quarter of the compute.
       const absl::StatusOr<Prediction> predicted = Predict(graph, *plan, machine);
       ASSERT_TRUE(predicted.ok());
-      EXPECT_LE(predicted->clipped_step_seconds, floor * 1.7);
+      EXPECT_LE(predicted->clipped_step_seconds, floor * 1.65);
       worst_clipped = std::max(worst_clipped, predicted->clipped_step_seconds / floor);
       if (ratio < 0.5 || ratio > 1.2 || share > 0) continue;
       // Unless reading some of it twice is worth it.
@@ -98,7 +98,7 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
       ASSERT_TRUE(previewed.ok());
       EXPECT_LE(previewed->step_seconds, predicted->step_seconds * 1.006);
       EXPECT_LE(previewed->clipped_step_seconds, predicted->clipped_step_seconds * 1.001);
-      EXPECT_LE(previewed->clipped_step_seconds, floor * 1.45);
+      EXPECT_LE(previewed->clipped_step_seconds, floor * 1.4);
       worst_previewed = std::max(worst_previewed, previewed->clipped_step_seconds / floor);
     }
   }
