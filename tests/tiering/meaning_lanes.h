@@ -123,6 +123,7 @@ class MeaningLanes : public Lanes {
   int64_t sums_read() const { return sums_read_; }
   int64_t early_updates() const { return early_updates_; }
   int64_t replayed_updates() const { return replayed_updates_; }
+  int64_t previewed_updates() const { return previewed_updates_; }
   int64_t updates_there() const { return updates_there_; }
   int64_t reads_past_host() const { return reads_past_host_; }
   int64_t writes_in_parts() const { return writes_in_parts_; }
@@ -516,6 +517,7 @@ class MeaningLanes : public Lanes {
         if (!plan_.on_nvme) drive_.at({op.block, op.tile}) = VersionAfter(op);
         early_updates_ += op.in_backward ? 1 : 0;
         replayed_updates_ += op.replay ? 1 : 0;
+        previewed_updates_ += op.preview ? 1 : 0;
         break;
       case OpKind::kWriteState:
         state_written_[{op.block, op.tile}] = VersionAfter(op);
@@ -694,8 +696,8 @@ class MeaningLanes : public Lanes {
   std::map<TileOfBlock, int64_t> state_written_;  // {block, tile} -> version, maybe ahead of drive_
   std::set<std::pair<Position, int>> inputs_,
       written_inputs_;  // {position, micro-batch} in memory, on the drive
-  int64_t early_updates_ = 0, replayed_updates_ = 0, updates_there_ = 0, reads_past_host_ = 0,
-          writes_in_parts_ = 0;
+  int64_t early_updates_ = 0, replayed_updates_ = 0, previewed_updates_ = 0, updates_there_ = 0,
+          reads_past_host_ = 0, writes_in_parts_ = 0;
   size_t finalized_ = 0;
   int calls_ = 0;  // of the step under way that are over
   int64_t sums_read_ = 0;
@@ -716,6 +718,7 @@ struct Counted {
   int64_t past_host = 0;  // tiles' weights read to a device past host memory
   int64_t in_parts = 0;   // tiles written in two parts
   int64_t sums_read = 0;  // blocks' sums, from the drive
+  int64_t previewed = 0;  // tiles
 };
 
 // Some passes of every kind, in a random order unless `random` is null: training only.
@@ -774,7 +777,7 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
   for (const auto& [tile, version] : lanes.drive())
     EXPECT_EQ(version, plan.blocks[tile.first].updates(tile.second) ? 2 * steps : 0);
   return {lanes.early_updates(),   lanes.replayed_updates(), lanes.persisted(), lanes.updates_there(),
-          lanes.reads_past_host(), lanes.writes_in_parts(),  lanes.sums_read()};
+          lanes.reads_past_host(), lanes.writes_in_parts(),  lanes.sums_read(), lanes.previewed_updates()};
 }
 
 }  // namespace penstock::tiering

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <random>
 #include <set>
@@ -74,8 +75,18 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
           block.in_backward[t] = random() % 2 != 0 && block.updates(t) ? 1 : 0;
       }
     }
+    if (options.on_nvme && options.commits_every_step && options.world == 1) {
+      std::mt19937_64 which(seed);
+      for (BlockPlan& block : plan->blocks) {
+        for (const TileIndex t : block.tiles.indices()) {
+          const bool may = block.uses == 1 && block.updates(t) && !block.private_tile_slot[t].valid();
+          block.previews[t] = may && which() % 2 != 0 ? 1 : 0;
+        }
+      }
+    }
     const Counted run = RunPasses(graph, *plan, machine, &random);
     counted.early += run.early;
+    counted.previewed += run.previewed;
     counted.replayed += run.replayed;
     counted.persisted += run.persisted;
     counted.in_parts += run.in_parts;
@@ -85,6 +96,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
   EXPECT_GT(counted.early, 5'000);
   EXPECT_GT(counted.replayed, 1'500);
   EXPECT_GT(counted.persisted, 100);
+  EXPECT_GT(counted.previewed, 1'000);
   EXPECT_GT(counted.in_parts, 1'000);
   EXPECT_GT(late, 20);
 }
@@ -483,6 +495,72 @@ TEST(Program, WhatStaysInMemoryIsWrittenWhileBackwardComputes) {
   ProgramBuilder builder(single, whole, 1);
   builder.Append(Pass::kTrain);
   for (const Op& op : builder.Append(Pass::kTrain)) EXPECT_NE(op.kind, OpKind::kWriteWeights);
+}
+
+// A previewed tile is read and updated twice and written once, in the order of the pass: for forward, then
+// for the drive, before its block's backward; the commit waits for it.
+TEST(Program, APreviewedTileIsUpdatedForForwardAndAgainBeforeBackward) {
+  const ModelGraph graph = Chain(6, 1 << 20);
+  for (const Placement placement : {Placement::kCpu, Placement::kCuda}) {
+    SCOPED_TRACE(PlacementName(placement));
+    PlanOptions options;
+    options.update_order = UpdateOrder::kInNextForward;
+    options.host_budget_bytes = int64_t{1} << 30;
+    options.tile_bytes = 1 << 20;
+    options.bounds.placement = placement;
+    options.bounds.state_fraction = 0;
+    const Plan once = *MakePlan(graph, options);
+    options.prefer = Prefer::kTime;
+    options.bounds.previewed_share = 1;
+    const Plan plan = *MakePlan(graph, options);
+    EXPECT_EQ(once.previewed_share(), 0);
+    // All but those of the last block, whose forward and backward are one.
+    EXPECT_NEAR(plan.previewed_share(), 5.0 / 6, 1e-9);
+    EXPECT_EQ(plan.least_host_memory_bytes, once.least_host_memory_bytes);
+    EXPECT_EQ(plan.nvme_write_bytes, once.nvme_write_bytes);
+    const int64_t again = 5 * graph.blocks.front().elements;
+    EXPECT_GE(plan.clipped_read_bytes, once.clipped_read_bytes + again * 10);
+    EXPECT_LE(plan.clipped_read_bytes, once.clipped_read_bytes + again * 12);
+    ProgramBuilder builder(graph, plan, 1);
+    builder.Append(Pass::kTrain);
+    const std::vector<Op> ops = builder.Append(Pass::kTrain);
+    const OpId first = builder.next_id() - static_cast<OpId>(ops.size());
+    std::map<std::pair<BlockIndex, TileIndex>, std::vector<OpId>> updates;
+    std::set<OpId> writes;
+    std::map<BlockIndex, OpId> forward, backward;
+    for (size_t i = 0; i < ops.size(); ++i) {
+      const Op& op = ops[i];
+      const OpId id = first + static_cast<OpId>(i);
+      if (op.kind == OpKind::kUpdate) updates[{op.block, op.tile}].push_back(id);
+      if (op.kind == OpKind::kForward) forward[op.block] = id;
+      if (op.kind == OpKind::kBackward) backward[op.block] = id;
+      if (IsTileWrite(op.kind)) writes.insert(id);
+      if (op.kind != OpKind::kCommit) continue;
+      for (const OpId before : op.after) writes.erase(before);
+      EXPECT_TRUE(writes.empty()) << "a commit without all of its step";
+    }
+    for (const auto& [tile, made] : updates) {
+      const BlockIndex block = tile.first;
+      if (block == BlockIndex(5)) {
+        EXPECT_EQ(made.size(), 1u);
+        continue;
+      }
+      ASSERT_EQ(made.size(), 2u);
+      EXPECT_LT(made[0], forward[block]);
+      EXPECT_GT(made[1], forward[block]);
+      EXPECT_LT(made[1], backward[block]);
+      EXPECT_TRUE(ops[static_cast<size_t>(made[0] - first)].preview);
+      EXPECT_FALSE(ops[static_cast<size_t>(made[1] - first)].preview);
+    }
+    EXPECT_EQ(updates.size(), static_cast<size_t>(plan.trained_tiles()));
+    // A pass that updates in backward has nothing of it.
+    options.update_order = UpdateOrder::kInBackward;
+    const Plan early = *MakePlan(graph, options);
+    EXPECT_GT(early.previewed_share(), 0);
+    ProgramBuilder other(graph, early, 1);
+    other.Append(Pass::kTrain);
+    for (const Op& op : other.Append(Pass::kTrain)) EXPECT_FALSE(op.preview);
+  }
 }
 
 // From the least budget with which two blocks fit to one that keeps everything.

@@ -178,6 +178,7 @@ class Fickle {
 struct Mode {
   std::string name;
   tiering::UpdateOrder order = tiering::UpdateOrder::kAuto;
+  bool previews = false;
 };
 
 class AbandonTest : public testing::TestWithParam<Mode> {
@@ -192,6 +193,11 @@ class AbandonTest : public testing::TestWithParam<Mode> {
     options.storage.overwrite = true;
     options.memory.tile_bytes = 64 << 10;
     options.optimizer.order = GetParam().order;
+    if (GetParam().previews) {
+      options.optimizer.prefer = tiering::Prefer::kTime;
+      options.memory.bounds.previewed_share = 1;
+      options.memory.bounds.placement = tiering::Placement::kCpu;
+    }
     return options;
   }
 
@@ -276,8 +282,10 @@ TEST_P(AbandonTest, AKillAmongThemLosesNothing) {
 
 INSTANTIATE_TEST_SUITE_P(
     Modes, AbandonTest,
-    testing::Values(Mode{"Auto"}, Mode{.name = "InBackward", .order = tiering::UpdateOrder::kInBackward},
-                    Mode{.name = "NextForward", .order = tiering::UpdateOrder::kInNextForward}),
+    testing::Values(
+        Mode{"Auto"}, Mode{.name = "InBackward", .order = tiering::UpdateOrder::kInBackward},
+        Mode{.name = "NextForward", .order = tiering::UpdateOrder::kInNextForward},
+        Mode{.name = "Previewed", .order = tiering::UpdateOrder::kInNextForward, .previews = true}),
     [](const auto& mode) { return mode.param.name; });
 
 }  // namespace

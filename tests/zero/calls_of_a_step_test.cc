@@ -29,6 +29,7 @@ struct Mode {
   tiering::UpdateOrder order = tiering::UpdateOrder::kAuto;
   double clip = 1;
   bool least = false;  // of memory
+  bool previews = false;
 };
 
 // Fails in the backward of its first stage when it is told to.
@@ -54,6 +55,10 @@ class CallsOfAStepTest : public testing::TestWithParam<Mode> {
     options.example = PlainBatch(kShape, 0);
     options.optimizer.clip = GetParam().clip;
     options.optimizer.order = GetParam().order;
+    if (GetParam().previews) {
+      options.optimizer.prefer = tiering::Prefer::kTime;
+      options.memory.bounds.previewed_share = 1;
+    }
     options.storage.offload = GetParam().offload;
     if (GetParam().offload == OffloadDevice::kNvme) options.storage.state_dirs = {directory_};
     options.storage.overwrite = true;
@@ -268,7 +273,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Mode{.name = "InBackwardLeast",
                          .order = tiering::UpdateOrder::kInBackward,
                          .clip = 0.02,
-                         .least = true}),
+                         .least = true},
+                    Mode{.name = "PreviewedLeast", .clip = 0.02, .least = true, .previews = true}),
     [](const auto& mode) { return mode.param.name; });
 
 }  // namespace

@@ -162,6 +162,8 @@ RunOptions DrawMode(Draw& draw, const RunOptions& training, const std::string& s
   const auto share = device ? draw.Of<std::optional<double>>({{}, 0.0, 0.5, 1.0}) : std::nullopt;
   const auto placement =
       draw.Of({tiering::Placement::kAuto, tiering::Placement::kAuto, tiering::Placement::kCpu});
+  const auto prefer = draw.Of({tiering::Prefer::kWear, tiering::Prefer::kTime});
+  const auto previewed = draw.Of<std::optional<double>>({{}, 0.5, 1.0});
   if (drive && draw.OneIn(3)) run.checkpoints = {.parent = scratch + "/kept", .every = 2, .keep = 1};
   run.adjust = [=](EngineOptions& options) {
     options.storage.gds = gds;
@@ -169,6 +171,8 @@ RunOptions DrawMode(Draw& draw, const RunOptions& training, const std::string& s
     if (by_checkpoints) options.storage.durability = Durability::kCheckpoint;
     options.memory.bounds.processor_share = share;
     options.memory.bounds.placement = placement;
+    options.memory.bounds.previewed_share = previewed;
+    options.optimizer.prefer = prefer;
   };
   if (drive) run.state_dir = scratch + "/state";
   run.keep_state = true;
@@ -189,7 +193,8 @@ RunOptions DrawMode(Draw& draw, const RunOptions& training, const std::string& s
                   static_cast<int>(run.update_order), ", tiles ", run.tile_bytes, ", ", run.update_workers,
                   " workers", gds ? ", gds" : "", by_checkpoints ? ", durable by checkpoints" : "",
                   ", versions ", versions, ", share ", share.value_or(-1), ", placement ",
-                  static_cast<int>(placement), ", checkpoints every ", run.checkpoints.every);
+                  static_cast<int>(placement), ", prefers ", static_cast<int>(prefer), ", previewed ",
+                  previewed.value_or(-1), ", checkpoints every ", run.checkpoints.every);
   return run;
 }
 

@@ -122,6 +122,12 @@ TEST(ParseConfig, DurabilityVersionsAndOrderMustAgree) {
               StartsWith("penstock.order \"in_backward\""));
 }
 
+TEST(ParseConfig, PreferringTimeIsServedWhereEveryStepIsDurable) {
+  EXPECT_THAT(Parse(R"({"penstock": {"prefer": "time"}})").notes, testing::IsEmpty());
+  const auto notes = Parse(R"({"penstock": {"prefer": "time", "durability": "checkpoint"}})").notes;
+  EXPECT_THAT(notes, ElementsAre(StartsWith("penstock.prefer \"time\": accepted and ignored")));
+}
+
 TEST(ParseConfig, ElasticityNeedsItsTwoKeysAndNoOtherBatch) {
   const std::string good = R"("elasticity": {"enabled": true, "max_train_batch_size": 2000,
                               "micro_batch_sizes": [2, 4, 6])";
@@ -219,6 +225,10 @@ TEST(ParseConfig, AutoAndNullAreNotGiven) {
   EXPECT_FALSE(c.train_batch_size || c.gradient_clipping || c.bf16 || c.optimizer.lr || c.optimizer.beta1 ||
                c.scheduler || c.zero.offload_param.device || c.penstock.host_memory_bytes);
   EXPECT_EQ(c.aio.intra_op_parallelism, 3);
+  EXPECT_FALSE(c.penstock.prefer.has_value());
+  EXPECT_EQ(Parse(R"({"penstock": {"prefer": "time"}})").config.penstock.prefer, Prefer::kTime);
+  EXPECT_EQ(Parse(R"({"penstock": {"prefer": "wear"}})").config.penstock.prefer, Prefer::kWear);
+  EXPECT_THAT(Refusal(R"({"penstock": {"prefer": "speed"}})"), StartsWith("penstock.prefer: "));
   // For the order of updates "auto" is a word of its own.
   EXPECT_EQ(Parse(R"({"penstock": {"order": "auto"}})").config.penstock.order, UpdateOrder::kAuto);
 }

@@ -291,6 +291,56 @@ TEST(Engine, WritesThatWaitForBackwardAreThoseOfTheirStep) {
   }
 }
 
+// What forward has of an update that is made again in backward is what backward makes, also where the step
+// before has been skipped or is abandoned.
+TEST(Engine, APreviewedUpdateIsTheUpdate) {
+  for (const int micro_batches : {1, 2}) {
+    RunOptions run;
+    run.steps = 7;
+    run.poison_step = 4;
+    run.clip = 1e-3;
+    run.micro_batches = micro_batches;
+    run.hashes_state = true;
+    const TrainedLosses none = TrainGpt(run);
+    ASSERT_TRUE(none.status.ok()) << none.status;
+    run.offload = OffloadDevice::kNvme;
+    run.tile_bytes = 128 << 10;
+    for (const tiering::Placement placement : {tiering::Placement::kCpu, tiering::Placement::kCuda}) {
+      for (const double share : {0.5, 1.0}) {
+        for (const bool evaluates : {false, true}) {
+          SCOPED_TRACE(testing::Message()
+                       << micro_batches << " micro-batches, placement " << tiering::PlacementName(placement)
+                       << ", " << share << (evaluates ? ", evaluating" : ""));
+          run.evaluate_every = evaluates ? 3 : 0;
+          run.announce_always = evaluates;
+          int64_t previews = 0;
+          run.adjust = [&](EngineOptions& options) {
+            options.memory.bounds.placement = placement;
+            options.memory.bounds.previewed_share = share;
+            options.optimizer.prefer = tiering::Prefer::kTime;
+            options.hooks.observer = [&](tiering::OpId, const tiering::Op& op, double, double) {
+              previews += op.preview && op.kind == tiering::OpKind::kUpdate ? 1 : 0;
+            };
+          };
+          run.host_memory_bytes = 1;
+          run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes;
+          const TrainedLosses nvme = TrainGpt(run);
+          ASSERT_TRUE(nvme.status.ok()) << nvme.status;
+          for (size_t i = 0; i < none.losses.size(); ++i) {
+            if (i + 1 == 4) continue;  // not a number, which equals nothing
+            EXPECT_EQ(nvme.losses[i], none.losses[i]) << "step " << i + 1;
+          }
+          EXPECT_EQ(nvme.state, none.state);
+          EXPECT_EQ(nvme.skipped, (std::vector<int64_t>{4}));
+          EXPECT_EQ(nvme.committed, (std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7}));
+          EXPECT_GT(previews, 0);
+          EXPECT_LE(nvme.peak_managed_bytes, run.host_memory_bytes);
+        }
+      }
+    }
+  }
+}
+
 // The plan offers updates in backward; the steps' own clipping says when they are made there: not in a new
 // run, after enough clean steps, no more once steps are clipped, and again when those are forgotten.
 TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {

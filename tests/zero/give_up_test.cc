@@ -101,6 +101,7 @@ struct Mode {
   int64_t checkpoint_every = 0;
   bool least = false;  // of memory
   int micro_batches = 2;
+  bool previews = false;
 };
 
 class GiveUpTest : public testing::TestWithParam<Mode> {
@@ -116,6 +117,10 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
     options.optimizer.algorithm = kernels::AdamOptions{.lr = 1e-3, .weight_decay = 0.01};
     options.optimizer.order = mode.order;
     options.optimizer.clip = mode.clip;
+    if (mode.previews) {
+      options.optimizer.prefer = tiering::Prefer::kTime;
+      options.memory.bounds.previewed_share = 1;
+    }
     options.storage.offload = mode.offload;
     if (mode.offload == OffloadDevice::kNvme) options.storage.state_dirs = {directory_ + "/state"};
     options.storage.overwrite = true;
@@ -304,6 +309,7 @@ std::vector<Mode> Modes() {
           Mode{.name = "InBackwardLeast", .order = tiering::UpdateOrder::kInBackward, .least = true},
           Mode{.name = "InBackwardClipped", .order = tiering::UpdateOrder::kInBackward, .clip = 0.02},
           Mode{.name = "NextForwardClipped", .order = tiering::UpdateOrder::kInNextForward, .clip = 0.02},
+          Mode{.name = "PreviewedLeast", .clip = 0.02, .least = true, .previews = true},
           Mode{.name = "OneVersion", .versions = 1, .checkpoint_every = 4},
           Mode{.name = "ByCheckpoint", .durability = Durability::kCheckpoint, .checkpoint_every = 4},
           Mode{.name = "Checkpoints", .checkpoint_every = 2}};

@@ -188,6 +188,14 @@ TEST(Kill, AHundredKillsLeaveNoTraceInTheLog) {
       run.state_dir = scratch + "/state";
     }
     if (kind != 0) run.checkpoints = {scratch + "/kept", 3, 2};
+    if (kind == 0) {
+      run.tile_bytes = 48 << 10;
+      run.adjust = [](EngineOptions& options) {
+        options.optimizer.prefer = tiering::Prefer::kTime;
+        options.memory.bounds.previewed_share = 0.5;
+        options.memory.bounds.placement = tiering::Placement::kCpu;
+      };
+    }
     if (kind >= 3) {
       run.tile_bytes = 48 << 10;
       run.adjust = [kind](EngineOptions& options) {

@@ -36,6 +36,14 @@ double Plan::in_backward_share() const {
   return early == 0 ? 0 : early / static_cast<double>(trained_tiles());
 }
 
+double Plan::previewed_share() const {
+  double previewed = 0;
+  for (const BlockPlan& block : blocks) {
+    for (const char tile : block.previews) previewed += tile;
+  }
+  return previewed == 0 ? 0 : previewed / static_cast<double>(trained_tiles());
+}
+
 double Plan::on_device_share() const {
   int64_t elements = 0;
   for (const BlockPlan& block : blocks) elements += block.elements;

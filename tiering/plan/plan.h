@@ -46,6 +46,10 @@ struct BlockPlan {
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
   // are finite, and made again if they are (see tiering/program/program.h). Otherwise in the next forward.
   PerTile<char> in_backward;
+  // Per tile, for passes whose backward updates nothing: its update in forward is made for that forward alone
+  // and written nowhere, and made again in backward for good. More is read, and forward writes less. Not of a
+  // tile whose state stays, nor of a block that several stages use.
+  PerTile<char> previews;
   // Its gradient waits in host memory; none: spilled to the drive as 16 bit (or fp32). Of a block that lives
   // on a device: the partial sums of its squares.
   GradientSlot gradient_slot;
@@ -139,6 +143,8 @@ struct Plan {
   int64_t nvme_read_bytes = 0;
   int64_t nvme_write_bytes = 0;
   int64_t late_write_bytes = 0;  // of tiles that are written late, once: what a step writes less
+  // Read in a step that is clipped, like those before it; as many bytes as in any other are written.
+  int64_t clipped_read_bytes = 0;
 
   // Memory of a device apart; inputs that do not stay there wait in host memory, a place for each
   // position and micro-batch, instead of going to the drive.
@@ -160,6 +166,7 @@ struct Plan {
   int64_t tile_count() const;        // of all blocks
   int64_t trained_tiles() const;     // of those that are updated
   double in_backward_share() const;  // of the trained tiles
+  double previewed_share() const;    // of them
   // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
   std::string_view order_of_update() const;
   // Weights and state of the block live on a device apart, which updates them.
@@ -250,11 +257,17 @@ struct PlanBounds {
   // offload_optimizer.ratio: at least this share of the elements is updated by the processor, and of the rest
   // as much by a device apart as its memory holds.
   std::optional<double> processor_share;
+  // Where time is preferred: so many of the tiles that may be are previewed, whatever that gains. Empty: as
+  // many as make a clipped step shortest.
+  std::optional<double> previewed_share;
 };
 
 // When a tile's update is made. kAuto: the share of tiles updated in backward with which a step takes the
 // least time; the bits are the same in every order.
 enum class UpdateOrder : uint8_t { kAuto, kInNextForward, kInBackward };
+
+// What counts more where a clipped step is shorter if more is read: its time, or the drive.
+enum class Prefer : uint8_t { kWear, kTime };
 
 struct PlanOptions {
   Precision precision = Precision::Bf16();
@@ -262,6 +275,7 @@ struct PlanOptions {
   // Of the engine's, in each of which so many micro-batches are summed, to make one step.
   int calls = 1;
   UpdateOrder update_order = UpdateOrder::kAuto;
+  Prefer prefer = Prefer::kWear;
   bool clips = true;  // gradients are clipped by their global norm
   bool on_nvme = true;
   bool trains = true;

@@ -101,6 +101,13 @@ class Planner {
     Plan plan = std::move(choice.plan);
     plan.least_host_memory_bytes = least;
     CountBytes(&plan);
+    if (plan.previewed_share() > 0) plan.reasons.push_back(Previewed(plan));
+    if (options_.prefer == Prefer::kTime && plan.trains && !MayPreview(plan)) {
+      plan.reasons.push_back(
+          "prefer time: a clipped step reads more to be shorter only of one rank, on the processor, where "
+          "every "
+          "step is durable and gradients are clipped");
+    }
     return plan;
   }
 
@@ -266,8 +273,12 @@ class Planner {
     if (order.size() > 1) {
       std::vector<double> bytes(candidates.size());
       for (const size_t i : order) bytes[i] = BytesMoved(candidates[i].plan);
+      const auto least_clipped = [&] {
+        keep_least([&](size_t i) { return candidates[i].step.clipped_seconds; }, kAsFast);
+      };
+      if (options_.prefer == Prefer::kTime) least_clipped();
       keep_least([&](size_t i) { return bytes[i]; }, kAsManyBytes);
-      keep_least([&](size_t i) { return candidates[i].step.clipped_seconds; }, kAsFast);
+      least_clipped();
     }
     const size_t best = order.front();
     Plan plan = std::move(candidates[best].plan);
@@ -283,7 +294,7 @@ class Planner {
 
   // Chooses which tiles are updated in backward.
   OrderedStep Order(bool thorough, Plan* plan) const {
-    return ChooseUpdateOrder(graph_, options_.machine, options_.update_order, thorough, plan);
+    return ChooseUpdateOrder(graph_, options_, thorough, plan);
   }
 
   static std::vector<int64_t> Signature(const Plan& plan) {
@@ -384,6 +395,15 @@ class Planner {
         spending.words, 100 * early, seconds);
   }
 
+  static std::string Previewed(const Plan& plan) {
+    return absl::StrFormat(
+        "while every step is clipped, %.0f%% of the tiles are updated in forward for forward alone, and "
+        "again "
+        "in backward: a step reads %s and writes %s",
+        100 * plan.previewed_share(), FormatBytes(plan.clipped_read_bytes),
+        FormatBytes(plan.nvme_write_bytes));
+  }
+
   // By the drive in a step, of a plan that is not counted yet.
   double BytesMoved(Plan plan) const {
     CountBytes(&plan);
@@ -409,6 +429,10 @@ class Planner {
       if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += op.bytes;
       if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += op.bytes;
     }
+    // After one that updates nothing in backward, so is this.
+    builder.Append(Pass::kTrain, 0, /*in_backward=*/false);
+    for (const Op& op : builder.Append(Pass::kTrain, 0, /*in_backward=*/false))
+      plan->clipped_read_bytes += op.lane == Lane::kRead && !op.replay ? op.bytes : 0;
   }
 
   const ModelGraph& graph_;

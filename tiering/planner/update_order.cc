@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "tiering/simulate/simulate.h"
@@ -13,6 +14,11 @@ constexpr int64_t kMostTilesSimulated = 4000;
 constexpr int64_t kSample = 1 << 20;  // elements, to tell bytes per element by
 // Of a gain that was computed and not tried, no more than this share of steps may be replayed.
 constexpr double kCautiousReplayRate = 0.2;
+// Previews read more: not for less than this is worth.
+constexpr double kWorthPreviewing = 0.98;
+// Of previews the first blocks have more than the last, whose second update would come right behind the
+// first.
+constexpr double kTilt = 1.2;
 
 void MarkInBackward(Plan* plan, double share) {
   double sum = 0;
@@ -67,26 +73,121 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
   return std::clamp((in_backward - weights) / (trained * (update - weights)), 0.0, 1.0);
 }
 
+// The tile may be previewed in such a plan: it is read for forward and written, and forward has it once.
+bool TileMayBe(const ModelGraph& graph, const Plan& plan, BlockIndex block, TileIndex tile) {
+  const BlockPlan& of = plan.blocks[block];
+  return of.updates(tile) && of.uses == 1 && !of.private_tile_slot[tile].valid() &&
+         plan.precision.StateBytes(of.tiles[tile].elements) > 0 && graph.stages.back().block != block;
+}
+
+// About `share` of the tiles that may be, and in the first blocks by half of `tilt` more than in the midst.
+void MarkPreviews(const ModelGraph& graph, double share, double tilt, Plan* plan) {
+  double sum = 0;
+  for (const BlockIndex b : plan->blocks.indices()) {
+    const double at = (b.value() + 0.5) / static_cast<double>(plan->blocks.size());
+    const double of_block = std::clamp(share + tilt * (0.5 - at), 0.0, 1.0);
+    for (const TileIndex t : plan->blocks[b].tiles.indices()) {
+      char& previews = plan->blocks[b].previews[t];
+      const double of_tile = TileMayBe(graph, *plan, b, t) ? of_block : 0;
+      sum += of_tile;
+      previews = of_tile > 0 && sum >= 1 - 1e-9 ? 1 : 0;
+      if (previews != 0) sum -= 1;
+    }
+  }
+}
+
+// The share of previews with which backward has as much to move as it has time for, or forward no more.
+double EvenPreviews(const ModelGraph& graph, const MachineModel& machine, const Plan& plan) {
+  double forward_seconds = 0, backward_seconds = 0;
+  for (const StageShape& stage : graph.stages) {
+    forward_seconds += stage.forward_seconds;
+    backward_seconds += stage.backward_seconds;
+  }
+  double forward = 0, backward = 0, less = 0, more = 0;  // bytes, and what previews change
+  for (const BlockIndex b : plan.blocks.indices()) {
+    const BlockPlan& of = plan.blocks[b];
+    const bool stays = of.private_run_slot.valid();
+    for (const TileIndex t : of.tiles.indices()) {
+      const int64_t elements = of.tiles[t].elements;
+      const auto weights = static_cast<double>(elements * plan.precision.weight_bytes());
+      const bool spills = of.updates(t) && !of.gradient_slot.valid();
+      const double gradient =
+          spills ? static_cast<double>(elements) * static_cast<double>(plan.precision.gradient_bytes) : 0;
+      const double state = of.updates(t) ? static_cast<double>(plan.precision.StateBytes(elements)) : 0;
+      const bool state_stays = of.private_tile_slot[t].valid();
+      forward += gradient + (stays ? 0 : weights) + (state_stays ? 0 : 2 * state);
+      backward += gradient + weights + (state_stays ? state : 0);
+      if (of.updates(t) && !stays) forward += weights;  // written
+      if (!TileMayBe(graph, plan, b, t)) continue;
+      less += state + (stays ? 0 : weights);
+      more += 2 * state + gradient + weights;
+    }
+  }
+  if (more <= 0 || less <= 0) return 0;
+  const double rate = 1 / machine.drive_seconds(0.5, 0.5);
+  return std::clamp(
+      std::min((backward_seconds * rate - backward) / more, (forward - forward_seconds * rate) / less), 0.0,
+      1.0);
+}
+
+// The plan's tiles are all updated in the next forward; marks those that are previewed there. `before`:
+// seconds without any. Returns them with the marks.
+double ChoosePreviews(const ModelGraph& graph, const PlanOptions& options, bool thorough, double before,
+                      Plan* plan) {
+  const MachineModel& machine = options.machine;
+  if (const auto& share = options.bounds.previewed_share; share.has_value()) {
+    MarkPreviews(graph, *share, /*tilt=*/0, plan);
+    return StepSeconds(graph, machine, *plan);
+  }
+  const double even = EvenPreviews(graph, machine, *plan);
+  using Spread = std::pair<double, double>;  // share and tilt
+  std::vector<Spread> spreads = {{even, kTilt}};
+  if (thorough)
+    spreads = {{even, kTilt}, {even - 0.1, kTilt}, {even + 0.1, kTilt}, {even, 0}, {even - 0.1, 0}, {1, 0}};
+  double best = before * kWorthPreviewing;
+  Spread chosen = {0, 0};
+  for (const auto& [share, tilt] : spreads) {
+    if (share <= 0 || share > 1) continue;
+    MarkPreviews(graph, share, tilt, plan);
+    const double seconds = StepSeconds(graph, machine, *plan);
+    if (seconds >= best) continue;
+    best = seconds;
+    chosen = {share, tilt};
+  }
+  MarkPreviews(graph, chosen.first, chosen.second, plan);
+  return chosen.first == 0 ? before : best;
+}
+
 }  // namespace
 
 bool TooManyTilesToSimulate(const Plan& plan) { return plan.tile_count() > kMostTilesSimulated; }
+bool MayPreview(const Plan& plan) {
+  return plan.on_nvme && plan.clips && plan.commits_every_step && plan.world == 1 &&
+         !plan.device.has_own_memory;
+}
 bool FewTilesToSimulate(const Plan& plan) { return plan.tile_count() <= kMostTilesSimulated / 8; }
 
-OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
-                              bool thorough, Plan* plan) {
+OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& options, bool thorough,
+                              Plan* plan) {
+  const MachineModel& machine = options.machine;
+  UpdateOrder wanted = options.update_order;
   MarkInBackward(plan, 0);
+  MarkPreviews(graph, /*share=*/0, /*tilt=*/0, plan);
   if (!plan->trains || !plan->on_nvme) return {};
   // Where a step's version is written over that of the step before, nothing is left to make an update again
   // from.
   if (!plan->commits_every_step) wanted = UpdateOrder::kInNextForward;
   const bool free = wanted == UpdateOrder::kAuto;
+  const bool previews = options.prefer == Prefer::kTime && MayPreview(*plan);
   if (TooManyTilesToSimulate(*plan)) {
+    if (previews) MarkPreviews(graph, EvenPreviews(graph, machine, *plan), /*tilt=*/0, plan);
     if (wanted == UpdateOrder::kInNextForward) return {};
     MarkInBackward(plan, free ? EvenShare(graph, *plan) : 1);
     plan->worthwhile_replay_rate = free ? kCautiousReplayRate : 1;
     return {};
   }
-  const double later = StepSeconds(graph, machine, *plan);
+  double later = StepSeconds(graph, machine, *plan);
+  if (previews) later = ChoosePreviews(graph, options, thorough, later, plan);
   if (wanted == UpdateOrder::kInNextForward || plan->on_device_share() == 1) return {later, later};
   std::vector<double> shares = {1.0};
   if (free) {

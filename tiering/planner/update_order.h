@@ -1,4 +1,5 @@
-// Which tiles are updated in backward (tiering/program/program.h has the two orders).
+// Which tiles are updated in backward (tiering/program/program.h has the two orders), and which are previewed
+// while none is.
 #ifndef PENSTOCK_TIERING_PLANNER_UPDATE_ORDER_H_
 #define PENSTOCK_TIERING_PLANNER_UPDATE_ORDER_H_
 
@@ -9,6 +10,8 @@ namespace penstock::tiering {
 
 // A program of very many tiles takes longer to simulate than what is chosen by it is worth.
 bool TooManyTilesToSimulate(const Plan& plan);
+// Tiles of such a plan may be previewed.
+bool MayPreview(const Plan& plan);
 // Of few tiles, many plans and steps are simulated in no time.
 bool FewTilesToSimulate(const Plan& plan);
 
@@ -19,10 +22,12 @@ struct OrderedStep {
 };
 
 // Marks the tiles of `plan` that are updated in backward, evenly over every block, with the share that makes
-// the step shortest on `machine`, and from which rate of replayed steps on that no longer pays. `thorough`
-// tries more shares. With too many tiles the share is computed, not tried.
-OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const MachineModel& machine, UpdateOrder wanted,
-                              bool thorough, Plan* plan);
+// the step shortest on the options' machine, and from which rate of replayed steps on that no longer pays.
+// `thorough` tries more shares. With too many tiles the share is computed, not tried.
+//
+// Where time is preferred, tiles are marked too that are previewed in steps which update nothing in backward:
+// as many as make a clipped step shortest.
+OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& options, bool thorough, Plan* plan);
 
 }  // namespace penstock::tiering
 

@@ -70,6 +70,10 @@ void PassBuilder::ApplyDue(BlockIndex block, UseIndex use) {
   }
 }
 
+void PassBuilder::CommitIfWritten() {
+  if (writer_.deferred() == 0 && updates_.previewed() == 0) updates_.CommitPending();
+}
+
 Op& PassBuilder::EmitForStage(OpKind kind, Lane lane, Position position, int micro_batch, int64_t step) {
   Op& op = ops_.Emit(kind, lane, step);
   op.block = block_at(position);
@@ -210,10 +214,8 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
         speculates && last_use &&
         std::any_of(bp.in_backward.begin(), bp.in_backward.end(), [](char early) { return early != 0; });
     const Weights weights = FetchForCompute(block, UseInBackward(position), updates);
-    if (writer_.deferred() > 0) {
-      writer_.EmitDeferred(written_with_each, before);
-      if (writer_.deferred() == 0) updates_.CommitPending();
-    }
+    writer_.EmitDeferred(written_with_each, before);
+    CommitIfWritten();
     Edges wait = gradients_.TakePlaces(block);
     if (!call.first) wait = gradients_.FetchSums(block, wait, step);
     const OpId last = EmitBackward(position, weights, wait, step);

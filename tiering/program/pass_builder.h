@@ -61,6 +61,8 @@ class PassBuilder {
   // none. `before`: the last operation of forward. Afterwards, if that was the last call, the step is
   // pending.
   void AppendBackward(int64_t step, const CallOfStep& call, bool speculates, OpId before);
+  // Commits the pending step, if all of it is on its way to the drive.
+  void CommitIfWritten();
   // Makes what is due of the block's update, outside of a use by compute.
   void ApplyDue(BlockIndex block, UseIndex use);
 

@@ -86,13 +86,17 @@ void ProgramBuilder::Parts::CountUses(Pass pass) {
 void ProgramBuilder::Parts::Train(int64_t step, const CallOfStep& call, bool in_backward) {
   const Position last = passes.last_position();
   // A single stage has nothing to compute between its forward and the end of its backward.
-  if (last > Position(0) && (!in_backward || plan.in_backward_share() == 0)) writer.StartDeferring();
+  if (last > Position(0) && (!in_backward || plan.in_backward_share() == 0)) {
+    writer.StartDeferring();
+    updates.StartPreviews();
+  }
   const OpId forward = passes.AppendForward(true, plan.micro_batches, step);
+  updates.StopPreviews();
   // The last stage's block may carry the last part of the pending update; fetch it before the commit is
   // placed.
   passes.ApplyDue(passes.block_at(last), PassBuilder::UseInForward(last));
   writer.StopDeferring();
-  if (writer.deferred() == 0) updates.CommitPending();
+  passes.CommitIfWritten();
   passes.AppendBackward(step, call, in_backward, forward);
 }
 
@@ -122,6 +126,7 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
   Parts& parts = *parts_;
   parts.ops.StartPass(parts.next_step);
   parts.CountUses(pass);
+  parts.slots.ReserveForReplays(parts.updates.ReplaysAreDue());
   switch (pass) {
     case Pass::kTrain:
       parts.Train(parts.next_step++, {.first = !continues, .last = true}, in_backward);

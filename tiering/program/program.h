@@ -23,6 +23,10 @@
 // that does) is written while backward computes, as much of it as gives the drive's work the proportions of
 // compute, and the step is committed after that.
 //
+// In such passes tiles may also be previewed (BlockPlan::previews): forward updates them, computes with the
+// result and writes it nowhere; before backward comes to their block they are read and updated again, and
+// written. A tile so costs forward one transfer of its state instead of two, and backward two more.
+//
 // Over several ranks (Plan::world) each reads and updates its part of every block. kAllGather fills in the
 // rest of the run before it computes, kReduceScatter makes the whole run's gradient into this rank's part of
 // the sum over ranks, and kAgree follows a commit: only when every rank has committed a step may any of them

@@ -31,7 +31,7 @@ SlotAllocator::SlotAllocator(const Plan& plan, const UseOrder& uses)
     // Without a drive everything is in place before the first pass.
     if (!plan.on_nvme) own.block = b;
   }
-  rotating_tile_slots_ = At(std::max(1, plan.tile_ring - (plan.speculates ? 1 : 0)));
+  ReserveForReplays(false);
   for (const BlockIndex b : plan.blocks.indices()) {
     if (plan.on_nvme) break;
     const PerTile<TileSlot>& own = plan.blocks[b].private_tile_slot;

@@ -8,6 +8,7 @@
 #ifndef PENSTOCK_TIERING_PROGRAM_SLOT_ALLOCATOR_H_
 #define PENSTOCK_TIERING_PROGRAM_SLOT_ALLOCATOR_H_
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -55,7 +56,9 @@ class SlotAllocator {
   void WeightsComputedWith(WeightSlot slot, OpId id);
 
   // The slot for a tile's update: its own, or one of the ring. Updates that are replayed have the last one of
-  // the ring to themselves: they wait for the norm, and what is read ahead of it must not wait with them.
+  // the ring to themselves: they wait for the norm, and what is read ahead of it must not wait with them. In
+  // a pass that has none, the ring turns with all its slots.
+  void ReserveForReplays(bool there_are) { rotating_tile_slots_ = ring_without(there_are ? 1 : 0); }
   TileSlot TileSlotFor(BlockIndex block, TileIndex tile, bool replays);
   TileSlot NextTileSlot() { return TileSlot(next_tile_slot_++ % rotating_tile_slots_); }
   bool HoldsState(TileSlot slot, BlockIndex block, TileIndex tile) const;
@@ -76,6 +79,7 @@ class SlotAllocator {
   };
 
   Weights& Held(WeightSlot slot);
+  size_t ring_without(int slots) const { return static_cast<size_t>(std::max(1, plan_.tile_ring - slots)); }
 
   const Plan& plan_;
   const UseOrder& uses_;

@@ -35,9 +35,15 @@ double TileWriter::DeferredShare(const ModelGraph& graph) const {
     for (const TileIndex t : block.tiles.indices()) {
       if (!block.updates(t) || plan_.written_at_checkpoint(b, t)) continue;
       const auto state = static_cast<double>(plan_.precision.StateBytes(block.tiles[t].elements));
-      double& write = stays ? either : forward;
-      write += static_cast<double>(block.tiles[t].elements * plan_.precision.weight_bytes());
-      if (block.private_tile_slot[t].valid()) {
+      const auto of_tile = static_cast<double>(block.tiles[t].elements * plan_.precision.weight_bytes());
+      double& write = block.previews[t] != 0 ? backward : stays ? either : forward;
+      write += of_tile;
+      if (block.previews[t] != 0) {
+        forward += state;
+        backward += 2 * state + (stays ? of_tile : 0);
+        if (!block.gradient_slot.valid())
+          backward += static_cast<double>(block.tiles[t].elements * int64_t{plan_.precision.gradient_bytes});
+      } else if (block.private_tile_slot[t].valid()) {
         write += state;
       } else {
         forward += 2 * state;  // read, and written

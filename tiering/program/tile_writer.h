@@ -31,6 +31,8 @@ struct TilePlace {
 struct UpdateCause {
   int64_t step = 0;
   bool in_backward = false;
+  bool preview = false;
+  bool again = false;  // after a preview
   bool replay = false;
 };
 

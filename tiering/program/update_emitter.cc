@@ -41,13 +41,27 @@ void UpdateEmitter::EmitDue(BlockIndex block, WeightSlot weight_slot, const PerT
   PerTile<Due>& due = due_[block];
   for (const TileIndex t : due.indices()) {
     if (due[t] == Due::kNothing) continue;
+    const bool previews = due[t] == Due::kUpdate && Previews(block, t);
     // Whoever used the content before this update is done by the time of the norm, on which it waits.
     Emit({.at = {.block = block, .tile = t, .weight_slot = weight_slot},
-          .cause = {.step = pending_step_, .replay = due[t] == Due::kReplay},
+          .cause = {.step = pending_step_,
+                    .preview = previews,
+                    .again = due[t] == Due::kAgain,
+                    .replay = due[t] == Due::kReplay},
           .decided = norm_,
-          .weights_read = due[t] == Due::kUpdate ? reads[t] : -1});
-    due[t] = Due::kNothing;
+          .weights_read = due[t] == Due::kReplay ? -1 : reads[t]});
+    if (due[t] == Due::kAgain) --previewed_;
+    if (previews) ++previewed_;
+    due[t] = previews ? Due::kAgain : Due::kNothing;
   }
+}
+
+bool UpdateEmitter::Previews(BlockIndex block, TileIndex tile) const {
+  const BlockPlan& bp = plan_.blocks[block];
+  if (!previews_ || bp.previews[tile] == 0) return false;
+  PENSTOCK_CHECK(bp.uses == 1 && !bp.private_tile_slot[tile].valid(),
+                 "a preview of what forward uses twice, or of state that stays");
+  return true;
 }
 
 void UpdateEmitter::UpdatedOnDevice(BlockIndex block, OpId update) {
@@ -74,17 +88,24 @@ bool UpdateEmitter::IsDue(BlockIndex block) const {
   return std::any_of(due.begin(), due.end(), [](Due tile) { return tile != Due::kNothing; });
 }
 
+bool UpdateEmitter::ReplaysAreDue() const {
+  return std::any_of(due_.begin(), due_.end(), [](const PerTile<Due>& block) {
+    return std::find(block.begin(), block.end(), Due::kReplay) != block.end();
+  });
+}
+
 Op& UpdateEmitter::EmitPart(const Update& update, OpKind kind, Lane lane, int64_t bytes) {
   Op& op = ops_.Emit(kind, lane, update.cause.step);
   op.block = update.at.block;
   op.tile = update.at.tile;
   op.in_backward = update.cause.in_backward;
+  op.preview = update.cause.preview;
   op.replay = update.cause.replay;
   op.bytes = bytes;
   return op;
 }
 
-OpId UpdateEmitter::EmitReplayRead(const Update& update) {
+OpId UpdateEmitter::EmitWeightsRead(const Update& update, const Edges& former) {
   const TilePlace& at = update.at;
   const SlotAllocator::Weights& weights = slots_.weights(at.weight_slot);
   const int64_t elements = plan_.blocks[at.block].tiles[at.tile].elements;
@@ -94,6 +115,11 @@ OpId UpdateEmitter::EmitReplayRead(const Update& update) {
   read.after = {update.decided};
   AddIf(&read.after, weights.ready[at.tile]);
   AddIf(&read.after, weights.gather);
+  // Not long before the rest of the tile: forward needs the drive.
+  if (update.cause.again) {
+    AddIf(&read.after, weights.last_compute);
+    AddAll(&read.after, former);
+  }
   AddIf(&read.after, writer_.last_write(at.block, at.tile));
   AddIf(&read.after, writer_.last_check(at.block, at.tile));
   return id;
@@ -109,6 +135,7 @@ OpId UpdateEmitter::EmitStateRead(const Update& update, const Edges& former) {
   read.tile_slot = at.tile_slot;
   read.after = former;
   AddIf(&read.after, writer_.last_write(at.block, at.tile));
+  if (update.cause.again) AddIf(&read.after, writer_.last_check(at.block, at.tile));
   if (update.cause.replay) read.after.push_back(update.decided);
   slots_.tile_users().Add(at.tile_slot, id);
   if (block.private_tile_slot[at.tile].valid()) slots_.KeepState(at.tile_slot, at.block, at.tile);
@@ -128,6 +155,7 @@ OpId UpdateEmitter::EmitGradientRead(const Update& update, const Edges& former) 
   read.tile_slot = at.tile_slot;
   read.after = former;
   read.after.push_back(spilled);
+  if (update.cause.again) AddIf(&read.after, writer_.last_check(at.block, at.tile));
   if (update.cause.replay) read.after.push_back(update.decided);
   slots_.tile_users().Add(at.tile_slot, id);
   return id;
@@ -139,7 +167,8 @@ void UpdateEmitter::Emit(const Update& wanted) {
   at.tile_slot = slots_.TileSlotFor(at.block, at.tile, of.cause.replay);
   const Edges former = slots_.tile_users().Take(at.tile_slot);
   const OpId last_write = writer_.last_write(at.block, at.tile);
-  const OpId weights_read = of.cause.replay ? EmitReplayRead(of) : of.weights_read;
+  const bool rereads = of.cause.replay || (of.cause.again && of.weights_read < 0);
+  const OpId weights_read = rereads ? EmitWeightsRead(of, former) : of.weights_read;
   const OpId state_read = EmitStateRead(of, former);
   const OpId gradient_read = EmitGradientRead(of, former);
   const SlotAllocator::Weights& weights = slots_.weights(at.weight_slot);
@@ -162,8 +191,12 @@ void UpdateEmitter::Emit(const Update& wanted) {
   if (of.weights_read < 0) AddIf(&update.after, weights.ready[at.tile]);
   slots_.tile_users().Add(at.tile_slot, id);
   slots_.WeightsUpdated(at.weight_slot, at.tile, id);
-  ++versions_[at.block][at.tile];
+  if (!of.cause.again) ++versions_[at.block][at.tile];
   if (update.gradient_slot.valid()) slots_.gradient_users().Add(update.gradient_slot, id);
+  if (of.cause.preview) {
+    writer_.Checks(at.block, at.tile, id);  // the next read of the tile is for the update that follows
+    return;
+  }
   if (!plan_.on_nvme || plan_.written_at_checkpoint(at.block, at.tile)) {
     writer_.Await(id);
   } else {

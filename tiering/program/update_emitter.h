@@ -4,6 +4,8 @@
 //   a tile is updated once with each gradient; what is still due of that is known tile by tile. Only a replay
 //   makes an update again, from the committed version.
 //   an update waits for what decided it: the norm, or in backward its block's final gradient.
+//   what is previewed in a forward is made again in the backward of the same pass, from the drive, before the
+//   block's next gradient has a place.
 //   a step is committed when nothing of its updates is due.
 #ifndef PENSTOCK_TIERING_PROGRAM_UPDATE_EMITTER_H_
 #define PENSTOCK_TIERING_PROGRAM_UPDATE_EMITTER_H_
@@ -21,8 +23,9 @@
 
 namespace penstock::tiering {
 
-// What is still to be appended of a tile's update.
-enum class Due : uint8_t { kNothing, kUpdate, kReplay };
+// What is still to be appended of a tile's update. kAgain: the forward that is being appended has it, and no
+// one else (BlockPlan::previews).
+enum class Due : uint8_t { kNothing, kUpdate, kReplay, kAgain };
 
 class UpdateEmitter {
  public:
@@ -38,6 +41,11 @@ class UpdateEmitter {
   // Makes what is due of the block, whose weights are in `weight_slot`. `reads`: of its weights, to be
   // checked by an update; -1: they were in memory.
   void EmitDue(BlockIndex block, WeightSlot weight_slot, const PerTile<OpId>& reads);
+  // In the forward that is appended, the tiles that the plan previews are.
+  void StartPreviews() { previews_ = true; }
+  void StopPreviews() { previews_ = false; }
+  // Tiles that were, and are still to be updated for good.
+  size_t previewed() const { return previewed_; }
   // The device makes what is due of a block that lives there. It waits for the norm by itself.
   void UpdatedOnDevice(BlockIndex block, OpId update);
   // No update will have to be made again.
@@ -48,6 +56,7 @@ class UpdateEmitter {
   int64_t TakeUnsavedStep();
 
   bool IsDue(BlockIndex block) const;
+  bool ReplaysAreDue() const;
   Due due(BlockIndex block, TileIndex tile) const { return due_[block][tile]; }
   // Updates appended: the versions of the block's weights.
   const PerTile<int64_t>& versions(BlockIndex block) const { return versions_[block]; }
@@ -67,8 +76,10 @@ class UpdateEmitter {
   void Emit(const Update& update);
   // A part of it.
   Op& EmitPart(const Update& update, OpKind kind, Lane lane, int64_t bytes);
-  // A replay reads everything, weights too, from the committed version.
-  OpId EmitReplayRead(const Update& update);
+  bool Previews(BlockIndex block, TileIndex tile) const;
+  // Of weights that are in memory, but newer than those on the drive, from which the update is made again.
+  // `former`: who uses its tile slot until then.
+  OpId EmitWeightsRead(const Update& update, const Edges& former);
   OpId EmitStateRead(const Update& update, const Edges& former);
   OpId EmitGradientRead(const Update& update, const Edges& former);
 
@@ -78,6 +89,8 @@ class UpdateEmitter {
   TileWriter& writer_;
   const GradientEmitter& gradients_;
   PerBlock<PerTile<Due>> due_;
+  bool previews_ = false;
+  size_t previewed_ = 0;
   PerBlock<PerTile<int64_t>> versions_;
   int64_t pending_step_ = 0;
   OpId norm_ = -1;

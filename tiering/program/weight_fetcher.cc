@@ -22,7 +22,8 @@ WeightSlot WeightFetcher::Read(BlockIndex block, UseIndex use, PerTile<OpId>* re
   const WeightSlot slot = slots_.TakeWeightSlot(block, use, &former);
   const PerTile<Tile>& tiles = plan_.blocks[block].tiles;
   for (const TileIndex tile : tiles.indices()) {
-    const bool updates = updates_.due(block, tile) == Due::kUpdate;
+    const Due due = updates_.due(block, tile);
+    const bool updates = due == Due::kUpdate || due == Due::kAgain;
     (*reads)[tile] = ops_.next_id();
     // Weights that an update needs belong to its step; those that only compute needs, to the step that
     // computes.

@@ -354,6 +354,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"offload", std::string(zero::Name(facts.options.storage.offload))},
           {"order_of_update", std::string(plan.plan.order_of_update())},
           {"in_backward_share", plan.plan.in_backward_share()},
+          {"previewed_share", plan.plan.previewed_share()},
           {"worthwhile_redo_rate", plan.plan.worthwhile_replay_rate},
           {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},
           {"reasons", plan.plan.reasons},

@@ -229,6 +229,7 @@ absl::StatusOr<std::vector<std::string>> AgreeOnRun(zero::Comm& comm, const Trai
   same["versions"] = engine.storage.versions;
   same["tile_bytes"] = engine.memory.tile_bytes;
   same["update_order"] = static_cast<int>(engine.optimizer.order);
+  same["prefer"] = static_cast<int>(engine.optimizer.prefer);
   same["bounds"] = BoundsJson(engine.memory.bounds);
   same["use_gds"] = engine.storage.gds;
   ASSIGN_OR_RETURN(same["--data"], TextsJson(data));

@@ -53,6 +53,7 @@ constexpr auto kUpdateOrders =
     std::to_array<Named<UpdateOrder>>({{UpdateOrder::kAuto, "auto"},
                                        {UpdateOrder::kInNextForward, "next_forward"},
                                        {UpdateOrder::kInBackward, "in_backward"}});
+constexpr auto kPrefers = std::to_array<Named<Prefer>>({{Prefer::kWear, "wear"}, {Prefer::kTime, "time"}});
 constexpr auto kPlacements = std::to_array<Named<ConfigPlacement>>({{ConfigPlacement::kAuto, "auto"},
                                                                     {ConfigPlacement::kCpu, "cpu"},
                                                                     {ConfigPlacement::kCuda, "cuda"},
@@ -228,6 +229,7 @@ Config Fill(const Filler& f) {
   f.Get("penstock.sync", kSyncModes, c.penstock.sync);
   f.Get("penstock.versions", c.penstock.versions);
   f.Get("penstock.order", kUpdateOrders, c.penstock.order);
+  f.Get("penstock.prefer", kPrefers, c.penstock.prefer);
   f.Get("penstock.optimizer_states", c.penstock.optimizer_states);
   f.Get("penstock.tile_bytes", c.penstock.tile_bytes);
   f.Get("penstock.io_threads", c.penstock.io_threads);
@@ -294,6 +296,12 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
         absl::StrFormat("penstock.watchdog_abort_seconds: %g beside penstock.watchdog_seconds %g: what ends "
                         "the run is named before; give a larger one",
                         *c.penstock.watchdog_abort_seconds, *c.penstock.watchdog_seconds));
+  }
+  if (c.penstock.prefer == Prefer::kTime &&
+      (c.penstock.versions == 1 || c.penstock.durability == Durability::kCheckpoint)) {
+    notes.push_back(
+        "penstock.prefer \"time\": accepted and ignored: beside durability \"checkpoint\" no step reads more "
+        "to be shorter");
   }
   if (c.penstock.placement_const_bytes && c.penstock.placement != ConfigPlacement::kConst) {
     notes.push_back(

@@ -41,6 +41,7 @@ enum class OptimizerType { kAdam, kAdamW, kAdagrad, kLion, kSgd };
 enum class SchedulerType { kLrRangeTest, kOneCycle, kWarmupLr, kWarmupDecayLr, kWarmupCosineLr };
 enum class Durability { kStep, kCheckpoint };
 enum class SyncMode { kProcess, kPower };
+using tiering::Prefer;
 using tiering::UpdateOrder;
 enum class ConfigPlacement { kAuto, kCpu, kCuda, kConst };  // ColossalAI's; see tiering::Placement
 
@@ -199,6 +200,7 @@ struct PenstockConfig {
   std::optional<SyncMode> sync;
   std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3
   std::optional<UpdateOrder> order;
+  std::optional<Prefer> prefer;
   std::optional<std::string> optimizer_states;  // "fp32", "bf16" or "8bit"
   std::optional<int64_t> tile_bytes;
   std::optional<int64_t> io_threads;

@@ -499,6 +499,7 @@ constexpr auto kPenstock = std::to_array<KeySpec>({
     Choice("sync", "process|power"),
     Whole("versions", 1, 3),
     Choice("order", "auto|next_forward|in_backward"),
+    Choice("prefer", "wear|time"),
     Choice("optimizer_states", "fp32|bf16|8bit"),
     Size("tile_bytes", 65536, 0x1p30),
     Whole("io_threads", 1, 1024),

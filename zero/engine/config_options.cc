@@ -9,6 +9,7 @@ namespace penstock::zero {
 
 void ApplyConfig(const Config& config, EngineOptions* options) {
   options->optimizer.order = config.penstock.order.value_or(UpdateOrder::kAuto);
+  options->optimizer.prefer = config.penstock.prefer.value_or(Prefer::kWear);
   MemoryOptions& memory = options->memory;
   memory.bounds = PlanBoundsOf(config, options->world());
   memory.tile_bytes = config.penstock.tile_bytes.value_or(0);

@@ -122,6 +122,8 @@ struct UpdateOptions {
   std::optional<LossScaleOptions> new_loss_scale;
   // Whether tiles are updated in backward or in the next forward. Default: the planner's choice.
   tiering::UpdateOrder order = tiering::UpdateOrder::kAuto;
+  // Whether a clipped step may read more to be shorter. Default: it moves no more than another.
+  tiering::Prefer prefer = tiering::Prefer::kWear;
   // Threads that update tiles. Default 1.
   int workers = 1;
 };

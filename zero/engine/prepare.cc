@@ -121,6 +121,7 @@ class Preparation {
     plan_options_.tile_bytes = options_.memory.tile_bytes;
     plan_options_.bounds = options_.memory.bounds;
     plan_options_.update_order = options_.optimizer.order;
+    plan_options_.prefer = options_.optimizer.prefer;
     plan_options_.clips = options_.optimizer.clip > 0;
     plan_options_.copies_checkpoints = options_.trains && options_.storage.checkpoints.every > 0;
     return absl::OkStatus();

@@ -226,8 +226,8 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
                    {block.elements, block.trains, block.trained_from, block.private_run_slot.value(),
                     block.gradient_slot.value(), block.accumulator_slot.value()});
     for (const tiering::TileIndex t : block.tiles.indices()) {
-      numbers.insert(numbers.end(),
-                     {block.tiles[t].elements, block.private_tile_slot[t].value(), block.in_backward[t]});
+      numbers.insert(numbers.end(), {block.tiles[t].elements, block.private_tile_slot[t].value(),
+                                     block.in_backward[t], block.previews[t]});
     }
   }
   const uint64_t digest = kernels::Checksum(numbers.data(), numbers.size() * sizeof(int64_t));

@@ -664,7 +664,7 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
   }
   UpdateTile(options_.format, decision, SeedOf(decision, op.block), *layouts_[op.block],
              residency_.InRun(op.block, tile), memory);
-  if (store_ != nullptr && !plan_.written_at_checkpoint(op.block, op.tile)) Seal(op);
+  if (store_ != nullptr && !op.preview && !plan_.written_at_checkpoint(op.block, op.tile)) Seal(op);
   return absl::OkStatus();
 }
 
