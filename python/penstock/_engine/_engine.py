@@ -750,10 +750,14 @@ class Engine:
             raise RuntimeError("this engine was closed")
         if self._runtime is None:
             raise RuntimeError("the engine has not seen the model yet: call it on a batch first")
+        if self._runtime.spoiled:
+            raise RuntimeError(f"{self._runtime.spoiled}. This engine ends here: close() it, and go on from its last commit with resume=True")
         return self._runtime
 
     def close(self) -> None:
-        """Ends it: the last step is committed, and the parameters stay without values (``state_dict()`` before)."""
+        """Ends it: the last step is committed, and the parameters stay without values (``state_dict()`` before).
+
+        Not committed is what was made after a weight was changed in place in the engine's memory."""
         if self._closed:
             return
         self._closed = True
@@ -764,6 +768,8 @@ class Engine:
             return
         try:
             self._runtime.close()
+            if self._runtime.spoiled:
+                return
             try:
                 self._describe()
             finally:

@@ -30,7 +30,7 @@ from ._interrupts import deferred
 from ._modules import kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._random import RandomState
 from ._settings import DTYPE_NAMES
-from ._trace import Use
+from ._trace import CHANGED, Use
 from ._tree import counted, map_tensors, tensors_of
 from ._weights import Weights
 
@@ -97,6 +97,8 @@ class Runtime:
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self.dtype = torch.float32
+        #: Why the weights in memory are not the engine's any more; empty: they are.
+        self.spoiled = ""
         #: Tokens and samples of the pass that was finished last; and what such a step computes, 0 where that is not known.
         self.counts = (0, 0)
         self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
@@ -360,10 +362,18 @@ class Runtime:
         block = self._enter(driver, False, stage)
         try:
             yield
+            self._refuse_changes(block)
         finally:
             self._weights.hide(block)
         driver.forward_at = stage + 1
         self._core.leave(driver.number, block, None, None)
+
+    # What was changed in memory may be on its way to the drive just now: nothing of it is to be trusted any more.
+    def _refuse_changes(self, block: int) -> None:
+        number = self._weights.changed(block)
+        if number is not None:
+            self.spoiled = CHANGED.format(self._blocks[block].parameters[number][0])
+            raise PassFailed(self.spoiled)
 
     # Uses of forward before `stage` that the pass did not come to.
     def _pass_by(self, driver: Driver, stage: int) -> None:
@@ -472,6 +482,7 @@ class Runtime:
         if stage is None:
             return
         block = self._uses[stage].block
+        self._refuse_changes(block)
         gradients: Optional[List[Tuple[int, int, str]]] = None
         held = []
         if any(self._trains[block]):

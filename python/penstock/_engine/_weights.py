@@ -7,7 +7,7 @@ truth, a write is refused by torch, and whoever computes with it notices.
 from __future__ import annotations
 
 import ctypes
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -32,6 +32,7 @@ class Weights:
         ]
         self._spans: Dict[int, Tuple[int, int]] = {}
         self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
+        self._versions: Dict[int, List[int]] = {}  # of each block's parameters, when they got their values
 
     def attach(self, block: int, address: int) -> None:
         """The block's parameters are what lies at `address` from here on."""
@@ -41,6 +42,14 @@ class Weights:
             views = self._views[block, address] = self._cut(block, address)
         for parameter, view in zip(self._parameters[block], views):
             parameter.data = view
+        self._versions[block] = [parameter._version for parameter in self._parameters[block]]
+
+    def changed(self, block: int) -> Optional[int]:
+        """The first of the block's parameters, which have their values, that was changed in place since; None: none was."""
+        for number, (parameter, version) in enumerate(zip(self._parameters[block], self._versions.get(block, ()))):
+            if parameter._version != version:
+                return number
+        return None
 
     def owned(self, block: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the memory of the block's weights, which is the engine's again when the block is left."""
