@@ -6,6 +6,7 @@ A tensor never passes into the extension. torch is not imported here: who hands 
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 import os
 import sys
@@ -120,7 +121,7 @@ def byte_size(value: Any, name: str) -> int:
             raise ValueError(f"{name} is {value!r}, must be 0 or more")
         return int(number * _UNITS[unit])
     if isinstance(value, float):
-        if value != int(value):
+        if not math.isfinite(value) or value != int(value):
             raise TypeError(f"{name} is {value!r}: bytes are whole")
         value = int(value)
     return whole_number(value, name, 0)

@@ -1,5 +1,7 @@
 """What scripts do by mistake is refused in a line that says what to do, before it costs anything."""
 
+import warnings
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -52,3 +54,189 @@ def test_a_weight_that_is_changed_in_a_later_forward_ends_the_engine_and_no_comm
     engine.close()
     with make(model().eval(), tmp_path, resume=True) as engine:
         assert torch.equal(engine(x), before)
+
+
+def test_backwards_without_a_step_are_refused_and_not_lost(tmp_path):
+    """As a script accumulates gradients, without a word of it to initialize."""
+    data = batches(4)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    with make(net(), tmp_path) as engine:
+        losses = [step(engine, data[0])]
+        engine.backward(engine(**data[3]) / 2)
+        with pytest.raises(RuntimeError, match="gradient_accumulation_steps"):
+            engine(**data[1])
+        with pytest.raises(RuntimeError, match="no step is open"):
+            engine.step()
+        losses.append(step(engine, data[1]))
+        for zero_grad in (engine.zero_grad, engine.optimizer.zero_grad):
+            engine.backward(engine(**data[3]))
+            zero_grad()
+        out = engine(**data[2])
+        engine.zero_grad()  # before backward, as many scripts have it
+        engine.backward(out)
+        engine.step()
+        losses += [out.item(), step(engine, data[3])]
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("offload", ["nvme", "none"])
+def test_the_optimizer_that_was_handed_over_makes_no_step_of_its_own(tmp_path, offload):
+    data = batches(3)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    where = {"offload": offload, **({"state_dir": str(tmp_path)} if offload == "nvme" else {})}
+    engine = penstock.initialize(model=model, optimizer=optimizer, gradient_clipping=1.0, **where)[0]
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)  # which puts a step of its own there
+    losses = []
+    for batch in data:
+        loss = engine(**batch)
+        engine.backward(loss)
+        with pytest.raises(RuntimeError, match=r"engine\.step\(\)"):
+            optimizer.step()
+        engine.step()
+        scheduler.step()
+        losses.append(loss.item())
+    engine.close()
+    optimizer.step()  # nothing has a gradient
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_step_without_a_gradient_is_refused(tmp_path):
+    data = batches(2)
+    model = net()
+    with make(model, tmp_path) as engine:
+        loss = engine(**data[0])
+        torch.autograd.grad(loss, list(model.parameters()))
+        with pytest.raises(RuntimeError, match=r"engine\.backward\(loss\)"):
+            engine.step()
+        assert engine.global_steps == 0
+        step(engine, data[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"overwrite": "false"}, {"overwrite": 1}, {"resume": "false"}, {"resume": "Auto"}, {"progress": "no"}, {"seed": 1.5}, {"seed": -1},
+        {"seed": 2**70}, {"gradient_clipping": "1.0"}, {"host_memory": float("inf")}, {"host_memory": float("nan")},
+        {"config": {"gradient_clipping": float("inf")}}, {"config": {"train_batch_size": float("inf")}},
+        {"config": {"optimizer": {"type": "AdamW", "params": {"betas": [0.9, float("nan")]}}}},
+        {"config": {"wandb": {"enabled": "false"}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_of_another_kind_is_refused_by_name(tmp_path, wrong):
+    with make(net(), tmp_path) as engine:
+        step(engine, batches(1)[0])
+    name = next(iter(wrong))
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong[name])) if name == "config" else name):
+        make(net(), tmp_path, **wrong)
+    with make(net(), tmp_path, resume=True) as engine:
+        step(engine, batches(1)[0])
+        assert engine.global_steps == 2  # nothing was replaced
+
+
+def test_clipping_at_infinity_is_none(tmp_path):
+    data = batches(2)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data], clip=None)[0]
+    with make(net(), tmp_path, gradient_clipping=float("inf")) as engine:
+        assert [step(engine, batch) for batch in data] == pytest.approx(expected, abs=1e-5)
+        assert 0 < engine.get_global_grad_norm() < 1e3
+
+
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+def test_a_checkpoint_takes_the_place_of_a_run_where_that_is_said_alone(tmp_path, resume):
+    data = batches(4)
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, data[0])
+        engine.save_checkpoint(tmp_path / "checkpoints")
+        step(engine, data[1])
+        step(engine, data[2])
+    engine = make(net(), tmp_path / "run", resume=resume)
+    engine.load_checkpoint(tmp_path / "checkpoints")
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        step(engine, data[1])
+    engine.close()
+    with make(net(), tmp_path / "run", resume=True) as engine:
+        step(engine, data[3])
+        assert engine.global_steps == 4
+    with make(net(), tmp_path / "run", resume=resume, overwrite=True) as engine:
+        engine.load_checkpoint(tmp_path / "checkpoints")
+        step(engine, data[1])
+        assert engine.global_steps == 2
+
+
+def test_what_is_given_otherwise_on_a_resume_is_told(tmp_path):
+    def adam(kind=torch.optim.AdamW, **options):
+        return lambda parameters: kind(parameters, **{"lr": 1e-2, **options})
+
+    def cosine(steps):
+        return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+
+    data = batches(12)
+    with make(net(), tmp_path, optimizer=adam(), lr_scheduler=cosine(50)) as engine:
+        step(engine, data[0])
+    same = {"optimizer": adam(), "lr_scheduler": cosine(50), "gradient_clipping": 1.0}
+    for number, (given, told) in enumerate(
+        [
+            ({}, None),
+            ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 and was 1.0"),
+            ({}, "gradient_clipping is 1.0 and was 0.5"),
+            ({"optimizer": adam(weight_decay=0.5)}, "weight_decay of group 0 is 0.5 and was 0.01"),
+            ({}, "weight_decay of group 0 is 0.01"),
+            ({"optimizer": adam(lr=0.5)}, "lr of group 0 is 0.5 and was 0.01: the run's own goes on"),
+            ({}, "lr of group 0 is 0.01 and was 0.5"),
+            ({"optimizer": adam(kind=torch.optim.Adam, weight_decay=0.01)}, "the optimizer's type is Adam and was AdamW"),
+            ({"optimizer": adam(eps=1e-4)}, "eps is 0.0001 and was 1e-08"),
+            ({"lr_scheduler": cosine(9)}, "T_max of the scheduler"),
+            ({"lr_scheduler": None}, "the scheduler is None and was CosineAnnealingLR"),
+        ]
+    ):
+        engine = make(net(), tmp_path, resume=True, **{**same, **given})
+        with engine, warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            step(engine, data[number + 1])
+        assert engine.global_steps == number + 2
+        lines = [str(each.message) for each in heard if "resume" in str(each.message)]
+        assert lines == [] if told is None else told in lines[0], (given, lines)
+
+
+def test_what_a_program_sets_in_its_groups_goes_on_with_the_run(tmp_path):
+    data = batches(6)
+
+    def train(directory, parts):
+        losses = []
+        for number, part in enumerate(parts):
+            model = net()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-2, total_steps=10)  # of the betas, too
+            with make(model, directory, optimizer=optimizer, lr_scheduler=schedule, resume=number > 0) as engine:
+                for batch in part:
+                    losses.append(step(engine, batch))
+                    engine.optimizer.param_groups[0]["weight_decay"] = 0.5
+        return losses
+
+    assert train(tmp_path / "cut", [data[:2], data[2:5], data[5:]]) == train(tmp_path / "whole", [data])
+
+
+def test_what_a_commit_has_no_room_for_is_refused_and_costs_no_step(tmp_path):
+    data = batches(3)
+    with make(net(), tmp_path) as engine:
+        step(engine, data[0])
+        for what, why in (("x" * 100_000, "has room for"), (object(), "cannot be kept")):
+            loss = engine(**data[1])
+            engine.backward(loss)
+            engine.client_state["what"] = what
+            with pytest.raises((TypeError, ValueError), match=why):
+                engine.step()
+            engine.zero_grad()
+            with pytest.raises((TypeError, ValueError), match=why):
+                engine.flush()
+            engine.client_state = {"what": 1}
+            with pytest.raises((TypeError, ValueError), match=why):
+                engine.save_checkpoint(tmp_path / "checkpoints", client_state={"what": what})
+            assert engine.client_state == {"what": 1} and engine.global_steps == 1
+        step(engine, data[1])
+    with make(net(), tmp_path, resume=True) as engine:
+        step(engine, data[2])
+        assert engine.client_state == {"what": 1} and engine.global_steps == 3

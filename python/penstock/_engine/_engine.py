@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import base64
+import errno
 import functools
 import json
 import os
 import secrets
 import shutil
 import sys
+import types
 import warnings
 import weakref
 from contextlib import contextmanager
@@ -19,8 +21,10 @@ import torch
 from torch import nn
 
 from .. import _core
+from .._buffers import truth, whole_number
 from ._accumulation import Accumulation
 from ._blocks import Block, find_blocks
+from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
 from ._interrupts import deferred
 from ._json import decode, encode
 from ._modules import counts_no_versions, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
@@ -40,6 +44,7 @@ _STEP = "step-%08d"  # a checkpoint's name (swap/checkpoint_files.cc)
 _REPLACED = ".%s.replaced"
 _MARK = "_penstock_engine"
 _MOST_BUFFERS = 24 << 10  # bytes, in every commit
+_MOST_KEPT = 56 << 10  # with all else; the store takes 64 KiB (swap/format.h)
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 
@@ -105,8 +110,10 @@ class Engine:
         self._restore_from: Optional[str] = None
         self.optimizer = EngineOptimizer(optimizer.param_groups, self._step, self.zero_grad)  # its very groups, which schedulers may know
         self.lr_scheduler = scheduler(self.optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
+        self._take_step_of(optimizer)
         if self.lr_scheduler is None and settings.schedule is not None:
             self.lr_scheduler = ConfigScheduler(_core, settings.schedule, self.optimizer)
+        self._identity = identity_of(self._described, optimizer.param_groups, settings, self.lr_scheduler)
         #: Kept with every commit, and there again after a resume: anything that is JSON.
         self.client_state: Dict[str, Any] = {}
         self.global_steps = 0
@@ -131,6 +138,22 @@ class Engine:
         self._wait_for_a_batch()
         setattr(model, _MARK, "open")
         _engines.add(self)
+
+    # Its own would change what lies in the engine's memory: the weights of the block that backward began with.
+    def _take_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("this optimizer was handed to penstock.initialize: engine.step() makes its steps, or step() of engine.optimizer")
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers warn of others
+        self._given_own = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def _give_step_back(self) -> None:
+        for name, own in self._given_own.items():
+            self._given.__dict__.pop(name, None)
+            if own is not None:
+                setattr(self._given, name, own)
 
     # --- the first forward
 
@@ -230,6 +253,13 @@ class Engine:
         resume = self._may_resume()
         if self._values_are_gone and not resume and not self._restore_from:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
+        if self._restore_from and settings.state_dirs and not self._overwrite and _core.holds_run(settings.state_dirs):
+            raise FileExistsError(
+                errno.EEXIST,
+                "a run is there already, which the checkpoint would replace: that takes overwrite=True; resume=True without load_checkpoint "
+                "goes on with it",
+                settings.state_dirs[0],
+            )
         where = [self._restore_from] if self._restore_from else settings.state_dirs
         goes_on = resume or bool(self._restore_from)
         known = (json.loads(_core.record_of(where)) or {}).get("run_id", "") if where else ""
@@ -309,10 +339,13 @@ class Engine:
         self.skipped_steps = kept.get("skipped", 0)
         self._watched = kept.get("watched")
         self._samples = kept.get("samples", 0)
-        if self.lr_scheduler is not None and kept.get("scheduler") is not None:
+        given = kept.get("given")
+        if self.lr_scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self._identity):
             self.lr_scheduler.load_state_dict(kept["scheduler"])
-        for group, lr in zip(self.optimizer.param_groups, kept.get("lr", [])):
-            group["lr"] = lr
+        groups_go_on(self.optimizer.param_groups, kept.get("lr", []), kept.get("groups", []), given, self._identity)
+        told = changes(given, self._identity)
+        if told:
+            warnings.warn(f"resume: {'; '.join(told)}", stacklevel=2)
         self._rng = kept.get("torch_rng", "")
         if self._rng:
             state = bytearray(base64.b64decode(self._rng))
@@ -341,6 +374,13 @@ class Engine:
         return outputs
 
     def _begin(self, reads_ahead: bool = True) -> None:
+        runtime = self._ready()
+        if runtime.is_open and runtime.gradient_came:
+            runtime.give_up("no step")
+            raise RuntimeError(
+                "the backward before this forward had no engine.step(), and its gradients would be lost: give initialize "
+                "gradient_accumulation_steps= for several backwards a step; engine.zero_grad() says that they are not wanted"
+            )
         self._begun_rates = self.optimizer.rates()
         self._runtime.begin(True, self._begun_rates, self._settings.forwards, reads_ahead)  # type: ignore[union-attr]
 
@@ -403,6 +443,7 @@ class Engine:
                 "a learning rate (or betas, or weight decay) was changed between the forward and step(): part of the update may "
                 "have been made in backward. Change it after step()"
             )
+        self._kept()  # or it would fail once the step was made
         with deferred():
             try:
                 self._result = runtime.finish()
@@ -447,14 +488,19 @@ class Engine:
     # What the commit of the last step says: torch's random state as the step left it, the rest as it is when the next pass
     # begins, since schedulers of others make their steps in between.
     def _describe(self) -> None:
+        if self.global_steps > 0:
+            self._core.describe(self.global_steps, self._kept())
+
+    # ValueError, TypeError: it cannot be kept.
+    def _kept(self) -> str:
         if self._gathered:
             raise RuntimeError("a forward within engine.gathered(): its parameters are for looking at, and the engine has them otherwise")
-        if self.global_steps == 0:
-            return
         kept: Dict[str, Any] = {
             "client": self.client_state,
             "skipped": self.skipped_steps,
             "lr": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "groups": [values_of(group) for group in self.optimizer.param_groups],
+            "given": self._identity,
             "torch_rng": self._rng,
             "watched": self._watched,
             "samples": self._samples if self._watch is None else self._watch.samples,
@@ -463,7 +509,13 @@ class Engine:
             state = self.lr_scheduler.state_dict()
             kept["scheduler"] = {name: value for name, value in state.items() if _is_kept(value)}
         kept["buffers"] = self._changed_buffers()
-        self._core.describe(self.global_steps, json.dumps(encode(kept), allow_nan=False))
+        text = json.dumps(encode(kept), allow_nan=False)
+        if len(text) > _MOST_KEPT:
+            raise ValueError(
+                f"client_state, the scheduler's state and buffers that change take {len(text)} bytes, and a commit has room for {_MOST_KEPT}: "
+                "keep what is large in a file of your own"
+            )
+        return text
 
     # Persistent buffers that training changes (running means): a state_dict has them, and so has a commit.
     def _changed_buffers(self) -> Dict[str, torch.Tensor]:
@@ -532,6 +584,8 @@ class Engine:
         if self._accumulation is not None:
             self._accumulation.drop_gradients()
             self.micro_steps = 0
+        elif self._runtime is not None and self._runtime.is_open and self._runtime.gradient_came:
+            self._runtime.give_up("zero_grad")
 
     def gradient_accumulation_steps(self) -> int:
         return self._settings.micro_batches
@@ -651,7 +705,12 @@ class Engine:
         """
         self._ready()
         if client_state is not None:
-            self.client_state = dict(client_state)
+            before, self.client_state = self.client_state, dict(client_state)
+            try:
+                self._kept()
+            except (TypeError, ValueError):
+                self.client_state = before
+                raise
         self._describe()
         path = self._checkpoint(os.fspath(save_dir))
         name = os.path.basename(path)
@@ -762,6 +821,7 @@ class Engine:
             return
         self._closed = True
         _engines.discard(self)
+        self._give_step_back()
         setattr(self.module, _MARK, "" if self._runtime is None and not self._values_are_gone else "closed")
         if self._runtime is None:
             restore_forward(self.module, self._previous_forward)
@@ -888,7 +948,11 @@ def initialize(
         forwards_per_step,
         gradient_clipping,
     )
-    settings.progress = progress
+    settings.progress = None if progress is None else truth(progress, "progress")
+    overwrite = truth(overwrite, "overwrite")
+    if resume != "auto":
+        resume = truth(resume, "resume (or 'auto')")
+    seed = whole_number(seed, "seed", 0, 2**63 - 1)
     for note in settings.notes:
         warnings.warn(note, stacklevel=2)
     parameters = model_parameters

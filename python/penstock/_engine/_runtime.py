@@ -63,6 +63,7 @@ class Driver:
         self.inside: Optional[int] = None  # the use of backward that is entered
         self.loss: Optional[float] = None
         self.loss_gradient = 1.0
+        self.gradient_came = False  # to a weight of a block that was left
         self.came = threading.Event()  # to its first use, or to its end
         self.random: Optional[RandomState] = None  # while another driver computes
         self.counts = (0, 0)  # tokens and samples
@@ -170,6 +171,14 @@ class Runtime:
                 return True
         return False
 
+    @property
+    def gradient_came(self) -> bool:
+        """Whether backward has left a gradient at any weight that trains, in the pass that is open."""
+        inside = [self._uses[driver.inside].block for driver in self._drivers if driver.inside is not None]
+        return any(driver.gradient_came for driver in self._drivers) or any(
+            parameter.grad is not None for block in inside for _, parameter in self._blocks[block].parameters
+        )
+
     def finish(self) -> Dict[str, Any]:
         """The pass is over: what it has not come to is passed by. Returns the engine's result."""
         if self._open is None:
@@ -179,6 +188,11 @@ class Runtime:
                 self._end_backward(driver)
             else:
                 self._pass_by(driver, len(self._uses))
+        if self._open and not self.gradient_came and any(any(flags) for flags in self._trains):
+            raise PassFailed(
+                "step() without a gradient: backward has come to no weight that trains. Gradients of torch.autograd.grad are the caller's "
+                "alone: call engine.backward(loss)"
+            )
         # The last use of a training pass is left here and not before: what was not finished is never applied.
         for driver in self._drivers:
             self._leave_backward(driver)
@@ -493,6 +507,7 @@ class Runtime:
                 gradient = parameter.grad.detach().contiguous()
                 held.append(gradient)
                 gradients.append((number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]))
+            driver.gradient_came |= bool(gradients)
         for _, parameter in self._blocks[block].parameters:
             parameter.grad = None
         loss = None
