@@ -648,8 +648,8 @@ losses, heard = {{}}, 0
 thread.start()
 while engine.global_steps < 60:
     try:
-        armed[0] = True
         step = engine.global_steps
+        armed[0] = step > 0  # a backward that has no step before the first one is refused
         loss = engine(**data[step])
         engine.backward(loss)
         losses[step] = loss.item()  # again, where the step was given up

@@ -1,5 +1,6 @@
 """What scripts do by mistake is refused in a line that says what to do, before it costs anything."""
 
+import signal
 import warnings
 
 import pytest
@@ -56,26 +57,29 @@ def test_a_weight_that_is_changed_in_a_later_forward_ends_the_engine_and_no_comm
         assert torch.equal(engine(x), before)
 
 
-def test_backwards_without_a_step_are_refused_and_not_lost(tmp_path):
+def test_backwards_without_a_step_are_not_lost_in_silence(tmp_path):
     """As a script accumulates gradients, without a word of it to initialize."""
     data = batches(4)
     expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
     with make(net(), tmp_path) as engine:
-        losses = [step(engine, data[0])]
         engine.backward(engine(**data[3]) / 2)
         with pytest.raises(RuntimeError, match="gradient_accumulation_steps"):
             engine(**data[1])
         with pytest.raises(RuntimeError, match="no step is open"):
             engine.step()
-        losses.append(step(engine, data[1]))
+        losses = [step(engine, data[0])]
         for zero_grad in (engine.zero_grad, engine.optimizer.zero_grad):
             engine.backward(engine(**data[3]))
             zero_grad()
-        out = engine(**data[2])
+        out = engine(**data[1])
         engine.zero_grad()  # before backward, as many scripts have it
         engine.backward(out)
         engine.step()
-        losses += [out.item(), step(engine, data[3])]
+        losses.append(out.item())
+        engine.backward(engine(**data[3]))  # an exception comes before the step
+        with pytest.warns(UserWarning, match=r"had no engine\.step\(\)"):
+            losses.append(step(engine, data[2]))
+        losses.append(step(engine, data[3]))
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
@@ -240,3 +244,100 @@ def test_what_a_commit_has_no_room_for_is_refused_and_costs_no_step(tmp_path):
     with make(net(), tmp_path, resume=True) as engine:
         step(engine, data[2])
         assert engine.client_state == {"what": 1} and engine.global_steps == 3
+
+
+def test_what_is_tied_or_replaced_before_the_first_forward_is_trained(tmp_path):
+    data = batches(3)
+    model, plain = net(tied=False), net(tied=False)
+    plain.head.weight = plain.embed.weight
+    expected = plain_losses(plain, all_names(plain), [[batch] for batch in data])[0]
+    with make(model, tmp_path) as engine:
+        model.head.weight = model.embed.weight
+        losses = [step(engine, batch) for batch in data]
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.head, "weight", model.embed.weight),
+        lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(50, 32))),
+        lambda model: setattr(model, "head", nn.Linear(32, 50, bias=False)),
+        lambda model: model.layers.__delitem__(3),
+        lambda model: model.layers[0].load_state_dict(net(seed=5).layers[0].state_dict(), assign=True),
+    ],
+    ids=["tied", "parameter", "module", "gone", "assigned"],
+)
+def test_a_model_that_is_another_later_on_is_refused_by_name(tmp_path, change):
+    model, data = net(tied=False), batches(2)
+    with make(model, tmp_path) as engine:
+        step(engine, data[0])
+        change(model)
+        with pytest.raises(RuntimeError, match="is not what it was in the first forward"):
+            step(engine, data[1])
+        assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["made", "resumed"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_monitor_that_cannot_be_opened_leaves_the_model_its_values(tmp_path, kept):
+    (tmp_path / "file").write_text("")
+    monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "job"}, "gradient_clipping": 1.0}
+    model, data = net(), batches(2)
+    if kept:
+        with make(net(), tmp_path / "run") as engine:
+            step(engine, data[0])
+    engine = make(model, tmp_path / "run", config={"train_micro_batch_size_per_gpu": 1, **monitor}, resume=kept)
+    for _ in range(2):
+        with pytest.raises((OSError, ValueError), match="csv_monitor"):
+            step(engine, data[1])
+        assert model.norm.weight.isfinite().all() and not engine.started
+    (tmp_path / "file").unlink()
+    step(engine, data[1])
+    assert engine.global_steps == 1 + kept
+    engine.close()
+
+
+def test_ctrl_c_while_the_state_is_made_comes_when_it_is(tmp_path, monkeypatch):
+    from penstock._engine import _engine
+
+    real = _engine.Weights
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return real(*arguments)
+
+    data = batches(2)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    with make(net(), tmp_path) as engine:
+        monkeypatch.setattr(_engine, "Weights", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(engine, data[0])
+        monkeypatch.undo()
+        assert [step(engine, batch) for batch in data] == pytest.approx(expected, abs=1e-5)
+
+
+def test_groups_of_the_engines_optimizer_are_settled(tmp_path):
+    from penstock.ops.adam import DeepSpeedCPUAdam
+
+    data = batches(2)
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, data[0])
+        group = engine.optimizer.param_groups[0]
+        with pytest.raises(ValueError, match="groups are settled"):
+            engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+        for name, value in (("amsgrad", True), ("maximize", True), ("eps", 1.0), ("betas", (2.0, 0.9)), ("lr", "1e-3")):
+            before, group[name] = group[name], value
+            with pytest.raises((RuntimeError, TypeError, ValueError), match=name if name != "betas" else "beta"):
+                step(engine, data[1])
+            group[name] = before
+        step(engine, data[1])
+        assert engine.global_steps == 2
+    model = net()
+    with pytest.raises(ValueError, match="bias_correction=False is not served"):
+        make(model, tmp_path / "other", optimizer=DeepSpeedCPUAdam(model.parameters(), bias_correction=False))
+    with pytest.raises(ValueError, match="ReduceLROnPlateau"):
+        make(model, tmp_path / "other", lr_scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR
+    with make(model, tmp_path / "other", lr_scheduler=lambda optimizer: one_cycle(optimizer, max_lr=1e-2, total_steps=9)) as engine:
+        step(engine, data[0])

@@ -94,22 +94,26 @@ class Engine:
         self._values_are_gone = state == "closed"
         if model.__dict__.get("forward") is _closed_forward:
             model.__dict__.pop("forward")
-        self._blocks: List[Block] = find_blocks(model, blocks, has_values=not self._values_are_gone)
-        self._dtypes = {id(p): p.dtype for _, p in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            if parameter.dtype not in DTYPE_NAMES:
-                raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served")
+        self._names_of_blocks = blocks
+        self._look_at_parameters()
         self._resume = resume
         self._overwrite = overwrite
         self._seed = seed
         self._core: Any = None
+        self._made = False  # a run, which came to nothing after that
         self._watch: Optional[Watch] = None
         self._watched: Optional[Dict[str, Any]] = None  # what monitors are told of the last step
         self._last_report: Optional[Report] = None  # of a closed engine
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
-        self.optimizer = EngineOptimizer(optimizer.param_groups, self._step, self.zero_grad)  # its very groups, which schedulers may know
-        self.lr_scheduler = scheduler(self.optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
+        self.optimizer = EngineOptimizer(optimizer, self._step, self.zero_grad)  # with its very groups, which schedulers may know
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        if scheduler is plateau or isinstance(scheduler, plateau):
+            raise ValueError("ReduceLROnPlateau wants a metric for its steps: make them yourself, between engine.step() and the next forward")
+        made = callable(scheduler) and (isinstance(scheduler, type) or not hasattr(scheduler, "step"))
+        self.lr_scheduler = scheduler(self.optimizer) if made else scheduler
+        if self.lr_scheduler is not None and not (hasattr(self.lr_scheduler, "step") and hasattr(self.lr_scheduler, "state_dict")):
+            raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}: a scheduler has step() and state_dict(), or is made by a function")
         self._take_step_of(optimizer)
         if self.lr_scheduler is None and settings.schedule is not None:
             self.lr_scheduler = ConfigScheduler(_core, settings.schedule, self.optimizer)
@@ -138,6 +142,14 @@ class Engine:
         self._wait_for_a_batch()
         setattr(model, _MARK, "open")
         _engines.add(self)
+
+    # Once more with the first forward: until then a script may tie, replace or cast them.
+    def _look_at_parameters(self) -> None:
+        self._blocks: List[Block] = find_blocks(self.module, self._names_of_blocks, has_values=not self._values_are_gone)
+        self._dtypes = {id(parameter): parameter.dtype for parameter in self.module.parameters()}
+        for name, parameter in self.module.named_parameters():
+            if parameter.dtype not in DTYPE_NAMES:
+                raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served")
 
     # Its own would change what lies in the engine's memory: the weights of the block that backward began with.
     def _take_step_of(self, optimizer: torch.optim.Optimizer) -> None:
@@ -175,6 +187,7 @@ class Engine:
         """Finds the order of the blocks, and hands the parameters over to the engine. call: instead of module(*args, **kwargs)."""
         restore_forward(self.module, self._previous_forward)
         try:
+            self._look_at_parameters()
             switch_off_checkpointing(self.module.modules())
             if self.module.training:
                 kwargs = without_cache(self.module.forward, kwargs)
@@ -186,7 +199,8 @@ class Engine:
             if flops is not None and self._watch is not None:
                 self._watch.counts_flops(*flops)
         except BaseException:
-            self._wait_for_a_batch()
+            if self._runtime is None:
+                self._wait_for_a_batch()
             raise
 
     # Of the first forward: (matrix products' FLOPs, tokens or samples); None where torch does not count.
@@ -253,7 +267,7 @@ class Engine:
         resume = self._may_resume()
         if self._values_are_gone and not resume and not self._restore_from:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
-        if self._restore_from and settings.state_dirs and not self._overwrite and _core.holds_run(settings.state_dirs):
+        if self._restore_from and settings.state_dirs and not (self._overwrite or self._made) and _core.holds_run(settings.state_dirs):
             raise FileExistsError(
                 errno.EEXIST,
                 "a run is there already, which the checkpoint would replace: that takes overwrite=True; resume=True without load_checkpoint "
@@ -277,10 +291,26 @@ class Engine:
             "optimizer": self._described,
             "optimizer_states": settings.optimizer_states,
             "resume": resume,
-            "overwrite": self._overwrite and not resume,
+            "overwrite": (self._overwrite or self._made) and not resume,
             "restore_from": self._restore_from,
             "seed": self._seed,
         }
+        with deferred():
+            self._hand_over(described, stages, uses, options, marks, known)
+        del held
+
+    # All of it or nothing: what goes wrong before the parameters are the engine's leaves them to the model, for another attempt.
+    def _hand_over(
+        self,
+        described: List[Any],
+        stages: List[Any],
+        uses: Sequence[Any],
+        options: Dict[str, Any],
+        marks: List[Any],
+        known: str,
+    ) -> None:
+        settings = self._settings
+        goes_on, run_id = options["resume"] or bool(self._restore_from), options["run"]["run_id"]
         try:
             core = _core.TrainingEngine(described, stages, json.dumps(options))
         except FileExistsError as error:
@@ -290,15 +320,24 @@ class Engine:
                 "directory",
                 settings.state_dirs[0],
             ) from error
-        del held
         places = [core.offsets(number) for number in range(len(self._blocks))]
         self._names = {
             id(parameter): f"{block_name}.{short}"
             for (block_name, parameters), block in zip(described, self._blocks)
             for (short, *_), (_, parameter) in zip(parameters, block.parameters)
         }
-        weights = Weights(self._blocks, DTYPES[settings.dtype], places)
         self._core = core
+        self._buffers = persistent_buffers(self.module)
+        try:
+            if goes_on:
+                self._restored()
+            watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples)
+        except BaseException:
+            core.close()  # or the state stays locked, by ourselves
+            self._core = None
+            self._made = not options["resume"]
+            raise
+        weights = Weights(self._blocks, DTYPES[settings.dtype], places)
         weights.hide_all()
         trains = [[trains for trains, _ in mark] for mark in marks]
         self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains)
@@ -306,19 +345,9 @@ class Engine:
         self._runtime.dtype = DTYPES[settings.dtype]
         self._runtime.loss_factor = settings.forwards / settings.micro_batches
         self._runtime.before_pass = self._describe
-        self._buffers = persistent_buffers(self.module)
         self._patch_state_dict()
         Whole(self.module, self._blocks, self._runtime.replaced, self._value_of)
-        if goes_on:
-            try:
-                self._restored()
-            except BaseException:
-                self._runtime.close()
-                core.close()  # or the state stays locked, by ourselves
-                self._closed = True
-                setattr(self.module, _MARK, "closed")
-                raise
-        self._watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples)
+        self._watch = watch
         self._watch.again(self._watched)
         self._runtime.flops_of = self._watch.flops
 
@@ -377,10 +406,13 @@ class Engine:
         runtime = self._ready()
         if runtime.is_open and runtime.gradient_came:
             runtime.give_up("no step")
-            raise RuntimeError(
-                "the backward before this forward had no engine.step(), and its gradients would be lost: give initialize "
-                "gradient_accumulation_steps= for several backwards a step; engine.zero_grad() says that they are not wanted"
-            )
+            lost = "the backward before this forward had no engine.step(), and its gradients"
+            if not self._result:  # a script that accumulates; later on it may be what an exception has left
+                raise RuntimeError(
+                    f"{lost} would be lost: give initialize gradient_accumulation_steps= for several backwards a step; engine.zero_grad() "
+                    "says that they are not wanted"
+                )
+            warnings.warn(f"{lost} count for nothing (engine.zero_grad() says so, without this line)", stacklevel=5)
         self._begun_rates = self.optimizer.rates()
         self._runtime.begin(True, self._begun_rates, self._settings.forwards, reads_ahead)  # type: ignore[union-attr]
 
@@ -427,6 +459,8 @@ class Engine:
         if self.lr_scheduler is not None and not self._result["skipped"]:
             self.lr_scheduler.step()
         self._describe()
+        if self._watch is not None:
+            self._watch.complain()
 
     def _step(self) -> None:
         runtime = self._ready()
@@ -842,6 +876,8 @@ class Engine:
             for name in ("state_dict", "load_state_dict"):
                 self.module.__dict__.pop(name, None)
             self.module.forward = _closed_forward  # type: ignore[method-assign]
+        if self._watch is not None:
+            self._watch.complain()
 
     def __enter__(self) -> "Engine":
         return self

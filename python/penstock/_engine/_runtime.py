@@ -27,7 +27,7 @@ from torch import nn
 from ._accumulation import Forward
 from ._blocks import Block
 from ._interrupts import deferred
-from ._modules import kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._modules import Structure, kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._random import RandomState
 from ._settings import DTYPE_NAMES
 from ._trace import CHANGED, Use
@@ -89,6 +89,7 @@ class Runtime:
             self._places.setdefault(id(use.module), []).append(number)
         self._trains = trains
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
+        self._structure = Structure(model)
         self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._local = threading.local()
         self._open: Optional[bool] = None  # trains; None: no pass is open
@@ -136,6 +137,12 @@ class Runtime:
         if self._open is not None:
             self.give_up("another forward began before its backward was over")
         self.before_pass()
+        other = self._structure.changed()
+        if other is not None:
+            raise RuntimeError(
+                f"{other} is not what it was in the first forward, when the engine took the model's parameters: change a model (tie, replace, "
+                "remove) before that, or make a new engine"
+            )
         self._weights.check_hidden(self._blocks)
         if trains:
             self._check_requires_grad()
