@@ -67,7 +67,9 @@ def memory_of(buffer: Any, what: str = "buffer", writable: bool = False) -> Memo
     """
     if is_tensor(buffer):
         check_tensor(buffer, what)
-        return Memory(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer)
+        # With its storage: the tensor may be given another one (set_(), .data = ...) while bytes are on their way.
+        storage = buffer.untyped_storage() if hasattr(buffer, "untyped_storage") else buffer.storage()
+        return Memory(buffer.data_ptr(), buffer.numel() * buffer.element_size(), (buffer, storage))
     interface = getattr(buffer, "__array_interface__", None)
     if not isinstance(interface, dict):
         raise TypeError(f"{what} must be a torch tensor or a numpy array, not {type(buffer).__name__}")

@@ -341,3 +341,30 @@ def test_groups_of_the_engines_optimizer_are_settled(tmp_path):
     one_cycle = torch.optim.lr_scheduler.OneCycleLR
     with make(model, tmp_path / "other", lr_scheduler=lambda optimizer: one_cycle(optimizer, max_lr=1e-2, total_steps=9)) as engine:
         step(engine, data[0])
+
+
+def test_a_model_that_was_cast_goes_on_with_the_engines_values(tmp_path):
+    data = batches(4)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    model, losses = net(), []
+    with make(model, tmp_path) as engine:
+        for batch, cast in zip(data, (model.half, model.double, model.bfloat16, None)):
+            losses.append(step(engine, batch))
+            if cast is not None:
+                cast()
+                with pytest.raises(RuntimeError, match="was given a value, or another type"):
+                    engine(**batch)
+    assert losses == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_inference_mode_leaves_a_model_that_trains(tmp_path, first):
+    data = batches(3)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data])[0]
+    with make(net(), tmp_path) as engine:
+        losses = [] if first else [step(engine, data[0])]
+        with torch.inference_mode():
+            engine.eval()(**data[2])
+        engine.train()
+        losses += [step(engine, batch) for batch in data[len(losses) :]]
+    assert losses == pytest.approx(expected, abs=1e-5)

@@ -183,6 +183,11 @@ class Accumulation:
         for forward in self._forwards:
             forward.closed = _FED_BACK
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward of the next step has come."""
+        return bool(self._forwards)
+
     def forwards(self) -> List[Forward]:
         """Those that a backward has come to."""
         return [each for each in self._forwards if each.has_gradients]

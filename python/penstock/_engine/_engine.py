@@ -127,6 +127,7 @@ class Engine:
         self._begun_rates: List[Any] = []
         self._rng = ""
         self._told_of_buffers = False
+        self._kept_buffers: Optional[Dict[str, torch.Tensor]] = None  # as the last step left them
         self._written: Set[str] = set()  # checkpoints of this engine
         self._gathered = False
         self._closed = False
@@ -542,7 +543,10 @@ class Engine:
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
             kept["scheduler"] = {name: value for name, value in state.items() if _is_kept(value)}
-        kept["buffers"] = self._changed_buffers()
+        # A step is what is gone on from: what forwards of the next one have changed by now comes with them again.
+        if self._accumulation is None or not self._accumulation.under_way or self._kept_buffers is None:
+            self._kept_buffers = {name: buffer.detach().clone() for name, buffer in self._changed_buffers().items()}
+        kept["buffers"] = self._kept_buffers
         text = json.dumps(encode(kept), allow_nan=False)
         if len(text) > _MOST_KEPT:
             raise ValueError(

@@ -22,10 +22,11 @@ class Weights:
         self._dtype = dtype
         self._width = torch.empty((), dtype=dtype).element_size()
         self._places = places
-        self._nan = torch.full((1,), float("nan"), dtype=dtype)
-        self._hidden = [
-            [self._nan.expand(parameter.shape) if parameter.dim() else self._nan[0] for parameter in block] for block in self._parameters
-        ]
+        with torch.inference_mode(False):  # what is made in it could not be trained on later
+            self._nan = torch.full((1,), float("nan"), dtype=dtype)
+            self._hidden = [
+                [self._nan.expand(parameter.shape) if parameter.dim() else self._nan[0] for parameter in block] for block in self._parameters
+            ]
         self._bytes = [
             max((place + parameter.numel() for place, parameter in zip(places_of, parameters)), default=0) * self._width
             for places_of, parameters in zip(places, self._parameters)
@@ -39,7 +40,8 @@ class Weights:
         self._spans[block] = (address, address + self._bytes[block])
         views = self._views.get((block, address))
         if views is None:
-            views = self._views[block, address] = self._cut(block, address)
+            with torch.inference_mode(False):
+                views = self._views[block, address] = self._cut(block, address)
         for parameter, view in zip(self._parameters[block], views):
             parameter.data = view
         self._versions[block] = [parameter._version for parameter in self._parameters[block]]
@@ -64,8 +66,12 @@ class Weights:
         place = self._nan.data_ptr()
         for block in blocks:
             for name, parameter in block.parameters:
-                if parameter.data_ptr() != place and parameter.numel():
-                    raise RuntimeError(f"{name} was given a value outside of engine.gathered(write_back=True): the engine has another")
+                if parameter.device.type != "cpu" or (parameter.data_ptr() != place and parameter.numel()):
+                    self.hide_all()
+                    raise RuntimeError(
+                        f"{name} was given a value, or another type or device, outside of engine.gathered(write_back=True): the engine has "
+                        "another, which the next forward goes on with"
+                    )
 
     def hide(self, block: int) -> None:
         for parameter, hidden in zip(self._parameters[block], self._hidden[block]):
