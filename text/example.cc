@@ -15,7 +15,7 @@ namespace {
 
 using nlohmann::json;
 
-absl::Status Bad(std::string text) { return absl::InvalidArgumentError(std::move(text)); }
+absl::Status Bad(const std::string& text) { return absl::InvalidArgumentError(text); }
 
 // Where the text of each id ends, in bytes of what they were made of. Empty where that cannot be known: a
 // tokenizer that changes a text before it cuts it.

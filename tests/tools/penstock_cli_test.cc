@@ -63,7 +63,13 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
   const Ran warm = Run(Train(dir_ + "/warm", {"--steps", "2"}));
   ASSERT_EQ(warm.code, 0) << warm.err;
   if (warm.written_bytes == 0) GTEST_SKIP() << "the kernel counts no bytes of this file system";
-  for (const char* states : {"fp32", "8bit"}) {
+  // Where every step is clipped, gradients may go to the drive and come back (4 bytes), as much of them as
+  // the planner takes time to be worth on this machine.
+  struct Case {
+    const char *states, *clip;
+    double most;
+  };
+  for (const auto& [states, clip, most] : {Case{"fp32", "0", 26}, {"8bit", "0", 14.1}, {"fp32", "1", 30}}) {
     const Arguments model = {"train", "--model", "gpt-small", "--data", text_, "--batch", "1", "--seq", "64"};
     const Arguments places = {"--state-dir", dir_ + "/state", "--report", dir_ + "/report"};
     const Arguments rest = {"--host-memory", "96M", "--overwrite", "--quiet", "--steps", "8"};
@@ -72,7 +78,7 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
     double read = 0, written = 0;
     // A machine with little room for files may have read some of the program again.
     for (int attempt = 0; attempt < 3; ++attempt) {
-      ran = Run(model + places + rest + Arguments{"--optimizer-states", states});
+      ran = Run(model + places + rest + Arguments{"--optimizer-states", states, "--clip", clip});
       ASSERT_EQ(ran.code, 0) << ran.err;
       report = json::parse(ReadFile(dir_ + "/report"));
       read = report["totals"]["nvme_read_bytes"].get<double>();
@@ -90,7 +96,7 @@ TEST_F(CliTest, BytesAreThoseThatTheKernelCountedAndWithinTheirBound) {
     const double per_parameter = report["nvme_bytes_per_param_per_step"];
     EXPECT_NEAR(per_parameter, static_cast<double>(in_steps) / 7 / report["params"].get<double>(), 0.01);
     EXPECT_GT(per_parameter, 1);
-    EXPECT_LE(per_parameter, states == std::string("fp32") ? 26.0 : 14.1);
+    EXPECT_LE(per_parameter, most);
     EXPECT_LE(report["peak_managed_bytes"].get<int64_t>(), int64_t{96} << 20);
   }
 }

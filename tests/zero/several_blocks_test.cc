@@ -126,6 +126,35 @@ TEST_F(SeveralBlocksTest, LossesAreTheSameInMemoryAndOnADriveInTheLeastMemory) {
   EXPECT_EQ(ours, expected);
 }
 
+TEST_F(SeveralBlocksTest, ADeviceWithMemoryOfItsOwnGivesTheSameBits) {
+  WideShape shape;
+  shape.layers = 4;
+  shape.statistics = true;
+  const Model model = MakeAdapted(shape);
+  EngineOptions options = WideOptions(shape);
+  absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model, options);
+  ASSERT_TRUE(engine.ok()) << engine.status();
+  const WideLosses expected = TrainWide(**engine, shape, 3);
+  engine->reset();
+  for (const bool least : {false, true}) {
+    options.device = testing_support::MakeTestDevice();
+    if (least) {
+      options.memory.device_memory_budget_bytes = 1;
+      const std::string refused(CreateEngine(model, options).status().message());
+      const std::string words = "least that works is ";
+      ASSERT_NE(refused.find(words), std::string::npos) << refused;
+      options.memory.device_memory_budget_bytes =
+          std::stoll(refused.substr(refused.find(words) + words.size()));
+      options.device = testing_support::MakeTestDevice();
+    }
+    engine = CreateEngine(model, options);
+    ASSERT_TRUE(engine.ok()) << engine.status();
+    EXPECT_EQ((*engine)->plan().plan.input_slots.empty(), !least);
+    EXPECT_EQ(TrainWide(**engine, shape, 3), expected);
+    engine->reset();
+  }
+}
+
 TEST_F(SeveralBlocksTest, WeightsOf16BitsGiveTheSameBitsEverywhere) {
   const WideShape shape;
   const Model model = MakeAdapted(shape);

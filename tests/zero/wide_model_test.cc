@@ -159,6 +159,43 @@ TEST_F(WideModelTest, WhatNeedsNoGradientGetsNone) {
   EXPECT_EQ(refused, 0);
 }
 
+TEST_F(WideModelTest, WhatDiffersFromWhereItWasMeasuredIsSaid) {
+  const WideShape shape;
+  const auto refusal = [&](const std::function<void(Model&, bool*)>& change) {
+    Model model = MakeWideModel(shape);
+    bool measured = false;
+    change(model, &measured);
+    absl::StatusOr<std::unique_ptr<Engine>> engine = CreateEngine(model, WideOptions(shape));
+    EXPECT_TRUE(engine.ok()) << engine.status();
+    if (!engine.ok()) return std::string();
+    measured = true;
+    return std::string((*engine)->Step(WideBatches(shape, 1)).status().message());
+  };
+  // A gradient would be lost.
+  EXPECT_THAT(refusal([](Model& model, bool* measured) {
+                model.stages[0].compute = [measured, compute = model.stages[0].compute](
+                                              StageCall& call, const Values& inputs) {
+                  Values outputs = compute(call, inputs);
+                  if (!*measured) outputs[1] = outputs[1].detach();
+                  return outputs;
+                };
+              }),
+              HasSubstr("value 1 of what it returns needs a gradient now"));
+  // A buffer would be changed twice.
+  EXPECT_THAT(refusal([](Model& model, bool* measured) {
+                model.blocks[1].build = model.blocks[2].build = model.blocks[3].build = [] {
+                  auto module = std::make_shared<testing_support::WideLayerImpl>(WideShape());
+                  module->register_buffer("seen", torch::zeros({1}));
+                  return module;
+                };
+                model.stages[1].compute = [measured](StageCall& call, const Values& inputs) {
+                  if (*measured) call.any_module().named_buffers()["seen"].add_(1);
+                  return testing_support::WideLayer(call, inputs, false);
+                };
+              }),
+              HasSubstr("changes a buffer of its block that it left alone where it was measured"));
+}
+
 TEST_F(WideModelTest, WhatIsWrongWithAListIsSaid) {
   const WideShape shape;
   const auto refusal = [&](const std::function<void(Model&)>& change) {

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -19,8 +18,8 @@ class Ledger {
     int64_t count = 1;  // how many pieces of equal or similar size
   };
 
-  void Add(std::string what, int64_t bytes, int64_t count = 1) {
-    if (bytes != 0) lines_.push_back({std::move(what), bytes, count});
+  void Add(const std::string& what, int64_t bytes, int64_t count = 1) {
+    if (bytes != 0) lines_.push_back({what, bytes, count});
   }
   int64_t total() const {
     int64_t sum = 0;

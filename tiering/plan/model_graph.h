@@ -35,7 +35,7 @@ inline int64_t ShardElements(int64_t flat_elements, int world) {
 
 // The partial sums of a gradient's squares: a double for each block of kPartAlignment elements. Added up
 // exactly on the host, in any order, they are the sum that a pass over the gradient there would give.
-inline constexpr int64_t PartialSumBytes(int64_t elements) {
+constexpr int64_t PartialSumBytes(int64_t elements) {
   return (elements + kPartAlignment - 1) / kPartAlignment * 8;
 }
 

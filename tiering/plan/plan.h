@@ -214,7 +214,7 @@ struct Plan {
 // summed.
 inline constexpr int64_t kNetworkPiece = 1 << 16;
 // What the pieces of all ranks take, and the fp32 sums of one.
-inline constexpr int64_t NetworkBytes(int world) {
+constexpr int64_t NetworkBytes(int world) {
   return world == 1 ? 0 : (2 * int64_t{world} + 1) * kNetworkPiece * 4;
 }
 

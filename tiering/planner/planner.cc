@@ -228,6 +228,7 @@ class Planner {
     // For the levels that do best with the first way to spend: the other ways, and one block of weights in
     // memory at a time, which leaves more for what stays.
     std::vector<const Candidate*> fastest;
+    fastest.reserve(candidates.size());
     for (const Candidate& candidate : candidates) fastest.push_back(&candidate);
     std::stable_sort(fastest.begin(), fastest.end(), [](const Candidate* x, const Candidate* y) {
       return x->step.seconds < y->step.seconds;

@@ -22,7 +22,7 @@ CLI::App& Deepest(CLI::App& app) {
 
 // The line for a word that nothing has taken.
 std::string UnknownWord(const CLI::App& app, const std::string& word) {
-  const std::string name = app.get_name();
+  const std::string& name = app.get_name();
   if (word.size() > 1 && word[0] == '-') {
     const std::string flag = word.substr(0, word.find('='));
     std::vector<std::string> flags;
@@ -62,7 +62,9 @@ int OrBug(const std::function<int()>& run, std::string_view program, std::string
   }
   err << std::string(program) << ": this is a bug: " << OneLine(what.substr(0, what.find('\n')))
       << "; please report this line, the arguments (" << OneLine(arguments)
-      << ") and what `penstock env` says; committed steps are safe" << std::endl;
+      << ") and what `penstock env` says; committed steps are safe"
+      << "\n"
+      << std::flush;
   return kExitFailed;
 }
 
@@ -73,7 +75,7 @@ absl::Status StreamError(std::string_view what) {
 }
 
 int Fail(std::string_view program, const absl::Status& status, std::ostream& err) {
-  err << std::string(program) << ": " << OneLine(std::string(status.message())) << std::endl;
+  err << std::string(program) << ": " << OneLine(std::string(status.message())) << "\n" << std::flush;
   return absl::IsInvalidArgument(status) || absl::IsFailedPrecondition(status) ||
                  absl::IsAlreadyExists(status)
              ? kExitWrong
@@ -100,7 +102,7 @@ std::optional<int> ParseFlags(CLI::App& app, int argc, const char* const* argv, 
     std::string message = error.what();
     // An unknown word also makes CLI11 miss what it might have been: the word is the better news.
     if (!left.empty()) message = UnknownWord(verb, left.front());
-    err << verb.get_name() << ": " << OneLine(message) << std::endl;
+    err << verb.get_name() << ": " << OneLine(message) << "\n" << std::flush;
     return kExitWrong;
   }
   out.flush();

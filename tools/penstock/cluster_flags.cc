@@ -174,7 +174,7 @@ absl::Status PlanCluster(const std::string& path, bool json, std::ostream& out) 
     return absl::InvalidArgumentError(absl::StrCat("--cluster ", path, ": ", std::string(status.message())));
   }
   if (json) {
-    out << Json(machine, model).dump(2) << std::endl;
+    out << Json(machine, model).dump(2) << "\n" << std::flush;
   } else {
     out << Text(machine, model) << std::flush;
   }

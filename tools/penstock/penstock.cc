@@ -101,7 +101,7 @@ int Main(int argc, char** argv) {
     return kExitOk;
   }
   if (word == "--version") {
-    std::cout << "penstock " << kVersion << std::endl;
+    std::cout << "penstock " << kVersion << "\n" << std::flush;
     return kExitOk;
   }
   std::vector<std::string_view> names;
@@ -110,7 +110,9 @@ int Main(int argc, char** argv) {
     names.emplace_back(verb.name);
   }
   std::cerr << "penstock: unknown verb \"" << OneLine(word) << "\"" << zero::DidYouMean(word, names)
-            << "; see penstock --help" << std::endl;
+            << "; see penstock --help"
+            << "\n"
+            << std::flush;
   return kExitWrong;
 }
 

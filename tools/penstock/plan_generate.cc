@@ -124,7 +124,7 @@ absl::Status Plan(const Flags& flags, std::ostream& out, std::ostream& err) {
       if (!what.plan.ok()) entry["error"] = std::string(what.plan.status().message());
       if (what.plan.ok()) entry.update(GenerationPlanJson(*what.plan, options.wish));
     }
-    out << json.dump(2) << std::endl;
+    out << json.dump(2) << "\n" << std::flush;
     return absl::OkStatus();
   }
   out << absl::StrFormat("%s: %.2f billion parameters in %d bit; texts of %d tokens after %d of prompt\n",

@@ -32,7 +32,7 @@ absl::Status OpenDirectory(const std::string& directory, std::string_view progra
   std::vector<std::string> notes;
   absl::StatusOr<std::shared_ptr<const models::LanguageModel>> model = models::OpenModel(directory, &notes);
   if (!model.ok()) return model.status();
-  for (const std::string& note : notes) err << program << ": " << note << std::endl;
+  for (const std::string& note : notes) err << program << ": " << note << "\n" << std::flush;
   text->directory = directory;
   text->model = *std::move(model);
   text->window = text->model->context();
@@ -110,7 +110,9 @@ absl::Status OpenTokenizer(const std::optional<std::string>& tokenizer, const st
   }
   if (!optional || tokenizer.has_value()) return opened.status();
   err << program << ": " << opened.status().message()
-      << ": tokens are shown as numbers (--tokenizer says where it is)" << std::endl;
+      << ": tokens are shown as numbers (--tokenizer says where it is)"
+      << "\n"
+      << std::flush;
   return absl::OkStatus();
 }
 

@@ -49,6 +49,11 @@ struct TrainSettings {
   std::vector<std::string> changes;    // of it, by its user, from the next step on: lines for people
   bool resumes = false;                // a run or a checkpoint is there and goes on
   bool goes_back = false;              // to a checkpoint or the beginning: logged steps come again
+
+  bool on_nvme() const { return engine.storage.offload == zero::OffloadDevice::kNvme; }
+  // Of all ranks.
+  int64_t SamplesPerStep() const { return batch * accumulate * engine.world(); }
+  int64_t TokensPerStep() const { return SamplesPerStep() * seq; }
 };
 
 // kInvalidArgument for wrong flags, kFailedPrecondition for a state directory or directory of checkpoints

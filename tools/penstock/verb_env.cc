@@ -65,7 +65,7 @@ int RunEnv(int argc, const char* const* argv, std::ostream& out, std::ostream& e
   const absl::StatusOr<std::vector<EnvItem>> items = ProbeEnvironment(directory);
   if (!items.ok()) return Fail(kName, items.status(), err);
   if (json) {
-    out << Json(*items).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
+    out << Json(*items).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) << "\n" << std::flush;
   } else {
     out << Text(*items) << std::flush;
   }

@@ -144,7 +144,7 @@ absl::Status Run(const Flags& flags, const ModelSizer& sizer, std::ostream& out)
   drives.write_bytes_per_s = write;
 
   if (flags.json) {
-    out << tiering::EstimateJson(input, drives).dump(2) << std::endl;
+    out << tiering::EstimateJson(input, drives).dump(2) << "\n" << std::flush;
     return absl::OkStatus();
   }
   const auto wants = [&flags](const char* stage) { return flags.stage == "all" || flags.stage == stage; };

@@ -207,7 +207,7 @@ absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
   const uint64_t memory = std::min(most / kHugePage * kHugePage, std::max(least, needs.comfortable_bytes));
   ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
                    StateReader::Open(state, memory, [&](const std::string& line) {
-                     if (!flags.quiet) err << line << std::endl;
+                     if (!flags.quiet) err << line << "\n" << std::flush;
                    }));
   engine = &reader->engine();
   if (what.adapters_alone) {

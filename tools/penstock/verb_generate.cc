@@ -111,7 +111,7 @@ class Generation {
     options.ends = model_.ends;
     options.cache_directory = CacheDirectory(flags_);
     options.log = [this](const std::string& line) {
-      if (flags_.verbose) err_ << line << std::endl;
+      if (flags_.verbose) err_ << line << "\n" << std::flush;
     };
     if (flags_.out.has_value()) {
       ASSIGN_OR_RETURN(output_, GenerateOutput::Open(*flags_.out, flags_.overwrite));
@@ -131,7 +131,7 @@ class Generation {
 
  private:
   void Say(const std::string& line) {
-    if (!flags_.quiet) err_ << line << std::endl;
+    if (!flags_.quiet) err_ << line << "\n" << std::flush;
   }
 
   absl::Status CheckWeights() const {
@@ -281,14 +281,15 @@ class Generation {
     if (output_ != nullptr) {
       RETURN_IF_ERROR(output_->Append(line));
     } else if (flags_.prompts.has_value() || flags_.json) {
-      out_ << line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << std::endl;
+      out_ << line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << "\n"
+           << std::flush;
     } else if (flags_.stream) {
-      out_ << active.text->TakeCertain() << std::endl;
+      out_ << active.text->TakeCertain() << "\n" << std::flush;
     } else {
       texts_[id] = active.text->text();
       // In the order of the prompts.
       for (auto next = texts_.find(shown_); next != texts_.end(); next = texts_.find(++shown_))
-        out_ << next->second << std::endl;
+        out_ << next->second << "\n" << std::flush;
     }
     active_.erase(at);
     if (!out_) return StreamError("stdout: write");
@@ -337,7 +338,7 @@ class Generation {
     report["peak_rss_bytes"] = int64_t{1024} * usage.ru_maxrss;
     if (generator_ != nullptr) AddRun(&report);
     std::ofstream file(*flags_.report, std::ios::binary | std::ios::trunc);
-    file << report.dump(2) << std::endl;
+    file << report.dump(2) << "\n" << std::flush;
     if (!file) return StreamError(absl::StrCat("--report ", *flags_.report, ": write"));
     return absl::OkStatus();
   }

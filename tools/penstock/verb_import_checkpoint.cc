@@ -183,7 +183,7 @@ absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
   zero::EngineOptions& options = settings.engine;
   RETURN_IF_ERROR(CheckAgainst(progress, settings, &settings.notes));
   if (!flags.train.quiet) {
-    for (const std::string& line : settings.notes) err << line << std::endl;
+    for (const std::string& line : settings.notes) err << line << "\n" << std::flush;
   }
 
   zero::NewState state;

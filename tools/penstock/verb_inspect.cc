@@ -211,7 +211,7 @@ absl::Status Inspect(const std::vector<std::string>& flags, bool json, std::ostr
     parts.push_back({std::move(inspection), std::move(geometry)});
   }
   if (json) {
-    out << ToJson(parts).dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
+    out << ToJson(parts).dump(2, ' ', false, Json::error_handler_t::replace) << "\n" << std::flush;
   } else {
     out << Text(parts) << std::flush;
   }

@@ -181,7 +181,7 @@ absl::Status Pack(Flags flags, std::ostream& out, std::ostream& err) {
   std::vector<std::string> notes;
   ASSIGN_OR_RETURN(const std::shared_ptr<const models::LanguageModel> model,
                    models::OpenModel(flags.from, &notes));
-  for (const std::string& note : notes) err << kName << ": " << note << std::endl;
+  for (const std::string& note : notes) err << kName << ": " << note << "\n" << std::flush;
   const models::ModelLayout layout = model->Layout();
   ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
                    models::WeightImport::Open(flags.from, layout, "weights"));

@@ -77,7 +77,7 @@ absl::StatusOr<TraceView> SimulatedStep(const zero::EnginePlan& plan, const tier
 absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(TrainSettings settings, ResolveTrainOptions(flags.train, /*needs_data=*/false));
   for (const auto* lines : {&settings.notes, &settings.decisions}) {
-    for (const std::string& line : *lines) err << line << std::endl;
+    for (const std::string& line : *lines) err << line << "\n" << std::flush;
   }
   zero::EngineOptions& options = settings.engine;
   zero::SetIntraOpThreads(options.intra_op_threads);
@@ -103,7 +103,7 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   const absl::StatusOr<std::string> process = ProcessMemoryText(plan, options, zero::FindHostMemory());
   const std::string of_process = process.ok() ? *process : std::string(process.status().message());
   if (flags.train.json) {
-    out << PlanJson(facts, what_ifs).dump(2) << std::endl;
+    out << PlanJson(facts, what_ifs).dump(2) << "\n" << std::flush;
   } else {
     out << PlanText(facts) << of_process << "\n" << PlanDetails(facts, what_ifs) << std::flush;
   }

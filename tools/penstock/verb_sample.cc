@@ -132,7 +132,7 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   options.memory.host_memory_budget_bytes = budget;
   options.intra_op_threads = static_cast<int>(flags.threads.value_or(source.threads));
   options.hooks.log = [&](const std::string& line) {
-    if (flags.verbose) err << line << std::endl;
+    if (flags.verbose) err << line << "\n" << std::flush;
   };
   zero::SetIntraOpThreads(options.intra_op_threads);
   const zero::Model model = source.model->Make(models::Head::kLastLogits);
@@ -157,7 +157,7 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
       out << text.Push(token) << std::flush;
       if (std::find(source.ends.begin(), source.ends.end(), token) != source.ends.end()) break;
     }
-    out << text.Finish() << std::endl;
+    out << text.Finish() << "\n" << std::flush;
     if (!out) return StreamError("stdout: write");
   }
   return absl::OkStatus();

@@ -48,7 +48,7 @@ absl::Status Verify(const Flags& flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(FoundState state, FindState(flags.dirs));
   ASSIGN_OR_RETURN(std::unique_ptr<StateReader> reader,
                    StateReader::Open(state, kMemoryBytes, [&](const std::string& line) {
-                     if (!flags.quiet) err << line << std::endl;
+                     if (!flags.quiet) err << line << "\n" << std::flush;
                    }));
   const uint64_t step = reader->parts().front()->committed_step();
   const size_t ranks = state.parts.size();
@@ -70,7 +70,7 @@ absl::Status Verify(const Flags& flags, std::ostream& out, std::ostream& err) {
     }
   }
   if (flags.json) {
-    out << Json(step, ranks, report).dump(2) << std::endl;
+    out << Json(step, ranks, report).dump(2) << "\n" << std::flush;
   } else {
     for (const swap::DamagedRange& range : report.damaged) out << "damaged: " << range.Text() << "\n";
     for (const std::string& note : report.notes) out << "damaged: " << note << "\n";

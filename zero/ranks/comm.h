@@ -73,7 +73,7 @@ class Comm {
   // Of everything that was entered.
   virtual uint64_t calls() const { return 0; }
   // Asked now and then, on another thread, whether this rank is to stop; empty: it is not.
-  virtual void WatchStops(std::function<bool()> /*stops*/) {}
+  virtual void WatchStops(std::function<bool()> /*stops*/) {}  // NOLINT(performance-unnecessary-value-param)
 
   // Starts to send `bytes` from send[k] to every other rank k, and to receive as many from it to receive[k];
   // what stands at [rank()] is not looked at.

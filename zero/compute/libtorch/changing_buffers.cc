@@ -66,6 +66,16 @@ void ChangingBuffers::LendThese(int block, const Values& values) const {
 
 Values ChangingBuffers::Copies(int block) const { return ClonesOf(blocks_[static_cast<size_t>(block)].now); }
 
+int64_t ChangingBuffers::ChangesOfOthers(int block) const {
+  const Block& of = blocks_[static_cast<size_t>(block)];
+  int64_t changes = 0;
+  for (size_t i = 0; i < of.module->buffers().size(); ++i) {
+    if (std::find(of.which.begin(), of.which.end(), i) == of.which.end())
+      changes += static_cast<int64_t>(of.module->buffers()[i]._version());
+  }
+  return changes;
+}
+
 Values ChangingBuffers::ClonesOf(const Values& values) const {
   Values clones;
   for (const torch::Tensor& value : values) clones.push_back(value.clone());

@@ -8,6 +8,7 @@
 #ifndef PENSTOCK_ZERO_COMPUTE_LIBTORCH_CHANGING_BUFFERS_H_
 #define PENSTOCK_ZERO_COMPUTE_LIBTORCH_CHANGING_BUFFERS_H_
 
+#include <cstdint>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -37,6 +38,8 @@ class ChangingBuffers {
   void Lend(int block) { LendThese(block, blocks_[static_cast<size_t>(block)].now); }
   void LendThese(int block, const Values& values) const;
   Values Copies(int block) const;
+  // How often those that do not change have been changed all the same.
+  int64_t ChangesOfOthers(int block) const;
 
   // Of a pass that is given up: as before it.
   void Undo();

@@ -113,7 +113,7 @@ absl::Status LibTorchCompute::Begin(const PassInfo& pass, std::vector<Batch> bat
   if (setup_.device->has_own_memory()) held_.clear();
   batches_.resize(count);
   for (auto& saved : saved_) saved.assign(count, Saved());
-  flowing_.assign(count, Values());
+  flowing_.assign(count, Flowing());
   outputs_.assign(count, Values());
   losses_.assign(count, torch::Tensor());
   inner_losses_.assign(count, InnerLossesOf());
@@ -164,6 +164,20 @@ StageCall LibTorchCompute::CallOf(const StageUse& use) const {
   std::vector<torch::nn::Module*> modules;
   for (BlockModule* block : Computing(use)) modules.push_back(&block->module());
   return {std::move(modules), batches_[At(use.micro_batch)]};
+}
+
+Values LibTorchCompute::RunStage(const StageUse& use, StageCall& call, const Values& inputs) const {
+  const auto changes = [&] {
+    int64_t sum = 0;
+    for (const int block : lowered_.BlocksOf(At(use.stage))) sum += buffers_.ChangesOfOthers(block);
+    return sum;
+  };
+  const int64_t before = changes();
+  Values outputs = ComputeStage(stage(use), call, inputs);
+  TORCH_CHECK(changes() == before,
+              "it changes a buffer of its block that it left alone where it was measured: what training "
+              "changes must change in every step, else backward would change it once more");
+  return outputs;
 }
 
 // Once for all micro-batches: forward begins with the part before the stage, backward with the part after it.
@@ -249,7 +263,7 @@ absl::Status LibTorchCompute::Forward(const StageUse& use, std::span<const Weigh
     StageCall call = CallOf(use);
     const std::vector<BlockModule*> blocks = Computing(use);
     for (BlockModule* block : blocks) block->module().train(use.trains);
-    Values outputs = KeptValues(ComputeStage(stage(use), call, from.values), from.values, blocks);
+    Values outputs = KeptValues(RunStage(use, call, from.values), from.values, blocks);
     Detach(use);
     EndBorrowing(use);
     if (!use.trains) {
@@ -291,24 +305,35 @@ void LibTorchCompute::ComputeBackward(const StageUse& use) {
   }
   const Values inputs = LeavesOf(std::exchange(from.values, Values()), from.flows);
   StageCall call = CallOf(use);
-  const Values outputs = ComputeStage(stage(use), call, inputs);
+  const Values outputs = RunStage(use, call, inputs);
   NoteLosses(use, call);
-  Values from_above = std::exchange(flowing_[At(use.micro_batch)], Values());
+  Flowing from_above = std::exchange(flowing_[At(use.micro_batch)], Flowing());
   BackwardRoots roots;
   if (use.last) {
     const torch::Tensor& loss = LossOf(outputs);
     losses_[At(use.micro_batch)] = loss.detach();  // fetched when the pass is over: nobody waits for it
     roots.Add(loss, torch::full_like(loss, pass_.loss_gradient));
   } else {
-    TORCH_CHECK(outputs.size() == from_above.size(), "it returned ", from_above.size(),
-                " values in forward and ", outputs.size(), " in backward");
-    for (size_t i = 0; i < outputs.size(); ++i) roots.Add(outputs[i], std::move(from_above[i]));
+    AddFromAbove(outputs, std::move(from_above), &roots);
   }
   roots.Add(call.losses(), pass_.loss_gradient);
   roots.Run();
-  Values& flowing = flowing_[At(use.micro_batch)];
+  Flowing& down = flowing_[At(use.micro_batch)];
   for (size_t i = 0; i < inputs.size(); ++i)
-    flowing.push_back(from.flows[i] != 0 ? inputs[i].grad() : torch::Tensor());
+    down.gradients.push_back(from.flows[i] != 0 ? inputs[i].grad() : torch::Tensor());
+  down.wanted = std::move(from.flows);
+}
+
+void LibTorchCompute::AddFromAbove(const Values& outputs, Flowing from_above, BackwardRoots* roots) {
+  const size_t count = from_above.gradients.size();
+  TORCH_CHECK(outputs.size() == count, "it returned ", count, " values in forward and ", outputs.size(),
+              " in backward");
+  for (size_t i = 0; i < count; ++i) {
+    TORCH_CHECK(from_above.wanted[i] != 0 || !outputs[i].requires_grad(), "value ", i,
+                " of what it returns needs a gradient now, and needed none where it was measured: what leads "
+                "to parameters must do so in every step");
+    roots->Add(outputs[i], std::move(from_above.gradients[i]));
+  }
 }
 
 TensorView LibTorchCompute::DeviceView(const torch::Tensor& tensor) const {

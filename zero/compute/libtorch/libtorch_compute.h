@@ -74,6 +74,12 @@ class LibTorchCompute final : public Compute {
   };
   // Of one micro-batch, by position: a training step adds to it from the last to the first.
   using InnerLossesOf = std::map<tiering::Position, NamedLosses>;
+  // What backward hands down: gradients of the inputs of the stage above, undefined where there are none, and
+  // which were wanted.
+  struct Flowing {
+    Values gradients;
+    Flows wanted;
+  };
   // A further block of the stage that computes now, or did last.
   struct Borrowed {
     int of = -1;  // the stage, where its weights are here
@@ -91,6 +97,8 @@ class LibTorchCompute final : public Compute {
   void Attach(const StageUse& use, const Weights& weights);
   void Detach(const StageUse& use);
   StageCall CallOf(const StageUse& use) const;
+  // Throws where the stage changes a buffer that is not known to change.
+  Values RunStage(const StageUse& use, StageCall& call, const Values& inputs) const;
   // Of the parts before and after a stage with several blocks.
   void BorrowBlock(const StageUse& use, const Weights& weights);
   void TakeBorrowedGradients(const StageUse& use);
@@ -103,6 +111,7 @@ class LibTorchCompute final : public Compute {
   Flows FlowsAfter(const StageUse& use, const Flows& inputs, const Values& outputs) const;
   void NoteLosses(const StageUse& use, const StageCall& call);
   void ComputeBackward(const StageUse& use);
+  static void AddFromAbove(const Values& outputs, Flowing from_above, BackwardRoots* roots);
   TensorView DeviceView(const torch::Tensor& tensor) const;
 
   const LoweredModel lowered_;
@@ -115,7 +124,7 @@ class LibTorchCompute final : public Compute {
   std::vector<Batch> held_;  // whose memory batches_ may be views of
   std::vector<TensorBatch> batches_;
   tiering::PerPosition<std::vector<Saved>> saved_;  // [micro_batch]
-  std::vector<Values> flowing_;  // [micro_batch] gradients of the inputs of the stage above; undefined: none
+  std::vector<Flowing> flowing_;                    // [micro_batch]
   std::vector<Values> outputs_;
   std::vector<torch::Tensor> losses_;
   std::vector<InnerLossesOf> inner_losses_;

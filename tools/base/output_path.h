@@ -1,0 +1,19 @@
+// Where a flag says that something is to be written.
+#ifndef PENSTOCK_TOOLS_BASE_OUTPUT_PATH_H_
+#define PENSTOCK_TOOLS_BASE_OUTPUT_PATH_H_
+
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+
+namespace penstock::tools {
+
+// That a file can be written at `path` at the end, without touching it now. `replaced`: as WriteWholeFile
+// does it, which needs the directory as well. kInvalidArgument names the flag, the path and what is in the
+// way.
+absl::Status CheckWritable(const char* flag, const std::optional<std::string>& path, bool replaced = false);
+
+}  // namespace penstock::tools
+
+#endif  // PENSTOCK_TOOLS_BASE_OUTPUT_PATH_H_
