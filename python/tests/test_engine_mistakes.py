@@ -1,5 +1,6 @@
 """What scripts do by mistake is refused in a line that says what to do, before it costs anything."""
 
+import os
 import signal
 import warnings
 
@@ -352,7 +353,7 @@ def test_a_model_that_was_cast_goes_on_with_the_engines_values(tmp_path):
             losses.append(step(engine, batch))
             if cast is not None:
                 cast()
-                with pytest.raises(RuntimeError, match="was given a value, or another type"):
+                with pytest.raises(RuntimeError, match="or another type or device"):
                     engine(**batch)
     assert losses == pytest.approx(expected, abs=1e-5)
 
@@ -368,3 +369,82 @@ def test_inference_mode_leaves_a_model_that_trains(tmp_path, first):
         engine.train()
         losses += [step(engine, batch) for batch in data[len(losses) :]]
     assert losses == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_tag_is_a_name_of_its_own(tmp_path):
+    data, where = batches(2), tmp_path / "checkpoints"
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, data[0])
+        where.mkdir()
+        (where / "taken").mkdir()
+        for tag in ("", ".", "..", "../up", "a/b", "latest", "step-00000002", ".hidden", 5):
+            with pytest.raises(ValueError, match="tag is"):
+                engine.save_checkpoint(where, tag=tag)
+        with pytest.raises(FileExistsError, match="this name"):
+            engine.save_checkpoint(where, tag="taken")
+        assert sorted(each.name for each in where.iterdir()) == ["taken"]
+        for _ in range(2):
+            engine.save_checkpoint(where, tag="best")
+        step(engine, data[1])
+        engine.save_checkpoint(where, tag="step-00000002")
+    assert {each.name for each in where.iterdir()} == {"taken", "best", "latest", "step-00000001", "step-00000002"}
+    for tag, number in (("best", 1), (None, 2)):
+        engine = make(net(), tmp_path / f"other{number}")
+        assert engine.load_checkpoint(where, tag)[0] == str(where / f"step-0000000{number}")
+        engine.close()
+    (where / "latest").write_text("")
+    with make(net(), tmp_path / "other") as engine:
+        with pytest.raises(ValueError, match="latest is empty"):
+            engine.load_checkpoint(where)
+        with pytest.warns(UserWarning, match="holds no checkpoint"):
+            assert engine.load_checkpoint(tmp_path) == (None, {})
+
+
+def test_an_engine_that_nobody_closed_is_named_and_loses_no_step(tmp_path, in_child):
+    text = """
+        import gc, sys
+        sys.path.insert(0, sys.argv[2])
+        from engine_models import batches, make, net, step
+
+        def train():
+            engine = make(net(), sys.argv[1])
+            for batch in batches(3):
+                step(engine, batch)
+
+        train()
+        gc.collect()
+        try:
+            step(make(net(), sys.argv[1], resume=True), batches(1)[0])
+        except RuntimeError as error:
+            print(error)
+    """
+    status, out, error = in_child(text, tmp_path, os.path.dirname(__file__))
+    assert status == 0 and "an engine of this process has" in out and "close() that one first" in out, error
+    with make(net(), tmp_path, resume=True) as engine:
+        engine(**batches(1)[0])
+        assert engine.global_steps == 3
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_client_state_is_kept_where_no_step_was_made_since(tmp_path, steps):
+    """Before the first step, and after a resume."""
+    data = batches(2)
+    if steps:
+        with make(net(), tmp_path / "run") as engine:
+            step(engine, data[0])
+            engine.client_state["old"] = True
+    with make(net(), tmp_path / "run", resume=steps > 0) as engine:
+        with torch.no_grad():
+            engine(**data[0])
+        engine.save_checkpoint(tmp_path / "checkpoints", client_state={"epoch": 7})
+        engine.client_state["more"] = (1, 2)
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+    with make(net(), tmp_path / "run", resume=True) as engine:
+        with torch.no_grad():
+            engine(**data[0])
+        assert engine.client_state == {"epoch": 7, "more": (1, 2)} and engine.get_lr() == [0.5]
+    with make(net(), tmp_path / "other") as engine:
+        assert engine.load_checkpoint(tmp_path / "checkpoints")[1] == {"epoch": 7}
+        with torch.no_grad():
+            engine(**data[0])
+        assert engine.client_state == {"epoch": 7} and engine.global_steps == steps

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
 import errno
 import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -47,6 +49,8 @@ _MOST_BUFFERS = 24 << 10  # bytes, in every commit
 _MOST_KEPT = 56 << 10  # with all else; the store takes 64 KiB (swap/format.h)
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+# Until they are closed: the last step of an engine that nobody refers to any more is committed when Python exits.
+_started: "Set[Engine]" = set()
 
 
 @atexit.register
@@ -296,9 +300,15 @@ class Engine:
             "restore_from": self._restore_from,
             "seed": self._seed,
         }
+        other = next((each for each in _started if not set(each._places()).isdisjoint(self._places())), None)
+        if other is not None:
+            raise RuntimeError(f"an engine of this process has {self._settings.state_dirs[0]}: close() that one first")
         with deferred():
             self._hand_over(described, stages, uses, options, marks, known)
         del held
+
+    def _places(self) -> List[str]:
+        return [os.path.realpath(directory) for directory in self._settings.state_dirs]
 
     # All of it or nothing: what goes wrong before the parameters are the engine's leaves them to the model, for another attempt.
     def _hand_over(
@@ -351,6 +361,7 @@ class Engine:
         self._watch = watch
         self._watch.again(self._watched)
         self._runtime.flops_of = self._watch.flops
+        _started.add(self)
 
     def _may_resume(self) -> bool:
         if self._resume == "auto":
@@ -523,8 +534,7 @@ class Engine:
     # What the commit of the last step says: torch's random state as the step left it, the rest as it is when the next pass
     # begins, since schedulers of others make their steps in between.
     def _describe(self) -> None:
-        if self.global_steps > 0:
-            self._core.describe(self.global_steps, self._kept())
+        self._core.describe(self.global_steps, self._kept())
 
     # ValueError, TypeError: it cannot be kept.
     def _kept(self) -> str:
@@ -734,14 +744,21 @@ class Engine:
         return self.module.state_dict(*args, **kwargs)
 
     def save_checkpoint(
-        self, save_dir: PathLike, tag: Optional[str] = None, client_state: Optional[Mapping[str, Any]] = None, **_: Any
+        self,
+        save_dir: PathLike,
+        tag: Optional[str] = None,
+        client_state: Optional[Mapping[str, Any]] = None,
+        *,
+        replaces_others: bool = False,
+        **_: Any,
     ) -> str:
         """A whole copy of the run in ``save_dir``, which stays as it is while training goes on. Returns its path.
 
         tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. A second one of the same
-        step takes the place of the first.
+        step takes the place of the first; replaces_others: also where another engine has written that.
         """
         self._ready()
+        link = None if tag is None else self._link_of(os.fspath(save_dir), tag)
         if client_state is not None:
             before, self.client_state = self.client_state, dict(client_state)
             try:
@@ -750,27 +767,39 @@ class Engine:
                 self.client_state = before
                 raise
         self._describe()
-        path = self._checkpoint(os.fspath(save_dir))
+        path = self._checkpoint(os.fspath(save_dir), replaces_others)
         name = os.path.basename(path)
-        if tag is not None and tag != name:
-            link = os.path.join(os.fspath(save_dir), tag)
-            if os.path.islink(link):
-                os.unlink(link)
-            os.symlink(name, link)
         temporary = os.path.join(os.fspath(save_dir), f".{_LATEST}.{os.getpid()}")
+        if link is not None and tag != name:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            os.symlink(name, temporary)
+            os.replace(temporary, link)
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(name)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, os.path.join(os.fspath(save_dir), _LATEST))
         return str(path)
 
+    # ValueError: a name that is none, or a checkpoint's own. Before the checkpoint is written, which takes its time.
+    def _link_of(self, save_dir: str, tag: Any) -> str:
+        own = isinstance(tag, str) and re.fullmatch(r"step-\d{8}", tag) is not None and tag != _STEP % self.global_steps
+        if not isinstance(tag, str) or not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == _LATEST or own:
+            raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no other checkpoint has or will have")
+        link = os.path.join(save_dir, tag)
+        if os.path.lexists(link) and not os.path.islink(link) and tag != _STEP % self.global_steps:
+            raise FileExistsError(errno.EEXIST, "something else than a checkpoint's tag has this name", link)
+        return link
+
     # One of this engine's that is there already stands until the new one does.
-    def _checkpoint(self, parent: str) -> str:
+    def _checkpoint(self, parent: str, replaces_others: bool) -> str:
         try:
             path = self._core.checkpoint(parent)
         except FileExistsError as error:
             name = _STEP % self.global_steps
             old, aside = os.path.join(parent, name), os.path.join(parent, _REPLACED % name)
-            if os.path.realpath(old) not in self._written:
+            if os.path.realpath(old) not in self._written and not replaces_others:
                 raise FileExistsError(
                     error.errno, "a checkpoint of this step is there that this engine has not written: remove it, or use another directory", old
                 ) from error
@@ -786,7 +815,7 @@ class Engine:
         return str(path)
 
     def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
-        """Goes on from a checkpoint: before the first forward, after which ``client_state`` is there. Returns its path.
+        """Goes on from a checkpoint: before the first forward, which reads it. Returns its path and its ``client_state``.
 
         The state directory must hold no run, or ``overwrite=True`` was given.
         """
@@ -798,7 +827,10 @@ class Engine:
                 with open(os.path.join(directory, _LATEST), encoding="utf-8") as file:
                     tag = file.read().strip()
             except FileNotFoundError:
+                warnings.warn(f"{directory} holds no checkpoint (no file `{_LATEST}`): the run begins anew", stacklevel=2)
                 return None, {}
+            if not tag:
+                raise ValueError(f"{os.path.join(directory, _LATEST)} is empty: name the checkpoint, with tag=")
         path = os.path.realpath(os.path.join(directory, tag))
         aside = os.path.join(os.path.dirname(path), _REPLACED % os.path.basename(path))
         if not os.path.isdir(path) and os.path.isdir(aside):
@@ -806,7 +838,8 @@ class Engine:
         if not os.path.isdir(path):
             raise FileNotFoundError(f"no checkpoint {path}")
         self._restore_from = path
-        return path, self.client_state
+        kept = decode(json.loads(_core.record_of([path], "step"))) or {}
+        return path, kept.get("client", {})
 
     # --- looking at it
 
@@ -859,6 +892,7 @@ class Engine:
             return
         self._closed = True
         _engines.discard(self)
+        _started.discard(self)
         self._give_step_back()
         setattr(self.module, _MARK, "" if self._runtime is None and not self._values_are_gone else "closed")
         if self._runtime is None:

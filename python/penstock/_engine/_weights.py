@@ -69,7 +69,7 @@ class Weights:
                 if parameter.device.type != "cpu" or (parameter.data_ptr() != place and parameter.numel()):
                     self.hide_all()
                     raise RuntimeError(
-                        f"{name} was given a value, or another type or device, outside of engine.gathered(write_back=True): the engine has "
+                        f"{name} was given a value outside of engine.gathered(write_back=True), or another type or device: the engine has "
                         "another, which the next forward goes on with"
                     )
 
