@@ -1,7 +1,10 @@
 """What scripts do by mistake is refused in a line that says what to do, before it costs anything."""
 
+import copy
 import os
+import random
 import signal
+import sys
 import warnings
 
 import pytest
@@ -448,3 +451,80 @@ def test_a_client_state_is_kept_where_no_step_was_made_since(tmp_path, steps):
         with torch.no_grad():
             engine(**data[0])
         assert engine.client_state == {"epoch": 7} and engine.global_steps == steps
+
+
+class Fickle(nn.Module):
+    """A layer that may be another when it is computed again for backward."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how, self.calls, self.on = nn.Linear(8, 8), how, 0, True
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.calls += 1
+        other = {
+            "python": lambda: random.random() < 0.5,
+            "numpy": lambda: sys.modules["numpy"].random.rand() < 0.5,
+            "mode": lambda: self.training,
+            "counts": lambda: self.calls % 2 == 0,
+            "switched": lambda: self.on,
+        }
+        return torch.tanh(2 * y if other[self.how]() else y)
+
+
+def fickle(how):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Fickle(how) for _ in range(3)), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize("how", ["python", "numpy", "mode"])
+def test_a_block_is_computed_again_as_it_was(tmp_path, how):
+    if how == "numpy":
+        pytest.importorskip("numpy")
+    engine, plain = make(fickle(how), tmp_path, gradient_clipping=0.0), fickle(how)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    x = torch.ones(4, 8)
+    for number in range(4):
+        losses = []
+        for model in (engine, plain):
+            random.seed(number)
+            if how == "numpy":
+                sys.modules["numpy"].random.seed(number)
+            model.train()
+            loss = model(x).square().mean()
+            model.eval()
+            if model is plain:
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            else:
+                engine.backward(loss)
+                engine.step()
+            losses.append((loss.item(), random.random()))
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    engine.close()
+
+
+@pytest.mark.parametrize("how", ["counts", "switched"])
+def test_a_block_that_is_another_when_it_is_computed_again_is_refused_by_name(tmp_path, how):
+    model = fickle(how)
+    with make(model, tmp_path) as engine:
+        loss = engine(torch.ones(4, 8)).square().mean()
+        for layer in model[:3]:
+            layer.on = False
+        with pytest.raises(RuntimeError, match="2 gave something else when it was computed again"):
+            engine.backward(loss)
+        assert engine.global_steps == 0
+
+
+def test_a_model_that_is_pickled_says_what_to_save(tmp_path):
+    model = net()
+    with make(model, tmp_path) as engine:
+        step(engine, batches(1)[0])
+        for part in (model, model.layers[0], model.layers[0].up.weight, list(model.parameters())):
+            with pytest.raises(TypeError, match="state_dict"):
+                torch.save(part, tmp_path / "model.pt")
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        assert copy.deepcopy(model).norm.weight.equal(torch.load(tmp_path / "model.pt")["norm.weight"])
+        torch.save(copy.deepcopy(model.norm), tmp_path / "norm.pt")

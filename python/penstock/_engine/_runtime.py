@@ -24,11 +24,11 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ._accumulation import Forward
+from ._accumulation import Forward, alike, sample_of, set_modes
 from ._blocks import Block
 from ._interrupts import deferred
 from ._modules import Structure, kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
-from ._random import RandomState
+from ._random import RandomState, drawn_again, others_now
 from ._settings import DTYPE_NAMES
 from ._trace import CHANGED, Use
 from ._tree import counted, map_tensors, tensors_of
@@ -45,6 +45,12 @@ _OUTSIDE = (
     "{} is used outside of the forward of its module, by the model or the loss: it has no values there. Give blocks=[...] with a module "
     "around all its uses; for decay there is weight_decay"
 )
+
+
+# Passes in which a block is computed again to its end, which is compared: the first ones, and one of so many. In the others torch stops
+# when it has what backward wants.
+_COMPARED = 3
+_COMPARED_AGAIN = 64
 
 
 class PassFailed(RuntimeError):
@@ -107,6 +113,8 @@ class Runtime:
         #: What the engine's share of a micro-batch in the loss is multiplied by.
         self.loss_factor = 1.0
         self._looked_at_kept = False
+        self._trained = 0  # passes
+        self._compares = False  # in this one: what blocks give when they are computed again with what they gave
         self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
         for block in blocks:
             for name, module in block.modules:
@@ -156,6 +164,9 @@ class Runtime:
             else:
                 self._core.begin_evaluation()
             self._open = trains
+            if trains:
+                self._trained += 1
+                self._compares = self._trained <= _COMPARED or self._trained % _COMPARED_AGAIN == 0
             self._drivers = [Driver(number, len(self._uses), trains) for number in range(micro_batches)]
             self._local.driver = self._drivers[0]
 
@@ -431,6 +442,8 @@ class Runtime:
         settings = AutogradSettings()
         # Noted when the use is entered: until then other micro-batches change them.
         buffers: List[_Buffers] = []
+        before: List[_Before] = []
+        compares = self._compares
         if driver.forward is not None and stage in driver.forward.buffers:
             buffers.append(driver.forward.buffers[stage])
 
@@ -445,6 +458,7 @@ class Runtime:
             if first[0]:
                 first[0] = False
                 with self._entered_forward(driver, stage):
+                    before.append(_Before(self._uses[stage].module))
                     if buffers:
                         with buffers[0].as_in_forward():
                             out = self._apart(stage, _computed(original, settings, a, kwargs))
@@ -452,14 +466,23 @@ class Runtime:
                         buffers.append(_Buffers(self._uses[stage].module, self._volatile.get(stage)))
                         out = self._apart(stage, _computed(original, settings, a, kwargs))
                         self._volatile[stage] = buffers[0].keep_changed()
+                if compares:
+                    before[0].gave(out)
                 check_inputs()
                 return out
             self._enter_backward(driver, stage)
             check_inputs()
-            with buffers[0].as_in_forward():
-                return self._apart(stage, _computed(original, settings, a, kwargs))
+            with buffers[0].as_in_forward(), before[0].again():
+                out = self._apart(stage, _computed(original, settings, a, kwargs))
+            if compares and not before[0].same(out):
+                raise PassFailed(
+                    f"{self._uses[stage].name} gave something else when it was computed again for backward: it keeps something between calls, "
+                    "something in it was switched between forward and backward, or it draws random numbers that are not torch's, Python's or numpy's"
+                )
+            return out
 
-        out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
+        with _to_its_end(compares):
+            out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
         _note_graph(driver, given, out)
         passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
         for tensor in tensors_of(out):
@@ -716,6 +739,11 @@ class Runtime:
             handle.remove()
 
 
+def _to_its_end(wanted: bool) -> Any:
+    early_stop = getattr(torch.utils.checkpoint, "set_checkpoint_early_stop", None)  # since torch 2.1, which stops early
+    return contextlib.nullcontext() if early_stop is None or not wanted else early_stop(False)
+
+
 def _note_graph(driver: Driver, given: Sequence[torch.Tensor], out: Any) -> None:
     passed = set(map(id, given))
     inputs = [tensor.grad_fn for tensor in given]
@@ -767,6 +795,37 @@ class _Buffers:
         finally:
             for (part, name), buffer in zip(self._places, now):
                 part._buffers[name] = buffer
+
+
+class _Before:
+    """How a block was when it was computed, for when it is computed again: its modes, and the random numbers that are not torch's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._modes = [each.training for each in self._modules]
+        self._random = others_now()
+        self._samples: List[Tuple[torch.Size, torch.Tensor]] = []
+
+    def gave(self, out: Any) -> None:
+        self._samples = [(tensor.shape, sample_of(tensor)) for tensor in tensors_of(out)]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        now = [each.training for each in self._modules]
+        if now != self._modes:
+            set_modes(self._modules, self._modes)
+        try:
+            with drawn_again(self._random):
+                yield
+        finally:
+            if now != self._modes:
+                set_modes(self._modules, now)
+
+    def same(self, out: Any) -> bool:
+        found = tensors_of(out)
+        return len(found) == len(self._samples) and all(
+            tensor.shape == shape and alike(sample_of(tensor), sample) for tensor, (shape, sample) in zip(found, self._samples)
+        )
 
 
 class AutogradSettings:
