@@ -528,3 +528,19 @@ def test_a_model_that_is_pickled_says_what_to_save(tmp_path):
         torch.save(model.state_dict(), tmp_path / "model.pt")
         assert copy.deepcopy(model).norm.weight.equal(torch.load(tmp_path / "model.pt")["norm.weight"])
         torch.save(copy.deepcopy(model.norm), tmp_path / "norm.pt")
+
+
+@pytest.mark.parametrize("whose", ["engine", "given"])
+def test_groups_that_are_loaded_are_those_that_schedulers_know(tmp_path, whose):
+    model, data = net(), batches(2)
+    given = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(given, 1, gamma=0.1)
+    with make(model, tmp_path, optimizer=given) as engine:
+        saved = torch.optim.AdamW(net().parameters(), lr=0.5, weight_decay=0.3).state_dict()
+        (engine.optimizer if whose == "engine" else given).load_state_dict(saved)
+        assert engine.get_lr() == [0.5] and given.param_groups[0]["weight_decay"] == 0.3
+        step(engine, data[0])
+        schedule.step()
+        assert engine.get_lr() == pytest.approx([0.05])
+        step(engine, data[1])
+        assert engine.last_step["lr"] == pytest.approx(0.05)

@@ -162,9 +162,10 @@ class Engine:
             raise RuntimeError("this optimizer was handed to penstock.initialize: engine.step() makes its steps, or step() of engine.optimizer")
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers warn of others
-        self._given_own = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
+        self._given_own = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad", "load_state_dict")}
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
         optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.load_state_dict = self.optimizer.load_state_dict  # type: ignore[method-assign]
 
     def _give_step_back(self) -> None:
         for name, own in self._given_own.items():

@@ -104,7 +104,12 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         if state_dict.get("state"):
             raise ValueError("states of a torch optimizer are not taken: the engine's go with engine.save_checkpoint and load_checkpoint")
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        # Into the very groups: schedulers, and the optimizer that was given, know these.
+        for group, loaded in zip(groups, self.param_groups):
+            group.update(loaded)
+        self.param_groups = groups
 
     def rates(self) -> List[Tuple[float, Optional[float], Optional[float], Optional[float]]]:
         """Of each group: lr, beta1, beta2, weight decay."""
