@@ -795,11 +795,11 @@ class Engine:
 
     # One of this engine's that is there already stands until the new one does.
     def _checkpoint(self, parent: str, replaces_others: bool) -> str:
+        name = _STEP % self.global_steps
+        old, aside = os.path.join(parent, name), os.path.join(parent, _REPLACED % name)
         try:
             path = self._core.checkpoint(parent)
         except FileExistsError as error:
-            name = _STEP % self.global_steps
-            old, aside = os.path.join(parent, name), os.path.join(parent, _REPLACED % name)
             if os.path.realpath(old) not in self._written and not replaces_others:
                 raise FileExistsError(
                     error.errno, "a checkpoint of this step is there that this engine has not written: remove it, or use another directory", old
@@ -811,7 +811,7 @@ class Engine:
             except BaseException:
                 os.rename(aside, old)
                 raise
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # also where a kill came before this line the last time
         self._written.add(os.path.realpath(path))
         return str(path)
 
