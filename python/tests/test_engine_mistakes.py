@@ -110,6 +110,16 @@ def test_the_optimizer_that_was_handed_over_makes_no_step_of_its_own(tmp_path, o
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
+def test_an_optimizer_that_was_refused_is_as_it_was(tmp_path):
+    model, stray = net(), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([*model.parameters(), stray], lr=1.0)
+    with pytest.raises(ValueError, match="none of the model's"):
+        make(model, tmp_path, optimizer=optimizer)
+    stray.grad = torch.ones(2)
+    optimizer.step()
+    assert stray.tolist() == [-1, -1]
+
+
 def test_a_step_without_a_gradient_is_refused(tmp_path):
     data = batches(2)
     model = net()

@@ -118,7 +118,6 @@ class Engine:
         self.lr_scheduler = scheduler(self.optimizer) if made else scheduler
         if self.lr_scheduler is not None and not (hasattr(self.lr_scheduler, "step") and hasattr(self.lr_scheduler, "state_dict")):
             raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}: a scheduler has step() and state_dict(), or is made by a function")
-        self._take_step_of(optimizer)
         if self.lr_scheduler is None and settings.schedule is not None:
             self.lr_scheduler = ConfigScheduler(_core, settings.schedule, self.optimizer)
         self._identity = identity_of(self._described, optimizer.param_groups, settings, self.lr_scheduler)
@@ -144,6 +143,7 @@ class Engine:
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     raise ValueError(f"parameter {index} of group {number} is none of the model's: give it an optimizer of its own")
+        self._take_step_of(optimizer)  # all was looked at
         self._wait_for_a_batch()
         setattr(model, _MARK, "open")
         _engines.add(self)
@@ -771,9 +771,9 @@ class Engine:
         path = self._checkpoint(os.fspath(save_dir), replaces_others)
         name = os.path.basename(path)
         temporary = os.path.join(os.fspath(save_dir), f".{_LATEST}.{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)  # of a killed process that had our number
         if link is not None and tag != name:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
             os.symlink(name, temporary)
             os.replace(temporary, link)
         with open(temporary, "w", encoding="utf-8") as file:
