@@ -6,6 +6,7 @@ A tensor never passes into the extension. torch is not imported here: who hands 
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 import os
 import sys
@@ -66,7 +67,9 @@ def memory_of(buffer: Any, what: str = "buffer", writable: bool = False) -> Memo
     """
     if is_tensor(buffer):
         check_tensor(buffer, what)
-        return Memory(buffer.data_ptr(), buffer.numel() * buffer.element_size(), buffer)
+        # With its storage: the tensor may be given another one (set_(), .data = ...) while bytes are on their way.
+        storage = buffer.untyped_storage() if hasattr(buffer, "untyped_storage") else buffer.storage()
+        return Memory(buffer.data_ptr(), buffer.numel() * buffer.element_size(), (buffer, storage))
     interface = getattr(buffer, "__array_interface__", None)
     if not isinstance(interface, dict):
         raise TypeError(f"{what} must be a torch tensor or a numpy array, not {type(buffer).__name__}")
@@ -120,7 +123,7 @@ def byte_size(value: Any, name: str) -> int:
             raise ValueError(f"{name} is {value!r}, must be 0 or more")
         return int(number * _UNITS[unit])
     if isinstance(value, float):
-        if value != int(value):
+        if not math.isfinite(value) or value != int(value):
             raise TypeError(f"{name} is {value!r}: bytes are whole")
         value = int(value)
     return whole_number(value, name, 0)

@@ -6,6 +6,7 @@ Here and not in the shim, so that it has one place whatever name it is imported 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -119,7 +120,8 @@ class DeepSpeedEngine(nn.Module):
     def save_checkpoint(
         self, save_dir: PathLike, tag: Optional[str] = None, client_state: Optional[Mapping[str, Any]] = None, **_: Any
     ) -> bool:
-        self.engine.save_checkpoint(save_dir, tag or f"global_step{self.global_steps}", client_state or {})
+        # One of the same step that another process has left is replaced, as DeepSpeed does it: Trainer goes over steps again.
+        self.engine.save_checkpoint(save_dir, tag or f"global_step{self.global_steps}", client_state or {}, replaces_others=True)
         return True
 
     def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
@@ -143,9 +145,22 @@ def _scratch_in(parent: str) -> str:
     for name in os.listdir(parent):
         process = name[len(_SCRATCH) :].split("-")[0]
         if name.startswith(_SCRATCH) and process.isdigit() and not os.path.exists(f"/proc/{process}"):
-            shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
+            if not _in_use(os.path.join(parent, name)):
+                shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
     number = sum(name.startswith(f"{_SCRATCH}{os.getpid()}-") for name in os.listdir(parent))
     return os.path.join(parent, f"{_SCRATCH}{os.getpid()}-{number}")
+
+
+# By a process that is not seen from here: of another container.
+def _in_use(directory: str) -> bool:
+    try:
+        with open(os.path.join(directory, "penstock.store"), "rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _config_of(config: Any) -> Dict[str, Any]:

@@ -75,8 +75,15 @@ class _Writer:
     def _send(self) -> None:
         end = self._at + self._filled
         if end > self._space:
-            self._space = max(end, self._space + min(max(self._space, _FIRST_SPACE), _MOST_SPACE))
-            self._file.preallocate(self._space)
+            wanted = max(end, self._space + min(max(self._space, _FIRST_SPACE), _MOST_SPACE))
+            try:
+                self._file.preallocate(wanted)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                    raise
+                wanted = end  # there may be room for what there is
+                self._file.preallocate(wanted)
+            self._space = wanted
         address = self._addresses[self._now]
         self._under_way[self._now] = self._engine.write(self._file, self._at, address, self._filled, self._memory)
         self._at = end
@@ -156,6 +163,8 @@ def save(obj: Any, path: PathLike, *, crc32: Optional[bool] = None, **arguments:
     target = _path_of(path, "torch.save")
     if os.path.isdir(target):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise OSError(errno.EINVAL, "it is no regular file, and a new one would take its place: torch.save writes into it", target)
     descriptor, name = _new_file(target)
     writer = None
     try:

@@ -232,10 +232,11 @@ class PyTrainingEngine {
   }
 
   void Flush() {
-    Call([](zero::Engine& of) { return of.CommitDescription(); });
+    Call([this](zero::Engine& of) { return CommitDescription(of); });
   }
   // The checkpoint's path.
   std::string Checkpoint(const std::string& parent) {
+    Flush();
     return Ask<std::string>([&](zero::Engine& of) { return of.Checkpoint(parent); });
   }
   // Where the parameters of a block begin in its weights, in elements.
@@ -317,6 +318,12 @@ class PyTrainingEngine {
     std::vector<std::string> lines_;
     std::map<int64_t, nlohmann::json> descriptions_;
   };
+
+  // Also of a run that this process has made no step of.
+  absl::Status CommitDescription(zero::Engine& of) const {
+    nlohmann::json description = heard_->Description(of.step());
+    return description.is_null() ? of.CommitDescription() : of.CommitDescription(std::move(description));
+  }
 
   // Held as long as a call lasts: another thread may close the engine meanwhile.
   std::shared_ptr<Owned<DrivenEngine>> Held() const {

@@ -44,12 +44,12 @@ class PyMonitors {
   tools::Monitors monitors_;
 };
 
-// "null" where there is no run, or none that can be read.
-std::string RecordOf(const std::vector<std::string>& directories) {
+// Of the last commit's record; "null" where there is no run, or none that can be read.
+std::string RecordOf(const std::vector<std::string>& directories, const std::string& what) {
   const auto found = swap::Inspect(directories);
   if (!found.ok()) return "null";
   const auto payload = nlohmann::json::parse(found->record.payload, nullptr, /*allow_exceptions=*/false);
-  return payload.is_object() && payload.contains("run") ? payload["run"].dump() : "null";
+  return payload.is_object() && payload.contains(what) ? payload[what].dump() : "null";
 }
 
 }  // namespace
@@ -63,8 +63,9 @@ void BindWatch(nb::module_& module) {
       nb::arg("files"), nb::arg("rated_bytes_written") = 600e12,
       "Reports and logs as one page of HTML. rated_bytes_written: of one drive.");
   module.def(
-      "record_of", &RecordOf, nb::arg("directories"),
-      "What the run in state directories or a checkpoint was made with, as JSON; null where there is none.");
+      "record_of", &RecordOf, nb::arg("directories"), nb::arg("what") = "run",
+      "What the run in state directories or a checkpoint was made with, as JSON; with `step` what its last "
+      "commit says. null where there is none.");
   nb::class_<PyMonitors>(module, "Monitors", "csv_monitor and tensorboard of a DeepSpeed configuration.")
       .def(nb::init<const std::string&, const std::string&, bool, const std::vector<std::string>&, bool>(),
            nb::arg("config"), nb::arg("run_id"), nb::arg("resumes"), nb::arg("replaces"),

@@ -386,3 +386,42 @@ def test_what_has_no_gradient_is_told_or_refused(tmp_path):
         with pytest.raises(RuntimeError, match="input of another one"):
             engine.step()
         assert engine.global_steps == 0
+
+
+def test_a_commit_within_an_accumulation_has_the_running_means_of_its_step(tmp_path):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(2))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x.square().mean()
+
+    def model():
+        torch.manual_seed(0)
+        return Normed()
+
+    data = list(torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(3)))
+
+    def train(engine, data):
+        for x in data:
+            engine.backward(engine(x))
+            engine.step()
+
+    def means(engine):
+        return [(buffer.tolist()) for buffer in engine.module.buffers()]
+
+    with make(model(), tmp_path / "whole", gradient_accumulation_steps=2) as engine:
+        train(engine, data)
+        expected = means(engine)
+    engine = make(model(), tmp_path / "cut", gradient_accumulation_steps=2)
+    train(engine, data[:4])
+    engine.backward(engine(data[4]))
+    engine.save_checkpoint(tmp_path / "checkpoints")  # between two micro-batches
+    engine.close()
+    with make(model(), tmp_path / "other", gradient_accumulation_steps=2) as resumed:
+        resumed.load_checkpoint(tmp_path / "checkpoints")
+        train(resumed, data[4:])
+        assert means(resumed) == expected

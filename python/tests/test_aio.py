@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -519,3 +520,17 @@ def test_the_engine_names_what_it_uses():
     assert _core.Engine().backend in ("io_uring", "libaio", "threads")
     with pytest.raises(ValueError):
         _core.Engine(backend="nonsense")
+
+
+def test_a_tensor_that_is_given_other_memory_meanwhile_keeps_the_old_one(directory):
+    handle = aio_handle()
+    handle.sync_pwrite(torch.ones(1 << 20), directory / "file")
+    tensor = torch.zeros(1 << 20)
+    memory = weakref.ref(tensor.untyped_storage())
+    handle.async_pread(tensor, directory / "file")
+    tensor.data = torch.empty(0)
+    gc.collect()
+    assert memory() is not None
+    handle.wait()
+    gc.collect()
+    assert memory() is None

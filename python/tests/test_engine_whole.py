@@ -1,6 +1,7 @@
 """Nothing of a model that an engine has is silently without its values or its gradients."""
 
 import copy
+import os
 import re
 
 import pytest
@@ -193,6 +194,20 @@ def test_a_checkpoint_that_could_not_be_replaced_stands(tmp_path, monkeypatch):
         assert other.load_checkpoint(tmp_path / "kept")[0] == path
         other(**batches(1)[0])
         assert other.client_state == {"which": 1}
+
+
+def test_what_a_kill_has_left_of_a_checkpoint_that_was_replaced_goes_with_the_next(tmp_path):
+    kept = tmp_path / "kept"
+    with make(net(), tmp_path / "run") as engine:
+        step(engine, batches(1)[0])
+        path = engine.save_checkpoint(kept, client_state={"which": 1})
+        os.rename(path, kept / ".step-00000001.replaced")  # and killed
+    with make(net(seed=5), tmp_path / "other") as other:
+        assert other.load_checkpoint(kept) == (str(kept / ".step-00000001.replaced"), {"which": 1})
+        with torch.no_grad():
+            other(**batches(1)[0])
+        other.save_checkpoint(kept)
+        assert sorted(each.name for each in kept.iterdir()) == ["latest", "step-00000001"]
 
 
 class Checkpoints(nn.Module):

@@ -183,3 +183,48 @@ def test_run_without_a_script(tmp_path):
     assert call().returncode == 2 and "usage" in call().stdout
     assert "no script" in call(str(tmp_path / "nowhere.py")).stderr
     assert "one process" in call("x.py", WORLD_SIZE="2").stderr
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_and_client_state_comes_back(tmp_path, in_child):
+    """As Trainer and DeepSpeed's scripts do where they go over steps again."""
+    text = """
+        import sys
+        sys.path.insert(0, sys.argv[2])
+        import penstock.deepspeed as deepspeed
+        from engine_models import batches, net
+
+        where = sys.argv[1]
+        offload = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": where + "/nvme"}}
+        config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW"}, "zero_optimization": offload}
+        model = net()
+        engine = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
+        print(engine.load_checkpoint(where + "/checkpoints")[1])
+        loss = engine(**batches(1)[0])
+        engine.backward(loss)
+        engine.step()
+        if len(sys.argv) > 3:
+            engine.save_checkpoint(where + "/checkpoints", client_state={"run": sys.argv[3]})
+        """
+    latest = tmp_path / "checkpoints" / "latest"
+    for words, told in ((["a"], "{}"), (["b"], "{}"), ([], "{'run': 'b'}")):
+        if words:
+            latest.unlink(missing_ok=True)  # the same step once more, from the beginning
+        status, out, error = in_child(text, tmp_path, os.path.dirname(__file__), *words)
+        assert status == 0 and out.strip() == told, error
+
+
+def test_the_scratch_of_a_process_that_is_not_seen_here_stays(tmp_path):
+    """One in another container has a number that means nothing here; its lock does."""
+    import fcntl
+
+    from penstock._deepspeed import _scratch_in
+
+    for name in ("penstock-swap-999999998-0", "penstock-swap-999999999-0"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "penstock.store").write_text("")
+    with open(tmp_path / "penstock-swap-999999998-0" / "penstock.store") as file:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+        _scratch_in(str(tmp_path))
+        assert [each.name for each in tmp_path.iterdir()] == ["penstock-swap-999999998-0"]
+    _scratch_in(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import signal
+import stat
 import subprocess
 import sys
 
@@ -150,3 +151,22 @@ for i in range(10**9):
     found = torch.load(path)
     assert found["i"] >= told[-1] and (found["t"] == found["i"]).all()
     assert len([name for name in os.listdir(directory) if name != "file"]) <= 1  # killed between link and rename
+
+
+def test_what_is_no_regular_file_is_not_replaced(directory):
+    os.mkfifo(directory / "pipe")
+    with pytest.raises(OSError, match="no regular file"):
+        penstock.save({"a": 1}, directory / "pipe")
+    assert stat.S_ISFIFO(os.stat(directory / "pipe").st_mode) and os.listdir(directory) == ["pipe"]
+
+
+def test_a_small_file_needs_no_more_room_than_it_has(directory, in_child):
+    text = """
+        import resource, sys
+        import penstock, torch
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+        penstock.save(torch.ones(1000), sys.argv[1])
+    """
+    status, _, error = in_child(text, directory / "small.pt")
+    assert status == 0, error
+    assert torch.equal(torch.load(directory / "small.pt"), torch.ones(1000)) and os.path.getsize(directory / "small.pt") < 10_000

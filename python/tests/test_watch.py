@@ -1,11 +1,13 @@
 """What an engine tells: report, progress line, DeepSpeed's monitors, FLOPs."""
 
 import csv
+import importlib.machinery
 import io
 import json
 import os
 import sys
 import types
+import warnings
 
 import pytest
 
@@ -304,3 +306,45 @@ def test_flops_are_counted_where_they_are_asked_for(tmp_path, capsys):
     assert report["model_flops_per_second"] > 0
     told = capsys.readouterr().err
     assert told.count("flops_profiler: step 2") == 1 and "of a product of 1024 x 1024" in told
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_who_looks_on_and_fails_costs_no_step(tmp_path, monkeypatch):
+    """wandb's errors are no OSError, and a warning may be an error."""
+
+    class CommError(Exception):
+        pass
+
+    class Run:
+        logged = []
+
+        def log(self, values, step):
+            Run.logged.append(step)
+            if len(Run.logged) == 2:
+                raise CommError("no network")
+
+        def finish(self):
+            raise CommError("no network")
+
+    fake = types.ModuleType("wandb")
+    fake.run, fake.init = None, lambda **_: Run()
+    fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = {**configuration(tmp_path), "wandb": {"enabled": True}, "flops_profiler": {"enabled": True, "output_file": str(tmp_path)}}
+    model, data = net(), batches(5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR
+    engine = make(model, tmp_path / "run", config=config, lr_scheduler=scheduler)
+    heard = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for batch in data:
+            try:
+                run(engine, [batch])
+            except UserWarning as warning:
+                heard.append(str(warning))
+        assert engine.global_steps == 5 and engine.lr_scheduler.last_epoch == 5
+        with pytest.raises(UserWarning, match="no network"):
+            engine.close()
+    assert len(heard) == 2 and "flops_profiler" in heard[0] and "no network" in heard[1]
+    assert engine.report()["steps"][-1]["step"] == 5
+    assert len(lines(tmp_path)) - 1 == 5  # each step once

@@ -354,14 +354,19 @@ TEST_F(DrivenComputeTest, ACheckpointThatIsAskedForIsGoneOnWithElsewhere) {
     ASSERT_TRUE(RestoreRun(path, options).ok());
     options.storage.overwrite = false;
     options.resume.enabled = true;
-    const auto driven = Open(owner, options);
+    const auto looked_at = [&](DrivenEngine& opened, const std::string& says) {
+      return opened.Call([&](Engine& engine) {
+        EXPECT_EQ(engine.last_description(), says);
+        return engine.CommitDescription("before a step");
+      });
+    };
+    auto driven = Open(owner, options);
     ASSERT_NE(driven, nullptr);
-    ASSERT_TRUE(driven
-                    ->Call([](Engine& engine) {
-                      EXPECT_EQ(engine.last_description(), "after");
-                      return absl::OkStatus();
-                    })
-                    .ok());
+    ASSERT_TRUE(looked_at(*driven, "after").ok());
+    driven.reset();
+    driven = Open(owner, options);
+    ASSERT_NE(driven, nullptr);
+    ASSERT_TRUE(looked_at(*driven, "before a step").ok());
     std::vector<double> losses;
     for (int64_t number = 4; number <= 6; ++number) losses.push_back(step(owner, *driven, number));
     EXPECT_EQ(losses, expected);

@@ -414,6 +414,16 @@ class Engine::Impl {
     return CommitAgain(payload);
   }
 
+  absl::Status CommitDescription(nlohmann::json description) {
+    RETURN_IF_ERROR(Flush());
+    if (store() == nullptr) return absl::OkStatus();
+    nlohmann::json payload = nlohmann::json::parse(store()->committed_payload());
+    payload["step"] = std::move(description);
+    const std::string text = payload.dump();
+    if (text == store()->committed_payload()) return absl::OkStatus();
+    return CommitAgain(text);
+  }
+
   absl::StatusOr<std::string> Checkpoint(const std::string& parent) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
     RETURN_IF_ERROR(CommitDescription());
@@ -944,6 +954,13 @@ absl::Status Engine::CommitDescription() {
   const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("describing step ", impl_->step_));
   return impl_->BroadcastError(impl_->CommitDescription());
+}
+
+absl::Status Engine::CommitDescription(nlohmann::json description) {
+  RETURN_IF_ERROR(made_in_.Check("this engine"));
+  const TensorScope scope(impl_->tensors_.pool());
+  impl_->Enter(absl::StrCat("describing step ", impl_->step_));
+  return impl_->BroadcastError(impl_->CommitDescription(std::move(description)));
 }
 
 absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {

@@ -181,6 +181,9 @@ class Engine {
   // Flush, and what EngineHooks::describe says of the last step just now is committed with it, where that is
   // something else than when it was committed. Nothing where this process made no step.
   absl::Status CommitDescription();
+  // Flush, and `description` in the place of what the last commit says, whichever process made it: where a
+  // run was resumed, or made, and no step since. Without a drive nothing.
+  absl::Status CommitDescription(nlohmann::json description);
   // The same, and a checkpoint of the last step in the directory `parent`, now: written by this thread, at
   // the drive's speed. Memory: one tile beyond the budget. Returns its path. kAlreadyExists: one of this step
   // is there; kFailedPrecondition: another run has `parent`, or nothing was committed yet.

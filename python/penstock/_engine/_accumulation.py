@@ -61,7 +61,7 @@ class Forward:
             return tensor
         leaf = tensor.detach().requires_grad_()
         self._leaves.append(weakref.ref(leaf))
-        shape, sample = leaf.shape, _sample(leaf)
+        shape, sample = leaf.shape, sample_of(leaf)
         leaf.register_hook(lambda gradient: self._collect(number, gradient, shape, sample))
         return leaf.clone() if leaf.numel() <= _COPIED else leaf.view_as(leaf)
 
@@ -102,7 +102,7 @@ class Forward:
         for number, gradient in self._gradients.items():
             shape, sample = self._samples[number]
             tensor = found[number] if number < len(found) else None
-            if tensor is None or tensor.shape != shape or not _alike(_sample(tensor.detach()), sample):
+            if tensor is None or tensor.shape != shape or not alike(sample_of(tensor.detach()), sample):
                 raise RuntimeError(
                     "the model's forward gave something else when it was computed again for backward: it keeps something between "
                     "calls, or draws random numbers that are not torch's, Python's or numpy's. Use engine.train_batch([...]), which "
@@ -114,13 +114,14 @@ class Forward:
         return tensors, gradients
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Some of its elements, by which it is known again."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)].clone()
 
 
-# The same arithmetic with a graph and without it may end in other last bits.
-def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+def alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two samples are of one tensor. The same arithmetic with a graph and without it may end in other last bits."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
     if torch.equal(first, second):
@@ -183,6 +184,11 @@ class Accumulation:
         for forward in self._forwards:
             forward.closed = _FED_BACK
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward of the next step has come."""
+        return bool(self._forwards)
+
     def forwards(self) -> List[Forward]:
         """Those that a backward has come to."""
         return [each for each in self._forwards if each.has_gradients]
@@ -212,13 +218,14 @@ class Accumulation:
         if any(forward.modes != wanted for forward in forwards) or len(modules) != len(wanted):
             raise RuntimeError("modules were switched between train() and eval() within the forwards of one step: that is not served")
         now = [module.training for module in modules]
-        _set_modes(modules, wanted)
+        set_modes(modules, wanted)
         try:
             yield
         finally:
-            _set_modes(modules, now)
+            set_modes(modules, now)
 
 
-def _set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+def set_modes(modules: Sequence[nn.Module], modes: Sequence[bool]) -> None:
+    """Training or evaluation mode, of each."""
     for module, training in zip(modules, modes):
         module.training = training

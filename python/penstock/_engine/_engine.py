@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import base64
+import contextlib
+import errno
 import functools
 import json
 import os
+import re
 import secrets
 import shutil
 import sys
+import types
 import warnings
 import weakref
 from contextlib import contextmanager
@@ -19,8 +23,10 @@ import torch
 from torch import nn
 
 from .. import _core
+from .._buffers import truth, whole_number
 from ._accumulation import Accumulation
 from ._blocks import Block, find_blocks
+from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
 from ._interrupts import deferred
 from ._json import decode, encode
 from ._modules import counts_no_versions, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
@@ -40,8 +46,11 @@ _STEP = "step-%08d"  # a checkpoint's name (swap/checkpoint_files.cc)
 _REPLACED = ".%s.replaced"
 _MARK = "_penstock_engine"
 _MOST_BUFFERS = 24 << 10  # bytes, in every commit
+_MOST_KEPT = 56 << 10  # with all else; the store takes 64 KiB (swap/format.h)
 
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
+# Until they are closed: the last step of an engine that nobody refers to any more is committed when Python exits.
+_started: "Set[Engine]" = set()
 
 
 @atexit.register
@@ -89,24 +98,29 @@ class Engine:
         self._values_are_gone = state == "closed"
         if model.__dict__.get("forward") is _closed_forward:
             model.__dict__.pop("forward")
-        self._blocks: List[Block] = find_blocks(model, blocks, has_values=not self._values_are_gone)
-        self._dtypes = {id(p): p.dtype for _, p in model.named_parameters()}
-        for name, parameter in model.named_parameters():
-            if parameter.dtype not in DTYPE_NAMES:
-                raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served")
+        self._names_of_blocks = blocks
+        self._look_at_parameters()
         self._resume = resume
         self._overwrite = overwrite
         self._seed = seed
         self._core: Any = None
+        self._made = False  # a run, which came to nothing after that
         self._watch: Optional[Watch] = None
         self._watched: Optional[Dict[str, Any]] = None  # what monitors are told of the last step
         self._last_report: Optional[Report] = None  # of a closed engine
         self._runtime: Optional[Runtime] = None
         self._restore_from: Optional[str] = None
-        self.optimizer = EngineOptimizer(optimizer.param_groups, self._step, self.zero_grad)  # its very groups, which schedulers may know
-        self.lr_scheduler = scheduler(self.optimizer) if callable(scheduler) and not hasattr(scheduler, "step") else scheduler
+        self.optimizer = EngineOptimizer(optimizer, self._step, self.zero_grad)  # with its very groups, which schedulers may know
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+        if scheduler is plateau or isinstance(scheduler, plateau):
+            raise ValueError("ReduceLROnPlateau wants a metric for its steps: make them yourself, between engine.step() and the next forward")
+        made = callable(scheduler) and (isinstance(scheduler, type) or not hasattr(scheduler, "step"))
+        self.lr_scheduler = scheduler(self.optimizer) if made else scheduler
+        if self.lr_scheduler is not None and not (hasattr(self.lr_scheduler, "step") and hasattr(self.lr_scheduler, "state_dict")):
+            raise TypeError(f"lr_scheduler is a {type(scheduler).__name__}: a scheduler has step() and state_dict(), or is made by a function")
         if self.lr_scheduler is None and settings.schedule is not None:
             self.lr_scheduler = ConfigScheduler(_core, settings.schedule, self.optimizer)
+        self._identity = identity_of(self._described, optimizer.param_groups, settings, self.lr_scheduler)
         #: Kept with every commit, and there again after a resume: anything that is JSON.
         self.client_state: Dict[str, Any] = {}
         self.global_steps = 0
@@ -116,6 +130,7 @@ class Engine:
         self._begun_rates: List[Any] = []
         self._rng = ""
         self._told_of_buffers = False
+        self._kept_buffers: Optional[Dict[str, torch.Tensor]] = None  # as the last step left them
         self._written: Set[str] = set()  # checkpoints of this engine
         self._gathered = False
         self._closed = False
@@ -128,9 +143,35 @@ class Engine:
             for index, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
                     raise ValueError(f"parameter {index} of group {number} is none of the model's: give it an optimizer of its own")
+        self._take_step_of(optimizer)  # all was looked at
         self._wait_for_a_batch()
         setattr(model, _MARK, "open")
         _engines.add(self)
+
+    # Once more with the first forward: until then a script may tie, replace or cast them.
+    def _look_at_parameters(self) -> None:
+        self._blocks: List[Block] = find_blocks(self.module, self._names_of_blocks, has_values=not self._values_are_gone)
+        self._dtypes = {id(parameter): parameter.dtype for parameter in self.module.parameters()}
+        for name, parameter in self.module.named_parameters():
+            if parameter.dtype not in DTYPE_NAMES:
+                raise TypeError(f"{name} is {parameter.dtype}: parameters of float32, bfloat16 and float16 are served")
+
+    # Its own would change what lies in the engine's memory: the weights of the block that backward began with.
+    def _take_step_of(self, optimizer: torch.optim.Optimizer) -> None:
+        def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("this optimizer was handed to penstock.initialize: engine.step() makes its steps, or step() of engine.optimizer")
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers warn of others
+        self._given_own = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad", "load_state_dict")}
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+        optimizer.zero_grad = self.zero_grad  # type: ignore[method-assign]
+        optimizer.load_state_dict = self.optimizer.load_state_dict  # type: ignore[method-assign]
+
+    def _give_step_back(self) -> None:
+        for name, own in self._given_own.items():
+            self._given.__dict__.pop(name, None)
+            if own is not None:
+                setattr(self._given, name, own)
 
     # --- the first forward
 
@@ -152,6 +193,7 @@ class Engine:
         """Finds the order of the blocks, and hands the parameters over to the engine. call: instead of module(*args, **kwargs)."""
         restore_forward(self.module, self._previous_forward)
         try:
+            self._look_at_parameters()
             switch_off_checkpointing(self.module.modules())
             if self.module.training:
                 kwargs = without_cache(self.module.forward, kwargs)
@@ -163,7 +205,8 @@ class Engine:
             if flops is not None and self._watch is not None:
                 self._watch.counts_flops(*flops)
         except BaseException:
-            self._wait_for_a_batch()
+            if self._runtime is None:
+                self._wait_for_a_batch()
             raise
 
     # Of the first forward: (matrix products' FLOPs, tokens or samples); None where torch does not count.
@@ -230,6 +273,13 @@ class Engine:
         resume = self._may_resume()
         if self._values_are_gone and not resume and not self._restore_from:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
+        if self._restore_from and settings.state_dirs and not (self._overwrite or self._made) and _core.holds_run(settings.state_dirs):
+            raise FileExistsError(
+                errno.EEXIST,
+                "a run is there already, which the checkpoint would replace: that takes overwrite=True; resume=True without load_checkpoint "
+                "goes on with it",
+                settings.state_dirs[0],
+            )
         where = [self._restore_from] if self._restore_from else settings.state_dirs
         goes_on = resume or bool(self._restore_from)
         known = (json.loads(_core.record_of(where)) or {}).get("run_id", "") if where else ""
@@ -247,10 +297,32 @@ class Engine:
             "optimizer": self._described,
             "optimizer_states": settings.optimizer_states,
             "resume": resume,
-            "overwrite": self._overwrite and not resume,
+            "overwrite": (self._overwrite or self._made) and not resume,
             "restore_from": self._restore_from,
             "seed": self._seed,
         }
+        other = next((each for each in _started if not set(each._places()).isdisjoint(self._places())), None)
+        if other is not None:
+            raise RuntimeError(f"an engine of this process has {self._settings.state_dirs[0]}: close() that one first")
+        with deferred():
+            self._hand_over(described, stages, uses, options, marks, known)
+        del held
+
+    def _places(self) -> List[str]:
+        return [os.path.realpath(directory) for directory in self._settings.state_dirs]
+
+    # All of it or nothing: what goes wrong before the parameters are the engine's leaves them to the model, for another attempt.
+    def _hand_over(
+        self,
+        described: List[Any],
+        stages: List[Any],
+        uses: Sequence[Any],
+        options: Dict[str, Any],
+        marks: List[Any],
+        known: str,
+    ) -> None:
+        settings = self._settings
+        goes_on, run_id = options["resume"] or bool(self._restore_from), options["run"]["run_id"]
         try:
             core = _core.TrainingEngine(described, stages, json.dumps(options))
         except FileExistsError as error:
@@ -260,15 +332,24 @@ class Engine:
                 "directory",
                 settings.state_dirs[0],
             ) from error
-        del held
         places = [core.offsets(number) for number in range(len(self._blocks))]
         self._names = {
             id(parameter): f"{block_name}.{short}"
             for (block_name, parameters), block in zip(described, self._blocks)
             for (short, *_), (_, parameter) in zip(parameters, block.parameters)
         }
-        weights = Weights(self._blocks, DTYPES[settings.dtype], places)
         self._core = core
+        self._buffers = persistent_buffers(self.module)
+        try:
+            if goes_on:
+                self._restored()
+            watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples)
+        except BaseException:
+            core.close()  # or the state stays locked, by ourselves
+            self._core = None
+            self._made = not options["resume"]
+            raise
+        weights = Weights(self._blocks, DTYPES[settings.dtype], places)
         weights.hide_all()
         trains = [[trains for trains, _ in mark] for mark in marks]
         self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains)
@@ -276,21 +357,12 @@ class Engine:
         self._runtime.dtype = DTYPES[settings.dtype]
         self._runtime.loss_factor = settings.forwards / settings.micro_batches
         self._runtime.before_pass = self._describe
-        self._buffers = persistent_buffers(self.module)
         self._patch_state_dict()
         Whole(self.module, self._blocks, self._runtime.replaced, self._value_of)
-        if goes_on:
-            try:
-                self._restored()
-            except BaseException:
-                self._runtime.close()
-                core.close()  # or the state stays locked, by ourselves
-                self._closed = True
-                setattr(self.module, _MARK, "closed")
-                raise
-        self._watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples)
+        self._watch = watch
         self._watch.again(self._watched)
         self._runtime.flops_of = self._watch.flops
+        _started.add(self)
 
     def _may_resume(self) -> bool:
         if self._resume == "auto":
@@ -309,10 +381,13 @@ class Engine:
         self.skipped_steps = kept.get("skipped", 0)
         self._watched = kept.get("watched")
         self._samples = kept.get("samples", 0)
-        if self.lr_scheduler is not None and kept.get("scheduler") is not None:
+        given = kept.get("given")
+        if self.lr_scheduler is not None and kept.get("scheduler") is not None and same_scheduler(given, self._identity):
             self.lr_scheduler.load_state_dict(kept["scheduler"])
-        for group, lr in zip(self.optimizer.param_groups, kept.get("lr", [])):
-            group["lr"] = lr
+        groups_go_on(self.optimizer.param_groups, kept.get("lr", []), kept.get("groups", []), given, self._identity)
+        told = changes(given, self._identity)
+        if told:
+            warnings.warn(f"resume: {'; '.join(told)}", stacklevel=2)
         self._rng = kept.get("torch_rng", "")
         if self._rng:
             state = bytearray(base64.b64decode(self._rng))
@@ -341,6 +416,16 @@ class Engine:
         return outputs
 
     def _begin(self, reads_ahead: bool = True) -> None:
+        runtime = self._ready()
+        if runtime.is_open and runtime.gradient_came:
+            runtime.give_up("no step")
+            lost = "the backward before this forward had no engine.step(), and its gradients"
+            if not self._result:  # a script that accumulates; later on it may be what an exception has left
+                raise RuntimeError(
+                    f"{lost} would be lost: give initialize gradient_accumulation_steps= for several backwards a step; engine.zero_grad() "
+                    "says that they are not wanted"
+                )
+            warnings.warn(f"{lost} count for nothing (engine.zero_grad() says so, without this line)", stacklevel=5)
         self._begun_rates = self.optimizer.rates()
         self._runtime.begin(True, self._begun_rates, self._settings.forwards, reads_ahead)  # type: ignore[union-attr]
 
@@ -387,6 +472,8 @@ class Engine:
         if self.lr_scheduler is not None and not self._result["skipped"]:
             self.lr_scheduler.step()
         self._describe()
+        if self._watch is not None:
+            self._watch.complain()
 
     def _step(self) -> None:
         runtime = self._ready()
@@ -403,6 +490,7 @@ class Engine:
                 "a learning rate (or betas, or weight decay) was changed between the forward and step(): part of the update may "
                 "have been made in backward. Change it after step()"
             )
+        self._kept()  # or it would fail once the step was made
         with deferred():
             try:
                 self._result = runtime.finish()
@@ -447,14 +535,18 @@ class Engine:
     # What the commit of the last step says: torch's random state as the step left it, the rest as it is when the next pass
     # begins, since schedulers of others make their steps in between.
     def _describe(self) -> None:
+        self._core.describe(self.global_steps, self._kept())
+
+    # ValueError, TypeError: it cannot be kept.
+    def _kept(self) -> str:
         if self._gathered:
             raise RuntimeError("a forward within engine.gathered(): its parameters are for looking at, and the engine has them otherwise")
-        if self.global_steps == 0:
-            return
         kept: Dict[str, Any] = {
             "client": self.client_state,
             "skipped": self.skipped_steps,
             "lr": [float(group["lr"]) for group in self.optimizer.param_groups],
+            "groups": [values_of(group) for group in self.optimizer.param_groups],
+            "given": self._identity,
             "torch_rng": self._rng,
             "watched": self._watched,
             "samples": self._samples if self._watch is None else self._watch.samples,
@@ -462,8 +554,17 @@ class Engine:
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
             kept["scheduler"] = {name: value for name, value in state.items() if _is_kept(value)}
-        kept["buffers"] = self._changed_buffers()
-        self._core.describe(self.global_steps, json.dumps(encode(kept), allow_nan=False))
+        # A step is what is gone on from: what forwards of the next one have changed by now comes with them again.
+        if self._accumulation is None or not self._accumulation.under_way or self._kept_buffers is None:
+            self._kept_buffers = {name: buffer.detach().clone() for name, buffer in self._changed_buffers().items()}
+        kept["buffers"] = self._kept_buffers
+        text = json.dumps(encode(kept), allow_nan=False)
+        if len(text) > _MOST_KEPT:
+            raise ValueError(
+                f"client_state, the scheduler's state and buffers that change take {len(text)} bytes, and a commit has room for {_MOST_KEPT}: "
+                "keep what is large in a file of your own"
+            )
+        return text
 
     # Persistent buffers that training changes (running means): a state_dict has them, and so has a commit.
     def _changed_buffers(self) -> Dict[str, torch.Tensor]:
@@ -532,6 +633,8 @@ class Engine:
         if self._accumulation is not None:
             self._accumulation.drop_gradients()
             self.micro_steps = 0
+        elif self._runtime is not None and self._runtime.is_open and self._runtime.gradient_came:
+            self._runtime.give_up("zero_grad")
 
     def gradient_accumulation_steps(self) -> int:
         return self._settings.micro_batches
@@ -642,38 +745,62 @@ class Engine:
         return self.module.state_dict(*args, **kwargs)
 
     def save_checkpoint(
-        self, save_dir: PathLike, tag: Optional[str] = None, client_state: Optional[Mapping[str, Any]] = None, **_: Any
+        self,
+        save_dir: PathLike,
+        tag: Optional[str] = None,
+        client_state: Optional[Mapping[str, Any]] = None,
+        *,
+        replaces_others: bool = False,
+        **_: Any,
     ) -> str:
         """A whole copy of the run in ``save_dir``, which stays as it is while training goes on. Returns its path.
 
         tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. A second one of the same
-        step takes the place of the first.
+        step takes the place of the first; replaces_others: also where another engine has written that.
         """
         self._ready()
+        link = None if tag is None else self._link_of(os.fspath(save_dir), tag)
         if client_state is not None:
-            self.client_state = dict(client_state)
+            before, self.client_state = self.client_state, dict(client_state)
+            try:
+                self._kept()
+            except (TypeError, ValueError):
+                self.client_state = before
+                raise
         self._describe()
-        path = self._checkpoint(os.fspath(save_dir))
+        path = self._checkpoint(os.fspath(save_dir), replaces_others)
         name = os.path.basename(path)
-        if tag is not None and tag != name:
-            link = os.path.join(os.fspath(save_dir), tag)
-            if os.path.islink(link):
-                os.unlink(link)
-            os.symlink(name, link)
         temporary = os.path.join(os.fspath(save_dir), f".{_LATEST}.{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)  # of a killed process that had our number
+        if link is not None and tag != name:
+            os.symlink(name, temporary)
+            os.replace(temporary, link)
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(name)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, os.path.join(os.fspath(save_dir), _LATEST))
         return str(path)
 
+    # ValueError: a name that is none, or a checkpoint's own. Before the checkpoint is written, which takes its time.
+    def _link_of(self, save_dir: str, tag: Any) -> str:
+        own = isinstance(tag, str) and re.fullmatch(r"step-\d{8}", tag) is not None and tag != _STEP % self.global_steps
+        if not isinstance(tag, str) or not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == _LATEST or own:
+            raise ValueError(f"tag is {tag!r}: a name within the directory, not beginning with a dot, that no other checkpoint has or will have")
+        link = os.path.join(save_dir, tag)
+        if os.path.lexists(link) and not os.path.islink(link) and tag != _STEP % self.global_steps:
+            raise FileExistsError(errno.EEXIST, "something else than a checkpoint's tag has this name", link)
+        return link
+
     # One of this engine's that is there already stands until the new one does.
-    def _checkpoint(self, parent: str) -> str:
+    def _checkpoint(self, parent: str, replaces_others: bool) -> str:
+        name = _STEP % self.global_steps
+        old, aside = os.path.join(parent, name), os.path.join(parent, _REPLACED % name)
         try:
             path = self._core.checkpoint(parent)
         except FileExistsError as error:
-            name = _STEP % self.global_steps
-            old, aside = os.path.join(parent, name), os.path.join(parent, _REPLACED % name)
-            if os.path.realpath(old) not in self._written:
+            if os.path.realpath(old) not in self._written and not replaces_others:
                 raise FileExistsError(
                     error.errno, "a checkpoint of this step is there that this engine has not written: remove it, or use another directory", old
                 ) from error
@@ -684,12 +811,12 @@ class Engine:
             except BaseException:
                 os.rename(aside, old)
                 raise
-            shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # also where a kill came before this line the last time
         self._written.add(os.path.realpath(path))
         return str(path)
 
     def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
-        """Goes on from a checkpoint: before the first forward, after which ``client_state`` is there. Returns its path.
+        """Goes on from a checkpoint: before the first forward, which reads it. Returns its path and its ``client_state``.
 
         The state directory must hold no run, or ``overwrite=True`` was given.
         """
@@ -701,7 +828,10 @@ class Engine:
                 with open(os.path.join(directory, _LATEST), encoding="utf-8") as file:
                     tag = file.read().strip()
             except FileNotFoundError:
+                warnings.warn(f"{directory} holds no checkpoint (no file `{_LATEST}`): the run begins anew", stacklevel=2)
                 return None, {}
+            if not tag:
+                raise ValueError(f"{os.path.join(directory, _LATEST)} is empty: name the checkpoint, with tag=")
         path = os.path.realpath(os.path.join(directory, tag))
         aside = os.path.join(os.path.dirname(path), _REPLACED % os.path.basename(path))
         if not os.path.isdir(path) and os.path.isdir(aside):
@@ -709,7 +839,8 @@ class Engine:
         if not os.path.isdir(path):
             raise FileNotFoundError(f"no checkpoint {path}")
         self._restore_from = path
-        return path, self.client_state
+        kept = decode(json.loads(_core.record_of([path], "step"))) or {}
+        return path, kept.get("client", {})
 
     # --- looking at it
 
@@ -750,20 +881,28 @@ class Engine:
             raise RuntimeError("this engine was closed")
         if self._runtime is None:
             raise RuntimeError("the engine has not seen the model yet: call it on a batch first")
+        if self._runtime.spoiled:
+            raise RuntimeError(f"{self._runtime.spoiled}. This engine ends here: close() it, and go on from its last commit with resume=True")
         return self._runtime
 
     def close(self) -> None:
-        """Ends it: the last step is committed, and the parameters stay without values (``state_dict()`` before)."""
+        """Ends it: the last step is committed, and the parameters stay without values (``state_dict()`` before).
+
+        Not committed is what was made after a weight was changed in place in the engine's memory."""
         if self._closed:
             return
         self._closed = True
         _engines.discard(self)
+        _started.discard(self)
+        self._give_step_back()
         setattr(self.module, _MARK, "" if self._runtime is None and not self._values_are_gone else "closed")
         if self._runtime is None:
             restore_forward(self.module, self._previous_forward)
             return
         try:
             self._runtime.close()
+            if self._runtime.spoiled:
+                return
             try:
                 self._describe()
             finally:
@@ -776,6 +915,8 @@ class Engine:
             for name in ("state_dict", "load_state_dict"):
                 self.module.__dict__.pop(name, None)
             self.module.forward = _closed_forward  # type: ignore[method-assign]
+        if self._watch is not None:
+            self._watch.complain()
 
     def __enter__(self) -> "Engine":
         return self
@@ -882,7 +1023,11 @@ def initialize(
         forwards_per_step,
         gradient_clipping,
     )
-    settings.progress = progress
+    settings.progress = None if progress is None else truth(progress, "progress")
+    overwrite = truth(overwrite, "overwrite")
+    if resume != "auto":
+        resume = truth(resume, "resume (or 'auto')")
+    seed = whole_number(seed, "seed", 0, 2**63 - 1)
     for note in settings.notes:
         warnings.warn(note, stacklevel=2)
     parameters = model_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Callable, Dict, Iterable, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -52,6 +52,24 @@ def persistent_buffers(model: nn.Module) -> Dict[str, Tuple[nn.Module, str, torc
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+class Structure:
+    """Which modules and parameters a model has, where."""
+
+    def __init__(self, model: nn.Module) -> None:
+        places = [
+            (f"{prefix}.{name}" if prefix else name, held, name, value)
+            for prefix, module in model.named_modules(remove_duplicate=False)
+            for held in (module._parameters, module._modules)
+            for name, value in held.items()  # type: ignore[attr-defined]
+            if value is not None
+        ]
+        self._places: List[Tuple[str, Dict[str, Any], str, Any]] = places
+
+    def changed(self) -> Optional[str]:
+        """The name of one that is another now, or gone."""
+        return next((full for full, held, name, value in self._places if held.get(name) is not value), None)
 
 
 def counts_no_versions(module: nn.Module) -> bool:

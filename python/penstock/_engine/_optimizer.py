@@ -13,7 +13,7 @@ from .. import _tensors
 
 # Which values a group may have of its own, step by step; the others are the same for all.
 _BY_GROUP = ("lr", "betas", "weight_decay")
-_FIXED = ("eps", "momentum", "dampening", "nesterov", "lr_decay")
+_FIXED = ("eps", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad", "maximize", "decoupled_weight_decay")
 _IGNORED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr", "maximize", "amsgrad")
 
 
@@ -45,6 +45,9 @@ def describe(optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
         if any(group.get(option) for group in groups):
             raise ValueError(f"{kind} with {option}=True is not served")
     first = groups[0]
+    for option in ("bias_correction", "correct_bias"):  # of DeepSpeed's and apex's, and of transformers' old one
+        if any(group.get(option, True) is False for group in groups):
+            raise ValueError(f"{kind} with {option}=False is not served: Adam's bias is always corrected")
     result: Dict[str, Any] = {"type": names[kind], "lr": _tensors.number(first["lr"], "lr")}
     if "adam_w_mode" in first or hasattr(optimizer, "adam_w_mode"):
         decoupled = bool(first.get("adam_w_mode", getattr(optimizer, "adam_w_mode", True)))
@@ -75,11 +78,17 @@ class EngineOptimizer(torch.optim.Optimizer):
     with ``engine.save_checkpoint``.
     """
 
-    def __init__(self, groups: List[Dict[str, Any]], step: Callable[[], Any], zero_grad: Callable[[], Any]) -> None:
+    def __init__(self, given: torch.optim.Optimizer, step: Callable[[], Any], zero_grad: Callable[[], Any]) -> None:
         self._engine_step = step
         self._engine_zero_grad = zero_grad
-        super().__init__(groups, {"lr": 0.0})
+        self._fixed: Optional[List[Dict[str, Any]]] = None
+        super().__init__(given.param_groups, dict(given.defaults))  # OneCycleLR looks for betas in the latter
         self._fixed = [{name: group.get(name) for name in _FIXED} for group in self.param_groups]
+
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        if self._fixed is not None:
+            raise ValueError("groups are settled when the engine is made: give initialize an optimizer that has them all")
+        super().add_param_group(param_group)
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         loss = None
@@ -95,15 +104,22 @@ class EngineOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         if state_dict.get("state"):
             raise ValueError("states of a torch optimizer are not taken: the engine's go with engine.save_checkpoint and load_checkpoint")
+        groups = self.param_groups
         super().load_state_dict(state_dict)
+        # Into the very groups: schedulers, and the optimizer that was given, know these.
+        for group, loaded in zip(groups, self.param_groups):
+            group.update(loaded)
+        self.param_groups = groups
 
     def rates(self) -> List[Tuple[float, Optional[float], Optional[float], Optional[float]]]:
         """Of each group: lr, beta1, beta2, weight decay."""
         result = []
-        for number, group in enumerate(self.param_groups):
-            for name, value in self._fixed[number].items():
+        for number, (group, fixed) in enumerate(zip(self.param_groups, self._fixed or [])):
+            for name, value in fixed.items():
                 if group.get(name) != value:
                     raise RuntimeError(f"{name} of group {number} is {group.get(name)} and was {value}: lr, betas and weight_decay may change")
+            if "betas" in group:
+                _tensors.check_betas(group["betas"])
             beta1, beta2 = group.get("betas", (None, None))
             decay = group.get("weight_decay")
             result.append(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Iterator, Tuple
 
 import torch
 
@@ -32,3 +33,26 @@ class RandomState:
     def seeded(self, seed: int) -> "RandomState":
         """The same, with torch's generator seeded."""
         return replace(self, torch=torch.Generator().manual_seed(seed).get_state())
+
+
+@contextlib.contextmanager
+def drawn_again(before: Tuple[Any, Any]) -> Iterator[None]:
+    """Python's and numpy's generators are as they were at `before` (of others_now), and afterwards as they are now."""
+    now = others_now()
+    _set(before)
+    try:
+        yield
+    finally:
+        _set(now)
+
+
+def others_now() -> Tuple[Any, Any]:
+    """The generators that torch.utils.checkpoint knows nothing of."""
+    numpy = sys.modules.get("numpy.random")
+    return random.getstate(), None if numpy is None else numpy.get_state()
+
+
+def _set(states: Tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy.random"].set_state(states[1])

@@ -24,13 +24,13 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from ._accumulation import Forward
+from ._accumulation import Forward, alike, sample_of, set_modes
 from ._blocks import Block
 from ._interrupts import deferred
-from ._modules import kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
-from ._random import RandomState
+from ._modules import Structure, kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._random import RandomState, drawn_again, others_now
 from ._settings import DTYPE_NAMES
-from ._trace import Use
+from ._trace import CHANGED, Use
 from ._tree import counted, map_tensors, tensors_of
 from ._weights import Weights
 
@@ -45,6 +45,12 @@ _OUTSIDE = (
     "{} is used outside of the forward of its module, by the model or the loss: it has no values there. Give blocks=[...] with a module "
     "around all its uses; for decay there is weight_decay"
 )
+
+
+# Passes in which a block is computed again to its end, which is compared: the first ones, and one of so many. In the others torch stops
+# when it has what backward wants.
+_COMPARED = 3
+_COMPARED_AGAIN = 64
 
 
 class PassFailed(RuntimeError):
@@ -63,6 +69,7 @@ class Driver:
         self.inside: Optional[int] = None  # the use of backward that is entered
         self.loss: Optional[float] = None
         self.loss_gradient = 1.0
+        self.gradient_came = False  # to a weight of a block that was left
         self.came = threading.Event()  # to its first use, or to its end
         self.random: Optional[RandomState] = None  # while another driver computes
         self.counts = (0, 0)  # tokens and samples
@@ -88,6 +95,7 @@ class Runtime:
             self._places.setdefault(id(use.module), []).append(number)
         self._trains = trains
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
+        self._structure = Structure(model)
         self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._local = threading.local()
         self._open: Optional[bool] = None  # trains; None: no pass is open
@@ -97,12 +105,16 @@ class Runtime:
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self.dtype = torch.float32
+        #: Why the weights in memory are not the engine's any more; empty: they are.
+        self.spoiled = ""
         #: Tokens and samples of the pass that was finished last; and what such a step computes, 0 where that is not known.
         self.counts = (0, 0)
         self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
         #: What the engine's share of a micro-batch in the loss is multiplied by.
         self.loss_factor = 1.0
         self._looked_at_kept = False
+        self._trained = 0  # passes
+        self._compares = False  # in this one: what blocks give when they are computed again with what they gave
         self._random_after: Optional[RandomState] = None  # of the first micro-batch, at its end
         for block in blocks:
             for name, module in block.modules:
@@ -133,6 +145,12 @@ class Runtime:
         if self._open is not None:
             self.give_up("another forward began before its backward was over")
         self.before_pass()
+        other = self._structure.changed()
+        if other is not None:
+            raise RuntimeError(
+                f"{other} is not what it was in the first forward, when the engine took the model's parameters: change a model (tie, replace, "
+                "remove) before that, or make a new engine"
+            )
         self._weights.check_hidden(self._blocks)
         if trains:
             self._check_requires_grad()
@@ -146,6 +164,9 @@ class Runtime:
             else:
                 self._core.begin_evaluation()
             self._open = trains
+            if trains:
+                self._trained += 1
+                self._compares = self._trained <= _COMPARED or self._trained % _COMPARED_AGAIN == 0
             self._drivers = [Driver(number, len(self._uses), trains) for number in range(micro_batches)]
             self._local.driver = self._drivers[0]
 
@@ -168,6 +189,14 @@ class Runtime:
                 return True
         return False
 
+    @property
+    def gradient_came(self) -> bool:
+        """Whether backward has left a gradient at any weight that trains, in the pass that is open."""
+        inside = [self._uses[driver.inside].block for driver in self._drivers if driver.inside is not None]
+        return any(driver.gradient_came for driver in self._drivers) or any(
+            parameter.grad is not None for block in inside for _, parameter in self._blocks[block].parameters
+        )
+
     def finish(self) -> Dict[str, Any]:
         """The pass is over: what it has not come to is passed by. Returns the engine's result."""
         if self._open is None:
@@ -177,6 +206,11 @@ class Runtime:
                 self._end_backward(driver)
             else:
                 self._pass_by(driver, len(self._uses))
+        if self._open and not self.gradient_came and any(any(flags) for flags in self._trains):
+            raise PassFailed(
+                "step() without a gradient: backward has come to no weight that trains. Gradients of torch.autograd.grad are the caller's "
+                "alone: call engine.backward(loss)"
+            )
         # The last use of a training pass is left here and not before: what was not finished is never applied.
         for driver in self._drivers:
             self._leave_backward(driver)
@@ -360,10 +394,18 @@ class Runtime:
         block = self._enter(driver, False, stage)
         try:
             yield
+            self._refuse_changes(block)
         finally:
             self._weights.hide(block)
         driver.forward_at = stage + 1
         self._core.leave(driver.number, block, None, None)
+
+    # What was changed in memory may be on its way to the drive just now: nothing of it is to be trusted any more.
+    def _refuse_changes(self, block: int) -> None:
+        number = self._weights.changed(block)
+        if number is not None:
+            self.spoiled = CHANGED.format(self._blocks[block].parameters[number][0])
+            raise PassFailed(self.spoiled)
 
     # Uses of forward before `stage` that the pass did not come to.
     def _pass_by(self, driver: Driver, stage: int) -> None:
@@ -400,6 +442,8 @@ class Runtime:
         settings = AutogradSettings()
         # Noted when the use is entered: until then other micro-batches change them.
         buffers: List[_Buffers] = []
+        before: List[_Before] = []
+        compares = self._compares
         if driver.forward is not None and stage in driver.forward.buffers:
             buffers.append(driver.forward.buffers[stage])
 
@@ -414,6 +458,7 @@ class Runtime:
             if first[0]:
                 first[0] = False
                 with self._entered_forward(driver, stage):
+                    before.append(_Before(self._uses[stage].module))
                     if buffers:
                         with buffers[0].as_in_forward():
                             out = self._apart(stage, _computed(original, settings, a, kwargs))
@@ -421,14 +466,23 @@ class Runtime:
                         buffers.append(_Buffers(self._uses[stage].module, self._volatile.get(stage)))
                         out = self._apart(stage, _computed(original, settings, a, kwargs))
                         self._volatile[stage] = buffers[0].keep_changed()
+                if compares:
+                    before[0].gave(out)
                 check_inputs()
                 return out
             self._enter_backward(driver, stage)
             check_inputs()
-            with buffers[0].as_in_forward():
-                return self._apart(stage, _computed(original, settings, a, kwargs))
+            with buffers[0].as_in_forward(), before[0].again():
+                out = self._apart(stage, _computed(original, settings, a, kwargs))
+            if compares and not before[0].same(out):
+                raise PassFailed(
+                    f"{self._uses[stage].name} gave something else when it was computed again for backward: it keeps something between calls, "
+                    "something in it was switched between forward and backward, or it draws random numbers that are not torch's, Python's or numpy's"
+                )
+            return out
 
-        out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
+        with _to_its_end(compares):
+            out = torch.utils.checkpoint.checkpoint(compute, *args, use_reentrant=False)
         _note_graph(driver, given, out)
         passed = set(map(id, given))  # an input that is handed on belongs to the block that made it
         for tensor in tensors_of(out):
@@ -472,6 +526,7 @@ class Runtime:
         if stage is None:
             return
         block = self._uses[stage].block
+        self._refuse_changes(block)
         gradients: Optional[List[Tuple[int, int, str]]] = None
         held = []
         if any(self._trains[block]):
@@ -482,6 +537,7 @@ class Runtime:
                 gradient = parameter.grad.detach().contiguous()
                 held.append(gradient)
                 gradients.append((number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]))
+            driver.gradient_came |= bool(gradients)
         for _, parameter in self._blocks[block].parameters:
             parameter.grad = None
         loss = None
@@ -683,6 +739,11 @@ class Runtime:
             handle.remove()
 
 
+def _to_its_end(wanted: bool) -> Any:
+    early_stop = getattr(torch.utils.checkpoint, "set_checkpoint_early_stop", None)  # since torch 2.1, which stops early
+    return contextlib.nullcontext() if early_stop is None or not wanted else early_stop(False)
+
+
 def _note_graph(driver: Driver, given: Sequence[torch.Tensor], out: Any) -> None:
     passed = set(map(id, given))
     inputs = [tensor.grad_fn for tensor in given]
@@ -734,6 +795,37 @@ class _Buffers:
         finally:
             for (part, name), buffer in zip(self._places, now):
                 part._buffers[name] = buffer
+
+
+class _Before:
+    """How a block was when it was computed, for when it is computed again: its modes, and the random numbers that are not torch's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._modes = [each.training for each in self._modules]
+        self._random = others_now()
+        self._samples: List[Tuple[torch.Size, torch.Tensor]] = []
+
+    def gave(self, out: Any) -> None:
+        self._samples = [(tensor.shape, sample_of(tensor)) for tensor in tensors_of(out)]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        now = [each.training for each in self._modules]
+        if now != self._modes:
+            set_modes(self._modules, self._modes)
+        try:
+            with drawn_again(self._random):
+                yield
+        finally:
+            if now != self._modes:
+                set_modes(self._modules, now)
+
+    def same(self, out: Any) -> bool:
+        found = tensors_of(out)
+        return len(found) == len(self._samples) and all(
+            tensor.shape == shape and alike(sample_of(tensor), sample) for tensor, (shape, sample) in zip(found, self._samples)
+        )
 
 
 class AutogradSettings:

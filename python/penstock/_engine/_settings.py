@@ -12,7 +12,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 import torch
 
 from .. import _core
-from .._buffers import byte_size, whole_number
+from .._buffers import byte_size, truth, whole_number
+from .._tensors import number
 
 PathLike = Union[str, "os.PathLike[str]"]
 
@@ -52,9 +53,21 @@ def _config_text(config: Any) -> str:
             return file.read()
     if isinstance(config, dict):
         # accelerate gives steps_per_print as inf, which JSON has no word for.
-        never = {key for key, value in config.items() if isinstance(value, float) and math.isinf(value)}
-        return json.dumps({key: value for key, value in config.items() if key not in never})
+        kept = {key: value for key, value in config.items() if key != "steps_per_print" or value != math.inf}
+        _check_finite("", kept)
+        return json.dumps(kept)
     raise TypeError(f"config is a dictionary or the path of a JSON file, not {type(config).__name__}")
+
+
+def _check_finite(place: str, value: Any) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check_finite(f"{place}.{key}" if place else str(key), each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_finite(place, each)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{place} is {value}: a configuration has finite numbers (0 for no gradient_clipping)")
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -74,7 +87,7 @@ def _without_wandb(text: str) -> Tuple[str, Optional[Dict[str, Any]]]:
     except ValueError:
         return text, None  # the parser says what is wrong, and where
     wandb = config.get("wandb") if isinstance(config, dict) else None
-    if not isinstance(wandb, dict) or not wandb.get("enabled"):
+    if not isinstance(wandb, dict) or not truth(wandb.get("enabled", False), "wandb.enabled"):
         return text, None
     unknown = [key for key in wandb if key not in _WANDB_KEYS]
     if unknown:
@@ -132,7 +145,9 @@ def resolve(
         settings.forwards = whole_number(forwards, "forwards_per_step", 1, 2**20)
     settings.forwards = max(settings.forwards, settings.micro_batches)
     if clip is not None:
-        settings.clip = float(clip)
+        settings.clip = number(clip, "gradient_clipping")
+        if math.isinf(settings.clip) and settings.clip > 0:
+            settings.clip = 0.0  # as torch's clip_grad_norm_, which only measures then; the engine does so always
     if not settings.clip >= 0.0:
         raise ValueError(f"gradient_clipping is {settings.clip}: a bound of the norm, or 0 for none")
     if settings.offload == "nvme" and not settings.state_dirs:

@@ -15,6 +15,12 @@ from ._on_disk import give_back
 from ._random import RandomState
 from ._tree import tensors_of
 
+# What a forward does to a weight would be in memory alone, be lost with it, and part from what the drive has.
+CHANGED = (
+    "{} is changed in place by its module's forward (as an embedding's max_norm does it): weights change by the optimizer alone. Use what "
+    "forward computes of it, and leave it as it is, or change it between steps, within engine.gathered(write_back=True)"
+)
+
 # Of a tensor that is given, these look at shape and type alone.
 _WITHOUT_VALUES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 
@@ -78,9 +84,10 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
     """Runs `forward` and records every call of a block's module.
 
     The random state and the modules' training flags are as before; buffers that a forward changes (running means) are put
-    back. Raises TypeError naming blocks that were never called, and a weight that is used outside of them.
+    back. Raises TypeError naming blocks that were never called, and a weight that is used outside of them or changed.
     """
     outside = _Outside(blocks)
+    versions = [(name, parameter, parameter._version) for block in blocks for name, parameter in block.parameters]
     uses: List[Use] = []
     uses_of = {id(module): number for number, block in enumerate(blocks) for _, module in block.modules}
     begun: Dict[int, float] = {}
@@ -126,6 +133,9 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
                 module._buffers[name] = buffer  # also one that forward puts another in the place of
                 if buffer.shape == was.shape:
                     buffer.copy_(was)
+    for name, parameter, version in versions:
+        if parameter._version != version:
+            raise TypeError(CHANGED.format(name))
     called = {use.block for use in uses}
     idle = [block.name for number, block in enumerate(blocks) if number not in called]
     if idle:

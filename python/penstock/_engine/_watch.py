@@ -61,6 +61,8 @@ class Watch:
         self.samples = samples
         self._pending: Deque[Dict[str, Any]] = deque()  # of steps that are not committed yet
         self._failing = False
+        self._half_told = False  # the first of these: DeepSpeed's monitors have it, and wandb has not
+        self.complaint = ""
         self._monitors = None
         if settings.monitors:
             self._monitors = _core.Monitors(settings.config, run_id, resumes, list(replaces), self._scales_loss)
@@ -126,11 +128,14 @@ class Watch:
             f"{seconds:.3f} s: {count(flops / seconds)}FLOP/s, {flops / seconds / self._rate:.1%} of a product of 1024 x 1024 in "
             f"{self._settings.dtype} ({count(self._rate)}FLOP/s)\n"
         )
-        if wanted["output_file"]:
-            with open(wanted["output_file"], "a", encoding="utf-8") as file:
-                file.write(text)
-        else:
-            sys.stderr.write(text)
+        try:
+            if wanted["output_file"]:
+                with open(wanted["output_file"], "a", encoding="utf-8") as file:
+                    file.write(text)
+                return
+        except OSError as error:
+            self.complaint = f"flops_profiler: {error}"
+        sys.stderr.write(text)
 
     # Monitors hold a step when it is committed, and each once: what could not be written comes again with the next.
     def _tell(self, committed: int) -> None:
@@ -138,21 +143,32 @@ class Watch:
         while self._pending and self._pending[0]["step"] <= committed:
             entry = self._pending[0]
             try:
-                if self._monitors is not None:
+                if self._monitors is not None and not self._half_told:
                     self._monitors.append(json.dumps(entry))
+                self._half_told = True
                 if self._wandb is not None:
                     self._wandb.append(entry, self._scales_loss)
-            except (OSError, ValueError, RuntimeError) as error:
+            except Exception as error:  # noqa: B902  # wandb's are no OSError
                 told.append(f"{type(error).__name__}: {error}")
                 break
+            self._half_told = False
             self._pending.popleft()
         if told and not self._failing:
-            warnings.warn(f"a monitor could not be written, which is tried again with every step: {told[0]}", stacklevel=2)
+            self.complaint = f"a monitor could not be written, which is tried again with every step: {told[0]}"
         self._failing = bool(told)
+
+    def complain(self) -> None:
+        """Warns of what could not be told, once the step is whole: a warning may be an error."""
+        complaint, self.complaint = self.complaint, ""
+        if complaint:
+            warnings.warn(complaint, stacklevel=3)
 
     def close(self) -> None:
         """The last step is committed."""
         self._tell(self._core.committed_step)
         self._progress.finish()
-        if self._wandb is not None:
-            self._wandb.close()
+        try:
+            if self._wandb is not None:
+                self._wandb.close()
+        except Exception as error:  # noqa: B902
+            self.complaint = f"wandb: {type(error).__name__}: {error}"

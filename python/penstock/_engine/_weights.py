@@ -7,7 +7,7 @@ truth, a write is refused by torch, and whoever computes with it notices.
 from __future__ import annotations
 
 import ctypes
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -22,25 +22,36 @@ class Weights:
         self._dtype = dtype
         self._width = torch.empty((), dtype=dtype).element_size()
         self._places = places
-        self._nan = torch.full((1,), float("nan"), dtype=dtype)
-        self._hidden = [
-            [self._nan.expand(parameter.shape) if parameter.dim() else self._nan[0] for parameter in block] for block in self._parameters
-        ]
+        with torch.inference_mode(False):  # what is made in it could not be trained on later
+            self._nan = torch.full((1,), float("nan"), dtype=dtype)
+            self._hidden = [
+                [self._nan.expand(parameter.shape) if parameter.dim() else self._nan[0] for parameter in block] for block in self._parameters
+            ]
         self._bytes = [
             max((place + parameter.numel() for place, parameter in zip(places_of, parameters)), default=0) * self._width
             for places_of, parameters in zip(places, self._parameters)
         ]
         self._spans: Dict[int, Tuple[int, int]] = {}
         self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
+        self._versions: Dict[int, List[int]] = {}  # of each block's parameters, when they got their values
 
     def attach(self, block: int, address: int) -> None:
         """The block's parameters are what lies at `address` from here on."""
         self._spans[block] = (address, address + self._bytes[block])
         views = self._views.get((block, address))
         if views is None:
-            views = self._views[block, address] = self._cut(block, address)
+            with torch.inference_mode(False):
+                views = self._views[block, address] = self._cut(block, address)
         for parameter, view in zip(self._parameters[block], views):
             parameter.data = view
+        self._versions[block] = [parameter._version for parameter in self._parameters[block]]
+
+    def changed(self, block: int) -> Optional[int]:
+        """The first of the block's parameters, which have their values, that was changed in place since; None: none was."""
+        for number, (parameter, version) in enumerate(zip(self._parameters[block], self._versions.get(block, ()))):
+            if parameter._version != version:
+                return number
+        return None
 
     def owned(self, block: int, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in the memory of the block's weights, which is the engine's again when the block is left."""
@@ -55,8 +66,12 @@ class Weights:
         place = self._nan.data_ptr()
         for block in blocks:
             for name, parameter in block.parameters:
-                if parameter.data_ptr() != place and parameter.numel():
-                    raise RuntimeError(f"{name} was given a value outside of engine.gathered(write_back=True): the engine has another")
+                if parameter.device.type != "cpu" or (parameter.data_ptr() != place and parameter.numel()):
+                    self.hide_all()
+                    raise RuntimeError(
+                        f"{name} was given a value outside of engine.gathered(write_back=True), or another type or device: the engine has "
+                        "another, which the next forward goes on with"
+                    )
 
     def hide(self, block: int) -> None:
         for parameter, hidden in zip(self._parameters[block], self._hidden[block]):

@@ -11,7 +11,11 @@ from torch import nn
 from ._blocks import Block
 
 _PLACE = "_penstock_whole"  # in a model's __dict__: the Whole of its last engine
-_OURS = ("__deepcopy__", "state_dict", "load_state_dict", "_penstock_engine", _PLACE)
+_OURS = ("__deepcopy__", "__reduce_ex__", "state_dict", "load_state_dict", "_penstock_engine", _PLACE)
+
+
+def _refuses_pickle(_: Any) -> Any:
+    raise TypeError("a model whose parameters an engine has cannot be pickled, nor can a part of it: save its state_dict(), which is whole")
 
 
 class Whole:
@@ -41,16 +45,20 @@ class Whole:
         self._hooks: Dict[int, Any] = {}  # of each module, in its _state_dict_hooks
         for parameter in self._parameters:
             parameter.__deepcopy__ = self._copy_of_parameter(parameter)  # type: ignore[attr-defined]
+            parameter.__reduce_ex__ = _refuses_pickle  # type: ignore[method-assign]
         for module in model.modules():
             self._hooks[id(module)] = module._register_state_dict_hook(self._fill)
             module.__dict__["__deepcopy__"] = self._copy_of_module(module)
+            module.__dict__["__reduce_ex__"] = _refuses_pickle
         model.__dict__[_PLACE] = self
 
     def _remove(self) -> None:
         for parameter in self._parameters:
-            parameter.__dict__.pop("__deepcopy__", None)
+            for name in ("__deepcopy__", "__reduce_ex__"):
+                parameter.__dict__.pop(name, None)
         for module in self._model.modules():
-            module.__dict__.pop("__deepcopy__", None)
+            for name in ("__deepcopy__", "__reduce_ex__"):
+                module.__dict__.pop(name, None)
             handle = self._hooks.get(id(module))
             if handle is not None:
                 handle.remove()
