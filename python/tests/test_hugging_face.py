@@ -182,4 +182,4 @@ def test_run_without_a_script(tmp_path):
 
     assert call().returncode == 2 and "usage" in call().stdout
     assert "no script" in call(str(tmp_path / "nowhere.py")).stderr
-    assert "one process" in call("x.py", WORLD_SIZE="2").stderr
+    assert "RANK is not" in call("x.py", WORLD_SIZE="2").stderr

@@ -97,7 +97,7 @@ class Runtime:
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self.dtype = torch.float32
-        #: Tokens and samples of the pass that was finished last; and what such a step computes, 0 where that is not known.
+        #: Tokens and samples of the pass that was finished last, on all ranks; and what such a step computes, 0 where that is not known.
         self.counts = (0, 0)
         self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
         #: What the engine's share of a micro-batch in the loss is multiplied by.
@@ -184,7 +184,9 @@ class Runtime:
         self._open = None
         self._drivers = []
         self._local.driver = None
-        return self._core.finish(self.counts[0], self.flops_of(*self.counts))
+        result = self._core.finish(*self.counts, self.flops_of(*self.counts))
+        self.counts = (result["tokens"], result["samples"])
+        return result
 
     def give_up(self, why: str) -> None:
         """The pass that is open fails; the engine is as it was before it."""
