@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import weakref
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -20,6 +21,7 @@ from torch import nn
 from ._engine._engine import Engine
 from ._engine._engine import initialize as _initialize
 from ._engine._on_disk import init_on_disk
+from ._engine._ranks import make_group
 from ._engine._settings import PathLike
 
 logger = logging.getLogger("penstock")
@@ -30,13 +32,8 @@ _owners: "weakref.WeakValueDictionary[int, Engine]" = weakref.WeakValueDictionar
 
 
 def init_distributed(dist_backend: Optional[str] = None, *_: Any, **__: Any) -> None:
-    """torch.distributed's process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; one process trains."""
-    import torch.distributed as dist
-
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise NotImplementedError("several ranks from Python are not served: start one process (penstock train has ranks)")
-    if dist.is_available() and not dist.is_initialized():
-        dist.init_process_group(backend="gloo")
+    """torch.distributed's process group, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say; over Gloo, whatever is asked for."""
+    make_group()
 
 
 class DeepSpeedEngine(nn.Module):
@@ -101,6 +98,22 @@ class DeepSpeedEngine(nn.Module):
     def skipped_steps(self) -> int:
         return self.engine.skipped_steps
 
+    @property
+    def world_size(self) -> int:
+        return self.engine.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.engine.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self.engine.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
     def zero_optimization_stage(self) -> int:
         return 3
 
@@ -139,16 +152,17 @@ def _remove(directories: Sequence[str], process: int) -> None:
 
 
 # DeepSpeed's nvme_path is a place for many runs: each has a directory of its own there, which goes with its process. What a killed
-# one has left is removed by the next.
+# one has left is removed by the next one of its host.
 def _scratch_in(parent: str) -> str:
     os.makedirs(parent, exist_ok=True)
+    host = socket.gethostname()
     for name in os.listdir(parent):
         process = name[len(_SCRATCH) :].split("-")[0]
-        if name.startswith(_SCRATCH) and process.isdigit() and not os.path.exists(f"/proc/{process}"):
+        if name.startswith(_SCRATCH) and name.endswith(f"@{host}") and process.isdigit() and not os.path.exists(f"/proc/{process}"):
             if not _in_use(os.path.join(parent, name)):
                 shutil.rmtree(os.path.join(parent, name), ignore_errors=True)
     number = sum(name.startswith(f"{_SCRATCH}{os.getpid()}-") for name in os.listdir(parent))
-    return os.path.join(parent, f"{_SCRATCH}{os.getpid()}-{number}")
+    return os.path.join(parent, f"{_SCRATCH}{os.getpid()}-{number}@{host}")
 
 
 # By a process that is not seen from here: of another container.
@@ -209,7 +223,9 @@ def initialize(
         given = getattr(args, "deepspeed_config", None)
     described = _config_of(given)
     if training_data is not None or mpu is not None or mesh_param is not None:
-        raise NotImplementedError("training_data, mpu and mesh_param are not served: one process trains, and the caller loads its data")
+        raise NotImplementedError(
+            "training_data, mpu and mesh_param are not served: the caller loads its data, and there is no parallelism but that of batches"
+        )
     scratch: List[str] = []
     engine, _, _, scheduler = _initialize(
         model=model,
@@ -246,13 +262,13 @@ class Init(contextlib.AbstractContextManager):  # type: ignore[type-arg]
 def GatheredParameters(  # noqa: N802
     params: Union[nn.Parameter, Sequence[nn.Parameter]], modifier_rank: Optional[int] = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[Any]:
-    """deepspeed.zero.GatheredParameters: the values are there within; with a modifier_rank changes are written back."""
+    """deepspeed.zero.GatheredParameters: the values are there within; with a modifier_rank its changes are written back."""
     wanted = [params] if isinstance(params, nn.Parameter) else list(params)
     engine = next((_owners[id(each)] for each in wanted if id(each) in _owners and _owners[id(each)].has(each)), None)
     if not enabled or engine is None or not engine.started:
         yield params
         return
-    with engine.gathered(wanted, write_back=modifier_rank is not None):
+    with engine.gathered(wanted, write_back=modifier_rank is not None, source=modifier_rank or 0):
         yield params
 
 

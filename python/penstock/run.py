@@ -1,6 +1,7 @@
 """``python -m penstock.run script.py ...``: a script that imports deepspeed, or a Trainer with ``deepspeed=``, on Penstock's engine.
 
-It runs the script in this process, as one rank. ``-m MODULE`` runs a module.
+It runs the script in this process: ``-m MODULE`` runs a module. With several ranks, ``torchrun --nproc-per-node 2 -m penstock.run
+script.py ...``.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m penstock.run SCRIPT [ARGUMENTS]\n       python -m penstock.run -m MODULE [ARGUMENTS]\n\n" + (__doc__ or ""))
         sys.exit(0 if arguments else 2)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        sys.exit("penstock.run: several ranks from Python are not served: start one process")
+    if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" not in os.environ:
+        sys.exit("penstock.run: WORLD_SIZE is set and RANK is not: torchrun --nproc-per-node N -m penstock.run SCRIPT sets both")
     from . import deepspeed  # noqa: F401
 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():

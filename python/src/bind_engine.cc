@@ -20,15 +20,18 @@
 #include <vector>
 
 #include "aio/io_error.h"
+#include "base/status_macros.h"
 #include "engine_options.h"
 #include "errors.h"
 #include "kernels/float16.h"
 #include "owned.h"
+#include "ranks.h"
 #include "run_watch.h"
 #include "swap/inspect.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/driven_engine.h"
 #include "zero/engine/restore.h"
+#include "zero/ranks/agree.h"
 
 namespace nb = nanobind;
 
@@ -81,11 +84,22 @@ zero::StateKind StateKindOf(const std::string& name) {
 class PyTrainingEngine {
  public:
   PyTrainingEngine(const std::vector<GivenBlock>& blocks, const std::vector<GivenStage>& stages,
-                   const std::string& options)
-      : heard_(std::make_shared<Heard>()), watch_(std::make_shared<RunWatch>()) {
+                   const std::string& options, const PyRanks* ranks)
+      : ranks_(ranks != nullptr ? ranks->held() : nullptr),
+        heard_(std::make_shared<Heard>()),
+        watch_(std::make_shared<RunWatch>()) {
     GivenModel model = ValueOrRaise(MakeModel(blocks, stages));
     for (const auto& layout : model.measured.layouts) layouts_.push_back(layout);
-    GivenOptions given = ValueOrRaise(MakeOptions(options));
+    GivenOptions given = ValueOrRaise(MakeOptions(options, comm()));
+    if (comm() != nullptr) {
+      absl::Status alike;
+      {
+        nb::gil_scoped_release release;
+        alike = zero::AgreeOnOptions(
+            *comm(), {{"the model's blocks, their order and groups", model.measured.identity}});
+      }
+      CheckEngine(alike);
+    }
     zero::EngineOptions& made = given.engine;
     made.initial_values = std::move(model.initial_values);
     made.hooks.log = [heard = heard_](const std::string& line) { heard->Line(line); };
@@ -97,6 +111,10 @@ class PyTrainingEngine {
       {
         nb::gil_scoped_release release;
         restored = zero::RestoreRun(given.restore_from, made);
+        if (comm() != nullptr) {  // or the others would wait
+          if (!restored.ok()) comm()->Abort(restored);
+          restored.Update(comm()->failure());
+        }
       }
       CheckEngine(restored, {.path = given.restore_from});
       made.resume.enabled = true;
@@ -192,13 +210,19 @@ class PyTrainingEngine {
   }
 
   void Fail(const std::string& why) {
-    const std::lock_guard lock(mutex_);
-    Held()->get().compute().Fail(absl::CancelledError(why));
-    entered_.clear();
+    {
+      const std::lock_guard lock(mutex_);
+      Held()->get().compute().Fail(absl::CancelledError(why));
+      entered_.clear();
+    }
+    if (comm() == nullptr) return;
+    nb::gil_scoped_release release;
+    comm()->Abort(absl::CancelledError(why));  // what waits for the others may never come to the failure
   }
 
-  // tokens, flops: of a training step, for the report; 0 where they are not known.
-  nb::dict Finish(int64_t tokens, double flops) {
+  // tokens, samples, flops: of a training step on this rank, for the report; 0 where they are not known. The
+  // result has those of all ranks.
+  nb::dict Finish(int64_t tokens, int64_t samples, double flops) {
     const auto held = Held();
     DrivenEngine& of = held->get();
     absl::StatusOr<zero::StepResult> result;
@@ -208,9 +232,12 @@ class PyTrainingEngine {
     }
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
     const zero::StepResult step = ValueOfEngine(std::move(result));
+    Counts counts{
+        .tokens = static_cast<double>(tokens), .samples = static_cast<double>(samples), .flops = flops};
     if (trains_) {
-      Call([&](zero::Engine& engine) {
-        watch_->Stepped(engine, step, tokens, flops);
+      Call([&](zero::Engine& engine) -> absl::Status {
+        RETURN_IF_ERROR(Sum(&counts));
+        watch_->Stepped(engine, step, static_cast<int64_t>(counts.tokens), counts.flops);
         return absl::OkStatus();
       });
     }
@@ -228,6 +255,8 @@ class PyTrainingEngine {
     out["evaluation_seconds"] = step.evaluation_seconds;
     out["nvme_read_bytes"] = step.nvme_read_bytes;
     out["nvme_write_bytes"] = step.nvme_write_bytes;
+    out["tokens"] = static_cast<int64_t>(counts.tokens);
+    out["samples"] = static_cast<int64_t>(counts.samples);
     return out;
   }
 
@@ -287,6 +316,7 @@ class PyTrainingEngine {
       entered_.clear();
     }
     engine_.reset();
+    ranks_.reset();
   }
   bool Closed() const { return engine_ == nullptr; }
 
@@ -324,6 +354,26 @@ class PyTrainingEngine {
     nlohmann::json description = heard_->Description(of.step());
     return description.is_null() ? of.CommitDescription() : of.CommitDescription(std::move(description));
   }
+  // Of a step. Numbers that doubles hold.
+  struct Counts {
+    double tokens = 0, samples = 0, flops = 0;
+  };
+  // Over all ranks.
+  absl::Status Sum(Counts* counts) const {
+    if (comm() == nullptr) return absl::OkStatus();
+    std::vector<Counts> all(static_cast<size_t>(comm()->world()));
+    all[static_cast<size_t>(comm()->rank())] = *counts;
+    RETURN_IF_ERROR(
+        comm()->AllGather(zero::Channel::kSetup, {"what the step has counted"}, all.data(), sizeof(Counts)));
+    *counts = Counts();
+    for (const Counts& each : all) {
+      counts->tokens += each.tokens;
+      counts->samples += each.samples;
+      counts->flops += each.flops;
+    }
+    return absl::OkStatus();
+  }
+  std::shared_ptr<zero::Comm> comm() const { return ranks_ == nullptr ? nullptr : ranks_->get().comm; }
 
   // Held as long as a call lasts: another thread may close the engine meanwhile.
   std::shared_ptr<Owned<DrivenEngine>> Held() const {
@@ -339,6 +389,7 @@ class PyTrainingEngine {
       nb::gil_scoped_release release;
       status = of.Call(call);
     }
+    if (PyErr_Occurred() != nullptr) throw nb::python_error();  // Ctrl-C, while it waited for other ranks
     CheckEngine(status);
   }
   // What the engine answers.
@@ -352,6 +403,7 @@ class PyTrainingEngine {
     return *std::move(answer);
   }
 
+  HeldRanks ranks_;  // null: there are no others. They outlive the engine
   std::shared_ptr<Heard> heard_;
   std::shared_ptr<RunWatch> watch_;  // the engine's hooks point there: it goes last
   std::shared_ptr<Owned<DrivenEngine>> engine_;
@@ -382,23 +434,25 @@ void BindEngine(nb::module_& module) {
       "Learning rate and betas (None: the optimizer's own) of an update, 1 for the first.");
   module.def(
       "parse_config",
-      [](const std::string& text, int64_t total_steps) {
-        return ValueOrRaise(ConfigAsJson(text, total_steps)).dump();
+      [](const std::string& text, int64_t total_steps, int world) {
+        return ValueOrRaise(ConfigAsJson(text, total_steps, world)).dump();
       },
-      nb::arg("text"), nb::arg("total_steps") = 0,
+      nb::arg("text"), nb::arg("total_steps") = 0, nb::arg("world") = 1,
       "What a DeepSpeed configuration asks for, with DeepSpeed's values in open places, as JSON.");
   nb::class_<PyTrainingEngine>(
       module, "TrainingEngine", nb::is_weak_referenceable(),
       "Trains a model that its owner drives: enter and leave for each use of a block.")
-      .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const std::string&>(),
-           nb::arg("blocks"), nb::arg("stages"), nb::arg("options"))
+      .def(nb::init<const std::vector<GivenBlock>&, const std::vector<GivenStage>&, const std::string&,
+                    const PyRanks*>(),
+           nb::arg("blocks"), nb::arg("stages"), nb::arg("options"), nb::arg("ranks").none() = nb::none())
       .def("begin", &PyTrainingEngine::Begin, nb::arg("next"), nb::arg("rates"))
       .def("begin_evaluation", &PyTrainingEngine::BeginEvaluation)
       .def("enter", &PyTrainingEngine::Enter, nb::arg("backward"), nb::arg("stage"), nb::arg("micro_batch"))
       .def("leave", &PyTrainingEngine::Leave, nb::arg("micro_batch"), nb::arg("block"),
            nb::arg("gradients").none(), nb::arg("loss").none())
       .def("fail", &PyTrainingEngine::Fail, nb::arg("why"))
-      .def("finish", &PyTrainingEngine::Finish, nb::arg("tokens") = 0, nb::arg("flops") = 0.0)
+      .def("finish", &PyTrainingEngine::Finish, nb::arg("tokens") = 0, nb::arg("samples") = 0,
+           nb::arg("flops") = 0.0)
       .def("flush", &PyTrainingEngine::Flush)
       .def("checkpoint", &PyTrainingEngine::Checkpoint, nb::arg("parent"))
       .def("offsets", &PyTrainingEngine::Offsets, nb::arg("block"))

@@ -15,6 +15,7 @@
 #include "tools/pages/report_page.h"
 #include "tools/pages/run_files.h"
 #include "zero/config/config.h"
+#include "zero/ranks/sharded_state.h"
 
 namespace nb = nanobind;
 
@@ -46,7 +47,9 @@ class PyMonitors {
 
 // Of the last commit's record; "null" where there is no run, or none that can be read.
 std::string RecordOf(const std::vector<std::string>& directories, const std::string& what) {
-  const auto found = swap::Inspect(directories);
+  const auto parts = zero::FindShards(directories);  // of ranks, where they are several
+  if (!parts.ok()) return "null";
+  const auto found = swap::Inspect(parts->front());
   if (!found.ok()) return "null";
   const auto payload = nlohmann::json::parse(found->record.payload, nullptr, /*allow_exceptions=*/false);
   return payload.is_object() && payload.contains(what) ? payload[what].dump() : "null";

@@ -247,10 +247,11 @@ absl::StatusOr<GivenModel> MakeModel(const std::vector<GivenBlock>& blocks,
   return model;
 }
 
-absl::StatusOr<GivenOptions> MakeOptions(const std::string& text) {
+absl::StatusOr<GivenOptions> MakeOptions(const std::string& text, std::shared_ptr<zero::Comm> comm) {
   Options given(ParseJson(text));
   GivenOptions made;
   zero::EngineOptions& options = made.engine;
+  options.comm = std::move(comm);
   std::string dtype = "fp32", states = "fp32", config;
   Json optimizer = Json::object();
   given.Take("dtype", &dtype);
@@ -297,7 +298,7 @@ absl::StatusOr<GivenOptions> MakeOptions(const std::string& text) {
   return made;
 }
 
-absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps) {
+absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps, int world) {
   std::vector<std::string> filled;
   ASSIGN_OR_RETURN(const zero::ParsedConfig parsed, ParseAndFill(text, total_steps, &filled));
   const zero::Config& config = parsed.config;
@@ -328,7 +329,7 @@ absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t tot
                    zero::ResolveBatch({.train_batch = config.train_batch_size,
                                        .micro_batch = config.micro_batch_per_rank,
                                        .accumulation = config.gradient_accumulation_steps},
-                                      /*world=*/1, /*default_micro_batch=*/1));
+                                      world, /*default_micro_batch=*/1));
   json["gradient_accumulation_steps"] = sizes.accumulation;
   add("clip", config.gradient_clipping);
   add("host_memory", config.penstock.host_memory_bytes);

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -44,11 +45,12 @@ struct GivenOptions {
   std::string restore_from;  // the checkpoint that the run is made of; empty: none
 };
 // From a JSON object; the keys are python/penstock/_engine/_engine.py's. kInvalidArgument names one that is
-// wrong.
-absl::StatusOr<GivenOptions> MakeOptions(const std::string& options);
+// wrong. comm: the other ranks, or null.
+absl::StatusOr<GivenOptions> MakeOptions(const std::string& options, std::shared_ptr<zero::Comm> comm);
 
-// The same keys, as far as a DeepSpeed configuration gives them; and "notes" and "filled", for people.
-absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps);
+// The same keys, as far as a DeepSpeed configuration gives them to `world` ranks; and "notes" and "filled",
+// for people.
+absl::StatusOr<nlohmann::json> ConfigAsJson(const std::string& text, int64_t total_steps, int world);
 
 // Of a live engine, for people and tests.
 nlohmann::json InfoOf(const zero::Engine& engine);

@@ -29,6 +29,8 @@ int ErrnoFor(const absl::Status& status) {
       return ECANCELED;
     case absl::StatusCode::kFailedPrecondition:
       return EINVAL;
+    case absl::StatusCode::kUnavailable:  // of other ranks: a ConnectionAbortedError
+      return ECONNABORTED;
     default:
       return EIO;
   }

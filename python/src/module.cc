@@ -13,6 +13,7 @@ void BindEngine(nb::module_& module);
 void BindKernels(nb::module_& module);
 void BindOptim(nb::module_& module);
 void BindPrograms(nb::module_& module);
+void BindRanks(nb::module_& module);
 void BindWatch(nb::module_& module);
 }  // namespace penstock::python
 
@@ -22,6 +23,7 @@ NB_MODULE(_core, module) {
   module.attr("__version__") = PENSTOCK_VERSION;
   penstock::python::BindErrors(module);
   penstock::python::BindAio(module);
+  penstock::python::BindRanks(module);
   penstock::python::BindEngine(module);
   penstock::python::BindKernels(module);
   penstock::python::BindOptim(module);

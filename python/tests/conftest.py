@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,33 @@ def in_child():
             capture_output=True, text=True, timeout=timeout, env=environment, **keywords,
         )
         return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+@pytest.fixture
+def on_ranks():
+    """Runs a text of Python in as many processes as `world`, as torchrun starts them; returns [(exit status, stdout, stderr)]."""
+
+    def run(text, world, *arguments, timeout=120):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        common = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**common, "WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(world)
+        ]
+        try:
+            told = [process.communicate(timeout=timeout) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        return [(process.returncode, *of) for process, of in zip(processes, told)]
 
     return run
 

@@ -30,11 +30,13 @@ class Net(nn.Module):
         self.head = nn.Linear(width, words, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+        self.left_out = None  # the number of a layer
 
     def forward(self, x, targets=None):
         x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
+        for number, layer in enumerate(self.layers):
+            if number != self.left_out:
+                x = layer(x)
         logits = self.head(self.norm(x))
         if targets is None:
             return logits

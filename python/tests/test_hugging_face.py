@@ -182,7 +182,7 @@ def test_run_without_a_script(tmp_path):
 
     assert call().returncode == 2 and "usage" in call().stdout
     assert "no script" in call(str(tmp_path / "nowhere.py")).stderr
-    assert "one process" in call("x.py", WORLD_SIZE="2").stderr
+    assert "RANK is not" in call("x.py", WORLD_SIZE="2").stderr
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced_and_client_state_comes_back(tmp_path, in_child):
@@ -216,15 +216,17 @@ def test_a_checkpoint_of_the_same_step_is_replaced_and_client_state_comes_back(t
 def test_the_scratch_of_a_process_that_is_not_seen_here_stays(tmp_path):
     """One in another container has a number that means nothing here; its lock does."""
     import fcntl
+    import socket
 
     from penstock._deepspeed import _scratch_in
 
-    for name in ("penstock-swap-999999998-0", "penstock-swap-999999999-0"):
+    first, second = (f"penstock-swap-99999999{number}-0@{socket.gethostname()}" for number in (8, 9))
+    for name in (first, second):
         (tmp_path / name).mkdir()
         (tmp_path / name / "penstock.store").write_text("")
-    with open(tmp_path / "penstock-swap-999999998-0" / "penstock.store") as file:
+    with open(tmp_path / first / "penstock.store") as file:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX)
         _scratch_in(str(tmp_path))
-        assert [each.name for each in tmp_path.iterdir()] == ["penstock-swap-999999998-0"]
+        assert [each.name for each in tmp_path.iterdir()] == [first]
     _scratch_in(str(tmp_path))
     assert list(tmp_path.iterdir()) == []

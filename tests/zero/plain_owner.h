@@ -36,8 +36,9 @@ class Owner {
     options.storage.state_dirs = {directory};
     options.storage.overwrite = true;
     options.initial_values = [this](int block, int64_t first, int64_t n, float* to) {
-      if (first == 0)
+      if (reader_ == nullptr || block != block_read_ || first == 0)  // another rank's part begins elsewhere
         reader_ = *plain_.Initial(tiering::BlockIndex(block), 100 + static_cast<uint64_t>(block));
+      block_read_ = block;
       return reader_->Read(first, n, to);
     };
     return options;
@@ -90,6 +91,7 @@ class Owner {
   const int micro_batches_;
   plain::PlainCompute plain_;
   std::unique_ptr<InitialReader> reader_;
+  int block_read_ = -1;
 };
 
 }  // namespace penstock::zero::testing_support

@@ -30,12 +30,14 @@ class DrivenEngine::Thread {
     there_.notify_one();
   }
 
-  // And waits until it has run.
+  // And waits until it has run; `meanwhile`: now and then.
   template <typename T>
-  T Run(const std::function<T()>& work) {
+  T Run(const std::function<T()>& work, const std::function<void()>& meanwhile = nullptr) {
     std::promise<T> promise;
+    std::future<T> future = promise.get_future();
     Add([&] { promise.set_value(work()); });
-    return promise.get_future().get();
+    while (meanwhile && future.wait_for(DrivenCompute::kPatience) != std::future_status::ready) meanwhile();
+    return future.get();
   }
 
  private:
@@ -80,6 +82,7 @@ absl::StatusOr<std::unique_ptr<DrivenEngine>> DrivenEngine::Create(Measured give
   auto compute = std::make_shared<DrivenCompute>(std::move(given), drivers);
   auto made = std::unique_ptr<DrivenEngine>(new DrivenEngine(std::move(compute), std::make_unique<Thread>()));
   made->micro_batches_ = options.micro_batches;
+  made->comm_ = options.comm;
   options.example = Unseen();
   RETURN_IF_ERROR(made->thread_->Run<absl::Status>([&]() -> absl::Status {
     ASSIGN_OR_RETURN(made->engine_, Engine::Create(made->compute_, std::move(options)));
@@ -152,7 +155,12 @@ absl::StatusOr<StepResult> DrivenEngine::Finish() {
 absl::Status DrivenEngine::Call(const std::function<absl::Status(Engine&)>& call) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   if (pass_.has_value()) return absl::FailedPreconditionError("a pass is open: Finish ends it");
-  return thread_->Run<absl::Status>([&] { return call(*engine_); });
+  if (comm_ == nullptr) return thread_->Run<absl::Status>([&] { return call(*engine_); });
+  return thread_->Run<absl::Status>([&] { return call(*engine_); },
+                                    [this] {
+                                      if (!compute_->Interrupted()) return;
+                                      comm_->Abort(absl::CancelledError("interrupted while it waited"));
+                                    });
 }
 
 }  // namespace penstock::zero

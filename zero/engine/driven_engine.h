@@ -49,7 +49,8 @@ class DrivenEngine {
   absl::StatusOr<StepResult> Finish();  // of an evaluation only the loss is set
 
   // `call` on the engine's thread, while no pass is open: everything else that an Engine does, steps and
-  // evaluations excepted (kFailedPrecondition).
+  // evaluations excepted (kFailedPrecondition). Over several ranks an interrupt of the caller's
+  // (DrivenCompute::set_interrupted) ends the wait for the others, and with it the run, on all of them.
   absl::Status Call(const std::function<absl::Status(Engine&)>& call);
   // Of what does not change.
   const EnginePlan& plan() const { return engine_->plan(); }
@@ -61,6 +62,7 @@ class DrivenEngine {
 
   const ProcessMark made_in_;
   std::shared_ptr<DrivenCompute> compute_;
+  std::shared_ptr<Comm> comm_;      // null: there are no other ranks
   std::unique_ptr<Engine> engine_;  // made, used and destroyed on the thread
   int micro_batches_ = 1;
   std::optional<std::future<absl::StatusOr<StepResult>>> pass_;

@@ -9,12 +9,14 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "aio/arena.h"
 #include "aio/engine.h"
 #include "aio/io_error.h"
 #include "base/check.h"
 #include "base/status_macros.h"
+#include "kernels/checksum.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tiering/program/program.h"
@@ -31,6 +33,26 @@
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
+namespace {
+
+// Of a step that all ranks make alike: with other rates on one of them each would update its part otherwise.
+std::string RatesText(const std::vector<GroupRates>& groups) {
+  if (groups.empty()) return "";
+  std::string all;
+  for (const GroupRates& group : groups) {
+    const auto number = [&all](const std::optional<double>& value) {
+      absl::StrAppend(&all, value.has_value() ? absl::StrFormat("%.17g ", *value) : "- ");
+    };
+    number(group.rates.lr);
+    number(group.rates.beta1);
+    number(group.rates.beta2);
+    number(group.weight_decay);
+  }
+  return absl::StrFormat(" (learning rate %.10g, all rates %08x)", groups.front().rates.lr,
+                         static_cast<uint32_t>(kernels::Checksum(all.data(), all.size())));
+}
+
+}  // namespace
 
 using tiering::Op;
 using tiering::OpId;
@@ -410,8 +432,15 @@ class Engine::Impl {
     RETURN_IF_ERROR(Flush());
     if (store() == nullptr || last_result_.step != step_ || !options_.hooks.describe) return absl::OkStatus();
     const std::string payload = Payload(&decisions_.applied());
-    if (payload == store()->committed_payload()) return absl::OkStatus();
-    return CommitAgain(payload);
+    bool changed = payload != store()->committed_payload();
+    if (options_.comm != nullptr) {
+      // All make the same commits, or a resumed run would not know which belong together.
+      ASSIGN_OR_RETURN(const std::vector<int64_t> all,
+                       AllNumbers(*options_.comm, "the description", changed ? 1 : 0));
+      changed = std::find(all.begin(), all.end(), 1) != all.end();
+    }
+    if (!changed) return absl::OkStatus();
+    return OfAll(CommitAgain(payload));
   }
 
   absl::Status CommitDescription(nlohmann::json description) {
@@ -426,34 +455,39 @@ class Engine::Impl {
 
   absl::StatusOr<std::string> Checkpoint(const std::string& parent) {
     if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
-    RETURN_IF_ERROR(CommitDescription());
+    RETURN_IF_ERROR(BroadcastError(CommitDescription()));
     if (store() == nullptr && last_result_.step == 0) {
       return absl::FailedPreconditionError(
           "no step has been made since the run was opened: what it was opened from is the checkpoint");
     }
     std::shared_ptr<swap::CheckpointLock> lock = options_.storage.checkpoints.lock;
+    absl::Status mine;
     if (options_.rank() == 0 && (lock == nullptr || parent != options_.storage.checkpoints.parent)) {
-      ASSIGN_OR_RETURN(lock, swap::CheckpointLock::Take(parent));
+      auto taken = swap::CheckpointLock::Take(parent);
+      if (taken.ok()) lock = *std::move(taken);
+      mine = taken.status();
     }
+    // What is wrong with the directory is known to all, and ends nobody.
+    RETURN_IF_ERROR(OfAll(mine));
     aio::ArenaOptions of_tile;
     of_tile.lock = false;
     of_tile.bytes = store() != nullptr ? store()->geometry().largest_slot_bytes() : 1;
-    ASSIGN_OR_RETURN(const std::unique_ptr<aio::Arena> tile, aio::Arena::Create(of_tile));
-    std::unique_ptr<aio::Engine> own_io;
-    Checkpointing once({.parent = parent, .lock = lock}, {tile->data(), of_tile.bytes}, options_.comm.get(),
-                       options_.hooks.checkpointed);
-    if (store() != nullptr) {
-      RETURN_IF_ERROR(once.BeginOfStore(*store(), plan_.plan.commits_every_step));
-    } else {
-      aio::Engine* io = resources_->io();
-      if (io == nullptr) {
-        ASSIGN_OR_RETURN(own_io, aio::Engine::Create({}));
-        io = own_io.get();
+    absl::StatusOr<std::unique_ptr<aio::Arena>> tile = aio::Arena::Create(of_tile);
+    RETURN_IF_ERROR(OfAll(tile.status()));
+    // Rank 0 cleans up there, before anybody writes.
+    Checkpointing once({.parent = parent, .lock = lock}, {(*tile)->data(), of_tile.bytes},
+                       options_.comm.get(), options_.hooks.checkpointed);
+    if (options_.comm != nullptr) {
+      RETURN_IF_ERROR(AgreeOnDirectory(*options_.comm, parent));
+      if (!checkpoint_uuid_.has_value()) {
+        ASSIGN_OR_RETURN(checkpoint_uuid_, AgreeOnUuid(*options_.comm));
       }
-      RETURN_IF_ERROR(once.BeginOfMemory(*io, SourceOf(step_)));
     }
-    RETURN_IF_ERROR(once.Finish());
-    RETURN_IF_ERROR(once.last_status());
+    std::unique_ptr<aio::Engine> own_io;
+    RETURN_IF_ERROR(BroadcastError(BeginOnce(&once, &own_io)));
+    RETURN_IF_ERROR(BroadcastError(once.Finish()));
+    // Rank 0 gives it its name after the others are done.
+    RETURN_IF_ERROR(OfAll(once.last_status()));
     return once.kept_path();
   }
 
@@ -502,6 +536,20 @@ class Engine::Impl {
   absl::Status broken_;  // a written value, or a step that failed, is there in part
 
  private:
+  // The same on all ranks: OK where everybody's is.
+  absl::Status OfAll(const absl::Status& mine) const {
+    return options_.comm == nullptr ? mine : AgreeOnStatus(*options_.comm, Channel::kSetup, mine);
+  }
+  // A checkpoint of the last step, by itself. `own_io`: what moves it where the engine has no drive.
+  absl::Status BeginOnce(Checkpointing* once, std::unique_ptr<aio::Engine>* own_io) {
+    if (store() != nullptr) return once->BeginOfStore(*store(), plan_.plan.commits_every_step);
+    aio::Engine* io = resources_->io();
+    if (io == nullptr) {
+      ASSIGN_OR_RETURN(*own_io, aio::Engine::Create({}));
+      io = own_io->get();
+    }
+    return once->BeginOfMemory(*io, SourceOf(step_));
+  }
   ArenaView& residency() const { return resources_->residency(); }
   swap::Store* store() const { return resources_ != nullptr ? resources_->store() : nullptr; }
 
@@ -902,7 +950,7 @@ Engine::~Engine() {
 absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, StepOptions options) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   const TensorScope scope(impl_->tensors_.pool());
-  impl_->Enter(absl::StrCat("step ", impl_->step_ + 1));
+  impl_->Enter(absl::StrCat("step ", impl_->step_ + 1, RatesText(options.groups)));
   return impl_->BroadcastError(impl_->Step(std::move(batches), options));
 }
 absl::Status Engine::SetOrder(std::vector<int> stages) {
@@ -966,8 +1014,8 @@ absl::Status Engine::CommitDescription(nlohmann::json description) {
 absl::StatusOr<std::string> Engine::Checkpoint(const std::string& parent) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   const TensorScope scope(impl_->tensors_.pool());
-  impl_->Enter("Checkpoint");
-  return impl_->BroadcastError(impl_->Checkpoint(parent));
+  impl_->Enter(absl::StrCat("a checkpoint of step ", impl_->step_));
+  return impl_->Checkpoint(parent);
 }
 
 absl::StatusOr<std::string> Engine::Keep() {

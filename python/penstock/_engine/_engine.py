@@ -32,9 +32,10 @@ from ._json import decode, encode
 from ._modules import counts_no_versions, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._on_disk import is_on_disk
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
+from ._ranks import Alone, Meeting, end_group, world_size
 from ._report import Report
 from ._runtime import Runtime
-from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve
+from ._settings import DTYPE_NAMES, DTYPES, PathLike, Settings, resolve, without_places
 from ._trace import trace
 from ._tree import counted, map_tensors
 from ._watch import Watch
@@ -58,11 +59,17 @@ def _close_all(process: int = os.getpid()) -> None:
     """The last step of an engine that nobody closed is committed, and its threads end before the interpreter does."""
     if os.getpid() != process:
         return
+    error = getattr(sys, "last_value", None)  # that the program ends with
     for engine in list(_engines):
+        told = error is not None and engine.world_size > 1
+        if told:
+            engine.abort(f"its program ended with {type(error).__name__}: {error}")
         try:
             engine.close()
-        except Exception as error:  # noqa: B902
-            print(f"penstock: an engine could not be closed: {type(error).__name__}: {error}", file=sys.stderr)
+        except Exception as raised:  # noqa: B902
+            if not told:
+                print(f"penstock: an engine could not be closed: {type(raised).__name__}: {raised}", file=sys.stderr)
+    end_group()
 
 
 class Engine:
@@ -74,7 +81,11 @@ class Engine:
     The first forward shows the order of the blocks; with it the state is written to ``state_dir`` and the parameters leave memory.
 
     Threads: one at a time. A forked child makes an engine of its own. Errors: an exception in a forward or backward gives up that
-    step and no more; the next one may begin.
+    step and no more; the next one may begin. Over several ranks it ends the run on all of them: the last commit stands.
+
+    Ranks: each process has an engine of its own, trains on batches of its own and keeps its part of the state. Loss, norm, clipping
+    and commits are of all. All ranks make the same calls in the same order, of ``state_dict()``, ``read_state``, ``gathered``,
+    ``save_checkpoint``, evaluations and ``close`` too; where one does not, all have an error that names both calls.
     """
 
     def __init__(
@@ -105,6 +116,7 @@ class Engine:
         self._seed = seed
         self._core: Any = None
         self._made = False  # a run, which came to nothing after that
+        self._ranks: Alone = Alone()  # until they have met
         self._watch: Optional[Watch] = None
         self._watched: Optional[Dict[str, Any]] = None  # what monitors are told of the last step
         self._last_report: Optional[Report] = None  # of a closed engine
@@ -201,7 +213,8 @@ class Engine:
                 forward = call or (lambda: self.module(*args, **kwargs))
                 uses = trace(self.module, self._blocks, forward)
                 flops = self._flops_of(forward) if self._settings.flops_profiler["enabled"] else None
-            self._make_core(uses)
+            with self._met():
+                self._make_core(uses)
             if flops is not None and self._watch is not None:
                 self._watch.counts_flops(*flops)
         except BaseException:
@@ -252,6 +265,29 @@ class Engine:
         finally:
             restore_forward(self.module, previous)
 
+    # Over several ranks all of them are connected within, and after it.
+    @contextmanager
+    def _met(self) -> Iterator[None]:
+        if self._settings.world == 1:
+            yield
+            return
+        meeting = Meeting(self._settings.rank_timeout)
+        try:
+            meeting.check_model(self.module)
+            self._ranks = meeting.connect()
+            try:
+                self._refuse_other_ranks()
+                if not self._values_are_gone and not self._may_resume() and not self._restore_from:
+                    meeting.share_values(self.module)
+                yield
+            except BaseException as error:
+                self._ranks.abort(f"{type(error).__name__}: {error}")
+                self._ranks.close()
+                self._ranks = Alone()
+                raise
+        finally:
+            meeting.close()
+
     def _make_core(self, uses: Sequence[Any]) -> None:
         groups = self._group_of()
         settings = self._settings
@@ -271,26 +307,29 @@ class Engine:
             marks.append([(trains, group) for _, _, trains, group, _, _, _ in parameters])
         stages = [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
         resume = self._may_resume()
+        if self._settings.world == 1:
+            self._refuse_other_ranks()
         if self._values_are_gone and not resume and not self._restore_from:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
-        if self._restore_from and settings.state_dirs and not (self._overwrite or self._made) and _core.holds_run(settings.state_dirs):
+        if self._restore_from and not (self._overwrite or self._made) and "a run" in self._runs_there():
             raise FileExistsError(
                 errno.EEXIST,
                 "a run is there already, which the checkpoint would replace: that takes overwrite=True; resume=True without load_checkpoint "
                 "goes on with it",
                 settings.state_dirs[0],
             )
-        where = [self._restore_from] if self._restore_from else settings.state_dirs
+        where = [self._restore_from] if self._restore_from else self._own_dirs()
         goes_on = resume or bool(self._restore_from)
         known = (json.loads(_core.record_of(where)) or {}).get("run_id", "") if where else ""
-        run_id = known if goes_on and known else f"python-{secrets.token_hex(6)}"
+        known = self._ranks.texts("the run's name", known)[0]
+        run_id = self._ranks.texts("the run's name", known if goes_on and known else f"python-{secrets.token_hex(6)}")[0]
         options = {
             "run": {"run_id": run_id},
             "run_changes": {} if not goes_on or known else {"run_id": run_id},
             "config": settings.config,
             "dtype": settings.dtype,
             "offload": settings.offload,
-            "state_dirs": settings.state_dirs,
+            "state_dirs": self._own_dirs(),
             "host_memory": settings.host_memory,
             "micro_batches": settings.forwards,
             "clip": settings.clip,
@@ -301,6 +340,7 @@ class Engine:
             "restore_from": self._restore_from,
             "seed": self._seed,
         }
+        self._ranks.agree(self._alike(options, described))
         other = next((each for each in _started if not set(each._places()).isdisjoint(self._places())), None)
         if other is not None:
             raise RuntimeError(f"an engine of this process has {self._settings.state_dirs[0]}: close() that one first")
@@ -309,7 +349,7 @@ class Engine:
         del held
 
     def _places(self) -> List[str]:
-        return [os.path.realpath(directory) for directory in self._settings.state_dirs]
+        return [os.path.realpath(directory) for directory in self._own_dirs()]
 
     # All of it or nothing: what goes wrong before the parameters are the engine's leaves them to the model, for another attempt.
     def _hand_over(
@@ -324,13 +364,13 @@ class Engine:
         settings = self._settings
         goes_on, run_id = options["resume"] or bool(self._restore_from), options["run"]["run_id"]
         try:
-            core = _core.TrainingEngine(described, stages, json.dumps(options))
+            core = _core.TrainingEngine(described, stages, json.dumps(options), self._ranks.core)
         except FileExistsError as error:
             raise FileExistsError(
                 error.errno,
                 "a run is there already: go on with it (resume=True, or resume='auto'), replace it (overwrite=True), or use another "
                 "directory",
-                settings.state_dirs[0],
+                self._own_dirs()[0],
             ) from error
         places = [core.offsets(number) for number in range(len(self._blocks))]
         self._names = {
@@ -343,7 +383,7 @@ class Engine:
         try:
             if goes_on:
                 self._restored()
-            watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples)
+            watch = Watch(core, settings, run_id, goes_on, [known] if known and not goes_on else [], self._samples, self._ranks)
         except BaseException:
             core.close()  # or the state stays locked, by ourselves
             self._core = None
@@ -364,10 +404,59 @@ class Engine:
         self._runtime.flops_of = self._watch.flops
         _started.add(self)
 
+    # Where this process keeps its part of the state.
+    def _own_dirs(self) -> List[str]:
+        dirs = self._settings.state_dirs
+        return list(_core.rank_directories(dirs, self._ranks.rank)) if self._ranks.world > 1 else dirs
+
     def _may_resume(self) -> bool:
-        if self._resume == "auto":
-            return bool(self._settings.state_dirs) and _core.holds_run(self._settings.state_dirs)
-        return bool(self._resume)
+        if self._resume != "auto":
+            return bool(self._resume)
+        every = self._runs_there()
+        for rank, theirs in enumerate(every):
+            if theirs != every[0]:
+                raise ValueError(
+                    f"resume='auto': rank {rank} has {theirs} in its part of {self._settings.state_dirs[0]}, rank 0 has {every[0]}: bring "
+                    "what is missing back, go on from a checkpoint in another state_dir, or start over (overwrite=True, without resume)"
+                )
+        return every[0] == "a run"
+
+    # By rank.
+    def _runs_there(self) -> List[str]:
+        mine = bool(self._settings.state_dirs) and _core.holds_run(self._own_dirs())
+        return self._ranks.texts("whether a run is there", "a run" if mine else "no run")
+
+    # A run goes on in its place with as many ranks as it had, and is not replaced by one of another number.
+    def _refuse_other_ranks(self) -> None:
+        dirs, world = self._settings.state_dirs, self._ranks.world
+        there = _core.ranks_of(dirs) if dirs else 0
+        known = self._ranks.texts("the number of ranks", str(there))
+        for theirs in map(int, known):
+            if theirs in (0, world):
+                continue
+            of = "one rank" if theirs == 1 else f"{theirs} ranks"
+            raise ValueError(
+                f"{dirs[0]} holds a run of {of}, and there {'is one' if world == 1 else f'are {world}'}: go on with as many, or in another "
+                "state_dir with engine.load_checkpoint, which takes this directory, or a checkpoint, of any number of ranks"
+            )
+
+    # What is the same on all ranks: everything but places.
+    def _alike(self, options: Dict[str, Any], described: Sequence[Any]) -> Dict[str, Any]:
+        if self._ranks.world == 1:
+            return {}
+        places = ("state_dirs", "host_memory", "run", "run_changes", "config")
+        settings = self._settings
+        return {
+            **{name: value for name, value in options.items() if name not in places},
+            "config": without_places(settings.config),
+            "schedule": settings.schedule,
+            "gradient_accumulation_steps": settings.micro_batches,
+            "monitors": settings.monitors,
+            "groups": {
+                f"{block} {name}": group if trains else "frozen" for block, parameters in described for name, _, trains, group, *_ in parameters
+            },
+            "version": _core.__version__,
+        }
 
     def _restored(self) -> None:
         info = self._info()
@@ -392,6 +481,9 @@ class Engine:
         if self._rng:
             state = bytearray(base64.b64decode(self._rng))
             torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())
+            if kept.get("ranks", [0, 1]) != [self._ranks.rank, self._ranks.world] and self._ranks.rank > 0:
+                # Of another number of ranks there is one state, and each wants numbers of its own.
+                torch.manual_seed(int(torch.randint(2**62, ()).item()) + self._ranks.rank)
 
     # --- training
 
@@ -548,6 +640,7 @@ class Engine:
             "groups": [values_of(group) for group in self.optimizer.param_groups],
             "given": self._identity,
             "torch_rng": self._rng,
+            "ranks": [self._ranks.rank, self._ranks.world],
             "watched": self._watched,
             "samples": self._samples if self._watch is None else self._watch.samples,
         }
@@ -579,6 +672,11 @@ class Engine:
                 self._told_of_buffers = True
                 warnings.warn(f"{size} bytes of buffers change: too much for every commit; save model.state_dict() yourself", stacklevel=2)
             return {}
+        if changed and self._ranks.world > 1:
+            raise RuntimeError(
+                f"{next(iter(changed))} is changed by training, as BatchNorm's statistics are: ranks would change it each in its own way. "
+                "Train with one process, or use a layer without (LayerNorm, GroupNorm, BatchNorm with track_running_stats=False)"
+            )
         return changed
 
     def train_batch(
@@ -587,7 +685,7 @@ class Engine:
         loss: Optional[Callable[[nn.Module, Any], torch.Tensor]] = None,
         data_iter: Optional[Iterator[Any]] = None,
     ) -> torch.Tensor:
-        """A whole step over ``gradient_accumulation_steps`` micro-batches. Returns the mean of their losses.
+        """A whole step over ``gradient_accumulation_steps`` micro-batches. Returns the mean of their losses, over all ranks.
 
         batches: a list of them, or an iterator. A mapping is passed to the model by name, a tuple or list in order, anything else
         as it is. loss: from the module and a micro-batch to its loss; by default the model's own (``.loss``, ``["loss"]``, the
@@ -618,7 +716,7 @@ class Engine:
             runtime.give_up("the step failed")
             raise
         self._update()
-        return torch.tensor(sum(losses) / len(losses))
+        return torch.tensor(sum(losses) / len(losses) if self._ranks.world == 1 else self._result["loss"])
 
     def train(self, mode: bool = True) -> "Engine":
         self.module.train(mode)
@@ -638,6 +736,20 @@ class Engine:
 
     def gradient_accumulation_steps(self) -> int:
         return self._settings.micro_batches
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together."""
+        return self._settings.world
+
+    @property
+    def global_rank(self) -> int:
+        """Which of them this is; 0 before the first forward."""
+        return self._ranks.rank
+
+    def abort(self, why: str) -> None:
+        """Over several ranks: ends the run on all of them, which are told why. The last commit stands."""
+        self._ranks.abort(why)
 
     def get_global_grad_norm(self) -> Optional[float]:
         """Of the last step, before clipping; None before the first."""
@@ -667,7 +779,10 @@ class Engine:
         return [name for block in self._blocks for name, _ in block.parameters]
 
     def read_state(self, parameter: nn.Parameter, kind: str = "parameter") -> torch.Tensor:
-        """One parameter's fp32 master, "first moment", "second moment" or "gradient" (of the last step, before clipping)."""
+        """One parameter's fp32 master, "first moment", "second moment" or "gradient" (of the last step, before clipping).
+
+        Over several ranks all of them call it, and each gets the whole of it.
+        """
         self._ready()
         self._describe()
         value = torch.empty(parameter.shape, dtype=torch.float32)
@@ -675,7 +790,7 @@ class Engine:
         return value
 
     def write_state(self, parameter: nn.Parameter, value: torch.Tensor, kind: str = "parameter") -> None:
-        """Writes it, and commits that."""
+        """Writes it, and commits that. Over several ranks all of them call it, with the same value."""
         self._ready()
         if tuple(value.shape) != tuple(parameter.shape):
             raise ValueError(f"a value of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}")
@@ -683,10 +798,11 @@ class Engine:
         self._core.write(self._names[id(parameter)], kind, value.data_ptr(), list(value.shape))
 
     @contextmanager
-    def gathered(self, parameters: Optional[Sequence[nn.Parameter]] = None, write_back: bool = False) -> Iterator[None]:
+    def gathered(self, parameters: Optional[Sequence[nn.Parameter]] = None, write_back: bool = False, source: int = 0) -> Iterator[None]:
         """All of these parameters (default: all) have their values, in the dtype that they came in.
 
-        write_back: what was changed within is written to the engine at the end. They must fit into memory.
+        write_back: what was changed within is written to the engine at the end. They must fit into memory. Over several ranks all of
+        them come here; what rank ``source`` has changed is written.
         """
         runtime = self._ready()
         if runtime.is_open:
@@ -705,9 +821,13 @@ class Engine:
             yield
             self._gathered = False
             if write_back:
-                for parameter, before in zip(wanted, read):
-                    if not torch.equal(parameter.data, before):
-                        self.write_state(parameter, parameter.data)
+                changed = [not torch.equal(parameter.data, before) for parameter, before in zip(wanted, read)]
+                changed = json.loads(self._ranks.texts("which values were changed", json.dumps(changed))[source])
+                for parameter, whether in zip(wanted, changed):
+                    if whether:
+                        value = parameter.data.contiguous()
+                        self._ranks.share(value, source)
+                        self.write_state(parameter, value)
         finally:
             self._gathered = False
             for parameter, data in zip(wanted, hidden):
@@ -756,7 +876,8 @@ class Engine:
         """A whole copy of the run in ``save_dir``, which stays as it is while training goes on. Returns its path.
 
         tag: a name for it beside its own, ``step-N``. client_state: JSON, given back by ``load_checkpoint``. A second one of the same
-        step takes the place of the first; replaces_others: also where another engine has written that.
+        step takes the place of the first; replaces_others: also where another engine has written that. Over several ranks all of them
+        call it, for one directory that all of them see; each writes its part, and each gets its own client_state back.
         """
         self._ready()
         link = None if tag is None else self._link_of(os.fspath(save_dir), tag)
@@ -769,18 +890,7 @@ class Engine:
                 raise
         self._describe()
         path = self._checkpoint(os.fspath(save_dir), replaces_others)
-        name = os.path.basename(path)
-        temporary = os.path.join(os.fspath(save_dir), f".{_LATEST}.{os.getpid()}")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)  # of a killed process that had our number
-        if link is not None and tag != name:
-            os.symlink(name, temporary)
-            os.replace(temporary, link)
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(name)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, os.path.join(os.fspath(save_dir), _LATEST))
+        self._ranks.on_first("the checkpoint's name", lambda: _name_checkpoint(os.fspath(save_dir), os.path.basename(path), link))
         return str(path)
 
     # ValueError: a name that is none, or a checkpoint's own. Before the checkpoint is written, which takes its time.
@@ -804,21 +914,22 @@ class Engine:
                 raise FileExistsError(
                     error.errno, "a checkpoint of this step is there that this engine has not written: remove it, or use another directory", old
                 ) from error
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(old, aside)
+            self._ranks.on_first("the old checkpoint", lambda: (shutil.rmtree(aside, ignore_errors=True), os.rename(old, aside)))
             try:
                 path = self._core.checkpoint(parent)
             except BaseException:
-                os.rename(aside, old)
+                if self._ranks.rank == 0:
+                    os.rename(aside, old)
                 raise
-        shutil.rmtree(aside, ignore_errors=True)  # also where a kill came before this line the last time
+        if self._ranks.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)  # also where a kill came before this line the last time
         self._written.add(os.path.realpath(path))
         return str(path)
 
     def load_checkpoint(self, load_dir: PathLike, tag: Optional[str] = None, **_: Any) -> Tuple[Optional[str], Dict[str, Any]]:
         """Goes on from a checkpoint: before the first forward, which reads it. Returns its path and its ``client_state``.
 
-        The state directory must hold no run, or ``overwrite=True`` was given.
+        The state directory must hold no run, or ``overwrite=True`` was given. The checkpoint may be of any number of ranks.
         """
         if self._runtime is not None:
             raise RuntimeError("the engine has made its state already: load a checkpoint before the first forward")
@@ -912,6 +1023,7 @@ class Engine:
             self._last_report = Report.of(self._core.report())
         finally:
             self._core.close()
+            self._ranks.close()
             for name in ("state_dict", "load_state_dict"):
                 self.module.__dict__.pop(name, None)
             self.module.forward = _closed_forward  # type: ignore[method-assign]
@@ -927,6 +1039,22 @@ class Engine:
 
 def _closed_forward(*_: Any, **__: Any) -> Any:
     raise RuntimeError("this model's engine was closed: its weights are in the state directory; make an engine with resume=True")
+
+
+# Beside its own name, and as the newest.
+# link: where the tag is to stand beside the checkpoint's own name.
+def _name_checkpoint(directory: str, name: str, link: Optional[str]) -> None:
+    temporary = os.path.join(directory, f".{_LATEST}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)  # of a killed process that had our number
+    if link is not None and os.path.basename(link) != name:
+        os.symlink(name, temporary)
+        os.replace(temporary, link)
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(name)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, os.path.join(directory, _LATEST))
 
 
 # Functions of a scheduler are its program's, and not kept.
@@ -980,6 +1108,8 @@ def initialize(
     overwrite: bool = False,
     seed: int = 1,
     progress: Optional[bool] = None,
+    ranks: Optional[bool] = None,
+    rank_timeout: float = 30.0,
     **unknown: Any,
 ) -> Tuple[Engine, EngineOptimizer, None, Any]:
     """An engine for an unmodified torch module, after ``deepspeed.initialize``.
@@ -1003,6 +1133,10 @@ def initialize(
     overwrite: what ``state_dir`` holds may be replaced.
     progress: a line on stderr, or in a notebook's cell, with step, loss, tokens and bytes a second. Default: where a terminal or a
         notebook shows it, and no bar of tqdm is open.
+    ranks: False: this process trains by itself, whatever others there are. Default: the processes of torch.distributed's process
+        group train together, which is made of torchrun's environment where there is none and WORLD_SIZE is above 1.
+    rank_timeout: seconds that one of them may give no sign of life; ten times as long may pass until all have come to their first
+        forward.
 
     Returns (engine, engine.optimizer, None, the scheduler), as DeepSpeed does.
     """
@@ -1010,9 +1144,12 @@ def initialize(
         raise TypeError("initialize needs model=")
     for name in ("args", "dist_init_required", "collate_fn", "mpu", "training_data"):
         if unknown.pop(name, None) and name in ("mpu", "training_data"):
-            raise ValueError(f"{name} is not served: one process trains, and the caller loads its data")
+            raise ValueError(f"{name} is not served: the caller loads its data, and there is no parallelism but that of batches")
     if unknown:
         raise TypeError(f"initialize has no argument {sorted(unknown)[0]!r}")
+    if not rank_timeout >= 1:
+        raise ValueError(f"rank_timeout is {rank_timeout}: a second, or more")
+    world = world_size(ranks)
     settings = resolve(
         config if config is not None else config_params,
         state_dir,
@@ -1022,12 +1159,14 @@ def initialize(
         gradient_accumulation_steps,
         forwards_per_step,
         gradient_clipping,
+        world,
     )
     settings.progress = None if progress is None else truth(progress, "progress")
     overwrite = truth(overwrite, "overwrite")
     if resume != "auto":
         resume = truth(resume, "resume (or 'auto')")
     seed = whole_number(seed, "seed", 0, 2**63 - 1)
+    settings.rank_timeout = rank_timeout
     for note in settings.notes:
         warnings.warn(note, stacklevel=2)
     parameters = model_parameters

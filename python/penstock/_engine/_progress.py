@@ -39,8 +39,8 @@ class Progress:
     back while a bar of tqdm is open.
     """
 
-    def __init__(self, wanted: Optional[bool]) -> None:
-        first = os.environ.get("RANK", "0") == "0"
+    def __init__(self, wanted: Optional[bool], first: bool = True) -> None:
+        first = first and os.environ.get("RANK", "0") == "0"
         self._notebook = _in_notebook()
         self._terminal = not self._notebook and bool(getattr(sys.stderr, "isatty", lambda: False)())
         self.on = first and wanted is not False and (wanted is True or self._notebook or self._terminal)

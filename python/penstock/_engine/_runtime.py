@@ -107,7 +107,7 @@ class Runtime:
         self.dtype = torch.float32
         #: Why the weights in memory are not the engine's any more; empty: they are.
         self.spoiled = ""
-        #: Tokens and samples of the pass that was finished last; and what such a step computes, 0 where that is not known.
+        #: Tokens and samples of the pass that was finished last, on all ranks; and what such a step computes, 0 where that is not known.
         self.counts = (0, 0)
         self.flops_of: Callable[[int, int], float] = lambda tokens, samples: 0.0
         #: What the engine's share of a micro-batch in the loss is multiplied by.
@@ -218,7 +218,9 @@ class Runtime:
         self._open = None
         self._drivers = []
         self._local.driver = None
-        return self._core.finish(self.counts[0], self.flops_of(*self.counts))
+        result = self._core.finish(*self.counts, self.flops_of(*self.counts))
+        self.counts = (result["tokens"], result["samples"])
+        return result
 
     def give_up(self, why: str) -> None:
         """The pass that is open fails; the engine is as it was before it."""

@@ -42,6 +42,8 @@ class Settings:
     wandb: Optional[Dict[str, Any]] = None
     flops_profiler: Dict[str, Any] = field(default_factory=lambda: {"enabled": False})
     progress: Optional[bool] = None  # whether a line is drawn; None: where somebody sees it
+    world: int = 1  # processes that train together
+    rank_timeout: float = 30.0  # seconds without a sign of life of one of them
     notes: List[str] = field(default_factory=list)
 
 
@@ -77,6 +79,25 @@ def _dtype_name(dtype: Any) -> str:
     raise ValueError(f"dtype is {dtype!r}: fp32, bf16 and fp16 are served")
 
 
+def without_places(text: str) -> str:
+    """A configuration without what each rank may have elsewhere; one that is no plain JSON as it is."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return text
+    for part in ("offload_param", "offload_optimizer"):
+        described = (config.get("zero_optimization") or {}).get(part)
+        if isinstance(described, dict):
+            described.pop("nvme_path", None)
+    for part in ("csv_monitor", "tensorboard"):
+        if isinstance(config.get(part), dict):
+            config[part].pop("output_path", None)
+    own = config.get("penstock")
+    if isinstance(own, dict):
+        own.pop("host_memory", None)
+    return json.dumps(config, sort_keys=True)
+
+
 _WANDB_KEYS = ("enabled", "group", "team", "project")
 
 
@@ -107,12 +128,13 @@ def resolve(
     micro_batches: Optional[int],
     forwards: Optional[int],
     clip: Optional[float],
+    world: int = 1,
 ) -> Settings:
     """Arguments win over the configuration. Raises ValueError naming what is missing or contradictory."""
     text, wandb = _without_wandb(_config_text(config))
-    settings = Settings(config=text, wandb=wandb)
+    settings = Settings(config=text, wandb=wandb, world=world)
     if text:
-        parsed = json.loads(_core.parse_config(text))
+        parsed = json.loads(_core.parse_config(text, 0, world))
         settings.notes = parsed["notes"] + parsed["filled"]
         settings.dtype = parsed["dtype"]
         settings.micro_batches = parsed["gradient_accumulation_steps"]

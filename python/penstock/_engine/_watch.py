@@ -14,6 +14,7 @@ import torch
 
 from .. import _core
 from ._progress import Progress, count
+from ._ranks import Alone
 from ._settings import DTYPES, Settings
 
 
@@ -52,9 +53,11 @@ class Wandb:
 
 
 class Watch:
-    """Of one engine. `samples`: that were trained on before this process."""
+    """Of one engine. `samples`: that were trained on before this process. Over several ranks the first one tells for all."""
 
-    def __init__(self, core: Any, settings: Settings, run_id: str, resumes: bool, replaces: Sequence[str], samples: int) -> None:
+    def __init__(
+        self, core: Any, settings: Settings, run_id: str, resumes: bool, replaces: Sequence[str], samples: int, ranks: Alone
+    ) -> None:
         self._core = core
         self._settings = settings
         self._scales_loss = settings.dtype == "fp16"
@@ -64,11 +67,12 @@ class Watch:
         self._half_told = False  # the first of these: DeepSpeed's monitors have it, and wandb has not
         self.complaint = ""
         self._monitors = None
-        if settings.monitors:
+        self._first, self._world = ranks.rank == 0, ranks.world
+        if settings.monitors and self._first:
             self._monitors = _core.Monitors(settings.config, run_id, resumes, list(replaces), self._scales_loss)
             self._monitors.begin(samples)
-        self._wandb = Wandb(settings.wandb) if settings.wandb is not None else None
-        self._progress = Progress(settings.progress)
+        self._wandb = Wandb(settings.wandb) if settings.wandb is not None and self._first else None
+        self._progress = Progress(settings.progress, self._first)
         self._ended = time.perf_counter()
         #: Of a forward, by the unit that batches are counted in; None: not known.
         self.forward_flops: Optional[float] = None
@@ -77,7 +81,7 @@ class Watch:
     def counts_flops(self, flops: float, units: int) -> None:
         """flops: of a forward's matrix products over `units` (tokens where they are known, else samples)."""
         self.forward_flops = flops / max(1, units)
-        self._rate = _product_rate(DTYPES[self._settings.dtype])
+        self._rate = self._world * _product_rate(DTYPES[self._settings.dtype])
 
     def flops(self, tokens: int, samples: int) -> float:
         """Of a step: its forwards, and twice that for backward. 0: not known."""
@@ -121,7 +125,7 @@ class Watch:
 
     def _profile(self, result: Dict[str, Any], flops: float, seconds: float) -> None:
         wanted = self._settings.flops_profiler
-        if not flops or result["step"] != wanted["profile_step"]:
+        if not flops or not self._first or result["step"] != wanted["profile_step"]:
             return
         text = (
             f"flops_profiler: step {result['step']}: {count(flops)}FLOP in matrix products (forward, and twice that for backward) in "

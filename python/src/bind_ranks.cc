@@ -1,0 +1,178 @@
+// Ranks: the processes that train one model, for Python. Where they meet, torch.distributed's process group
+// has told them (penstock/_engine/_ranks.py); from then on they are connected by sockets
+// (zero/ranks/tcp_mesh.h).
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine_options.h"
+#include "errors.h"
+#include "owned.h"
+#include "ranks.h"
+#include "swap/inspect.h"
+#include "zero/ranks/agree.h"
+#include "zero/ranks/comm.h"
+#include "zero/ranks/rank_environment.h"
+#include "zero/ranks/sharded_state.h"
+#include "zero/ranks/tcp_mesh.h"
+#include "zero/ranks/tcp_store.h"
+
+namespace nb = nanobind;
+
+namespace penstock::python {
+
+using zero::Channel;
+
+class PyMeetingPlace {
+ public:
+  PyMeetingPlace() {
+    nb::gil_scoped_release release;
+    store_ = MakeOwned(std::make_unique<std::shared_ptr<zero::TcpStore>>(
+        std::make_shared<zero::TcpStore>("127.0.0.1", /*port=*/0, /*serves=*/true, std::chrono::seconds(5))));
+  }
+  int Port() const { return store_->get()->port(); }
+  std::shared_ptr<zero::TcpStore> store() const { return store_->get(); }
+
+ private:
+  std::shared_ptr<Owned<std::shared_ptr<zero::TcpStore>>> store_;
+};
+
+constexpr size_t kPiece = 256 << 10;
+
+PyRanks::PyRanks(int rank, int world, int local_rank, int local_world, const std::string& address, int port,
+                 const std::string& session, double patience_seconds, const PyMeetingPlace* place) {
+  zero::RankEnvironment environment;
+  environment.rank = rank;
+  environment.world = world;
+  environment.local_rank = local_rank;
+  environment.local_world = local_world;
+  environment.master_address = address;
+  environment.master_port = port;
+  environment.session = session;
+  zero::WatchOver options;
+  options.comm.patience_seconds = patience_seconds;
+  options.comm.meeting_seconds = 10 * patience_seconds;
+  options.way_on = "make the engines again with resume=True to go on from it";
+  options.patience_name = "rank_timeout";
+  if (place != nullptr) options.store = place->store();
+  absl::StatusOr<std::unique_ptr<zero::Comm>> comm;
+  {
+    nb::gil_scoped_release release;
+    comm = zero::ConnectTcp(environment, options);
+  }
+  auto connected = std::make_unique<ConnectedRanks>();
+  connected->comm = ValueOrRaise(std::move(comm));
+  held_ = MakeOwned(std::move(connected));
+}
+
+std::vector<std::string> PyRanks::Texts(const std::string& what, const std::string& mine) const {
+  const HeldRanks held = this->held();
+  absl::StatusOr<std::vector<std::string>> texts;
+  {
+    nb::gil_scoped_release release;
+    texts = held->get().comm->AllTexts(Channel::kSetup, {.name = what.c_str()}, mine);
+  }
+  return ValueOrRaise(std::move(texts));
+}
+void PyRanks::Agree(const std::string& json) const {
+  const HeldRanks held = this->held();
+  const nlohmann::json mine = ParseJson(json);
+  absl::Status status;
+  {
+    nb::gil_scoped_release release;
+    status = zero::AgreeOnOptions(*held->get().comm, mine);
+  }
+  RaiseUnlessOk(status);
+}
+void PyRanks::Share(uint64_t address, uint64_t bytes, int from) const {
+  const HeldRanks held = this->held();
+  absl::Status status;
+  {
+    nb::gil_scoped_release release;
+    zero::Comm& comm = *held->get().comm;
+    auto* const at = reinterpret_cast<std::byte*>(address);
+    std::vector<std::byte> pieces(kPiece * static_cast<size_t>(comm.world()));
+    for (uint64_t done = 0; done < bytes && status.ok(); done += kPiece) {
+      const auto n = static_cast<size_t>(std::min<uint64_t>(kPiece, bytes - done));
+      std::byte* const mine = pieces.data() + static_cast<size_t>(comm.rank()) * n;
+      if (comm.rank() == from) std::memcpy(mine, at + done, n);
+      status = comm.AllGather(Channel::kSetup, {.name = "a rank's values"}, pieces.data(), n);
+      if (status.ok() && comm.rank() != from)
+        std::memcpy(at + done, pieces.data() + static_cast<size_t>(from) * n, n);
+    }
+  }
+  RaiseUnlessOk(status);
+}
+void PyRanks::Abort(const std::string& why) const {
+  if (held_ == nullptr || !held_->here()) return;
+  const HeldRanks held = held_;
+  nb::gil_scoped_release release;
+  held->get().comm->Abort(absl::CancelledError(why));
+}
+HeldRanks PyRanks::held() const {
+  if (held_ == nullptr) throw std::runtime_error("these ranks were closed");
+  held_->CheckHere();
+  return held_;
+}
+
+namespace {
+
+// Of how many ranks a run in these directories is; 0: there is none.
+int64_t RanksOf(const std::vector<std::string>& directories) {
+  const auto holds = [](const std::vector<std::string>& where) {
+    const swap::Holding holding = swap::Probe(where).holding;
+    return holding == swap::Holding::kRun || holding == swap::Holding::kInUse ||
+           holding == swap::Holding::kDamaged;
+  };
+  if (holds(directories)) return 1;
+  if (!holds(zero::RankDirectories(directories, 0))) return 0;
+  const absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(directories);
+  if (parts.ok()) return static_cast<int64_t>(parts->size());
+  int64_t there = 1;  // of those that are left
+  while (holds(zero::RankDirectories(directories, static_cast<int>(there)))) ++there;
+  return there;
+}
+
+}  // namespace
+
+void BindRanks(nb::module_& module) {
+  module.def(
+      "rank_directories",
+      [](const std::vector<std::string>& directories, int rank) {
+        return zero::RankDirectories(directories, rank);
+      },
+      nb::arg("directories"), nb::arg("rank"),
+      "Where a rank keeps its part of what all are told to keep there.");
+  module.def("ranks_of", &RanksOf, nb::arg("directories"),
+             "Of how many ranks the run in state directories is; 0: there is none.");
+  nb::class_<PyMeetingPlace>(module, "MeetingPlace", "Where ranks meet; the first of them makes it.")
+      .def(nb::init<>())
+      .def_prop_ro("port", &PyMeetingPlace::Port);
+  nb::class_<PyRanks>(module, "Ranks", nb::is_weak_referenceable(),
+                      "The processes that train one model, connected. All of them make the same calls.")
+      .def(nb::init<int, int, int, int, const std::string&, int, const std::string&, double,
+                    const PyMeetingPlace*>(),
+           nb::arg("rank"), nb::arg("world"), nb::arg("local_rank"), nb::arg("local_world"),
+           nb::arg("address"), nb::arg("port"), nb::arg("session"), nb::arg("patience_seconds"),
+           nb::arg("place").none())
+      .def("texts", &PyRanks::Texts, nb::arg("what"), nb::arg("mine"))
+      .def("agree", &PyRanks::Agree, nb::arg("json"))
+      .def("share", &PyRanks::Share, nb::arg("address"), nb::arg("bytes"), nb::arg("source"))
+      .def("abort", &PyRanks::Abort, nb::arg("why"))
+      .def("failure", &PyRanks::Failure)
+      .def_prop_ro("name", &PyRanks::Name)
+      .def("close", &PyRanks::Close);
+}
+
+}  // namespace penstock::python

@@ -1,0 +1,445 @@
+// Ranks over sockets of our own (zero/ranks/tcp_mesh.h): what is exchanged, who is told what; and a model
+// that its owner drives, over several ranks. Ranks are threads here, but for the one that is killed.
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <filesystem>
+#include <functional>
+#include <future>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "plain_compute.h"
+#include "tests/zero/plain_batch.h"
+#include "tests/zero/plain_owner.h"
+#include "zero/engine/driven_engine.h"
+#include "zero/engine/restore.h"
+#include "zero/ranks/agree.h"
+#include "zero/ranks/sharded_state.h"
+#include "zero/ranks/tcp_mesh.h"
+#include "zero/ranks/tcp_store.h"
+
+namespace penstock::zero {
+namespace {
+
+using testing_support::Owner;
+using testing_support::PlainBatch;
+
+constexpr double kPatienceSeconds = 60;  // nothing here waits for it
+
+absl::StatusOr<std::shared_ptr<Comm>> Connect(int rank, int world, int port,
+                                              std::shared_ptr<TcpStore> store) {
+  RankEnvironment environment;
+  environment.rank = environment.local_rank = rank;
+  environment.world = environment.local_world = world;
+  environment.master_port = port;
+  WatchOver options{.comm = {.patience_seconds = kPatienceSeconds, .meeting_seconds = 30},
+                    .store = std::move(store)};
+  options.way_on = "start it again";
+  absl::StatusOr<std::unique_ptr<Comm>> comm = ConnectTcp(environment, options);
+  if (!comm.ok()) return comm.status();
+  return std::shared_ptr<Comm>(*std::move(comm));
+}
+
+std::shared_ptr<TcpStore> MeetingPoint() {
+  return std::make_shared<TcpStore>("127.0.0.1", /*port=*/0, /*serves=*/true, std::chrono::seconds(20));
+}
+
+// What `body` returns on each of `world` ranks.
+template <typename T>
+std::vector<T> OnRanks(int world, const std::function<T(std::shared_ptr<Comm>)>& body) {
+  std::shared_ptr<TcpStore> store = MeetingPoint();
+  const int port = store->port();
+  std::vector<std::future<T>> ranks;
+  for (int rank = 0; rank < world; ++rank) {
+    ranks.push_back(std::async(std::launch::async, [&, rank, own = rank == 0 ? store : nullptr]() mutable {
+      auto comm = Connect(rank, world, port, std::move(own));
+      EXPECT_TRUE(comm.ok()) << comm.status();
+      return comm.ok() ? body(*std::move(comm)) : T();
+    }));
+  }
+  store.reset();
+  std::vector<T> results;
+  for (std::future<T>& rank : ranks) results.push_back(rank.get());
+  return results;
+}
+
+std::byte Expected(int from, int to, size_t i) {
+  return static_cast<std::byte>(static_cast<size_t>(from) * 31 + static_cast<size_t>(to) * 7 + i * i);
+}
+
+absl::Status Exchanged(Comm& comm, Channel channel, int64_t number, size_t bytes) {
+  const auto world = static_cast<size_t>(comm.world());
+  std::vector<std::vector<std::byte>> out(world), in(world, std::vector<std::byte>(bytes));
+  std::vector<const void*> send;
+  std::vector<void*> receive;
+  for (size_t k = 0; k < world; ++k) {
+    for (size_t i = 0; i < bytes; ++i) out[k].push_back(Expected(comm.rank(), static_cast<int>(k), i));
+    send.push_back(out[k].data());
+    receive.push_back(in[k].data());
+  }
+  absl::Status status = comm.AllToAll(channel, {.name = "bytes", .piece = number}, send, receive, bytes);
+  for (size_t k = 0; k < world && status.ok(); ++k) {
+    if (static_cast<int>(k) == comm.rank()) continue;
+    for (size_t i = 0; i < bytes; ++i) {
+      if (in[k][i] != Expected(static_cast<int>(k), comm.rank(), i))
+        return absl::DataLossError(absl::StrCat("byte ", i, " of ", bytes, " from rank ", k));
+    }
+  }
+  return status;
+}
+
+// Every size around the pieces, on all channels at once: nobody waits for another channel, and every byte
+// arrives.
+TEST(TcpRanks, AllBytesArriveOnAllChannelsAtOnce) {
+  const std::vector<size_t> sizes = {1, 24, 4096, (256 << 10) - 1, 256 << 10, (256 << 10) + 1, 3 << 20};
+  for (const absl::Status& status : OnRanks<absl::Status>(3, [&](std::shared_ptr<Comm> comm) {
+         std::vector<std::future<absl::Status>> channels;
+         for (int c = 0; c < kChannels; ++c) {
+           channels.push_back(std::async(std::launch::async, [&, c] {
+             absl::Status status;
+             for (size_t i = 0; i < sizes.size() && status.ok(); ++i) {
+               const size_t bytes = sizes[(i + static_cast<size_t>(c)) % sizes.size()];
+               status = Exchanged(*comm, static_cast<Channel>(c), static_cast<int64_t>(i), bytes);
+             }
+             return status;
+           }));
+         }
+         absl::Status status;
+         for (auto& channel : channels) status.Update(channel.get());
+         return status;
+       }))
+    EXPECT_TRUE(status.ok()) << status;
+}
+
+TEST(TcpRanks, ExchangesUnderWayEndInAnyOrder) {
+  for (const absl::Status& status : OnRanks<absl::Status>(2, [](std::shared_ptr<Comm> comm) {
+         constexpr size_t kBytes = 1 << 20;
+         std::vector<std::vector<std::byte>> in(8, std::vector<std::byte>(2 * kBytes));
+         std::vector<std::unique_ptr<Exchange>> under_way;
+         for (size_t i = 0; i < in.size(); ++i) {
+           std::byte* const mine = in[i].data() + static_cast<size_t>(comm->rank()) * kBytes;
+           std::fill_n(mine, kBytes, static_cast<std::byte>(16 * comm->rank() + static_cast<int>(i)));
+           const std::array<const void*, 2> send = {mine, mine};
+           const std::array<void*, 2> receive = {in[i].data(), in[i].data() + kBytes};
+           auto begun = comm->Begin(Channel::kReduceScatter, {.name = "i", .piece = static_cast<int64_t>(i)},
+                                    send, receive, kBytes);
+           if (!begun.ok()) return begun.status();
+           under_way.push_back(*std::move(begun));
+         }
+         const auto other = static_cast<size_t>(1 - comm->rank());
+         for (size_t i = in.size(); i-- > 0;) {
+           if (absl::Status status = under_way[i]->Wait(); !status.ok()) return status;
+           const auto expected = static_cast<std::byte>(16 * other + i);
+           if (in[i][other * kBytes] != expected || in[i][other * kBytes + kBytes - 1] != expected)
+             return absl::DataLossError(absl::StrCat("exchange ", i));
+         }
+         return absl::OkStatus();
+       }))
+    EXPECT_TRUE(status.ok()) << status;
+}
+
+// In the middle of a message, and where nobody waits for it: both others name the one that was killed.
+TEST(TcpRanks, OneThatIsKilledIsNamedByTheOthers) {
+  int ports[2];
+  ASSERT_EQ(pipe(ports), 0);
+  const pid_t victim = fork();  // before this process has threads
+  if (victim == 0) {
+    int port = 0;
+    if (read(ports[0], &port, sizeof(port)) != sizeof(port)) _exit(1);
+    auto comm = Connect(2, 3, port, nullptr);
+    if (!comm.ok() || !Exchanged(**comm, Channel::kSetup, 0, 64).ok()) _exit(1);
+    std::vector<std::byte> memory(3 << 24);
+    const std::array<const void*, 3> send = {memory.data(), memory.data(), memory.data()};
+    const std::array<void*, 3> receive = {memory.data(), memory.data() + (1 << 24),
+                                          memory.data() + (2 << 24)};
+    auto begun = (*comm)->Begin(Channel::kAllGather, {"much"}, send, receive, 1 << 24);
+    kill(getpid(), SIGKILL);
+  }
+  std::shared_ptr<TcpStore> store = MeetingPoint();
+  const int port = store->port();
+  ASSERT_EQ(write(ports[1], &port, sizeof(port)), static_cast<ssize_t>(sizeof(port)));
+  std::vector<std::future<absl::Status>> ranks;
+  for (int rank : {0, 1}) {
+    ranks.push_back(std::async(std::launch::async, [&, rank] {
+      auto comm = Connect(rank, 3, port, rank == 0 ? store : nullptr);
+      if (!comm.ok()) return comm.status();
+      absl::Status status = Exchanged(**comm, Channel::kSetup, 0, 64);
+      if (!status.ok()) return absl::InternalError(status.message());
+      std::vector<std::byte> memory(3 << 24);
+      return (*comm)->AllGather(Channel::kAllGather, {"much"}, memory.data(), 1 << 24);
+    }));
+  }
+  for (auto& rank : ranks) {
+    const absl::Status status = rank.get();
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "rank 2 of 3 has gone")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "start it again")) << status;
+  }
+  int ended = 0;
+  waitpid(victim, &ended, 0);
+  EXPECT_TRUE(WIFSIGNALED(ended));
+  close(ports[0]);
+  close(ports[1]);
+}
+
+// Whoever waits for somebody else learns of it too.
+TEST(TcpRanks, AnErrorOfOneEndsTheWaitsOfAll) {
+  const auto statuses = OnRanks<absl::Status>(3, [](std::shared_ptr<Comm> comm) {
+    if (comm->rank() == 2) {
+      comm->Abort(absl::InvalidArgumentError("the third rank's data is bad"));
+      return comm->failure();
+    }
+    return Exchanged(*comm, Channel::kAllGather, comm->rank(), 1 << 20);
+  });
+  for (const absl::Status& status : statuses) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "the third rank's data is bad")) << status;
+  }
+}
+
+TEST(TcpRanks, DifferentExchangesEndOnAllRanksAndBothAreNamed) {
+  for (const absl::Status& status : OnRanks<absl::Status>(2, [](std::shared_ptr<Comm> comm) {
+         return Exchanged(*comm, Channel::kSetup, 7, comm->rank() == 0 ? 1000 : 4096);
+       })) {
+    EXPECT_TRUE(absl::StrContains(status.message(), "piece 7 (1000 bytes)")) << status;
+    EXPECT_TRUE(absl::StrContains(status.message(), "piece 7 (4096 bytes)")) << status;
+  }
+}
+
+// --- a model that its owner drives
+
+class DrivenRanksTest : public testing::Test {
+ protected:
+  DrivenRanksTest() { std::filesystem::remove_all(directory_); }
+  ~DrivenRanksTest() override { std::filesystem::remove_all(directory_); }
+
+  struct Trained {
+    absl::Status status;
+    std::vector<double> losses;
+    std::vector<float> state;
+    std::string checkpoint;
+    bool operator==(const Trained& other) const { return losses == other.losses && state == other.state; }
+  };
+  struct Training {
+    int64_t from = 1, to = 4;
+    int of_one = 1;  // micro-batches of this process
+    std::string checkpoint = "", restore_from = "";
+    std::function<StepOptions(int64_t step)> step = nullptr;
+    std::function<void(EngineOptions*)> adjust = nullptr;
+  };
+
+  // Micro-batch m of rank k is number m * W + k of the step, which has no more than `kAll` of them.
+  static constexpr int kAll = 6;
+  Trained Train(const std::shared_ptr<Comm>& comm, const std::string& name, const Training& training) const {
+    const int rank = comm != nullptr ? comm->rank() : 0, world = comm != nullptr ? comm->world() : 1;
+    Owner owner(shape_, training.of_one);
+    EngineOptions options = owner.Options(absl::StrCat(directory_, "/", name));
+    if (comm != nullptr) options.storage.state_dirs = RankDirectories(options.storage.state_dirs, rank);
+    options.comm = comm;
+    if (training.adjust) training.adjust(&options);
+    Trained trained;
+    trained.status = [&]() -> absl::Status {
+      if (!training.restore_from.empty()) {
+        if (absl::Status restored = RestoreRun(training.restore_from, options); !restored.ok())
+          return restored;
+        options.resume.enabled = true;
+        options.storage.overwrite = false;
+      }
+      absl::StatusOr<Measured> measured = owner.Measure();
+      if (!measured.ok()) return measured.status();
+      auto driven = DrivenEngine::Create(*std::move(measured), options);
+      if (!driven.ok()) return driven.status();
+      for (int64_t step = training.from; step <= training.to; ++step) {
+        std::vector<Batch> batches;
+        for (int m = 0; m < training.of_one; ++m)
+          batches.push_back(PlainBatch(shape_, kAll * step + m * world + rank));
+        absl::Status status =
+            (*driven)->Begin(training.step ? training.step(step) : StepOptions(Next::kTrain));
+        if (status.ok()) status = owner.Compute((*driven)->compute(), std::move(batches));
+        const auto result = (*driven)->Finish();
+        if (!result.ok()) return result.status();
+        if (!status.ok()) return status;
+        trained.losses.push_back(result->loss);
+      }
+      return (*driven)->Call([&](Engine& engine) -> absl::Status {
+        for (const std::string& parameter : engine.ParameterNames()) {
+          for (const StateKind kind : {StateKind::kParameter, StateKind::kSecondMoment}) {
+            const auto value = engine.ReadState(parameter, kind);
+            if (!value.ok()) return value.status();
+            const auto* const values = static_cast<const float*>(value->view.data);
+            trained.state.insert(trained.state.end(), values, values + value->view.elements());
+          }
+        }
+        if (training.checkpoint.empty()) return absl::OkStatus();
+        const auto path = engine.Checkpoint(training.checkpoint);
+        if (path.ok()) trained.checkpoint = *path;
+        return path.status();
+      });
+    }();
+    return trained;
+  }
+
+  const plain::Shape shape_ = {.layers = 5, .width = 80};
+  const std::string directory_ =
+      (std::filesystem::current_path() / absl::StrCat("driven-ranks-", getpid())).string();
+};
+
+// One addend a rank: the sum over W ranks is that of W micro-batches, to the bit; in memory as well.
+TEST_F(DrivenRanksTest, TheBitsAreThoseOfOneProcessWithAllMicroBatches) {
+  for (const int world : {2, 3}) {
+    const Trained one = Train(nullptr, "one", {.of_one = world});
+    ASSERT_TRUE(one.status.ok()) << one.status;
+    for (const OffloadDevice offload : {OffloadDevice::kNvme, OffloadDevice::kNone}) {
+      const Training training{.adjust = [&](EngineOptions* options) { options->storage.offload = offload; }};
+      for (const Trained& rank : OnRanks<Trained>(world, [&](std::shared_ptr<Comm> comm) {
+             return Train(comm, absl::StrCat("of-", world), training);
+           })) {
+        EXPECT_TRUE(rank.status.ok()) << rank.status;
+        EXPECT_TRUE(rank == one) << world << " ranks";
+      }
+    }
+  }
+}
+
+// Also of state that is in memory alone, whose parts know each other by nothing that is on a drive.
+TEST_F(DrivenRanksTest, ACheckpointThatIsAskedForGoesOnWithAnotherNumberOfRanks) {
+  const Trained through = Train(nullptr, "through", {.to = 6, .of_one = kAll});
+  ASSERT_TRUE(through.status.ok()) << through.status;
+  for (const OffloadDevice offload : {OffloadDevice::kNvme, OffloadDevice::kNone}) {
+    const std::string kept = absl::StrCat(directory_, "/kept-", static_cast<int>(offload));
+    const auto in = [offload](EngineOptions* options) { options->storage.offload = offload; };
+    std::string path;
+    for (const Trained& rank : OnRanks<Trained>(3, [&](std::shared_ptr<Comm> comm) {
+           return Train(comm, "three", {.to = 3, .of_one = 2, .checkpoint = kept, .adjust = in});
+         })) {
+      ASSERT_TRUE(rank.status.ok()) << rank.status;
+      EXPECT_TRUE(std::filesystem::exists(rank.checkpoint + "/rank-2")) << rank.checkpoint;
+      path = rank.checkpoint;
+    }
+    for (const Trained& rank : OnRanks<Trained>(2, [&](std::shared_ptr<Comm> comm) {
+           return Train(comm, absl::StrCat("two-", static_cast<int>(offload)),
+                        {.from = 4, .to = 6, .of_one = 3, .restore_from = path});
+         })) {
+      ASSERT_TRUE(rank.status.ok()) << rank.status;
+      // A rank adds its own before all ranks add theirs: within rounding.
+      ASSERT_EQ(rank.losses.size(), 3u);
+      for (size_t i = 0; i < 3; ++i) EXPECT_NEAR(rank.losses[i], through.losses[3 + i], 1e-7);
+      ASSERT_EQ(rank.state.size(), through.state.size());
+      for (size_t i = 0; i < rank.state.size(); ++i) ASSERT_NEAR(rank.state[i], through.state[i], 1e-5) << i;
+    }
+  }
+}
+
+// What a directory has against a checkpoint is told to all, and training goes on.
+TEST_F(DrivenRanksTest, ACheckpointThatIsThereAlreadyEndsNobody) {
+  const std::string kept = directory_ + "/kept";
+  for (const absl::Status& rank : OnRanks<absl::Status>(2, [&](std::shared_ptr<Comm> comm) {
+         Owner owner(shape_, 1);
+         EngineOptions options = owner.Options(directory_ + "/two");
+         options.storage.state_dirs = RankDirectories(options.storage.state_dirs, comm->rank());
+         options.comm = comm;
+         auto driven = DrivenEngine::Create(*owner.Measure(), options);
+         if (!driven.ok()) return driven.status();
+         const auto step = [&](int64_t number) -> absl::Status {
+           absl::Status status = (*driven)->Begin();
+           if (status.ok()) status = owner.Compute((*driven)->compute(), {PlainBatch(shape_, number)});
+           return status.ok() ? (*driven)->Finish().status() : status;
+         };
+         const auto keep = [&] {
+           return (*driven)->Call([&](Engine& engine) { return engine.Checkpoint(kept).status(); });
+         };
+         absl::Status status = step(1);
+         if (status.ok()) status = keep();
+         if (!status.ok()) return status;
+         if (const absl::Status again = keep(); !absl::IsAlreadyExists(again))
+           return absl::InternalError(absl::StrCat("not refused: ", again.ToString()));
+         status = step(2);
+         return status.ok() ? keep() : status;
+       }))
+    EXPECT_TRUE(rank.ok()) << rank;
+}
+
+// Said on one rank alone it is a commit of all, or a resumed run would not know which commits belong
+// together.
+TEST_F(DrivenRanksTest, WhatOneRankSaysOfAStepIsCommittedByAll) {
+  for (const int64_t described : OnRanks<int64_t>(2, [&](std::shared_ptr<Comm> comm) -> int64_t {
+         const int rank = comm->rank();
+         Owner owner(shape_, 1);
+         EngineOptions options = owner.Options(directory_ + "/two");
+         options.storage.state_dirs = RankDirectories(options.storage.state_dirs, rank);
+         options.comm = comm;
+         int said = 0;
+         options.hooks.describe = [&](const StepResult&) { return nlohmann::json(said); };
+         {
+           auto driven = DrivenEngine::Create(*owner.Measure(), options);
+           if (!driven.ok() || !(*driven)->Begin().ok()) return -1;
+           if (!owner.Compute((*driven)->compute(), {PlainBatch(shape_, rank)}).ok() ||
+               !(*driven)->Finish().ok())
+             return -2;
+           const auto describe = [](Engine& engine) { return engine.CommitDescription(); };
+           if (!(*driven)->Call(describe).ok()) return -3;
+           if (rank == 1) said = 5;
+           if (!(*driven)->Call(describe).ok()) return -4;
+         }
+         options.storage.overwrite = false;
+         options.resume.enabled = true;
+         auto driven = DrivenEngine::Create(*owner.Measure(), options);
+         int64_t found = -5;
+         if (!driven.ok()) return found;
+         (void)(*driven)->Call([&](Engine& engine) {
+           found = engine.last_description().get<int64_t>() + (rank == 0 ? 5 : 0);
+           return absl::OkStatus();
+         });
+         return found;
+       }))
+    EXPECT_EQ(described, 5);
+}
+
+// Each would update its part of the weights by its own rate.
+TEST_F(DrivenRanksTest, AStepAtAnotherRateIsRefusedOnAllRanksAndBothAreNamed) {
+  for (const Trained& rank : OnRanks<Trained>(2, [&](std::shared_ptr<Comm> comm) {
+         const int own = comm->rank();
+         return Train(comm, "two",
+                      {.of_one = 3, .step = [own](int64_t step) {
+                         StepOptions options;
+                         options.groups = {{.rates = {.lr = step == 3 && own == 1 ? 0.25 : 0.5}}};
+                         return options;
+                       }});
+       })) {
+    EXPECT_EQ(rank.losses.size(), 2u);
+    EXPECT_TRUE(absl::StrContains(rank.status.message(), "step 3 (learning rate 0.25")) << rank.status;
+    EXPECT_TRUE(absl::StrContains(rank.status.message(), "step 3 (learning rate 0.5")) << rank.status;
+  }
+}
+
+// Its owner's error is everybody's: nobody waits for the rank that gave up.
+TEST_F(DrivenRanksTest, APassThatOneRankGivesUpEndsOnAll) {
+  for (const absl::Status& status : OnRanks<absl::Status>(2, [&](std::shared_ptr<Comm> comm) {
+         Owner owner(shape_, 1);
+         EngineOptions options = owner.Options(directory_ + "/two");
+         options.storage.state_dirs = RankDirectories(options.storage.state_dirs, comm->rank());
+         options.comm = comm;
+         auto driven = DrivenEngine::Create(*owner.Measure(), options);
+         if (!driven.ok()) return driven.status();
+         absl::Status status = (*driven)->Begin();
+         if (comm->rank() == 1) (*driven)->compute().Fail(absl::CancelledError("the owner's forward raised"));
+         if (status.ok()) status = owner.Compute((*driven)->compute(), {PlainBatch(shape_, comm->rank())});
+         const absl::Status finished = (*driven)->Finish().status();
+         return finished.ok() ? status : finished;
+       }))
+    EXPECT_TRUE(absl::StrContains(status.message(), "the owner's forward raised")) << status;
+}
+
+}  // namespace
+}  // namespace penstock::zero
