@@ -103,7 +103,14 @@ class UniversalWriter {
 
   absl::Status Read(const PublishedTensor& tensor, int64_t from, int64_t n) {
     for (std::vector<float>& values : chunk_) values.resize(std::max(values.size(), static_cast<size_t>(n)));
-    return read_(tensor.block, tensor.offset + from, n, chunk_[0].data(), chunk_[1].data(), chunk_[2].data());
+    for (int64_t at = 0; at < n;) {
+      const TensorPlace place = PlaceOf(tensor, from + at);
+      const int64_t count = std::min(n - at, place.elements);
+      RETURN_IF_ERROR(read_(place.block, place.first, count, chunk_[0].data() + at, chunk_[1].data() + at,
+                            chunk_[2].data() + at));
+      at += count;
+    }
+    return absl::OkStatus();
   }
 
   // An eighth of the memory for what is read, the rest for strips.

@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <fstream>
 #include <optional>
 #include <sstream>
@@ -12,6 +13,7 @@
 #include "models/gpt.h"
 #include "models/llama.h"
 #include "models/lora.h"
+#include "models/vocabulary_tiles.h"
 #include "zero/config/config_json.h"
 
 namespace penstock::models {
@@ -59,6 +61,31 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
   }
   ASSIGN_OR_RETURN(const GptConfig config, GptConfigFromJson(json, notes));
   return DescribeGpt(config);
+}
+
+int64_t UsualVocabularyTiles(const LanguageModel& model) {
+  const LanguageModel& whole = model.base() != nullptr ? *model.base() : model;
+  int64_t layer = 0, width = 0;
+  for (const BlockDescription& block : whole.Blocks()) {
+    if (width == 0) width = block.parameters.front().columns;  // the embedding's
+    if (block.kind != "layer") continue;
+    int64_t parameters = 0;
+    for (const ParameterDescription& parameter : block.parameters) parameters += parameter.elements();
+    layer = std::max(layer, parameters);
+  }
+  const int64_t tiles = UsualTiles(model.vocabulary(), width, layer);
+  if (tiles == 1 || model.lora() == nullptr) return tiles;
+  // An adapter of the head wants all of it.
+  const int64_t rows = RowsOfTiles(model.vocabulary(), tiles);
+  return WithLora(whole.WithTileRows(rows), *model.lora()).ok() ? tiles : 1;
+}
+
+absl::StatusOr<std::shared_ptr<const LanguageModel>> WithVocabularyTiles(
+    std::shared_ptr<const LanguageModel> model, int64_t rows) {
+  if (rows < 0 || rows >= model->vocabulary()) rows = 0;
+  if (model->tile_rows() == rows) return model;
+  if (model->lora() == nullptr) return model->WithTileRows(rows);
+  return WithLora(model->base()->WithTileRows(rows), *model->lora());
 }
 
 absl::StatusOr<std::shared_ptr<const LanguageModel>> OpenModel(const std::string& preset_or_path,

@@ -28,8 +28,10 @@ namespace penstock::models {
 
 struct LoraOptions;  // models/lora.h
 
-// Where ToJson says what adapters a model has.
+// Where ToJson says what adapters a model has,
 inline constexpr const char* kLoraKey = "penstock_lora";
+// and of a vocabulary in tiles how many rows one has.
+inline constexpr const char* kTileRowsKey = "penstock_vocabulary_rows";
 
 enum class Head : uint8_t {
   kLoss,        // the last stage is the mean cross-entropy against Batch::targets
@@ -61,7 +63,7 @@ class LanguageModel {
   virtual int64_t vocabulary() const = 0;
   virtual int64_t context() const = 0;       // longest sequence
   virtual int64_t usual_length() const = 0;  // of sequences, where nobody says
-  // Every parameter, once; the input embedding is block 0.
+  // Every parameter, once; the input embedding is block 0, or the first blocks.
   virtual std::vector<BlockDescription> Blocks() const = 0;
   virtual ModelLayout Layout() const = 0;
   // One of each stage of Make(Head::kLoss), in their order.
@@ -74,6 +76,12 @@ class LanguageModel {
   virtual nlohmann::ordered_json ToPublished() const = 0;
 
   virtual std::shared_ptr<const LanguageModel> WithVocabulary(int64_t vocabulary) const = 0;
+
+  // Rows of the vocabulary that a block has (models/vocabulary_tiles.h); 0: all of them.
+  virtual int64_t tile_rows() const { return 0; }
+  // The same function in blocks of so many rows; 0: in one. Of a model with adapters, see
+  // WithVocabularyTiles.
+  virtual std::shared_ptr<const LanguageModel> WithTileRows(int64_t rows) const = 0;
 
   // The same function, for generation with a cache.
   virtual std::unique_ptr<const Decoder> MakeDecoder() const = 0;
@@ -93,6 +101,14 @@ class LanguageModel {
 // takes lines for people.
 absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohmann::json& json,
                                                                    std::vector<std::string>* notes = nullptr);
+
+// How many tiles the vocabulary of a model should be: 1 unless it is far larger than a layer.
+int64_t UsualVocabularyTiles(const LanguageModel& model);
+// The same function with embedding and head in blocks of so many rows of the vocabulary; 0, or as many as it
+// has: in one. Its ToJson says so, and the first values that a run draws are others. kInvalidArgument: a
+// target of the adapters is the head.
+absl::StatusOr<std::shared_ptr<const LanguageModel>> WithVocabularyTiles(
+    std::shared_ptr<const LanguageModel> model, int64_t rows);
 
 // A preset's name, the path of a config.json, or a directory that has one. kInvalidArgument: none of them
 // (names the presets), or as ModelFromJson.

@@ -161,7 +161,8 @@ int64_t FrozenWeights::BytesOf(tiering::BlockIndex block, int64_t elements) cons
 
 std::string FrozenWeights::PlaceOf(tiering::BlockIndex block) const {
   for (size_t i = 0; i < layout_.tensors.size(); ++i) {
-    if (layout_.tensors[i].block == block.value()) return tensors_[i].file->path();
+    const int64_t all = layout_.block_elements[static_cast<size_t>(block.value())];
+    if (PieceOf(layout_.tensors[i], block.value(), 0, all).has_value()) return tensors_[i].file->path();
   }
   return "no file";
 }

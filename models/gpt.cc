@@ -16,6 +16,7 @@
 #include "models/causal_attention.h"
 #include "models/described_module.h"
 #include "models/model_keys.h"
+#include "models/vocabulary_tiles.h"
 #include "zero/compute/libtorch/model.h"
 
 namespace penstock::models {
@@ -177,10 +178,24 @@ std::vector<BlockDescription> Describe(const GptConfig& config) {
                    .columns = d,
                    .deviation = drawn});
   };
-  blocks.push_back({.name = "embedding", .kind = "embedding", .parameters = {}});
-  to = &blocks.back().parameters;
+  const VocabularyCut cut(config.vocab, config.tile_rows);
   prefix = kPrefix;
-  add_table("wte", config.vocab);
+  if (cut.tiles() > 1) {
+    AddTiles(cut, "embedding",
+             {.name = "wte",
+              .published = prefix + "wte.weight",
+              .rows = config.vocab,
+              .columns = d,
+              .deviation = drawn},
+             &blocks);
+    // Two stages use it that compute different functions of the same shapes: it is like no other.
+    blocks.push_back({.name = "positions", .kind = "", .parameters = {}});
+    to = &blocks.back().parameters;
+  } else {
+    blocks.push_back({.name = "embedding", .kind = "embedding", .parameters = {}});
+    to = &blocks.back().parameters;
+    add_table("wte", config.vocab);
+  }
   add_table("wpe", config.context);
   add_norm("ln_f");
   for (int64_t i = 0; i < config.layers; ++i) {
@@ -245,7 +260,8 @@ const std::vector<std::string_view>& FunctionKeys() {
                                                                "tie_word_embeddings",
                                                                "reorder_and_upcast_attn",
                                                                "add_cross_attention",
-                                                               "quantization_config"};
+                                                               "quantization_config",
+                                                               kTileRowsKey};
   return keys;
 }
 
@@ -270,6 +286,7 @@ nlohmann::json GptConfig::ToJson() const {
   if (scales_attention_by_layer) json["scale_attn_by_inverse_layer_idx"] = true;
   if (attention_in_fp32) json["reorder_and_upcast_attn"] = true;
   if (deviation != plain.deviation) json["initializer_range"] = deviation;
+  if (tile_rows > 0) json[kTileRowsKey] = tile_rows;
   return json;
 }
 
@@ -365,6 +382,7 @@ absl::StatusOr<GptConfig> GptConfigFromJson(const nlohmann::json& json, std::vec
       config.activation = named->value;
     }
   }
+  ReadTileRows(config.vocab, &keys, &config.tile_rows);
   if (!keys.status().ok()) return keys.status();
   RETURN_IF_ERROR(ValidateGptConfig(config));
   return config;
@@ -387,36 +405,75 @@ ModelLayout LayoutOfGpt(const GptConfig& config) {
   return layout;
 }
 
-zero::Model MakeGpt(const GptConfig& config, Head head) {
-  zero::Model model;
-  model.identity = config.ToJson();
-  const std::vector<BlockDescription> blocks = Describe(config);
-  const int embedding = AddBlock(blocks.front(), &model);
-  model.AddStage("embed", embedding,
-                 [config](torch::nn::Module& module, const torch::Tensor&, const zero::TensorBatch& batch) {
-                   return Embed(config, *module.as<DescribedModule>(), batch.inputs);
-                 });
-  for (int64_t i = 0; i < config.layers; ++i) {
-    const BlockDescription& block = blocks[static_cast<size_t>(i) + 1];
-    model.AddStage(block.name, AddBlock(block, &model),
-                   [config, i](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
-                     return TrainedLayer(config, *module.as<DescribedModule>(), x, i);
-                   });
-  }
+namespace {
+
+// With the vocabulary in tiles: positions are added by a stage of their own.
+void AddTiledEmbedding(const GptConfig& config, const VocabularyCut& cut, zero::Model* model) {
+  AddEmbeddingTiles(cut, "wte", /*padding=*/-1, model);
+  model->AddStage("positions", cut.tiles(),
+                  [config](torch::nn::Module& module, const torch::Tensor& tokens, const zero::TensorBatch&) {
+                    const auto& block = *module.as<DescribedModule>();
+                    const torch::Tensor positions = block.Get("wpe").slice(0, 0, tokens.size(1));
+                    const torch::Tensor x = AtPositions(tokens, positions, tokens.scalar_type());
+                    const double dropout = config.embedding_dropout;
+                    return dropout > 0 ? torch::dropout(x, dropout, block.is_training()) : x;
+                  });
+}
+
+void AddTiledHead(const GptConfig& config, const VocabularyCut& cut, Head head, zero::Model* model) {
+  const auto norm = [config](const DescribedModule& block, const torch::Tensor& x) {
+    return Norm(block, "ln_f", x, config.epsilon);
+  };
+  AddLastNorm(cut.tiles(), norm, head, model);
+  AddHeadTiles(cut, "wte", /*block=*/0, head, model);
+}
+
+void AddHead(const GptConfig& config, Head head, zero::Model* model) {
   if (head == Head::kLoss) {
-    model.AddStage(
-        "loss", embedding,
+    model->AddStage(
+        "loss", 0,
         [config](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch& batch) {
           const torch::Tensor logits = Logits(config, *module.as<DescribedModule>(), x);
           return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
                                  batch.targets.view({-1}));
         });
   } else {
-    model.AddStage("logits", embedding,
-                   [config](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
-                     const torch::Tensor last = x.slice(1, x.size(1) - 1);
-                     return Logits(config, *module.as<DescribedModule>(), last).squeeze(1);
+    model->AddStage("logits", 0,
+                    [config](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
+                      const torch::Tensor last = x.slice(1, x.size(1) - 1);
+                      return Logits(config, *module.as<DescribedModule>(), last).squeeze(1);
+                    });
+  }
+}
+
+// Of the first layer.
+int LayerBlock(const VocabularyCut& cut) { return cut.tiles() == 1 ? 1 : cut.tiles() + 1; }
+
+}  // namespace
+
+zero::Model MakeGpt(const GptConfig& config, Head head) {
+  zero::Model model;
+  model.identity = config.ToJson();
+  for (const BlockDescription& block : Describe(config)) AddBlock(block, &model);
+  const VocabularyCut cut(config.vocab, config.tile_rows);
+  if (cut.tiles() > 1) {
+    AddTiledEmbedding(config, cut, &model);
+  } else {
+    model.AddStage("embed", 0,
+                   [config](torch::nn::Module& module, const torch::Tensor&, const zero::TensorBatch& batch) {
+                     return Embed(config, *module.as<DescribedModule>(), batch.inputs);
                    });
+  }
+  for (int64_t i = 0; i < config.layers; ++i) {
+    model.AddStage(absl::StrCat("h.", i), LayerBlock(cut) + static_cast<int>(i),
+                   [config, i](torch::nn::Module& module, const torch::Tensor& x, const zero::TensorBatch&) {
+                     return TrainedLayer(config, *module.as<DescribedModule>(), x, i);
+                   });
+  }
+  if (cut.tiles() > 1) {
+    AddTiledHead(config, cut, head, &model);
+  } else {
+    AddHead(config, head, &model);
   }
   return model;
 }
@@ -465,16 +522,24 @@ class GptDecoder : public Decoder {
 
 // The embedding is looked up first and multiplied with last.
 std::vector<StageProducts> ProductsOf(const GptConfig& config) {
-  std::vector<StageProducts> products = {{.stage = "embed"}};
+  const VocabularyCut cut(config.vocab, config.tile_rows);
+  std::vector<StageProducts> products;
+  for (int tile = 0; tile < cut.tiles(); ++tile)
+    products.push_back({.stage = cut.StageOf("embed", tile), .block = tile});
+  if (cut.tiles() > 1) products.push_back({.stage = "positions", .block = cut.tiles()});
   for (int64_t i = 0; i < config.layers; ++i) {
     const int64_t in_attention = 4 * config.width * config.width,
                   in_between = 2 * config.width * config.Inner();
     products.push_back({.stage = absl::StrCat("h.", i),
-                        .block = static_cast<int>(i) + 1,
+                        .block = LayerBlock(cut) + static_cast<int>(i),
                         .parameters = in_attention + in_between,
                         .attention_width = config.width});
   }
-  products.push_back({.stage = "loss", .parameters = config.vocab * config.width});
+  if (cut.tiles() > 1) products.push_back({.stage = "norm", .block = cut.tiles()});
+  for (int tile = 0; tile < cut.tiles(); ++tile) {
+    products.push_back(
+        {.stage = cut.StageOf("loss", tile), .block = tile, .parameters = cut.rows(tile) * config.width});
+  }
   return products;
 }
 
@@ -486,7 +551,9 @@ class Gpt : public LanguageModel {
   int64_t context() const override { return config_.context; }
   int64_t usual_length() const override { return config_.context; }
   std::unique_ptr<const Decoder> MakeDecoder() const override {
-    return std::make_unique<GptDecoder>(config_);
+    GptConfig whole = config_;  // its tensors are the same, wherever they lie
+    whole.tile_rows = 0;
+    return std::make_unique<GptDecoder>(whole);
   }
   std::vector<std::string> AdapterTargets() const override { return {"c_attn"}; }
   std::vector<BlockDescription> Blocks() const override { return Describe(config_); }
@@ -498,6 +565,12 @@ class Gpt : public LanguageModel {
   std::shared_ptr<const LanguageModel> WithVocabulary(int64_t vocabulary) const override {
     GptConfig config = config_;
     config.vocab = vocabulary;
+    return DescribeGpt(config);
+  }
+  int64_t tile_rows() const override { return config_.tile_rows; }
+  std::shared_ptr<const LanguageModel> WithTileRows(int64_t rows) const override {
+    GptConfig config = config_;
+    config.tile_rows = rows < config.vocab ? rows : 0;
     return DescribeGpt(config);
   }
 

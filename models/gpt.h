@@ -2,7 +2,9 @@
 // positions and a tied embedding (Radford et al. 2019), as blocks for the engine.
 //
 // Block 0 holds the token embedding, the positions and the last LayerNorm; it is the first stage (embed) and
-// the last (logits and loss). Blocks 1..L are the layers. Every function that Hugging Face's GPT2Config can
+// the last (logits and loss). Blocks 1..L are the layers. With a vocabulary in tiles
+// (models/vocabulary_tiles.h) the token embedding is the first blocks, and positions and LayerNorm are one
+// behind them. Every function that Hugging Face's GPT2Config can
 // ask for, but for what GptConfigFromJson refuses. Sums that bf16 would spoil (LayerNorm, cross-entropy, the
 // embedding's gradient) are computed in fp32; matrix products in the compute type.
 #ifndef PENSTOCK_MODELS_GPT_H_
@@ -48,6 +50,7 @@ struct GptConfig {
   bool scales_attention_by_layer = false;  // and by 1 / number of the layer, from 1
   bool attention_in_fp32 = false;          // whatever the compute type
   double deviation = 0.02;                 // of initial values
+  int64_t tile_rows = 0;                   // of the vocabulary's blocks; 0: one has all of it
 
   int64_t Inner() const { return inner > 0 ? inner : 4 * width; }
   int64_t Parameters() const;

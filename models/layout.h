@@ -28,8 +28,12 @@ struct ParameterDescription {
   double bound = 0;         // or where this is above 0, uniformly within it
   bool transposed = false;  // published as [columns, rows]
   bool frozen = false;      // training leaves it as it is
+  // Of a block's rows of a matrix that is published as one: the first of them there, and how many there are.
+  int64_t first_row = 0;
+  int64_t published_rows = 0;  // 0: these are all
 
   int64_t elements() const { return columns == 0 ? rows : rows * columns; }
+  bool is_tile() const { return published_rows > 0; }
 };
 
 // What adapters (models/lora.h) add to their matrices' products.
@@ -42,7 +46,9 @@ struct AdapterFunction {
 // what is frozen before what trains.
 struct BlockDescription {
   std::string name;
-  std::string kind;  // blocks of one kind have the same shapes and compute the same function
+  // Blocks of one kind have the same shapes, and their stages that take the same compute alike; empty: like
+  // no other.
+  std::string kind;
   std::vector<ParameterDescription> parameters;
   AdapterFunction adapters = {};  // of those among them
 };
@@ -59,6 +65,8 @@ struct PublishedTensor {
   int64_t rows = 0;
   int64_t columns = 0;
   bool transposed = false;
+  // Above 0: `block` has the first so many rows of it and each block behind it as many more, at its offset.
+  int64_t rows_of_block = 0;
 
   int64_t elements() const { return columns == 0 ? rows : rows * columns; }
   std::vector<uint64_t> published_shape() const;
@@ -84,6 +92,14 @@ struct TensorPiece {
 };
 // nullopt: nothing.
 std::optional<TensorPiece> PieceOf(const PublishedTensor& tensor, int block, int64_t first, int64_t elements);
+
+// Where an element of a tensor lies, and how many of those behind it, itself included, lie there with it.
+struct TensorPlace {
+  int block = 0;
+  int64_t first = 0;  // in the block's run
+  int64_t elements = 0;
+};
+TensorPlace PlaceOf(const PublishedTensor& tensor, int64_t element);
 
 // Calls use(i, piece) for each tensor i of the layout that has some of those elements, in its order, to the
 // first error.

@@ -15,6 +15,7 @@
 #include "models/causal_attention.h"
 #include "models/described_module.h"
 #include "models/model_keys.h"
+#include "models/vocabulary_tiles.h"
 #include "zero/config/config_json.h"
 
 namespace penstock::models {
@@ -85,7 +86,8 @@ const std::vector<std::string_view>& FunctionKeys() {
                                                                "layer_types",
                                                                "pruned_heads",
                                                                "quantization_config",
-                                                               "add_cross_attention"};
+                                                               "add_cross_attention",
+                                                               kTileRowsKey};
   return keys;
 }
 
@@ -256,9 +258,26 @@ std::vector<BlockDescription> Describe(const LlamaConfig& c) {
     add(name + ".weight", out, in, 0);
     if (bias) add(name + ".bias", out, 0, 0);
   };
+  const VocabularyCut cut(c.vocab, c.tile_rows);
+  const bool tiled = cut.tiles() > 1;
+  const auto begin = [&](const std::string& name) {
+    blocks.push_back({.name = name, .kind = name, .parameters = {}});
+  };
+  // In the block that has begun, or in tiles, blocks of that name.
+  const auto add_matrix = [&](const std::string& block, const std::string& name) {
+    if (!tiled) return add_linear(name, c.width, c.vocab, false);
+    AddTiles(cut, block,
+             {.name = name + ".weight",
+              .published = prefix + name + ".weight",
+              .rows = c.vocab,
+              .columns = c.width,
+              .deviation = c.deviation},
+             &blocks);
+  };
   prefix = kPrefix;
-  blocks.push_back({.name = "embedding", .kind = "embedding", .parameters = {}});
-  add_linear("embed_tokens", c.width, c.vocab, false);
+  if (!tiled) begin("embedding");
+  add_matrix("embedding", "embed_tokens");
+  if (tiled && c.tied) begin("norm");
   if (c.tied) add_norm("norm", c.width);
   for (int64_t i = 0; i < c.layers; ++i) {
     prefix = absl::StrCat(kPrefix, "layers.", i, ".");
@@ -278,14 +297,31 @@ std::vector<BlockDescription> Describe(const LlamaConfig& c) {
     add_linear("mlp.down_proj", c.inner, c.width, c.mlp_bias);
   }
   if (!c.tied) {
-    blocks.push_back({.name = "head", .kind = "head", .parameters = {}});
+    begin(tiled ? "norm" : "head");
     prefix = kPrefix;
     add_norm("norm", c.width);
     prefix.clear();
-    add_linear("lm_head", c.width, c.vocab, false);
+    add_matrix("head", "lm_head");
   }
   return blocks;
 }
+
+// Numbers of blocks: the first layer's, the last norm's, and that of the head or its first tile.
+struct BlockNumbers {
+  explicit BlockNumbers(const LlamaConfig& c) {
+    const int tiles = VocabularyCut(c.vocab, c.tile_rows).tiles();
+    const auto layers = static_cast<int>(c.layers);
+    if (tiles == 1) {
+      layer = 1;
+      norm = head = c.tied ? 0 : layers + 1;
+    } else {
+      layer = c.tied ? tiles + 1 : tiles;
+      norm = c.tied ? tiles : tiles + layers;
+      head = c.tied ? 0 : norm + 1;
+    }
+  }
+  int layer = 0, norm = 0, head = 0;
+};
 
 // ---- What stages compute.
 
@@ -450,9 +486,17 @@ class Llama : public LanguageModel {
     config.vocab = vocabulary;
     return DescribeLlama(config);
   }
+  int64_t tile_rows() const override { return config_.tile_rows; }
+  std::shared_ptr<const LanguageModel> WithTileRows(int64_t rows) const override {
+    LlamaConfig config = config_;
+    config.tile_rows = rows < config.vocab ? rows : 0;
+    return DescribeLlama(config);
+  }
 
   std::unique_ptr<const Decoder> MakeDecoder() const override {
-    return std::make_unique<LlamaDecoder>(config_);
+    LlamaConfig whole = config_;  // its tensors are the same, wherever they lie
+    whole.tile_rows = 0;
+    return std::make_unique<LlamaDecoder>(whole);
   }
   std::vector<std::string> AdapterTargets() const override { return {"q_proj", "v_proj"}; }
   std::vector<BlockDescription> Blocks() const override { return Describe(config_); }
@@ -465,18 +509,25 @@ class Llama : public LanguageModel {
 
   std::vector<StageProducts> Products() const override {
     const LlamaConfig& c = config_;
-    std::vector<StageProducts> products = {{.stage = "embed"}};
+    const VocabularyCut cut(c.vocab, c.tile_rows);
+    const BlockNumbers blocks(c);
+    std::vector<StageProducts> products;
+    for (int tile = 0; tile < cut.tiles(); ++tile)
+      products.push_back({.stage = cut.StageOf("embed", tile), .block = tile});
     for (int64_t i = 0; i < c.layers; ++i) {
       const int64_t in_attention = 2 * c.width * (c.heads + c.key_heads) * c.depth,
                     in_between = 3 * c.width * c.inner;
       products.push_back({.stage = absl::StrCat("layers.", i),
-                          .block = static_cast<int>(i) + 1,
+                          .block = blocks.layer + static_cast<int>(i),
                           .parameters = in_attention + in_between,
                           .attention_width = c.heads * c.depth});
     }
-    products.push_back({.stage = "loss",
-                        .block = c.tied ? 0 : static_cast<int>(c.layers) + 1,
-                        .parameters = c.vocab * c.width});
+    if (cut.tiles() > 1) products.push_back({.stage = "norm", .block = blocks.norm});
+    for (int tile = 0; tile < cut.tiles(); ++tile) {
+      products.push_back({.stage = cut.StageOf("loss", tile),
+                          .block = blocks.head + tile,
+                          .parameters = cut.rows(tile) * c.width});
+    }
     return products;
   }
 
@@ -485,23 +536,33 @@ class Llama : public LanguageModel {
     model.identity = ToJson();
     const auto f =
         std::make_shared<const Function>(Function{config_, config_.rope.Frequencies(config_.depth)});
-    const std::vector<BlockDescription> blocks = Describe(config_);
-    const int embedding = AddBlock(blocks.front(), &model);
-    model.AddStage("embed", embedding,
-                   [padding = PaddingOf(config_)](torch::nn::Module& module, const Tensor&,
-                                                  const zero::TensorBatch& batch) {
-                     return Embed(*module.as<DescribedModule>(), batch.inputs, padding);
-                   });
-    for (int64_t i = 1; i <= config_.layers; ++i) {
-      const BlockDescription& block = blocks[static_cast<size_t>(i)];
-      model.AddStage(block.name, AddBlock(block, &model),
+    for (const BlockDescription& block : Describe(config_)) AddBlock(block, &model);
+    const VocabularyCut cut(config_.vocab, config_.tile_rows);
+    const BlockNumbers blocks(config_);
+    const char* const embedding = "embed_tokens.weight";
+    if (cut.tiles() > 1) {
+      AddEmbeddingTiles(cut, embedding, PaddingOf(config_), &model);
+    } else {
+      model.AddStage("embed", 0,
+                     [padding = PaddingOf(config_)](torch::nn::Module& module, const Tensor&,
+                                                    const zero::TensorBatch& batch) {
+                       return Embed(*module.as<DescribedModule>(), batch.inputs, padding);
+                     });
+    }
+    for (int64_t i = 0; i < config_.layers; ++i) {
+      model.AddStage(absl::StrCat("layers.", i), blocks.layer + static_cast<int>(i),
                      [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
                        return TrainedLayer(*f, *module.as<DescribedModule>(), x);
                      });
     }
-    const int last = config_.tied ? embedding : AddBlock(blocks.back(), &model);
-    if (head == Head::kLoss) {
-      model.AddStage("loss", last,
+    if (cut.tiles() > 1) {
+      const auto norm = [f](const DescribedModule& block, const Tensor& x) {
+        return Normalize(x, block.Get("norm.weight"), f->config.epsilon);
+      };
+      AddLastNorm(blocks.norm, norm, head, &model);
+      AddHeadTiles(cut, config_.tied ? embedding : "lm_head.weight", blocks.head, head, &model);
+    } else if (head == Head::kLoss) {
+      model.AddStage("loss", blocks.head,
                      [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch& batch) {
                        const Tensor logits = Logits(f->config, *module.as<DescribedModule>(), x);
                        return torch::nll_loss(torch::log_softmax(logits.view({-1, logits.size(-1)}), -1),
@@ -509,7 +570,7 @@ class Llama : public LanguageModel {
                      });
     } else {
       model.AddStage(
-          "logits", last, [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
+          "logits", blocks.head, [f](torch::nn::Module& module, const Tensor& x, const zero::TensorBatch&) {
             return Logits(f->config, *module.as<DescribedModule>(), x.slice(1, x.size(1) - 1)).squeeze(1);
           });
     }
@@ -548,6 +609,7 @@ nlohmann::json LlamaConfig::ToJson() const {
   nlohmann::json json = ToPublished();
   json.erase("architectures");
   json["architecture"] = "llama";
+  if (tile_rows > 0) json[kTileRowsKey] = tile_rows;
   return json;
 }
 
@@ -631,6 +693,7 @@ absl::StatusOr<LlamaConfig> LlamaConfigFromJson(const nlohmann::json& json, std:
   keys.Switch("mlp_bias", &c.mlp_bias);
   if (c.mlp_bias && !defaults->mlp_bias) keys.Wrong("mlp_bias", absl::StrCat("which no ", c.type, " has"));
   c.qk_norm = defaults->qk_norm;
+  ReadTileRows(c.vocab, &keys, &c.tile_rows);
   ReadRope(&keys, &c.rope);
   ReadWindow(*defaults, json, &keys, c.layers, &c.window);
   for (const char* key : kKeptKeys) {

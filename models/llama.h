@@ -3,9 +3,11 @@
 // embedding for input and output where a model has them.
 //
 // Block 0 is the embedding, blocks 1..L are the layers. With a head of its own (untied) the last block is the
-// last norm and the head; else block 0 has the norm, and is the first stage and the last. Sums are made in
-// fp32 where transformers has them: RMSNorm, softmax, cross-entropy; and the embedding's gradient. Rotary
-// positions are made in fp32 and used in the compute type, as there.
+// last norm and the head; else block 0 has the norm, and is the first stage and the last. With a vocabulary
+// in tiles (models/vocabulary_tiles.h) embedding and head are some blocks each, or the same, and the norm is
+// a block before the layers (tied) or behind them. Sums are made in fp32 where transformers has them:
+// RMSNorm, softmax, cross-entropy; and the embedding's gradient. Rotary positions are made in fp32 and used
+// in the compute type, as there.
 #ifndef PENSTOCK_MODELS_LLAMA_H_
 #define PENSTOCK_MODELS_LLAMA_H_
 
@@ -48,6 +50,7 @@ struct LlamaConfig {
   bool tied = false;
   bool qkv_bias = false, output_bias = false, mlp_bias = false;
   bool qk_norm = false;
+  int64_t tile_rows = 0;  // of the vocabulary's blocks; 0: one has all of it
   Rope rope;
   // As given, for those who read what is exported: tokens, and which layers look back how far.
   nlohmann::json kept = nlohmann::json::object();

@@ -32,9 +32,9 @@ bool IsAdapterTensor(const PublishedTensor& tensor) {
          (absl::EndsWith(tensor.name, kDownEnding) || absl::EndsWith(tensor.name, kUpEnding));
 }
 
-// A matrix that tokens are multiplied with, by its name in the block.
+// A matrix that tokens are multiplied with, by its name in the block; a tile of one has no adapter.
 bool IsLinear(const ParameterDescription& parameter) {
-  return parameter.columns > 0 && absl::EndsWith(parameter.name, kWeight);
+  return parameter.columns > 0 && !parameter.is_tile() && absl::EndsWith(parameter.name, kWeight);
 }
 
 // The names of a model's matrices, each once, in their order, and where they are published. Block 0 is the
@@ -197,6 +197,10 @@ class AdaptedModel : public LanguageModel {
   }
   std::shared_ptr<const LanguageModel> WithVocabulary(int64_t vocabulary) const override {
     return std::make_shared<AdaptedModel>(base_->WithVocabulary(vocabulary), options_);
+  }
+  int64_t tile_rows() const override { return base_->tile_rows(); }
+  std::shared_ptr<const LanguageModel> WithTileRows(int64_t rows) const override {
+    return std::make_shared<AdaptedModel>(base_->WithTileRows(rows), options_);
   }
 
   // Matrices that are frozen get no gradient, and what goes into them does.

@@ -246,13 +246,23 @@ class Exporter {
     });
   }
 
+  absl::Status ReadElsewhere(const PublishedTensor& tensor, int64_t from, int64_t n) {
+    for (int64_t at = 0; at < n;) {
+      const TensorPlace place = PlaceOf(tensor, from + at);
+      const int64_t count = std::min(n - at, place.elements);
+      RETURN_IF_ERROR(options_.elsewhere(place.block, place.first, count, elsewhere_.data() + at));
+      at += count;
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status WriteFromElsewhere(const PublishedTensor& tensor) {
     const int64_t all = tensor.elements(), room = static_cast<int64_t>(strip_.size() / sizeof(T));
     const int64_t at_once = tensor.transposed ? all : std::min(all, kElsewhereElements);
     elsewhere_.resize(static_cast<size_t>(at_once));
     for (int64_t from = 0; from < all; from += at_once) {
       const int64_t n = std::min(at_once, all - from);
-      RETURN_IF_ERROR(options_.elsewhere(tensor.block, tensor.offset + from, n, elsewhere_.data()));
+      RETURN_IF_ERROR(ReadElsewhere(tensor, from, n));
       if (adapter_ != nullptr) AddAdapter(from, n, elsewhere_.data());
       for (int64_t at = 0; at < n; at += room) {
         const int64_t count = std::min(room, n - at);

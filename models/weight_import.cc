@@ -299,9 +299,7 @@ absl::Status WeightImport::Load(const Source& source, int64_t from, int64_t n) {
 absl::Status WeightImport::Read(int block, int64_t first, int64_t elements, float* to) {
   std::memset(to, 0, static_cast<size_t>(elements) * sizeof(float));
   return ForTensorsIn(layout_, block, first, elements, [&](size_t i, const TensorPiece& piece) {
-    const PublishedTensor& tensor = layout_.tensors[i];
-    return tensor.transposed ? ReadTurned(tensor, sources_[i], piece.from, piece.to, to + piece.at)
-                             : ReadPlain(sources_[i], piece.from, piece.to, to + piece.at);
+    return ReadTensor(i, piece.from, piece.to, to + piece.at);
   });
 }
 

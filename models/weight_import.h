@@ -64,6 +64,13 @@ class WeightImport {
   // weights.
   absl::Status Read(int block, int64_t first, int64_t elements, float* to);
 
+  // Elements [from, to) of tensor `i` of the layout, likewise.
+  absl::Status ReadTensor(size_t i, int64_t from, int64_t to, float* out) {
+    const PublishedTensor& tensor = layout_.tensors[i];
+    return tensor.transposed ? ReadTurned(tensor, sources_[i], from, to, out)
+                             : ReadPlain(sources_[i], from, to, out);
+  }
+
   // Where tensor `i` of the layout lies, for who reads it in place.
   struct Place {
     std::string path;

@@ -121,8 +121,8 @@ class Packer {
     back_.resize(columns);
     for (int64_t row = 0; row < tensor.rows; row += at_once) {
       const int64_t rows = std::min(at_once, tensor.rows - row);
-      RETURN_IF_ERROR(import_.Read(tensor.block, tensor.offset + row * tensor.columns, rows * tensor.columns,
-                                   values_.data()));
+      RETURN_IF_ERROR(import_.ReadTensor(planned.index, row * tensor.columns, (row + rows) * tensor.columns,
+                                         values_.data()));
       for (int64_t r = 0; r < rows; ++r) {
         const float* from = values_.data() + static_cast<size_t>(r) * columns;
         uint8_t* const to = coded_.data() + static_cast<size_t>(r) * row_bytes;
@@ -155,7 +155,7 @@ class Packer {
     const PublishedTensor& tensor = layout_.tensors[planned.index];
     const auto n = static_cast<size_t>(tensor.elements());
     values_.resize(n);
-    RETURN_IF_ERROR(import_.Read(tensor.block, tensor.offset, tensor.elements(), values_.data()));
+    RETURN_IF_ERROR(import_.ReadTensor(planned.index, 0, tensor.elements(), values_.data()));
     if (planned.info.dtype == swap::Dtype::kF32) return Append(writer, std::as_bytes(std::span(values_)));
     std::vector<uint16_t> narrow(n);
     kernels::Convert(kernels::DType::kFp32, values_.data(),

@@ -93,6 +93,15 @@ TEST(EstimateTiers, BytesAreExact) {
   EXPECT_EQ(rows[4].bytes_per_param_per_step, 38);  // what DeepSpeed moves
 }
 
+TEST(EstimateTiers, ABlockMayBeSmallerThanTheLargestLayer) {
+  const EstimateInput in = {
+      .params = 1'000'000'000, .largest_layer_params = 50'000'000, .largest_block_params = 10'000'000};
+  const std::vector<TierRow> rows = EstimateTiers(in, DriveInput());
+  EXPECT_EQ(rows[3].device_bytes, 6 * 10'000'000);
+  EXPECT_EQ(rows[3].host_bytes, 240'000'000);
+  EXPECT_EQ(rows[4].device_bytes, 4 * 50'000'000);  // DeepSpeed's
+}
+
 TEST(EstimateTiers, TimeAndEndurance) {
   const EstimateInput in = {.params = 1'000'000'000, .largest_layer_params = 50'000'000};
   DriveInput drives = {

@@ -345,6 +345,7 @@ class MeaningLanes : public Lanes {
         break;
       }
       case OpKind::kAccumulateGradient: {
+        ++added_[op.block];
         if (plan_.device.has_own_memory && !HasSums(op)) {
           device_gradient_[op.device_gradient_slot] = {op.block, op.step};
         } else if (HasSums(op)) {
@@ -414,14 +415,14 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kWriteSums:
         EXPECT_EQ(SummedAt(op).of, (OfBlockAt{op.block, op.step}));
-        EXPECT_EQ(SummedAt(op).addends, AddendsOf(op.block) * (calls_ + 1));
-        EXPECT_FALSE(plan_.keeps_sums(op.block));
+        EXPECT_EQ(SummedAt(op).addends, added_[op.block]);
+        EXPECT_TRUE(plan_.moves_sums(op.block));
         break;
       case OpKind::kReadSums:
         EXPECT_EQ(written_sums_[op.block].of, (OfBlockAt{op.block, op.step}));
         // Maybe before the call that wrote them is over, in which other blocks still compute.
-        EXPECT_EQ(written_sums_[op.block].addends, AddendsOf(op.block) * written_calls_[op.block]);
-        EXPECT_GT(written_calls_[op.block], 0);
+        EXPECT_EQ(written_sums_[op.block].addends, added_[op.block]);
+        EXPECT_GT(added_[op.block], 0);
         SummedAt(op) = {};
         break;
       case OpKind::kWriteInput:
@@ -578,7 +579,6 @@ class MeaningLanes : public Lanes {
         break;
       case OpKind::kWriteSums:
         written_sums_[op.block] = std::exchange(SummedAt(op), {});
-        ++written_calls_[op.block];
         break;
       case OpKind::kReadSums:
         SummedAt(op) = written_sums_[op.block];
@@ -596,7 +596,7 @@ class MeaningLanes : public Lanes {
           SumsOf(op).addends = 0;
           gradient_[op.gradient_slot] = {op.block, op.step};
         }
-        written_calls_[op.block] = 0;
+        added_[op.block] = 0;
         ++finalized_;
         break;
       case OpKind::kAllGather:
@@ -703,8 +703,8 @@ class MeaningLanes : public Lanes {
   int64_t sums_read_ = 0;
   std::map<GradientSlot, Sums> sums_in_place_;
   std::map<BlockIndex, Sums> written_sums_;
-  std::map<BlockIndex, int> written_calls_;  // that are in those
-  std::set<TileOfBlock> unchecked_;          // weights that were read, by the transfer that every tile has
+  std::map<BlockIndex, int> added_;  // to each block's gradient in this step, so far
+  std::set<TileOfBlock> unchecked_;  // weights that were read, by the transfer that every tile has
   int64_t norms_ = 0;
   int64_t commits_ = 0, persisted_ = 0;
 };

@@ -184,6 +184,44 @@ TEST(Ranks, TheNetworkIsOneMoreLane) {
   }
 }
 
+// A block that several stages use has fp32 sums from its first use on: they wait in memory where there is
+// room, and else on the drive.
+TEST(Program, SumsLeaveMemoryBetweenTheUsesOfABlockUnderATightBudget) {
+  for (const Precision& precision : {Precision::Bf16(), Precision::Fp32(), Precision::Fp16()}) {
+    for (const int micro_batches : {1, 3}) {
+      SCOPED_TRACE(testing::Message() << precision.name << ", " << micro_batches << " micro-batches");
+      // Two tied blocks, as a vocabulary in tiles has them.
+      ModelGraph graph = Tied(3, kMiB / 2, kMiB / 2);
+      graph.blocks.push_back(graph.blocks[BlockIndex(0)]);
+      PerStage<StageShape> stages;
+      for (const StageShape& stage : graph.stages) {
+        for (int tile = stage.block == BlockIndex(0) ? 0 : 1; tile < 2; ++tile) stages.push_back(stage);
+        if (stage.block == BlockIndex(0)) stages[stages.end_index() - 1].block = graph.blocks.end_index() - 1;
+      }
+      graph.stages = stages;
+      PlanOptions options;
+      options.precision = precision;
+      options.micro_batches = micro_batches;
+      absl::StatusOr<Plan> plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      std::mt19937_64 random(static_cast<uint64_t>(micro_batches));
+      EXPECT_EQ(RunPasses(graph, *plan, MachineModel(), &random).sums_read, 0);
+      options.host_budget_bytes = plan->least_host_memory_bytes;
+      plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      EXPECT_TRUE(plan->moves_sums(BlockIndex(0)));
+      EXPECT_FALSE(plan->moves_sums(BlockIndex(1)));
+      EXPECT_GT(RunPasses(graph, *plan, MachineModel(), &random).sums_read, 0);
+      // Those of both blocks go once a step and come back once.
+      ProgramBuilder builder(graph, *plan, 1);
+      std::map<OpKind, int64_t> bytes;
+      for (const Op& op : builder.Append(Pass::kTrain)) bytes[op.kind] += op.bytes;
+      EXPECT_EQ(bytes[OpKind::kWriteSums], 2 * (kMiB / 2) * 4);
+      EXPECT_EQ(bytes[OpKind::kReadSums], 2 * (kMiB / 2) * 4);
+    }
+  }
+}
+
 TEST(Planner, LeastBudgetWorksAndOneByteLessIsRefusedWithIt) {
   for (const ModelGraph& graph : {Chain(6, 1 << 20), Tied(12, 1 << 19, 1 << 22), Tied(1, 2048, 2048)}) {
     for (const Precision& precision : {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),

@@ -127,10 +127,11 @@ std::vector<TierRow> EstimateTiers(const EstimateInput& in, const DriveInput& dr
   const int64_t per_rank = (in.params + ranks - 1) / ranks;
   const int64_t per_node = per_rank * in.gpus_per_node;
   const int64_t layer = in.largest_layer_params;
+  const int64_t block = in.largest_block_params > 0 ? in.largest_block_params : layer;
   // One block computes while the next arrives; the gradient is one block's.
-  const int64_t device = (2 * precision.weight_bytes() + precision.gradient_bytes) * layer;
+  const int64_t device = (2 * precision.weight_bytes() + precision.gradient_bytes) * block;
   // Two blocks' cuts on their way: one read ahead, one being updated or written.
-  const int64_t streaming = 2 * precision.UnpaddedBytes((layer + ranks - 1) / ranks) * in.gpus_per_node;
+  const int64_t streaming = 2 * precision.UnpaddedBytes((block + ranks - 1) / ranks) * in.gpus_per_node;
   const int64_t trained = per_rank - in.frozen_params;
   const int64_t state = precision.UnpaddedBytes(trained), gradient = precision.gradient_bytes * trained;
   const int64_t frozen = precision.weight_bytes() * in.frozen_params;
@@ -214,6 +215,8 @@ nlohmann::json EstimateJson(const EstimateInput& in, const DriveInput& drives) {
   return {{"input",
            {{"params", in.params},
             {"largest_layer_params", in.largest_layer_params},
+            {"largest_block_params",
+             in.largest_block_params > 0 ? in.largest_block_params : in.largest_layer_params},
             {"frozen_params", in.frozen_params},
             {"gpus_per_node", in.gpus_per_node},
             {"nodes", in.nodes},

@@ -24,7 +24,8 @@ namespace penstock::tiering {
 
 struct EstimateInput {
   int64_t params = 0;                // in all, shared ones counted once
-  int64_t largest_layer_params = 0;  // of the largest single layer (of the largest block, for Penstock)
+  int64_t largest_layer_params = 0;  // of the largest single layer
+  int64_t largest_block_params = 0;  // of Penstock's largest block; 0: as of the layer
   int64_t gpus_per_node = 1;         // ranks on one node
   int64_t nodes = 1;
   double buffer_factor = 1.5;  // DeepSpeed's additional_buffer_factor, on host memory

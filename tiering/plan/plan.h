@@ -182,10 +182,16 @@ struct Plan {
   bool sums_gradients(BlockIndex block) const {
     return micro_batches > 1 || blocks[block].uses > 1 || calls > 1;
   }
-  // Between the calls of a step its sums stay where they are made; else they go to the drive and back.
+  // While other blocks compute its sums stay where they are made.
   bool keeps_sums(BlockIndex block) const {
     const BlockPlan& of = blocks[block];
     return needs_accumulator(block) ? of.accumulator_slot.valid() : of.gradient_slot.valid();
+  }
+  // They go to the drive and come back: between the calls of a step, and between the block's uses in one.
+  bool moves_sums(BlockIndex block) const {
+    const BlockPlan& of = blocks[block];
+    const bool waits = calls > 1 || of.uses > 1;
+    return waits && on_nvme && of.trains && !device.has_own_memory && !keeps_sums(block);
   }
   bool needs_accumulator(BlockIndex block) const {
     if (world > 1 && !device.collectives) return true;  // what goes to the other ranks

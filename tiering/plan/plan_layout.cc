@@ -192,6 +192,21 @@ int64_t PlanLayout::GradientElements(const Plan& plan, size_t weight_class) {
   return plan.weight_classes[weight_class].bytes / plan.shards_in_memory() / plan.precision.weight_bytes();
 }
 
+// Over ranks and on a device apart they stay.
+int64_t PlanLayout::SumsThatMayLeave() const {
+  if (!options_.on_nvme || !options_.trains || options_.world > 1 || device_.has_own_memory) return 0;
+  PerBlock<int> uses(graph_.blocks.size(), 0);
+  for (const StageShape& stage : graph_.stages) ++uses[stage.block];
+  int64_t bytes = 0;
+  for (const BlockIndex b : graph_.blocks.indices()) {
+    const BlockShape& block = graph_.blocks[b];
+    if (!block.trains || uses[b] < 2) continue;
+    const int64_t frozen = options_.keeps_frozen_apart() ? block.trained_from : 0;
+    bytes += (block.elements - frozen) * int64_t{sizeof(float)};
+  }
+  return bytes;
+}
+
 void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gradients) const {
   plan->gradient_rings.resize(plan->weight_classes.size());
   if (!plan->trains) return;
@@ -200,8 +215,9 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   // What is summed elsewhere comes when it is complete, and needs no place from the first use to the last.
   // Nor one from a step's first call to its last, where the drive has one.
   const bool stays = plan->calls > 1 && !plan->on_nvme;
-  const auto shares = [this, stays](const BlockPlan& block) {
-    return (block.uses == 1 && !stays) || device_.has_own_memory;
+  const bool leaves = level.sums_leave && SumsThatMayLeave() > 0;
+  const auto shares = [this, stays, leaves](const BlockPlan& block) {
+    return ((block.uses == 1 || leaves) && !stays) || device_.has_own_memory;
   };
   bool shares_accumulator = false;
   for (const BlockIndex b : plan->blocks.indices()) {
@@ -212,8 +228,10 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
       plan->gradient_slots.push_back({0, PartialSumBytes(block.elements)});
       continue;
     }
-    // fp32 gradients are summed where they wait; one that several stages add to must stay in its place.
-    const bool must_stay = !device_.has_own_memory && block.uses > 1 && !plan->needs_accumulator(b);
+    // fp32 gradients are summed where they wait; one that several stages add to stays in its place, or goes
+    // between them.
+    const bool must_stay =
+        !device_.has_own_memory && block.uses > 1 && !leaves && !plan->needs_accumulator(b);
     if (must_stay || resident < resident_gradients) {
       block.gradient_slot = plan->gradient_slots.end_index();
       plan->gradient_slots.push_back({0, block.gradient_elements() * plan->precision.gradient_bytes});
@@ -234,7 +252,7 @@ void PlanLayout::PlaceGradients(Plan* plan, const Level& level, int resident_gra
   if (shares_accumulator) {
     int64_t largest = 0;
     for (const BlockIndex b : plan->blocks.indices()) {
-      if (plan->blocks[b].trains && shares(plan->blocks[b]))
+      if (plan->blocks[b].trains && shares(plan->blocks[b]) && plan->needs_accumulator(b))
         largest = std::max(largest, AccumulatorBytes(*plan, b));
     }
     plan->accumulator_ring = std::min(level.gradient_ring, Count());

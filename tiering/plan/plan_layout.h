@@ -13,13 +13,14 @@
 namespace penstock::tiering {
 
 // One size of working set: how many blocks' weights are in memory at once, how large a tile, how many bytes
-// of tiles.
+// of tiles. `sums_leave`: the sums of a block that several stages use are on the drive between its uses.
 struct Level {
   int runs;
   int64_t tile_elements;
   int64_t ring_bytes;
   int least_ring;
   int gradient_ring;
+  bool sums_leave = false;
 };
 
 // An arena is made of whole ones.
@@ -48,6 +49,8 @@ class PlanLayout {
   static int64_t StateBytes(const Plan& plan, int64_t elements);
 
   const DevicePlan& device() const { return device_; }
+  // Bytes of the sums that may leave between uses (Level::sums_leave); 0: none may.
+  int64_t SumsThatMayLeave() const;
 
  private:
   Level Bounded(Level level) const;

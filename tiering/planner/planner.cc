@@ -45,6 +45,10 @@ constexpr std::array<Level, 6> kLevels = {{
     {2, 1 << 16, 3 * kMiB, 4, 1},
 }};
 
+// And with less memory for the sums of blocks that several stages use: these stay while they take no more
+// than this share of the budget, if there is room for them at all.
+constexpr double kSumsShare = 0.5;
+
 // What the memory beside the working set is spent on, in this order.
 enum class SpendOn : uint8_t { kGradients, kWeights, kState, kBlocks };
 struct Spending {
@@ -94,7 +98,8 @@ class Planner {
       return plan;
     }
     const int64_t least = Least();
-    if (budget > 0 && least > budget) return TooSmall(least, layout_.Build(kLevels.back(), 0, /*budget=*/1));
+    if (budget > 0 && least > budget)
+      return TooSmall(least, layout_.Build(Levels(budget).back(), 0, /*budget=*/1));
     Choice choice = Best(budget);
     if (options_.compares_policies && options_.bounds.placement == Placement::kAuto && budget > 0)
       TryFixedPolicies(&choice);
@@ -157,9 +162,24 @@ class Planner {
     return bytes;
   }
 
+  // Those to choose from under a budget; 0: all. The last is the leanest.
+  std::vector<Level> Levels(int64_t budget) const {
+    std::vector<Level> levels(kLevels.begin(), kLevels.end());
+    const int64_t sums = layout_.SumsThatMayLeave();
+    const bool fits = std::any_of(kLevels.begin(), kLevels.end(),
+                                  [&](const Level& level) { return budget > 0 && Fits(level, budget); });
+    if (sums == 0 || (fits && static_cast<double>(sums) <= kSumsShare * static_cast<double>(budget)))
+      return levels;
+    for (Level level : kLevels) {
+      level.sums_leave = true;
+      levels.push_back(level);
+    }
+    return levels;
+  }
+
   int64_t Least() const {
     int64_t least = std::numeric_limits<int64_t>::max();
-    for (const Level& level : kLevels) {
+    for (const Level& level : Levels(/*budget=*/0)) {
       const Plan plan = layout_.Build(level, 0, /*budget=*/1);
       least = std::min(least, plan.host_bytes() + RequiredBytes(plan));
     }
@@ -222,7 +242,7 @@ class Planner {
       return simulated;
     };
     bool more = true;
-    for (const Level& level : kLevels) {
+    for (const Level& level : Levels(budget)) {
       Level fitting = level;
       if (!Fits(level, budget)) fitting.runs = 1;
       if (!more || !Fits(fitting, budget)) continue;
@@ -304,6 +324,7 @@ class Planner {
     for (const BlockPlan& block : plan.blocks) {
       signature.push_back(block.private_run_slot.valid());
       signature.push_back(block.gradient_slot.valid());
+      signature.push_back(block.accumulator_slot.valid());
       signature.push_back(std::count_if(block.private_tile_slot.begin(), block.private_tile_slot.end(),
                                         [](TileSlot slot) { return slot.valid(); }));
     }

@@ -12,12 +12,13 @@ GradientEmitter::GradientEmitter(const Plan& plan, OpList* ops, SlotAllocator* s
       final_slot_(plan.blocks.size()),
       spilled_(plan.blocks.size(), -1),
       sums_written_(plan.blocks.size(), -1),
-      sums_fetched_(plan.blocks.size(), 0) {}
+      sums_away_(plan.blocks.size(), 0) {}
 
-void GradientEmitter::StartBackward() {
+void GradientEmitter::StartBackward(bool first) {
   gradient_.assign(plan_.blocks.size(), GradientSlot());
   accumulator_.assign(plan_.blocks.size(), AccumulatorSlot());
-  sums_fetched_.assign(plan_.blocks.size(), 0);
+  // Also where another builder appended the calls before, or a step that was given up.
+  for (const BlockIndex b : plan_.blocks.indices()) sums_away_[b] = !first && plan_.moves_sums(b) ? 1 : 0;
   device_.StartBackward();
 }
 
@@ -47,8 +48,8 @@ Edges GradientEmitter::TakePlaces(BlockIndex block) {
 }
 
 Edges GradientEmitter::FetchSums(BlockIndex block, const Edges& users, int64_t step) {
-  if (!plan_.blocks[block].trains || plan_.keeps_sums(block) || sums_fetched_[block] != 0) return users;
-  sums_fetched_[block] = 1;
+  if (sums_away_[block] == 0) return users;
+  sums_away_[block] = 0;
   const OpId id = ops_.next_id();
   Op& read = EmitSumsMove(OpKind::kReadSums, Lane::kRead, block, step);
   read.after = users;
@@ -68,11 +69,15 @@ Op& GradientEmitter::EmitSumsMove(OpKind kind, Lane lane, BlockIndex block, int6
 
 OpId GradientEmitter::EmitSums(BlockIndex block, OpId last, int64_t step) {
   UsedBy(block, last);
-  if (plan_.keeps_sums(block)) return last;
+  if (!plan_.moves_sums(block)) return last;
   const OpId id = ops_.next_id();
   EmitSumsMove(OpKind::kWriteSums, Lane::kWrite, block, step).after = {last};
   UsedBy(block, id);
   sums_written_[block] = id;
+  sums_away_[block] = 1;
+  // Its next use takes a place anew.
+  gradient_[block] = GradientSlot();
+  accumulator_[block] = AccumulatorSlot();
   return id;
 }
 

@@ -23,23 +23,21 @@ class GradientEmitter {
  public:
   GradientEmitter(const Plan& plan, OpList* ops, SlotAllocator* slots, DeviceGradients* device);
 
-  // No block has a place in the backward that begins.
-  void StartBackward();
+  // No block has a place in the backward that begins. `first`: of its step.
+  void StartBackward(bool first);
   // The places in this pass where a block's gradient is summed, or goes to where it is not, unless an earlier
   // use has taken them; returns who still uses them.
   Edges TakePlaces(BlockIndex block);
-  // Once in a pass that goes on with a step: after `users`, the sums of its calls before come there, if they
-  // did not stay. Returns what the first addend waits for.
+  // After `users`, the sums of the step's calls and of the block's uses before come there, if they did not
+  // stay. Returns what the first addend waits for.
   Edges FetchSums(BlockIndex block, const Edges& users, int64_t step);
   // Those places, as an operation's.
   void SetPlaces(BlockIndex block, Op* op) const;
-  // `last` is the last operation of a use that is not the block's last.
-  void UsedBy(BlockIndex block, OpId last);
   // When `last`, its last addend, is taken: from there to a gradient that waits for the norm; returns what
   // makes it final.
   OpId EmitFinal(BlockIndex block, OpId last, int64_t step);
-  // When `last`, its last addend of this call, is taken, and more calls of the step come: its sums stay, or
-  // go to the drive. Returns what they are safe after.
+  // When `last`, its last addend of this use, is taken, and more uses or calls of the step come: its sums
+  // stay, or go to the drive. Returns what they are safe after.
   OpId EmitSums(BlockIndex block, OpId last, int64_t step);
   // And, of one that does not wait in memory, its way to the drive.
   void EmitSpill(BlockIndex block, OpId final_id, int64_t step);
@@ -51,6 +49,8 @@ class GradientEmitter {
   }  // its way to the drive; -1: there was none
 
  private:
+  // `last` is the last operation so far that uses its places.
+  void UsedBy(BlockIndex block, OpId last);
   Op& EmitSumsMove(OpKind kind, Lane lane, BlockIndex block, int64_t step);
   Edges TakeGradientSlot(BlockIndex block);
   Edges TakeAccumulatorSlot(BlockIndex block);
@@ -63,8 +63,8 @@ class GradientEmitter {
   PerBlock<AccumulatorSlot> accumulator_;
   PerBlock<GradientSlot> final_slot_;
   PerBlock<OpId> spilled_;
-  PerBlock<OpId> sums_written_;  // in the call before, -1
-  PerBlock<char> sums_fetched_;  // in this pass
+  PerBlock<OpId> sums_written_;  // the last time, -1
+  PerBlock<char> sums_away_;     // they are on the drive, or on their way there
 };
 
 }  // namespace penstock::tiering

@@ -32,21 +32,21 @@ inline bool KeepsOrder(Lane lane) {
 }
 
 enum class OpKind : uint8_t {
-  kReadWeights,         // a tile's weights into its place in the block's run, in host memory or on a device
-  kReadState,           // a tile's state (all segments but the weights) into a tile slot
-  kReadGradient,        // a tile's spilled gradient into a tile slot
-  kVerify,              // checksum of weights that were read without an update, where they were read to
-  kUpdate,              // optimizer step of one tile, in place: verify, update, checksum
-  kWriteTile,           // weights and state of a tile to the slot that the last commit does not hold
-  kWriteState,          // the same in two parts: its state
-  kWriteWeights,        // and, when that is there, its weights: now the slot has the new version
-  kWriteGradient,       // a block's gradient, rounded, to its scratch on the drive
-  kWriteInput,          // the input that a stage keeps for backward, to its scratch on the drive
-  kReadInput,           // and back
-  kReadSums,            // a block's fp32 sums of the step's calls before, from their scratch on the drive
-  kWriteSums,           // and of this call's and those before, to there: more calls of the step come
-  kForward,             // one stage, one micro-batch, without autograd: keep the input, hand on the output
-  kBackward,            // one stage, one micro-batch: recompute with autograd
+  kReadWeights,    // a tile's weights into its place in the block's run, in host memory or on a device
+  kReadState,      // a tile's state (all segments but the weights) into a tile slot
+  kReadGradient,   // a tile's spilled gradient into a tile slot
+  kVerify,         // checksum of weights that were read without an update, where they were read to
+  kUpdate,         // optimizer step of one tile, in place: verify, update, checksum
+  kWriteTile,      // weights and state of a tile to the slot that the last commit does not hold
+  kWriteState,     // the same in two parts: its state
+  kWriteWeights,   // and, when that is there, its weights: now the slot has the new version
+  kWriteGradient,  // a block's gradient, rounded, to its scratch on the drive
+  kWriteInput,     // the input that a stage keeps for backward, to its scratch on the drive
+  kReadInput,      // and back
+  kReadSums,       // a block's fp32 sums of its uses before in this step, from their scratch on the drive
+  kWriteSums,      // and of this use and those before, to there: more uses or calls of the step come
+  kForward,        // one stage, one micro-batch, without autograd: keep the input, hand on the output
+  kBackward,       // one stage, one micro-batch: recompute with autograd
   kAccumulateGradient,  // its gradient from LibTorch's tensors to where it waits, or onto the sums there
   kRoundGradient,       // a block's accumulated gradient: round once, square norm, finite check
   kNorm,                // all gradients of the step are final: global norm, clip factor, skip or not

@@ -205,7 +205,7 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
   const size_t written_with_each = (writer_.deferred() + first_half - 1) / first_half;
   Edges finals;
   input_used_.assign(stage_order_.size(), -1);
-  gradients_.StartBackward();
+  gradients_.StartBackward(call.first);
   for (Position position = last_position(); position.valid(); --position) {
     const BlockIndex block = block_at(position);
     const BlockPlan& bp = plan_.blocks[block];
@@ -216,8 +216,7 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
     const Weights weights = FetchForCompute(block, UseInBackward(position), updates);
     writer_.EmitDeferred(written_with_each, before);
     CommitIfWritten();
-    Edges wait = gradients_.TakePlaces(block);
-    if (!call.first) wait = gradients_.FetchSums(block, wait, step);
+    const Edges wait = gradients_.FetchSums(block, gradients_.TakePlaces(block), step);
     const OpId last = EmitBackward(position, weights, wait, step);
     ComputedWith(weights, last);
     before = last;
@@ -226,7 +225,7 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
       continue;
     }
     if (!last_use) {
-      gradients_.UsedBy(block, last);
+      gradients_.EmitSums(block, last, step);
       continue;
     }
     if (!call.last) {

@@ -19,6 +19,7 @@
 #include "tools/penstock/verb_env.h"
 #include "tools/penstock/verb_estimate.h"
 #include "tools/penstock/verbs.h"
+#include "tools/penstock/vocabulary_flags.h"
 #include "zero/config/nearest_name.h"
 
 namespace penstock::tools {
@@ -52,9 +53,11 @@ int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream&
       ASSIGN_OR_RETURN(model, Adapted(std::move(model), flags, std::nullopt));
     }
     const models::ModelLayout layout = model->Layout();
+    ASSIGN_OR_RETURN(model, InTiles(std::move(model), TrainOptions()));
     return ModelSize{.params = layout.parameters(),
                      .largest_layer_params = layout.largest_block_parameters(),
-                     .frozen_params = wish.rank > 0 ? models::WithoutAdapters(layout).parameters() : 0};
+                     .frozen_params = wish.rank > 0 ? models::WithoutAdapters(layout).parameters() : 0,
+                     .largest_block_params = model->Layout().largest_block_parameters()};
   };
   return RunEstimate(argc, argv, out, err, size);
 }

@@ -30,6 +30,7 @@
 #include "tools/penstock/run_watch.h"
 #include "tools/penstock/schedule_flags.h"
 #include "tools/penstock/text_flags.h"
+#include "tools/penstock/vocabulary_flags.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/config/config.h"
 #include "zero/config/json_difference.h"
@@ -359,8 +360,12 @@ class Resolver {
     }
     ASSIGN_OR_RETURN(settings_.vocab, kept_.Of<int64_t>("vocab", "vocab", flags_.vocab, 0));
     if (settings_.vocab > 0) settings_.model = settings_.model->WithVocabulary(settings_.vocab);
-    if (!settings_.resumes || !flags_.model.has_value()) return absl::OkStatus();
+    if (!settings_.resumes) return ChooseTiles();
     const auto made = models::ModelFromJson(run_["model"]);
+    if (made.ok()) {
+      ASSIGN_OR_RETURN(settings_.model, InTilesOf(**made, settings_.model, flags_));
+    }
+    if (!flags_.model.has_value()) return absl::OkStatus();
     const std::string difference =
         made.ok() ? zero::JsonDifference((*made)->ToJson(), settings_.model->ToJson()) : std::string();
     if (difference.empty()) return absl::OkStatus();
@@ -369,6 +374,17 @@ class Resolver {
                      engine_.storage.state_dirs.empty() ? "" : engine_.storage.state_dirs.front(),
                      " holds a run of another model (", difference,
                      "); leave the flag out, or start another run in another --state-dir"));
+  }
+
+  absl::Status ChooseTiles() {
+    ASSIGN_OR_RETURN(settings_.model, InTiles(settings_.model, flags_));
+    const int64_t rows = settings_.model->tile_rows();
+    if (rows == 0 || flags_.vocabulary_tiles.value_or("auto") != "auto") return absl::OkStatus();
+    settings_.notes.push_back(absl::StrCat("model: the vocabulary of ", settings_.model->vocabulary(),
+                                           " is in blocks of ", rows,
+                                           " rows, of which few are in memory at a time "
+                                           "(--vocabulary-tiles 1: in one)"));
+    return absl::OkStatus();
   }
 
   // And what rests on them: what a config leaves open.

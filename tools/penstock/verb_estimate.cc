@@ -119,6 +119,7 @@ absl::Status Run(const Flags& flags, const ModelSizer& sizer, std::ostream& out)
   input.params = size.params;
   input.largest_layer_params = size.largest_layer_params;
   input.frozen_params = size.frozen_params;
+  input.largest_block_params = size.largest_block_params;
   input.gpus_per_node = flags.gpus;
   input.nodes = flags.nodes;
   input.buffer_factor = flags.buffer_factor;
@@ -127,6 +128,7 @@ absl::Status Run(const Flags& flags, const ModelSizer& sizer, std::ostream& out)
     if (!largest.ok())
       return absl::InvalidArgumentError(absl::StrCat("--largest-layer: ", largest.status().message()));
     input.largest_layer_params = *largest;
+    input.largest_block_params = 0;
   }
   RETURN_IF_ERROR(tiering::CheckEstimate(input));
 

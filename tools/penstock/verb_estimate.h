@@ -15,7 +15,8 @@ namespace penstock::tools {
 struct ModelSize {
   int64_t params = 0;
   int64_t largest_layer_params = 0;
-  int64_t frozen_params = 0;  // of them, beside adapters
+  int64_t frozen_params = 0;         // of them, beside adapters
+  int64_t largest_block_params = 0;  // where a vocabulary in tiles makes it another; 0: as of the layer
 };
 // Adapters that are asked for.
 struct AdapterWish {

@@ -21,6 +21,7 @@
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
+#include "tools/penstock/vocabulary_flags.h"
 #include "zero/compute/libtorch/model.h"
 #include "zero/config/json_field.h"
 #include "zero/engine/new_state.h"
@@ -172,6 +173,7 @@ absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
   AllowManyFiles();
   ASSIGN_OR_RETURN(std::shared_ptr<const models::LanguageModel> model, models::OpenModel(*flags.train.model));
   if (flags.train.vocab.has_value()) model = model->WithVocabulary(*flags.train.vocab);
+  ASSIGN_OR_RETURN(model, InTiles(std::move(model), flags.train));  // as Settings has it
   models::NameMap names;
   if (!flags.names.empty()) {
     ASSIGN_OR_RETURN(names, models::ReadNames(flags.names));

@@ -11,7 +11,7 @@ namespace {
 
 // 0: they stay, or there are none.
 uint64_t BytesOf(const tiering::Plan& plan, tiering::BlockIndex block) {
-  if (plan.calls <= 1 || !plan.blocks[block].trains || plan.keeps_sums(block)) return 0;
+  if (!plan.moves_sums(block)) return 0;
   return static_cast<uint64_t>(plan.summed_elements(block)) * sizeof(float);
 }
 

@@ -1,8 +1,8 @@
-// The fp32 sums of gradients between the calls of a step, where they do not stay in memory: their way to the
-// drive and back.
+// The fp32 sums of gradients between the calls of a step, and between the uses of a block, where they do not
+// stay in memory: their way to the drive and back.
 //
 // One file without a name: nothing is left behind, however the run ends. A block's sums have a place of their
-// own, used again with every call. What comes back is checked against the checksum of what went.
+// own, used again each time. What comes back is checked against the checksum of what went.
 //
 // Threads: everything on the executor's; `done` runs on the I/O engine's. The memory is the caller's, and
 // stays where it is until Ended.
