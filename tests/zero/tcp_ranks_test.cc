@@ -391,6 +391,10 @@ TEST_F(DrivenRanksTest, WhatOneRankSaysOfAStepIsCommittedByAll) {
            if (!(*driven)->Call(describe).ok()) return -3;
            if (rank == 1) said = 5;
            if (!(*driven)->Call(describe).ok()) return -4;
+           const auto anew = [&](Engine& engine) {
+             return engine.CommitDescription(nlohmann::json(rank == 1 ? 8 : 0));
+           };
+           if (!(*driven)->Call(anew).ok()) return -6;
          }
          options.storage.overwrite = false;
          options.resume.enabled = true;
@@ -398,12 +402,12 @@ TEST_F(DrivenRanksTest, WhatOneRankSaysOfAStepIsCommittedByAll) {
          int64_t found = -5;
          if (!driven.ok()) return found;
          (void)(*driven)->Call([&](Engine& engine) {
-           found = engine.last_description().get<int64_t>() + (rank == 0 ? 5 : 0);
+           found = engine.last_description().get<int64_t>() + (rank == 0 ? 8 : 0);
            return absl::OkStatus();
          });
          return found;
        }))
-    EXPECT_EQ(described, 5);
+    EXPECT_EQ(described, 8);
 }
 
 // Each would update its part of the weights by its own rate.

@@ -431,16 +431,7 @@ class Engine::Impl {
   absl::Status CommitDescription() {
     RETURN_IF_ERROR(Flush());
     if (store() == nullptr || last_result_.step != step_ || !options_.hooks.describe) return absl::OkStatus();
-    const std::string payload = Payload(&decisions_.applied());
-    bool changed = payload != store()->committed_payload();
-    if (options_.comm != nullptr) {
-      // All make the same commits, or a resumed run would not know which belong together.
-      ASSIGN_OR_RETURN(const std::vector<int64_t> all,
-                       AllNumbers(*options_.comm, "the description", changed ? 1 : 0));
-      changed = std::find(all.begin(), all.end(), 1) != all.end();
-    }
-    if (!changed) return absl::OkStatus();
-    return OfAll(CommitAgain(payload));
+    return CommitAgainWhereItDiffers(Payload(&decisions_.applied()));
   }
 
   absl::Status CommitDescription(nlohmann::json description) {
@@ -448,9 +439,7 @@ class Engine::Impl {
     if (store() == nullptr) return absl::OkStatus();
     nlohmann::json payload = nlohmann::json::parse(store()->committed_payload());
     payload["step"] = std::move(description);
-    const std::string text = payload.dump();
-    if (text == store()->committed_payload()) return absl::OkStatus();
-    return CommitAgain(text);
+    return CommitAgainWhereItDiffers(payload.dump());
   }
 
   absl::StatusOr<std::string> Checkpoint(const std::string& parent) {
@@ -539,6 +528,17 @@ class Engine::Impl {
   // The same on all ranks: OK where everybody's is.
   absl::Status OfAll(const absl::Status& mine) const {
     return options_.comm == nullptr ? mine : AgreeOnStatus(*options_.comm, Channel::kSetup, mine);
+  }
+  // Where the last commit says something else, on this rank or another: all make the same commits, or a
+  // resumed run would not know which belong together.
+  absl::Status CommitAgainWhereItDiffers(const std::string& payload) const {
+    bool differs = payload != store()->committed_payload();
+    if (options_.comm != nullptr) {
+      ASSIGN_OR_RETURN(const std::vector<int64_t> all,
+                       AllNumbers(*options_.comm, "the description", differs ? 1 : 0));
+      differs = std::find(all.begin(), all.end(), 1) != all.end();
+    }
+    return differs ? OfAll(CommitAgain(payload)) : absl::OkStatus();
   }
   // A checkpoint of the last step, by itself. `own_io`: what moves it where the engine has no drive.
   absl::Status BeginOnce(Checkpointing* once, std::unique_ptr<aio::Engine>* own_io) {
