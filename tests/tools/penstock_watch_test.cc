@@ -326,9 +326,9 @@ TEST_F(WatchCliTest, ARunThatWouldWearItsDrivesTooMuchIsToldAndStopsInGoodOrder)
   };
   const std::string state = dir_ + "/state", report = dir_ + "/report";
   ASSERT_EQ(Run(arguments_of(dir_ + "/plain", {"--steps", "4", "--report", report})).code, 0);
+  const json plain = json::parse(ReadFile(report));
   double a_step = 0;
-  for (const json& step : json::parse(ReadFile(report))["steps"])
-    a_step = std::max(a_step, step["nvme_write_bytes"].get<double>());
+  for (const json& step : plain["steps"]) a_step = std::max(a_step, step["nvme_write_bytes"].get<double>());
   // Measuring the drive writes what it can in its time, 0.2 to 0.5 GB: less than six steps.
   ASSERT_GT(a_step, 1e8);
   const auto budget = [&](double bytes) {
