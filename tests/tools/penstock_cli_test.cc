@@ -324,6 +324,27 @@ TEST_F(CliTest, ACheckpointOutlivesItsStateDirectoryAndGoesOnWithTheSameBits) {
   EXPECT_EQ(Losses(log), expected);
 }
 
+// Where gradients go to the drive and come back, what was restored has a place for them, too.
+TEST_F(CliTest, ACheckpointGoesOnInTheLeastMemory) {
+  const std::string state = dir_ + "/state", kept = dir_ + "/kept";
+  const Arguments shape = {"--model",     "gpt-small", "--data",           text_,  "--batch",   "1",
+                           "--seq",       "16",        "--dtype",          "bf16", "--threads", "1",
+                           "--state-dir", state,       "--checkpoint-dir", kept};
+  const Ran planned = Run(Arguments{"plan", "--json"} + shape);
+  ASSERT_EQ(planned.code, 0) << planned.err;
+  const std::string least = json::parse(planned.out)["least_host_memory_bytes"].dump();
+  const Arguments train = Arguments{"train", "--quiet"} + shape + Arguments{"--host-memory", least};
+  ASSERT_EQ(Run(train + Arguments{"--steps", "4", "--log", dir_ + "/whole"}).code, 0);
+  std::filesystem::remove_all(state);
+  ASSERT_EQ(Run(train + Arguments{"--steps", "4", "--checkpoint-every", "3"}).code, 0);
+  std::filesystem::remove_all(state);
+  const Ran ran = Run(train + Arguments{"--resume", "--log", dir_ + "/log"});
+  ASSERT_EQ(ran.code, 0) << ran.err;
+  const std::vector<std::string> losses = Losses(dir_ + "/log");
+  ASSERT_EQ(losses.size(), 2u);  // the commit's own line, and one more
+  EXPECT_EQ(losses.back(), Losses(dir_ + "/whole").back());
+}
+
 TEST_F(CliTest, ResumingNothingStartsOver) {
   std::filesystem::create_directory(dir_ + "/state");
   const std::vector<Ran> both = RunAll({Train(dir_ + "/state", {"--steps", "2", "--resume"}),

@@ -217,6 +217,13 @@ class Preparation {
   // Buffers that change are part of each commit's record.
   absl::Status CheckBuffers() const {
     if (measured_.buffer_bytes == 0) return absl::OkStatus();
+    if (options_.calls_per_step > 1) {
+      return absl::UnimplementedError(
+          "the model has buffers that training changes (BatchNorm's statistics), which a step of several "
+          "calls "
+          "that is given up would leave changed: give all its micro-batches to one call "
+          "(EngineOptions::micro_batches)");
+    }
     if (options_.world() > 1) {
       return absl::InvalidArgumentError(
           "the model has buffers that training changes (BatchNorm's statistics), which ranks would change "

@@ -99,8 +99,9 @@ absl::Status RestoreRun(const std::string& path, const EngineOptions& options) {
   from_options.read_only = true;
   from_options.sequence = inspections.front().record.sequence;
   ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> from, swap::Store::Open(*io, from_options));
-  swap::Layout layout;
-  for (const swap::TilePlacement& tile : from->shape().tiles) layout.tiles.push_back(tile.layout);
+  ASSIGN_OR_RETURN(tiering::Precision precision,
+                   PrecisionOf(WholeIdentity(from->identity()), from_options.directories.front()));
+  const swap::Layout layout = LayoutWithScratch(from->shape(), precision);
   to_options.payload_capacity += from->committed_payload().size();  // it may have a model's buffers
   const uint64_t tile_bytes = std::max<uint64_t>(kMiB, from->geometry().largest_slot_bytes());
   ASSIGN_OR_RETURN(to_options.slots, AgreeOnVersions(options, to_options, layout, from->identity()));

@@ -72,6 +72,16 @@ bool CutWhereItTrains(const std::vector<int64_t>& tiles, int64_t trained_from) {
 
 }  // namespace
 
+swap::Layout LayoutWithScratch(const swap::StoreShape& shape, const tiering::Precision& precision) {
+  swap::Layout layout;
+  for (const swap::TilePlacement& tile : shape.tiles) {
+    const FoundTile found = Find(tile.layout, precision);
+    const bool trains = found.elements > 0 && !found.weights_alone;
+    layout.tiles.push_back(trains ? TileLayoutOf(precision, found.elements) : tile.layout);
+  }
+  return layout;
+}
+
 absl::StatusOr<StoreTiles> TilesOf(const swap::StoreShape& shape, const tiering::ModelGraph& graph, int world,
                                    const tiering::Precision& precision, bool frozen_elsewhere) {
   StoreTiles tiles;

@@ -21,6 +21,8 @@ namespace penstock::zero {
 swap::TileLayout TileLayoutOf(const tiering::Precision& precision, int64_t elements);
 swap::TileLayout WeightsAloneLayoutOf(const tiering::Precision& precision, int64_t elements);
 swap::Layout LayoutOf(const tiering::Plan& plan);
+// Of a store or checkpoint, which may have none, as a run that trains needs it.
+swap::Layout LayoutWithScratch(const swap::StoreShape& shape, const tiering::Precision& precision);
 
 // What the ranks of this host take together, for asking whether there is room.
 swap::Layout LayoutOfThisHost(const swap::Layout& layout, const EngineOptions& options);
