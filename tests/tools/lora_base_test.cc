@@ -225,6 +225,9 @@ TEST_F(LoraBaseTest, ARunOnItLivesThroughEverything) {
   std::filesystem::create_directory(dir_ + "/merged");
   const Ran merged = Run({"export", dir_ + "/state", dir_ + "/merged", "--merge"});
   ASSERT_EQ(merged.code, 0) << merged.err;
+  const Ran over_base = Run({"export", dir_ + "/state", dir_ + "/model", "--merge", "--overwrite"});
+  EXPECT_EQ(over_base.code, 2);
+  EXPECT_THAT(over_base.err, HasSubstr("holds the weights that this run reads"));
   const Ran of_copy = Run({"export", dir_ + "/none/checkpoints", dir_ + "/copied.safetensors", "--merge"});
   ASSERT_EQ(of_copy.code, 0) << of_copy.err;
   const auto model = *models::ModelFromJson(kLlama);

@@ -122,6 +122,28 @@ std::map<std::string, models::MatrixAdapter> AdaptersIn(const models::ModelLayou
   return adapters;
 }
 
+// Of the weights that the run's adapters go to: where they were last read.
+std::string BaseDirectoryOf(const nlohmann::json& payload) {
+  if (!payload.is_object() || !payload.contains("run")) return "";
+  const nlohmann::json& run = payload["run"];
+  if (!run.is_object() || !run.contains(kBaseKey))
+    return zero::JsonField<std::string>(run, "model_directory").value_or("");
+  const std::filesystem::path base = zero::JsonField<std::string>(run[kBaseKey], "path").value_or("");
+  return IsDirectory(base) || !base.has_extension() ? base : base.parent_path();
+}
+
+// What is merged is read while it is written: it must not take the place of what it comes from.
+absl::Status CheckApart(const models::FrozenWeights& base, const std::string& out, bool into_directory) {
+  for (const std::string& file : base.Paths()) {
+    std::error_code error;
+    const std::filesystem::path path(file);
+    if (!std::filesystem::equivalent(into_directory ? path.parent_path() : path, out, error)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(out, ": holds the weights that this run reads (", file,
+                                                   "), which would be replaced: give another place"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
   if (flags.dtype != "fp32" && flags.dtype != "bf16") {
     return absl::InvalidArgumentError(absl::StrCat("--dtype ", flags.dtype, ": must be fp32 or bf16"));
@@ -169,7 +191,7 @@ absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
   if (payload.is_object() && payload.contains("run"))
     model_directory = zero::JsonField<std::string>(payload["run"], "model_directory").value_or("");
   const nlohmann::ordered_json published = what.adapters_alone
-                                               ? models::AdapterConfigOf(model, model_directory)
+                                               ? models::AdapterConfigOf(model, BaseDirectoryOf(payload))
                                                : PublishedConfig(model, flags.dtype);
   const std::string config = published.dump(2);
   const bool into_directory = what.adapters_alone || IsDirectory(flags.out);
@@ -187,6 +209,7 @@ absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
     if (!record.is_object() || !record.contains(kBaseKey))
       return foreign("it does not say what its adapters go to");
     ASSIGN_OR_RETURN(base, ReopenBase(record[kBaseKey], "", model, kernels::DType::kFp32, flags.quiet));
+    RETURN_IF_ERROR(CheckApart(*base.weights, flags.out, into_directory));
     options.elsewhere = [&](int block, int64_t first, int64_t elements, float* to) {
       return zero::ReadFrozenNow(*base.weights, *engine, tiering::BlockIndex(block), first, elements,
                                  reinterpret_cast<std::byte*>(to));

@@ -1,5 +1,6 @@
 #include "tools/penstock/vocabulary_flags.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <utility>
@@ -14,14 +15,17 @@
 namespace penstock::tools {
 namespace {
 
+// Each is a stage twice.
+constexpr int64_t kMostTiles = 1024;
+
 // nullopt: as many as are usual.
 absl::StatusOr<std::optional<int64_t>> Asked(const models::LanguageModel& model, const TrainOptions& flags) {
   if (!flags.vocabulary_tiles.has_value() || *flags.vocabulary_tiles == "auto") return std::nullopt;
   int64_t tiles = 0;
-  if (!absl::SimpleAtoi(*flags.vocabulary_tiles, &tiles) || tiles < 1 || tiles > model.vocabulary()) {
+  const int64_t most = std::min(model.vocabulary(), kMostTiles);
+  if (!absl::SimpleAtoi(*flags.vocabulary_tiles, &tiles) || tiles < 1 || tiles > most) {
     return WrongFlag(absl::StrCat("--vocabulary-tiles ", *flags.vocabulary_tiles,
-                                  ": must be auto, or a number from 1 to the ", model.vocabulary(),
-                                  " tokens of the vocabulary"));
+                                  ": must be auto, or a number from 1 to ", most));
   }
   return tiles;
 }
