@@ -252,7 +252,7 @@ def alone(engine):
     if rank == 0:
         engine.state_dict()
     step(engine, own(steps[1]))
-refused("a call of one", build(), ConnectionAbortedError, alone)
+refused("a call of one", build(), (ConnectionAbortedError, RuntimeError), alone)
 
 raises = build()
 def hook(*_):
@@ -293,7 +293,9 @@ def test_what_differs_between_ranks_is_refused_on_all_and_errors_of_one_are_told
         assert "holds a run of one rank, and there are 2" in rank["of one"]
         assert "running_mean is changed by training" in rank["BatchNorm"]
         assert "learning rate 1.25" in rank["another rate"] and "learning rate 0.25" in rank["another rate"]
-        assert "rank 0 at reading" in rank["a call of one"] and "rank 1 of 2 is at step 2" in rank["a call of one"]
+        # Told by the exchange, or by the block that had weights that were not whole.
+        of_exchange = "rank 0 at reading" in rank["a call of one"] and "rank 1 of 2 is at step 2" in rank["a call of one"]
+        assert of_exchange or "a rank has made another call meanwhile" in rank["a call of one"]
     assert "rank 1 of 2 failed: KeyError" in first["a forward that raises"]
     assert second["a forward that raises"] == "KeyError: 'a bad batch'"
     assert "rank 1 of 2 failed: its program ended with ValueError: the data ends early" in first["a program that ends"]

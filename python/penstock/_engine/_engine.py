@@ -395,6 +395,7 @@ class Engine:
         self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains)
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
+        self._runtime.world = self._ranks.world
         self._runtime.loss_factor = settings.forwards / settings.micro_batches
         self._runtime.before_pass = self._describe
         self._patch_state_dict()

@@ -105,6 +105,7 @@ class Runtime:
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self.dtype = torch.float32
+        self.world = 1
         #: Why the weights in memory are not the engine's any more; empty: they are.
         self.spoiled = ""
         #: Tokens and samples of the pass that was finished last, on all ranks; and what such a step computes, 0 where that is not known.
@@ -222,14 +223,15 @@ class Runtime:
         self.counts = (result["tokens"], result["samples"])
         return result
 
-    def give_up(self, why: str) -> None:
-        """The pass that is open fails; the engine is as it was before it."""
+    def give_up(self, why: str) -> Optional[BaseException]:
+        """The pass that is open fails; the engine is as it was before it. Returns what the engine says of it."""
         if self._open is None:
-            return
+            return None
         with deferred():
-            self._give_up(why)
+            return self._give_up(why)
 
-    def _give_up(self, why: str) -> None:
+    # Returns what the engine says of it: its own error, where that came first.
+    def _give_up(self, why: str) -> Optional[BaseException]:
         self._open = None
         self._drivers = []
         self._local.driver = None
@@ -240,13 +242,20 @@ class Runtime:
                 parameter.grad = None
         try:
             self._core.finish()
-        except (OSError, RuntimeError, ValueError):
-            pass  # what failed it; the next pass says whether the engine can go on
+        except (OSError, RuntimeError, ValueError) as error:
+            return error  # the next pass says whether the engine can go on
+        return None
 
     @contextlib.contextmanager
     def _given_up_on_error(self) -> Iterator[None]:
         try:
             yield
+        except PassFailed as error:
+            # Where the engine had failed, a block may have seen weights that were not whole: that is the cause.
+            cause = self.give_up(f"{type(error).__name__}: {error}")
+            if isinstance(cause, OSError):
+                raise cause from error
+            raise
         except BaseException as error:
             self.give_up(f"{type(error).__name__}: {error}")
             raise
@@ -480,6 +489,7 @@ class Runtime:
                 raise PassFailed(
                     f"{self._uses[stage].name} gave something else when it was computed again for backward: it keeps something between calls, "
                     "something in it was switched between forward and backward, or it draws random numbers that are not torch's, Python's or numpy's"
+                    + (", or a rank has made another call meanwhile (state_dict() alone), and its weights were not whole" if self.world > 1 else "")
                 )
             return out
 
