@@ -123,13 +123,12 @@ std::map<std::string, models::MatrixAdapter> AdaptersIn(const models::ModelLayou
 }
 
 // Of the weights that the run's adapters go to: where they were last read.
-std::string BaseDirectoryOf(const nlohmann::json& payload) {
-  if (!payload.is_object() || !payload.contains("run")) return "";
-  const nlohmann::json& run = payload["run"];
-  if (!run.is_object() || !run.contains(kBaseKey))
-    return zero::JsonField<std::string>(run, "model_directory").value_or("");
+std::string BaseDirectoryOf(const nlohmann::json& run, const std::string& model_directory) {
+  if (!run.is_object() || !run.contains(kBaseKey)) return model_directory;
   const std::filesystem::path base = zero::JsonField<std::string>(run[kBaseKey], "path").value_or("");
-  return IsDirectory(base) || !base.has_extension() ? base : base.parent_path();
+  // A file of weights, or the index of several; a directory's name may have a dot, too.
+  const bool is_file = base.extension() == ".safetensors" || base.extension() == ".json";
+  return is_file ? base.parent_path() : base;
 }
 
 // What is merged is read while it is written: it must not take the place of what it comes from.
@@ -187,12 +186,11 @@ absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
   options.overwrite = flags.overwrite;
   options.max_shard_bytes = max_shard.value_or(0);
   const nlohmann::json payload = ParseOrNull(inspection->record.payload);
-  std::string model_directory;
-  if (payload.is_object() && payload.contains("run"))
-    model_directory = zero::JsonField<std::string>(payload["run"], "model_directory").value_or("");
-  const nlohmann::ordered_json published = what.adapters_alone
-                                               ? models::AdapterConfigOf(model, BaseDirectoryOf(payload))
-                                               : PublishedConfig(model, flags.dtype);
+  const nlohmann::json run = payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
+  const std::string model_directory = zero::JsonField<std::string>(run, "model_directory").value_or("");
+  const nlohmann::ordered_json published =
+      what.adapters_alone ? models::AdapterConfigOf(model, BaseDirectoryOf(run, model_directory))
+                          : PublishedConfig(model, flags.dtype);
   const std::string config = published.dump(2);
   const bool into_directory = what.adapters_alone || IsDirectory(flags.out);
   options.path = into_directory ? absl::StrCat(flags.out, "/", what.weights) : flags.out;
@@ -204,11 +202,9 @@ absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
   LoraBase base;
   aio::Engine* engine = nullptr;  // there before anything is read
   if (apart && flags.merge) {
-    const nlohmann::json record =
-        payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
-    if (!record.is_object() || !record.contains(kBaseKey))
+    if (!run.is_object() || !run.contains(kBaseKey))
       return foreign("it does not say what its adapters go to");
-    ASSIGN_OR_RETURN(base, ReopenBase(record[kBaseKey], "", model, kernels::DType::kFp32, flags.quiet));
+    ASSIGN_OR_RETURN(base, ReopenBase(run[kBaseKey], "", model, kernels::DType::kFp32, flags.quiet));
     RETURN_IF_ERROR(CheckApart(*base.weights, flags.out, into_directory));
     options.elsewhere = [&](int block, int64_t first, int64_t elements, float* to) {
       return zero::ReadFrozenNow(*base.weights, *engine, tiering::BlockIndex(block), first, elements,
