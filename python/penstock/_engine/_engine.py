@@ -269,6 +269,7 @@ class Engine:
     @contextmanager
     def _met(self) -> Iterator[None]:
         if self._settings.world == 1:
+            self._refuse_other_ranks()
             yield
             return
         meeting = Meeting(self._settings.rank_timeout)
@@ -307,8 +308,6 @@ class Engine:
             marks.append([(trains, group) for _, _, trains, group, _, _, _ in parameters])
         stages = [(use.name or "model", use.block, use.seconds, 3 * use.seconds) for use in uses]
         resume = self._may_resume()
-        if self._settings.world == 1:
-            self._refuse_other_ranks()
         if self._values_are_gone and not resume and not self._restore_from:
             raise ValueError("this model's values went with its engine that was closed: go on with resume=True, or build the model anew")
         if self._restore_from and not (self._overwrite or self._made) and "a run" in self._runs_there():

@@ -250,14 +250,11 @@ class Runtime:
     def _given_up_on_error(self) -> Iterator[None]:
         try:
             yield
-        except PassFailed as error:
-            # Where the engine had failed, a block may have seen weights that were not whole: that is the cause.
-            cause = self.give_up(f"{type(error).__name__}: {error}")
-            if isinstance(cause, OSError):
-                raise cause from error
-            raise
         except BaseException as error:
-            self.give_up(f"{type(error).__name__}: {error}")
+            cause = self.give_up(f"{type(error).__name__}: {error}")
+            # Where the engine had failed, a block may have seen weights that were not whole: that is the cause.
+            if isinstance(error, PassFailed) and isinstance(cause, OSError):
+                raise cause from error
             raise
 
     @contextlib.contextmanager
