@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "generate/weight_source.h"
+#include "models/stored_type.h"
 #include "models/weight_import.h"
 
 namespace penstock::generate {
@@ -45,10 +46,7 @@ class SafetensorsSource : public WeightSource {
                      models::WeightImport::OpenAnyCode(path, layout_, label));
     for (size_t i = 0; i < layout_.tensors.size(); ++i) {
       const models::WeightImport::Place place = import->PlaceOf(i);
-      const DType type = place.code.has_value()              ? import->packed()->compute
-                         : place.dtype == swap::Dtype::kF32  ? DType::kFp32
-                         : place.dtype == swap::Dtype::kBf16 ? DType::kBf16
-                                                             : DType::kFp16;
+      const DType type = place.code.has_value() ? import->packed()->compute : models::StoredType(place.dtype);
       tensors_.push_back({type, layout_.tensors[i].transposed && !place.code.has_value(), place.code});
       ASSIGN_OR_RETURN(const size_t file, FileOf(place.path));
       places_.push_back({file, place.offset});

@@ -14,6 +14,7 @@
 #include "base/check.h"
 #include "base/status_macros.h"
 #include "kernels/split_master.h"
+#include "models/stored_type.h"
 
 namespace penstock::models {
 namespace {
@@ -92,9 +93,7 @@ absl::StatusOr<std::unique_ptr<FrozenWeights>> FrozenWeights::Open(const std::st
 absl::Status FrozenWeights::Take(const WeightImport& import, size_t i) {
   const PublishedTensor& tensor = layout_.tensors[i];
   const WeightImport::Place place = import.PlaceOf(i);
-  const DType stored = place.dtype == swap::Dtype::kF32    ? DType::kFp32
-                       : place.dtype == swap::Dtype::kBf16 ? DType::kBf16
-                                                           : DType::kFp16;
+  const DType stored = StoredType(place.dtype);
   const bool matrix = tensor.columns > 0;
   if (place.code.has_value()) {
     bits_ = import.packed()->bits;

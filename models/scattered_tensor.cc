@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
+#include "models/stored_type.h"
 
 namespace penstock::models {
 namespace {
@@ -15,12 +16,6 @@ constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB of fp32
 
 bool IsFloat(swap::Dtype dtype) {
   return dtype == swap::Dtype::kF32 || dtype == swap::Dtype::kBf16 || dtype == swap::Dtype::kF16;
-}
-
-kernels::DType TypeOf(swap::Dtype dtype) {
-  return dtype == swap::Dtype::kF32    ? kernels::DType::kFp32
-         : dtype == swap::Dtype::kBf16 ? kernels::DType::kBf16
-                                       : kernels::DType::kFp16;
 }
 
 }  // namespace
@@ -58,7 +53,7 @@ absl::Status ScatteredTensor::Read(int64_t from, int64_t n, float* to, ReadBuffe
     buffer->raw.resize(std::max<size_t>(buffer->raw.size(), values * width));
     RETURN_IF_ERROR(piece->file->Read(piece->tensor, static_cast<uint64_t>(piece->first + within) * width,
                                       {buffer->raw.data(), values * width}));
-    kernels::Convert(TypeOf(piece->tensor.dtype), buffer->raw.data(), kernels::DType::kFp32, to, values);
+    kernels::Convert(StoredType(piece->tensor.dtype), buffer->raw.data(), kernels::DType::kFp32, to, values);
     from += count;
     to += count;
     n -= count;

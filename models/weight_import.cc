@@ -15,6 +15,7 @@
 #include "absl/strings/strip.h"
 #include "base/status_macros.h"
 #include "kernels/float16.h"
+#include "models/stored_type.h"
 
 namespace penstock::models {
 namespace {
@@ -289,10 +290,7 @@ absl::Status WeightImport::Load(const Source& source, int64_t from, int64_t n) {
   const std::span<std::byte> bytes(raw_.data(), count * width);
   absl::Status status = source.file->Read(*source.info, static_cast<uint64_t>(from) * width, bytes);
   if (!status.ok()) return status;
-  const kernels::DType type = dtype == swap::Dtype::kF32    ? kernels::DType::kFp32
-                              : dtype == swap::Dtype::kBf16 ? kernels::DType::kBf16
-                                                            : kernels::DType::kFp16;
-  kernels::Convert(type, bytes.data(), kernels::DType::kFp32, values_.data(), count);
+  kernels::Convert(StoredType(dtype), bytes.data(), kernels::DType::kFp32, values_.data(), count);
   return status;
 }
 
