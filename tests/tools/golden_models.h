@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <span>
 #include <string>
@@ -18,6 +19,9 @@
 #include "swap/safetensors.h"
 #include "tests/tools/penstock_program.h"
 #include "tools/penstock/train_settings.h"
+#include "zero/compute/libtorch/create_engine.h"
+#include "zero/config/lr_schedule.h"
+#include "zero/engine/engine.h"
 
 namespace penstock::tools::testing_support {
 
@@ -85,6 +89,48 @@ inline zero::TensorBatch GoldenTokens(int64_t batch, int64_t length, int64_t voc
     }
   }
   return tokens;
+}
+
+// Flags that train a golden case as the scripts did. `model`: its directory.
+inline TrainOptions GoldenFlags(const nlohmann::json& golden, const std::string& model) {
+  TrainOptions flags;
+  flags.model = model;
+  flags.dtype = "fp32";
+  flags.threads = 1;
+  flags.batch = golden["batch"].get<int64_t>();
+  flags.seq = golden["length"].get<int64_t>();
+  flags.lr = 0.002;
+  flags.weight_decay = 0.1;
+  flags.warmup = 0;
+  return flags;
+}
+
+// The engine of such flags; null: a failure has been added.
+inline std::unique_ptr<zero::Engine> GoldenEngine(const TrainOptions& flags) {
+  auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
+  EXPECT_TRUE(settings.ok()) << settings.status();
+  if (!settings.ok()) return nullptr;
+  EXPECT_EQ(settings->model->tile_rows() > 0, flags.vocabulary_tiles.has_value());
+  settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.002});
+  auto engine = zero::CreateEngine(settings->model->Make(), settings->engine);
+  EXPECT_TRUE(engine.ok()) << engine.status();
+  return engine.ok() ? *std::move(engine) : nullptr;
+}
+
+// Evaluates, and trains as transformers did: losses within 1e-5.
+inline void ExpectTrainsAs(const nlohmann::json& golden, zero::Engine& engine) {
+  const zero::TensorBatch batch =
+      GoldenTokens(golden["batch"], golden["length"], golden["config"]["vocab_size"]);
+  const auto evaluation = engine.Evaluate({batch});
+  ASSERT_TRUE(evaluation.ok()) << evaluation.status();
+  EXPECT_NEAR(*evaluation, golden["evaluation"].get<double>(), 1e-5);
+  for (size_t step = 0; step < golden["losses"].size(); ++step) {
+    const auto result = engine.Step({batch});
+    ASSERT_TRUE(result.ok()) << result.status();
+    const double norm = golden["norms"][step];
+    EXPECT_NEAR(result->loss, golden["losses"][step].get<double>(), 1e-5) << "step " << step;
+    EXPECT_NEAR(result->grad_norm, norm, 1e-4 * norm) << "step " << step;
+  }
 }
 
 }  // namespace penstock::tools::testing_support

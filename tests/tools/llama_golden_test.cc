@@ -99,33 +99,11 @@ TEST_F(LlamaGoldenTest, TrainsAsTransformers) {
     testing_support::WriteModel(directory, number % 2 == 0 ? c["config"] : c["old"],
                                 /*files=*/number % 3 == 0 ? 3 : 1);
     ++number;
-    TrainOptions flags;
-    flags.model = directory;
+    TrainOptions flags = testing_support::GoldenFlags(c, directory);
     flags.offload = "none";
-    flags.dtype = "fp32";
-    flags.threads = 1;
-    flags.batch = c["batch"].get<int64_t>();
-    flags.seq = c["length"].get<int64_t>();
-    flags.lr = 0.002;
-    flags.weight_decay = 0.1;
-    flags.warmup = 0;
-    auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
-    ASSERT_TRUE(settings.ok()) << settings.status();
-    settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.002});
-    auto engine = zero::CreateEngine(settings->model->Make(), settings->engine);
-    ASSERT_TRUE(engine.ok()) << engine.status();
-    const zero::TensorBatch batch =
-        testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"]);
-    const auto evaluation = (*engine)->Evaluate({batch});
-    ASSERT_TRUE(evaluation.ok()) << evaluation.status();
-    EXPECT_NEAR(*evaluation, c["evaluation"].get<double>(), 1e-5);
-    for (size_t step = 0; step < c["losses"].size(); ++step) {
-      const auto result = (*engine)->Step({batch});
-      ASSERT_TRUE(result.ok()) << result.status();
-      const double norm = c["norms"][step];
-      EXPECT_NEAR(result->loss, c["losses"][step].get<double>(), 1e-5) << "step " << step;
-      EXPECT_NEAR(result->grad_norm, norm, 1e-4 * norm) << "step " << step;
-    }
+    const std::unique_ptr<zero::Engine> engine = testing_support::GoldenEngine(flags);
+    ASSERT_NE(engine, nullptr);
+    testing_support::ExpectTrainsAs(c, *engine);
   }
   EXPECT_GT(number, 8);
 }

@@ -87,47 +87,22 @@ std::vector<double> LogitsOf(const std::string& directory, const std::vector<int
 class LoraGoldenTest : public testing_support::ProgramTest {
  protected:
   TrainOptions FlagsFor(const json& c, const std::string& model, const std::string& adapter) const {
-    TrainOptions flags;
-    flags.model = model;
+    TrainOptions flags = testing_support::GoldenFlags(c, model);
     flags.init_from = adapter;
     flags.offload = "nvme";
     flags.state_dirs = {dir_ + "/state"};
     flags.overwrite = true;
-    flags.dtype = "fp32";
-    flags.threads = 1;
-    flags.batch = c["batch"].get<int64_t>();
-    flags.seq = c["length"].get<int64_t>();
-    flags.lr = 0.002;
-    flags.weight_decay = 0.1;
-    flags.warmup = 0;
     return flags;
-  }
-  static std::unique_ptr<zero::Engine> Open(const TrainOptions& flags) {
-    auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
-    EXPECT_TRUE(settings.ok()) << settings.status();
-    if (!settings.ok()) return nullptr;
-    settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.002});
-    auto engine = zero::CreateEngine(settings->model->Make(), settings->engine);
-    EXPECT_TRUE(engine.ok()) << engine.status();
-    return engine.ok() ? *std::move(engine) : nullptr;
   }
   // Trains as the script did; returns the evaluation after it.
   static double Train(const json& c, const TrainOptions& flags) {
-    const auto engine = Open(flags);
+    const std::unique_ptr<zero::Engine> engine = testing_support::GoldenEngine(flags);
     if (engine == nullptr) return 0;
-    const zero::TensorBatch batch =
-        testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"]);
-    EXPECT_NEAR(*engine->Evaluate({batch}), c["evaluation"].get<double>(), 1e-5);
-    for (size_t step = 0; step < c["losses"].size(); ++step) {
-      const auto result = engine->Step({batch});
-      EXPECT_TRUE(result.ok()) << result.status();
-      if (!result.ok()) return 0;
-      const double norm = c["norms"][step];
-      EXPECT_NEAR(result->loss, c["losses"][step].get<double>(), 1e-5) << "step " << step;
-      EXPECT_NEAR(result->grad_norm, norm, 1e-4 * norm) << "step " << step;
-    }
+    testing_support::ExpectTrainsAs(c, *engine);
+    if (testing::Test::HasFatalFailure()) return 0;
     EXPECT_TRUE(engine->Keep().ok());
-    return *engine->Evaluate({batch});
+    return *engine->Evaluate(
+        {testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"])});
   }
 };
 
@@ -169,7 +144,7 @@ TEST_F(LoraGoldenTest, TrainsMergesAndWritesAsPeft) {
     // What was written is what was trained, to the bit; its base is where it says.
     TrainOptions again = FlagsFor(c, model, out);
     again.model.reset();
-    const auto engine = Open(again);
+    const auto engine = testing_support::GoldenEngine(again);
     ASSERT_NE(engine, nullptr);
     const zero::TensorBatch batch =
         testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"]);

@@ -380,36 +380,16 @@ TEST_F(VocabularyTilesTest, TrainAsTransformers) {
     const json& c = golden["cases"][i];
     SCOPED_TRACE(c["config"].dump());
     tied += c["config"].value("tie_word_embeddings", false) ? 1 : 0;
-    TrainOptions flags;
-    flags.model = absl::StrCat(dir_, "/golden", number++);
-    WriteModel(*flags.model, c["config"]);
+    const std::string model = absl::StrCat(dir_, "/golden", number++);
+    WriteModel(model, c["config"]);
+    TrainOptions flags = testing_support::GoldenFlags(c, model);
     flags.vocabulary_tiles = absl::StrCat(2 + number);
     flags.offload = "nvme";
     flags.state_dirs = {dir_ + "/state"};
     flags.overwrite = true;
-    flags.dtype = "fp32";
-    flags.threads = 1;
-    flags.batch = c["batch"].get<int64_t>();
-    flags.seq = c["length"].get<int64_t>();
-    flags.lr = 0.002;
-    flags.weight_decay = 0.1;
-    flags.warmup = 0;
-    auto settings = ResolveTrainOptions(flags, /*needs_data=*/false);
-    ASSERT_TRUE(settings.ok()) << settings.status();
-    EXPECT_GT(settings->model->tile_rows(), 0);
-    settings->engine.optimizer.schedule = *zero::LrSchedule::Create(zero::Constant{.lr = 0.002});
-    auto engine = zero::CreateEngine(settings->model->Make(), settings->engine);
-    ASSERT_TRUE(engine.ok()) << engine.status();
-    const zero::TensorBatch batch =
-        testing_support::GoldenTokens(c["batch"], c["length"], c["config"]["vocab_size"]);
-    EXPECT_NEAR(*(*engine)->Evaluate({batch}), c["evaluation"].get<double>(), 1e-5);
-    for (size_t step = 0; step < c["losses"].size(); ++step) {
-      const auto result = (*engine)->Step({batch});
-      ASSERT_TRUE(result.ok()) << result.status();
-      const double norm = c["norms"][step];
-      EXPECT_NEAR(result->loss, c["losses"][step].get<double>(), 1e-5) << "step " << step;
-      EXPECT_NEAR(result->grad_norm, norm, 1e-4 * norm) << "step " << step;
-    }
+    const std::unique_ptr<zero::Engine> engine = testing_support::GoldenEngine(flags);
+    ASSERT_NE(engine, nullptr);
+    testing_support::ExpectTrainsAs(c, *engine);
   }
   EXPECT_GE(tied, 2);
   EXPECT_LE(tied, number - 2);
