@@ -7,6 +7,7 @@
 #include <cmath>
 #include <ctime>
 #include <limits>
+#include <random>
 
 #include "tests/tiering/plans.h"
 #include "tiering/advice/tier_table.h"
@@ -71,6 +72,43 @@ TEST(Placement, CpuKeepsNothingCudaAllWeightsConstWhatItMayAndAutoIsTheFastest) 
   EXPECT_GT(least_with_all, least);
   options.host_budget_bytes = least_with_all;
   EXPECT_TRUE(MakePlan(graph, options).ok());
+}
+
+// Which tiles were the fastest depends on what the machine gave when the store was made: a plan with larger
+// ones and one block of weights in flight, too, fits again into the budget that it was made for.
+TEST(Planner, TilesOfAPlanFitIntoItsBudgetWhateverTheMachine) {
+  int with_one_block = 0;
+  for (uint64_t seed = 0; seed < 8; ++seed) {
+    SCOPED_TRACE(seed);
+    std::mt19937_64 random(seed);
+    const int layers = 2 + static_cast<int>(random() % 2);
+    const int64_t elements = (1 + static_cast<int64_t>(random() % 2000)) * kElementAlignment;
+    ModelGraph graph =
+        seed % 2 == 0 ? Chain(layers, elements, 1e-4) : Tied(layers, elements, 1700 * kElementAlignment);
+    FreezeSome(seed, &graph);
+    PlanOptions options;
+    options.machine.io_latency_seconds = seed % 3 == 0 ? 20e-3 : 1e-4;  // a slow one favours large tiles
+    options.machine.read_bytes_per_s = options.machine.write_bytes_per_s = seed % 5 == 0 ? 2e8 : 4e9;
+    options.host_budget_bytes = int64_t{1} << 40;
+    const int64_t least = MakePlan(graph, options)->least_host_memory_bytes;
+    for (const double share : {1.0, 1.02, 1.1}) {
+      options.host_budget_bytes = static_cast<int64_t>(static_cast<double>(least) * share);
+      const absl::StatusOr<Plan> plan = MakePlan(graph, options);
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      with_one_block += plan->weight_classes.front().slots == 1;
+      PlanOptions resumed = options;
+      for (const BlockPlan& block : plan->blocks) {
+        std::vector<int64_t> tiles;
+        for (const Tile& tile : block.tiles) tiles.push_back(tile.elements);
+        resumed.fixed_tiles.push_back(std::move(tiles));
+      }
+      const absl::StatusOr<Plan> again = MakePlan(graph, resumed);
+      ASSERT_TRUE(again.ok()) << again.status() << ", " << share << " of the least";
+      EXPECT_LE(again->host_bytes(), options.host_budget_bytes);
+      EXPECT_LE(again->least_host_memory_bytes, options.host_budget_bytes);
+    }
+  }
+  EXPECT_GT(with_one_block, 0);
 }
 
 TEST(Bounds, DeepSpeedsKeysAreUpperBounds) {

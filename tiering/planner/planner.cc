@@ -168,11 +168,16 @@ class Planner {
     const int64_t sums = layout_.SumsThatMayLeave();
     const bool fits = std::any_of(kLevels.begin(), kLevels.end(),
                                   [&](const Level& level) { return budget > 0 && Fits(level, budget); });
-    if (sums == 0 || (fits && static_cast<double>(sums) <= kSumsShare * static_cast<double>(budget)))
-      return levels;
-    for (Level level : kLevels) {
-      level.sums_leave = true;
-      levels.push_back(level);
+    if (sums > 0 && !(fits && static_cast<double>(sums) <= kSumsShare * static_cast<double>(budget))) {
+      for (Level level : kLevels) {
+        level.sums_leave = true;
+        levels.push_back(level);
+      }
+    }
+    // Tiles that are given may be of a plan with one block of weights in flight, and go on in its budget.
+    if (!options_.fixed_tiles.empty()) {
+      levels.push_back(levels.back());
+      levels.back().runs = 1;
     }
     return levels;
   }
