@@ -14,6 +14,7 @@
 #include "base/status_macros.h"
 #include "generate/decode.h"
 #include "generate/pass.h"
+#include "generate/prompt_lookup.h"
 #include "generate/stream.h"
 #include "kernels/cache.h"
 #include "zero/compute/libtorch/tensor_allocator.h"
@@ -124,7 +125,7 @@ absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::sp
   wish->drive_bytes_per_second = static_cast<double>(bytes) / std::max(Now() - begin, 1e-6);
 
   const torch::NoGradGuard no_grad;
-  const int64_t rows = wish->batch.value_or(wish->sequences) == 1 ? 1 : kGroupRows;
+  const int64_t rows = wish->one_row() ? 1 : kGroupRows;
   const int64_t columns = sizes.decoder.width;
   const auto type = sizes.element_bytes == 2 ? torch::kBFloat16 : torch::kFloat32;
   const int64_t outs = std::max<int64_t>(
@@ -301,7 +302,12 @@ class Generator::Impl {
     std::vector<Share> shares;
     for (Sequence& sequence : active_) {
       if (!sequence.decodes()) continue;
-      shares.push_back({sequence.slot, sequence.past, {sequence.tokens.back()}, true, true});
+      Share share{sequence.slot, sequence.past, {sequence.tokens.back()}, true, true};
+      // One more is made behind the last that is right.
+      const int64_t left = sequence.request.tokens - sequence.made() - 1;
+      const std::vector<int64_t> drafted = LookUp(sequence.tokens, std::min(options_.wish.drafted, left));
+      share.tokens.insert(share.tokens.end(), drafted.begin(), drafted.end());
+      shares.push_back(std::move(share));
       of->push_back(&sequence);
     }
     int64_t room = plan_.prompt_rows;
@@ -342,18 +348,38 @@ class Generator::Impl {
     const float* row = logits.data_ptr<float>();
     ++stats_.passes;
     for (size_t i = 0; i < shares.size(); ++i) {
-      const auto count = static_cast<int64_t>(shares[i].tokens.size());
-      of[i]->past += count;
-      if (!shares[i].decodes) stats_.prompt_tokens += count;
-      if (!shares[i].wants_logits) continue;
-      RETURN_IF_ERROR(Take(callbacks, of[i], {row, vocabulary}));
+      const Share& share = shares[i];
+      if (share.decodes) {
+        RETURN_IF_ERROR(Verify(callbacks, share, of[i], row, vocabulary));
+        row += share.tokens.size() * vocabulary;
+        continue;
+      }
+      of[i]->past += static_cast<int64_t>(share.tokens.size());
+      stats_.prompt_tokens += static_cast<int64_t>(share.tokens.size());
+      if (!share.wants_logits) continue;
+      RETURN_IF_ERROR(Take(callbacks, of[i], {row, vocabulary}).status());
       row += vocabulary;
     }
     return absl::OkStatus();
   }
 
-  // One more token of a sequence, which may be its last.
-  absl::Status Take(const GenerationCallbacks& callbacks, Sequence* sequence, std::span<const float> logits) {
+  // The token behind each of a share's, up to the first that is not the one drafted there: the tokens that
+  // passes without drafts make. What is cached behind it is written over by the next pass.
+  absl::Status Verify(const GenerationCallbacks& callbacks, const Share& share, Sequence* sequence,
+                      const float* rows, size_t vocabulary) {
+    stats_.drafted_tokens += static_cast<int64_t>(share.tokens.size()) - 1;
+    for (size_t at = 0; at < share.tokens.size(); ++at, rows += vocabulary) {
+      if (at > 0) ++stats_.accepted_tokens;
+      ++sequence->past;
+      ASSIGN_OR_RETURN(const std::optional<int64_t> made, Take(callbacks, sequence, {rows, vocabulary}));
+      if (!made.has_value() || at + 1 == share.tokens.size() || *made != share.tokens[at + 1]) break;
+    }
+    return absl::OkStatus();
+  }
+
+  // One more token of a sequence; nullopt: its last, and the sequence is gone.
+  absl::StatusOr<std::optional<int64_t>> Take(const GenerationCallbacks& callbacks, Sequence* sequence,
+                                              std::span<const float> logits) {
     const int64_t token = sequence->sampler.Next(logits, sequence->tokens);
     sequence->tokens.push_back(token);
     ++stats_.tokens;
@@ -365,12 +391,13 @@ class Generator::Impl {
     } else if (sequence->made() >= sequence->request.tokens) {
       finish = Finish::kLength;
     }
-    if (!finish.has_value()) return absl::OkStatus();
+    if (!finish.has_value()) return token;
     const int64_t id = sequence->request.id;
     cache_->Give(sequence->slot);
     active_.remove_if([sequence](const Sequence& each) { return &each == sequence; });
     ++stats_.finished;
-    return callbacks.finished(id, *finish);
+    RETURN_IF_ERROR(callbacks.finished(id, *finish));
+    return std::nullopt;
   }
 
   // Destroyed from the last to the first.

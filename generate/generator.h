@@ -7,7 +7,7 @@
 // A pass takes the next token of each sequence that decodes, and pieces of the prompts of those that begin.
 // Between passes, sequences that ended give their places to those that wait. The tokens of a sequence depend
 // on its prompt, its seed and the options for sampling; not on the budget, on what is resident, on where keys
-// and values live, or on the others (one exception: GeneratorOptions::wish.batch).
+// and values live, on what is drafted, or on the others (one exception: GenerationWish::one_row).
 //
 // Memory: the budget bounds the arena and LibTorch's tensors together. Not counted: code, stacks, scratch of
 // oneDNN and BLAS, what the callbacks hold, the tokens themselves.
@@ -40,8 +40,8 @@ using OpenWeights =
 
 struct GeneratorOptions {
   // Budget, batch, place of the cache, and what is known of the sequences: positions and prompt are limits.
-  // The rates are measured. A batch of 1, or a single sequence, computes products of one row: its last bits
-  // may differ from those of a larger batch.
+  // The rates are measured. A batch of 1, or a single sequence, computes products of one row unless tokens
+  // are drafted: its last bits may differ from those of a larger batch.
   GenerationWish wish;
   models::SamplingOptions sampling;
   std::vector<int64_t> ends;  // tokens that end a text
@@ -66,6 +66,7 @@ struct GenerationStats {
   double wait_seconds = 0;    // of those, for the drive
   double decode_seconds = 0;  // in passes without prompts, but for the first pass
   int64_t decode_tokens = 0, decode_passes = 0;
+  int64_t drafted_tokens = 0, accepted_tokens = 0;  // guessed, and of those the right ones
   uint64_t decode_read_bytes = 0;
   int64_t peak_tensor_bytes = 0, io_errors_retried = 0;
 };

@@ -56,8 +56,8 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
   GenerationPlan plan;
   plan.batch = candidate.batch;
   plan.cache = candidate.place;
-  // By what was asked for, not by what fits: the same rows for every budget.
-  plan.group_rows = wish.batch.value_or(wish.sequences) == 1 || wish.sequences == 1 ? 1 : kGroupRows;
+  plan.group_rows = wish.one_row() ? 1 : kGroupRows;
+  plan.decoded_rows = plan.batch * (1 + wish.drafted);
   plan.prompt_rows = prompt_rows;
   plan.ring_bytes = ring;
   plan.scratch_bytes = s.scratch_bytes;
@@ -65,7 +65,7 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
                          ? U(plan.batch) * s.cache.host_bytes(wish.positions)
                          : U(plan.batch) * s.cache.tail_bytes() + KvCache::StagingBytes(s.cache);
   plan.tensor_bytes =
-      TensorBytes(s, wish, RoundUp(plan.batch, plan.group_rows), prompt_rows, plan.group_rows);
+      TensorBytes(s, wish, RoundUp(plan.decoded_rows, plan.group_rows), prompt_rows, plan.group_rows);
   const uint64_t arena = plan.ring_bytes + plan.scratch_bytes + plan.cache_bytes;
   plan.total_bytes = (arena + kPages - 1) / kPages * kPages + plan.tensor_bytes;
   return plan;
@@ -94,7 +94,7 @@ void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPla
       plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.file_bytes(wish.positions) : 0;
   const double drive =
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
-  const int64_t groups = (plan->batch + plan->group_rows - 1) / plan->group_rows;
+  const int64_t groups = (plan->decoded_rows + plan->group_rows - 1) / plan->group_rows;
   const double compute = static_cast<double>(groups) * wish.group_seconds + wish.decode_seconds;
   plan->drive_bound = drive >= compute;
   plan->pass_seconds = std::max({drive, compute, 1e-6});
@@ -138,6 +138,12 @@ std::optional<GenerationPlan> PlanOf(const GenerationSizes& s, const GenerationW
 }  // namespace
 
 absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, const GenerationWish& wish) {
+  if (wish.drafted > 0 && wish.cache == CachePlace::kDrive) {
+    return absl::InvalidArgumentError(
+        "--prompt-lookup needs keys and values in host memory: with --kv nvme those of wrong guesses would "
+        "be "
+        "on the drive");
+  }
   std::vector<int64_t> batches;
   if (wish.batch.has_value()) {
     batches = {std::min(*wish.batch, std::max<int64_t>(wish.sequences, 1))};
@@ -149,6 +155,7 @@ absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, cons
   uint64_t least = std::numeric_limits<uint64_t>::max();
   for (const CachePlace place : {CachePlace::kHost, CachePlace::kDrive}) {
     if (wish.cache != CachePlace::kAuto && wish.cache != place) continue;
+    if (wish.drafted > 0 && place == CachePlace::kDrive) continue;
     for (const int64_t batch : batches) {
       const std::optional<GenerationPlan> plan = PlanOf(sizes, wish, {batch, place});
       if (!plan.has_value()) {

@@ -53,15 +53,23 @@ struct GenerationWish {
   int64_t sequences = 1;  // to be generated in all
   int64_t positions = 1;  // of the longest, prompt and text
   int64_t prompt = 1;     // positions of the longest prompt
+  // Tokens of a text that are guessed and verified in one pass, at most (generate/prompt_lookup.h). Keys and
+  // values are in host memory then: those of wrong guesses are written over.
+  int64_t drafted = 0;
   double drive_bytes_per_second = 2e9;
   double group_seconds = 0;   // that the products of one group of rows take in a whole pass
   double decode_seconds = 0;  // that coded weights take to be decoded, once a pass
+
+  // Products of one row at a time, whose last bits may differ from those of a group. By what is asked for,
+  // not by what fits: the same rows for every budget.
+  bool one_row() const { return drafted == 0 && (batch.value_or(sequences) == 1 || sequences == 1); }
 };
 
 struct GenerationPlan {
   int64_t batch = 1;
-  int64_t group_rows = 1;   // 1 or kGroupRows
-  int64_t prompt_rows = 0;  // of prompts in one pass, at most
+  int64_t group_rows = 1;    // 1 or kGroupRows
+  int64_t decoded_rows = 1;  // of a pass: of each text one, and its drafted tokens
+  int64_t prompt_rows = 0;   // of prompts in one pass, at most
   CachePlace cache = CachePlace::kHost;
   uint64_t ring_bytes = 0;
   uint64_t cache_bytes = 0;  // in memory: of the cache, or of what a cache on a drive needs
@@ -76,10 +84,12 @@ struct GenerationPlan {
   double pass_seconds = 0;        // predicted, of decoding
   bool drive_bound = true;
 
+  // Without what drafted tokens gain, which the text decides.
   double tokens_per_second() const { return static_cast<double>(batch) / pass_seconds; }
 };
 
-// kFailedPrecondition: the budget is too small (says the least).
+// kFailedPrecondition: the budget is too small (says the least). kInvalidArgument: drafted tokens, and keys
+// and values on the drive.
 absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, const GenerationWish& wish);
 
 }  // namespace penstock::generate

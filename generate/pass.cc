@@ -202,7 +202,9 @@ struct PassRunner::Rows {
 
   Rows(const std::vector<Share>& shares, int64_t group) {
     for (const Share& share : shares) {
-      if (share.decodes) first.push_back(decoded++);
+      if (!share.decodes) continue;
+      first.push_back(decoded);
+      decoded += static_cast<int64_t>(share.tokens.size());
     }
     decoded = Padded(decoded, group);
     for (int64_t row = 0; row < decoded; row += group) groups.emplace_back(row, group);
@@ -291,7 +293,8 @@ class PassRunner::Block : public models::BlockAccess {
   }
 
  private:
-  // Pieces of at most kAttentionRows, cut at multiples of it.
+  // Pieces of at most kAttentionRows, cut at multiples of it; where it decodes each position by itself, so
+  // that a token has the same bits whether it was drafted or not.
   static void AttendShare(const Share& share, const Tensor& q, const Tensor& records, double scale, bool wide,
                           const Tensor& to) {
     const auto type = wide ? torch::kFloat32 : q.scalar_type();
@@ -479,7 +482,8 @@ absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
   for (size_t i = 0; i < shares.size(); ++i) {
     const auto count = static_cast<int64_t>(shares[i].tokens.size());
     for (int64_t t = 0; t < count; ++t) at[static_cast<size_t>(rows.first[i] + t)] = shares[i].past + t;
-    if (shares[i].wants_logits) wanted.push_back(rows.first[i] + count - 1);
+    if (!shares[i].wants_logits) continue;
+    for (int64_t t = shares[i].decodes ? 0 : count - 1; t < count; ++t) wanted.push_back(rows.first[i] + t);
   }
   const Tensor positions = torch::tensor(at, torch::kInt64);
   Block block(this, &shares, &rows);

@@ -1,8 +1,8 @@
 // One pass over the model: every layer once, for tokens of several sequences side by side, its weights taken
 // from a stream as they come.
 //
-//   rows     the sequences that decode, one token each, in groups of group_rows rows (the last one padded);
-//            then pieces of prompts
+//   rows     the sequences that decode, one token each and those drafted behind it, in groups of group_rows
+//            rows (the last one padded); then pieces of prompts
 //   order    of the stream: the matrices of a layer, the records of its sequences (cache on a drive), the
 //            rest of the layer; then the head
 //
@@ -35,11 +35,12 @@ namespace penstock::generate {
 
 // What a sequence has in a pass.
 struct Share {
-  int slot = 0;                 // of the cache
-  int64_t past = 0;             // positions that are cached
-  std::vector<int64_t> tokens;  // of the next positions; one where it decodes
+  int slot = 0;      // of the cache
+  int64_t past = 0;  // positions that are cached
+  std::vector<int64_t>
+      tokens;  // of the next positions; where it decodes the next, and those drafted behind it
   bool decodes = false;
-  bool wants_logits = false;  // of its last position
+  bool wants_logits = false;  // of its last position; where it decodes, of each
 };
 
 // The matrices that a pass uses, in the order of use: numbers of layout.tensors.
@@ -99,7 +100,7 @@ class PassRunner {
   void AppendStart();
   void AppendRest(const std::vector<Share>& shares);
 
-  // fp32 [wanted, vocab]: a row for each share that wants logits, in order. The shares that decode come
+  // fp32 [wanted, vocab]: a row for each position that wants logits, in order. The shares that decode come
   // first.
   absl::StatusOr<at::Tensor> Run(const std::vector<Share>& shares);
 

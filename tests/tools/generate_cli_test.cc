@@ -206,6 +206,8 @@ TEST_F(GenerateCliTest, WrongWordsAreNamedAndWhatWouldDoIsSaid) {
       {{"generate", dir_ + "/nowhere", "--prompt", "a"}, "nowhere"},
       {Generate({"--prompt", "a", "--batch", "none"}), "--batch none"},
       {Generate({"--prompt", "a", "--kv", "gpu"}), "--kv gpu"},
+      {Generate({"--prompt", "a", "--prompt-lookup", "65"}), "--prompt-lookup 65"},
+      {Generate({"--prompt", "a", "--prompt-lookup", "4", "--kv", "nvme"}), "in host memory"},
       {Generate({"--prompt", "a", "--top-p", "0"}), "--top-p 0"},
       {Generate({"--prompt", "a", "--tokens", "0"}), "--tokens 0"},
       {Generate({"--prompt", std::string(300, 'a')}), "300 tokens"},

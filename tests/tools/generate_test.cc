@@ -8,6 +8,7 @@
 #include <set>
 
 #include "generate/generator.h"
+#include "generate/prompt_lookup.h"
 #include "generate/ring.h"
 #include "tests/tools/golden_models.h"
 #include "tests/tools/penstock_program.h"
@@ -75,6 +76,7 @@ struct Setting {
   uint64_t budget = 256 * kMiB;
   std::optional<int64_t> batch = std::nullopt;
   CachePlace cache = CachePlace::kAuto;
+  int64_t drafted = 0;
 };
 
 class GenerateTest : public tools::testing_support::ProgramTest {
@@ -88,6 +90,7 @@ class GenerateTest : public tools::testing_support::ProgramTest {
     options.wish.budget_bytes = setting.budget;
     options.wish.batch = setting.batch;
     options.wish.cache = setting.cache;
+    options.wish.drafted = setting.drafted;
     options.wish.sequences = static_cast<int64_t>(asked.size());
     for (const Asked& each : asked) {
       const auto prompt = static_cast<int64_t>(each.prompt.size());
@@ -215,6 +218,71 @@ TEST_F(GenerateTest, TokensDependOnNeitherBudgetNorResidencyNorPlaceNorBatch) {
       }
     }
   }
+}
+
+TEST(PromptLookupTest, FindsWhatFollowedTheLongestMatchOfTheEnd) {
+  std::mt19937_64 random(5);
+  size_t found = 0;
+  for (int round = 0; round < 3000; ++round) {
+    std::vector<int64_t> tokens(random() % 40);
+    for (int64_t& token : tokens) token = static_cast<int64_t>(random() % (2 + round % 5));
+    const size_t most = random() % 6;
+    // By trying all: every length of match, every place, the best by what is promised.
+    std::vector<int64_t> expected;
+    for (size_t length = std::min<size_t>(3, tokens.size()); length >= 1 && expected.empty(); --length) {
+      for (size_t at = 0; at + length < tokens.size(); ++at) {
+        const bool same = std::equal(tokens.end() - static_cast<std::ptrdiff_t>(length), tokens.end(),
+                                     tokens.begin() + static_cast<std::ptrdiff_t>(at));
+        const size_t follows = std::min(most, tokens.size() - at - length);
+        if (!same || follows < expected.size() || (follows == expected.size() && follows < most)) continue;
+        const auto from = tokens.begin() + static_cast<std::ptrdiff_t>(at + length);
+        expected.assign(from, from + static_cast<std::ptrdiff_t>(follows));
+      }
+    }
+    ASSERT_EQ(LookUp(tokens, static_cast<int64_t>(most)), expected) << "round " << round;
+    found += expected.size();
+  }
+  EXPECT_GT(found, 1000u);
+}
+
+TEST_F(GenerateTest, DraftedTokensChangeNoTokenAndSavePasses) {
+  std::vector<Asked> asked = ManyPrompts();
+  for (Asked& each : asked) each.tokens += 40;  // long enough to go in circles
+  int number = 0;
+  for (const json& config : {GptConfigOf(), LlamaConfigOf()}) {
+    SCOPED_TRACE(config.dump());
+    const std::string directory = dir_ + "/drafted" + std::to_string(number++);
+    tools::testing_support::WriteModel(directory, config);
+    for (const double temperature : {0.0, 0.2}) {
+      const models::SamplingOptions sampling{.temperature = temperature};
+      const auto plain = Make(directory, asked, {.batch = 4, .cache = CachePlace::kHost}, sampling);
+      ASSERT_NE(plain, nullptr);
+      const auto expected = Texts(plain.get(), asked);
+      for (const int64_t batch : {1, 4}) {
+        for (const int64_t drafted : {1, 20}) {
+          const auto roomy = Make(directory, asked, {.batch = batch, .drafted = drafted}, sampling);
+          ASSERT_NE(roomy, nullptr);
+          const auto lean = Make(directory, asked,
+                                 {roomy->plan().least_bytes, batch, CachePlace::kHost, drafted}, sampling);
+          ASSERT_NE(lean, nullptr);
+          EXPECT_EQ(Texts(lean.get(), asked), expected) << "batch " << batch << ", drafted " << drafted;
+          const GenerationStats stats = lean->stats();
+          EXPECT_LE(stats.peak_tensor_bytes, static_cast<int64_t>(lean->plan().tensor_bytes));
+          EXPECT_GT(stats.accepted_tokens, 0);
+          EXPECT_LE(stats.accepted_tokens, stats.drafted_tokens);
+          EXPECT_TRUE(batch != 4 || stats.passes < plain->stats().passes);
+        }
+      }
+    }
+  }
+  GenerationSizes sizes;
+  sizes.units = {1 << 20};
+  GenerationWish wish;
+  wish.budget_bytes = 256 * kMiB;
+  wish.cache = CachePlace::kDrive;
+  wish.drafted = 4;
+  EXPECT_THAT(PlanGeneration(sizes, wish).status().message(),
+              HasSubstr("needs keys and values in host memory"));
 }
 
 TEST_F(GenerateTest, GptMakesTheTokensOfTheWholeModel) {

@@ -13,6 +13,7 @@ namespace penstock::tools {
 namespace {
 
 constexpr int64_t kMostThreads = 1024;
+constexpr int64_t kMostDrafted = 64;
 
 absl::Status Wrong(const std::string& what) { return absl::InvalidArgumentError(what); }
 
@@ -43,6 +44,8 @@ void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags) {
   app.add_option("--batch", flags.batch, "Texts at once, or auto [auto]");
   app.add_option("--host-memory", flags.host_memory, "Hard budget, as 512M or 4GiB [half of what is free]");
   app.add_option("--kv", flags.kv, "Where keys and values live: auto, host or nvme [auto]");
+  app.add_option("--prompt-lookup", flags.prompt_lookup,
+                 "Guess up to so many tokens from what the text repeats, and verify them in one pass [0]");
   app.add_option("--threads", flags.threads, "Intra-op threads [one per core]");
 }
 
@@ -50,6 +53,11 @@ absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads
                                    generate::GenerationWish* wish) {
   if (threads < 1 || threads > kMostThreads)
     return Wrong(absl::StrCat("--threads ", threads, ": must be between 1 and ", kMostThreads));
+  if (flags.prompt_lookup < 0 || flags.prompt_lookup > kMostDrafted) {
+    return Wrong(
+        absl::StrCat("--prompt-lookup ", flags.prompt_lookup, ": must be between 0 and ", kMostDrafted));
+  }
+  wish->drafted = flags.prompt_lookup;
   ASSIGN_OR_RETURN(wish->batch, BatchOf(flags.batch));
   ASSIGN_OR_RETURN(wish->cache, PlaceOf(flags.kv));
   ASSIGN_OR_RETURN(wish->budget_bytes, BudgetOf(flags.host_memory, threads));
@@ -86,6 +94,7 @@ nlohmann::ordered_json GenerationPlanJson(const generate::GenerationPlan& plan,
                                           const generate::GenerationWish& wish) {
   return {{"batch", plan.batch},
           {"kv", plan.cache == generate::CachePlace::kHost ? "host" : "nvme"},
+          {"prompt_lookup", wish.drafted},
           {"host_memory_budget_bytes", wish.budget_bytes},
           {"least_host_memory_bytes", plan.least_bytes},
           {"planned_bytes", plan.total_bytes},

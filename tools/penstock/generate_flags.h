@@ -22,11 +22,13 @@ struct GenerateMemoryFlags {
   std::optional<std::string> host_memory;
   std::string batch = "auto", kv = "auto";
   std::optional<int64_t> threads;
+  int64_t prompt_lookup = 0;
 };
 
 void DeclareGenerateMemory(CLI::App& app, GenerateMemoryFlags& flags);
 
-// wish->batch, cache and budget_bytes. `threads`: that will compute. kInvalidArgument names the flag.
+// wish->batch, cache, drafted and budget_bytes. `threads`: that will compute. kInvalidArgument names the
+// flag.
 absl::Status ResolveGenerateMemory(const GenerateMemoryFlags& flags, int threads,
                                    generate::GenerationWish* wish);
 

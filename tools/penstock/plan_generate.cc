@@ -72,7 +72,7 @@ std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes, const gene
     other.batch = batch;
     other.sequences = std::max(batch, wish.sequences);
     // One row is measured apart from a group of rows.
-    if ((batch == 1) != (wish.batch.value_or(wish.sequences) == 1)) continue;
+    if (other.one_row() != wish.one_row()) continue;
     ask(absl::StrCat(batch, batch == 1 ? " text at once" : " texts at once"), sizes, other);
   }
   return all;

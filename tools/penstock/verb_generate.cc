@@ -116,7 +116,7 @@ class Generation {
     if (flags_.out.has_value()) {
       ASSIGN_OR_RETURN(output_, GenerateOutput::Open(*flags_.out, flags_.overwrite));
     }
-    RETURN_IF_ERROR(Survey(options.wish.batch, &options.wish));
+    RETURN_IF_ERROR(Survey(&options.wish));
     if (left_ == 0) {
       Say(absl::StrCat(*flags_.out, ": all ", total_, " are there"));
       return absl::OkStatus();
@@ -168,7 +168,7 @@ class Generation {
   }
 
   // Reads all prompts once: whether they are right, how many and how long they are, which are done.
-  absl::Status Survey(const std::optional<int64_t>& batch, generate::GenerationWish* wish) {
+  absl::Status Survey(generate::GenerationWish* wish) {
     total_ = 0;
     while (true) {
       ASSIGN_OR_RETURN(const std::optional<Prompt> prompt, prompts_->Next());
@@ -183,8 +183,8 @@ class Generation {
       wish->positions = std::max(wish->positions, length + TokensOf(*prompt));
     }
     if (total_ == 0) return Wrong(absl::StrCat("--prompts ", *flags_.prompts, ": no prompt in it"));
-    single_ = batch.value_or(total_) == 1 || total_ == 1;
     wish->sequences = total_;
+    single_ = wish->one_row();
     left_ = 0;
     RETURN_IF_ERROR(prompts_->Rewind());
     while (true) {
@@ -360,6 +360,8 @@ class Generation {
                     {"weight_read_bytes", stats.weight_read_bytes},
                     {"kv_read_bytes", stats.cache_read_bytes},
                     {"kv_write_bytes", stats.cache_written_bytes},
+                    {"drafted_tokens", stats.drafted_tokens},
+                    {"accepted_tokens", stats.accepted_tokens},
                     {"decode_passes", stats.decode_passes},
                     {"decode_seconds", stats.decode_seconds},
                     {"decode_read_bytes", stats.decode_read_bytes},
