@@ -15,6 +15,9 @@ import venv
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILT = ROOT / "build" / "release" / "bin"
 WORK = ROOT / "build" / "peers"
+# What several comparisons install is one environment, and compiled once.
+DEEPSPEED = ["torch", "transformers", "deepspeed", "safetensors", "ninja", "setuptools", "numpy"]
+TRANSFORMERS = ["torch", "transformers", "accelerate", "safetensors", "numpy"]
 
 
 class Environment:
