@@ -157,7 +157,7 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
     std::vector<double> losses, evaluations;
     std::vector<float> state;
     int gave_up = 0;
-    double in_backward = 0;
+    double speculative_share = 0;
   };
   // `seed` 0: nothing fails.
   void Train(uint64_t seed, Run* run) {
@@ -190,7 +190,7 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
         continue;
       }
       run->losses.push_back(result->loss);
-      run->in_backward = std::max(run->in_backward, result->in_backward);
+      run->speculative_share = std::max(run->speculative_share, result->speculative_share);
       if (!evaluates) continue;
       compute->calls_left = seed != 0 ? draw(2 * shape_.layers) : -1;
       auto evaluated = (*engine)->Evaluate(Batches(1000));
@@ -243,7 +243,7 @@ TEST_P(GiveUpTest, AStepThatFailsAnywhereIsMadeAgainWithTheSameBits) {
   if (HasFatalFailure()) return;
   const char* const soak = std::getenv("PENSTOCK_SOAK");
   const bool early = GetParam().order == tiering::UpdateOrder::kInBackward && GetParam().clip == 0;
-  EXPECT_TRUE(!early || whole.in_backward > 0);
+  EXPECT_TRUE(!early || whole.speculative_share > 0);
   const int rounds = 4 * (soak != nullptr ? std::max(1, std::atoi(soak)) : 1);
   int gave_up = 0;
   for (int round = 1; round <= rounds; ++round) {

@@ -80,7 +80,7 @@ struct StepResult {
   // of its own micro-batches.
   bool updated = true;
   // Share of the tiles whose update was made in backward, and whether it then had to be made again.
-  double in_backward = 0;
+  double speculative_share = 0;
   bool replayed = false;
   // Of the time from the end of the step before, or of an evaluation after it, to the end of this one.
   double seconds = 0;

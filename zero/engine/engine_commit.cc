@@ -15,6 +15,7 @@
 #include "zero/engine/rank_agreement.h"
 
 namespace penstock::zero {
+
 using tiering::Op;
 using tiering::OpKind;
 using tiering::Pass;
@@ -22,8 +23,7 @@ using tiering::Pass;
 absl::Status Engine::Impl::Decide(const Op& op) {
   if (abandoned_step_ != 0 && op.step >= abandoned_step_) return absl::OkStatus();
   if (op.kind == OpKind::kBatch && !op.evaluates) {
-    if (checkpointing_ != nullptr && decisions_.is_in_backward(op.step))
-      checkpointing_->BeforeUpdate(op.step);
+    if (checkpointing_ != nullptr && decisions_.speculates(op.step)) checkpointing_->BeforeUpdate(op.step);
     lanes_->set_assumption(decisions_.Assume(op.step));
     return absl::OkStatus();
   }
@@ -35,7 +35,7 @@ absl::Status Engine::Impl::Decide(const Op& op) {
   if (!buffers.ok()) return PassFailed(op, buffers.status()) ? absl::OkStatus() : buffers.status();
   if (op.kind == OpKind::kSummed) return absl::OkStatus();
   ASSIGN_OR_RETURN(UpdateDecision decision,
-                   decisions_.Decide(op.step, totals_.squares, plan_.plan.in_backward_share()));
+                   decisions_.Decide(op.step, totals_.squares, plan_.plan.speculative_share()));
   decisions_.at(op.step).buffers = *std::move(buffers);
   lanes_->set_decision(decision);
   return absl::OkStatus();

@@ -10,6 +10,7 @@
 #include "zero/engine/engine_impl.h"
 
 namespace penstock::zero {
+
 using tiering::Op;
 using tiering::Pass;
 

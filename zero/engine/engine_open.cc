@@ -20,6 +20,7 @@
 #include "zero/memory/tensor_memory.h"
 
 namespace penstock::zero {
+
 using tiering::Op;
 using tiering::OpId;
 

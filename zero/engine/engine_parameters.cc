@@ -37,7 +37,7 @@ absl::StatusOr<HostTensor> Engine::Impl::ReadState(std::string_view parameter, S
   if (last_result_.step == 0) {
     return absl::FailedPreconditionError("no step has been made since the run was opened: no gradient yet");
   }
-  return Access().ReadGradient(parameter, last_result_.loss_scale, last_result_.in_backward > 0,
+  return Access().ReadGradient(parameter, last_result_.loss_scale, last_result_.speculative_share > 0,
                                [this](tiering::BlockIndex block, tiering::TileIndex tile) {
                                  return lanes_->gradient_checksum(block, tile);
                                });

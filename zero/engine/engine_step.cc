@@ -161,15 +161,15 @@ absl::Status Engine::Impl::AgreeOnOrder(const std::vector<int>& stages) const {
 }
 
 void Engine::Impl::AppendTraining(bool update, int calls) {
-  const bool in_backward = update && decisions_.ChoosesInBackward(plan_.plan);
-  std::vector<Op> ops = builder_->Append(update ? Pass::kTrain : Pass::kSum, 0, in_backward,
+  const bool speculative_update = update && decisions_.ChoosesToSpeculate(plan_.plan);
+  std::vector<Op> ops = builder_->Append(update ? Pass::kTrain : Pass::kSum, 0, speculative_update,
                                          /*continues=*/calls > 0);
   operations_ = static_cast<int64_t>(ops.size());
   executor_->Append(std::move(ops));
   ahead_norm_ = builder_->next_id() - 1;  // a training pass ends with its norm
   ahead_step_ = builder_->next_step() - (update ? 1 : 0);
   ahead_updates_ = update;
-  if (in_backward) decisions_.InBackward(ahead_step_);
+  if (speculative_update) decisions_.Speculate(ahead_step_);
   AppendPersistIfDue();
 }
 
