@@ -107,10 +107,14 @@ class Engine::Impl {
   absl::Status WithRoom(absl::Status status) const;
 
   // A run is made or resumed (engine_open.cc).
+  // Measures and plans.
+  absl::Status Prepare();
   absl::Status GroupParameters();
   absl::Status MakeCheckpointing();
   absl::Status Initialize();
   absl::Status Restore();
+  // What programs run on.
+  void MakeLanes();
   void WatchLanes();
   // "read weights of block 3 (layer.2), tile 1, step 17".
   std::string NameOf(const tiering::Op& op) const;

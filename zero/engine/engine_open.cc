@@ -49,24 +49,7 @@ absl::Status Engine::Impl::Create() {
   if (options_.trains && checkpoints.any() && options_.rank() == 0 && checkpoints.lock == nullptr) {
     ASSIGN_OR_RETURN(checkpoints.lock, swap::CheckpointLock::Take(checkpoints.parent));
   }
-  TensorMemory::Trim();
-  TensorMemory::SetLimit(0);
-  TensorMemory::ResetPeak();
-  ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(*compute_, options_));
-  plan_ = std::move(prepared.plan);
-  layouts_ = std::move(prepared.layouts);
-  identity_ = std::move(prepared.identity);
-  devices_ = std::move(prepared.devices);
-  if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
-  if (!prepared.storage.how.empty()) Log(prepared.storage.how);
-  options_.storage.io.device_transfers = std::move(prepared.storage.transfers);
-  if (options_.hooks.planned) {
-    RETURN_IF_ERROR(options_.hooks.planned(plan_));
-  }
-  if (options_.trains && options_.storage.checkpoints.at_end && !plan_.plan.on_nvme) {
-    RETURN_IF_ERROR(CheckPlace(options_.storage.checkpoints.parent, plan_.state_bytes, options_.rank()));
-  }
-
+  RETURN_IF_ERROR(Prepare());
   if (!options_.resumes()) RETURN_IF_ERROR(GroupParameters());  // before any file is there
   ASSIGN_OR_RETURN(std::unique_ptr<RunResources> resources,
                    RunResources::Create(plan_, options_, identity_.dump()));
@@ -87,6 +70,32 @@ absl::Status Engine::Impl::Create() {
     return status;
   }
   RETURN_IF_ERROR(resources_->BoundDevice());
+  MakeLanes();
+  return absl::OkStatus();
+}
+
+absl::Status Engine::Impl::Prepare() {
+  TensorMemory::Trim();
+  TensorMemory::SetLimit(0);
+  TensorMemory::ResetPeak();
+  ASSIGN_OR_RETURN(PreparedModel prepared, PrepareModel(*compute_, options_));
+  plan_ = std::move(prepared.plan);
+  layouts_ = std::move(prepared.layouts);
+  identity_ = std::move(prepared.identity);
+  devices_ = std::move(prepared.devices);
+  if (!devices_.how.empty()) Log(absl::StrCat("weights and gradients go ", devices_.how));
+  if (!prepared.storage.how.empty()) Log(prepared.storage.how);
+  options_.storage.io.device_transfers = std::move(prepared.storage.transfers);
+  if (options_.hooks.planned) {
+    RETURN_IF_ERROR(options_.hooks.planned(plan_));
+  }
+  if (options_.trains && options_.storage.checkpoints.at_end && !plan_.plan.on_nvme) {
+    RETURN_IF_ERROR(CheckPlace(options_.storage.checkpoints.parent, plan_.state_bytes, options_.rank()));
+  }
+  return absl::OkStatus();
+}
+
+void Engine::Impl::MakeLanes() {
   HardwareLanes::Options lane_options;
   lane_options.update_workers = options_.optimizer.workers;
   lane_options.format = plan_.format;
@@ -118,7 +127,6 @@ absl::Status Engine::Impl::Create() {
   std::iota(stage_order_.begin(), stage_order_.end(), 0);
   MakeBuilder(/*first_id=*/0);
   last_end_ = lanes_->Now();
-  return absl::OkStatus();
 }
 
 absl::Status Engine::Impl::GroupParameters() {
