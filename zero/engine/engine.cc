@@ -102,7 +102,7 @@ Engine::~Engine() {
   if (!made_in_.here()) (void)impl_.release();  // threads, files and locks are the parent's
 }
 
-absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, StepOptions options) {
+absl::StatusOr<StepResult> Engine::Step(std::vector<Batch> batches, const StepOptions& options) {
   RETURN_IF_ERROR(made_in_.Check("this engine"));
   const TensorScope scope(impl_->tensors_.pool());
   impl_->Enter(absl::StrCat("step ", impl_->step_ + 1, RatesText(options.groups)));

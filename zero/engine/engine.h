@@ -146,7 +146,7 @@ class Engine {
   // After an error of a call its step begins again, with its first call; so it does in a resumed run.
   // kInvalidArgument: other numbers of micro-batches or of groups, more calls without update than a step has,
   // or rates that no optimizer has.
-  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, StepOptions options = {});
+  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, const StepOptions& options = {});
   // The stages run in this order from the next step on: a permutation of the model's, which keeps its last
   // one, since that gives the loss. Reads that were made ahead for another order are dropped, which costs
   // their time and no more. Over several ranks all of them make this call, with the same order.

@@ -146,8 +146,8 @@ absl::StatusOr<std::string> Engine::Impl::Checkpoint(const std::string& parent) 
   absl::Status mine;
   if (options_.rank() == 0 && (lock == nullptr || parent != options_.storage.checkpoints.parent)) {
     auto taken = swap::CheckpointLock::Take(parent);
-    if (taken.ok()) lock = *std::move(taken);
     mine = taken.status();
+    if (taken.ok()) lock = *std::move(taken);
   }
   // What is wrong with the directory is known to all, and ends nobody.
   RETURN_IF_ERROR(OfAll(mine));

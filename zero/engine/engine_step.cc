@@ -155,7 +155,7 @@ absl::Status Engine::Impl::SetOrder(std::vector<int> stages) {
 }
 
 absl::Status Engine::Impl::AgreeOnOrder(const std::vector<int>& stages) const {
-  const absl::Status agreed = AgreeOn("order of stages", absl::StrCat("[", absl::StrJoin(stages, ", "), "]"));
+  absl::Status agreed = AgreeOn("order of stages", absl::StrCat("[", absl::StrJoin(stages, ", "), "]"));
   if (!absl::IsInvalidArgument(agreed)) return agreed;
   return absl::InvalidArgumentError(absl::StrCat(agreed.message(), "; the order stays as it was"));
 }
@@ -205,7 +205,7 @@ bool Engine::Impl::PassFailed(const Op& op, const absl::Status& why) {
 }
 
 absl::Status Engine::Impl::GiveUpStep() {
-  const absl::Status why = std::exchange(pass_failure_, absl::OkStatus());
+  absl::Status why = std::exchange(pass_failure_, absl::OkStatus());
   absl::Status status;
   decisions_.Abandon(step_ + 1);
   if (ahead_norm_ >= 0) {

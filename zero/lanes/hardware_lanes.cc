@@ -568,7 +568,7 @@ absl::Status HardwareLanes::RunCompute(const Op& op) {
 
 absl::Status HardwareLanes::FailCompute(absl::Status status) {
   const std::lock_guard<std::mutex> lock(compute_error_mutex_);
-  compute_error_.Update(status);
+  compute_error_.Update(std::move(status));
   compute_failed_ = true;
   return compute_error_;
 }
