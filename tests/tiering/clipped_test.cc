@@ -107,7 +107,8 @@ Step StepOf(const ModelGraph& graph, const Case& of, Prefer prefer) {
   Step step{*std::move(plan), {}, {}};
   step.unclipped = *Simulate(graph, step.plan, options.machine, /*steps=*/6);
   Plan clipped = step.plan;
-  for (BlockPlan& block : clipped.blocks) std::fill(block.in_backward.begin(), block.in_backward.end(), 0);
+  for (BlockPlan& block : clipped.blocks)
+    std::fill(block.speculative_update.begin(), block.speculative_update.end(), 0);
   step.clipped = *Simulate(graph, clipped, options.machine, /*steps=*/6);
   const auto elements = static_cast<double>(graph.elements());
   std::printf(

@@ -101,7 +101,7 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
     if (plan->speculates && random() % 2 != 0) {
       for (const BlockIndex b : plan->blocks.indices()) {
         if (plan->on_device(b)) continue;
-        for (char& early : plan->blocks[b].in_backward) early = random() % 2 != 0 ? 1 : 0;
+        for (char& early : plan->blocks[b].speculative_update) early = random() % 2 != 0 ? 1 : 0;
       }
     }
     const Counted run = RunPasses(graph, *plan, machine, &random);
@@ -320,7 +320,7 @@ TEST(Device, StepIsWithinFivePercentOfItsFloor) {
         EXPECT_LE(prediction->step_seconds, prediction->lower_bound_seconds * 1.05)
             << "compute to drive " << compute << ", copies to drive " << copy << ", " << blocks
             << " blocks beyond the least, bound by " << prediction->bound_by << "; "
-            << plan->on_device_share() << " there, " << plan->in_backward_share() << " in backward";
+            << plan->on_device_share() << " there, " << plan->speculative_share() << " in backward";
         worst = std::max(worst, prediction->step_seconds / prediction->lower_bound_seconds);
       }
     }

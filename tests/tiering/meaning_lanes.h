@@ -177,7 +177,7 @@ class MeaningLanes : public Lanes {
         return one.kind == OpKind::kReadWeights || one.kind == OpKind::kUpdate ||
                one.kind == OpKind::kAllGather || one.kind == OpKind::kCopyStateOut;
       };
-      // A gather, and a seal or a write of a tile, all read this rank's part.
+      // A gather, and a checksum or a write of a tile, all read this rank's part.
       const auto reads_part = [](const Op& one) {
         return IsTileWrite(one.kind) || one.kind == OpKind::kChecksumTile;
       };
@@ -263,7 +263,7 @@ class MeaningLanes : public Lanes {
           EXPECT_EQ(state_[op.tile_slot].first, (TileOfBlock{op.block, op.tile}));
           EXPECT_EQ(state_[op.tile_slot].second, 2 * (op.step - 1));
         }
-        EXPECT_TRUE(op.in_backward || norms_ == op.step) << "update before the norm of its step";
+        EXPECT_TRUE(op.speculative_update || norms_ == op.step) << "update before the norm of its step";
         if (op.gradient_slot.valid()) {
           EXPECT_EQ(gradient_[op.gradient_slot], (OfBlockAt{op.block, op.step}));
         } else {
@@ -516,7 +516,7 @@ class MeaningLanes : public Lanes {
         run_[{op.weight_slot, op.tile}].second = VersionAfter(op);
         state_[op.tile_slot].second = VersionAfter(op);
         if (!plan_.on_nvme) drive_.at({op.block, op.tile}) = VersionAfter(op);
-        early_updates_ += op.in_backward ? 1 : 0;
+        early_updates_ += op.speculative_update ? 1 : 0;
         replayed_updates_ += op.replay ? 1 : 0;
         previewed_updates_ += op.preview ? 1 : 0;
         break;
@@ -651,7 +651,7 @@ class MeaningLanes : public Lanes {
   }
 
   int64_t VersionAfter(const Op& op) const {
-    return 2 * op.step + (op.in_backward && replayed_ && replayed_(op.step) ? 1 : 0);
+    return 2 * op.step + (op.speculative_update && replayed_ && replayed_(op.step) ? 1 : 0);
   }
   // An update that is made again starts from what is committed.
   int64_t OnDrive(const Op& op) const { return (op.replay ? committed_ : drive_).at({op.block, op.tile}); }
@@ -746,15 +746,15 @@ inline Counted RunPasses(const ModelGraph& graph, const Plan& plan, const Machin
     } else if (kind == 2) {
       executor.Append(builder.Append(Pass::kFlush));
     } else {
-      const bool in_backward = random == nullptr || (*random)() % 4 != 0;
+      const bool speculative_update = random == nullptr || (*random)() % 4 != 0;
       for (int call = 1; call < plan.calls; ++call) {
-        executor.Append(builder.Append(Pass::kSum, 0, in_backward, /*continues=*/call > 1));
+        executor.Append(builder.Append(Pass::kSum, 0, speculative_update, /*continues=*/call > 1));
         ++gates;
         if (random == nullptr || (*random)() % 3 != 0) continue;
         executor.Append(builder.Append(Pass::kEvaluate, 1));
         ++gates;
       }
-      executor.Append(builder.Append(Pass::kTrain, 0, in_backward, /*continues=*/plan.calls > 1));
+      executor.Append(builder.Append(Pass::kTrain, 0, speculative_update, /*continues=*/plan.calls > 1));
       ++gates;
       ++steps;
     }

@@ -72,7 +72,7 @@ TEST(Program, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) 
       // Any tile of any block may be the one that is updated in backward.
       for (BlockPlan& block : plan->blocks) {
         for (const TileIndex t : block.tiles.indices())
-          block.in_backward[t] = random() % 2 != 0 && block.updates(t) ? 1 : 0;
+          block.speculative_update[t] = random() % 2 != 0 && block.updates(t) ? 1 : 0;
       }
     }
     if (options.on_nvme && options.commits_every_step && options.world == 1) {
@@ -499,16 +499,16 @@ TEST(Program, WhatStaysInMemoryIsWrittenWhileBackwardComputes) {
   // What is updated in backward has to be committed first: nothing waits then.
   options.update_order = UpdateOrder::kInBackward;
   const Plan plan = *MakePlan(graph, options);
-  for (const bool in_backward : {true, false}) {
+  for (const bool speculative_update : {true, false}) {
     ProgramBuilder builder(graph, plan, 1);
-    builder.Append(Pass::kTrain, 0, /*in_backward=*/false);
-    const std::vector<Op> ops = builder.Append(Pass::kTrain, 0, in_backward);
+    builder.Append(Pass::kTrain, 0, /*speculative_update=*/false);
+    const std::vector<Op> ops = builder.Append(Pass::kTrain, 0, speculative_update);
     const auto commit =
         std::find_if(ops.begin(), ops.end(), [](const Op& op) { return op.kind == OpKind::kCommit; });
     const auto backward_begins =
         std::find_if(ops.begin(), ops.end(), [](const Op& op) { return op.kind == OpKind::kBackward; });
     ASSERT_TRUE(commit != ops.end() && backward_begins != ops.end());
-    EXPECT_EQ(commit < backward_begins, in_backward);
+    EXPECT_EQ(commit < backward_begins, speculative_update);
   }
   // Where nothing else moves, forward has its part of the writes.
   options = PlanOptions();

@@ -88,17 +88,16 @@ class HostsTest : public ProgramTest {
 TEST_F(HostsTest, LossesAreThoseOfOneHost) {
   for (const int hosts : {2, kHosts}) {
     const std::string of_hosts = dir_ + "/" + std::to_string(hosts);
-    const std::string has_own_memory = of_hosts + "-apart.jsonl", together = of_hosts + "-together.jsonl";
+    const std::string apart = of_hosts + "-apart.jsonl", together = of_hosts + "-together.jsonl";
     const Arguments six = {"--steps", "6", "--overwrite"};
-    for (const Ran& ran :
-         WaitForAll(Start(Small(dir_ + "/apart", six + Arguments{"--log", has_own_memory}), hosts)))
+    for (const Ran& ran : WaitForAll(Start(Small(dir_ + "/apart", six + Arguments{"--log", apart}), hosts)))
       EXPECT_EQ(ran.code, 0) << ran.err;
     const Arguments arguments = Small(dir_ + "/together", six + Arguments{"--log", together});
     for (const Ran& ran :
          WaitForAll(StartRanks(dir_, std::vector<Arguments>(static_cast<size_t>(hosts), arguments))))
       EXPECT_EQ(ran.code, 0) << ran.err;
-    EXPECT_EQ(Losses(has_own_memory).size(), 6u);
-    EXPECT_EQ(Losses(has_own_memory), Losses(together));
+    EXPECT_EQ(Losses(apart).size(), 6u);
+    EXPECT_EQ(Losses(apart), Losses(together));
   }
 }
 

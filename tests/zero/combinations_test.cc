@@ -203,7 +203,7 @@ class CombinationsTest : public ScratchTest {};
 TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
   const int trainings = 24 * tests::Soak();
   const char* again = std::getenv("PENSTOCK_COMBINATION");  // one of them, by the number that a failure names
-  int resumed = 0, in_backward = 0, spilled = 0;
+  int resumed = 0, speculative = 0, spilled = 0;
   for (int t = 0; t < trainings && !HasFailure(); ++t) {
     if (again != nullptr && t != std::atoi(again)) continue;
     Draw draw(static_cast<uint64_t>(t));
@@ -216,7 +216,7 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
       RunOptions run = DrawMode(draw, training, scratch_, &how);
       SCOPED_TRACE(how);
       TrainedLosses whole;
-      bool last_in_backward = false;
+      bool last_speculates = false;
       // On a drive, in two parts, of which the second may have another budget.
       int64_t part =
           run.offload == OffloadDevice::kNvme && draw.OneIn(2) ? 1 + draw.Below(run.steps - 1) : run.steps;
@@ -239,8 +239,8 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
         if (run.device_memory_bytes > 0) {
           EXPECT_LE(trained.peak_device_bytes, run.device_memory_bytes);
         }
-        last_in_backward = trained.in_backward > 0;
-        in_backward += last_in_backward ? 1 : 0;
+        last_speculates = trained.speculative_share > 0;
+        speculative += last_speculates ? 1 : 0;
         spilled += trained.input_scratch_bytes > 0 ? 1 : 0;
         if (run.stop_after == run.steps) break;
         ++resumed;
@@ -257,7 +257,7 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
       ASSERT_EQ(whole.state.size(), memory.state.size());
       for (size_t i = 0; i < whole.state.size(); ++i) {
         // A gradient that nothing can ask for again is kept nowhere (Engine::ReadState says so).
-        const bool may_be_gone = i % 4 == 3 && run.clip == 0 && last_in_backward;
+        const bool may_be_gone = i % 4 == 3 && run.clip == 0 && last_speculates;
         if (whole.state[i] == 0 && may_be_gone) continue;
         EXPECT_EQ(whole.state[i], memory.state[i]) << "parameter " << i / 4 << ", kind " << i % 4;
       }
@@ -268,7 +268,7 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
   if (again != nullptr) return;
   // What is drawn does happen.
   EXPECT_GT(resumed, trainings / 12);
-  EXPECT_GT(in_backward, trainings / 24);
+  EXPECT_GT(speculative, trainings / 24);
   EXPECT_GT(spilled, 0);
 }
 

@@ -221,7 +221,7 @@ TEST(Engine, EveryOrderOfUpdateGivesTheSameBits) {
                                                                             : 128)
                   << "step " << i + 1;
             }
-            EXPECT_EQ(nvme.in_backward, 1.0);
+            EXPECT_EQ(nvme.speculative_share, 1.0);
             EXPECT_EQ(nvme.skipped, (std::vector<int64_t>{4}));
             EXPECT_EQ(nvme.committed, (std::vector<int64_t>{1, 2, 3, 4, 5, 6, 7}));
             // The skipped step is undone in any case.
@@ -409,10 +409,10 @@ TEST(Engine, UpdatesMoveIntoBackwardAndOutOfItAsStepsAreClipped) {
     EXPECT_EQ(step.loss, memory[i].loss) << "step " << step.step;
     EXPECT_EQ(step.grad_norm, memory[i].grad_norm) << "step " << step.step;
     EXPECT_EQ(step.grad_norm > run.clip, is_large(step.step)) << "step " << step.step;
-    EXPECT_EQ(step.replayed, step.in_backward > 0 && is_large(step.step)) << "step " << step.step;
-    moved[step.step <= 24 ? 0 : step.step <= 48 ? 1 : 2] += step.in_backward > 0 ? 1 : 0;
+    EXPECT_EQ(step.replayed, step.speculative_share > 0 && is_large(step.step)) << "step " << step.step;
+    moved[step.step <= 24 ? 0 : step.step <= 48 ? 1 : 2] += step.speculative_share > 0 ? 1 : 0;
   }
-  EXPECT_EQ(drive[0].in_backward, 0);
+  EXPECT_EQ(drive[0].speculative_share, 0);
   EXPECT_GT(moved[0], 4);
   EXPECT_GE(moved[1], 1);
   EXPECT_LT(moved[1], 8);

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
 #include "plain_compute.h"
 #include "tests/zero/plain_batch.h"
 #include "zero/engine/engine.h"
@@ -46,32 +47,28 @@ class Failing final : public plain::PlainCompute {
   }
   // After it as well: its gradients are there and are not taken.
   absl::Status Backward(const StageUse& use, std::span<const Weights> weights) override {
-    if (const absl::Status why = Why("backward", use); !why.ok()) return why;
+    RETURN_IF_ERROR(Why("backward", use));
     const absl::Status status = PlainCompute::Backward(use, weights);
     const absl::Status why = Why("backward, late", use);
     return why.ok() ? status : why;
   }
   absl::StatusOr<std::span<const Gradient>> Gradients(const StageUse& use,
                                                       tiering::BlockIndex block) override {
-    const absl::Status why = Why("gradients", use);
-    if (!why.ok()) return why;
+    RETURN_IF_ERROR(Why("gradients", use));
     return PlainCompute::Gradients(use, block);
   }
   absl::StatusOr<std::span<const TensorView>> SavedInputs(tiering::Position position,
                                                           int micro_batch) override {
-    const absl::Status why = Why("saved inputs", StageUse());
-    if (!why.ok()) return why;
+    RETURN_IF_ERROR(Why("saved inputs", StageUse()));
     return PlainCompute::SavedInputs(position, micro_batch);
   }
   absl::StatusOr<std::span<const TensorView>> RestoreInputs(tiering::Position position,
                                                             int micro_batch) override {
-    const absl::Status why = Why("restored inputs", StageUse());
-    if (!why.ok()) return why;
+    RETURN_IF_ERROR(Why("restored inputs", StageUse()));
     return PlainCompute::RestoreInputs(position, micro_batch);
   }
   absl::StatusOr<std::vector<double>> Losses() override {
-    const absl::Status why = failed_ ? absl::OkStatus() : Why("losses", StageUse());
-    if (!why.ok()) return why;
+    if (!failed_) RETURN_IF_ERROR(Why("losses", StageUse()));
     return PlainCompute::Losses();
   }
 
@@ -157,7 +154,7 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
     std::vector<double> losses, evaluations;
     std::vector<float> state;
     int gave_up = 0;
-    double in_backward = 0;
+    double speculative_share = 0;
   };
   // `seed` 0: nothing fails.
   void Train(uint64_t seed, Run* run) {
@@ -190,7 +187,7 @@ class GiveUpTest : public testing::TestWithParam<Mode> {
         continue;
       }
       run->losses.push_back(result->loss);
-      run->in_backward = std::max(run->in_backward, result->in_backward);
+      run->speculative_share = std::max(run->speculative_share, result->speculative_share);
       if (!evaluates) continue;
       compute->calls_left = seed != 0 ? draw(2 * shape_.layers) : -1;
       auto evaluated = (*engine)->Evaluate(Batches(1000));
@@ -243,7 +240,7 @@ TEST_P(GiveUpTest, AStepThatFailsAnywhereIsMadeAgainWithTheSameBits) {
   if (HasFatalFailure()) return;
   const char* const soak = std::getenv("PENSTOCK_SOAK");
   const bool early = GetParam().order == tiering::UpdateOrder::kInBackward && GetParam().clip == 0;
-  EXPECT_TRUE(!early || whole.in_backward > 0);
+  EXPECT_TRUE(!early || whole.speculative_share > 0);
   const int rounds = 4 * (soak != nullptr ? std::max(1, std::atoi(soak)) : 1);
   int gave_up = 0;
   for (int round = 1; round <= rounds; ++round) {

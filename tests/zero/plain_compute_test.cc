@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/status_macros.h"
 #include "tests/zero/plain_batch.h"
 #include "zero/compute/test_device.h"
 #include "zero/engine/engine.h"
@@ -37,7 +38,7 @@ class Meddled final : public plain::PlainCompute {
   }
   absl::StatusOr<std::span<const Gradient>> Gradients(const StageUse& use,
                                                       tiering::BlockIndex block) override {
-    if (const absl::Status why = Why("gradients", use); !why.ok()) return why;
+    RETURN_IF_ERROR(Why("gradients", use));
     const absl::StatusOr<std::span<const Gradient>> gradients = PlainCompute::Gradients(use, block);
     if (!gradients.ok() || !meddles) return gradients;
     meddled_.assign(gradients->begin(), gradients->end());

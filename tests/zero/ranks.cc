@@ -76,7 +76,7 @@ nlohmann::json ToJson(const TrainedLosses& trained) {
           {"loss_scales", trained.loss_scales},
           {"skipped", trained.skipped},
           {"redone", trained.replayed},
-          {"in_backward", trained.in_backward},
+          {"in_backward", trained.speculative_share},
           {"committed", trained.committed},
           {"resumed_from", trained.resumed_from},
           {"peak_managed_bytes", trained.peak_managed_bytes},

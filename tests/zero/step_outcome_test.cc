@@ -39,7 +39,7 @@ class Steps {
     for (int i = 0; i < steps; ++i) Add(norm);
   }
   bool Chooses(double worthwhile_replay_rate) const {
-    return decisions_->ChoosesInBackward(PlanThatOffers(worthwhile_replay_rate));
+    return decisions_->ChoosesToSpeculate(PlanThatOffers(worthwhile_replay_rate));
   }
   StepOutcome& decisions() { return *decisions_; }
 
@@ -95,7 +95,7 @@ TEST(StepOutcome, ClippedStepsEndItAndAreForgotten) {
   EXPECT_TRUE(steps.Chooses(0.1));
   tiering::Plan without = PlanThatOffers(1);
   without.speculates = false;
-  EXPECT_FALSE(steps.decisions().ChoosesInBackward(without));
+  EXPECT_FALSE(steps.decisions().ChoosesToSpeculate(without));
 }
 
 TEST(StepOutcome, ASkippedStepTakesNoNumberOfAnUpdate) {

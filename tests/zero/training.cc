@@ -148,7 +148,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       trained.loss_scales.push_back(result->loss_scale);
       if (result->skipped) trained.skipped.push_back(step);
       if (result->replayed) trained.replayed.push_back(step);
-      trained.in_backward = std::max(trained.in_backward, result->in_backward);
+      trained.speculative_share = std::max(trained.speculative_share, result->speculative_share);
       if (run.after_step) {
         if (absl::Status status = run.after_step(**engine); !status.ok()) return status;
       }

@@ -67,7 +67,7 @@ struct TrainedLosses {
   std::vector<int64_t> committed, skipped, replayed;
   // Of every parameter's master, moments and gradient at the end; 0 where there is none.
   std::vector<uint64_t> state;
-  double in_backward = 0;  // the largest share of tiles updated in backward
+  double speculative_share = 0;  // the largest share of tiles updated in backward
   int64_t resumed_from = -1;
   // Of every checkpoint: its step, the last step that was finished when it stood, what became of it.
   struct RecordedOptions {

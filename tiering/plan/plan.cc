@@ -25,13 +25,13 @@ int64_t Plan::trained_tiles() const {
 
 std::string_view Plan::order_of_update() const {
   if (!speculates) return "next_forward";
-  return in_backward_share() == 1.0 ? "in_backward" : "mixed";
+  return speculative_share() == 1.0 ? "in_backward" : "mixed";
 }
 
-double Plan::in_backward_share() const {
+double Plan::speculative_share() const {
   double early = 0;
   for (const BlockPlan& block : blocks) {
-    for (const char tile : block.in_backward) early += tile;
+    for (const char tile : block.speculative_update) early += tile;
   }
   return early == 0 ? 0 : early / static_cast<double>(trained_tiles());
 }

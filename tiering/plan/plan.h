@@ -45,7 +45,7 @@ struct BlockPlan {
   PerTile<TileSlot> private_tile_slot;  // per tile, none: streams. Its state never leaves host memory
   // Per tile: its update is made in backward, on the assumption that the gradients will not be clipped and
   // are finite, and made again if they are (see tiering/program/program.h). Otherwise in the next forward.
-  PerTile<char> in_backward;
+  PerTile<char> speculative_update;
   // Per tile, for passes whose backward updates nothing: its update in forward is made for that forward alone
   // and written nowhere, and made again in backward for good. More is read, and forward writes less. Not of a
   // tile whose state stays, nor of a block that several stages use.
@@ -72,9 +72,9 @@ struct BlockPlan {
   bool weights_alone(TileIndex tile) const { return tiles[tile].offset < trained_from || !in_store(tile); }
   bool updates(TileIndex tile) const { return trains && !weights_alone(tile); }
   // All updates of its tiles are made in backward.
-  bool all_in_backward() const {
+  bool all_speculative() const {
     for (const TileIndex t : tiles.indices()) {
-      if (!weights_alone(t) && in_backward[t] == 0) return false;
+      if (!weights_alone(t) && speculative_update[t] == 0) return false;
     }
     return true;
   }
@@ -165,7 +165,7 @@ struct Plan {
   int64_t host_bytes() const { return arena_bytes + tensor_bytes; }
   int64_t tile_count() const;        // of all blocks
   int64_t trained_tiles() const;     // of those that are updated
-  double in_backward_share() const;  // of the trained tiles
+  double speculative_share() const;  // of the trained tiles
   double previewed_share() const;    // of them
   // "next_forward", "in_backward" or, tile by tile, "mixed": while nothing is clipped.
   std::string_view order_of_update() const;

@@ -106,7 +106,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
     block.tiles = options_.fixed_tiles.empty() ? TilesOfBlock(block, tile_elements)
                                                : FixedTiles(block, options_.fixed_tiles[b], tile_elements);
     block.private_tile_slot.assign(block.tiles.size(), TileSlot());
-    block.in_backward.assign(block.tiles.size(), 0);
+    block.speculative_update.assign(block.tiles.size(), 0);
     block.previews.assign(block.tiles.size(), 0);
     block.uses = uses[b];
     while (classes[At(block.weight_class)] < block.elements) ++block.weight_class;

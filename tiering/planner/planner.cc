@@ -411,7 +411,7 @@ class Planner {
     }
     int runs = 0;
     for (const WeightClass& cls : plan.weight_classes) runs += cls.slots;
-    const double early = plan.in_backward_share();
+    const double early = plan.speculative_share();
     return absl::StrFormat(
         "placement %s: %d blocks of weights and %d tiles of %s in flight; of %d blocks the gradients of %d "
         "and the weights of %d stay in host memory, and the state of %d of %d tiles; memory goes to %s; "
@@ -456,8 +456,8 @@ class Planner {
       if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += op.bytes;
     }
     // After one that updates nothing in backward, so is this.
-    builder.Append(Pass::kTrain, 0, /*in_backward=*/false);
-    for (const Op& op : builder.Append(Pass::kTrain, 0, /*in_backward=*/false))
+    builder.Append(Pass::kTrain, 0, /*speculative_update=*/false);
+    for (const Op& op : builder.Append(Pass::kTrain, 0, /*speculative_update=*/false))
       plan->clipped_read_bytes += op.lane == Lane::kRead && !op.replay ? op.bytes : 0;
   }
 

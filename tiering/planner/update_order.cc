@@ -20,14 +20,14 @@ constexpr double kWorthPreviewing = 0.98;
 // first.
 constexpr double kTilt = 1.2;
 
-void MarkInBackward(Plan* plan, double share) {
+void MarkSpeculative(Plan* plan, double share) {
   double sum = 0;
   bool any = false;
   for (const BlockIndex b : plan->blocks.indices()) {
     // A device updates what lives there when the norm is known.
     const bool here = plan->blocks[b].trains && !plan->on_device(b);
     for (const TileIndex t : plan->blocks[b].tiles.indices()) {
-      char& early = plan->blocks[b].in_backward[t];
+      char& early = plan->blocks[b].speculative_update[t];
       const double of_tile = here && plan->blocks[b].updates(t) ? share : 0;
       sum += of_tile;
       early = of_tile > 0 && sum >= 1 - 1e-9 ? 1 : 0;
@@ -69,8 +69,8 @@ double EvenShare(const ModelGraph& graph, const Plan& plan) {
   const double there = plan.on_device_share();
   const double written_there = there < 1 ? there * update / 2 / (1 - there) : 0;
   const double all = trained * (update + written_there) + (2 - trained) * weights;
-  const double in_backward = all * backward / (forward + backward);
-  return std::clamp((in_backward - weights) / (trained * (update - weights)), 0.0, 1.0);
+  const double of_backward = all * backward / (forward + backward);
+  return std::clamp((of_backward - weights) / (trained * (update - weights)), 0.0, 1.0);
 }
 
 // The tile may be previewed in such a plan: it is read for forward and written, and forward has it once.
@@ -171,7 +171,7 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& option
                               Plan* plan) {
   const MachineModel& machine = options.machine;
   UpdateOrder wanted = options.update_order;
-  MarkInBackward(plan, 0);
+  MarkSpeculative(plan, 0);
   MarkPreviews(graph, /*share=*/0, /*tilt=*/0, plan);
   if (!plan->trains || !plan->on_nvme) return {};
   // Where a step's version is written over that of the step before, nothing is left to make an update again
@@ -182,7 +182,7 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& option
   if (TooManyTilesToSimulate(*plan)) {
     if (previews) MarkPreviews(graph, EvenPreviews(graph, machine, *plan), /*tilt=*/0, plan);
     if (wanted == UpdateOrder::kInNextForward) return {};
-    MarkInBackward(plan, free ? EvenShare(graph, *plan) : 1);
+    MarkSpeculative(plan, free ? EvenShare(graph, *plan) : 1);
     plan->worthwhile_replay_rate = free ? kCautiousReplayRate : 1;
     return {};
   }
@@ -199,7 +199,7 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& option
   double best = std::numeric_limits<double>::max(), best_share = 0;
   for (const double share : shares) {
     if (share <= 0 || share > 1) continue;
-    MarkInBackward(plan, share);
+    MarkSpeculative(plan, share);
     const double seconds = StepSeconds(graph, machine, *plan);
     if (seconds < best) {
       best = seconds;
@@ -208,7 +208,7 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& option
   }
   // The order that never makes anything again is left for a gain that shows.
   if (free && best > later * 0.995) best_share = 0;
-  MarkInBackward(plan, best_share);
+  MarkSpeculative(plan, best_share);
   if (best_share == 0) return {later, later};
   const double replayed = best_share * (1 - plan->on_device_share()) *
                           static_cast<double>(plan->precision.UnpaddedBytes(TrainedElements(graph, *plan)));

@@ -104,9 +104,9 @@ using Edges = absl::InlinedVector<OpId, 6>;
 struct Op {
   OpKind kind;
   Lane lane;
-  bool checks_weights = false;    // kUpdate: the weights were just read
-  bool checks_state = false;      // kUpdate: the state was just read. kVerify: of the state, not the weights
-  bool in_backward = false;       // reads, update and write of an update in backward
+  bool checks_weights = false;  // kUpdate: the weights were just read
+  bool checks_state = false;    // kUpdate: the state was just read. kVerify: of the state, not the weights
+  bool speculative_update = false;  // reads, update and write of an update in backward
   bool preview = false;           // reads and update of one that nothing writes: it is made again in backward
   bool replay = false;            // makes an update in backward good whose assumption failed
   bool durable = false;           // kCommit: a restart finds it

@@ -171,8 +171,8 @@ OpId PassBuilder::EmitBackward(Position position, const Weights& weights, const 
 void PassBuilder::EmitUpdates(BlockIndex block, const Weights& weights, OpId final_id, int64_t step,
                               bool speculates) {
   const BlockPlan& bp = plan_.blocks[block];
-  const PerTile<char>& early = bp.in_backward;
-  const bool all_early = speculates && bp.all_in_backward();
+  const PerTile<char>& early = bp.speculative_update;
+  const bool all_early = speculates && bp.all_speculative();
   if (!bp.gradient_slot.valid() && (plan_.clips || !all_early)) gradients_.EmitSpill(block, final_id, step);
   updates_.GradientIsFinal(block);
   for (const TileIndex tile : early.indices()) {
@@ -210,9 +210,9 @@ void PassBuilder::AppendBackward(int64_t step, const CallOfStep& call, bool spec
     const BlockIndex block = block_at(position);
     const BlockPlan& bp = plan_.blocks[block];
     const bool last_use = --uses_left[block] == 0;
-    const bool updates =
-        speculates && last_use &&
-        std::any_of(bp.in_backward.begin(), bp.in_backward.end(), [](char early) { return early != 0; });
+    const bool updates = speculates && last_use &&
+                         std::any_of(bp.speculative_update.begin(), bp.speculative_update.end(),
+                                     [](char early) { return early != 0; });
     const Weights weights = FetchForCompute(block, UseInBackward(position), updates);
     writer_.EmitDeferred(written_with_each, before);
     CommitIfWritten();

@@ -35,7 +35,7 @@ struct ProgramBuilder::Parts {
         passes(model, of, {ops, slots, gradients, writer, updates, fetcher, device}) {}
 
   void CountUses(Pass pass);
-  void Train(int64_t step, const CallOfStep& call, bool in_backward);
+  void Train(int64_t step, const CallOfStep& call, bool speculative_update);
   void Persist();
 
   const ModelGraph& graph;
@@ -83,10 +83,10 @@ void ProgramBuilder::Parts::CountUses(Pass pass) {
   for (const Position position : passes.positions()) uses.Add(passes.block_at(position));
 }
 
-void ProgramBuilder::Parts::Train(int64_t step, const CallOfStep& call, bool in_backward) {
+void ProgramBuilder::Parts::Train(int64_t step, const CallOfStep& call, bool speculative_update) {
   const Position last = passes.last_position();
   // A single stage has nothing to compute between its forward and the end of its backward.
-  if (last > Position(0) && (!in_backward || plan.in_backward_share() == 0)) {
+  if (last > Position(0) && (!speculative_update || plan.speculative_share() == 0)) {
     writer.StartDeferring();
     updates.StartPreviews();
   }
@@ -97,7 +97,7 @@ void ProgramBuilder::Parts::Train(int64_t step, const CallOfStep& call, bool in_
   passes.ApplyDue(passes.block_at(last), PassBuilder::UseInForward(last));
   writer.StopDeferring();
   passes.CommitIfWritten();
-  passes.AppendBackward(step, call, in_backward, forward);
+  passes.AppendBackward(step, call, speculative_update, forward);
 }
 
 // What makes the unsaved step one that a restart finds.
@@ -121,7 +121,7 @@ void ProgramBuilder::Parts::Persist() {
   writer.Await(pending);
 }
 
-std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bool in_backward,
+std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bool speculative_update,
                                        bool continues) {
   Parts& parts = *parts_;
   parts.ops.StartPass(parts.next_step);
@@ -129,10 +129,10 @@ std::vector<Op> ProgramBuilder::Append(Pass pass, int evaluate_micro_batches, bo
   parts.slots.ReserveForReplays(parts.updates.ReplaysAreDue());
   switch (pass) {
     case Pass::kTrain:
-      parts.Train(parts.next_step++, {.first = !continues, .last = true}, in_backward);
+      parts.Train(parts.next_step++, {.first = !continues, .last = true}, speculative_update);
       break;
     case Pass::kSum:
-      parts.Train(parts.next_step, {.first = !continues, .last = false}, /*in_backward=*/false);
+      parts.Train(parts.next_step, {.first = !continues, .last = false}, /*speculative_update=*/false);
       break;
     case Pass::kEvaluate:
       parts.passes.AppendForward(false, evaluate_micro_batches, parts.next_step - 1);

@@ -64,9 +64,9 @@ class ProgramBuilder {
   ~ProgramBuilder();
 
   // Operations of the next pass, numbered on from the last. `evaluate_micro_batches` counts for kEvaluate;
-  // `in_backward` for kTrain: the tiles that the plan updates in backward are; otherwise none. `continues`: a
-  // kSum of the same step was before, and what it has left is added to.
-  std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0, bool in_backward = true,
+  // `speculative_update` for kTrain: the tiles that the plan updates in backward are; otherwise none.
+  // `continues`: a kSum of the same step was before, and what it has left is added to.
+  std::vector<Op> Append(Pass pass, int evaluate_micro_batches = 0, bool speculative_update = true,
                          bool continues = false);
 
   // The order in which the stages run from the next pass on: a permutation of 0..S-1, which is the order

@@ -119,7 +119,7 @@ Op& TileWriter::EmitWrite(OpKind kind, const TilePlace& at, const UpdateCause& c
   Op& write = ops_.Emit(kind, Lane::kWrite, cause.step);
   write.block = at.block;
   write.tile = at.tile;
-  write.in_backward = cause.in_backward;
+  write.speculative_update = cause.speculative_update;
   write.replay = cause.replay;
   write.bytes = kind == OpKind::kWriteTile    ? precision.TotalBytes(elements)
                 : kind == OpKind::kWriteState ? precision.StateBytes(elements)

@@ -30,7 +30,7 @@ struct TilePlace {
 // Why a tile gets a new version: the step whose gradient it is of, and in which order it is updated.
 struct UpdateCause {
   int64_t step = 0;
-  bool in_backward = false;
+  bool speculative_update = false;
   bool preview = false;
   bool again = false;  // after a preview
   bool replay = false;

@@ -27,7 +27,7 @@ void UpdateEmitter::GradientIsFinal(BlockIndex block) {
 void UpdateEmitter::EmitSpeculative(const TilePlace& at, OpId final_id, int64_t step) {
   Due& due = due_[at.block][at.tile];
   PENSTOCK_CHECK(due == Due::kUpdate, "an update in backward without a gradient");
-  Emit({.at = at, .cause = {.step = step, .in_backward = true}, .decided = final_id});
+  Emit({.at = at, .cause = {.step = step, .speculative_update = true}, .decided = final_id});
   due = Due::kReplay;
 }
 
@@ -98,7 +98,7 @@ Op& UpdateEmitter::EmitPart(const Update& update, OpKind kind, Lane lane, int64_
   Op& op = ops_.Emit(kind, lane, update.cause.step);
   op.block = update.at.block;
   op.tile = update.at.tile;
-  op.in_backward = update.cause.in_backward;
+  op.speculative_update = update.cause.speculative_update;
   op.preview = update.cause.preview;
   op.replay = update.cause.replay;
   op.bytes = bytes;
@@ -148,7 +148,7 @@ OpId UpdateEmitter::EmitGradientRead(const Update& update, const Edges& former) 
   const TilePlace& at = update.at;
   const BlockPlan& block = plan_.blocks[at.block];
   const OpId spilled = gradients_.spilled(at.block);
-  if (block.gradient_slot.valid() || update.cause.in_backward || spilled < 0) return -1;
+  if (block.gradient_slot.valid() || update.cause.speculative_update || spilled < 0) return -1;
   const int64_t elements = block.tiles[at.tile].elements;
   const OpId id = ops_.next_id();
   Op& read = EmitPart(update, OpKind::kReadGradient, Lane::kRead, elements * plan_.precision.gradient_bytes);
@@ -178,7 +178,7 @@ void UpdateEmitter::Emit(const Update& wanted) {
   update.weight_slot = at.weight_slot;
   update.tile_slot = at.tile_slot;
   update.gradient_slot =
-      of.cause.in_backward ? gradients_.final_slot(at.block) : plan_.blocks[at.block].gradient_slot;
+      of.cause.speculative_update ? gradients_.final_slot(at.block) : plan_.blocks[at.block].gradient_slot;
   update.checks_weights = weights_read >= 0;
   update.checks_state = state_read >= 0;
   update.after = former;

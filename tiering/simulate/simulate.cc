@@ -97,7 +97,8 @@ absl::StatusOr<Prediction> Predict(const ModelGraph& graph, const Plan& plan, co
   prediction.clipped_step_seconds = prediction.step_seconds;
   if (!plan.speculates || !plan.clips) return prediction;
   Plan clipped = plan;
-  for (BlockPlan& block : clipped.blocks) std::fill(block.in_backward.begin(), block.in_backward.end(), 0);
+  for (BlockPlan& block : clipped.blocks)
+    std::fill(block.speculative_update.begin(), block.speculative_update.end(), 0);
   ASSIGN_OR_RETURN(const Prediction later, Simulate(graph, clipped, machine));
   prediction.clipped_step_seconds = later.step_seconds;
   return prediction;

@@ -8,8 +8,6 @@
 
 namespace penstock::tools {
 
-using tiering::OpKind;
-
 void CommsLog::Observe(const tiering::Op& op, double start_seconds, double end_seconds) {
   if (tiering::TraitsOf(op.kind).stall != tiering::Stall::kNetwork) return;
   Sum& sum = sums_[op.kind];

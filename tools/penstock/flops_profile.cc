@@ -32,7 +32,7 @@ double ModelFlopsPerStep(const std::vector<models::StageProducts>& products, int
 }
 
 FlopsProfile::FlopsProfile(const zero::FlopsProfilerConfig& config,
-                           std::vector<models::StageProducts> products, const Step& step)
+                           const std::vector<models::StageProducts>& products, const Step& step)
     : config_(config), step_number_(config.profile_step.value_or(1)), step_(step) {
   for (const models::StageProducts& stage : products) {
     stages_.push_back({.name = stage.stage,

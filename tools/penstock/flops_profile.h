@@ -33,7 +33,7 @@ class FlopsProfile {
     double product_flops_per_second = 0;
     std::string product = "";  // "1024 x 1024 in bf16, 2 threads"
   };
-  FlopsProfile(const zero::FlopsProfilerConfig& config, std::vector<models::StageProducts> products,
+  FlopsProfile(const zero::FlopsProfilerConfig& config, const std::vector<models::StageProducts>& products,
                const Step& step);
 
   int64_t profile_step() const { return step_number_; }

@@ -280,7 +280,7 @@ std::string PlanText(const PlanFacts& facts) {
         &text,
         absl::StrFormat("order of update: %.0f%% of the tiles in backward, as long as at most %.0f%% of the "
                         "last steps were clipped or skipped; otherwise in the next forward\n",
-                        100 * plan.plan.in_backward_share(), 100 * plan.plan.worthwhile_replay_rate));
+                        100 * plan.plan.speculative_share(), 100 * plan.plan.worthwhile_replay_rate));
   }
   for (const std::string& reason : plan.plan.reasons) absl::StrAppend(&text, reason, "\n");
   absl::StrAppend(
@@ -353,7 +353,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"optimizer_states", std::string(zero::StateTypeName(plan.format.states))},
           {"offload", std::string(zero::Name(facts.options.storage.offload))},
           {"order_of_update", std::string(plan.plan.order_of_update())},
-          {"in_backward_share", plan.plan.in_backward_share()},
+          {"in_backward_share", plan.plan.speculative_share()},
           {"previewed_share", plan.plan.previewed_share()},
           {"worthwhile_redo_rate", plan.plan.worthwhile_replay_rate},
           {"placement", std::string(tiering::PlacementName(plan.options.bounds.placement))},

@@ -112,7 +112,7 @@ class RecordedOptions {
                        const T& otherwise) const {
     const bool there = run_.is_object() && run_.contains(name);
     const nlohmann::json recorded = there ? run_[name] : nlohmann::json();
-    const T wanted = given.value_or(otherwise);
+    T wanted = given.value_or(otherwise);
     const nlohmann::json says = wanted;
     const bool changes = (given.has_value() && (by_flag(name) || ConfigChanges(name, recorded))) ||
                          (!by_flag(name) && !IsFixed(name) && Removed(name));

@@ -54,7 +54,7 @@ std::vector<DeviceState::Piece> DeviceState::Pieces(tiering::BlockIndex block, t
   return pieces;
 }
 
-void DeviceState::Copy(bool in, std::vector<Piece> pieces, Device::Done done) const {
+void DeviceState::Copy(bool in, const std::vector<Piece>& pieces, Device::Done done) const {
   // Told once, when the last of them is over, of the first that failed.
   struct Joined {
     std::mutex mutex;
@@ -69,7 +69,7 @@ void DeviceState::Copy(bool in, std::vector<Piece> pieces, Device::Done done) co
     auto one = [joined](absl::Status status) {
       {
         std::lock_guard lock(joined->mutex);
-        joined->status.Update(status);
+        joined->status.Update(std::move(status));
         if (--joined->left > 0) return;
       }
       joined->done(std::move(joined->status));
@@ -82,9 +82,9 @@ void DeviceState::Copy(bool in, std::vector<Piece> pieces, Device::Done done) co
   }
 }
 
-absl::Status DeviceState::CopyNow(bool in, std::vector<Piece> pieces) const {
+absl::Status DeviceState::CopyNow(bool in, const std::vector<Piece>& pieces) const {
   std::promise<absl::Status> over;
-  Copy(in, std::move(pieces), [&over](absl::Status status) { over.set_value(std::move(status)); });
+  Copy(in, pieces, [&over](absl::Status status) { over.set_value(std::move(status)); });
   return over.get_future().get();
 }
 

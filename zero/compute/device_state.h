@@ -60,8 +60,8 @@ class DeviceState {
   };
   std::vector<Piece> Pieces(tiering::BlockIndex block, tiering::TileIndex tile, const TileMemory& here,
                             bool with_weights) const;
-  void Copy(bool in, std::vector<Piece> pieces, Device::Done done) const;
-  absl::Status CopyNow(bool in, std::vector<Piece> pieces) const;
+  void Copy(bool in, const std::vector<Piece>& pieces, Device::Done done) const;
+  absl::Status CopyNow(bool in, const std::vector<Piece>& pieces) const;
   template <class I>
   std::byte* Place(const IndexedVector<I, tiering::Slot>& slots, I slot) const {
     return arena_ + slots[slot].offset;

@@ -162,7 +162,7 @@ nlohmann::json ToJson(const std::vector<ParameterGroup>& groups) {
 }
 
 absl::StatusOr<std::vector<ParameterGroup>> GroupsFromJson(const nlohmann::json& json) {
-  const absl::Status wrong = absl::DataLossError("groups of parameters");
+  absl::Status wrong = absl::DataLossError("groups of parameters");
   if (!json.is_array()) return wrong;
   std::vector<ParameterGroup> groups;
   for (const nlohmann::json& one : json) {

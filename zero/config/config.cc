@@ -324,13 +324,12 @@ absl::Status CheckTogether(const Config& c, std::vector<std::string>& notes) {
         *c.zero.stage));
   }
   if (c.zero.stage && *c.zero.stage < 3) {
-    notes.push_back(absl::StrFormat(*c.zero.stage == 0
-                                        ? "zero_optimization.stage: %d is accepted and means 3: all state is "
-                                          "cut over the ranks; results are the same"
-                                        : "zero_optimization.stage: %d is accepted: over several ranks "
-                                          "weights stay whole on each, the optimizer's "
-                                          "states and the gradients are cut; results are those of 3",
-                                    *c.zero.stage));
+    notes.push_back(
+        absl::StrCat("zero_optimization.stage: ", *c.zero.stage, " is accepted",
+                     *c.zero.stage == 0
+                         ? " and means 3: all state is cut over the ranks; results are the same"
+                         : ": over several ranks weights stay whole on each, the optimizer's states and the "
+                           "gradients are cut; results are those of 3"));
   }
   if (c.scheduler) {
     // With stand-ins for what the run decides, so that only what is written here can be wrong.

@@ -109,7 +109,7 @@ class Walker {
     const std::string shown = Join(parent, Printable(name));
     const KeySpec* spec = Find(section, name);
     if (spec == nullptr) {
-      const absl::Status unknown = Unknown(section, shown, name);
+      absl::Status unknown = Unknown(section, shown, name);
       if (!section.empty() || Misspelt(name)) return unknown;
       result_.notes.push_back(absl::StrCat(unknown.message(), "; passed over, as DeepSpeed does"));
       return absl::OkStatus();
@@ -322,7 +322,7 @@ class Walker {
   }
 
   static std::string Range(const KeySpec& spec, std::string_view kind) {
-    const std::string what(kind);
+    std::string what(kind);
     if (spec.least <= -kUnbounded) return what;
     if (spec.most >= kUnbounded) return absl::StrFormat("%s of %.10g or more", what, spec.least);
     return absl::StrFormat("%s from %.10g to %.10g", what, spec.least, spec.most);

@@ -98,7 +98,7 @@ class Reader {
         // A single value, which is no configuration; else what is wrong with the members counts.
         Reader alone(text_);
         alone.at_ = begin;
-        const Json single = alone.Value();
+        Json single = alone.Value();
         if (alone.error_.empty() && alone.Peek() == kEnd) return single;
       }
     }

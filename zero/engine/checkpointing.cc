@@ -293,7 +293,7 @@ absl::StatusOr<swap::Recovered> LoadIntoMemory(aio::Engine& io, const ShardDirec
     if (more && !ahead && status.ok()) status = read(tile + 1);
   }
   for (swap::TileIo& each : ios) {
-    if (each.pending()) (void)(store)->Wait(&each);  // the error before it is the one to tell
+    if (each.pending()) (void)store->Wait(&each);  // the error before it is the one to tell
   }
   if (!status.ok()) return status;
   return store->recovered();

@@ -80,7 +80,7 @@ struct StepResult {
   // of its own micro-batches.
   bool updated = true;
   // Share of the tiles whose update was made in backward, and whether it then had to be made again.
-  double in_backward = 0;
+  double speculative_share = 0;
   bool replayed = false;
   // Of the time from the end of the step before, or of an evaluation after it, to the end of this one.
   double seconds = 0;
@@ -146,7 +146,7 @@ class Engine {
   // After an error of a call its step begins again, with its first call; so it does in a resumed run.
   // kInvalidArgument: other numbers of micro-batches or of groups, more calls without update than a step has,
   // or rates that no optimizer has.
-  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, StepOptions options = {});
+  absl::StatusOr<StepResult> Step(std::vector<Batch> batches, const StepOptions& options = {});
   // The stages run in this order from the next step on: a permutation of the model's, which keeps its last
   // one, since that gives the loss. Reads that were made ahead for another order are dropped, which costs
   // their time and no more. Over several ranks all of them make this call, with the same order.

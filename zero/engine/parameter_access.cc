@@ -231,14 +231,14 @@ absl::StatusOr<HostTensor> ParameterAccess::Read(std::string_view name, StateKin
 }
 
 absl::StatusOr<HostTensor> ParameterAccess::ReadGradient(
-    std::string_view name, double scale, bool in_backward,
+    std::string_view name, double scale, bool speculative_update,
     const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum) {
   ASSIGN_OR_RETURN(Found found, Find(name));
   if (!found.parameter->trains) {
     return absl::FailedPreconditionError(absl::StrCat(std::string(name), " is frozen: it has no gradient"));
   }
   const tiering::BlockPlan& bp = plan_.blocks[found.block];
-  if (in_backward && !plan_.clips && !bp.gradient_slot.valid() && bp.all_in_backward()) {
+  if (speculative_update && !plan_.clips && !bp.gradient_slot.valid() && bp.all_speculative()) {
     return absl::FailedPreconditionError(
         absl::StrCat("the gradient of ", std::string(name), " was used where it was made and kept nowhere: ",
                      "more host memory keeps it, and so does the order of update \"next_forward\""));

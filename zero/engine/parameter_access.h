@@ -52,10 +52,10 @@ class ParameterAccess {
   // state.
   absl::StatusOr<HostTensor> Read(std::string_view name, StateKind kind);
   // `gradient_checksum(block, tile)`: of the part of a gradient that waits on the drive. Values are divided
-  // by `scale`, the loss scale of their step; `in_backward`: that step was updated so, where the plan says
-  // it.
+  // by `scale`, the loss scale of their step; `speculative_update`: that step was updated so, where the
+  // plan says it.
   absl::StatusOr<HostTensor> ReadGradient(
-      std::string_view name, double scale, bool in_backward,
+      std::string_view name, double scale, bool speculative_update,
       const std::function<uint64_t(tiering::BlockIndex, tiering::TileIndex)>& gradient_checksum);
   // kInvalidArgument: another shape or type than fp32 in host memory, or values that differ between ranks.
   // `start` is called, on all ranks, when nothing is wrong with the call and before anything is changed.

@@ -227,7 +227,7 @@ absl::Status AgreeOnPlan(Comm& comm, const tiering::Plan& plan) {
                     block.gradient_slot.value(), block.accumulator_slot.value()});
     for (const tiering::TileIndex t : block.tiles.indices()) {
       numbers.insert(numbers.end(), {block.tiles[t].elements, block.private_tile_slot[t].value(),
-                                     block.in_backward[t], block.previews[t]});
+                                     block.speculative_update[t], block.previews[t]});
     }
   }
   const uint64_t digest = kernels::Checksum(numbers.data(), numbers.size() * sizeof(int64_t));

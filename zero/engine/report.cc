@@ -35,7 +35,7 @@ nlohmann::json StepJson(const StepResult& result, int64_t tokens) {
           {"lr", result.lr},
           {"loss_scale", result.loss_scale},
           {"skipped", result.skipped},
-          {"in_backward", result.in_backward},
+          {"in_backward", result.speculative_share},
           {"redone", result.replayed},
           {"tokens", tokens},
           {"seconds", result.seconds},
@@ -114,7 +114,7 @@ void Report::Planned(const Engine& engine, const aio::DeviceProfile& device,
   report_["io_write_bandwidth_bytes_per_s"] = device.write_bytes_per_s;
   report_["io_knee_bytes"] = device.saturating_bytes_in_flight;
   report_["order_of_update"] = std::string(plan.plan.order_of_update());
-  report_["in_backward_share"] = plan.plan.in_backward_share();
+  report_["in_backward_share"] = plan.plan.speculative_share();
   report_["updated_on_device_share"] = plan.plan.on_device_share();
   report_["gds"] = plan.plan.device.gds;
   prediction_ = prediction;
@@ -162,7 +162,7 @@ void Report::Stepped(const Engine& engine, const StepResult& result, int64_t tok
   last_ = Now(engine);
   if (stepped_ == 1) first_ = last_;
   if (stepped_ == 1) return;
-  if (result.in_backward == 0) ++deferred_steps_;
+  if (result.speculative_share == 0) ++deferred_steps_;
   if (result.replayed) ++replayed_steps_;
 }
 

@@ -12,7 +12,7 @@
 //   order_of_update                what the plan does while nothing is clipped: "next_forward",
 //                                  "in_backward", or "mixed" with in_backward_share of the tiles;
 //                                  deferred_steps of its steps updated nothing in backward (they were, or
-//                                  were likely to be, clipped), replayed_steps did so for nothing
+//                                  were likely to be, clipped), redone_steps did so for nothing
 //   predicted_step_seconds         the step of the simulator, by the steps that there were: those that
 //                                  updated nothing in backward take predicted_clipped_step_seconds, the
 //                                  others predicted_unclipped_step_seconds. Both with what the steps of the

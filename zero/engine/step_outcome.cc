@@ -46,7 +46,7 @@ void StepOutcome::AddTo(nlohmann::json* payload, const Decided* step) const {
   (*payload)["loss_scale"] = (step != nullptr ? step->scaler : scaler_).ToJson();
 }
 
-bool StepOutcome::ChoosesInBackward(const tiering::Plan& plan) const {
+bool StepOutcome::ChoosesToSpeculate(const tiering::Plan& plan) const {
   const auto replayed = static_cast<double>(std::count(replayed_.begin(), replayed_.end(), true));
   const auto steps = static_cast<double>(replayed_.size());
   // As if two had been, at first; gone when as many as are remembered have told.
@@ -81,8 +81,8 @@ absl::StatusOr<UpdateDecision> StepOutcome::Decide(int64_t step, const kernels::
   result.loss_scale = scale;
   result.skipped = decision.skip;
   result.lr = lr_;
-  if (in_backward_.erase(step) > 0) {
-    result.in_backward = share;
+  if (speculative_.erase(step) > 0) {
+    result.speculative_share = share;
     result.replayed = decision.replay;
   }
   return decision;

@@ -64,11 +64,11 @@ class StepOutcome {
   // Whether the next step's updates are worth making in backward: where no larger share of the last
   // kRemembered steps than the plan's worthwhile_replay_rate was clipped or skipped. A new run, whose first
   // gradients are large, is taken to be clipped until enough of its own steps tell.
-  bool ChoosesInBackward(const tiering::Plan& plan) const;
+  bool ChoosesToSpeculate(const tiering::Plan& plan) const;
   // They will be, in `step`; and it does not come after all.
-  void InBackward(int64_t step) { in_backward_.insert(step); }
-  void Abandon(int64_t step) { in_backward_.erase(step); }
-  bool is_in_backward(int64_t step) const { return in_backward_.count(step) > 0; }
+  void Speculate(int64_t step) { speculative_.insert(step); }
+  void Abandon(int64_t step) { speculative_.erase(step); }
+  bool speculates(int64_t step) const { return speculative_.count(step) > 0; }
   // What updates in the backward of `step` go by: no clipping, no skip.
   UpdateDecision Assume(int64_t step);
 
@@ -97,7 +97,7 @@ class StepOutcome {
   std::vector<GroupRates> groups_;
   double lr_ = 0;              // of the last decision, of its first group
   std::deque<bool> replayed_;  // of the last steps
-  std::set<int64_t> in_backward_;
+  std::set<int64_t> speculative_;
   std::map<int64_t, Decided> decided_;
   Decided applied_;
 };

@@ -163,7 +163,7 @@ bool HardwareLanes::Skips(const Op& op) const {
   if (evaluation_failed_ && op.evaluates && op.lane == Lane::kCompute) return true;
   if (failed_step_ != 0 && op.step >= failed_step_ && !op.evaluates) return true;
   if (abandoned_step_ != 0 && op.step == abandoned_step_) {
-    return op.in_backward || tiering::TraitsOf(op.kind).ends_with_its_step;
+    return op.speculative_update || tiering::TraitsOf(op.kind).ends_with_its_step;
   }
   const UpdateDecision& decision = DecisionFor(op.step);
   const bool decided = decision.step == op.step;
@@ -172,7 +172,7 @@ bool HardwareLanes::Skips(const Op& op) const {
   // Written for a commit, whatever became of the last update.
   if (plan_.written_at_checkpoint(op.block, op.tile)) return false;
   // What will be made again need not go to the drive; a skipped update leaves the tile as it was.
-  return op.in_backward ? decision.replay : decision.skip;
+  return op.speculative_update ? decision.replay : decision.skip;
 }
 
 void HardwareLanes::Report(const Task& task, absl::Status status, double start) {
@@ -568,7 +568,7 @@ absl::Status HardwareLanes::RunCompute(const Op& op) {
 
 absl::Status HardwareLanes::FailCompute(absl::Status status) {
   const std::lock_guard<std::mutex> lock(compute_error_mutex_);
-  compute_error_.Update(status);
+  compute_error_.Update(std::move(status));
   compute_failed_ = true;
   return compute_error_;
 }
@@ -649,7 +649,7 @@ absl::Status HardwareLanes::RunUpdate(const Op& op) {
   if (op.checks_state) {
     RETURN_IF_ERROR(store_->VerifyRead(transfers(op).state.io));
   }
-  const UpdateDecision& decision = op.in_backward ? assumed_[op.step & 1] : DecisionFor(op.step);
+  const UpdateDecision& decision = op.speculative_update ? assumed_[op.step & 1] : DecisionFor(op.step);
   if (decision.skip) return absl::OkStatus();
   if (op.gradient_slot.valid()) {
     memory.gradient = residency_.GradientOf(op.block, op.tile, op.gradient_slot);

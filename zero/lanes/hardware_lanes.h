@@ -63,7 +63,7 @@ class HardwareLanes : public tiering::Lanes {
     // asked to stop.
     FrozenSource* frozen = nullptr;  // of tiles that are not in the store
     Comm* comm = nullptr;
-    Comm* devices = nullptr;        // and what their devices exchange over, with DevicePlan::direct
+    Comm* devices = nullptr;        // and what their devices exchange over, with DevicePlan::collectives
     ShardedState* parts = nullptr;  // in the place of comm (RankLanes)
     SumsSpill* sums = nullptr;      // null: no sums go to the drive
     std::span<std::byte> network_memory;

@@ -57,7 +57,7 @@ class RankLanes {
     tiering::PerBlock<int64_t>
         layout_elements;          // of the run, without what its last parts have beyond its end
     std::span<std::byte> memory;  // Plan::network_bytes
-    // With DevicePlan::direct: what the devices exchange over, and where their slots are.
+    // With DevicePlan::collectives: what the devices exchange over, and where their slots are.
     Comm* devices = nullptr;
     const DeviceLanes* device = nullptr;
     std::function<double()> now;

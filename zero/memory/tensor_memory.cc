@@ -101,9 +101,12 @@ class TensorPool {
                                                        live_, " of ", limit_, " bytes in use"));
     }
     void* base = nullptr;
-    if (TensorRegion::Place place; !small && (place = region_.Find(granules)).at >= 0) {
-      if (limit_ > 0) region_.Fit((limit_ - live_) / kGranule, &place);
-      base = region_.Take(place);
+    if (!small) {
+      TensorRegion::Place place = region_.Find(granules);
+      if (place.at >= 0) {
+        if (limit_ > 0) region_.Fit((limit_ - live_) / kGranule, &place);
+        base = region_.Take(place);
+      }
     }
     if (base == nullptr) {
       if (limit_ > 0) ReleaseOver(limit_ - live_ - bytes);

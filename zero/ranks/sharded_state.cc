@@ -109,8 +109,11 @@ absl::StatusOr<std::vector<swap::Inspection>> InspectShards(const ShardDirectori
     }
     if (inspections[k].record.sequence == sequence) continue;
     absl::StatusOr<swap::Inspection> before = swap::Inspect(parts[k], sequence);
-    if (before.ok()) inspections[k] = *std::move(before);
-    if (!before.ok() && !inspections[k].in_use) return before.status();
+    if (before.ok()) {
+      inspections[k] = *std::move(before);
+    } else if (!inspections[k].in_use) {
+      return before.status();
+    }
   }
   return inspections;
 }

@@ -315,7 +315,7 @@ class WatchedComm : public Comm {
       for (int k = first + 1; k < world(); ++k) {
         if (!store_->Has(Key(absl::StrCat("here/", k)))) missing.push_back(k);
       }
-    } catch (const std::exception&) {  // rank 0, who keeps the list, has given up: the first is known
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): rank 0, who has the list, has given up
     }
     if (missing.size() == 1) return RankName(first, world());
     return absl::StrCat("ranks ", absl::StrJoin(missing, ", "), " of ", world());

@@ -71,7 +71,7 @@ int64_t ChangingBuffers::ChangesOfOthers(int block) const {
   int64_t changes = 0;
   for (size_t i = 0; i < of.module->buffers().size(); ++i) {
     if (std::find(of.which.begin(), of.which.end(), i) == of.which.end())
-      changes += static_cast<int64_t>(of.module->buffers()[i]._version());
+      changes += of.module->buffers()[i]._version();
   }
   return changes;
 }

@@ -73,8 +73,7 @@ std::shared_ptr<torch::nn::Module> BuildWhole(const BlockSpec& spec) {
   for (const size_t i : layout.InOrder()) {
     torch::Tensor whole = torch::empty(layout.parameters[i].sizes, torch::kFloat32);
     stream.Read(layout.parameters[i].offset, layout.parameters[i].elements, whole.data_ptr<float>());
-    torch::Tensor parameter = parameters[i];
-    parameter.set_data(whole);
+    parameters[i].set_data(whole);
   }
   return module;
 }

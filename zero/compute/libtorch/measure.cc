@@ -22,7 +22,7 @@ namespace penstock::zero {
 namespace {
 
 int64_t BytesOf(const torch::Tensor& tensor) {
-  return tensor.defined() ? tensor.numel() * static_cast<int64_t>(tensor.element_size()) : 0;
+  return tensor.defined() ? tensor.numel() * tensor.element_size() : 0;
 }
 
 // Rounded up as the allocator does.
@@ -124,7 +124,7 @@ class Untouched {
   absl::Status Check(const std::string& stage) const {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       const auto& [what, tensor] = tensors_[i];
-      if (static_cast<int64_t>(tensor._version()) == versions_[i]) continue;
+      if (tensor._version() == versions_[i]) continue;
       return absl::InvalidArgumentError(absl::StrCat(
           "stage ", stage, " changes ", what,
           " in place, and backward computes the stage again from it: let it compute a new tensor "
@@ -234,7 +234,7 @@ absl::Status CheckLargest(const tiering::ModelGraph& graph, kernels::DType weigh
 
 // Numbers as weights and activations are: products of zeros take up to a fifth less time, because processors
 // that need less power run faster.
-void FillLikeWeights(torch::Tensor tensor, double scale) {
+void FillLikeWeights(const torch::Tensor& tensor, double scale) {
   constexpr int64_t kPattern = 16 << 10;
   std::vector<float> numbers(kPattern);
   std::minstd_rand random(1);

@@ -25,7 +25,7 @@ absl::Status AddTiledLinear(Model* model, const std::string& name, const TiledLi
     model->AddStage(tile_name, block,
                     [in, tile, tiles](torch::nn::Module& module, const torch::Tensor& input, const Batch&) {
                       const torch::Tensor x = tile == 0 ? input : input.narrow(-1, 0, in);
-                      const torch::Tensor part = module.as<torch::nn::LinearImpl>()->forward(x);
+                      torch::Tensor part = module.as<torch::nn::LinearImpl>()->forward(x);
                       if (tiles == 1) return part;
                       if (tile + 1 < tiles) return torch::cat({input, part}, -1);
                       return torch::cat({input.narrow(-1, in, input.size(-1) - in), part}, -1);

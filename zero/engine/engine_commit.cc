@@ -1,0 +1,199 @@
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "aio/arena.h"
+#include "aio/engine.h"
+#include "base/status_macros.h"
+#include "swap/checkpoint.h"
+#include "tiering/program/program.h"
+#include "zero/engine/checkpointing.h"
+#include "zero/engine/engine_impl.h"
+#include "zero/engine/rank_agreement.h"
+
+namespace penstock::zero {
+
+using tiering::Op;
+using tiering::OpKind;
+using tiering::Pass;
+
+absl::Status Engine::Impl::Decide(const Op& op) {
+  if (abandoned_step_ != 0 && op.step >= abandoned_step_) return absl::OkStatus();
+  if (op.kind == OpKind::kBatch && !op.evaluates) {
+    if (checkpointing_ != nullptr && decisions_.speculates(op.step)) checkpointing_->BeforeUpdate(op.step);
+    lanes_->set_assumption(decisions_.Assume(op.step));
+    return absl::OkStatus();
+  }
+  if (op.kind != OpKind::kNorm && op.kind != OpKind::kSummed) return absl::OkStatus();
+  if (op.kind == OpKind::kNorm && checkpointing_ != nullptr) checkpointing_->BeforeUpdate(op.step);
+  totals_ = lanes_->totals();
+  if (!totals_.failure.ok()) return PassFailed(op, totals_.failure) ? absl::OkStatus() : totals_.failure;
+  absl::StatusOr<nlohmann::json> buffers = compute_->Buffers();
+  if (!buffers.ok()) return PassFailed(op, buffers.status()) ? absl::OkStatus() : buffers.status();
+  if (op.kind == OpKind::kSummed) return absl::OkStatus();
+  ASSIGN_OR_RETURN(UpdateDecision decision,
+                   decisions_.Decide(op.step, totals_.squares, plan_.plan.speculative_share()));
+  decisions_.at(op.step).buffers = *std::move(buffers);
+  lanes_->set_decision(decision);
+  return absl::OkStatus();
+}
+
+std::string Engine::Impl::Payload(const StepOutcome::Decided* step) const {
+  nlohmann::json payload = {{"run", run_}};
+  decisions_.AddTo(&payload, step);
+  const nlohmann::json& buffers = step != nullptr ? step->buffers : first_buffers_;
+  if (!buffers.is_null()) payload["buffers"] = buffers;
+  if (step != nullptr && options_.hooks.describe) payload["step"] = options_.hooks.describe(step->result);
+  return payload.dump();
+}
+
+swap::CommitInfo Engine::Impl::DescribeCommit(int64_t step) {
+  const StepOutcome::Decided& decided = decisions_.has(step) ? decisions_.at(step) : decisions_.applied();
+  commit_payload_ = Payload(&decided);
+  return {.step = static_cast<uint64_t>(step),
+          .updates = static_cast<uint64_t>(decided.updates),
+          .payload = commit_payload_};
+}
+
+absl::Status Engine::Impl::Applied(const Op& op) {
+  const int64_t step = op.step;
+  const bool lasts = store() == nullptr || op.durable;
+  if (lasts) committed_step_ = step;
+  if (decisions_.has(step)) {
+    decisions_.Apply(step);
+    if (options_.hooks.committed) {
+      RETURN_IF_ERROR(options_.hooks.committed(decisions_.applied().result));
+    }
+  }
+  if (!lasts || checkpointing_ == nullptr) return absl::OkStatus();
+  // What the last checkpoint still holds is written to from here on.
+  if (!plan_.plan.commits_every_step) checkpointing_->FinishTiles();
+  if (!checkpointing_->Due(step)) return absl::OkStatus();
+  if (store() != nullptr) return checkpointing_->BeginOfStore(*store(), plan_.plan.commits_every_step);
+  if (decisions_.has(step + 1)) {
+    return absl::InternalError(absl::StrCat("the norm of step ", step + 1, " is known before step ", step,
+                                            " is over: no checkpoint of it can be written"));
+  }
+  return BeginOfMemory(step);
+}
+
+absl::Status Engine::Impl::CommitAgain(const std::string& payload) const {
+  return store()->CommitNow(
+      {.step = store()->committed_step(), .updates = store()->committed_updates(), .payload = payload});
+}
+
+absl::Status Engine::Impl::CommitAgainWhereItDiffers(const std::string& payload) const {
+  bool differs = payload != store()->committed_payload();
+  if (options_.comm != nullptr) {
+    ASSIGN_OR_RETURN(const std::vector<int64_t> all,
+                     AllNumbers(*options_.comm, "the description", differs ? 1 : 0));
+    differs = std::find(all.begin(), all.end(), 1) != all.end();
+  }
+  return differs ? OfAll(CommitAgain(payload)) : absl::OkStatus();
+}
+
+absl::Status Engine::Impl::Flush() {
+  if (!broken_.ok()) return broken_;
+  RETURN_IF_ERROR(AbandonAhead());
+  if (builder_->has_pending_update()) {
+    executor_->Append(builder_->Append(Pass::kFlush));
+  }
+  AppendPersist();
+  absl::Status status = executor_->RunUntilIdle();
+  AddUsage(executor_->TakeUsage());
+  if (status.ok()) status = checkpoint_status_;
+  if (status.ok() && checkpointing_ != nullptr) status = checkpointing_->Finish();
+  return status;
+}
+
+absl::StatusOr<std::string> Engine::Impl::Keep() {
+  RETURN_IF_ERROR(Flush());
+  if (!options_.storage.checkpoints.at_end || store() != nullptr || last_result_.step == 0)
+    return std::string();
+  if (checkpointing_->kept_step() == step_) return checkpointing_->kept_path();
+  absl::Status status = BeginOfMemory(step_);
+  if (status.ok()) status = checkpointing_->Finish();
+  if (status.ok()) status = checkpointing_->last_status();
+  if (!status.ok()) return status;
+  return checkpointing_->kept_path();
+}
+
+absl::Status Engine::Impl::CommitDescription() {
+  RETURN_IF_ERROR(Flush());
+  if (store() == nullptr || last_result_.step != step_ || !options_.hooks.describe) return absl::OkStatus();
+  return CommitAgainWhereItDiffers(Payload(&decisions_.applied()));
+}
+
+absl::Status Engine::Impl::CommitDescription(nlohmann::json description) {
+  RETURN_IF_ERROR(Flush());
+  if (store() == nullptr) return absl::OkStatus();
+  nlohmann::json payload = nlohmann::json::parse(store()->committed_payload());
+  payload["step"] = std::move(description);
+  return CommitAgainWhereItDiffers(payload.dump());
+}
+
+absl::StatusOr<std::string> Engine::Impl::Checkpoint(const std::string& parent) {
+  if (!options_.trains) return absl::FailedPreconditionError("this engine only reads");
+  RETURN_IF_ERROR(BroadcastError(CommitDescription()));
+  if (store() == nullptr && last_result_.step == 0) {
+    return absl::FailedPreconditionError(
+        "no step has been made since the run was opened: what it was opened from is the checkpoint");
+  }
+  std::shared_ptr<swap::CheckpointLock> lock = options_.storage.checkpoints.lock;
+  absl::Status mine;
+  if (options_.rank() == 0 && (lock == nullptr || parent != options_.storage.checkpoints.parent)) {
+    auto taken = swap::CheckpointLock::Take(parent);
+    mine = taken.status();
+    if (taken.ok()) lock = *std::move(taken);
+  }
+  // What is wrong with the directory is known to all, and ends nobody.
+  RETURN_IF_ERROR(OfAll(mine));
+  aio::ArenaOptions of_tile;
+  of_tile.lock = false;
+  of_tile.bytes = store() != nullptr ? store()->geometry().largest_slot_bytes() : 1;
+  absl::StatusOr<std::unique_ptr<aio::Arena>> tile = aio::Arena::Create(of_tile);
+  RETURN_IF_ERROR(OfAll(tile.status()));
+  // Rank 0 cleans up there, before anybody writes.
+  Checkpointing once({.parent = parent, .lock = lock}, {(*tile)->data(), of_tile.bytes}, options_.comm.get(),
+                     options_.hooks.checkpointed);
+  if (options_.comm != nullptr) {
+    RETURN_IF_ERROR(AgreeOnDirectory(*options_.comm, parent));
+    if (!checkpoint_uuid_.has_value()) {
+      ASSIGN_OR_RETURN(checkpoint_uuid_, AgreeOnUuid(*options_.comm));
+    }
+  }
+  std::unique_ptr<aio::Engine> own_io;
+  RETURN_IF_ERROR(BroadcastError(BeginOnce(&once, &own_io)));
+  RETURN_IF_ERROR(BroadcastError(once.Finish()));
+  // Rank 0 gives it its name after the others are done.
+  RETURN_IF_ERROR(OfAll(once.last_status()));
+  return once.kept_path();
+}
+
+absl::Status Engine::Impl::BeginOnce(Checkpointing* once, std::unique_ptr<aio::Engine>* own_io) {
+  if (store() != nullptr) return once->BeginOfStore(*store(), plan_.plan.commits_every_step);
+  aio::Engine* io = resources_->io();
+  if (io == nullptr) {
+    ASSIGN_OR_RETURN(*own_io, aio::Engine::Create({}));
+    io = own_io->get();
+  }
+  return once->BeginOfMemory(*io, SourceOf(step_));
+}
+
+absl::Status Engine::Impl::BeginOfMemory(int64_t step) {
+  return checkpointing_->BeginOfMemory(*resources_->io(), SourceOf(step));
+}
+
+swap::CheckpointSource Engine::Impl::SourceOf(int64_t step) {
+  const StepOutcome::Decided& applied = decisions_.applied();
+  commit_payload_ = Payload(&applied);
+  swap::CheckpointSource source = SourceOfMemory(plan_.plan, residency(), DeviceStateOrNull(),
+                                                 identity_.dump(), step, applied.updates, commit_payload_);
+  source.uuid = checkpoint_uuid_;
+  return source;
+}
+
+}  // namespace penstock::zero
