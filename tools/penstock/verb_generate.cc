@@ -233,6 +233,12 @@ class Generation {
                         static_cast<double>(stats.tokens) / std::max(stats.seconds, 1e-9),
                         FormatBytes(static_cast<int64_t>(stats.weight_read_bytes + stats.cache_read_bytes)),
                         FormatBandwidth(Rate(stats))));
+    if (stats.drafted_tokens > 0) {
+      Say(absl::StrFormat("%d of %d guessed tokens were right: %.2f tokens a pass of each text",
+                          stats.accepted_tokens, stats.drafted_tokens,
+                          static_cast<double>(stats.tokens) / static_cast<double>(std::max<int64_t>(
+                                                                  stats.tokens - stats.accepted_tokens, 1))));
+    }
     if (!out_) return StreamError("stdout: write");
     return absl::OkStatus();
   }
