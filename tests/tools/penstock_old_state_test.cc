@@ -116,7 +116,7 @@ TEST_F(OldStateTest, IsReadAsItWasWritten) {
             Program(directory, Arguments{"export"} + open + Arguments{"weights", "--quiet", "--overwrite"})
                 .Wait();
         ASSERT_EQ(exported.code, 0) << exported.err;
-        EXPECT_EQ(Fnv1a(TensorBytes(directory + "/weights")), asked["weights"]);
+        EXPECT_EQ(Fnv1a(TensorBytes(directory + "/weights")), asked["weights"].get<std::string>());
         const Ran sample =
             Program(directory, Arguments{"sample"} + open +
                                    Arguments{"--tokens", "5", "--prompt", "1", "--threads", "1"})

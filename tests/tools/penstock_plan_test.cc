@@ -8,10 +8,7 @@ namespace {
 using testing::HasSubstr;
 using namespace testing_support;
 
-class PlanTest : public ProgramTest {
- protected:
-  Ran Run(const Arguments& arguments) { return Program(dir_, arguments).Wait(); }
-};
+class PlanTest : public ProgramTest {};
 
 TEST_F(PlanTest, CheckTellsABudgetThatIsTooSmall) {
   const Arguments arguments = {"train", "--check", "--model",     "gpt-small",

@@ -18,9 +18,9 @@ TEST(TextSamplerTest, FollowsTheProbabilities) {
   constexpr int kDraws = 80'000;
   for (int i = 0; i < kDraws; ++i) ++counts[sampler.Next(kLogits)];
   // 1 : 2 : 5 : 0; five standard deviations are at most 5 * sqrt(0.25 * n) = 707.
-  EXPECT_NEAR(counts[0], kDraws / 8, 707);
-  EXPECT_NEAR(counts[1], kDraws / 4, 707);
-  EXPECT_NEAR(counts[2], kDraws * 5 / 8, 707);
+  EXPECT_NEAR(counts[0], kDraws / 8.0, 707);
+  EXPECT_NEAR(counts[1], kDraws / 4.0, 707);
+  EXPECT_NEAR(counts[2], kDraws * 5 / 8.0, 707);
   EXPECT_EQ(counts.count(3), 0u);
 }
 
@@ -34,7 +34,7 @@ TEST(TextSamplerTest, TemperatureSharpensAndTopKCutsOff) {
   }
   EXPECT_NEAR(of_sharp[2], 25'000, 433);
   EXPECT_EQ(of_two.count(0), 0u);
-  EXPECT_NEAR(of_two[1], 30'000 * 2 / 7, 433);
+  EXPECT_NEAR(of_two[1], 30'000 * 2 / 7.0, 433);
 }
 
 TEST(TextSamplerTest, TopPKeepsTheFewestThatReachIt) {
@@ -47,7 +47,7 @@ TEST(TextSamplerTest, TopPKeepsTheFewestThatReachIt) {
   EXPECT_EQ(chosen({.temperature = 1, .top_p = 0.6}).size(), 1u);
   auto two = chosen({.temperature = 1, .top_p = 0.7});
   EXPECT_EQ(two.count(0), 0u);
-  EXPECT_NEAR(two[1], 30'000 * 2 / 7, 433);
+  EXPECT_NEAR(two[1], 30'000 * 2 / 7.0, 433);
   EXPECT_EQ(chosen({.temperature = 1, .top_p = 0.9}).size(), 3u);
   // Of what top_k leaves: 5 of 7 are enough.
   EXPECT_EQ(chosen({.temperature = 1, .top_k = 2, .top_p = 0.7}).size(), 1u);

@@ -63,8 +63,8 @@ void ExpectTrainersDefaults(const Answer& answer) {
   EXPECT_THAT(
       answer.filled,
       IsSupersetOf({"optimizer.params.lr \"auto\": 5e-05", "optimizer.params.weight_decay \"auto\": 0",
-                    "scheduler.params.warmup_num_steps \"auto\": 20 (a tenth of --steps 200, 100 at the "
-                    "most)",
+                    ("scheduler.params.warmup_num_steps \"auto\": 20 (a tenth of --steps 200, 100 at the "
+                     "most)"),
                     "scheduler.params.warmup_max_lr \"auto\": 5e-05",
                     "train_micro_batch_size_per_gpu \"auto\": 8"}));
 }

@@ -155,7 +155,7 @@ class ValuesSource : public FrozenSource {
                      Done done, void* context) override {
     if (fails) return absl::DataLossError("elsewhere: lost");
     std::vector<float> values(static_cast<size_t>(elements));
-    absl::Status status = owner_.Values(static_cast<int>(block.value()), first, elements, values.data());
+    absl::Status status = owner_.Values(block.value(), first, elements, values.data());
     if (!status.ok()) return status;
     kernels::Convert(kernels::DType::kFp32, values.data(), dtype_, to, values.size());
     ++reads;

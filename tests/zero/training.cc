@@ -159,7 +159,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
       if (!evaluation.ok()) return evaluation.status();
       trained.evaluations.push_back(*evaluation);
     }
-    const absl::Status flushed = (*engine)->Flush();
+    absl::Status flushed = (*engine)->Flush();
     if (flushed.ok() && run.hashes_state) {
       absl::StatusOr<std::vector<uint64_t>> state = HashState(**engine);
       if (!state.ok()) return state.status();

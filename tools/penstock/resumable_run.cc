@@ -138,8 +138,7 @@ absl::StatusOr<nlohmann::json> FindResumable(const TrainOptions& flags, const ze
   if (!newest.ok() && !absl::IsNotFound(newest.status())) return newest.status();
   if (!newest.ok() && !checkpoints.empty()) {
     // Of several ranks, without the part of the first.
-    if (const absl::Status parts = zero::FindShards({checkpoints}).status(); absl::IsDataLoss(parts))
-      return parts;
+    if (absl::Status parts = zero::FindShards({checkpoints}).status(); absl::IsDataLoss(parts)) return parts;
   }
   if (newest.ok()) {
     RETURN_IF_ERROR(KeepBeside(*newest, settings));

@@ -35,7 +35,7 @@ absl::StatusOr<std::vector<std::string>> ResolveStateDirs(const std::vector<std:
   }
   if (found.ok()) return std::vector<std::string>{*std::move(found)};
   if (!absl::IsNotFound(found.status())) return found.status();
-  if (const absl::Status parts = zero::FindShards(arguments).status(); absl::IsDataLoss(parts)) return parts;
+  if (absl::Status parts = zero::FindShards(arguments).status(); absl::IsDataLoss(parts)) return parts;
   return absl::NotFoundError(absl::StrCat(
       arguments.front(), ": neither a state directory nor a checkpoint, nor a directory of them: no ",
       std::string(swap::kStoreFileName), " there"));
@@ -45,10 +45,10 @@ absl::StatusOr<FoundState> FindState(const std::vector<std::string>& arguments) 
   ASSIGN_OR_RETURN(std::vector<std::string> dirs, ResolveStateDirs(arguments));
   FoundState state;
   absl::StatusOr<zero::ShardDirectories> parts = zero::FindShards(dirs);
-  // Whatever stands there, inspecting says it best.
-  state.parts = parts.ok() ? *std::move(parts) : zero::ShardDirectories{dirs};
   const bool says_better = absl::IsNotFound(parts.status()) || absl::IsFailedPrecondition(parts.status());
   if (!parts.ok() && !says_better) return parts.status();
+  // Whatever stands there, inspecting says it best.
+  state.parts = parts.ok() ? *std::move(parts) : zero::ShardDirectories{dirs};
   ASSIGN_OR_RETURN(state.inspections, zero::InspectShards(state.parts));
   return state;
 }
@@ -85,7 +85,7 @@ absl::StatusOr<std::unique_ptr<StateReader>> StateReader::Open(const FoundState&
   reader->memory_ = std::move(memory);
   aio::EngineOptions engine_options;
   engine_options.arenas = {reader->arena_.get()};
-  engine_options.log = [log](std::string_view line) { log(std::string(line)); };
+  engine_options.log = [log = std::move(log)](std::string_view line) { log(std::string(line)); };
   ASSIGN_OR_RETURN(reader->engine_, aio::Engine::Create(std::move(engine_options)));
   for (const std::vector<std::string>& part : state.parts) {
     swap::StoreOptions options;

@@ -121,9 +121,9 @@ class Generation {
       Say(absl::StrCat(*flags_.out, ": all ", total_, " are there"));
       return absl::OkStatus();
     }
-    const absl::Status status = Generate(std::move(options));
+    absl::Status status = Generate(std::move(options));
     if (flags_.report.has_value()) {
-      const absl::Status reported = WriteReport(status);
+      absl::Status reported = WriteReport(status);
       if (status.ok()) return reported;
     }
     return status;

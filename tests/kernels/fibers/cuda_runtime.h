@@ -13,6 +13,8 @@
 
 #include "tests/kernels/fibers/fibers.h"
 
+// The names are CUDA's. NOLINTBEGIN(bugprone-reserved-identifier)
+
 #define __host__
 #define __device__
 #define __global__
@@ -181,5 +183,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
       &launch);
   return done ? cudaSuccess : cudaErrorLaunchFailure;
 }
+
+// NOLINTEND(bugprone-reserved-identifier)
 
 #endif  // PENSTOCK_TESTS_KERNELS_FIBERS_CUDA_RUNTIME_H_
