@@ -1,6 +1,5 @@
 // `penstock import-checkpoint`: a run of DeepSpeed's becomes one of ours, with masters, moments, step and
 // schedule.
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -37,14 +36,6 @@ struct Flags {
   TrainOptions train;
   std::string checkpoint, names;
 };
-
-// A checkpoint in the universal format has three files a parameter.
-void AllowManyFiles() {
-  rlimit files{};
-  if (getrlimit(RLIMIT_NOFILE, &files) != 0) return;
-  files.rlim_cur = files.rlim_max;
-  (void)setrlimit(RLIMIT_NOFILE, &files);  // without it, large checkpoints end in "too many open files"
-}
 
 // The config that the run was made with, as one for a single rank: the global batch stays.
 nlohmann::json TheirConfig(const models::DeepSpeedProgress& progress, std::vector<std::string>* notes) {
@@ -170,7 +161,6 @@ absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
   if (flags.train.resume) return absl::InvalidArgumentError("--resume: an import begins a run");
   if (flags.train.lora_rank.has_value())
     return absl::InvalidArgumentError("--lora-rank: an imported run trains all of its weights: leave it out");
-  AllowManyFiles();
   ASSIGN_OR_RETURN(std::shared_ptr<const models::LanguageModel> model, models::OpenModel(*flags.train.model));
   if (flags.train.vocab.has_value()) model = model->WithVocabulary(*flags.train.vocab);
   ASSIGN_OR_RETURN(model, InTiles(std::move(model), flags.train));  // as Settings has it
