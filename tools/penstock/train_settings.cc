@@ -20,6 +20,7 @@
 #include "tools/penstock/config_flags.h"
 #include "tools/penstock/durability_keys.h"
 #include "tools/penstock/flag_check.h"
+#include "tools/penstock/kept_config.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
@@ -217,7 +218,18 @@ class Resolver {
     // A run that was killed before its first commit is started over by --resume.
     engine_.storage.overwrite = flags_.overwrite || (flags_.resume && !settings_.resumes);
     // As the file has it: what fills its open places depends on the run's other flags.
-    if (flags_.config.has_value()) NoteConfig(config_, kept_);
+    if (flags_.config.has_value()) {
+      NoteConfig(config_, kept_);
+      ASSIGN_OR_RETURN(nlohmann::json kept, KeptConfig(*flags_.config));
+      if (!kept.empty() || (settings_.resumes && run_.contains(kKeptConfigKey)))
+        settings_.kept[kKeptConfigKey] = std::move(kept);
+      return absl::OkStatus();
+    }
+    if (!settings_.resumes || !run_.contains(kKeptConfigKey)) return absl::OkStatus();
+    const nlohmann::json& kept = run_[kKeptConfigKey];
+    ASSIGN_OR_RETURN(config_, ConfigOfKept(kept));
+    if (!kept.empty())
+      settings_.notes.push_back(absl::StrCat("as this run's last --config said: ", KeysOfKept(kept)));
     return absl::OkStatus();
   }
 
@@ -616,7 +628,7 @@ class Resolver {
     if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
       changes_.run["config"] = changes_.config;
     for (const char* name :
-         {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split"}) {
+         {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split", kKeptConfigKey}) {
       if (settings_.kept.contains(name) && settings_.kept[name] != run_.value(name, nlohmann::json()))
         changes_.run[name] = settings_.kept[name];
     }
