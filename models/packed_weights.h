@@ -17,6 +17,9 @@
 
 namespace penstock::models {
 
+// In the header of a packed file: the directory that it was made of, where pack says so.
+inline constexpr const char* kPackedSource = "penstock.source";
+
 struct PackedWeights {
   int bits = 8;  // of the matrices of layers: 8 or 4
   size_t group = 64;

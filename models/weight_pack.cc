@@ -101,6 +101,7 @@ class Packer {
     for (const Planned& planned : shards_[number]) infos.push_back(planned.info);
     std::map<std::string, std::string> metadata = packed_.ToMetadata();
     metadata["format"] = "pt";
+    if (!options_.source.empty()) metadata[kPackedSource] = options_.source;
     ASSIGN_OR_RETURN(const std::unique_ptr<swap::SafetensorsWriter> writer,
                      swap::SafetensorsWriter::Create(absl::StrCat(directory_, "/", NameOf(number)),
                                                      std::move(infos), metadata));

@@ -38,9 +38,10 @@ std::string LostSuperblockText(const std::string& found) {
 }
 
 absl::Status ErrnoError(int error, const std::string& what, const std::string& path) {
-  const std::string text =
-      absl::StrCat(what, " ", path, ": ", std::strerror(error),
-                   error == ELOOP ? "; it is a symbolic link, which is not followed" : "");
+  const std::string text = absl::StrCat(what, " ", path, ": ", std::strerror(error),
+                                        error == ELOOP    ? "; it is a symbolic link, which is not followed"
+                                        : error == EMFILE ? "; raise `ulimit -n`"
+                                                          : "");
   switch (error) {
     case ENOENT:
       return absl::NotFoundError(text);

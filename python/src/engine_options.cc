@@ -186,6 +186,8 @@ Json OptimizerJson(const zero::OptimizerConfig& config) {
 absl::StatusOr<zero::ParsedConfig> ParseAndFill(const std::string& text, int64_t total_steps,
                                                 std::vector<std::string>* filled) {
   ASSIGN_OR_RETURN(zero::ParsedConfig parsed, zero::ParseConfig(text));
+  // Of Penstock's own keys alone nothing follows for what is computed: a loop that does not clip stays one.
+  if (!parsed.deepspeeds) parsed.config.gradient_clipping = 0;
   const int64_t steps = total_steps > 0 ? total_steps : std::numeric_limits<int32_t>::max();
   *filled = zero::FillDefaults(parsed.autos, steps, std::min<int64_t>(100, steps / 10), &parsed.config);
   return parsed;

@@ -162,6 +162,17 @@ def test_clipping_at_infinity_is_none(tmp_path):
         assert 0 < engine.get_global_grad_norm() < 1e3
 
 
+@pytest.mark.parametrize("config", [None, {"penstock": {"sync": "process"}}])
+def test_a_loop_that_does_not_clip_is_not_clipped_unasked(tmp_path, config):
+    data = batches(4)
+    expected = plain_losses(net(), all_names(net()), [[batch] for batch in data], clip=None)[0]
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with penstock.initialize(model=model, optimizer=optimizer, config=config, state_dir=str(tmp_path))[0] as engine:
+        assert [step(engine, batch) for batch in data] == pytest.approx(expected, abs=1e-5)
+        assert engine.get_global_grad_norm() > 1.0  # clipping would show
+
+
 @pytest.mark.parametrize("resume", [False, True, "auto"])
 def test_a_checkpoint_takes_the_place_of_a_run_where_that_is_said_alone(tmp_path, resume):
     data = batches(4)

@@ -267,7 +267,7 @@ TEST_F(LoraBaseTest, AnotherBaseIsRefusedByName) {
                 HasSubstr(file + ": not the weights that this run's adapters were made for (its bytes"));
   }
   std::filesystem::remove(file);
-  EXPECT_THAT(Run(again).err, HasSubstr("neither model.safetensors nor"));
+  EXPECT_THAT(Run(again).err, HasSubstr(file + ": the weights that this run's adapters go to are not there"));
   // The adapters are there without it.
   EXPECT_EQ(Run({"export", dir_ + "/state", dir_ + "/adapter"}).code, 0);
   WriteFile(file, bytes);  // another time, the same bytes

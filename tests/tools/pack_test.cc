@@ -273,6 +273,39 @@ TEST_F(PackTest, GenerateKnowsAPackedDirectoryAndSaysWhatAnotherNumberOfBitsNeed
   EXPECT_NE(key(from), key(to));
 }
 
+TEST_F(PackTest, InspectSaysHowWeightsArePackedAndOfWhat) {
+  const std::string from = Model("from", LlamaConfig()), to = dir_ + "/to";
+  ASSERT_EQ(Pack(from, to, {"--weights", "4", "--group", "32", "--max-shard", "20000"}).code, 0);
+  const Ran text = Run({"inspect", to});
+  ASSERT_EQ(text.code, 0) << text.err;
+  EXPECT_THAT(text.out, HasSubstr("in 4 bit, embeddings and output in 8, a bf16 scale for each 32 of a row"));
+  EXPECT_THAT(text.out, HasSubstr("source    " + from + "\n"));
+  EXPECT_THAT(text.out, HasSubstr("model     llama\n"));
+  const json packed = json::parse(Run({"inspect", to, "--json"}).out);
+  EXPECT_EQ(packed["packed"]["bits"], 4);
+  EXPECT_EQ(packed["packed"]["group"], 32);
+  EXPECT_EQ(packed["packed"]["source"], from);
+  int64_t bytes = 0;
+  ASSERT_GT(packed["files"].size(), 1u);
+  for (const json& file : packed["files"]) {
+    EXPECT_LT(file["bytes"], std::filesystem::file_size(file["path"].get<std::string>()));
+    bytes += file["bytes"].get<int64_t>();
+  }
+  EXPECT_EQ(packed["bytes"], bytes);
+  int64_t tensors = 0;
+  for (const json& type : packed["types"]) tensors += type["tensors"].get<int64_t>();
+  EXPECT_EQ(packed["tensors"], tensors);
+  // What it was made of is shown, too; and a file that is missing is named.
+  const json plain = json::parse(Run({"inspect", from, "--json"}).out);
+  EXPECT_TRUE(plain["packed"].is_null());
+  EXPECT_EQ(plain["tensors"], tensors);
+  const std::string gone = packed["files"][0]["path"];
+  std::filesystem::remove(gone);
+  const Ran missing = Run({"inspect", to});
+  EXPECT_EQ(missing.code, 1);
+  EXPECT_THAT(missing.err, HasSubstr(gone + " is missing"));
+}
+
 TEST_F(PackTest, WhatCannotBePackedIsRefusedInOneLineAndNothingIsLeft) {
   const std::string from = Model("from", LlamaConfig(), 3), to = dir_ + "/to";
   const auto refused = [&](const std::string& source, const std::string& out, testing_support::Arguments more,

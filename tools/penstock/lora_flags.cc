@@ -102,6 +102,11 @@ absl::StatusOr<std::shared_ptr<const models::LanguageModel>> Adapted(
   return adapted.ok() ? adapted : OfFlags(adapted.status());
 }
 
+absl::Status CheckOneProcess(const models::LanguageModel& model, int ranks) {
+  if (model.lora() == nullptr || ranks == 1) return absl::OkStatus();
+  return WrongFlag("--lora-rank: adapters are trained by one process: start it without other ranks");
+}
+
 absl::Status CheckSameAdapters(const models::LanguageModel& model, const TrainOptions& flags) {
   constexpr const char* kWayOut = "; leave the flag out, or start another run in another --state-dir";
   const auto given = Given(flags);

@@ -23,6 +23,9 @@ absl::StatusOr<std::shared_ptr<const models::LanguageModel>> Adapted(
     std::shared_ptr<const models::LanguageModel> model, const TrainOptions& flags,
     const std::optional<models::PublishedAdapter>& adapter);
 
+// kInvalidArgument: its adapters would be trained by several ranks.
+absl::Status CheckOneProcess(const models::LanguageModel& model, int ranks);
+
 // Of a run that goes on, whose model is `model`. kFailedPrecondition: a flag asks for other adapters.
 absl::Status CheckSameAdapters(const models::LanguageModel& model, const TrainOptions& flags);
 

@@ -14,6 +14,7 @@
 #include "models/family.h"
 #include "models/lora.h"
 #include "tools/base/cli.h"
+#include "tools/base/file_limit.h"
 #include "tools/base/version.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/verb_env.h"
@@ -124,6 +125,7 @@ int Main(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   penstock::aio::IgnoreFileSizeSignal();
+  penstock::tools::AllowManyFiles();
   std::signal(SIGPIPE, SIG_IGN);  // who reads along may go; the training stays
   std::string arguments;
   for (int i = 1; i < argc; ++i) absl::StrAppend(&arguments, i == 1 ? "" : " ", argv[i]);

@@ -4,10 +4,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "models/family.h"
 #include "swap/checkpoint.h"
 #include "swap/inspect.h"
 #include "tools/penstock/checkpoint_flags.h"
 #include "tools/penstock/durability_keys.h"
+#include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/run_record.h"
 #include "zero/engine/restore.h"
@@ -95,6 +97,10 @@ absl::StatusOr<nlohmann::json> FindOnDrive(const zero::Config& config,
   if (from_checkpoint) {
     // The state is gone, and a checkpoint is left.
     ASSIGN_OR_RETURN(const nlohmann::json kept, FindRun({*newest}));
+    if (!alone && kept.is_object()) {
+      const auto model = models::ModelFromJson(kept["model"]);  // one that is unknown is told of later
+      if (model.ok()) RETURN_IF_ERROR(CheckOneProcess(**model, engine.world()));
+    }
     RestoreDurability(config, kept, &engine);
     RETURN_IF_ERROR(zero::RestoreRun(*newest, engine));
     settings->notes.push_back(

@@ -32,6 +32,11 @@ absl::Status TakeTokenizer(const TrainOptions& flags, const nlohmann::json& run,
   const std::string recorded = RecordedTokenizer(run);
   std::string& path = settings->text.tokenizer;
   path = flags.tokenizer.value_or(recorded);
+  std::error_code error;
+  if (!flags.tokenizer.has_value() && !recorded.empty() && !std::filesystem::exists(recorded, error)) {
+    const std::string moved = TokenizerOf(flags.model);  // its digest tells whether it is the same
+    if (!moved.empty()) path = moved;
+  }
   if (run.is_null() && path.empty()) path = TokenizerOf(flags.model);
   if (run.is_null() && path.empty()) path = TokenizerOf(flags.init_from);
   if (run.is_null() && path.empty()) path = TokenizerOf(settings->model_directory);

@@ -20,6 +20,7 @@
 #include "tools/penstock/config_flags.h"
 #include "tools/penstock/durability_keys.h"
 #include "tools/penstock/flag_check.h"
+#include "tools/penstock/kept_config.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/lora_flags.h"
 #include "tools/penstock/ranks.h"
@@ -217,7 +218,18 @@ class Resolver {
     // A run that was killed before its first commit is started over by --resume.
     engine_.storage.overwrite = flags_.overwrite || (flags_.resume && !settings_.resumes);
     // As the file has it: what fills its open places depends on the run's other flags.
-    if (flags_.config.has_value()) NoteConfig(config_, kept_);
+    if (flags_.config.has_value()) {
+      NoteConfig(config_, kept_);
+      ASSIGN_OR_RETURN(nlohmann::json kept, KeptConfig(*flags_.config));
+      if (!kept.empty() || (settings_.resumes && run_.contains(kKeptConfigKey)))
+        settings_.kept[kKeptConfigKey] = std::move(kept);
+      return absl::OkStatus();
+    }
+    if (!settings_.resumes || !run_.contains(kKeptConfigKey)) return absl::OkStatus();
+    const nlohmann::json& kept = run_[kKeptConfigKey];
+    ASSIGN_OR_RETURN(config_, ConfigOfKept(kept));
+    if (!kept.empty())
+      settings_.notes.push_back(absl::StrCat("as this run's last --config said: ", KeysOfKept(kept)));
     return absl::OkStatus();
   }
 
@@ -247,8 +259,7 @@ class Resolver {
     if (settings_.resumes) return TakeRecordedAdapters();
     ASSIGN_OR_RETURN(settings_.model, Adapted(settings_.model, flags_, adapter_));
     if (settings_.model->lora() == nullptr) return absl::OkStatus();
-    if (engine_.world() > 1)
-      return WrongFlag("--lora-rank: adapters are trained by one process: start it without other ranks");
+    RETURN_IF_ERROR(CheckOneProcess(*settings_.model, engine_.world()));
     settings_.notes.push_back(DescribeAdapters(*settings_.model));
     return absl::OkStatus();
   }
@@ -257,6 +268,7 @@ class Resolver {
   absl::Status TakeRecordedAdapters() {
     ASSIGN_OR_RETURN(const std::shared_ptr<const models::LanguageModel> made,
                      models::ModelFromJson(run_["model"]));
+    RETURN_IF_ERROR(CheckOneProcess(*made, engine_.world()));
     RETURN_IF_ERROR(CheckSameAdapters(*made, flags_));
     if (made->lora() == nullptr || settings_.model->lora() != nullptr) return absl::OkStatus();
     auto adapted = models::WithLora(settings_.model, *made->lora());
@@ -459,7 +471,9 @@ class Resolver {
 
   absl::Status ChooseInitialWeights() {
     if (settings_.resumes) {
-      if (flags_.init_from.has_value())
+      const bool in_place = run_.contains(kBaseKey) && flags_.init_from.has_value() &&
+                            !models::IsAdapter(*flags_.init_from);  // it says where the base lies
+      if (flags_.init_from.has_value() && !in_place)
         settings_.notes.push_back("--init-from: of no effect, since the run goes on with its own weights");
       return ReopenRecordedBase();
     }
@@ -525,8 +539,7 @@ class Resolver {
 
   void TakeBase(LoraBase base) {
     base_record_ = std::move(base.record);
-    int64_t bytes = 0;
-    for (const nlohmann::json& file : base_record_["files"]) bytes += file.value("bytes", int64_t{0});
+    const int64_t bytes = BaseBytes(base_record_);
     settings_.notes.push_back(absl::StrCat(
         "lora: the model's weights, ", FormatBytes(bytes),
         base.weights->bits() > 0 ? absl::StrCat(" in ", base.weights->bits(), " bit") : "",
@@ -541,14 +554,36 @@ class Resolver {
           "this run reads the weights that its adapters go to where they lie, for a state on a drive and the "
           "processor: go on with --offload nvme and --device cpu");
     }
-    const std::string& directory = settings_.model_directory;
-    const bool moved = flags_.model.has_value() && !directory.empty() && models::HasWeights(directory);
-    const std::string path = moved ? directory : "";
-    ASSIGN_OR_RETURN(LoraBase base,
-                     ReopenBase(run_[kBaseKey], path, *settings_.model, engine_.dtype, flags_.quiet));
+    ASSIGN_OR_RETURN(LoraBase base, FindBase());
     TakeBase(std::move(base));
     if (base_record_ != run_[kBaseKey]) changes_.run[kBaseKey] = base_record_;
     return absl::OkStatus();
+  }
+
+  absl::StatusOr<LoraBase> BaseAt(const std::string& path) {
+    return ReopenBase(run_[kBaseKey], path, *settings_.model, engine_.dtype, BaseCheck::kTimes, flags_.quiet);
+  }
+
+  // Where --init-from says, or --model, or the record. A run may have its weights from elsewhere than its
+  // config and tokenizer: then --model says where those are, and the recorded weights are it still.
+  absl::StatusOr<LoraBase> FindBase() {
+    const bool by_init_from = flags_.init_from.has_value() && !models::IsAdapter(*flags_.init_from);
+    if (by_init_from) return BaseAt(*flags_.init_from);
+    const std::string recorded = run_[kBaseKey].is_object() ? run_[kBaseKey].value("path", "") : "";
+    const std::string model_was = run_.value("model_directory", std::string());
+    const bool apart = BaseDirectory(recorded) != model_was;
+    const std::string& model = settings_.model_directory;
+    const bool given = flags_.model.has_value() && !model.empty() && models::HasWeights(model);
+    if (!given || (apart && model == model_was)) return BaseAt("");
+    absl::StatusOr<LoraBase> base = BaseAt(model);
+    if (base.ok() || !apart) return base;
+    absl::StatusOr<LoraBase> there = BaseAt("");
+    if (!there.ok()) return base;
+    settings_.notes.push_back(absl::StrCat("lora: --model ", *flags_.model,
+                                           " has other weights than this run's adapters were made for: "
+                                           "those that it began with are read (--init-from says where they "
+                                           "lie, if they have moved)"));
+    return there;
   }
 
   absl::Status MakeExample() {
@@ -593,7 +628,7 @@ class Resolver {
     if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
       changes_.run["config"] = changes_.config;
     for (const char* name :
-         {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split"}) {
+         {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split", kKeptConfigKey}) {
       if (settings_.kept.contains(name) && settings_.kept[name] != run_.value(name, nlohmann::json()))
         changes_.run[name] = settings_.kept[name];
     }

@@ -27,6 +27,7 @@
 #include "tools/base/whole_file.h"
 #include "tools/machine/machine_probe.h"
 #include "tools/machine/product_rate.h"
+#include "tools/penstock/base_files.h"
 #include "tools/penstock/comms_log.h"
 #include "tools/penstock/flops_profile.h"
 #include "tools/penstock/plan_text.h"
@@ -135,7 +136,19 @@ class Training {
       Say(absl::StrCat("resumed from step ", *engine_->resumed_from()));
     for (const std::string& change : settings_.changes)
       Tell(absl::StrCat("changed from step ", engine_->step() + 1, " on: ", change));
+    TellWhereBaseIs();
     return absl::OkStatus();
+  }
+
+  // The record changes with the next commit: where there is none, whoever looks at the run asks the old
+  // place.
+  void TellWhereBaseIs() {
+    const nlohmann::json& changes = settings_.engine.resume.run_changes;
+    if (!settings_.resumes || engine_->step() < settings_.steps || !changes.contains(kBaseKey)) return;
+    const std::string now = changes[kBaseKey].value("path", "");
+    if (now == settings_.recorded[kBaseKey].value("path", "")) return;
+    Tell(absl::StrCat("the run has no step left, so it is not recorded that its weights lie in ", now,
+                      " now: verify, sample and export take --model ", now));
   }
 
   absl::Status OpenEach() {

@@ -37,6 +37,7 @@ struct Flags {
   std::string dtype = "fp32";
   std::optional<std::string> host_memory;
   std::optional<std::string> max_shard;
+  std::string model;
   bool merge = false;
   bool overwrite = false;
   bool quiet = false;
@@ -122,13 +123,26 @@ std::map<std::string, models::MatrixAdapter> AdaptersIn(const models::ModelLayou
   return adapters;
 }
 
-// Of the weights that the run's adapters go to: where they were last read.
+// Of the weights that the run's adapters go to: where --model says, or where they were last read.
 std::string BaseDirectoryOf(const nlohmann::json& run, const std::string& model_directory) {
   if (!run.is_object() || !run.contains(kBaseKey)) return model_directory;
-  const std::filesystem::path base = zero::JsonField<std::string>(run[kBaseKey], "path").value_or("");
-  // A file of weights, or the index of several; a directory's name may have a dot, too.
-  const bool is_file = base.extension() == ".safetensors" || base.extension() == ".json";
-  return is_file ? base.parent_path() : base;
+  return BaseDirectory(zero::JsonField<std::string>(run[kBaseKey], "path").value_or(""));
+}
+
+// --model says where what the run reads in place, and the tokenizer, lie now.
+absl::Status TakeModel(const Flags& flags, nlohmann::json* run, std::string* model_directory) {
+  if (flags.model.empty()) return absl::OkStatus();
+  if (!run->is_object() || !run->contains(kBaseKey)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--model ", flags.model, ": this state has its weights itself: leave the flag out"));
+  }
+  std::error_code error;
+  const std::string path = std::filesystem::absolute(flags.model, error).lexically_normal();
+  if (!std::filesystem::exists(path, error))
+    return absl::InvalidArgumentError(absl::StrCat("--model ", flags.model, ": no such file or directory"));
+  (*run)[kBaseKey]["path"] = path;
+  *model_directory = BaseDirectory(path);
+  return absl::OkStatus();
 }
 
 // What is merged is read while it is written: it must not take the place of what it comes from.
@@ -186,8 +200,9 @@ absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
   options.overwrite = flags.overwrite;
   options.max_shard_bytes = max_shard.value_or(0);
   const nlohmann::json payload = ParseOrNull(inspection->record.payload);
-  const nlohmann::json run = payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
-  const std::string model_directory = zero::JsonField<std::string>(run, "model_directory").value_or("");
+  nlohmann::json run = payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
+  std::string model_directory = zero::JsonField<std::string>(run, "model_directory").value_or("");
+  RETURN_IF_ERROR(TakeModel(flags, &run, &model_directory));
   const nlohmann::ordered_json published =
       what.adapters_alone ? models::AdapterConfigOf(model, BaseDirectoryOf(run, model_directory))
                           : PublishedConfig(model, flags.dtype);
@@ -204,7 +219,8 @@ absl::Status Run(const Flags& flags, std::ostream& out, std::ostream& err) {
   if (apart && flags.merge) {
     if (!run.is_object() || !run.contains(kBaseKey))
       return foreign("it does not say what its adapters go to");
-    ASSIGN_OR_RETURN(base, ReopenBase(run[kBaseKey], "", model, kernels::DType::kFp32, flags.quiet));
+    ASSIGN_OR_RETURN(
+        base, ReopenBase(run[kBaseKey], "", model, kernels::DType::kFp32, BaseCheck::kBytes, flags.quiet));
     RETURN_IF_ERROR(CheckApart(*base.weights, flags.out, into_directory));
     options.elsewhere = [&](int block, int64_t first, int64_t elements, float* to) {
       return zero::ReadFrozenNow(*base.weights, *engine, tiering::BlockIndex(block), first, elements,
@@ -289,6 +305,10 @@ int RunExport(int argc, const char* const* argv, std::ostream& out, std::ostream
   app.add_flag("--merge", flags.merge,
                "Of a run with --lora-rank, the whole model with its adapters merged [the adapters alone, as "
                "PEFT keeps them, into the directory OUT]");
+  app.add_option(
+      "--model", flags.model,
+      "Of a run with --lora-rank: where the weights that its adapters go to lie now [where the run "
+      "last read them]");
   app.add_option("--dtype", flags.dtype,
                  "fp32 (the exact masters) or bf16 (of a bf16 run: what forward sees) [fp32]");
   app.add_option("--max-shard", flags.max_shard,

@@ -1,6 +1,5 @@
 // `penstock import-checkpoint`: a run of DeepSpeed's becomes one of ours, with masters, moments, step and
 // schedule.
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -17,6 +16,7 @@
 #include "base/status_macros.h"
 #include "models/deepspeed_checkpoint.h"
 #include "tools/base/cli.h"
+#include "tools/penstock/kept_config.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
@@ -37,14 +37,6 @@ struct Flags {
   TrainOptions train;
   std::string checkpoint, names;
 };
-
-// A checkpoint in the universal format has three files a parameter.
-void AllowManyFiles() {
-  rlimit files{};
-  if (getrlimit(RLIMIT_NOFILE, &files) != 0) return;
-  files.rlim_cur = files.rlim_max;
-  (void)setrlimit(RLIMIT_NOFILE, &files);  // without it, large checkpoints end in "too many open files"
-}
 
 // The config that the run was made with, as one for a single rank: the global batch stays.
 nlohmann::json TheirConfig(const models::DeepSpeedProgress& progress, std::vector<std::string>* notes) {
@@ -144,6 +136,11 @@ absl::StatusOr<TrainSettings> Settings(const Flags& flags, const models::DeepSpe
   if (!settings.ok())
     return absl::Status(settings.status().code(), named(std::string(settings.status().message())));
   for (std::string& note : settings->notes) note = named(std::move(note));
+  // What it says of another machine's memory, drives and monitors is no wish for this one.
+  if (!file.path().empty() && settings->engine.resume.run.erase(kKeptConfigKey) > 0)
+    notes.push_back(
+        absl::StrCat("what ", kTheirConfig,
+                     " says of memory, drives and monitors is not kept: give train --config for it"));
   settings->notes.insert(settings->notes.end(), notes.begin(), notes.end());
   return settings;
 }
@@ -170,7 +167,6 @@ absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
   if (flags.train.resume) return absl::InvalidArgumentError("--resume: an import begins a run");
   if (flags.train.lora_rank.has_value())
     return absl::InvalidArgumentError("--lora-rank: an imported run trains all of its weights: leave it out");
-  AllowManyFiles();
   ASSIGN_OR_RETURN(std::shared_ptr<const models::LanguageModel> model, models::OpenModel(*flags.train.model));
   if (flags.train.vocab.has_value()) model = model->WithVocabulary(*flags.train.vocab);
   ASSIGN_OR_RETURN(model, InTiles(std::move(model), flags.train));  // as Settings has it

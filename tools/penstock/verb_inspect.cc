@@ -11,6 +11,7 @@
 #include "tiering/plan/model_graph.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/inspect_weights.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/verbs.h"
 
@@ -24,10 +25,10 @@ using Json = nlohmann::ordered_json;
 std::string Bytes(uint64_t bytes) { return FormatBytes(static_cast<int64_t>(bytes)); }
 
 // The parts of a run's record that the engine wrote; null where another program made the store.
-struct BroadcastError {
+struct Told {
   nlohmann::json identity, payload;
 
-  explicit BroadcastError(const swap::Inspection& inspection)
+  explicit Told(const swap::Inspection& inspection)
       : identity(ParseOrNull(inspection.shape.identity)), payload(ParseOrNull(inspection.record.payload)) {}
   nlohmann::json Of(const char* key) const { return identity.is_object() ? identity.value(key, null) : null; }
   nlohmann::json Committed(const char* key) const {
@@ -38,7 +39,7 @@ struct BroadcastError {
   const nlohmann::json null;
 };
 
-uint64_t BytesPerElement(const BroadcastError& told) { return told.Of("dtype") == "fp32" ? 4 : 2; }
+uint64_t BytesPerElement(const Told& told) { return told.Of("dtype") == "fp32" ? 4 : 2; }
 
 // A run of one rank has one of them.
 struct Part {
@@ -48,7 +49,7 @@ struct Part {
 
 Json TilesJson(const Part& part, size_t rank, size_t ranks) {
   const auto& [inspection, geometry] = part;
-  const BroadcastError told(inspection);
+  const Told told(inspection);
   const nlohmann::json blocks = told.Of("block_elements");
   size_t block = 0;
   uint64_t element = 0;  // within its block, or the rank's part of it
@@ -104,7 +105,7 @@ uint64_t StateBytes(const Part& part) { return part.inspection.state_bytes; }
 
 Json ToJson(const std::vector<Part>& parts) {
   const swap::Inspection& inspection = parts.front().inspection;
-  const BroadcastError told(inspection);
+  const Told told(inspection);
   Json files = Json::array(), tiles = Json::array(), damage = Json::array();
   for (size_t rank = 0; rank < parts.size(); ++rank) {
     const swap::Inspection& part = parts[rank].inspection;
@@ -155,7 +156,7 @@ std::string ModelLine(const nlohmann::json& model) {
 
 std::string Text(const std::vector<Part>& parts) {
   const swap::Inspection& inspection = parts.front().inspection;
-  const BroadcastError told(inspection);
+  const Told told(inspection);
   const swap::Record& record = inspection.record;
   std::string text = absl::StrCat("run       ", swap::UuidText(inspection.shape.uuid),
                                   InUse(parts) ? ", in use by a running process" : "", "\n");
@@ -204,7 +205,11 @@ std::string Text(const std::vector<Part>& parts) {
 }
 
 absl::Status Inspect(const std::vector<std::string>& flags, bool json, std::ostream& out) {
-  ASSIGN_OR_RETURN(FoundState state, FindState(flags));
+  absl::StatusOr<FoundState> found = FindState(flags);
+  if (!found.ok() && flags.size() == 1 && HoldsWeights(flags.front()))
+    return InspectWeights(flags.front(), json, out);
+  if (!found.ok()) return found.status();
+  FoundState& state = *found;
   std::vector<Part> parts;
   for (swap::Inspection& inspection : state.inspections) {
     ASSIGN_OR_RETURN(swap::Geometry geometry, swap::Geometry::Make(inspection.shape));
@@ -221,11 +226,14 @@ absl::Status Inspect(const std::vector<std::string>& flags, bool json, std::ostr
 }  // namespace
 
 int RunInspect(int argc, const char* const* argv, std::ostream& out, std::ostream& err) {
-  CLI::App app("Shows a state directory or checkpoint: model, step, tiles, versions, bytes, checksums",
-               kName);
+  CLI::App app(
+      "Shows a state directory or checkpoint: model, step, tiles, versions, bytes, checksums; or a directory "
+      "of weights: how they are packed, of what, types and bytes",
+      kName);
   std::vector<std::string> dirs;
   bool json = false;
-  app.add_option("DIR", dirs, "State directory or checkpoint; all directories of a striped run")->required();
+  app.add_option("DIR", dirs, "State directory or checkpoint, all directories of a striped run; or weights")
+      ->required();
   app.add_flag("--json", json, "Print JSON, with every tile and checksum");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;
   const absl::Status status = Inspect(dirs, json, out);

@@ -186,6 +186,7 @@ absl::Status Pack(Flags flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(const std::unique_ptr<models::WeightImport> import,
                    models::WeightImport::Open(flags.from, layout, "weights"));
   ASSIGN_OR_RETURN(const bool replace, CheckOut(flags));
+  options.source = fs::absolute(flags.from, error).lexically_normal().string();
   Partial partial(flags.out);
   RETURN_IF_ERROR(partial.Begin());
   models::PackResult result;

@@ -2,6 +2,7 @@
 // what many nodes would, on paper.
 #include <CLI/CLI.hpp>
 
+#include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "tiering/advice/what_if.h"
 #include "tools/base/cli.h"
@@ -10,12 +11,12 @@
 #include "tools/pages/plan_page.h"
 #include "tools/penstock/cluster_flags.h"
 #include "tools/penstock/plan_generate.h"
+#include "tools/penstock/plan_model.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/trace.h"
 #include "tools/penstock/train_options.h"
 #include "tools/penstock/train_settings.h"
 #include "tools/penstock/verbs.h"
-#include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/threads.h"
 #include "zero/engine/engine.h"
 
@@ -91,7 +92,8 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   };
   Preparing preparing(/*quiet=*/false);
   options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
-  ASSIGN_OR_RETURN(zero::EnginePlan plan, zero::PlanEngine(settings.model->Make(), options));
+  ASSIGN_OR_RETURN(const ModelPlan planned, PlanModel(settings, options));
+  const zero::EnginePlan& plan = planned.plan;
   if (!machine.ok()) return machine.status();
   ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
   const PlanFacts facts{plan, options, *machine, prediction, flags.terabytes_written * 1e12};
@@ -102,16 +104,21 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   // A plan may be for another machine: what would not fit here is told, and no error.
   const absl::StatusOr<std::string> process = ProcessMemoryText(plan, options, zero::FindHostMemory());
   const std::string of_process = process.ok() ? *process : std::string(process.status().message());
+  nlohmann::json json = PlanJson(facts, what_ifs);
+  json["compute_estimated"] = planned.narrower > 1;
+  json["compute_measured_narrower"] = planned.narrower;
   if (flags.train.json) {
-    out << PlanJson(facts, what_ifs).dump(2) << "\n" << std::flush;
+    out << json.dump(2) << "\n" << std::flush;
   } else {
-    out << PlanText(facts) << of_process << "\n" << PlanDetails(facts, what_ifs) << std::flush;
+    out << PlanText(facts) << planned.EstimateText() << of_process << "\n"
+        << PlanDetails(facts, what_ifs) << std::flush;
   }
   RETURN_IF_ERROR(WriteTrace(flags, plan, machine->model));
   if (flags.html.empty()) return absl::OkStatus();
   ASSIGN_OR_RETURN(const TraceView step, SimulatedStep(plan, machine->model));
-  return WriteWholeFile("--html", flags.html,
-                        PlanPage(flags.train.model.value_or("gpt-small"), PlanJson(facts, what_ifs), step));
+  const std::string title = absl::StrCat(flags.train.model.value_or("gpt-small"),
+                                         planned.narrower > 1 ? " (compute estimated)" : "");
+  return WriteWholeFile("--html", flags.html, PlanPage(title, json, step));
 }
 
 }  // namespace

@@ -37,6 +37,7 @@ struct Flags {
   double temperature = 0.8;
   std::optional<int64_t> threads;
   std::optional<std::string> host_memory, tokenizer;
+  std::string model;
   bool verbose = false;
 };
 
@@ -124,9 +125,13 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   options.trains = false;
   options.dtype = source.dtype;
   options.storage.state_dirs = source.state_dirs;
+  if (source.base.is_null() && !flags.model.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--model ", flags.model, ": this state has its weights itself: leave the flag out"));
+  }
   if (!source.base.is_null()) {
-    ASSIGN_OR_RETURN(const LoraBase base,
-                     ReopenBase(source.base, "", *source.model, source.dtype, /*quiet=*/false));
+    ASSIGN_OR_RETURN(const LoraBase base, ReopenBase(source.base, flags.model, *source.model, source.dtype,
+                                                     BaseCheck::kTimes, /*quiet=*/false));
     options.frozen = base.weights;
   }
   options.memory.host_memory_budget_bytes = budget;
@@ -175,6 +180,10 @@ int RunSample(int argc, const char* const* argv, std::ostream& out, std::ostream
                  "What the text begins with; token numbers where the tokens are no bytes [a line break]");
   app.add_option("--tokenizer", flags.tokenizer,
                  "A tokenizer.json or its directory [that of the run, where it is still there]");
+  app.add_option(
+      "--model", flags.model,
+      "Of a run with --lora-rank: where the weights that its adapters go to lie now [where the run "
+      "last read them]");
   app.add_option("--tokens", flags.tokens, "Tokens to generate [200]");
   app.add_option("--temperature", flags.temperature, "0 takes the likeliest token each time [0.8]");
   app.add_option("--top-k", flags.top_k, "Choose among the likeliest so many, 0 for all [0]");

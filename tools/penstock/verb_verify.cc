@@ -8,6 +8,7 @@
 #include "swap/verify.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/base_files.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/verbs.h"
 
@@ -19,11 +20,48 @@ constexpr uint64_t kMemoryBytes = uint64_t{32} << 20;
 
 struct Flags {
   std::vector<std::string> dirs;
+  std::string model;
   bool json = false;
   bool quiet = false;
 };
 
-nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyReport& report) {
+// Of a run whose adapters go to weights that it keeps nothing of.
+struct Base {
+  nlohmann::json record;  // null: there is none
+  absl::Status status;    // what is wrong with it
+  nlohmann::ordered_json Json() const {
+    if (record.is_null()) return nullptr;
+    nlohmann::ordered_json json = {{"path", record.value("path", std::string())},
+                                   {"bytes", BaseBytes(record)},
+                                   {"whole", status.ok()},
+                                   {"error", nullptr}};
+    if (!status.ok()) json["error"] = std::string(status.message());
+    return json;
+  }
+};
+
+// Its files are read, whatever their times say.
+Base VerifyBase(const nlohmann::json& payload, const Flags& flags) {
+  Base base;
+  const nlohmann::json run = payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
+  if (!run.is_object() || !run.contains(kBaseKey)) {
+    if (!flags.model.empty()) {
+      base.status = absl::InvalidArgumentError(
+          absl::StrCat("--model ", flags.model, ": this state has its weights itself: leave the flag out"));
+    }
+    return base;
+  }
+  base.record = run[kBaseKey];
+  absl::StatusOr<nlohmann::json> now = CompareBase(base.record, flags.model, BaseCheck::kBytes, flags.quiet);
+  if (now.ok()) {
+    base.record = *std::move(now);
+  } else {
+    base.status = absl::DataLossError(std::string(now.status().message()));
+  }
+  return base;
+}
+
+nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyReport& report, const Base& base) {
   nlohmann::ordered_json damaged = nlohmann::ordered_json::array();
   for (const swap::DamagedRange& range : report.damaged) {
     damaged.push_back({{"path", range.path},
@@ -34,14 +72,15 @@ nlohmann::ordered_json Json(uint64_t step, size_t ranks, const swap::VerifyRepor
                        {"version", range.version},
                        {"reason", range.reason}});
   }
-  return {{"whole", report.whole()},
+  return {{"whole", report.whole() && base.status.ok()},
           {"step", step},
           {"ranks", ranks},
           {"tiles", report.tiles},
           {"bytes", report.bytes},
           {"seconds", report.seconds},
           {"damaged", std::move(damaged)},
-          {"metadata_damage", report.notes}};
+          {"metadata_damage", report.notes},
+          {"base", base.Json()}};
 }
 
 absl::Status Verify(const Flags& flags, std::ostream& out, std::ostream& err) {
@@ -69,8 +108,10 @@ absl::Status Verify(const Flags& flags, std::ostream& out, std::ostream& err) {
       report.notes.insert(report.notes.end(), of_part.notes.begin(), of_part.notes.end());
     }
   }
+  const Base base = VerifyBase(ParseOrNull(state.inspections.front().record.payload), flags);
+  if (absl::IsInvalidArgument(base.status)) return base.status;
   if (flags.json) {
-    out << Json(step, ranks, report).dump(2) << "\n" << std::flush;
+    out << Json(step, ranks, report, base).dump(2) << "\n" << std::flush;
   } else {
     for (const swap::DamagedRange& range : report.damaged) out << "damaged: " << range.Text() << "\n";
     for (const std::string& note : report.notes) out << "damaged: " << note << "\n";
@@ -79,11 +120,15 @@ absl::Status Verify(const Flags& flags, std::ostream& out, std::ostream& err) {
       out << absl::StrFormat("step %u: %u tiles, %s read and checked in %.1f s, %s\n", step, report.tiles,
                              FormatBytes(static_cast<int64_t>(report.bytes)), report.seconds,
                              FormatBandwidth(rate));
-      if (report.whole()) out << "whole: every checksum matches\n";
+      if (!base.record.is_null() && base.status.ok()) {
+        out << absl::StrFormat("the weights that its adapters go to: %s in %s, read and checked\n",
+                               FormatBytes(BaseBytes(base.record)), base.record.value("path", std::string()));
+      }
+      if (report.whole() && base.status.ok()) out << "whole: every checksum matches\n";
     }
     out.flush();
   }
-  if (report.whole()) return absl::OkStatus();
+  if (report.whole()) return base.status;
   if (report.damaged.empty()) {
     return absl::DataLossError(absl::StrCat(
         state.name(), ": ", report.notes.size(),
@@ -102,6 +147,9 @@ int RunVerify(int argc, const char* const* argv, std::ostream& out, std::ostream
   Flags flags;
   app.add_option("DIR", flags.dirs, "State directory or checkpoint; all directories of a striped run")
       ->required();
+  app.add_option("--model", flags.model,
+                 "Of a run with --lora-rank: where the weights that its adapters go to lie now, which are "
+                 "checked too [where the run last read them]");
   app.add_flag("--json", flags.json, "Print JSON");
   app.add_flag("--quiet", flags.quiet, "No progress, no summary: damaged ranges only");
   if (const auto code = ParseFlags(app, argc, argv, out, err)) return *code;

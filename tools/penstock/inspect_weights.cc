@@ -1,0 +1,187 @@
+#include "tools/penstock/inspect_weights.h"
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/status_macros.h"
+#include "models/packed_weights.h"
+#include "swap/safetensors.h"
+#include "tools/base/size.h"
+
+namespace penstock::tools {
+namespace {
+
+namespace fs = std::filesystem;
+constexpr const char* kSingle = "model.safetensors";
+constexpr const char* kIndex = "model.safetensors.index.json";
+
+struct Kind {
+  int64_t tensors = 0;
+  uint64_t bytes = 0;
+};
+
+struct File {
+  std::string path;
+  uint64_t bytes = 0;  // of tensors
+  int64_t tensors = 0;
+};
+
+struct Weights {
+  std::optional<models::PackedWeights> packed;
+  std::string source;      // of packed ones; empty: pack did not say
+  std::string model_type;  // by config.json; empty: there is none
+  std::vector<File> files;
+  std::map<std::string, Kind> kinds;  // by type
+
+  Kind All() const {
+    Kind all;
+    for (const auto& [type, kind] : kinds) {
+      all.tensors += kind.tensors;
+      all.bytes += kind.bytes;
+    }
+    return all;
+  }
+};
+
+bool Exists(const fs::path& path) {
+  std::error_code error;
+  return fs::exists(path, error);
+}
+
+// Empty: none is in there.
+fs::path MainFile(const fs::path& path) {
+  std::error_code error;
+  if (!fs::is_directory(path, error)) {
+    const bool named = path.extension() == ".safetensors" || path.filename() == kIndex;
+    return named && Exists(path) ? path : fs::path();
+  }
+  for (const char* name : {kIndex, kSingle}) {
+    if (Exists(path / name)) return path / name;
+  }
+  return {};
+}
+
+nlohmann::json ReadJson(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+}
+
+absl::StatusOr<std::set<std::string>> FilesOf(const fs::path& main) {
+  if (main.extension() != ".json") return std::set<std::string>{main.string()};
+  const nlohmann::json index = ReadJson(main);
+  if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object())
+    return absl::DataLossError(absl::StrCat(main.string(), " has no weight_map"));
+  std::set<std::string> files;
+  for (const auto& [name, file] : index["weight_map"].items()) {
+    if (!file.is_string())
+      return absl::DataLossError(absl::StrCat(main.string(), ": weight_map has no file for ", name));
+    files.insert((main.parent_path() / file.get<std::string>()).string());
+  }
+  return files;
+}
+
+absl::Status Add(const std::string& path, Weights* weights) {
+  const absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(path);
+  if (absl::IsNotFound(reader.status())) {
+    return absl::DataLossError(absl::StrCat(path, " is missing: the index of these weights names it"));
+  }
+  RETURN_IF_ERROR(reader.status());
+  const auto& metadata = (*reader)->metadata();
+  absl::StatusOr<std::optional<models::PackedWeights>> packed = models::PackedWeights::Of(metadata);
+  if (!packed.ok()) return absl::DataLossError(absl::StrCat(path, ": ", packed.status().message()));
+  if (!weights->files.empty() && weights->packed != *packed)
+    return absl::DataLossError(absl::StrCat(path, " is packed in another way than the files before it"));
+  weights->packed = *packed;
+  if (const auto source = metadata.find(models::kPackedSource); source != metadata.end())
+    weights->source = source->second;
+  File& file = weights->files.emplace_back(File{.path = path});
+  for (const swap::TensorInfo& tensor : (*reader)->tensors()) {
+    ASSIGN_OR_RETURN(const uint64_t bytes, tensor.Bytes());
+    Kind& kind = weights->kinds[std::string(swap::DtypeName(tensor.dtype))];
+    ++kind.tensors;
+    kind.bytes += bytes;
+    ++file.tensors;
+    file.bytes += bytes;
+  }
+  return absl::OkStatus();
+}
+
+nlohmann::ordered_json ToJson(const Weights& weights) {
+  nlohmann::ordered_json types = nlohmann::ordered_json::array(), files = types, packed;
+  for (const auto& [type, kind] : weights.kinds)
+    types.push_back({{"type", type}, {"tensors", kind.tensors}, {"bytes", kind.bytes}});
+  for (const File& file : weights.files)
+    files.push_back({{"path", file.path}, {"tensors", file.tensors}, {"bytes", file.bytes}});
+  if (weights.packed.has_value()) {
+    packed = {{"bits", weights.packed->bits},
+              {"group", weights.packed->group},
+              {"compute", weights.packed->compute == kernels::DType::kBf16 ? "bf16" : "fp32"},
+              {"source", nullptr}};
+    if (!weights.source.empty()) packed["source"] = weights.source;
+  }
+  return {{"packed", std::move(packed)},      {"model_type", weights.model_type},
+          {"tensors", weights.All().tensors}, {"bytes", weights.All().bytes},
+          {"types", std::move(types)},        {"files", std::move(files)}};
+}
+
+std::string Text(const Weights& weights) {
+  const auto bytes = [](uint64_t n) { return FormatBytes(static_cast<int64_t>(n)); };
+  std::string text;
+  if (weights.packed.has_value()) {
+    const models::PackedWeights& packed = *weights.packed;
+    absl::StrAppend(&text, "packed    matrices of layers in ", packed.bits,
+                    " bit, embeddings and output in 8, a bf16 scale for each ", packed.group,
+                    " of a row; products in ", packed.compute == kernels::DType::kBf16 ? "bf16" : "fp32",
+                    "\nsource    ", weights.source.empty() ? "not recorded" : weights.source, "\n");
+  } else {
+    absl::StrAppend(&text, "packed    no\n");
+  }
+  if (!weights.model_type.empty()) absl::StrAppend(&text, "model     ", weights.model_type, "\n");
+  const Kind all = weights.All();
+  std::vector<std::string> kinds;
+  for (const auto& [type, kind] : weights.kinds) {
+    const bool coded = type == "U8" && weights.packed.has_value();
+    kinds.push_back(
+        absl::StrCat(kind.tensors, coded ? " coded, " : absl::StrCat(" ", type, ", "), bytes(kind.bytes)));
+  }
+  absl::StrAppend(&text, "tensors   ", all.tensors, ", ", bytes(all.bytes), ": ", absl::StrJoin(kinds, "; "),
+                  "\n");
+  for (const File& file : weights.files)
+    absl::StrAppend(&text, "file      ", file.path, "  ", file.tensors, " tensors, ", bytes(file.bytes),
+                    "\n");
+  return text;
+}
+
+}  // namespace
+
+bool HoldsWeights(const std::string& path) { return !MainFile(path).empty(); }
+
+absl::Status InspectWeights(const std::string& path, bool json, std::ostream& out) {
+  const fs::path main = MainFile(path);
+  Weights weights;
+  ASSIGN_OR_RETURN(const std::set<std::string> files, FilesOf(main));
+  for (const std::string& file : files) RETURN_IF_ERROR(Add(file, &weights));
+  const fs::path config = main.parent_path() / "config.json";
+  if (const nlohmann::json published = Exists(config) ? ReadJson(config) : nlohmann::json();
+      published.is_object() && published.contains("model_type") && published["model_type"].is_string())
+    weights.model_type = published["model_type"].get<std::string>();
+  if (json) {
+    out << ToJson(weights).dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << "\n";
+  } else {
+    out << Text(weights);
+  }
+  out << std::flush;
+  return absl::OkStatus();
+}
+
+}  // namespace penstock::tools
