@@ -134,6 +134,10 @@ class Runtime:
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.replaced.append((module, replace_forward(module, forward)))
 
+    def values_were_here(self) -> None:
+        """Parameters had their values for a while (engine.gathered), and may have been changed in place then."""
+        self._weights.note_hidden()
+
     # --- passes
 
     @property
