@@ -18,7 +18,7 @@ def directory(tmp_path):
 def in_child():
     """Runs a text of Python in a process of its own; returns (exit status, stdout, stderr)."""
 
-    def run(text, *arguments, timeout=120, **keywords):
+    def run(text, *arguments, timeout=400, **keywords):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(
             [sys.executable, "-c", textwrap.dedent(text), *map(str, arguments)],
@@ -33,7 +33,7 @@ def in_child():
 def on_ranks():
     """Runs a text of Python in as many processes as `world`, as torchrun starts them; returns [(exit status, stdout, stderr)]."""
 
-    def run(text, world, *arguments, timeout=120):
+    def run(text, world, *arguments, timeout=400):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]

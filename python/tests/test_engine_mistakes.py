@@ -565,3 +565,42 @@ def test_groups_that_are_loaded_are_those_that_schedulers_know(tmp_path, whose):
         assert engine.get_lr() == pytest.approx([0.05])
         step(engine, data[1])
         assert engine.last_step["lr"] == pytest.approx(0.05)
+
+
+def test_a_weight_that_is_changed_in_place_without_values_is_told(tmp_path):
+    """NaN stays NaN in arithmetic: torch refuses it for all but parameters of one element."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.scale * self.inner(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), Scaled())
+    x = torch.randn(4, 8)
+    with make(model, tmp_path) as engine:
+        for change, told in (
+            (lambda: model[1].scale.mul_(2), "1.scale was changed in place"),
+            (lambda: model[1].scale.clamp_(0, 1), "1.scale was changed in place"),
+            (lambda: model[1].inner.weight.fill_(1), "written to outside"),
+        ):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            with torch.no_grad():
+                change()
+            with pytest.raises(RuntimeError, match=told):
+                engine(x)
+        with pytest.raises(RuntimeError), torch.no_grad():
+            model[1].inner.weight.mul_(2)
+        with engine.gathered(), torch.no_grad():
+            model[1].scale.mul_(2)  # for looking at
+        with engine.gathered(write_back=True), torch.no_grad():
+            before = model[1].scale.clone()
+            model[1].scale.mul_(2)
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        assert before.item() == pytest.approx(1, abs=0.1) and model[1].scale.isnan().all()

@@ -12,82 +12,28 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-TRAINER = """
-import json, os, signal, sys, torch, transformers
-transformers.logging.set_verbosity_error()
-deepspeed, out, resume, kill, accumulate = json.loads(sys.argv[1])
-torch.manual_seed(0)
-model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64,
-                                                               num_hidden_layers=2, num_attention_heads=4))
-data = [{"input_ids": torch.randint(3, 99, (16,))} for _ in range(64)]
-for each in data:
-    each["labels"] = each["input_ids"].clone()
-class Watch(transformers.TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **_):
-        if "loss" in logs:
-            print("RESULT", json.dumps([state.global_step, float(logs["loss"]), float(logs["grad_norm"])]), flush=True)
-        if state.global_step == kill:
-            os.kill(os.getpid(), signal.SIGKILL)
-args = transformers.TrainingArguments(output_dir=out, per_device_train_batch_size=4, max_steps=10, logging_steps=1, save_steps=3,
-                                      report_to=[], deepspeed=deepspeed, learning_rate=1e-2, lr_scheduler_type="cosine",
-                                      weight_decay=0.1, use_cpu=True, disable_tqdm=True,
-                                      gradient_accumulation_steps=accumulate)
-trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=[Watch()])
-trainer.train(resume_from_checkpoint=resume)
-print("RESULT", json.dumps(["eval", trainer.evaluate(data[:8])["eval_loss"]]))
-trainer.save_model(out + "/final")
-loaded = transformers.LlamaForCausalLM.from_pretrained(out + "/final").eval()
-x = torch.stack([each["input_ids"] for each in data[:8]])
-with torch.no_grad():
-    print("RESULT", json.dumps(["loaded", loaded(input_ids=x, labels=x).loss.item()]))
-"""
+import trainer  # noqa: E402
+from trainer import config  # noqa: E402
 
 
-def config(directory):
-    offload = {"device": "nvme", "nvme_path": str(directory)}
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": offload,
-            "offload_optimizer": offload,
-            "stage3_gather_16bit_weights_on_model_save": True,
-        },
-    }
-
-
-def run(tmp_path, out, deepspeed=None, resume=None, kill=0, status=0, accumulate=1):
-    script = tmp_path / "train.py"
-    script.write_text(TRAINER)
+def run(out, deepspeed=None, status=0, **options):
     launcher = ["-m", "penstock.run"] if deepspeed else []
-    done = subprocess.run(
-        [sys.executable, *launcher, str(script), json.dumps([deepspeed, str(out), resume and str(resume), kill, accumulate])],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == status, done.stderr[-3000:]
-    found = [json.loads(line[len("RESULT ") :]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return {step: values for step, *values in found}
+    return trainer.run(*launcher, out=out, deepspeed=deepspeed, status=status, **options)
 
 
 def test_trainer(tmp_path):
-    plain = run(tmp_path, tmp_path / "plain")
+    plain = run(tmp_path / "plain")
     nvme = tmp_path / "nvme"
-    ours = run(tmp_path, tmp_path / "ours", config(nvme))
-    assert list(ours) == list(plain) == [*range(1, 11), "eval", "loaded"]
+    ours = run(tmp_path / "ours", config(nvme))
+    assert list(ours) == list(plain) == [*range(1, 11), "eval", "loaded", "ranks"]
     for step, values in plain.items():
         assert ours[step] == pytest.approx(values, abs=1e-5), step
     assert os.listdir(nvme) == []  # what is there goes with the process
     # Killed in mid-run, and gone on with from the last checkpoint: the same bits.
-    killed = run(tmp_path, tmp_path / "killed", config(nvme), kill=8, status=-signal.SIGKILL)
+    killed = run(tmp_path / "killed", config(nvme), kill=8, status=-signal.SIGKILL)
     assert [ours[step] for step in killed] == list(killed.values())
-    resumed = run(tmp_path, tmp_path / "killed", config(nvme), resume=tmp_path / "killed" / "checkpoint-6")
-    assert list(resumed) == [7, 8, 9, 10, "eval", "loaded"]
+    resumed = run(tmp_path / "killed", config(nvme), resume=str(tmp_path / "killed" / "checkpoint-6"))
+    assert list(resumed) == [7, 8, 9, 10, "eval", "loaded", "ranks"]
     for step, values in resumed.items():
         assert values == ours[step], step
     assert os.listdir(nvme) == []  # nor does what the killed process left stay
@@ -95,10 +41,10 @@ def test_trainer(tmp_path):
 
 def test_trainer_accumulates(tmp_path):
     """Micro-batches one by one, and an epoch's end in the middle of a step: 64 texts are 16 batches, 3 a step."""
-    plain = run(tmp_path, tmp_path / "plain", accumulate=3)
+    plain = run(tmp_path / "plain", accumulate=3)
     nvme = tmp_path / "nvme"
-    ours = run(tmp_path, tmp_path / "ours", config(nvme), accumulate=3)
-    assert list(ours) == list(plain) == [*range(1, 11), "eval", "loaded"]
+    ours = run(tmp_path / "ours", config(nvme), accumulate=3)
+    assert list(ours) == list(plain) == [*range(1, 11), "eval", "loaded", "ranks"]
     for step, values in plain.items():
         assert ours[step] == pytest.approx(values, abs=1e-5), step
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -13,6 +11,7 @@ dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("this torch was built without torch.distributed", allow_module_level=True)
 
+import trainer  # noqa: E402
 from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
 
 COMMON = """
@@ -301,57 +300,20 @@ def test_what_differs_between_ranks_is_refused_on_all_and_errors_of_one_are_told
     assert "rank 1 of 2 failed: its program ended with ValueError: the data ends early" in first["a program that ends"]
 
 
-TRAINER = """
-import json, os, sys, torch, transformers
-transformers.logging.set_verbosity_error()
-deepspeed, out, size = json.loads(sys.argv[1])
-torch.manual_seed(0)
-model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64,
-                                                               num_hidden_layers=2, num_attention_heads=4))
-data = [{"input_ids": torch.randint(3, 99, (16,))} for _ in range(64)]
-for each in data:
-    each["labels"] = each["input_ids"].clone()
-class Watch(transformers.TrainerCallback):
-    def on_log(self, args, state, control, logs=None, **_):
-        if "loss" in logs and state.is_world_process_zero:
-            print("TOLD", json.dumps([state.global_step, [float(logs["loss"]), float(logs["grad_norm"])]]), flush=True)
-args = transformers.TrainingArguments(output_dir=out, per_device_train_batch_size=size, max_steps=4, logging_steps=1, save_steps=2,
-                                      report_to=[], deepspeed=deepspeed, learning_rate=1e-2, use_cpu=True, disable_tqdm=True)
-trainer = transformers.Trainer(model=model, args=args, train_dataset=data, callbacks=[Watch()])
-trainer.train()
-trainer.save_model(out + "/final")
-if trainer.is_world_process_zero():
-    loaded = transformers.LlamaForCausalLM.from_pretrained(out + "/final").eval()
-    x = torch.stack([each["input_ids"] for each in data[:8]])
-    with torch.no_grad():
-        print("TOLD", json.dumps(["loaded", [loaded(input_ids=x, labels=x).loss.item(), trainer.args.world_size]]))
-"""
-
-
 def test_trainer_under_torchrun(directory):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    script = directory / "train.py"
-    script.write_text(TRAINER)
-    offload = {"device": "nvme", "nvme_path": str(directory / "nvme")}
-    settings = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "train_batch_size": "auto",
-                "gradient_clipping": "auto", "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload}}
+    settings = trainer.config(directory / "nvme")
 
-    def run(*launcher, deepspeed, out, size):
-        done = subprocess.run(
-            [sys.executable, *launcher, str(script), json.dumps([deepspeed, str(directory / out), size])],
-            capture_output=True, text=True, timeout=300,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return dict(json.loads(line[len("TOLD ") :]) for line in done.stdout.splitlines() if line.startswith("TOLD "))
+    def run(*launcher, **options):
+        return trainer.run(*launcher, threads=1, max_steps=4, save_steps=2, evaluates=False, **options)
 
-    plain = run(deepspeed=None, out="plain", size=8)
+    plain = run(out=directory / "plain", size=8)
     ranks = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "penstock.run",
-                deepspeed=settings, out="ranks", size=4)
-    assert ranks["loaded"][1] == 2
+                deepspeed=settings, out=directory / "ranks", size=4)
+    assert ranks["ranks"] == [2]
     for number in (1, 2, 3, 4):
         assert ranks[number] == pytest.approx(plain[number], abs=1e-4), number
-    assert ranks["loaded"][0] == pytest.approx(plain["loaded"][0], abs=1e-4)
+    assert ranks["loaded"] == pytest.approx(plain["loaded"], abs=1e-4)
     assert (directory / "ranks" / "checkpoint-4" / "global_step4" / "rank-1").is_dir()
     assert os.listdir(directory / "nvme") == []

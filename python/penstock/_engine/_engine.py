@@ -145,6 +145,7 @@ class Engine:
         self._kept_buffers: Optional[Dict[str, torch.Tensor]] = None  # as the last step left them
         self._written: Set[str] = set()  # checkpoints of this engine
         self._gathered = False
+        self._partly_written = False  # values of a program, of which the drive has some
         self._closed = False
         # Of forwards that come one by one; None where each step is of one forward.
         self._accumulation = Accumulation(model, settings.forwards) if settings.forwards > 1 else None
@@ -462,6 +463,11 @@ class Engine:
         info = self._info()
         self.global_steps = info["step"]
         kept = decode(json.loads(self._core.description())) or {}
+        if kept.get("partly_written"):
+            raise RuntimeError(
+                f"{self._restore_from or self._settings.state_dirs[0]} holds values of two states: its process ended within load_state_dict (or "
+                "engine.gathered(write_back=True)). Go on from a checkpoint of before, or begin anew with overwrite=True"
+            )
         for name, value in kept.get("buffers", {}).items():
             module, short, _, _ = self._buffers[name]
             with torch.no_grad():
@@ -644,6 +650,8 @@ class Engine:
             "watched": self._watched,
             "samples": self._samples if self._watch is None else self._watch.samples,
         }
+        if self._partly_written:
+            kept["partly_written"] = True
         if self.lr_scheduler is not None:
             state = self.lr_scheduler.state_dict()
             kept["scheduler"] = {name: value for name, value in state.items() if _is_kept(value)}
@@ -823,15 +831,27 @@ class Engine:
             if write_back:
                 changed = [not torch.equal(parameter.data, before) for parameter, before in zip(wanted, read)]
                 changed = json.loads(self._ranks.texts("which values were changed", json.dumps(changed))[source])
-                for parameter, whether in zip(wanted, changed):
-                    if whether:
-                        value = parameter.data.contiguous()
-                        self._ranks.share(value, source)
-                        self.write_state(parameter, value)
+                self._write_back([parameter for parameter, whether in zip(wanted, changed) if whether], source)
         finally:
             self._gathered = False
             for parameter, data in zip(wanted, hidden):
                 parameter.data = data
+            runtime.values_were_here()
+
+    # Each is a commit: between the first and the last of them commits say that the state is neither the old nor the new one.
+    def _write_back(self, parameters: Sequence[nn.Parameter], source: int) -> None:
+        def marked(whether: bool) -> None:
+            self._partly_written = whether
+            self.flush()
+
+        if len(parameters) > 1:
+            marked(True)
+        for parameter in parameters:
+            value = parameter.data.contiguous()
+            self._ranks.share(value, source)
+            self.write_state(parameter, value)
+        if len(parameters) > 1:
+            marked(False)
 
     # As it came in; None where the parameter has it just now.
     def _value_of(self, parameter: nn.Parameter) -> Optional[torch.Tensor]:

@@ -26,6 +26,7 @@ from torch import nn
 
 from ._accumulation import Forward, alike, sample_of, set_modes
 from ._blocks import Block
+from ._heap import Heap
 from ._interrupts import deferred
 from ._modules import Structure, kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._random import RandomState, drawn_again, others_now
@@ -97,6 +98,7 @@ class Runtime:
         self._requires_grad = [[parameter.requires_grad for _, parameter in block.parameters] for block in blocks]
         self._structure = Structure(model)
         self._checkpointing = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
+        self._heap = Heap()
         self._local = threading.local()
         self._open: Optional[bool] = None  # trains; None: no pass is open
         self._drivers: List[Driver] = []
@@ -131,6 +133,10 @@ class Runtime:
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.replaced.append((module, replace_forward(module, forward)))
+
+    def values_were_here(self) -> None:
+        """Parameters had their values for a while (engine.gathered), and may have been changed in place then."""
+        self._weights.note_hidden()
 
     # --- passes
 
@@ -426,6 +432,7 @@ class Runtime:
     def _enter(self, driver: Driver, backward: bool, stage: int) -> int:
         if self._open is None:
             raise PassFailed("this pass is over: its forward was given up")
+        self._heap.look()
         baton = self._baton
         if baton is not None:
             driver.random = RandomState.now()

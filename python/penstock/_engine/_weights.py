@@ -34,6 +34,9 @@ class Weights:
         self._spans: Dict[int, Tuple[int, int]] = {}
         self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
         self._versions: Dict[int, List[int]] = {}  # of each block's parameters, when they got their values
+        # Of one element: torch takes arithmetic in place for them, which leaves NaN as it is. Their versions, when they were hidden.
+        self._single = [[parameter for parameter in block if parameter.numel() == 1] for block in self._parameters]
+        self._single_versions: Dict[int, int] = {}
 
     def attach(self, block: int, address: int) -> None:
         """The block's parameters are what lies at `address` from here on."""
@@ -64,7 +67,12 @@ class Weights:
             self._nan.fill_(float("nan"))
             raise RuntimeError("a parameter was written to outside of engine.gathered(write_back=True): the value is lost")
         place = self._nan.data_ptr()
+        changed = {id(each) for block in self._single for each in block if each._version != self._single_versions.get(id(each), each._version)}
+        self.note_hidden()
         for block in blocks:
+            for name, parameter in block.parameters:
+                if id(parameter) in changed:
+                    raise RuntimeError(f"{name} was changed in place outside of engine.gathered(write_back=True): it has no value there, and keeps its own")
             for name, parameter in block.parameters:
                 if parameter.device.type != "cpu" or (parameter.data_ptr() != place and parameter.numel()):
                     self.hide_all()
@@ -76,6 +84,15 @@ class Weights:
     def hide(self, block: int) -> None:
         for parameter, hidden in zip(self._parameters[block], self._hidden[block]):
             parameter.data = hidden
+
+        for parameter in self._single[block]:
+            self._single_versions[id(parameter)] = parameter._version
+
+    def note_hidden(self) -> None:
+        """What was changed in place until now was no mistake, or was told."""
+        for block in self._single:
+            for parameter in block:
+                self._single_versions[id(parameter)] = parameter._version
 
     def hide_all(self) -> None:
         for block in range(len(self._parameters)):
