@@ -21,7 +21,7 @@
 namespace penstock::generate {
 
 // Rows of a product in decoding where there are several sequences: always so many, the last ones empty, so
-// that a sequence's bits do not depend on how many others there are.
+// that a row is rounded the same way however many others there are (but see generate/pass.h).
 inline constexpr int64_t kGroupRows = 16;
 // Positions of a prompt that are computed at once: a prompt is cut at multiples of this, whatever the budget.
 inline constexpr int64_t kChunkRows = 128;
