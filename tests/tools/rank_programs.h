@@ -2,33 +2,19 @@
 #ifndef PENSTOCK_TESTS_TOOLS_RANK_PROGRAMS_H_
 #define PENSTOCK_TESTS_TOOLS_RANK_PROGRAMS_H_
 
-#include <arpa/inet.h>
-#include <sys/socket.h>
-
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "tests/free_port.h"
 #include "tests/tools/penstock_program.h"
 
 namespace penstock::tools::testing_support {
 
-inline std::string FreePort() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  EXPECT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
-  EXPECT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
-  close(fd);
-  return std::to_string(ntohs(address.sin_port));
-}
-
 // Where the ranks are: all on this host, or each on a host of its own, that `launchers` start them on.
 struct RankHosts {
   std::string master_address = "127.0.0.1";
-  std::string master_port = FreePort();
+  std::string master_port = std::to_string(tests::FreePort());
   std::vector<Arguments> launchers;
 };
 

@@ -349,7 +349,8 @@ TEST_F(RanksTest, ACheckCountsTheRanks) {
   const auto check = [&](const Arguments& ranks) {
     return Program(dir_, arguments, Arguments{"env"} + ranks).Wait();
   };
-  const Arguments meeting = {"MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + FreePort(), "RANK=1", "LOCAL_RANK=1"};
+  const Arguments meeting = {"MASTER_ADDR=127.0.0.1", "MASTER_PORT=" + std::to_string(tests::FreePort()),
+                             "RANK=1", "LOCAL_RANK=1"};
   const Ran alone = check({}), three = check(meeting + Arguments{"WORLD_SIZE=3"});
   EXPECT_EQ(alone.code, 0) << alone.err;
   EXPECT_EQ(three.code, 0) << three.err;

@@ -1,9 +1,7 @@
 #include "tests/zero/ranks.h"
 
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
 #include <signal.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <torch/nn/modules/embedding.h>
 #include <torch/nn/modules/linear.h>
@@ -14,22 +12,9 @@
 #include <fstream>
 
 #include "swap/checkpoint.h"
+#include "tests/free_port.h"
 
 namespace penstock::zero::testing_support {
-
-int FreePort() {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  if (fd < 0 || bind(fd, reinterpret_cast<sockaddr*>(&address), length) != 0 ||
-      getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) != 0) {
-    std::abort();
-  }
-  close(fd);
-  return ntohs(address.sin_port);
-}
 
 RankEnvironment LoopbackRank(int rank, int world, int port) {
   RankEnvironment environment;
@@ -42,7 +27,7 @@ RankEnvironment LoopbackRank(int rank, int world, int port) {
 std::vector<RankOutcome> RunProcesses(int world, const RankBody& body) {
   const std::string scratch = ScratchDirectory();
   const auto path = [&](int rank) { return scratch + "/report-" + std::to_string(rank); };
-  const int port = FreePort();
+  const int port = tests::FreePort();
   std::vector<pid_t> children;
   for (int rank = 0; rank < world; ++rank) {
     const pid_t pid = fork();

@@ -16,9 +16,6 @@
 
 namespace penstock::zero::testing_support {
 
-// A port of the loopback interface that was free a moment ago.
-int FreePort();
-
 RankEnvironment LoopbackRank(int rank, int world, int port);
 
 // What became of a child: its report, and how its process ended.
