@@ -7,8 +7,9 @@
 // A pass takes the next token of each sequence that decodes, and pieces of the prompts of those that begin.
 // Between passes, sequences that ended give their places to those that wait. The tokens of a sequence depend
 // on its prompt, its seed and the options for sampling; not on the budget, on what is resident, on where keys
-// and values live, on what is drafted, or on the others, but for near ties: GenerationWish::one_row computes in
-// another order, and some BLAS round a row of a product by where it stands among the others (generate/pass.h).
+// and values live, on what is drafted, or on the others, but for near ties: GenerationWish::one_row computes
+// in another order, and some BLAS round a row of a product by where it stands among the others
+// (generate/pass.h).
 //
 // Memory: the budget bounds the arena and LibTorch's tensors together. Not counted: code, stacks, scratch of
 // oneDNN and BLAS, what the callbacks hold, the tokens themselves.

@@ -7,8 +7,8 @@
 //            rest of the layer; then the head
 //
 // A sequence's values depend on its own tokens alone: products have the same rows whatever else is in the
-// pass, and attention is made for each sequence by itself. Its last bits may depend on the row that it has among
-// those of its group: OpenBLAS computes a product of 16 rows in tiles of unlike sizes.
+// pass, and attention is made for each sequence by itself. Its last bits may depend on the row that it has
+// among those of its group: OpenBLAS computes a product of 16 rows in tiles of unlike sizes.
 //
 // Threads: one. Errors: of the stream; kResourceExhausted: LibTorch's memory is at its limit.
 #ifndef PENSTOCK_GENERATE_PASS_H_
