@@ -1,12 +1,9 @@
 #include "models/weight_import.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <cstring>
-#include <fstream>
+#include <filesystem>
 #include <set>
-#include <sstream>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -16,15 +13,13 @@
 #include "base/status_macros.h"
 #include "kernels/float16.h"
 #include "models/stored_type.h"
+#include "models/weight_files.h"
 
 namespace penstock::models {
 namespace {
 
 constexpr int64_t kBufferElements = 64 << 10;  // 256 KiB of fp32
 constexpr const char* kOutput = "lm_head.weight";
-constexpr const char* kSingle = "model.safetensors";
-constexpr const char* kIndex = "model.safetensors.index.json";
-constexpr uint64_t kMostIndexBytes = uint64_t{64} << 20;
 
 // `given`: the flag and the path.
 absl::Status Wrong(const std::string& given, const std::string& why) {
@@ -33,46 +28,6 @@ absl::Status Wrong(const std::string& given, const std::string& why) {
 
 std::string Given(const std::string& label, const std::string& path) {
   return absl::StrCat(label, " ", path);
-}
-
-bool IsDirectory(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
-}
-
-bool Exists(const std::string& path) {
-  struct stat info {};
-  return ::stat(path.c_str(), &info) == 0;
-}
-
-std::string DirectoryOf(const std::string& path) {
-  if (IsDirectory(path)) return path;
-  const size_t slash = path.rfind('/');
-  return slash == std::string::npos ? "." : path.substr(0, std::max<size_t>(slash, 1));
-}
-
-// The file that `path` means.
-absl::StatusOr<std::string> MainFile(const std::string& path, const std::string& given) {
-  if (!Exists(path)) return Wrong(given, "no such file or directory");
-  if (!IsDirectory(path)) return path;
-  for (const char* name : {kIndex, kSingle}) {
-    std::string file = absl::StrCat(path, "/", name);
-    if (Exists(file)) return file;
-  }
-  return Wrong(given, absl::StrCat("neither ", kSingle, " nor ", kIndex, " in there"));
-}
-
-absl::StatusOr<nlohmann::json> ReadJson(const std::string& given, const std::string& path) {
-  struct stat info {};
-  if (::stat(path.c_str(), &info) != 0 || static_cast<uint64_t>(info.st_size) > kMostIndexBytes) {
-    return Wrong(given, absl::StrCat(path, " cannot be read, or is too long"));
-  }
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  text << file.rdbuf();
-  nlohmann::json json = nlohmann::json::parse(text.str(), nullptr, /*allow_exceptions=*/false);
-  if (!file || !json.is_object()) return Wrong(given, absl::StrCat(path, " is not a JSON object"));
-  return json;
 }
 
 bool IsFloat(swap::Dtype dtype) {
@@ -85,15 +40,12 @@ std::string ShapeText(const std::vector<uint64_t>& shape) {
 
 }  // namespace
 
-bool HasWeights(const std::string& directory) {
-  return Exists(absl::StrCat(directory, "/", kIndex)) || Exists(absl::StrCat(directory, "/", kSingle));
-}
-
 absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
   const std::string given = Given("--init-from", path);
-  ASSIGN_OR_RETURN(std::string file, MainFile(path, given));
-  const std::string beside = absl::StrCat(DirectoryOf(path), "/config.json");
-  if (Exists(beside)) return ReadJson(given, beside);
+  ASSIGN_OR_RETURN(std::string file, MainWeightFile(path, given));
+  const std::string beside = absl::StrCat(WeightDirectory(path), "/config.json");
+  std::error_code error;
+  if (std::filesystem::exists(beside, error)) return ReadJsonObject(beside, given);
   if (absl::EndsWith(file, ".json")) return nlohmann::json();
   ASSIGN_OR_RETURN(std::unique_ptr<swap::SafetensorsReader> reader, swap::SafetensorsReader::Open(file));
   const auto config = reader->metadata().find("config");
@@ -103,16 +55,11 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path) {
 }
 
 std::optional<PackedWeights> PackingOf(const std::string& path) {
-  absl::StatusOr<std::string> file = MainFile(path, path);
-  if (file.ok() && absl::EndsWith(*file, ".json")) {
-    const absl::StatusOr<nlohmann::json> index = ReadJson(path, *file);
-    if (!index.ok() || !index->contains("weight_map")) return std::nullopt;
-    const nlohmann::json& map = (*index)["weight_map"];
-    if (!map.is_object() || map.empty() || !map.begin()->is_string()) return std::nullopt;
-    file = absl::StrCat(DirectoryOf(*file), "/", map.begin()->get<std::string>());
-  }
-  if (!file.ok()) return std::nullopt;
-  const auto reader = swap::SafetensorsReader::Open(*file);
+  const absl::StatusOr<std::string> main = MainWeightFile(path, path);
+  if (!main.ok()) return std::nullopt;
+  const absl::StatusOr<WeightFiles> files = WeightFilesOf(*main, path);
+  if (!files.ok()) return std::nullopt;
+  const auto reader = swap::SafetensorsReader::Open(files->begin()->first);
   if (!reader.ok()) return std::nullopt;
   return PackedWeights::Of((*reader)->metadata()).value_or(std::nullopt);
 }
@@ -140,25 +87,8 @@ absl::StatusOr<std::unique_ptr<WeightImport>> WeightImport::OpenAnyCode(const st
 }
 
 absl::Status WeightImport::OpenFiles(const std::string& path, const std::string& given, bool coded) {
-  ASSIGN_OR_RETURN(std::string main, MainFile(path, given));
-  std::map<std::string, std::set<std::string>> names;  // by file; empty: whatever is in there
-  if (absl::EndsWith(main, ".json")) {
-    ASSIGN_OR_RETURN(const nlohmann::json index, ReadJson(given, main));
-    const auto map = index.find("weight_map");
-    if (map == index.end() || !map->is_object() || map->empty()) {
-      return Wrong(given, absl::StrCat(main, " has no weight_map"));
-    }
-    for (const auto& [name, file] : map->items()) {
-      // Files beside the index and nowhere else, whoever wrote it.
-      if (!file.is_string() || file.get<std::string>().empty() ||
-          file.get<std::string>().find('/') != std::string::npos) {
-        return Wrong(given, absl::StrCat("weight_map has no file name for ", name));
-      }
-      names[absl::StrCat(DirectoryOf(main), "/", file.get<std::string>())].insert(name);
-    }
-  } else {
-    names[main];
-  }
+  ASSIGN_OR_RETURN(std::string main, MainWeightFile(path, given));
+  ASSIGN_OR_RETURN(const WeightFiles names, WeightFilesOf(main, given));
   std::map<std::string, Source> there;
   for (const auto& [file, wanted] : names) {
     absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(file);

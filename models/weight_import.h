@@ -1,10 +1,9 @@
 // Initial weights from safetensors, in Hugging Face's names and shapes: what `penstock export` writes, and
 // what is published under those names (with the family's prefix, as "transformer." or "model.", or without).
 //
-// A path is a .safetensors file, the .index.json of several, or a directory with model.safetensors or
-// model.safetensors.index.json. Values may be fp32, bf16 or fp16; they become the fp32 masters exactly.
-// Matrices that Conv1D keeps as [in, out] are turned on the way. Memory: a buffer of 256 KiB, whatever the
-// model.
+// A path is as in models/weight_files.h. Values may be fp32, bf16 or fp16; they become the fp32 masters
+// exactly. Matrices that Conv1D keeps as [in, out] are turned on the way. Memory: a buffer of 256 KiB,
+// whatever the model.
 //
 // Nothing is guessed: a tensor that is missing, of another shape, or without a place in the model is an error
 // that names it. Masks and other constants that old files carry are passed over, and an output embedding is,
@@ -42,9 +41,6 @@ absl::StatusOr<nlohmann::json> ConfigOfWeights(const std::string& path);
 // How the weights at `path` are packed, by the header of one of its files; nullopt: they are not, or cannot
 // be read, which opening them tells.
 std::optional<PackedWeights> PackingOf(const std::string& path);
-
-// Whether a directory has weights that WeightImport takes.
-bool HasWeights(const std::string& directory);
 
 class WeightImport {
  public:

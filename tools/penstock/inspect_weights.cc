@@ -2,12 +2,10 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <set>
 #include <utility>
 #include <vector>
 
@@ -15,15 +13,15 @@
 #include "absl/strings/str_join.h"
 #include "base/status_macros.h"
 #include "models/packed_weights.h"
+#include "models/weight_files.h"
 #include "swap/safetensors.h"
 #include "tools/base/size.h"
+#include "zero/config/json_field.h"
 
 namespace penstock::tools {
 namespace {
 
 namespace fs = std::filesystem;
-constexpr const char* kSingle = "model.safetensors";
-constexpr const char* kIndex = "model.safetensors.index.json";
 
 struct Kind {
   int64_t tensors = 0;
@@ -52,43 +50,6 @@ struct Weights {
     return all;
   }
 };
-
-bool Exists(const fs::path& path) {
-  std::error_code error;
-  return fs::exists(path, error);
-}
-
-// Empty: none is in there.
-fs::path MainFile(const fs::path& path) {
-  std::error_code error;
-  if (!fs::is_directory(path, error)) {
-    const bool named = path.extension() == ".safetensors" || path.filename() == kIndex;
-    return named && Exists(path) ? path : fs::path();
-  }
-  for (const char* name : {kIndex, kSingle}) {
-    if (Exists(path / name)) return path / name;
-  }
-  return {};
-}
-
-nlohmann::json ReadJson(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
-}
-
-absl::StatusOr<std::set<std::string>> FilesOf(const fs::path& main) {
-  if (main.extension() != ".json") return std::set<std::string>{main.string()};
-  const nlohmann::json index = ReadJson(main);
-  if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object())
-    return absl::DataLossError(absl::StrCat(main.string(), " has no weight_map"));
-  std::set<std::string> files;
-  for (const auto& [name, file] : index["weight_map"].items()) {
-    if (!file.is_string())
-      return absl::DataLossError(absl::StrCat(main.string(), ": weight_map has no file for ", name));
-    files.insert((main.parent_path() / file.get<std::string>()).string());
-  }
-  return files;
-}
 
 absl::Status Add(const std::string& path, Weights* weights) {
   const absl::StatusOr<std::unique_ptr<swap::SafetensorsReader>> reader = swap::SafetensorsReader::Open(path);
@@ -164,17 +125,24 @@ std::string Text(const Weights& weights) {
 
 }  // namespace
 
-bool HoldsWeights(const std::string& path) { return !MainFile(path).empty(); }
+bool HoldsWeights(const std::string& path) {
+  std::error_code error;
+  const fs::path file(path);
+  if (fs::is_directory(file, error)) return models::HasWeights(path);
+  const bool named = file.extension() == ".safetensors" || file.filename() == models::kWeightIndex;
+  return named && fs::exists(file, error);
+}
 
 absl::Status InspectWeights(const std::string& path, bool json, std::ostream& out) {
-  const fs::path main = MainFile(path);
   Weights weights;
-  ASSIGN_OR_RETURN(const std::set<std::string> files, FilesOf(main));
-  for (const std::string& file : files) RETURN_IF_ERROR(Add(file, &weights));
-  const fs::path config = main.parent_path() / "config.json";
-  if (const nlohmann::json published = Exists(config) ? ReadJson(config) : nlohmann::json();
-      published.is_object() && published.contains("model_type") && published["model_type"].is_string())
-    weights.model_type = published["model_type"].get<std::string>();
+  ASSIGN_OR_RETURN(const std::string main, models::MainWeightFile(path, path));
+  const absl::StatusOr<models::WeightFiles> files = models::WeightFilesOf(main, path);
+  if (!files.ok()) return absl::DataLossError(files.status().message());
+  for (const auto& [file, tensors] : *files) RETURN_IF_ERROR(Add(file, &weights));
+  const std::string config = absl::StrCat(models::WeightDirectory(main), "/config.json");
+  const absl::StatusOr<nlohmann::json> published = models::ReadJsonObject(config, path);
+  if (published.ok())  // what is not there, or cannot be read, says nothing
+    weights.model_type = zero::JsonField<std::string>(*published, "model_type").value_or("");
   if (json) {
     out << ToJson(weights).dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << "\n";
   } else {

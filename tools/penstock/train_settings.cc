@@ -12,6 +12,7 @@
 #include "base/status_macros.h"
 #include "kernels/cpu_features.h"
 #include "models/dataset.h"
+#include "models/weight_files.h"
 #include "models/weight_import.h"
 #include "swap/inspect.h"
 #include "tools/base/size.h"

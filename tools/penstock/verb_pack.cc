@@ -19,6 +19,7 @@
 #include "base/status_macros.h"
 #include "kernels/weight_code.h"
 #include "models/family.h"
+#include "models/weight_files.h"
 #include "models/weight_import.h"
 #include "models/weight_pack.h"
 #include "tools/base/cli.h"
