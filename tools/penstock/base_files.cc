@@ -77,6 +77,11 @@ absl::Status AnotherBase(const std::string& file, const std::string& why) {
       absl::StrCat(file, ": not the weights that this run's adapters were made for (", why, "): ", kWayOut));
 }
 
+absl::Status NoBase(const std::string& model) {
+  return absl::InvalidArgumentError(
+      absl::StrCat("--model ", model, ": this state has its weights itself: leave the flag out"));
+}
+
 int64_t BaseBytes(const nlohmann::json& record) {
   int64_t bytes = 0;
   if (!record.is_object() || !record.contains("files") || !record["files"].is_array()) return 0;

@@ -36,6 +36,9 @@ absl::StatusOr<nlohmann::json> CompareBase(const nlohmann::json& record, const s
 // What a file is told that is not the recorded one, for whoever finds that out otherwise.
 absl::Status AnotherBase(const std::string& file, const std::string& why);
 
+// What --model is told where a state has its weights itself.
+absl::Status NoBase(const std::string& model);
+
 // The bytes of all files, as recorded.
 int64_t BaseBytes(const nlohmann::json& record);
 

@@ -132,10 +132,7 @@ std::string BaseDirectoryOf(const nlohmann::json& run, const std::string& model_
 // --model says where what the run reads in place, and the tokenizer, lie now.
 absl::Status TakeModel(const Flags& flags, nlohmann::json* run, std::string* model_directory) {
   if (flags.model.empty()) return absl::OkStatus();
-  if (!run->is_object() || !run->contains(kBaseKey)) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--model ", flags.model, ": this state has its weights itself: leave the flag out"));
-  }
+  if (!run->is_object() || !run->contains(kBaseKey)) return NoBase(flags.model);
   std::error_code error;
   const std::string path = std::filesystem::absolute(flags.model, error).lexically_normal();
   if (!std::filesystem::exists(path, error))

@@ -125,10 +125,7 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
   options.trains = false;
   options.dtype = source.dtype;
   options.storage.state_dirs = source.state_dirs;
-  if (source.base.is_null() && !flags.model.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--model ", flags.model, ": this state has its weights itself: leave the flag out"));
-  }
+  if (source.base.is_null() && !flags.model.empty()) return NoBase(flags.model);
   if (!source.base.is_null()) {
     ASSIGN_OR_RETURN(const LoraBase base, ReopenBase(source.base, flags.model, *source.model, source.dtype,
                                                      BaseCheck::kTimes, /*quiet=*/false));

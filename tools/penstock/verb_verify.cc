@@ -45,10 +45,7 @@ Base VerifyBase(const nlohmann::json& payload, const Flags& flags) {
   Base base;
   const nlohmann::json run = payload.is_object() ? payload.value("run", nlohmann::json()) : nlohmann::json();
   if (!run.is_object() || !run.contains(kBaseKey)) {
-    if (!flags.model.empty()) {
-      base.status = absl::InvalidArgumentError(
-          absl::StrCat("--model ", flags.model, ": this state has its weights itself: leave the flag out"));
-    }
+    if (!flags.model.empty()) base.status = NoBase(flags.model);
     return base;
   }
   base.record = run[kBaseKey];
