@@ -363,8 +363,8 @@ class Generator::Impl {
     return absl::OkStatus();
   }
 
-  // The token behind each of a share's, up to the first that is not the one drafted there: the tokens that
-  // passes without drafts make. What is cached behind it is written over by the next pass.
+  // The token behind each of a share's, up to the first that is not the one drafted there. What is cached
+  // behind it is written over by the next pass.
   absl::Status Verify(const GenerationCallbacks& callbacks, const Share& share, Sequence* sequence,
                       const float* rows, size_t vocabulary) {
     stats_.drafted_tokens += static_cast<int64_t>(share.tokens.size()) - 1;

@@ -46,6 +46,11 @@ uint64_t LargestUnit(const GenerationSizes& s) {
   return s.units.empty() ? 0 : *std::max_element(s.units.begin(), s.units.end());
 }
 
+// Of a pass that decodes, in whole groups: of each text one, and its drafted tokens.
+int64_t RowsThatDecode(const GenerationPlan& plan, const GenerationWish& wish) {
+  return RoundUp(plan.batch * (1 + wish.drafted), plan.group_rows);
+}
+
 struct Candidate {
   int64_t batch = 1;
   CachePlace place = CachePlace::kHost;
@@ -57,15 +62,13 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
   plan.batch = candidate.batch;
   plan.cache = candidate.place;
   plan.group_rows = wish.one_row() ? 1 : kGroupRows;
-  plan.decoded_rows = plan.batch * (1 + wish.drafted);
   plan.prompt_rows = prompt_rows;
   plan.ring_bytes = ring;
   plan.scratch_bytes = s.scratch_bytes;
   plan.cache_bytes = plan.cache == CachePlace::kHost
                          ? U(plan.batch) * s.cache.host_bytes(wish.positions)
                          : U(plan.batch) * s.cache.tail_bytes() + KvCache::StagingBytes(s.cache);
-  plan.tensor_bytes =
-      TensorBytes(s, wish, RoundUp(plan.decoded_rows, plan.group_rows), prompt_rows, plan.group_rows);
+  plan.tensor_bytes = TensorBytes(s, wish, RowsThatDecode(plan, wish), prompt_rows, plan.group_rows);
   const uint64_t arena = plan.ring_bytes + plan.scratch_bytes + plan.cache_bytes;
   plan.total_bytes = (arena + kPages - 1) / kPages * kPages + plan.tensor_bytes;
   return plan;
@@ -94,7 +97,7 @@ void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPla
       plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.file_bytes(wish.positions) : 0;
   const double drive =
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
-  const int64_t groups = (plan->decoded_rows + plan->group_rows - 1) / plan->group_rows;
+  const int64_t groups = RowsThatDecode(*plan, wish) / plan->group_rows;
   const double compute = static_cast<double>(groups) * wish.group_seconds + wish.decode_seconds;
   plan->drive_bound = drive >= compute;
   plan->pass_seconds = std::max({drive, compute, 1e-6});
@@ -140,9 +143,8 @@ std::optional<GenerationPlan> PlanOf(const GenerationSizes& s, const GenerationW
 absl::StatusOr<GenerationPlan> PlanGeneration(const GenerationSizes& sizes, const GenerationWish& wish) {
   if (wish.drafted > 0 && wish.cache == CachePlace::kDrive) {
     return absl::InvalidArgumentError(
-        "--prompt-lookup needs keys and values in host memory: with --kv nvme those of wrong guesses would "
-        "be "
-        "on the drive");
+        "--prompt-lookup needs keys and values in host memory: with --kv nvme, wrong guesses would go to the "
+        "drive");
   }
   std::vector<int64_t> batches;
   if (wish.batch.has_value()) {

@@ -67,9 +67,8 @@ struct GenerationWish {
 
 struct GenerationPlan {
   int64_t batch = 1;
-  int64_t group_rows = 1;    // 1 or kGroupRows
-  int64_t decoded_rows = 1;  // of a pass: of each text one, and its drafted tokens
-  int64_t prompt_rows = 0;   // of prompts in one pass, at most
+  int64_t group_rows = 1;   // 1 or kGroupRows
+  int64_t prompt_rows = 0;  // of prompts in one pass, at most
   CachePlace cache = CachePlace::kHost;
   uint64_t ring_bytes = 0;
   uint64_t cache_bytes = 0;  // in memory: of the cache, or of what a cache on a drive needs

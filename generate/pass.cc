@@ -294,7 +294,7 @@ class PassRunner::Block : public models::BlockAccess {
 
  private:
   // Pieces of at most kAttentionRows, cut at multiples of it; where it decodes each position by itself, so
-  // that a token has the same bits whether it was drafted or not.
+  // that attention has the same bits whether a token was drafted or not.
   static void AttendShare(const Share& share, const Tensor& q, const Tensor& records, double scale, bool wide,
                           const Tensor& to) {
     const auto type = wide ? torch::kFloat32 : q.scalar_type();
