@@ -84,15 +84,16 @@ class Weights:
     def hide(self, block: int) -> None:
         for parameter, hidden in zip(self._parameters[block], self._hidden[block]):
             parameter.data = hidden
-
-        for parameter in self._single[block]:
-            self._single_versions[id(parameter)] = parameter._version
+        self._note_hidden(block)
 
     def note_hidden(self) -> None:
         """What was changed in place until now was no mistake, or was told."""
-        for block in self._single:
-            for parameter in block:
-                self._single_versions[id(parameter)] = parameter._version
+        for block in range(len(self._single)):
+            self._note_hidden(block)
+
+    def _note_hidden(self, block: int) -> None:
+        for parameter in self._single[block]:
+            self._single_versions[id(parameter)] = parameter._version
 
     def hide_all(self) -> None:
         for block in range(len(self._parameters)):
