@@ -4,4 +4,5 @@
 // The order of these matters: each builds on the one before.
 #include "kernels/simd/elementwise_inl.h"
 #include "kernels/simd/optimizer_inl.h"
+#include "kernels/simd/product_inl.h"
 #include "kernels/simd/table_inl.h"

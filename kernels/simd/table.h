@@ -37,6 +37,16 @@ struct UpdateChunk {
   double* squares;  // where not null: takes the partial sum of this chunk's gradient, n <= kReduceBlock
 };
 
+// A product of kernels/product.h; strides of x and y in elements, of weights in bytes.
+struct ProductArguments {
+  const float* x;
+  size_t rows, columns, x_stride;
+  const void* weights;
+  size_t weights_stride, group;
+  float* y;
+  size_t outputs, y_stride;
+};
+
 using UpdateFn = void (*)(const void* step, const UpdateChunk& chunk);
 // LAMB's moments: reads m, v and the gradient, writes m and v.
 using LambMomentsFn = void (*)(const LambStep& step, const UpdateChunk& chunk);
@@ -65,6 +75,10 @@ struct KernelTable {
   // A row of coded weights; [bits 8 or 4][fp32 or bf16].
   void (*decode_weights[2][2])(const uint8_t* scales, const uint8_t* codes, size_t group, void* out,
                                size_t n);
+
+  void (*product[kDTypes])(const ProductArguments& arguments);
+  void (*coded_product[2])(const ProductArguments& arguments);  // [bits 8 or 4]
+  void (*turned_product[kDTypes])(const ProductArguments& arguments);
 
   UpdateFn update[kOptimizers][kParamTypes][kDTypes][kDirectStateTypes];
   LambMomentsFn lamb_moments[kDTypes][kDirectStateTypes];

@@ -13,6 +13,8 @@
 
 namespace penstock::kernels::avx512 {
 
+inline constexpr int kVectors = 32;  // of 16 fp32, in registers
+
 struct F {
   __m512 v;
 };
@@ -195,6 +197,14 @@ inline void StoreSplit(uint16_t* master_high, int16_t* master_low, F x, size_t c
 inline void Prefetch(uintptr_t address) {
   // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that may lie outside of any object
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T0);
+}
+
+// s[j] += s[j + 8], s[j] += s[j + 4], s[j] += s[j + 2], s[0] + s[1].
+inline float SumOfLanes(F x) {
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
 }
 
 inline D ZeroD() { return {_mm512_setzero_pd(), _mm512_setzero_pd()}; }

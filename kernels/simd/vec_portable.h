@@ -17,6 +17,7 @@
 namespace penstock::kernels::portable {
 
 inline constexpr int kLanes = 16;
+inline constexpr int kVectors = 1;  // that registers hold
 
 struct F {
   float v[kLanes];
@@ -273,6 +274,14 @@ inline void StoreSplit(uint16_t* master_high, int16_t* master_low, const F& x, s
 
 // Asks for the cache line at an address, whether it is anyone's or not.
 inline void Prefetch(uintptr_t) {}
+
+// s[j] += s[j + 8], s[j] += s[j + 4], s[j] += s[j + 2], s[0] + s[1].
+inline float SumOfLanes(F x) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) x.v[j] += x.v[j + width];
+  }
+  return x.v[0];
+}
 
 inline D ZeroD() { return {}; }
 // The square is exact in double, so that adding it rounds once, as a fused operation does.

@@ -1,0 +1,50 @@
+// Products of a few rows with a matrix, in which a row's bits depend on that row and the matrix alone: not on
+// how many rows there are, where the row stands among them, how the outputs are cut, or the SIMD level.
+// Libraries for large products (GotoBLAS and its heirs) cut their tiles by the number of rows, and so round
+// one row in several ways. Made for rows that come one for each text: weights are read once for all of them.
+//
+//   y[r][n] = sum over k of x[r][k] * w[n][k],    r < rows, n < outputs, k < columns
+//
+// Definition. The weights are widened to fp32, exactly; x and y are fp32.
+//   row by row        lane j of 16 begins with +0 and takes the terms of k = j, j + 16, ... in that order,
+//   each
+//                     by one fused multiply-add; then s[j] += s[j + 8] for j < 8, s[j] += s[j + 4] for j < 4,
+//                     s[j] += s[j + 2] for j < 2, and s[0] + s[1] (as kernels/reduce.h)
+//   column by column  begins with +0 and takes the terms in the order of k, each by one fused multiply-add
+//
+// On the calling thread; whoever has several gives each some of the outputs. Nothing is allocated (40 KiB of
+// stack). Any alignment of weights; thread-safe. No overlap of y with the rest.
+#ifndef PENSTOCK_KERNELS_PRODUCT_H_
+#define PENSTOCK_KERNELS_PRODUCT_H_
+
+#include <cstddef>
+
+#include "kernels/float16.h"
+#include "kernels/weight_code.h"
+
+namespace penstock::kernels {
+
+// Outputs that a thread takes at least: cuts at multiples of it leave no short tiles.
+inline constexpr size_t kProductOutputs = 64;
+
+// Rows as they lie in memory, `stride` elements from one to the next.
+struct ProductInput {
+  const float* data;
+  size_t rows, columns, stride;
+};
+struct ProductOutput {
+  float* data;
+  size_t outputs, stride;
+};
+
+// Weights row by row: n's elements follow each other, and then those of n + 1.
+void MultiplyRows(const ProductInput& x, DType type, const void* weights, const ProductOutput& y);
+// Rows coded by kernels/weight_code.h.
+void MultiplyRows(const ProductInput& x, const WeightCode& code, const void* weights, const ProductOutput& y);
+// Column by column: w[n][k] is element k * `weights_stride` + n.
+void MultiplyRowsTurned(const ProductInput& x, DType type, const void* weights, size_t weights_stride,
+                        const ProductOutput& y);
+
+}  // namespace penstock::kernels
+
+#endif  // PENSTOCK_KERNELS_PRODUCT_H_

@@ -1,0 +1,193 @@
+#include "kernels/product.h"
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+
+#include "tests/kernels/kernel_testing.h"
+
+namespace penstock::kernels {
+namespace {
+
+// The definition, word by word.
+float RowByRow(const float* x, const float* w, size_t columns) {
+  float s[16] = {};
+  for (size_t k = 0; k < columns; ++k) s[k % 16] = std::fmaf(x[k], w[k], s[k % 16]);
+  for (const int width : {8, 4, 2, 1}) {
+    for (int j = 0; j < width; ++j) s[j] += s[j + width];
+  }
+  return s[0];
+}
+float ColumnByColumn(const float* x, const float* w, size_t columns) {
+  float sum = 0;
+  for (size_t k = 0; k < columns; ++k) sum = std::fmaf(x[k], w[k], sum);
+  return sum;
+}
+
+struct Matrix {
+  size_t outputs, columns;
+  std::vector<float> exact;    // [outputs, columns]
+  std::vector<uint8_t> bytes;  // as it is stored
+};
+
+std::vector<uint8_t> Stored(DType type, const std::vector<float>& exact) {
+  std::vector<uint8_t> bytes(exact.size() * BytesPerElement(type));
+  for (size_t i = 0; i < exact.size(); ++i) {
+    const uint16_t half = type == DType::kBf16 ? FloatToBf16(exact[i]) : FloatToFp16(exact[i]);
+    if (type == DType::kFp32) {
+      std::memcpy(&bytes[4 * i], &exact[i], 4);
+    } else {
+      std::memcpy(&bytes[2 * i], &half, 2);
+    }
+  }
+  return bytes;
+}
+
+// Values that `type` holds exactly.
+Matrix Plain(DType type, size_t outputs, size_t columns, Values kind, uint64_t seed) {
+  Matrix matrix{outputs, columns, Random(outputs * columns, kind, seed), {}};
+  for (float& value : matrix.exact) {
+    if (type == DType::kBf16) value = Bf16ToFloat(FloatToBf16(value));
+    if (type == DType::kFp16) value = Fp16ToFloat(FloatToFp16(value));
+  }
+  matrix.bytes = Stored(type, matrix.exact);
+  return matrix;
+}
+
+Matrix Coded(const WeightCode& code, size_t outputs, size_t columns, uint64_t seed) {
+  Matrix matrix{outputs, columns, std::vector<float>(outputs * columns), {}};
+  const std::vector<float> values = Random(outputs * columns, Values::kNormal, seed);
+  matrix.bytes.resize(outputs * code.row_bytes(columns));
+  for (size_t n = 0; n < outputs; ++n) {
+    uint8_t* const row = matrix.bytes.data() + n * code.row_bytes(columns);
+    EXPECT_TRUE(EncodeWeights(code, &values[n * columns], columns, row));
+    DecodeWeights(code, row, columns, DType::kFp32, &matrix.exact[n * columns]);
+  }
+  return matrix;
+}
+
+// [columns, outputs], a row of it `stride` elements from the next.
+std::vector<float> Turned(const Matrix& matrix, size_t stride) {
+  std::vector<float> turned(matrix.columns * stride);
+  for (size_t n = 0; n < matrix.outputs; ++n) {
+    for (size_t k = 0; k < matrix.columns; ++k) turned[k * stride + n] = matrix.exact[n * matrix.columns + k];
+  }
+  return turned;
+}
+
+using Run = std::function<void(const ProductInput&, const void*, const ProductOutput&)>;
+using Definition = float (*)(const float*, const float*, size_t);
+
+// At every level, for rows that do not lie side by side, to the bits of the definition.
+void ExpectDefinition(const Matrix& matrix, const std::vector<uint8_t>& stored, size_t rows, Values kind,
+                      Definition definition, const Run& run) {
+  const size_t x_stride = matrix.columns + 3, y_stride = matrix.outputs + 5;
+  const std::vector<float> x = Random(rows * x_stride, kind, rows + matrix.columns);
+  std::vector<float> expected(rows * y_stride, 7.0f);
+  for (size_t r = 0; r < rows; ++r) {
+    for (size_t n = 0; n < matrix.outputs; ++n)
+      expected[r * y_stride + n] =
+          definition(&x[r * x_stride], &matrix.exact[n * matrix.columns], matrix.columns);
+  }
+  for (const SimdLevel level : Levels()) {
+    const AtLevel at(level);
+    Misaligned<float> in(x, 4), out(std::vector<float>(expected.size(), 7.0f), 12);
+    Misaligned<uint8_t> weights(stored, 2);
+    run({in.data(), rows, matrix.columns, x_stride}, weights.data(), {out.data(), matrix.outputs, y_stride});
+    ASSERT_TRUE(out.GuardsIntact());
+    ASSERT_TRUE(SameFloats(out.Get(), expected))
+        << SimdLevelName(level) << ", " << rows << " rows, " << matrix.outputs << " x " << matrix.columns;
+  }
+}
+
+constexpr size_t kRows[] = {1, 2, 3, 4, 5, 7, 16, 65};
+constexpr size_t kOutputs[] = {1, 3, 4, 6, 17, 70};
+constexpr size_t kColumns[] = {1, 15, 16, 33, 200, 1023, 1024, 1100, 2049};
+constexpr DType kTypes[] = {DType::kFp32, DType::kBf16, DType::kFp16};
+
+TEST(ProductTest, EveryLevelHasTheBitsOfTheDefinitionForEveryTypeAndShape) {
+  for (const DType type : kTypes) {
+    for (const size_t columns : kColumns) {
+      for (const size_t outputs : kOutputs) {
+        const Matrix matrix = Plain(type, outputs, columns, Values::kNormal, columns);
+        const size_t rows = kRows[(columns + outputs) % std::size(kRows)];
+        ExpectDefinition(matrix, matrix.bytes, rows, Values::kNormal, RowByRow,
+                         [type](const ProductInput& x, const void* w, const ProductOutput& y) {
+                           MultiplyRows(x, type, w, y);
+                         });
+        const size_t stride = outputs + 9;
+        ExpectDefinition(matrix, Stored(type, Turned(matrix, stride)), rows, Values::kNormal, ColumnByColumn,
+                         [type, stride](const ProductInput& x, const void* w, const ProductOutput& y) {
+                           MultiplyRowsTurned(x, type, w, stride, y);
+                         });
+      }
+    }
+  }
+}
+
+TEST(ProductTest, EveryNumberOfRowsHasTheBitsOfTheDefinition) {
+  const Matrix matrix = Plain(DType::kBf16, 9, 130, Values::kNormal, 1);
+  for (const size_t rows : kRows) {
+    ExpectDefinition(matrix, matrix.bytes, rows, Values::kNormal, RowByRow,
+                     [](const ProductInput& x, const void* w, const ProductOutput& y) {
+                       MultiplyRows(x, DType::kBf16, w, y);
+                     });
+    ExpectDefinition(matrix, Stored(DType::kBf16, Turned(matrix, 9)), rows, Values::kNormal, ColumnByColumn,
+                     [](const ProductInput& x, const void* w, const ProductOutput& y) {
+                       MultiplyRowsTurned(x, DType::kBf16, w, 9, y);
+                     });
+  }
+}
+
+TEST(ProductTest, CodedRowsAreMultipliedAsWhatTheyHold) {
+  for (const int bits : {8, 4}) {
+    for (const size_t group : {32, 64, 96, 1056, 4096}) {
+      const WeightCode code{bits, group};
+      for (const size_t columns : kColumns) {
+        const Matrix matrix = Coded(code, 6, columns, group + columns);
+        ExpectDefinition(matrix, matrix.bytes, 3, Values::kNormal, RowByRow,
+                         [&code](const ProductInput& x, const void* w, const ProductOutput& y) {
+                           MultiplyRows(x, code, w, y);
+                         });
+      }
+    }
+  }
+}
+
+TEST(ProductTest, WhatIsNotFiniteOrHardlyThereIsNoException) {
+  for (const Values kind : AllValues()) {
+    for (const DType type : kTypes) {
+      const Matrix matrix = Plain(type, 5, 37, kind, 3);
+      ExpectDefinition(matrix, matrix.bytes, 6, kind, RowByRow,
+                       [type](const ProductInput& x, const void* w, const ProductOutput& y) {
+                         MultiplyRows(x, type, w, y);
+                       });
+      ExpectDefinition(matrix, Stored(type, Turned(matrix, 5)), 6, kind, ColumnByColumn,
+                       [type](const ProductInput& x, const void* w, const ProductOutput& y) {
+                         MultiplyRowsTurned(x, type, w, 5, y);
+                       });
+    }
+  }
+}
+
+// What the definition is for.
+TEST(ProductTest, ARowHasTheSameBitsAloneAndAmongOthersAndWhereverTheOutputsAreCut) {
+  constexpr size_t kMost = 19, kInner = 700, kOuter = 150;
+  const Matrix matrix = Plain(DType::kBf16, kOuter, kInner, Values::kNormal, 4);
+  const std::vector<float> x = Random(kMost * kInner, Values::kNormal, 5);
+  std::vector<float> all(kMost * kOuter);
+  MultiplyRows({x.data(), kMost, kInner, kInner}, DType::kBf16, matrix.bytes.data(),
+               {all.data(), kOuter, kOuter});
+  for (size_t row = 0; row < kMost; ++row) {
+    std::vector<float> alone(kOuter);
+    for (size_t n = 0; n < kOuter; n += 11) {
+      const size_t outputs = std::min<size_t>(11, kOuter - n);
+      MultiplyRows({&x[row * kInner], 1, kInner, kInner}, DType::kBf16, &matrix.bytes[n * kInner * 2],
+                   {&alone[n], outputs, kOuter});
+    }
+    EXPECT_TRUE(SameFloats(alone.data(), &all[row * kOuter], kOuter)) << row;
+  }
+}
+
+}  // namespace
+}  // namespace penstock::kernels
