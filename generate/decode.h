@@ -1,4 +1,4 @@
-// Coded weights back to what products are computed in, by all threads of a product.
+// Coded weights back to what products are computed in.
 #ifndef PENSTOCK_GENERATE_DECODE_H_
 #define PENSTOCK_GENERATE_DECODE_H_
 
@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "kernels/float16.h"
+#include "kernels/thread_pool.h"
 #include "kernels/weight_code.h"
 
 namespace penstock::generate {
@@ -16,9 +17,9 @@ namespace penstock::generate {
 inline constexpr int64_t kDecodedElements = int64_t{1} << 19;
 inline int64_t DecodedRows(int64_t columns) { return std::max<int64_t>(kDecodedElements / columns, 1); }
 
-// `rows` coded rows at `from`, as kFp32 or kBf16.
+// `rows` coded rows at `from`, as kFp32 or kBf16; on the calling thread where there is no pool.
 void DecodeRows(const kernels::WeightCode& code, const std::byte* from, int64_t rows, int64_t columns,
-                kernels::DType to, void* out);
+                kernels::DType to, void* out, kernels::ThreadPool* pool = nullptr);
 
 }  // namespace penstock::generate
 

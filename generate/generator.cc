@@ -1,5 +1,6 @@
 #include "generate/generator.h"
 
+#include <ATen/Parallel.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
@@ -26,7 +27,6 @@ namespace {
 using kernels::DType;
 
 constexpr size_t kMeasuredUnits = 24;
-constexpr int kMeasuredTurns = 3;
 constexpr uint64_t kTableShare = 64;  // a table of at most this part of the budget is kept
 
 double Now() {
@@ -77,32 +77,30 @@ GenerationSizes SizesOf(const models::Decoder& decoder, const models::ModelLayou
       sizes.decoded_elements = std::max(sizes.decoded_elements, DecodedRows(matrix.columns) * matrix.columns);
     }
   }
-  sizes.kept_bytes = KeptTensors::BytesOf(decoder, layout, type, budget / kTableShare);
+  sizes.kept_bytes = KeptTensors::BytesOf(decoder, layout, type, 0);
+  sizes.table_bytes = KeptTensors::BytesOf(decoder, layout, type, budget / kTableShare) - sizes.kept_bytes;
   sizes.scratch_bytes = source.scratch_bytes();
   return sizes;
 }
 
-// How long all coded weights take to be decoded. They come from memory, not from a cache.
-double DecodeSeconds(const GenerationSizes& sizes) {
-  if (sizes.coded_elements == 0) return 0;
-  const int64_t columns = sizes.decoder.width, rows = DecodedRows(columns);
-  const DType type = sizes.element_bytes == 2 ? DType::kBf16 : DType::kFp32;
-  const torch::Tensor coded = torch::zeros(
-      {rows * static_cast<int64_t>(sizes.code.row_bytes(static_cast<size_t>(columns)))}, torch::kUInt8);
-  const torch::Tensor out =
-      torch::empty({rows * columns}, sizes.element_bytes == 2 ? torch::kBFloat16 : torch::kFloat32);
-  double best = 1e9;
-  for (int turn = 0; turn < kMeasuredTurns; ++turn) {
-    kernels::EvictFromCaches(coded.data_ptr(), coded.nbytes());
-    const double from = Now();
-    DecodeRows(sizes.code, static_cast<const std::byte*>(coded.data_ptr()), rows, columns, type,
-               out.data_ptr());
-    best = std::min(best, Now() - from);
-  }
-  return best * static_cast<double>(sizes.coded_elements) / static_cast<double>(rows * columns);
+// How long the products of one row and of a further one take in a whole pass, by those of a piece of a matrix
+// as most of them are stored.
+void MeasureProducts(const GenerationSizes& sizes, GenerationWish* wish) {
+  constexpr int64_t kMeasuredElements = 4 << 20, kFurther = 16;
+  StoredMatrix piece = {.rows = 1,
+                        .columns = sizes.decoder.width,
+                        .type = sizes.element_bytes == 2 ? DType::kBf16 : DType::kFp32};
+  if (sizes.coded_elements > 0) piece.code = sizes.code;
+  piece.rows = std::max<int64_t>(1, std::min(kMeasuredElements, sizes.largest_part) / piece.columns);
+  const double pieces =
+      static_cast<double>(sizes.matrix_elements) / static_cast<double>(piece.rows * piece.columns);
+  ProductScratch scratch(at::get_num_threads());
+  const double one = MeasureProduct(piece, 1, &scratch), more = MeasureProduct(piece, 1 + kFurther, &scratch);
+  wish->product_seconds = one * pieces;
+  wish->row_seconds = std::max(0.0, more - one) / kFurther * pieces;
 }
 
-// How fast the units come, and how long a group's products take.
+// How fast the units come, and how long products take.
 absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::span<std::byte> memory,
                      GenerationWish* wish) {
   const size_t units = std::min(kMeasuredUnits, sizes.units.size());
@@ -124,25 +122,8 @@ absl::Status Measure(WeightSource* source, const GenerationSizes& sizes, std::sp
   if (!status.ok()) return status;
   wish->drive_bytes_per_second = static_cast<double>(bytes) / std::max(Now() - begin, 1e-6);
 
-  const torch::NoGradGuard no_grad;
-  const int64_t rows = wish->one_row() ? 1 : kGroupRows;
-  const int64_t columns = sizes.decoder.width;
-  const auto type = sizes.element_bytes == 2 ? torch::kBFloat16 : torch::kFloat32;
-  const int64_t outs = std::max<int64_t>(
-      1, static_cast<int64_t>(std::min<uint64_t>(slot, uint64_t{8} << 20)) / (columns * sizes.element_bytes));
   try {
-    const torch::Tensor x = torch::ones({rows, columns}, type), w = torch::ones({outs, columns}, type);
-    double best = 1e9;
-    for (int turn = 0; turn < kMeasuredTurns; ++turn) {
-      // Weights come from memory, unless they have just been decoded.
-      if (sizes.coded_elements == 0) kernels::EvictFromCaches(w.data_ptr(), w.nbytes());
-      const double from = Now();
-      (void)torch::linear(x, w);
-      best = std::min(best, Now() - from);
-    }
-    wish->group_seconds =
-        best * static_cast<double>(sizes.matrix_elements) / static_cast<double>(outs * columns);
-    wish->decode_seconds = DecodeSeconds(sizes);
+    MeasureProducts(sizes, wish);
   } catch (const c10::Error& error) {
     return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
   }
@@ -208,13 +189,14 @@ class Generator::Impl {
                        KvCache::OnDrive(sizes.cache, engine_.get(), arena_.get(), options_.cache_directory,
                                         static_cast<int>(plan_.batch), options_.wish.positions));
     }
-    ASSIGN_OR_RETURN(kept_, KeptTensors::Load(*decoder_, layout_, source_.get(), type,
-                                              options_.wish.budget_bytes / kTableShare,
-                                              {scratch_.data(), scratch_.bytes()}));
+    ASSIGN_OR_RETURN(kept_,
+                     KeptTensors::Load(*decoder_, layout_, source_.get(), type,
+                                       plan_.keeps_tables ? options_.wish.budget_bytes / kTableShare : 0,
+                                       {scratch_.data(), scratch_.bytes()}));
     stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
                                        std::span(ring_.data(), ring_.bytes()), std::move(homes));
     runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           stream_.get(), cache_.get(), type, plan_.group_rows);
+                                           stream_.get(), cache_.get(), type, at::get_num_threads());
     return absl::OkStatus();
   }
 
@@ -438,7 +420,7 @@ void PlanAsPacked(const kernels::WeightCode& code, GenerationSizes* sizes, Gener
   sizes->code = code;
   sizes->coded_elements = sizes->matrix_elements;
   sizes->decoded_elements = DecodedRows(sizes->decoder.width) * sizes->decoder.width;
-  wish->decode_seconds = DecodeSeconds(*sizes);
+  MeasureProducts(*sizes, wish);
 }
 
 absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& model, const OpenWeights& open,

@@ -7,9 +7,7 @@
 // A pass takes the next token of each sequence that decodes, and pieces of the prompts of those that begin.
 // Between passes, sequences that ended give their places to those that wait. The tokens of a sequence depend
 // on its prompt, its seed and the options for sampling; not on the budget, on what is resident, on where keys
-// and values live, on what is drafted, or on the others, but for near ties: GenerationWish::one_row computes
-// in another order, and some BLAS round a row of a product by where it stands among the others
-// (generate/pass.h).
+// and values live, on what is drafted, or on the others. That holds to the bit (generate/pass.h).
 //
 // Memory: the budget bounds the arena and LibTorch's tensors together. Not counted: code, stacks, scratch of
 // oneDNN and BLAS, what the callbacks hold, the tokens themselves.
@@ -42,8 +40,7 @@ using OpenWeights =
 
 struct GeneratorOptions {
   // Budget, batch, place of the cache, and what is known of the sequences: positions and prompt are limits.
-  // The rates are measured. A batch of 1, or a single sequence, computes products of one row unless tokens
-  // are drafted: its last bits may differ from those of a larger batch.
+  // The rates are measured.
   GenerationWish wish;
   models::SamplingOptions sampling;
   std::vector<int64_t> ends;  // tokens that end a text
@@ -84,7 +81,7 @@ struct GenerationCallbacks {
 };
 
 // Makes of weights that are not coded what `penstock pack` would make of them, for a plan: bytes, and the
-// seconds that decoding takes here.
+// seconds that their products take here.
 void PlanAsPacked(const kernels::WeightCode& code, GenerationSizes* sizes, GenerationWish* wish);
 
 class Generator {

@@ -23,17 +23,19 @@ uint64_t U(int64_t n) { return static_cast<uint64_t>(n); }
 int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // What a pass of so many rows takes of LibTorch's memory, from above.
-uint64_t TensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64_t decoded, int64_t prompted,
-                     int64_t group) {
+uint64_t TensorBytes(const GenerationSizes& s, const GenerationWish& wish, int64_t decoded,
+                     int64_t prompted) {
   const models::DecoderShape& d = s.decoder;
   const uint64_t e = U(s.element_bytes);
   const uint64_t mixed = U(d.heads * d.depth), kept = U(d.key_heads * d.depth);
   const uint64_t row = e * (6 * U(d.width) + 4 * mixed + 6 * kept + 4 * U(d.inner)) + 16 * U(d.width) +
                        8 * std::max(mixed, U(d.inner));
   const uint64_t rows = U(decoded + prompted) * row;
-  const int64_t at_once = std::max(group, std::min(kChunkRows, prompted));
-  const uint64_t product = 2 * e * U(at_once) * U(std::max(s.largest_part_rows, d.inner));
-  const uint64_t logits = U(decoded + group) * (U(d.vocab) * (e + 4) + 2 * e * U(d.width) + 8 * U(d.width));
+  // In and out of a product, in fp32 where rows decode.
+  const uint64_t widest = std::max({U(d.width), U(d.inner), mixed + 2 * kept});
+  const uint64_t product = 8 * U(decoded) * widest + 2 * e * U(std::min(kChunkRows, prompted)) *
+                                                         U(std::max(s.largest_part_rows, d.inner));
+  const uint64_t logits = U(decoded) * (U(d.vocab) * (e + 8) + 2 * e * U(d.width) + 12 * U(d.width));
   const uint64_t attending = U(std::min(kAttentionRows, std::max<int64_t>(prompted, 1)));
   const uint64_t wide = 4;  // scores may be in fp32
   const uint64_t attention = U(wish.positions) * (attending * U(d.heads) * 3 * wide + 2 * kept * (e + wide)) +
@@ -46,14 +48,15 @@ uint64_t LargestUnit(const GenerationSizes& s) {
   return s.units.empty() ? 0 : *std::max_element(s.units.begin(), s.units.end());
 }
 
-// Of a pass that decodes, in whole groups: of each text one, and its drafted tokens.
+// Of a pass that decodes: of each text one, and its drafted tokens.
 int64_t RowsThatDecode(const GenerationPlan& plan, const GenerationWish& wish) {
-  return RoundUp(plan.batch * (1 + wish.drafted), plan.group_rows);
+  return plan.batch * (1 + wish.drafted);
 }
 
 struct Candidate {
   int64_t batch = 1;
   CachePlace place = CachePlace::kHost;
+  bool tables = false;
 };
 
 GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const Candidate& candidate,
@@ -61,14 +64,15 @@ GenerationPlan Fixed(const GenerationSizes& s, const GenerationWish& wish, const
   GenerationPlan plan;
   plan.batch = candidate.batch;
   plan.cache = candidate.place;
-  plan.group_rows = wish.one_row() ? 1 : kGroupRows;
+  plan.keeps_tables = candidate.tables;
   plan.prompt_rows = prompt_rows;
   plan.ring_bytes = ring;
   plan.scratch_bytes = s.scratch_bytes;
   plan.cache_bytes = plan.cache == CachePlace::kHost
                          ? U(plan.batch) * s.cache.host_bytes(wish.positions)
                          : U(plan.batch) * s.cache.tail_bytes() + KvCache::StagingBytes(s.cache);
-  plan.tensor_bytes = TensorBytes(s, wish, RowsThatDecode(plan, wish), prompt_rows, plan.group_rows);
+  plan.tensor_bytes =
+      TensorBytes(s, wish, RowsThatDecode(plan, wish), prompt_rows) + (plan.keeps_tables ? s.table_bytes : 0);
   const uint64_t arena = plan.ring_bytes + plan.scratch_bytes + plan.cache_bytes;
   plan.total_bytes = (arena + kPages - 1) / kPages * kPages + plan.tensor_bytes;
   return plan;
@@ -97,15 +101,15 @@ void Predict(const GenerationSizes& s, const GenerationWish& wish, GenerationPla
       plan->cache == CachePlace::kDrive ? U(plan->batch) * s.cache.file_bytes(wish.positions) : 0;
   const double drive =
       static_cast<double>(plan->pass_bytes + plan->cache_pass_bytes) / wish.drive_bytes_per_second;
-  const int64_t groups = RowsThatDecode(*plan, wish) / plan->group_rows;
-  const double compute = static_cast<double>(groups) * wish.group_seconds + wish.decode_seconds;
+  const auto further = static_cast<double>(RowsThatDecode(*plan, wish) - 1);
+  const double compute = wish.product_seconds + further * wish.row_seconds;
   plan->drive_bound = drive >= compute;
   plan->pass_seconds = std::max({drive, compute, 1e-6});
 }
 
 // The plan of one candidate; nullopt where the budget does not hold it.
-std::optional<GenerationPlan> PlanOf(const GenerationSizes& s, const GenerationWish& wish,
-                                     const Candidate& candidate) {
+std::optional<GenerationPlan> PlanExactly(const GenerationSizes& s, const GenerationWish& wish,
+                                          const Candidate& candidate) {
   const uint64_t cache_item = candidate.place == CachePlace::kDrive
                                   ? (U(wish.positions) * s.cache.record_bytes + 4095) / 4096 * 4096
                                   : 0;
@@ -136,6 +140,17 @@ std::optional<GenerationPlan> PlanOf(const GenerationSizes& s, const GenerationW
   plan.least_bytes = least.total_bytes;
   Predict(s, wish, &plan);
   return plan;
+}
+
+// With tables where they fit: the least budget is that without.
+std::optional<GenerationPlan> PlanOf(const GenerationSizes& s, const GenerationWish& wish,
+                                     const Candidate& candidate) {
+  std::optional<GenerationPlan> plan = PlanExactly(s, wish, candidate);
+  if (!plan.has_value() || s.table_bytes == 0) return plan;
+  std::optional<GenerationPlan> with = PlanExactly(s, wish, {candidate.batch, candidate.place, true});
+  if (!with.has_value()) return plan;
+  with->least_bytes = plan->least_bytes;
+  return with;
 }
 
 }  // namespace

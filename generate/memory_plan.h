@@ -20,9 +20,6 @@
 
 namespace penstock::generate {
 
-// Rows of a product in decoding where there are several sequences: always so many, the last ones empty, so
-// that a row is rounded the same way however many others there are (but see generate/pass.h).
-inline constexpr int64_t kGroupRows = 16;
 // Positions of a prompt that are computed at once: a prompt is cut at multiples of this, whatever the budget.
 inline constexpr int64_t kChunkRows = 128;
 // Of those, that attend at once.
@@ -35,7 +32,8 @@ struct GenerationSizes {
   CacheGeometry cache;
   int64_t element_bytes = 2;    // of the compute type
   std::vector<uint64_t> units;  // bytes of each, in the order of use
-  uint64_t kept_bytes = 0;      // vectors and small tables, in the compute type
+  uint64_t kept_bytes = 0;      // vectors, in the compute type
+  uint64_t table_bytes = 0;     // tables that are kept too, where the budget holds them
   uint64_t scratch_bytes = 0;   // to read rows through
   int64_t largest_part = 0;     // elements of a matrix that are used at once
   int64_t largest_part_rows = 0;
@@ -57,19 +55,15 @@ struct GenerationWish {
   // values are in host memory then: those of wrong guesses are written over.
   int64_t drafted = 0;
   double drive_bytes_per_second = 2e9;
-  double group_seconds = 0;   // that the products of one group of rows take in a whole pass
-  double decode_seconds = 0;  // that coded weights take to be decoded, once a pass
-
-  // Products of one row at a time, whose last bits may differ from those of a group. By what is asked for,
-  // not by what fits: the same rows for every budget.
-  bool one_row() const { return drafted == 0 && (batch.value_or(sequences) == 1 || sequences == 1); }
+  double product_seconds = 0;  // that the products of one row take in a whole pass, decoding with them
+  double row_seconds = 0;      // that each further row takes
 };
 
 struct GenerationPlan {
   int64_t batch = 1;
-  int64_t group_rows = 1;   // 1 or kGroupRows
   int64_t prompt_rows = 0;  // of prompts in one pass, at most
   CachePlace cache = CachePlace::kHost;
+  bool keeps_tables = false;
   uint64_t ring_bytes = 0;
   uint64_t cache_bytes = 0;  // in memory: of the cache, or of what a cache on a drive needs
   uint64_t scratch_bytes = 0;

@@ -39,8 +39,6 @@ T OrThrow(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
-int64_t Padded(int64_t rows, int64_t group) { return (rows + group - 1) / group * group; }
-
 bool IsMatrix(const models::ParameterDescription& parameter) { return parameter.columns > 0; }
 
 }  // namespace
@@ -196,30 +194,25 @@ absl::StatusOr<Tensor> KeptTensors::Rows(int table, std::span<const int64_t> row
 // Where the rows of a pass are, and which are multiplied together.
 struct PassRunner::Rows {
   std::vector<int64_t> first;  // by share
-  int64_t decoded = 0;         // rows of those that decode, padded
+  ProductRows products;
   int64_t all = 0;
-  std::vector<std::pair<int64_t, int64_t>> groups;  // first row and rows
 
-  Rows(const std::vector<Share>& shares, int64_t group) {
+  explicit Rows(const std::vector<Share>& shares) {
     for (const Share& share : shares) {
-      if (!share.decodes) continue;
-      first.push_back(decoded);
-      decoded += static_cast<int64_t>(share.tokens.size());
-    }
-    decoded = Padded(decoded, group);
-    for (int64_t row = 0; row < decoded; row += group) groups.emplace_back(row, group);
-    all = decoded;
-    for (const Share& share : shares) {
-      if (share.decodes) continue;
       first.push_back(all);
       const auto count = static_cast<int64_t>(share.tokens.size());
+      all += count;
+      if (share.decodes) {
+        PENSTOCK_CHECK(products.chunks.empty(), "the shares that decode come first");
+        products.single = all;
+        continue;
+      }
       // At multiples of kChunkRows of the sequence, wherever this piece of the prompt begins.
       for (int64_t at = 0; at < count;) {
         const int64_t rows = std::min(count - at, kChunkRows - (share.past + at) % kChunkRows);
-        groups.emplace_back(all + at, rows);
+        products.chunks.emplace_back(first.back() + at, rows);
         at += rows;
       }
-      all += count;
     }
   }
 };
@@ -230,13 +223,12 @@ class PassRunner::Block : public models::BlockAccess {
   Block(PassRunner* runner, const std::vector<Share>* shares, const Rows* rows)
       : runner_(*runner), shares_(*shares), rows_(*rows) {}
 
-  // `layer` -1: none.
-  void Enter(int block, int64_t layer) {
+  // `layer` -1: none. `products`: of the rows from here on; outlive it.
+  void Enter(int block, int64_t layer, const ProductRows* products) {
     block_ = block;
     layer_ = layer;
+    products_ = products;
   }
-  // Rows that are multiplied together from here on.
-  void set_groups(std::vector<std::pair<int64_t, int64_t>> groups) { groups_ = std::move(groups); }
 
   Tensor Get(std::string_view name) const override {
     const int tensor = runner_.kept_.tensor(block_, name);
@@ -248,18 +240,31 @@ class PassRunner::Block : public models::BlockAccess {
     int tensor = runner_.kept_.tensor(block_, absl::StrCat(std::string(name), ".weight"));
     if (tensor < 0) tensor = runner_.kept_.tensor(block_, name);
     TORCH_CHECK(tensor >= 0, "the block has no matrix ", std::string(name));
-    const models::PublishedTensor& matrix = runner_.layout_.tensors[static_cast<size_t>(tensor)];
-    Tensor y = torch::empty({x.size(0), matrix.rows}, x.options());
-    carried_ = 0;
-    for (int64_t done = 0; done < matrix.elements();) {
+    const StoredMatrix matrix = runner_.StoredAs(tensor);
+    MatrixProduct product(x, *products_, matrix, &runner_.scratch_);
+    for (int64_t done = 0; done < matrix.rows * matrix.columns;) {
       const WeightPart part = NextPart();
       PENSTOCK_CHECK(part.tensor == tensor && part.first == done, "matrices come in the order of their use");
-      Multiply(part, matrix, x, &y);
+      product.Add(unit_.memory + part.at, part.first, part.elements);
       done += part.elements;
       OrThrow(DonePart());
     }
+    const Tensor y = product.Result();
     const int bias = runner_.kept_.tensor(block_, absl::StrCat(std::string(name), ".bias"));
     if (bias >= 0) y.add_(runner_.kept_.vector(bias));
+    return y;
+  }
+
+  // By each row that decodes and each piece of a prompt: their places among the others are not their own.
+  Tensor Map(const Tensor& x, const std::function<Tensor(const Tensor&)>& f) const override {
+    Tensor y;
+    const auto add = [&](int64_t first, int64_t rows) {
+      const Tensor part = f(x.narrow(0, first, rows));
+      if (!y.defined()) y = torch::empty(x.sizes(), part.options());
+      y.narrow(0, first, rows).copy_(part);
+    };
+    for (int64_t row = 0; row < products_->single; ++row) add(row, 1);
+    for (const auto& [first, rows] : products_->chunks) add(first, rows);
     return y;
   }
 
@@ -327,90 +332,20 @@ class PassRunner::Block : public models::BlockAccess {
     return runner_.stream_.Release(unit_);
   }
 
-  // The elements of a part in the compute type; in place where they are stored so.
-  Tensor Elements(const WeightPart& part) const {
-    const DType stored = runner_.source_.type(part.tensor);
-    const Tensor raw = torch::from_blob(unit_.memory + part.at, {part.elements}, TorchType(stored));
-    return stored == runner_.type_ ? raw : raw.to(TorchType(runner_.type_));
-  }
-
-  // Rows are decoded as many as caches hold, and multiplied at once.
-  void MultiplyCoded(const kernels::WeightCode& code, const WeightPart& part, int64_t columns,
-                     const Tensor& x, Tensor* y) {
-    PENSTOCK_CHECK(part.first % columns == 0 && part.elements % columns == 0, "coded parts are whole rows");
-    const int64_t rows = part.elements / columns, at_once = DecodedRows(columns);
-    const size_t row_bytes = code.row_bytes(static_cast<size_t>(columns));
-    if (!decoded_.defined() || decoded_.numel() < at_once * columns) {
-      decoded_ = Tensor();  // before the next is there
-      decoded_ = torch::empty({at_once * columns}, TorchType(runner_.type_));
-    }
-    for (int64_t row = 0; row < rows; row += at_once) {
-      const int64_t count = std::min(at_once, rows - row);
-      DecodeRows(code, unit_.memory + part.at + static_cast<size_t>(row) * row_bytes, count, columns,
-                 runner_.type_, decoded_.data_ptr());
-      MultiplyRows(decoded_.narrow(0, 0, count * columns).view({count, columns}), part.first / columns + row,
-                   x, y);
-    }
-  }
-
-  void Multiply(const WeightPart& part, const models::PublishedTensor& matrix, const Tensor& x, Tensor* y) {
-    if (const auto& code = runner_.source_.code(part.tensor); code.has_value())
-      return MultiplyCoded(*code, part, matrix.columns, x, y);
-    const Tensor elements = Elements(part);
-    if (runner_.source_.turned(part.tensor)) {
-      PENSTOCK_CHECK(part.elements == matrix.elements(), "a turned matrix comes whole");
-      const Tensor whole = elements.view({matrix.columns, matrix.rows});
-      for (const auto& [first, rows] : groups_)
-        y->narrow(0, first, rows).copy_(torch::mm(x.narrow(0, first, rows), whole));
-      return;
-    }
-    const int64_t columns = matrix.columns;
-    int64_t at = 0;
-    if (carried_ > 0) {  // the rest of a row that the part before began
-      at = std::min(columns - carried_, part.elements);
-      carry_.narrow(0, carried_, at).copy_(elements.narrow(0, 0, at));
-      carried_ += at;
-      if (carried_ < columns) return;
-      MultiplyRows(carry_.view({1, columns}), (part.first + at) / columns - 1, x, y);
-      carried_ = 0;
-    }
-    const int64_t whole = (part.elements - at) / columns;
-    if (whole > 0) {
-      MultiplyRows(elements.narrow(0, at, whole * columns).view({whole, columns}),
-                   (part.first + at) / columns, x, y);
-    }
-    at += whole * columns;
-    if (at == part.elements) return;
-    carried_ = part.elements - at;
-    if (!carry_.defined() || carry_.size(0) != columns) carry_ = torch::empty({columns}, elements.options());
-    carry_.narrow(0, 0, carried_).copy_(elements.narrow(0, at, carried_));
-  }
-
-  void MultiplyRows(const Tensor& weights, int64_t first_row, const Tensor& x, Tensor* y) const {
-    for (const auto& [first, rows] : groups_) {
-      y->narrow(0, first, rows)
-          .narrow(1, first_row, weights.size(0))
-          .copy_(torch::linear(x.narrow(0, first, rows), weights));
-    }
-  }
-
   PassRunner& runner_;
   const std::vector<Share>& shares_;
   const PassRunner::Rows& rows_;
-  std::vector<std::pair<int64_t, int64_t>> groups_;
+  const ProductRows* products_ = nullptr;
   int block_ = 0;
   int64_t layer_ = -1;
   Stream::Item unit_;
   bool held_ = false;
   size_t part_ = 0;
-  Tensor decoded_;  // of coded weights
-  Tensor carry_;
-  int64_t carried_ = 0;
 };
 
 PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout,
                        const MatrixOrder* order, WeightSource* source, KeptTensors* kept, Stream* stream,
-                       KvCache* cache, DType type, int64_t group_rows)
+                       KvCache* cache, DType type, int threads)
     : decoder_(*decoder),
       shape_(decoder->shape()),
       layout_(*layout),
@@ -420,9 +355,18 @@ PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout
       stream_(*stream),
       cache_(*cache),
       type_(type),
-      group_rows_(group_rows) {}
+      scratch_(threads) {}
 
 PassRunner::~PassRunner() = default;
+
+StoredMatrix PassRunner::StoredAs(int tensor) const {
+  const models::PublishedTensor& matrix = layout_.tensors[static_cast<size_t>(tensor)];
+  return {.rows = matrix.rows,
+          .columns = matrix.columns,
+          .type = source_.type(tensor),
+          .code = source_.code(tensor),
+          .turned = source_.turned(tensor)};
+}
 
 // Units that hold a part of one of the first `matrix` matrices.
 size_t PassRunner::UnitsBefore(size_t matrix) const {
@@ -476,7 +420,7 @@ absl::StatusOr<Tensor> PassRunner::Embed(const std::vector<Share>& shares, const
 
 absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
   const torch::NoGradGuard no_grad;
-  const Rows rows(shares, group_rows_);
+  const Rows rows(shares);
   ASSIGN_OR_RETURN(Tensor x, Embed(shares, rows));
   std::vector<int64_t> at(static_cast<size_t>(rows.all), 0), wanted;
   for (size_t i = 0; i < shares.size(); ++i) {
@@ -487,19 +431,13 @@ absl::StatusOr<Tensor> PassRunner::Compute(const std::vector<Share>& shares) {
   }
   const Tensor positions = torch::tensor(at, torch::kInt64);
   Block block(this, &shares, &rows);
-  block.set_groups(rows.groups);
   for (int64_t layer = 0; layer < shape_.layers; ++layer) {
-    block.Enter(static_cast<int>(layer) + 1, layer);
+    block.Enter(static_cast<int>(layer) + 1, layer, &rows.products);
     x = decoder_.Layer(layer, block, x, positions);
   }
-  const auto logits = static_cast<int64_t>(wanted.size());
-  wanted.resize(static_cast<size_t>(std::max(Padded(logits, group_rows_), group_rows_)), 0);
-  x = x.index_select(0, torch::tensor(wanted, torch::kInt64));
-  std::vector<std::pair<int64_t, int64_t>> groups;
-  for (int64_t row = 0; row < x.size(0); row += group_rows_) groups.emplace_back(row, group_rows_);
-  block.set_groups(std::move(groups));
-  block.Enter(shape_.head_block, -1);
-  return decoder_.Logits(block, x).narrow(0, 0, logits);
+  const ProductRows wanted_rows = {.single = static_cast<int64_t>(wanted.size()), .chunks = {}};
+  block.Enter(shape_.head_block, -1, &wanted_rows);
+  return decoder_.Logits(block, x.index_select(0, torch::tensor(wanted, torch::kInt64)));
 }
 
 absl::StatusOr<Tensor> PassRunner::Run(const std::vector<Share>& shares) {

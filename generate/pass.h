@@ -1,14 +1,13 @@
 // One pass over the model: every layer once, for tokens of several sequences side by side, its weights taken
 // from a stream as they come.
 //
-//   rows     the sequences that decode, one token each and those drafted behind it, in groups of group_rows
-//            rows (the last one padded); then pieces of prompts
+//   rows     the sequences that decode, one token each and those drafted behind it; then pieces of prompts
 //   order    of the stream: the matrices of a layer, the records of its sequences (cache on a drive), the
 //            rest of the layer; then the head
 //
-// A sequence's values depend on its own tokens alone: products have the same rows whatever else is in the
-// pass, and attention is made for each sequence by itself. Its last bits may depend on the row that it has
-// among those of its group: OpenBLAS computes a product of 16 rows in tiles of unlike sizes.
+// A sequence's values depend on its own tokens alone, to the bit: a row that decodes is multiplied by
+// kernels/product.h, pieces of prompts are cut alike whatever else is in the pass, and attention is made for
+// each sequence by itself.
 //
 // Threads: one. Errors: of the stream; kResourceExhausted: LibTorch's memory is at its limit.
 #ifndef PENSTOCK_GENERATE_PASS_H_
@@ -26,6 +25,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "generate/kv_cache.h"
+#include "generate/matrix_product.h"
 #include "generate/memory_plan.h"
 #include "generate/stream.h"
 #include "generate/weight_source.h"
@@ -89,10 +89,10 @@ struct PassStats {
 
 class PassRunner {
  public:
-  // All outlive it.
+  // All outlive it. `threads`: of products.
   PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout, const MatrixOrder* order,
              WeightSource* source, KeptTensors* kept, Stream* stream, KvCache* cache, kernels::DType type,
-             int64_t group_rows);
+             int threads);
   ~PassRunner();
 
   // Tells the stream what the pass of `shares` reads. With the cache in memory that is the same for every
@@ -108,6 +108,7 @@ class PassRunner {
  private:
   class Block;
   struct Rows;
+  StoredMatrix StoredAs(int tensor) const;
   size_t UnitsBefore(size_t matrix) const;
   absl::StatusOr<at::Tensor> Embed(const std::vector<Share>& shares, const Rows& rows);
   absl::StatusOr<at::Tensor> Compute(const std::vector<Share>& shares);
@@ -121,7 +122,7 @@ class PassRunner {
   Stream& stream_;
   KvCache& cache_;
   const kernels::DType type_;
-  const int64_t group_rows_;
+  ProductScratch scratch_;
 };
 
 }  // namespace penstock::generate

@@ -7,7 +7,9 @@
 //   logits = decoder.Logits(head_access, x);
 //
 // `x` is [rows, width]: one row for each token, of any number of sequences, side by side. A row's result
-// depends on that row and on what Attend gives it, and on nothing else.
+// depends on that row and on what Attend gives it, and on nothing else, to the bit. So what may be rounded
+// otherwise at one place of a tensor than at another goes through BlockAccess: products and functions that
+// libraries compute in vectors with an end. Sums over a row, and elementwise +, -, *, /, root may not.
 //
 // Immutable; any number of threads may use one.
 #ifndef PENSTOCK_MODELS_DECODER_H_
@@ -16,6 +18,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -44,6 +47,9 @@ class BlockAccess {
   virtual at::Tensor Get(std::string_view name) const = 0;
   // x times NAME.weight (or NAME, where the block calls it that), plus NAME.bias where there is one.
   virtual at::Tensor Linear(std::string_view name, const at::Tensor& x) = 0;
+  // f(x), where f computes each element by itself: `x` is [rows, ...].
+  virtual at::Tensor Map(const at::Tensor& x,
+                         const std::function<at::Tensor(const at::Tensor&)>& f) const = 0;
   // Keeps k and v [rows, key heads, depth] with what is there of their sequences, and attends: q is
   // [rows, heads, depth], the result [rows, heads * depth]. `wide`: scores and sums in fp32.
   virtual at::Tensor Attend(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double scale,

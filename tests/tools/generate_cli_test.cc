@@ -177,7 +177,8 @@ TEST_F(GenerateCliTest, APlanSaysWhatGeneratingWouldTakeAndWhatWouldChangeIt) {
   for (const json& what : told["what_if"]) changes.push_back(what["change"]);
   EXPECT_THAT(changes,
               testing::ElementsAre("twice the memory", "half of the memory", "a drive of twice the speed",
-                                   "packed in 8 bit", "packed in 4 bit", "1 text at once"));
+                                   "packed in 8 bit", "packed in 4 bit", "1 text at once", "8 texts at once",
+                                   "32 texts at once", "128 texts at once"));
   // In the least memory, which is what generate asks for, too.
   const std::string least = told["least_host_memory_bytes"].dump();
   const Ran tight = Run(plan + Arguments{"--batch", "1", "--host-memory", least});

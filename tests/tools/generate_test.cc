@@ -198,7 +198,7 @@ TEST_F(GenerateTest, TokensDependOnNeitherBudgetNorResidencyNorPlaceNorBatch) {
     ASSERT_NE(first, nullptr);
     ASSERT_EQ(first->plan().pass_bytes, 0u) << "all of it is resident";
     const auto expected = Texts(first.get(), asked);
-    for (const int64_t batch : {2, 5}) {
+    for (const int64_t batch : {1, 2, 5}) {
       for (const CachePlace place : {CachePlace::kHost, CachePlace::kDrive}) {
         const auto large = Make(directory, asked, {.batch = batch, .cache = place}, sampling);
         ASSERT_NE(large, nullptr);
@@ -265,16 +265,7 @@ TEST_F(GenerateTest, DraftedTokensMakeTheSameTextsInFewerPasses) {
           const auto lean = Make(directory, asked,
                                  {roomy->plan().least_bytes, batch, CachePlace::kHost, drafted}, sampling);
           ASSERT_NE(lean, nullptr);
-          // Where a row stands among those that are multiplied together decides its last bits with some BLAS,
-          // and so, now and then, a near tie: hardly ever in two texts.
-          const auto texts = Texts(lean.get(), asked);
-          int64_t same = 0;
-          for (size_t i = 0; i < texts.size(); ++i) {
-            EXPECT_EQ(texts[i].size(), expected[i].size());
-            same += texts[i] == expected[i] ? 1 : 0;
-          }
-          EXPECT_GE(same, static_cast<int64_t>(texts.size()) - 2)
-              << "batch " << batch << ", drafted " << drafted;
+          EXPECT_EQ(Texts(lean.get(), asked), expected) << "batch " << batch << ", drafted " << drafted;
           const GenerationStats stats = lean->stats();
           EXPECT_LE(stats.peak_tensor_bytes, static_cast<int64_t>(lean->plan().tensor_bytes));
           EXPECT_GT(stats.accepted_tokens, 0);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "kernels/float16.h"
 #include "models/family.h"
 #include "swap/safetensors.h"
 #include "tests/tools/penstock_program.h"
@@ -49,8 +50,9 @@ inline std::vector<float> Formula(const std::string& name, int64_t elements) {
   return values;
 }
 
-// A directory as `from_pretrained` reads one, with these weights in so many files.
-inline void WriteModel(const std::string& directory, const nlohmann::json& config, size_t files = 1) {
+// A directory as `from_pretrained` reads one, with these weights in so many files, in fp32 or bf16.
+inline void WriteModel(const std::string& directory, const nlohmann::json& config, size_t files = 1,
+                       swap::Dtype dtype = swap::Dtype::kF32) {
   std::filesystem::create_directory(directory);
   WriteFile(directory + "/config.json", config.dump());
   const auto model = models::ModelFromJson(config);
@@ -61,14 +63,19 @@ inline void WriteModel(const std::string& directory, const nlohmann::json& confi
     const std::string name = files == 1 ? "model.safetensors" : "model-" + std::to_string(f) + ".safetensors";
     std::vector<swap::TensorInfo> infos;
     for (size_t t = f; t < layout.tensors.size(); t += files) {
-      infos.push_back({layout.tensors[t].name, swap::Dtype::kF32, layout.tensors[t].published_shape(), 0});
+      infos.push_back({layout.tensors[t].name, dtype, layout.tensors[t].published_shape(), 0});
       index["weight_map"][layout.tensors[t].name] = name;
     }
     auto writer = swap::SafetensorsWriter::Create(directory + "/" + name, infos, {}, /*overwrite=*/true);
     ASSERT_TRUE(writer.ok()) << writer.status();
     for (size_t t = f; t < layout.tensors.size(); t += files) {
       const std::vector<float> values = Formula(layout.tensors[t].name, layout.tensors[t].elements());
-      ASSERT_TRUE((*writer)->Append(std::as_bytes(std::span(values))).ok());
+      std::vector<uint16_t> narrow;
+      for (const float value : values) narrow.push_back(kernels::FloatToBf16(value));
+      const bool whole = dtype == swap::Dtype::kF32;
+      ASSERT_TRUE((*writer)
+                      ->Append(whole ? std::as_bytes(std::span(values)) : std::as_bytes(std::span(narrow)))
+                      .ok());
     }
     ASSERT_TRUE((*writer)->Finish().ok());
   }

@@ -71,8 +71,6 @@ std::vector<WhatIf> AskWhatIf(const generate::GenerationSizes& sizes, const gene
     other = wish;
     other.batch = batch;
     other.sequences = std::max(batch, wish.sequences);
-    // One row is measured apart from a group of rows.
-    if (other.one_row() != wish.one_row()) continue;
     ask(absl::StrCat(batch, batch == 1 ? " text at once" : " texts at once"), sizes, other);
   }
   return all;

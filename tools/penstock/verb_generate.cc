@@ -157,10 +157,13 @@ class Generation {
   // Of all that a text depends on.
   std::string KeyOf(const Prompt& prompt) const {
     const models::SamplingOptions& s = flags_.sampling;
-    nlohmann::json all = {{"model", model_.identity},     {"ends", model_.ends},
-                          {"prompt", prompt.tokens},      {"tokens", TokensOf(prompt)},
-                          {"stop", flags_.stop},          {"rows", single_ ? 1 : generate::kGroupRows},
-                          {"temperature", s.temperature}, {"repetition_penalty", s.repetition_penalty}};
+    nlohmann::json all = {{"model", model_.identity},
+                          {"ends", model_.ends},
+                          {"prompt", prompt.tokens},
+                          {"tokens", TokensOf(prompt)},
+                          {"stop", flags_.stop},
+                          {"temperature", s.temperature},
+                          {"repetition_penalty", s.repetition_penalty}};
     if (s.temperature > 0)
       all.update({{"seed", flags_.seed + prompt.index}, {"top_k", s.top_k}, {"top_p", s.top_p}});
     const std::string text = all.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
@@ -184,7 +187,6 @@ class Generation {
     }
     if (total_ == 0) return Wrong(absl::StrCat("--prompts ", *flags_.prompts, ": no prompt in it"));
     wish->sequences = total_;
-    single_ = wish->one_row();
     left_ = 0;
     RETURN_IF_ERROR(prompts_->Rewind());
     while (true) {
@@ -391,7 +393,6 @@ class Generation {
   std::unique_ptr<generate::Generator> generator_;
   int64_t total_ = 0, left_ = 0;  // prompts; those not done when this began
   int64_t tokens_left_ = 0;       // of prompts that are not finished, at most
-  bool single_ = false;           // products of one row
   std::map<int64_t, Active> active_;
   std::map<int64_t, std::string> texts_;  // of --prompt, finished
   int64_t shown_ = 0;                     // of texts_, on stdout

@@ -1,0 +1,84 @@
+// The product of a pass's rows with one matrix, whose parts come one after the other as they are stored.
+//
+//   MatrixProduct product(x, rows, matrix, &scratch);
+//   for each part, in order: product.Add(memory, first, elements);
+//   y = product.Result();
+//
+// Rows that decode are multiplied by kernels/product.h: a row's bits depend on nothing else in the pass.
+// Pieces of prompts are many rows, multiplied by LibTorch: their cut is the same in every pass.
+//
+// Threads: one calls; those of the scratch's pool and LibTorch's own compute. LibTorch's errors are thrown.
+#ifndef PENSTOCK_GENERATE_MATRIX_PRODUCT_H_
+#define PENSTOCK_GENERATE_MATRIX_PRODUCT_H_
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "kernels/float16.h"
+#include "kernels/product.h"
+#include "kernels/thread_pool.h"
+#include "kernels/weight_code.h"
+
+namespace penstock::generate {
+
+// Which rows of x are multiplied how.
+struct ProductRows {
+  int64_t single = 0;                               // the first so many, each by itself
+  std::vector<std::pair<int64_t, int64_t>> chunks;  // first row and rows, multiplied together
+};
+
+// A matrix [rows, columns] as it is stored.
+struct StoredMatrix {
+  int64_t rows = 0, columns = 0;
+  kernels::DType type = kernels::DType::kBf16;  // where it is not coded
+  std::optional<kernels::WeightCode> code = std::nullopt;
+  bool turned = false;  // stored as [columns, rows]; it comes whole then
+};
+
+// What products use again.
+struct ProductScratch {
+  // `threads`: that share a product.
+  explicit ProductScratch(int threads) : pool(threads) {}
+  kernels::ThreadPool pool;
+  at::Tensor decoded;  // of coded weights
+};
+
+kernels::DType TypeOf(const at::Tensor& x);  // kFp32 or kBf16
+
+class MatrixProduct {
+ public:
+  // `x`: [rows, columns], fp32 or bf16, the type of the result. `rows`, `matrix` and `scratch` outlive it.
+  MatrixProduct(at::Tensor x, const ProductRows& rows, const StoredMatrix& matrix, ProductScratch* scratch);
+
+  // Elements [first, first + elements) of the matrix, row by row as stored, in order. Coded and turned ones:
+  // whole rows.
+  void Add(const std::byte* memory, int64_t first, int64_t elements);
+  at::Tensor Result();  // [rows of x, rows of the matrix]
+
+ private:
+  void AddWholeRows(const std::byte* memory, int64_t first_row, int64_t rows);
+  void AddCodedRows(const std::byte* memory, int64_t first_row, int64_t rows);
+  void AddToSingle(const std::byte* memory, int64_t first_row, int64_t rows);
+  void AddToChunks(const at::Tensor& weights, int64_t first_row);
+
+  const at::Tensor x_;
+  const ProductRows& rows_;
+  const StoredMatrix& matrix_;
+  ProductScratch& scratch_;
+  at::Tensor single_x_, single_y_;  // fp32, of the rows that are multiplied each by itself
+  at::Tensor y_;                    // where there are others
+  std::vector<std::byte> carried_;  // the beginning of a row that the next part goes on with
+};
+
+// How long the products of `rows` rows with such a matrix take here, in seconds: the best of some turns, the
+// weights from memory rather than from a cache.
+double MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* scratch);
+
+}  // namespace penstock::generate
+
+#endif  // PENSTOCK_GENERATE_MATRIX_PRODUCT_H_

@@ -1,0 +1,198 @@
+// A pass: what a sequence gets of it has the same bits whoever else is in it, for weights of every kind.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "aio/arena.h"
+#include "generate/pass.h"
+#include "generate/weight_source.h"
+#include "models/family.h"
+#include "tests/tools/golden_models.h"
+#include "tests/tools/penstock_program.h"
+
+namespace penstock::generate {
+namespace {
+
+using nlohmann::json;
+
+constexpr int64_t kPositions = 400;
+
+// Everything that a PassRunner needs, with the cache in host memory and nothing resident.
+class Passes {
+ public:
+  explicit Passes(const std::string& directory) {
+    const auto model = models::OpenModel(directory);
+    EXPECT_TRUE(model.ok()) << model.status();
+    decoder_ = (*model)->MakeDecoder();
+    layout_ = (*model)->Layout();
+    order_ = OrderOf(*decoder_, layout_);
+    aio::ArenaOptions memory;
+    memory.bytes = uint64_t{96} << 20;
+    arena_ = *aio::Arena::Create(memory);
+    aio::EngineOptions options;
+    options.arenas = {arena_.get()};
+    engine_ = *aio::Engine::Create(std::move(options));
+    auto source = OpenSafetensors(engine_.get(), directory, layout_, order_.all, "weights");
+    EXPECT_TRUE(source.ok()) << source.status();
+    source_ = *std::move(source);
+    const kernels::DType type = ComputeType(*source_, order_.all);
+    const models::DecoderShape shape = decoder_->shape();
+    const int64_t width = type == kernels::DType::kFp32 ? 4 : 2;
+    const CacheGeometry geometry = {
+        .layers = shape.layers,
+        .record_bytes = static_cast<uint64_t>(2 * shape.key_heads * shape.depth * width)};
+    cache_ = KvCache::InHostMemory(geometry, arena_.get(), uint64_t{64} << 20);
+    scratch_ = *arena_->Allocate(source_->scratch_bytes());
+    ring_ = *arena_->Allocate(3 * source_->largest_unit_bytes());
+    kept_ = *KeptTensors::Load(*decoder_, layout_, source_.get(), type, /*table_bytes=*/0,
+                               {scratch_.data(), source_->scratch_bytes()});
+    stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
+                                       std::span(ring_.data(), 3 * source_->largest_unit_bytes()),
+                                       std::vector<std::byte*>(source_->units().size(), nullptr));
+    runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
+                                           stream_.get(), cache_.get(), type, /*threads=*/2);
+  }
+
+  int Slot() { return *cache_->Take(kPositions); }
+
+  // fp32 [wanted, vocabulary].
+  at::Tensor Run(const std::vector<Share>& shares) {
+    runner_->AppendStart();
+    runner_->AppendRest(shares);
+    auto logits = runner_->Run(shares);
+    EXPECT_TRUE(logits.ok()) << logits.status();
+    return logits.ok() ? logits->contiguous().clone() : at::Tensor();
+  }
+
+ private:
+  std::unique_ptr<const models::Decoder> decoder_;
+  models::ModelLayout layout_;
+  MatrixOrder order_;
+  std::unique_ptr<aio::Arena> arena_;
+  std::unique_ptr<aio::Engine> engine_;
+  std::unique_ptr<WeightSource> source_;
+  std::unique_ptr<KvCache> cache_;
+  aio::Region scratch_, ring_;
+  std::unique_ptr<KeptTensors> kept_;
+  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<PassRunner> runner_;
+};
+
+class GeneratePassTest : public tools::testing_support::ProgramTest {};
+
+std::vector<int64_t> Tokens(std::mt19937_64* random, size_t count) {
+  std::vector<int64_t> tokens(count);
+  for (int64_t& token : tokens) token = static_cast<int64_t>((*random)() % 300);
+  return tokens;
+}
+
+void ExpectSameRow(const at::Tensor& a, int64_t row_of_a, const at::Tensor& b, int64_t row_of_b) {
+  const auto bytes = static_cast<size_t>(a.size(1)) * sizeof(float);
+  EXPECT_EQ(std::memcmp(a[row_of_a].data_ptr<float>(), b[row_of_b].data_ptr<float>(), bytes), 0)
+      << "rows " << row_of_a << " and " << row_of_b;
+}
+
+// Prompts of many lengths, then four tokens each: alone, drafted at once, and beside all others in any order,
+// some of which still read their prompts.
+void ExpectTheSameBitsInAnyCompany(const std::string& directory) {
+  std::mt19937_64 random(testing::UnitTest::GetInstance()->random_seed());
+  Passes passes(directory);
+  struct Text {
+    std::vector<int64_t> prompt, next;
+    at::Tensor begins, goes_on;  // logits of its last prompt position, and of four tokens behind it
+  };
+  std::vector<Text> texts;
+  for (const size_t length : {1, 2, 17, 128, 129, 300, 31, 5, 64, 3, 130, 7, 8, 9, 10, 11, 12, 13, 14})
+    texts.push_back({Tokens(&random, length), Tokens(&random, 4), {}, {}});
+  for (Text& text : texts) {
+    const int slot = passes.Slot();
+    const auto past = static_cast<int64_t>(text.prompt.size());
+    text.begins = passes.Run({{slot, 0, text.prompt, false, true}});
+    std::vector<at::Tensor> rows;
+    for (size_t i = 0; i < text.next.size(); ++i)
+      rows.push_back(passes.Run({{slot, past + static_cast<int64_t>(i), {text.next[i]}, true, true}}));
+    text.goes_on = at::cat(rows);
+    // Verified as drafted ones: written over what is there.
+    const at::Tensor drafted = passes.Run({{slot, past, text.next, true, true}});
+    for (int64_t i = 0; i < 4; ++i) ExpectSameRow(drafted, i, text.goes_on, i);
+  }
+  // All at once: those at even places have read their prompts.
+  std::vector<size_t> order(texts.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::shuffle(order.begin(), order.end(), random);
+  std::vector<int> slots(texts.size());
+  for (size_t i = 0; i < texts.size(); ++i) slots[i] = passes.Slot();
+  std::vector<Share> first, second;
+  for (const size_t i : order) {
+    if (i % 2 == 0) first.push_back({slots[i], 0, texts[i].prompt, false, true});
+  }
+  const at::Tensor begun = passes.Run(first);
+  int64_t row = 0;
+  for (const size_t i : order) {
+    if (i % 2 == 0) ExpectSameRow(begun, row++, texts[i].begins, 0);
+  }
+  for (const size_t i : order) {
+    const auto past = static_cast<int64_t>(texts[i].prompt.size());
+    if (i % 2 == 0) second.push_back({slots[i], past, texts[i].next, true, true});
+  }
+  for (const size_t i : order) {
+    if (i % 2 == 1) second.push_back({slots[i], 0, texts[i].prompt, false, true});
+  }
+  const at::Tensor mixed = passes.Run(second);
+  row = 0;
+  for (const size_t i : order) {
+    for (int64_t t = 0; i % 2 == 0 && t < 4; ++t) ExpectSameRow(mixed, row++, texts[i].goes_on, t);
+  }
+  for (const size_t i : order) {
+    if (i % 2 == 1) ExpectSameRow(mixed, row++, texts[i].begins, 0);
+  }
+  EXPECT_EQ(row, mixed.size(0));
+}
+
+std::vector<json> Configs() {
+  return {{{"model_type", "gpt2"},
+           {"n_layer", 2},
+           {"n_embd", 100},
+           {"n_head", 4},
+           {"n_positions", 512},
+           {"vocab_size", 300},
+           {"resid_pdrop", 0.0},
+           {"attn_pdrop", 0.0},
+           {"embd_pdrop", 0.0}},
+          {{"model_type", "llama"},
+           {"hidden_size", 104},
+           {"intermediate_size", 229},
+           {"num_hidden_layers", 2},
+           {"num_attention_heads", 4},
+           {"num_key_value_heads", 2},
+           {"vocab_size", 300},
+           {"max_position_embeddings", 512},
+           {"tie_word_embeddings", true}}};
+}
+
+TEST_F(GeneratePassTest, ARowHasTheSameBitsInAnyCompanyInFp32AndBf16) {
+  int number = 0;
+  for (const json& config : Configs()) {
+    for (const swap::Dtype dtype : {swap::Dtype::kF32, swap::Dtype::kBf16}) {
+      SCOPED_TRACE(config.dump());
+      const std::string directory = dir_ + "/model" + std::to_string(number++);
+      tools::testing_support::WriteModel(directory, config, 1, dtype);
+      ExpectTheSameBitsInAnyCompany(directory);
+    }
+  }
+}
+
+TEST_F(GeneratePassTest, ARowHasTheSameBitsInAnyCompanyOfCodedWeights) {
+  const std::string directory = dir_ + "/model";
+  tools::testing_support::WriteModel(directory, Configs().back(), 1, swap::Dtype::kBf16);
+  for (const std::string bits : {"8", "4"}) {
+    const std::string packed = dir_ + "/packed" + bits;
+    const auto ran = ProgramTest::Run({"pack", directory, packed, "--weights", bits, "--group", "32"});
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    ExpectTheSameBitsInAnyCompany(packed);
+  }
+}
+
+}  // namespace
+}  // namespace penstock::generate
