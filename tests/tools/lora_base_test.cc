@@ -245,6 +245,7 @@ TEST_F(LoraBaseTest, ARunOnItLivesThroughEverything) {
   const Ran copied = Run(
       {"sample", dir_ + "/none/checkpoints", "--prompt", "water ", "--tokens", "8", "--temperature", "0"});
   ASSERT_EQ(sampled.code, 0) << sampled.err;
+  ASSERT_EQ(copied.code, 0) << copied.err;
   EXPECT_EQ(sampled.out, copied.out);
 }
 

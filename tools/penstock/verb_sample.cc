@@ -1,19 +1,26 @@
-// `penstock sample`: text from a state directory or checkpoint, its blocks streamed.
+// `penstock sample`: text from a state directory or checkpoint. It is `penstock generate` with other
+// defaults, where a text fits into the sequences of training; one that goes on beyond them, and one of a
+// model with adapters, are computed anew for each token, with what fits into a window.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "generate/generator.h"
 #include "models/causal_attention.h"
 #include "models/family.h"
 #include "models/text_sampler.h"
 #include "tools/base/cli.h"
 #include "tools/base/size.h"
+#include "tools/penstock/generate_flags.h"
 #include "tools/penstock/lora_base.h"
 #include "tools/penstock/state_reader.h"
 #include "tools/penstock/text_model.h"
@@ -113,39 +120,103 @@ int64_t LargestLength(const zero::Model& model, zero::EngineOptions options, int
   return least(models::kWholeLength) > least(longest) ? models::kWholeLength : longest;
 }
 
-absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
-  RETURN_IF_ERROR(CheckNumbers(flags));
-  ASSIGN_OR_RETURN(const TextModel source, OpenTrainedText(flags.dirs, flags.tokenizer, kName, err));
-  ASSIGN_OR_RETURN(const std::vector<int64_t> prompt, PromptTokens(flags, source));
-  ASSIGN_OR_RETURN(const int64_t budget, Budget(flags));
+// What a text is asked to be.
+struct Asked {
+  const Flags& flags;
+  const TextModel& source;
+  std::vector<int64_t> prompt;
+  int64_t budget = 0;
+  std::function<void(const std::string&)> log;
+};
 
-  const auto prompted = static_cast<int64_t>(prompt.size());
+std::string TextOf(const std::vector<int64_t>& tokens, TokenText* text) {
+  std::string all;
+  for (const int64_t token : tokens) all += text->Push(token);
+  return all;
+}
+
+// All samples beside each other; written one after the other, the first of those under way as it comes.
+absl::Status Generate(const Asked& asked, std::ostream& out) {
+  const Flags& flags = asked.flags;
+  generate::GeneratorOptions options;
+  options.wish.budget_bytes = static_cast<uint64_t>(asked.budget);
+  options.wish.sequences = flags.samples;
+  options.wish.prompt = static_cast<int64_t>(asked.prompt.size());
+  options.wish.positions = options.wish.prompt + flags.tokens;
+  options.wish.cache = generate::CachePlace::kHost;
+  options.sampling = {.temperature = flags.temperature, .top_k = flags.top_k};
+  options.ends = asked.source.ends;
+  options.log = asked.log;
+  ASSIGN_OR_RETURN(
+      const std::unique_ptr<generate::Generator> generator,
+      generate::Generator::Create(asked.source.model, OpenWeightsOf(asked.source), std::move(options)));
+  struct Text {
+    explicit Text(const TextModel& model) : decoder(model) {}
+    TokenText decoder;
+    std::string unwritten;
+    bool finished = false;
+  };
+  std::map<int64_t, Text> under_way;  // those not written whole
+  const auto write = [&] {
+    while (!under_way.empty()) {
+      Text& text = under_way.begin()->second;
+      out << std::exchange(text.unwritten, {}) << std::flush;
+      if (!text.finished) return;
+      under_way.erase(under_way.begin());
+    }
+  };
+  int64_t begun = 0;
+  generate::GenerationCallbacks callbacks;
+  callbacks.next = [&]() -> absl::StatusOr<std::optional<generate::GenerationRequest>> {
+    if (begun == flags.samples) return std::nullopt;
+    Text& text = under_way.try_emplace(begun, asked.source).first->second;
+    text.unwritten = TextOf(asked.prompt, &text.decoder);
+    const int64_t id = begun++;
+    return generate::GenerationRequest{id, asked.prompt, flags.tokens,
+                                       static_cast<uint64_t>(flags.seed + id)};
+  };
+  callbacks.token = [&](int64_t id, int64_t token) {
+    Text& text = under_way.at(id);
+    text.unwritten += text.decoder.Push(token);
+    write();
+    return false;
+  };
+  callbacks.finished = [&](int64_t id, generate::Finish) {
+    Text& text = under_way.at(id);
+    text.unwritten += text.decoder.Finish() + "\n";
+    text.finished = true;
+    write();
+    return out ? absl::OkStatus() : StreamError("stdout: write");
+  };
+  return generator->Run(callbacks);
+}
+
+absl::Status ComputeAnew(const Asked& asked, std::ostream& out) {
+  const Flags& flags = asked.flags;
+  const TextModel& source = asked.source;
+  const auto prompted = static_cast<int64_t>(asked.prompt.size());
   const int64_t longest = std::min(source.window, prompted + flags.tokens);
   zero::EngineOptions options;
   options.trains = false;
   options.dtype = source.dtype;
   options.storage.state_dirs = source.state_dirs;
-  if (source.base.is_null() && !flags.model.empty()) return NoBase(flags.model);
   if (!source.base.is_null()) {
     ASSIGN_OR_RETURN(const LoraBase base, ReopenBase(source.base, flags.model, *source.model, source.dtype,
                                                      BaseCheck::kTimes, /*quiet=*/false));
     options.frozen = base.weights;
   }
-  options.memory.host_memory_budget_bytes = budget;
+  options.memory.host_memory_budget_bytes = asked.budget;
   options.intra_op_threads = static_cast<int>(flags.threads.value_or(source.threads));
-  options.hooks.log = [&](const std::string& line) {
-    if (flags.verbose) err << line << "\n" << std::flush;
-  };
-  zero::SetIntraOpThreads(options.intra_op_threads);
+  options.hooks.log = asked.log;
   const zero::Model model = source.model->Make(models::Head::kLastLogits);
   options.example = ExampleBatch(1, LargestLength(model, options, longest));
   ASSIGN_OR_RETURN(std::unique_ptr<zero::Engine> engine, zero::CreateEngine(model, options));
 
   for (int64_t sample = 0; sample < flags.samples; ++sample) {
     models::TextSampler sampler(flags.temperature, flags.top_k, static_cast<uint64_t>(flags.seed + sample));
-    std::vector<int64_t> tokens = prompt;
+    std::vector<int64_t> tokens = asked.prompt;
     TokenText text(source);
-    for (const int64_t token : tokens) out << text.Push(token);
+    out << TextOf(tokens, &text);
     for (int64_t i = 0; i < flags.tokens; ++i) {
       const auto length = std::min(static_cast<int64_t>(tokens.size()), source.window);
       zero::TensorBatch batch;
@@ -155,14 +226,29 @@ absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
       ASSIGN_OR_RETURN(const std::vector<torch::Tensor> outputs, zero::InferTensors(*engine, {batch}));
       const torch::Tensor logits = outputs.front().contiguous();
       const int64_t token = sampler.Next({logits.data_ptr<float>(), static_cast<size_t>(logits.numel())});
+      if (std::find(source.ends.begin(), source.ends.end(), token) != source.ends.end()) break;
       tokens.push_back(token);
       out << text.Push(token) << std::flush;
-      if (std::find(source.ends.begin(), source.ends.end(), token) != source.ends.end()) break;
     }
     out << text.Finish() << "\n" << std::flush;
     if (!out) return StreamError("stdout: write");
   }
   return absl::OkStatus();
+}
+
+absl::Status Sample(const Flags& flags, std::ostream& out, std::ostream& err) {
+  RETURN_IF_ERROR(CheckNumbers(flags));
+  ASSIGN_OR_RETURN(const TextModel source, OpenTrainedText(flags.dirs, flags.tokenizer, kName, err));
+  if (source.base.is_null() && !flags.model.empty()) return NoBase(flags.model);
+  Asked asked = {.flags = flags, .source = source, .prompt = {}, .budget = 0, .log = nullptr};
+  ASSIGN_OR_RETURN(asked.prompt, PromptTokens(flags, source));
+  ASSIGN_OR_RETURN(asked.budget, Budget(flags));
+  asked.log = [&](const std::string& line) {
+    if (flags.verbose) err << line << "\n" << std::flush;
+  };
+  zero::SetIntraOpThreads(static_cast<int>(flags.threads.value_or(source.threads)));
+  const bool fits = static_cast<int64_t>(asked.prompt.size()) + flags.tokens <= source.window;
+  return fits && source.model->lora() == nullptr ? Generate(asked, out) : ComputeAnew(asked, out);
 }
 
 }  // namespace
