@@ -196,7 +196,7 @@ class Generator::Impl {
     stream_ = std::make_unique<Stream>(source_.get(), cache_.get(), engine_.get(),
                                        std::span(ring_.data(), ring_.bytes()), std::move(homes));
     runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           stream_.get(), cache_.get(), type, at::get_num_threads());
+                                           stream_.get(), cache_.get(), at::get_num_threads());
     return absl::OkStatus();
   }
 
@@ -435,7 +435,7 @@ absl::StatusOr<GenerationSizes> Generator::Survey(const models::LanguageModel& m
                    MakeArena(std::clamp<uint64_t>(options->wish.budget_bytes / 2, 4096, kMeasuringBytes)));
   ASSIGN_OR_RETURN(const std::unique_ptr<aio::Engine> engine, MakeEngine(arena.get(), options->log));
   ASSIGN_OR_RETURN(const std::unique_ptr<WeightSource> source, open(engine.get(), order.all));
-  const GenerationSizes sizes = SizesOf(*decoder, layout, order, *source, options->wish.budget_bytes);
+  GenerationSizes sizes = SizesOf(*decoder, layout, order, *source, options->wish.budget_bytes);
   // Whether the budget holds it at all, before anything is read.
   RETURN_IF_ERROR(PlanGeneration(sizes, options->wish).status());
   if (source->largest_unit_bytes() <= arena->bytes()) {

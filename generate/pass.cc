@@ -345,7 +345,7 @@ class PassRunner::Block : public models::BlockAccess {
 
 PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout,
                        const MatrixOrder* order, WeightSource* source, KeptTensors* kept, Stream* stream,
-                       KvCache* cache, DType type, int threads)
+                       KvCache* cache, int threads)
     : decoder_(*decoder),
       shape_(decoder->shape()),
       layout_(*layout),
@@ -354,7 +354,6 @@ PassRunner::PassRunner(const models::Decoder* decoder, const models::ModelLayout
       kept_(*kept),
       stream_(*stream),
       cache_(*cache),
-      type_(type),
       scratch_(threads) {}
 
 PassRunner::~PassRunner() = default;

@@ -91,8 +91,7 @@ class PassRunner {
  public:
   // All outlive it. `threads`: of products.
   PassRunner(const models::Decoder* decoder, const models::ModelLayout* layout, const MatrixOrder* order,
-             WeightSource* source, KeptTensors* kept, Stream* stream, KvCache* cache, kernels::DType type,
-             int threads);
+             WeightSource* source, KeptTensors* kept, Stream* stream, KvCache* cache, int threads);
   ~PassRunner();
 
   // Tells the stream what the pass of `shares` reads. With the cache in memory that is the same for every
@@ -121,7 +120,6 @@ class PassRunner {
   KeptTensors& kept_;
   Stream& stream_;
   KvCache& cache_;
-  const kernels::DType type_;
   ProductScratch scratch_;
 };
 

@@ -51,7 +51,7 @@ class Passes {
                                        std::span(ring_.data(), 3 * source_->largest_unit_bytes()),
                                        std::vector<std::byte*>(source_->units().size(), nullptr));
     runner_ = std::make_unique<PassRunner>(decoder_.get(), &layout_, &order_, source_.get(), kept_.get(),
-                                           stream_.get(), cache_.get(), type, /*threads=*/2);
+                                           stream_.get(), cache_.get(), /*threads=*/2);
   }
 
   int Slot() { return *cache_->Take(kPositions); }

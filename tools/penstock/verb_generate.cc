@@ -261,8 +261,8 @@ class Generation {
       }
       generate::GenerationRequest request{prompt->index, prompt->tokens, TokensOf(*prompt),
                                           static_cast<uint64_t>(flags_.seed + prompt->index)};
-      active_.emplace(prompt->index, Active{*std::move(prompt), std::move(key),
-                                            std::make_unique<GrowingText>(&model_, &flags_.stop)});
+      active_.emplace(request.id, Active{*std::move(prompt), std::move(key),
+                                         std::make_unique<GrowingText>(&model_, &flags_.stop)});
       return request;
     }
   }
