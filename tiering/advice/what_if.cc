@@ -15,7 +15,7 @@ WhatIf Ask(std::string change, const ModelGraph& graph, const PlanOptions& optio
     answer.error = std::string(plan.status().message());
     return answer;
   }
-  absl::StatusOr<Prediction> prediction = Simulate(graph, *plan, options.machine);
+  absl::StatusOr<Prediction> prediction = PredictStep(graph, *plan, options.machine);
   if (!prediction.ok()) {
     answer.error = std::string(prediction.status().message());
     return answer;

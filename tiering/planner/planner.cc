@@ -26,7 +26,7 @@
 #include "tiering/plan/plan_layout.h"
 #include "tiering/plan/resident_set.h"
 #include "tiering/planner/update_order.h"
-#include "tiering/program/program.h"
+#include "tiering/program/step_ops.h"
 #include "tiering/simulate/simulate.h"
 
 namespace penstock::tiering {
@@ -107,7 +107,7 @@ class Planner {
     plan.least_host_memory_bytes = least;
     CountBytes(&plan);
     if (plan.previewed_share() > 0) plan.reasons.push_back(Previewed(plan));
-    if (options_.prefer == Prefer::kTime && plan.trains && !MayPreview(plan)) {
+    if (options_.prefer == Prefer::kTime && plan.trains && !MayPreview(options_)) {
       plan.reasons.push_back(
           "prefer time: a clipped step reads more to be shorter only of one rank, on the processor, where "
           "every "
@@ -166,9 +166,11 @@ class Planner {
   std::vector<Level> Levels(int64_t budget) const {
     std::vector<Level> levels(kLevels.begin(), kLevels.end());
     const int64_t sums = layout_.SumsThatMayLeave();
-    const bool fits = std::any_of(kLevels.begin(), kLevels.end(),
-                                  [&](const Level& level) { return budget > 0 && Fits(level, budget); });
-    if (sums > 0 && !(fits && static_cast<double>(sums) <= kSumsShare * static_cast<double>(budget))) {
+    const auto fits = [&] {
+      return std::any_of(kLevels.begin(), kLevels.end(),
+                         [&](const Level& level) { return budget > 0 && Fits(level, budget); });
+    };
+    if (sums > 0 && !(static_cast<double>(sums) <= kSumsShare * static_cast<double>(budget) && fits())) {
       for (Level level : kLevels) {
         level.sums_leave = true;
         levels.push_back(level);
@@ -248,9 +250,12 @@ class Planner {
     };
     bool more = true;
     for (const Level& level : Levels(budget)) {
+      if (!more) break;
       Level fitting = level;
-      if (!Fits(level, budget)) fitting.runs = 1;
-      if (!more || !Fits(fitting, budget)) continue;
+      if (!Fits(level, budget)) {
+        fitting.runs = 1;
+        if (!Fits(fitting, budget)) continue;
+      }
       more = consider(fitting, spendings()[0]);
       if (!more || !FewTilesToSimulate(candidates.back().plan)) continue;
       consider(fitting, spendings()[1]);
@@ -445,20 +450,17 @@ class Planner {
           plan->late_write_bytes += plan->precision.TotalBytes(plan->blocks[b].tiles[t].elements);
       }
     }
-    ProgramBuilder builder(graph_, *plan, 1);
-    builder.Append(Pass::kTrain);
-    builder.Append(Pass::kTrain);
-    for (const Op& op : builder.Append(Pass::kTrain)) {
-      if (op.replay) continue;
-      if (op.lane == Lane::kRead) plan->nvme_read_bytes += op.bytes;
-      if (op.lane == Lane::kWrite) plan->nvme_write_bytes += op.bytes;
-      if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += op.bytes;
-      if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += op.bytes;
-    }
-    // After one that updates nothing in backward, so is this.
-    builder.Append(Pass::kTrain, 0, /*speculative_update=*/false);
-    for (const Op& op : builder.Append(Pass::kTrain, 0, /*speculative_update=*/false))
-      plan->clipped_read_bytes += op.lane == Lane::kRead && !op.replay ? op.bytes : 0;
+    const CondensedPlan condensed(*plan);
+    ForStepOps(graph_, condensed.plan(), /*speculative_update=*/true, [&](const Op& op) {
+      const int64_t bytes = op.bytes * condensed.times(op);
+      if (op.lane == Lane::kRead) plan->nvme_read_bytes += bytes;
+      if (op.lane == Lane::kWrite) plan->nvme_write_bytes += bytes;
+      if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += bytes;
+      if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += bytes;
+    });
+    ForStepOps(graph_, condensed.plan(), /*speculative_update=*/false, [&](const Op& op) {
+      if (op.lane == Lane::kRead) plan->clipped_read_bytes += op.bytes * condensed.times(op);
+    });
   }
 
   const ModelGraph& graph_;
