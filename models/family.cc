@@ -24,6 +24,30 @@ bool IsDirectory(const std::string& path) {
   return ::stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
+struct VocabularyShape {
+  int64_t width = 0;
+  int64_t layer_parameters = 0;  // of the largest
+};
+
+VocabularyShape ShapeOf(const LanguageModel& whole) {
+  VocabularyShape shape;
+  for (const BlockDescription& block : whole.Blocks()) {
+    if (shape.width == 0) shape.width = block.parameters.front().columns;  // the embedding's
+    if (block.kind != "layer") continue;
+    int64_t parameters = 0;
+    for (const ParameterDescription& parameter : block.parameters) parameters += parameter.elements();
+    shape.layer_parameters = std::max(shape.layer_parameters, parameters);
+  }
+  return shape;
+}
+
+// An adapter of the head wants all of it.
+int64_t AllowedTiles(const LanguageModel& model, int64_t tiles) {
+  if (tiles == 1 || model.lora() == nullptr) return tiles;
+  const int64_t rows = RowsOfTiles(model.vocabulary(), tiles);
+  return WithLora(model.base()->WithTileRows(rows), *model.lora()).ok() ? tiles : 1;
+}
+
 }  // namespace
 
 double StageProducts::ForwardFlops(int64_t sequences, int64_t length) const {
@@ -63,21 +87,23 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
   return DescribeGpt(config);
 }
 
+int VocabularyTiles(const LanguageModel& model) {
+  return VocabularyCut(model.vocabulary(), model.tile_rows()).tiles();
+}
+
 int64_t UsualVocabularyTiles(const LanguageModel& model) {
-  const LanguageModel& whole = model.base() != nullptr ? *model.base() : model;
-  int64_t layer = 0, width = 0;
-  for (const BlockDescription& block : whole.Blocks()) {
-    if (width == 0) width = block.parameters.front().columns;  // the embedding's
-    if (block.kind != "layer") continue;
-    int64_t parameters = 0;
-    for (const ParameterDescription& parameter : block.parameters) parameters += parameter.elements();
-    layer = std::max(layer, parameters);
-  }
-  const int64_t tiles = UsualTiles(model.vocabulary(), width, layer);
-  if (tiles == 1 || model.lora() == nullptr) return tiles;
-  // An adapter of the head wants all of it.
-  const int64_t rows = RowsOfTiles(model.vocabulary(), tiles);
-  return WithLora(whole.WithTileRows(rows), *model.lora()).ok() ? tiles : 1;
+  const VocabularyShape shape = ShapeOf(model.base() != nullptr ? *model.base() : model);
+  return AllowedTiles(model, UsualTiles(model.vocabulary(), shape.width, shape.layer_parameters));
+}
+
+int64_t FittingVocabularyTiles(const LanguageModel& model, const TileRoom& room) {
+  const int64_t usual = UsualVocabularyTiles(model);
+  if (room.host_bytes == 0) return usual;
+  const VocabularyShape shape = ShapeOf(model.base() != nullptr ? *model.base() : model);
+  const TileBytes bytes = BytesOfTiles(room.precision, /*trains=*/model.lora() == nullptr);
+  const int64_t tiles = TilesWithin(model.vocabulary(), shape.width, shape.layer_parameters, room.tokens,
+                                    bytes, room.host_bytes);
+  return AllowedTiles(model, std::max(usual, tiles));
 }
 
 absl::StatusOr<std::shared_ptr<const LanguageModel>> WithVocabularyTiles(

@@ -19,6 +19,7 @@
 #include "absl/status/statusor.h"
 #include "models/decoder.h"
 #include "models/layout.h"
+#include "tiering/plan/model_graph.h"
 
 namespace penstock::zero {
 struct Model;
@@ -102,8 +103,21 @@ class LanguageModel {
 absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohmann::json& json,
                                                                    std::vector<std::string>* notes = nullptr);
 
-// How many tiles the vocabulary of a model should be: 1 unless it is far larger than a layer.
+// How many tiles the vocabulary of a model is in,
+int VocabularyTiles(const LanguageModel& model);
+// and should be: 1 unless it is far larger than a layer.
 int64_t UsualVocabularyTiles(const LanguageModel& model);
+
+// What a training has for one of them.
+struct TileRoom {
+  int64_t host_bytes = 0;  // its budget; 0: no bound
+  tiering::Precision precision = tiering::Precision::Bf16();
+  int64_t tokens = 0;  // of a micro-batch
+};
+// As many as are usual, or the fewest of which one takes no large share of the budget and no more than a
+// layer: its weights twice, gradient, sums and logits, by arithmetic. The same for the same model and room on
+// every machine.
+int64_t FittingVocabularyTiles(const LanguageModel& model, const TileRoom& room);
 // The same function with embedding and head in blocks of so many rows of the vocabulary; 0, or as many as it
 // has: in one. Its ToJson says so, and the first values that a run draws are others. kInvalidArgument: a
 // target of the adapters is the head.

@@ -16,6 +16,9 @@ using torch::Tensor;
 constexpr int64_t kIgnored = -100;  // as a target: of no token, as nll_loss has it
 constexpr int64_t kLeastTile = int64_t{32} << 20;
 constexpr int64_t kLeastTiled = int64_t{64} << 20;
+// Of a budget, for one tile; and rows of the smallest tile that is worth its stages.
+constexpr double kShareOfTile = 0.5;
+constexpr int64_t kLeastRows = 1024;
 
 // Rows of a matrix by number. Of torch's own the gradient of 16-bit rows is summed in 16 bit, and the matrix
 // as fp32 would be twice as much again.
@@ -54,6 +57,28 @@ int64_t UsualTiles(int64_t vocabulary, int64_t width, int64_t layer_parameters) 
   if (parameters < kLeastTiled || parameters < 2 * layer_parameters) return 1;
   const int64_t each = std::max(layer_parameters, kLeastTile);
   return (parameters + each - 1) / each;
+}
+
+TileBytes BytesOfTiles(const tiering::Precision& precision, bool trains) {
+  TileBytes bytes;
+  bytes.parameter = 2 * precision.weight_bytes();
+  // Where weights are not of the type that is computed in, they are made that.
+  if (precision.weight_bytes() < precision.addend_bytes()) bytes.parameter += precision.addend_bytes();
+  bytes.logit = precision.weight_bytes() + 2 * sizeof(float);
+  if (!trains) return bytes;
+  bytes.parameter += precision.gradient_bytes + precision.addend_bytes();
+  if (precision.gradient_bytes < 4) bytes.parameter += sizeof(float);
+  return bytes;
+}
+
+int64_t TilesWithin(int64_t vocabulary, int64_t width, int64_t layer_parameters, int64_t tokens,
+                    const TileBytes& bytes, int64_t budget_bytes) {
+  const double room = std::max(kShareOfTile * static_cast<double>(budget_bytes),
+                               bytes.parameter * static_cast<double>(layer_parameters));
+  const double of_row =
+      bytes.parameter * static_cast<double>(width) + bytes.logit * static_cast<double>(tokens);
+  const auto rows = std::max(kLeastRows, static_cast<int64_t>(room / of_row));
+  return rows >= vocabulary ? 1 : (vocabulary + rows - 1) / rows;
 }
 
 void ReadTileRows(int64_t vocabulary, ModelKeys* keys, int64_t* rows) {

@@ -26,6 +26,7 @@
 #include "models/family.h"
 #include "models/layout.h"
 #include "models/model_keys.h"
+#include "tiering/plan/model_graph.h"
 #include "zero/compute/libtorch/model.h"
 
 namespace penstock::models {
@@ -55,6 +56,17 @@ inline int64_t RowsOfTiles(int64_t vocabulary, int64_t tiles) { return (vocabula
 // unless it is far larger than one of them and than what a small budget holds. Few tiles are fast: each costs
 // two or three stages of its own, so one is as large as a layer, or 32 million parameters.
 int64_t UsualTiles(int64_t vocabulary, int64_t width, int64_t layer_parameters);
+
+// What a tile takes in memory while it is used.
+struct TileBytes {
+  double parameter = 0;  // of each parameter: its weights twice, and where it trains gradient and sums
+  double logit = 0;      // of each row and token: its logit, and what cross-entropy makes of it
+};
+TileBytes BytesOfTiles(const tiering::Precision& precision, bool trains);
+// The fewest tiles of which one takes no more than a share of the budget that leaves room for what makes a
+// step fast, or than a layer does: below that, others decide how little works.
+int64_t TilesWithin(int64_t vocabulary, int64_t width, int64_t layer_parameters, int64_t tokens,
+                    const TileBytes& bytes, int64_t budget_bytes);
 
 // kTileRowsKey, where a state says it.
 void ReadTileRows(int64_t vocabulary, ModelKeys* keys, int64_t* rows);

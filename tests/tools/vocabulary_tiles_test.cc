@@ -327,6 +327,44 @@ TEST(VocabularyTiles, AreUsualWhereTheVocabularyIsFarLargerThanALayer) {
   EXPECT_EQ(models::UsualVocabularyTiles(*models::DescribeGpt({12, 768, 12, 1024, 50257})), 1);
 }
 
+// The fewest of which one leaves room in the budget: the same on every machine, and never more of them with
+// more memory.
+TEST(VocabularyTiles, FitTheBudget) {
+  const auto gpt2 = models::DescribeGpt({12, 768, 12, 1024, 50257});
+  const auto llama = *models::ModelFromJson(LlamaOfSize(2048, 8192, 16, 128256));
+  for (const auto& [model, usual] : {std::pair{gpt2, 1}, {llama, 5}}) {
+    SCOPED_TRACE(model->vocabulary());
+    EXPECT_EQ(models::FittingVocabularyTiles(*model, {}), usual);
+    int64_t fewer = 1024;
+    for (int64_t mebibytes = 16; mebibytes <= 32768; mebibytes *= 2) {
+      const models::TileRoom room = {.host_bytes = mebibytes << 20, .tokens = 128};
+      const int64_t tiles = models::FittingVocabularyTiles(*model, room);
+      EXPECT_LE(tiles, fewer) << mebibytes;
+      fewer = tiles;
+      models::TileRoom longer = room, fp32 = room;
+      longer.tokens = 4096;
+      fp32.precision = tiering::Precision::Fp32();
+      EXPECT_GE(models::FittingVocabularyTiles(*model, longer), tiles) << mebibytes;
+      EXPECT_GE(models::FittingVocabularyTiles(*model, fp32), tiles) << mebibytes;
+    }
+    EXPECT_EQ(fewer, usual);
+    const models::TileRoom little = {.host_bytes = 64 << 20, .tokens = 128};
+    const int64_t most = models::FittingVocabularyTiles(*model, little);
+    EXPECT_GE(most, std::max(5, usual));
+    // A tile is about a layer then, and no less.
+    const auto tiled = *models::WithVocabularyTiles(model, models::RowsOfTiles(model->vocabulary(), most));
+    EXPECT_GE(tiled->tile_rows() * (model->vocabulary() == 50257 ? 768 : 2048) * 3,
+              tiled->Layout().largest_block_parameters());
+  }
+  // Bytes as tokens stay in one, whatever there is.
+  for (const char* preset : {"gpt-tiny", "gpt-125m", "gpt-1b"}) {
+    EXPECT_EQ(models::FittingVocabularyTiles(**models::OpenModel(preset),
+                                             {.host_bytes = 8 << 20, .tokens = 1 << 20}),
+              1)
+        << preset;
+  }
+}
+
 TEST(VocabularyTiles, AreSaidByTheRecordAndNotByWhatIsPublished) {
   for (const json& config : Configs()) {
     const auto one = InTilesOf(config, 1), tiled = InTilesOf(config, 4);
@@ -500,6 +538,77 @@ TEST_F(VocabularyTilesTest, ARunOnThemHasTheSameLossesWhereverItsStateIs) {
     EXPECT_EQ(refused.code, 2);
     EXPECT_THAT(refused.err, HasSubstr(absl::StrCat("--vocabulary-tiles ", wrong)));
   }
+}
+
+// Wherever some number of tiles fits, the chosen one does; a number that does not names one that would.
+TEST_F(VocabularyTilesTest, AutoFitsWhereSomeNumberDoesAndARefusalNamesOne) {
+  WriteFile(dir_ + "/config.json",
+            R"({"n_layer": 2, "n_embd": 256, "n_head": 4, "n_positions": 64, "vocab_size": 20000})");
+  const Arguments words = {"--model",   "config.json", "--seq",   "64",   "--batch",     "2",
+                           "--threads", "1",           "--dtype", "fp32", "--state-dir", "state"};
+  const auto plan = [&](const Arguments& more) {
+    return Run(Arguments{"plan", "--no-probe", "--json"} + words + more);
+  };
+  std::vector<int64_t> least;
+  for (const char* tiles : {"1", "2", "4", "8"}) {
+    const Ran ran = plan({"--vocabulary-tiles", tiles});
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    EXPECT_EQ(json::parse(ran.out)["vocabulary_tiles"], std::stoi(tiles));
+    // What is measured differs by some bytes with how tensors are rounded.
+    least.push_back(json::parse(ran.out)["least_host_memory_bytes"].get<int64_t>() * 101 / 100);
+  }
+  EXPECT_GT(least.front(), 2 * *std::min_element(least.begin(), least.end()));
+  int64_t fewer = 1024;
+  std::sort(least.begin(), least.end());
+  for (const int64_t budget : least) {
+    const Ran ran = plan({"--host-memory", std::to_string(budget)});
+    ASSERT_EQ(ran.code, 0) << budget << ": " << ran.err;
+    const int64_t tiles = json::parse(ran.out)["vocabulary_tiles"];
+    EXPECT_GT(tiles, 1);
+    EXPECT_LE(tiles, fewer);
+    fewer = tiles;
+  }
+  EXPECT_EQ(json::parse(plan({"--host-memory", "4GiB"}).out)["vocabulary_tiles"], 1);
+
+  const std::string tight = std::to_string(least.front());
+  const Arguments check =
+      Arguments{"train", "--check"} + words + Arguments{"--host-memory", tight, "--vocabulary-tiles"};
+  const Ran refused = Run(check + Arguments{"1"});
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("too small: the least that works is "));
+  const std::string named = "; --vocabulary-tiles ";
+  const size_t at = refused.err.find(named);
+  ASSERT_NE(at, std::string::npos) << refused.err;
+  const std::string tiles = std::to_string(std::stoi(refused.err.substr(at + named.size())));
+  EXPECT_EQ(Run(check + Arguments{tiles}).code, 0) << refused.err;
+  EXPECT_THAT(plan({"--host-memory", tight, "--vocabulary-tiles", "1"}).err, HasSubstr(named));
+  // Where no number helps, none is named.
+  EXPECT_THAT(plan({"--host-memory", "2M"}).err,
+              testing::AllOf(HasSubstr("too small"), testing::Not(HasSubstr(named))));
+}
+
+// With another budget a run goes on in the tiles that it has.
+TEST_F(VocabularyTilesTest, ARunKeepsTheNumberThatWasChosenForIt) {
+  WriteTokens(6000);
+  WriteFile(dir_ + "/config.json",
+            R"({"n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 64, "vocab_size": 6000})");
+  const auto train = [&](const std::string& state, const Arguments& more) {
+    const Ran ran = Run(TrainModel(state, {"--model", "config.json", "--dtype", "fp32", "--lr", "0.01",
+                                           "--log", state + ".jsonl"}) +
+                        more);
+    ASSERT_EQ(ran.code, 0) << ran.err;
+  };
+  const Arguments little = {"--host-memory", "24M"};
+  for (const char* state : {"whole", "parts"}) train(state, little + Arguments{"--steps", "2"});
+  train("whole", little + Arguments{"--resume", "--steps", "4"});
+  train("parts", {"--resume", "--steps", "4", "--host-memory", "1GiB"});
+  train("roomy", {"--steps", "4", "--host-memory", "1GiB"});
+  EXPECT_EQ(Losses("parts.jsonl"), Losses("whole.jsonl"));
+  const auto blocks = [&](const std::string& state) {
+    return json::parse(Run({"inspect", state, "--json"}).out)["block_elements"].size();
+  };
+  EXPECT_EQ(blocks("parts"), blocks("whole"));
+  EXPECT_GT(blocks("whole"), blocks("roomy"));
 }
 
 // What adapters leave frozen is read where it lies, in tiles or not.

@@ -21,7 +21,7 @@ void DeclareTrainOptions(CLI::App& app, TrainOptions& flags, bool plans) {
                  "GPT-2 c_attn]");
   app.add_option("--vocabulary-tiles", flags.vocabulary_tiles,
                  "Embedding and head in so many blocks of rows, each as large as a layer, say; or auto: in "
-                 "one, unless it is far larger than a layer [auto]");
+                 "one, unless it is far larger than a layer or takes too much of --host-memory [auto]");
   app.add_option(
          "--data", flags.data,
          "Text, or .jsonl with text, prompt and completion, or messages in its lines: tokens by the model's "

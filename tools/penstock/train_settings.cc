@@ -171,8 +171,9 @@ class Resolver {
     RETURN_IF_ERROR(ResolveMemory(flags_, config_, &settings_));
     RETURN_IF_ERROR(ResolveIo(config_, &settings_));
     engine_.watch = WatchOf(config_);
-    RETURN_IF_ERROR(ChooseInitialWeights());
     RETURN_IF_ERROR(MakeExample());
+    RETURN_IF_ERROR(ChooseTiles());
+    RETURN_IF_ERROR(ChooseInitialWeights());
     Record();
     settings_.config = config_;
     return std::move(settings_);
@@ -373,7 +374,7 @@ class Resolver {
     }
     ASSIGN_OR_RETURN(settings_.vocab, kept_.Of<int64_t>("vocab", "vocab", flags_.vocab, 0));
     if (settings_.vocab > 0) settings_.model = settings_.model->WithVocabulary(settings_.vocab);
-    if (!settings_.resumes) return ChooseTiles();
+    if (!settings_.resumes) return absl::OkStatus();  // ChooseTiles is to come
     const auto made = models::ModelFromJson(run_["model"]);
     if (made.ok()) {
       ASSIGN_OR_RETURN(settings_.model, InTilesOf(**made, settings_.model, flags_));
@@ -387,17 +388,6 @@ class Resolver {
                      engine_.storage.state_dirs.empty() ? "" : engine_.storage.state_dirs.front(),
                      " holds a run of another model (", difference,
                      "); leave the flag out, or start another run in another --state-dir"));
-  }
-
-  absl::Status ChooseTiles() {
-    ASSIGN_OR_RETURN(settings_.model, InTiles(settings_.model, flags_));
-    const int64_t rows = settings_.model->tile_rows();
-    if (rows == 0 || flags_.vocabulary_tiles.value_or("auto") != "auto") return absl::OkStatus();
-    settings_.notes.push_back(absl::StrCat("model: the vocabulary of ", settings_.model->vocabulary(),
-                                           " is in blocks of ", rows,
-                                           " rows, of which few are in memory at a time "
-                                           "(--vocabulary-tiles 1: in one)"));
-    return absl::OkStatus();
   }
 
   // And what rests on them: what a config leaves open.
@@ -468,6 +458,27 @@ class Resolver {
     if (order == models::kSequenceOrder) return;
     changes_.run["data_order"] = models::kSequenceOrder;
     changes_.Tell("the order of the data", order, models::kSequenceOrder, "this version of the program");
+  }
+
+  // Of a new run, and for good. By a budget that somebody gave: another number has other bits, which do not
+  // depend on what happens to be free.
+  absl::Status ChooseTiles() {
+    if (settings_.resumes) return absl::OkStatus();
+    models::TileRoom room;
+    const bool given = flags_.host_memory.has_value() || config_.penstock.host_memory_bytes.has_value();
+    if (given && !engine_.device->has_own_memory()) {
+      room = {.host_bytes = engine_.memory.host_memory_budget_bytes,
+              .precision = zero::FormatOf(engine_).precision(),
+              .tokens = settings_.batch * settings_.seq};
+    }
+    ASSIGN_OR_RETURN(settings_.model, InTiles(settings_.model, flags_, room));
+    const int64_t rows = settings_.model->tile_rows();
+    if (rows == 0 || flags_.vocabulary_tiles.value_or("auto") != "auto") return absl::OkStatus();
+    settings_.notes.push_back(
+        absl::StrCat("model: the vocabulary of ", settings_.model->vocabulary(), " is in ",
+                     models::VocabularyTiles(*settings_.model), " blocks of ", rows,
+                     " rows, of which few are in memory at a time (--vocabulary-tiles 1: in one)"));
+    return absl::OkStatus();
   }
 
   absl::Status ChooseInitialWeights() {

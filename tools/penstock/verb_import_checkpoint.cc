@@ -119,8 +119,10 @@ nlohmann::json LossScale(const zero::EngineOptions& options, const models::DeepS
 }
 
 // Flags over the config of the checkpoint.
-absl::StatusOr<TrainSettings> Settings(const Flags& flags, const models::DeepSpeedProgress& progress) {
+absl::StatusOr<TrainSettings> Settings(const Flags& flags, const models::LanguageModel& model,
+                                       const models::DeepSpeedProgress& progress) {
   TrainOptions train = flags.train;
+  train.vocabulary_tiles = absl::StrCat(models::VocabularyTiles(model));  // whatever its budget is
   std::vector<std::string> notes;
   ConfigFile file;
   if (!train.config.has_value() && progress.config.is_object()) {
@@ -169,7 +171,7 @@ absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
     return absl::InvalidArgumentError("--lora-rank: an imported run trains all of its weights: leave it out");
   ASSIGN_OR_RETURN(std::shared_ptr<const models::LanguageModel> model, models::OpenModel(*flags.train.model));
   if (flags.train.vocab.has_value()) model = model->WithVocabulary(*flags.train.vocab);
-  ASSIGN_OR_RETURN(model, InTiles(std::move(model), flags.train));  // as Settings has it
+  ASSIGN_OR_RETURN(model, InTiles(std::move(model), flags.train));
   models::NameMap names;
   if (!flags.names.empty()) {
     ASSIGN_OR_RETURN(names, models::ReadNames(flags.names));
@@ -177,7 +179,7 @@ absl::Status Import(const Flags& flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(std::unique_ptr<models::DeepSpeedCheckpoint> checkpoint,
                    models::DeepSpeedCheckpoint::Open(flags.checkpoint, model->Layout(), names));
   const models::DeepSpeedProgress& progress = checkpoint->progress();
-  ASSIGN_OR_RETURN(TrainSettings settings, Settings(flags, progress));
+  ASSIGN_OR_RETURN(TrainSettings settings, Settings(flags, *model, progress));
   zero::EngineOptions& options = settings.engine;
   RETURN_IF_ERROR(CheckAgainst(progress, settings, &settings.notes));
   if (!flags.train.quiet) {
