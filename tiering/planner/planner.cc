@@ -45,8 +45,8 @@ constexpr std::array<Level, 6> kLevels = {{
     {2, 1 << 16, 3 * kMiB, 4, 1},
 }};
 
-// And with less memory for the sums of blocks that several stages use: these stay while they take no more
-// than this share of the budget, if there is room for them at all.
+// And with less memory for the sums of blocks that several stages use: all levels with them on the drive are
+// compared where they would take more than this share of the budget; else the likeliest (WithoutSums).
 constexpr double kSumsShare = 0.5;
 
 // What the memory beside the working set is spent on, in this order.
@@ -184,6 +184,22 @@ class Planner {
     return levels;
   }
 
+  // Where the sums of blocks that several stages use take memory, they are worth it or not: with them on the
+  // drive between uses the level that is the fastest otherwise, and the most comfortable that fits then.
+  std::vector<Level> WithoutSums(Level fastest, int64_t budget) const {
+    std::vector<Level> levels;
+    if (fastest.sums_leave || layout_.SumsThatMayLeave() == 0) return levels;
+    fastest.sums_leave = true;
+    levels.push_back(fastest);
+    for (Level level : kLevels) {
+      level.sums_leave = true;
+      if (!Fits(level, budget)) continue;
+      levels.push_back(level);
+      break;
+    }
+    return levels;
+  }
+
   int64_t Least() const {
     int64_t least = std::numeric_limits<int64_t>::max();
     for (const Level& level : Levels(/*budget=*/0)) {
@@ -280,6 +296,13 @@ class Planner {
     for (const Level& level : promising) {
       for (const Spending& spending : spendings()) consider(level, spending);
     }
+    const size_t with_sums = candidates.size();
+    for (const Level& level : more ? WithoutSums(promising.front(), budget) : std::vector<Level>()) {
+      for (const Spending& spending : spendings()) {
+        consider(level, spending);
+        if (!FewTilesToSimulate(candidates.front().plan)) break;
+      }
+    }
     // The fastest few with their tiles' orders chosen with care.
     std::vector<size_t> order(candidates.size());
     double worst_seconds = 0;
@@ -290,7 +313,13 @@ class Planner {
     std::stable_sort(order.begin(), order.end(), [&](size_t x, size_t y) {
       return candidates[x].step.seconds < candidates[y].step.seconds;
     });
-    order.resize(std::min<size_t>(order.size(), FewTilesToSimulate(candidates[order.front()].plan) ? 4 : 1));
+    int kept = FewTilesToSimulate(candidates[order.front()].plan) ? 4 : 1;
+    int leaving = kept == 4 ? 1 : 0;  // beside the former, not in their place
+    if (leaving == 0) {
+      order.resize(1);
+    } else {
+      std::erase_if(order, [&](size_t i) { return (i < with_sums ? kept : leaving)-- <= 0; });
+    }
     std::sort(order.begin(), order.end());  // from comfortable to lean
     for (const size_t i : order) candidates[i].step = Order(/*thorough=*/true, &candidates[i].plan);
     // Leaves those that are within `tolerance` of the least.
