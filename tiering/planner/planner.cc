@@ -272,7 +272,7 @@ class Planner {
         fitting.runs = 1;
         if (!Fits(fitting, budget)) continue;
       }
-      more = consider(fitting, spendings()[0]);
+      more = consider(fitting, first_spending());
       if (!more || !FewTilesToSimulate(candidates.back().plan)) continue;
       consider(fitting, spendings()[1]);
       fitting.runs = 1;
@@ -313,21 +313,24 @@ class Planner {
     std::stable_sort(order.begin(), order.end(), [&](size_t x, size_t y) {
       return candidates[x].step.seconds < candidates[y].step.seconds;
     });
-    int kept = FewTilesToSimulate(candidates[order.front()].plan) ? 4 : 1;
-    int leaving = kept == 4 ? 1 : 0;  // beside the former, not in their place
-    if (leaving == 0) {
-      order.resize(1);
-    } else {
-      std::erase_if(order, [&](size_t i) { return (i < with_sums ? kept : leaving)-- <= 0; });
-    }
-    std::sort(order.begin(), order.end());  // from comfortable to lean
-    for (const size_t i : order) candidates[i].step = Order(/*thorough=*/true, &candidates[i].plan);
     // Leaves those that are within `tolerance` of the least.
     const auto keep_least = [&order](auto&& value, double tolerance) {
       double least = std::numeric_limits<double>::max();
       for (const size_t i : order) least = std::min(least, value(i));
       std::erase_if(order, [&](size_t i) { return value(i) > least * tolerance; });
     };
+    if (FewTilesToSimulate(candidates[order.front()].plan)) {
+      int kept = 4, leaving = 1;  // beside the former, not in their place
+      std::erase_if(order, [&](size_t i) { return (i < with_sums ? kept : leaving)-- <= 0; });
+    } else {
+      // One, since that takes long: of those that are as fast one that wears the drives least.
+      keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
+      keep_least([&](size_t i) { return BytesMoved(candidates[i].plan); }, kAsManyBytes);
+      keep_least([&](size_t i) { return BytesWritten(candidates[i].plan); }, kAsFast);
+      order.resize(1);
+    }
+    std::sort(order.begin(), order.end());  // from comfortable to lean
+    for (const size_t i : order) candidates[i].step = Order(/*thorough=*/true, &candidates[i].plan);
     keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
     if (order.size() > 1) {
       std::vector<double> bytes(candidates.size());
@@ -372,6 +375,15 @@ class Planner {
 
   const std::array<Spending, 3>& spendings() const {
     return options_.commits_every_step ? kSpendings : kLateSpendings;
+  }
+
+  // What is tried first, and taken where there are too many tiles to compare. Beside adapters weights are
+  // nearly all that there is, and gradients, which would be written, nearly nothing.
+  const Spending& first_spending() const {
+    const bool adapters = std::any_of(
+        graph_.blocks.begin(), graph_.blocks.end(),
+        [](const BlockShape& block) { return block.trains && block.trained_from > block.elements / 2; });
+    return spendings()[adapters ? 1 : 0];
   }
 
   // The working set of `level`, and the rest of the budget spent in the given order.
@@ -468,6 +480,11 @@ class Planner {
   double BytesMoved(Plan plan) const {
     CountBytes(&plan);
     return static_cast<double>(plan.nvme_read_bytes + plan.nvme_write_bytes);
+  }
+
+  double BytesWritten(Plan plan) const {
+    CountBytes(&plan);
+    return static_cast<double>(plan.nvme_write_bytes);
   }
 
   // Counted from the program itself, in its steady state.
