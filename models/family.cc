@@ -63,6 +63,10 @@ absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohman
   return DescribeGpt(config);
 }
 
+int VocabularyTiles(const LanguageModel& model) {
+  return VocabularyCut(model.vocabulary(), model.tile_rows()).tiles();
+}
+
 int64_t UsualVocabularyTiles(const LanguageModel& model) {
   const LanguageModel& whole = model.base() != nullptr ? *model.base() : model;
   int64_t layer = 0, width = 0;

@@ -102,7 +102,9 @@ class LanguageModel {
 absl::StatusOr<std::shared_ptr<const LanguageModel>> ModelFromJson(const nlohmann::json& json,
                                                                    std::vector<std::string>* notes = nullptr);
 
-// How many tiles the vocabulary of a model should be: 1 unless it is far larger than a layer.
+// How many tiles the vocabulary of a model is in,
+int VocabularyTiles(const LanguageModel& model);
+// and should be: 1 unless it is far larger than a layer.
 int64_t UsualVocabularyTiles(const LanguageModel& model);
 // The same function with embedding and head in blocks of so many rows of the vocabulary; 0, or as many as it
 // has: in one. Its ToJson says so, and the first values that a run draws are others. kInvalidArgument: a

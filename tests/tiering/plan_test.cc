@@ -226,7 +226,7 @@ TEST(WhatIf, MoreOfWhatBoundsTheStepMakesItFaster) {
     return AskWhatIf(graph, options, *Simulate(graph, plan, options.machine), 1);
   };
   const std::vector<WhatIf> drive = ask(slow_drive), compute = ask(slow_compute);
-  ASSERT_EQ(drive.size(), 4u);
+  ASSERT_EQ(drive.size(), 5u);
   EXPECT_EQ(drive[0].change, "one more drive");
   EXPECT_NEAR(drive[0].speedup, 2, 0.15);
   EXPECT_GT(drive[1].speedup, 1.1);        // memory saves reads
@@ -238,6 +238,42 @@ TEST(WhatIf, MoreOfWhatBoundsTheStepMakesItFaster) {
   options.host_budget_bytes = int64_t{1} << 40;
   options.host_budget_bytes = MakePlan(slow_drive, options)->least_host_memory_bytes;
   EXPECT_THAT(ask(slow_drive)[2].error, HasSubstr("too small"));
+}
+
+// What the other preference would make of clipped steps is what a plan under it does.
+TEST(WhatIf, ThePreferenceIsToldByWhatClippedStepsTakeAndRead) {
+  ModelGraph graph = Chain(12, 3 << 20, 8e-3);
+  PlanOptions options;
+  options.host_budget_bytes = 120 * kMiB;
+  options.compares_policies = false;
+  const auto plan_of = [&](Prefer prefer) {
+    PlanOptions of = options;
+    of.prefer = prefer;
+    return *MakePlan(graph, of);
+  };
+  const Plan wear = plan_of(Prefer::kWear), time = plan_of(Prefer::kTime);
+  const Prediction of_wear = *Predict(graph, wear, options.machine);
+  const Prediction of_time = *Predict(graph, time, options.machine);
+  ASSERT_GT(time.previewed_share(), 0);
+  ASSERT_LT(of_time.clipped_step_seconds, 0.95 * of_wear.clipped_step_seconds);
+
+  const WhatIf asked = AskWhatIf(graph, options, of_wear, 1).back();
+  EXPECT_EQ(asked.change, "prefer: time");
+  EXPECT_TRUE(asked.of_clipped_steps);
+  EXPECT_DOUBLE_EQ(asked.prediction.clipped_step_seconds, of_time.clipped_step_seconds);
+  EXPECT_EQ(asked.clipped_read_bytes, time.clipped_read_bytes);
+  EXPECT_GT(asked.clipped_read_bytes, wear.clipped_read_bytes);
+  EXPECT_EQ(asked.nvme_write_bytes, time.nvme_write_bytes);
+  EXPECT_DOUBLE_EQ(asked.speedup, of_wear.clipped_step_seconds / of_time.clipped_step_seconds);
+
+  options.prefer = Prefer::kTime;
+  const WhatIf back = AskWhatIf(graph, options, of_time, 1).back();
+  EXPECT_EQ(back.change, "prefer: wear");
+  EXPECT_DOUBLE_EQ(back.prediction.clipped_step_seconds, of_wear.clipped_step_seconds);
+  EXPECT_LT(back.speedup, 1);
+  // Where it has no say, it is not asked.
+  options.clips = false;
+  for (const WhatIf& each : AskWhatIf(graph, options, of_time, 1)) EXPECT_FALSE(each.of_clipped_steps);
 }
 
 TEST(Machine, DriveTimesFollowFromTheThreeBandwidths) {

@@ -298,10 +298,15 @@ TEST(PlanPages, APlanIsDrawnAndWhatIsMissingLeftOut) {
       {"params", 1e9},
       {"reasons", {"weights <stay>"}},
       {"tiers", {{{"what", "weights"}, {"host_in_flight_bytes", 1 << 20}, {"nvme_bytes", 1 << 30}}}},
-      {"what_if", {{{"change", "twice the memory"}, {"error", "too little"}}}}};
+      {"what_if",
+       {{{"change", "twice the memory"}, {"error", "too little"}},
+        {{"change", "prefer: time"},
+         {"predicted_step_seconds", 0.7},
+         {"predicted_clipped_step_seconds", 0.9}}}}};
   const std::string page = PlanPage("gpt-<x>", plan, TraceView());
-  for (const char* text : {"Plan: gpt-&lt;x&gt;", "A step takes 700 ms, bound by read",
-                           "weights &lt;stay&gt;", "twice the memory", "too little", "1 GiB"}) {
+  for (const char* text :
+       {"Plan: gpt-&lt;x&gt;", "A step takes 700 ms, bound by read", "weights &lt;stay&gt;",
+        "twice the memory", "too little", "1 GiB", "prefer: time", "900 ms, clipped"}) {
     EXPECT_THAT(page, HasSubstr(text));
   }
   EXPECT_THAT(PlanPage("m", json::object(), TraceView()), HasSubstr("There is nothing to draw"));

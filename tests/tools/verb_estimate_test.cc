@@ -105,6 +105,21 @@ TEST(Estimate, ModelIsAskedOfTheSizer) {
   }
 }
 
+TEST(Estimate, TilesOfTheVocabularyAreSaid) {
+  const ModelSizer sizer = [](const std::string& model, const AdapterWish&) -> absl::StatusOr<ModelSize> {
+    return ModelSize{
+        .params = 1'000'000, .largest_layer_params = 1000, .vocabulary_tiles = model == "x" ? 5 : 1};
+  };
+  const auto told = [&](const char* model) {
+    const Result result = Estimate({"--model", model, "--json"}, sizer);
+    return nlohmann::json::parse(result.out)["input"]["vocabulary_tiles"];
+  };
+  EXPECT_EQ(told("x"), 5);
+  EXPECT_EQ(told("y"), 1);
+  EXPECT_THAT(Estimate({"--model", "x"}, sizer).out, HasSubstr("the vocabulary in 5 tiles"));
+  EXPECT_THAT(Estimate({"--model", "y"}, sizer).out, testing::Not(HasSubstr("the vocabulary in")));
+}
+
 TEST(Estimate, GptSizesAreThePresets) {
   EXPECT_EQ(GptSize(24, 1024, 1024, 256).params, 303'622'144);  // "303 M with bytes"
   EXPECT_EQ(GptSize(4, 64, 128, 256).params, 4 * 49'984 + 384 * 64 + 128);

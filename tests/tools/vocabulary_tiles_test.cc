@@ -502,6 +502,46 @@ TEST_F(VocabularyTilesTest, ARunOnThemHasTheSameLossesWhereverItsStateIs) {
   }
 }
 
+// A number of tiles that does not fit names one that would.
+TEST_F(VocabularyTilesTest, ARefusalNamesANumberThatFits) {
+  WriteFile(dir_ + "/config.json",
+            R"({"n_layer": 2, "n_embd": 256, "n_head": 4, "n_positions": 64, "vocab_size": 20000})");
+  const Arguments words = {"--model",   "config.json", "--seq",   "64",   "--batch",     "2",
+                           "--threads", "1",           "--dtype", "fp32", "--state-dir", "state"};
+  const auto plan = [&](const Arguments& more) {
+    return Run(Arguments{"plan", "--no-probe", "--json"} + words + more);
+  };
+  std::vector<int64_t> least;
+  for (const char* tiles : {"1", "2", "4", "8"}) {
+    const Ran ran = plan({"--vocabulary-tiles", tiles});
+    ASSERT_EQ(ran.code, 0) << ran.err;
+    EXPECT_EQ(json::parse(ran.out)["vocabulary_tiles"], std::stoi(tiles));
+    // What is measured differs by some bytes with how tensors are rounded.
+    least.push_back(json::parse(ran.out)["least_host_memory_bytes"].get<int64_t>() * 101 / 100);
+  }
+  EXPECT_GT(least.front(), 2 * *std::min_element(least.begin(), least.end()));
+  // No budget changes what auto takes: it would change the losses.
+  for (const char* budget : {"4GiB", "700M"})
+    EXPECT_EQ(json::parse(plan({"--host-memory", budget}).out)["vocabulary_tiles"], 1) << budget;
+
+  std::sort(least.begin(), least.end());
+  const std::string tight = std::to_string(least.front());
+  const Arguments check =
+      Arguments{"train", "--check"} + words + Arguments{"--host-memory", tight, "--vocabulary-tiles"};
+  const Ran refused = Run(check + Arguments{"1"});
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_THAT(refused.err, HasSubstr("too small: the least that works is "));
+  const std::string named = "; --vocabulary-tiles ";
+  const size_t at = refused.err.find(named);
+  ASSERT_NE(at, std::string::npos) << refused.err;
+  const std::string tiles = std::to_string(std::stoi(refused.err.substr(at + named.size())));
+  EXPECT_EQ(Run(check + Arguments{tiles}).code, 0) << refused.err;
+  EXPECT_THAT(plan({"--host-memory", tight, "--vocabulary-tiles", "1"}).err, HasSubstr(named));
+  // Where no number helps, none is named.
+  EXPECT_THAT(plan({"--host-memory", "2M"}).err,
+              testing::AllOf(HasSubstr("too small"), testing::Not(HasSubstr(named))));
+}
+
 // What adapters leave frozen is read where it lies, in tiles or not.
 TEST_F(VocabularyTilesTest, AdaptersTrainBesideThem) {
   WriteTokens(kVocabulary);

@@ -2,7 +2,7 @@
 
 #include <limits>
 
-#include "tiering/program/program.h"
+#include "tiering/program/step_ops.h"
 
 namespace penstock::tiering {
 namespace {
@@ -68,47 +68,45 @@ std::vector<TierLine> TiersOf(const ModelGraph& graph, const Plan& plan, const O
         drives.bytes - weights.nvme_bytes - state.nvme_bytes - gradients.nvme_bytes - inputs.nvme_bytes;
   }
   if (!plan.trains) return lines;
-  ProgramBuilder builder(graph, plan, 1);
-  builder.Append(Pass::kTrain);
-  builder.Append(Pass::kTrain);
-  for (const Op& op : builder.Append(Pass::kTrain)) {
-    if (op.replay) continue;  // rarely run
+  const CondensedPlan condensed(plan);
+  ForStepOps(graph, condensed.plan(), /*speculative_update=*/true, [&](const Op& op) {
+    const int64_t times = condensed.times(op), bytes = op.bytes * times;
     switch (op.kind) {
       case OpKind::kReadWeights:
-        weights.read_bytes += op.bytes;
+        weights.read_bytes += bytes;
         break;
       case OpKind::kReadState:
-        state.read_bytes += op.bytes;
+        state.read_bytes += bytes;
         break;
       case OpKind::kReadGradient:
-        gradients.read_bytes += op.bytes;
+        gradients.read_bytes += bytes;
         break;
       case OpKind::kWriteGradient:
-        gradients.written_bytes += op.bytes;
+        gradients.written_bytes += bytes;
         break;
       case OpKind::kReadInput:
-        if (op.lane == Lane::kRead) inputs.read_bytes += op.bytes;
+        if (op.lane == Lane::kRead) inputs.read_bytes += bytes;
         break;
       case OpKind::kWriteInput:
-        if (op.lane == Lane::kWrite) inputs.written_bytes += op.bytes;
+        if (op.lane == Lane::kWrite) inputs.written_bytes += bytes;
         break;
       case OpKind::kWriteState:
-        state.written_bytes += op.bytes;
+        state.written_bytes += bytes;
         break;
       case OpKind::kWriteWeights:
-        weights.written_bytes += op.bytes;
+        weights.written_bytes += bytes;
         break;
       case OpKind::kWriteTile: {
-        const BlockPlan& block = plan.blocks[op.block];
-        const int64_t of_weights = block.tiles[op.tile].elements * plan.precision.weight_bytes();
+        const Tile& tile = condensed.plan().blocks[op.block].tiles[op.tile];
+        const int64_t of_weights = times * tile.elements * plan.precision.weight_bytes();
         weights.written_bytes += of_weights;
-        state.written_bytes += op.bytes - of_weights;
+        state.written_bytes += bytes - of_weights;
         break;
       }
       default:
         break;
     }
-  }
+  });
   return lines;
 }
 

@@ -26,7 +26,7 @@
 #include "tiering/plan/plan_layout.h"
 #include "tiering/plan/resident_set.h"
 #include "tiering/planner/update_order.h"
-#include "tiering/program/program.h"
+#include "tiering/program/step_ops.h"
 #include "tiering/simulate/simulate.h"
 
 namespace penstock::tiering {
@@ -45,8 +45,8 @@ constexpr std::array<Level, 6> kLevels = {{
     {2, 1 << 16, 3 * kMiB, 4, 1},
 }};
 
-// And with less memory for the sums of blocks that several stages use: these stay while they take no more
-// than this share of the budget, if there is room for them at all.
+// And with less memory for the sums of blocks that several stages use: all levels with them on the drive are
+// compared where they would take more than this share of the budget; else the likeliest (WithoutSums).
 constexpr double kSumsShare = 0.5;
 
 // What the memory beside the working set is spent on, in this order.
@@ -107,7 +107,7 @@ class Planner {
     plan.least_host_memory_bytes = least;
     CountBytes(&plan);
     if (plan.previewed_share() > 0) plan.reasons.push_back(Previewed(plan));
-    if (options_.prefer == Prefer::kTime && plan.trains && !MayPreview(plan)) {
+    if (options_.prefer == Prefer::kTime && plan.trains && !MayPreview(options_)) {
       plan.reasons.push_back(
           "prefer time: a clipped step reads more to be shorter only of one rank, on the processor, where "
           "every "
@@ -166,9 +166,11 @@ class Planner {
   std::vector<Level> Levels(int64_t budget) const {
     std::vector<Level> levels(kLevels.begin(), kLevels.end());
     const int64_t sums = layout_.SumsThatMayLeave();
-    const bool fits = std::any_of(kLevels.begin(), kLevels.end(),
-                                  [&](const Level& level) { return budget > 0 && Fits(level, budget); });
-    if (sums > 0 && !(fits && static_cast<double>(sums) <= kSumsShare * static_cast<double>(budget))) {
+    const auto fits = [&] {
+      return std::any_of(kLevels.begin(), kLevels.end(),
+                         [&](const Level& level) { return budget > 0 && Fits(level, budget); });
+    };
+    if (sums > 0 && !(static_cast<double>(sums) <= kSumsShare * static_cast<double>(budget) && fits())) {
       for (Level level : kLevels) {
         level.sums_leave = true;
         levels.push_back(level);
@@ -178,6 +180,22 @@ class Planner {
     if (!options_.fixed_tiles.empty()) {
       levels.push_back(levels.back());
       levels.back().runs = 1;
+    }
+    return levels;
+  }
+
+  // Where the sums of blocks that several stages use take memory, they are worth it or not: with them on the
+  // drive between uses the level that is the fastest otherwise, and the most comfortable that fits then.
+  std::vector<Level> WithoutSums(Level fastest, int64_t budget) const {
+    std::vector<Level> levels;
+    if (fastest.sums_leave || layout_.SumsThatMayLeave() == 0) return levels;
+    fastest.sums_leave = true;
+    levels.push_back(fastest);
+    for (Level level : kLevels) {
+      level.sums_leave = true;
+      if (!Fits(level, budget)) continue;
+      levels.push_back(level);
+      break;
     }
     return levels;
   }
@@ -248,10 +266,13 @@ class Planner {
     };
     bool more = true;
     for (const Level& level : Levels(budget)) {
+      if (!more) break;
       Level fitting = level;
-      if (!Fits(level, budget)) fitting.runs = 1;
-      if (!more || !Fits(fitting, budget)) continue;
-      more = consider(fitting, spendings()[0]);
+      if (!Fits(level, budget)) {
+        fitting.runs = 1;
+        if (!Fits(fitting, budget)) continue;
+      }
+      more = consider(fitting, first_spending());
       if (!more || !FewTilesToSimulate(candidates.back().plan)) continue;
       consider(fitting, spendings()[1]);
       fitting.runs = 1;
@@ -275,6 +296,13 @@ class Planner {
     for (const Level& level : promising) {
       for (const Spending& spending : spendings()) consider(level, spending);
     }
+    const size_t with_sums = candidates.size();
+    for (const Level& level : more ? WithoutSums(promising.front(), budget) : std::vector<Level>()) {
+      for (const Spending& spending : spendings()) {
+        consider(level, spending);
+        if (!FewTilesToSimulate(candidates.front().plan)) break;
+      }
+    }
     // The fastest few with their tiles' orders chosen with care.
     std::vector<size_t> order(candidates.size());
     double worst_seconds = 0;
@@ -285,15 +313,24 @@ class Planner {
     std::stable_sort(order.begin(), order.end(), [&](size_t x, size_t y) {
       return candidates[x].step.seconds < candidates[y].step.seconds;
     });
-    order.resize(std::min<size_t>(order.size(), FewTilesToSimulate(candidates[order.front()].plan) ? 4 : 1));
-    std::sort(order.begin(), order.end());  // from comfortable to lean
-    for (const size_t i : order) candidates[i].step = Order(/*thorough=*/true, &candidates[i].plan);
     // Leaves those that are within `tolerance` of the least.
     const auto keep_least = [&order](auto&& value, double tolerance) {
       double least = std::numeric_limits<double>::max();
       for (const size_t i : order) least = std::min(least, value(i));
       std::erase_if(order, [&](size_t i) { return value(i) > least * tolerance; });
     };
+    if (FewTilesToSimulate(candidates[order.front()].plan)) {
+      int kept = 4, leaving = 1;  // beside the former, not in their place
+      std::erase_if(order, [&](size_t i) { return (i < with_sums ? kept : leaving)-- <= 0; });
+    } else {
+      // One, since that takes long: of those that are as fast one that wears the drives least.
+      keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
+      keep_least([&](size_t i) { return BytesMoved(candidates[i].plan); }, kAsManyBytes);
+      keep_least([&](size_t i) { return BytesWritten(candidates[i].plan); }, kAsFast);
+      order.resize(1);
+    }
+    std::sort(order.begin(), order.end());  // from comfortable to lean
+    for (const size_t i : order) candidates[i].step = Order(/*thorough=*/true, &candidates[i].plan);
     keep_least([&](size_t i) { return candidates[i].step.seconds; }, kAsFast);
     if (order.size() > 1) {
       std::vector<double> bytes(candidates.size());
@@ -338,6 +375,15 @@ class Planner {
 
   const std::array<Spending, 3>& spendings() const {
     return options_.commits_every_step ? kSpendings : kLateSpendings;
+  }
+
+  // What is tried first, and taken where there are too many tiles to compare. Beside adapters weights are
+  // nearly all that there is, and gradients, which would be written, nearly nothing.
+  const Spending& first_spending() const {
+    const bool adapters = std::any_of(
+        graph_.blocks.begin(), graph_.blocks.end(),
+        [](const BlockShape& block) { return block.trains && block.trained_from > block.elements / 2; });
+    return spendings()[adapters ? 1 : 0];
   }
 
   // The working set of `level`, and the rest of the budget spent in the given order.
@@ -436,6 +482,11 @@ class Planner {
     return static_cast<double>(plan.nvme_read_bytes + plan.nvme_write_bytes);
   }
 
+  double BytesWritten(Plan plan) const {
+    CountBytes(&plan);
+    return static_cast<double>(plan.nvme_write_bytes);
+  }
+
   // Counted from the program itself, in its steady state.
   void CountBytes(Plan* plan) const {
     if (!plan->trains) return;
@@ -445,20 +496,17 @@ class Planner {
           plan->late_write_bytes += plan->precision.TotalBytes(plan->blocks[b].tiles[t].elements);
       }
     }
-    ProgramBuilder builder(graph_, *plan, 1);
-    builder.Append(Pass::kTrain);
-    builder.Append(Pass::kTrain);
-    for (const Op& op : builder.Append(Pass::kTrain)) {
-      if (op.replay) continue;
-      if (op.lane == Lane::kRead) plan->nvme_read_bytes += op.bytes;
-      if (op.lane == Lane::kWrite) plan->nvme_write_bytes += op.bytes;
-      if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += op.bytes;
-      if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += op.bytes;
-    }
-    // After one that updates nothing in backward, so is this.
-    builder.Append(Pass::kTrain, 0, /*speculative_update=*/false);
-    for (const Op& op : builder.Append(Pass::kTrain, 0, /*speculative_update=*/false))
-      plan->clipped_read_bytes += op.lane == Lane::kRead && !op.replay ? op.bytes : 0;
+    const CondensedPlan condensed(*plan);
+    ForStepOps(graph_, condensed.plan(), /*speculative_update=*/true, [&](const Op& op) {
+      const int64_t bytes = op.bytes * condensed.times(op);
+      if (op.lane == Lane::kRead) plan->nvme_read_bytes += bytes;
+      if (op.lane == Lane::kWrite) plan->nvme_write_bytes += bytes;
+      if (op.lane == Lane::kCopyIn) plan->device.h2d_bytes += bytes;
+      if (op.lane == Lane::kCopyOut) plan->device.d2h_bytes += bytes;
+    });
+    ForStepOps(graph_, condensed.plan(), /*speculative_update=*/false, [&](const Op& op) {
+      if (op.lane == Lane::kRead) plan->clipped_read_bytes += op.bytes * condensed.times(op);
+    });
   }
 
   const ModelGraph& graph_;

@@ -10,7 +10,6 @@
 namespace penstock::tiering {
 namespace {
 
-constexpr int64_t kMostTilesSimulated = 4000;
 constexpr int64_t kSample = 1 << 20;  // elements, to tell bytes per element by
 // Of a gain that was computed and not tried, no more than this share of steps may be replayed.
 constexpr double kCautiousReplayRate = 0.2;
@@ -161,9 +160,9 @@ double ChoosePreviews(const ModelGraph& graph, const PlanOptions& options, bool 
 }  // namespace
 
 bool TooManyTilesToSimulate(const Plan& plan) { return plan.tile_count() > kMostTilesSimulated; }
-bool MayPreview(const Plan& plan) {
-  return plan.on_nvme && plan.clips && plan.commits_every_step && plan.world == 1 &&
-         !plan.device.has_own_memory;
+bool MayPreview(const PlanOptions& options) {
+  return options.on_nvme && options.trains && options.clips && options.commits_every_step &&
+         options.world == 1 && !options.device.has_own_memory;
 }
 bool FewTilesToSimulate(const Plan& plan) { return plan.tile_count() <= kMostTilesSimulated / 8; }
 
@@ -178,7 +177,7 @@ OrderedStep ChooseUpdateOrder(const ModelGraph& graph, const PlanOptions& option
   // from.
   if (!plan->commits_every_step) wanted = UpdateOrder::kInNextForward;
   const bool free = wanted == UpdateOrder::kAuto;
-  const bool previews = options.prefer == Prefer::kTime && MayPreview(*plan);
+  const bool previews = options.prefer == Prefer::kTime && MayPreview(options);
   if (TooManyTilesToSimulate(*plan)) {
     if (previews) MarkPreviews(graph, EvenPreviews(graph, machine, *plan), /*tilt=*/0, plan);
     if (wanted == UpdateOrder::kInNextForward) return {};

@@ -10,8 +10,8 @@ namespace penstock::tiering {
 
 // A program of very many tiles takes longer to simulate than what is chosen by it is worth.
 bool TooManyTilesToSimulate(const Plan& plan);
-// Tiles of such a plan may be previewed.
-bool MayPreview(const Plan& plan);
+// Tiles of plans under these options may be previewed.
+bool MayPreview(const PlanOptions& options);
 // Of few tiles, many plans and steps are simulated in no time.
 bool FewTilesToSimulate(const Plan& plan);
 

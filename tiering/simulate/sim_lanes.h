@@ -44,6 +44,8 @@ class SimLanes : public Lanes {
   // Work that was started, as if nothing were in its way: bytes of transfers, copies and exchanges, seconds
   // of the others.
   double work(Lane lane) const { return work_[static_cast<size_t>(lane)]; }
+  // Of one operation.
+  double Work(const Op& op) const;
 
  private:
   struct Job {
@@ -61,7 +63,6 @@ class SimLanes : public Lanes {
     bool operator>(const Event& other) const { return end != other.end ? end > other.end : id > other.id; }
   };
 
-  double Work(const Op& op) const;
   // Lets every idle server take up its next operation at `now_`.
   void Serve();
   // Work per second of a running job.

@@ -37,6 +37,16 @@ absl::StatusOr<Prediction> Simulate(const ModelGraph& graph, const Plan& plan, c
                                     int steps = 2, const Executor::Observer& observer = nullptr,
                                     const Executor::StallObserver& stall_observer = nullptr);
 
+// A program of more tiles takes longer to simulate than what is chosen by it is worth.
+inline constexpr int64_t kMostTilesSimulated = 4000;
+
+// Simulate's prediction, in no time also where a plan has more tiles than that, as long as its blocks have
+// many each: what the machine's parts would take alone is counted from the whole plan, and by how much a step
+// is longer than that follows from two samples of it (tiering/simulate/plan_sample.h). The usage is then that
+// of the larger sample, scaled up.
+absl::StatusOr<Prediction> PredictStep(const ModelGraph& graph, const Plan& plan, const MachineModel& machine,
+                                       int steps = 2);
+
 // The same with both of its times.
 absl::StatusOr<Prediction> Predict(const ModelGraph& graph, const Plan& plan, const MachineModel& machine);
 

@@ -116,8 +116,11 @@ std::string WhatIfs(const json& plan) {
   for (const json& asked : ListOf(plan, "what_if")) {
     const std::string error = TextOf(asked, "error");
     const double speedup = NumberOf(asked, "speedup");
-    rows.push_back({TextOf(asked, "change"),
-                    Format(NumberOf(asked, "predicted_step_seconds"), Unit::kSeconds),
+    // A change of clipped steps alone is compared by those.
+    const double clipped = NumberOf(asked, "predicted_clipped_step_seconds");
+    const std::string step =
+        Format(std::isfinite(clipped) ? clipped : NumberOf(asked, "predicted_step_seconds"), Unit::kSeconds);
+    rows.push_back({TextOf(asked, "change"), std::isfinite(clipped) ? step + ", clipped" : step,
                     std::isfinite(speedup) ? absl::StrFormat("%.2f", speedup) : "-",
                     error.empty() ? TextOf(asked, "bound_by") : error,
                     Format(NumberOf(asked, "host_memory_bytes"), Unit::kBytes),

@@ -58,7 +58,8 @@ int Estimate(int argc, const char* const* argv, std::ostream& out, std::ostream&
     return ModelSize{.params = layout.parameters(),
                      .largest_layer_params = layout.largest_block_parameters(),
                      .frozen_params = wish.rank > 0 ? models::WithoutAdapters(layout).parameters() : 0,
-                     .largest_block_params = model->Layout().largest_block_parameters()};
+                     .largest_block_params = model->Layout().largest_block_parameters(),
+                     .vocabulary_tiles = models::VocabularyTiles(*model)};
   };
   return RunEstimate(argc, argv, out, err, size);
 }

@@ -12,7 +12,9 @@
 #include "base/check.h"
 #include "base/status_macros.h"
 #include "models/narrow_model.h"
+#include "models/vocabulary_tiles.h"
 #include "tools/machine/product_rate.h"
+#include "tools/penstock/vocabulary_flags.h"
 #include "zero/compute/libtorch/block.h"
 #include "zero/compute/libtorch/create_engine.h"
 #include "zero/compute/libtorch/libtorch_compute.h"
@@ -195,6 +197,32 @@ absl::StatusOr<ModelPlan> PlanModel(const TrainSettings& settings, const zero::E
   NarrowCompute compute(settings, *narrow, by);
   ASSIGN_OR_RETURN(planned.plan, zero::Engine::MakePlan(compute, options));
   return planned;
+}
+
+absl::Status NameTilesThatFit(absl::Status refused, const TrainSettings& settings,
+                              const zero::EngineOptions& options) {
+  if (!absl::IsFailedPrecondition(refused) || settings.resumes || options.world() > 1 ||
+      options.device->has_own_memory() || options.memory.host_memory_budget_bytes == 0)
+    return refused;
+  TrainSettings other = settings;
+  zero::EngineOptions plain = options;
+  plain.hooks = {};
+  plain.measures_time = false;
+  const auto fits = [&](std::shared_ptr<const LanguageModel> model) {
+    other.model = std::move(model);
+    return PlanModel(other, plain).ok();
+  };
+  if (fits(settings.model)) return refused;  // for another reason
+  const int64_t vocabulary = settings.model->vocabulary(), now = models::VocabularyTiles(*settings.model);
+  for (const int64_t times : {2, 4, 8, 16, 32}) {
+    const int64_t tiles = times * now;
+    if (tiles > kMostVocabularyTiles || tiles > vocabulary) break;
+    auto model = models::WithVocabularyTiles(settings.model, models::RowsOfTiles(vocabulary, tiles));
+    if (!model.ok() || !fits(*std::move(model))) continue;
+    return absl::FailedPreconditionError(absl::StrCat(std::string(refused.message()), "; --vocabulary-tiles ",
+                                                      tiles, " fits (now ", now, ")"));
+  }
+  return refused;
 }
 
 }  // namespace penstock::tools

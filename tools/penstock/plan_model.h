@@ -29,6 +29,11 @@ struct ModelPlan {
 absl::StatusOr<ModelPlan> PlanModel(const TrainSettings& settings, const zero::EngineOptions& options,
                                     double most_seconds = 4);
 
+// `refused`: what planning a new run said. Where its budget was too small, and the vocabulary in more tiles
+// would fit into it, that is named as well.
+absl::Status NameTilesThatFit(absl::Status refused, const TrainSettings& settings,
+                              const zero::EngineOptions& options);
+
 }  // namespace penstock::tools
 
 #endif  // PENSTOCK_TOOLS_PENSTOCK_PLAN_MODEL_H_

@@ -169,6 +169,17 @@ std::string WearText(const PlanFacts& facts) {
                          drives > 1 ? absl::StrFormat(" of %d drives", drives) : "");
 }
 
+std::string OfSteps(const tiering::WhatIf& w) {
+  return absl::StrFormat("%.3g s a step, bound by %s; %.2f times as many samples a second",
+                         w.prediction.step_seconds, w.prediction.bound_by, w.speedup);
+}
+
+std::string OfClippedSteps(const PlanFacts& facts, const tiering::WhatIf& w) {
+  return absl::StrFormat("%.3g s a clipped step instead of %.3g s, which reads %s instead of %s",
+                         w.prediction.clipped_step_seconds, facts.prediction.clipped_step_seconds,
+                         FormatBytes(w.clipped_read_bytes), FormatBytes(facts.plan.plan.clipped_read_bytes));
+}
+
 }  // namespace
 
 int64_t FreeBytes(const std::string& directory) {
@@ -305,9 +316,8 @@ std::string PlanDetails(const PlanFacts& facts, const std::vector<tiering::WhatI
       absl::StrAppend(&text, absl::StrFormat("  %-22s %s\n", w.change, w.error));
       continue;
     }
-    absl::StrAppend(
-        &text, absl::StrFormat("  %-22s %.3g s a step, bound by %s; %.2f times as many samples a second\n",
-                               w.change, w.prediction.step_seconds, w.prediction.bound_by, w.speedup));
+    absl::StrAppend(&text, absl::StrFormat("  %-22s %s\n", w.change,
+                                           w.of_clipped_steps ? OfClippedSteps(facts, w) : OfSteps(w)));
   }
   absl::StrAppend(&text, "figures:\n");
   for (const std::string& source : facts.machine.sources) absl::StrAppend(&text, "  ", source, "\n");
@@ -344,6 +354,9 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
                      {"host_memory_bytes", w.host_bytes},
                      {"nvme_read_bytes_per_step", w.nvme_read_bytes},
                      {"nvme_write_bytes_per_step", w.nvme_write_bytes}});
+    if (!w.of_clipped_steps) continue;
+    asked.back().update({{"predicted_clipped_step_seconds", w.prediction.clipped_step_seconds},
+                         {"nvme_clipped_read_bytes_per_step", w.clipped_read_bytes}});
   }
   const tiering::Wear wear = WearOf(facts);
   return {{"params", plan.parameters},
@@ -373,6 +386,7 @@ nlohmann::json PlanJson(const PlanFacts& facts, const std::vector<tiering::WhatI
           {"state_bytes_nvme", plan.disk_bytes},
           {"nvme_read_bytes_per_step", plan.plan.nvme_read_bytes},
           {"nvme_write_bytes_per_step", plan.plan.nvme_write_bytes},
+          {"nvme_clipped_read_bytes_per_step", plan.plan.clipped_read_bytes},
           {"nvme_bytes_per_param_per_step", BytesPerParameter(plan)},
           {"nvme_written_bytes_per_day", wear.bytes_per_day},
           {"days_to_rated_writes", Finite(wear.days_to_rating)},

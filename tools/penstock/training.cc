@@ -30,6 +30,7 @@
 #include "tools/penstock/base_files.h"
 #include "tools/penstock/comms_log.h"
 #include "tools/penstock/flops_profile.h"
+#include "tools/penstock/plan_model.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/run_id.h"
@@ -239,7 +240,7 @@ class Training {
     absl::StatusOr<std::unique_ptr<zero::Engine>> engine =
         zero::CreateEngine(settings_.model->Make(), options);
     preparing_.Clear();
-    if (!engine.ok()) return engine.status();
+    if (!engine.ok()) return NameTilesThatFit(engine.status(), settings_, options);
     engine_ = std::move(*engine);
     engine_->set_saturating_bytes_in_flight(machine_.drives.saturating_bytes_in_flight);
     report_.Planned(*engine_, machine_.drives, prediction_);

@@ -146,7 +146,9 @@ absl::Status Run(const Flags& flags, const ModelSizer& sizer, std::ostream& out)
   drives.write_bytes_per_s = write;
 
   if (flags.json) {
-    out << tiering::EstimateJson(input, drives).dump(2) << "\n" << std::flush;
+    nlohmann::json json = tiering::EstimateJson(input, drives);
+    json["input"]["vocabulary_tiles"] = size.vocabulary_tiles;
+    out << json.dump(2) << "\n" << std::flush;
     return absl::OkStatus();
   }
   const auto wants = [&flags](const char* stage) { return flags.stage == "all" || flags.stage == stage; };
@@ -158,6 +160,8 @@ absl::Status Run(const Flags& flags, const ModelSizer& sizer, std::ostream& out)
     absl::StrAppend(&text, "ZeRO-3 (DeepSpeed's estimate; its GB are 2^30 bytes)\n", FormatZero3(input),
                     "\n");
   if (wants("nvme")) absl::StrAppend(&text, FormatTiers(input, drives), "\n");
+  if (wants("nvme") && size.vocabulary_tiles > 1)
+    absl::StrAppend(&text, "Penstock has the vocabulary in ", size.vocabulary_tiles, " tiles\n\n");
   if (!text.empty()) text.pop_back();
   out << text << std::flush;
   return absl::OkStatus();

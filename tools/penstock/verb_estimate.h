@@ -17,6 +17,7 @@ struct ModelSize {
   int64_t largest_layer_params = 0;
   int64_t frozen_params = 0;         // of them, beside adapters
   int64_t largest_block_params = 0;  // where a vocabulary in tiles makes it another; 0: as of the layer
+  int64_t vocabulary_tiles = 1;
 };
 // Adapters that are asked for.
 struct AdapterWish {

@@ -75,6 +75,12 @@ absl::StatusOr<TraceView> SimulatedStep(const zero::EnginePlan& plan, const tier
   return StepOf(std::move(events));
 }
 
+std::string VocabularyText(const models::LanguageModel& model) {
+  if (model.tile_rows() == 0) return "";
+  return absl::StrCat("vocabulary: ", models::VocabularyTiles(model), " tiles of ", model.tile_rows(),
+                      " of its ", model.vocabulary(), " rows (--vocabulary-tiles)\n");
+}
+
 absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) {
   ASSIGN_OR_RETURN(TrainSettings settings, ResolveTrainOptions(flags.train, /*needs_data=*/false));
   for (const auto* lines : {&settings.notes, &settings.decisions}) {
@@ -92,7 +98,9 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   };
   Preparing preparing(/*quiet=*/false);
   options.hooks.preparing = [&](const std::string& what) { preparing.Show(what); };
-  ASSIGN_OR_RETURN(const ModelPlan planned, PlanModel(settings, options));
+  const absl::StatusOr<ModelPlan> made = PlanModel(settings, options);
+  if (!made.ok()) return NameTilesThatFit(made.status(), settings, options);
+  const ModelPlan& planned = *made;
   const zero::EnginePlan& plan = planned.plan;
   if (!machine.ok()) return machine.status();
   ASSIGN_OR_RETURN(tiering::Prediction prediction, tiering::Predict(plan.graph, plan.plan, machine->model));
@@ -107,10 +115,11 @@ absl::Status Plan(const PlanFlags& flags, std::ostream& out, std::ostream& err) 
   nlohmann::json json = PlanJson(facts, what_ifs);
   json["compute_estimated"] = planned.narrower > 1;
   json["compute_measured_narrower"] = planned.narrower;
+  json["vocabulary_tiles"] = models::VocabularyTiles(*settings.model);
   if (flags.train.json) {
     out << json.dump(2) << "\n" << std::flush;
   } else {
-    out << PlanText(facts) << planned.EstimateText() << of_process << "\n"
+    out << PlanText(facts) << VocabularyText(*settings.model) << planned.EstimateText() << of_process << "\n"
         << PlanDetails(facts, what_ifs) << std::flush;
   }
   RETURN_IF_ERROR(WriteTrace(flags, plan, machine->model));

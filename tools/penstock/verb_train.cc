@@ -10,6 +10,7 @@
 #include "tools/base/output_path.h"
 #include "tools/base/progress.h"
 #include "tools/base/size.h"
+#include "tools/penstock/plan_model.h"
 #include "tools/penstock/plan_text.h"
 #include "tools/penstock/ranks.h"
 #include "tools/penstock/run_metrics.h"
@@ -36,7 +37,7 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   options.measures_time = false;
   const absl::StatusOr<zero::EnginePlan> plan = zero::PlanEngine(settings.model->Make(), options);
   preparing.Clear();
-  if (!plan.ok()) return plan.status();
+  if (!plan.ok()) return NameTilesThatFit(plan.status(), settings, options);
   ASSIGN_OR_RETURN(const std::string process, ProcessMemoryText(*plan, options, zero::FindHostMemory()));
   const int64_t budget = options.memory.host_memory_budget_bytes;
   out << "the flags and the config are right; host memory: the least that works is "

@@ -15,14 +15,11 @@
 namespace penstock::tools {
 namespace {
 
-// Each is a stage twice.
-constexpr int64_t kMostTiles = 1024;
-
 // nullopt: as many as are usual.
 absl::StatusOr<std::optional<int64_t>> Asked(const models::LanguageModel& model, const TrainOptions& flags) {
   if (!flags.vocabulary_tiles.has_value() || *flags.vocabulary_tiles == "auto") return std::nullopt;
   int64_t tiles = 0;
-  const int64_t most = std::min(model.vocabulary(), kMostTiles);
+  const int64_t most = std::min(model.vocabulary(), kMostVocabularyTiles);
   if (!absl::SimpleAtoi(*flags.vocabulary_tiles, &tiles) || tiles < 1 || tiles > most) {
     return WrongFlag(absl::StrCat("--vocabulary-tiles ", *flags.vocabulary_tiles,
                                   ": must be auto, or a number from 1 to ", most));
@@ -30,16 +27,12 @@ absl::StatusOr<std::optional<int64_t>> Asked(const models::LanguageModel& model,
   return tiles;
 }
 
-int TilesOf(const models::LanguageModel& model) {
-  return models::VocabularyCut(model.vocabulary(), model.tile_rows()).tiles();
-}
-
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<const models::LanguageModel>> InTiles(
     std::shared_ptr<const models::LanguageModel> model, const TrainOptions& flags) {
   ASSIGN_OR_RETURN(const std::optional<int64_t> asked, Asked(*model, flags));
-  const int64_t tiles = asked.value_or(models::UsualVocabularyTiles(*model));
+  const int64_t tiles = asked.has_value() ? *asked : models::UsualVocabularyTiles(*model);
   auto tiled = models::WithVocabularyTiles(model, models::RowsOfTiles(model->vocabulary(), tiles));
   if (tiled.ok()) return tiled;
   return WrongFlag(absl::StrCat("--vocabulary-tiles ", tiles, ": a head in tiles has no adapter (",
@@ -52,11 +45,11 @@ absl::StatusOr<std::shared_ptr<const models::LanguageModel>> InTilesOf(
   ASSIGN_OR_RETURN(const std::optional<int64_t> asked, Asked(made, flags));
   if (asked.has_value() &&
       models::VocabularyCut(made.vocabulary(), models::RowsOfTiles(made.vocabulary(), *asked)).tiles() !=
-          TilesOf(made)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("--vocabulary-tiles ", *asked, ": this run's vocabulary is in ", TilesOf(made),
-                     " since it was created, and its state is made of that; leave the flag out, or start "
-                     "another run in another --state-dir"));
+          models::VocabularyTiles(made)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "--vocabulary-tiles ", *asked, ": this run's vocabulary is in ", models::VocabularyTiles(made),
+        " since it was created, and its state is made of that; leave the flag out, or start "
+        "another run in another --state-dir"));
   }
   return models::WithVocabularyTiles(std::move(model), made.tile_rows());
 }

@@ -2,6 +2,7 @@
 #ifndef PENSTOCK_TOOLS_PENSTOCK_VOCABULARY_FLAGS_H_
 #define PENSTOCK_TOOLS_PENSTOCK_VOCABULARY_FLAGS_H_
 
+#include <cstdint>
 #include <memory>
 
 #include "absl/status/statusor.h"
@@ -10,7 +11,10 @@
 
 namespace penstock::tools {
 
-// Of a new run: the model in as many tiles as the flag says, or as are usual for it.
+// Each is a stage twice.
+inline constexpr int64_t kMostVocabularyTiles = 1024;
+
+// Of a new run: the model in as many tiles as the flag says, or as are usual.
 absl::StatusOr<std::shared_ptr<const models::LanguageModel>> InTiles(
     std::shared_ptr<const models::LanguageModel> model, const TrainOptions& flags);
 
