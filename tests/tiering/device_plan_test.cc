@@ -41,21 +41,12 @@ TEST(Device, EveryOperationSeesWhatItShouldOverRandomModelsBudgetsAndMachines) {
   for (uint64_t seed = 1; seed <= 240; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
-    const int layers = 1 + static_cast<int>(random() % 9);
-    const auto size = [&](uint64_t most) {
-      return kElementAlignment * (1 + static_cast<int64_t>(random() % most));
-    };
-    ModelGraph graph = random() % 2 != 0 ? Tied(layers, size(200), size(400)) : Chain(layers, size(200));
-    if (random() % 3 == 0) {
-      for (BlockShape& block : graph.blocks) block.elements = size(300);
-    }
+    ModelGraph graph = RandomModel(&random);
     if (random() % 4 == 0) graph.stages.push_back(graph.stages[StageIndex(random() % graph.stages.size())]);
     FreezeSome(seed, &graph);
     PlanOptions options;
     options.compares_policies = false;  // any plan will do
-    const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),
-                                    Precision::Bf16().WithMoments(1), kStateless};
-    options.precision = precisions[random() % std::size(precisions)];
+    options.precision = RandomPrecision(&random);
     options.micro_batches = 1 + static_cast<int>(random() % 3);
     options.on_nvme = random() % 3 != 0;
     options.world = std::array{1, 1, 2, 3}[seed % 4];

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <random>
 
 #include "tiering/plan/plan.h"
@@ -42,6 +43,25 @@ inline ModelGraph Tied(int layers, int64_t elements, int64_t embedding) {
   graph.stages.push_back({"loss", both, kMiB / 4, kMiB, 2 * kMiB, 1e-3, 3e-3});
   for (StageShape& stage : graph.stages) stage.input_scratch_bytes = stage.input_bytes;
   return graph;
+}
+
+// Of up to nine layers, with a tied vocabulary or without, now and then no two blocks alike.
+inline ModelGraph RandomModel(std::mt19937_64* random) {
+  const int layers = 1 + static_cast<int>((*random)() % 9);
+  const auto size = [&](uint64_t most) {
+    return kElementAlignment * (1 + static_cast<int64_t>((*random)() % most));
+  };
+  ModelGraph graph = (*random)() % 2 != 0 ? Tied(layers, size(200), size(400)) : Chain(layers, size(200));
+  if ((*random)() % 3 == 0) {
+    for (BlockShape& block : graph.blocks) block.elements = size(300);
+  }
+  return graph;
+}
+
+inline Precision RandomPrecision(std::mt19937_64* random) {
+  const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),
+                                  Precision::Bf16().WithMoments(1), kStateless};
+  return precisions[(*random)() % std::size(precisions)];
 }
 
 // Freezes the block's first `elements`, or as many as leave something to train.

@@ -62,20 +62,11 @@ TEST(StepOps, ATileStandsForAllThatAreLikeItToTheByte) {
   for (uint64_t seed = 1; seed <= 80; ++seed) {
     SCOPED_TRACE(testing::Message() << "seed " << seed);
     std::mt19937_64 random(seed);
-    const int layers = 1 + static_cast<int>(random() % 9);
-    const auto size = [&](uint64_t most) {
-      return kElementAlignment * (1 + static_cast<int64_t>(random() % most));
-    };
-    ModelGraph graph = random() % 2 != 0 ? Tied(layers, size(200), size(400)) : Chain(layers, size(200));
-    if (random() % 3 == 0) {
-      for (BlockShape& block : graph.blocks) block.elements = size(300);
-    }
+    ModelGraph graph = RandomModel(&random);
     FreezeSome(seed, &graph);
     PlanOptions options;
     options.compares_policies = false;
-    const Precision precisions[] = {Precision::Bf16(), Precision::Fp32(), Precision::Fp16(),
-                                    Precision::Bf16().WithMoments(1), kStateless};
-    options.precision = precisions[random() % std::size(precisions)];
+    options.precision = RandomPrecision(&random);
     options.micro_batches = 1 + static_cast<int>(random() % 3);
     options.tile_bytes = 64 << 10;
     options.clips = random() % 4 != 0;
