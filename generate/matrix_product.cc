@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "generate/decode.h"
 #include "kernels/cache.h"
+#include "zero/compute/libtorch/tensors.h"
 
 namespace penstock::generate {
 namespace {
@@ -17,15 +18,14 @@ namespace {
 using kernels::DType;
 using torch::Tensor;
 
-torch::Dtype TorchType(DType type) {
-  return type == DType::kFp32 ? torch::kFloat32 : type == DType::kBf16 ? torch::kBFloat16 : torch::kFloat16;
-}
-
 size_t RowBytes(const StoredMatrix& matrix) {
   const auto columns = static_cast<size_t>(matrix.columns);
   return matrix.code.has_value() ? matrix.code->row_bytes(columns)
                                  : columns * kernels::BytesPerElement(matrix.type);
 }
+
+// kFp32 or kBf16.
+DType TypeOf(const Tensor& x) { return x.scalar_type() == torch::kBFloat16 ? DType::kBf16 : DType::kFp32; }
 
 // Of outputs [0, rows) of a stored matrix; `y`: [rows of x, outputs of the whole], from `first_row` on.
 void MultiplySingle(const Tensor& x, const StoredMatrix& matrix, const std::byte* memory, int64_t rows,
@@ -56,8 +56,6 @@ void MultiplySingle(const Tensor& x, const StoredMatrix& matrix, const std::byte
 }
 
 }  // namespace
-
-DType TypeOf(const Tensor& x) { return x.scalar_type() == torch::kBFloat16 ? DType::kBf16 : DType::kFp32; }
 
 MatrixProduct::MatrixProduct(Tensor x, const ProductRows& rows, const StoredMatrix& matrix,
                              ProductScratch* scratch)
@@ -128,7 +126,8 @@ void MatrixProduct::AddWholeRows(const std::byte* memory, int64_t first_row, int
   std::vector<int64_t> sizes = {rows, matrix_.columns};
   if (matrix_.turned) std::swap(sizes[0], sizes[1]);
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-const-cast): from_blob takes no const memory
-  const Tensor stored = torch::from_blob(const_cast<std::byte*>(memory), sizes, TorchType(matrix_.type));
+  const Tensor stored =
+      torch::from_blob(const_cast<std::byte*>(memory), sizes, zero::TorchDtype(matrix_.type));
   // In place where it is stored in the type of x.
   const Tensor weights = stored.to(x_.scalar_type());
   AddToChunks(matrix_.turned ? weights.t() : weights, first_row);

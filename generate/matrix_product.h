@@ -48,8 +48,6 @@ struct ProductScratch {
   at::Tensor decoded;  // of coded weights
 };
 
-kernels::DType TypeOf(const at::Tensor& x);  // kFp32 or kBf16
-
 class MatrixProduct {
  public:
   // `x`: [rows, columns], fp32 or bf16, the type of the result. `rows`, `matrix` and `scratch` outlive it.

@@ -14,16 +14,13 @@
 #include "base/status_macros.h"
 #include "generate/decode.h"
 #include "models/causal_attention.h"
+#include "zero/compute/libtorch/tensors.h"
 
 namespace penstock::generate {
 namespace {
 
 using kernels::DType;
 using torch::Tensor;
-
-torch::Dtype TorchType(DType type) {
-  return type == DType::kFp32 ? torch::kFloat32 : type == DType::kBf16 ? torch::kBFloat16 : torch::kFloat16;
-}
 
 // A status on its way out through LibTorch's interfaces.
 struct StatusError : std::exception {
@@ -158,14 +155,14 @@ absl::StatusOr<Tensor> KeptTensors::Read(int tensor, std::span<const int64_t> ro
       const Tensor raw = torch::empty(
           {count * static_cast<int64_t>(code->row_bytes(static_cast<size_t>(columns)))}, torch::kUInt8);
       RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, static_cast<std::byte*>(raw.data_ptr())));
-      Tensor decoded = torch::empty(sizes, TorchType(type_));
+      Tensor decoded = torch::empty(sizes, zero::TorchDtype(type_));
       DecodeRows(*code, static_cast<const std::byte*>(raw.data_ptr()), count, columns, type_,
                  decoded.data_ptr());
       return decoded;
     }
-    Tensor raw = torch::empty(sizes, TorchType(stored));
+    Tensor raw = torch::empty(sizes, zero::TorchDtype(stored));
     RETURN_IF_ERROR(source_->ReadRows(tensor, rows, scratch_, static_cast<std::byte*>(raw.data_ptr())));
-    return raw.to(TorchType(type_));
+    return raw.to(zero::TorchDtype(type_));
   } catch (const c10::Error& error) {
     return absl::ResourceExhaustedError(absl::StrCat("generate: ", error.what_without_backtrace()));
   }

@@ -83,10 +83,6 @@ class KeptTensors {
   std::span<std::byte> scratch_;
 };
 
-struct PassStats {
-  double compute_seconds = 0;  // of passes, without waits for the drive
-};
-
 class PassRunner {
  public:
   // All outlive it. `threads`: of products.
