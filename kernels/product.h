@@ -5,7 +5,8 @@
 //
 //   y[r][n] = sum over k of x[r][k] * w[n][k],    r < rows, n < outputs, k < columns
 //
-// Definition. The weights are widened to fp32, exactly; x and y are fp32.
+// Definition. The weights are widened to fp32, exactly; x and y are fp32. There is at least one column; row
+// by row the columns are filled up with zeros to a multiple of 16.
 //   row by row        lane j of 16 begins with +0 and takes the terms of k = j, j + 16, ... in that order,
 //   each
 //                     by one fused multiply-add; then s[j] += s[j + 8] for j < 8, s[j] += s[j + 4] for j < 4,

@@ -12,7 +12,8 @@ namespace {
 // The definition, word by word.
 float RowByRow(const float* x, const float* w, size_t columns) {
   float s[16] = {};
-  for (size_t k = 0; k < columns; ++k) s[k % 16] = std::fmaf(x[k], w[k], s[k % 16]);
+  for (size_t k = 0; k < (columns + 15) / 16 * 16; ++k)
+    s[k % 16] = k < columns ? std::fmaf(x[k], w[k], s[k % 16]) : std::fmaf(0, 0, s[k % 16]);
   for (const int width : {8, 4, 2, 1}) {
     for (int j = 0; j < width; ++j) s[j] += s[j + width];
   }
