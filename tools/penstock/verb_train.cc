@@ -38,7 +38,7 @@ absl::Status CheckBudget(const TrainOptions& flags, TrainSettings settings, std:
   const absl::StatusOr<zero::EnginePlan> plan = zero::PlanEngine(settings.model->Make(), options);
   preparing.Clear();
   if (!plan.ok()) return NameTilesThatFit(plan.status(), settings, options);
-  ASSIGN_OR_RETURN(const std::string process, ProcessMemoryText(*plan, options, zero::FindHostMemory()));
+  RETURN_IF_ERROR(ProcessMemoryText(*plan, options, zero::FindHostMemory()).status());  // whether it fits
   const int64_t budget = options.memory.host_memory_budget_bytes;
   out << "the flags and the config are right; host memory: the least that works is "
       << FormatBytes(plan->plan.least_host_memory_bytes)

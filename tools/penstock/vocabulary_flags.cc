@@ -32,8 +32,9 @@ absl::StatusOr<std::optional<int64_t>> Asked(const models::LanguageModel& model,
 absl::StatusOr<std::shared_ptr<const models::LanguageModel>> InTiles(
     std::shared_ptr<const models::LanguageModel> model, const TrainOptions& flags) {
   ASSIGN_OR_RETURN(const std::optional<int64_t> asked, Asked(*model, flags));
-  const int64_t tiles = asked.has_value() ? *asked : models::UsualVocabularyTiles(*model);
-  auto tiled = models::WithVocabularyTiles(model, models::RowsOfTiles(model->vocabulary(), tiles));
+  const int64_t tiles = asked.value_or(models::UsualVocabularyTiles(*model));
+  const int64_t rows = models::RowsOfTiles(model->vocabulary(), tiles);
+  auto tiled = models::WithVocabularyTiles(std::move(model), rows);
   if (tiled.ok()) return tiled;
   return WrongFlag(absl::StrCat("--vocabulary-tiles ", tiles, ": a head in tiles has no adapter (",
                                 std::string(tiled.status().message()), "): --vocabulary-tiles 1 has one"));
