@@ -27,11 +27,27 @@ size_t RowBytes(const StoredMatrix& matrix) {
 // kFp32 or kBf16.
 DType TypeOf(const Tensor& x) { return x.scalar_type() == torch::kBFloat16 ? DType::kBf16 : DType::kFp32; }
 
+// Rows that are multiplied each by itself, in one of the two forms.
+struct SingleRows {
+  const Tensor& wide;                                // fp32; undefined where there are packed ones
+  const std::optional<kernels::PackedRows>& packed;  // bf16
+};
+
+// By whose rows packed ones are multiplied.
+bool IsPlainBf16(const StoredMatrix& matrix) {
+  return matrix.type == DType::kBf16 && !matrix.code.has_value() && !matrix.turned;
+}
+
+kernels::PackedRows Packed(const Tensor& x) {
+  const Tensor rows = x.contiguous();
+  const auto columns = static_cast<size_t>(rows.size(1));
+  return {static_cast<const uint16_t*>(rows.data_ptr()), static_cast<size_t>(rows.size(0)), columns, columns};
+}
+
 // Of outputs [0, rows) of a stored matrix; `y`: [rows of x, outputs of the whole], from `first_row` on.
-void MultiplySingle(const Tensor& x, const StoredMatrix& matrix, const std::byte* memory, int64_t rows,
+void MultiplySingle(const SingleRows& x, const StoredMatrix& matrix, const std::byte* memory, int64_t rows,
                     int64_t first_row, const Tensor& y, kernels::ThreadPool* pool) {
   const auto columns = static_cast<size_t>(matrix.columns);
-  const kernels::ProductInput in = {x.data_ptr<float>(), static_cast<size_t>(x.size(0)), columns, columns};
   float* const out = y.data_ptr<float>() + first_row;
   const auto stride = static_cast<size_t>(y.size(1));
   constexpr size_t kLeastTerms = 32 << 10;  // for which another thread is worth waking
@@ -41,13 +57,14 @@ void MultiplySingle(const Tensor& x, const StoredMatrix& matrix, const std::byte
   pool->ParallelFor(tiles, std::max<size_t>(1, kLeastTerms / (kCut * columns)), [&](size_t from, size_t to) {
     const size_t begin = from * kCut, end = std::min(outputs, to * kCut);
     const kernels::ProductOutput part = {out + begin, end - begin, stride};
+    const std::byte* weights =
+        memory + begin * (matrix.turned ? kernels::BytesPerElement(matrix.type) : RowBytes(matrix));
+    if (x.packed.has_value()) return x.packed->Multiply(weights, part);
+    const kernels::ProductInput in = {x.wide.data_ptr<float>(), static_cast<size_t>(x.wide.size(0)), columns,
+                                      columns};
     if (matrix.turned) {
-      const std::byte* weights = memory + begin * kernels::BytesPerElement(matrix.type);
       kernels::MultiplyRowsTurned(in, matrix.type, weights, outputs, part);
-      return;
-    }
-    const std::byte* weights = memory + begin * RowBytes(matrix);
-    if (matrix.code.has_value()) {
+    } else if (matrix.code.has_value()) {
       kernels::MultiplyRows(in, *matrix.code, weights, part);
     } else {
       kernels::MultiplyRows(in, matrix.type, weights, part);
@@ -61,7 +78,12 @@ MatrixProduct::MatrixProduct(Tensor x, const ProductRows& rows, const StoredMatr
                              ProductScratch* scratch)
     : x_(std::move(x)), rows_(rows), matrix_(matrix), scratch_(*scratch) {
   if (rows_.single > 0 || rows_.chunks.empty()) {
-    single_x_ = x_.narrow(0, 0, rows_.single).to(torch::kFloat32).contiguous();
+    const Tensor single = x_.narrow(0, 0, rows_.single);
+    if (TypeOf(x_) == DType::kBf16 && IsPlainBf16(matrix_)) {
+      packed_x_.emplace(Packed(single));
+    } else {
+      single_x_ = single.to(torch::kFloat32).contiguous();
+    }
     single_y_ = torch::empty({rows_.single, matrix_.rows}, torch::kFloat32);
   }
   if (!rows_.chunks.empty()) y_ = torch::empty({x_.size(0), matrix_.rows}, x_.options());
@@ -135,7 +157,7 @@ void MatrixProduct::AddWholeRows(const std::byte* memory, int64_t first_row, int
 
 void MatrixProduct::AddToSingle(const std::byte* memory, int64_t first_row, int64_t rows) {
   if (rows_.single > 0)
-    MultiplySingle(single_x_, matrix_, memory, rows, first_row, single_y_, &scratch_.pool);
+    MultiplySingle({single_x_, packed_x_}, matrix_, memory, rows, first_row, single_y_, &scratch_.pool);
 }
 
 void MatrixProduct::AddToChunks(const Tensor& weights, int64_t first_row) {
@@ -157,11 +179,18 @@ double MeasureProduct(const StoredMatrix& matrix, int64_t rows, ProductScratch* 
   std::vector<float> out(static_cast<size_t>(rows * matrix.rows));
   const Tensor x = torch::from_blob(in.data(), {rows, matrix.columns});
   const Tensor y = torch::from_blob(out.data(), {rows, matrix.rows});
+  // In the type that a pass computes in, which is that of plain weights.
+  std::optional<kernels::PackedRows> packed;
+  if (IsPlainBf16(matrix)) {
+    const std::vector<uint16_t> narrow(static_cast<size_t>(rows * matrix.columns), kernels::FloatToBf16(1));
+    const auto columns = static_cast<size_t>(matrix.columns);
+    packed.emplace(narrow.data(), static_cast<size_t>(rows), columns, columns);
+  }
   double best = 1e9;
   for (int turn = 0; turn < kTurns; ++turn) {
     kernels::EvictFromCaches(weights.data(), weights.size());
     const double from = now();
-    MultiplySingle(x, matrix, weights.data(), matrix.rows, 0, y, &scratch->pool);
+    MultiplySingle({x, packed}, matrix, weights.data(), matrix.rows, 0, y, &scratch->pool);
     best = std::min(best, now() - from);
   }
   return best;

@@ -68,9 +68,12 @@ class MatrixProduct {
   const ProductRows& rows_;
   const StoredMatrix& matrix_;
   ProductScratch& scratch_;
-  at::Tensor single_x_, single_y_;  // fp32, of the rows that are multiplied each by itself
-  at::Tensor y_;                    // where there are others
-  std::vector<std::byte> carried_;  // the beginning of a row that the next part goes on with
+  // Of the rows that are multiplied each by itself.
+  std::optional<kernels::PackedRows> packed_x_;  // where x and the matrix are bf16
+  at::Tensor single_x_;                          // else, in fp32
+  at::Tensor single_y_;                          // fp32
+  at::Tensor y_;                                 // where there are others
+  std::vector<std::byte> carried_;               // the beginning of a row that the next part goes on with
 };
 
 // How long the products of `rows` rows with such a matrix take here, in seconds: the best of some turns, the

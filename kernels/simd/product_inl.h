@@ -43,6 +43,36 @@ struct CodedWeights {
   }
 };
 
+// bf16 in the order of packed terms: of each 32 elements the odd ones, then the even ones; zeros to the end.
+inline void WidenPairs(const uint16_t* in, float* out, size_t n) {
+  const auto widen = [](const void* from, float* to) {
+    const I pairs = LoadPairs(from);
+    StoreF<false>(to, FromBits(And(pairs, SetI(0xFFFF0000u))), 16);
+    StoreF<false>(to + 16, FromBits(Shl<16>(pairs)), 16);
+  };
+  size_t i = 0;
+  for (; i + 32 <= n; i += 32) widen(in + i, out + i);
+  if (i == n) return;
+  alignas(64) uint16_t rest[32] = {};
+  __builtin_memcpy(rest, in + i, (n - i) * sizeof(uint16_t));
+  widen(rest, out + i);
+}
+inline void PackPairs(const uint16_t* x, size_t rows, size_t columns, size_t stride, void* packed) {
+  const size_t filled = (columns + 31) / 32 * 32;
+  for (size_t r = 0; r < rows; ++r)
+    WidenPairs(x + r * stride, static_cast<float*>(packed) + r * filled, columns);
+}
+struct PairWeights {
+  static const float* Widened(const ProductArguments& a, size_t output, size_t column, size_t count,
+                              float* strip) {
+    const auto* row = static_cast<const unsigned char*>(a.weights) + output * a.weights_stride;
+    const size_t columns = a.weights_stride / sizeof(uint16_t);  // a.columns is filled up
+    WidenPairs(reinterpret_cast<const uint16_t*>(row) + column, strip,
+               columns - column < count ? columns - column : count);
+    return strip;
+  }
+};
+
 // Adds the terms of `count` columns to the sums [kRows][kOutputs][16] that begin at `sums`, a row's
 // kTileOutputs vectors from the next.
 template <size_t kRows, size_t kOutputs>

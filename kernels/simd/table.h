@@ -78,6 +78,14 @@ struct KernelTable {
 
   void (*product[kDTypes])(const ProductArguments& arguments);
   void (*coded_product[2])(const ProductArguments& arguments);  // [bits 8 or 4]
+  // Packed rows of bf16 (kernels/product.h), and products with them; columns are filled up to a multiple
+  // of 32. The first two are null where the level has no instructions for them; `x` is what they have packed,
+  // without a stride.
+  void (*pack_bf16)(const uint16_t* x, size_t rows, size_t columns, size_t stride, void* packed);
+  void (*bf16_product)(const ProductArguments& arguments);
+  // Widened to fp32; `columns` and `x_stride` are filled up.
+  void (*pack_pairs)(const uint16_t* x, size_t rows, size_t columns, size_t stride, void* packed);
+  void (*pair_product)(const ProductArguments& arguments);
   void (*turned_product[kDTypes])(const ProductArguments& arguments);
 
   UpdateFn update[kOptimizers][kParamTypes][kDTypes][kDirectStateTypes];

@@ -12,7 +12,8 @@
 
 namespace penstock::kernels::avx2 {
 
-inline constexpr int kVectors = 8;  // of 16 fp32, in registers
+inline constexpr int kVectors = 8;                                               // of 16 fp32, in registers
+inline constexpr decltype(nullptr) kPackBf16 = nullptr, kBf16Product = nullptr;  // no instructions for it
 
 struct F {
   __m256 a, b;
@@ -77,6 +78,10 @@ inline void Store16Raw(void* p, __m256i x, size_t count) {
 }
 inline void Stream16Raw(void* p, __m256i x) { _mm256_stream_si256(static_cast<__m256i*>(p), x); }
 inline void StreamFence() { _mm_sfence(); }
+inline I LoadPairs(const void* p) {
+  return {_mm256_loadu_si256(static_cast<const __m256i*>(p)),
+          _mm256_loadu_si256(static_cast<const __m256i*>(p) + 1)};
+}
 template <bool kTail>
 inline I LoadU16(const uint16_t* p, size_t count) {
   const __m256i raw = Load16Raw<kTail>(p, count);

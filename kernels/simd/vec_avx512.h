@@ -62,6 +62,8 @@ inline void Store16Raw(void* p, __m256i x, size_t count) {
 }
 inline void Stream16Raw(void* p, __m256i x) { _mm256_stream_si256(static_cast<__m256i*>(p), x); }
 inline void StreamFence() { _mm_sfence(); }
+// 16 pairs of 16-bit numbers, the first of each in the low half.
+inline I LoadPairs(const void* p) { return {_mm512_loadu_si512(p)}; }
 template <bool kTail>
 inline I LoadU16(const uint16_t* p, size_t count) {
   return {_mm512_cvtepu16_epi32(Load16Raw<kTail>(p, count))};

@@ -17,7 +17,8 @@
 namespace penstock::kernels::portable {
 
 inline constexpr int kLanes = 16;
-inline constexpr int kVectors = 1;  // that registers hold
+inline constexpr int kVectors = 1;                                               // that registers hold
+inline constexpr decltype(nullptr) kPackBf16 = nullptr, kBf16Product = nullptr;  // no instructions for it
 
 struct F {
   float v[kLanes];
@@ -85,6 +86,12 @@ inline F LoadF(const float* p, size_t count) {
 template <bool kTail>
 inline void StoreF(float* p, const F& x, size_t count) {
   StoreArray<kTail>(p, x.v, count);
+}
+// 16 pairs of 16-bit numbers, the first of each in the low half.
+inline I LoadPairs(const void* p) {
+  I out;
+  __builtin_memcpy(out.v, p, sizeof(out.v));
+  return out;
 }
 template <bool kTail>
 inline I LoadU16(const uint16_t* p, size_t count) {

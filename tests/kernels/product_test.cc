@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <optional>
 
 #include "tests/kernels/kernel_testing.h"
@@ -23,6 +24,24 @@ float ColumnByColumn(const float* x, const float* w, size_t columns) {
   float sum = 0;
   for (size_t k = 0; k < columns; ++k) sum = std::fmaf(x[k], w[k], sum);
   return sum;
+}
+
+// What is smaller than the least normal number counts as zero.
+float Flushed(float value) {
+  return std::fabs(value) < std::numeric_limits<float>::min() ? std::copysign(0.0f, value) : value;
+}
+float PackedBf16(const float* x, const float* w, size_t columns) {
+  float s[16] = {};
+  for (size_t i = 0; i < (columns + 31) / 32 * 32; i += 32) {
+    for (int j = 0; j < 16; ++j) {
+      for (const size_t k : {i + 2 * static_cast<size_t>(j) + 1, i + 2 * static_cast<size_t>(j)})
+        s[j] = Flushed(k < columns ? std::fmaf(Flushed(x[k]), Flushed(w[k]), s[j]) : std::fmaf(0, 0, s[j]));
+    }
+  }
+  for (const int width : {8, 4, 2, 1}) {
+    for (int j = 0; j < width; ++j) s[j] = Flushed(s[j] + s[j + width]);
+  }
+  return s[0];
 }
 
 struct Matrix {
@@ -79,11 +98,11 @@ std::vector<float> Turned(const Matrix& matrix, size_t stride) {
 using Run = std::function<void(const ProductInput&, const void*, const ProductOutput&)>;
 using Definition = float (*)(const float*, const float*, size_t);
 
-// At every level, for rows that do not lie side by side, to the bits of the definition.
-void ExpectDefinition(const Matrix& matrix, const std::vector<uint8_t>& stored, size_t rows, Values kind,
-                      Definition definition, const Run& run) {
+// At every level, for rows that do not lie side by side, to the bits of the definition. `x`: [rows, columns +
+// 3].
+void ExpectDefinition(const Matrix& matrix, const std::vector<uint8_t>& stored, const std::vector<float>& x,
+                      size_t rows, Definition definition, const Run& run) {
   const size_t x_stride = matrix.columns + 3, y_stride = matrix.outputs + 5;
-  const std::vector<float> x = Random(rows * x_stride, kind, rows + matrix.columns);
   std::vector<float> expected(rows * y_stride, 7.0f);
   for (size_t r = 0; r < rows; ++r) {
     for (size_t n = 0; n < matrix.outputs; ++n)
@@ -99,6 +118,12 @@ void ExpectDefinition(const Matrix& matrix, const std::vector<uint8_t>& stored, 
     ASSERT_TRUE(SameFloats(out.Get(), expected))
         << SimdLevelName(level) << ", " << rows << " rows, " << matrix.outputs << " x " << matrix.columns;
   }
+}
+
+void ExpectDefinition(const Matrix& matrix, const std::vector<uint8_t>& stored, size_t rows, Values kind,
+                      Definition definition, const Run& run) {
+  const std::vector<float> x = Random(rows * (matrix.columns + 3), kind, rows + matrix.columns);
+  ExpectDefinition(matrix, stored, x, rows, definition, run);
 }
 
 constexpr size_t kRows[] = {1, 2, 3, 4, 5, 7, 16, 65};
@@ -155,6 +180,33 @@ TEST(ProductTest, CodedRowsAreMultipliedAsWhatTheyHold) {
   }
 }
 
+// Rounds x to bf16, for the definition and for the product.
+void ExpectPackedDefinition(const Matrix& matrix, size_t rows, Values kind) {
+  const size_t x_stride = matrix.columns + 3;
+  const std::vector<uint8_t> bytes =
+      Stored(DType::kBf16, Random(rows * x_stride, kind, rows + matrix.columns));
+  std::vector<float> rounded(rows * x_stride);
+  const auto* narrow = reinterpret_cast<const uint16_t*>(bytes.data());
+  for (size_t i = 0; i < rounded.size(); ++i) rounded[i] = Bf16ToFloat(narrow[i]);
+  ExpectDefinition(matrix, matrix.bytes, rounded, rows, PackedBf16,
+                   [&](const ProductInput& x, const void* w, const ProductOutput& y) {
+                     PackedRows(narrow, x.rows, x.columns, x_stride).Multiply(w, y);
+                   });
+}
+
+TEST(ProductTest, PackedRowsHaveTheBitsOfTheirDefinitionAtEveryLevel) {
+  for (const size_t columns : kColumns) {
+    for (const size_t outputs : kOutputs) {
+      const Matrix matrix = Plain(DType::kBf16, outputs, columns, Values::kNormal, columns);
+      for (const size_t rows : {kRows[(columns + outputs) % std::size(kRows)], size_t{1}})
+        ExpectPackedDefinition(matrix, rows, Values::kNormal);
+    }
+  }
+  const Matrix matrix = Plain(DType::kBf16, 9, 130, Values::kNormal, 1);
+  for (const size_t rows : kRows) ExpectPackedDefinition(matrix, rows, Values::kNormal);
+  for (const Values kind : AllValues()) ExpectPackedDefinition(Plain(DType::kBf16, 5, 70, kind, 3), 6, kind);
+}
+
 TEST(ProductTest, WhatIsNotFiniteOrHardlyThereIsNoException) {
   for (const Values kind : AllValues()) {
     for (const DType type : kTypes) {
@@ -186,6 +238,20 @@ TEST(ProductTest, ARowHasTheSameBitsAloneAndAmongOthersAndWhereverTheOutputsAreC
       MultiplyRows({&x[row * kInner], 1, kInner, kInner}, DType::kBf16, &matrix.bytes[n * kInner * 2],
                    {&alone[n], outputs, kOuter});
     }
+    EXPECT_TRUE(SameFloats(alone.data(), &all[row * kOuter], kOuter)) << row;
+  }
+}
+TEST(ProductTest, APackedRowHasTheSameBitsAloneAndAmongOthers) {
+  constexpr size_t kMost = 19, kInner = 700, kOuter = 150;
+  const Matrix matrix = Plain(DType::kBf16, kOuter, kInner, Values::kNormal, 4);
+  const std::vector<uint8_t> bytes = Stored(DType::kBf16, Random(kMost * kInner, Values::kNormal, 5));
+  const auto* x = reinterpret_cast<const uint16_t*>(bytes.data());
+  std::vector<float> all(kMost * kOuter), alone(kOuter);
+  PackedRows(x, kMost, kInner, kInner).Multiply(matrix.bytes.data(), {all.data(), kOuter, kOuter});
+  for (size_t row = 0; row < kMost; ++row) {
+    const PackedRows packed(x + row * kInner, 1, kInner, kInner);
+    for (size_t n = 0; n < kOuter; n += 11)
+      packed.Multiply(&matrix.bytes[n * kInner * 2], {&alone[n], std::min<size_t>(11, kOuter - n), kOuter});
     EXPECT_TRUE(SameFloats(alone.data(), &all[row * kOuter], kOuter)) << row;
   }
 }
