@@ -52,6 +52,10 @@ class DeepSpeedEngine(nn.Module):
             _owners[id(parameter)] = engine
 
     @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @property
     def config(self) -> Dict[str, Any]:
         return self._config
 

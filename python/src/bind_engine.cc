@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -275,6 +276,13 @@ class PyTrainingEngine {
       offsets.push_back(parameter.offset);
     return offsets;
   }
+  // Address and bytes of the memory that weights lie in.
+  std::pair<uint64_t, uint64_t> Arena() {
+    return Ask<std::pair<uint64_t, uint64_t>>([](zero::Engine& of) {
+      const std::span<std::byte> arena = of.arena();
+      return std::pair(reinterpret_cast<uint64_t>(arena.data()), static_cast<uint64_t>(arena.size()));
+    });
+  }
   // Of a parameter by its full name, in fp32, to `address`, which has room for its elements.
   void Read(const std::string& name, const std::string& kind, uint64_t address, uint64_t bytes) {
     const zero::StateKind which = StateKindOf(kind);
@@ -456,6 +464,7 @@ void BindEngine(nb::module_& module) {
       .def("flush", &PyTrainingEngine::Flush)
       .def("checkpoint", &PyTrainingEngine::Checkpoint, nb::arg("parent"))
       .def("offsets", &PyTrainingEngine::Offsets, nb::arg("block"))
+      .def("arena", &PyTrainingEngine::Arena)
       .def("read", &PyTrainingEngine::Read, nb::arg("name"), nb::arg("kind"), nb::arg("address"),
            nb::arg("bytes"))
       .def("write", &PyTrainingEngine::Write, nb::arg("name"), nb::arg("kind"), nb::arg("address"),

@@ -200,6 +200,10 @@ std::string Engine::io_backend() const {
 std::string Engine::arena_pages() const {
   return std::string(aio::PageKindName(impl_->resources_->arena().page_kind()));
 }
+std::span<std::byte> Engine::arena() const {
+  const aio::Arena& arena = impl_->resources_->arena();
+  return {arena.data(), arena.bytes()};
+}
 int64_t Engine::peak_managed_bytes() const {
   const Device& device = impl_->device();
   const bool elsewhere =

@@ -50,6 +50,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -201,6 +202,9 @@ class Engine {
   aio::EngineStats io_stats() const;  // empty without a drive
   std::string io_backend() const;
   std::string arena_pages() const;
+  // The memory that weights, gradients and transfers lie in, as long as the engine lives. For whoever
+  // computes elsewhere, to pin it: its contents are the engine's.
+  std::span<std::byte> arena() const;
   int64_t peak_managed_bytes() const;  // arena and tensors
   int64_t peak_pinned_bytes() const;
   const Device& device() const;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import base64
 import contextlib
 import errno
 import functools
@@ -26,12 +25,14 @@ from .. import _core
 from .._buffers import truth, whole_number
 from ._accumulation import Accumulation
 from ._blocks import Block, find_blocks
+from ._device import choose_device, has_own_memory
 from ._identity import changes, groups_go_on, identity_of, same_scheduler, values_of
 from ._interrupts import deferred
 from ._json import decode, encode
-from ._modules import counts_no_versions, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
+from ._modules import counts_no_versions, move_buffers, persistent_buffers, replace_forward, restore_forward, switch_off_checkpointing, without_cache
 from ._on_disk import is_on_disk
 from ._optimizer import ConfigScheduler, EngineOptimizer, describe
+from ._random import RandomState, restore_text
 from ._ranks import Alone, Meeting, end_group, world_size
 from ._report import Report
 from ._runtime import Runtime
@@ -80,6 +81,9 @@ class Engine:
 
     The first forward shows the order of the blocks; with it the state is written to ``state_dir`` and the parameters leave memory.
 
+    On a GPU (``device``) each block's weights are copied there while it is computed, and gradients back; what comes into the model is
+    taken there as well, and its outputs are there. Masters, states and updates stay the engine's, in host memory and on the drive.
+
     Threads: one at a time. A forked child makes an engine of its own. Errors: an exception in a forward or backward gives up that
     step and no more; the next one may begin. Over several ranks it ends the run on all of them: the last commit stands.
 
@@ -107,6 +111,9 @@ class Engine:
         if state == "open":
             raise ValueError("this model has an engine already: close that one first")
         self._values_are_gone = state == "closed"
+        #: Where the model is computed, and its outputs are.
+        self.device = settings.device
+        self._apart = settings.apart
         if model.__dict__.get("forward") is _closed_forward:
             model.__dict__.pop("forward")
         self._names_of_blocks = blocks
@@ -163,6 +170,9 @@ class Engine:
 
     # Once more with the first forward: until then a script may tie, replace or cast them.
     def _look_at_parameters(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.device.type == "cuda" and not self._values_are_gone:
+                parameter.data = parameter.data.cpu()  # the engine takes them from there
         self._blocks: List[Block] = find_blocks(self.module, self._names_of_blocks, has_values=not self._values_are_gone)
         self._dtypes = {id(parameter): parameter.dtype for parameter in self.module.parameters()}
         for name, parameter in self.module.named_parameters():
@@ -210,9 +220,10 @@ class Engine:
             switch_off_checkpointing(self.module.modules())
             if self.module.training:
                 kwargs = without_cache(self.module.forward, kwargs)
+            move_buffers(self.module, self.device)
             with self._inputs_of_the_models_type():
                 forward = call or (lambda: self.module(*args, **kwargs))
-                uses = trace(self.module, self._blocks, forward)
+                uses = trace(self.module, self._blocks, forward, self.device)
                 flops = self._flops_of(forward) if self._settings.flops_profiler["enabled"] else None
             with self._met():
                 self._make_core(uses)
@@ -220,6 +231,7 @@ class Engine:
                 self._watch.counts_flops(*flops)
         except BaseException:
             if self._runtime is None:
+                move_buffers(self.module, torch.device("cpu"))
                 self._wait_for_a_batch()
             raise
 
@@ -241,23 +253,26 @@ class Engine:
         previous = replace_forward(self.module, counting)
         try:
             with FlopCounterMode(display=False) as counter:
-                trace(self.module, self._blocks, forward)
+                trace(self.module, self._blocks, forward, self.device)
         finally:
             restore_forward(self.module, previous)
         return float(counter.get_total_flops()), sum(units)
 
-    # As later forwards cast them to the engine's (Runtime._cast). A model of several types does what it does with them.
+    # As later forwards take them in (Runtime._taken_in). A model of several types does what it does with them.
     @contextmanager
     def _inputs_of_the_models_type(self) -> Iterator[None]:
         types = set(self._dtypes.values())
-        cast_to = types.pop() if len(types) == 1 else None
+        cast_to = types.pop() if len(types) == 1 and self._settings.dtype != "fp32" else None
         own = self.module.forward
 
+        def taken_in(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self.device, tensor.dtype if cast_to is None or not tensor.is_floating_point() else cast_to)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(cast_to) if tensor.is_floating_point() else tensor)
+            args, kwargs = map_tensors((args, kwargs), taken_in)
             return own(*args, **kwargs)
 
-        if cast_to is None or self._settings.dtype == "fp32":
+        if cast_to is None and self.device.type == "cpu":
             yield
             return
         previous = replace_forward(self.module, forward)
@@ -389,12 +404,13 @@ class Engine:
             self._core = None
             self._made = not options["resume"]
             raise
-        weights = Weights(self._blocks, DTYPES[settings.dtype], places)
+        weights = Weights(self._blocks, DTYPES[settings.dtype], places, self.device, core.arena(), self._apart)
         weights.hide_all()
         trains = [[trains for trains, _ in mark] for mark in marks]
         self._runtime = Runtime(core, self.module, self._blocks, uses, weights, trains)
         self._runtime.on_training_forward = self._training_forward
         self._runtime.dtype = DTYPES[settings.dtype]
+        self._runtime.device = self.device
         self._runtime.world = self._ranks.world
         self._runtime.loss_factor = settings.forwards / settings.micro_batches
         self._runtime.before_pass = self._describe
@@ -485,8 +501,7 @@ class Engine:
             warnings.warn(f"resume: {'; '.join(told)}", stacklevel=2)
         self._rng = kept.get("torch_rng", "")
         if self._rng:
-            state = bytearray(base64.b64decode(self._rng))
-            torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8).clone())
+            restore_text(self._rng)
             if kept.get("ranks", [0, 1]) != [self._ranks.rank, self._ranks.world] and self._ranks.rank > 0:
                 # Of another number of ranks there is one state, and each wants numbers of its own.
                 torch.manual_seed(int(torch.randint(2**62, ()).item()) + self._ranks.rank)
@@ -602,7 +617,7 @@ class Engine:
             self.micro_steps = 0
             if self._accumulation is not None:
                 self._accumulation.end()
-            self._rng = base64.b64encode(bytes(torch.get_rng_state().numpy())).decode()
+            self._rng = RandomState.now().text()
             # What a scheduler of the optimizer that was given looks at, and warns without.
             self._given._opt_called = True  # type: ignore[attr-defined]
             if hasattr(self._given, "_step_count"):
@@ -992,7 +1007,10 @@ class Engine:
             return Report(self._last_report)
         if self._ready().is_open:
             raise RuntimeError("a step is open: the report is given between step() and the next forward")
-        return Report.of(self._core.report())
+        return self._report_of(self._ready())
+
+    def _report_of(self, runtime: Runtime) -> Report:
+        return Report.of(self._core.report(), runtime.device_report())
 
     def log(self) -> List[str]:
         """What the engine had to say since the last call."""
@@ -1040,8 +1058,10 @@ class Engine:
                 self._core.flush()
             if self._watch is not None:
                 self._watch.close()
-            self._last_report = Report.of(self._core.report())
+            self._last_report = self._report_of(self._runtime)
         finally:
+            self._runtime.let_go()
+            move_buffers(self.module, torch.device("cpu"))
             self._core.close()
             self._ranks.close()
             for name in ("state_dict", "load_state_dict"):
@@ -1127,6 +1147,7 @@ def initialize(
     resume: Union[bool, str] = False,
     overwrite: bool = False,
     seed: int = 1,
+    device: Union[None, str, int, torch.device] = None,
     progress: Optional[bool] = None,
     ranks: Optional[bool] = None,
     rank_timeout: float = 30.0,
@@ -1134,7 +1155,7 @@ def initialize(
 ) -> Tuple[Engine, EngineOptimizer, None, Any]:
     """An engine for an unmodified torch module, after ``deepspeed.initialize``.
 
-    model: in host memory, with its values.
+    model: with its values, in host memory; what is on a GPU is taken from there.
     config: a DeepSpeed configuration, as a dictionary or the path of a JSON file. What it gives and the engine does otherwise is a
         warning; what it cannot do is a ValueError. Arguments win over it.
     optimizer: a new torch.optim.AdamW, Adam, SGD or Adagrad (or a function from parameters to one): its groups and values are taken.
@@ -1151,6 +1172,8 @@ def initialize(
     blocks: names of modules that are fetched as one, which together hold all parameters; by default they are found.
     resume: go on from what ``state_dir`` holds; "auto": if it holds anything.
     overwrite: what ``state_dir`` holds may be replaced.
+    device: that computes forward and backward: "cuda", "cuda:1", "cpu". Default: the GPU where torch has one, as with DeepSpeed; with
+        torchrun each process has its own.
     progress: a line on stderr, or in a notebook's cell, with step, loss, tokens and bytes a second. Default: where a terminal or a
         notebook shows it, and no bar of tqdm is open.
     ranks: False: this process trains by itself, whatever others there are. Default: the processes of torch.distributed's process
@@ -1181,6 +1204,8 @@ def initialize(
         gradient_clipping,
         world,
     )
+    settings.device = choose_device(device)
+    settings.apart = has_own_memory(settings.device)
     settings.progress = None if progress is None else truth(progress, "progress")
     overwrite = truth(overwrite, "overwrite")
     if resume != "auto":

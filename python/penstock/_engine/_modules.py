@@ -54,6 +54,17 @@ def persistent_buffers(model: nn.Module) -> Dict[str, Tuple[nn.Module, str, torc
     }
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Buffers are on the device from here on; modules that share one share it still."""
+    moved: Dict[int, Tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = (buffer, buffer.to(device))
+                module._buffers[name] = moved[id(buffer)][1]
+
+
 class Structure:
     """Which modules and parameters a model has, where."""
 

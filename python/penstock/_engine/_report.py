@@ -29,8 +29,13 @@ class Report(Dict[str, Any]):
     """
 
     @staticmethod
-    def of(text: str) -> "Report":
+    def of(text: str, device: Optional[Dict[str, Any]] = None) -> "Report":
+        """device: what a device says of itself (DeviceMemory.report); None: the model is computed in the engine's memory."""
         told = json.loads(text)
+        if device is not None:
+            copied = ("h2d_bytes", "d2h_bytes")
+            told.update({name: value for name, value in device.items() if name not in copied})
+            told["totals"].update({name: device[name] for name in copied})
         for name in _UNMEASURED:
             told.pop(name, None)
         if told.get("prediction_from") != "steps":

@@ -26,6 +26,7 @@ from torch import nn
 
 from ._accumulation import Forward, alike, sample_of, set_modes
 from ._blocks import Block
+from ._device import in_this_thread
 from ._heap import Heap
 from ._interrupts import deferred
 from ._modules import Structure, kept_tensors, replace_forward, restore_forward, switch_off_checkpointing, without_cache
@@ -107,6 +108,8 @@ class Runtime:
         self.replaced: List[Tuple[nn.Module, Optional[Callable[..., Any]]]] = []
         self._volatile: Dict[int, List[Tuple[nn.Module, str]]] = {}  # by use: buffers that its forward changes
         self.dtype = torch.float32
+        #: Where the model is computed.
+        self.device = torch.device("cpu")
         self.world = 1
         #: Why the weights in memory are not the engine's any more; empty: they are.
         self.spoiled = ""
@@ -171,6 +174,7 @@ class Runtime:
             else:
                 self._core.begin_evaluation()
             self._open = trains
+            self._weights.begin_pass()
             if trains:
                 self._trained += 1
                 self._compares = self._trained <= _COMPARED or self._trained % _COMPARED_AGAIN == 0
@@ -322,16 +326,17 @@ class Runtime:
 
     def _inside(self, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
         self._local.inside_model = True
-        if self.dtype != torch.float32:
-            args, kwargs = map_tensors((args, kwargs), self._cast)
+        if self.dtype != torch.float32 or self.device.type != "cpu":
+            args, kwargs = map_tensors((args, kwargs), self._taken_in)
         try:
             return self._original(*args, **kwargs)
         finally:
             self._local.inside_model = False
 
-    # As DeepSpeed does with 16-bit weights: what comes in is of their type.
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+    # As DeepSpeed does with 16-bit weights: what comes in is of their type, and where they are.
+    def _taken_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        cast = tensor.is_floating_point() and self.dtype != torch.float32
+        return tensor.to(self.device, self.dtype if cast else tensor.dtype)
 
     # --- blocks
 
@@ -546,13 +551,15 @@ class Runtime:
         gradients: Optional[List[Tuple[int, int, str]]] = None
         held = []
         if any(self._trains[block]):
-            gradients = []
+            numbers = []
             for number, (_, parameter) in enumerate(self._blocks[block].parameters):
                 if parameter.grad is None or not self._trains[block][number]:
                     continue
-                gradient = parameter.grad.detach().contiguous()
-                held.append(gradient)
-                gradients.append((number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]))
+                numbers.append(number)
+                held.append(parameter.grad.detach().contiguous())
+            if self._weights.on_device is not None:
+                held = self._weights.on_device.take(held)
+            gradients = [(number, gradient.data_ptr(), DTYPE_NAMES[gradient.dtype]) for number, gradient in zip(numbers, held)]
             driver.gradient_came |= bool(gradients)
         for _, parameter in self._blocks[block].parameters:
             parameter.grad = None
@@ -636,7 +643,8 @@ class Runtime:
     def _backward_of(self, driver: Driver, root: Root, retain_graph: bool = False) -> None:
         tensors, gradients, driver.loss = root
         if tensors:
-            torch.autograd.backward(tensors, gradients, retain_graph)
+            with in_this_thread(self.device):
+                torch.autograd.backward(tensors, gradients, retain_graph)
         self._end_backward(driver)
 
     # --- several micro-batches, block by block
@@ -746,6 +754,14 @@ class Runtime:
             self.give_up(f"{type(errors[0]).__name__}: {errors[0]}")
             raise errors[0]
 
+    def device_report(self) -> Optional[Dict[str, Any]]:
+        """What a report says of the device; None: the model is computed in the engine's memory."""
+        return None if self._weights.on_device is None else self._weights.on_device.report()
+
+    def let_go(self) -> None:
+        """The engine's memory is not read any more; the parameters are in host memory, without values."""
+        self._weights.close()
+
     def close(self) -> None:
         """The modules' forwards are their own again."""
         self.give_up("the engine was closed")
@@ -845,28 +861,38 @@ class _Before:
 
 
 class AutogradSettings:
-    """What of torch's state belongs to a thread and is wanted in another."""
+    """What of torch's state belongs to a thread and is wanted in another: autocast, of the processor and of a GPU."""
 
     def __init__(self) -> None:
-        self.autocasts = _autocasts()
-        self.dtype = _autocast_dtype() if self.autocasts else torch.bfloat16
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+        self._dtypes = {kind: _autocast_dtype(kind) if _autocasts(kind) else None for kind in kinds}
+        self.autocasts = any(dtype is not None for dtype in self._dtypes.values())
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        with torch.autograd.set_grad_enabled(True), torch.autocast("cpu", dtype=self.dtype, enabled=self.autocasts):
+        with torch.autograd.set_grad_enabled(True), self.autocast():
+            yield
+
+    @contextlib.contextmanager
+    def autocast(self, cache_enabled: Optional[bool] = None) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in self._dtypes.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=cache_enabled))
             yield
 
 
-def _autocast_dtype() -> torch.dtype:
+def _autocast_dtype(kind: str) -> torch.dtype:
     known = getattr(torch, "get_autocast_dtype", None)  # since torch 2.4
-    return known("cpu") if known is not None else torch.get_autocast_cpu_dtype()
+    if known is not None:
+        return known(kind)  # type: ignore[no-any-return]
+    return torch.get_autocast_cpu_dtype() if kind == "cpu" else torch.get_autocast_gpu_dtype()
 
 
-def _autocasts() -> bool:
+def _autocasts(kind: str) -> bool:
     try:
-        return bool(torch.is_autocast_enabled("cpu"))  # type: ignore[call-arg]
+        return bool(torch.is_autocast_enabled(kind))  # type: ignore[call-arg]
     except TypeError:  # before torch 2.4
-        return bool(torch.is_autocast_cpu_enabled())
+        return bool(torch.is_autocast_cpu_enabled() if kind == "cpu" else torch.is_autocast_enabled())
 
 
 # Autocast would keep a copy of every weight until its context ends, and give it back when the weight is another: no cache. Its
@@ -874,5 +900,5 @@ def _autocasts() -> bool:
 def _computed(original: Callable[..., Any], settings: "AutogradSettings", args: Any, kwargs: Any) -> Any:
     if not settings.autocasts:
         return original(*args, **kwargs)
-    with torch.autocast("cpu", dtype=settings.dtype, enabled=True, cache_enabled=False):
+    with settings.autocast(cache_enabled=False):
         return original(*args, **kwargs)

@@ -80,8 +80,8 @@ class _Outside(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any]) -> List[Use]:
-    """Runs `forward` and records every call of a block's module.
+def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any], device: torch.device = torch.device("cpu")) -> List[Use]:
+    """Runs `forward` and records every call of a block's module. On a device, a block's parameters are there while it computes.
 
     The random state and the modules' training flags are as before; buffers that a forward changes (running means) are put
     back. Raises TypeError naming blocks that were never called, and a weight that is used outside of them or changed.
@@ -89,21 +89,35 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
     outside = _Outside(blocks)
     versions = [(name, parameter, parameter._version) for block in blocks for name, parameter in block.parameters]
     uses: List[Use] = []
-    uses_of = {id(module): number for number, block in enumerate(blocks) for _, module in block.modules}
     begun: Dict[int, float] = {}
+    in_host: Dict[int, List[Tuple[nn.Parameter, torch.Tensor]]] = {}  # by block, while it is on the device
     handles = []
+
+    def put_back(block: int) -> None:
+        for parameter, value in in_host.pop(block, []):
+            parameter.data = value
+
     for number, block in enumerate(blocks):
         for name, module in block.modules:
 
             def before(called: nn.Module, _: Any, name: str = name, number: int = number) -> None:
                 outside.enter_block()
                 uses.append(Use(called, name, number))
+                if device.type != "cpu":
+                    for _, parameter in blocks[number].parameters:
+                        if parameter.device != device:
+                            in_host.setdefault(number, []).append((parameter, parameter.data))
+                            parameter.data = parameter.data.to(device)
+                    torch.cuda.synchronize(device)
                 begun[id(called)] = time.perf_counter()
 
             def after(called: nn.Module, _: Any, returned: Any) -> None:
                 last = next(use for use in reversed(uses) if use.module is called)
+                if device.type != "cpu":
+                    torch.cuda.synchronize(device)
                 last.seconds = time.perf_counter() - begun[id(called)]
-                for _, parameter in blocks[uses_of[id(called)]].parameters:
+                put_back(last.block)
+                for _, parameter in blocks[last.block].parameters:
                     give_back(parameter)
                 outside.leave_block(returned)
 
@@ -127,6 +141,8 @@ def trace(model: nn.Module, blocks: Sequence[Block], forward: Callable[[], Any])
         torch.set_autocast_cache_enabled(caches)
         for handle in handles:
             handle.remove()
+        for number in list(in_host):  # of a forward that failed
+            put_back(number)
         random.restore()
         with torch.no_grad():
             for module, name, buffer, was in buffers:

@@ -18,16 +18,18 @@ from ._ranks import Alone
 from ._settings import DTYPES, Settings
 
 
-def _product_rate(dtype: torch.dtype) -> float:
-    """FLOPs a second of the best product of two matrices of 1024 x 1024, in a third of a second."""
-    first, second = torch.ones(1024, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+def _product_rate(dtype: torch.dtype, size: int, device: torch.device) -> float:
+    """FLOPs a second of the best product of two matrices of size x size, in a third of a second."""
+    first, second = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     best, end = math.inf, time.perf_counter() + 0.3
     with torch.no_grad():
         while time.perf_counter() < end:
             begin = time.perf_counter()
             torch.mm(first, second)
+            if device.type != "cpu":
+                torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - begin)
-    return 2 * 1024**3 / best
+    return 2 * size**3 / best
 
 
 def _number(value: Any) -> float:
@@ -77,11 +79,12 @@ class Watch:
         #: Of a forward, by the unit that batches are counted in; None: not known.
         self.forward_flops: Optional[float] = None
         self._rate = 0.0
+        self._size = 1024 if settings.device.type == "cpu" else 8192  # of the matrices of a product that says what the device can
 
     def counts_flops(self, flops: float, units: int) -> None:
         """flops: of a forward's matrix products over `units` (tokens where they are known, else samples)."""
         self.forward_flops = flops / max(1, units)
-        self._rate = self._world * _product_rate(DTYPES[self._settings.dtype])
+        self._rate = self._world * _product_rate(DTYPES[self._settings.dtype], self._size, self._settings.device)
 
     def flops(self, tokens: int, samples: int) -> float:
         """Of a step: its forwards, and twice that for backward. 0: not known."""
@@ -129,7 +132,7 @@ class Watch:
             return
         text = (
             f"flops_profiler: step {result['step']}: {count(flops)}FLOP in matrix products (forward, and twice that for backward) in "
-            f"{seconds:.3f} s: {count(flops / seconds)}FLOP/s, {flops / seconds / self._rate:.1%} of a product of 1024 x 1024 in "
+            f"{seconds:.3f} s: {count(flops / seconds)}FLOP/s, {flops / seconds / self._rate:.1%} of a product of {self._size} x {self._size} in "
             f"{self._settings.dtype} ({count(self._rate)}FLOP/s)\n"
         )
         try:

@@ -1,4 +1,4 @@
-"""Parameters as views of the engine's memory, while it is theirs.
+"""Parameters as views of the engine's memory, or of its copy on a device, while it is theirs.
 
 A parameter that is not in memory has its own shape and dtype, takes four bytes and is NaN throughout: numel() and shape tell the
 truth, a write is refused by torch, and whoever computes with it notices.
@@ -12,25 +12,36 @@ from typing import Dict, List, Optional, Sequence, Tuple
 import torch
 
 from ._blocks import Block
+from ._device import DeviceMemory
+
 
 class Weights:
     """Attaches and hides the parameters of all blocks, in the engine's type."""
 
-    def __init__(self, blocks: Sequence[Block], dtype: torch.dtype, places: Sequence[Sequence[int]]) -> None:
-        """places: where each parameter begins in its block's weights, in elements (zero/compute/flat_layout.h)."""
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        dtype: torch.dtype,
+        places: Sequence[Sequence[int]],
+        device: torch.device,
+        arena: Tuple[int, int] = (0, 0),
+        apart: bool = False,
+    ) -> None:
+        """places: where each parameter begins in its block's weights, in elements (zero/compute/flat_layout.h).
+
+        arena: address and bytes of the engine's memory. apart: blocks are copied to the device, which has memory of its own.
+        """
         self._parameters = [[parameter for _, parameter in block.parameters] for block in blocks]
         self._dtype = dtype
         self._width = torch.empty((), dtype=dtype).element_size()
         self._places = places
-        with torch.inference_mode(False):  # what is made in it could not be trained on later
-            self._nan = torch.full((1,), float("nan"), dtype=dtype)
-            self._hidden = [
-                [self._nan.expand(parameter.shape) if parameter.dim() else self._nan[0] for parameter in block] for block in self._parameters
-            ]
+        self._hide_on(device)
         self._bytes = [
             max((place + parameter.numel() for place, parameter in zip(places_of, parameters)), default=0) * self._width
             for places_of, parameters in zip(places, self._parameters)
         ]
+        #: Null where the model is computed in the engine's memory.
+        self.on_device = DeviceMemory(device, max(self._bytes, default=0), arena) if apart else None
         self._spans: Dict[int, Tuple[int, int]] = {}
         self._views: Dict[Tuple[int, int], List[torch.Tensor]] = {}
         self._versions: Dict[int, List[int]] = {}  # of each block's parameters, when they got their values
@@ -38,13 +49,33 @@ class Weights:
         self._single = [[parameter for parameter in block if parameter.numel() == 1] for block in self._parameters]
         self._single_versions: Dict[int, int] = {}
 
+    def _hide_on(self, device: torch.device) -> None:
+        self._device = device
+        with torch.inference_mode(False):  # what is made in it could not be trained on later
+            self._nan = torch.full((1,), float("nan"), dtype=self._dtype, device=device)
+            self._hidden = [
+                [self._nan.expand(parameter.shape) if parameter.dim() else self._nan[0] for parameter in block] for block in self._parameters
+            ]
+
+    def close(self) -> None:
+        """The engine's memory is not read any more. The parameters stay without values, in host memory."""
+        if self.on_device is not None:
+            self.on_device.close()
+            self._views.clear()
+            self._hide_on(torch.device("cpu"))
+            self.hide_all()
+
     def attach(self, block: int, address: int) -> None:
-        """The block's parameters are what lies at `address` from here on."""
+        """The block's parameters are what lies at `address` of the engine's memory from here on."""
+        memory: Optional[torch.Tensor] = None
+        if self.on_device is not None and self._bytes[block]:
+            memory = self.on_device.bring(block, address, self._bytes[block])
+            address = memory.data_ptr()
         self._spans[block] = (address, address + self._bytes[block])
         views = self._views.get((block, address))
         if views is None:
             with torch.inference_mode(False):
-                views = self._views[block, address] = self._cut(block, address)
+                views = self._views[block, address] = self._cut(block, address, memory)
         for parameter, view in zip(self._parameters[block], views):
             parameter.data = view
         self._versions[block] = [parameter._version for parameter in self._parameters[block]]
@@ -74,14 +105,22 @@ class Weights:
                 if id(parameter) in changed:
                     raise RuntimeError(f"{name} was changed in place outside of engine.gathered(write_back=True): it has no value there, and keeps its own")
             for name, parameter in block.parameters:
-                if parameter.device.type != "cpu" or (parameter.data_ptr() != place and parameter.numel()):
+                if parameter.device != self._device or (parameter.data_ptr() != place and parameter.numel()):
                     self.hide_all()
                     raise RuntimeError(
                         f"{name} was given a value outside of engine.gathered(write_back=True), or another type or device: the engine has "
                         "another, which the next forward goes on with"
                     )
 
+    def begin_pass(self) -> None:
+        """The weights of a block may be others than in the pass before."""
+        if self.on_device is not None:
+            self.on_device.begin_pass()
+
     def hide(self, block: int) -> None:
+        """The block's parameters have no values from here on, and its place in the engine's memory is not read any more."""
+        if self.on_device is not None:
+            self.on_device.leave()
         for parameter, hidden in zip(self._parameters[block], self._hidden[block]):
             parameter.data = hidden
         self._note_hidden(block)
@@ -99,13 +138,17 @@ class Weights:
         for block in range(len(self._parameters)):
             self.hide(block)
 
-    def _cut(self, block: int, address: int) -> List[torch.Tensor]:
+    # memory: the block's weights on a device; None: they lie at `address` of the engine's.
+    def _cut(self, block: int, address: int, memory: Optional[torch.Tensor]) -> List[torch.Tensor]:
         views = []
         for place, parameter in zip(self._places[block], self._parameters[block]):
             count, shape = parameter.numel(), parameter.shape
             if count == 0:
-                views.append(torch.empty(shape, dtype=self._dtype))
+                views.append(torch.empty(shape, dtype=self._dtype, device=self._device))
                 continue
-            memory = (ctypes.c_char * (count * self._width)).from_address(address + place * self._width)
-            views.append(torch.frombuffer(memory, dtype=self._dtype, count=count).view(shape))
+            if memory is not None:
+                views.append(memory[place * self._width : (place + count) * self._width].view(self._dtype).view(shape))
+                continue
+            here = (ctypes.c_char * (count * self._width)).from_address(address + place * self._width)
+            views.append(torch.frombuffer(here, dtype=self._dtype, count=count).view(shape))
         return views

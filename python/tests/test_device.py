@@ -1,0 +1,195 @@
+"""A model that is computed on a device: blocks are copied there, gradients come back, and the losses are plain PyTorch's there.
+
+Without a GPU the device is memory of the processor apart from the engine's, which goes the same ways.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import penstock  # noqa: E402
+from engine_models import all_names, batches, make, net, plain_losses, step  # noqa: E402
+from penstock._engine import _engine  # noqa: E402
+from penstock._engine._device import choose_device  # noqa: E402
+
+# Products of a GPU have other last bits than those that plain PyTorch makes there with whole batches of kernels.
+BOUND = 2e-5
+
+
+@pytest.fixture(params=["apart", "cuda"])
+def device(request, monkeypatch):
+    if request.param == "apart":
+        monkeypatch.setattr(_engine, "has_own_memory", lambda device: True)
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def on(device, steps):
+    return [[{name: value.to(device) for name, value in batch.items()} for batch in each] for each in steps]
+
+
+def trained(engine, steps):
+    losses = []
+    for number, each in enumerate(steps):
+        torch.manual_seed(number)
+        losses.append(step(engine, each[0]) if len(each) == 1 else engine.train_batch(each).item())
+    return losses
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_losses_are_plain_pytorchs(tmp_path, device, tied, dropout):
+    model = net(tied=tied, dropout=dropout)
+    steps = [[batch] for batch in batches(12)]
+    expected, plain = plain_losses(net(tied=tied, dropout=dropout).to(device), all_names(model), on(device, steps))
+    with make(model, tmp_path, device=device) as engine:
+        assert trained(engine, steps) == pytest.approx(expected, abs=BOUND)
+        state = engine.state_dict()
+        for name, value in plain.state_dict().items():
+            assert state[name].device.type == "cpu"
+            torch.testing.assert_close(state[name], value.cpu(), atol=2e-4, rtol=0)
+
+
+def test_inputs_of_any_device_and_outputs_on_it(tmp_path, device):
+    data = batches(3)
+    with make(net(), tmp_path, device=device) as engine:
+        assert engine.device == device
+        for batch in (data[0], on(device, [data[1:2]])[0][0]):
+            loss = engine(**batch)
+            assert loss.device == device
+            engine.backward(loss)
+            engine.step()
+        assert all(parameter.device == device for parameter in engine.module.parameters())
+        engine.eval()
+        with torch.no_grad():
+            assert engine(data[2]["x"]).device == device
+
+
+# Micro-batches wait for each other within their backwards.
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_micro_batches(tmp_path, device, one_by_one):
+    model, data = net(), batches(12)
+    steps = [data[at : at + 3] for at in range(0, 12, 3)]
+    expected, _ = plain_losses(net().to(device), all_names(model), on(device, steps))
+    with make(model, tmp_path, device=device, gradient_accumulation_steps=3) as engine:
+        if not one_by_one:
+            assert trained(engine, steps) == pytest.approx(expected, abs=BOUND)
+            return
+        for each, loss in zip(steps, expected):
+            for batch in each:
+                engine.backward(engine(**batch))
+                engine.step()
+            assert engine.last_step["loss"] == pytest.approx(loss, abs=BOUND)
+
+
+def test_dropout_is_the_same_in_backward_and_after_a_resume(tmp_path, device):
+    data = batches(8)
+
+    def engine_of(directory, **options):
+        return make(net(dropout=0.3), tmp_path / directory, device=device, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2), **options)
+
+    with engine_of("whole") as engine:
+        torch.manual_seed(3)
+        expected = [step(engine, batch) for batch in data]
+    with engine_of("parts") as engine:
+        torch.manual_seed(3)
+        losses = [step(engine, batch) for batch in data[:5]]
+    torch.manual_seed(99)
+    with engine_of("parts", resume=True) as engine:
+        losses += [step(engine, batch) for batch in data[5:]]
+    assert losses == expected
+
+
+def test_a_model_that_was_closed_goes_on_in_another_engine(tmp_path, device):
+    data = batches(4)
+    model = net()
+    with make(model, tmp_path, device=device) as engine:
+        losses = [step(engine, batch) for batch in data[:2]]
+    assert all(parameter.device.type == "cpu" and parameter.isnan().all() for parameter in model.parameters())
+    with make(model, tmp_path, device=device, resume=True) as engine:
+        losses += [step(engine, batch) for batch in data[2:]]
+    with make(net(), tmp_path / "whole", device=device) as engine:
+        assert [step(engine, batch) for batch in data] == losses
+
+
+def test_what_is_written_in_gathered_is_trained_on(tmp_path, device):
+    data = batches(2)
+    with make(net(), tmp_path, device=device) as engine:
+        step(engine, data[0])
+        with engine.gathered(write_back=True):
+            for parameter in engine.module.parameters():
+                parameter.data.mul_(0.5)
+        halved = {name: value.clone() for name, value in engine.state_dict().items()}
+        engine.eval()
+        with torch.no_grad():
+            given = engine(**data[1]).item()
+    plain = net()
+    plain.load_state_dict(halved)
+    assert plain(**data[1]).item() == pytest.approx(given, abs=BOUND)
+
+
+def test_an_error_in_a_block_gives_up_its_step(tmp_path, device):
+    data = batches(3)
+    model = net()
+    with make(net(), tmp_path / "whole", device=device) as engine:
+        expected = [step(engine, batch) for batch in data]
+    with make(model, tmp_path / "broken", device=device) as engine:
+        losses = [step(engine, data[0])]
+        hook = model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine(**data[1])
+        hook.remove()
+        losses += [step(engine, batch) for batch in data[1:]]
+    assert losses == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits(tmp_path, device, dtype):
+    data = batches(10)
+    with make(net(), tmp_path, device=device, dtype=dtype) as engine:
+        losses = [step(engine, batch) for batch in data]
+        assert engine.report()["totals"]["h2d_bytes"] > 0
+    assert losses[-1] < losses[0] - 0.3
+
+
+def test_bytes_that_are_copied(tmp_path, device):
+    data = batches(3)
+    model = net()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with make(model, tmp_path, device=device) as engine:
+        engine(**data[0])
+        engine.zero_grad()
+        before = engine._runtime.device_report()
+        step(engine, data[1])
+        after = engine._runtime.device_report()
+        report = engine.report()
+    assert report["device"] == device.type
+    # Forward and backward of each block; the tied one has two uses in each. Padding between parameters comes on top.
+    copied = after["h2d_bytes"] - before["h2d_bytes"]
+    assert 2 * 4 * parameters <= copied <= 3 * 4 * parameters
+    assert 4 * parameters <= after["d2h_bytes"] - before["d2h_bytes"] <= 2 * 4 * parameters
+
+
+def test_a_model_on_the_gpu_is_taken_from_there(tmp_path):
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no GPU here")
+    model = net().to("cuda")
+    with make(model, tmp_path) as engine:
+        assert engine.device.type == "cuda"
+        assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+        step(engine, batches(1)[0])
+
+
+def test_devices_that_are_not_there(tmp_path):
+    for wrong in ("tpu", "meta", 3.5):
+        with pytest.raises(ValueError, match="device is .*: 'cpu', 'cuda' or 'cuda:N'"):
+            make(net(), tmp_path, device=wrong)
+    if not torch.cuda.is_available():
+        assert choose_device(None) == torch.device("cpu")
+        with pytest.raises(ValueError, match="finds no GPU: use device='cpu'"):
+            penstock.initialize(model=net(), state_dir=str(tmp_path), device="cuda")
+    else:
+        with pytest.raises(ValueError, match="and there are"):
+            make(net(), tmp_path, device=f"cuda:{torch.cuda.device_count()}")
