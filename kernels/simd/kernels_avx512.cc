@@ -7,8 +7,8 @@
 #define PENSTOCK_SIMD_TABLE kAvx512Kernels
 #include "kernels/simd/vec_avx512.h"
 // The order of these matters: each builds on the one before.
-#include "kernels/simd/bf16_product_avx512.h"
 #include "kernels/simd/elementwise_inl.h"
 #include "kernels/simd/optimizer_inl.h"
 #include "kernels/simd/product_inl.h"
+#include "kernels/simd/product_inl_bf16.h"
 #include "kernels/simd/table_inl.h"

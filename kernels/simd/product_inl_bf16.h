@@ -1,7 +1,7 @@
 // Products of packed bf16 rows (kernels/product.h) with AVX-512's VDPBF16PS, which a processor may lack that
 // has all else of this level. Included by exactly one source file, after product_inl.h.
-#ifndef PENSTOCK_KERNELS_SIMD_BF16_PRODUCT_AVX512_H_
-#define PENSTOCK_KERNELS_SIMD_BF16_PRODUCT_AVX512_H_
+#ifndef PENSTOCK_KERNELS_SIMD_PRODUCT_INL_BF16_H_
+#define PENSTOCK_KERNELS_SIMD_PRODUCT_INL_BF16_H_
 
 namespace penstock::kernels::avx512 {
 
@@ -78,4 +78,4 @@ inline constexpr auto kBf16Product = &Bf16Product;
 
 }  // namespace penstock::kernels::avx512
 
-#endif  // PENSTOCK_KERNELS_SIMD_BF16_PRODUCT_AVX512_H_
+#endif  // PENSTOCK_KERNELS_SIMD_PRODUCT_INL_BF16_H_
