@@ -15,8 +15,8 @@
 //
 // How it works. Files of one block device share a *lane*: one thread, one queue for every priority, one
 // backend instance (an io_uring, a libaio context, ...). Submit hands requests over to the lane, which cuts
-// them into blocks and keeps blocks in flight up to a byte cap for reads and one for writes: beyond a
-// device's knee more in flight only adds latency. Blocks of different requests overlap, so the device never
+// them into blocks and keeps blocks in flight up to a byte cap for reads and one for writes: more in
+// flight than saturates a device only adds latency. Blocks of different requests overlap, so the device never
 // drains between two of them. A request is finished when all its blocks are; after a failure no further block
 // of it is started.
 //
@@ -143,8 +143,9 @@ class Engine {
   // peak (aio/profile.h measures it). Stats tell how long each device was at or above it.
   void set_saturating_bytes_in_flight(uint64_t bytes);
   uint64_t saturating_bytes_in_flight() const;
-  // Caps of twice the knee in each direction, so that handing over in batches never drains the drive, but at
-  // most 64 MiB, beyond which only latency grows; where the options have more, that. From the next block on.
+  // Caps of twice the saturating bytes in each direction, so that handing over in batches never drains the
+  // drive, but at most 64 MiB, beyond which only latency grows; where the options have more, that. From the
+  // next block on.
   void RaiseCapsToSaturation();
   // New caps from the next block on, per device.
   void set_max_in_flight(uint64_t read_bytes, uint64_t write_bytes);

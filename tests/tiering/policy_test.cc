@@ -63,7 +63,7 @@ TEST(Policies, NoneBeatsAutoInAnyCell) {
   machines[2].machine.write_bytes_per_s = 4e9;
   machines[2].machine.cores = machines[2].machine.compute_threads = 2;
   machines.push_back({"2 cores, 2/4 GB/s, 1 ms", machines[2].machine});
-  machines[3].machine.io_latency_seconds = 1e-3;  // a knee of 2.7 MB
+  machines[3].machine.io_latency_seconds = 1e-3;  // saturated by 2.7 MB
   std::string header = "| machine | model | compute / drive | budget | auto |";
   for (const Policy& policy : Policies()) header += std::string(" ") + policy.name + " |";
   std::printf("%s\n", header.c_str());

@@ -613,7 +613,7 @@ Model WideLayers() {
   return model;
 }
 
-TEST(Engine, AsMuchIsInFlightAsTheKneeAsksForUnlessThatIsLimited) {
+TEST(Engine, AsMuchIsInFlightAsSaturatesUnlessThatIsLimited) {
   uint64_t peak[2];
   for (const bool is_limit : {false, true}) {
     const std::string directory = testing_support::ScratchDirectory();
