@@ -264,7 +264,7 @@ TEST_P(LoopTest, ADemandIsNotKeptWaitingByABatchThatIs) {
   behind.set_priority(Priority::kWriteBehind);
   ASSERT_OK(w.engine->Submit(&behind));
   while (w.engine->stats().devices[0].in_flight_bytes < 16 * kMiB) std::this_thread::yield();
-  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until the lane sleeps
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until the queue sleeps
   demand.PrepareRead(*file, 32 * kMiB, region.data() + 32 * kMiB, kMiB);
   ASSERT_OK(w.engine->Submit(&demand));
   for (int i = 0; i < 2000 && demand.start_ns() == 0; ++i) {
