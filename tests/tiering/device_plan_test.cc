@@ -1,5 +1,5 @@
 // The tier above host memory: plans of a device's memory, the programs that copy to it and from it, and how
-// close to their floor these run in virtual time.
+// close to their lower bound these run in virtual time.
 #include "tiering/plan/device_plan.h"
 
 #include <gtest/gtest.h>
@@ -283,7 +283,7 @@ TEST(Device, InputsWaitInHostMemoryWhereTheDeviceHasNoRoom) {
   EXPECT_EQ(roomy.device.d2h_bytes, 2 * graph.elements());
 }
 
-TEST(Device, StepIsWithinFivePercentOfItsFloor) {
+TEST(Device, StepIsWithinFivePercentOfItsLowerBound) {
   const ModelGraph base = Chain(24, 3 << 20);
   const auto elements = static_cast<double>(base.elements());
   double worst = 1;

@@ -323,10 +323,10 @@ TEST(Planner, SlotsDoNotOverlapAndLieInTheArena) {
 TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
   ModelGraph graph = Chain(64, 1 << 20);
   for (StageShape& stage : graph.stages) stage.input_bytes = stage.input_scratch_bytes = 0;
-  for (const auto& [precision, floor] : {std::pair{Precision::Bf16(), 26.0},
-                                         {Precision::Fp32(), 28.0},
-                                         {Precision::Fp16(), 30.0},
-                                         {Precision::Bf16().WithMoments(1), 14.25}}) {
+  for (const auto& [precision, most] : {std::pair{Precision::Bf16(), 26.0},
+                                        {Precision::Fp32(), 28.0},
+                                        {Precision::Fp16(), 30.0},
+                                        {Precision::Bf16().WithMoments(1), 14.25}}) {
     PlanOptions options;
     options.precision = precision;
     // Enough for every gradient and the comfortable working set; weights and state stream.
@@ -342,8 +342,8 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
     };
     for (const UpdateOrder order : {UpdateOrder::kInNextForward, UpdateOrder::kInBackward}) {
       options.update_order = order;
-      EXPECT_LE(per_parameter(), floor);
-      EXPECT_GT(per_parameter(), floor - 2.1);  // the ends of the walk are read once less
+      EXPECT_LE(per_parameter(), most);
+      EXPECT_GT(per_parameter(), most - 2.1);  // the ends of the walk are read once less
     }
     // Gradients on the drive cost one write and one read of them; one that is used in backward is read again
     // only when clipping asks for it, and without clipping it is never needed again.
@@ -354,8 +354,8 @@ TEST(Program, BytesPerParameterAreThoseOfThePrecision) {
                                                 {UpdateOrder::kInBackward, false, 0.0}}) {
       options.update_order = order;
       options.clips = clips;
-      EXPECT_LE(per_parameter(), floor + spilled);
-      EXPECT_GT(per_parameter(), floor + spilled - 2.1);
+      EXPECT_LE(per_parameter(), most + spilled);
+      EXPECT_GT(per_parameter(), most + spilled - 2.1);
     }
   }
 }
@@ -624,7 +624,7 @@ TEST(Planner, InputsGoToTheDriveWhereTheBudgetAsksForIt) {
   }
 }
 
-TEST(Simulate, StepIsWithinFivePercentOfItsFloor) {
+TEST(Simulate, StepIsWithinFivePercentOfItsLowerBound) {
   const ModelGraph base = Chain(24, 3 << 20);
   double worst = 1;
   for (const double ratio : {0.1, 0.3, 0.6, 1.0, 1.5, 3.0, 10.0}) {
