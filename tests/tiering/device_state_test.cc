@@ -1,5 +1,5 @@
-// Which blocks live on a device apart with their state: within its memory, as the ratio says, and
-// where nobody says, as makes a step the shortest in virtual time.
+// Which blocks live with their state on a device with its own memory: within its memory, as the ratio says,
+// and where nobody says, as makes a step the shortest in virtual time.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
-// Optimizer state that lives on a device apart, in part or as a whole: the processor's bits, within
-// the device's budget, and nothing of it lost between the tiers.
+// Optimizer state that lives on a device with its own memory, in part or as a whole: the processor's bits,
+// within the device's budget, and nothing of it lost between the tiers.
 #include "zero/compute/device_state.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// Several ranks, each with a device apart of its own (the test-only one, whose bits are the
+// Several ranks, each with a device that has its own memory (the test-only one, whose bits are the
 // processor's): the losses of ranks on processors, within every budget, and an end with a reason.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

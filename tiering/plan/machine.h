@@ -19,7 +19,7 @@ struct MachineModel {
   // tiles in flight that is what a step waits for.
   double io_latency_seconds = 200e-6;
   double commit_seconds = 1e-3;
-  // Between host memory and a device apart; both directions at once do not disturb each other.
+  // Between host memory and a device with its own memory; both directions at once do not disturb each other.
   double h2d_bytes_per_s = 20e9;
   double d2h_bytes_per_s = 20e9;
   double copy_latency_seconds = 20e-6;

@@ -192,7 +192,7 @@ int64_t PlanLayout::GradientElements(const Plan& plan, size_t weight_class) {
   return plan.weight_classes[weight_class].bytes / plan.shards_in_memory() / plan.precision.weight_bytes();
 }
 
-// Over ranks and on a device apart they stay.
+// Over ranks and on a device with its own memory they stay.
 int64_t PlanLayout::SumsThatMayLeave() const {
   if (!options_.on_nvme || !options_.trains || options_.world > 1 || device_.has_own_memory) return 0;
   PerBlock<int> uses(graph_.blocks.size(), 0);

@@ -579,8 +579,8 @@ absl::Status Validate(const ModelGraph& graph, const PlanOptions& options) {
   return absl::OkStatus();
 }
 
-// Shares of the elements whose state may live on a device apart, from the largest on, and what the
-// choice goes by, in words that end a sentence.
+// Shares of the elements whose state may live on a device with its own memory, from the largest on, and what
+// the choice goes by, in words that end a sentence.
 struct DeviceShares {
   std::vector<double> of_state;
   std::string why;

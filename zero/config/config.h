@@ -128,7 +128,7 @@ struct OffloadOptimizerConfig {
   // Whether the next tile is read, and the last one written, while one is updated.
   std::optional<bool> pipeline_read;
   std::optional<bool> pipeline_write;
-  std::optional<double> ratio;  // of the state that the processor updates, the rest a device apart
+  std::optional<double> ratio;  // of the state that the processor updates; a device updates the rest
 };
 
 struct ZeroConfig {

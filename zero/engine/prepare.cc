@@ -34,7 +34,7 @@ absl::StatusOr<Measured> MeasureWithin(Compute& compute, const EngineOptions& op
   measure.trains = options.trains;
   measure.times = options.measures_time;
   measure.doing = options.hooks.preparing;
-  // The tensors of a device apart may be the host's too, and are no part of the host's budget.
+  // The tensors of a device with its own memory may be the host's too, and are no part of the host's budget.
   const bool counts = !options.device->has_own_memory() || !options.device->tensors_are_host();
   const auto within = [&](int64_t bytes) {
     measure.host_memory_bytes = bytes;
@@ -143,8 +143,8 @@ class Preparation {
                                                  "(EngineOptions::micro_batches)"));
   }
 
-  // The budget of a device apart. Its own way to the drive is opened first: that takes memory which is not in
-  // the device's capacity then.
+  // The budget of a device with its own memory. Its own way to the drive is opened first: that takes memory
+  // which is not in the device's capacity then.
   absl::Status OpenDevice() {
     Device& device = *options_.device;
     if (!device.has_own_memory()) return absl::OkStatus();

@@ -72,7 +72,7 @@ Stopwatch::Reading TimeOnce(Device& device, Probe& probe, Body&& body) {
   const Stopwatch watch(IntraOpThreads());
   body();
   Finish(device);
-  // The processor's threads do not say what a device apart takes.
+  // The processor's threads do not say what a device with its own memory takes.
   return device.has_own_memory() ? Stopwatch::Reading{watch.Passed()} : watch.Read();
 }
 
