@@ -231,8 +231,8 @@ TEST_F(CombinationsTest, EveryModeGivesTheBitsOfMemory) {
         append(whole.skipped, trained.skipped);
         append(whole.committed, trained.committed);
         whole.state = trained.state;
-        for (const TrainedLosses::RecordedOptions& kept : trained.kept)
-          EXPECT_TRUE(kept.status.ok()) << kept.status;
+        for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints)
+          EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
         if (run.host_memory_bytes > 0) {
           EXPECT_LE(trained.peak_managed_bytes, run.host_memory_bytes);
         }

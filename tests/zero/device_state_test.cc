@@ -212,9 +212,9 @@ TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
       const TrainedLosses trained = TrainGpt(first);
       ExpectSame(trained, plain);
       EXPECT_GT(ShareOnDevice(trained.plan), 0);
-      ASSERT_EQ(trained.kept.size(), 4u);
-      for (const TrainedLosses::RecordedOptions& kept : trained.kept)
-        ASSERT_TRUE(kept.status.ok()) << kept.status;
+      ASSERT_EQ(trained.checkpoints.size(), 4u);
+      for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints)
+        ASSERT_TRUE(checkpoint.status.ok()) << checkpoint.status;
       for (const Home to : kHomes) {
         for (const std::optional<double> other : {std::optional<double>(), {1.0}, {0.4}, {0.0}}) {
           RunOptions second = run;
@@ -224,10 +224,10 @@ TEST_F(DeviceStateTest, CheckpointsGoOnWithAnyOtherShare) {
             second.state_dir = scratch_ + "/restored";
             second.resume = true;
             const absl::Status restored =
-                RestoreRun(trained.kept[2].path, testing_support::OptionsOf(second));
+                RestoreRun(trained.checkpoints[2].path, testing_support::OptionsOf(second));
             ASSERT_TRUE(restored.ok()) << restored;
           } else {
-            second.resume_from = trained.kept[2].path;
+            second.resume_from = trained.checkpoints[2].path;
           }
           const TrainedLosses again = TrainGpt(second);
           ASSERT_TRUE(again.status.ok()) << again.status;

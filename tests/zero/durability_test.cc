@@ -85,9 +85,9 @@ TEST_F(DurabilityTest, TheBitsAreTheSameWhateverIsWrittenWhen) {
         EXPECT_EQ(there->record.step, 8u);
         EXPECT_FALSE(there->record.overwriting);
         EXPECT_EQ(there->shape.slots, static_cast<uint32_t>(versions));
-        for (const TrainedLosses::RecordedOptions& kept : trained.kept)
-          EXPECT_TRUE(kept.status.ok()) << kept.status;
-        EXPECT_EQ(trained.kept.size(), more == 3 ? 2u : 0u);
+        for (const TrainedLosses::Checkpoint& checkpoint : trained.checkpoints)
+          EXPECT_TRUE(checkpoint.status.ok()) << checkpoint.status;
+        EXPECT_EQ(trained.checkpoints.size(), more == 3 ? 2u : 0u);
       }
     }
     EXPECT_GE(late, 3);

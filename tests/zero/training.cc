@@ -100,7 +100,7 @@ TrainedLosses TrainGpt(const RunOptions& given) {
   };
   Engine* running = nullptr;
   options.hooks.checkpointed = [&](int64_t step, const std::string& path, const absl::Status& status) {
-    trained.kept.push_back({step, running->step(), path, status});
+    trained.checkpoints.push_back({step, running->step(), path, status});
   };
   Model model = run.make_model ? run.make_model() : models::MakeGpt(run.model);
   if (run.poison_step != 0) {
