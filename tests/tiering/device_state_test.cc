@@ -188,7 +188,7 @@ TEST(DeviceState, TheChoiceIsAsGoodAsEveryRatio) {
               words = "least that works is ";
           options.device.budget_bytes =
               std::stoll(refusal.substr(refusal.find(words) + words.size())) + blocks * 15 * kMiB;
-          if (on_nvme) options.host_budget_bytes = 160 * kMiB;
+          if (on_nvme) options.host_memory_budget_bytes = 160 * kMiB;
           const absl::StatusOr<Plan> chosen = MakePlan(base, options);
           ASSERT_TRUE(chosen.ok()) << chosen.status();
           const double seconds = Seconds(base, *chosen, options.machine);

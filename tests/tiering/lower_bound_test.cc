@@ -67,7 +67,7 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
       stage.forward_seconds = stage_seconds / 4;
       stage.backward_seconds = stage_seconds * 3 / 4;
     }
-    options.host_budget_bytes = int64_t{1} << 40;
+    options.host_memory_budget_bytes = int64_t{1} << 40;
     const absl::StatusOr<Plan> ample = MakePlan(graph, options);
     ASSERT_TRUE(ample.ok()) << ample.status();
     const auto least = static_cast<double>(ample->least_host_memory_bytes);
@@ -77,7 +77,7 @@ TEST_P(StepAndLowerBound, AreWithinFivePercent) {
     for (const double share : shares) {
       SCOPED_TRACE(testing::Message() << "compute to drive " << ratio << ", memory beyond the least " << share
                                       << " of everything");
-      options.host_budget_bytes = static_cast<int64_t>(least + share * everything);
+      options.host_memory_budget_bytes = static_cast<int64_t>(least + share * everything);
       const absl::StatusOr<Plan> plan = MakePlan(graph, options);
       ASSERT_TRUE(plan.ok()) << plan.status();
       const absl::StatusOr<Prediction> step = Simulate(graph, *plan, machine, /*steps=*/6);

@@ -37,7 +37,7 @@ class CheckpointingTest : public testing_support::ScratchTest {
     rest.checkpoints = {};
     rest.stop_after = 0;
     rest.offload = offload;
-    rest.host_memory_bytes = budget;
+    rest.host_memory_budget_bytes = budget;
     rest.update_workers = 2;
     if (offload != OffloadDevice::kNvme) {
       rest.state_dir.clear();
@@ -177,14 +177,14 @@ TEST_F(CheckpointingTest, OneThatAKillCutShortIsMadeUpForWhereTheRunGoesOn) {
 TEST_F(CheckpointingTest, TheCopysMemoryIsPartOfTheBudget) {
   run_.offload = OffloadDevice::kNvme;
   run_.checkpoints = {scratch_ + "/kept", 3, 0};
-  run_.host_memory_bytes = 1;
+  run_.host_memory_budget_bytes = 1;
   const TrainedLosses refused = TrainGpt(run_);
   ASSERT_GT(refused.least_host_memory_bytes, 0) << refused.status;
-  run_.host_memory_bytes = refused.least_host_memory_bytes;
+  run_.host_memory_budget_bytes = refused.least_host_memory_bytes;
   const TrainedLosses trained = TrainGpt(run_);
   ASSERT_TRUE(trained.status.ok()) << trained.status;
   EXPECT_EQ(trained.losses, plain_.losses);
-  EXPECT_LE(trained.peak_managed_bytes, run_.host_memory_bytes);
+  EXPECT_LE(trained.peak_managed_bytes, run_.host_memory_budget_bytes);
   EXPECT_EQ(trained.checkpoints.size(), 2u);
 }
 

@@ -47,7 +47,7 @@ class DeviceStateTest : public testing_support::ScratchTest {
   // The least device memory that works for the run.
   static int64_t LeastDeviceMemory(RunOptions run) {
     run.device = MakeTestDevice();
-    run.device_memory_bytes = 1;
+    run.device_memory_budget_bytes = 1;
     return TrainGpt(run).least_host_memory_bytes;
   }
   static double ShareOnDevice(const tiering::Plan& plan) {
@@ -91,17 +91,17 @@ TEST_F(DeviceStateTest, EveryShareGivesTheBitsOfTheProcessor) {
                        << ", " << more << " more than the least");
           Put(&run, home, more == 0 ? 1.0 : 0.0);
           run.device = MakeTestDevice({.latency_seconds = more == 0 ? 1e-4 : 0});
-          run.device_memory_bytes = least + more;
-          run.host_memory_bytes = 0;
+          run.device_memory_budget_bytes = least + more;
+          run.host_memory_budget_bytes = 0;
           if (home != Home::kMemory) {
-            run.host_memory_bytes = 1;
-            run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + more / 2;
+            run.host_memory_budget_bytes = 1;
+            run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes + more / 2;
           }
           const TrainedLosses trained = TrainGpt(run);
           ExpectSame(trained, plain);
-          EXPECT_LE(trained.peak_device_bytes, run.device_memory_bytes);
-          if (run.host_memory_bytes > 0) {
-            EXPECT_LE(trained.peak_managed_bytes, run.host_memory_bytes);
+          EXPECT_LE(trained.peak_device_bytes, run.device_memory_budget_bytes);
+          if (run.host_memory_budget_bytes > 0) {
+            EXPECT_LE(trained.peak_managed_bytes, run.host_memory_budget_bytes);
           }
           const double share = ShareOnDevice(trained.plan);
           (share == 0 ? none : share < 1 ? some : all) += 1;

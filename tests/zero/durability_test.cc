@@ -42,8 +42,8 @@ class DurabilityTest : public testing_support::ScratchTest {
       };
     };
     if (more >= 0) {
-      run.host_memory_bytes = 1;
-      run.host_memory_bytes = TrainGpt(run).least_host_memory_bytes + more;
+      run.host_memory_budget_bytes = 1;
+      run.host_memory_budget_bytes = TrainGpt(run).least_host_memory_bytes + more;
     }
     return TrainGpt(run);
   }

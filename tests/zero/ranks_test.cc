@@ -56,7 +56,7 @@ TEST(Ranks, SameBitsInEveryOffloadModeAndOrderOfUpdate) {
     on_drive.state_dir = testing_support::ScratchDirectory();
     on_drive.update_order = order;
     on_drive.tile_bytes = 1 << 16;
-    on_drive.host_memory_bytes = 48 << 20;
+    on_drive.host_memory_budget_bytes = 48 << 20;
     ExpectSameLosses(one, TrainRanks(2, on_drive));
     std::filesystem::remove_all(on_drive.state_dir);
   }
@@ -74,7 +74,7 @@ TEST(Ranks, StagesOneAndTwoKeepWeightsWhole) {
     const nlohmann::json one = Alone(run);
     run.micro_batches = 1;
     run.state_dir = testing_support::ScratchDirectory();
-    run.host_memory_bytes = 64 << 20;
+    run.host_memory_budget_bytes = 64 << 20;
     run.adjust = [config](EngineOptions& options) {
       options.memory.bounds = PlanBoundsOf(config, options.world());
       options.hooks.planned = [](const EnginePlan& plan) {
@@ -135,7 +135,7 @@ TEST(Ranks, MoveHalfTheBytesEach) {
         });
     return model;
   };
-  run.host_memory_bytes = 64 << 20;
+  run.host_memory_budget_bytes = 64 << 20;
   run.adjust = [](EngineOptions& options) { options.memory.bounds.placement = tiering::Placement::kCpu; };
   run.update_order = tiering::UpdateOrder::kInNextForward;
   run.state_dir = testing_support::ScratchDirectory();
@@ -158,7 +158,7 @@ TEST(Ranks, KilledAndResumedTheLossesAreThoseOfARunLeftAlone) {
   RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.evaluate_every = 0;
   run.steps = 14;
-  run.host_memory_bytes = 48 << 20;
+  run.host_memory_budget_bytes = 48 << 20;
   run.tile_bytes = 1 << 16;
   run.state_dir = testing_support::ScratchDirectory();
   const std::vector<RankOutcome> whole = TrainRanks(2, run);
@@ -489,7 +489,7 @@ TEST(Ranks, KilledInAnyPhaseTheOtherEndsAndTheRunGoesOn) {
   RunOptions run = UntiedRun(OffloadDevice::kNvme, kernels::DType::kBf16);
   run.steps = 6;
   run.evaluate_every = 3;
-  run.host_memory_bytes = 48 << 20;
+  run.host_memory_budget_bytes = 48 << 20;
   run.state_dir = testing_support::ScratchDirectory();
   const std::vector<RankOutcome> whole = TrainRanks(2, run);
   std::filesystem::remove_all(run.state_dir);

@@ -59,9 +59,9 @@ EngineOptions OptionsOf(const RunOptions& run) {
   options.optimizer.loss_scale = run.loss_scale;
   options.optimizer.clip = run.clip;
   options.seed = run.seed;
-  options.memory.host_memory_budget_bytes = run.host_memory_bytes;
+  options.memory.host_memory_budget_bytes = run.host_memory_budget_bytes;
   options.device = run.device;
-  options.memory.device_memory_budget_bytes = run.device_memory_bytes;
+  options.memory.device_memory_budget_bytes = run.device_memory_budget_bytes;
   options.optimizer.workers = run.update_workers;
   options.memory.tile_bytes = run.tile_bytes;
   options.optimizer.order = run.update_order;

@@ -30,9 +30,9 @@ struct RunOptions {
   models::GptConfig model{4, 64, 4, 32, 256, 0};
   kernels::DType dtype = kernels::DType::kBf16;
   OffloadDevice offload = OffloadDevice::kNone;
-  int64_t host_memory_bytes = 0;
+  int64_t host_memory_budget_bytes = 0;
   std::shared_ptr<Device> device = HostDevice();
-  int64_t device_memory_bytes = 0;
+  int64_t device_memory_budget_bytes = 0;
   int micro_batches = 1;
   int64_t batch = 4, seq = 32;
   int64_t steps = 5;

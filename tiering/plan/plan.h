@@ -112,12 +112,12 @@ struct Plan {
   IndexedVector<AccumulatorSlot, Slot> accumulator_slots;  // the ring first, then private ones
   int accumulator_ring = 0;
 
-  int64_t tile_state_bytes = 0;      // of a tile slot: state segments, each padded to a page
-  int64_t tile_gradient_offset = 0;  // in a ring tile slot, where a spilled gradient is read to
-  int64_t slot_bytes = 0;            // of all slots together
-  int64_t arena_bytes = 0;           // slots and the checkpoint's tile, in whole huge pages
-  int64_t tensor_bytes = 0;          // bound for LibTorch's tensors: training, initialisation, evaluation
-  int64_t host_budget_bytes = 0;     // 0: no bound
+  int64_t tile_state_bytes = 0;          // of a tile slot: state segments, each padded to a page
+  int64_t tile_gradient_offset = 0;      // in a ring tile slot, where a spilled gradient is read to
+  int64_t slot_bytes = 0;                // of all slots together
+  int64_t arena_bytes = 0;               // slots and the checkpoint's tile, in whole huge pages
+  int64_t tensor_bytes = 0;              // bound for LibTorch's tensors: training, initialisation, evaluation
+  int64_t host_memory_budget_bytes = 0;  // 0: no bound
   int64_t least_host_memory_bytes = 0;
   int evaluate_micro_batches = 1;  // per forward-only pass, in the memory of the saved activations
 
@@ -292,10 +292,10 @@ struct PlanOptions {
   // What is frozen, also whole blocks, is no part of the store and is read from elsewhere. One rank, on the
   // processor, with frozen_apart.
   bool frozen_elsewhere = false;
-  int world = 1;                    // ranks
-  int64_t host_budget_bytes = 0;    // 0: as much as the comfortable plan takes
-  bool copies_checkpoints = false;  // of the store, while training goes on: room for a tile
-  int64_t tile_bytes = 0;           // bound for one slot of a tile (all segments); 0: chosen
+  int world = 1;                         // ranks
+  int64_t host_memory_budget_bytes = 0;  // 0: as much as the comfortable plan takes
+  bool copies_checkpoints = false;       // of the store, while training goes on: room for a tile
+  int64_t tile_bytes = 0;                // bound for one slot of a tile (all segments); 0: chosen
   PlanBounds bounds;
   DeviceOptions device;
   MachineModel machine;  // what candidates are compared on

@@ -72,7 +72,7 @@ Plan PlanLayout::Build(const Level& wanted, int resident_gradients, int64_t budg
   plan.trains = options_.trains;
   plan.commits_every_step = options_.commits_every_step;
   plan.clips = options_.clips;
-  plan.host_budget_bytes = options_.host_budget_bytes;
+  plan.host_memory_budget_bytes = options_.host_memory_budget_bytes;
 
   int64_t tile_elements = level.tile_elements;
   if (options_.tile_bytes > 0) {

@@ -194,8 +194,8 @@ struct ElasticityConfig {
 
 // "penstock": {}.
 struct PenstockConfig {
-  std::optional<int64_t> host_memory_bytes;    // "host_memory": bytes or "4GiB"
-  std::optional<int64_t> device_memory_bytes;  // "device_memory"
+  std::optional<int64_t> host_memory_budget_bytes;    // "host_memory": bytes or "4GiB"
+  std::optional<int64_t> device_memory_budget_bytes;  // "device_memory"
   std::optional<Durability> durability;
   std::optional<SyncMode> sync;
   std::optional<int64_t> versions;  // of everything on the drive: 1, 2 or 3
