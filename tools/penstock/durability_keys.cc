@@ -85,7 +85,7 @@ absl::Status ResolveDurability(const zero::Config& config, const RecordedOptions
                      recorded.Of<std::string>("durability", "config", DurabilitySaid(config), kEachStep));
   }
   SetDurability(sync, durability, &settings->engine);
-  settings->recorded.update({{"sync", sync}, {"durability", durability}});
+  settings->to_record.update({{"sync", sync}, {"durability", durability}});
   return absl::OkStatus();
 }
 

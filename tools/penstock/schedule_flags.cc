@@ -211,8 +211,8 @@ absl::Status ResolveOptimizer(const TrainOptions& flags, const zero::ParsedConfi
   given.states =
       flags.optimizer_states.has_value() ? flags.optimizer_states : config.penstock.optimizer_states;
   ASSIGN_OR_RETURN(engine.optimizer.algorithm,
-                   ResolveOptimizerOptions(given, config.optimizer, recorded, &settings->recorded));
-  ASSIGN_OR_RETURN(engine.optimizer.states, ResolveOptimizerStates(given, recorded, &settings->recorded));
+                   ResolveOptimizerOptions(given, config.optimizer, recorded, &settings->to_record));
+  ASSIGN_OR_RETURN(engine.optimizer.states, ResolveOptimizerStates(given, recorded, &settings->to_record));
   const std::optional<double> clip = flags.clip.has_value() ? flags.clip : config.gradient_clipping;
   ASSIGN_OR_RETURN(engine.optimizer.clip, recorded.Of("clip", "clip", clip, 1.0));
   RETURN_IF_ERROR(CheckFlag("--clip", engine.optimizer.clip, 0.0, 1e30));

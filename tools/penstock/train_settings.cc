@@ -223,7 +223,7 @@ class Resolver {
       NoteConfig(config_, recorded_);
       ASSIGN_OR_RETURN(nlohmann::json recorded, ConfigToRecord(*flags_.config));
       if (!recorded.empty() || (settings_.resumes && run_.contains(kRecordedConfigKey)))
-        settings_.recorded[kRecordedConfigKey] = std::move(recorded);
+        settings_.to_record[kRecordedConfigKey] = std::move(recorded);
       return absl::OkStatus();
     }
     if (!settings_.resumes || !run_.contains(kRecordedConfigKey)) return absl::OkStatus();
@@ -246,7 +246,7 @@ class Resolver {
     std::error_code error;
     if (path.empty() || !std::filesystem::is_directory(path, error)) return;
     settings_.model_directory = std::filesystem::absolute(path, error).lexically_normal();
-    settings_.recorded["model_directory"] = settings_.model_directory;
+    settings_.to_record["model_directory"] = settings_.model_directory;
     if (settings_.resumes && run_.value("model_directory", std::string()) != settings_.model_directory)
       changes_.run["model_directory"] = settings_.model_directory;
   }
@@ -337,8 +337,8 @@ class Resolver {
     settings_.data_weights = flags_.data_weights;
     settings_.eval_split = flags_.eval_split.value_or(0);
     if (!run_.is_object()) {
-      if (!settings_.data_weights.empty()) settings_.recorded["data_weights"] = settings_.data_weights;
-      if (settings_.eval_split > 0) settings_.recorded["eval_split"] = settings_.eval_split;
+      if (!settings_.data_weights.empty()) settings_.to_record["data_weights"] = settings_.data_weights;
+      if (settings_.eval_split > 0) settings_.to_record["eval_split"] = settings_.eval_split;
       return absl::OkStatus();
     }
     const auto weights = run_.value("data_weights", std::vector<double>());
@@ -346,9 +346,9 @@ class Resolver {
       settings_.data_weights = weights;
     if (!flags_.eval_split.has_value() && !flags_.eval_data.has_value())
       settings_.eval_split = run_.value("eval_split", 0.0);
-    if (settings_.data_weights != weights) settings_.recorded["data_weights"] = settings_.data_weights;
+    if (settings_.data_weights != weights) settings_.to_record["data_weights"] = settings_.data_weights;
     if (settings_.eval_split != run_.value("eval_split", 0.0))
-      settings_.recorded["eval_split"] = settings_.eval_split;
+      settings_.to_record["eval_split"] = settings_.eval_split;
     return absl::OkStatus();
   }
 
@@ -462,7 +462,7 @@ class Resolver {
   }
 
   void ChooseDataOrder() {
-    settings_.recorded["data_order"] = models::kSequenceOrder;
+    settings_.to_record["data_order"] = models::kSequenceOrder;
     if (!settings_.resumes) return;
     const std::string order = run_.value("data_order", models::kSequenceOrder);
     if (order == models::kSequenceOrder) return;
@@ -528,7 +528,7 @@ class Resolver {
           OpenBase(weights, *settings_.model, engine_.dtype, /*checks=*/needs_data_, flags_.quiet);
       if (base.ok()) {
         TakeBase(*std::move(base));
-        settings_.recorded[kBaseKey] = base_record_;
+        settings_.to_record[kBaseKey] = base_record_;
         return absl::OkStatus();
       }
       if (!absl::IsUnimplemented(base.status())) return base.status();
@@ -623,19 +623,20 @@ class Resolver {
       engine_.resume.run["checkpoint_dir"] = parent;
       changes_.run["checkpoint_dir"] = parent;
     }
-    engine_.resume.run.update(settings_.recorded);
+    engine_.resume.run.update(settings_.to_record);
     if (flags_.config.has_value()) engine_.resume.run["config"] = changes_.config;
     if (!settings_.resumes) return;
     if (flags_.config.has_value() && run_.value("config", nlohmann::json::object()) != changes_.config)
       changes_.run["config"] = changes_.config;
     for (const char* name : {"tokenizer", "chat_template", "skip_broken_lines", "data_weights", "eval_split",
                              kRecordedConfigKey}) {
-      if (settings_.recorded.contains(name) && settings_.recorded[name] != run_.value(name, nlohmann::json()))
-        changes_.run[name] = settings_.recorded[name];
+      if (settings_.to_record.contains(name) &&
+          settings_.to_record[name] != run_.value(name, nlohmann::json()))
+        changes_.run[name] = settings_.to_record[name];
     }
     // Of runs from before these were recorded.
     for (const char* name : {"sync", "durability", "data_order"}) {
-      if (!run_.contains(name)) changes_.run[name] = settings_.recorded[name];
+      if (!run_.contains(name)) changes_.run[name] = settings_.to_record[name];
     }
     if (settings_.steps != run_.value("steps", settings_.steps)) changes_.run["steps"] = settings_.steps;
     engine_.resume.run_changes.update(changes_.run);
